@@ -1,0 +1,42 @@
+// Deadlines on the steady clock: every wait in the project takes one.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace trireme {
+
+using SteadyClock = std::chrono::steady_clock;
+using Milliseconds = std::chrono::milliseconds;
+
+class Deadline final {
+ public:
+  static Deadline after(Milliseconds duration) { return Deadline(SteadyClock::now() + duration); }
+  explicit Deadline(SteadyClock::time_point at) : at_(at) {}
+  bool passed() const { return SteadyClock::now() >= at_; }
+  // Never negative.
+  Milliseconds remaining() const {
+    return std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(at_ - SteadyClock::now()));
+  }
+  SteadyClock::time_point at() const { return at_; }
+
+ private:
+  SteadyClock::time_point at_;
+};
+
+class Stopwatch final {
+ public:
+  double seconds() const { return std::chrono::duration<double>(SteadyClock::now() - start_).count(); }
+  // Seconds since the last lap (or construction), and starts the next one.
+  double lap() {
+    const auto now = SteadyClock::now();
+    const double seconds = std::chrono::duration<double>(now - start_).count();
+    start_ = now;
+    return seconds;
+  }
+
+ private:
+  SteadyClock::time_point start_ = SteadyClock::now();
+};
+
+}  // namespace trireme
