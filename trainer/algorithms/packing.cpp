@@ -1,0 +1,205 @@
+#include "trainer/algorithms/packing.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+struct OpenBin {
+  Bin items;
+  int64_t load = 0;
+};
+
+void put(OpenBin& bin, int64_t item, const std::vector<int64_t>& lengths) {
+  bin.items.push_back(item);
+  bin.load += lengths[static_cast<size_t>(item)];
+}
+
+std::vector<Bin> strip(const std::vector<OpenBin>& bins) {
+  std::vector<Bin> result;
+  for (const OpenBin& bin : bins) result.push_back(bin.items);
+  return result;
+}
+
+// Longest first; equal lengths keep the order of their index.
+std::vector<int64_t> descending(const std::vector<int64_t>& lengths) {
+  std::vector<int64_t> order(lengths.size());
+  std::iota(order.begin(), order.end(), int64_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    return lengths[static_cast<size_t>(a)] > lengths[static_cast<size_t>(b)];
+  });
+  return order;
+}
+
+std::vector<OpenBin> first_fit(const std::vector<int64_t>& order, const std::vector<int64_t>& lengths, int64_t capacity) {
+  std::vector<OpenBin> bins;
+  for (const int64_t item : order) {
+    const int64_t length = lengths[static_cast<size_t>(item)];
+    auto fits = std::find_if(bins.begin(), bins.end(), [&](const OpenBin& bin) { return bin.load + length <= capacity; });
+    if (fits == bins.end()) fits = bins.insert(bins.end(), OpenBin{});
+    put(*fits, item, lengths);
+  }
+  return bins;
+}
+
+std::vector<OpenBin> modified_first_fit_decreasing(const std::vector<int64_t>& lengths, int64_t capacity) {
+  const auto length_of = [&](int64_t item) { return lengths[static_cast<size_t>(item)]; };
+  std::vector<int64_t> medium, small, tiny;  // each descending
+  std::vector<OpenBin> bins;
+  std::vector<bool> has_medium;
+  for (const int64_t item : descending(lengths)) {
+    const int64_t length = length_of(item);
+    if (2 * length > capacity) {
+      bins.emplace_back();
+      put(bins.back(), item, lengths);
+    } else if (3 * length > capacity) {
+      medium.push_back(item);
+    } else if (6 * length > capacity) {
+      small.push_back(item);
+    } else {
+      tiny.push_back(item);
+    }
+  }
+  has_medium.assign(bins.size(), false);
+  for (size_t b = 0; b < bins.size(); ++b) {  // the largest medium that fits
+    const auto fits = std::find_if(medium.begin(), medium.end(),
+                                   [&](int64_t item) { return bins[b].load + length_of(item) <= capacity; });
+    if (fits == medium.end()) continue;
+    put(bins[b], *fits, lengths);
+    medium.erase(fits);
+    has_medium[b] = true;
+  }
+  for (size_t b = bins.size(); b-- > 0;) {  // two smalls: the smallest, and the largest that still fits
+    if (has_medium[b] || small.size() < 2) continue;
+    const int64_t smallest = small.back();
+    if (bins[b].load + length_of(smallest) + length_of(small[small.size() - 2]) > capacity) continue;
+    put(bins[b], smallest, lengths);
+    small.pop_back();
+    const auto fits = std::find_if(small.begin(), small.end(),
+                                   [&](int64_t item) { return bins[b].load + length_of(item) <= capacity; });
+    put(bins[b], *fits, lengths);
+    small.erase(fits);
+  }
+  std::vector<int64_t> rest = medium;
+  rest.insert(rest.end(), small.begin(), small.end());
+  rest.insert(rest.end(), tiny.begin(), tiny.end());
+  std::vector<int64_t> left;
+  for (const int64_t item : rest) {
+    const auto fits = std::find_if(bins.begin(), bins.end(),
+                                   [&](const OpenBin& bin) { return bin.load + length_of(item) <= capacity; });
+    if (fits == bins.end()) left.push_back(item);
+    else put(*fits, item, lengths);
+  }
+  for (const int64_t item : left) {  // the least filled bin that has room, else a new one
+    OpenBin* best = nullptr;
+    for (OpenBin& bin : bins) {
+      if (bin.load + length_of(item) <= capacity && (best == nullptr || bin.load < best->load)) best = &bin;
+    }
+    if (best == nullptr) best = &bins.emplace_back();
+    put(*best, item, lengths);
+  }
+  return bins;
+}
+
+}  // namespace
+
+PackingAlgorithm parse_packing_algorithm(const std::string& name) {
+  if (name == "concatenative") return PackingAlgorithm::kConcatenative;
+  if (name == "first_fit_decreasing") return PackingAlgorithm::kFirstFitDecreasing;
+  if (name == "first_fit_shuffle") return PackingAlgorithm::kFirstFitShuffle;
+  if (name == "modified_first_fit_decreasing") return PackingAlgorithm::kModifiedFirstFitDecreasing;
+  fail_user("unknown packing algorithm '" + name +
+            "'; known are concatenative, first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing");
+}
+
+std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity, PackingAlgorithm algorithm, uint64_t seed) {
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    if (lengths[i] > capacity) {
+      fail_user("sequence " + std::to_string(i) + " has " + std::to_string(lengths[i]) + " tokens, more than a micro-batch holds (" +
+                std::to_string(capacity) + "); raise policy.sequence_packing.train_mb_tokens");
+    }
+  }
+  switch (algorithm) {
+    case PackingAlgorithm::kConcatenative: {
+      std::vector<OpenBin> bins;
+      for (size_t i = 0; i < lengths.size(); ++i) {
+        if (bins.empty() || bins.back().load + lengths[i] > capacity) bins.emplace_back();
+        put(bins.back(), static_cast<int64_t>(i), lengths);
+      }
+      return strip(bins);
+    }
+    case PackingAlgorithm::kFirstFitDecreasing: return strip(first_fit(descending(lengths), lengths, capacity));
+    case PackingAlgorithm::kFirstFitShuffle: {
+      std::vector<int64_t> order(lengths.size());
+      std::iota(order.begin(), order.end(), int64_t{0});
+      std::mt19937_64 generator(seed);
+      for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[generator() % i]);
+      return strip(first_fit(order, lengths, capacity));
+    }
+    case PackingAlgorithm::kModifiedFirstFitDecreasing: return strip(modified_first_fit_decreasing(lengths, capacity));
+  }
+  fail_internal("unhandled packing algorithm");
+}
+
+std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t multiple) {
+  int64_t wanted = std::max<int64_t>(minimum, static_cast<int64_t>(bins.size()));
+  wanted = (wanted + multiple - 1) / multiple * multiple;
+  while (static_cast<int64_t>(bins.size()) < wanted) {
+    bins.emplace_back();
+    const auto fullest = std::max_element(bins.begin(), bins.end() - 1, [](const Bin& a, const Bin& b) { return a.size() < b.size(); });
+    if (fullest == bins.end() - 1 || fullest->size() < 2) continue;  // nothing to move: the new bin stays empty
+    bins.back().push_back(fullest->back());
+    fullest->pop_back();
+  }
+  return bins;
+}
+
+std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& lengths, int64_t capacity, int64_t ranks,
+                                                   PackingAlgorithm algorithm, uint64_t seed) {
+  const std::vector<Bin> bins = balance_bins(pack_bins(lengths, capacity, algorithm, seed), ranks, ranks);
+  std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
+  for (size_t b = 0; b < bins.size(); ++b) per_rank[b % static_cast<size_t>(ranks)].push_back(bins[b]);
+  return per_rank;
+}
+
+std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget, int64_t round,
+                                                    int64_t ranks) {
+  const auto rounded = [&](int64_t length) { return (length + round - 1) / round * round; };
+  std::vector<int64_t> order = descending(lengths);
+  std::reverse(order.begin(), order.end());
+  const size_t count = static_cast<size_t>(ranks);
+  std::vector<std::vector<Bin>> per_rank(count);
+  size_t in_batch = 0;
+  for (size_t start = 0; start < order.size(); start += count) {
+    const size_t end = std::min(order.size(), start + count);
+    const int64_t longest = rounded(lengths[static_cast<size_t>(order[end - 1])]);  // ascending: the last is the longest
+    if (longest > token_budget) {
+      fail_user("a sequence of " + std::to_string(lengths[static_cast<size_t>(order[end - 1])]) +
+                " tokens does not fit a micro-batch of " + std::to_string(token_budget) +
+                "; raise policy.dynamic_batching.train_mb_tokens");
+    }
+    if (in_batch == 0 || static_cast<int64_t>(in_batch + 1) * longest > token_budget) {
+      for (auto& bins : per_rank) bins.emplace_back();
+      in_batch = 0;
+    }
+    for (size_t i = start; i < end; ++i) per_rank[i - start].back().push_back(order[i]);
+    ++in_batch;
+  }
+  return per_rank;
+}
+
+std::vector<std::vector<Bin>> fixed_micro_batches(int64_t samples, int64_t micro_batch_size, int64_t ranks) {
+  const int64_t share = (samples + ranks - 1) / ranks;
+  const int64_t batches = (share + micro_batch_size - 1) / micro_batch_size;
+  std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks), std::vector<Bin>(static_cast<size_t>(batches)));
+  for (int64_t i = 0; i < samples; ++i) {
+    per_rank[static_cast<size_t>(i / share)][static_cast<size_t>(i % share / micro_batch_size)].push_back(i);
+  }
+  return per_rank;
+}
+
+}  // namespace trireme

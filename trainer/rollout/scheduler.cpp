@@ -1,0 +1,464 @@
+#include "trainer/rollout/scheduler.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+
+namespace trireme {
+
+namespace {
+
+// Rows a resident should still be able to grow by after an admission or a preemption, so that the next step does not
+// undo it.
+constexpr int64_t kGrowthReserveRows = 16;
+
+}  // namespace
+
+void StepPlan::clear() {
+  preempted.clear();
+  placements.clear();
+  moves.clear();
+  copies.clear();
+  segments.clear();
+  outputs.clear();
+  tokens = prefill_tokens = decode_tokens = admitted = cache_rows = 0;
+}
+
+Scheduler::Scheduler(const SchedulerOptions& options) : options_(options) {
+  if (options.cache_rows < 1) fail_user("rollout: the cache has no rows; give it more memory or a larger cache_rows");
+  if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
+  if (options.prefill_chunk_tokens < 1) fail_user("rollout: prefill_chunk_tokens must be at least 1");
+  if (options.headroom_rows < 0) fail_user("rollout: headroom_rows must not be negative");
+  if (!(options.grow_factor >= 1.0)) fail_user("rollout: grow_factor must be at least 1");
+}
+
+int64_t Scheduler::add_group(int64_t prompt_tokens, const std::vector<int64_t>& max_new) {
+  if (prompt_tokens < 1) fail_user("rollout: a prompt has no tokens");
+  if (max_new.empty()) fail_user("rollout: a group has no samples");
+  for (const int64_t limit : max_new) {
+    if (limit < 1) fail_user("rollout: a sample may generate " + std::to_string(limit) + " tokens; it must be at least 1");
+    const int64_t rows = prompt_tokens + limit - 1;
+    if (rows > options_.cache_rows) {
+      fail_user("rollout: a prompt of " + std::to_string(prompt_tokens) + " tokens with up to " + std::to_string(limit) +
+                " new ones needs " + std::to_string(rows) + " cache rows but the whole cache has " +
+                std::to_string(options_.cache_rows) + "; give the cache more memory or lower the length limit");
+    }
+  }
+  const int64_t begin = first_id_ + static_cast<int64_t>(sequences_.size());
+  const int64_t end = begin + static_cast<int64_t>(max_new.size());
+  for (const int64_t limit : max_new) {
+    Sequence s;
+    s.group_begin = begin;
+    s.group_end = end;
+    s.prompt = prompt_tokens;
+    s.length = prompt_tokens;
+    s.max_length = prompt_tokens + limit;
+    sequences_.push_back(s);
+  }
+  // The first sample computes the prompt; the others wait for it.
+  at(begin).state = State::kPending;
+  pending_.insert(begin);
+  unfinished_ += end - begin;
+  ++version_;
+  return begin;
+}
+
+int64_t Scheduler::first_extent_rows(const Sequence& s) const {
+  return std::max(s.length, std::min(s.max_rows(), s.length + options_.headroom_rows));
+}
+
+// Tokens to compute before the sequence decodes one at a time.
+int64_t Scheduler::prefill_tokens(const Sequence& s, int64_t cached) {
+  const int64_t missing = s.length - cached;
+  return missing == 1 && cached >= s.prompt ? 0 : missing;
+}
+
+void Scheduler::plan(StepPlan& out) const {
+  out.clear();
+  out.version = version_;
+  select_residents(out);
+  if (out.preempted.empty()) admit(out);
+  place(out);
+  cut_segments(out);
+  out.cache_rows = planned_rows_;
+}
+
+// Candidates are the residents with room for their known tokens; the newest go while that does not fit.
+void Scheduler::select_residents(StepPlan& out) const {
+  candidates_.clear();
+  planned_rows_ = 0;
+  int64_t reserve = 0;
+  for (const int64_t id : residents_) {
+    const Sequence& s = at(id);
+    Candidate c;
+    c.id = id;
+    c.old_start = s.start;
+    c.old_rows = s.rows;
+    c.rows = std::max(s.rows, s.length);
+    c.cached = s.cached;
+    planned_rows_ += c.rows;
+    reserve += std::min(kGrowthReserveRows, std::max<int64_t>(0, s.max_rows() - c.rows));
+    candidates_.push_back(c);
+  }
+  if (planned_rows_ <= options_.cache_rows) return;
+  while (candidates_.size() > 1 && planned_rows_ + reserve > options_.cache_rows) {
+    const Candidate& c = candidates_.back();
+    planned_rows_ -= c.rows;
+    reserve -= std::min(kGrowthReserveRows, std::max<int64_t>(0, at(c.id).max_rows() - c.rows));
+    out.preempted.push_back(c.id);
+    candidates_.pop_back();
+  }
+}
+
+// Pending sequences in the order of their ids, until one does not fit. A sample waits while a sibling is computing the
+// prompt that it can copy.
+void Scheduler::admit(StepPlan& out) const {
+  int64_t budget = options_.prefill_chunk_tokens;
+  int64_t reserve = 0;
+  for (const Candidate& c : candidates_) {
+    const Sequence& s = at(c.id);
+    budget -= prefill_tokens(s, c.cached);
+    reserve += std::min(kGrowthReserveRows, std::max<int64_t>(0, s.max_rows() - c.rows));
+  }
+  const size_t residents = candidates_.size();
+  int64_t promised_rows = promised_rows_;
+  int64_t promised_sequences = promised_sequences_;
+  int64_t group = -1;  // group_begin of the last one looked at, with the two answers about its siblings:
+  int64_t donor = -1;
+  bool prompt_under_way = false;
+  for (const int64_t id : pending_) {
+    if (static_cast<int64_t>(candidates_.size()) >= options_.max_sequences) return;
+    const Sequence& s = at(id);
+    if (s.group_begin != group) {
+      group = s.group_begin;
+      donor = -1;
+      prompt_under_way = false;
+      const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(residents);
+      auto c = std::lower_bound(candidates_.begin(), end, group, [](const Candidate& a, int64_t b) { return a.id < b; });
+      for (; c != end && c->id < s.group_end; ++c) {
+        if (c->cached >= s.prompt && donor < 0) donor = c - candidates_.begin();
+        if (c->cached < s.prompt) prompt_under_way = true;
+      }
+    }
+    if (donor < 0 && prompt_under_way) continue;
+    const int64_t cached = donor >= 0 ? s.prompt : 0;
+    const int64_t prefill = prefill_tokens(s, cached);
+    if (prefill > 0 && budget <= 0) return;
+    const int64_t rows = first_extent_rows(s);
+    const bool new_group = s.length == s.prompt;
+    if (!candidates_.empty()) {
+      // A new group may not take what the samples of the started ones will need.
+      const int64_t kept_rows = reserve + (new_group ? promised_rows : 0);
+      const int64_t kept_sequences = new_group ? promised_sequences : 0;
+      if (planned_rows_ + rows + kept_rows > options_.cache_rows) return;
+      if (static_cast<int64_t>(candidates_.size()) + kept_sequences >= options_.max_sequences) return;
+    }
+    Candidate c;
+    c.id = id;
+    c.rows = rows;
+    c.donor = donor;
+    c.cached = cached;
+    candidates_.push_back(c);
+    ++out.admitted;
+    planned_rows_ += rows;
+    budget -= prefill;
+    reserve += std::min(kGrowthReserveRows, std::max<int64_t>(0, s.max_rows() - rows));
+    if (donor < 0) prompt_under_way = true;
+    if (new_group) {
+      for (int64_t sibling = id + 1; sibling < s.group_end; ++sibling) {
+        promised_rows += first_extent_rows(at(sibling));
+        ++promised_sequences;
+      }
+    } else {
+      promised_rows -= s.promised;
+      --promised_sequences;
+    }
+  }
+}
+
+// First fit; the caller has checked that the rows exist in all.
+bool Scheduler::take_gap(int64_t rows, int64_t& start) const {
+  for (Gap& gap : gaps_) {
+    if (gap.rows < rows) continue;
+    start = gap.start;
+    gap.start += rows;
+    gap.rows -= rows;
+    return true;
+  }
+  return false;
+}
+
+void Scheduler::place(StepPlan& out) const {
+  int64_t growing = 0;
+  bool changed = false;
+  for (const Candidate& c : candidates_) {
+    if (c.old_start >= 0 && c.rows > c.old_rows) ++growing;
+    if (c.old_start < 0 || c.rows != c.old_rows) changed = true;
+  }
+  if (!changed) {
+    for (Candidate& c : candidates_) c.start = c.old_start;
+    return;
+  }
+  // Those that grow share what is left, up to the growth factor each.
+  for (Candidate& c : candidates_) {
+    if (growing == 0) break;
+    if (c.old_start < 0 || c.rows <= c.old_rows) continue;
+    const Sequence& s = at(c.id);
+    const auto wanted = static_cast<int64_t>(std::ceil(static_cast<double>(c.old_rows) * options_.grow_factor));
+    const int64_t more = std::clamp<int64_t>(std::min(wanted, s.max_rows()) - c.rows, 0,
+                                             (options_.cache_rows - planned_rows_) / growing);
+    c.rows += more;
+    planned_rows_ += more;
+    --growing;
+  }
+
+  by_start_.clear();
+  for (size_t i = 0; i < candidates_.size(); ++i) {
+    if (candidates_[i].old_start >= 0) by_start_.push_back(static_cast<int32_t>(i));
+  }
+  std::sort(by_start_.begin(), by_start_.end(),
+            [this](int32_t a, int32_t b) { return candidates_[a].old_start < candidates_[b].old_start; });
+  // Who fits where it is, stays. Rows that a mover leaves stay untouched in this step, so that the order of the moves
+  // does not matter.
+  gaps_.clear();
+  int64_t free_from = 0;
+  for (size_t i = 0; i < by_start_.size(); ++i) {
+    Candidate& c = candidates_[by_start_[i]];
+    const int64_t next = i + 1 < by_start_.size() ? candidates_[by_start_[i + 1]].old_start : options_.cache_rows;
+    const bool stays = c.old_start + c.rows <= next;
+    if (stays) c.start = c.old_start;
+    if (c.old_start > free_from) gaps_.push_back({free_from, c.old_start - free_from});
+    free_from = c.old_start + (stays ? c.rows : c.old_rows);
+  }
+  if (free_from < options_.cache_rows) gaps_.push_back({free_from, options_.cache_rows - free_from});
+  const bool fits = std::all_of(candidates_.begin(), candidates_.end(),
+                                [this](Candidate& c) { return c.start >= 0 || take_gap(c.rows, c.start); });
+  if (!fits) compact();
+
+  for (const Candidate& c : candidates_) {
+    if (c.start != c.old_start || c.rows != c.old_rows) out.placements.push_back({c.id, c.start, c.rows, c.cached});
+    if (c.donor >= 0) out.copies.push_back({candidates_[c.donor].start, c.start, c.cached});
+  }
+  // Extents keep their order in a compaction: those that go down, lowest first, and then those that go up, highest
+  // first, never overwrite rows that are still to be moved.
+  for (const int32_t i : by_start_) {
+    const Candidate& c = candidates_[i];
+    if (c.start < c.old_start && c.cached > 0) out.moves.push_back({c.old_start, c.start, c.cached});
+  }
+  for (auto i = by_start_.rbegin(); i != by_start_.rend(); ++i) {
+    const Candidate& c = candidates_[*i];
+    if (c.start > c.old_start && c.cached > 0) out.moves.push_back({c.old_start, c.start, c.cached});
+  }
+}
+
+// Everything from row 0 on in its present order, then the admitted.
+void Scheduler::compact() const {
+  int64_t next = 0;
+  for (const int32_t i : by_start_) {
+    candidates_[i].start = next;
+    next += candidates_[i].rows;
+  }
+  for (Candidate& c : candidates_) {
+    if (c.old_start >= 0) continue;
+    c.start = next;
+    next += c.rows;
+  }
+}
+
+// Next tokens first, then the longer stretches as far as the budget goes, each in the order of ids.
+void Scheduler::cut_segments(StepPlan& out) const {
+  std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+  for (const bool decoding : {true, false}) {
+    for (const Candidate& c : candidates_) {
+      const Sequence& s = at(c.id);
+      const int64_t prefill = prefill_tokens(s, c.cached);
+      if ((prefill == 0) != decoding) continue;
+      const int64_t count = decoding ? 1 : std::min(prefill, options_.prefill_chunk_tokens - out.prefill_tokens);
+      if (count == 0) return;
+      out.segments.push_back({c.id, c.start, c.cached, count});
+      out.tokens += count;
+      (decoding ? out.decode_tokens : out.prefill_tokens) += count;
+      if (c.cached + count < s.length) return;  // the budget is spent
+      const bool first_tokens = s.length == s.prompt;
+      const int64_t end = first_tokens ? s.group_end : c.id + 1;
+      for (int64_t id = c.id; id < end; ++id) out.outputs.push_back({id, out.tokens - 1, s.length});
+    }
+  }
+}
+
+void Scheduler::promise(Sequence& s) {
+  unpromise(s);
+  s.promised = first_extent_rows(s);
+  promised_rows_ += s.promised;
+  ++promised_sequences_;
+}
+
+void Scheduler::unpromise(Sequence& s) {
+  if (s.promised == 0) return;
+  promised_rows_ -= s.promised;
+  --promised_sequences_;
+  s.promised = 0;
+}
+
+// Resident -> pending; the caller takes the id out of residents_.
+void Scheduler::evict(int64_t id) {
+  Sequence& s = at(id);
+  used_rows_ -= s.rows;
+  s.start = s.rows = s.cached = 0;
+  s.state = State::kPending;
+  pending_.insert(id);
+  if (s.length > s.prompt) {
+    promise(s);
+  } else {  // its group has no tokens yet: it is a new group again
+    for (int64_t sibling = id + 1; sibling < s.group_end; ++sibling) unpromise(at(sibling));
+  }
+}
+
+void Scheduler::commit(const StepPlan& plan) {
+  TRIREME_CHECK(plan.version == version_, "a scheduler plan was committed after the state it was made from had changed");
+  ++version_;
+  for (const int64_t id : plan.preempted) evict(id);
+  residents_.resize(residents_.size() - plan.preempted.size());  // they are the newest residents
+  const auto old_residents = static_cast<std::ptrdiff_t>(residents_.size());
+  for (const Placement& p : plan.placements) {
+    Sequence& s = at(p.sequence);
+    if (s.state == State::kPending) {
+      pending_.erase(p.sequence);
+      unpromise(s);
+      s.state = State::kResident;
+      residents_.push_back(p.sequence);
+      if (s.length == s.prompt) {
+        for (int64_t sibling = p.sequence + 1; sibling < s.group_end; ++sibling) promise(at(sibling));
+      }
+    }
+    used_rows_ += p.rows - s.rows;
+    s.start = p.start;
+    s.rows = p.rows;
+    s.cached = p.cached;
+  }
+  std::sort(residents_.begin() + old_residents, residents_.end());
+  std::inplace_merge(residents_.begin(), residents_.begin() + old_residents, residents_.end());
+  for (const Segment& segment : plan.segments) at(segment.sequence).cached += segment.count;
+  for (const Output& output : plan.outputs) {
+    Sequence& s = at(output.sequence);
+    ++s.length;
+    if (s.state == State::kUnstarted) {
+      s.state = State::kPending;
+      pending_.insert(output.sequence);
+      promise(s);
+    }
+  }
+  for (const Output& output : plan.outputs) {
+    const Sequence& s = at(output.sequence);
+    if (s.length == s.max_length) finish(output.sequence);
+  }
+  forget_done();
+}
+
+void Scheduler::stop(int64_t id) {
+  if (id < first_id_) return;
+  TRIREME_CHECK(id < first_id_ + static_cast<int64_t>(sequences_.size()), "unknown sequence " + std::to_string(id));
+  if (at(id).state == State::kDone) return;
+  TRIREME_CHECK(at(id).state != State::kUnstarted, "a sequence was stopped before it had a token");
+  ++version_;
+  finish(id);
+  forget_done();
+}
+
+void Scheduler::finish(int64_t id) {
+  Sequence& s = at(id);
+  if (s.state == State::kPending) {
+    pending_.erase(id);
+    unpromise(s);
+  } else {
+    hand_over(id);
+    residents_.erase(std::lower_bound(residents_.begin(), residents_.end(), id));
+    used_rows_ -= s.rows;
+    s.start = s.rows = s.cached = 0;
+  }
+  s.state = State::kDone;
+  --unfinished_;
+}
+
+// The last holder of a prompt gives its extent to the first sibling that waits for one, else the prompt would be
+// computed again.
+void Scheduler::hand_over(int64_t id) {
+  Sequence& s = at(id);
+  if (s.cached < s.prompt || promised_sequences_ == 0) return;
+  int64_t heir = -1;
+  for (int64_t other = std::max(s.group_begin, first_id_); other < s.group_end; ++other) {
+    const Sequence& o = at(other);
+    if (other == id) continue;
+    if (o.state == State::kResident && o.cached >= o.prompt) return;
+    if (o.state == State::kPending && heir < 0) heir = other;
+  }
+  if (heir < 0) return;
+  Sequence& h = at(heir);
+  pending_.erase(heir);
+  unpromise(h);
+  h.state = State::kResident;
+  h.start = s.start;
+  h.rows = std::min(s.rows, h.max_rows());
+  h.cached = s.prompt;
+  used_rows_ += h.rows;  // the caller takes s.rows off
+  residents_.insert(std::lower_bound(residents_.begin(), residents_.end(), heir), heir);
+}
+
+void Scheduler::drop_cache() {
+  ++version_;
+  for (const int64_t id : residents_) evict(id);
+  residents_.clear();
+}
+
+void Scheduler::forget_done() {
+  while (!sequences_.empty() && sequences_.front().state == State::kDone) {
+    sequences_.pop_front();
+    ++first_id_;
+  }
+}
+
+void Scheduler::check() const {
+  int64_t rows = 0;
+  int64_t unfinished = 0;
+  int64_t resident = 0;
+  int64_t pending = 0;
+  int64_t promised = 0;
+  int64_t promised_count = 0;
+  std::vector<std::pair<int64_t, int64_t>> extents;
+  for (int64_t id = first_id_; id < first_id_ + static_cast<int64_t>(sequences_.size()); ++id) {
+    const Sequence& s = at(id);
+    const std::string who = "sequence " + std::to_string(id) + ": ";
+    const bool holds = s.state == State::kResident;
+    if (s.state != State::kDone) ++unfinished;
+    TRIREME_CHECK(holds == (s.rows > 0), who + "rows without residence");
+    TRIREME_CHECK(s.cached <= s.rows && s.rows <= s.max_rows(), who + "rows out of bounds");
+    TRIREME_CHECK(s.state == State::kDone || s.length < s.max_length, who + "ran over its length");
+    TRIREME_CHECK(!holds || s.cached < s.length, who + "nothing left to compute");
+    TRIREME_CHECK(s.state != State::kUnstarted || s.length == s.prompt, who + "unstarted with tokens");
+    TRIREME_CHECK((s.state == State::kPending) == (pending_.count(id) == 1), who + "pending list");
+    TRIREME_CHECK(holds == std::binary_search(residents_.begin(), residents_.end(), id), who + "resident list");
+    resident += holds ? 1 : 0;
+    pending += s.state == State::kPending ? 1 : 0;
+    promised += s.promised;
+    promised_count += s.promised > 0 ? 1 : 0;
+    TRIREME_CHECK(s.promised == 0 || s.state == State::kUnstarted || s.state == State::kPending, who + "promise kept");
+    rows += s.rows;
+    if (holds) extents.emplace_back(s.start, s.rows);
+  }
+  std::sort(extents.begin(), extents.end());
+  int64_t end = 0;
+  for (const auto& [start, count] : extents) {
+    TRIREME_CHECK(start >= end, "extents overlap");
+    end = start + count;
+  }
+  TRIREME_CHECK(end <= options_.cache_rows, "an extent ends after the cache");
+  TRIREME_CHECK(rows == used_rows_, "used rows do not add up");
+  TRIREME_CHECK(unfinished == unfinished_, "unfinished sequences do not add up");
+  TRIREME_CHECK(resident == residents(), "residents do not add up");
+  TRIREME_CHECK(pending == static_cast<int64_t>(pending_.size()), "pending sequences do not add up");
+  TRIREME_CHECK(promised == promised_rows_ && promised_count == promised_sequences_, "promises do not add up");
+  TRIREME_CHECK(resident <= options_.max_sequences, "too many residents");
+}
+
+}  // namespace trireme

@@ -1,0 +1,177 @@
+// Derived sizes, names, the trainer's command line and environment, the topology document.
+#include "api/runtime.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace trireme {
+namespace {
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+constexpr int64_t kMaxRanksWithGroups = 4096;
+
+}  // namespace
+
+int64_t processes_per_pod(const RoleSpec& role) {
+  return role.processes_per_pod.value_or(std::max<int64_t>(role.gpus_per_pod, 1));
+}
+
+int64_t world_size(const RoleSpec& role) { return role.replicas * processes_per_pod(role); }
+
+Layout layout_of(const RoleSpec& role) {
+  const Parallelism& p = role.parallelism;
+  Layout layout{.tp = p.tp, .cp = p.cp, .ep = p.ep, .dp = 1, .pp = p.pp, .etp = p.etp};
+  layout.dp = p.dp ? *p.dp : derive_dp(layout, world_size(role)).value_or(1);
+  return layout;
+}
+
+std::vector<RoleRef> roles_of(const RLJobSpec& spec) {
+  std::vector<RoleRef> roles;
+  const auto add = [&](const char* name, const std::optional<RoleSpec>& role) {
+    if (role) roles.push_back({name, &*role});
+  };
+  add("actor", spec.roles.actor);
+  add("critic", spec.roles.critic);
+  add("generation", spec.roles.generation);
+  add("reward", spec.roles.reward);
+  return roles;
+}
+
+const RoleSpec& actor_of(const RLJobSpec& spec) {
+  if (!spec.roles.actor) fail_user("spec.roles.actor is missing");
+  return *spec.roles.actor;
+}
+
+int64_t total_pods(const RLJobSpec& spec) {
+  int64_t total = 0;
+  for (const RoleRef& role : roles_of(spec)) total += role.spec->replicas;
+  return total;
+}
+
+int64_t total_gpus(const RLJobSpec& spec) {
+  int64_t total = 0;
+  for (const RoleRef& role : roles_of(spec)) total += role.spec->replicas * role.spec->gpus_per_pod;
+  return total;
+}
+
+std::string pod_hostname(const std::string& job, const std::string& role, int64_t index) {
+  return job + "-" + role + "-" + number(index);
+}
+std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt) {
+  return pod_hostname(job, role, index) + "-a" + number(attempt);
+}
+std::string attempt_service_name(const std::string& job, int64_t attempt) { return job + "-a" + number(attempt); }
+std::string topology_config_map_name(const std::string& job, int64_t attempt) {
+  return job + "-topology-a" + number(attempt);
+}
+std::string config_config_map_name(const std::string& job) { return job + "-config"; }
+std::string reward_service_name(const std::string& job) { return job + "-reward"; }
+std::string pod_address(const std::string& job, const std::string& role, int64_t index, int64_t attempt) {
+  return pod_hostname(job, role, index) + "." + attempt_service_name(job, attempt);
+}
+
+std::vector<std::string> trainer_overrides(const RLJob& job) {
+  const RLJobSpec& spec = job.spec;
+  const RoleSpec& actor = actor_of(spec);
+  std::vector<std::string> overrides;
+  if (!spec.model.source.empty()) overrides.push_back("policy.model_name=" + spec.model.source);
+  if (!spec.checkpoint.directory.empty()) overrides.push_back("checkpointing.checkpoint_dir=" + spec.checkpoint.directory);
+  overrides.push_back("cluster.num_nodes=" + number(actor.replicas));
+  overrides.push_back("cluster.gpus_per_node=" + number(processes_per_pod(actor)));
+  overrides.insert(overrides.end(), spec.config.overrides.begin(), spec.config.overrides.end());
+  return overrides;
+}
+
+std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path) {
+  const RLJobSpec& spec = job.spec;
+  const RoleSpec& actor = actor_of(spec);
+  std::vector<std::string> command = {"trireme",
+                                      "launch",
+                                      "--nproc-per-node",
+                                      number(processes_per_pod(actor)),
+                                      "--",
+                                      "train",
+                                      "--algorithm",
+                                      to_lower(to_string(spec.algorithm)),
+                                      "--config",
+                                      spec.config.path.empty() ? config_path : spec.config.path,
+                                      "--layout",
+                                      to_string(layout_of(actor))};
+  for (std::string& item : trainer_overrides(job)) command.push_back(std::move(item));
+  return command;
+}
+
+std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place) {
+  const RLJobSpec& spec = job.spec;
+  const RoleSpec& actor = actor_of(spec);
+  std::map<std::string, std::string> env = {
+      {"TRIREME_JOB", job.metadata.name},
+      {"TRIREME_NAMESPACE", job.metadata.namespace_},
+      {"TRIREME_ROLE", place.role},
+      {"TRIREME_POD_INDEX", number(place.index)},
+      {"TRIREME_ATTEMPT", number(place.attempt)},
+      {"TRIREME_METRICS_PORT", number(spec.network.metrics_port)},
+  };
+  if (spec.roles.reward && spec.roles.reward->port) {
+    env["TRIREME_REWARD_URL"] = "http://" + reward_service_name(job.metadata.name) + ":" + number(*spec.roles.reward->port);
+  }
+  if (place.role == "reward") {
+    if (spec.roles.reward->port) env["TRIREME_REWARD_PORT"] = number(*spec.roles.reward->port);
+    return env;
+  }
+  const std::string port = number(place.master_port > 0 ? place.master_port : spec.network.master_port);
+  const std::string nodes = number(actor.replicas);
+  const std::string index = number(place.index);
+  env["MASTER_ADDR"] = env["PET_MASTER_ADDR"] = place.master_address;
+  env["MASTER_PORT"] = env["PET_MASTER_PORT"] = port;
+  env["NODE_RANK"] = env["PET_NODE_RANK"] = index;
+  env["NNODES"] = env["PET_NNODES"] = nodes;
+  env["PET_NPROC_PER_NODE"] = number(processes_per_pod(actor));
+  env["TRIREME_LAYOUT"] = to_string(layout_of(actor));
+  if (!place.topology_file.empty()) env["TRIREME_TOPOLOGY_FILE"] = place.topology_file;
+  if (!spec.network.socket_interface.empty()) {
+    env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
+  }
+  if (spec.network.rdma && spec.network.rdma->require) env["TRIREME_REQUIRE_RDMA"] = "1";
+  if (spec.checkpoint.on_termination) env["TRIREME_CHECKPOINT_ON_TERMINATION"] = "1";
+  env["TRIREME_TERMINATION_SECONDS"] = number(spec.checkpoint.timeout_seconds);
+  return env;
+}
+
+bool is_reserved_env(const std::string& name) {
+  static const std::vector<std::string> names = {"RANK",        "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                                                 "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES"};
+  return starts_with(name, "PET_") || starts_with(name, "TRIREME_") ||
+         std::find(names.begin(), names.end(), name) != names.end();
+}
+
+Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts) {
+  const RoleSpec& actor = actor_of(job.spec);
+  const Layout layout = layout_of(actor);
+  const int64_t processes = processes_per_pod(actor);
+  Json document = {{"job", job.metadata.name},
+                   {"attempt", attempt},
+                   {"worldSize", layout.world()},
+                   {"processesPerPod", processes},
+                   {"layout",
+                    {{"tp", layout.tp}, {"cp", layout.cp}, {"ep", layout.ep}, {"dp", layout.dp}, {"pp", layout.pp}, {"etp", layout.etp}}}};
+  Json nodes = Json::array();
+  for (size_t i = 0; i < hosts.size(); ++i) {
+    const int64_t first = static_cast<int64_t>(i) * processes;
+    nodes.push_back({{"index", i}, {"role", "actor"}, {"host", hosts[i]}, {"ranks", {first, first + processes - 1}}});
+  }
+  document["nodes"] = std::move(nodes);
+  if (layout.world() <= kMaxRanksWithGroups) {
+    Json all = Json::object();
+    for (const Axis axis : {Axis::kTp, Axis::kCp, Axis::kDp, Axis::kPp, Axis::kEtp, Axis::kEp, Axis::kEdp}) {
+      if (group_size(layout, axis) > 1) all[to_string(axis)] = groups(layout, axis);
+    }
+    document["groups"] = std::move(all);
+  }
+  return document;
+}
+
+}  // namespace trireme

@@ -1,0 +1,115 @@
+// What the operator and the local runner both derive from an RLJob: sizes, names, the trainer's command line and
+// environment, the topology document, and a view of the parts of a pod template that matter to them.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "api/rljob.h"
+#include "topology/topology.h"
+
+namespace trireme {
+
+// ---- sizes -------------------------------------------------------------------------------------------------------
+
+int64_t processes_per_pod(const RoleSpec& role);
+int64_t world_size(const RoleSpec& role);  // replicas x processes per pod
+// dp filled in; equals the given sizes with dp 1 if they do not divide the world (validation refuses that).
+Layout layout_of(const RoleSpec& role);
+
+struct RoleRef {
+  std::string name;  // "actor", ...
+  const RoleSpec* spec;
+};
+// The roles that are present, in the order actor, critic, generation, reward.
+std::vector<RoleRef> roles_of(const RLJobSpec& spec);
+const RoleSpec& actor_of(const RLJobSpec& spec);  // throws Error(kUser) if there is none
+int64_t total_pods(const RLJobSpec& spec);
+int64_t total_gpus(const RLJobSpec& spec);
+
+// ---- names -------------------------------------------------------------------------------------------------------
+
+std::string pod_hostname(const std::string& job, const std::string& role, int64_t index);            // j-actor-0
+std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt);  // j-actor-0-a1
+std::string attempt_service_name(const std::string& job, int64_t attempt);                            // j-a1
+std::string topology_config_map_name(const std::string& job, int64_t attempt);                        // j-topology-a1
+std::string config_config_map_name(const std::string& job);                                           // j-config
+std::string reward_service_name(const std::string& job);                                              // j-reward
+std::string pod_address(const std::string& job, const std::string& role, int64_t index, int64_t attempt);  // j-actor-0.j-a1
+
+// ---- command line and environment --------------------------------------------------------------------------------
+
+inline constexpr const char* kTrainerContainer = "trainer";
+inline constexpr const char* kRewardContainer = "reward";
+inline constexpr const char* kConfigMountPath = "/etc/trireme/config";      // config.yaml in it
+inline constexpr const char* kTopologyMountPath = "/etc/trireme/topology";  // topology.json in it
+inline constexpr const char* kStatusTokenMountPath = "/var/run/secrets/trireme.dev";  // token, ca.crt
+inline constexpr const char* kStatusTokenAudience = "trireme.dev/status";
+
+// Exit codes of the trainer, part of the contract with the failure policy.
+inline constexpr int kExitConfig = 10;        // a mistake in the configuration: never retried
+inline constexpr int kExitCommunication = 20; // a peer or the network failed
+inline constexpr int kExitNumerics = 21;      // NaN guard
+inline constexpr int kExitNode = 30;          // the node's device is at fault: avoid it
+inline constexpr int kExitCheckpointed = 40;  // SIGTERM, checkpoint written: free restart
+
+// trireme launch --nproc-per-node P -- train --algorithm grpo --config FILE --layout tp=..,.. [key=value ...]
+// The file is `config_path` (the mounted or local file), unless spec.config.path names one in the image.
+std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path);
+// The overrides at the end of it: model, checkpoint folder, cluster sizes, then spec.config.overrides.
+std::vector<std::string> trainer_overrides(const RLJob& job);
+
+struct PodPlace {
+  std::string role = "actor";
+  int64_t index = 0;
+  int64_t attempt = 1;
+  std::string master_address;  // host name or IP of actor 0
+  int64_t master_port = 0;     // 0: spec.network.masterPort
+  std::string topology_file;   // empty: not set
+};
+// MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. The operator adds
+// TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE, TRIREME_POD_NAME, TRIREME_NODE_NAME.
+std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place);
+// Names users may not set in a template: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK, NNODES, PET_*,
+// and TRIREME_* names that we set.
+bool is_reserved_env(const std::string& name);
+
+// topology.json: {"job","attempt","layout":{...},"nodes":[{"index","host","ranks":[first,last]}],"groups":{"tp":[[...]],...}}.
+// Groups are left out above 4096 ranks (they follow from the layout). hosts: one per actor pod.
+Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts);
+
+// ---- pod templates -----------------------------------------------------------------------------------------------
+
+struct MountView {
+  std::string volume;
+  std::string path;
+  std::string sub_path;
+  bool read_only = false;
+};
+struct ContainerView {
+  std::string name;
+  std::string image;  // spec.image if the template names none
+  std::vector<std::string> command;
+  std::vector<std::string> args;
+  std::vector<std::pair<std::string, std::string>> env;  // literal values only, in order
+  std::vector<std::string> env_from_cluster;             // names whose value only a cluster knows (valueFrom)
+  std::string working_dir;
+  std::vector<MountView> mounts;
+};
+enum class VolumeKind { kClaim, kEmptyDir, kConfigMap, kSecret, kHostPath, kOther };
+struct VolumeView {
+  std::string name;
+  VolumeKind kind = VolumeKind::kOther;
+  std::string source;  // claim, config map or secret name, or host path
+};
+struct PodView {
+  std::vector<ContainerView> init_containers;
+  std::vector<ContainerView> containers;  // the trainer's is there even if the template does not mention it
+  std::vector<VolumeView> volumes;
+  const ContainerView* container(const std::string& name) const;  // null if absent
+};
+// Tolerant of anything: parts of a wrong type read as absent (validation reports them).
+PodView pod_view(const RLJobSpec& spec, const RoleSpec& role, const std::string& main_container = kTrainerContainer);
+
+}  // namespace trireme

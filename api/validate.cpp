@@ -1,0 +1,596 @@
+#include "api/validate.h"
+
+#include <algorithm>
+#include <set>
+
+#include "api/fields.h"
+#include "api/runtime.h"
+#include "base/text.h"
+#include "topology/topology.h"
+
+namespace trireme {
+namespace {
+
+using fields::Limits;
+
+// The longest generated name, NAME-generation-9999-a999, must fit a DNS label (63).
+constexpr size_t kMaxNameLength = 40;
+constexpr const char* kMultiKueue = "kueue.x-k8s.io/multikueue";
+
+const std::vector<std::string>& phase_names() {
+  static const std::vector<std::string> names = {"generation", "rewards",    "logprobs", "refit",
+                                                 "training",   "checkpoint", "idle"};
+  return names;
+}
+
+std::string shown(const std::string& text) { return "\"" + text.substr(0, 64) + (text.size() > 64 ? "...\"" : "\""); }
+
+bool only(std::string_view text, std::string_view allowed) { return text.find_first_not_of(allowed) == std::string_view::npos; }
+
+constexpr const char* kLowerAlnum = "abcdefghijklmnopqrstuvwxyz0123456789";
+constexpr const char* kLowerLabel = "abcdefghijklmnopqrstuvwxyz0123456789-";
+constexpr const char* kNameChars = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
+
+// RFC 1035 label: what Services and host names need.
+bool is_dns_label(std::string_view text) {
+  return !text.empty() && text.size() <= 63 && only(text, kLowerLabel) && text[0] >= 'a' && text[0] <= 'z' && text.back() != '-';
+}
+
+bool is_dns_subdomain(std::string_view text) {
+  if (text.empty() || text.size() > 253) return false;
+  for (const std::string& part : split(text, '.')) {
+    if (part.empty() || !only(part, kLowerLabel) || part.front() == '-' || part.back() == '-') return false;
+  }
+  return true;
+}
+
+// [prefix/]name, as of label keys and extended resources.
+bool is_qualified_name(std::string_view text) {
+  const size_t slash = text.find('/');
+  if (slash != std::string_view::npos && !is_dns_subdomain(text.substr(0, slash))) return false;
+  const std::string_view name = slash == std::string_view::npos ? text : text.substr(slash + 1);
+  const std::string_view ends = std::string_view(kNameChars).substr(0, 62);
+  return !name.empty() && name.size() <= 63 && only(name, kNameChars) && ends.find(to_lower(name.substr(0, 1))) != std::string_view::npos &&
+         ends.find(name.back()) != std::string_view::npos && std::string_view("-_.").find(name.back()) == std::string_view::npos &&
+         std::string_view("-_.").find(name.front()) == std::string_view::npos;
+}
+
+bool is_quantity(std::string_view text) {
+  const size_t end = text.find_first_not_of("0123456789.");
+  const std::string_view digits = text.substr(0, end);
+  const std::string_view unit = end == std::string_view::npos ? "" : text.substr(end);
+  static const std::set<std::string_view> kUnits = {"", "Ki", "Mi", "Gi", "Ti", "k", "M", "G", "T"};
+  const auto value = parse_double(digits);
+  return value && *value > 0 && digits.front() != '.' && digits.back() != '.' && kUnits.count(unit) > 0;
+}
+
+// Re-checks the field limits, for jobs that were not read by the parser.
+class LimitChecker final {
+ public:
+  explicit LimitChecker(std::vector<Issue>& errors) : errors_(errors) {}
+
+  template <class T>
+  void operator()(const char* name, const T& member, Limits limits) {
+    check(member, path_ + "." + name, limits);
+  }
+  template <class T>
+  void check_object(const T& value, const std::string& path) {
+    const std::string outer = std::exchange(path_, path);
+    fields::visit_fields(*this, value);
+    path_ = outer;
+  }
+
+ private:
+  void range(int64_t number, const std::string& path, Limits limits, int64_t max) {
+    if (number < limits.min || number > max) {
+      errors_.push_back({path, std::to_string(number) + " is outside " + std::to_string(limits.min) + " to " + std::to_string(max)});
+    }
+  }
+  void check(int64_t value, const std::string& path, Limits limits) { range(value, path, limits, fields::max_of<int64_t>(limits)); }
+  void check(const std::string& value, const std::string& path, Limits limits) {
+    if (static_cast<int64_t>(value.size()) > fields::max_of<std::string>(limits)) errors_.push_back({path, "is too long"});
+  }
+  void check(bool, const std::string&, Limits) {}
+  void check(const Json&, const std::string&, Limits) {}
+  template <class E>
+    requires std::is_enum_v<E>
+  void check(E, const std::string&, Limits) {}
+  template <class T>
+  void check(const std::optional<T>& value, const std::string& path, Limits limits) {
+    if (value) check(*value, path, limits);
+  }
+  template <class T>
+  void check(const std::vector<T>& values, const std::string& path, Limits limits) {
+    if (static_cast<int64_t>(values.size()) > fields::max_of<std::vector<T>>(limits)) return errors_.push_back({path, "has too many entries"});
+    for (size_t i = 0; i < values.size(); ++i) check(values[i], path + "[" + std::to_string(i) + "]", {});
+  }
+  template <class T>
+  void check(const std::map<std::string, T>& values, const std::string& path, Limits limits) {
+    if (static_cast<int64_t>(values.size()) > fields::max_of<std::map<std::string, T>>(limits)) return errors_.push_back({path, "has too many entries"});
+    for (const auto& [key, value] : values) check(value, path + "." + key, {});
+  }
+  template <class T>
+    requires std::is_class_v<T>
+  void check(const T& value, const std::string& path, Limits) {
+    check_object(value, path);
+  }
+
+  std::vector<Issue>& errors_;
+  std::string path_;
+};
+
+class Validator final {
+ public:
+  explicit Validator(const RLJob& job) : job_(job), spec_(job.spec) {}
+
+  Validation run() {
+    LimitChecker(result_.errors).check_object(spec_, "spec");
+    if (!result_.ok()) return std::move(result_);  // later sums rely on the limits
+    check_metadata();
+    check_scalars();
+    check_roles();
+    check_config();
+    check_scheduling_and_network();
+    check_failure_policy();
+    check_health();
+    warn_about_restarts();
+    return std::move(result_);
+  }
+
+ private:
+  void error(const std::string& path, const std::string& message) { result_.errors.push_back({path, message}); }
+  void warn(const std::string& path, const std::string& message) { result_.warnings.push_back({path, message}); }
+
+  void check_metadata() {
+    const std::string& name = job_.metadata.name;
+    if (name.empty()) {
+      error("metadata.name", "is missing");
+    } else if (!is_dns_label(name)) {
+      error("metadata.name", shown(name) + " must be lower-case letters, digits and '-', start with a letter and not end with '-'");
+    } else if (name.size() > kMaxNameLength) {
+      error("metadata.name", "is " + std::to_string(name.size()) + " characters long; at most " + std::to_string(kMaxNameLength) +
+                                 ", so that the names of its pods stay below 64");
+    }
+    if (const std::string& space = job_.metadata.namespace_; !space.empty()) {
+      if (space.size() > 63 || !only(space, kLowerLabel) || space.front() == '-' || space.back() == '-') {
+        error("metadata.namespace", shown(space) + " is not a namespace name");
+      }
+    }
+  }
+
+  void check_name(const std::string& path, const std::string& value) {
+    if (!value.empty() && !is_dns_subdomain(value)) error(path, shown(value) + " is not an object name");
+  }
+
+  void check_image(const std::string& path, const std::string& image) {
+    if (image.empty()) return error(path, "is empty");
+    if (image.find_first_of(" \t\r\n") != std::string::npos) error(path, shown(image) + " contains blanks");
+  }
+
+  void check_scalars() {
+    if (spec_.managed_by != kDefaultManager && spec_.managed_by != kMultiKueue) {
+      error("spec.managedBy", "must be " + std::string(kDefaultManager) + " or " + kMultiKueue + ", not " + shown(spec_.managed_by));
+    }
+    check_name("spec.queueName", spec_.queue_name);
+    check_name("spec.priorityClassName", spec_.priority_class_name);
+    check_image("spec.image", spec_.image);
+    static const std::vector<std::string> policies = {"", "Always", "IfNotPresent", "Never"};
+    if (std::find(policies.begin(), policies.end(), spec_.image_pull_policy) == policies.end()) {
+      error("spec.imagePullPolicy", "must be Always, IfNotPresent or Never, not " + shown(spec_.image_pull_policy));
+    }
+  }
+
+  // ---- roles
+
+  void check_roles() {
+    if (!spec_.roles.actor) error("spec.roles.actor", "is missing; it is the role that trains");
+    if (spec_.algorithm == Algorithm::kPpo && !spec_.roles.critic) error("spec.roles.critic", "is missing; PPO needs it");
+    if (spec_.roles.critic) {
+      error("spec.roles.critic", spec_.algorithm == Algorithm::kPpo
+                                     ? "a critic is not supported yet; use algorithm GRPO, which needs none"
+                                     : std::string("is for algorithm PPO only, not ") + to_string(spec_.algorithm));
+    }
+    if (spec_.roles.generation) {
+      error("spec.roles.generation",
+            "dedicated generation pods are not supported yet; leave the role out, and the actor generates (colocated)");
+    }
+    for (const RoleRef& role : roles_of(spec_)) {
+      const std::string path = "spec.roles." + role.name;
+      if (!is_qualified_name(role.spec->gpu_resource)) {
+        error(path + ".gpuResource", shown(role.spec->gpu_resource) + " is not a resource name such as nvidia.com/gpu");
+      }
+      if (role.name == "reward") {
+        check_reward(*role.spec, path);
+      } else {
+        check_trainer_role(*role.spec, path);
+      }
+      check_template(*role.spec, path + ".template", role.name == "reward" ? kRewardContainer : kTrainerContainer);
+    }
+  }
+
+  void check_reward(const RoleSpec& role, const std::string& path) {
+    if (!role.port) error(path + ".port", "is missing; it is where the reward service listens");
+    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp) error(path + ".parallelism", "has no meaning for reward pods");
+    if (role.processes_per_pod) error(path + ".processesPerPod", "has no meaning for reward pods");
+    const PodView view = pod_view({.image = ""}, role, kRewardContainer);
+    if (view.container(kRewardContainer)->image.empty()) {
+      error(path + ".template", "needs a container named reward with an image");
+    }
+  }
+
+  static Layout layout_sizes(const RoleSpec& role) {
+    const Parallelism& p = role.parallelism;
+    return {.tp = p.tp, .cp = p.cp, .ep = p.ep, .pp = p.pp, .etp = p.etp};
+  }
+
+  std::string model_name() const {
+    if (!spec_.model.source.empty()) return spec_.model.source;
+    const Json* name = config_value("policy.model_name");
+    return name && name->is_string() ? name->get<std::string>() : std::string();
+  }
+
+  void check_trainer_role(const RoleSpec& role, const std::string& path) {
+    if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
+    if (role.gpus_per_pod > 0 && role.processes_per_pod && *role.processes_per_pod != role.gpus_per_pod) {
+      error(path + ".processesPerPod", "is " + std::to_string(*role.processes_per_pod) + ", but a pod has " +
+                                           std::to_string(role.gpus_per_pod) + " GPUs and there is one process per GPU; leave it out");
+      return;
+    }
+    Layout layout = layout_sizes(role);
+    const int64_t world = world_size(role);
+    layout.dp = role.parallelism.dp.value_or(derive_dp(layout, world).value_or(1));
+    const std::optional<ModelShape> shape = known_model_shape(model_name());
+    const LayoutReport report =
+        check_layout(layout, {.world = world, .gpus_per_node = processes_per_pod(role), .shape = shape ? &*shape : nullptr});
+    for (const std::string& message : report.errors) error(axis_path(path, message), message);
+    for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
+  }
+
+  // The messages of topology start with the axis they are about, or with a product ("tp 4 x ...").
+  static std::string axis_path(const std::string& path, const std::string& message) {
+    static const std::vector<std::string> axes = {"tp", "cp", "ep", "dp", "pp", "etp"};
+    const std::string word = message.substr(0, message.find(' '));
+    const bool product = message.find(" x ") != std::string::npos;
+    if (product || std::find(axes.begin(), axes.end(), word) == axes.end()) return path + ".parallelism";
+    return path + ".parallelism." + word;
+  }
+
+  // ---- pod template
+
+  void check_template(const RoleSpec& role, const std::string& path, const std::string& main_container) {
+    const Json& pod_template = role.pod_template;
+    if (pod_template.is_null()) return;
+    for (const auto& [key, value] : pod_template.items()) {
+      if (key != "metadata" && key != "spec") error(path, "unknown field " + shown(key) + "; a pod template has metadata and spec");
+      if (!value.is_object() && !value.is_null()) error(path + "." + key.substr(0, 64), "must be an object");
+    }
+    const auto metadata = pod_template.find("metadata");
+    if (metadata != pod_template.end() && metadata->is_object()) check_template_metadata(*metadata, path + ".metadata");
+    const auto spec = pod_template.find("spec");
+    if (spec != pod_template.end() && spec->is_object()) check_pod_spec(*spec, role, path + ".spec", main_container);
+  }
+
+  void check_template_metadata(const Json& metadata, const std::string& path) {
+    for (const char* section : {"labels", "annotations"}) {
+      const auto it = metadata.find(section);
+      if (it == metadata.end() || it->is_null()) continue;
+      if (!it->is_object()) {
+        error(path + "." + section, "must be an object");
+        continue;
+      }
+      for (const auto& [key, value] : it->items()) {
+        if (!value.is_string()) error(path + "." + section, shown(key) + " must be a string");
+        if (starts_with(key, "trireme.dev/")) error(path + "." + section, shown(key) + " is set by the operator; names under trireme.dev/ are reserved");
+      }
+    }
+    for (const char* key : {"name", "generateName", "namespace"}) {
+      if (metadata.contains(key)) error(path + "." + key, "is set by the operator");
+    }
+  }
+
+  void check_pod_spec(const Json& pod, const RoleSpec& role, const std::string& path, const std::string& main_container) {
+    for (const char* key : {"hostname", "subdomain", "nodeName"}) {
+      if (pod.contains(key)) error(path + "." + key, "is set by the operator");
+    }
+    if (const auto it = pod.find("restartPolicy"); it != pod.end() && *it != "Never") {
+      error(path + ".restartPolicy", "must be Never: restarts are the failure policy's");
+    }
+    if (const auto it = pod.find("hostNetwork"); it != pod.end() && *it != spec_.network.host_network) {
+      error(path + ".hostNetwork", "is set by spec.network.hostNetwork");
+    }
+    for (const char* list : {"containers", "initContainers", "volumes"}) {
+      const auto it = pod.find(list);
+      if (it == pod.end() || it->is_null()) continue;
+      const std::string at = path + "." + list;
+      if (!it->is_array()) {
+        error(at, "must be a list");
+        continue;
+      }
+      std::set<std::string> seen;
+      for (size_t i = 0; i < it->size() && i < 256; ++i) {
+        const std::string item_path = at + "[" + std::to_string(i) + "]";
+        const Json& item = (*it)[i];
+        const auto name = item.is_object() ? item.find("name") : item.end();
+        if (!item.is_object() || name == item.end() || !name->is_string() || !is_container_name(name->get<std::string>())) {
+          error(item_path, "must be an object with a name of lower-case letters, digits and '-'");
+          continue;
+        }
+        if (!seen.insert(name->get<std::string>()).second) error(item_path + ".name", shown(name->get<std::string>()) + " appears twice");
+        if (std::string_view(list) != "volumes") check_container(item, role, item_path, *name == main_container, pod);
+      }
+    }
+    warn_about_claims(role, path, main_container);
+  }
+
+  static bool is_container_name(const std::string& name) {
+    return !name.empty() && name.size() <= 63 && only(name, kLowerLabel) && only(name.substr(0, 1), kLowerAlnum) && name.back() != '-';
+  }
+
+  void check_container(const Json& container, const RoleSpec& role, const std::string& path, bool main, const Json& pod) {
+    for (const char* key : {"command", "args"}) {
+      const auto it = container.find(key);
+      if (it == container.end() || it->is_null()) continue;
+      const bool texts = it->is_array() && std::all_of(it->begin(), it->end(), [](const Json& item) { return item.is_string(); });
+      if (!texts) error(path + "." + key, "must be a list of strings");
+    }
+    if (const auto env = container.find("env"); env != container.end() && !env->is_null()) {
+      if (!env->is_array()) {
+        error(path + ".env", "must be a list");
+      } else {
+        for (size_t i = 0; i < env->size() && i < 1024; ++i) {
+          const Json& item = (*env)[i];
+          const std::string at = path + ".env[" + std::to_string(i) + "]";
+          const auto name = item.is_object() ? item.find("name") : item.end();
+          if (!item.is_object() || name == item.end() || !name->is_string()) {
+            error(at, "must be an object with a name");
+          } else if (is_reserved_env(name->get<std::string>())) {
+            error(at, shown(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
+          } else if (const auto value = item.find("value"); value != item.end() && !value->is_string() && !value->is_null()) {
+            error(at + ".value", "must be a string (write it in quotes)");
+          }
+        }
+      }
+    }
+    if (const auto image = container.find("image"); image != container.end() && !image->is_null()) {
+      if (image->is_string()) {
+        check_image(path + ".image", image->get<std::string>());
+      } else {
+        error(path + ".image", "must be a string");
+      }
+    }
+    check_mounts(container, path, pod);
+    if (main) check_gpu_resources(container, role, path);
+  }
+
+  void check_mounts(const Json& container, const std::string& path, const Json& pod) {
+    const auto mounts = container.find("volumeMounts");
+    if (mounts == container.end() || mounts->is_null()) return;
+    if (!mounts->is_array()) return error(path + ".volumeMounts", "must be a list");
+    std::vector<std::string> volumes;
+    if (const auto list = pod.find("volumes"); list != pod.end() && list->is_array()) {
+      for (const Json& item : *list) {
+        if (item.is_object() && item.contains("name") && item["name"].is_string()) volumes.push_back(item["name"].get<std::string>());
+      }
+    }
+    for (size_t i = 0; i < mounts->size() && i < 256; ++i) {
+      const Json& item = (*mounts)[i];
+      const std::string at = path + ".volumeMounts[" + std::to_string(i) + "]";
+      if (!item.is_object() || !item.contains("name") || !item["name"].is_string() || !item.contains("mountPath") ||
+          !item["mountPath"].is_string()) {
+        error(at, "must be an object with name and mountPath");
+        continue;
+      }
+      const std::string& name = item["name"].get_ref<const std::string&>();
+      if (std::find(volumes.begin(), volumes.end(), name) == volumes.end()) {
+        error(at + ".name", "there is no volume " + shown(name) + " in the template; volumes: " + (volumes.empty() ? "none" : join(volumes, ", ").substr(0, 200)));
+      }
+      const std::string& mount_path = item["mountPath"].get_ref<const std::string&>();
+      if (mount_path.empty() || mount_path[0] != '/') error(at + ".mountPath", shown(mount_path) + " must be an absolute path");
+    }
+  }
+
+  void check_gpu_resources(const Json& container, const RoleSpec& role, const std::string& path) {
+    const auto resources = container.find("resources");
+    if (resources == container.end() || !resources->is_object()) return;
+    for (const char* section : {"limits", "requests"}) {
+      const auto it = resources->find(section);
+      if (it == resources->end() || !it->is_object()) continue;
+      const auto value = it->find(role.gpu_resource);
+      if (value == it->end()) continue;
+      const std::string count = value->is_string() ? value->get<std::string>() : value->dump();
+      if (count != std::to_string(role.gpus_per_pod)) {
+        error(path + ".resources." + section, role.gpu_resource + " is " + shown(count) + ", but gpusPerPod is " +
+                                                  std::to_string(role.gpus_per_pod) + "; leave it out of the template");
+      }
+    }
+  }
+
+  void warn_about_claims(const RoleSpec& role, const std::string& path, const std::string& main_container) {
+    if (role.replicas < 2) return;
+    for (const VolumeView& volume : pod_view(spec_, role, main_container).volumes) {
+      if (volume.kind != VolumeKind::kClaim) continue;
+      warn(path + ".volumes", "the claim " + shown(volume.source) + " is used by " + std::to_string(role.replicas) +
+                                  " pods: it must be ReadWriteMany unless they share a node");
+    }
+  }
+
+  // ---- trainer configuration
+
+  // Value of "a.b" in the inline configuration; null if it is not there.
+  const Json* config_value(const std::string& key) const {
+    const Json* at = &spec_.config.inline_config;
+    for (const std::string& part : split(key, '.')) {
+      if (!at->is_object()) return nullptr;
+      const auto it = at->find(part);
+      if (it == at->end()) return nullptr;
+      at = &*it;
+    }
+    return at;
+  }
+
+  void check_config() {
+    const ConfigSource& config = spec_.config;
+    const int sources = !config.inline_config.is_null() + config.config_map_ref.has_value() + !config.path.empty();
+    if (sources == 0) error("spec.config", "needs one of inline, configMapRef, path");
+    if (sources > 1) error("spec.config", "may have only one of inline, configMapRef, path");
+    if (config.config_map_ref) {
+      if (!is_dns_subdomain(config.config_map_ref->name)) {
+        error("spec.config.configMapRef.name", shown(config.config_map_ref->name) + " is not an object name");
+      }
+      if (config.config_map_ref->key.empty() || !only(config.config_map_ref->key, kNameChars)) {
+        error("spec.config.configMapRef.key", shown(config.config_map_ref->key) + " is not a key of a config map");
+      }
+    }
+    if (!spec_.roles.actor) return;
+    const RoleSpec& actor = *spec_.roles.actor;
+    const Layout layout = layout_of(actor);
+    // Sizes that the RLJob decides: what the configuration says must agree.
+    const std::vector<std::pair<std::string, std::pair<int64_t, std::string>>> sizes = {
+        {"policy.megatron_cfg.tensor_model_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
+        {"policy.megatron_cfg.pipeline_model_parallel_size", {layout.pp, "spec.roles.actor.parallelism.pp"}},
+        {"policy.megatron_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
+        {"policy.megatron_cfg.expert_model_parallel_size", {layout.ep, "spec.roles.actor.parallelism.ep"}},
+        {"policy.megatron_cfg.expert_tensor_parallel_size", {layout.etp, "spec.roles.actor.parallelism.etp"}},
+        {"policy.dtensor_cfg.tensor_parallel_size", {layout.tp, "spec.roles.actor.parallelism.tp"}},
+        {"policy.dtensor_cfg.context_parallel_size", {layout.cp, "spec.roles.actor.parallelism.cp"}},
+        {"cluster.num_nodes", {actor.replicas, "spec.roles.actor.replicas"}},
+        {"cluster.gpus_per_node", {processes_per_pod(actor), "the processes of an actor pod"}},
+    };
+    for (const auto& [key, expected] : sizes) {
+      const auto& [size, field] = expected;
+      const std::string section = key.substr(0, key.rfind('.'));
+      const Json* enabled = config_value(section + ".enabled");
+      const bool off = enabled && enabled->is_boolean() && !enabled->get<bool>();
+      if (const Json* value = config_value(key); value && !off) check_size(*value, key, size, field);
+    }
+    check_text_setting("policy.model_name", spec_.model.source, "spec.model.source");
+    check_text_setting("checkpointing.checkpoint_dir", spec_.checkpoint.directory, "spec.checkpoint.directory");
+    check_overrides(sizes);
+  }
+
+  void check_size(const Json& value, const std::string& key, int64_t size, const std::string& field) {
+    if (!value.is_number_integer() || value == size) return;
+    error("spec.config.inline." + key,
+          "is " + value.dump() + ", but " + field + " is " + std::to_string(size) + "; the RLJob decides sizes: leave the key out");
+  }
+
+  void check_text_setting(const std::string& key, const std::string& expected, const std::string& field) {
+    const Json* value = config_value(key);
+    if (expected.empty() || !value || !value->is_string() || *value == expected) return;
+    error("spec.config.inline." + key, "is " + shown(value->get<std::string>()) + ", but " + field + " is " + shown(expected) + "; leave one of them out");
+  }
+
+  void check_overrides(const std::vector<std::pair<std::string, std::pair<int64_t, std::string>>>& sizes) {
+    for (size_t i = 0; i < spec_.config.overrides.size(); ++i) {
+      const std::string path = "spec.config.overrides[" + std::to_string(i) + "]";
+      const std::string& text = spec_.config.overrides[i];
+      const size_t equals = text.find('=');
+      if (equals == std::string::npos || equals == 0 || text[0] == '-') {
+        error(path, shown(text) + " must have the form key.sub=value");
+        continue;
+      }
+      const std::string key = text.substr(0, equals);
+      for (const auto& [name, expected] : sizes) {
+        if (key != name || parse_int(text.substr(equals + 1)) == expected.first) continue;
+        error(path, shown(text) + " contradicts " + expected.second + ", which is " + std::to_string(expected.first));
+      }
+      if (key == "policy.model_name" && !spec_.model.source.empty()) error(path, "contradicts spec.model.source");
+      if (key == "checkpointing.checkpoint_dir" && !spec_.checkpoint.directory.empty()) error(path, "contradicts spec.checkpoint.directory");
+    }
+  }
+
+  // ---- the rest
+
+  void check_scheduling_and_network() {
+    const Scheduling& scheduling = spec_.scheduling;
+    check_name("spec.scheduling.schedulerName", scheduling.scheduler_name);
+    for (const auto& [path, key] : {std::pair{"spec.scheduling.requiredTopology", &scheduling.required_topology},
+                                    std::pair{"spec.scheduling.preferredTopology", &scheduling.preferred_topology}}) {
+      if (!key->empty() && !is_qualified_name(*key)) error(path, shown(*key) + " is not a node label such as topology.kubernetes.io/zone");
+    }
+    if (scheduling.backend == GangBackend::kKueue && spec_.queue_name.empty()) {
+      error("spec.queueName", "is missing; the Kueue backend needs it");
+    }
+    const Network& network = spec_.network;
+    if (network.master_port == network.metrics_port) error("spec.network.metricsPort", "is the same as masterPort");
+    if (!is_quantity(network.shared_memory)) error("spec.network.sharedMemory", shown(network.shared_memory) + " is not a quantity such as 8Gi");
+    if (!only(network.socket_interface, std::string(kNameChars) + "^=,:@")) {
+      error("spec.network.socketInterface", shown(network.socket_interface) + " is not an interface name");
+    }
+    if (network.rdma && !is_qualified_name(network.rdma->resource_name)) {
+      error("spec.network.rdma.resourceName", shown(network.rdma->resource_name) + " is not a resource name such as rdma/ib");
+    }
+  }
+
+  void check_failure_policy() {
+    static const std::vector<std::string> role_names = {"actor", "critic", "generation", "reward"};
+    const std::vector<FailureRule>& rules = spec_.failure_policy.rules;
+    for (size_t i = 0; i < rules.size(); ++i) {
+      const FailureRule& rule = rules[i];
+      const std::string path = "spec.failurePolicy.rules[" + std::to_string(i) + "]";
+      for (const int64_t code : rule.on_exit_codes) {
+        if (code < 1 || code > 255) error(path + ".onExitCodes", std::to_string(code) + " is not a failure's exit code (1 to 255)");
+      }
+      for (const int64_t signal : rule.on_signals) {
+        if (signal < 1 || signal > 64) error(path + ".onSignals", std::to_string(signal) + " is not a signal (1 to 64)");
+      }
+      for (const std::string& reason : rule.on_pod_reasons) {
+        if (reason.empty()) error(path + ".onPodReasons", "has an empty entry");
+      }
+      for (const std::string& role : rule.roles) {
+        if (std::find(role_names.begin(), role_names.end(), role) != role_names.end()) continue;
+        const auto near = role.size() <= 64 ? nearest(role, role_names) : std::nullopt;
+        error(path + ".roles", "unknown role " + shown(role) + (near ? "; did you mean \"" + *near + "\"?" : "; roles: " + join(role_names, ", ")));
+      }
+      const bool matches_all = rule.on_exit_codes.empty() && rule.on_signals.empty() && rule.on_pod_reasons.empty() && rule.roles.empty();
+      if (matches_all && i + 1 < rules.size()) warn(path, "matches every failure, so the rules after it are never used");
+    }
+  }
+
+  void check_health() {
+    for (const auto& [phase, seconds] : spec_.health.phase_timeout_seconds) {
+      const std::string path = "spec.health.phaseTimeoutSeconds";
+      if (std::find(phase_names().begin(), phase_names().end(), phase) == phase_names().end()) {
+        const auto near = phase.size() <= 64 ? nearest(phase, phase_names()) : std::nullopt;
+        error(path + "." + phase.substr(0, 64), "unknown phase " + shown(phase) + (near ? "; did you mean \"" + *near + "\"?" : "; phases: " + join(phase_names(), ", ")));
+      } else if (seconds < 1) {
+        error(path + "." + phase, "must be at least 1");
+      }
+    }
+  }
+
+  void warn_about_restarts() {
+    const Json* enabled = config_value("checkpointing.enabled");
+    const bool off = enabled && enabled->is_boolean() && !enabled->get<bool>();
+    if (off && spec_.failure_policy.max_restarts > 0) {
+      warn("spec.failurePolicy.maxRestarts", "checkpointing is off, so every restart begins at step 0");
+    }
+  }
+
+  const RLJob& job_;
+  const RLJobSpec& spec_;
+  Validation result_;
+};
+
+}  // namespace
+
+Validation validate(const RLJob& job) { return Validator(job).run(); }
+
+Validation validate_update(const RLJob& old_job, const RLJob& new_job) {
+  Validation result;
+  const Json before = spec_to_json(old_job.spec);
+  const Json after = spec_to_json(new_job.spec);
+  const auto differs = [&](const char* key) { return before.value(key, Json()) != after.value(key, Json()); };
+  for (const char* key : {"algorithm", "managedBy"}) {
+    if (differs(key)) result.errors.push_back({std::string("spec.") + key, "cannot be changed; make a new RLJob"});
+  }
+  if (old_job.spec.suspend) return result;
+  for (const char* key : {"roles", "model", "config", "image", "imagePullPolicy", "network", "scheduling", "checkpoint", "priorityClassName", "queueName"}) {
+    if (differs(key)) {
+      result.errors.push_back({std::string("spec.") + key, "can only be changed while the job is suspended (spec.suspend: true)"});
+    }
+  }
+  return result;
+}
+
+}  // namespace trireme

@@ -1,0 +1,103 @@
+#include "operator/controller/actions.h"
+
+#include "api/runtime.h"
+
+namespace trireme::controller {
+namespace {
+
+Action create(const kube::Resource& resource, Json body, int wave) {
+  Action action;
+  action.kind = Action::Kind::kCreate;
+  action.wave = wave;
+  action.resource = resource;
+  action.name = body["metadata"]["name"].get<std::string>();
+  action.body = std::move(body);
+  return action;
+}
+
+Action remove(const kube::Resource& resource, const std::string& name, int wave) {
+  Action action;
+  action.kind = Action::Kind::kDelete;
+  action.wave = wave;
+  action.resource = resource;
+  action.name = name;
+  return action;
+}
+
+}  // namespace
+
+kube::Resource resource_of(const std::string& group_version, const std::string& plural, const std::string& kind) {
+  const size_t slash = group_version.find('/');
+  kube::Resource resource;
+  resource.group = slash == std::string::npos ? "" : group_version.substr(0, slash);
+  resource.version = slash == std::string::npos ? group_version : group_version.substr(slash + 1);
+  resource.plural = plural;
+  resource.kind = kind;
+  return resource;
+}
+
+std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt) {
+  std::vector<WantedPod> wanted;
+  for (const RoleRef& role : roles_of(job.spec)) {
+    for (int64_t rank = 0; rank < role.spec->replicas; ++rank) {
+      wanted.push_back({role.name, rank, pod_name(job.metadata.name, role.name, rank, attempt)});
+    }
+  }
+  return wanted;
+}
+
+Action service_action(const AttemptContext& context, int wave) {
+  return create(kube::resources::kServices, headless_service(context), wave);
+}
+
+std::vector<Action> create_actions(const AttemptContext& context, const std::vector<WantedPod>& missing) {
+  std::vector<Action> actions;
+  int wave = 0;
+  actions.push_back(service_action(context, wave++));
+  actions.push_back(create(kube::resources::kConfigMaps, attempt_config_map(context), wave));
+  if (context.job.spec.roles.reward) actions.push_back(create(kube::resources::kServices, reward_service(context), wave));
+  for (scheduling::Object& object : scheduling::gang_objects(context.backend, gang_of(context))) {
+    const std::string kind = object.body["kind"].get<std::string>();
+    actions.push_back(create(resource_of(object.group_version, object.resource, kind), std::move(object.body), wave++));
+  }
+  ++wave;
+  for (const WantedPod& wanted : missing) {
+    actions.push_back(create(kube::resources::kPods, pod(context, wanted.role, wanted.rank), wave));
+  }
+  return actions;
+}
+
+Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,
+                const std::function<bool(int64_t attempt)>& is_over, const std::function<bool(const ObservedPod&)>& keep) {
+  Cleanup result;
+  const RLJob& job = observed.job;
+  const Milliseconds limit{job.spec.failure_policy.termination_timeout_seconds * 1000};
+  for (const ObservedPod& pod : observed.pods) {
+    if (!is_over(pod.attempt)) continue;
+    if (pod.alive()) result.alive = true;
+    if (pod.ended() && keep(pod)) continue;
+    Action action = remove(kube::resources::kPods, pod.name, 0);
+    action.uid = pod.uid;
+    if (pod.deleting) {
+      // Only a kubelet can end a pod for certain. Where there is none any more, waiting longer helps nobody.
+      const bool lost = pod.node_state == NodeState::kGone || (pod.node_state == NodeState::kNotReady && pod.deleting_for >= limit);
+      if (!lost) continue;
+      action.grace_period_s = 0;
+    }
+    result.actions.push_back(std::move(action));
+  }
+  for (const int64_t attempt : observed.services) {
+    if (!is_over(attempt)) continue;
+    int wave = 1;
+    const std::string gang = attempt_service_name(job.metadata.name, attempt);
+    for (const scheduling::ObjectName& object : scheduling::gang_cleanup(backend, gang)) {
+      result.actions.push_back(remove(resource_of(object.group_version, object.resource), object.name, wave));
+    }
+    result.actions.push_back(
+        remove(kube::resources::kConfigMaps, topology_config_map_name(job.metadata.name, attempt), wave));
+    result.actions.push_back(remove(kube::resources::kServices, gang, wave + 1));
+  }
+  return result;
+}
+
+}  // namespace trireme::controller

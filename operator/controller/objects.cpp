@@ -1,0 +1,383 @@
+#include "operator/controller/objects.h"
+
+#include <algorithm>
+#include <map>
+
+#include "api/runtime.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "operator/controller/observed.h"
+
+namespace trireme::controller {
+namespace {
+
+constexpr const char* kShmVolume = "trireme-shm";
+constexpr const char* kConfigVolume = "trireme-config";
+constexpr const char* kTopologyVolume = "trireme-topology";
+constexpr const char* kStatusVolume = "trireme-status";
+constexpr const char* kConfigKey = "config.yaml";
+constexpr const char* kTopologyKey = "topology.json";
+
+std::map<std::string, std::string> base_labels(const RLJob& job) {
+  return {{"app.kubernetes.io/name", "trireme"},
+          {"app.kubernetes.io/managed-by", "trireme-operator"},
+          {kLabelJob, job.metadata.name},
+          {kLabelJobUid, job.metadata.uid}};
+}
+
+std::map<std::string, std::string> attempt_labels(const AttemptContext& c) {
+  auto labels = base_labels(c.job);
+  labels[kLabelAttempt] = std::to_string(c.attempt);
+  return labels;
+}
+
+Json metadata(const AttemptContext& c, const std::string& name, const std::map<std::string, std::string>& labels) {
+  return {{"name", name},
+          {"namespace", c.job.metadata.namespace_},
+          {"labels", labels},
+          {"ownerReferences", Json::array({owner_reference(c.job)})}};
+}
+
+const RoleSpec& role_spec(const RLJobSpec& spec, const std::string& role) {
+  for (const RoleRef& ref : roles_of(spec)) {
+    if (ref.name == role) return *ref.spec;
+  }
+  fail_internal("the job has no role '" + role + "'");
+}
+
+Json& object_at(Json& parent, const char* key) {
+  Json& child = parent[key];
+  if (!child.is_object()) child = Json::object();
+  return child;
+}
+
+Json& array_at(Json& parent, const char* key) {
+  Json& child = parent[key];
+  if (!child.is_array()) child = Json::array();
+  return child;
+}
+
+bool has_named(const Json& list, const std::string& name) {
+  return std::any_of(list.begin(), list.end(),
+                     [&](const Json& e) { return e.is_object() && e.value("name", std::string()) == name; });
+}
+
+void set_default(Json& object, const char* key, Json value) {
+  if (!object.contains(key) || object[key].is_null()) object[key] = std::move(value);
+}
+
+void add_volume(Json& spec, Json volume) {
+  Json& volumes = array_at(spec, "volumes");
+  if (!has_named(volumes, volume["name"].get<std::string>())) volumes.push_back(std::move(volume));
+}
+
+void add_mount(Json& container, const char* volume, const char* path, bool read_only) {
+  Json& mounts = array_at(container, "volumeMounts");
+  const bool taken = std::any_of(mounts.begin(), mounts.end(), [&](const Json& m) {
+    return m.is_object() && m.value("mountPath", std::string()) == path;
+  });
+  if (taken) return;
+  Json mount = {{"name", volume}, {"mountPath", path}};
+  if (read_only) mount["readOnly"] = true;
+  mounts.push_back(std::move(mount));
+}
+
+// Ours come first, so that the template's values may say $(TRIREME_JOB); reserved names of the template lose.
+void set_environment(Json& container, const Json& ours) {
+  Json merged = ours;
+  if (container.contains("env") && container["env"].is_array()) {
+    for (const Json& entry : container["env"]) {
+      if (!entry.is_object()) continue;
+      const std::string name = entry.value("name", std::string());
+      if (!has_named(ours, name)) merged.push_back(entry);
+    }
+  }
+  container["env"] = std::move(merged);
+}
+
+Json environment(const AttemptContext& c, const std::string& role, int64_t rank) {
+  const RLJob& job = c.job;
+  PodPlace place;
+  place.role = role;
+  place.index = rank;
+  place.attempt = c.attempt;
+  place.master_address = pod_address(job.metadata.name, "actor", 0, c.attempt);
+  place.topology_file = std::string(kTopologyMountPath) + "/" + kTopologyKey;
+  std::map<std::string, std::string> values = pod_environment(job, place);
+  if (!c.options.status_url.empty()) {
+    values["TRIREME_STATUS_URL"] =
+        c.options.status_url + "/v1/status/" + job.metadata.namespace_ + "/" + job.metadata.name;
+    values["TRIREME_STATUS_TOKEN_FILE"] = std::string(kStatusTokenMountPath) + "/token";
+    if (!c.options.status_ca_config_map.empty()) {
+      values["TRIREME_STATUS_CA_FILE"] = std::string(kStatusTokenMountPath) + "/ca.crt";
+    }
+  }
+  Json env = Json::array();
+  for (const auto& [name, value] : values) env.push_back({{"name", name}, {"value", value}});
+  env.push_back({{"name", "TRIREME_POD_NAME"}, {"valueFrom", {{"fieldRef", {{"fieldPath", "metadata.name"}}}}}});
+  env.push_back({{"name", "TRIREME_NODE_NAME"}, {"valueFrom", {{"fieldRef", {{"fieldPath", "spec.nodeName"}}}}}});
+  return env;
+}
+
+void add_security_context(Json& spec, int64_t user_id) {
+  Json& pod = object_at(spec, "securityContext");
+  if (!pod.contains("runAsUser") && !pod.contains("runAsNonRoot")) {
+    pod["runAsNonRoot"] = true;
+    pod["runAsUser"] = user_id;
+    set_default(pod, "runAsGroup", user_id);
+    if (!pod.contains("fsGroup")) {
+      pod["fsGroup"] = user_id;
+      set_default(pod, "fsGroupChangePolicy", "OnRootMismatch");
+    }
+  }
+  set_default(pod, "seccompProfile", {{"type", "RuntimeDefault"}});
+  for (const char* list : {"initContainers", "containers"}) {
+    if (!spec.contains(list)) continue;
+    for (Json& container : spec[list]) {
+      Json& context = object_at(container, "securityContext");
+      // A privileged container may not forbid escalation, and one that adds capabilities decides for itself.
+      if (context.value("privileged", false)) continue;
+      set_default(context, "allowPrivilegeEscalation", false);
+      if (!context.contains("capabilities")) context["capabilities"] = {{"drop", Json::array({"ALL"})}};
+    }
+  }
+}
+
+// metadata.name as a field selector: the host-name label may differ from the node's name.
+void avoid_nodes(Json& spec, const std::vector<std::string>& nodes) {
+  if (nodes.empty()) return;
+  Json fields = Json::array();
+  for (const std::string& node : nodes) {
+    fields.push_back({{"key", "metadata.name"}, {"operator", "NotIn"}, {"values", Json::array({node})}});
+  }
+  Json& required = object_at(object_at(object_at(spec, "affinity"), "nodeAffinity"),
+                             "requiredDuringSchedulingIgnoredDuringExecution");
+  Json& terms = array_at(required, "nodeSelectorTerms");
+  if (terms.empty()) terms.push_back(Json::object());
+  for (Json& term : terms) {
+    Json& list = array_at(term, "matchFields");
+    for (const Json& field : fields) list.push_back(field);
+  }
+}
+
+// Without a gang scheduler that knows topology, pods of an attempt attract each other.
+void attract(Json& spec, const AttemptContext& c) {
+  const Scheduling& scheduling = c.job.spec.scheduling;
+  const auto kind = c.backend.kind;
+  if (kind == scheduling::BackendKind::kKueue || kind == scheduling::BackendKind::kKai) return;
+  Json selector = {{"matchLabels",
+                    {{kLabelJobUid, c.job.metadata.uid}, {kLabelAttempt, std::to_string(c.attempt)}}}};
+  if (!scheduling.required_topology.empty() && kind != scheduling::BackendKind::kKubernetes) {
+    Json& affinity = object_at(object_at(spec, "affinity"), "podAffinity");
+    array_at(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
+        .push_back({{"topologyKey", scheduling.required_topology}, {"labelSelector", selector}});
+  }
+  if (!scheduling.preferred_topology.empty()) {
+    Json& affinity = object_at(object_at(spec, "affinity"), "podAffinity");
+    array_at(affinity, "preferredDuringSchedulingIgnoredDuringExecution")
+        .push_back({{"weight", 100},
+                    {"podAffinityTerm", {{"topologyKey", scheduling.preferred_topology}, {"labelSelector", selector}}}});
+  }
+}
+
+Json& main_container(Json& spec, const char* name) {
+  Json& containers = array_at(spec, "containers");
+  for (Json& container : containers) {
+    if (container.is_object() && container.value("name", std::string()) == name) return container;
+  }
+  containers.insert(containers.begin(), Json{{"name", name}});
+  return containers.front();
+}
+
+void add_resources(Json& container, const RLJobSpec& spec, const RoleSpec& role) {
+  Json& limits = object_at(object_at(container, "resources"), "limits");
+  if (role.gpus_per_pod > 0) set_default(limits, role.gpu_resource.c_str(), std::to_string(role.gpus_per_pod));
+  if (spec.network.rdma && role.gpus_per_pod > 0) {
+    set_default(limits, spec.network.rdma->resource_name.c_str(), std::to_string(spec.network.rdma->count));
+  }
+  if (limits.empty()) container["resources"].erase("limits");
+  if (container["resources"].empty()) container.erase("resources");
+}
+
+void add_config(Json& spec, Json& container, const AttemptContext& c) {
+  const std::string own = topology_config_map_name(c.job.metadata.name, c.attempt);
+  auto volume = [](const char* name, const std::string& map, const std::string& key, const char* path) {
+    return Json{{"name", name},
+                {"configMap", {{"name", map}, {"items", Json::array({{{"key", key}, {"path", path}}})}}}};
+  };
+  add_volume(spec, volume(kTopologyVolume, own, kTopologyKey, kTopologyKey));
+  add_mount(container, kTopologyVolume, kTopologyMountPath, true);
+  const ConfigSource& config = c.job.spec.config;
+  if (config.config_map_ref) {
+    add_volume(spec, volume(kConfigVolume, config.config_map_ref->name, config.config_map_ref->key, kConfigKey));
+  } else if (!config.inline_config.is_null()) {
+    add_volume(spec, volume(kConfigVolume, own, kConfigKey, kConfigKey));
+  } else {
+    return;
+  }
+  add_mount(container, kConfigVolume, kConfigMountPath, true);
+}
+
+void add_status_token(Json& spec, Json& container, const ObjectOptions& options) {
+  if (options.status_url.empty()) return;
+  Json sources = Json::array();
+  sources.push_back({{"serviceAccountToken",
+                      {{"audience", kStatusTokenAudience}, {"expirationSeconds", 3600}, {"path", "token"}}}});
+  if (!options.status_ca_config_map.empty()) {
+    sources.push_back({{"configMap",
+                        {{"name", options.status_ca_config_map},
+                         {"optional", true},
+                         {"items", Json::array({{{"key", "ca.crt"}, {"path", "ca.crt"}}})}}}});
+  }
+  add_volume(spec, {{"name", kStatusVolume}, {"projected", {{"sources", sources}}}});
+  add_mount(container, kStatusVolume, kStatusTokenMountPath, true);
+}
+
+void tolerate_gpu_taint(Json& spec, const std::string& resource) {
+  Json& tolerations = array_at(spec, "tolerations");
+  for (const Json& t : tolerations) {
+    if (t.is_object() && t.value("key", std::string()) == resource) return;
+  }
+  tolerations.push_back({{"key", resource}, {"operator", "Exists"}, {"effect", "NoSchedule"}});
+}
+
+}  // namespace
+
+Json owner_reference(const RLJob& job) {
+  return {{"apiVersion", kApiVersion}, {"kind", kRLJobKind},       {"name", job.metadata.name},
+          {"uid", job.metadata.uid},   {"controller", true}, {"blockOwnerDeletion", true}};
+}
+
+scheduling::Gang gang_of(const AttemptContext& c) {
+  const RLJobSpec& spec = c.job.spec;
+  scheduling::Gang gang;
+  gang.name = attempt_service_name(c.job.metadata.name, c.attempt);
+  gang.namespace_ = c.job.metadata.namespace_;
+  gang.owner = owner_reference(c.job);
+  gang.labels = attempt_labels(c);
+  gang.job_name = c.job.metadata.name;
+  gang.pods = total_pods(spec);
+  gang.queue = spec.queue_name;
+  gang.priority_class = spec.priority_class_name;
+  gang.schedule_timeout_s = spec.scheduling.scheduling_timeout_seconds;
+  gang.topology_required = !spec.scheduling.required_topology.empty();
+  gang.topology_key = gang.topology_required ? spec.scheduling.required_topology : spec.scheduling.preferred_topology;
+  return gang;
+}
+
+Json headless_service(const AttemptContext& c) {
+  return {{"apiVersion", "v1"},
+          {"kind", "Service"},
+          {"metadata", metadata(c, attempt_service_name(c.job.metadata.name, c.attempt), attempt_labels(c))},
+          {"spec",
+           {{"clusterIP", "None"},
+            // Ranks look each other up long before they are ready.
+            {"publishNotReadyAddresses", true},
+            {"selector", {{kLabelJobUid, c.job.metadata.uid}, {kLabelAttempt, std::to_string(c.attempt)}}},
+            {"ports", Json::array({{{"name", "rendezvous"}, {"port", c.job.spec.network.master_port}}})}}}};
+}
+
+Json attempt_config_map(const AttemptContext& c) {
+  const RLJob& job = c.job;
+  std::vector<std::string> hosts;
+  for (int64_t i = 0; i < actor_of(job.spec).replicas; ++i) {
+    hosts.push_back(pod_address(job.metadata.name, "actor", i, c.attempt));
+  }
+  Json data = {{kTopologyKey, topology_document(job, c.attempt, hosts).dump()}};
+  // JSON is YAML.
+  if (!job.spec.config.inline_config.is_null()) data[kConfigKey] = job.spec.config.inline_config.dump(2);
+  return {{"apiVersion", "v1"},
+          {"kind", "ConfigMap"},
+          {"metadata", metadata(c, topology_config_map_name(job.metadata.name, c.attempt), attempt_labels(c))},
+          {"immutable", true},
+          {"data", std::move(data)}};
+}
+
+Json reward_service(const AttemptContext& c) {
+  const RoleSpec& reward = role_spec(c.job.spec, "reward");
+  return {{"apiVersion", "v1"},
+          {"kind", "Service"},
+          {"metadata", metadata(c, reward_service_name(c.job.metadata.name), base_labels(c.job))},
+          {"spec",
+           {{"selector", {{kLabelJobUid, c.job.metadata.uid}, {kLabelRole, "reward"}}},
+            {"ports", Json::array({{{"name", "http"}, {"port", reward.port.value_or(8000)}}})}}}};
+}
+
+Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
+  const RLJob& job = c.job;
+  const RLJobSpec& spec = job.spec;
+  const RoleSpec& role_settings = role_spec(spec, role);
+  const Json empty = Json::object();
+  const Json& source = role_settings.pod_template.is_object() ? role_settings.pod_template : empty;
+  const Json& source_meta = source.contains("metadata") && source["metadata"].is_object() ? source["metadata"] : empty;
+
+  Json out = {{"apiVersion", "v1"}, {"kind", "Pod"}};
+  auto labels = attempt_labels(c);
+  labels[kLabelRole] = role;
+  labels[kLabelRank] = std::to_string(rank);
+  labels["app.kubernetes.io/component"] = role;
+  Json& meta = out["metadata"] = metadata(c, pod_name(job.metadata.name, role, rank, c.attempt), {});
+  meta["labels"] = source_meta.contains("labels") && source_meta["labels"].is_object() ? source_meta["labels"] : empty;
+  for (const auto& [key, value] : labels) meta["labels"][key] = value;
+  if (source_meta.contains("annotations") && source_meta["annotations"].is_object()) {
+    meta["annotations"] = source_meta["annotations"];
+  }
+  Json& pod_spec = out["spec"] = source.contains("spec") && source["spec"].is_object() ? source["spec"] : empty;
+
+  const bool is_reward = role == "reward";
+  Json& main = main_container(pod_spec, is_reward ? kRewardContainer : kTrainerContainer);
+  for (const char* list : {"initContainers", "containers"}) {
+    if (!pod_spec.contains(list) || !pod_spec[list].is_array()) continue;
+    for (Json& container : pod_spec[list]) {
+      if (!container.is_object()) continue;
+      set_default(container, "image", spec.image);
+      if (!spec.image_pull_policy.empty()) set_default(container, "imagePullPolicy", spec.image_pull_policy);
+      set_default(container, "terminationMessagePolicy", "FallbackToLogsOnError");
+      set_environment(container, environment(c, role, rank));
+    }
+  }
+  if (!is_reward) {
+    if (!main.contains("command") && !main.contains("args")) {
+      main["command"] = trainer_command(job, std::string(kConfigMountPath) + "/" + kConfigKey);
+    }
+    Json& ports = array_at(main, "ports");
+    if (!has_named(ports, "metrics")) ports.push_back({{"name", "metrics"}, {"containerPort", spec.network.metrics_port}});
+    add_config(pod_spec, main, c);
+    add_status_token(pod_spec, main, c.options);
+  }
+  add_volume(pod_spec, {{"name", kShmVolume}, {"emptyDir", {{"medium", "Memory"}, {"sizeLimit", spec.network.shared_memory}}}});
+  add_mount(main, kShmVolume, "/dev/shm", false);
+  add_resources(main, spec, role_settings);
+
+  pod_spec["restartPolicy"] = "Never";
+  pod_spec["hostname"] = pod_hostname(job.metadata.name, role, rank);
+  pod_spec["subdomain"] = attempt_service_name(job.metadata.name, c.attempt);
+  set_default(pod_spec, "enableServiceLinks", false);
+  set_default(pod_spec, "automountServiceAccountToken", false);
+  set_default(pod_spec, "terminationGracePeriodSeconds", spec.checkpoint.on_termination ? spec.checkpoint.timeout_seconds : 30);
+  if (!spec.priority_class_name.empty()) pod_spec["priorityClassName"] = spec.priority_class_name;
+  if (!spec.scheduling.scheduler_name.empty()) pod_spec["schedulerName"] = spec.scheduling.scheduler_name;
+  if (spec.network.host_network) {
+    pod_spec["hostNetwork"] = true;
+    set_default(pod_spec, "dnsPolicy", "ClusterFirstWithHostNet");
+  }
+  if (role_settings.gpus_per_pod > 0) tolerate_gpu_taint(pod_spec, role_settings.gpu_resource);
+  std::vector<std::string> nodes;
+  for (const AvoidedNode& node : job.status.avoided_nodes) nodes.push_back(node.name);
+  avoid_nodes(pod_spec, nodes);
+  attract(pod_spec, c);
+  add_security_context(pod_spec, c.options.user_id);
+  scheduling::join_gang(c.backend, gang_of(c), role, out);
+  return out;
+}
+
+std::string config_hash(const RLJobSpec& spec) {
+  Json config = spec_to_json(spec).value("config", Json::object());
+  const uint64_t hash = hash64(config.dump());
+  static const char* digits = "0123456789abcdef";
+  std::string out(16, '0');
+  for (int i = 0; i < 16; ++i) out[15 - i] = digits[(hash >> (4 * i)) & 15];
+  return out;
+}
+
+}  // namespace trireme::controller

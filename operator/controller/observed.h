@@ -1,0 +1,91 @@
+// Observed: everything the planner may look at. Durations are measured by the operator on its own steady clock since it
+// first saw the state in question, so that neither a node's clock nor a jump of ours can end a job.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "api/rljob.h"
+#include "base/clock.h"
+
+namespace trireme::controller {
+
+inline constexpr const char* kLabelJob = "trireme.dev/job";
+inline constexpr const char* kLabelJobUid = "trireme.dev/job-uid";
+inline constexpr const char* kLabelRole = "trireme.dev/role";
+inline constexpr const char* kLabelRank = "trireme.dev/rank";
+inline constexpr const char* kLabelAttempt = "trireme.dev/attempt";
+
+namespace phase {
+inline constexpr const char* kPending = "Pending";        // accepted, the pods of an earlier attempt are going (or refused: attempt 0)
+inline constexpr const char* kQueued = "Queued";          // pods are being created, queued and placed
+inline constexpr const char* kStarting = "Starting";      // every pod has a node; images, rendezvous
+inline constexpr const char* kRunning = "Running";        // rank 0 reported that all ranks met
+inline constexpr const char* kRestarting = "Restarting";  // as Pending, after a failure
+inline constexpr const char* kSuspended = "Suspended";
+inline constexpr const char* kComplete = "Complete";
+inline constexpr const char* kFailed = "Failed";
+}  // namespace phase
+
+inline bool is_terminal(const std::string& p) { return p == phase::kComplete || p == phase::kFailed; }
+
+enum class PodPhase { kPending, kRunning, kSucceeded, kFailed };
+enum class NodeState { kUnknown, kReady, kNotReady, kGone };  // kGone also with the out-of-service taint
+
+struct ObservedPod {
+  std::string name;
+  std::string uid;
+  std::string role;
+  int64_t rank = -1;
+  int64_t attempt = 0;
+  PodPhase phase = PodPhase::kPending;
+  bool scheduled = false;
+  bool ready = false;
+  bool gated = false;     // a scheduling gate (Kueue's admission) holds it
+  bool deleting = false;
+  std::string node;
+  // Why it failed or goes: OOMKilled, Error, Evicted, Preempted, NodeLost, NodeShutdown, AdmissionRejected, ...
+  std::string reason;
+  std::string message;    // the scheduler's while unscheduled, the container's waiting reason, or its last log lines
+  std::optional<int64_t> exit_code;
+  std::optional<int64_t> signal;
+  int64_t finished_ms = 0;  // by the node's clock; only to order failures
+  NodeState node_state = NodeState::kUnknown;
+  Milliseconds node_bad_for{0};
+  Milliseconds ended_for{0};
+  Milliseconds deleting_for{0};
+
+  bool ended() const { return phase == PodPhase::kSucceeded || phase == PodPhase::kFailed; }
+  bool alive() const { return !ended(); }
+};
+
+// What rank 0 of the current attempt said last.
+struct Report {
+  int64_t attempt = 0;
+  bool rendezvous_done = false;
+  Progress progress;
+  std::optional<int64_t> stuck_rank;  // the rank the trainer itself suspects
+  Milliseconds age{0};                // since we received it
+};
+
+struct Observed {
+  RLJob job;
+  std::vector<Issue> issues;       // the object could not be read as an RLJob
+  std::vector<ObservedPod> pods;   // of every attempt
+  bool services_known = false;
+  std::set<int64_t> services;      // attempts whose headless Service exists
+  std::map<std::string, std::vector<std::string>> claim_modes;  // access modes of the claims that could be read
+  // The job (and with attempt > 1 its pods) were read from the API server itself for this call, or just written there.
+  bool live = false;
+  std::optional<Report> report;
+  int64_t now_ms = 0;              // wall clock, unix
+  Milliseconds unplaced_for{0};    // all pods of the attempt exist ungated, not all have a node
+  Milliseconds starting_for{0};    // in phase Starting
+  Milliseconds silent_for{0};      // in phase Running without a report
+};
+
+}  // namespace trireme::controller

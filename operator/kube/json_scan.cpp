@@ -1,0 +1,398 @@
+#include "operator/kube/json_scan.h"
+
+#include <array>
+#include <cstring>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace trireme::kube {
+namespace {
+
+constexpr int kMaxDepth = 200;
+
+bool is_space(char c) { return c == ' ' || c == '\n' || c == '\t' || c == '\r'; }
+bool ends_scalar(char c) { return c == ',' || c == '}' || c == ']' || is_space(c); }
+
+// Characters that matter outside strings.
+constexpr std::array<bool, 256> make_structural() {
+  std::array<bool, 256> table{};
+  for (const unsigned char c : {'{', '}', '[', ']', '"'}) table[c] = true;
+  return table;
+}
+constexpr std::array<bool, 256> kStructural = make_structural();
+
+[[noreturn]] void cut() { fail_data("JSON text ends too early"); }
+
+void skip_space(std::string_view text, size_t& at) {
+  while (at < text.size() && is_space(text[at])) ++at;
+}
+
+char peek(std::string_view text, size_t& at) {
+  skip_space(text, at);
+  if (at >= text.size()) cut();
+  return text[at];
+}
+
+// at is on the opening quote; afterwards behind the closing one. Returns the raw text between.
+std::string_view skip_string(std::string_view text, size_t& at) {
+  const size_t begin = ++at;
+  while (true) {
+    const void* quote = at < text.size() ? std::memchr(text.data() + at, '"', text.size() - at) : nullptr;
+    if (!quote) cut();
+    const size_t end = static_cast<size_t>(static_cast<const char*>(quote) - text.data());
+    size_t backslashes = 0;
+    while (end - backslashes > begin && text[end - backslashes - 1] == '\\') ++backslashes;
+    at = end + 1;
+    if (backslashes % 2 == 0) return text.substr(begin, end - begin);
+  }
+}
+
+// at is on the first character of a value; afterwards behind its last.
+void skip_value(std::string_view text, size_t& at) {
+  const char first = peek(text, at);
+  if (first == '"') {
+    skip_string(text, at);
+    return;
+  }
+  if (first != '{' && first != '[') {
+    const size_t begin = at;
+    while (at < text.size() && !ends_scalar(text[at])) ++at;
+    if (at == begin) fail_data("a JSON value is missing");
+    return;
+  }
+  int depth = 0;
+  while (at < text.size()) {
+    const char c = text[at];
+    if (!kStructural[static_cast<unsigned char>(c)]) {
+      ++at;
+    } else if (c == '"') {
+      skip_string(text, at);
+    } else {
+      ++at;
+      depth += c == '{' || c == '[' ? 1 : -1;
+      if (depth == 0) return;
+    }
+  }
+  cut();
+}
+
+// Calls member(key, at): `at` is on the value and must be moved behind it. member returns false to stop.
+template <class Member>
+void for_members(std::string_view text, size_t& at, const Member& member) {
+  if (peek(text, at) != '{') fail_data("a JSON object was expected");
+  ++at;
+  if (peek(text, at) == '}') {
+    ++at;
+    return;
+  }
+  while (true) {
+    if (peek(text, at) != '"') fail_data("a JSON key was expected");
+    const std::string_view key = skip_string(text, at);
+    if (peek(text, at) != ':') fail_data("a colon was expected after a JSON key");
+    ++at;
+    peek(text, at);
+    if (!member(key, at)) return;
+    const char c = peek(text, at);
+    ++at;
+    if (c == '}') return;
+    if (c != ',') fail_data("a comma was expected in a JSON object");
+  }
+}
+
+}  // namespace
+
+JsonFields::JsonFields(const std::vector<std::string>& paths) {
+  for (const std::string& path : paths) add(path);
+}
+
+void JsonFields::add(std::string_view path) {
+  Node* node = &root_;
+  for (const std::string& key : split(path, '.')) {
+    if (key == "*") {
+      if (!node->any) node->any = std::make_unique<Node>();
+      node = node->any.get();
+    } else {
+      auto& child = node->children[key];
+      if (!child) child = std::make_unique<Node>();
+      node = child.get();
+    }
+  }
+  node->keep = true;
+}
+
+bool JsonFields::copy(std::string_view text, size_t& at, const Node& node, std::string& out, int depth) {
+  if (depth > kMaxDepth) fail_data("JSON text is nested too deep");
+  const char first = peek(text, at);
+  const size_t begin = at;
+  if (node.keep) {
+    skip_value(text, at);
+    out.append(text.substr(begin, at - begin));
+    return true;
+  }
+  if (first == '{') {
+    out += '{';
+    bool any_member = false;
+    for_members(text, at, [&](std::string_view key, size_t& value) {
+      const auto it = node.children.find(key);
+      const Node* child = it != node.children.end() ? it->second.get() : node.any.get();
+      if (!child) {
+        skip_value(text, value);
+        return true;
+      }
+      const size_t mark = out.size();
+      if (any_member) out += ',';
+      out += '"';
+      out.append(key);
+      out += "\":";
+      if (copy(text, value, *child, out, depth + 1)) {
+        any_member = true;
+      } else {
+        out.resize(mark);
+      }
+      return true;
+    });
+    out += '}';
+    return true;
+  }
+  if (first == '[') {
+    out += '[';
+    ++at;
+    bool any_element = false;
+    if (peek(text, at) == ']') {
+      ++at;
+    } else {
+      while (true) {
+        const size_t mark = out.size();
+        if (any_element) out += ',';
+        if (copy(text, at, node, out, depth + 1)) {
+          any_element = true;
+        } else {
+          out.resize(mark);
+        }
+        const char c = peek(text, at);
+        ++at;
+        if (c == ']') break;
+        if (c != ',') fail_data("a comma was expected in a JSON array");
+      }
+    }
+    out += ']';
+    return true;
+  }
+  skip_value(text, at);
+  return false;
+}
+
+std::string JsonFields::select(std::string_view json) const {
+  if (empty()) return std::string(json);
+  size_t at = 0;
+  std::string out;
+  const char first = peek(json, at);
+  if (first != '{' && first != '[') fail_data("a JSON object or array was expected");
+  copy(json, at, root_, out, 0);
+  skip_space(json, at);
+  if (at != json.size()) fail_data("text follows the JSON value");
+  return out;
+}
+
+nlohmann::json JsonFields::parse(std::string_view json) const {
+  std::string reduced;
+  if (!empty()) {
+    reduced = select(json);
+    json = reduced;
+  }
+  try {
+    return nlohmann::json::parse(json);
+  } catch (const nlohmann::json::exception& e) {
+    fail_data(std::string("malformed JSON: ") + e.what());
+  }
+}
+
+std::optional<std::string_view> top_level_member(std::string_view object, std::string_view key) {
+  std::optional<std::string_view> found;
+  try {
+    size_t at = 0;
+    for_members(object, at, [&](std::string_view name, size_t& value) {
+      const size_t begin = value;
+      skip_value(object, value);
+      if (name != key) return true;
+      found = object.substr(begin, value - begin);
+      return false;
+    });
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+  return found;
+}
+
+std::optional<std::string> top_level_string(std::string_view object, std::string_view key) {
+  const auto raw = top_level_member(object, key);
+  if (!raw || raw->size() < 2 || raw->front() != '"') return std::nullopt;
+  if (raw->find('\\') == std::string_view::npos) return std::string(raw->substr(1, raw->size() - 2));
+  const nlohmann::json value = nlohmann::json::parse(*raw, nullptr, false);
+  if (!value.is_string()) return std::nullopt;
+  return value.get<std::string>();
+}
+
+ListSplitter::ListSplitter(std::function<void(std::string_view)> on_item, size_t max_item_bytes)
+    : on_item_(std::move(on_item)), max_item_bytes_(max_item_bytes) {}
+
+void ListSplitter::begin_value(char first) {
+  value_.clear();
+  depth_ = 0;
+  in_string_ = false;
+  escaped_ = false;
+  scalar_ = first != '{' && first != '[' && first != '"';
+  if (scalar_ && ends_scalar(first)) fail_data("a JSON value is missing in a list");
+}
+
+// Moves over the value that begin_value started; returns true when it is complete, with `at` behind it.
+bool ListSplitter::scan_value(std::string_view chunk, size_t& at, bool capture) {
+  const size_t begin = at;
+  bool complete = false;
+  while (at < chunk.size() && !complete) {
+    const char c = chunk[at];
+    if (scalar_) {
+      if (ends_scalar(c)) {
+        complete = true;
+      } else {
+        ++at;
+      }
+    } else if (in_string_) {
+      ++at;
+      if (escaped_) {
+        escaped_ = false;
+      } else if (c == '\\') {
+        escaped_ = true;
+      } else if (c == '"') {
+        in_string_ = false;
+        complete = depth_ == 0;
+      }
+    } else {
+      ++at;
+      if (!kStructural[static_cast<unsigned char>(c)]) continue;
+      if (c == '"') {
+        in_string_ = true;
+      } else if (c == '{' || c == '[') {
+        ++depth_;
+      } else {
+        complete = --depth_ == 0;
+      }
+    }
+  }
+  if (capture) {
+    if (value_.size() + (at - begin) > max_item_bytes_) {
+      fail_data("an item of a list is over " + std::to_string(max_item_bytes_) + " bytes");
+    }
+    value_.append(chunk.substr(begin, at - begin));
+  }
+  return complete;
+}
+
+void ListSplitter::feed(std::string_view chunk) {
+  constexpr size_t kMaxKey = 4096;
+  size_t at = 0;
+  while (at < chunk.size()) {
+    const char c = chunk[at];
+    if (state_ != State::kKey && state_ != State::kValue && state_ != State::kItem && is_space(c)) {
+      ++at;
+      continue;
+    }
+    switch (state_) {
+      case State::kStart:
+        if (c != '{') fail_data("the answer to a list is no JSON object");
+        ++at;
+        state_ = State::kKeyOrEnd;
+        break;
+      case State::kKeyOrEnd:
+        ++at;
+        if (c == '"') {
+          key_.clear();
+          escaped_ = false;
+          state_ = State::kKey;
+        } else if (c == '}') {
+          state_ = State::kDone;
+        } else {
+          fail_data("a JSON key was expected in a list");
+        }
+        break;
+      case State::kKey:
+        ++at;
+        if (!escaped_ && c == '"') {
+          state_ = State::kColon;
+        } else {
+          escaped_ = !escaped_ && c == '\\';
+          key_ += c;
+          if (key_.size() > kMaxKey) fail_data("a JSON key in a list is too long");
+        }
+        break;
+      case State::kColon:
+        if (c != ':') fail_data("a colon was expected after a JSON key in a list");
+        ++at;
+        state_ = State::kBeforeValue;
+        break;
+      case State::kBeforeValue:
+        if (key_ == "items" && c == '[') {
+          ++at;
+          state_ = State::kItemOrEnd;
+        } else {
+          begin_value(c);
+          state_ = State::kValue;
+        }
+        break;
+      case State::kValue: {
+        const bool is_metadata = key_ == "metadata";
+        if (scan_value(chunk, at, is_metadata)) {
+          if (is_metadata) metadata_ = value_;
+          state_ = State::kAfterValue;
+        }
+        break;
+      }
+      case State::kItemOrEnd:
+        if (c == ']') {
+          ++at;
+          state_ = State::kAfterValue;
+        } else if (c == '{') {
+          begin_value(c);
+          state_ = State::kItem;
+        } else {
+          fail_data("an item of a list is no JSON object");
+        }
+        break;
+      case State::kItem:
+        if (scan_value(chunk, at, true)) {
+          state_ = State::kAfterItem;
+          on_item_(value_);
+        }
+        break;
+      case State::kAfterItem:
+        ++at;
+        if (c == ']') {
+          state_ = State::kAfterValue;
+        } else if (c == ',') {
+          state_ = State::kItemOrEnd;
+        } else {
+          fail_data("a comma was expected between items of a list");
+        }
+        break;
+      case State::kAfterValue:
+        ++at;
+        if (c == '}') {
+          state_ = State::kDone;
+        } else if (c == ',') {
+          state_ = State::kKeyOrEnd;
+        } else {
+          fail_data("a comma was expected in a list");
+        }
+        break;
+      case State::kDone:
+        fail_data("text follows the end of a list");
+    }
+  }
+}
+
+void ListSplitter::finish() {
+  if (state_ != State::kDone) fail_data("the answer to a list was cut");
+}
+
+}  // namespace trireme::kube

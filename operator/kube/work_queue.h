@@ -1,0 +1,99 @@
+// RateLimitedQueue: keys to reconcile; a key is never with two workers at once and never queued twice.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace prometheus {
+class Counter;
+class Gauge;
+class Histogram;
+}  // namespace prometheus
+
+namespace trireme::kube {
+
+class Metrics;
+
+enum class Priority { kHigh = 0, kNormal = 1, kLow = 2 };  // deletions and failures, news, the initial list
+
+struct WorkQueueOptions {
+  std::string name = "rljob";  // label of the workqueue_* metrics
+  Milliseconds backoff_min{5};
+  Milliseconds backoff_max{60000};
+  double jitter = 0.1;         // each back-off is longer by up to this share
+  Metrics* metrics = nullptr;  // must outlive the queue
+};
+
+// Thread-safe. add() while a worker has the key makes it queued again at done().
+class RateLimitedQueue final {
+ public:
+  explicit RateLimitedQueue(WorkQueueOptions options = {});
+  ~RateLimitedQueue();
+  RateLimitedQueue(const RateLimitedQueue&) = delete;
+  RateLimitedQueue& operator=(const RateLimitedQueue&) = delete;
+
+  void add(const std::string& key, Priority priority = Priority::kNormal);
+  // Not before `delay` from now; an earlier time for the same key wins. <= 0: add.
+  void add_after(const std::string& key, Milliseconds delay);
+  // After the key's back-off, which doubles with every call until forget(). Returns the delay chosen.
+  Milliseconds add_rate_limited(const std::string& key);
+  void forget(const std::string& key);
+  int requeues(const std::string& key) const;
+
+  // The next key; the caller must call done(key). Nothing after shut_down() once the queue is empty, or at the deadline.
+  std::optional<std::string> get();
+  std::optional<std::string> get(const Deadline& deadline);
+  void done(const std::string& key);
+
+  // No new keys; workers get what is queued and then nothing. Delayed keys are dropped.
+  void shut_down();
+  bool shutting_down() const;
+  size_t size() const;     // ready keys
+  size_t delayed() const;  // keys waiting for their time
+
+ private:
+  struct Waiting {
+    Priority priority;
+    uint64_t sequence;
+    SteadyClock::time_point since;
+  };
+  void add_locked(const std::string& key, Priority priority);
+  void promote_locked(SteadyClock::time_point now);
+  void drop_delay_locked(const std::string& key);
+  std::optional<std::string> take(const Deadline* deadline);
+  void refresh_metrics();
+
+  WorkQueueOptions options_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool shutting_down_ = false;
+  uint64_t sequence_ = 0;
+  std::map<std::pair<int, uint64_t>, std::string> ready_;        // by priority, then order of arrival
+  std::unordered_map<std::string, Waiting> queued_;              // keys in ready_
+  std::unordered_map<std::string, SteadyClock::time_point> processing_;  // with a worker since
+  std::unordered_map<std::string, Priority> dirty_;              // with a worker, and wanted again
+  std::set<std::pair<SteadyClock::time_point, std::string>> timers_;
+  std::unordered_map<std::string, SteadyClock::time_point> timer_of_;
+  std::unordered_map<std::string, int> failures_;
+  std::mt19937_64 random_;
+  uint64_t scrape_hook_ = 0;
+  prometheus::Gauge* depth_ = nullptr;
+  prometheus::Gauge* unfinished_ = nullptr;
+  prometheus::Gauge* longest_ = nullptr;
+  prometheus::Counter* adds_ = nullptr;
+  prometheus::Counter* retries_ = nullptr;
+  prometheus::Histogram* queue_seconds_ = nullptr;
+  prometheus::Histogram* work_seconds_ = nullptr;
+};
+
+}  // namespace trireme::kube

@@ -1,0 +1,32 @@
+# Shared by the project's scripts: source it. Prints one line a step and fails with one sentence.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CACHE=${TRIREME_CACHE:-$HOME/.cache/trireme}
+export PATH="$HOME/.cargo/bin:/usr/local/go/bin:$PATH"
+
+say() { printf '==> %s\n' "$*" >&2; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+as_root() {
+  if [ "$(id -u)" = 0 ]; then "$@"
+  elif command -v sudo >/dev/null; then sudo "$@"
+  else die "need root or sudo to run: $*"; fi
+}
+
+# need_packages NAME...: installs the missing Debian or Ubuntu packages.
+need_packages() {
+  command -v dpkg-query >/dev/null || die "this script installs packages with apt (Debian 12 or Ubuntu 24.04); install the equivalents of: $*"
+  local missing=() name
+  for name in "$@"; do
+    [ "$(dpkg-query -W -f='${db:Status-Status}' "$name" 2>/dev/null)" = installed ] || missing+=("$name")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  say "installing ${#missing[@]} packages: ${missing[*]}"
+  local log; log=$(mktemp)
+  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && apt-get install -y -q --no-install-recommends ${missing[*]}" >"$log" 2>&1 \
+    || { tail -20 "$log" >&2; die "apt-get could not install: ${missing[*]}"; }
+  rm -f "$log"
+}
+
+# version_at_least HAVE WANT
+version_at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -1)" = "$2" ]; }

@@ -1,0 +1,160 @@
+// Parallel layout maths: ranks, coordinates, groups, validity, placement on nodes, memory. Pure functions; knows nobody.
+//
+// Two grids over the same ranks, leftmost axis fastest (Megatron's order tp-cp-ep-dp-pp):
+//   dense grid   rank = tp + TP * (cp + CP * (dp + DP * pp))
+//   expert grid  rank = etp + ETP * (ep + EP * (edp + EDP * pp)),  EDP = world / (ETP * EP * PP)
+// EP folds over TP x CP x DP, so it is not limited by DP. The pipeline groups of both grids are the same.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace trireme {
+
+struct Layout {
+  int64_t tp = 1;   // tensor (and sequence) parallel
+  int64_t cp = 1;   // context parallel
+  int64_t ep = 1;   // expert parallel (expert grid)
+  int64_t dp = 1;   // data parallel (dense grid)
+  int64_t pp = 1;   // pipeline parallel
+  int64_t etp = 1;  // tensor parallel of the experts (expert grid)
+
+  int64_t world() const { return tp * cp * dp * pp; }
+  int64_t expert_dp() const { return world() / (etp * ep * pp); }  // only of a valid layout
+  bool operator==(const Layout&) const = default;
+};
+
+// "tp=4,cp=1,ep=1,dp=4,pp=4,etp=1": the form of the trainer's --layout flag and of TRIREME_LAYOUT.
+std::string to_string(const Layout& layout);
+// Reads it back; keys may be missing (1). Throws Error(kUser) that names the offending part.
+Layout parse_layout(std::string_view text);
+
+// The few sizes of a model that a layout depends on.
+struct ModelShape {
+  int64_t layers = 0;
+  int64_t hidden = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t intermediate = 0;  // dense MLP; 0 when every layer has experts
+  int64_t vocab = 0;
+  bool tied = false;       // input and output embeddings are one tensor
+  bool qkv_bias = false;   // Qwen2
+  bool qk_norm = false;    // Qwen3
+  int64_t experts = 0;     // 0: dense model
+  int64_t experts_per_token = 0;
+  int64_t moe_intermediate = 0;
+};
+
+int64_t parameter_count(const ModelShape& shape);
+
+// Shape of a published model by its hub id or directory name ("meta-llama/Llama-3.1-8B-Instruct"), if it is one we know.
+std::optional<ModelShape> known_model_shape(std::string_view source);
+
+// ---- validity ----------------------------------------------------------------------------------------------------
+
+struct LayoutCheck {
+  int64_t world = 0;               // 0: the layout's own (dp is not checked against it)
+  int64_t gpus_per_node = 0;       // processes per node; 0: one node
+  const ModelShape* shape = nullptr;  // null: divisibility by the model is not checked
+};
+
+struct LayoutReport {
+  std::vector<std::string> errors;    // each one sentence that names the legal values
+  std::vector<std::string> warnings;  // legal but slow (CP or EP across nodes)
+  bool ok() const { return errors.empty(); }
+};
+
+LayoutReport check_layout(const Layout& layout, const LayoutCheck& check);
+
+// dp of a layout whose other sizes are given, or nothing if world is not divisible by tp * cp * pp.
+std::optional<int64_t> derive_dp(const Layout& layout, int64_t world);
+
+// All legal layouts of check.world ranks with etp 1 (ep > 1 only if the shape has experts), smallest tp * cp * pp first.
+std::vector<Layout> legal_layouts(const LayoutCheck& check);
+
+std::vector<int64_t> divisors(int64_t number);  // ascending
+
+// ---- ranks and groups --------------------------------------------------------------------------------------------
+
+struct Coordinates {
+  int64_t tp = 0, cp = 0, dp = 0, pp = 0;  // dense grid
+  int64_t etp = 0, ep = 0, edp = 0;        // expert grid (its pp is the same)
+  bool operator==(const Coordinates&) const = default;
+};
+
+// The layout must be valid (check_layout) and 0 <= rank < world.
+Coordinates coordinates(const Layout& layout, int64_t rank);
+int64_t rank_of(const Layout& layout, int64_t tp, int64_t cp, int64_t dp, int64_t pp);
+int64_t expert_rank_of(const Layout& layout, int64_t etp, int64_t ep, int64_t edp, int64_t pp);
+
+enum class Axis {
+  kTp,
+  kCp,
+  kDp,
+  kPp,
+  kEtp,
+  kEp,
+  kEdp,
+  kDpCp,   // gradients of dense parameters, optimizer slices
+  kTpCp,   // one copy of a stage's activations
+  kTpPp,   // one copy of the dense weights
+  kEtpEp,  // one copy of a stage's experts
+  kEtpEpPp,  // one copy of all experts
+};
+inline constexpr Axis kAllAxes[] = {Axis::kTp, Axis::kCp,   Axis::kDp,   Axis::kPp,   Axis::kEtp,   Axis::kEp,
+                                    Axis::kEdp, Axis::kDpCp, Axis::kTpCp, Axis::kTpPp, Axis::kEtpEp, Axis::kEtpEpPp};
+const char* to_string(Axis axis);  // "tp", "dp-cp", ...
+
+int64_t group_size(const Layout& layout, Axis axis);
+// Every group of the axis: a partition of the world; ranks ascend inside a group, groups ascend by first rank.
+std::vector<std::vector<int64_t>> groups(const Layout& layout, Axis axis);
+// The group that `rank` is in. Costs its own size, not the world's.
+std::vector<int64_t> group_of(const Layout& layout, Axis axis, int64_t rank);
+
+// ---- placement ---------------------------------------------------------------------------------------------------
+
+struct NodeSlot {
+  int64_t node = 0;
+  int64_t local_rank = 0;
+};
+// Ranks fill nodes in order, so that TP (then CP) peers are neighbours.
+NodeSlot slot_of(int64_t rank, int64_t gpus_per_node);
+// True if no group of the axis spans two nodes.
+bool inside_node(const Layout& layout, Axis axis, int64_t gpus_per_node);
+
+// Layers [begin, end) of a pipeline stage; `layers` must be divisible by pp.
+struct LayerRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+LayerRange stage_layers(const Layout& layout, int64_t layers, int64_t stage);
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+struct MemoryOptions {
+  int64_t weight_bytes = 2;      // live weights, bf16
+  int64_t grad_bytes = 4;        // fp32 gradients
+  int64_t optimizer_bytes = 12;  // fp32 master, two moments; sliced by ZeRO-1
+  bool shard_optimizer = true;   // over dp-cp (dense) and expert-dp (experts)
+  bool reference_weights = false;  // a second copy of the weights for the KL term
+};
+
+struct RankMemory {
+  int64_t dense_params = 0;   // held by this rank
+  int64_t expert_params = 0;  // held by this rank
+  int64_t weights_bytes = 0;
+  int64_t grads_bytes = 0;
+  int64_t optimizer_bytes = 0;
+  int64_t total_bytes() const { return weights_bytes + grads_bytes + optimizer_bytes; }
+};
+
+// Static memory of one rank (no activations, no KV cache). The layout must be valid for the shape.
+RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t rank, const MemoryOptions& options = {});
+// The largest over all ranks.
+RankMemory peak_memory(const ModelShape& shape, const Layout& layout, const MemoryOptions& options = {});
+
+}  // namespace trireme

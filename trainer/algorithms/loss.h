@@ -1,0 +1,68 @@
+// The clipped policy-gradient loss with every option of the reference, on flat response tokens.
+//
+// Formulas: PPO (Schulman et al. 2017), dual clip (Ye et al. 2020), GRPO (Shao et al. 2024), GSPO (Zheng et al. 2025), CISPO
+// (MiniMax-M1, 2025), truncated importance sampling (Yao et al. 2025), KL estimators k1, k2, k3 (Schulman 2020).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <optional>
+#include <string>
+
+namespace trireme {
+
+enum class KlEstimator { kK1, kK2, kK3 };
+enum class TruncatedImportanceSampling { kNone, kTis, kIcepop, kSeqMaskTis };
+
+struct LossOptions {
+  double kl_penalty = 0.01;  // beta; 0 skips the reference term
+  KlEstimator kl_estimator = KlEstimator::kK3;
+  std::optional<double> kl_input_clamp = 20.0;
+  std::optional<double> kl_output_clamp = 10.0;
+  bool kl_score_function_gradient = false;  // true: the newer meaning, the weight on KL carries a gradient
+  bool on_policy_kl_approximation = false;
+  double clip_min = 0.2, clip_max = 0.2;
+  std::optional<double> clip_c;  // dual clip, > 1
+  bool importance_sampling_correction = false;
+  TruncatedImportanceSampling truncated_is = TruncatedImportanceSampling::kNone;
+  std::optional<double> truncated_is_ratio, truncated_is_ratio_min;
+  bool sequence_level_ratios = false;  // GSPO
+  bool token_level_loss = true;
+  bool force_on_policy_ratio = false;
+  bool cispo = false;
+  bool disable_ppo_ratio = false;  // REINFORCE
+  double positive_example_nll_weight = 0;
+};
+
+// Throws Error(kUser) for combinations that have no meaning (CISPO with dual clip, GSPO with token-level loss, ...).
+void validate(const LossOptions& options);
+
+// T response tokens of S sequences, in any floating dtype. Tokens of masked sequences have mask 0.
+struct LossInputs {
+  at::Tensor current;        // [T] log-probs that carry the gradient
+  at::Tensor previous;       // [T] of the weights before the first optimizer step of this rollout
+  at::Tensor generation;     // [T] returned by the sampler
+  at::Tensor reference;      // [T]; undefined when kl_penalty is 0
+  at::Tensor advantages;     // [T]
+  at::Tensor mask;           // [T] 0 or 1
+  at::Tensor sequence;       // [T] int64, 0..S-1
+  at::Tensor sequence_mask;  // [S] 0 or 1
+  at::Tensor positive;       // [T] 1 on tokens of correct answers; may be undefined when its weight is 0
+  double global_valid_tokens = 0;     // over all ranks and micro-batches of the optimizer step
+  double global_valid_sequences = 0;
+};
+
+struct LossOutput {
+  at::Tensor loss;  // scalar; micro-batch losses add up to the loss of the optimizer step
+  // Sums over this micro-batch, already divided by the global counts: add them over micro-batches and ranks.
+  // Keys that end in _min or _max are combined by min and max.
+  std::map<std::string, double> metrics;
+};
+
+LossOutput policy_loss(const LossInputs& inputs, const LossOptions& options);
+
+// Sum of -log-prob over masked tokens divided by the global count.
+LossOutput sft_loss(const at::Tensor& current, const at::Tensor& mask, double global_valid_tokens);
+
+}  // namespace trireme

@@ -1,0 +1,62 @@
+// PolicyTrainer: one rollout -> reference log-probs, loss, gradients, optimizer steps.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "trainer/algorithms/advantages.h"
+#include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/samples.h"
+#include "trainer/config/config.h"
+#include "trainer/optimizer/adamw.h"
+#include "trainer/parallel/context.h"
+
+namespace trireme {
+
+LossOptions loss_options(const Config& config);
+AdvantageOptions advantage_options(const Config& config);
+LogprobOptions sampling_distribution(const Config& config);  // what the sampler drew from, replayed in the loss
+
+struct TrainResult {
+  std::map<std::string, double> metrics;  // names of NeMo-RL's train/* group; over all ranks
+  int64_t optimizer_steps = 0;
+  int64_t mismatched_tokens = 0;  // first optimizer step: sampler's and loss's log-probs with different bits
+  double logprob_seconds = 0;     // this rank
+  double training_seconds = 0;
+};
+
+// Rewards -> scaled and shaped rewards, advantages, loss multipliers. Pure; samples in data order, `group_size` apart.
+void assign_advantages(std::vector<RolloutSample>& samples, int64_t group_size, const Config& config);
+
+class PolicyTrainer final {
+ public:
+  // `reference` may be null (no KL term). `exact`: the sampler's log-probs are the previous log-probs.
+  PolicyTrainer(const Config& config, Model& policy, const Model* reference, DistributedAdamW& optimizer, ParallelContext& context,
+                bool exact);
+
+  // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch arithmetic
+  // says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first optimizer step are
+  // written there as safetensors.
+  TrainResult train(const std::vector<RolloutSample>& samples, const std::string& dump = {});
+
+ private:
+  struct Prepared {  // one micro-batch of this rank
+    MicroBatch batch;
+    at::Tensor generation, previous, reference, advantages, mask, sequence_mask, positive;
+  };
+  std::vector<Bin> own_bins(const std::vector<int64_t>& lengths, uint64_t seed) const;
+  Prepared prepare(const std::vector<RolloutSample>& samples, const Bin& bin) const;
+  void mask_mismatched_sequences(Prepared& prepared) const;
+
+  const Config& config_;
+  Model& policy_;
+  const Model* reference_;
+  DistributedAdamW& optimizer_;
+  ParallelContext& context_;
+  LossOptions loss_;
+  LogprobOptions distribution_;
+  bool exact_ = true;
+};
+
+}  // namespace trireme

@@ -1,0 +1,405 @@
+// Config: every setting of a training run, typed. Keys are NeMo-RL's; ours are marked (ours).
+//
+// A Config comes from load_config (files, overrides; validated) or is filled in by code and then passed to
+// derive_defaults. Fields whose comment says "derived" hold kDerived (numbers) or are empty (text) until then.
+// One table (fields.cpp) drives parsing, printing and docs/configuration.md: a new field is added here and there.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace trireme {
+
+inline constexpr int64_t kDerived = -1;
+
+struct RewardShapingConfig {
+  bool enabled = false;
+  int64_t overlong_buffer_length = 128;
+  double overlong_buffer_penalty = 1.0;
+  int64_t max_response_length = kDerived;             // derived: policy.max_total_sequence_length
+  std::optional<double> stop_properly_penalty_coef;   // set: truncated rewards are multiplied by it (instead of overlong)
+};
+
+struct RewardScalingConfig {
+  bool enabled = false;
+  double source_min = 0.0, source_max = 1.0, target_min = 0.0, target_max = 1.0;
+};
+
+struct AdvEstimatorConfig {
+  std::string name = "grpo";  // grpo | reinforce_plus_plus
+  bool minus_baseline = true;
+};
+
+struct AsyncGrpoConfig {
+  bool enabled = false;
+  int64_t max_trajectory_age_steps = 1;
+};
+
+struct GrpoConfig {
+  int64_t num_prompts_per_step = 32;
+  int64_t num_generations_per_prompt = 16;
+  int64_t max_rollout_turns = 1;
+  int64_t max_num_epochs = 1;
+  int64_t max_num_steps = 1000000;
+  bool normalize_rewards = true;
+  bool use_leave_one_out_baseline = true;
+  bool biased_group_std = false;  // (ours) true: v0.3's biased standard deviation
+  std::optional<double> advantage_clip_low, advantage_clip_high;
+  int64_t val_period = 10;  // 0: never
+  int64_t val_start_at = -1;
+  bool val_at_start = false;
+  bool val_at_end = false;
+  int64_t max_val_samples = 256;
+  int64_t val_batch_size = 256;
+  int64_t val_num_generations_per_prompt = 1;
+  std::string stop_at_validation_metric;  // e.g. "accuracy"; empty: off
+  std::optional<double> stop_at_validation_threshold;
+  int64_t seed = 42;
+  bool overlong_filtering = false;
+  bool use_dynamic_sampling = false;
+  int64_t dynamic_sampling_max_gen_batches = 10;
+  double batch_multiplier = 1.0;
+  RewardShapingConfig reward_shaping;
+  RewardScalingConfig reward_scaling;
+  AdvEstimatorConfig adv_estimator;
+  bool skip_reference_policy_logprobs_calculation = false;
+  std::optional<double> seq_logprob_error_threshold;
+  bool shuffle_rewards = false;  // (ours) the control experiment: rewards permuted over the batch
+  AsyncGrpoConfig async_grpo;
+};
+
+struct SftConfig {
+  int64_t max_num_epochs = 1;
+  int64_t max_num_steps = 60;
+  int64_t val_period = 10;  // 0: never
+  int64_t val_batches = 8;
+  int64_t val_global_batch_size = 32;
+  int64_t val_micro_batch_size = 1;
+  bool val_at_start = true;
+  bool val_at_end = false;
+  int64_t seed = 42;
+};
+
+struct LossConfig {
+  double reference_policy_kl_penalty = 0.01;  // 0: no KL term, no reference model
+  std::string reference_policy_kl_type = "k3";  // k1 | k2 | k3
+  std::optional<double> kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0;
+  bool kl_score_function_gradient = false;  // (ours) false: v0.3's gradient; true: with the score-function term
+  double ratio_clip_min = 0.2, ratio_clip_max = 0.2;
+  std::optional<double> ratio_clip_c;  // dual clip, > 1
+  bool use_on_policy_kl_approximation = false;
+  bool use_importance_sampling_correction = false;
+  std::string truncated_importance_sampling_type;  // "" | tis | icepop | seq-mask-tis
+  std::optional<double> truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min;
+  bool sequence_level_importance_ratios = false;  // GSPO
+  bool token_level_loss = true;
+  bool force_on_policy_ratio = false;
+  bool use_kl_in_reward = false;
+  bool use_cispo = false;
+  bool disable_ppo_ratio = false;  // REINFORCE
+  double positive_example_nll_weight = 0.0;
+};
+
+struct TokenizerConfig {
+  std::string name;           // derived: policy.model_name
+  std::string chat_template;  // a template's text, or a file; empty: the model's own; "none": no template
+  nlohmann::json chat_template_kwargs = nlohmann::json::object();
+};
+
+struct DynamicBatchingConfig {
+  bool enabled = false;
+  int64_t train_mb_tokens = kDerived;    // derived: max_total_sequence_length * train_micro_batch_size
+  int64_t logprob_mb_tokens = kDerived;  // derived: max_total_sequence_length * logprob_batch_size
+  int64_t sequence_length_round = 64;
+};
+
+struct SequencePackingConfig {
+  bool enabled = true;
+  int64_t train_mb_tokens = kDerived;    // derived: max_total_sequence_length * train_micro_batch_size
+  int64_t logprob_mb_tokens = kDerived;  // derived: max_total_sequence_length * logprob_batch_size
+  std::string algorithm = "modified_first_fit_decreasing";  // | concatenative | first_fit_decreasing | first_fit_shuffle
+  int64_t sequence_length_round = 64;
+  std::string microbatch_order = "packer";  // | largest_first
+};
+
+struct OptimizerKwargs {
+  double lr = 5e-6;
+  double weight_decay = 0.01;
+  std::vector<double> betas = {0.9, 0.999};
+  double eps = 1e-8;
+};
+
+struct OptimizerConfig {
+  std::string name = "torch.optim.AdamW";
+  OptimizerKwargs kwargs;
+};
+
+// policy.scheduler: a list of pieces, then optionally {milestones: [...]} with the optimizer step at which each next
+// piece starts. Without milestones every piece applies at once (their factors multiply).
+struct SchedulerPiece {
+  std::string name;  // LinearLR | ConstantLR | CosineAnnealingLR | ExponentialLR, without "torch.optim.lr_scheduler."
+  std::map<std::string, double> kwargs;  // torch's names and defaults, all present
+};
+struct SchedulerConfig {
+  std::vector<SchedulerPiece> pieces;  // empty: constant
+  std::vector<int64_t> milestones;     // pieces.size() - 1 entries, or none
+};
+
+struct MegatronOptimizerConfig {
+  std::string optimizer = "adam";
+  double lr = 5e-6;
+  double min_lr = 5e-7;
+  double weight_decay = 0.01;
+  double adam_beta1 = 0.9, adam_beta2 = 0.999, adam_eps = 1e-8;
+  std::string params_dtype = "float32";  // dtype of the master weights
+  bool use_distributed_optimizer = true;
+  double clip_grad = kDerived;  // derived: policy.max_grad_norm
+};
+
+struct MegatronSchedulerConfig {
+  double start_weight_decay = kDerived, end_weight_decay = kDerived;  // derived: optimizer.weight_decay
+  std::string weight_decay_incr_style = "constant";                   // | linear | cosine
+  std::string lr_decay_style = "constant";                            // | linear | cosine | inverse-square-root
+  int64_t lr_decay_iters = 1000;
+  int64_t lr_warmup_iters = 13;
+  double lr_warmup_init = 5e-7;
+};
+
+struct DdpConfig {
+  bool grad_reduce_in_fp32 = false;
+  bool overlap_grad_reduce = true;
+  bool overlap_param_gather = true;
+};
+
+struct MegatronConfig {
+  bool enabled = false;
+  int64_t tensor_model_parallel_size = 1;
+  int64_t pipeline_model_parallel_size = 1;
+  int64_t context_parallel_size = 1;
+  int64_t expert_model_parallel_size = 1;
+  int64_t expert_tensor_parallel_size = 1;
+  bool sequence_parallel = false;
+  int64_t num_layers_in_first_pipeline_stage = kDerived;  // derived: null, layers divided evenly
+  int64_t num_layers_in_last_pipeline_stage = kDerived;
+  bool activation_checkpointing = false;
+  bool freeze_moe_router = true;
+  std::string moe_router_dtype = "fp64";
+  std::string moe_router_load_balancing_type = "none";
+  double moe_router_bias_update_rate = 0.0;
+  bool defer_fp32_logits = false;
+  MegatronOptimizerConfig optimizer;
+  MegatronSchedulerConfig scheduler;
+  DdpConfig distributed_data_parallel_config;
+};
+
+struct DtensorConfig {
+  bool enabled = false;
+  int64_t tensor_parallel_size = 1;
+  int64_t context_parallel_size = 1;
+  bool sequence_parallel = false;
+  bool cpu_offload = false;
+  bool activation_checkpointing = false;
+};
+
+struct ColocatedResources {
+  int64_t gpus_per_node = 0;  // 0: null
+  int64_t num_nodes = 0;
+};
+struct ColocatedConfig {
+  bool enabled = true;
+  ColocatedResources resources;
+};
+
+struct GenerationConfig {
+  std::string backend = "trireme";  // vllm, sglang, megatron are accepted with a warning: one engine serves all
+  int64_t max_new_tokens = kDerived;  // derived: max_total_sequence_length
+  double temperature = 1.0;
+  double top_p = 1.0;
+  int64_t top_k = 0;    // 0 (or null): off
+  double min_p = 0.0;   // (ours) 0: off
+  double val_temperature = kDerived;  // derived: temperature; 0: greedy
+  double val_top_p = kDerived;        // derived: top_p
+  int64_t val_top_k = kDerived;       // derived: top_k
+  std::vector<int64_t> stop_token_ids;  // besides the model's own end tokens
+  std::vector<std::string> stop_strings;
+  int64_t max_running_samples = 256;   // (ours) samples decoded at once, per rank
+  int64_t prefill_chunk_tokens = 2048;  // (ours) prompt tokens prefilled in one engine step
+  int64_t kv_cache_tokens = 0;          // (ours) rows of the KV cache, per rank; 0: from free memory
+  double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
+  ColocatedConfig colocated;
+};
+
+struct PolicyConfig {
+  std::string model_name = "Qwen/Qwen2.5-1.5B";  // a folder in Hugging Face format, or a Hub id in the local cache
+  TokenizerConfig tokenizer;
+  int64_t train_global_batch_size = 512;  // samples in one optimizer step
+  int64_t train_micro_batch_size = 4;
+  int64_t logprob_batch_size = kDerived;  // derived: train_micro_batch_size
+  int64_t max_total_sequence_length = 512;
+  std::string precision = "bfloat16";  // bfloat16 | float32
+  double max_grad_norm = 1.0;          // 0: no clipping
+  int64_t make_sequence_length_divisible_by = kDerived;  // derived: from tensor and context parallel sizes
+  int64_t logprob_chunk_size = 1024;  // rows of [tokens, vocab] alive at once in the log-prob and loss
+  bool offload_optimizer_for_logprob = false;
+  bool activation_checkpointing = false;  // (ours) for runs without dtensor_cfg or megatron_cfg
+  DynamicBatchingConfig dynamic_batching;
+  SequencePackingConfig sequence_packing;
+  OptimizerConfig optimizer;
+  SchedulerConfig scheduler;
+  GenerationConfig generation;
+  MegatronConfig megatron_cfg;
+  DtensorConfig dtensor_cfg;
+};
+
+struct DatasetConfig {
+  std::string dataset_name;  // a name of known_datasets(), or anything with data_path
+  std::string data_path;     // a .jsonl[.gz] or .parquet file
+  std::string format = "auto";  // (ours) auto | jsonl | parquet
+  std::string input_key;     // derived: by dataset_name; else empty: found from the columns
+  std::string output_key;    // derived: likewise
+  std::string split = "train";
+  std::string prompt_file, system_prompt_file;
+  std::string env_name;      // empty: every enabled env, weighted; else only that one
+  double split_validation_size = 0.05;  // of train, held out when validation names no data; rows when >= 1
+  int64_t seed = 42;         // of the hold-out split
+};
+
+struct DataConfig {
+  int64_t max_input_seq_length = kDerived;  // derived: policy.max_total_sequence_length; longer prompts are skipped
+  bool shuffle = true;
+  int64_t seed = kDerived;         // (ours) derived: grpo.seed or sft.seed
+  int64_t max_bad_lines = 0;       // (ours) malformed lines that may be skipped
+  bool fail_on_long_prompt = false;  // (ours)
+  bool apply_chat_template = true;  // (ours) false: prompts are used as they stand in the file
+  DatasetConfig train;
+  DatasetConfig validation;  // data_path empty: split from train
+};
+
+// One reward. The reward of a sample is the sum over enabled ones of weight * reward.
+struct RewardConfig {
+  bool enabled = false;
+  double weight = 1.0;
+  int64_t num_workers = 8;
+  double timeout_s = 60.0;              // for the group of one prompt
+  std::string failure_policy = "zero";  // zero | drop (the sample is left out) | error (the run stops)
+  std::string math_verify_impl = "trireme";  // env.math; hf_math_verify and dapo_math_verify mean the same here
+  std::string pattern;                  // env.format: RE2 expression that must be found in the response
+  std::vector<std::string> tags;        // env.format: <tag>...</tag> blocks, once each, in this order
+  std::vector<std::string> command;     // env.command: program and arguments, fed JSON lines
+  double answer_timeout_s = 0;          // env.command: for one response; 0: only timeout_s
+  std::string url;                      // env.http: responses are POSTed here
+  int64_t max_batch = 64;               // env.http: responses per POST
+  int64_t max_attempts = 3;             // env.http: tries of one POST
+};
+struct EnvConfig {
+  RewardConfig math{.enabled = true};
+  RewardConfig format, command, http;
+  // Names of the enabled ones: math, format, command, http.
+  std::vector<std::string> enabled() const;
+  const RewardConfig& by_name(const std::string& name) const;
+};
+
+struct PrometheusConfig {  // (ours)
+  bool enabled = false;
+  std::string address = "0.0.0.0";
+  int64_t port = 9400;    // 0: chosen by the system. Rank r listens at port + r when per_rank is on
+  bool per_rank = false;  // else rank 0 only
+};
+
+struct LoggerConfig {
+  std::string log_dir = "logs";
+  int64_t num_val_samples_to_print = 0;
+  PrometheusConfig prometheus;
+  bool report = true;                // (ours) log_dir/report.html at the end and every report_period steps
+  int64_t report_period = 10;        // (ours)
+  std::vector<int64_t> dump_steps;   // (ours) steps whose tensors are written to log_dir/dump_step_N.safetensors
+};
+
+struct CheckpointingConfig {
+  bool enabled = true;
+  std::string checkpoint_dir = "results";
+  std::string metric_name = "val:accuracy";  // v0.3's "val_reward" means the same; empty: keep the newest
+  bool higher_is_better = true;
+  int64_t keep_top_k = 3;  // 0: keep all
+  int64_t save_period = 10;
+  bool save_optimizer = true;
+  std::string checkpoint_must_save_by;  // "days:hours:minutes:seconds" after the start; empty: off
+};
+
+struct ClusterConfig {
+  int64_t gpus_per_node = 1;
+  int64_t num_nodes = 1;
+  int64_t processes = kDerived;       // (ours) ranks on this node; derived: gpus_per_node
+  std::string device = "auto";        // (ours) auto | cpu | cuda
+  double collective_timeout_s = 600;  // (ours) deadline of every collective and rendezvous
+};
+
+struct Config {
+  std::string algorithm = "grpo";  // (ours) grpo | sft
+  GrpoConfig grpo;
+  SftConfig sft;
+  LossConfig loss_fn;
+  CheckpointingConfig checkpointing;
+  PolicyConfig policy;
+  DataConfig data;
+  EnvConfig env;
+  LoggerConfig logger;
+  ClusterConfig cluster;
+};
+
+// Reads `path` with everything it inherits, applies overrides ("key.sub=value", "++key=value"), resolves
+// interpolations, checks types, ranges and cross-field rules, fills in derived values. Throws Error(kUser) with one
+// line a problem: "file:line: key: what is wrong". `warnings` receives one line per accepted key that has no meaning here.
+// Relative paths inside the files stay as written (relative to the working directory).
+Config load_config(const std::filesystem::path& path, const std::vector<std::string>& overrides = {},
+                   std::vector<std::string>* warnings = nullptr);
+// The same from text; `origin` is named in messages, `defaults:` are looked up beside it.
+Config load_config_text(const std::string& text, const std::vector<std::string>& overrides = {},
+                        std::vector<std::string>* warnings = nullptr, const std::filesystem::path& origin = "config");
+
+// Fills every field that still holds kDerived (or is empty and derived). load_config has done it.
+void derive_defaults(Config& config);
+// Ranges and cross-field rules; one line a problem. load_config has done it.
+std::vector<std::string> find_problems(const Config& config);
+// Throws Error(kUser) naming the key when the configuration asks for something this version cannot do.
+void validate_supported(const Config& config);
+
+// The resolved configuration; reading it back gives the same Config.
+std::string to_yaml(const Config& config);
+// Text of docs/configuration.md.
+std::string config_reference_markdown();
+
+// Which back-end's sizes apply: megatron_cfg when enabled, else dtensor_cfg when enabled, else all 1.
+struct ParallelSizes {
+  int64_t tensor = 1, pipeline = 1, context = 1, expert = 1, expert_tensor = 1;
+  bool sequence_parallel = false;
+};
+ParallelSizes parallel_sizes(const Config& config);
+bool activation_checkpointing(const Config& config);
+double max_grad_norm(const Config& config);
+// Ranks of the whole job: cluster.num_nodes * cluster.processes.
+int64_t world_size(const Config& config);
+int64_t data_parallel_size(const Config& config);
+// Samples of one rollout: prompts * generations (* batch_multiplier under dynamic sampling, before filtering).
+int64_t samples_per_step(const Config& config);
+// Optimizer steps per rollout (GRPO).
+int64_t optimizer_steps_per_rollout(const Config& config);
+
+// AdamW's settings from whichever back-end is on.
+struct AdamSettings {
+  double lr = 0, min_lr = 0, weight_decay = 0, beta1 = 0, beta2 = 0, eps = 0;
+};
+AdamSettings adam_settings(const Config& config);
+
+// A folder with config.json as it is, or a Hub id ("org/name") in the cache below `hf_home` (what HF_HOME holds; its
+// folder "hub" holds models--org--name/{refs/main, snapshots/HASH}). Throws Error(kUser) with the download command.
+std::filesystem::path resolve_model(const std::string& model_name, const std::filesystem::path& hf_home);
+// The file of a data set: data_path when given, else a known data set's file in the same cache.
+std::filesystem::path resolve_dataset(const DatasetConfig& dataset, const std::filesystem::path& hf_home);
+
+}  // namespace trireme

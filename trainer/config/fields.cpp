@@ -1,0 +1,483 @@
+#include "trainer/config/fields.h"
+
+#include <cmath>
+
+#include "base/text.h"
+
+namespace trireme::config {
+namespace {
+
+#define KEY(member) \
+  add(table, #member, [](Config& c) -> FieldRef { return &c.member; })
+#define OURS(member) add(table, #member, [](Config& c) -> FieldRef { return &c.member; }, true)
+
+struct Entry {
+  Field* field;
+  Field& operator()(const char* doc) {
+    field->doc = doc;
+    return *field;
+  }
+};
+
+Entry add(std::vector<Field>& table, const char* path, FieldRef (*get)(Config&), bool ours = false) {
+  Field field;
+  field.path = path;
+  field.get = get;
+  field.ours = ours;
+  table.push_back(std::move(field));
+  return Entry{&table.back()};
+}
+
+void add_grpo(std::vector<Field>& table) {
+  KEY(grpo.num_prompts_per_step)("prompts of one rollout").at_least(1);
+  KEY(grpo.num_generations_per_prompt)("answers to each prompt: the size of a group").at_least(1);
+  KEY(grpo.max_rollout_turns)("turns of a conversation; 1 is supported").at_least(1);
+  KEY(grpo.max_num_epochs)("passes over the training data, at most").at_least(1);
+  KEY(grpo.max_num_steps)("steps, at most").at_least(0);
+  KEY(grpo.normalize_rewards)("divide advantages by the group's standard deviation");
+  KEY(grpo.use_leave_one_out_baseline)("a sample's own reward is left out of its baseline and standard deviation");
+  OURS(grpo.biased_group_std)("standard deviation with the biased estimator, as NeMo-RL v0.3 has it");
+  KEY(grpo.advantage_clip_low)("advantages below are raised to it, after normalisation");
+  KEY(grpo.advantage_clip_high)("advantages above are lowered to it, after normalisation");
+  KEY(grpo.val_period)("steps between validations; 0: never").at_least(0);
+  KEY(grpo.val_start_at)("no periodic validation before this step; -1: from the start").at_least(-1);
+  KEY(grpo.val_at_start)("validate before the first step");
+  KEY(grpo.val_at_end)("validate after the last step");
+  KEY(grpo.max_val_samples)("prompts of a validation, at most").at_least(1);
+  KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once").at_least(1);
+  KEY(grpo.val_num_generations_per_prompt)("answers to each validation prompt; above 1 pass@k is reported too").at_least(1);
+  KEY(grpo.stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
+  KEY(grpo.stop_at_validation_threshold)("value of that metric from which the run ends");
+  KEY(grpo.seed)("seed of sampling and of the data order").at_least(0);
+  KEY(grpo.overlong_filtering)("samples cut off at the length limit stay out of the loss (but in the baseline)");
+  KEY(grpo.use_dynamic_sampling)("DAPO: groups with equal rewards are replaced by further rollouts");
+  KEY(grpo.dynamic_sampling_max_gen_batches)("rollouts one step may take to fill its batch").at_least(1);
+  KEY(grpo.batch_multiplier)("prompts of a dynamic-sampling rollout, as a multiple of num_prompts_per_step").at_least(1);
+  KEY(grpo.reward_shaping.enabled)("shape rewards by response length");
+  KEY(grpo.reward_shaping.overlong_buffer_length)("tokens before max_response_length in which the penalty grows").at_least(1);
+  KEY(grpo.reward_shaping.overlong_buffer_penalty)("penalty at max_response_length").at_least(0);
+  KEY(grpo.reward_shaping.max_response_length)("length at which the penalty is full").from("policy.max_total_sequence_length").at_least(1);
+  KEY(grpo.reward_shaping.stop_properly_penalty_coef)("instead: rewards of truncated samples are multiplied by it").at_least(0).at_most(1);
+  KEY(grpo.reward_scaling.enabled)("map rewards from the source range to the target range");
+  KEY(grpo.reward_scaling.source_min)("lower end of the source range; rewards are clamped to it");
+  KEY(grpo.reward_scaling.source_max)("upper end of the source range");
+  KEY(grpo.reward_scaling.target_min)("lower end of the target range");
+  KEY(grpo.reward_scaling.target_max)("upper end of the target range");
+  KEY(grpo.adv_estimator.name)("how advantages are estimated").one_of({"grpo", "reinforce_plus_plus"});
+  KEY(grpo.adv_estimator.minus_baseline)("reinforce_plus_plus: subtract the group's mean");
+  KEY(grpo.skip_reference_policy_logprobs_calculation)("no reference pass; needs loss_fn.reference_policy_kl_penalty 0");
+  KEY(grpo.seq_logprob_error_threshold)("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
+  OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
+  KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
+  KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
+
+  KEY(sft.max_num_epochs)("passes over the training data, at most").at_least(1);
+  KEY(sft.max_num_steps)("optimizer steps, at most").at_least(0);
+  KEY(sft.val_period)("steps between validations; 0: never").at_least(0);
+  KEY(sft.val_batches)("batches of a validation, at most").at_least(1);
+  KEY(sft.val_global_batch_size)("examples in a validation batch").at_least(1);
+  KEY(sft.val_micro_batch_size)("examples in a validation micro-batch").at_least(1);
+  KEY(sft.val_at_start)("validate before the first step");
+  KEY(sft.val_at_end)("validate after the last step");
+  KEY(sft.seed)("seed of the data order").at_least(0);
+}
+
+void add_loss(std::vector<Field>& table) {
+  KEY(loss_fn.reference_policy_kl_penalty)("weight of the KL to the reference model; 0: no reference model").at_least(0);
+  KEY(loss_fn.reference_policy_kl_type)("estimator of the KL").one_of({"k1", "k2", "k3"});
+  KEY(loss_fn.kl_input_clamp_value)("clamp of the log-ratio; null: none").above(0);
+  KEY(loss_fn.kl_output_clamp_value)("clamp of the estimate; null: none").above(0);
+  OURS(loss_fn.kl_score_function_gradient)("gradient of the KL term with its score-function part, as NeMo-RL after v0.3; false: v0.3's");
+  KEY(loss_fn.ratio_clip_min)("the ratio is clipped from below at 1 minus it").at_least(0);
+  KEY(loss_fn.ratio_clip_max)("the ratio is clipped from above at 1 plus it").at_least(0);
+  KEY(loss_fn.ratio_clip_c)("dual clip: bound of the loss for negative advantages").above(1);
+  KEY(loss_fn.use_on_policy_kl_approximation)("weight the KL by exp(current - generation log-prob)");
+  KEY(loss_fn.use_importance_sampling_correction)("weight tokens by exp(training - generation log-prob)");
+  KEY(loss_fn.truncated_importance_sampling_type)("what happens to weights out of range").one_of({"", "tis", "icepop", "seq-mask-tis"}).null_default();
+  KEY(loss_fn.truncated_importance_sampling_ratio)("upper end of that range").above(0);
+  KEY(loss_fn.truncated_importance_sampling_ratio_min)("lower end of that range; null: 0").at_least(0);
+  KEY(loss_fn.sequence_level_importance_ratios)("GSPO: one ratio per sequence; needs token_level_loss false");
+  KEY(loss_fn.token_level_loss)("mean over all tokens; false: mean over sequences of their means");
+  KEY(loss_fn.force_on_policy_ratio)("the ratio is exactly 1; needs one optimizer step per rollout");
+  KEY(loss_fn.use_kl_in_reward)("the KL penalty goes into the rewards (reinforce_plus_plus)");
+  KEY(loss_fn.use_cispo)("CISPO: the clipped ratio weights the log-prob and has no gradient");
+  KEY(loss_fn.disable_ppo_ratio)("REINFORCE: the log-prob itself instead of the ratio");
+  KEY(loss_fn.positive_example_nll_weight)("weight of the negative log-likelihood of correct answers").at_least(0);
+}
+
+void add_policy(std::vector<Field>& table) {
+  KEY(policy.model_name)("a folder in Hugging Face format, or a Hub id in the local cache");
+  KEY(policy.tokenizer.name)("folder or Hub id of the tokenizer").from("policy.model_name");
+  KEY(policy.tokenizer.chat_template)("template text or file; default or empty: the model's own; none or null: no template").null_as("none");
+  KEY(policy.tokenizer.chat_template_kwargs)("variables for the template").null_default();
+  KEY(policy.train_global_batch_size)("samples in one optimizer step").at_least(1);
+  KEY(policy.train_micro_batch_size)("samples in one forward and backward pass").at_least(1);
+  KEY(policy.logprob_batch_size)("samples in one log-prob pass").from("policy.train_micro_batch_size").at_least(1);
+  KEY(policy.max_total_sequence_length)("tokens of prompt and answer together, at most").at_least(2);
+  KEY(policy.precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
+  KEY(policy.max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
+  KEY(policy.make_sequence_length_divisible_by)("sequence lengths are rounded up to a multiple of it").from("from the tensor and context parallel sizes").at_least(1);
+  KEY(policy.logprob_chunk_size)("rows of [tokens, vocabulary] alive at once in log-probs and loss").at_least(1).null_default();
+  KEY(policy.offload_optimizer_for_logprob)("optimizer state on the host during log-prob passes");
+  OURS(policy.activation_checkpointing)("recompute activations, for runs with neither dtensor_cfg nor megatron_cfg");
+  KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
+  KEY(policy.dynamic_batching.train_mb_tokens)("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
+  KEY(policy.dynamic_batching.logprob_mb_tokens)("tokens of a log-prob micro-batch").from("max_total_sequence_length * logprob_batch_size").at_least(1);
+  KEY(policy.dynamic_batching.sequence_length_round)("lengths are rounded up to a multiple of it").at_least(1);
+  KEY(policy.sequence_packing.enabled)("several sequences in one row; off by itself where dynamic_batching is on");
+  KEY(policy.sequence_packing.train_mb_tokens)("tokens of a training row").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
+  KEY(policy.sequence_packing.logprob_mb_tokens)("tokens of a log-prob row").from("max_total_sequence_length * logprob_batch_size").at_least(1);
+  KEY(policy.sequence_packing.algorithm)("how sequences are put into rows")
+      .one_of({"modified_first_fit_decreasing", "concatenative", "first_fit_decreasing", "first_fit_shuffle"});
+  KEY(policy.sequence_packing.sequence_length_round)("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
+  KEY(policy.sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
+  KEY(policy.optimizer.name)("AdamW under either of its names").one_of({"torch.optim.AdamW", "AdamW"});
+  KEY(policy.optimizer.kwargs.lr)("learning rate").at_least(0);
+  KEY(policy.optimizer.kwargs.weight_decay)("decoupled weight decay").at_least(0);
+  KEY(policy.optimizer.kwargs.betas)("decay of the two moments").at_least(0).below(1);
+  KEY(policy.optimizer.kwargs.eps)("added to the root of the second moment").above(0);
+  KEY(policy.scheduler)("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}").null_default();
+
+  KEY(policy.generation.backend)("one engine serves all; other names are accepted").one_of({"trireme", "vllm", "sglang", "megatron"});
+  KEY(policy.generation.max_new_tokens)("tokens of an answer, at most").from("policy.max_total_sequence_length").at_least(1);
+  KEY(policy.generation.temperature)("logits are divided by it").above(0);
+  KEY(policy.generation.top_p)("sample from the most likely tokens that together have this probability").above(0).at_most(1);
+  KEY(policy.generation.top_k)("sample from this many most likely tokens; 0, -1 or null: all").at_least(-1).null_as("0");
+  OURS(policy.generation.min_p)("leave out tokens less likely than this times the most likely; 0: none").at_least(0).below(1);
+  KEY(policy.generation.val_temperature)("temperature in validation; 0: greedy").from("temperature").at_least(0);
+  KEY(policy.generation.val_top_p)("top_p in validation").from("top_p").above(0).at_most(1);
+  KEY(policy.generation.val_top_k)("top_k in validation").from("top_k").at_least(0);
+  KEY(policy.generation.stop_token_ids)("tokens that end an answer, besides the model's own").at_least(0).null_default();
+  KEY(policy.generation.stop_strings)("texts that end an answer").null_default();
+  OURS(policy.generation.max_running_samples)("samples decoded at once, per rank").at_least(1);
+  OURS(policy.generation.prefill_chunk_tokens)("prompt tokens prefilled in one engine step").at_least(1);
+  OURS(policy.generation.kv_cache_tokens)("rows of the key-value cache, per rank; 0: as many as fit").at_least(0);
+  OURS(policy.generation.kv_cache_memory_fraction)("share of the device's memory for it when kv_cache_tokens is 0").above(0).below(1);
+  KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
+  KEY(policy.generation.colocated.resources.gpus_per_node)("devices for generation when not colocated").at_least(0).null_as("0");
+  KEY(policy.generation.colocated.resources.num_nodes)("nodes for generation when not colocated").at_least(0).null_as("0");
+
+  KEY(policy.megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
+  KEY(policy.megatron_cfg.tensor_model_parallel_size)("ranks that share each layer").at_least(1);
+  KEY(policy.megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1);
+  KEY(policy.megatron_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
+  KEY(policy.megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1);
+  KEY(policy.megatron_cfg.expert_tensor_parallel_size)("ranks that share each expert").at_least(1);
+  KEY(policy.megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  KEY(policy.megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
+  KEY(policy.megatron_cfg.num_layers_in_last_pipeline_stage)("layers of the last stage").from("evenly").at_least(1);
+  KEY(policy.megatron_cfg.activation_checkpointing)("recompute activations in the backward pass");
+  KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");
+  KEY(policy.megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
+  KEY(policy.megatron_cfg.moe_router_load_balancing_type)("auxiliary load-balancing loss").one_of({"none", "aux_loss", "seq_aux_loss"});
+  KEY(policy.megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
+  KEY(policy.megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
+  KEY(policy.megatron_cfg.optimizer.optimizer)("kind of optimizer").one_of({"adam"});
+  KEY(policy.megatron_cfg.optimizer.lr)("learning rate").at_least(0);
+  KEY(policy.megatron_cfg.optimizer.min_lr)("learning rate at the end of the decay").at_least(0);
+  KEY(policy.megatron_cfg.optimizer.weight_decay)("decoupled weight decay").at_least(0);
+  KEY(policy.megatron_cfg.optimizer.adam_beta1)("decay of the first moment").at_least(0).below(1);
+  KEY(policy.megatron_cfg.optimizer.adam_beta2)("decay of the second moment").at_least(0).below(1);
+  KEY(policy.megatron_cfg.optimizer.adam_eps)("added to the root of the second moment").above(0);
+  KEY(policy.megatron_cfg.optimizer.params_dtype)("dtype of the master weights").one_of({"float32"});
+  KEY(policy.megatron_cfg.optimizer.use_distributed_optimizer)("optimizer state sharded over data parallel ranks (always so here)");
+  KEY(policy.megatron_cfg.optimizer.clip_grad)("gradients are scaled down to this norm; 0: never").from("policy.max_grad_norm").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.start_weight_decay)("weight decay at the start").from("optimizer.weight_decay").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.end_weight_decay)("weight decay at the end").from("optimizer.weight_decay").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.weight_decay_incr_style)("how it goes from start to end").one_of({"constant", "linear", "cosine"});
+  KEY(policy.megatron_cfg.scheduler.lr_decay_style)("how the learning rate falls after the warm-up")
+      .one_of({"constant", "linear", "cosine", "inverse-square-root"});
+  KEY(policy.megatron_cfg.scheduler.lr_decay_iters)("optimizer steps of warm-up and decay together").at_least(1).null_default();
+  KEY(policy.megatron_cfg.scheduler.lr_warmup_iters)("optimizer steps of the linear warm-up").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.lr_warmup_init)("learning rate at its start").at_least(0);
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)("gradients are summed over ranks in fp32");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce)("gradients are summed while the backward pass runs");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)("weights are gathered while the next forward pass runs");
+
+  KEY(policy.dtensor_cfg.enabled)("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count");
+  KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
+  KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
+  KEY(policy.dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  KEY(policy.dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");
+  KEY(policy.dtensor_cfg.activation_checkpointing)("recompute activations in the backward pass");
+}
+
+#define DATASET(which)                                                                                            \
+  KEY(data.which.dataset_name)("a known data set (docs below), or any name with data_path").null_default();      \
+  KEY(data.which.data_path)("a .jsonl, .jsonl.gz or .parquet file").null_default();                              \
+  OURS(data.which.format)("format of that file").one_of({"auto", "jsonl", "parquet"});                           \
+  KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");                      \
+  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns");                    \
+  KEY(data.which.split)("split of a known data set");                                                            \
+  KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                              \
+  KEY(data.which.system_prompt_file)("text of the system message").null_default();                               \
+  KEY(data.which.env_name)("only this env grades; empty: every enabled one, weighted").null_default()
+
+void add_data(std::vector<Field>& table) {
+  KEY(data.max_input_seq_length)("longer prompts are skipped and counted").from("policy.max_total_sequence_length").at_least(1);
+  KEY(data.shuffle)("a new order in every epoch, by seed");
+  OURS(data.seed)("seed of that order").from("grpo.seed or sft.seed").at_least(0);
+  OURS(data.max_bad_lines)("malformed lines that may be skipped before the run stops").at_least(0);
+  OURS(data.fail_on_long_prompt)("a prompt longer than max_input_seq_length stops the run instead");
+  OURS(data.apply_chat_template)("render prompts with the chat template; false: as they stand in the file");
+  DATASET(train);
+  KEY(data.train.split_validation_size)("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);
+  KEY(data.train.seed)("seed of the hold-out").at_least(0).null_default();
+  DATASET(validation);
+}
+
+#define REWARD(which)                                                                                  \
+  OURS(env.which.enabled)("use this reward");                                                          \
+  OURS(env.which.weight)("its weight in the sum");                                                     \
+  KEY(env.which.num_workers)("answers to prompts graded at once").at_least(1);                                   \
+  OURS(env.which.timeout_s)("seconds the answers to one prompt may take together").above(0);                                  \
+  OURS(env.which.failure_policy)("a reward that fails counts 0, leaves its sample out, or stops the run")    \
+      .one_of({"zero", "drop", "error"})
+
+void add_rest(std::vector<Field>& table) {
+  REWARD(math);
+  KEY(env.math.math_verify_impl)("the built-in verifier under any of its names").one_of({"trireme", "hf_math_verify", "dapo_math_verify"});
+  REWARD(format);
+  OURS(env.format.pattern)("RE2 expression that must be found in the response");
+  OURS(env.format.tags)("<tag>...</tag> blocks that must stand exactly once each, in this order").null_default();
+  REWARD(command);
+  OURS(env.command.command)("program and arguments; gets one JSON object a line, answers one a line").null_default();
+  OURS(env.command.answer_timeout_s)("seconds one answer may take; 0: only timeout_s").at_least(0);
+  REWARD(http);
+  OURS(env.http.url)("responses are POSTed to it");
+  OURS(env.http.max_batch)("responses in one POST").at_least(1);
+  OURS(env.http.max_attempts)("tries of one POST").at_least(1);
+
+  KEY(logger.log_dir)("folder of the step log, the report and dumps");
+  KEY(logger.num_val_samples_to_print)("validation answers shown after each validation").at_least(0);
+  OURS(logger.prometheus.enabled)("serve /metrics and /healthz");
+  OURS(logger.prometheus.address)("address to listen on");
+  OURS(logger.prometheus.port)("port; 0: chosen by the system").at_least(0).at_most(65535);
+  OURS(logger.prometheus.per_rank)("every rank serves, at port + rank");
+  OURS(logger.report)("write log_dir/report.html");
+  OURS(logger.report_period)("steps between its updates").at_least(1);
+  OURS(logger.dump_steps)("steps whose tensors are written to log_dir").at_least(0).null_default();
+
+  KEY(checkpointing.enabled)("write checkpoints");
+  KEY(checkpointing.checkpoint_dir)("their folder");
+  KEY(checkpointing.metric_name)("metric that ranks them, e.g. val:accuracy; null: the newest are kept").null_as("");
+  KEY(checkpointing.higher_is_better)("direction of that metric");
+  KEY(checkpointing.keep_top_k)("checkpoints kept; 0 or null: all").at_least(0).null_as("0");
+  KEY(checkpointing.save_period)("steps between checkpoints").at_least(1);
+  KEY(checkpointing.save_optimizer)("with optimizer state, so that a run can be resumed");
+  KEY(checkpointing.checkpoint_must_save_by)("days:hours:minutes:seconds after the start at which a checkpoint is written and the run ends").null_default();
+
+  KEY(cluster.gpus_per_node)("devices on each node").at_least(1);
+  KEY(cluster.num_nodes)("nodes").at_least(1);
+  OURS(cluster.processes)("ranks on each node").from("cluster.gpus_per_node").at_least(1);
+  OURS(cluster.device)("auto: cuda where there is one").one_of({"auto", "cpu", "cuda"});
+  OURS(cluster.collective_timeout_s)("deadline of every collective and of the rendezvous").above(0);
+}
+
+std::string quote(const std::string& text) { return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace); }
+
+template <class T, class F>
+std::string list_text(const std::vector<T>& values, F&& one) {
+  std::vector<std::string> parts;
+  for (const auto& value : values) parts.push_back(one(value));
+  return "[" + join(parts, ", ") + "]";
+}
+
+std::string scheduler_text(const SchedulerConfig& scheduler) {
+  std::vector<std::string> parts;
+  for (const auto& piece : scheduler.pieces) {
+    std::vector<std::string> kwargs;
+    for (const auto& [name, value] : piece.kwargs) kwargs.push_back(name + ": " + format_double(value));
+    parts.push_back("{name: torch.optim.lr_scheduler." + piece.name + ", kwargs: {" + join(kwargs, ", ") + "}}");
+  }
+  if (!scheduler.milestones.empty()) {
+    parts.push_back("{milestones: " + list_text(scheduler.milestones, [](int64_t v) { return std::to_string(v); }) + "}");
+  }
+  return "[" + join(parts, ", ") + "]";
+}
+
+}  // namespace
+
+const std::vector<Field>& fields() {
+  static const std::vector<Field> kFields = [] {
+    std::vector<Field> table;
+    add(table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; }, true)("what is run").one_of({"grpo", "sft"});
+    add_grpo(table);
+    add_loss(table);
+    add_policy(table);
+    add_data(table);
+    add_rest(table);
+    return table;
+  }();
+  return kFields;
+}
+
+const std::vector<IgnoredKey>& ignored_keys() {
+  static const char* const kEngine = "a setting of another generation engine";
+  static const char* const kBackend = "an internal of another training back-end";
+  static const char* const kLogger = "logs go to the step log, Prometheus and the report";
+  static const std::vector<IgnoredKey> kKeys = {
+      {"policy.generation.vllm_cfg", kEngine},
+      {"policy.generation.vllm_kwargs", kEngine},
+      {"policy.generation.sglang_cfg", kEngine},
+      {"policy.generation.mcore_generation_config", kEngine},
+      {"policy.generation.refit_transport", "trainer and engine share the weights"},
+      {"policy.generation.refit_cfg", "trainer and engine share the weights"},
+      {"policy.generation.port_range_low", "the system chooses ports"},
+      {"policy.generation.port_range_high", "the system chooses ports"},
+      {"policy.generation_batch_size", "the engine batches continuously"},
+      {"policy.refit_buffer_size_gb", "trainer and engine share the weights"},
+      {"policy.tokenizer.use_fastokens", kBackend},
+      {"policy.sequence_packing.fuse_loss", "the loss always runs over packed rows"},
+      {"policy.optimizer.kwargs.foreach", kBackend},
+      {"policy.optimizer.kwargs.fused", kBackend},
+      {"policy.dtensor_cfg._v2", kBackend},
+      {"policy.dtensor_cfg.custom_parallel_plan", kBackend},
+      {"policy.dtensor_cfg.clear_cache_every_n_steps", kBackend},
+      {"policy.dtensor_cfg.env_vars", kBackend},
+      {"policy.megatron_cfg.empty_unused_memory_level", kBackend},
+      {"policy.megatron_cfg.converter_type", "models need no conversion"},
+      {"policy.megatron_cfg.force_reconvert_from_hf", "models need no conversion"},
+      {"policy.megatron_cfg.pipeline_dtype", "stages hand over policy.precision"},
+      {"policy.megatron_cfg.recompute_granularity", kBackend},
+      {"policy.megatron_cfg.recompute_modules", kBackend},
+      {"policy.megatron_cfg.moe_permute_fusion", kBackend},
+      {"policy.megatron_cfg.moe_grouped_gemm", kBackend},
+      {"policy.megatron_cfg.moe_token_dispatcher_type", kBackend},
+      {"policy.megatron_cfg.moe_enable_deepep", kBackend},
+      {"policy.megatron_cfg.moe_shared_expert_overlap", kBackend},
+      {"policy.megatron_cfg.moe_flex_dispatcher_backend", kBackend},
+      {"policy.megatron_cfg.moe_per_layer_logging", kBackend},
+      {"policy.megatron_cfg.apply_rope_fusion", kBackend},
+      {"policy.megatron_cfg.bias_activation_fusion", kBackend},
+      {"policy.megatron_cfg.gradient_accumulation_fusion", kBackend},
+      {"policy.megatron_cfg.use_fused_linear_logprobs", "log-probs are always chunked and fused"},
+      {"policy.megatron_cfg.fused_linear_logprobs_chunk_size", "see policy.logprob_chunk_size"},
+      {"policy.megatron_cfg.cuda_graph_impl", kBackend},
+      {"policy.megatron_cfg.cuda_graph_modules", kBackend},
+      {"policy.megatron_cfg.cuda_graph_warmup_steps", kBackend},
+      {"policy.megatron_cfg.env_vars", kBackend},
+      {"policy.megatron_cfg.checkpoint", "see checkpointing"},
+      {"policy.megatron_cfg.optimizer.bf16", "see policy.precision"},
+      {"policy.megatron_cfg.optimizer.fp16", "see policy.precision"},
+      {"policy.megatron_cfg.optimizer.sgd_momentum", kBackend},
+      {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer", kBackend},
+      {"policy.megatron_cfg.optimizer.optimizer_cpu_offload", kBackend},
+      {"policy.megatron_cfg.optimizer.optimizer_offload_fraction", kBackend},
+      {"policy.megatron_cfg.distributed_data_parallel_config.average_in_collective", "gradients are sums over global counts"},
+      {"policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp", kBackend},
+      {"policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy", kBackend},
+      {"grpo.calculate_advantages_on_gpu", kBackend},
+      {"grpo.async_grpo.max_generation_failures", "async_grpo is not supported yet"},
+      {"grpo.async_grpo.in_flight_weight_updates", "async_grpo is not supported yet"},
+      {"grpo.async_grpo.recompute_kv_cache_after_weight_updates", "async_grpo is not supported yet"},
+      {"data.num_workers", "prompts are streamed and tokenised ahead by one thread"},
+      {"data.train.processor", "columns decide how a row is read"},
+      {"data.validation.processor", "columns decide how a row is read"},
+      {"data.train.subset", "known data sets have one"},
+      {"data.validation.subset", "known data sets have one"},
+      {"data.train.repeat", "see grpo.max_num_epochs"},
+      {"data.validation.split_validation_size", "validation data are not split again"},
+      {"data.validation.seed", "validation data are not split again"},
+      {"data.use_multiple_dataloader", "there is one data set"},
+      {"data.num_prompts_per_dataloader", "there is one data set"},
+      {"data.add_bos", "the chat template decides"},
+      {"data.add_eos", "the chat template decides"},
+      {"data.add_generation_prompt", "the chat template decides"},
+      {"env.math.verifier_type", "one verifier reads all answers"},
+      {"logger.wandb_enabled", kLogger},
+      {"logger.wandb", kLogger},
+      {"logger.tensorboard_enabled", kLogger},
+      {"logger.tensorboard", kLogger},
+      {"logger.mlflow_enabled", kLogger},
+      {"logger.mlflow", kLogger},
+      {"logger.swanlab_enabled", kLogger},
+      {"logger.swanlab", kLogger},
+      {"logger.monitor_gpus", kLogger},
+      {"logger.gpu_monitoring", kLogger},
+      {"checkpointing.model_save_format", "always safetensors in Hugging Face layout"},
+      {"checkpointing.save_consolidated", "checkpoints are readable by Hugging Face as they are"},
+      {"cluster.master_port_range_low", "the system chooses ports"},
+      {"cluster.master_port_range_high", "the system chooses ports"},
+  };
+  return kKeys;
+}
+
+const std::vector<AliasKey>& alias_keys() {
+  static const std::vector<AliasKey> kKeys = [] {
+    std::vector<AliasKey> keys = {
+        {"grpo.adv_estimator.normalize_rewards", {"grpo.normalize_rewards"}, true},
+        {"grpo.adv_estimator.use_leave_one_out_baseline", {"grpo.use_leave_one_out_baseline"}, true},
+        {"data.train_data_path", {"data.train.data_path"}},
+        {"data.val_data_path", {"data.validation.data_path"}},
+    };
+    // v0.3 has data-set keys directly under data, later versions under data.default: both stand for train and
+    // validation alike (validation inherits no path: it would be the training data).
+    for (const char* name : {"input_key", "output_key", "prompt_file", "system_prompt_file", "env_name"}) {
+      for (const char* from : {"data.", "data.default."}) {
+        keys.push_back({std::string(from) + name, {std::string("data.train.") + name, std::string("data.validation.") + name}});
+      }
+    }
+    for (const char* name : {"dataset_name", "split", "split_validation_size"}) {
+      for (const char* from : {"data.", "data.default."}) {
+        keys.push_back({std::string(from) + name, {std::string("data.train.") + name}});
+      }
+    }
+    keys.push_back({"data.default.data_path", {"data.train.data_path"}});
+    return keys;
+  }();
+  return kKeys;
+}
+
+const char* type_name(const FieldRef& ref) {
+  static const char* const kNames[] = {"true or false", "an integer", "a number", "a number or null", "text",
+                                       "a list of integers", "a list of numbers", "a list of texts", "a mapping", "a list of schedulers"};
+  return kNames[ref.index()];
+}
+
+std::string flow_text(const FieldRef& ref) {
+  struct Visitor {
+    std::string operator()(bool* v) const { return *v ? "true" : "false"; }
+    std::string operator()(int64_t* v) const { return std::to_string(*v); }
+    std::string operator()(double* v) const { return format_double(*v); }
+    std::string operator()(std::optional<double>* v) const { return *v ? format_double(**v) : "null"; }
+    std::string operator()(std::string* v) const { return quote(*v); }
+    std::string operator()(std::vector<int64_t>* v) const { return list_text(*v, [](int64_t x) { return std::to_string(x); }); }
+    std::string operator()(std::vector<double>* v) const { return list_text(*v, [](double x) { return format_double(x); }); }
+    std::string operator()(std::vector<std::string>* v) const { return list_text(*v, quote); }
+    std::string operator()(nlohmann::json* v) const { return v->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace); }
+    std::string operator()(SchedulerConfig* v) const { return scheduler_text(*v); }
+  };
+  return std::visit(Visitor{}, ref);
+}
+
+bool is_derived_mark(const Field& field, const FieldRef& ref) {
+  if (field.derived.empty()) return false;
+  if (const auto* number = std::get_if<int64_t*>(&ref)) return **number == kDerived;
+  if (const auto* number = std::get_if<double*>(&ref)) return **number == static_cast<double>(kDerived);
+  if (const auto* text = std::get_if<std::string*>(&ref)) return (*text)->empty();
+  return false;
+}
+
+const std::map<std::string, std::map<std::string, double>>& known_schedulers() {
+  static const double kRequired = std::nan("");
+  static const std::map<std::string, std::map<std::string, double>> kSchedulers = {
+      {"LinearLR", {{"start_factor", 1.0 / 3.0}, {"end_factor", 1.0}, {"total_iters", 5}}},
+      {"ConstantLR", {{"factor", 1.0 / 3.0}, {"total_iters", 5}}},
+      {"CosineAnnealingLR", {{"T_max", kRequired}, {"eta_min", 0.0}}},
+      {"ExponentialLR", {{"gamma", kRequired}}},
+  };
+  return kSchedulers;
+}
+
+const std::vector<KnownDataset>& known_datasets() {
+  static const std::vector<KnownDataset> kDatasets = {
+      {"gsm8k", "openai/gsm8k", "question", "answer",
+       {"main/train-00000-of-00001.parquet"}, {"main/test-00000-of-00001.parquet"}},
+      {"DeepScaler", "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", {"deepscaler.json", "data"}, {}},
+      {"OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "problem", "expected_answer", {"data"}, {}},
+  };
+  return kDatasets;
+}
+
+}  // namespace trireme::config

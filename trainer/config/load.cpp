@@ -1,0 +1,355 @@
+// From the merged tree to a typed, checked Config.
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/config/config.h"
+#include "trainer/config/fields.h"
+#include "trainer/config/tree.h"
+
+namespace trireme {
+namespace {
+
+using config::Field;
+using config::FieldRef;
+using config::Node;
+
+constexpr size_t kMaxProblems = 20;  // shown at once
+
+std::optional<bool> parse_bool(const Node& node) {
+  if (node.quoted) return std::nullopt;
+  const std::string lower = to_lower(node.text);
+  if (lower == "true" || lower == "yes" || lower == "on") return true;
+  if (lower == "false" || lower == "no" || lower == "off") return false;
+  return std::nullopt;
+}
+
+std::optional<double> parse_number(const Node& node) {
+  if (node.kind != Node::Kind::kScalar || node.quoted) return std::nullopt;
+  const auto value = parse_double(node.text);
+  return value && std::isfinite(*value) ? value : std::nullopt;
+}
+
+std::optional<int64_t> parse_whole(const Node& node) {
+  if (node.kind != Node::Kind::kScalar || node.quoted) return std::nullopt;
+  if (const auto value = parse_int(node.text)) return value;
+  const auto value = parse_double(node.text);  // 1e6, 512.0
+  if (value && std::abs(*value) < 9e15 && *value == std::floor(*value)) return static_cast<int64_t>(*value);
+  return std::nullopt;
+}
+
+nlohmann::json to_json(const Node& node) {
+  switch (node.kind) {
+    case Node::Kind::kNull:
+      return nullptr;
+    case Node::Kind::kScalar: {
+      if (const auto value = parse_bool(node)) return *value;
+      if (!node.quoted) {
+        if (const auto value = parse_int(node.text)) return *value;
+      }
+      if (const auto value = parse_number(node)) return *value;
+      return node.text;
+    }
+    case Node::Kind::kList: {
+      auto list = nlohmann::json::array();
+      for (const Node& item : node.items) list.push_back(to_json(item));
+      return list;
+    }
+    case Node::Kind::kMap: {
+      auto map = nlohmann::json::object();
+      for (const auto& [key, value] : node.entries) map[key] = to_json(value);
+      return map;
+    }
+  }
+  return nullptr;
+}
+
+std::string describe(const Node& node) {
+  switch (node.kind) {
+    case Node::Kind::kNull: return "null";
+    case Node::Kind::kList: return "a list";
+    case Node::Kind::kMap: return "a mapping";
+    case Node::Kind::kScalar: break;
+  }
+  const bool text = node.quoted || (!parse_number(node) && !parse_bool(node));
+  return (text ? "the text '" : "'") + node.text.substr(0, 60) + "'";
+}
+
+class Loader final {
+ public:
+  Config load(Node root, const std::vector<std::string>& overrides, std::vector<std::string>* warnings) {
+    for (const std::string& text : overrides) config::apply_override(root, text);
+    config::interpolate(root, plain_default);
+    apply_aliases(root);
+    packing_yields_to_dynamic_batching(root);
+    for (const auto& [key, value] : root.entries) visit(key, value);
+    raise_problems();  // ranges of values that were never read would only confuse
+    derive_defaults(config_);
+    for (const auto& [key, message] : config::cross_check(config_)) problem(key, message);
+    raise_problems();
+    if (warnings) *warnings = std::move(warnings_);
+    return std::move(config_);
+  }
+
+ private:
+  // The default of a field, for ${...} of a key that no file sets.
+  static std::optional<std::string> plain_default(const std::string& path) {
+    for (const Field& field : config::fields()) {
+      if (field.path != path) continue;
+      Config defaults;
+      const FieldRef ref = field.get(defaults);
+      if (config::is_derived_mark(field, ref)) return std::nullopt;
+      return config::flow_text(ref);
+    }
+    return std::nullopt;
+  }
+
+  void apply_aliases(Node& root) {
+    for (const auto& alias : config::alias_keys()) {
+      const Node* source = root.at(alias.path);
+      if (!source) continue;
+      const Node value = *source;
+      for (const std::string& target : alias.targets) {
+        if (root.at(target) && !alias.wins) continue;
+        root.make(target, value.origin) = value;
+      }
+    }
+  }
+
+  static void packing_yields_to_dynamic_batching(Node& root) {
+    const Node* dynamic = root.at("policy.dynamic_batching.enabled");
+    if (!dynamic || parse_bool(*dynamic) != true || root.at("policy.sequence_packing.enabled")) return;
+    Node& packing = root.make("policy.sequence_packing.enabled", dynamic->origin);
+    packing.kind = Node::Kind::kScalar;
+    packing.text = "false";
+  }
+
+  void visit(const std::string& path, const Node& node) {
+    for (const auto& alias : config::alias_keys()) {
+      if (alias.path == path) return;
+    }
+    for (const auto& ignored : config::ignored_keys()) {
+      if (ignored.path != path) continue;
+      warnings_.push_back(node.origin + ": " + path + " has no effect here: " + ignored.reason);
+      return;
+    }
+    for (const Field& field : config::fields()) {
+      if (field.path != path) continue;
+      origins_[path] = node.origin;
+      assign(field, node);
+      return;
+    }
+    const std::vector<std::string> children = known_below(path + ".");
+    if (children.empty()) return unknown(path, node);
+    if (node.kind == Node::Kind::kNull) return;  // a section taken back: its defaults
+    if (node.kind != Node::Kind::kMap) {
+      add_problem(node.origin, path, "expected a mapping with keys such as '" + children.front() + "', got " + describe(node));
+      return;
+    }
+    for (const auto& [key, value] : node.entries) visit(path + "." + key, value);
+  }
+
+  // The next part of every known key that begins with `prefix`.
+  static std::vector<std::string> known_below(const std::string& prefix) {
+    std::vector<std::string> names;
+    const auto consider = [&](const std::string& path) {
+      if (!starts_with(path, prefix)) return;
+      const std::string name = path.substr(prefix.size(), path.find('.', prefix.size()) - prefix.size());
+      if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+    };
+    for (const Field& field : config::fields()) consider(field.path);
+    for (const auto& alias : config::alias_keys()) consider(alias.path);
+    for (const auto& ignored : config::ignored_keys()) consider(ignored.path);
+    return names;
+  }
+
+  void unknown(const std::string& path, const Node& node) {
+    const size_t dot = path.rfind('.');
+    const std::string prefix = dot == std::string::npos ? "" : path.substr(0, dot + 1);
+    const std::string name = path.substr(prefix.size());
+    std::string hint;
+    if (const auto near = nearest(name, known_below(prefix))) {
+      hint = "; did you mean '" + *near + "'?";
+    } else {
+      std::vector<std::string> same_name;  // right key, wrong section
+      for (const Field& field : config::fields()) {
+        if (ends_with(field.path, "." + name)) same_name.push_back(field.path);
+      }
+      if (same_name.size() == 1) hint = "; did you mean '" + same_name.front() + "'?";
+    }
+    add_problem(node.origin, path, "unknown key" + hint);
+  }
+
+  void assign(const Field& field, const Node& node) {
+    const FieldRef ref = field.get(config_);
+    if (node.kind == Node::Kind::kNull) {
+      if (field.null_means) {
+        Node stand_in = node;
+        stand_in.kind = Node::Kind::kScalar;
+        stand_in.text = *field.null_means;
+        assign(field, stand_in);
+      } else if (auto* optional = std::get_if<std::optional<double>*>(&ref)) {
+        (*optional)->reset();
+      } else if (!field.null_is_default) {
+        add_problem(node.origin, field.path, std::string("expected ") + config::type_name(ref) + ", got null");
+      }
+      return;  // else: the default, which config_ holds already
+    }
+    std::string wrong;
+    std::visit([&](auto* value) { wrong = read(field, node, *value); }, ref);
+    if (wrong == "type") {
+      add_problem(node.origin, field.path, std::string("expected ") + config::type_name(ref) + ", got " + describe(node));
+    } else if (!wrong.empty()) {
+      add_problem(node.origin, field.path, wrong);
+    }
+  }
+
+  // Each read gives "" when all is well, "type", or what is wrong.
+  static std::string range(const Field& field, double value) {
+    const bool low = field.above_minimum ? value <= field.minimum : value < field.minimum;
+    const bool high = field.below_maximum ? value >= field.maximum : value > field.maximum;
+    if (!low && !high) return "";
+    std::vector<std::string> limits;
+    if (std::isfinite(field.minimum)) limits.push_back((field.above_minimum ? "above " : "at least ") + format_double(field.minimum));
+    if (std::isfinite(field.maximum)) limits.push_back((field.below_maximum ? "below " : "at most ") + format_double(field.maximum));
+    return "must be " + join(limits, " and ") + ", got " + format_double(value);
+  }
+  static std::string read(const Field&, const Node& node, bool& value) {
+    const auto parsed = node.kind == Node::Kind::kScalar ? parse_bool(node) : std::nullopt;
+    if (!parsed) return "type";
+    value = *parsed;
+    return "";
+  }
+  static std::string read(const Field& field, const Node& node, int64_t& value) {
+    const auto parsed = parse_whole(node);
+    if (!parsed) return "type";
+    value = *parsed;
+    return range(field, static_cast<double>(value));
+  }
+  static std::string read(const Field& field, const Node& node, double& value) {
+    const auto parsed = parse_number(node);
+    if (!parsed) return "type";
+    value = *parsed;
+    return range(field, value);
+  }
+  static std::string read(const Field& field, const Node& node, std::optional<double>& value) {
+    value.emplace();
+    return read(field, node, *value);
+  }
+  static std::string read(const Field& field, const Node& node, std::string& value) {
+    if (node.kind != Node::Kind::kScalar) return "type";
+    value = node.text;
+    if (field.choices.empty() || std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end()) return "";
+    std::vector<std::string> named;
+    for (const std::string& choice : field.choices) {
+      if (!choice.empty()) named.push_back(choice);
+    }
+    const auto near = nearest(value, named);
+    return "must be one of " + join(named, ", ") + ", got '" + value + "'" + (near ? "; did you mean '" + *near + "'?" : "");
+  }
+  template <class T>
+  static std::string read(const Field& field, const Node& node, std::vector<T>& value) {
+    if (node.kind != Node::Kind::kList) return "type";
+    value.clear();
+    for (const Node& item : node.items) {
+      T one{};
+      if (const std::string wrong = read(field, item, one); !wrong.empty()) return wrong;
+      value.push_back(one);
+    }
+    return "";
+  }
+  static std::string read(const Field&, const Node& node, nlohmann::json& value) {
+    if (node.kind != Node::Kind::kMap) return "type";
+    value = to_json(node);
+    return "";
+  }
+  static std::string read(const Field& field, const Node& node, SchedulerConfig& value) {
+    if (node.kind != Node::Kind::kList) return "type";
+    value = {};
+    for (const Node& item : node.items) {
+      if (item.kind != Node::Kind::kMap) return "expected entries such as {name: ..., kwargs: {...}}, got " + describe(item);
+      if (const Node* milestones = item.find("milestones")) {
+        if (&item != &node.items.back() || item.entries.size() != 1) return "milestones must be the last entry, alone";
+        if (const std::string wrong = read(field, *milestones, value.milestones); !wrong.empty()) return "milestones must be a list of integers";
+        continue;
+      }
+      SchedulerPiece piece;
+      if (const std::string wrong = read_piece(item, piece); !wrong.empty()) return wrong;
+      value.pieces.push_back(std::move(piece));
+    }
+    return "";
+  }
+  static std::string read_piece(const Node& item, SchedulerPiece& piece) {
+    static const std::string kPrefix = "torch.optim.lr_scheduler.";
+    const auto& known = config::known_schedulers();
+    for (const auto& [key, unused] : item.entries) {
+      if (key != "name" && key != "kwargs") return "unknown key '" + key + "' in a scheduler; there are name and kwargs";
+    }
+    const Node* name = item.find("name");
+    if (!name || name->kind != Node::Kind::kScalar) return "a scheduler needs a name";
+    piece.name = starts_with(name->text, kPrefix) ? name->text.substr(kPrefix.size()) : name->text;
+    const auto found = known.find(piece.name);
+    if (found == known.end()) {
+      std::vector<std::string> names;
+      for (const auto& entry : known) names.push_back(entry.first);
+      return "unknown scheduler '" + name->text + "'; there are " + join(names, ", ");
+    }
+    piece.kwargs = found->second;
+    if (const Node* kwargs = item.find("kwargs"); kwargs && kwargs->kind != Node::Kind::kNull) {
+      if (kwargs->kind != Node::Kind::kMap) return "kwargs of " + piece.name + " must be a mapping";
+      for (const auto& [key, number] : kwargs->entries) {
+        const auto slot = piece.kwargs.find(key);
+        if (slot == piece.kwargs.end()) {
+          std::vector<std::string> names;
+          for (const auto& entry : piece.kwargs) names.push_back(entry.first);
+          return piece.name + " has no '" + key + "'; it has " + join(names, ", ");
+        }
+        const auto value = parse_number(number);
+        if (!value) return piece.name + "." + key + ": expected a number, got " + describe(number);
+        slot->second = *value;
+      }
+    }
+    for (const auto& [key, number] : piece.kwargs) {
+      if (std::isnan(number)) return piece.name + " needs '" + key + "'";
+      const bool positive = key == "T_max" || key == "total_iters";
+      if (positive ? number < 1 : number < 0) return piece.name + "." + key + " must be at least " + (positive ? "1" : "0");
+    }
+    return "";
+  }
+
+  void problem(const std::string& key, const std::string& message) {
+    const auto origin = origins_.find(key);
+    add_problem(origin == origins_.end() ? "" : origin->second, key, message);
+  }
+  void add_problem(const std::string& origin, const std::string& key, const std::string& message) {
+    problems_.push_back((origin.empty() ? "" : origin + ": ") + key + ": " + message);
+  }
+  void raise_problems() {
+    if (problems_.empty()) return;
+    if (problems_.size() > kMaxProblems) {
+      const size_t more = problems_.size() - kMaxProblems;
+      problems_.resize(kMaxProblems);
+      problems_.push_back("and " + std::to_string(more) + " more");
+    }
+    fail_user(join(problems_, "\n"));
+  }
+
+  Config config_;
+  std::map<std::string, std::string> origins_;
+  std::vector<std::string> problems_, warnings_;
+};
+
+}  // namespace
+
+Config load_config(const std::filesystem::path& path, const std::vector<std::string>& overrides,
+                   std::vector<std::string>* warnings) {
+  return Loader().load(config::load_tree(path), overrides, warnings);
+}
+
+Config load_config_text(const std::string& text, const std::vector<std::string>& overrides,
+                        std::vector<std::string>* warnings, const std::filesystem::path& origin) {
+  return Loader().load(config::load_tree_text(text, origin), overrides, warnings);
+}
+
+}  // namespace trireme

@@ -1,0 +1,134 @@
+// Dataset and PromptStream: rows of a JSONL or Parquet file as tokenised prompts, in a reproducible endless order.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/data/permutation.h"
+#include "trainer/data/row.h"
+#include "trainer/data/row_file.h"
+#include "trainer/tokenizer/tokenizer.h"
+
+namespace trireme {
+
+struct DataOptions {
+  std::string path;              // .jsonl, .jsonl.gz or .parquet file
+  std::string format = "auto";   // auto (by the file's first bytes) | jsonl | parquet
+  // Names of the columns. Both empty: found from the first row (messages; question/answer; problem/answer; input/output).
+  // An input_key that holds an array is read as OpenAI messages. Empty output_key with a set input_key: no gold answer.
+  std::string input_key, output_key;
+  std::string prompt_file;         // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
+  std::string system_prompt_file;  // empty: no system message
+  int64_t max_input_seq_length = 0;       // prompt tokens; 0: no limit
+  bool fail_on_long_prompt = false;       // a longer prompt is an Error; else it is skipped and counted
+  bool shuffle = true;
+  int64_t seed = 42;                      // of the order of rows
+  double split_validation_size = 0;       // rows held out: a share when < 1, a number of rows when >= 1
+  int64_t split_seed = 42;                // of the choice of held-out rows
+  enum class Split { kAll, kTrain, kValidation } split = Split::kAll;
+  int64_t max_bad_lines = 0;              // rows that may be skipped because they break a rule
+  bool apply_chat_template = true;        // false: system prompt, blank line, prompt as they stand
+  nlohmann::json chat_template_kwargs = nlohmann::json::object();
+  bool completions = false;               // SFT: fill completion_ids and completion_mask from the output
+  std::filesystem::path scratch_dir;      // for the unpacked copy of gzip and Parquet files; empty: the system's
+};
+
+struct PromptExample {
+  int64_t index = 0;  // row in the file: line - 1, or the Parquet row
+  std::string prompt_text;
+  std::vector<int32_t> prompt_ids;
+  std::string gold;      // the answer to grade against; after "####" when the output's last line starts so
+  nlohmann::json extra;  // the row's other columns
+  // SFT only: the tokens after the prompt, the end-of-answer token included, and 1 where the loss counts (0: user turns in
+  // a conversation of several turns).
+  std::vector<int32_t> completion_ids;
+  std::vector<uint8_t> completion_mask;
+};
+
+// An indexed file with its split. Rows stay on disk; memory is 8 bytes a row. Thread-safe.
+class Dataset final {
+ public:
+  // Reads the whole file once: every row is checked (conversations are rendered too), so that a mistake shows before the
+  // first step and size() counts valid rows only. Throws Error naming file, line and reason.
+  static std::shared_ptr<const Dataset> open(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
+
+  int64_t size() const { return size_; }  // rows of the split
+  // Example `i` of the split, 0 <= i < size(), in the file's order; nothing when its prompt is longer than the limit.
+  std::optional<PromptExample> example(int64_t i) const;
+
+  const DataOptions& options() const { return options_; }
+  const RowSchema& schema() const { return schema_; }
+  int64_t bad_rows() const { return file_->bad_rows(); }
+  // What the sequence of rows depends on (size of the file, split, seeds); equal on all ranks and after a resume.
+  nlohmann::json identity() const;
+
+ private:
+  struct Segment {  // of the text after the prompt
+    std::string text;
+    bool learn;
+  };
+  Dataset(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
+  void index_file();
+  void choose_split();
+  nlohmann::ordered_json prompt_messages(const Row& row) const;
+  std::string raw_prompt(const Row& row) const;
+  // Prompt text, and for SFT the text after it: one segment per answer and per stretch between answers.
+  std::string render(const Row& row, std::vector<Segment>* completion) const;
+  std::optional<PromptExample> tokenize(Row row) const;
+  void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
+
+  DataOptions options_;
+  std::shared_ptr<const Tokenizer> tokenizer_;
+  std::string prompt_before_, prompt_after_;  // prompt_file around its "{}"
+  std::string system_prompt_;
+  RowSchema schema_;
+  std::unique_ptr<RowFile> file_;
+  std::vector<int64_t> held_out_;  // rows of the validation split, ascending
+  int64_t size_ = 0;
+  mutable std::atomic<bool> warned_last_answer_{false};
+};
+
+// Walks a Dataset for ever, epoch after epoch, each epoch in an order that depends on (seed, epoch) only. Every rank that
+// opens it with the same options sees the same sequence; whoever shards takes its share by position. One thread.
+class PromptStream final {
+ public:
+  explicit PromptStream(std::shared_ptr<const Dataset> dataset);
+  PromptStream(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
+
+  // The next example whose prompt fits. Throws Error when a whole epoch has none.
+  PromptExample next();
+  std::vector<PromptExample> take(int64_t count);
+  // Like next(), but nothing at the end of the epoch; the call after that begins the next epoch.
+  std::optional<PromptExample> next_in_epoch();
+
+  // Of the row that comes next: epochs from 0, and rows of the epoch already used or skipped.
+  int64_t epoch() const { return position_ == size() ? epoch_ + 1 : epoch_; }
+  int64_t position() const { return position_ == size() ? 0 : position_; }
+  int64_t size() const { return dataset_->size(); }
+  int64_t skipped_long() const { return skipped_long_; }  // since the start of the run, each epoch counted anew
+  const Dataset& dataset() const { return *dataset_; }
+
+  // restore(state()) on a stream of the same data continues exactly. restore throws Error when the state belongs to
+  // other data, another split or another seed, and names the difference.
+  nlohmann::json state() const;
+  void restore(const nlohmann::json& state);
+
+ private:
+  bool epoch_done() const { return position_ == size(); }
+  void start_epoch(int64_t epoch);
+  std::optional<PromptExample> advance();  // the row at position_, or nothing when its prompt is too long
+
+  std::shared_ptr<const Dataset> dataset_;
+  Permutation order_;
+  int64_t epoch_ = 0;
+  int64_t position_ = 0;  // size(): the epoch is done and the next not begun
+  int64_t skipped_long_ = 0;
+};
+
+}  // namespace trireme

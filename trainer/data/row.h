@@ -1,0 +1,50 @@
+// Row: one line of a data file as text and messages; which columns hold what; prompt templates.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace trireme {
+
+// Which columns of a file are read.
+struct RowSchema {
+  std::string input_key;   // a column of text, or of OpenAI messages
+  std::string output_key;  // empty: no answer column
+  bool require_output = false;  // SFT: a row without an answer breaks the rule
+};
+
+struct Row {
+  int64_t index = 0;                 // in the file, from 0
+  std::string problem;               // the input when it is text
+  nlohmann::ordered_json messages;   // the input when it is a conversation, its final answer removed; else null
+  nlohmann::ordered_json answer;     // that final assistant message, or null
+  nlohmann::ordered_json tools;      // the row's tools for the chat template, or null
+  std::string output;                // the whole answer text (SFT)
+  std::string gold;                  // what a reward compares with
+  nlohmann::json extra;              // the other columns
+};
+
+// Parses one line. Throws Error(kData) whose message is the reason only; the caller knows file and line.
+nlohmann::ordered_json parse_json_object(std::string_view line);
+
+// The schema for files whose rows look like `row`: the given keys, or those of a known layout when both are empty
+// (messages; question and answer as GSM8K; problem and answer as DeepScaleR; input and output).
+RowSchema detect_schema(const nlohmann::ordered_json& row, const std::string& input_key, const std::string& output_key);
+
+// Throws Error(kData) with the reason: a missing key (and the nearest one there is), a wrong type, a malformed message.
+Row parse_row(const nlohmann::ordered_json& object, const RowSchema& schema);
+
+// GSM8K answers end with a line "#### 18": the text after it. Any other text: itself without surrounding blanks.
+std::string final_answer(std::string_view output);
+
+// Text of a message: its content, or the text parts of a content list joined.
+std::string message_text(const nlohmann::ordered_json& message);
+
+// Splits a prompt template at its single "{}" or "{0}"; "{{" and "}}" stand for braces (Python's str.format).
+// Throws Error(kUser) naming `source`.
+std::pair<std::string, std::string> parse_prompt_template(std::string_view text, const std::string& source);
+
+}  // namespace trireme

@@ -1,0 +1,40 @@
+// trireme launch: start the ranks of this node, forward signals, supervise.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace trireme {
+
+struct LaunchOptions {
+  std::vector<std::string> command;  // one rank's argv; the environment tells it its rank
+  int processes = 1;                 // ranks of this node
+  int nodes = 1;
+  int node_rank = 0;
+  std::string master_address = "127.0.0.1";
+  int master_port = 0;               // 0: a free port (one node only)
+  std::map<std::string, std::string> environment;
+  Milliseconds grace{300000};        // after a forwarded SIGTERM, until SIGKILL
+  Milliseconds failure_grace{20000};  // after the first failure: the others may notice and leave by themselves
+  std::string termination_log;       // file for the one-line JSON account of a failure; empty: none
+  int tail_lines = 30;
+};
+
+struct LaunchResult {
+  int exit_code = 0;           // of the first failed rank; 128 + n for signal n
+  int failed_rank = -1;        // -1: none
+  std::string cause;           // "exit code 21"
+  std::vector<std::string> tail;  // its last log lines
+};
+
+// Set by the caller's signal handler: the signal's number, forwarded once. May be null.
+LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal);
+
+// A TCP port on the loopback interface that was free a moment ago.
+int free_port();
+
+}  // namespace trireme

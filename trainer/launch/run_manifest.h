@@ -1,0 +1,36 @@
+// trireme run -f: an RLJob manifest on this machine.
+#pragma once
+
+#include <atomic>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "api/rljob.h"
+#include "base/clock.h"
+
+namespace trireme {
+
+struct RunOptions {
+  std::filesystem::path manifest;
+  std::filesystem::path volumes = ".trireme/volumes";  // a claim NAME is the folder volumes/NAME
+  std::filesystem::path program;                        // the trireme binary
+  std::vector<std::string> overrides;                   // key.sub=value after the manifest's own
+  Milliseconds init_timeout{3600000};                   // for each init container
+};
+
+// Runs init containers, then every actor pod as one `trireme launch`. Returns the exit code of the first failed pod.
+// Throws Error(kUser) for manifests that admission would refuse or that need a cluster.
+int run_manifest(const RunOptions& options, const std::atomic<int>* signal);
+
+// ---- parts, for tests --------------------------------------------------------------------------------------------
+
+struct PathMapping {
+  std::string container;  // mount path
+  std::string local;      // absolute folder
+};
+// Replaces mount paths at the start of a path inside `text` ("/data/x", "--out=/data/x"); longest mount wins.
+std::string map_paths(const std::string& text, const std::vector<PathMapping>& mappings);
+
+}  // namespace trireme

@@ -1,0 +1,55 @@
+// ModelConfig: a Hugging Face config.json as typed values; spellings of transformers 4 and 5.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "trainer/ops/ops.h"
+
+namespace trireme {
+
+enum class ModelFamily { kLlama, kQwen2, kQwen3 };
+const char* to_string(ModelFamily family);  // the model_type of config.json: "llama", "qwen2", "qwen3"
+
+struct ModelConfig {
+  ModelFamily family = ModelFamily::kLlama;
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t max_position_embeddings = 0;
+  double rms_norm_eps = 1e-6;
+  double initializer_range = 0.02;
+  RopeOptions rope;
+  bool tie_word_embeddings = false;
+  bool qkv_bias = false;
+  bool output_bias = false;  // of o_proj
+  bool mlp_bias = false;
+  bool qk_norm = false;
+  std::vector<int32_t> eos_token_ids;  // one or many; empty when the file names none
+  int32_t bos_token_id = -1;           // -1: none
+  std::string dtype = "float32";       // what the checkpoint was saved in: float32, bfloat16, float16
+
+  // Reads dir/config.json. Throws Error(kUser) that names file and key: unknown architectures (with the known ones),
+  // mixtures of experts, sizes that do not divide, scalings that are not implemented.
+  static ModelConfig load(const std::filesystem::path& dir);
+  static ModelConfig from_json(const nlohmann::json& json, const std::string& source);
+
+  // A complete config.json that transformers 4 and 5 read.
+  nlohmann::json to_json() const;
+
+  int64_t parameter_count() const;  // a tied head counted once
+  // Every (in, out) of its linears with the head, for the exactness self-test.
+  std::vector<LinearShape> linear_shapes() const;
+  // Floating point operations of one forward for one token after `context` earlier ones (multiply and add count 2).
+  double forward_flops_per_token(double context) const;
+  bool operator==(const ModelConfig& other) const { return to_json() == other.to_json(); }
+};
+
+}  // namespace trireme

@@ -1,0 +1,36 @@
+// KvArena: keys and values of all layers as flat rows; a sequence owns one contiguous extent, the same in every layer.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "trainer/model/config.h"
+
+namespace trireme {
+
+// Not thread-safe. Who owns which rows is the engine's business; the arena only stores them.
+class KvArena final {
+ public:
+  KvArena(const ModelConfig& config, int64_t capacity_rows, at::ScalarType dtype, at::Device device);
+
+  int64_t capacity_rows() const { return capacity_rows_; }
+  int64_t num_layers() const { return static_cast<int64_t>(keys_.size()); }
+  const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }      // [capacity, kv_heads, head_dim], rotated
+  const at::Tensor& values(int64_t layer) const { return values_[layer]; }  // [capacity, kv_heads, head_dim]
+
+  // Copies `rows` rows starting at `from` to `to` in every layer, with the meaning of memmove: ranges may overlap, and
+  // source rows outside the target stay as they were. Serves to move an extent and to give a sample its prompt's rows.
+  void move(int64_t from, int64_t to, int64_t rows);
+
+  // Memory of one row over all layers.
+  static int64_t bytes_per_row(const ModelConfig& config, at::ScalarType dtype);
+
+ private:
+  int64_t capacity_rows_ = 0;
+  std::vector<at::Tensor> keys_;
+  std::vector<at::Tensor> values_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,136 @@
+// Model: one dense decoder for the Llama, Qwen2 and Qwen3 families; the same layer code trains, prefills and decodes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/model/config.h"
+#include "trainer/model/kv_arena.h"
+#include "trainer/ops/ops.h"
+
+namespace trireme {
+
+// Flat tokens of whole sequences; no padding.
+struct PackedBatch {
+  at::Tensor ids;               // [tokens] int64
+  at::Tensor positions;         // [tokens] int64, position of each token in its sequence
+  std::vector<int64_t> starts;  // [sequences + 1]; first 0, last tokens
+
+  // Sequences one after another, each at positions 0, 1, ...
+  static PackedBatch from_sequences(const std::vector<std::vector<int32_t>>& sequences);
+  int64_t tokens() const { return ids.size(0); }
+};
+
+// Flat new tokens of many sequences, `rows` saying where each run's keys live.
+struct CachedBatch {
+  at::Tensor ids;              // [tokens] int64
+  at::Tensor positions;        // [tokens] int64 (past + i for token i of a run)
+  std::vector<CacheRow> rows;  // counts add up to tokens
+};
+
+// A named slice of the flat buffer.
+struct Parameter {
+  std::string name;     // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
+  at::Tensor tensor;    // leaf; a view of flat_parameters(); requires_grad when trainable
+  bool trainable = true;
+  int64_t offset = 0;   // first element in flat_parameters() and flat_gradients(); a multiple of kParameterAlignment
+  int64_t size = 0;     // elements
+  bool decay = true;    // false for norms and biases (one-dimensional): no weight decay
+};
+// Offsets are multiples of this many elements (at least 64 bytes in every dtype); gaps hold zeros for ever.
+inline constexpr int64_t kParameterAlignment = 64;
+
+struct ModelOptions {
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+  bool trainable = true;               // false: no gradient buffer, nothing requires grad (a reference model)
+  bool checkpoint_activations = false; // keep only each layer's input; backward recomputes the layer
+};
+
+// forward and forward_cached may run on several threads only with different arenas and with grad mode off; writing the
+// parameters needs everything else still.
+class Model final {
+ public:
+  Model(const ModelConfig& config, const ModelOptions& options);  // parameters are zero until loaded or initialised
+  ~Model();
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  const ModelConfig& config() const { return config_; }
+  const ModelOptions& options() const { return options_; }
+
+  // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is trainable.
+  at::Tensor forward(const PackedBatch& batch) const;
+  // The same for new tokens against the arena, into which their keys and values are written. Row bits equal forward's.
+  // No autograd.
+  at::Tensor forward_cached(const CachedBatch& batch, KvArena& arena) const;
+
+  // [vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
+  const at::Tensor& head_weight() const;
+
+  // In registration order, which is stable for a configuration: embedding, layers, final norm, head. A tied head is absent.
+  std::vector<Parameter>& parameters() { return parameters_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const Parameter* find(const std::string& name) const;  // null when absent
+
+  // All parameters, one contiguous tensor [elements], 64-byte aligned, gaps zero. Write it under at::NoGradGuard.
+  const at::Tensor& flat_parameters() const { return flat_parameters_; }
+  // Same layout and dtype; the parameters' .grad are views of it, so backward adds into it. Undefined when not trainable.
+  const at::Tensor& flat_gradients() const { return flat_gradients_; }
+  void zero_gradients();
+
+  // Copies another model's parameters (same configuration); dtypes may differ.
+  void copy_parameters_from(const Model& other);
+
+ private:
+  struct Layer;
+  at::Tensor register_parameter(const std::string& name, std::vector<int64_t> shape);
+  void allocate();
+  at::Tensor rope_rows(const at::Tensor& positions) const;
+  at::Tensor run_layer(const Layer& layer, const at::Tensor& x, const at::Tensor& rope, const PackedBatch* packed,
+                       const CachedBatch* cached, KvArena* arena, int64_t index) const;
+
+  ModelConfig config_;
+  ModelOptions options_;
+  std::vector<Parameter> parameters_;
+  std::vector<std::unique_ptr<Layer>> layers_;
+  at::Tensor flat_parameters_;
+  at::Tensor flat_gradients_;
+};
+
+// Reads config.json and (sharded or single) safetensors. Converts to options.dtype. Throws Error(kUser | kData) that names
+// the file and the tensor: missing, unexpected, wrong shape, truncated, overlapping. Also runs choose_linear_mode.
+std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options);
+
+// Overwrites `model`'s parameters from a folder of the same configuration.
+void load_parameters(Model& model, const std::filesystem::path& dir);
+
+struct SaveOptions {
+  // Folder whose tokenizer files, generation_config.json and unknown keys of config.json go along; empty: none.
+  std::filesystem::path source_dir;
+  int64_t max_shard_bytes = int64_t{4} << 30;
+  std::optional<at::ScalarType> dtype;  // as held in memory when absent
+};
+// A folder that Hugging Face reads. Every file is written under a temporary name, synced and renamed; the weights' index
+// (or single file) comes last.
+void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options);
+
+// Random weights: normal(0, initializer_range), norms 1, biases 0. A value depends on (seed, parameter name, index) only.
+void init_parameters(Model& model, uint64_t seed);
+// Writes config.json, generation_config.json and random float32 (or config.dtype) weights into `dir`.
+void init_model(const std::filesystem::path& dir, const ModelConfig& config, uint64_t seed);
+
+// log p(ids[i] | ids[0..i)) for i >= 1 of each sequence (first entry of each result is for ids[1]).
+std::vector<std::vector<float>> score(const Model& model, const std::vector<std::vector<int32_t>>& sequences,
+                                      const LogprobOptions& options = {}, int64_t max_tokens_per_batch = 4096);
+
+// "float32" | "bfloat16" | ... as in config.json. Throws Error(kUser) for others.
+at::ScalarType parse_dtype(const std::string& name);
+std::string dtype_name(at::ScalarType dtype);
+
+}  // namespace trireme

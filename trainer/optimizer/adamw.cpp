@@ -1,0 +1,200 @@
+#include "trainer/optimizer/adamw.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "trainer/model/safetensors.h"
+
+namespace trireme {
+
+DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options)
+    : model_(model), group_(data_parallel), options_(options) {
+  TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
+  elements_ = model.flat_parameters().numel();
+  const int64_t ranks = group_.size();
+  bucket_ = std::min(options_.bucket_elements, elements_);
+  bucket_ = (bucket_ + ranks - 1) / ranks * ranks;
+  buckets_ = (elements_ + bucket_ - 1) / bucket_;
+  const int64_t part = bucket_ / ranks;
+  for (int64_t b = 0; b < buckets_; ++b) {
+    Slice slice;
+    slice.begin = bucket_begin(b) + group_.rank() * part;
+    slice.size = std::clamp<int64_t>(elements_ - slice.begin, 0, part);
+    slice.at = b * part;
+    slices_.push_back(slice);
+  }
+  owned_ = buckets_ * part;
+  for (const Parameter& parameter : model.parameters()) {
+    if (!parameter.trainable || !(options_.decay_all || parameter.decay)) continue;
+    for (const Slice& slice : slices_) {
+      const int64_t begin = std::max(parameter.offset, slice.begin);
+      const int64_t end = std::min(parameter.offset + parameter.size, slice.begin + slice.size);
+      if (begin < end) decayed_.push_back({slice.at + begin - slice.begin, end - begin});
+    }
+  }
+  const c10::NoGradGuard no_grad;
+  const auto fp32 = model.flat_parameters().options().dtype(at::kFloat).requires_grad(false);
+  exp_avg_ = at::zeros({owned_}, fp32);
+  exp_avg_sq_ = at::zeros({owned_}, fp32);
+  grads_ = at::zeros({owned_}, fp32);
+  const bool in_place = ranks == 1 && buckets_ * bucket_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
+  if (in_place) {
+    master_ = model.flat_parameters().detach();
+  } else {
+    master_ = at::zeros({owned_}, fp32);
+    reset_master_from_weights();
+  }
+}
+
+void DistributedAdamW::reset_master_from_weights() {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor weights = model_.flat_parameters().detach();
+  if (master_.data_ptr() == weights.data_ptr()) return;
+  for (const Slice& slice : slices_) {
+    if (slice.size > 0) master_.narrow(0, slice.at, slice.size).copy_(weights.narrow(0, slice.begin, slice.size));
+  }
+}
+
+void DistributedAdamW::check_finite(double squares) const {
+  if (std::isfinite(squares)) return;
+  for (const Parameter& parameter : model_.parameters()) {
+    if (!parameter.trainable) continue;
+    const at::Tensor gradient = model_.flat_gradients().narrow(0, parameter.offset, parameter.size);
+    if (!at::isfinite(gradient).all().item<bool>()) {
+      fail_data("rank " + std::to_string(group_.rank()) + ": the gradient of " + parameter.name + " at optimizer step " +
+                std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed");
+    }
+  }
+  fail_data("the gradient of another rank at optimizer step " + std::to_string(steps_done_ + 1) +
+            " is not finite; the weights were not changed");
+}
+
+OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm) {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor gradients = model_.flat_gradients();
+  const at::ScalarType wire = options_.reduce_in_fp32 ? at::kFloat : gradients.scalar_type();
+  const int64_t part = bucket_ / group_.size();
+  for (int64_t b = 0; b < buckets_; ++b) {
+    const int64_t size = std::min(bucket_, elements_ - bucket_begin(b));
+    at::Tensor bucket = gradients.narrow(0, bucket_begin(b), size);
+    if (size < bucket_ || wire != gradients.scalar_type()) {
+      at::Tensor padded = at::zeros({bucket_}, gradients.options().dtype(wire));
+      padded.narrow(0, 0, size).copy_(bucket);
+      bucket = padded;
+    }
+    at::Tensor mine = grads_.narrow(0, b * part, part);
+    if (wire == at::kFloat) {
+      group_.reduce_scatter_sum(mine, bucket);
+    } else {
+      at::Tensor low = at::empty({part}, bucket.options());
+      group_.reduce_scatter_sum(low, bucket);
+      mine.copy_(low);
+    }
+  }
+  const double squares = group_.all_reduce_sum(grads_.to(at::kDouble).square().sum().item<double>());
+  check_finite(squares);
+  OptimizerStep result;
+  result.grad_norm = std::sqrt(squares);
+  if (max_grad_norm > 0) result.clip_factor = std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6));
+  if (result.clip_factor < 1) grads_.mul_(result.clip_factor);
+
+  ++steps_done_;
+  const double correction1 = 1 - std::pow(options_.beta1, static_cast<double>(steps_done_));
+  const double correction2 = 1 - std::pow(options_.beta2, static_cast<double>(steps_done_));
+  if (weight_decay != 0) {
+    for (const Decayed& run : decayed_) master_.narrow(0, run.at, run.size).mul_(1 - learning_rate * weight_decay);
+  }
+  exp_avg_.mul_(options_.beta1).add_(grads_, 1 - options_.beta1);
+  exp_avg_sq_.mul_(options_.beta2).addcmul_(grads_, grads_, 1 - options_.beta2);
+  // grads_ is scratch from here: it becomes the denominator.
+  at::sqrt_out(grads_, exp_avg_sq_);
+  grads_.div_(std::sqrt(correction2)).add_(options_.eps);
+  master_.addcdiv_(exp_avg_, grads_, -learning_rate / correction1);
+  write_weights();
+  model_.zero_gradients();
+  return result;
+}
+
+void DistributedAdamW::write_weights() {
+  at::Tensor weights = model_.flat_parameters().detach();
+  if (master_.data_ptr() == weights.data_ptr()) return;
+  const int64_t part = bucket_ / group_.size();
+  for (int64_t b = 0; b < buckets_; ++b) {
+    const at::Tensor mine = master_.narrow(0, b * part, part).to(weights.scalar_type());
+    const int64_t size = std::min(bucket_, elements_ - bucket_begin(b));
+    if (size == bucket_) {
+      group_.all_gather(weights.narrow(0, bucket_begin(b), bucket_), mine);
+    } else {
+      at::Tensor padded = at::empty({bucket_}, weights.options());
+      group_.all_gather(padded, mine);
+      weights.narrow(0, bucket_begin(b), size).copy_(padded.narrow(0, 0, size));
+    }
+  }
+}
+
+namespace {
+std::filesystem::path part_file(const std::filesystem::path& dir, int rank) {
+  std::string digits = std::to_string(rank);
+  digits.insert(0, digits.size() < 5 ? 5 - digits.size() : 0, '0');
+  return dir / ("rank_" + digits + ".safetensors");
+}
+}  // namespace
+
+void DistributedAdamW::save(const std::filesystem::path& dir) const {
+  nlohmann::json segments = nlohmann::json::array();
+  for (const Slice& slice : slices_) segments.push_back({slice.begin, slice.size, slice.at});
+  write_safetensors(part_file(dir, group_.rank()),
+                    {{"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}},
+                    {{"segments", segments.dump()},
+                     {"ranks", std::to_string(group_.size())},
+                     {"elements", std::to_string(elements_)},
+                     {"steps_done", std::to_string(steps_done_)}});
+}
+
+void DistributedAdamW::load(const std::filesystem::path& dir) {
+  const c10::NoGradGuard no_grad;
+  int ranks = 1;
+  int64_t covered = 0;
+  for (int saved = 0; saved < ranks; ++saved) {
+    const std::filesystem::path path = part_file(dir, saved);
+    const SafetensorsFile file(path);
+    const auto& metadata = file.header().metadata;
+    try {
+      if (std::stoll(metadata.at("elements")) != elements_) {
+        fail_data(path.string() + " holds the state of " + metadata.at("elements") + " parameter elements, the model has " +
+                  std::to_string(elements_));
+      }
+      ranks = std::stoi(metadata.at("ranks"));
+      steps_done_ = std::stoll(metadata.at("steps_done"));
+      for (const auto& segment : nlohmann::json::parse(metadata.at("segments"))) {
+        const int64_t begin = segment.at(0), size = segment.at(1), at = segment.at(2);
+        for (const Slice& slice : slices_) {
+          const int64_t from = std::max(begin, slice.begin), to = std::min(begin + size, slice.begin + slice.size);
+          if (from >= to) continue;
+          const auto copy = [&](at::Tensor target, const char* name) {
+            target.narrow(0, slice.at + from - slice.begin, to - from).copy_(file.tensor(name).narrow(0, at + from - begin, to - from));
+          };
+          copy(exp_avg_, "exp_avg");
+          copy(exp_avg_sq_, "exp_avg_sq");
+          copy(master_, "master");
+          covered += to - from;
+        }
+      }
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      fail_data(path.string() + " is not an optimizer state: " + error.what());
+    }
+  }
+  int64_t wanted = 0;
+  for (const Slice& slice : slices_) wanted += slice.size;
+  if (covered != wanted) fail_data(dir.string() + " does not hold the whole optimizer state");
+  write_weights();
+}
+
+}  // namespace trireme

@@ -1,0 +1,259 @@
+#include "trainer/parallel/communicator.h"
+
+#include <ATen/ATen.h>
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#ifdef TRIREME_CUDA
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#endif
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+std::string host_name() {
+  char name[256] = "unknown";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// The local address that reaches `peer`: the one other ranks can reach us at. No packet is sent.
+std::string own_address_towards(const std::string& peer) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (::getaddrinfo(peer.c_str(), "9", &hints, &found) != 0 || found == nullptr) {
+    throw Error(ErrorKind::kUnavailable, "cannot resolve the master address '" + peer + "'");
+  }
+  std::string text = "127.0.0.1";
+  const int fd = ::socket(found->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd >= 0) {
+    sockaddr_storage local{};
+    socklen_t length = sizeof local;
+    if (::connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
+        ::getsockname(fd, reinterpret_cast<sockaddr*>(&local), &length) == 0) {
+      char buffer[NI_MAXHOST];
+      if (::getnameinfo(reinterpret_cast<sockaddr*>(&local), length, buffer, sizeof buffer, nullptr, 0, NI_NUMERICHOST) == 0) {
+        text = buffer;
+      }
+    }
+    ::close(fd);
+  }
+  ::freeaddrinfo(found);
+  return text;
+}
+
+std::string first_line(const char* text) {
+  const char* end = std::strchr(text, '\n');
+  return end == nullptr ? std::string(text) : std::string(text, end);
+}
+
+}  // namespace
+
+struct JobStore::Impl {
+  Rendezvous rendezvous;
+  std::mutex mutex;
+  c10::intrusive_ptr<c10d::TCPStore> tcp;        // null with one rank
+  c10::intrusive_ptr<c10d::PrefixStore> scoped;  // keys of this attempt
+};
+
+JobStore::JobStore(const Rendezvous& rendezvous) : impl_(std::make_unique<Impl>()) {
+  impl_->rendezvous = rendezvous;
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(rendezvous.master_port);
+  options.isServer = rendezvous.rank == 0;
+  options.numWorkers = static_cast<size_t>(rendezvous.world_size);
+  options.waitWorkers = rendezvous.world_size > 1;
+  options.timeout = rendezvous.timeout;
+  const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
+  try {
+    impl_->tcp = c10::make_intrusive<c10d::TCPStore>(rendezvous.world_size == 1 ? "127.0.0.1" : rendezvous.master_address, options);
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(rendezvous.rank) + " on " + host_name() + ": rendezvous at " + where +
+                                         " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(error.what()));
+  }
+  impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + rendezvous.attempt, impl_->tcp);
+  if (rendezvous.world_size > 1) {
+    // A rank of an older attempt that still runs would have met a store of its own name: say so at once, not at a time-out.
+    if (rendezvous.rank == 0) set("attempt", rendezvous.attempt);
+    else get("attempt");
+  }
+}
+
+JobStore::~JobStore() = default;
+
+namespace {
+template <typename Fn>
+auto store_call(JobStore::Impl& impl, const char* operation, const std::string& key, Fn&& fn) {
+  try {
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    return fn();
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() + ": store " + operation +
+                                         " of '" + key + "' failed: " + first_line(error.what()));
+  }
+}
+}  // namespace
+
+int64_t JobStore::add(const std::string& key, int64_t amount) {
+  return store_call(*impl_, "add", key, [&] { return impl_->scoped->add(key, amount); });
+}
+void JobStore::set(const std::string& key, const std::string& value) {
+  store_call(*impl_, "set", key, [&] { impl_->scoped->set(key, std::vector<uint8_t>(value.begin(), value.end())); });
+}
+std::string JobStore::get(const std::string& key) {
+  const std::vector<uint8_t> bytes = store_call(*impl_, "get", key, [&] { return impl_->scoped->get(key); });
+  return std::string(bytes.begin(), bytes.end());
+}
+bool JobStore::has(const std::string& key) {
+  return store_call(*impl_, "check", key, [&] { return impl_->scoped->check({key}); });
+}
+
+struct Communicator::Impl {
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
+#ifdef TRIREME_CUDA
+  c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl;
+#endif
+  c10d::Backend& backend(const at::Tensor& tensor) {
+#ifdef TRIREME_CUDA
+    if (tensor.is_cuda()) return *nccl;
+#endif
+    TRIREME_CHECK(tensor.is_cpu(), "this build has collectives for CPU tensors only");
+    return *gloo;
+  }
+};
+
+Communicator::Communicator() = default;
+Communicator::~Communicator() = default;
+
+Communicator::Communicator(JobStore& store, const Rendezvous& rendezvous, const std::string& name)
+    : rank_(rendezvous.rank), size_(rendezvous.world_size), name_(name) {
+  if (size_ == 1) return;
+  impl_ = std::make_unique<Impl>();
+  call("connect", [&] {
+    auto options = c10d::ProcessGroupGloo::Options::create(rendezvous.timeout);
+    options->devices.push_back(
+        c10d::ProcessGroupGloo::createDeviceForHostname(own_address_towards(rendezvous.master_address)));
+    options->threads = 1;
+    auto prefix = c10::make_intrusive<c10d::PrefixStore>("gloo-" + name, store.impl().scoped);
+    impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(prefix, rank_, size_, options);
+#ifdef TRIREME_CUDA
+    auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
+    nccl_options->timeout = rendezvous.timeout;
+    auto nccl_prefix = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name, store.impl().scoped);
+    impl_->nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(nccl_prefix, rank_, size_, nccl_options);
+#endif
+  });
+}
+
+template <typename Fn>
+void Communicator::call(const char* operation, Fn&& fn) {
+  ++sequence_;
+  try {
+    fn();
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation + " number " +
+                                             std::to_string(sequence_) + " of group '" + name_ + "' (" + std::to_string(size_) +
+                                             " ranks) in phase " + phase_ + " failed: " + first_line(error.what()));
+  }
+}
+
+void Communicator::all_reduce_sum(at::Tensor tensor) {
+  if (size_ == 1) return;
+  std::vector<at::Tensor> list{tensor};
+  call("all-reduce", [&] { impl_->backend(tensor).allreduce(list)->wait(); });
+}
+
+void Communicator::all_reduce_max(at::Tensor tensor) {
+  if (size_ == 1) return;
+  std::vector<at::Tensor> list{tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  call("all-reduce", [&] { impl_->backend(tensor).allreduce(list, options)->wait(); });
+}
+
+void Communicator::broadcast(at::Tensor tensor, int root) {
+  if (size_ == 1) return;
+  std::vector<at::Tensor> list{tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  call("broadcast", [&] { impl_->backend(tensor).broadcast(list, options)->wait(); });
+}
+
+void Communicator::all_gather(at::Tensor out, const at::Tensor& in) {
+  TRIREME_CHECK(out.numel() == in.numel() * size_, "all_gather: output must hold one input per rank");
+  at::Tensor input = in;
+  if (size_ == 1) {
+    if (out.data_ptr() != in.data_ptr()) out.view(in.sizes()).copy_(in);
+    return;
+  }
+  if (in.is_alias_of(out)) input = in.clone();  // Gloo does not allow overlap
+  at::Tensor flat_out = out.view({-1});
+  at::Tensor flat_in = input.view({-1});
+  call("all-gather", [&] { impl_->backend(out)._allgather_base(flat_out, flat_in)->wait(); });
+}
+
+void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
+  TRIREME_CHECK(in.numel() == out.numel() * size_, "reduce_scatter: input must hold one output per rank");
+  if (size_ == 1) {
+    if (out.data_ptr() != in.data_ptr()) out.view({-1}).copy_(in.view({-1}));
+    return;
+  }
+  at::Tensor flat_out = out.view({-1});
+  at::Tensor flat_in = in.view({-1});
+  call("reduce-scatter", [&] { impl_->backend(in)._reduce_scatter_base(flat_out, flat_in)->wait(); });
+}
+
+void Communicator::barrier() {
+  if (size_ == 1) return;
+  call("barrier", [&] { impl_->gloo->barrier()->wait(); });
+}
+
+std::vector<std::string> Communicator::all_gather_bytes(const std::string& bytes) {
+  if (size_ == 1) return {bytes};
+  at::Tensor lengths = at::zeros({size_}, at::kLong);
+  all_gather(lengths, at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong));
+  const int64_t* length = lengths.const_data_ptr<int64_t>();
+  const int64_t widest = std::max<int64_t>(1, lengths.max().item<int64_t>());
+  at::Tensor mine = at::zeros({widest}, at::kByte);
+  std::memcpy(mine.data_ptr(), bytes.data(), bytes.size());
+  at::Tensor all = at::empty({widest * size_}, at::kByte);
+  all_gather(all, mine);
+  std::vector<std::string> parts;
+  const char* data = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>());
+  for (int r = 0; r < size_; ++r) parts.emplace_back(data + r * widest, static_cast<size_t>(length[r]));
+  return parts;
+}
+
+double Communicator::all_reduce_sum(double value) {
+  if (size_ == 1) return value;
+  at::Tensor tensor = at::full({1}, value, at::kDouble);
+  all_reduce_sum(tensor);
+  return tensor.item<double>();
+}
+
+double Communicator::all_reduce_max(double value) {
+  if (size_ == 1) return value;
+  at::Tensor tensor = at::full({1}, value, at::kDouble);
+  all_reduce_max(tensor);
+  return tensor.item<double>();
+}
+
+int64_t Communicator::all_reduce_sum(int64_t value) {
+  if (size_ == 1) return value;
+  at::Tensor tensor = at::full({1}, value, at::kLong);
+  all_reduce_sum(tensor);
+  return tensor.item<int64_t>();
+}
+
+}  // namespace trireme

@@ -1,0 +1,84 @@
+// JobStore and Communicator: rendezvous, counters and collectives with deadlines.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace trireme {
+
+struct Rendezvous {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  std::string master_address = "127.0.0.1";
+  int master_port = 0;      // rank 0 listens here; 0 with one rank: no store is opened
+  std::string attempt = "0";
+  Milliseconds timeout{600000};
+};
+
+// The job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
+class JobStore final {
+ public:
+  explicit JobStore(const Rendezvous& rendezvous);
+  ~JobStore();
+
+  int64_t add(const std::string& key, int64_t amount);  // atomic; returns the new value
+  void set(const std::string& key, const std::string& value);
+  std::string get(const std::string& key);  // waits for the key, Error(kTimeout) that names it
+  bool has(const std::string& key);
+
+  struct Impl;
+  Impl& impl() { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+// Collectives over `size()` ranks. All ranks call the same operations in the same order. Tensors are contiguous.
+class Communicator final {
+ public:
+  // A group of one: every operation is the identity.
+  Communicator();
+  // All ranks of the job.
+  Communicator(JobStore& store, const Rendezvous& rendezvous, const std::string& name);
+  ~Communicator();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // Shown in errors; the training loop sets it ("generation", "training", ...).
+  void set_phase(const std::string& phase) { phase_ = phase; }
+
+  void all_reduce_sum(at::Tensor tensor);
+  void all_reduce_max(at::Tensor tensor);
+  void broadcast(at::Tensor tensor, int root);
+  // out [size * n] from in [n]; in may be a view of out's own part.
+  void all_gather(at::Tensor out, const at::Tensor& in);
+  // out [n] = this rank's part of the sum over ranks of in [size * n].
+  void reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
+  void barrier();
+  // Any length per rank; result[r] is rank r's.
+  std::vector<std::string> all_gather_bytes(const std::string& bytes);
+  double all_reduce_sum(double value);
+  double all_reduce_max(double value);
+  int64_t all_reduce_sum(int64_t value);
+
+ private:
+  template <typename Fn>
+  void call(const char* operation, Fn&& fn);
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::string name_ = "self";
+  std::string phase_ = "start";
+  int64_t sequence_ = 0;
+};
+
+}  // namespace trireme

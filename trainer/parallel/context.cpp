@@ -1,0 +1,34 @@
+#include "trainer/parallel/context.h"
+
+#include "base/error.h"
+
+namespace trireme {
+
+ParallelContext::ParallelContext() : data_parallel_(std::make_unique<Communicator>()) {}
+
+ParallelContext::ParallelContext(const Layout& layout, const Rendezvous& rendezvous)
+    : layout_(layout), rendezvous_(rendezvous) {
+  const auto refuse = [](const char* what, int64_t size) {
+    if (size > 1) {
+      fail_user(std::string(what) + " parallel size " + std::to_string(size) +
+                " is not supported by this version of the trainer; only data parallel may be above 1");
+    }
+  };
+  refuse("tensor", layout.tp);
+  refuse("context", layout.cp);
+  refuse("expert", layout.ep);
+  refuse("pipeline", layout.pp);
+  refuse("expert tensor", layout.etp);
+  LayoutCheck check;
+  check.world = rendezvous.world_size;
+  const LayoutReport report = check_layout(layout, check);
+  if (!report.ok()) fail_user(report.errors.front());
+  if (rendezvous.rank < 0 || rendezvous.rank >= rendezvous.world_size) {
+    fail_user("rank " + std::to_string(rendezvous.rank) + " is outside the world of " + std::to_string(rendezvous.world_size));
+  }
+  coordinates_ = trireme::coordinates(layout, rendezvous.rank);
+  if (rendezvous.world_size > 1) store_ = std::make_unique<JobStore>(rendezvous);
+  data_parallel_ = store_ ? std::make_unique<Communicator>(*store_, rendezvous, "dp") : std::make_unique<Communicator>();
+}
+
+}  // namespace trireme

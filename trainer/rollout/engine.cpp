@@ -1,0 +1,403 @@
+#include "trainer/rollout/engine.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <deque>
+#include <fstream>
+#include <map>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "trainer/rollout/scheduler.h"
+
+namespace trireme {
+
+namespace {
+
+// Tokens of context before the longest stop string when the tail of an answer is decoded: a tokenizer may treat the
+// first tokens of a text differently.
+constexpr size_t kTailMarginTokens = 8;
+
+int64_t available_memory_bytes() {
+  std::ifstream file("/proc/meminfo");
+  std::string key;
+  int64_t kib = 0;
+  std::string unit;
+  while (file >> key >> kib >> unit) {
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return int64_t{1} << 30;
+}
+
+int64_t cache_rows_for(const Model& model, const EngineOptions& options) {
+  if (options.cache_rows > 0) return options.cache_rows;
+  const at::Device device = model.options().device;
+  if (!device.is_cpu()) fail_user("rollout: set policy.generation.kv_cache_tokens on device " + device.str());
+  const double bytes = static_cast<double>(available_memory_bytes()) * options.cache_memory_fraction;
+  const auto fit = static_cast<int64_t>(
+      bytes / static_cast<double>(KvArena::bytes_per_row(model.config(), model.options().dtype)));
+  return std::max<int64_t>(1, std::min(fit, options.max_sequences * options.max_total_length));
+}
+
+// Checks them and brings them into one form: greedy is a flag, the temperature positive.
+SamplingOptions checked(SamplingOptions s, const Tokenizer* tokenizer) {
+  if (!(s.temperature >= 0.0)) fail_user("rollout: temperature must be >= 0, it is " + std::to_string(s.temperature));
+  if (s.temperature == 0.0) {
+    s.greedy = true;
+    s.temperature = 1.0;
+  }
+  if (s.top_k < 0) fail_user("rollout: top_k must be >= 0 (0: off), it is " + std::to_string(s.top_k));
+  if (!(s.top_p > 0.0 && s.top_p <= 1.0)) fail_user("rollout: top_p must be in (0, 1], it is " + std::to_string(s.top_p));
+  if (!(s.min_p >= 0.0 && s.min_p <= 1.0)) fail_user("rollout: min_p must be in [0, 1], it is " + std::to_string(s.min_p));
+  for (const std::string& text : s.stop_strings) {
+    if (text.empty()) fail_user("rollout: a stop string is empty");
+    if (tokenizer == nullptr) fail_user("rollout: stop strings need a tokenizer");
+  }
+  return s;
+}
+
+}  // namespace
+
+LogprobOptions SamplingOptions::logprob_options() const {
+  LogprobOptions options;
+  options.temperature = temperature == 0.0 ? 1.0 : temperature;
+  options.top_k = top_k;
+  options.top_p = top_p;
+  options.min_p = min_p;
+  return options;
+}
+
+const char* to_string(FinishReason reason) { return reason == FinishReason::kStop ? "stop" : "length"; }
+
+double EngineStats::occupancy(int64_t max_sequences) const {
+  return steps == 0 ? 0.0 : static_cast<double>(sequence_steps) / static_cast<double>(steps * max_sequences);
+}
+
+struct Engine::Impl {
+  struct Group {
+    GroupRequest request;
+    GeneratedGroup result;
+    std::shared_ptr<const SamplingOptions> sampling;
+    LogprobOptions logprob;
+    std::vector<int64_t> limits;    // new tokens of each sample
+    size_t longest_stop_bytes = 0;  // 0: no stop strings
+    int64_t unfinished = 0;
+  };
+  struct Sample {
+    Group* group = nullptr;
+    int64_t index = 0;        // in the group
+    int64_t unseen = -1;      // its entry of `unseen_`, or -1
+    bool finished = false;
+  };
+  // Tokens of one step that nobody has looked at yet.
+  struct Sampled {
+    std::vector<Output> outputs;
+    SampleResult result;
+    bool any = false;
+  };
+
+  using Complete = std::pair<int64_t, GeneratedGroup>;  // with its first sequence id: the order of submission
+
+  Impl(const Model& m, const Tokenizer* t, const EngineOptions& o, const SamplingOptions& s)
+      : model(m), tokenizer(t), options(o), sampling(std::make_shared<SamplingOptions>(checked(s, t))) {
+    if (options.max_total_length <= 0) options.max_total_length = model.config().max_position_embeddings;
+    if (options.max_total_length < 2) fail_user("rollout: max_total_length must be at least 2");
+    if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
+    if (!(options.cache_memory_fraction > 0.0 && options.cache_memory_fraction <= 1.0)) {
+      fail_user("rollout: cache_memory_fraction must be in (0, 1]");
+    }
+    SchedulerOptions scheduling;
+    scheduling.cache_rows = cache_rows_for(model, options);
+    scheduling.max_sequences = options.max_sequences;
+    scheduling.prefill_chunk_tokens = options.prefill_chunk_tokens;
+    scheduling.headroom_rows = options.headroom_rows;
+    scheduling.grow_factor = options.grow_factor;
+    scheduler.emplace(scheduling);
+    options.cache_rows = scheduling.cache_rows;
+  }
+
+  void submit(GroupRequest request);
+  std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
+  std::vector<Complete> step();
+  void move_rows();
+  at::Tensor forward();
+  void sample(const at::Tensor& hidden);
+  void look_at(const Sampled& sampled, std::vector<Complete>& complete);
+  bool stops(const Group& group, const GeneratedSample& sample) const;
+  int64_t token(const Sample& sample, int64_t position) const;
+  Sample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
+
+  const Model& model;
+  const Tokenizer* tokenizer;
+  EngineOptions options;
+  std::shared_ptr<const SamplingOptions> sampling;
+  std::optional<Scheduler> scheduler;
+  std::unique_ptr<KvArena> arena;
+  std::map<int64_t, std::unique_ptr<Group>> groups;  // by their first sequence id
+  std::deque<Sample> samples;                        // of sequence ids first_sequence, first_sequence + 1, ...
+  int64_t first_sequence = 0;
+  Sampled unseen;  // with late_stops, the last step's
+  EngineStats stats;
+
+  // Reused from step to step.
+  StepPlan plan;
+  Sampled sampled;
+  CachedBatch batch;
+  std::vector<SampleRow> rows;
+};
+
+// Each sample's limit of new tokens.
+std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, const SamplingOptions& s) const {
+  const auto prompt = static_cast<int64_t>(request.prompt.size());
+  const int64_t room = options.max_total_length - prompt;
+  if (prompt == 0) fail_user("the prompt has no tokens");
+  if (request.samples < 1) fail_user("samples must be at least 1");
+  if (room < 1) {
+    fail_user("its prompt of " + std::to_string(prompt) + " tokens leaves no room for an answer within " +
+              std::to_string(options.max_total_length) + " tokens (policy.max_total_sequence_length)");
+  }
+  if (!request.forced_lengths.empty()) {
+    if (static_cast<int64_t>(request.forced_lengths.size()) != request.samples) {
+      fail_user("it has " + std::to_string(request.forced_lengths.size()) + " forced lengths for " +
+                std::to_string(request.samples) + " samples");
+    }
+    for (const int64_t length : request.forced_lengths) {
+      if (length < 1 || length > room) {
+        fail_user("its forced length " + std::to_string(length) + " is not in 1.." + std::to_string(room));
+      }
+    }
+    return request.forced_lengths;
+  }
+  const int64_t wanted = request.max_new_tokens > 0 ? request.max_new_tokens : s.max_new_tokens;
+  return std::vector<int64_t>(request.samples, wanted > 0 ? std::min(wanted, room) : room);
+}
+
+void Engine::Impl::submit(GroupRequest request) {
+  if (arena == nullptr) {
+    arena = std::make_unique<KvArena>(model.config(), options.cache_rows, model.options().dtype, model.options().device);
+    stats.cache_rows = options.cache_rows;
+  }
+  auto group = std::make_unique<Group>();
+  int64_t first = 0;
+  try {
+    group->sampling = sampling;
+    if (request.sampling) group->sampling = std::make_shared<const SamplingOptions>(checked(*request.sampling, tokenizer));
+    group->limits = sample_limits(request, *group->sampling);
+    first = scheduler->add_group(static_cast<int64_t>(request.prompt.size()), group->limits);
+  } catch (const Error& e) {
+    throw Error(e.kind(), "group " + std::to_string(request.group_id) + ": " + e.what());
+  }
+  if (samples.empty()) first_sequence = first;
+  group->logprob = group->sampling->logprob_options();
+  for (const std::string& text : group->sampling->stop_strings) {
+    group->longest_stop_bytes = std::max(group->longest_stop_bytes, text.size());
+  }
+  group->unfinished = request.samples;
+  group->result.group_id = request.group_id;
+  group->result.first_sample_id = request.first_sample_id;
+  group->result.samples.resize(request.samples);
+  for (int64_t i = 0; i < request.samples; ++i) samples.push_back({group.get(), i, -1, false});
+  group->request = std::move(request);
+  groups.emplace(first, std::move(group));
+}
+
+// Token `position` of the sample, wherever it is known.
+int64_t Engine::Impl::token(const Sample& sample, int64_t position) const {
+  const Group& group = *sample.group;
+  const auto prompt = static_cast<int64_t>(group.request.prompt.size());
+  if (position < prompt) return group.request.prompt[position];
+  const std::vector<int32_t>& tokens = group.result.samples[sample.index].tokens;
+  const int64_t i = position - prompt;
+  if (i < static_cast<int64_t>(tokens.size())) return tokens[i];
+  TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()), "a step reads a token before it is sampled");
+  return unseen.result.ids[sample.unseen];
+}
+
+std::vector<Engine::Impl::Complete> Engine::Impl::step() {
+  const at::NoGradGuard no_grad;
+  std::vector<Complete> complete;
+  Stopwatch watch;
+  scheduler->plan(plan);
+  sampled.any = false;
+  if (!plan.empty()) {
+    move_rows();
+    stats.host_seconds += watch.lap();
+    const at::Tensor hidden = forward();
+    stats.forward_seconds += watch.lap();
+    if (!plan.outputs.empty()) sample(hidden);
+    stats.sampling_seconds += watch.lap();
+    scheduler->commit(plan);
+    ++stats.steps;
+    stats.peak_cache_rows = std::max(stats.peak_cache_rows, plan.cache_rows);
+    stats.prefill_tokens += plan.prefill_tokens;
+    stats.decode_tokens += plan.decode_tokens;
+    stats.preemptions += static_cast<int64_t>(plan.preempted.size());
+    stats.sequence_steps += static_cast<int64_t>(plan.segments.size());
+  }
+  if (options.late_stops) {
+    if (unseen.any) look_at(unseen, complete);
+    std::swap(unseen, sampled);
+    for (size_t i = 0; unseen.any && i < unseen.outputs.size(); ++i) {
+      const int64_t sequence = unseen.outputs[i].sequence;
+      if (sequence >= first_sequence) at(sequence).unseen = static_cast<int64_t>(i);
+    }
+  } else if (sampled.any) {
+    look_at(sampled, complete);
+  }
+  stats.host_seconds += watch.lap();
+  return complete;
+}
+
+void Engine::Impl::move_rows() {
+  for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
+    for (const RowCopy& copy : *list) {
+      arena->move(copy.from, copy.to, copy.rows);
+      stats.copied_rows += copy.rows;
+    }
+  }
+}
+
+// Hidden states of the rows that are sampled from [outputs, hidden].
+at::Tensor Engine::Impl::forward() {
+  const at::Tensor input = at::empty({2, plan.tokens}, at::kLong);
+  int64_t* ids = input.data_ptr<int64_t>();
+  int64_t* positions = ids + plan.tokens;
+  batch.rows.clear();
+  for (const Segment& segment : plan.segments) {
+    const Sample& sample = at(segment.sequence);
+    for (int64_t i = 0; i < segment.count; ++i) {
+      *ids++ = token(sample, segment.past + i);
+      *positions++ = segment.past + i;
+    }
+    batch.rows.push_back({segment.start, segment.past, segment.count});
+  }
+  const at::Device device = model.options().device;
+  const at::Tensor on_device = device.is_cpu() ? input : input.to(device);
+  batch.ids = on_device.select(0, 0);
+  batch.positions = on_device.select(0, 1);
+  const at::Tensor hidden = model.forward_cached(batch, *arena);
+
+  bool all_rows = static_cast<int64_t>(plan.outputs.size()) == plan.tokens;
+  for (size_t i = 0; all_rows && i < plan.outputs.size(); ++i) all_rows = plan.outputs[i].row == static_cast<int64_t>(i);
+  if (all_rows || plan.outputs.empty()) return hidden;
+  const at::Tensor index = at::empty({static_cast<int64_t>(plan.outputs.size())}, at::kLong);
+  int64_t* row = index.data_ptr<int64_t>();
+  for (const Output& output : plan.outputs) *row++ = output.row;
+  return hidden.index_select(0, device.is_cpu() ? index : index.to(device));
+}
+
+void Engine::Impl::sample(const at::Tensor& hidden) {
+  rows.clear();
+  for (const Output& output : plan.outputs) {
+    const Sample& sample = at(output.sequence);
+    const Group& group = *sample.group;
+    SampleRow row;
+    row.options = group.logprob;
+    row.key.seed = group.sampling->seed;
+    row.key.sample_id = group.request.first_sample_id + static_cast<uint64_t>(sample.index);
+    row.key.position = static_cast<uint64_t>(output.position);
+    row.greedy = group.sampling->greedy;
+    rows.push_back(row);
+  }
+  sampled.result = sample_tokens(hidden, model.head_weight(), rows);
+  sampled.outputs = plan.outputs;
+  sampled.any = true;
+}
+
+void Engine::Impl::look_at(const Sampled& step, std::vector<Complete>& complete) {
+  for (size_t i = 0; i < step.outputs.size(); ++i) {
+    const int64_t sequence = step.outputs[i].sequence;
+    if (sequence < first_sequence || at(sequence).finished) {
+      ++stats.surplus_tokens;
+      continue;
+    }
+    Sample& sample = at(sequence);
+    Group& group = *sample.group;
+    GeneratedSample& result = group.result.samples[sample.index];
+    sample.unseen = -1;
+    result.tokens.push_back(static_cast<int32_t>(step.result.ids[i]));
+    result.logprobs.push_back(step.result.logprobs[i]);
+    ++stats.sampled_tokens;
+    const bool stopped = group.request.forced_lengths.empty() && stops(group, result);
+    if (!stopped && static_cast<int64_t>(result.tokens.size()) < group.limits[sample.index]) continue;
+    result.finish = stopped ? FinishReason::kStop : FinishReason::kLength;
+    sample.finished = true;
+    if (stopped) scheduler->stop(sequence);
+    if (--group.unfinished > 0) continue;
+    const auto entry = groups.find(sequence - sample.index);
+    group.result.prompt = std::move(group.request.prompt);
+    complete.emplace_back(entry->first, std::move(group.result));
+    groups.erase(entry);
+  }
+  while (!samples.empty() && samples.front().finished) {
+    samples.pop_front();
+    ++first_sequence;
+  }
+}
+
+bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) const {
+  const SamplingOptions& s = *group.sampling;
+  if (std::find(s.stop_ids.begin(), s.stop_ids.end(), sample.tokens.back()) != s.stop_ids.end()) return true;
+  if (group.longest_stop_bytes == 0) return false;
+  // A token is at least a byte of text. Earlier tokens have been looked at, so a match ends in the last one.
+  const size_t count = std::min(sample.tokens.size(), group.longest_stop_bytes + kTailMarginTokens);
+  const std::string tail =
+      tokenizer->decode(sample.tokens.data() + sample.tokens.size() - count, count, /*skip_special=*/false);
+  return std::any_of(s.stop_strings.begin(), s.stop_strings.end(),
+                     [&tail](const std::string& text) { return tail.find(text) != std::string::npos; });
+}
+
+Engine::Engine(const Model& model, const Tokenizer* tokenizer, const EngineOptions& options, const SamplingOptions& sampling)
+    : impl_(std::make_unique<Impl>(model, tokenizer, options, sampling)) {}
+Engine::~Engine() = default;
+
+void Engine::submit(GroupRequest request) { impl_->submit(std::move(request)); }
+
+std::vector<GeneratedGroup> Engine::step() {
+  std::vector<GeneratedGroup> result;
+  if (idle()) return result;
+  for (auto& [order, group] : impl_->step()) result.push_back(std::move(group));
+  return result;
+}
+
+bool Engine::idle() const { return impl_->groups.empty(); }
+
+int64_t Engine::unfinished_samples() const {
+  int64_t count = 0;
+  for (const auto& [id, group] : impl_->groups) count += group->unfinished;
+  return count;
+}
+
+std::vector<GeneratedGroup> Engine::run() {
+  std::vector<Impl::Complete> complete;
+  while (!idle()) {
+    for (Impl::Complete& group : impl_->step()) complete.push_back(std::move(group));
+  }
+  std::sort(complete.begin(), complete.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<GeneratedGroup> result;
+  for (auto& [order, group] : complete) result.push_back(std::move(group));
+  return result;
+}
+
+void Engine::weights_changed() { impl_->scheduler->drop_cache(); }
+
+void Engine::release_cache() {
+  TRIREME_CHECK(idle(), "the rollout cache was released while samples are unfinished");
+  impl_->scheduler->drop_cache();
+  impl_->arena.reset();
+  impl_->stats.cache_rows = 0;
+}
+
+const EngineOptions& Engine::options() const { return impl_->options; }
+const SamplingOptions& Engine::sampling() const { return *impl_->sampling; }
+const EngineStats& Engine::stats() const { return impl_->stats; }
+
+void Engine::reset_stats() {
+  const int64_t rows = impl_->stats.cache_rows;
+  impl_->stats = EngineStats();
+  impl_->stats.cache_rows = rows;
+}
+
+}  // namespace trireme

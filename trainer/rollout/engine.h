@@ -1,0 +1,121 @@
+// Engine: generates the samples of prompt groups by continuous batching over a KV cache. Contract in README.md.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/model/model.h"
+#include "trainer/tokenizer/tokenizer.h"
+
+namespace trireme {
+
+struct SamplingOptions {
+  double temperature = 1.0;  // 0: greedy, log-probs at temperature 1
+  int64_t top_k = 0;         // 0: off
+  double top_p = 1.0;        // 1: off
+  double min_p = 0.0;        // 0: off
+  bool greedy = false;       // the most likely token; log-probs are those of the distribution above
+  int64_t max_new_tokens = 0;              // <= 0: up to the engine's max_total_length
+  std::vector<int32_t> stop_ids;           // the sample ends with one of these, which it keeps
+  std::vector<std::string> stop_strings;   // in the answer's text; the tokens up to its end are kept
+  uint64_t seed = 0;
+
+  // What the loss must compute to get the engine's log-probs.
+  LogprobOptions logprob_options() const;
+};
+
+struct EngineOptions {
+  int64_t cache_rows = 0;               // 0: what max_sequences full-length samples need, within cache_memory_fraction
+  double cache_memory_fraction = 0.6;   // of the free memory, when cache_rows is 0
+  int64_t max_sequences = 256;          // decoded at once
+  int64_t prefill_chunk_tokens = 2048;  // prompt tokens in one step
+  int64_t max_total_length = 0;         // prompt and answer; 0: the model's max_position_embeddings
+  int64_t headroom_rows = 64;           // see SchedulerOptions
+  double grow_factor = 1.5;
+  // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is
+  // dropped. For devices that run ahead of the host; the samples are the same.
+  bool late_stops = false;
+};
+
+struct GroupRequest {
+  int64_t group_id = 0;
+  std::vector<int32_t> prompt;
+  int64_t samples = 1;
+  uint64_t first_sample_id = 0;  // sample i draws its random numbers as first_sample_id + i
+  int64_t max_new_tokens = 0;    // <= 0: the sampling options' value
+  // For benchmarks: sample i ends after exactly forced_lengths[i] tokens, stops are ignored. Empty: off.
+  std::vector<int64_t> forced_lengths;
+  std::optional<SamplingOptions> sampling;  // instead of the engine's
+};
+
+enum class FinishReason { kStop, kLength };
+const char* to_string(FinishReason reason);  // "stop", "length"
+
+struct GeneratedSample {
+  std::vector<int32_t> tokens;
+  std::vector<float> logprobs;  // one a token, of the distribution it was drawn from
+  FinishReason finish = FinishReason::kLength;
+};
+
+struct GeneratedGroup {
+  int64_t group_id = 0;
+  uint64_t first_sample_id = 0;
+  std::vector<int32_t> prompt;
+  std::vector<GeneratedSample> samples;
+};
+
+struct EngineStats {
+  int64_t steps = 0;
+  int64_t prefill_tokens = 0;
+  int64_t decode_tokens = 0;
+  int64_t sampled_tokens = 0;    // kept ones
+  int64_t surplus_tokens = 0;    // dropped by late_stops
+  int64_t preemptions = 0;
+  int64_t copied_rows = 0;       // prompts copied, extents moved
+  int64_t cache_rows = 0;        // capacity; 0 while there is no cache
+  int64_t peak_cache_rows = 0;
+  int64_t sequence_steps = 0;    // sequences in a step, summed over steps
+  double forward_seconds = 0.0;
+  double sampling_seconds = 0.0;
+  double host_seconds = 0.0;     // planning, copies, stop checks
+  double occupancy(int64_t max_sequences) const;  // mean part of max_sequences in use
+};
+
+// One thread owns an engine. It reads the model's live weights: nobody may write them during step(), and after a write
+// weights_changed() comes before the next step().
+class Engine final {
+ public:
+  // `tokenizer` is needed for stop strings only. Both outlive the engine. Throws Error(kUser) on impossible options.
+  Engine(const Model& model, const Tokenizer* tokenizer, const EngineOptions& options, const SamplingOptions& sampling);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Throws Error(kUser) that names the group when it can never be generated; the engine is unchanged then.
+  void submit(GroupRequest request);
+  // One batch through the model. Returns the groups that became complete. Nothing happens when idle.
+  std::vector<GeneratedGroup> step();
+  bool idle() const;
+  int64_t unfinished_samples() const;
+  // Steps until idle; groups in the order in which they were submitted.
+  std::vector<GeneratedGroup> run();
+
+  // Everything cached is forgotten; unfinished samples go on with the new weights.
+  void weights_changed();
+  // Gives the cache's memory back; the next submit takes it again. Only when idle.
+  void release_cache();
+
+  const EngineOptions& options() const;
+  const SamplingOptions& sampling() const;
+  const EngineStats& stats() const;
+  void reset_stats();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace trireme
