@@ -70,12 +70,15 @@ Json resolve_plain(const std::string& text) {
   return text;
 }
 
-size_t count_nodes(const Json& value) {
-  size_t count = 1;
+// What a copy of a value costs against kMaxNodes: its nodes, and its text by the 64 bytes.
+size_t cost_of(const Json& value) {
+  size_t cost = 1;
   if (value.is_structured()) {
-    for (const Json& item : value) count += count_nodes(item);
+    for (const Json& item : value) cost += cost_of(item);
+  } else if (value.is_string()) {
+    cost += value.get_ref<const std::string&>().size() / 64;
   }
-  return count;
+  return cost;
 }
 
 // Builds the documents from yaml-cpp's events. Its limits hold before anything deep or large exists.
@@ -90,20 +93,20 @@ class Builder final : public YAML::EventHandler {
     stack_.clear();
   }
   void OnDocumentEnd() override {}
-  void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override { add(mark, anchor, Json(), ""); }
+  void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override { add(mark, anchor, Json()); }
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     const auto it = anchors_.find(anchor);
     if (it == anchors_.end()) fail(mark, "an alias inside of its own anchor");
-    nodes_ += count_nodes(it->second);
+    charge(mark, cost_of(it->second));
     if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) fail(mark, "an alias cannot be a key");
-    add(mark, 0, it->second, "");
+    add(mark, 0, it->second);
   }
   void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor, const std::string& value) override {
     if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) return set_key(mark, value);
-    if (tag.empty() || tag == "?") return add(mark, anchor, resolve_plain(value), value);
-    if (tag == "!" || tag == "tag:yaml.org,2002:str") return add(mark, anchor, value, "");
+    if (tag.empty() || tag == "?") return add(mark, anchor, resolve_plain(value));
+    if (tag == "!" || tag == "tag:yaml.org,2002:str") return add(mark, anchor, value);
     if (is_one_of(tag, {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"})) {
-      return add(mark, anchor, resolve_plain(value), value);
+      return add(mark, anchor, resolve_plain(value));
     }
     fail(mark, "the YAML tag " + tag.substr(0, 64) + " is not supported");
   }
@@ -125,7 +128,7 @@ class Builder final : public YAML::EventHandler {
     std::string path;  // of this container; meaningless once too long
     bool path_known = true;
     YAML::anchor_t anchor = 0;
-    int line = 0;
+    YAML::Mark mark;
   };
 
   [[noreturn]] void fail(const YAML::Mark& mark, const std::string& message) const {
@@ -140,11 +143,17 @@ class Builder final : public YAML::EventHandler {
     }
     frame.key = key;
     frame.key_line = mark.line + 1;
-    count(mark);
+    charge(mark, 1);
   }
 
-  void count(const YAML::Mark& mark) {
-    if (++nodes_ > kMaxNodes) fail(mark, "more than " + std::to_string(kMaxNodes) + " values");
+  void charge(const YAML::Mark& mark, size_t cost) {
+    nodes_ += cost;
+    if (nodes_ > kMaxNodes) fail(mark, "more than " + std::to_string(kMaxNodes) + " values");
+  }
+
+  void keep_anchor(const YAML::Mark& mark, YAML::anchor_t anchor, const Json& value) {
+    charge(mark, cost_of(value));
+    anchors_[anchor] = value;
   }
 
   // The path of the value about to be added, and its line.
@@ -162,9 +171,9 @@ class Builder final : public YAML::EventHandler {
     return {known ? path : "", known};
   }
 
-  void add(const YAML::Mark& mark, YAML::anchor_t anchor, Json value, const std::string&) {
-    count(mark);
-    if (anchor != 0) anchors_[anchor] = value;
+  void add(const YAML::Mark& mark, YAML::anchor_t anchor, Json value) {
+    charge(mark, 1);
+    if (anchor != 0) keep_anchor(mark, anchor, value);
     attach(std::move(value), mark.line + 1);
   }
 
@@ -187,7 +196,7 @@ class Builder final : public YAML::EventHandler {
   void open(const YAML::Mark& mark, YAML::anchor_t anchor, bool is_map) {
     if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) fail(mark, "a key must be a string");
     if (stack_.size() >= static_cast<size_t>(kMaxDepth)) fail(mark, "nested deeper than " + std::to_string(kMaxDepth) + " levels");
-    count(mark);
+    charge(mark, 1);
     const auto [path, known] = next_path();
     Frame frame;
     frame.is_map = is_map;
@@ -195,15 +204,15 @@ class Builder final : public YAML::EventHandler {
     frame.path = path;
     frame.path_known = known;
     frame.anchor = anchor;
-    frame.line = mark.line + 1;
+    frame.mark = mark;
     stack_.push_back(std::move(frame));
   }
 
   void close() {
     Frame frame = std::move(stack_.back());
     stack_.pop_back();
-    if (frame.anchor != 0) anchors_[frame.anchor] = frame.value;
-    attach(std::move(frame.value), frame.line);
+    if (frame.anchor != 0) keep_anchor(frame.mark, frame.anchor, frame.value);
+    attach(std::move(frame.value), frame.mark.line + 1);
   }
 
   std::string file_;
@@ -249,12 +258,8 @@ int depth_of(const Json& value, int limit) {
 
 Json parse_json_bounded(std::string_view text, std::string_view what) {
   check_text(text, what);
-  bool too_deep = false;
   const auto callback = [&](int depth, Json::parse_event_t, Json&) {
-    if (depth > kMaxDepth) {
-      too_deep = true;
-      fail_user(std::string(what) + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
-    }
+    if (depth > kMaxDepth) fail_user(std::string(what) + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
     return true;
   };
   try {
@@ -275,6 +280,12 @@ int Manifest::line_of(size_t job, const std::string& path) const {
     at.erase(end == std::string::npos ? 0 : end);
   }
   return 0;
+}
+
+void Manifest::add_lines(size_t job, std::vector<Issue>& issues) const {
+  for (Issue& issue : issues) {
+    if (issue.line == 0) issue.line = line_of(job, issue.path);
+  }
 }
 
 Manifest parse_manifest(std::string_view text, std::string_view file) {
@@ -303,12 +314,11 @@ Manifest parse_manifest(std::string_view text, std::string_view file) {
       manifest.others.push_back(std::move(document.value));
       continue;
     }
-    const size_t first_issue = issues.size();
-    manifest.jobs.push_back(rljob_from_json(document.value, issues));
+    std::vector<Issue> job_issues;
+    manifest.jobs.push_back(rljob_from_json(document.value, job_issues));
     manifest.lines.push_back(std::move(document.lines));
-    for (size_t i = first_issue; i < issues.size(); ++i) {
-      issues[i].line = manifest.line_of(manifest.jobs.size() - 1, issues[i].path);
-    }
+    manifest.add_lines(manifest.jobs.size() - 1, job_issues);
+    issues.insert(issues.end(), job_issues.begin(), job_issues.end());
   }
   if (!issues.empty()) fail_user(to_string(issues, name));
   if (manifest.jobs.empty()) fail_user(name + ": no RLJob in it");

@@ -289,6 +289,8 @@ struct Manifest {
   std::vector<Json> others;
   // Line of a field path in jobs[i] ("spec.roles.actor"), of its nearest parent if it is not in the file; 0: unknown (JSON).
   int line_of(size_t job, const std::string& path) const;
+  // Fills in the lines of issues about jobs[job], e.g. those of validate().
+  void add_lines(size_t job, std::vector<Issue>& issues) const;
   std::vector<std::map<std::string, int>> lines;  // per job: path -> line
 };
 

@@ -49,10 +49,9 @@ bool is_qualified_name(std::string_view text) {
   const size_t slash = text.find('/');
   if (slash != std::string_view::npos && !is_dns_subdomain(text.substr(0, slash))) return false;
   const std::string_view name = slash == std::string_view::npos ? text : text.substr(slash + 1);
-  const std::string_view ends = std::string_view(kNameChars).substr(0, 62);
-  return !name.empty() && name.size() <= 63 && only(name, kNameChars) && ends.find(to_lower(name.substr(0, 1))) != std::string_view::npos &&
-         ends.find(name.back()) != std::string_view::npos && std::string_view("-_.").find(name.back()) == std::string_view::npos &&
-         std::string_view("-_.").find(name.front()) == std::string_view::npos;
+  const std::string_view marks = "-_.";
+  return !name.empty() && name.size() <= 63 && only(name, kNameChars) && marks.find(name.front()) == std::string_view::npos &&
+         marks.find(name.back()) == std::string_view::npos;
 }
 
 bool is_quantity(std::string_view text) {

@@ -83,7 +83,10 @@ struct Observed {
   bool live = false;
   std::optional<Report> report;
   int64_t now_ms = 0;              // wall clock, unix
-  Milliseconds unplaced_for{0};    // all pods of the attempt exist ungated, not all have a node
+  // The API server would not take the attempt's objects: why, and whether asking again is pointless.
+  std::optional<std::string> rejection;
+  bool rejection_final = false;
+  Milliseconds unplaced_for{0};    // in phase Queued, no pod held by a queue, not all have a node
   Milliseconds starting_for{0};    // in phase Starting
   Milliseconds silent_for{0};      // in phase Running without a report
 };

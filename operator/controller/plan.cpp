@@ -46,6 +46,7 @@ class Planner final {
   void requeue(Milliseconds after);
 
   bool accept();
+  scheduling::Backend backend() const;
   void refuse(const std::string& reason, const std::string& message);
   void begin();
   void suspend();
@@ -66,7 +67,7 @@ class Planner final {
   void start_attempt_at(int64_t unix_ms);
 
   void sort_pods();
-  std::vector<Failure> failures() const;
+  std::vector<Failure> failures();
   std::vector<WantedPod> missing_pods() const;
   void cleanup_attempts(bool also_current);
   bool keep(const ObservedPod& pod) const;
@@ -136,30 +137,18 @@ void Planner::sort_pods() {
 
 bool Planner::accept() {
   const bool begun = job_.status.attempt > 0;
+  const bool seen = job_.status.observed_generation == job_.metadata.generation;
+  const Condition* accepted = find_condition(job_.status, "Accepted");
+  const bool refused = accepted && accepted->status == "False";
+  if (seen && refused && accepted->reason == "Invalid") return false;  // a new generation asks again
   std::vector<Issue> issues = o_.issues;
-  if (issues.empty() && job_.status.observed_generation != job_.metadata.generation) issues = validate(job_).errors;
-  if (issues.empty() && !begun) {
-    if (const Condition* accepted = find_condition(job_.status, "Accepted");
-        accepted && accepted->status == "False" && job_.status.observed_generation == job_.metadata.generation &&
-        accepted->reason == "Invalid") {
-      return false;  // said so already; a new generation asks again
-    }
-  }
+  if (issues.empty() && !seen) issues = validate(job_).errors;
   if (!issues.empty()) {
-    const std::string text = to_string(issues, {}, 5);
-    if (!begun) {
-      refuse("Invalid", text);
-      return false;
-    }
-    // The webhook was off. What runs, runs on; what it says now is known to be wrong.
-    condition("Accepted", false, "Invalid", text);
-    if (!o_.issues.empty()) return false;
+    refuse("Invalid", to_string(issues, {}, 5));
+    return false;
   }
   try {
-    const std::string wanted = job_.spec.scheduling.backend == GangBackend::kAuto
-                                   ? options_.default_backend
-                                   : to_string(job_.spec.scheduling.backend);
-    backend_ = scheduling::choose_backend(wanted, !job_.spec.queue_name.empty(), options_.discovery);
+    backend_ = backend();
   } catch (const Error& e) {
     if (!begun) {
       refuse("BackendMissing", e.what());
@@ -168,11 +157,20 @@ bool Planner::accept() {
     }
   }
   next_.observed_generation = job_.metadata.generation;
+  if (begun && refused) condition("Accepted", true, "Accepted");
   return true;
 }
 
+scheduling::Backend Planner::backend() const {
+  const bool automatic = job_.spec.scheduling.backend == GangBackend::kAuto;
+  return scheduling::choose_backend(automatic ? options_.default_backend : to_string(job_.spec.scheduling.backend),
+                                    !job_.spec.queue_name.empty(), options_.discovery);
+}
+
+// With the webhook off, an attempt that runs may be edited into something impossible: its pods are left alone until the
+// specification is right again.
 void Planner::refuse(const std::string& reason, const std::string& message) {
-  next_.phase = phase::kPending;
+  if (job_.status.attempt == 0) next_.phase = phase::kPending;
   const Condition* before = find_condition(job_.status, "Accepted");
   const bool said = before && before->status == "False" && before->reason == reason &&
                     before->message == head(message, kMaxMessageBytes) &&
@@ -252,10 +250,7 @@ void Planner::cleanup_attempts(bool also_current) {
 
 void Planner::finished() {
   try {
-    backend_ = scheduling::choose_backend(job_.spec.scheduling.backend == GangBackend::kAuto
-                                              ? options_.default_backend
-                                              : to_string(job_.spec.scheduling.backend),
-                                          !job_.spec.queue_name.empty(), options_.discovery);
+    backend_ = backend();
   } catch (const Error&) {
     backend_ = {};  // its objects go with the job
   }
@@ -371,9 +366,12 @@ void Planner::run_attempt() {
   queued();
 }
 
-std::vector<Failure> Planner::failures() const {
+std::vector<Failure> Planner::failures() {
   std::vector<Failure> found;
   for (const ObservedPod* pod : current_) {
+    if (pod->alive() && pod->node_state == NodeState::kNotReady && pod->node_bad_for < options_.node_grace) {
+      requeue(options_.node_grace - pod->node_bad_for);
+    }
     // A pod of a gang that is not complete yet may be taken away: it is made again.
     if (in(phase::kQueued) && pod->deleting && pod->alive()) continue;
     if (auto failure = pod_failure(*pod, options_.node_grace)) found.push_back(std::move(*failure));
@@ -411,11 +409,17 @@ void Planner::clear() {
 
 void Planner::queued() {
   if (old_alive_) return;
+  const Milliseconds limit{job_.spec.scheduling.scheduling_timeout_seconds * 1000};
   const std::vector<WantedPod> missing = missing_pods();
   if (!missing.empty()) {
     if (!o_.live) {
       out_.needs_live = true;
       return;
+    }
+    if (o_.rejection) {
+      condition("GangScheduled", false, "PodsRejected", *o_.rejection);
+      if (o_.rejection_final) return fail("PodsRejected", *o_.rejection);
+      if (limit.count() > 0 && o_.unplaced_for >= limit) return release_gang();
     }
     for (Action& action : create_actions(context(), missing)) {
       action.wave += 10;  // after what remains of earlier attempts has gone
@@ -444,7 +448,6 @@ void Planner::queued() {
   }
   condition("GangScheduled", false, "Waiting",
             count(placed, current_.size()) + " pods have a node" + (waiting->message.empty() ? "" : ": " + waiting->message));
-  const Milliseconds limit{job_.spec.scheduling.scheduling_timeout_seconds * 1000};
   if (limit.count() == 0) return;
   if (o_.unplaced_for >= limit) return release_gang();
   requeue(limit - o_.unplaced_for);

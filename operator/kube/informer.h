@@ -51,7 +51,7 @@ class Informer final : private ReflectorSink {
       for (const char* f : {"metadata.namespace", "metadata.name", "metadata.uid", "metadata.resourceVersion", "metadata.labels"})
         options_.fields.add(f);
     }
-    reflector_ = std::make_unique<Reflector>(client, options_.reflector, *this);
+    reflector_ = std::make_unique<Reflector>(client, options_.reflector, static_cast<ReflectorSink&>(*this));
   }
   ~Informer() override { stop(); }
 

@@ -1,5 +1,6 @@
 #include "operator/kube/json_scan.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -109,16 +110,20 @@ JsonFields::JsonFields(const std::vector<std::string>& paths) {
 void JsonFields::add(std::string_view path) {
   Node* node = &root_;
   for (const std::string& key : split(path, '.')) {
-    if (key == "*") {
-      if (!node->any) node->any = std::make_unique<Node>();
-      node = node->any.get();
-    } else {
-      auto& child = node->children[key];
-      if (!child) child = std::make_unique<Node>();
-      node = child.get();
-    }
+    auto it = std::find_if(node->children.begin(), node->children.end(), [&](const Node& n) { return n.key == key; });
+    if (it == node->children.end()) it = node->children.insert(it, Node{key, false, {}});
+    node = &*it;
   }
   node->keep = true;
+}
+
+const JsonFields::Node* JsonFields::Node::child(std::string_view name) const {
+  const Node* any = nullptr;
+  for (const Node& node : children) {
+    if (node.key == name) return &node;
+    if (node.key == "*") any = &node;
+  }
+  return any;
 }
 
 bool JsonFields::copy(std::string_view text, size_t& at, const Node& node, std::string& out, int depth) {
@@ -134,8 +139,7 @@ bool JsonFields::copy(std::string_view text, size_t& at, const Node& node, std::
     out += '{';
     bool any_member = false;
     for_members(text, at, [&](std::string_view key, size_t& value) {
-      const auto it = node.children.find(key);
-      const Node* child = it != node.children.end() ? it->second.get() : node.any.get();
+      const Node* child = node.child(key);
       if (!child) {
         skip_value(text, value);
         return true;

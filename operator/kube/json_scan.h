@@ -3,8 +3,6 @@
 #pragma once
 
 #include <functional>
-#include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -21,7 +19,7 @@ class JsonFields final {
   JsonFields() = default;
   explicit JsonFields(const std::vector<std::string>& paths);
   void add(std::string_view path);
-  bool empty() const { return root_.children.empty() && !root_.any; }
+  bool empty() const { return root_.children.empty(); }
   // The kept part of `json` as text. Throws Error(kData) on text that is cut or not an object or array, or nested deeper than 200.
   std::string select(std::string_view json) const;
   // select and parse. Throws Error(kData) (also for malformed kept values).
@@ -29,9 +27,11 @@ class JsonFields final {
 
  private:
   struct Node {
-    bool keep = false;  // the whole value
-    std::map<std::string, std::unique_ptr<Node>, std::less<>> children;
-    std::unique_ptr<Node> any;  // "*"
+    std::string key;            // "*" any
+    bool keep = false;          // the whole value
+    std::vector<Node> children;
+
+    const Node* child(std::string_view name) const;
   };
   static bool copy(std::string_view text, size_t& at, const Node& node, std::string& out, int depth);
   Node root_;

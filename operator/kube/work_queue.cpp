@@ -162,7 +162,8 @@ std::optional<std::string> RateLimitedQueue::take(const Deadline* deadline) {
   }
   queued_.erase(it);
   processing_.emplace(key, now);
-  if (!ready_.empty()) changed_.notify_one();  // promote_locked may have made several ready for one wake-up
+  // This worker may have been the one that watched the timers, or was woken once for several keys: pass it on.
+  if (!ready_.empty() || !timers_.empty()) changed_.notify_one();
   return key;
 }
 

@@ -72,8 +72,11 @@ std::vector<RewardOptions> reward_options(const Config& config) {
     o.workers = static_cast<int>(c.num_workers);
     o.pattern = c.pattern;
     o.command = c.command;
+    o.tags = c.tags;
+    o.answer_timeout_s = c.answer_timeout_s;
     o.url = c.url;
-    o.max_batch = static_cast<int>(c.batch_size);
+    o.max_batch = static_cast<int>(c.max_batch);
+    o.max_attempts = static_cast<int>(c.max_attempts);
     all.push_back(o);
   }
   return all;

@@ -203,7 +203,7 @@ void add_policy(std::vector<Field>& table) {
 }
 
 #define DATASET(which)                                                                                            \
-  KEY(data.which.dataset_name)("a known data set (docs below), or any name with data_path").null_default();      \
+  KEY(data.which.dataset_name)("a known data set (see below), or any name with data_path").null_default();      \
   KEY(data.which.data_path)("a .jsonl, .jsonl.gz or .parquet file").null_default();                              \
   OURS(data.which.format)("format of that file").one_of({"auto", "jsonl", "parquet"});                           \
   KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");                      \

@@ -70,7 +70,7 @@ std::string to_yaml(const Config& config) {
 std::string config_reference_markdown() {
   std::string out =
       "# Configuration\n\n"
-      "Written by `trireme config-reference` from the table that parses the files (`trainer/config/fields.cpp`); do not edit.\n\n"
+      "Made from the table that parses the files (`trainer/config/fields.cpp`; its README says how); do not edit.\n\n"
       "Keys are those of NeMo-RL v0.3 and a few later ones, so that its recipes run as they are; keys marked * exist only here.\n"
       "A file may inherit others (`defaults: base.yaml`, or a list; later ones and the file itself win, `_override_: true` in a\n"
       "mapping replaces it instead of merging), refer to other values (`${policy.train_micro_batch_size}`,\n"

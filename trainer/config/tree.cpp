@@ -59,14 +59,6 @@ struct Converter {
   }
 };
 
-void strip_override_marks(Node& node) {
-  auto& entries = node.entries;
-  entries.erase(std::remove_if(entries.begin(), entries.end(), [](const auto& e) { return e.first == "_override_"; }),
-                entries.end());
-  for (auto& [key, value] : entries) strip_override_marks(value);
-  for (Node& item : node.items) strip_override_marks(item);
-}
-
 bool replaces(const Node& child) {
   const Node* mark = child.find("_override_");
   if (!mark) return false;
@@ -74,6 +66,15 @@ bool replaces(const Node& child) {
     fail_user(mark->origin + ": _override_: must be true or false");
   }
   return mark->text == "true";
+}
+
+void strip_override_marks(Node& node) {
+  replaces(node);  // checks a mark that no merge has read
+  auto& entries = node.entries;
+  entries.erase(std::remove_if(entries.begin(), entries.end(), [](const auto& e) { return e.first == "_override_"; }),
+                entries.end());
+  for (auto& [key, value] : entries) strip_override_marks(value);
+  for (Node& item : node.items) strip_override_marks(item);
 }
 
 void merge_marked(Node& parent, Node child) {

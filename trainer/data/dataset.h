@@ -20,7 +20,8 @@ namespace trireme {
 struct DataOptions {
   std::string path;              // .jsonl, .jsonl.gz or .parquet file
   std::string format = "auto";   // auto (by the file's first bytes) | jsonl | parquet
-  // Names of the columns. Both empty: found from the first row (messages; question/answer; problem/answer; input/output).
+  // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from the first row
+  // (messages; question/answer; problem/answer; input/output).
   // An input_key that holds an array is read as OpenAI messages. Empty output_key with a set input_key: no gold answer.
   std::string input_key, output_key;
   std::string prompt_file;         // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself

@@ -102,13 +102,16 @@ ordered_json parse_json_object(std::string_view line) {
 }
 
 RowSchema detect_schema(const ordered_json& row, const std::string& input_key, const std::string& output_key) {
-  if (!input_key.empty()) return {input_key, output_key};
+  // "input" and "output" are also the configuration's defaults: a file that has neither may still have a known layout.
+  const bool defaults = input_key == "input" && output_key == "output" && !row.contains("input");
+  if (!input_key.empty() && !defaults) return {input_key, output_key};
   static constexpr std::array<std::pair<const char*, const char*>, 4> kLayouts = {
       {{"messages", ""}, {"question", "answer"}, {"problem", "answer"}, {"input", "output"}}};
   for (const auto& [input, output] : kLayouts) {
-    const std::string answer = output_key.empty() ? output : output_key;
+    const std::string answer = output_key.empty() || defaults ? output : output_key;
     if (row.contains(input) && (answer.empty() || row.contains(answer))) return {input, answer};
   }
+  if (defaults) return {input_key, output_key};  // parse_row names the nearest key
   std::vector<std::string> keys;
   for (const auto& [name, value] : row.items()) keys.push_back(name);
   if (keys.size() > 12) keys.resize(12);

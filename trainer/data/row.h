@@ -30,8 +30,9 @@ struct Row {
 // Parses one line. Throws Error(kData) whose message is the reason only; the caller knows file and line.
 nlohmann::ordered_json parse_json_object(std::string_view line);
 
-// The schema for files whose rows look like `row`: the given keys, or those of a known layout when both are empty
-// (messages; question and answer as GSM8K; problem and answer as DeepScaleR; input and output).
+// The schema for files whose rows look like `row`: the given keys, or those of a known layout (messages; question and
+// answer as GSM8K; problem and answer as DeepScaleR; input and output) when none are given, or when the default names
+// "input" and "output" are given and the row has no "input".
 RowSchema detect_schema(const nlohmann::ordered_json& row, const std::string& input_key, const std::string& output_key);
 
 // Throws Error(kData) with the reason: a missing key (and the nearest one there is), a wrong type, a malformed message.

@@ -133,7 +133,8 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
   LaunchResult result;
   int first_failed = -1;  // index into ranks
   bool forwarded = false;
-  std::optional<Deadline> kill_at, term_at;
+  const Deadline never(SteadyClock::time_point::max());
+  Deadline kill_at = never, term_at = never;
   const auto all_ended = [&] {
     for (const Rank& rank : ranks) {
       if (!rank.status) return false;
@@ -157,14 +158,14 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       for (Rank& rank : ranks) rank.process.signal(number == SIGINT ? SIGTERM : number);
       kill_at = Deadline::after(options.grace);
     }
-    if (term_at && term_at->passed()) {
+    if (term_at.passed()) {
       for (Rank& rank : ranks) rank.process.signal(SIGKILL);
-      term_at.reset();
+      term_at = never;
     }
-    if (kill_at && kill_at->passed()) {
+    if (kill_at.passed()) {
       log_error("launch", "ranks did not end within the grace period: killing them");
       for (Rank& rank : ranks) rank.process.signal(SIGKILL);
-      kill_at.reset();
+      kill_at = never;
     }
     std::this_thread::sleep_for(Milliseconds(10));
   }

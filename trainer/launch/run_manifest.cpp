@@ -175,7 +175,8 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
   bool forwarded = false;
   size_t running = pods.size();
   std::vector<bool> ended(pods.size(), false);
-  std::optional<Deadline> kill_at;
+  const Deadline never(SteadyClock::time_point::max());
+  Deadline kill_at = never;
   while (running > 0) {
     for (size_t i = 0; i < pods.size(); ++i) {
       if (ended[i]) continue;
@@ -186,7 +187,7 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
       if (status->ok() || exit_code != 0) continue;
       exit_code = status->signal != 0 ? 128 + status->signal : status->code;
       if (pods.size() > 1) log_error("run", "pod " + std::to_string(i) + " ended with " + status->describe());
-      if (!kill_at) kill_at = Deadline::after(Milliseconds(60000));
+      if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
     }
     const int number = signal == nullptr ? 0 : signal->load();
     if (number != 0 && !forwarded) {
@@ -194,9 +195,9 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
       for (Subprocess& child : pods) child.signal(SIGTERM);
       kill_at = Deadline::after(Milliseconds(1000 * (job.spec.checkpoint.timeout_seconds + 30)));
     }
-    if (kill_at && kill_at->passed()) {
+    if (kill_at.passed()) {
       for (Subprocess& child : pods) child.signal_group(SIGKILL);
-      kill_at.reset();
+      kill_at = never;
     }
     std::this_thread::sleep_for(Milliseconds(10));
   }

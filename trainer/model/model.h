@@ -2,11 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "trainer/model/config.h"
@@ -89,18 +93,25 @@ class Model final {
 
  private:
   struct Layer;
-  at::Tensor register_parameter(const std::string& name, std::vector<int64_t> shape);
-  void allocate();
+  struct Context;
+  void allocate_parameters();
+  void bind_layers();
+  const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
   at::Tensor rope_rows(const at::Tensor& positions) const;
-  at::Tensor run_layer(const Layer& layer, const at::Tensor& x, const at::Tensor& rope, const PackedBatch* packed,
-                       const CachedBatch* cached, KvArena* arena, int64_t index) const;
+  at::Tensor run(const at::Tensor& ids, const Context& context) const;
+  at::Tensor run_layer(int64_t index, const at::Tensor& x, const Context& context) const;
+  at::Tensor run_layer_recomputed(int64_t index, const at::Tensor& x, const Context& context) const;
 
   ModelConfig config_;
   ModelOptions options_;
   std::vector<Parameter> parameters_;
-  std::vector<std::unique_ptr<Layer>> layers_;
+  std::unordered_map<std::string, size_t> by_name_;
+  std::vector<Layer> layers_;
+  at::Tensor embedding_, final_norm_, head_;
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
+  mutable std::mutex rope_mutex_;
+  mutable at::Tensor rope_cache_;  // [positions, 2, head_dim / 2], grown when a batch reaches further
 };
 
 // Reads config.json and (sharded or single) safetensors. Converts to options.dtype. Throws Error(kUser | kData) that names

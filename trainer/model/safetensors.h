@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,9 +40,9 @@ void write_safetensors(const std::filesystem::path& path, const NamedTensors& te
                        const std::map<std::string, std::string>& metadata = {});
 
 // dir/model.safetensors, or shards of at most max_shard_bytes with model.safetensors.index.json.
-// convert (optional) is applied to each tensor just before it is written.
+// Converts to `dtype` when given, one shard at a time. The last file written makes the folder readable.
 void write_sharded(const std::filesystem::path& dir, const NamedTensors& tensors, int64_t max_shard_bytes,
-                   const std::function<at::Tensor(const at::Tensor&)>& convert = {});
+                   std::optional<at::ScalarType> dtype = std::nullopt);
 
 // All tensors of a model folder: the single file or the shards of the index. Calls visit(name, tensor, file) once per
 // tensor, shard by shard. Throws Error when the folder has neither, a shard is missing, or index and shards disagree.

@@ -20,7 +20,7 @@ struct AttendRows {
   int64_t stride = 0;
   int64_t head_dim = 0;
   T scale = 0;
-  T* scratch = nullptr;  // attend_scratch(rows, n[rows - 1]) elements
+  T* scratch = nullptr;  // attend_scratch(n[rows - 1]) elements
 };
 
 template <class T>
@@ -39,10 +39,11 @@ struct AttendBackwardRows {
   int64_t stride = 0;
   int64_t head_dim = 0;
   T scale = 0;
-  T* scratch = nullptr;  // 2 * attend_scratch(rows, n[rows - 1]) elements
+  T* scratch = nullptr;  // 2 * attend_scratch(n[rows - 1]) elements
 };
 
-constexpr int64_t attend_scratch(int64_t rows, int64_t n) { return rows * ((n + 15) / 16 * 16); }
+// Four rows of scores, each rounded up to whole tiles.
+constexpr int64_t attend_scratch(int64_t n) { return 4 * ((n + 15) / 16 * 16); }
 
 template <class T>
 struct CpuKernels {

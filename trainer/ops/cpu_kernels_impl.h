@@ -214,7 +214,7 @@ typename V::T dot_row(const typename V::T* a, const typename V::T* b, int64_t n)
 template <class V>
 void attend(const AttendRows<typename V::T>& t) {
   using T = typename V::T;
-  const int64_t ld = attend_scratch(1, t.n[t.rows - 1]);
+  const int64_t ld = attend_scratch(t.n[t.rows - 1]) / 4;
   for (int64_t r0 = 0; r0 < t.rows; r0 += 4) {
     const int64_t rows = t.rows - r0 < 4 ? t.rows - r0 : 4;
     const int64_t last = t.n[r0 + rows - 1];
@@ -260,7 +260,7 @@ TRIREME_INLINE void spread_rows(const typename V::T* w, int64_t ld, const typena
 template <class V>
 void attend_backward(const AttendBackwardRows<typename V::T>& t) {
   using T = typename V::T;
-  const int64_t ld = attend_scratch(1, t.n[t.rows - 1]);
+  const int64_t ld = attend_scratch(t.n[t.rows - 1]) / 4;
   for (int64_t r0 = 0; r0 < t.rows; r0 += 4) {
     const int64_t rows = t.rows - r0 < 4 ? t.rows - r0 : 4;
     const int64_t last = t.n[r0 + rows - 1];

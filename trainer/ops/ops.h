@@ -15,12 +15,13 @@ namespace trireme {
 // ---- linear -------------------------------------------------------------------------------------------------------
 
 // x [tokens, in] . weight [out, in]^T + bias [out] (undefined: none) -> [tokens, out].
+// Write trireme::linear: without it, argument-dependent lookup may take at::linear, which is not row-exact.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 // How linear computes its forward on CPU.
 enum class LinearMode {
+  kRows,     // our kernel, one fixed order of additions per output element: exact on every machine. The default.
   kLibrary,  // LibTorch's product with rows padded to at least 16: exact only where linear_rows_are_exact() says so
-  kRows,     // our kernel, one fixed order of additions per output element: exact on every machine
 };
 LinearMode linear_mode();
 void set_linear_mode(LinearMode mode);  // process-wide; not while ops run

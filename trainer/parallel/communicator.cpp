@@ -61,13 +61,13 @@ std::string first_line(const char* text) {
 }  // namespace
 
 struct JobStore::Impl {
-  Rendezvous rendezvous;
+  RendezvousOptions rendezvous;
   std::mutex mutex;
   c10::intrusive_ptr<c10d::TCPStore> tcp;        // null with one rank
   c10::intrusive_ptr<c10d::PrefixStore> scoped;  // keys of this attempt
 };
 
-JobStore::JobStore(const Rendezvous& rendezvous) : impl_(std::make_unique<Impl>()) {
+JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique<Impl>()) {
   impl_->rendezvous = rendezvous;
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(rendezvous.master_port);
@@ -136,7 +136,7 @@ struct Communicator::Impl {
 Communicator::Communicator() = default;
 Communicator::~Communicator() = default;
 
-Communicator::Communicator(JobStore& store, const Rendezvous& rendezvous, const std::string& name)
+Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous, const std::string& name)
     : rank_(rendezvous.rank), size_(rendezvous.world_size), name_(name) {
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();

@@ -13,7 +13,7 @@
 
 namespace trireme {
 
-struct Rendezvous {
+struct RendezvousOptions {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
@@ -26,7 +26,7 @@ struct Rendezvous {
 // The job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
 class JobStore final {
  public:
-  explicit JobStore(const Rendezvous& rendezvous);
+  explicit JobStore(const RendezvousOptions& rendezvous);
   ~JobStore();
 
   int64_t add(const std::string& key, int64_t amount);  // atomic; returns the new value
@@ -47,7 +47,7 @@ class Communicator final {
   // A group of one: every operation is the identity.
   Communicator();
   // All ranks of the job.
-  Communicator(JobStore& store, const Rendezvous& rendezvous, const std::string& name);
+  Communicator(JobStore& store, const RendezvousOptions& rendezvous, const std::string& name);
   ~Communicator();
 
   int rank() const { return rank_; }

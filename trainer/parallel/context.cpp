@@ -6,7 +6,7 @@ namespace trireme {
 
 ParallelContext::ParallelContext() : data_parallel_(std::make_unique<Communicator>()) {}
 
-ParallelContext::ParallelContext(const Layout& layout, const Rendezvous& rendezvous)
+ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
     : layout_(layout), rendezvous_(rendezvous) {
   const auto refuse = [](const char* what, int64_t size) {
     if (size > 1) {

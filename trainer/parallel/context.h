@@ -14,7 +14,7 @@ class ParallelContext final {
   ParallelContext();
   // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout splits
   // over anything but data parallel, or does not fit the world.
-  ParallelContext(const Layout& layout, const Rendezvous& rendezvous);
+  ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
 
   const Layout& layout() const { return layout_; }
   const Coordinates& coordinates() const { return coordinates_; }
@@ -29,7 +29,7 @@ class ParallelContext final {
 
  private:
   Layout layout_;
-  Rendezvous rendezvous_;
+  RendezvousOptions rendezvous_;
   Coordinates coordinates_;
   std::unique_ptr<JobStore> store_;
   std::unique_ptr<Communicator> data_parallel_;

@@ -526,10 +526,13 @@ std::optional<std::string> plain_words(std::string_view text) {
       space = false;
       letters = true;
       words += c;
-    } else if (is_blank(c) || c == '-' || c == '~') {
+    } else if (is_blank(c) || c == '~') {
       space = true;
-    } else if (c == '.' || c == '!' || c == '"' || c == '*' || c == '$' || c == '{' || c == '}' || c == '\'' || c == '`' || c == '(' || c == ')') {
-      // marks that carry no meaning beside words
+    } else if ((c == '-' || c == '\'') && i > 0 && i + 1 < text.size() && is_letter(text[i - 1]) && is_letter(text[i + 1])) {
+      space = c == '-';
+    } else if (c == '.' || c == '"' || c == '$' || c == '{' || c == '}' || (c == '!' && i + 1 == text.size() && words.size() > 2) ||
+               (c == '(' && words.empty()) || (c == ')' && text.find_first_not_of(" })", i) == std::string_view::npos)) {
+      // marks that carry no meaning around words
     } else {
       return std::nullopt;
     }

@@ -176,7 +176,9 @@ Value symbol_value(std::string_view name, int sample) {
   else if (name == "e") v.approximate = kE;
   else {
     const long double unit = static_cast<long double>((mixed >> 20) % 1000003) / 1000003.0L;
-    v.approximate = (0.3L + 1.9L * unit) * (sample == 1 ? -1.0L : 1.0L);  // one sample point has negative symbols
+    // Small positive, small negative, large, of mixed signs: so that |x - 2| is neither x - 2 nor 2 - x.
+    const long double sign = sample == 1 || (sample == 3 && (seed & 1) != 0) ? -1 : 1;
+    v.approximate = (0.3L + 1.9L * unit) * sign * (sample == 2 ? 9 : sample == 3 ? 3 : 1);
   }
   v.error = constant ? kEpsilon * std::abs(v.approximate) : 0;
   return settle(v);

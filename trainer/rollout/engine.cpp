@@ -1,6 +1,7 @@
 #include "trainer/rollout/engine.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <deque>

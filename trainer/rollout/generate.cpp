@@ -15,22 +15,28 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string prompt_text(const std::string& line, const Tokenizer& tokenizer, bool chat) {
+struct Prompt {
+  std::string text;
+  bool templated = false;  // then the template has written the special tokens
+};
+
+Prompt read_prompt(const std::string& line, const Tokenizer& tokenizer, bool chat) {
   Json json;
   try {
     json = Json::parse(line);
-  } catch (const nlohmann::json::parse_error& e) {
+  } catch (const Json::parse_error& e) {
     fail_data(std::string("not valid JSON: ") + e.what());
   }
   if (!json.is_object()) fail_data("not a JSON object");
   if (json.contains("messages")) {
     if (!json["messages"].is_array()) fail_data("\"messages\" is not an array");
-    return tokenizer.render_chat_ordered(json["messages"], /*add_generation_prompt=*/true);
+    return {tokenizer.render_chat_ordered(json["messages"], /*add_generation_prompt=*/true), true};
   }
   if (!json.contains("prompt") || !json["prompt"].is_string()) fail_data("has neither a text \"prompt\" nor \"messages\"");
-  const std::string text = json["prompt"];
-  if (!chat) return text;
-  return tokenizer.render_chat_ordered(Json::array({{{"role", "user"}, {"content", text}}}), /*add_generation_prompt=*/true);
+  std::string text = json["prompt"];
+  if (!chat) return {std::move(text), false};
+  const Json messages = Json::array({Json{{"role", "user"}, {"content", text}}});
+  return {tokenizer.render_chat_ordered(messages, /*add_generation_prompt=*/true), true};
 }
 
 }  // namespace
@@ -60,10 +66,10 @@ int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const Eng
       request.samples = options.samples;
       request.first_sample_id = static_cast<uint64_t>(read * options.samples);
       try {
-        const std::string text = prompt_text(line, tokenizer, options.chat);
-        request.prompt = tokenizer.encode(text, /*add_special=*/false);
+        Prompt prompt = read_prompt(line, tokenizer, options.chat);
+        request.prompt = tokenizer.encode(prompt.text, /*add_special=*/!prompt.templated);
         engine.submit(std::move(request));
-        prompts.emplace(read, text);
+        prompts.emplace(read, std::move(prompt.text));
       } catch (const Error& e) {
         throw Error(e.kind(), input_name + ":" + std::to_string(line_number) + ": " + e.what());
       }

@@ -128,7 +128,6 @@ void Scheduler::admit(StepPlan& out) const {
   int64_t donor = -1;
   bool prompt_under_way = false;
   for (const int64_t id : pending_) {
-    if (static_cast<int64_t>(candidates_.size()) >= options_.max_sequences) return;
     const Sequence& s = at(id);
     if (s.group_begin != group) {
       group = s.group_begin;

@@ -111,7 +111,7 @@ std::shared_ptr<const Tokenizer> Tokenizer::load_with(const fs::path& model_dir,
 
   const fs::path template_path = model_dir / "chat_template.jinja";
   if (chat_template) {
-    tokenizer->load_template(std::string(*chat_template), "the configured chat template");
+    tokenizer->load_template(std::string(*chat_template), "policy.tokenizer.chat_template");
   } else if (fs::exists(template_path)) {
     tokenizer->load_template(read_file(template_path), template_path.string());
   } else if (const auto it = config.find("chat_template"); it != config.end() && !it->is_null()) {
@@ -218,7 +218,7 @@ void Tokenizer::load_template(const std::string& text, const std::string& source
   if (text.empty()) return;
   template_source_ = source;
   template_ = rb_template_new(text.data(), text.size());
-  if (!template_) fail_user("the chat template of " + source + " does not compile: " + last_error());
+  if (!template_) fail_user("the chat template (" + source + ") does not compile: " + last_error());
 }
 
 int32_t Tokenizer::eos_id() const {
@@ -289,7 +289,7 @@ std::string Tokenizer::render_chat_ordered(const ordered_json& messages, bool ad
   }
   size_t length = 0;
   char* rendered = rb_template_render(template_, text.data(), text.size(), &length);
-  if (!rendered) fail_data("the chat template of " + template_source_ + " refused a conversation: " + last_error());
+  if (!rendered) fail_data("the chat template (" + template_source_ + ") refused a conversation: " + last_error());
   return take_text(rendered, length);
 }
 

@@ -266,10 +266,16 @@ TEST(Scheduler, DroppedCacheIsComputedAgain) {
   s.run(1000);
 }
 
-// Thousands of random workloads in random caches, groups arriving on the way.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr uint64_t kWorkloads = 500;  // these builds are slow
+#else
+constexpr uint64_t kWorkloads = 4000;
+#endif
+
+// Random workloads in random caches, groups arriving on the way.
 TEST(Scheduler, RandomWorkloadsKeepEveryInvariant) {
   int64_t preemptions = 0, moves = 0;
-  for (uint64_t seed = 0; seed < 4000; ++seed) {
+  for (uint64_t seed = 0; seed < kWorkloads; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
     const auto draw = [&random](int64_t low, int64_t high) {

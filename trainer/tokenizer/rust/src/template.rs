@@ -3,7 +3,7 @@
 use crate::pyjson::Style;
 use crate::{give_text, guard, text};
 use minijinja::value::Kwargs;
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
 use std::ffi::{c_char, CString};
 
 pub struct Template(Environment<'static>);
@@ -58,6 +58,23 @@ fn strftime_now(format: String) -> Result<String, Error> {
     Ok(String::from_utf8_lossy(&buffer[..written]).into_owned())
 }
 
+/// Python's string methods. pycompat's title() is Jinja's filter of that name, which takes a word to begin after a space
+/// only; Python's after every character that has no case.
+fn python_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    match value.as_str() {
+        Some(text) if method == "title" && args.is_empty() => {
+            let mut out = String::with_capacity(text.len());
+            let mut inside = false;
+            for c in text.chars() {
+                if inside { out.extend(c.to_lowercase()) } else { out.extend(c.to_uppercase()) }
+                inside = c.is_lowercase() || c.is_uppercase();
+            }
+            Ok(Value::from(out))
+        }
+        _ => minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args),
+    }
+}
+
 /// `{% generation %}` and `{% endgeneration %}` mark the assistant's text for transformers; here they only group.
 fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
@@ -101,7 +118,7 @@ fn compile(source: &str) -> Result<Template, String> {
     let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     env.set_syntax(syntax.map_err(explain)?);
     env.set_auto_escape_callback(|_| AutoEscape::None);
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.set_unknown_method_callback(python_method);
     env.add_filter("tojson", tojson);
     env.add_function("raise_exception", |message: String| -> Result<String, Error> { Err(Error::new(ErrorKind::InvalidOperation, message)) });
     env.add_function("strftime_now", strftime_now);

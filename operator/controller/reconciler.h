@@ -1,0 +1,138 @@
+// Reconciler: informers, queue and workers around the pure planner. The only place that writes to the API server for jobs.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "operator/controller/cache.h"
+#include "operator/controller/plan.h"
+#include "operator/controller/pool.h"
+#include "operator/controller/reports.h"
+#include "operator/kube/client.h"
+#include "operator/kube/events.h"
+#include "operator/kube/informer.h"
+#include "operator/kube/metrics.h"
+#include "operator/kube/work_queue.h"
+
+namespace trireme::controller {
+
+struct ReconcilerOptions {
+  std::string ns;                            // "" all namespaces
+  int workers = 8;
+  int write_threads = 32;                    // beside the workers, for the parallel writes of a wave
+  bool watch_nodes = true;                   // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods
+  Milliseconds status_interval{1000};        // between two status writes of a job that decide nothing
+  Milliseconds progress_interval{10000};     // between two that only carry progress; grows with the number of jobs
+  Milliseconds pod_debounce{50};             // pods becoming scheduled and ready are looked at together
+  Milliseconds reconcile_timeout{60000};
+  Milliseconds queue_backoff_min{5};
+  Milliseconds queue_backoff_max{60000};
+  kube::ReflectorOptions reflector;          // time-outs and back-offs of all informers; resource, ns and selectors are set here
+  PlanOptions plan;
+  kube::Metrics* metrics = nullptr;          // required; outlives this
+  kube::EventRecorder* events = nullptr;     // may be null
+  std::function<bool()> may_write;           // asked before every write; empty: always (no leader election)
+  std::function<int64_t()> now_ms;           // wall clock; empty: the system's
+};
+
+class Reconciler final {
+ public:
+  Reconciler(const kube::Client& client, ReconcilerOptions options, ReportStore& reports);
+  ~Reconciler();  // stops
+  Reconciler(const Reconciler&) = delete;
+  Reconciler& operator=(const Reconciler&) = delete;
+
+  // Informers only: a standby runs them too, so that a fail-over does not wait for lists.
+  void start_informers();
+  bool wait_synced(const Deadline& deadline) const;
+  bool synced() const;
+  // Call once we lead and the informers are synced.
+  void start_workers();
+  // Workers end after the reconcile they are in. Then the lease may be given up.
+  void stop_workers();
+  // Workers, then informers.
+  void stop();
+
+  // Time since a worker last took or finished a key while there was work; for the liveness probe.
+  Milliseconds stuck_for() const;
+  void enqueue(const kube::ObjectKey& job, kube::Priority priority = kube::Priority::kNormal);
+  const kube::RateLimitedQueue& queue() const { return queue_; }
+  std::shared_ptr<const CachedPod> find_pod(const kube::ObjectKey& key) const { return pods_->get(key); }
+  std::shared_ptr<const CachedJob> find_job(const kube::ObjectKey& key) const { return jobs_->get(key); }
+  void for_each_job(const std::function<void(const kube::ObjectKey&, const CachedJob&)>& fn) const { jobs_->for_each(fn); }
+  size_t job_count() const { return jobs_->size(); }
+  size_t pod_count() const { return pods_->size(); }
+
+ private:
+  // What we remember of a job between reconciles; none of it is needed for correctness.
+  struct Memory {
+    std::optional<RLJob> written;       // as the last status write answered, until the informer has it too
+    std::map<std::string, SteadyClock::time_point> since;
+    SteadyClock::time_point status_written{};
+    int64_t claims_attempt = -1;
+    std::map<std::string, std::vector<std::string>> claims;
+    int64_t created_attempt = -1;       // whose pods we made, at created_at
+    SteadyClock::time_point created_at{};
+    int64_t rejected_attempt = -1;
+    std::string rejection;
+    bool rejection_final = false;
+  };
+
+  void make_informers(const kube::Client& client);
+  void on_pod(const kube::ObjectKey& key, const CachedPod& pod, kube::Priority priority, bool later);
+  void on_node(const std::string& name, NodeState state);
+  void work();
+  void reconcile_key(const std::string& key);
+  // Time after which to look again, if any.
+  std::optional<Milliseconds> reconcile(const kube::ObjectKey& key, const Deadline& deadline);
+
+  std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
+  std::optional<Observed> observe_live(const kube::ObjectKey& key, const Deadline& deadline);
+  void complete_observation(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
+  void look_up_claims(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
+  void remember_ages(Observed& observed, Memory& memory);
+
+  RLJob write_status(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status, const Deadline& deadline);
+  std::optional<Milliseconds> write_status_late(const kube::ObjectKey& key, const RLJob& job, const Plan& plan, Memory& memory,
+                                                const Deadline& deadline);
+  void emit(const RLJob& job, const std::vector<EventNote>& notes);
+  void carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
+  void create(const RLJob& job, const Action& action, const Deadline& deadline);
+  void remove(const kube::ObjectKey& key, const Action& action, const Deadline& deadline);
+  void check_may_write() const;
+  int64_t now_ms() const { return options_.now_ms ? options_.now_ms() : kube::unix_now_ms(); }
+  Memory& memory_of(const std::string& key);
+  void forget(const std::string& key);
+
+  const kube::Client& client_;
+  ReconcilerOptions options_;
+  ReportStore& reports_;
+  kube::RateLimitedQueue queue_;
+  kube::ControllerMetrics metrics_;
+  prometheus::Counter& conflicts_;
+  Pool pool_;
+  std::unique_ptr<kube::Informer<CachedJob>> jobs_;
+  std::unique_ptr<kube::Informer<CachedPod>> pods_;
+  std::unique_ptr<kube::Informer<CachedService>> services_;
+  std::unique_ptr<kube::Informer<CachedNode>> nodes_;
+  std::mutex memory_mutex_;
+  std::unordered_map<std::string, std::unique_ptr<Memory>> memory_;
+  std::mutex nodes_mutex_;
+  std::unordered_map<std::string, SteadyClock::time_point> bad_nodes_;
+  std::atomic<int64_t> last_progress_ns_{0};
+  std::atomic<bool> stopping_{false};
+  std::vector<std::thread> workers_;
+};
+
+// RFC 7386: the merge patch that turns `from` into `to`.
+Json merge_diff(const Json& from, const Json& to);
+
+}  // namespace trireme::controller

@@ -1,0 +1,158 @@
+#include "operator/webhook/admission.h"
+
+#include "api/validate.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "operator/kube/client_config.h"
+
+namespace trireme::webhook {
+namespace {
+
+constexpr const char* kReviewVersion = "admission.k8s.io/v1";
+constexpr size_t kMaxIssues = 20;
+constexpr size_t kMaxWarnings = 8;
+constexpr size_t kMaxWarningBytes = 240;
+
+struct Request {
+  Json uid;
+  std::string operation;
+  Json object;
+  Json old_object;
+  bool is_rljob = false;
+  bool subresource = false;
+};
+
+AdmissionAnswer bad_request(const std::string& message) { return {400, message, false}; }
+
+AdmissionAnswer respond(Json response, bool allowed) {
+  response["allowed"] = allowed;
+  const Json review = {{"apiVersion", kReviewVersion}, {"kind", "AdmissionReview"}, {"response", std::move(response)}};
+  return {200, review.dump(-1, ' ', false, Json::error_handler_t::replace), allowed};
+}
+
+std::string text(const Json& object, const char* key) {
+  if (!object.is_object()) return {};
+  const auto found = object.find(key);
+  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
+}
+
+Json member(const Json& object, const char* key) {
+  if (!object.is_object()) return {};
+  const auto found = object.find(key);
+  return found == object.end() ? Json() : *found;
+}
+
+// Throws Error(kUser).
+Request read_request(const std::string& body) {
+  const Json review = parse_json_bounded(body, "AdmissionReview");
+  if (text(review, "kind") != "AdmissionReview" || text(review, "apiVersion") != kReviewVersion) {
+    fail_user(std::string("the body is no AdmissionReview of ") + kReviewVersion);
+  }
+  const Json request = member(review, "request");
+  if (!request.is_object() || text(request, "uid").empty()) fail_user("request or request.uid is missing");
+  Request out;
+  out.uid = request["uid"];
+  out.operation = text(request, "operation");
+  out.object = member(request, "object");
+  out.old_object = member(request, "oldObject");
+  out.subresource = !text(request, "subResource").empty();
+  const Json kind = member(request, "kind");
+  out.is_rljob = text(kind, "group") == kApiGroup && text(kind, "kind") == kRLJobKind;
+  return out;
+}
+
+Json warnings_json(const std::vector<Issue>& warnings) {
+  Json list = Json::array();
+  for (const Issue& warning : warnings) {
+    if (list.size() == kMaxWarnings) break;
+    std::string line = warning.path + ": " + warning.message;
+    if (line.size() > kMaxWarningBytes) line.resize(kMaxWarningBytes);
+    list.push_back(std::move(line));
+  }
+  return list;
+}
+
+}  // namespace
+
+AdmissionAnswer review_validating(const std::string& body) {
+  Request request;
+  try {
+    request = read_request(body);
+  } catch (const std::exception& e) {
+    return bad_request(e.what());
+  }
+  Json response = {{"uid", request.uid}};
+  const bool concerns_us = request.operation == "CREATE" || request.operation == "UPDATE";
+  if (!concerns_us || !request.is_rljob || request.subresource) return respond(std::move(response), true);
+  const bool deleting = !text(member(request.object, "metadata"), "deletionTimestamp").empty();
+  const bool update = request.operation == "UPDATE";
+  if (update && (deleting || member(request.object, "spec") == member(request.old_object, "spec"))) {
+    return respond(std::move(response), true);
+  }
+  std::vector<Issue> errors, warnings;
+  try {
+    const RLJob job = rljob_from_json(request.object, errors, {.strict = false});
+    if (errors.empty()) {
+      Validation found = validate(job);
+      errors = std::move(found.errors);
+      warnings = std::move(found.warnings);
+    }
+    if (errors.empty() && update) {
+      std::vector<Issue> ignored;  // an old object that cannot be read forbids nothing
+      const RLJob old_job = rljob_from_json(request.old_object, ignored, {.strict = false});
+      if (ignored.empty()) errors = validate_update(old_job, job).errors;
+    }
+  } catch (const std::exception& e) {
+    errors.push_back({"spec", e.what()});
+  }
+  if (!warnings.empty()) response["warnings"] = warnings_json(warnings);
+  if (errors.empty()) return respond(std::move(response), true);
+  response["status"] = {{"code", 422}, {"reason", "Invalid"}, {"message", to_string(errors, {}, kMaxIssues)}};
+  return respond(std::move(response), false);
+}
+
+Json additions(const Json& given, const Json& full, const std::string& path) {
+  Json patch = Json::array();
+  if (!given.is_object() || !full.is_object()) return patch;
+  for (const auto& [key, value] : full.items()) {
+    const std::string at = path + "/" + replace_all(replace_all(key, "~", "~0"), "/", "~1");
+    const auto found = given.find(key);
+    if (found == given.end() || found->is_null()) {
+      patch.push_back({{"op", "add"}, {"path", at}, {"value", value}});
+    } else {
+      for (Json& operation : additions(*found, value, at)) patch.push_back(std::move(operation));
+    }
+  }
+  return patch;
+}
+
+AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptions& options) {
+  Request request;
+  try {
+    request = read_request(body);
+  } catch (const std::exception& e) {
+    return bad_request(e.what());
+  }
+  Json response = {{"uid", request.uid}};
+  const bool concerns_us = request.operation == "CREATE" || request.operation == "UPDATE";
+  const Json spec = member(request.object, "spec");
+  if (!concerns_us || !request.is_rljob || request.subresource || !spec.is_object()) return respond(std::move(response), true);
+  Json patch = Json::array();
+  try {
+    std::vector<Issue> issues;
+    RLJob job = rljob_from_json(request.object, issues, {.strict = false});
+    if (issues.empty()) {
+      if (!options.image.empty() && text(spec, "image").empty()) job.spec.image = options.image;
+      patch = additions(spec, spec_to_json(job.spec), "/spec");
+    }
+  } catch (const std::exception&) {
+    patch = Json::array();
+  }
+  if (!patch.empty()) {
+    response["patchType"] = "JSONPatch";
+    response["patch"] = kube::base64_encode(patch.dump(-1, ' ', false, Json::error_handler_t::replace));
+  }
+  return respond(std::move(response), true);
+}
+
+}  // namespace trireme::webhook

@@ -1,0 +1,210 @@
+#include "operator/webhook/certificates.h"
+
+#include <chrono>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "base/log.h"
+#include "operator/kube/api_error.h"
+
+namespace trireme::webhook {
+namespace {
+
+using kube::ApiError;
+using nlohmann::json;
+
+constexpr const char* kCaCert = "ca.crt";
+constexpr const char* kCaKey = "ca.key";
+constexpr const char* kLeafCert = "tls.crt";
+constexpr const char* kLeafKey = "tls.key";
+constexpr int kMaxConflicts = 8;
+
+std::optional<CertificateSet> read_secret(const json& secret) {
+  const json data = secret.value("data", json::object());
+  auto get = [&](const char* key) -> std::string {
+    if (!data.is_object() || !data.contains(key) || !data[key].is_string()) return {};
+    return kube::base64_decode(data[key].get<std::string>()).value_or("");
+  };
+  CertificateSet set{{get(kCaCert), get(kCaKey)}, {get(kLeafCert), get(kLeafKey)}};
+  if (set.ca.cert_pem.empty() || set.ca.key_pem.empty() || set.leaf.cert_pem.empty() || set.leaf.key_pem.empty()) return std::nullopt;
+  return set;
+}
+
+json secret_data(const CertificateSet& set) {
+  return {{kCaCert, kube::base64_encode(set.ca.cert_pem)},
+          {kCaKey, kube::base64_encode(set.ca.key_pem)},
+          {kLeafCert, kube::base64_encode(set.leaf.cert_pem)},
+          {kLeafKey, kube::base64_encode(set.leaf.key_pem)}};
+}
+
+}  // namespace
+
+bool is_current(const CertificateSet& set, const std::string& dns_name, int64_t now_unix_s) {
+  try {
+    if (!kube::certificate_matches(set.leaf, set.ca.cert_pem, dns_name)) return false;
+    const kube::CertificateDates leaf = kube::certificate_dates(set.leaf.cert_pem);
+    const kube::CertificateDates ca = kube::certificate_dates(set.ca.cert_pem);
+    const int64_t life = leaf.not_after_unix_s - leaf.not_before_unix_s;
+    return now_unix_s >= leaf.not_before_unix_s && leaf.not_after_unix_s - now_unix_s > life / 3 &&
+           ca.not_after_unix_s >= leaf.not_after_unix_s;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options, const std::string& dns_name,
+                     int64_t now_unix_s) {
+  kube::LeafOptions leaf;
+  leaf.common_name = dns_name;
+  leaf.dns_names = {dns_name, dns_name + ".cluster.local"};
+  leaf.valid_seconds = options.leaf_valid_seconds;
+  if (old) {
+    try {
+      if (kube::certificate_dates(old->ca.cert_pem).not_after_unix_s > now_unix_s + options.leaf_valid_seconds) {
+        CertificateSet set{old->ca, kube::issue_certificate(old->ca, leaf)};
+        if (is_current(set, dns_name, now_unix_s)) return set;
+      }
+    } catch (const Error& e) {
+      log_warn("webhook", std::string("the CA in the Secret is of no use (") + e.what() + "); a new one is made");
+    }
+  }
+  const kube::KeyPair ca = kube::make_ca("trireme-webhook-ca", options.ca_valid_seconds);
+  return {ca, kube::issue_certificate(ca, leaf)};
+}
+
+CertificateKeeper::CertificateKeeper(const kube::Client& client, CertificateOptions options,
+                                     std::function<void(const kube::KeyPair&)> on_change)
+    : client_(client), options_(std::move(options)), on_change_(std::move(on_change)) {
+  if (options_.cert_file.empty() != options_.key_file.empty()) fail_user("the webhook needs both a certificate file and a key file");
+}
+
+CertificateKeeper::~CertificateKeeper() { stop(); }
+
+void CertificateKeeper::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+void CertificateKeeper::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void CertificateKeeper::run() {
+  while (true) {
+    Milliseconds wait = options_.cert_file.empty() ? options_.check_interval : options_.file_interval;
+    try {
+      ensure();
+    } catch (const std::exception& e) {
+      log_warn("webhook", std::string("certificate: ") + e.what() + "; will try again");
+      wait = options_.retry;
+    }
+    std::unique_lock lock(mutex_);
+    if (wake_.wait_for(lock, wait, [&] { return stopping_; })) return;
+  }
+}
+
+void CertificateKeeper::ensure() {
+  if (options_.cert_file.empty()) {
+    ensure_own();
+  } else {
+    ensure_files();
+  }
+  std::lock_guard lock(mutex_);
+  ready_ = true;
+}
+
+void CertificateKeeper::ensure_files() { hand_over({read_file(options_.cert_file), read_file(options_.key_file)}); }
+
+void CertificateKeeper::ensure_own() {
+  const CertificateSet set = read_or_make();
+  hand_over(set.leaf);
+  patch_configuration(kube::resources::kValidatingWebhooks, options_.validating_configuration, set.ca.cert_pem);
+  patch_configuration(kube::resources::kMutatingWebhooks, options_.mutating_configuration, set.ca.cert_pem);
+}
+
+CertificateSet CertificateKeeper::read_or_make() {
+  const kube::ObjectKey key{options_.ns, options_.secret_name};
+  for (int i = 0; i < kMaxConflicts; ++i) {
+    std::optional<json> secret = client_.find(kube::resources::kSecrets, key, deadline());
+    const std::optional<CertificateSet> old = secret ? read_secret(*secret) : std::nullopt;
+    if (old && is_current(*old, dns_name(), now())) return *old;
+    const CertificateSet fresh = renew(old, options_, dns_name(), now());
+    try {
+      if (secret) {
+        (*secret)["data"] = secret_data(fresh);
+        client_.update(kube::resources::kSecrets, *secret, {}, deadline());
+      } else {
+        client_.create(kube::resources::kSecrets,
+                       {{"apiVersion", "v1"}, {"kind", "Secret"}, {"type", "kubernetes.io/tls"},
+                        {"metadata", {{"name", key.name}, {"namespace", key.ns}, {"labels", {{"app.kubernetes.io/managed-by", "trireme-operator"}}}}},
+                        {"data", secret_data(fresh)}},
+                       deadline());
+      }
+      log_info("webhook", "made a new certificate for " + dns_name());
+      return fresh;
+    } catch (const ApiError& e) {
+      if (!e.conflict() && !e.already_exists() && !e.not_found()) throw;  // else another replica was first: take its pair
+    }
+  }
+  throw Error(ErrorKind::kConflict, "Secret " + key.str() + " keeps changing under us");
+}
+
+void CertificateKeeper::patch_configuration(const kube::Resource& resource, const std::string& name, const std::string& ca_pem) {
+  if (name.empty()) return;
+  const std::string bundle = kube::base64_encode(ca_pem);
+  for (int i = 0; i < kMaxConflicts; ++i) {
+    std::optional<json> found = client_.find(resource, {"", name}, deadline());
+    if (!found) throw Error(ErrorKind::kNotFound, resource.kind + " " + name + " is not there");
+    bool changed = false;
+    if (found->contains("webhooks") && (*found)["webhooks"].is_array()) {
+      for (json& hook : (*found)["webhooks"]) {
+        if (!hook.is_object() || !hook.contains("clientConfig")) continue;
+        json& config = hook["clientConfig"];
+        if (config.value("caBundle", std::string()) == bundle) continue;
+        config["caBundle"] = bundle;
+        changed = true;
+      }
+    }
+    if (!changed) return;
+    try {
+      client_.update(resource, *found, {}, deadline());
+      return;
+    } catch (const ApiError& e) {
+      if (!e.conflict()) throw;
+    }
+  }
+  throw Error(ErrorKind::kConflict, resource.kind + " " + name + " keeps changing under us");
+}
+
+void CertificateKeeper::hand_over(const kube::KeyPair& pair) {
+  {
+    std::lock_guard lock(mutex_);
+    if (handed_over_ == pair.cert_pem) return;
+  }
+  const int64_t expires = kube::certificate_dates(pair.cert_pem).not_after_unix_s;
+  on_change_(pair);
+  std::lock_guard lock(mutex_);
+  handed_over_ = pair.cert_pem;
+  expires_ = expires;
+}
+
+bool CertificateKeeper::ready() const {
+  std::lock_guard lock(mutex_);
+  return ready_;
+}
+
+int64_t CertificateKeeper::expires_unix_s() const {
+  std::lock_guard lock(mutex_);
+  return expires_;
+}
+
+int64_t CertificateKeeper::now() const {
+  if (options_.now_unix_s) return options_.now_unix_s();
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace trireme::webhook

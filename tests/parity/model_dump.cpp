@@ -1,0 +1,81 @@
+// model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR: reads ids [tokens] and starts [sequences + 1] (int64) from INPUT, writes to
+// OUTPUT the logits, the next-token log-probs, the gradients of their mean, and a greedy continuation, and saves the model
+// to EXPORT_DIR. All files are safetensors.
+#include <ATen/ATen.h>
+
+#include <iostream>
+
+#include "base/error.h"
+#include "trainer/model/model.h"
+#include "trainer/model/safetensors.h"
+
+namespace trireme {
+namespace {
+
+std::vector<int64_t> values_of(const at::Tensor& tensor) {
+  const at::Tensor host = tensor.contiguous();
+  return {host.const_data_ptr<int64_t>(), host.const_data_ptr<int64_t>() + host.numel()};
+}
+
+// Greedy tokens after the first sequence, one forward_cached each.
+at::Tensor continue_greedily(const Model& model, std::vector<int64_t> prompt, int64_t count) {
+  KvArena arena(model.config(), static_cast<int64_t>(prompt.size()) + count, model.options().dtype, at::kCPU);
+  std::vector<int64_t> ids = prompt, generated;
+  int64_t past = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto tokens = static_cast<int64_t>(ids.size());
+    const at::Tensor hidden = model.forward_cached({at::tensor(ids, at::kLong), at::arange(past, past + tokens, at::kLong), {{0, past, tokens}}}, arena);
+    past += tokens;
+    ids = sample_tokens(hidden.narrow(0, tokens - 1, 1), model.head_weight(), {{{}, {}, true}}).ids;
+    generated.push_back(ids[0]);
+  }
+  return at::tensor(generated, at::kLong);
+}
+
+void dump(const std::filesystem::path& dir, const std::filesystem::path& input, const std::filesystem::path& output,
+          const std::filesystem::path& exported) {
+  const auto model = load_model(dir, {});
+  const SafetensorsFile file(input);
+  PackedBatch batch;
+  batch.ids = file.tensor("ids").clone();
+  batch.starts = values_of(file.tensor("starts"));
+  std::vector<int64_t> positions, rows, targets;
+  const std::vector<int64_t> ids = values_of(batch.ids);
+  for (size_t s = 0; s + 1 < batch.starts.size(); ++s) {
+    for (int64_t t = batch.starts[s]; t < batch.starts[s + 1]; ++t) {
+      positions.push_back(t - batch.starts[s]);
+      if (t + 1 == batch.starts[s + 1]) continue;
+      rows.push_back(t);
+      targets.push_back(ids[static_cast<size_t>(t) + 1]);
+    }
+  }
+  batch.positions = at::tensor(positions, at::kLong);
+  const at::Tensor hidden = model->forward(batch);
+  const at::Tensor logprobs =
+      token_logprobs(hidden.index_select(0, at::tensor(rows, at::kLong)), model->head_weight(), at::tensor(targets, at::kLong), {});
+  logprobs.mean().backward();
+  NamedTensors out = {{"logits", head_logits(hidden.detach(), model->head_weight().detach())}, {"logprobs", logprobs.detach()}};
+  for (const Parameter& parameter : model->parameters()) out.emplace_back("grad." + parameter.name, parameter.tensor.grad());
+  out.emplace_back("greedy", continue_greedily(*model, {ids.begin(), ids.begin() + batch.starts[1]}, 12));
+  write_safetensors(output, out);
+  SaveOptions save;
+  save.source_dir = dir;
+  save.max_shard_bytes = 20'000;  // several shards even for these sizes
+  save_model(*model, exported, save);
+}
+
+}  // namespace
+}  // namespace trireme
+
+int main(int argc, char** argv) {
+  if (argc != 5) {
+    std::cerr << "usage: model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR\n";
+    return 2;
+  }
+  try {
+    trireme::dump(argv[1], argv[2], argv[3], argv[4]);
+  } catch (const std::exception& error) {
+    std::cerr << "model_dump: " << error.what() << "\n";
+    return 1;
+  }
+}

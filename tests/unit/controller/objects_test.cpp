@@ -1,0 +1,224 @@
+#include "operator/controller/objects.h"
+
+#include <gtest/gtest.h>
+
+#include "operator/controller/actions.h"
+#include "operator/controller/cache.h"
+#include "tests/unit/controller/world.h"
+
+namespace trireme::controller {
+namespace {
+
+using testing::kTwoPods;
+using testing::make_job;
+
+struct Made {
+  RLJob job;
+  scheduling::Backend backend;
+  ObjectOptions options;
+  AttemptContext context() const { return {job, 2, backend, options}; }
+};
+
+Made made(const std::string& yaml) {
+  Made m{make_job(yaml), {}, {}};
+  m.options.status_url = "http://status.trireme-system:8090";
+  return m;
+}
+
+const Json* named(const Json& list, const std::string& name) {
+  for (const Json& entry : list) {
+    if (entry.value("name", "") == name) return &entry;
+  }
+  return nullptr;
+}
+
+std::string env(const Json& pod, const std::string& name) {
+  const Json* entry = named(pod["spec"]["containers"][0]["env"], name);
+  return entry ? entry->value("value", "(from the cluster)") : "(none)";
+}
+
+TEST(Objects, PodHasItsPlace) {
+  const Made m = made(kTwoPods);
+  const Json p = pod(m.context(), "actor", 1);
+  EXPECT_EQ(p["metadata"]["name"], "quick-actor-1-a2");
+  EXPECT_EQ(p["metadata"]["namespace"], "team");
+  EXPECT_EQ(p["metadata"]["labels"][kLabelRank], "1");
+  EXPECT_EQ(p["metadata"]["labels"][kLabelAttempt], "2");
+  EXPECT_EQ(p["metadata"]["labels"][kLabelJobUid], "uid-quick");
+  EXPECT_EQ(p["metadata"]["ownerReferences"][0]["uid"], "uid-quick");
+  EXPECT_EQ(p["metadata"]["ownerReferences"][0]["controller"], true);
+  const Json& spec = p["spec"];
+  EXPECT_EQ(spec["hostname"], "quick-actor-1") << "the host name does not change with the attempt";
+  EXPECT_EQ(spec["subdomain"], "quick-a2");
+  EXPECT_EQ(spec["restartPolicy"], "Never");
+  EXPECT_EQ(spec["enableServiceLinks"], false);
+  EXPECT_EQ(spec["automountServiceAccountToken"], false);
+  EXPECT_EQ(env(p, "MASTER_ADDR"), "quick-actor-0.quick-a2");
+  EXPECT_EQ(env(p, "NODE_RANK"), "1");
+  EXPECT_EQ(env(p, "NNODES"), "2");
+  EXPECT_EQ(env(p, "PET_NNODES"), "2");
+  EXPECT_EQ(env(p, "TRIREME_ATTEMPT"), "2");
+  EXPECT_EQ(env(p, "TRIREME_STATUS_URL"), "http://status.trireme-system:8090/v1/status/team/quick");
+  const Json& container = spec["containers"][0];
+  EXPECT_EQ(container["name"], "trainer");
+  EXPECT_EQ(container["command"][1], "launch");
+  EXPECT_EQ(container["securityContext"]["allowPrivilegeEscalation"], false);
+  EXPECT_EQ(container["securityContext"]["capabilities"]["drop"][0], "ALL");
+  EXPECT_EQ(container["terminationMessagePolicy"], "FallbackToLogsOnError");
+  EXPECT_EQ(spec["securityContext"]["runAsNonRoot"], true);
+  EXPECT_EQ(spec["securityContext"]["seccompProfile"]["type"], "RuntimeDefault");
+  ASSERT_NE(named(spec["volumes"], "trireme-shm"), nullptr);
+  EXPECT_EQ((*named(spec["volumes"], "trireme-shm"))["emptyDir"]["medium"], "Memory");
+  const Json& token = (*named(spec["volumes"], "trireme-status"))["projected"]["sources"][0]["serviceAccountToken"];
+  EXPECT_EQ(token["audience"], kStatusTokenAudience);
+}
+
+TEST(Objects, PodsOfARoleDifferOnlyInTheirPlace) {
+  const Made m = made(kTwoPods);
+  Json a = pod(m.context(), "actor", 0), b = pod(m.context(), "actor", 1);
+  for (Json* p : {&a, &b}) {
+    (*p)["metadata"].erase("name");
+    (*p)["metadata"]["labels"].erase(kLabelRank);
+    (*p)["spec"].erase("hostname");
+    for (Json& e : (*p)["spec"]["containers"][0]["env"]) {
+      const std::string name = e["name"];
+      if (name == "NODE_RANK" || name == "PET_NODE_RANK" || name == "TRIREME_POD_INDEX") e["value"] = "";
+    }
+  }
+  EXPECT_EQ(a, b);
+}
+
+TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
+  const Made m = made(
+      "  model: {source: /m}\n  config: {path: c.yaml}\n  image: default:1\n"
+      "  roles:\n    actor:\n      gpusPerPod: 4\n      template:\n        metadata: {labels: {team: blue}, annotations: {note: x}}\n"
+      "        spec:\n          nodeSelector: {pool: gpu}\n          containers:\n          - name: sidecar\n            image: side:1\n"
+      "          - name: trainer\n            env: [{name: MINE, value: $(TRIREME_JOB)}, {name: NODE_RANK, value: '9'}]\n"
+      "            securityContext: {privileged: true}\n"
+      "            resources: {limits: {cpu: '8'}}\n");
+  const Json p = pod(m.context(), "actor", 0);
+  EXPECT_EQ(p["metadata"]["labels"]["team"], "blue");
+  EXPECT_EQ(p["metadata"]["annotations"]["note"], "x");
+  EXPECT_EQ(p["spec"]["nodeSelector"]["pool"], "gpu");
+  const Json& containers = p["spec"]["containers"];
+  ASSERT_EQ(containers.size(), 2u);
+  const Json& trainer = *named(containers, "trainer");
+  EXPECT_EQ((*named(containers, "sidecar"))["image"], "side:1");
+  EXPECT_EQ(trainer["image"], "default:1");
+  EXPECT_EQ((*named(trainer["env"], "MINE"))["value"], "$(TRIREME_JOB)");
+  EXPECT_EQ((*named(trainer["env"], "NODE_RANK"))["value"], "0");
+  EXPECT_EQ(std::count_if(trainer["env"].begin(), trainer["env"].end(), [](const Json& e) { return e["name"] == "NODE_RANK"; }), 1);
+  EXPECT_EQ(trainer["resources"]["limits"]["cpu"], "8");
+  EXPECT_EQ(trainer["resources"]["limits"]["nvidia.com/gpu"], "4");
+  EXPECT_FALSE(trainer["securityContext"].contains("allowPrivilegeEscalation"));
+  EXPECT_EQ(p["spec"]["tolerations"][0]["key"], "nvidia.com/gpu");
+}
+
+TEST(Objects, InlineConfigurationLiesInTheConfigMap) {
+  const Made m = made("  model: {source: /m}\n  config: {inline: {grpo: {max_num_steps: 5}}}\n  roles: {actor: {replicas: 2}}\n");
+  const Json map = attempt_config_map(m.context());
+  EXPECT_EQ(map["immutable"], true);
+  EXPECT_EQ(Json::parse(map["data"]["config.yaml"].get<std::string>())["grpo"]["max_num_steps"], 5);
+  const Json topology = Json::parse(map["data"]["topology.json"].get<std::string>());
+  EXPECT_EQ(topology["attempt"], 2);
+  EXPECT_EQ(topology["nodes"][1]["host"], "quick-actor-1.quick-a2");
+  const Json p = pod(m.context(), "actor", 0);
+  EXPECT_EQ((*named(p["spec"]["volumes"], "trireme-config"))["configMap"]["name"], map["metadata"]["name"]);
+  const Json& command = p["spec"]["containers"][0]["command"];
+  EXPECT_NE(std::find(command.begin(), command.end(), "/etc/trireme/config/config.yaml"), command.end());
+}
+
+TEST(Objects, AvoidedNodesAreExcludedInEveryTerm) {
+  Made m = made(
+      "  model: {source: /m}\n  config: {path: c.yaml}\n  roles:\n    actor:\n      template:\n        spec:\n          affinity:\n"
+      "            nodeAffinity:\n              requiredDuringSchedulingIgnoredDuringExecution:\n                nodeSelectorTerms:\n"
+      "                - matchExpressions: [{key: a, operator: Exists}]\n                - matchExpressions: [{key: b, operator: Exists}]\n");
+  m.job.status.avoided_nodes = {{"bad-1", "x", ""}, {"bad-2", "x", ""}};
+  const Json p = pod(m.context(), "actor", 0);
+  const Json& terms = p["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+  ASSERT_EQ(terms.size(), 2u);
+  for (const Json& term : terms) {
+    ASSERT_EQ(term["matchFields"].size(), 2u);
+    EXPECT_EQ(term["matchFields"][0]["values"].size(), 1u) << "the API server takes one value per field selector";
+    EXPECT_EQ(term["matchExpressions"].size(), 1u);
+  }
+}
+
+TEST(Objects, HeadlessServicePublishesEarly) {
+  const Made m = made(kTwoPods);
+  const Json s = headless_service(m.context());
+  EXPECT_EQ(s["metadata"]["name"], "quick-a2");
+  EXPECT_EQ(s["spec"]["clusterIP"], "None");
+  EXPECT_EQ(s["spec"]["publishNotReadyAddresses"], true);
+  EXPECT_EQ(s["spec"]["selector"][kLabelAttempt], "2");
+}
+
+TEST(Objects, ServiceComesFirstAndPodsLast) {
+  Made m = made(kTwoPods);
+  m.backend = {scheduling::BackendKind::kKubernetes, "v1alpha2"};
+  const std::vector<Action> actions = create_actions(m.context(), wanted_pods(m.job, 2));
+  ASSERT_EQ(actions.size(), 6u);
+  EXPECT_EQ(actions.front().resource.plural, "services");
+  EXPECT_EQ(actions[2].resource.plural, "workloads");
+  EXPECT_EQ(actions[3].resource.plural, "podgroups");
+  EXPECT_GT(actions[3].wave, actions[2].wave);
+  EXPECT_EQ(actions[4].resource.plural, "pods");
+  EXPECT_GT(actions[4].wave, actions[3].wave);
+  EXPECT_EQ(actions[4].body["spec"]["schedulingGroup"]["podGroupName"], "quick-a2");
+}
+
+// ---- what the caches make of objects ---------------------------------------------------------------------------------
+
+CachedPod pod_of(const char* json) { return read_pod(pod_fields().parse(json)); }
+
+TEST(Cache, FailedPodTellsWhy) {
+  const CachedPod p = pod_of(R"({"metadata":{"name":"x","uid":"u","labels":{"trireme.dev/job":"j","trireme.dev/role":"actor",
+    "trireme.dev/rank":"3","trireme.dev/attempt":"2"}},"spec":{"nodeName":"n1"},"status":{"phase":"Failed","containerStatuses":[
+    {"name":"side","state":{"terminated":{"exitCode":1,"reason":"Error"}}},
+    {"name":"trainer","state":{"terminated":{"exitCode":137,"signal":9,"reason":"OOMKilled","message":"log","finishedAt":"2026-01-01T00:00:01Z"}}}]}})");
+  EXPECT_EQ(p.phase, PodPhase::kFailed);
+  EXPECT_EQ(p.rank, 3);
+  EXPECT_EQ(p.attempt, 2);
+  ASSERT_TRUE(p.trouble);
+  EXPECT_EQ(p.trouble->exit_code, 137);
+  EXPECT_EQ(p.trouble->reason, "OOMKilled");
+  EXPECT_EQ(p.trouble->message, "log");
+  EXPECT_GT(p.trouble->finished_ms, 0);
+}
+
+TEST(Cache, DisruptionsHaveOneVocabulary) {
+  auto reason = [](const std::string& status) {
+    const CachedPod p = pod_of(("{\"metadata\":{\"name\":\"x\"},\"status\":" + status + "}").c_str());
+    return p.trouble ? p.trouble->reason : "";
+  };
+  EXPECT_EQ(reason(R"({"phase":"Failed","conditions":[{"type":"DisruptionTarget","status":"True","reason":"PreemptionByScheduler"}]})"), "Preempted");
+  EXPECT_EQ(reason(R"({"phase":"Running","conditions":[{"type":"DisruptionTarget","status":"True","reason":"DeletionByTaintManager"}]})"), "NodeLost");
+  EXPECT_EQ(reason(R"({"phase":"Failed","reason":"Evicted","message":"disk"})"), "Evicted");
+  EXPECT_EQ(reason(R"({"phase":"Failed","reason":"OutOfcpu"})"), "AdmissionRejected");
+  EXPECT_EQ(reason(R"({"phase":"Failed","reason":"UnexpectedAdmissionError"})"), "AdmissionRejected");
+  EXPECT_EQ(reason(R"({"phase":"Failed","reason":"Terminated"})"), "NodeShutdown");
+  EXPECT_EQ(reason(R"({"phase":"Failed"})"), "Error");
+}
+
+TEST(Cache, PendingPodTellsWhatItWaitsFor) {
+  const CachedPod unplaced = pod_of(R"({"metadata":{"name":"x"},"spec":{"schedulingGates":[{"name":"g"}]},"status":{"phase":"Pending",
+    "conditions":[{"type":"PodScheduled","status":"False","reason":"Unschedulable","message":"0/3 nodes"}]}})");
+  EXPECT_TRUE(unplaced.gated);
+  EXPECT_EQ(unplaced.trouble->message, "0/3 nodes");
+  const CachedPod pulling = pod_of(R"({"metadata":{"name":"x"},"spec":{"nodeName":"n"},"status":{"phase":"Pending",
+    "conditions":[{"type":"PodScheduled","status":"True"}],"containerStatuses":[{"name":"trainer","state":{"waiting":{"reason":"ErrImagePull","message":"no"}}}]}})");
+  EXPECT_EQ(pulling.trouble->message, "ErrImagePull: no");
+}
+
+TEST(Cache, HostileObjectsDoNotThrow) {
+  for (const char* text : {R"({})", R"({"metadata":[],"status":7})", R"({"metadata":{"labels":{"trireme.dev/rank":5}},"status":{"conditions":{"a":1}}})",
+                           R"({"metadata":{"labels":{"trireme.dev/rank":"99999999999999999999"}},"status":{"containerStatuses":[[],3,null]}})"}) {
+    EXPECT_NO_THROW(read_pod(Json::parse(text)));
+    EXPECT_NO_THROW(read_job(Json::parse(text), "m"));
+    EXPECT_NO_THROW(read_node(Json::parse(text)));
+    EXPECT_NO_THROW(read_service(Json::parse(text)));
+  }
+}
+
+}  // namespace
+}  // namespace trireme::controller

@@ -1,0 +1,362 @@
+#include "operator/kube/client.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "operator/kube/metrics.h"
+#include "tests/unit/kube/fake_apiserver.h"
+
+namespace trireme::kube {
+namespace {
+
+using testing::eventually;
+using testing::FakeApiServer;
+using testing::Json;
+
+Json config_map(const std::string& name, const std::string& value = "1") {
+  return {{"metadata", {{"namespace", "ns"}, {"name", name}}}, {"data", {{"k", value}}}};
+}
+
+// The error that fn throws; kInvalid with status -1 when it throws none.
+ApiError error_of(const std::function<void()>& fn) {
+  try {
+    fn();
+  } catch (const ApiError& e) {
+    return e;
+  }
+  return ApiError(ApiErrorKind::kInvalid, -1, "", "no error");
+}
+
+TEST(Client, CreateReadUpdatePatchDelete) {
+  FakeApiServer server;
+  Client client(server.config());
+  const auto& kind = resources::kConfigMaps;
+  const ObjectKey key{"ns", "a"};
+  const Json created = client.create(kind, config_map("a"));
+  EXPECT_EQ(created["kind"], "ConfigMap");
+  EXPECT_EQ(error_of([&] { client.create(kind, config_map("a")); }).kind(), ApiErrorKind::kAlreadyExists);
+  EXPECT_EQ(client.get(kind, key), created);
+  EXPECT_EQ(client.find(kind, {"ns", "b"}), std::nullopt);
+  EXPECT_EQ(error_of([&] { client.get(kind, {"ns", "b"}); }).kind(), ApiErrorKind::kNotFound);
+
+  Json changed = created;
+  changed["data"]["k"] = "2";
+  const Json updated = client.update(kind, changed);
+  EXPECT_EQ(updated["data"]["k"], "2");
+  const ApiError stale = error_of([&] { client.update(kind, changed); });
+  EXPECT_TRUE(stale.conflict());
+  EXPECT_FALSE(stale.retryable());
+  EXPECT_EQ(stale.reason(), "Conflict");
+
+  EXPECT_EQ(client.patch(kind, key, {{"data", {{"j", "3"}}}})["data"], (Json{{"j", "3"}, {"k", "2"}}));
+  EXPECT_EQ(client.patch(kind, key, Json::parse(R"([{"op":"remove","path":"/data/j"}])"), PatchType::kJson)["data"], (Json{{"k", "2"}}));
+  const Json with_version{{"metadata", {{"resourceVersion", created["metadata"]["resourceVersion"]}}}, {"data", {{"k", "9"}}}};
+  EXPECT_TRUE(error_of([&] { client.patch(kind, key, with_version); }).conflict());
+
+  DeleteOptions wrong_uid;
+  wrong_uid.uid = "another";
+  EXPECT_TRUE(error_of([&] { client.remove(kind, key, wrong_uid); }).conflict());
+  DeleteOptions right_uid;
+  right_uid.uid = created["metadata"]["uid"].get<std::string>();
+  EXPECT_TRUE(client.remove(kind, key, right_uid));
+  EXPECT_FALSE(client.remove(kind, key));
+  const auto deletions = server.requests();
+  EXPECT_EQ(Json::parse(deletions.back().body)["propagationPolicy"], "Background");
+}
+
+TEST(Client, StatusSubresourceAndApply) {
+  FakeApiServer server;
+  Client client(server.config());
+  Json job{{"metadata", {{"namespace", "ns"}, {"name", "j"}}}, {"spec", {{"x", 1}}}};
+  client.create(resources::kRlJobs, job);
+  client.patch(resources::kRlJobs, {"ns", "j"}, {{"status", {{"phase", "Running"}}}, {"spec", {{"x", 2}}}}, PatchType::kMerge, "status");
+  Json now = client.get(resources::kRlJobs, {"ns", "j"});
+  EXPECT_EQ(now["status"]["phase"], "Running");
+  EXPECT_EQ(now["spec"]["x"], 1);
+  now["spec"]["x"] = 5;
+  now["status"]["phase"] = "Lost";
+  now = client.update(resources::kRlJobs, now);
+  EXPECT_EQ(now["status"]["phase"], "Running");
+  EXPECT_EQ(now["metadata"]["generation"], 2);
+
+  const Json service{{"metadata", {{"namespace", "ns"}, {"name", "s"}}}, {"spec", {{"clusterIP", "None"}}}};
+  client.apply(resources::kServices, service);
+  client.apply(resources::kServices, service);
+  const auto requests = server.requests();
+  EXPECT_EQ(requests.back().content_type, "application/apply-patch+yaml");
+  EXPECT_EQ(requests.back().query, "fieldManager=trireme-operator&force=true");
+  EXPECT_EQ(server.list(resources::kServices).size(), 1u);
+}
+
+TEST(Client, MistakesOfTheCallerAreNotSent) {
+  FakeApiServer server;
+  Client client(server.config());
+  EXPECT_THROW(client.create(resources::kPods, {{"metadata", {{"name", "a"}}}}), Error);
+  EXPECT_THROW(client.create(resources::kPods, Json::array()), Error);
+  EXPECT_THROW(client.get(resources::kPods, {"", "a"}), Error);
+  EXPECT_TRUE(server.requests().empty());
+}
+
+TEST(Client, ListsInPagesAndStreamsItems) {
+  FakeApiServer server;
+  Client client(server.config());
+  for (int i = 0; i < 25; ++i) {
+    Json object = config_map("m" + std::to_string(i));
+    object["metadata"]["labels"] = {{"parity", i % 2 == 0 ? "even" : "odd"}};
+    server.put(resources::kConfigMaps, object);
+  }
+  ListOptions options;
+  options.page_limit = 4;
+  EXPECT_EQ(client.list(resources::kConfigMaps, "ns", options).size(), 25u);
+  EXPECT_EQ(server.count("GET", "limit=4"), 7);
+  EXPECT_TRUE(client.list(resources::kConfigMaps, "other", options).empty());
+  options.label_selector = "parity in (odd),parity!=x";
+  std::set<std::string> names;
+  const std::string version = client.list_each(
+      resources::kConfigMaps, "", options, [&](std::string_view item) { names.insert(Json::parse(item)["metadata"]["name"]); },
+      client.default_deadline());
+  EXPECT_EQ(names.size(), 12u);
+  EXPECT_EQ(version, std::to_string(server.resource_version()));
+
+  // An exception of the callback comes out here, and the client stays usable.
+  EXPECT_THROW(client.list_each(resources::kConfigMaps, "", {}, [](std::string_view) { throw std::runtime_error("mine"); }, client.default_deadline()),
+               std::runtime_error);
+  EXPECT_EQ(client.list(resources::kConfigMaps, "ns").size(), 25u);
+}
+
+TEST(Client, ErrorsAreTyped) {
+  FakeApiServer server;
+  Client client(server.config());
+  const auto get = [&] { client.get(resources::kPods, {"ns", "a"}); };
+  server.inject({.status = 429, .reason = "TooManyRequests", .retry_after_s = 7});
+  ApiError e = error_of(get);
+  EXPECT_EQ(e.kind(), ApiErrorKind::kUnavailable);
+  EXPECT_EQ(e.status(), 429);
+  EXPECT_EQ(e.retry_after(), Milliseconds(7000));
+  EXPECT_TRUE(e.retryable());
+  const std::vector<std::pair<int, ApiErrorKind>> table{{400, ApiErrorKind::kInvalid},   {401, ApiErrorKind::kForbidden}, {403, ApiErrorKind::kForbidden},
+                                                        {410, ApiErrorKind::kGone},      {422, ApiErrorKind::kInvalid},   {500, ApiErrorKind::kUnavailable},
+                                                        {503, ApiErrorKind::kUnavailable}};
+  for (const auto& [status, kind] : table) {
+    server.inject({.status = status});
+    e = error_of(get);
+    EXPECT_EQ(e.kind(), kind) << status;
+    EXPECT_NE(std::string(e.what()).find("get pods ns/a"), std::string::npos) << e.what();
+  }
+  // An answer that is cut is not known to have failed: no second request by itself.
+  server.clear_requests();
+  server.inject({.method = "POST", .apply_first = true, .cut = true});
+  EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(), ApiErrorKind::kUnavailable);
+  EXPECT_EQ(server.count("POST", ""), 1);
+  EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(), ApiErrorKind::kAlreadyExists);
+}
+
+TEST(Client, EveryWaitHasADeadline) {
+  FakeApiServer server;
+  Client client(server.config());
+  server.inject({.path_part = "/pods/slow", .status = 500, .delay = Milliseconds(120000)});
+  const ApiError e = error_of([&] { client.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(200))); });
+  EXPECT_EQ(e.kind(), ApiErrorKind::kTimeout);
+  EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+
+  ClientOptions one;
+  one.max_connections = 1;
+  Client narrow(server.config(), one);
+  server.inject({.path_part = "/pods/slow", .status = 500, .delay = Milliseconds(120000)});
+  std::thread holder([&] { error_of([&] { narrow.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(2000))); }); });
+  EXPECT_TRUE(eventually([&] { return server.count("GET", "/pods/slow") == 2; }));
+  EXPECT_EQ(error_of([&] { narrow.find(resources::kPods, {"ns", "a"}, Deadline::after(Milliseconds(50))); }).kind(), ApiErrorKind::kTimeout);
+  holder.join();
+  EXPECT_EQ(narrow.find(resources::kPods, {"ns", "a"}), std::nullopt);
+
+  ClientOptions slow;
+  slow.qps = 0.001;
+  slow.burst = 1;
+  Client limited(server.config(), slow);
+  EXPECT_EQ(limited.find(resources::kPods, {"ns", "a"}), std::nullopt);
+  EXPECT_EQ(error_of([&] { limited.find(resources::kPods, {"ns", "a"}); }).reason(), "RateLimit");
+
+  ClientConfig nowhere = server.config();
+  server.stop();
+  EXPECT_EQ(error_of([&] { Client(nowhere).get(resources::kPods, {"ns", "a"}); }).kind(), ApiErrorKind::kUnavailable);
+}
+
+TEST(Client, SurvivesAServerRestartOnKeptConnections) {
+  FakeApiServer server;
+  Client client(server.config());
+  client.create(resources::kConfigMaps, config_map("a"));
+  for (int i = 0; i < 2; ++i) {
+    server.stop();
+    server.start();
+    EXPECT_NO_THROW(client.patch(resources::kConfigMaps, {"ns", "a"}, {{"data", {{"k", std::to_string(i)}}}}));
+    EXPECT_NO_THROW(client.create(resources::kConfigMaps, config_map("b" + std::to_string(i))));
+  }
+}
+
+TEST(Client, ManyThreadsShareThePool) {
+  FakeApiServer server;
+  Metrics metrics;
+  ClientOptions options;
+  options.max_connections = 8;
+  options.qps = 0;
+  options.metrics = &metrics;
+  Client client(server.config(), options);
+  std::vector<std::thread> threads;
+  std::atomic<int> failures{0};
+  for (int t = 0; t < 16; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 20; ++i) {
+        try {
+          client.create(resources::kConfigMaps, config_map("t" + std::to_string(t) + "-" + std::to_string(i)), Deadline::after(Milliseconds(120000)));
+        } catch (const std::exception& e) {
+          ADD_FAILURE() << e.what();
+          ++failures;
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(failures, 0);
+  EXPECT_EQ(server.list(resources::kConfigMaps).size(), 320u);
+  EXPECT_NE(metrics.text().find("rest_client_requests_total{code=\"201\",host=\"" + server.config().host), std::string::npos);
+}
+
+TEST(Client, TokenFileIsReadAgainWhenRefused) {
+  TemporaryDirectory folder;
+  const auto file = folder.path() / "token";
+  write_file_atomic(file, "old\n");
+  FakeApiServer server({.token = "old"});
+  ClientConfig config = server.config();
+  config.token.clear();
+  config.token_file = file.string();
+  Client client(config);
+  EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+  server.set_token("new");
+  EXPECT_EQ(error_of([&] { client.find(resources::kPods, {"ns", "a"}); }).kind(), ApiErrorKind::kForbidden);
+  write_file_atomic(file, "new\n");
+  EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+  std::filesystem::remove(file);  // gone for a moment: the token in use stays
+  EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+}
+
+struct Pki {
+  KeyPair ca = make_ca("cluster CA");
+  KeyPair server;
+  KeyPair user;
+  Pki() {
+    LeafOptions options;
+    options.common_name = "apiserver";
+    options.ip_addresses = {"127.0.0.1"};
+    options.dns_names = {"kubernetes.default"};
+    server = issue_certificate(ca, options);
+    LeafOptions mine;
+    mine.common_name = "trireme";
+    mine.server = false;
+    user = issue_certificate(ca, mine);
+  }
+};
+
+TEST(ClientTls, VerifiesChainAndNameAndShowsItsCertificate) {
+  const Pki pki;
+  FakeApiServer server({.tls = pki.server, .client_ca_pem = pki.ca.cert_pem});
+  ClientConfig config = server.config();
+  EXPECT_THROW(Client{config}, Error);  // no CA
+  config.ca_pem = pki.ca.cert_pem;
+  EXPECT_EQ(error_of([&] { Client(config).find(resources::kPods, {"ns", "a"}); }).kind(), ApiErrorKind::kUnavailable);  // no certificate
+  config.client_cert_pem = pki.user.cert_pem;
+  config.client_key_pem = pki.user.key_pem;
+  {
+    Client client(config);
+    EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+    client.create(resources::kConfigMaps, config_map("big", std::string(200000, 'x')));
+    EXPECT_EQ(client.get(resources::kConfigMaps, {"ns", "big"})["data"]["k"].get<std::string>().size(), 200000u);
+  }
+  ClientConfig other_ca = config;
+  other_ca.ca_pem = make_ca("cluster CA").cert_pem;
+  ApiError e = error_of([&] { Client(other_ca).find(resources::kPods, {"ns", "a"}); });
+  EXPECT_EQ(e.reason(), "TLS") << e.what();
+  ClientConfig name = config;
+  name.server_name = "kubernetes.default";
+  EXPECT_EQ(Client(name).find(resources::kPods, {"ns", "a"}), std::nullopt);
+  name.server_name = "kubernetes.example";
+  e = error_of([&] { Client(name).find(resources::kPods, {"ns", "a"}); });
+  EXPECT_EQ(e.reason(), "TLS") << e.what();
+  ClientConfig broken = config;
+  broken.client_key_pem = pki.ca.key_pem;
+  EXPECT_THROW(Client{broken}, Error);
+}
+
+TEST(ClientTls, CaFileIsReadAgain) {
+  const Pki pki;
+  TemporaryDirectory folder;
+  const auto file = folder.path() / "ca.crt";
+  write_file_atomic(file, make_ca("before the rotation").cert_pem);
+  FakeApiServer server({.tls = pki.server});
+  ClientConfig config = server.config();
+  config.ca_file = file.string();
+  Client client(config);
+  EXPECT_EQ(error_of([&] { client.find(resources::kPods, {"ns", "a"}); }).reason(), "TLS");
+  write_file_atomic(file, pki.ca.cert_pem);
+  EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+  write_file_atomic(file, "half a fi");  // a broken file does not take away what works
+  EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
+}
+
+TEST(Client, DiscoveryLogsAndReviews) {
+  FakeApiServer server;
+  Client client(server.config());
+  EXPECT_TRUE(client.serves(resources::kRlJobs));
+  server.unserve(resources::kRlJobs);
+  EXPECT_FALSE(client.serves(resources::kRlJobs));
+  EXPECT_FALSE(client.serves({"scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup", true}));
+  server.set_log({"ns", "p"}, "last words\n");
+  EXPECT_EQ(client.pod_log({"ns", "p"}, "trainer", 20, 2048, client.default_deadline()), "last words\n");
+  EXPECT_EQ(server.requests().back().query, "container=trainer&limitBytes=2048&tailLines=20");
+  server.answer_creates(resources::kTokenReviews, [](const Json& review) {
+    return Json{{"status", {{"authenticated", review["spec"]["token"] == "good"}}}};
+  });
+  const Json review = client.create(resources::kTokenReviews, {{"metadata", Json::object()}, {"spec", {{"token", "good"}}}});
+  EXPECT_EQ(review["status"]["authenticated"], true);
+}
+
+TEST(ClientStream, CancelEndsAQuietStreamFromAnotherThread) {
+  FakeApiServer server({.bookmark_interval = Milliseconds(100000)});
+  Client client(server.config());
+  for (int i = 0; i < 20; ++i) {  // also before, while and after it connects
+    Client::Cancel cancel;
+    std::thread streamer([&] {
+      client.stream("/api/v1/pods?watch=1&allowWatchBookmarks=true", "watch pods", Milliseconds(600000), [](std::string_view) { return true; }, &cancel);
+    });
+    if (i % 2 == 0) eventually([&] { return server.open_watches() > 0; });
+    cancel.stop();
+    streamer.join();
+  }
+  EXPECT_TRUE(eventually([&] { return server.open_watches() == 0; }));
+}
+
+TEST(ClientStream, ExceptionsAndEndsComeOut) {
+  FakeApiServer server({.bookmark_interval = Milliseconds(10)});
+  Client client(server.config());
+  const std::string path = "/api/v1/pods?watch=1&allowWatchBookmarks=true";
+  const auto run = [&](const std::string& p, const std::function<bool(std::string_view)>& fn) {
+    client.stream(p, "watch pods", Milliseconds(60000), fn, nullptr);
+  };
+  EXPECT_THROW(run(path, [](std::string_view) -> bool { throw std::logic_error("mine"); }), std::logic_error);
+  EXPECT_NO_THROW(run(path, [](std::string_view) { return false; }));
+  EXPECT_NO_THROW(run(path + "&timeoutSeconds=1", [](std::string_view) { return true; }));
+  EXPECT_EQ(error_of([&] { run("/api/v1/nothings?watch=1", [](std::string_view) { return true; }); }).kind(), ApiErrorKind::kNotFound);
+  server.inject({.status = 410});
+  EXPECT_EQ(error_of([&] { run(path, [](std::string_view) { return true; }); }).kind(), ApiErrorKind::kGone);
+  std::thread cutter([&] {
+    eventually([&] { return server.open_watches() > 0; });
+    server.cut_watches();
+  });
+  EXPECT_EQ(error_of([&] { run(path, [](std::string_view) { return true; }); }).kind(), ApiErrorKind::kUnavailable);
+  cutter.join();
+}
+
+}  // namespace
+}  // namespace trireme::kube

@@ -1,0 +1,132 @@
+#include "trainer/rewards/pool.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+Deadline long_deadline() { return Deadline::after(Milliseconds(120000)); }
+
+std::vector<RewardRequest> group(std::initializer_list<const char*> responses) {
+  std::vector<RewardRequest> requests;
+  for (const char* response : responses) requests.push_back({.response = response, .gold = "7"});
+  return requests;
+}
+
+RewardOptions shell(const std::string& script, FailurePolicy policy = FailurePolicy::kZero) {
+  RewardOptions options{.type = "command"};
+  options.failure_policy = policy;
+  options.command = {"sh", "-c", script};
+  options.workers = 1;
+  return options;
+}
+const char* const kCrashing = "while read -r line; do case \"$line\" in *CRASH*) exit 3;; *) echo '{\"reward\": 10}';; esac; done";
+
+TEST(RewardPool, WeightedSumOfAllRewards) {
+  RewardOptions format{.type = "format", .weight = 0.25};
+  format.tags = {"answer"};
+  RewardPool pool({RewardOptions{}, format}, 2);
+  pool.submit(5, group({"<answer>7</answer>", "<answer>8</answer>", "7", "8"}));
+  const auto done = pool.wait_any(long_deadline());
+  ASSERT_TRUE(done);
+  EXPECT_EQ(done->group_id, 5);
+  EXPECT_EQ(done->rewards, (std::vector<double>{1.25, 0.25, 1, 0}));
+  EXPECT_EQ(done->parts, (std::vector<std::vector<double>>{{1, 0, 1, 0}, {1, 1, 0, 0}}));
+  EXPECT_EQ(done->failures, 0);
+  EXPECT_EQ(pool.pending(), 0);
+}
+
+TEST(RewardPool, EveryGroupComesBackOnce) {
+  RewardPool pool({RewardOptions{}, shell(kCrashing)}, 4);
+  std::set<int64_t> open;
+  for (int64_t id = 0; id < 200; ++id) {
+    pool.submit(id, group({"\\boxed{7}", id % 10 == 0 ? "CRASH" : "6"}));
+    open.insert(id);
+  }
+  while (!open.empty()) {
+    const auto done = pool.wait_any(long_deadline());
+    ASSERT_TRUE(done) << open.size() << " groups missing";
+    EXPECT_EQ(open.erase(done->group_id), 1u);
+    EXPECT_EQ(done->rewards[0], 11);
+    EXPECT_EQ(done->failures, done->group_id % 10 == 0 ? 1 : 0);
+  }
+  EXPECT_EQ(pool.pending(), 0);
+  EXPECT_FALSE(pool.wait_any(Deadline::after(Milliseconds(1))));
+  const auto counters = pool.counters();
+  ASSERT_EQ(counters.size(), 2u);
+  EXPECT_EQ(counters[0].name, "math");
+  EXPECT_EQ(counters[0].scored, 400);
+  EXPECT_EQ(counters[0].failed, 0);
+  EXPECT_EQ(counters[1].scored, 400);
+  EXPECT_EQ(counters[1].failed, 20);
+  EXPECT_NE(counters[1].last_error.find("exit code 3"), std::string::npos);
+}
+
+TEST(RewardPool, EmptyGroupsComeBackToo) {
+  RewardPool pool({RewardOptions{}}, 1);
+  pool.submit(1, {});
+  const auto done = pool.wait_any(long_deadline());
+  ASSERT_TRUE(done);
+  EXPECT_TRUE(done->rewards.empty());
+}
+
+TEST(RewardPool, DropMarksTheSample) {
+  RewardPool pool({RewardOptions{}, shell(kCrashing, FailurePolicy::kDrop)}, 1);
+  pool.submit(1, group({"7", "CRASH 7", "8"}));
+  const auto done = pool.wait_any(long_deadline());
+  ASSERT_TRUE(done);
+  EXPECT_EQ(done->dropped, (std::vector<uint8_t>{0, 1, 0}));
+  EXPECT_EQ(done->rewards, (std::vector<double>{11, 1, 10}));
+  EXPECT_EQ(pool.counters()[1].dropped, 1);
+}
+
+TEST(RewardPool, ErrorThrowsOnceAndNamesTheGroup) {
+  RewardPool pool({shell(kCrashing, FailurePolicy::kError)}, 1);
+  pool.submit(42, group({"7", "CRASH"}));
+  try {
+    pool.wait_any(long_deadline());
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUnavailable);
+    const std::string text = error.what();
+    EXPECT_NE(text.find("command"), std::string::npos);
+    EXPECT_NE(text.find("group 42, sample 1"), std::string::npos) << text;
+  }
+  EXPECT_EQ(pool.pending(), 0);
+  pool.submit(43, group({"7"}));
+  const auto next = pool.wait_any(long_deadline());
+  ASSERT_TRUE(next);
+  EXPECT_EQ(next->group_id, 43);
+}
+
+TEST(RewardPool, ASlowRewardEndsAtItsLimitAndHoldsUpNoOther) {
+  RewardOptions slow = shell("while read -r line; do sleep 600; done");
+  slow.timeout_s = 0.3;
+  RewardPool pool({slow, RewardOptions{}}, 1);
+  pool.submit(1, group({"7"}));
+  const auto done = pool.wait_any(long_deadline());
+  ASSERT_TRUE(done);
+  EXPECT_EQ(done->rewards[0], 1);
+  EXPECT_EQ(done->failures, 1);
+}
+
+TEST(RewardPool, DestructionDoesNotWaitForAHang) {
+  RewardOptions hanging = shell("while read -r line; do sleep 3600; done");
+  hanging.timeout_s = 3600;
+  RewardPool pool({hanging}, 1);
+  for (int64_t id = 0; id < 5; ++id) pool.submit(id, group({"7"}));
+  EXPECT_FALSE(pool.wait_any(Deadline::after(Milliseconds(50))));
+  EXPECT_EQ(pool.pending(), 5);
+}  // a wait of an hour here would trip the test's own time limit
+
+TEST(RewardPool, BadOptionsStartNothing) {
+  EXPECT_THROW(RewardPool({}, 1), Error);
+  EXPECT_THROW(RewardPool({RewardOptions{}, RewardOptions{.type = "http", .url = "x"}}, 1), Error);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,308 @@
+#include "trainer/algorithms/grpo.h"
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "trainer/algorithms/datasets.h"
+#include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/rollouts.h"
+
+namespace trireme {
+namespace {
+
+double mean(const std::vector<double>& values) {
+  return values.empty() ? 0 : std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+}
+
+class GrpoLoop final {
+ public:
+  GrpoLoop(const Config& config, const TrainOptions& options)
+      : session_(config, options, config.grpo.max_num_steps),
+        config_(session_.config),
+        datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
+        prompts_(datasets_.train),
+        rewards_(reward_options(config_), 4),
+        engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_), training_sampling(config_, *session_.tokenizer)),
+        collector_(engine_, *session_.tokenizer, rewards_, session_.context, config_.cluster.collective_timeout_s) {
+    const LossOptions loss = loss_options(config_);
+    if (loss.kl_penalty != 0) {
+      ModelOptions frozen = session_.policy->options();
+      frozen.trainable = false;
+      frozen.checkpoint_activations = false;
+      reference_ = load_model(session_.model_dir, frozen);
+    }
+    exact_ = session_.exact_linear;
+    if (!exact_ && session_.context.is_main()) {
+      log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
+    }
+    trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer, session_.context, exact_);
+    if (session_.resumed) {
+      const nlohmann::json& state = session_.resumed->state;
+      step_ = session_.resumed->step;
+      prompts_.restore(state.at("prompts"));
+      next_sample_id_ = state.at("next_sample_id").get<uint64_t>();
+      if (state.contains("validation")) last_validation_ = state.at("validation").get<double>();
+    }
+    collector_.on_progress = [this] { session_.reporting.heartbeat(); };
+    session_.reporting.ready(step_);
+  }
+
+  TrainSummary run() {
+    const GrpoConfig& g = config_.grpo;
+    if (g.val_at_start && step_ == 0) validate(0);
+    TrainSummary summary;
+    bool stop_early = false;
+    while (step_ < g.max_num_steps && prompts_.epoch() < g.max_num_epochs && !stop_early) {
+      stop_early = one_step();
+      if (session_.should_stop() && step_ < g.max_num_steps) {
+        session_.save(step_, state(), checkpoint_metrics());
+        summary.end = LoopEnd::kStopped;
+        break;
+      }
+    }
+    if (summary.end == LoopEnd::kFinished) {
+      if (g.val_at_end && validated_step_ != step_) validate(step_);
+      session_.save(step_, state(), checkpoint_metrics());
+    }
+    session_.reporting.finish();
+    summary.steps = step_;
+    summary.validation = last_validation_;
+    return summary;
+  }
+
+ private:
+  nlohmann::json state() const {
+    nlohmann::json state = {{"prompts", prompts_.state()}, {"next_sample_id", next_sample_id_}};
+    if (last_validation_) state["validation"] = *last_validation_;
+    return state;
+  }
+
+  std::map<std::string, double> checkpoint_metrics() const {
+    std::map<std::string, double> metrics;
+    if (last_validation_) metrics["val:accuracy"] = *last_validation_;
+    metrics["train:reward"] = last_reward_;
+    return metrics;
+  }
+
+  // One or, under dynamic sampling, several generation batches. Samples in data order, group by group.
+  std::vector<RolloutSample> generate(RolloutTimes& times, std::map<std::string, double>& values) {
+    const GrpoConfig& g = config_.grpo;
+    const int64_t wanted_groups = g.num_prompts_per_step;
+    const int64_t batch_groups =
+        g.use_dynamic_sampling ? static_cast<int64_t>(static_cast<double>(wanted_groups) * g.batch_multiplier) : wanted_groups;
+    std::vector<RolloutSample> kept;
+    int64_t kept_groups = 0;
+    for (int64_t batch = 0;; ++batch) {
+      if (batch > 0 && batch >= g.dynamic_sampling_max_gen_batches) {
+        fail_data("dynamic sampling: after " + std::to_string(batch) + " generation batches only " + std::to_string(kept_groups) + " of " +
+                  std::to_string(wanted_groups) +
+                  " groups have rewards that differ; raise grpo.dynamic_sampling_max_gen_batches or choose other data");
+      }
+      const std::vector<PromptExample> prompts = prompts_.take(batch_groups);
+      RolloutRequest request;
+      request.prompts = &prompts;
+      request.samples_per_prompt = g.num_generations_per_prompt;
+      request.first_sample_id = next_sample_id_;
+      request.name = "train-" + std::to_string(next_sample_id_);
+      request.sampling = engine_.sampling();
+      next_sample_id_ += static_cast<uint64_t>(batch_groups * g.num_generations_per_prompt);
+      std::vector<RolloutSample> samples = collector_.collect(request, times);
+      if (g.shuffle_rewards) shuffle_rewards(samples);
+      if (!g.use_dynamic_sampling) return samples;
+      for (int64_t p = 0; p < batch_groups; ++p) {
+        const auto begin = samples.begin() + p * g.num_generations_per_prompt;
+        const auto end = begin + g.num_generations_per_prompt;
+        std::vector<double> rewards;
+        for (auto s = begin; s != end; ++s) {
+          if (!s->dropped) rewards.push_back(s->raw_reward);
+        }
+        if (rewards.empty() || all_equal(rewards)) continue;
+        if (kept_groups == wanted_groups) {
+          values["train/dynamic_sampling_num_discarded_valid_samples"] += static_cast<double>(g.num_generations_per_prompt);
+          continue;
+        }
+        for (auto s = begin; s != end; ++s) {
+          s->group = kept_groups;
+          kept.push_back(std::move(*s));
+        }
+        ++kept_groups;
+      }
+      values["train/dynamic_sampling_num_gen_batches"] = static_cast<double>(batch + 1);
+      if (kept_groups == wanted_groups) return kept;
+    }
+  }
+
+  // The control experiment: rewards that say nothing about the answers.
+  void shuffle_rewards(std::vector<RolloutSample>& samples) const {
+    std::mt19937_64 generator(static_cast<uint64_t>(config_.grpo.seed) * 1000003 + next_sample_id_);
+    for (size_t i = samples.size(); i > 1; --i) std::swap(samples[i - 1].raw_reward, samples[generator() % i].raw_reward);
+  }
+
+  void describe(const std::vector<RolloutSample>& samples, std::map<std::string, double>& values) const {
+    std::vector<double> raw, lengths, prompt_lengths, totals, advantages;
+    double truncated = 0, correct = 0;
+    for (const RolloutSample& s : samples) {
+      raw.push_back(s.raw_reward);
+      lengths.push_back(static_cast<double>(s.tokens.size()));
+      prompt_lengths.push_back(static_cast<double>(s.prompt.size()));
+      totals.push_back(static_cast<double>(s.length()));
+      advantages.push_back(s.advantage);
+      truncated += s.truncated ? 1 : 0;
+      correct += s.raw_reward > 0 ? 1 : 0;
+    }
+    const double count = static_cast<double>(samples.size());
+    values["train/reward"] = mean(raw);
+    values["train/mean_gen_tokens_per_sample"] = mean(lengths);
+    values["train/max_gen_tokens_per_sample"] = *std::max_element(lengths.begin(), lengths.end());
+    values["train/mean_prompt_length"] = mean(prompt_lengths);
+    values["train/mean_total_tokens_per_sample"] = mean(totals);
+    values["train/total_num_tokens"] = mean(totals) * count;
+    values["train/truncation_rate"] = truncated / count;
+    values["train/natural_termination_rate"] = 1 - truncated / count;
+    values["train/correct_rate"] = correct / count;
+    values["train/advantages/mean"] = mean(advantages);
+    values["train/advantages/max"] = *std::max_element(advantages.begin(), advantages.end());
+    values["train/advantages/min"] = *std::min_element(advantages.begin(), advantages.end());
+    int64_t flat = 0, groups = 0;
+    const size_t size = static_cast<size_t>(config_.grpo.num_generations_per_prompt);
+    for (size_t begin = 0; begin < samples.size(); begin += size, ++groups) {
+      bool equal = true;
+      for (size_t i = begin; i < begin + size; ++i) equal = equal && samples[i].raw_reward == samples[begin].raw_reward;
+      flat += equal ? 1 : 0;
+    }
+    values["train/zero_std_groups"] = static_cast<double>(flat) / static_cast<double>(std::max<int64_t>(1, groups));
+  }
+
+  // Returns true when the run should end because a metric reached its threshold.
+  bool one_step() {
+    const GrpoConfig& g = config_.grpo;
+    Stopwatch whole;
+    StepReport report;
+    report.step = step_ + 1;
+    RolloutTimes times;
+    session_.reporting.phase("generation", report.step);
+    std::vector<RolloutSample> samples = generate(times, report.values);
+    Stopwatch rewards_watch;
+    assign_advantages(samples, g.num_generations_per_prompt, config_);
+    report.phases["generation"] = times.generation_seconds;
+    report.phases["rewards"] = times.rewards_seconds + rewards_watch.seconds();
+    report.phases["idle"] = times.gather_seconds;
+    describe(samples, report.values);
+
+    session_.reporting.phase("training", report.step);
+    std::string dump;
+    if (std::find(config_.logger.dump_steps.begin(), config_.logger.dump_steps.end(), report.step) != config_.logger.dump_steps.end()) {
+      std::filesystem::create_directories(config_.logger.log_dir);
+      dump = (std::filesystem::path(config_.logger.log_dir) /
+              ("dump_step_" + std::to_string(report.step) +
+               (session_.context.world_size() > 1 ? "_rank_" + std::to_string(session_.context.rank()) : "") + ".safetensors"))
+                 .string();
+    }
+    const TrainResult trained = trainer_->train(samples, dump);
+    engine_.weights_changed();
+    report.phases["logprobs"] = trained.logprob_seconds;
+    report.phases["training"] = trained.training_seconds;
+    for (const auto& [key, value] : trained.metrics) report.values["train/" + key] = value;
+    report.values["train/logprob_mismatch_tokens"] = static_cast<double>(trained.mismatched_tokens);
+    for (const RewardCounters& counter : rewards_.counters()) {
+      report.values["train/reward_failures/" + counter.name] = static_cast<double>(counter.failed);
+    }
+    ++step_;
+    last_reward_ = report.values["train/reward"];
+
+    const bool last = step_ == g.max_num_steps;
+    const bool validate_now = g.val_period > 0 && step_ >= g.val_start_at && step_ % g.val_period == 0;
+    bool reached = false;
+    if (validate_now) {
+      const double accuracy = validate(step_);
+      report.values["timing/validation/total_validation_time"] = validation_seconds_;
+      report.values["validation/accuracy"] = accuracy;
+      report.values["validation/avg_length"] = validation_length_;
+      if (g.stop_at_validation_threshold && g.stop_at_validation_metric == "accuracy") {
+        reached = accuracy >= *g.stop_at_validation_threshold;
+      }
+    }
+    if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 && !last && !reached) {
+      report.phases["checkpoint"] = session_.save(step_, state(), checkpoint_metrics());
+    }
+    // Validation is not part of the step, as in the published tables.
+    report.seconds = whole.seconds() - (validate_now ? validation_seconds_ : 0);
+    report.tokens = report.values["train/total_num_tokens"];
+    report.samples = static_cast<double>(samples.size());
+    session_.reporting.step(report);
+    return reached;
+  }
+
+  double validate(int64_t step) {
+    const GrpoConfig& g = config_.grpo;
+    Stopwatch watch;
+    session_.reporting.phase("validation", step);
+    if (!datasets_.validation) {
+      fail_user("grpo.val_period is " + std::to_string(g.val_period) +
+                " but there is no validation data: set data.validation.data_path or data.train.split_validation_size, or val_period to 0");
+    }
+    const int64_t count = std::min(g.max_val_samples, datasets_.validation->size());
+    std::vector<double> rewards, lengths;
+    std::vector<PromptExample> batch;
+    int64_t printed = 0;
+    const auto flush = [&](int64_t end) {
+      if (batch.empty()) return;
+      RolloutRequest request;
+      request.prompts = &batch;
+      request.samples_per_prompt = g.val_num_generations_per_prompt;
+      request.first_sample_id = static_cast<uint64_t>(end) * static_cast<uint64_t>(g.val_num_generations_per_prompt);
+      request.name = "validation-" + std::to_string(step) + "-" + std::to_string(end);
+      request.sampling = validation_sampling(config_, *session_.tokenizer);
+      RolloutTimes times;
+      for (const RolloutSample& s : collector_.collect(request, times)) {
+        rewards.push_back(s.raw_reward);
+        lengths.push_back(static_cast<double>(s.tokens.size()));
+        if (session_.context.is_main() && printed < config_.logger.num_val_samples_to_print) {
+          ++printed;
+          log_info("validation", "prompt " + batch[static_cast<size_t>(s.group)].prompt_text + " answer " + session_.tokenizer->decode(s.tokens) +
+                                     " reward " + format_double(s.raw_reward));
+        }
+      }
+      batch.clear();
+    };
+    for (int64_t i = 0; i < count; ++i) {
+      if (auto example = datasets_.validation->example(i)) batch.push_back(std::move(*example));
+      if (static_cast<int64_t>(batch.size()) == g.val_batch_size) flush(i);
+    }
+    flush(count);
+    last_validation_ = mean(rewards);
+    validated_step_ = step;
+    validation_length_ = mean(lengths);
+    validation_seconds_ = watch.seconds();
+    session_.reporting.validation(step, *last_validation_, validation_length_, validation_seconds_);
+    return *last_validation_;
+  }
+
+  Session session_;
+  const Config& config_;
+  Datasets datasets_;
+  PromptStream prompts_;
+  RewardPool rewards_;
+  Engine engine_;
+  RolloutCollector collector_;
+  std::unique_ptr<Model> reference_;
+  std::unique_ptr<PolicyTrainer> trainer_;
+  bool exact_ = true;
+  int64_t step_ = 0;
+  uint64_t next_sample_id_ = 0;
+  std::optional<double> last_validation_;
+  int64_t validated_step_ = -1;
+  double validation_length_ = 0;
+  double validation_seconds_ = 0;
+  double last_reward_ = 0;
+};
+
+}  // namespace
+
+TrainSummary run_grpo(const Config& config, const TrainOptions& options) { return GrpoLoop(config, options).run(); }
+
+}  // namespace trireme

@@ -1,0 +1,91 @@
+#include "trainer/algorithms/replay.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+#include <ostream>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/algorithms/policy_trainer.h"
+#include "trainer/model/safetensors.h"
+
+namespace trireme {
+
+ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir, std::ostream& out) {
+  const SafetensorsFile file(dump);
+  const auto& metadata = file.header().metadata;
+  for (const char* key : {"config", "micro_batches", "global_valid_tokens", "global_valid_sequences"}) {
+    if (metadata.count(key) == 0) fail_data(dump.string() + " is not the dump of a step: its metadata has no " + key);
+  }
+  const Config config = load_config_text(metadata.at("config"), {}, nullptr, dump.string() + " (config)");
+  const LossOptions options = loss_options(config);
+  const LogprobOptions distribution = sampling_distribution(config);
+  std::unique_ptr<Model> model;
+  if (!model_dir.empty()) {
+    ModelOptions frozen;
+    frozen.dtype = parse_dtype(config.policy.precision);
+    frozen.trainable = false;
+    model = load_model(model_dir, frozen);
+  }
+  const c10::NoGradGuard no_grad;
+  ReplayResult result;
+  result.micro_batches = parse_int(metadata.at("micro_batches")).value_or(0);
+  for (int64_t m = 0; m < result.micro_batches; ++m) {
+    const std::string prefix = "micro_batch." + std::to_string(m) + ".";
+    const auto get = [&](const char* name) { return file.tensor(prefix + name).clone(); };
+    LossInputs in;
+    in.current = get("current_logprobs");
+    in.previous = get("previous_logprobs");
+    in.generation = get("generation_logprobs");
+    if (file.contains(prefix + "reference_logprobs")) in.reference = get("reference_logprobs");
+    if (file.contains(prefix + "positive")) in.positive = get("positive");
+    in.advantages = get("advantages");
+    in.mask = get("mask");
+    in.sequence = get("sequence");
+    in.sequence_mask = get("sequence_mask");
+    in.global_valid_tokens = parse_double(metadata.at("global_valid_tokens")).value_or(0);
+    in.global_valid_sequences = parse_double(metadata.at("global_valid_sequences")).value_or(0);
+    if (model) {
+      MicroBatch batch;
+      batch.input.ids = get("ids");
+      const at::Tensor starts = get("starts");
+      batch.input.starts.assign(starts.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>() + starts.numel());
+      std::vector<int64_t> positions;
+      for (size_t s = 0; s + 1 < batch.input.starts.size(); ++s) {
+        for (int64_t p = batch.input.starts[s]; p < batch.input.starts[s + 1]; ++p) positions.push_back(p - batch.input.starts[s]);
+      }
+      batch.input.positions = at::tensor(positions, at::kLong);
+      batch.rows = get("rows");
+      batch.targets = get("targets");
+      const at::Tensor recomputed = answer_logprobs(*model, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
+      result.largest_logprob_error =
+          std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
+      const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
+      for (int64_t i = 0; i < recomputed.numel(); ++i) {
+        result.differing_tokens +=
+            std::memcmp(recomputed.const_data_ptr<float>() + i, sampled.const_data_ptr<float>() + i, sizeof(float)) != 0 ? 1 : 0;
+      }
+      in.current = recomputed;
+    }
+    const LossOutput output = policy_loss(in, options);
+    const double loss = output.loss.item<double>();
+    const double dumped = get("loss").item<double>();
+    out << "micro-batch " << m << ": " << in.current.numel() << " tokens, loss " << format_double(loss) << ", dumped "
+        << format_double(dumped) << "\n";
+    result.tokens += in.current.numel();
+    result.loss += loss;
+    result.dumped_loss += dumped;
+  }
+  out << "total: " << result.tokens << " tokens, loss " << format_double(result.loss) << ", dumped " << format_double(result.dumped_loss)
+      << ", difference " << format_double(std::abs(result.loss - result.dumped_loss));
+  if (model) {
+    out << ", largest log-prob error " << format_double(result.largest_logprob_error) << ", " << result.differing_tokens
+        << " tokens differ from the sampler's bits";
+  }
+  out << "\n";
+  return result;
+}
+
+}  // namespace trireme

@@ -1,0 +1,52 @@
+// Reporting: one object through which the loops tell the world what happens (step log, Prometheus, terminal, operator).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "trainer/config/config.h"
+
+namespace trireme {
+
+struct ReportingOptions {
+  bool terminal = true;          // rank 0 prints steps
+  std::string status_url;        // operator; empty: none
+  std::string status_token_file;
+  std::string status_ca_file;
+  std::string attempt = "0";
+};
+
+struct StepReport {
+  int64_t step = 0;
+  double seconds = 0;
+  double tokens = 0;   // prompt and answer, all ranks
+  double samples = 0;
+  std::map<std::string, double> phases;  // exposed seconds on this rank; what is left of `seconds` is idle
+  std::map<std::string, double> values;  // NeMo-RL's names: train/..., validation/...
+};
+
+// Called from the training thread. Nothing here blocks on the network or fails a run once it is constructed.
+class Reporting final {
+ public:
+  Reporting(const Config& config, const ReportingOptions& options, int rank, int world_size, int64_t total_steps);
+  ~Reporting();
+  Reporting(const Reporting&) = delete;
+  Reporting& operator=(const Reporting&) = delete;
+
+  // All ranks have met and everything is loaded; the run goes on after `resumed_step` (0: a new run).
+  void ready(int64_t resumed_step);
+  void phase(const std::string& name, int64_t step);
+  void heartbeat();
+  void step(const StepReport& report);
+  void validation(int64_t step, double accuracy, double length, double seconds);
+  void checkpointed(int64_t step);
+  void finish();  // writes the report page
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,112 @@
+#include "trainer/algorithms/session.h"
+
+#include <ATen/Parallel.h>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/fs.h"
+#include "base/text.h"
+
+namespace trireme {
+namespace {
+
+ModelOptions policy_options(const Config& config) {
+  ModelOptions options;
+  options.dtype = parse_dtype(config.policy.precision);
+  if (config.cluster.device == "cuda") {
+    fail_user("cluster.device: cuda is not supported by this build; use the CPU build's device, cpu");
+  }
+  options.checkpoint_activations = activation_checkpointing(config);
+  return options;
+}
+
+std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const TrainOptions& options, const std::filesystem::path& model_dir) {
+  const TokenizerConfig& t = config.policy.tokenizer;
+  const std::filesystem::path dir = t.name.empty() || t.name == config.policy.model_name ? model_dir : resolve_model(t.name, options.hf_home);
+  if (t.chat_template.empty()) return Tokenizer::load(dir);
+  if (t.chat_template == "none") return Tokenizer::load(dir, "");
+  std::error_code ignored;
+  if (std::filesystem::is_regular_file(t.chat_template, ignored)) return Tokenizer::load(dir, read_file(t.chat_template));
+  return Tokenizer::load(dir, t.chat_template);
+}
+
+// "days:hours:minutes:seconds"
+std::optional<SteadyClock::time_point> parse_save_by(const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  const std::vector<std::string> parts = split(text, ':');
+  const int64_t units[] = {86400, 3600, 60, 1};
+  int64_t seconds = 0;
+  for (size_t i = 0; i < parts.size() && parts.size() == 4; ++i) {
+    const auto value = parse_int(parts[i]);
+    if (!value) fail_user("checkpointing.checkpoint_must_save_by: '" + text + "' is not days:hours:minutes:seconds");
+    seconds += *value * units[i];
+  }
+  if (parts.size() != 4) fail_user("checkpointing.checkpoint_must_save_by: '" + text + "' is not days:hours:minutes:seconds");
+  return SteadyClock::now() + std::chrono::seconds(seconds);
+}
+
+}  // namespace
+
+Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
+    : config(given),
+      context(options.layout, options.rendezvous),
+      model_dir(resolve_model(config.policy.model_name, options.hf_home)),
+      tokenizer(load_tokenizer(config, options, model_dir)),
+      reporting(config, options.reporting, context.rank(), context.world_size(), steps),
+      stop_signal_(options.stop_signal),
+      checkpoint_on_stop_(options.checkpoint_on_stop),
+      save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
+  reporting.phase("start", 0);
+  const ModelOptions model_options = policy_options(config);
+  policy = load_model(model_dir, model_options);
+  if (tokenizer->vocab_size() > policy->config().vocab_size) {
+    fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
+              " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
+  }
+  exact_linear = linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype);
+  const AdamSettings adam = adam_settings(config);
+  AdamWOptions adam_options;
+  adam_options.beta1 = adam.beta1;
+  adam_options.beta2 = adam.beta2;
+  adam_options.eps = adam.eps;
+  adam_options.decay_all = !config.policy.megatron_cfg.enabled;
+  adam_options.reduce_in_fp32 =
+      !config.policy.megatron_cfg.enabled || config.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32;
+  optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options);
+
+  nlohmann::json model_fingerprint = policy->config().to_json();
+  CheckpointOptions checkpoint;
+  checkpoint.directory = config.checkpointing.checkpoint_dir;
+  checkpoint.source_dir = model_dir;
+  checkpoint.metric_name = config.checkpointing.metric_name == "val_reward" ? "val:accuracy" : config.checkpointing.metric_name;
+  checkpoint.higher_is_better = config.checkpointing.higher_is_better;
+  checkpoint.keep_top_k = config.checkpointing.keep_top_k;
+  checkpoint.save_optimizer = config.checkpointing.save_optimizer;
+  checkpoints = std::make_unique<CheckpointManager>(
+      checkpoint, nlohmann::json{{"algorithm", config.algorithm}, {"model", model_fingerprint}}, context);
+  if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
+  if (context.is_main()) {
+    log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) + " parameters, " +
+                          config.policy.precision + ", " + std::to_string(context.world_size()) + " ranks, " +
+                          std::to_string(at::get_num_threads()) + " threads a rank");
+    if (resumed) log_info("train", "resuming after step " + std::to_string(resumed->step) + " from " + resumed->path.string());
+  }
+}
+
+bool Session::should_stop() {
+  const bool asked = stop_signal_ != nullptr && stop_signal_->load() != 0;
+  const bool due = save_by_ && SteadyClock::now() >= *save_by_;
+  return context.data_parallel().all_reduce_max(asked || due ? 1.0 : 0.0) > 0;
+}
+
+double Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics) {
+  if (!config.checkpointing.enabled || checkpoints->last_saved_step() == step) return 0;
+  Stopwatch watch;
+  context.set_phase("checkpoint");
+  reporting.phase("checkpoint", step);
+  checkpoints->save(step, *policy, *optimizer, state, metrics, to_yaml(config));
+  reporting.checkpointed(step);
+  return watch.seconds();
+}
+
+}  // namespace trireme

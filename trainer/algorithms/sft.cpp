@@ -1,0 +1,191 @@
+#include "trainer/algorithms/sft.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "trainer/algorithms/datasets.h"
+#include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/samples.h"
+#include "trainer/optimizer/lr_schedule.h"
+
+namespace trireme {
+namespace {
+
+struct SftBatch {
+  std::vector<RolloutSample> samples;           // tokens: the completion
+  std::vector<std::vector<uint8_t>> loss_mask;  // per sample, per completion token
+};
+
+class SftLoop final {
+ public:
+  SftLoop(const Config& config, const TrainOptions& options)
+      : session_(config, options, config.sft.max_num_steps),
+        config_(session_.config),
+        datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/true)),
+        stream_(datasets_.train) {
+    if (session_.resumed) {
+      step_ = session_.resumed->step;
+      stream_.restore(session_.resumed->state.at("prompts"));
+    }
+    session_.reporting.ready(step_);
+  }
+
+  TrainSummary run() {
+    const SftConfig& s = config_.sft;
+    if (s.val_at_start && step_ == 0 && datasets_.validation) validate();
+    TrainSummary summary;
+    while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs) {
+      one_step();
+      if (session_.should_stop() && step_ < s.max_num_steps) {
+        save();
+        summary.end = LoopEnd::kStopped;
+        break;
+      }
+    }
+    if (summary.end == LoopEnd::kFinished) {
+      if (s.val_at_end && datasets_.validation && validated_step_ != step_) validate();
+      save();
+    }
+    session_.reporting.finish();
+    summary.steps = step_;
+    summary.validation = last_validation_;
+    return summary;
+  }
+
+ private:
+  double save() {
+    std::map<std::string, double> metrics;
+    if (last_validation_) metrics["val:loss"] = *last_validation_;
+    return session_.save(step_, nlohmann::json{{"prompts", stream_.state()}}, metrics);
+  }
+
+  void add(SftBatch& batch, PromptExample example) const {
+    const int64_t longest = config_.policy.max_total_sequence_length;
+    RolloutSample sample;
+    sample.group = static_cast<int64_t>(batch.samples.size());
+    sample.prompt = std::move(example.prompt_ids);
+    sample.tokens = std::move(example.completion_ids);
+    std::vector<uint8_t> mask = std::move(example.completion_mask);
+    const int64_t room = std::max<int64_t>(0, longest - static_cast<int64_t>(sample.prompt.size()));
+    if (static_cast<int64_t>(sample.tokens.size()) > room) {  // cut, as the reference does
+      sample.tokens.resize(static_cast<size_t>(room));
+      mask.resize(static_cast<size_t>(room));
+    }
+    sample.generation_logprobs.assign(sample.tokens.size(), 0.0f);
+    batch.samples.push_back(std::move(sample));
+    batch.loss_mask.push_back(std::move(mask));
+  }
+
+  std::vector<Bin> own_bins(const SftBatch& batch) const {
+    std::vector<int64_t> lengths;
+    for (const RolloutSample& s : batch.samples) lengths.push_back(s.length());
+    const PolicyConfig& p = config_.policy;
+    const int64_t ranks = session_.context.world_size();
+    std::vector<std::vector<Bin>> all;
+    if (p.dynamic_batching.enabled) {
+      all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round, ranks);
+    } else if (p.sequence_packing.enabled) {
+      all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks, parse_packing_algorithm(p.sequence_packing.algorithm),
+                                 static_cast<uint64_t>(config_.sft.seed));
+    } else {
+      all = fixed_micro_batches(static_cast<int64_t>(lengths.size()), p.train_micro_batch_size, ranks);
+    }
+    return all[static_cast<size_t>(session_.context.rank())];
+  }
+
+  static at::Tensor token_mask(const SftBatch& batch, const Bin& bin) {
+    std::vector<float> flat;
+    for (const int64_t i : bin) {
+      const auto& mask = batch.loss_mask[static_cast<size_t>(i)];
+      flat.insert(flat.end(), mask.begin(), mask.end());
+    }
+    return at::tensor(flat, at::kFloat);
+  }
+
+  // Sum of the loss over this rank's micro-batches, divided by the global token count; backward when `train`.
+  double forward(const SftBatch& batch, bool train) {
+    double tokens = 0;
+    for (const auto& mask : batch.loss_mask) tokens += static_cast<double>(std::count(mask.begin(), mask.end(), uint8_t{1}));
+    double loss = 0;
+    const c10::AutoGradMode grad(train);
+    const at::Device device = session_.policy->options().device;
+    for (const Bin& bin : own_bins(batch)) {
+      const MicroBatch micro = make_micro_batch(batch.samples, bin);
+      if (micro.answer_tokens() == 0) continue;
+      const at::Tensor logprobs = answer_logprobs(*session_.policy, micro, LogprobOptions{});
+      LossOutput output = sft_loss(logprobs, token_mask(batch, bin).to(device), tokens);
+      if (train) output.loss.backward();
+      loss += output.metrics.at("loss");
+    }
+    return session_.context.data_parallel().all_reduce_sum(loss);
+  }
+
+  void one_step() {
+    Stopwatch whole;
+    StepReport report;
+    report.step = step_ + 1;
+    session_.reporting.phase("training", report.step);
+    session_.context.set_phase("training");
+    SftBatch batch;
+    for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));
+    const double loss = forward(batch, true);
+    const int64_t done = session_.optimizer->steps_done();
+    const double rate = learning_rate(config_, done);
+    const OptimizerStep step = session_.optimizer->step(rate, weight_decay(config_, done), max_grad_norm(config_));
+    report.phases["training"] = whole.seconds();
+    ++step_;
+    for (const RolloutSample& s : batch.samples) report.tokens += static_cast<double>(s.length());
+    report.samples = static_cast<double>(batch.samples.size());
+    report.values["train/loss"] = loss;
+    report.values["train/grad_norm"] = step.grad_norm;
+    report.values["train/lr"] = rate;
+    report.values["train/total_num_tokens"] = report.tokens;
+    double validation_seconds = 0;
+    if (config_.sft.val_period > 0 && step_ % config_.sft.val_period == 0 && datasets_.validation) {
+      Stopwatch watch;
+      report.values["validation/loss"] = validate();
+      validation_seconds = watch.seconds();
+      report.values["timing/validation/total_validation_time"] = validation_seconds;
+    }
+    if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 && step_ < config_.sft.max_num_steps) {
+      report.phases["checkpoint"] = save();
+    }
+    report.seconds = whole.seconds() - validation_seconds;  // not part of the step
+    session_.reporting.step(report);
+  }
+
+  double validate() {
+    session_.reporting.phase("validation", step_);
+    double sum = 0;
+    int64_t batches = 0, next = 0;
+    for (; batches < config_.sft.val_batches && next < datasets_.validation->size(); ++batches) {
+      SftBatch batch;
+      while (static_cast<int64_t>(batch.samples.size()) < config_.sft.val_global_batch_size && next < datasets_.validation->size()) {
+        if (auto example = datasets_.validation->example(next++)) add(batch, std::move(*example));
+      }
+      sum += forward(batch, false);
+    }
+    last_validation_ = batches > 0 ? sum / static_cast<double>(batches) : 0;
+    validated_step_ = step_;
+    if (session_.context.is_main()) log_info("sft", "step " + std::to_string(step_) + ": validation loss " + std::to_string(*last_validation_));
+    return *last_validation_;
+  }
+
+  Session session_;
+  const Config& config_;
+  Datasets datasets_;
+  PromptStream stream_;
+  int64_t step_ = 0;
+  std::optional<double> last_validation_;
+  int64_t validated_step_ = -1;
+};
+
+}  // namespace
+
+TrainSummary run_sft(const Config& config, const TrainOptions& options) { return SftLoop(config, options).run(); }
+
+}  // namespace trireme

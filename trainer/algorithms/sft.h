@@ -1,0 +1,11 @@
+// Supervised fine-tuning: next-token loss on the answers, packed, divided by the global number of answer tokens.
+#pragma once
+
+#include "trainer/algorithms/session.h"
+
+namespace trireme {
+
+// Collective over all ranks. Throws Error for the first cause of a failure.
+TrainSummary run_sft(const Config& config, const TrainOptions& options);
+
+}  // namespace trireme

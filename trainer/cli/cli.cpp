@@ -1,0 +1,67 @@
+#include <signal.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+#include "api/runtime.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "trainer/cli/commands.h"
+
+namespace trireme {
+namespace {
+
+std::atomic<int> g_signal{0};
+
+void on_signal(int number) { g_signal.store(number); }
+
+int exit_code(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kUser:
+    case ErrorKind::kNotFound: return kExitConfig;
+    case ErrorKind::kTimeout:
+    case ErrorKind::kUnavailable:
+    case ErrorKind::kConflict: return kExitCommunication;
+    case ErrorKind::kData: return kExitNumerics;
+    case ErrorKind::kIo:
+    case ErrorKind::kInternal: return 1;
+  }
+  return 1;
+}
+
+}  // namespace
+
+int cli_main(int argc, char** argv) {
+  struct sigaction action {};
+  action.sa_handler = on_signal;
+  ::sigaction(SIGTERM, &action, nullptr);
+  ::sigaction(SIGINT, &action, nullptr);
+  ::signal(SIGPIPE, SIG_IGN);
+
+  CLI::App app{"Trireme: reinforcement learning of language models", "trireme"};
+  app.require_subcommand(1);
+  app.set_version_flag("--version", "trireme 0.1.0");
+  CommandContext context;
+  context.signal = &g_signal;
+  add_train_commands(app, context);
+  add_plan_commands(app, context);
+  add_model_commands(app, context);
+  add_tool_commands(app, context);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    const int code = app.exit(error);
+    return code == 0 ? 0 : kExitConfig;
+  }
+  try {
+    return context.run();
+  } catch (const Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return exit_code(error.kind());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: internal: %s\n", error.what());
+    return 1;
+  }
+}
+
+}  // namespace trireme

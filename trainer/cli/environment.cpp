@@ -1,0 +1,62 @@
+#include "trainer/cli/environment.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace trireme {
+
+std::string environment(const char* name, const std::string& otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr || *value == '\0' ? otherwise : std::string(value);
+}
+
+int64_t environment_int(const char* name, int64_t otherwise) {
+  const std::string text = environment(name, "");
+  if (text.empty()) return otherwise;
+  const auto value = parse_int(text);
+  if (!value) fail_user(std::string("environment variable ") + name + " is '" + text + "', not a number");
+  return *value;
+}
+
+RendezvousOptions rendezvous_from_environment(double timeout_s) {
+  RendezvousOptions r;
+  r.rank = static_cast<int>(environment_int("RANK", 0));
+  r.world_size = static_cast<int>(environment_int("WORLD_SIZE", 1));
+  r.local_rank = static_cast<int>(environment_int("LOCAL_RANK", 0));
+  r.master_address = environment("MASTER_ADDR", "127.0.0.1");
+  r.master_port = static_cast<int>(environment_int("MASTER_PORT", 0));
+  r.attempt = environment("TRIREME_ATTEMPT", "0");
+  r.timeout = Milliseconds(static_cast<int64_t>(timeout_s * 1000));
+  if (r.world_size > 1 && r.master_port == 0) fail_user("WORLD_SIZE is " + std::to_string(r.world_size) + " but MASTER_PORT is not set");
+  return r;
+}
+
+int local_world_from_environment() { return static_cast<int>(environment_int("LOCAL_WORLD_SIZE", 1)); }
+
+std::filesystem::path hf_home_from_environment() {
+  const std::string home = environment("HF_HOME", "");
+  if (!home.empty()) return home;
+  return std::filesystem::path(environment("HOME", "/")) / ".cache" / "huggingface";
+}
+
+ReportingOptions reporting_from_environment() {
+  ReportingOptions options;
+  options.status_url = environment("TRIREME_STATUS_URL", "");
+  options.status_token_file = environment("TRIREME_STATUS_TOKEN_FILE", "");
+  options.status_ca_file = environment("TRIREME_STATUS_CA_FILE", "");
+  options.attempt = environment("TRIREME_ATTEMPT", "0");
+  return options;
+}
+
+std::string program_path() {
+  std::error_code error;
+  const std::filesystem::path path = std::filesystem::read_symlink("/proc/self/exe", error);
+  if (error) fail_io("cannot read /proc/self/exe: " + error.message());
+  return path.string();
+}
+
+}  // namespace trireme

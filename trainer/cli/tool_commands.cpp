@@ -1,0 +1,77 @@
+#include <fstream>
+#include <iostream>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "trainer/algorithms/replay.h"
+#include "trainer/cli/commands.h"
+#include "trainer/data/addition.h"
+#include "trainer/rewards/grade.h"
+
+namespace trireme {
+namespace {
+
+int grade_verb(const std::string& pairs, RewardOptions options, const std::string& out) {
+  GradeTotals totals;
+  if (out == "-") {
+    totals = grade_pairs(pairs, options, std::cout);
+  } else {
+    std::ofstream file(out);
+    if (!file) fail_io("cannot write " + out);
+    totals = grade_pairs(pairs, options, file);
+  }
+  return totals.disagreements == 0 && totals.failed == 0 ? 0 : 1;
+}
+
+}  // namespace
+
+void add_tool_commands(CLI::App& app, CommandContext& context) {
+  {
+    auto options = std::make_shared<AdditionTask>();
+    auto out = std::make_shared<std::string>();
+    auto name = std::make_shared<std::string>();
+    CLI::App* verb = app.add_subcommand("init-task", "write a synthetic task: warm-start, training and held-out problems");
+    verb->add_option("task", *name, "addition")->required()->check(CLI::IsMember({"addition"}));
+    verb->add_option("--out", *out, "folder")->required();
+    verb->add_option("--largest", options->largest, "largest summand");
+    verb->add_option("--warm-start", options->warm_start, "problems with answers for SFT");
+    verb->add_option("--held-out", options->held_out, "problems for validation, in neither of the others");
+    verb->add_option("--seed", options->seed);
+    verb->callback([=, &context] {
+      context.run = [=] {
+        const AdditionCounts counts = write_addition_task(*options, *out);
+        std::cout << *out << ": " << counts.warm_start << " warm-start, " << counts.train << " training, " << counts.held_out
+                  << " held-out problems\n";
+        return 0;
+      };
+    });
+  }
+  {
+    auto pairs = std::make_shared<std::string>();
+    auto out = std::make_shared<std::string>("-");
+    auto options = std::make_shared<RewardOptions>();
+    CLI::App* verb = app.add_subcommand("grade", "check a reward on pairs of answers");
+    verb->add_option("--pairs", *pairs, "JSONL of {\"gold\", \"answer\"}")->required();
+    verb->add_option("--reward", options->type, "math, format, command or http");
+    verb->add_option("--command", options->command, "program and arguments of a command reward");
+    verb->add_option("--url", options->url, "of an http reward");
+    verb->add_option("--pattern", options->pattern, "of a format reward");
+    verb->add_option("--out", *out);
+    verb->callback([=, &context] { context.run = [=] { return grade_verb(*pairs, *options, *out); }; });
+  }
+  {
+    auto dump = std::make_shared<std::string>();
+    auto model = std::make_shared<std::string>();
+    CLI::App* verb = app.add_subcommand("replay", "recompute a dumped optimizer step");
+    verb->add_option("dump", *dump, "dump_step_N.safetensors")->required();
+    verb->add_option("--model", *model, "weights from before the step: recompute the log-probs too");
+    verb->callback([=, &context] {
+      context.run = [=] {
+        replay(*dump, *model, std::cout);
+        return 0;
+      };
+    });
+  }
+}
+
+}  // namespace trireme

@@ -1,0 +1,146 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <thread>
+
+#include "api/runtime.h"
+#include "base/error.h"
+#include "base/fs.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "trainer/algorithms/grpo.h"
+#include "trainer/algorithms/sft.h"
+#include "trainer/algorithms/threads.h"
+#include "trainer/cli/commands.h"
+#include "trainer/cli/environment.h"
+#include "trainer/launch/launch.h"
+#include "trainer/launch/run_manifest.h"
+
+namespace trireme {
+namespace {
+
+struct TrainArguments {
+  std::string algorithm;
+  std::string config;
+  std::string layout;
+  bool print_config = false;
+  std::string log_format = "text";
+  std::vector<std::string> overrides;
+};
+
+int train(const TrainArguments& arguments, const CommandContext& context) {
+  std::vector<std::string> overrides = arguments.overrides;
+  if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
+  std::vector<std::string> warnings;
+  const Config config = load_config(arguments.config, overrides, &warnings);
+  if (arguments.print_config) {
+    std::cout << to_yaml(config);
+    return 0;
+  }
+  TrainOptions options;
+  options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
+  options.hf_home = hf_home_from_environment();
+  options.reporting = reporting_from_environment();
+  options.stop_signal = context.signal;
+  const ParallelSizes sizes = parallel_sizes(config);
+  options.layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
+  if (arguments.layout.empty()) {
+    options.layout.tp = sizes.tensor;
+    options.layout.pp = sizes.pipeline;
+    options.layout.cp = sizes.context;
+    options.layout.ep = sizes.expert;
+    options.layout.etp = sizes.expert_tensor;
+    options.layout.dp = derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
+  }
+  LogOptions log;
+  log.format = arguments.log_format == "json" ? LogFormat::kJson : LogFormat::kText;
+  if (options.rendezvous.world_size > 1) log.tag = "rank " + std::to_string(options.rendezvous.rank);
+  log_setup(log);
+  if (options.rendezvous.rank == 0) {
+    for (const std::string& warning : warnings) log_warn("config", warning);
+  }
+  validate_supported(config);
+  use_threads(local_world_from_environment());
+  const TrainSummary summary = config.algorithm == "sft" ? run_sft(config, options) : run_grpo(config, options);
+  if (summary.end == LoopEnd::kStopped) {
+    log_info("train", "stopped after step " + std::to_string(summary.steps) + (config.checkpointing.enabled ? ", checkpoint saved" : ""));
+    return kExitCheckpointed;
+  }
+  return 0;
+}
+
+struct LaunchArguments {
+  int processes = 1;
+  int nodes = 0;
+  int node_rank = -1;
+  std::string master_address;
+  int master_port = -1;
+  std::vector<std::string> command;
+};
+
+int launch_verb(const LaunchArguments& arguments, const CommandContext& context) {
+  if (arguments.command.empty()) fail_user("launch: nothing to launch; write: trireme launch --nproc-per-node N -- train --config FILE");
+  LaunchOptions options;
+  options.processes = arguments.processes;
+  options.nodes = arguments.nodes > 0 ? arguments.nodes : static_cast<int>(environment_int("NNODES", 1));
+  options.node_rank = arguments.node_rank >= 0 ? arguments.node_rank : static_cast<int>(environment_int("NODE_RANK", 0));
+  options.master_address = !arguments.master_address.empty() ? arguments.master_address : environment("MASTER_ADDR", "127.0.0.1");
+  options.master_port = arguments.master_port >= 0 ? arguments.master_port : static_cast<int>(environment_int("MASTER_PORT", 0));
+  if (options.processes < 1) fail_user("launch: --nproc-per-node must be at least 1");
+  if (options.node_rank >= options.nodes) {
+    fail_user("launch: node rank " + std::to_string(options.node_rank) + " is outside the " + std::to_string(options.nodes) + " nodes");
+  }
+  options.command = {program_path()};
+  options.command.insert(options.command.end(), arguments.command.begin(), arguments.command.end());
+  options.termination_log = environment("TRIREME_TERMINATION_LOG", "");
+  const LaunchResult result = launch(options, context.signal);
+  return result.exit_code;
+}
+
+}  // namespace
+
+void add_train_commands(CLI::App& app, CommandContext& context) {
+  {
+    auto arguments = std::make_shared<TrainArguments>();
+    CLI::App* verb = app.add_subcommand("train", "one rank of a training run (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
+    verb->add_option("--algorithm", arguments->algorithm, "grpo or sft; default: the configuration's");
+    verb->add_option("--config", arguments->config, "YAML file")->required();
+    verb->add_option("--layout", arguments->layout, "tp=1,cp=1,ep=1,dp=N,pp=1");
+    verb->add_flag("--print-config", arguments->print_config, "print the resolved configuration and end");
+    verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
+    verb->add_option("overrides", arguments->overrides, "key.sub=value");
+    verb->callback([arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
+  }
+  {
+    auto arguments = std::make_shared<LaunchArguments>();
+    CLI::App* verb = app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
+    verb->prefix_command();  // everything after the options is the command
+    verb->add_option("--nproc-per-node", arguments->processes, "ranks on this node");
+    verb->add_option("--nnodes", arguments->nodes, "nodes (default: NNODES or 1)");
+    verb->add_option("--node-rank", arguments->node_rank, "this node (default: NODE_RANK or 0)");
+    verb->add_option("--master-addr", arguments->master_address, "default: MASTER_ADDR or 127.0.0.1");
+    verb->add_option("--master-port", arguments->master_port, "default: MASTER_PORT or, with one node, a free one");
+    verb->callback([arguments, verb, &context] {
+      arguments->command = verb->remaining();
+      if (!arguments->command.empty() && arguments->command.front() == "--") arguments->command.erase(arguments->command.begin());
+      context.run = [arguments, &context] { return launch_verb(*arguments, context); };
+    });
+  }
+  {
+    auto options = std::make_shared<RunOptions>();
+    CLI::App* verb = app.add_subcommand("run", "run an RLJob manifest on this machine");
+    verb->add_option("-f,--file", options->manifest, "manifest")->required();
+    verb->add_option("--volumes", options->volumes, "folder for volume claims");
+    verb->add_option("overrides", options->overrides, "key.sub=value, after the manifest's own");
+    verb->callback([options, &context] {
+      context.run = [options, &context] {
+        options->program = program_path();
+        return run_manifest(*options, context.signal);
+      };
+    });
+  }
+}
+
+}  // namespace trireme

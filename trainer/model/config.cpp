@@ -1,0 +1,269 @@
+#include "trainer/model/config.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "base/text.h"
+
+namespace trireme {
+namespace {
+
+using nlohmann::json;
+
+// Typed access to one config.json that names file and key in its errors.
+class Reader final {
+ public:
+  Reader(const json& values, const std::string& source) : values_(values), source_(source) {}
+
+  bool has(const std::string& key) const { return values_.contains(key) && !values_[key].is_null(); }
+
+  int64_t integer(const std::string& key, std::optional<int64_t> fallback = std::nullopt) const {
+    if (!has(key)) return fallback ? *fallback : fail_missing<int64_t>(key);
+    if (!values_[key].is_number_integer()) fail(key, "must be an integer");
+    return values_[key].get<int64_t>();
+  }
+  int64_t positive(const std::string& key, std::optional<int64_t> fallback = std::nullopt) const {
+    const int64_t value = integer(key, fallback);
+    if (value <= 0) fail(key, "must be positive, is " + std::to_string(value));
+    return value;
+  }
+  double number(const std::string& key, double fallback) const {
+    if (!has(key)) return fallback;
+    if (!values_[key].is_number()) fail(key, "must be a number");
+    return values_[key].get<double>();
+  }
+  bool flag(const std::string& key, bool fallback) const {
+    if (!has(key)) return fallback;
+    if (!values_[key].is_boolean()) fail(key, "must be true or false");
+    return values_[key].get<bool>();
+  }
+  std::string text(const std::string& key, const std::string& fallback) const {
+    if (!has(key)) return fallback;
+    if (!values_[key].is_string()) fail(key, "must be a string");
+    return values_[key].get<std::string>();
+  }
+  const json& at(const std::string& key) const { return values_[key]; }
+  [[noreturn]] void fail(const std::string& key, const std::string& problem) const { fail_user(source_ + ": " + key + " " + problem); }
+
+ private:
+  template <class T>
+  [[noreturn]] T fail_missing(const std::string& key) const {
+    fail_user(source_ + ": key " + key + " is missing");
+  }
+  const json& values_;
+  const std::string& source_;
+};
+
+constexpr const char* kKnown = "llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)";
+
+ModelFamily parse_family(const Reader& reader, const std::string& source) {
+  std::string type = reader.text("model_type", "");
+  std::string architecture;
+  if (reader.has("architectures") && reader.at("architectures").is_array() && !reader.at("architectures").empty() &&
+      reader.at("architectures")[0].is_string()) {
+    architecture = reader.at("architectures")[0].get<std::string>();
+  }
+  if (type.empty() && architecture.empty()) fail_user(source + ": neither model_type nor architectures says what model this is; known are " + kKnown);
+  const std::string lower = to_lower(type + " " + architecture);
+  const bool experts = lower.find("moe") != std::string::npos || lower.find("mixtral") != std::string::npos ||
+                       lower.find("deepseek") != std::string::npos || reader.has("num_experts") || reader.has("num_local_experts") ||
+                       reader.has("n_routed_experts");
+  const std::string name = type.empty() ? architecture : type;
+  if (experts) fail_user(source + ": " + name + " is a mixture of experts, which is not supported yet; known are " + kKnown);
+  if (type == "llama" || (type.empty() && architecture == "LlamaForCausalLM")) return ModelFamily::kLlama;
+  if (type == "qwen2" || (type.empty() && architecture == "Qwen2ForCausalLM")) return ModelFamily::kQwen2;
+  if (type == "qwen3" || (type.empty() && architecture == "Qwen3ForCausalLM")) return ModelFamily::kQwen3;
+  fail_user(source + ": unknown architecture " + name + "; known are " + kKnown);
+}
+
+RopeOptions parse_rope(const Reader& reader, const json& values, const std::string& source, int64_t head_dim, int64_t max_position) {
+  RopeOptions rope;
+  rope.head_dim = head_dim;
+  rope.theta = reader.number("rope_theta", 10000.0);
+  rope.original_max_position = max_position;
+  // transformers 5 holds everything in rope_parameters; 4 had rope_theta at the top and rope_scaling beside it.
+  const char* key = reader.has("rope_parameters") ? "rope_parameters" : reader.has("rope_scaling") ? "rope_scaling" : nullptr;
+  if (reader.number("partial_rotary_factor", 1.0) != 1.0) reader.fail("partial_rotary_factor", "other than 1 is not supported");
+  if (key == nullptr) return rope;
+  if (!values[key].is_object()) reader.fail(key, "must be an object");
+  const std::string inner_source = source + ": " + key;
+  const Reader inner(values[key], inner_source);
+  rope.theta = inner.number("rope_theta", rope.theta);
+  if (inner.number("partial_rotary_factor", 1.0) != 1.0) inner.fail("partial_rotary_factor", "other than 1 is not supported");
+  const std::string type = inner.text("rope_type", inner.text("type", "default"));
+  if (type == "default") return rope;
+  rope.factor = inner.number("factor", 1.0);
+  if (rope.factor <= 0) inner.fail("factor", "must be positive");
+  if (type == "linear") {
+    rope.scaling = RopeOptions::Scaling::kLinear;
+    return rope;
+  }
+  if (type == "llama3") {
+    rope.scaling = RopeOptions::Scaling::kLlama3;
+    rope.low_freq_factor = inner.number("low_freq_factor", 1.0);
+    rope.high_freq_factor = inner.number("high_freq_factor", 4.0);
+    rope.original_max_position = inner.positive("original_max_position_embeddings", max_position);
+    if (rope.high_freq_factor <= rope.low_freq_factor) inner.fail("high_freq_factor", "must be above low_freq_factor");
+    return rope;
+  }
+  inner.fail("rope_type", type + " is not supported; known are default, linear, llama3");
+}
+
+void require_plain_attention(const Reader& reader) {
+  if (reader.flag("use_sliding_window", false)) reader.fail("use_sliding_window", "true is not supported");
+  if (!reader.has("layer_types")) return;
+  for (const json& type : reader.at("layer_types")) {
+    if (!type.is_string() || type.get<std::string>() != "full_attention") {
+      reader.fail("layer_types", type.dump() + " is not supported; only full_attention is");
+    }
+  }
+}
+
+std::vector<int32_t> parse_token_ids(const Reader& reader, const std::string& key) {
+  std::vector<int32_t> ids;
+  if (!reader.has(key)) return ids;
+  const json& value = reader.at(key);
+  for (const json& id : value.is_array() ? value : json::array({value})) {
+    if (!id.is_number_integer()) reader.fail(key, "must be an integer or a list of integers");
+    ids.push_back(id.get<int32_t>());
+  }
+  return ids;
+}
+
+}  // namespace
+
+const char* to_string(ModelFamily family) {
+  switch (family) {
+    case ModelFamily::kLlama: return "llama";
+    case ModelFamily::kQwen2: return "qwen2";
+    case ModelFamily::kQwen3: return "qwen3";
+  }
+  return "unknown";
+}
+
+ModelConfig ModelConfig::load(const std::filesystem::path& dir) {
+  const std::filesystem::path path = dir / "config.json";
+  std::string text;
+  try {
+    text = read_file(path);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kNotFound) throw;
+    fail_user(dir.string() + " is not a model folder: it has no config.json");
+  }
+  const json values = json::parse(text, nullptr, false);
+  if (values.is_discarded()) fail_user(path.string() + " is not valid JSON");
+  return from_json(values, path.string());
+}
+
+ModelConfig ModelConfig::from_json(const json& values, const std::string& source) {
+  if (!values.is_object()) fail_user(source + " is not a JSON object");
+  const Reader reader(values, source);
+  ModelConfig config;
+  config.family = parse_family(reader, source);
+  config.vocab_size = reader.positive("vocab_size");
+  config.hidden_size = reader.positive("hidden_size");
+  config.intermediate_size = reader.positive("intermediate_size");
+  config.num_layers = reader.positive("num_hidden_layers");
+  config.num_heads = reader.positive("num_attention_heads");
+  config.num_kv_heads = reader.positive("num_key_value_heads", config.num_heads);
+  // Qwen3's default is a constant, the others' follows from the sizes.
+  const bool qwen3 = config.family == ModelFamily::kQwen3;
+  config.head_dim = reader.positive("head_dim", qwen3 ? 128 : std::max<int64_t>(1, config.hidden_size / config.num_heads));
+  if (!reader.has("head_dim") && !qwen3 && config.hidden_size % config.num_heads != 0) {
+    reader.fail("hidden_size", std::to_string(config.hidden_size) + " is not a multiple of num_attention_heads " + std::to_string(config.num_heads));
+  }
+  if (config.num_heads % config.num_kv_heads != 0) {
+    reader.fail("num_attention_heads", std::to_string(config.num_heads) + " is not a multiple of num_key_value_heads " +
+                                           std::to_string(config.num_kv_heads));
+  }
+  if (config.head_dim % 2 != 0) reader.fail("head_dim", std::to_string(config.head_dim) + " is odd; rotary embedding needs an even one");
+  config.max_position_embeddings = reader.positive("max_position_embeddings", 2048);
+  config.rms_norm_eps = reader.number("rms_norm_eps", 1e-6);
+  config.initializer_range = reader.number("initializer_range", 0.02);
+  const std::string activation = reader.text("hidden_act", "silu");
+  if (activation != "silu" && activation != "swish") reader.fail("hidden_act", activation + " is not supported; silu is");
+  require_plain_attention(reader);
+  config.rope = parse_rope(reader, values, source, config.head_dim, config.max_position_embeddings);
+  config.tie_word_embeddings = reader.flag("tie_word_embeddings", false);
+  const bool attention_bias = reader.flag("attention_bias", false);
+  config.qkv_bias = config.family == ModelFamily::kQwen2 || attention_bias;
+  config.output_bias = config.family != ModelFamily::kQwen2 && attention_bias;
+  config.mlp_bias = config.family == ModelFamily::kLlama && reader.flag("mlp_bias", false);
+  config.qk_norm = qwen3;
+  config.eos_token_ids = parse_token_ids(reader, "eos_token_id");
+  const std::vector<int32_t> bos = parse_token_ids(reader, "bos_token_id");
+  config.bos_token_id = bos.empty() ? -1 : bos[0];
+  config.dtype = reader.text("dtype", reader.text("torch_dtype", "float32"));
+  return config;
+}
+
+json ModelConfig::to_json() const {
+  static const char* const kArchitectures[] = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"};
+  json values = {
+      {"architectures", {kArchitectures[static_cast<int>(family)]}},
+      {"model_type", to_string(family)},
+      {"vocab_size", vocab_size},
+      {"hidden_size", hidden_size},
+      {"intermediate_size", intermediate_size},
+      {"num_hidden_layers", num_layers},
+      {"num_attention_heads", num_heads},
+      {"num_key_value_heads", num_kv_heads},
+      {"head_dim", head_dim},
+      {"max_position_embeddings", max_position_embeddings},
+      {"rms_norm_eps", rms_norm_eps},
+      {"initializer_range", initializer_range},
+      {"hidden_act", "silu"},
+      {"tie_word_embeddings", tie_word_embeddings},
+      {"attention_dropout", 0.0},
+      {"use_cache", true},
+      {"rope_theta", rope.theta},
+      {"dtype", dtype},
+      {"torch_dtype", dtype},
+  };
+  json rope_values = {{"rope_theta", rope.theta}, {"rope_type", "default"}};
+  if (rope.scaling != RopeOptions::Scaling::kNone) {
+    const bool llama3 = rope.scaling == RopeOptions::Scaling::kLlama3;
+    json scaling = {{"rope_type", llama3 ? "llama3" : "linear"}, {"factor", rope.factor}};
+    if (llama3) {
+      scaling["low_freq_factor"] = rope.low_freq_factor;
+      scaling["high_freq_factor"] = rope.high_freq_factor;
+      scaling["original_max_position_embeddings"] = rope.original_max_position;
+    }
+    values["rope_scaling"] = scaling;
+    rope_values.update(scaling);
+  }
+  values["rope_parameters"] = rope_values;
+  if (family != ModelFamily::kQwen2) values["attention_bias"] = qkv_bias;
+  if (family == ModelFamily::kLlama) values["mlp_bias"] = mlp_bias;
+  if (family != ModelFamily::kLlama) values["use_sliding_window"] = false;
+  if (eos_token_ids.size() == 1) values["eos_token_id"] = eos_token_ids[0];
+  if (eos_token_ids.size() > 1) values["eos_token_id"] = eos_token_ids;
+  if (eos_token_ids.empty()) values["eos_token_id"] = nullptr;
+  values["bos_token_id"] = bos_token_id >= 0 ? json(bos_token_id) : json(nullptr);
+  return values;
+}
+
+std::vector<LinearShape> ModelConfig::linear_shapes() const {
+  return {{hidden_size, num_heads * head_dim},  {hidden_size, num_kv_heads * head_dim}, {num_heads * head_dim, hidden_size},
+          {hidden_size, intermediate_size},     {intermediate_size, hidden_size},       {hidden_size, vocab_size}};
+}
+
+int64_t ModelConfig::parameter_count() const {
+  const int64_t q = num_heads * head_dim, kv = num_kv_heads * head_dim;
+  int64_t layer = 2 * hidden_size + hidden_size * (q + 2 * kv) + q * hidden_size + 3 * hidden_size * intermediate_size;
+  if (qkv_bias) layer += q + 2 * kv;
+  if (output_bias) layer += hidden_size;
+  if (mlp_bias) layer += 2 * intermediate_size + hidden_size;
+  if (qk_norm) layer += 2 * head_dim;
+  return num_layers * layer + hidden_size + vocab_size * hidden_size * (tie_word_embeddings ? 1 : 2);
+}
+
+double ModelConfig::forward_flops_per_token(double context) const {
+  const double q = static_cast<double>(num_heads * head_dim), kv = static_cast<double>(num_kv_heads * head_dim);
+  const double hidden = static_cast<double>(hidden_size);
+  const double products = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * static_cast<double>(intermediate_size);
+  return static_cast<double>(num_layers) * (2 * products + 4 * q * context) + 2 * hidden * static_cast<double>(vocab_size);
+}
+
+}  // namespace trireme

@@ -1,0 +1,153 @@
+// Models on disk: loading, saving, random initialisation.
+#include <ATen/ATen.h>
+
+#include <set>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "trainer/model/model.h"
+#include "trainer/model/safetensors.h"
+#include "trainer/ops/parallel.h"
+#include "trainer/ops/philox.h"
+
+namespace trireme {
+namespace {
+
+using nlohmann::json;
+
+std::string shape_text(at::IntArrayRef shape) {
+  std::vector<std::string> sizes;
+  for (const int64_t size : shape) sizes.push_back(std::to_string(size));
+  return "[" + join(sizes, ", ") + "]";
+}
+
+// Tensors that checkpoints carry although the model has no use for them.
+bool is_redundant(const std::string& name, const ModelConfig& config) {
+  return (config.tie_word_embeddings && name == "lm_head.weight") || ends_with(name, ".rotary_emb.inv_freq");
+}
+
+constexpr const char* kCompanions[] = {"tokenizer.json",      "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                                       "chat_template.jinja", "chat_template.json",    "vocab.json",              "merges.txt",
+                                       "tokenizer.model",     "generation_config.json"};
+
+json generation_config(const ModelConfig& config) {
+  const json full = config.to_json();
+  return {{"_from_model_config", true}, {"bos_token_id", full["bos_token_id"]}, {"eos_token_id", full["eos_token_id"]}};
+}
+
+// The source's own config.json where it describes this model, so that keys unknown here survive.
+json config_to_save(const Model& model, const SaveOptions& options, const std::string& dtype) {
+  ModelConfig config = model.config();
+  config.dtype = dtype;
+  json values = config.to_json();
+  if (options.source_dir.empty()) return values;
+  const std::filesystem::path path = options.source_dir / "config.json";
+  if (!std::filesystem::exists(path)) return values;
+  json source = json::parse(read_file(path), nullptr, false);
+  if (source.is_discarded() || !source.is_object()) fail_user(path.string() + " is not valid JSON");
+  ModelConfig described = ModelConfig::from_json(source, path.string());
+  described.dtype = dtype;
+  if (!(described == config)) {
+    log_warn("model", path.string() + " describes another model than the one being saved; its keys are not copied");
+    return values;
+  }
+  for (const char* key : {"dtype", "torch_dtype"}) {
+    if (source.contains(key)) source[key] = dtype;
+  }
+  if (!source.contains("dtype") && !source.contains("torch_dtype")) source["torch_dtype"] = dtype;
+  return source;
+}
+
+}  // namespace
+
+void load_parameters(Model& model, const std::filesystem::path& dir) {
+  const at::NoGradGuard no_grad;
+  std::set<std::string> seen;
+  read_model_tensors(dir, [&](const std::string& name, const at::Tensor& value, const std::string& file) {
+    const Parameter* parameter = model.find(name);
+    if (parameter == nullptr) {
+      if (is_redundant(name, model.config())) return;
+      fail_user(file + ": unexpected tensor " + name + " " + shape_text(value.sizes()) + "; config.json (" +
+                to_string(model.config().family) + ") has no place for it");
+    }
+    if (value.sizes() != parameter->tensor.sizes()) {
+      fail_user(file + ": tensor " + name + " has shape " + shape_text(value.sizes()) + ", config.json says " +
+                shape_text(parameter->tensor.sizes()));
+    }
+    if (!at::isFloatingType(value.scalar_type()) || value.element_size() < 2) {
+      fail_user(file + ": tensor " + name + " has dtype " + c10::toString(value.scalar_type()) + ", weights must be F64, F32, F16 or BF16");
+    }
+    if (!seen.insert(name).second) fail_data(file + ": tensor " + name + " occurs twice");
+    parameter->tensor.detach().copy_(value);
+  });
+  std::vector<std::string> missing;
+  for (const Parameter& parameter : model.parameters()) {
+    if (seen.count(parameter.name) == 0) missing.push_back(parameter.name);
+  }
+  if (missing.empty()) return;
+  const size_t count = missing.size();
+  if (missing.size() > 3) missing.resize(3);
+  fail_user(dir.string() + ": the weights lack " + std::to_string(count) + " tensor" + (count > 1 ? "s" : "") + ": " + join(missing, ", ") +
+            (count > missing.size() ? ", ..." : ""));
+}
+
+std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options) {
+  auto model = std::make_unique<Model>(ModelConfig::load(dir), options);
+  load_parameters(*model, dir);
+  if (options.device.is_cpu()) choose_linear_mode(model->config().linear_shapes(), options.dtype);
+  return model;
+}
+
+void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {
+  std::error_code problem;
+  std::filesystem::create_directories(dir, problem);
+  if (problem) fail_io("cannot make folder " + dir.string() + ": " + problem.message());
+  const at::ScalarType dtype = options.dtype.value_or(model.options().dtype);
+  write_file_atomic(dir / "config.json", config_to_save(model, options, dtype_name(dtype)).dump(2) + "\n");
+  bool generation = false;
+  for (const char* name : kCompanions) {
+    if (options.source_dir.empty() || !std::filesystem::exists(options.source_dir / name)) continue;
+    if (std::filesystem::equivalent(options.source_dir, dir, problem)) continue;
+    write_file_atomic(dir / name, read_file(options.source_dir / name));
+    generation = generation || std::string_view(name) == "generation_config.json";
+  }
+  if (!generation && !std::filesystem::exists(dir / "generation_config.json")) {
+    write_file_atomic(dir / "generation_config.json", generation_config(model.config()).dump(2) + "\n");
+  }
+  NamedTensors tensors;
+  for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());
+  write_sharded(dir, tensors, options.max_shard_bytes, dtype);
+}
+
+void init_parameters(Model& model, uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : model.parameters()) {
+    at::Tensor target = parameter.tensor.detach();
+    if (target.dim() == 1) {
+      target.fill_(ends_with(parameter.name, "norm.weight") ? 1.0 : 0.0);
+      continue;
+    }
+    at::Tensor values = at::empty({parameter.size}, at::kFloat);
+    auto* value = values.mutable_data_ptr<float>();
+    const uint64_t id = hash64(parameter.name);
+    const double range = model.config().initializer_range;
+    parallel_tasks(parameter.size, 4096, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(i)));
+    });
+    target.copy_(values.view(target.sizes()));
+  }
+}
+
+void init_model(const std::filesystem::path& dir, const ModelConfig& config, uint64_t seed) {
+  ModelOptions options;
+  options.trainable = false;
+  Model model(config, options);
+  init_parameters(model, seed);
+  SaveOptions save;
+  save.dtype = parse_dtype(config.dtype);
+  save_model(model, dir, save);
+}
+
+}  // namespace trireme

@@ -1,0 +1,146 @@
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <atomic>
+#include <cstring>
+
+#include "base/log.h"
+#include "trainer/ops/checks.h"
+#include "trainer/ops/cpu_kernels.h"
+#include "trainer/ops/linear.h"
+#include "trainer/ops/ops.h"
+#include "trainer/ops/parallel.h"
+
+namespace trireme {
+namespace {
+
+std::atomic<LinearMode> current_mode{LinearMode::kRows};
+
+constexpr int64_t kMinLibraryRows = 16;
+constexpr int64_t kRowBlock = 32;
+constexpr int64_t kColumnBlock = 64;
+
+at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const int64_t rows = x.size(0);
+  at::Tensor input = x.contiguous();
+  // The library picks another code path for addresses off its vector size.
+  if (reinterpret_cast<uintptr_t>(input.data_ptr()) % 64 != 0) input = input.clone();
+  if (rows < kMinLibraryRows) {
+    at::Tensor padded = at::zeros({kMinLibraryRows, x.size(1)}, x.options());
+    padded.narrow(0, 0, rows).copy_(input);
+    input = padded;
+  }
+  const at::Tensor out = at::linear(input, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  return rows < kMinLibraryRows ? out.narrow(0, 0, rows) : out;
+}
+
+template <class T>
+void multiply_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, at::Tensor& out) {
+  const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+  const T* a = x.const_data_ptr<T>();
+  const T* b = weight.const_data_ptr<T>();
+  const T* add = bias.defined() ? bias.const_data_ptr<T>() : nullptr;
+  T* c = out.mutable_data_ptr<T>();
+  const int64_t lda = x.stride(0), ldb = weight.stride(0);
+  const auto& kernels = cpu_kernels<T>();
+  const int64_t column_blocks = (n + kColumnBlock - 1) / kColumnBlock;
+  const int64_t tasks = (m + kRowBlock - 1) / kRowBlock * column_blocks;
+  parallel_dynamic(tasks, m * n * k > 200'000, [&](int64_t task) {
+    const int64_t row = task / column_blocks * kRowBlock;
+    const int64_t column = task % column_blocks * kColumnBlock;
+    kernels.gemm_nt(a + row * lda, lda, std::min(kRowBlock, m - row), b + column * ldb, ldb, std::min(kColumnBlock, n - column), k,
+                    add != nullptr ? add + column : nullptr, c + row * n + column, n);
+  });
+}
+
+at::Tensor by_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const at::ScalarType type = compute_type(x);
+  const auto rows_of = [&](const at::Tensor& t) {
+    const at::Tensor as = t.to(type);
+    return as.stride(1) == 1 ? as : as.contiguous();
+  };
+  at::Tensor out = at::empty({x.size(0), weight.size(0)}, x.options().dtype(type));
+  const at::Tensor add = bias.defined() ? bias.to(type).contiguous() : bias;
+  with_compute_type(x, [&](auto zero) { multiply_rows<decltype(zero)>(rows_of(x), rows_of(weight), add, out); });
+  return out.to(x.scalar_type());
+}
+
+class LinearFunction final : public torch::autograd::Function<LinearFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                            const at::Tensor& bias) {
+    context->save_for_backward({x, weight});
+    context->saved_data["bias"] = bias.defined();
+    return linear_forward(x, weight, bias);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor dy = grads[0].contiguous();
+    at::Tensor dx, dweight, dbias;
+    if (context->needs_input_grad(0)) dx = dy.mm(saved[1]);
+    if (context->needs_input_grad(1)) dweight = dy.t().mm(saved[0]);
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) dbias = dy.sum(0);
+    return {dx, dweight, dbias};
+  }
+};
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  return x.nbytes() == y.nbytes() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+}
+
+}  // namespace
+
+at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return current_mode == LinearMode::kLibrary ? by_library(x, weight, bias) : by_rows(x, weight, bias);
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  require_supported("linear", x);
+  require_same("linear", x, weight, "weight");
+  TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "linear: x [tokens, in] and weight [out, in] expected");
+  if (wants_grad(x) || wants_grad(weight) || wants_grad(bias)) return LinearFunction::apply(x, weight, bias);
+  return linear_forward(x, weight, bias);
+}
+
+LinearMode linear_mode() { return current_mode; }
+void set_linear_mode(LinearMode mode) { current_mode = mode; }
+
+bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype) {
+  const at::NoGradGuard no_grad;
+  constexpr int64_t kRows = 83;
+  for (const LinearShape& shape : shapes) {
+    // Numbers of mixed size: another order of additions shows in the last bits.
+    const auto numbers = [&](int64_t rows, double step) {
+      return at::arange(rows * shape.in, at::kDouble).mul_(step).sin_().mul_(3.0).to(dtype).view({rows, shape.in});
+    };
+    const at::Tensor x = numbers(kRows, 0.7311);
+    const at::Tensor weight = numbers(shape.out, 0.4177);
+    const at::Tensor whole = linear_forward(x, weight, {});
+    for (const int64_t count : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65}) {
+      for (const int64_t from : {int64_t{0}, int64_t{1}, kRows - count}) {
+        if (from + count > kRows) continue;
+        if (!same_bits(linear_forward(x.narrow(0, from, count), weight, {}), whole.narrow(0, from, count))) return false;
+      }
+    }
+  }
+  return true;
+}
+
+LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype) {
+  if (current_mode == LinearMode::kLibrary && !linear_rows_are_exact(shapes, dtype)) {
+    log_warn("ops", "the library's linear gives a row other bits in other batches on this machine; switching to the row kernel");
+    current_mode = LinearMode::kRows;
+  }
+  return current_mode;
+}
+
+at::Tensor head_logits(const at::Tensor& hidden, const at::Tensor& head) {
+  require_supported("head_logits", hidden);
+  require_same("head_logits", hidden, head, "head");
+  const at::NoGradGuard no_grad;
+  return linear_forward(hidden, head, {}).to(compute_type(hidden));
+}
+
+}  // namespace trireme

@@ -1,0 +1,73 @@
+#include "trainer/rewards/reward.h"
+
+#include <cmath>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/rewards/math.h"
+#include "trainer/rewards/reward_types.h"
+
+namespace trireme {
+namespace {
+
+class MathReward final : public Reward {
+ public:
+  explicit MathReward(std::string name) : name_(std::move(name)) {}
+  const std::string& name() const override { return name_; }
+
+  std::vector<RewardResult> score(const std::vector<RewardRequest>& requests, const Deadline& deadline) override {
+    std::vector<RewardResult> results;
+    results.reserve(requests.size());
+    for (const RewardRequest& request : requests) {
+      if (deadline.passed()) {
+        results.push_back(failed_result("no time left"));
+        continue;
+      }
+      const auto answer = extract_answer(request.response);
+      results.push_back({.reward = answer && math_equal(request.gold, *answer) ? 1.0 : 0.0});
+    }
+    return results;
+  }
+
+ private:
+  std::string name_;
+};
+
+}  // namespace
+
+FailurePolicy parse_failure_policy(const std::string& text) {
+  if (text == "zero") return FailurePolicy::kZero;
+  if (text == "drop") return FailurePolicy::kDrop;
+  if (text == "error") return FailurePolicy::kError;
+  fail_user("failure_policy '" + text + "' is not one of zero, drop, error");
+}
+
+nlohmann::json request_json(const RewardRequest& request) {
+  return {{"prompt", request.prompt}, {"response", request.response}, {"gold", request.gold}, {"extra", request.extra}, {"truncated", request.truncated}};
+}
+
+std::string request_line(const nlohmann::json& request) {
+  return request.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+RewardResult failed_result(std::string error) { return {.reward = 0, .failed = true, .error = std::move(error)}; }
+
+std::unique_ptr<Reward> make_math_reward(const RewardOptions& options) {
+  return std::make_unique<MathReward>(options.name.empty() ? options.type : options.name);
+}
+
+std::unique_ptr<Reward> make_reward(const RewardOptions& options) {
+  const std::string name = options.name.empty() ? options.type : options.name;
+  if (!std::isfinite(options.weight)) fail_user("reward '" + name + "': weight is not a number");
+  if (!(options.timeout_s > 0) || options.timeout_s > 86400) fail_user("reward '" + name + "': timeout_s must be above 0 and at most 86400 s");
+  if (!(options.answer_timeout_s >= 0)) fail_user("reward '" + name + "': answer_timeout_s must not be negative");
+  if (options.workers < 0) fail_user("reward '" + name + "': workers must not be negative");
+  if (options.type == "math") return make_math_reward(options);
+  if (options.type == "format") return make_format_reward(options);
+  if (options.type == "command") return make_command_reward(options);
+  if (options.type == "http") return make_http_reward(options);
+  const auto close = nearest(options.type, {"math", "format", "command", "http"});
+  fail_user("reward type '" + options.type + "' is not one of math, format, command, http" + (close ? " (did you mean " + *close + "?)" : ""));
+}
+
+}  // namespace trireme
