@@ -1,5 +1,6 @@
-// Every field of the RLJob types, once: name in JSON, member, limits. Visitors over these lists read, write, check limits,
-// and compare the types with the CRD. A visitor has: template <class T> void operator()(const char*, T&, Limits).
+// Every field of the RLJob types, once: name in JSON, member, limits. Visitors over these lists read, write, check
+// limits, and compare the types with the CRD. A visitor has: template <class T> void operator()(const char*, T&,
+// Limits).
 #pragma once
 
 #include <array>

@@ -60,7 +60,8 @@ Json resolve_plain(const std::string& text) {
     number = parse_radix(body, 10, negative);
   }
   if (number) return *number;
-  const bool like_float = all_of_class(body, "0123456789.eE+-") && (body[0] == '.' || (body[0] >= '0' && body[0] <= '9')) &&
+  const bool like_float = all_of_class(body, "0123456789.eE+-") &&
+                          (body[0] == '.' || (body[0] >= '0' && body[0] <= '9')) &&
                           body.find_first_of("0123456789") != std::string_view::npos;
   if (like_float) {
     if (const auto value = parse_double(negative ? text : std::string(body))) {
@@ -101,20 +102,24 @@ class Builder final : public YAML::EventHandler {
     if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) fail(mark, "an alias cannot be a key");
     add(mark, 0, it->second);
   }
-  void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor, const std::string& value) override {
+  void OnScalar(const YAML::Mark& mark, const std::string& tag, YAML::anchor_t anchor,
+                const std::string& value) override {
     if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) return set_key(mark, value);
     if (tag.empty() || tag == "?") return add(mark, anchor, resolve_plain(value));
     if (tag == "!" || tag == "tag:yaml.org,2002:str") return add(mark, anchor, value);
-    if (is_one_of(tag, {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool", "tag:yaml.org,2002:null"})) {
+    if (is_one_of(tag, {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:bool",
+                        "tag:yaml.org,2002:null"})) {
       return add(mark, anchor, resolve_plain(value));
     }
     fail(mark, "the YAML tag " + tag.substr(0, 64) + " is not supported");
   }
-  void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor, YAML::EmitterStyle::value) override {
+  void OnSequenceStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
+                       YAML::EmitterStyle::value) override {
     open(mark, anchor, false);
   }
   void OnSequenceEnd() override { close(); }
-  void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor, YAML::EmitterStyle::value) override {
+  void OnMapStart(const YAML::Mark& mark, const std::string&, YAML::anchor_t anchor,
+                  YAML::EmitterStyle::value) override {
     open(mark, anchor, true);
   }
   void OnMapEnd() override { close(); }
@@ -139,7 +144,8 @@ class Builder final : public YAML::EventHandler {
     if (key.size() > kMaxKeyBytes) fail(mark, "a key of " + std::to_string(key.size()) + " bytes");
     Frame& frame = stack_.back();
     if (frame.value.contains(key)) {
-      fail(mark, "the key \"" + key.substr(0, 64) + "\" appears twice" + (frame.path.empty() ? "" : " in " + frame.path));
+      fail(mark,
+           "the key \"" + key.substr(0, 64) + "\" appears twice" + (frame.path.empty() ? "" : " in " + frame.path));
     }
     frame.key = key;
     frame.key_line = mark.line + 1;
@@ -195,7 +201,8 @@ class Builder final : public YAML::EventHandler {
 
   void open(const YAML::Mark& mark, YAML::anchor_t anchor, bool is_map) {
     if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) fail(mark, "a key must be a string");
-    if (stack_.size() >= static_cast<size_t>(kMaxDepth)) fail(mark, "nested deeper than " + std::to_string(kMaxDepth) + " levels");
+    if (stack_.size() >= static_cast<size_t>(kMaxDepth))
+      fail(mark, "nested deeper than " + std::to_string(kMaxDepth) + " levels");
     charge(mark, 1);
     const auto [path, known] = next_path();
     Frame frame;
@@ -240,7 +247,8 @@ std::vector<Document> parse_yaml(std::string_view text, const std::string& file)
 
 void check_text(std::string_view text, std::string_view what) {
   if (text.size() > kMaxManifestBytes) {
-    fail_user(std::string(what) + ": " + format_bytes(text.size()) + " is larger than the limit of " + format_bytes(kMaxManifestBytes));
+    fail_user(std::string(what) + ": " + format_bytes(text.size()) + " is larger than the limit of " +
+              format_bytes(kMaxManifestBytes));
   }
   if (!is_valid_utf8(text)) fail_user(std::string(what) + ": not valid UTF-8");
 }
@@ -259,7 +267,8 @@ int depth_of(const Json& value, int limit) {
 Json parse_json_bounded(std::string_view text, std::string_view what) {
   check_text(text, what);
   const auto callback = [&](int depth, Json::parse_event_t, Json&) {
-    if (depth > kMaxDepth) fail_user(std::string(what) + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
+    if (depth > kMaxDepth)
+      fail_user(std::string(what) + ": nested deeper than " + std::to_string(kMaxDepth) + " levels");
     return true;
   };
   try {

@@ -23,13 +23,20 @@ std::string shown(std::string_view text) {
 
 const char* type_name(const Json& value) {
   switch (value.type()) {
-    case Json::value_t::null: return "null";
-    case Json::value_t::object: return "an object";
-    case Json::value_t::array: return "a list";
-    case Json::value_t::string: return "a string";
-    case Json::value_t::boolean: return "true or false";
-    case Json::value_t::number_float: return "a number with decimals";
-    default: return "a number";
+    case Json::value_t::null:
+      return "null";
+    case Json::value_t::object:
+      return "an object";
+    case Json::value_t::array:
+      return "a list";
+    case Json::value_t::string:
+      return "a string";
+    case Json::value_t::boolean:
+      return "true or false";
+    case Json::value_t::number_float:
+      return "a number with decimals";
+    default:
+      return "a number";
   }
 }
 
@@ -84,7 +91,8 @@ class Reader final {
 
   bool within(int64_t number, const std::string& path, const char* what, int64_t min, int64_t max) {
     if (number >= min && number <= max) return true;
-    add(path, std::string(what) + std::to_string(number) + " is outside " + std::to_string(min) + " to " + std::to_string(max));
+    add(path, std::string(what) + std::to_string(number) + " is outside " + std::to_string(min) + " to " +
+                  std::to_string(max));
     return false;
   }
 
@@ -113,13 +121,14 @@ class Reader final {
     const std::string& text = value.get_ref<const std::string&>();
     const int64_t max = fields::max_of<std::string>(limits);
     if (static_cast<int64_t>(text.size()) > max) {
-      return add(path, "is " + std::to_string(text.size()) + " bytes long; at most " + std::to_string(max) + " are allowed");
+      return add(path,
+                 "is " + std::to_string(text.size()) + " bytes long; at most " + std::to_string(max) + " are allowed");
     }
     if (text.find('\0') != std::string::npos) return add(path, "contains a NUL character");
     target = text;
   }
   template <class E>
-    requires std::is_enum_v<E>
+  requires std::is_enum_v<E>
   void read(const Json& value, E& target, const std::string& path, Limits) {
     std::vector<std::string> names;
     for (const auto& [item, name] : fields::EnumNames<E>::kNames) {
@@ -129,7 +138,8 @@ class Reader final {
       }
       names.push_back(name);
     }
-    add(path, "must be one of " + join(names, ", ") + (value.is_string() ? ", not " + shown(value.get_ref<const std::string&>()) : ""));
+    add(path, "must be one of " + join(names, ", ") +
+                  (value.is_string() ? ", not " + shown(value.get_ref<const std::string&>()) : ""));
   }
   // Verbatim parts.
   void read(const Json& value, Json& target, const std::string& path, Limits) {
@@ -150,7 +160,9 @@ class Reader final {
   template <class T>
   void read(const Json& value, std::vector<T>& target, const std::string& path, Limits limits) {
     if (!value.is_array()) return wrong_type(path, "a list", value);
-    if (!within(static_cast<int64_t>(value.size()), path, "the number of entries ", 0, fields::max_of<std::vector<T>>(limits))) return;
+    if (!within(static_cast<int64_t>(value.size()), path, "the number of entries ", 0,
+                fields::max_of<std::vector<T>>(limits)))
+      return;
     for (size_t i = 0; i < value.size(); ++i) {
       T item{};
       read(value[i], item, path + "[" + std::to_string(i) + "]", {});
@@ -160,7 +172,9 @@ class Reader final {
   template <class T>
   void read(const Json& value, std::map<std::string, T>& target, const std::string& path, Limits limits) {
     if (!value.is_object()) return wrong_type(path, "an object", value);
-    if (!within(static_cast<int64_t>(value.size()), path, "the number of entries ", 0, fields::max_of<std::map<std::string, T>>(limits))) return;
+    if (!within(static_cast<int64_t>(value.size()), path, "the number of entries ", 0,
+                fields::max_of<std::map<std::string, T>>(limits)))
+      return;
     // Annotations may hold whole manifests (kubectl's last-applied-configuration).
     const Limits item_limits = std::same_as<T, std::string> ? Limits{0, 1 << 20} : Limits{};
     for (const auto& [key, item] : value.items()) {
@@ -171,10 +185,8 @@ class Reader final {
     }
   }
   template <class T>
-    requires std::is_class_v<T>
-  void read(const Json& value, T& target, const std::string& path, Limits) {
-    read_object(value, target, path);
-  }
+  requires std::is_class_v<T>
+  void read(const Json& value, T& target, const std::string& path, Limits) { read_object(value, target, path); }
 
   static constexpr size_t kMaxIssues = 200;
   std::vector<Issue>& issues_;
@@ -202,10 +214,12 @@ class Writer final {
   static Json write(const std::string& value) { return value.empty() ? Json() : Json(value); }
   static Json write(const Json& value) { return value; }
   template <class E>
-    requires std::is_enum_v<E>
+  requires std::is_enum_v<E>
   static Json write(E value) { return to_string(value); }
   template <class T>
-  static Json write(const std::optional<T>& value) { return value ? write(*value) : Json(); }
+  static Json write(const std::optional<T>& value) {
+    return value ? write(*value) : Json();
+  }
   template <class T>
   static Json write(const std::vector<T>& values) {
     if (values.empty()) return Json();
@@ -221,7 +235,7 @@ class Writer final {
     return object;
   }
   template <class T>
-    requires std::is_class_v<T>
+  requires std::is_class_v<T>
   static Json write(const T& value) {
     Writer writer;
     fields::visit_fields(writer, value);
@@ -245,8 +259,8 @@ const char* name_of(E value) {
 }
 
 const std::vector<std::string>& other_metadata_fields() {
-  static const std::vector<std::string> names = {"generateName", "deletionGracePeriodSeconds", "ownerReferences",
-                                                 "finalizers",   "managedFields",              "selfLink"};
+  static const std::vector<std::string> names = {
+      "generateName", "deletionGracePeriodSeconds", "ownerReferences", "finalizers", "managedFields", "selfLink"};
   return names;
 }
 
@@ -292,8 +306,9 @@ RLJob rljob_from_json(const Json& object, std::vector<Issue>& issues, const Pars
   for (const auto& [key, value] : object.items()) {
     if (!options.strict || std::find(known.begin(), known.end(), key) != known.end()) continue;
     const auto near = key.size() <= 64 ? nearest(key, known) : std::nullopt;
-    issues.push_back({key.substr(0, 128), "unknown field " + shown(key) +
-                                              (near ? "; did you mean \"" + *near + "\"?" : "; known fields: " + join(known, ", "))});
+    issues.push_back({key.substr(0, 128),
+                      "unknown field " + shown(key) +
+                          (near ? "; did you mean \"" + *near + "\"?" : "; known fields: " + join(known, ", "))});
     if (issues.size() > 50) break;
   }
   Reader reader(issues, options.strict);

@@ -22,11 +22,19 @@ inline constexpr const char* kRLJobPlural = "rljobs";
 inline constexpr const char* kDefaultImage = "docker.io/trireme/trainer:0.1.0";
 inline constexpr const char* kDefaultManager = "trireme.dev/operator";
 
-enum class Algorithm { kGrpo, kSft, kPpo };                                  // "GRPO" "SFT" "PPO"
-enum class GangBackend { kAuto, kNone, kKubernetes, kKueue, kVolcano, kCoscheduling, kKai };  // "Auto" "None" ...  "KAI"
+enum class Algorithm { kGrpo, kSft, kPpo };  // "GRPO" "SFT" "PPO"
+enum class GangBackend {
+  kAuto,
+  kNone,
+  kKubernetes,
+  kKueue,
+  kVolcano,
+  kCoscheduling,
+  kKai
+};                                                                                    // "Auto" "None" ...  "KAI"
 enum class FailureAction { kFailJob, kRestart, kRestartFree, kAvoidNodeAndRestart };  // "FailJob" "Restart" ...
-enum class HangAction { kEvent, kRestart };                                  // "Event" "Restart"
-enum class PodRetention { kNone, kFailed, kAll };                            // "None" "Failed" "All"
+enum class HangAction { kEvent, kRestart };                                           // "Event" "Restart"
+enum class PodRetention { kNone, kFailed, kAll };                                     // "None" "Failed" "All"
 
 const char* to_string(Algorithm value);
 const char* to_string(GangBackend value);
@@ -37,7 +45,7 @@ const char* to_string(PodRetention value);
 // ---- spec --------------------------------------------------------------------------------------------------------
 
 struct ModelSource {
-  std::string source;    // directory in the pod, or hub id in its cache; wins over policy.model_name. Empty: the config's
+  std::string source;  // directory in the pod, or hub id in its cache; wins over policy.model_name. Empty: the config's
   std::string revision;
 };
 
@@ -83,8 +91,8 @@ struct Roles {
 struct Scheduling {
   GangBackend backend = GangBackend::kAuto;
   std::string scheduler_name;
-  std::string required_topology;   // node label key: the whole gang inside one value of it
-  std::string preferred_topology;  // the same as a wish
+  std::string required_topology;             // node label key: the whole gang inside one value of it
+  std::string preferred_topology;            // the same as a wish
   int64_t scheduling_timeout_seconds = 600;  // a gang that cannot be placed by then is released; 0: never
 };
 
@@ -157,7 +165,8 @@ struct RLJobSpec {
 // ---- status ------------------------------------------------------------------------------------------------------
 
 struct Condition {
-  std::string type;    // Accepted Admitted GangScheduled PodsReady Running Progressing Suspended Restarting Complete Failed
+  std::string
+      type;  // Accepted Admitted GangScheduled PodsReady Running Progressing Suspended Restarting Complete Failed
   std::string status;  // True False Unknown
   std::string reason;
   std::string message;
@@ -223,10 +232,10 @@ struct RLJobStatus {
   int64_t observed_generation = 0;
   std::string phase;  // Pending Queued Starting Running Restarting Suspended Complete Failed
   int64_t attempt = 0;
-  int64_t restarts = 0;        // counted against the budget, all time
-  int64_t free_restarts = 0;   // preemption, node loss, and the like
-  int64_t budget_used = 0;     // restarts since the window last forgave them
-  int64_t window_step = 0;     // step at which the last counted restart happened
+  int64_t restarts = 0;       // counted against the budget, all time
+  int64_t free_restarts = 0;  // preemption, node loss, and the like
+  int64_t budget_used = 0;    // restarts since the window last forgave them
+  int64_t window_step = 0;    // step at which the last counted restart happened
   std::string start_time;
   std::string attempt_start_time;
   std::string running_time;  // when this attempt's rendezvous was complete
@@ -287,7 +296,8 @@ Json status_to_json(const RLJobStatus& status);
 struct Manifest {
   std::vector<RLJob> jobs;
   std::vector<Json> others;
-  // Line of a field path in jobs[i] ("spec.roles.actor"), of its nearest parent if it is not in the file; 0: unknown (JSON).
+  // Line of a field path in jobs[i] ("spec.roles.actor"), of its nearest parent if it is not in the file; 0: unknown
+  // (JSON).
   int line_of(size_t job, const std::string& path) const;
   // Fills in the lines of issues about jobs[job], e.g. those of validate().
   void add_lines(size_t job, std::vector<Issue>& issues) const;

@@ -78,7 +78,8 @@ std::vector<std::string> trainer_overrides(const RLJob& job) {
   const RoleSpec& actor = actor_of(spec);
   std::vector<std::string> overrides;
   if (!spec.model.source.empty()) overrides.push_back("policy.model_name=" + spec.model.source);
-  if (!spec.checkpoint.directory.empty()) overrides.push_back("checkpointing.checkpoint_dir=" + spec.checkpoint.directory);
+  if (!spec.checkpoint.directory.empty())
+    overrides.push_back("checkpointing.checkpoint_dir=" + spec.checkpoint.directory);
   overrides.push_back("cluster.num_nodes=" + number(actor.replicas));
   overrides.push_back("cluster.gpus_per_node=" + number(processes_per_pod(actor)));
   overrides.insert(overrides.end(), spec.config.overrides.begin(), spec.config.overrides.end());
@@ -116,7 +117,8 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
       {"TRIREME_METRICS_PORT", number(spec.network.metrics_port)},
   };
   if (spec.roles.reward && spec.roles.reward->port) {
-    env["TRIREME_REWARD_URL"] = "http://" + reward_service_name(job.metadata.name) + ":" + number(*spec.roles.reward->port);
+    env["TRIREME_REWARD_URL"] =
+        "http://" + reward_service_name(job.metadata.name) + ":" + number(*spec.roles.reward->port);
   }
   if (place.role == "reward") {
     if (spec.roles.reward->port) env["TRIREME_REWARD_PORT"] = number(*spec.roles.reward->port);
@@ -142,8 +144,8 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
 }
 
 bool is_reserved_env(const std::string& name) {
-  static const std::vector<std::string> names = {"RANK",        "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                                                 "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "NNODES"};
+  static const std::vector<std::string> names = {"RANK",        "LOCAL_RANK",  "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                                                 "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",  "NNODES"};
   return starts_with(name, "PET_") || starts_with(name, "TRIREME_") ||
          std::find(names.begin(), names.end(), name) != names.end();
 }
@@ -157,7 +159,12 @@ Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std:
                    {"worldSize", layout.world()},
                    {"processesPerPod", processes},
                    {"layout",
-                    {{"tp", layout.tp}, {"cp", layout.cp}, {"ep", layout.ep}, {"dp", layout.dp}, {"pp", layout.pp}, {"etp", layout.etp}}}};
+                    {{"tp", layout.tp},
+                     {"cp", layout.cp},
+                     {"ep", layout.ep},
+                     {"dp", layout.dp},
+                     {"pp", layout.pp},
+                     {"etp", layout.etp}}}};
   Json nodes = Json::array();
   for (size_t i = 0; i < hosts.size(); ++i) {
     const int64_t first = static_cast<int64_t>(i) * processes;

@@ -30,29 +30,30 @@ int64_t total_gpus(const RLJobSpec& spec);
 
 // ---- names -------------------------------------------------------------------------------------------------------
 
-std::string pod_hostname(const std::string& job, const std::string& role, int64_t index);            // j-actor-0
+std::string pod_hostname(const std::string& job, const std::string& role, int64_t index);               // j-actor-0
 std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt);  // j-actor-0-a1
-std::string attempt_service_name(const std::string& job, int64_t attempt);                            // j-a1
-std::string topology_config_map_name(const std::string& job, int64_t attempt);                        // j-topology-a1
-std::string config_config_map_name(const std::string& job);                                           // j-config
-std::string reward_service_name(const std::string& job);                                              // j-reward
-std::string pod_address(const std::string& job, const std::string& role, int64_t index, int64_t attempt);  // j-actor-0.j-a1
+std::string attempt_service_name(const std::string& job, int64_t attempt);                              // j-a1
+std::string topology_config_map_name(const std::string& job, int64_t attempt);                          // j-topology-a1
+std::string config_config_map_name(const std::string& job);                                             // j-config
+std::string reward_service_name(const std::string& job);                                                // j-reward
+std::string pod_address(const std::string& job, const std::string& role, int64_t index,
+                        int64_t attempt);  // j-actor-0.j-a1
 
 // ---- command line and environment --------------------------------------------------------------------------------
 
 inline constexpr const char* kTrainerContainer = "trainer";
 inline constexpr const char* kRewardContainer = "reward";
-inline constexpr const char* kConfigMountPath = "/etc/trireme/config";      // config.yaml in it
-inline constexpr const char* kTopologyMountPath = "/etc/trireme/topology";  // topology.json in it
+inline constexpr const char* kConfigMountPath = "/etc/trireme/config";                // config.yaml in it
+inline constexpr const char* kTopologyMountPath = "/etc/trireme/topology";            // topology.json in it
 inline constexpr const char* kStatusTokenMountPath = "/var/run/secrets/trireme.dev";  // token, ca.crt
 inline constexpr const char* kStatusTokenAudience = "trireme.dev/status";
 
 // Exit codes of the trainer, part of the contract with the failure policy.
-inline constexpr int kExitConfig = 10;        // a mistake in the configuration: never retried
-inline constexpr int kExitCommunication = 20; // a peer or the network failed
-inline constexpr int kExitNumerics = 21;      // NaN guard
-inline constexpr int kExitNode = 30;          // the node's device is at fault: avoid it
-inline constexpr int kExitCheckpointed = 40;  // SIGTERM, checkpoint written: free restart
+inline constexpr int kExitConfig = 10;         // a mistake in the configuration: never retried
+inline constexpr int kExitCommunication = 20;  // a peer or the network failed
+inline constexpr int kExitNumerics = 21;       // NaN guard
+inline constexpr int kExitNode = 30;           // the node's device is at fault: avoid it
+inline constexpr int kExitCheckpointed = 40;   // SIGTERM, checkpoint written: free restart
 
 // trireme launch --nproc-per-node P -- train --algorithm grpo --config FILE --layout tp=..,.. [key=value ...]
 // The file is `config_path` (the mounted or local file), unless spec.config.path names one in the image.
@@ -71,12 +72,13 @@ struct PodPlace {
 // MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. The operator adds
 // TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE, TRIREME_POD_NAME, TRIREME_NODE_NAME.
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place);
-// Names users may not set in a template: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK, NNODES, PET_*,
-// and TRIREME_* names that we set.
+// Names users may not set in a template: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK, NNODES,
+// PET_*, and TRIREME_* names that we set.
 bool is_reserved_env(const std::string& name);
 
-// topology.json: {"job","attempt","layout":{...},"nodes":[{"index","host","ranks":[first,last]}],"groups":{"tp":[[...]],...}}.
-// Groups are left out above 4096 ranks (they follow from the layout). hosts: one per actor pod.
+// topology.json:
+// {"job","attempt","layout":{...},"nodes":[{"index","host","ranks":[first,last]}],"groups":{"tp":[[...]],...}}. Groups
+// are left out above 4096 ranks (they follow from the layout). hosts: one per actor pod.
 Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts);
 
 // ---- pod templates -----------------------------------------------------------------------------------------------

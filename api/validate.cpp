@@ -25,7 +25,9 @@ const std::vector<std::string>& phase_names() {
 
 std::string shown(const std::string& text) { return "\"" + text.substr(0, 64) + (text.size() > 64 ? "...\"" : "\""); }
 
-bool only(std::string_view text, std::string_view allowed) { return text.find_first_not_of(allowed) == std::string_view::npos; }
+bool only(std::string_view text, std::string_view allowed) {
+  return text.find_first_not_of(allowed) == std::string_view::npos;
+}
 
 constexpr const char* kLowerAlnum = "abcdefghijklmnopqrstuvwxyz0123456789";
 constexpr const char* kLowerLabel = "abcdefghijklmnopqrstuvwxyz0123456789-";
@@ -33,7 +35,8 @@ constexpr const char* kNameChars = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQR
 
 // RFC 1035 label: what Services and host names need.
 bool is_dns_label(std::string_view text) {
-  return !text.empty() && text.size() <= 63 && only(text, kLowerLabel) && text[0] >= 'a' && text[0] <= 'z' && text.back() != '-';
+  return !text.empty() && text.size() <= 63 && only(text, kLowerLabel) && text[0] >= 'a' && text[0] <= 'z' &&
+         text.back() != '-';
 }
 
 bool is_dns_subdomain(std::string_view text) {
@@ -50,8 +53,8 @@ bool is_qualified_name(std::string_view text) {
   if (slash != std::string_view::npos && !is_dns_subdomain(text.substr(0, slash))) return false;
   const std::string_view name = slash == std::string_view::npos ? text : text.substr(slash + 1);
   const std::string_view marks = "-_.";
-  return !name.empty() && name.size() <= 63 && only(name, kNameChars) && marks.find(name.front()) == std::string_view::npos &&
-         marks.find(name.back()) == std::string_view::npos;
+  return !name.empty() && name.size() <= 63 && only(name, kNameChars) &&
+         marks.find(name.front()) == std::string_view::npos && marks.find(name.back()) == std::string_view::npos;
 }
 
 bool is_quantity(std::string_view text) {
@@ -82,17 +85,21 @@ class LimitChecker final {
  private:
   void range(int64_t number, const std::string& path, Limits limits, int64_t max) {
     if (number < limits.min || number > max) {
-      errors_.push_back({path, std::to_string(number) + " is outside " + std::to_string(limits.min) + " to " + std::to_string(max)});
+      errors_.push_back(
+          {path, std::to_string(number) + " is outside " + std::to_string(limits.min) + " to " + std::to_string(max)});
     }
   }
-  void check(int64_t value, const std::string& path, Limits limits) { range(value, path, limits, fields::max_of<int64_t>(limits)); }
+  void check(int64_t value, const std::string& path, Limits limits) {
+    range(value, path, limits, fields::max_of<int64_t>(limits));
+  }
   void check(const std::string& value, const std::string& path, Limits limits) {
-    if (static_cast<int64_t>(value.size()) > fields::max_of<std::string>(limits)) errors_.push_back({path, "is too long"});
+    if (static_cast<int64_t>(value.size()) > fields::max_of<std::string>(limits))
+      errors_.push_back({path, "is too long"});
   }
   void check(bool, const std::string&, Limits) {}
   void check(const Json&, const std::string&, Limits) {}
   template <class E>
-    requires std::is_enum_v<E>
+  requires std::is_enum_v<E>
   void check(E, const std::string&, Limits) {}
   template <class T>
   void check(const std::optional<T>& value, const std::string& path, Limits limits) {
@@ -100,19 +107,19 @@ class LimitChecker final {
   }
   template <class T>
   void check(const std::vector<T>& values, const std::string& path, Limits limits) {
-    if (static_cast<int64_t>(values.size()) > fields::max_of<std::vector<T>>(limits)) return errors_.push_back({path, "has too many entries"});
+    if (static_cast<int64_t>(values.size()) > fields::max_of<std::vector<T>>(limits))
+      return errors_.push_back({path, "has too many entries"});
     for (size_t i = 0; i < values.size(); ++i) check(values[i], path + "[" + std::to_string(i) + "]", {});
   }
   template <class T>
   void check(const std::map<std::string, T>& values, const std::string& path, Limits limits) {
-    if (static_cast<int64_t>(values.size()) > fields::max_of<std::map<std::string, T>>(limits)) return errors_.push_back({path, "has too many entries"});
+    if (static_cast<int64_t>(values.size()) > fields::max_of<std::map<std::string, T>>(limits))
+      return errors_.push_back({path, "has too many entries"});
     for (const auto& [key, value] : values) check(value, path + "." + key, {});
   }
   template <class T>
-    requires std::is_class_v<T>
-  void check(const T& value, const std::string& path, Limits) {
-    check_object(value, path);
-  }
+  requires std::is_class_v<T>
+  void check(const T& value, const std::string& path, Limits) { check_object(value, path); }
 
   std::vector<Issue>& errors_;
   std::string path_;
@@ -145,10 +152,11 @@ class Validator final {
     if (name.empty()) {
       error("metadata.name", "is missing");
     } else if (!is_dns_label(name)) {
-      error("metadata.name", shown(name) + " must be lower-case letters, digits and '-', start with a letter and not end with '-'");
+      error("metadata.name",
+            shown(name) + " must be lower-case letters, digits and '-', start with a letter and not end with '-'");
     } else if (name.size() > kMaxNameLength) {
-      error("metadata.name", "is " + std::to_string(name.size()) + " characters long; at most " + std::to_string(kMaxNameLength) +
-                                 ", so that the names of its pods stay below 64");
+      error("metadata.name", "is " + std::to_string(name.size()) + " characters long; at most " +
+                                 std::to_string(kMaxNameLength) + ", so that the names of its pods stay below 64");
     }
     if (const std::string& space = job_.metadata.namespace_; !space.empty()) {
       if (space.size() > 63 || !only(space, kLowerLabel) || space.front() == '-' || space.back() == '-') {
@@ -168,7 +176,8 @@ class Validator final {
 
   void check_scalars() {
     if (spec_.managed_by != kDefaultManager && spec_.managed_by != kMultiKueue) {
-      error("spec.managedBy", "must be " + std::string(kDefaultManager) + " or " + kMultiKueue + ", not " + shown(spec_.managed_by));
+      error("spec.managedBy",
+            "must be " + std::string(kDefaultManager) + " or " + kMultiKueue + ", not " + shown(spec_.managed_by));
     }
     check_name("spec.queueName", spec_.queue_name);
     check_name("spec.priorityClassName", spec_.priority_class_name);
@@ -183,7 +192,8 @@ class Validator final {
 
   void check_roles() {
     if (!spec_.roles.actor) error("spec.roles.actor", "is missing; it is the role that trains");
-    if (spec_.algorithm == Algorithm::kPpo && !spec_.roles.critic) error("spec.roles.critic", "is missing; PPO needs it");
+    if (spec_.algorithm == Algorithm::kPpo && !spec_.roles.critic)
+      error("spec.roles.critic", "is missing; PPO needs it");
     if (spec_.roles.critic) {
       error("spec.roles.critic", spec_.algorithm == Algorithm::kPpo
                                      ? "a critic is not supported yet; use algorithm GRPO, which needs none"
@@ -209,7 +219,8 @@ class Validator final {
 
   void check_reward(const RoleSpec& role, const std::string& path) {
     if (!role.port) error(path + ".port", "is missing; it is where the reward service listens");
-    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp) error(path + ".parallelism", "has no meaning for reward pods");
+    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp)
+      error(path + ".parallelism", "has no meaning for reward pods");
     if (role.processes_per_pod) error(path + ".processesPerPod", "has no meaning for reward pods");
     const PodView view = pod_view({.image = ""}, role, kRewardContainer);
     if (view.container(kRewardContainer)->image.empty()) {
@@ -232,15 +243,16 @@ class Validator final {
     if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
     if (role.gpus_per_pod > 0 && role.processes_per_pod && *role.processes_per_pod != role.gpus_per_pod) {
       error(path + ".processesPerPod", "is " + std::to_string(*role.processes_per_pod) + ", but a pod has " +
-                                           std::to_string(role.gpus_per_pod) + " GPUs and there is one process per GPU; leave it out");
+                                           std::to_string(role.gpus_per_pod) +
+                                           " GPUs and there is one process per GPU; leave it out");
       return;
     }
     Layout layout = layout_sizes(role);
     const int64_t world = world_size(role);
     layout.dp = role.parallelism.dp.value_or(derive_dp(layout, world).value_or(1));
     const std::optional<ModelShape> shape = known_model_shape(model_name());
-    const LayoutReport report =
-        check_layout(layout, {.world = world, .gpus_per_node = processes_per_pod(role), .shape = shape ? &*shape : nullptr});
+    const LayoutReport report = check_layout(
+        layout, {.world = world, .gpus_per_node = processes_per_pod(role), .shape = shape ? &*shape : nullptr});
     for (const std::string& message : report.errors) error(axis_path(path, message), message);
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
   }
@@ -260,7 +272,8 @@ class Validator final {
     const Json& pod_template = role.pod_template;
     if (pod_template.is_null()) return;
     for (const auto& [key, value] : pod_template.items()) {
-      if (key != "metadata" && key != "spec") error(path, "unknown field " + shown(key) + "; a pod template has metadata and spec");
+      if (key != "metadata" && key != "spec")
+        error(path, "unknown field " + shown(key) + "; a pod template has metadata and spec");
       if (!value.is_object() && !value.is_null()) error(path + "." + key.substr(0, 64), "must be an object");
     }
     const auto metadata = pod_template.find("metadata");
@@ -279,7 +292,8 @@ class Validator final {
       }
       for (const auto& [key, value] : it->items()) {
         if (!value.is_string()) error(path + "." + section, shown(key) + " must be a string");
-        if (starts_with(key, "trireme.dev/")) error(path + "." + section, shown(key) + " is set by the operator; names under trireme.dev/ are reserved");
+        if (starts_with(key, "trireme.dev/"))
+          error(path + "." + section, shown(key) + " is set by the operator; names under trireme.dev/ are reserved");
       }
     }
     for (const char* key : {"name", "generateName", "namespace"}) {
@@ -287,7 +301,8 @@ class Validator final {
     }
   }
 
-  void check_pod_spec(const Json& pod, const RoleSpec& role, const std::string& path, const std::string& main_container) {
+  void check_pod_spec(const Json& pod, const RoleSpec& role, const std::string& path,
+                      const std::string& main_container) {
     for (const char* key : {"hostname", "subdomain", "nodeName"}) {
       if (pod.contains(key)) error(path + "." + key, "is set by the operator");
     }
@@ -310,11 +325,13 @@ class Validator final {
         const std::string item_path = at + "[" + std::to_string(i) + "]";
         const Json& item = (*it)[i];
         const auto name = item.is_object() ? item.find("name") : item.end();
-        if (!item.is_object() || name == item.end() || !name->is_string() || !is_container_name(name->get<std::string>())) {
+        if (!item.is_object() || name == item.end() || !name->is_string() ||
+            !is_container_name(name->get<std::string>())) {
           error(item_path, "must be an object with a name of lower-case letters, digits and '-'");
           continue;
         }
-        if (!seen.insert(name->get<std::string>()).second) error(item_path + ".name", shown(name->get<std::string>()) + " appears twice");
+        if (!seen.insert(name->get<std::string>()).second)
+          error(item_path + ".name", shown(name->get<std::string>()) + " appears twice");
         if (std::string_view(list) != "volumes") check_container(item, role, item_path, *name == main_container, pod);
       }
     }
@@ -322,14 +339,17 @@ class Validator final {
   }
 
   static bool is_container_name(const std::string& name) {
-    return !name.empty() && name.size() <= 63 && only(name, kLowerLabel) && only(name.substr(0, 1), kLowerAlnum) && name.back() != '-';
+    return !name.empty() && name.size() <= 63 && only(name, kLowerLabel) && only(name.substr(0, 1), kLowerAlnum) &&
+           name.back() != '-';
   }
 
-  void check_container(const Json& container, const RoleSpec& role, const std::string& path, bool main, const Json& pod) {
+  void check_container(const Json& container, const RoleSpec& role, const std::string& path, bool main,
+                       const Json& pod) {
     for (const char* key : {"command", "args"}) {
       const auto it = container.find(key);
       if (it == container.end() || it->is_null()) continue;
-      const bool texts = it->is_array() && std::all_of(it->begin(), it->end(), [](const Json& item) { return item.is_string(); });
+      const bool texts =
+          it->is_array() && std::all_of(it->begin(), it->end(), [](const Json& item) { return item.is_string(); });
       if (!texts) error(path + "." + key, "must be a list of strings");
     }
     if (const auto env = container.find("env"); env != container.end() && !env->is_null()) {
@@ -344,7 +364,8 @@ class Validator final {
             error(at, "must be an object with a name");
           } else if (is_reserved_env(name->get<std::string>())) {
             error(at, shown(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
-          } else if (const auto value = item.find("value"); value != item.end() && !value->is_string() && !value->is_null()) {
+          } else if (const auto value = item.find("value");
+                     value != item.end() && !value->is_string() && !value->is_null()) {
             error(at + ".value", "must be a string (write it in quotes)");
           }
         }
@@ -368,7 +389,8 @@ class Validator final {
     std::vector<std::string> volumes;
     if (const auto list = pod.find("volumes"); list != pod.end() && list->is_array()) {
       for (const Json& item : *list) {
-        if (item.is_object() && item.contains("name") && item["name"].is_string()) volumes.push_back(item["name"].get<std::string>());
+        if (item.is_object() && item.contains("name") && item["name"].is_string())
+          volumes.push_back(item["name"].get<std::string>());
       }
     }
     for (size_t i = 0; i < mounts->size() && i < 256; ++i) {
@@ -381,10 +403,12 @@ class Validator final {
       }
       const std::string& name = item["name"].get_ref<const std::string&>();
       if (std::find(volumes.begin(), volumes.end(), name) == volumes.end()) {
-        error(at + ".name", "there is no volume " + shown(name) + " in the template; volumes: " + (volumes.empty() ? "none" : join(volumes, ", ").substr(0, 200)));
+        error(at + ".name", "there is no volume " + shown(name) + " in the template; volumes: " +
+                                (volumes.empty() ? "none" : join(volumes, ", ").substr(0, 200)));
       }
       const std::string& mount_path = item["mountPath"].get_ref<const std::string&>();
-      if (mount_path.empty() || mount_path[0] != '/') error(at + ".mountPath", shown(mount_path) + " must be an absolute path");
+      if (mount_path.empty() || mount_path[0] != '/')
+        error(at + ".mountPath", shown(mount_path) + " must be an absolute path");
     }
   }
 
@@ -462,6 +486,7 @@ class Validator final {
       const bool off = enabled && enabled->is_boolean() && !enabled->get<bool>();
       if (const Json* value = config_value(key); value && !off) check_size(*value, key, size, field);
     }
+    check_text_setting("algorithm", to_lower(to_string(spec_.algorithm)), "spec.algorithm");
     check_text_setting("policy.model_name", spec_.model.source, "spec.model.source");
     check_text_setting("checkpointing.checkpoint_dir", spec_.checkpoint.directory, "spec.checkpoint.directory");
     check_overrides(sizes);
@@ -469,14 +494,15 @@ class Validator final {
 
   void check_size(const Json& value, const std::string& key, int64_t size, const std::string& field) {
     if (!value.is_number_integer() || value == size) return;
-    error("spec.config.inline." + key,
-          "is " + value.dump() + ", but " + field + " is " + std::to_string(size) + "; the RLJob decides sizes: leave the key out");
+    error("spec.config.inline." + key, "is " + value.dump() + ", but " + field + " is " + std::to_string(size) +
+                                           "; the RLJob decides sizes: leave the key out");
   }
 
   void check_text_setting(const std::string& key, const std::string& expected, const std::string& field) {
     const Json* value = config_value(key);
     if (expected.empty() || !value || !value->is_string() || *value == expected) return;
-    error("spec.config.inline." + key, "is " + shown(value->get<std::string>()) + ", but " + field + " is " + shown(expected) + "; leave one of them out");
+    error("spec.config.inline." + key, "is " + shown(value->get<std::string>()) + ", but " + field + " is " +
+                                           shown(expected) + "; leave one of them out");
   }
 
   void check_overrides(const std::vector<std::pair<std::string, std::pair<int64_t, std::string>>>& sizes) {
@@ -494,7 +520,8 @@ class Validator final {
         error(path, shown(text) + " contradicts " + expected.second + ", which is " + std::to_string(expected.first));
       }
       if (key == "policy.model_name" && !spec_.model.source.empty()) error(path, "contradicts spec.model.source");
-      if (key == "checkpointing.checkpoint_dir" && !spec_.checkpoint.directory.empty()) error(path, "contradicts spec.checkpoint.directory");
+      if (key == "checkpointing.checkpoint_dir" && !spec_.checkpoint.directory.empty())
+        error(path, "contradicts spec.checkpoint.directory");
     }
   }
 
@@ -505,19 +532,22 @@ class Validator final {
     check_name("spec.scheduling.schedulerName", scheduling.scheduler_name);
     for (const auto& [path, key] : {std::pair{"spec.scheduling.requiredTopology", &scheduling.required_topology},
                                     std::pair{"spec.scheduling.preferredTopology", &scheduling.preferred_topology}}) {
-      if (!key->empty() && !is_qualified_name(*key)) error(path, shown(*key) + " is not a node label such as topology.kubernetes.io/zone");
+      if (!key->empty() && !is_qualified_name(*key))
+        error(path, shown(*key) + " is not a node label such as topology.kubernetes.io/zone");
     }
     if (scheduling.backend == GangBackend::kKueue && spec_.queue_name.empty()) {
       error("spec.queueName", "is missing; the Kueue backend needs it");
     }
     const Network& network = spec_.network;
     if (network.master_port == network.metrics_port) error("spec.network.metricsPort", "is the same as masterPort");
-    if (!is_quantity(network.shared_memory)) error("spec.network.sharedMemory", shown(network.shared_memory) + " is not a quantity such as 8Gi");
+    if (!is_quantity(network.shared_memory))
+      error("spec.network.sharedMemory", shown(network.shared_memory) + " is not a quantity such as 8Gi");
     if (!only(network.socket_interface, std::string(kNameChars) + "^=,:@")) {
       error("spec.network.socketInterface", shown(network.socket_interface) + " is not an interface name");
     }
     if (network.rdma && !is_qualified_name(network.rdma->resource_name)) {
-      error("spec.network.rdma.resourceName", shown(network.rdma->resource_name) + " is not a resource name such as rdma/ib");
+      error("spec.network.rdma.resourceName",
+            shown(network.rdma->resource_name) + " is not a resource name such as rdma/ib");
     }
   }
 
@@ -528,10 +558,12 @@ class Validator final {
       const FailureRule& rule = rules[i];
       const std::string path = "spec.failurePolicy.rules[" + std::to_string(i) + "]";
       for (const int64_t code : rule.on_exit_codes) {
-        if (code < 1 || code > 255) error(path + ".onExitCodes", std::to_string(code) + " is not a failure's exit code (1 to 255)");
+        if (code < 1 || code > 255)
+          error(path + ".onExitCodes", std::to_string(code) + " is not a failure's exit code (1 to 255)");
       }
       for (const int64_t signal : rule.on_signals) {
-        if (signal < 1 || signal > 64) error(path + ".onSignals", std::to_string(signal) + " is not a signal (1 to 64)");
+        if (signal < 1 || signal > 64)
+          error(path + ".onSignals", std::to_string(signal) + " is not a signal (1 to 64)");
       }
       for (const std::string& reason : rule.on_pod_reasons) {
         if (reason.empty()) error(path + ".onPodReasons", "has an empty entry");
@@ -539,10 +571,13 @@ class Validator final {
       for (const std::string& role : rule.roles) {
         if (std::find(role_names.begin(), role_names.end(), role) != role_names.end()) continue;
         const auto near = role.size() <= 64 ? nearest(role, role_names) : std::nullopt;
-        error(path + ".roles", "unknown role " + shown(role) + (near ? "; did you mean \"" + *near + "\"?" : "; roles: " + join(role_names, ", ")));
+        error(path + ".roles", "unknown role " + shown(role) +
+                                   (near ? "; did you mean \"" + *near + "\"?" : "; roles: " + join(role_names, ", ")));
       }
-      const bool matches_all = rule.on_exit_codes.empty() && rule.on_signals.empty() && rule.on_pod_reasons.empty() && rule.roles.empty();
-      if (matches_all && i + 1 < rules.size()) warn(path, "matches every failure, so the rules after it are never used");
+      const bool matches_all =
+          rule.on_exit_codes.empty() && rule.on_signals.empty() && rule.on_pod_reasons.empty() && rule.roles.empty();
+      if (matches_all && i + 1 < rules.size())
+        warn(path, "matches every failure, so the rules after it are never used");
     }
   }
 
@@ -551,7 +586,9 @@ class Validator final {
       const std::string path = "spec.health.phaseTimeoutSeconds";
       if (std::find(phase_names().begin(), phase_names().end(), phase) == phase_names().end()) {
         const auto near = phase.size() <= 64 ? nearest(phase, phase_names()) : std::nullopt;
-        error(path + "." + phase.substr(0, 64), "unknown phase " + shown(phase) + (near ? "; did you mean \"" + *near + "\"?" : "; phases: " + join(phase_names(), ", ")));
+        error(path + "." + phase.substr(0, 64),
+              "unknown phase " + shown(phase) +
+                  (near ? "; did you mean \"" + *near + "\"?" : "; phases: " + join(phase_names(), ", ")));
       } else if (seconds < 1) {
         error(path + "." + phase, "must be at least 1");
       }
@@ -584,9 +621,11 @@ Validation validate_update(const RLJob& old_job, const RLJob& new_job) {
     if (differs(key)) result.errors.push_back({std::string("spec.") + key, "cannot be changed; make a new RLJob"});
   }
   if (old_job.spec.suspend) return result;
-  for (const char* key : {"roles", "model", "config", "image", "imagePullPolicy", "network", "scheduling", "checkpoint", "priorityClassName", "queueName"}) {
+  for (const char* key : {"roles", "model", "config", "image", "imagePullPolicy", "network", "scheduling", "checkpoint",
+                          "priorityClassName", "queueName"}) {
     if (differs(key)) {
-      result.errors.push_back({std::string("spec.") + key, "can only be changed while the job is suspended (spec.suspend: true)"});
+      result.errors.push_back(
+          {std::string("spec.") + key, "can only be changed while the job is suspended (spec.suspend: true)"});
     }
   }
   return result;

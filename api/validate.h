@@ -1,4 +1,5 @@
-// What admission says about an RLJob: pure functions of the object, used by the webhook, `trireme validate` and `trireme run`.
+// What admission says about an RLJob: pure functions of the object, used by the webhook, `trireme validate` and
+// `trireme run`.
 #pragma once
 
 #include <vector>

@@ -46,8 +46,8 @@ LegalValues legal_values(int64_t world, int64_t node, const ModelShape* shape) {
   legal.cp = divisors(world);
   legal.pp = common_divisors({world, model.layers});
   legal.ep = shape && model.experts == 0 ? std::vector<int64_t>{1} : common_divisors({world, model.experts});
-  legal.etp = shape && model.experts == 0 ? std::vector<int64_t>{1}
-                                          : common_divisors({world, node, model.moe_intermediate});
+  legal.etp =
+      shape && model.experts == 0 ? std::vector<int64_t>{1} : common_divisors({world, node, model.moe_intermediate});
   return legal;
 }
 
@@ -87,7 +87,8 @@ void check_product(const Layout& layout, const std::vector<std::pair<Field, std:
 
 std::string to_string(const Layout& layout) {
   std::vector<std::string> parts;
-  for (const Field& field : kFields) parts.push_back(std::string(field.name) + "=" + std::to_string(layout.*field.member));
+  for (const Field& field : kFields)
+    parts.push_back(std::string(field.name) + "=" + std::to_string(layout.*field.member));
   return join(parts, ",");
 }
 
@@ -99,14 +100,16 @@ Layout parse_layout(std::string_view text) {
     if (trim(part).empty()) continue;
     const size_t equals = part.find('=');
     const std::string name{trim(std::string_view(part).substr(0, equals))};
-    const auto field = std::find_if(std::begin(kFields), std::end(kFields), [&](const Field& f) { return f.name == name; });
+    const auto field =
+        std::find_if(std::begin(kFields), std::end(kFields), [&](const Field& f) { return f.name == name; });
     if (field == std::end(kFields)) {
       fail_user("layout \"" + std::string(text) + "\": unknown size \"" + name + "\"; known: " + join(names, ", "));
     }
     const auto value =
         equals == std::string::npos ? std::nullopt : parse_int(trim(std::string_view(part).substr(equals + 1)));
     if (!value || *value < 1 || *value > kMaxSize) {
-      fail_user("layout \"" + std::string(text) + "\": " + name + " must be a number from 1 to " + std::to_string(kMaxSize));
+      fail_user("layout \"" + std::string(text) + "\": " + name + " must be a number from 1 to " +
+                std::to_string(kMaxSize));
     }
     layout.*(field->member) = *value;
   }
@@ -166,11 +169,14 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
   check_one("tp", layout.tp, model.intermediate, "rows of the MLP", legal.tp, errors);
   check_one("pp", layout.pp, model.layers, "layers", legal.pp, errors);
   if (check.shape && model.experts == 0) {
-    if (layout.ep > 1) errors.push_back("ep " + std::to_string(layout.ep) + " for a model without experts; ep must be 1");
-    if (layout.etp > 1) errors.push_back("etp " + std::to_string(layout.etp) + " for a model without experts; etp must be 1");
+    if (layout.ep > 1)
+      errors.push_back("ep " + std::to_string(layout.ep) + " for a model without experts; ep must be 1");
+    if (layout.etp > 1)
+      errors.push_back("etp " + std::to_string(layout.etp) + " for a model without experts; etp must be 1");
   } else {
     check_one("ep", layout.ep, model.experts, "experts", legal.ep, errors);
-    check_one("etp", layout.etp, node, "GPUs of a node (expert tensor parallel ranks must share a node)", legal.etp, errors);
+    check_one("etp", layout.etp, node, "GPUs of a node (expert tensor parallel ranks must share a node)", legal.etp,
+              errors);
     check_one("etp", layout.etp, model.moe_intermediate, "rows of an expert", legal.etp, errors);
   }
   const Field tp{"tp", &Layout::tp}, cp{"cp", &Layout::cp}, pp{"pp", &Layout::pp}, ep{"ep", &Layout::ep},

@@ -37,10 +37,16 @@ struct KnownModel {
   ModelShape shape;
 };
 
-ModelShape dense(int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t intermediate,
-                 int64_t vocab, bool tied) {
-  return {.layers = layers, .hidden = hidden, .heads = heads, .kv_heads = kv_heads, .head_dim = head_dim,
-          .intermediate = intermediate, .vocab = vocab, .tied = tied};
+ModelShape dense(int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                 int64_t intermediate, int64_t vocab, bool tied) {
+  return {.layers = layers,
+          .hidden = hidden,
+          .heads = heads,
+          .kv_heads = kv_heads,
+          .head_dim = head_dim,
+          .intermediate = intermediate,
+          .vocab = vocab,
+          .tied = tied};
 }
 ModelShape with_bias(ModelShape shape) {
   shape.qkv_bias = true;
@@ -122,7 +128,7 @@ RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t ra
   const int64_t embedding = ceil_div(shape.vocab, layout.tp) * shape.hidden;
   if (first) memory.dense_params += embedding;
   if (last && !(shape.tied && first)) memory.dense_params += embedding;  // tied with pp > 1: the last stage has a copy
-  if (last) memory.dense_params += shape.hidden;                        // final norm
+  if (last) memory.dense_params += shape.hidden;                         // final norm
 
   const int64_t params = memory.dense_params + memory.expert_params;
   memory.weights_bytes = params * options.weight_bytes * (options.reference_weights ? 2 : 1);

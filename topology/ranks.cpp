@@ -30,18 +30,30 @@ struct Grid {
 std::vector<Dim> dims_of(const Layout& layout, Axis axis) {
   const Grid grid(layout);
   switch (axis) {
-    case Axis::kTp: return {grid.tp};
-    case Axis::kCp: return {grid.cp};
-    case Axis::kDp: return {grid.dp};
-    case Axis::kPp: return {grid.pp};
-    case Axis::kEtp: return {grid.etp};
-    case Axis::kEp: return {grid.ep};
-    case Axis::kEdp: return {grid.edp};
-    case Axis::kDpCp: return {grid.cp, grid.dp};
-    case Axis::kTpCp: return {grid.tp, grid.cp};
-    case Axis::kTpPp: return {grid.tp, grid.pp};
-    case Axis::kEtpEp: return {grid.etp, grid.ep};
-    case Axis::kEtpEpPp: return {grid.etp, grid.ep, grid.pp};
+    case Axis::kTp:
+      return {grid.tp};
+    case Axis::kCp:
+      return {grid.cp};
+    case Axis::kDp:
+      return {grid.dp};
+    case Axis::kPp:
+      return {grid.pp};
+    case Axis::kEtp:
+      return {grid.etp};
+    case Axis::kEp:
+      return {grid.ep};
+    case Axis::kEdp:
+      return {grid.edp};
+    case Axis::kDpCp:
+      return {grid.cp, grid.dp};
+    case Axis::kTpCp:
+      return {grid.tp, grid.cp};
+    case Axis::kTpPp:
+      return {grid.tp, grid.pp};
+    case Axis::kEtpEp:
+      return {grid.etp, grid.ep};
+    case Axis::kEtpEpPp:
+      return {grid.etp, grid.ep, grid.pp};
   }
   fail_internal("unknown axis");
 }
@@ -63,18 +75,30 @@ std::vector<int64_t> members(const std::vector<Dim>& dims, int64_t first) {
 
 const char* to_string(Axis axis) {
   switch (axis) {
-    case Axis::kTp: return "tp";
-    case Axis::kCp: return "cp";
-    case Axis::kDp: return "dp";
-    case Axis::kPp: return "pp";
-    case Axis::kEtp: return "etp";
-    case Axis::kEp: return "ep";
-    case Axis::kEdp: return "edp";
-    case Axis::kDpCp: return "dp-cp";
-    case Axis::kTpCp: return "tp-cp";
-    case Axis::kTpPp: return "tp-pp";
-    case Axis::kEtpEp: return "etp-ep";
-    case Axis::kEtpEpPp: return "etp-ep-pp";
+    case Axis::kTp:
+      return "tp";
+    case Axis::kCp:
+      return "cp";
+    case Axis::kDp:
+      return "dp";
+    case Axis::kPp:
+      return "pp";
+    case Axis::kEtp:
+      return "etp";
+    case Axis::kEp:
+      return "ep";
+    case Axis::kEdp:
+      return "edp";
+    case Axis::kDpCp:
+      return "dp-cp";
+    case Axis::kTpCp:
+      return "tp-cp";
+    case Axis::kTpPp:
+      return "tp-pp";
+    case Axis::kEtpEp:
+      return "etp-ep";
+    case Axis::kEtpEpPp:
+      return "etp-ep-pp";
   }
   return "?";
 }

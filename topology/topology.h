@@ -1,4 +1,5 @@
-// Parallel layout maths: ranks, coordinates, groups, validity, placement on nodes, memory. Pure functions; knows nobody.
+// Parallel layout maths: ranks, coordinates, groups, validity, placement on nodes, memory. Pure functions; knows
+// nobody.
 //
 // Two grids over the same ranks, leftmost axis fastest (Megatron's order tp-cp-ep-dp-pp):
 //   dense grid   rank = tp + TP * (cp + CP * (dp + DP * pp))
@@ -41,24 +42,25 @@ struct ModelShape {
   int64_t head_dim = 0;
   int64_t intermediate = 0;  // dense MLP; 0 when every layer has experts
   int64_t vocab = 0;
-  bool tied = false;       // input and output embeddings are one tensor
-  bool qkv_bias = false;   // Qwen2
-  bool qk_norm = false;    // Qwen3
-  int64_t experts = 0;     // 0: dense model
+  bool tied = false;      // input and output embeddings are one tensor
+  bool qkv_bias = false;  // Qwen2
+  bool qk_norm = false;   // Qwen3
+  int64_t experts = 0;    // 0: dense model
   int64_t experts_per_token = 0;
   int64_t moe_intermediate = 0;
 };
 
 int64_t parameter_count(const ModelShape& shape);
 
-// Shape of a published model by its hub id or directory name ("meta-llama/Llama-3.1-8B-Instruct"), if it is one we know.
+// Shape of a published model by its hub id or directory name ("meta-llama/Llama-3.1-8B-Instruct"), if it is one we
+// know.
 std::optional<ModelShape> known_model_shape(std::string_view source);
 
 // ---- validity ----------------------------------------------------------------------------------------------------
 
 struct LayoutCheck {
-  int64_t world = 0;               // 0: the layout's own (dp is not checked against it)
-  int64_t gpus_per_node = 0;       // processes per node; 0: one node
+  int64_t world = 0;                  // 0: the layout's own (dp is not checked against it)
+  int64_t gpus_per_node = 0;          // processes per node; 0: one node
   const ModelShape* shape = nullptr;  // null: divisibility by the model is not checked
 };
 
@@ -73,7 +75,8 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check);
 // dp of a layout whose other sizes are given, or nothing if world is not divisible by tp * cp * pp.
 std::optional<int64_t> derive_dp(const Layout& layout, int64_t world);
 
-// All legal layouts of check.world ranks with etp 1 (ep > 1 only if the shape has experts), smallest tp * cp * pp first.
+// All legal layouts of check.world ranks with etp 1 (ep > 1 only if the shape has experts), smallest tp * cp * pp
+// first.
 std::vector<Layout> legal_layouts(const LayoutCheck& check);
 
 std::vector<int64_t> divisors(int64_t number);  // ascending
@@ -99,13 +102,13 @@ enum class Axis {
   kEtp,
   kEp,
   kEdp,
-  kDpCp,   // gradients of dense parameters, optimizer slices
-  kTpCp,   // one copy of a stage's activations
-  kTpPp,   // one copy of the dense weights
-  kEtpEp,  // one copy of a stage's experts
+  kDpCp,     // gradients of dense parameters, optimizer slices
+  kTpCp,     // one copy of a stage's activations
+  kTpPp,     // one copy of the dense weights
+  kEtpEp,    // one copy of a stage's experts
   kEtpEpPp,  // one copy of all experts
 };
-inline constexpr Axis kAllAxes[] = {Axis::kTp, Axis::kCp,   Axis::kDp,   Axis::kPp,   Axis::kEtp,   Axis::kEp,
+inline constexpr Axis kAllAxes[] = {Axis::kTp,  Axis::kCp,   Axis::kDp,   Axis::kPp,   Axis::kEtp,   Axis::kEp,
                                     Axis::kEdp, Axis::kDpCp, Axis::kTpCp, Axis::kTpPp, Axis::kEtpEp, Axis::kEtpEpPp};
 const char* to_string(Axis axis);  // "tp", "dp-cp", ...
 
@@ -136,10 +139,10 @@ LayerRange stage_layers(const Layout& layout, int64_t layers, int64_t stage);
 // ---- memory ------------------------------------------------------------------------------------------------------
 
 struct MemoryOptions {
-  int64_t weight_bytes = 2;      // live weights, bf16
-  int64_t grad_bytes = 4;        // fp32 gradients
-  int64_t optimizer_bytes = 12;  // fp32 master, two moments; sliced by ZeRO-1
-  bool shard_optimizer = true;   // over dp-cp (dense) and expert-dp (experts)
+  int64_t weight_bytes = 2;        // live weights, bf16
+  int64_t grad_bytes = 4;          // fp32 gradients
+  int64_t optimizer_bytes = 12;    // fp32 master, two moments; sliced by ZeRO-1
+  bool shard_optimizer = true;     // over dp-cp (dense) and expert-dp (experts)
   bool reference_weights = false;  // a second copy of the weights for the KL term
 };
 

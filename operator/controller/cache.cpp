@@ -128,7 +128,7 @@ void read_trouble(const Json& status, CachedPod& pod) {
 }  // namespace
 
 kube::JsonFields job_fields() {
-  return kube::JsonFields({"apiVersion", "kind", "metadata.generation", "metadata.creationTimestamp",
+  return kube::JsonFields({"metadata.generation", "metadata.creationTimestamp",
                                         "metadata.deletionTimestamp", "spec", "status"});
 }
 
@@ -150,7 +150,10 @@ kube::JsonFields node_fields() {
 
 CachedJob read_job(const Json& object, const std::string& manager_name) {
   CachedJob job;
-  job.text = object.dump();
+  Json typed = object;  // items of a list carry no type
+  typed["apiVersion"] = kApiVersion;
+  typed["kind"] = kRLJobKind;
+  job.text = typed.dump();
   const Json& metadata = at(object, "metadata");
   job.uid = text(metadata, "uid");
   job.resource_version = text(metadata, "resourceVersion");

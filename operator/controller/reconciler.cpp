@@ -288,7 +288,8 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
       TRIREME_CHECK(!observed->live, "the planner asked twice for the live state of " + key.str());
       // We made the pods just now and the watch has not told all of them yet.
       const auto since = SteadyClock::now() - memory.created_at;
-      if (memory.created_attempt == observed->job.status.attempt && since < kCreateEcho) return kCreateEcho;
+      const RLJobStatus& status = observed->job.status;
+      if (status.phase == phase::kQueued && memory.created_attempt == status.attempt && since < kCreateEcho) return kCreateEcho;
       observed = observe_live(key, deadline);
       continue;
     }

@@ -255,26 +255,28 @@ bool ListSplitter::scan_value(std::string_view chunk, size_t& at, bool capture) 
   const size_t begin = at;
   bool complete = false;
   while (at < chunk.size() && !complete) {
-    const char c = chunk[at];
     if (scalar_) {
-      if (ends_scalar(c)) {
+      if (ends_scalar(chunk[at])) {
         complete = true;
       } else {
         ++at;
       }
-    } else if (in_string_) {
+    } else if (escaped_) {
+      escaped_ = false;
       ++at;
-      if (escaped_) {
-        escaped_ = false;
-      } else if (c == '\\') {
+    } else if (in_string_) {
+      while (at < chunk.size() && chunk[at] != '"' && chunk[at] != '\\') ++at;
+      if (at == chunk.size()) break;
+      if (chunk[at++] == '\\') {
         escaped_ = true;
-      } else if (c == '"') {
+      } else {
         in_string_ = false;
         complete = depth_ == 0;
       }
     } else {
-      ++at;
-      if (!kStructural[static_cast<unsigned char>(c)]) continue;
+      while (at < chunk.size() && !kStructural[static_cast<unsigned char>(chunk[at])]) ++at;
+      if (at == chunk.size()) break;
+      const char c = chunk[at++];
       if (c == '"') {
         in_string_ = true;
       } else if (c == '{' || c == '[') {

@@ -13,7 +13,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!text.empty() && text[0] == '!') overrides.push_back(text.substr(1, text.find('\n') - 1));
   if (text.find("defaults") != std::string::npos) return 0;  // would read files
   try {
-    const trireme::Config config = trireme::load_config_text(overrides.empty() ? text : text.substr(text.find('\n') == std::string::npos ? text.size() : text.find('\n')), overrides);
+    const trireme::Config config = trireme::load_config_text(
+        overrides.empty() ? text : text.substr(text.find('\n') == std::string::npos ? text.size() : text.find('\n')),
+        overrides);
     const std::string printed = trireme::to_yaml(config);
     if (trireme::to_yaml(trireme::load_config_text(printed)) != printed) std::abort();
   } catch (const trireme::Error& error) {

@@ -15,9 +15,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   int64_t last_offset = -1;
   LineSplitter splitter(
       [&](const LineSplitter::Line& line) {
-        if (line.offset <= last_offset || static_cast<size_t>(line.offset) + line.text.size() > bytes.size()) std::abort();
+        if (line.offset <= last_offset || static_cast<size_t>(line.offset) + line.text.size() > bytes.size())
+          std::abort();
         last_offset = line.offset;
-        if (!line.too_long && bytes.substr(static_cast<size_t>(line.offset), line.text.size()) != line.text) std::abort();
+        if (!line.too_long && bytes.substr(static_cast<size_t>(line.offset), line.text.size()) != line.text)
+          std::abort();
         try {
           const auto object = parse_json_object(line.text);
           const Row row = parse_row(object, detect_schema(object, "", ""));

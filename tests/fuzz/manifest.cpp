@@ -1,5 +1,5 @@
-// Manifest text (YAML and JSON) through parsing, validation and everything derived from an accepted job. No input may do
-// more than throw trireme::Error.
+// Manifest text (YAML and JSON) through parsing, validation and everything derived from an accepted job. No input may
+// do more than throw trireme::Error.
 #include <cstdint>
 #include <string_view>
 

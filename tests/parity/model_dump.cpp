@@ -1,6 +1,7 @@
 // model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR: reads ids [tokens] and starts [sequences + 1] (int64) from INPUT, writes to
 // OUTPUT the logits, the next-token log-probs, the gradients of their mean, and a greedy continuation, and saves the model
 // to EXPORT_DIR. All files are safetensors.
+// model_dump --init DIR: random models of every family, made by init_model alone, below DIR.
 #include <ATen/ATen.h>
 
 #include <iostream>
@@ -64,16 +65,37 @@ void dump(const std::filesystem::path& dir, const std::filesystem::path& input, 
   save_model(*model, exported, save);
 }
 
+void init_families(const std::filesystem::path& dir) {
+  ModelConfig config;
+  config.vocab_size = 70, config.hidden_size = 32, config.intermediate_size = 48, config.num_layers = 2;
+  config.num_heads = 4, config.num_kv_heads = 2, config.head_dim = 8, config.rope.head_dim = 8;
+  config.max_position_embeddings = 128, config.initializer_range = 0.2, config.eos_token_ids = {2, 3};
+  config.dtype = "float32";
+  init_model(dir / "llama", config, 1);
+  config.rope.theta = 500000.0;
+  config.rope.scaling = RopeOptions::Scaling::kLlama3;
+  config.rope.factor = 8.0, config.rope.original_max_position = 4;
+  init_model(dir / "llama3", config, 2);
+  config.rope.scaling = RopeOptions::Scaling::kNone;
+  config.family = ModelFamily::kQwen2, config.qkv_bias = true, config.tie_word_embeddings = true;
+  init_model(dir / "qwen2", config, 3);
+  config.family = ModelFamily::kQwen3, config.qkv_bias = false, config.qk_norm = true;
+  config.head_dim = config.rope.head_dim = 16;
+  init_model(dir / "qwen3", config, 4);
+}
+
 }  // namespace
 }  // namespace trireme
 
 int main(int argc, char** argv) {
-  if (argc != 5) {
-    std::cerr << "usage: model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR\n";
+  const bool init = argc == 3 && std::string(argv[1]) == "--init";
+  if (argc != 5 && !init) {
+    std::cerr << "usage: model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR | model_dump --init DIR\n";
     return 2;
   }
   try {
-    trireme::dump(argv[1], argv[2], argv[3], argv[4]);
+    if (init) trireme::init_families(argv[2]);
+    if (!init) trireme::dump(argv[1], argv[2], argv[3], argv[4]);
   } catch (const std::exception& error) {
     std::cerr << "model_dump: " << error.what() << "\n";
     return 1;

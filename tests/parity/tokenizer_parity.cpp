@@ -21,9 +21,11 @@ int main(int argc, char** argv) {
       if (request.contains("encode")) {
         reply["ids"] = tokenizer->encode(request["encode"].get<std::string>(), request.value("add_special", false));
       } else if (request.contains("decode")) {
-        reply["text"] = tokenizer->decode(request["decode"].get<std::vector<int32_t>>(), request.value("skip_special", true));
+        reply["text"] =
+            tokenizer->decode(request["decode"].get<std::vector<int32_t>>(), request.value("skip_special", true));
       } else {
-        reply["text"] = tokenizer->render_chat_ordered(request["chat"], request["add_generation_prompt"], request["extra"]);
+        reply["text"] =
+            tokenizer->render_chat_ordered(request["chat"], request["add_generation_prompt"], request["extra"]);
       }
     } catch (const trireme::Error& e) {
       reply["error"] = e.what();

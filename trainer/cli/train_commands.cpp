@@ -116,15 +116,13 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
   {
     auto arguments = std::make_shared<LaunchArguments>();
     CLI::App* verb = app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
-    verb->prefix_command();  // everything after the options is the command
     verb->add_option("--nproc-per-node", arguments->processes, "ranks on this node");
     verb->add_option("--nnodes", arguments->nodes, "nodes (default: NNODES or 1)");
     verb->add_option("--node-rank", arguments->node_rank, "this node (default: NODE_RANK or 0)");
     verb->add_option("--master-addr", arguments->master_address, "default: MASTER_ADDR or 127.0.0.1");
     verb->add_option("--master-port", arguments->master_port, "default: MASTER_PORT or, with one node, a free one");
-    verb->callback([arguments, verb, &context] {
-      arguments->command = verb->remaining();
-      if (!arguments->command.empty() && arguments->command.front() == "--") arguments->command.erase(arguments->command.begin());
+    verb->add_option("command", arguments->command, "after --: the verb and its arguments");
+    verb->callback([arguments, &context] {
       context.run = [arguments, &context] { return launch_verb(*arguments, context); };
     });
   }

@@ -21,8 +21,9 @@ struct RewardShapingConfig {
   bool enabled = false;
   int64_t overlong_buffer_length = 128;
   double overlong_buffer_penalty = 1.0;
-  int64_t max_response_length = kDerived;             // derived: policy.max_total_sequence_length
-  std::optional<double> stop_properly_penalty_coef;   // set: truncated rewards are multiplied by it (instead of overlong)
+  int64_t max_response_length = kDerived;  // derived: policy.max_total_sequence_length
+  std::optional<double>
+      stop_properly_penalty_coef;  // set: truncated rewards are multiplied by it (instead of overlong)
 };
 
 struct RewardScalingConfig {
@@ -86,7 +87,7 @@ struct SftConfig {
 };
 
 struct LossConfig {
-  double reference_policy_kl_penalty = 0.01;  // 0: no KL term, no reference model
+  double reference_policy_kl_penalty = 0.01;    // 0: no KL term, no reference model
   std::string reference_policy_kl_type = "k3";  // k1 | k2 | k3
   std::optional<double> kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0;
   bool kl_score_function_gradient = false;  // (ours) false: v0.3's gradient; true: with the score-function term
@@ -122,7 +123,8 @@ struct SequencePackingConfig {
   bool enabled = true;
   int64_t train_mb_tokens = kDerived;    // derived: max_total_sequence_length * train_micro_batch_size
   int64_t logprob_mb_tokens = kDerived;  // derived: max_total_sequence_length * logprob_batch_size
-  std::string algorithm = "modified_first_fit_decreasing";  // | concatenative | first_fit_decreasing | first_fit_shuffle
+  std::string algorithm =
+      "modified_first_fit_decreasing";  // | concatenative | first_fit_decreasing | first_fit_shuffle
   int64_t sequence_length_round = 64;
   std::string microbatch_order = "packer";  // | largest_first
 };
@@ -216,20 +218,20 @@ struct ColocatedConfig {
 };
 
 struct GenerationConfig {
-  std::string backend = "trireme";  // vllm, sglang, megatron are accepted with a warning: one engine serves all
+  std::string backend = "trireme";    // vllm, sglang, megatron are accepted with a warning: one engine serves all
   int64_t max_new_tokens = kDerived;  // derived: max_total_sequence_length
   double temperature = 1.0;
   double top_p = 1.0;
-  int64_t top_k = 0;    // 0 (or null): off
-  double min_p = 0.0;   // (ours) 0: off
-  double val_temperature = kDerived;  // derived: temperature; 0: greedy
-  double val_top_p = kDerived;        // derived: top_p
-  int64_t val_top_k = kDerived;       // derived: top_k
+  int64_t top_k = 0;                    // 0 (or null): off
+  double min_p = 0.0;                   // (ours) 0: off
+  double val_temperature = kDerived;    // derived: temperature; 0: greedy
+  double val_top_p = kDerived;          // derived: top_p
+  int64_t val_top_k = kDerived;         // derived: top_k
   std::vector<int64_t> stop_token_ids;  // besides the model's own end tokens
   std::vector<std::string> stop_strings;
-  int64_t max_running_samples = 256;   // (ours) samples decoded at once, per rank
-  int64_t prefill_chunk_tokens = 2048;  // (ours) prompt tokens prefilled in one engine step
-  int64_t kv_cache_tokens = 0;          // (ours) rows of the KV cache, per rank; 0: from free memory
+  int64_t max_running_samples = 256;      // (ours) samples decoded at once, per rank
+  int64_t prefill_chunk_tokens = 2048;    // (ours) prompt tokens prefilled in one engine step
+  int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
   ColocatedConfig colocated;
 };
@@ -241,8 +243,8 @@ struct PolicyConfig {
   int64_t train_micro_batch_size = 4;
   int64_t logprob_batch_size = kDerived;  // derived: train_micro_batch_size
   int64_t max_total_sequence_length = 512;
-  std::string precision = "bfloat16";  // bfloat16 | float32
-  double max_grad_norm = 1.0;          // 0: no clipping
+  std::string precision = "bfloat16";                    // bfloat16 | float32
+  double max_grad_norm = 1.0;                            // 0: no clipping
   int64_t make_sequence_length_divisible_by = kDerived;  // derived: from tensor and context parallel sizes
   int64_t logprob_chunk_size = 1024;  // rows of [tokens, vocab] alive at once in the log-prob and loss
   bool offload_optimizer_for_logprob = false;
@@ -257,25 +259,25 @@ struct PolicyConfig {
 };
 
 struct DatasetConfig {
-  std::string dataset_name;  // a name of known_datasets(), or anything with data_path
-  std::string data_path;     // a .jsonl[.gz] or .parquet file
+  std::string dataset_name;     // a name of known_datasets(), or anything with data_path
+  std::string data_path;        // a .jsonl[.gz] or .parquet file
   std::string format = "auto";  // (ours) auto | jsonl | parquet
-  std::string input_key;     // derived: by dataset_name; else empty: found from the columns
-  std::string output_key;    // derived: likewise
+  std::string input_key;        // derived: by dataset_name; else empty: found from the columns
+  std::string output_key;       // derived: likewise
   std::string split = "train";
   std::string prompt_file, system_prompt_file;
-  std::string env_name;      // empty: every enabled env, weighted; else only that one
+  std::string env_name;                 // empty: every enabled env, weighted; else only that one
   double split_validation_size = 0.05;  // of train, held out when validation names no data; rows when >= 1
-  int64_t seed = 42;         // of the hold-out split
+  int64_t seed = 42;                    // of the hold-out split
 };
 
 struct DataConfig {
   int64_t max_input_seq_length = kDerived;  // derived: policy.max_total_sequence_length; longer prompts are skipped
   bool shuffle = true;
-  int64_t seed = kDerived;         // (ours) derived: grpo.seed or sft.seed
-  int64_t max_bad_lines = 0;       // (ours) malformed lines that may be skipped
+  int64_t seed = kDerived;           // (ours) derived: grpo.seed or sft.seed
+  int64_t max_bad_lines = 0;         // (ours) malformed lines that may be skipped
   bool fail_on_long_prompt = false;  // (ours)
-  bool apply_chat_template = true;  // (ours) false: prompts are used as they stand in the file
+  bool apply_chat_template = true;   // (ours) false: prompts are used as they stand in the file
   DatasetConfig train;
   DatasetConfig validation;  // data_path empty: split from train
 };
@@ -285,16 +287,16 @@ struct RewardConfig {
   bool enabled = false;
   double weight = 1.0;
   int64_t num_workers = 8;
-  double timeout_s = 60.0;              // for the group of one prompt
-  std::string failure_policy = "zero";  // zero | drop (the sample is left out) | error (the run stops)
+  double timeout_s = 60.0;                   // for the group of one prompt
+  std::string failure_policy = "zero";       // zero | drop (the sample is left out) | error (the run stops)
   std::string math_verify_impl = "trireme";  // env.math; hf_math_verify and dapo_math_verify mean the same here
-  std::string pattern;                  // env.format: RE2 expression that must be found in the response
-  std::vector<std::string> tags;        // env.format: <tag>...</tag> blocks, once each, in this order
-  std::vector<std::string> command;     // env.command: program and arguments, fed JSON lines
-  double answer_timeout_s = 0;          // env.command: for one response; 0: only timeout_s
-  std::string url;                      // env.http: responses are POSTed here
-  int64_t max_batch = 64;               // env.http: responses per POST
-  int64_t max_attempts = 3;             // env.http: tries of one POST
+  std::string pattern;                       // env.format: RE2 expression that must be found in the response
+  std::vector<std::string> tags;             // env.format: <tag>...</tag> blocks, once each, in this order
+  std::vector<std::string> command;          // env.command: program and arguments, fed JSON lines
+  double answer_timeout_s = 0;               // env.command: for one response; 0: only timeout_s
+  std::string url;                           // env.http: responses are POSTed here
+  int64_t max_batch = 64;                    // env.http: responses per POST
+  int64_t max_attempts = 3;                  // env.http: tries of one POST
 };
 struct EnvConfig {
   RewardConfig math{.enabled = true};
@@ -315,9 +317,9 @@ struct LoggerConfig {
   std::string log_dir = "logs";
   int64_t num_val_samples_to_print = 0;
   PrometheusConfig prometheus;
-  bool report = true;                // (ours) log_dir/report.html at the end and every report_period steps
-  int64_t report_period = 10;        // (ours)
-  std::vector<int64_t> dump_steps;   // (ours) steps whose tensors are written to log_dir/dump_step_N.safetensors
+  bool report = true;               // (ours) log_dir/report.html at the end and every report_period steps
+  int64_t report_period = 10;       // (ours)
+  std::vector<int64_t> dump_steps;  // (ours) steps whose tensors are written to log_dir/dump_step_N.safetensors
 };
 
 struct CheckpointingConfig {
@@ -354,8 +356,8 @@ struct Config {
 
 // Reads `path` with everything it inherits, applies overrides ("key.sub=value", "++key=value"), resolves
 // interpolations, checks types, ranges and cross-field rules, fills in derived values. Throws Error(kUser) with one
-// line a problem: "file:line: key: what is wrong". `warnings` receives one line per accepted key that has no meaning here.
-// Relative paths inside the files stay as written (relative to the working directory).
+// line a problem: "file:line: key: what is wrong". `warnings` receives one line per accepted key that has no meaning
+// here. Relative paths inside the files stay as written (relative to the working directory).
 Config load_config(const std::filesystem::path& path, const std::vector<std::string>& overrides = {},
                    std::vector<std::string>* warnings = nullptr);
 // The same from text; `origin` is named in messages, `defaults:` are looked up beside it.

@@ -40,33 +40,42 @@ void check_batches(const Config& c, Problems& out) {
   const ParallelSizes sizes = parallel_sizes(c);
   const int64_t model = saturating_product(saturating_product(sizes.tensor, sizes.pipeline), sizes.context);
   if (world_size(c) % model != 0) {
-    out.push_back({"cluster.num_nodes", number(world_size(c)) + " ranks (num_nodes " + number(c.cluster.num_nodes) + " x processes " +
-                                            number(c.cluster.processes) + ") cannot be divided by tensor x pipeline x context parallel size " + number(model)});
+    out.push_back({"cluster.num_nodes", number(world_size(c)) + " ranks (num_nodes " + number(c.cluster.num_nodes) +
+                                            " x processes " + number(c.cluster.processes) +
+                                            ") cannot be divided by tensor x pipeline x context parallel size " +
+                                            number(model)});
     return;
   }
   const int64_t expert = saturating_product(saturating_product(sizes.expert_tensor, sizes.expert), sizes.pipeline);
   if (world_size(c) % expert != 0) {
     out.push_back({"policy.megatron_cfg.expert_model_parallel_size",
-                   number(world_size(c)) + " ranks cannot be divided by expert x expert tensor x pipeline parallel size " + number(expert)});
+                   number(world_size(c)) +
+                       " ranks cannot be divided by expert x expert tensor x pipeline parallel size " +
+                       number(expert)});
   }
   const int64_t gbs = p.train_global_batch_size;
   if (gbs % dp != 0) {
-    out.push_back({"policy.train_global_batch_size", number(gbs) + " cannot be divided by the " + number(dp) + " data parallel ranks"});
-  } else if (!p.sequence_packing.enabled && !p.dynamic_batching.enabled && gbs % saturating_product(dp, p.train_micro_batch_size) != 0) {
-    out.push_back({"policy.train_global_batch_size", number(gbs) + " cannot be divided by train_micro_batch_size " + number(p.train_micro_batch_size) +
-                                                         " x " + number(dp) + " data parallel ranks; turn sequence_packing on or change one of them"});
+    out.push_back({"policy.train_global_batch_size",
+                   number(gbs) + " cannot be divided by the " + number(dp) + " data parallel ranks"});
+  } else if (!p.sequence_packing.enabled && !p.dynamic_batching.enabled &&
+             gbs % saturating_product(dp, p.train_micro_batch_size) != 0) {
+    out.push_back({"policy.train_global_batch_size",
+                   number(gbs) + " cannot be divided by train_micro_batch_size " + number(p.train_micro_batch_size) +
+                       " x " + number(dp) + " data parallel ranks; turn sequence_packing on or change one of them"});
   }
   if (c.algorithm != "grpo") return;
   const int64_t samples = saturating_product(c.grpo.num_prompts_per_step, c.grpo.num_generations_per_prompt);
-  const std::string product = number(samples) + " samples of a step (num_prompts_per_step " + number(c.grpo.num_prompts_per_step) +
-                              " x num_generations_per_prompt " + number(c.grpo.num_generations_per_prompt) + ")";
+  const std::string product = number(samples) + " samples of a step (num_prompts_per_step " +
+                              number(c.grpo.num_prompts_per_step) + " x num_generations_per_prompt " +
+                              number(c.grpo.num_generations_per_prompt) + ")";
   if (gbs > samples) {
     out.push_back({"policy.train_global_batch_size", number(gbs) + " is more than the " + product});
   } else if (samples % gbs != 0) {
     out.push_back({"policy.train_global_batch_size", number(gbs) + " does not divide the " + product});
   }
   if (c.loss_fn.force_on_policy_ratio && gbs != samples) {
-    out.push_back({"loss_fn.force_on_policy_ratio", "needs one optimizer step per rollout: set policy.train_global_batch_size to the " + product});
+    out.push_back({"loss_fn.force_on_policy_ratio",
+                   "needs one optimizer step per rollout: set policy.train_global_batch_size to the " + product});
   }
 }
 
@@ -74,16 +83,23 @@ void check_lengths(const Config& c, Problems& out) {
   const auto& p = c.policy;
   const int64_t longest = p.max_total_sequence_length;
   if (p.generation.max_new_tokens > longest) {
-    out.push_back({"policy.generation.max_new_tokens", number(p.generation.max_new_tokens) + " is more than policy.max_total_sequence_length " + number(longest)});
+    out.push_back(
+        {"policy.generation.max_new_tokens",
+         number(p.generation.max_new_tokens) + " is more than policy.max_total_sequence_length " + number(longest)});
   }
   if (c.data.max_input_seq_length > longest) {
-    out.push_back({"data.max_input_seq_length", number(c.data.max_input_seq_length) + " is more than policy.max_total_sequence_length " + number(longest)});
+    out.push_back(
+        {"data.max_input_seq_length",
+         number(c.data.max_input_seq_length) + " is more than policy.max_total_sequence_length " + number(longest)});
   }
   const auto check_tokens = [&](const std::string& key, int64_t tokens) {
-    if (tokens < longest) out.push_back({key, number(tokens) + " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
+    if (tokens < longest)
+      out.push_back(
+          {key, number(tokens) + " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
   };
   if (p.sequence_packing.enabled && p.dynamic_batching.enabled) {
-    out.push_back({"policy.dynamic_batching.enabled", "excludes policy.sequence_packing.enabled; turn one of them off"});
+    out.push_back(
+        {"policy.dynamic_batching.enabled", "excludes policy.sequence_packing.enabled; turn one of them off"});
   } else if (p.sequence_packing.enabled) {
     check_tokens("policy.sequence_packing.train_mb_tokens", p.sequence_packing.train_mb_tokens);
     check_tokens("policy.sequence_packing.logprob_mb_tokens", p.sequence_packing.logprob_mb_tokens);
@@ -94,10 +110,13 @@ void check_lengths(const Config& c, Problems& out) {
   const int64_t divisor = required_divisor(c);
   if (p.make_sequence_length_divisible_by % divisor != 0) {
     out.push_back({"policy.make_sequence_length_divisible_by",
-                   number(p.make_sequence_length_divisible_by) + " is not a multiple of " + number(divisor) + ", which the context and sequence parallel sizes need"});
+                   number(p.make_sequence_length_divisible_by) + " is not a multiple of " + number(divisor) +
+                       ", which the context and sequence parallel sizes need"});
   }
   if (p.generation.kv_cache_tokens > 0 && p.generation.kv_cache_tokens < longest) {
-    out.push_back({"policy.generation.kv_cache_tokens", number(p.generation.kv_cache_tokens) + " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
+    out.push_back({"policy.generation.kv_cache_tokens",
+                   number(p.generation.kv_cache_tokens) +
+                       " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
   }
 }
 
@@ -105,7 +124,8 @@ void check_grpo(const Config& c, Problems& out) {
   const auto& g = c.grpo;
   const bool group_baseline = g.adv_estimator.name == "grpo" || g.adv_estimator.minus_baseline;
   if (g.num_generations_per_prompt < 2 && group_baseline) {
-    out.push_back({"grpo.num_generations_per_prompt", "a group of 1 has no baseline, so every advantage is 0; set at least 2"});
+    out.push_back(
+        {"grpo.num_generations_per_prompt", "a group of 1 has no baseline, so every advantage is 0; set at least 2"});
   }
   if (g.advantage_clip_low && g.advantage_clip_high && *g.advantage_clip_low > *g.advantage_clip_high) {
     out.push_back({"grpo.advantage_clip_low", "is above grpo.advantage_clip_high"});
@@ -115,13 +135,15 @@ void check_grpo(const Config& c, Problems& out) {
   }
   if (g.reward_shaping.enabled && !g.reward_shaping.stop_properly_penalty_coef &&
       g.reward_shaping.overlong_buffer_length > g.reward_shaping.max_response_length) {
-    out.push_back({"grpo.reward_shaping.overlong_buffer_length", "is longer than max_response_length " + number(g.reward_shaping.max_response_length)});
+    out.push_back({"grpo.reward_shaping.overlong_buffer_length",
+                   "is longer than max_response_length " + number(g.reward_shaping.max_response_length)});
   }
   if (g.batch_multiplier != 1.0) {
     const double prompts = g.batch_multiplier * static_cast<double>(g.num_prompts_per_step);
     if (!g.use_dynamic_sampling) out.push_back({"grpo.batch_multiplier", "needs grpo.use_dynamic_sampling"});
     if (prompts != std::floor(prompts) || prompts > 1e12) {
-      out.push_back({"grpo.batch_multiplier", "times num_prompts_per_step " + number(g.num_prompts_per_step) + " is not a number of prompts"});
+      out.push_back({"grpo.batch_multiplier",
+                     "times num_prompts_per_step " + number(g.num_prompts_per_step) + " is not a number of prompts"});
     }
   }
   if (g.stop_at_validation_metric.empty() != !g.stop_at_validation_threshold.has_value()) {
@@ -141,12 +163,14 @@ void check_loss(const Config& c, Problems& out) {
     if (!l.token_level_loss) out.push_back({"loss_fn.use_cispo", "needs loss_fn.token_level_loss true"});
     if (l.ratio_clip_c) out.push_back({"loss_fn.use_cispo", "excludes loss_fn.ratio_clip_c"});
     if (l.force_on_policy_ratio) out.push_back({"loss_fn.use_cispo", "excludes loss_fn.force_on_policy_ratio"});
-    if (l.sequence_level_importance_ratios) out.push_back({"loss_fn.use_cispo", "excludes loss_fn.sequence_level_importance_ratios"});
+    if (l.sequence_level_importance_ratios)
+      out.push_back({"loss_fn.use_cispo", "excludes loss_fn.sequence_level_importance_ratios"});
   }
   if (l.disable_ppo_ratio) {
     if (l.use_cispo) out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.use_cispo"});
     if (l.force_on_policy_ratio) out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.force_on_policy_ratio"});
-    if (l.sequence_level_importance_ratios) out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.sequence_level_importance_ratios"});
+    if (l.sequence_level_importance_ratios)
+      out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.sequence_level_importance_ratios"});
   }
   const std::string& type = l.truncated_importance_sampling_type;
   if (!type.empty()) {
@@ -154,12 +178,14 @@ void check_loss(const Config& c, Problems& out) {
       out.push_back({"loss_fn.truncated_importance_sampling_type", "needs loss_fn.use_importance_sampling_correction"});
     }
     if (!l.truncated_importance_sampling_ratio) {
-      out.push_back({"loss_fn.truncated_importance_sampling_type", "'" + type + "' needs loss_fn.truncated_importance_sampling_ratio"});
+      out.push_back({"loss_fn.truncated_importance_sampling_type",
+                     "'" + type + "' needs loss_fn.truncated_importance_sampling_ratio"});
     }
   }
   if (l.truncated_importance_sampling_ratio && l.truncated_importance_sampling_ratio_min &&
       *l.truncated_importance_sampling_ratio_min > *l.truncated_importance_sampling_ratio) {
-    out.push_back({"loss_fn.truncated_importance_sampling_ratio_min", "is above loss_fn.truncated_importance_sampling_ratio"});
+    out.push_back(
+        {"loss_fn.truncated_importance_sampling_ratio_min", "is above loss_fn.truncated_importance_sampling_ratio"});
   }
   if (l.use_kl_in_reward && c.grpo.adv_estimator.name != "reinforce_plus_plus") {
     out.push_back({"loss_fn.use_kl_in_reward", "needs grpo.adv_estimator.name reinforce_plus_plus"});
@@ -168,14 +194,18 @@ void check_loss(const Config& c, Problems& out) {
 
 void check_optimizer(const Config& c, Problems& out) {
   const auto& p = c.policy;
-  if (p.optimizer.kwargs.betas.size() != 2) out.push_back({"policy.optimizer.kwargs.betas", "expected two numbers, got " + number(static_cast<int64_t>(p.optimizer.kwargs.betas.size()))});
+  if (p.optimizer.kwargs.betas.size() != 2)
+    out.push_back({"policy.optimizer.kwargs.betas",
+                   "expected two numbers, got " + number(static_cast<int64_t>(p.optimizer.kwargs.betas.size()))});
   const auto& s = p.scheduler;
   if (!s.milestones.empty()) {
     if (s.milestones.size() + 1 != s.pieces.size()) {
       out.push_back({"policy.scheduler", number(static_cast<int64_t>(s.pieces.size())) + " schedulers need " +
-                                             number(static_cast<int64_t>(s.pieces.size()) - 1) + " milestones, got " + number(static_cast<int64_t>(s.milestones.size()))});
+                                             number(static_cast<int64_t>(s.pieces.size()) - 1) + " milestones, got " +
+                                             number(static_cast<int64_t>(s.milestones.size()))});
     }
-    if (s.milestones.front() < 1 || std::adjacent_find(s.milestones.begin(), s.milestones.end(), std::greater_equal<>()) != s.milestones.end()) {
+    if (s.milestones.front() < 1 ||
+        std::adjacent_find(s.milestones.begin(), s.milestones.end(), std::greater_equal<>()) != s.milestones.end()) {
       out.push_back({"policy.scheduler", "milestones must rise and begin at 1 or later"});
     }
   }
@@ -183,16 +213,20 @@ void check_optimizer(const Config& c, Problems& out) {
     out.push_back({"policy.megatron_cfg.enabled", "excludes policy.dtensor_cfg.enabled; turn one of them off"});
   }
   const auto& m = p.megatron_cfg;
-  if (m.enabled && m.optimizer.min_lr > m.optimizer.lr) out.push_back({"policy.megatron_cfg.optimizer.min_lr", "is above lr"});
-  if (m.enabled && m.scheduler.lr_decay_style != "constant" && m.scheduler.lr_decay_iters <= m.scheduler.lr_warmup_iters) {
-    out.push_back({"policy.megatron_cfg.scheduler.lr_decay_iters", "must be above lr_warmup_iters " + number(m.scheduler.lr_warmup_iters)});
+  if (m.enabled && m.optimizer.min_lr > m.optimizer.lr)
+    out.push_back({"policy.megatron_cfg.optimizer.min_lr", "is above lr"});
+  if (m.enabled && m.scheduler.lr_decay_style != "constant" &&
+      m.scheduler.lr_decay_iters <= m.scheduler.lr_warmup_iters) {
+    out.push_back({"policy.megatron_cfg.scheduler.lr_decay_iters",
+                   "must be above lr_warmup_iters " + number(m.scheduler.lr_warmup_iters)});
   }
 }
 
 void check_env(const Config& c, Problems& out) {
   const auto& e = c.env;
   if (e.command.enabled && e.command.command.empty()) out.push_back({"env.command.command", "names no program"});
-  if (!e.command.enabled && !e.command.command.empty()) out.push_back({"env.command.command", "is set, but env.command.enabled is false"});
+  if (!e.command.enabled && !e.command.command.empty())
+    out.push_back({"env.command.command", "is set, but env.command.enabled is false"});
   if (e.format.enabled && e.format.pattern.empty() && e.format.tags.empty()) {
     out.push_back({"env.format.enabled", "needs env.format.pattern or env.format.tags"});
   }
@@ -200,12 +234,15 @@ void check_env(const Config& c, Problems& out) {
     out.push_back({"env.http.url", "must begin with http:// or https://, got '" + e.http.url + "'"});
   }
   if (!e.http.enabled && !e.http.url.empty()) out.push_back({"env.http.url", "is set, but env.http.enabled is false"});
-  if (c.algorithm == "grpo" && e.enabled().empty()) out.push_back({"env.math.enabled", "no reward is enabled; turn on one of math, format, command, http"});
-  for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name}, {"data.validation.env_name", &c.data.validation.env_name}}) {
+  if (c.algorithm == "grpo" && e.enabled().empty())
+    out.push_back({"env.math.enabled", "no reward is enabled; turn on one of math, format, command, http"});
+  for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name},
+                                  {"data.validation.env_name", &c.data.validation.env_name}}) {
     if (name->empty() || c.algorithm != "grpo") continue;
     const auto enabled = e.enabled();
     if (std::find(enabled.begin(), enabled.end(), *name) == enabled.end()) {
-      out.push_back({key, "'" + *name + "' is not an enabled env; enabled: " + (enabled.empty() ? "none" : join(enabled, ", "))});
+      out.push_back(
+          {key, "'" + *name + "' is not an enabled env; enabled: " + (enabled.empty() ? "none" : join(enabled, ", "))});
     }
   }
 }
@@ -213,11 +250,13 @@ void check_env(const Config& c, Problems& out) {
 void check_rest(const Config& c, Problems& out) {
   const double held_out = c.data.train.split_validation_size;
   if (held_out >= 1 && held_out != std::floor(held_out)) {
-    out.push_back({"data.train.split_validation_size", "must be a share below 1 or a whole number of rows, got " + format_double(held_out)});
+    out.push_back({"data.train.split_validation_size",
+                   "must be a share below 1 or a whole number of rows, got " + format_double(held_out)});
   }
   if (c.policy.model_name.empty()) out.push_back({"policy.model_name", "is empty; name a folder or a Hub id"});
   if (c.logger.log_dir.empty()) out.push_back({"logger.log_dir", "is empty; name a folder"});
-  if (c.checkpointing.enabled && c.checkpointing.checkpoint_dir.empty()) out.push_back({"checkpointing.checkpoint_dir", "is empty; name a folder"});
+  if (c.checkpointing.enabled && c.checkpointing.checkpoint_dir.empty())
+    out.push_back({"checkpointing.checkpoint_dir", "is empty; name a folder"});
   if (c.logger.prometheus.enabled && c.logger.prometheus.per_rank && c.logger.prometheus.port != 0 &&
       c.logger.prometheus.port + c.cluster.processes - 1 > 65535) {
     out.push_back({"logger.prometheus.port", "plus the ranks of a node is above 65535"});
@@ -226,10 +265,12 @@ void check_rest(const Config& c, Problems& out) {
   if (!limit.empty()) {
     const auto parts = split(limit, ':');
     const bool whole = parts.size() == 4 && std::all_of(parts.begin(), parts.end(), [](const std::string& part) {
-      const auto value = parse_int(part);
-      return value && *value >= 0 && *value < 1000000;
-    });
-    if (!whole) out.push_back({"checkpointing.checkpoint_must_save_by", "expected days:hours:minutes:seconds, e.g. 00:03:30:00, got '" + limit + "'"});
+                         const auto value = parse_int(part);
+                         return value && *value >= 0 && *value < 1000000;
+                       });
+    if (!whole)
+      out.push_back({"checkpointing.checkpoint_must_save_by",
+                     "expected days:hours:minutes:seconds, e.g. 00:03:30:00, got '" + limit + "'"});
   }
 }
 
@@ -303,16 +344,22 @@ void validate_supported(const Config& c) {
   const auto size = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
     refuse(counts && value > 1, key, what + " " + std::to_string(value));
   };
-  size(m.enabled, "policy.megatron_cfg.tensor_model_parallel_size", "tensor parallel size", m.tensor_model_parallel_size);
-  size(m.enabled, "policy.megatron_cfg.pipeline_model_parallel_size", "pipeline parallel size", m.pipeline_model_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.tensor_model_parallel_size", "tensor parallel size",
+       m.tensor_model_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.pipeline_model_parallel_size", "pipeline parallel size",
+       m.pipeline_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.context_parallel_size", "context parallel size", m.context_parallel_size);
-  size(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size", m.expert_model_parallel_size);
-  size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size", m.expert_tensor_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
+       m.expert_model_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
+       m.expert_tensor_parallel_size);
   size(d.enabled, "policy.dtensor_cfg.tensor_parallel_size", "tensor parallel size", d.tensor_parallel_size);
   size(d.enabled, "policy.dtensor_cfg.context_parallel_size", "context parallel size", d.context_parallel_size);
   refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");
-  refuse(c.policy.offload_optimizer_for_logprob, "policy.offload_optimizer_for_logprob", "moving optimizer state to the host");
-  refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled", "generation on devices of its own");
+  refuse(c.policy.offload_optimizer_for_logprob, "policy.offload_optimizer_for_logprob",
+         "moving optimizer state to the host");
+  refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
+         "generation on devices of its own");
   refuse(c.grpo.max_rollout_turns > 1, "grpo.max_rollout_turns", std::to_string(c.grpo.max_rollout_turns) + " turns");
   refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
   if (!reasons.empty()) fail_user(join(reasons, "\n"));
@@ -343,10 +390,13 @@ bool activation_checkpointing(const Config& config) {
 }
 
 double max_grad_norm(const Config& config) {
-  return config.policy.megatron_cfg.enabled ? config.policy.megatron_cfg.optimizer.clip_grad : config.policy.max_grad_norm;
+  return config.policy.megatron_cfg.enabled ? config.policy.megatron_cfg.optimizer.clip_grad
+                                            : config.policy.max_grad_norm;
 }
 
-int64_t world_size(const Config& config) { return saturating_product(config.cluster.num_nodes, config.cluster.processes); }
+int64_t world_size(const Config& config) {
+  return saturating_product(config.cluster.num_nodes, config.cluster.processes);
+}
 
 int64_t data_parallel_size(const Config& config) {
   const ParallelSizes sizes = parallel_sizes(config);
@@ -360,13 +410,15 @@ int64_t samples_per_step(const Config& config) {
 }
 
 int64_t optimizer_steps_per_rollout(const Config& config) {
-  return saturating_product(config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) / config.policy.train_global_batch_size;
+  return saturating_product(config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) /
+         config.policy.train_global_batch_size;
 }
 
 AdamSettings adam_settings(const Config& config) {
   AdamSettings adam;
   if (const auto& m = config.policy.megatron_cfg; m.enabled) {
-    adam = {m.optimizer.lr, m.optimizer.min_lr, m.optimizer.weight_decay, m.optimizer.adam_beta1, m.optimizer.adam_beta2, m.optimizer.adam_eps};
+    adam = {m.optimizer.lr,         m.optimizer.min_lr,     m.optimizer.weight_decay,
+            m.optimizer.adam_beta1, m.optimizer.adam_beta2, m.optimizer.adam_eps};
   } else {
     const auto& k = config.policy.optimizer.kwargs;
     adam = {k.lr, 0.0, k.weight_decay, k.betas.at(0), k.betas.at(1), k.eps};

@@ -7,9 +7,10 @@
 namespace trireme::config {
 namespace {
 
-#define KEY(member) \
-  add(table, #member, [](Config& c) -> FieldRef { return &c.member; })
-#define OURS(member) add(table, #member, [](Config& c) -> FieldRef { return &c.member; }, true)
+#define KEY(member) add(table, #member, [](Config& c) -> FieldRef { return &c.member; })
+#define OURS(member) \
+  add(               \
+      table, #member, [](Config& c) -> FieldRef { return &c.member; }, true)
 
 struct Entry {
   Field* field;
@@ -45,19 +46,24 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.val_at_end)("validate after the last step");
   KEY(grpo.max_val_samples)("prompts of a validation, at most").at_least(1);
   KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once").at_least(1);
-  KEY(grpo.val_num_generations_per_prompt)("answers to each validation prompt; above 1 pass@k is reported too").at_least(1);
+  KEY(grpo.val_num_generations_per_prompt)
+  ("answers to each validation prompt; above 1 pass@k is reported too").at_least(1);
   KEY(grpo.stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
   KEY(grpo.stop_at_validation_threshold)("value of that metric from which the run ends");
   KEY(grpo.seed)("seed of sampling and of the data order").at_least(0);
   KEY(grpo.overlong_filtering)("samples cut off at the length limit stay out of the loss (but in the baseline)");
   KEY(grpo.use_dynamic_sampling)("DAPO: groups with equal rewards are replaced by further rollouts");
   KEY(grpo.dynamic_sampling_max_gen_batches)("rollouts one step may take to fill its batch").at_least(1);
-  KEY(grpo.batch_multiplier)("prompts of a dynamic-sampling rollout, as a multiple of num_prompts_per_step").at_least(1);
+  KEY(grpo.batch_multiplier)
+  ("prompts of a dynamic-sampling rollout, as a multiple of num_prompts_per_step").at_least(1);
   KEY(grpo.reward_shaping.enabled)("shape rewards by response length");
-  KEY(grpo.reward_shaping.overlong_buffer_length)("tokens before max_response_length in which the penalty grows").at_least(1);
+  KEY(grpo.reward_shaping.overlong_buffer_length)
+  ("tokens before max_response_length in which the penalty grows").at_least(1);
   KEY(grpo.reward_shaping.overlong_buffer_penalty)("penalty at max_response_length").at_least(0);
-  KEY(grpo.reward_shaping.max_response_length)("length at which the penalty is full").from("policy.max_total_sequence_length").at_least(1);
-  KEY(grpo.reward_shaping.stop_properly_penalty_coef)("instead: rewards of truncated samples are multiplied by it").at_least(0).at_most(1);
+  KEY(grpo.reward_shaping.max_response_length)
+  ("length at which the penalty is full").from("policy.max_total_sequence_length").at_least(1);
+  KEY(grpo.reward_shaping.stop_properly_penalty_coef)
+  ("instead: rewards of truncated samples are multiplied by it").at_least(0).at_most(1);
   KEY(grpo.reward_scaling.enabled)("map rewards from the source range to the target range");
   KEY(grpo.reward_scaling.source_min)("lower end of the source range; rewards are clamped to it");
   KEY(grpo.reward_scaling.source_max)("upper end of the source range");
@@ -65,8 +71,10 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.reward_scaling.target_max)("upper end of the target range");
   KEY(grpo.adv_estimator.name)("how advantages are estimated").one_of({"grpo", "reinforce_plus_plus"});
   KEY(grpo.adv_estimator.minus_baseline)("reinforce_plus_plus: subtract the group's mean");
-  KEY(grpo.skip_reference_policy_logprobs_calculation)("no reference pass; needs loss_fn.reference_policy_kl_penalty 0");
-  KEY(grpo.seq_logprob_error_threshold)("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
+  KEY(grpo.skip_reference_policy_logprobs_calculation)
+  ("no reference pass; needs loss_fn.reference_policy_kl_penalty 0");
+  KEY(grpo.seq_logprob_error_threshold)
+  ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
@@ -83,17 +91,20 @@ void add_grpo(std::vector<Field>& table) {
 }
 
 void add_loss(std::vector<Field>& table) {
-  KEY(loss_fn.reference_policy_kl_penalty)("weight of the KL to the reference model; 0: no reference model").at_least(0);
+  KEY(loss_fn.reference_policy_kl_penalty)
+  ("weight of the KL to the reference model; 0: no reference model").at_least(0);
   KEY(loss_fn.reference_policy_kl_type)("estimator of the KL").one_of({"k1", "k2", "k3"});
   KEY(loss_fn.kl_input_clamp_value)("clamp of the log-ratio; null: none").above(0);
   KEY(loss_fn.kl_output_clamp_value)("clamp of the estimate; null: none").above(0);
-  OURS(loss_fn.kl_score_function_gradient)("gradient of the KL term with its score-function part, as NeMo-RL after v0.3; false: v0.3's");
+  OURS(loss_fn.kl_score_function_gradient)
+  ("gradient of the KL term with its score-function part, as NeMo-RL after v0.3; false: v0.3's");
   KEY(loss_fn.ratio_clip_min)("the ratio is clipped from below at 1 minus it").at_least(0);
   KEY(loss_fn.ratio_clip_max)("the ratio is clipped from above at 1 plus it").at_least(0);
   KEY(loss_fn.ratio_clip_c)("dual clip: bound of the loss for negative advantages").above(1);
   KEY(loss_fn.use_on_policy_kl_approximation)("weight the KL by exp(current - generation log-prob)");
   KEY(loss_fn.use_importance_sampling_correction)("weight tokens by exp(training - generation log-prob)");
-  KEY(loss_fn.truncated_importance_sampling_type)("what happens to weights out of range").one_of({"", "tis", "icepop", "seq-mask-tis"}).null_default();
+  KEY(loss_fn.truncated_importance_sampling_type)
+  ("what happens to weights out of range").one_of({"", "tis", "icepop", "seq-mask-tis"}).null_default();
   KEY(loss_fn.truncated_importance_sampling_ratio)("upper end of that range").above(0);
   KEY(loss_fn.truncated_importance_sampling_ratio_min)("lower end of that range; null: 0").at_least(0);
   KEY(loss_fn.sequence_level_importance_ratios)("GSPO: one ratio per sequence; needs token_level_loss false");
@@ -108,7 +119,8 @@ void add_loss(std::vector<Field>& table) {
 void add_policy(std::vector<Field>& table) {
   KEY(policy.model_name)("a folder in Hugging Face format, or a Hub id in the local cache");
   KEY(policy.tokenizer.name)("folder or Hub id of the tokenizer").from("policy.model_name");
-  KEY(policy.tokenizer.chat_template)("template text or file; default or empty: the model's own; none or null: no template").null_as("none");
+  KEY(policy.tokenizer.chat_template)
+  ("template text or file; default or empty: the model's own; none or null: no template").null_as("none");
   KEY(policy.tokenizer.chat_template_kwargs)("variables for the template").null_default();
   KEY(policy.train_global_batch_size)("samples in one optimizer step").at_least(1);
   KEY(policy.train_micro_batch_size)("samples in one forward and backward pass").at_least(1);
@@ -116,20 +128,30 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.max_total_sequence_length)("tokens of prompt and answer together, at most").at_least(2);
   KEY(policy.precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
   KEY(policy.max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
-  KEY(policy.make_sequence_length_divisible_by)("sequence lengths are rounded up to a multiple of it").from("from the tensor and context parallel sizes").at_least(1);
-  KEY(policy.logprob_chunk_size)("rows of [tokens, vocabulary] alive at once in log-probs and loss").at_least(1).null_default();
+  KEY(policy.make_sequence_length_divisible_by)
+  ("sequence lengths are rounded up to a multiple of it")
+      .from("from the tensor and context parallel sizes")
+      .at_least(1);
+  KEY(policy.logprob_chunk_size)
+  ("rows of [tokens, vocabulary] alive at once in log-probs and loss").at_least(1).null_default();
   KEY(policy.offload_optimizer_for_logprob)("optimizer state on the host during log-prob passes");
   OURS(policy.activation_checkpointing)("recompute activations, for runs with neither dtensor_cfg nor megatron_cfg");
   KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
-  KEY(policy.dynamic_batching.train_mb_tokens)("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
-  KEY(policy.dynamic_batching.logprob_mb_tokens)("tokens of a log-prob micro-batch").from("max_total_sequence_length * logprob_batch_size").at_least(1);
+  KEY(policy.dynamic_batching.train_mb_tokens)
+  ("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
+  KEY(policy.dynamic_batching.logprob_mb_tokens)
+  ("tokens of a log-prob micro-batch").from("max_total_sequence_length * logprob_batch_size").at_least(1);
   KEY(policy.dynamic_batching.sequence_length_round)("lengths are rounded up to a multiple of it").at_least(1);
   KEY(policy.sequence_packing.enabled)("several sequences in one row; off by itself where dynamic_batching is on");
-  KEY(policy.sequence_packing.train_mb_tokens)("tokens of a training row").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
-  KEY(policy.sequence_packing.logprob_mb_tokens)("tokens of a log-prob row").from("max_total_sequence_length * logprob_batch_size").at_least(1);
-  KEY(policy.sequence_packing.algorithm)("how sequences are put into rows")
+  KEY(policy.sequence_packing.train_mb_tokens)
+  ("tokens of a training row").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
+  KEY(policy.sequence_packing.logprob_mb_tokens)
+  ("tokens of a log-prob row").from("max_total_sequence_length * logprob_batch_size").at_least(1);
+  KEY(policy.sequence_packing.algorithm)
+  ("how sequences are put into rows")
       .one_of({"modified_first_fit_decreasing", "concatenative", "first_fit_decreasing", "first_fit_shuffle"});
-  KEY(policy.sequence_packing.sequence_length_round)("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
+  KEY(policy.sequence_packing.sequence_length_round)
+  ("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
   KEY(policy.sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
   KEY(policy.optimizer.name)("AdamW under either of its names").one_of({"torch.optim.AdamW", "AdamW"});
   KEY(policy.optimizer.kwargs.lr)("learning rate").at_least(0);
@@ -138,24 +160,33 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.optimizer.kwargs.eps)("added to the root of the second moment").above(0);
   KEY(policy.scheduler)("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}").null_default();
 
-  KEY(policy.generation.backend)("one engine serves all; other names are accepted").one_of({"trireme", "vllm", "sglang", "megatron"});
-  KEY(policy.generation.max_new_tokens)("tokens of an answer, at most").from("policy.max_total_sequence_length").at_least(1);
+  KEY(policy.generation.backend)
+  ("one engine serves all; other names are accepted").one_of({"trireme", "vllm", "sglang", "megatron"});
+  KEY(policy.generation.max_new_tokens)
+  ("tokens of an answer, at most").from("policy.max_total_sequence_length").at_least(1);
   KEY(policy.generation.temperature)("logits are divided by it").above(0);
-  KEY(policy.generation.top_p)("sample from the most likely tokens that together have this probability").above(0).at_most(1);
-  KEY(policy.generation.top_k)("sample from this many most likely tokens; 0, -1 or null: all").at_least(-1).null_as("0");
-  OURS(policy.generation.min_p)("leave out tokens less likely than this times the most likely; 0: none").at_least(0).below(1);
+  KEY(policy.generation.top_p)
+  ("sample from the most likely tokens that together have this probability").above(0).at_most(1);
+  KEY(policy.generation.top_k)
+  ("sample from this many most likely tokens; 0, -1 or null: all").at_least(-1).null_as("0");
+  OURS(policy.generation.min_p)
+  ("leave out tokens less likely than this times the most likely; 0: none").at_least(0).below(1);
   KEY(policy.generation.val_temperature)("temperature in validation; 0: greedy").from("temperature").at_least(0);
   KEY(policy.generation.val_top_p)("top_p in validation").from("top_p").above(0).at_most(1);
   KEY(policy.generation.val_top_k)("top_k in validation").from("top_k").at_least(0);
-  KEY(policy.generation.stop_token_ids)("tokens that end an answer, besides the model's own").at_least(0).null_default();
+  KEY(policy.generation.stop_token_ids)
+  ("tokens that end an answer, besides the model's own").at_least(0).null_default();
   KEY(policy.generation.stop_strings)("texts that end an answer").null_default();
   OURS(policy.generation.max_running_samples)("samples decoded at once, per rank").at_least(1);
   OURS(policy.generation.prefill_chunk_tokens)("prompt tokens prefilled in one engine step").at_least(1);
   OURS(policy.generation.kv_cache_tokens)("rows of the key-value cache, per rank; 0: as many as fit").at_least(0);
-  OURS(policy.generation.kv_cache_memory_fraction)("share of the device's memory for it when kv_cache_tokens is 0").above(0).below(1);
+  OURS(policy.generation.kv_cache_memory_fraction)
+  ("share of the device's memory for it when kv_cache_tokens is 0").above(0).below(1);
   KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
-  KEY(policy.generation.colocated.resources.gpus_per_node)("devices for generation when not colocated").at_least(0).null_as("0");
-  KEY(policy.generation.colocated.resources.num_nodes)("nodes for generation when not colocated").at_least(0).null_as("0");
+  KEY(policy.generation.colocated.resources.gpus_per_node)
+  ("devices for generation when not colocated").at_least(0).null_as("0");
+  KEY(policy.generation.colocated.resources.num_nodes)
+  ("nodes for generation when not colocated").at_least(0).null_as("0");
 
   KEY(policy.megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
   KEY(policy.megatron_cfg.tensor_model_parallel_size)("ranks that share each layer").at_least(1);
@@ -169,7 +200,8 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.activation_checkpointing)("recompute activations in the backward pass");
   KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");
   KEY(policy.megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
-  KEY(policy.megatron_cfg.moe_router_load_balancing_type)("auxiliary load-balancing loss").one_of({"none", "aux_loss", "seq_aux_loss"});
+  KEY(policy.megatron_cfg.moe_router_load_balancing_type)
+  ("auxiliary load-balancing loss").one_of({"none", "aux_loss", "seq_aux_loss"});
   KEY(policy.megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
   KEY(policy.megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
   KEY(policy.megatron_cfg.optimizer.optimizer)("kind of optimizer").one_of({"adam"});
@@ -180,19 +212,28 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.optimizer.adam_beta2)("decay of the second moment").at_least(0).below(1);
   KEY(policy.megatron_cfg.optimizer.adam_eps)("added to the root of the second moment").above(0);
   KEY(policy.megatron_cfg.optimizer.params_dtype)("dtype of the master weights").one_of({"float32"});
-  KEY(policy.megatron_cfg.optimizer.use_distributed_optimizer)("optimizer state sharded over data parallel ranks (always so here)");
-  KEY(policy.megatron_cfg.optimizer.clip_grad)("gradients are scaled down to this norm; 0: never").from("policy.max_grad_norm").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.start_weight_decay)("weight decay at the start").from("optimizer.weight_decay").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.end_weight_decay)("weight decay at the end").from("optimizer.weight_decay").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.weight_decay_incr_style)("how it goes from start to end").one_of({"constant", "linear", "cosine"});
-  KEY(policy.megatron_cfg.scheduler.lr_decay_style)("how the learning rate falls after the warm-up")
-      .one_of({"constant", "linear", "cosine", "inverse-square-root"});
-  KEY(policy.megatron_cfg.scheduler.lr_decay_iters)("optimizer steps of warm-up and decay together").at_least(1).null_default();
+  KEY(policy.megatron_cfg.optimizer.use_distributed_optimizer)
+  ("optimizer state sharded over data parallel ranks (always so here)");
+  KEY(policy.megatron_cfg.optimizer.clip_grad)
+  ("gradients are scaled down to this norm; 0: never").from("policy.max_grad_norm").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.start_weight_decay)
+  ("weight decay at the start").from("optimizer.weight_decay").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.end_weight_decay)
+  ("weight decay at the end").from("optimizer.weight_decay").at_least(0);
+  KEY(policy.megatron_cfg.scheduler.weight_decay_incr_style)
+  ("how it goes from start to end").one_of({"constant", "linear", "cosine"});
+  KEY(policy.megatron_cfg.scheduler.lr_decay_style)
+  ("how the learning rate falls after the warm-up").one_of({"constant", "linear", "cosine", "inverse-square-root"});
+  KEY(policy.megatron_cfg.scheduler.lr_decay_iters)
+  ("optimizer steps of warm-up and decay together").at_least(1).null_default();
   KEY(policy.megatron_cfg.scheduler.lr_warmup_iters)("optimizer steps of the linear warm-up").at_least(0);
   KEY(policy.megatron_cfg.scheduler.lr_warmup_init)("learning rate at its start").at_least(0);
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)("gradients are summed over ranks in fp32");
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce)("gradients are summed while the backward pass runs");
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)("weights are gathered while the next forward pass runs");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
+  ("gradients are summed over ranks in fp32");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce)
+  ("gradients are summed while the backward pass runs");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
+  ("weights are gathered while the next forward pass runs");
 
   KEY(policy.dtensor_cfg.enabled)("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count");
   KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
@@ -202,41 +243,44 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.dtensor_cfg.activation_checkpointing)("recompute activations in the backward pass");
 }
 
-#define DATASET(which)                                                                                            \
-  KEY(data.which.dataset_name)("a known data set (see below), or any name with data_path").null_default();      \
-  KEY(data.which.data_path)("a .jsonl, .jsonl.gz or .parquet file").null_default();                              \
-  OURS(data.which.format)("format of that file").one_of({"auto", "jsonl", "parquet"});                           \
-  KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");                      \
-  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns");                    \
-  KEY(data.which.split)("split of a known data set");                                                            \
-  KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                              \
-  KEY(data.which.system_prompt_file)("text of the system message").null_default();                               \
+#define DATASET(which)                                                                                        \
+  KEY(data.which.dataset_name)("a known data set (see below), or any name with data_path").null_default();    \
+  KEY(data.which.data_path)("a .jsonl, .jsonl.gz or .parquet file").null_default();                           \
+  OURS(data.which.format)("format of that file").one_of({"auto", "jsonl", "parquet"});                        \
+  KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");  \
+  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns"); \
+  KEY(data.which.split)("split of a known data set");                                                         \
+  KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                           \
+  KEY(data.which.system_prompt_file)("text of the system message").null_default();                            \
   KEY(data.which.env_name)("only this env grades; empty: every enabled one, weighted").null_default()
 
 void add_data(std::vector<Field>& table) {
-  KEY(data.max_input_seq_length)("longer prompts are skipped and counted").from("policy.max_total_sequence_length").at_least(1);
+  KEY(data.max_input_seq_length)
+  ("longer prompts are skipped and counted").from("policy.max_total_sequence_length").at_least(1);
   KEY(data.shuffle)("a new order in every epoch, by seed");
   OURS(data.seed)("seed of that order").from("grpo.seed or sft.seed").at_least(0);
   OURS(data.max_bad_lines)("malformed lines that may be skipped before the run stops").at_least(0);
   OURS(data.fail_on_long_prompt)("a prompt longer than max_input_seq_length stops the run instead");
   OURS(data.apply_chat_template)("render prompts with the chat template; false: as they stand in the file");
   DATASET(train);
-  KEY(data.train.split_validation_size)("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);
+  KEY(data.train.split_validation_size)
+  ("held out for validation where data.validation names no data: a share, or rows when 1 or more").at_least(0);
   KEY(data.train.seed)("seed of the hold-out").at_least(0).null_default();
   DATASET(validation);
 }
 
-#define REWARD(which)                                                                                  \
-  OURS(env.which.enabled)("use this reward");                                                          \
-  OURS(env.which.weight)("its weight in the sum");                                                     \
-  KEY(env.which.num_workers)("answers to prompts graded at once").at_least(1);                                   \
-  OURS(env.which.timeout_s)("seconds the answers to one prompt may take together").above(0);                                  \
-  OURS(env.which.failure_policy)("a reward that fails counts 0, leaves its sample out, or stops the run")    \
-      .one_of({"zero", "drop", "error"})
+#define REWARD(which)                                                                        \
+  OURS(env.which.enabled)("use this reward");                                                \
+  OURS(env.which.weight)("its weight in the sum");                                           \
+  KEY(env.which.num_workers)("answers to prompts graded at once").at_least(1);               \
+  OURS(env.which.timeout_s)("seconds the answers to one prompt may take together").above(0); \
+  OURS(env.which.failure_policy)                                                             \
+  ("a reward that fails counts 0, leaves its sample out, or stops the run").one_of({"zero", "drop", "error"})
 
 void add_rest(std::vector<Field>& table) {
   REWARD(math);
-  KEY(env.math.math_verify_impl)("the built-in verifier under any of its names").one_of({"trireme", "hf_math_verify", "dapo_math_verify"});
+  KEY(env.math.math_verify_impl)
+  ("the built-in verifier under any of its names").one_of({"trireme", "hf_math_verify", "dapo_math_verify"});
   REWARD(format);
   OURS(env.format.pattern)("RE2 expression that must be found in the response");
   OURS(env.format.tags)("<tag>...</tag> blocks that must stand exactly once each, in this order").null_default();
@@ -265,7 +309,8 @@ void add_rest(std::vector<Field>& table) {
   KEY(checkpointing.keep_top_k)("checkpoints kept; 0 or null: all").at_least(0).null_as("0");
   KEY(checkpointing.save_period)("steps between checkpoints").at_least(1);
   KEY(checkpointing.save_optimizer)("with optimizer state, so that a run can be resumed");
-  KEY(checkpointing.checkpoint_must_save_by)("days:hours:minutes:seconds after the start at which a checkpoint is written and the run ends").null_default();
+  KEY(checkpointing.checkpoint_must_save_by)
+  ("days:hours:minutes:seconds after the start at which a checkpoint is written and the run ends").null_default();
 
   KEY(cluster.gpus_per_node)("devices on each node").at_least(1);
   KEY(cluster.num_nodes)("nodes").at_least(1);
@@ -274,7 +319,9 @@ void add_rest(std::vector<Field>& table) {
   OURS(cluster.collective_timeout_s)("deadline of every collective and of the rendezvous").above(0);
 }
 
-std::string quote(const std::string& text) { return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace); }
+std::string quote(const std::string& text) {
+  return nlohmann::json(text).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
 
 template <class T, class F>
 std::string list_text(const std::vector<T>& values, F&& one) {
@@ -291,7 +338,8 @@ std::string scheduler_text(const SchedulerConfig& scheduler) {
     parts.push_back("{name: torch.optim.lr_scheduler." + piece.name + ", kwargs: {" + join(kwargs, ", ") + "}}");
   }
   if (!scheduler.milestones.empty()) {
-    parts.push_back("{milestones: " + list_text(scheduler.milestones, [](int64_t v) { return std::to_string(v); }) + "}");
+    parts.push_back("{milestones: " + list_text(scheduler.milestones, [](int64_t v) { return std::to_string(v); }) +
+                    "}");
   }
   return "[" + join(parts, ", ") + "]";
 }
@@ -301,7 +349,9 @@ std::string scheduler_text(const SchedulerConfig& scheduler) {
 const std::vector<Field>& fields() {
   static const std::vector<Field> kFields = [] {
     std::vector<Field> table;
-    add(table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; }, true)("what is run").one_of({"grpo", "sft"});
+    add(
+        table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; }, true)("what is run")
+        .one_of({"grpo", "sft"});
     add_grpo(table);
     add_loss(table);
     add_policy(table);
@@ -364,7 +414,8 @@ const std::vector<IgnoredKey>& ignored_keys() {
       {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer", kBackend},
       {"policy.megatron_cfg.optimizer.optimizer_cpu_offload", kBackend},
       {"policy.megatron_cfg.optimizer.optimizer_offload_fraction", kBackend},
-      {"policy.megatron_cfg.distributed_data_parallel_config.average_in_collective", "gradients are sums over global counts"},
+      {"policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
+       "gradients are sums over global counts"},
       {"policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp", kBackend},
       {"policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy", kBackend},
       {"grpo.calculate_advantages_on_gpu", kBackend},
@@ -415,7 +466,8 @@ const std::vector<AliasKey>& alias_keys() {
     // validation alike (validation inherits no path: it would be the training data).
     for (const char* name : {"input_key", "output_key", "prompt_file", "system_prompt_file", "env_name"}) {
       for (const char* from : {"data.", "data.default."}) {
-        keys.push_back({std::string(from) + name, {std::string("data.train.") + name, std::string("data.validation.") + name}});
+        keys.push_back(
+            {std::string(from) + name, {std::string("data.train.") + name, std::string("data.validation.") + name}});
       }
     }
     for (const char* name : {"dataset_name", "split", "split_validation_size"}) {
@@ -430,8 +482,9 @@ const std::vector<AliasKey>& alias_keys() {
 }
 
 const char* type_name(const FieldRef& ref) {
-  static const char* const kNames[] = {"true or false", "an integer", "a number", "a number or null", "text",
-                                       "a list of integers", "a list of numbers", "a list of texts", "a mapping", "a list of schedulers"};
+  static const char* const kNames[] = {"true or false", "an integer",          "a number",          "a number or null",
+                                       "text",          "a list of integers",  "a list of numbers", "a list of texts",
+                                       "a mapping",     "a list of schedulers"};
   return kNames[ref.index()];
 }
 
@@ -442,10 +495,16 @@ std::string flow_text(const FieldRef& ref) {
     std::string operator()(double* v) const { return format_double(*v); }
     std::string operator()(std::optional<double>* v) const { return *v ? format_double(**v) : "null"; }
     std::string operator()(std::string* v) const { return quote(*v); }
-    std::string operator()(std::vector<int64_t>* v) const { return list_text(*v, [](int64_t x) { return std::to_string(x); }); }
-    std::string operator()(std::vector<double>* v) const { return list_text(*v, [](double x) { return format_double(x); }); }
+    std::string operator()(std::vector<int64_t>* v) const {
+      return list_text(*v, [](int64_t x) { return std::to_string(x); });
+    }
+    std::string operator()(std::vector<double>* v) const {
+      return list_text(*v, [](double x) { return format_double(x); });
+    }
     std::string operator()(std::vector<std::string>* v) const { return list_text(*v, quote); }
-    std::string operator()(nlohmann::json* v) const { return v->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace); }
+    std::string operator()(nlohmann::json* v) const {
+      return v->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    }
     std::string operator()(SchedulerConfig* v) const { return scheduler_text(*v); }
   };
   return std::visit(Visitor{}, ref);
@@ -472,8 +531,12 @@ const std::map<std::string, std::map<std::string, double>>& known_schedulers() {
 
 const std::vector<KnownDataset>& known_datasets() {
   static const std::vector<KnownDataset> kDatasets = {
-      {"gsm8k", "openai/gsm8k", "question", "answer",
-       {"main/train-00000-of-00001.parquet"}, {"main/test-00000-of-00001.parquet"}},
+      {"gsm8k",
+       "openai/gsm8k",
+       "question",
+       "answer",
+       {"main/train-00000-of-00001.parquet"},
+       {"main/test-00000-of-00001.parquet"}},
       {"DeepScaler", "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", {"deepscaler.json", "data"}, {}},
       {"OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "problem", "expected_answer", {"data"}, {}},
   };

@@ -22,19 +22,46 @@ struct Field {
   double maximum = std::numeric_limits<double>::infinity();
   bool above_minimum = false;  // minimum itself is excluded
   bool below_maximum = false;
-  std::vector<std::string> choices;  // texts only; empty: any
-  std::string derived;               // how an unset value is found; empty: it has a plain default
+  std::vector<std::string> choices;       // texts only; empty: any
+  std::string derived;                    // how an unset value is found; empty: it has a plain default
   std::optional<std::string> null_means;  // the scalar that null stands for
   bool null_is_default = false;
 
-  Field& at_least(double value) { minimum = value; return *this; }
-  Field& above(double value) { minimum = value; above_minimum = true; return *this; }
-  Field& at_most(double value) { maximum = value; return *this; }
-  Field& below(double value) { maximum = value; below_maximum = true; return *this; }
-  Field& one_of(std::vector<std::string> values) { choices = std::move(values); return *this; }
-  Field& from(std::string text) { derived = std::move(text); null_is_default = true; return *this; }
-  Field& null_as(std::string text) { null_means = std::move(text); return *this; }
-  Field& null_default() { null_is_default = true; return *this; }
+  Field& at_least(double value) {
+    minimum = value;
+    return *this;
+  }
+  Field& above(double value) {
+    minimum = value;
+    above_minimum = true;
+    return *this;
+  }
+  Field& at_most(double value) {
+    maximum = value;
+    return *this;
+  }
+  Field& below(double value) {
+    maximum = value;
+    below_maximum = true;
+    return *this;
+  }
+  Field& one_of(std::vector<std::string> values) {
+    choices = std::move(values);
+    return *this;
+  }
+  Field& from(std::string text) {
+    derived = std::move(text);
+    null_is_default = true;
+    return *this;
+  }
+  Field& null_as(std::string text) {
+    null_means = std::move(text);
+    return *this;
+  }
+  Field& null_default() {
+    null_is_default = true;
+    return *this;
+  }
 };
 
 // Keys of NeMo-RL without a meaning here. `path` names a key or a whole section below it.

@@ -22,9 +22,9 @@ bool is_hub_id(const std::string& name) {
   const auto parts = split(name, '/');
   if (parts.size() > 2) return false;
   return std::all_of(parts.begin(), parts.end(), [](const std::string& part) {
-    return !part.empty() && part[0] != '.' && part[0] != '~' && std::all_of(part.begin(), part.end(), [](unsigned char c) {
-             return std::isalnum(c) || c == '-' || c == '_' || c == '.';
-           });
+    return !part.empty() && part[0] != '.' && part[0] != '~' &&
+           std::all_of(part.begin(), part.end(),
+                       [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '_' || c == '.'; });
   });
 }
 
@@ -37,7 +37,8 @@ std::optional<fs::path> snapshot(const std::string& kind, const std::string& id,
   }
   std::vector<fs::path> all;
   std::error_code ignored;
-  for (fs::directory_iterator entry(folder / "snapshots", ignored), end; !ignored && entry != end; entry.increment(ignored)) {
+  for (fs::directory_iterator entry(folder / "snapshots", ignored), end; !ignored && entry != end;
+       entry.increment(ignored)) {
     all.push_back(entry->path());
   }
   return all.size() == 1 ? std::optional(all.front()) : std::nullopt;
@@ -54,7 +55,8 @@ std::optional<fs::path> data_file(const fs::path& file) {
   std::vector<fs::path> found;
   for (fs::directory_iterator entry(file, ignored), end; !ignored && entry != end; entry.increment(ignored)) {
     const std::string name = entry->path().filename().string();
-    if (ends_with(name, ".parquet") || ends_with(name, ".jsonl") || ends_with(name, ".jsonl.gz")) found.push_back(entry->path());
+    if (ends_with(name, ".parquet") || ends_with(name, ".jsonl") || ends_with(name, ".jsonl.gz"))
+      found.push_back(entry->path());
   }
   std::sort(found.begin(), found.end());
   return found.empty() ? std::nullopt : std::optional(found.front());
@@ -70,8 +72,8 @@ fs::path resolve_model(const std::string& model_name, const fs::path& hf_home) {
   if (!is_hub_id(model_name)) fail_user("policy.model_name: there is no folder '" + model_name + "'");
   const auto found = snapshot("models", model_name, hf_home);
   if (!found || !on_disk(*found / "config.json")) {
-    fail_user("policy.model_name: '" + model_name + "' is neither a folder nor in the Hugging Face cache " + (hf_home / "hub").string() +
-              "; download it with: " + download_command(model_name, false));
+    fail_user("policy.model_name: '" + model_name + "' is neither a folder nor in the Hugging Face cache " +
+              (hf_home / "hub").string() + "; download it with: " + download_command(model_name, false));
   }
   return *found;
 }

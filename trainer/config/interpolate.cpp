@@ -54,7 +54,8 @@ class Interpolator final {
         fail_user(node.origin + ": '" + text + "': only a plain value can be put inside a text");
       }
       built += text.substr(at, open - at) + value.text;
-      if (built.size() > kMaxText) fail_user(node.origin + ": interpolation makes a text longer than " + format_bytes(kMaxText));
+      if (built.size() > kMaxText)
+        fail_user(node.origin + ": interpolation makes a text longer than " + format_bytes(kMaxText));
       at = close + 1;
     }
     Node copy = node;
@@ -73,9 +74,11 @@ class Interpolator final {
 
   // `inside` is what stands between ${ and }.
   Node evaluate(const std::string& inside, const std::string& origin) {
-    if (stack_.size() >= kMaxNested) fail_user(origin + ": interpolations nested more than " + std::to_string(kMaxNested) + " deep");
+    if (stack_.size() >= kMaxNested)
+      fail_user(origin + ": interpolations nested more than " + std::to_string(kMaxNested) + " deep");
     const size_t colon = inside.find(':');
-    if (colon != std::string::npos) return call(std::string(trim(inside.substr(0, colon))), inside.substr(colon + 1), origin);
+    if (colon != std::string::npos)
+      return call(std::string(trim(inside.substr(0, colon))), inside.substr(colon + 1), origin);
     const std::string path(trim(inside));
     if (std::find(stack_.begin(), stack_.end(), path) != stack_.end()) {
       fail_user(origin + ": values refer to each other in a circle: " + join(stack_, " -> ") + " -> " + path);
@@ -109,7 +112,8 @@ class Interpolator final {
         parts.back() += c;
       }
     }
-    if (parts.size() != 2) fail_user(origin + ": '${" + name + ":...}': expected two numbers, got " + std::to_string(parts.size()));
+    if (parts.size() != 2)
+      fail_user(origin + ": '${" + name + ":...}': expected two numbers, got " + std::to_string(parts.size()));
     stack_.push_back(name + "(...)" + std::to_string(stack_.size()));  // counts as a level of nesting
     std::optional<int64_t> whole[2];
     double number[2];
@@ -128,7 +132,8 @@ class Interpolator final {
     Node node;
     node.kind = Node::Kind::kScalar;
     node.origin = origin;
-    node.text = whole[0] && whole[1] ? compute_whole(name, *whole[0], *whole[1], origin) : compute(name, number[0], number[1], origin);
+    node.text = whole[0] && whole[1] ? compute_whole(name, *whole[0], *whole[1], origin)
+                                     : compute(name, number[0], number[1], origin);
     return node;
   }
 

@@ -67,10 +67,14 @@ nlohmann::json to_json(const Node& node) {
 
 std::string describe(const Node& node) {
   switch (node.kind) {
-    case Node::Kind::kNull: return "null";
-    case Node::Kind::kList: return "a list";
-    case Node::Kind::kMap: return "a mapping";
-    case Node::Kind::kScalar: break;
+    case Node::Kind::kNull:
+      return "null";
+    case Node::Kind::kList:
+      return "a list";
+    case Node::Kind::kMap:
+      return "a mapping";
+    case Node::Kind::kScalar:
+      break;
   }
   const bool text = node.quoted || (!parse_number(node) && !parse_bool(node));
   return (text ? "the text '" : "'") + node.text.substr(0, 60) + "'";
@@ -144,7 +148,8 @@ class Loader final {
     if (children.empty()) return unknown(path, node);
     if (node.kind == Node::Kind::kNull) return;  // a section taken back: its defaults
     if (node.kind != Node::Kind::kMap) {
-      add_problem(node.origin, path, "expected a mapping with keys such as '" + children.front() + "', got " + describe(node));
+      add_problem(node.origin, path,
+                  "expected a mapping with keys such as '" + children.front() + "', got " + describe(node));
       return;
     }
     for (const auto& [key, value] : node.entries) visit(path + "." + key, value);
@@ -199,7 +204,8 @@ class Loader final {
     std::string wrong;
     std::visit([&](auto* value) { wrong = read(field, node, *value); }, ref);
     if (wrong == "type") {
-      add_problem(node.origin, field.path, std::string("expected ") + config::type_name(ref) + ", got " + describe(node));
+      add_problem(node.origin, field.path,
+                  std::string("expected ") + config::type_name(ref) + ", got " + describe(node));
     } else if (!wrong.empty()) {
       add_problem(node.origin, field.path, wrong);
     }
@@ -211,8 +217,10 @@ class Loader final {
     const bool high = field.below_maximum ? value >= field.maximum : value > field.maximum;
     if (!low && !high) return "";
     std::vector<std::string> limits;
-    if (std::isfinite(field.minimum)) limits.push_back((field.above_minimum ? "above " : "at least ") + format_double(field.minimum));
-    if (std::isfinite(field.maximum)) limits.push_back((field.below_maximum ? "below " : "at most ") + format_double(field.maximum));
+    if (std::isfinite(field.minimum))
+      limits.push_back((field.above_minimum ? "above " : "at least ") + format_double(field.minimum));
+    if (std::isfinite(field.maximum))
+      limits.push_back((field.below_maximum ? "below " : "at most ") + format_double(field.maximum));
     return "must be " + join(limits, " and ") + ", got " + format_double(value);
   }
   static std::string read(const Field&, const Node& node, bool& value) {
@@ -240,13 +248,15 @@ class Loader final {
   static std::string read(const Field& field, const Node& node, std::string& value) {
     if (node.kind != Node::Kind::kScalar) return "type";
     value = node.text;
-    if (field.choices.empty() || std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end()) return "";
+    if (field.choices.empty() || std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end())
+      return "";
     std::vector<std::string> named;
     for (const std::string& choice : field.choices) {
       if (!choice.empty()) named.push_back(choice);
     }
     const auto near = nearest(value, named);
-    return "must be one of " + join(named, ", ") + ", got '" + value + "'" + (near ? "; did you mean '" + *near + "'?" : "");
+    return "must be one of " + join(named, ", ") + ", got '" + value + "'" +
+           (near ? "; did you mean '" + *near + "'?" : "");
   }
   template <class T>
   static std::string read(const Field& field, const Node& node, std::vector<T>& value) {
@@ -268,10 +278,12 @@ class Loader final {
     if (node.kind != Node::Kind::kList) return "type";
     value = {};
     for (const Node& item : node.items) {
-      if (item.kind != Node::Kind::kMap) return "expected entries such as {name: ..., kwargs: {...}}, got " + describe(item);
+      if (item.kind != Node::Kind::kMap)
+        return "expected entries such as {name: ..., kwargs: {...}}, got " + describe(item);
       if (const Node* milestones = item.find("milestones")) {
         if (&item != &node.items.back() || item.entries.size() != 1) return "milestones must be the last entry, alone";
-        if (const std::string wrong = read(field, *milestones, value.milestones); !wrong.empty()) return "milestones must be a list of integers";
+        if (const std::string wrong = read(field, *milestones, value.milestones); !wrong.empty())
+          return "milestones must be a list of integers";
         continue;
       }
       SchedulerPiece piece;
@@ -284,7 +296,8 @@ class Loader final {
     static const std::string kPrefix = "torch.optim.lr_scheduler.";
     const auto& known = config::known_schedulers();
     for (const auto& [key, unused] : item.entries) {
-      if (key != "name" && key != "kwargs") return "unknown key '" + key + "' in a scheduler; there are name and kwargs";
+      if (key != "name" && key != "kwargs")
+        return "unknown key '" + key + "' in a scheduler; there are name and kwargs";
     }
     const Node* name = item.find("name");
     if (!name || name->kind != Node::Kind::kScalar) return "a scheduler needs a name";
@@ -313,7 +326,8 @@ class Loader final {
     for (const auto& [key, number] : piece.kwargs) {
       if (std::isnan(number)) return piece.name + " needs '" + key + "'";
       const bool positive = key == "T_max" || key == "total_iters";
-      if (positive ? number < 1 : number < 0) return piece.name + "." + key + " must be at least " + (positive ? "1" : "0");
+      if (positive ? number < 1 : number < 0)
+        return piece.name + "." + key + " must be at least " + (positive ? "1" : "0");
     }
     return "";
   }

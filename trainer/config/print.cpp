@@ -24,7 +24,8 @@ void print_section(std::string& out, std::vector<std::pair<std::string, std::str
     }
     const std::string section = rows[i].first.substr(0, dot + 1);
     std::vector<std::pair<std::string, std::string>> inner;
-    for (; i < rows.size() && starts_with(rows[i].first, section); ++i) inner.emplace_back(rows[i].first.substr(dot + 1), rows[i].second);
+    for (; i < rows.size() && starts_with(rows[i].first, section); ++i)
+      inner.emplace_back(rows[i].first.substr(dot + 1), rows[i].second);
     out += pad + section.substr(0, dot) + ":\n";
     print_section(out, std::move(inner), indent + 1);
   }
@@ -71,11 +72,14 @@ std::string config_reference_markdown() {
   std::string out =
       "# Configuration\n\n"
       "Made from the table that parses the files (`trainer/config/fields.cpp`; its README says how); do not edit.\n\n"
-      "Keys are those of NeMo-RL v0.3 and a few later ones, so that its recipes run as they are; keys marked * exist only here.\n"
-      "A file may inherit others (`defaults: base.yaml`, or a list; later ones and the file itself win, `_override_: true` in a\n"
+      "Keys are those of NeMo-RL v0.3 and a few later ones, so that its recipes run as they are; keys marked * exist "
+      "only here.\n"
+      "A file may inherit others (`defaults: base.yaml`, or a list; later ones and the file itself win, `_override_: "
+      "true` in a\n"
       "mapping replaces it instead of merging), refer to other values (`${policy.train_micro_batch_size}`,\n"
       "`${mul:a,b}`, also `div`, `add`, `sub`, `min`, `max`), and every key can be set on the command line\n"
-      "(`key.sub=value`, `++key.sub=value`). Unknown keys are errors. `trireme train --print-config` shows the result.\n";
+      "(`key.sub=value`, `++key.sub=value`). Unknown keys are errors. `trireme train --print-config` shows the "
+      "result.\n";
   std::string section;
   for (const Field& field : config::fields()) {
     const size_t dot = field.path.rfind('.');
@@ -85,7 +89,8 @@ std::string config_reference_markdown() {
       out += "\n## " + section + "\n\n| key | default | values | meaning |\n|---|---|---|---|\n";
     }
     const std::string name = field.path.substr(dot == std::string::npos ? 0 : dot + 1);
-    out += "| `" + name + "`" + (field.ours ? " *" : "") + " | " + default_text(field) + " | " + limits_text(field) + " | " + field.doc + " |\n";
+    out += "| `" + name + "`" + (field.ours ? " *" : "") + " | " + default_text(field) + " | " + limits_text(field) +
+           " | " + field.doc + " |\n";
   }
   out += "\n## Other spellings\n\n| key | stands for |\n|---|---|\n";
   for (const auto& alias : config::alias_keys()) {
@@ -93,17 +98,23 @@ std::string config_reference_markdown() {
     for (const std::string& target : alias.targets) targets.push_back("`" + target + "`");
     out += "| `" + alias.path + "` | " + join(targets, ", ") + " |\n";
   }
-  out += "\n## Known data sets\n\nWithout `data_path` they are looked up in the local Hugging Face cache.\n\n| dataset_name | Hub id | columns |\n|---|---|---|\n";
+  out +=
+      "\n## Known data sets\n\nWithout `data_path` they are looked up in the local Hugging Face cache.\n\n| "
+      "dataset_name | Hub id | columns |\n|---|---|---|\n";
   for (const auto& known : config::known_datasets()) {
     out += "| `" + known.name + "` | " + known.hub_id + " | `" + known.input_key + "`, `" + known.output_key + "` |\n";
   }
-  out += "\n## Schedulers\n\nEntries of `policy.scheduler`, with or without `torch.optim.lr_scheduler.` before the name.\n\n| name | kwargs |\n|---|---|\n";
+  out +=
+      "\n## Schedulers\n\nEntries of `policy.scheduler`, with or without `torch.optim.lr_scheduler.` before the "
+      "name.\n\n| name | kwargs |\n|---|---|\n";
   for (const auto& [name, kwargs] : config::known_schedulers()) {
     std::vector<std::string> names;
     for (const auto& entry : kwargs) names.push_back("`" + entry.first + "`");
     out += "| `" + name + "` | " + join(names, ", ") + " |\n";
   }
-  out += "\n## Keys without a meaning here\n\nAccepted, with one warning each.\n\n| key (and all below it) | why |\n|---|---|\n";
+  out +=
+      "\n## Keys without a meaning here\n\nAccepted, with one warning each.\n\n| key (and all below it) | why "
+      "|\n|---|---|\n";
   for (const auto& ignored : config::ignored_keys()) out += "| `" + ignored.path + "` | " + ignored.reason + " |\n";
   return out;
 }

@@ -94,7 +94,8 @@ void merge_marked(Node& parent, Node child) {
 Node load_with_defaults(const std::string& text, const std::filesystem::path& path,
                         std::vector<std::filesystem::path>& chain);
 
-Node load_file(const std::filesystem::path& path, const std::string& asked_by, std::vector<std::filesystem::path>& chain) {
+Node load_file(const std::filesystem::path& path, const std::string& asked_by,
+               std::vector<std::filesystem::path>& chain) {
   std::error_code ignored;
   const auto absolute = std::filesystem::weakly_canonical(path, ignored);
   const auto key = absolute.empty() ? path : absolute;
@@ -103,7 +104,8 @@ Node load_file(const std::filesystem::path& path, const std::string& asked_by, s
     for (const auto& link : chain) names += link.filename().string() + " -> ";
     fail_user(asked_by + ": defaults: files inherit each other in a circle: " + names + path.filename().string());
   }
-  if (chain.size() >= kMaxInherited) fail_user(asked_by + ": defaults: more than " + std::to_string(kMaxInherited) + " files deep");
+  if (chain.size() >= kMaxInherited)
+    fail_user(asked_by + ": defaults: more than " + std::to_string(kMaxInherited) + " files deep");
   std::string text;
   try {
     if (std::filesystem::file_size(path, ignored) > kMaxFileBytes && !ignored) {
@@ -142,7 +144,8 @@ Node load_with_defaults(const std::string& text, const std::filesystem::path& pa
       if (parent->text == "_self_") continue;  // Hydra's mark for "this file", always last here
       merge_marked(merged, load_file(path.parent_path() / parent->text, parent->origin, chain));
     }
-    child.entries.erase(std::find_if(child.entries.begin(), child.entries.end(), [](const auto& e) { return e.first == "defaults"; }));
+    child.entries.erase(
+        std::find_if(child.entries.begin(), child.entries.end(), [](const auto& e) { return e.first == "defaults"; }));
   }
   merge_marked(merged, std::move(child));
   return merged;
@@ -183,7 +186,8 @@ Node& Node::make(std::string_view path, const std::string& where) {
       node->origin = where;
     }
     if (node->kind != Kind::kMap) {
-      fail_user(where + ": '" + part + "' is below a value that is not a mapping (" + node->origin + "); set that value as a whole");
+      fail_user(where + ": '" + part + "' is below a value that is not a mapping (" + node->origin +
+                "); set that value as a whole");
     }
     Node* next = node->find(part);
     if (!next) {
@@ -197,13 +201,15 @@ Node& Node::make(std::string_view path, const std::string& where) {
 }
 
 Node parse_yaml(const std::string& text, const std::string& name) {
-  if (text.size() > kMaxFileBytes) fail_user(name + ": larger than " + format_bytes(kMaxFileBytes) + ": not a configuration");
+  if (text.size() > kMaxFileBytes)
+    fail_user(name + ": larger than " + format_bytes(kMaxFileBytes) + ": not a configuration");
   if (!is_valid_utf8(text)) fail_user(name + ": not UTF-8 text");
   try {
     Converter converter{name};
     return converter.convert(YAML::Load(text), 0);
   } catch (const YAML::Exception& error) {
-    fail_user(name + (error.mark.is_null() ? "" : ":" + std::to_string(error.mark.line + 1)) + ": not YAML: " + error.msg);
+    fail_user(name + (error.mark.is_null() ? "" : ":" + std::to_string(error.mark.line + 1)) +
+              ": not YAML: " + error.msg);
   }
 }
 

@@ -10,14 +10,16 @@
 
 namespace trireme::config {
 
+struct NodeEntry;
+
 struct Node {
   enum class Kind { kNull, kScalar, kList, kMap };
   Kind kind = Kind::kNull;
-  std::string text;       // kScalar
-  bool quoted = false;    // kScalar: written in quotes, so never a number, a truth value or null
-  std::vector<Node> items;                             // kList
-  std::vector<std::pair<std::string, Node>> entries;   // kMap, in the order written; keys are unique
-  std::string origin;     // "file:line", or "override 'a.b=c'"
+  std::string text;                // kScalar
+  bool quoted = false;             // kScalar: written in quotes, so never a number, a truth value or null
+  std::vector<Node> items;         // kList
+  std::vector<NodeEntry> entries;  // kMap, in the order written; keys are unique
+  std::string origin;              // "file:line", or "override 'a.b=c'"
 
   Node* find(std::string_view key);
   const Node* find(std::string_view key) const;
@@ -25,6 +27,12 @@ struct Node {
   const Node* at(std::string_view path) const;
   // Makes the maps on the way. Throws Error(kUser) when one of them is a list or a scalar.
   Node& make(std::string_view path, const std::string& origin);
+};
+
+struct NodeEntry {
+  NodeEntry(std::string key, Node value) : first(std::move(key)), second(std::move(value)) {}
+  std::string first;
+  Node second;
 };
 
 // `name` is put into origins. Throws Error(kUser): syntax, duplicate keys, too deep, too large.

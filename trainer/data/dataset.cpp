@@ -15,13 +15,18 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-std::string plural(int64_t count, const std::string& noun) { return std::to_string(count) + " " + noun + (count == 1 ? "" : "s"); }
+std::string plural(int64_t count, const std::string& noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
 
 const char* split_name(DataOptions::Split split) {
   switch (split) {
-    case DataOptions::Split::kTrain: return "train";
-    case DataOptions::Split::kValidation: return "validation";
-    default: return "all";
+    case DataOptions::Split::kTrain:
+      return "train";
+    case DataOptions::Split::kValidation:
+      return "validation";
+    default:
+      return "all";
   }
 }
 
@@ -37,11 +42,13 @@ Dataset::Dataset(const DataOptions& options, std::shared_ptr<const Tokenizer> to
     : options_(options), tokenizer_(std::move(tokenizer)) {
   if (options_.path.empty()) fail_user("no data file is set (data.train.data_path)");
   if (options_.input_key.empty() && !options_.output_key.empty()) {
-    log_info("data", "output_key " + options_.output_key + " without an input_key: the input is found from the first row");
+    log_info("data",
+             "output_key " + options_.output_key + " without an input_key: the input is found from the first row");
   }
   if (options_.max_bad_lines < 0) fail_user("data.max_bad_lines must not be negative");
   if (!options_.prompt_file.empty()) {
-    std::tie(prompt_before_, prompt_after_) = parse_prompt_template(read_prompt_file(options_.prompt_file), options_.prompt_file);
+    std::tie(prompt_before_, prompt_after_) =
+        parse_prompt_template(read_prompt_file(options_.prompt_file), options_.prompt_file);
   }
   if (!options_.system_prompt_file.empty()) system_prompt_ = read_prompt_file(options_.system_prompt_file);
 }
@@ -50,8 +57,9 @@ std::shared_ptr<const Dataset> Dataset::open(const DataOptions& options, std::sh
   std::shared_ptr<Dataset> dataset(new Dataset(options, std::move(tokenizer)));
   dataset->index_file();
   dataset->choose_split();
-  log_info("data", options.path + ": " + plural(dataset->file_->size(), "row") + ", " + plural(dataset->size_, "row") + " in split " +
-                       split_name(options.split) + ", input \"" + dataset->schema_.input_key + "\", output \"" + dataset->schema_.output_key + "\"" +
+  log_info("data", options.path + ": " + plural(dataset->file_->size(), "row") + ", " + plural(dataset->size_, "row") +
+                       " in split " + split_name(options.split) + ", input \"" + dataset->schema_.input_key +
+                       "\", output \"" + dataset->schema_.output_key + "\"" +
                        (dataset->bad_rows() > 0 ? ", " + plural(dataset->bad_rows(), "bad row") + " skipped" : ""));
   return dataset;
 }
@@ -78,7 +86,8 @@ void Dataset::index_file() {
       rendered_one = true;
     }
   };
-  file_ = std::make_unique<RowFile>(options_.path, RowFile::Options{options_.format, options_.scratch_dir, options_.max_bad_lines}, check);
+  file_ = std::make_unique<RowFile>(
+      options_.path, RowFile::Options{options_.format, options_.scratch_dir, options_.max_bad_lines}, check);
 }
 
 void Dataset::choose_split() {
@@ -86,10 +95,11 @@ void Dataset::choose_split() {
   const double wanted = options_.split_validation_size;
   if (!(wanted >= 0)) fail_user("split_validation_size must not be negative");
   if (wanted > 0) {
-    const int64_t count = wanted < 1 ? std::max<int64_t>(1, std::llround(wanted * static_cast<double>(rows))) : std::llround(wanted);
+    const int64_t count =
+        wanted < 1 ? std::max<int64_t>(1, std::llround(wanted * static_cast<double>(rows))) : std::llround(wanted);
     if (count >= rows) {
-      fail_user("split_validation_size " + format_double(wanted) + " holds out " + std::to_string(count) + " of the " + plural(rows, "row") + " of " +
-                options_.path + ": nothing is left to train on");
+      fail_user("split_validation_size " + format_double(wanted) + " holds out " + std::to_string(count) + " of the " +
+                plural(rows, "row") + " of " + options_.path + ": nothing is left to train on");
     }
     const Permutation choice(rows, Permutation::key(static_cast<uint64_t>(options_.split_seed), 0x5eed));
     for (int64_t i = 0; i < count; ++i) held_out_.push_back(choice(i));
@@ -97,11 +107,19 @@ void Dataset::choose_split() {
   }
   const int64_t held = static_cast<int64_t>(held_out_.size());
   switch (options_.split) {
-    case DataOptions::Split::kAll: size_ = rows; break;
-    case DataOptions::Split::kTrain: size_ = rows - held; break;
-    case DataOptions::Split::kValidation: size_ = held; break;
+    case DataOptions::Split::kAll:
+      size_ = rows;
+      break;
+    case DataOptions::Split::kTrain:
+      size_ = rows - held;
+      break;
+    case DataOptions::Split::kValidation:
+      size_ = held;
+      break;
   }
-  if (size_ == 0) fail_user("the " + std::string(split_name(options_.split)) + " split of " + options_.path + " has no rows: set split_validation_size");
+  if (size_ == 0)
+    fail_user("the " + std::string(split_name(options_.split)) + " split of " + options_.path +
+              " has no rows: set split_validation_size");
 }
 
 ordered_json Dataset::prompt_messages(const Row& row) const {
@@ -125,7 +143,8 @@ ordered_json Dataset::prompt_messages(const Row& row) const {
 }
 
 std::string Dataset::raw_prompt(const Row& row) const {
-  if (!row.messages.is_null()) fail_user(options_.path + " holds conversations, which need the chat template: set data.apply_chat_template=true");
+  if (!row.messages.is_null())
+    fail_user(options_.path + " holds conversations, which need the chat template: set data.apply_chat_template=true");
   return (system_prompt_.empty() ? "" : system_prompt_ + "\n\n") + prompt_before_ + row.problem + prompt_after_;
 }
 
@@ -172,10 +191,15 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
     if (grows) return prompt;
     if (answers.size() == 1) break;
     if (all_answers && !warned_last_answer_.exchange(true)) {
-      log_warn("data", options_.path + ": the chat template rewrites earlier turns, so only the last answer of such conversations is learnt");
+      log_warn(
+          "data",
+          options_.path +
+              ": the chat template rewrites earlier turns, so only the last answer of such conversations is learnt");
     }
   }
-  fail_data("the chat template does not render the prompt as the beginning of prompt and answer, so the answer cannot be told apart");
+  fail_data(
+      "the chat template does not render the prompt as the beginning of prompt and answer, so the answer cannot be "
+      "told apart");
 }
 
 std::optional<PromptExample> Dataset::example(int64_t i) const {
@@ -205,8 +229,9 @@ std::optional<PromptExample> Dataset::tokenize(Row row) const {
   if (options_.completions) tokenize_completion(completion, &example);
   const int64_t length = static_cast<int64_t>(example.prompt_ids.size() + example.completion_ids.size());
   if (options_.max_input_seq_length > 0 && length > options_.max_input_seq_length) {
-    const std::string reason = "the prompt" + std::string(options_.completions ? " with its answer" : "") + " has " + std::to_string(length) +
-                               " tokens, more than data.max_input_seq_length=" + std::to_string(options_.max_input_seq_length);
+    const std::string reason =
+        "the prompt" + std::string(options_.completions ? " with its answer" : "") + " has " + std::to_string(length) +
+        " tokens, more than data.max_input_seq_length=" + std::to_string(options_.max_input_seq_length);
     if (options_.fail_on_long_prompt) fail_data(reason);
     log_debug("data", "skipped " + file_->where(row.index) + ": " + reason);
     return std::nullopt;
@@ -223,11 +248,13 @@ void Dataset::tokenize_completion(const std::vector<Segment>& segments, PromptEx
     size_t learnt = segments[s].learn ? ids.size() : 0;
     if (segments[s].learn) {
       // What a template prints after the end token (a line feed) is never generated, so it is not learnt either.
-      const auto last_end = std::find_if(ids.rbegin(), ids.rend(), [&](int32_t id) { return std::find(ends.begin(), ends.end(), id) != ends.end(); });
+      const auto last_end = std::find_if(
+          ids.rbegin(), ids.rend(), [&](int32_t id) { return std::find(ends.begin(), ends.end(), id) != ends.end(); });
       if (last_end != ids.rend()) learnt = static_cast<size_t>(ids.rend() - last_end);
       if (s + 1 == segments.size()) {
         ids.resize(learnt);
-        if (last_end == ids.rend() || ids.empty() || std::find(ends.begin(), ends.end(), ids.back()) == ends.end()) ids.push_back(tokenizer_->eos_id());
+        if (last_end == ids.rend() || ids.empty() || std::find(ends.begin(), ends.end(), ids.back()) == ends.end())
+          ids.push_back(tokenizer_->eos_id());
         learnt = ids.size();
       }
     }

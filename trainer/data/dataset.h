@@ -18,26 +18,26 @@
 namespace trireme {
 
 struct DataOptions {
-  std::string path;              // .jsonl, .jsonl.gz or .parquet file
-  std::string format = "auto";   // auto (by the file's first bytes) | jsonl | parquet
+  std::string path;             // .jsonl, .jsonl.gz or .parquet file
+  std::string format = "auto";  // auto (by the file's first bytes) | jsonl | parquet
   // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from the first row
   // (messages; question/answer; problem/answer; input/output).
   // An input_key that holds an array is read as OpenAI messages. Empty output_key with a set input_key: no gold answer.
   std::string input_key, output_key;
-  std::string prompt_file;         // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
-  std::string system_prompt_file;  // empty: no system message
-  int64_t max_input_seq_length = 0;       // prompt tokens; 0: no limit
-  bool fail_on_long_prompt = false;       // a longer prompt is an Error; else it is skipped and counted
+  std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
+  std::string system_prompt_file;    // empty: no system message
+  int64_t max_input_seq_length = 0;  // prompt tokens; 0: no limit
+  bool fail_on_long_prompt = false;  // a longer prompt is an Error; else it is skipped and counted
   bool shuffle = true;
-  int64_t seed = 42;                      // of the order of rows
-  double split_validation_size = 0;       // rows held out: a share when < 1, a number of rows when >= 1
-  int64_t split_seed = 42;                // of the choice of held-out rows
+  int64_t seed = 42;                 // of the order of rows
+  double split_validation_size = 0;  // rows held out: a share when < 1, a number of rows when >= 1
+  int64_t split_seed = 42;           // of the choice of held-out rows
   enum class Split { kAll, kTrain, kValidation } split = Split::kAll;
-  int64_t max_bad_lines = 0;              // rows that may be skipped because they break a rule
-  bool apply_chat_template = true;        // false: system prompt, blank line, prompt as they stand
+  int64_t max_bad_lines = 0;        // rows that may be skipped because they break a rule
+  bool apply_chat_template = true;  // false: system prompt, blank line, prompt as they stand
   nlohmann::json chat_template_kwargs = nlohmann::json::object();
-  bool completions = false;               // SFT: fill completion_ids and completion_mask from the output
-  std::filesystem::path scratch_dir;      // for the unpacked copy of gzip and Parquet files; empty: the system's
+  bool completions = false;           // SFT: fill completion_ids and completion_mask from the output
+  std::filesystem::path scratch_dir;  // for the unpacked copy of gzip and Parquet files; empty: the system's
 };
 
 struct PromptExample {
@@ -46,8 +46,8 @@ struct PromptExample {
   std::vector<int32_t> prompt_ids;
   std::string gold;      // the answer to grade against; after "####" when the output's last line starts so
   nlohmann::json extra;  // the row's other columns
-  // SFT only: the tokens after the prompt, the end-of-answer token included, and 1 where the loss counts (0: user turns in
-  // a conversation of several turns).
+  // SFT only: the tokens after the prompt, the end-of-answer token included, and 1 where the loss counts (0: user turns
+  // in a conversation of several turns).
   std::vector<int32_t> completion_ids;
   std::vector<uint8_t> completion_mask;
 };
@@ -55,8 +55,8 @@ struct PromptExample {
 // An indexed file with its split. Rows stay on disk; memory is 8 bytes a row. Thread-safe.
 class Dataset final {
  public:
-  // Reads the whole file once: every row is checked (conversations are rendered too), so that a mistake shows before the
-  // first step and size() counts valid rows only. Throws Error naming file, line and reason.
+  // Reads the whole file once: every row is checked (conversations are rendered too), so that a mistake shows before
+  // the first step and size() counts valid rows only. Throws Error naming file, line and reason.
   static std::shared_ptr<const Dataset> open(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
 
   int64_t size() const { return size_; }  // rows of the split
@@ -95,8 +95,8 @@ class Dataset final {
   mutable std::atomic<bool> warned_last_answer_{false};
 };
 
-// Walks a Dataset for ever, epoch after epoch, each epoch in an order that depends on (seed, epoch) only. Every rank that
-// opens it with the same options sees the same sequence; whoever shards takes its share by position. One thread.
+// Walks a Dataset for ever, epoch after epoch, each epoch in an order that depends on (seed, epoch) only. Every rank
+// that opens it with the same options sees the same sequence; whoever shards takes its share by position. One thread.
 class PromptStream final {
  public:
   explicit PromptStream(std::shared_ptr<const Dataset> dataset);

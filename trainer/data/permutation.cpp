@@ -20,11 +20,13 @@ Permutation::Permutation(int64_t size, uint64_t key) : size_(static_cast<uint64_
   TRIREME_CHECK(size >= 0 && size < (int64_t{1} << 60), "permutation of " + std::to_string(size));
   // At least 8 bits: with fewer the rounds would reach few orders of a tiny set.
   while ((uint64_t{1} << (2 * half_bits_)) < size_) ++half_bits_;
-  for (int round = 0; round < kRounds; ++round) round_keys_[round] = mix(key + static_cast<uint64_t>(round) * 0x9E3779B97F4A7C15ULL);
+  for (int round = 0; round < kRounds; ++round)
+    round_keys_[round] = mix(key + static_cast<uint64_t>(round) * 0x9E3779B97F4A7C15ULL);
 }
 
 int64_t Permutation::operator()(int64_t i) const {
-  TRIREME_CHECK(i >= 0 && static_cast<uint64_t>(i) < size_, "index " + std::to_string(i) + " of " + std::to_string(size_));
+  TRIREME_CHECK(i >= 0 && static_cast<uint64_t>(i) < size_,
+                "index " + std::to_string(i) + " of " + std::to_string(size_));
   const uint64_t mask = (uint64_t{1} << half_bits_) - 1;
   uint64_t x = static_cast<uint64_t>(i);
   do {  // a bijection of the larger set maps [0, size) onto itself when walked until inside

@@ -5,7 +5,9 @@ namespace trireme {
 
 using nlohmann::json;
 
-PromptStream::PromptStream(std::shared_ptr<const Dataset> dataset) : dataset_(std::move(dataset)), order_(0, 0) { start_epoch(0); }
+PromptStream::PromptStream(std::shared_ptr<const Dataset> dataset) : dataset_(std::move(dataset)), order_(0, 0) {
+  start_epoch(0);
+}
 
 PromptStream::PromptStream(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer)
     : PromptStream(Dataset::open(options, std::move(tokenizer))) {}
@@ -13,7 +15,8 @@ PromptStream::PromptStream(const DataOptions& options, std::shared_ptr<const Tok
 void PromptStream::start_epoch(int64_t epoch) {
   epoch_ = epoch;
   position_ = 0;
-  order_ = Permutation(size(), Permutation::key(static_cast<uint64_t>(dataset_->options().seed), static_cast<uint64_t>(epoch)));
+  order_ = Permutation(size(),
+                       Permutation::key(static_cast<uint64_t>(dataset_->options().seed), static_cast<uint64_t>(epoch)));
 }
 
 std::optional<PromptExample> PromptStream::advance() {
@@ -30,8 +33,8 @@ PromptExample PromptStream::next() {
     if (auto example = advance()) return std::move(*example);
   }
   const DataOptions& options = dataset_->options();
-  fail_user("none of the " + std::to_string(size()) + " prompts of " + options.path + " fits in data.max_input_seq_length=" +
-            std::to_string(options.max_input_seq_length) + " tokens");
+  fail_user("none of the " + std::to_string(size()) + " prompts of " + options.path +
+            " fits in data.max_input_seq_length=" + std::to_string(options.max_input_seq_length) + " tokens");
 }
 
 std::vector<PromptExample> PromptStream::take(int64_t count) {
@@ -49,26 +52,35 @@ std::optional<PromptExample> PromptStream::next_in_epoch() {
 }
 
 json PromptStream::state() const {
-  return {{"version", 1}, {"epoch", epoch_}, {"position", position_}, {"skipped_long", skipped_long_}, {"data", dataset_->identity()}};
+  return {{"version", 1},
+          {"epoch", epoch_},
+          {"position", position_},
+          {"skipped_long", skipped_long_},
+          {"data", dataset_->identity()}};
 }
 
 void PromptStream::restore(const json& state) {
   const auto number = [&](const char* key) {
     const auto it = state.find(key);
-    if (it == state.end() || !it->is_number_integer() || it->get<int64_t>() < 0) fail_data(std::string("the saved data position has no valid \"") + key + "\"");
+    if (it == state.end() || !it->is_number_integer() || it->get<int64_t>() < 0)
+      fail_data(std::string("the saved data position has no valid \"") + key + "\"");
     return it->get<int64_t>();
   };
-  if (!state.is_object() || number("version") != 1) fail_data("the saved data position has a version this program does not know");
+  if (!state.is_object() || number("version") != 1)
+    fail_data("the saved data position has a version this program does not know");
   const json mine = dataset_->identity();
   const json saved = state.value("data", json::object());
   for (const auto& [key, value] : mine.items()) {
     const json other = saved.value(key, json());
     if (other != value) {
-      fail_user("the checkpoint's data position is of other data than " + dataset_->options().path + ": " + key + " was " + other.dump() + ", is " + value.dump());
+      fail_user("the checkpoint's data position is of other data than " + dataset_->options().path + ": " + key +
+                " was " + other.dump() + ", is " + value.dump());
     }
   }
   const int64_t position = number("position");
-  if (position > size()) fail_data("the saved data position " + std::to_string(position) + " is beyond the " + std::to_string(size()) + " rows");
+  if (position > size())
+    fail_data("the saved data position " + std::to_string(position) + " is beyond the " + std::to_string(size()) +
+              " rows");
   const int64_t skipped = number("skipped_long");
   start_epoch(number("epoch"));
   position_ = position;

@@ -65,7 +65,8 @@ const ordered_json& column(const ordered_json& object, const std::string& key) {
 std::string scalar_text(const ordered_json& value, const std::string& key) {
   if (value.is_string()) return value.get<std::string>();
   if (value.is_number() || value.is_boolean()) return value.dump();
-  fail_data("\"" + key + "\" is " + (value.is_null() ? "null" : "of type " + std::string(value.type_name())) + ", text is expected");
+  fail_data("\"" + key + "\" is " + (value.is_null() ? "null" : "of type " + std::string(value.type_name())) +
+            ", text is expected");
 }
 
 void check_messages(const ordered_json& messages, const std::string& key) {
@@ -115,7 +116,8 @@ RowSchema detect_schema(const ordered_json& row, const std::string& input_key, c
   std::vector<std::string> keys;
   for (const auto& [name, value] : row.items()) keys.push_back(name);
   if (keys.size() > 12) keys.resize(12);
-  fail_data("the columns (" + join(keys, ", ") + ") are none of the known layouts (messages; question, answer; problem, answer; input, output): set "
+  fail_data("the columns (" + join(keys, ", ") +
+            ") are none of the known layouts (messages; question, answer; problem, answer; input, output): set "
             "data.train.input_key and output_key");
 }
 
@@ -126,7 +128,8 @@ std::string message_text(const ordered_json& message) {
   std::string text;
   if (content->is_array()) {
     for (const ordered_json& part : *content) {
-      if (part.is_object() && part.contains("text") && part["text"].is_string()) text += part["text"].get<std::string>();
+      if (part.is_object() && part.contains("text") && part["text"].is_string())
+        text += part["text"].get<std::string>();
     }
   }
   return text;
@@ -156,7 +159,8 @@ Row parse_row(const ordered_json& object, const RowSchema& schema) {
     row.problem = input.get<std::string>();
     if (trim(row.problem).empty()) fail_data("\"" + schema.input_key + "\" is empty");
   } else {
-    fail_data("\"" + schema.input_key + "\" is " + (input.is_null() ? "null" : "of type " + std::string(input.type_name())) +
+    fail_data("\"" + schema.input_key + "\" is " +
+              (input.is_null() ? "null" : "of type " + std::string(input.type_name())) +
               ", text or a list of messages is expected");
   }
   if (!schema.output_key.empty()) {
@@ -167,7 +171,8 @@ Row parse_row(const ordered_json& object, const RowSchema& schema) {
     row.gold = final_answer(row.output);
   }
   if (schema.require_output && row.output.empty() && row.answer.is_null()) {
-    fail_data(row.messages.is_null() ? "the answer is empty, nothing to learn" : "the conversation does not end with an assistant message to learn");
+    fail_data(row.messages.is_null() ? "the answer is empty, nothing to learn"
+                                     : "the conversation does not end with an assistant message to learn");
   }
   row.extra = json::object();
   for (const auto& [key, value] : object.items()) {
@@ -190,7 +195,8 @@ std::pair<std::string, std::string> parse_prompt_template(std::string_view text,
       if (++seen > 1) fail_user("prompt file " + source + " has more than one {}: write {{}} for braces that are text");
       i += text[i + 1] == '}' ? 1 : 2;
     } else {
-      const size_t line = 1 + static_cast<size_t>(std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(i), '\n'));
+      const size_t line =
+          1 + static_cast<size_t>(std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(i), '\n'));
       fail_user("prompt file " + source + " line " + std::to_string(line) + ": a single " + c +
                 " that is not part of {}: write {{ or }} for a brace that is text");
     }

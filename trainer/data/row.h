@@ -11,20 +11,20 @@ namespace trireme {
 
 // Which columns of a file are read.
 struct RowSchema {
-  std::string input_key;   // a column of text, or of OpenAI messages
-  std::string output_key;  // empty: no answer column
+  std::string input_key;        // a column of text, or of OpenAI messages
+  std::string output_key;       // empty: no answer column
   bool require_output = false;  // SFT: a row without an answer breaks the rule
 };
 
 struct Row {
-  int64_t index = 0;                 // in the file, from 0
-  std::string problem;               // the input when it is text
-  nlohmann::ordered_json messages;   // the input when it is a conversation, its final answer removed; else null
-  nlohmann::ordered_json answer;     // that final assistant message, or null
-  nlohmann::ordered_json tools;      // the row's tools for the chat template, or null
-  std::string output;                // the whole answer text (SFT)
-  std::string gold;                  // what a reward compares with
-  nlohmann::json extra;              // the other columns
+  int64_t index = 0;                // in the file, from 0
+  std::string problem;              // the input when it is text
+  nlohmann::ordered_json messages;  // the input when it is a conversation, its final answer removed; else null
+  nlohmann::ordered_json answer;    // that final assistant message, or null
+  nlohmann::ordered_json tools;     // the row's tools for the chat template, or null
+  std::string output;               // the whole answer text (SFT)
+  std::string gold;                 // what a reward compares with
+  nlohmann::json extra;             // the other columns
 };
 
 // Parses one line. Throws Error(kData) whose message is the reason only; the caller knows file and line.

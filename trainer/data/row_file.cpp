@@ -33,8 +33,10 @@ struct Descriptor {
 
 int open_for_reading(const fs::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0) throw Error(errno == ENOENT ? ErrorKind::kNotFound : ErrorKind::kIo, "cannot open data file " + path.string() + ": " + errno_text());
-  struct stat info{};
+  if (fd < 0)
+    throw Error(errno == ENOENT ? ErrorKind::kNotFound : ErrorKind::kIo,
+                "cannot open data file " + path.string() + ": " + errno_text());
+  struct stat info {};
   if (::fstat(fd, &info) == 0 && S_ISDIR(info.st_mode)) {
     ::close(fd);
     fail_user("data file " + path.string() + " is a folder");
@@ -93,7 +95,8 @@ class Inflater final {
       stream_.avail_out = static_cast<uInt>(output_.size());
       const int code = inflate(&stream_, Z_NO_FLUSH);
       if (code != Z_OK && code != Z_STREAM_END && code != Z_BUF_ERROR) {
-        fail_data(path_.string() + " is damaged: gzip data near byte " + std::to_string(at) + ": " + (stream_.msg ? stream_.msg : "unreadable"));
+        fail_data(path_.string() + " is damaged: gzip data near byte " + std::to_string(at) + ": " +
+                  (stream_.msg ? stream_.msg : "unreadable"));
       }
       if (const size_t got = output_.size() - stream_.avail_out; got > 0) sink({output_.data(), got});
       member_ended_ = code == Z_STREAM_END;
@@ -102,7 +105,8 @@ class Inflater final {
   }
   void finish() const {
     if (!member_ended_) {
-      fail_data(path_.string() + " is truncated: the gzip data ends after " + std::to_string(consumed_) + " bytes in the middle of the stream");
+      fail_data(path_.string() + " is truncated: the gzip data ends after " + std::to_string(consumed_) +
+                " bytes in the middle of the stream");
     }
   }
 
@@ -134,7 +138,8 @@ std::string bridge_error() {
 
 void read_parquet(const fs::path& path, const std::function<void(std::string_view)>& sink) {
   const std::string name = path.string();
-  const std::unique_ptr<rb_parquet, void (*)(rb_parquet*)> file(rb_parquet_open(name.data(), name.size()), rb_parquet_free);
+  const std::unique_ptr<rb_parquet, void (*)(rb_parquet*)> file(rb_parquet_open(name.data(), name.size()),
+                                                                rb_parquet_free);
   if (!file) fail_data("cannot open " + name + " as Parquet: " + bridge_error());
   int64_t rows = 0;
   while (true) {
@@ -144,13 +149,15 @@ void read_parquet(const fs::path& path, const std::function<void(std::string_vie
       fail_data("cannot read " + name + " after row " + std::to_string(rows) + ": " + bridge_error() +
                 " (codecs that can be read: none, snappy, gzip, lz4)");
     }
-    const std::unique_ptr<char, std::function<void(char*)>> owner(text, [length](char* p) { rb_string_free(p, length); });
+    const std::unique_ptr<char, std::function<void(char*)>> owner(text,
+                                                                  [length](char* p) { rb_string_free(p, length); });
     if (length == 0) break;
     rows += std::count(text, text + length, '\n');
     sink({text, length});
   }
   if (rows != rb_parquet_rows(file.get())) {
-    fail_data(name + " is damaged: it announces " + std::to_string(rb_parquet_rows(file.get())) + " rows and holds " + std::to_string(rows));
+    fail_data(name + " is damaged: it announces " + std::to_string(rb_parquet_rows(file.get())) + " rows and holds " +
+              std::to_string(rows));
   }
 }
 
@@ -213,7 +220,8 @@ FileKind file_kind(const fs::path& path, const std::string& format) {
     if (format == "jsonl") fail_user(path.string() + " is a Parquet file, but the format asked for is jsonl");
     return FileKind::kParquet;
   }
-  if (format == "parquet" || (format == "auto" && extension == ".parquet")) fail_data(path.string() + " is not a Parquet file: it does not start with PAR1");
+  if (format == "parquet" || (format == "auto" && extension == ".parquet"))
+    fail_data(path.string() + " is not a Parquet file: it does not start with PAR1");
   if (starts_with(start, "\x1f\x8b")) return FileKind::kGzipLines;
   if (extension == ".gz" && got > 0) fail_data(path.string() + " is not a gzip file");
   if (start == "\x28\xB5\x2F\xFD") fail_user(path.string() + " is compressed with zstd: unpack it, or use gzip");
@@ -229,7 +237,8 @@ void read_as_lines(const fs::path& path, FileKind kind, const std::function<void
     return;
   }
   Inflater inflater(path);
-  while (const size_t got = read_some(file.fd, buffer.data(), buffer.size(), path)) inflater.feed(buffer.data(), got, sink);
+  while (const size_t got = read_some(file.fd, buffer.data(), buffer.size(), path))
+    inflater.feed(buffer.data(), got, sink);
   inflater.finish();
 }
 
@@ -301,8 +310,8 @@ void RowFile::reject(int64_t row, const std::string& reason) {
   ++bad_rows_;
   if (bad_rows_ > options_.max_bad_rows) {
     if (options_.max_bad_rows == 0) fail_data(message + " (data.max_bad_lines is 0)");
-    fail_data(message + "; that is bad row " + std::to_string(bad_rows_) + ", data.max_bad_lines is " + std::to_string(options_.max_bad_rows) +
-              "; the first was " + first_reasons_.front());
+    fail_data(message + "; that is bad row " + std::to_string(bad_rows_) + ", data.max_bad_lines is " +
+              std::to_string(options_.max_bad_rows) + "; the first was " + first_reasons_.front());
   }
   if (first_reasons_.size() < 5) first_reasons_.push_back(message);
   if (bad_rows_ <= 10) log_warn("data", "skipped " + message);
@@ -316,7 +325,7 @@ std::string RowFile::where(int64_t row) const {
 std::string RowFile::line(int64_t i) const {
   TRIREME_CHECK(i >= 0 && i < size(), "row " + std::to_string(i) + " of " + std::to_string(size()));
   if (kind_ == FileKind::kLines) {
-    struct stat now{};
+    struct stat now {};
     if (::fstat(fd_, &now) != 0 || now.st_size != bytes_) {
       fail_io("data file " + path_.string() + " changed while it was in use");
     }

@@ -21,7 +21,8 @@ class LineSplitter final {
     bool too_long;          // longer than kMaxLineBytes
   };
   using Sink = std::function<void(const Line&)>;
-  explicit LineSplitter(Sink sink, size_t max_line_bytes = kMaxLineBytes) : sink_(std::move(sink)), max_line_bytes_(max_line_bytes) {}
+  explicit LineSplitter(Sink sink, size_t max_line_bytes = kMaxLineBytes)
+      : sink_(std::move(sink)), max_line_bytes_(max_line_bytes) {}
   void feed(std::string_view chunk);
   void finish();  // a last line without an end
 
@@ -40,8 +41,8 @@ enum class FileKind { kLines, kGzipLines, kParquet };
 // By the file's first bytes; `format` (auto | jsonl | parquet) must agree. Throws Error.
 FileKind file_kind(const std::filesystem::path& path, const std::string& format);
 
-// Reads the file from start to end and passes its JSON lines on in chunks: a gzip file unpacked, a Parquet file with one
-// line a row. Throws Error(kData) for a truncated or damaged file.
+// Reads the file from start to end and passes its JSON lines on in chunks: a gzip file unpacked, a Parquet file with
+// one line a row. Throws Error(kData) for a truncated or damaged file.
 void read_as_lines(const std::filesystem::path& path, FileKind kind, const std::function<void(std::string_view)>& sink);
 
 // The n-th (from 0) natural number that is not in `sorted` (ascending, no repeats).
@@ -56,9 +57,10 @@ class RowFile final {
     std::filesystem::path scratch_dir;  // empty: the system's
     int64_t max_bad_rows = 0;
   };
-  // `check` sees every line that is not blank and throws Error to call the row bad. Bad rows up to the limit are logged,
-  // counted and left out; one more is an Error naming the first ones.
-  RowFile(const std::filesystem::path& path, const Options& options, const std::function<void(std::string_view)>& check);
+  // `check` sees every line that is not blank and throws Error to call the row bad. Bad rows up to the limit are
+  // logged, counted and left out; one more is an Error naming the first ones.
+  RowFile(const std::filesystem::path& path, const Options& options,
+          const std::function<void(std::string_view)>& check);
   ~RowFile();
   RowFile(const RowFile&) = delete;
   RowFile& operator=(const RowFile&) = delete;

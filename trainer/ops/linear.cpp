@@ -68,10 +68,10 @@ at::Tensor by_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tens
 class LinearFunction final : public torch::autograd::Function<LinearFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                            const at::Tensor& bias) {
+                            const std::optional<at::Tensor>& bias) {
     context->save_for_backward({x, weight});
-    context->saved_data["bias"] = bias.defined();
-    return linear_forward(x, weight, bias);
+    context->saved_data["bias"] = bias.has_value();
+    return linear_forward(x, weight, bias.value_or(at::Tensor()));
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
@@ -100,7 +100,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
   require_supported("linear", x);
   require_same("linear", x, weight, "weight");
   TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "linear: x [tokens, in] and weight [out, in] expected");
-  if (wants_grad(x) || wants_grad(weight) || wants_grad(bias)) return LinearFunction::apply(x, weight, bias);
+  if (wants_grad(x) || wants_grad(weight) || wants_grad(bias)) {
+    return LinearFunction::apply(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
+  }
   return linear_forward(x, weight, bias);
 }
 

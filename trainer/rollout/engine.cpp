@@ -37,8 +37,8 @@ int64_t cache_rows_for(const Model& model, const EngineOptions& options) {
   const at::Device device = model.options().device;
   if (!device.is_cpu()) fail_user("rollout: set policy.generation.kv_cache_tokens on device " + device.str());
   const double bytes = static_cast<double>(available_memory_bytes()) * options.cache_memory_fraction;
-  const auto fit = static_cast<int64_t>(
-      bytes / static_cast<double>(KvArena::bytes_per_row(model.config(), model.options().dtype)));
+  const auto fit =
+      static_cast<int64_t>(bytes / static_cast<double>(KvArena::bytes_per_row(model.config(), model.options().dtype)));
   return std::max<int64_t>(1, std::min(fit, options.max_sequences * options.max_total_length));
 }
 
@@ -50,8 +50,10 @@ SamplingOptions checked(SamplingOptions s, const Tokenizer* tokenizer) {
     s.temperature = 1.0;
   }
   if (s.top_k < 0) fail_user("rollout: top_k must be >= 0 (0: off), it is " + std::to_string(s.top_k));
-  if (!(s.top_p > 0.0 && s.top_p <= 1.0)) fail_user("rollout: top_p must be in (0, 1], it is " + std::to_string(s.top_p));
-  if (!(s.min_p >= 0.0 && s.min_p <= 1.0)) fail_user("rollout: min_p must be in [0, 1], it is " + std::to_string(s.min_p));
+  if (!(s.top_p > 0.0 && s.top_p <= 1.0))
+    fail_user("rollout: top_p must be in (0, 1], it is " + std::to_string(s.top_p));
+  if (!(s.min_p >= 0.0 && s.min_p <= 1.0))
+    fail_user("rollout: min_p must be in [0, 1], it is " + std::to_string(s.min_p));
   for (const std::string& text : s.stop_strings) {
     if (text.empty()) fail_user("rollout: a stop string is empty");
     if (tokenizer == nullptr) fail_user("rollout: stop strings need a tokenizer");
@@ -88,8 +90,8 @@ struct Engine::Impl {
   };
   struct Sample {
     Group* group = nullptr;
-    int64_t index = 0;        // in the group
-    int64_t unseen = -1;      // its entry of `unseen_`, or -1
+    int64_t index = 0;    // in the group
+    int64_t unseen = -1;  // its entry of `unseen_`, or -1
     bool finished = false;
   };
   // Tokens of one step that nobody has looked at yet.
@@ -177,14 +179,16 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
 
 void Engine::Impl::submit(GroupRequest request) {
   if (arena == nullptr) {
-    arena = std::make_unique<KvArena>(model.config(), options.cache_rows, model.options().dtype, model.options().device);
+    arena =
+        std::make_unique<KvArena>(model.config(), options.cache_rows, model.options().dtype, model.options().device);
     stats.cache_rows = options.cache_rows;
   }
   auto group = std::make_unique<Group>();
   int64_t first = 0;
   try {
     group->sampling = sampling;
-    if (request.sampling) group->sampling = std::make_shared<const SamplingOptions>(checked(*request.sampling, tokenizer));
+    if (request.sampling)
+      group->sampling = std::make_shared<const SamplingOptions>(checked(*request.sampling, tokenizer));
     group->limits = sample_limits(request, *group->sampling);
     first = scheduler->add_group(static_cast<int64_t>(request.prompt.size()), group->limits);
   } catch (const Error& e) {
@@ -212,7 +216,8 @@ int64_t Engine::Impl::token(const Sample& sample, int64_t position) const {
   const std::vector<int32_t>& tokens = group.result.samples[sample.index].tokens;
   const int64_t i = position - prompt;
   if (i < static_cast<int64_t>(tokens.size())) return tokens[i];
-  TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()), "a step reads a token before it is sampled");
+  TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()),
+                "a step reads a token before it is sampled");
   return unseen.result.ids[sample.unseen];
 }
 
@@ -281,7 +286,8 @@ at::Tensor Engine::Impl::forward() {
   const at::Tensor hidden = model.forward_cached(batch, *arena);
 
   bool all_rows = static_cast<int64_t>(plan.outputs.size()) == plan.tokens;
-  for (size_t i = 0; all_rows && i < plan.outputs.size(); ++i) all_rows = plan.outputs[i].row == static_cast<int64_t>(i);
+  for (size_t i = 0; all_rows && i < plan.outputs.size(); ++i)
+    all_rows = plan.outputs[i].row == static_cast<int64_t>(i);
   if (all_rows || plan.outputs.empty()) return hidden;
   const at::Tensor index = at::empty({static_cast<int64_t>(plan.outputs.size())}, at::kLong);
   int64_t* row = index.data_ptr<int64_t>();
@@ -350,7 +356,8 @@ bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) cons
                      [&tail](const std::string& text) { return tail.find(text) != std::string::npos; });
 }
 
-Engine::Engine(const Model& model, const Tokenizer* tokenizer, const EngineOptions& options, const SamplingOptions& sampling)
+Engine::Engine(const Model& model, const Tokenizer* tokenizer, const EngineOptions& options,
+               const SamplingOptions& sampling)
     : impl_(std::make_unique<Impl>(model, tokenizer, options, sampling)) {}
 Engine::~Engine() = default;
 

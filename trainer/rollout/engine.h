@@ -13,14 +13,14 @@
 namespace trireme {
 
 struct SamplingOptions {
-  double temperature = 1.0;  // 0: greedy, log-probs at temperature 1
-  int64_t top_k = 0;         // 0: off
-  double top_p = 1.0;        // 1: off
-  double min_p = 0.0;        // 0: off
-  bool greedy = false;       // the most likely token; log-probs are those of the distribution above
-  int64_t max_new_tokens = 0;              // <= 0: up to the engine's max_total_length
-  std::vector<int32_t> stop_ids;           // the sample ends with one of these, which it keeps
-  std::vector<std::string> stop_strings;   // in the answer's text; the tokens up to its end are kept
+  double temperature = 1.0;               // 0: greedy, log-probs at temperature 1
+  int64_t top_k = 0;                      // 0: off
+  double top_p = 1.0;                     // 1: off
+  double min_p = 0.0;                     // 0: off
+  bool greedy = false;                    // the most likely token; log-probs are those of the distribution above
+  int64_t max_new_tokens = 0;             // <= 0: up to the engine's max_total_length
+  std::vector<int32_t> stop_ids;          // the sample ends with one of these, which it keeps
+  std::vector<std::string> stop_strings;  // in the answer's text; the tokens up to its end are kept
   uint64_t seed = 0;
 
   // What the loss must compute to get the engine's log-probs.
@@ -71,16 +71,16 @@ struct EngineStats {
   int64_t steps = 0;
   int64_t prefill_tokens = 0;
   int64_t decode_tokens = 0;
-  int64_t sampled_tokens = 0;    // kept ones
-  int64_t surplus_tokens = 0;    // dropped by late_stops
+  int64_t sampled_tokens = 0;  // kept ones
+  int64_t surplus_tokens = 0;  // dropped by late_stops
   int64_t preemptions = 0;
-  int64_t copied_rows = 0;       // prompts copied, extents moved
-  int64_t cache_rows = 0;        // capacity; 0 while there is no cache
+  int64_t copied_rows = 0;  // prompts copied, extents moved
+  int64_t cache_rows = 0;   // capacity; 0 while there is no cache
   int64_t peak_cache_rows = 0;
-  int64_t sequence_steps = 0;    // sequences in a step, summed over steps
+  int64_t sequence_steps = 0;  // sequences in a step, summed over steps
   double forward_seconds = 0.0;
   double sampling_seconds = 0.0;
-  double host_seconds = 0.0;     // planning, copies, stop checks
+  double host_seconds = 0.0;                      // planning, copies, stop checks
   double occupancy(int64_t max_sequences) const;  // mean part of max_sequences in use
 };
 

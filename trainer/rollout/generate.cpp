@@ -32,7 +32,8 @@ Prompt read_prompt(const std::string& line, const Tokenizer& tokenizer, bool cha
     if (!json["messages"].is_array()) fail_data("\"messages\" is not an array");
     return {tokenizer.render_chat_ordered(json["messages"], /*add_generation_prompt=*/true), true};
   }
-  if (!json.contains("prompt") || !json["prompt"].is_string()) fail_data("has neither a text \"prompt\" nor \"messages\"");
+  if (!json.contains("prompt") || !json["prompt"].is_string())
+    fail_data("has neither a text \"prompt\" nor \"messages\"");
   std::string text = json["prompt"];
   if (!chat) return {std::move(text), false};
   const Json messages = Json::array({Json{{"role", "user"}, {"content", text}}});
@@ -76,7 +77,8 @@ int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const Eng
       ++read;
     }
     for (GeneratedGroup& group : engine.step()) complete.emplace(group.group_id, std::move(group));
-    for (auto next = complete.begin(); next != complete.end() && next->first == written_groups; next = complete.begin()) {
+    for (auto next = complete.begin(); next != complete.end() && next->first == written_groups;
+         next = complete.begin()) {
       for (size_t i = 0; i < next->second.samples.size(); ++i) {
         const GeneratedSample& sample = next->second.samples[i];
         Json json;

@@ -73,7 +73,8 @@ class LocalPullQueue final : public PullQueue {
   std::atomic<int64_t> next_{0};
 };
 
-// What StorePullQueue needs of a key-value store. add() is atomic over all ranks, starts at 0 and returns the new value.
+// What StorePullQueue needs of a key-value store. add() is atomic over all ranks, starts at 0 and returns the new
+// value.
 class CounterStore {
  public:
   virtual ~CounterStore() = default;

@@ -37,12 +37,14 @@ int64_t Scheduler::add_group(int64_t prompt_tokens, const std::vector<int64_t>& 
   if (prompt_tokens < 1) fail_user("rollout: a prompt has no tokens");
   if (max_new.empty()) fail_user("rollout: a group has no samples");
   for (const int64_t limit : max_new) {
-    if (limit < 1) fail_user("rollout: a sample may generate " + std::to_string(limit) + " tokens; it must be at least 1");
+    if (limit < 1)
+      fail_user("rollout: a sample may generate " + std::to_string(limit) + " tokens; it must be at least 1");
     const int64_t rows = prompt_tokens + limit - 1;
     if (rows > options_.cache_rows) {
-      fail_user("rollout: a prompt of " + std::to_string(prompt_tokens) + " tokens with up to " + std::to_string(limit) +
-                " new ones needs " + std::to_string(rows) + " cache rows but the whole cache has " +
-                std::to_string(options_.cache_rows) + "; give the cache more memory or lower the length limit");
+      fail_user("rollout: a prompt of " + std::to_string(prompt_tokens) + " tokens with up to " +
+                std::to_string(limit) + " new ones needs " + std::to_string(rows) +
+                " cache rows but the whole cache has " + std::to_string(options_.cache_rows) +
+                "; give the cache more memory or lower the length limit");
     }
   }
   const int64_t begin = first_id_ + static_cast<int64_t>(sequences_.size());
@@ -134,7 +136,8 @@ void Scheduler::admit(StepPlan& out) const {
       donor = -1;
       prompt_under_way = false;
       const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(residents);
-      auto c = std::lower_bound(candidates_.begin(), end, group, [](const Candidate& a, int64_t b) { return a.id < b; });
+      auto c =
+          std::lower_bound(candidates_.begin(), end, group, [](const Candidate& a, int64_t b) { return a.id < b; });
       for (; c != end && c->id < s.group_end; ++c) {
         if (c->cached >= s.prompt && donor < 0) donor = c - candidates_.begin();
         if (c->cached < s.prompt) prompt_under_way = true;
@@ -315,7 +318,8 @@ void Scheduler::evict(int64_t id) {
 }
 
 void Scheduler::commit(const StepPlan& plan) {
-  TRIREME_CHECK(plan.version == version_, "a scheduler plan was committed after the state it was made from had changed");
+  TRIREME_CHECK(plan.version == version_,
+                "a scheduler plan was committed after the state it was made from had changed");
   ++version_;
   for (const int64_t id : plan.preempted) evict(id);
   residents_.resize(residents_.size() - plan.preempted.size());  // they are the newest residents

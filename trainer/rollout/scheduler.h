@@ -11,11 +11,11 @@
 namespace trireme {
 
 struct SchedulerOptions {
-  int64_t cache_rows = 0;          // rows (token positions) of the cache arena
-  int64_t max_sequences = 256;     // resident at once
+  int64_t cache_rows = 0;               // rows (token positions) of the cache arena
+  int64_t max_sequences = 256;          // resident at once
   int64_t prefill_chunk_tokens = 2048;  // budget of a step for everything but the one next token of each sequence
-  int64_t headroom_rows = 64;      // a new extent has this many rows beyond the known tokens (capped by the sequence's end)
-  double grow_factor = 1.5;        // an extent that is full becomes this much larger, cache permitting
+  int64_t headroom_rows = 64;  // a new extent has this many rows beyond the known tokens (capped by the sequence's end)
+  double grow_factor = 1.5;    // an extent that is full becomes this much larger, cache permitting
 };
 
 // `rows` cache rows from row `from` to row `to`, in every layer.
@@ -61,12 +61,12 @@ struct StepPlan {
   std::vector<RowCopy> copies;        // a resident sibling's prompt rows into an admitted sequence's extent
   std::vector<Segment> segments;
   std::vector<Output> outputs;
-  int64_t tokens = 0;                 // flat rows of the step: prefill_tokens + decode_tokens
+  int64_t tokens = 0;  // flat rows of the step: prefill_tokens + decode_tokens
   int64_t prefill_tokens = 0;
-  int64_t decode_tokens = 0;          // one next token each; never limited
+  int64_t decode_tokens = 0;  // one next token each; never limited
   int64_t admitted = 0;
-  int64_t cache_rows = 0;             // in use during the step
-  uint64_t version = 0;               // state it was made from; commit() refuses another
+  int64_t cache_rows = 0;  // in use during the step
+  uint64_t version = 0;    // state it was made from; commit() refuses another
 
   bool empty() const { return segments.empty(); }
   void clear();
@@ -117,7 +117,7 @@ class Scheduler final {
     int64_t cached = 0;      // rows that hold tokens [0, cached)
     int64_t start = 0;
     int64_t rows = 0;
-    int64_t promised = 0;    // rows of its first extent while it waits in a started group, else 0
+    int64_t promised = 0;  // rows of its first extent while it waits in a started group, else 0
     // The last token is never fed, so it needs no row.
     int64_t max_rows() const { return max_length - 1; }
   };
@@ -154,10 +154,10 @@ class Scheduler final {
     int64_t id = 0;
     int64_t old_start = -1;  // -1: admitted by this plan
     int64_t old_rows = 0;
-    int64_t start = -1;      // -1: not placed yet
+    int64_t start = -1;  // -1: not placed yet
     int64_t rows = 0;
     int64_t cached = 0;
-    int64_t donor = -1;      // index of the candidate whose prompt rows are copied, or -1
+    int64_t donor = -1;  // index of the candidate whose prompt rows are copied, or -1
   };
   struct Gap {
     int64_t start = 0;

@@ -20,7 +20,7 @@
 namespace trireme {
 namespace {
 
-const prometheus::Histogram::BucketBoundaries kSecondsBuckets = {0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,   2.5,  5,
+const prometheus::Histogram::BucketBoundaries kSecondsBuckets = {0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,    2.5, 5,
                                                                  10,   25,    50,   100, 250,  500, 1000, 2500};
 
 struct GaugeName {
@@ -32,12 +32,17 @@ const GaugeName kGauges[] = {
     {"trireme_last_step_seconds", "timing/train/total_step_time", "Wall time of the last step."},
     {"trireme_reward_mean", "train/reward", "Mean reward of the last step's samples."},
     {"trireme_response_length_mean", "train/mean_gen_tokens_per_sample", "Mean tokens of the last step's responses."},
-    {"trireme_truncation_ratio", "train/truncation_rate", "Share of the last step's responses cut off at the length limit."},
-    {"trireme_tokens_per_second", "performance/tokens_per_sec", "Prompt and response tokens of the last step by its wall time, whole job."},
-    {"trireme_generation_tokens_per_second", "performance/generation_tokens_per_sec", "Response tokens by generation time, whole job."},
+    {"trireme_truncation_ratio", "train/truncation_rate",
+     "Share of the last step's responses cut off at the length limit."},
+    {"trireme_tokens_per_second", "performance/tokens_per_sec",
+     "Prompt and response tokens of the last step by its wall time, whole job."},
+    {"trireme_generation_tokens_per_second", "performance/generation_tokens_per_sec",
+     "Response tokens by generation time, whole job."},
     {"trireme_validation_accuracy", "validation/accuracy", "Mean reward of the last validation."},
-    {"trireme_logprob_mismatch_tokens", "train/logprob_mismatch_tokens", "Tokens of the last step whose sampled and trained log-probs differ."},
-    {"trireme_logprob_mult_error", "train/token_mult_prob_error", "Mean exp(|sampled - trained log-prob|); 1 is perfect."},
+    {"trireme_logprob_mismatch_tokens", "train/logprob_mismatch_tokens",
+     "Tokens of the last step whose sampled and trained log-probs differ."},
+    {"trireme_logprob_mult_error", "train/token_mult_prob_error",
+     "Mean exp(|sampled - trained log-prob|); 1 is perfect."},
     {"trireme_grad_norm", "train/grad_norm", "Gradient norm before clipping."},
     {"trireme_loss", "train/loss", "Loss of the last step."},
     {"trireme_learning_rate", "train/lr", "Learning rate of the last step."},
@@ -53,11 +58,18 @@ struct MetricsServer::Impl {
         labels{{"rank", std::to_string(given.rank)}},
         step(gauge("trireme_step", "Steps finished.")),
         max_steps(gauge("trireme_max_steps", "Steps the run will take at most.")),
-        checkpoint_step(prometheus::BuildGauge().Name("trireme_checkpoint_step").Help("Step of the newest complete checkpoint.").Labels(labels).Register(registry)),
+        checkpoint_step(prometheus::BuildGauge()
+                            .Name("trireme_checkpoint_step")
+                            .Help("Step of the newest complete checkpoint.")
+                            .Labels(labels)
+                            .Register(registry)),
         step_seconds(histogram("trireme_step_seconds", "Wall time of steps.").Add({}, kSecondsBuckets)),
         phase_seconds(histogram("trireme_phase_seconds", "Exposed wall time of a step's phases.")),
-        last_phase_seconds(
-            prometheus::BuildGauge().Name("trireme_last_phase_seconds").Help("Exposed wall time of the last step's phases.").Labels(labels).Register(registry)),
+        last_phase_seconds(prometheus::BuildGauge()
+                               .Name("trireme_last_phase_seconds")
+                               .Help("Exposed wall time of the last step's phases.")
+                               .Labels(labels)
+                               .Register(registry)),
         reward_failures(counter("trireme_reward_failures_total", "Rewards that could not be had.")),
         samples(counter("trireme_samples_total", "Samples trained on.")),
         tokens(counter("trireme_tokens_total", "Prompt and response tokens trained on.")) {
@@ -150,7 +162,8 @@ struct MetricsServer::Impl {
   prometheus::Counter& reward_failures;
   prometheus::Counter& samples;
   prometheus::Counter& tokens;
-  std::vector<prometheus::Family<prometheus::Gauge>*> values;  // one for each of kGauges; no series before its first value
+  std::vector<prometheus::Family<prometheus::Gauge>*>
+      values;  // one for each of kGauges; no series before its first value
   std::atomic<SteadyClock::rep> last_beat{0};
   httplib::Server server;
   int bound_port = 0;
@@ -175,7 +188,8 @@ void MetricsServer::observe(const StepRecord& record) {
   }
   const auto flat = record.flat();
   for (size_t i = 0; i < std::size(kGauges); ++i) {
-    if (const auto found = flat.find(kGauges[i].logged); found != flat.end()) impl.values[i]->Add({}).Set(found->second);
+    if (const auto found = flat.find(kGauges[i].logged); found != flat.end())
+      impl.values[i]->Add({}).Set(found->second);
   }
   const auto add = [&](prometheus::Counter& counter, const char* name) {
     const auto found = flat.find(name);

@@ -11,9 +11,9 @@ namespace trireme {
 
 struct MetricsOptions {
   std::string address = "0.0.0.0";
-  int port = 9400;          // 0: chosen by the system, see port()
-  int64_t rank = 0;         // label of every series
-  double stall_s = 0;       // /healthz answers 503 when beat() was not called for so long; 0: never
+  int port = 9400;     // 0: chosen by the system, see port()
+  int64_t rank = 0;    // label of every series
+  double stall_s = 0;  // /healthz answers 503 when beat() was not called for so long; 0: never
 };
 
 // Thread-safe; requests are answered on threads of its own. Listens from construction to destruction.

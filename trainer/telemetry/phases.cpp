@@ -6,20 +6,26 @@
 namespace trireme {
 
 const std::array<Phase, kPhaseCount>& all_phases() {
-  static const std::array<Phase, kPhaseCount> kAll = {Phase::kGeneration, Phase::kRewards,    Phase::kLogprobs, Phase::kRefit,
-                                                      Phase::kTraining,   Phase::kCheckpoint, Phase::kIdle};
+  static const std::array<Phase, kPhaseCount> kAll = {Phase::kGeneration, Phase::kRewards,  Phase::kLogprobs,
+                                                      Phase::kRefit,      Phase::kTraining, Phase::kCheckpoint,
+                                                      Phase::kIdle};
   return kAll;
 }
 
 const char* to_string(Phase phase) {
-  static const char* const kNames[kPhaseCount] = {"generation", "rewards", "logprobs", "refit", "training", "checkpoint", "idle"};
+  static const char* const kNames[kPhaseCount] = {"generation", "rewards",    "logprobs", "refit",
+                                                  "training",   "checkpoint", "idle"};
   return kNames[static_cast<size_t>(phase)];
 }
 
 const char* timing_name(Phase phase) {
-  static const char* const kNames[kPhaseCount] = {
-      "timing/train/generation",      "timing/train/reward_calculation", "timing/train/policy_and_reference_logprobs", "timing/train/prepare_for_generation/total",
-      "timing/train/policy_training", "timing/train/checkpointing",      "timing/train/idle"};
+  static const char* const kNames[kPhaseCount] = {"timing/train/generation",
+                                                  "timing/train/reward_calculation",
+                                                  "timing/train/policy_and_reference_logprobs",
+                                                  "timing/train/prepare_for_generation/total",
+                                                  "timing/train/policy_training",
+                                                  "timing/train/checkpointing",
+                                                  "timing/train/idle"};
   return kNames[static_cast<size_t>(phase)];
 }
 

@@ -13,11 +13,11 @@ namespace trireme {
 enum class Phase { kGeneration, kRewards, kLogprobs, kRefit, kTraining, kCheckpoint, kIdle };
 inline constexpr size_t kPhaseCount = 7;
 const std::array<Phase, kPhaseCount>& all_phases();
-const char* to_string(Phase phase);   // "generation", "rewards", ...
+const char* to_string(Phase phase);    // "generation", "rewards", ...
 const char* timing_name(Phase phase);  // NeMo-RL's name in the step log: "timing/train/policy_training", ...
 
 struct PhaseTimes {
-  double total_s = 0;  // the step
+  double total_s = 0;                         // the step
   std::array<double, kPhaseCount> seconds{};  // add up to total_s
   double of(Phase phase) const { return seconds[static_cast<size_t>(phase)]; }
 };

@@ -81,7 +81,8 @@ addEventListener('resize', () => { for (const [plot, box] of plots) plot.setSize
 )js";
 
 const char* phase_color(Phase phase) {
-  static const char* const kColors[kPhaseCount] = {"#0072b2", "#e69f00", "#56b4e9", "#cc79a7", "#009e73", "#d55e00", "#b8bec5"};
+  static const char* const kColors[kPhaseCount] = {"#0072b2", "#e69f00", "#56b4e9", "#cc79a7",
+                                                   "#009e73", "#d55e00", "#b8bec5"};
   return kColors[static_cast<size_t>(phase)];
 }
 
@@ -104,12 +105,20 @@ nlohmann::json mean_of(const std::vector<LoggedStep>& steps, size_t from, size_t
 }
 
 nlohmann::json page_data(const std::vector<LoggedStep>& steps, size_t max_points) {
-  static const char* const kLines[] = {"train/reward",    "validation/accuracy", "train/mean_gen_tokens_per_sample", "performance/tokens_per_sec",
-                                       "train/loss",      "validation/loss",     "train/grad_norm",                  "train/kl_penalty",
-                                       "train/approx_entropy", "train/truncation_rate"};
+  static const char* const kLines[] = {"train/reward",
+                                       "validation/accuracy",
+                                       "train/mean_gen_tokens_per_sample",
+                                       "performance/tokens_per_sec",
+                                       "train/loss",
+                                       "validation/loss",
+                                       "train/grad_norm",
+                                       "train/kl_penalty",
+                                       "train/approx_entropy",
+                                       "train/truncation_rate"};
   const size_t points = std::min(steps.size(), std::max<size_t>(max_points, 2));
   const auto start = [&](size_t point) { return point * steps.size() / points; };
-  nlohmann::json data = {{"step", nlohmann::json::array()}, {"values", nlohmann::json::object()}, {"phases", nlohmann::json::array()}};
+  nlohmann::json data = {
+      {"step", nlohmann::json::array()}, {"values", nlohmann::json::object()}, {"phases", nlohmann::json::array()}};
   for (size_t p = 0; p < points; ++p) data["step"].push_back(steps[start(p + 1) - 1].step);
   const auto column = [&](const std::string& name) {
     auto values = nlohmann::json::array();
@@ -118,13 +127,15 @@ nlohmann::json page_data(const std::vector<LoggedStep>& steps, size_t max_points
   };
   for (const char* name : kLines) data["values"][name] = column(name);
   for (const Phase phase : all_phases()) {
-    data["phases"].push_back({{"name", to_string(phase)}, {"color", phase_color(phase)}, {"values", column(timing_name(phase))}});
+    data["phases"].push_back(
+        {{"name", to_string(phase)}, {"color", phase_color(phase)}, {"values", column(timing_name(phase))}});
   }
   return data;
 }
 
 std::string figure(const std::string& value, const std::string& name) {
-  return "<div class=\"figure\"><b>" + escape_html(value) + "</b><span class=\"soft\">" + escape_html(name) + "</span></div>\n";
+  return "<div class=\"figure\"><b>" + escape_html(value) + "</b><span class=\"soft\">" + escape_html(name) +
+         "</span></div>\n";
 }
 
 std::string figures(const std::vector<LoggedStep>& steps) {
@@ -172,21 +183,28 @@ std::string phase_table(const std::vector<LoggedStep>& steps) {
 }  // namespace
 
 std::string report_html(const std::vector<LoggedStep>& steps, const ReportOptions& options) {
-  std::string html = "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>" +
-                     escape_html(options.title) + "</title>\n<style>" + kUplotStyle + kStyle + "</style></head><body>\n<h1>" + escape_html(options.title) + "</h1>\n";
+  std::string html =
+      "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" "
+      "content=\"width=device-width, initial-scale=1\">\n<title>" +
+      escape_html(options.title) + "</title>\n<style>" + kUplotStyle + kStyle + "</style></head><body>\n<h1>" +
+      escape_html(options.title) + "</h1>\n";
   if (steps.empty()) return html + "<p>No step has finished yet.</p>\n</body></html>\n";
-  html += "<div class=\"soft\">" + escape_html(steps.front().time) + " to " + escape_html(steps.back().time) + "</div>\n";
-  html += "<div class=\"figures\">" + figures(steps) + "</div>\n<div class=\"charts\" id=\"charts\"></div>\n" + phase_table(steps);
+  html +=
+      "<div class=\"soft\">" + escape_html(steps.front().time) + " to " + escape_html(steps.back().time) + "</div>\n";
+  html += "<div class=\"figures\">" + figures(steps) + "</div>\n<div class=\"charts\" id=\"charts\"></div>\n" +
+          phase_table(steps);
   if (!options.config_yaml.empty()) {
     html += "<details><summary>configuration</summary><pre>" + escape_html(options.config_yaml) + "</pre></details>\n";
   }
   // "</" inside the data would end its script element.
-  html += "<script id=\"data\" type=\"application/json\">" + replace_all(page_data(steps, options.max_points).dump(), "</", "<\\/") + "</script>\n";
+  html += "<script id=\"data\" type=\"application/json\">" +
+          replace_all(page_data(steps, options.max_points).dump(), "</", "<\\/") + "</script>\n";
   html += std::string("<script>") + kUplotScript + "</script>\n<script>" + kCode + "</script>\n</body></html>\n";
   return html;
 }
 
-void write_report(const std::filesystem::path& step_log, const std::filesystem::path& page, const ReportOptions& options) {
+void write_report(const std::filesystem::path& step_log, const std::filesystem::path& page,
+                  const ReportOptions& options) {
   write_file_atomic(page, report_html(read_step_log(step_log), options));
 }
 

@@ -19,6 +19,7 @@ struct ReportOptions {
 std::string report_html(const std::vector<LoggedStep>& steps, const ReportOptions& options);
 
 // Reads the step log and writes the page (atomically).
-void write_report(const std::filesystem::path& step_log, const std::filesystem::path& page, const ReportOptions& options);
+void write_report(const std::filesystem::path& step_log, const std::filesystem::path& page,
+                  const ReportOptions& options);
 
 }  // namespace trireme

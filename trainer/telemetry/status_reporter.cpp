@@ -105,7 +105,9 @@ struct StatusReporter::Impl {
       return true;
     }
     ++failed;
-    if (!in_outage) log_warn("telemetry", "cannot report the status to " + options.url + ": " + problem + "; training goes on, the report is tried again");
+    if (!in_outage)
+      log_warn("telemetry", "cannot report the status to " + options.url + ": " + problem +
+                                "; training goes on, the report is tried again");
     in_outage = true;
     return false;
   }
@@ -146,7 +148,8 @@ int64_t StatusReporter::sent() const { return impl_->sent; }
 int64_t StatusReporter::failed() const { return impl_->failed; }
 
 nlohmann::json StatusReporter::progress_of(const StepRecord& record) {
-  nlohmann::json progress = {{"step", record.step}, {"maxSteps", record.max_steps}, {"stepSeconds", record.phases.total_s}};
+  nlohmann::json progress = {
+      {"step", record.step}, {"maxSteps", record.max_steps}, {"stepSeconds", record.phases.total_s}};
   for (const Phase phase : all_phases()) progress["phaseSeconds"][to_string(phase)] = record.phases.of(phase);
   const auto copy = [&](const char* to, const char* from) {
     const auto value = record.find(from);

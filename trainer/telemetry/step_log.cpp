@@ -165,7 +165,9 @@ void StepLog::append(const StepRecord& record) {
   if (write_all(fd_, line.dump() + "\n")) return;
   const int reason = errno;
   write_all(fd_, "\n");  // so that the next whole line starts on its own
-  if (failed_++ == 0) log_warn("telemetry", "cannot write the step log " + path_.string() + ": " + std::strerror(reason) + "; the run goes on");
+  if (failed_++ == 0)
+    log_warn("telemetry",
+             "cannot write the step log " + path_.string() + ": " + std::strerror(reason) + "; the run goes on");
 }
 
 std::string phase_table_markdown(const std::vector<LoggedStep>& steps, int64_t first, int64_t last) {
@@ -177,7 +179,8 @@ std::string phase_table_markdown(const std::vector<LoggedStep>& steps, int64_t f
       {"get logprobs (s)", "timing/train/policy_and_reference_logprobs"},
       {"mean tokens per sample", "train/mean_gen_tokens_per_sample"},
       {"tokens/s/GPU", "performance/tokens_per_sec_per_gpu"}};
-  std::string head = "| steps |", rule = "|---|", row = "| " + std::to_string(first) + "-" + std::to_string(last) + " |";
+  std::string head = "| steps |", rule = "|---|",
+              row = "| " + std::to_string(first) + "-" + std::to_string(last) + " |";
   for (const auto& [title, name] : kColumns) {
     double sum = 0;
     int64_t count = 0;
@@ -189,7 +192,10 @@ std::string phase_table_markdown(const std::vector<LoggedStep>& steps, int64_t f
     }
     head += std::string(" ") + title + " |";
     rule += "---|";
-    row += count == 0 ? " - |" : " " + format_fixed(sum / static_cast<double>(count), sum / static_cast<double>(count) < 10 ? 2 : 1) + " |";
+    row += count == 0
+               ? " - |"
+               : " " + format_fixed(sum / static_cast<double>(count), sum / static_cast<double>(count) < 10 ? 2 : 1) +
+                     " |";
   }
   return head + "\n" + rule + "\n" + row + "\n";
 }

@@ -50,8 +50,8 @@ std::vector<LoggedStep> read_step_log(const std::filesystem::path& path, int64_t
 // Appends to a log. Not thread-safe. A disk that is full is warned about once and does not stop the run.
 class StepLog final {
  public:
-  // A run resumed after step `resumed_step` keeps the lines up to it and drops later ones (that work is done anew) and a
-  // torn last line. With resumed_step 0 an existing log is renamed to NAME.1 (or .2, ...) first.
+  // A run resumed after step `resumed_step` keeps the lines up to it and drops later ones (that work is done anew) and
+  // a torn last line. With resumed_step 0 an existing log is renamed to NAME.1 (or .2, ...) first.
   StepLog(std::filesystem::path path, int64_t resumed_step);
   ~StepLog();
   StepLog(const StepLog&) = delete;

@@ -34,7 +34,8 @@ std::string duration_text(double seconds) {
 
 std::string step_line(const StepRecord& record) {
   const auto flat = record.flat();
-  std::string text = "step " + std::to_string(record.step) + (record.max_steps > 0 ? "/" + std::to_string(record.max_steps) : "");
+  std::string text =
+      "step " + std::to_string(record.step) + (record.max_steps > 0 ? "/" + std::to_string(record.max_steps) : "");
   const auto show = [&](const char* title, const char* name, int decimals) {
     const auto found = flat.find(name);
     if (found != flat.end()) text += std::string("  ") + title + " " + format_fixed(found->second, decimals);
@@ -49,10 +50,12 @@ std::string step_line(const StepRecord& record) {
   std::vector<std::string> parts;
   for (const Phase phase : all_phases()) {
     const double seconds = record.phases.of(phase);
-    if (seconds >= 0.005 * total && seconds > 0) parts.push_back(std::string(to_string(phase)) + " " + format_fixed(seconds, 2));
+    if (seconds >= 0.005 * total && seconds > 0)
+      parts.push_back(std::string(to_string(phase)) + " " + format_fixed(seconds, 2));
   }
   if (!parts.empty()) text += " (" + join(parts, ", ") + ")";
-  if (const auto found = flat.find("performance/tokens_per_sec"); found != flat.end()) text += "  " + rate_text(found->second) + " tokens/s";
+  if (const auto found = flat.find("performance/tokens_per_sec"); found != flat.end())
+    text += "  " + rate_text(found->second) + " tokens/s";
   return text;
 }
 
@@ -88,14 +91,17 @@ void TerminalView::step(const StepRecord& record) {
 void TerminalView::progress(int64_t step, int64_t max_steps, Phase phase, double fraction) {
   if (!bar_ || !next_draw_.passed()) return;
   next_draw_ = Deadline::after(Milliseconds(100));
-  std::string tail = " " + std::to_string(step) + (max_steps > 0 ? "/" + std::to_string(max_steps) : "") + " " + to_string(phase);
+  std::string tail =
+      " " + std::to_string(step) + (max_steps > 0 ? "/" + std::to_string(max_steps) : "") + " " + to_string(phase);
   if (fraction >= 0) tail += " " + format_fixed(100 * std::min(fraction, 1.0), 0) + "%";
   const int64_t left = max_steps - step + 1;
-  if (mean_step_s_ > 0 && left > 0 && max_steps > 0) tail += "  " + duration_text(mean_step_s_ * static_cast<double>(left)) + " left";
+  if (mean_step_s_ > 0 && left > 0 && max_steps > 0)
+    tail += "  " + duration_text(mean_step_s_ * static_cast<double>(left)) + " left";
   const int cells = std::clamp(width_ - static_cast<int>(tail.size()) - 3, 0, 40);
   const double done = max_steps > 0 ? static_cast<double>(step - 1) / static_cast<double>(max_steps) : 0;
   const int filled = std::clamp(static_cast<int>(std::lround(done * cells)), 0, cells);
-  draw("[" + std::string(static_cast<size_t>(filled), '#') + std::string(static_cast<size_t>(cells - filled), '.') + "]" + tail);
+  draw("[" + std::string(static_cast<size_t>(filled), '#') + std::string(static_cast<size_t>(cells - filled), '.') +
+       "]" + tail);
 }
 
 }  // namespace trireme

@@ -1,4 +1,5 @@
-// TerminalView: what a person sees of a run: one line a step, and below it a progress bar when the output is a terminal.
+// TerminalView: what a person sees of a run: one line a step, and below it a progress bar when the output is a
+// terminal.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +17,9 @@ std::string step_line(const StepRecord& record);
 // One thread (rank 0's main). Writes to `out`, which it does not close.
 class TerminalView final {
  public:
-  explicit TerminalView(std::FILE* out);             // a bar if `out` is a terminal
+  explicit TerminalView(std::FILE* out);              // a bar if `out` is a terminal
   TerminalView(std::FILE* out, bool bar, int width);  // for tests
-  ~TerminalView();                                   // clears the bar
+  ~TerminalView();                                    // clears the bar
 
   // A line of its own, above the bar.
   void line(const std::string& text);

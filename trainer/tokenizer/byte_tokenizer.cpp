@@ -16,7 +16,8 @@ std::string utf8(uint32_t code_point) {  // below U+0800
 // Byte-level vocabularies spell each byte as a printable character: itself where it is printable Latin-1, else the next
 // free one from U+0100 on.
 std::string byte_spelling(int byte, uint32_t* next_free) {
-  const bool printable = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) || (byte >= 0xAE && byte <= 0xFF);
+  const bool printable =
+      (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) || (byte >= 0xAE && byte <= 0xFF);
   return utf8(printable ? static_cast<uint32_t>(byte) : (*next_free)++);
 }
 
@@ -39,20 +40,39 @@ void make_byte_tokenizer(const std::filesystem::path& dir) {
   const std::pair<int32_t, const char*> specials[] = {
       {kByteEndOfText, "<|endoftext|>"}, {kByteImStart, "<|im_start|>"}, {kByteImEnd, "<|im_end|>"}};
   for (const auto& [id, content] : specials) {
-    ordered_json token = {{"content", content}, {"single_word", false}, {"lstrip", false}, {"rstrip", false}, {"normalized", false}, {"special", true}};
+    ordered_json token = {{"content", content}, {"single_word", false}, {"lstrip", false},
+                          {"rstrip", false},    {"normalized", false},  {"special", true}};
     decoder[std::to_string(id)] = token;
     token["id"] = id;
     added.push_back(token);
   }
-  const ordered_json byte_level = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", false}, {"use_regex", false}};
-  const ordered_json tokenizer = {
-      {"version", "1.0"}, {"truncation", nullptr}, {"padding", nullptr}, {"added_tokens", added}, {"normalizer", nullptr},
-      {"pre_tokenizer", byte_level}, {"post_processor", nullptr}, {"decoder", byte_level},
-      {"model", {{"type", "BPE"}, {"dropout", nullptr}, {"unk_token", nullptr}, {"continuing_subword_prefix", nullptr},
-                 {"end_of_word_suffix", nullptr}, {"fuse_unk", false}, {"byte_fallback", false}, {"ignore_merges", false},
-                 {"vocab", vocabulary}, {"merges", ordered_json::array()}}}};
-  const ordered_json config = {{"added_tokens_decoder", decoder}, {"bos_token", nullptr}, {"clean_up_tokenization_spaces", false},
-                               {"eos_token", "<|im_end|>"}, {"model_max_length", 1000000}, {"pad_token", "<|endoftext|>"},
+  const ordered_json byte_level = {
+      {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", false}, {"use_regex", false}};
+  const ordered_json tokenizer = {{"version", "1.0"},
+                                  {"truncation", nullptr},
+                                  {"padding", nullptr},
+                                  {"added_tokens", added},
+                                  {"normalizer", nullptr},
+                                  {"pre_tokenizer", byte_level},
+                                  {"post_processor", nullptr},
+                                  {"decoder", byte_level},
+                                  {"model",
+                                   {{"type", "BPE"},
+                                    {"dropout", nullptr},
+                                    {"unk_token", nullptr},
+                                    {"continuing_subword_prefix", nullptr},
+                                    {"end_of_word_suffix", nullptr},
+                                    {"fuse_unk", false},
+                                    {"byte_fallback", false},
+                                    {"ignore_merges", false},
+                                    {"vocab", vocabulary},
+                                    {"merges", ordered_json::array()}}}};
+  const ordered_json config = {{"added_tokens_decoder", decoder},
+                               {"bos_token", nullptr},
+                               {"clean_up_tokenization_spaces", false},
+                               {"eos_token", "<|im_end|>"},
+                               {"model_max_length", 1000000},
+                               {"pad_token", "<|endoftext|>"},
                                {"tokenizer_class", "PreTrainedTokenizerFast"}};
   std::error_code error;
   std::filesystem::create_directories(dir, error);

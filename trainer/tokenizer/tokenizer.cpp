@@ -43,7 +43,8 @@ json read_json_if_there(const fs::path& path) {
 // A special token is written as text or as {"content": text, ...}.
 std::optional<std::string> token_text(const json& value) {
   if (value.is_string()) return value.get<std::string>();
-  if (value.is_object() && value.contains("content") && value["content"].is_string()) return value["content"].get<std::string>();
+  if (value.is_object() && value.contains("content") && value["content"].is_string())
+    return value["content"].get<std::string>();
   return std::nullopt;
 }
 
@@ -52,7 +53,8 @@ bool flag(const json& object, const char* key, bool fallback) {
   return it != object.end() && it->is_boolean() ? it->get<bool>() : fallback;
 }
 
-constexpr const char* kNamedTokens[] = {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"};
+constexpr const char* kNamedTokens[] = {"bos_token", "eos_token", "unk_token", "sep_token",
+                                        "pad_token", "cls_token", "mask_token"};
 
 // Token ids in a "*_token_id" value: a number, or a list of them.
 std::vector<int32_t> token_ids(const json& config, const char* key, const fs::path& file) {
@@ -96,7 +98,8 @@ std::shared_ptr<const Tokenizer> Tokenizer::load(const fs::path& model_dir, std:
   return load_with(model_dir, &chat_template);
 }
 
-std::shared_ptr<const Tokenizer> Tokenizer::load_with(const fs::path& model_dir, const std::string_view* chat_template) {
+std::shared_ptr<const Tokenizer> Tokenizer::load_with(const fs::path& model_dir,
+                                                      const std::string_view* chat_template) {
   std::shared_ptr<Tokenizer> tokenizer(new Tokenizer());
   tokenizer->model_dir_ = model_dir;
   const fs::path config_path = model_dir / "tokenizer_config.json";
@@ -119,7 +122,8 @@ std::shared_ptr<const Tokenizer> Tokenizer::load_with(const fs::path& model_dir,
       tokenizer->load_template(it->get<std::string>(), config_path.string());
     } else if (it->is_array()) {  // several templates by name: the one called default
       for (const json& entry : *it) {
-        if (entry.is_object() && entry.value("name", json()) == "default" && entry.value("template", json()).is_string()) {
+        if (entry.is_object() && entry.value("name", json()) == "default" &&
+            entry.value("template", json()).is_string()) {
           tokenizer->load_template(entry["template"].get<std::string>(), config_path.string());
         }
       }
@@ -138,7 +142,9 @@ Tokenizer::~Tokenizer() {
 void Tokenizer::load_vocabulary(const json& config) {
   const fs::path path = model_dir_ / "tokenizer.json";
   if (!fs::exists(path)) {
-    fail_user(path.string() + " is missing: the model folder needs a tokenizer.json (transformers: save_pretrained of a fast tokenizer)");
+    fail_user(
+        path.string() +
+        " is missing: the model folder needs a tokenizer.json (transformers: save_pretrained of a fast tokenizer)");
   }
   // What transformers adds on top of tokenizer.json.
   json additions = {{"tokens", json::array()}, {"special", json::array()}};
@@ -149,11 +155,16 @@ void Tokenizer::load_vocabulary(const json& config) {
       const auto id = parse_int(key);
       const auto content = token_text(token);
       if (!id || !content) {
-        fail_user((model_dir_ / "tokenizer_config.json").string() + ": added_tokens_decoder entry \"" + key + "\" is not an id with a content");
+        fail_user((model_dir_ / "tokenizer_config.json").string() + ": added_tokens_decoder entry \"" + key +
+                  "\" is not an id with a content");
       }
       const bool special = flag(token, "special", false);
-      tokens[*id] = {{"content", *content}, {"single_word", flag(token, "single_word", false)}, {"lstrip", flag(token, "lstrip", false)},
-                     {"rstrip", flag(token, "rstrip", false)}, {"normalized", flag(token, "normalized", !special)}, {"special", special}};
+      tokens[*id] = {{"content", *content},
+                     {"single_word", flag(token, "single_word", false)},
+                     {"lstrip", flag(token, "lstrip", false)},
+                     {"rstrip", flag(token, "rstrip", false)},
+                     {"normalized", flag(token, "normalized", !special)},
+                     {"special", special}};
       expected_ids[*id] = *content;
     }
   }
@@ -178,8 +189,9 @@ void Tokenizer::load_vocabulary(const json& config) {
   if (vocab_size_ <= 0) fail_user(path.string() + ": the vocabulary is empty");
   for (const auto& [id, content] : expected_ids) {
     if (token_to_id(content) != static_cast<int32_t>(id)) {
-      fail_user((model_dir_ / "tokenizer_config.json").string() + " gives token " + content + " the id " + std::to_string(id) +
-                ", but tokenizer.json gives it " + std::to_string(token_to_id(content).value_or(-1)));
+      fail_user((model_dir_ / "tokenizer_config.json").string() + " gives token " + content + " the id " +
+                std::to_string(id) + ", but tokenizer.json gives it " +
+                std::to_string(token_to_id(content).value_or(-1)));
     }
   }
 }
@@ -191,7 +203,8 @@ void Tokenizer::load_special_tokens(const json& config) {
     if (const auto text = token_text(*it)) special_tokens_[name] = *text;
   }
   if (const auto it = special_tokens_.find("bos_token"); it != special_tokens_.end()) bos_id_ = token_to_id(it->second);
-  if (const auto it = special_tokens_.find("eos_token"); it != special_tokens_.end()) config_eos_id_ = token_to_id(it->second);
+  if (const auto it = special_tokens_.find("eos_token"); it != special_tokens_.end())
+    config_eos_id_ = token_to_id(it->second);
   // With these keys transformers puts its own BOS and EOS in place of the post-processor's.
   if (config.contains("add_bos_token") || config.contains("add_eos_token")) {
     own_specials_ = true;
@@ -224,7 +237,8 @@ void Tokenizer::load_template(const std::string& text, const std::string& source
 int32_t Tokenizer::eos_id() const {
   if (config_eos_id_) return *config_eos_id_;
   if (eos_ids_.empty()) {
-    fail_user(model_dir_.string() + " names no end-of-sequence token: set eos_token in tokenizer_config.json or eos_token_id in config.json");
+    fail_user(model_dir_.string() +
+              " names no end-of-sequence token: set eos_token in tokenizer_config.json or eos_token_id in config.json");
   }
   return eos_ids_.front();
 }
@@ -267,12 +281,15 @@ std::string Tokenizer::render_chat(const json& messages, bool add_generation_pro
   return render_chat_ordered(ordered_json(messages), add_generation_prompt, ordered_json(extra));
 }
 
-std::string Tokenizer::render_chat_ordered(const ordered_json& messages, bool add_generation_prompt, const ordered_json& extra) const {
+std::string Tokenizer::render_chat_ordered(const ordered_json& messages, bool add_generation_prompt,
+                                           const ordered_json& extra) const {
   if (!template_) {
-    fail_user(model_dir_.string() + " has no chat template: put chat_template.jinja there, set policy.tokenizer.chat_template, or set "
+    fail_user(model_dir_.string() +
+              " has no chat template: put chat_template.jinja there, set policy.tokenizer.chat_template, or set "
               "data.apply_chat_template=false to use prompts as they are");
   }
-  if (!messages.is_array()) fail_data("a conversation must be a list of messages, found " + std::string(messages.type_name()));
+  if (!messages.is_array())
+    fail_data("a conversation must be a list of messages, found " + std::string(messages.type_name()));
   // transformers defines tools and documents even when there are none.
   ordered_json variables = {{"messages", messages}, {"tools", nullptr}, {"documents", nullptr}};
   alias_reasoning(&variables["messages"]);

@@ -35,7 +35,8 @@ class Tokenizer final {
   // Throws Error(kData) for text that is not UTF-8.
   std::vector<int32_t> encode(std::string_view text, bool add_special = false) const;
 
-  // Ids that the tokenizer does not know (a padded vocabulary has such rows) give no text. Incomplete UTF-8 gives U+FFFD.
+  // Ids that the tokenizer does not know (a padded vocabulary has such rows) give no text. Incomplete UTF-8 gives
+  // U+FFFD.
   std::string decode(const int32_t* ids, size_t count, bool skip_special = true) const;
   std::string decode(const std::vector<int32_t>& ids, bool skip_special = true) const {
     return decode(ids.data(), ids.size(), skip_special);
@@ -60,7 +61,8 @@ class Tokenizer final {
   // template's own message (raise_exception) or its line.
   // A template that calls strftime_now prints today's date: set its variable (usually date_string) in `extra` when
   // prompts must be the same after a resume on another day.
-  std::string render_chat(const nlohmann::json& messages, bool add_generation_prompt, const nlohmann::json& extra = {}) const;
+  std::string render_chat(const nlohmann::json& messages, bool add_generation_prompt,
+                          const nlohmann::json& extra = {}) const;
   // The same for JSON that keeps the order of keys, which a template that prints objects (tools) shows.
   std::string render_chat_ordered(const nlohmann::ordered_json& messages, bool add_generation_prompt,
                                   const nlohmann::ordered_json& extra = {}) const;
@@ -69,7 +71,8 @@ class Tokenizer final {
 
  private:
   Tokenizer() = default;
-  static std::shared_ptr<const Tokenizer> load_with(const std::filesystem::path& model_dir, const std::string_view* chat_template);
+  static std::shared_ptr<const Tokenizer> load_with(const std::filesystem::path& model_dir,
+                                                    const std::string_view* chat_template);
   void load_vocabulary(const nlohmann::json& config);
   void load_special_tokens(const nlohmann::json& config);
   void load_eos_ids();
@@ -85,7 +88,8 @@ class Tokenizer final {
   std::optional<int32_t> bos_id_;
   std::optional<int32_t> config_eos_id_;  // eos_token of tokenizer_config.json
   std::vector<int32_t> eos_ids_;
-  bool own_specials_ = false, add_bos_ = false, add_eos_ = false;  // add_bos_token / add_eos_token are in the configuration
+  bool own_specials_ = false, add_bos_ = false,
+       add_eos_ = false;  // add_bos_token / add_eos_token are in the configuration
 };
 
 // Ids of make_byte_tokenizer: byte b is id b, so every ASCII character is one token.

@@ -29,7 +29,8 @@ class SchemaComparer final {
     ASSERT_TRUE(schema_.IsMap()) << path << " has no properties";
     fields::visit_fields(*this, value);
     for (const auto& property : schema_) {
-      EXPECT_TRUE(seen_.count(property.first.as<std::string>())) << path << "." << property.first << " is not a field of the C++ type";
+      EXPECT_TRUE(seen_.count(property.first.as<std::string>()))
+          << path << "." << property.first << " is not a field of the C++ type";
     }
     schema_.reset(outer_schema);
     seen_ = std::move(outer_seen);
@@ -53,7 +54,8 @@ class SchemaComparer final {
   void expect_type(const YAML::Node& schema, const std::string& type, const std::string& path) {
     EXPECT_EQ(schema["type"].as<std::string>(""), type) << path;
   }
-  void expect_default(const YAML::Node& schema, const std::string& expected, const std::string& zero, const std::string& path) {
+  void expect_default(const YAML::Node& schema, const std::string& expected, const std::string& zero,
+                      const std::string& path) {
     if (!defaults_) return;
     EXPECT_EQ(schema["default"].as<std::string>(zero), expected) << path << ": the default differs";
   }
@@ -79,14 +81,16 @@ class SchemaComparer final {
     expect_limit(schema, "minimum", limits.min, path);
     expect_limit(schema, "maximum", fields::max_of<int64_t>(limits), path);
   }
-  void compare(const YAML::Node& schema, double, const std::string& path, Limits) { expect_type(schema, "number", path); }
+  void compare(const YAML::Node& schema, double, const std::string& path, Limits) {
+    expect_type(schema, "number", path);
+  }
   void compare(const YAML::Node& schema, const std::string& value, const std::string& path, Limits limits) {
     expect_type(schema, "string", path);
     expect_limit(schema, "maxLength", fields::max_of<std::string>(limits), path);
     expect_default(schema, value, "", path);
   }
   template <class E>
-    requires std::is_enum_v<E>
+  requires std::is_enum_v<E>
   void compare(const YAML::Node& schema, E value, const std::string& path, Limits) {
     expect_type(schema, "string", path);
     std::vector<std::string> names;
@@ -131,7 +135,7 @@ class SchemaComparer final {
     expect_type(schema["additionalProperties"], std::same_as<T, double> ? "number" : "integer", path);
   }
   template <class T>
-    requires std::is_class_v<T>
+  requires std::is_class_v<T>
   void compare(const YAML::Node& schema, const T& value, const std::string& path, Limits) {
     compare_object(schema, value, path, defaults_);
   }
@@ -175,7 +179,8 @@ TEST(Crd, NamesColumnsAndSubresources) {
     for (std::string part; std::getline(parts, part, '.');) at.reset(at["properties"][part]);
     EXPECT_TRUE(at.IsMap()) << path;
   }
-  EXPECT_EQ(columns, (std::vector<std::string>{"Phase", "Step", "Steps", "Reward", "Step-Seconds", "Tokens/s", "Restarts", "Age"}));
+  EXPECT_EQ(columns, (std::vector<std::string>{"Phase", "Step", "Steps", "Reward", "Step-Seconds", "Tokens/s",
+                                               "Restarts", "Age"}));
 }
 
 // What a structural schema may not have, everywhere below a node.
@@ -194,8 +199,10 @@ void expect_structural(const YAML::Node& node, const std::string& path) {
     expect_structural(node["items"], path + "[]");
   }
   if (const YAML::Node properties = node["properties"]) {
-    for (const auto& property : properties) expect_structural(property.second, path + "." + property.first.as<std::string>());
-    for (const auto& required : node["required"]) EXPECT_TRUE(properties[required.as<std::string>()]) << path << " " << required;
+    for (const auto& property : properties)
+      expect_structural(property.second, path + "." + property.first.as<std::string>());
+    for (const auto& required : node["required"])
+      EXPECT_TRUE(properties[required.as<std::string>()]) << path << " " << required;
   }
 }
 
@@ -203,10 +210,11 @@ TEST(Crd, IsStructural) { expect_structural(version()["schema"]["openAPIV3Schema
 
 TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
   const std::string text = crd_text();
-  for (const char* message : {"parallelism.tp must divide the processes of a pod", "tp x cp x pp must divide", "etp x ep x pp must divide",
-                              "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is needed by algorithm PPO",
-                              "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
-                              "at most 40 characters"}) {
+  for (const char* message :
+       {"parallelism.tp must divide the processes of a pod", "tp x cp x pp must divide", "etp x ep x pp must divide",
+        "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is needed by algorithm PPO",
+        "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
+        "at most 40 characters"}) {
     EXPECT_THAT(text, testing::HasSubstr(message));
   }
 }

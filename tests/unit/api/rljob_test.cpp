@@ -72,7 +72,8 @@ TEST(Parse, JsonRoundTripIsExact) {
   job.metadata.generation = 3;
   job.status.phase = "Running";
   job.status.conditions = {{"Running", "True", "R", "m", "2024-01-01T00:00:00Z", 3}};
-  job.status.progress = Progress{.step = 4, .max_steps = 9, .phase = "generation", .reward = 0.25, .phase_seconds = {{"training", 1.5}}};
+  job.status.progress =
+      Progress{.step = 4, .max_steps = 9, .phase = "generation", .reward = 0.25, .phase_seconds = {{"training", 1.5}}};
   job.status.last_failure = LastFailure{.role = "actor", .rank = 0, .exit_code = 21};
   const Json once = to_json(job);
   EXPECT_EQ(to_json(rljob_from_json(once)), once);
@@ -89,12 +90,14 @@ TEST(Parse, ErrorsNameFileLineFieldAndNearestKey) {
   EXPECT_EQ(parse_error(job_yaml("  health:\n    heartbeatTimeoutSecond: 3\n")),
             "f.yaml:9: spec.health.heartbeatTimeoutSecond: unknown field \"heartbeatTimeoutSecond\"; did you mean "
             "\"heartbeatTimeoutSeconds\"?");
-  EXPECT_EQ(parse_error(job_yaml("  algorithm: GPRO\n")), "f.yaml:8: spec.algorithm: must be one of GRPO, SFT, PPO, not \"GPRO\"");
+  EXPECT_EQ(parse_error(job_yaml("  algorithm: GPRO\n")),
+            "f.yaml:8: spec.algorithm: must be one of GRPO, SFT, PPO, not \"GPRO\"");
   EXPECT_EQ(parse_error(job_yaml("  roles:\n    actor:\n      replicas: two\n")),
             "f.yaml:9: spec.roles.actor.replicas: must be a whole number, not a string (\"two\")");
   EXPECT_EQ(parse_error(job_yaml("  roles:\n    actor:\n      replicas: 1.5\n")),
             "f.yaml:9: spec.roles.actor.replicas: must be a whole number, not a number with decimals");
-  EXPECT_EQ(parse_error(job_yaml("  roles:\n    actor:\n      replicas: 0\n")), "f.yaml:9: spec.roles.actor.replicas: 0 is outside 1 to 4096");
+  EXPECT_EQ(parse_error(job_yaml("  roles:\n    actor:\n      replicas: 0\n")),
+            "f.yaml:9: spec.roles.actor.replicas: 0 is outside 1 to 4096");
   EXPECT_EQ(parse_error(job_yaml("  queueName: 12\n")),
             "f.yaml:8: spec.queueName: must be a string (write it in quotes), not a number");
   EXPECT_EQ(parse_error(job_yaml("  failurePolicy:\n    rules:\n      - {action: Restart}\n      - actoin: FailJob\n")),
@@ -107,7 +110,8 @@ TEST(Parse, ErrorsNameFileLineFieldAndNearestKey) {
               HasSubstr("did you mean \"metadata\"?"));
   // All issues at once, one per line.
   EXPECT_EQ(parse_error(job_yaml("  suspend: 3\n  image: {}\n")),
-            "f.yaml:8: spec.suspend: must be true or false, not a number\nf.yaml:9: spec.image: must be a string, not an object");
+            "f.yaml:8: spec.suspend: must be true or false, not a number\nf.yaml:9: spec.image: must be a string, not "
+            "an object");
 }
 
 TEST(Parse, YamlErrorsNameTheLine) {
@@ -132,10 +136,10 @@ TEST(Parse, ScalarsAreReadAsKubectlDoes) {
 }
 
 TEST(Parse, AnchorsAndSeveralDocuments) {
-  const Manifest manifest = parse_manifest(
-      "---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: c}\n---\n" + job_yaml("  health: {action: &x Event}\n  podRetention: All\n") +
-          "---\n---\n" + job_yaml("", "second"),
-      "f");
+  const Manifest manifest = parse_manifest("---\napiVersion: v1\nkind: ConfigMap\nmetadata: {name: c}\n---\n" +
+                                               job_yaml("  health: {action: &x Event}\n  podRetention: All\n") +
+                                               "---\n---\n" + job_yaml("", "second"),
+                                           "f");
   ASSERT_EQ(manifest.jobs.size(), 2u);
   ASSERT_EQ(manifest.others.size(), 1u);
   EXPECT_EQ(manifest.others[0]["kind"], "ConfigMap");
@@ -147,7 +151,8 @@ TEST(Parse, AnchorsAndSeveralDocuments) {
   std::vector<Issue> issues = {{"spec.health", "m"}};
   manifest.add_lines(0, issues);
   EXPECT_EQ(to_string(issues, "f"), "f:13: spec.health: m");
-  EXPECT_THAT(test::error_of([] { parse_rljob(job_yaml() + "---\n" + job_yaml(), "f"); }), HasSubstr("2 RLJobs where one is wanted"));
+  EXPECT_THAT(test::error_of([] { parse_rljob(job_yaml() + "---\n" + job_yaml(), "f"); }),
+              HasSubstr("2 RLJobs where one is wanted"));
   const RLJob shared = parse_rljob(job_yaml("  config:\n    inline: {a: &n [1, {b: 2}], c: *n}\n"), "f");
   EXPECT_EQ(shared.spec.config.inline_config["c"].dump(), "[1,{\"b\":2}]");
   const RLJob nested = parse_rljob(job_yaml("  config:\n    inline: {a: [[[1], [2, []]], [{}]]}\n"), "f");
@@ -177,7 +182,8 @@ TEST(Hostile, BoundsHoldAndNothingCrashes) {
   const std::string many(100000, '[');
   EXPECT_THAT(parse_error(many), testing::Ne("(no error)"));
   EXPECT_THAT(parse_error("a: " + many), testing::Ne("(no error)"));
-  EXPECT_THAT(parse_error("a: " + std::string(1000, '[') + "1" + std::string(1000, ']')), HasSubstr("nested deeper than 64"));
+  EXPECT_THAT(parse_error("a: " + std::string(1000, '[') + "1" + std::string(1000, ']')),
+              HasSubstr("nested deeper than 64"));
   EXPECT_THAT(test::error_of([&] { parse_json_bounded(many, "x"); }), HasSubstr("nested deeper than 64"));
   std::string deep_map;
   for (int i = 0; i < 5000; ++i) deep_map += "{\"a\":";
@@ -207,14 +213,25 @@ TEST(Hostile, BoundsHoldAndNothingCrashes) {
 
 TEST(Hostile, EveryFieldOfEveryWrongTypeIsAnErrorNotACrash) {
   const Json good = to_json(parse_rljob(test::read_example("eight-nodes-tp4-pp4.rljob.yaml"), "f"));
-  const std::vector<Json> values = {nullptr, true, -1, 1e300, 18446744073709551615ull, "text", std::string(100000, 'x'), std::string(1, '\0'),
-                                    Json::array(), Json::array({nullptr, 1, "a", Json::object()}), Json::object(), {{"a", {{"b", 1}}}}};
+  const std::vector<Json> values = {nullptr,
+                                    true,
+                                    -1,
+                                    1e300,
+                                    18446744073709551615ull,
+                                    "text",
+                                    std::string(100000, 'x'),
+                                    std::string(1, '\0'),
+                                    Json::array(),
+                                    Json::array({nullptr, 1, "a", Json::object()}),
+                                    Json::object(),
+                                    {{"a", {{"b", 1}}}}};
   size_t tried = 0;
   const Json flat = good.flatten();
   std::vector<std::string> pointers;
   for (const auto& [pointer, value] : flat.items()) {
     // Every leaf and every container on the way to it.
-    for (size_t at = pointer.find('/', 1); at != std::string::npos; at = pointer.find('/', at + 1)) pointers.push_back(pointer.substr(0, at));
+    for (size_t at = pointer.find('/', 1); at != std::string::npos; at = pointer.find('/', at + 1))
+      pointers.push_back(pointer.substr(0, at));
     pointers.push_back(pointer);
   }
   std::sort(pointers.begin(), pointers.end());
@@ -240,7 +257,9 @@ TEST(Hostile, HugeNamesStayShortInMessages) {
   EXPECT_LT(parse_error(job_yaml("  algorithm: " + huge + "\n")).size(), 400u);
   EXPECT_LT(parse_error(job_yaml("  image: " + huge + "\n")).size(), 400u);
   std::vector<Issue> issues;
-  rljob_from_json({{"apiVersion", kApiVersion}, {"kind", kRLJobKind}, {"metadata", {{"name", "a"}}}, {"spec", {{huge, 1}}}}, issues);
+  rljob_from_json(
+      {{"apiVersion", kApiVersion}, {"kind", kRLJobKind}, {"metadata", {{"name", "a"}}}, {"spec", {{huge, 1}}}},
+      issues);
   ASSERT_EQ(issues.size(), 1u);
   EXPECT_LT(to_string(issues).size(), 1000u);
 }

@@ -15,8 +15,10 @@ using test::read_example;
 using testing::ElementsAre;
 
 TEST(Sizes, FollowTheRoles) {
-  const RLJob job = parse_rljob(job_yaml("  roles:\n    actor: {replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}}\n"
-                                         "    reward: {replicas: 3, port: 80, gpusPerPod: 1}\n"), "f");
+  const RLJob job =
+      parse_rljob(job_yaml("  roles:\n    actor: {replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}}\n"
+                           "    reward: {replicas: 3, port: 80, gpusPerPod: 1}\n"),
+                  "f");
   EXPECT_EQ(total_pods(job.spec), 11);
   EXPECT_EQ(total_gpus(job.spec), 67);
   EXPECT_EQ(world_size(*job.spec.roles.actor), 64);
@@ -31,8 +33,8 @@ TEST(Sizes, FollowTheRoles) {
 TEST(Trainer, CommandLine) {
   const RLJob job = parse_rljob(read_example("eight-nodes-tp4-pp4.rljob.yaml"), "f");
   EXPECT_THAT(trainer_command(job, "/etc/trireme/config/config.yaml"),
-              ElementsAre("trireme", "launch", "--nproc-per-node", "8", "--", "train", "--algorithm", "grpo", "--config",
-                          "configs/llama3.1_70b.yaml", "--layout", "tp=4,cp=1,ep=1,dp=4,pp=4,etp=1",
+              ElementsAre("trireme", "launch", "--nproc-per-node", "8", "--", "train", "--algorithm", "grpo",
+                          "--config", "configs/llama3.1_70b.yaml", "--layout", "tp=4,cp=1,ep=1,dp=4,pp=4,etp=1",
                           "policy.model_name=meta-llama/Llama-3.1-70B",
                           "checkpointing.checkpoint_dir=/runs/llama-70b-8x8/checkpoints", "cluster.num_nodes=8",
                           "cluster.gpus_per_node=8", "logger.log_dir=/runs/llama-70b-8x8/logs"));
@@ -44,7 +46,8 @@ TEST(Trainer, CommandLine) {
 
 TEST(Trainer, Environment) {
   const RLJob job = parse_rljob(job_yaml("  network: {socketInterface: eth0, rdma: {resourceName: rdma/ib}}\n"), "f");
-  const auto env = pod_environment(job, {.index = 1, .attempt = 3, .master_address = "job-actor-0.job-a3", .topology_file = "/t.json"});
+  const auto env = pod_environment(
+      job, {.index = 1, .attempt = 3, .master_address = "job-actor-0.job-a3", .topology_file = "/t.json"});
   EXPECT_EQ(env.at("MASTER_ADDR"), "job-actor-0.job-a3");
   EXPECT_EQ(env.at("MASTER_PORT"), "29500");
   EXPECT_EQ(env.at("NODE_RANK"), "1");
@@ -55,7 +58,7 @@ TEST(Trainer, Environment) {
   EXPECT_EQ(env.at("NCCL_SOCKET_IFNAME"), "eth0");
   EXPECT_EQ(env.at("TRIREME_REQUIRE_RDMA"), "1");
   EXPECT_EQ(parse_layout(env.at("TRIREME_LAYOUT")), (Layout{.dp = 16}));
-  EXPECT_FALSE(env.count("RANK"));        // per process: set by launch
+  EXPECT_FALSE(env.count("RANK"));  // per process: set by launch
   EXPECT_FALSE(env.count("WORLD_SIZE"));
   EXPECT_EQ(pod_environment(job, {.master_port = 1234}).at("MASTER_PORT"), "1234");
   // What we set, users may not (NCCL and Gloo settings are theirs to override).
@@ -82,7 +85,8 @@ TEST(Names, AreStablePerAttempt) {
 }
 
 TEST(TopologyDocument, RanksOfEveryPodAndGroups) {
-  const RLJob job = parse_rljob(job_yaml("  roles: {actor: {replicas: 2, processesPerPod: 4, parallelism: {tp: 2, pp: 2}}}\n"), "f");
+  const RLJob job =
+      parse_rljob(job_yaml("  roles: {actor: {replicas: 2, processesPerPod: 4, parallelism: {tp: 2, pp: 2}}}\n"), "f");
   const Json document = topology_document(job, 2, {"h0", "h1"});
   EXPECT_EQ(document["worldSize"], 8);
   EXPECT_EQ(document["attempt"], 2);
@@ -106,7 +110,8 @@ TEST(PodView, SeesWhatTheLocalRunnerNeeds) {
               volumeMounts: [{name: data, mountPath: /data, subPath: s, readOnly: true}]
           volumes: [{name: data, persistentVolumeClaim: {claimName: c}}, {name: tmp, emptyDir: {}}, {name: cfg, configMap: {name: m}},
                     {name: sec, secret: {secretName: n}}, {name: host, hostPath: {path: /h}}, {name: nfs, nfs: {}}]
-)"), "f");
+)"),
+                                "f");
   EXPECT_EQ(to_string(validate(job).errors), "");
   const PodView view = pod_view(job.spec, *job.spec.roles.actor);
   ASSERT_EQ(view.init_containers.size(), 2u);
@@ -126,8 +131,9 @@ TEST(PodView, SeesWhatTheLocalRunnerNeeds) {
   std::vector<std::pair<VolumeKind, std::string>> volumes;
   for (const VolumeView& volume : view.volumes) volumes.emplace_back(volume.kind, volume.source);
   using testing::Pair;
-  EXPECT_THAT(volumes, ElementsAre(Pair(VolumeKind::kClaim, "c"), Pair(VolumeKind::kEmptyDir, ""), Pair(VolumeKind::kConfigMap, "m"),
-                                   Pair(VolumeKind::kSecret, "n"), Pair(VolumeKind::kHostPath, "/h"), Pair(VolumeKind::kOther, "")));
+  EXPECT_THAT(volumes, ElementsAre(Pair(VolumeKind::kClaim, "c"), Pair(VolumeKind::kEmptyDir, ""),
+                                   Pair(VolumeKind::kConfigMap, "m"), Pair(VolumeKind::kSecret, "n"),
+                                   Pair(VolumeKind::kHostPath, "/h"), Pair(VolumeKind::kOther, "")));
   // No template: the trainer's container is there anyway.
   const PodView empty = pod_view(job.spec, RoleSpec{});
   ASSERT_EQ(empty.containers.size(), 1u);
@@ -136,8 +142,9 @@ TEST(PodView, SeesWhatTheLocalRunnerNeeds) {
 }
 
 TEST(PodView, ToleratesNonsense) {
-  for (const char* text : {"1", "[]", "{}", R"({"spec":1})", R"({"spec":{"containers":1,"volumes":{},"initContainers":[1,null,[]]}})",
-                           R"({"spec":{"containers":[{"name":1,"env":[1,{"name":2}],"volumeMounts":[[]],"command":["a",1]}]}})"}) {
+  for (const char* text :
+       {"1", "[]", "{}", R"({"spec":1})", R"({"spec":{"containers":1,"volumes":{},"initContainers":[1,null,[]]}})",
+        R"({"spec":{"containers":[{"name":1,"env":[1,{"name":2}],"volumeMounts":[[]],"command":["a",1]}]}})"}) {
     RoleSpec role;
     role.pod_template = Json::parse(text);
     EXPECT_NE(pod_view({}, role).container(kTrainerContainer), nullptr) << text;
@@ -154,14 +161,16 @@ TEST(Examples, AllAreAcceptedButTheTwoThatAreNotSupportedYet) {
     if (name == "ppo-critic.rljob.yaml") {
       EXPECT_THAT(errors, testing::StartsWith("spec.roles.critic: a critic is not supported yet"));
     } else if (name == "dedicated-generation.rljob.yaml") {
-      EXPECT_THAT(errors, testing::StartsWith("spec.roles.generation: dedicated generation pods are not supported yet"));
+      EXPECT_THAT(errors,
+                  testing::StartsWith("spec.roles.generation: dedicated generation pods are not supported yet"));
     } else {
       EXPECT_EQ(errors, "") << name;
       ++accepted;
     }
     // A recipe that an example names is one of ours.
     if (!job.spec.config.path.empty()) {
-      EXPECT_TRUE(std::filesystem::exists(test::source_dir() / job.spec.config.path)) << name << " " << job.spec.config.path;
+      EXPECT_TRUE(std::filesystem::exists(test::source_dir() / job.spec.config.path))
+          << name << " " << job.spec.config.path;
     }
   }
   EXPECT_GE(accepted, 6u);
@@ -170,7 +179,8 @@ TEST(Examples, AllAreAcceptedButTheTwoThatAreNotSupportedYet) {
   const RLJob context = parse_rljob(read_example("context-parallel-16k.rljob.yaml"), "f");
   EXPECT_EQ(layout_of(*context.spec.roles.actor), (Layout{.tp = 4, .cp = 2, .dp = 4, .pp = 4}));
   // CP stays inside a node: the only warning is about the claims that sixteen pods share.
-  for (const Issue& warning : validate(context).warnings) EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));
+  for (const Issue& warning : validate(context).warnings)
+    EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));
 }
 
 }  // namespace

@@ -18,7 +18,9 @@ using testing::IsEmpty;
 std::string errors_of(const std::string& spec, const std::string& name = "job") {
   return to_string(validate(parse_rljob(job_yaml(spec, name), "f")).errors);
 }
-std::string warnings_of(const std::string& spec) { return to_string(validate(parse_rljob(job_yaml(spec), "f")).warnings); }
+std::string warnings_of(const std::string& spec) {
+  return to_string(validate(parse_rljob(job_yaml(spec), "f")).warnings);
+}
 
 std::string actor(const std::string& fields) { return "  roles: {actor: {" + fields + "}}\n"; }
 
@@ -40,106 +42,147 @@ TEST(Validate, Names) {
 TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 3, gpusPerPod: 8, parallelism: {tp: 3}")),
-            "spec.roles.actor.parallelism.tp: tp 3 does not divide the 8 GPUs of a node (tensor parallel ranks must share a node); "
+            "spec.roles.actor.parallelism.tp: tp 3 does not divide the 8 GPUs of a node (tensor parallel ranks must "
+            "share a node); "
             "legal values of tp here: 1, 2, 4, 8");
   EXPECT_EQ(errors_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, pp: 8}")),
-            "spec.roles.actor.parallelism: tp 4 x cp 1 x pp 8 = 32 does not divide the 16 ranks; with the others as they are, tp can "
+            "spec.roles.actor.parallelism: tp 4 x cp 1 x pp 8 = 32 does not divide the 16 ranks; with the others as "
+            "they are, tp can "
             "be 1, 2, or pp can be 1, 2, 4");
   EXPECT_EQ(errors_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {dp: 4}")),
             "spec.roles.actor.parallelism.dp: dp 4 gives 4 ranks, not 16; dp must be 16");
   // The model is known by its name: in the RLJob, or in the inline configuration.
-  EXPECT_THAT(errors_of(actor("replicas: 1, gpusPerPod: 8, parallelism: {tp: 8}") + "  model: {source: Qwen/Qwen2.5-0.5B-Instruct}\n"),
+  EXPECT_THAT(errors_of(actor("replicas: 1, gpusPerPod: 8, parallelism: {tp: 8}") +
+                        "  model: {source: Qwen/Qwen2.5-0.5B-Instruct}\n"),
               HasSubstr("tp 8 does not divide the 14 attention heads; legal values of tp here: 1, 2"));
   EXPECT_THAT(errors_of(actor("replicas: 3, gpusPerPod: 8, parallelism: {pp: 3}") +
                         "  config: {inline: {policy: {model_name: meta-llama/Llama-3.1-8B}}}\n"),
               HasSubstr("pp 3 does not divide the 32 layers; legal values of pp here: 1, 2, 4, 8"));
   EXPECT_THAT(errors_of(actor("replicas: 1, gpusPerPod: 8, parallelism: {ep: 8}") + "  model: {source: Qwen3-8B}\n"),
               HasSubstr("without experts"));
-  EXPECT_THAT(warnings_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, cp: 4}")), HasSubstr("spans nodes of 8 GPUs"));
-  EXPECT_THAT(errors_of(actor("gpusPerPod: 8, processesPerPod: 4")), HasSubstr("processesPerPod: is 4, but a pod has 8 GPUs"));
+  EXPECT_THAT(warnings_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {tp: 4, cp: 4}")),
+              HasSubstr("spans nodes of 8 GPUs"));
+  EXPECT_THAT(errors_of(actor("gpusPerPod: 8, processesPerPod: 4")),
+              HasSubstr("processesPerPod: is 4, but a pod has 8 GPUs"));
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {tp: 2}")), "");
 }
 
 TEST(Validate, WhatIsNotSupportedYetIsSaid) {
   EXPECT_EQ(errors_of("  algorithm: PPO\n"), "spec.roles.critic: is missing; PPO needs it");
-  EXPECT_THAT(errors_of("  algorithm: PPO\n  roles: {actor: {}, critic: {}}\n"), HasSubstr("spec.roles.critic: a critic is not supported yet"));
-  EXPECT_THAT(errors_of("  roles: {actor: {}, critic: {}}\n"), HasSubstr("spec.roles.critic: is for algorithm PPO only, not GRPO"));
-  EXPECT_THAT(errors_of("  roles: {actor: {}, generation: {}}\n"), HasSubstr("spec.roles.generation: dedicated generation pods are not supported yet"));
+  EXPECT_THAT(errors_of("  algorithm: PPO\n  roles: {actor: {}, critic: {}}\n"),
+              HasSubstr("spec.roles.critic: a critic is not supported yet"));
+  EXPECT_THAT(errors_of("  roles: {actor: {}, critic: {}}\n"),
+              HasSubstr("spec.roles.critic: is for algorithm PPO only, not GRPO"));
+  EXPECT_THAT(errors_of("  roles: {actor: {}, generation: {}}\n"),
+              HasSubstr("spec.roles.generation: dedicated generation pods are not supported yet"));
   EXPECT_THAT(errors_of("  roles: {}\n"), HasSubstr("spec.roles.actor: is missing"));
 }
 
 TEST(Validate, SizesLiveInTheRLJob) {
   const std::string head = actor("replicas: 2, gpusPerPod: 8, parallelism: {tp: 2}");
   const auto with = [&](const std::string& config) { return errors_of(head + "  config: {inline: " + config + "}\n"); };
-  EXPECT_EQ(with("{policy: {megatron_cfg: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}, cluster: {num_nodes: 2, gpus_per_node: 8}}"), "");
+  EXPECT_EQ(with("{policy: {megatron_cfg: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}, cluster: "
+                 "{num_nodes: 2, gpus_per_node: 8}}"),
+            "");
   EXPECT_EQ(with("{policy: {megatron_cfg: {tensor_model_parallel_size: 4}}}"),
-            "spec.config.inline.policy.megatron_cfg.tensor_model_parallel_size: is 4, but spec.roles.actor.parallelism.tp is 2; the RLJob "
+            "spec.config.inline.policy.megatron_cfg.tensor_model_parallel_size: is 4, but "
+            "spec.roles.actor.parallelism.tp is 2; the RLJob "
             "decides sizes: leave the key out");
-  for (const char* key : {"pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"}) {
-    EXPECT_THAT(with(std::string("{policy: {megatron_cfg: {") + key + ": 2}}}"), HasSubstr(std::string(key) + ": is 2, but spec.roles.actor.parallelism.")) << key;
+  for (const char* key : {"pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+                          "expert_tensor_parallel_size"}) {
+    EXPECT_THAT(with(std::string("{policy: {megatron_cfg: {") + key + ": 2}}}"),
+                HasSubstr(std::string(key) + ": is 2, but spec.roles.actor.parallelism."))
+        << key;
   }
   EXPECT_THAT(with("{policy: {dtensor_cfg: {tensor_parallel_size: 1}}}"), HasSubstr("tensor_parallel_size: is 1"));
   EXPECT_EQ(with("{policy: {dtensor_cfg: {enabled: false, tensor_parallel_size: 1}}}"), "");  // a back-end that is off
   EXPECT_THAT(with("{cluster: {num_nodes: 1}}"), HasSubstr("but spec.roles.actor.replicas is 2"));
   EXPECT_THAT(with("{cluster: {gpus_per_node: 4}}"), HasSubstr("is 4, but the processes of an actor pod is 8"));
-  EXPECT_THAT(errors_of(head + "  config: {path: a, overrides: [cluster.num_nodes=4]}\n"),
-              HasSubstr("spec.config.overrides[0]: \"cluster.num_nodes=4\" contradicts spec.roles.actor.replicas, which is 2"));
+  EXPECT_THAT(
+      errors_of(head + "  config: {path: a, overrides: [cluster.num_nodes=4]}\n"),
+      HasSubstr("spec.config.overrides[0]: \"cluster.num_nodes=4\" contradicts spec.roles.actor.replicas, which is 2"));
   EXPECT_EQ(errors_of(head + "  config: {path: a, overrides: [cluster.num_nodes=2, grpo.seed=1]}\n"), "");
-  EXPECT_THAT(errors_of(head + "  config: {path: a, overrides: [nonsense]}\n"), HasSubstr("must have the form key.sub=value"));
-  EXPECT_THAT(errors_of("  model: {source: /a}\n  config: {inline: {policy: {model_name: /b}}}\n"), HasSubstr("leave one of them out"));
-  EXPECT_THAT(errors_of("  checkpoint: {directory: /a}\n  config: {inline: {checkpointing: {checkpoint_dir: /b}}}\n"), HasSubstr("spec.checkpoint.directory"));
+  EXPECT_THAT(errors_of(head + "  config: {path: a, overrides: [nonsense]}\n"),
+              HasSubstr("must have the form key.sub=value"));
+  EXPECT_THAT(errors_of("  model: {source: /a}\n  config: {inline: {policy: {model_name: /b}}}\n"),
+              HasSubstr("leave one of them out"));
+  EXPECT_THAT(errors_of("  algorithm: SFT\n  config: {inline: {algorithm: grpo}}\n"),
+              HasSubstr("but spec.algorithm is \"sft\""));
+  EXPECT_EQ(errors_of("  config: {inline: {algorithm: grpo}}\n"), "");
+  EXPECT_THAT(errors_of("  checkpoint: {directory: /a}\n  config: {inline: {checkpointing: {checkpoint_dir: /b}}}\n"),
+              HasSubstr("spec.checkpoint.directory"));
 }
 
 TEST(Validate, ConfigComesFromExactlyOnePlace) {
   EXPECT_EQ(errors_of("  config: {}\n"), "spec.config: needs one of inline, configMapRef, path");
-  EXPECT_EQ(errors_of("  config: {inline: {}, path: a}\n"), "spec.config: may have only one of inline, configMapRef, path");
+  EXPECT_EQ(errors_of("  config: {inline: {}, path: a}\n"),
+            "spec.config: may have only one of inline, configMapRef, path");
   EXPECT_EQ(errors_of("  config: {configMapRef: {name: c}}\n"), "");
   EXPECT_THAT(errors_of("  config: {configMapRef: {name: C!}}\n"), HasSubstr("is not an object name"));
 }
 
-std::string with_pod(const std::string& pod) { return errors_of(actor("gpusPerPod: 8, template: {spec: " + pod + "}")); }
+std::string with_pod(const std::string& pod) {
+  return errors_of(actor("gpusPerPod: 8, template: {spec: " + pod + "}"));
+}
 
 TEST(Validate, PodTemplates) {
   EXPECT_EQ(with_pod("{containers: [{name: trainer, env: [{name: A, value: b}]}], nodeSelector: {a: b}}"), "");
   for (const char* name : {"MASTER_ADDR", "RANK", "WORLD_SIZE", "PET_NNODES", "TRIREME_JOB"}) {
     EXPECT_THAT(with_pod(std::string("{containers: [{name: trainer, env: [{name: ") + name + ", value: x}]}]}"),
-                HasSubstr("template.spec.containers[0].env[0]: \"" + std::string(name) + "\" is set by Trireme")) << name;
+                HasSubstr("template.spec.containers[0].env[0]: \"" + std::string(name) + "\" is set by Trireme"))
+        << name;
   }
-  EXPECT_THAT(with_pod("{containers: [{name: trainer, env: [{name: A, value: 1}]}]}"), HasSubstr("env[0].value: must be a string"));
+  EXPECT_THAT(with_pod("{containers: [{name: trainer, env: [{name: A, value: 1}]}]}"),
+              HasSubstr("env[0].value: must be a string"));
   EXPECT_THAT(with_pod("{restartPolicy: Always}"), HasSubstr("must be Never"));
   EXPECT_THAT(with_pod("{hostname: x}"), HasSubstr("template.spec.hostname: is set by the operator"));
   EXPECT_THAT(with_pod("{hostNetwork: true}"), HasSubstr("spec.network.hostNetwork"));
   EXPECT_THAT(with_pod("{containers: {}}"), HasSubstr("containers: must be a list"));
   EXPECT_THAT(with_pod("{containers: [{name: a}, {name: a}]}"), HasSubstr("containers[1].name: \"a\" appears twice"));
-  EXPECT_THAT(with_pod("{containers: [{name: trainer, volumeMounts: [{name: d, mountPath: /d}]}]}"), HasSubstr("there is no volume \"d\""));
-  EXPECT_THAT(with_pod("{containers: [{name: trainer, volumeMounts: [{name: d, mountPath: d}]}], volumes: [{name: d}]}"), HasSubstr("absolute path"));
-  EXPECT_THAT(with_pod("{containers: [{name: trainer, resources: {limits: {nvidia.com/gpu: 4}}}]}"), HasSubstr("but gpusPerPod is 8"));
+  EXPECT_THAT(with_pod("{containers: [{name: trainer, volumeMounts: [{name: d, mountPath: /d}]}]}"),
+              HasSubstr("there is no volume \"d\""));
+  EXPECT_THAT(
+      with_pod("{containers: [{name: trainer, volumeMounts: [{name: d, mountPath: d}]}], volumes: [{name: d}]}"),
+      HasSubstr("absolute path"));
+  EXPECT_THAT(with_pod("{containers: [{name: trainer, resources: {limits: {nvidia.com/gpu: 4}}}]}"),
+              HasSubstr("but gpusPerPod is 8"));
   EXPECT_EQ(with_pod("{containers: [{name: trainer, resources: {limits: {nvidia.com/gpu: \"8\"}}}]}"), "");
-  EXPECT_THAT(with_pod("{containers: [{name: trainer, command: trireme}]}"), HasSubstr("command: must be a list of strings"));
-  EXPECT_THAT(errors_of(actor("template: {metadata: {labels: {trireme.dev/job: x}}}")), HasSubstr("names under trireme.dev/ are reserved"));
+  EXPECT_THAT(with_pod("{containers: [{name: trainer, command: trireme}]}"),
+              HasSubstr("command: must be a list of strings"));
+  EXPECT_THAT(errors_of(actor("template: {metadata: {labels: {trireme.dev/job: x}}}")),
+              HasSubstr("names under trireme.dev/ are reserved"));
   EXPECT_THAT(errors_of(actor("template: {spce: {}}")), HasSubstr("a pod template has metadata and spec"));
-  EXPECT_THAT(warnings_of(actor("replicas: 2, template: {spec: {volumes: [{name: d, persistentVolumeClaim: {claimName: c}}]}}")),
+  EXPECT_THAT(warnings_of(actor(
+                  "replicas: 2, template: {spec: {volumes: [{name: d, persistentVolumeClaim: {claimName: c}}]}}")),
               HasSubstr("ReadWriteMany"));
 }
 
 TEST(Validate, RewardPods) {
-  const auto reward = [](const std::string& fields) { return errors_of("  roles: {actor: {}, reward: {" + fields + "}}\n"); };
+  const auto reward = [](const std::string& fields) {
+    return errors_of("  roles: {actor: {}, reward: {" + fields + "}}\n");
+  };
   EXPECT_EQ(reward("port: 80, template: {spec: {containers: [{name: reward, image: r}]}}"), "");
-  EXPECT_THAT(reward("template: {spec: {containers: [{name: reward, image: r}]}}"), HasSubstr("spec.roles.reward.port: is missing"));
+  EXPECT_THAT(reward("template: {spec: {containers: [{name: reward, image: r}]}}"),
+              HasSubstr("spec.roles.reward.port: is missing"));
   EXPECT_THAT(reward("port: 80"), HasSubstr("needs a container named reward with an image"));
-  EXPECT_THAT(reward("port: 80, parallelism: {tp: 2}, template: {spec: {containers: [{name: reward, image: r}]}}"), HasSubstr("no meaning"));
+  EXPECT_THAT(reward("port: 80, parallelism: {tp: 2}, template: {spec: {containers: [{name: reward, image: r}]}}"),
+              HasSubstr("no meaning"));
   EXPECT_THAT(errors_of(actor("port: 80")), HasSubstr("is for the reward role"));
 }
 
 TEST(Validate, SmallThings) {
-  EXPECT_THAT(errors_of("  managedBy: me\n"), HasSubstr("spec.managedBy: must be trireme.dev/operator or kueue.x-k8s.io/multikueue"));
+  EXPECT_THAT(errors_of("  managedBy: me\n"),
+              HasSubstr("spec.managedBy: must be trireme.dev/operator or kueue.x-k8s.io/multikueue"));
   EXPECT_THAT(errors_of("  scheduling: {backend: Kueue}\n"), HasSubstr("spec.queueName: is missing"));
   EXPECT_THAT(errors_of("  scheduling: {requiredTopology: 'a b'}\n"), HasSubstr("is not a node label"));
   EXPECT_EQ(errors_of("  scheduling: {requiredTopology: topology.kubernetes.io/zone, preferredTopology: rack}\n"), "");
   EXPECT_THAT(errors_of("  network: {masterPort: 9400}\n"), HasSubstr("is the same as masterPort"));
-  for (const char* good : {"8Gi", "1.5G", "1000", "512Mi"}) EXPECT_EQ(errors_of(std::string("  network: {sharedMemory: \"") + good + "\"}\n"), "") << good;
+  for (const char* good : {"8Gi", "1.5G", "1000", "512Mi"})
+    EXPECT_EQ(errors_of(std::string("  network: {sharedMemory: \"") + good + "\"}\n"), "") << good;
   for (const char* bad : {"8 GiB", "Gi", "-1Gi", "0", "", "1.Gi", "1e3x"}) {
-    EXPECT_THAT(errors_of(std::string("  network: {sharedMemory: \"") + bad + "\"}\n"), testing::AnyOf(HasSubstr("is not a quantity"))) << bad;
+    EXPECT_THAT(errors_of(std::string("  network: {sharedMemory: \"") + bad + "\"}\n"),
+                testing::AnyOf(HasSubstr("is not a quantity")))
+        << bad;
   }
   EXPECT_THAT(errors_of("  network: {rdma: {resourceName: ''}}\n"), HasSubstr("rdma/ib"));
   EXPECT_THAT(errors_of("  imagePullPolicy: Sometimes\n"), HasSubstr("Always, IfNotPresent or Never"));
@@ -147,17 +190,20 @@ TEST(Validate, SmallThings) {
   EXPECT_THAT(errors_of("  failurePolicy: {rules: [{onExitCodes: [0]}]}\n"), HasSubstr("is not a failure's exit code"));
   EXPECT_THAT(errors_of("  failurePolicy: {rules: [{onSignals: [99]}]}\n"), HasSubstr("is not a signal"));
   EXPECT_THAT(errors_of("  failurePolicy: {rules: [{roles: [acter]}]}\n"), HasSubstr("did you mean \"actor\"?"));
-  EXPECT_THAT(warnings_of("  failurePolicy: {rules: [{action: Restart}, {onSignals: [9]}]}\n"), HasSubstr("never used"));
+  EXPECT_THAT(warnings_of("  failurePolicy: {rules: [{action: Restart}, {onSignals: [9]}]}\n"),
+              HasSubstr("never used"));
   EXPECT_THAT(errors_of("  health: {phaseTimeoutSeconds: {trainning: 3}}\n"), HasSubstr("did you mean \"training\"?"));
   EXPECT_THAT(errors_of("  health: {phaseTimeoutSeconds: {training: 0}}\n"), HasSubstr("must be at least 1"));
-  EXPECT_THAT(warnings_of("  config: {inline: {checkpointing: {enabled: false}}}\n"), HasSubstr("every restart begins at step 0"));
+  EXPECT_THAT(warnings_of("  config: {inline: {checkpointing: {enabled: false}}}\n"),
+              HasSubstr("every restart begins at step 0"));
 }
 
 TEST(Validate, LimitsAreCheckedOnJobsThatNoParserSaw) {
   RLJob job = parse_rljob(job_yaml(), "f");
   job.spec.roles.actor->replicas = int64_t{1} << 62;
   job.spec.roles.actor->gpus_per_pod = int64_t{1} << 62;
-  EXPECT_THAT(to_string(validate(job).errors), HasSubstr("spec.roles.actor.replicas: 4611686018427387904 is outside 1 to 4096"));
+  EXPECT_THAT(to_string(validate(job).errors),
+              HasSubstr("spec.roles.actor.replicas: 4611686018427387904 is outside 1 to 4096"));
 }
 
 TEST(ValidateUpdate, WhatMayChangeAndWhen) {
@@ -166,7 +212,8 @@ TEST(ValidateUpdate, WhatMayChangeAndWhen) {
   suspended.spec.suspend = true;
   const auto paths = [](const RLJob& from, const std::string& spec) {
     std::vector<std::string> result;
-    for (const Issue& issue : validate_update(from, parse_rljob(job_yaml(spec), "f")).errors) result.push_back(issue.path);
+    for (const Issue& issue : validate_update(from, parse_rljob(job_yaml(spec), "f")).errors)
+      result.push_back(issue.path);
     return result;
   };
   EXPECT_THAT(paths(running, ""), IsEmpty());

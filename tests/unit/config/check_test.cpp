@@ -34,25 +34,36 @@ std::string error_of(F&& call) {
 }
 
 TEST(ConfigCheck, BatchArithmetic) {
-  EXPECT_THAT(load_error({"policy.train_global_batch_size=1024"}), HasSubstr("1024 is more than the 512 samples of a step (num_prompts_per_step 32 x num_generations_per_prompt 16)"));
+  EXPECT_THAT(
+      load_error({"policy.train_global_batch_size=1024"}),
+      HasSubstr(
+          "1024 is more than the 512 samples of a step (num_prompts_per_step 32 x num_generations_per_prompt 16)"));
   EXPECT_THAT(load_error({"policy.train_global_batch_size=384"}), HasSubstr("384 does not divide the 512 samples"));
   EXPECT_THAT(load_error({"cluster.gpus_per_node=3"}), HasSubstr("cannot be divided by the 3 data parallel ranks"));
-  EXPECT_THAT(load_error({"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=3"}),
-              HasSubstr("8 ranks (num_nodes 1 x processes 8) cannot be divided by tensor x pipeline x context parallel size 3"));
-  EXPECT_THAT(load_error({"policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"}), HasSubstr("cannot be divided by train_micro_batch_size 3 x 1"));
+  EXPECT_THAT(
+      load_error({"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",
+                  "policy.megatron_cfg.tensor_model_parallel_size=3"}),
+      HasSubstr(
+          "8 ranks (num_nodes 1 x processes 8) cannot be divided by tensor x pipeline x context parallel size 3"));
+  EXPECT_THAT(load_error({"policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=3"}),
+              HasSubstr("cannot be divided by train_micro_batch_size 3 x 1"));
   EXPECT_EQ(load_error({"policy.train_micro_batch_size=3"}), "");  // packed rows need not divide
-  EXPECT_THAT(load_error({"policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=true"}), HasSubstr("needs one optimizer step per rollout"));
-  EXPECT_THAT(load_error({"grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"}), HasSubstr("a group of 1 has no baseline"));
+  EXPECT_THAT(load_error({"policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=true"}),
+              HasSubstr("needs one optimizer step per rollout"));
+  EXPECT_THAT(load_error({"grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"}),
+              HasSubstr("a group of 1 has no baseline"));
   EXPECT_EQ(load_error({"algorithm=sft", "policy.train_global_batch_size=7777"}), "");  // no rollout to divide
 }
 
 TEST(ConfigCheck, Lengths) {
-  EXPECT_THAT(load_error({"policy.generation.max_new_tokens=513"}), HasSubstr("is more than policy.max_total_sequence_length 512"));
+  EXPECT_THAT(load_error({"policy.generation.max_new_tokens=513"}),
+              HasSubstr("is more than policy.max_total_sequence_length 512"));
   EXPECT_THAT(load_error({"data.max_input_seq_length=513"}), HasSubstr("data.max_input_seq_length: 513 is more"));
   EXPECT_THAT(load_error({"policy.sequence_packing.train_mb_tokens=511"}), HasSubstr("cannot hold one sequence"));
   EXPECT_THAT(load_error({"policy.generation.kv_cache_tokens=100"}), HasSubstr("cannot hold one sequence"));
-  const std::vector<std::string> context = {"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.context_parallel_size=2",
-                                            "policy.megatron_cfg.tensor_model_parallel_size=4", "policy.megatron_cfg.sequence_parallel=true"};
+  const std::vector<std::string> context = {
+      "cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.context_parallel_size=2",
+      "policy.megatron_cfg.tensor_model_parallel_size=4", "policy.megatron_cfg.sequence_parallel=true"};
   EXPECT_EQ(load_config_text("", context).policy.make_sequence_length_divisible_by, 16);
   auto wrong = context;
   wrong.push_back("policy.make_sequence_length_divisible_by=8");
@@ -60,30 +71,38 @@ TEST(ConfigCheck, Lengths) {
 }
 
 TEST(ConfigCheck, LossCombinations) {
-  EXPECT_THAT(load_error({"loss_fn.sequence_level_importance_ratios=true"}), HasSubstr("needs loss_fn.token_level_loss false"));
+  EXPECT_THAT(load_error({"loss_fn.sequence_level_importance_ratios=true"}),
+              HasSubstr("needs loss_fn.token_level_loss false"));
   EXPECT_EQ(load_error({"loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false"}), "");
-  EXPECT_THAT(load_error({"loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"}), HasSubstr("excludes loss_fn.ratio_clip_c"));
+  EXPECT_THAT(load_error({"loss_fn.use_cispo=true", "loss_fn.ratio_clip_c=3"}),
+              HasSubstr("excludes loss_fn.ratio_clip_c"));
   EXPECT_THAT(load_error({"loss_fn.ratio_clip_c=1"}), HasSubstr("must be above 1"));
-  EXPECT_THAT(load_error({"loss_fn.truncated_importance_sampling_type=tis"}), HasSubstr("needs loss_fn.use_importance_sampling_correction"));
+  EXPECT_THAT(load_error({"loss_fn.truncated_importance_sampling_type=tis"}),
+              HasSubstr("needs loss_fn.use_importance_sampling_correction"));
   EXPECT_THAT(load_error({"loss_fn.use_kl_in_reward=true"}), HasSubstr("reinforce_plus_plus"));
-  EXPECT_THAT(load_error({"grpo.skip_reference_policy_logprobs_calculation=true"}), HasSubstr("needs loss_fn.reference_policy_kl_penalty 0"));
-  EXPECT_THAT(load_error({"loss_fn.disable_ppo_ratio=true", "loss_fn.use_cispo=true"}), HasSubstr("excludes loss_fn.use_cispo"));
+  EXPECT_THAT(load_error({"grpo.skip_reference_policy_logprobs_calculation=true"}),
+              HasSubstr("needs loss_fn.reference_policy_kl_penalty 0"));
+  EXPECT_THAT(load_error({"loss_fn.disable_ppo_ratio=true", "loss_fn.use_cispo=true"}),
+              HasSubstr("excludes loss_fn.use_cispo"));
 }
 
 TEST(ConfigCheck, GrpoAndEnv) {
   EXPECT_THAT(load_error({"grpo.batch_multiplier=1.5"}), HasSubstr("needs grpo.use_dynamic_sampling"));
-  EXPECT_THAT(load_error({"grpo.batch_multiplier=1.01", "grpo.use_dynamic_sampling=true"}), HasSubstr("is not a number of prompts"));
+  EXPECT_THAT(load_error({"grpo.batch_multiplier=1.01", "grpo.use_dynamic_sampling=true"}),
+              HasSubstr("is not a number of prompts"));
   EXPECT_THAT(load_error({"grpo.stop_at_validation_metric=accuracy"}), HasSubstr("must be set together"));
   EXPECT_THAT(load_error({"env.math.enabled=false"}), HasSubstr("no reward is enabled"));
   EXPECT_THAT(load_error({"env.command.enabled=true"}), HasSubstr("names no program"));
   EXPECT_THAT(load_error({"env.command.command=[grade]"}), HasSubstr("is set, but env.command.enabled is false"));
   EXPECT_THAT(load_error({"env.http.enabled=true", "env.http.url=rewards"}), HasSubstr("must begin with http://"));
   EXPECT_THAT(load_error({"data.train.env_name=http"}), HasSubstr("'http' is not an enabled env; enabled: math"));
-  EXPECT_THAT(load_error({"checkpointing.checkpoint_must_save_by=3h"}), HasSubstr("expected days:hours:minutes:seconds"));
+  EXPECT_THAT(load_error({"checkpointing.checkpoint_must_save_by=3h"}),
+              HasSubstr("expected days:hours:minutes:seconds"));
 }
 
 TEST(ConfigCheck, BackEndChoosesSizesAndOptimizer) {
-  Config config = load_config_text("", {"policy.optimizer.kwargs.lr=1e-3", "policy.megatron_cfg.optimizer.lr=2e-3", "policy.max_grad_norm=3"});
+  Config config = load_config_text(
+      "", {"policy.optimizer.kwargs.lr=1e-3", "policy.megatron_cfg.optimizer.lr=2e-3", "policy.max_grad_norm=3"});
   EXPECT_EQ(adam_settings(config).lr, 1e-3);
   EXPECT_EQ(max_grad_norm(config), 3);
   config.policy.megatron_cfg.enabled = true;
@@ -94,15 +113,19 @@ TEST(ConfigCheck, BackEndChoosesSizesAndOptimizer) {
   EXPECT_EQ(parallel_sizes(config).tensor, 2);
   EXPECT_EQ(data_parallel_size(config), 4);
   EXPECT_EQ(optimizer_steps_per_rollout(config), 1);
-  EXPECT_THAT(load_error({"policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true"}), HasSubstr("excludes policy.dtensor_cfg.enabled"));
+  EXPECT_THAT(load_error({"policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=true"}),
+              HasSubstr("excludes policy.dtensor_cfg.enabled"));
 }
 
 TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
   EXPECT_NO_THROW(validate_supported(load_config_text("", {"cluster.gpus_per_node=8"})));
-  const Config config = load_config_text("", {"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=4"});
-  EXPECT_EQ(error_of([&] { validate_supported(config); }),
-            "policy.megatron_cfg.tensor_model_parallel_size: tensor parallel size 4 is not supported yet by this version");
-  for (const char* ask : {"policy.generation.colocated.enabled=false", "grpo.max_rollout_turns=2", "grpo.async_grpo.enabled=true", "policy.offload_optimizer_for_logprob=true"}) {
+  const Config config = load_config_text("", {"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",
+                                              "policy.megatron_cfg.tensor_model_parallel_size=4"});
+  EXPECT_EQ(
+      error_of([&] { validate_supported(config); }),
+      "policy.megatron_cfg.tensor_model_parallel_size: tensor parallel size 4 is not supported yet by this version");
+  for (const char* ask : {"policy.generation.colocated.enabled=false", "grpo.max_rollout_turns=2",
+                          "grpo.async_grpo.enabled=true", "policy.offload_optimizer_for_logprob=true"}) {
     EXPECT_THAT(error_of([&] { validate_supported(load_config_text("", {ask})); }), HasSubstr("not supported yet"));
   }
   // Sizes of a back-end that is off mean nothing.
@@ -137,14 +160,15 @@ TEST_P(Recipes, LoadsAndIsRefusedOnlyForItsSplit) {
 
 INSTANTIATE_TEST_SUITE_P(
     Configs, Recipes,
-    testing::Values(Recipe{"quickstart.yaml", ""}, Recipe{"quickstart_sft.yaml", ""}, Recipe{"grpo.yaml", ""}, Recipe{"sft.yaml", ""},
-                    Recipe{"megatron.yaml", ""}, Recipe{"gsm8k_0.5b.yaml", ""}, Recipe{"gsm8k_1.5b.yaml", ""},
-                    Recipe{"deepscaler_1.5b_8k.yaml", ""}, Recipe{"deepscaler_1.5b_16k.yaml", ""}, Recipe{"deepscaler_1.5b_24k.yaml", ""},
-                    Recipe{"llama3.1_8b.yaml", ""},
-                    Recipe{"llama3.1_70b.yaml", "pipeline_model_parallel_size: pipeline parallel size 4 is not supported yet"},
-                    Recipe{"llama3.3_70b_16k.yaml", "context_parallel_size: context parallel size 2 is not supported yet"},
-                    Recipe{"qwen3_32b.yaml", "tensor_model_parallel_size: tensor parallel size 4 is not supported yet"},
-                    Recipe{"qwen3_30b_a3b.yaml", "expert_model_parallel_size: expert parallel size 8 is not supported yet"}),
+    testing::Values(
+        Recipe{"quickstart.yaml", ""}, Recipe{"quickstart_sft.yaml", ""}, Recipe{"grpo.yaml", ""},
+        Recipe{"sft.yaml", ""}, Recipe{"megatron.yaml", ""}, Recipe{"gsm8k_0.5b.yaml", ""},
+        Recipe{"gsm8k_1.5b.yaml", ""}, Recipe{"deepscaler_1.5b_8k.yaml", ""}, Recipe{"deepscaler_1.5b_16k.yaml", ""},
+        Recipe{"deepscaler_1.5b_24k.yaml", ""}, Recipe{"llama3.1_8b.yaml", ""},
+        Recipe{"llama3.1_70b.yaml", "pipeline_model_parallel_size: pipeline parallel size 4 is not supported yet"},
+        Recipe{"llama3.3_70b_16k.yaml", "context_parallel_size: context parallel size 2 is not supported yet"},
+        Recipe{"qwen3_32b.yaml", "tensor_model_parallel_size: tensor parallel size 4 is not supported yet"},
+        Recipe{"qwen3_30b_a3b.yaml", "expert_model_parallel_size: expert parallel size 8 is not supported yet"}),
     [](const auto& info) {
       std::string name = info.param.file;
       for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
@@ -184,11 +208,14 @@ TEST_F(Hub, FolderIdAndDownloadCommand) {
   touch("hub/models--Qwen--Qwen3-1.7B/refs/main", "abc123\n");
   touch("hub/models--Qwen--Qwen3-1.7B/snapshots/abc123/config.json");
   touch("hub/models--Qwen--Qwen3-1.7B/snapshots/old/config.json");
-  EXPECT_EQ(resolve_model("Qwen/Qwen3-1.7B", home_.path()), home_.path() / "hub/models--Qwen--Qwen3-1.7B/snapshots/abc123");
-  EXPECT_THAT(error_of([&] { resolve_model("Qwen/Qwen3-8B", home_.path()); }), HasSubstr("download it with: hf download Qwen/Qwen3-8B"));
+  EXPECT_EQ(resolve_model("Qwen/Qwen3-1.7B", home_.path()),
+            home_.path() / "hub/models--Qwen--Qwen3-1.7B/snapshots/abc123");
+  EXPECT_THAT(error_of([&] { resolve_model("Qwen/Qwen3-8B", home_.path()); }),
+              HasSubstr("download it with: hf download Qwen/Qwen3-8B"));
   EXPECT_THAT(error_of([&] { resolve_model("/no/such/folder", home_.path()); }), HasSubstr("there is no folder"));
   touch("empty/x");
-  EXPECT_THAT(error_of([&] { resolve_model((home_.path() / "empty").string(), home_.path()); }), HasSubstr("has no config.json"));
+  EXPECT_THAT(error_of([&] { resolve_model((home_.path() / "empty").string(), home_.path()); }),
+              HasSubstr("has no config.json"));
   // A snapshot without its ref, as an interrupted download leaves it, is used only when it is the only one.
   touch("hub/models--a--b/snapshots/one/config.json");
   EXPECT_EQ(resolve_model("a/b", home_.path()), home_.path() / "hub/models--a--b/snapshots/one");
@@ -205,7 +232,8 @@ TEST_F(Hub, Datasets) {
   EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }), HasSubstr("other.jsonl"));
   dataset.data_path.clear();
   dataset.dataset_name = "gsm8k";
-  EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }), HasSubstr("hf download --repo-type dataset openai/gsm8k"));
+  EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }),
+              HasSubstr("hf download --repo-type dataset openai/gsm8k"));
   touch("hub/datasets--openai--gsm8k/refs/main", "r");
   touch("hub/datasets--openai--gsm8k/snapshots/r/main/test-00000-of-00001.parquet");
   dataset.split = "test";

@@ -35,7 +35,8 @@ const std::map<std::string, Sample>& special_samples() {
       {"grpo.seq_logprob_error_threshold", {"1.5", {}}},
       {"loss_fn.ratio_clip_c", {"3", {}}},
       {"loss_fn.truncated_importance_sampling_type",
-       {"icepop", {"loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2"}}},
+       {"icepop",
+        {"loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2"}}},
       {"loss_fn.sequence_level_importance_ratios", {"true", {"loss_fn.token_level_loss=false"}}},
       {"loss_fn.use_kl_in_reward", {"true", {"grpo.adv_estimator.name=reinforce_plus_plus"}}},
       {"policy.train_global_batch_size", {"256", {}}},
@@ -125,11 +126,14 @@ TEST_P(EveryField, RefusesWhatItMust) {
   if (std::holds_alternative<nlohmann::json*>(ref)) bad = {"[1]", "text"};
   if (std::holds_alternative<bool*>(ref)) bad.push_back("3");
   if (std::holds_alternative<int64_t*>(ref)) bad.push_back("1.5");
-  if (std::holds_alternative<double*>(ref) || std::holds_alternative<std::optional<double>*>(ref)) bad.push_back("\"text\"");
-  if (std::isfinite(field.minimum) && !std::holds_alternative<std::vector<double>*>(ref) && !std::holds_alternative<std::vector<int64_t>*>(ref)) {
+  if (std::holds_alternative<double*>(ref) || std::holds_alternative<std::optional<double>*>(ref))
+    bad.push_back("\"text\"");
+  if (std::isfinite(field.minimum) && !std::holds_alternative<std::vector<double>*>(ref) &&
+      !std::holds_alternative<std::vector<int64_t>*>(ref)) {
     bad.push_back(format_double(field.minimum - 1));
   }
-  if (std::isfinite(field.maximum) && !std::holds_alternative<std::vector<double>*>(ref)) bad.push_back(format_double(field.maximum + 1));
+  if (std::isfinite(field.maximum) && !std::holds_alternative<std::vector<double>*>(ref))
+    bad.push_back(format_double(field.maximum + 1));
   if (!field.choices.empty()) bad.push_back("no-such-choice");
   for (const std::string& value : bad) {
     try {
@@ -151,14 +155,17 @@ TEST(Fields, PathsAreUniqueAndSectionsAreTogether) {
     EXPECT_TRUE(seen.insert(field.path).second) << field.path;
     EXPECT_FALSE(field.doc.empty()) << field.path;
     std::vector<std::string> sections;
-    for (size_t dot = field.path.find('.'); dot != std::string::npos; dot = field.path.find('.', dot + 1)) sections.push_back(field.path.substr(0, dot));
+    for (size_t dot = field.path.find('.'); dot != std::string::npos; dot = field.path.find('.', dot + 1))
+      sections.push_back(field.path.substr(0, dot));
     for (const std::string& section : open) {
       if (std::find(sections.begin(), sections.end(), section) == sections.end()) closed.insert(section);
     }
-    for (const std::string& section : sections) EXPECT_EQ(closed.count(section), 0u) << field.path << ": section " << section << " is opened twice";
+    for (const std::string& section : sections)
+      EXPECT_EQ(closed.count(section), 0u) << field.path << ": section " << section << " is opened twice";
     open = sections;
   }
-  for (const auto& ignored : config::ignored_keys()) EXPECT_EQ(seen.count(ignored.path), 0u) << ignored.path << " is both used and ignored";
+  for (const auto& ignored : config::ignored_keys())
+    EXPECT_EQ(seen.count(ignored.path), 0u) << ignored.path << " is both used and ignored";
   for (const auto& alias : config::alias_keys()) {
     EXPECT_EQ(seen.count(alias.path), 0u) << alias.path;
     for (const std::string& target : alias.targets) EXPECT_EQ(seen.count(target), 1u) << target;
@@ -190,7 +197,8 @@ TEST(Fields, EveryAliasSetsItsTargets) {
 
 TEST(Fields, ReferencePageIsUpToDate) {
   if (std::getenv("TRIREME_WRITE_DOCS")) write_file_atomic("docs/configuration.md", config_reference_markdown());
-  EXPECT_EQ(read_file("docs/configuration.md"), config_reference_markdown()) << "write it anew: TRIREME_WRITE_DOCS=1 with this test";
+  EXPECT_EQ(read_file("docs/configuration.md"), config_reference_markdown())
+      << "write it anew: TRIREME_WRITE_DOCS=1 with this test";
 }
 
 }  // namespace

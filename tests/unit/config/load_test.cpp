@@ -43,7 +43,8 @@ class ConfigFiles : public testing::Test {
 
 TEST_F(ConfigFiles, ChildWinsOverParentKeyByKey) {
   write("base/grandparent.yaml", "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4, seed: 1}\n");
-  write("base/parent.yaml", "defaults: grandparent.yaml\ngrpo: {seed: 2, val_period: 5}\npolicy: {train_global_batch_size: 32}\n");
+  write("base/parent.yaml",
+        "defaults: grandparent.yaml\ngrpo: {seed: 2, val_period: 5}\npolicy: {train_global_batch_size: 32}\n");
   const auto child = write("child.yaml", "defaults: base/parent.yaml\ngrpo:\n  val_period: 7\n");
   const Config config = load_config(child);
   EXPECT_EQ(config.grpo.num_prompts_per_step, 8);
@@ -64,8 +65,8 @@ TEST_F(ConfigFiles, OverrideMarkReplacesAMapping) {
   write("base.yaml", "policy: {generation: {temperature: 0.5, top_p: 0.9}}\n");
   const Config merged = load_config(write("merged.yaml", "defaults: base.yaml\npolicy: {generation: {top_p: 0.8}}\n"));
   EXPECT_EQ(merged.policy.generation.temperature, 0.5);
-  const Config replaced =
-      load_config(write("replaced.yaml", "defaults: base.yaml\npolicy: {generation: {_override_: true, top_p: 0.8}}\n"));
+  const Config replaced = load_config(
+      write("replaced.yaml", "defaults: base.yaml\npolicy: {generation: {_override_: true, top_p: 0.8}}\n"));
   EXPECT_EQ(replaced.policy.generation.temperature, 1.0);
   EXPECT_EQ(replaced.policy.generation.top_p, 0.8);
   EXPECT_THAT(load_error("policy: {_override_: perhaps}\n"), HasSubstr("run.yaml:1: _override_"));
@@ -75,7 +76,8 @@ TEST_F(ConfigFiles, CircleOfDefaultsIsNamed) {
   write("a.yaml", "defaults: b.yaml\n");
   write("b.yaml", "\ndefaults: a.yaml\n");
   const std::string message = error_of([&] { load_config(folder_.path() / "a.yaml"); });
-  EXPECT_THAT(message, HasSubstr("b.yaml:2: defaults: files inherit each other in a circle: a.yaml -> b.yaml -> a.yaml"));
+  EXPECT_THAT(message,
+              HasSubstr("b.yaml:2: defaults: files inherit each other in a circle: a.yaml -> b.yaml -> a.yaml"));
 }
 
 TEST_F(ConfigFiles, MissingParentNamesTheLineThatAsks) {
@@ -87,7 +89,8 @@ TEST_F(ConfigFiles, MissingParentNamesTheLineThatAsks) {
 
 TEST_F(ConfigFiles, ProblemIsLocatedInTheFileThatWroteIt) {
   write("base.yaml", "grpo:\n  seed: -5\n");
-  const std::string message = error_of([&] { load_config(write("child.yaml", "defaults: base.yaml\ngrpo: {val_period: 3}\n")); });
+  const std::string message =
+      error_of([&] { load_config(write("child.yaml", "defaults: base.yaml\ngrpo: {val_period: 3}\n")); });
   EXPECT_THAT(message, HasSubstr("base.yaml:2: grpo.seed: must be at least 0, got -5"));
 }
 
@@ -107,7 +110,8 @@ TEST(ConfigText, InterpolationTakesValuesSectionsAndProducts) {
       "    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}\n"
       "    logprob_mb_tokens: \"${add:${policy.sequence_packing.train_mb_tokens},1}\"\n"
       "  optimizer: {kwargs: {lr: 3.0e-4, weight_decay: '${div:1, 8}', betas: [0.5, 0.6]}}\n"
-      "  megatron_cfg: {optimizer: {lr: '${policy.optimizer.kwargs.lr}', min_lr: '${min:1e-5, ${policy.optimizer.kwargs.lr}}'}}\n"
+      "  megatron_cfg: {optimizer: {lr: '${policy.optimizer.kwargs.lr}', min_lr: '${min:1e-5, "
+      "${policy.optimizer.kwargs.lr}}'}}\n"
       "data:\n"
       "  train: {data_path: a.jsonl, input_key: q}\n"
       "  validation: ${data.train}\n"
@@ -123,8 +127,10 @@ TEST(ConfigText, InterpolationTakesValuesSectionsAndProducts) {
 }
 
 TEST(ConfigText, BadInterpolationsAreNamed) {
-  EXPECT_THAT(load_error("grpo:\n  seed: ${grpo.sed}\n"), HasSubstr("run.yaml:2: '${grpo.sed}': there is no key 'grpo.sed'"));
-  EXPECT_THAT(load_error("grpo: {seed: \"${grpo.val_period}\", val_period: \"${grpo.seed}\"}\n"), HasSubstr("refer to each other in a circle"));
+  EXPECT_THAT(load_error("grpo:\n  seed: ${grpo.sed}\n"),
+              HasSubstr("run.yaml:2: '${grpo.sed}': there is no key 'grpo.sed'"));
+  EXPECT_THAT(load_error("grpo: {seed: \"${grpo.val_period}\", val_period: \"${grpo.seed}\"}\n"),
+              HasSubstr("refer to each other in a circle"));
   EXPECT_THAT(load_error("grpo: ${grpo}\n"), HasSubstr("circle"));
   EXPECT_THAT(load_error("grpo: {seed: '${mul:2}'}\n"), HasSubstr("expected two numbers, got 1"));
   EXPECT_THAT(load_error("grpo: {seed: '${mul:2, two}'}\n"), HasSubstr("'two' is not a number"));
@@ -141,11 +147,12 @@ TEST(ConfigText, BadInterpolationsAreNamed) {
 }
 
 TEST(ConfigText, OverridesWinAndTakeYamlValues) {
-  const Config config = load_config_text("grpo: {seed: 1}\n",
-                                         {"grpo.seed=7", "++policy.optimizer.kwargs.betas=[0.8, 0.9]", "+logger.dump_steps=[3,4]",
-                                          "env.http.url=http://rewards:8080/score", "env.http.enabled=true", "data.train.prompt_file=",
-                                          "policy.generation.max_new_tokens=${policy.train_micro_batch_size}", "grpo.advantage_clip_low=null",
-                                          "policy.tokenizer.chat_template_kwargs.enable_thinking=false"});
+  const Config config =
+      load_config_text("grpo: {seed: 1}\n",
+                       {"grpo.seed=7", "++policy.optimizer.kwargs.betas=[0.8, 0.9]", "+logger.dump_steps=[3,4]",
+                        "env.http.url=http://rewards:8080/score", "env.http.enabled=true",
+                        "data.train.prompt_file=", "policy.generation.max_new_tokens=${policy.train_micro_batch_size}",
+                        "grpo.advantage_clip_low=null", "policy.tokenizer.chat_template_kwargs.enable_thinking=false"});
   EXPECT_EQ(config.grpo.seed, 7);
   EXPECT_THAT(config.policy.optimizer.kwargs.betas, ElementsAre(0.8, 0.9));
   EXPECT_THAT(config.logger.dump_steps, ElementsAre(3, 4));
@@ -156,9 +163,11 @@ TEST(ConfigText, OverridesWinAndTakeYamlValues) {
 
 TEST(ConfigText, BadOverridesAreNamed) {
   EXPECT_THAT(load_error("", {"grpo.seed"}), HasSubstr("override 'grpo.seed': expected key.sub=value"));
-  EXPECT_THAT(load_error("", {"grpo.sed=3"}), HasSubstr("override 'grpo.sed=3': grpo.sed: unknown key; did you mean 'seed'?"));
+  EXPECT_THAT(load_error("", {"grpo.sed=3"}),
+              HasSubstr("override 'grpo.sed=3': grpo.sed: unknown key; did you mean 'seed'?"));
   EXPECT_THAT(load_error("", {"grpo..seed=3"}), HasSubstr("is not a key"));
-  EXPECT_THAT(load_error("policy: {scheduler: [{name: ConstantLR}]}\n", {"policy.scheduler.0.name=x"}), HasSubstr("set that value as a whole"));
+  EXPECT_THAT(load_error("policy: {scheduler: [{name: ConstantLR}]}\n", {"policy.scheduler.0.name=x"}),
+              HasSubstr("set that value as a whole"));
   EXPECT_THAT(load_error("", {"grpo.seed=[1"}), HasSubstr("not YAML"));
 }
 
@@ -173,7 +182,8 @@ TEST(ConfigText, UnknownKeyNamesTheNearest) {
 }
 
 TEST(ConfigText, WrongTypesSayWhatIsExpected) {
-  EXPECT_THAT(load_error("grpo: {seed: many}\n"), HasSubstr("run.yaml:1: grpo.seed: expected an integer, got the text 'many'"));
+  EXPECT_THAT(load_error("grpo: {seed: many}\n"),
+              HasSubstr("run.yaml:1: grpo.seed: expected an integer, got the text 'many'"));
   EXPECT_THAT(load_error("grpo: {seed: 1.5}\n"), HasSubstr("expected an integer, got '1.5'"));
   EXPECT_THAT(load_error("grpo: {seed: '7'}\n"), HasSubstr("expected an integer, got the text '7'"));
   EXPECT_THAT(load_error("grpo: {seed: [1]}\n"), HasSubstr("expected an integer, got a list"));
@@ -208,12 +218,15 @@ TEST(ConfigText, EngineInternalsAreAcceptedWithOneWarningEach) {
       "logger: {wandb_enabled: false}\n",
       {}, &warnings, "run.yaml");
   EXPECT_EQ(config.policy.generation.backend, "vllm");
-  EXPECT_THAT(warnings, ElementsAre("run.yaml:4: policy.generation.vllm_cfg has no effect here: a setting of another generation engine",
-                                    HasSubstr("run.yaml:5: logger.wandb_enabled has no effect here")));
+  EXPECT_THAT(
+      warnings,
+      ElementsAre("run.yaml:4: policy.generation.vllm_cfg has no effect here: a setting of another generation engine",
+                  HasSubstr("run.yaml:5: logger.wandb_enabled has no effect here")));
 }
 
 TEST(ConfigText, OldAndNewSpellingsOfDataAgree) {
-  const Config flat = load_config_text("data: {dataset_name: gsm8k, prompt_file: p.txt, val_data_path: v.jsonl, input_key: q}\n");
+  const Config flat =
+      load_config_text("data: {dataset_name: gsm8k, prompt_file: p.txt, val_data_path: v.jsonl, input_key: q}\n");
   EXPECT_EQ(flat.data.train.dataset_name, "gsm8k");
   EXPECT_EQ(flat.data.train.prompt_file, "p.txt");
   EXPECT_EQ(flat.data.validation.prompt_file, "p.txt");
@@ -226,19 +239,23 @@ TEST(ConfigText, OldAndNewSpellingsOfDataAgree) {
 }
 
 TEST(ConfigText, AdvEstimatorKeysWin) {
-  const Config config = load_config_text("grpo: {normalize_rewards: true, adv_estimator: {normalize_rewards: false}}\n");
+  const Config config =
+      load_config_text("grpo: {normalize_rewards: true, adv_estimator: {normalize_rewards: false}}\n");
   EXPECT_FALSE(config.grpo.normalize_rewards);
 }
 
 TEST(ConfigText, DynamicBatchingTurnsPackingOffUnlessBothAreAsked) {
   EXPECT_FALSE(load_config_text("policy: {dynamic_batching: {enabled: true}}\n").policy.sequence_packing.enabled);
-  EXPECT_THAT(load_error("policy: {dynamic_batching: {enabled: true}, sequence_packing: {enabled: true}}\n"), HasSubstr("excludes"));
+  EXPECT_THAT(load_error("policy: {dynamic_batching: {enabled: true}, sequence_packing: {enabled: true}}\n"),
+              HasSubstr("excludes"));
 }
 
 TEST(ConfigText, NullMeansWhatNemoMeansByIt) {
   const Config config = load_config_text(
-      "policy: {max_grad_norm: null, tokenizer: {chat_template: null}, generation: {top_k: null, stop_strings: null}, optimizer: null, scheduler: null}\n"
-      "checkpointing: {metric_name: null, keep_top_k: null}\nloss_fn: {kl_input_clamp_value: null, ratio_clip_c: null}\n");
+      "policy: {max_grad_norm: null, tokenizer: {chat_template: null}, generation: {top_k: null, stop_strings: null}, "
+      "optimizer: null, scheduler: null}\n"
+      "checkpointing: {metric_name: null, keep_top_k: null}\nloss_fn: {kl_input_clamp_value: null, ratio_clip_c: "
+      "null}\n");
   EXPECT_EQ(config.policy.max_grad_norm, 0);
   EXPECT_EQ(config.policy.tokenizer.chat_template, "none");
   EXPECT_EQ(config.policy.generation.top_k, 0);
@@ -259,12 +276,18 @@ TEST(ConfigText, Schedulers) {
   EXPECT_EQ(config.policy.scheduler.pieces[0].kwargs.at("end_factor"), 1.0);
   EXPECT_EQ(config.policy.scheduler.pieces[1].kwargs.at("total_iters"), 1e10);
   EXPECT_THAT(config.policy.scheduler.milestones, ElementsAre(50));
-  const auto scheduler_error = [](const std::string& list) { return load_error("policy: {scheduler: " + list + "}\n"); };
-  EXPECT_THAT(scheduler_error("[{name: OneCycleLR}]"), HasSubstr("unknown scheduler 'OneCycleLR'; there are ConstantLR"));
-  EXPECT_THAT(scheduler_error("[{name: LinearLR, kwargs: {iters: 3}}]"), HasSubstr("LinearLR has no 'iters'; it has end_factor"));
+  const auto scheduler_error = [](const std::string& list) {
+    return load_error("policy: {scheduler: " + list + "}\n");
+  };
+  EXPECT_THAT(scheduler_error("[{name: OneCycleLR}]"),
+              HasSubstr("unknown scheduler 'OneCycleLR'; there are ConstantLR"));
+  EXPECT_THAT(scheduler_error("[{name: LinearLR, kwargs: {iters: 3}}]"),
+              HasSubstr("LinearLR has no 'iters'; it has end_factor"));
   EXPECT_THAT(scheduler_error("[{name: CosineAnnealingLR}]"), HasSubstr("needs 'T_max'"));
-  EXPECT_THAT(scheduler_error("[{name: LinearLR}, {name: ConstantLR}, {milestones: [5, 9]}]"), HasSubstr("2 schedulers need 1 milestones, got 2"));
-  EXPECT_THAT(scheduler_error("[{name: LinearLR}, {name: ConstantLR}, {name: ConstantLR}, {milestones: [9, 5]}]"), HasSubstr("must rise"));
+  EXPECT_THAT(scheduler_error("[{name: LinearLR}, {name: ConstantLR}, {milestones: [5, 9]}]"),
+              HasSubstr("2 schedulers need 1 milestones, got 2"));
+  EXPECT_THAT(scheduler_error("[{name: LinearLR}, {name: ConstantLR}, {name: ConstantLR}, {milestones: [9, 5]}]"),
+              HasSubstr("must rise"));
   EXPECT_THAT(scheduler_error("[{milestones: [5]}, {name: LinearLR}]"), HasSubstr("milestones must be the last entry"));
 }
 

@@ -46,7 +46,8 @@ class DatasetTest : public testing::Test {
   // Rows 0..count-1 with input "q<i>" and output "<i>".
   static std::string rows(int count) {
     std::string text;
-    for (int i = 0; i < count; ++i) text += json{{"input", "q" + std::to_string(i)}, {"output", std::to_string(i)}}.dump() + "\n";
+    for (int i = 0; i < count; ++i)
+      text += json{{"input", "q" + std::to_string(i)}, {"output", std::to_string(i)}}.dump() + "\n";
     return text;
   }
   DataOptions raw(const std::string& path) const {
@@ -75,7 +76,9 @@ class DatasetTest : public testing::Test {
 };
 
 TEST_F(DatasetTest, ReadsPromptsAndGold) {
-  const std::string path = write("d.jsonl", "\xEF\xBB\xBF{\"question\": \"2+2?\", \"answer\": \"2+2=4\\n#### 4\", \"id\": \"x\"}\r\n\r\n{\"question\": \"ü\", \"answer\": \"5\"}");
+  const std::string path = write("d.jsonl",
+                                 "\xEF\xBB\xBF{\"question\": \"2+2?\", \"answer\": \"2+2=4\\n#### 4\", \"id\": "
+                                 "\"x\"}\r\n\r\n{\"question\": \"ü\", \"answer\": \"5\"}");
   PromptStream stream(raw(path), tokenizer_);
   EXPECT_EQ(stream.size(), 2);
   const PromptExample first = stream.next();
@@ -98,7 +101,8 @@ TEST_F(DatasetTest, PromptAndSystemFiles) {
   EXPECT_EQ(PromptStream(options, tokenizer_).next().prompt_text, "Be brief.\n\nSolve q0 in \\boxed{}");
   options.apply_chat_template = true;
   EXPECT_EQ(PromptStream(options, tokenizer_).next().prompt_text,
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSolve q0 in \\boxed{}<|im_end|>\n<|im_start|>assistant\n");
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nSolve q0 in "
+            "\\boxed{}<|im_end|>\n<|im_start|>assistant\n");
   options.prompt_file = write("prompt.txt", "nothing");
   EXPECT_THAT(open_error(options), HasSubstr("prompt.txt has no {}"));
   options.prompt_file = (dir_.path() / "missing.txt").string();
@@ -106,7 +110,8 @@ TEST_F(DatasetTest, PromptAndSystemFiles) {
 }
 
 TEST_F(DatasetTest, TemplateVariables) {
-  DataOptions options = raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "hi"}], "tools": [{"z": 1, "a": 2}]})"));
+  DataOptions options =
+      raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "hi"}], "tools": [{"z": 1, "a": 2}]})"));
   options.apply_chat_template = true;
   options.chat_template_kwargs = {{"mood", "calm"}};
   tokenizer_ = Tokenizer::load(dir_.path() / "model", "{{ messages[0].content }} {{ mood }} {{ tools | tojson }}");
@@ -114,11 +119,14 @@ TEST_F(DatasetTest, TemplateVariables) {
 }
 
 TEST_F(DatasetTest, BadLinesAreCountedUpToTheLimit) {
-  const std::string path = write("d.jsonl", "{\"input\": \"a\", \"output\": \"1\"}\nnot json\n{\"inputs\": \"b\", \"output\": \"2\"}\n{\"input\": \"c\", \"output\": \"3\"}\n");
+  const std::string path = write("d.jsonl",
+                                 "{\"input\": \"a\", \"output\": \"1\"}\nnot json\n{\"inputs\": \"b\", \"output\": "
+                                 "\"2\"}\n{\"input\": \"c\", \"output\": \"3\"}\n");
   DataOptions options = raw(path);
   EXPECT_THAT(open_error(options), HasSubstr("d.jsonl line 2: not valid JSON at byte"));
   options.max_bad_lines = 1;
-  EXPECT_THAT(open_error(options), HasSubstr("d.jsonl line 3: no key \"input\"; did you mean \"inputs\"?; that is bad row 2, data.max_bad_lines is 1; the first was"));
+  EXPECT_THAT(open_error(options), HasSubstr("d.jsonl line 3: no key \"input\"; did you mean \"inputs\"?; that is bad "
+                                             "row 2, data.max_bad_lines is 1; the first was"));
   options.max_bad_lines = 2;
   PromptStream stream(options, tokenizer_);
   EXPECT_EQ(stream.dataset().bad_rows(), 2);
@@ -147,7 +155,8 @@ TEST_F(DatasetTest, HugeLine) {
   PromptStream stream(raw(write("big.jsonl", rows(1) + big + rows(1))), tokenizer_);
   stream.next();
   EXPECT_EQ(stream.next().prompt_ids.size(), size_t{1} << 20);
-  DataOptions options = raw(write("toobig.jsonl", rows(1) + "{\"input\": \"" + std::string(kMaxLineBytes, 'x') + "\", \"output\": \"1\"}\n" + rows(1)));
+  DataOptions options = raw(write("toobig.jsonl", rows(1) + "{\"input\": \"" + std::string(kMaxLineBytes, 'x') +
+                                                      "\", \"output\": \"1\"}\n" + rows(1)));
   EXPECT_THAT(open_error(options), HasSubstr("line 2: longer than 64.0 MiB"));
   options.max_bad_lines = 1;
   EXPECT_EQ(Dataset::open(options, tokenizer_)->size(), 2);
@@ -167,7 +176,8 @@ TEST_F(DatasetTest, Gzip) {
   }
   const std::string whole = gzip(text);
   for (const size_t keep : {size_t{3}, size_t{12}, whole.size() / 2, whole.size() - 1}) {
-    EXPECT_THAT(open_error(raw(write("cut.jsonl.gz", whole.substr(0, keep)))), HasSubstr("cut.jsonl.gz is truncated")) << keep;
+    EXPECT_THAT(open_error(raw(write("cut.jsonl.gz", whole.substr(0, keep)))), HasSubstr("cut.jsonl.gz is truncated"))
+        << keep;
   }
   std::string damaged = whole;
   damaged[damaged.size() - 6] ^= 1;  // the checksum
@@ -186,13 +196,17 @@ TEST_F(DatasetTest, Parquet) {
     for (int i = 0; i < 10; ++i) {
       const PromptExample example = stream.next();
       EXPECT_EQ(example.index, i);
-      EXPECT_EQ(example.prompt_text, "What is " + std::to_string(i) + " + " + std::to_string(i) + "? ü" + std::to_string(i));
+      EXPECT_EQ(example.prompt_text,
+                "What is " + std::to_string(i) + " + " + std::to_string(i) + "? ü" + std::to_string(i));
       EXPECT_EQ(example.gold, std::to_string(2 * i));
     }
   }
   PromptStream stream(raw((kFixtures / "numbers_snappy.parquet").string()), tokenizer_);
   const auto examples = stream.take(4);
-  EXPECT_EQ(examples[1].extra, json::parse(R"({"answer": "2", "level": 1, "weight": 0.25, "hard": true, "tags": ["a", "t1"], "source": {"name": "made", "page": 1}})"));
+  EXPECT_EQ(
+      examples[1].extra,
+      json::parse(
+          R"({"answer": "2", "level": 1, "weight": 0.25, "hard": true, "tags": ["a", "t1"], "source": {"name": "made", "page": 1}})"));
   EXPECT_TRUE(examples[3].extra["tags"].is_null());
 
   DataOptions chats = raw((kFixtures / "chats.parquet").string());
@@ -203,13 +217,15 @@ TEST_F(DatasetTest, Parquet) {
 }
 
 TEST_F(DatasetTest, ParquetThatCannotBeRead) {
-  EXPECT_THAT(open_error(raw((kFixtures / "numbers_zstd.parquet").string())), HasSubstr("codecs that can be read: none, snappy, gzip, lz4"));
+  EXPECT_THAT(open_error(raw((kFixtures / "numbers_zstd.parquet").string())),
+              HasSubstr("codecs that can be read: none, snappy, gzip, lz4"));
   const std::string bytes = read_file(kFixtures / "numbers_snappy.parquet");
   EXPECT_THAT(open_error(raw(write("cut.parquet", bytes.substr(0, bytes.size() - 20)))), HasSubstr("cannot open"));
   DataOptions options = raw((kFixtures / "numbers_snappy.parquet").string());
   options.input_key = "problems";
   options.output_key = "answer";
-  EXPECT_THAT(open_error(options), HasSubstr("numbers_snappy.parquet row 1: no key \"problems\"; did you mean \"problem\"?"));
+  EXPECT_THAT(open_error(options),
+              HasSubstr("numbers_snappy.parquet row 1: no key \"problems\"; did you mean \"problem\"?"));
   options.format = "jsonl";
   EXPECT_THAT(open_error(options), HasSubstr("is a Parquet file, but the format asked for is jsonl"));
   // Every damaged byte gives rows or an error with the file's name, never a crash.
@@ -224,7 +240,8 @@ TEST_F(DatasetTest, ParquetThatCannotBeRead) {
 
 TEST_F(DatasetTest, LongPromptsAreSkippedOrRefused) {
   std::string text;
-  for (const char* input : {"short", "this one is much too long", "brief", "again far too long to fit"}) text += json{{"input", input}, {"output", "1"}}.dump() + "\n";
+  for (const char* input : {"short", "this one is much too long", "brief", "again far too long to fit"})
+    text += json{{"input", input}, {"output", "1"}}.dump() + "\n";
   DataOptions options = raw(write("d.jsonl", text));
   options.max_input_seq_length = 5;
   PromptStream stream(options, tokenizer_);
@@ -369,7 +386,9 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   EXPECT_THAT(chat.completion_ids, ElementsAre('2', kByteImEnd));  // not the template's line feed
   options.path = write("d.jsonl", R"({"input": "1+1=", "output": ""})");
   EXPECT_THAT(open_error(options), HasSubstr("nothing to learn"));
-  options.path = write("long.jsonl", R"({"input": "1", "output": "long answer"})" "\n" R"({"input": "1", "output": "2"})");
+  options.path = write("long.jsonl", R"({"input": "1", "output": "long answer"})"
+                                     "\n"
+                                     R"({"input": "1", "output": "2"})");
   options.apply_chat_template = false;
   options.max_input_seq_length = 5;
   PromptStream limited(options, tokenizer_);
@@ -377,14 +396,16 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
 }
 
 TEST_F(DatasetTest, CompletionsOfConversations) {
-  DataOptions options = raw(write("d.jsonl",
+  DataOptions options = raw(write(
+      "d.jsonl",
       R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})"));
   options.completions = true;
   EXPECT_THAT(open_error(options), HasSubstr("holds conversations, which need the chat template"));
   options.apply_chat_template = true;
   const PromptExample example = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(example.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_EQ(tokenizer_->decode(example.completion_ids, false), "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>");
+  EXPECT_EQ(tokenizer_->decode(example.completion_ids, false),
+            "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>");
   ASSERT_EQ(example.completion_mask.size(), example.completion_ids.size());
   std::vector<int32_t> learnt;
   for (size_t i = 0; i < example.completion_ids.size(); ++i) {
@@ -394,7 +415,8 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
 
   // A template that shows only the last answer whole: the first is not learnt.
   const auto rewriting = Tokenizer::load(dir_.path() / "model",
-      "{% for m in messages %}{{ m.role[0] }}:{{ m.content if m.role == 'user' or loop.last else '-' }};{% endfor %}{{ 'a:' if add_generation_prompt }}");
+                                         "{% for m in messages %}{{ m.role[0] }}:{{ m.content if m.role == 'user' or "
+                                         "loop.last else '-' }};{% endfor %}{{ 'a:' if add_generation_prompt }}");
   const PromptExample last = PromptStream(options, rewriting).next();
   EXPECT_EQ(last.prompt_text, "u:a;a:-;u:c;a:");
   EXPECT_EQ(rewriting->decode(last.completion_ids, false), "d;<|im_end|>");
@@ -408,10 +430,17 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
 }
 
 TEST_F(DatasetTest, TemplateRefusalIsABadRow) {
-  DataOptions options = raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "a"}]})" "\n" R"({"messages": [{"role": "nobody", "content": "a"}]})" "\n"));
+  DataOptions options = raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "a"}]})"
+                                             "\n"
+                                             R"({"messages": [{"role": "nobody", "content": "a"}]})"
+                                             "\n"));
   options.apply_chat_template = true;
-  tokenizer_ = Tokenizer::load(dir_.path() / "model", "{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}{{ messages[0].content }}");
-  EXPECT_THAT(open_error(options), HasSubstr("d.jsonl line 2: the chat template (policy.tokenizer.chat_template) refused a conversation: who?"));
+  tokenizer_ = Tokenizer::load(
+      dir_.path() / "model",
+      "{% if messages[0].role != 'user' %}{{ raise_exception('who?') }}{% endif %}{{ messages[0].content }}");
+  EXPECT_THAT(
+      open_error(options),
+      HasSubstr("d.jsonl line 2: the chat template (policy.tokenizer.chat_template) refused a conversation: who?"));
   options.max_bad_lines = 1;
   EXPECT_EQ(Dataset::open(options, tokenizer_)->size(), 1);
 }

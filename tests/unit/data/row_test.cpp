@@ -31,13 +31,17 @@ TEST(Row, ReasonsOfBadLines) {
   EXPECT_THAT(reason("{\"input\": \"a\", \"output\"", schema), HasSubstr("not valid JSON at byte"));
   EXPECT_THAT(reason("{\"input\": \"\xFF\"}", schema), HasSubstr("not valid JSON at byte 12"));
   EXPECT_THAT(reason("[1, 2]", schema), HasSubstr("a JSON object is expected, found array"));
-  EXPECT_THAT(reason("{\"inputs\": \"a\", \"output\": \"b\"}", schema), HasSubstr("no key \"input\"; did you mean \"inputs\"?"));
+  EXPECT_THAT(reason("{\"inputs\": \"a\", \"output\": \"b\"}", schema),
+              HasSubstr("no key \"input\"; did you mean \"inputs\"?"));
   EXPECT_THAT(reason("{\"text\": \"a\"}", schema), HasSubstr("no key \"input\"; it has text"));
-  EXPECT_THAT(reason("{\"input\": 3, \"output\": \"b\"}", schema), HasSubstr("\"input\" is of type number, text or a list of messages is expected"));
+  EXPECT_THAT(reason("{\"input\": 3, \"output\": \"b\"}", schema),
+              HasSubstr("\"input\" is of type number, text or a list of messages is expected"));
   EXPECT_THAT(reason("{\"input\": \" \", \"output\": \"b\"}", schema), HasSubstr("\"input\" is empty"));
-  EXPECT_THAT(reason("{\"input\": \"a\", \"output\": [1]}", schema), HasSubstr("\"output\" is of type array, text is expected"));
+  EXPECT_THAT(reason("{\"input\": \"a\", \"output\": [1]}", schema),
+              HasSubstr("\"output\" is of type array, text is expected"));
   EXPECT_THAT(reason("{\"input\": \"a\", \"output\": null}", schema), HasSubstr("\"output\" is null"));
-  EXPECT_THAT(reason(std::string(200, '[') + std::string(200, ']'), schema), HasSubstr("nested deeper than 100 levels"));
+  EXPECT_THAT(reason(std::string(200, '[') + std::string(200, ']'), schema),
+              HasSubstr("nested deeper than 100 levels"));
   EXPECT_THAT(reason("{\"input\": \"a\", \"output\": 1e999}", schema), HasSubstr("not valid JSON"));
   EXPECT_LT(reason("{\"input\": \"" + std::string(100000, 'x'), schema).size(), 400u);
 }
@@ -48,9 +52,12 @@ TEST(Row, ReasonsOfBadConversations) {
   EXPECT_THAT(reason(R"({"messages": ["hi"]})", schema), HasSubstr("\"messages\"[0] is not a message object"));
   EXPECT_THAT(reason(R"({"messages": [{"content": "x"}]})", schema), HasSubstr("no text \"role\""));
   EXPECT_THAT(reason(R"({"messages": [{"role": "user"}]})", schema), HasSubstr("no \"content\""));
-  EXPECT_THAT(reason(R"({"messages": [{"role": "user", "content": 3}]})", schema), HasSubstr("neither text nor a list"));
-  EXPECT_THAT(reason(R"({"messages": [{"role": "assistant", "content": "x"}]})", schema), HasSubstr("an answer but no question"));
-  EXPECT_THAT(reason(R"({"messages": [{"role": "user", "content": "x"}]})", RowSchema{"messages", "", true}), HasSubstr("does not end with an assistant message"));
+  EXPECT_THAT(reason(R"({"messages": [{"role": "user", "content": 3}]})", schema),
+              HasSubstr("neither text nor a list"));
+  EXPECT_THAT(reason(R"({"messages": [{"role": "assistant", "content": "x"}]})", schema),
+              HasSubstr("an answer but no question"));
+  EXPECT_THAT(reason(R"({"messages": [{"role": "user", "content": "x"}]})", RowSchema{"messages", "", true}),
+              HasSubstr("does not end with an assistant message"));
 }
 
 TEST(Row, Layouts) {
@@ -66,10 +73,12 @@ TEST(Row, Layouts) {
   EXPECT_EQ(detect_schema(parse_json_object(R"({"messages": [], "label": "a"})"), "", "label").output_key, "label");
   EXPECT_EQ(detect_schema(parse_json_object("{}"), "in", "").output_key, "");
   // The configuration's default names give way to a known layout, other names do not.
-  EXPECT_EQ(detect_schema(parse_json_object(R"({"question": "q", "answer": "a"})"), "input", "output").output_key, "answer");
+  EXPECT_EQ(detect_schema(parse_json_object(R"({"question": "q", "answer": "a"})"), "input", "output").output_key,
+            "answer");
   EXPECT_EQ(detect_schema(parse_json_object(R"({"messages": []})"), "input", "output").input_key, "messages");
   EXPECT_EQ(detect_schema(parse_json_object(R"({"messages": []})"), "prompt", "output").input_key, "prompt");
-  EXPECT_THAT(reason(R"({"inputs": "q"})", detect_schema(parse_json_object(R"({"inputs": "q"})"), "input", "output")), HasSubstr("did you mean \"inputs\"?"));
+  EXPECT_THAT(reason(R"({"inputs": "q"})", detect_schema(parse_json_object(R"({"inputs": "q"})"), "input", "output")),
+              HasSubstr("did you mean \"inputs\"?"));
 }
 
 TEST(Row, GoldAnswers) {
@@ -79,27 +88,33 @@ TEST(Row, GoldAnswers) {
   EXPECT_EQ(final_answer("#### Heading\nthe text"), "#### Heading\nthe text");
   EXPECT_EQ(final_answer(" \\frac{1}{2} "), "\\frac{1}{2}");
   EXPECT_EQ(final_answer(""), "");
-  const auto gold = [](const char* output) { return parse_row(parse_json_object(std::string(R"({"i": "x", "o": )") + output + "}"), {"i", "o"}).gold; };
+  const auto gold = [](const char* output) {
+    return parse_row(parse_json_object(std::string(R"({"i": "x", "o": )") + output + "}"), {"i", "o"}).gold;
+  };
   EXPECT_EQ(gold("18"), "18");
   EXPECT_EQ(gold("0.5"), "0.5");
   EXPECT_EQ(gold("true"), "true");
 }
 
 TEST(Row, ConversationAndExtra) {
-  const Row row = parse_row(parse_json_object(R"({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
-      {"role": "assistant", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}], "level": 3, "tools": [{"z": 1, "a": 2}]})"), {"messages", ""});
+  const Row row =
+      parse_row(parse_json_object(R"({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
+      {"role": "assistant", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}], "level": 3, "tools": [{"z": 1, "a": 2}]})"),
+                {"messages", ""});
   EXPECT_EQ(row.messages.size(), 2u);
   EXPECT_EQ(row.output, "abc");
   EXPECT_EQ(row.gold, "abc");
   EXPECT_EQ(row.extra["level"], 3);
   EXPECT_FALSE(row.extra.contains("messages"));
   EXPECT_EQ(row.tools.dump(), R"([{"z":1,"a":2}])");
-  const Row labelled = parse_row(parse_json_object(R"({"messages": [{"role": "user", "content": "q"}], "answer": "7"})"), {"messages", "answer"});
+  const Row labelled = parse_row(
+      parse_json_object(R"({"messages": [{"role": "user", "content": "q"}], "answer": "7"})"), {"messages", "answer"});
   EXPECT_EQ(labelled.gold, "7");
 }
 
 TEST(Prompt, Template) {
-  EXPECT_EQ(parse_prompt_template("Solve.\n{}\nAnswer in \\boxed{{}}.", "f"), (std::pair<std::string, std::string>("Solve.\n", "\nAnswer in \\boxed{}.")));
+  EXPECT_EQ(parse_prompt_template("Solve.\n{}\nAnswer in \\boxed{{}}.", "f"),
+            (std::pair<std::string, std::string>("Solve.\n", "\nAnswer in \\boxed{}.")));
   EXPECT_EQ(parse_prompt_template("{0}", "f"), (std::pair<std::string, std::string>("", "")));
   const auto error = [](const char* text) -> std::string {
     try {
@@ -117,7 +132,11 @@ TEST(Prompt, Template) {
 
 std::vector<std::pair<int64_t, std::string>> cut(const std::string& text, size_t chunk, size_t limit = kMaxLineBytes) {
   std::vector<std::pair<int64_t, std::string>> lines;
-  LineSplitter splitter([&](const LineSplitter::Line& line) { lines.emplace_back(line.offset, line.too_long ? "<too long>" : std::string(line.text)); }, limit);
+  LineSplitter splitter(
+      [&](const LineSplitter::Line& line) {
+        lines.emplace_back(line.offset, line.too_long ? "<too long>" : std::string(line.text));
+      },
+      limit);
   for (size_t at = 0; at < text.size(); at += chunk) splitter.feed(std::string_view(text).substr(at, chunk));
   splitter.finish();
   return lines;
@@ -163,7 +182,8 @@ TEST(Permutation, IsABijectionOfEverySize) {
 TEST(Permutation, IsStableAndMixed) {
   const Permutation permutation(1000, Permutation::key(42, 0));
   // Pinned: a change would make old checkpoints continue with other prompts.
-  EXPECT_THAT((std::vector<int64_t>{permutation(0), permutation(1), permutation(2), permutation(999)}), ElementsAre(417, 594, 218, 301));
+  EXPECT_THAT((std::vector<int64_t>{permutation(0), permutation(1), permutation(2), permutation(999)}),
+              ElementsAre(417, 594, 218, 301));
   // A random order has about one fixed point and a mean displacement of a third of its size.
   int fixed = 0;
   double distance = 0;

@@ -126,9 +126,9 @@ void expect_log_probs_of_the_loss(const Model& model, const std::map<int64_t, Ge
   }
   ASSERT_FALSE(rows.empty());
   const at::Tensor hidden = model.forward(PackedBatch::from_sequences(sequences));
-  const at::Tensor logprobs =
-      token_logprobs(hidden.index_select(0, at::tensor(rows, at::kLong)), model.head_weight(), at::tensor(targets, at::kLong), options)
-          .contiguous();
+  const at::Tensor logprobs = token_logprobs(hidden.index_select(0, at::tensor(rows, at::kLong)), model.head_weight(),
+                                             at::tensor(targets, at::kLong), options)
+                                  .contiguous();
   ASSERT_EQ(0, std::memcmp(logprobs.data_ptr<float>(), expected.data(), expected.size() * sizeof(float)));
 }
 
@@ -208,8 +208,9 @@ TEST(Engine, SamplesDoNotDependOnHowTheyAreBatched) {
   }
   {
     SCOPED_TRACE("late stops, preempted");
-    const EngineStats stats =
-        expect_equal({.cache_rows = 130, .max_sequences = 32, .prefill_chunk_tokens = 16, .headroom_rows = 1, .late_stops = true}, groups);
+    const EngineStats stats = expect_equal(
+        {.cache_rows = 130, .max_sequences = 32, .prefill_chunk_tokens = 16, .headroom_rows = 1, .late_stops = true},
+        groups);
     EXPECT_GT(stats.preemptions, 0);
   }
 }
@@ -277,7 +278,8 @@ TEST(Engine, StopIdsEndASampleAndAreKept) {
     for (const auto& [id, group] : generate(engine, requests(6, 4))) {
       for (size_t i = 0; i < group.samples.size(); ++i) {
         const std::vector<int32_t>& all = whole.at(id).samples[i].tokens;
-        const auto stop = std::find_first_of(all.begin(), all.end(), sampling.stop_ids.begin(), sampling.stop_ids.end());
+        const auto stop =
+            std::find_first_of(all.begin(), all.end(), sampling.stop_ids.begin(), sampling.stop_ids.end());
         const std::vector<int32_t> expected(all.begin(), stop == all.end() ? stop : stop + 1);
         EXPECT_EQ(group.samples[i].tokens, expected);
         EXPECT_EQ(group.samples[i].logprobs.size(), expected.size());
@@ -324,6 +326,27 @@ TEST(Engine, StopStringsAreFoundAcrossTokens) {
     }
   }
   EXPECT_GT(tried, 0);
+}
+
+TEST(Engine, AStopStringMayBeASpecialToken) {
+  const TemporaryDirectory dir;
+  make_byte_tokenizer(dir.path());
+  const auto tokenizer = Tokenizer::load(dir.path());
+  const auto model = tiny_model();
+  SamplingOptions sampling = sampling_options();
+  sampling.max_new_tokens = 60;
+  sampling.stop_ids = {kByteImEnd};
+  Engine by_id_engine(*model, tokenizer.get(), {}, sampling);
+  const auto expected = generate(by_id_engine, requests(8, 4));
+  sampling.stop_ids.clear();
+  sampling.stop_strings = {"<|im_end|>"};
+  Engine by_text_engine(*model, tokenizer.get(), {}, sampling);
+  expect_same_bits(expected, generate(by_text_engine, requests(8, 4)));
+  int64_t stopped = 0;
+  for (const auto& [id, group] : expected) {
+    for (const GeneratedSample& sample : group.samples) stopped += sample.finish == FinishReason::kStop ? 1 : 0;
+  }
+  EXPECT_GT(stopped, 0);
 }
 
 TEST(Engine, GreedyTakesTheLargestLogit) {
@@ -406,10 +429,13 @@ TEST(Engine, ImpossibleRequestsNameTheGroupAndLeaveTheEngineAlone) {
     change(request);
     return message_of([&] { engine.submit(request); });
   };
-  EXPECT_NE(submit([](GroupRequest& r) { r.prompt.clear(); }).find("group 31: the prompt has no tokens"), std::string::npos);
-  EXPECT_NE(submit([](GroupRequest& r) { r.prompt.assign(100, 1); }).find("no room for an answer within 100"), std::string::npos);
+  EXPECT_NE(submit([](GroupRequest& r) { r.prompt.clear(); }).find("group 31: the prompt has no tokens"),
+            std::string::npos);
+  EXPECT_NE(submit([](GroupRequest& r) { r.prompt.assign(100, 1); }).find("no room for an answer within 100"),
+            std::string::npos);
   EXPECT_NE(submit([](GroupRequest& r) { r.prompt.assign(50, 1); }).find("needs 73 cache rows"), std::string::npos);
-  EXPECT_NE(submit([](GroupRequest& r) { r.forced_lengths = {1}; }).find("1 forced lengths for 2 samples"), std::string::npos);
+  EXPECT_NE(submit([](GroupRequest& r) { r.forced_lengths = {1}; }).find("1 forced lengths for 2 samples"),
+            std::string::npos);
   EXPECT_NE(submit([](GroupRequest& r) { r.samples = 0; }).find("samples must be at least 1"), std::string::npos);
   EXPECT_NE(submit([](GroupRequest& r) {
               r.sampling = SamplingOptions();
@@ -425,7 +451,8 @@ TEST(Engine, ImpossibleRequestsNameTheGroupAndLeaveTheEngineAlone) {
   sampling.temperature = 1.0;
   sampling.stop_strings = {"x"};
   EXPECT_NE(message_of([&] { Engine(*model, nullptr, {}, sampling); }).find("need a tokenizer"), std::string::npos);
-  EXPECT_NE(message_of([&] { Engine(*model, nullptr, {.max_sequences = 0}, {}); }).find("max_sequences"), std::string::npos);
+  EXPECT_NE(message_of([&] { Engine(*model, nullptr, {.max_sequences = 0}, {}); }).find("max_sequences"),
+            std::string::npos);
 }
 
 }  // namespace

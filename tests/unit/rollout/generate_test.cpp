@@ -40,7 +40,8 @@ class GenerateJsonl : public ::testing::Test {
   std::vector<nlohmann::json> run(const std::string& text, const EngineOptions& engine = {}) {
     std::istringstream input(text);
     std::ostringstream output;
-    const int64_t lines = generate_jsonl(*model_, *tokenizer_, engine, sampling_, options_, input, "prompts.jsonl", output);
+    const int64_t lines =
+        generate_jsonl(*model_, *tokenizer_, engine, sampling_, options_, input, "prompts.jsonl", output);
     std::vector<nlohmann::json> result;
     std::istringstream read(output.str());
     for (std::string line; std::getline(read, line);) result.push_back(nlohmann::json::parse(line));
@@ -93,11 +94,13 @@ TEST_F(GenerateJsonl, MessagesGoThroughTheChatTemplate) {
 }
 
 TEST_F(GenerateJsonl, ABadLineIsNamed) {
-  EXPECT_NE(error_of("{\"prompt\": \"a\"}\n{\"prompt\": \n").find("prompts.jsonl:2: not valid JSON"), std::string::npos);
+  EXPECT_NE(error_of("{\"prompt\": \"a\"}\n{\"prompt\": \n").find("prompts.jsonl:2: not valid JSON"),
+            std::string::npos);
   EXPECT_NE(error_of("[1]\n").find("prompts.jsonl:1: not a JSON object"), std::string::npos);
   EXPECT_NE(error_of("{\"text\": \"a\"}\n").find("neither a text \"prompt\" nor \"messages\""), std::string::npos);
-  EXPECT_NE(error_of("{\"prompt\": \"" + std::string(300, 'x') + "\"}\n").find("prompts.jsonl:1: group 0: its prompt of 300"),
-            std::string::npos);
+  EXPECT_NE(
+      error_of("{\"prompt\": \"" + std::string(300, 'x') + "\"}\n").find("prompts.jsonl:1: group 0: its prompt of 300"),
+      std::string::npos);
   EXPECT_EQ(run("").size(), 0u);
 }
 

@@ -26,7 +26,8 @@ StepRecord record(int64_t step) {
   r.phases.total_s = 4;
   r.phases.seconds[static_cast<size_t>(Phase::kGeneration)] = 3;
   r.phases.seconds[static_cast<size_t>(Phase::kIdle)] = 1;
-  r.train = {{"reward", 0.25}, {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2}, {"loss", -0.5}, {"logprob_mismatch_tokens", 0}, {"total_num_tokens", 100}};
+  r.train = {{"reward", 0.25}, {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
+             {"loss", -0.5},   {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100}};
   r.performance = {{"tokens_per_sec", 250}};
   return r;
 }
@@ -56,13 +57,17 @@ TEST(MetricsServer, ServesStepsAndPhases) {
   server.set_checkpoint_step(2);
   const std::string text = get(server.port(), "/metrics");
   for (const char* line :
-       {"trireme_step{rank=\"3\"} 2\n", "trireme_max_steps{rank=\"3\"} 20\n", "trireme_step_seconds_count{rank=\"3\"} 2\n", "trireme_step_seconds_sum{rank=\"3\"} 8\n",
+       {"trireme_step{rank=\"3\"} 2\n", "trireme_max_steps{rank=\"3\"} 20\n",
+        "trireme_step_seconds_count{rank=\"3\"} 2\n", "trireme_step_seconds_sum{rank=\"3\"} 8\n",
         "trireme_last_step_seconds{rank=\"3\"} 4\n", "trireme_phase_seconds_sum{rank=\"3\",phase=\"generation\"} 6\n",
-        "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"2.5\"} 0\n", "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"5\"} 2\n",
-        "trireme_last_phase_seconds{rank=\"3\",phase=\"generation\"} 3\n", "trireme_last_phase_seconds{rank=\"3\",phase=\"checkpoint\"} 0\n", "trireme_reward_mean{rank=\"3\"} 0.25\n",
-        "trireme_response_length_mean{rank=\"3\"} 12.5\n", "trireme_tokens_per_second{rank=\"3\"} 250\n", "trireme_grad_norm{rank=\"3\"} 2\n", "trireme_loss{rank=\"3\"} -0.5\n",
-        "trireme_logprob_mismatch_tokens{rank=\"3\"} 0\n", "trireme_reward_failures_total{rank=\"3\"} 5\n", "trireme_tokens_total{rank=\"3\"} 200\n",
-        "trireme_checkpoint_step{rank=\"3\"} 2\n"}) {
+        "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"2.5\"} 0\n",
+        "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"5\"} 2\n",
+        "trireme_last_phase_seconds{rank=\"3\",phase=\"generation\"} 3\n",
+        "trireme_last_phase_seconds{rank=\"3\",phase=\"checkpoint\"} 0\n", "trireme_reward_mean{rank=\"3\"} 0.25\n",
+        "trireme_response_length_mean{rank=\"3\"} 12.5\n", "trireme_tokens_per_second{rank=\"3\"} 250\n",
+        "trireme_grad_norm{rank=\"3\"} 2\n", "trireme_loss{rank=\"3\"} -0.5\n",
+        "trireme_logprob_mismatch_tokens{rank=\"3\"} 0\n", "trireme_reward_failures_total{rank=\"3\"} 5\n",
+        "trireme_tokens_total{rank=\"3\"} 200\n", "trireme_checkpoint_step{rank=\"3\"} 2\n"}) {
     EXPECT_THAT(text, HasSubstr(line));
   }
   EXPECT_THAT(text, Not(HasSubstr("trireme_validation_accuracy{")));  // no value yet: no series
@@ -71,7 +76,8 @@ TEST(MetricsServer, ServesStepsAndPhases) {
   server.observe(validated);
   EXPECT_THAT(server.scrape(), HasSubstr("trireme_validation_accuracy{rank=\"3\"} 0.875"));
   server.observe(record(4));
-  EXPECT_THAT(server.scrape(), HasSubstr("trireme_validation_accuracy{rank=\"3\"} 0.875"));  // the last validation's stays
+  EXPECT_THAT(server.scrape(),
+              HasSubstr("trireme_validation_accuracy{rank=\"3\"} 0.875"));  // the last validation's stays
 }
 
 TEST(MetricsServer, PortInUseIsAClearError) {
@@ -175,7 +181,8 @@ TEST(StatusReporter, SendsMergedStateWithTheTokenOfNow) {
   reporter.update({{"attempt", 2}, {"rendezvousDone", true}});
   reporter.update_step(record(7));
   reporter.update_phase(Phase::kTraining);
-  ASSERT_TRUE(receiver.wait([](Receiver& r) { return !r.bodies_.empty() && r.bodies_.back()["progress"].value("phase", "") == "training"; }));
+  ASSERT_TRUE(receiver.wait(
+      [](Receiver& r) { return !r.bodies_.empty() && r.bodies_.back()["progress"].value("phase", "") == "training"; }));
   receiver.wait([](Receiver& r) {
     const auto& body = r.bodies_.back();
     EXPECT_EQ(body["attempt"], 2);

@@ -51,7 +51,8 @@ TEST(StepRecord, NamesAreNemoRls) {
   EXPECT_EQ(flat.at("performance/tokens_per_sec_per_gpu"), 50);
   EXPECT_EQ(flat.at("performance/generation_tokens_per_sec_per_gpu"), 150);
   EXPECT_EQ(flat.at("performance/policy_training_tokens_per_sec_per_gpu"), 100);
-  EXPECT_EQ(flat.count("performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"), 0u);  // no time in it, no rate
+  EXPECT_EQ(flat.count("performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"),
+            0u);  // no time in it, no rate
 }
 
 TEST(StepLog, LinesAreWholeJsonAndReadBack) {
@@ -105,7 +106,8 @@ TEST(StepLog, ReaderSkipsRubbishAndTakesTheLastOfAStep) {
   TemporaryDirectory folder;
   const auto path = folder.path() / "steps.jsonl";
   EXPECT_TRUE(read_step_log(path).empty());
-  std::ofstream(path) << "{\"step\": 2, \"a\": 1}\n\nnot json\n[1]\n{\"a\": 3}\n{\"step\": 1, \"a\": 5}\n{\"step\": 2, \"a\": 7, \"b\": \"text\"}\n";
+  std::ofstream(path) << "{\"step\": 2, \"a\": 1}\n\nnot json\n[1]\n{\"a\": 3}\n{\"step\": 1, \"a\": 5}\n{\"step\": 2, "
+                         "\"a\": 7, \"b\": \"text\"}\n";
   int64_t bad = 0;
   const auto steps = read_step_log(path, &bad);
   EXPECT_EQ(bad, 3);
@@ -132,7 +134,9 @@ TEST(PhaseTable, MeansOverTheSpan) {
     log.append(r);
   }
   const std::string table = phase_table_markdown(read_step_log(path), 2, 4);
-  EXPECT_THAT(table, HasSubstr("| steps | total step (s) | policy training (s) | refit (s) | generation (s) | get logprobs (s) |"));
+  EXPECT_THAT(
+      table,
+      HasSubstr("| steps | total step (s) | policy training (s) | refit (s) | generation (s) | get logprobs (s) |"));
   EXPECT_THAT(table, HasSubstr("| 2-4 | 30.0 | 2.00 | 0.00 | 1.00 | 0.00 | - | - |"));
 }
 

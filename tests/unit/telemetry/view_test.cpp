@@ -48,7 +48,9 @@ class Screen {
 };
 
 TEST(Terminal, StepLineShowsWhatMatters) {
-  EXPECT_EQ(step_line(record(12)), "step 12/200  reward 0.500  length 23.2  1.25 s (generation 0.75, training 0.38, idle 0.12)  12.3k tokens/s");
+  EXPECT_EQ(
+      step_line(record(12)),
+      "step 12/200  reward 0.500  length 23.2  1.25 s (generation 0.75, training 0.38, idle 0.12)  12.3k tokens/s");
   StepRecord validated = record(12);
   validated.validation["accuracy"] = 0.875;
   EXPECT_THAT(step_line(validated), HasSubstr("val accuracy 0.875"));

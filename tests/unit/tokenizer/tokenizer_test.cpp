@@ -64,7 +64,8 @@ TEST_F(TokenizerTest, EveryByteIsItsOwnToken) {
 
 TEST_F(TokenizerTest, SpecialTokens) {
   const auto tokenizer = load();
-  EXPECT_THAT(tokenizer->encode("a<|im_end|>b<|im_end"), ElementsAre('a', kByteImEnd, 'b', '<', '|', 'i', 'm', '_', 'e', 'n', 'd'));
+  EXPECT_THAT(tokenizer->encode("a<|im_end|>b<|im_end"),
+              ElementsAre('a', kByteImEnd, 'b', '<', '|', 'i', 'm', '_', 'e', 'n', 'd'));
   EXPECT_EQ(tokenizer->decode({'a', kByteImEnd, 'b'}), "ab");
   EXPECT_EQ(tokenizer->decode({'a', kByteImEnd, 'b'}, false), "a<|im_end|>b");
   EXPECT_EQ(tokenizer->token_to_id("<|im_start|>"), kByteImStart);
@@ -108,7 +109,8 @@ TEST_F(TokenizerTest, EndTokensComeFromAllFiles) {
 }
 
 TEST_F(TokenizerTest, TokensOfTheConfigurationAreAdded) {
-  patch("tokenizer_config.json", {{"bos_token", {{"content", "<s>"}}}, {"additional_special_tokens", {"<|im_start|>", "<extra>"}}});
+  patch("tokenizer_config.json",
+        {{"bos_token", {{"content", "<s>"}}}, {"additional_special_tokens", {"<|im_start|>", "<extra>"}}});
   const auto tokenizer = load();
   EXPECT_EQ(tokenizer->bos_id(), 259);
   EXPECT_EQ(tokenizer->token_to_id("<extra>"), 260);
@@ -129,7 +131,8 @@ TEST_F(TokenizerTest, MergesPostProcessorAndNoTruncation) {
   tokenizer_json["model"]["vocab"]["hell"] = 258;
   tokenizer_json["model"]["merges"] = {"h e", "l l", "he ll"};
   for (int i = 0; i < 3; ++i) tokenizer_json["added_tokens"][static_cast<size_t>(i)]["id"] = 259 + i;
-  tokenizer_json["truncation"] = {{"direction", "Right"}, {"max_length", 2}, {"strategy", "LongestFirst"}, {"stride", 0}};
+  tokenizer_json["truncation"] = {
+      {"direction", "Right"}, {"max_length", 2}, {"strategy", "LongestFirst"}, {"stride", 0}};
   tokenizer_json["post_processor"] = json::parse(R"({"type": "TemplateProcessing", "pair": [],
       "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
       "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [260], "tokens": ["<|im_start|>"]}}})");
@@ -174,12 +177,15 @@ TEST_F(TokenizerTest, TemplateSources) {
   }
   patch("tokenizer_config.json", {{"chat_template", "one"}});
   EXPECT_EQ(load()->render_chat(user("hi"), true), "one");
-  patch("tokenizer_config.json", {{"chat_template", {{{"name", "tool_use"}, {"template", "t"}}, {{"name", "default"}, {"template", "d"}}}}});
+  patch("tokenizer_config.json",
+        {{"chat_template", {{{"name", "tool_use"}, {"template", "t"}}, {{"name", "default"}, {"template", "d"}}}}});
   EXPECT_EQ(load()->render_chat(user("hi"), true), "d");
 }
 
 TEST_F(TokenizerTest, TemplateErrors) {
-  const auto tokenizer = Tokenizer::load(dir_.path(), "{% if messages|length != 1 %}{{ raise_exception('one message only') }}{% endif %}\n{{ messages[0].content.nothing() }}");
+  const auto tokenizer = Tokenizer::load(dir_.path(),
+                                         "{% if messages|length != 1 %}{{ raise_exception('one message only') }}{% "
+                                         "endif %}\n{{ messages[0].content.nothing() }}");
   const auto error = [&](const json& messages) -> std::string {
     try {
       tokenizer->render_chat(messages, false);
@@ -190,7 +196,8 @@ TEST_F(TokenizerTest, TemplateErrors) {
   };
   json two = user("a");
   two.push_back(two[0]);
-  EXPECT_THAT(error(two), HasSubstr("the chat template (policy.tokenizer.chat_template) refused a conversation: one message only"));
+  EXPECT_THAT(error(two),
+              HasSubstr("the chat template (policy.tokenizer.chat_template) refused a conversation: one message only"));
   EXPECT_THAT(error(user("a")), HasSubstr("template line 2"));
   EXPECT_THAT(error("text"), HasSubstr("a conversation must be a list of messages"));
   EXPECT_THAT(error(user("\xFF")), HasSubstr("UTF-8"));
@@ -209,8 +216,8 @@ TEST_F(TokenizerTest, TemplatesRenderAsTransformersDoes) {
       SCOPED_TRACE(name + " conversation " + std::to_string(i));
       const ordered_json& conversation = conversations[i];
       try {
-        const std::string text =
-            tokenizer->render_chat_ordered(conversation["messages"], conversation["add_generation_prompt"], conversation["extra"]);
+        const std::string text = tokenizer->render_chat_ordered(
+            conversation["messages"], conversation["add_generation_prompt"], conversation["extra"]);
         EXPECT_EQ(text, replies[i].value("text", "an error"));
       } catch (const Error& e) {
         EXPECT_THAT(e.what(), HasSubstr(replies[i].value("error", "no error")));
@@ -220,7 +227,8 @@ TEST_F(TokenizerTest, TemplatesRenderAsTransformersDoes) {
 }
 
 TEST_F(TokenizerTest, DateOfToday) {
-  const auto tokenizer = Tokenizer::load(dir_.path(), "{{ strftime_now('%d %b %Y') | length }}|{{ strftime_now('%%') }}");
+  const auto tokenizer =
+      Tokenizer::load(dir_.path(), "{{ strftime_now('%d %b %Y') | length }}|{{ strftime_now('%%') }}");
   EXPECT_EQ(tokenizer->render_chat(user("x"), false), "11|%");
 }
 
@@ -234,7 +242,9 @@ TEST_F(TokenizerTest, ThreadsShareIt) {
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&] {
       for (int i = 0; i < 200; ++i) {
-        if (tokenizer->encode(text) != ids || tokenizer->decode(ids, false) != text || tokenizer->render_chat(user(text), true) != prompt) ++wrong;
+        if (tokenizer->encode(text) != ids || tokenizer->decode(ids, false) != text ||
+            tokenizer->render_chat(user(text), true) != prompt)
+          ++wrong;
       }
     });
   }

@@ -22,12 +22,20 @@ fn open(path: &str) -> Result<ParquetRows, String> {
         .get_fields()
         .iter()
         .map(|field| {
-            let kind = if field.is_group() { "group".to_string() } else { field.get_physical_type().to_string() };
+            let kind = if field.is_group() {
+                "group".to_string()
+            } else {
+                field.get_physical_type().to_string()
+            };
             serde_json::json!({"name": field.name(), "type": kind})
         })
         .collect();
     let schema = serde_json::Value::from(columns).to_string();
-    Ok(ParquetRows { rows, schema, iterator: RowIter::from_file_into(Box::new(reader)) })
+    Ok(ParquetRows {
+        rows,
+        schema,
+        iterator: RowIter::from_file_into(Box::new(reader)),
+    })
 }
 
 #[no_mangle]
@@ -53,7 +61,12 @@ pub unsafe extern "C" fn rb_parquet_schema(f: *const ParquetRows, length: *mut u
 }
 
 #[no_mangle]
-pub unsafe extern "C" fn rb_parquet_next(f: *mut ParquetRows, max_rows: usize, max_bytes: usize, length: *mut usize) -> *mut c_char {
+pub unsafe extern "C" fn rb_parquet_next(
+    f: *mut ParquetRows,
+    max_rows: usize,
+    max_bytes: usize,
+    length: *mut usize,
+) -> *mut c_char {
     guard(std::ptr::null_mut(), || {
         let mut lines = String::new();
         for _ in 0..max_rows {

@@ -74,7 +74,9 @@ impl Style {
                 c if (c as u32) < 0x20 => out.push_str(&format!("\\u{:04x}", c as u32)),
                 c if self.ensure_ascii && !c.is_ascii() => {
                     let mut units = [0; 2];
-                    c.encode_utf16(&mut units).iter().for_each(|u| out.push_str(&format!("\\u{u:04x}")));
+                    c.encode_utf16(&mut units)
+                        .iter()
+                        .for_each(|u| out.push_str(&format!("\\u{u:04x}")));
                 }
                 c => out.push(c),
             }
@@ -93,5 +95,9 @@ fn float_repr(x: f64) -> String {
         return format!("{mantissa}e{sign}{digits:0>2}");
     }
     let text = format!("{x}");
-    if text.contains('.') { text } else { text + ".0" }
+    if text.contains('.') {
+        text
+    } else {
+        text + ".0"
+    }
 }

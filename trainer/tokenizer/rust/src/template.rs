@@ -19,7 +19,9 @@ fn tojson(value: Value, options: Kwargs) -> Result<Value, Error> {
         }),
     };
     let (item, key) = match options.get::<Option<Vec<String>>>("separators")? {
-        Some(pair) => <[String; 2]>::try_from(pair).map_err(|_| bad("separators must be two texts".into()))?.into(),
+        Some(pair) => <[String; 2]>::try_from(pair)
+            .map_err(|_| bad("separators must be two texts".into()))?
+            .into(),
         None => (if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()),
     };
     let style = Style {
@@ -50,7 +52,12 @@ fn strftime_now(format: String) -> Result<String, Error> {
         if libc::localtime_r(&now, &mut parts).is_null() {
             return Err(bad("no local time"));
         }
-        libc::strftime(buffer.as_mut_ptr() as *mut c_char, buffer.len(), c_format.as_ptr(), &parts)
+        libc::strftime(
+            buffer.as_mut_ptr() as *mut c_char,
+            buffer.len(),
+            c_format.as_ptr(),
+            &parts,
+        )
     };
     if written == 0 {
         return Err(bad("the result is empty or too long"));
@@ -66,7 +73,11 @@ fn python_method(state: &mut State, value: &Value, method: &str, args: &[Value])
             let mut out = String::with_capacity(text.len());
             let mut inside = false;
             for c in text.chars() {
-                if inside { out.extend(c.to_lowercase()) } else { out.extend(c.to_uppercase()) }
+                if inside {
+                    out.extend(c.to_lowercase())
+                } else {
+                    out.extend(c.to_uppercase())
+                }
                 inside = c.is_lowercase() || c.is_uppercase();
             }
             Ok(Value::from(out))
@@ -115,20 +126,28 @@ fn explain(e: Error) -> String {
 
 fn compile(source: &str) -> Result<Template, String> {
     let mut env = Environment::new();
-    let syntax = minijinja::syntax::SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+    let syntax = minijinja::syntax::SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build();
     env.set_syntax(syntax.map_err(explain)?);
     env.set_auto_escape_callback(|_| AutoEscape::None);
     env.set_unknown_method_callback(python_method);
     env.add_filter("tojson", tojson);
-    env.add_function("raise_exception", |message: String| -> Result<String, Error> { Err(Error::new(ErrorKind::InvalidOperation, message)) });
+    env.add_function("raise_exception", |message: String| -> Result<String, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
     env.add_function("strftime_now", strftime_now);
-    env.add_template_owned("chat", replace_generation_tags(source)).map_err(explain)?;
+    env.add_template_owned("chat", replace_generation_tags(source))
+        .map_err(explain)?;
     Ok(Template(env))
 }
 
 #[no_mangle]
 pub unsafe extern "C" fn rb_template_new(p: *const c_char, n: usize) -> *mut Template {
-    guard(std::ptr::null_mut(), || Ok(Box::into_raw(Box::new(compile(text(p, n)?)?))))
+    guard(std::ptr::null_mut(), || {
+        Ok(Box::into_raw(Box::new(compile(text(p, n)?)?)))
+    })
 }
 
 #[no_mangle]
@@ -139,10 +158,19 @@ pub unsafe extern "C" fn rb_template_free(t: *mut Template) {
 }
 
 #[no_mangle]
-pub unsafe extern "C" fn rb_template_render(t: *const Template, p: *const c_char, n: usize, length: *mut usize) -> *mut c_char {
+pub unsafe extern "C" fn rb_template_render(
+    t: *const Template,
+    p: *const c_char,
+    n: usize,
+    length: *mut usize,
+) -> *mut c_char {
     guard(std::ptr::null_mut(), || {
         let variables: Value = serde_json::from_str(text(p, n)?).map_err(|e| e.to_string())?;
-        let rendered = (*t).0.get_template("chat").and_then(|t| t.render(variables)).map_err(explain)?;
+        let rendered = (*t)
+            .0
+            .get_template("chat")
+            .and_then(|t| t.render(variables))
+            .map_err(explain)?;
         Ok(give_text(rendered, length))
     })
 }

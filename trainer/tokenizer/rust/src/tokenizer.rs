@@ -18,7 +18,10 @@ fn load(json: &str, additions: &str) -> Result<Tokenizer, String> {
         } else if let Some(token) = known.values().find(|t| t.content == content) {
             // Its stripping flags stay as tokenizer.json has them.
             if !token.special {
-                tokens.push(AddedToken { special: true, ..token.clone() });
+                tokens.push(AddedToken {
+                    special: true,
+                    ..token.clone()
+                });
             }
         } else {
             tokens.push(AddedToken::from(content, true));
@@ -30,7 +33,9 @@ fn load(json: &str, additions: &str) -> Result<Tokenizer, String> {
 
 #[no_mangle]
 pub unsafe extern "C" fn rb_tokenizer_new(p: *const c_char, n: usize, ap: *const c_char, an: usize) -> *mut Tokenizer {
-    guard(std::ptr::null_mut(), || Ok(Box::into_raw(Box::new(load(text(p, n)?, text(ap, an)?)?))))
+    guard(std::ptr::null_mut(), || {
+        Ok(Box::into_raw(Box::new(load(text(p, n)?, text(ap, an)?)?)))
+    })
 }
 
 #[no_mangle]
@@ -42,7 +47,9 @@ pub unsafe extern "C" fn rb_tokenizer_free(t: *mut Tokenizer) {
 
 #[no_mangle]
 pub unsafe extern "C" fn rb_tokenizer_vocab_size(t: *const Tokenizer) -> i64 {
-    guard(-1, || Ok((*t).get_vocab(true).values().max().map_or(0, |id| *id as i64 + 1)))
+    guard(-1, || {
+        Ok((*t).get_vocab(true).values().max().map_or(0, |id| *id as i64 + 1))
+    })
 }
 
 #[no_mangle]
@@ -59,7 +66,13 @@ pub unsafe extern "C" fn rb_tokenizer_id_to_token(t: *const Tokenizer, id: u32, 
 }
 
 #[no_mangle]
-pub unsafe extern "C" fn rb_tokenizer_encode(t: *const Tokenizer, p: *const c_char, n: usize, add_special: bool, count: *mut usize) -> *mut u32 {
+pub unsafe extern "C" fn rb_tokenizer_encode(
+    t: *const Tokenizer,
+    p: *const c_char,
+    n: usize,
+    add_special: bool,
+    count: *mut usize,
+) -> *mut u32 {
     guard(std::ptr::null_mut(), || {
         let encoding = (*t).encode_fast(text(p, n)?, add_special).map_err(|e| e.to_string())?;
         Ok(give(encoding.get_ids().to_vec(), count))
@@ -67,9 +80,19 @@ pub unsafe extern "C" fn rb_tokenizer_encode(t: *const Tokenizer, p: *const c_ch
 }
 
 #[no_mangle]
-pub unsafe extern "C" fn rb_tokenizer_decode(t: *const Tokenizer, ids: *const u32, n: usize, skip_special: bool, length: *mut usize) -> *mut c_char {
+pub unsafe extern "C" fn rb_tokenizer_decode(
+    t: *const Tokenizer,
+    ids: *const u32,
+    n: usize,
+    skip_special: bool,
+    length: *mut usize,
+) -> *mut c_char {
     guard(std::ptr::null_mut(), || {
-        let ids = if n == 0 { &[] } else { std::slice::from_raw_parts(ids, n) };
+        let ids = if n == 0 {
+            &[]
+        } else {
+            std::slice::from_raw_parts(ids, n)
+        };
         let decoded = (*t).decode(ids, skip_special).map_err(|e| e.to_string())?;
         Ok(give_text(decoded, length))
     })

@@ -1,0 +1,26 @@
+#include <csignal>
+#include <cstdlib>
+
+#include "operator/cli/operator.h"
+
+namespace {
+
+std::atomic<bool> stop{false};
+
+void on_signal(int) { stop = true; }
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  struct sigaction action {};
+  action.sa_handler = on_signal;
+  sigaction(SIGTERM, &action, nullptr);
+  sigaction(SIGINT, &action, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+  return trireme::cli::operator_main(std::vector<std::string>(argv + 1, argv + argc),
+                                     [](const std::string& name) {
+                                       const char* value = std::getenv(name.c_str());
+                                       return std::string(value ? value : "");
+                                     },
+                                     stop);
+}

@@ -1,0 +1,82 @@
+// Operator: all parts put together, so that a test can run one (or two) inside a process.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "operator/cli/options.h"
+#include "operator/controller/reconciler.h"
+#include "operator/kube/client_config.h"
+#include "operator/kube/http_server.h"
+#include "operator/kube/leader_election.h"
+#include "operator/scheduling/gang.h"
+#include "operator/telemetry/status_server.h"
+#include "operator/webhook/certificates.h"
+#include "operator/webhook/webhook_server.h"
+
+namespace trireme::cli {
+
+class Operator final {
+ public:
+  // Adjusts time-outs and back-offs before the reconciler is made; for tests.
+  using Tune = std::function<void(controller::ReconcilerOptions&)>;
+  Operator(kube::ClientConfig config, OperatorOptions options, Tune tune = {});
+  ~Operator();
+  Operator(const Operator&) = delete;
+  Operator& operator=(const Operator&) = delete;
+
+  // Runs until `stop` is set; 0 after a graceful end, 1 when the lease was lost. Throws Error(kUser) for what the user must
+  // put right (no CRD), Error(kTimeout) when the first lists do not come.
+  int run(const std::atomic<bool>& stop);
+
+  // 0 before run() opened them.
+  int metrics_port() const { return metrics_port_; }
+  int health_port() const { return health_port_; }
+  int status_port() const { return status_port_; }
+  bool leading() const;
+  std::string metrics_text();
+
+ private:
+  void check_crd();
+  void make_reconciler();
+  void start_servers();
+  void shut_down();
+  std::string leader_status_address();
+
+  OperatorOptions options_;
+  std::string identity_;
+  kube::Metrics metrics_;
+  kube::Client client_;
+  kube::EventRecorder events_;
+  controller::ReportStore reports_;
+  Tune tune_;
+  std::unique_ptr<controller::Reconciler> reconciler_;
+  std::atomic<bool> lost_{false};
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> working_{false};
+  std::atomic<int> metrics_port_{0}, health_port_{0}, status_port_{0};
+  std::unique_ptr<kube::LeaderElector> elector_;
+  std::unique_ptr<telemetry::StatusServer> status_server_;
+  std::unique_ptr<webhook::WebhookServer> webhook_server_;
+  std::unique_ptr<webhook::CertificateKeeper> certificates_;
+  kube::HealthChecks health_;
+  std::unique_ptr<kube::HttpServer> health_server_;
+  std::unique_ptr<kube::HttpServer> metrics_server_;
+  std::mutex leader_mutex_;
+  std::string leader_identity_, leader_address_;
+};
+
+// Which gang APIs the cluster serves.
+scheduling::Discovery discover(const kube::Client& client);
+
+// Fields of the specification and the status that this operator uses and the installed CRD's schema does not know: the API
+// server would drop them without a word. Empty: the CRD is new enough.
+std::vector<std::string> missing_crd_fields(const nlohmann::json& crd);
+
+// The whole program; `environment` as in parse_options. Returns the exit code.
+int operator_main(const std::vector<std::string>& arguments, const std::function<std::string(const std::string&)>& environment,
+                  const std::atomic<bool>& stop);
+
+}  // namespace trireme::cli

@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""The model against Hugging Face transformers in float32: logits, log-probs, parameter gradients, greedy generation, and
+the exported folder read back by transformers.
+
+    cmake --build build/cpu --target model_dump
+    python3 tests/parity/model_parity.py [--driver build/cpu/tests/parity/model_dump] [--rounds 3]
+
+Makes its own Python environment (torch 2.11.0, transformers 5.23.0; about 5 GB) in build/parity-venv on the first run.
+Random small configurations of every family: sizes, heads, biases, tied or untied heads, rope scalings, and config.json in
+the spelling of transformers 4 as well as 5.
+"""
+import argparse
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+import venv
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+VENV = ROOT / "build" / "parity-venv"
+PACKAGES = ["torch==2.11.0", "transformers==5.23.0", "numpy"]
+LOGITS_TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
+
+
+def enter_environment():
+    """Runs this script again in its environment, which is made if it is not there."""
+    if pathlib.Path(sys.prefix).resolve() == VENV.resolve():
+        return
+    done = VENV / "complete"
+    if not done.exists():
+        print(f"making {VENV}", flush=True)
+        venv.create(VENV, with_pip=True, clear=True)
+        subprocess.run([VENV / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+        done.touch()
+    os.execv(VENV / "bin" / "python", [str(VENV / "bin" / "python"), *sys.argv])
+
+
+def random_config(family, rng):
+    kv_heads = rng.choice([1, 2, 3])
+    group = rng.choice([1, 2, 4])
+    head_dim = rng.choice([8, 10, 16, 24])
+    heads = kv_heads * group
+    hidden = heads * head_dim if family != "qwen3" and rng.random() < 0.5 else rng.choice([24, 40, 64])
+    values = dict(vocab_size=rng.choice([61, 97, 260]), hidden_size=hidden, intermediate_size=rng.choice([36, 80, 128]),
+                  num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=heads, num_key_value_heads=kv_heads,
+                  head_dim=head_dim, max_position_embeddings=256, rms_norm_eps=rng.choice([1e-5, 1e-6]), initializer_range=0.15,
+                  tie_word_embeddings=rng.random() < 0.5, bos_token_id=1, eos_token_id=rng.choice([2, [2, 3]]))
+    theta = rng.choice([10000.0, 500000.0])
+    rope = {"rope_theta": theta, "rope_type": "default"}
+    if family == "llama" and rng.random() < 0.3:
+        rope = {"rope_theta": theta, "rope_type": "linear", "factor": 2.0}
+    if family == "llama3":
+        rope = {"rope_theta": theta, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "original_max_position_embeddings": rng.choice([16, 64])}
+    values["rope_parameters"] = rope
+    if family.startswith("llama"):
+        values["attention_bias"] = rng.random() < 0.3
+        values["mlp_bias"] = rng.random() < 0.3
+    return values
+
+
+def make_model(family, rng, seed, dir):
+    import torch
+    import transformers as tf
+    kinds = {"llama": (tf.LlamaConfig, tf.LlamaForCausalLM), "llama3": (tf.LlamaConfig, tf.LlamaForCausalLM),
+             "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM), "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM)}
+    config_type, model_type = kinds[family]
+    torch.manual_seed(seed)
+    model = model_type(config_type(**random_config(family, rng)))
+    with torch.no_grad():  # norms and biases too must matter
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(dir)
+    return model
+
+
+def spell_like_transformers_4(dir):
+    path = dir / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+
+
+def relative_error(actual, expected):
+    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+
+
+def check_family(family, seed, driver, dir):
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+    rng = random.Random(f"{family}-{seed}")
+    model_dir, exported = dir / "model", dir / "exported"
+    model = make_model(family, rng, seed, model_dir).eval()
+    old_spelling = seed % 2 == 1
+    if old_spelling:
+        spell_like_transformers_4(model_dir)
+    lengths = [rng.randint(2, 60) for _ in range(3)]
+    sequences = [torch.randint(0, model.config.vocab_size, (n,)) for n in lengths]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    save_file({"ids": torch.cat(sequences), "starts": starts}, dir / "input.safetensors")
+    run = subprocess.run([driver, model_dir, dir / "input.safetensors", dir / "output.safetensors", exported],
+                         capture_output=True, text=True, timeout=600)
+    if run.returncode != 0:
+        raise SystemExit(f"{family} seed {seed}: {run.stderr}")
+    ours = load_file(dir / "output.safetensors")
+
+    logits = [model(ids.unsqueeze(0)).logits[0] for ids in sequences]
+    logprobs = torch.cat([torch.log_softmax(row[:-1], -1).gather(1, ids[1:, None])[:, 0] for row, ids in zip(logits, sequences)])
+    logprobs.mean().backward()
+    errors = {"logits": relative_error(ours["logits"], torch.cat(logits).detach()),
+              "logprobs": relative_error(ours["logprobs"], logprobs.detach())}
+    names = {name for name, _ in model.named_parameters()}
+    if names != {name[5:] for name in ours if name.startswith("grad.")}:
+        raise SystemExit(f"{family} seed {seed}: other parameters than transformers has")
+    gradients = {name: relative_error(ours["grad." + name], p.grad) for name, p in model.named_parameters()}
+    worst = max(gradients, key=gradients.get)
+
+    ids = sequences[0].unsqueeze(0)
+    with torch.no_grad():
+        for _ in range(12):  # not generate(): it stops at the end token
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    greedy = ids[0, lengths[0]:].tolist()
+
+    reloaded = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    with torch.no_grad():
+        again = torch.cat([reloaded(ids.unsqueeze(0)).logits[0] for ids in sequences])
+    if not torch.equal(again, torch.cat(logits).detach()):
+        raise SystemExit(f"{family} seed {seed}: the exported folder gives other logits in transformers")
+    print(f"{family:7} seed {seed} ({'v4' if old_spelling else 'v5'} config): logits {errors['logits']:.1e}, log-probs {errors['logprobs']:.1e}, "
+          f"gradients {gradients[worst]:.1e} ({worst}), greedy equal {greedy == ours['greedy'].tolist()}, export reloads equal")
+    if max(errors.values()) > LOGITS_TOLERANCE or gradients[worst] > GRADIENT_TOLERANCE or greedy != ours["greedy"].tolist():
+        raise SystemExit(f"{family} seed {seed}: beyond the tolerance")
+
+
+def check_own_export(driver, dir):
+    """A folder without a source config.json (init-model's) loads in transformers with the config it stands for."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+    save_file({"ids": torch.arange(9), "starts": torch.tensor([0, 9])}, dir / "input.safetensors")
+    for name in sorted(p.name for p in (dir / "own").iterdir()):
+        subprocess.run([driver, dir / "own" / name, dir / "input.safetensors", dir / "output.safetensors", dir / "copy" / name], check=True)
+        model = AutoModelForCausalLM.from_pretrained(dir / "own" / name, dtype=torch.float32).eval()
+        with torch.no_grad():
+            error = relative_error(load_file(dir / "output.safetensors")["logits"], model(torch.arange(9)[None]).logits[0])
+        print(f"init-model {name}: logits {error:.1e}")
+        if error > LOGITS_TOLERANCE:
+            raise SystemExit(f"init-model {name}: beyond the tolerance")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--driver", default=str(ROOT / "build/cpu/tests/parity/model_dump"))
+    parser.add_argument("--rounds", type=int, default=4, help="random configurations per family")
+    args = parser.parse_args()
+    enter_environment()
+    for seed in range(args.rounds):
+        for family in ("llama", "llama3", "qwen2", "qwen3"):
+            with tempfile.TemporaryDirectory() as dir:
+                check_family(family, seed, args.driver, pathlib.Path(dir))
+    with tempfile.TemporaryDirectory() as dir:
+        subprocess.run([args.driver, "--init", pathlib.Path(dir) / "own"], check=True)
+        check_own_export(args.driver, pathlib.Path(dir))
+    print("all within tolerance")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+#include "trainer/algorithms/loss.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/fs.h"
+
+namespace trireme {
+namespace {
+
+std::optional<double> optional_number(const nlohmann::json& value) {
+  return value.is_null() ? std::nullopt : std::optional<double>(value.get<double>());
+}
+
+LossOptions read_options(const nlohmann::json& j) {
+  LossOptions o;
+  o.kl_penalty = j.at("kl_penalty");
+  const std::string kl = j.at("kl_estimator");
+  o.kl_estimator = kl == "k1" ? KlEstimator::kK1 : kl == "k2" ? KlEstimator::kK2 : KlEstimator::kK3;
+  o.kl_input_clamp = optional_number(j.at("kl_input_clamp"));
+  o.kl_output_clamp = optional_number(j.at("kl_output_clamp"));
+  o.kl_score_function_gradient = j.at("kl_score_function_gradient");
+  o.on_policy_kl_approximation = j.at("on_policy_kl_approximation");
+  o.clip_min = j.at("clip_min");
+  o.clip_max = j.at("clip_max");
+  o.clip_c = optional_number(j.at("clip_c"));
+  o.importance_sampling_correction = j.at("importance_sampling_correction");
+  const std::string kind = j.at("truncated_is");
+  if (kind == "tis") o.truncated_is = TruncatedImportanceSampling::kTis;
+  if (kind == "icepop") o.truncated_is = TruncatedImportanceSampling::kIcepop;
+  if (kind == "seq-mask-tis") o.truncated_is = TruncatedImportanceSampling::kSeqMaskTis;
+  o.truncated_is_ratio = optional_number(j.at("truncated_is_ratio"));
+  o.truncated_is_ratio_min = optional_number(j.at("truncated_is_ratio_min"));
+  o.sequence_level_ratios = j.at("sequence_level_ratios");
+  o.token_level_loss = j.at("token_level_loss");
+  o.force_on_policy_ratio = j.at("force_on_policy_ratio");
+  o.cispo = j.at("cispo");
+  o.disable_ppo_ratio = j.at("disable_ppo_ratio");
+  o.positive_example_nll_weight = j.at("positive_example_nll_weight");
+  return o;
+}
+
+LossInputs read_inputs(const nlohmann::json& j, at::ScalarType dtype) {
+  const auto get = [&](const char* name) { return at::tensor(j.at("inputs").at(name).get<std::vector<double>>(), at::kDouble).to(dtype); };
+  LossInputs in;
+  in.current = get("current");
+  in.current.set_requires_grad(true);
+  in.previous = get("previous");
+  in.generation = get("generation");
+  in.reference = get("reference");
+  in.advantages = get("advantages");
+  in.mask = get("mask");
+  in.positive = get("positive");
+  std::vector<int64_t> sequence;
+  const auto lengths = j.at("lengths").get<std::vector<int64_t>>();
+  for (size_t s = 0; s < lengths.size(); ++s) sequence.insert(sequence.end(), static_cast<size_t>(lengths[s]), static_cast<int64_t>(s));
+  in.sequence = at::tensor(sequence, at::kLong);
+  in.sequence_mask = at::tensor(j.at("sequence_mask").get<std::vector<double>>(), at::kDouble).to(dtype);
+  in.global_valid_tokens = j.at("global_valid_tokens");
+  in.global_valid_sequences = j.at("global_valid_sequences");
+  return in;
+}
+
+// tests/data/loss_goldens.json comes from tests/parity/make_loss_goldens.py, which shares no code with the loss.
+void compare(at::ScalarType dtype, double tolerance) {
+  const nlohmann::json goldens = nlohmann::json::parse(read_file("tests/data/loss_goldens.json"));
+  ASSERT_GE(goldens.size(), 50u);
+  for (const auto& golden : goldens) {
+    LossInputs in = read_inputs(golden, dtype);
+    const LossOutput out = policy_loss(in, read_options(golden.at("options")));
+    out.loss.backward();
+    const double loss = golden.at("loss");
+    EXPECT_NEAR(out.loss.item<double>(), loss, tolerance * std::max(1.0, std::abs(loss))) << golden.at("options").dump();
+    const at::Tensor expected = at::tensor(golden.at("gradient").get<std::vector<double>>(), at::kDouble);
+    const double largest = expected.abs().max().item<double>();
+    EXPECT_LE((in.current.grad().to(at::kDouble) - expected).abs().max().item<double>(), tolerance * std::max(largest, 1e-3))
+        << golden.at("options").dump();
+  }
+}
+
+TEST(Loss, MatchesTheIndependentImplementationInFloat64) { compare(at::kDouble, 1e-10); }
+TEST(Loss, MatchesTheIndependentImplementationInFloat32) { compare(at::kFloat, 1e-5); }
+
+TEST(Loss, InfinityOnAMaskedTokenDoesNotPoison) {
+  const nlohmann::json golden = nlohmann::json::parse(read_file("tests/data/loss_goldens.json")).at(0);
+  LossInputs in = read_inputs(golden, at::kDouble);
+  const LossOutput clean = policy_loss(in, read_options(golden.at("options")));
+  at::Tensor poisoned = in.current.detach().clone();
+  const int64_t masked = (in.mask == 0).nonzero()[0].item<int64_t>();
+  poisoned[masked] = -std::numeric_limits<double>::infinity();
+  poisoned.set_requires_grad(true);
+  in.current = poisoned;
+  const LossOutput out = policy_loss(in, read_options(golden.at("options")));
+  out.loss.backward();
+  EXPECT_EQ(out.loss.item<double>(), clean.loss.item<double>());
+  EXPECT_TRUE(at::isfinite(poisoned.grad()).all().item<bool>());
+}
+
+TEST(Loss, MicroBatchesAddUp) {
+  const nlohmann::json golden = nlohmann::json::parse(read_file("tests/data/loss_goldens.json")).at(3);
+  const LossOptions options = read_options(golden.at("options"));
+  const LossInputs whole = read_inputs(golden, at::kDouble);
+  double sum = 0;
+  for (const auto& [from, to] : std::vector<std::pair<int64_t, int64_t>>{{0, 2}, {2, 4}}) {
+    const at::Tensor picked = at::logical_and(whole.sequence >= from, whole.sequence < to).nonzero().view({-1});
+    LossInputs part = whole;
+    for (at::Tensor* t : {&part.current, &part.previous, &part.generation, &part.reference, &part.advantages, &part.mask, &part.positive}) {
+      *t = t->detach().index_select(0, picked);
+    }
+    part.sequence = whole.sequence.index_select(0, picked) - from;
+    part.sequence_mask = whole.sequence_mask.slice(0, from, to);
+    sum += policy_loss(part, options).loss.item<double>();
+  }
+  EXPECT_NEAR(sum, golden.at("loss").get<double>(), 1e-12);
+}
+
+TEST(Loss, CombinationsWithoutMeaningAreRefused) {
+  LossOptions o;
+  o.clip_c = 0.5;
+  EXPECT_THROW(validate(o), Error);
+  o = {};
+  o.sequence_level_ratios = true;
+  EXPECT_THROW(validate(o), Error);
+  o = {};
+  o.cispo = true;
+  o.clip_c = 2;
+  EXPECT_THROW(validate(o), Error);
+  o = {};
+  o.truncated_is = TruncatedImportanceSampling::kTis;
+  EXPECT_THROW(validate(o), Error);
+  EXPECT_NO_THROW(validate(LossOptions{}));
+}
+
+}  // namespace
+}  // namespace trireme

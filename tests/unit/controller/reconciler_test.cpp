@@ -1,0 +1,306 @@
+#include "operator/controller/reconciler.h"
+
+#include <gtest/gtest.h>
+
+#include "operator/controller/job_metrics.h"
+#include "tests/unit/controller/cluster.h"
+
+namespace trireme::controller {
+namespace {
+
+using testing::Cluster;
+using testing::eventually;
+using testing::fast_options;
+using testing::ObjectKey;
+namespace resources = kube::resources;
+
+void expect_sound(const Cluster& c) {
+  EXPECT_EQ(c.violations(), std::vector<std::string>{});
+  EXPECT_EQ(c.created_twice(), std::vector<std::string>{});
+}
+
+TEST(Reconciler, FromApplyToComplete) {
+  Cluster c;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  EXPECT_TRUE(eventually([&] { return c.job(job)["status"].contains("progress"); }));
+  EXPECT_TRUE(eventually([&] { return c.op->find_job(job)->step > 0; }));
+  const std::string text = job_metrics_text(*c.op, *c.reports);
+  EXPECT_NE(text.find("trireme_job_phase{namespace=\"team\",job=\"quick\",phase=\"Running\"} 1"), std::string::npos) << text;
+  EXPECT_NE(text.find("trireme_job_reward{namespace=\"team\",job=\"quick\"} 0.5"), std::string::npos) << text;
+  EXPECT_NE(text.find("trireme_jobs{phase=\"Running\"} 1"), std::string::npos) << text;
+  c.trainers_end = true;
+  ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
+  EXPECT_TRUE(eventually([&] { return c.clean(); }));
+  EXPECT_EQ(c.attempt(job), 1);
+  EXPECT_EQ(c.pods().size(), 2u);
+  expect_sound(c);
+}
+
+TEST(Reconciler, FailedPodRestartsTheAttempt) {
+  Cluster c;
+  c.fail_first = 1;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return c.attempt(job) == 2 && c.phase(job) == phase::kRunning; }));
+  const Json status = c.job(job)["status"];
+  EXPECT_EQ(status["restarts"], 1);
+  EXPECT_EQ(status["lastFailure"]["pod"], "quick-actor-1-a1");
+  EXPECT_EQ(status["lastFailure"]["logTail"], "last words");
+  EXPECT_TRUE(c.server.get(resources::kPods, {"team", "quick-actor-1-a1"})) << "kept for its logs";
+  EXPECT_TRUE(eventually([&] { return !c.server.get(resources::kServices, {"team", "quick-a1"}); }));
+  c.trainers_end = true;
+  ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
+  expect_sound(c);
+}
+
+TEST(Reconciler, SuspendAndResume) {
+  Cluster c;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  c.server.modify(resources::kRlJobs, job, [](Json& j) { j["spec"]["suspend"] = true; });
+  ASSERT_TRUE(c.wait_phase(job, phase::kSuspended));
+  EXPECT_TRUE(eventually([&] { return c.clean() && c.pods().empty(); }));
+  c.server.modify(resources::kRlJobs, job, [](Json& j) { j["spec"]["suspend"] = false; });
+  c.trainers_end = true;
+  ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
+  EXPECT_EQ(c.attempt(job), 2);
+  expect_sound(c);
+}
+
+TEST(Reconciler, DeletionLeavesNothingAndMakesNothing) {
+  Cluster c;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  c.client.remove(resources::kRlJobs, job);
+  EXPECT_TRUE(eventually([&] { return c.pods().empty() && c.server.list(resources::kServices).empty() && c.server.list(resources::kConfigMaps).empty(); }));
+  EXPECT_TRUE(eventually([&] { return c.op->job_count() == 0 && c.op->pod_count() == 0 && c.op->queue().size() == 0; }));
+  EXPECT_TRUE(c.pods().empty());
+  expect_sound(c);
+}
+
+TEST(Reconciler, TtlRemovesTheJob) {
+  Cluster c;
+  c.trainers_end = true;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick", "  ttlSecondsAfterFinished: 0\n");
+  EXPECT_TRUE(eventually([&] { return c.attempt(job) == 0 && c.server.count("DELETE", "/rljobs/quick") > 0; }));
+  EXPECT_TRUE(eventually([&] { return !c.server.get(resources::kRlJobs, job) && c.pods().empty(); }));
+}
+
+// One job of two attempts, run by operators that each die at their n-th write, for every n.
+TEST(Reconciler, SurvivesADeathAtEveryWrite) {
+  int n = 1;
+  for (bool whole = false; !whole; ++n) {
+    SCOPED_TRACE("death at write " + std::to_string(n));
+    ASSERT_LT(n, 200);
+    Cluster c;
+    c.fail_first = 1;
+    c.trainers_end = true;
+    const ObjectKey job = c.add_job("quick");
+    c.start_operator(n);
+    auto over = [&] { return c.phase(job) == phase::kComplete && c.clean(); };
+    ASSERT_TRUE(eventually([&] { return over() || c.is_dead(); }));
+    whole = over() && !c.is_dead();
+    c.stop_operator();
+    c.start_operator();
+    ASSERT_TRUE(eventually(over)) << c.job(job).dump(1);
+    EXPECT_EQ(c.attempt(job), 2);
+    EXPECT_EQ(c.job(job)["status"]["restarts"], 1);
+    expect_sound(c);
+    if (::testing::Test::HasFailure()) return;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+    n += 2;  // a third of the deaths is enough for what sanitizers look for
+#endif
+  }
+  EXPECT_GT(n, 10);
+}
+
+// Every operator dies after three writes, again and again.
+TEST(Reconciler, SurvivesDyingAllTheTime) {
+  Cluster c;
+  c.fail_first = 2;
+  c.trainers_end = true;
+  const ObjectKey job = c.add_job("quick");
+  auto over = [&] { return c.phase(job) == phase::kComplete && c.clean(); };
+  for (int i = 0; i < 100 && !over(); ++i) {
+    c.start_operator(3);
+    ASSERT_TRUE(eventually([&] { return over() || c.is_dead(); }));
+    c.stop_operator();
+  }
+  EXPECT_TRUE(over()) << c.job(job).dump(1);
+  EXPECT_EQ(c.attempt(job), 3);
+  expect_sound(c);
+}
+
+TEST(Reconciler, SurvivesAStormOfErrorsAndLostAnswers) {
+  Cluster c;
+  c.fail_first = 1;
+  c.trainers_end = true;
+  for (int i = 0; i < 6; ++i) {
+    c.server.inject({.method = "POST", .path_part = "/namespaces/team", .status = 429, .retry_after_s = 0});
+    c.server.inject({.method = "POST", .path_part = "/namespaces/team", .status = 500, .apply_first = true});
+    c.server.inject({.method = "PATCH", .path_part = "/rljobs", .status = 503});
+    c.server.inject({.method = "PATCH", .path_part = "/rljobs", .status = 504, .apply_first = true});
+    c.server.inject({.method = "DELETE", .path_part = "/namespaces/team", .status = 500, .apply_first = true});
+    c.server.inject({.method = "GET", .path_part = "/rljobs/quick", .status = 503});
+    c.server.inject({.method = "POST", .path_part = "/pods", .apply_first = true, .cut = true});
+  }
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  EXPECT_TRUE(eventually([&] {
+    c.server.cut_watches();
+    std::this_thread::sleep_for(Milliseconds(50));
+    return c.phase(job) == phase::kComplete && c.clean();
+  })) << c.job(job).dump(1);
+  EXPECT_EQ(c.attempt(job), 2);
+  EXPECT_EQ(c.violations(), std::vector<std::string>{});
+  EXPECT_EQ(c.created_twice(), std::vector<std::string>{});
+}
+
+TEST(Reconciler, ForgottenHistoryCreatesNothingTwice) {
+  Cluster c;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  for (int i = 0; i < 5; ++i) {
+    c.server.expire_history();
+    std::this_thread::sleep_for(Milliseconds(20));
+  }
+  c.trainers_end = true;
+  ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
+  EXPECT_EQ(c.attempt(job), 1);
+  expect_sound(c);
+}
+
+TEST(Reconciler, PodDeletedByHandRestarts) {
+  Cluster c;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  c.client.remove(resources::kPods, {"team", "quick-actor-1-a1"});
+  ASSERT_TRUE(eventually([&] { return c.attempt(job) == 2 && c.phase(job) == phase::kRunning; }));
+  EXPECT_EQ(c.job(job)["status"]["freeRestarts"], 1);
+  EXPECT_EQ(c.job(job)["status"].value("restarts", 0), 0);
+  expect_sound(c);
+}
+
+TEST(Reconciler, LostNodeRestarts) {
+  Cluster c;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick", "  failurePolicy: {terminationTimeoutSeconds: 1}\n");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  c.put_node(1, false);
+  ASSERT_TRUE(eventually([&] { return c.attempt(job) >= 2; }));
+  EXPECT_EQ(c.job(job)["status"]["lastFailure"]["reason"], "NodeLost");
+  c.put_node(1, true);
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  EXPECT_EQ(c.violations(), std::vector<std::string>{});
+}
+
+TEST(Reconciler, ForeignPodInTheWayIsNotTouched) {
+  Cluster c;
+  c.kubelets = false;
+  const ObjectKey taken{"team", "quick-actor-1-a1"};
+  c.server.put(resources::kPods, {{"metadata", {{"name", taken.name}, {"namespace", taken.ns}}}, {"spec", Json::object()}});
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return c.server.count("GET", "/pods/quick-actor-1-a1") >= 2; }));
+  EXPECT_TRUE(c.server.get(resources::kPods, taken));
+  EXPECT_EQ(c.phase(job), phase::kQueued);
+  c.server.erase(resources::kPods, taken);
+  c.kubelets = true;
+  EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
+}
+
+TEST(Reconciler, PodsThatTheServerRefusesFailTheJob) {
+  Cluster c;
+  c.server.inject({.method = "POST", .path_part = "/pods", .status = 422, .reason = "Invalid", .times = -1});
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kFailed));
+  bool said = false;
+  for (const Json& condition : c.job(job)["status"]["conditions"]) said |= condition["type"] == "Failed" && condition["reason"] == "PodsRejected";
+  EXPECT_TRUE(said);
+  EXPECT_TRUE(eventually([&] { return c.clean(); }));
+}
+
+TEST(Reconciler, InvalidJobIsRefusedWithoutAWebhook) {
+  Cluster c;
+  c.start_operator();
+  Json object = testing::job_object("bad");
+  object["spec"]["roles"] = Json::object();
+  c.server.put(resources::kRlJobs, object);
+  const ObjectKey job{"team", "bad"};
+  ASSERT_TRUE(c.wait_phase(job, phase::kPending));
+  EXPECT_TRUE(c.pods().empty());
+  object = c.job(job);
+  c.server.modify(resources::kRlJobs, job, [](Json& j) { j["spec"]["roles"] = {{"actor", {{"replicas", 2}}}}; });
+  EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
+}
+
+TEST(Reconciler, ManyJobsAtOnce) {
+  Cluster c;
+  c.trainers_end = true;
+  c.start_operator();
+  std::vector<ObjectKey> jobs;
+  for (int i = 0; i < 20; ++i) jobs.push_back(c.add_job("job-" + std::to_string(i)));
+  for (const ObjectKey& job : jobs) ASSERT_TRUE(c.wait_phase(job, phase::kComplete)) << job.name;
+  EXPECT_TRUE(eventually([&] { return c.clean(); }));
+  expect_sound(c);
+}
+
+TEST(Reconciler, LargeGangIsMadeOnce) {
+  Cluster c;
+  c.start_operator();
+  Json object = testing::job_object("big");
+  object["spec"]["roles"]["actor"]["replicas"] = 100;
+  c.server.put(resources::kRlJobs, object);
+  ASSERT_TRUE(c.wait_phase({"team", "big"}, phase::kRunning));
+  EXPECT_EQ(c.pods().size(), 100u);
+  expect_sound(c);
+}
+
+TEST(Reconciler, StandbyWritesNothing) {
+  Cluster c;
+  ReconcilerOptions options = fast_options();
+  std::atomic<int> asked{0};
+  options.may_write = [&] {
+    ++asked;
+    return false;
+  };
+  c.start_operator(-1, std::move(options));
+  c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return asked > 0; }));
+  EXPECT_EQ(c.server.count("POST", "/namespaces/team"), 0);
+  EXPECT_EQ(c.server.count("PATCH", ""), 0);
+}
+
+TEST(MergeDiff, PatchTurnsOneIntoTheOther) {
+  const Json from = Json::parse(R"({"a":1,"b":{"c":2,"d":3},"e":[1,2],"f":"x"})");
+  const Json to = Json::parse(R"({"a":1,"b":{"c":5},"e":[1],"g":{"h":1}})");
+  Json copy = from;
+  copy.merge_patch(merge_diff(from, to));
+  EXPECT_EQ(copy, to);
+  EXPECT_EQ(merge_diff(from, from), Json::object());
+}
+
+TEST(Pool, RunsAllAndThrowsTheFirstFailure) {
+  Pool pool(3);
+  std::atomic<int> done{0};
+  std::vector<std::function<void()>> tasks;
+  for (int i = 0; i < 50; ++i) {
+    tasks.push_back([&, i] {
+      ++done;
+      if (i == 7) throw std::runtime_error("seven");
+    });
+  }
+  EXPECT_THROW(pool.run(std::move(tasks)), std::runtime_error);
+  EXPECT_EQ(done, 50);
+}
+
+}  // namespace
+}  // namespace trireme::controller

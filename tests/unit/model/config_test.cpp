@@ -1,0 +1,97 @@
+#include "trainer/model/config.h"
+
+#include "base/fs.h"
+#include "tests/unit/model/testing.h"
+
+namespace trireme {
+namespace {
+
+using nlohmann::json;
+using testing::error_of;
+using testing::small_config;
+
+json base_json() {
+  return {{"model_type", "llama"},   {"vocab_size", 100},         {"hidden_size", 64}, {"intermediate_size", 128},
+          {"num_hidden_layers", 2},  {"num_attention_heads", 4},  {"eos_token_id", 7}};
+}
+
+ModelConfig parse(const json& values) { return ModelConfig::from_json(values, "config.json"); }
+
+TEST(ModelConfig, DefaultsFollowFromTheSizes) {
+  const ModelConfig config = parse(base_json());
+  EXPECT_EQ(config.num_kv_heads, 4);
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(config.rope.theta, 10000.0);
+  EXPECT_FALSE(config.tie_word_embeddings);
+  EXPECT_EQ(config.eos_token_ids, (std::vector<int32_t>{7}));
+  json qwen3 = base_json();
+  qwen3["model_type"] = "qwen3";
+  EXPECT_EQ(parse(qwen3).head_dim, 128);
+  EXPECT_TRUE(parse(qwen3).qk_norm);
+  json qwen2 = base_json();
+  qwen2["model_type"] = "qwen2";
+  EXPECT_TRUE(parse(qwen2).qkv_bias);
+  EXPECT_FALSE(parse(qwen2).output_bias);
+}
+
+TEST(ModelConfig, BothSpellingsMeanTheSame) {
+  json four = base_json(), five = base_json();
+  const json scaling = {{"rope_type", "llama3"}, {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}, {"original_max_position_embeddings", 8192}};
+  four.update({{"rope_theta", 500000.0}, {"rope_scaling", scaling}, {"torch_dtype", "bfloat16"}, {"eos_token_id", {1, 2}}, {"head_dim", nullptr}});
+  json parameters = scaling;
+  parameters["rope_theta"] = 500000.0;
+  five.update({{"rope_parameters", parameters}, {"dtype", "bfloat16"}, {"eos_token_id", {1, 2}}});
+  EXPECT_EQ(parse(four), parse(five));
+  EXPECT_EQ(parse(four).rope.scaling, RopeOptions::Scaling::kLlama3);
+  EXPECT_EQ(parse(four).rope.theta, 500000.0);
+  EXPECT_EQ(parse(four).dtype, "bfloat16");
+  EXPECT_EQ(parse(four).eos_token_ids, (std::vector<int32_t>{1, 2}));
+}
+
+TEST(ModelConfig, WhatIsWrittenIsReadBack) {
+  for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+    ModelConfig config = small_config(family, true);
+    EXPECT_EQ(parse(config.to_json()), config);
+    config.rope.scaling = RopeOptions::Scaling::kLlama3;
+    config.rope.factor = 32.0;
+    config.eos_token_ids = {4, 5};
+    EXPECT_EQ(parse(config.to_json()), config);
+  }
+}
+
+TEST(ModelConfig, MistakesAreNamed) {
+  const auto with = [](const char* key, const json& value) {
+    json values = base_json();
+    values[key] = value;
+    return error_of([&] { parse(values); });
+  };
+  EXPECT_MENTIONS(with("model_type", "gpt2"), "unknown architecture gpt2; known are llama");
+  EXPECT_MENTIONS(with("model_type", "qwen3_moe"), "mixture of experts, which is not supported yet");
+  EXPECT_MENTIONS(with("num_experts", 8), "not supported yet");
+  EXPECT_MENTIONS(with("hidden_size", "big"), "hidden_size must be an integer");
+  EXPECT_MENTIONS(with("hidden_size", -4), "hidden_size must be positive");
+  EXPECT_MENTIONS(with("num_key_value_heads", 3), "num_attention_heads 4 is not a multiple");
+  EXPECT_MENTIONS(with("head_dim", 15), "odd");
+  EXPECT_MENTIONS(with("hidden_act", "gelu"), "gelu is not supported");
+  EXPECT_MENTIONS(with("rope_scaling", {{"rope_type", "yarn"}, {"factor", 4.0}}), "yarn is not supported");
+  EXPECT_MENTIONS(with("use_sliding_window", true), "use_sliding_window");
+  EXPECT_MENTIONS(with("layer_types", {"full_attention", "sliding_attention"}), "sliding_attention");
+  json missing = base_json();
+  missing.erase("vocab_size");
+  EXPECT_MENTIONS(error_of([&] { parse(missing); }), "config.json: key vocab_size is missing");
+  const TemporaryDirectory dir;
+  EXPECT_MENTIONS(error_of([&] { ModelConfig::load(dir.path()); }), "has no config.json");
+  write_file_atomic(dir.path() / "config.json", "{");
+  EXPECT_MENTIONS(error_of([&] { ModelConfig::load(dir.path()); }), "not valid JSON");
+}
+
+TEST(ModelConfig, CountsParametersAndOperations) {
+  ModelConfig config = small_config(ModelFamily::kQwen3);
+  const int64_t untied = config.parameter_count();
+  config.tie_word_embeddings = true;
+  EXPECT_EQ(untied - config.parameter_count(), config.vocab_size * config.hidden_size);
+  EXPECT_GT(config.forward_flops_per_token(100), config.forward_flops_per_token(0));
+}
+
+}  // namespace
+}  // namespace trireme

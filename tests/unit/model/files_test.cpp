@@ -1,0 +1,197 @@
+#include <fstream>
+#include <set>
+
+#include "base/fs.h"
+#include "base/safetensors.h"
+#include "tests/unit/model/testing.h"
+#include "trainer/model/model.h"
+#include "trainer/model/safetensors.h"
+
+namespace trireme {
+namespace {
+
+using nlohmann::json;
+using testing::error_of;
+using testing::random_tokens;
+using testing::same_bits;
+using testing::small_config;
+using testing::small_model;
+
+TEST(Safetensors, WritesAndReadsEveryDtype) {
+  const TemporaryDirectory dir;
+  const auto path = dir.path() / "t.safetensors";
+  const NamedTensors tensors = {{"bytes", at::arange(3, at::kByte)},
+                                {"f32", at::randn({3, 5})},
+                                {"bf16", at::randn({7}).to(at::kBFloat16)},
+                                {"transposed", at::arange(6, at::kInt).view({2, 3}).t()},
+                                {"i64", at::arange(4, at::kLong)},
+                                {"scalar", at::tensor(2.5)},
+                                {"empty", at::empty({0, 4})},
+                                {"f16", at::ones({2}, at::kHalf)},
+                                {"f64", at::ones({2}, at::kDouble)},
+                                {"flag", at::ones({2}, at::kBool)}};
+  write_safetensors(path, tensors, {{"who", "test"}});
+  const SafetensorsFile file(path);
+  EXPECT_EQ(file.header().metadata.at("who"), "test");
+  EXPECT_EQ(file.names().size(), tensors.size());
+  for (const auto& [name, tensor] : tensors) EXPECT_TRUE(same_bits(file.tensor(name), tensor)) << name;
+  EXPECT_MENTIONS(error_of([&] { file.tensor("nothing"); }), "has no tensor nothing");
+  at::Tensor kept;
+  {
+    const SafetensorsFile other(path);
+    kept = other.tensor("f32");
+  }
+  EXPECT_TRUE(same_bits(kept, tensors[1].second));  // the tensor keeps the mapping alive
+  size_t files = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(dir.path())) ++files;
+  EXPECT_EQ(files, 1u);  // no temporary file is left
+}
+
+TEST(Safetensors, EveryTruncationIsNoticed) {
+  const TemporaryDirectory dir;
+  write_safetensors(dir.path() / "whole", {{"a", at::ones({5})}, {"b", at::ones({3, 2}, at::kLong)}});
+  const std::string bytes = read_file(dir.path() / "whole");
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    write_file_atomic(dir.path() / "cut", bytes.substr(0, size));
+    EXPECT_MENTIONS(error_of([&] { SafetensorsFile file(dir.path() / "cut"); }), "cut");
+  }
+  write_file_atomic(dir.path() / "cut", bytes + "x");
+  EXPECT_MENTIONS(error_of([&] { SafetensorsFile file(dir.path() / "cut"); }), "belong to none");
+}
+
+TEST(Safetensors, UnwritableFolderIsAnIoError) {
+  EXPECT_MENTIONS(error_of([] { write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}}); }), "/nonexistent/folder/x.safetensors");
+}
+
+std::vector<float> logprobs_of(const Model& model) { return score(model, {random_tokens(20, 3)})[0]; }
+
+TEST(ModelFiles, SavedModelsLoadWithTheSameBits) {
+  for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+    for (const bool tied : {false, true}) {
+      const auto model = small_model(family, tied);
+      const TemporaryDirectory dir;
+      for (const int64_t shard_bytes : {int64_t{1} << 30, int64_t{30'000}, int64_t{1}}) {
+        SaveOptions options;
+        options.max_shard_bytes = shard_bytes;
+        save_model(*model, dir.path(), options);
+        const auto loaded = load_model(dir.path(), {});
+        EXPECT_EQ(loaded->config(), model->config());
+        EXPECT_TRUE(same_bits(loaded->flat_parameters(), model->flat_parameters()));
+        EXPECT_EQ(logprobs_of(*loaded), logprobs_of(*model));
+        EXPECT_EQ(std::filesystem::exists(dir.path() / "model.safetensors"), shard_bytes == int64_t{1} << 30);
+      }
+    }
+  }
+}
+
+TEST(ModelFiles, DtypesConvert) {
+  const auto model = small_model(ModelFamily::kQwen2);
+  const TemporaryDirectory dir;
+  SaveOptions options;
+  options.dtype = at::kBFloat16;
+  save_model(*model, dir.path(), options);
+  EXPECT_EQ(ModelConfig::load(dir.path()).dtype, "bfloat16");
+  EXPECT_EQ(SafetensorsFile(dir.path() / "model.safetensors").tensor("model.norm.weight").scalar_type(), at::kBFloat16);
+  const auto loaded = load_model(dir.path(), {});
+  EXPECT_TRUE(same_bits(loaded->flat_parameters(), model->flat_parameters().to(at::kBFloat16).to(at::kFloat)));
+}
+
+TEST(ModelFiles, CompanionsAndUnknownKeysGoAlong) {
+  const auto model = small_model(ModelFamily::kLlama);
+  const TemporaryDirectory source, target;
+  json config = model->config().to_json();
+  config["made_by"] = "somebody";
+  config["torch_dtype"] = "bfloat16";
+  config.erase("dtype");
+  write_file_atomic(source.path() / "config.json", config.dump());
+  write_file_atomic(source.path() / "tokenizer.json", "{\"a\": 1}");
+  write_file_atomic(source.path() / "generation_config.json", "{\"eos_token_id\": [2, 9]}");
+  SaveOptions options;
+  options.source_dir = source.path();
+  save_model(*model, target.path(), options);
+  EXPECT_EQ(read_file(target.path() / "tokenizer.json"), "{\"a\": 1}");
+  EXPECT_EQ(read_file(target.path() / "generation_config.json"), "{\"eos_token_id\": [2, 9]}");
+  const json written = json::parse(read_file(target.path() / "config.json"));
+  EXPECT_EQ(written["made_by"], "somebody");
+  EXPECT_EQ(written["torch_dtype"], "float32");
+}
+
+// Rewrites the single weights file of a saved model.
+void rewrite(const std::filesystem::path& dir, const std::function<void(NamedTensors&)>& change) {
+  const SafetensorsFile file(dir / "model.safetensors");
+  NamedTensors tensors;
+  for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name).clone());
+  change(tensors);
+  write_safetensors(dir / "model.safetensors", tensors);
+}
+
+TEST(ModelFiles, BadWeightsAreNamed) {
+  const auto load_after = [](const std::function<void(NamedTensors&)>& change) {
+    const TemporaryDirectory dir;
+    save_model(*small_model(ModelFamily::kQwen3), dir.path(), {});
+    rewrite(dir.path(), change);
+    return error_of([&] { load_model(dir.path(), {}); });
+  };
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.pop_back(); }), "lack 1 tensor: lm_head.weight");
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.resize(5); }), "...");
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.emplace_back("model.layers.9.extra", at::ones({2})); }), "unexpected tensor model.layers.9.extra [2]");
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 47}); }), "model.embed_tokens.weight has shape [61, 47], config.json says [61, 48]");
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 48}, at::kLong); }), "dtype Long");
+}
+
+TEST(ModelFiles, ATiedCheckpointMayCarryItsHead) {
+  const TemporaryDirectory dir;
+  const auto model = small_model(ModelFamily::kLlama, true);
+  save_model(*model, dir.path(), {});
+  rewrite(dir.path(), [](NamedTensors& t) {
+    t.emplace_back("lm_head.weight", t[0].second);
+    t.emplace_back("model.layers.0.self_attn.rotary_emb.inv_freq", at::ones({6}));
+  });
+  EXPECT_TRUE(same_bits(load_model(dir.path(), {})->flat_parameters(), model->flat_parameters()));
+}
+
+TEST(ModelFiles, BrokenShardsAreNamed) {
+  const TemporaryDirectory dir;
+  SaveOptions options;
+  options.max_shard_bytes = 30'000;
+  save_model(*small_model(ModelFamily::kLlama), dir.path(), options);
+  const auto index_path = dir.path() / "model.safetensors.index.json";
+  const std::string index = read_file(index_path);
+  json changed = json::parse(index);
+  changed["weight_map"].erase("model.norm.weight");
+  write_file_atomic(index_path, changed.dump());
+  EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }), "model.norm.weight is not in model.safetensors.index.json");
+  changed = json::parse(index);
+  changed["weight_map"]["phantom"] = changed["weight_map"]["model.norm.weight"];
+  write_file_atomic(index_path, changed.dump());
+  EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }), "lacks tensor phantom");
+  write_file_atomic(index_path, index);
+  std::filesystem::remove(dir.path() / json::parse(index)["weight_map"]["model.norm.weight"].get<std::string>());
+  EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }), "is missing");
+  std::filesystem::remove(index_path);
+  EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }), "has neither model.safetensors nor");
+}
+
+TEST(InitModel, IsAFunctionOfSeedAndName) {
+  const TemporaryDirectory a, b, c;
+  const ModelConfig config = small_config(ModelFamily::kQwen2);
+  init_model(a.path(), config, 1);
+  init_model(b.path(), config, 1);
+  init_model(c.path(), config, 2);
+  EXPECT_EQ(read_file(a.path() / "model.safetensors"), read_file(b.path() / "model.safetensors"));
+  EXPECT_NE(read_file(a.path() / "model.safetensors"), read_file(c.path() / "model.safetensors"));
+  ModelConfig fewer = config;
+  fewer.num_layers = 1;  // another layout: the shared tensors stay
+  const TemporaryDirectory d;
+  init_model(d.path(), fewer, 1);
+  const SafetensorsFile whole(a.path() / "model.safetensors"), part(d.path() / "model.safetensors");
+  for (const std::string& name : part.names()) EXPECT_TRUE(same_bits(whole.tensor(name), part.tensor(name))) << name;
+  const at::Tensor weight = whole.tensor("model.layers.1.mlp.up_proj.weight");
+  EXPECT_NEAR(weight.std().item<double>(), config.initializer_range, 0.01);
+  EXPECT_EQ(whole.tensor("model.norm.weight").sum().item<double>(), 48.0);
+  EXPECT_EQ(whole.tensor("model.layers.0.self_attn.q_proj.bias").abs().sum().item<double>(), 0.0);
+  EXPECT_TRUE(std::filesystem::exists(a.path() / "generation_config.json"));
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,76 @@
+// Small models of every family for the model tests.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "trainer/model/model.h"
+#include "trainer/ops/philox.h"
+
+namespace trireme::testing {
+
+inline ModelConfig small_config(ModelFamily family, bool tied = false) {
+  ModelConfig config;
+  config.family = family;
+  config.vocab_size = 61;
+  config.hidden_size = 48;
+  config.intermediate_size = 80;
+  config.num_layers = 3;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.head_dim = 12;
+  config.max_position_embeddings = 512;
+  config.initializer_range = 0.15;
+  config.rope.head_dim = 12;
+  config.tie_word_embeddings = tied;
+  config.qkv_bias = family == ModelFamily::kQwen2;
+  config.qk_norm = family == ModelFamily::kQwen3;
+  config.rope.original_max_position = 512;
+  config.eos_token_ids = {2};
+  return config;
+}
+
+inline std::unique_ptr<Model> small_model(ModelFamily family, bool tied = false, ModelOptions options = {}) {
+  auto model = std::make_unique<Model>(small_config(family, tied), options);
+  init_parameters(*model, 11);
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : model->parameters()) {  // biases and norms must matter
+    if (parameter.tensor.dim() != 1) continue;
+    for (int64_t i = 0; i < parameter.size; ++i) {
+      parameter.tensor[i] += 0.2 * philox_normal(5, static_cast<uint64_t>(parameter.offset), static_cast<uint64_t>(i));
+    }
+  }
+  return model;
+}
+
+inline std::vector<int32_t> random_tokens(int64_t count, uint64_t seed, int64_t vocab = 61) {
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(philox_uniform(seed, 1, i) * static_cast<double>(vocab));
+  return ids;
+}
+
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+}
+
+// The message of the Error that f throws; fails the test when it throws none.
+template <class F>
+std::string error_of(F&& f) {
+  try {
+    f();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "no error was thrown";
+  return {};
+}
+
+#define EXPECT_MENTIONS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
+
+}  // namespace trireme::testing

@@ -1,0 +1,108 @@
+#include "trainer/algorithms/packing.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+int64_t load(const Bin& bin, const std::vector<int64_t>& lengths) {
+  int64_t sum = 0;
+  for (const int64_t i : bin) sum += lengths[static_cast<size_t>(i)];
+  return sum;
+}
+
+std::vector<int64_t> sorted_members(const std::vector<Bin>& bins) {
+  std::vector<int64_t> all;
+  for (const Bin& bin : bins) all.insert(all.end(), bin.begin(), bin.end());
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+std::vector<int64_t> iota(size_t count) {
+  std::vector<int64_t> all(count);
+  std::iota(all.begin(), all.end(), int64_t{0});
+  return all;
+}
+
+const PackingAlgorithm kAll[] = {PackingAlgorithm::kConcatenative, PackingAlgorithm::kFirstFitDecreasing,
+                                 PackingAlgorithm::kFirstFitShuffle, PackingAlgorithm::kModifiedFirstFitDecreasing};
+
+TEST(Packing, EverySequenceOnceAndNoBinTooFull) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<int64_t> lengths(random() % 200);
+    for (int64_t& length : lengths) length = 1 + static_cast<int64_t>(random() % 1000);
+    for (const PackingAlgorithm algorithm : kAll) {
+      const std::vector<Bin> bins = pack_bins(lengths, 1000, algorithm, 3);
+      EXPECT_EQ(sorted_members(bins), iota(lengths.size()));
+      for (const Bin& bin : bins) EXPECT_LE(load(bin, lengths), 1000);
+      EXPECT_EQ(bins, pack_bins(lengths, 1000, algorithm, 3)) << "packing must be repeatable";
+    }
+  }
+}
+
+// First-fit decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007), the modified one 71/60 OPT + 1; OPT >= sum / capacity.
+TEST(Packing, ModifiedFirstFitStaysNearTheLowerBoundOnSmallItems) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 50; ++round) {
+    std::vector<int64_t> lengths(300);
+    for (int64_t& length : lengths) length = 1 + static_cast<int64_t>(random() % 400);
+    const double least = std::ceil(static_cast<double>(std::accumulate(lengths.begin(), lengths.end(), int64_t{0})) / 1000.0);
+    const size_t used = pack_bins(lengths, 1000, PackingAlgorithm::kModifiedFirstFitDecreasing, 0).size();
+    EXPECT_LE(static_cast<double>(used), least * 71 / 60 + 2);
+  }
+}
+
+TEST(Packing, TooLongASequenceNamesItAndTheKey) {
+  try {
+    pack_bins({3, 12}, 10, PackingAlgorithm::kFirstFitDecreasing, 0);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUser);
+    EXPECT_NE(std::string(error.what()).find("sequence 1 has 12 tokens"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("train_mb_tokens"), std::string::npos);
+  }
+}
+
+TEST(Packing, RanksGetTheSameNumberOfMicroBatches) {
+  std::mt19937 random(5);
+  for (int64_t ranks = 1; ranks <= 5; ++ranks) {
+    for (const size_t count : {size_t{0}, size_t{1}, size_t{3}, size_t{64}}) {
+      std::vector<int64_t> lengths(count);
+      for (int64_t& length : lengths) length = 1 + static_cast<int64_t>(random() % 90);
+      for (const auto& plan : {packed_micro_batches(lengths, 100, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 0),
+                               dynamic_micro_batches(lengths, 128, 8, ranks), fixed_micro_batches(static_cast<int64_t>(count), 4, ranks)}) {
+        ASSERT_EQ(static_cast<int64_t>(plan.size()), ranks);
+        std::vector<Bin> all;
+        for (const auto& bins : plan) {
+          EXPECT_EQ(bins.size(), plan.front().size());
+          all.insert(all.end(), bins.begin(), bins.end());
+        }
+        EXPECT_EQ(sorted_members(all), iota(count));
+      }
+    }
+  }
+}
+
+TEST(Packing, DynamicBatchesKeepTheTokenBudget) {
+  std::vector<int64_t> lengths;
+  for (int64_t i = 1; i <= 40; ++i) lengths.push_back(i);
+  for (const auto& bins : dynamic_micro_batches(lengths, 96, 8, 2)) {
+    for (const Bin& bin : bins) {
+      int64_t longest = 0;
+      for (const int64_t i : bin) longest = std::max(longest, (lengths[static_cast<size_t>(i)] + 7) / 8 * 8);
+      EXPECT_LE(static_cast<int64_t>(bin.size()) * longest, 96);
+    }
+  }
+}
+
+TEST(Packing, UnknownAlgorithmIsNamed) { EXPECT_THROW(parse_packing_algorithm("best_fit"), Error); }
+
+}  // namespace
+}  // namespace trireme
