@@ -64,8 +64,8 @@ SafetensorsEntry parse_entry(const std::string& name, const nlohmann::json& json
   entry.end = unsigned_number(offsets[1], where + ": data_offsets[1]");
   if (entry.end < entry.begin) fail_data(where + ": data_offsets end before they begin");
   if (entry.end - entry.begin != static_cast<uint64_t>(bytes)) {
-    fail_data(where + ": data_offsets hold " + std::to_string(entry.end - entry.begin) + " bytes, its shape and dtype need " +
-              std::to_string(static_cast<uint64_t>(bytes)));
+    fail_data(where + ": data_offsets hold " + std::to_string(entry.end - entry.begin) +
+              " bytes, its shape and dtype need " + std::to_string(static_cast<uint64_t>(bytes)));
   }
   return entry;
 }
@@ -117,8 +117,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view bytes, uint64_t file
     if (entry.begin < at) fail_data(source + ": tensor " + entry.name + " overlaps the one before it");
     if (entry.begin > at) fail_data(source + ": there is a gap before tensor " + entry.name);
     if (entry.end > data_bytes) {
-      fail_data(source + " is truncated: tensor " + entry.name + " ends at byte " + std::to_string(header.data_start + entry.end) +
-                ", the file has " + std::to_string(file_size));
+      fail_data(source + " is truncated: tensor " + entry.name + " ends at byte " +
+                std::to_string(header.data_start + entry.end) + ", the file has " + std::to_string(file_size));
     }
     at = entry.end;
   }

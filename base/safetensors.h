@@ -27,9 +27,9 @@ struct SafetensorsHeader {
 // Bytes of an element; 0 for an unknown dtype.
 uint64_t safetensors_item_bytes(std::string_view dtype);
 
-// `bytes` is the file from its start (the whole header at least), `file_size` its full size, `source` its name in errors.
-// Throws Error(kData) naming the file and the tensor: truncated, bad JSON, unknown dtype, offsets that overlap, leave
-// gaps, run past the end or do not match the shape.
+// `bytes` is the file from its start (the whole header at least), `file_size` its full size, `source` its name in
+// errors. Throws Error(kData) naming the file and the tensor: truncated, bad JSON, unknown dtype, offsets that overlap,
+// leave gaps, run past the end or do not match the shape.
 SafetensorsHeader parse_safetensors_header(std::string_view bytes, uint64_t file_size, const std::string& source);
 
 // The first bytes of a file (length and JSON, padded with blanks so that the data starts at a multiple of 8). Entries'

@@ -6,7 +6,7 @@ RUST_WANTED=1.85
 
 need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip python3 python3-pip \
   libcpp-httplib-dev nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
-  libcli11-dev libssl-dev zlib1g-dev $(cat "$ROOT/scripts/packages.txt")
+  libcli11-dev libssl-dev zlib1g-dev libre2-dev
 
 have=$(cargo --version 2>/dev/null | awk '{print $2}' || true)
 if [ -z "$have" ] || ! version_at_least "$have" "$RUST_WANTED"; then

@@ -6,14 +6,22 @@ namespace trireme::kube {
 
 const char* to_string(ApiErrorKind kind) {
   switch (kind) {
-    case ApiErrorKind::kNotFound: return "not found";
-    case ApiErrorKind::kConflict: return "conflict";
-    case ApiErrorKind::kAlreadyExists: return "already exists";
-    case ApiErrorKind::kGone: return "gone";
-    case ApiErrorKind::kInvalid: return "invalid";
-    case ApiErrorKind::kForbidden: return "forbidden";
-    case ApiErrorKind::kUnavailable: return "unavailable";
-    case ApiErrorKind::kTimeout: return "timeout";
+    case ApiErrorKind::kNotFound:
+      return "not found";
+    case ApiErrorKind::kConflict:
+      return "conflict";
+    case ApiErrorKind::kAlreadyExists:
+      return "already exists";
+    case ApiErrorKind::kGone:
+      return "gone";
+    case ApiErrorKind::kInvalid:
+      return "invalid";
+    case ApiErrorKind::kForbidden:
+      return "forbidden";
+    case ApiErrorKind::kUnavailable:
+      return "unavailable";
+    case ApiErrorKind::kTimeout:
+      return "timeout";
   }
   return "unknown";
 }
@@ -51,8 +59,8 @@ ApiError ApiError::from_response(std::string_view what, int status, std::string_
   } else if (status == 429 || status >= 500 || status < 200) {
     kind = ApiErrorKind::kUnavailable;
   }
-  return ApiError(kind, status, std::move(reason), std::string(what) + ": HTTP " + std::to_string(status) + ": " + detail,
-                  retry_after);
+  return ApiError(kind, status, std::move(reason),
+                  std::string(what) + ": HTTP " + std::to_string(status) + ": " + detail, retry_after);
 }
 
 }  // namespace trireme::kube

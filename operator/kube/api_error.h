@@ -1,4 +1,5 @@
-// ApiError: what the Kubernetes API (or the way to it) answered, typed so that callers branch on kind() and never on text.
+// ApiError: what the Kubernetes API (or the way to it) answered, typed so that callers branch on kind() and never on
+// text.
 #pragma once
 
 #include <optional>
@@ -27,11 +28,15 @@ class ApiError final : public std::runtime_error {
  public:
   ApiError(ApiErrorKind kind, int status, std::string reason, const std::string& message,
            std::optional<Milliseconds> retry_after = std::nullopt)
-      : std::runtime_error(message), kind_(kind), status_(status), reason_(std::move(reason)), retry_after_(retry_after) {}
+      : std::runtime_error(message),
+        kind_(kind),
+        status_(status),
+        reason_(std::move(reason)),
+        retry_after_(retry_after) {}
 
   ApiErrorKind kind() const { return kind_; }
-  int status() const { return status_; }                   // HTTP status; 0 when no answer came
-  const std::string& reason() const { return reason_; }    // Status.reason, e.g. "AlreadyExists"; may be empty
+  int status() const { return status_; }                 // HTTP status; 0 when no answer came
+  const std::string& reason() const { return reason_; }  // Status.reason, e.g. "AlreadyExists"; may be empty
   std::optional<Milliseconds> retry_after() const { return retry_after_; }  // from Retry-After
   bool not_found() const { return kind_ == ApiErrorKind::kNotFound; }
   bool conflict() const { return kind_ == ApiErrorKind::kConflict; }

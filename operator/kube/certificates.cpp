@@ -40,7 +40,8 @@ void add_extension(X509* certificate, X509* issuer, int nid, const std::string& 
   require(X509_add_ext(certificate, extension.get(), -1) == 1, "extension");
 }
 
-// Names go into the extension as objects, not through OpenSSL's configuration syntax: a comma in one must not add another.
+// Names go into the extension as objects, not through OpenSSL's configuration syntax: a comma in one must not add
+// another.
 void add_alternative_names(X509* certificate, const LeafOptions& options) {
   std::unique_ptr<GENERAL_NAMES, OpenSslFree<GENERAL_NAMES_free>> names(GENERAL_NAMES_new());
   const auto push = [&](int type, const void* data, size_t size) {
@@ -129,7 +130,8 @@ KeyPair issue_certificate(const KeyPair& ca, const LeafOptions& options) {
 
 CertificateDates certificate_dates(const std::string& cert_pem) {
   const auto certificates = parse_certificates(cert_pem, "the certificate");
-  return {unix_seconds(X509_get0_notBefore(certificates[0].get())), unix_seconds(X509_get0_notAfter(certificates[0].get()))};
+  return {unix_seconds(X509_get0_notBefore(certificates[0].get())),
+          unix_seconds(X509_get0_notAfter(certificates[0].get()))};
 }
 
 bool certificate_matches(const KeyPair& leaf, const std::string& ca_pem, const std::string& dns_name) {

@@ -19,7 +19,7 @@ struct LeafOptions {
   std::vector<std::string> organizations;  // groups, for Kubernetes client certificates
   bool server = true;                      // else a client certificate
   int64_t valid_seconds = 365 * 86400;
-  int64_t start_offset_seconds = -300;     // notBefore relative to now
+  int64_t start_offset_seconds = -300;  // notBefore relative to now
 };
 
 KeyPair make_ca(const std::string& common_name, int64_t valid_seconds = 3650LL * 86400);

@@ -21,7 +21,8 @@ using Json = nlohmann::json;
 // Token bucket that lends: a caller takes its token at once and sleeps until it would have been there.
 class RateLimiter final {
  public:
-  RateLimiter(double qps, int burst) : qps_(qps), burst_(std::max(1, burst)), tokens_(burst_), at_(SteadyClock::now()) {}
+  RateLimiter(double qps, int burst)
+      : qps_(qps), burst_(std::max(1, burst)), tokens_(burst_), at_(SteadyClock::now()) {}
 
   bool wait(const Deadline& deadline) {
     if (qps_ <= 0) return true;
@@ -53,14 +54,16 @@ std::optional<Milliseconds> retry_after(const httplib::Response& response) {
   return Milliseconds(*seconds * 1000);
 }
 
-ApiError no_answer(const std::string& what, const ClientConfig& config, httplib::Error error, const Deadline* deadline) {
+ApiError no_answer(const std::string& what, const ClientConfig& config, httplib::Error error,
+                   const Deadline* deadline) {
   const std::string untrusted = take_verify_error();
   if (!untrusted.empty()) {
     return ApiError(ApiErrorKind::kUnavailable, 0, "TLS",
                     what + ": the certificate of " + config.url() + " was refused: " + untrusted);
   }
   if (deadline && deadline->passed()) {
-    return ApiError(ApiErrorKind::kTimeout, 0, "Timeout", what + ": no answer from " + config.url() + " within the deadline");
+    return ApiError(ApiErrorKind::kTimeout, 0, "Timeout",
+                    what + ": no answer from " + config.url() + " within the deadline");
   }
   return ApiError(ApiErrorKind::kUnavailable, 0, "Connection",
                   what + ": no answer from " + config.url() + ": " + httplib::to_string(error));
@@ -111,19 +114,23 @@ class Client::Impl final {
     std::string body;  // what on_chunk did not take
     std::optional<Milliseconds> retry_after;
   };
-  // Gets the chunks of a 200 answer; others are buffered into the Answer. False ends the request (kTimeout or the caller's reason).
+  // Gets the chunks of a 200 answer; others are buffered into the Answer. False ends the request (kTimeout or the
+  // caller's reason).
   using OnChunk = std::function<void(std::string_view)>;
 
-  Answer send(const RawRequest& request, const Deadline& deadline, const OnChunk& on_chunk, const std::atomic<bool>* stop) {
+  Answer send(const RawRequest& request, const Deadline& deadline, const OnChunk& on_chunk,
+              const std::atomic<bool>* stop) {
     if (!limiter_.wait(deadline)) {
-      throw ApiError(ApiErrorKind::kTimeout, 0, "RateLimit", request.what + ": the client's own request rate is used up");
+      throw ApiError(ApiErrorKind::kTimeout, 0, "RateLimit",
+                     request.what + ": the client's own request rate is used up");
     }
     bool fresh = false;
     for (int attempt = 0;; ++attempt) {
       std::unique_ptr<Connection> connection = pool_.acquire(deadline, fresh);
       if (!connection) {
-        throw ApiError(ApiErrorKind::kTimeout, 0, "Pool", request.what + ": all " + std::to_string(options_.max_connections) +
-                                                              " connections were busy until the deadline");
+        throw ApiError(ApiErrorKind::kTimeout, 0, "Pool",
+                       request.what + ": all " + std::to_string(options_.max_connections) +
+                           " connections were busy until the deadline");
       }
       const bool reused = connection->reused;
       Outcome outcome = exchange(*connection->http, request, deadline, on_chunk, stop);
@@ -217,7 +224,8 @@ class Client::Impl final {
     if (watch.seconds() * 1000 >= static_cast<double>(idle_timeout.count()) && error == httplib::Error::Read) {
       throw ApiError(ApiErrorKind::kTimeout, 0, "Idle", what + ": the stream was silent for too long or cut");
     }
-    throw ApiError(ApiErrorKind::kUnavailable, 0, "Connection", what + ": the stream was cut: " + httplib::to_string(error));
+    throw ApiError(ApiErrorKind::kUnavailable, 0, "Connection",
+                   what + ": the stream was cut: " + httplib::to_string(error));
   }
 
   const ClientConfig config_;
@@ -333,15 +341,18 @@ Json parse_answer(const std::string& what, const std::string& body) {
   try {
     return Json::parse(body);
   } catch (const Json::exception&) {
-    throw ApiError(ApiErrorKind::kUnavailable, 200, "Malformed", what + ": the answer is not JSON: " + body.substr(0, 100));
+    throw ApiError(ApiErrorKind::kUnavailable, 200, "Malformed",
+                   what + ": the answer is not JSON: " + body.substr(0, 100));
   }
 }
 
 ObjectKey key_of(const Json& object, const Resource& resource) {
   const auto it = object.is_object() ? object.find("metadata") : object.end();
-  if (!object.is_object() || it == object.end() || !it->is_object()) fail_internal(resource.kind + " to send has no metadata");
+  if (!object.is_object() || it == object.end() || !it->is_object())
+    fail_internal(resource.kind + " to send has no metadata");
   ObjectKey key{resource.namespaced ? it->value("namespace", "") : "", it->value("name", "")};
-  if (resource.namespaced && key.ns.empty()) fail_internal(resource.kind + " '" + key.name + "' to send has no namespace");
+  if (resource.namespaced && key.ns.empty())
+    fail_internal(resource.kind + " '" + key.name + "' to send has no namespace");
   return key;
 }
 
@@ -370,7 +381,8 @@ namespace {
 // Sends, throws on any status that is no success, returns the body.
 std::string expect_success(const Client& client, const RawRequest& request, const Deadline& deadline) {
   RawResponse answer = client.raw(request, deadline);
-  if (answer.status / 100 != 2) throw ApiError::from_response(request.what, answer.status, answer.body, answer.retry_after);
+  if (answer.status / 100 != 2)
+    throw ApiError::from_response(request.what, answer.status, answer.body, answer.retry_after);
   return std::move(answer.body);
 }
 
@@ -399,15 +411,15 @@ std::string Client::list_each(const Resource& resource, const std::string& ns, c
   const std::string what = describe("list", resource, {"", ns.empty() ? "of all namespaces" : "of " + ns});
   std::string next;
   while (true) {
-    const std::string path = join_query(
-        resource.path(ns), {{"labelSelector", options.label_selector},
-                            {"fieldSelector", options.field_selector},
-                            {"limit", options.page_limit > 0 ? std::to_string(options.page_limit) : ""},
-                            {"resourceVersion", next.empty() ? options.resource_version : ""},
-                            {"continue", next}});
+    const std::string path =
+        join_query(resource.path(ns), {{"labelSelector", options.label_selector},
+                                       {"fieldSelector", options.field_selector},
+                                       {"limit", options.page_limit > 0 ? std::to_string(options.page_limit) : ""},
+                                       {"resourceVersion", next.empty() ? options.resource_version : ""},
+                                       {"continue", next}});
     ListSplitter splitter(on_item);
-    Impl::Answer answer =
-        impl_->send({"GET", path, "", "", what}, deadline, [&](std::string_view chunk) { splitter.feed(chunk); }, stop);
+    Impl::Answer answer = impl_->send(
+        {"GET", path, "", "", what}, deadline, [&](std::string_view chunk) { splitter.feed(chunk); }, stop);
     if (answer.status != 200) throw ApiError::from_response(what, answer.status, answer.body, answer.retry_after);
     splitter.finish();
     next = top_level_string(splitter.metadata(), "continue").value_or("");
@@ -420,57 +432,74 @@ std::vector<Json> Client::list(const Resource& resource, const std::string& ns, 
                                const Deadline& deadline) const {
   std::vector<Json> items;
   const JsonFields everything;
-  list_each(resource, ns, options, [&](std::string_view item) { items.push_back(everything.parse(item)); }, deadline);
+  list_each(
+      resource, ns, options, [&](std::string_view item) { items.push_back(everything.parse(item)); }, deadline);
   return items;
 }
 
 Json Client::create(const Resource& resource, Json object, const Deadline& deadline) const {
   const ObjectKey key = key_of(object, resource);
   fill_type(object, resource);
-  return expect_json(*this, {"POST", resource.path(key.ns), object.dump(), "application/json", describe("create", resource, key)},
-                     deadline);
+  return expect_json(
+      *this, {"POST", resource.path(key.ns), object.dump(), "application/json", describe("create", resource, key)},
+      deadline);
 }
 
-Json Client::update(const Resource& resource, Json object, std::string_view subresource, const Deadline& deadline) const {
+Json Client::update(const Resource& resource, Json object, std::string_view subresource,
+                    const Deadline& deadline) const {
   const ObjectKey key = key_of(object, resource);
   fill_type(object, resource);
-  return expect_json(*this, {"PUT", resource.path(key.ns, key.name, subresource), object.dump(), "application/json",
-                             describe("update", resource, key, subresource)},
+  return expect_json(*this,
+                     {"PUT", resource.path(key.ns, key.name, subresource), object.dump(), "application/json",
+                      describe("update", resource, key, subresource)},
                      deadline);
 }
 
-Json Client::patch(const Resource& resource, const ObjectKey& key, const Json& patch, PatchType type, std::string_view subresource,
-                   const Deadline& deadline) const {
+Json Client::patch(const Resource& resource, const ObjectKey& key, const Json& patch, PatchType type,
+                   std::string_view subresource, const Deadline& deadline) const {
   const char* content_type = type == PatchType::kMerge  ? "application/merge-patch+json"
                              : type == PatchType::kJson ? "application/json-patch+json"
                                                         : "application/strategic-merge-patch+json";
-  return expect_json(*this, {"PATCH", resource.path(key.ns, key.name, subresource), patch.dump(), content_type,
-                             describe("patch", resource, key, subresource)},
+  return expect_json(*this,
+                     {"PATCH", resource.path(key.ns, key.name, subresource), patch.dump(), content_type,
+                      describe("patch", resource, key, subresource)},
                      deadline);
 }
 
 Json Client::apply(const Resource& resource, Json object, const ApplyOptions& options, const Deadline& deadline) const {
   const ObjectKey key = key_of(object, resource);
   fill_type(object, resource);
-  const std::string path =
-      join_query(resource.path(key.ns, key.name), {{"fieldManager", options.field_manager}, {"force", options.force ? "true" : ""}});
-  return expect_json(*this, {"PATCH", path, object.dump(), "application/apply-patch+yaml", describe("apply", resource, key)}, deadline);
+  const std::string path = join_query(resource.path(key.ns, key.name), {{"fieldManager", options.field_manager},
+                                                                        {"force", options.force ? "true" : ""}});
+  return expect_json(*this,
+                     {"PATCH", path, object.dump(), "application/apply-patch+yaml", describe("apply", resource, key)},
+                     deadline);
 }
 
-bool Client::remove(const Resource& resource, const ObjectKey& key, const DeleteOptions& options, const Deadline& deadline) const {
+bool Client::remove(const Resource& resource, const ObjectKey& key, const DeleteOptions& options,
+                    const Deadline& deadline) const {
   Json body{{"apiVersion", "v1"}, {"kind", "DeleteOptions"}};
   if (!options.uid.empty()) body["preconditions"]["uid"] = options.uid;
   if (!options.resource_version.empty()) body["preconditions"]["resourceVersion"] = options.resource_version;
   if (options.grace_period_seconds >= 0) body["gracePeriodSeconds"] = options.grace_period_seconds;
   switch (options.propagation) {
-    case Propagation::kDefault: break;
-    case Propagation::kBackground: body["propagationPolicy"] = "Background"; break;
-    case Propagation::kForeground: body["propagationPolicy"] = "Foreground"; break;
-    case Propagation::kOrphan: body["propagationPolicy"] = "Orphan"; break;
+    case Propagation::kDefault:
+      break;
+    case Propagation::kBackground:
+      body["propagationPolicy"] = "Background";
+      break;
+    case Propagation::kForeground:
+      body["propagationPolicy"] = "Foreground";
+      break;
+    case Propagation::kOrphan:
+      body["propagationPolicy"] = "Orphan";
+      break;
   }
   try {
-    expect_success(*this, {"DELETE", resource.path(key.ns, key.name), body.dump(), "application/json", describe("delete", resource, key)},
-                   deadline);
+    expect_success(
+        *this,
+        {"DELETE", resource.path(key.ns, key.name), body.dump(), "application/json", describe("delete", resource, key)},
+        deadline);
     return true;
   } catch (const ApiError& e) {
     if (e.not_found()) return false;

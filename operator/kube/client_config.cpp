@@ -39,7 +39,8 @@ YAML::Node named(const YAML::Node& root, const std::string& list, const std::str
   for (const YAML::Node& entry : entries) {
     if (text(entry, "name", list + "[]") != name) continue;
     const YAML::Node found = child(entry, key, list + "[]");
-    if (!found || !found.IsMap()) fail_user("kubeconfig: " + key + " of " + list + " entry '" + name + "' is not a map");
+    if (!found || !found.IsMap())
+      fail_user("kubeconfig: " + key + " of " + list + " entry '" + name + "' is not a map");
     return found;
   }
   fail_user("kubeconfig: no entry '" + name + "' in " + list);
@@ -72,10 +73,12 @@ ClientConfig from_yaml(const YAML::Node& root, const std::filesystem::path& dire
     fail_user("kubeconfig: insecure-skip-tls-verify of " + where_cluster +
               " is not supported; give certificate-authority or certificate-authority-data instead");
   }
-  if (!text(cluster, "proxy-url", where_cluster).empty()) fail_user("kubeconfig: proxy-url of " + where_cluster + " is not supported");
+  if (!text(cluster, "proxy-url", where_cluster).empty())
+    fail_user("kubeconfig: proxy-url of " + where_cluster + " is not supported");
   config.server_name = text(cluster, "tls-server-name", where_cluster);
   config.ca_pem = decoded(cluster, "certificate-authority-data", where_cluster);
-  if (config.ca_pem.empty()) config.ca_file = file_path(text(cluster, "certificate-authority", where_cluster), directory);
+  if (config.ca_pem.empty())
+    config.ca_file = file_path(text(cluster, "certificate-authority", where_cluster), directory);
   if (config.scheme == "https" && config.ca_pem.empty() && config.ca_file.empty()) {
     fail_user("kubeconfig: " + where_cluster + " has neither certificate-authority nor certificate-authority-data");
   }
@@ -85,19 +88,23 @@ ClientConfig from_yaml(const YAML::Node& root, const std::filesystem::path& dire
     const std::string where = "user '" + user_name + "'";
     for (const char* key : {"exec", "auth-provider", "username", "password", "as"}) {
       if (child(user, key, where)) {
-        fail_user("kubeconfig: " + std::string(key) + " of " + where + " is not supported; use a client certificate or a token");
+        fail_user("kubeconfig: " + std::string(key) + " of " + where +
+                  " is not supported; use a client certificate or a token");
       }
     }
     config.client_cert_pem = decoded(user, "client-certificate-data", where);
-    if (config.client_cert_pem.empty()) config.client_cert_file = file_path(text(user, "client-certificate", where), directory);
+    if (config.client_cert_pem.empty())
+      config.client_cert_file = file_path(text(user, "client-certificate", where), directory);
     config.client_key_pem = decoded(user, "client-key-data", where);
     if (config.client_key_pem.empty()) config.client_key_file = file_path(text(user, "client-key", where), directory);
     const bool has_cert = !config.client_cert_pem.empty() || !config.client_cert_file.empty();
     const bool has_key = !config.client_key_pem.empty() || !config.client_key_file.empty();
-    if (has_cert != has_key) fail_user("kubeconfig: " + where + " needs both a client certificate and its key, or neither");
+    if (has_cert != has_key)
+      fail_user("kubeconfig: " + where + " needs both a client certificate and its key, or neither");
     config.token_file = file_path(text(user, "tokenFile", where), directory);
     if (config.token_file.empty()) config.token = text(user, "token", where);
-    if (config.token.find_first_of("\r\n") != std::string::npos) fail_user("kubeconfig: token of " + where + " has a line break in it");
+    if (config.token.find_first_of("\r\n") != std::string::npos)
+      fail_user("kubeconfig: token of " + where + " has a line break in it");
   }
   const std::string ns = text(context, "namespace", where_context);
   if (!ns.empty()) config.default_namespace = ns;
@@ -116,7 +123,8 @@ void set_server_url(ClientConfig& config, std::string_view url) {
   const size_t mark = url.find("://");
   if (mark == std::string_view::npos) fail_user("server '" + shown + "' is not a URL such as https://host:6443");
   config.scheme = to_lower(url.substr(0, mark));
-  if (config.scheme != "https" && config.scheme != "http") fail_user("server '" + shown + "': only https and http are supported");
+  if (config.scheme != "https" && config.scheme != "http")
+    fail_user("server '" + shown + "': only https and http are supported");
   std::string_view rest = url.substr(mark + 3);
   const size_t slash = rest.find('/');
   std::string_view authority = rest.substr(0, slash);
@@ -144,15 +152,18 @@ void set_server_url(ClientConfig& config, std::string_view url) {
   config.port = config.scheme == "https" ? 443 : 80;
   if (!port.empty()) {
     const auto number = parse_int(port.substr(1));
-    if (!number || *number < 1 || *number > 65535) fail_user("server '" + shown + "': the port is not a number from 1 to 65535");
+    if (!number || *number < 1 || *number > 65535)
+      fail_user("server '" + shown + "': the port is not a number from 1 to 65535");
     config.port = static_cast<int>(*number);
   }
   config.path_prefix = std::string(prefix);
 }
 
-ClientConfig in_cluster_config(const std::string& service_host, const std::string& service_port, const std::filesystem::path& root) {
+ClientConfig in_cluster_config(const std::string& service_host, const std::string& service_port,
+                               const std::filesystem::path& root) {
   if (service_host.empty() || service_port.empty()) {
-    fail_user("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: not inside a pod; give a kubeconfig file");
+    fail_user(
+        "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: not inside a pod; give a kubeconfig file");
   }
   ClientConfig config;
   config.host = service_host;

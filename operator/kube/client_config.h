@@ -13,8 +13,8 @@ struct ClientConfig {
   std::string scheme = "https";  // "http" is for tests and local proxies
   std::string host;              // name or address, IPv6 without brackets
   int port = 443;
-  std::string path_prefix;       // of the server URL, without the last slash
-  std::string server_name;       // verified instead of host when set (kubeconfig tls-server-name)
+  std::string path_prefix;  // of the server URL, without the last slash
+  std::string server_name;  // verified instead of host when set (kubeconfig tls-server-name)
 
   std::string ca_pem;
   std::string ca_file;
@@ -37,9 +37,10 @@ ClientConfig in_cluster_config(const std::string& service_host, const std::strin
 
 // The subset of a kubeconfig that this client can honour: server, tls-server-name, certificate-authority(-data),
 // client-certificate(-data), client-key(-data), token, tokenFile, namespace. insecure-skip-tls-verify: true, exec and
-// auth-provider plug-ins, user names with passwords and proxies are refused with the key's name. `context` empty: current-context.
-// Relative files are taken from `directory`. Throws Error(kUser).
-ClientConfig parse_kubeconfig(std::string_view yaml, const std::filesystem::path& directory, std::string_view context = {});
+// auth-provider plug-ins, user names with passwords and proxies are refused with the key's name. `context` empty:
+// current-context. Relative files are taken from `directory`. Throws Error(kUser).
+ClientConfig parse_kubeconfig(std::string_view yaml, const std::filesystem::path& directory,
+                              std::string_view context = {});
 ClientConfig load_kubeconfig(const std::filesystem::path& path, std::string_view context = {});
 
 // "https://host:6443/prefix" into scheme, host, port, path_prefix. Throws Error(kUser).

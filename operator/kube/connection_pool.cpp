@@ -136,7 +136,8 @@ void set_timeouts(httplib::ClientImpl& http, Milliseconds connect, Milliseconds 
   http.set_connection_timeout(at_least(connect));
   http.set_read_timeout(at_least(read));
   http.set_write_timeout(at_least(write));
-  // The library puts its time-outs on the socket only when it connects; a kept connection would have the first request's.
+  // The library puts its time-outs on the socket only when it connects; a kept connection would have the first
+  // request's.
   if (!http.is_socket_open()) return;
   const auto set = [&](int name, Milliseconds t) {
     const timeval value{static_cast<time_t>(t.count() / 1000), static_cast<suseconds_t>(t.count() % 1000 * 1000)};

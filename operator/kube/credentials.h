@@ -1,4 +1,5 @@
-// Credentials: the token and TLS material of a ClientConfig, read again when their files change. Internal to the client.
+// Credentials: the token and TLS material of a ClientConfig, read again when their files change. Internal to the
+// client.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,9 @@ class Credentials final {
     std::string ca;
     std::string cert;
     std::string key;
-    friend bool operator==(const Texts& a, const Texts& b) { return a.ca == b.ca && a.cert == b.cert && a.key == b.key; }
+    friend bool operator==(const Texts& a, const Texts& b) {
+      return a.ca == b.ca && a.cert == b.cert && a.key == b.key;
+    }
   };
   Texts read_texts() const;
   std::string read_token() const;

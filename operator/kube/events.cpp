@@ -42,7 +42,9 @@ int64_t unix_now_ms() {
   return std::chrono::duration_cast<Milliseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-std::string format_time(int64_t unix_ms) { return format_seconds(unix_ms >= 0 ? unix_ms / 1000 : (unix_ms - 999) / 1000, ""); }
+std::string format_time(int64_t unix_ms) {
+  return format_seconds(unix_ms >= 0 ? unix_ms / 1000 : (unix_ms - 999) / 1000, "");
+}
 
 std::string format_micro_time(int64_t unix_us) {
   char fraction[16];
@@ -60,19 +62,22 @@ std::optional<int64_t> parse_time(std::string_view text) {
     }
     return value;
   };
-  if (text.size() < 20 || text[4] != '-' || text[7] != '-' || (text[10] != 'T' && text[10] != 't') || text[13] != ':' || text[16] != ':')
+  if (text.size() < 20 || text[4] != '-' || text[7] != '-' || (text[10] != 'T' && text[10] != 't') || text[13] != ':' ||
+      text[16] != ':')
     return std::nullopt;
-  const auto year = digits(0, 4), month = digits(5, 2), day = digits(8, 2), hour = digits(11, 2), minute = digits(14, 2),
-             second = digits(17, 2);
+  const auto year = digits(0, 4), month = digits(5, 2), day = digits(8, 2), hour = digits(11, 2),
+             minute = digits(14, 2), second = digits(17, 2);
   if (!year || !month || !day || !hour || !minute || !second) return std::nullopt;
-  if (*month < 1 || *month > 12 || *day < 1 || *day > 31 || *hour > 23 || *minute > 59 || *second > 60) return std::nullopt;
+  if (*month < 1 || *month > 12 || *day < 1 || *day > 31 || *hour > 23 || *minute > 59 || *second > 60)
+    return std::nullopt;
   size_t at = 19;
   int64_t milliseconds = 0;
   if (text[at] == '.') {
     ++at;
     int64_t scale = 100;
     const size_t begin = at;
-    for (; at < text.size() && text[at] >= '0' && text[at] <= '9'; ++at, scale /= 10) milliseconds += (text[at] - '0') * scale;
+    for (; at < text.size() && text[at] >= '0' && text[at] <= '9'; ++at, scale /= 10)
+      milliseconds += (text[at] - '0') * scale;
     if (at == begin) return std::nullopt;
   }
   int64_t offset_s = 0;
@@ -115,10 +120,12 @@ int64_t EventRecorder::dropped() const {
 bool EventRecorder::take_token_locked(const ObjectReference& about) {
   const auto now = SteadyClock::now();
   if (buckets_.size() >= options_.max_remembered) buckets_.clear();  // forgetting is the cheap side of bounded
-  auto [it, fresh] = buckets_.try_emplace(object_identity(about), Bucket{static_cast<double>(options_.burst_per_object), now});
+  auto [it, fresh] =
+      buckets_.try_emplace(object_identity(about), Bucket{static_cast<double>(options_.burst_per_object), now});
   Bucket& bucket = it->second;
   if (!fresh) {
-    const double periods = std::chrono::duration<double>(now - bucket.at).count() * 1000.0 / static_cast<double>(options_.refill_period.count());
+    const double periods = std::chrono::duration<double>(now - bucket.at).count() * 1000.0 /
+                           static_cast<double>(options_.refill_period.count());
     bucket.tokens = std::min<double>(options_.burst_per_object, bucket.tokens + periods);
     bucket.at = now;
   }
@@ -127,11 +134,12 @@ bool EventRecorder::take_token_locked(const ObjectReference& about) {
   return true;
 }
 
-void EventRecorder::event(const ObjectReference& about, EventType type, const std::string& reason, const std::string& message) {
+void EventRecorder::event(const ObjectReference& about, EventType type, const std::string& reason,
+                          const std::string& message) {
   const int64_t now = unix_now_ms();
   Pending pending{about, type, reason, shortened(message), 1, now, now};
-  const std::string identity =
-      object_identity(about) + "\x1f" + (type == EventType::kNormal ? "N" : "W") + "\x1f" + reason + "\x1f" + pending.message;
+  const std::string identity = object_identity(about) + "\x1f" + (type == EventType::kNormal ? "N" : "W") + "\x1f" +
+                               reason + "\x1f" + pending.message;
   {
     std::lock_guard lock(mutex_);
     if (stopping_) return;
@@ -144,7 +152,8 @@ void EventRecorder::event(const ObjectReference& about, EventType type, const st
     if (order_.size() >= options_.max_queued || !take_token_locked(about)) {
       ++dropped_;
       if (options_.metrics) {
-        options_.metrics->counter("trireme_events_dropped_total", "Kubernetes events that were not sent, to spare the apiserver.")
+        options_.metrics
+            ->counter("trireme_events_dropped_total", "Kubernetes events that were not sent, to spare the apiserver.")
             .Increment();
       }
       return;
@@ -203,7 +212,8 @@ void EventRecorder::send(const std::string& identity, Pending pending) {
   const auto known = sent_.find(identity);
   if (known != sent_.end() && now - known->second.at < options_.aggregate_window) {
     Sent& before = known->second;
-    const nlohmann::json patch{{"count", before.count + pending.count}, {"lastTimestamp", format_time(pending.last_unix_ms)}};
+    const nlohmann::json patch{{"count", before.count + pending.count},
+                               {"lastTimestamp", format_time(pending.last_unix_ms)}};
     try {
       client_.patch(resources::kEvents, before.key, patch, PatchType::kMerge, "", deadline);
       before.count += pending.count;
@@ -218,7 +228,8 @@ void EventRecorder::send(const std::string& identity, Pending pending) {
   std::snprintf(suffix, sizeof suffix, ".%llx%04llx", static_cast<unsigned long long>(pending.first_unix_ms),
                 static_cast<unsigned long long>((hash64(options_.instance) ^ ++serial_) & 0xffff));
   const std::string name = pending.about.name.substr(0, 200) + suffix;
-  nlohmann::json reference{{"apiVersion", pending.about.api_version}, {"kind", pending.about.kind}, {"name", pending.about.name}};
+  nlohmann::json reference{
+      {"apiVersion", pending.about.api_version}, {"kind", pending.about.kind}, {"name", pending.about.name}};
   if (!pending.about.ns.empty()) reference["namespace"] = pending.about.ns;
   if (!pending.about.uid.empty()) reference["uid"] = pending.about.uid;
   const nlohmann::json event{{"metadata", {{"namespace", ns}, {"name", name}}},

@@ -34,7 +34,7 @@ struct EventRecorderOptions {
   int burst_per_object = 25;              // token bucket per object ...
   Milliseconds refill_period{300000};     // ... one token back per period
   Milliseconds request_timeout{10000};
-  Metrics* metrics = nullptr;             // trireme_events_dropped_total
+  Metrics* metrics = nullptr;  // trireme_events_dropped_total
 };
 
 class EventRecorder final {
@@ -81,10 +81,10 @@ class EventRecorder final {
   bool stopping_ = false;
   bool sending_ = false;
   int64_t dropped_ = 0;
-  std::deque<std::string> order_;                      // identities in order of arrival
-  std::unordered_map<std::string, Pending> pending_;   // by identity
-  std::unordered_map<std::string, Bucket> buckets_;    // by object
-  std::unordered_map<std::string, Sent> sent_;         // sender thread only
+  std::deque<std::string> order_;                     // identities in order of arrival
+  std::unordered_map<std::string, Pending> pending_;  // by identity
+  std::unordered_map<std::string, Bucket> buckets_;   // by object
+  std::unordered_map<std::string, Sent> sent_;        // sender thread only
   uint64_t serial_ = 0;
   std::thread thread_;
 };

@@ -5,8 +5,8 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <cctype>
 #include <atomic>
+#include <cctype>
 #include <thread>
 
 #include "base/error.h"
@@ -111,7 +111,8 @@ class HttpServer::Impl final {
     } else {
       port_ = server_->bind_to_port(options_.address, options_.port) ? options_.port : -1;
     }
-    if (port_ <= 0) fail_io("the " + options_.name + " server cannot listen on " + where + ": the port is taken or not allowed");
+    if (port_ <= 0)
+      fail_io("the " + options_.name + " server cannot listen on " + where + ": the port is taken or not allowed");
     ::listen(listener_, 512);  // the library's backlog of 5 loses connections in a burst
     thread_ = std::thread([this] {
       server_->listen_after_bind();
@@ -182,7 +183,8 @@ void HealthChecks::add_readiness(const std::string& name, Check check) {
   readiness_.emplace_back(name, std::move(check));
 }
 
-HttpResponse HealthChecks::answer(const std::vector<std::pair<std::string, Check>>& checks, const HttpRequest& request) const {
+HttpResponse HealthChecks::answer(const std::vector<std::pair<std::string, Check>>& checks,
+                                  const HttpRequest& request) const {
   std::string lines;
   bool ok = true;
   for (const auto& [name, check] : checks) {

@@ -1,4 +1,5 @@
-// HttpServer: small HTTP or HTTPS server for health, metrics, the webhook and status pushes; certificates can be swapped live.
+// HttpServer: small HTTP or HTTPS server for health, metrics, the webhook and status pushes; certificates can be
+// swapped live.
 #pragma once
 
 #include <functional>
@@ -35,15 +36,15 @@ struct HttpResponse {
 };
 
 struct HttpServerOptions {
-  std::string name = "http";       // in log lines
+  std::string name = "http";  // in log lines
   std::string address = "0.0.0.0";
-  int port = 0;                    // 0: the system chooses, see port()
-  std::optional<KeyPair> tls;      // set: HTTPS
+  int port = 0;                // 0: the system chooses, see port()
+  std::optional<KeyPair> tls;  // set: HTTPS
   size_t max_body_bytes = 3u << 20;
-  int max_threads = 64;            // connections served at once (a kept connection holds one)
+  int max_threads = 64;  // connections served at once (a kept connection holds one)
   Milliseconds read_timeout{10000};
   Milliseconds write_timeout{10000};
-  Milliseconds keep_alive{5000};   // stop() may take this long while idle kept connections drain
+  Milliseconds keep_alive{5000};  // stop() may take this long while idle kept connections drain
 };
 
 class HttpServer final {
@@ -55,8 +56,8 @@ class HttpServer final {
   HttpServer(const HttpServer&) = delete;
   HttpServer& operator=(const HttpServer&) = delete;
 
-  // Before start(). path: "/metrics" or "/v1/namespaces/{ns}/jobs/{name}". Handlers run on the server's threads; an exception
-  // becomes 500 and a log line. method: GET, POST, PUT, PATCH or DELETE.
+  // Before start(). path: "/metrics" or "/v1/namespaces/{ns}/jobs/{name}". Handlers run on the server's threads; an
+  // exception becomes 500 and a log line. method: GET, POST, PUT, PATCH or DELETE.
   void handle(const std::string& method, const std::string& path, Handler handler);
   // Binds and serves; returns when connections are accepted. Throws Error(kIo) naming address and port.
   void start(const Deadline& deadline = Deadline::after(Milliseconds(10000)));
@@ -70,7 +71,8 @@ class HttpServer final {
   std::unique_ptr<Impl> impl_;
 };
 
-// /healthz and /readyz from named checks, as controller-runtime: 200 "ok" or 500 with one line per failed check; "?verbose" lists all.
+// /healthz and /readyz from named checks, as controller-runtime: 200 "ok" or 500 with one line per failed check;
+// "?verbose" lists all.
 class HealthChecks final {
  public:
   using Check = std::function<std::optional<std::string>()>;  // nothing: fine; else why not

@@ -27,7 +27,9 @@ struct InformerHandlers {
   // Run on the informer's thread, in order, without a lock held; they should only queue keys. All may be empty.
   // The initial list arrives as add; in_initial_list tells it from later news.
   std::function<void(const ObjectKey&, const std::shared_ptr<const T>&, bool in_initial_list)> on_add;
-  std::function<void(const ObjectKey&, const std::shared_ptr<const T>& old_object, const std::shared_ptr<const T>& new_object)> on_update;
+  std::function<void(const ObjectKey&, const std::shared_ptr<const T>& old_object,
+                     const std::shared_ptr<const T>& new_object)>
+      on_update;
   std::function<void(const ObjectKey&, const std::shared_ptr<const T>& last)> on_delete;
 };
 
@@ -48,7 +50,8 @@ class Informer final : private ReflectorSink {
   Informer(const Client& client, Options options, Projection projection, InformerHandlers<T> handlers = {})
       : options_(std::move(options)), projection_(std::move(projection)), handlers_(std::move(handlers)) {
     if (!options_.fields.empty()) {
-      for (const char* f : {"metadata.namespace", "metadata.name", "metadata.uid", "metadata.resourceVersion", "metadata.labels"})
+      for (const char* f :
+           {"metadata.namespace", "metadata.name", "metadata.uid", "metadata.resourceVersion", "metadata.labels"})
         options_.fields.add(f);
     }
     reflector_ = std::make_unique<Reflector>(client, options_.reflector, static_cast<ReflectorSink&>(*this));
@@ -107,7 +110,7 @@ class Informer final : private ReflectorSink {
     Ptr object;
     std::string resource_version;
     std::string uid;
-    std::string label;  // value of index_label
+    std::string label;        // value of index_label
     uint64_t generation = 0;  // of the list that saw it last
   };
   using Store = std::unordered_map<ObjectKey, Entry>;
@@ -165,7 +168,8 @@ class Informer final : private ReflectorSink {
       if (!options_.index_label.empty() && metadata.contains("labels") && metadata["labels"].is_object())
         entry.label = text_at(metadata["labels"], options_.index_label.c_str());
     } catch (const std::exception& e) {
-      log_error("informer", options_.reflector.resource.plural + ": an object that cannot be read was skipped: " + e.what());
+      log_error("informer",
+                options_.reflector.resource.plural + ": an object that cannot be read was skipped: " + e.what());
       return;
     }
     Ptr old;
@@ -213,7 +217,8 @@ class Informer final : private ReflectorSink {
       const nlohmann::json json = kNames.parse(text);
       key = {text_at(json.at("metadata"), "namespace"), text_at(json.at("metadata"), "name")};
     } catch (const std::exception& e) {
-      log_error("informer", options_.reflector.resource.plural + ": a deletion that cannot be read was skipped: " + e.what());
+      log_error("informer",
+                options_.reflector.resource.plural + ": a deletion that cannot be read was skipped: " + e.what());
       return;
     }
     Ptr last;
@@ -241,7 +246,7 @@ class Informer final : private ReflectorSink {
   mutable std::shared_mutex mutex_;
   Store store_;
   std::unordered_map<std::string, std::vector<const typename Store::value_type*>> index_;  // store nodes do not move
-  uint64_t generation_ = 0;  // reflector thread only
+  uint64_t generation_ = 0;                                                                // reflector thread only
   mutable std::mutex sync_mutex_;
   mutable std::condition_variable sync_changed_;
   bool synced_ = false;

@@ -31,7 +31,8 @@ int64_t integer_of(const nlohmann::json& object, const char* key, int64_t fallba
 // Tells the elector that the Lease changed; what it says now is read from the server.
 class LeaderElector::LeaseWatch final : private ReflectorSink {
  public:
-  LeaseWatch(const Client& client, const LeaderOptions& options, std::function<void()> on_news) : on_news_(std::move(on_news)) {
+  LeaseWatch(const Client& client, const LeaderOptions& options, std::function<void()> on_news)
+      : on_news_(std::move(on_news)) {
     ReflectorOptions reflector;
     reflector.resource = resources::kLeases;
     reflector.ns = options.lease_namespace;
@@ -87,7 +88,8 @@ void LeaderElector::set_leading(bool leading) {
   leading_ = leading;
   if (options_.metrics) {
     options_.metrics
-        ->gauge("leader_election_master_status", "1 while this process holds the lease.", {{"name", options_.lease_name}})
+        ->gauge("leader_election_master_status", "1 while this process holds the lease.",
+                {{"name", options_.lease_name}})
         .Set(leading ? 1 : 0);
   }
 }

@@ -1,4 +1,5 @@
-// LeaderElector: one of several replicas acts, decided by a Lease. Expiry is judged by this machine's steady clock only.
+// LeaderElector: one of several replicas acts, decided by a Lease. Expiry is judged by this machine's steady clock
+// only.
 #pragma once
 
 #include <atomic>
@@ -19,12 +20,12 @@ namespace trireme::kube {
 struct LeaderOptions {
   std::string lease_namespace = "trireme-system";
   std::string lease_name = "trireme-operator";
-  std::string identity;                   // pod name + "_" + random; must be unique
-  Milliseconds lease_duration{15000};     // others wait this long after the last change they saw
-  Milliseconds renew_deadline{10000};     // a leader that could not renew for this long has lost; < lease_duration
-  Milliseconds retry_period{2000};        // between renewals, and between tries of a standby without news
+  std::string identity;                // pod name + "_" + random; must be unique
+  Milliseconds lease_duration{15000};  // others wait this long after the last change they saw
+  Milliseconds renew_deadline{10000};  // a leader that could not renew for this long has lost; < lease_duration
+  Milliseconds retry_period{2000};     // between renewals, and between tries of a standby without news
   bool release_on_stop = true;
-  Metrics* metrics = nullptr;             // leader_election_master_status
+  Metrics* metrics = nullptr;  // leader_election_master_status
 };
 
 struct LeaderCallbacks {
@@ -43,10 +44,11 @@ class LeaderElector final {
   LeaderElector& operator=(const LeaderElector&) = delete;
 
   void start();
-  // Ends the thread; a leader gives its Lease up first (best effort, within renew_deadline). Stop the workers before this.
+  // Ends the thread; a leader gives its Lease up first (best effort, within renew_deadline). Stop the workers before
+  // this.
   void stop();
-  // True only while the last successful renewal is younger than renew_deadline, measured from before that request was sent:
-  // no other replica can hold the Lease then. Cheap; workers ask before every write. False after stop().
+  // True only while the last successful renewal is younger than renew_deadline, measured from before that request was
+  // sent: no other replica can hold the Lease then. Cheap; workers ask before every write. False after stop().
   bool is_leader() const;
   std::string leader() const;  // the holder seen last, "" unknown
 
@@ -67,11 +69,11 @@ class LeaderElector final {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;
-  uint64_t news_ = 0;           // bumped by the watch when the Lease changed
+  uint64_t news_ = 0;  // bumped by the watch when the Lease changed
   std::string holder_;
   // Elector thread only:
-  nlohmann::json lease_;        // as last read or written
-  std::string observed_spec_;   // text of its spec; expiry counts from when this changed
+  nlohmann::json lease_;       // as last read or written
+  std::string observed_spec_;  // text of its spec; expiry counts from when this changed
   SteadyClock::time_point observed_at_{};
   Milliseconds observed_duration_{0};
   uint64_t seen_news_ = 0;

@@ -92,9 +92,9 @@ const char* Metrics::content_type() { return "text/plain; version=0.0.4; charset
 
 namespace {
 
-const std::vector<double> kReconcileBuckets{0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6,
-                                            0.7,   0.8,  0.9,   1.0,  1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5,
-                                            6,     7,    8,     9,    10,  15,   20,  25,   30,  40,  50,  60};
+const std::vector<double> kReconcileBuckets{
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5,
+    1.75,  2.0,  2.5,   3.0,  3.5, 4.0,  4.5, 5,    6,   7,    8,   9,    10,  15,  20,  25,  30,  40,  50,   60};
 
 prometheus::Counter& reconcile_total(Metrics& m, const std::string& controller, const char* result) {
   return m.counter("controller_runtime_reconcile_total", "Reconciliations per controller and result.",
@@ -108,16 +108,18 @@ ControllerMetrics::ControllerMetrics(Metrics& m, const std::string& c)
       requeue(reconcile_total(m, c, "requeue")),
       requeue_after(reconcile_total(m, c, "requeue_after")),
       error(reconcile_total(m, c, "error")),
-      errors(m.counter("controller_runtime_reconcile_errors_total", "Reconciliations that failed.", {{"controller", c}})),
-      terminal_errors(m.counter("controller_runtime_terminal_reconcile_errors_total", "Failures that a retry cannot mend.",
-                                {{"controller", c}})),
-      panics(m.counter("controller_runtime_reconcile_panics_total", "Reconciliations that ended by an unexpected exception.",
-                       {{"controller", c}})),
+      errors(
+          m.counter("controller_runtime_reconcile_errors_total", "Reconciliations that failed.", {{"controller", c}})),
+      terminal_errors(m.counter("controller_runtime_terminal_reconcile_errors_total",
+                                "Failures that a retry cannot mend.", {{"controller", c}})),
+      panics(m.counter("controller_runtime_reconcile_panics_total",
+                       "Reconciliations that ended by an unexpected exception.", {{"controller", c}})),
       timeouts(m.counter("controller_runtime_reconcile_timeouts_total", "Reconciliations that passed their deadline.",
                          {{"controller", c}})),
-      seconds(m.histogram("controller_runtime_reconcile_time_seconds", "Length of a reconciliation.", {{"controller", c}},
-                          kReconcileBuckets)),
+      seconds(m.histogram("controller_runtime_reconcile_time_seconds", "Length of a reconciliation.",
+                          {{"controller", c}}, kReconcileBuckets)),
       active_workers(m.gauge("controller_runtime_active_workers", "Workers at a reconciliation.", {{"controller", c}})),
-      max_concurrent(m.gauge("controller_runtime_max_concurrent_reconciles", "Workers of the controller.", {{"controller", c}})) {}
+      max_concurrent(
+          m.gauge("controller_runtime_max_concurrent_reconciles", "Workers of the controller.", {{"controller", c}})) {}
 
 }  // namespace trireme::kube

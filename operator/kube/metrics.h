@@ -32,8 +32,8 @@ class Metrics final {
   prometheus::Gauge& gauge(const std::string& name, const std::string& help, const Labels& labels = {});
   prometheus::Histogram& histogram(const std::string& name, const std::string& help, const Labels& labels,
                                    const std::vector<double>& buckets);
-  // Drops every series of the family (or, name "", of all families) whose labels include these. Nobody may still use their
-  // references. Call it when an object goes.
+  // Drops every series of the family (or, name "", of all families) whose labels include these. Nobody may still use
+  // their references. Call it when an object goes.
   void remove(const std::string& name, const Labels& labels);
 
   // Runs before each exposition, e.g. to compute ages. The id takes it back; remove waits for one that is running.
@@ -69,9 +69,9 @@ struct ControllerMetrics {
   prometheus::Counter& error;          // {result="error"}
   prometheus::Counter& errors;         // controller_runtime_reconcile_errors_total
   prometheus::Counter& terminal_errors;
-  prometheus::Counter& panics;         // an exception that was no ApiError or Error
+  prometheus::Counter& panics;  // an exception that was no ApiError or Error
   prometheus::Counter& timeouts;
-  prometheus::Histogram& seconds;      // controller_runtime_reconcile_time_seconds
+  prometheus::Histogram& seconds;  // controller_runtime_reconcile_time_seconds
   prometheus::Gauge& active_workers;
   prometheus::Gauge& max_concurrent;
 };

@@ -60,7 +60,8 @@ void Reflector::list() {
   ++lists_;
   sink_.list_started();
   try {
-    resource_version_ = client_.list_each(options_.resource, options_.ns, list, each, Deadline::after(options_.list_timeout), &stopping_);
+    resource_version_ = client_.list_each(options_.resource, options_.ns, list, each,
+                                          Deadline::after(options_.list_timeout), &stopping_);
   } catch (const ApiError& e) {
     if (e.kind() != ApiErrorKind::kGone || list.page_limit == 0) throw;
     // The pages took longer than the server remembers; one answer cannot expire. Items are streamed either way.
@@ -68,7 +69,8 @@ void Reflector::list() {
     list.page_limit = 0;
     ++lists_;
     sink_.list_started();
-    resource_version_ = client_.list_each(options_.resource, options_.ns, list, each, Deadline::after(options_.list_timeout), &stopping_);
+    resource_version_ = client_.list_each(options_.resource, options_.ns, list, each,
+                                          Deadline::after(options_.list_timeout), &stopping_);
   }
   sink_.list_finished(resource_version_);
 }
@@ -76,7 +78,8 @@ void Reflector::list() {
 Reflector::WatchEnd Reflector::watch() {
   const std::string what = "watch " + options_.resource.plural;
   const auto seconds = std::max<int64_t>(1, options_.watch_timeout.count() / 1000);
-  std::string path = options_.resource.path(options_.ns) + "?watch=1&allowWatchBookmarks=true&timeoutSeconds=" + std::to_string(seconds) +
+  std::string path = options_.resource.path(options_.ns) +
+                     "?watch=1&allowWatchBookmarks=true&timeoutSeconds=" + std::to_string(seconds) +
                      "&resourceVersion=" + url_encode(resource_version_);
   if (!options_.label_selector.empty()) path += "&labelSelector=" + url_encode(options_.label_selector);
   if (!options_.field_selector.empty()) path += "&fieldSelector=" + url_encode(options_.field_selector);
@@ -111,8 +114,8 @@ Reflector::WatchEnd Reflector::watch() {
   ++watches_;
   // The server ends the watch itself; this time-out only catches one that does not.
   client_.stream(
-      path, what, options_.watch_timeout + Milliseconds(15000), [&](std::string_view chunk) { return lines.feed(chunk, on_line); },
-      cancel_.get());
+      path, what, options_.watch_timeout + Milliseconds(15000),
+      [&](std::string_view chunk) { return lines.feed(chunk, on_line); }, cancel_.get());
   return end;
 }
 
@@ -147,7 +150,8 @@ void Reflector::run() {
     if (stopping_.load()) break;
     if (options_.metrics) {
       options_.metrics
-          ->counter("rljob_watch_reconnects_total", "Watches that ended, by why.", {{"resource", plural}, {"code", code}})
+          ->counter("rljob_watch_reconnects_total", "Watches that ended, by why.",
+                    {{"resource", plural}, {"code", code}})
           .Increment();
     }
     const bool progress = resource_version_ != before || stopwatch.seconds() > 10;

@@ -23,12 +23,12 @@ struct ReflectorOptions {
   std::string label_selector;
   std::string field_selector;
   int64_t page_limit = 500;
-  Milliseconds list_timeout{120000};        // one whole list
-  Milliseconds watch_timeout{290000};       // asked of the server (timeoutSeconds); the watch then starts again where it was
-  Milliseconds backoff_min{200};            // after a failure; doubles with jitter, back to the minimum after a good watch
+  Milliseconds list_timeout{120000};   // one whole list
+  Milliseconds watch_timeout{290000};  // asked of the server (timeoutSeconds); the watch then starts again where it was
+  Milliseconds backoff_min{200};       // after a failure; doubles with jitter, back to the minimum after a good watch
   Milliseconds backoff_max{30000};
   size_t max_object_bytes = 16u << 20;
-  Metrics* metrics = nullptr;               // rljob_watch_reconnects_total, may be null
+  Metrics* metrics = nullptr;  // rljob_watch_reconnects_total, may be null
 };
 
 // Called on the reflector's thread only. Exceptions are logged and make the reflector list again after a back-off.
@@ -36,7 +36,7 @@ class ReflectorSink {
  public:
   virtual ~ReflectorSink() = default;
   virtual void list_started() = 0;
-  virtual void list_item(std::string_view object) = 0;   // JSON text, valid during the call
+  virtual void list_item(std::string_view object) = 0;                  // JSON text, valid during the call
   virtual void list_finished(const std::string& resource_version) = 0;  // objects not seen since list_started are gone
   virtual void event(WatchEventType type, std::string_view object) = 0;
 };
@@ -49,7 +49,8 @@ class Reflector final {
   Reflector& operator=(const Reflector&) = delete;
 
   void start();
-  // Any thread but the reflector's own; returns when the thread has ended (a connect in progress may hold it connect_timeout).
+  // Any thread but the reflector's own; returns when the thread has ended (a connect in progress may hold it
+  // connect_timeout).
   void stop();
   // Counters for tests and metrics.
   int64_t lists() const { return lists_.load(); }

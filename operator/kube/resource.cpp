@@ -4,7 +4,9 @@
 
 namespace trireme::kube {
 
-std::string Resource::group_path() const { return group.empty() ? "/api/" + version : "/apis/" + group + "/" + version; }
+std::string Resource::group_path() const {
+  return group.empty() ? "/api/" + version : "/apis/" + group + "/" + version;
+}
 
 std::string Resource::path(std::string_view ns, std::string_view name, std::string_view subresource) const {
   std::string out = group_path();
@@ -32,7 +34,8 @@ std::string url_encode(std::string_view text) {
   std::string out;
   out.reserve(text.size());
   for (const unsigned char c : text) {
-    if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '-' || c == '_' || c == '.' || c == '~') {
+    if ((c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '-' || c == '_' ||
+        c == '.' || c == '~') {
       out += static_cast<char>(c);
     } else {
       out += '%';

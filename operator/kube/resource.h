@@ -15,7 +15,8 @@ struct Resource {
   bool namespaced = true;
 
   std::string api_version() const { return group.empty() ? version : group + "/" + version; }
-  // "/api/v1/namespaces/NS/pods[/NAME[/SUB]]". An empty namespace of a namespaced kind means all namespaces (no name then).
+  // "/api/v1/namespaces/NS/pods[/NAME[/SUB]]". An empty namespace of a namespaced kind means all namespaces (no name
+  // then).
   std::string path(std::string_view ns, std::string_view name = {}, std::string_view subresource = {}) const;
   // "/api/v1" or "/apis/GROUP/VERSION": the discovery document that lists this kind.
   std::string group_path() const;

@@ -13,8 +13,8 @@
 
 namespace trireme::kube {
 
-// Threads appear as connections do, up to a limit; the rest wait. The library's own pool has a fixed few, and every kept
-// connection holds one.
+// Threads appear as connections do, up to a limit; the rest wait. The library's own pool has a fixed few, and every
+// kept connection holds one.
 class ElasticTaskQueue final : public httplib::TaskQueue {
  public:
   explicit ElasticTaskQueue(int max_threads) : max_threads_(static_cast<size_t>(std::max(2, max_threads))) {}

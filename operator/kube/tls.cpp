@@ -39,7 +39,8 @@ std::vector<X509Ptr> parse_certificates(std::string_view pem, const std::string&
 KeyPtr parse_private_key(std::string_view pem, const std::string& what) {
   const BioPtr bio = memory(pem);
   KeyPtr key(PEM_read_bio_PrivateKey(bio.get(), nullptr, no_password, nullptr));
-  if (!key) fail_data(what + " holds no readable PEM private key (an encrypted one is not supported): " + openssl_error());
+  if (!key)
+    fail_data(what + " holds no readable PEM private key (an encrypted one is not supported): " + openssl_error());
   return key;
 }
 
@@ -53,7 +54,8 @@ StorePtr make_store(std::string_view ca_pem, const std::string& what) {
   return store;
 }
 
-std::shared_ptr<const Identity> make_identity(std::string_view cert_pem, std::string_view key_pem, const std::string& what) {
+std::shared_ptr<const Identity> make_identity(std::string_view cert_pem, std::string_view key_pem,
+                                              const std::string& what) {
   auto identity = std::make_shared<Identity>();
   identity->chain = parse_certificates(cert_pem, what + " certificate");
   identity->certificate = std::move(identity->chain.front());
@@ -67,7 +69,8 @@ std::shared_ptr<const Identity> make_identity(std::string_view cert_pem, std::st
 }
 
 bool use_identity(SSL* ssl, const Identity& identity) {
-  if (SSL_use_certificate(ssl, identity.certificate.get()) != 1 || SSL_use_PrivateKey(ssl, identity.key.get()) != 1) return false;
+  if (SSL_use_certificate(ssl, identity.certificate.get()) != 1 || SSL_use_PrivateKey(ssl, identity.key.get()) != 1)
+    return false;
   if (SSL_clear_chain_certs(ssl) != 1) return false;
   for (const X509Ptr& link : identity.chain) {
     if (SSL_add1_chain_cert(ssl, link.get()) != 1) return false;

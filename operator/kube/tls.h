@@ -39,7 +39,8 @@ struct Identity {
   std::vector<X509Ptr> chain;  // intermediates
 };
 // Throws Error(kData) when they do not parse or belong together.
-std::shared_ptr<const Identity> make_identity(std::string_view cert_pem, std::string_view key_pem, const std::string& what);
+std::shared_ptr<const Identity> make_identity(std::string_view cert_pem, std::string_view key_pem,
+                                              const std::string& what);
 // Gives it to one connection; false with an OpenSSL error in the queue.
 bool use_identity(SSL* ssl, const Identity& identity);
 

@@ -14,7 +14,8 @@ double seconds_between(SteadyClock::time_point from, SteadyClock::time_point to)
 
 }  // namespace
 
-RateLimitedQueue::RateLimitedQueue(WorkQueueOptions options) : options_(std::move(options)), random_(std::random_device{}()) {
+RateLimitedQueue::RateLimitedQueue(WorkQueueOptions options)
+    : options_(std::move(options)), random_(std::random_device{}()) {
   if (!options_.metrics) return;
   Metrics& m = *options_.metrics;
   // client-go labels the same name as "name" and, newer, as "controller" too.
@@ -23,10 +24,12 @@ RateLimitedQueue::RateLimitedQueue(WorkQueueOptions options) : options_(std::mov
   depth_ = &m.gauge("workqueue_depth", "Keys that wait for a worker.", labels);
   adds_ = &m.counter("workqueue_adds_total", "Keys added.", labels);
   retries_ = &m.counter("workqueue_retries_total", "Keys added again after a failure.", labels);
-  queue_seconds_ = &m.histogram("workqueue_queue_duration_seconds", "How long a key waited for a worker.", labels, buckets);
+  queue_seconds_ =
+      &m.histogram("workqueue_queue_duration_seconds", "How long a key waited for a worker.", labels, buckets);
   work_seconds_ = &m.histogram("workqueue_work_duration_seconds", "How long a worker had a key.", labels, buckets);
   unfinished_ = &m.gauge("workqueue_unfinished_work_seconds", "Seconds spent on keys that workers have now.", labels);
-  longest_ = &m.gauge("workqueue_longest_running_processor_seconds", "Age of the oldest key that a worker has.", labels);
+  longest_ =
+      &m.gauge("workqueue_longest_running_processor_seconds", "Age of the oldest key that a worker has.", labels);
   scrape_hook_ = m.add_scrape_hook([this] { refresh_metrics(); });
 }
 

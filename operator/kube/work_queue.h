@@ -50,7 +50,8 @@ class RateLimitedQueue final {
   void forget(const std::string& key);
   int requeues(const std::string& key) const;
 
-  // The next key; the caller must call done(key). Nothing after shut_down() once the queue is empty, or at the deadline.
+  // The next key; the caller must call done(key). Nothing after shut_down() once the queue is empty, or at the
+  // deadline.
   std::optional<std::string> get();
   std::optional<std::string> get(const Deadline& deadline);
   void done(const std::string& key);
@@ -78,10 +79,10 @@ class RateLimitedQueue final {
   std::condition_variable changed_;
   bool shutting_down_ = false;
   uint64_t sequence_ = 0;
-  std::map<std::pair<int, uint64_t>, std::string> ready_;        // by priority, then order of arrival
-  std::unordered_map<std::string, Waiting> queued_;              // keys in ready_
+  std::map<std::pair<int, uint64_t>, std::string> ready_;                // by priority, then order of arrival
+  std::unordered_map<std::string, Waiting> queued_;                      // keys in ready_
   std::unordered_map<std::string, SteadyClock::time_point> processing_;  // with a worker since
-  std::unordered_map<std::string, Priority> dirty_;              // with a worker, and wanted again
+  std::unordered_map<std::string, Priority> dirty_;                      // with a worker, and wanted again
   std::set<std::pair<SteadyClock::time_point, std::string>> timers_;
   std::unordered_map<std::string, SteadyClock::time_point> timer_of_;
   std::unordered_map<std::string, int> failures_;

@@ -18,6 +18,11 @@ constexpr const char* kCaKey = "ca.key";
 constexpr const char* kLeafCert = "tls.crt";
 constexpr const char* kLeafKey = "tls.key";
 constexpr int kMaxConflicts = 8;
+constexpr int64_t kStartMargin = 300;  // for API servers whose clock is behind ours
+
+int64_t system_now_s() {
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 std::optional<CertificateSet> read_secret(const json& secret) {
   const json data = secret.value("data", json::object());
@@ -57,7 +62,9 @@ CertificateSet renew(const std::optional<CertificateSet>& old, const Certificate
   kube::LeafOptions leaf;
   leaf.common_name = dns_name;
   leaf.dns_names = {dns_name, dns_name + ".cluster.local"};
-  leaf.valid_seconds = options.leaf_valid_seconds;
+  // Both count from the system's clock.
+  leaf.start_offset_seconds = now_unix_s - system_now_s() - kStartMargin;
+  leaf.valid_seconds = now_unix_s - system_now_s() + options.leaf_valid_seconds;
   if (old) {
     try {
       if (kube::certificate_dates(old->ca.cert_pem).not_after_unix_s > now_unix_s + options.leaf_valid_seconds) {
@@ -203,8 +210,7 @@ int64_t CertificateKeeper::expires_unix_s() const {
 }
 
 int64_t CertificateKeeper::now() const {
-  if (options_.now_unix_s) return options_.now_unix_s();
-  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  return options_.now_unix_s ? options_.now_unix_s() : system_now_s();
 }
 
 }  // namespace trireme::webhook

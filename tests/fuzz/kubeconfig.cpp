@@ -14,7 +14,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const ClientConfig config = parse_kubeconfig(text, "/dir");
     if (config.host.empty() || config.port < 1 || config.port > 65535) std::abort();
     if (config.scheme == "https" && config.ca_pem.empty() && config.ca_file.empty()) std::abort();
-    if ((config.client_cert_pem.empty() && config.client_cert_file.empty()) != (config.client_key_pem.empty() && config.client_key_file.empty())) std::abort();
+    if ((config.client_cert_pem.empty() && config.client_cert_file.empty()) !=
+        (config.client_key_pem.empty() && config.client_key_file.empty()))
+      std::abort();
   } catch (const trireme::Error&) {
   }
   try {

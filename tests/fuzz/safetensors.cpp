@@ -16,7 +16,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       at = entry.end;
     }
     trireme::parse_safetensors_header(trireme::make_safetensors_header(header.entries, header.metadata),
-                                      trireme::make_safetensors_header(header.entries, header.metadata).size() + at, "again");
+                                      trireme::make_safetensors_header(header.entries, header.metadata).size() + at,
+                                      "again");
   } catch (const trireme::Error&) {
   }
   return 0;

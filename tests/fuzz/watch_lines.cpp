@@ -1,5 +1,5 @@
-// The whole way of untrusted bytes of a watch or a list: line splitter, list splitter, field selection. Invariants, not only
-// crashes: chunk borders must not matter.
+// The whole way of untrusted bytes of a watch or a list: line splitter, list splitter, field selection. Invariants, not
+// only crashes: chunk borders must not matter.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

@@ -1,7 +1,7 @@
-// model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR: reads ids [tokens] and starts [sequences + 1] (int64) from INPUT, writes to
-// OUTPUT the logits, the next-token log-probs, the gradients of their mean, and a greedy continuation, and saves the model
-// to EXPORT_DIR. All files are safetensors.
-// model_dump --init DIR: random models of every family, made by init_model alone, below DIR.
+// model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR: reads ids [tokens] and starts [sequences + 1] (int64) from INPUT,
+// writes to OUTPUT the logits, the next-token log-probs, the gradients of their mean, and a greedy continuation, and
+// saves the model to EXPORT_DIR. All files are safetensors. model_dump --init DIR: random models of every family, made
+// by init_model alone, below DIR.
 #include <ATen/ATen.h>
 
 #include <iostream>
@@ -25,7 +25,8 @@ at::Tensor continue_greedily(const Model& model, std::vector<int64_t> prompt, in
   int64_t past = 0;
   for (int64_t i = 0; i < count; ++i) {
     const auto tokens = static_cast<int64_t>(ids.size());
-    const at::Tensor hidden = model.forward_cached({at::tensor(ids, at::kLong), at::arange(past, past + tokens, at::kLong), {{0, past, tokens}}}, arena);
+    const at::Tensor hidden = model.forward_cached(
+        {at::tensor(ids, at::kLong), at::arange(past, past + tokens, at::kLong), {{0, past, tokens}}}, arena);
     past += tokens;
     ids = sample_tokens(hidden.narrow(0, tokens - 1, 1), model.head_weight(), {{{}, {}, true}}).ids;
     generated.push_back(ids[0]);
@@ -52,11 +53,13 @@ void dump(const std::filesystem::path& dir, const std::filesystem::path& input, 
   }
   batch.positions = at::tensor(positions, at::kLong);
   const at::Tensor hidden = model->forward(batch);
-  const at::Tensor logprobs =
-      token_logprobs(hidden.index_select(0, at::tensor(rows, at::kLong)), model->head_weight(), at::tensor(targets, at::kLong), {});
+  const at::Tensor logprobs = token_logprobs(hidden.index_select(0, at::tensor(rows, at::kLong)), model->head_weight(),
+                                             at::tensor(targets, at::kLong), {});
   logprobs.mean().backward();
-  NamedTensors out = {{"logits", head_logits(hidden.detach(), model->head_weight().detach())}, {"logprobs", logprobs.detach()}};
-  for (const Parameter& parameter : model->parameters()) out.emplace_back("grad." + parameter.name, parameter.tensor.grad());
+  NamedTensors out = {{"logits", head_logits(hidden.detach(), model->head_weight().detach())},
+                      {"logprobs", logprobs.detach()}};
+  for (const Parameter& parameter : model->parameters())
+    out.emplace_back("grad." + parameter.name, parameter.tensor.grad());
   out.emplace_back("greedy", continue_greedily(*model, {ids.begin(), ids.begin() + batch.starts[1]}, 12));
   write_safetensors(output, out);
   SaveOptions save;

@@ -44,7 +44,7 @@ def random_config(family, rng):
     group = rng.choice([1, 2, 4])
     head_dim = rng.choice([8, 10, 16, 24])
     heads = kv_heads * group
-    hidden = heads * head_dim if family != "qwen3" and rng.random() < 0.5 else rng.choice([24, 40, 64])
+    hidden = heads * head_dim if rng.random() < 0.5 else heads * rng.choice([6, 11, 20])  # transformers wants a multiple
     values = dict(vocab_size=rng.choice([61, 97, 260]), hidden_size=hidden, intermediate_size=rng.choice([36, 80, 128]),
                   num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=heads, num_key_value_heads=kv_heads,
                   head_dim=head_dim, max_position_embeddings=256, rms_norm_eps=rng.choice([1e-5, 1e-6]), initializer_range=0.15,
@@ -66,6 +66,7 @@ def random_config(family, rng):
 def make_model(family, rng, seed, dir):
     import torch
     import transformers as tf
+    tf.logging.disable_progress_bar()
     kinds = {"llama": (tf.LlamaConfig, tf.LlamaForCausalLM), "llama3": (tf.LlamaConfig, tf.LlamaForCausalLM),
              "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM), "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM)}
     config_type, model_type = kinds[family]

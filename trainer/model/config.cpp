@@ -44,7 +44,9 @@ class Reader final {
     return values_[key].get<std::string>();
   }
   const json& at(const std::string& key) const { return values_[key]; }
-  [[noreturn]] void fail(const std::string& key, const std::string& problem) const { fail_user(source_ + ": " + key + " " + problem); }
+  [[noreturn]] void fail(const std::string& key, const std::string& problem) const {
+    fail_user(source_ + ": " + key + " " + problem);
+  }
 
  private:
   template <class T>
@@ -64,33 +66,40 @@ ModelFamily parse_family(const Reader& reader, const std::string& source) {
       reader.at("architectures")[0].is_string()) {
     architecture = reader.at("architectures")[0].get<std::string>();
   }
-  if (type.empty() && architecture.empty()) fail_user(source + ": neither model_type nor architectures says what model this is; known are " + kKnown);
+  if (type.empty() && architecture.empty())
+    fail_user(source + ": neither model_type nor architectures says what model this is; known are " + kKnown);
   const std::string lower = to_lower(type + " " + architecture);
   const bool experts = lower.find("moe") != std::string::npos || lower.find("mixtral") != std::string::npos ||
-                       lower.find("deepseek") != std::string::npos || reader.has("num_experts") || reader.has("num_local_experts") ||
-                       reader.has("n_routed_experts");
+                       lower.find("deepseek") != std::string::npos || reader.has("num_experts") ||
+                       reader.has("num_local_experts") || reader.has("n_routed_experts");
   const std::string name = type.empty() ? architecture : type;
-  if (experts) fail_user(source + ": " + name + " is a mixture of experts, which is not supported yet; known are " + kKnown);
+  if (experts)
+    fail_user(source + ": " + name + " is a mixture of experts, which is not supported yet; known are " + kKnown);
   if (type == "llama" || (type.empty() && architecture == "LlamaForCausalLM")) return ModelFamily::kLlama;
   if (type == "qwen2" || (type.empty() && architecture == "Qwen2ForCausalLM")) return ModelFamily::kQwen2;
   if (type == "qwen3" || (type.empty() && architecture == "Qwen3ForCausalLM")) return ModelFamily::kQwen3;
   fail_user(source + ": unknown architecture " + name + "; known are " + kKnown);
 }
 
-RopeOptions parse_rope(const Reader& reader, const json& values, const std::string& source, int64_t head_dim, int64_t max_position) {
+RopeOptions parse_rope(const Reader& reader, const json& values, const std::string& source, int64_t head_dim,
+                       int64_t max_position) {
   RopeOptions rope;
   rope.head_dim = head_dim;
   rope.theta = reader.number("rope_theta", 10000.0);
   rope.original_max_position = max_position;
   // transformers 5 holds everything in rope_parameters; 4 had rope_theta at the top and rope_scaling beside it.
-  const char* key = reader.has("rope_parameters") ? "rope_parameters" : reader.has("rope_scaling") ? "rope_scaling" : nullptr;
-  if (reader.number("partial_rotary_factor", 1.0) != 1.0) reader.fail("partial_rotary_factor", "other than 1 is not supported");
+  const char* key = reader.has("rope_parameters") ? "rope_parameters"
+                    : reader.has("rope_scaling")  ? "rope_scaling"
+                                                  : nullptr;
+  if (reader.number("partial_rotary_factor", 1.0) != 1.0)
+    reader.fail("partial_rotary_factor", "other than 1 is not supported");
   if (key == nullptr) return rope;
   if (!values[key].is_object()) reader.fail(key, "must be an object");
   const std::string inner_source = source + ": " + key;
   const Reader inner(values[key], inner_source);
   rope.theta = inner.number("rope_theta", rope.theta);
-  if (inner.number("partial_rotary_factor", 1.0) != 1.0) inner.fail("partial_rotary_factor", "other than 1 is not supported");
+  if (inner.number("partial_rotary_factor", 1.0) != 1.0)
+    inner.fail("partial_rotary_factor", "other than 1 is not supported");
   const std::string type = inner.text("rope_type", inner.text("type", "default"));
   if (type == "default") return rope;
   rope.factor = inner.number("factor", 1.0);
@@ -135,9 +144,12 @@ std::vector<int32_t> parse_token_ids(const Reader& reader, const std::string& ke
 
 const char* to_string(ModelFamily family) {
   switch (family) {
-    case ModelFamily::kLlama: return "llama";
-    case ModelFamily::kQwen2: return "qwen2";
-    case ModelFamily::kQwen3: return "qwen3";
+    case ModelFamily::kLlama:
+      return "llama";
+    case ModelFamily::kQwen2:
+      return "qwen2";
+    case ModelFamily::kQwen3:
+      return "qwen3";
   }
   return "unknown";
 }
@@ -169,20 +181,24 @@ ModelConfig ModelConfig::from_json(const json& values, const std::string& source
   config.num_kv_heads = reader.positive("num_key_value_heads", config.num_heads);
   // Qwen3's default is a constant, the others' follows from the sizes.
   const bool qwen3 = config.family == ModelFamily::kQwen3;
-  config.head_dim = reader.positive("head_dim", qwen3 ? 128 : std::max<int64_t>(1, config.hidden_size / config.num_heads));
+  config.head_dim =
+      reader.positive("head_dim", qwen3 ? 128 : std::max<int64_t>(1, config.hidden_size / config.num_heads));
   if (!reader.has("head_dim") && !qwen3 && config.hidden_size % config.num_heads != 0) {
-    reader.fail("hidden_size", std::to_string(config.hidden_size) + " is not a multiple of num_attention_heads " + std::to_string(config.num_heads));
+    reader.fail("hidden_size", std::to_string(config.hidden_size) + " is not a multiple of num_attention_heads " +
+                                   std::to_string(config.num_heads));
   }
   if (config.num_heads % config.num_kv_heads != 0) {
     reader.fail("num_attention_heads", std::to_string(config.num_heads) + " is not a multiple of num_key_value_heads " +
                                            std::to_string(config.num_kv_heads));
   }
-  if (config.head_dim % 2 != 0) reader.fail("head_dim", std::to_string(config.head_dim) + " is odd; rotary embedding needs an even one");
+  if (config.head_dim % 2 != 0)
+    reader.fail("head_dim", std::to_string(config.head_dim) + " is odd; rotary embedding needs an even one");
   config.max_position_embeddings = reader.positive("max_position_embeddings", 2048);
   config.rms_norm_eps = reader.number("rms_norm_eps", 1e-6);
   config.initializer_range = reader.number("initializer_range", 0.02);
   const std::string activation = reader.text("hidden_act", "silu");
-  if (activation != "silu" && activation != "swish") reader.fail("hidden_act", activation + " is not supported; silu is");
+  if (activation != "silu" && activation != "swish")
+    reader.fail("hidden_act", activation + " is not supported; silu is");
   require_plain_attention(reader);
   config.rope = parse_rope(reader, values, source, config.head_dim, config.max_position_embeddings);
   config.tie_word_embeddings = reader.flag("tie_word_embeddings", false);
@@ -245,8 +261,9 @@ json ModelConfig::to_json() const {
 }
 
 std::vector<LinearShape> ModelConfig::linear_shapes() const {
-  return {{hidden_size, num_heads * head_dim},  {hidden_size, num_kv_heads * head_dim}, {num_heads * head_dim, hidden_size},
-          {hidden_size, intermediate_size},     {intermediate_size, hidden_size},       {hidden_size, vocab_size}};
+  return {{hidden_size, num_heads * head_dim}, {hidden_size, num_kv_heads * head_dim},
+          {num_heads * head_dim, hidden_size}, {hidden_size, intermediate_size},
+          {intermediate_size, hidden_size},    {hidden_size, vocab_size}};
 }
 
 int64_t ModelConfig::parameter_count() const {
@@ -263,7 +280,8 @@ double ModelConfig::forward_flops_per_token(double context) const {
   const double q = static_cast<double>(num_heads * head_dim), kv = static_cast<double>(num_kv_heads * head_dim);
   const double hidden = static_cast<double>(hidden_size);
   const double products = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * static_cast<double>(intermediate_size);
-  return static_cast<double>(num_layers) * (2 * products + 4 * q * context) + 2 * hidden * static_cast<double>(vocab_size);
+  return static_cast<double>(num_layers) * (2 * products + 4 * q * context) +
+         2 * hidden * static_cast<double>(vocab_size);
 }
 
 }  // namespace trireme

@@ -22,7 +22,7 @@ struct Model::Layer {
 
 // What differs between packed and cached passes: rotation table and where keys live.
 struct Model::Context {
-  at::Tensor rope;            // [tokens, 2, head_dim / 2]
+  at::Tensor rope;              // [tokens, 2, head_dim / 2]
   std::vector<int64_t> starts;  // packed
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
@@ -47,7 +47,8 @@ class RecomputeFunction final : public torch::autograd::Function<RecomputeFuncti
     return layer->call(x);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
     const auto layer = c10::static_intrusive_pointer_cast<LayerCall>(context->saved_data["layer"].toCapsule());
     const at::Tensor x = context->get_saved_variables()[0].detach().set_requires_grad(true);
     const at::AutoGradMode record(true);
@@ -63,7 +64,8 @@ std::string layer_name(int64_t index) { return "model.layers." + std::to_string(
 PackedBatch PackedBatch::from_sequences(const std::vector<std::vector<int32_t>>& sequences) {
   PackedBatch batch;
   batch.starts.push_back(0);
-  for (const auto& sequence : sequences) batch.starts.push_back(batch.starts.back() + static_cast<int64_t>(sequence.size()));
+  for (const auto& sequence : sequences)
+    batch.starts.push_back(batch.starts.back() + static_cast<int64_t>(sequence.size()));
   batch.ids = at::empty({batch.starts.back()}, at::kLong);
   batch.positions = at::empty({batch.starts.back()}, at::kLong);
   auto* id = batch.ids.mutable_data_ptr<int64_t>();
@@ -78,7 +80,8 @@ PackedBatch PackedBatch::from_sequences(const std::vector<std::vector<int32_t>>&
 }
 
 Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(config), options_(options) {
-  if (options.device.is_cpu() && options.dtype != at::kFloat && options.dtype != at::kBFloat16 && options.dtype != at::kDouble) {
+  if (options.device.is_cpu() && options.dtype != at::kFloat && options.dtype != at::kBFloat16 &&
+      options.dtype != at::kDouble) {
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
   allocate_parameters();
@@ -191,10 +194,12 @@ void Model::zero_gradients() {
 }
 
 void Model::copy_parameters_from(const Model& other) {
-  TRIREME_CHECK(parameters_.size() == other.parameters_.size() && flat_parameters_.sizes() == other.flat_parameters_.sizes(),
-                "copy_parameters_from: the models have different configurations");
+  TRIREME_CHECK(
+      parameters_.size() == other.parameters_.size() && flat_parameters_.sizes() == other.flat_parameters_.sizes(),
+      "copy_parameters_from: the models have different configurations");
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    TRIREME_CHECK(parameters_[i].name == other.parameters_[i].name && parameters_[i].tensor.sizes() == other.parameters_[i].tensor.sizes(),
+    TRIREME_CHECK(parameters_[i].name == other.parameters_[i].name &&
+                      parameters_[i].tensor.sizes() == other.parameters_[i].tensor.sizes(),
                   "copy_parameters_from: " + parameters_[i].name + " differs in name or shape");
   }
   const at::NoGradGuard no_grad;
@@ -248,7 +253,8 @@ at::Tensor Model::run_layer(int64_t index, const at::Tensor& x, const Context& c
   const at::Tensor normed = rms_norm(x, layer.input_norm, config_.rms_norm_eps);
   at::Tensor q = trireme::linear(normed, layer.q, layer.q_bias).view({tokens, config_.num_heads, config_.head_dim});
   at::Tensor k = trireme::linear(normed, layer.k, layer.k_bias).view({tokens, config_.num_kv_heads, config_.head_dim});
-  const at::Tensor v = trireme::linear(normed, layer.v, layer.v_bias).view({tokens, config_.num_kv_heads, config_.head_dim});
+  const at::Tensor v =
+      trireme::linear(normed, layer.v, layer.v_bias).view({tokens, config_.num_kv_heads, config_.head_dim});
   if (layer.q_norm.defined()) q = rms_norm(q, layer.q_norm, config_.rms_norm_eps);
   if (layer.k_norm.defined()) k = rms_norm(k, layer.k_norm, config_.rms_norm_eps);
   q = rope(q, context.rope);
@@ -272,7 +278,8 @@ at::Tensor Model::run_layer(int64_t index, const at::Tensor& x, const Context& c
 at::Tensor Model::run_layer_recomputed(int64_t index, const at::Tensor& x, const Context& context) const {
   const at::Tensor& anchor = layers_[static_cast<size_t>(index)].q;
   if (!x.requires_grad() && !anchor.requires_grad()) return run_layer(index, x, context);
-  auto call = c10::make_intrusive<LayerCall>([this, index, context](const at::Tensor& input) { return run_layer(index, input, context); });
+  auto call = c10::make_intrusive<LayerCall>(
+      [this, index, context](const at::Tensor& input) { return run_layer(index, input, context); });
   return RecomputeFunction::apply(x, anchor, call);
 }
 
@@ -284,7 +291,8 @@ std::vector<std::vector<float>> score(const Model& model, const std::vector<std:
     std::vector<std::vector<int32_t>> batch_sequences;
     int64_t tokens = 0;
     size_t to = from;
-    while (to < sequences.size() && (to == from || tokens + static_cast<int64_t>(sequences[to].size()) <= max_tokens_per_batch)) {
+    while (to < sequences.size() &&
+           (to == from || tokens + static_cast<int64_t>(sequences[to].size()) <= max_tokens_per_batch)) {
       tokens += static_cast<int64_t>(sequences[to].size());
       batch_sequences.push_back(sequences[to++]);
     }
@@ -299,7 +307,8 @@ std::vector<std::vector<float>> score(const Model& model, const std::vector<std:
       batch.ids = batch.ids.to(model.options().device);
       batch.positions = batch.positions.to(model.options().device);
       const at::Tensor hidden = model.forward(batch).index_select(0, index.to(model.options().device));
-      const at::Tensor values = token_logprobs(hidden, model.head_weight(), targets, options).to(at::kCPU, at::kFloat).contiguous();
+      const at::Tensor values =
+          token_logprobs(hidden, model.head_weight(), targets, options).to(at::kCPU, at::kFloat).contiguous();
       const float* value = values.const_data_ptr<float>();
       for (size_t s = 0; s < batch_sequences.size(); ++s) {
         const size_t count = batch_sequences[s].empty() ? 0 : batch_sequences[s].size() - 1;
@@ -322,11 +331,16 @@ at::ScalarType parse_dtype(const std::string& name) {
 
 std::string dtype_name(at::ScalarType dtype) {
   switch (dtype) {
-    case at::kFloat: return "float32";
-    case at::kBFloat16: return "bfloat16";
-    case at::kHalf: return "float16";
-    case at::kDouble: return "float64";
-    default: return c10::toString(dtype);
+    case at::kFloat:
+      return "float32";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    case at::kDouble:
+      return "float64";
+    default:
+      return c10::toString(dtype);
   }
 }
 

@@ -39,12 +39,12 @@ struct CachedBatch {
 
 // A named slice of the flat buffer.
 struct Parameter {
-  std::string name;     // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
-  at::Tensor tensor;    // leaf; a view of flat_parameters(); requires_grad when trainable
+  std::string name;   // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
+  at::Tensor tensor;  // leaf; a view of flat_parameters(); requires_grad when trainable
   bool trainable = true;
-  int64_t offset = 0;   // first element in flat_parameters() and flat_gradients(); a multiple of kParameterAlignment
-  int64_t size = 0;     // elements
-  bool decay = true;    // false for norms and biases (one-dimensional): no weight decay
+  int64_t offset = 0;  // first element in flat_parameters() and flat_gradients(); a multiple of kParameterAlignment
+  int64_t size = 0;    // elements
+  bool decay = true;   // false for norms and biases (one-dimensional): no weight decay
 };
 // Offsets are multiples of this many elements (at least 64 bytes in every dtype); gaps hold zeros for ever.
 inline constexpr int64_t kParameterAlignment = 64;
@@ -52,8 +52,8 @@ inline constexpr int64_t kParameterAlignment = 64;
 struct ModelOptions {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  bool trainable = true;               // false: no gradient buffer, nothing requires grad (a reference model)
-  bool checkpoint_activations = false; // keep only each layer's input; backward recomputes the layer
+  bool trainable = true;                // false: no gradient buffer, nothing requires grad (a reference model)
+  bool checkpoint_activations = false;  // keep only each layer's input; backward recomputes the layer
 };
 
 // forward and forward_cached may run on several threads only with different arenas and with grad mode off; writing the
@@ -68,7 +68,8 @@ class Model final {
   const ModelConfig& config() const { return config_; }
   const ModelOptions& options() const { return options_; }
 
-  // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is trainable.
+  // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
+  // trainable.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena, into which their keys and values are written. Row bits equal forward's.
   // No autograd.
@@ -77,14 +78,16 @@ class Model final {
   // [vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
   const at::Tensor& head_weight() const;
 
-  // In registration order, which is stable for a configuration: embedding, layers, final norm, head. A tied head is absent.
+  // In registration order, which is stable for a configuration: embedding, layers, final norm, head. A tied head is
+  // absent.
   std::vector<Parameter>& parameters() { return parameters_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   const Parameter* find(const std::string& name) const;  // null when absent
 
   // All parameters, one contiguous tensor [elements], 64-byte aligned, gaps zero. Write it under at::NoGradGuard.
   const at::Tensor& flat_parameters() const { return flat_parameters_; }
-  // Same layout and dtype; the parameters' .grad are views of it, so backward adds into it. Undefined when not trainable.
+  // Same layout and dtype; the parameters' .grad are views of it, so backward adds into it. Undefined when not
+  // trainable.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
 
@@ -114,8 +117,9 @@ class Model final {
   mutable at::Tensor rope_cache_;  // [positions, 2, head_dim / 2], grown when a batch reaches further
 };
 
-// Reads config.json and (sharded or single) safetensors. Converts to options.dtype. Throws Error(kUser | kData) that names
-// the file and the tensor: missing, unexpected, wrong shape, truncated, overlapping. Also runs choose_linear_mode.
+// Reads config.json and (sharded or single) safetensors. Converts to options.dtype. Throws Error(kUser | kData) that
+// names the file and the tensor: missing, unexpected, wrong shape, truncated, overlapping. Also runs
+// choose_linear_mode.
 std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options);
 
 // Overwrites `model`'s parameters from a folder of the same configuration.
@@ -127,11 +131,12 @@ struct SaveOptions {
   int64_t max_shard_bytes = int64_t{4} << 30;
   std::optional<at::ScalarType> dtype;  // as held in memory when absent
 };
-// A folder that Hugging Face reads. Every file is written under a temporary name, synced and renamed; the weights' index
-// (or single file) comes last.
+// A folder that Hugging Face reads. Every file is written under a temporary name, synced and renamed; the weights'
+// index (or single file) comes last.
 void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options);
 
-// Random weights: normal(0, initializer_range), norms 1, biases 0. A value depends on (seed, parameter name, index) only.
+// Random weights: normal(0, initializer_range), norms 1, biases 0. A value depends on (seed, parameter name, index)
+// only.
 void init_parameters(Model& model, uint64_t seed);
 // Writes config.json, generation_config.json and random float32 (or config.dtype) weights into `dir`.
 void init_model(const std::filesystem::path& dir, const ModelConfig& config, uint64_t seed);

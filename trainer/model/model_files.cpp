@@ -28,9 +28,16 @@ bool is_redundant(const std::string& name, const ModelConfig& config) {
   return (config.tie_word_embeddings && name == "lm_head.weight") || ends_with(name, ".rotary_emb.inv_freq");
 }
 
-constexpr const char* kCompanions[] = {"tokenizer.json",      "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                                       "chat_template.jinja", "chat_template.json",    "vocab.json",              "merges.txt",
-                                       "tokenizer.model",     "generation_config.json"};
+constexpr const char* kCompanions[] = {"tokenizer.json",
+                                       "tokenizer_config.json",
+                                       "special_tokens_map.json",
+                                       "added_tokens.json",
+                                       "chat_template.jinja",
+                                       "chat_template.json",
+                                       "vocab.json",
+                                       "merges.txt",
+                                       "tokenizer.model",
+                                       "generation_config.json"};
 
 json generation_config(const ModelConfig& config) {
   const json full = config.to_json();
@@ -77,7 +84,8 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
                 shape_text(parameter->tensor.sizes()));
     }
     if (!at::isFloatingType(value.scalar_type()) || value.element_size() < 2) {
-      fail_user(file + ": tensor " + name + " has dtype " + c10::toString(value.scalar_type()) + ", weights must be F64, F32, F16 or BF16");
+      fail_user(file + ": tensor " + name + " has dtype " + c10::toString(value.scalar_type()) +
+                ", weights must be F64, F32, F16 or BF16");
     }
     if (!seen.insert(name).second) fail_data(file + ": tensor " + name + " occurs twice");
     parameter->tensor.detach().copy_(value);
@@ -89,8 +97,8 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
   if (missing.empty()) return;
   const size_t count = missing.size();
   if (missing.size() > 3) missing.resize(3);
-  fail_user(dir.string() + ": the weights lack " + std::to_string(count) + " tensor" + (count > 1 ? "s" : "") + ": " + join(missing, ", ") +
-            (count > missing.size() ? ", ..." : ""));
+  fail_user(dir.string() + ": the weights lack " + std::to_string(count) + " tensor" + (count > 1 ? "s" : "") + ": " +
+            join(missing, ", ") + (count > missing.size() ? ", ..." : ""));
 }
 
 std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options) {
@@ -134,7 +142,8 @@ void init_parameters(Model& model, uint64_t seed) {
     const uint64_t id = hash64(parameter.name);
     const double range = model.config().initializer_range;
     parallel_tasks(parameter.size, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(i)));
+      for (int64_t i = begin; i < end; ++i)
+        value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(i)));
     });
     target.copy_(values.view(target.sizes()));
   }

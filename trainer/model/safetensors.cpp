@@ -18,9 +18,18 @@ struct TypeName {
   const char* name;
   at::ScalarType type;
 };
-constexpr TypeName kTypes[] = {{"F64", at::kDouble}, {"F32", at::kFloat},  {"F16", at::kHalf},  {"BF16", at::kBFloat16}, {"I64", at::kLong},
-                               {"I32", at::kInt},    {"I16", at::kShort},  {"I8", at::kChar},   {"U8", at::kByte},       {"BOOL", at::kBool},
-                               {"F8_E4M3", at::kFloat8_e4m3fn}, {"F8_E5M2", at::kFloat8_e5m2}};
+constexpr TypeName kTypes[] = {{"F64", at::kDouble},
+                               {"F32", at::kFloat},
+                               {"F16", at::kHalf},
+                               {"BF16", at::kBFloat16},
+                               {"I64", at::kLong},
+                               {"I32", at::kInt},
+                               {"I16", at::kShort},
+                               {"I8", at::kChar},
+                               {"U8", at::kByte},
+                               {"BOOL", at::kBool},
+                               {"F8_E4M3", at::kFloat8_e4m3fn},
+                               {"F8_E5M2", at::kFloat8_e5m2}};
 
 at::ScalarType type_of(const std::string& name, const std::string& where) {
   for (const TypeName& entry : kTypes) {
@@ -39,7 +48,8 @@ const char* name_of(at::ScalarType type, const std::string& tensor) {
 // A file under a temporary name until finish(); removed if that never comes.
 class OutputFile final {
  public:
-  explicit OutputFile(const std::filesystem::path& path) : path_(path), temporary_(path.string() + ".tmp-" + std::to_string(::getpid())) {
+  explicit OutputFile(const std::filesystem::path& path)
+      : path_(path), temporary_(path.string() + ".tmp-" + std::to_string(::getpid())) {
     fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
     if (fd_ < 0) fail("create");
   }
@@ -93,12 +103,14 @@ int64_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * static_cast
 
 }  // namespace
 
-SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : path_(path), file_(std::make_shared<MappedFile>(path)) {
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
+    : path_(path), file_(std::make_shared<MappedFile>(path)) {
   header_ = parse_safetensors_header(file_->view(), file_->size(), path.string());
 }
 
 bool SafetensorsFile::contains(const std::string& name) const {
-  return std::any_of(header_.entries.begin(), header_.entries.end(), [&](const SafetensorsEntry& entry) { return entry.name == name; });
+  return std::any_of(header_.entries.begin(), header_.entries.end(),
+                     [&](const SafetensorsEntry& entry) { return entry.name == name; });
 }
 
 std::vector<std::string> SafetensorsFile::names() const {
@@ -119,12 +131,14 @@ at::Tensor SafetensorsFile::tensor(const std::string& name) const {
       std::memcpy(copy.mutable_data_ptr(), data, static_cast<size_t>(entry.end - entry.begin));
       return copy;
     }
-    return at::from_blob(const_cast<uint8_t*>(data), entry.shape, [keep = file_](void*) {}, options);
+    return at::from_blob(
+        const_cast<uint8_t*>(data), entry.shape, [keep = file_](void*) {}, options);
   }
   fail_data(path_.string() + " has no tensor " + name);
 }
 
-void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors, const std::map<std::string, std::string>& metadata) {
+void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+                       const std::map<std::string, std::string>& metadata) {
   std::vector<SafetensorsEntry> entries;
   uint64_t at = 0;
   for (const auto& [name, tensor] : tensors) {
@@ -191,7 +205,8 @@ void read_model_tensors(const std::filesystem::path& dir,
   }
   const std::filesystem::path index_path = dir / kIndex;
   if (!std::filesystem::exists(index_path)) {
-    const bool pickle = std::filesystem::exists(dir / "pytorch_model.bin") || std::filesystem::exists(dir / "pytorch_model.bin.index.json");
+    const bool pickle = std::filesystem::exists(dir / "pytorch_model.bin") ||
+                        std::filesystem::exists(dir / "pytorch_model.bin.index.json");
     fail_user(dir.string() + " has neither " + kSingle + " nor " + kIndex +
               (pickle ? "; pickled weights (pytorch_model.bin) are not read, save the model as safetensors" : ""));
   }
@@ -208,10 +223,12 @@ void read_model_tensors(const std::filesystem::path& dir,
   }
   for (const auto& [shard, names] : shards) {
     const std::filesystem::path path = dir / shard;
-    if (!std::filesystem::exists(path)) fail_data(path.string() + " is missing, " + kIndex + " names it for " + *names.begin());
+    if (!std::filesystem::exists(path))
+      fail_data(path.string() + " is missing, " + kIndex + " names it for " + *names.begin());
     const SafetensorsFile file(path);
     for (const std::string& name : names) {
-      if (!file.contains(name)) fail_data(path.string() + " lacks tensor " + name + ", which " + kIndex + " says is there");
+      if (!file.contains(name))
+        fail_data(path.string() + " lacks tensor " + name + ", which " + kIndex + " says is there");
     }
     for (const std::string& name : file.names()) {
       if (names.count(name) == 0) fail_data(path.string() + ": tensor " + name + " is not in " + kIndex);

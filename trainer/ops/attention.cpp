@@ -1,4 +1,5 @@
-// Causal attention, packed and cached: both hand blocks of query rows to the same kernel, which computes each row by itself.
+// Causal attention, packed and cached: both hand blocks of query rows to the same kernel, which computes each row by
+// itself.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -61,7 +62,8 @@ std::vector<Task> make_tasks(const std::vector<Run>& runs, const Shape& shape, d
              (static_cast<double>(run.past) + 0.5 * static_cast<double>(run.count));
     for (int64_t end = run.count; end > 0; end -= std::min(end, step)) {
       const int64_t count = std::min(end, step);
-      for (int64_t head = 0; head < shape.kv_heads; ++head) tasks.push_back({static_cast<int64_t>(r), end - count, count, head});
+      for (int64_t head = 0; head < shape.kv_heads; ++head)
+        tasks.push_back({static_cast<int64_t>(r), end - count, count, head});
     }
   }
   return tasks;
@@ -78,7 +80,8 @@ T* scratch(int64_t elements) {
 
 // q and out [tokens, q_heads, head_dim], k and v [rows, kv_heads, head_dim], lse [tokens, q_heads] or null; contiguous.
 template <class T>
-void attend_runs(const T* q, const T* k, const T* v, const std::vector<Run>& runs, const Shape& shape, double scale, T* out, T* lse) {
+void attend_runs(const T* q, const T* k, const T* v, const std::vector<Run>& runs, const Shape& shape, double scale,
+                 T* out, T* lse) {
   double flops = 0;
   const std::vector<Task> tasks = make_tasks(runs, shape, flops);
   const int64_t q_stride = shape.q_heads * shape.head_dim;
@@ -93,17 +96,19 @@ void attend_runs(const T* q, const T* k, const T* v, const std::vector<Run>& run
     std::vector<T> sums(static_cast<size_t>(rows));
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t position = task.from + row / shape.group;
-      const int64_t at = (run.q_row + position) * q_stride + (task.kv_head * shape.group + row % shape.group) * shape.head_dim;
+      const int64_t at =
+          (run.q_row + position) * q_stride + (task.kv_head * shape.group + row % shape.group) * shape.head_dim;
       q_rows[static_cast<size_t>(row)] = q + at;
       out_rows[static_cast<size_t>(row)] = out + at;
       keys[static_cast<size_t>(row)] = run.past + position + 1;
     }
     const int64_t first = run.keys * kv_stride + task.kv_head * shape.head_dim;
-    cpu_kernels<T>().attend({rows, q_rows.data(), out_rows.data(), lse != nullptr ? sums.data() : nullptr, keys.data(), k + first,
-                             v + first, kv_stride, shape.head_dim, static_cast<T>(scale), scratch<T>(attend_scratch(keys.back()))});
+    cpu_kernels<T>().attend({rows, q_rows.data(), out_rows.data(), lse != nullptr ? sums.data() : nullptr, keys.data(),
+                             k + first, v + first, kv_stride, shape.head_dim, static_cast<T>(scale),
+                             scratch<T>(attend_scratch(keys.back()))});
     for (int64_t row = 0; lse != nullptr && row < rows; ++row) {
-      lse[(run.q_row + task.from + row / shape.group) * shape.q_heads + task.kv_head * shape.group + row % shape.group] =
-          sums[static_cast<size_t>(row)];
+      lse[(run.q_row + task.from + row / shape.group) * shape.q_heads + task.kv_head * shape.group +
+          row % shape.group] = sums[static_cast<size_t>(row)];
     }
   });
 }
@@ -136,8 +141,8 @@ struct BackwardInput {
 
 // One task owns the gradients of one key head of one sequence; query rows add to them in order.
 template <class T>
-void backward_runs(const BackwardInput& in, const std::vector<Run>& runs, const Shape& shape, double scale, at::Tensor& dq,
-                   at::Tensor& dk, at::Tensor& dv) {
+void backward_runs(const BackwardInput& in, const std::vector<Run>& runs, const Shape& shape, double scale,
+                   at::Tensor& dq, at::Tensor& dk, at::Tensor& dv) {
   const int64_t q_stride = shape.q_heads * shape.head_dim;
   const int64_t kv_stride = shape.kv_heads * shape.head_dim;
   double flops = 0;
@@ -171,10 +176,10 @@ void backward_runs(const BackwardInput& in, const std::vector<Run>& runs, const 
         deltas.push_back(cpu_kernels<T>().dot(dout + at, out + at, shape.head_dim));
       }
       cpu_kernels<T>().attend_backward(
-          {static_cast<int64_t>(q_rows.size()), q_rows.data(), dout_rows.data(), sums.data(), deltas.data(), dq_rows.data(),
-           keys.data(), in.k.const_data_ptr<T>() + first, in.v.const_data_ptr<T>() + first, dk.mutable_data_ptr<T>() + first,
-           dv.mutable_data_ptr<T>() + first, kv_stride, shape.head_dim, static_cast<T>(scale),
-           scratch<T>(2 * attend_scratch(keys.back()))});
+          {static_cast<int64_t>(q_rows.size()), q_rows.data(), dout_rows.data(), sums.data(), deltas.data(),
+           dq_rows.data(), keys.data(), in.k.const_data_ptr<T>() + first, in.v.const_data_ptr<T>() + first,
+           dk.mutable_data_ptr<T>() + first, dv.mutable_data_ptr<T>() + first, kv_stride, shape.head_dim,
+           static_cast<T>(scale), scratch<T>(2 * attend_scratch(keys.back()))});
     }
   });
 }
@@ -194,13 +199,15 @@ class AttentionFunction final : public torch::autograd::Function<AttentionFuncti
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const BackwardInput in{for_compute(saved[0]), for_compute(saved[1]), for_compute(saved[2]),
-                           for_compute(saved[3]), saved[4],              for_compute(grads[0])};
+    const BackwardInput in{
+        for_compute(saved[0]), for_compute(saved[1]), for_compute(saved[2]), for_compute(saved[3]), saved[4],
+        for_compute(grads[0])};
     const Shape shape = shape_of(in.q, in.k, in.v, "attention_packed");
     const std::vector<int64_t> starts = context->saved_data["starts"].toIntVector();
     at::Tensor dq = at::empty_like(in.q), dk = at::zeros_like(in.k), dv = at::zeros_like(in.v);
     with_compute_type(in.q, [&](auto zero) {
-      backward_runs<decltype(zero)>(in, packed_runs(starts), shape, context->saved_data["scale"].toDouble(), dq, dk, dv);
+      backward_runs<decltype(zero)>(in, packed_runs(starts), shape, context->saved_data["scale"].toDouble(), dq, dk,
+                                    dv);
     });
     const at::ScalarType type = saved[0].scalar_type();
     return {dq.to(type), dk.to(type), dv.to(type), at::Tensor(), at::Tensor()};
@@ -210,21 +217,24 @@ class AttentionFunction final : public torch::autograd::Function<AttentionFuncti
 void check_runs(const std::vector<CacheRow>& rows, int64_t tokens, int64_t capacity, const char* op) {
   int64_t total = 0;
   for (const CacheRow& row : rows) {
-    TRIREME_CHECK(row.extent_start >= 0 && row.past >= 0 && row.count >= 0 && row.extent_start + row.past + row.count <= capacity,
-                  std::string(op) + ": a run leaves the arena of " + std::to_string(capacity) + " rows");
+    TRIREME_CHECK(
+        row.extent_start >= 0 && row.past >= 0 && row.count >= 0 && row.extent_start + row.past + row.count <= capacity,
+        std::string(op) + ": a run leaves the arena of " + std::to_string(capacity) + " rows");
     total += row.count;
   }
-  TRIREME_CHECK(total == tokens, std::string(op) + ": runs hold " + std::to_string(total) + " tokens, the batch has " + std::to_string(tokens));
+  TRIREME_CHECK(total == tokens, std::string(op) + ": runs hold " + std::to_string(total) + " tokens, the batch has " +
+                                     std::to_string(tokens));
 }
 
 }  // namespace
 
-at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& starts,
-                            double scale) {
+at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, double scale) {
   const Shape shape = shape_of(q, k, v, "attention_packed");
   TRIREME_CHECK(k.size(0) == q.size(0) && !starts.empty() && starts.front() == 0 && starts.back() == q.size(0),
                 "attention_packed: starts must go from 0 to the number of tokens");
-  for (size_t i = 0; i + 1 < starts.size(); ++i) TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
+  for (size_t i = 0; i + 1 < starts.size(); ++i)
+    TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
   const double factor = softmax_scale(scale, shape);
   if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, factor);
   at::Tensor no_lse;
@@ -278,8 +288,10 @@ void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& a
   for (const CacheRow& row : rows) {
     const size_t target = static_cast<size_t>(row.extent_start + row.past) * row_bytes;
     const size_t source = static_cast<size_t>(token) * row_bytes, bytes = static_cast<size_t>(row.count) * row_bytes;
-    std::memcpy(static_cast<char*>(arena_k.mutable_data_ptr()) + target, static_cast<const char*>(kc.const_data_ptr()) + source, bytes);
-    std::memcpy(static_cast<char*>(arena_v.mutable_data_ptr()) + target, static_cast<const char*>(vc.const_data_ptr()) + source, bytes);
+    std::memcpy(static_cast<char*>(arena_k.mutable_data_ptr()) + target,
+                static_cast<const char*>(kc.const_data_ptr()) + source, bytes);
+    std::memcpy(static_cast<char*>(arena_v.mutable_data_ptr()) + target,
+                static_cast<const char*>(vc.const_data_ptr()) + source, bytes);
     token += row.count;
   }
 }

@@ -26,7 +26,9 @@ inline void require_same(const char* op, const at::Tensor& x, const at::Tensor& 
 inline bool wants_grad(const at::Tensor& x) { return x.defined() && at::GradMode::is_enabled() && x.requires_grad(); }
 
 // The dtype in which an op computes: float32 for bfloat16, else the tensor's own.
-inline at::ScalarType compute_type(const at::Tensor& x) { return x.scalar_type() == at::kBFloat16 ? at::kFloat : x.scalar_type(); }
+inline at::ScalarType compute_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 ? at::kFloat : x.scalar_type();
+}
 inline at::Tensor for_compute(const at::Tensor& x) { return x.to(compute_type(x)).contiguous(); }
 
 // Calls f(float{}) or f(double{}).

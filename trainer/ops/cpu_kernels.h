@@ -49,8 +49,8 @@ template <class T>
 struct CpuKernels {
   const char* name;
   // out[r * ldo + c] = bias[c] (if any) + sum over k of a[r * lda + i] * b[c * ldb + i].
-  void (*gemm_nt)(const T* a, int64_t lda, int64_t m, const T* b, int64_t ldb, int64_t n, int64_t k, const T* bias, T* out,
-                  int64_t ldo);
+  void (*gemm_nt)(const T* a, int64_t lda, int64_t m, const T* b, int64_t ldb, int64_t n, int64_t k, const T* bias,
+                  T* out, int64_t ldo);
   void (*attend)(const AttendRows<T>& rows);
   void (*attend_backward)(const AttendBackwardRows<T>& rows);
   T (*dot)(const T* a, const T* b, int64_t n);

@@ -22,7 +22,9 @@ struct Avx2 {
   __m256 lo, hi;
 
   static __m256i mask(int64_t count) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count < 0 ? 0 : count > 8 ? 8 : count)),
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count < 0   ? 0
+                                                                 : count > 8 ? 8
+                                                                             : count)),
                               _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   }
   static Avx2 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
@@ -34,7 +36,8 @@ struct Avx2 {
     return {_mm256_maskload_ps(p, mask(count)), _mm256_setzero_ps()};
   }
   static Avx2 keep(Avx2 a, int64_t count) {
-    return {_mm256_and_ps(a.lo, _mm256_castsi256_ps(mask(count))), _mm256_and_ps(a.hi, _mm256_castsi256_ps(mask(count - 8)))};
+    return {_mm256_and_ps(a.lo, _mm256_castsi256_ps(mask(count))),
+            _mm256_and_ps(a.hi, _mm256_castsi256_ps(mask(count - 8)))};
   }
   void store(float* p) const {
     _mm256_storeu_ps(p, lo);
@@ -49,7 +52,9 @@ struct Avx2 {
       _mm256_maskstore_ps(p, mask(count), lo);
     }
   }
-  static Avx2 fma(Avx2 a, Avx2 b, Avx2 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+  static Avx2 fma(Avx2 a, Avx2 b, Avx2 c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+  }
   static Avx2 add(Avx2 a, Avx2 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
   static Avx2 sub(Avx2 a, Avx2 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
   static Avx2 mul(Avx2 a, Avx2 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -59,7 +64,8 @@ struct Avx2 {
   // The steps of Avx512::exp.
   static __m256 exp8(__m256 a) {
     const __m256 x = _mm256_min_ps(_mm256_set1_ps(88.8f), _mm256_max_ps(_mm256_set1_ps(-87.33f), a));
-    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504088896341f)),
+                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
     __m256 p = _mm256_set1_ps(1.9875691500e-4f);

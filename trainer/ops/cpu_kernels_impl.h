@@ -8,7 +8,8 @@
 // Dot products of R rows and C columns, R * C == 16, into out[r * C + c]. Every product is one chain of fused
 // multiply-adds over blocks of kLanes elements and one tree, so its bits do not depend on R, C or its place.
 template <class V, int R, int C>
-TRIREME_INLINE void dot_tile(const typename V::T* const* a, const typename V::T* const* b, int64_t k, typename V::T* out) {
+TRIREME_INLINE void dot_tile(const typename V::T* const* a, const typename V::T* const* b, int64_t k,
+                             typename V::T* out) {
   static_assert(R * C == 16);
   V sum[16];
   for (int i = 0; i < 16; ++i) sum[i] = V::zero();
@@ -35,8 +36,8 @@ TRIREME_INLINE void dot_tile(const typename V::T* const* a, const typename V::T*
 
 // Rows and columns left over repeat the last one; their results are not stored.
 template <class V, int R, int C>
-TRIREME_INLINE void gemm_rows(const typename V::T* a, int64_t lda, int64_t rows, const typename V::T* b, int64_t ldb, int64_t n,
-                              int64_t k, const typename V::T* bias, typename V::T* out, int64_t ldo) {
+TRIREME_INLINE void gemm_rows(const typename V::T* a, int64_t lda, int64_t rows, const typename V::T* b, int64_t ldb,
+                              int64_t n, int64_t k, const typename V::T* bias, typename V::T* out, int64_t ldo) {
   using T = typename V::T;
   const T* row[R];
   for (int r = 0; r < R; ++r) row[r] = a + (r < rows ? r : rows - 1) * lda;
@@ -45,6 +46,10 @@ TRIREME_INLINE void gemm_rows(const typename V::T* a, int64_t lda, int64_t rows,
     for (int c = 0; c < C; ++c) column[c] = b + (c0 + c < n ? c0 + c : n - 1) * ldb;
     alignas(64) T tile[16];
     dot_tile<V, R, C>(row, column, k, tile);
+    if (bias == nullptr && n - c0 >= C) {
+      for (int64_t r = 0; r < rows && r < R; ++r) __builtin_memcpy(out + r * ldo + c0, tile + r * C, C * sizeof(T));
+      continue;
+    }
     const int64_t columns = n - c0 < C ? n - c0 : C;
     for (int64_t r = 0; r < rows && r < R; ++r) {
       for (int64_t c = 0; c < columns; ++c) {
@@ -65,16 +70,16 @@ void gemm_nt(const typename V::T* a, int64_t lda, int64_t m, const typename V::T
     const int64_t columns = n - c0 < 4 ? n - c0 : 4;
     const T* column_bias = bias != nullptr ? bias + c0 : nullptr;
     for (int64_t r = 0; r < m; r += 4) {
-      gemm_rows<V, 4, 4>(a + r * lda, lda, m - r < 4 ? m - r : 4, b + c0 * ldb, ldb, columns, k, column_bias, out + r * ldo + c0,
-                         ldo);
+      gemm_rows<V, 4, 4>(a + r * lda, lda, m - r < 4 ? m - r : 4, b + c0 * ldb, ldb, columns, k, column_bias,
+                         out + r * ldo + c0, ldo);
     }
   }
 }
 
 // scores[r * ld + j] = dot(a[r], b + j * stride) for j < n (rounded up to a tile; the surplus is rubbish but finite).
 template <class V, int R>
-TRIREME_INLINE void score_rows(const typename V::T* const* a, int64_t rows, const typename V::T* b, int64_t stride, int64_t n,
-                               int64_t k, typename V::T* scores, int64_t ld) {
+TRIREME_INLINE void score_rows(const typename V::T* const* a, int64_t rows, const typename V::T* b, int64_t stride,
+                               int64_t n, int64_t k, typename V::T* scores, int64_t ld) {
   using T = typename V::T;
   constexpr int C = 16 / R;
   const T* row[R];
@@ -84,16 +89,14 @@ TRIREME_INLINE void score_rows(const typename V::T* const* a, int64_t rows, cons
     for (int c = 0; c < C; ++c) column[c] = b + (j + c < n ? j + c : n - 1) * stride;
     alignas(64) T tile[16];
     dot_tile<V, R, C>(row, column, k, tile);
-    for (int r = 0; r < rows && r < R; ++r) {
-      for (int c = 0; c < C; ++c) scores[r * ld + j + c] = tile[r * C + c];
-    }
+    for (int r = 0; r < rows && r < R; ++r) __builtin_memcpy(scores + r * ld + j, tile + r * C, C * sizeof(T));
   }
 }
 
 // acc[r][0 .. width) += sum over j in [from, to) of w[r * ld + j] * x[j * stride + ...], one chain in the order of j.
 template <class V, int R, int B>
-TRIREME_INLINE void mix_block(const typename V::T* w, int64_t ld, const typename V::T* x, int64_t stride, int64_t from, int64_t to,
-                              typename V::T* const* acc, int64_t at, int64_t width) {
+TRIREME_INLINE void mix_block(const typename V::T* w, int64_t ld, const typename V::T* x, int64_t stride, int64_t from,
+                              int64_t to, typename V::T* const* acc, int64_t at, int64_t width) {
   V sum[R][B];
   const bool whole = width >= B * V::kLanes;
   for (int r = 0; r < R; ++r) {
@@ -121,8 +124,8 @@ TRIREME_INLINE void mix_block(const typename V::T* w, int64_t ld, const typename
 }
 
 template <class V, int R>
-TRIREME_INLINE void mix_rows(const typename V::T* w, int64_t ld, const typename V::T* x, int64_t stride, int64_t from, int64_t to,
-                             typename V::T* const* acc, int64_t width) {
+TRIREME_INLINE void mix_rows(const typename V::T* w, int64_t ld, const typename V::T* x, int64_t stride, int64_t from,
+                             int64_t to, typename V::T* const* acc, int64_t width) {
   if (from >= to) return;
   int64_t at = 0;
   for (; at + 4 * V::kLanes <= width; at += 4 * V::kLanes) {
@@ -134,19 +137,19 @@ TRIREME_INLINE void mix_rows(const typename V::T* w, int64_t ld, const typename 
   for (; at < width; at += V::kLanes) mix_block<V, R, 1>(w, ld, x, stride, from, to, acc, at, width - at);
 }
 
-// Rows of a group of up to four, each with its own number of keys (ascending): the common part together, the rest alone.
+// Rows of a group of up to four, each with its own number of keys (ascending): the common part together, the rest
+// alone.
 template <class V>
-TRIREME_INLINE void mix_group(const typename V::T* w, int64_t ld, int64_t rows, const int64_t* n, const typename V::T* x,
-                              int64_t stride, typename V::T* const* acc, int64_t width) {
+TRIREME_INLINE void mix_group(const typename V::T* w, int64_t ld, int64_t rows, const int64_t* n,
+                              const typename V::T* x, int64_t stride, typename V::T* const* acc, int64_t width) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = 0; i < width; ++i) acc[r][i] = 0;
   }
   const int64_t common = n[0];
-  if (rows == 4) {
-    mix_rows<V, 4>(w, ld, x, stride, 0, common, acc, width);
-  } else {
-    for (int64_t r = 0; r < rows; ++r) mix_rows<V, 1>(w + r * ld, ld, x, stride, 0, common, acc + r, width);
-  }
+  if (rows == 4) mix_rows<V, 4>(w, ld, x, stride, 0, common, acc, width);
+  if (rows == 3) mix_rows<V, 3>(w, ld, x, stride, 0, common, acc, width);
+  if (rows == 2) mix_rows<V, 2>(w, ld, x, stride, 0, common, acc, width);
+  if (rows == 1) mix_rows<V, 1>(w, ld, x, stride, 0, common, acc, width);
   for (int64_t r = 0; r < rows; ++r) mix_rows<V, 1>(w + r * ld, ld, x, stride, common, n[r], acc + r, width);
 }
 
@@ -189,7 +192,8 @@ void scale_row(const typename V::T* x, typename V::T factor, typename V::T* out,
 }
 
 template <class V>
-void gated_line(const typename V::T* e, const typename V::T* z, typename V::T a, typename V::T b, typename V::T* out, int64_t n) {
+void gated_line(const typename V::T* e, const typename V::T* z, typename V::T a, typename V::T b, typename V::T* out,
+                int64_t n) {
   const V va = V::all(a), vb = V::all(b);
   for (int64_t i = 0; i < n; i += V::kLanes) {
     const int64_t count = n - i < V::kLanes ? n - i : V::kLanes;
@@ -242,8 +246,8 @@ void attend(const AttendRows<typename V::T>& t) {
 
 // y[j * stride + ...] += sum over r of w[r * ld + j] * x[r][...].
 template <class V, int R>
-TRIREME_INLINE void spread_rows(const typename V::T* w, int64_t ld, const typename V::T* const* x, int64_t n, typename V::T* y,
-                                int64_t stride, int64_t width) {
+TRIREME_INLINE void spread_rows(const typename V::T* w, int64_t ld, const typename V::T* const* x, int64_t n,
+                                typename V::T* y, int64_t stride, int64_t width) {
   for (int64_t at = 0; at < width; at += V::kLanes) {
     const int64_t count = width - at < V::kLanes ? width - at : V::kLanes;
     V row[R];
@@ -355,8 +359,8 @@ void swiglu_backward(const typename V::T* gate, const typename V::T* up, const t
 }
 
 template <class V>
-void rotate(const typename V::T* x, const typename V::T* cos, const typename V::T* sin, typename V::T sign, typename V::T* y,
-            int64_t half) {
+void rotate(const typename V::T* x, const typename V::T* cos, const typename V::T* sin, typename V::T sign,
+            typename V::T* y, int64_t half) {
   const V turn = V::all(sign);
   for (int64_t i = 0; i < half; i += V::kLanes) {
     const int64_t count = half - i < V::kLanes ? half - i : V::kLanes;
@@ -371,6 +375,7 @@ void rotate(const typename V::T* x, const typename V::T* cos, const typename V::
 
 template <class V>
 CpuKernels<typename V::T> kernel_table(const char* name) {
-  return {name,         gemm_nt<V>,  attend<V>,   attend_backward<V>, dot_row<V>,  max_of<V>,          exp_sum<V>, scale_row<V>,
-          gated_line<V>, add_to<V>, rms_norm<V>, rms_norm_backward<V>, swiglu<V>, swiglu_backward<V>, rotate<V>};
+  return {name,        gemm_nt<V>,           attend<V>,    attend_backward<V>, dot_row<V>,
+          max_of<V>,   exp_sum<V>,           scale_row<V>, gated_line<V>,      add_to<V>,
+          rms_norm<V>, rms_norm_backward<V>, swiglu<V>,    swiglu_backward<V>, rotate<V>};
 }

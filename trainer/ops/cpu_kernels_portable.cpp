@@ -25,10 +25,18 @@ struct Portable {
     return out;
   }
   static Portable zero() { return all(0); }
-  static Portable all(T x) { return each([&](int) { return x; }); }
-  static Portable load(const T* p) { return each([&](int i) { return p[i]; }); }
-  static Portable load(const T* p, int64_t count) { return each([&](int i) { return i < count ? p[i] : T(0); }); }
-  static Portable keep(const Portable& a, int64_t count) { return each([&](int i) { return i < count ? a.v[i] : T(0); }); }
+  static Portable all(T x) {
+    return each([&](int) { return x; });
+  }
+  static Portable load(const T* p) {
+    return each([&](int i) { return p[i]; });
+  }
+  static Portable load(const T* p, int64_t count) {
+    return each([&](int i) { return i < count ? p[i] : T(0); });
+  }
+  static Portable keep(const Portable& a, int64_t count) {
+    return each([&](int i) { return i < count ? a.v[i] : T(0); });
+  }
   void store(T* p) const { store(p, kWidth); }
   void store(T* p, int64_t count) const {
     for (int i = 0; i < kWidth && i < count; ++i) p[i] = v[i];
@@ -36,12 +44,24 @@ struct Portable {
   static Portable fma(const Portable& a, const Portable& b, const Portable& c) {
     return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
   }
-  static Portable add(const Portable& a, const Portable& b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
-  static Portable sub(const Portable& a, const Portable& b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
-  static Portable mul(const Portable& a, const Portable& b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
-  static Portable div(const Portable& a, const Portable& b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
-  static Portable max(const Portable& a, const Portable& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
-  static Portable exp(const Portable& a) { return each([&](int i) { return std::exp(a.v[i]); }); }
+  static Portable add(const Portable& a, const Portable& b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static Portable sub(const Portable& a, const Portable& b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static Portable mul(const Portable& a, const Portable& b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static Portable div(const Portable& a, const Portable& b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+  }
+  static Portable max(const Portable& a, const Portable& b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static Portable exp(const Portable& a) {
+    return each([&](int i) { return std::exp(a.v[i]); });
+  }
   static T reduce_add(Portable a) {
     for (int half = kWidth / 2; half > 0; half /= 2) {
       for (int i = 0; i < half; ++i) a.v[i] += a.v[i + half];

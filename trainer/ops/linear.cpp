@@ -48,8 +48,9 @@ void multiply_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tens
   parallel_dynamic(tasks, m * n * k > 200'000, [&](int64_t task) {
     const int64_t row = task / column_blocks * kRowBlock;
     const int64_t column = task % column_blocks * kColumnBlock;
-    kernels.gemm_nt(a + row * lda, lda, std::min(kRowBlock, m - row), b + column * ldb, ldb, std::min(kColumnBlock, n - column), k,
-                    add != nullptr ? add + column : nullptr, c + row * n + column, n);
+    kernels.gemm_nt(a + row * lda, lda, std::min(kRowBlock, m - row), b + column * ldb, ldb,
+                    std::min(kColumnBlock, n - column), k, add != nullptr ? add + column : nullptr,
+                    c + row * n + column, n);
   });
 }
 
@@ -74,7 +75,8 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
     return linear_forward(x, weight, bias.value_or(at::Tensor()));
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor dy = grads[0].contiguous();
     at::Tensor dx, dweight, dbias;
@@ -99,7 +101,8 @@ at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const a
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   require_supported("linear", x);
   require_same("linear", x, weight, "weight");
-  TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "linear: x [tokens, in] and weight [out, in] expected");
+  TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
+                "linear: x [tokens, in] and weight [out, in] expected");
   if (wants_grad(x) || wants_grad(weight) || wants_grad(bias)) {
     return LinearFunction::apply(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
   }
@@ -123,7 +126,8 @@ bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarTyp
     for (const int64_t count : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65}) {
       for (const int64_t from : {int64_t{0}, int64_t{1}, kRows - count}) {
         if (from + count > kRows) continue;
-        if (!same_bits(linear_forward(x.narrow(0, from, count), weight, {}), whole.narrow(0, from, count))) return false;
+        if (!same_bits(linear_forward(x.narrow(0, from, count), weight, {}), whole.narrow(0, from, count)))
+          return false;
       }
     }
   }
@@ -132,7 +136,9 @@ bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarTyp
 
 LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype) {
   if (current_mode == LinearMode::kLibrary && !linear_rows_are_exact(shapes, dtype)) {
-    log_warn("ops", "the library's linear gives a row other bits in other batches on this machine; switching to the row kernel");
+    log_warn(
+        "ops",
+        "the library's linear gives a row other bits in other batches on this machine; switching to the row kernel");
     current_mode = LinearMode::kRows;
   }
   return current_mode;

@@ -57,8 +57,8 @@ struct RopeOptions {
   double high_freq_factor = 4.0;
   int64_t original_max_position = 8192;
 };
-// cos in [..., 0, :] and sin in [..., 1, :]: [positions.size(0), 2, head_dim / 2] float32 (float64 when asked), computed
-// element by element so that a position always has the same bits.
+// cos in [..., 0, :] and sin in [..., 1, :]: [positions.size(0), 2, head_dim / 2] float32 (float64 when asked),
+// computed element by element so that a position always has the same bits.
 at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, at::ScalarType dtype = at::kFloat);
 // x [tokens, heads, head_dim], halves rotated (Hugging Face's layout), table from rope_table.
 at::Tensor rope(const at::Tensor& x, const at::Tensor& table);
@@ -101,8 +101,8 @@ struct LogprobOptions {
 };
 
 // log p(targets[i] | hidden[i]): hidden [rows, hidden], head [vocab, hidden], targets [rows] int64 -> [rows] float32
-// (float64 for float64). Works on chunks of rows, forward and backward (recomputed), so that [rows, vocab] never exists;
-// gradients of hidden and head are summed in float32.
+// (float64 for float64). Works on chunks of rows, forward and backward (recomputed), so that [rows, vocab] never
+// exists; gradients of hidden and head are summed in float32.
 at::Tensor token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                           const LogprobOptions& options);
 
@@ -122,11 +122,12 @@ struct SampleKey {
 struct SampleRow {
   LogprobOptions options;
   SampleKey key;
-  bool greedy = false;  // the largest logit (smallest id among ties); its log-prob is still that of `options`' distribution
+  bool greedy =
+      false;  // the largest logit (smallest id among ties); its log-prob is still that of `options`' distribution
 };
 struct SampleResult {
-  std::vector<int64_t> ids;      // [rows]
-  std::vector<float> logprobs;   // [rows], the bits of token_logprobs on the same hidden, head and options
+  std::vector<int64_t> ids;     // [rows]
+  std::vector<float> logprobs;  // [rows], the bits of token_logprobs on the same hidden, head and options
 };
 // hidden [rows, hidden], head [vocab, hidden], one SampleRow per row. Inverse CDF in id order. A greedy token that the
 // filters drop cannot happen (the largest logit is always kept).

@@ -19,13 +19,14 @@ std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<u
 
 namespace {
 
-// 64 + 64 + 64 + 32 bits do not fit the 128-bit counter and 64-bit key: (seed, id) are first hashed by Philox itself into
-// a key, under which the position is counted.
+// 64 + 64 + 64 + 32 bits do not fit the 128-bit counter and 64-bit key: (seed, id) are first hashed by Philox itself
+// into a key, under which the position is counted.
 std::array<uint32_t, 4> draw(uint64_t seed, uint64_t id, uint64_t position, uint32_t stream) {
   const std::array<uint32_t, 4> key =
       philox4x32({static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32), stream, 0x74726972},
                  {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
-  return philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), key[2], key[3]}, {key[0], key[1]});
+  return philox4x32({static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32), key[2], key[3]},
+                    {key[0], key[1]});
 }
 
 double to_uniform(uint32_t high, uint32_t low) {

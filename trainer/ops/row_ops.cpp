@@ -55,7 +55,8 @@ class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> 
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor x = for_compute(saved[0]), weight = for_compute(saved[1]), inv = saved[2], dy = for_compute(grads[0]);
+    const at::Tensor x = for_compute(saved[0]), weight = for_compute(saved[1]), inv = saved[2],
+                     dy = for_compute(grads[0]);
     const bool weight_too = context->needs_input_grad(1);
     const int64_t width = x.size(-1), rows = inv.size(0);
     // The weight's gradient is summed over fixed blocks of rows, so that it does not depend on the number of threads.
@@ -79,7 +80,8 @@ class RmsNormFunction final : public torch::autograd::Function<RmsNormFunction> 
           }
         }
       });
-      for (int64_t block = 1; weight_too && block < blocks; ++block) cpu_kernels<T>().add_to(sums, sums + block * width, width);
+      for (int64_t block = 1; weight_too && block < blocks; ++block)
+        cpu_kernels<T>().add_to(sums, sums + block * width, width);
     });
     at::Tensor dweight;
     if (weight_too) dweight = partial.select(0, 0).to(saved[1].scalar_type());
@@ -99,7 +101,8 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
     const T* pu = u.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     parallel_tasks(rows, grain_rows(width), [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r) cpu_kernels<T>().swiglu(pg + r * width, pu + r * width, to + r * width, width);
+      for (int64_t r = begin; r < end; ++r)
+        cpu_kernels<T>().swiglu(pg + r * width, pu + r * width, to + r * width, width);
     });
   });
   return out.to(gate.scalar_type());
@@ -260,14 +263,16 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
 
 at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids) {
   require_supported("embed", weight);
-  TRIREME_CHECK(weight.dim() == 2 && ids.dim() == 1 && ids.scalar_type() == at::kLong && ids.device() == weight.device(),
-                "embed: weight [vocab, hidden] and ids [tokens] int64 on one device expected");
+  TRIREME_CHECK(
+      weight.dim() == 2 && ids.dim() == 1 && ids.scalar_type() == at::kLong && ids.device() == weight.device(),
+      "embed: weight [vocab, hidden] and ids [tokens] int64 on one device expected");
   if (wants_grad(weight)) return EmbedFunction::apply(weight, ids);
   return embed_forward(weight, ids);
 }
 
 at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, at::ScalarType dtype) {
-  TRIREME_CHECK(positions.dim() == 1 && positions.scalar_type() == at::kLong, "rope_table: positions [tokens] int64 expected");
+  TRIREME_CHECK(positions.dim() == 1 && positions.scalar_type() == at::kLong,
+                "rope_table: positions [tokens] int64 expected");
   const at::Tensor host = positions.to(at::kCPU).contiguous();
   const int64_t tokens = host.size(0), half = options.head_dim / 2;
   const std::vector<float> frequencies = inverse_frequencies(options);
@@ -294,8 +299,8 @@ at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, a
 
 at::Tensor rope(const at::Tensor& x, const at::Tensor& table) {
   require_supported("rope", x);
-  TRIREME_CHECK(x.dim() == 3 && x.size(2) % 2 == 0 && table.dim() == 3 && table.size(0) == x.size(0) && table.size(1) == 2 &&
-                    table.size(2) * 2 == x.size(2),
+  TRIREME_CHECK(x.dim() == 3 && x.size(2) % 2 == 0 && table.dim() == 3 && table.size(0) == x.size(0) &&
+                    table.size(1) == 2 && table.size(2) * 2 == x.size(2),
                 "rope: x [tokens, heads, head_dim] and table [tokens, 2, head_dim / 2] expected");
   if (wants_grad(x)) return RopeFunction::apply(x, table);
   return rotate_heads(x, table, 1.0);

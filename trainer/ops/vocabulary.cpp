@@ -1,5 +1,5 @@
-// Log-probs, entropy and sampling over the vocabulary: one function turns a row of logits into its distribution, and all
-// three read that.
+// Log-probs, entropy and sampling over the vocabulary: one function turns a row of logits into its distribution, and
+// all three read that.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -26,15 +26,20 @@ constexpr int64_t kMaxChunkRows = 1024;
 // In place of -infinity for dropped logits: its exp is 0 as well, and 0 times it is still 0.
 constexpr double kDropped = -1e30;
 
-int64_t chunk_rows(int64_t vocab) { return std::clamp<int64_t>(kChunkElements / std::max<int64_t>(1, vocab), 1, kMaxChunkRows); }
+int64_t chunk_rows(int64_t vocab) {
+  return std::clamp<int64_t>(kChunkElements / std::max<int64_t>(1, vocab), 1, kMaxChunkRows);
+}
 
 void check_options(const LogprobOptions& options) {
   if (!(options.temperature > 0.0) || !std::isfinite(options.temperature)) {
-    fail_user("temperature must be a positive number, got " + std::to_string(options.temperature) + " (greedy is an option of its own)");
+    fail_user("temperature must be a positive number, got " + std::to_string(options.temperature) +
+              " (greedy is an option of its own)");
   }
   if (options.top_k < 0) fail_user("top_k must be 0 (off) or positive, got " + std::to_string(options.top_k));
-  if (!(options.top_p > 0.0 && options.top_p <= 1.0)) fail_user("top_p must be in (0, 1], got " + std::to_string(options.top_p));
-  if (!(options.min_p >= 0.0 && options.min_p <= 1.0)) fail_user("min_p must be in [0, 1], got " + std::to_string(options.min_p));
+  if (!(options.top_p > 0.0 && options.top_p <= 1.0))
+    fail_user("top_p must be in (0, 1], got " + std::to_string(options.top_p));
+  if (!(options.min_p >= 0.0 && options.min_p <= 1.0))
+    fail_user("min_p must be in [0, 1], got " + std::to_string(options.min_p));
 }
 
 // A row's distribution: p_j = e[j] / sum with e[j] = exp(z[j] - max), 0 where dropped.
@@ -114,8 +119,8 @@ at::Tensor chunk_logits(const at::Tensor& hidden, const at::Tensor& head, int64_
 }
 
 template <class T>
-void logprob_rows(const at::Tensor& hidden, const at::Tensor& head, const int64_t* targets, const LogprobOptions& options, T* logprobs,
-                  T* entropies) {
+void logprob_rows(const at::Tensor& hidden, const at::Tensor& head, const int64_t* targets,
+                  const LogprobOptions& options, T* logprobs, T* entropies) {
   const int64_t rows = hidden.size(0), vocab = head.size(0), step = chunk_rows(vocab);
   for (int64_t from = 0; from < rows; from += step) {
     const int64_t count = std::min(step, rows - from);
@@ -144,8 +149,8 @@ void logprob_rows(const at::Tensor& hidden, const at::Tensor& head, const int64_
 
 // Gradient of one row's logits from those of its log-prob and entropy; dz may be z.
 template <class T>
-void logits_gradient(T* z, int64_t vocab, int64_t target, const LogprobOptions& options, T dlogprob, T dentropy, bool with_entropy,
-                     Workspace<T>& work) {
+void logits_gradient(T* z, int64_t vocab, int64_t target, const LogprobOptions& options, T dlogprob, T dentropy,
+                     bool with_entropy, Workspace<T>& work) {
   const Distribution<T> d = distribution(z, vocab, options, work);
   if (z[target] <= static_cast<T>(kDropped)) dlogprob = 0;
   const T entropy = with_entropy ? entropy_of(z, vocab, d, work) : 0;
@@ -159,8 +164,8 @@ void logits_gradient(T* z, int64_t vocab, int64_t target, const LogprobOptions& 
 
 class LogprobFunction final : public torch::autograd::Function<LogprobFunction> {
  public:
-  static variable_list forward(AutogradContext* context, const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
-                               const LogprobOptions& options, bool with_entropy) {
+  static variable_list forward(AutogradContext* context, const at::Tensor& hidden, const at::Tensor& head,
+                               const at::Tensor& targets, const LogprobOptions& options, bool with_entropy) {
     context->save_for_backward({hidden, head, targets});
     context->saved_data["temperature"] = options.temperature;
     context->saved_data["top_k"] = options.top_k;
@@ -170,8 +175,8 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
     return run(hidden, head, targets, options, with_entropy);
   }
 
-  static variable_list run(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets, const LogprobOptions& options,
-                           bool with_entropy) {
+  static variable_list run(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
+                           const LogprobOptions& options, bool with_entropy) {
     const auto output = hidden.options().dtype(compute_type(hidden)).requires_grad(false);
     at::Tensor logprobs = at::empty({hidden.size(0)}, output);
     at::Tensor entropies = at::empty({with_entropy ? hidden.size(0) : 0}, output);
@@ -195,7 +200,8 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
     options.allow_filtered = true;
     const bool with_entropy = context->saved_data["entropy"].toBool() && grads[1].defined();
     const auto of_rows = [&](const at::Tensor& grad, bool wanted) {
-      return wanted && grad.defined() ? for_compute(grad) : at::zeros({hidden.size(0)}, hidden.options().dtype(compute_type(hidden)));
+      return wanted && grad.defined() ? for_compute(grad)
+                                      : at::zeros({hidden.size(0)}, hidden.options().dtype(compute_type(hidden)));
     };
     const at::Tensor dlogprobs = of_rows(grads[0], true), dentropies = of_rows(grads[1], with_entropy);
     const bool want_hidden = context->needs_input_grad(0), want_head = context->needs_input_grad(1);
@@ -216,15 +222,16 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
         parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
           Workspace<T> work(vocab);
           for (int64_t r = begin; r < end; ++r) {
-            logits_gradient(z + r * vocab, vocab, targets[from + r], options, dlogprob[r], dentropy[r], with_entropy, work);
+            logits_gradient(z + r * vocab, vocab, targets[from + r], options, dlogprob[r], dentropy[r], with_entropy,
+                            work);
           }
         });
       });
       if (want_hidden) dhidden.narrow(0, from, count).copy_(logits.mm(head_compute));
       if (want_head) dhead.addmm_(logits.t(), hidden.narrow(0, from, count).to(dhead.scalar_type()));
     }
-    return {want_hidden ? dhidden.to(hidden.scalar_type()) : at::Tensor(), want_head ? dhead.to(head.scalar_type()) : at::Tensor(),
-            at::Tensor(), at::Tensor(), at::Tensor()};
+    return {want_hidden ? dhidden.to(hidden.scalar_type()) : at::Tensor(),
+            want_head ? dhead.to(head.scalar_type()) : at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -246,8 +253,8 @@ variable_list logprobs_and_entropy(const at::Tensor& hidden, const at::Tensor& h
   const int64_t* id = ids.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < ids.size(0); ++i) {
     if (id[i] < 0 || id[i] >= head.size(0)) {
-      fail_data("row " + std::to_string(i) + ": target token " + std::to_string(id[i]) + " is outside the vocabulary of " +
-                std::to_string(head.size(0)));
+      fail_data("row " + std::to_string(i) + ": target token " + std::to_string(id[i]) +
+                " is outside the vocabulary of " + std::to_string(head.size(0)));
     }
   }
   if (wants_grad(hidden) || wants_grad(head)) return LogprobFunction::apply(hidden, head, ids, options, with_entropy);
@@ -280,7 +287,8 @@ int64_t inverse_cdf(const T* e, int64_t vocab, double u, std::vector<double>& bl
 }
 
 template <class T>
-void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& options, SampleResult& result) {
+void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& options,
+                 SampleResult& result) {
   const int64_t rows = hidden.size(0), vocab = head.size(0), step = chunk_rows(vocab);
   for (int64_t from = 0; from < rows; from += step) {
     const int64_t count = std::min(step, rows - from);
@@ -298,7 +306,8 @@ void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::ve
         if (row.greedy) {
           id = std::find(logit, logit + vocab, d.max) - logit;
         } else {
-          id = inverse_cdf(work.e.data(), vocab, philox_uniform(row.key.seed, row.key.sample_id, row.key.position), blocks);
+          id = inverse_cdf(work.e.data(), vocab, philox_uniform(row.key.seed, row.key.sample_id, row.key.position),
+                           blocks);
         }
         result.ids[static_cast<size_t>(from + r)] = id;
         result.logprobs[static_cast<size_t>(from + r)] = static_cast<float>(d.logprob(logit[id]));
@@ -309,7 +318,8 @@ void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::ve
 
 }  // namespace
 
-at::Tensor token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets, const LogprobOptions& options) {
+at::Tensor token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
+                          const LogprobOptions& options) {
   return logprobs_and_entropy(hidden, head, targets, options, false)[0];
 }
 

@@ -24,12 +24,14 @@ std::string problem_of(const std::string& bytes) {
   return "";
 }
 
-std::string entry(const std::string& name, const std::string& dtype, const std::string& shape, const std::string& offsets) {
+std::string entry(const std::string& name, const std::string& dtype, const std::string& shape,
+                  const std::string& offsets) {
   return "\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
 }
 
 TEST(SafetensorsHeader, RoundTrip) {
-  const std::vector<SafetensorsEntry> entries = {{"b", "F32", {2, 3}, 0, 24}, {"a \"quoted\"", "BF16", {}, 24, 26}, {"none", "I64", {0}, 26, 26}};
+  const std::vector<SafetensorsEntry> entries = {
+      {"b", "F32", {2, 3}, 0, 24}, {"a \"quoted\"", "BF16", {}, 24, 26}, {"none", "I64", {0}, 26, 26}};
   const std::string header = make_safetensors_header(entries, {{"format", "pt"}});
   EXPECT_EQ(header.size() % 8, 0u);
   const SafetensorsHeader parsed = parse_safetensors_header(header, header.size() + 26, "file");
@@ -52,8 +54,10 @@ TEST(SafetensorsHeader, EveryRuleIsChecked) {
   EXPECT_NE(problem_of(with_header("{}", 0).substr(0, 9)).find("truncated"), std::string::npos);
   expect("[]", 0, "not a JSON object");
   expect("{\"a\":", 0, "not a JSON object");
-  expect("{" + entry("a", "F32", "[1]", "[0,4]") + "," + entry("b", "F32", "[1]", "[2,6]") + "}", 6, "tensor b overlaps");
-  expect("{" + entry("a", "F32", "[1]", "[0,4]") + "," + entry("b", "F32", "[1]", "[6,10]") + "}", 10, "gap before tensor b");
+  expect("{" + entry("a", "F32", "[1]", "[0,4]") + "," + entry("b", "F32", "[1]", "[2,6]") + "}", 6,
+         "tensor b overlaps");
+  expect("{" + entry("a", "F32", "[1]", "[0,4]") + "," + entry("b", "F32", "[1]", "[6,10]") + "}", 10,
+         "gap before tensor b");
   expect("{" + entry("a", "F32", "[1]", "[0,4]") + "}", 3, "truncated: tensor a");
   expect("{" + entry("a", "F32", "[1]", "[0,4]") + "}", 5, "belong to none");
   expect("{" + entry("a", "F32", "[2]", "[0,4]") + "}", 4, "need 8");

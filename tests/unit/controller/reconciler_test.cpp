@@ -223,7 +223,8 @@ TEST(Reconciler, PodsThatTheServerRefusesFailTheJob) {
   const ObjectKey job = c.add_job("quick");
   ASSERT_TRUE(c.wait_phase(job, phase::kFailed));
   bool said = false;
-  for (const Json& condition : c.job(job)["status"]["conditions"]) said |= condition["type"] == "Failed" && condition["reason"] == "PodsRejected";
+  const Json conditions = c.job(job)["status"]["conditions"];
+  for (const Json& condition : conditions) said |= condition["type"] == "Failed" && condition["reason"] == "PodsRejected";
   EXPECT_TRUE(said);
   EXPECT_TRUE(eventually([&] { return c.clean(); }));
 }

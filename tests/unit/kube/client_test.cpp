@@ -52,8 +52,10 @@ TEST(Client, CreateReadUpdatePatchDelete) {
   EXPECT_EQ(stale.reason(), "Conflict");
 
   EXPECT_EQ(client.patch(kind, key, {{"data", {{"j", "3"}}}})["data"], (Json{{"j", "3"}, {"k", "2"}}));
-  EXPECT_EQ(client.patch(kind, key, Json::parse(R"([{"op":"remove","path":"/data/j"}])"), PatchType::kJson)["data"], (Json{{"k", "2"}}));
-  const Json with_version{{"metadata", {{"resourceVersion", created["metadata"]["resourceVersion"]}}}, {"data", {{"k", "9"}}}};
+  EXPECT_EQ(client.patch(kind, key, Json::parse(R"([{"op":"remove","path":"/data/j"}])"), PatchType::kJson)["data"],
+            (Json{{"k", "2"}}));
+  const Json with_version{{"metadata", {{"resourceVersion", created["metadata"]["resourceVersion"]}}},
+                          {"data", {{"k", "9"}}}};
   EXPECT_TRUE(error_of([&] { client.patch(kind, key, with_version); }).conflict());
 
   DeleteOptions wrong_uid;
@@ -72,7 +74,8 @@ TEST(Client, StatusSubresourceAndApply) {
   Client client(server.config());
   Json job{{"metadata", {{"namespace", "ns"}, {"name", "j"}}}, {"spec", {{"x", 1}}}};
   client.create(resources::kRlJobs, job);
-  client.patch(resources::kRlJobs, {"ns", "j"}, {{"status", {{"phase", "Running"}}}, {"spec", {{"x", 2}}}}, PatchType::kMerge, "status");
+  client.patch(resources::kRlJobs, {"ns", "j"}, {{"status", {{"phase", "Running"}}}, {"spec", {{"x", 2}}}},
+               PatchType::kMerge, "status");
   Json now = client.get(resources::kRlJobs, {"ns", "j"});
   EXPECT_EQ(now["status"]["phase"], "Running");
   EXPECT_EQ(now["spec"]["x"], 1);
@@ -116,13 +119,15 @@ TEST(Client, ListsInPagesAndStreamsItems) {
   options.label_selector = "parity in (odd),parity!=x";
   std::set<std::string> names;
   const std::string version = client.list_each(
-      resources::kConfigMaps, "", options, [&](std::string_view item) { names.insert(Json::parse(item)["metadata"]["name"]); },
-      client.default_deadline());
+      resources::kConfigMaps, "", options,
+      [&](std::string_view item) { names.insert(Json::parse(item)["metadata"]["name"]); }, client.default_deadline());
   EXPECT_EQ(names.size(), 12u);
   EXPECT_EQ(version, std::to_string(server.resource_version()));
 
   // An exception of the callback comes out here, and the client stays usable.
-  EXPECT_THROW(client.list_each(resources::kConfigMaps, "", {}, [](std::string_view) { throw std::runtime_error("mine"); }, client.default_deadline()),
+  EXPECT_THROW(client.list_each(
+                   resources::kConfigMaps, "", {}, [](std::string_view) { throw std::runtime_error("mine"); },
+                   client.default_deadline()),
                std::runtime_error);
   EXPECT_EQ(client.list(resources::kConfigMaps, "ns").size(), 25u);
 }
@@ -137,9 +142,10 @@ TEST(Client, ErrorsAreTyped) {
   EXPECT_EQ(e.status(), 429);
   EXPECT_EQ(e.retry_after(), Milliseconds(7000));
   EXPECT_TRUE(e.retryable());
-  const std::vector<std::pair<int, ApiErrorKind>> table{{400, ApiErrorKind::kInvalid},   {401, ApiErrorKind::kForbidden}, {403, ApiErrorKind::kForbidden},
-                                                        {410, ApiErrorKind::kGone},      {422, ApiErrorKind::kInvalid},   {500, ApiErrorKind::kUnavailable},
-                                                        {503, ApiErrorKind::kUnavailable}};
+  const std::vector<std::pair<int, ApiErrorKind>> table{
+      {400, ApiErrorKind::kInvalid},    {401, ApiErrorKind::kForbidden}, {403, ApiErrorKind::kForbidden},
+      {410, ApiErrorKind::kGone},       {422, ApiErrorKind::kInvalid},   {500, ApiErrorKind::kUnavailable},
+      {503, ApiErrorKind::kUnavailable}};
   for (const auto& [status, kind] : table) {
     server.inject({.status = status});
     e = error_of(get);
@@ -149,16 +155,20 @@ TEST(Client, ErrorsAreTyped) {
   // An answer that is cut is not known to have failed: no second request by itself.
   server.clear_requests();
   server.inject({.method = "POST", .apply_first = true, .cut = true});
-  EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(), ApiErrorKind::kUnavailable);
+  EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(),
+            ApiErrorKind::kUnavailable);
   EXPECT_EQ(server.count("POST", ""), 1);
-  EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(), ApiErrorKind::kAlreadyExists);
+  EXPECT_EQ(error_of([&] { client.create(resources::kConfigMaps, config_map("cut")); }).kind(),
+            ApiErrorKind::kAlreadyExists);
 }
 
 TEST(Client, EveryWaitHasADeadline) {
   FakeApiServer server;
   Client client(server.config());
   server.inject({.path_part = "/pods/slow", .status = 500, .delay = Milliseconds(120000)});
-  const ApiError e = error_of([&] { client.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(200))); });
+  const ApiError e = error_of([&] {
+    client.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(200)));
+  });
   EXPECT_EQ(e.kind(), ApiErrorKind::kTimeout);
   EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
 
@@ -166,9 +176,14 @@ TEST(Client, EveryWaitHasADeadline) {
   one.max_connections = 1;
   Client narrow(server.config(), one);
   server.inject({.path_part = "/pods/slow", .status = 500, .delay = Milliseconds(120000)});
-  std::thread holder([&] { error_of([&] { narrow.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(2000))); }); });
+  std::thread holder([&] {
+    error_of([&] { narrow.get(resources::kPods, {"ns", "slow"}, Deadline::after(Milliseconds(2000))); });
+  });
   EXPECT_TRUE(eventually([&] { return server.count("GET", "/pods/slow") == 2; }));
-  EXPECT_EQ(error_of([&] { narrow.find(resources::kPods, {"ns", "a"}, Deadline::after(Milliseconds(50))); }).kind(), ApiErrorKind::kTimeout);
+  EXPECT_EQ(error_of([&] {
+              narrow.find(resources::kPods, {"ns", "a"}, Deadline::after(Milliseconds(50)));
+            }).kind(),
+            ApiErrorKind::kTimeout);
   holder.join();
   EXPECT_EQ(narrow.find(resources::kPods, {"ns", "a"}), std::nullopt);
 
@@ -210,7 +225,8 @@ TEST(Client, ManyThreadsShareThePool) {
     threads.emplace_back([&, t] {
       for (int i = 0; i < 20; ++i) {
         try {
-          client.create(resources::kConfigMaps, config_map("t" + std::to_string(t) + "-" + std::to_string(i)), Deadline::after(Milliseconds(120000)));
+          client.create(resources::kConfigMaps, config_map("t" + std::to_string(t) + "-" + std::to_string(i)),
+                        Deadline::after(Milliseconds(120000)));
         } catch (const std::exception& e) {
           ADD_FAILURE() << e.what();
           ++failures;
@@ -221,7 +237,8 @@ TEST(Client, ManyThreadsShareThePool) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(failures, 0);
   EXPECT_EQ(server.list(resources::kConfigMaps).size(), 320u);
-  EXPECT_NE(metrics.text().find("rest_client_requests_total{code=\"201\",host=\"" + server.config().host), std::string::npos);
+  EXPECT_NE(metrics.text().find("rest_client_requests_total{code=\"201\",host=\"" + server.config().host),
+            std::string::npos);
 }
 
 TEST(Client, TokenFileIsReadAgainWhenRefused) {
@@ -265,7 +282,10 @@ TEST(ClientTls, VerifiesChainAndNameAndShowsItsCertificate) {
   ClientConfig config = server.config();
   EXPECT_THROW(Client{config}, Error);  // no CA
   config.ca_pem = pki.ca.cert_pem;
-  EXPECT_EQ(error_of([&] { Client(config).find(resources::kPods, {"ns", "a"}); }).kind(), ApiErrorKind::kUnavailable);  // no certificate
+  EXPECT_EQ(error_of([&] {
+              Client(config).find(resources::kPods, {"ns", "a"});
+            }).kind(),
+            ApiErrorKind::kUnavailable);  // no certificate
   config.client_cert_pem = pki.user.cert_pem;
   config.client_key_pem = pki.user.key_pem;
   {
@@ -318,7 +338,8 @@ TEST(Client, DiscoveryLogsAndReviews) {
   server.answer_creates(resources::kTokenReviews, [](const Json& review) {
     return Json{{"status", {{"authenticated", review["spec"]["token"] == "good"}}}};
   });
-  const Json review = client.create(resources::kTokenReviews, {{"metadata", Json::object()}, {"spec", {{"token", "good"}}}});
+  const Json review =
+      client.create(resources::kTokenReviews, {{"metadata", Json::object()}, {"spec", {{"token", "good"}}}});
   EXPECT_EQ(review["status"]["authenticated"], true);
 }
 
@@ -328,7 +349,9 @@ TEST(ClientStream, CancelEndsAQuietStreamFromAnotherThread) {
   for (int i = 0; i < 20; ++i) {  // also before, while and after it connects
     Client::Cancel cancel;
     std::thread streamer([&] {
-      client.stream("/api/v1/pods?watch=1&allowWatchBookmarks=true", "watch pods", Milliseconds(600000), [](std::string_view) { return true; }, &cancel);
+      client.stream(
+          "/api/v1/pods?watch=1&allowWatchBookmarks=true", "watch pods", Milliseconds(600000),
+          [](std::string_view) { return true; }, &cancel);
     });
     if (i % 2 == 0) eventually([&] { return server.open_watches() > 0; });
     cancel.stop();
@@ -347,7 +370,8 @@ TEST(ClientStream, ExceptionsAndEndsComeOut) {
   EXPECT_THROW(run(path, [](std::string_view) -> bool { throw std::logic_error("mine"); }), std::logic_error);
   EXPECT_NO_THROW(run(path, [](std::string_view) { return false; }));
   EXPECT_NO_THROW(run(path + "&timeoutSeconds=1", [](std::string_view) { return true; }));
-  EXPECT_EQ(error_of([&] { run("/api/v1/nothings?watch=1", [](std::string_view) { return true; }); }).kind(), ApiErrorKind::kNotFound);
+  EXPECT_EQ(error_of([&] { run("/api/v1/nothings?watch=1", [](std::string_view) { return true; }); }).kind(),
+            ApiErrorKind::kNotFound);
   server.inject({.status = 410});
   EXPECT_EQ(error_of([&] { run(path, [](std::string_view) { return true; }); }).kind(), ApiErrorKind::kGone);
   std::thread cutter([&] {

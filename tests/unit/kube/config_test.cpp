@@ -72,11 +72,14 @@ TEST(Kubeconfig, RefusesWithTheKeysName) {
   refused("current-context: x\ncontexts: [7]", "", "not a map");
   refused("current-context: x\ncontexts: [{name: x, context: 3}]", "", "not a map");
   refused("current-context: [a]", "", "not text");
-  refused("current-context: x\ncontexts: [{name: x, context: {cluster: c}}]\nclusters: [{name: c, cluster: {server: 'https://h'}}]", "",
-          "certificate-authority");
-  refused("current-context: x\ncontexts: [{name: x, context: {cluster: c}}]\n"
-          "clusters: [{name: c, cluster: {server: 'https://h', certificate-authority-data: '!!!'}}]",
-          "", "not base64");
+  refused(
+      "current-context: x\ncontexts: [{name: x, context: {cluster: c}}]\nclusters: [{name: c, cluster: {server: "
+      "'https://h'}}]",
+      "", "certificate-authority");
+  refused(
+      "current-context: x\ncontexts: [{name: x, context: {cluster: c}}]\n"
+      "clusters: [{name: c, cluster: {server: 'https://h', certificate-authority-data: '!!!'}}]",
+      "", "not base64");
   EXPECT_THROW(load_kubeconfig("/"), Error);
   EXPECT_THROW(load_kubeconfig("/no/such/file"), Error);
 }
@@ -90,16 +93,18 @@ TEST(ServerUrl, Forms) {
   EXPECT_EQ(url("https://h"), "https://h:443 h");
   EXPECT_EQ(url("HTTP://h:8001/"), "http://h:8001 h");
   EXPECT_EQ(url("https://[fd00::1]:6443/a/b"), "https://[fd00::1]:6443/a/b fd00::1");
-  for (const char* bad : {"", "h:6443", "ftp://h", "https://", "https://h:0", "https://h:99999", "https://h:x", "https://a:b:c", "https://[::1",
-                          "https://u@h", "https://h?x", "https://h /"}) {
+  for (const char* bad : {"", "h:6443", "ftp://h", "https://", "https://h:0", "https://h:99999", "https://h:x",
+                          "https://a:b:c", "https://[::1", "https://u@h", "https://h?x", "https://h /"}) {
     EXPECT_NE(error_of([&] { url(bad); }), "no error") << bad;
   }
 }
 
 TEST(InCluster, ReadsTheServiceAccount) {
   TemporaryDirectory folder;
-  EXPECT_NE(error_of([&] { in_cluster_config("", "", folder.path()); }).find("KUBERNETES_SERVICE_HOST"), std::string::npos);
-  EXPECT_NE(error_of([&] { in_cluster_config("10.0.0.1", "443", folder.path()); }).find("ca.crt is missing"), std::string::npos);
+  EXPECT_NE(error_of([&] { in_cluster_config("", "", folder.path()); }).find("KUBERNETES_SERVICE_HOST"),
+            std::string::npos);
+  EXPECT_NE(error_of([&] { in_cluster_config("10.0.0.1", "443", folder.path()); }).find("ca.crt is missing"),
+            std::string::npos);
   for (const char* name : {"ca.crt", "token"}) write_file_atomic(folder.path() / name, "x");
   write_file_atomic(folder.path() / "namespace", "trireme-system\n");
   const ClientConfig c = in_cluster_config("fd00::1", "443", folder.path());
@@ -108,12 +113,14 @@ TEST(InCluster, ReadsTheServiceAccount) {
 }
 
 TEST(Base64, RoundTripAndRefusal) {
-  for (const std::string text : {"", "a", "ab", "abc", "abcd", std::string("\0\xff\x80z", 4).c_str()}) EXPECT_EQ(base64_decode(base64_encode(text)), text);
+  for (const std::string text : {"", "a", "ab", "abc", "abcd", std::string("\0\xff\x80z", 4).c_str()})
+    EXPECT_EQ(base64_decode(base64_encode(text)), text);
   std::string all;
   for (int i = 0; i < 256; ++i) all += static_cast<char>(i);
   EXPECT_EQ(base64_decode(base64_encode(all)), all);
   EXPECT_EQ(base64_decode("YW Jj\nZA==\n"), "abcd");
-  for (const char* bad : {"a", "ab", "abc", "ab=", "a===", "abc=d", "====", "ab!d", "abcd="}) EXPECT_EQ(base64_decode(bad), std::nullopt) << bad;
+  for (const char* bad : {"a", "ab", "abc", "ab=", "a===", "abc=d", "====", "ab!d", "abcd="})
+    EXPECT_EQ(base64_decode(bad), std::nullopt) << bad;
 }
 
 TEST(ResourcePath, EncodesAndNeedsNamespaces) {
@@ -132,8 +139,8 @@ TEST(Time, FormatsAndParses) {
   EXPECT_EQ(parse_time("2026-01-02T03:04:05Z"), 1767323045000);
   EXPECT_EQ(parse_time("2026-01-02T03:04:05.123456Z"), 1767323045123);
   EXPECT_EQ(parse_time("2026-01-02T05:04:05.5+02:00"), 1767323045500);
-  for (const char* bad : {"", "2026-01-02", "2026-13-02T03:04:05Z", "2026-01-02T03:04:05", "2026-01-02T03:04:05.Z", "2026-01-02 03:04:05Z", "x026-01-02T03:04:05Z",
-                          "2026-01-02T03:04:05Zz"}) {
+  for (const char* bad : {"", "2026-01-02", "2026-13-02T03:04:05Z", "2026-01-02T03:04:05", "2026-01-02T03:04:05.Z",
+                          "2026-01-02 03:04:05Z", "x026-01-02T03:04:05Z", "2026-01-02T03:04:05Zz"}) {
     EXPECT_EQ(parse_time(bad), std::nullopt) << bad;
   }
 }

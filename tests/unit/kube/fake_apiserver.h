@@ -1,10 +1,11 @@
 // FakeApiServer: an apiserver in this process for tests, generic over kinds, with the faults a real one has.
 //
-// Real behaviour kept: one rising resourceVersion, optimistic locking (409), AlreadyExists, status subresource (a write to the main
-// path does not touch status and the other way round), generation, finalizers, owner-reference cascade, label and field
-// selectors, paged lists with continue tokens, watches with bookmarks and 410, no new version for a write that changes nothing.
-// Not kept: schemas, field ownership (server-side apply is a merge patch that creates), strategic merge (is a merge patch), auth beyond
-// one token. The test plays kubelet, scheduler and users through put(), modify() and erase().
+// Real behaviour kept: one rising resourceVersion, optimistic locking (409), AlreadyExists, status subresource (a write
+// to the main path does not touch status and the other way round), generation, finalizers, owner-reference cascade,
+// label and field selectors, paged lists with continue tokens, watches with bookmarks and 410, no new version for a
+// write that changes nothing. Not kept: schemas, field ownership (server-side apply is a merge patch that creates),
+// strategic merge (is a merge patch), auth beyond one token. The test plays kubelet, scheduler and users through put(),
+// modify() and erase().
 //
 //   FakeApiServer server;                      // or FakeApiServer server({.token = "t"});
 //   Client client(server.config());            // declare the client after the server: it is then destroyed first
@@ -38,58 +39,22 @@
 #include "operator/kube/resource.h"
 #include "operator/kube/task_queue.h"
 #include "operator/kube/tls.h"
+#include "tests/unit/kube/fake_types.h"
+#include "tests/unit/kube/selectors.h"
 
 namespace trireme::kube::testing {
 
 using Json = nlohmann::json;
 
-// Polls until the condition holds; false after the bound, which only a broken program reaches.
-inline bool eventually(const std::function<bool()>& condition, Milliseconds bound = Milliseconds(60000)) {
-  const Deadline deadline = Deadline::after(bound);
-  while (!condition()) {
-    if (deadline.passed()) return false;
-    std::this_thread::sleep_for(Milliseconds(5));
-  }
-  return true;
-}
-
-struct FakeOptions {
-  std::optional<KeyPair> tls = std::nullopt;  // serve HTTPS
-  std::string client_ca_pem = "";             // with tls: clients must show a certificate of this CA
-  std::string token = "";                     // when set, other bearer tokens get 401
-  Milliseconds bookmark_interval{200};
-  bool graceful_pods = false;  // deleting a pod only sets deletionTimestamp; erase() is the kubelet's last word
-  int port = 0;                // 0: the system chooses
-};
-
-struct Fault {
-  std::string method = "";     // "" any
-  std::string path_part = "";  // part of "path?query"; "" any
-  int status = 503;
-  std::string reason = "";     // of the Status body
-  int retry_after_s = -1;
-  bool apply_first = false;    // the request takes effect before it fails (a lost answer)
-  bool cut = false;            // send the start of an answer and close the connection instead of `status`
-  int times = 1;               // < 0: for ever
-  Milliseconds delay{0};       // before the request is looked at
-};
-
-struct RecordedRequest {
-  std::string method;
-  std::string path;   // without query
-  std::string query;  // decoded "a=b&c=d" in the order of names
-  std::string body;
-  std::string content_type;
-  std::string authorization;
-  int status = 0;     // 0 while it runs
-};
-
 class FakeApiServer final {
  public:
   explicit FakeApiServer(FakeOptions options = {}) : options_(std::move(options)) {
-    for (const Resource& r : {resources::kPods, resources::kNodes, resources::kPersistentVolumeClaims, resources::kRlJobs}) serve(r, true);
-    for (const Resource& r : {resources::kServices, resources::kConfigMaps, resources::kSecrets, resources::kEvents, resources::kLeases,
-                              resources::kCustomResourceDefinitions, resources::kValidatingWebhooks, resources::kMutatingWebhooks})
+    for (const Resource& r :
+         {resources::kPods, resources::kNodes, resources::kPersistentVolumeClaims, resources::kRlJobs})
+      serve(r, true);
+    for (const Resource& r :
+         {resources::kServices, resources::kConfigMaps, resources::kSecrets, resources::kEvents, resources::kLeases,
+          resources::kCustomResourceDefinitions, resources::kValidatingWebhooks, resources::kMutatingWebhooks})
       serve(r, false);
     start();
   }
@@ -108,7 +73,7 @@ class FakeApiServer final {
   }
   int port() const { return port_; }
 
-  // Kinds ------------------------------------------------------------------------------------------------------------------
+  // Kinds
   void serve(const Resource& resource, bool status_subresource) {
     std::lock_guard lock(mutex_);
     kinds_[kind_id(resource)] = {resource, status_subresource};
@@ -129,11 +94,13 @@ class FakeApiServer final {
     logs_[pod] = text;
   }
 
-  // The store, as somebody else in the cluster ---------------------------------------------------------------------------------
-  // Creates or replaces the whole object, status too. Returns it as stored.
+  // The store, as somebody else in the cluster
+  // --------------------------------------------------------------------------------- Creates or replaces the whole
+  // object, status too. Returns it as stored.
   Json put(const Resource& resource, Json object) {
     std::lock_guard lock(mutex_);
-    const ObjectKey key{resource.namespaced ? object.at("metadata").value("namespace", "") : "", object.at("metadata").value("name", "")};
+    const ObjectKey key{resource.namespaced ? object.at("metadata").value("namespace", "") : "",
+                        object.at("metadata").value("name", "")};
     Json* old = find_locked(kind_id(resource), key);
     if (!old) return insert_locked(resource, key, std::move(object));
     for (const char* field : {"uid", "creationTimestamp"}) object["metadata"][field] = (*old)["metadata"][field];
@@ -175,7 +142,7 @@ class FakeApiServer final {
     return version_;
   }
 
-  // Faults -----------------------------------------------------------------------------------------------------------------------
+  // Faults
   void inject(Fault fault) {
     std::lock_guard lock(mutex_);
     faults_.push_back(std::move(fault));
@@ -230,7 +197,8 @@ class FakeApiServer final {
       port_ = server_->bind_to_any_port("127.0.0.1");
     } else {
       if (port_ == 0) port_ = options_.port;
-      if (!eventually([&] { return server_->bind_to_port("127.0.0.1", port_); })) throw std::runtime_error("fake apiserver: bind");
+      if (!eventually([&] { return server_->bind_to_port("127.0.0.1", port_); }))
+        throw std::runtime_error("fake apiserver: bind");
     }
     ::listen(listener_, 512);
     thread_ = std::thread([this] {
@@ -244,7 +212,7 @@ class FakeApiServer final {
     options_.token = token;
   }
 
-  // What was asked ------------------------------------------------------------------------------------------------------------------
+  // What was asked
   std::vector<RecordedRequest> requests() const {
     std::lock_guard lock(mutex_);
     return requests_;
@@ -252,14 +220,16 @@ class FakeApiServer final {
   int count(const std::string& method, const std::string& path_part) const {
     std::lock_guard lock(mutex_);
     int n = 0;
-    for (const RecordedRequest& r : requests_) n += r.method == method && (r.path + "?" + r.query).find(path_part) != std::string::npos;
+    for (const RecordedRequest& r : requests_)
+      n += r.method == method && (r.path + "?" + r.query).find(path_part) != std::string::npos;
     return n;
   }
   void clear_requests() {
     std::lock_guard lock(mutex_);
     requests_.clear();
   }
-  // Called before each request is carried out, on the server's thread without its lock (e.g. to stop the operator at a write).
+  // Called before each request is carried out, on the server's thread without its lock (e.g. to stop the operator at a
+  // write).
   void set_observer(std::function<void(const RecordedRequest&)> observer) {
     std::lock_guard lock(mutex_);
     observer_ = std::move(observer);
@@ -292,14 +262,15 @@ class FakeApiServer final {
 
   static std::string kind_id(const Resource& r) { return r.group_path() + "/" + r.plural; }
 
-  // Store ----------------------------------------------------------------------------------------------------------------------------
+  // Store
   Json* find_locked(const std::string& id, const ObjectKey& key) {
     const auto kind = store_.find(id);
     if (kind == store_.end()) return nullptr;
     const auto it = kind->second.find(key);
     return it == kind->second.end() ? nullptr : &it->second;
   }
-  void log_locked(const std::string& id, const ObjectKey& key, const Json* old_object, const Json* new_object, const Json* last) {
+  void log_locked(const std::string& id, const ObjectKey& key, const Json* old_object, const Json* new_object,
+                  const Json* last) {
     const auto share = [](const Json* j) { return j ? std::make_shared<const Json>(*j) : nullptr; };
     log_.push_back({version_, id, key, share(old_object), share(new_object), share(last)});
     changed_.notify_all();
@@ -377,65 +348,6 @@ class FakeApiServer final {
     replace_locked(resource, key, std::move(object));
   }
 
-  // Selectors --------------------------------------------------------------------------------------------------------------------------
-  static bool labels_match(const Json& object, const std::string& selector) {
-    std::vector<std::string> terms;  // commas inside parentheses do not separate
-    std::string term;
-    int depth = 0;
-    for (const char c : selector) {
-      depth += c == '(' ? 1 : c == ')' ? -1 : 0;
-      if (c == ',' && depth == 0) {
-        terms.push_back(term);
-        term.clear();
-      } else {
-        term += c;
-      }
-    }
-    terms.push_back(term);
-    const Json labels = object["metadata"].value("labels", Json::object());
-    for (const std::string& raw : terms) {
-      const std::string t(trim(raw));
-      if (t.empty()) continue;
-      const auto label = [&](std::string_view key) { return labels.value(std::string(trim(key)), std::string("\x01")); };
-      const size_t set = t.find(" in ");
-      const size_t not_set = t.find(" notin ");
-      if (set != std::string::npos || not_set != std::string::npos) {
-        const size_t at = set != std::string::npos ? set : not_set;
-        const size_t open = t.find('('), close = t.rfind(')');
-        if (open == std::string::npos || close == std::string::npos) return false;
-        bool in = false;
-        for (const std::string& value : split(t.substr(open + 1, close - open - 1), ',')) in = in || label(t.substr(0, at)) == trim(value);
-        if (in != (set != std::string::npos)) return false;
-      } else if (const size_t ne = t.find("!="); ne != std::string::npos) {
-        if (label(t.substr(0, ne)) == trim(t.substr(ne + 2))) return false;
-      } else if (const size_t eq = t.find('='); eq != std::string::npos) {
-        const size_t value = t.find_first_not_of('=', eq);
-        if (label(t.substr(0, eq)) != trim(value == std::string::npos ? std::string_view() : std::string_view(t).substr(value))) return false;
-      } else if (t[0] == '!') {
-        if (label(t.substr(1)) != "\x01") return false;
-      } else if (label(t) == "\x01") {
-        return false;
-      }
-    }
-    return true;
-  }
-  static bool fields_match(const Json& object, const std::string& selector) {
-    for (const std::string& term : split(selector, ',')) {
-      if (term.empty()) continue;
-      const bool negated = term.find("!=") != std::string::npos;
-      const size_t eq = term.find('=');
-      if (eq == std::string::npos) return false;
-      const Json* at = &object;
-      for (const std::string& part : split(term.substr(0, negated ? eq - 1 : eq), '.')) {
-        static const Json kNothing;
-        at = at->is_object() && at->contains(part) ? &(*at)[part] : &kNothing;
-      }
-      const size_t value = term.find_first_not_of('=', eq);
-      const std::string wanted = value == std::string::npos ? "" : term.substr(value);
-      if (((at->is_string() ? at->get<std::string>() : "") == wanted) == negated) return false;
-    }
-    return true;
-  }
   static bool selected(const Json& object, const ObjectKey& key, const std::string& ns, const Params& params) {
     if (!ns.empty() && key.ns != ns) return false;
     const auto value = [&](const char* name) {
@@ -445,7 +357,7 @@ class FakeApiServer final {
     return labels_match(object, value("labelSelector")) && fields_match(object, value("fieldSelector"));
   }
 
-  // HTTP ----------------------------------------------------------------------------------------------------------------------------------
+  // HTTP
   void make_server() {
     if (options_.tls) {
       identity_ = make_identity(options_.tls->cert_pem, options_.tls->key_pem, "fake apiserver");
@@ -470,7 +382,9 @@ class FakeApiServer final {
       setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
       listener_ = socket;
     });
-    const auto handler = [this](const httplib::Request& request, httplib::Response& response) { handle(request, response); };
+    const auto handler = [this](const httplib::Request& request, httplib::Response& response) {
+      handle(request, response);
+    };
     server_->Get(".*", handler);
     server_->Post(".*", handler);
     server_->Put(".*", handler);
@@ -485,8 +399,13 @@ class FakeApiServer final {
   };
   static Answer json_answer(int status, const Json& body) { return {status, body.dump(), "application/json"}; }
   static Answer failure(int status, const std::string& reason, const std::string& message) {
-    return json_answer(status, {{"kind", "Status"}, {"apiVersion", "v1"}, {"metadata", Json::object()}, {"status", "Failure"},
-                                {"reason", reason}, {"message", message}, {"code", status}});
+    return json_answer(status, {{"kind", "Status"},
+                                {"apiVersion", "v1"},
+                                {"metadata", Json::object()},
+                                {"status", "Failure"},
+                                {"reason", reason},
+                                {"message", message},
+                                {"code", status}});
   }
 
   void handle(const httplib::Request& request, httplib::Response& response) {
@@ -584,7 +503,8 @@ class FakeApiServer final {
       Json entries = Json::array();
       for (const auto& [id, kind] : kinds_) {
         if (kind.resource.group_path() == request.path)
-          entries.push_back({{"name", kind.resource.plural}, {"kind", kind.resource.kind}, {"namespaced", kind.resource.namespaced}});
+          entries.push_back(
+              {{"name", kind.resource.plural}, {"kind", kind.resource.kind}, {"namespaced", kind.resource.namespaced}});
       }
       if (!entries.empty()) return json_answer(200, {{"kind", "APIResourceList"}, {"resources", entries}});
     }
@@ -650,17 +570,22 @@ class FakeApiServer final {
     Json object = Json::parse(request.body);
     if (const auto it = reviewers_.find(target.id); it != reviewers_.end()) return json_answer(201, it->second(object));
     if (!object.is_object()) return failure(400, "BadRequest", "not an object");
-    if (object.value("kind", resource.kind) != resource.kind || object.value("apiVersion", resource.api_version()) != resource.api_version())
+    if (object.value("kind", resource.kind) != resource.kind ||
+        object.value("apiVersion", resource.api_version()) != resource.api_version())
       return failure(400, "BadRequest", "kind or apiVersion does not match the path");
     Json& metadata = object["metadata"];
     std::string name = metadata.value("name", target.name);
-    if (name.empty() && metadata.contains("generateName")) name = metadata["generateName"].get<std::string>() + std::to_string(10000 + ++generated_);
+    if (name.empty() && metadata.contains("generateName"))
+      name = metadata["generateName"].get<std::string>() + std::to_string(10000 + ++generated_);
     if (name.empty() || name.size() > 253) return failure(422, "Invalid", "metadata.name is missing or too long");
-    if (resource.namespaced && metadata.value("namespace", target.ns) != target.ns) return failure(400, "BadRequest", "namespace mismatch");
+    if (resource.namespaced && metadata.value("namespace", target.ns) != target.ns)
+      return failure(400, "BadRequest", "namespace mismatch");
     if (resource.namespaced) metadata["namespace"] = target.ns;
-    if (!metadata.value("resourceVersion", "").empty()) return failure(400, "BadRequest", "resourceVersion should not be set on objects to be created");
+    if (!metadata.value("resourceVersion", "").empty())
+      return failure(400, "BadRequest", "resourceVersion should not be set on objects to be created");
     const ObjectKey key{target.ns, name};
-    if (find_locked(target.id, key)) return failure(409, "AlreadyExists", resource.plural + " \"" + name + "\" already exists");
+    if (find_locked(target.id, key))
+      return failure(409, "AlreadyExists", resource.plural + " \"" + name + "\" already exists");
     if (target.kind.status_subresource) object.erase("status");
     if (resource.kind == "Pod") object["status"] = {{"phase", "Pending"}};
     return json_answer(201, insert_locked(resource, key, std::move(object)));
@@ -670,7 +595,8 @@ class FakeApiServer final {
     const Json body = request.body.empty() ? Json::object() : Json::parse(request.body);
     const Json conditions = body.value("preconditions", Json::object());
     for (const char* field : {"uid", "resourceVersion"}) {
-      if (conditions.contains(field) && conditions[field] != found["metadata"][field]) return failure(409, "Conflict", "precondition failed");
+      if (conditions.contains(field) && conditions[field] != found["metadata"][field])
+        return failure(409, "Conflict", "precondition failed");
     }
     const Json copy = found;
     const ObjectKey key{target.ns, target.name};
@@ -693,7 +619,8 @@ class FakeApiServer final {
     if (const std::string token = param("continue"); !token.empty()) {  // "epoch|version|ns/name"
       const auto parts = split(base64_decode(token).value_or(""), '|');
       if (parts.size() != 3) return failure(400, "BadRequest", "continue token");
-      if (parse_int(parts[0]) != expire_epoch_) return failure(410, "Expired", "The provided continue parameter is too old");
+      if (parse_int(parts[0]) != expire_epoch_)
+        return failure(410, "Expired", "The provided continue parameter is too old");
       version = parse_int(parts[1]).value_or(0);
       const size_t slash = parts[2].find('/');
       after = {parts[2].substr(0, slash), parts[2].substr(slash + 1)};
@@ -704,7 +631,8 @@ class FakeApiServer final {
     for (auto it = after.name.empty() ? objects.begin() : objects.upper_bound(after); it != objects.end(); ++it) {
       if (!selected(it->second, it->first, target.ns, params)) continue;
       if (limit > 0 && items.size() == limit) {
-        next = base64_encode(std::to_string(expire_epoch_) + "|" + std::to_string(version) + "|" + after.ns + "/" + after.name);
+        next = base64_encode(std::to_string(expire_epoch_) + "|" + std::to_string(version) + "|" + after.ns + "/" +
+                             after.name);
         break;
       }
       after = it->first;
@@ -714,8 +642,10 @@ class FakeApiServer final {
     }
     Json metadata{{"resourceVersion", std::to_string(version)}};
     if (!next.empty()) metadata["continue"] = next;
-    return json_answer(200, {{"kind", target.kind.resource.kind + "List"}, {"apiVersion", target.kind.resource.api_version()},
-                             {"metadata", metadata}, {"items", items}});
+    return json_answer(200, {{"kind", target.kind.resource.kind + "List"},
+                             {"apiVersion", target.kind.resource.api_version()},
+                             {"metadata", metadata},
+                             {"items", items}});
   }
 
   // One open watch; used by one server thread.
@@ -756,7 +686,9 @@ class FakeApiServer final {
     return true;
   }
 
-  static std::string line(const std::string& type, const Json& object) { return Json{{"type", type}, {"object", object}}.dump() + "\n"; }
+  static std::string line(const std::string& type, const Json& object) {
+    return Json{{"type", type}, {"object", object}}.dump() + "\n";
+  }
 
   // Sends what is new; false cuts the connection.
   bool pump(WatchState& state, httplib::DataSink& sink) {
@@ -766,12 +698,13 @@ class FakeApiServer final {
     {
       std::unique_lock lock(mutex_);
       const auto news = [&] {
-        return stopping_ || state.gone || version_ > state.version || cut_epoch_ != state.cut_epoch || expire_epoch_ != state.expire_epoch ||
-               raw_writes_.size() > state.raw_seen;
+        return stopping_ || state.gone || version_ > state.version || cut_epoch_ != state.cut_epoch ||
+               expire_epoch_ != state.expire_epoch || raw_writes_.size() > state.raw_seen;
       };
       changed_.wait_for(lock, Milliseconds(20), news);
       if (state.gone || expire_epoch_ != state.expire_epoch) {
-        out = line("ERROR", {{"kind", "Status"}, {"code", 410}, {"reason", "Expired"}, {"message", "too old resource version"}});
+        out = line("ERROR",
+                   {{"kind", "Status"}, {"code", 410}, {"reason", "Expired"}, {"message", "too old resource version"}});
         end = true;
       } else {
         for (const LogEntry& entry : log_) {

@@ -23,7 +23,9 @@ struct PodView {
 using Pods = Informer<PodView>;
 
 Json pod(const std::string& name, const std::string& phase = "Pending", const std::string& job = "") {
-  Json out{{"metadata", {{"namespace", "ns"}, {"name", name}}}, {"spec", {{"secret", "not kept"}}}, {"status", {{"phase", phase}}}};
+  Json out{{"metadata", {{"namespace", "ns"}, {"name", name}}},
+           {"spec", {{"secret", "not kept"}}},
+           {"status", {{"phase", phase}}}};
   if (!job.empty()) out["metadata"]["labels"] = {{"job", job}};
   return out;
 }
@@ -64,8 +66,12 @@ PodView project(const Json& object) {
 
 InformerHandlers<PodView> logging(Log& log) {
   InformerHandlers<PodView> h;
-  h.on_add = [&](const ObjectKey& key, const auto& now, bool initial) { log.add((initial ? "initial " : "add ") + key.str() + " " + now->phase); };
-  h.on_update = [&](const ObjectKey& key, const auto& old, const auto& now) { log.add("update " + key.str() + " " + old->phase + " " + now->phase); };
+  h.on_add = [&](const ObjectKey& key, const auto& now, bool initial) {
+    log.add((initial ? "initial " : "add ") + key.str() + " " + now->phase);
+  };
+  h.on_update = [&](const ObjectKey& key, const auto& old, const auto& now) {
+    log.add("update " + key.str() + " " + old->phase + " " + now->phase);
+  };
   h.on_delete = [&](const ObjectKey& key, const auto& last) { log.add("delete " + key.str() + " " + last->phase); };
   return h;
 }
@@ -217,9 +223,23 @@ TEST(Informer, MalformedLinesAndPoisonDoNotStopIt) {
   ASSERT_TRUE(pods.wait_synced(kLong()));
   EXPECT_EQ(pods.size(), 1u);
   const std::vector<std::string> hostile{
-      "not json\n", "{}\n", R"({"type":"ADDED"})" "\n", R"({"type":"ODD","object":{}})" "\n", R"({"type":"ADDED","object":[1]})" "\n",
-      R"({"type":"ADDED","object":{"metadata":7}})" "\n", R"({"type":"MODIFIED","object":{"metadata":{"name":"x","labels":3},"status":[]}})" "\n",
-      R"({"type":"DELETED","object":null})" "\n", R"({"type":"ERROR","object":{"code":500}})" "\n", std::string("\0\xff\n", 3)};
+      "not json\n",
+      "{}\n",
+      R"({"type":"ADDED"})"
+      "\n",
+      R"({"type":"ODD","object":{}})"
+      "\n",
+      R"({"type":"ADDED","object":[1]})"
+      "\n",
+      R"({"type":"ADDED","object":{"metadata":7}})"
+      "\n",
+      R"({"type":"MODIFIED","object":{"metadata":{"name":"x","labels":3},"status":[]}})"
+      "\n",
+      R"({"type":"DELETED","object":null})"
+      "\n",
+      R"({"type":"ERROR","object":{"code":500}})"
+      "\n",
+      std::string("\0\xff\n", 3)};
   for (const std::string& bytes : hostile) {
     ASSERT_TRUE(eventually([&] { return server.open_watches() == 1; }));
     server.write_to_watches(resources::kPods, bytes);

@@ -17,10 +17,15 @@ TEST(JsonFields, KeepsOnlyThePathsThroughArraysAndAnyKeys) {
     "kind": "Pod", "metadata": {"name": "a\"b\\", "labels": {"x.y/z": "1"}, "managedFields": [{"f": {}}]},
     "spec": {"containers": [{"name": "c", "image": "i", "env": [1, 2]}, {"name": "d"}, 7]},
     "status": {"phase": "Running", "containerStatuses": [{"state": {"terminated": {"exitCode": 3}}, "image": "i"}]}})");
-  const JsonFields fields({"metadata.name", "metadata.labels", "spec.containers.name", "status.containerStatuses.state", "status.*.reason"});
+  const JsonFields fields({"metadata.name", "metadata.labels", "spec.containers.name", "status.containerStatuses.state",
+                           "status.*.reason"});
   for (const int indent : {-1, 2}) {
     const Json kept = fields.parse(object.dump(indent));
-    EXPECT_EQ(kept, Json::parse(R"({"metadata": {"name": "a\"b\\", "labels": {"x.y/z": "1"}}, "spec": {"containers": [{"name": "c"}, {"name": "d"}]},
+    EXPECT_EQ(
+        kept,
+        Json::parse(
+            R"({"metadata": {"name": "a\"b\\", "labels": {"x.y/z": "1"}}, 
+      "spec": {"containers": [{"name": "c"}, {"name": "d"}]},
       "status": {"containerStatuses": [{"state": {"terminated": {"exitCode": 3}}}]}})"));
   }
   EXPECT_EQ(JsonFields().parse(object.dump()), object);
@@ -31,7 +36,8 @@ TEST(JsonFields, RefusesCutAndNonsense) {
   const std::string good = R"({"a":{"b":"x\"}"},"c":[1,{"d":null}],"e":{"f":[[]]}})";
   EXPECT_EQ(fields.parse(good).dump(), R"({"a":{"b":"x\"}"},"c":[1,{"d":null}]})");
   for (size_t cut = 0; cut < good.size(); ++cut) EXPECT_THROW(fields.parse(good.substr(0, cut)), Error) << cut;
-  for (const char* bad : {"", "1", "\"a\"", "{]", "{\"a\" 1}", "{\"a\":}", "{\"c\":tru}", "{} x", "{\"a\":1,,}", "{,}"}) {
+  for (const char* bad :
+       {"", "1", "\"a\"", "{]", "{\"a\" 1}", "{\"a\":}", "{\"c\":tru}", "{} x", "{\"a\":1,,}", "{,}"}) {
     EXPECT_THROW(fields.parse(bad), Error) << bad;
   }
   EXPECT_THROW(JsonFields({"a"}).parse(std::string(100000, '[')), Error);
@@ -59,8 +65,10 @@ std::pair<std::vector<std::string>, std::string> split_list(const std::string& t
 }
 
 TEST(ListSplitter, EveryChunkSizeGivesTheSameItems) {
-  const std::string text = "{\"kind\":\"PodList\" , \"x\" : [ {\"items\":[]} , 3 ] ,\"metadata\":{\"resourceVersion\":\"7\",\"continue\":\"t}\"},\n"
-                           "\"n\":12,\"items\":[{\"a\":\"]}\\\"\"},\n {\"b\":[{},[]]} ] , \"z\": null}\n";
+  const std::string text =
+      "{\"kind\":\"PodList\" , \"x\" : [ {\"items\":[]} , 3 ] "
+      ",\"metadata\":{\"resourceVersion\":\"7\",\"continue\":\"t}\"},\n"
+      "\"n\":12,\"items\":[{\"a\":\"]}\\\"\"},\n {\"b\":[{},[]]} ] , \"z\": null}\n";
   for (size_t chunk = 1; chunk <= text.size(); ++chunk) {
     const auto [items, metadata] = split_list(text, chunk);
     ASSERT_EQ(items, (std::vector<std::string>{R"({"a":"]}\""})", R"({"b":[{},[]]})"})) << chunk;
@@ -113,7 +121,8 @@ TEST(WatchLines, LimitStopAndThrowLeaveItUsable) {
   EXPECT_FALSE(lines.feed("a\nb\n", take));
   EXPECT_EQ(count, 2);
   EXPECT_TRUE(lines.feed("he", take));
-  EXPECT_THROW(lines.feed("llo\n", [](std::string_view) -> bool { throw std::runtime_error("x"); }), std::runtime_error);
+  EXPECT_THROW(lines.feed("llo\n", [](std::string_view) -> bool { throw std::runtime_error("x"); }),
+               std::runtime_error);
   std::string last;
   EXPECT_TRUE(lines.feed("next\n", [&](std::string_view line) {
     last = line;

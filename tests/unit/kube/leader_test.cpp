@@ -62,7 +62,8 @@ TEST(LeaderElector, OneOfThreeAndAReleaseHandsOverLongBeforeExpiry) {
   FakeApiServer server;
   Client client(server.config());
   std::vector<std::unique_ptr<LeaderElector>> electors;
-  for (int i = 0; i < 3; ++i) electors.push_back(std::make_unique<LeaderElector>(client, patient("e" + std::to_string(i)), LeaderCallbacks{}));
+  for (int i = 0; i < 3; ++i)
+    electors.push_back(std::make_unique<LeaderElector>(client, patient("e" + std::to_string(i)), LeaderCallbacks{}));
   for (auto& elector : electors) elector->start();
   for (int left = 3; left > 0; --left) {
     const auto leaders = [&] {
@@ -119,7 +120,8 @@ TEST(LeaderElector, NeverLeadsPastItsRenewDeadline) {
   server.clear_faults();
   std::this_thread::sleep_for(Milliseconds(300));
   EXPECT_FALSE(elector.is_leader());
-  EXPECT_EQ((*server.get(resources::kLeases, kLease))["spec"]["holderIdentity"], "a");  // nothing released that was lost
+  EXPECT_EQ((*server.get(resources::kLeases, kLease))["spec"]["holderIdentity"],
+            "a");  // nothing released that was lost
 }
 
 TEST(LeaderElector, ASilentServerEndsLeadershipInTime) {

@@ -35,15 +35,19 @@ HttpServerOptions local() {
   return options;
 }
 
-RawResponse ask(const ClientConfig& config, const std::string& method, const std::string& path, const std::string& body = "") {
+RawResponse ask(const ClientConfig& config, const std::string& method, const std::string& path,
+                const std::string& body = "") {
   return Client(config).raw({method, path, body, "application/json", "test"}, kLong());
 }
 
 TEST(HttpServer, RoutesParametersAndFailures) {
   HttpServer server(local());
   server.handle("POST", "/v1/namespaces/{ns}/jobs/{name}/status", [](const HttpRequest& r) {
-    return HttpResponse{201, r.parameters.at("ns") + "|" + r.parameters.at("name") + "|" + r.query.at("q") + "|" + r.headers.at("content-type") + "|" + r.body,
-                        "text/plain", {{"X-Extra", "1"}}};
+    return HttpResponse{201,
+                        r.parameters.at("ns") + "|" + r.parameters.at("name") + "|" + r.query.at("q") + "|" +
+                            r.headers.at("content-type") + "|" + r.body,
+                        "text/plain",
+                        {{"X-Extra", "1"}}};
   });
   server.handle("GET", "/a.b", [](const HttpRequest&) -> HttpResponse { throw std::runtime_error("secret detail"); });
   server.start();
@@ -138,7 +142,9 @@ TEST(HealthChecks, AndMetrics) {
   EXPECT_NE(ask(config, "GET", "/metrics").body.find("# TYPE x_total counter\nx_total 1"), std::string::npos);
 }
 
-ObjectReference job_reference(const std::string& name = "job") { return {"trireme.dev/v1alpha1", "RLJob", "ns", name, "uid-" + name}; }
+ObjectReference job_reference(const std::string& name = "job") {
+  return {"trireme.dev/v1alpha1", "RLJob", "ns", name, "uid-" + name};
+}
 
 TEST(EventRecorder, SendsAndCountsRepeats) {
   FakeApiServer server;

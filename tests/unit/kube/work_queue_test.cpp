@@ -128,9 +128,14 @@ TEST(WorkQueue, ManyProducersAndWorkersLoseNothing) {
         const size_t k = random() % kKeys;
         ++wanted[k];
         switch (random() % 3) {
-          case 0: queue.add(std::to_string(k)); break;
-          case 1: queue.add(std::to_string(k), Priority::kHigh); break;
-          default: queue.add_after(std::to_string(k), Milliseconds(random() % 3));
+          case 0:
+            queue.add(std::to_string(k));
+            break;
+          case 1:
+            queue.add(std::to_string(k), Priority::kHigh);
+            break;
+          default:
+            queue.add_after(std::to_string(k), Milliseconds(random() % 3));
         }
       }
     });
@@ -166,8 +171,8 @@ TEST(WorkQueue, MetricsHaveControllerRuntimesNames) {
     EXPECT_NE(text.find("workqueue_depth" + labels + "1"), std::string::npos) << text;
     EXPECT_NE(text.find("workqueue_adds_total" + labels + "2"), std::string::npos);
     EXPECT_NE(text.find("workqueue_retries_total" + labels + "1"), std::string::npos);
-    for (const char* name : {"workqueue_queue_duration_seconds_bucket", "workqueue_work_duration_seconds_count", "workqueue_unfinished_work_seconds",
-                             "workqueue_longest_running_processor_seconds"}) {
+    for (const char* name : {"workqueue_queue_duration_seconds_bucket", "workqueue_work_duration_seconds_count",
+                             "workqueue_unfinished_work_seconds", "workqueue_longest_running_processor_seconds"}) {
       EXPECT_NE(text.find(name), std::string::npos) << name;
     }
   }
@@ -191,7 +196,8 @@ TEST(Metrics, SeriesAreSharedAndRemoved) {
   ControllerMetrics controller(metrics, "rljob");
   controller.success.Increment();
   controller.seconds.Observe(0.01);
-  EXPECT_NE(metrics.text().find("controller_runtime_reconcile_total{controller=\"rljob\",result=\"success\"} 1"), std::string::npos);
+  EXPECT_NE(metrics.text().find("controller_runtime_reconcile_total{controller=\"rljob\",result=\"success\"} 1"),
+            std::string::npos);
 }
 
 }  // namespace

@@ -11,8 +11,8 @@ using testing::error_of;
 using testing::small_config;
 
 json base_json() {
-  return {{"model_type", "llama"},   {"vocab_size", 100},         {"hidden_size", 64}, {"intermediate_size", 128},
-          {"num_hidden_layers", 2},  {"num_attention_heads", 4},  {"eos_token_id", 7}};
+  return {{"model_type", "llama"},  {"vocab_size", 100},        {"hidden_size", 64}, {"intermediate_size", 128},
+          {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"eos_token_id", 7}};
 }
 
 ModelConfig parse(const json& values) { return ModelConfig::from_json(values, "config.json"); }
@@ -36,8 +36,16 @@ TEST(ModelConfig, DefaultsFollowFromTheSizes) {
 
 TEST(ModelConfig, BothSpellingsMeanTheSame) {
   json four = base_json(), five = base_json();
-  const json scaling = {{"rope_type", "llama3"}, {"factor", 8.0}, {"low_freq_factor", 1.0}, {"high_freq_factor", 4.0}, {"original_max_position_embeddings", 8192}};
-  four.update({{"rope_theta", 500000.0}, {"rope_scaling", scaling}, {"torch_dtype", "bfloat16"}, {"eos_token_id", {1, 2}}, {"head_dim", nullptr}});
+  const json scaling = {{"rope_type", "llama3"},
+                        {"factor", 8.0},
+                        {"low_freq_factor", 1.0},
+                        {"high_freq_factor", 4.0},
+                        {"original_max_position_embeddings", 8192}};
+  four.update({{"rope_theta", 500000.0},
+               {"rope_scaling", scaling},
+               {"torch_dtype", "bfloat16"},
+               {"eos_token_id", {1, 2}},
+               {"head_dim", nullptr}});
   json parameters = scaling;
   parameters["rope_theta"] = 500000.0;
   five.update({{"rope_parameters", parameters}, {"dtype", "bfloat16"}, {"eos_token_id", {1, 2}}});

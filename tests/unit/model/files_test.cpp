@@ -60,7 +60,10 @@ TEST(Safetensors, EveryTruncationIsNoticed) {
 }
 
 TEST(Safetensors, UnwritableFolderIsAnIoError) {
-  EXPECT_MENTIONS(error_of([] { write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}}); }), "/nonexistent/folder/x.safetensors");
+  EXPECT_MENTIONS(error_of([] {
+                    write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}});
+                  }),
+                  "/nonexistent/folder/x.safetensors");
 }
 
 std::vector<float> logprobs_of(const Model& model) { return score(model, {random_tokens(20, 3)})[0]; }
@@ -134,8 +137,12 @@ TEST(ModelFiles, BadWeightsAreNamed) {
   };
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.pop_back(); }), "lack 1 tensor: lm_head.weight");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.resize(5); }), "...");
-  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.emplace_back("model.layers.9.extra", at::ones({2})); }), "unexpected tensor model.layers.9.extra [2]");
-  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 47}); }), "model.embed_tokens.weight has shape [61, 47], config.json says [61, 48]");
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.emplace_back("model.layers.9.extra", at::ones({2})); }),
+                  "unexpected tensor model.layers.9.extra [2]");
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) {
+                    t[0].second = at::ones({61, 47});
+                  }),
+                  "model.embed_tokens.weight has shape [61, 47], config.json says [61, 48]");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 48}, at::kLong); }), "dtype Long");
 }
 
@@ -160,7 +167,8 @@ TEST(ModelFiles, BrokenShardsAreNamed) {
   json changed = json::parse(index);
   changed["weight_map"].erase("model.norm.weight");
   write_file_atomic(index_path, changed.dump());
-  EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }), "model.norm.weight is not in model.safetensors.index.json");
+  EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }),
+                  "model.norm.weight is not in model.safetensors.index.json");
   changed = json::parse(index);
   changed["weight_map"]["phantom"] = changed["weight_map"]["model.norm.weight"];
   write_file_atomic(index_path, changed.dump());

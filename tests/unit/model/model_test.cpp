@@ -15,7 +15,8 @@ using testing::small_config;
 using testing::small_model;
 
 class Families : public ::testing::TestWithParam<ModelFamily> {};
-INSTANTIATE_TEST_SUITE_P(Model, Families, ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3),
+INSTANTIATE_TEST_SUITE_P(Model, Families,
+                         ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST_P(Families, ParametersLieInOneFlatBufferWithGradientsInAnother) {
@@ -69,7 +70,9 @@ TEST_P(Families, GradientMatchesFiniteDifferences) {
     const at::NoGradGuard no_grad;
     at::Tensor direction = at::zeros_like(model->flat_parameters());
     for (const Parameter& p : model->parameters()) {
-      for (int64_t i = 0; i < p.size; ++i) direction.data_ptr<double>()[p.offset + i] = philox_normal(9, static_cast<uint64_t>(p.offset), static_cast<uint64_t>(i));
+      for (int64_t i = 0; i < p.size; ++i)
+        direction.data_ptr<double>()[p.offset + i] =
+            philox_normal(9, static_cast<uint64_t>(p.offset), static_cast<uint64_t>(i));
     }
     const double slope = (model->flat_gradients() * direction).sum().item<double>();
     const auto at_step = [&](double step) {
@@ -103,7 +106,8 @@ TEST_P(Families, CachedForwardHasTheBitsOfThePackedOne) {
     ModelOptions options;
     options.dtype = type;
     const auto model = small_model(GetParam(), false, options);
-    const std::vector<std::vector<int32_t>> sequences = {random_tokens(33, 1), random_tokens(1, 2), random_tokens(70, 3), random_tokens(18, 4)};
+    const std::vector<std::vector<int32_t>> sequences = {random_tokens(33, 1), random_tokens(1, 2),
+                                                         random_tokens(70, 3), random_tokens(18, 4)};
     const PackedBatch packed = PackedBatch::from_sequences(sequences);
     const at::Tensor expected = model->forward(packed);
     const std::vector<std::vector<int64_t>> plans = {{1}, {200}, {20, 1, 1, 1}, {7, 16, 3}};
@@ -159,7 +163,8 @@ TEST_P(Families, AGroupSharesItsPromptsRows) {
   for (int64_t i = 0; i < 2; ++i) {
     auto whole = prompt;
     whole.push_back(i == 0 ? 5 : 9);
-    EXPECT_TRUE(same_bits(model->forward(PackedBatch::from_sequences({whole})).narrow(0, 15, 1), hidden.narrow(0, i, 1)));
+    EXPECT_TRUE(
+        same_bits(model->forward(PackedBatch::from_sequences({whole})).narrow(0, 15, 1), hidden.narrow(0, i, 1)));
   }
 }
 
@@ -167,7 +172,8 @@ TEST_P(Families, PackingDoesNotChangeBitsNorDoThreadsOrGradMode) {
   const auto model = small_model(GetParam());
   const auto a = random_tokens(40, 1), b = random_tokens(25, 2);
   const at::Tensor both = model->forward(PackedBatch::from_sequences({a, b})).detach();
-  EXPECT_TRUE(same_bits(model->forward(PackedBatch::from_sequences({b, a})).detach().narrow(0, 25, 40), both.narrow(0, 0, 40)));
+  EXPECT_TRUE(
+      same_bits(model->forward(PackedBatch::from_sequences({b, a})).detach().narrow(0, 25, 40), both.narrow(0, 0, 40)));
   const at::NoGradGuard no_grad;
   const int threads = at::get_num_threads();
   at::set_num_threads(1);
@@ -188,10 +194,11 @@ TEST(Model, SamplerLogprobsAreThoseOfTheLoss) {
   std::vector<int64_t> next(sequence.begin(), sequence.end());
   for (int step = 0; step < 20; ++step) {
     const auto count = static_cast<int64_t>(next.size());
-    const at::Tensor hidden =
-        model->forward_cached({at::tensor(next, at::kLong), at::arange(past, past + count, at::kLong), {{7, past, count}}}, arena);
+    const at::Tensor hidden = model->forward_cached(
+        {at::tensor(next, at::kLong), at::arange(past, past + count, at::kLong), {{7, past, count}}}, arena);
     past += count;
-    const SampleResult one = sample_tokens(hidden.narrow(0, count - 1, 1), model->head_weight(), {{options, {3, 4, static_cast<uint64_t>(past)}, false}});
+    const SampleResult one = sample_tokens(hidden.narrow(0, count - 1, 1), model->head_weight(),
+                                           {{options, {3, 4, static_cast<uint64_t>(past)}, false}});
     sequence.push_back(static_cast<int32_t>(one.ids[0]));
     sampled.push_back(one.logprobs[0]);
     next = one.ids;
@@ -202,7 +209,8 @@ TEST(Model, SamplerLogprobsAreThoseOfTheLoss) {
   // With other sequences around it, recorded by autograd.
   const PackedBatch packed = PackedBatch::from_sequences({random_tokens(31, 8), sequence});
   const at::Tensor rows = at::arange(31 + 5, 31 + 25, at::kLong);
-  const at::Tensor logprobs = token_logprobs(model->forward(packed).index_select(0, rows), model->head_weight(), packed.ids.index_select(0, rows + 1), options);
+  const at::Tensor logprobs = token_logprobs(model->forward(packed).index_select(0, rows), model->head_weight(),
+                                             packed.ids.index_select(0, rows + 1), options);
   EXPECT_TRUE(logprobs.requires_grad());
   EXPECT_TRUE(same_bits(logprobs.detach(), at::tensor(sampled, at::kFloat)));
 }
@@ -231,7 +239,8 @@ TEST(Model, ReferenceModelHasNoGradients) {
 
 TEST(Model, ScoreOfShortAndManySequences) {
   const auto model = small_model(ModelFamily::kQwen2);
-  const std::vector<std::vector<int32_t>> sequences = {{5}, {}, random_tokens(30, 1), random_tokens(2, 2), random_tokens(50, 3)};
+  const std::vector<std::vector<int32_t>> sequences = {
+      {5}, {}, random_tokens(30, 1), random_tokens(2, 2), random_tokens(50, 3)};
   const auto together = score(*model, sequences);
   const auto small_batches = score(*model, sequences, {}, 10);
   ASSERT_EQ(together.size(), 5u);

@@ -50,13 +50,15 @@ inline std::unique_ptr<Model> small_model(ModelFamily family, bool tied = false,
 
 inline std::vector<int32_t> random_tokens(int64_t count, uint64_t seed, int64_t vocab = 61) {
   std::vector<int32_t> ids(static_cast<size_t>(count));
-  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int32_t>(philox_uniform(seed, 1, i) * static_cast<double>(vocab));
+  for (size_t i = 0; i < ids.size(); ++i)
+    ids[i] = static_cast<int32_t>(philox_uniform(seed, 1, i) * static_cast<double>(vocab));
   return ids;
 }
 
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
+         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 // The message of the Error that f throws; fails the test when it throws none.

@@ -13,7 +13,8 @@ using testing::same_bits;
 using Tensors = std::vector<at::Tensor>;
 
 // One sequence after another with plain matrix products and a causal mask.
-at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& starts) {
+at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const std::vector<int64_t>& starts) {
   const int64_t group = q.size(1) / k.size(1);
   Tensors parts;
   for (size_t s = 0; s + 1 < starts.size(); ++s) {
@@ -22,7 +23,8 @@ at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
     const auto heads = [&](const at::Tensor& t, int64_t repeat) {
       return t.narrow(0, starts[s], count).repeat_interleave(repeat, 1).transpose(0, 1);
     };
-    const at::Tensor scores = at::matmul(heads(q, 1), heads(k, group).transpose(1, 2)) / std::sqrt(static_cast<double>(q.size(2)));
+    const at::Tensor scores =
+        at::matmul(heads(q, 1), heads(k, group).transpose(1, 2)) / std::sqrt(static_cast<double>(q.size(2)));
     const at::Tensor mask = at::ones({count, count}, at::kBool).tril().logical_not();
     parts.push_back(at::matmul(at::softmax(scores.masked_fill(mask, -INFINITY), -1), heads(v, group)).transpose(0, 1));
   }
@@ -35,21 +37,24 @@ struct Case {
 
 class Attention : public ::testing::TestWithParam<Case> {};
 INSTANTIATE_TEST_SUITE_P(Shapes, Attention,
-                         ::testing::Values(Case{4, 2, 16}, Case{4, 4, 32}, Case{6, 1, 24}, Case{7, 1, 64}, Case{2, 2, 10}, Case{32, 8, 128}));
+                         ::testing::Values(Case{4, 2, 16}, Case{4, 4, 32}, Case{6, 1, 24}, Case{7, 1, 64},
+                                           Case{2, 2, 10}, Case{32, 8, 128}));
 
 TEST_P(Attention, MatchesReferenceInFloat64WithGradients) {
   const Case c = GetParam();
   const std::vector<int64_t> starts = {0, 1, 20, 20, 57};
-  expect_matches({random({57, c.q_heads, c.head_dim}, 1, at::kDouble), random({57, c.kv_heads, c.head_dim}, 2, at::kDouble),
-                  random({57, c.kv_heads, c.head_dim}, 3, at::kDouble)},
-                 [&](const Tensors& t) { return attention_packed(t[0], t[1], t[2], starts); },
-                 [&](const Tensors& t) { return reference(t[0], t[1], t[2], starts); }, 1e-11);
+  expect_matches(
+      {random({57, c.q_heads, c.head_dim}, 1, at::kDouble), random({57, c.kv_heads, c.head_dim}, 2, at::kDouble),
+       random({57, c.kv_heads, c.head_dim}, 3, at::kDouble)},
+      [&](const Tensors& t) { return attention_packed(t[0], t[1], t[2], starts); },
+      [&](const Tensors& t) { return reference(t[0], t[1], t[2], starts); }, 1e-11);
 }
 
 TEST_P(Attention, Float32IsCloseToFloat64) {
   const Case c = GetParam();
   const std::vector<int64_t> starts = {0, 70, 75};
-  const Tensors inputs = {random({75, c.q_heads, c.head_dim}, 1), random({75, c.kv_heads, c.head_dim}, 2), random({75, c.kv_heads, c.head_dim}, 3)};
+  const Tensors inputs = {random({75, c.q_heads, c.head_dim}, 1), random({75, c.kv_heads, c.head_dim}, 2),
+                          random({75, c.kv_heads, c.head_dim}, 3)};
   Tensors wide;
   for (const at::Tensor& t : inputs) wide.push_back(t.to(at::kDouble));
   const auto f = [&](const Tensors& t) { return attention_packed(t[0], t[1], t[2], starts); };
@@ -68,7 +73,8 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
     for (const int64_t n : lengths) starts.push_back(starts.back() + n);
     const int64_t total = starts.back();
     const at::Tensor q = random({total, c.q_heads, c.head_dim}, 1, type);
-    const at::Tensor k = random({total, c.kv_heads, c.head_dim}, 2, type), v = random({total, c.kv_heads, c.head_dim}, 3, type);
+    const at::Tensor k = random({total, c.kv_heads, c.head_dim}, 2, type),
+                     v = random({total, c.kv_heads, c.head_dim}, 3, type);
     const at::Tensor packed = attention_packed(q, k, v, starts);
     // Other extents in another order, chunks of changing size, all sequences mixed in one call.
     const std::vector<int64_t> extents = {150, 3, 60, 10};
@@ -87,7 +93,8 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
           if (count == 0) continue;
           rows.push_back({extents[s], done[s], count});
           const int64_t at = starts[s] + done[s];
-          qs.push_back(q.narrow(0, at, count)), ks.push_back(k.narrow(0, at, count)), vs.push_back(v.narrow(0, at, count));
+          qs.push_back(q.narrow(0, at, count)), ks.push_back(k.narrow(0, at, count)),
+              vs.push_back(v.narrow(0, at, count));
           expected.push_back(packed.narrow(0, at, count));
           done[s] += count;
           more = true;
@@ -95,7 +102,8 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
         ++turn;
         if (!more) break;
         append_cached(at::cat(ks), at::cat(vs), arena_k, arena_v, rows);
-        ASSERT_TRUE(same_bits(attention_cached(at::cat(qs), arena_k, arena_v, rows), at::cat(expected))) << "turn " << turn;
+        ASSERT_TRUE(same_bits(attention_cached(at::cat(qs), arena_k, arena_v, rows), at::cat(expected)))
+            << "turn " << turn;
       }
     }
   }
@@ -105,7 +113,8 @@ TEST(Attention, SequencesDoNotSeeEachOther) {
   const at::NoGradGuard no_grad;
   const at::Tensor q = random({50, 4, 16}, 1), k = random({50, 2, 16}, 2), v = random({50, 2, 16}, 3);
   const at::Tensor together = attention_packed(q, k, v, {0, 20, 50});
-  EXPECT_TRUE(same_bits(attention_packed(q.narrow(0, 20, 30), k.narrow(0, 20, 30), v.narrow(0, 20, 30), {0, 30}), together.narrow(0, 20, 30)));
+  EXPECT_TRUE(same_bits(attention_packed(q.narrow(0, 20, 30), k.narrow(0, 20, 30), v.narrow(0, 20, 30), {0, 30}),
+                        together.narrow(0, 20, 30)));
 }
 
 TEST(Attention, ThreadsDoNotChangeBits) {

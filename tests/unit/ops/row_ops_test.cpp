@@ -47,32 +47,41 @@ INSTANTIATE_TEST_SUITE_P(Ops, BothTypes, ::testing::Values(at::kDouble, at::kFlo
 TEST_P(BothTypes, LinearMatchesLibrary) {
   const auto type = GetParam();
   for (const auto& [m, n, k] : {std::tuple<int, int, int>{1, 5, 7}, {3, 33, 16}, {37, 70, 50}, {130, 64, 128}}) {
-    expect_matches({random({m, k}, 1, type), random({n, k}, 2, type), random({n}, 3, type)},
-                   [](const Tensors& t) { return trireme::linear(t[0], t[1], t[2]); },
-                   [](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, tolerance(type));
-    expect_matches({random({m, k}, 1, type), random({n, k}, 2, type)}, [](const Tensors& t) { return trireme::linear(t[0], t[1], at::Tensor()); },
-                   [](const Tensors& t) { return at::linear(t[0], t[1]); }, tolerance(type));
+    expect_matches(
+        {random({m, k}, 1, type), random({n, k}, 2, type), random({n}, 3, type)},
+        [](const Tensors& t) { return trireme::linear(t[0], t[1], t[2]); },
+        [](const Tensors& t) { return at::linear(t[0], t[1], t[2]); }, tolerance(type));
+    expect_matches(
+        {random({m, k}, 1, type), random({n, k}, 2, type)},
+        [](const Tensors& t) { return trireme::linear(t[0], t[1], at::Tensor()); },
+        [](const Tensors& t) { return at::linear(t[0], t[1]); }, tolerance(type));
   }
 }
 
 TEST_P(BothTypes, RmsNormMatchesComposition) {
   const auto type = GetParam();
   for (const int width : {5, 16, 64, 100}) {
-    expect_matches({random({300, width}, 1, type), random({width}, 2, type)}, [](const Tensors& t) { return rms_norm(t[0], t[1], 1e-5); },
-                   [](const Tensors& t) { return t[0] * at::rsqrt(t[0].square().mean(-1, true) + 1e-5) * t[1]; }, tolerance(type) * 3);
+    expect_matches(
+        {random({300, width}, 1, type), random({width}, 2, type)},
+        [](const Tensors& t) { return rms_norm(t[0], t[1], 1e-5); },
+        [](const Tensors& t) { return t[0] * at::rsqrt(t[0].square().mean(-1, true) + 1e-5) * t[1]; },
+        tolerance(type) * 3);
   }
 }
 
 TEST_P(BothTypes, RmsNormOfHeads) {
   const auto type = GetParam();
-  expect_matches({random({9, 4, 24}, 1, type), random({24}, 2, type)}, [](const Tensors& t) { return rms_norm(t[0], t[1], 1e-6); },
-                 [](const Tensors& t) { return t[0] * at::rsqrt(t[0].square().mean(-1, true) + 1e-6) * t[1]; }, tolerance(type) * 3);
+  expect_matches(
+      {random({9, 4, 24}, 1, type), random({24}, 2, type)}, [](const Tensors& t) { return rms_norm(t[0], t[1], 1e-6); },
+      [](const Tensors& t) { return t[0] * at::rsqrt(t[0].square().mean(-1, true) + 1e-6) * t[1]; },
+      tolerance(type) * 3);
 }
 
 TEST_P(BothTypes, SwigluMatchesComposition) {
   const auto type = GetParam();
-  expect_matches({random({41, 37}, 1, type, 4.0), random({41, 37}, 2, type)}, [](const Tensors& t) { return swiglu(t[0], t[1]); },
-                 [](const Tensors& t) { return at::silu(t[0]) * t[1]; }, tolerance(type));
+  expect_matches(
+      {random({41, 37}, 1, type, 4.0), random({41, 37}, 2, type)}, [](const Tensors& t) { return swiglu(t[0], t[1]); },
+      [](const Tensors& t) { return at::silu(t[0]) * t[1]; }, tolerance(type));
 }
 
 TEST(Swiglu, ExtremeGates) {
@@ -84,8 +93,9 @@ TEST(Swiglu, ExtremeGates) {
 TEST_P(BothTypes, EmbedMatchesIndexSelect) {
   const auto type = GetParam();
   const at::Tensor ids = at::cat({random_ids(50, 11, 5), at::tensor({3, 3, 3}, at::kLong)});
-  expect_matches({random({11, 19}, 1, type)}, [&](const Tensors& t) { return embed(t[0], ids); },
-                 [&](const Tensors& t) { return t[0].index_select(0, ids); }, tolerance(type));
+  expect_matches(
+      {random({11, 19}, 1, type)}, [&](const Tensors& t) { return embed(t[0], ids); },
+      [&](const Tensors& t) { return t[0].index_select(0, ids); }, tolerance(type));
 }
 
 TEST(Embed, NamesTheTokenOutsideTheVocabulary) {
@@ -98,7 +108,8 @@ TEST(Embed, NamesTheTokenOutsideTheVocabulary) {
 }
 
 at::Tensor rotate_reference(const at::Tensor& x, const at::Tensor& table) {
-  const at::Tensor cos = table.select(1, 0).repeat({1, 2}).unsqueeze(1), sin = table.select(1, 1).repeat({1, 2}).unsqueeze(1);
+  const at::Tensor cos = table.select(1, 0).repeat({1, 2}).unsqueeze(1),
+                   sin = table.select(1, 1).repeat({1, 2}).unsqueeze(1);
   const auto halves = x.chunk(2, -1);
   return x * cos + at::cat({-halves[1], halves[0]}, -1) * sin;
 }
@@ -108,8 +119,9 @@ TEST_P(BothTypes, RopeMatchesRotateHalf) {
   RopeOptions options;
   options.head_dim = 24;
   const at::Tensor table = rope_table(random_ids(31, 4000, 8), options, type);
-  expect_matches({random({31, 3, 24}, 1, type)}, [&](const Tensors& t) { return rope(t[0], table); },
-                 [&](const Tensors& t) { return rotate_reference(t[0], table); }, tolerance(type));
+  expect_matches(
+      {random({31, 3, 24}, 1, type)}, [&](const Tensors& t) { return rope(t[0], table); },
+      [&](const Tensors& t) { return rotate_reference(t[0], table); }, tolerance(type));
 }
 
 TEST(RopeTable, PlainAnglesAndPositionsAreIndependentOfTheBatch) {
@@ -136,8 +148,8 @@ TEST(RopeTable, Llama3ScalesLongWavesOnly) {
   scaled.original_max_position = 8192;
   const at::Tensor one = at::tensor({1}, at::kLong);
   const at::Tensor a = rope_table(one, plain, at::kDouble), b = rope_table(one, scaled, at::kDouble);
-  EXPECT_EQ(a[0][1][0].item<double>(), b[0][1][0].item<double>());                       // shortest wave untouched
-  EXPECT_NEAR(a[0][1][31].item<double>() / b[0][1][31].item<double>(), 8.0, 1e-3);       // longest divided by the factor
+  EXPECT_EQ(a[0][1][0].item<double>(), b[0][1][0].item<double>());                  // shortest wave untouched
+  EXPECT_NEAR(a[0][1][31].item<double>() / b[0][1][31].item<double>(), 8.0, 1e-3);  // longest divided by the factor
 }
 
 TEST(RowOps, BitsDoNotDependOnTheBatch) {
@@ -149,7 +161,8 @@ TEST(RowOps, BitsDoNotDependOnTheBatch) {
       for (const int64_t count : {1, 2, 33, 101}) {
         if (from + count > 101) continue;
         EXPECT_TRUE(same_bits(rms_norm(x.narrow(0, from, count), w, 1e-6), normed.narrow(0, from, count)));
-        EXPECT_TRUE(same_bits(swiglu(x.narrow(0, from, count), up.narrow(0, from, count)), gated.narrow(0, from, count)));
+        EXPECT_TRUE(
+            same_bits(swiglu(x.narrow(0, from, count), up.narrow(0, from, count)), gated.narrow(0, from, count)));
       }
     }
   }
@@ -186,8 +199,10 @@ TEST(Linear, LibraryModeIsCheckedAndLeft) {
 
 TEST(RowOps, BFloat16IsFloat32Rounded) {
   const at::NoGradGuard no_grad;
-  const at::Tensor x = random({20, 48}, 1, at::kBFloat16), w = random({30, 48}, 2, at::kBFloat16), n = random({48}, 3, at::kBFloat16);
-  EXPECT_TRUE(same_bits(trireme::linear(x, w, at::Tensor()), trireme::linear(x.to(at::kFloat), w.to(at::kFloat), at::Tensor()).to(at::kBFloat16)));
+  const at::Tensor x = random({20, 48}, 1, at::kBFloat16), w = random({30, 48}, 2, at::kBFloat16),
+                   n = random({48}, 3, at::kBFloat16);
+  EXPECT_TRUE(same_bits(trireme::linear(x, w, at::Tensor()),
+                        trireme::linear(x.to(at::kFloat), w.to(at::kFloat), at::Tensor()).to(at::kBFloat16)));
   EXPECT_TRUE(same_bits(rms_norm(x, n, 1e-6), rms_norm(x.to(at::kFloat), n.to(at::kFloat), 1e-6).to(at::kBFloat16)));
 }
 
@@ -197,17 +212,18 @@ TEST(RowOps, UnknownDtypeIsAClearError) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kUser);
-    EXPECT_NE(std::string(error.what()).find("linear has no implementation for cpu Half"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("linear has no implementation for cpu Half"), std::string::npos)
+        << error.what();
   }
 }
 
 #if defined(__x86_64__)
 TEST(CpuKernels, Avx2AndAvx512GiveTheSameBits) {
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl") ||
-      !__builtin_cpu_supports("avx512bw")) {
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512bw")) {
     GTEST_SKIP() << "this machine has no AVX-512";
   }
-  const CpuKernels<float>*tables[] = {&kernels_avx512(), &kernels_avx2()};
+  const CpuKernels<float>* tables[] = {&kernels_avx512(), &kernels_avx2()};
   for (const int64_t n : {1, 3, 16, 21, 50, 128}) {
     const at::Tensor x = random({n}, 1, at::kFloat, 3.0), w = random({n}, 2), z = random({n}, 3);
     std::vector<at::Tensor> results[2];
@@ -233,7 +249,8 @@ TEST(CpuKernels, Avx2AndAvx512GiveTheSameBits) {
       k.gemm_nt(a.data_ptr<float>(), n, 5, b.data_ptr<float>(), n, 5, n, nullptr, product.data_ptr<float>(), 5);
       results[i].push_back(product);
     }
-    for (size_t j = 0; j < results[0].size(); ++j) EXPECT_TRUE(same_bits(results[0][j], results[1][j])) << "n " << n << " kernel result " << j;
+    for (size_t j = 0; j < results[0].size(); ++j)
+      EXPECT_TRUE(same_bits(results[0][j], results[1][j])) << "n " << n << " kernel result " << j;
   }
 }
 

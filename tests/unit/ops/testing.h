@@ -2,8 +2,8 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -24,14 +24,16 @@ inline at::Tensor random(at::IntArrayRef shape, uint64_t seed, at::ScalarType dt
 inline at::Tensor random_ids(int64_t count, int64_t below, uint64_t seed) {
   at::Tensor ids = at::empty({count}, at::kLong);
   for (int64_t i = 0; i < count; ++i) {
-    ids.data_ptr<int64_t>()[i] = static_cast<int64_t>(philox_uniform(seed, 9, static_cast<uint64_t>(i)) * static_cast<double>(below));
+    ids.data_ptr<int64_t>()[i] =
+        static_cast<int64_t>(philox_uniform(seed, 9, static_cast<uint64_t>(i)) * static_cast<double>(below));
   }
   return ids;
 }
 
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   const at::Tensor x = a.contiguous(), y = b.contiguous();
-  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+  return x.sizes() == y.sizes() && x.scalar_type() == y.scalar_type() &&
+         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
 // Largest difference as a part of the expected tensor's largest value.

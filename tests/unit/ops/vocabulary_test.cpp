@@ -34,7 +34,9 @@ at::Tensor entropy_reference(const at::Tensor& log_p) {
   return -(log_p.exp() * log_p.masked_fill(log_p == -INFINITY, 0)).sum(-1);
 }
 
-at::Tensor likely_targets(const at::Tensor& hidden, const at::Tensor& head) { return std::get<1>(at::linear(hidden, head).max(-1)); }
+at::Tensor likely_targets(const at::Tensor& hidden, const at::Tensor& head) {
+  return std::get<1>(at::linear(hidden, head).max(-1));
+}
 
 std::vector<LogprobOptions> all_options() {
   std::vector<LogprobOptions> all(7);
@@ -52,24 +54,30 @@ TEST(TokenLogprobs, MatchLogSoftmaxWithGradients) {
     const at::Tensor hidden = random({rows, width}, 1, at::kDouble), head = random({vocab, width}, 2, at::kDouble, 0.4);
     for (const LogprobOptions& options : all_options()) {
       const at::Tensor targets = options.filters() ? likely_targets(hidden, head) : random_ids(rows, vocab, 3);
-      expect_matches({hidden, head}, [&](const Tensors& t) { return token_logprobs(t[0], t[1], targets, options); },
-                     [&](const Tensors& t) { return filtered_log_softmax(t[0], t[1], options).gather(1, targets.unsqueeze(1)).squeeze(1); }, 1e-10);
-      expect_matches({hidden, head},
-                     [&](const Tensors& t) {
-                       const LogprobResult r = token_logprobs_and_entropy(t[0], t[1], targets, options);
-                       return r.logprobs * 0.3 + r.entropy;
-                     },
-                     [&](const Tensors& t) {
-                       const at::Tensor log_p = filtered_log_softmax(t[0], t[1], options);
-                       return log_p.gather(1, targets.unsqueeze(1)).squeeze(1) * 0.3 + entropy_reference(log_p);
-                     },
-                     1e-10);
+      expect_matches(
+          {hidden, head}, [&](const Tensors& t) { return token_logprobs(t[0], t[1], targets, options); },
+          [&](const Tensors& t) {
+            return filtered_log_softmax(t[0], t[1], options).gather(1, targets.unsqueeze(1)).squeeze(1);
+          },
+          1e-10);
+      expect_matches(
+          {hidden, head},
+          [&](const Tensors& t) {
+            const LogprobResult r = token_logprobs_and_entropy(t[0], t[1], targets, options);
+            return r.logprobs * 0.3 + r.entropy;
+          },
+          [&](const Tensors& t) {
+            const at::Tensor log_p = filtered_log_softmax(t[0], t[1], options);
+            return log_p.gather(1, targets.unsqueeze(1)).squeeze(1) * 0.3 + entropy_reference(log_p);
+          },
+          1e-10);
     }
   }
 }
 
 TEST(TokenLogprobs, Float32IsCloseToFloat64) {
-  const at::Tensor hidden = random({40, 64}, 1), head = random({260, 64}, 2, at::kFloat, 0.3), targets = random_ids(40, 260, 3);
+  const at::Tensor hidden = random({40, 64}, 1), head = random({260, 64}, 2, at::kFloat, 0.3),
+                   targets = random_ids(40, 260, 3);
   const auto f = [&](const Tensors& t) { return token_logprobs(t[0], t[1], targets, {}); };
   const Tensors narrow = {hidden, head}, wide = {hidden.to(at::kDouble), head.to(at::kDouble)};
   EXPECT_LE(testing::relative_error(f(narrow), f(wide)), 1e-6);
@@ -81,24 +89,33 @@ TEST(TokenLogprobs, Float32IsCloseToFloat64) {
 TEST(TokenLogprobs, RowsDoNotDependOnTheBatchOrItsChunks) {
   const at::NoGradGuard no_grad;
   for (const auto type : {at::kFloat, at::kBFloat16}) {
-    const at::Tensor hidden = random({2100, 16}, 1, type), head = random({37, 16}, 2, type), targets = random_ids(2100, 37, 3);
+    const at::Tensor hidden = random({2100, 16}, 1, type), head = random({37, 16}, 2, type),
+                     targets = random_ids(2100, 37, 3);
     const at::Tensor whole = token_logprobs(hidden, head, targets, {});
     ASSERT_EQ(whole.scalar_type(), at::kFloat);
     for (const int64_t from : {0, 1, 1023, 1024, 2090}) {
       for (const int64_t count : {1, 2, 10}) {
-        EXPECT_TRUE(same_bits(token_logprobs(hidden.narrow(0, from, count), head, targets.narrow(0, from, count), {}), whole.narrow(0, from, count)));
+        EXPECT_TRUE(same_bits(token_logprobs(hidden.narrow(0, from, count), head, targets.narrow(0, from, count), {}),
+                              whole.narrow(0, from, count)));
       }
     }
   }
-  const at::Tensor hidden = random({2100, 16}, 1, at::kDouble), head = random({37, 16}, 2, at::kDouble), targets = random_ids(2100, 37, 3);
-  expect_matches({hidden, head}, [&](const Tensors& t) { return token_logprobs(t[0], t[1], targets, {}); },
-                 [&](const Tensors& t) { return at::log_softmax(at::linear(t[0], t[1]), -1).gather(1, targets.unsqueeze(1)).squeeze(1); }, 1e-11);
+  const at::Tensor hidden = random({2100, 16}, 1, at::kDouble), head = random({37, 16}, 2, at::kDouble),
+                   targets = random_ids(2100, 37, 3);
+  expect_matches(
+      {hidden, head}, [&](const Tensors& t) { return token_logprobs(t[0], t[1], targets, {}); },
+      [&](const Tensors& t) {
+        return at::log_softmax(at::linear(t[0], t[1]), -1).gather(1, targets.unsqueeze(1)).squeeze(1);
+      },
+      1e-11);
 }
 
 TEST(TokenLogprobs, BFloat16GradientsAreCloseToFloat32) {
-  const at::Tensor hidden = random({30, 32}, 1, at::kBFloat16), head = random({50, 32}, 2, at::kBFloat16), targets = random_ids(30, 50, 3);
+  const at::Tensor hidden = random({30, 32}, 1, at::kBFloat16), head = random({50, 32}, 2, at::kBFloat16),
+                   targets = random_ids(30, 50, 3);
   const auto f = [&](const Tensors& t) { return token_logprobs(t[0], t[1], targets, {}).to(at::kFloat); };
-  const auto a = testing::gradients({hidden, head}, f), e = testing::gradients({hidden.to(at::kFloat), head.to(at::kFloat)}, f);
+  const auto a = testing::gradients({hidden, head}, f),
+             e = testing::gradients({hidden.to(at::kFloat), head.to(at::kFloat)}, f);
   for (size_t i = 0; i < 2; ++i) {
     EXPECT_EQ(a[i].scalar_type(), at::kBFloat16);
     EXPECT_LE(testing::relative_error(a[i], e[i]), 0.02);
@@ -144,7 +161,8 @@ TEST(TokenLogprobs, TiesOfTheKthStay) {
   LogprobOptions options;
   options.top_k = 2;
   const double total = std::exp(3.0) + 2 * std::exp(2.0);
-  EXPECT_NEAR(token_logprobs(hidden, head, at::tensor({2}, at::kLong), options).item<float>(), 2.0 - std::log(total), 1e-6);
+  EXPECT_NEAR(token_logprobs(hidden, head, at::tensor({2}, at::kLong), options).item<float>(), 2.0 - std::log(total),
+              1e-6);
 }
 
 std::vector<SampleRow> sample_keys(int64_t rows, const LogprobOptions& options, uint64_t seed) {
@@ -162,7 +180,8 @@ TEST(Sample, LogprobsHaveTheBitsOfTheLoss) {
       EXPECT_TRUE(same_bits(token_logprobs(hidden, head, ids, options), at::tensor(result.logprobs, at::kFloat)));
       // With gradients recorded the forward is the same.
       const at::Tensor leaf = hidden.clone().set_requires_grad(true);
-      EXPECT_TRUE(same_bits(token_logprobs(leaf, head, ids, options).detach(), at::tensor(result.logprobs, at::kFloat)));
+      EXPECT_TRUE(
+          same_bits(token_logprobs(leaf, head, ids, options).detach(), at::tensor(result.logprobs, at::kFloat)));
     }
   }
 }
@@ -186,15 +205,19 @@ TEST(Sample, FrequenciesFollowTheDistribution) {
   constexpr int64_t kRows = 20000;
   const at::Tensor row = random({1, 8}, 1), head = random({12, 8}, 2, at::kFloat, 0.4);
   for (const LogprobOptions& options : all_options()) {
-    const at::Tensor p = filtered_log_softmax(row.to(at::kDouble), head.to(at::kDouble), [&] {
-      LogprobOptions o = options;
-      o.top_k = std::min<int64_t>(o.top_k, 12);
-      return o;
-    }()).exp();
-    const SampleResult result = sample_tokens(row.expand({kRows, 8}).contiguous(), head, sample_keys(kRows, options, 11));
+    const at::Tensor p = filtered_log_softmax(row.to(at::kDouble), head.to(at::kDouble),
+                                              [&] {
+                                                LogprobOptions o = options;
+                                                o.top_k = std::min<int64_t>(o.top_k, 12);
+                                                return o;
+                                              }())
+                             .exp();
+    const SampleResult result =
+        sample_tokens(row.expand({kRows, 8}).contiguous(), head, sample_keys(kRows, options, 11));
     std::vector<double> counts(12, 0.0);
     for (const int64_t id : result.ids) counts[static_cast<size_t>(id)] += 1.0 / kRows;
-    for (int64_t j = 0; j < 12; ++j) EXPECT_NEAR(counts[static_cast<size_t>(j)], p[0][j].item<double>(), 0.02) << "token " << j;
+    for (int64_t j = 0; j < 12; ++j)
+      EXPECT_NEAR(counts[static_cast<size_t>(j)], p[0][j].item<double>(), 0.02) << "token " << j;
   }
 }
 

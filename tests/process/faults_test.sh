@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# What users see when something is wrong: one sentence, the right exit code, nothing lost.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+
+# refuses CODE TEXT COMMAND...: ends with CODE and prints TEXT on one line, without a stack trace.
+refuses() {
+  local code=$1 text=$2 out got; shift 2
+  out=$("$@" 2>&1); got=$?
+  if [ $got = "$code" ] && grep -qF -- "$text" <<<"$out" && ! grep -q "frame #" <<<"$out"; then ok "refuses: $text"; else bad "expected code $code (got $got) and '$text'" "$out"; fi
+}
+
+refuses 10 "train_global_batch_size" "$TRIREME" $(run_args a policy.train_globl_batch_size=3)
+refuses 10 "no/such.yaml" "$TRIREME" train --config no/such.yaml
+refuses 10 "no/such/model" "$TRIREME" $(run_args a policy.model_name=no/such/model)
+refuses 10 "tensor" "$TRIREME" $(run_args a policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2)
+cp -r "$dir/model" "$dir/cut"; truncate -s 1000 "$dir/cut/model.safetensors"
+refuses 21 "model.safetensors" "$TRIREME" $(run_args a policy.model_name="$dir/cut")
+cp -r "$dir/model" "$dir/unknown"; sed -i 's/"model_type": *"qwen3"/"model_type": "nosuch"/' "$dir/unknown/config.json"
+refuses 10 "nosuch" "$TRIREME" $(run_args a policy.model_name="$dir/unknown")
+cp "$dir/task/train.jsonl" "$dir/bad.jsonl"; echo '{"input": "1+1=", "output"' >>"$dir/bad.jsonl"
+refuses 21 "bad.jsonl:331" "$TRIREME" $(run_args a data.train.data_path="$dir/bad.jsonl")
+refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2
+refuses 10 "'x'" env WORLD_SIZE=x "$TRIREME" $(run_args a)
+
+# A checkpoint of another model.
+check "a run of one step" "$TRIREME" $(run_args first grpo.max_num_steps=1)
+"$TRIREME" init-model --out "$dir/wider" --hidden 48 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 48 >/dev/null
+refuses 10 "belongs to another run" "$TRIREME" $(run_args first policy.model_name="$dir/wider")
+
+# A port that is taken.
+exec 3<>/dev/null
+python=$(command -v python3) || true
+if [ -n "$python" ]; then
+  "$python" -c 'import socket,sys,time; s=socket.socket(); s.bind(("0.0.0.0",0)); s.listen(); print(s.getsockname()[1],flush=True); time.sleep(600)' >"$dir/port" & holder=$!
+  for _ in $(seq 1 600); do [ -s "$dir/port" ] && break; sleep 0.05; done
+  refuses 1 "$(cat "$dir/port")" "$TRIREME" $(run_args a logger.prometheus.enabled=true logger.prometheus.port="$(cat "$dir/port")")
+  kill $holder; wait $holder 2>/dev/null
+fi
+
+# A rank that dies: the others leave, the first cause is named. Rank 1 is killed once both have begun.
+"$TRIREME" launch --nproc-per-node 2 -- $(run_args killed grpo.max_num_steps=100000 checkpointing.enabled=false) >"$dir/out" 2>"$dir/err" & pid=$!
+for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.05; done
+victim=$(for child in $(pgrep -P $pid); do tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && echo "$child"; done)
+kill -9 $victim
+wait $pid; code=$?
+if [ $code = 137 ] && grep -q "rank 1 failed first (signal 9" "$dir/err"; then ok "a killed rank is named and ends the run with code 137"
+else bad "killed rank: code $code" "$(cat "$dir/err")"; fi
+
+# A full disk at the checkpoint (a small tmpfs, when this may be mounted).
+mkdir -p "$dir/small"
+if mount -t tmpfs -o size=200k tmpfs "$dir/small" 2>/dev/null; then
+  out=$("$TRIREME" $(run_args a checkpointing.checkpoint_dir="$dir/small/ck") 2>&1); code=$?
+  if [ $code = 1 ] && grep -q "No space left" <<<"$out" && [ -z "$(ls "$dir/small/ck" 2>/dev/null)" ]; then ok "a full disk is named and leaves nothing half-written"
+  else bad "full disk: code $code" "$out"; fi
+  umount "$dir/small"
+fi
+finish

@@ -1,0 +1,58 @@
+#include "trainer/algorithms/samples.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+RolloutSample sample(int64_t group, std::vector<int32_t> prompt, std::vector<int32_t> tokens) {
+  RolloutSample s;
+  s.group = group;
+  s.prompt = std::move(prompt);
+  s.tokens = std::move(tokens);
+  for (size_t i = 0; i < s.tokens.size(); ++i) s.generation_logprobs.push_back(-0.5f - static_cast<float>(i));
+  s.raw_reward = 0.25 * static_cast<double>(group);
+  s.truncated = group == 1;
+  return s;
+}
+
+TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
+  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 9, 9}, {1})};
+  const std::string bytes = pack_samples(samples);
+  const std::vector<RolloutSample> back = unpack_samples(bytes);
+  ASSERT_EQ(back.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(back[i].prompt, samples[i].prompt);
+    EXPECT_EQ(back[i].tokens, samples[i].tokens);
+    EXPECT_EQ(back[i].generation_logprobs, samples[i].generation_logprobs);
+    EXPECT_EQ(back[i].raw_reward, samples[i].raw_reward);
+    EXPECT_EQ(back[i].truncated, samples[i].truncated);
+  }
+  for (size_t cut = 1; cut < bytes.size(); ++cut) {
+    try {
+      unpack_samples(std::string_view(bytes).substr(0, cut));  // may end exactly behind a sample
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kData);
+    }
+  }
+}
+
+TEST(Samples, MicroBatchPicksTheRowBeforeEachAnswerToken) {
+  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 8, 7}, {6})};
+  const MicroBatch batch = make_micro_batch(samples, {2, 1, 0});
+  // 9 8 7 | 1 2 3 4 : the last answer token of each is never an input
+  EXPECT_TRUE(at::equal(batch.input.ids, at::tensor(std::vector<int64_t>{9, 8, 7, 1, 2, 3, 4}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.input.positions, at::tensor(std::vector<int64_t>{0, 1, 2, 0, 1, 2, 3}, at::kLong)));
+  EXPECT_EQ(batch.input.starts, (std::vector<int64_t>{0, 3, 7}));
+  EXPECT_TRUE(at::equal(batch.rows, at::tensor(std::vector<int64_t>{2, 4, 5, 6}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.targets, at::tensor(std::vector<int64_t>{6, 3, 4, 5}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.sequence, at::tensor(std::vector<int64_t>{0, 2, 2, 2}, at::kLong)));
+  const at::Tensor spread_out = spread(samples, {2, 1, 0}, {1, 2, 3});
+  EXPECT_TRUE(at::equal(spread_out, at::tensor(std::vector<float>{1, 3, 3, 3}, at::kFloat)));
+}
+
+}  // namespace
+}  // namespace trireme

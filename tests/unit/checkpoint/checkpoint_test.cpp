@@ -1,0 +1,135 @@
+#include "trainer/checkpoint/checkpoint.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "base/error.h"
+#include "base/fs.h"
+
+namespace trireme {
+namespace {
+
+namespace fs = std::filesystem;
+
+ModelConfig tiny(int64_t hidden = 16) {
+  return ModelConfig::from_json({{"model_type", "qwen3"}, {"architectures", {"Qwen3ForCausalLM"}}, {"vocab_size", 50}, {"hidden_size", hidden},
+                                 {"intermediate_size", 24}, {"num_hidden_layers", 1}, {"num_attention_heads", 2}, {"num_key_value_heads", 1},
+                                 {"head_dim", 8}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0},
+                                 {"max_position_embeddings", 64}, {"tie_word_embeddings", true}},
+                                "test");
+}
+
+struct Run {
+  explicit Run(const fs::path& dir, int64_t hidden = 16, int64_t keep = 2)
+      : model(tiny(hidden), {}), optimizer(model, context.data_parallel(), {}) {
+    init_parameters(model, 1);
+    CheckpointOptions options;
+    options.directory = dir;
+    options.metric_name = "val:accuracy";
+    options.keep_top_k = keep;
+    manager = std::make_unique<CheckpointManager>(options, nlohmann::json{{"algorithm", "grpo"}, {"model", model.config().to_json()}}, context);
+  }
+  void save(int64_t step, double accuracy) {
+    manager->save(step, model, optimizer, {{"position", step}}, {{"val:accuracy", accuracy}}, "a: 1\n");
+  }
+  ParallelContext context;
+  Model model;
+  DistributedAdamW optimizer;
+  std::unique_ptr<CheckpointManager> manager;
+};
+
+std::vector<int64_t> steps(const fs::path& dir) {
+  std::vector<int64_t> found;
+  for (const CheckpointInfo& info : list_checkpoints(dir)) found.push_back(info.step);
+  return found;
+}
+
+TEST(Checkpoint, RoundTrip) {
+  const TemporaryDirectory dir;
+  Run first(dir.path());
+  first.save(5, 0.5);
+  Run second(dir.path());
+  init_parameters(second.model, 99);
+  const auto info = second.manager->load_latest(second.model, second.optimizer);
+  ASSERT_TRUE(info);
+  EXPECT_EQ(info->step, 5);
+  EXPECT_EQ(info->state.at("position"), 5);
+  EXPECT_TRUE(at::equal(first.model.flat_parameters(), second.model.flat_parameters()));
+  EXPECT_EQ(read_file(info->path / "config.yaml"), "a: 1\n");
+  EXPECT_TRUE(fs::exists(info->path / "policy" / "weights" / "config.json"));
+}
+
+TEST(Checkpoint, NothingThereIsNoError) {
+  const TemporaryDirectory dir;
+  Run run(dir.path() / "missing");
+  EXPECT_FALSE(run.manager->load_latest(run.model, run.optimizer));
+}
+
+TEST(Checkpoint, KeepsTheBestAndTheNewest) {
+  const TemporaryDirectory dir;
+  Run run(dir.path());
+  run.save(1, 0.9);
+  run.save(2, 0.1);
+  run.save(3, 0.8);
+  run.save(4, 0.2);
+  EXPECT_EQ(steps(dir.path()), (std::vector<int64_t>{1, 3, 4}));
+}
+
+TEST(Checkpoint, DamagedOnesAreIgnoredWithAWarning) {
+  const TemporaryDirectory dir;
+  Run run(dir.path(), 16, 0);
+  run.save(1, 0.1);
+  run.save(2, 0.2);
+  run.save(3, 0.3);
+  fs::resize_file(dir.path() / "step_3" / "policy" / "weights" / "model.safetensors", 100);
+  fs::remove(dir.path() / "step_2" / "manifest.json");
+  fs::create_directories(dir.path() / "tmp_step_9" / "policy");
+  std::vector<std::string> warnings;
+  EXPECT_EQ(list_checkpoints(dir.path(), &warnings).size(), 1u);
+  EXPECT_EQ(warnings.size(), 2u);
+  Run again(dir.path());
+  EXPECT_FALSE(fs::exists(dir.path() / "tmp_step_9")) << "unfinished folders are removed at the start";
+  EXPECT_EQ(again.manager->load_latest(again.model, again.optimizer)->step, 1);
+}
+
+TEST(Checkpoint, AnotherModelIsRefusedWithTheDifference) {
+  const TemporaryDirectory dir;
+  Run(dir.path()).save(1, 0.5);
+  Run other(dir.path(), 32);
+  try {
+    other.manager->load_latest(other.model, other.optimizer);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUser);
+    EXPECT_NE(std::string(error.what()).find("model.hidden_size is 16 there and 32 here"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Checkpoint, AFailedSaveLeavesTheOthersAndNoRubbish) {
+  const TemporaryDirectory dir;
+  Run run(dir.path());
+  run.save(1, 0.5);
+  // Permissions do not stop root: the folder of checkpoints is a file instead.
+  CheckpointOptions options;
+  options.directory = dir.path() / "blocked";
+  std::ofstream(options.directory) << "not a folder";
+  CheckpointManager blocked(options, nlohmann::json::object(), run.context);
+  EXPECT_THROW(blocked.save(2, run.model, run.optimizer, {}, {}, ""), Error);
+  EXPECT_EQ(steps(dir.path()), std::vector<int64_t>{1});
+}
+
+TEST(Checkpoint, PruningIsPure) {
+  std::vector<CheckpointInfo> all(4);
+  for (int64_t i = 0; i < 4; ++i) all[static_cast<size_t>(i)].step = i + 1;
+  all[0].metrics["m"] = 3;
+  all[1].metrics["m"] = 1;
+  EXPECT_EQ(steps_to_remove(all, "m", true, 1), (std::vector<int64_t>{2, 3}));   // best 1, newest 4
+  EXPECT_EQ(steps_to_remove(all, "m", false, 1), (std::vector<int64_t>{1, 3}));
+  EXPECT_EQ(steps_to_remove(all, "", true, 2), (std::vector<int64_t>{1, 2}));
+  EXPECT_TRUE(steps_to_remove(all, "m", true, 0).empty());
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,143 @@
+#include "trainer/launch/launch.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "trainer/launch/run_manifest.h"
+
+namespace trireme {
+namespace {
+
+LaunchOptions shell(const std::string& script, int processes) {
+  LaunchOptions options;
+  options.command = {"sh", "-c", script};
+  options.processes = processes;
+  options.failure_grace = Milliseconds(500);
+  return options;
+}
+
+TEST(Launch, GivesEachRankItsPlace) {
+  const TemporaryDirectory dir;
+  LaunchOptions options = shell("echo \"$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $LOCAL_WORLD_SIZE\" > " + dir.path().string() + "/$RANK", 2);
+  options.nodes = 2;
+  options.node_rank = 1;
+  options.master_port = 1234;
+  options.master_address = "h0";
+  EXPECT_EQ(launch(options, nullptr).exit_code, 0);
+  EXPECT_EQ(read_file(dir.path() / "2"), "2 0 4 h0 2\n");
+  EXPECT_EQ(read_file(dir.path() / "3"), "3 1 4 h0 2\n");
+}
+
+TEST(Launch, NamesTheFirstFailureAndEndsTheRest) {
+  const TemporaryDirectory dir;
+  LaunchOptions options = shell("if [ $RANK = 1 ]; then echo something broke >&2; exit 21; fi; exec sleep 600", 3);
+  options.termination_log = (dir.path() / "termination").string();
+  const LaunchResult result = launch(options, nullptr);
+  EXPECT_EQ(result.exit_code, 21);
+  EXPECT_EQ(result.failed_rank, 1);
+  EXPECT_EQ(result.cause, "exit code 21");
+  EXPECT_EQ(result.tail, std::vector<std::string>{"something broke"});
+  const auto account = nlohmann::json::parse(read_file(dir.path() / "termination"));
+  EXPECT_EQ(account.at("rank"), 1);
+  EXPECT_EQ(account.at("exitCode"), 21);
+  EXPECT_EQ(account.at("logTail"), "something broke");
+}
+
+TEST(Launch, ASignalThatKillsARankBecomesItsCode) {
+  EXPECT_EQ(launch(shell("kill -9 $$", 1), nullptr).exit_code, 137);
+}
+
+TEST(Launch, ForwardsTermination) {
+  const TemporaryDirectory dir;
+  std::atomic<int> signal{0};
+  const std::string ready = (dir.path() / "ready").string();
+  LaunchOptions options = shell("trap 'exit 40' TERM; echo > " + ready + "; while :; do sleep 0.05; done", 1);
+  std::thread sender([&] {
+    while (!std::filesystem::exists(ready)) std::this_thread::sleep_for(Milliseconds(10));
+    signal = SIGTERM;
+  });
+  EXPECT_EQ(launch(options, &signal).exit_code, 40);
+  sender.join();
+}
+
+TEST(Launch, KillsWhoIgnoresTermination) {
+  const TemporaryDirectory dir;
+  std::atomic<int> signal{0};
+  const std::string ready = (dir.path() / "ready").string();
+  LaunchOptions options = shell("trap '' TERM; echo > " + ready + "; while :; do sleep 0.05; done", 1);
+  options.grace = Milliseconds(300);
+  std::thread sender([&] {
+    while (!std::filesystem::exists(ready)) std::this_thread::sleep_for(Milliseconds(10));
+    signal = SIGTERM;
+  });
+  EXPECT_EQ(launch(options, &signal).exit_code, 137);
+  sender.join();
+}
+
+TEST(Launch, SeveralNodesNeedAPort) {
+  LaunchOptions options = shell("true", 1);
+  options.nodes = 2;
+  EXPECT_THROW(launch(options, nullptr), Error);
+}
+
+TEST(MapPaths, OnlyWholePathsAreReplaced) {
+  const std::vector<PathMapping> mappings = {{"/data/deep", "/v/deep"}, {"/data", "/v/data"}};
+  EXPECT_EQ(map_paths("/data", mappings), "/v/data");
+  EXPECT_EQ(map_paths("/data/x/y", mappings), "/v/data/x/y");
+  EXPECT_EQ(map_paths("/data/deep/z", mappings), "/v/deep/z");
+  EXPECT_EQ(map_paths("--out=/data/x,/data/deep", mappings), "--out=/v/data/x,/v/deep");
+  EXPECT_EQ(map_paths("/database/x", mappings), "/database/x");
+  EXPECT_EQ(map_paths("a/data/x", mappings), "a/data/x");
+  EXPECT_EQ(map_paths("", mappings), "");
+}
+
+TEST(RunManifest, InitContainersThenTheTrainerWithLocalPaths) {
+  const TemporaryDirectory dir;
+  // A stand-in for the program: writes down what it was called with.
+  const auto program = dir.path() / "trireme";
+  std::ofstream(program) << "#!/bin/sh\nprintf '%s\\n' \"$*\" >> " << dir.path().string() << "/calls\n"
+                         << "[ -z \"$NNODES\" ] || echo \"nodes $NNODES rank $NODE_RANK $NAME\" >> " << dir.path().string() << "/calls\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  const auto manifest = dir.path() / "job.yaml";
+  std::ofstream(manifest) << R"(apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: j}
+spec:
+  algorithm: SFT
+  config:
+    inline: {checkpointing: {checkpoint_dir: /data/ck}}
+  roles:
+    actor:
+      template:
+        spec:
+          initContainers:
+            - name: first
+              command: [trireme, init-task, addition, --out, /data/task]
+              volumeMounts: [{name: d, mountPath: /data}]
+          containers:
+            - name: trainer
+              env: [{name: NAME, value: /data/name}]
+              volumeMounts: [{name: d, mountPath: /data}]
+          volumes: [{name: d, persistentVolumeClaim: {claimName: claim}}]
+)";
+  RunOptions options;
+  options.manifest = manifest;
+  options.volumes = dir.path() / "volumes";
+  options.program = program;
+  EXPECT_EQ(run_manifest(options, nullptr), 0);
+  const std::string calls = read_file(dir.path() / "calls");
+  const std::string data = (dir.path() / "volumes" / "claim").string();
+  EXPECT_NE(calls.find("init-task addition --out " + data + "/task\n"), std::string::npos) << calls;
+  EXPECT_NE(calls.find("launch --nproc-per-node 1 -- train --algorithm sft --config "), std::string::npos) << calls;
+  EXPECT_NE(calls.find("nodes 1 rank 0 " + data + "/name"), std::string::npos) << calls;
+  EXPECT_TRUE(std::filesystem::is_directory(data));
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,174 @@
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "trainer/optimizer/adamw.h"
+#include "trainer/optimizer/lr_schedule.h"
+
+namespace trireme {
+namespace {
+
+ModelConfig tiny() {
+  return ModelConfig::from_json({{"model_type", "qwen3"}, {"architectures", {"Qwen3ForCausalLM"}}, {"vocab_size", 50}, {"hidden_size", 16},
+                                 {"intermediate_size", 24}, {"num_hidden_layers", 2}, {"num_attention_heads", 2}, {"num_key_value_heads", 1},
+                                 {"head_dim", 8}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0},
+                                 {"max_position_embeddings", 64}, {"tie_word_embeddings", true}},
+                                "test");
+}
+
+void fill_gradients(Model& model, int step) {
+  const c10::NoGradGuard no_grad;
+  for (Parameter& p : model.parameters()) {
+    at::Tensor g = model.flat_gradients().narrow(0, p.offset, p.size);
+    g.copy_(at::arange(p.size, at::kFloat).mul(0.01).add(static_cast<double>(step)).sin().mul(0.1));
+  }
+}
+
+// Decoupled AdamW written out on one element, in double.
+struct Oracle {
+  double w, m = 0, v = 0;
+  void step(double g, double lr, double wd, int t) {
+    w *= 1 - lr * wd;
+    m = 0.9 * m + 0.1 * g;
+    v = 0.99 * v + 0.01 * g * g;
+    w -= lr * (m / (1 - std::pow(0.9, t))) / (std::sqrt(v / (1 - std::pow(0.99, t))) + 1e-8);
+  }
+};
+
+AdamWOptions options() {
+  AdamWOptions o;
+  o.beta2 = 0.99;
+  return o;
+}
+
+TEST(AdamW, MatchesTheFormulaElementByElement) {
+  Model model(tiny(), {});
+  init_parameters(model, 3);
+  Communicator alone;
+  DistributedAdamW optimizer(model, alone, options());
+  const std::vector<int64_t> picked = {0, 17, 301};
+  std::vector<Oracle> oracles;
+  for (const int64_t i : picked) oracles.push_back({model.flat_parameters()[i].item<double>()});
+  for (int t = 1; t <= 5; ++t) {
+    fill_gradients(model, t);
+    for (size_t k = 0; k < picked.size(); ++k) oracles[k].step(model.flat_gradients()[picked[k]].item<double>(), 0.01, 0.1, t);
+    optimizer.step(0.01, 0.1, 0);
+    EXPECT_EQ(model.flat_gradients().abs().max().item<double>(), 0) << "gradients are consumed";
+  }
+  for (size_t k = 0; k < picked.size(); ++k) EXPECT_NEAR(model.flat_parameters()[picked[k]].item<double>(), oracles[k].w, 2e-6);
+}
+
+TEST(AdamW, ClipsByTheGlobalNorm) {
+  Model model(tiny(), {});
+  init_parameters(model, 3);
+  Communicator alone;
+  DistributedAdamW optimizer(model, alone, options());
+  fill_gradients(model, 1);
+  const double norm = model.flat_gradients().to(at::kDouble).norm().item<double>();
+  const OptimizerStep step = optimizer.step(0, 0, norm / 4);
+  EXPECT_NEAR(step.grad_norm, norm, norm * 1e-6);
+  EXPECT_NEAR(step.clip_factor, 0.25, 1e-5);
+}
+
+TEST(AdamW, BucketsDoNotChangeTheResult) {
+  at::Tensor expected;
+  for (const int64_t bucket : {int64_t{1} << 24, int64_t{1000}, int64_t{64}}) {
+    Model model(tiny(), {});
+    init_parameters(model, 3);
+    Communicator alone;
+    AdamWOptions o = options();
+    o.bucket_elements = bucket;
+    DistributedAdamW optimizer(model, alone, o);
+    for (int t = 1; t <= 3; ++t) {
+      fill_gradients(model, t);
+      optimizer.step(0.01, 0.1, 1);
+    }
+    if (!expected.defined()) expected = model.flat_parameters().clone();
+    EXPECT_TRUE(at::equal(model.flat_parameters(), expected)) << bucket;
+  }
+}
+
+TEST(AdamW, NonFiniteGradientNamesTheParameterAndChangesNothing) {
+  Model model(tiny(), {});
+  init_parameters(model, 3);
+  Communicator alone;
+  DistributedAdamW optimizer(model, alone, options());
+  const at::Tensor before = model.flat_parameters().clone();
+  fill_gradients(model, 1);
+  const Parameter* victim = model.find("model.layers.1.mlp.down_proj.weight");
+  ASSERT_NE(victim, nullptr);
+  model.flat_gradients()[victim->offset + 3] = std::nan("");
+  try {
+    optimizer.step(0.01, 0, 1);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("model.layers.1.mlp.down_proj.weight"), std::string::npos) << error.what();
+  }
+  EXPECT_TRUE(at::equal(model.flat_parameters(), before));
+}
+
+TEST(AdamW, SavedStateContinuesBitForBit) {
+  const TemporaryDirectory dir;
+  Communicator alone;
+  Model whole(tiny(), {}), first(tiny(), {}), second(tiny(), {});
+  init_parameters(whole, 3);
+  init_parameters(first, 3);
+  DistributedAdamW one(whole, alone, options()), two(first, alone, options());
+  for (int t = 1; t <= 2; ++t) {
+    fill_gradients(whole, t);
+    one.step(0.01, 0.1, 1);
+    fill_gradients(first, t);
+    two.step(0.01, 0.1, 1);
+  }
+  two.save(dir.path());
+  second.copy_parameters_from(first);
+  AdamWOptions other = options();
+  other.bucket_elements = 500;  // another cut of the flat buffer
+  DistributedAdamW three(second, alone, other);
+  three.load(dir.path());
+  EXPECT_EQ(three.steps_done(), 2);
+  fill_gradients(whole, 3);
+  one.step(0.01, 0.1, 1);
+  fill_gradients(second, 3);
+  three.step(0.01, 0.1, 1);
+  EXPECT_TRUE(at::equal(whole.flat_parameters(), second.flat_parameters()));
+}
+
+TEST(Schedule, TorchPieces) {
+  Config c;
+  c.policy.optimizer.kwargs.lr = 1.0;
+  c.policy.scheduler.pieces = {{"LinearLR", {{"start_factor", 0.1}, {"end_factor", 1.0}, {"total_iters", 10}}},
+                               {"CosineAnnealingLR", {{"T_max", 100}, {"eta_min", 0.2}}}};
+  c.policy.scheduler.milestones = {10};
+  EXPECT_NEAR(learning_rate(c, 0), 0.1, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 5), 0.55, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 10), 1.0, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 60), 0.6, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 110), 0.2, 1e-12);
+}
+
+TEST(Schedule, Megatron) {
+  Config c;
+  c.policy.megatron_cfg.enabled = true;
+  auto& m = c.policy.megatron_cfg;
+  m.optimizer.lr = 1.0;
+  m.optimizer.min_lr = 0.1;
+  m.scheduler.lr_warmup_init = 0.0;
+  m.scheduler.lr_warmup_iters = 10;
+  m.scheduler.lr_decay_iters = 110;
+  m.scheduler.lr_decay_style = "linear";
+  EXPECT_NEAR(learning_rate(c, 5), 0.5, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 60), 0.55, 1e-12);
+  EXPECT_NEAR(learning_rate(c, 200), 0.1, 1e-12);
+  m.scheduler.lr_decay_style = "cosine";
+  EXPECT_NEAR(learning_rate(c, 60), 0.55, 1e-12);
+  m.scheduler.lr_decay_style = "constant";
+  EXPECT_NEAR(learning_rate(c, 500), 1.0, 1e-12);
+}
+
+}  // namespace
+}  // namespace trireme
