@@ -134,6 +134,10 @@ void Reconciler::make_informers(const kube::Client& client) {
       read_pod, std::move(on_pod_change));
 
   kube::InformerHandlers<CachedService> on_service;
+  // A Service that the watch tells of late may be all that remains of a job that has ended meanwhile.
+  on_service.on_add = [this](const ObjectKey& key, const auto& service, bool initial) {
+    if (service->attempt > 0 && !initial) queue_.add_after(ObjectKey{key.ns, service->job}.str(), options_.pod_debounce);
+  };
   on_service.on_delete = [this](const ObjectKey& key, const auto& service) {
     if (service->attempt > 0) enqueue({key.ns, service->job});
   };

@@ -21,8 +21,8 @@ ModelConfig tiny(int64_t hidden = 16) {
                                 "test");
 }
 
-struct Run {
-  explicit Run(const fs::path& dir, int64_t hidden = 16, int64_t keep = 2)
+struct TestRun {
+  explicit TestRun(const fs::path& dir, int64_t hidden = 16, int64_t keep = 2)
       : model(tiny(hidden), {}), optimizer(model, context.data_parallel(), {}) {
     init_parameters(model, 1);
     CheckpointOptions options;
@@ -48,9 +48,9 @@ std::vector<int64_t> steps(const fs::path& dir) {
 
 TEST(Checkpoint, RoundTrip) {
   const TemporaryDirectory dir;
-  Run first(dir.path());
+  TestRun first(dir.path());
   first.save(5, 0.5);
-  Run second(dir.path());
+  TestRun second(dir.path());
   init_parameters(second.model, 99);
   const auto info = second.manager->load_latest(second.model, second.optimizer);
   ASSERT_TRUE(info);
@@ -63,13 +63,13 @@ TEST(Checkpoint, RoundTrip) {
 
 TEST(Checkpoint, NothingThereIsNoError) {
   const TemporaryDirectory dir;
-  Run run(dir.path() / "missing");
+  TestRun run(dir.path() / "missing");
   EXPECT_FALSE(run.manager->load_latest(run.model, run.optimizer));
 }
 
 TEST(Checkpoint, KeepsTheBestAndTheNewest) {
   const TemporaryDirectory dir;
-  Run run(dir.path());
+  TestRun run(dir.path());
   run.save(1, 0.9);
   run.save(2, 0.1);
   run.save(3, 0.8);
@@ -79,7 +79,7 @@ TEST(Checkpoint, KeepsTheBestAndTheNewest) {
 
 TEST(Checkpoint, DamagedOnesAreIgnoredWithAWarning) {
   const TemporaryDirectory dir;
-  Run run(dir.path(), 16, 0);
+  TestRun run(dir.path(), 16, 0);
   run.save(1, 0.1);
   run.save(2, 0.2);
   run.save(3, 0.3);
@@ -89,15 +89,15 @@ TEST(Checkpoint, DamagedOnesAreIgnoredWithAWarning) {
   std::vector<std::string> warnings;
   EXPECT_EQ(list_checkpoints(dir.path(), &warnings).size(), 1u);
   EXPECT_EQ(warnings.size(), 2u);
-  Run again(dir.path());
+  TestRun again(dir.path());
   EXPECT_FALSE(fs::exists(dir.path() / "tmp_step_9")) << "unfinished folders are removed at the start";
   EXPECT_EQ(again.manager->load_latest(again.model, again.optimizer)->step, 1);
 }
 
 TEST(Checkpoint, AnotherModelIsRefusedWithTheDifference) {
   const TemporaryDirectory dir;
-  Run(dir.path()).save(1, 0.5);
-  Run other(dir.path(), 32);
+  TestRun(dir.path()).save(1, 0.5);
+  TestRun other(dir.path(), 32);
   try {
     other.manager->load_latest(other.model, other.optimizer);
     FAIL();
@@ -109,7 +109,7 @@ TEST(Checkpoint, AnotherModelIsRefusedWithTheDifference) {
 
 TEST(Checkpoint, AFailedSaveLeavesTheOthersAndNoRubbish) {
   const TemporaryDirectory dir;
-  Run run(dir.path());
+  TestRun run(dir.path());
   run.save(1, 0.5);
   // Permissions do not stop root: the folder of checkpoints is a file instead.
   CheckpointOptions options;

@@ -82,6 +82,20 @@ TEST(Reconciler, DeletionLeavesNothingAndMakesNothing) {
   expect_sound(c);
 }
 
+// As when the watch of Services is behind: the job has ended and been looked at before its Service is heard of.
+TEST(Reconciler, ServiceHeardOfAfterTheEndIsRemoved) {
+  Cluster c;
+  c.trainers_end = true;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
+  ASSERT_TRUE(eventually([&] { return c.clean(); }));
+  const std::string uid = c.job(job)["metadata"]["uid"];
+  c.server.put(resources::kServices, {{"metadata", {{"name", "quick-a1"}, {"namespace", "team"},
+                                                     {"labels", {{kLabelJob, "quick"}, {kLabelJobUid, uid}, {kLabelAttempt, "1"}}}}}});
+  EXPECT_TRUE(eventually([&] { return c.clean(); }));
+}
+
 TEST(Reconciler, TtlRemovesTheJob) {
   Cluster c;
   c.trainers_end = true;
