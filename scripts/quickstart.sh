@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# quickstart.sh: runs examples/quickstart.rljob.yaml on this machine from an empty volume and says what was learned.
+# quickstart.sh [key=value ...]: runs examples/quickstart.rljob.yaml on this machine from an empty volume and says what was learned.
 #   SEED=2            another task split, model, data order and sampling
 #   SHUFFLE_REWARDS=1 the control: the same run with rewards that say nothing about the answers
 . "$(dirname "$0")/lib.sh"
@@ -7,13 +7,13 @@ cd "$ROOT"
 seed=${SEED:-1}
 trireme=${TRIREME:-$ROOT/build/cpu/trainer/cli/trireme}
 volumes=${VOLUMES:-.trireme/volumes}
-overrides=()
+overrides=("$@")
 [ -z "${SHUFFLE_REWARDS:-}" ] || overrides+=(grpo.shuffle_rewards=true)
 mkdir -p .trireme
 manifest=.trireme/quickstart-seed$seed.rljob.yaml
 sed -e "s/--seed, \"1\"/--seed, \"$seed\"/; s/seed=1$/seed=$seed/; s/seed=1\]/seed=$seed]/" examples/quickstart.rljob.yaml >"$manifest"
 rm -rf "$volumes/quickstart"
-log=.trireme/quickstart.log
+log=.trireme/quickstart-seed$seed.log
 start=$(date +%s)
 say "running $manifest (seed $seed); metrics: http://127.0.0.1:9400/metrics"
 "$trireme" run -f "$manifest" --volumes "$volumes" "${overrides[@]}" 2> >(tee "$log.err" >&2) | tee "$log" || die "the run failed; its output: $log and $log.err"

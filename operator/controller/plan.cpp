@@ -479,7 +479,14 @@ void Planner::starting() {
     failure.message = count(missing.size(), missing.size() + current_.size()) + " pods were deleted, and not by this operator";
     return on_failure(failure);
   }
-  if (o_.services_known && o_.services.count(job_.status.attempt) == 0) out_.actions.push_back(service_action(context(), 0));
+  if (o_.services_known && o_.services.count(job_.status.attempt) == 0) {
+    // It may have gone with the whole job, whose deletion our copy does not show yet.
+    if (!o_.live) {
+      out_.needs_live = true;
+      return;
+    }
+    out_.actions.push_back(service_action(context(), 0));
+  }
   if (!in(phase::kStarting)) return;
   if (o_.report && o_.report->attempt == job_.status.attempt && o_.report->rendezvous_done) {
     next_.phase = phase::kRunning;

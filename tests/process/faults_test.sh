@@ -19,7 +19,7 @@ refuses 21 "model.safetensors" "$TRIREME" $(run_args a policy.model_name="$dir/c
 cp -r "$dir/model" "$dir/unknown"; sed -i 's/"model_type": *"qwen3"/"model_type": "nosuch"/' "$dir/unknown/config.json"
 refuses 10 "nosuch" "$TRIREME" $(run_args a policy.model_name="$dir/unknown")
 cp "$dir/task/train.jsonl" "$dir/bad.jsonl"; echo '{"input": "1+1=", "output"' >>"$dir/bad.jsonl"
-refuses 21 "bad.jsonl:331" "$TRIREME" $(run_args a data.train.data_path="$dir/bad.jsonl")
+refuses 21 "bad.jsonl line 331" "$TRIREME" $(run_args a data.train.data_path="$dir/bad.jsonl")
 refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2
 refuses 10 "'x'" env WORLD_SIZE=x "$TRIREME" $(run_args a)
 

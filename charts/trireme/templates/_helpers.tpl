@@ -74,56 +74,56 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $name := include "trireme.fullname" . }}
 {{- with .Values.config }}
 {{- if .watchNamespace }}
-- --namespace={{ .watchNamespace }}
+- "--namespace={{ .watchNamespace }}"
 {{- end }}
 {{- if .leaderElection.enabled }}
-- --leader-elect
-- --lease-name={{ $name }}-operator
-- --lease-duration={{ .leaderElection.leaseDuration }}
-- --renew-deadline={{ .leaderElection.renewDeadline }}
-- --retry-period={{ .leaderElection.retryPeriod }}
+- "--leader-elect"
+- "--lease-name={{ $name }}-operator"
+- "--lease-duration={{ .leaderElection.leaseDuration }}"
+- "--renew-deadline={{ .leaderElection.renewDeadline }}"
+- "--retry-period={{ .leaderElection.retryPeriod }}"
 {{- else }}
-- --no-leader-elect
+- "--no-leader-elect"
 {{- end }}
-- --address={{ .address }}
-- --workers={{ .workers }}
-- --write-threads={{ .writeThreads }}
-- --qps={{ .apiQps }}
-- --burst={{ int .apiBurst }}
-- {{ ternary "--watch-nodes" "--no-watch-nodes" .watchNodes }}
-- --scheduling-backend={{ .schedulingBackend }}
+- "--address={{ .address }}"
+- "--workers={{ .workers }}"
+- "--write-threads={{ .writeThreads }}"
+- "--qps={{ .apiQps }}"
+- "--burst={{ int .apiBurst }}"
+- {{ ternary "--watch-nodes" "--no-watch-nodes" .watchNodes | quote }}
+- "--scheduling-backend={{ .schedulingBackend }}"
 {{- if .defaultImage }}
-- --default-image={{ .defaultImage }}
+- "--default-image={{ .defaultImage }}"
 {{- end }}
-- --sync-timeout={{ .syncTimeout }}
-- --shutdown-timeout={{ .shutdownTimeout }}
-- --log-format={{ .log.format }}
-- --log-level={{ .log.level }}
+- "--sync-timeout={{ .syncTimeout }}"
+- "--shutdown-timeout={{ .shutdownTimeout }}"
+- "--log-format={{ .log.format }}"
+- "--log-level={{ .log.level }}"
 {{- end }}
-- --health-port={{ .Values.health.port }}
-- --metrics-port={{ ternary .Values.metrics.port -1 .Values.metrics.enabled }}
+- "--health-port={{ .Values.health.port }}"
+- "--metrics-port={{ ternary .Values.metrics.port -1 .Values.metrics.enabled }}"
 {{- if .Values.status.enabled }}
-- --status-port={{ .Values.status.port }}
-- --status-service={{ $name }}-status
+- "--status-port={{ .Values.status.port }}"
+- "--status-service={{ $name }}-status"
 {{- if .Values.status.url }}
-- --status-url={{ .Values.status.url }}
+- "--status-url={{ .Values.status.url }}"
 {{- end }}
 {{- else }}
-- --status-port=-1
+- "--status-port=-1"
 {{- end }}
 {{- if .Values.webhook.enabled }}
-- --webhook-port={{ .Values.webhook.port }}
-- --webhook-service={{ $name }}-webhook
+- "--webhook-port={{ .Values.webhook.port }}"
+- "--webhook-service={{ $name }}-webhook"
 {{- if eq (include "trireme.certManager" .) "true" }}
-- --webhook-cert-file=/etc/trireme/webhook/tls.crt
-- --webhook-key-file=/etc/trireme/webhook/tls.key
+- "--webhook-cert-file=/etc/trireme/webhook/tls.crt"
+- "--webhook-key-file=/etc/trireme/webhook/tls.key"
 {{- else }}
-- --webhook-secret={{ $name }}-webhook-cert
-- --webhook-validating={{ $name }}-validating
-- --webhook-mutating={{ $name }}-mutating
+- "--webhook-secret={{ $name }}-webhook-cert"
+- "--webhook-validating={{ $name }}-validating"
+- "--webhook-mutating={{ $name }}-mutating"
 {{- end }}
 {{- else }}
-- --webhook-port=-1
+- "--webhook-port=-1"
 {{- end }}
 {{- range .Values.config.extraArgs }}
 - {{ . | quote }}

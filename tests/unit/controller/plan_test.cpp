@@ -531,6 +531,15 @@ TEST(Plan, OldCopiesDecideNothing) {
   EXPECT_FALSE(live.decision);
 }
 
+TEST(Plan, ServiceIsNotMadeAgainFromAnOldCopyOfTheJob) {
+  World w = two_pods();
+  w.run();
+  w.services.clear();
+  const Plan p = plan(w.observe(), w.options);
+  EXPECT_TRUE(p.needs_live);
+  EXPECT_TRUE(p.actions.empty());
+}
+
 TEST(Plan, ServiceDeletedByHandComesBack) {
   World w = two_pods();
   w.run();

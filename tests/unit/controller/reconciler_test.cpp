@@ -207,10 +207,12 @@ TEST(Reconciler, LostNodeRestarts) {
   c.start_operator();
   const ObjectKey job = c.add_job("quick", "  failurePolicy: {terminationTimeoutSeconds: 1}\n");
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
-  c.put_node(1, false);
+  const std::string node = (*c.server.get(resources::kPods, {"team", "quick-actor-1-a1"}))["spec"]["nodeName"];
+  const int number = node.back() - '0';
+  c.put_node(number, false);
   ASSERT_TRUE(eventually([&] { return c.attempt(job) >= 2; }));
   EXPECT_EQ(c.job(job)["status"]["lastFailure"]["reason"], "NodeLost");
-  c.put_node(1, true);
+  c.put_node(number, true);
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   EXPECT_EQ(c.violations(), std::vector<std::string>{});
 }
