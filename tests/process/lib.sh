@@ -13,7 +13,7 @@ finish() { echo "$passed passed, $failed failed"; [ "$failed" = 0 ]; }
 # A tiny model and task in $dir, and the overrides of a run that takes a second.
 make_fixture() {
   "$TRIREME" init-model --out "$dir/model" --hidden 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 48 >/dev/null
-  "$TRIREME" init-task addition --out "$dir/task" --largest 19 --warm-start 50 --held-out 20 >/dev/null
+  "$TRIREME" init-task addition --out "$dir/task" --smallest 0 --largest 19 --warm-start 50 --held-out 20 >/dev/null
 }
 # train NAME [overrides...]: one run with its own folders; prints nothing when fine.
 run_args() {

@@ -33,6 +33,7 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     CLI::App* verb = app.add_subcommand("init-task", "write a synthetic task: warm-start, training and held-out problems");
     verb->add_option("task", *name, "addition")->required()->check(CLI::IsMember({"addition"}));
     verb->add_option("--out", *out, "folder")->required();
+    verb->add_option("--smallest", options->smallest, "smallest summand");
     verb->add_option("--largest", options->largest, "largest summand");
     verb->add_option("--warm-start", options->warm_start, "problems with answers for SFT");
     verb->add_option("--held-out", options->held_out, "problems for validation, in neither of the others");

@@ -11,12 +11,14 @@
 namespace trireme {
 
 AdditionCounts write_addition_task(const AdditionTask& task, const std::filesystem::path& dir) {
-  const int64_t side = task.largest + 1;
-  if (task.largest < 1 || task.largest > 9999) fail_user("addition: the largest summand must be 1 to 9999");
+  const int64_t side = task.largest - task.smallest + 1;
+  if (task.smallest < 0 || task.largest <= task.smallest || task.largest > 9999) {
+    fail_user("addition: the summands must be a range inside 0 to 9999");
+  }
   const int64_t total = side * side;
   if (task.warm_start < 0 || task.held_out < 0 || task.warm_start + task.held_out >= total) {
     fail_user("addition: " + std::to_string(total) + " problems are too few for " + std::to_string(task.warm_start) + " warm-start and " +
-              std::to_string(task.held_out) + " held-out ones; raise the largest summand");
+              std::to_string(task.held_out) + " held-out ones; widen the range");
   }
   std::vector<int64_t> order(static_cast<size_t>(total));
   for (int64_t i = 0; i < total; ++i) order[static_cast<size_t>(i)] = i;
@@ -26,7 +28,8 @@ AdditionCounts write_addition_task(const AdditionTask& task, const std::filesyst
   const auto write = [&](const char* name, int64_t begin, int64_t end) {
     std::string text;
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t a = order[static_cast<size_t>(i)] / side, b = order[static_cast<size_t>(i)] % side;
+      const int64_t a = task.smallest + order[static_cast<size_t>(i)] / side;
+      const int64_t b = task.smallest + order[static_cast<size_t>(i)] % side;
       text += "{\"input\": \"" + std::to_string(a) + "+" + std::to_string(b) + "=\", \"output\": \"" + std::to_string(a + b) + "\"}\n";
     }
     write_file_atomic(dir / name, text);

@@ -7,7 +7,8 @@
 namespace trireme {
 
 struct AdditionTask {
-  int64_t largest = 99;       // summands 0 .. largest
+  int64_t smallest = 10;      // summands smallest .. largest
+  int64_t largest = 99;
   int64_t warm_start = 1000;  // problems with answers for SFT
   int64_t held_out = 512;     // problems for validation
   int64_t seed = 1;
