@@ -1,7 +1,7 @@
 # The commands people type. Each does its own set-up and says what it is doing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test unit parity sanitize fuzz quickstart operator cuda lint test-cluster clean
+.PHONY: help setup build test sanitize quickstart operator parity chart lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -26,9 +26,12 @@ operator:  ## only what needs no LibTorch
 	@scripts/setup.sh operator
 	@scripts/build.sh operator
 
-cuda:  ## the CUDA build (needs no GPU)
-	@scripts/setup.sh cuda
-	@scripts/build.sh cuda
+parity: build  ## models and tokenizers against Hugging Face (downloads about 5 GB of wheels once)
+	@scripts/build.sh cpu model_dump tokenizer_parity
+	@python3 tests/parity/model_parity.py
+
+chart:  ## lint, render and test the Helm chart, its rules and boards (builds helm once)
+	@scripts/check_chart.sh
 
 lint: setup  ## clang-format and clang-tidy
 	@scripts/lint.sh

@@ -138,7 +138,7 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
     env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
   }
   if (spec.network.rdma && spec.network.rdma->require) env["TRIREME_REQUIRE_RDMA"] = "1";
-  if (spec.checkpoint.on_termination) env["TRIREME_CHECKPOINT_ON_TERMINATION"] = "1";
+  env["TRIREME_CHECKPOINT_ON_TERMINATION"] = spec.checkpoint.on_termination ? "1" : "0";
   env["TRIREME_TERMINATION_SECONDS"] = number(spec.checkpoint.timeout_seconds);
   return env;
 }

@@ -48,12 +48,14 @@ findings=0
 if [ ${#sources[@]} -gt 0 ]; then
   [ -e build/cpu/compile_commands.json ] || die "build/cpu/compile_commands.json is missing: make build"
   say "clang-tidy: ${#sources[@]} files (minutes)"
+  broken=0
   printf '%s\0' "${sources[@]}" | xargs -0 -n 1 -P "$(nproc)" \
-    clang-tidy -p build/cpu --quiet --extra-arg=-Wno-unknown-warning-option >"$work/tidy" 2>"$work/tidy.log" || true
+    clang-tidy -p build/cpu --quiet --extra-arg=-Wno-unknown-warning-option >"$work/tidy" 2>"$work/tidy.log" || broken=1
   # A finding in a header comes once for each source that includes it.
   grep -E '^[^ ]+:[0-9]+:[0-9]+: (warning|error): ' "$work/tidy" | sed "s#^$ROOT/##" | sort -u >"$work/findings" || true
   sed 's/^/  /' "$work/findings"
   findings=$(wc -l <"$work/findings")
+  if [ "$broken" = 1 ] && [ "$findings" = 0 ]; then tail -5 "$work/tidy.log" >&2; die "clang-tidy failed"; fi
 fi
 
 echo "clang-format: $misformatted of ${#files[@]} files differ$([ "$misformatted" = 0 ] || echo ' (scripts/lint.sh --fix formats them)')"

@@ -48,6 +48,7 @@ class GrpoLoop final {
       if (state.contains("validation")) last_validation_ = state.at("validation").get<double>();
     }
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
+    trainer_->on_progress = collector_.on_progress;
     session_.reporting.ready(step_);
   }
 
@@ -59,7 +60,7 @@ class GrpoLoop final {
     while (step_ < g.max_num_steps && prompts_.epoch() < g.max_num_epochs && !stop_early) {
       stop_early = one_step();
       if (session_.should_stop() && step_ < g.max_num_steps) {
-        session_.save(step_, state(), checkpoint_metrics());
+        if (session_.checkpoint_on_stop()) session_.save(step_, state(), checkpoint_metrics());
         summary.end = LoopEnd::kStopped;
         break;
       }
@@ -144,7 +145,7 @@ class GrpoLoop final {
 
   void describe(const std::vector<RolloutSample>& samples, std::map<std::string, double>& values) const {
     std::vector<double> raw, lengths, prompt_lengths, totals, advantages;
-    double truncated = 0, correct = 0;
+    double truncated = 0, correct = 0, valid = 0;
     for (const RolloutSample& s : samples) {
       raw.push_back(s.raw_reward);
       lengths.push_back(static_cast<double>(s.tokens.size()));
@@ -153,6 +154,7 @@ class GrpoLoop final {
       advantages.push_back(s.advantage);
       truncated += s.truncated ? 1 : 0;
       correct += s.raw_reward > 0 ? 1 : 0;
+      valid += s.loss_multiplier > 0 ? 1 : 0;
     }
     const double count = static_cast<double>(samples.size());
     values["train/reward"] = mean(raw);
@@ -163,6 +165,7 @@ class GrpoLoop final {
     values["train/total_num_tokens"] = mean(totals) * count;
     values["train/truncation_rate"] = truncated / count;
     values["train/natural_termination_rate"] = 1 - truncated / count;
+    values["train/num_valid_samples"] = valid;
     values["train/correct_rate"] = correct / count;
     values["train/advantages/mean"] = mean(advantages);
     values["train/advantages/max"] = *std::max_element(advantages.begin(), advantages.end());
@@ -222,6 +225,7 @@ class GrpoLoop final {
       report.values["timing/validation/total_validation_time"] = validation_seconds_;
       report.values["validation/accuracy"] = accuracy;
       report.values["validation/avg_length"] = validation_length_;
+      if (g.val_num_generations_per_prompt > 1) report.values["validation/pass_k"] = validation_pass_k_;
       if (g.stop_at_validation_threshold && g.stop_at_validation_metric == "accuracy") {
         reached = accuracy >= *g.stop_at_validation_threshold;
       }
@@ -246,7 +250,7 @@ class GrpoLoop final {
                 " but there is no validation data: set data.validation.data_path or data.train.split_validation_size, or val_period to 0");
     }
     const int64_t count = std::min(g.max_val_samples, datasets_.validation->size());
-    std::vector<double> rewards, lengths;
+    std::vector<double> rewards, lengths, passed;  // passed: one a prompt, 1 when any of its answers was right
     std::vector<PromptExample> batch;
     int64_t printed = 0;
     const auto flush = [&](int64_t end) {
@@ -261,6 +265,8 @@ class GrpoLoop final {
       for (const RolloutSample& s : collector_.collect(request, times)) {
         rewards.push_back(s.raw_reward);
         lengths.push_back(static_cast<double>(s.tokens.size()));
+        if (s.index == 0) passed.push_back(0);
+        if (s.raw_reward > 0) passed.back() = 1;
         if (session_.context.is_main() && printed < config_.logger.num_val_samples_to_print) {
           ++printed;
           log_info("validation", "prompt " + batch[static_cast<size_t>(s.group)].prompt_text + " answer " + session_.tokenizer->decode(s.tokens) +
@@ -277,6 +283,7 @@ class GrpoLoop final {
     last_validation_ = mean(rewards);
     validated_step_ = step;
     validation_length_ = mean(lengths);
+    validation_pass_k_ = mean(passed);
     validation_seconds_ = watch.seconds();
     session_.reporting.validation(step, *last_validation_, validation_length_, validation_seconds_);
     return *last_validation_;
@@ -297,6 +304,7 @@ class GrpoLoop final {
   std::optional<double> last_validation_;
   int64_t validated_step_ = -1;
   double validation_length_ = 0;
+  double validation_pass_k_ = 0;
   double validation_seconds_ = 0;
   double last_reward_ = 0;
 };

@@ -244,6 +244,7 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
       prepared.previous = exact_ ? prepared.generation : answer_logprobs(policy_, prepared.batch, distribution_).to(at::kCPU);
       if (!exact_) mask_mismatched_sequences(prepared);
       step.push_back(std::move(prepared));
+      if (on_progress) on_progress();
     }
     steps.push_back(std::move(step));
   }
@@ -280,6 +281,7 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
       inputs.global_valid_sequences = valid_sequences;
       LossOutput output = policy_loss(inputs, loss_);
       output.loss.backward();
+      if (on_progress) on_progress();
       add_metrics(own, output.metrics);
       if (s == 0) result.mismatched_tokens += differing_bits(current.detach(), p.generation, p.mask);
       if (s == 0 && !dump.empty()) {

@@ -1,6 +1,7 @@
 // PolicyTrainer: one rollout -> reference log-probs, loss, gradients, optimizer steps.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -39,6 +40,9 @@ class PolicyTrainer final {
   // says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first optimizer step are
   // written there as safetensors.
   TrainResult train(const std::vector<RolloutSample>& samples, const std::string& dump = {});
+
+  // Called after every micro-batch, for heartbeats. May be empty.
+  std::function<void()> on_progress;
 
  private:
   struct Prepared {  // one micro-batch of this rank

@@ -62,7 +62,15 @@ EngineOptions engine_options(const Config& config) {
 
 std::vector<RewardOptions> reward_options(const Config& config) {
   std::vector<RewardOptions> all;
-  for (const std::string& name : config.env.enabled()) {
+  std::vector<std::string> names = config.env.enabled();
+  const std::string& only = config.data.train.env_name;
+  if (!only.empty()) {
+    if (std::find(names.begin(), names.end(), only) == names.end()) {
+      fail_user("data.train.env_name is '" + only + "' but env." + only + " is not enabled");
+    }
+    names = {only};
+  }
+  for (const std::string& name : names) {
     const RewardConfig& c = config.env.by_name(name);
     RewardOptions o;
     o.type = name;

@@ -54,6 +54,8 @@ class Session final {
 
   // True on every rank when any was asked to stop, or the time to save by has come. Collective.
   bool should_stop();
+  // Whether a stopped run saves first; a deadline to save by always does.
+  bool checkpoint_on_stop() const { return checkpoint_on_stop_ || save_by_.has_value(); }
   // Saves when checkpointing is enabled and `step` is not saved yet. Collective. Returns the seconds it took.
   double save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics);
 

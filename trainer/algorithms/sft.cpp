@@ -41,7 +41,7 @@ class SftLoop final {
     while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs) {
       one_step();
       if (session_.should_stop() && step_ < s.max_num_steps) {
-        save();
+        if (session_.checkpoint_on_stop()) save();
         summary.end = LoopEnd::kStopped;
         break;
       }
@@ -119,6 +119,7 @@ class SftLoop final {
       const at::Tensor logprobs = answer_logprobs(*session_.policy, micro, LogprobOptions{});
       LossOutput output = sft_loss(logprobs, token_mask(batch, bin).to(device), tokens);
       if (train) output.loss.backward();
+      session_.reporting.heartbeat();
       loss += output.metrics.at("loss");
     }
     return session_.context.data_parallel().all_reduce_sum(loss);

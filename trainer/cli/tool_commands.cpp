@@ -7,6 +7,7 @@
 #include "trainer/cli/commands.h"
 #include "trainer/data/addition.h"
 #include "trainer/rewards/grade.h"
+#include "trainer/telemetry/report.h"
 
 namespace trireme {
 namespace {
@@ -59,6 +60,20 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--pattern", options->pattern, "of a format reward");
     verb->add_option("--out", *out);
     verb->callback([=, &context] { context.run = [=] { return grade_verb(*pairs, *options, *out); }; });
+  }
+  {
+    auto log = std::make_shared<std::string>();
+    auto page = std::make_shared<std::string>("report.html");
+    CLI::App* verb = app.add_subcommand("report", "the report page of a step log");
+    verb->add_option("log", *log, "train.jsonl")->required();
+    verb->add_option("--out", *page);
+    verb->callback([=, &context] {
+      context.run = [=] {
+        if (!std::filesystem::exists(*log)) fail_user("no step log " + *log);
+        write_report(*log, *page, {});
+        return 0;
+      };
+    });
   }
   {
     auto dump = std::make_shared<std::string>();

@@ -34,6 +34,11 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   std::vector<std::string> overrides = arguments.overrides;
   if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
   std::vector<std::string> warnings;
+  const std::string metrics_port = environment("TRIREME_METRICS_PORT", "");
+  if (!metrics_port.empty()) {  // in a pod: where the monitor looks
+    overrides.push_back("logger.prometheus.enabled=true");
+    overrides.push_back("logger.prometheus.port=" + metrics_port);
+  }
   const Config config = load_config(arguments.config, overrides, &warnings);
   if (arguments.print_config) {
     std::cout << to_yaml(config);
@@ -44,6 +49,10 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.hf_home = hf_home_from_environment();
   options.reporting = reporting_from_environment();
   options.stop_signal = context.signal;
+  options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
+  if (environment_int("TRIREME_REQUIRE_RDMA", 0) != 0) {
+    fail_user("the manifest requires RDMA (spec.network.rdma.require) but this build communicates over TCP (Gloo)");
+  }
   const ParallelSizes sizes = parallel_sizes(config);
   options.layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
   if (arguments.layout.empty()) {
@@ -60,6 +69,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   log_setup(log);
   if (options.rendezvous.rank == 0) {
     for (const std::string& warning : warnings) log_warn("config", warning);
+    for (const std::string& key : keys_without_effect(config)) log_warn("config", key);
   }
   validate_supported(config);
   use_threads(local_world_from_environment());
@@ -94,6 +104,7 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
   }
   options.command = {program_path()};
   options.command.insert(options.command.end(), arguments.command.begin(), arguments.command.end());
+  options.grace = Milliseconds(1000 * environment_int("TRIREME_TERMINATION_SECONDS", 300));
   options.termination_log = environment("TRIREME_TERMINATION_LOG", "");
   const LaunchResult result = launch(options, context.signal);
   return result.exit_code;

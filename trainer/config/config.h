@@ -371,6 +371,9 @@ std::vector<std::string> find_problems(const Config& config);
 // Throws Error(kUser) naming the key when the configuration asks for something this version cannot do.
 void validate_supported(const Config& config);
 
+// Keys of the reference that are accepted, set, and change nothing in this version: one sentence each, to be shown once.
+std::vector<std::string> keys_without_effect(const Config& config);
+
 // The resolved configuration; reading it back gives the same Config.
 std::string to_yaml(const Config& config);
 // Text of docs/configuration.md.

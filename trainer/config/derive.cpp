@@ -361,8 +361,31 @@ void validate_supported(const Config& c) {
   refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
          "generation on devices of its own");
   refuse(c.grpo.max_rollout_turns > 1, "grpo.max_rollout_turns", std::to_string(c.grpo.max_rollout_turns) + " turns");
+  refuse(c.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward", "the KL penalty in the reward");
+  refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
+         "grpo.stop_at_validation_metric", "a metric other than accuracy");
+  refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,
+         "data.validation.env_name", "another reward for validation than for training");
+  refuse(c.cluster.device == "cuda", "cluster.device", "CUDA");
   refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
   if (!reasons.empty()) fail_user(join(reasons, "\n"));
+}
+
+std::vector<std::string> keys_without_effect(const Config& c) {
+  std::vector<std::string> notes;
+  const auto note = [&](bool set, const std::string& key, const std::string& why) {
+    if (set) notes.push_back(key + " has no effect in this version: " + why);
+  };
+  const std::string same = "reference and previous log-probs use the micro-batches of training";
+  const PolicyConfig& p = c.policy;
+  note(p.logprob_batch_size != p.train_micro_batch_size, "policy.logprob_batch_size", same);
+  note(p.sequence_packing.enabled && p.sequence_packing.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
+       "policy.sequence_packing.logprob_mb_tokens", same);
+  note(p.dynamic_batching.enabled && p.dynamic_batching.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
+       "policy.dynamic_batching.logprob_mb_tokens", same);
+  note(p.logprob_chunk_size != PolicyConfig{}.logprob_chunk_size, "policy.logprob_chunk_size", "the vocabulary op chooses its own chunk of rows");
+  note(c.algorithm == "sft" && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size", "validation is packed like training");
+  return notes;
 }
 
 ParallelSizes parallel_sizes(const Config& config) {

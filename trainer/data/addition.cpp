@@ -27,10 +27,13 @@ AdditionCounts write_addition_task(const AdditionTask& task, const std::filesyst
   std::filesystem::create_directories(dir);
   const auto write = [&](const char* name, int64_t begin, int64_t end) {
     std::string text;
+    const size_t digits = std::to_string(2 * task.largest).size();
     for (int64_t i = begin; i < end; ++i) {
       const int64_t a = task.smallest + order[static_cast<size_t>(i)] / side;
       const int64_t b = task.smallest + order[static_cast<size_t>(i)] % side;
-      text += "{\"input\": \"" + std::to_string(a) + "+" + std::to_string(b) + "=\", \"output\": \"" + std::to_string(a + b) + "\"}\n";
+      std::string sum = std::to_string(a + b);
+      sum.insert(0, digits - sum.size(), '0');
+      text += "{\"input\": \"" + std::to_string(a) + "+" + std::to_string(b) + "=\", \"output\": \"" + sum + "\"}\n";
     }
     write_file_atomic(dir / name, text);
   };

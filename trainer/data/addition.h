@@ -1,4 +1,4 @@
-// A synthetic task for quick runs and tests: sums of two numbers, "27+58=" -> "85".
+// A synthetic task for quick runs and tests: sums of two numbers, "27+58=" -> "085".
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@ struct AdditionCounts {
   int64_t held_out = 0;
 };
 
+// Sums are written with the digits of the largest one, so that all answers have one length.
 // Writes warm_start.jsonl, train.jsonl and held_out.jsonl of {"input", "output"} into `dir`. The three sets are disjoint and
 // together all pairs; which pair is where depends on the seed only. Throws Error(kUser) when the sizes leave no training
 // problems.

@@ -132,7 +132,7 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
 
   LaunchResult result;
   int first_failed = -1;  // index into ranks
-  bool forwarded = false;
+  bool forwarded = false, stopped = false;
   const Deadline never(SteadyClock::time_point::max());
   Deadline kill_at = never, term_at = never;
   const auto all_ended = [&] {
@@ -147,6 +147,11 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       if (rank.status) continue;
       rank.status = rank.process.poll();
       if (!rank.status || rank.status->ok() || first_failed >= 0) continue;
+      // Stopped as it was told to, after saving: its code is the result, but nothing has failed.
+      if (forwarded && rank.status->signal == 0 && rank.status->code == options.stopped_code) {
+        stopped = true;
+        continue;
+      }
       first_failed = static_cast<int>(i);
       if (!forwarded) log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
       term_at = Deadline::after(options.failure_grace);
@@ -172,6 +177,7 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
   for (Rank& rank : ranks) rank.process.signal_group(SIGKILL);  // what they may have left behind
   if (first_failed < 0) {
     for (Rank& rank : ranks) rank.tail->finish();
+    if (stopped) result.exit_code = options.stopped_code;
     return result;
   }
   Rank& failed = ranks[static_cast<size_t>(first_failed)];

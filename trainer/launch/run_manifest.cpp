@@ -167,7 +167,7 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
     spawn.argv = command;
     spawn.set_env = local.environment;
     for (const auto& [name, value] : pod_environment(job, place)) spawn.set_env[name] = value;
-    spawn.set_env["TRIREME_LOCAL_RUN"] = "1";
+    spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
     spawn.own_group = true;
     pods.push_back(Subprocess::spawn(spawn));
   }
