@@ -112,10 +112,12 @@ Reflector::WatchEnd Reflector::watch() {
   };
   WatchLines lines(options_.max_object_bytes);
   ++watches_;
-  // The server ends the watch itself; this time-out only catches one that does not.
+  // The server ends the watch itself; this bound only catches one that does not, silent or with bookmarks for ever.
+  const Milliseconds bound = options_.watch_timeout + Milliseconds(15000);
+  const Deadline deadline = Deadline::after(bound);
   client_.stream(
-      path, what, options_.watch_timeout + Milliseconds(15000),
-      [&](std::string_view chunk) { return lines.feed(chunk, on_line); }, cancel_.get());
+      path, what, bound, [&](std::string_view chunk) { return lines.feed(chunk, on_line) && !deadline.passed(); },
+      cancel_.get());
   return end;
 }
 

@@ -20,11 +20,14 @@ run_args() {
   local name=$1; shift
   echo train --config configs/quickstart.yaml policy.model_name="$dir/model" data.train.data_path="$dir/task/train.jsonl" \
     data.validation.data_path="$dir/task/held_out.jsonl" checkpointing.checkpoint_dir="$dir/$name" logger.log_dir="$dir/$name-logs" \
-    grpo.num_prompts_per_step=8 grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16 policy.train_micro_batch_size=4 \
+    grpo.use_dynamic_sampling=false grpo.batch_multiplier=1 grpo.num_prompts_per_step=8 grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16 policy.train_micro_batch_size=4 \
     grpo.max_num_steps=6 grpo.val_period=3 grpo.max_val_samples=20 checkpointing.save_period=1 checkpointing.keep_top_k=0 \
     policy.generation.max_running_samples=16 policy.generation.kv_cache_tokens=4096 policy.generation.max_new_tokens=12 \
     logger.prometheus.enabled=false logger.report=false cluster.collective_timeout_s=120 "$@"
 }
-weights() { sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors | awk '{print $1}' | sha256sum; }
+weights() {
+  [ -f "$dir/$1/step_$2/policy/weights/model.safetensors" ] || { echo "no weights of $1 step $2 ($RANDOM)"; return; }
+  sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors | awk '{print $1}' | sha256sum
+}
 # Logged values that may not depend on time.
 values() { sed 's/"time":"[^"]*"//; s/"timing[^,}]*//g; s/"performance[^,}]*//g' "$dir/$1-logs/train.jsonl"; }

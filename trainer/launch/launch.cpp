@@ -146,13 +146,18 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       Rank& rank = ranks[i];
       if (rank.status) continue;
       rank.status = rank.process.poll();
-      if (!rank.status || rank.status->ok() || first_failed >= 0) continue;
+      if (!rank.status || rank.status->ok()) continue;
       // Stopped as it was told to, after saving: its code is the result, but nothing has failed.
       if (forwarded && rank.status->signal == 0 && rank.status->code == options.stopped_code) {
         stopped = true;
         continue;
       }
+      // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
+      const auto is_echo = [&](const Rank& r) { return r.status->signal == 0 && r.status->code == options.peer_failed_code; };
+      if (first_failed >= 0 && (!is_echo(ranks[static_cast<size_t>(first_failed)]) || is_echo(rank))) continue;
+      const bool again = first_failed >= 0;
       first_failed = static_cast<int>(i);
+      if (again) continue;
       if (!forwarded) log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
       term_at = Deadline::after(options.failure_grace);
     }

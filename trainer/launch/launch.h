@@ -20,6 +20,7 @@ struct LaunchOptions {
   std::map<std::string, std::string> environment;
   Milliseconds grace{300000};        // after a forwarded SIGTERM, until SIGKILL
   Milliseconds failure_grace{20000};  // after the first failure: the others may notice and leave by themselves
+  int peer_failed_code = 20;         // a rank's code for "a peer or the network failed"
   int stopped_code = 40;             // a rank's code for "stopped by the forwarded signal, checkpoint saved"
   std::string termination_log;       // file for the one-line JSON account of a failure; empty: none
   int tail_lines = 30;

@@ -234,7 +234,10 @@ class FakeApiServer final {
     std::lock_guard lock(mutex_);
     observer_ = std::move(observer);
   }
+  // A watch that its client closed or that was cut counts until the server's thread has noticed. To wait for a new
+  // watch, wait for watches_opened(), which only grows; faults of this server reach every watch it counts.
   int open_watches() const { return open_watches_.load(); }
+  int watches_opened() const { return watches_opened_.load(); }
 
  private:
   struct Kind {
@@ -678,8 +681,9 @@ class FakeApiServer final {
       state->raw_seen = raw_writes_.size();
       state->ends = SteadyClock::now() + std::chrono::seconds(parse_int(value("timeoutSeconds")).value_or(1800));
       state->next_bookmark = SteadyClock::now() + options_.bookmark_interval;
+      ++open_watches_;
+      ++watches_opened_;
     }
-    ++open_watches_;
     response.set_chunked_content_provider(
         "application/json", [this, state](size_t, httplib::DataSink& sink) { return pump(*state, sink); },
         [this](bool) { --open_watches_; });
@@ -761,6 +765,7 @@ class FakeApiServer final {
   uint64_t generated_ = 0;
   bool stopping_ = false;
   std::atomic<int> open_watches_{0};
+  std::atomic<int> watches_opened_{0};
   std::atomic<bool> ended_{false};
   std::shared_ptr<const Identity> identity_;
   std::unique_ptr<httplib::Server> server_;

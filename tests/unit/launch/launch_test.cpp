@@ -49,6 +49,14 @@ TEST(Launch, NamesTheFirstFailureAndEndsTheRest) {
   EXPECT_EQ(account.at("logTail"), "something broke");
 }
 
+TEST(Launch, ALostPeerIsNotTheCause) {
+  LaunchOptions options = shell("[ $RANK = 0 ] && exit 20; sleep 0.2; kill -9 $$", 2);
+  options.failure_grace = Milliseconds(60000);
+  const LaunchResult result = launch(options, nullptr);
+  EXPECT_EQ(result.failed_rank, 1);
+  EXPECT_EQ(result.exit_code, 137);
+}
+
 TEST(Launch, ASignalThatKillsARankBecomesItsCode) {
   EXPECT_EQ(launch(shell("kill -9 $$", 1), nullptr).exit_code, 137);
 }
@@ -64,6 +72,21 @@ TEST(Launch, ForwardsTermination) {
   });
   EXPECT_EQ(launch(options, &signal).exit_code, 40);
   sender.join();
+}
+
+TEST(Launch, SavingAndStoppingIsNoFailure) {
+  const TemporaryDirectory dir;
+  std::atomic<int> signal{0};
+  const std::string ready = (dir.path() / "ready").string();
+  LaunchOptions options = shell("trap 'exit 40' TERM; echo > " + ready + "$RANK; while :; do sleep 0.05; done", 2);
+  std::thread sender([&] {
+    while (!std::filesystem::exists(ready + "0") || !std::filesystem::exists(ready + "1")) std::this_thread::sleep_for(Milliseconds(10));
+    signal = SIGTERM;
+  });
+  const LaunchResult result = launch(options, &signal);
+  sender.join();
+  EXPECT_EQ(result.exit_code, 40);
+  EXPECT_EQ(result.failed_rank, -1);
 }
 
 TEST(Launch, KillsWhoIgnoresTermination) {
