@@ -354,7 +354,9 @@ TEST(ClientStream, CancelEndsAQuietStreamFromAnotherThread) {
           "/api/v1/pods?watch=1&allowWatchBookmarks=true", "watch pods", Milliseconds(60000),
           [](std::string_view) { return true; }, &cancel));
     });
-    if (i % 2 == 0) EXPECT_TRUE(eventually([&] { return server.watches_opened() > before; }));
+    if (i % 2 == 0) {
+      EXPECT_TRUE(eventually([&] { return server.watches_opened() > before; }));
+    }
     cancel.stop();
     streamer.join();
   }
