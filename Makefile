@@ -19,7 +19,7 @@ quickstart: setup  ## a small model learns to add by GRPO, on the screen, in min
 test: build  ## every test that needs no cluster and no GPU
 	@scripts/test.sh
 
-sanitize:  ## unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each
+sanitize:  ## unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each (builds three times: an hour)
 	@scripts/sanitize.sh
 
 operator:  ## only what needs no LibTorch

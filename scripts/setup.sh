@@ -4,7 +4,7 @@
 flavour=${1:-cpu}
 RUST_WANTED=1.85
 
-need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip python3 python3-pip \
+need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip procps python3 python3-pip \
   libcpp-httplib-dev nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
   libcli11-dev libssl-dev zlib1g-dev libre2-dev
 

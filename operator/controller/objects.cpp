@@ -95,7 +95,8 @@ void set_environment(Json& container, const Json& ours) {
   container["env"] = std::move(merged);
 }
 
-Json environment(const AttemptContext& c, const std::string& role, int64_t rank) {
+// Init containers get no address for reports: what they run is not the job's progress.
+Json environment(const AttemptContext& c, const std::string& role, int64_t rank, bool reports) {
   const RLJob& job = c.job;
   PodPlace place;
   place.role = role;
@@ -104,7 +105,7 @@ Json environment(const AttemptContext& c, const std::string& role, int64_t rank)
   place.master_address = pod_address(job.metadata.name, "actor", 0, c.attempt);
   place.topology_file = std::string(kTopologyMountPath) + "/" + kTopologyKey;
   std::map<std::string, std::string> values = pod_environment(job, place);
-  if (!c.options.status_url.empty()) {
+  if (reports && !c.options.status_url.empty()) {
     values["TRIREME_STATUS_URL"] =
         c.options.status_url + "/v1/status/" + job.metadata.namespace_ + "/" + job.metadata.name;
     values["TRIREME_STATUS_TOKEN_FILE"] = std::string(kStatusTokenMountPath) + "/token";
@@ -333,7 +334,7 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
       set_default(container, "image", spec.image);
       if (!spec.image_pull_policy.empty()) set_default(container, "imagePullPolicy", spec.image_pull_policy);
       set_default(container, "terminationMessagePolicy", "FallbackToLogsOnError");
-      set_environment(container, environment(c, role, rank));
+      set_environment(container, environment(c, role, rank, /*reports=*/std::string_view(list) == "containers"));
     }
   }
   if (!is_reward) {
