@@ -36,9 +36,10 @@ class Error final : public std::runtime_error {
 [[noreturn]] inline void fail_timeout(const std::string& message) { throw Error(ErrorKind::kTimeout, message); }
 
 // A broken invariant of ours (never a user's mistake).
-#define TRIREME_CHECK(condition, message)                                                        \
-  do {                                                                                           \
-    if (!(condition)) ::trireme::fail_internal(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " + (message)); \
+#define TRIREME_CHECK(condition, message)                                                                \
+  do {                                                                                                   \
+    if (!(condition))                                                                                    \
+      ::trireme::fail_internal(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " + (message)); \
   } while (0)
 
 }  // namespace trireme

@@ -24,7 +24,8 @@ struct Descriptor {
 };
 
 [[noreturn]] void fail_open(const std::filesystem::path& path) {
-  throw Error(errno == ENOENT ? ErrorKind::kNotFound : ErrorKind::kIo, "cannot open " + path.string() + ": " + reason());
+  throw Error(errno == ENOENT ? ErrorKind::kNotFound : ErrorKind::kIo,
+              "cannot open " + path.string() + ": " + reason());
 }
 
 }  // namespace

@@ -25,10 +25,14 @@ spdlog::logger& logger() {
 
 const char* name(LogLevel level) {
   switch (level) {
-    case LogLevel::kDebug: return "debug";
-    case LogLevel::kInfo: return "info";
-    case LogLevel::kWarn: return "warn";
-    case LogLevel::kError: return "error";
+    case LogLevel::kDebug:
+      return "debug";
+    case LogLevel::kInfo:
+      return "info";
+    case LogLevel::kWarn:
+      return "warn";
+    case LogLevel::kError:
+      return "error";
   }
   return "info";
 }
@@ -40,8 +44,8 @@ std::string timestamp() {
   std::tm utc{};
   gmtime_r(&seconds, &utc);
   char text[96];
-  std::snprintf(text, sizeof text, "%04d-%02d-%02dT%02d:%02d:%02d.%03dZ", utc.tm_year + 1900, utc.tm_mon + 1, utc.tm_mday,
-                utc.tm_hour, utc.tm_min, utc.tm_sec, static_cast<int>(ms % 1000));
+  std::snprintf(text, sizeof text, "%04d-%02d-%02dT%02d:%02d:%02d.%03dZ", utc.tm_year + 1900, utc.tm_mon + 1,
+                utc.tm_mday, utc.tm_hour, utc.tm_min, utc.tm_sec, static_cast<int>(ms % 1000));
   return text;
 }
 
@@ -53,7 +57,8 @@ void log(LogLevel level, std::string_view component, std::string_view message) {
   if (level < g_options.level) return;
   std::string line;
   if (g_options.format == LogFormat::kJson) {
-    nlohmann::json object = {{"time", timestamp()}, {"level", name(level)}, {"component", component}, {"message", message}};
+    nlohmann::json object = {
+        {"time", timestamp()}, {"level", name(level)}, {"component", component}, {"message", message}};
     if (!g_options.tag.empty()) object["tag"] = g_options.tag;
     line = object.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   } else {

@@ -19,9 +19,13 @@ struct LogOptions {
 void log_setup(const LogOptions& options);
 
 void log(LogLevel level, std::string_view component, std::string_view message);
-inline void log_debug(std::string_view component, std::string_view message) { log(LogLevel::kDebug, component, message); }
+inline void log_debug(std::string_view component, std::string_view message) {
+  log(LogLevel::kDebug, component, message);
+}
 inline void log_info(std::string_view component, std::string_view message) { log(LogLevel::kInfo, component, message); }
 inline void log_warn(std::string_view component, std::string_view message) { log(LogLevel::kWarn, component, message); }
-inline void log_error(std::string_view component, std::string_view message) { log(LogLevel::kError, component, message); }
+inline void log_error(std::string_view component, std::string_view message) {
+  log(LogLevel::kError, component, message);
+}
 
 }  // namespace trireme

@@ -37,8 +37,10 @@ struct Pipe {
 
 ExitStatus decode(int raw) {
   ExitStatus status;
-  if (WIFSIGNALED(raw)) status.signal = WTERMSIG(raw);
-  else status.code = WEXITSTATUS(raw);
+  if (WIFSIGNALED(raw))
+    status.signal = WTERMSIG(raw);
+  else
+    status.code = WEXITSTATUS(raw);
   return status;
 }
 
@@ -89,8 +91,10 @@ Subprocess Subprocess::spawn(const SpawnOptions& options) {
     const int null_in = options.pipe_stdin ? in.read : ::open("/dev/null", O_RDONLY);
     ::dup2(null_in, 0);
     if (options.pipe_stdout) ::dup2(out.write, 1);
-    if (options.merge_stderr) ::dup2(1, 2);
-    else if (options.pipe_stderr) ::dup2(err.write, 2);
+    if (options.merge_stderr)
+      ::dup2(1, 2);
+    else if (options.pipe_stderr)
+      ::dup2(err.write, 2);
     if (!options.working_directory.empty() && ::chdir(options.working_directory.c_str()) != 0) {
       const int code = errno;
       (void)!::write(failure.write, &code, sizeof code);
@@ -181,8 +185,10 @@ void Subprocess::signal(int number) const {
 
 void Subprocess::signal_group(int number) const {
   if (pid_ <= 0) return;
-  if (own_group_) ::kill(-pid_, number);
-  else signal(number);
+  if (own_group_)
+    ::kill(-pid_, number);
+  else
+    signal(number);
 }
 
 ExitStatus Subprocess::terminate(Milliseconds grace) {
@@ -220,7 +226,8 @@ RunResult run_process(SpawnOptions options, const std::string& input, const Dead
   while (output_open && !deadline.passed()) {
     pollfd fds[2] = {{child.stdout_fd(), POLLIN, 0}, {child.stdin_fd(), POLLOUT, 0}};
     const int count = child.stdin_fd() >= 0 ? 2 : 1;
-    const int ready = ::poll(fds, static_cast<nfds_t>(count), static_cast<int>(std::min<int64_t>(deadline.remaining().count() + 1, 1000)));
+    const int ready = ::poll(fds, static_cast<nfds_t>(count),
+                             static_cast<int>(std::min<int64_t>(deadline.remaining().count() + 1, 1000)));
     if (ready < 0 && errno != EINTR) break;
     if (ready <= 0) continue;
     if (count == 2 && (fds[1].revents & (POLLOUT | POLLERR | POLLHUP)) != 0) {
@@ -231,8 +238,10 @@ RunResult run_process(SpawnOptions options, const std::string& input, const Dead
     if ((fds[0].revents & (POLLIN | POLLHUP | POLLERR)) != 0) {
       char buffer[1 << 16];
       const ssize_t got = ::read(child.stdout_fd(), buffer, sizeof buffer);
-      if (got > 0) result.output.append(buffer, static_cast<size_t>(got));
-      else if (got == 0 || errno != EINTR) output_open = false;
+      if (got > 0)
+        result.output.append(buffer, static_cast<size_t>(got));
+      else if (got == 0 || errno != EINTR)
+        output_open = false;
     }
   }
   // Take back a SIGPIPE that our own write raised before the mask is restored.

@@ -20,15 +20,15 @@ struct ExitStatus {
 };
 
 struct SpawnOptions {
-  std::vector<std::string> argv;                 // argv[0] is looked up in PATH
-  std::map<std::string, std::string> set_env;    // added to (or over) the parent's environment
-  std::string working_directory;                 // empty: the parent's
-  bool pipe_stdin = false;                       // else /dev/null
-  bool pipe_stdout = false;                      // else inherited
-  bool pipe_stderr = false;                      // else inherited
-  bool merge_stderr = false;                     // stderr into the stdout pipe
-  bool own_group = true;                         // a process group of its own, so that signal_group reaches its children
-  bool die_with_parent = true;                   // PR_SET_PDEATHSIG, SIGKILL
+  std::vector<std::string> argv;               // argv[0] is looked up in PATH
+  std::map<std::string, std::string> set_env;  // added to (or over) the parent's environment
+  std::string working_directory;               // empty: the parent's
+  bool pipe_stdin = false;                     // else /dev/null
+  bool pipe_stdout = false;                    // else inherited
+  bool pipe_stderr = false;                    // else inherited
+  bool merge_stderr = false;                   // stderr into the stdout pipe
+  bool own_group = true;                       // a process group of its own, so that signal_group reaches its children
+  bool die_with_parent = true;                 // PR_SET_PDEATHSIG, SIGKILL
 };
 
 // One child. Not thread-safe except where said; destruction kills the group and reaps it.

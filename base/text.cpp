@@ -133,10 +133,14 @@ bool is_valid_utf8(std::string_view text) {
       ++i;
       continue;
     }
-    if ((c & 0xE0) == 0xC0) extra = 1, point = c & 0x1F;
-    else if ((c & 0xF0) == 0xE0) extra = 2, point = c & 0x0F;
-    else if ((c & 0xF8) == 0xF0) extra = 3, point = c & 0x07;
-    else return false;
+    if ((c & 0xE0) == 0xC0)
+      extra = 1, point = c & 0x1F;
+    else if ((c & 0xF0) == 0xE0)
+      extra = 2, point = c & 0x0F;
+    else if ((c & 0xF8) == 0xF0)
+      extra = 3, point = c & 0x07;
+    else
+      return false;
     if (i + extra >= text.size()) return false;
     for (size_t k = 1; k <= extra; ++k) {
       const auto next = static_cast<unsigned char>(text[i + k]);

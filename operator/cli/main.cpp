@@ -17,10 +17,11 @@ int main(int argc, char** argv) {
   sigaction(SIGTERM, &action, nullptr);
   sigaction(SIGINT, &action, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
-  return trireme::cli::operator_main(std::vector<std::string>(argv + 1, argv + argc),
-                                     [](const std::string& name) {
-                                       const char* value = std::getenv(name.c_str());
-                                       return std::string(value ? value : "");
-                                     },
-                                     stop);
+  return trireme::cli::operator_main(
+      std::vector<std::string>(argv + 1, argv + argc),
+      [](const std::string& name) {
+        const char* value = std::getenv(name.c_str());
+        return std::string(value ? value : "");
+      },
+      stop);
 }

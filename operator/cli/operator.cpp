@@ -55,7 +55,8 @@ void process_metrics(kube::Metrics& metrics) {
   long pages = 0, resident = 0;
   if (std::FILE* file = std::fopen("/proc/self/statm", "r")) {
     if (std::fscanf(file, "%ld %ld", &pages, &resident) == 2) {
-      metrics.gauge("process_resident_memory_bytes", "Resident memory of this process.").Set(static_cast<double>(resident) * static_cast<double>(sysconf(_SC_PAGESIZE)));
+      metrics.gauge("process_resident_memory_bytes", "Resident memory of this process.")
+          .Set(static_cast<double>(resident) * static_cast<double>(sysconf(_SC_PAGESIZE)));
     }
     std::fclose(file);
   }
@@ -79,7 +80,8 @@ void compare(const json& sample, const json& properties, const std::string& path
       continue;
     }
     const json& known = properties[key];
-    if (value.is_object() && known.contains("properties")) compare(value, known["properties"], path + "." + key, missing);
+    if (value.is_object() && known.contains("properties"))
+      compare(value, known["properties"], path + "." + key, missing);
   }
 }
 
@@ -90,8 +92,10 @@ std::vector<std::string> missing_crd_fields(const json& crd) {
   if (!schema) return {"spec.versions[v1alpha1].schema"};
   // Every field with a default, and every status field that the controller writes.
   RLJobStatus status;
-  status.phase = status.start_time = status.attempt_start_time = status.running_time = status.completion_time = status.config_hash = "x";
-  status.observed_generation = status.attempt = status.restarts = status.free_restarts = status.budget_used = status.window_step = 1;
+  status.phase = status.start_time = status.attempt_start_time = status.running_time = status.completion_time =
+      status.config_hash = "x";
+  status.observed_generation = status.attempt = status.restarts = status.free_restarts = status.budget_used =
+      status.window_step = 1;
   status.conditions = {{"a", "b", "c", "d", "e", std::nullopt}};
   status.roles = {RoleStatus{"actor", 1, 1, 1, 1, 1, 1, 1, "s"}};
   status.progress = Progress{};
@@ -118,7 +122,8 @@ scheduling::Discovery discover(const kube::Client& client) {
     request.what = "discover " + group_version;
     const kube::RawResponse response = client.raw(request, client.default_deadline());
     if (response.status == 404 || response.status == 403) continue;
-    if (response.status != 200) throw kube::ApiError::from_response(request.what, response.status, response.body, response.retry_after);
+    if (response.status != 200)
+      throw kube::ApiError::from_response(request.what, response.status, response.body, response.retry_after);
     const json list = json::parse(response.body, nullptr, false);
     if (!list.is_object() || !list.contains("resources") || !list["resources"].is_array()) continue;
     for (const json& resource : list["resources"]) {
@@ -143,11 +148,15 @@ std::string Operator::metrics_text() {
   process_metrics(metrics_);
   if (reconciler_) {
     const std::string help = "Objects held by the informers.";
-    metrics_.gauge("trireme_informer_objects", help, {{"resource", "rljobs"}}).Set(static_cast<double>(reconciler_->job_count()));
-    metrics_.gauge("trireme_informer_objects", help, {{"resource", "pods"}}).Set(static_cast<double>(reconciler_->pod_count()));
+    metrics_.gauge("trireme_informer_objects", help, {{"resource", "rljobs"}})
+        .Set(static_cast<double>(reconciler_->job_count()));
+    metrics_.gauge("trireme_informer_objects", help, {{"resource", "pods"}})
+        .Set(static_cast<double>(reconciler_->pod_count()));
   }
   if (certificates_ && certificates_->expires_unix_s() > 0) {
-    metrics_.gauge("trireme_webhook_certificate_expiry_timestamp_seconds", "When the webhook's certificate expires, unix time.")
+    metrics_
+        .gauge("trireme_webhook_certificate_expiry_timestamp_seconds",
+               "When the webhook's certificate expires, unix time.")
         .Set(static_cast<double>(certificates_->expires_unix_s()));
   }
   std::string text = metrics_.text();
@@ -168,7 +177,8 @@ void Operator::check_crd() {
   }
   if (!crd) fail_user("CustomResourceDefinition " + name + " is not installed: " + advice);
   const std::vector<std::string> missing = missing_crd_fields(*crd);
-  metrics_.gauge("trireme_crd_outdated", "1 if the installed CRD lacks fields that this operator uses.").Set(missing.empty() ? 0 : 1);
+  metrics_.gauge("trireme_crd_outdated", "1 if the installed CRD lacks fields that this operator uses.")
+      .Set(missing.empty() ? 0 : 1);
   if (missing.empty()) return;
   log_error("operator", "the installed CustomResourceDefinition " + name + " is older than this operator and drops " +
                             join(missing, ", ") + ": " + advice);
@@ -186,9 +196,10 @@ void Operator::make_reconciler() {
   options.plan.default_backend = options_.backend;
   options.plan.discovery = discover(client_);
   if (options_.status_port >= 0) {
-    options.plan.objects.status_url = !options_.status_url.empty() ? options_.status_url
-                                                                   : "http://" + options_.status_service + "." + options_.operator_namespace +
-                                                                         ".svc:" + std::to_string(options_.status_port);
+    options.plan.objects.status_url = !options_.status_url.empty()
+                                          ? options_.status_url
+                                          : "http://" + options_.status_service + "." + options_.operator_namespace +
+                                                ".svc:" + std::to_string(options_.status_port);
   }
   if (tune_) tune_(options);
   const auto chosen = scheduling::choose_backend(options.plan.default_backend, false, options.plan.discovery);
@@ -284,7 +295,8 @@ std::string Operator::leader_status_address() {
   }
   std::string address;
   try {
-    const auto pod = client_.find(kube::resources::kPods, {options_.operator_namespace, identity.substr(0, identity.find('_'))});
+    const auto pod =
+        client_.find(kube::resources::kPods, {options_.operator_namespace, identity.substr(0, identity.find('_'))});
     if (pod) address = pod->value("status", json::object()).value("podIP", std::string());
   } catch (const kube::ApiError& e) {
     log_warn("operator", std::string("where the leader is: ") + e.what());
@@ -320,11 +332,13 @@ int Operator::run(const std::atomic<bool>& stop) {
   reconciler_->start_informers();
   const Deadline synced_by = Deadline::after(Milliseconds(options_.sync_timeout_s * 1000));
   while (!reconciler_->synced() && !stop) {
-    if (synced_by.passed()) fail_timeout("the first lists of RLJobs, pods, services and nodes did not come within --sync-timeout");
+    if (synced_by.passed())
+      fail_timeout("the first lists of RLJobs, pods, services and nodes did not come within --sync-timeout");
     reconciler_->wait_synced(Deadline::after(kPoll));
   }
-  log_info("operator", "informers hold " + std::to_string(reconciler_->job_count()) + " RLJobs and " + std::to_string(reconciler_->pod_count()) +
-                           " pods after " + format_fixed(watch.seconds(), 2) + " s");
+  log_info("operator", "informers hold " + std::to_string(reconciler_->job_count()) + " RLJobs and " +
+                           std::to_string(reconciler_->pod_count()) + " pods after " +
+                           format_fixed(watch.seconds(), 2) + " s");
   // Whoever has no copy of the cluster yet does not ask for the lease.
   if (elector_ && !stop) elector_->start();
   while (!stop && !lost_) {
@@ -356,8 +370,8 @@ void Operator::shut_down() {
   if (health_server_) health_server_->stop();
 }
 
-int operator_main(const std::vector<std::string>& arguments, const std::function<std::string(const std::string&)>& environment,
-                  const std::atomic<bool>& stop) {
+int operator_main(const std::vector<std::string>& arguments,
+                  const std::function<std::string(const std::string&)>& environment, const std::atomic<bool>& stop) {
   const ParsedOptions parsed = parse_options(arguments, environment);
   if (parsed.exit) {
     std::fputs(parsed.message.c_str(), parsed.exit_code == 0 ? stdout : stderr);
@@ -366,8 +380,9 @@ int operator_main(const std::vector<std::string>& arguments, const std::function
   const OperatorOptions& options = parsed.options;
   log_setup(options.log);
   try {
-    kube::ClientConfig config = options.kubeconfig.empty() ? kube::in_cluster_config(options.kubernetes_host, options.kubernetes_port)
-                                                           : kube::load_kubeconfig(options.kubeconfig, options.context);
+    kube::ClientConfig config = options.kubeconfig.empty()
+                                    ? kube::in_cluster_config(options.kubernetes_host, options.kubernetes_port)
+                                    : kube::load_kubeconfig(options.kubeconfig, options.context);
     log_info("operator", "API server " + config.url());
     Operator program(std::move(config), options);
     return program.run(stop);

@@ -27,8 +27,8 @@ class Operator final {
   Operator(const Operator&) = delete;
   Operator& operator=(const Operator&) = delete;
 
-  // Runs until `stop` is set; 0 after a graceful end, 1 when the lease was lost. Throws Error(kUser) for what the user must
-  // put right (no CRD), Error(kTimeout) when the first lists do not come.
+  // Runs until `stop` is set; 0 after a graceful end, 1 when the lease was lost. Throws Error(kUser) for what the user
+  // must put right (no CRD), Error(kTimeout) when the first lists do not come.
   int run(const std::atomic<bool>& stop);
 
   // 0 before run() opened them.
@@ -71,12 +71,12 @@ class Operator final {
 // Which gang APIs the cluster serves.
 scheduling::Discovery discover(const kube::Client& client);
 
-// Fields of the specification and the status that this operator uses and the installed CRD's schema does not know: the API
-// server would drop them without a word. Empty: the CRD is new enough.
+// Fields of the specification and the status that this operator uses and the installed CRD's schema does not know: the
+// API server would drop them without a word. Empty: the CRD is new enough.
 std::vector<std::string> missing_crd_fields(const nlohmann::json& crd);
 
 // The whole program; `environment` as in parse_options. Returns the exit code.
-int operator_main(const std::vector<std::string>& arguments, const std::function<std::string(const std::string&)>& environment,
-                  const std::atomic<bool>& stop);
+int operator_main(const std::vector<std::string>& arguments,
+                  const std::function<std::string(const std::string&)>& environment, const std::atomic<bool>& stop);
 
 }  // namespace trireme::cli

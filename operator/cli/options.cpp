@@ -9,13 +9,15 @@ namespace {
 
 std::string environment_name(const std::string& flag) {
   std::string name = "TRIREME_OPERATOR_" + flag.substr(2);
-  std::transform(name.begin(), name.end(), name.begin(), [](char c) { return c == '-' ? '_' : static_cast<char>(std::toupper(c)); });
+  std::transform(name.begin(), name.end(), name.begin(),
+                 [](char c) { return c == '-' ? '_' : static_cast<char>(std::toupper(c)); });
   return name;
 }
 
 }  // namespace
 
-ParsedOptions parse_options(const std::vector<std::string>& arguments, const std::function<std::string(const std::string&)>& environment) {
+ParsedOptions parse_options(const std::vector<std::string>& arguments,
+                            const std::function<std::string(const std::string&)>& environment) {
   ParsedOptions parsed;
   OperatorOptions& o = parsed.options;
   o.kubernetes_host = environment("KUBERNETES_SERVICE_HOST");
@@ -29,7 +31,8 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments, const std
   app.add_option("--kubeconfig", o.kubeconfig, "kubeconfig file; without it the pod's service account is used");
   app.add_option("--context", o.context, "context of the kubeconfig");
   app.add_option("--namespace", o.watch_namespace, "look after RLJobs of this namespace only");
-  app.add_option("--operator-namespace", o.operator_namespace, "namespace of the lease, the webhook's Secret and the Services");
+  app.add_option("--operator-namespace", o.operator_namespace,
+                 "namespace of the lease, the webhook's Secret and the Services");
   app.add_option("--pod-name", o.pod_name, "this replica's identity");
   app.add_flag("--leader-elect,!--no-leader-elect", o.leader_elect, "act only while holding the lease");
   app.add_option("--lease-name", o.lease_name, "name of the lease");
@@ -47,19 +50,25 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments, const std
   app.add_option("--write-threads", o.write_threads, "threads for parallel writes")->check(CLI::Range(1, 256));
   app.add_option("--qps", o.qps, "API requests per second; 0: no limit")->check(CLI::Range(0.0, 1e6));
   app.add_option("--burst", o.burst, "API requests in a burst")->check(CLI::Range(1, 1000000));
-  app.add_flag("--watch-nodes,!--no-watch-nodes", o.watch_nodes, "notice lost nodes early; needs get, list and watch on nodes");
-  app.add_option("--scheduling-backend", o.backend, "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
+  app.add_flag("--watch-nodes,!--no-watch-nodes", o.watch_nodes,
+               "notice lost nodes early; needs get, list and watch on nodes");
+  app.add_option("--scheduling-backend", o.backend,
+                 "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
   app.add_option("--default-image", o.default_image, "trainer image of jobs that name none");
   app.add_option("--webhook-service", o.webhook_service, "Service in front of the webhook port");
   app.add_option("--webhook-secret", o.webhook_secret, "Secret that the own certificate is kept in");
-  app.add_option("--webhook-validating", o.validating_configuration, "ValidatingWebhookConfiguration whose caBundle is kept right; empty: none");
-  app.add_option("--webhook-mutating", o.mutating_configuration, "MutatingWebhookConfiguration whose caBundle is kept right; empty: none");
-  app.add_option("--webhook-cert-file", o.webhook_cert_file, "certificate file (cert-manager); with --webhook-key-file");
+  app.add_option("--webhook-validating", o.validating_configuration,
+                 "ValidatingWebhookConfiguration whose caBundle is kept right; empty: none");
+  app.add_option("--webhook-mutating", o.mutating_configuration,
+                 "MutatingWebhookConfiguration whose caBundle is kept right; empty: none");
+  app.add_option("--webhook-cert-file", o.webhook_cert_file,
+                 "certificate file (cert-manager); with --webhook-key-file");
   app.add_option("--webhook-key-file", o.webhook_key_file, "key file");
   app.add_option("--sync-timeout", o.sync_timeout_s, "seconds for the first lists")->check(CLI::Range(1, 86400));
   app.add_option("--shutdown-timeout", o.shutdown_timeout_s, "seconds for a graceful end")->check(CLI::Range(1, 3600));
   app.add_option("--log-format", log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
-  app.add_option("--log-level", log_level, "debug, info, warn or error")->check(CLI::IsMember({"debug", "info", "warn", "error"}));
+  app.add_option("--log-level", log_level, "debug, info, warn or error")
+      ->check(CLI::IsMember({"debug", "info", "warn", "error"}));
 
   // Flags win over the environment: what the command line names is not taken from there.
   std::vector<std::string> all = arguments;
@@ -67,7 +76,8 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments, const std
     if (option->get_lnames().empty() || option->get_lnames()[0] == "help") continue;
     const std::string flag = "--" + option->get_lnames()[0];
     const std::string value = environment(environment_name(flag));
-    const bool named = std::any_of(arguments.begin(), arguments.end(), [&](const std::string& a) { return a == flag || a.rfind(flag + "=", 0) == 0; });
+    const bool named = std::any_of(arguments.begin(), arguments.end(),
+                                   [&](const std::string& a) { return a == flag || a.rfind(flag + "=", 0) == 0; });
     if (!value.empty() && !named) all.push_back(flag + "=" + value);
   }
   std::reverse(all.begin(), all.end());  // CLI11 takes them from the back
@@ -76,7 +86,8 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments, const std
     if (o.webhook_cert_file.empty() != o.webhook_key_file.empty()) {
       throw CLI::ValidationError("--webhook-cert-file and --webhook-key-file belong together");
     }
-    if (o.renew_deadline_s >= o.lease_duration_s) throw CLI::ValidationError("--renew-deadline must be less than --lease-duration");
+    if (o.renew_deadline_s >= o.lease_duration_s)
+      throw CLI::ValidationError("--renew-deadline must be less than --lease-duration");
   } catch (const CLI::ParseError& e) {
     std::ostringstream out, err;
     parsed.exit_code = app.exit(e, out, err);
@@ -85,7 +96,10 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments, const std
     return parsed;
   }
   o.log.format = log_format == "json" ? LogFormat::kJson : LogFormat::kText;
-  o.log.level = log_level == "debug" ? LogLevel::kDebug : log_level == "warn" ? LogLevel::kWarn : log_level == "error" ? LogLevel::kError : LogLevel::kInfo;
+  o.log.level = log_level == "debug"   ? LogLevel::kDebug
+                : log_level == "warn"  ? LogLevel::kWarn
+                : log_level == "error" ? LogLevel::kError
+                                       : LogLevel::kInfo;
   return parsed;
 }
 

@@ -57,6 +57,7 @@ struct ParsedOptions {
 };
 
 // `environment` returns "" for what is not set. Every flag --some-name can also be given as TRIREME_OPERATOR_SOME_NAME.
-ParsedOptions parse_options(const std::vector<std::string>& arguments, const std::function<std::string(const std::string&)>& environment);
+ParsedOptions parse_options(const std::vector<std::string>& arguments,
+                            const std::function<std::string(const std::string&)>& environment);
 
 }  // namespace trireme::cli

@@ -55,7 +55,8 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
   int wave = 0;
   actions.push_back(service_action(context, wave++));
   actions.push_back(create(kube::resources::kConfigMaps, attempt_config_map(context), wave));
-  if (context.job.spec.roles.reward) actions.push_back(create(kube::resources::kServices, reward_service(context), wave));
+  if (context.job.spec.roles.reward)
+    actions.push_back(create(kube::resources::kServices, reward_service(context), wave));
   for (scheduling::Object& object : scheduling::gang_objects(context.backend, gang_of(context))) {
     const std::string kind = object.body["kind"].get<std::string>();
     actions.push_back(create(resource_of(object.group_version, object.resource, kind), std::move(object.body), wave++));
@@ -68,7 +69,8 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
 }
 
 Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,
-                const std::function<bool(int64_t attempt)>& is_over, const std::function<bool(const ObservedPod&)>& keep) {
+                const std::function<bool(int64_t attempt)>& is_over,
+                const std::function<bool(const ObservedPod&)>& keep) {
   Cleanup result;
   const RLJob& job = observed.job;
   const Milliseconds limit{job.spec.failure_policy.termination_timeout_seconds * 1000};
@@ -80,7 +82,8 @@ Cleanup cleanup(const Observed& observed, const PlanOptions& options, const sche
     action.uid = pod.uid;
     if (pod.deleting) {
       // Only a kubelet can end a pod for certain. Where there is none any more, waiting longer helps nobody.
-      const bool lost = pod.node_state == NodeState::kGone || (pod.node_state == NodeState::kNotReady && pod.deleting_for >= limit);
+      const bool lost =
+          pod.node_state == NodeState::kGone || (pod.node_state == NodeState::kNotReady && pod.deleting_for >= limit);
       if (!lost) continue;
       action.grace_period_s = 0;
     }

@@ -1,4 +1,5 @@
-// The two lists of actions a plan may hold: make an attempt's objects, and take attempts apart. Internal to the planner.
+// The two lists of actions a plan may hold: make an attempt's objects, and take attempts apart. Internal to the
+// planner.
 #pragma once
 
 #include <functional>
@@ -19,7 +20,8 @@ struct WantedPod {
 // Every pod of an attempt, actor first.
 std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt);
 
-// Service, gang, ConfigMap, then `missing`. The Service comes first and goes last: while it stands, the attempt has remains.
+// Service, gang, ConfigMap, then `missing`. The Service comes first and goes last: while it stands, the attempt has
+// remains.
 std::vector<Action> create_actions(const AttemptContext& context, const std::vector<WantedPod>& missing);
 Action service_action(const AttemptContext& context, int wave);
 
@@ -29,6 +31,7 @@ struct Cleanup {
 };
 // Takes apart the attempts for which `is_over` is true. `keep` says which ended pods stay for their logs.
 Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,
-                const std::function<bool(int64_t attempt)>& is_over, const std::function<bool(const ObservedPod&)>& keep);
+                const std::function<bool(int64_t attempt)>& is_over,
+                const std::function<bool(const ObservedPod&)>& keep);
 
 }  // namespace trireme::controller

@@ -59,7 +59,8 @@ std::string disruption_reason(const std::string& reason) {
 std::string pod_reason(const std::string& reason) {
   if (reason == "Preempting" || reason == "Preempted") return "Preempted";
   if (reason == "Shutdown" || reason == "NodeShutdown" || reason == "Terminated") return "NodeShutdown";
-  if (reason == "UnexpectedAdmissionError" || reason == "NodeAffinity" || starts_with(reason, "OutOf")) return "AdmissionRejected";
+  if (reason == "UnexpectedAdmissionError" || reason == "NodeAffinity" || starts_with(reason, "OutOf"))
+    return "AdmissionRejected";
   return reason;
 }
 
@@ -97,7 +98,8 @@ std::string waiting_reason(const Json& status) {
 
 void read_trouble(const Json& status, CachedPod& pod) {
   CachedPod::Trouble trouble;
-  if (const Json* disrupted = condition(status, "DisruptionTarget"); disrupted && text(*disrupted, "status") == "True") {
+  if (const Json* disrupted = condition(status, "DisruptionTarget");
+      disrupted && text(*disrupted, "status") == "True") {
     trouble.reason = disruption_reason(text(*disrupted, "reason"));
     trouble.message = text(*disrupted, "message");
   }
@@ -128,21 +130,20 @@ void read_trouble(const Json& status, CachedPod& pod) {
 }  // namespace
 
 kube::JsonFields job_fields() {
-  return kube::JsonFields({"metadata.generation", "metadata.creationTimestamp",
-                                        "metadata.deletionTimestamp", "spec", "status"});
+  return kube::JsonFields(
+      {"metadata.generation", "metadata.creationTimestamp", "metadata.deletionTimestamp", "spec", "status"});
 }
 
 kube::JsonFields pod_fields() {
-  return kube::JsonFields({"metadata.namespace", "metadata.name", "metadata.uid", "metadata.resourceVersion", "metadata.labels",
-       "metadata.deletionTimestamp", "spec.nodeName", "spec.schedulingGates", "status.phase", "status.reason",
-       "status.message", "status.conditions.type", "status.conditions.status", "status.conditions.reason",
-       "status.conditions.message", "status.containerStatuses.name", "status.containerStatuses.state",
-       "status.initContainerStatuses.name", "status.initContainerStatuses.state"});
+  return kube::JsonFields({"metadata.namespace", "metadata.name", "metadata.uid", "metadata.resourceVersion",
+                           "metadata.labels", "metadata.deletionTimestamp", "spec.nodeName", "spec.schedulingGates",
+                           "status.phase", "status.reason", "status.message", "status.conditions.type",
+                           "status.conditions.status", "status.conditions.reason", "status.conditions.message",
+                           "status.containerStatuses.name", "status.containerStatuses.state",
+                           "status.initContainerStatuses.name", "status.initContainerStatuses.state"});
 }
 
-kube::JsonFields service_fields() {
-  return kube::JsonFields({"metadata.labels", "metadata.deletionTimestamp"});
-}
+kube::JsonFields service_fields() { return kube::JsonFields({"metadata.labels", "metadata.deletionTimestamp"}); }
 
 kube::JsonFields node_fields() {
   return kube::JsonFields({"status.conditions.type", "status.conditions.status", "spec.taints.key"});
@@ -199,8 +200,10 @@ CachedPod read_pod(const Json& object) {
   pod.scheduled = !pod.node.empty();
   pod.gated = at(spec, "schedulingGates").is_array() && !at(spec, "schedulingGates").empty();
   const std::string phase = text(status, "phase");
-  pod.phase = phase == "Running" ? PodPhase::kRunning : phase == "Succeeded" ? PodPhase::kSucceeded
-              : phase == "Failed" ? PodPhase::kFailed : PodPhase::kPending;
+  pod.phase = phase == "Running"     ? PodPhase::kRunning
+              : phase == "Succeeded" ? PodPhase::kSucceeded
+              : phase == "Failed"    ? PodPhase::kFailed
+                                     : PodPhase::kPending;
   const Json* ready = condition(status, "Ready");
   pod.ready = ready && text(*ready, "status") == "True";
   read_trouble(status, pod);

@@ -11,7 +11,7 @@
 namespace trireme::controller {
 
 struct CachedJob {
-  std::string text;              // JSON without managed fields and annotations; parsed at each reconcile
+  std::string text;  // JSON without managed fields and annotations; parsed at each reconcile
   std::string uid;
   std::string resource_version;
   // For /metrics and the queue, without parsing:
@@ -30,7 +30,7 @@ struct CachedJob {
   double tokens_per_second = 0;
   bool has_progress = false;
   bool has_reward = false;
-  bool managed = true;           // by this operator
+  bool managed = true;  // by this operator
 };
 
 struct CachedPod {

@@ -22,8 +22,8 @@ bool matches(const FailureRule& rule, const Failure& failure) {
 }
 
 FailureAction built_in(const Failure& failure) {
-  static const std::set<std::string> kFree = {kReasonDeleted, kReasonNodeLost, "Preempted", "Evicted",
-                                              "NodeShutdown", "AdmissionRejected"};
+  static const std::set<std::string> kFree = {kReasonDeleted, kReasonNodeLost, "Preempted",
+                                              "Evicted",      "NodeShutdown",  "AdmissionRejected"};
   if (kFree.count(failure.reason) > 0) return FailureAction::kRestartFree;
   if (failure.exit_code == kExitConfig) return FailureAction::kFailJob;
   if (failure.exit_code == kExitNode) return FailureAction::kAvoidNodeAndRestart;
@@ -62,7 +62,8 @@ std::optional<Failure> pod_failure(const ObservedPod& pod, Milliseconds node_gra
     failure.consequence = failure.exit_code == kExitCommunication || failure.exit_code == kExitCheckpointed;
     return failure;
   }
-  if (pod.node_state == NodeState::kGone || (pod.node_state == NodeState::kNotReady && pod.node_bad_for >= node_grace)) {
+  if (pod.node_state == NodeState::kGone ||
+      (pod.node_state == NodeState::kNotReady && pod.node_bad_for >= node_grace)) {
     Failure failure = of_pod(pod);
     failure.reason = kReasonNodeLost;
     failure.message = "node " + pod.node + (pod.node_state == NodeState::kGone ? " is gone" : " is not ready");

@@ -24,16 +24,16 @@ struct Failure {
   std::string message;
   std::optional<int64_t> exit_code;
   std::optional<int64_t> signal;
-  int64_t at_ms = 0;           // node's clock, to order failures; 0: unknown
-  bool consequence = false;    // most likely the echo of another pod's failure
+  int64_t at_ms = 0;         // node's clock, to order failures; 0: unknown
+  bool consequence = false;  // most likely the echo of another pod's failure
   Milliseconds seen_for{0};
 };
 
 // Exit code 128 + n is signal n when the container's state does not name one.
 std::optional<int64_t> signal_of(const ObservedPod& pod);
 
-// A pod of the current attempt that failed, lies on a lost node, or is being taken away by somebody else; nothing if it is well.
-// `node_grace`: how long a node must have been NotReady.
+// A pod of the current attempt that failed, lies on a lost node, or is being taken away by somebody else; nothing if it
+// is well. `node_grace`: how long a node must have been NotReady.
 std::optional<Failure> pod_failure(const ObservedPod& pod, Milliseconds node_grace);
 
 // The failure that explains the others: no echo before an echo, then the earliest, then the lowest role and rank.

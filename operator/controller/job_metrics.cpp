@@ -26,7 +26,9 @@ class Family final {
   Family(const char* name, const char* type, const char* help) : name_(name) {
     text_ = std::string("# HELP ") + name + " " + help + "\n# TYPE " + name + " " + type + "\n";
   }
-  void add(const std::string& labels, double value) { text_ += name_ + "{" + labels + "} " + format_double(value) + "\n"; }
+  void add(const std::string& labels, double value) {
+    text_ += name_ + "{" + labels + "} " + format_double(value) + "\n";
+  }
   const std::string& text() const { return text_; }
 
  private:
@@ -50,8 +52,8 @@ std::string job_metrics_text(const Reconciler& reconciler, const ReportStore& re
   Family checkpoint("trireme_job_checkpoint_step", "gauge", "Step of the last complete checkpoint.");
   Family heartbeat("trireme_job_heartbeat_age_seconds", "gauge", "Seconds since rank 0 last reported.");
   std::map<std::string, int64_t> by_phase;
-  for (const char* p : {phase::kPending, phase::kQueued, phase::kStarting, phase::kRunning, phase::kRestarting, phase::kSuspended,
-                        phase::kComplete, phase::kFailed}) {
+  for (const char* p : {phase::kPending, phase::kQueued, phase::kStarting, phase::kRunning, phase::kRestarting,
+                        phase::kSuspended, phase::kComplete, phase::kFailed}) {
     by_phase[p] = 0;
   }
   reconciler.for_each_job([&](const kube::ObjectKey& key, const CachedJob& job) {
@@ -83,8 +85,8 @@ std::string job_metrics_text(const Reconciler& reconciler, const ReportStore& re
   });
   for (const auto& [phase, count] : by_phase) jobs.add("phase=\"" + escape(phase) + "\"", static_cast<double>(count));
   std::string text;
-  for (const Family* family : std::array{&jobs, &info, &attempt, &restarts, &pods, &step, &max_steps, &reward, &step_seconds, &tokens,
-                                         &checkpoint, &heartbeat}) {
+  for (const Family* family : std::array{&jobs, &info, &attempt, &restarts, &pods, &step, &max_steps, &reward,
+                                         &step_seconds, &tokens, &checkpoint, &heartbeat}) {
     text += family->text();
   }
   return text;

@@ -1,5 +1,5 @@
-// The operator's own metrics about jobs, written straight from the informer's store at each scrape: no series outlives its job,
-// and ten thousand jobs cost no memory for series.
+// The operator's own metrics about jobs, written straight from the informer's store at each scrape: no series outlives
+// its job, and ten thousand jobs cost no memory for series.
 #pragma once
 
 #include <string>

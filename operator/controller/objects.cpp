@@ -166,8 +166,7 @@ void attract(Json& spec, const AttemptContext& c) {
   const Scheduling& scheduling = c.job.spec.scheduling;
   const auto kind = c.backend.kind;
   if (kind == scheduling::BackendKind::kKueue || kind == scheduling::BackendKind::kKai) return;
-  Json selector = {{"matchLabels",
-                    {{kLabelJobUid, c.job.metadata.uid}, {kLabelAttempt, std::to_string(c.attempt)}}}};
+  Json selector = {{"matchLabels", {{kLabelJobUid, c.job.metadata.uid}, {kLabelAttempt, std::to_string(c.attempt)}}}};
   if (!scheduling.required_topology.empty() && kind != scheduling::BackendKind::kKubernetes) {
     Json& affinity = object_at(object_at(spec, "affinity"), "podAffinity");
     array_at(affinity, "requiredDuringSchedulingIgnoredDuringExecution")
@@ -176,8 +175,9 @@ void attract(Json& spec, const AttemptContext& c) {
   if (!scheduling.preferred_topology.empty()) {
     Json& affinity = object_at(object_at(spec, "affinity"), "podAffinity");
     array_at(affinity, "preferredDuringSchedulingIgnoredDuringExecution")
-        .push_back({{"weight", 100},
-                    {"podAffinityTerm", {{"topologyKey", scheduling.preferred_topology}, {"labelSelector", selector}}}});
+        .push_back(
+            {{"weight", 100},
+             {"podAffinityTerm", {{"topologyKey", scheduling.preferred_topology}, {"labelSelector", selector}}}});
   }
 }
 
@@ -222,8 +222,8 @@ void add_config(Json& spec, Json& container, const AttemptContext& c) {
 void add_status_token(Json& spec, Json& container, const ObjectOptions& options) {
   if (options.status_url.empty()) return;
   Json sources = Json::array();
-  sources.push_back({{"serviceAccountToken",
-                      {{"audience", kStatusTokenAudience}, {"expirationSeconds", 3600}, {"path", "token"}}}});
+  sources.push_back(
+      {{"serviceAccountToken", {{"audience", kStatusTokenAudience}, {"expirationSeconds", 3600}, {"path", "token"}}}});
   if (!options.status_ca_config_map.empty()) {
     sources.push_back({{"configMap",
                         {{"name", options.status_ca_config_map},
@@ -245,7 +245,7 @@ void tolerate_gpu_taint(Json& spec, const std::string& resource) {
 }  // namespace
 
 Json owner_reference(const RLJob& job) {
-  return {{"apiVersion", kApiVersion}, {"kind", kRLJobKind},       {"name", job.metadata.name},
+  return {{"apiVersion", kApiVersion}, {"kind", kRLJobKind}, {"name", job.metadata.name},
           {"uid", job.metadata.uid},   {"controller", true}, {"blockOwnerDeletion", true}};
 }
 
@@ -342,11 +342,13 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
       main["command"] = trainer_command(job, std::string(kConfigMountPath) + "/" + kConfigKey);
     }
     Json& ports = array_at(main, "ports");
-    if (!has_named(ports, "metrics")) ports.push_back({{"name", "metrics"}, {"containerPort", spec.network.metrics_port}});
+    if (!has_named(ports, "metrics"))
+      ports.push_back({{"name", "metrics"}, {"containerPort", spec.network.metrics_port}});
     add_config(pod_spec, main, c);
     add_status_token(pod_spec, main, c.options);
   }
-  add_volume(pod_spec, {{"name", kShmVolume}, {"emptyDir", {{"medium", "Memory"}, {"sizeLimit", spec.network.shared_memory}}}});
+  add_volume(pod_spec,
+             {{"name", kShmVolume}, {"emptyDir", {{"medium", "Memory"}, {"sizeLimit", spec.network.shared_memory}}}});
   add_mount(main, kShmVolume, "/dev/shm", false);
   add_resources(main, spec, role_settings);
 
@@ -355,7 +357,8 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
   pod_spec["subdomain"] = attempt_service_name(job.metadata.name, c.attempt);
   set_default(pod_spec, "enableServiceLinks", false);
   set_default(pod_spec, "automountServiceAccountToken", false);
-  set_default(pod_spec, "terminationGracePeriodSeconds", spec.checkpoint.on_termination ? spec.checkpoint.timeout_seconds : 30);
+  set_default(pod_spec, "terminationGracePeriodSeconds",
+              spec.checkpoint.on_termination ? spec.checkpoint.timeout_seconds : 30);
   if (!spec.priority_class_name.empty()) pod_spec["priorityClassName"] = spec.priority_class_name;
   if (!spec.scheduling.scheduler_name.empty()) pod_spec["schedulerName"] = spec.scheduling.scheduler_name;
   if (spec.network.host_network) {

@@ -10,7 +10,8 @@
 namespace trireme::controller {
 
 struct ObjectOptions {
-  std::string status_url;  // base URL of the status server, e.g. http://trireme-status.trireme-system:8090; empty: no reports
+  std::string
+      status_url;  // base URL of the status server, e.g. http://trireme-status.trireme-system:8090; empty: no reports
   std::string status_ca_config_map;  // ConfigMap in the job's namespace with ca.crt for https; empty: none
   int64_t user_id = 65532;           // of pods whose template sets no security context
 };

@@ -21,7 +21,8 @@ inline constexpr const char* kLabelRank = "trireme.dev/rank";
 inline constexpr const char* kLabelAttempt = "trireme.dev/attempt";
 
 namespace phase {
-inline constexpr const char* kPending = "Pending";        // accepted, the pods of an earlier attempt are going (or refused: attempt 0)
+inline constexpr const char* kPending =
+    "Pending";  // accepted, the pods of an earlier attempt are going (or refused: attempt 0)
 inline constexpr const char* kQueued = "Queued";          // pods are being created, queued and placed
 inline constexpr const char* kStarting = "Starting";      // every pod has a node; images, rendezvous
 inline constexpr const char* kRunning = "Running";        // rank 0 reported that all ranks met
@@ -45,12 +46,12 @@ struct ObservedPod {
   PodPhase phase = PodPhase::kPending;
   bool scheduled = false;
   bool ready = false;
-  bool gated = false;     // a scheduling gate (Kueue's admission) holds it
+  bool gated = false;  // a scheduling gate (Kueue's admission) holds it
   bool deleting = false;
   std::string node;
   // Why it failed or goes: OOMKilled, Error, Evicted, Preempted, NodeLost, NodeShutdown, AdmissionRejected, ...
   std::string reason;
-  std::string message;    // the scheduler's while unscheduled, the container's waiting reason, or its last log lines
+  std::string message;  // the scheduler's while unscheduled, the container's waiting reason, or its last log lines
   std::optional<int64_t> exit_code;
   std::optional<int64_t> signal;
   int64_t finished_ms = 0;  // by the node's clock; only to order failures
@@ -74,21 +75,21 @@ struct Report {
 
 struct Observed {
   RLJob job;
-  std::vector<Issue> issues;       // the object could not be read as an RLJob
-  std::vector<ObservedPod> pods;   // of every attempt
+  std::vector<Issue> issues;      // the object could not be read as an RLJob
+  std::vector<ObservedPod> pods;  // of every attempt
   bool services_known = false;
-  std::set<int64_t> services;      // attempts whose headless Service exists
+  std::set<int64_t> services;                                   // attempts whose headless Service exists
   std::map<std::string, std::vector<std::string>> claim_modes;  // access modes of the claims that could be read
   // The job (and with attempt > 1 its pods) were read from the API server itself for this call, or just written there.
   bool live = false;
   std::optional<Report> report;
-  int64_t now_ms = 0;              // wall clock, unix
+  int64_t now_ms = 0;  // wall clock, unix
   // The API server would not take the attempt's objects: why, and whether asking again is pointless.
   std::optional<std::string> rejection;
   bool rejection_final = false;
-  Milliseconds unplaced_for{0};    // in phase Queued, no pod held by a queue, not all have a node
-  Milliseconds starting_for{0};    // in phase Starting
-  Milliseconds silent_for{0};      // in phase Running without a report
+  Milliseconds unplaced_for{0};  // in phase Queued, no pod held by a queue, not all have a node
+  Milliseconds starting_for{0};  // in phase Starting
+  Milliseconds silent_for{0};    // in phase Running without a report
 };
 
 }  // namespace trireme::controller

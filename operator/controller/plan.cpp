@@ -133,7 +133,8 @@ void Planner::sort_pods() {
   }
 }
 
-// ---- acceptance, suspension ------------------------------------------------------------------------------------------
+// ---- acceptance, suspension
+// ------------------------------------------------------------------------------------------
 
 bool Planner::accept() {
   const bool begun = job_.status.attempt > 0;
@@ -185,8 +186,9 @@ void Planner::start_attempt_at(int64_t unix_ms) {
   next_.attempt = job_.status.attempt + 1;
   next_.attempt_start_time = time(unix_ms);
   next_.running_time.clear();
-  next_.rendezvous = Rendezvous{pod_address(job_.metadata.name, "actor", 0, next_.attempt), job_.spec.network.master_port,
-                                topology_config_map_name(job_.metadata.name, next_.attempt)};
+  next_.rendezvous =
+      Rendezvous{pod_address(job_.metadata.name, "actor", 0, next_.attempt), job_.spec.network.master_port,
+                 topology_config_map_name(job_.metadata.name, next_.attempt)};
   next_.config_hash = config_hash(job_.spec);
   for (const char* type : {"GangScheduled", "PodsReady", "Running"}) condition(type, false, "AttemptPending");
   for (RoleStatus& role : next_.roles) role.created = role.scheduled = role.ready = role.succeeded = role.failed = 0;
@@ -207,7 +209,8 @@ void Planner::suspend() {
     next_.running_time.clear();
     condition("Accepted", true, "Accepted");
     condition("Suspended", true, "Suspended", "spec.suspend is true");
-    for (const char* type : {"GangScheduled", "PodsReady", "Running", "Restarting"}) condition(type, false, "Suspended");
+    for (const char* type : {"GangScheduled", "PodsReady", "Running", "Restarting"})
+      condition(type, false, "Suspended");
     note(false, "Suspended", "pods are being deleted; set spec.suspend to false to go on");
     decide();
     return;
@@ -225,23 +228,29 @@ void Planner::resume() {
   decide();
 }
 
-// ---- the end ---------------------------------------------------------------------------------------------------------
+// ---- the end
+// ---------------------------------------------------------------------------------------------------------
 
 bool Planner::keep(const ObservedPod& pod) const {
   switch (job_.spec.pod_retention) {
-    case PodRetention::kNone: return false;
-    case PodRetention::kAll: return true;
-    case PodRetention::kFailed: break;
+    case PodRetention::kNone:
+      return false;
+    case PodRetention::kAll:
+      return true;
+    case PodRetention::kFailed:
+      break;
   }
   // The logs of what ended well stay readable with the job, those of a failure until the next one.
-  if (is_terminal(job_.status.phase) && pod.attempt == job_.status.attempt && pod.phase == PodPhase::kSucceeded) return true;
+  if (is_terminal(job_.status.phase) && pod.attempt == job_.status.attempt && pod.phase == PodPhase::kSucceeded)
+    return true;
   return job_.status.last_failure && job_.status.last_failure->pod == pod.name;
 }
 
 void Planner::cleanup_attempts(bool also_current) {
   const int64_t current = job_.status.attempt;
   Cleanup result = cleanup(
-      o_, options_, backend_, [&](int64_t attempt) { return attempt < current || (also_current && attempt == current); },
+      o_, options_, backend_,
+      [&](int64_t attempt) { return attempt < current || (also_current && attempt == current); },
       [&](const ObservedPod& pod) { return keep(pod); });
   old_alive_ = result.alive;
   for (Action& action : result.actions) out_.actions.push_back(std::move(action));
@@ -324,7 +333,8 @@ bool Planner::deadline_passed() {
   return false;
 }
 
-// ---- one attempt -----------------------------------------------------------------------------------------------------
+// ---- one attempt
+// -----------------------------------------------------------------------------------------------------
 
 void Planner::run_attempt() {
   int64_t highest = job_.status.attempt;
@@ -344,8 +354,8 @@ void Planner::run_attempt() {
   if (in(phase::kSuspended)) return resume();
   if (job_.status.attempt == 0) return begin();
   if (deadline_passed()) {
-    return fail("DeadlineExceeded",
-                "the job ran longer than activeDeadlineSeconds (" + std::to_string(*job_.spec.active_deadline_seconds) + ")");
+    return fail("DeadlineExceeded", "the job ran longer than activeDeadlineSeconds (" +
+                                        std::to_string(*job_.spec.active_deadline_seconds) + ")");
   }
   if (in(phase::kPending) || in(phase::kRestarting)) return clear();
 
@@ -442,12 +452,14 @@ void Planner::queued() {
   if (placed == current_.size()) {
     next_.phase = phase::kStarting;
     condition("GangScheduled", true, "Scheduled", "all " + std::to_string(placed) + " pods have a node");
-    note(false, "Starting", "all " + std::to_string(placed) + " pods of attempt " + std::to_string(next_.attempt) + " have a node");
+    note(false, "Starting",
+         "all " + std::to_string(placed) + " pods of attempt " + std::to_string(next_.attempt) + " have a node");
     decide();
     return;
   }
-  condition("GangScheduled", false, "Waiting",
-            count(placed, current_.size()) + " pods have a node" + (waiting->message.empty() ? "" : ": " + waiting->message));
+  condition(
+      "GangScheduled", false, "Waiting",
+      count(placed, current_.size()) + " pods have a node" + (waiting->message.empty() ? "" : ": " + waiting->message));
   if (limit.count() == 0) return;
   if (o_.unplaced_for >= limit) return release_gang();
   requeue(limit - o_.unplaced_for);
@@ -455,8 +467,8 @@ void Planner::queued() {
 
 void Planner::release_gang() {
   const Condition* before = find_condition(next_, "GangScheduled");
-  const std::string message = "released after " + std::to_string(job_.spec.scheduling.scheduling_timeout_seconds) + " s: " +
-                              (before ? before->message : "no node for every pod");
+  const std::string message = "released after " + std::to_string(job_.spec.scheduling.scheduling_timeout_seconds) +
+                              " s: " + (before ? before->message : "no node for every pod");
   start_attempt_at(o_.now_ms + options_.release_backoff.count());
   next_.phase = phase::kPending;
   condition("GangScheduled", false, "SchedulingTimeout", message);
@@ -476,7 +488,8 @@ void Planner::starting() {
     failure.rank = missing.front().rank;
     failure.pod = missing.front().name;
     failure.reason = kReasonDeleted;
-    failure.message = count(missing.size(), missing.size() + current_.size()) + " pods were deleted, and not by this operator";
+    failure.message =
+        count(missing.size(), missing.size() + current_.size()) + " pods were deleted, and not by this operator";
     return on_failure(failure);
   }
   if (o_.services_known && o_.services.count(job_.status.attempt) == 0) {
@@ -523,7 +536,8 @@ void Planner::running() {
   const Milliseconds silent = heard ? o_.report->age : o_.silent_for;
   const std::string step_phase = heard ? o_.report->progress.phase : next_.progress ? next_.progress->phase : "";
   int64_t limit_s = job_.spec.health.heartbeat_timeout_seconds;
-  if (const auto own = job_.spec.health.phase_timeout_seconds.find(step_phase); own != job_.spec.health.phase_timeout_seconds.end()) {
+  if (const auto own = job_.spec.health.phase_timeout_seconds.find(step_phase);
+      own != job_.spec.health.phase_timeout_seconds.end()) {
     limit_s = own->second;
   }
   if (limit_s == 0) return;
@@ -537,9 +551,10 @@ void Planner::running() {
   failure.role = "actor";
   failure.rank = heard && o_.report->stuck_rank ? *o_.report->stuck_rank : 0;
   failure.reason = kReasonHung;
-  failure.message = "no heartbeat for " + std::to_string(silent.count() / 1000) + " s" +
-                    (step_phase.empty() ? "" : " in phase " + step_phase) +
-                    (heard && o_.report->stuck_rank ? "; rank " + std::to_string(*o_.report->stuck_rank) + " is late" : "");
+  failure.message =
+      "no heartbeat for " + std::to_string(silent.count() / 1000) + " s" +
+      (step_phase.empty() ? "" : " in phase " + step_phase) +
+      (heard && o_.report->stuck_rank ? "; rank " + std::to_string(*o_.report->stuck_rank) + " is late" : "");
   if (job_.spec.health.action == HangAction::kEvent) {
     const Condition* before = find_condition(job_.status, "Progressing");
     const bool said = before && before->status == "False" && before->reason == kReasonHung;
@@ -553,7 +568,8 @@ void Planner::running() {
   on_failure(failure);
 }
 
-// ---- failure ---------------------------------------------------------------------------------------------------------
+// ---- failure
+// ---------------------------------------------------------------------------------------------------------
 
 void Planner::on_failure(const Failure& failure) {
   const FailurePolicy& policy = job_.spec.failure_policy;
@@ -599,7 +615,8 @@ void Planner::restart(const Failure& failure, const Verdict& verdict) {
   }
   std::erase_if(next_.avoided_nodes, [&](const AvoidedNode& node) {
     const auto until = kube::parse_time(node.until);
-    return !until || *until <= o_.now_ms || (verdict.action == FailureAction::kAvoidNodeAndRestart && node.name == failure.node);
+    return !until || *until <= o_.now_ms ||
+           (verdict.action == FailureAction::kAvoidNodeAndRestart && node.name == failure.node);
   });
   if (verdict.action == FailureAction::kAvoidNodeAndRestart && !failure.node.empty()) {
     next_.avoided_nodes.push_back({failure.node, failure.reason, time(o_.now_ms + options_.avoid_node_seconds * 1000)});
@@ -610,12 +627,14 @@ void Planner::restart(const Failure& failure, const Verdict& verdict) {
   next_.phase = phase::kRestarting;
   condition("Restarting", true, failure.reason, describe(failure));
   condition("Progressing", false, failure.reason);
-  note(true, "Restarting", describe(failure) + "; attempt " + std::to_string(next_.attempt) + " follows" +
-                               (verdict.counted ? "" : " (not counted)"));
+  note(true, "Restarting",
+       describe(failure) + "; attempt " + std::to_string(next_.attempt) + " follows" +
+           (verdict.counted ? "" : " (not counted)"));
   decide();
 }
 
-// ---- description -----------------------------------------------------------------------------------------------------
+// ---- description
+// -----------------------------------------------------------------------------------------------------
 
 void Planner::describe_pods() {
   next_.roles.clear();
@@ -639,7 +658,8 @@ void Planner::describe_pods() {
     next_.roles.push_back(std::move(row));
   }
   if (is_terminal(job_.status.phase) || in(phase::kSuspended)) return;
-  condition("PodsReady", wanted > 0 && ready == wanted, ready == wanted ? "Ready" : "Waiting", count(ready, wanted) + " pods are ready");
+  condition("PodsReady", wanted > 0 && ready == wanted, ready == wanted ? "Ready" : "Waiting",
+            count(ready, wanted) + " pods are ready");
 
   // Several writers on one claim need an access mode that lets several nodes have it.
   std::string problem;
@@ -651,8 +671,9 @@ void Planner::describe_pods() {
       const auto& modes = claim->second;
       const bool shared = std::any_of(modes.begin(), modes.end(),
                                       [](const std::string& m) { return m == "ReadWriteMany" || m == "ReadOnlyMany"; });
-      if (!shared) problem = "claim " + volume.source + " is not ReadWriteMany but " + std::to_string(role.spec->replicas) +
-                             " " + role.name + " pods mount it: they can only run on one node";
+      if (!shared)
+        problem = "claim " + volume.source + " is not ReadWriteMany but " + std::to_string(role.spec->replicas) + " " +
+                  role.name + " pods mount it: they can only run on one node";
     }
   }
   const Condition* accepted = find_condition(next_, "Accepted");

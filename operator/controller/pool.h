@@ -19,8 +19,9 @@ class Pool final {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs every task and returns when all have ended; then throws the first exception, if there was one. Several callers may
-  // run at once; they share the threads. The caller works too, so a call makes progress even when all threads are busy.
+  // Runs every task and returns when all have ended; then throws the first exception, if there was one. Several callers
+  // may run at once; they share the threads. The caller works too, so a call makes progress even when all threads are
+  // busy.
   void run(std::vector<std::function<void()>> tasks);
 
  private:

@@ -17,7 +17,7 @@ using kube::ObjectKey;
 using kube::Priority;
 
 constexpr Milliseconds kCreateEcho{5000};  // the watch tells of our creates by then; if not, we look ourselves
-constexpr int kMaxRounds = 8;  // decisions in one reconcile; more go back to the queue
+constexpr int kMaxRounds = 8;              // decisions in one reconcile; more go back to the queue
 
 // Thrown when the lease is not ours: nothing is wrong, somebody else does the work.
 struct NotLeading {};
@@ -78,7 +78,9 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
     : client_(client),
       options_(std::move(options)),
       reports_(reports),
-      queue_({.name = "rljob", .backoff_min = options_.queue_backoff_min, .backoff_max = options_.queue_backoff_max,
+      queue_({.name = "rljob",
+              .backoff_min = options_.queue_backoff_min,
+              .backoff_max = options_.queue_backoff_max,
               .metrics = options_.metrics}),
       metrics_(*options_.metrics, "rljob"),
       conflicts_(options_.metrics->counter("trireme_reconcile_conflicts_total",
@@ -125,35 +127,44 @@ void Reconciler::make_informers(const kube::Client& client) {
     on_pod(key, *pod, initial ? Priority::kLow : Priority::kNormal, !initial);
   };
   on_pod_change.on_update = [this](const ObjectKey& key, const auto& before, const auto& pod) {
-    const bool ended = pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
+    const bool ended =
+        pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
     on_pod(key, *pod, Priority::kHigh, !ended && pod->deleting == before->deleting);
   };
-  on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) { on_pod(key, *pod, Priority::kHigh, false); };
+  on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) {
+    on_pod(key, *pod, Priority::kHigh, false);
+  };
   pods_ = std::make_unique<kube::Informer<CachedPod>>(
-      client, typename kube::Informer<CachedPod>::Options{reflector(kube::resources::kPods, kLabelJobUid), pod_fields(), kLabelJobUid},
+      client,
+      typename kube::Informer<CachedPod>::Options{reflector(kube::resources::kPods, kLabelJobUid), pod_fields(),
+                                                  kLabelJobUid},
       read_pod, std::move(on_pod_change));
 
   kube::InformerHandlers<CachedService> on_service;
   // A Service that the watch tells of late may be all that remains of a job that has ended meanwhile.
   on_service.on_add = [this](const ObjectKey& key, const auto& service, bool initial) {
-    if (service->attempt > 0 && !initial) queue_.add_after(ObjectKey{key.ns, service->job}.str(), options_.pod_debounce);
+    if (service->attempt > 0 && !initial)
+      queue_.add_after(ObjectKey{key.ns, service->job}.str(), options_.pod_debounce);
   };
   on_service.on_delete = [this](const ObjectKey& key, const auto& service) {
     if (service->attempt > 0) enqueue({key.ns, service->job});
   };
   services_ = std::make_unique<kube::Informer<CachedService>>(
       client,
-      typename kube::Informer<CachedService>::Options{reflector(kube::resources::kServices, kLabelJobUid), service_fields(), kLabelJobUid},
+      typename kube::Informer<CachedService>::Options{reflector(kube::resources::kServices, kLabelJobUid),
+                                                      service_fields(), kLabelJobUid},
       read_service, std::move(on_service));
 
   if (!options_.watch_nodes) return;
   kube::InformerHandlers<CachedNode> on_node_change;
   on_node_change.on_add = [this](const ObjectKey& key, const auto& node, bool) { on_node(key.name, node->state); };
-  on_node_change.on_update = [this](const ObjectKey& key, const auto&, const auto& node) { on_node(key.name, node->state); };
+  on_node_change.on_update = [this](const ObjectKey& key, const auto&, const auto& node) {
+    on_node(key.name, node->state);
+  };
   on_node_change.on_delete = [this](const ObjectKey& key, const auto&) { on_node(key.name, NodeState::kGone); };
   nodes_ = std::make_unique<kube::Informer<CachedNode>>(
-      client, typename kube::Informer<CachedNode>::Options{reflector(kube::resources::kNodes, ""), node_fields(), ""}, read_node,
-      std::move(on_node_change));
+      client, typename kube::Informer<CachedNode>::Options{reflector(kube::resources::kNodes, ""), node_fields(), ""},
+      read_node, std::move(on_node_change));
 }
 
 void Reconciler::enqueue(const ObjectKey& job, Priority priority) { queue_.add(job.str(), priority); }
@@ -191,7 +202,9 @@ void Reconciler::start_informers() {
   if (nodes_) nodes_->start();
 }
 
-bool Reconciler::synced() const { return jobs_->synced() && pods_->synced() && services_->synced() && (!nodes_ || nodes_->synced()); }
+bool Reconciler::synced() const {
+  return jobs_->synced() && pods_->synced() && services_->synced() && (!nodes_ || nodes_->synced());
+}
 
 bool Reconciler::wait_synced(const Deadline& deadline) const {
   return jobs_->wait_synced(deadline) && pods_->wait_synced(deadline) && services_->wait_synced(deadline) &&
@@ -225,7 +238,8 @@ Milliseconds Reconciler::stuck_for() const {
   return Milliseconds((steady_ns() - last_progress_ns_.load()) / 1000000);
 }
 
-// ---- the loop --------------------------------------------------------------------------------------------------------
+// ---- the loop
+// --------------------------------------------------------------------------------------------------------
 
 void Reconciler::work() {
   while (auto key = queue_.get()) {
@@ -293,7 +307,8 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
       // We made the pods just now and the watch has not told all of them yet.
       const auto since = SteadyClock::now() - memory.created_at;
       const RLJobStatus& status = observed->job.status;
-      if (status.phase == phase::kQueued && memory.created_attempt == status.attempt && since < kCreateEcho) return kCreateEcho;
+      if (status.phase == phase::kQueued && memory.created_attempt == status.attempt && since < kCreateEcho)
+        return kCreateEcho;
       observed = observe_live(key, deadline);
       continue;
     }
@@ -309,8 +324,9 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
     const auto late = write_status_late(key, observed->job, next, memory, deadline);
     if (!next.actions.empty()) {
       const int64_t attempt = observed->job.status.attempt;
-      const bool creates = std::any_of(next.actions.begin(), next.actions.end(),
-                                       [](const Action& a) { return a.kind == Action::Kind::kCreate && a.resource.plural == "pods"; });
+      const bool creates = std::any_of(next.actions.begin(), next.actions.end(), [](const Action& a) {
+        return a.kind == Action::Kind::kCreate && a.resource.plural == "pods";
+      });
       try {
         carry_out(key, observed->job, std::move(next.actions), deadline);
         if (memory.rejected_attempt == attempt) memory.rejected_attempt = -1;
@@ -333,7 +349,8 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
   throw TryAgain{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
 }
 
-// ---- observing -------------------------------------------------------------------------------------------------------
+// ---- observing
+// -------------------------------------------------------------------------------------------------------
 
 std::optional<Observed> Reconciler::observe_cached(const ObjectKey& key, Memory& memory) {
   const std::shared_ptr<const CachedJob> cached = jobs_->get(key);
@@ -369,7 +386,8 @@ std::optional<Observed> Reconciler::observe_live(const ObjectKey& key, const Dea
   return observed;
 }
 
-void Reconciler::complete_observation(const ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline) {
+void Reconciler::complete_observation(const ObjectKey& key, Observed& observed, Memory& memory,
+                                      const Deadline& deadline) {
   const std::string& uid = observed.job.metadata.uid;
   const int64_t attempt = observed.job.status.attempt;
   observed.now_ms = now_ms();
@@ -452,24 +470,25 @@ void Reconciler::remember_ages(Observed& observed, Memory& memory) {
   memory.since = std::move(kept);
 }
 
-// ---- writing ---------------------------------------------------------------------------------------------------------
+// ---- writing
+// ---------------------------------------------------------------------------------------------------------
 
 void Reconciler::check_may_write() const {
   if (options_.may_write && !options_.may_write()) throw NotLeading{};
 }
 
-RLJob Reconciler::write_status(const ObjectKey& key, const RLJob& job, const RLJobStatus& status, const Deadline& deadline) {
+RLJob Reconciler::write_status(const ObjectKey& key, const RLJob& job, const RLJobStatus& status,
+                               const Deadline& deadline) {
   check_may_write();
   Json patch = {{"metadata", {{"resourceVersion", job.metadata.resource_version}, {"uid", job.metadata.uid}}},
                 {"status", merge_diff(status_to_json(job.status), status_to_json(status))}};
-  const Json answer =
-      client_.patch(kube::resources::kRlJobs, key, patch, kube::PatchType::kMerge, "status", deadline);
+  const Json answer = client_.patch(kube::resources::kRlJobs, key, patch, kube::PatchType::kMerge, "status", deadline);
   std::vector<Issue> ignored;
   return rljob_from_json(answer, ignored, {.strict = false});
 }
 
-std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, const RLJob& job, const Plan& plan, Memory& memory,
-                                                          const Deadline& deadline) {
+std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, const RLJob& job, const Plan& plan,
+                                                          Memory& memory, const Deadline& deadline) {
   if (without_heartbeat_time(plan.status) == without_heartbeat_time(job.status)) {
     // Nothing but the time of the heartbeat: it shows that the job lives, so it is written, but seldom.
     const bool same = !plan.status.progress || !job.status.progress ||
@@ -478,8 +497,8 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
   }
   const bool progress_only = without_progress(plan.status) == without_progress(job.status);
   // All jobs together write at most about a hundred progress updates a second.
-  const Milliseconds interval = progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size()))
-                                              : options_.status_interval;
+  const Milliseconds interval =
+      progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size())) : options_.status_interval;
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
   const bool before = memory.status_written != SteadyClock::time_point{};
   if (before && since < interval) return interval - since;
@@ -495,11 +514,13 @@ void Reconciler::emit(const RLJob& job, const std::vector<EventNote>& notes) {
         job.metadata.namespace_ + "/" + job.metadata.name + ": " + note.reason + ": " + note.message);
     if (!options_.events) continue;
     options_.events->event({kApiVersion, kRLJobKind, job.metadata.namespace_, job.metadata.name, job.metadata.uid},
-                           note.warning ? kube::EventType::kWarning : kube::EventType::kNormal, note.reason, note.message);
+                           note.warning ? kube::EventType::kWarning : kube::EventType::kNormal, note.reason,
+                           note.message);
   }
 }
 
-void Reconciler::carry_out(const ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline) {
+void Reconciler::carry_out(const ObjectKey& key, const RLJob& job, std::vector<Action> actions,
+                           const Deadline& deadline) {
   std::stable_sort(actions.begin(), actions.end(), [](const Action& a, const Action& b) { return a.wave < b.wave; });
   for (size_t begin = 0; begin < actions.size();) {
     size_t end = begin;
@@ -531,10 +552,12 @@ void Reconciler::create(const RLJob& job, const Action& action, const Deadline& 
   const auto existing = client_.find(action.resource, name, deadline);
   if (!existing) throw TryAgain{action.resource.plural + " " + name.str() + " came and went"};
   const Json metadata = existing->value("metadata", Json::object());
-  if (metadata.contains("deletionTimestamp")) throw TryAgain{action.resource.plural + " " + name.str() + " is still being deleted"};
+  if (metadata.contains("deletionTimestamp"))
+    throw TryAgain{action.resource.plural + " " + name.str() + " is still being deleted"};
   if (owned_by(*existing, job.metadata.uid)) return;
   // Of an earlier job of the same name: the garbage collector is on its way. Anybody else's: the user has to act.
-  const std::string message = action.resource.kind + " " + action.name + " exists and belongs to somebody else; delete it or rename the job";
+  const std::string message =
+      action.resource.kind + " " + action.name + " exists and belongs to somebody else; delete it or rename the job";
   emit(job, {{true, "NameTaken", message}});
   throw TryAgain{message};
 }

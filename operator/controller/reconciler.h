@@ -1,4 +1,5 @@
-// Reconciler: informers, queue and workers around the pure planner. The only place that writes to the API server for jobs.
+// Reconciler: informers, queue and workers around the pure planner. The only place that writes to the API server for
+// jobs.
 #pragma once
 
 #include <atomic>
@@ -25,22 +26,23 @@
 namespace trireme::controller {
 
 struct ReconcilerOptions {
-  std::string ns;                            // "" all namespaces
+  std::string ns;  // "" all namespaces
   int workers = 8;
-  int write_threads = 32;                    // beside the workers, for the parallel writes of a wave
-  bool watch_nodes = true;                   // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods
-  Milliseconds status_interval{1000};        // between two status writes of a job that decide nothing
-  Milliseconds progress_interval{10000};     // between two that only carry progress; grows with the number of jobs
-  Milliseconds pod_debounce{50};             // pods becoming scheduled and ready are looked at together
+  int write_threads = 32;   // beside the workers, for the parallel writes of a wave
+  bool watch_nodes = true;  // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods
+  Milliseconds status_interval{1000};     // between two status writes of a job that decide nothing
+  Milliseconds progress_interval{10000};  // between two that only carry progress; grows with the number of jobs
+  Milliseconds pod_debounce{50};          // pods becoming scheduled and ready are looked at together
   Milliseconds reconcile_timeout{60000};
   Milliseconds queue_backoff_min{5};
   Milliseconds queue_backoff_max{60000};
-  kube::ReflectorOptions reflector;          // time-outs and back-offs of all informers; resource, ns and selectors are set here
+  kube::ReflectorOptions
+      reflector;  // time-outs and back-offs of all informers; resource, ns and selectors are set here
   PlanOptions plan;
-  kube::Metrics* metrics = nullptr;          // required; outlives this
-  kube::EventRecorder* events = nullptr;     // may be null
-  std::function<bool()> may_write;           // asked before every write; empty: always (no leader election)
-  std::function<int64_t()> now_ms;           // wall clock; empty: the system's
+  kube::Metrics* metrics = nullptr;       // required; outlives this
+  kube::EventRecorder* events = nullptr;  // may be null
+  std::function<bool()> may_write;        // asked before every write; empty: always (no leader election)
+  std::function<int64_t()> now_ms;        // wall clock; empty: the system's
 };
 
 class Reconciler final {
@@ -67,19 +69,21 @@ class Reconciler final {
   const kube::RateLimitedQueue& queue() const { return queue_; }
   std::shared_ptr<const CachedPod> find_pod(const kube::ObjectKey& key) const { return pods_->get(key); }
   std::shared_ptr<const CachedJob> find_job(const kube::ObjectKey& key) const { return jobs_->get(key); }
-  void for_each_job(const std::function<void(const kube::ObjectKey&, const CachedJob&)>& fn) const { jobs_->for_each(fn); }
+  void for_each_job(const std::function<void(const kube::ObjectKey&, const CachedJob&)>& fn) const {
+    jobs_->for_each(fn);
+  }
   size_t job_count() const { return jobs_->size(); }
   size_t pod_count() const { return pods_->size(); }
 
  private:
   // What we remember of a job between reconciles; none of it is needed for correctness.
   struct Memory {
-    std::optional<RLJob> written;       // as the last status write answered, until the informer has it too
+    std::optional<RLJob> written;  // as the last status write answered, until the informer has it too
     std::map<std::string, SteadyClock::time_point> since;
     SteadyClock::time_point status_written{};
     int64_t claims_attempt = -1;
     std::map<std::string, std::vector<std::string>> claims;
-    int64_t created_attempt = -1;       // whose pods we made, at created_at
+    int64_t created_attempt = -1;  // whose pods we made, at created_at
     SteadyClock::time_point created_at{};
     int64_t rejected_attempt = -1;
     std::string rejection;
@@ -101,8 +105,8 @@ class Reconciler final {
   void remember_ages(Observed& observed, Memory& memory);
 
   RLJob write_status(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status, const Deadline& deadline);
-  std::optional<Milliseconds> write_status_late(const kube::ObjectKey& key, const RLJob& job, const Plan& plan, Memory& memory,
-                                                const Deadline& deadline);
+  std::optional<Milliseconds> write_status_late(const kube::ObjectKey& key, const RLJob& job, const Plan& plan,
+                                                Memory& memory, const Deadline& deadline);
   void emit(const RLJob& job, const std::vector<EventNote>& notes);
   void carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
   void create(const RLJob& job, const Action& action, const Deadline& deadline);

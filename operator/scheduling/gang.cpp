@@ -39,12 +39,23 @@ std::string kueue_version(const Discovery& discovery) {
 bool find_backend(BackendKind kind, const Discovery& discovery, Backend& found) {
   found = Backend{kind, ""};
   switch (kind) {
-    case BackendKind::kNone: return true;
-    case BackendKind::kKubernetes: found.version = kubernetes_version(discovery); return !found.version.empty();
-    case BackendKind::kKueue: found.version = kueue_version(discovery); return !found.version.empty();
-    case BackendKind::kVolcano: found.version = "v1beta1"; return serves(discovery, kVolcano, "podgroups");
-    case BackendKind::kCoscheduling: found.version = "v1alpha1"; return serves(discovery, kCoscheduling, "podgroups");
-    case BackendKind::kKai: found.version = "v2alpha2"; return serves(discovery, kKai, "podgroups");
+    case BackendKind::kNone:
+      return true;
+    case BackendKind::kKubernetes:
+      found.version = kubernetes_version(discovery);
+      return !found.version.empty();
+    case BackendKind::kKueue:
+      found.version = kueue_version(discovery);
+      return !found.version.empty();
+    case BackendKind::kVolcano:
+      found.version = "v1beta1";
+      return serves(discovery, kVolcano, "podgroups");
+    case BackendKind::kCoscheduling:
+      found.version = "v1alpha1";
+      return serves(discovery, kCoscheduling, "podgroups");
+    case BackendKind::kKai:
+      found.version = "v2alpha2";
+      return serves(discovery, kKai, "podgroups");
   }
   return false;
 }
@@ -132,12 +143,18 @@ void use_scheduler(json& pod, const char* name) {
 
 const char* to_string(BackendKind kind) {
   switch (kind) {
-    case BackendKind::kNone: return "none";
-    case BackendKind::kKubernetes: return "kubernetes";
-    case BackendKind::kKueue: return "kueue";
-    case BackendKind::kVolcano: return "volcano";
-    case BackendKind::kCoscheduling: return "coscheduling";
-    case BackendKind::kKai: return "kai";
+    case BackendKind::kNone:
+      return "none";
+    case BackendKind::kKubernetes:
+      return "kubernetes";
+    case BackendKind::kKueue:
+      return "kueue";
+    case BackendKind::kVolcano:
+      return "volcano";
+    case BackendKind::kCoscheduling:
+      return "coscheduling";
+    case BackendKind::kKai:
+      return "kai";
   }
   return "none";
 }
@@ -149,15 +166,21 @@ BackendKind backend_from_string(const std::string& name) {
                                  BackendKind::kVolcano, BackendKind::kCoscheduling, BackendKind::kKai}) {
     if (lower == to_string(kind)) return kind;
   }
-  fail_user("scheduling back-end '" + name + "' is not known: use auto, none, kubernetes, kueue, volcano, coscheduling or kai");
+  fail_user("scheduling back-end '" + name +
+            "' is not known: use auto, none, kubernetes, kueue, volcano, coscheduling or kai");
 }
 
 const std::vector<std::string>& group_versions_of_interest() {
-  static const std::vector<std::string> all = {
-      "scheduling.k8s.io/v1",       "scheduling.k8s.io/v1beta1", "scheduling.k8s.io/v1alpha3",
-      "scheduling.k8s.io/v1alpha2", "scheduling.k8s.io/v1alpha1", "kueue.x-k8s.io/v1beta2",
-      "kueue.x-k8s.io/v1beta1",     kKai,                         kVolcano,
-      kCoscheduling};
+  static const std::vector<std::string> all = {"scheduling.k8s.io/v1",
+                                               "scheduling.k8s.io/v1beta1",
+                                               "scheduling.k8s.io/v1alpha3",
+                                               "scheduling.k8s.io/v1alpha2",
+                                               "scheduling.k8s.io/v1alpha1",
+                                               "kueue.x-k8s.io/v1beta2",
+                                               "kueue.x-k8s.io/v1beta1",
+                                               kKai,
+                                               kVolcano,
+                                               kCoscheduling};
   return all;
 }
 
@@ -183,11 +206,16 @@ Backend choose_backend(const std::string& wanted, bool has_queue, const Discover
 std::vector<Object> gang_objects(const Backend& backend, const Gang& gang) {
   switch (backend.kind) {
     case BackendKind::kNone:
-    case BackendKind::kKueue: return {};
-    case BackendKind::kKubernetes: return kubernetes_objects(backend.version, gang);
-    case BackendKind::kVolcano: return {volcano_object(gang)};
-    case BackendKind::kCoscheduling: return {coscheduling_object(gang)};
-    case BackendKind::kKai: return {kai_object(gang)};
+    case BackendKind::kKueue:
+      return {};
+    case BackendKind::kKubernetes:
+      return kubernetes_objects(backend.version, gang);
+    case BackendKind::kVolcano:
+      return {volcano_object(gang)};
+    case BackendKind::kCoscheduling:
+      return {coscheduling_object(gang)};
+    case BackendKind::kKai:
+      return {kai_object(gang)};
   }
   return {};
 }
@@ -195,15 +223,20 @@ std::vector<Object> gang_objects(const Backend& backend, const Gang& gang) {
 std::vector<ObjectName> gang_cleanup(const Backend& backend, const std::string& gang_name) {
   const std::string kubernetes = kKubernetesGroup + backend.version;
   switch (backend.kind) {
-    case BackendKind::kNone: return {};
+    case BackendKind::kNone:
+      return {};
     case BackendKind::kKubernetes:
       if (backend.version == "v1alpha1") return {{kubernetes, "workloads", gang_name}};
       return {{kubernetes, "podgroups", gang_name}, {kubernetes, "workloads", gang_name}};
     // Kueue holds a finalizer on the pods of a group until its Workload goes or finishes.
-    case BackendKind::kKueue: return {{"kueue.x-k8s.io/" + backend.version, "workloads", gang_name}};
-    case BackendKind::kVolcano: return {{kVolcano, "podgroups", gang_name}};
-    case BackendKind::kCoscheduling: return {{kCoscheduling, "podgroups", gang_name}};
-    case BackendKind::kKai: return {{kKai, "podgroups", gang_name}};
+    case BackendKind::kKueue:
+      return {{"kueue.x-k8s.io/" + backend.version, "workloads", gang_name}};
+    case BackendKind::kVolcano:
+      return {{kVolcano, "podgroups", gang_name}};
+    case BackendKind::kCoscheduling:
+      return {{kCoscheduling, "podgroups", gang_name}};
+    case BackendKind::kKai:
+      return {{kKai, "podgroups", gang_name}};
   }
   return {};
 }
@@ -212,7 +245,8 @@ void join_gang(const Backend& backend, const Gang& gang, const std::string& role
   json& labels = pod["metadata"]["labels"];
   json& annotations = pod["metadata"]["annotations"];
   switch (backend.kind) {
-    case BackendKind::kNone: break;
+    case BackendKind::kNone:
+      break;
     case BackendKind::kKubernetes:
       if (backend.version == "v1alpha1") {
         pod["spec"]["workloadRef"] = {{"name", gang.name}, {"podGroup", kGroupTemplate}};

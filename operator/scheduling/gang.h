@@ -15,11 +15,12 @@ namespace trireme::scheduling {
 enum class BackendKind { kNone, kKubernetes, kKueue, kVolcano, kCoscheduling, kKai };
 
 const char* to_string(BackendKind kind);
-// "none" | "kubernetes" (or "kube") | "kueue" | "volcano" | "coscheduling" | "kai", upper or lower case; throws Error(kUser) otherwise.
-// "auto" is not a back-end: see choose_backend.
+// "none" | "kubernetes" (or "kube") | "kueue" | "volcano" | "coscheduling" | "kai", upper or lower case; throws
+// Error(kUser) otherwise. "auto" is not a back-end: see choose_backend.
 BackendKind backend_from_string(const std::string& name);
 
-// What the API server serves: group/version -> resource names (plural), e.g. "scheduling.k8s.io/v1alpha2" -> {"podgroups"}.
+// What the API server serves: group/version -> resource names (plural), e.g. "scheduling.k8s.io/v1alpha2" ->
+// {"podgroups"}.
 using Discovery = std::map<std::string, std::set<std::string>>;
 
 // The API groups a back-end may need; discovery has to look at no others. In order of preference.
@@ -30,19 +31,19 @@ struct Backend {
   std::string version;  // of the chosen API group, e.g. "v1alpha2"; empty for none and for Kueue
 };
 
-// `wanted` is "auto" or a back-end name. Auto: Kueue when the job names a queue and Kueue is installed, else the first of
-// Kubernetes' own API, KAI, Volcano and coscheduling that is served, else none. A named back-end that the cluster does
-// not serve throws Error(kUser) saying so: silently running without a gang would be worse.
+// `wanted` is "auto" or a back-end name. Auto: Kueue when the job names a queue and Kueue is installed, else the first
+// of Kubernetes' own API, KAI, Volcano and coscheduling that is served, else none. A named back-end that the cluster
+// does not serve throws Error(kUser) saying so: silently running without a gang would be worse.
 Backend choose_backend(const std::string& wanted, bool has_queue, const Discovery& discovery);
 
 struct Gang {
-  std::string name;       // unique per attempt; names every object of the gang
+  std::string name;  // unique per attempt; names every object of the gang
   std::string namespace_;
-  nlohmann::json owner;   // ownerReferences entry of the RLJob
+  nlohmann::json owner;  // ownerReferences entry of the RLJob
   std::map<std::string, std::string> labels;
   std::string job_name;
-  int64_t pods = 0;       // all of them: the gang's minimum
-  std::string queue;      // empty: the back-end's default
+  int64_t pods = 0;   // all of them: the gang's minimum
+  std::string queue;  // empty: the back-end's default
   std::string priority_class;
   int64_t schedule_timeout_s = 0;  // 0: the scheduler's own
   std::string topology_key;        // node label in one of whose domains the gang must (or should) lie; empty: anywhere

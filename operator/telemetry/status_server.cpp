@@ -69,7 +69,8 @@ ParsedReport parse_report(const std::string& body) {
   auto integer = [&](const char* key) -> std::optional<int64_t> {
     const auto found = document.find(key);
     if (found == document.end() || found->is_null()) return std::nullopt;
-    if (found->is_number_integer() && !(found->is_number_unsigned() && found->get<uint64_t>() > INT64_MAX)) return found->get<int64_t>();
+    if (found->is_number_integer() && !(found->is_number_unsigned() && found->get<uint64_t>() > INT64_MAX))
+      return found->get<int64_t>();
     parsed.error = std::string("'") + key + "' is no integer";
     return std::nullopt;
   };
@@ -87,7 +88,9 @@ ParsedReport parse_report(const std::string& body) {
   if (const auto progress = document.find("progress"); progress != document.end() && parsed.error.empty()) {
     // The same reader, and so the same limits, as of the status it will become.
     std::vector<Issue> issues;
-    const RLJob job = rljob_from_json({{"apiVersion", kApiVersion}, {"kind", kRLJobKind}, {"metadata", {{"name", "report"}}},
+    const RLJob job = rljob_from_json({{"apiVersion", kApiVersion},
+                                       {"kind", kRLJobKind},
+                                       {"metadata", {{"name", "report"}}},
                                        {"status", {{"progress", *progress}}}},
                                       issues, {.strict = false});
     for (const Issue& issue : issues) {
@@ -98,15 +101,16 @@ ParsedReport parse_report(const std::string& body) {
   return parsed;
 }
 
-StatusServer::StatusServer(const kube::Client& client, controller::ReportStore& reports, FindPod find_pod, FindJob find_job,
-                           StatusServerOptions options)
+StatusServer::StatusServer(const kube::Client& client, controller::ReportStore& reports, FindPod find_pod,
+                           FindJob find_job, StatusServerOptions options)
     : client_(client),
       reports_(reports),
       find_pod_(std::move(find_pod)),
       find_job_(std::move(find_job)),
       options_(std::move(options)),
       server_(server_options(options_)) {
-  server_.handle("POST", "/v1/status/{namespace}/{job}", [this](const HttpRequest& request) { return handle(request); });
+  server_.handle("POST", "/v1/status/{namespace}/{job}",
+                 [this](const HttpRequest& request) { return handle(request); });
 }
 
 StatusServer::~StatusServer() { stop(); }
@@ -116,7 +120,9 @@ void StatusServer::stop() { server_.stop(); }
 HttpResponse StatusServer::handle(const HttpRequest& request) {
   HttpResponse response = options_.is_leader && !options_.is_leader() ? pass_on(request) : take(request);
   if (options_.metrics) {
-    options_.metrics->counter("trireme_status_reports_total", "Status reports received, by answer.", {{"code", std::to_string(response.status)}})
+    options_.metrics
+        ->counter("trireme_status_reports_total", "Status reports received, by answer.",
+                  {{"code", std::to_string(response.status)}})
         .Increment();
   }
   return response;
@@ -125,7 +131,8 @@ HttpResponse StatusServer::handle(const HttpRequest& request) {
 HttpResponse StatusServer::take(const HttpRequest& request) {
   const kube::ObjectKey job_key{request.parameters.at("namespace"), request.parameters.at("job")};
   const auto header = request.headers.find("authorization");
-  if (header == request.headers.end() || !starts_with(header->second, "Bearer ") || header->second.size() > kMaxTokenBytes) {
+  if (header == request.headers.end() || !starts_with(header->second, "Bearer ") ||
+      header->second.size() > kMaxTokenBytes) {
     return answer(401, "a bearer token is needed");
   }
   const ParsedReport parsed = parse_report(request.body);
@@ -178,11 +185,12 @@ std::optional<PodIdentity> StatusServer::identify(const std::string& token) {
     const auto known = tokens_.find(digest);
     if (known != tokens_.end() && known->second.until > now) return known->second.identity;
   }
-  const json review = client_.create(
-      kube::resources::kTokenReviews,
-      {{"apiVersion", "authentication.k8s.io/v1"}, {"kind", "TokenReview"}, {"metadata", json::object()},
-       {"spec", {{"token", token}, {"audiences", json::array({kStatusTokenAudience})}}}},
-      Deadline::after(options_.request_timeout));
+  const json review = client_.create(kube::resources::kTokenReviews,
+                                     {{"apiVersion", "authentication.k8s.io/v1"},
+                                      {"kind", "TokenReview"},
+                                      {"metadata", json::object()},
+                                      {"spec", {{"token", token}, {"audiences", json::array({kStatusTokenAudience})}}}},
+                                     Deadline::after(options_.request_timeout));
   std::optional<PodIdentity> identity;
   const json status = review.value("status", json::object());
   const json audiences = status.value("audiences", json::array());
@@ -200,7 +208,8 @@ std::optional<PodIdentity> StatusServer::identify(const std::string& token) {
     if (!found.pod.empty() && !found.uid.empty() && !found.ns.empty()) identity = std::move(found);
   }
   std::lock_guard lock(mutex_);
-  if (tokens_.size() >= options_.max_tokens) std::erase_if(tokens_, [&](const auto& entry) { return entry.second.until <= now; });
+  if (tokens_.size() >= options_.max_tokens)
+    std::erase_if(tokens_, [&](const auto& entry) { return entry.second.until <= now; });
   if (tokens_.size() >= options_.max_tokens) tokens_.clear();
   tokens_[digest] = {identity, now + options_.token_lifetime};
   return identity;

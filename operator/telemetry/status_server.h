@@ -1,4 +1,5 @@
-// StatusServer: takes rank 0's reports, checks that they come from a pod of that job, and hands them to the ReportStore.
+// StatusServer: takes rank 0's reports, checks that they come from a pod of that job, and hands them to the
+// ReportStore.
 //
 // POST /v1/status/{namespace}/{job}, Authorization: Bearer <projected token of audience trireme.dev/status>
 //   {"attempt": 1, "rendezvousDone": true, "stuckRank": 3, "progress": {fields of RLJob status.progress}}
@@ -25,12 +26,12 @@ struct StatusServerOptions {
   std::string address = "0.0.0.0";
   int port = 0;  // 0: the system chooses
   int max_threads = 64;
-  Milliseconds token_lifetime{60000};   // how long a reviewed token is believed
+  Milliseconds token_lifetime{60000};  // how long a reviewed token is believed
   size_t max_tokens = 20000;
-  Milliseconds request_timeout{10000};  // of a TokenReview or a hand-on to the leader
-  std::function<bool()> is_leader;                        // empty: always
-  std::function<std::string()> leader_address;            // "host:port" of the leader's status server, "" unknown
-  kube::Metrics* metrics = nullptr;                       // may be null
+  Milliseconds request_timeout{10000};          // of a TokenReview or a hand-on to the leader
+  std::function<bool()> is_leader;              // empty: always
+  std::function<std::string()> leader_address;  // "host:port" of the leader's status server, "" unknown
+  kube::Metrics* metrics = nullptr;             // may be null
 };
 
 // Who a token belongs to, as the API server says.
@@ -44,7 +45,8 @@ class StatusServer final {
  public:
   using FindPod = std::function<std::shared_ptr<const controller::CachedPod>(const kube::ObjectKey&)>;
   using FindJob = std::function<std::shared_ptr<const controller::CachedJob>(const kube::ObjectKey&)>;
-  StatusServer(const kube::Client& client, controller::ReportStore& reports, FindPod find_pod, FindJob find_job, StatusServerOptions options);
+  StatusServer(const kube::Client& client, controller::ReportStore& reports, FindPod find_pod, FindJob find_job,
+               StatusServerOptions options);
   ~StatusServer();
   StatusServer(const StatusServer&) = delete;
   StatusServer& operator=(const StatusServer&) = delete;

@@ -136,7 +136,8 @@ AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptio
   Json response = {{"uid", request.uid}};
   const bool concerns_us = request.operation == "CREATE" || request.operation == "UPDATE";
   const Json spec = member(request.object, "spec");
-  if (!concerns_us || !request.is_rljob || request.subresource || !spec.is_object()) return respond(std::move(response), true);
+  if (!concerns_us || !request.is_rljob || request.subresource || !spec.is_object())
+    return respond(std::move(response), true);
   Json patch = Json::array();
   try {
     std::vector<Issue> issues;

@@ -17,12 +17,12 @@ struct DefaultingOptions {
   std::string image;  // of jobs that name none; empty: the API's default
 };
 
-// Refuses what api/validate.h calls wrong. A change that leaves the specification alone, and everything about an object that
-// is being deleted, is allowed: a finalizer must always come off.
+// Refuses what api/validate.h calls wrong. A change that leaves the specification alone, and everything about an object
+// that is being deleted, is allowed: a finalizer must always come off.
 AdmissionAnswer review_validating(const std::string& body);
 
-// Writes the defaults into the object as a JSON patch of additions; never changes what the user wrote. What cannot be read is
-// allowed unchanged: the validating webhook says what is wrong with it.
+// Writes the defaults into the object as a JSON patch of additions; never changes what the user wrote. What cannot be
+// read is allowed unchanged: the validating webhook says what is wrong with it.
 AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptions& options);
 
 // JSON patch of "add" operations that put into `given` what only `full` has. Goes into objects, not into lists.

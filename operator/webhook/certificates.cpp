@@ -31,7 +31,8 @@ std::optional<CertificateSet> read_secret(const json& secret) {
     return kube::base64_decode(data[key].get<std::string>()).value_or("");
   };
   CertificateSet set{{get(kCaCert), get(kCaKey)}, {get(kLeafCert), get(kLeafKey)}};
-  if (set.ca.cert_pem.empty() || set.ca.key_pem.empty() || set.leaf.cert_pem.empty() || set.leaf.key_pem.empty()) return std::nullopt;
+  if (set.ca.cert_pem.empty() || set.ca.key_pem.empty() || set.leaf.cert_pem.empty() || set.leaf.key_pem.empty())
+    return std::nullopt;
   return set;
 }
 
@@ -57,8 +58,8 @@ bool is_current(const CertificateSet& set, const std::string& dns_name, int64_t 
   }
 }
 
-CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options, const std::string& dns_name,
-                     int64_t now_unix_s) {
+CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options,
+                     const std::string& dns_name, int64_t now_unix_s) {
   kube::LeafOptions leaf;
   leaf.common_name = dns_name;
   leaf.dns_names = {dns_name, dns_name + ".cluster.local"};
@@ -82,7 +83,8 @@ CertificateSet renew(const std::optional<CertificateSet>& old, const Certificate
 CertificateKeeper::CertificateKeeper(const kube::Client& client, CertificateOptions options,
                                      std::function<void(const kube::KeyPair&)> on_change)
     : client_(client), options_(std::move(options)), on_change_(std::move(on_change)) {
-  if (options_.cert_file.empty() != options_.key_file.empty()) fail_user("the webhook needs both a certificate file and a key file");
+  if (options_.cert_file.empty() != options_.key_file.empty())
+    fail_user("the webhook needs both a certificate file and a key file");
 }
 
 CertificateKeeper::~CertificateKeeper() { stop(); }
@@ -146,21 +148,28 @@ CertificateSet CertificateKeeper::read_or_make() {
         client_.update(kube::resources::kSecrets, *secret, {}, deadline());
       } else {
         client_.create(kube::resources::kSecrets,
-                       {{"apiVersion", "v1"}, {"kind", "Secret"}, {"type", "kubernetes.io/tls"},
-                        {"metadata", {{"name", key.name}, {"namespace", key.ns}, {"labels", {{"app.kubernetes.io/managed-by", "trireme-operator"}}}}},
+                       {{"apiVersion", "v1"},
+                        {"kind", "Secret"},
+                        {"type", "kubernetes.io/tls"},
+                        {"metadata",
+                         {{"name", key.name},
+                          {"namespace", key.ns},
+                          {"labels", {{"app.kubernetes.io/managed-by", "trireme-operator"}}}}},
                         {"data", secret_data(fresh)}},
                        deadline());
       }
       log_info("webhook", "made a new certificate for " + dns_name());
       return fresh;
     } catch (const ApiError& e) {
-      if (!e.conflict() && !e.already_exists() && !e.not_found()) throw;  // else another replica was first: take its pair
+      if (!e.conflict() && !e.already_exists() && !e.not_found())
+        throw;  // else another replica was first: take its pair
     }
   }
   throw Error(ErrorKind::kConflict, "Secret " + key.str() + " keeps changing under us");
 }
 
-void CertificateKeeper::patch_configuration(const kube::Resource& resource, const std::string& name, const std::string& ca_pem) {
+void CertificateKeeper::patch_configuration(const kube::Resource& resource, const std::string& name,
+                                            const std::string& ca_pem) {
   if (name.empty()) return;
   const std::string bundle = kube::base64_encode(ca_pem);
   for (int i = 0; i < kMaxConflicts; ++i) {
@@ -209,8 +218,6 @@ int64_t CertificateKeeper::expires_unix_s() const {
   return expires_;
 }
 
-int64_t CertificateKeeper::now() const {
-  return options_.now_unix_s ? options_.now_unix_s() : system_now_s();
-}
+int64_t CertificateKeeper::now() const { return options_.now_unix_s ? options_.now_unix_s() : system_now_s(); }
 
 }  // namespace trireme::webhook

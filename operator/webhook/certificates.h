@@ -1,5 +1,5 @@
-// The webhook's certificate: made, stored in a Secret, renewed, and made known to the API server, by the operator itself; or read
-// from files that cert-manager keeps.
+// The webhook's certificate: made, stored in a Secret, renewed, and made known to the API server, by the operator
+// itself; or read from files that cert-manager keeps.
 #pragma once
 
 #include <condition_variable>
@@ -44,20 +44,22 @@ struct CertificateSet {
 // Is it good for `dns_name` for at least a third of the leaf's life? Pure.
 bool is_current(const CertificateSet& set, const std::string& dns_name, int64_t now_unix_s);
 // A new leaf, under the old CA while that outlives the leaf, else under a new CA.
-CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options, const std::string& dns_name, int64_t now_unix_s);
+CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options,
+                     const std::string& dns_name, int64_t now_unix_s);
 
 class CertificateKeeper final {
  public:
   // on_change gets every new pair, first one included, on the keeper's thread (or the caller's of ensure()).
-  CertificateKeeper(const kube::Client& client, CertificateOptions options, std::function<void(const kube::KeyPair&)> on_change);
+  CertificateKeeper(const kube::Client& client, CertificateOptions options,
+                    std::function<void(const kube::KeyPair&)> on_change);
   ~CertificateKeeper();
   CertificateKeeper(const CertificateKeeper&) = delete;
   CertificateKeeper& operator=(const CertificateKeeper&) = delete;
 
   void start();  // a thread that calls ensure() now and then
   void stop();
-  // One round: read or make, store, hand over, patch the configurations. Several replicas may do it at once: the Secret's
-  // resourceVersion decides who wins and the others take the winner's. Throws ApiError or Error.
+  // One round: read or make, store, hand over, patch the configurations. Several replicas may do it at once: the
+  // Secret's resourceVersion decides who wins and the others take the winner's. Throws ApiError or Error.
   void ensure();
   bool ready() const;              // a pair was handed over and the configurations know its CA
   int64_t expires_unix_s() const;  // 0: none yet

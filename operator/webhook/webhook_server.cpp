@@ -18,9 +18,12 @@ void WebhookServer::set_certificate(const kube::KeyPair& pair) {
   options.tls = pair;
   options.max_body_bytes = 2 * kMaxManifestBytes;  // old and new object
   auto server = std::make_unique<kube::HttpServer>(std::move(options));
-  server->handle("POST", "/validate", [this](const kube::HttpRequest& request) { return answer("validate", review_validating(request.body)); });
-  server->handle("POST", "/default",
-                 [this](const kube::HttpRequest& request) { return answer("default", review_defaulting(request.body, options_.defaulting)); });
+  server->handle("POST", "/validate", [this](const kube::HttpRequest& request) {
+    return answer("validate", review_validating(request.body));
+  });
+  server->handle("POST", "/default", [this](const kube::HttpRequest& request) {
+    return answer("default", review_defaulting(request.body, options_.defaulting));
+  });
   server->start();
   server_ = std::move(server);
 }
@@ -28,7 +31,9 @@ void WebhookServer::set_certificate(const kube::KeyPair& pair) {
 kube::HttpResponse WebhookServer::answer(const char* kind, const AdmissionAnswer& answer) {
   if (options_.metrics) {
     const char* result = answer.http_status != 200 ? "error" : answer.allowed ? "allowed" : "denied";
-    options_.metrics->counter("trireme_admission_requests_total", "Admission requests, by webhook and result.", {{"webhook", kind}, {"result", result}})
+    options_.metrics
+        ->counter("trireme_admission_requests_total", "Admission requests, by webhook and result.",
+                  {{"webhook", kind}, {"result", result}})
         .Increment();
   }
   kube::HttpResponse response;

@@ -8,7 +8,8 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   const size_t cut = text.find('\n');
-  const std::string_view gold = text.substr(0, cut), answer = cut == std::string_view::npos ? text : text.substr(cut + 1);
+  const std::string_view gold = text.substr(0, cut),
+                         answer = cut == std::string_view::npos ? text : text.substr(cut + 1);
   (void)trireme::math_equal(gold, answer);
   if (const auto found = trireme::extract_answer(text)) (void)trireme::math_equal(gold, *found);
   return 0;

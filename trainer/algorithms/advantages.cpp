@@ -19,7 +19,8 @@ double shape_reward(double reward, int64_t response_length, bool truncated, cons
   if (shaping.stop_properly_penalty_coef) return truncated ? reward * *shaping.stop_properly_penalty_coef : reward;
   const double free_length = static_cast<double>(shaping.max_response_length - shaping.overlong_buffer_length);
   const double exceed = static_cast<double>(response_length) - free_length;
-  const double penalty = -exceed / static_cast<double>(shaping.overlong_buffer_length) * shaping.overlong_buffer_penalty;
+  const double penalty =
+      -exceed / static_cast<double>(shaping.overlong_buffer_length) * shaping.overlong_buffer_penalty;
   return reward + std::min(penalty, 0.0);
 }
 

@@ -32,13 +32,14 @@ struct AdvantageOptions {
   AdvantageEstimator estimator = AdvantageEstimator::kGrpo;
   bool normalize_rewards = true;
   bool use_leave_one_out_baseline = true;
-  bool unbiased_std = true;  // false: v0.3's group std (no N/(N-1)), and no epsilon in the division
+  bool unbiased_std = true;    // false: v0.3's group std (no N/(N-1)), and no epsilon in the division
   bool minus_baseline = true;  // Reinforce++: subtract the group's mean
   std::optional<double> clip_low, clip_high;
 };
 
 // One group of n answers to one prompt -> n advantages. Groups whose rewards are all equal give zeros.
-// GRPO: b_i = mean of the others, std_i of the others (leave one out), A_i = (r_i - b_i) / (std_i + 1e-6) where std_i > 0.
+// GRPO: b_i = mean of the others, std_i of the others (leave one out), A_i = (r_i - b_i) / (std_i + 1e-6) where std_i >
+// 0.
 std::vector<double> group_advantages(const std::vector<double>& rewards, const AdvantageOptions& options);
 
 // True when every reward of the group is the same number (decided on the rewards, not on a rounded std).

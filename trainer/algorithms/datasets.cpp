@@ -3,7 +3,8 @@
 namespace trireme {
 namespace {
 
-DataOptions options_of(const Config& config, const DatasetConfig& dataset, const std::filesystem::path& path, bool completions) {
+DataOptions options_of(const Config& config, const DatasetConfig& dataset, const std::filesystem::path& path,
+                       bool completions) {
   DataOptions o;
   o.path = path.string();
   o.format = dataset.format;
@@ -25,8 +26,8 @@ DataOptions options_of(const Config& config, const DatasetConfig& dataset, const
 
 }  // namespace
 
-Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer, const std::filesystem::path& hf_home,
-                       bool completions) {
+Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer,
+                       const std::filesystem::path& hf_home, bool completions) {
   Datasets datasets;
   const std::filesystem::path train_path = resolve_dataset(config.data.train, hf_home);
   DataOptions train = options_of(config, config.data.train, train_path, completions);

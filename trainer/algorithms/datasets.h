@@ -15,7 +15,7 @@ struct Datasets {
 };
 
 // `completions`: fill in the answers for SFT.
-Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer, const std::filesystem::path& hf_home,
-                       bool completions);
+Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer,
+                       const std::filesystem::path& hf_home, bool completions);
 
 }  // namespace trireme

@@ -26,7 +26,8 @@ class GrpoLoop final {
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
         rewards_(reward_options(config_), 4),
-        engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_), training_sampling(config_, *session_.tokenizer)),
+        engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_),
+                training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, *session_.tokenizer, rewards_, session_.context, config_.cluster.collective_timeout_s) {
     const LossOptions loss = loss_options(config_);
     if (loss.kl_penalty != 0) {
@@ -39,7 +40,8 @@ class GrpoLoop final {
     if (!exact_ && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
     }
-    trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer, session_.context, exact_);
+    trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
+                                               session_.context, exact_);
     if (session_.resumed) {
       const nlohmann::json& state = session_.resumed->state;
       step_ = session_.resumed->step;
@@ -93,14 +95,15 @@ class GrpoLoop final {
   std::vector<RolloutSample> generate(RolloutTimes& times, std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
     const int64_t wanted_groups = g.num_prompts_per_step;
-    const int64_t batch_groups =
-        g.use_dynamic_sampling ? static_cast<int64_t>(static_cast<double>(wanted_groups) * g.batch_multiplier) : wanted_groups;
+    const int64_t batch_groups = g.use_dynamic_sampling
+                                     ? static_cast<int64_t>(static_cast<double>(wanted_groups) * g.batch_multiplier)
+                                     : wanted_groups;
     std::vector<RolloutSample> kept;
     int64_t kept_groups = 0;
     for (int64_t batch = 0;; ++batch) {
       if (batch > 0 && batch >= g.dynamic_sampling_max_gen_batches) {
-        fail_data("dynamic sampling: after " + std::to_string(batch) + " generation batches only " + std::to_string(kept_groups) + " of " +
-                  std::to_string(wanted_groups) +
+        fail_data("dynamic sampling: after " + std::to_string(batch) + " generation batches only " +
+                  std::to_string(kept_groups) + " of " + std::to_string(wanted_groups) +
                   " groups have rewards that differ; raise grpo.dynamic_sampling_max_gen_batches or choose other data");
       }
       const std::vector<PromptExample> prompts = prompts_.take(batch_groups);
@@ -123,7 +126,8 @@ class GrpoLoop final {
         }
         if (rewards.empty() || all_equal(rewards)) continue;
         if (kept_groups == wanted_groups) {
-          values["train/dynamic_sampling_num_discarded_valid_samples"] += static_cast<double>(g.num_generations_per_prompt);
+          values["train/dynamic_sampling_num_discarded_valid_samples"] +=
+              static_cast<double>(g.num_generations_per_prompt);
           continue;
         }
         for (auto s = begin; s != end; ++s) {
@@ -140,7 +144,8 @@ class GrpoLoop final {
   // The control experiment: rewards that say nothing about the answers.
   void shuffle_rewards(std::vector<RolloutSample>& samples) const {
     std::mt19937_64 generator(static_cast<uint64_t>(config_.grpo.seed) * 1000003 + next_sample_id_);
-    for (size_t i = samples.size(); i > 1; --i) std::swap(samples[i - 1].raw_reward, samples[generator() % i].raw_reward);
+    for (size_t i = samples.size(); i > 1; --i)
+      std::swap(samples[i - 1].raw_reward, samples[generator() % i].raw_reward);
   }
 
   void describe(const std::vector<RolloutSample>& samples, std::map<std::string, double>& values) const {
@@ -198,11 +203,13 @@ class GrpoLoop final {
 
     session_.reporting.phase("training", report.step);
     std::string dump;
-    if (std::find(config_.logger.dump_steps.begin(), config_.logger.dump_steps.end(), report.step) != config_.logger.dump_steps.end()) {
+    if (std::find(config_.logger.dump_steps.begin(), config_.logger.dump_steps.end(), report.step) !=
+        config_.logger.dump_steps.end()) {
       std::filesystem::create_directories(config_.logger.log_dir);
       dump = (std::filesystem::path(config_.logger.log_dir) /
               ("dump_step_" + std::to_string(report.step) +
-               (session_.context.world_size() > 1 ? "_rank_" + std::to_string(session_.context.rank()) : "") + ".safetensors"))
+               (session_.context.world_size() > 1 ? "_rank_" + std::to_string(session_.context.rank()) : "") +
+               ".safetensors"))
                  .string();
     }
     const TrainResult trained = trainer_->train(samples, dump);
@@ -247,7 +254,8 @@ class GrpoLoop final {
     session_.reporting.phase("validation", step);
     if (!datasets_.validation) {
       fail_user("grpo.val_period is " + std::to_string(g.val_period) +
-                " but there is no validation data: set data.validation.data_path or data.train.split_validation_size, or val_period to 0");
+                " but there is no validation data: set data.validation.data_path or data.train.split_validation_size, "
+                "or val_period to 0");
     }
     const int64_t count = std::min(g.max_val_samples, datasets_.validation->size());
     std::vector<double> rewards, lengths, passed;  // passed: one a prompt, 1 when any of its answers was right
@@ -269,8 +277,8 @@ class GrpoLoop final {
         if (s.raw_reward > 0) passed.back() = 1;
         if (session_.context.is_main() && printed < config_.logger.num_val_samples_to_print) {
           ++printed;
-          log_info("validation", "prompt " + batch[static_cast<size_t>(s.group)].prompt_text + " answer " + session_.tokenizer->decode(s.tokens) +
-                                     " reward " + format_double(s.raw_reward));
+          log_info("validation", "prompt " + batch[static_cast<size_t>(s.group)].prompt_text + " answer " +
+                                     session_.tokenizer->decode(s.tokens) + " reward " + format_double(s.raw_reward));
         }
       }
       batch.clear();

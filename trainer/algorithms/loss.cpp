@@ -34,19 +34,24 @@ at::Tensor clamp_symmetric(const at::Tensor& x, const std::optional<double>& bou
 
 at::Tensor kl_of(const at::Tensor& log_ratio, KlEstimator estimator) {
   switch (estimator) {
-    case KlEstimator::kK1: return -log_ratio;
-    case KlEstimator::kK2: return log_ratio * log_ratio / 2;
-    case KlEstimator::kK3: return log_ratio.exp() - 1 - log_ratio;
+    case KlEstimator::kK1:
+      return -log_ratio;
+    case KlEstimator::kK2:
+      return log_ratio * log_ratio / 2;
+    case KlEstimator::kK3:
+      return log_ratio.exp() - 1 - log_ratio;
   }
   fail_internal("unhandled KL estimator");
 }
 
 // Per-token KL to the reference, without beta.
-at::Tensor kl_term(const at::Tensor& current, const at::Tensor& reference, const at::Tensor& generation, const LossOptions& o) {
+at::Tensor kl_term(const at::Tensor& current, const at::Tensor& reference, const at::Tensor& generation,
+                   const LossOptions& o) {
   const at::Tensor raw = reference - current;
   at::Tensor kl = kl_of(clamp_symmetric(raw, o.kl_input_clamp), o.kl_estimator);
   if (o.kl_score_function_gradient) {
-    at::Tensor weight = finite_or_zero((current - (o.on_policy_kl_approximation ? generation : current.detach())).exp());
+    at::Tensor weight =
+        finite_or_zero((current - (o.on_policy_kl_approximation ? generation : current.detach())).exp());
     if (o.kl_input_clamp) weight = at::where(raw.abs() > *o.kl_input_clamp, weight.detach(), weight);
     kl = kl * weight;
   } else if (o.on_policy_kl_approximation) {
@@ -65,15 +70,18 @@ void validate(const LossOptions& o) {
     fail_user("loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss: false");
   }
   if (o.cispo && (o.clip_c || o.force_on_policy_ratio || o.sequence_level_ratios || o.disable_ppo_ratio)) {
-    fail_user("loss_fn.use_cispo cannot be combined with ratio_clip_c, force_on_policy_ratio, sequence_level_importance_ratios or "
-              "disable_ppo_ratio");
+    fail_user(
+        "loss_fn.use_cispo cannot be combined with ratio_clip_c, force_on_policy_ratio, "
+        "sequence_level_importance_ratios or "
+        "disable_ppo_ratio");
   }
   if (o.cispo && !o.token_level_loss) fail_user("loss_fn.use_cispo needs loss_fn.token_level_loss: true");
   if (o.truncated_is != TruncatedImportanceSampling::kNone) {
     if (!o.importance_sampling_correction) {
       fail_user("loss_fn.truncated_importance_sampling_type needs loss_fn.use_importance_sampling_correction: true");
     }
-    if (!o.truncated_is_ratio) fail_user("loss_fn.truncated_importance_sampling_type needs truncated_importance_sampling_ratio");
+    if (!o.truncated_is_ratio)
+      fail_user("loss_fn.truncated_importance_sampling_type needs truncated_importance_sampling_ratio");
   }
 }
 
@@ -87,7 +95,9 @@ LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
   const at::Tensor previous = o.force_on_policy_ratio ? current.detach() : at::where(valid, in.previous, zero);
   const at::Tensor advantages = at::where(valid, in.advantages, zero);
 
-  const auto token_mean = [&](const at::Tensor& x) { return (x * in.mask).sum() / (in.global_valid_tokens + kEpsilon); };
+  const auto token_mean = [&](const at::Tensor& x) {
+    return (x * in.mask).sum() / (in.global_valid_tokens + kEpsilon);
+  };
   const auto reduce = [&](const at::Tensor& x) {
     if (o.token_level_loss) return token_mean(x);
     return (sequences.mean(x) * in.sequence_mask).sum() / (in.global_valid_sequences + kEpsilon);
@@ -115,9 +125,10 @@ LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
       weight = per_token;
       const double high = o.truncated_is_ratio.value_or(std::numeric_limits<double>::infinity());
       const double low = o.truncated_is_ratio_min.value_or(0.0);
-      const auto outside_of = [&](const at::Tensor& x) { return at::logical_or(x < low, x > high); };
+      const auto outside_of = [&](const at::Tensor& x) { return at::logical_or(x<low, x> high); };
       switch (o.truncated_is) {
-        case TruncatedImportanceSampling::kNone: break;
+        case TruncatedImportanceSampling::kNone:
+          break;
         case TruncatedImportanceSampling::kTis:
           out_of_bounds = number(token_mean(outside_of(weight).to(weight.scalar_type())));
           weight = weight.clamp(low, high);

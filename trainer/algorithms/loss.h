@@ -1,7 +1,7 @@
 // The clipped policy-gradient loss with every option of the reference, on flat response tokens.
 //
-// Formulas: PPO (Schulman et al. 2017), dual clip (Ye et al. 2020), GRPO (Shao et al. 2024), GSPO (Zheng et al. 2025), CISPO
-// (MiniMax-M1, 2025), truncated importance sampling (Yao et al. 2025), KL estimators k1, k2, k3 (Schulman 2020).
+// Formulas: PPO (Schulman et al. 2017), dual clip (Ye et al. 2020), GRPO (Shao et al. 2024), GSPO (Zheng et al. 2025),
+// CISPO (MiniMax-M1, 2025), truncated importance sampling (Yao et al. 2025), KL estimators k1, k2, k3 (Schulman 2020).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,16 +40,16 @@ void validate(const LossOptions& options);
 
 // T response tokens of S sequences, in any floating dtype. Tokens of masked sequences have mask 0.
 struct LossInputs {
-  at::Tensor current;        // [T] log-probs that carry the gradient
-  at::Tensor previous;       // [T] of the weights before the first optimizer step of this rollout
-  at::Tensor generation;     // [T] returned by the sampler
-  at::Tensor reference;      // [T]; undefined when kl_penalty is 0
-  at::Tensor advantages;     // [T]
-  at::Tensor mask;           // [T] 0 or 1
-  at::Tensor sequence;       // [T] int64, 0..S-1
-  at::Tensor sequence_mask;  // [S] 0 or 1
-  at::Tensor positive;       // [T] 1 on tokens of correct answers; may be undefined when its weight is 0
-  double global_valid_tokens = 0;     // over all ranks and micro-batches of the optimizer step
+  at::Tensor current;              // [T] log-probs that carry the gradient
+  at::Tensor previous;             // [T] of the weights before the first optimizer step of this rollout
+  at::Tensor generation;           // [T] returned by the sampler
+  at::Tensor reference;            // [T]; undefined when kl_penalty is 0
+  at::Tensor advantages;           // [T]
+  at::Tensor mask;                 // [T] 0 or 1
+  at::Tensor sequence;             // [T] int64, 0..S-1
+  at::Tensor sequence_mask;        // [S] 0 or 1
+  at::Tensor positive;             // [T] 1 on tokens of correct answers; may be undefined when its weight is 0
+  double global_valid_tokens = 0;  // over all ranks and micro-batches of the optimizer step
   double global_valid_sequences = 0;
 };
 

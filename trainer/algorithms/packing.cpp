@@ -35,11 +35,13 @@ std::vector<int64_t> descending(const std::vector<int64_t>& lengths) {
   return order;
 }
 
-std::vector<OpenBin> first_fit(const std::vector<int64_t>& order, const std::vector<int64_t>& lengths, int64_t capacity) {
+std::vector<OpenBin> first_fit(const std::vector<int64_t>& order, const std::vector<int64_t>& lengths,
+                               int64_t capacity) {
   std::vector<OpenBin> bins;
   for (const int64_t item : order) {
     const int64_t length = lengths[static_cast<size_t>(item)];
-    auto fits = std::find_if(bins.begin(), bins.end(), [&](const OpenBin& bin) { return bin.load + length <= capacity; });
+    auto fits =
+        std::find_if(bins.begin(), bins.end(), [&](const OpenBin& bin) { return bin.load + length <= capacity; });
     if (fits == bins.end()) fits = bins.insert(bins.end(), OpenBin{});
     put(*fits, item, lengths);
   }
@@ -91,8 +93,10 @@ std::vector<OpenBin> modified_first_fit_decreasing(const std::vector<int64_t>& l
   for (const int64_t item : rest) {
     const auto fits = std::find_if(bins.begin(), bins.end(),
                                    [&](const OpenBin& bin) { return bin.load + length_of(item) <= capacity; });
-    if (fits == bins.end()) left.push_back(item);
-    else put(*fits, item, lengths);
+    if (fits == bins.end())
+      left.push_back(item);
+    else
+      put(*fits, item, lengths);
   }
   for (const int64_t item : left) {  // the least filled bin that has room, else a new one
     OpenBin* best = nullptr;
@@ -116,11 +120,13 @@ PackingAlgorithm parse_packing_algorithm(const std::string& name) {
             "'; known are concatenative, first_fit_decreasing, first_fit_shuffle, modified_first_fit_decreasing");
 }
 
-std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity, PackingAlgorithm algorithm, uint64_t seed) {
+std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity, PackingAlgorithm algorithm,
+                           uint64_t seed) {
   for (size_t i = 0; i < lengths.size(); ++i) {
     if (lengths[i] > capacity) {
-      fail_user("sequence " + std::to_string(i) + " has " + std::to_string(lengths[i]) + " tokens, more than a micro-batch holds (" +
-                std::to_string(capacity) + "); raise policy.sequence_packing.train_mb_tokens");
+      fail_user("sequence " + std::to_string(i) + " has " + std::to_string(lengths[i]) +
+                " tokens, more than a micro-batch holds (" + std::to_string(capacity) +
+                "); raise policy.sequence_packing.train_mb_tokens");
     }
   }
   switch (algorithm) {
@@ -132,7 +138,8 @@ std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity
       }
       return strip(bins);
     }
-    case PackingAlgorithm::kFirstFitDecreasing: return strip(first_fit(descending(lengths), lengths, capacity));
+    case PackingAlgorithm::kFirstFitDecreasing:
+      return strip(first_fit(descending(lengths), lengths, capacity));
     case PackingAlgorithm::kFirstFitShuffle: {
       std::vector<int64_t> order(lengths.size());
       std::iota(order.begin(), order.end(), int64_t{0});
@@ -140,7 +147,8 @@ std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity
       for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[generator() % i]);
       return strip(first_fit(order, lengths, capacity));
     }
-    case PackingAlgorithm::kModifiedFirstFitDecreasing: return strip(modified_first_fit_decreasing(lengths, capacity));
+    case PackingAlgorithm::kModifiedFirstFitDecreasing:
+      return strip(modified_first_fit_decreasing(lengths, capacity));
   }
   fail_internal("unhandled packing algorithm");
 }
@@ -150,7 +158,8 @@ std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t mu
   wanted = (wanted + multiple - 1) / multiple * multiple;
   while (static_cast<int64_t>(bins.size()) < wanted) {
     bins.emplace_back();
-    const auto fullest = std::max_element(bins.begin(), bins.end() - 1, [](const Bin& a, const Bin& b) { return a.size() < b.size(); });
+    const auto fullest =
+        std::max_element(bins.begin(), bins.end() - 1, [](const Bin& a, const Bin& b) { return a.size() < b.size(); });
     if (fullest == bins.end() - 1 || fullest->size() < 2) continue;  // nothing to move: the new bin stays empty
     bins.back().push_back(fullest->back());
     fullest->pop_back();
@@ -166,8 +175,8 @@ std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& l
   return per_rank;
 }
 
-std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget, int64_t round,
-                                                    int64_t ranks) {
+std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget,
+                                                    int64_t round, int64_t ranks) {
   const auto rounded = [&](int64_t length) { return (length + round - 1) / round * round; };
   std::vector<int64_t> order = descending(lengths);
   std::reverse(order.begin(), order.end());
@@ -176,7 +185,8 @@ std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& 
   size_t in_batch = 0;
   for (size_t start = 0; start < order.size(); start += count) {
     const size_t end = std::min(order.size(), start + count);
-    const int64_t longest = rounded(lengths[static_cast<size_t>(order[end - 1])]);  // ascending: the last is the longest
+    const int64_t longest =
+        rounded(lengths[static_cast<size_t>(order[end - 1])]);  // ascending: the last is the longest
     if (longest > token_budget) {
       fail_user("a sequence of " + std::to_string(lengths[static_cast<size_t>(order[end - 1])]) +
                 " tokens does not fit a micro-batch of " + std::to_string(token_budget) +

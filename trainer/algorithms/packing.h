@@ -15,23 +15,25 @@ enum class PackingAlgorithm { kConcatenative, kFirstFitDecreasing, kFirstFitShuf
 PackingAlgorithm parse_packing_algorithm(const std::string& name);
 
 // Every index once, each bin's lengths sum to at most `capacity`. Error(kUser) when a length exceeds it.
-// kModifiedFirstFitDecreasing follows Johnson and Garey, "A 71/60 theorem for bin packing" (1985), with the greedy passes
-// of NeMo-RL's packer. `seed` is used by kFirstFitShuffle only.
-std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity, PackingAlgorithm algorithm, uint64_t seed);
+// kModifiedFirstFitDecreasing follows Johnson and Garey, "A 71/60 theorem for bin packing" (1985), with the greedy
+// passes of NeMo-RL's packer. `seed` is used by kFirstFitShuffle only.
+std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity, PackingAlgorithm algorithm,
+                           uint64_t seed);
 
 // Splits bins until there are at least `minimum` and a multiple of `multiple`, taking sequences from the fullest bins.
 // Bins may stay empty when there are fewer sequences than bins wanted.
 std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t multiple);
 
 // Micro-batches of each data-parallel rank for one optimizer step: result[rank] is a list of bins, the same number on
-// every rank (an empty bin is a micro-batch with nothing in it). Bins go round-robin: rank r gets bins r, r + ranks, ...
+// every rank (an empty bin is a micro-batch with nothing in it). Bins go round-robin: rank r gets bins r, r + ranks,
+// ...
 std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& lengths, int64_t capacity, int64_t ranks,
                                                    PackingAlgorithm algorithm, uint64_t seed);
 
 // NeMo-RL's dynamic batching: ascending by length, dealt with stride `ranks`; a micro-batch closes when
 // count * (longest, rounded up to `round`) would exceed `token_budget`. All ranks get the same boundaries.
-std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget, int64_t round,
-                                                    int64_t ranks);
+std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget,
+                                                    int64_t round, int64_t ranks);
 
 // Fixed `micro_batch_size` samples each, in order, dealt in contiguous blocks to ranks.
 std::vector<std::vector<Bin>> fixed_micro_batches(int64_t samples, int64_t micro_batch_size, int64_t ranks);

@@ -22,9 +22,12 @@ void add_metrics(std::map<std::string, double>& sums, const std::map<std::string
   for (const auto& [key, value] : more) {
     const auto [at, inserted] = sums.emplace(key, value);
     if (inserted) continue;
-    if (combines_by_min(key)) at->second = std::min(at->second, value);
-    else if (combines_by_max(key)) at->second = std::max(at->second, value);
-    else at->second += value;
+    if (combines_by_min(key))
+      at->second = std::min(at->second, value);
+    else if (combines_by_max(key))
+      at->second = std::max(at->second, value);
+    else
+      at->second += value;
   }
 }
 
@@ -54,7 +57,8 @@ void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const Micr
   const at::Tensor bad = at::logical_and(at::logical_not(at::isfinite(logprobs.detach())), mask > 0);
   if (!bad.any().item<bool>()) return;
   const int64_t token = bad.nonzero()[0].item<int64_t>();
-  fail_data("the log-prob of a token of sample " + std::to_string(batch.samples[static_cast<size_t>(batch.sequence[token].item<int64_t>())]) +
+  fail_data("the log-prob of a token of sample " +
+            std::to_string(batch.samples[static_cast<size_t>(batch.sequence[token].item<int64_t>())]) +
             " is not finite in the loss");
 }
 
@@ -91,7 +95,8 @@ LossOptions loss_options(const Config& config) {
 
 AdvantageOptions advantage_options(const Config& config) {
   AdvantageOptions o;
-  o.estimator = config.grpo.adv_estimator.name == "reinforce_plus_plus" ? AdvantageEstimator::kReinforcePlusPlus : AdvantageEstimator::kGrpo;
+  o.estimator = config.grpo.adv_estimator.name == "reinforce_plus_plus" ? AdvantageEstimator::kReinforcePlusPlus
+                                                                        : AdvantageEstimator::kGrpo;
   o.normalize_rewards = config.grpo.normalize_rewards;
   o.use_leave_one_out_baseline = config.grpo.use_leave_one_out_baseline;
   o.unbiased_std = !config.grpo.biased_group_std;
@@ -108,7 +113,8 @@ LogprobOptions sampling_distribution(const Config& config) {
   o.top_k = g.top_k;
   o.top_p = g.top_p;
   o.min_p = g.min_p;
-  // After the first optimizer step a sampled token may fall outside the filters of the moved distribution: its ratio is 0.
+  // After the first optimizer step a sampled token may fall outside the filters of the moved distribution: its ratio is
+  // 0.
   o.allow_filtered = o.filters();
   return o;
 }
@@ -119,9 +125,11 @@ void assign_advantages(std::vector<RolloutSample>& samples, int64_t group_size, 
   scaling = {sc.enabled, sc.source_min, sc.source_max, sc.target_min, sc.target_max};
   RewardShaping shaping;
   const RewardShapingConfig& sh = config.grpo.reward_shaping;
-  shaping = {sh.enabled, sh.overlong_buffer_length, sh.overlong_buffer_penalty, sh.max_response_length, sh.stop_properly_penalty_coef};
+  shaping = {sh.enabled, sh.overlong_buffer_length, sh.overlong_buffer_penalty, sh.max_response_length,
+             sh.stop_properly_penalty_coef};
   for (RolloutSample& s : samples) {
-    s.reward = shape_reward(scale_reward(s.raw_reward, scaling), static_cast<int64_t>(s.tokens.size()), s.truncated, shaping);
+    s.reward =
+        shape_reward(scale_reward(s.raw_reward, scaling), static_cast<int64_t>(s.tokens.size()), s.truncated, shaping);
     s.loss_multiplier = s.dropped || (config.grpo.overlong_filtering && s.truncated) ? 0 : 1;
     s.advantage = 0;
   }
@@ -169,16 +177,19 @@ std::vector<Bin> PolicyTrainer::own_bins(const std::vector<int64_t>& lengths, ui
   const PolicyConfig& p = config_.policy;
   std::vector<std::vector<Bin>> all;
   if (p.dynamic_batching.enabled) {
-    all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round, ranks);
+    all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round,
+                                ranks);
   } else if (p.sequence_packing.enabled) {
-    all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks, parse_packing_algorithm(p.sequence_packing.algorithm), seed);
+    all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks,
+                               parse_packing_algorithm(p.sequence_packing.algorithm), seed);
     if (p.sequence_packing.microbatch_order == "largest_first") {
       const auto load = [&](const Bin& bin) {
         int64_t sum = 0;
         for (const int64_t i : bin) sum += lengths[static_cast<size_t>(i)];
         return sum;
       };
-      for (auto& bins : all) std::stable_sort(bins.begin(), bins.end(), [&](const Bin& a, const Bin& b) { return load(a) > load(b); });
+      for (auto& bins : all)
+        std::stable_sort(bins.begin(), bins.end(), [&](const Bin& a, const Bin& b) { return load(a) > load(b); });
     }
   } else {
     all = fixed_micro_batches(static_cast<int64_t>(lengths.size()), p.train_micro_batch_size, ranks);
@@ -227,7 +238,8 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   std::vector<std::vector<Prepared>> steps;
   for (int64_t begin = 0; begin < total; begin += batch_size) {
     std::vector<int64_t> lengths;
-    for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i) lengths.push_back(samples[static_cast<size_t>(i)].length());
+    for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i)
+      lengths.push_back(samples[static_cast<size_t>(i)].length());
     std::vector<Prepared> step;
     for (Bin& bin : own_bins(lengths, static_cast<uint64_t>(config_.grpo.seed))) {
       for (int64_t& i : bin) i += begin;
@@ -241,7 +253,8 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
         plain.min_p = 0;
         prepared.reference = answer_logprobs(*reference_, prepared.batch, plain).to(at::kCPU);
       }
-      prepared.previous = exact_ ? prepared.generation : answer_logprobs(policy_, prepared.batch, distribution_).to(at::kCPU);
+      prepared.previous =
+          exact_ ? prepared.generation : answer_logprobs(policy_, prepared.batch, distribution_).to(at::kCPU);
       if (!exact_) mask_mismatched_sequences(prepared);
       step.push_back(std::move(prepared));
       if (on_progress) on_progress();
@@ -307,10 +320,11 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
         const at::Tensor gradient = policy_.flat_gradients().narrow(0, parameter.offset, parameter.size);
         dumped.emplace_back("grad_norm." + parameter.name, gradient.to(at::kDouble).norm().reshape({1}).to(at::kCPU));
       }
-      write_safetensors(dump, dumped, {{"micro_batches", std::to_string(steps[s].size())},
-                                       {"global_valid_tokens", std::to_string(valid_tokens)},
-                                       {"global_valid_sequences", std::to_string(valid_sequences)},
-                                       {"config", to_yaml(config_)}});
+      write_safetensors(dump, dumped,
+                        {{"micro_batches", std::to_string(steps[s].size())},
+                         {"global_valid_tokens", std::to_string(valid_tokens)},
+                         {"global_valid_sequences", std::to_string(valid_sequences)},
+                         {"config", to_yaml(config_)}});
     }
     const int64_t done = optimizer_.steps_done();
     const double rate = learning_rate(config_, done);
@@ -325,7 +339,8 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   }
   // Means over optimizer steps; extremes stay.
   for (auto& [key, value] : sums) {
-    if (!combines_by_min(key) && !combines_by_max(key) && result.optimizer_steps > 0) value /= static_cast<double>(result.optimizer_steps);
+    if (!combines_by_min(key) && !combines_by_max(key) && result.optimizer_steps > 0)
+      value /= static_cast<double>(result.optimizer_steps);
   }
   result.metrics = std::move(sums);
   result.mismatched_tokens = context_.data_parallel().all_reduce_sum(result.mismatched_tokens);

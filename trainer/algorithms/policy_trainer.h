@@ -33,12 +33,12 @@ void assign_advantages(std::vector<RolloutSample>& samples, int64_t group_size, 
 class PolicyTrainer final {
  public:
   // `reference` may be null (no KL term). `exact`: the sampler's log-probs are the previous log-probs.
-  PolicyTrainer(const Config& config, Model& policy, const Model* reference, DistributedAdamW& optimizer, ParallelContext& context,
-                bool exact);
+  PolicyTrainer(const Config& config, Model& policy, const Model* reference, DistributedAdamW& optimizer,
+                ParallelContext& context, bool exact);
 
-  // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch arithmetic
-  // says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first optimizer step are
-  // written there as safetensors.
+  // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch
+  // arithmetic says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first
+  // optimizer step are written there as safetensors.
   TrainResult train(const std::vector<RolloutSample>& samples, const std::string& dump = {});
 
   // Called after every micro-batch, for heartbeats. May be empty.

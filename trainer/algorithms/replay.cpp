@@ -54,7 +54,8 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
       batch.input.starts.assign(starts.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>() + starts.numel());
       std::vector<int64_t> positions;
       for (size_t s = 0; s + 1 < batch.input.starts.size(); ++s) {
-        for (int64_t p = batch.input.starts[s]; p < batch.input.starts[s + 1]; ++p) positions.push_back(p - batch.input.starts[s]);
+        for (int64_t p = batch.input.starts[s]; p < batch.input.starts[s + 1]; ++p)
+          positions.push_back(p - batch.input.starts[s]);
       }
       batch.input.positions = at::tensor(positions, at::kLong);
       batch.rows = get("rows");
@@ -65,7 +66,9 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
       const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
       for (int64_t i = 0; i < recomputed.numel(); ++i) {
         result.differing_tokens +=
-            std::memcmp(recomputed.const_data_ptr<float>() + i, sampled.const_data_ptr<float>() + i, sizeof(float)) != 0 ? 1 : 0;
+            std::memcmp(recomputed.const_data_ptr<float>() + i, sampled.const_data_ptr<float>() + i, sizeof(float)) != 0
+                ? 1
+                : 0;
       }
       in.current = recomputed;
     }
@@ -78,8 +81,9 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
     result.loss += loss;
     result.dumped_loss += dumped;
   }
-  out << "total: " << result.tokens << " tokens, loss " << format_double(result.loss) << ", dumped " << format_double(result.dumped_loss)
-      << ", difference " << format_double(std::abs(result.loss - result.dumped_loss));
+  out << "total: " << result.tokens << " tokens, loss " << format_double(result.loss) << ", dumped "
+      << format_double(result.dumped_loss) << ", difference "
+      << format_double(std::abs(result.loss - result.dumped_loss));
   if (model) {
     out << ", largest log-prob error " << format_double(result.largest_logprob_error) << ", " << result.differing_tokens
         << " tokens differ from the sampler's bits";

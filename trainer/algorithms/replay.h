@@ -11,13 +11,13 @@ struct ReplayResult {
   int64_t micro_batches = 0;
   int64_t tokens = 0;
   double dumped_loss = 0;
-  double loss = 0;                  // recomputed
+  double loss = 0;                   // recomputed
   double largest_logprob_error = 0;  // |recomputed - dumped| current log-probs; 0 without a model
   int64_t differing_tokens = 0;      // bits of the recomputed log-probs that differ from the sampler's
 };
 
-// `model_dir` empty: the dumped log-probs are taken as they are and only the loss is recomputed. The model must hold the
-// weights from before the dumped step. Prints a table to `out`. Throws Error(kData) for a file that is not a dump.
+// `model_dir` empty: the dumped log-probs are taken as they are and only the loss is recomputed. The model must hold
+// the weights from before the dumped step. Prints a table to `out`. Throws Error(kData) for a file that is not a dump.
 ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir, std::ostream& out);
 
 }  // namespace trireme

@@ -56,7 +56,8 @@ struct Reporting::Impl {
   }
 };
 
-Reporting::Reporting(const Config& config, const ReportingOptions& options, int rank, int world_size, int64_t total_steps)
+Reporting::Reporting(const Config& config, const ReportingOptions& options, int rank, int world_size,
+                     int64_t total_steps)
     : impl_(std::make_unique<Impl>()) {
   impl_->config = config;
   impl_->options = options;
@@ -93,7 +94,8 @@ void Reporting::ready(int64_t resumed_step) {
     impl_->log = std::make_unique<StepLog>(impl_->log_path(), resumed_step);
   }
   if (impl_->status) {
-    impl_->status->update({{"rendezvousDone", true}, {"progress", {{"step", resumed_step}, {"maxSteps", impl_->total_steps}}}});
+    impl_->status->update(
+        {{"rendezvousDone", true}, {"progress", {{"step", resumed_step}, {"maxSteps", impl_->total_steps}}}});
   }
 }
 
@@ -125,9 +127,12 @@ void Reporting::step(const StepReport& report) {
   // What no phase claims is idle, so that the phases add up to the step.
   record.phases.seconds[static_cast<size_t>(Phase::kIdle)] += std::max(0.0, report.seconds - known);
   for (const auto& [name, value] : report.values) {
-    if (starts_with(name, "train/")) record.train[name.substr(6)] = value;
-    else if (starts_with(name, "validation/")) record.validation[name.substr(11)] = value;
-    else record.timing[name] = value;
+    if (starts_with(name, "train/"))
+      record.train[name.substr(6)] = value;
+    else if (starts_with(name, "validation/"))
+      record.validation[name.substr(11)] = value;
+    else
+      record.timing[name] = value;
   }
   StepCounts counts;
   counts.samples = static_cast<int64_t>(report.samples);
@@ -155,8 +160,8 @@ void Reporting::step(const StepReport& report) {
 
 void Reporting::validation(int64_t step, double accuracy, double length, double seconds) {
   if (!impl_->terminal) return;
-  impl_->terminal->line("validation after step " + std::to_string(step) + ": accuracy " + format_fixed(accuracy, 4) + ", mean length " +
-                        format_fixed(length, 1) + ", " + format_fixed(seconds, 2) + " s");
+  impl_->terminal->line("validation after step " + std::to_string(step) + ": accuracy " + format_fixed(accuracy, 4) +
+                        ", mean length " + format_fixed(length, 1) + ", " + format_fixed(seconds, 2) + " s");
 }
 
 void Reporting::checkpointed(int64_t step) {

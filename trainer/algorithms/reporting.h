@@ -11,8 +11,8 @@
 namespace trireme {
 
 struct ReportingOptions {
-  bool terminal = true;          // rank 0 prints steps
-  std::string status_url;        // operator; empty: none
+  bool terminal = true;    // rank 0 prints steps
+  std::string status_url;  // operator; empty: none
   std::string status_token_file;
   std::string status_ca_file;
   std::string attempt = "0";
@@ -21,7 +21,7 @@ struct ReportingOptions {
 struct StepReport {
   int64_t step = 0;
   double seconds = 0;
-  double tokens = 0;   // prompt and answer, all ranks
+  double tokens = 0;  // prompt and answer, all ranks
   double samples = 0;
   std::map<std::string, double> phases;  // exposed seconds on this rank; what is left of `seconds` is idle
   std::map<std::string, double> values;  // NeMo-RL's names: train/..., validation/...

@@ -36,7 +36,9 @@ SamplingOptions sampling_of(const Config& config, const Tokenizer& tokenizer) {
 
 }  // namespace
 
-SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer) { return sampling_of(config, tokenizer); }
+SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer) {
+  return sampling_of(config, tokenizer);
+}
 
 SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer) {
   const GenerationConfig& g = config.policy.generation;
@@ -90,8 +92,8 @@ std::vector<RewardOptions> reward_options(const Config& config) {
   return all;
 }
 
-RolloutCollector::RolloutCollector(Engine& engine, const Tokenizer& tokenizer, RewardPool& rewards, ParallelContext& context,
-                                   double timeout_s)
+RolloutCollector::RolloutCollector(Engine& engine, const Tokenizer& tokenizer, RewardPool& rewards,
+                                   ParallelContext& context, double timeout_s)
     : engine_(engine), tokenizer_(tokenizer), rewards_(rewards), context_(context), timeout_s_(timeout_s) {}
 
 // `own` is sorted by nothing while it grows; the group id of a reward is the index of its first sample in `own`.
@@ -125,7 +127,8 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
   std::vector<RolloutSample> own;
   std::vector<SampleRun> runs;  // index: the engine's group id
   int64_t rewarded = 0, submitted = 0;
-  const int64_t wanted = engine_.options().max_sequences + per_prompt;  // enough to keep it full, little enough to share
+  const int64_t wanted =
+      engine_.options().max_sequences + per_prompt;  // enough to keep it full, little enough to share
   while (true) {
     while (engine_.unfinished_samples() < wanted) {
       const std::optional<SampleRun> run = queue->pull();
@@ -134,7 +137,8 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
       group.group_id = static_cast<int64_t>(runs.size());
       group.prompt = prompts[static_cast<size_t>(run->group)].prompt_ids;
       group.samples = run->count;
-      group.first_sample_id = request.first_sample_id + static_cast<uint64_t>(run->group * per_prompt + run->first_sample);
+      group.first_sample_id =
+          request.first_sample_id + static_cast<uint64_t>(run->group * per_prompt + run->first_sample);
       group.sampling = request.sampling;
       engine_.submit(std::move(group));
       runs.push_back(*run);

@@ -39,7 +39,8 @@ struct RolloutTimes {
 class RolloutCollector final {
  public:
   // All outlive the collector. `timeout_s` bounds the wait for rewards after generation.
-  RolloutCollector(Engine& engine, const Tokenizer& tokenizer, RewardPool& rewards, ParallelContext& context, double timeout_s);
+  RolloutCollector(Engine& engine, const Tokenizer& tokenizer, RewardPool& rewards, ParallelContext& context,
+                   double timeout_s);
 
   // Collective. Samples of all prompts in order of (prompt, sample), raw rewards filled in. Times are added to `times`.
   std::vector<RolloutSample> collect(const RolloutRequest& request, RolloutTimes& times);

@@ -91,7 +91,8 @@ std::vector<RolloutSample> unpack_samples(std::string_view bytes) {
     s.reward = in.number<double>();
     s.advantage = in.number<double>();
     s.loss_multiplier = in.number<double>();
-    if (s.generation_logprobs.size() != s.tokens.size()) fail_data("a packed sample has another number of log-probs than tokens");
+    if (s.generation_logprobs.size() != s.tokens.size())
+      fail_data("a packed sample has another number of log-probs than tokens");
     samples.push_back(std::move(s));
   }
   return samples;
@@ -135,10 +136,12 @@ at::Tensor generation_logprobs(const std::vector<RolloutSample>& samples, const 
   return at::tensor(flat, at::kFloat);
 }
 
-at::Tensor spread(const std::vector<RolloutSample>& samples, const Bin& bin, const std::vector<double>& per_sample_of_bin) {
+at::Tensor spread(const std::vector<RolloutSample>& samples, const Bin& bin,
+                  const std::vector<double>& per_sample_of_bin) {
   std::vector<float> flat;
   for (size_t s = 0; s < bin.size(); ++s) {
-    flat.insert(flat.end(), samples[static_cast<size_t>(bin[s])].tokens.size(), static_cast<float>(per_sample_of_bin[s]));
+    flat.insert(flat.end(), samples[static_cast<size_t>(bin[s])].tokens.size(),
+                static_cast<float>(per_sample_of_bin[s]));
   }
   return at::tensor(flat, at::kFloat);
 }

@@ -24,7 +24,7 @@ struct RolloutSample {
   double raw_reward = 0;                   // as the rewards gave it
   double reward = 0;                       // after scaling and shaping
   double advantage = 0;
-  double loss_multiplier = 1;              // 0: stays in the baseline, not in the loss
+  double loss_multiplier = 1;  // 0: stays in the baseline, not in the loss
 
   int64_t length() const { return static_cast<int64_t>(prompt.size() + tokens.size()); }
 };
@@ -35,10 +35,10 @@ std::vector<RolloutSample> unpack_samples(std::string_view bytes);
 
 // Flat tensors over the answer tokens of some samples, in the bin's order.
 struct MicroBatch {
-  PackedBatch input;    // prompt + answer without its last token, per sample
-  at::Tensor rows;      // [T] int64: row of `input` whose hidden state predicts answer token t
-  at::Tensor targets;   // [T] int64
-  at::Tensor sequence;  // [T] int64, position of the sample in the bin
+  PackedBatch input;             // prompt + answer without its last token, per sample
+  at::Tensor rows;               // [T] int64: row of `input` whose hidden state predicts answer token t
+  at::Tensor targets;            // [T] int64
+  at::Tensor sequence;           // [T] int64, position of the sample in the bin
   std::vector<int64_t> samples;  // the bin
 
   int64_t answer_tokens() const { return targets.size(0); }
@@ -49,7 +49,8 @@ MicroBatch make_micro_batch(const std::vector<RolloutSample>& samples, const Bin
 
 // [T] float32: the sampler's log-probs, or one number per sample spread over its answer tokens.
 at::Tensor generation_logprobs(const std::vector<RolloutSample>& samples, const Bin& bin);
-at::Tensor spread(const std::vector<RolloutSample>& samples, const Bin& bin, const std::vector<double>& per_sample_of_bin);
+at::Tensor spread(const std::vector<RolloutSample>& samples, const Bin& bin,
+                  const std::vector<double>& per_sample_of_bin);
 
 // Log-probs [T] of the answer tokens under `model`; with grad mode on they carry the gradient.
 at::Tensor answer_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options);

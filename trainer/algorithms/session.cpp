@@ -3,8 +3,8 @@
 #include <ATen/Parallel.h>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "base/fs.h"
+#include "base/log.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -20,13 +20,16 @@ ModelOptions policy_options(const Config& config) {
   return options;
 }
 
-std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const TrainOptions& options, const std::filesystem::path& model_dir) {
+std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const TrainOptions& options,
+                                                const std::filesystem::path& model_dir) {
   const TokenizerConfig& t = config.policy.tokenizer;
-  const std::filesystem::path dir = t.name.empty() || t.name == config.policy.model_name ? model_dir : resolve_model(t.name, options.hf_home);
+  const std::filesystem::path dir =
+      t.name.empty() || t.name == config.policy.model_name ? model_dir : resolve_model(t.name, options.hf_home);
   if (t.chat_template.empty()) return Tokenizer::load(dir);
   if (t.chat_template == "none") return Tokenizer::load(dir, "");
   std::error_code ignored;
-  if (std::filesystem::is_regular_file(t.chat_template, ignored)) return Tokenizer::load(dir, read_file(t.chat_template));
+  if (std::filesystem::is_regular_file(t.chat_template, ignored))
+    return Tokenizer::load(dir, read_file(t.chat_template));
   return Tokenizer::load(dir, t.chat_template);
 }
 
@@ -41,7 +44,8 @@ std::optional<SteadyClock::time_point> parse_save_by(const std::string& text) {
     if (!value) fail_user("checkpointing.checkpoint_must_save_by: '" + text + "' is not days:hours:minutes:seconds");
     seconds += *value * units[i];
   }
-  if (parts.size() != 4) fail_user("checkpointing.checkpoint_must_save_by: '" + text + "' is not days:hours:minutes:seconds");
+  if (parts.size() != 4)
+    fail_user("checkpointing.checkpoint_must_save_by: '" + text + "' is not days:hours:minutes:seconds");
   return SteadyClock::now() + std::chrono::seconds(seconds);
 }
 
@@ -70,15 +74,16 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   adam_options.beta2 = adam.beta2;
   adam_options.eps = adam.eps;
   adam_options.decay_all = !config.policy.megatron_cfg.enabled;
-  adam_options.reduce_in_fp32 =
-      !config.policy.megatron_cfg.enabled || config.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32;
+  adam_options.reduce_in_fp32 = !config.policy.megatron_cfg.enabled ||
+                                config.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32;
   optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options);
 
   nlohmann::json model_fingerprint = policy->config().to_json();
   CheckpointOptions checkpoint;
   checkpoint.directory = config.checkpointing.checkpoint_dir;
   checkpoint.source_dir = model_dir;
-  checkpoint.metric_name = config.checkpointing.metric_name == "val_reward" ? "val:accuracy" : config.checkpointing.metric_name;
+  checkpoint.metric_name =
+      config.checkpointing.metric_name == "val_reward" ? "val:accuracy" : config.checkpointing.metric_name;
   checkpoint.higher_is_better = config.checkpointing.higher_is_better;
   checkpoint.keep_top_k = config.checkpointing.keep_top_k;
   checkpoint.save_optimizer = config.checkpointing.save_optimizer;
@@ -86,10 +91,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       checkpoint, nlohmann::json{{"algorithm", config.algorithm}, {"model", model_fingerprint}}, context);
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
   if (context.is_main()) {
-    log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) + " parameters, " +
-                          config.policy.precision + ", " + std::to_string(context.world_size()) + " ranks, " +
-                          std::to_string(at::get_num_threads()) + " threads a rank");
-    if (resumed) log_info("train", "resuming after step " + std::to_string(resumed->step) + " from " + resumed->path.string());
+    log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
+                          " parameters, " + config.policy.precision + ", " + std::to_string(context.world_size()) +
+                          " ranks, " + std::to_string(at::get_num_threads()) + " threads a rank");
+    if (resumed)
+      log_info("train", "resuming after step " + std::to_string(resumed->step) + " from " + resumed->path.string());
   }
 }
 

@@ -87,9 +87,11 @@ class SftLoop final {
     const int64_t ranks = session_.context.world_size();
     std::vector<std::vector<Bin>> all;
     if (p.dynamic_batching.enabled) {
-      all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round, ranks);
+      all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round,
+                                  ranks);
     } else if (p.sequence_packing.enabled) {
-      all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks, parse_packing_algorithm(p.sequence_packing.algorithm),
+      all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks,
+                                 parse_packing_algorithm(p.sequence_packing.algorithm),
                                  static_cast<uint64_t>(config_.sft.seed));
     } else {
       all = fixed_micro_batches(static_cast<int64_t>(lengths.size()), p.train_micro_batch_size, ranks);
@@ -109,7 +111,8 @@ class SftLoop final {
   // Sum of the loss over this rank's micro-batches, divided by the global token count; backward when `train`.
   double forward(const SftBatch& batch, bool train) {
     double tokens = 0;
-    for (const auto& mask : batch.loss_mask) tokens += static_cast<double>(std::count(mask.begin(), mask.end(), uint8_t{1}));
+    for (const auto& mask : batch.loss_mask)
+      tokens += static_cast<double>(std::count(mask.begin(), mask.end(), uint8_t{1}));
     double loss = 0;
     const c10::AutoGradMode grad(train);
     const at::Device device = session_.policy->options().device;
@@ -152,7 +155,8 @@ class SftLoop final {
       validation_seconds = watch.seconds();
       report.values["timing/validation/total_validation_time"] = validation_seconds;
     }
-    if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 && step_ < config_.sft.max_num_steps) {
+    if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 &&
+        step_ < config_.sft.max_num_steps) {
       report.phases["checkpoint"] = save();
     }
     report.seconds = whole.seconds() - validation_seconds;  // not part of the step
@@ -165,14 +169,16 @@ class SftLoop final {
     int64_t batches = 0, next = 0;
     for (; batches < config_.sft.val_batches && next < datasets_.validation->size(); ++batches) {
       SftBatch batch;
-      while (static_cast<int64_t>(batch.samples.size()) < config_.sft.val_global_batch_size && next < datasets_.validation->size()) {
+      while (static_cast<int64_t>(batch.samples.size()) < config_.sft.val_global_batch_size &&
+             next < datasets_.validation->size()) {
         if (auto example = datasets_.validation->example(next++)) add(batch, std::move(*example));
       }
       sum += forward(batch, false);
     }
     last_validation_ = batches > 0 ? sum / static_cast<double>(batches) : 0;
     validated_step_ = step_;
-    if (session_.context.is_main()) log_info("sft", "step " + std::to_string(step_) + ": validation loss " + std::to_string(*last_validation_));
+    if (session_.context.is_main())
+      log_info("sft", "step " + std::to_string(step_) + ": validation loss " + std::to_string(*last_validation_));
     return *last_validation_;
   }
 

@@ -39,7 +39,8 @@ CheckpointInfo read_checkpoint(const fs::path& path) {
       const auto size = fs::file_size(name, missing);
       if (missing) fail_data(name.string() + " is missing");
       if (size != file.at("size").get<uint64_t>()) {
-        fail_data(name.string() + " has " + std::to_string(size) + " bytes, its manifest says " + file.at("size").dump());
+        fail_data(name.string() + " has " + std::to_string(size) + " bytes, its manifest says " +
+                  file.at("size").dump());
       }
     }
     return info;
@@ -49,7 +50,8 @@ CheckpointInfo read_checkpoint(const fs::path& path) {
 }
 
 // "model.hidden_size is 64 there and 128 here"
-std::optional<std::string> first_difference(const nlohmann::json& there, const nlohmann::json& here, const std::string& path) {
+std::optional<std::string> first_difference(const nlohmann::json& there, const nlohmann::json& here,
+                                            const std::string& path) {
   if (there == here) return std::nullopt;
   if (there.is_object() && here.is_object()) {
     std::set<std::string> keys;
@@ -82,15 +84,17 @@ std::vector<CheckpointInfo> list_checkpoints(const fs::path& directory, std::vec
     try {
       found.push_back(read_checkpoint(entry.path()));
     } catch (const Error& error) {
-      if (warnings != nullptr) warnings->push_back("ignoring the incomplete checkpoint " + entry.path().string() + ": " + error.what());
+      if (warnings != nullptr)
+        warnings->push_back("ignoring the incomplete checkpoint " + entry.path().string() + ": " + error.what());
     }
   }
-  std::sort(found.begin(), found.end(), [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.step < b.step; });
+  std::sort(found.begin(), found.end(),
+            [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.step < b.step; });
   return found;
 }
 
-std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric, bool higher_is_better,
-                                     int64_t keep_top_k) {
+std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
+                                     bool higher_is_better, int64_t keep_top_k) {
   if (keep_top_k <= 0 || checkpoints.empty()) return {};
   std::vector<const CheckpointInfo*> order;
   for (const CheckpointInfo& info : checkpoints) order.push_back(&info);
@@ -111,7 +115,8 @@ std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoi
   return removed;
 }
 
-CheckpointManager::CheckpointManager(const CheckpointOptions& options, const nlohmann::json& fingerprint, ParallelContext& context)
+CheckpointManager::CheckpointManager(const CheckpointOptions& options, const nlohmann::json& fingerprint,
+                                     ParallelContext& context)
     : options_(options), fingerprint_(fingerprint), context_(context) {
   if (!context_.is_main()) return;
   std::error_code missing;
@@ -132,8 +137,9 @@ void CheckpointManager::together(const std::string& what, const std::string& own
   }
 }
 
-void CheckpointManager::save(int64_t step, const Model& model, const DistributedAdamW& optimizer, const nlohmann::json& state,
-                             const std::map<std::string, double>& metrics, const std::string& config_yaml) {
+void CheckpointManager::save(int64_t step, const Model& model, const DistributedAdamW& optimizer,
+                             const nlohmann::json& state, const std::map<std::string, double>& metrics,
+                             const std::string& config_yaml) {
   const fs::path temporary = options_.directory / ("tmp_step_" + std::to_string(step));
   const fs::path target = options_.directory / ("step_" + std::to_string(step));
   const std::string what = "saving checkpoint " + target.string();
@@ -160,27 +166,28 @@ void CheckpointManager::save(int64_t step, const Model& model, const Distributed
                save_model(model, temporary / "policy" / "weights", save);
                write_file_atomic(temporary / "config.yaml", config_yaml);
              }));
-    together(what, attempt([&] {
-               if (!context_.is_main()) return;
-               nlohmann::json files = nlohmann::json::array();
-               for (const auto& entry : fs::recursive_directory_iterator(temporary)) {
-                 if (!entry.is_regular_file()) continue;
-                 files.push_back({{"name", fs::relative(entry.path(), temporary).string()}, {"size", entry.file_size()}});
-               }
-               const nlohmann::json manifest = {{"format", kFormat},
-                                                {"step", step},
-                                                {"fingerprint", fingerprint_},
-                                                {"ranks", context_.world_size()},
-                                                {"has_optimizer", options_.save_optimizer},
-                                                {"files", files},
-                                                {"state", state},
-                                                {"metrics", metrics}};
-               write_file_atomic(temporary / "manifest.json", manifest.dump(1));
-               sync_tree(temporary);
-               fs::remove_all(target);  // the same step saved again after a resume
-               fs::rename(temporary, target);
-               sync_directory(options_.directory);
-             }));
+    together(
+        what, attempt([&] {
+          if (!context_.is_main()) return;
+          nlohmann::json files = nlohmann::json::array();
+          for (const auto& entry : fs::recursive_directory_iterator(temporary)) {
+            if (!entry.is_regular_file()) continue;
+            files.push_back({{"name", fs::relative(entry.path(), temporary).string()}, {"size", entry.file_size()}});
+          }
+          const nlohmann::json manifest = {{"format", kFormat},
+                                           {"step", step},
+                                           {"fingerprint", fingerprint_},
+                                           {"ranks", context_.world_size()},
+                                           {"has_optimizer", options_.save_optimizer},
+                                           {"files", files},
+                                           {"state", state},
+                                           {"metrics", metrics}};
+          write_file_atomic(temporary / "manifest.json", manifest.dump(1));
+          sync_tree(temporary);
+          fs::remove_all(target);  // the same step saved again after a resume
+          fs::rename(temporary, target);
+          sync_directory(options_.directory);
+        }));
   } catch (...) {
     std::error_code ignored;
     if (context_.is_main()) fs::remove_all(temporary, ignored);
@@ -210,7 +217,8 @@ std::optional<CheckpointInfo> CheckpointManager::load_latest(Model& model, Distr
   const CheckpointInfo info = read_checkpoint(chosen);
   const nlohmann::json manifest = nlohmann::json::parse(read_file(fs::path(chosen) / "manifest.json"));
   if (const auto difference = first_difference(manifest.at("fingerprint"), fingerprint_, "")) {
-    fail_user("checkpoint " + chosen + " belongs to another run: " + *difference + "; choose another checkpointing.checkpoint_dir");
+    fail_user("checkpoint " + chosen + " belongs to another run: " + *difference +
+              "; choose another checkpointing.checkpoint_dir");
   }
   load_parameters(model, info.path / "policy" / "weights");
   if (info.has_optimizer) {

@@ -20,26 +20,27 @@ struct CheckpointOptions {
   std::filesystem::path source_dir;  // tokenizer files and generation_config.json come from here
   std::string metric_name;           // "" : keep the newest
   bool higher_is_better = true;
-  int64_t keep_top_k = 3;            // 0: keep all
+  int64_t keep_top_k = 3;  // 0: keep all
   bool save_optimizer = true;
 };
 
 struct CheckpointInfo {
   std::filesystem::path path;
   int64_t step = 0;
-  nlohmann::json state;                    // what the loop gave to save()
+  nlohmann::json state;  // what the loop gave to save()
   std::map<std::string, double> metrics;
   bool has_optimizer = false;
 };
 
 // Complete checkpoints below `directory`, oldest first. Incomplete ones are reported in `warnings`, one sentence each.
 // Throws nothing for a directory that does not exist.
-std::vector<CheckpointInfo> list_checkpoints(const std::filesystem::path& directory, std::vector<std::string>* warnings = nullptr);
+std::vector<CheckpointInfo> list_checkpoints(const std::filesystem::path& directory,
+                                             std::vector<std::string>* warnings = nullptr);
 
-// The steps that pruning removes: all but the newest and the best `keep_top_k` by the metric (those without the metric rank
-// last). Pure.
-std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric, bool higher_is_better,
-                                     int64_t keep_top_k);
+// The steps that pruning removes: all but the newest and the best `keep_top_k` by the metric (those without the metric
+// rank last). Pure.
+std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
+                                     bool higher_is_better, int64_t keep_top_k);
 
 class CheckpointManager final {
  public:

@@ -18,13 +18,17 @@ void on_signal(int number) { g_signal.store(number); }
 int exit_code(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::kUser:
-    case ErrorKind::kNotFound: return kExitConfig;
+    case ErrorKind::kNotFound:
+      return kExitConfig;
     case ErrorKind::kTimeout:
     case ErrorKind::kUnavailable:
-    case ErrorKind::kConflict: return kExitCommunication;
-    case ErrorKind::kData: return kExitNumerics;
+    case ErrorKind::kConflict:
+      return kExitCommunication;
+    case ErrorKind::kData:
+      return kExitNumerics;
     case ErrorKind::kIo:
-    case ErrorKind::kInternal: return 1;
+    case ErrorKind::kInternal:
+      return 1;
   }
   return 1;
 }

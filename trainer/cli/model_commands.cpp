@@ -20,17 +20,22 @@ namespace {
 struct InitModelArguments {
   std::string out;
   std::string family = "qwen3";
-  int64_t hidden = 128, layers = 4, heads = 4, kv_heads = 2, head_dim = 32, intermediate = 384, context = 1024, seed = 0;
+  int64_t hidden = 128, layers = 4, heads = 4, kv_heads = 2, head_dim = 32, intermediate = 384, context = 1024,
+          seed = 0;
   bool untied = false;
 };
 
 int init_model_verb(const InitModelArguments& a) {
-  if (a.hidden < 1 || a.layers < 1 || a.heads < 1 || a.kv_heads < 1 || a.head_dim < 2 || a.intermediate < 1 || a.context < 1) {
+  if (a.hidden < 1 || a.layers < 1 || a.heads < 1 || a.kv_heads < 1 || a.head_dim < 2 || a.intermediate < 1 ||
+      a.context < 1) {
     fail_user("init-model: every size must be positive");
   }
   make_byte_tokenizer(a.out);
   nlohmann::json json = {{"model_type", a.family},
-                         {"architectures", {a.family == "llama" ? "LlamaForCausalLM" : a.family == "qwen2" ? "Qwen2ForCausalLM" : "Qwen3ForCausalLM"}},
+                         {"architectures",
+                          {a.family == "llama"   ? "LlamaForCausalLM"
+                           : a.family == "qwen2" ? "Qwen2ForCausalLM"
+                                                 : "Qwen3ForCausalLM"}},
                          {"vocab_size", kByteVocabSize},
                          {"hidden_size", a.hidden},
                          {"intermediate_size", a.intermediate},
@@ -48,7 +53,8 @@ int init_model_verb(const InitModelArguments& a) {
                          {"torch_dtype", "float32"}};
   const ModelConfig config = ModelConfig::from_json(json, "init-model");
   init_model(a.out, config, static_cast<uint64_t>(a.seed));
-  std::cout << a.out << ": " << a.family << " with " << config.parameter_count() << " parameters and a byte-level tokenizer\n";
+  std::cout << a.out << ": " << a.family << " with " << config.parameter_count()
+            << " parameters and a byte-level tokenizer\n";
   return 0;
 }
 
@@ -130,7 +136,8 @@ int generate_verb(GenerateArguments a) {
 }
 
 // {"text": ...} or {"ids": [...]} a line -> {"ids", "logprobs", "sum"}: log-probs of ids[1..].
-int score_verb(const std::string& model_name, const std::string& text, const std::string& out, const std::string& dtype) {
+int score_verb(const std::string& model_name, const std::string& text, const std::string& out,
+               const std::string& dtype) {
   const std::filesystem::path dir = resolve_model(model_name, hf_home_from_environment());
   const auto tokenizer = Tokenizer::load(dir);
   const std::unique_ptr<Model> model = load_frozen(model_name, dtype);
@@ -144,10 +151,13 @@ int score_verb(const std::string& model_name, const std::string& text, const std
     std::vector<int32_t> ids;
     try {
       const nlohmann::json row = nlohmann::json::parse(line);
-      if (row.contains("ids")) ids = row.at("ids").get<std::vector<int32_t>>();
-      else ids = tokenizer->encode(row.at("text").get<std::string>(), row.value("add_special", false));
+      if (row.contains("ids"))
+        ids = row.at("ids").get<std::vector<int32_t>>();
+      else
+        ids = tokenizer->encode(row.at("text").get<std::string>(), row.value("add_special", false));
     } catch (const nlohmann::json::exception& error) {
-      fail_data(input.name + ":" + std::to_string(number) + ": a line must be {\"text\": ...} or {\"ids\": [...]}: " + error.what());
+      fail_data(input.name + ":" + std::to_string(number) +
+                ": a line must be {\"text\": ...} or {\"ids\": [...]}: " + error.what());
     }
     std::vector<float> logprobs;
     if (ids.size() > 1) logprobs = score(*model, {ids}).front();

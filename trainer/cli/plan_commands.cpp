@@ -31,7 +31,8 @@ ModelShape shape_of(const ModelConfig& model) {
 }
 
 ModelShape find_shape(const std::string& model_name) {
-  if (std::filesystem::exists(std::filesystem::path(model_name) / "config.json")) return shape_of(ModelConfig::load(model_name));
+  if (std::filesystem::exists(std::filesystem::path(model_name) / "config.json"))
+    return shape_of(ModelConfig::load(model_name));
   if (const auto known = known_model_shape(model_name)) return *known;
   return shape_of(ModelConfig::load(resolve_model(model_name, hf_home_from_environment())));
 }
@@ -52,8 +53,8 @@ int plan(const std::string& path, const std::vector<std::string>& overrides) {
   const int64_t world = world_size(config);
   const auto dp = derive_dp(layout, world);
   if (!dp) {
-    fail_user("a world of " + std::to_string(world) + " ranks is not divisible by tp * cp * pp = " +
-              std::to_string(layout.tp * layout.cp * layout.pp));
+    fail_user("a world of " + std::to_string(world) +
+              " ranks is not divisible by tp * cp * pp = " + std::to_string(layout.tp * layout.cp * layout.pp));
   }
   layout.dp = *dp;
   LayoutCheck check;
@@ -61,7 +62,8 @@ int plan(const std::string& path, const std::vector<std::string>& overrides) {
   check.gpus_per_node = config.cluster.processes;
   check.shape = &shape;
   const LayoutReport report = check_layout(layout, check);
-  line("model", config.policy.model_name + ", " + format_fixed(static_cast<double>(parameter_count(shape)) / 1e9, 3) + " G parameters");
+  line("model", config.policy.model_name + ", " + format_fixed(static_cast<double>(parameter_count(shape)) / 1e9, 3) +
+                    " G parameters");
   line("layout", to_string(layout) + " (" + std::to_string(world) + " ranks)");
   for (const std::string& error : report.errors) line("  impossible", error);
   for (const std::string& warning : report.warnings) line("  slow", warning);
@@ -120,7 +122,8 @@ void add_plan_commands(CLI::App& app, CommandContext& context) {
   {
     auto path = std::make_shared<std::string>();
     auto overrides = std::make_shared<std::vector<std::string>>();
-    CLI::App* verb = app.add_subcommand("plan", "layout, memory and batch arithmetic of a configuration, without running it");
+    CLI::App* verb =
+        app.add_subcommand("plan", "layout, memory and batch arithmetic of a configuration, without running it");
     verb->add_option("--config", *path, "YAML file")->required();
     verb->add_option("overrides", *overrides, "key.sub=value");
     verb->callback([=, &context] { context.run = [=] { return plan(*path, *overrides); }; });

@@ -31,7 +31,8 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     auto options = std::make_shared<AdditionTask>();
     auto out = std::make_shared<std::string>();
     auto name = std::make_shared<std::string>();
-    CLI::App* verb = app.add_subcommand("init-task", "write a synthetic task: warm-start, training and held-out problems");
+    CLI::App* verb =
+        app.add_subcommand("init-task", "write a synthetic task: warm-start, training and held-out problems");
     verb->add_option("task", *name, "addition")->required()->check(CLI::IsMember({"addition"}));
     verb->add_option("--out", *out, "folder")->required();
     verb->add_option("--smallest", options->smallest, "smallest summand");
@@ -42,8 +43,8 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     verb->callback([=, &context] {
       context.run = [=] {
         const AdditionCounts counts = write_addition_task(*options, *out);
-        std::cout << *out << ": " << counts.warm_start << " warm-start, " << counts.train << " training, " << counts.held_out
-                  << " held-out problems\n";
+        std::cout << *out << ": " << counts.warm_start << " warm-start, " << counts.train << " training, "
+                  << counts.held_out << " held-out problems\n";
         return 0;
       };
     });

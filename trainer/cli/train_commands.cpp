@@ -61,7 +61,8 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
     options.layout.cp = sizes.context;
     options.layout.ep = sizes.expert;
     options.layout.etp = sizes.expert_tensor;
-    options.layout.dp = derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
+    options.layout.dp =
+        derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
   }
   LogOptions log;
   log.format = arguments.log_format == "json" ? LogFormat::kJson : LogFormat::kText;
@@ -75,7 +76,8 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   use_threads(local_world_from_environment());
   const TrainSummary summary = config.algorithm == "sft" ? run_sft(config, options) : run_grpo(config, options);
   if (summary.end == LoopEnd::kStopped) {
-    log_info("train", "stopped after step " + std::to_string(summary.steps) + (config.checkpointing.enabled ? ", checkpoint saved" : ""));
+    log_info("train", "stopped after step " + std::to_string(summary.steps) +
+                          (config.checkpointing.enabled ? ", checkpoint saved" : ""));
     return kExitCheckpointed;
   }
   return 0;
@@ -91,16 +93,21 @@ struct LaunchArguments {
 };
 
 int launch_verb(const LaunchArguments& arguments, const CommandContext& context) {
-  if (arguments.command.empty()) fail_user("launch: nothing to launch; write: trireme launch --nproc-per-node N -- train --config FILE");
+  if (arguments.command.empty())
+    fail_user("launch: nothing to launch; write: trireme launch --nproc-per-node N -- train --config FILE");
   LaunchOptions options;
   options.processes = arguments.processes;
   options.nodes = arguments.nodes > 0 ? arguments.nodes : static_cast<int>(environment_int("NNODES", 1));
-  options.node_rank = arguments.node_rank >= 0 ? arguments.node_rank : static_cast<int>(environment_int("NODE_RANK", 0));
-  options.master_address = !arguments.master_address.empty() ? arguments.master_address : environment("MASTER_ADDR", "127.0.0.1");
-  options.master_port = arguments.master_port >= 0 ? arguments.master_port : static_cast<int>(environment_int("MASTER_PORT", 0));
+  options.node_rank =
+      arguments.node_rank >= 0 ? arguments.node_rank : static_cast<int>(environment_int("NODE_RANK", 0));
+  options.master_address =
+      !arguments.master_address.empty() ? arguments.master_address : environment("MASTER_ADDR", "127.0.0.1");
+  options.master_port =
+      arguments.master_port >= 0 ? arguments.master_port : static_cast<int>(environment_int("MASTER_PORT", 0));
   if (options.processes < 1) fail_user("launch: --nproc-per-node must be at least 1");
   if (options.node_rank >= options.nodes) {
-    fail_user("launch: node rank " + std::to_string(options.node_rank) + " is outside the " + std::to_string(options.nodes) + " nodes");
+    fail_user("launch: node rank " + std::to_string(options.node_rank) + " is outside the " +
+              std::to_string(options.nodes) + " nodes");
   }
   options.command = {program_path()};
   options.command.insert(options.command.end(), arguments.command.begin(), arguments.command.end());
@@ -115,27 +122,29 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
 void add_train_commands(CLI::App& app, CommandContext& context) {
   {
     auto arguments = std::make_shared<TrainArguments>();
-    CLI::App* verb = app.add_subcommand("train", "one rank of a training run (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
+    CLI::App* verb =
+        app.add_subcommand("train", "one rank of a training run (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
     verb->add_option("--algorithm", arguments->algorithm, "grpo or sft; default: the configuration's");
     verb->add_option("--config", arguments->config, "YAML file")->required();
     verb->add_option("--layout", arguments->layout, "tp=1,cp=1,ep=1,dp=N,pp=1");
     verb->add_flag("--print-config", arguments->print_config, "print the resolved configuration and end");
     verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
     verb->add_option("overrides", arguments->overrides, "key.sub=value");
-    verb->callback([arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
+    verb->callback(
+        [arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
   }
   {
     auto arguments = std::make_shared<LaunchArguments>();
-    CLI::App* verb = app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
+    CLI::App* verb =
+        app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
     verb->add_option("--nproc-per-node", arguments->processes, "ranks on this node");
     verb->add_option("--nnodes", arguments->nodes, "nodes (default: NNODES or 1)");
     verb->add_option("--node-rank", arguments->node_rank, "this node (default: NODE_RANK or 0)");
     verb->add_option("--master-addr", arguments->master_address, "default: MASTER_ADDR or 127.0.0.1");
     verb->add_option("--master-port", arguments->master_port, "default: MASTER_PORT or, with one node, a free one");
     verb->add_option("command", arguments->command, "after --: the verb and its arguments");
-    verb->callback([arguments, &context] {
-      context.run = [arguments, &context] { return launch_verb(*arguments, context); };
-    });
+    verb->callback(
+        [arguments, &context] { context.run = [arguments, &context] { return launch_verb(*arguments, context); }; });
   }
   {
     auto options = std::make_shared<RunOptions>();

@@ -371,7 +371,8 @@ std::vector<std::string> find_problems(const Config& config);
 // Throws Error(kUser) naming the key when the configuration asks for something this version cannot do.
 void validate_supported(const Config& config);
 
-// Keys of the reference that are accepted, set, and change nothing in this version: one sentence each, to be shown once.
+// Keys of the reference that are accepted, set, and change nothing in this version: one sentence each, to be shown
+// once.
 std::vector<std::string> keys_without_effect(const Config& config);
 
 // The resolved configuration; reading it back gives the same Config.

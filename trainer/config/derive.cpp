@@ -379,12 +379,16 @@ std::vector<std::string> keys_without_effect(const Config& c) {
   const std::string same = "reference and previous log-probs use the micro-batches of training";
   const PolicyConfig& p = c.policy;
   note(p.logprob_batch_size != p.train_micro_batch_size, "policy.logprob_batch_size", same);
-  note(p.sequence_packing.enabled && p.sequence_packing.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
+  note(p.sequence_packing.enabled &&
+           p.sequence_packing.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
        "policy.sequence_packing.logprob_mb_tokens", same);
-  note(p.dynamic_batching.enabled && p.dynamic_batching.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
+  note(p.dynamic_batching.enabled &&
+           p.dynamic_batching.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
        "policy.dynamic_batching.logprob_mb_tokens", same);
-  note(p.logprob_chunk_size != PolicyConfig{}.logprob_chunk_size, "policy.logprob_chunk_size", "the vocabulary op chooses its own chunk of rows");
-  note(c.algorithm == "sft" && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size", "validation is packed like training");
+  note(p.logprob_chunk_size != PolicyConfig{}.logprob_chunk_size, "policy.logprob_chunk_size",
+       "the vocabulary op chooses its own chunk of rows");
+  note(c.algorithm == "sft" && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
+       "validation is packed like training");
   return notes;
 }
 

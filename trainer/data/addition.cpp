@@ -17,8 +17,8 @@ AdditionCounts write_addition_task(const AdditionTask& task, const std::filesyst
   }
   const int64_t total = side * side;
   if (task.warm_start < 0 || task.held_out < 0 || task.warm_start + task.held_out >= total) {
-    fail_user("addition: " + std::to_string(total) + " problems are too few for " + std::to_string(task.warm_start) + " warm-start and " +
-              std::to_string(task.held_out) + " held-out ones; widen the range");
+    fail_user("addition: " + std::to_string(total) + " problems are too few for " + std::to_string(task.warm_start) +
+              " warm-start and " + std::to_string(task.held_out) + " held-out ones; widen the range");
   }
   std::vector<int64_t> order(static_cast<size_t>(total));
   for (int64_t i = 0; i < total; ++i) order[static_cast<size_t>(i)] = i;

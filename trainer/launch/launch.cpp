@@ -127,7 +127,8 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
     spawn.set_env["MASTER_PORT"] = std::to_string(port);
     spawn.pipe_stderr = true;
     ranks.push_back({rank, Subprocess::spawn(spawn), nullptr, std::nullopt});
-    ranks.back().tail = std::make_unique<OutputTail>(ranks.back().process.stderr_fd(), static_cast<size_t>(options.tail_lines));
+    ranks.back().tail =
+        std::make_unique<OutputTail>(ranks.back().process.stderr_fd(), static_cast<size_t>(options.tail_lines));
   }
 
   LaunchResult result;
@@ -153,18 +154,22 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
         continue;
       }
       // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
-      const auto is_echo = [&](const Rank& r) { return r.status->signal == 0 && r.status->code == options.peer_failed_code; };
+      const auto is_echo = [&](const Rank& r) {
+        return r.status->signal == 0 && r.status->code == options.peer_failed_code;
+      };
       if (first_failed >= 0 && (!is_echo(ranks[static_cast<size_t>(first_failed)]) || is_echo(rank))) continue;
       const bool again = first_failed >= 0;
       first_failed = static_cast<int>(i);
       if (again) continue;
-      if (!forwarded) log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
+      if (!forwarded)
+        log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
       term_at = Deadline::after(options.failure_grace);
     }
     const int number = signal == nullptr ? 0 : signal->load();
     if (number != 0 && !forwarded) {
       forwarded = true;
-      log_info("launch", "got signal " + std::to_string(number) + ", forwarding it to " + std::to_string(ranks.size()) + " ranks");
+      log_info("launch", "got signal " + std::to_string(number) + ", forwarding it to " + std::to_string(ranks.size()) +
+                             " ranks");
       for (Rank& rank : ranks) rank.process.signal(number == SIGINT ? SIGTERM : number);
       kill_at = Deadline::after(options.grace);
     }
@@ -194,7 +199,8 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
     if (&rank == &failed) result.tail = lines;
   }
   if (world > 1) {
-    log_error("launch", "rank " + std::to_string(result.failed_rank) + " failed first (" + result.cause + "); its last lines:");
+    log_error("launch",
+              "rank " + std::to_string(result.failed_rank) + " failed first (" + result.cause + "); its last lines:");
     for (const std::string& line : result.tail) log_error("launch", "  " + line);
   }
   write_termination_log(options, result);

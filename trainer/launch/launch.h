@@ -16,20 +16,20 @@ struct LaunchOptions {
   int nodes = 1;
   int node_rank = 0;
   std::string master_address = "127.0.0.1";
-  int master_port = 0;               // 0: a free port (one node only)
+  int master_port = 0;  // 0: a free port (one node only)
   std::map<std::string, std::string> environment;
-  Milliseconds grace{300000};        // after a forwarded SIGTERM, until SIGKILL
+  Milliseconds grace{300000};         // after a forwarded SIGTERM, until SIGKILL
   Milliseconds failure_grace{20000};  // after the first failure: the others may notice and leave by themselves
-  int peer_failed_code = 20;         // a rank's code for "a peer or the network failed"
-  int stopped_code = 40;             // a rank's code for "stopped by the forwarded signal, checkpoint saved"
-  std::string termination_log;       // file for the one-line JSON account of a failure; empty: none
+  int peer_failed_code = 20;          // a rank's code for "a peer or the network failed"
+  int stopped_code = 40;              // a rank's code for "stopped by the forwarded signal, checkpoint saved"
+  std::string termination_log;        // file for the one-line JSON account of a failure; empty: none
   int tail_lines = 30;
 };
 
 struct LaunchResult {
-  int exit_code = 0;           // of the first failed rank; 128 + n for signal n
-  int failed_rank = -1;        // -1: none
-  std::string cause;           // "exit code 21"
+  int exit_code = 0;              // of the first failed rank; 128 + n for signal n
+  int failed_rank = -1;           // -1: none
+  std::string cause;              // "exit code 21"
   std::vector<std::string> tail;  // its last log lines
 };
 

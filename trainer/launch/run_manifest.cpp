@@ -20,7 +20,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-bool path_character(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '-' || c == '.' || c == '/'; }
+bool path_character(char c) {
+  return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '-' || c == '.' || c == '/';
+}
 
 // Every string value of a JSON tree, keys untouched.
 void map_strings(Json& value, const std::function<std::string(const std::string&)>& map) {
@@ -36,20 +38,31 @@ struct LocalPod {
   std::map<std::string, std::string> environment;
 };
 
-LocalPod map_volumes(const PodView& pod, const ContainerView& container, const RunOptions& options, const std::string& job) {
+LocalPod map_volumes(const PodView& pod, const ContainerView& container, const RunOptions& options,
+                     const std::string& job) {
   LocalPod local;
   for (const MountView& mount : container.mounts) {
-    const auto volume = std::find_if(pod.volumes.begin(), pod.volumes.end(), [&](const VolumeView& v) { return v.name == mount.volume; });
-    if (volume == pod.volumes.end()) fail_user("container " + container.name + " mounts volume '" + mount.volume + "' that the template does not define");
+    const auto volume = std::find_if(pod.volumes.begin(), pod.volumes.end(),
+                                     [&](const VolumeView& v) { return v.name == mount.volume; });
+    if (volume == pod.volumes.end())
+      fail_user("container " + container.name + " mounts volume '" + mount.volume +
+                "' that the template does not define");
     fs::path folder;
     switch (volume->kind) {
-      case VolumeKind::kClaim: folder = options.volumes / volume->source; break;
-      case VolumeKind::kEmptyDir: folder = options.volumes / ("." + job + "-" + volume->name); break;
-      case VolumeKind::kHostPath: folder = volume->source; break;
+      case VolumeKind::kClaim:
+        folder = options.volumes / volume->source;
+        break;
+      case VolumeKind::kEmptyDir:
+        folder = options.volumes / ("." + job + "-" + volume->name);
+        break;
+      case VolumeKind::kHostPath:
+        folder = volume->source;
+        break;
       case VolumeKind::kConfigMap:
       case VolumeKind::kSecret:
       case VolumeKind::kOther:
-        fail_user("volume '" + volume->name + "' can only be mounted on a cluster; `trireme run` knows claims, emptyDir and hostPath");
+        fail_user("volume '" + volume->name +
+                  "' can only be mounted on a cluster; `trireme run` knows claims, emptyDir and hostPath");
     }
     if (!mount.sub_path.empty()) folder /= mount.sub_path;
     fs::create_directories(folder);
@@ -66,19 +79,21 @@ LocalPod map_volumes(const PodView& pod, const ContainerView& container, const R
 }
 
 // "trireme" in a manifest means the binary that runs it.
-std::vector<std::string> local_command(const std::vector<std::string>& argv, const LocalPod& pod, const fs::path& program) {
+std::vector<std::string> local_command(const std::vector<std::string>& argv, const LocalPod& pod,
+                                       const fs::path& program) {
   std::vector<std::string> command;
   for (const std::string& argument : argv) command.push_back(map_paths(argument, pod.mappings));
   if (!command.empty() && (command[0] == "trireme" || ends_with(command[0], "/trireme"))) command[0] = program.string();
   return command;
 }
 
-void run_init_container(const PodView& pod, const ContainerView& container, const RunOptions& options, const std::string& job,
-                        const std::atomic<int>* signal) {
+void run_init_container(const PodView& pod, const ContainerView& container, const RunOptions& options,
+                        const std::string& job, const std::atomic<int>* signal) {
   const LocalPod local = map_volumes(pod, container, options, job);
   std::vector<std::string> argv = container.command;
   argv.insert(argv.end(), container.args.begin(), container.args.end());
-  if (argv.empty()) fail_user("init container " + container.name + " has no command; `trireme run` cannot know its image's");
+  if (argv.empty())
+    fail_user("init container " + container.name + " has no command; `trireme run` cannot know its image's");
   log_info("run", "init container " + container.name + ": " + join(argv, " "));
   SpawnOptions spawn;
   spawn.argv = local_command(argv, local, options.program);
@@ -135,11 +150,14 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
   if (!validation.ok()) fail_user(to_string(validation.errors, options.manifest.string()));
   for (const Issue& warning : validation.warnings) log_warn("run", warning.path + ": " + warning.message);
   const RoleSpec& actor = *job.spec.roles.actor;
-  if (job.spec.roles.reward) fail_user("spec.roles.reward: reward pods need a cluster; `trireme run` starts only the actor");
-  if (job.spec.config.config_map_ref) fail_user("spec.config.configMapRef needs a cluster; use spec.config.inline or spec.config.path");
+  if (job.spec.roles.reward)
+    fail_user("spec.roles.reward: reward pods need a cluster; `trireme run` starts only the actor");
+  if (job.spec.config.config_map_ref)
+    fail_user("spec.config.configMapRef needs a cluster; use spec.config.inline or spec.config.path");
 
   const PodView pod = pod_view(job.spec, actor);
-  for (const ContainerView& init : pod.init_containers) run_init_container(pod, init, options, job.metadata.name, signal);
+  for (const ContainerView& init : pod.init_containers)
+    run_init_container(pod, init, options, job.metadata.name, signal);
 
   const ContainerView* trainer = pod.container(kTrainerContainer);
   TRIREME_CHECK(trainer != nullptr, "a pod view always has the trainer's container");

@@ -15,9 +15,9 @@ namespace trireme {
 struct RunOptions {
   std::filesystem::path manifest;
   std::filesystem::path volumes = ".trireme/volumes";  // a claim NAME is the folder volumes/NAME
-  std::filesystem::path program;                        // the trireme binary
-  std::vector<std::string> overrides;                   // key.sub=value after the manifest's own
-  Milliseconds init_timeout{3600000};                   // for each init container
+  std::filesystem::path program;                       // the trireme binary
+  std::vector<std::string> overrides;                  // key.sub=value after the manifest's own
+  Milliseconds init_timeout{3600000};                  // for each init container
 };
 
 // Runs init containers, then every actor pod as one `trireme launch`. Returns the exit code of the first failed pod.

@@ -42,7 +42,8 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   exp_avg_ = at::zeros({owned_}, fp32);
   exp_avg_sq_ = at::zeros({owned_}, fp32);
   grads_ = at::zeros({owned_}, fp32);
-  const bool in_place = ranks == 1 && buckets_ * bucket_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
+  const bool in_place =
+      ranks == 1 && buckets_ * bucket_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
   if (in_place) {
     master_ = model.flat_parameters().detach();
   } else {
@@ -66,8 +67,9 @@ void DistributedAdamW::check_finite(double squares) const {
     if (!parameter.trainable) continue;
     const at::Tensor gradient = model_.flat_gradients().narrow(0, parameter.offset, parameter.size);
     if (!at::isfinite(gradient).all().item<bool>()) {
-      fail_data("rank " + std::to_string(group_.rank()) + ": the gradient of " + parameter.name + " at optimizer step " +
-                std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed");
+      fail_data("rank " + std::to_string(group_.rank()) + ": the gradient of " + parameter.name +
+                " at optimizer step " + std::to_string(steps_done_ + 1) +
+                " is not finite; the weights were not changed");
     }
   }
   fail_data("the gradient of another rank at optimizer step " + std::to_string(steps_done_ + 1) +
@@ -166,8 +168,8 @@ void DistributedAdamW::load(const std::filesystem::path& dir) {
     const auto& metadata = file.header().metadata;
     try {
       if (std::stoll(metadata.at("elements")) != elements_) {
-        fail_data(path.string() + " holds the state of " + metadata.at("elements") + " parameter elements, the model has " +
-                  std::to_string(elements_));
+        fail_data(path.string() + " holds the state of " + metadata.at("elements") +
+                  " parameter elements, the model has " + std::to_string(elements_));
       }
       ranks = std::stoi(metadata.at("ranks"));
       steps_done_ = std::stoll(metadata.at("steps_done"));
@@ -177,7 +179,8 @@ void DistributedAdamW::load(const std::filesystem::path& dir) {
           const int64_t from = std::max(begin, slice.begin), to = std::min(begin + size, slice.begin + slice.size);
           if (from >= to) continue;
           const auto copy = [&](at::Tensor target, const char* name) {
-            target.narrow(0, slice.at + from - slice.begin, to - from).copy_(file.tensor(name).narrow(0, at + from - begin, to - from));
+            target.narrow(0, slice.at + from - slice.begin, to - from)
+                .copy_(file.tensor(name).narrow(0, at + from - begin, to - from));
           };
           copy(exp_avg_, "exp_avg");
           copy(exp_avg_sq_, "exp_avg_sq");

@@ -66,15 +66,15 @@ class DistributedAdamW final {
   Communicator& group_;
   AdamWOptions options_;
   int64_t elements_ = 0;
-  int64_t bucket_ = 0;   // elements, a multiple of the number of ranks
+  int64_t bucket_ = 0;  // elements, a multiple of the number of ranks
   int64_t buckets_ = 0;
   int64_t owned_ = 0;
   std::vector<Slice> slices_;
   std::vector<Decayed> decayed_;
-  at::Tensor master_;    // [owned] fp32; with one rank and fp32 weights a view of them
-  at::Tensor exp_avg_;   // [owned] fp32
+  at::Tensor master_;   // [owned] fp32; with one rank and fp32 weights a view of them
+  at::Tensor exp_avg_;  // [owned] fp32
   at::Tensor exp_avg_sq_;
-  at::Tensor grads_;     // [owned] fp32, scratch
+  at::Tensor grads_;  // [owned] fp32, scratch
   int64_t steps_done_ = 0;
 };
 

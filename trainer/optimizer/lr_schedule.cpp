@@ -18,7 +18,8 @@ double value(const SchedulerPiece& piece, const char* key) {
 // The factor on `base` after `step` steps of this piece.
 double factor_of(const SchedulerPiece& piece, double step, double base) {
   if (piece.name == "LinearLR") {
-    const double start = value(piece, "start_factor"), end = value(piece, "end_factor"), total = value(piece, "total_iters");
+    const double start = value(piece, "start_factor"), end = value(piece, "end_factor"),
+                 total = value(piece, "total_iters");
     return start + (end - start) * (total <= 0 ? 1.0 : std::min(step, total) / total);
   }
   if (piece.name == "ConstantLR") return step < value(piece, "total_iters") ? value(piece, "factor") : 1.0;
@@ -40,7 +41,8 @@ double torch_rate(const SchedulerConfig& scheduler, double base, int64_t step) {
   }
   size_t current = 0;
   int64_t start = 0;
-  while (current < scheduler.milestones.size() && step >= scheduler.milestones[current]) start = scheduler.milestones[current++];
+  while (current < scheduler.milestones.size() && step >= scheduler.milestones[current])
+    start = scheduler.milestones[current++];
   return base * factor_of(scheduler.pieces[current], static_cast<double>(step - start), base);
 }
 
@@ -75,7 +77,8 @@ double weight_decay(const Config& config, int64_t optimizer_steps_done) {
   const MegatronSchedulerConfig& s = config.policy.megatron_cfg.scheduler;
   if (s.weight_decay_incr_style == "constant" || s.lr_decay_iters <= 0) return s.end_weight_decay;
   const double share = std::min(1.0, static_cast<double>(optimizer_steps_done) / static_cast<double>(s.lr_decay_iters));
-  const double coefficient = s.weight_decay_incr_style == "linear" ? share : 0.5 * (std::cos(std::numbers::pi * (1 - share)) + 1);
+  const double coefficient =
+      s.weight_decay_incr_style == "linear" ? share : 0.5 * (std::cos(std::numbers::pi * (1 - share)) + 1);
   return s.start_weight_decay + coefficient * (s.end_weight_decay - s.start_weight_decay);
 }
 

@@ -43,7 +43,8 @@ std::string own_address_towards(const std::string& peer) {
     if (::connect(fd, found->ai_addr, found->ai_addrlen) == 0 &&
         ::getsockname(fd, reinterpret_cast<sockaddr*>(&local), &length) == 0) {
       char buffer[NI_MAXHOST];
-      if (::getnameinfo(reinterpret_cast<sockaddr*>(&local), length, buffer, sizeof buffer, nullptr, 0, NI_NUMERICHOST) == 0) {
+      if (::getnameinfo(reinterpret_cast<sockaddr*>(&local), length, buffer, sizeof buffer, nullptr, 0,
+                        NI_NUMERICHOST) == 0) {
         text = buffer;
       }
     }
@@ -77,16 +78,21 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
   try {
-    impl_->tcp = c10::make_intrusive<c10d::TCPStore>(rendezvous.world_size == 1 ? "127.0.0.1" : rendezvous.master_address, options);
+    impl_->tcp = c10::make_intrusive<c10d::TCPStore>(
+        rendezvous.world_size == 1 ? "127.0.0.1" : rendezvous.master_address, options);
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(rendezvous.rank) + " on " + host_name() + ": rendezvous at " + where +
-                                         " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(error.what()));
+    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(rendezvous.rank) + " on " + host_name() +
+                                         ": rendezvous at " + where + " of " + std::to_string(rendezvous.world_size) +
+                                         " ranks failed: " + first_line(error.what()));
   }
   impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + rendezvous.attempt, impl_->tcp);
   if (rendezvous.world_size > 1) {
-    // A rank of an older attempt that still runs would have met a store of its own name: say so at once, not at a time-out.
-    if (rendezvous.rank == 0) set("attempt", rendezvous.attempt);
-    else get("attempt");
+    // A rank of an older attempt that still runs would have met a store of its own name: say so at once, not at a
+    // time-out.
+    if (rendezvous.rank == 0)
+      set("attempt", rendezvous.attempt);
+    else
+      get("attempt");
   }
 }
 
@@ -99,8 +105,9 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
     const std::lock_guard<std::mutex> lock(impl.mutex);
     return fn();
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() + ": store " + operation +
-                                         " of '" + key + "' failed: " + first_line(error.what()));
+    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() +
+                                         ": store " + operation + " of '" + key +
+                                         "' failed: " + first_line(error.what()));
   }
 }
 }  // namespace
@@ -162,9 +169,10 @@ void Communicator::call(const char* operation, Fn&& fn) {
   try {
     fn();
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation + " number " +
-                                             std::to_string(sequence_) + " of group '" + name_ + "' (" + std::to_string(size_) +
-                                             " ranks) in phase " + phase_ + " failed: " + first_line(error.what()));
+    throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
+                                             " number " + std::to_string(sequence_) + " of group '" + name_ + "' (" +
+                                             std::to_string(size_) + " ranks) in phase " + phase_ +
+                                             " failed: " + first_line(error.what()));
   }
 }
 

@@ -18,7 +18,7 @@ struct RendezvousOptions {
   int world_size = 1;
   int local_rank = 0;
   std::string master_address = "127.0.0.1";
-  int master_port = 0;      // rank 0 listens here; 0 with one rank: no store is opened
+  int master_port = 0;  // rank 0 listens here; 0 with one rank: no store is opened
   std::string attempt = "0";
   Milliseconds timeout{600000};
 };

@@ -24,11 +24,13 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
   const LayoutReport report = check_layout(layout, check);
   if (!report.ok()) fail_user(report.errors.front());
   if (rendezvous.rank < 0 || rendezvous.rank >= rendezvous.world_size) {
-    fail_user("rank " + std::to_string(rendezvous.rank) + " is outside the world of " + std::to_string(rendezvous.world_size));
+    fail_user("rank " + std::to_string(rendezvous.rank) + " is outside the world of " +
+              std::to_string(rendezvous.world_size));
   }
   coordinates_ = trireme::coordinates(layout, rendezvous.rank);
   if (rendezvous.world_size > 1) store_ = std::make_unique<JobStore>(rendezvous);
-  data_parallel_ = store_ ? std::make_unique<Communicator>(*store_, rendezvous, "dp") : std::make_unique<Communicator>();
+  data_parallel_ =
+      store_ ? std::make_unique<Communicator>(*store_, rendezvous, "dp") : std::make_unique<Communicator>();
 }
 
 }  // namespace trireme

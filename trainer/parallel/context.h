@@ -12,8 +12,8 @@ class ParallelContext final {
  public:
   // One process, no store: tests and the inspection verbs.
   ParallelContext();
-  // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout splits
-  // over anything but data parallel, or does not fit the world.
+  // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout
+  // splits over anything but data parallel, or does not fit the world.
   ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
 
   const Layout& layout() const { return layout_; }

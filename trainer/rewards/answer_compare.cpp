@@ -11,10 +11,10 @@
 namespace trireme {
 namespace {
 
-constexpr int kSamples = 4;               // sample points of an expression with symbols
-constexpr int64_t kBudget = 200'000;      // node evaluations of one comparison; spent: not the same
-constexpr int kMinDecimals = 4;           // fewest decimals that may stand for a value they only approximate
-constexpr size_t kMaxUnordered = 200;     // longest lists whose order is ignored
+constexpr int kSamples = 4;            // sample points of an expression with symbols
+constexpr int64_t kBudget = 200'000;   // node evaluations of one comparison; spent: not the same
+constexpr int kMinDecimals = 4;        // fewest decimals that may stand for a value they only approximate
+constexpr size_t kMaxUnordered = 200;  // longest lists whose order is ignored
 
 bool is_expression(const Node& n) { return n.kind <= NodeKind::kPercent; }
 bool is_tuple(const Node& n) { return n.kind == NodeKind::kGroup && n.text == "()"; }
@@ -61,7 +61,8 @@ class Comparer final {
 
   bool same_any_kind(const Node& a, const Node& b) {
     if (is_expression(a) && is_expression(b) && !is_real_line(a) && !is_real_line(b)) return same_quantity(a, b);
-    if (!a.name.empty() && !b.name.empty() && !names_agree(a.name, b.name) && a.kind != NodeKind::kEquation) return false;
+    if (!a.name.empty() && !b.name.empty() && !names_agree(a.name, b.name) && a.kind != NodeKind::kEquation)
+      return false;
     if (a.kind == NodeKind::kEquation || b.kind == NodeKind::kEquation) return same_equation(a, b);
     return same_structure(a, b) || same_structure(b, a);
   }
@@ -74,7 +75,8 @@ class Comparer final {
 
   bool same_equation(const Node& a, const Node& b) {
     if (a.kind == NodeKind::kEquation && b.kind == NodeKind::kEquation) {
-      if (!a.name.empty() && !b.name.empty() && names_agree(a.name, b.name) && same(*a.children[1], *b.children[1])) return true;
+      if (!a.name.empty() && !b.name.empty() && names_agree(a.name, b.name) && same(*a.children[1], *b.children[1]))
+        return true;
       return proportional(a, b, false);
     }
     const Node& equation = a.kind == NodeKind::kEquation ? a : b;
@@ -97,8 +99,10 @@ class Comparer final {
       if (!da.valid && !db.valid) continue;
       if (!da.valid || !db.valid || is_zero(da) || is_zero(db)) return false;
       if (positive && (da.approximate.real() > 0) != (db.approximate.real() > 0)) return false;
-      if (!a0) a0 = da, b0 = db;
-      else if (!same_value(multiply(da, *b0), multiply(db, *a0))) return false;
+      if (!a0)
+        a0 = da, b0 = db;
+      else if (!same_value(multiply(da, *b0), multiply(db, *a0)))
+        return false;
       ++compared;
     }
     return compared >= 2;
@@ -108,7 +112,8 @@ class Comparer final {
     if (!a.unit.empty() && !b.unit.empty() && a.unit != b.unit) {
       const auto factors = unit_factors(a.unit, b.unit);
       if (!factors) return false;
-      return same_value(multiply(evaluate(a, 0), integer_value(factors->first)), multiply(evaluate(b, 0), integer_value(factors->second)));
+      return same_value(multiply(evaluate(a, 0), integer_value(factors->first)),
+                        multiply(evaluate(b, 0), integer_value(factors->second)));
     }
     if (same_expression(a, b, 1, 1)) return true;
     // 50% may be given as 50 or as 0.5.
@@ -124,7 +129,8 @@ class Comparer final {
       const Value vb = divide(evaluate(b, sample), integer_value(divide_b));
       if (!va.valid && !vb.valid) continue;
       if (!va.valid || !vb.valid) return false;
-      if (!same_value(va, vb)) return samples == 1 && divide_a == divide_b && (rounds_to(b, vb, a, va) || rounds_to(a, va, b, vb));
+      if (!same_value(va, vb))
+        return samples == 1 && divide_a == divide_b && (rounds_to(b, vb, a, va) || rounds_to(a, va, b, vb));
       ++compared;
     }
     return compared > (samples > 1 ? 1 : 0);
@@ -141,8 +147,10 @@ class Comparer final {
   Value evaluate(const Node& n, int sample) {
     if (--budget_ <= 0) return {};
     switch (n.kind) {
-      case NodeKind::kNumber: return decimal_value(n.text, n.repeat, n.exponent);
-      case NodeKind::kSymbol: return symbol_value(n.text, sample);
+      case NodeKind::kNumber:
+        return decimal_value(n.text, n.repeat, n.exponent);
+      case NodeKind::kSymbol:
+        return symbol_value(n.text, sample);
       case NodeKind::kSum: {
         Value total = integer_value(0);
         for (size_t k = 0; k < n.children.size(); ++k) {
@@ -164,8 +172,10 @@ class Comparer final {
         if (base.kind == NodeKind::kSymbol && base.text == "e") return natural_power(evaluate(*n.children[1], sample));
         return power(evaluate(base, sample), evaluate(*n.children[1], sample));
       }
-      case NodeKind::kRoot: return root(evaluate(*n.children[0], sample), evaluate(*n.children[1], sample));
-      case NodeKind::kFunction: return function(n, sample);
+      case NodeKind::kRoot:
+        return root(evaluate(*n.children[0], sample), evaluate(*n.children[1], sample));
+      case NodeKind::kFunction:
+        return function(n, sample);
       case NodeKind::kFactorial: {
         const Value argument = evaluate(*n.children[0], sample);
         spend(argument);
@@ -176,9 +186,12 @@ class Comparer final {
         spend(bottom);
         return binomial(top, bottom);
       }
-      case NodeKind::kDegrees: return divide(multiply(evaluate(*n.children[0], sample), symbol_value("pi", sample)), integer_value(180));
-      case NodeKind::kPercent: return divide(evaluate(*n.children[0], sample), integer_value(100));
-      default: return {};
+      case NodeKind::kDegrees:
+        return divide(multiply(evaluate(*n.children[0], sample), symbol_value("pi", sample)), integer_value(180));
+      case NodeKind::kPercent:
+        return divide(evaluate(*n.children[0], sample), integer_value(100));
+      default:
+        return {};
     }
   }
 
@@ -197,14 +210,18 @@ class Comparer final {
     if (n.text == "abs") return absolute(argument);
     if (n.text == "floor") return round_down(argument);
     if (n.text == "ceil") return round_up(argument);
-    if (n.children.size() == 2) return divide(apply_function("ln", argument), apply_function("ln", evaluate(*n.children[1], sample)));
+    if (n.children.size() == 2)
+      return divide(apply_function("ln", argument), apply_function("ln", evaluate(*n.children[1], sample)));
     return apply_function(n.text, argument);
   }
 
   static bool is_real_line(const Node& n) { return n.kind == NodeKind::kSymbol && n.text == "mathbbR"; }
   static bool is_infinity(const Node& n, bool negative) {
-    if (negative) return n.kind == NodeKind::kSum && n.children.size() == 1 && n.flags[0] == 1 && is_infinity(*n.children[0], false);
-    if (n.kind == NodeKind::kSum && n.children.size() == 1 && n.flags[0] == 0) return is_infinity(*n.children[0], false);
+    if (negative)
+      return n.kind == NodeKind::kSum && n.children.size() == 1 && n.flags[0] == 1 &&
+             is_infinity(*n.children[0], false);
+    if (n.kind == NodeKind::kSum && n.children.size() == 1 && n.flags[0] == 0)
+      return is_infinity(*n.children[0], false);
     return n.kind == NodeKind::kSymbol && n.text == "infty";
   }
   static bool is_empty_set(const Node& n) {
@@ -215,14 +232,16 @@ class Comparer final {
     if (is_empty_set(a)) return is_empty_set(b);
     if (is_real_line(a)) {
       if (is_real_line(b)) return true;
-      return is_tuple(b) && b.children.size() == 2 && is_infinity(*b.children[0], true) && is_infinity(*b.children[1], false);
+      return is_tuple(b) && b.children.size() == 2 && is_infinity(*b.children[0], true) &&
+             is_infinity(*b.children[1], false);
     }
     switch (a.kind) {
       case NodeKind::kList:
         if (b.kind == NodeKind::kList) return same_unordered(items(a), items(b), true);
         if (b.kind == NodeKind::kSet) return same_unordered(items(a), items(b), false);
         if (b.kind == NodeKind::kUnion) return same_unordered(items(a), items(b), true);
-        if (is_tuple(b) || (b.kind == NodeKind::kGroup && b.text == "[]" && b.children.size() != 2)) return same_ordered(by_name(items(a)), items(b));
+        if (is_tuple(b) || (b.kind == NodeKind::kGroup && b.text == "[]" && b.children.size() != 2))
+          return same_ordered(by_name(items(a)), items(b));
         return false;
       case NodeKind::kSet:
         if (b.kind == NodeKind::kSet) return same_unordered(items(a), items(b), false);
@@ -234,8 +253,10 @@ class Comparer final {
         return b.kind == a.kind && same_unordered(items(a), items(b), true);
       case NodeKind::kDifference:
         return b.kind == a.kind && same_ordered(items(a), items(b));
-      case NodeKind::kRatio: return same_ratio(a, b);
-      case NodeKind::kMatrix: return same_matrix(a, b);
+      case NodeKind::kRatio:
+        return same_ratio(a, b);
+      case NodeKind::kMatrix:
+        return same_matrix(a, b);
       case NodeKind::kRelation:
         if (b.kind != NodeKind::kRelation || a.text != b.text) return false;
         return same_ordered(items(a), items(b)) || proportional(a, b, a.text != "n");
@@ -244,7 +265,8 @@ class Comparer final {
         const auto value = number_word(a.text);
         return value && is_expression(b) && !b.percent && same_value(evaluate(b, 0), integer_value(*value));
       }
-      default: return false;
+      default:
+        return false;
     }
   }
 
@@ -300,7 +322,8 @@ class Comparer final {
     for (int sample = 0; sample < samples; ++sample) {
       const Value a0 = evaluate(*a.children[0], sample), b0 = evaluate(*b.children[0], sample);
       for (size_t k = 1; k < a.children.size(); ++k) {
-        const Value left = multiply(a0, evaluate(*b.children[k], sample)), right = multiply(b0, evaluate(*a.children[k], sample));
+        const Value left = multiply(a0, evaluate(*b.children[k], sample)),
+                    right = multiply(b0, evaluate(*a.children[k], sample));
         if (!same_value(left, right) || is_zero(a0) != is_zero(b0)) return false;
       }
     }

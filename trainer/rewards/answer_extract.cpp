@@ -62,7 +62,8 @@ std::string_view sentence(std::string_view text) {
   text = first_line(text);
   for (size_t i = 0; i < text.size(); ++i) {
     const bool last = i + 1 == text.size();
-    if ((text[i] == '.' || text[i] == '?') && (last || text[i + 1] == ' ') && !(i > 0 && !last && text[i - 1] == '.')) return text.substr(0, i);
+    if ((text[i] == '.' || text[i] == '?') && (last || text[i + 1] == ' ') && !(i > 0 && !last && text[i - 1] == '.'))
+      return text.substr(0, i);
   }
   return text;
 }
@@ -84,12 +85,13 @@ std::optional<std::string> announced(std::string_view text) {
   const std::string lower = to_lower(text);
   size_t best = std::string::npos, length = 0;
   for (const std::string_view phrase :
-       {std::string_view("answer is"), std::string_view("answer:"), std::string_view("answer**:"), std::string_view("answer is:"),
-        std::string_view("answer :"), std::string_view("answer\xef\xbc\x9a"), std::string_view("answer ="), std::string_view("answers are"),
-        std::string_view("<answer>")}) {
+       {std::string_view("answer is"), std::string_view("answer:"), std::string_view("answer**:"),
+        std::string_view("answer is:"), std::string_view("answer :"), std::string_view("answer\xef\xbc\x9a"),
+        std::string_view("answer ="), std::string_view("answers are"), std::string_view("<answer>")}) {
     const size_t at = lower.rfind(phrase);
     if (at == std::string::npos) continue;
-    if (best == std::string::npos || at > best || (at == best && phrase.size() > length)) best = at, length = phrase.size();
+    if (best == std::string::npos || at > best || (at == best && phrase.size() > length))
+      best = at, length = phrase.size();
   }
   if (best == std::string::npos) return std::nullopt;
   std::string_view rest = text.substr(best + length);
@@ -102,7 +104,8 @@ std::optional<std::string> announced(std::string_view text) {
   return std::string(phrase);
 }
 
-// The last number with its sign, grouping commas, decimals, fraction and percent sign; a last $...$ that holds it as a whole.
+// The last number with its sign, grouping commas, decimals, fraction and percent sign; a last $...$ that holds it as a
+// whole.
 std::optional<std::string> last_number(std::string_view text) {
   size_t end = text.size();
   while (end > 0 && !is_digit(text[end - 1])) --end;
@@ -124,7 +127,8 @@ std::optional<std::string> last_number(std::string_view text) {
     size_t s = from;
     while (s > 0) {
       const char c = text[s - 1];
-      const bool grouping = (c == ',' || c == '.') && s < text.size() && is_digit(text[s]) && s >= 2 && is_digit(text[s - 2]);
+      const bool grouping =
+          (c == ',' || c == '.') && s < text.size() && is_digit(text[s]) && s >= 2 && is_digit(text[s - 2]);
       const bool leading_dot = c == '.' && s < text.size() && is_digit(text[s]) && (s < 2 || !is_digit(text[s - 2]));
       if (!is_digit(c) && !grouping && !leading_dot) break;
       --s;
@@ -137,7 +141,9 @@ std::optional<std::string> last_number(std::string_view text) {
   if (number.find("..") != std::string::npos) number = number.substr(number.rfind("..") + 2);
   size_t before = start;
   if (before > 0 && text[before - 1] == '$') --before;
-  const bool minus = before > 0 && text[before - 1] == '-' && (before < 2 || !(is_digit(text[before - 2]) || is_letter(text[before - 2]) || text[before - 2] == ')'));
+  const bool minus =
+      before > 0 && text[before - 1] == '-' &&
+      (before < 2 || !(is_digit(text[before - 2]) || is_letter(text[before - 2]) || text[before - 2] == ')'));
   if (minus) number = "-" + number;
   if (end < text.size() && text[end] == '%') number += "%";
   if (end + 1 < text.size() && text[end] == '\\' && text[end + 1] == '%') number += "%";

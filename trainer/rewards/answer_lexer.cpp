@@ -19,22 +19,90 @@ bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; 
 
 // Unicode signs, rewritten to what a person without them would have typed.
 constexpr std::array<std::pair<std::string_view, std::string_view>, 85> kUnicode = {{
-    {"\u00a0", " "}, {"\u2009", " "}, {"\u202f", " "}, {"\u2002", " "}, {"\u2003", " "}, {"\u200b", ""}, {"\ufeff", ""},
-    {"\u2212", "-"}, {"\u2013", "-"}, {"\u2014", "-"}, {"\u00d7", "*"}, {"\u00b7", "*"}, {"\u22c5", "*"}, {"\u2217", "*"},
-    {"\u00f7", "/"}, {"\u2044", "/"}, {"\u2215", "/"}, {"\u2264", "\\le "}, {"\u2265", "\\ge "}, {"\u2260", "\\ne "},
-    {"\u2a7d", "\\le "}, {"\u2a7e", "\\ge "}, {"\u2248", "\\approx "}, {"\u00b1", "\\pm "}, {"\u2213", "\\mp "},
-    {"\u221e", "\\infty "}, {"\u222a", "\\cup "}, {"\u2229", "\\cap "}, {"\u2208", "\\in "}, {"\u2216", "\\setminus "},
-    {"\u2205", "\\emptyset "}, {"\u211d", "\\mathbb{R}"}, {"\u2124", "\\mathbb{Z}"}, {"\u00b0", "\\degree "},
-    {"\u221a", "\\sqrt "}, {"\u00b2", "^{2}"}, {"\u00b3", "^{3}"}, {"\u00b9", "^{1}"}, {"\u2070", "^{0}"},
-    {"\u2074", "^{4}"}, {"\u2075", "^{5}"}, {"\u2076", "^{6}"}, {"\u2077", "^{7}"}, {"\u2078", "^{8}"}, {"\u2079", "^{9}"},
-    {"\u00bd", "\\frac{1}{2}"}, {"\u00bc", "\\frac{1}{4}"}, {"\u00be", "\\frac{3}{4}"}, {"\u2153", "\\frac{1}{3}"},
-    {"\u2154", "\\frac{2}{3}"}, {"\u215b", "\\frac{1}{8}"}, {"\u03c0", "\\pi "}, {"\u03b1", "\\alpha "},
-    {"\u03b2", "\\beta "}, {"\u03b3", "\\gamma "}, {"\u03b4", "\\delta "}, {"\u03b8", "\\theta "}, {"\u03bb", "\\lambda "},
-    {"\u03bc", "\\mu "}, {"\u03c3", "\\sigma "}, {"\u03c6", "\\phi "}, {"\u03d5", "\\phi "}, {"\u03c9", "\\omega "},
-    {"\u2032", "'"}, {"\u2018", "'"}, {"\u2019", "'"}, {"\u201c", ""}, {"\u201d", ""}, {"\u20ac", "\\euro "},
-    {"\u00a3", "\\pounds "}, {"\u00a5", "\\yen "}, {"\u20b9", "\\rupee "}, {"\u00a2", " cents"}, {"\u2026", "\\dots "},
-    {"\u27e8", "\\langle "}, {"\u27e9", "\\rangle "}, {"\u230a", "\\lfloor "}, {"\u230b", "\\rfloor "},
-    {"\u2308", "\\lceil "}, {"\u2309", "\\rceil "}, {"\u2080", "_0"}, {"\u2081", "_1"}, {"\u2082", "_2"}, {"\u2083", "_3"},
+    {"\u00a0", " "},
+    {"\u2009", " "},
+    {"\u202f", " "},
+    {"\u2002", " "},
+    {"\u2003", " "},
+    {"\u200b", ""},
+    {"\ufeff", ""},
+    {"\u2212", "-"},
+    {"\u2013", "-"},
+    {"\u2014", "-"},
+    {"\u00d7", "*"},
+    {"\u00b7", "*"},
+    {"\u22c5", "*"},
+    {"\u2217", "*"},
+    {"\u00f7", "/"},
+    {"\u2044", "/"},
+    {"\u2215", "/"},
+    {"\u2264", "\\le "},
+    {"\u2265", "\\ge "},
+    {"\u2260", "\\ne "},
+    {"\u2a7d", "\\le "},
+    {"\u2a7e", "\\ge "},
+    {"\u2248", "\\approx "},
+    {"\u00b1", "\\pm "},
+    {"\u2213", "\\mp "},
+    {"\u221e", "\\infty "},
+    {"\u222a", "\\cup "},
+    {"\u2229", "\\cap "},
+    {"\u2208", "\\in "},
+    {"\u2216", "\\setminus "},
+    {"\u2205", "\\emptyset "},
+    {"\u211d", "\\mathbb{R}"},
+    {"\u2124", "\\mathbb{Z}"},
+    {"\u00b0", "\\degree "},
+    {"\u221a", "\\sqrt "},
+    {"\u00b2", "^{2}"},
+    {"\u00b3", "^{3}"},
+    {"\u00b9", "^{1}"},
+    {"\u2070", "^{0}"},
+    {"\u2074", "^{4}"},
+    {"\u2075", "^{5}"},
+    {"\u2076", "^{6}"},
+    {"\u2077", "^{7}"},
+    {"\u2078", "^{8}"},
+    {"\u2079", "^{9}"},
+    {"\u00bd", "\\frac{1}{2}"},
+    {"\u00bc", "\\frac{1}{4}"},
+    {"\u00be", "\\frac{3}{4}"},
+    {"\u2153", "\\frac{1}{3}"},
+    {"\u2154", "\\frac{2}{3}"},
+    {"\u215b", "\\frac{1}{8}"},
+    {"\u03c0", "\\pi "},
+    {"\u03b1", "\\alpha "},
+    {"\u03b2", "\\beta "},
+    {"\u03b3", "\\gamma "},
+    {"\u03b4", "\\delta "},
+    {"\u03b8", "\\theta "},
+    {"\u03bb", "\\lambda "},
+    {"\u03bc", "\\mu "},
+    {"\u03c3", "\\sigma "},
+    {"\u03c6", "\\phi "},
+    {"\u03d5", "\\phi "},
+    {"\u03c9", "\\omega "},
+    {"\u2032", "'"},
+    {"\u2018", "'"},
+    {"\u2019", "'"},
+    {"\u201c", ""},
+    {"\u201d", ""},
+    {"\u20ac", "\\euro "},
+    {"\u00a3", "\\pounds "},
+    {"\u00a5", "\\yen "},
+    {"\u20b9", "\\rupee "},
+    {"\u00a2", " cents"},
+    {"\u2026", "\\dots "},
+    {"\u27e8", "\\langle "},
+    {"\u27e9", "\\rangle "},
+    {"\u230a", "\\lfloor "},
+    {"\u230b", "\\rfloor "},
+    {"\u2308", "\\lceil "},
+    {"\u2309", "\\rceil "},
+    {"\u2080", "_0"},
+    {"\u2081", "_1"},
+    {"\u2082", "_2"},
+    {"\u2083", "_3"},
     {"\uff0c", ", "},
 }};
 
@@ -71,37 +139,80 @@ const std::unordered_map<std::string_view, Command>& commands() {
   using K = CommandKind;
   static const std::unordered_map<std::string_view, Command> table = [] {
     std::unordered_map<std::string_view, Command> t;
-    for (const char* name : {"left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr",
-                             "quad", "qquad", "displaystyle", "textstyle", "limits", "mathstrut", "strut", "thinspace",
-                             "medspace", "thickspace", "negthinspace", "enspace", "space", "nobreak", "hfill", "rm", "bf"}) {
+    for (const char* name :
+         {"left",   "right",     "big",   "Big",       "bigg",     "Bigg",       "bigl",         "bigr",
+          "Bigl",   "Bigr",      "biggl", "biggr",     "quad",     "qquad",      "displaystyle", "textstyle",
+          "limits", "mathstrut", "strut", "thinspace", "medspace", "thickspace", "negthinspace", "enspace",
+          "space",  "nobreak",   "hfill", "rm",        "bf"}) {
       t[name] = {K::kSkip};
     }
-    for (const char* name : {"hspace", "vspace", "phantom", "hphantom", "color", "label", "tag"}) t[name] = {K::kSkipWithArgument};
-    for (const char* name : {"mathbf", "boldsymbol", "bm", "mathit", "mathcal", "vec", "hat", "overrightarrow", "widehat",
-                             "underline", "boxed", "fbox", "mathnormal", "bold", "overleftrightarrow", "cancel"}) {
+    for (const char* name : {"hspace", "vspace", "phantom", "hphantom", "color", "label", "tag"})
+      t[name] = {K::kSkipWithArgument};
+    for (const char* name :
+         {"mathbf", "boldsymbol", "bm", "mathit", "mathcal", "vec", "hat", "overrightarrow", "widehat", "underline",
+          "boxed", "fbox", "mathnormal", "bold", "overleftrightarrow", "cancel"}) {
       t[name] = {K::kTransparent};
     }
     for (const char* name : {"text", "textbf", "textit", "textrm", "textnormal", "texttt", "textsf", "mathrm", "mathsf",
                              "mathtt", "mbox", "hbox", "operatorname", "emph"}) {
       t[name] = {K::kText};
     }
-    for (const auto& [name, sign] : std::initializer_list<std::pair<const char*, char>>{
-             {"cdot", '*'}, {"times", '*'}, {"ast", '*'}, {"bullet", '*'}, {"div", '/'}, {"pm", sign::kPlusMinus},
-             {"mp", sign::kMinusPlus}, {"le", sign::kLessEqual}, {"leq", sign::kLessEqual}, {"leqslant", sign::kLessEqual},
-             {"leqq", sign::kLessEqual}, {"ge", sign::kGreaterEqual}, {"geq", sign::kGreaterEqual},
-             {"geqslant", sign::kGreaterEqual}, {"geqq", sign::kGreaterEqual}, {"ne", sign::kNotEqual}, {"neq", sign::kNotEqual},
-             {"lt", '<'}, {"gt", '>'}, {"approx", sign::kApprox}, {"simeq", sign::kApprox}, {"cup", sign::kUnion},
-             {"bigcup", sign::kUnion}, {"cap", sign::kIntersection}, {"in", sign::kIn}, {"setminus", sign::kDifference},
-             {"backslash", sign::kDifference}, {"smallsetminus", sign::kDifference}, {"circ", sign::kDegree},
-             {"degree", sign::kDegree}, {"langle", sign::kAngleOpen}, {"rangle", sign::kAngleClose},
-             {"lfloor", sign::kFloorOpen}, {"rfloor", sign::kFloorClose}, {"lceil", sign::kCeilOpen},
-             {"rceil", sign::kCeilClose}, {"lbrace", sign::kSetOpen}, {"rbrace", sign::kSetClose}, {"vert", '|'},
-             {"lvert", '|'}, {"rvert", '|'}, {"mid", '|'}, {"lbrack", '['}, {"rbrack", ']'}, {"lparen", '('},
-             {"rparen", ')'}, {"colon", ':'}, {"equiv", '='}, {"land", ','}, {"lor", ','}, {"slash", '/'}}) {
+    for (const auto& [name, sign] :
+         std::initializer_list<std::pair<const char*, char>>{{"cdot", '*'},
+                                                             {"times", '*'},
+                                                             {"ast", '*'},
+                                                             {"bullet", '*'},
+                                                             {"div", '/'},
+                                                             {"pm", sign::kPlusMinus},
+                                                             {"mp", sign::kMinusPlus},
+                                                             {"le", sign::kLessEqual},
+                                                             {"leq", sign::kLessEqual},
+                                                             {"leqslant", sign::kLessEqual},
+                                                             {"leqq", sign::kLessEqual},
+                                                             {"ge", sign::kGreaterEqual},
+                                                             {"geq", sign::kGreaterEqual},
+                                                             {"geqslant", sign::kGreaterEqual},
+                                                             {"geqq", sign::kGreaterEqual},
+                                                             {"ne", sign::kNotEqual},
+                                                             {"neq", sign::kNotEqual},
+                                                             {"lt", '<'},
+                                                             {"gt", '>'},
+                                                             {"approx", sign::kApprox},
+                                                             {"simeq", sign::kApprox},
+                                                             {"cup", sign::kUnion},
+                                                             {"bigcup", sign::kUnion},
+                                                             {"cap", sign::kIntersection},
+                                                             {"in", sign::kIn},
+                                                             {"setminus", sign::kDifference},
+                                                             {"backslash", sign::kDifference},
+                                                             {"smallsetminus", sign::kDifference},
+                                                             {"circ", sign::kDegree},
+                                                             {"degree", sign::kDegree},
+                                                             {"langle", sign::kAngleOpen},
+                                                             {"rangle", sign::kAngleClose},
+                                                             {"lfloor", sign::kFloorOpen},
+                                                             {"rfloor", sign::kFloorClose},
+                                                             {"lceil", sign::kCeilOpen},
+                                                             {"rceil", sign::kCeilClose},
+                                                             {"lbrace", sign::kSetOpen},
+                                                             {"rbrace", sign::kSetClose},
+                                                             {"vert", '|'},
+                                                             {"lvert", '|'},
+                                                             {"rvert", '|'},
+                                                             {"mid", '|'},
+                                                             {"lbrack", '['},
+                                                             {"rbrack", ']'},
+                                                             {"lparen", '('},
+                                                             {"rparen", ')'},
+                                                             {"colon", ':'},
+                                                             {"equiv", '='},
+                                                             {"land", ','},
+                                                             {"lor", ','},
+                                                             {"slash", '/'}}) {
       t[name] = {K::kSign, sign};
     }
-    for (const char* name : {"sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
-                             "ln", "log", "lg", "exp", "max", "min", "gcd", "lcm"}) {
+    for (const char* name : {"sin",  "cos",  "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh",
+                             "cosh", "tanh", "ln",  "log", "lg",  "exp", "max",    "min",    "gcd",    "lcm"}) {
       t[name] = {K::kFunction, 0, name};
     }
     for (const char* name : {"euro", "pounds", "yen", "rupee"}) t[name] = {K::kCurrency, 0, name};
@@ -115,9 +226,9 @@ const std::unordered_map<std::string_view, Command>& commands() {
 }
 
 const std::unordered_set<std::string_view>& plain_functions() {
-  static const std::unordered_set<std::string_view> names = {"sin",    "cos",    "tan",  "cot",  "sec",  "csc", "arcsin",
-                                                             "arccos", "arctan", "sinh", "cosh", "tanh", "ln",  "log",
-                                                             "exp",    "sqrt",   "abs",  "cbrt", "asin", "acos", "atan"};
+  static const std::unordered_set<std::string_view> names = {
+      "sin",  "cos", "tan", "cot", "sec",  "csc", "arcsin", "arccos", "arctan", "sinh", "cosh",
+      "tanh", "ln",  "log", "exp", "sqrt", "abs", "cbrt",   "asin",   "acos",   "atan"};
   return names;
 }
 
@@ -171,7 +282,8 @@ class Lexer final {
     switch (c) {
       case '$':
         // Pairs of '$' are maths; a single one before a number is money.
-        if (i < text.size() && is_digit(text[i]) && text.find('$', i) == std::string_view::npos && dollars_ % 2 == 0) currency_ = "dollars";
+        if (i < text.size() && is_digit(text[i]) && text.find('$', i) == std::string_view::npos && dollars_ % 2 == 0)
+          currency_ = "dollars";
         ++dollars_;
         return true;
       case '*':
@@ -182,7 +294,8 @@ class Lexer final {
           add_sign('*');
         }
         return true;
-      case '<': case '>':
+      case '<':
+      case '>':
         if (i < text.size() && text[i] == '=') {
           ++i;
           add_sign(c == '<' ? sign::kLessEqual : sign::kGreaterEqual);
@@ -207,8 +320,23 @@ class Lexer final {
         return true;
       case '.':
         return true;  // the end of a sentence, or what \left. leaves
-      case '+': case '-': case '/': case '^': case '_': case '%': case '(': case ')': case '[': case ']': case '{':
-      case '}': case ',': case ';': case ':': case '|': case '&':
+      case '+':
+      case '-':
+      case '/':
+      case '^':
+      case '_':
+      case '%':
+      case '(':
+      case ')':
+      case '[':
+      case ']':
+      case '{':
+      case '}':
+      case ',':
+      case ';':
+      case ':':
+      case '|':
+      case '&':
         add_sign(c);
         return true;
       default:
@@ -216,13 +344,15 @@ class Lexer final {
     }
   }
 
-  // Digits grouped by commas, thin spaces or blanks, each group of three: the end of the run, or `start` when not grouped.
+  // Digits grouped by commas, thin spaces or blanks, each group of three: the end of the run, or `start` when not
+  // grouped.
   size_t grouped_end(std::string_view text, size_t start) const {
     size_t first = start;
     while (first < text.size() && is_digit(text[first])) ++first;
     if (first - start > 3 || first == start) return start;
     const auto separator_at = [&](size_t at) -> size_t {
-      for (const std::string_view s : {std::string_view(","), std::string_view("{,}"), std::string_view("\\,"), std::string_view(" ")}) {
+      for (const std::string_view s :
+           {std::string_view(","), std::string_view("{,}"), std::string_view("\\,"), std::string_view(" ")}) {
         if (starts_with(text.substr(at), s)) {
           size_t length = s.size();
           if (s == "," && starts_with(text.substr(at), ",\\!")) length = 3;
@@ -263,8 +393,9 @@ class Lexer final {
     }
     while (i < text.size() && is_digit(text[i])) digits += text[i++];
     if (i < text.size() && text[i] == '.' && !starts_with(text.substr(i), "...")) {
-      const bool fraction = i + 1 < text.size() && (is_digit(text[i + 1]) || starts_with(text.substr(i + 1), "\\overline") ||
-                                                    starts_with(text.substr(i + 1), "\\bar"));
+      const bool fraction =
+          i + 1 < text.size() && (is_digit(text[i + 1]) || starts_with(text.substr(i + 1), "\\overline") ||
+                                  starts_with(text.substr(i + 1), "\\bar"));
       if (fraction) {
         digits += '.';
         ++i;
@@ -281,10 +412,12 @@ class Lexer final {
         if (repeat.empty() || k >= text.size() || text[k] != '}') return false;
         i = k + 1;
       }
-      for (const std::string_view mark : {std::string_view("..."), std::string_view("\\ldots"), std::string_view("\\dots")}) {
+      for (const std::string_view mark :
+           {std::string_view("..."), std::string_view("\\ldots"), std::string_view("\\dots")}) {
         if (!starts_with(text.substr(i), mark)) continue;
         const size_t n = digits.size();
-        if (n < 4 || digits[n - 1] != digits[n - 2] || digits[n - 2] != digits[n - 3]) return false;  // 3.14...: no number
+        if (n < 4 || digits[n - 1] != digits[n - 2] || digits[n - 2] != digits[n - 3])
+          return false;  // 3.14...: no number
         repeat = digits.back();
         i += mark.size();
       }
@@ -321,7 +454,8 @@ class Lexer final {
     while (i < text.size()) {
       const char c = text[i];
       const bool high = static_cast<unsigned char>(c) >= 0x80;
-      const bool inner = (c == '-' || c == '\'') && i > start + 1 && i + 1 < text.size() && is_letter(text[i + 1]) && i - start >= 3;
+      const bool inner =
+          (c == '-' || c == '\'') && i > start + 1 && i + 1 < text.size() && is_letter(text[i + 1]) && i - start >= 3;
       if (!is_letter(c) && !high && !inner) break;
       ascii = ascii && !high;
       ++i;
@@ -331,8 +465,10 @@ class Lexer final {
     const bool after_number = !tokens_.empty() && tokens_.back().kind == TokenKind::kNumber;
     const auto split_symbols = [&] {
       for (const char c : run) {
-        if (is_letter(c)) add(TokenKind::kSymbol, std::string(1, c));
-        else add_sign('-');
+        if (is_letter(c))
+          add(TokenKind::kSymbol, std::string(1, c));
+        else
+          add_sign('-');
       }
     };
     if (!ascii) {
@@ -340,21 +476,33 @@ class Lexer final {
       return true;
     }
     if (in_text) {
-      if (run == "e" || run == "i") add(TokenKind::kSymbol, run);
-      else add(TokenKind::kWord, lower);
+      if (run == "e" || run == "i")
+        add(TokenKind::kSymbol, run);
+      else
+        add(TokenKind::kWord, lower);
       return true;
     }
-    if (run == "pi") add(TokenKind::kSymbol, "pi");
-    else if (run == "infinity" || run == "inf" || run == "oo" || run == "Infinity") add(TokenKind::kSymbol, "infty");
-    else if (run == "theta" || run == "alpha" || run == "beta" || run == "lambda") add(TokenKind::kSymbol, run);
-    else if (run == "U") add_sign(sign::kUnion);
-    else if (plain_functions().count(run) > 0) function(run);
-    else if (run.size() == 1) add(TokenKind::kSymbol, run);
-    else if (lower == "or" || lower == "and" || known_unit(lower)) add(TokenKind::kWord, lower);
-    else if (run.size() >= 4) add(TokenKind::kWord, lower);
-    else if (run.size() == 3 && !(after_number && !space_) && run.find_first_not_of("abcxyzpqrmnkuvwhd") != std::string::npos) {
+    if (run == "pi")
+      add(TokenKind::kSymbol, "pi");
+    else if (run == "infinity" || run == "inf" || run == "oo" || run == "Infinity")
+      add(TokenKind::kSymbol, "infty");
+    else if (run == "theta" || run == "alpha" || run == "beta" || run == "lambda")
+      add(TokenKind::kSymbol, run);
+    else if (run == "U")
+      add_sign(sign::kUnion);
+    else if (plain_functions().count(run) > 0)
+      function(run);
+    else if (run.size() == 1)
+      add(TokenKind::kSymbol, run);
+    else if (lower == "or" || lower == "and" || known_unit(lower))
       add(TokenKind::kWord, lower);
-    } else if (run.size() == 2 && after_number && space_ && run.find_first_not_of("abcxyzpqrmnkuvw") != std::string::npos) {
+    else if (run.size() >= 4)
+      add(TokenKind::kWord, lower);
+    else if (run.size() == 3 && !(after_number && !space_) &&
+             run.find_first_not_of("abcxyzpqrmnkuvwhd") != std::string::npos) {
+      add(TokenKind::kWord, lower);
+    } else if (run.size() == 2 && after_number && space_ &&
+               run.find_first_not_of("abcxyzpqrmnkuvw") != std::string::npos) {
       add(TokenKind::kWord, lower);
     } else {
       split_symbols();
@@ -363,10 +511,14 @@ class Lexer final {
   }
 
   void function(const std::string& name) {
-    if (name == "sqrt") add(TokenKind::kRoot, "2");
-    else if (name == "cbrt") add(TokenKind::kRoot, "3");
-    else if (name == "asin" || name == "acos" || name == "atan") add(TokenKind::kFunction, "arc" + name.substr(1));
-    else add(TokenKind::kFunction, name);
+    if (name == "sqrt")
+      add(TokenKind::kRoot, "2");
+    else if (name == "cbrt")
+      add(TokenKind::kRoot, "3");
+    else if (name == "asin" || name == "acos" || name == "atan")
+      add(TokenKind::kFunction, "arc" + name.substr(1));
+    else
+      add(TokenKind::kFunction, name);
   }
 
   bool command(std::string_view text, size_t& i, int text_depth) {
@@ -375,24 +527,54 @@ class Lexer final {
     if (!is_letter(text[i])) {
       const char c = text[i++];
       switch (c) {
-        case '{': add_sign(sign::kSetOpen); return true;
-        case '}': add_sign(sign::kSetClose); return true;
-        case '%': add_sign('%'); return true;
-        case '$': currency_ = "dollars"; return true;
-        case '|': add_sign('|'); return true;
-        case '\\': add_sign(sign::kRowBreak); return true;
-        case '(': case ')': case '[': case ']': return true;  // maths delimiters
-        case '&': add(TokenKind::kWord, "and"); return true;
-        case '!': return true;
-        case ',': case ';': case ':': case '>': case ' ': case '\n': space_ = true; return true;
-        case '#': case '_': return true;
-        default: return false;
+        case '{':
+          add_sign(sign::kSetOpen);
+          return true;
+        case '}':
+          add_sign(sign::kSetClose);
+          return true;
+        case '%':
+          add_sign('%');
+          return true;
+        case '$':
+          currency_ = "dollars";
+          return true;
+        case '|':
+          add_sign('|');
+          return true;
+        case '\\':
+          add_sign(sign::kRowBreak);
+          return true;
+        case '(':
+        case ')':
+        case '[':
+        case ']':
+          return true;  // maths delimiters
+        case '&':
+          add(TokenKind::kWord, "and");
+          return true;
+        case '!':
+          return true;
+        case ',':
+        case ';':
+        case ':':
+        case '>':
+        case ' ':
+        case '\n':
+          space_ = true;
+          return true;
+        case '#':
+        case '_':
+          return true;
+        default:
+          return false;
       }
     }
     const size_t start = i;
     while (i < text.size() && is_letter(text[i])) ++i;
     std::string name(text.substr(start, i - start));
-    if (name == "frac" || name == "dfrac" || name == "tfrac" || name == "cfrac" || name == "nicefrac" || name == "sfrac") {
+    if (name == "frac" || name == "dfrac" || name == "tfrac" || name == "cfrac" || name == "nicefrac" ||
+        name == "sfrac") {
       add(TokenKind::kFraction, "");
       return true;
     }
@@ -410,7 +592,8 @@ class Lexer final {
         if (columns == std::string_view::npos) return false;
         i = columns + 1;
       }
-      if (environment != "array" && environment.find("matrix") == std::string_view::npos) return environment == "aligned" || environment == "align*";
+      if (environment != "array" && environment.find("matrix") == std::string_view::npos)
+        return environment == "aligned" || environment == "align*";
       add(name == "begin" ? TokenKind::kMatrixBegin : TokenKind::kMatrixEnd, std::string(environment));
       return true;
     }
@@ -454,11 +637,19 @@ class Lexer final {
         space_ = true;
         return true;
       }
-      case CommandKind::kSign: add_sign(command.sign); return true;
-      case CommandKind::kFunction: add(TokenKind::kFunction, std::string(command.name)); return true;
-      case CommandKind::kCurrency: currency_ = command.name == "pounds" ? "gbp" : command.name; return true;
+      case CommandKind::kSign:
+        add_sign(command.sign);
+        return true;
+      case CommandKind::kFunction:
+        add(TokenKind::kFunction, std::string(command.name));
+        return true;
+      case CommandKind::kCurrency:
+        currency_ = command.name == "pounds" ? "gbp" : command.name;
+        return true;
       case CommandKind::kSymbol:
-      case CommandKind::kOther: add(TokenKind::kSymbol, std::string(command.name)); return true;
+      case CommandKind::kOther:
+        add(TokenKind::kSymbol, std::string(command.name));
+        return true;
     }
     return false;
   }
@@ -509,8 +700,9 @@ std::optional<std::string> plain_words(std::string_view text) {
         }
         return std::nullopt;
       }
-      if (found == commands().end() || (found->second.kind != CommandKind::kText && found->second.kind != CommandKind::kTransparent &&
-                                        found->second.kind != CommandKind::kSkip)) {
+      if (found == commands().end() ||
+          (found->second.kind != CommandKind::kText && found->second.kind != CommandKind::kTransparent &&
+           found->second.kind != CommandKind::kSkip)) {
         return std::nullopt;
       }
       i = end - 1;
@@ -528,10 +720,12 @@ std::optional<std::string> plain_words(std::string_view text) {
       words += c;
     } else if (is_blank(c) || c == '~') {
       space = true;
-    } else if ((c == '-' || c == '\'') && i > 0 && i + 1 < text.size() && is_letter(text[i - 1]) && is_letter(text[i + 1])) {
+    } else if ((c == '-' || c == '\'') && i > 0 && i + 1 < text.size() && is_letter(text[i - 1]) &&
+               is_letter(text[i + 1])) {
       space = c == '-';
-    } else if (c == '.' || c == '"' || c == '$' || c == '{' || c == '}' || (c == '!' && i + 1 == text.size() && words.size() > 2) ||
-               (c == '(' && words.empty()) || (c == ')' && text.find_first_not_of(" })", i) == std::string_view::npos)) {
+    } else if (c == '.' || c == '"' || c == '$' || c == '{' || c == '}' ||
+               (c == '!' && i + 1 == text.size() && words.size() > 2) || (c == '(' && words.empty()) ||
+               (c == ')' && text.find_first_not_of(" })", i) == std::string_view::npos)) {
       // marks that carry no meaning around words
     } else {
       return std::nullopt;

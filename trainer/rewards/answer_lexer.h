@@ -9,12 +9,25 @@
 
 namespace trireme {
 
-enum class TokenKind { kNumber, kSymbol, kFunction, kWord, kSign, kFraction, kRoot, kBinomial, kMatrixBegin, kMatrixEnd, kEnd };
+enum class TokenKind {
+  kNumber,
+  kSymbol,
+  kFunction,
+  kWord,
+  kSign,
+  kFraction,
+  kRoot,
+  kBinomial,
+  kMatrixBegin,
+  kMatrixEnd,
+  kEnd
+};
 
 // Signs that have no ASCII character of their own; the others are themselves ('+', '(', '=', ...).
 // '{' and '}' are LaTeX grouping; kSetOpen and kSetClose the visible braces.
 namespace sign {
-constexpr char kSetOpen = 'S', kSetClose = 's', kAngleOpen = 'A', kAngleClose = 'a', kFloorOpen = 'F', kFloorClose = 'f';
+constexpr char kSetOpen = 'S', kSetClose = 's', kAngleOpen = 'A', kAngleClose = 'a', kFloorOpen = 'F',
+               kFloorClose = 'f';
 constexpr char kCeilOpen = 'C', kCeilClose = 'c', kLessEqual = 'l', kGreaterEqual = 'g', kNotEqual = 'n', kApprox = '~';
 constexpr char kPlusMinus = 'p', kMinusPlus = 'm', kUnion = 'U', kIntersection = 'I', kIn = 'E', kDifference = 'D';
 constexpr char kDegree = 'd', kRowBreak = 'R', kCell = '&';
@@ -22,10 +35,10 @@ constexpr char kDegree = 'd', kRowBreak = 'R', kCell = '&';
 
 struct Token {
   TokenKind kind = TokenKind::kEnd;
-  char sign = 0;              // kSign
-  std::string text;           // number: digits with at most one '.'; word: lower case; symbol, function: name
-  std::string repeat;         // number: digits of the period, as in 0.1\overline{6}
-  int64_t exponent = 0;       // number: power of ten
+  char sign = 0;         // kSign
+  std::string text;      // number: digits with at most one '.'; word: lower case; symbol, function: name
+  std::string repeat;    // number: digits of the period, as in 0.1\overline{6}
+  int64_t exponent = 0;  // number: power of ten
   bool space_before = false;
 };
 

@@ -42,7 +42,8 @@ bool has_either_sign(const Node& node) {
       if (flag >= kEitherSign) return true;
     }
   }
-  return std::any_of(node.children.begin(), node.children.end(), [](const NodePtr& child) { return has_either_sign(*child); });
+  return std::any_of(node.children.begin(), node.children.end(),
+                     [](const NodePtr& child) { return has_either_sign(*child); });
 }
 
 // A copy with every plus-minus settled: the upper signs or the lower ones.
@@ -58,8 +59,10 @@ NodePtr with_sign(const Node& node, bool upper) {
   copy->flags = node.flags;
   if (node.kind == NodeKind::kSum) {
     for (uint8_t& flag : copy->flags) {
-      if (flag == kEitherSign) flag = upper ? kPlain : kInverse;
-      else if (flag == kOtherSign) flag = upper ? kInverse : kPlain;
+      if (flag == kEitherSign)
+        flag = upper ? kPlain : kInverse;
+      else if (flag == kOtherSign)
+        flag = upper ? kInverse : kPlain;
     }
   }
   for (const NodePtr& child : node.children) copy->children.push_back(with_sign(*child, upper));
@@ -67,14 +70,17 @@ NodePtr with_sign(const Node& node, bool upper) {
 }
 
 bool has_symbols(const Node& node) {
-  if (node.kind == NodeKind::kSymbol) return node.text != "pi" && node.text != "e" && node.text != "i" && node.text != "infty";
-  return std::any_of(node.children.begin(), node.children.end(), [](const NodePtr& child) { return has_symbols(*child); });
+  if (node.kind == NodeKind::kSymbol)
+    return node.text != "pi" && node.text != "e" && node.text != "i" && node.text != "infty";
+  return std::any_of(node.children.begin(), node.children.end(),
+                     [](const NodePtr& child) { return has_symbols(*child); });
 }
 
 // x, x_1, f(x), AB, (x, y): a left side that only says what the right side is called. Empty when it is something else.
 std::string plain_name(const Node& node) {
   switch (node.kind) {
-    case NodeKind::kSymbol: return node.text == "pi" || node.text == "e" || node.text == "infty" ? "" : node.text;
+    case NodeKind::kSymbol:
+      return node.text == "pi" || node.text == "e" || node.text == "infty" ? "" : node.text;
     case NodeKind::kProduct:
     case NodeKind::kGroup: {
       std::string name;
@@ -85,13 +91,14 @@ std::string plain_name(const Node& node) {
       }
       return name;
     }
-    default: return "";
+    default:
+      return "";
   }
 }
 
 // Words before or after a number that change what it says.
 bool turns_meaning(const std::string& word) {
-  static const std::array<std::string_view, 12> words = {"not",  "least", "most", "more",  "less",   "than",
+  static const std::array<std::string_view, 12> words = {"not",  "least", "most",  "more",  "less",  "than",
                                                          "over", "under", "fewer", "below", "above", "except"};
   return std::find(words.begin(), words.end(), word) != words.end();
 }
@@ -114,7 +121,9 @@ class Parser final {
   };
 
   const Token& peek(size_t ahead = 0) const { return tokens_[std::min(at_ + ahead, tokens_.size() - 1)]; }
-  bool at_sign(char sign, size_t ahead = 0) const { return peek(ahead).kind == TokenKind::kSign && peek(ahead).sign == sign; }
+  bool at_sign(char sign, size_t ahead = 0) const {
+    return peek(ahead).kind == TokenKind::kSign && peek(ahead).sign == sign;
+  }
   bool at_word(size_t ahead = 0) const { return peek(ahead).kind == TokenKind::kWord; }
   bool at_number(size_t ahead = 0) const { return peek(ahead).kind == TokenKind::kNumber; }
   bool accept(char sign) {
@@ -122,7 +131,9 @@ class Parser final {
     ++at_;
     return true;
   }
-  bool at_separator() const { return at_sign(',') || at_sign(';') || (at_word() && (peek().text == "and" || peek().text == "or")); }
+  bool at_separator() const {
+    return at_sign(',') || at_sign(';') || (at_word() && (peek().text == "and" || peek().text == "or"));
+  }
 
   // The one item itself, or a list (set) of them, with every plus-minus written out as two.
   static NodePtr gather(std::vector<NodePtr> items, NodeKind kind) {
@@ -197,18 +208,36 @@ class Parser final {
     if (peek().kind == TokenKind::kMatrixEnd) return true;
     if (peek().kind != TokenKind::kSign) return false;
     switch (peek().sign) {
-      case ')': case ']': case '}': case '|': case sign::kSetClose: case sign::kAngleClose: case sign::kFloorClose:
-      case sign::kCeilClose: case sign::kRowBreak: case sign::kCell: return true;
-      default: return false;
+      case ')':
+      case ']':
+      case '}':
+      case '|':
+      case sign::kSetClose:
+      case sign::kAngleClose:
+      case sign::kFloorClose:
+      case sign::kCeilClose:
+      case sign::kRowBreak:
+      case sign::kCell:
+        return true;
+      default:
+        return false;
     }
   }
 
   bool at_relation() const {
     if (peek().kind != TokenKind::kSign) return false;
     switch (peek().sign) {
-      case '=': case '<': case '>': case sign::kLessEqual: case sign::kGreaterEqual: case sign::kNotEqual: case sign::kApprox:
-      case sign::kIn: return true;
-      default: return false;
+      case '=':
+      case '<':
+      case '>':
+      case sign::kLessEqual:
+      case sign::kGreaterEqual:
+      case sign::kNotEqual:
+      case sign::kApprox:
+      case sign::kIn:
+        return true;
+      default:
+        return false;
     }
   }
 
@@ -245,7 +274,8 @@ class Parser final {
         return interval(operands[1]->text, upward[0], std::move(operands[0]), '<', make(NodeKind::kSymbol, "infty"));
       }
       if (operands.size() == 2 && variable(*operands[0]) && !has_symbols(*operands[1])) {
-        return interval(operands[0]->text, '<', negated(make(NodeKind::kSymbol, "infty")), upward[0], std::move(operands[1]));
+        return interval(operands[0]->text, '<', negated(make(NodeKind::kSymbol, "infty")), upward[0],
+                        std::move(operands[1]));
       }
       if (operands.size() == 3 && variable(*operands[1])) {
         return interval(operands[1]->text, upward[0], std::move(operands[0]), upward[1], std::move(operands[2]));
@@ -276,7 +306,8 @@ class Parser final {
       node = std::move(node->children[0]);
       node->unit = scale;
     } else if (node->kind == NodeKind::kSum && node->children.size() == 1 &&
-               (node->children[0]->kind == NodeKind::kPercent || node->children[0]->kind == NodeKind::kDegrees)) {  // -5%
+               (node->children[0]->kind == NodeKind::kPercent ||
+                node->children[0]->kind == NodeKind::kDegrees)) {  // -5%
       node->percent = node->children[0]->kind == NodeKind::kPercent;
       if (!node->percent) node->unit = node->children[0]->text.empty() ? "degree" : node->children[0]->text;
       node->children[0] = std::move(node->children[0]->children[0]);
@@ -296,7 +327,8 @@ class Parser final {
     if (at_sign('/', 1)) return at_word(2) || at_unit_letter(2);
     if (at_sign('^', 1)) return true;
     const Token& next = peek(1);
-    return next.kind == TokenKind::kEnd || next.kind == TokenKind::kWord || at_sign(',', 1) || at_sign(')', 1) || at_sign(';', 1);
+    return next.kind == TokenKind::kEnd || next.kind == TokenKind::kWord || at_sign(',', 1) || at_sign(')', 1) ||
+           at_sign(';', 1);
   }
 
   // Reads "cm^2", "km per hour", "square metres", "million dollars", "apples" behind a number.
@@ -329,10 +361,14 @@ class Parser final {
       const std::string word = to_lower(peek().text);
       if (turns_meaning(word)) return nullptr;
       ++at_;
-      if (word == "per") per = true;
-      else if (word == "percent" || word == "percentage") node->percent = true;
-      else if (word == "square" || word == "sq") prefix = "2";
-      else if (word == "cubic" || word == "cu") prefix = "3";
+      if (word == "per")
+        per = true;
+      else if (word == "percent" || word == "percentage")
+        node->percent = true;
+      else if (word == "square" || word == "sq")
+        prefix = "2";
+      else if (word == "cubic" || word == "cu")
+        prefix = "3";
       else if (const auto scale = scale_word(word); scale && above.empty()) {
         auto scaled = make(NodeKind::kProduct, std::move(node), number(*scale));
         scaled->flags = {kPlain, kPlain};
@@ -361,7 +397,8 @@ class Parser final {
         }
         const std::string canonical = canonical_unit(word);
         if (canonical == "celsius" || canonical == "fahrenheit") above.clear();  // degrees of that scale
-        if (!canonical.empty()) (inverse ? below : above) += (inverse ? "/" : (above.empty() ? "" : "*")) + canonical + exponent;
+        if (!canonical.empty())
+          (inverse ? below : above) += (inverse ? "/" : (above.empty() ? "" : "*")) + canonical + exponent;
         per = false;
       }
     }
@@ -373,13 +410,18 @@ class Parser final {
     NodePtr left = ratio();
     while (left && peek().kind == TokenKind::kSign &&
            (peek().sign == sign::kUnion || peek().sign == sign::kIntersection || peek().sign == sign::kDifference)) {
-      const NodeKind kind = at_sign(sign::kUnion) ? NodeKind::kUnion : at_sign(sign::kIntersection) ? NodeKind::kIntersection : NodeKind::kDifference;
+      const NodeKind kind = at_sign(sign::kUnion)          ? NodeKind::kUnion
+                            : at_sign(sign::kIntersection) ? NodeKind::kIntersection
+                                                           : NodeKind::kDifference;
       ++at_;
       NodePtr right = ratio();
       if (!right) return nullptr;
-      if (left->kind == kind && kind != NodeKind::kDifference) left->children.push_back(std::move(right));
-      else if (++nested_sets_ > kMaxDepth) return nullptr;
-      else left = make(kind, std::move(left), std::move(right));
+      if (left->kind == kind && kind != NodeKind::kDifference)
+        left->children.push_back(std::move(right));
+      else if (++nested_sets_ > kMaxDepth)
+        return nullptr;
+      else
+        left = make(kind, std::move(left), std::move(right));
     }
     return left;
   }
@@ -399,11 +441,16 @@ class Parser final {
   static std::optional<uint8_t> additive(const Token& token) {
     if (token.kind != TokenKind::kSign) return std::nullopt;
     switch (token.sign) {
-      case '+': return kPlain;
-      case '-': return kInverse;
-      case sign::kPlusMinus: return kEitherSign;
-      case sign::kMinusPlus: return kOtherSign;
-      default: return std::nullopt;
+      case '+':
+        return kPlain;
+      case '-':
+        return kInverse;
+      case sign::kPlusMinus:
+        return kEitherSign;
+      case sign::kMinusPlus:
+        return kOtherSign;
+      default:
+        return std::nullopt;
     }
   }
 
@@ -433,14 +480,22 @@ class Parser final {
   bool at_primary() const {
     const Token& token = peek();
     switch (token.kind) {
-      case TokenKind::kSymbol: return !at_bare_unit();
-      case TokenKind::kFunction: case TokenKind::kFraction: case TokenKind::kRoot: case TokenKind::kBinomial: return true;
-      case TokenKind::kNumber: return at_ > 0 && tokens_[at_ - 1].kind != TokenKind::kNumber;
+      case TokenKind::kSymbol:
+        return !at_bare_unit();
+      case TokenKind::kFunction:
+      case TokenKind::kFraction:
+      case TokenKind::kRoot:
+      case TokenKind::kBinomial:
+        return true;
+      case TokenKind::kNumber:
+        return at_ > 0 && tokens_[at_ - 1].kind != TokenKind::kNumber;
       case TokenKind::kSign:
-        return (token.sign == '(' && !(at_word(1) && at_sign(')', 2))) || token.sign == '{' || token.sign == sign::kFloorOpen ||
-               token.sign == sign::kCeilOpen || (token.sign == '|' && bars_ == 0 && sets_ == 0) ||
+        return (token.sign == '(' && !(at_word(1) && at_sign(')', 2))) || token.sign == '{' ||
+               token.sign == sign::kFloorOpen || token.sign == sign::kCeilOpen ||
+               (token.sign == '|' && bars_ == 0 && sets_ == 0) ||
                (token.sign == '[' && at_ > 0 && tokens_[at_ - 1].kind != TokenKind::kSign);
-      default: return false;
+      default:
+        return false;
     }
   }
 
@@ -454,9 +509,12 @@ class Parser final {
       uint8_t flag = kPlain;
       if (at_sign('*') && at_word(1)) break;  // N * m
       if (at_sign('/') && at_word(1)) break;  // 5 /hour
-      if (accept('*')) flag = kPlain;
-      else if (accept('/')) flag = kInverse;
-      else if (!at_primary()) break;
+      if (accept('*'))
+        flag = kPlain;
+      else if (accept('/'))
+        flag = kInverse;
+      else if (!at_primary())
+        break;
       NodePtr next = signed_factor();
       if (!next) return nullptr;
       node->children.push_back(std::move(next));
@@ -492,12 +550,16 @@ class Parser final {
     int posts = 0;
     while (base) {
       if (++posts > 8) return nullptr;
-      if (accept('!')) base = make(NodeKind::kFactorial, std::move(base));
-      else if (accept('%')) base = make(NodeKind::kPercent, std::move(base));
-      else if (accept(sign::kDegree)) base = degrees(std::move(base));
+      if (accept('!'))
+        base = make(NodeKind::kFactorial, std::move(base));
+      else if (accept('%'))
+        base = make(NodeKind::kPercent, std::move(base));
+      else if (accept(sign::kDegree))
+        base = degrees(std::move(base));
       else if (at_sign('^')) {
         ++at_;
-        if (accept(sign::kDegree)) base = degrees(std::move(base));
+        if (accept(sign::kDegree))
+          base = degrees(std::move(base));
         else if (at_sign('{') && at_sign(sign::kDegree, 1) && at_sign('}', 2)) {
           at_ += 3;
           base = degrees(std::move(base));
@@ -544,7 +606,8 @@ class Parser final {
     if (depth_ > kMaxDepth) return nullptr;
     const Token token = peek();
     switch (token.kind) {
-      case TokenKind::kNumber: return number_or_mixed();
+      case TokenKind::kNumber:
+        return number_or_mixed();
       case TokenKind::kSymbol: {
         ++at_;
         auto node = make(NodeKind::kSymbol, token.text);
@@ -555,7 +618,8 @@ class Parser final {
         }
         return node;
       }
-      case TokenKind::kFunction: return function();
+      case TokenKind::kFunction:
+        return function();
       case TokenKind::kFraction: {
         ++at_;
         NodePtr top = argument();
@@ -581,16 +645,20 @@ class Parser final {
         NodePtr k = n ? argument() : nullptr;
         return k ? make(NodeKind::kBinomial, std::move(n), std::move(k)) : nullptr;
       }
-      case TokenKind::kMatrixBegin: return matrix();
-      case TokenKind::kSign: return bracketed(token.sign);
-      default: return nullptr;
+      case TokenKind::kMatrixBegin:
+        return matrix();
+      case TokenKind::kSign:
+        return bracketed(token.sign);
+      default:
+        return nullptr;
     }
   }
 
   std::string subscript_text() {
     std::string text;
     if (!at_sign('{')) {
-      if (peek().kind == TokenKind::kNumber || peek().kind == TokenKind::kSymbol || at_word()) text = tokens_[at_++].text;
+      if (peek().kind == TokenKind::kNumber || peek().kind == TokenKind::kSymbol || at_word())
+        text = tokens_[at_++].text;
       return text;
     }
     ++at_;
@@ -608,7 +676,9 @@ class Parser final {
     auto node = make(NodeKind::kNumber, token.text);
     node->repeat = token.repeat;
     node->exponent = token.exponent;
-    const auto whole = [](const Token& t) { return t.kind == TokenKind::kNumber && t.text.find('.') == std::string::npos && t.exponent == 0; };
+    const auto whole = [](const Token& t) {
+      return t.kind == TokenKind::kNumber && t.text.find('.') == std::string::npos && t.exponent == 0;
+    };
     if (accept('_')) {
       const std::string base = subscript_text();
       if (base.empty()) return nullptr;
@@ -618,19 +688,24 @@ class Parser final {
     if (!whole(token)) return node;
     // 3 1/2 and 3\frac{1}{2} are mixed numbers; 3\frac{5}{2} is a product.
     NodePtr part;
-    const auto proper = [](const std::string& a, const std::string& b) { return a.size() < b.size() || (a.size() == b.size() && a < b); };
+    const auto proper = [](const std::string& a, const std::string& b) {
+      return a.size() < b.size() || (a.size() == b.size() && a < b);
+    };
     if (whole(peek()) && at_sign('/', 1) && whole(peek(2)) && proper(peek().text, peek(2).text)) {
       part = make(NodeKind::kProduct, make(NodeKind::kNumber, peek().text), make(NodeKind::kNumber, peek(2).text));
       at_ += 3;
     } else if (peek().kind == TokenKind::kFraction) {
       size_t top = 0, bottom = 0, end = 0;
-      if (at_sign('{', 1) && whole(peek(2)) && at_sign('}', 3) && at_sign('{', 4) && whole(peek(5)) && at_sign('}', 6)) top = 2, bottom = 5, end = 7;
+      if (at_sign('{', 1) && whole(peek(2)) && at_sign('}', 3) && at_sign('{', 4) && whole(peek(5)) && at_sign('}', 6))
+        top = 2, bottom = 5, end = 7;
       else if (whole(peek(1)) && peek(1).text.size() == 2 && peek(1).text[0] < peek(1).text[1]) {  // 3\frac12
-        part = make(NodeKind::kProduct, make(NodeKind::kNumber, peek(1).text.substr(0, 1)), make(NodeKind::kNumber, peek(1).text.substr(1)));
+        part = make(NodeKind::kProduct, make(NodeKind::kNumber, peek(1).text.substr(0, 1)),
+                    make(NodeKind::kNumber, peek(1).text.substr(1)));
         at_ += 2;
       }
       if (end > 0 && proper(peek(top).text, peek(bottom).text)) {
-        part = make(NodeKind::kProduct, make(NodeKind::kNumber, peek(top).text), make(NodeKind::kNumber, peek(bottom).text));
+        part = make(NodeKind::kProduct, make(NodeKind::kNumber, peek(top).text),
+                    make(NodeKind::kNumber, peek(bottom).text));
         at_ += end;
       }
     }
@@ -651,8 +726,9 @@ class Parser final {
     if (accept('^')) {
       exponent = power_argument();
       if (!exponent) return nullptr;
-      const bool inverse = exponent->kind == NodeKind::kSum && exponent->children.size() == 1 && exponent->flags[0] == kInverse &&
-                           exponent->children[0]->kind == NodeKind::kNumber && exponent->children[0]->text == "1";
+      const bool inverse = exponent->kind == NodeKind::kSum && exponent->children.size() == 1 &&
+                           exponent->flags[0] == kInverse && exponent->children[0]->kind == NodeKind::kNumber &&
+                           exponent->children[0]->text == "1";
       if (inverse && (name == "sin" || name == "cos" || name == "tan")) {
         name = "arc" + name;
         exponent = nullptr;
@@ -750,16 +826,20 @@ class Parser final {
         bars_ = bars, sets_ = sets;
         if (!read) return nullptr;
         char close = 0;
-        if (accept(')')) close = ')';
-        else if (accept(']')) close = ']';
-        else if (accept(sign::kAngleClose)) close = sign::kAngleClose;
+        if (accept(')'))
+          close = ')';
+        else if (accept(']'))
+          close = ']';
+        else if (accept(sign::kAngleClose))
+          close = sign::kAngleClose;
         if (close == 0 || (open == sign::kAngleOpen) != (close == sign::kAngleClose)) return nullptr;
         node->text = open == sign::kAngleOpen ? "()" : std::string{open, close};
         if (items.size() == 1) return (open == '(') == (close == ')') ? as_term(std::move(items[0])) : nullptr;
         node->children = std::move(items);
         return node;
       }
-      default: return nullptr;
+      default:
+        return nullptr;
     }
   }
 
@@ -792,6 +872,8 @@ class Parser final {
 
 }  // namespace
 
-NodePtr parse_answer(std::vector<Token> tokens, bool letter_units) { return Parser(std::move(tokens), letter_units).run(); }
+NodePtr parse_answer(std::vector<Token> tokens, bool letter_units) {
+  return Parser(std::move(tokens), letter_units).run();
+}
 
 }  // namespace trireme

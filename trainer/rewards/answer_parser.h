@@ -12,27 +12,29 @@ namespace trireme {
 
 enum class NodeKind {
   // expressions
-  kNumber,     // text (digits), repeat, exponent
-  kSymbol,     // text
-  kSum,        // children, flags: 0 plus, 1 minus, 2 plus-minus, 3 minus-plus
-  kProduct,    // children, flags: 1 divides
-  kPower,      // base, exponent
-  kRoot,       // radicand, index
-  kFunction,   // text; argument [, base of the logarithm]
+  kNumber,    // text (digits), repeat, exponent
+  kSymbol,    // text
+  kSum,       // children, flags: 0 plus, 1 minus, 2 plus-minus, 3 minus-plus
+  kProduct,   // children, flags: 1 divides
+  kPower,     // base, exponent
+  kRoot,      // radicand, index
+  kFunction,  // text; argument [, base of the logarithm]
   kFactorial,
   kBinomial,
-  kDegrees,    // as an angle in radians
-  kPercent,    // as a hundredth
+  kDegrees,  // as an angle in radians
+  kPercent,  // as a hundredth
   // structures
-  kList,       // a, b, c without brackets
-  kGroup,      // text: its two brackets, "(]" and so on; one child in round brackets is no group but the child
+  kList,   // a, b, c without brackets
+  kGroup,  // text: its two brackets, "(]" and so on; one child in round brackets is no group but the child
   kSet,
-  kUnion, kIntersection, kDifference,
-  kRatio,      // a : b
-  kMatrix,     // children: rows, each a kList
-  kEquation,   // name (of a left side that is a plain name, else empty); left, right
-  kRelation,   // text: '<', 'l', 'n'; left, right, with > turned round
-  kText,       // text: lower-case words
+  kUnion,
+  kIntersection,
+  kDifference,
+  kRatio,     // a : b
+  kMatrix,    // children: rows, each a kList
+  kEquation,  // name (of a left side that is a plain name, else empty); left, right
+  kRelation,  // text: '<', 'l', 'n'; left, right, with > turned round
+  kText,      // text: lower-case words
 };
 
 struct Node {
@@ -43,8 +45,8 @@ struct Node {
   std::vector<std::unique_ptr<Node>> children;
   std::vector<uint8_t> flags;
   // What stood around it, for whole items:
-  std::string name;     // x in "x = 3", "x > 3", "x \in S"
-  std::string unit;     // canonical
+  std::string name;  // x in "x = 3", "x > 3", "x \in S"
+  std::string unit;  // canonical
   bool percent = false;
 };
 using NodePtr = std::unique_ptr<Node>;

@@ -73,14 +73,16 @@ const std::unordered_map<std::string_view, Unit>& units() {
 const Unit* find_unit(std::string_view word) {
   const auto& table = units();
   auto found = table.find(word);
-  if (found == table.end() && word.size() > 2 && word.back() == 's') found = table.find(word.substr(0, word.size() - 1));
+  if (found == table.end() && word.size() > 2 && word.back() == 's')
+    found = table.find(word.substr(0, word.size() - 1));
   return found == table.end() ? nullptr : &found->second;
 }
 
-constexpr std::array<std::string_view, 20> kSmall = {"zero", "one",    "two",    "three",    "four",     "five",    "six",
-                                                     "seven", "eight", "nine",   "ten",      "eleven",   "twelve",  "thirteen",
-                                                     "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"};
-constexpr std::array<std::string_view, 8> kTens = {"twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"};
+constexpr std::array<std::string_view, 20> kSmall = {
+    "zero", "one",    "two",    "three",    "four",     "five",    "six",     "seven",     "eight",    "nine",
+    "ten",  "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"};
+constexpr std::array<std::string_view, 8> kTens = {"twenty", "thirty",  "forty",  "fifty",
+                                                   "sixty",  "seventy", "eighty", "ninety"};
 
 std::optional<int64_t> index_of(std::string_view word, const std::string_view* begin, size_t count) {
   for (size_t i = 0; i < count; ++i) {
@@ -111,7 +113,8 @@ std::optional<int64_t> scale_word(std::string_view word) {
 std::optional<std::pair<int64_t, int64_t>> unit_factors(std::string_view a, std::string_view b) {
   const Unit* first = find_unit(a);
   const Unit* second = find_unit(b);
-  if (first == nullptr || second == nullptr || first->dimension.empty() || first->dimension != second->dimension) return std::nullopt;
+  if (first == nullptr || second == nullptr || first->dimension.empty() || first->dimension != second->dimension)
+    return std::nullopt;
   return std::pair(first->factor, second->factor);
 }
 

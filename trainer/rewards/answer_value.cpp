@@ -86,7 +86,9 @@ Value real_value(long double value, long double error) {
   return settle(v);
 }
 
-bool is_real(const Value& v) { return std::abs(v.approximate.imag()) <= 256 * v.error + 1e-17L * std::abs(v.approximate.real()); }
+bool is_real(const Value& v) {
+  return std::abs(v.approximate.imag()) <= 256 * v.error + 1e-17L * std::abs(v.approximate.real());
+}
 
 std::optional<int64_t> as_integer(const Value& v) {
   if (v.valid && v.exact && v.exact->denominator == 1) return v.exact->numerator;
@@ -95,7 +97,8 @@ std::optional<int64_t> as_integer(const Value& v) {
 
 std::optional<int64_t> exact_root(int64_t value, int64_t index) {
   if (value < 0) return std::nullopt;
-  const auto guess = static_cast<int64_t>(std::llround(std::pow(static_cast<long double>(value), 1.0L / static_cast<long double>(index))));
+  const auto guess = static_cast<int64_t>(
+      std::llround(std::pow(static_cast<long double>(value), 1.0L / static_cast<long double>(index))));
   for (int64_t r = std::max<int64_t>(0, guess - 1); r <= guess + 1; ++r) {
     Wide p = 1;
     bool over = false;
@@ -133,7 +136,8 @@ Value decimal_value(std::string_view digits, std::string_view repeat, int64_t ex
     for (const char c : text) {
       if (c == '.') continue;
       for (size_t k = 0; k < 2; ++k) {
-        (*v.residues)[k] = (multiply_mod((*v.residues)[k], 10, kPrimes[k]) + static_cast<uint64_t>(c - '0')) % kPrimes[k];
+        (*v.residues)[k] =
+            (multiply_mod((*v.residues)[k], 10, kPrimes[k]) + static_cast<uint64_t>(c - '0')) % kPrimes[k];
       }
       approximate = approximate * 10 + (c - '0');
       if (fits) exact = exact * 10 + (c - '0');
@@ -153,11 +157,13 @@ Value decimal_value(std::string_view digits, std::string_view repeat, int64_t ex
   const Value ten = integer_value(10);
   if (!repeat.empty()) {  // (digits·10^n + period - digits) / (10^n - 1)
     const Value shift = power(ten, integer_value(static_cast<int64_t>(repeat.size())));
-    whole = divide(add(multiply(whole, subtract(shift, integer_value(1))), read(repeat)), subtract(shift, integer_value(1)));
+    whole = divide(add(multiply(whole, subtract(shift, integer_value(1))), read(repeat)),
+                   subtract(shift, integer_value(1)));
   }
   const int64_t shift = exponent - places;
   if (shift == 0) return whole;
-  return shift < 0 ? divide(whole, power(ten, integer_value(-shift))) : multiply(whole, power(ten, integer_value(shift)));
+  return shift < 0 ? divide(whole, power(ten, integer_value(-shift)))
+                   : multiply(whole, power(ten, integer_value(shift)));
 }
 
 Value symbol_value(std::string_view name, int sample) {
@@ -172,8 +178,10 @@ Value symbol_value(std::string_view name, int sample) {
   const uint64_t mixed = hash64(std::to_string(seed) + ":" + std::to_string(constant ? 0 : sample), seed | 1);
   Value v;
   v.residues = {mixed % kPrimes[0], hash64("second", mixed) % kPrimes[1]};
-  if (name == "pi") v.approximate = kPi;
-  else if (name == "e") v.approximate = kE;
+  if (name == "pi")
+    v.approximate = kPi;
+  else if (name == "e")
+    v.approximate = kE;
   else {
     const long double unit = static_cast<long double>((mixed >> 20) % 1000003) / 1000003.0L;
     // Small positive, small negative, large, of mixed signs: so that |x - 2| is neither x - 2 nor 2 - x.
@@ -190,7 +198,8 @@ Value add(const Value& a, const Value& b) {
   v.approximate = a.approximate + b.approximate;
   v.error = a.error + b.error + kEpsilon * std::abs(v.approximate);
   if (a.exact && b.exact) {
-    v.exact = fraction(static_cast<Wide>(a.exact->numerator) * b.exact->denominator + static_cast<Wide>(b.exact->numerator) * a.exact->denominator,
+    v.exact = fraction(static_cast<Wide>(a.exact->numerator) * b.exact->denominator +
+                           static_cast<Wide>(b.exact->numerator) * a.exact->denominator,
                        static_cast<Wide>(a.exact->denominator) * b.exact->denominator);
   }
   v.residues = combine(a, b, [](uint64_t x, uint64_t y, uint64_t p) { return std::optional<uint64_t>((x + y) % p); });
@@ -205,9 +214,11 @@ Value multiply(const Value& a, const Value& b) {
   v.approximate = a.approximate * b.approximate;
   v.error = std::abs(a.approximate) * b.error + std::abs(b.approximate) * a.error + kEpsilon * std::abs(v.approximate);
   if (a.exact && b.exact) {
-    v.exact = fraction(static_cast<Wide>(a.exact->numerator) * b.exact->numerator, static_cast<Wide>(a.exact->denominator) * b.exact->denominator);
+    v.exact = fraction(static_cast<Wide>(a.exact->numerator) * b.exact->numerator,
+                       static_cast<Wide>(a.exact->denominator) * b.exact->denominator);
   }
-  v.residues = combine(a, b, [](uint64_t x, uint64_t y, uint64_t p) { return std::optional<uint64_t>(multiply_mod(x, y, p)); });
+  v.residues =
+      combine(a, b, [](uint64_t x, uint64_t y, uint64_t p) { return std::optional<uint64_t>(multiply_mod(x, y, p)); });
   return settle(v);
 }
 
@@ -215,10 +226,12 @@ Value divide(const Value& a, const Value& b) {
   if (!a.valid || !b.valid || is_zero(b)) return {};
   Value v;
   v.approximate = a.approximate / b.approximate;
-  v.error = std::abs(v.approximate) * (relative_error(a.error, a.approximate) + relative_error(b.error, b.approximate) + kEpsilon);
+  v.error = std::abs(v.approximate) *
+            (relative_error(a.error, a.approximate) + relative_error(b.error, b.approximate) + kEpsilon);
   if (a.approximate == Complex(0)) v.error = a.error / std::abs(b.approximate);
   if (a.exact && b.exact) {
-    v.exact = fraction(static_cast<Wide>(a.exact->numerator) * b.exact->denominator, static_cast<Wide>(a.exact->denominator) * b.exact->numerator);
+    v.exact = fraction(static_cast<Wide>(a.exact->numerator) * b.exact->denominator,
+                       static_cast<Wide>(a.exact->denominator) * b.exact->numerator);
   }
   v.residues = combine(a, b, [](uint64_t x, uint64_t y, uint64_t p) -> std::optional<uint64_t> {
     if (y == 0) return std::nullopt;
@@ -245,7 +258,8 @@ Value power(const Value& base, const Value& exponent) {
       square *= square;
     }
     v.approximate = *n < 0 ? Complex(1) / product : product;
-    v.error = std::abs(v.approximate) * static_cast<long double>(magnitude) * (relative_error(base.error, base.approximate) + 2 * kEpsilon);
+    v.error = std::abs(v.approximate) * static_cast<long double>(magnitude) *
+              (relative_error(base.error, base.approximate) + 2 * kEpsilon);
     if (base.exact && base.exact->denominator == 1 && (base.exact->numerator == 1 || base.exact->numerator == -1)) {
       v.exact = Fraction{base.exact->numerator == 1 || magnitude % 2 == 0 ? 1 : -1, 1};
     }
@@ -268,10 +282,12 @@ Value power(const Value& base, const Value& exponent) {
   if (is_zero(base) || !finite(base.approximate) || !finite(exponent.approximate)) return {};
   const bool positive = is_real(base) && base.approximate.real() > 0 && is_real(exponent);
   Value v;
-  v.approximate = positive ? Complex(std::pow(base.approximate.real(), exponent.approximate.real())) : std::pow(base.approximate, exponent.approximate);
+  v.approximate = positive ? Complex(std::pow(base.approximate.real(), exponent.approximate.real()))
+                           : std::pow(base.approximate, exponent.approximate);
   const long double logarithm = std::abs(std::log(base.approximate));
-  v.error = std::abs(v.approximate) * (std::abs(exponent.approximate) * relative_error(base.error, base.approximate) +
-                                       logarithm * exponent.error + 4 * kEpsilon * (1 + logarithm * std::abs(exponent.approximate)));
+  v.error = std::abs(v.approximate) *
+            (std::abs(exponent.approximate) * relative_error(base.error, base.approximate) +
+             logarithm * exponent.error + 4 * kEpsilon * (1 + logarithm * std::abs(exponent.approximate)));
   return settle(v);
 }
 
@@ -337,9 +353,7 @@ Value round_down(const Value& a) {
   return integer_value(static_cast<int64_t>(std::floor(real)));
 }
 
-Value round_up(const Value& a) {
-  return multiply(integer_value(-1), round_down(multiply(integer_value(-1), a)));
-}
+Value round_up(const Value& a) { return multiply(integer_value(-1), round_down(multiply(integer_value(-1), a))); }
 
 Value apply_function(std::string_view name, const Value& argument) {
   if (!argument.valid || !finite(argument.approximate)) return {};
@@ -359,8 +373,10 @@ Value apply_function(std::string_view name, const Value& argument) {
     if (is_zero(argument)) return integer_value(1);
     v.approximate = std::exp(x);
     slope = std::abs(v.approximate);
-  } else if (name == "sin") v.approximate = std::sin(x);
-  else if (name == "cos") v.approximate = std::cos(x);
+  } else if (name == "sin")
+    v.approximate = std::sin(x);
+  else if (name == "cos")
+    v.approximate = std::cos(x);
   else if (name == "tan" || name == "cot" || name == "sec" || name == "csc") {
     const Complex s = std::sin(x), c = std::cos(x);
     const Complex bottom = name == "tan" || name == "sec" ? c : s;
@@ -371,11 +387,16 @@ Value apply_function(std::string_view name, const Value& argument) {
     if (!is_real(argument) || std::abs(x.real()) > 1) return {};
     v.approximate = name == "arcsin" ? std::asin(x.real()) : std::acos(x.real());
     slope = 1 / std::max(1e-9L, std::sqrt(1 - x.real() * x.real()));
-  } else if (name == "arctan") v.approximate = std::atan(x);
-  else if (name == "sinh") v.approximate = std::sinh(x), slope = 1 + std::abs(v.approximate);
-  else if (name == "cosh") v.approximate = std::cosh(x), slope = 1 + std::abs(v.approximate);
-  else if (name == "tanh") v.approximate = std::tanh(x);
-  else return {};
+  } else if (name == "arctan")
+    v.approximate = std::atan(x);
+  else if (name == "sinh")
+    v.approximate = std::sinh(x), slope = 1 + std::abs(v.approximate);
+  else if (name == "cosh")
+    v.approximate = std::cosh(x), slope = 1 + std::abs(v.approximate);
+  else if (name == "tanh")
+    v.approximate = std::tanh(x);
+  else
+    return {};
   v.error = slope * (argument.error + kEpsilon * std::abs(x)) + 4 * kEpsilon * (1 + std::abs(v.approximate));
   return settle(v);
 }

@@ -1,5 +1,6 @@
 // Numbers for deciding whether two expressions are the same. A value is held three ways at once:
-//  - residues modulo two 61-bit primes, when it is a rational function of its symbols: equality there is exact but for a
+//  - residues modulo two 61-bit primes, when it is a rational function of its symbols: equality there is exact but for
+//  a
 //    chance of 2^-120, whatever the length of the digits or the size of a power (Schwartz-Zippel);
 //  - a fraction of 64-bit integers, while it fits: for exponents, exact roots and "is it a terminating decimal";
 //  - a complex long double with a running error bound: for roots, logarithms and the like.

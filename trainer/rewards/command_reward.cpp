@@ -1,5 +1,6 @@
 // command: one child program per reward object. It reads a JSON line per response and answers each, in order, with a
-// line {"reward": number} or {"error": text}; stderr is the trainer's. It is started when first needed and again when it died.
+// line {"reward": number} or {"error": text}; stderr is the trainer's. It is started when first needed and again when
+// it died.
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -19,9 +20,9 @@
 namespace trireme {
 namespace {
 
-constexpr int kMaxDeathsInARow = 3;            // without one answer between them: the program does not work at all
-constexpr size_t kMaxLineBytes = 1 << 20;      // of an answer
-constexpr int kPollMs = 50;                    // how soon cancel() is seen
+constexpr int kMaxDeathsInARow = 3;        // without one answer between them: the program does not work at all
+constexpr size_t kMaxLineBytes = 1 << 20;  // of an answer
+constexpr int kPollMs = 50;                // how soon cancel() is seen
 
 // Our writes to a dead child must not end us.
 class PipeSignalBlock final {
@@ -48,7 +49,9 @@ class PipeSignalBlock final {
 class CommandReward final : public Reward {
  public:
   explicit CommandReward(const RewardOptions& options)
-      : name_(options.name.empty() ? options.type : options.name), command_(options.command), answer_timeout_s_(options.answer_timeout_s) {
+      : name_(options.name.empty() ? options.type : options.name),
+        command_(options.command),
+        answer_timeout_s_(options.answer_timeout_s) {
     if (command_.empty() || command_[0].empty()) fail_user("reward '" + name_ + "': command is empty");
   }
   const std::string& name() const override { return name_; }
@@ -62,9 +65,12 @@ class CommandReward final : public Reward {
       const size_t before = results.size();
       std::string problem;
       bool give_up = true;
-      if (cancelled_) problem = "cancelled";
-      else if (deadline.passed()) problem = "no time left";
-      else if (deaths >= kMaxDeathsInARow) problem = "gave up: it failed " + std::to_string(deaths) + " times without an answer";
+      if (cancelled_)
+        problem = "cancelled";
+      else if (deadline.passed())
+        problem = "no time left";
+      else if (deaths >= kMaxDeathsInARow)
+        problem = "gave up: it failed " + std::to_string(deaths) + " times without an answer";
       else {
         give_up = false;
         problem = exchange(requests, results, deadline);
@@ -86,7 +92,8 @@ class CommandReward final : public Reward {
   }
 
   // Sends what has no result yet and appends the answers. Returns what went wrong, or nothing when all are answered.
-  std::string exchange(const std::vector<RewardRequest>& requests, std::vector<RewardResult>& results, const Deadline& deadline) {
+  std::string exchange(const std::vector<RewardRequest>& requests, std::vector<RewardResult>& results,
+                       const Deadline& deadline) {
     try {
       if (child_ && (child_->poll() || spoke_unasked())) stop();
       if (!child_) start();
@@ -149,7 +156,8 @@ class CommandReward final : public Reward {
       from = end + 1;
       const nlohmann::json answer = nlohmann::json::parse(line, nullptr, false);
       const bool object = answer.is_object();
-      if (object && answer.contains("reward") && answer["reward"].is_number() && std::isfinite(answer["reward"].get<double>())) {
+      if (object && answer.contains("reward") && answer["reward"].is_number() &&
+          std::isfinite(answer["reward"].get<double>())) {
         results.push_back({.reward = answer["reward"].get<double>()});
       } else if (object && answer.contains("error") && answer["error"].is_string()) {
         results.push_back(failed_result(command_[0] + ": " + answer["error"].get<std::string>()));
@@ -169,10 +177,13 @@ class CommandReward final : public Reward {
     spawn.pipe_stdin = true;
     spawn.pipe_stdout = true;
     // The second start, the third, the fifth ...: a program that dies at each response must not fill the log.
-    if (const int again = starts_++; again > 0 && (again & (again - 1)) == 0) log_warn("rewards", "reward '" + name_ + "': starting " + command_[0] + " again (start " + std::to_string(starts_) + ")");
+    if (const int again = starts_++; again > 0 && (again & (again - 1)) == 0)
+      log_warn("rewards",
+               "reward '" + name_ + "': starting " + command_[0] + " again (start " + std::to_string(starts_) + ")");
     child_ = std::make_unique<Subprocess>(Subprocess::spawn(spawn));
     pending_.clear();
-    for (const int fd : {child_->stdin_fd(), child_->stdout_fd()}) ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
+    for (const int fd : {child_->stdin_fd(), child_->stdout_fd()})
+      ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLOCK);
   }
 
   std::string name_;
@@ -186,6 +197,8 @@ class CommandReward final : public Reward {
 
 }  // namespace
 
-std::unique_ptr<Reward> make_command_reward(const RewardOptions& options) { return std::make_unique<CommandReward>(options); }
+std::unique_ptr<Reward> make_command_reward(const RewardOptions& options) {
+  return std::make_unique<CommandReward>(options);
+}
 
 }  // namespace trireme

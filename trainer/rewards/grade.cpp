@@ -33,7 +33,8 @@ GradeTotals grade_pairs(const std::filesystem::path& file, const RewardOptions& 
     if (!row.is_object()) fail_data(where + ": not a JSON object");
     const bool whole_response = row.contains("response");
     const char* key = whole_response ? "response" : "answer";
-    if (!row.contains("gold") || !row.contains(key)) fail_data(where + ": needs \"gold\" and \"answer\" (or \"response\")");
+    if (!row.contains("gold") || !row.contains(key))
+      fail_data(where + ": needs \"gold\" and \"answer\" (or \"response\")");
     if (row.contains("label") && !row["label"].is_boolean()) fail_data(where + ": \"label\" must be true or false");
     RewardRequest request;
     request.gold = text_of(row, "gold", where);
@@ -44,11 +45,16 @@ GradeTotals grade_pairs(const std::filesystem::path& file, const RewardOptions& 
     if (options.type == "math" && !whole_response) {
       result.reward = math_equal(request.gold, request.response) ? 1.0 : 0.0;
     } else {
-      const auto results = reward->score({request}, Deadline::after(Milliseconds(static_cast<int64_t>(options.timeout_s * 1000))));
+      const auto results =
+          reward->score({request}, Deadline::after(Milliseconds(static_cast<int64_t>(options.timeout_s * 1000))));
       result = results.empty() ? failed_result("no result") : results[0];
     }
     const bool correct = !result.failed && result.reward > 0;
-    nlohmann::ordered_json verdict = {{"line", number}, {"correct", correct}, {"reward", result.reward}, {"gold", request.gold}, {key, request.response}};
+    nlohmann::ordered_json verdict = {{"line", number},
+                                      {"correct", correct},
+                                      {"reward", result.reward},
+                                      {"gold", request.gold},
+                                      {key, request.response}};
     if (whole_response && options.type == "math") verdict["extracted"] = extract_answer(request.response).value_or("");
     if (result.failed) verdict["error"] = result.error;
     if (row.contains("label")) {
@@ -64,7 +70,10 @@ GradeTotals grade_pairs(const std::filesystem::path& file, const RewardOptions& 
     totals.failed += result.failed ? 1 : 0;
     totals.reward_sum += result.reward;
   }
-  nlohmann::ordered_json total = {{"pairs", totals.pairs}, {"correct", totals.correct}, {"failed", totals.failed}, {"reward_sum", totals.reward_sum}};
+  nlohmann::ordered_json total = {{"pairs", totals.pairs},
+                                  {"correct", totals.correct},
+                                  {"failed", totals.failed},
+                                  {"reward_sum", totals.reward_sum}};
   if (totals.labelled > 0) {
     total["labelled"] = totals.labelled;
     total["disagreements"] = totals.disagreements;

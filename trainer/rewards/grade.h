@@ -19,7 +19,8 @@ struct GradeTotals {
 };
 
 // Reads JSONL lines {"gold": text, "answer": text}, writes one JSON line each
-//   {"line": 1, "correct": true, "reward": 1.0, "gold": ..., "answer": ...[, "label": true, "agrees": true][, "error": ...]}
+//   {"line": 1, "correct": true, "reward": 1.0, "gold": ..., "answer": ...[, "label": true, "agrees": true][, "error":
+//   ...]}
 // and at the end {"total": {...}}. "answer" is compared as a final answer when the reward is math; a line with
 // "response" instead is taken as a whole response and the answer looked for in it. "label" (bool) is optional.
 // Also "prompt" and "extra" for rewards that want them. Throws Error(kData) naming file and line for a malformed line.

@@ -1,5 +1,6 @@
-// http: POST {"requests": [{prompt, response, gold, extra, truncated}, ...]}, answered by {"rewards": [number | null, ...]};
-// null is a failure of that one response. Refused connections, 429 and 5xx are tried again, other statuses are not.
+// http: POST {"requests": [{prompt, response, gold, extra, truncated}, ...]}, answered by {"rewards": [number | null,
+// ...]}; null is a failure of that one response. Refused connections, 429 and 5xx are tried again, other statuses are
+// not.
 #include <httplib.h>
 
 #include <atomic>
@@ -53,7 +54,10 @@ class Watchdog final {
 class HttpReward final : public Reward {
  public:
   explicit HttpReward(const RewardOptions& options)
-      : name_(options.name.empty() ? options.type : options.name), url_(options.url), max_batch_(options.max_batch), max_attempts_(options.max_attempts) {
+      : name_(options.name.empty() ? options.type : options.name),
+        url_(options.url),
+        max_batch_(options.max_batch),
+        max_attempts_(options.max_attempts) {
     const size_t scheme = url_.find("://");
     const std::string protocol = scheme == std::string::npos ? "" : url_.substr(0, scheme);
     const size_t path = scheme == std::string::npos ? scheme : url_.find('/', scheme + 3);
@@ -62,7 +66,8 @@ class HttpReward final : public Reward {
     if ((protocol != "http" && protocol != "https") || origin_.size() <= scheme + 3) {
       fail_user("reward '" + name_ + "': url '" + url_ + "' is not http(s)://host[:port]/path");
     }
-    if (max_batch_ < 1 || max_attempts_ < 1) fail_user("reward '" + name_ + "': max_batch and max_attempts must be at least 1");
+    if (max_batch_ < 1 || max_attempts_ < 1)
+      fail_user("reward '" + name_ + "': max_batch and max_attempts must be at least 1");
   }
   const std::string& name() const override { return name_; }
 
@@ -81,7 +86,8 @@ class HttpReward final : public Reward {
   }
 
  private:
-  void post(const std::vector<RewardRequest>& requests, size_t from, size_t to, const Deadline& deadline, std::vector<RewardResult>& results) {
+  void post(const std::vector<RewardRequest>& requests, size_t from, size_t to, const Deadline& deadline,
+            std::vector<RewardResult>& results) {
     nlohmann::json body = {{"requests", nlohmann::json::array()}};
     for (size_t k = from; k < to; ++k) body["requests"].push_back(request_json(requests[k]));
     const std::string text = request_line(body);
@@ -96,14 +102,16 @@ class HttpReward final : public Reward {
   }
 
   // The body of a 200, or nothing and why; `again`: another try may help.
-  std::optional<std::string> send(const std::string& text, const Deadline& deadline, std::string& problem, bool& again) {
+  std::optional<std::string> send(const std::string& text, const Deadline& deadline, std::string& problem,
+                                  bool& again) {
     if (cancelled_ || deadline.passed()) {
       problem = cancelled_ ? "cancelled" : "no time left";
       return std::nullopt;
     }
     httplib::Client client(origin_);
     const auto limit = deadline.remaining() + Milliseconds(1000);  // the watchdog comes first
-    client.set_connection_timeout(std::min(limit, kMaxConnect));  // stop() does not reach a connection that is being made
+    client.set_connection_timeout(
+        std::min(limit, kMaxConnect));  // stop() does not reach a connection that is being made
     client.set_read_timeout(limit);
     client.set_write_timeout(limit);
     client.set_keep_alive(false);
@@ -125,8 +133,10 @@ class HttpReward final : public Reward {
       return client.send(request);
     }();
     if (!result) {
-      problem = cancelled_ ? "cancelled" : deadline.passed() ? "no answer within the time limit" : too_long ? "the answer is longer than 16 MiB"
-                : httplib::to_string(result.error());
+      problem = cancelled_          ? "cancelled"
+                : deadline.passed() ? "no answer within the time limit"
+                : too_long          ? "the answer is longer than 16 MiB"
+                                    : httplib::to_string(result.error());
       again = !too_long;
       return std::nullopt;
     }
@@ -150,8 +160,10 @@ class HttpReward final : public Reward {
       return false;
     }
     for (const nlohmann::json& reward : rewards) {
-      if (reward.is_number() && std::isfinite(reward.get<double>())) results.push_back({.reward = reward.get<double>()});
-      else results.push_back(failed_result("the service gave no reward for this response"));
+      if (reward.is_number() && std::isfinite(reward.get<double>()))
+        results.push_back({.reward = reward.get<double>()});
+      else
+        results.push_back(failed_result("the service gave no reward for this response"));
     }
     return true;
   }

@@ -26,13 +26,15 @@ std::string_view bare(std::string_view text) {
   while (true) {
     text = trim(text);
     const size_t before = text.size();
-    if (!text.empty() && (text.back() == '.' || text.back() == ',' || text.back() == ';') && !ends_with(text, "..")) text.remove_suffix(1);
-    strip_pair("$$", "$$") || strip_pair("$", "$") || strip_pair("**", "**") || strip_pair("\\[", "\\]") || strip_pair("\\(", "\\)") ||
-        strip_pair("`", "`") || strip_pair("\"", "\"");
+    if (!text.empty() && (text.back() == '.' || text.back() == ',' || text.back() == ';') && !ends_with(text, ".."))
+      text.remove_suffix(1);
+    strip_pair("$$", "$$") || strip_pair("$", "$") || strip_pair("**", "**") || strip_pair("\\[", "\\]") ||
+        strip_pair("\\(", "\\)") || strip_pair("`", "`") || strip_pair("\"", "\"");
     while (!text.empty() && text.front() == '*') text.remove_prefix(1);
     while (ends_with(text, "**")) text.remove_suffix(2);
-    for (const std::string_view filler : {std::string_view("about "), std::string_view("approximately "), std::string_view("roughly "),
-                                          std::string_view("exactly "), std::string_view("\\approx"), std::string_view("is ")}) {
+    for (const std::string_view filler :
+         {std::string_view("about "), std::string_view("approximately "), std::string_view("roughly "),
+          std::string_view("exactly "), std::string_view("\\approx"), std::string_view("is ")}) {
       if (starts_with(text, filler)) text.remove_prefix(filler.size());
     }
     if (text.size() == before) return text;
@@ -44,7 +46,8 @@ struct Reading {
   bool letter_unit = false;
 };
 
-// The ways an answer may be read: digits grouped by commas or a list of them, a letter behind a number as factor or unit.
+// The ways an answer may be read: digits grouped by commas or a list of them, a letter behind a number as factor or
+// unit.
 std::vector<Reading> readings(std::string_view text) {
   std::vector<Reading> all;
   const auto read = [&](bool grouped, bool letter_units) {
@@ -62,15 +65,18 @@ std::vector<Reading> readings(std::string_view text) {
 // Lower case, single spaces only between letters or digits, no LaTeX spacing: for answers no grammar knows.
 std::string loose_text(std::string_view text) {
   std::string plain(text);
-  for (const std::string_view gone : {std::string_view("\\left"), std::string_view("\\right"), std::string_view("\\text"), std::string_view("\\mathrm"),
-                                      std::string_view("\\,"), std::string_view("\\;"), std::string_view("\\!"), std::string_view("$"),
-                                      std::string_view("\""), std::string_view("**")}) {
+  for (const std::string_view gone :
+       {std::string_view("\\left"), std::string_view("\\right"), std::string_view("\\text"),
+        std::string_view("\\mathrm"), std::string_view("\\,"), std::string_view("\\;"), std::string_view("\\!"),
+        std::string_view("$"), std::string_view("\""), std::string_view("**")}) {
     plain = replace_all(std::move(plain), gone, " ");
   }
   plain = to_lower(plain);
   std::string key;
   bool space = false;
-  const auto word = [](char c) { return is_letter(c) || (c >= '0' && c <= '9') || static_cast<unsigned char>(c) >= 0x80; };
+  const auto word = [](char c) {
+    return is_letter(c) || (c >= '0' && c <= '9') || static_cast<unsigned char>(c) >= 0x80;
+  };
   for (const char c : plain) {
     if (c == ' ' || c == '\n' || c == '\t' || c == '\r') {
       space = true;
@@ -96,12 +102,14 @@ std::string only_number(std::string_view text) {
       const bool minus = before == "negative" || before == "minus" || (k > 0 && (*tokens)[k - 1].sign == '-');
       found = (minus ? "-" : "") + token.text;
     } else if (token.kind == TokenKind::kWord) {
-      for (const std::string_view turn : {std::string_view("not"), std::string_view("least"), std::string_view("most"), std::string_view("more"),
-                                          std::string_view("less"), std::string_view("than")}) {
+      for (const std::string_view turn :
+           {std::string_view("not"), std::string_view("least"), std::string_view("most"), std::string_view("more"),
+            std::string_view("less"), std::string_view("than")}) {
         if (token.text == turn) return "";
       }
       before = token.text;
-    } else if (token.kind != TokenKind::kEnd && token.kind != TokenKind::kSymbol && !(token.kind == TokenKind::kSign && (token.sign == '-' || token.sign == ','))) {
+    } else if (token.kind != TokenKind::kEnd && token.kind != TokenKind::kSymbol &&
+               !(token.kind == TokenKind::kSign && (token.sign == '-' || token.sign == ','))) {
       return "";
     }
   }
@@ -129,7 +137,8 @@ bool same_text(std::string_view gold, std::string_view answer) {
   if (gold_words && answer_words) return *gold_words == *answer_words;
   if (gold_words || answer_words) {
     const auto value = number_word(gold_words ? *gold_words : *answer_words);
-    if (value) return same_text(gold_words ? std::to_string(*value) : gold, answer_words ? std::to_string(*value) : answer);
+    if (value)
+      return same_text(gold_words ? std::to_string(*value) : gold, answer_words ? std::to_string(*value) : answer);
   }
   const std::vector<Reading> golds = readings(gold), answers = readings(answer);
   for (const Reading& g : golds) {
@@ -156,8 +165,9 @@ bool same_text(std::string_view gold, std::string_view answer) {
 
 bool math_equal(std::string_view gold, std::string_view answer) {
   const auto unmarked = [](std::string_view text) {
-    const bool marked = text.find("\\boxed") != std::string_view::npos || text.find("\\fbox") != std::string_view::npos ||
-                        text.find("####") != std::string_view::npos || text.find("answer is") != std::string_view::npos;
+    const bool marked = text.find("\\boxed") != std::string_view::npos ||
+                        text.find("\\fbox") != std::string_view::npos || text.find("####") != std::string_view::npos ||
+                        text.find("answer is") != std::string_view::npos;
     auto inside = marked ? extract_marked_answer(text) : std::nullopt;
     return inside ? *inside : std::string(text);
   };

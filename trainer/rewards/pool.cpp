@@ -9,7 +9,7 @@ struct RewardPool::Job {
   RewardedGroup group;
   std::vector<RewardRequest> requests;  // read by all lanes, written by none
   size_t open_parts = 0;
-  std::string fatal;                    // policy "error": why
+  std::string fatal;  // policy "error": why
   Stopwatch since_submit;
 };
 
@@ -24,7 +24,8 @@ struct RewardPool::Lane {
 };
 
 RewardPool::RewardPool(std::vector<RewardOptions> options, int workers) {
-  if (options.empty()) fail_user("no reward is configured: enable at least one of env.math, env.format, env.command, env.http");
+  if (options.empty())
+    fail_user("no reward is configured: enable at least one of env.math, env.format, env.command, env.http");
   for (RewardOptions& one : options) {
     auto lane = std::make_unique<Lane>();
     lane->index = lanes_.size();
@@ -35,7 +36,8 @@ RewardPool::RewardPool(std::vector<RewardOptions> options, int workers) {
     lanes_.push_back(std::move(lane));
   }
   for (const auto& lane : lanes_) {  // only when all options are known to be good
-    for (const auto& reward : lane->rewards) lane->threads.emplace_back([this, &lane = *lane, &reward = *reward] { work(lane, reward); });
+    for (const auto& reward : lane->rewards)
+      lane->threads.emplace_back([this, &lane = *lane, &reward = *reward] { work(lane, reward); });
   }
 }
 
@@ -83,7 +85,8 @@ void RewardPool::work(Lane& lane, Reward& reward) {
     std::vector<RewardResult> results;
     std::string problem = "the reward gave too few results";
     try {
-      results = reward.score(job->requests, Deadline::after(Milliseconds(static_cast<int64_t>(lane.options.timeout_s * 1000))));
+      results = reward.score(job->requests,
+                             Deadline::after(Milliseconds(static_cast<int64_t>(lane.options.timeout_s * 1000))));
     } catch (const std::exception& error) {
       problem = error.what();
     } catch (...) {
@@ -120,11 +123,13 @@ void RewardPool::finish_part(Lane& lane, Job& job, std::vector<RewardResult> res
         ++counters.dropped;
       }
       if (lane.options.failure_policy == FailurePolicy::kError && job.fatal.empty()) {
-        job.fatal = "reward '" + counters.name + "' failed for group " + std::to_string(job.group.group_id) + ", sample " + std::to_string(k) + ": " + result.error;
+        job.fatal = "reward '" + counters.name + "' failed for group " + std::to_string(job.group.group_id) +
+                    ", sample " + std::to_string(k) + ": " + result.error;
       }
       // The first, the second, the fourth ... so that a broken service does not fill the log.
       if ((counters.failed & (counters.failed - 1)) == 0) {
-        warning = "reward '" + counters.name + "': failure " + std::to_string(counters.failed) + " (group " + std::to_string(job.group.group_id) + "): " + result.error;
+        warning = "reward '" + counters.name + "': failure " + std::to_string(counters.failed) + " (group " +
+                  std::to_string(job.group.group_id) + "): " + result.error;
       }
     }
   }
@@ -142,7 +147,8 @@ std::optional<RewardedGroup> RewardPool::wait_any(const Deadline& deadline) {
   RewardedGroup group = std::move(job->group);
   // Summed here in the order of the configuration: the same bits whichever reward was done first.
   for (size_t part = 0; part < lanes_.size(); ++part) {
-    for (size_t k = 0; k < group.rewards.size(); ++k) group.rewards[k] += lanes_[part]->options.weight * group.parts[part][k];
+    for (size_t k = 0; k < group.rewards.size(); ++k)
+      group.rewards[k] += lanes_[part]->options.weight * group.parts[part][k];
   }
   return group;
 }

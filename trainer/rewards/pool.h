@@ -19,16 +19,16 @@ namespace trireme {
 
 struct RewardedGroup {
   int64_t group_id = 0;
-  std::vector<double> rewards;              // [samples] weighted sum over the rewards
-  std::vector<std::vector<double>> parts;   // [rewards, samples] before weighting; 0 where failed
-  std::vector<uint8_t> dropped;             // [samples] 1: a reward with policy "drop" failed; leave the sample out
-  int64_t failures = 0;                     // failed (reward, sample) pairs, whatever the policy
-  double seconds = 0;                       // from submit to done
+  std::vector<double> rewards;             // [samples] weighted sum over the rewards
+  std::vector<std::vector<double>> parts;  // [rewards, samples] before weighting; 0 where failed
+  std::vector<uint8_t> dropped;            // [samples] 1: a reward with policy "drop" failed; leave the sample out
+  int64_t failures = 0;                    // failed (reward, sample) pairs, whatever the policy
+  double seconds = 0;                      // from submit to done
 };
 
 struct RewardCounters {
   std::string name;
-  int64_t scored = 0;       // responses, failed ones included
+  int64_t scored = 0;  // responses, failed ones included
   int64_t failed = 0;
   int64_t dropped = 0;      // failed under policy "drop"
   double busy_seconds = 0;  // summed over threads

@@ -43,7 +43,11 @@ FailurePolicy parse_failure_policy(const std::string& text) {
 }
 
 nlohmann::json request_json(const RewardRequest& request) {
-  return {{"prompt", request.prompt}, {"response", request.response}, {"gold", request.gold}, {"extra", request.extra}, {"truncated", request.truncated}};
+  return {{"prompt", request.prompt},
+          {"response", request.response},
+          {"gold", request.gold},
+          {"extra", request.extra},
+          {"truncated", request.truncated}};
 }
 
 std::string request_line(const nlohmann::json& request) {
@@ -59,7 +63,8 @@ std::unique_ptr<Reward> make_math_reward(const RewardOptions& options) {
 std::unique_ptr<Reward> make_reward(const RewardOptions& options) {
   const std::string name = options.name.empty() ? options.type : options.name;
   if (!std::isfinite(options.weight)) fail_user("reward '" + name + "': weight is not a number");
-  if (!(options.timeout_s > 0) || options.timeout_s > 86400) fail_user("reward '" + name + "': timeout_s must be above 0 and at most 86400 s");
+  if (!(options.timeout_s > 0) || options.timeout_s > 86400)
+    fail_user("reward '" + name + "': timeout_s must be above 0 and at most 86400 s");
   if (!(options.answer_timeout_s >= 0)) fail_user("reward '" + name + "': answer_timeout_s must not be negative");
   if (options.workers < 0) fail_user("reward '" + name + "': workers must not be negative");
   if (options.type == "math") return make_math_reward(options);
@@ -67,7 +72,8 @@ std::unique_ptr<Reward> make_reward(const RewardOptions& options) {
   if (options.type == "command") return make_command_reward(options);
   if (options.type == "http") return make_http_reward(options);
   const auto close = nearest(options.type, {"math", "format", "command", "http"});
-  fail_user("reward type '" + options.type + "' is not one of math, format, command, http" + (close ? " (did you mean " + *close + "?)" : ""));
+  fail_user("reward type '" + options.type + "' is not one of math, format, command, http" +
+            (close ? " (did you mean " + *close + "?)" : ""));
 }
 
 }  // namespace trireme

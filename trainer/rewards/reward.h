@@ -14,15 +14,15 @@ namespace trireme {
 struct RewardRequest {
   std::string prompt;
   std::string response;
-  std::string gold;          // the reference answer of the data set; may be a whole solution ("... #### 72")
-  nlohmann::json extra;      // the other columns of the data row, handed through to command and http rewards
-  bool truncated = false;    // the response ended at the length limit
+  std::string gold;        // the reference answer of the data set; may be a whole solution ("... #### 72")
+  nlohmann::json extra;    // the other columns of the data row, handed through to command and http rewards
+  bool truncated = false;  // the response ended at the length limit
 };
 
 struct RewardResult {
-  double reward = 0;         // finite
-  bool failed = false;       // the reward could not be had (crash, time-out, bad answer); `reward` is 0 then
-  std::string error;         // one sentence, only when failed
+  double reward = 0;    // finite
+  bool failed = false;  // the reward could not be had (crash, time-out, bad answer); `reward` is 0 then
+  std::string error;    // one sentence, only when failed
 };
 
 // What happens to a sample whose reward failed. Each failure is counted and logged whatever the policy.
@@ -35,22 +35,22 @@ enum class FailurePolicy {
 FailurePolicy parse_failure_policy(const std::string& text);  // "zero" | "drop" | "error", else Error(kUser)
 
 struct RewardOptions {
-  std::string type = "math";             // math | format | command | http
-  std::string name;                      // for metrics and messages; empty: the type
-  double weight = 1;                     // of this reward in the sum
-  double timeout_s = 60;                 // for one group, restarts and retries included
+  std::string type = "math";  // math | format | command | http
+  std::string name;           // for metrics and messages; empty: the type
+  double weight = 1;          // of this reward in the sum
+  double timeout_s = 60;      // for one group, restarts and retries included
   FailurePolicy failure_policy = FailurePolicy::kZero;
-  int workers = 0;                       // threads (and child processes or connections) of this reward; 0: the pool's default
+  int workers = 0;  // threads (and child processes or connections) of this reward; 0: the pool's default
 
-  std::string pattern;                   // format: RE2 expression that must be found in the response (anchor it yourself)
-  std::vector<std::string> tags;         // format: <tag>...</tag> blocks that must stand exactly once each, in this order
+  std::string pattern;            // format: RE2 expression that must be found in the response (anchor it yourself)
+  std::vector<std::string> tags;  // format: <tag>...</tag> blocks that must stand exactly once each, in this order
 
-  std::vector<std::string> command;      // command: program and arguments, no shell
-  double answer_timeout_s = 0;           // command: for one response; 0: only timeout_s
+  std::vector<std::string> command;  // command: program and arguments, no shell
+  double answer_timeout_s = 0;       // command: for one response; 0: only timeout_s
 
-  std::string url;                       // http: http(s)://host[:port]/path
-  int max_batch = 64;                    // http: responses per POST
-  int max_attempts = 3;                  // http: tries of one POST (refused connections, 429 and 5xx are tried again)
+  std::string url;       // http: http(s)://host[:port]/path
+  int max_batch = 64;    // http: responses per POST
+  int max_attempts = 3;  // http: tries of one POST (refused connections, 429 and 5xx are tried again)
 };
 
 class Reward {

@@ -44,7 +44,9 @@ LossOptions read_options(const nlohmann::json& j) {
 }
 
 LossInputs read_inputs(const nlohmann::json& j, at::ScalarType dtype) {
-  const auto get = [&](const char* name) { return at::tensor(j.at("inputs").at(name).get<std::vector<double>>(), at::kDouble).to(dtype); };
+  const auto get = [&](const char* name) {
+    return at::tensor(j.at("inputs").at(name).get<std::vector<double>>(), at::kDouble).to(dtype);
+  };
   LossInputs in;
   in.current = get("current");
   in.current.set_requires_grad(true);
@@ -56,7 +58,8 @@ LossInputs read_inputs(const nlohmann::json& j, at::ScalarType dtype) {
   in.positive = get("positive");
   std::vector<int64_t> sequence;
   const auto lengths = j.at("lengths").get<std::vector<int64_t>>();
-  for (size_t s = 0; s < lengths.size(); ++s) sequence.insert(sequence.end(), static_cast<size_t>(lengths[s]), static_cast<int64_t>(s));
+  for (size_t s = 0; s < lengths.size(); ++s)
+    sequence.insert(sequence.end(), static_cast<size_t>(lengths[s]), static_cast<int64_t>(s));
   in.sequence = at::tensor(sequence, at::kLong);
   in.sequence_mask = at::tensor(j.at("sequence_mask").get<std::vector<double>>(), at::kDouble).to(dtype);
   in.global_valid_tokens = j.at("global_valid_tokens");
@@ -73,10 +76,12 @@ void compare(at::ScalarType dtype, double tolerance) {
     const LossOutput out = policy_loss(in, read_options(golden.at("options")));
     out.loss.backward();
     const double loss = golden.at("loss");
-    EXPECT_NEAR(out.loss.item<double>(), loss, tolerance * std::max(1.0, std::abs(loss))) << golden.at("options").dump();
+    EXPECT_NEAR(out.loss.item<double>(), loss, tolerance * std::max(1.0, std::abs(loss)))
+        << golden.at("options").dump();
     const at::Tensor expected = at::tensor(golden.at("gradient").get<std::vector<double>>(), at::kDouble);
     const double largest = expected.abs().max().item<double>();
-    EXPECT_LE((in.current.grad().to(at::kDouble) - expected).abs().max().item<double>(), tolerance * std::max(largest, 1e-3))
+    EXPECT_LE((in.current.grad().to(at::kDouble) - expected).abs().max().item<double>(),
+              tolerance * std::max(largest, 1e-3))
         << golden.at("options").dump();
   }
 }
@@ -107,7 +112,8 @@ TEST(Loss, MicroBatchesAddUp) {
   for (const auto& [from, to] : std::vector<std::pair<int64_t, int64_t>>{{0, 2}, {2, 4}}) {
     const at::Tensor picked = at::logical_and(whole.sequence >= from, whole.sequence < to).nonzero().view({-1});
     LossInputs part = whole;
-    for (at::Tensor* t : {&part.current, &part.previous, &part.generation, &part.reference, &part.advantages, &part.mask, &part.positive}) {
+    for (at::Tensor* t : {&part.current, &part.previous, &part.generation, &part.reference, &part.advantages,
+                          &part.mask, &part.positive}) {
       *t = t->detach().index_select(0, picked);
     }
     part.sequence = whole.sequence.index_select(0, picked) - from;

@@ -14,10 +14,20 @@ namespace trireme {
 namespace {
 
 ModelConfig tiny() {
-  return ModelConfig::from_json({{"model_type", "qwen3"}, {"architectures", {"Qwen3ForCausalLM"}}, {"vocab_size", 60}, {"hidden_size", 32},
-                                 {"intermediate_size", 48}, {"num_hidden_layers", 2}, {"num_attention_heads", 4}, {"num_key_value_heads", 2},
-                                 {"head_dim", 8}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 128}, {"tie_word_embeddings", true}},
+  return ModelConfig::from_json({{"model_type", "qwen3"},
+                                 {"architectures", {"Qwen3ForCausalLM"}},
+                                 {"vocab_size", 60},
+                                 {"hidden_size", 32},
+                                 {"intermediate_size", 48},
+                                 {"num_hidden_layers", 2},
+                                 {"num_attention_heads", 4},
+                                 {"num_key_value_heads", 2},
+                                 {"head_dim", 8},
+                                 {"hidden_act", "silu"},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 10000.0},
+                                 {"max_position_embeddings", 128},
+                                 {"tie_word_embeddings", true}},
                                 "test");
 }
 
@@ -129,9 +139,14 @@ TEST(Ranks, OneTwoAndFourGiveTheSameLossAndGradients) {
     for (const int world : {2, 4}) {
       const Outcome many = run(world, dynamic);
       ASSERT_TRUE(many.weights.defined());
-      EXPECT_NEAR(many.result.metrics.at("loss"), one.result.metrics.at("loss"), 1e-5 * std::max(1.0, std::abs(one.result.metrics.at("loss"))));
-      EXPECT_NEAR(many.result.metrics.at("grad_norm"), one.result.metrics.at("grad_norm"), 1e-5 * one.result.metrics.at("grad_norm"));
-      EXPECT_LE((many.moments.narrow(0, 0, one.weights.numel()) - one.moments.narrow(0, 0, one.weights.numel())).abs().max().item<double>(),
+      EXPECT_NEAR(many.result.metrics.at("loss"), one.result.metrics.at("loss"),
+                  1e-5 * std::max(1.0, std::abs(one.result.metrics.at("loss"))));
+      EXPECT_NEAR(many.result.metrics.at("grad_norm"), one.result.metrics.at("grad_norm"),
+                  1e-5 * one.result.metrics.at("grad_norm"));
+      EXPECT_LE((many.moments.narrow(0, 0, one.weights.numel()) - one.moments.narrow(0, 0, one.weights.numel()))
+                    .abs()
+                    .max()
+                    .item<double>(),
                 1e-5 * largest)
           << world << " ranks";
       EXPECT_EQ(many.result.metrics.at("global_valid_toks"), one.result.metrics.at("global_valid_toks"));

@@ -20,7 +20,8 @@ RolloutSample sample(int64_t group, std::vector<int32_t> prompt, std::vector<int
 }
 
 TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
-  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 9, 9}, {1})};
+  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}),
+                                              sample(2, {9, 9, 9}, {1})};
   const std::string bytes = pack_samples(samples);
   const std::vector<RolloutSample> back = unpack_samples(bytes);
   ASSERT_EQ(back.size(), 3u);
@@ -41,7 +42,8 @@ TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
 }
 
 TEST(Samples, MicroBatchPicksTheRowBeforeEachAnswerToken) {
-  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 8, 7}, {6})};
+  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}),
+                                              sample(2, {9, 8, 7}, {6})};
   const MicroBatch batch = make_micro_batch(samples, {2, 1, 0});
   // 9 8 7 | 1 2 3 4 : the last answer token of each is never an input
   EXPECT_TRUE(at::equal(batch.input.ids, at::tensor(std::vector<int64_t>{9, 8, 7, 1, 2, 3, 4}, at::kLong)));

@@ -14,10 +14,20 @@ namespace {
 namespace fs = std::filesystem;
 
 ModelConfig tiny(int64_t hidden = 16) {
-  return ModelConfig::from_json({{"model_type", "qwen3"}, {"architectures", {"Qwen3ForCausalLM"}}, {"vocab_size", 50}, {"hidden_size", hidden},
-                                 {"intermediate_size", 24}, {"num_hidden_layers", 1}, {"num_attention_heads", 2}, {"num_key_value_heads", 1},
-                                 {"head_dim", 8}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 64}, {"tie_word_embeddings", true}},
+  return ModelConfig::from_json({{"model_type", "qwen3"},
+                                 {"architectures", {"Qwen3ForCausalLM"}},
+                                 {"vocab_size", 50},
+                                 {"hidden_size", hidden},
+                                 {"intermediate_size", 24},
+                                 {"num_hidden_layers", 1},
+                                 {"num_attention_heads", 2},
+                                 {"num_key_value_heads", 1},
+                                 {"head_dim", 8},
+                                 {"hidden_act", "silu"},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 10000.0},
+                                 {"max_position_embeddings", 64},
+                                 {"tie_word_embeddings", true}},
                                 "test");
 }
 
@@ -29,7 +39,8 @@ struct TestRun {
     options.directory = dir;
     options.metric_name = "val:accuracy";
     options.keep_top_k = keep;
-    manager = std::make_unique<CheckpointManager>(options, nlohmann::json{{"algorithm", "grpo"}, {"model", model.config().to_json()}}, context);
+    manager = std::make_unique<CheckpointManager>(
+        options, nlohmann::json{{"algorithm", "grpo"}, {"model", model.config().to_json()}}, context);
   }
   void save(int64_t step, double accuracy) {
     manager->save(step, model, optimizer, {{"position", step}}, {{"val:accuracy", accuracy}}, "a: 1\n");
@@ -103,7 +114,8 @@ TEST(Checkpoint, AnotherModelIsRefusedWithTheDifference) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kUser);
-    EXPECT_NE(std::string(error.what()).find("model.hidden_size is 16 there and 32 here"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("model.hidden_size is 16 there and 32 here"), std::string::npos)
+        << error.what();
   }
 }
 
@@ -125,7 +137,7 @@ TEST(Checkpoint, PruningIsPure) {
   for (int64_t i = 0; i < 4; ++i) all[static_cast<size_t>(i)].step = i + 1;
   all[0].metrics["m"] = 3;
   all[1].metrics["m"] = 1;
-  EXPECT_EQ(steps_to_remove(all, "m", true, 1), (std::vector<int64_t>{2, 3}));   // best 1, newest 4
+  EXPECT_EQ(steps_to_remove(all, "m", true, 1), (std::vector<int64_t>{2, 3}));  // best 1, newest 4
   EXPECT_EQ(steps_to_remove(all, "m", false, 1), (std::vector<int64_t>{1, 3}));
   EXPECT_EQ(steps_to_remove(all, "", true, 2), (std::vector<int64_t>{1, 2}));
   EXPECT_TRUE(steps_to_remove(all, "m", true, 0).empty());

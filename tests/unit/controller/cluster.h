@@ -1,5 +1,5 @@
-// A reconciler against the fake apiserver, with a thread that plays scheduler, kubelets and trainers and watches that no two
-// attempts of a job are ever alive at once.
+// A reconciler against the fake apiserver, with a thread that plays scheduler, kubelets and trainers and watches that
+// no two attempts of a job are ever alive at once.
 #pragma once
 
 #include <atomic>
@@ -40,11 +40,12 @@ inline ReconcilerOptions fast_options() {
 }
 
 inline Json job_object(const std::string& name, const std::string& more_spec = "") {
-  const RLJob job = parse_rljob("apiVersion: trireme.dev/v1alpha1\nkind: RLJob\nmetadata: {name: " + name +
-                                    ", namespace: team}\nspec:\n  model: {source: /models/tiny}\n  config: {path: configs/quickstart.yaml}\n"
-                                    "  roles: {actor: {replicas: 2}}\n" +
-                                    more_spec,
-                                "test");
+  const RLJob job = parse_rljob(
+      "apiVersion: trireme.dev/v1alpha1\nkind: RLJob\nmetadata: {name: " + name +
+          ", namespace: team}\nspec:\n  model: {source: /models/tiny}\n  config: {path: configs/quickstart.yaml}\n"
+          "  roles: {actor: {replicas: 2}}\n" +
+          more_spec,
+      "test");
   return to_json(job);
 }
 
@@ -61,8 +62,10 @@ class Cluster final {
   }
 
   void put_node(int i, bool ready) {
-    server.put(resources::kNodes, {{"metadata", {{"name", "node-" + std::to_string(i)}}},
-                                   {"status", {{"conditions", Json::array({{{"type", "Ready"}, {"status", ready ? "True" : "Unknown"}}})}}}});
+    server.put(
+        resources::kNodes,
+        {{"metadata", {{"name", "node-" + std::to_string(i)}}},
+         {"status", {{"conditions", Json::array({{{"type", "Ready"}, {"status", ready ? "True" : "Unknown"}}})}}}});
   }
   ObjectKey add_job(const std::string& name, const std::string& more_spec = "") {
     server.put(resources::kRlJobs, job_object(name, more_spec));
@@ -110,12 +113,16 @@ class Cluster final {
     return n;
   }
   // Everything of a job that has ended is gone but its ended pods.
-  bool clean() const { return alive_pods() == 0 && server.list(resources::kServices).empty() && server.list(resources::kConfigMaps).empty(); }
+  bool clean() const {
+    return alive_pods() == 0 && server.list(resources::kServices).empty() &&
+           server.list(resources::kConfigMaps).empty();
+  }
   // Names of pods that were created more than once.
   std::vector<std::string> created_twice() const {
     std::map<std::string, int> count;
     for (const auto& request : server.requests()) {
-      if (request.method == "POST" && request.status == 201 && kube::testing::Json::accept(request.body) && ends_with(request.path, "/pods")) {
+      if (request.method == "POST" && request.status == 201 && kube::testing::Json::accept(request.body) &&
+          ends_with(request.path, "/pods")) {
         ++count[Json::parse(request.body)["metadata"]["name"].get<std::string>()];
       }
     }
@@ -133,7 +140,8 @@ class Cluster final {
     server.modify(resources::kPods, {"team", name}, [&](Json& pod) {
       pod["status"]["phase"] = "Failed";
       pod["status"]["containerStatuses"] = Json::array(
-          {{{"name", "trainer"}, {"state", {{"terminated", {{"exitCode", exit_code}, {"reason", "Error"}, {"message", "last words"}}}}}}});
+          {{{"name", "trainer"},
+            {"state", {{"terminated", {{"exitCode", exit_code}, {"reason", "Error"}, {"message", "last words"}}}}}}});
     });
   }
 
@@ -143,10 +151,10 @@ class Cluster final {
   std::unique_ptr<ReportStore> reports;
   std::unique_ptr<Reconciler> op;
   // What the world does by itself:
-  std::atomic<bool> kubelets{true};     // pods get nodes and run; deleted ones go
-  std::atomic<bool> trainers{true};     // rank 0 reports once all pods of an attempt run
+  std::atomic<bool> kubelets{true};       // pods get nodes and run; deleted ones go
+  std::atomic<bool> trainers{true};       // rank 0 reports once all pods of an attempt run
   std::atomic<bool> trainers_end{false};  // attempts that run succeed
-  std::atomic<int> fail_first{0};       // so many attempts fail once they run
+  std::atomic<int> fail_first{0};         // so many attempts fail once they run
 
  private:
   static bool is_alive(const Json& pod) {
@@ -191,7 +199,8 @@ class Cluster final {
           const std::string node = "node-" + std::to_string(n++ % 3);
           server.modify(resources::kPods, key, [&](Json& p) {
             p["spec"]["nodeName"] = node;
-            p["status"] = {{"phase", "Running"}, {"conditions", Json::array({{{"type", "Ready"}, {"status", "True"}}})}};
+            p["status"] = {{"phase", "Running"},
+                           {"conditions", Json::array({{{"type", "Ready"}, {"status", "True"}}})}};
           });
         }
       }
@@ -218,7 +227,9 @@ class Cluster final {
         reports->put(key, object["metadata"]["uid"], report);
       }
     }
-    if (object["status"].value("phase", "") != phase::kRunning || object["status"].value("attempt", int64_t{0}) != number) return;
+    if (object["status"].value("phase", "") != phase::kRunning ||
+        object["status"].value("attempt", int64_t{0}) != number)
+      return;
     if (fail_first > 0) {
       --fail_first;
       fail_pod(pod_name(job_name, "actor", 1, number), 1);

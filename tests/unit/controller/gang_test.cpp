@@ -42,8 +42,11 @@ TEST(Gang, DiscoveryChooses) {
   EXPECT_EQ(choose_backend("None", true, all).kind, BackendKind::kNone);
   EXPECT_THROW(choose_backend("KAI", false, all), Error);
   EXPECT_THROW(choose_backend("slurm", false, all), Error);
-  EXPECT_EQ(choose_backend("auto", false, {{"scheduling.k8s.io/v1beta1", {"podgroups"}}, {"scheduling.k8s.io/v1alpha2", {"podgroups"}}}).version,
-            "v1beta1");
+  EXPECT_EQ(
+      choose_backend("auto", false,
+                     {{"scheduling.k8s.io/v1beta1", {"podgroups"}}, {"scheduling.k8s.io/v1alpha2", {"podgroups"}}})
+          .version,
+      "v1beta1");
 }
 
 TEST(Gang, KubernetesV1Alpha2) {
@@ -59,7 +62,10 @@ TEST(Gang, KubernetesV1Alpha2) {
     "schedulingPolicy":{"gang":{"minCount":4}}}})"));
   json pod = bare_pod();
   join_gang(backend, a_gang(), "actor", pod);
-  EXPECT_EQ(pod, json::parse(R"({"metadata":{"labels":{"a":"b"}},"spec":{"containers":[],"schedulingGroup":{"podGroupName":"quick-a1"}}})"));
+  EXPECT_EQ(
+      pod,
+      json::parse(
+          R"({"metadata":{"labels":{"a":"b"}},"spec":{"containers":[],"schedulingGroup":{"podGroupName":"quick-a1"}}})"));
 }
 
 TEST(Gang, KubernetesV1Beta1) {
@@ -92,7 +98,10 @@ TEST(Gang, Kueue) {
   EXPECT_TRUE(gang_objects(backend, gang).empty());
   json pod = bare_pod();
   join_gang(backend, gang, "actor", pod);
-  EXPECT_EQ(pod["metadata"], json::parse(R"({"labels":{"a":"b","kueue.x-k8s.io/pod-group-name":"quick-a1","kueue.x-k8s.io/queue-name":"team-queue"},
+  EXPECT_EQ(
+      pod["metadata"],
+      json::parse(
+          R"({"labels":{"a":"b","kueue.x-k8s.io/pod-group-name":"quick-a1","kueue.x-k8s.io/queue-name":"team-queue"},
     "annotations":{"kueue.x-k8s.io/pod-group-total-count":"4","kueue.x-k8s.io/retriable-in-group":"false",
     "kueue.x-k8s.io/podset-preferred-topology":"rack"}})"));
   const auto cleanup = gang_cleanup(backend, "quick-a1");
@@ -107,7 +116,10 @@ TEST(Gang, Volcano) {
   const Backend backend{BackendKind::kVolcano, "v1beta1"};
   const auto objects = gang_objects(backend, gang);
   ASSERT_EQ(objects.size(), 1u);
-  EXPECT_EQ(objects[0].body, with_meta(R"({"apiVersion":"scheduling.volcano.sh/v1beta1","kind":"PodGroup","spec":{"minMember":4,"queue":"q"}})"));
+  EXPECT_EQ(
+      objects[0].body,
+      with_meta(
+          R"({"apiVersion":"scheduling.volcano.sh/v1beta1","kind":"PodGroup","spec":{"minMember":4,"queue":"q"}})"));
   json pod = bare_pod();
   join_gang(backend, gang, "actor", pod);
   EXPECT_EQ(pod["spec"]["schedulerName"], "volcano");
@@ -118,7 +130,10 @@ TEST(Gang, Coscheduling) {
   const Backend backend{BackendKind::kCoscheduling, "v1alpha1"};
   const auto objects = gang_objects(backend, a_gang());
   ASSERT_EQ(objects.size(), 1u);
-  EXPECT_EQ(objects[0].body, with_meta(R"({"apiVersion":"scheduling.x-k8s.io/v1alpha1","kind":"PodGroup","spec":{"minMember":4,"scheduleTimeoutSeconds":600}})"));
+  EXPECT_EQ(
+      objects[0].body,
+      with_meta(
+          R"({"apiVersion":"scheduling.x-k8s.io/v1alpha1","kind":"PodGroup","spec":{"minMember":4,"scheduleTimeoutSeconds":600}})"));
   json pod = bare_pod();
   pod["spec"]["schedulerName"] = "mine";
   join_gang(backend, a_gang(), "actor", pod);
@@ -133,7 +148,9 @@ TEST(Gang, Kai) {
   const Backend backend{BackendKind::kKai, "v2alpha2"};
   const auto objects = gang_objects(backend, gang);
   ASSERT_EQ(objects.size(), 1u);
-  EXPECT_EQ(objects[0].body, with_meta(R"({"apiVersion":"scheduling.run.ai/v2alpha2","kind":"PodGroup","spec":{"minMember":4,"queue":"default",
+  EXPECT_EQ(
+      objects[0].body,
+      with_meta(R"({"apiVersion":"scheduling.run.ai/v2alpha2","kind":"PodGroup","spec":{"minMember":4,"queue":"default",
     "topologyConstraint":{"requiredTopologyLevel":"rack"}}})"));
   json pod = bare_pod();
   join_gang(backend, gang, "actor", pod);

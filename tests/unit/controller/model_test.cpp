@@ -1,5 +1,5 @@
-// Thousands of random lives of a job: faults in random order, an operator that dies between writes and starts from old copies.
-// Every life must end in the same state, with no two attempts alive at once and nothing created twice.
+// Thousands of random lives of a job: faults in random order, an operator that dies between writes and starts from old
+// copies. Every life must end in the same state, with no two attempts alive at once and nothing created twice.
 #include <gtest/gtest.h>
 
 #include "tests/unit/controller/world.h"
@@ -21,7 +21,8 @@ class Life final {
   explicit Life(uint64_t seed)
       : random_(seed),
         world_(make_job("  model: {source: /m}\n  config: {path: c.yaml}\n"
-                        "  roles: {actor: {replicas: 2}, reward: {replicas: 1, port: 8000, template: {spec: {containers: [{name: reward, image: r}]}}}}\n"
+                        "  roles: {actor: {replicas: 2}, reward: {replicas: 1, port: 8000, template: {spec: "
+                        "{containers: [{name: reward, image: r}]}}}}\n"
                         "  failurePolicy: {maxRestarts: 1000, terminationTimeoutSeconds: 30}\n"
                         "  scheduling: {schedulingTimeoutSeconds: 120}\n"
                         "  health: {heartbeatTimeoutSeconds: 300, startupDeadlineSeconds: 600}\n")) {
@@ -59,16 +60,15 @@ class Life final {
     EXPECT_EQ(world_.condition("Running")->status, "False");
     for (const std::string& violation : world_.violations) ADD_FAILURE() << violation;
     int64_t kept_failures = 0;
-    for (const auto& [name, pod] : world_.pods) kept_failures += pod.phase == PodPhase::kFailed && pod.attempt < status.attempt;
+    for (const auto& [name, pod] : world_.pods)
+      kept_failures += pod.phase == PodPhase::kFailed && pod.attempt < status.attempt;
     EXPECT_LE(kept_failures, 1);
   }
   const World& world() const { return world_; }
 
  private:
   bool chance(int percent) { return static_cast<int>(random_() % 100) < percent; }
-  bool over() {
-    return is_terminal(world_.job.status.phase) && world_.services.empty() && world_.alive() == 0;
-  }
+  bool over() { return is_terminal(world_.job.status.phase) && world_.services.empty() && world_.alive() == 0; }
 
   ObservedPod* any_pod() {
     if (world_.pods.empty()) return nullptr;
@@ -95,7 +95,8 @@ class Life final {
         }
       }
     }
-    if (chance(3)) world_.nodes["node-" + std::to_string(random_() % 3)] = chance(30) ? NodeState::kGone : NodeState::kNotReady;
+    if (chance(3))
+      world_.nodes["node-" + std::to_string(random_() % 3)] = chance(30) ? NodeState::kGone : NodeState::kNotReady;
     if (chance(20)) world_.nodes.clear();
     if (chance(3)) {
       world_.job.spec.suspend = !world_.job.spec.suspend;

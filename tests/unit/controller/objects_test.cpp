@@ -91,9 +91,12 @@ TEST(Objects, PodsOfARoleDifferOnlyInTheirPlace) {
 TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
   const Made m = made(
       "  model: {source: /m}\n  config: {path: c.yaml}\n  image: default:1\n"
-      "  roles:\n    actor:\n      gpusPerPod: 4\n      template:\n        metadata: {labels: {team: blue}, annotations: {note: x}}\n"
-      "        spec:\n          nodeSelector: {pool: gpu}\n          containers:\n          - name: sidecar\n            image: side:1\n"
-      "          - name: trainer\n            env: [{name: MINE, value: $(TRIREME_JOB)}, {name: NODE_RANK, value: '9'}]\n"
+      "  roles:\n    actor:\n      gpusPerPod: 4\n      template:\n        metadata: {labels: {team: blue}, "
+      "annotations: {note: x}}\n"
+      "        spec:\n          nodeSelector: {pool: gpu}\n          containers:\n          - name: sidecar\n          "
+      "  image: side:1\n"
+      "          - name: trainer\n            env: [{name: MINE, value: $(TRIREME_JOB)}, {name: NODE_RANK, value: "
+      "'9'}]\n"
       "            securityContext: {privileged: true}\n"
       "            resources: {limits: {cpu: '8'}}\n");
   const Json p = pod(m.context(), "actor", 0);
@@ -107,7 +110,9 @@ TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
   EXPECT_EQ(trainer["image"], "default:1");
   EXPECT_EQ((*named(trainer["env"], "MINE"))["value"], "$(TRIREME_JOB)");
   EXPECT_EQ((*named(trainer["env"], "NODE_RANK"))["value"], "0");
-  EXPECT_EQ(std::count_if(trainer["env"].begin(), trainer["env"].end(), [](const Json& e) { return e["name"] == "NODE_RANK"; }), 1);
+  EXPECT_EQ(std::count_if(trainer["env"].begin(), trainer["env"].end(),
+                          [](const Json& e) { return e["name"] == "NODE_RANK"; }),
+            1);
   EXPECT_EQ(trainer["resources"]["limits"]["cpu"], "8");
   EXPECT_EQ(trainer["resources"]["limits"]["nvidia.com/gpu"], "4");
   EXPECT_FALSE(trainer["securityContext"].contains("allowPrivilegeEscalation"));
@@ -115,7 +120,8 @@ TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
 }
 
 TEST(Objects, InlineConfigurationLiesInTheConfigMap) {
-  const Made m = made("  model: {source: /m}\n  config: {inline: {grpo: {max_num_steps: 5}}}\n  roles: {actor: {replicas: 2}}\n");
+  const Made m =
+      made("  model: {source: /m}\n  config: {inline: {grpo: {max_num_steps: 5}}}\n  roles: {actor: {replicas: 2}}\n");
   const Json map = attempt_config_map(m.context());
   EXPECT_EQ(map["immutable"], true);
   EXPECT_EQ(Json::parse(map["data"]["config.yaml"].get<std::string>())["grpo"]["max_num_steps"], 5);
@@ -130,12 +136,16 @@ TEST(Objects, InlineConfigurationLiesInTheConfigMap) {
 
 TEST(Objects, AvoidedNodesAreExcludedInEveryTerm) {
   Made m = made(
-      "  model: {source: /m}\n  config: {path: c.yaml}\n  roles:\n    actor:\n      template:\n        spec:\n          affinity:\n"
-      "            nodeAffinity:\n              requiredDuringSchedulingIgnoredDuringExecution:\n                nodeSelectorTerms:\n"
-      "                - matchExpressions: [{key: a, operator: Exists}]\n                - matchExpressions: [{key: b, operator: Exists}]\n");
+      "  model: {source: /m}\n  config: {path: c.yaml}\n  roles:\n    actor:\n      template:\n        spec:\n         "
+      " affinity:\n"
+      "            nodeAffinity:\n              requiredDuringSchedulingIgnoredDuringExecution:\n                "
+      "nodeSelectorTerms:\n"
+      "                - matchExpressions: [{key: a, operator: Exists}]\n                - matchExpressions: [{key: b, "
+      "operator: Exists}]\n");
   m.job.status.avoided_nodes = {{"bad-1", "x", ""}, {"bad-2", "x", ""}};
   const Json p = pod(m.context(), "actor", 0);
-  const Json& terms = p["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
+  const Json& terms =
+      p["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"];
   ASSERT_EQ(terms.size(), 2u);
   for (const Json& term : terms) {
     ASSERT_EQ(term["matchFields"].size(), 2u);
@@ -167,12 +177,14 @@ TEST(Objects, ServiceComesFirstAndPodsLast) {
   EXPECT_EQ(actions[4].body["spec"]["schedulingGroup"]["podGroupName"], "quick-a2");
 }
 
-// ---- what the caches make of objects ---------------------------------------------------------------------------------
+// ---- what the caches make of objects
+// ---------------------------------------------------------------------------------
 
 CachedPod pod_of(const char* json) { return read_pod(pod_fields().parse(json)); }
 
 TEST(Cache, FailedPodTellsWhy) {
-  const CachedPod p = pod_of(R"({"metadata":{"name":"x","uid":"u","labels":{"trireme.dev/job":"j","trireme.dev/role":"actor",
+  const CachedPod p =
+      pod_of(R"({"metadata":{"name":"x","uid":"u","labels":{"trireme.dev/job":"j","trireme.dev/role":"actor",
     "trireme.dev/rank":"3","trireme.dev/attempt":"2"}},"spec":{"nodeName":"n1"},"status":{"phase":"Failed","containerStatuses":[
     {"name":"side","state":{"terminated":{"exitCode":1,"reason":"Error"}}},
     {"name":"trainer","state":{"terminated":{"exitCode":137,"signal":9,"reason":"OOMKilled","message":"log","finishedAt":"2026-01-01T00:00:01Z"}}}]}})");
@@ -191,8 +203,14 @@ TEST(Cache, DisruptionsHaveOneVocabulary) {
     const CachedPod p = pod_of(("{\"metadata\":{\"name\":\"x\"},\"status\":" + status + "}").c_str());
     return p.trouble ? p.trouble->reason : "";
   };
-  EXPECT_EQ(reason(R"({"phase":"Failed","conditions":[{"type":"DisruptionTarget","status":"True","reason":"PreemptionByScheduler"}]})"), "Preempted");
-  EXPECT_EQ(reason(R"({"phase":"Running","conditions":[{"type":"DisruptionTarget","status":"True","reason":"DeletionByTaintManager"}]})"), "NodeLost");
+  EXPECT_EQ(
+      reason(
+          R"({"phase":"Failed","conditions":[{"type":"DisruptionTarget","status":"True","reason":"PreemptionByScheduler"}]})"),
+      "Preempted");
+  EXPECT_EQ(
+      reason(
+          R"({"phase":"Running","conditions":[{"type":"DisruptionTarget","status":"True","reason":"DeletionByTaintManager"}]})"),
+      "NodeLost");
   EXPECT_EQ(reason(R"({"phase":"Failed","reason":"Evicted","message":"disk"})"), "Evicted");
   EXPECT_EQ(reason(R"({"phase":"Failed","reason":"OutOfcpu"})"), "AdmissionRejected");
   EXPECT_EQ(reason(R"({"phase":"Failed","reason":"UnexpectedAdmissionError"})"), "AdmissionRejected");
@@ -201,7 +219,8 @@ TEST(Cache, DisruptionsHaveOneVocabulary) {
 }
 
 TEST(Cache, PendingPodTellsWhatItWaitsFor) {
-  const CachedPod unplaced = pod_of(R"({"metadata":{"name":"x"},"spec":{"schedulingGates":[{"name":"g"}]},"status":{"phase":"Pending",
+  const CachedPod unplaced =
+      pod_of(R"({"metadata":{"name":"x"},"spec":{"schedulingGates":[{"name":"g"}]},"status":{"phase":"Pending",
     "conditions":[{"type":"PodScheduled","status":"False","reason":"Unschedulable","message":"0/3 nodes"}]}})");
   EXPECT_TRUE(unplaced.gated);
   EXPECT_EQ(unplaced.trouble->message, "0/3 nodes");
@@ -211,8 +230,11 @@ TEST(Cache, PendingPodTellsWhatItWaitsFor) {
 }
 
 TEST(Cache, HostileObjectsDoNotThrow) {
-  for (const char* text : {R"({})", R"({"metadata":[],"status":7})", R"({"metadata":{"labels":{"trireme.dev/rank":5}},"status":{"conditions":{"a":1}}})",
-                           R"({"metadata":{"labels":{"trireme.dev/rank":"99999999999999999999"}},"status":{"containerStatuses":[[],3,null]}})"}) {
+  for (
+      const char* text :
+      {R"({})", R"({"metadata":[],"status":7})",
+       R"({"metadata":{"labels":{"trireme.dev/rank":5}},"status":{"conditions":{"a":1}}})",
+       R"({"metadata":{"labels":{"trireme.dev/rank":"99999999999999999999"}},"status":{"containerStatuses":[[],3,null]}})"}) {
     EXPECT_NO_THROW(read_pod(Json::parse(text)));
     EXPECT_NO_THROW(read_job(Json::parse(text), "m"));
     EXPECT_NO_THROW(read_node(Json::parse(text)));

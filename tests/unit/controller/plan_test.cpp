@@ -124,16 +124,19 @@ INSTANTIATE_TEST_SUITE_P(
         FailureCase{"preempted", 143, "Preempted", "", phase::kRestarting, 0, 1, 0},
         FailureCase{"evicted", 137, "Evicted", "", phase::kRestarting, 0, 1, 0},
         FailureCase{"node_lost", 137, "NodeLost", "", phase::kRestarting, 0, 1, 0},
-        FailureCase{"rule_code", 7, "Error", "  failurePolicy: {rules: [{onExitCodes: [7], action: FailJob}]}\n", phase::kFailed, 0, 0, 0},
+        FailureCase{"rule_code", 7, "Error", "  failurePolicy: {rules: [{onExitCodes: [7], action: FailJob}]}\n",
+                    phase::kFailed, 0, 0, 0},
         FailureCase{"rule_signal", 139, "Error", "  failurePolicy: {rules: [{onSignals: [11], action: RestartFree}]}\n",
                     phase::kRestarting, 0, 1, 0},
-        FailureCase{"rule_reason", 137, "OOMKilled", "  failurePolicy: {rules: [{onPodReasons: [OOMKilled], action: FailJob}]}\n",
-                    phase::kFailed, 0, 0, 0},
+        FailureCase{"rule_reason", 137, "OOMKilled",
+                    "  failurePolicy: {rules: [{onPodReasons: [OOMKilled], action: FailJob}]}\n", phase::kFailed, 0, 0,
+                    0},
         FailureCase{"first_match", 7, "Error",
                     "  failurePolicy: {rules: [{onExitCodes: [7], action: AvoidNodeAndRestart}, {action: FailJob}]}\n",
                     phase::kRestarting, 1, 0, 1},
         FailureCase{"no_budget", 1, "Error", "  failurePolicy: {maxRestarts: 0}\n", phase::kFailed, 0, 0, 0},
-        FailureCase{"free_without_budget", 143, "Preempted", "  failurePolicy: {maxRestarts: 0}\n", phase::kRestarting, 0, 1, 0}),
+        FailureCase{"free_without_budget", 143, "Preempted", "  failurePolicy: {maxRestarts: 0}\n", phase::kRestarting,
+                    0, 1, 0}),
     [](const auto& info) { return info.param.name; });
 
 TEST(Plan, EchoesWaitForTheirCause) {
@@ -327,7 +330,8 @@ TEST(Plan, HangMayOnlyTell) {
   for (int i = 0; i < 5; ++i, w.now_ms += 1000) w.reconcile();
   EXPECT_EQ(w.job.status.phase, phase::kRunning);
   EXPECT_EQ(w.condition("Progressing")->status, "False");
-  EXPECT_EQ(std::count_if(w.events.begin(), w.events.end(), [](const EventNote& e) { return e.reason == kReasonHung; }), 1);
+  EXPECT_EQ(std::count_if(w.events.begin(), w.events.end(), [](const EventNote& e) { return e.reason == kReasonHung; }),
+            1);
   w.rendezvous();
   w.reconcile();
   EXPECT_EQ(w.condition("Progressing")->status, "True");
@@ -433,7 +437,8 @@ TEST(Plan, ClockSetBackHarmsNothing) {
 }
 
 TEST(Plan, InvalidJobIsRefusedUntilItChanges) {
-  World w(make_job("  model: {source: /m}\n  config: {path: c.yaml}\n  roles: {actor: {replicas: 2, parallelism: {pp: 3}}}\n"));
+  World w(make_job(
+      "  model: {source: /m}\n  config: {path: c.yaml}\n  roles: {actor: {replicas: 2, parallelism: {pp: 3}}}\n"));
   for (int i = 0; i < 3; ++i) w.reconcile();
   EXPECT_EQ(w.job.status.phase, phase::kPending);
   EXPECT_EQ(w.job.status.attempt, 0);
@@ -521,7 +526,8 @@ TEST(Plan, OldCopiesDecideNothing) {
   w.remember();
   const RLJob before = w.job;
   w.pods.erase(w.actor(1));
-  // The cache says that a pod of attempt 1 is missing; so does the server: a restart. But when only the cache says so, none.
+  // The cache says that a pod of attempt 1 is missing; so does the server: a restart. But when only the cache says so,
+  // none.
   std::map<std::string, ObservedPod> partial = w.pods;
   w.pods[w.actor(1)] = w.old_pods.back().at(w.actor(1));
   const Plan p = plan(w.observe(before, partial, false), w.options);

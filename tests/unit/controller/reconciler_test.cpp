@@ -27,7 +27,8 @@ TEST(Reconciler, FromApplyToComplete) {
   EXPECT_TRUE(eventually([&] { return c.job(job)["status"].contains("progress"); }));
   EXPECT_TRUE(eventually([&] { return c.op->find_job(job)->step > 0; }));
   const std::string text = job_metrics_text(*c.op, *c.reports);
-  EXPECT_NE(text.find("trireme_job_phase{namespace=\"team\",job=\"quick\",phase=\"Running\"} 1"), std::string::npos) << text;
+  EXPECT_NE(text.find("trireme_job_phase{namespace=\"team\",job=\"quick\",phase=\"Running\"} 1"), std::string::npos)
+      << text;
   EXPECT_NE(text.find("trireme_job_reward{namespace=\"team\",job=\"quick\"} 0.5"), std::string::npos) << text;
   EXPECT_NE(text.find("trireme_jobs{phase=\"Running\"} 1"), std::string::npos) << text;
   c.trainers_end = true;
@@ -76,8 +77,12 @@ TEST(Reconciler, DeletionLeavesNothingAndMakesNothing) {
   const ObjectKey job = c.add_job("quick");
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   c.client.remove(resources::kRlJobs, job);
-  EXPECT_TRUE(eventually([&] { return c.pods().empty() && c.server.list(resources::kServices).empty() && c.server.list(resources::kConfigMaps).empty(); }));
-  EXPECT_TRUE(eventually([&] { return c.op->job_count() == 0 && c.op->pod_count() == 0 && c.op->queue().size() == 0; }));
+  EXPECT_TRUE(eventually([&] {
+    return c.pods().empty() && c.server.list(resources::kServices).empty() &&
+           c.server.list(resources::kConfigMaps).empty();
+  }));
+  EXPECT_TRUE(
+      eventually([&] { return c.op->job_count() == 0 && c.op->pod_count() == 0 && c.op->queue().size() == 0; }));
   EXPECT_TRUE(c.pods().empty());
   expect_sound(c);
 }
@@ -91,8 +96,11 @@ TEST(Reconciler, ServiceHeardOfAfterTheEndIsRemoved) {
   ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
   ASSERT_TRUE(eventually([&] { return c.clean(); }));
   const std::string uid = c.job(job)["metadata"]["uid"];
-  c.server.put(resources::kServices, {{"metadata", {{"name", "quick-a1"}, {"namespace", "team"},
-                                                     {"labels", {{kLabelJob, "quick"}, {kLabelJobUid, uid}, {kLabelAttempt, "1"}}}}}});
+  c.server.put(resources::kServices,
+               {{"metadata",
+                 {{"name", "quick-a1"},
+                  {"namespace", "team"},
+                  {"labels", {{kLabelJob, "quick"}, {kLabelJobUid, uid}, {kLabelAttempt, "1"}}}}}});
   EXPECT_TRUE(eventually([&] { return c.clean(); }));
 }
 
@@ -221,7 +229,8 @@ TEST(Reconciler, ForeignPodInTheWayIsNotTouched) {
   Cluster c;
   c.kubelets = false;
   const ObjectKey taken{"team", "quick-actor-1-a1"};
-  c.server.put(resources::kPods, {{"metadata", {{"name", taken.name}, {"namespace", taken.ns}}}, {"spec", Json::object()}});
+  c.server.put(resources::kPods,
+               {{"metadata", {{"name", taken.name}, {"namespace", taken.ns}}}, {"spec", Json::object()}});
   c.start_operator();
   const ObjectKey job = c.add_job("quick");
   ASSERT_TRUE(eventually([&] { return c.server.count("GET", "/pods/quick-actor-1-a1") >= 2; }));
@@ -240,7 +249,8 @@ TEST(Reconciler, PodsThatTheServerRefusesFailTheJob) {
   ASSERT_TRUE(c.wait_phase(job, phase::kFailed));
   bool said = false;
   const Json conditions = c.job(job)["status"]["conditions"];
-  for (const Json& condition : conditions) said |= condition["type"] == "Failed" && condition["reason"] == "PodsRejected";
+  for (const Json& condition : conditions)
+    said |= condition["type"] == "Failed" && condition["reason"] == "PodsRejected";
   EXPECT_TRUE(said);
   EXPECT_TRUE(eventually([&] { return c.clean(); }));
 }

@@ -1,5 +1,5 @@
-// A small cluster as plain data, for tests of the planner: pods, Services, a job, and an operator that may die between any two
-// writes or look at old copies. No threads, no clock but its own.
+// A small cluster as plain data, for tests of the planner: pods, Services, a job, and an operator that may die between
+// any two writes or look at old copies. No threads, no clock but its own.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 namespace trireme::controller::testing {
 
 inline RLJob make_job(const std::string& spec_yaml, const std::string& name = "quick") {
-  RLJob job = parse_rljob("apiVersion: trireme.dev/v1alpha1\nkind: RLJob\nmetadata: {name: " + name + ", namespace: team}\nspec:\n" +
-                              spec_yaml,
+  RLJob job = parse_rljob("apiVersion: trireme.dev/v1alpha1\nkind: RLJob\nmetadata: {name: " + name +
+                              ", namespace: team}\nspec:\n" + spec_yaml,
                           "test");
   job.metadata.uid = "uid-" + name;
   job.metadata.generation = 1;
@@ -46,7 +46,7 @@ struct World {
 
   // What must never happen, found while it happens.
   std::vector<std::string> violations;
-  std::map<std::string, bool> ever;      // pod name -> somebody but the operator took it away
+  std::map<std::string, bool> ever;  // pod name -> somebody but the operator took it away
   int64_t created_total = 0;
   int64_t uid_counter = 0;
   int64_t version = 1;
@@ -117,9 +117,11 @@ struct World {
         violations.push_back(action.name + " was created twice");
       }
       for (const auto& [name, pod] : pods) {
-        if (pod.attempt != attempt && pod.alive()) violations.push_back(action.name + " created while " + name + " lives");
+        if (pod.attempt != attempt && pod.alive())
+          violations.push_back(action.name + " created while " + name + " lives");
       }
-      if (attempt != job.status.attempt) violations.push_back(action.name + " is not of attempt " + std::to_string(job.status.attempt));
+      if (attempt != job.status.attempt)
+        violations.push_back(action.name + " is not of attempt " + std::to_string(job.status.attempt));
       ObservedPod pod;
       pod.name = action.name;
       pod.uid = "pod-" + std::to_string(++uid_counter);
@@ -131,7 +133,8 @@ struct World {
       ++created_total;
       return;
     }
-    if (kind == "services") std::erase_if(services, [&](int64_t a) { return attempt_service_name(job.metadata.name, a) == action.name; });
+    if (kind == "services")
+      std::erase_if(services, [&](int64_t a) { return attempt_service_name(job.metadata.name, a) == action.name; });
     if (kind != "pods") return;
     const auto found = pods.find(action.name);
     if (found == pods.end() || (!action.uid.empty() && found->second.uid != action.uid)) return;
@@ -147,10 +150,15 @@ struct World {
     job.metadata.resource_version = std::to_string(++version);
   }
 
-  // One reconcile. `dies` is asked before every write; true ends it there. Lags: how old the copies are that it starts from.
+  // One reconcile. `dies` is asked before every write; true ends it there. Lags: how old the copies are that it starts
+  // from.
   void reconcile(const std::function<bool()>& dies = {}, size_t job_lag = 0, size_t pod_lag = 0) {
-    auto old_job = [&]() -> const RLJob& { return job_lag == 0 || job_lag > old_jobs.size() ? job : old_jobs[old_jobs.size() - job_lag]; };
-    auto old_pod = [&]() -> const auto& { return pod_lag == 0 || pod_lag > old_pods.size() ? pods : old_pods[old_pods.size() - pod_lag]; };
+    auto old_job = [&]() -> const RLJob& {
+      return job_lag == 0 || job_lag > old_jobs.size() ? job : old_jobs[old_jobs.size() - job_lag];
+    };
+    auto old_pod = [&]() -> const auto& {
+      return pod_lag == 0 || pod_lag > old_pods.size() ? pods : old_pods[old_pods.size() - pod_lag];
+    };
     Observed o = observe(old_job(), old_pod(), false);
     for (int round = 0; round < 10; ++round) {
       Plan p = plan(o, options);
@@ -173,12 +181,14 @@ struct World {
         o = observe(job, own_pods ? old_pod() : pods, live);
         continue;
       }
-      std::stable_sort(p.actions.begin(), p.actions.end(), [](const Action& a, const Action& b) { return a.wave < b.wave; });
+      std::stable_sort(p.actions.begin(), p.actions.end(),
+                       [](const Action& a, const Action& b) { return a.wave < b.wave; });
       for (const Action& action : p.actions) {
         if (dies && dies()) return;
         act(action);
       }
-      if (o.job.metadata.resource_version == job.metadata.resource_version && status_to_json(p.status) != status_to_json(job.status)) {
+      if (o.job.metadata.resource_version == job.metadata.resource_version &&
+          status_to_json(p.status) != status_to_json(job.status)) {
         if (dies && dies()) return;
         write(p.status);
       }
@@ -187,7 +197,8 @@ struct World {
     violations.push_back("more than ten rounds in phase " + job.status.phase);
   }
 
-  // Kubelet, scheduler, trainer --------------------------------------------------------------------------------------------
+  // Kubelet, scheduler, trainer
+  // --------------------------------------------------------------------------------------------
 
   void place_all(const std::string& node_prefix = "node-") {
     int n = 0;

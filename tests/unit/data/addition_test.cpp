@@ -29,7 +29,8 @@ TEST(Addition, DisjointSetsThatTogetherAreAllPairs) {
       const std::string input = row.at("input");
       EXPECT_TRUE(inputs.insert(input).second) << input;
       const size_t plus = input.find('+');
-      EXPECT_EQ(std::stoll(input.substr(0, plus)) + std::stoll(input.substr(plus + 1)), std::stoll(row.at("output").get<std::string>()));
+      EXPECT_EQ(std::stoll(input.substr(0, plus)) + std::stoll(input.substr(plus + 1)),
+                std::stoll(row.at("output").get<std::string>()));
     }
   }
   EXPECT_EQ(inputs.size(), 100u);

@@ -21,10 +21,8 @@ TEST(JsonFields, KeepsOnlyThePathsThroughArraysAndAnyKeys) {
                            "status.*.reason"});
   for (const int indent : {-1, 2}) {
     const Json kept = fields.parse(object.dump(indent));
-    EXPECT_EQ(
-        kept,
-        Json::parse(
-            R"({"metadata": {"name": "a\"b\\", "labels": {"x.y/z": "1"}}, 
+    EXPECT_EQ(kept, Json::parse(
+                        R"({"metadata": {"name": "a\"b\\", "labels": {"x.y/z": "1"}}, 
       "spec": {"containers": [{"name": "c"}, {"name": "d"}]},
       "status": {"containerStatuses": [{"state": {"terminated": {"exitCode": 3}}}]}})"));
   }

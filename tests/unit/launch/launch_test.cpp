@@ -24,7 +24,8 @@ LaunchOptions shell(const std::string& script, int processes) {
 
 TEST(Launch, GivesEachRankItsPlace) {
   const TemporaryDirectory dir;
-  LaunchOptions options = shell("echo \"$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $LOCAL_WORLD_SIZE\" > " + dir.path().string() + "/$RANK", 2);
+  LaunchOptions options = shell(
+      "echo \"$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $LOCAL_WORLD_SIZE\" > " + dir.path().string() + "/$RANK", 2);
   options.nodes = 2;
   options.node_rank = 1;
   options.master_port = 1234;
@@ -57,9 +58,7 @@ TEST(Launch, ALostPeerIsNotTheCause) {
   EXPECT_EQ(result.exit_code, 137);
 }
 
-TEST(Launch, ASignalThatKillsARankBecomesItsCode) {
-  EXPECT_EQ(launch(shell("kill -9 $$", 1), nullptr).exit_code, 137);
-}
+TEST(Launch, ASignalThatKillsARankBecomesItsCode) { EXPECT_EQ(launch(shell("kill -9 $$", 1), nullptr).exit_code, 137); }
 
 TEST(Launch, ForwardsTermination) {
   const TemporaryDirectory dir;
@@ -80,7 +79,8 @@ TEST(Launch, SavingAndStoppingIsNoFailure) {
   const std::string ready = (dir.path() / "ready").string();
   LaunchOptions options = shell("trap 'exit 40' TERM; echo > " + ready + "$RANK; while :; do sleep 0.05; done", 2);
   std::thread sender([&] {
-    while (!std::filesystem::exists(ready + "0") || !std::filesystem::exists(ready + "1")) std::this_thread::sleep_for(Milliseconds(10));
+    while (!std::filesystem::exists(ready + "0") || !std::filesystem::exists(ready + "1"))
+      std::this_thread::sleep_for(Milliseconds(10));
     signal = SIGTERM;
   });
   const LaunchResult result = launch(options, &signal);
@@ -125,7 +125,8 @@ TEST(RunManifest, InitContainersThenTheTrainerWithLocalPaths) {
   // A stand-in for the program: writes down what it was called with.
   const auto program = dir.path() / "trireme";
   std::ofstream(program) << "#!/bin/sh\nprintf '%s\\n' \"$*\" >> " << dir.path().string() << "/calls\n"
-                         << "[ -z \"$NNODES\" ] || echo \"nodes $NNODES rank $NODE_RANK $NAME\" >> " << dir.path().string() << "/calls\n";
+                         << "[ -z \"$NNODES\" ] || echo \"nodes $NNODES rank $NODE_RANK $NAME\" >> "
+                         << dir.path().string() << "/calls\n";
   std::filesystem::permissions(program, std::filesystem::perms::owner_all);
   const auto manifest = dir.path() / "job.yaml";
   std::ofstream(manifest) << R"(apiVersion: trireme.dev/v1alpha1

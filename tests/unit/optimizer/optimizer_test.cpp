@@ -13,10 +13,20 @@ namespace trireme {
 namespace {
 
 ModelConfig tiny() {
-  return ModelConfig::from_json({{"model_type", "qwen3"}, {"architectures", {"Qwen3ForCausalLM"}}, {"vocab_size", 50}, {"hidden_size", 16},
-                                 {"intermediate_size", 24}, {"num_hidden_layers", 2}, {"num_attention_heads", 2}, {"num_key_value_heads", 1},
-                                 {"head_dim", 8}, {"hidden_act", "silu"}, {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 64}, {"tie_word_embeddings", true}},
+  return ModelConfig::from_json({{"model_type", "qwen3"},
+                                 {"architectures", {"Qwen3ForCausalLM"}},
+                                 {"vocab_size", 50},
+                                 {"hidden_size", 16},
+                                 {"intermediate_size", 24},
+                                 {"num_hidden_layers", 2},
+                                 {"num_attention_heads", 2},
+                                 {"num_key_value_heads", 1},
+                                 {"head_dim", 8},
+                                 {"hidden_act", "silu"},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 10000.0},
+                                 {"max_position_embeddings", 64},
+                                 {"tie_word_embeddings", true}},
                                 "test");
 }
 
@@ -55,11 +65,13 @@ TEST(AdamW, MatchesTheFormulaElementByElement) {
   for (const int64_t i : picked) oracles.push_back({model.flat_parameters()[i].item<double>()});
   for (int t = 1; t <= 5; ++t) {
     fill_gradients(model, t);
-    for (size_t k = 0; k < picked.size(); ++k) oracles[k].step(model.flat_gradients()[picked[k]].item<double>(), 0.01, 0.1, t);
+    for (size_t k = 0; k < picked.size(); ++k)
+      oracles[k].step(model.flat_gradients()[picked[k]].item<double>(), 0.01, 0.1, t);
     optimizer.step(0.01, 0.1, 0);
     EXPECT_EQ(model.flat_gradients().abs().max().item<double>(), 0) << "gradients are consumed";
   }
-  for (size_t k = 0; k < picked.size(); ++k) EXPECT_NEAR(model.flat_parameters()[picked[k]].item<double>(), oracles[k].w, 2e-6);
+  for (size_t k = 0; k < picked.size(); ++k)
+    EXPECT_NEAR(model.flat_parameters()[picked[k]].item<double>(), oracles[k].w, 2e-6);
 }
 
 TEST(AdamW, ClipsByTheGlobalNorm) {

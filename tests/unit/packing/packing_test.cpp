@@ -47,13 +47,15 @@ TEST(Packing, EverySequenceOnceAndNoBinTooFull) {
   }
 }
 
-// First-fit decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007), the modified one 71/60 OPT + 1; OPT >= sum / capacity.
+// First-fit decreasing needs at most 11/9 OPT + 6/9 bins (Dosa 2007), the modified one 71/60 OPT + 1; OPT >= sum /
+// capacity.
 TEST(Packing, ModifiedFirstFitStaysNearTheLowerBoundOnSmallItems) {
   std::mt19937 random(11);
   for (int round = 0; round < 50; ++round) {
     std::vector<int64_t> lengths(300);
     for (int64_t& length : lengths) length = 1 + static_cast<int64_t>(random() % 400);
-    const double least = std::ceil(static_cast<double>(std::accumulate(lengths.begin(), lengths.end(), int64_t{0})) / 1000.0);
+    const double least =
+        std::ceil(static_cast<double>(std::accumulate(lengths.begin(), lengths.end(), int64_t{0})) / 1000.0);
     const size_t used = pack_bins(lengths, 1000, PackingAlgorithm::kModifiedFirstFitDecreasing, 0).size();
     EXPECT_LE(static_cast<double>(used), least * 71 / 60 + 2);
   }
@@ -76,8 +78,10 @@ TEST(Packing, RanksGetTheSameNumberOfMicroBatches) {
     for (const size_t count : {size_t{0}, size_t{1}, size_t{3}, size_t{64}}) {
       std::vector<int64_t> lengths(count);
       for (int64_t& length : lengths) length = 1 + static_cast<int64_t>(random() % 90);
-      for (const auto& plan : {packed_micro_batches(lengths, 100, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 0),
-                               dynamic_micro_batches(lengths, 128, 8, ranks), fixed_micro_batches(static_cast<int64_t>(count), 4, ranks)}) {
+      for (const auto& plan :
+           {packed_micro_batches(lengths, 100, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 0),
+            dynamic_micro_batches(lengths, 128, 8, ranks),
+            fixed_micro_batches(static_cast<int64_t>(count), 4, ranks)}) {
         ASSERT_EQ(static_cast<int64_t>(plan.size()), ranks);
         std::vector<Bin> all;
         for (const auto& bins : plan) {

@@ -74,7 +74,8 @@ TEST(Communicator, Collectives) {
     at::Tensor root = at::full({1}, static_cast<double>(rank));
     group.broadcast(root, 1);
     EXPECT_EQ(root.item<double>(), 1);
-    const auto texts = group.all_gather_bytes(std::string(static_cast<size_t>(rank) * 3, 'a' + static_cast<char>(rank)));
+    const auto texts =
+        group.all_gather_bytes(std::string(static_cast<size_t>(rank) * 3, 'a' + static_cast<char>(rank)));
     EXPECT_EQ(texts, (std::vector<std::string>{"", "bbb", "cccccc"}));
     store.add("counter", 5);
     group.barrier();
@@ -120,7 +121,8 @@ TEST(Communicator, APeerThatStaysAwayIsNamedByOperationAndPhase) {
       std::this_thread::sleep_for(std::chrono::seconds(5));
     }
   });
-  EXPECT_NE(errors[0].find("all-reduce number 2 of group 'dp' (2 ranks) in phase training"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("all-reduce number 2 of group 'dp' (2 ranks) in phase training"), std::string::npos)
+      << errors[0];
 }
 
 TEST(ParallelContext, RefusesSplitsItCannotDo) {

@@ -25,10 +25,21 @@ TEST(MathPairs, EveryLabelHolds) {
 
 // Right pairs stay right when gold and answer change places, and every answer equals itself.
 TEST(MathPairs, SymmetricAndReflexive) {
-  for (const auto& [a, b] : std::vector<std::pair<const char*, const char*>>{
-           {"\\frac{1}{2}", "0.5"}, {"50\\%", "0.5"}, {"(1,2]", "1<x\\le2"}, {"x=2, x=-5", "\\{2,-5\\}"}, {"\\pm 3", "3, -3"},
-           {"y=2x+3", "2x-y+3=0"}, {"\\$5", "500 cents"}, {"x^2-1", "(x-1)(x+1)"}, {"3:4", "\\frac34"}, {"\\sqrt{8}", "2\\sqrt2"},
-           {"twelve", "12"}, {"(3,4)", "\\begin{pmatrix}3\\\\4\\end{pmatrix}"}, {"2/3", "0.6667"}, {"5 m", "5"}}) {
+  for (const auto& [a, b] :
+       std::vector<std::pair<const char*, const char*>>{{"\\frac{1}{2}", "0.5"},
+                                                        {"50\\%", "0.5"},
+                                                        {"(1,2]", "1<x\\le2"},
+                                                        {"x=2, x=-5", "\\{2,-5\\}"},
+                                                        {"\\pm 3", "3, -3"},
+                                                        {"y=2x+3", "2x-y+3=0"},
+                                                        {"\\$5", "500 cents"},
+                                                        {"x^2-1", "(x-1)(x+1)"},
+                                                        {"3:4", "\\frac34"},
+                                                        {"\\sqrt{8}", "2\\sqrt2"},
+                                                        {"twelve", "12"},
+                                                        {"(3,4)", "\\begin{pmatrix}3\\\\4\\end{pmatrix}"},
+                                                        {"2/3", "0.6667"},
+                                                        {"5 m", "5"}}) {
     EXPECT_TRUE(math_equal(a, b)) << a << " " << b;
     EXPECT_TRUE(math_equal(b, a)) << b << " " << a;
     EXPECT_TRUE(math_equal(a, a)) << a;
@@ -45,27 +56,33 @@ TEST(MathPairs, EmptyIsNeverRight) {
 
 std::string grouped(int64_t value) {
   std::string digits = std::to_string(value < 0 ? -value : value);
-  for (auto at = static_cast<int64_t>(digits.size()) - 3; at > 0; at -= 3) digits.insert(static_cast<size_t>(at), 1, ',');
+  for (auto at = static_cast<int64_t>(digits.size()) - 3; at > 0; at -= 3)
+    digits.insert(static_cast<size_t>(at), 1, ',');
   return std::string(value < 0 ? "-" : "") + digits;
 }
 
-// The shape of grade-school data: a solution that ends in "#### n", answered in the usual ways and in the usual wrong ways.
+// The shape of grade-school data: a solution that ends in "#### n", answered in the usual ways and in the usual wrong
+// ways.
 TEST(MathGenerated, GradeSchoolGolds) {
   std::mt19937_64 random(7);
   for (int k = 0; k < 3000; ++k) {
     const int64_t value = static_cast<int64_t>(random() % (k % 3 == 0 ? 100 : k % 3 == 1 ? 10000 : 10000000)) + 1;
     const std::string n = std::to_string(value);
     const std::string gold = "First 3+4=<<3+4=7>>7, then 7*" + n + ".\n#### " + grouped(value);
-    for (const std::string& right : {n, grouped(value), "$" + n, n + ".00", n + " dollars", "\\boxed{" + grouped(value) + "}"}) {
+    for (const std::string& right :
+         {n, grouped(value), "$" + n, n + ".00", n + " dollars", "\\boxed{" + grouped(value) + "}"}) {
       EXPECT_TRUE(math_equal(gold, right)) << right;
     }
-    for (const std::string& response : {"So 12 of them, that is 7*8=56. #### " + n, "We get 17 and so \\boxed{" + n + "}.", "Thus 3. The answer is $" + grouped(value) + ".",
-                                        "There are 5 boxes, so she has " + grouped(value) + " apples."}) {
+    for (const std::string& response :
+         {"So 12 of them, that is 7*8=56. #### " + n, "We get 17 and so \\boxed{" + n + "}.",
+          "Thus 3. The answer is $" + grouped(value) + ".",
+          "There are 5 boxes, so she has " + grouped(value) + " apples."}) {
       const auto answer = extract_answer(response);
       ASSERT_TRUE(answer) << response;
       EXPECT_TRUE(math_equal(gold, *answer)) << response << " gave " << *answer;
     }
-    for (const std::string& wrong : {std::to_string(value + 1), std::to_string(value - 1), n + "0", "-" + n, grouped(value * 10), n + ".5", std::to_string(value) + "1"}) {
+    for (const std::string& wrong : {std::to_string(value + 1), std::to_string(value - 1), n + "0", "-" + n,
+                                     grouped(value * 10), n + ".5", std::to_string(value) + "1"}) {
       EXPECT_FALSE(math_equal(gold, wrong)) << n << " " << wrong;
     }
   }
@@ -111,19 +128,121 @@ std::string repeated(const std::string& text, int times) {
 
 // None of these may crash, throw or run long; what is asserted is only that nonsense is not right.
 TEST(MathPathological, EndsAndSaysNo) {
-  const std::vector<std::string> texts = {
-      repeated("(", 100000), repeated("{", 100000), repeated("\\frac{", 50000), repeated("\\sqrt{", 3000), repeated("-", 3000), repeated("((1)", 2000),
-      repeated("(", 1500) + "1" + repeated(")", 1500), repeated("2^", 1500) + "2", repeated("\\boxed{", 20000), repeated("9", 4000), repeated("9", 1000000),
-      "10^10^10", "10^{10^{10^{10}}}", "1e999999999999", "1e99999999999999999999", "9^{9^{9^{9}}}", "170!", "3000!", "99999999!", "5!!!!!!!!!!!!", "5!!!",
-      "\\binom{1000000}{500000}", "\\binom{x}{5000}", "0^0", "1/0", "0/0", "\\frac{0}{0}", "\\log 0", "\\ln(-1)", "\\sqrt{-1}", "0^{-1}", "\\tan(\\pi/2)",
-      "\\sqrt[0]{2}", "\\sqrt[1000000]{2}", "\\sqrt[x]{2}", "x^{10^{18}}", "(x+1)^{1000000}", "\\frac", "\\frac{1}", "\\frac{}{}", "\\sqrt", "\\sqrt[", "\\sqrt[3",
-      "\\boxed", "\\boxed{", "\\boxed{}", "####", "#### ", "\\text{", "\\text", "\\begin{pmatrix}", "\\begin{pmatrix}1&", "\\begin", "\\begin{", "\\end{pmatrix}",
-      "1,", ",1", ",,,", "=", "==", "x=", "=x", "<", "x<", "1<x<", "1<2<3<4", "{", "}", "\\{", "\\}", "[1", "(1", "1)", "|", "||", "|||", "\\", "\\\\", "$", "$$", "$$$",
-      "\xff\xfe", std::string("a\0b", 3), "\xe2\x82", "e^{1000000}", "e^{e^{e^{e^e}}}", "\\sin(10^{4000})", "i^{1000000000000}", "x_{", "x_", "5_", "5_{", "^", "^2", "2^",
-      repeated("x+", 1000) + "x", repeated("x*", 1000) + "x", repeated("1,", 1000) + "1", "\\{" + repeated("\\{1\\},", 500) + "2\\}", repeated("\\pm 1 ", 300),
-      repeated("1 \\pm ", 200) + "1", repeated("a ", 2000), repeated("\\cup (1,2)", 400), "(1,2)" + repeated("\\setminus (1,2)", 400), repeated("5 m/", 500),
-      repeated("3000!+", 400) + "1", repeated("1:", 500) + "1", "\\lfloor 10^{4000} \\rfloor", "0." + repeated("0", 3000) + "1", "0.\\overline{" + repeated("3", 3000) + "}",
-      "1e-999999", repeated("\\text{", 1000), repeated("\xe2\x88\x9a", 1300) + "2", repeated("[", 500) + "1" + repeated("]", 500), repeated("f(", 400)};
+  const std::vector<std::string> texts = {repeated("(", 100000),
+                                          repeated("{", 100000),
+                                          repeated("\\frac{", 50000),
+                                          repeated("\\sqrt{", 3000),
+                                          repeated("-", 3000),
+                                          repeated("((1)", 2000),
+                                          repeated("(", 1500) + "1" + repeated(")", 1500),
+                                          repeated("2^", 1500) + "2",
+                                          repeated("\\boxed{", 20000),
+                                          repeated("9", 4000),
+                                          repeated("9", 1000000),
+                                          "10^10^10",
+                                          "10^{10^{10^{10}}}",
+                                          "1e999999999999",
+                                          "1e99999999999999999999",
+                                          "9^{9^{9^{9}}}",
+                                          "170!",
+                                          "3000!",
+                                          "99999999!",
+                                          "5!!!!!!!!!!!!",
+                                          "5!!!",
+                                          "\\binom{1000000}{500000}",
+                                          "\\binom{x}{5000}",
+                                          "0^0",
+                                          "1/0",
+                                          "0/0",
+                                          "\\frac{0}{0}",
+                                          "\\log 0",
+                                          "\\ln(-1)",
+                                          "\\sqrt{-1}",
+                                          "0^{-1}",
+                                          "\\tan(\\pi/2)",
+                                          "\\sqrt[0]{2}",
+                                          "\\sqrt[1000000]{2}",
+                                          "\\sqrt[x]{2}",
+                                          "x^{10^{18}}",
+                                          "(x+1)^{1000000}",
+                                          "\\frac",
+                                          "\\frac{1}",
+                                          "\\frac{}{}",
+                                          "\\sqrt",
+                                          "\\sqrt[",
+                                          "\\sqrt[3",
+                                          "\\boxed",
+                                          "\\boxed{",
+                                          "\\boxed{}",
+                                          "####",
+                                          "#### ",
+                                          "\\text{",
+                                          "\\text",
+                                          "\\begin{pmatrix}",
+                                          "\\begin{pmatrix}1&",
+                                          "\\begin",
+                                          "\\begin{",
+                                          "\\end{pmatrix}",
+                                          "1,",
+                                          ",1",
+                                          ",,,",
+                                          "=",
+                                          "==",
+                                          "x=",
+                                          "=x",
+                                          "<",
+                                          "x<",
+                                          "1<x<",
+                                          "1<2<3<4",
+                                          "{",
+                                          "}",
+                                          "\\{",
+                                          "\\}",
+                                          "[1",
+                                          "(1",
+                                          "1)",
+                                          "|",
+                                          "||",
+                                          "|||",
+                                          "\\",
+                                          "\\\\",
+                                          "$",
+                                          "$$",
+                                          "$$$",
+                                          "\xff\xfe",
+                                          std::string("a\0b", 3),
+                                          "\xe2\x82",
+                                          "e^{1000000}",
+                                          "e^{e^{e^{e^e}}}",
+                                          "\\sin(10^{4000})",
+                                          "i^{1000000000000}",
+                                          "x_{",
+                                          "x_",
+                                          "5_",
+                                          "5_{",
+                                          "^",
+                                          "^2",
+                                          "2^",
+                                          repeated("x+", 1000) + "x",
+                                          repeated("x*", 1000) + "x",
+                                          repeated("1,", 1000) + "1",
+                                          "\\{" + repeated("\\{1\\},", 500) + "2\\}",
+                                          repeated("\\pm 1 ", 300),
+                                          repeated("1 \\pm ", 200) + "1",
+                                          repeated("a ", 2000),
+                                          repeated("\\cup (1,2)", 400),
+                                          "(1,2)" + repeated("\\setminus (1,2)", 400),
+                                          repeated("5 m/", 500),
+                                          repeated("3000!+", 400) + "1",
+                                          repeated("1:", 500) + "1",
+                                          "\\lfloor 10^{4000} \\rfloor",
+                                          "0." + repeated("0", 3000) + "1",
+                                          "0.\\overline{" + repeated("3", 3000) + "}",
+                                          "1e-999999",
+                                          repeated("\\text{", 1000),
+                                          repeated("\xe2\x88\x9a", 1300) + "2",
+                                          repeated("[", 500) + "1" + repeated("]", 500),
+                                          repeated("f(", 400)};
   for (const std::string& text : texts) {
     SCOPED_TRACE(text.substr(0, 60));
     EXPECT_FALSE(math_equal("42", text)) << text.substr(0, 60);

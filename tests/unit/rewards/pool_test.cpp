@@ -24,7 +24,8 @@ RewardOptions shell(const std::string& script, FailurePolicy policy = FailurePol
   options.workers = 1;
   return options;
 }
-const char* const kCrashing = "while read -r line; do case \"$line\" in *CRASH*) exit 3;; *) echo '{\"reward\": 10}';; esac; done";
+const char* const kCrashing =
+    "while read -r line; do case \"$line\" in *CRASH*) exit 3;; *) echo '{\"reward\": 10}';; esac; done";
 
 TEST(RewardPool, WeightedSumOfAllRewards) {
   RewardOptions format{.type = "format", .weight = 0.25};

@@ -49,7 +49,8 @@ TEST(Rewards, BadOptionsAreNamed) {
 
 TEST(MathReward, ScoresWholeResponses) {
   const auto reward = make_reward({});
-  const auto results = reward->score(responses({"so \\boxed{7}", "so \\boxed{8}", "it is 7", "nothing", ""}), long_deadline());
+  const auto results =
+      reward->score(responses({"so \\boxed{7}", "so \\boxed{8}", "it is 7", "nothing", ""}), long_deadline());
   ASSERT_EQ(results.size(), 5u);
   const double expected[] = {1, 0, 1, 0, 0};
   for (size_t k = 0; k < 5; ++k) {
@@ -60,16 +61,19 @@ TEST(MathReward, ScoresWholeResponses) {
 
 TEST(FormatReward, TagsOnceEachInOrder) {
   const auto reward = make_reward({.type = "format", .tags = {"think", "answer"}});
-  const auto results = reward->score(responses({"<think>a\nb</think> <answer>7</answer>", "<answer>7</answer><think>a</think>", "<think>a</think>",
-                                                "<think>a</think><think>b</think><answer>7</answer>", "<think>a<answer>7</answer></think>", "</think><think><answer></answer>"}),
-                                     long_deadline());
+  const auto results =
+      reward->score(responses({"<think>a\nb</think> <answer>7</answer>", "<answer>7</answer><think>a</think>",
+                               "<think>a</think>", "<think>a</think><think>b</think><answer>7</answer>",
+                               "<think>a<answer>7</answer></think>", "</think><think><answer></answer>"}),
+                    long_deadline());
   const double expected[] = {1, 0, 0, 0, 0, 0};
   for (size_t k = 0; k < 6; ++k) EXPECT_EQ(results[k].reward, expected[k]) << k;
 }
 
 TEST(FormatReward, PatternIsLinearOnHostileText) {
   const auto reward = make_reward({.type = "format", .pattern = "^(a+)+\\\\boxed\\{.+\\}\\s*$"});
-  const auto results = reward->score(responses({std::string(200000, 'a'), "aa\\boxed{7}\n", "aa\\boxed{}", "a\nb"}), long_deadline());
+  const auto results =
+      reward->score(responses({std::string(200000, 'a'), "aa\\boxed{7}\n", "aa\\boxed{}", "a\nb"}), long_deadline());
   EXPECT_EQ(results[0].reward, 0);
   EXPECT_EQ(results[1].reward, 1);
   EXPECT_EQ(results[2].reward, 0);
@@ -79,17 +83,20 @@ TEST(FormatReward, PatternIsLinearOnHostileText) {
 // Answers 0.5 to each line, but hangs, crashes or babbles when the line says so.
 RewardOptions shell_reward() {
   RewardOptions options{.type = "command"};
-  options.command = {"sh", "-c",
-                     "while read -r line; do case \"$line\" in *CRASH*) exit 3;; *HANG*) sleep 600; exit 0;; *GARBAGE*) echo hello;; "
-                     "*TWICE*) echo '{\"reward\": 2}'; echo '{\"reward\": 2}';; *SORRY*) echo '{\"error\": \"cannot say\"}';; "
-                     "*NULL*) echo '{\"reward\": null}';; *) echo '{\"reward\": 0.5}';; esac; done"};
+  options.command = {
+      "sh", "-c",
+      "while read -r line; do case \"$line\" in *CRASH*) exit 3;; *HANG*) sleep 600; exit 0;; *GARBAGE*) echo hello;; "
+      "*TWICE*) echo '{\"reward\": 2}'; echo '{\"reward\": 2}';; *SORRY*) echo '{\"error\": \"cannot say\"}';; "
+      "*NULL*) echo '{\"reward\": null}';; *) echo '{\"reward\": 0.5}';; esac; done"};
   return options;
 }
 
 TEST(CommandReward, AnswersInOrderAndKeepsTheProgram) {
   TemporaryDirectory folder;
   RewardOptions options{.type = "command"};
-  options.command = {"sh", "-c", "echo start >> " + (folder.path() / "starts").string() + "; n=0; while read -r line; do n=$((n+1)); echo \"{\\\"reward\\\": $n}\"; done"};
+  options.command = {"sh", "-c",
+                     "echo start >> " + (folder.path() / "starts").string() +
+                         "; n=0; while read -r line; do n=$((n+1)); echo \"{\\\"reward\\\": $n}\"; done"};
   const auto reward = make_reward(options);
   for (int round = 0; round < 3; ++round) {
     const auto results = reward->score(responses({"a", "b", "c\n\"quoted\" \xff bytes"}), long_deadline());
@@ -100,9 +107,11 @@ TEST(CommandReward, AnswersInOrderAndKeepsTheProgram) {
 
 TEST(CommandReward, SeesPromptResponseGoldAndExtra) {
   RewardOptions options{.type = "command"};
-  options.command = {"sh", "-c",
-                     "while read -r line; do case \"$line\" in *'\"extra\":{\"level\":3}'*) ;; *) echo no; esac; case \"$line\" in *'\"gold\":\"7\"'*) ;; *) echo no;; esac; "
-                     "case \"$line\" in *'\"prompt\":\"p\"'*'\"response\":\"r\"'*) echo '{\"reward\": 1}';; *) echo no;; esac; done"};
+  options.command = {
+      "sh", "-c",
+      "while read -r line; do case \"$line\" in *'\"extra\":{\"level\":3}'*) ;; *) echo no; esac; case \"$line\" in "
+      "*'\"gold\":\"7\"'*) ;; *) echo no;; esac; "
+      "case \"$line\" in *'\"prompt\":\"p\"'*'\"response\":\"r\"'*) echo '{\"reward\": 1}';; *) echo no;; esac; done"};
   auto requests = responses({"r"});
   requests[0].extra = {{"level", 3}};
   const auto results = make_reward(options)->score(requests, long_deadline());
@@ -110,13 +119,15 @@ TEST(CommandReward, SeesPromptResponseGoldAndExtra) {
 }
 
 TEST(CommandReward, LargeBatchesDoNotDeadlock) {
-  const auto results = make_reward(shell_reward())->score(responses(std::vector<std::string>(40, std::string(10000, 'x'))), long_deadline());
+  const auto results = make_reward(shell_reward())
+                           ->score(responses(std::vector<std::string>(40, std::string(10000, 'x'))), long_deadline());
   ASSERT_EQ(results.size(), 40u);
   for (const auto& result : results) EXPECT_EQ(result.reward, 0.5) << result.error;
 }
 
 TEST(CommandReward, ACrashCostsOneResponse) {
-  const auto results = make_reward(shell_reward())->score(responses({"a", "CRASH", "b", "CRASH", "c"}), long_deadline());
+  const auto results =
+      make_reward(shell_reward())->score(responses({"a", "CRASH", "b", "CRASH", "c"}), long_deadline());
   ASSERT_EQ(results.size(), 5u);
   for (const size_t k : {0, 2, 4}) EXPECT_EQ(results[k].reward, 0.5) << results[k].error;
   for (const size_t k : {1, 3}) {
@@ -221,7 +232,8 @@ TEST(HttpReward, BatchesInOrder) {
   });
   RewardOptions options = service.options();
   options.max_batch = 3;
-  const auto results = make_reward(options)->score(responses({"a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg"}), long_deadline());
+  const auto results =
+      make_reward(options)->score(responses({"a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg"}), long_deadline());
   for (size_t k = 0; k < 7; ++k) EXPECT_EQ(results[k].reward, static_cast<double>(k + 1)) << results[k].error;
   EXPECT_EQ(posts, 3);
 }
@@ -229,8 +241,10 @@ TEST(HttpReward, BatchesInOrder) {
 TEST(HttpReward, ErrorsAreTriedAgainThenFail) {
   std::atomic<int> posts{0};
   Service service([&](const httplib::Request& request, httplib::Response& response) {
-    if (++posts < 3) response.status = posts == 1 ? 503 : 429;
-    else answer_lengths(request, response);
+    if (++posts < 3)
+      response.status = posts == 1 ? 503 : 429;
+    else
+      answer_lengths(request, response);
   });
   EXPECT_EQ(make_reward(service.options())->score(responses({"abc"}), long_deadline())[0].reward, 3);
   EXPECT_EQ(posts, 3);
@@ -247,10 +261,14 @@ TEST(HttpReward, ErrorsAreTriedAgainThenFail) {
 
 TEST(HttpReward, WrongBodiesFailTheBatch) {
   for (const char* body : {"not json", "{}", "{\"rewards\": [1]}", "{\"rewards\": 3}", "[1, 2]"}) {
-    Service service([&](const httplib::Request&, httplib::Response& response) { response.set_content(body, "application/json"); });
-    for (const auto& result : make_reward(service.options())->score(responses({"a", "b"}), long_deadline())) EXPECT_TRUE(result.failed) << body;
+    Service service(
+        [&](const httplib::Request&, httplib::Response& response) { response.set_content(body, "application/json"); });
+    for (const auto& result : make_reward(service.options())->score(responses({"a", "b"}), long_deadline()))
+      EXPECT_TRUE(result.failed) << body;
   }
-  Service half([&](const httplib::Request&, httplib::Response& response) { response.set_content("{\"rewards\": [1.5, null]}", "application/json"); });
+  Service half([&](const httplib::Request&, httplib::Response& response) {
+    response.set_content("{\"rewards\": [1.5, null]}", "application/json");
+  });
   const auto results = make_reward(half.options())->score(responses({"a", "b"}), long_deadline());
   EXPECT_EQ(results[0].reward, 1.5);
   EXPECT_TRUE(results[1].failed);
@@ -281,7 +299,8 @@ struct Holding {
 
 TEST(HttpReward, TimesOut) {
   auto holding = std::make_unique<Holding>();
-  const auto results = make_reward(holding->service.options())->score(responses({"a", "b"}), Deadline::after(Milliseconds(300)));
+  const auto results =
+      make_reward(holding->service.options())->score(responses({"a", "b"}), Deadline::after(Milliseconds(300)));
   ASSERT_EQ(results.size(), 2u);
   EXPECT_NE(results[0].error.find("time limit"), std::string::npos) << results[0].error;
   holding->go = true;
@@ -318,7 +337,8 @@ TEST(HttpReward, ASlowDripTimesOut) {
 TEST(Grade, PairsAndTotals) {
   TemporaryDirectory folder;
   const auto file = folder.path() / "pairs.jsonl";
-  std::ofstream(file) << "{\"gold\": \"1/2\", \"answer\": \"0.5\", \"label\": true}\n\n{\"gold\": 3, \"answer\": \"4\", \"label\": true}\n"
+  std::ofstream(file) << "{\"gold\": \"1/2\", \"answer\": \"0.5\", \"label\": true}\n\n{\"gold\": 3, \"answer\": "
+                         "\"4\", \"label\": true}\n"
                          "{\"gold\": \"7\", \"response\": \"I get 5, then 7.\"}\n";
   std::ostringstream out;
   const GradeTotals totals = grade_pairs(file, {}, out);
@@ -334,7 +354,8 @@ TEST(Grade, PairsAndTotals) {
 TEST(Grade, MalformedLinesAreNamed) {
   TemporaryDirectory folder;
   const auto file = folder.path() / "pairs.jsonl";
-  for (const char* line : {"{\"gold\": \"1\"}", "nonsense", "[1]", "{\"gold\": [], \"answer\": \"1\"}", "{\"gold\": \"1\", \"answer\": \"1\", \"label\": 1}"}) {
+  for (const char* line : {"{\"gold\": \"1\"}", "nonsense", "[1]", "{\"gold\": [], \"answer\": \"1\"}",
+                           "{\"gold\": \"1\", \"answer\": \"1\", \"label\": 1}"}) {
     std::ofstream(file) << "{\"gold\": \"1\", \"answer\": \"1\"}\n" << line << "\n";
     std::ostringstream out;
     try {

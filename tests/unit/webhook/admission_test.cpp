@@ -8,7 +8,8 @@ namespace trireme::webhook {
 namespace {
 
 Json good_job() {
-  return Json::parse(R"({"apiVersion":"trireme.dev/v1alpha1","kind":"RLJob","metadata":{"name":"quick","namespace":"team"},
+  return Json::parse(
+      R"({"apiVersion":"trireme.dev/v1alpha1","kind":"RLJob","metadata":{"name":"quick","namespace":"team"},
     "spec":{"model":{"source":"/m"},"config":{"path":"c.yaml"},"roles":{"actor":{"replicas":2}}}})");
 }
 
@@ -44,7 +45,8 @@ TEST(Validating, ImpossibleLayoutIsRefusedWithTheReason) {
   const Json response = response_of(review_validating(review("CREATE", job).dump()));
   EXPECT_EQ(response["allowed"], false);
   EXPECT_EQ(response["status"]["code"], 422);
-  EXPECT_NE(response["status"]["message"].get<std::string>().find("spec.roles.actor"), std::string::npos) << response.dump();
+  EXPECT_NE(response["status"]["message"].get<std::string>().find("spec.roles.actor"), std::string::npos)
+      << response.dump();
 }
 
 TEST(Validating, WrongTypesAreRefusedNotFatal) {
@@ -99,10 +101,13 @@ TEST(Admission, HostileBodiesGetFourHundred) {
     return s;
   }();
   for (const std::string& body :
-       {std::string(), std::string("null"), std::string("{}"), std::string("[]"), std::string("{\"kind\":\"AdmissionReview\"}"), deep, deep_object,
-        std::string("{\"apiVersion\":\"admission.k8s.io/v1beta1\",\"kind\":\"AdmissionReview\",\"request\":{\"uid\":\"x\"}}"),
+       {std::string(), std::string("null"), std::string("{}"), std::string("[]"),
+        std::string("{\"kind\":\"AdmissionReview\"}"), deep, deep_object,
+        std::string(
+            "{\"apiVersion\":\"admission.k8s.io/v1beta1\",\"kind\":\"AdmissionReview\",\"request\":{\"uid\":\"x\"}}"),
         std::string("{\"apiVersion\":\"admission.k8s.io/v1\",\"kind\":\"AdmissionReview\",\"request\":{\"uid\":7}}"),
-        std::string("{\"apiVersion\":\"admission.k8s.io/v1\",\"kind\":\"AdmissionReview\",\"request\":[]}"), std::string("\xff\xfe\x00garbage", 10)}) {
+        std::string("{\"apiVersion\":\"admission.k8s.io/v1\",\"kind\":\"AdmissionReview\",\"request\":[]}"),
+        std::string("\xff\xfe\x00garbage", 10)}) {
     EXPECT_EQ(review_validating(body).http_status, 400) << body.substr(0, 60);
     EXPECT_EQ(review_defaulting(body, {}).http_status, 400) << body.substr(0, 60);
   }
@@ -131,7 +136,8 @@ TEST(Defaulting, WritesOnlyWhatIsMissing) {
   EXPECT_EQ(patched["spec"]["model"], job["spec"]["model"]);
   EXPECT_TRUE(review_validating(review("CREATE", patched).dump()).allowed);
   // A second time there is nothing left to add.
-  EXPECT_FALSE(response_of(review_defaulting(review("UPDATE", patched, job).dump(), {.image = "other"})).contains("patch"));
+  EXPECT_FALSE(
+      response_of(review_defaulting(review("UPDATE", patched, job).dump(), {.image = "other"})).contains("patch"));
 }
 
 TEST(Defaulting, UnreadableJobIsLeftToValidation) {

@@ -27,7 +27,8 @@ struct Place {
     for (const auto& resource : {resources::kValidatingWebhooks, resources::kMutatingWebhooks}) {
       const bool validating = resource.plural == resources::kValidatingWebhooks.plural;
       server.put(resource, {{"metadata", {{"name", validating ? "trireme-validating" : "trireme-mutating"}}},
-                            {"webhooks", json::array({{{"name", "a"}, {"clientConfig", {{"service", {{"name", "x"}}}}}}, {{"name", "b"}, {"clientConfig", json::object()}}})}});
+                            {"webhooks", json::array({{{"name", "a"}, {"clientConfig", {{"service", {{"name", "x"}}}}}},
+                                                      {{"name", "b"}, {"clientConfig", json::object()}}})}});
     }
   }
   std::unique_ptr<CertificateKeeper> keeper() {
@@ -86,8 +87,9 @@ TEST(Certificates, RenewedInTimeUnderTheSameCa) {
 
 TEST(Certificates, BrokenSecretIsReplaced) {
   Place p;
-  p.server.put(resources::kSecrets, {{"metadata", {{"name", p.options.secret_name}, {"namespace", p.options.ns}}},
-                                     {"data", {{"ca.crt", "AAAA"}, {"ca.key", "AAAA"}, {"tls.crt", "!!"}, {"tls.key", 7}}}});
+  p.server.put(resources::kSecrets,
+               {{"metadata", {{"name", p.options.secret_name}, {"namespace", p.options.ns}}},
+                {"data", {{"ca.crt", "AAAA"}, {"ca.key", "AAAA"}, {"tls.crt", "!!"}, {"tls.key", 7}}}});
   auto keeper = p.keeper();
   keeper->ensure();
   EXPECT_EQ(p.handed.size(), 1u);
@@ -97,7 +99,8 @@ TEST(Certificates, BrokenSecretIsReplaced) {
 TEST(Certificates, SecondReplicaTakesTheFirstOnesPair) {
   Place p;
   // Both find no Secret; ours is created while the other one's request is on its way.
-  p.server.inject({.method = "POST", .path_part = "/secrets", .status = 409, .reason = "AlreadyExists", .apply_first = true});
+  p.server.inject(
+      {.method = "POST", .path_part = "/secrets", .status = 409, .reason = "AlreadyExists", .apply_first = true});
   auto keeper = p.keeper();
   keeper->ensure();
   ASSERT_EQ(p.handed.size(), 1u);
@@ -110,7 +113,8 @@ TEST(Certificates, EmptiedBundleIsPutBack) {
   auto keeper = p.keeper();
   keeper->ensure();
   const std::string before = p.bundle(resources::kValidatingWebhooks, "trireme-validating", 0);
-  p.server.modify(resources::kValidatingWebhooks, {"", "trireme-validating"}, [](json& c) { c["webhooks"][0]["clientConfig"].erase("caBundle"); });
+  p.server.modify(resources::kValidatingWebhooks, {"", "trireme-validating"},
+                  [](json& c) { c["webhooks"][0]["clientConfig"].erase("caBundle"); });
   keeper->ensure();
   EXPECT_EQ(p.bundle(resources::kValidatingWebhooks, "trireme-validating", 0), before);
 }

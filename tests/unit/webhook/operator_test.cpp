@@ -24,11 +24,12 @@ TEST(Options, DefaultsFlagsAndEnvironment) {
   EXPECT_FALSE(p.exit) << p.message;
   EXPECT_TRUE(p.options.leader_elect);
   EXPECT_EQ(p.options.metrics_port, 8080);
-  p = parse_options({"--no-leader-elect", "--workers=3", "--namespace", "team", "--log-format", "json"}, [](const std::string& name) {
-    if (name == "TRIREME_OPERATOR_WORKERS") return std::string("5");
-    if (name == "TRIREME_OPERATOR_QPS") return std::string("50");
-    return std::string(name == "POD_NAMESPACE" ? "ops" : "");
-  });
+  p = parse_options({"--no-leader-elect", "--workers=3", "--namespace", "team", "--log-format", "json"},
+                    [](const std::string& name) {
+                      if (name == "TRIREME_OPERATOR_WORKERS") return std::string("5");
+                      if (name == "TRIREME_OPERATOR_QPS") return std::string("50");
+                      return std::string(name == "POD_NAMESPACE" ? "ops" : "");
+                    });
   EXPECT_FALSE(p.exit) << p.message;
   EXPECT_FALSE(p.options.leader_elect);
   EXPECT_EQ(p.options.workers, 3) << "the command line wins";
@@ -39,8 +40,11 @@ TEST(Options, DefaultsFlagsAndEnvironment) {
 }
 
 TEST(Options, MistakesAreSaid) {
-  for (const std::vector<std::string>& arguments :
-       {std::vector<std::string>{"--metrics-port=70000"}, {"--nonsense"}, {"--log-format=xml"}, {"--webhook-cert-file=a"}, {"--lease-duration=5", "--renew-deadline=5"}}) {
+  for (const std::vector<std::string>& arguments : {std::vector<std::string>{"--metrics-port=70000"},
+                                                    {"--nonsense"},
+                                                    {"--log-format=xml"},
+                                                    {"--webhook-cert-file=a"},
+                                                    {"--lease-duration=5", "--renew-deadline=5"}}) {
     const ParsedOptions p = parse_options(arguments, no_environment);
     EXPECT_TRUE(p.exit) << arguments[0];
     EXPECT_NE(p.exit_code, 0);
@@ -55,10 +59,17 @@ TEST(Options, MistakesAreSaid) {
 json crd() {
   // A schema that knows everything, made from what the check asks for.
   json empty = {{"metadata", {{"name", "rljobs.trireme.dev"}}},
-                {"spec", {{"versions", json::array({{{"name", "v1alpha1"}, {"schema", {{"openAPIV3Schema", {{"properties", {{"spec", {{"properties", json::object()}}}, {"status", {{"properties", json::object()}}}}}}}}}}})}}}};
+                {"spec",
+                 {{"versions", json::array({{{"name", "v1alpha1"},
+                                             {"schema",
+                                              {{"openAPIV3Schema",
+                                                {{"properties",
+                                                  {{"spec", {{"properties", json::object()}}},
+                                                   {"status", {{"properties", json::object()}}}}}}}}}}})}}}};
   for (const std::string& path : missing_crd_fields(empty)) {
     const size_t dot = path.find('.');
-    empty["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][path.substr(0, dot)]["properties"][path.substr(dot + 1)] = {{"type", "object"}};
+    empty["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][path.substr(0, dot)]["properties"]
+         [path.substr(dot + 1)] = {{"type", "object"}};
   }
   return empty;
 }
@@ -66,7 +77,8 @@ json crd() {
 TEST(Crd, OutdatedOneIsNoticed) {
   json current = crd();
   EXPECT_TRUE(missing_crd_fields(current).empty());
-  current["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"].erase("lastFailure");
+  current["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"].erase(
+      "lastFailure");
   EXPECT_EQ(missing_crd_fields(current), std::vector<std::string>{"status.lastFailure"});
   EXPECT_FALSE(missing_crd_fields(json::object()).empty());
 }
@@ -98,7 +110,8 @@ struct Instance {
   std::thread thread;
   std::string error;
 
-  Instance(const FakeApiServer& server, const std::string& name, const std::function<void(OperatorOptions&)>& change = {}) {
+  Instance(const FakeApiServer& server, const std::string& name,
+           const std::function<void(OperatorOptions&)>& change = {}) {
     OperatorOptions options;
     options.pod_name = name;
     options.address = "127.0.0.1";
@@ -128,12 +141,17 @@ struct Place {
   FakeApiServer server;
   Place() {
     server.put(resources::kCustomResourceDefinitions, crd());
-    server.put(resources::kValidatingWebhooks, {{"metadata", {{"name", "trireme-validating"}}}, {"webhooks", json::array()}});
-    server.put(resources::kMutatingWebhooks, {{"metadata", {{"name", "trireme-mutating"}}}, {"webhooks", json::array()}});
+    server.put(resources::kValidatingWebhooks,
+               {{"metadata", {{"name", "trireme-validating"}}}, {"webhooks", json::array()}});
+    server.put(resources::kMutatingWebhooks,
+               {{"metadata", {{"name", "trireme-mutating"}}}, {"webhooks", json::array()}});
   }
   void add_job(const std::string& name) {
-    server.put(resources::kRlJobs, json::parse(R"({"apiVersion":"trireme.dev/v1alpha1","kind":"RLJob","metadata":{"name":")" + name +
-                                               R"(","namespace":"team"},"spec":{"model":{"source":"/m"},"config":{"path":"c.yaml"},"roles":{"actor":{"replicas":2}}}})"));
+    server.put(
+        resources::kRlJobs,
+        json::parse(
+            R"({"apiVersion":"trireme.dev/v1alpha1","kind":"RLJob","metadata":{"name":")" + name +
+            R"(","namespace":"team"},"spec":{"model":{"source":"/m"},"config":{"path":"c.yaml"},"roles":{"actor":{"replicas":2}}}})"));
   }
   size_t pods() const { return server.list(resources::kPods).size(); }
 };
@@ -157,8 +175,9 @@ TEST(Operator, StartsWorksAndEndsGracefully) {
   EXPECT_EQ(get_status(a.op->health_port(), "/healthz"), 200);
   std::string text;
   EXPECT_EQ(get_status(a.op->metrics_port(), "/metrics", &text), 200);
-  for (const char* name : {"controller_runtime_reconcile_total", "workqueue_depth", "rest_client_requests_total", "trireme_job_phase", "trireme_informer_objects",
-                           "process_resident_memory_bytes", "trireme_crd_outdated 0", "leader_election_master_status"}) {
+  for (const char* name : {"controller_runtime_reconcile_total", "workqueue_depth", "rest_client_requests_total",
+                           "trireme_job_phase", "trireme_informer_objects", "process_resident_memory_bytes",
+                           "trireme_crd_outdated 0", "leader_election_master_status"}) {
     EXPECT_NE(text.find(name), std::string::npos) << name;
   }
   EXPECT_TRUE(eventually([&] { return !p.server.list(resources::kEvents, "team").empty(); }));
@@ -173,7 +192,8 @@ TEST(Operator, StandbyTakesOver) {
   auto a = std::make_unique<Instance>(p.server, "op-a");
   ASSERT_TRUE(eventually([&] { return a->op->leading(); }));
   Instance b(p.server, "op-b");
-  ASSERT_TRUE(eventually([&] { return b.op->health_port() > 0 && get_status(b.op->health_port(), "/readyz") == 200; })) << "a standby is ready too";
+  ASSERT_TRUE(eventually([&] { return b.op->health_port() > 0 && get_status(b.op->health_port(), "/readyz") == 200; }))
+      << "a standby is ready too";
   EXPECT_FALSE(b.op->leading());
   std::string text;
   get_status(b.op->metrics_port(), "/metrics", &text);

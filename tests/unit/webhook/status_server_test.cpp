@@ -76,7 +76,8 @@ struct Place {
 };
 
 constexpr const char* kToken = "team/quick-actor-0-a2/pod-uid";
-constexpr const char* kBody = R"({"attempt":2,"rendezvousDone":true,"progress":{"step":7,"maxSteps":10,"phase":"training","reward":0.25}})";
+constexpr const char* kBody =
+    R"({"attempt":2,"rendezvousDone":true,"progress":{"step":7,"maxSteps":10,"phase":"training","reward":0.25}})";
 
 TEST(StatusServer, TakesTheReportOfRankZero) {
   Place p;
@@ -112,8 +113,9 @@ TEST(StatusServer, TokenOfAnotherAudienceIsNone) {
 
 TEST(StatusServer, HostileBodiesAreRefused) {
   Place p;
-  for (const char* body : {"", "{", "[]", "null", "{\"attempt\":0}", "{\"attempt\":\"2\"}", "{\"attempt\":1e999}", "{\"attempt\":18446744073709551615}",
-                           "{\"attempt\":2,\"rendezvousDone\":\"yes\"}", "{\"attempt\":2,\"progress\":[1]}", "{\"attempt\":2,\"progress\":{\"step\":\"x\"}}",
+  for (const char* body : {"", "{", "[]", "null", "{\"attempt\":0}", "{\"attempt\":\"2\"}", "{\"attempt\":1e999}",
+                           "{\"attempt\":18446744073709551615}", "{\"attempt\":2,\"rendezvousDone\":\"yes\"}",
+                           "{\"attempt\":2,\"progress\":[1]}", "{\"attempt\":2,\"progress\":{\"step\":\"x\"}}",
                            "{\"attempt\":2,\"stuckRank\":1.5}"}) {
     EXPECT_EQ(p.post(kToken, body), 400) << body;
   }
