@@ -1,7 +1,7 @@
 # The commands people type. Each does its own set-up and says what it is doing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test sanitize quickstart operator parity chart lint clean
+.PHONY: help setup build test sanitize quickstart operator parity chart test-cluster test-scale lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -19,7 +19,7 @@ quickstart: setup  ## a small model learns to add by GRPO, on the screen, in min
 test: build  ## every test that needs no cluster and no GPU
 	@scripts/test.sh
 
-sanitize:  ## unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each (builds three times: an hour)
+sanitize:  ## unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each (builds twice)
 	@scripts/sanitize.sh
 
 operator:  ## only what needs no LibTorch
@@ -29,9 +29,16 @@ operator:  ## only what needs no LibTorch
 parity: build  ## models and tokenizers against Hugging Face (downloads about 5 GB of wheels once)
 	@scripts/build.sh cpu model_dump tokenizer_parity
 	@python3 tests/parity/model_parity.py
+	@build/parity-venv/bin/python tests/parity/tokenizer_parity.py --driver build/cpu/trainer/tokenizer/tokenizer_parity
 
 chart:  ## lint, render and test the Helm chart, its rules and boards (builds helm once)
 	@scripts/check_chart.sh
+
+test-cluster: build  ## operator and trainer on a real Kubernetes cluster on this machine (root, Go; the first time builds Kubernetes)
+	@tests/e2e/run.sh
+
+test-scale: build  ## many RLJobs on kwok's nodes: memory, CPU, rates (root, Go); JOBS=10000 for all of it
+	@tests/e2e/scale.sh $(or $(JOBS),1000)
 
 lint: setup  ## clang-format and clang-tidy
 	@scripts/lint.sh

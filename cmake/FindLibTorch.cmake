@@ -58,14 +58,15 @@ if(LIBTORCH_CUDA_LIB)
   find_path(LIBTORCH_CUDART_INC cuda_runtime_api.h PATHS "${CUDA_WHEEL_ROOT}/cu13/include" ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
   find_path(LIBTORCH_CUBLAS_INC cublas_v2.h PATHS "${CUDA_WHEEL_ROOT}/cu13/include" ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
   find_library(LIBTORCH_CUDART_LIB NAMES cudart libcudart.so.13 PATHS "${CUDA_WHEEL_ROOT}/cu13/lib" ${CUDAToolkit_LIBRARY_DIR} NO_DEFAULT_PATH)
-  if(LIBTORCH_CUDART_INC AND LIBTORCH_CUBLAS_INC AND LIBTORCH_CUDART_LIB)
+  find_library(LIBTORCH_CUBLASLT_LIB NAMES cublasLt libcublasLt.so.13 PATHS "${CUDA_WHEEL_ROOT}/cu13/lib" ${CUDAToolkit_LIBRARY_DIR} NO_DEFAULT_PATH)
+  if(LIBTORCH_CUDART_INC AND LIBTORCH_CUBLAS_INC AND LIBTORCH_CUDART_LIB AND LIBTORCH_CUBLASLT_LIB)
     add_library(LibTorch::cudart SHARED IMPORTED)
     set_target_properties(LibTorch::cudart PROPERTIES IMPORTED_LOCATION "${LIBTORCH_CUDART_LIB}" IMPORTED_SONAME libcudart.so.13
       INTERFACE_INCLUDE_DIRECTORIES "${LIBTORCH_CUDART_INC};${_cuinc}" INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${LIBTORCH_CUDART_INC};${_cuinc}")
     add_library(LibTorch::cuda INTERFACE IMPORTED)
     # --no-as-needed: nothing in our objects may reference libtorch_cuda.so, yet its static registrations must load
     set_target_properties(LibTorch::cuda PROPERTIES
-      INTERFACE_LINK_LIBRARIES "LibTorch::cpu;LibTorch::cudart;-Wl,--push-state,--no-as-needed;${LIBTORCH_CUDA_LIB};${LIBTORCH_C10_CUDA_LIB};-Wl,--pop-state"
+      INTERFACE_LINK_LIBRARIES "LibTorch::cpu;LibTorch::cudart;-Wl,--push-state,--no-as-needed;${LIBTORCH_CUDA_LIB};${LIBTORCH_C10_CUDA_LIB};-Wl,--pop-state;${LIBTORCH_CUBLASLT_LIB}"
       INTERFACE_COMPILE_DEFINITIONS "USE_C10D_NCCL")
   endif()
 endif()

@@ -2,21 +2,10 @@
 # check_chart.sh: the chart renders, and agrees with the operator, the trainer, the CRD, helm-unittest and promtool.
 # The operator's flags are tried when build/{cpu,operator}/operator/cli/trireme-operator is there.
 . "$(dirname "$0")/lib.sh"
-HELM=helm.sh/helm/v3/cmd/helm@v3.18.4
 UNITTEST=github.com/helm-unittest/helm-unittest/cmd/helm-unittest@v1.0.0  # of the same helm, so that both share what is compiled
-export PATH="$CACHE/bin:$PATH"
 chart=$ROOT/charts/trireme
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 
-# go_tool NAME PACKAGE: found on PATH, or built into the cache.
-go_tool() {
-  command -v "$1" >/dev/null && return
-  command -v go >/dev/null || die "$1 is missing and there is no Go to build it with: install $1 or Go"
-  say "building $1 (minutes)"
-  mkdir -p "$CACHE/bin"
-  GOBIN=$work/bin GOFLAGS=-mod=mod go install "$2" >"$work/go.log" 2>&1 || { tail -5 "$work/go.log" >&2; die "go install $2 failed"; }
-  mv "$work"/bin/* "$CACHE/bin/$1"
-}
 go_tool helm "$HELM"
 go_tool helm-unittest "$UNITTEST"
 if ! command -v promtool >/dev/null; then

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# get_torch.sh cpu|cuda: the LibTorch of the PyPI wheel under build/deps/FLAVOUR (a link into the cache).
+# get_torch.sh cpu|cuda: the LibTorch of the PyPI wheel under build/deps/FLAVOUR (a link into the cache); for cuda also
+# the headers of FlashInfer's attention kernels under build/deps/flashinfer.
 # The cp312 wheel is taken whatever Python this machine has: nothing in it is run by Python here.
 . "$(dirname "$0")/lib.sh"
 flavour=${1:-cpu}
@@ -40,3 +41,22 @@ if [ ! -e "$dest/.complete" ]; then
 fi
 mkdir -p "$ROOT/build/deps"
 ln -sfn "$dest" "$ROOT/build/deps/$flavour"
+
+if [ "$flavour" = cuda ]; then
+  FLASHINFER=flashinfer-python==0.7.2.post1
+  dest=$CACHE/flashinfer-$(echo "$FLASHINFER" | sha256sum | cut -c1-12)
+  if [ ! -e "$dest/.complete" ]; then
+    say "fetching headers of $FLASHINFER (62 MB, of which 19 MB stay)"
+    rm -rf "$dest.tmp"; mkdir -p "$dest.tmp/wheels"
+    python3 -m pip download -q --no-deps --only-binary=:all: -d "$dest.tmp/wheels" "$FLASHINFER" \
+      || die "pip could not download $FLASHINFER; check the network and try again"
+    # libcudacxx: the headers use cuda::fast_mod_div, which is newer than the CUDA toolkit's own copy.
+    unzip -q -o "$dest.tmp"/wheels/*.whl 'flashinfer/data/include/flashinfer/*' 'flashinfer/data/cccl/libcudacxx/include/*' \
+      '*.dist-info/licenses/*' -d "$dest.tmp"
+    mv "$dest.tmp/flashinfer/data/include" "$dest.tmp/flashinfer/data/cccl/libcudacxx" "$dest.tmp"
+    rm -rf "$dest.tmp/wheels" "$dest.tmp/flashinfer"
+    touch "$dest.tmp/.complete"
+    rm -rf "$dest"; mv "$dest.tmp" "$dest"
+  fi
+  ln -sfn "$dest" "$ROOT/build/deps/flashinfer"
+fi

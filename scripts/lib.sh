@@ -30,3 +30,18 @@ need_packages() {
 
 # version_at_least HAVE WANT
 version_at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -1)" = "$2" ]; }
+
+HELM=helm.sh/helm/v3/cmd/helm@v3.18.4
+# go_tool NAME PACKAGE: found on PATH, or built into the cache.
+go_tool() {
+  export PATH="$CACHE/bin:$PATH"
+  command -v "$1" >/dev/null && return
+  command -v go >/dev/null || die "$1 is missing and there is no Go to build it with: install $1 or Go"
+  say "building $1 (minutes)"
+  local made; made=$(mktemp -d)
+  mkdir -p "$CACHE/bin"
+  GOBIN=$made GOFLAGS=-mod=mod go install "$2" >"$made/log" 2>&1 || { tail -5 "$made/log" >&2; die "go install $2 failed"; }
+  rm "$made/log"
+  mv "$made"/* "$CACHE/bin/$1"
+  rm -rf "$made"
+}

@@ -202,10 +202,33 @@ void Operator::make_reconciler() {
                                                 ".svc:" + std::to_string(options_.status_port);
   }
   if (tune_) tune_(options);
-  const auto chosen = scheduling::choose_backend(options.plan.default_backend, false, options.plan.discovery);
-  log_info("operator", std::string("gang scheduling of jobs with backend Auto: ") + scheduling::to_string(chosen.kind) +
-                           (chosen.version.empty() ? "" : " (" + chosen.version + ")"));
+  discovery_ = options.plan.discovery;
+  say_backend();
   reconciler_ = std::make_unique<controller::Reconciler>(client_, std::move(options), reports_);
+}
+
+void Operator::say_backend() const {
+  try {
+    const auto chosen = scheduling::choose_backend(options_.backend, false, discovery_);
+    log_info("operator", std::string("gang scheduling of jobs with backend Auto: ") +
+                             scheduling::to_string(chosen.kind) +
+                             (chosen.version.empty() ? "" : " (" + chosen.version + ")"));
+  } catch (const Error& e) {
+    log_warn("operator", std::string("gang scheduling of jobs with backend Auto: ") + e.what());
+  }
+}
+
+// A gang scheduler that is installed (or upgraded) later is used without a restart of the operator.
+void Operator::rediscover() {
+  try {
+    scheduling::Discovery found = discover(client_);
+    if (found == discovery_) return;
+    discovery_ = found;
+    say_backend();
+    reconciler_->set_discovery(std::move(found));
+  } catch (const std::exception& e) {
+    log_debug("operator", std::string("gang back-ends could not be looked up: ") + e.what());
+  }
 }
 
 void Operator::start_servers() {
@@ -341,7 +364,12 @@ int Operator::run(const std::atomic<bool>& stop) {
                            format_fixed(watch.seconds(), 2) + " s");
   // Whoever has no copy of the cluster yet does not ask for the lease.
   if (elector_ && !stop) elector_->start();
+  SteadyClock::time_point look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
   while (!stop && !lost_) {
+    if (SteadyClock::now() >= look_again) {
+      rediscover();
+      look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
+    }
     if (!working_ && (!elector_ || elector_->is_leader())) {
       working_ = true;
       reconciler_->start_workers();

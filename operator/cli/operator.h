@@ -41,6 +41,8 @@ class Operator final {
  private:
   void check_crd();
   void make_reconciler();
+  void say_backend() const;
+  void rediscover();
   void start_servers();
   void shut_down();
   std::string leader_status_address();
@@ -52,6 +54,7 @@ class Operator final {
   kube::EventRecorder events_;
   controller::ReportStore reports_;
   Tune tune_;
+  scheduling::Discovery discovery_;  // main thread only
   std::unique_ptr<controller::Reconciler> reconciler_;
   std::atomic<bool> lost_{false};
   std::atomic<bool> stopping_{false};

@@ -54,7 +54,7 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments,
                "notice lost nodes early; needs get, list and watch on nodes");
   app.add_option("--scheduling-backend", o.backend,
                  "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
-  app.add_option("--default-image", o.default_image, "trainer image of jobs that name none");
+  app.add_option("--default-image", o.default_image, "trainer image of jobs that name none or the API's default one");
   app.add_option("--webhook-service", o.webhook_service, "Service in front of the webhook port");
   app.add_option("--webhook-secret", o.webhook_secret, "Secret that the own certificate is kept in");
   app.add_option("--webhook-validating", o.validating_configuration,

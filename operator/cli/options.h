@@ -45,6 +45,7 @@ struct OperatorOptions {
   std::string webhook_cert_file, webhook_key_file;
 
   int sync_timeout_s = 300;
+  int discovery_interval_s = 60;  // between two looks at which gang back-ends the cluster serves (no flag)
   int shutdown_timeout_s = 25;
   LogOptions log;
 };

@@ -81,6 +81,14 @@ const Json* failed_container(const Json& status) {
   return first;
 }
 
+// A launcher leaves an account of the rank that failed first (trainer/launch/launch.h); anything else is text.
+std::string explanation(const std::string& message) {
+  const Json account = message.empty() || message[0] != '{' ? Json() : Json::parse(message, nullptr, false);
+  if (!account.is_object() || !account.contains("rank") || !account.contains("logTail")) return message;
+  return "rank " + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + "):\n" +
+         text(account, "logTail");
+}
+
 std::string waiting_reason(const Json& status) {
   for (const char* list : {"initContainerStatuses", "containerStatuses"}) {
     const Json& containers = at(status, list);
@@ -110,7 +118,7 @@ void read_trouble(const Json& status, CachedPod& pod) {
       trouble.exit_code = number(*ended, "exitCode");
       if (const int64_t signal = number(*ended, "signal"); signal > 0) trouble.signal = signal;
       if (trouble.reason.empty()) trouble.reason = text(*ended, "reason");
-      if (const std::string log = text(*ended, "message"); !log.empty()) trouble.message = log;
+      if (const std::string log = text(*ended, "message"); !log.empty()) trouble.message = explanation(log);
       trouble.finished_ms = kube::parse_time(text(*ended, "finishedAt")).value_or(0);
     }
     if (trouble.message.empty()) trouble.message = text(status, "message");

@@ -344,6 +344,8 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
     Json& ports = array_at(main, "ports");
     if (!has_named(ports, "metrics"))
       ports.push_back({{"name", "metrics"}, {"containerPort", spec.network.metrics_port}});
+    set_default(main, "terminationMessagePath", "/dev/termination-log");
+    main["env"].push_back({{"name", "TRIREME_TERMINATION_LOG"}, {"value", main["terminationMessagePath"]}});
     add_config(pod_spec, main, c);
     add_status_token(pod_spec, main, c.options);
   }

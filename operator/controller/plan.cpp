@@ -1,6 +1,8 @@
 #include "operator/controller/plan.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 #include "api/runtime.h"
 #include "api/validate.h"
@@ -29,6 +31,12 @@ std::string head(const std::string& text, size_t limit) {
   size_t at = limit;
   while (at > 0 && (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80) --at;
   return text.substr(0, at);
+}
+
+double five_digits(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.5g", value);
+  return std::strtod(text, nullptr);
 }
 
 std::string count(size_t part, size_t whole) { return std::to_string(part) + " of " + std::to_string(whole); }
@@ -686,6 +694,11 @@ void Planner::describe_pods() {
 void Planner::describe_progress() {
   if (!o_.report || o_.report->attempt != job_.status.attempt) return;
   next_.progress = o_.report->progress;
+  // People read these numbers in columns; the exact ones are in the metrics and the run's log.
+  Progress& p = *next_.progress;
+  for (auto* value : {&p.reward, &p.step_seconds, &p.tokens_per_second, &p.response_length, &p.validation_accuracy})
+    if (*value) *value = five_digits(**value);
+  for (auto& [name, seconds] : p.phase_seconds) seconds = five_digits(seconds);
   next_.progress->last_heartbeat_time = time(o_.now_ms - o_.report->age.count());
 }
 

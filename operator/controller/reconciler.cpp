@@ -85,7 +85,8 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
       metrics_(*options_.metrics, "rljob"),
       conflicts_(options_.metrics->counter("trireme_reconcile_conflicts_total",
                                            "Status writes that lost against another writer and were done again.")),
-      pool_(options_.write_threads) {
+      pool_(options_.write_threads),
+      plan_(std::make_shared<const PlanOptions>(options_.plan)) {
   metrics_.max_concurrent.Set(options_.workers);
   make_informers(client);
   reports_.set_listener([this](const ObjectKey& job, bool urgent) {
@@ -233,6 +234,18 @@ void Reconciler::stop() {
   if (nodes_) nodes_->stop();
 }
 
+void Reconciler::set_discovery(scheduling::Discovery discovery) {
+  auto next = std::make_shared<PlanOptions>(*plan_options());
+  next->discovery = std::move(discovery);
+  std::lock_guard lock(plan_mutex_);
+  plan_ = std::move(next);
+}
+
+std::shared_ptr<const PlanOptions> Reconciler::plan_options() const {
+  std::lock_guard lock(plan_mutex_);
+  return plan_;
+}
+
 Milliseconds Reconciler::stuck_for() const {
   if (last_progress_ns_ == 0 || stopping_ || queue_.size() == 0) return Milliseconds(0);
   return Milliseconds((steady_ns() - last_progress_ns_.load()) / 1000000);
@@ -301,7 +314,7 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
       return std::nullopt;
     }
     complete_observation(key, *observed, memory, deadline);
-    Plan next = plan(*observed, options_.plan);
+    Plan next = plan(*observed, *plan_options());
     if (next.needs_live) {
       TRIREME_CHECK(!observed->live, "the planner asked twice for the live state of " + key.str());
       // We made the pods just now and the watch has not told all of them yet.
@@ -497,8 +510,10 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
   }
   const bool progress_only = without_progress(plan.status) == without_progress(job.status);
   // All jobs together write at most about a hundred progress updates a second.
-  const Milliseconds interval =
-      progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size())) : options_.status_interval;
+  // While many jobs wait in the queue, making their objects comes before describing those of others.
+  const Milliseconds busy(std::min<size_t>(10 * queue_.size(), 10000));
+  const Milliseconds interval = progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size()))
+                                              : std::max(options_.status_interval, busy);
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
   const bool before = memory.status_written != SteadyClock::time_point{};
   if (before && since < interval) return interval - since;

@@ -66,6 +66,8 @@ class Reconciler final {
   // Time since a worker last took or finished a key while there was work; for the liveness probe.
   Milliseconds stuck_for() const;
   void enqueue(const kube::ObjectKey& job, kube::Priority priority = kube::Priority::kNormal);
+  // What the cluster serves for gangs has changed; plans from now on use it. Any thread.
+  void set_discovery(scheduling::Discovery discovery);
   const kube::RateLimitedQueue& queue() const { return queue_; }
   std::shared_ptr<const CachedPod> find_pod(const kube::ObjectKey& key) const { return pods_->get(key); }
   std::shared_ptr<const CachedJob> find_job(const kube::ObjectKey& key) const { return jobs_->get(key); }
@@ -113,6 +115,7 @@ class Reconciler final {
   void remove(const kube::ObjectKey& key, const Action& action, const Deadline& deadline);
   void check_may_write() const;
   int64_t now_ms() const { return options_.now_ms ? options_.now_ms() : kube::unix_now_ms(); }
+  std::shared_ptr<const PlanOptions> plan_options() const;
   Memory& memory_of(const std::string& key);
   void forget(const std::string& key);
 
@@ -127,6 +130,8 @@ class Reconciler final {
   std::unique_ptr<kube::Informer<CachedPod>> pods_;
   std::unique_ptr<kube::Informer<CachedService>> services_;
   std::unique_ptr<kube::Informer<CachedNode>> nodes_;
+  mutable std::mutex plan_mutex_;
+  std::shared_ptr<const PlanOptions> plan_;
   std::mutex memory_mutex_;
   std::unordered_map<std::string, std::unique_ptr<Memory>> memory_;
   std::mutex nodes_mutex_;

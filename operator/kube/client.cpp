@@ -12,6 +12,7 @@
 #include "operator/kube/connection_pool.h"
 #include "operator/kube/json_scan.h"
 #include "operator/kube/metrics.h"
+#include "operator/kube/watchdog.h"
 
 namespace trireme::kube {
 namespace {
@@ -233,6 +234,7 @@ class Client::Impl final {
 
  private:
   static constexpr size_t kMaxErrorBody = 64u << 10;
+  static constexpr Milliseconds kOverdue{500};  // after the deadline, when the library's own time-outs did not help
 
   struct Outcome {
     Answer answer;
@@ -288,7 +290,10 @@ class Client::Impl final {
     httplib::Response response;
     const Stopwatch watch;
     take_verify_error();
-    outcome.complete = http.send(request, response, outcome.error);
+    {
+      const Watchdog::Guard guard(watchdog_, http, deadline.at() + kOverdue);
+      outcome.complete = http.send(request, response, outcome.error);
+    }
     if (outcome.complete && !outcome.answered) {
       outcome.answered = true;
       outcome.answer.status = response.status;
@@ -312,6 +317,7 @@ class Client::Impl final {
         .Observe(seconds);
   }
 
+  Watchdog watchdog_;
   Credentials credentials_;
   ConnectionPool pool_;
   RateLimiter limiter_;

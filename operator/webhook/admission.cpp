@@ -139,12 +139,21 @@ AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptio
   if (!concerns_us || !request.is_rljob || request.subresource || !spec.is_object())
     return respond(std::move(response), true);
   Json patch = Json::array();
+  Json replacement;
   try {
     std::vector<Issue> issues;
     RLJob job = rljob_from_json(request.object, issues, {.strict = false});
     if (issues.empty()) {
-      if (!options.image.empty() && text(spec, "image").empty()) job.spec.image = options.image;
+      // The API server has filled in the schema's default before it asks us.
+      const std::string image = text(spec, "image");
+      // What was made before this setting stays as it is; what we wrote once is written again.
+      const bool ours =
+          request.operation == "CREATE" || text(member(request.old_object, "spec"), "image") == options.image;
+      if (!options.image.empty() && options.image != kDefaultImage && image == kDefaultImage && ours)
+        replacement = {{"op", "replace"}, {"path", "/spec/image"}, {"value", options.image}};
+      if (!options.image.empty() && image.empty()) job.spec.image = options.image;
       patch = additions(spec, spec_to_json(job.spec), "/spec");
+      if (!replacement.is_null()) patch.push_back(std::move(replacement));
     }
   } catch (const std::exception&) {
     patch = Json::array();

@@ -14,14 +14,15 @@ struct AdmissionAnswer {
 };
 
 struct DefaultingOptions {
-  std::string image;  // of jobs that name none; empty: the API's default
+  std::string image;  // of jobs that name none, or the API's default one; empty: that one
 };
 
 // Refuses what api/validate.h calls wrong. A change that leaves the specification alone, and everything about an object
 // that is being deleted, is allowed: a finalizer must always come off.
 AdmissionAnswer review_validating(const std::string& body);
 
-// Writes the defaults into the object as a JSON patch of additions; never changes what the user wrote. What cannot be
+// Writes the defaults into the object as a JSON patch of additions; never changes what the user wrote (but for the
+// schema's default image, which cannot be told from one). What cannot be
 // read is allowed unchanged: the validating webhook says what is wrong with it.
 AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptions& options);
 

@@ -26,7 +26,7 @@ at::Tensor continue_greedily(const Model& model, std::vector<int64_t> prompt, in
   for (int64_t i = 0; i < count; ++i) {
     const auto tokens = static_cast<int64_t>(ids.size());
     const at::Tensor hidden = model.forward_cached(
-        {at::tensor(ids, at::kLong), at::arange(past, past + tokens, at::kLong), {{0, past, tokens}}}, arena);
+        {at::tensor(ids, at::kLong), at::arange(past, past + tokens, at::kLong), {{{0, past, tokens}}}}, arena);
     past += tokens;
     ids = sample_tokens(hidden.narrow(0, tokens - 1, 1), model.head_weight(), {{{}, {}, true}}).ids;
     generated.push_back(ids[0]);

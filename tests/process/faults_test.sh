@@ -28,6 +28,14 @@ check "a run of one step" "$TRIREME" $(run_args first grpo.max_num_steps=1)
 "$TRIREME" init-model --out "$dir/wider" --hidden 48 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 48 >/dev/null
 refuses 10 "belongs to another run" "$TRIREME" $(run_args first policy.model_name="$dir/wider")
 
+# What else has changed since a checkpoint is said, and the run goes on; without a change nothing is said.
+out=$("$TRIREME" $(run_args first grpo.max_num_steps=2) 2>&1); code=$?
+if [ $code = 0 ] && ! grep -q "changed since" <<<"$out"; then ok "an unchanged run goes on silently"; else bad "unchanged: code $code" "$out"; fi
+out=$("$TRIREME" $(run_args first grpo.max_num_steps=3 policy.optimizer.kwargs.lr=0.25 grpo.num_prompts_per_step=16) 2>&1); code=$?
+if [ $code = 0 ] && grep -q "changed since the checkpoint: policy.optimizer.kwargs.lr was .*, is 0.25" <<<"$out" && grep -q "changed since the checkpoint: grpo.num_prompts_per_step was 8, is 16" <<<"$out"
+then ok "changed settings are named at a resume"; else bad "changed settings: code $code" "$out"; fi
+refuses 10 "of other data" "$TRIREME" $(run_args first grpo.max_num_steps=4 data.seed=99)
+
 # A port that is taken.
 exec 3<>/dev/null
 python=$(command -v python3) || true
@@ -46,6 +54,15 @@ kill -9 $victim
 wait $pid; code=$?
 if [ $code = 137 ] && grep -q "rank 1 failed first (signal 9" "$dir/err"; then ok "a killed rank is named and ends the run with code 137"
 else bad "killed rank: code $code" "$(cat "$dir/err")"; fi
+
+# A rank that hangs: the others name it when the collective's deadline has passed, and the launcher ends it.
+"$TRIREME" launch --nproc-per-node 2 -- $(run_args hung grpo.max_num_steps=100000 checkpointing.enabled=false cluster.collective_timeout_s=30) >"$dir/out" 2>"$dir/err" & pid=$!
+for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.05; done
+victim=$(for child in $(pgrep -P $pid); do tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && echo "$child"; done)
+kill -STOP $victim
+wait $pid; code=$?
+if [ $code = 20 ] && grep -q "rank 1 has not come (last seen at number" "$dir/err" && grep -q "rank 1 still runs" "$dir/err"; then ok "a hanging rank is named and ended"
+else bad "hanging rank: code $code" "$(cat "$dir/err")"; fi
 
 # A full disk at the checkpoint (a small tmpfs, when this may be mounted).
 mkdir -p "$dir/small"

@@ -56,7 +56,10 @@ class GrpoLoop final {
 
   TrainSummary run() {
     const GrpoConfig& g = config_.grpo;
-    if (g.val_at_start && step_ == 0) validate(0);
+    if (g.val_at_start && step_ == 0) {
+      validate(0);
+      session_.reporting.log_validation(0, validation_values());
+    }
     TrainSummary summary;
     bool stop_early = false;
     while (step_ < g.max_num_steps && prompts_.epoch() < g.max_num_epochs && !stop_early) {
@@ -68,7 +71,10 @@ class GrpoLoop final {
       }
     }
     if (summary.end == LoopEnd::kFinished) {
-      if (g.val_at_end && validated_step_ != step_) validate(step_);
+      if (g.val_at_end && validated_step_ != step_) {
+        validate(step_);
+        session_.reporting.log_validation(step_, validation_values());
+      }
       session_.save(step_, state(), checkpoint_metrics());
     }
     session_.reporting.finish();
@@ -229,10 +235,7 @@ class GrpoLoop final {
     bool reached = false;
     if (validate_now) {
       const double accuracy = validate(step_);
-      report.values["timing/validation/total_validation_time"] = validation_seconds_;
-      report.values["validation/accuracy"] = accuracy;
-      report.values["validation/avg_length"] = validation_length_;
-      if (g.val_num_generations_per_prompt > 1) report.values["validation/pass_k"] = validation_pass_k_;
+      for (const auto& [name, value] : validation_values()) report.values[name] = value;
       if (g.stop_at_validation_threshold && g.stop_at_validation_metric == "accuracy") {
         reached = accuracy >= *g.stop_at_validation_threshold;
       }
@@ -246,6 +249,15 @@ class GrpoLoop final {
     report.samples = static_cast<double>(samples.size());
     session_.reporting.step(report);
     return reached;
+  }
+
+  // Of the last validation, by their names in the log.
+  std::map<std::string, double> validation_values() const {
+    std::map<std::string, double> values = {{"timing/validation/total_validation_time", validation_seconds_},
+                                            {"validation/accuracy", *last_validation_},
+                                            {"validation/avg_length", validation_length_}};
+    if (config_.grpo.val_num_generations_per_prompt > 1) values["validation/pass_k"] = validation_pass_k_;
+    return values;
   }
 
   double validate(int64_t step) {

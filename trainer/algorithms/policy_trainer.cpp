@@ -172,15 +172,15 @@ PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* r
   if (loss_.kl_penalty != 0) TRIREME_CHECK(reference != nullptr, "the KL term needs a reference model");
 }
 
-std::vector<Bin> PolicyTrainer::own_bins(const std::vector<int64_t>& lengths, uint64_t seed) const {
-  const int64_t ranks = context_.data_parallel().size();
+std::vector<std::vector<Bin>> PolicyTrainer::micro_batches(const std::vector<int64_t>& lengths,
+                                                           const MicroBatchSize& size, int64_t ranks,
+                                                           uint64_t seed) const {
   const PolicyConfig& p = config_.policy;
   std::vector<std::vector<Bin>> all;
   if (p.dynamic_batching.enabled) {
-    all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round,
-                                ranks);
+    all = dynamic_micro_batches(lengths, size.dynamic_tokens, p.dynamic_batching.sequence_length_round, ranks);
   } else if (p.sequence_packing.enabled) {
-    all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks,
+    all = packed_micro_batches(lengths, size.packed_tokens, ranks,
                                parse_packing_algorithm(p.sequence_packing.algorithm), seed);
     if (p.sequence_packing.microbatch_order == "largest_first") {
       const auto load = [&](const Bin& bin) {
@@ -192,9 +192,53 @@ std::vector<Bin> PolicyTrainer::own_bins(const std::vector<int64_t>& lengths, ui
         std::stable_sort(bins.begin(), bins.end(), [&](const Bin& a, const Bin& b) { return load(a) > load(b); });
     }
   } else {
-    all = fixed_micro_batches(static_cast<int64_t>(lengths.size()), p.train_micro_batch_size, ranks);
+    all = fixed_micro_batches(static_cast<int64_t>(lengths.size()), size.samples, ranks);
   }
-  return all[static_cast<size_t>(context_.data_parallel().rank())];
+  return all;
+}
+
+std::vector<Bin> PolicyTrainer::own_bins(const std::vector<int64_t>& lengths, uint64_t seed) const {
+  const PolicyConfig& p = config_.policy;
+  const MicroBatchSize size{p.dynamic_batching.train_mb_tokens, p.sequence_packing.train_mb_tokens,
+                            p.train_micro_batch_size};
+  return micro_batches(lengths, size, context_.data_parallel().size(),
+                       seed)[static_cast<size_t>(context_.data_parallel().rank())];
+}
+
+std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const std::vector<RolloutSample>& samples,
+                                                    const std::vector<Bin>& bins, const LogprobOptions& options) {
+  const c10::NoGradGuard no_grad;
+  const PolicyConfig& p = config_.policy;
+  const MicroBatchSize size{p.dynamic_batching.logprob_mb_tokens, p.sequence_packing.logprob_mb_tokens,
+                            p.logprob_batch_size};
+  std::vector<int64_t> own, lengths;
+  for (const Bin& bin : bins) own.insert(own.end(), bin.begin(), bin.end());
+  for (const int64_t i : own) lengths.push_back(samples[static_cast<size_t>(i)].length());
+  std::map<int64_t, at::Tensor> of_sample;
+  std::vector<std::vector<Bin>> passes = micro_batches(lengths, size, 1, static_cast<uint64_t>(config_.grpo.seed));
+  for (Bin& bin : passes.front()) {
+    for (int64_t& i : bin) i = own[static_cast<size_t>(i)];
+    const MicroBatch batch = make_micro_batch(samples, bin);
+    if (batch.answer_tokens() == 0) continue;
+    const at::Tensor all = answer_logprobs(model, batch, options).to(at::kCPU);
+    int64_t from = 0;
+    for (const int64_t i : bin) {
+      const int64_t tokens = static_cast<int64_t>(samples[static_cast<size_t>(i)].tokens.size());
+      of_sample[i] = all.narrow(0, from, tokens);
+      from += tokens;
+    }
+    if (on_progress) on_progress();
+  }
+  std::vector<at::Tensor> of_bin;
+  for (const Bin& bin : bins) {
+    std::vector<at::Tensor> parts;
+    for (const int64_t i : bin) {
+      const auto found = of_sample.find(i);
+      if (found != of_sample.end()) parts.push_back(found->second);
+    }
+    of_bin.push_back(parts.empty() ? at::empty({0}, at::kFloat) : at::cat(parts));
+  }
+  return of_bin;
 }
 
 PolicyTrainer::Prepared PolicyTrainer::prepare(const std::vector<RolloutSample>& samples, const Bin& bin) const {
@@ -240,24 +284,27 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     std::vector<int64_t> lengths;
     for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i)
       lengths.push_back(samples[static_cast<size_t>(i)].length());
-    std::vector<Prepared> step;
-    for (Bin& bin : own_bins(lengths, static_cast<uint64_t>(config_.grpo.seed))) {
+    std::vector<Bin> bins = own_bins(lengths, static_cast<uint64_t>(config_.grpo.seed));
+    for (Bin& bin : bins) {
       for (int64_t& i : bin) i += begin;
-      Prepared prepared = prepare(samples, bin);
+    }
+    std::vector<at::Tensor> reference, previous;
+    if (loss_.kl_penalty != 0) {
+      LogprobOptions plain = distribution_;  // reference log-probs are unfiltered
+      plain.top_k = 0;
+      plain.top_p = 1;
+      plain.min_p = 0;
+      reference = logprob_pass(*reference_, samples, bins, plain);
+    }
+    if (!exact_) previous = logprob_pass(policy_, samples, bins, distribution_);
+    std::vector<Prepared> step;
+    for (size_t b = 0; b < bins.size(); ++b) {
+      Prepared prepared = prepare(samples, bins[b]);
       if (prepared.batch.answer_tokens() == 0) continue;
-      const c10::NoGradGuard no_grad;
-      if (loss_.kl_penalty != 0) {
-        LogprobOptions plain = distribution_;  // reference log-probs are unfiltered
-        plain.top_k = 0;
-        plain.top_p = 1;
-        plain.min_p = 0;
-        prepared.reference = answer_logprobs(*reference_, prepared.batch, plain).to(at::kCPU);
-      }
-      prepared.previous =
-          exact_ ? prepared.generation : answer_logprobs(policy_, prepared.batch, distribution_).to(at::kCPU);
+      if (!reference.empty()) prepared.reference = reference[b];
+      prepared.previous = exact_ ? prepared.generation : previous[b];
       if (!exact_) mask_mismatched_sequences(prepared);
       step.push_back(std::move(prepared));
-      if (on_progress) on_progress();
     }
     steps.push_back(std::move(step));
   }

@@ -49,7 +49,17 @@ class PolicyTrainer final {
     MicroBatch batch;
     at::Tensor generation, previous, reference, advantages, mask, sequence_mask, positive;
   };
+  struct MicroBatchSize {  // which one counts says the configuration
+    int64_t dynamic_tokens, packed_tokens, samples;
+  };
+  // Of each of `ranks`.
+  std::vector<std::vector<Bin>> micro_batches(const std::vector<int64_t>& lengths, const MicroBatchSize& size,
+                                              int64_t ranks, uint64_t seed) const;
   std::vector<Bin> own_bins(const std::vector<int64_t>& lengths, uint64_t seed) const;
+  // Log-probs of the answers of every sample in `bins` under `model`, in micro-batches of the log-prob passes' own
+  // size, given back in the bins' order: one [T] a bin.
+  std::vector<at::Tensor> logprob_pass(const Model& model, const std::vector<RolloutSample>& samples,
+                                       const std::vector<Bin>& bins, const LogprobOptions& options);
   Prepared prepare(const std::vector<RolloutSample>& samples, const Bin& bin) const;
   void mask_mismatched_sequences(Prepared& prepared) const;
 

@@ -164,9 +164,17 @@ void Reporting::validation(int64_t step, double accuracy, double length, double 
                         ", mean length " + format_fixed(length, 1) + ", " + format_fixed(seconds, 2) + " s");
 }
 
+void Reporting::log_validation(int64_t step, const std::map<std::string, double>& values) {
+  if (impl_->log) impl_->log->append(step, values);
+}
+
 void Reporting::checkpointed(int64_t step) {
   if (impl_->metrics) impl_->metrics->set_checkpoint_step(step);
   if (impl_->status) impl_->status->update({{"progress", {{"lastCheckpointStep", step}}}});
+}
+
+void Reporting::stuck(int rank) {
+  if (impl_->status) impl_->status->update({{"stuckRank", rank}});
 }
 
 void Reporting::finish() {

@@ -41,7 +41,11 @@ class Reporting final {
   void heartbeat();
   void step(const StepReport& report);
   void validation(int64_t step, double accuracy, double length, double seconds);
+  // A validation that no step's report carries: before the first step, or after the last.
+  void log_validation(int64_t step, const std::map<std::string, double>& values);
   void checkpointed(int64_t step);
+  // The ranks have given up waiting for `rank`: the operator is told.
+  void stuck(int rank);
   void finish();  // writes the report page
 
  private:

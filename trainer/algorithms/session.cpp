@@ -6,17 +6,22 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/parallel/device.h"
 
 namespace trireme {
 namespace {
 
-ModelOptions policy_options(const Config& config) {
+bool reduce_in_fp32(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return !m.enabled || m.distributed_data_parallel_config.grad_reduce_in_fp32;
+}
+
+ModelOptions policy_options(const Config& config, int local_rank) {
   ModelOptions options;
   options.dtype = parse_dtype(config.policy.precision);
-  if (config.cluster.device == "cuda") {
-    fail_user("cluster.device: cuda is not supported by this build; use the CPU build's device, cpu");
-  }
+  options.device = choose_device(config.cluster.device, local_rank);
   options.checkpoint_activations = activation_checkpointing(config);
+  if (options.dtype == at::kBFloat16 && reduce_in_fp32(config)) options.gradient_dtype = at::kFloat;
   return options;
 }
 
@@ -49,6 +54,18 @@ std::optional<SteadyClock::time_point> parse_save_by(const std::string& text) {
   return SteadyClock::now() + std::chrono::seconds(seconds);
 }
 
+// Another model, algorithm or data set was refused before; the rest goes on, but not as the run that was interrupted.
+void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
+  const std::filesystem::path path = checkpoint.path / "config.yaml";
+  try {
+    std::vector<std::string> ignored;
+    for (const std::string& change : changes_since(load_config_text(read_file(path), {}, &ignored, path), config))
+      log_warn("train", "changed since the checkpoint: " + change);
+  } catch (const Error& error) {
+    log_warn("train", std::string("whether settings changed since the checkpoint is not known: ") + error.what());
+  }
+}
+
 }  // namespace
 
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
@@ -60,22 +77,22 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       stop_signal_(options.stop_signal),
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
+  context.data_parallel().on_absent = [this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); };
   reporting.phase("start", 0);
-  const ModelOptions model_options = policy_options(config);
+  const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank);
   policy = load_model(model_dir, model_options);
   if (tokenizer->vocab_size() > policy->config().vocab_size) {
     fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
-  exact_linear = linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype);
+  exact_linear = linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype, model_options.device);
   const AdamSettings adam = adam_settings(config);
   AdamWOptions adam_options;
   adam_options.beta1 = adam.beta1;
   adam_options.beta2 = adam.beta2;
   adam_options.eps = adam.eps;
   adam_options.decay_all = !config.policy.megatron_cfg.enabled;
-  adam_options.reduce_in_fp32 = !config.policy.megatron_cfg.enabled ||
-                                config.policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32;
+  adam_options.reduce_in_fp32 = reduce_in_fp32(config);
   optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options);
 
   nlohmann::json model_fingerprint = policy->config().to_json();
@@ -92,10 +109,13 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
   if (context.is_main()) {
     log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
-                          " parameters, " + config.policy.precision + ", " + std::to_string(context.world_size()) +
-                          " ranks, " + std::to_string(at::get_num_threads()) + " threads a rank");
-    if (resumed)
+                          " parameters, " + config.policy.precision + " on " + device_name(model_options.device) +
+                          ", " + std::to_string(context.world_size()) + " ranks, " +
+                          std::to_string(at::get_num_threads()) + " threads a rank");
+    if (resumed) {
       log_info("train", "resuming after step " + std::to_string(resumed->step) + " from " + resumed->path.string());
+      warn_of_changes(*resumed, config);
+    }
   }
 }
 

@@ -36,7 +36,8 @@ class SftLoop final {
 
   TrainSummary run() {
     const SftConfig& s = config_.sft;
-    if (s.val_at_start && step_ == 0 && datasets_.validation) validate();
+    if (s.val_at_start && step_ == 0 && datasets_.validation)
+      session_.reporting.log_validation(0, {{"validation/loss", validate()}});
     TrainSummary summary;
     while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs) {
       one_step();
@@ -47,7 +48,8 @@ class SftLoop final {
       }
     }
     if (summary.end == LoopEnd::kFinished) {
-      if (s.val_at_end && datasets_.validation && validated_step_ != step_) validate();
+      if (s.val_at_end && datasets_.validation && validated_step_ != step_)
+        session_.reporting.log_validation(step_, {{"validation/loss", validate()}});
       save();
     }
     session_.reporting.finish();
@@ -80,7 +82,7 @@ class SftLoop final {
     batch.loss_mask.push_back(std::move(mask));
   }
 
-  std::vector<Bin> own_bins(const SftBatch& batch) const {
+  std::vector<Bin> own_bins(const SftBatch& batch, bool train) const {
     std::vector<int64_t> lengths;
     for (const RolloutSample& s : batch.samples) lengths.push_back(s.length());
     const PolicyConfig& p = config_.policy;
@@ -94,7 +96,8 @@ class SftLoop final {
                                  parse_packing_algorithm(p.sequence_packing.algorithm),
                                  static_cast<uint64_t>(config_.sft.seed));
     } else {
-      all = fixed_micro_batches(static_cast<int64_t>(lengths.size()), p.train_micro_batch_size, ranks);
+      all = fixed_micro_batches(static_cast<int64_t>(lengths.size()),
+                                train ? p.train_micro_batch_size : config_.sft.val_micro_batch_size, ranks);
     }
     return all[static_cast<size_t>(session_.context.rank())];
   }
@@ -116,7 +119,7 @@ class SftLoop final {
     double loss = 0;
     const c10::AutoGradMode grad(train);
     const at::Device device = session_.policy->options().device;
-    for (const Bin& bin : own_bins(batch)) {
+    for (const Bin& bin : own_bins(batch, train)) {
       const MicroBatch micro = make_micro_batch(batch.samples, bin);
       if (micro.answer_tokens() == 0) continue;
       const at::Tensor logprobs = answer_logprobs(*session_.policy, micro, LogprobOptions{});

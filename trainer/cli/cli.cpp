@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "trainer/cli/commands.h"
+#include "trainer/cli/exit_codes.h"
 
 namespace trireme {
 namespace {
@@ -14,24 +15,6 @@ namespace {
 std::atomic<int> g_signal{0};
 
 void on_signal(int number) { g_signal.store(number); }
-
-int exit_code(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kUser:
-    case ErrorKind::kNotFound:
-      return kExitConfig;
-    case ErrorKind::kTimeout:
-    case ErrorKind::kUnavailable:
-    case ErrorKind::kConflict:
-      return kExitCommunication;
-    case ErrorKind::kData:
-      return kExitNumerics;
-    case ErrorKind::kIo:
-    case ErrorKind::kInternal:
-      return 1;
-  }
-  return 1;
-}
 
 }  // namespace
 
@@ -51,6 +34,7 @@ int cli_main(int argc, char** argv) {
   add_plan_commands(app, context);
   add_model_commands(app, context);
   add_tool_commands(app, context);
+  add_bench_commands(app, context);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -61,10 +45,10 @@ int cli_main(int argc, char** argv) {
     return context.run();
   } catch (const Error& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
-    return exit_code(error.kind());
+    return exit_code_of(error);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: internal: %s\n", error.what());
-    return 1;
+    return exit_code_of(error);
   }
 }
 

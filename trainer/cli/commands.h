@@ -12,10 +12,11 @@ struct CommandContext {
   const std::atomic<int>* signal = nullptr;  // last SIGTERM or SIGINT
 };
 
-void add_train_commands(CLI::App& app, CommandContext& context);  // run launch train
+void add_train_commands(CLI::App& app, CommandContext& context);  // run launch once train
 void add_plan_commands(CLI::App& app, CommandContext& context);   // plan validate
 void add_model_commands(CLI::App& app, CommandContext& context);  // init-model export generate score
 void add_tool_commands(CLI::App& app, CommandContext& context);   // init-task grade replay report
+void add_bench_commands(CLI::App& app, CommandContext& context);  // bench rollout|decode|train|step|ops
 
 // Parses and runs; exceptions become one sentence on stderr and an exit code.
 int cli_main(int argc, char** argv);

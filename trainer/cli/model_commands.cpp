@@ -11,6 +11,7 @@
 #include "trainer/cli/environment.h"
 #include "trainer/config/config.h"
 #include "trainer/model/model.h"
+#include "trainer/parallel/device.h"
 #include "trainer/rollout/generate.h"
 #include "trainer/tokenizer/tokenizer.h"
 
@@ -83,7 +84,7 @@ struct GenerateArguments {
   SamplingOptions sampling;
   int64_t seed = 0;
   int64_t max_total_length = 0;
-  std::string dtype = "float32";
+  std::string dtype, device = "auto";
 };
 
 struct Input {
@@ -112,10 +113,12 @@ struct Output {
   std::ofstream file;
 };
 
-std::unique_ptr<Model> load_frozen(const std::string& name, const std::string& dtype) {
+// dtype "": bfloat16 on CUDA, else float32.
+std::unique_ptr<Model> load_frozen(const std::string& name, const std::string& dtype, const std::string& device) {
   ModelOptions frozen;
   frozen.trainable = false;
-  frozen.dtype = parse_dtype(dtype);
+  frozen.device = choose_device(device, 0);
+  frozen.dtype = parse_dtype(!dtype.empty() ? dtype : frozen.device.is_cuda() ? "bfloat16" : "float32");
   use_threads(1);
   return load_model(resolve_model(name, hf_home_from_environment()), frozen);
 }
@@ -123,7 +126,7 @@ std::unique_ptr<Model> load_frozen(const std::string& name, const std::string& d
 int generate_verb(GenerateArguments a) {
   const std::filesystem::path dir = resolve_model(a.model, hf_home_from_environment());
   const auto tokenizer = Tokenizer::load(dir);
-  const std::unique_ptr<Model> model = load_frozen(a.model, a.dtype);
+  const std::unique_ptr<Model> model = load_frozen(a.model, a.dtype, a.device);
   a.sampling.seed = static_cast<uint64_t>(a.seed);
   a.sampling.stop_ids = tokenizer->eos_ids();
   EngineOptions engine;
@@ -136,11 +139,11 @@ int generate_verb(GenerateArguments a) {
 }
 
 // {"text": ...} or {"ids": [...]} a line -> {"ids", "logprobs", "sum"}: log-probs of ids[1..].
-int score_verb(const std::string& model_name, const std::string& text, const std::string& out,
-               const std::string& dtype) {
+int score_verb(const std::string& model_name, const std::string& text, const std::string& out, const std::string& dtype,
+               const std::string& device) {
   const std::filesystem::path dir = resolve_model(model_name, hf_home_from_environment());
   const auto tokenizer = Tokenizer::load(dir);
-  const std::unique_ptr<Model> model = load_frozen(model_name, dtype);
+  const std::unique_ptr<Model> model = load_frozen(model_name, dtype, device);
   Input input(text);
   Output output(out);
   std::string line;
@@ -212,20 +215,27 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--stop", a->sampling.stop_strings, "stop string; may be given several times");
     verb->add_option("--max-total-length", a->max_total_length);
     verb->add_option("--seed", a->seed);
-    verb->add_option("--dtype", a->dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+    verb->add_option("--dtype", a->dtype, "default: bfloat16 on CUDA, else float32")
+        ->check(CLI::IsMember({"float32", "bfloat16"}));
+    verb->add_option("--device", a->device, "auto: CUDA where there is one")
+        ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
     verb->callback([a, &context] { context.run = [a] { return generate_verb(*a); }; });
   }
   {
     auto model = std::make_shared<std::string>();
     auto text = std::make_shared<std::string>("-");
     auto out = std::make_shared<std::string>("-");
-    auto dtype = std::make_shared<std::string>("float32");
+    auto dtype = std::make_shared<std::string>();
+    auto device = std::make_shared<std::string>("auto");
     CLI::App* verb = app.add_subcommand("score", "log-probs of given texts, JSONL in and out");
     verb->add_option("--model", *model, "folder or Hub id")->required();
     verb->add_option("--text", *text, "lines {\"text\": ...} or {\"ids\": [...]}; - is standard input");
     verb->add_option("--out", *out);
-    verb->add_option("--dtype", *dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->callback([=, &context] { context.run = [=] { return score_verb(*model, *text, *out, *dtype); }; });
+    verb->add_option("--dtype", *dtype, "default: bfloat16 on CUDA, else float32")
+        ->check(CLI::IsMember({"float32", "bfloat16"}));
+    verb->add_option("--device", *device, "auto: CUDA where there is one")
+        ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+    verb->callback([=, &context] { context.run = [=] { return score_verb(*model, *text, *out, *dtype, *device); }; });
   }
 }
 

@@ -16,6 +16,7 @@
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
 #include "trainer/launch/launch.h"
+#include "trainer/launch/once.h"
 #include "trainer/launch/run_manifest.h"
 
 namespace trireme {
@@ -46,6 +47,10 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   }
   TrainOptions options;
   options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
+  options.rendezvous.on_stuck = [](const std::string& what) {
+    log_error("train", what + "; leaving with the code of a node that is at fault");
+    ::_exit(kExitNode);  // the training thread cannot be asked
+  };
   options.hf_home = hf_home_from_environment();
   options.reporting = reporting_from_environment();
   options.stop_signal = context.signal;
@@ -145,6 +150,26 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("command", arguments->command, "after --: the verb and its arguments");
     verb->callback(
         [arguments, &context] { context.run = [arguments, &context] { return launch_verb(*arguments, context); }; });
+  }
+  {
+    auto options = std::make_shared<OnceOptions>();
+    auto rank = std::make_shared<int>(-1);
+    auto seconds = std::make_shared<double>(3600);
+    CLI::App* verb = app.add_subcommand(
+        "once", "node 0 prepares what all nodes use, the others wait: trireme once FILE -- init-task ...");
+    verb->add_option("marker", options->marker, "written when the verb succeeded; on a volume that all nodes mount")
+        ->required();
+    verb->add_option("command", options->command, "after --: the verb and its arguments")->required();
+    verb->add_option("--node-rank", *rank, "this node (default: NODE_RANK or 0)");
+    verb->add_option("--timeout", *seconds, "seconds for the verb, and for waiting for it")->check(CLI::PositiveNumber);
+    verb->callback([=, &context] {
+      context.run = [=, &context] {
+        options->node_rank = *rank >= 0 ? *rank : static_cast<int>(environment_int("NODE_RANK", 0));
+        options->timeout = Milliseconds(static_cast<int64_t>(*seconds * 1000));
+        options->program = program_path();
+        return run_once(*options, context.signal);
+      };
+    });
   }
   {
     auto options = std::make_shared<RunOptions>();

@@ -377,6 +377,10 @@ std::vector<std::string> keys_without_effect(const Config& config);
 
 // The resolved configuration; reading it back gives the same Config.
 std::string to_yaml(const Config& config);
+// What differs between the configuration that a checkpoint was written with and the one that goes on from it, a sentence
+// a key: "policy.optimizer.kwargs.lr was 1e-05, is 2e-05". Left out: what does not change the numbers of a run (logging,
+// checkpoints, validation, machines, cache sizes, when to end), and the algorithm (another one is refused before).
+std::vector<std::string> changes_since(const Config& saved, const Config& now);
 // Text of docs/configuration.md.
 std::string config_reference_markdown();
 

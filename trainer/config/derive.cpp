@@ -366,7 +366,6 @@ void validate_supported(const Config& c) {
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,
          "data.validation.env_name", "another reward for validation than for training");
-  refuse(c.cluster.device == "cuda", "cluster.device", "CUDA");
   refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
   if (!reasons.empty()) fail_user(join(reasons, "\n"));
 }
@@ -376,19 +375,17 @@ std::vector<std::string> keys_without_effect(const Config& c) {
   const auto note = [&](bool set, const std::string& key, const std::string& why) {
     if (set) notes.push_back(key + " has no effect in this version: " + why);
   };
-  const std::string same = "reference and previous log-probs use the micro-batches of training";
   const PolicyConfig& p = c.policy;
-  note(p.logprob_batch_size != p.train_micro_batch_size, "policy.logprob_batch_size", same);
-  note(p.sequence_packing.enabled &&
-           p.sequence_packing.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
-       "policy.sequence_packing.logprob_mb_tokens", same);
-  note(p.dynamic_batching.enabled &&
-           p.dynamic_batching.logprob_mb_tokens != p.max_total_sequence_length * p.logprob_batch_size,
-       "policy.dynamic_batching.logprob_mb_tokens", same);
+  const bool by_tokens = p.sequence_packing.enabled || p.dynamic_batching.enabled;
   note(p.logprob_chunk_size != PolicyConfig{}.logprob_chunk_size, "policy.logprob_chunk_size",
        "the vocabulary op chooses its own chunk of rows");
-  note(c.algorithm == "sft" && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
-       "validation is packed like training");
+  note(c.algorithm == "sft" && by_tokens && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
+       "with packing or dynamic batching validation has the micro-batches of training");
+  note(p.make_sequence_length_divisible_by != required_divisor(c), "policy.make_sequence_length_divisible_by",
+       "sequences are packed without padding, so there is no length to round up");
+  note(c.env.math.enabled && c.env.math.math_verify_impl != RewardConfig{}.math_verify_impl,
+       "env.math.math_verify_impl",
+       "there is one verifier; it differs from the named one as trainer/rewards/README.md says");
   return notes;
 }
 

@@ -73,17 +73,24 @@ struct Rank {
   Subprocess process;
   std::unique_ptr<OutputTail> tail;
   std::optional<ExitStatus> status;
+  bool killed = false;  // by us, after another's failure
 };
 
 int code_of(const ExitStatus& status) { return status.signal != 0 ? 128 + status.signal : status.code; }
+
+constexpr size_t kMaxTerminationBytes = 4096;  // Kubernetes cuts a longer termination message
 
 void write_termination_log(const LaunchOptions& options, const LaunchResult& result) {
   if (options.termination_log.empty()) return;
   nlohmann::json account = {{"rank", result.failed_rank}, {"cause", result.cause}, {"exitCode", result.exit_code}};
   std::string tail = join(result.tail, "\n");
-  if (tail.size() > 3000) tail.erase(0, tail.size() - 3000);  // a termination message holds 4096 bytes
-  account["logTail"] = tail;
-  const std::string text = account.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::string text;
+  for (size_t limit = 4000; limit > 0; limit /= 2) {
+    if (tail.size() > limit) tail.erase(0, tail.size() - limit);
+    account["logTail"] = tail;
+    text = account.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    if (text.size() <= kMaxTerminationBytes) break;
+  }
   // The kubelet mounts this file: it is written in place.
   std::FILE* file = std::fopen(options.termination_log.c_str(), "w");
   if (file == nullptr) return;
@@ -147,7 +154,7 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       Rank& rank = ranks[i];
       if (rank.status) continue;
       rank.status = rank.process.poll();
-      if (!rank.status || rank.status->ok()) continue;
+      if (!rank.status || rank.status->ok() || rank.killed) continue;
       // Stopped as it was told to, after saving: its code is the result, but nothing has failed.
       if (forwarded && rank.status->signal == 0 && rank.status->code == options.stopped_code) {
         stopped = true;
@@ -174,7 +181,15 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       kill_at = Deadline::after(options.grace);
     }
     if (term_at.passed()) {
-      for (Rank& rank : ranks) rank.process.signal(SIGKILL);
+      for (Rank& rank : ranks) {
+        if (rank.status) continue;
+        rank.killed = true;
+        result.killed_ranks.push_back(rank.rank);
+        log_error("launch", "rank " + std::to_string(rank.rank) + " still runs " +
+                                std::to_string(options.failure_grace.count() / 1000) +
+                                " s after that: it is stuck, or far behind; killing it");
+        rank.process.signal(SIGKILL);
+      }
       term_at = never;
     }
     if (kill_at.passed()) {

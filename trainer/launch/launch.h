@@ -31,6 +31,7 @@ struct LaunchResult {
   int failed_rank = -1;           // -1: none
   std::string cause;              // "exit code 21"
   std::vector<std::string> tail;  // its last log lines
+  std::vector<int> killed_ranks;  // had not left when the grace after that failure was over
 };
 
 // Set by the caller's signal handler: the signal's number, forwarded once. May be null.

@@ -261,9 +261,11 @@ json ModelConfig::to_json() const {
 }
 
 std::vector<LinearShape> ModelConfig::linear_shapes() const {
-  return {{hidden_size, num_heads * head_dim}, {hidden_size, num_kv_heads * head_dim},
-          {num_heads * head_dim, hidden_size}, {hidden_size, intermediate_size},
-          {intermediate_size, hidden_size},    {hidden_size, vocab_size}};
+  return {{hidden_size, (num_heads + 2 * num_kv_heads) * head_dim},
+          {num_heads * head_dim, hidden_size},
+          {hidden_size, 2 * intermediate_size},
+          {intermediate_size, hidden_size},
+          {hidden_size, vocab_size}};
 }
 
 int64_t ModelConfig::parameter_count() const {

@@ -3,9 +3,15 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
+#ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/row_ops.h"
+#endif
 
 namespace trireme {
 
@@ -19,9 +25,13 @@ KvArena::KvArena(const ModelConfig& config, int64_t capacity_rows, at::ScalarTyp
   }
 }
 
-void KvArena::move(int64_t from, int64_t to, int64_t rows) {
+void KvArena::check_range(int64_t from, int64_t to, int64_t rows) const {
   TRIREME_CHECK(from >= 0 && to >= 0 && rows >= 0 && from + rows <= capacity_rows_ && to + rows <= capacity_rows_,
                 "rows outside the arena of " + std::to_string(capacity_rows_));
+}
+
+void KvArena::move(int64_t from, int64_t to, int64_t rows) {
+  check_range(from, to, rows);
   if (rows == 0 || from == to) return;
   const at::NoGradGuard no_grad;
   for (const std::vector<at::Tensor>* side : {&keys_, &values_}) {
@@ -38,6 +48,51 @@ void KvArena::move(int64_t from, int64_t to, int64_t rows) {
       }
     }
   }
+}
+
+#ifdef TRIREME_CUDA
+namespace {
+
+// Whether no target meets another range, so that the order of the moves does not matter.
+bool independent(const std::vector<std::array<int64_t, 3>>& moves) {
+  std::vector<std::pair<int64_t, int64_t>> targets;  // [begin, end)
+  for (const auto& [from, to, rows] : moves) targets.emplace_back(to, to + rows);
+  std::sort(targets.begin(), targets.end());
+  for (size_t i = 0; i + 1 < targets.size(); ++i) {
+    if (targets[i].second > targets[i + 1].first) return false;
+  }
+  for (const auto& [from, to, rows] : moves) {
+    // The last target that begins before the source ends.
+    const auto after = std::lower_bound(targets.begin(), targets.end(), std::pair(from + rows, int64_t{0}));
+    if (after != targets.begin() && std::prev(after)->second > from) return false;
+  }
+  return true;
+}
+
+}  // namespace
+#endif
+
+void KvArena::move_all(const std::vector<RowMove>& moves) {
+#ifdef TRIREME_CUDA
+  if (!keys_.empty() && keys_.front().is_cuda()) {
+    std::vector<std::array<int64_t, 3>> list;
+    for (const RowMove& m : moves) {
+      check_range(m.from, m.to, m.rows);
+      if (m.rows > 0 && m.from != m.to) list.push_back({m.from, m.to, m.rows});
+    }
+    if (independent(list)) {
+      if (!addresses_.defined()) {
+        std::vector<at::Tensor> tensors = keys_;
+        tensors.insert(tensors.end(), values_.begin(), values_.end());
+        addresses_ = cuda::device_addresses(tensors);
+      }
+      const at::Tensor& first = keys_.front();
+      cuda::copy_arena_rows(addresses_, first.stride(0) * first.element_size(), list);
+      return;
+    }
+  }
+#endif
+  for (const RowMove& m : moves) move(m.from, m.to, m.rows);
 }
 
 int64_t KvArena::bytes_per_row(const ModelConfig& config, at::ScalarType dtype) {

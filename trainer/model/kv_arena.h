@@ -10,6 +10,13 @@
 
 namespace trireme {
 
+// `rows` rows from row `from` to row `to`, in every layer.
+struct RowMove {
+  int64_t from = 0;
+  int64_t to = 0;
+  int64_t rows = 0;
+};
+
 // Not thread-safe. Who owns which rows is the engine's business; the arena only stores them.
 class KvArena final {
  public:
@@ -24,13 +31,20 @@ class KvArena final {
   // source rows outside the target stay as they were. Serves to move an extent and to give a sample its prompt's rows.
   void move(int64_t from, int64_t to, int64_t rows);
 
+  // move() of each, in order. On CUDA one launch where no target meets another range of the call, and never a wait for
+  // the device but in the first such call.
+  void move_all(const std::vector<RowMove>& moves);
+
   // Memory of one row over all layers.
   static int64_t bytes_per_row(const ModelConfig& config, at::ScalarType dtype);
 
  private:
+  void check_range(int64_t from, int64_t to, int64_t rows) const;
+
   int64_t capacity_rows_ = 0;
   std::vector<at::Tensor> keys_;
   std::vector<at::Tensor> values_;
+  at::Tensor addresses_;  // of both on the device, once needed
 };
 
 }  // namespace trireme

@@ -6,23 +6,27 @@
 
 #include <algorithm>
 #include <functional>
+#include <tuple>
 
 #include "base/error.h"
 
 namespace trireme {
 
+// The weights of products that share their input lie one after another in the flat buffer and are used as one matrix:
+// `qkv` and `gate_up` are leaves of their own over the memory of the named parameters.
 struct Model::Layer {
   at::Tensor input_norm, post_norm;
-  at::Tensor q, k, v, o;
-  at::Tensor q_bias, k_bias, v_bias, o_bias;  // undefined: none
-  at::Tensor q_norm, k_norm;                  // undefined: none
-  at::Tensor gate, up, down;
-  at::Tensor gate_bias, up_bias, down_bias;
+  at::Tensor qkv, o;            // [(q_heads + 2 kv_heads) * head_dim, hidden], [hidden, q_heads * head_dim]
+  at::Tensor qkv_bias, o_bias;  // undefined: none
+  at::Tensor q_norm, k_norm;    // undefined: none
+  at::Tensor gate_up, down;     // [2 * intermediate, hidden], [hidden, intermediate]
+  at::Tensor gate_up_bias, down_bias;
 };
 
 // What differs between packed and cached passes: rotation table and where keys live.
 struct Model::Context {
-  at::Tensor rope;              // [tokens, 2, head_dim / 2]
+  at::Tensor rope;              // [positions, 2, head_dim / 2]
+  at::Tensor positions;         // [tokens]
   std::vector<int64_t> starts;  // packed
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
@@ -32,19 +36,21 @@ namespace {
 
 // The layer to run again in backward, carried through the autograd graph.
 struct LayerCall final : torch::CustomClassHolder {
-  explicit LayerCall(std::function<at::Tensor(const at::Tensor&)> f) : call(std::move(f)) {}
-  std::function<at::Tensor(const at::Tensor&)> call;
+  using Fn = std::function<std::pair<at::Tensor, at::Tensor>(const at::Tensor&)>;
+  explicit LayerCall(Fn f) : call(std::move(f)) {}
+  Fn call;
 };
 
 // Keeps x only. `anchor` is one of the layer's parameters, so that the node exists when x itself needs no gradient; the
 // parameters' gradients are accumulated by the inner backward.
 class RecomputeFunction final : public torch::autograd::Function<RecomputeFunction> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& anchor,
-                            const c10::intrusive_ptr<LayerCall>& layer) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                                                const at::Tensor& anchor, const c10::intrusive_ptr<LayerCall>& layer) {
     context->save_for_backward({x});
     context->saved_data["layer"] = c10::IValue::make_capsule(layer);
-    return layer->call(x);
+    const auto [sum, delta] = layer->call(x);
+    return {sum, delta};
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
@@ -52,7 +58,8 @@ class RecomputeFunction final : public torch::autograd::Function<RecomputeFuncti
     const auto layer = c10::static_intrusive_pointer_cast<LayerCall>(context->saved_data["layer"].toCapsule());
     const at::Tensor x = context->get_saved_variables()[0].detach().set_requires_grad(true);
     const at::AutoGradMode record(true);
-    torch::autograd::backward({layer->call(x)}, {grads[0]});
+    const auto [sum, delta] = layer->call(x);
+    torch::autograd::backward({sum, delta}, {grads[0], grads[1]});
     return {x.grad(), at::Tensor(), at::Tensor()};
   }
 };
@@ -93,82 +100,111 @@ Model::~Model() = default;
 void Model::allocate_parameters() {
   std::vector<std::vector<int64_t>> shapes;
   int64_t total = 0;
-  const auto add = [&](const std::string& name, std::vector<int64_t> shape) {
-    Parameter parameter;
-    parameter.name = name;
-    parameter.trainable = options_.trainable;
-    parameter.offset = total;
-    parameter.size = 1;
-    for (const int64_t size : shape) parameter.size *= size;
-    parameter.decay = shape.size() > 1;
-    total += (parameter.size + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
-    by_name_[name] = parameters_.size();
-    parameters_.push_back(std::move(parameter));
-    shapes.push_back(std::move(shape));
+  struct Member {
+    std::string name;
+    std::vector<int64_t> shape;
+  };
+  // The members of a block have no gaps between them.
+  const auto add = [&](std::vector<Member> block) {
+    for (Member& member : block) {
+      Parameter parameter;
+      parameter.name = member.name;
+      parameter.trainable = options_.trainable;
+      parameter.offset = total;
+      parameter.size = 1;
+      for (const int64_t size : member.shape) parameter.size *= size;
+      parameter.decay = member.shape.size() > 1;
+      total += parameter.size;
+      by_name_[parameter.name] = parameters_.size();
+      parameters_.push_back(std::move(parameter));
+      shapes.push_back(std::move(member.shape));
+    }
+    total = (total + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
   };
   const ModelConfig& c = config_;
   const int64_t q_width = c.num_heads * c.head_dim, kv_width = c.num_kv_heads * c.head_dim;
-  const auto add_linear = [&](const std::string& name, int64_t out, int64_t in, bool bias) {
-    add(name + ".weight", {out, in});
-    if (bias) add(name + ".bias", {out});
+  struct Output {
+    std::string name;
+    int64_t width;
   };
-  add("model.embed_tokens.weight", {c.vocab_size, c.hidden_size});
+  const auto add_linears = [&](const std::vector<Output>& outputs, int64_t in, bool bias) {
+    std::vector<Member> weights, biases;
+    for (const Output& output : outputs) weights.push_back({output.name + ".weight", {output.width, in}});
+    for (const Output& output : outputs) biases.push_back({output.name + ".bias", {output.width}});
+    add(std::move(weights));
+    if (bias) add(std::move(biases));
+  };
+  add({{"model.embed_tokens.weight", {c.vocab_size, c.hidden_size}}});
   for (int64_t i = 0; i < c.num_layers; ++i) {
     const std::string at = layer_name(i);
-    add(at + "input_layernorm.weight", {c.hidden_size});
-    add_linear(at + "self_attn.q_proj", q_width, c.hidden_size, c.qkv_bias);
-    add_linear(at + "self_attn.k_proj", kv_width, c.hidden_size, c.qkv_bias);
-    add_linear(at + "self_attn.v_proj", kv_width, c.hidden_size, c.qkv_bias);
-    if (c.qk_norm) add(at + "self_attn.q_norm.weight", {c.head_dim});
-    if (c.qk_norm) add(at + "self_attn.k_norm.weight", {c.head_dim});
-    add_linear(at + "self_attn.o_proj", c.hidden_size, q_width, c.output_bias);
-    add(at + "post_attention_layernorm.weight", {c.hidden_size});
-    add_linear(at + "mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
-    add_linear(at + "mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias);
-    add_linear(at + "mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias);
+    add({{at + "input_layernorm.weight", {c.hidden_size}}});
+    const std::string attention = at + "self_attn.", mlp = at + "mlp.";
+    add_linears({{attention + "q_proj", q_width}, {attention + "k_proj", kv_width}, {attention + "v_proj", kv_width}},
+                c.hidden_size, c.qkv_bias);
+    if (c.qk_norm) add({{attention + "q_norm.weight", {c.head_dim}}});
+    if (c.qk_norm) add({{attention + "k_norm.weight", {c.head_dim}}});
+    add_linears({{attention + "o_proj", c.hidden_size}}, q_width, c.output_bias);
+    add({{at + "post_attention_layernorm.weight", {c.hidden_size}}});
+    add_linears({{mlp + "gate_proj", c.intermediate_size}, {mlp + "up_proj", c.intermediate_size}}, c.hidden_size,
+                c.mlp_bias);
+    add_linears({{mlp + "down_proj", c.hidden_size}}, c.intermediate_size, c.mlp_bias);
   }
-  add("model.norm.weight", {c.hidden_size});
-  if (!c.tie_word_embeddings) add("lm_head.weight", {c.vocab_size, c.hidden_size});
+  add({{"model.norm.weight", {c.hidden_size}}});
+  if (!c.tie_word_embeddings) add({{"lm_head.weight", {c.vocab_size, c.hidden_size}}});
 
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   flat_parameters_ = at::zeros({total}, options);
-  if (options_.trainable) flat_gradients_ = at::zeros({total}, options);
+  if (options_.trainable) {
+    flat_gradients_ = at::zeros({total}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
+  }
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    const auto slice = [&](const at::Tensor& flat) {
-      return flat.narrow(0, parameter.offset, parameter.size).view(shapes[i]).detach();
-    };
-    parameter.tensor = slice(flat_parameters_);
-    if (!options_.trainable) continue;
-    parameter.tensor.set_requires_grad(true);
-    parameter.tensor.mutable_grad() = slice(flat_gradients_);
+    parameter.tensor = leaf(parameter.offset, shapes[i]);
   }
 }
 
+// A leaf over the flat buffers from element `offset` on.
+at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape) const {
+  int64_t size = 1;
+  for (const int64_t extent : shape) size *= extent;
+  const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(shape).detach(); };
+  at::Tensor tensor = slice(flat_parameters_);
+  if (options_.trainable) {
+    tensor.set_requires_grad(true);
+    tensor.set_grad_dtype(flat_gradients_.scalar_type());
+    tensor.mutable_grad() = slice(flat_gradients_);
+  }
+  return tensor;
+}
+
 void Model::bind_layers() {
+  const at::NoGradGuard no_grad;
+  // One leaf over the block of parameters whose first and last are named; undefined when there are none.
+  const auto block = [&](const std::string& first, const std::string& last) {
+    const Parameter* begin = find(first);
+    const Parameter* end = find(last);
+    if (begin == nullptr) return at::Tensor();
+    const int64_t elements = end->offset + end->size - begin->offset;
+    if (begin->tensor.dim() == 1) return leaf(begin->offset, {elements});
+    const int64_t in = begin->tensor.size(1);
+    return leaf(begin->offset, {elements / in, in});
+  };
   for (int64_t i = 0; i < config_.num_layers; ++i) {
-    const std::string at = layer_name(i);
-    const auto get = [&](const char* name) { return tensor(at + name); };
+    const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
     Layer layer;
-    layer.input_norm = get("input_layernorm.weight");
-    layer.post_norm = get("post_attention_layernorm.weight");
-    layer.q = get("self_attn.q_proj.weight");
-    layer.k = get("self_attn.k_proj.weight");
-    layer.v = get("self_attn.v_proj.weight");
-    layer.o = get("self_attn.o_proj.weight");
-    layer.q_bias = get("self_attn.q_proj.bias");
-    layer.k_bias = get("self_attn.k_proj.bias");
-    layer.v_bias = get("self_attn.v_proj.bias");
-    layer.o_bias = get("self_attn.o_proj.bias");
-    layer.q_norm = get("self_attn.q_norm.weight");
-    layer.k_norm = get("self_attn.k_norm.weight");
-    layer.gate = get("mlp.gate_proj.weight");
-    layer.up = get("mlp.up_proj.weight");
-    layer.down = get("mlp.down_proj.weight");
-    layer.gate_bias = get("mlp.gate_proj.bias");
-    layer.up_bias = get("mlp.up_proj.bias");
-    layer.down_bias = get("mlp.down_proj.bias");
+    layer.input_norm = tensor(at + "input_layernorm.weight");
+    layer.post_norm = tensor(at + "post_attention_layernorm.weight");
+    layer.qkv = block(attention + "q_proj.weight", attention + "v_proj.weight");
+    layer.qkv_bias = block(attention + "q_proj.bias", attention + "v_proj.bias");
+    layer.o = tensor(attention + "o_proj.weight");
+    layer.o_bias = tensor(attention + "o_proj.bias");
+    layer.q_norm = tensor(attention + "q_norm.weight");
+    layer.k_norm = tensor(attention + "k_norm.weight");
+    layer.gate_up = block(mlp + "gate_proj.weight", mlp + "up_proj.weight");
+    layer.gate_up_bias = block(mlp + "gate_proj.bias", mlp + "up_proj.bias");
+    layer.down = tensor(mlp + "down_proj.weight");
+    layer.down_bias = tensor(mlp + "down_proj.bias");
     layers_.push_back(std::move(layer));
   }
   embedding_ = tensor("model.embed_tokens.weight");
@@ -206,22 +242,33 @@ void Model::copy_parameters_from(const Model& other) {
   flat_parameters_.copy_(other.flat_parameters_);
 }
 
-at::Tensor Model::rope_rows(const at::Tensor& positions) const {
+// Angles of positions 0, 1, ... up to at least `positions` of them.
+at::Tensor Model::rope_rows(int64_t positions) const {
   const at::ScalarType type = options_.dtype == at::kDouble ? at::kDouble : at::kFloat;
-  const int64_t needed = positions.size(0) == 0 ? 1 : positions.max().item<int64_t>() + 1;
   const std::lock_guard<std::mutex> lock(rope_mutex_);
-  if (!rope_cache_.defined() || rope_cache_.size(0) < needed) {
-    const int64_t size = std::max<int64_t>({needed, 256, rope_cache_.defined() ? 2 * rope_cache_.size(0) : 0});
+  if (!rope_cache_.defined() || rope_cache_.size(0) < positions) {
+    const int64_t size = std::max<int64_t>({positions, 256, rope_cache_.defined() ? 2 * rope_cache_.size(0) : 0});
     rope_cache_ = rope_table(at::arange(size, at::kLong), config_.rope, type).to(options_.device);
   }
-  return rope_cache_.index_select(0, positions);
+  return rope_cache_;
+}
+
+// How many positions the table must have. On CUDA looking at `positions` would wait for the device: the whole range the
+// model knows, made once.
+int64_t Model::rope_extent(const at::Tensor& positions, int64_t longest) const {
+  if (!options_.device.is_cpu()) return std::max(longest, config_.max_position_embeddings);
+  return positions.size(0) == 0 ? 1 : positions.max().item<int64_t>() + 1;
 }
 
 at::Tensor Model::forward(const PackedBatch& batch) const {
   TRIREME_CHECK(batch.ids.defined() && batch.positions.defined() && batch.ids.size(0) == batch.positions.size(0),
                 "forward: ids and positions must have the same length");
   Context context;
-  context.rope = rope_rows(batch.positions);
+  int64_t longest = 0;
+  for (size_t s = 0; s + 1 < batch.starts.size(); ++s)
+    longest = std::max(longest, batch.starts[s + 1] - batch.starts[s]);
+  context.rope = rope_rows(rope_extent(batch.positions, longest));
+  context.positions = batch.positions;
   context.starts = batch.starts;
   return run(batch.ids, context);
 }
@@ -232,55 +279,57 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   TRIREME_CHECK(arena.num_layers() == config_.num_layers, "forward_cached: the arena belongs to another model");
   const at::NoGradGuard no_grad;
   Context context;
-  context.rope = rope_rows(batch.positions);
+  context.rope = rope_rows(rope_extent(batch.positions, 0));
+  context.positions = batch.positions;
   context.cached = &batch;
   context.arena = &arena;
   return run(batch.ids, context);
 }
 
+// The residual stream travels as a sum and the last block's output, which the next norm adds.
 at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
-  at::Tensor x = embed(embedding_, ids);
+  at::Tensor sum = embed(embedding_, ids), delta;
   const bool recompute = options_.checkpoint_activations && context.arena == nullptr && at::GradMode::is_enabled();
   for (int64_t i = 0; i < config_.num_layers; ++i) {
-    x = recompute ? run_layer_recomputed(i, x, context) : run_layer(i, x, context);
+    std::tie(sum, delta) = recompute ? run_layer_recomputed(i, sum, delta, context) : run_layer(i, sum, delta, context);
   }
-  return rms_norm(x, final_norm_, config_.rms_norm_eps);
+  return add_rms_norm(sum, delta, final_norm_, config_.rms_norm_eps).normed;
 }
 
-at::Tensor Model::run_layer(int64_t index, const at::Tensor& x, const Context& context) const {
+std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const at::Tensor& x, const at::Tensor& delta,
+                                                   const Context& context) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const int64_t tokens = x.size(0);
-  const at::Tensor normed = rms_norm(x, layer.input_norm, config_.rms_norm_eps);
-  at::Tensor q = trireme::linear(normed, layer.q, layer.q_bias).view({tokens, config_.num_heads, config_.head_dim});
-  at::Tensor k = trireme::linear(normed, layer.k, layer.k_bias).view({tokens, config_.num_kv_heads, config_.head_dim});
-  const at::Tensor v =
-      trireme::linear(normed, layer.v, layer.v_bias).view({tokens, config_.num_kv_heads, config_.head_dim});
-  if (layer.q_norm.defined()) q = rms_norm(q, layer.q_norm, config_.rms_norm_eps);
-  if (layer.k_norm.defined()) k = rms_norm(k, layer.k_norm, config_.rms_norm_eps);
-  q = rope(q, context.rope);
-  k = rope(k, context.rope);
+  const QkvLayout layout{config_.num_heads, config_.num_kv_heads, config_.head_dim, config_.rms_norm_eps};
+  const NormResult input = add_rms_norm(x, delta, layer.input_norm, config_.rms_norm_eps);
+  const at::Tensor qkv = trireme::linear(input.normed, layer.qkv, layer.qkv_bias);
   at::Tensor mixed;
   if (context.arena == nullptr) {
-    mixed = attention_packed(q, k, v, context.starts);
+    const Qkv parts = split_qkv(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout);
+    mixed = attention_packed(parts.q, parts.k, parts.v, context.starts);
   } else {
     const at::Tensor& keys = context.arena->keys(index);
     const at::Tensor& values = context.arena->values(index);
-    append_cached(k, v, keys, values, context.cached->rows);
-    mixed = attention_cached(q, keys, values, context.cached->rows);
+    const at::Tensor q = split_qkv_cached(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout,
+                                          keys, values, context.cached->plan);
+    mixed = attention_cached(q, keys, values, context.cached->plan);
   }
-  const at::Tensor attended = x + trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
-  const at::Tensor inner = rms_norm(attended, layer.post_norm, config_.rms_norm_eps);
-  const at::Tensor gate = trireme::linear(inner, layer.gate, layer.gate_bias);
-  const at::Tensor up = trireme::linear(inner, layer.up, layer.up_bias);
-  return attended + trireme::linear(swiglu(gate, up), layer.down, layer.down_bias);
+  const at::Tensor attention = trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
+  const NormResult inner = add_rms_norm(input.sum, attention, layer.post_norm, config_.rms_norm_eps);
+  const at::Tensor gate_up = trireme::linear(inner.normed, layer.gate_up, layer.gate_up_bias);
+  return {inner.sum, trireme::linear(swiglu_halves(gate_up), layer.down, layer.down_bias)};
 }
 
-at::Tensor Model::run_layer_recomputed(int64_t index, const at::Tensor& x, const Context& context) const {
-  const at::Tensor& anchor = layers_[static_cast<size_t>(index)].q;
-  if (!x.requires_grad() && !anchor.requires_grad()) return run_layer(index, x, context);
+std::pair<at::Tensor, at::Tensor> Model::run_layer_recomputed(int64_t index, const at::Tensor& x,
+                                                              const at::Tensor& delta, const Context& context) const {
+  const at::Tensor& anchor = layers_[static_cast<size_t>(index)].qkv;
+  if (!x.requires_grad() && !anchor.requires_grad()) return run_layer(index, x, delta, context);
+  // One tensor to keep instead of two; the sum has the bits the norm would give it.
+  const at::Tensor sum = delta.defined() ? x + delta : x;
   auto call = c10::make_intrusive<LayerCall>(
-      [this, index, context](const at::Tensor& input) { return run_layer(index, input, context); });
-  return RecomputeFunction::apply(x, anchor, call);
+      [this, index, context](const at::Tensor& input) { return run_layer(index, input, at::Tensor(), context); });
+  const torch::autograd::variable_list outputs = RecomputeFunction::apply(sum, anchor, call);
+  return {outputs[0], outputs[1]};
 }
 
 std::vector<std::vector<float>> score(const Model& model, const std::vector<std::vector<int32_t>>& sequences,

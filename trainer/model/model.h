@@ -30,11 +30,11 @@ struct PackedBatch {
   int64_t tokens() const { return ids.size(0); }
 };
 
-// Flat new tokens of many sequences, `rows` saying where each run's keys live.
+// Flat new tokens of many sequences, `plan` saying where each run's keys live (make_cache_plan).
 struct CachedBatch {
-  at::Tensor ids;              // [tokens] int64
-  at::Tensor positions;        // [tokens] int64 (past + i for token i of a run)
-  std::vector<CacheRow> rows;  // counts add up to tokens
+  at::Tensor ids;        // [tokens] int64
+  at::Tensor positions;  // [tokens] int64 (past + i for token i of a run), below max_position_embeddings on CUDA
+  CachePlan plan;        // counts add up to tokens
 };
 
 // A named slice of the flat buffer.
@@ -42,17 +42,21 @@ struct Parameter {
   std::string name;   // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
   at::Tensor tensor;  // leaf; a view of flat_parameters(); requires_grad when trainable
   bool trainable = true;
-  int64_t offset = 0;  // first element in flat_parameters() and flat_gradients(); a multiple of kParameterAlignment
+  int64_t offset = 0;  // first element in flat_parameters() and flat_gradients()
   int64_t size = 0;    // elements
   bool decay = true;   // false for norms and biases (one-dimensional): no weight decay
 };
-// Offsets are multiples of this many elements (at least 64 bytes in every dtype); gaps hold zeros for ever.
+// Parameters lie in blocks: q, k and v of a layer (weights; biases), gate and up, else one each. A block begins at a
+// multiple of this many elements (at least 64 bytes in every dtype) and has no gaps inside; gaps behind it hold zeros
+// for ever.
 inline constexpr int64_t kParameterAlignment = 64;
 
 struct ModelOptions {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   bool trainable = true;                // false: no gradient buffer, nothing requires grad (a reference model)
+  // In which backward adds up gradients; the parameters' own when absent.
+  std::optional<at::ScalarType> gradient_dtype;
   bool checkpoint_activations = false;  // keep only each layer's input; backward recomputes the layer
 };
 
@@ -86,7 +90,7 @@ class Model final {
 
   // All parameters, one contiguous tensor [elements], 64-byte aligned, gaps zero. Write it under at::NoGradGuard.
   const at::Tensor& flat_parameters() const { return flat_parameters_; }
-  // Same layout and dtype; the parameters' .grad are views of it, so backward adds into it. Undefined when not
+  // Same layout, in options().gradient_dtype; the parameters' .grad are views of it, so backward adds into it. Undefined when not
   // trainable.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
@@ -100,10 +104,14 @@ class Model final {
   void allocate_parameters();
   void bind_layers();
   const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
-  at::Tensor rope_rows(const at::Tensor& positions) const;
+  at::Tensor leaf(int64_t offset, const std::vector<int64_t>& shape) const;
+  at::Tensor rope_rows(int64_t positions) const;
+  int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   at::Tensor run(const at::Tensor& ids, const Context& context) const;
-  at::Tensor run_layer(int64_t index, const at::Tensor& x, const Context& context) const;
-  at::Tensor run_layer_recomputed(int64_t index, const at::Tensor& x, const Context& context) const;
+  std::pair<at::Tensor, at::Tensor> run_layer(int64_t index, const at::Tensor& x, const at::Tensor& delta,
+                                              const Context& context) const;
+  std::pair<at::Tensor, at::Tensor> run_layer_recomputed(int64_t index, const at::Tensor& x, const at::Tensor& delta,
+                                                         const Context& context) const;
 
   ModelConfig config_;
   ModelOptions options_;

@@ -10,6 +10,9 @@
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
+#ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/attention.h"
+#endif
 
 namespace trireme {
 namespace {
@@ -230,28 +233,43 @@ void check_runs(const std::vector<CacheRow>& rows, int64_t tokens, int64_t capac
 
 at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const std::vector<int64_t>& starts, double scale) {
-  const Shape shape = shape_of(q, k, v, "attention_packed");
   TRIREME_CHECK(k.size(0) == q.size(0) && !starts.empty() && starts.front() == 0 && starts.back() == q.size(0),
                 "attention_packed: starts must go from 0 to the number of tokens");
   for (size_t i = 0; i + 1 < starts.size(); ++i)
     TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
+#ifdef TRIREME_CUDA
+  if (q.is_cuda()) return cuda::attention_packed(q, k, v, starts, scale);
+#endif
+  const Shape shape = shape_of(q, k, v, "attention_packed");
   const double factor = softmax_scale(scale, shape);
   if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, factor);
   at::Tensor no_lse;
   return packed_forward(q, k, v, starts, shape, factor, no_lse);
 }
 
+CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device) {
+#ifdef TRIREME_CUDA
+  if (device.is_cuda()) return cuda::make_cache_plan(std::move(rows), group, device);
+#endif
+  CachePlan plan;
+  plan.rows = std::move(rows);
+  return plan;
+}
+
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
-                            const std::vector<CacheRow>& rows, double scale) {
+                            const CachePlan& plan, double scale) {
+#ifdef TRIREME_CUDA
+  if (q.is_cuda()) return cuda::attention_cached(q, arena_k, arena_v, plan, scale);
+#endif
   const Shape shape = shape_of(q, arena_k, arena_v, "attention_cached");
   TRIREME_CHECK(arena_k.is_contiguous() && arena_v.is_contiguous(), "attention_cached: the arena must be contiguous");
-  check_runs(rows, q.size(0), arena_k.size(0), "attention_cached");
+  check_runs(plan.rows, q.size(0), arena_k.size(0), "attention_cached");
   const at::Tensor qc = for_compute(q);
   at::Tensor out = at::empty_like(qc);
   at::Tensor keys = arena_k, values = arena_v;
   std::vector<Run> runs;
   int64_t token = 0;
-  for (const CacheRow& row : rows) {
+  for (const CacheRow& row : plan.rows) {
     if (row.count > 0) runs.push_back({token, row.past, row.count, row.extent_start});
     token += row.count;
   }
@@ -278,14 +296,17 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
 }
 
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
-                   const std::vector<CacheRow>& rows) {
+                   const CachePlan& plan) {
+#ifdef TRIREME_CUDA
+  if (k.is_cuda()) return cuda::append_cached(k, v, arena_k, arena_v, plan);
+#endif
   require_supported("append_cached", k);
   require_same("append_cached", k, arena_k, "the arena");
-  check_runs(rows, k.size(0), arena_k.size(0), "append_cached");
+  check_runs(plan.rows, k.size(0), arena_k.size(0), "append_cached");
   const at::Tensor kc = k.contiguous(), vc = v.contiguous();
   const size_t row_bytes = static_cast<size_t>(k.size(1) * k.size(2)) * k.element_size();
   int64_t token = 0;
-  for (const CacheRow& row : rows) {
+  for (const CacheRow& row : plan.rows) {
     const size_t target = static_cast<size_t>(row.extent_start + row.past) * row_bytes;
     const size_t source = static_cast<size_t>(token) * row_bytes, bytes = static_cast<size_t>(row.count) * row_bytes;
     std::memcpy(static_cast<char*>(arena_k.mutable_data_ptr()) + target,

@@ -6,6 +6,9 @@
 
 #include "base/log.h"
 #include "trainer/ops/checks.h"
+#ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/linear.h"
+#endif
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
@@ -80,6 +83,22 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
     const auto saved = context->get_saved_variables();
     const at::Tensor dy = grads[0].contiguous();
     at::Tensor dx, dweight, dbias;
+#ifdef TRIREME_CUDA
+    if (dy.is_cuda()) {
+      if (context->needs_input_grad(0)) dx = cuda::linear_backward_input(dy, saved[1]);
+      if (context->needs_input_grad(1)) {
+        // A parameter's gradient buffer takes the product directly: no [out, in] temporary, one rounding.
+        at::Tensor accumulator = saved[1].grad();
+        const bool direct = accumulator.defined() && accumulator.is_contiguous();
+        if (!direct) dweight = accumulator = at::zeros_like(saved[1]);
+        cuda::linear_backward_weight(dy, saved[0], accumulator);
+      }
+      if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
+        dbias = dy.sum(0, /*keepdim=*/false, at::kFloat).to(dy.scalar_type());
+      }
+      return {dx, dweight, dbias};
+    }
+#endif
     if (context->needs_input_grad(0)) dx = dy.mm(saved[1]);
     if (context->needs_input_grad(1)) dweight = dy.t().mm(saved[0]);
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) dbias = dy.sum(0);
@@ -88,6 +107,7 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
 };
 
 bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_cuda()) return at::equal(a.view(at::kShort), b.view(at::kShort));  // bf16
   const at::Tensor x = a.contiguous(), y = b.contiguous();
   return x.nbytes() == y.nbytes() && std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
@@ -95,6 +115,9 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+#ifdef TRIREME_CUDA
+  if (x.is_cuda()) return cuda::linear_forward(x, weight, bias);
+#endif
   return current_mode == LinearMode::kLibrary ? by_library(x, weight, bias) : by_rows(x, weight, bias);
 }
 
@@ -112,26 +135,57 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 LinearMode linear_mode() { return current_mode; }
 void set_linear_mode(LinearMode mode) { current_mode = mode; }
 
-bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype) {
+namespace {
+
+bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device) {
   const at::NoGradGuard no_grad;
-  constexpr int64_t kRows = 83;
+  const bool cpu = device.is_cpu();
+  const int64_t rows = cpu ? 83 : 4096;
+  const std::vector<int64_t> counts =
+      cpu ? std::vector<int64_t>{1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65}
+          : std::vector<int64_t>{1, 5, 16, 17, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 512, 1000, 2048, 3333};
   for (const LinearShape& shape : shapes) {
     // Numbers of mixed size: another order of additions shows in the last bits.
-    const auto numbers = [&](int64_t rows, double step) {
-      return at::arange(rows * shape.in, at::kDouble).mul_(step).sin_().mul_(3.0).to(dtype).view({rows, shape.in});
+    const auto numbers = [&](int64_t count, double step) {
+      return at::arange(count * shape.in, at::TensorOptions().dtype(at::kDouble).device(device))
+          .mul_(step)
+          .sin_()
+          .mul_(3.0)
+          .to(dtype)
+          .view({count, shape.in});
     };
-    const at::Tensor x = numbers(kRows, 0.7311);
+    const at::Tensor x = numbers(rows, 0.7311);
     const at::Tensor weight = numbers(shape.out, 0.4177);
     const at::Tensor whole = linear_forward(x, weight, {});
-    for (const int64_t count : {1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65}) {
-      for (const int64_t from : {int64_t{0}, int64_t{1}, kRows - count}) {
-        if (from + count > kRows) continue;
+    for (const int64_t count : counts) {
+      for (const int64_t from : {int64_t{0}, int64_t{1}, rows - count}) {
+        if (from + count > rows) continue;
         if (!same_bits(linear_forward(x.narrow(0, from, count), weight, {}), whole.narrow(0, from, count)))
           return false;
       }
     }
   }
   return true;
+}
+
+}  // namespace
+
+bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device) {
+  if (rows_are_exact(shapes, dtype, device)) return true;
+#ifdef TRIREME_CUDA
+  // Is it our kernel for few rows that has other bits than the library? Then do without it.
+  if (const int64_t limit = cuda::few_rows_limit(); device.is_cuda() && limit > 0) {
+    cuda::set_few_rows_limit(0);
+    if (rows_are_exact(shapes, dtype, device)) {
+      log_warn("ops",
+               "our kernel for products of few rows has other bits than cublasLt on this machine; cublasLt computes "
+               "everything (slower decoding)");
+      return true;
+    }
+    cuda::set_few_rows_limit(limit);
+  }
+#endif
+  return false;
 }
 
 LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype) {

@@ -18,7 +18,7 @@ namespace trireme {
 // Write trireme::linear: without it, argument-dependent lookup may take at::linear, which is not row-exact.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
-// How linear computes its forward on CPU.
+// How linear computes its forward on CPU. On CUDA it is always cublasLt with a starved workspace (cuda/linear.h).
 enum class LinearMode {
   kRows,     // our kernel, one fixed order of additions per output element: exact on every machine. The default.
   kLibrary,  // LibTorch's product with rows padded to at least 16: exact only where linear_rows_are_exact() says so
@@ -31,8 +31,10 @@ struct LinearShape {
   int64_t out = 0;
 };
 // Start-up self-test: compares the bits of rows computed in batches of many sizes and places with those of one big
-// batch, in the current mode, for these weight shapes. About 10 ms a small shape.
-bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype);
+// batch, in the current mode, for these weight shapes. About 10 ms a small shape. On CUDA, where only our kernel for few
+// rows differs, it is switched off, the log says so, and the answer is yes.
+bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype,
+                           at::Device device = at::kCPU);
 // Runs the self-test; where the library fails it, switches to kRows and says so in the log. Returns the mode in force.
 LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype);
 
@@ -63,6 +65,36 @@ at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, a
 // x [tokens, heads, head_dim], halves rotated (Hugging Face's layout), table from rope_table.
 at::Tensor rope(const at::Tensor& x, const at::Tensor& table);
 
+// ---- a layer's fused steps: one kernel each on CUDA, compositions of the ops above on CPU ------------------------
+
+// sum = x + delta rounded to the dtype (delta undefined: sum is x), normed = rms_norm(sum, weight). x, delta
+// [tokens, width].
+struct NormResult {
+  at::Tensor sum;
+  at::Tensor normed;
+};
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps);
+
+// gate_up [tokens, 2 * width], gate in the first half of a row -> silu(gate) * up [tokens, width].
+at::Tensor swiglu_halves(const at::Tensor& gate_up);
+
+struct QkvLayout {
+  int64_t q_heads = 0;
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  double eps = 1e-6;  // of the head norms
+};
+struct Qkv {
+  at::Tensor q;  // [tokens, q_heads, head_dim], normed and rotated
+  at::Tensor k;  // [tokens, kv_heads, head_dim], normed and rotated
+  at::Tensor v;  // [tokens, kv_heads, head_dim]; may be a view of qkv with its row stride
+};
+// qkv [tokens, (q_heads + 2 kv_heads) * head_dim]: the rows of q, k and v one after another. q_norm, k_norm [head_dim],
+// undefined where the model has none. table [positions, 2, head_dim / 2] of rope_table over 0, 1, ...; positions
+// [tokens] int64 index it. On CUDA norm and rotation round once, at the end.
+Qkv split_qkv(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm, const at::Tensor& table,
+              const at::Tensor& positions, const QkvLayout& layout);
+
 // ---- attention ----------------------------------------------------------------------------------------------------
 
 // Causal attention with grouped query heads (query head h reads key head h * kv_heads / q_heads), softmax scale
@@ -77,13 +109,31 @@ struct CacheRow {
   int64_t past = 0;          // rows of it already in the arena
   int64_t count = 0;         // new rows: token i goes to arena row extent_start + past + i
 };
+// The runs of one cached pass, and on CUDA the same as device arrays, so that a captured graph can be replayed over new
+// contents of them.
+struct CachePlan {
+  std::vector<CacheRow> rows;  // CPU kernels read these only; may be empty where the device arrays are filled otherwise
+  at::Tensor token_rows;       // CUDA: [tokens] int64, arena row of each new token
+  at::Tensor runs;             // CUDA: [4, R] int32: first query row, query rows, first arena row, keys (new ones included)
+  at::Tensor items;            // CUDA: [2, I] int32: run and tile of query rows of each block of work
+  bool decode = false;         // CUDA: every run has one new token; item i is run i, tile 0
+};
+// Fills the device arrays for `device` (nothing to do on CPU). `group`: query heads per key head.
+CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);
+
 // q [tokens, q_heads, head_dim] of the new tokens (rows of all segments one after another); arena_k and arena_v
-// [capacity, kv_heads, head_dim] already hold the new keys. No autograd. Row bits equal attention_packed's.
+// [capacity, kv_heads, head_dim] already hold the new keys. No autograd. Row bits equal attention_packed's. On CUDA a
+// run with `past` > 0 and more than one new token must begin at a multiple of kChunkAlignment.
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
-                            const std::vector<CacheRow>& rows, double scale = 0.0);
+                            const CachePlan& plan, double scale = 0.0);
+inline constexpr int64_t kChunkAlignment = 128;
 // Writes the new k/v [tokens, kv_heads, head_dim] into the arena.
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
-                   const std::vector<CacheRow>& rows);
+                   const CachePlan& plan);
+// split_qkv and append_cached in one: k and v go straight into the arena. Returns q. No autograd.
+at::Tensor split_qkv_cached(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm,
+                            const at::Tensor& table, const at::Tensor& positions, const QkvLayout& layout,
+                            const at::Tensor& arena_k, const at::Tensor& arena_v, const CachePlan& plan);
 
 // ---- vocabulary ---------------------------------------------------------------------------------------------------
 
@@ -132,6 +182,20 @@ struct SampleResult {
 // hidden [rows, hidden], head [vocab, hidden], one SampleRow per row. Inverse CDF in id order. A greedy token that the
 // filters drop cannot happen (the largest logit is always kept).
 SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& rows);
+
+// Sampling that never waits for the host: the arguments of each row as device arrays, the results as device tensors.
+// CUDA only; a captured graph may be replayed over new contents.
+struct DeviceSampling {
+  at::Tensor keys;        // [rows, 3] int64: seed, sample id, position
+  at::Tensor parameters;  // [rows, 4] float32: temperature, top_p, min_p, greedy (0 or 1)
+  at::Tensor top_k;       // [rows] int32
+  bool any_filter = false;  // some row has top_k > 0, top_p < 1 or min_p > 0: the slower kernel runs
+};
+struct DeviceSamples {
+  at::Tensor ids;       // [rows] int64
+  at::Tensor logprobs;  // [rows] float32; NaN where the row's logits are not finite
+};
+DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows);
 
 // Logits [rows, vocab] float32, for tests and tools; materialises them.
 at::Tensor head_logits(const at::Tensor& hidden, const at::Tensor& head);

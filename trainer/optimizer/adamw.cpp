@@ -9,6 +9,12 @@
 
 #include "base/error.h"
 #include "trainer/model/safetensors.h"
+#ifdef TRIREME_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "trainer/optimizer/cuda/adamw.h"
+#endif
 
 namespace trireme {
 
@@ -41,7 +47,7 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   const auto fp32 = model.flat_parameters().options().dtype(at::kFloat).requires_grad(false);
   exp_avg_ = at::zeros({owned_}, fp32);
   exp_avg_sq_ = at::zeros({owned_}, fp32);
-  grads_ = at::zeros({owned_}, fp32);
+  if (ranks > 1 || !fp32.device().is_cuda()) grads_ = at::zeros({owned_}, fp32);
   const bool in_place =
       ranks == 1 && buckets_ * bucket_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
   if (in_place) {
@@ -50,6 +56,7 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
     master_ = at::zeros({owned_}, fp32);
     reset_master_from_weights();
   }
+  if (master_.is_cuda()) mark_decayed_groups();
 }
 
 void DistributedAdamW::reset_master_from_weights() {
@@ -76,8 +83,7 @@ void DistributedAdamW::check_finite(double squares) const {
             " is not finite; the weights were not changed");
 }
 
-OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm) {
-  const c10::NoGradGuard no_grad;
+void DistributedAdamW::reduce_gradients() {
   const at::Tensor gradients = model_.flat_gradients();
   const at::ScalarType wire = options_.reduce_in_fp32 ? at::kFloat : gradients.scalar_type();
   const int64_t part = bucket_ / group_.size();
@@ -98,46 +104,169 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
       mine.copy_(low);
     }
   }
-  const double squares = group_.all_reduce_sum(grads_.to(at::kDouble).square().sum().item<double>());
+}
+
+struct DistributedAdamW::Factors {
+  double learning_rate = 0;
+  double weight_decay = 0;
+  double clip = 1;
+  double correction1 = 1;
+  double correction2 = 1;
+};
+
+OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm) {
+  const c10::NoGradGuard no_grad;
+  if (grads_.defined()) reduce_gradients();
+  const double squares = group_.all_reduce_sum(sum_of_squares());
   check_finite(squares);
   OptimizerStep result;
   result.grad_norm = std::sqrt(squares);
   if (max_grad_norm > 0) result.clip_factor = std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6));
-  if (result.clip_factor < 1) grads_.mul_(result.clip_factor);
 
   ++steps_done_;
-  const double correction1 = 1 - std::pow(options_.beta1, static_cast<double>(steps_done_));
-  const double correction2 = 1 - std::pow(options_.beta2, static_cast<double>(steps_done_));
-  if (weight_decay != 0) {
-    for (const Decayed& run : decayed_) master_.narrow(0, run.at, run.size).mul_(1 - learning_rate * weight_decay);
+  Factors factors;
+  factors.learning_rate = learning_rate;
+  factors.weight_decay = weight_decay;
+  factors.clip = result.clip_factor;
+  factors.correction1 = 1 - std::pow(options_.beta1, static_cast<double>(steps_done_));
+  factors.correction2 = 1 - std::pow(options_.beta2, static_cast<double>(steps_done_));
+  if (master_.is_cuda()) {
+    update_on_device(factors);
+  } else {
+    update(factors);
+    write_weights();
+  }
+  model_.zero_gradients();
+  return result;
+}
+
+void DistributedAdamW::update(const Factors& factors) {
+  if (factors.clip < 1) grads_.mul_(factors.clip);
+  if (factors.weight_decay != 0) {
+    const double keep = 1 - factors.learning_rate * factors.weight_decay;
+    for (const Decayed& run : decayed_) master_.narrow(0, run.at, run.size).mul_(keep);
   }
   exp_avg_.mul_(options_.beta1).add_(grads_, 1 - options_.beta1);
   exp_avg_sq_.mul_(options_.beta2).addcmul_(grads_, grads_, 1 - options_.beta2);
   // grads_ is scratch from here: it becomes the denominator.
   at::sqrt_out(grads_, exp_avg_sq_);
-  grads_.div_(std::sqrt(correction2)).add_(options_.eps);
-  master_.addcdiv_(exp_avg_, grads_, -learning_rate / correction1);
-  write_weights();
-  model_.zero_gradients();
-  return result;
+  grads_.div_(std::sqrt(factors.correction2)).add_(options_.eps);
+  master_.addcdiv_(exp_avg_, grads_, -factors.learning_rate / factors.correction1);
 }
 
 void DistributedAdamW::write_weights() {
+  if (master_.data_ptr() == model_.flat_parameters().data_ptr()) return;
+  for (int64_t b = 0; b < buckets_; ++b) write_bucket(b);
+}
+
+void DistributedAdamW::write_bucket(int64_t b) {
   at::Tensor weights = model_.flat_parameters().detach();
-  if (master_.data_ptr() == weights.data_ptr()) return;
+  const int64_t part = bucket_ / group_.size();
+  const at::Tensor mine = master_.narrow(0, b * part, part).to(weights.scalar_type());
+  const int64_t size = std::min(bucket_, elements_ - bucket_begin(b));
+  if (size == bucket_) {
+    group_.all_gather(weights.narrow(0, bucket_begin(b), bucket_), mine);
+  } else {
+    at::Tensor padded = at::empty({bucket_}, weights.options());
+    group_.all_gather(padded, mine);
+    weights.narrow(0, bucket_begin(b), size).copy_(padded.narrow(0, 0, size));
+  }
+}
+
+#ifdef TRIREME_CUDA
+
+namespace {
+
+cuda::Element element_of(const at::Tensor& tensor) {
+  if (tensor.scalar_type() == at::kFloat) return cuda::Element::kFloat;
+  if (tensor.scalar_type() == at::kBFloat16) return cuda::Element::kBFloat16;
+  fail_user(std::string("the optimizer on cuda takes bfloat16 and float32 weights and gradients, not ") +
+            c10::toString(tensor.scalar_type()));
+}
+
+cudaStream_t stream_of(const at::Tensor& x) { return c10::cuda::getCurrentCUDAStream(x.device().index()).stream(); }
+
+}  // namespace
+
+double DistributedAdamW::sum_of_squares() const {
+  const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
+  if (!gradients.is_cuda()) return gradients.to(at::kDouble).square().sum().item<double>();
+  const c10::cuda::CUDAGuard guard(gradients.device());
+  const int64_t blocks = cuda::squares_blocks(gradients.numel());
+  const at::Tensor sums = at::empty({blocks + 1}, gradients.options().dtype(at::kDouble).requires_grad(false));
+  double* data = sums.mutable_data_ptr<double>();
+  cuda::sum_of_squares(gradients.const_data_ptr(), element_of(gradients), gradients.numel(), data, data + blocks,
+                       stream_of(gradients));
+  return sums[blocks].item<double>();
+}
+
+void DistributedAdamW::mark_decayed_groups() {
+  static_assert(kParameterAlignment % cuda::kDecayGroup == 0, "a group lies in one block, whose members decay alike");
+  const int64_t groups = (elements_ + cuda::kDecayGroup - 1) / cuda::kDecayGroup;
+  std::vector<uint32_t> words(static_cast<size_t>(groups / 32 + 2), 0);
+  for (const Parameter& parameter : model_.parameters()) {
+    if (!parameter.trainable || !(options_.decay_all || parameter.decay)) continue;
+    const int64_t end = (parameter.offset + parameter.size + cuda::kDecayGroup - 1) / cuda::kDecayGroup;
+    for (int64_t g = parameter.offset / cuda::kDecayGroup; g < end; ++g) {
+      words[static_cast<size_t>(g / 32)] |= uint32_t{1} << (g % 32);
+    }
+  }
+  decay_bits_ = at::from_blob(words.data(), {static_cast<int64_t>(words.size())}, at::kInt).to(master_.device());
+}
+
+void DistributedAdamW::update_on_device(const Factors& factors) {
+  const c10::cuda::CUDAGuard guard(master_.device());
+  cuda::AdamWStep step;
+  step.clip = static_cast<float>(factors.clip);
+  step.beta1 = static_cast<float>(options_.beta1);
+  step.beta2 = static_cast<float>(options_.beta2);
+  step.rest1 = static_cast<float>(1 - options_.beta1);
+  step.rest2 = static_cast<float>(1 - options_.beta2);
+  step.keep = static_cast<float>(1 - factors.learning_rate * factors.weight_decay);
+  step.step_size = static_cast<float>(factors.learning_rate / factors.correction1);
+  step.root_correction2 = static_cast<float>(std::sqrt(factors.correction2));
+  step.eps = static_cast<float>(options_.eps);
+
+  const at::Tensor weights = model_.flat_parameters().detach();
+  const bool own_master = master_.data_ptr() != weights.data_ptr();
+  const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
   const int64_t part = bucket_ / group_.size();
   for (int64_t b = 0; b < buckets_; ++b) {
-    const at::Tensor mine = master_.narrow(0, b * part, part).to(weights.scalar_type());
-    const int64_t size = std::min(bucket_, elements_ - bucket_begin(b));
-    if (size == bucket_) {
-      group_.all_gather(weights.narrow(0, bucket_begin(b), bucket_), mine);
+    const Slice& slice = slices_[static_cast<size_t>(b)];
+    // The rounded weights go straight into the live ones, except into a bucket whose padding has to be gathered too.
+    const bool whole = elements_ - bucket_begin(b) >= bucket_;
+    const bool direct = own_master && (whole || group_.size() == 1);
+    if (slice.size > 0) {
+      const int64_t from = grads_.defined() ? slice.at : slice.begin;
+      cuda::AdamWRun run;
+      run.gradients = gradients.narrow(0, from, slice.size).const_data_ptr();
+      run.gradient_type = element_of(gradients);
+      run.master = master_.mutable_data_ptr<float>() + slice.at;
+      run.exp_avg = exp_avg_.mutable_data_ptr<float>() + slice.at;
+      run.exp_avg_sq = exp_avg_sq_.mutable_data_ptr<float>() + slice.at;
+      if (direct) run.weights = weights.narrow(0, slice.begin, slice.size).mutable_data_ptr();
+      run.weight_type = element_of(weights);
+      run.n = slice.size;
+      if (factors.weight_decay != 0) run.decay_bits = static_cast<const uint32_t*>(decay_bits_.const_data_ptr());
+      run.begin = slice.begin;
+      cuda::adamw_update(run, step, stream_of(master_));
+    }
+    if (!own_master || group_.size() == 1) continue;
+    if (direct) {
+      group_.all_gather(weights.narrow(0, bucket_begin(b), bucket_), weights.narrow(0, slice.begin, part));
     } else {
-      at::Tensor padded = at::empty({bucket_}, weights.options());
-      group_.all_gather(padded, mine);
-      weights.narrow(0, bucket_begin(b), size).copy_(padded.narrow(0, 0, size));
+      write_bucket(b);
     }
   }
 }
+
+#else
+
+double DistributedAdamW::sum_of_squares() const { return grads_.to(at::kDouble).square().sum().item<double>(); }
+void DistributedAdamW::mark_decayed_groups() {}
+void DistributedAdamW::update_on_device(const Factors&) { fail_internal("this build has no CUDA"); }
+
+#endif
 
 namespace {
 std::filesystem::path part_file(const std::filesystem::path& dir, int rank) {

@@ -58,9 +58,16 @@ class DistributedAdamW final {
     int64_t at = 0;
     int64_t size = 0;
   };
+  struct Factors;  // of one step
   int64_t bucket_begin(int64_t bucket) const { return bucket * bucket_; }
+  void reduce_gradients();
+  double sum_of_squares() const;
   void check_finite(double squares) const;
+  void update(const Factors& factors);
   void write_weights();
+  void write_bucket(int64_t bucket);
+  void mark_decayed_groups();
+  void update_on_device(const Factors& factors);
 
   Model& model_;
   Communicator& group_;
@@ -74,7 +81,8 @@ class DistributedAdamW final {
   at::Tensor master_;   // [owned] fp32; with one rank and fp32 weights a view of them
   at::Tensor exp_avg_;  // [owned] fp32
   at::Tensor exp_avg_sq_;
-  at::Tensor grads_;  // [owned] fp32, scratch
+  at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
+  at::Tensor decay_bits_;  // CUDA: int32, a bit for each 64 elements of the flat buffer
   int64_t steps_done_ = 0;
 };
 

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -17,6 +18,7 @@
 #endif
 
 #include "base/error.h"
+#include "trainer/parallel/attendance.h"
 
 namespace trireme {
 namespace {
@@ -75,6 +77,7 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   options.isServer = rendezvous.rank == 0;
   options.numWorkers = static_cast<size_t>(rendezvous.world_size);
   options.waitWorkers = rendezvous.world_size > 1;
+  if (rendezvous.rank == 0 && rendezvous.listen_fd >= 0) options.masterListenFd = rendezvous.listen_fd;
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
   try {
@@ -129,11 +132,16 @@ bool JobStore::has(const std::string& key) {
 struct Communicator::Impl {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
 #ifdef TRIREME_CUDA
+  // Made when the first CUDA tensor comes: all ranks call the same operations, and a CPU run needs no NCCL.
   c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl;
+  std::function<c10::intrusive_ptr<c10d::ProcessGroupNCCL>()> make_nccl;
 #endif
   c10d::Backend& backend(const at::Tensor& tensor) {
 #ifdef TRIREME_CUDA
-    if (tensor.is_cuda()) return *nccl;
+    if (tensor.is_cuda()) {
+      if (nccl == nullptr) nccl = make_nccl();
+      return *nccl;
+    }
 #endif
     TRIREME_CHECK(tensor.is_cpu(), "this build has collectives for CPU tensors only");
     return *gloo;
@@ -147,6 +155,7 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
     : rank_(rendezvous.rank), size_(rendezvous.world_size), name_(name) {
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();
+  attendance_ = std::make_unique<Attendance>(store, rendezvous, name);
   call("connect", [&] {
     auto options = c10d::ProcessGroupGloo::Options::create(rendezvous.timeout);
     options->devices.push_back(
@@ -155,10 +164,12 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
     auto prefix = c10::make_intrusive<c10d::PrefixStore>("gloo-" + name, store.impl().scoped);
     impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(prefix, rank_, size_, options);
 #ifdef TRIREME_CUDA
-    auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
-    nccl_options->timeout = rendezvous.timeout;
-    auto nccl_prefix = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name, store.impl().scoped);
-    impl_->nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(nccl_prefix, rank_, size_, nccl_options);
+    auto scoped = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name, store.impl().scoped);
+    impl_->make_nccl = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
+      auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
+      nccl_options->timeout = timeout;
+      return c10::make_intrusive<c10d::ProcessGroupNCCL>(scoped, rank, size, nccl_options);
+    };
 #endif
   });
 }
@@ -166,13 +177,17 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
 template <typename Fn>
 void Communicator::call(const char* operation, Fn&& fn) {
   ++sequence_;
+  attendance_->note(sequence_, phase_);
   try {
     fn();
   } catch (const std::exception& error) {
+    const std::vector<int> absent = attendance_->absent(sequence_);
+    if (!absent.empty() && on_absent) on_absent(absent);
     throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
                                              " number " + std::to_string(sequence_) + " of group '" + name_ + "' (" +
                                              std::to_string(size_) + " ranks) in phase " + phase_ +
-                                             " failed: " + first_line(error.what()));
+                                             " failed: " + first_line(error.what()) +
+                                             attendance_->describe(absent));
   }
 }
 

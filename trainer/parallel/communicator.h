@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,8 +20,13 @@ struct RendezvousOptions {
   int local_rank = 0;
   std::string master_address = "127.0.0.1";
   int master_port = 0;  // rank 0 listens here; 0 with one rank: no store is opened
+  int listen_fd = -1;   // rank 0: a socket that listens on master_port already, which the store takes over; -1: none
   std::string attempt = "0";
   Milliseconds timeout{600000};
+  // Called from a thread of its own when the other ranks have given up waiting for this one, and it has not come within
+  // the grace either. Empty: nothing is done.
+  std::function<void(const std::string& what)> on_stuck;
+  Milliseconds stuck_grace{2000};
 };
 
 // The job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
@@ -41,6 +47,8 @@ class JobStore final {
   std::unique_ptr<Impl> impl_;
 };
 
+class Attendance;
+
 // Collectives over `size()` ranks. All ranks call the same operations in the same order. Tensors are contiguous.
 class Communicator final {
  public:
@@ -54,6 +62,8 @@ class Communicator final {
   int size() const { return size_; }
   // Shown in errors; the training loop sets it ("generation", "training", ...).
   void set_phase(const std::string& phase) { phase_ = phase; }
+  // Called before a failed collective throws, with the ranks that have not come to it. May be empty.
+  std::function<void(const std::vector<int>& ranks)> on_absent;
 
   void all_reduce_sum(at::Tensor tensor);
   void all_reduce_max(at::Tensor tensor);
@@ -74,6 +84,7 @@ class Communicator final {
   void call(const char* operation, Fn&& fn);
   struct Impl;
   std::unique_ptr<Impl> impl_;
+  std::unique_ptr<Attendance> attendance_;  // null with one rank
   int rank_ = 0;
   int size_ = 1;
   std::string name_ = "self";

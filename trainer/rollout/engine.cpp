@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "trainer/rollout/scheduler.h"
+#include "trainer/rollout/step_runner.h"
 
 namespace trireme {
 
@@ -34,9 +35,12 @@ int64_t available_memory_bytes() {
 
 int64_t cache_rows_for(const Model& model, const EngineOptions& options) {
   if (options.cache_rows > 0) return options.cache_rows;
-  const at::Device device = model.options().device;
-  if (!device.is_cpu()) fail_user("rollout: set policy.generation.kv_cache_tokens on device " + device.str());
-  const double bytes = static_cast<double>(available_memory_bytes()) * options.cache_memory_fraction;
+  int64_t available = 0;
+#ifdef TRIREME_CUDA
+  if (model.options().device.is_cuda()) available = device_available_bytes(model.options().device);
+#endif
+  if (model.options().device.is_cpu()) available = available_memory_bytes();
+  const double bytes = static_cast<double>(available) * options.cache_memory_fraction;
   const auto fit =
       static_cast<int64_t>(bytes / static_cast<double>(KvArena::bytes_per_row(model.config(), model.options().dtype)));
   return std::max<int64_t>(1, std::min(fit, options.max_sequences * options.max_total_length));
@@ -94,12 +98,8 @@ struct Engine::Impl {
     int64_t unseen = -1;  // its entry of `unseen_`, or -1
     bool finished = false;
   };
-  // Tokens of one step that nobody has looked at yet.
-  struct Sampled {
-    std::vector<Output> outputs;
-    SampleResult result;
-    bool any = false;
-  };
+  // Outputs of a step whose tokens nobody has looked at yet; empty: none.
+  using Outputs = std::vector<Output>;
 
   using Complete = std::pair<int64_t, GeneratedGroup>;  // with its first sequence id: the order of submission
 
@@ -117,17 +117,21 @@ struct Engine::Impl {
     scheduling.prefill_chunk_tokens = options.prefill_chunk_tokens;
     scheduling.headroom_rows = options.headroom_rows;
     scheduling.grow_factor = options.grow_factor;
+    if (on_cuda()) {
+      options.late_stops = true;
+      scheduling.chunk_alignment = kChunkAlignment;
+    }
     scheduler.emplace(scheduling);
     options.cache_rows = scheduling.cache_rows;
   }
 
+  bool on_cuda() const { return model.options().device.is_cuda(); }
+  void allocate();
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   std::vector<Complete> step();
-  void move_rows();
-  at::Tensor forward();
-  void sample(const at::Tensor& hidden);
-  void look_at(const Sampled& sampled, std::vector<Complete>& complete);
+  void start_step();
+  void look_at(const Outputs& outputs, std::vector<Complete>& complete);
   bool stops(const Group& group, const GeneratedSample& sample) const;
   int64_t token(const Sample& sample, int64_t position) const;
   Sample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
@@ -138,17 +142,17 @@ struct Engine::Impl {
   std::shared_ptr<const SamplingOptions> sampling;
   std::optional<Scheduler> scheduler;
   std::unique_ptr<KvArena> arena;
+  std::unique_ptr<StepRunner> runner;                // over the arena
   std::map<int64_t, std::unique_ptr<Group>> groups;  // by their first sequence id
   std::deque<Sample> samples;                        // of sequence ids first_sequence, first_sequence + 1, ...
   int64_t first_sequence = 0;
-  Sampled unseen;  // with late_stops, the last step's
+  Outputs unseen;             // with late_stops, the last step's
+  int64_t steps_pending = 0;  // started in the runner and not taken
   EngineStats stats;
 
   // Reused from step to step.
   StepPlan plan;
-  Sampled sampled;
-  CachedBatch batch;
-  std::vector<SampleRow> rows;
+  StepRequest request;
 };
 
 // Each sample's limit of new tokens.
@@ -177,12 +181,18 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
   return std::vector<int64_t>(request.samples, wanted > 0 ? std::min(wanted, room) : room);
 }
 
+void Engine::Impl::allocate() {
+  const int64_t rows = options.cache_rows + (on_cuda() ? kDeviceScratchRows : 0);
+  arena = std::make_unique<KvArena>(model.config(), rows, model.options().dtype, model.options().device);
+#ifdef TRIREME_CUDA
+  if (on_cuda()) runner = make_device_runner(model, *arena, options.max_sequences);
+#endif
+  if (runner == nullptr) runner = make_host_runner(model, *arena);
+  stats.cache_rows = options.cache_rows;
+}
+
 void Engine::Impl::submit(GroupRequest request) {
-  if (arena == nullptr) {
-    arena =
-        std::make_unique<KvArena>(model.config(), options.cache_rows, model.options().dtype, model.options().device);
-    stats.cache_rows = options.cache_rows;
-  }
+  if (arena == nullptr) allocate();
   auto group = std::make_unique<Group>();
   int64_t first = 0;
   try {
@@ -208,7 +218,7 @@ void Engine::Impl::submit(GroupRequest request) {
   groups.emplace(first, std::move(group));
 }
 
-// Token `position` of the sample, wherever it is known.
+// Token `position` of the sample as StepRequest::tokens has it.
 int64_t Engine::Impl::token(const Sample& sample, int64_t position) const {
   const Group& group = *sample.group;
   const auto prompt = static_cast<int64_t>(group.request.prompt.size());
@@ -218,7 +228,7 @@ int64_t Engine::Impl::token(const Sample& sample, int64_t position) const {
   if (i < static_cast<int64_t>(tokens.size())) return tokens[i];
   TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()),
                 "a step reads a token before it is sampled");
-  return unseen.result.ids[sample.unseen];
+  return -(sample.unseen + 1);
 }
 
 std::vector<Engine::Impl::Complete> Engine::Impl::step() {
@@ -226,14 +236,12 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step() {
   std::vector<Complete> complete;
   Stopwatch watch;
   scheduler->plan(plan);
-  sampled.any = false;
+  Outputs started;
+  bool any = false;
   if (!plan.empty()) {
-    move_rows();
-    stats.host_seconds += watch.lap();
-    const at::Tensor hidden = forward();
-    stats.forward_seconds += watch.lap();
-    if (!plan.outputs.empty()) sample(hidden);
-    stats.sampling_seconds += watch.lap();
+    start_step();
+    started = plan.outputs;
+    any = true;
     scheduler->commit(plan);
     ++stats.steps;
     stats.peak_cache_rows = std::max(stats.peak_cache_rows, plan.cache_rows);
@@ -243,60 +251,30 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step() {
     stats.sequence_steps += static_cast<int64_t>(plan.segments.size());
   }
   if (options.late_stops) {
-    if (unseen.any) look_at(unseen, complete);
-    std::swap(unseen, sampled);
-    for (size_t i = 0; unseen.any && i < unseen.outputs.size(); ++i) {
-      const int64_t sequence = unseen.outputs[i].sequence;
+    if (steps_pending > 0) look_at(unseen, complete);
+    unseen = std::move(started);
+    steps_pending = any ? 1 : 0;
+    for (size_t i = 0; i < unseen.size(); ++i) {
+      const int64_t sequence = unseen[i].sequence;
       if (sequence >= first_sequence) at(sequence).unseen = static_cast<int64_t>(i);
     }
-  } else if (sampled.any) {
-    look_at(sampled, complete);
+  } else if (any) {
+    look_at(started, complete);
   }
-  stats.host_seconds += watch.lap();
+  stats.seconds += watch.seconds();
   return complete;
 }
 
-void Engine::Impl::move_rows() {
-  for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
-    for (const RowCopy& copy : *list) {
-      arena->move(copy.from, copy.to, copy.rows);
-      stats.copied_rows += copy.rows;
-    }
-  }
-}
-
-// Hidden states of the rows that are sampled from [outputs, hidden].
-at::Tensor Engine::Impl::forward() {
-  const at::Tensor input = at::empty({2, plan.tokens}, at::kLong);
-  int64_t* ids = input.data_ptr<int64_t>();
-  int64_t* positions = ids + plan.tokens;
-  batch.rows.clear();
+// Everything the runner needs of the plan's step.
+void Engine::Impl::start_step() {
+  Stopwatch watch;
+  request.plan = &plan;
+  request.tokens.clear();
+  request.rows.clear();
   for (const Segment& segment : plan.segments) {
     const Sample& sample = at(segment.sequence);
-    for (int64_t i = 0; i < segment.count; ++i) {
-      *ids++ = token(sample, segment.past + i);
-      *positions++ = segment.past + i;
-    }
-    batch.rows.push_back({segment.start, segment.past, segment.count});
+    for (int64_t i = 0; i < segment.count; ++i) request.tokens.push_back(token(sample, segment.past + i));
   }
-  const at::Device device = model.options().device;
-  const at::Tensor on_device = device.is_cpu() ? input : input.to(device);
-  batch.ids = on_device.select(0, 0);
-  batch.positions = on_device.select(0, 1);
-  const at::Tensor hidden = model.forward_cached(batch, *arena);
-
-  bool all_rows = static_cast<int64_t>(plan.outputs.size()) == plan.tokens;
-  for (size_t i = 0; all_rows && i < plan.outputs.size(); ++i)
-    all_rows = plan.outputs[i].row == static_cast<int64_t>(i);
-  if (all_rows || plan.outputs.empty()) return hidden;
-  const at::Tensor index = at::empty({static_cast<int64_t>(plan.outputs.size())}, at::kLong);
-  int64_t* row = index.data_ptr<int64_t>();
-  for (const Output& output : plan.outputs) *row++ = output.row;
-  return hidden.index_select(0, device.is_cpu() ? index : index.to(device));
-}
-
-void Engine::Impl::sample(const at::Tensor& hidden) {
-  rows.clear();
   for (const Output& output : plan.outputs) {
     const Sample& sample = at(output.sequence);
     const Group& group = *sample.group;
@@ -306,16 +284,23 @@ void Engine::Impl::sample(const at::Tensor& hidden) {
     row.key.sample_id = group.request.first_sample_id + static_cast<uint64_t>(sample.index);
     row.key.position = static_cast<uint64_t>(output.position);
     row.greedy = group.sampling->greedy;
-    rows.push_back(row);
+    request.rows.push_back(row);
   }
-  sampled.result = sample_tokens(hidden, model.head_weight(), rows);
-  sampled.outputs = plan.outputs;
-  sampled.any = true;
+  for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
+    for (const RowCopy& copy : *list) stats.copied_rows += copy.rows;
+  }
+  stats.host_seconds += watch.lap();
+  runner->start(request);
+  stats.forward_seconds += watch.lap();
 }
 
-void Engine::Impl::look_at(const Sampled& step, std::vector<Complete>& complete) {
-  for (size_t i = 0; i < step.outputs.size(); ++i) {
-    const int64_t sequence = step.outputs[i].sequence;
+// Takes the results of the oldest step, whose outputs these are.
+void Engine::Impl::look_at(const Outputs& outputs, std::vector<Complete>& complete) {
+  Stopwatch watch;
+  const SampleResult result_of_step = runner->take();
+  stats.waiting_seconds += watch.lap();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const int64_t sequence = outputs[i].sequence;
     if (sequence < first_sequence || at(sequence).finished) {
       ++stats.surplus_tokens;
       continue;
@@ -324,8 +309,8 @@ void Engine::Impl::look_at(const Sampled& step, std::vector<Complete>& complete)
     Group& group = *sample.group;
     GeneratedSample& result = group.result.samples[sample.index];
     sample.unseen = -1;
-    result.tokens.push_back(static_cast<int32_t>(step.result.ids[i]));
-    result.logprobs.push_back(step.result.logprobs[i]);
+    result.tokens.push_back(static_cast<int32_t>(result_of_step.ids[i]));
+    result.logprobs.push_back(result_of_step.logprobs[i]);
     ++stats.sampled_tokens;
     const bool stopped = group.request.forced_lengths.empty() && stops(group, result);
     if (!stopped && static_cast<int64_t>(result.tokens.size()) < group.limits[sample.index]) continue;
@@ -342,6 +327,7 @@ void Engine::Impl::look_at(const Sampled& step, std::vector<Complete>& complete)
     samples.pop_front();
     ++first_sequence;
   }
+  stats.host_seconds += watch.lap();
 }
 
 bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) const {
@@ -394,6 +380,9 @@ void Engine::weights_changed() { impl_->scheduler->drop_cache(); }
 void Engine::release_cache() {
   TRIREME_CHECK(idle(), "the rollout cache was released while samples are unfinished");
   impl_->scheduler->drop_cache();
+  impl_->runner.reset();
+  impl_->unseen.clear();
+  impl_->steps_pending = 0;
   impl_->arena.reset();
   impl_->stats.cache_rows = 0;
 }

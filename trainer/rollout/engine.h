@@ -36,7 +36,7 @@ struct EngineOptions {
   int64_t headroom_rows = 64;           // see SchedulerOptions
   double grow_factor = 1.5;
   // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is
-  // dropped. For devices that run ahead of the host; the samples are the same.
+  // dropped. For devices that run ahead of the host (always on CUDA); the samples are the same.
   bool late_stops = false;
 };
 
@@ -77,10 +77,11 @@ struct EngineStats {
   int64_t copied_rows = 0;  // prompts copied, extents moved
   int64_t cache_rows = 0;   // capacity; 0 while there is no cache
   int64_t peak_cache_rows = 0;
-  int64_t sequence_steps = 0;  // sequences in a step, summed over steps
-  double forward_seconds = 0.0;
-  double sampling_seconds = 0.0;
-  double host_seconds = 0.0;                      // planning, copies, stop checks
+  int64_t sequence_steps = 0;                     // sequences in a step, summed over steps
+  double seconds = 0.0;                           // in step(), all of the following and planning
+  double forward_seconds = 0.0;                   // starting steps; on CPU their computation
+  double waiting_seconds = 0.0;                   // for the device
+  double host_seconds = 0.0;                      // preparing steps, stop checks
   double occupancy(int64_t max_sequences) const;  // mean part of max_sequences in use
 };
 

@@ -29,6 +29,10 @@ Scheduler::Scheduler(const SchedulerOptions& options) : options_(options) {
   if (options.cache_rows < 1) fail_user("rollout: the cache has no rows; give it more memory or a larger cache_rows");
   if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
   if (options.prefill_chunk_tokens < 1) fail_user("rollout: prefill_chunk_tokens must be at least 1");
+  if (options.chunk_alignment < 1 || options.prefill_chunk_tokens < options.chunk_alignment) {
+    fail_user("rollout: prefill_chunk_tokens is " + std::to_string(options.prefill_chunk_tokens) +
+              "; on this device it must be at least " + std::to_string(options.chunk_alignment));
+  }
   if (options.headroom_rows < 0) fail_user("rollout: headroom_rows must not be negative");
   if (!(options.grow_factor >= 1.0)) fail_user("rollout: grow_factor must be at least 1");
 }
@@ -144,7 +148,9 @@ void Scheduler::admit(StepPlan& out) const {
       }
     }
     if (donor < 0 && prompt_under_way) continue;
-    const int64_t cached = donor >= 0 ? s.prompt : 0;
+    int64_t cached = donor >= 0 ? s.prompt : 0;
+    // Several tokens are computed again, the run must begin where a chunk may.
+    if (s.length - cached > 1) cached = cached / options_.chunk_alignment * options_.chunk_alignment;
     const int64_t prefill = prefill_tokens(s, cached);
     if (prefill > 0 && budget <= 0) return;
     const int64_t rows = first_extent_rows(s);
@@ -240,7 +246,7 @@ void Scheduler::place(StepPlan& out) const {
 
   for (const Candidate& c : candidates_) {
     if (c.start != c.old_start || c.rows != c.old_rows) out.placements.push_back({c.id, c.start, c.rows, c.cached});
-    if (c.donor >= 0) out.copies.push_back({candidates_[c.donor].start, c.start, c.cached});
+    if (c.donor >= 0 && c.cached > 0) out.copies.push_back({candidates_[c.donor].start, c.start, c.cached});
   }
   // Extents keep their order in a compaction: those that go down, lowest first, and then those that go up, highest
   // first, never overwrite rows that are still to be moved.
@@ -276,7 +282,10 @@ void Scheduler::cut_segments(StepPlan& out) const {
       const Sequence& s = at(c.id);
       const int64_t prefill = prefill_tokens(s, c.cached);
       if ((prefill == 0) != decoding) continue;
-      const int64_t count = decoding ? 1 : std::min(prefill, options_.prefill_chunk_tokens - out.prefill_tokens);
+      int64_t count = decoding ? 1 : std::min(prefill, options_.prefill_chunk_tokens - out.prefill_tokens);
+      if (count < prefill && !decoding) {  // cached is a multiple of the alignment, and so stays
+        count = count / options_.chunk_alignment * options_.chunk_alignment;
+      }
       if (count == 0) return;
       out.segments.push_back({c.id, c.start, c.cached, count});
       out.tokens += count;

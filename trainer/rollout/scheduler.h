@@ -15,7 +15,9 @@ struct SchedulerOptions {
   int64_t max_sequences = 256;          // resident at once
   int64_t prefill_chunk_tokens = 2048;  // budget of a step for everything but the one next token of each sequence
   int64_t headroom_rows = 64;  // a new extent has this many rows beyond the known tokens (capped by the sequence's end)
-  double grow_factor = 1.5;    // an extent that is full becomes this much larger, cache permitting
+  // A chunk of a prompt ends at a multiple of this many tokens or at its end (kChunkAlignment on CUDA).
+  int64_t chunk_alignment = 1;
+  double grow_factor = 1.5;  // an extent that is full becomes this much larger, cache permitting
 };
 
 // `rows` cache rows from row `from` to row `to`, in every layer.

@@ -51,7 +51,7 @@ function chart(title, series, options = {}) {
   let columns = some.map(s => s.values), order = some;
   if (options.stacked) {  // drawn from the whole down to the first part, so that each part shows above the ones below it
     const sums = data.step.map(() => 0);
-    columns = some.map(s => s.values.map((v, i) => sums[i] += v || 0)).reverse();
+    columns = some.map(s => s.values.map((v, i) => v == null ? null : sums[i] += v)).reverse();
     order = some.slice().reverse();
   }
   const plot = new uPlot({
@@ -138,6 +138,18 @@ std::string figure(const std::string& value, const std::string& name) {
          "</span></div>\n";
 }
 
+// Seconds of all steps, and how many have any: the validation before the first step is not one.
+std::pair<double, double> step_seconds(const std::vector<LoggedStep>& steps) {
+  double seconds = 0, count = 0;
+  for (const LoggedStep& step : steps) {
+    const auto value = step.find("timing/train/total_step_time");
+    if (!value) continue;
+    seconds += *value;
+    ++count;
+  }
+  return {seconds, std::max(1.0, count)};
+}
+
 std::string figures(const std::vector<LoggedStep>& steps) {
   std::string html = figure(std::to_string(steps.back().step), "steps");
   const auto last = [&](const std::string& name) -> std::optional<double> {
@@ -159,22 +171,20 @@ std::string figures(const std::vector<LoggedStep>& steps) {
   change("train/reward", "reward", 3);
   change("validation/accuracy", "validation accuracy", 3);
   change("validation/loss", "validation loss", 4);
-  double total = 0;
-  for (const LoggedStep& step : steps) total += step.find("timing/train/total_step_time").value_or(0);
-  html += figure(format_fixed(total / static_cast<double>(steps.size()), 2) + " s", "mean step");
+  const auto [total, count] = step_seconds(steps);
+  html += figure(format_fixed(total / count, 2) + " s", "mean step");
   html += figure(format_fixed(total / 60, 1) + " min", "all steps");
   return html;
 }
 
 std::string phase_table(const std::vector<LoggedStep>& steps) {
   std::string head = "<tr><th>phase</th>", seconds = "<tr><td>mean seconds</td>", shares = "<tr><td>share</td>";
-  double total = 0;
-  for (const LoggedStep& step : steps) total += step.find("timing/train/total_step_time").value_or(0);
+  const auto [total, count] = step_seconds(steps);
   for (const Phase phase : all_phases()) {
     double sum = 0;
     for (const LoggedStep& step : steps) sum += step.find(timing_name(phase)).value_or(0);
     head += std::string("<th>") + to_string(phase) + "</th>";
-    seconds += "<td>" + format_fixed(sum / static_cast<double>(steps.size()), 3) + "</td>";
+    seconds += "<td>" + format_fixed(sum / count, 3) + "</td>";
     shares += "<td>" + (total > 0 ? format_fixed(100 * sum / total, 1) + " %" : "-") + "</td>";
   }
   return "<table class=\"phases\">" + head + "</tr>" + seconds + "</tr>" + shares + "</tr></table>\n";

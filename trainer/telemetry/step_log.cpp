@@ -121,7 +121,9 @@ std::vector<LoggedStep> read_step_log(const std::filesystem::path& path, int64_t
       at = end + 1;
       if (line.empty()) continue;
       if (auto logged = parse_line(line)) {
-        steps[logged->step] = std::move(*logged);
+        LoggedStep& known = steps[logged->step];
+        for (const auto& [name, value] : known.values) logged->values.emplace(name, value);
+        known = std::move(*logged);
       } else {
         ++bad;
       }
@@ -151,11 +153,15 @@ StepLog::StepLog(std::filesystem::path path, int64_t resumed_step) : path_(std::
 
 StepLog::~StepLog() { ::close(fd_); }
 
-void StepLog::append(const StepRecord& record) {
+void StepLog::append(const StepRecord& record) { write(record.step, record.flat()); }
+
+void StepLog::append(int64_t step, const std::map<std::string, double>& values) { write(step, values); }
+
+void StepLog::write(int64_t step, const std::map<std::string, double>& values) {
   nlohmann::ordered_json line;
-  line["step"] = record.step;
+  line["step"] = step;
   line["time"] = utc_now();
-  for (const auto& [name, value] : record.flat()) {
+  for (const auto& [name, value] : values) {
     if (std::isfinite(value)) {
       line[name] = value;
     } else {

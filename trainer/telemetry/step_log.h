@@ -43,7 +43,7 @@ struct LoggedStep {
   std::optional<double> find(const std::string& name) const;
 };
 
-// Reads a log; lines that are not whole are skipped and counted; of lines with the same step the last one counts.
+// Reads a log; lines that are not whole are skipped and counted; lines with the same step are one, later values win.
 // A missing file is an empty log. Ordered by step.
 std::vector<LoggedStep> read_step_log(const std::filesystem::path& path, int64_t* bad_lines = nullptr);
 
@@ -58,10 +58,14 @@ class StepLog final {
   StepLog& operator=(const StepLog&) = delete;
 
   void append(const StepRecord& record);
+  // Values measured before the first step (0) or after a step's own line; a reader adds them to that step.
+  void append(int64_t step, const std::map<std::string, double>& values);
   const std::filesystem::path& path() const { return path_; }
   int64_t failed_writes() const { return failed_; }
 
  private:
+  void write(int64_t step, const std::map<std::string, double>& values);
+
   std::filesystem::path path_;
   int fd_ = -1;
   int64_t failed_ = 0;

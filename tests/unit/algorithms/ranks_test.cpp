@@ -2,12 +2,13 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <random>
 #include <thread>
 
 #include "base/fs.h"
+#include "tests/unit/parallel/listening.h"
 #include "trainer/algorithms/policy_trainer.h"
-#include "trainer/launch/launch.h"
 #include "trainer/model/safetensors.h"
 
 namespace trireme {
@@ -72,23 +73,21 @@ struct Outcome {
   TrainResult result;
   at::Tensor moments;  // exp_avg after two optimizer steps: a weighted sum of both gradients
   at::Tensor weights;
+  int64_t micro_batches = 0;  // of rank 0: forward passes, with and without a gradient
 };
 
-Outcome run(int world, bool dynamic) {
+Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {}) {
   const TemporaryDirectory dir;
-  const int port = free_port();
+  ListeningPort port;
   Outcome outcome;
   std::vector<std::thread> ranks;
   std::vector<std::string> errors(static_cast<size_t>(world));
   for (int rank = 0; rank < world; ++rank) {
     ranks.emplace_back([&, rank] {
       try {
-        const Config config = settings(dynamic);
-        RendezvousOptions rendezvous;
-        rendezvous.rank = rank;
-        rendezvous.world_size = world;
-        rendezvous.master_port = port;
-        rendezvous.timeout = Milliseconds(300000);
+        Config config = settings(dynamic);
+        if (change) change(config);
+        const RendezvousOptions rendezvous = port.place(rank, world, Milliseconds(250000));
         Layout layout;
         layout.dp = world;
         ParallelContext context(layout, rendezvous);
@@ -102,6 +101,7 @@ Outcome run(int world, bool dynamic) {
         adam.bucket_elements = 4096;
         DistributedAdamW optimizer(policy, context.data_parallel(), adam);
         PolicyTrainer trainer(config, policy, &reference, optimizer, context, /*exact=*/true);
+        if (rank == 0) trainer.on_progress = [&] { ++outcome.micro_batches; };
         std::vector<RolloutSample> samples = recorded();
         assign_advantages(samples, 4, config);
         const TrainResult result = trainer.train(samples);
@@ -152,6 +152,28 @@ TEST(Ranks, OneTwoAndFourGiveTheSameLossAndGradients) {
       EXPECT_EQ(many.result.metrics.at("global_valid_toks"), one.result.metrics.at("global_valid_toks"));
     }
   }
+}
+
+TEST(LogprobPasses, HaveMicroBatchesOfTheirOwnSizeAndTheSameNumbers) {
+  for (const bool dynamic : {false, true}) {
+    const Outcome wide = run(2, dynamic);
+    const Outcome narrow = run(2, dynamic, [&](Config& c) {
+      (dynamic ? c.policy.dynamic_batching.logprob_mb_tokens : c.policy.sequence_packing.logprob_mb_tokens) = 32;
+    });
+    EXPECT_GT(narrow.micro_batches, wide.micro_batches);
+    EXPECT_NEAR(narrow.result.metrics.at("loss"), wide.result.metrics.at("loss"), 1e-6);
+    EXPECT_NEAR(narrow.result.metrics.at("kl_penalty"), wide.result.metrics.at("kl_penalty"), 1e-6);
+  }
+  // Fixed micro-batches: counted in samples.
+  const auto fixed = [](int64_t samples) {
+    return run(1, true, [&](Config& c) {
+      c.policy.dynamic_batching.enabled = false;
+      c.policy.logprob_batch_size = samples;
+    });
+  };
+  const Outcome six = fixed(6), one = fixed(1);
+  EXPECT_EQ(one.micro_batches - six.micro_batches, 24 - 4);
+  EXPECT_NEAR(one.result.metrics.at("loss"), six.result.metrics.at("loss"), 1e-6);
 }
 
 }  // namespace

@@ -202,6 +202,36 @@ class Hub : public testing::Test {
   TemporaryDirectory home_;
 };
 
+TEST(Resume, WhatChangesTheNumbersIsNamedAndNothingElse) {
+  const Config saved = load_config_text("");
+  EXPECT_THAT(changes_since(saved, load_config_text(to_yaml(saved))), IsEmpty());
+  EXPECT_THAT(changes_since(saved, load_config_text("", {"grpo.max_num_steps=77", "logger.log_dir=elsewhere",
+                                                         "checkpointing.keep_top_k=9", "grpo.val_period=3",
+                                                         "policy.generation.kv_cache_tokens=65536"})),
+              IsEmpty());
+  EXPECT_THAT(changes_since(saved, load_config_text("", {"policy.optimizer.kwargs.lr=0.25", "grpo.seed=1234",
+                                                         "grpo.num_prompts_per_step=64"})),
+              testing::IsSupersetOf({HasSubstr("policy.optimizer.kwargs.lr was "), HasSubstr("grpo.seed was "),
+                                     HasSubstr("grpo.num_prompts_per_step was 32, is 64")}));
+}
+
+TEST(KeysWithoutEffect, AreNamedOnlyWhenSet) {
+  EXPECT_THAT(keys_without_effect(load_config_text("")), IsEmpty());
+  const auto notes = keys_without_effect(
+      load_config_text("", {"policy.logprob_chunk_size=7", "policy.make_sequence_length_divisible_by=8",
+                            "env.math.enabled=true", "env.math.math_verify_impl=hf_math_verify"}));
+  EXPECT_THAT(notes, testing::ElementsAre(HasSubstr("policy.logprob_chunk_size"),
+                                          HasSubstr("policy.make_sequence_length_divisible_by"),
+                                          HasSubstr("env.math.math_verify_impl")));
+  // With fixed micro-batches the key counts; with packing those of training do.
+  EXPECT_THAT(keys_without_effect(load_config_text(
+                  "", {"algorithm=sft", "sft.val_micro_batch_size=2", "policy.sequence_packing.enabled=false"})),
+              IsEmpty());
+  EXPECT_THAT(keys_without_effect(load_config_text(
+                  "", {"algorithm=sft", "sft.val_micro_batch_size=2", "policy.sequence_packing.enabled=true"})),
+              testing::ElementsAre(HasSubstr("sft.val_micro_batch_size")));
+}
+
 TEST_F(Hub, FolderIdAndDownloadCommand) {
   touch("local/config.json");
   EXPECT_EQ(resolve_model((home_.path() / "local").string(), home_.path()), home_.path() / "local");

@@ -58,6 +58,7 @@ TEST(Objects, PodHasItsPlace) {
   EXPECT_EQ(env(p, "NNODES"), "2");
   EXPECT_EQ(env(p, "PET_NNODES"), "2");
   EXPECT_EQ(env(p, "TRIREME_ATTEMPT"), "2");
+  EXPECT_EQ(env(p, "TRIREME_TERMINATION_LOG"), "/dev/termination-log");
   EXPECT_EQ(env(p, "TRIREME_STATUS_URL"), "http://status.trireme-system:8090/v1/status/team/quick");
   const Json& container = spec["containers"][0];
   EXPECT_EQ(container["name"], "trainer");
@@ -196,6 +197,21 @@ TEST(Cache, FailedPodTellsWhy) {
   EXPECT_EQ(p.trouble->reason, "OOMKilled");
   EXPECT_EQ(p.trouble->message, "log");
   EXPECT_GT(p.trouble->finished_ms, 0);
+}
+
+TEST(Cache, ALaunchersAccountIsReadAndHostileOnesAreText) {
+  auto message = [](const std::string& said) {
+    const Json ended = {{"exitCode", 21}, {"message", said}};
+    const Json status = {
+        {"phase", "Failed"},
+        {"containerStatuses", Json::array({{{"name", "trainer"}, {"state", {{"terminated", ended}}}}})}};
+    return read_pod(Json{{"metadata", {{"name", "x"}}}, {"status", status}}).trouble->message;
+  };
+  EXPECT_EQ(message(R"({"rank":5,"cause":"exit code 21","exitCode":21,"logTail":"loss is nan\nbye"})"),
+            "rank 5 failed first (exit code 21):\nloss is nan\nbye");
+  for (const char* said : {R"({"rank":5,"cause":"cut)", "{}", "{{{", R"({"rank":5})", "plain text"})
+    EXPECT_EQ(message(said), said);
+  EXPECT_NO_THROW(message(R"({"rank":[],"cause":7,"logTail":{}})"));
 }
 
 TEST(Cache, DisruptionsHaveOneVocabulary) {

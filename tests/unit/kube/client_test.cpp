@@ -1,7 +1,12 @@
 #include "operator/kube/client.h"
 
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <thread>
 
 #include "base/error.h"
@@ -130,6 +135,53 @@ TEST(Client, ListsInPagesAndStreamsItems) {
                    client.default_deadline()),
                std::runtime_error);
   EXPECT_EQ(client.list(resources::kConfigMaps, "ns").size(), 25u);
+}
+
+// A server that sends a byte of the header now and then, for ever.
+class DrippingServer final {
+ public:
+  DrippingServer() {
+    listener_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    ::bind(listener_, reinterpret_cast<sockaddr*>(&address), length);
+    ::listen(listener_, 4);
+    ::getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length);
+    port_ = ntohs(address.sin_port);
+    thread_ = std::thread([this] {
+      const int peer = ::accept(listener_, nullptr, nullptr);
+      const std::string begin = "HTTP/1.1 200 OK\r\nX-Slow: ";
+      if (peer < 0 || ::send(peer, begin.data(), begin.size(), MSG_NOSIGNAL) < 0) return;
+      while (!stop_ && ::send(peer, "a", 1, MSG_NOSIGNAL) == 1) std::this_thread::sleep_for(Milliseconds(20));
+      ::close(peer);
+    });
+  }
+  ~DrippingServer() {
+    stop_ = true;
+    ::shutdown(listener_, SHUT_RDWR);
+    thread_.join();
+    ::close(listener_);
+  }
+  int port() const { return port_; }
+
+ private:
+  int listener_ = -1;
+  int port_ = 0;
+  std::atomic<bool> stop_{false};
+  std::thread thread_;
+};
+
+TEST(Client, ADrippedHeaderDoesNotOutliveTheDeadline) {
+  DrippingServer server;
+  ClientConfig config;
+  config.scheme = "http";
+  config.host = "127.0.0.1";
+  config.port = server.port();
+  const Client client(config);
+  const ApiError e = error_of([&] { client.get(resources::kPods, {"ns", "p"}, Deadline::after(Milliseconds(300))); });
+  EXPECT_EQ(e.kind(), ApiErrorKind::kTimeout) << e.what();
 }
 
 TEST(Client, ErrorsAreTyped) {

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "trainer/launch/once.h"
 #include "trainer/launch/run_manifest.h"
 
 namespace trireme {
@@ -50,12 +51,30 @@ TEST(Launch, NamesTheFirstFailureAndEndsTheRest) {
   EXPECT_EQ(account.at("logTail"), "something broke");
 }
 
+TEST(Launch, TheAccountFitsATerminationMessage) {
+  const TemporaryDirectory dir;
+  LaunchOptions options = shell("for i in $(seq 30); do printf '\\\\\"%0300d\\\\\"\\n' $i >&2; done; exit 1", 1);
+  options.termination_log = (dir.path() / "termination").string();
+  EXPECT_EQ(launch(options, nullptr).exit_code, 1);
+  const std::string text = read_file(dir.path() / "termination");
+  EXPECT_LE(text.size(), 4096u);
+  EXPECT_GT(text.size(), 1000u);
+  EXPECT_EQ(nlohmann::json::parse(text).at("exitCode"), 1);
+}
+
 TEST(Launch, ALostPeerIsNotTheCause) {
   LaunchOptions options = shell("[ $RANK = 0 ] && exit 20; sleep 0.2; kill -9 $$", 2);
   options.failure_grace = Milliseconds(60000);
   const LaunchResult result = launch(options, nullptr);
   EXPECT_EQ(result.failed_rank, 1);
   EXPECT_EQ(result.exit_code, 137);
+}
+
+TEST(Launch, WhoIsKilledAfterAFailureIsNamedButIsNotTheCause) {
+  const LaunchResult result = launch(shell("[ $RANK = 0 ] && exit 20; exec sleep 600", 2), nullptr);
+  EXPECT_EQ(result.failed_rank, 0);
+  EXPECT_EQ(result.exit_code, 20);
+  EXPECT_EQ(result.killed_ranks, std::vector<int>{1});
 }
 
 TEST(Launch, ASignalThatKillsARankBecomesItsCode) { EXPECT_EQ(launch(shell("kill -9 $$", 1), nullptr).exit_code, 137); }
@@ -161,6 +180,51 @@ spec:
   EXPECT_NE(calls.find("launch --nproc-per-node 1 -- train --algorithm sft --config "), std::string::npos) << calls;
   EXPECT_NE(calls.find("nodes 1 rank 0 " + data + "/name"), std::string::npos) << calls;
   EXPECT_TRUE(std::filesystem::is_directory(data));
+}
+
+TEST(Once, NodeZeroRunsAndTheOthersWait) {
+  const TemporaryDirectory dir;
+  OnceOptions options;
+  options.marker = dir.path() / "made" / ".done";
+  options.command = {"sh", "-c", "sleep 0.3; echo run >> " + (dir.path() / "runs").string()};
+  options.timeout = Milliseconds(60000);
+  OnceOptions waiting = options;
+  waiting.node_rank = 1;
+  std::string seen;
+  std::thread other([&] {
+    EXPECT_EQ(run_once(waiting, nullptr), 0);
+    seen = read_file(dir.path() / "runs");
+  });
+  EXPECT_EQ(run_once(options, nullptr), 0);
+  other.join();
+  EXPECT_EQ(seen, "run\n");
+  EXPECT_EQ(run_once(options, nullptr), 0);
+  EXPECT_EQ(read_file(dir.path() / "runs"), "run\n") << "done once, it is not run again";
+  options.command.back() += " ";
+  EXPECT_EQ(run_once(options, nullptr), 0);
+  EXPECT_EQ(read_file(dir.path() / "runs"), "run\nrun\n") << "another command is";
+}
+
+TEST(Once, AFailureLeavesNoMarkerAndNobodyWaitsForEver) {
+  const TemporaryDirectory dir;
+  OnceOptions options;
+  options.marker = dir.path() / ".done";
+  options.command = {"sh", "-c", "exit 7"};
+  write_file_atomic(options.marker, "something else\n");
+  EXPECT_EQ(run_once(options, nullptr), 7);
+  EXPECT_FALSE(std::filesystem::exists(options.marker));
+  options.node_rank = 1;
+  options.timeout = Milliseconds(300);
+  try {
+    run_once(options, nullptr);
+    FAIL() << "waited without a limit";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+    EXPECT_NE(std::string(error.what()).find(options.marker.string()), std::string::npos) << error.what();
+  }
+  const std::atomic<int> signal{SIGTERM};
+  options.timeout = Milliseconds(60000);
+  EXPECT_EQ(run_once(options, &signal), 128 + SIGTERM);
 }
 
 }  // namespace

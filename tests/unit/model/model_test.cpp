@@ -23,8 +23,14 @@ TEST_P(Families, ParametersLieInOneFlatBufferWithGradientsInAnother) {
   const auto model = small_model(GetParam());
   int64_t elements = 0, end = 0;
   for (const Parameter& p : model->parameters()) {
-    EXPECT_EQ(p.offset % kParameterAlignment, 0) << p.name;
-    EXPECT_GE(p.offset, end);
+    const bool inside_a_block = p.name.find("k_proj") != std::string::npos ||
+                                p.name.find("v_proj") != std::string::npos ||
+                                p.name.find("up_proj") != std::string::npos;
+    if (inside_a_block) {
+      EXPECT_EQ(p.offset, end) << p.name;
+    } else {
+      EXPECT_EQ(p.offset, (end + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment) << p.name;
+    }
     EXPECT_EQ(p.tensor.data_ptr<float>(), model->flat_parameters().data_ptr<float>() + p.offset) << p.name;
     EXPECT_EQ(p.tensor.grad().data_ptr<float>(), model->flat_gradients().data_ptr<float>() + p.offset) << p.name;
     EXPECT_TRUE(p.tensor.is_leaf() && p.tensor.requires_grad());
@@ -127,12 +133,12 @@ TEST_P(Families, CachedForwardHasTheBitsOfThePackedOne) {
             ids.push_back(sequences[s][static_cast<size_t>(done[s] + t)]);
             positions.push_back(done[s] + t);
           }
-          batch.rows.push_back({extents[s], done[s], count});
+          batch.plan.rows.push_back({extents[s], done[s], count});
           wanted.push_back(expected.narrow(0, packed.starts[s] + done[s], count));
           done[s] += count;
         }
-        if (done == std::vector<int64_t>{33, 1, 70, 18} && batch.rows.empty()) break;
-        if (batch.rows.empty()) continue;
+        if (done == std::vector<int64_t>{33, 1, 70, 18} && batch.plan.rows.empty()) break;
+        if (batch.plan.rows.empty()) continue;
         batch.ids = at::tensor(ids, at::kLong);
         batch.positions = at::tensor(positions, at::kLong);
         ASSERT_TRUE(same_bits(model->forward_cached(batch, arena), at::cat(wanted))) << "turn " << turn;
@@ -155,10 +161,10 @@ TEST_P(Families, AGroupSharesItsPromptsRows) {
   const auto prompt = random_tokens(15, 1);
   KvArena arena(model->config(), 64, at::kFloat, at::kCPU);
   const PackedBatch as_packed = PackedBatch::from_sequences({prompt});
-  model->forward_cached({as_packed.ids, as_packed.positions, {{0, 0, 15}}}, arena);
+  model->forward_cached({as_packed.ids, as_packed.positions, {{{0, 0, 15}}}}, arena);
   arena.move(0, 20, 15);
   arena.move(0, 40, 15);
-  CachedBatch step{at::tensor({5, 9}, at::kLong), at::tensor({15, 15}, at::kLong), {{20, 15, 1}, {40, 15, 1}}};
+  CachedBatch step{at::tensor({5, 9}, at::kLong), at::tensor({15, 15}, at::kLong), {{{20, 15, 1}, {40, 15, 1}}}};
   const at::Tensor hidden = model->forward_cached(step, arena);
   for (int64_t i = 0; i < 2; ++i) {
     auto whole = prompt;
@@ -195,7 +201,7 @@ TEST(Model, SamplerLogprobsAreThoseOfTheLoss) {
   for (int step = 0; step < 20; ++step) {
     const auto count = static_cast<int64_t>(next.size());
     const at::Tensor hidden = model->forward_cached(
-        {at::tensor(next, at::kLong), at::arange(past, past + count, at::kLong), {{7, past, count}}}, arena);
+        {at::tensor(next, at::kLong), at::arange(past, past + count, at::kLong), {{{7, past, count}}}}, arena);
     past += count;
     const SampleResult one = sample_tokens(hidden.narrow(0, count - 1, 1), model->head_weight(),
                                            {{options, {3, 4, static_cast<uint64_t>(past)}, false}});

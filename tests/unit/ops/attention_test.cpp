@@ -101,8 +101,9 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
         }
         ++turn;
         if (!more) break;
-        append_cached(at::cat(ks), at::cat(vs), arena_k, arena_v, rows);
-        ASSERT_TRUE(same_bits(attention_cached(at::cat(qs), arena_k, arena_v, rows), at::cat(expected)))
+        const CachePlan plan{rows};
+        append_cached(at::cat(ks), at::cat(vs), arena_k, arena_v, plan);
+        ASSERT_TRUE(same_bits(attention_cached(at::cat(qs), arena_k, arena_v, plan), at::cat(expected)))
             << "turn " << turn;
       }
     }
@@ -133,8 +134,8 @@ TEST(Attention, ThreadsDoNotChangeBits) {
 
 TEST(Attention, RunsOutsideTheArenaAreRefused) {
   const at::Tensor arena = at::zeros({10, 1, 8});
-  EXPECT_THROW(attention_cached(at::zeros({3, 1, 8}), arena, arena, {{8, 0, 3}}), Error);
-  EXPECT_THROW(append_cached(at::zeros({3, 1, 8}), at::zeros({3, 1, 8}), arena, arena, {{0, 0, 2}}), Error);
+  EXPECT_THROW(attention_cached(at::zeros({3, 1, 8}), arena, arena, {{{8, 0, 3}}}), Error);
+  EXPECT_THROW(append_cached(at::zeros({3, 1, 8}), at::zeros({3, 1, 8}), arena, arena, {{{0, 0, 2}}}), Error);
 }
 
 }  // namespace

@@ -1,40 +1,18 @@
 #include "trainer/parallel/communicator.h"
 
 #include <ATen/ATen.h>
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
+#include <atomic>
 #include <functional>
 #include <thread>
 
 #include "base/error.h"
+#include "tests/unit/parallel/listening.h"
 #include "trainer/parallel/context.h"
 
 namespace trireme {
 namespace {
-
-int free_loopback_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  ::bind(fd, reinterpret_cast<sockaddr*>(&address), length);
-  ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  ::close(fd);
-  return ntohs(address.sin_port);
-}
-
-RendezvousOptions place(int rank, int world, int port, int timeout_ms) {
-  RendezvousOptions r;
-  r.rank = rank;
-  r.world_size = world;
-  r.master_port = port;
-  r.timeout = Milliseconds(timeout_ms);
-  return r;
-}
 
 // Runs body(rank) on a thread per rank; returns what each threw.
 std::vector<std::string> on_ranks(int world, const std::function<void(int)>& body) {
@@ -55,9 +33,9 @@ std::vector<std::string> on_ranks(int world, const std::function<void(int)>& bod
 
 TEST(Communicator, Collectives) {
   constexpr int kWorld = 3;
-  const int port = free_loopback_port();
+  ListeningPort port;
   const auto errors = on_ranks(kWorld, [&](int rank) {
-    const RendezvousOptions rendezvous = place(rank, kWorld, port, 300000);
+    const RendezvousOptions rendezvous = port.place(rank, kWorld, Milliseconds(250000));
     JobStore store(rendezvous);
     Communicator group(store, rendezvous, "test");
     at::Tensor sum = at::full({4}, static_cast<double>(rank + 1));
@@ -96,9 +74,9 @@ TEST(Communicator, AloneEverythingIsTheIdentity) {
 }
 
 TEST(Communicator, AMissingRankIsAnErrorThatSaysWho) {
-  const int port = free_loopback_port();
+  ListeningPort port;
   try {
-    JobStore store(place(0, 2, port, 1500));
+    JobStore store(port.place(0, 2, Milliseconds(1500)));
     FAIL();
   } catch (const Error& error) {
     const std::string text = error.what();
@@ -108,35 +86,68 @@ TEST(Communicator, AMissingRankIsAnErrorThatSaysWho) {
 }
 
 TEST(Communicator, APeerThatStaysAwayIsNamedByOperationAndPhase) {
-  const int port = free_loopback_port();
-  const auto errors = on_ranks(2, [&](int rank) {
-    const RendezvousOptions rendezvous = place(rank, 2, port, 3000);
+  constexpr int kWorld = 3;
+  ListeningPort port;
+  std::atomic<int> gave_up{0}, reported{-1}, stuck{0};
+  const auto errors = on_ranks(kWorld, [&](int rank) {
+    RendezvousOptions rendezvous = port.place(rank, kWorld, Milliseconds(250000));
     JobStore store(rendezvous);
+    rendezvous.timeout = Milliseconds(30000);
+    rendezvous.stuck_grace = Milliseconds(100);
+    rendezvous.on_stuck = [&, rank](const std::string& what) {
+      EXPECT_EQ(rank, 1);
+      EXPECT_NE(what.find("rank 1 is stuck"), std::string::npos) << what;
+      EXPECT_NE(what.find("in phase generation"), std::string::npos) << what;
+      ++stuck;
+    };
     Communicator group(store, rendezvous, "dp");
-    group.set_phase("training");
-    if (rank == 0) {
+    group.on_absent = [&, rank](const std::vector<int>& ranks) {
+      if (rank == 0) reported = ranks.size() == 1 ? ranks.front() : -2;
+    };
+    group.set_phase(rank == 1 ? "generation" : "training");
+    group.barrier();
+    if (rank == 1) {  // comes late: when the others have gone and its absence was noticed
+      const Deadline limit = Deadline::after(Milliseconds(200000));
+      while ((gave_up < 2 || stuck == 0) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+      return;
+    }
+    std::string error;
+    try {
       at::Tensor x = at::ones({4});
       group.all_reduce_sum(x);
-    } else {
-      std::this_thread::sleep_for(std::chrono::seconds(5));
+    } catch (const std::exception& e) {
+      error = e.what();
     }
+    ++gave_up;
+    // Rank 0 serves the store: it leaves last.
+    const Deadline limit = Deadline::after(Milliseconds(200000));
+    while ((gave_up < 2 || stuck == 0) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+    throw std::runtime_error(error);
   });
-  EXPECT_NE(errors[0].find("all-reduce number 2 of group 'dp' (2 ranks) in phase training"), std::string::npos)
-      << errors[0];
+  for (const int rank : {0, 2}) {
+    const std::string& error = errors[static_cast<size_t>(rank)];
+    EXPECT_NE(error.find("all-reduce number 3 of group 'dp' (3 ranks) in phase training"), std::string::npos) << error;
+    EXPECT_NE(error.find("rank 1 has not come (last seen at number 2, phase generation)"), std::string::npos) << error;
+  }
+  EXPECT_EQ(errors[1], "");
+  EXPECT_EQ(reported, 1);
+  EXPECT_EQ(stuck, 1);
 }
 
 TEST(ParallelContext, RefusesSplitsItCannotDo) {
+  RendezvousOptions two_ranks;
+  two_ranks.world_size = 2;
   Layout layout;
   layout.tp = 2;
   try {
-    ParallelContext context(layout, place(0, 2, 0, 1000));
+    ParallelContext context(layout, two_ranks);
     FAIL();
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("tensor parallel size 2 is not supported"), std::string::npos);
   }
   layout = {};
   layout.dp = 3;
-  EXPECT_THROW(ParallelContext(layout, place(0, 2, 0, 1000)), Error);
+  EXPECT_THROW(ParallelContext(layout, two_ranks), Error);
 }
 
 }  // namespace

@@ -286,6 +286,7 @@ TEST(Scheduler, RandomWorkloadsKeepEveryInvariant) {
     options.cache_rows = draw(8, 200);
     options.max_sequences = draw(1, 24);
     options.prefill_chunk_tokens = draw(1, 60);
+    options.chunk_alignment = draw(1, std::min<int64_t>(16, options.prefill_chunk_tokens));
     options.headroom_rows = draw(0, 20);
     options.grow_factor = 1.0 + static_cast<double>(draw(0, 4)) / 4.0;
     Simulation simulation(options, /*late_stops=*/draw(0, 1) == 1);

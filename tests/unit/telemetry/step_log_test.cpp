@@ -117,6 +117,24 @@ TEST(StepLog, ReaderSkipsRubbishAndTakesTheLastOfAStep) {
   EXPECT_EQ(steps[1].find("b"), std::nullopt);
 }
 
+TEST(StepLog, ValidationsOutsideAStepJoinItsLine) {
+  TemporaryDirectory folder;
+  const auto path = folder.path() / "steps.jsonl";
+  {
+    StepLog log(path, 0);
+    log.append(0, {{"validation/accuracy", 0.25}});
+    log.append(record(1, 0.5));
+    log.append(1, {{"validation/accuracy", 0.75}});
+  }
+  const auto steps = read_step_log(path);
+  ASSERT_EQ(steps.size(), 2u);
+  EXPECT_EQ(steps[0].step, 0);
+  EXPECT_EQ(steps[0].find("validation/accuracy"), 0.25);
+  EXPECT_EQ(steps[0].find("timing/train/total_step_time"), std::nullopt);
+  EXPECT_EQ(steps[1].find("validation/accuracy"), 0.75);
+  EXPECT_EQ(steps[1].find("train/reward"), 0.5);
+}
+
 TEST(StepLog, AFullDiskIsCountedAndDoesNotThrow) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full on this system";
   StepLog log("/dev/full", 1);

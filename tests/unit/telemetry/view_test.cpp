@@ -146,6 +146,19 @@ TEST(Report, CarriesEverythingInside) {
   if (const char* path = std::getenv("TRIREME_WRITE_REPORT")) write_file_atomic(path, page);  // to look at it
 }
 
+TEST(Report, TheValidationBeforeTheFirstStepIsAPointAndNoStep) {
+  std::vector<LoggedStep> run = made_up_run(20);
+  LoggedStep start;
+  start.values = {{"validation/accuracy", 0.125}};
+  run.insert(run.begin(), start);
+  const std::string page = report_html(run, {});
+  const auto data = data_of(page);
+  EXPECT_EQ(data["step"][0], 0);
+  EXPECT_EQ(data["values"]["validation/accuracy"][0], 0.125);
+  EXPECT_TRUE(data["phases"][4]["values"][0].is_null());
+  EXPECT_THAT(page, HasSubstr("<td>0.400</td>")) << "means are over the steps";
+}
+
 TEST(Report, LongRunsAreAveraged) {
   ReportOptions options;
   options.max_points = 100;

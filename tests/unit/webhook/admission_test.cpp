@@ -140,6 +140,25 @@ TEST(Defaulting, WritesOnlyWhatIsMissing) {
       response_of(review_defaulting(review("UPDATE", patched, job).dump(), {.image = "other"})).contains("patch"));
 }
 
+TEST(Defaulting, TheSchemasImageGivesWayToTheOperators) {
+  // The API server fills in the schema's default before it calls a webhook.
+  auto image_after = [](const char* operation, const Json& job, const Json& old) {
+    const Json response = response_of(review_defaulting(review(operation, job, old).dump(), {.image = "mirror/t:2"}));
+    if (!response.contains("patch")) return job["spec"]["image"].get<std::string>();
+    const Json patch = Json::parse(*kube::base64_decode(response["patch"].get<std::string>()));
+    return job.patch(patch)["spec"]["image"].get<std::string>();
+  };
+  Json job = good_job();
+  job["spec"]["image"] = kDefaultImage;
+  EXPECT_EQ(image_after("CREATE", job, Json()), "mirror/t:2");
+  Json stored = job;
+  EXPECT_EQ(image_after("UPDATE", job, stored), kDefaultImage) << "a running job keeps its image";
+  stored["spec"]["image"] = "mirror/t:2";
+  EXPECT_EQ(image_after("UPDATE", job, stored), "mirror/t:2") << "the same manifest applied again changes nothing";
+  job["spec"]["image"] = "own/t:3";
+  EXPECT_EQ(image_after("CREATE", job, Json()), "own/t:3");
+}
+
 TEST(Defaulting, UnreadableJobIsLeftToValidation) {
   Json job = good_job();
   job["spec"]["roles"] = "none";

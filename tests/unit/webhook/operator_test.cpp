@@ -219,6 +219,23 @@ TEST(Operator, LostLeaseEndsTheProcess) {
   EXPECT_FALSE(a.op->leading());
 }
 
+TEST(Operator, AGangSchedulerThatComesLaterIsUsed) {
+  Place p;
+  Instance a(p.server, "op-a", [](OperatorOptions& o) { o.discovery_interval_s = 1; });
+  ASSERT_TRUE(eventually([&] { return a.op->leading(); }));
+  const kube::Resource groups{"scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup", true};
+  p.server.serve({"scheduling.k8s.io", "v1alpha2", "workloads", "Workload", true}, false);
+  p.server.serve(groups, true);
+  // Which of the next looks sees it is open; a job that is made after that has a group.
+  int made = 0;
+  EXPECT_TRUE(eventually([&] {
+    p.add_job("late" + std::to_string(made++));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    return !p.server.list(groups).empty();
+  }));
+  EXPECT_EQ(a.end(), 0) << a.error;
+}
+
 TEST(Operator, MissingCrdIsSaid) {
   FakeApiServer server;
   Instance a(server, "op-a");

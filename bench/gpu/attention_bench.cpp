@@ -1,0 +1,175 @@
+// Attention on one GPU: decode in TB/s of keys and values read, against a plain read of the same run; packed forward
+// and backward in TFLOP/s (half the causal square, backward 2.5 forwards). Median of repeats, warm-up left out.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <functional>
+
+#include "bench/gpu/ceilings.h"
+#include "trainer/ops/cuda/attention.h"
+#include "trainer/ops/ops.h"
+
+namespace trireme {
+namespace {
+
+using cuda::DecodeKernel;
+
+at::Device gpu() { return {at::kCUDA, 0}; }
+at::Tensor randn(at::IntArrayRef shape) {
+  return at::randn(shape, at::TensorOptions().device(gpu()).dtype(at::kBFloat16));
+}
+
+// Median seconds of a call, `calls` of them between two events.
+double seconds(const std::function<void()>& call, int calls) {
+  constexpr int kRepeats = 9;
+  cudaEvent_t from = nullptr, to = nullptr;
+  cudaEventCreate(&from);
+  cudaEventCreate(&to);
+  call();
+  std::vector<double> times;
+  for (int repeat = 0; repeat < kRepeats; ++repeat) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    cudaEventRecord(from, stream);
+    for (int i = 0; i < calls; ++i) call();
+    cudaEventRecord(to, stream);
+    cudaEventSynchronize(to);
+    float milliseconds = 0;
+    cudaEventElapsedTime(&milliseconds, from, to);
+    times.push_back(milliseconds * 1e-3 / calls);
+  }
+  cudaEventDestroy(from);
+  cudaEventDestroy(to);
+  std::nth_element(times.begin(), times.begin() + kRepeats / 2, times.end());
+  return times[kRepeats / 2];
+}
+
+double read_ceiling() {
+  const at::Tensor data = at::zeros({int64_t{1} << 32}, at::TensorOptions().device(gpu()).dtype(at::kByte));
+  const at::Tensor sink = at::zeros({1}, at::TensorOptions().device(gpu()).dtype(at::kInt));
+  const auto read = [&] {
+    bench::launch_read(data.const_data_ptr(), data.nbytes(), static_cast<unsigned*>(sink.mutable_data_ptr()),
+                       c10::cuda::getCurrentCUDAStream());
+  };
+  return static_cast<double>(data.nbytes()) / seconds(read, 3);
+}
+
+// Passes over different keys one after another, as the layers of a model, so that the L2 cache holds nothing; in a
+// graph, as the engine runs them.
+double decode_seconds(int64_t sequences, int64_t keys, int64_t q_heads, int64_t kv_heads, int64_t head_dim,
+                      DecodeKernel kernel) {
+  const double bytes = static_cast<double>(sequences * keys * kv_heads * head_dim) * 4;
+  const int64_t passes = std::clamp<int64_t>(static_cast<int64_t>(400e6 / bytes) + 1, 2, 64);
+  const int64_t rows = sequences * keys;
+  const at::Tensor arena_k = randn({passes * rows, kv_heads, head_dim}), arena_v = randn(arena_k.sizes());
+  const at::Tensor q = randn({sequences, q_heads, head_dim});
+  std::vector<CachePlan> plans;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    std::vector<CacheRow> runs;
+    for (int64_t s = 0; s < sequences; ++s) runs.push_back({pass * rows + s * keys, keys - 1, 1});
+    plans.push_back(make_cache_plan(runs, q_heads / kv_heads, gpu()));
+  }
+  c10::cuda::device_synchronize();
+  const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+  const auto run = [&] {
+    for (const CachePlan& plan : plans) cuda::attention_decode(q, arena_k, arena_v, plan, 0.0, kernel);
+  };
+  run();
+  c10::cuda::device_synchronize();
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin();
+  run();
+  graph.capture_end();
+  return seconds([&] { graph.replay(); }, 5) / static_cast<double>(passes);
+}
+
+void bench_decode(double ceiling) {
+  constexpr int64_t kKvHeads = 8, kHeadDim = 128;
+  const std::pair<DecodeKernel, const char*> kernels[] = {
+      {DecodeKernel::kTiled, "tiled"}, {DecodeKernel::kShared, "shared"}, {DecodeKernel::kSharedDeep, "shared-deep"}};
+  for (const int64_t q_heads : {32, 16}) {
+    for (const int64_t keys : {400, 1000, 2048}) {
+      for (const int64_t sequences : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
+        std::printf("decode %2ld/8 heads of 128, %4ld keys, %3ld sequences:", static_cast<long>(q_heads),
+                    static_cast<long>(keys), static_cast<long>(sequences));
+        const DecodeKernel chosen = cuda::choose_decode_kernel(sequences, kKvHeads);
+        for (const auto& [kernel, name] : kernels) {
+          const double time = decode_seconds(sequences, keys, q_heads, kKvHeads, kHeadDim, kernel);
+          const double rate = static_cast<double>(sequences * keys * kKvHeads * kHeadDim) * 4 / time;
+          std::printf("  %s%s %6.2f us %.2f TB/s (%2.0f %%)", name, kernel == chosen ? "*" : "", time * 1e6,
+                      rate * 1e-12, 100 * rate / ceiling);
+        }
+        std::printf("\n");
+        std::fflush(stdout);
+      }
+    }
+  }
+  std::printf("*: what attention_cached takes\n");
+}
+
+void bench_packed(int64_t sequences, int64_t length, int64_t q_heads, int64_t kv_heads, int64_t head_dim) {
+  const int64_t tokens = sequences * length;
+  at::Tensor q = randn({tokens, q_heads, head_dim}), k = randn({tokens, kv_heads, head_dim}), v = randn(k.sizes());
+  const at::Tensor dout = randn(q.sizes());
+  std::vector<int64_t> starts;
+  for (int64_t s = 0; s <= sequences; ++s) starts.push_back(s * length);
+  const double flops = 4.0 * static_cast<double>(q_heads * head_dim * sequences) * static_cast<double>(length) *
+                       static_cast<double>(length + 1) / 2;
+  double forward = 0, library_forward = 0, library_backward = 0;
+  {
+    const at::NoGradGuard no_grad;
+    forward = seconds([&] { attention_packed(q, k, v, starts); }, 5);
+    const at::Tensor cumulative = at::arange(0, tokens + 1, length, at::TensorOptions().device(gpu()).dtype(at::kInt));
+    const auto library = [&] {
+      return at::_flash_attention_forward(q, k, v, cumulative, cumulative, length, length, 0.0, true, false);
+    };
+    library_forward = seconds([&] { library(); }, 5);
+    const auto [out, lse, state, unused, mask] = library();
+    library_backward = seconds(
+        [&, &out = out, &lse = lse, &state = state, &unused = unused] {
+          at::_flash_attention_backward(dout, q, k, v, out, lse, cumulative, cumulative, length, length, 0.0, true,
+                                        state, unused);
+        },
+        5);
+  }
+  std::vector<at::Tensor> leaves = {q.set_requires_grad(true), k.set_requires_grad(true), v.set_requires_grad(true)};
+  const at::Tensor out = attention_packed(q, k, v, starts);
+  const double backward = seconds([&] { torch::autograd::grad({out}, leaves, {dout}, /*retain_graph=*/true); }, 5);
+  std::printf(
+      "packed %2ld x %5ld, %ld/%ld heads of %ld: forward %.0f TFLOP/s, backward (deterministic) %.0f; "
+      "FlashAttention-2 of LibTorch: forward %.0f, backward (not deterministic) %.0f\n",
+      static_cast<long>(sequences), static_cast<long>(length), static_cast<long>(q_heads), static_cast<long>(kv_heads),
+      static_cast<long>(head_dim), flops / forward * 1e-12, 2.5 * flops / backward * 1e-12,
+      flops / library_forward * 1e-12, 2.5 * flops / library_backward * 1e-12);
+  std::fflush(stdout);
+}
+
+int run() {
+  if (c10::cuda::device_count() == 0) {
+    std::fprintf(stderr, "error: no GPU is visible\n");
+    return 1;
+  }
+  const double ceiling = read_ceiling();
+  std::printf("plain read: %.2f TB/s\n", ceiling * 1e-12);
+  for (const int64_t q_heads : {32, 16}) {
+    bench_packed(16, 1024, q_heads, 8, 128);
+    bench_packed(4, 4096, q_heads, 8, 128);
+    bench_packed(1, 16384, q_heads, 8, 128);
+  }
+  bench_packed(4, 4096, 32, 8, 64);
+  const at::NoGradGuard no_grad;
+  bench_decode(ceiling);
+  return 0;
+}
+
+}  // namespace
+}  // namespace trireme
+
+int main() { return trireme::run(); }

@@ -1,0 +1,177 @@
+"""A small client of the API server, and recorders: every change of a kind, in order, kept from before the test did anything.
+
+Checks look at recordings and never at what a poll happened to see, so that they do not depend on timing.
+"""
+import base64
+import http.client
+import json
+import ssl
+import tempfile
+import threading
+import time
+import urllib.parse
+
+import yaml
+
+
+class ApiError(Exception):
+    def __init__(self, status, body):
+        self.status = status
+        try:
+            self.message = json.loads(body)["message"]
+        except (ValueError, KeyError, TypeError):
+            self.message = body[:500]
+        super().__init__(f"{status}: {self.message}")
+
+
+KINDS = {
+    "pods": "/api/v1", "services": "/api/v1", "configmaps": "/api/v1", "events": "/api/v1", "nodes": "/api/v1", "secrets": "/api/v1",
+    "persistentvolumes": "/api/v1", "persistentvolumeclaims": "/api/v1", "namespaces": "/api/v1", "resourcequotas": "/api/v1",
+    "rljobs": "/apis/trireme.dev/v1alpha1", "leases": "/apis/coordination.k8s.io/v1", "deployments": "/apis/apps/v1",
+    "workloads": "/apis/scheduling.k8s.io/v1alpha2", "podgroups": "/apis/scheduling.k8s.io/v1alpha2",
+    "validatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
+}
+CLUSTER_WIDE = {"nodes", "persistentvolumes", "namespaces", "validatingwebhookconfigurations"}
+
+
+class Kube:
+    def __init__(self, kubeconfig):
+        config = yaml.safe_load(open(kubeconfig))
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
+        self.host = urllib.parse.urlparse(cluster["server"])
+        self.context = ssl.create_default_context(cadata=base64.b64decode(cluster["certificate-authority-data"]).decode())
+        with tempfile.NamedTemporaryFile() as cert, tempfile.NamedTemporaryFile() as key:
+            cert.write(base64.b64decode(user["client-certificate-data"])), cert.flush()
+            key.write(base64.b64decode(user["client-key-data"])), key.flush()
+            self.context.load_cert_chain(cert.name, key.name)
+        self.local = threading.local()
+
+    def connect(self, timeout=60):
+        return http.client.HTTPSConnection(self.host.hostname, self.host.port, context=self.context, timeout=timeout)
+
+    def raw(self, method, path, body=None, content_type="application/json"):
+        """Status and text. A connection that the server closed meanwhile is opened again once, for reading only."""
+        payload = None if body is None else body if isinstance(body, str) else json.dumps(body)
+        for last in (method != "GET", True):
+            connection = getattr(self.local, "connection", None)
+            fresh = connection is None
+            if fresh:
+                connection = self.local.connection = self.connect()
+            try:
+                connection.request(method, path, payload, {"Content-Type": content_type, "Accept": "application/json"})
+                response = connection.getresponse()
+                return response.status, response.read().decode()
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                self.local.connection = None
+                if last and fresh:
+                    raise
+                if not fresh:
+                    connection = self.local.connection = self.connect()
+                    connection.request(method, path, payload, {"Content-Type": content_type, "Accept": "application/json"})
+                    response = connection.getresponse()
+                    return response.status, response.read().decode()
+        raise AssertionError("unreachable")
+
+    def call(self, method, path, body=None, content_type="application/json"):
+        status, text = self.raw(method, path, body, content_type)
+        if status >= 300:
+            raise ApiError(status, text)
+        return json.loads(text) if text else {}
+
+    @staticmethod
+    def path(kind, name="", namespace="default"):
+        base = KINDS[kind] + ("" if kind in CLUSTER_WIDE or namespace is None else f"/namespaces/{namespace}")
+        return f"{base}/{kind}" + (f"/{name}" if name else "")
+
+    def get(self, kind, name, namespace="default"):
+        try:
+            return self.call("GET", self.path(kind, name, namespace))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def list(self, kind, namespace="default", selector=""):
+        query = "?labelSelector=" + urllib.parse.quote(selector) if selector else ""
+        return self.call("GET", self.path(kind, "", namespace) + query)["items"]
+
+    def create(self, kind, body, namespace="default"):
+        return self.call("POST", self.path(kind, "", namespace), body)
+
+    def merge(self, kind, name, patch, namespace="default", subresource=""):
+        path = self.path(kind, name, namespace) + (f"/{subresource}" if subresource else "")
+        return self.call("PATCH", path, patch, "application/merge-patch+json")
+
+    def delete(self, kind, name, namespace="default", **options):
+        try:
+            return self.call("DELETE", self.path(kind, name, namespace), {"kind": "DeleteOptions", "apiVersion": "v1", **options})
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+
+class Recorder:
+    """All changes of a kind since its creation: a list of (monotonic time, ADDED|MODIFIED|DELETED, object)."""
+
+    def __init__(self, kube, kind, namespace="default"):
+        self.kube, self.kind, self.namespace = kube, kind, namespace
+        self.changes = []
+        self.gap = None
+        self.condition = threading.Condition()
+        listed = kube.call("GET", kube.path(kind, "", namespace))
+        for item in listed["items"]:
+            self.changes.append((time.monotonic(), "ADDED", item))
+        self.version = listed["metadata"]["resourceVersion"]
+        self.stopped = False
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+        self.thread.start()
+
+    def _follow(self):
+        while not self.stopped:
+            try:
+                self._watch()
+            except (OSError, http.client.HTTPException, ValueError):
+                time.sleep(0.2)
+
+    def _watch(self):
+        connection = self.kube.connect(timeout=900)
+        query = f"?watch=1&allowWatchBookmarks=true&timeoutSeconds=3600&resourceVersion={self.version}"
+        connection.request("GET", self.kube.path(self.kind, "", self.namespace) + query, headers={"Accept": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            response.read()
+            raise OSError(response.status)
+        for line in response:
+            change = json.loads(line)
+            if change["type"] == "ERROR":
+                self.gap = change["object"].get("message", "watch error")
+                raise OSError(self.gap)
+            self.version = change["object"]["metadata"]["resourceVersion"]
+            if change["type"] == "BOOKMARK":
+                continue
+            with self.condition:
+                self.changes.append((time.monotonic(), change["type"], change["object"]))
+                self.condition.notify_all()
+
+    def of(self, name):
+        """Changes of the objects whose name is `name`, or of all for which it is true."""
+        matches = name if callable(name) else lambda o: o["metadata"]["name"] == name
+        with self.condition:
+            return [c for c in self.changes if matches(c[2])]
+
+    def wait(self, what, predicate, seconds):
+        """The first change (time, type, object) for which predicate(type, object) holds, past or future."""
+        end = time.monotonic() + seconds
+        seen = 0
+        with self.condition:
+            while True:
+                for change in self.changes[seen:]:
+                    if predicate(change[1], change[2]):
+                        return change
+                seen = len(self.changes)
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise AssertionError(f"{what}: not within {seconds} s")
+                self.condition.wait(min(left, 5))

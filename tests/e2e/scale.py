@@ -1,0 +1,265 @@
+"""Many RLJobs on kwok's nodes: what the operator costs, and how fast it creates next to a bare loop. Started by scale.sh; figures go to stdout."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+from world import *
+
+JOBS, PODS = int(sys.argv[1]), int(sys.argv[2])
+PKI, LOGS, ADDRESS, OPERATOR = (os.environ[k] for k in ("PKI", "LOGS", "ADDRESS", "OPERATOR"))
+METRICS = "http://127.0.0.1:18080/metrics"
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+def say(text):
+    print(text, flush=True)
+
+
+def rljob(name, namespace, replicas=PODS):
+    return {"apiVersion": "trireme.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": name, "namespace": namespace},
+            "spec": {"algorithm": "GRPO", "model": {"source": "/data/model"}, "config": {"path": "configs/quickstart.yaml"},
+                     "health": {"startupDeadlineSeconds": 86400}, "roles": {"actor": {"replicas": replicas, "gpusPerPod": 0, "processesPerPod": 1, "template": {
+                         "spec": {"tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+                                  "containers": [{"name": "trainer", "resources": {"requests": {"cpu": "100m"}}}]}}}}}}
+
+
+def load(lines, name):
+    path = STATE / f"{name}.jsonl"
+    with open(path, "w") as out:
+        for line in lines:
+            out.write(json.dumps(line) + "\n")
+    done = run(COMPONENTS / "bin/load", "-server", f"https://{ADDRESS}:6443", "-pki", PKI, "-connections", "64", path, timeout=3600)
+    return json.loads(done.stdout)
+
+
+def namespace(name):
+    kube.create("namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}, None)
+    wait("its service account", lambda: kube.raw("GET", f"/api/v1/namespaces/{name}/serviceaccounts/default")[0] == 200)
+
+
+def nodes(count):
+    resources = {"cpu": "96", "memory": "1Ti", "pods": "250"}
+    body = lambda i: {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"fake-{i:04}", "annotations": {"kwok.x-k8s.io/node": "fake", "node.alpha.kubernetes.io/ttl": "0"},
+                      "labels": {"kubernetes.io/hostname": f"fake-{i:04}", "type": "kwok"}},
+                      "spec": {"taints": [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}]}, "status": {"allocatable": resources, "capacity": resources}}
+    load(({"path": "/api/v1/nodes", "body": body(i)} for i in range(count)), "nodes")
+    ready = lambda: sum(any(c["type"] == "Ready" and c["status"] == "True" for c in n["status"].get("conditions", [])) for n in kube.list("nodes", None)) == count
+    wait(f"{count} nodes", ready, 600)
+
+
+class Process:
+    def __init__(self, name, *command):
+        self.log = open(f"{LOGS}/{name}.log", "a")
+        self.process = subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=self.log, start_new_session=True)
+        (STATE / f"{name}.pid").write_text(str(self.process.pid))
+        self.name = name
+
+    def cpu(self):
+        fields = open(f"/proc/{self.process.pid}/stat").read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / TICK
+
+    def memory(self, key):
+        return int(re.search(rf"^{key}:\s+(\d+) kB", open(f"/proc/{self.process.pid}/status").read(), re.M).group(1)) / 1024
+
+    def stop(self):
+        begin = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        (STATE / f"{self.name}.pid").unlink(missing_ok=True)
+        return time.monotonic() - begin
+
+
+def start_operator():
+    return Process("operator", OPERATOR, "--kubeconfig", KUBECONFIG, "--operator-namespace", "default", "--pod-name", "scale", "--address", "127.0.0.1", "--metrics-port", "18080",
+                   "--health-port", "18081", "--status-port", "18090", "--webhook-port", "-1", "--no-leader-elect", "--qps", "0")
+
+
+def metrics():
+    import urllib.request
+    return urllib.request.urlopen(METRICS, timeout=60).read().decode()
+
+
+def metric(text, name, labels=""):
+    return sum(float(m) for m in re.findall(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} ([0-9.e+-]+)$|^{name} ([0-9.e+-]+)$", text, re.M) for m in m if m)
+
+
+def quantile(text, name, q):
+    buckets = {}
+    for bound, value in re.findall(rf'^{name}_bucket\{{[^}}]*le="([^"]+)"[^}}]*\}} ([0-9.e+-]+)$', text, re.M):
+        buckets[float(bound.replace("+Inf", "inf"))] = buckets.get(float(bound.replace("+Inf", "inf")), 0) + float(value)
+    total = buckets[float("inf")]
+    return next(bound for bound, value in sorted(buckets.items()) if value >= q * total)
+
+
+def stored(resource):
+    text = kube.raw("GET", "/metrics")[1]
+    found = re.search(rf'^apiserver_(?:storage|resource)_objects\{{[^}}]*resource="{resource}"[^}}]*\}} (\S+)', text, re.M)
+    return int(float(found.group(1))) if found else 0
+
+
+def count(kind, ns):
+    """Without fetching them: the server says how many are left after one."""
+    answer = kube.call("GET", Kube.path(kind, "", ns) + "?limit=1")
+    return len(answer["items"]) + answer["metadata"].get("remainingItemCount", 0)
+
+
+def bare(lines_of, ns):
+    """The same objects in another namespace by the loop."""
+    namespace(ns)
+    return load(lines_of(ns), f"bare-{ns}")
+
+
+def strip(o, ns):
+    meta = {k: v for k, v in o["metadata"].items() if k in ("name", "labels", "annotations")}
+    meta["namespace"] = ns
+    spec = {k: v for k, v in o.get("spec", {}).items() if k not in ("nodeName", "clusterIP", "clusterIPs", "serviceAccount", "ipFamilies", "ipFamilyPolicy")}
+    if o["kind"] == "Service":
+        spec["clusterIP"] = "None"
+    body = {"apiVersion": "v1", "kind": o["kind"], "metadata": meta}
+    if o["kind"] == "ConfigMap":
+        body["data"], body["immutable"] = o["data"], o.get("immutable", False)
+    else:
+        body["spec"] = spec
+    # As the operator's own: with an owner, of which the garbage collector keeps track.
+    meta["ownerReferences"] = o["metadata"]["ownerReferences"]
+    return body
+
+
+def objects_of(ns):
+    """What the operator made in a namespace, as lines for the loop, service and config map of a job before its pods."""
+    out = []
+    for kind, wave in (("services", 0), ("configmaps", 1), ("pods", 2)):
+        for o in kube.list(kind, ns):
+            o["kind"] = {"services": "Service", "configmaps": "ConfigMap", "pods": "Pod"}[kind]
+            if o["metadata"]["name"] != "kube-root-ca.crt":
+                out.append((kind, wave, o))
+    return out
+
+
+def create_rate(jobs, replicas, label):
+    """Seconds from the operator's start of work to the last pod's creation, against the loop over 64 connections. RLJobs are there before. Alternates with the loop, twice, since
+    the machine has other work too."""
+    ratios = []
+    for repeat in range(2):
+        ns = f"{label}-{repeat}"
+        namespace(ns)
+        load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns, replicas)} for i in range(jobs)), f"rljobs-{ns}")
+        operator = start_operator()
+        wait("the operator", lambda: "leading" in open(f"{LOGS}/operator.log").read() or True, 60)
+        begin = time.monotonic()
+        first = None
+        while True:
+            made = count("pods", ns)
+            now = time.monotonic()
+            if made and first is None:
+                first = now
+            if made >= jobs * replicas:
+                break
+            need(now - begin < 1800, f"{made} of {jobs * replicas} pods after 1800 s")
+            time.sleep(0.05 if jobs * replicas < 5000 else 0.2)
+        seconds = time.monotonic() - begin
+        cpu = operator.cpu()
+        operator.stop()
+        lines = objects_of(ns)
+        other = f"{ns}-bare"
+        namespace(other)
+        result = load(({"path": Kube.path(kind, "", other), "wave": wave, "body": strip(o, other)} for kind, wave, o in lines), f"bare-{ns}")
+        ratios.append(seconds / result["seconds"])
+        say(f"  {label}: operator {seconds:.2f} s (CPU {cpu:.1f} s), loop of the same {result['objects']} objects {result['seconds']:.2f} s, ratio {ratios[-1]:.2f}")
+        for gone in (ns, other):
+            kube.delete("namespaces", gone, None)
+        wait("both namespaces to go", lambda: not any(kube.get("namespaces", n, None) for n in (ns, other)), 1200)
+    return ratios
+
+
+def held():
+    """JOBS x PODS pods, running: creation, memory, idle CPU, start against curl."""
+    ns = "held"
+    namespace(ns)
+    operator = start_operator()
+    wait("the operator's metrics", lambda: kube.raw("GET", "/readyz")[0] == 200 and _up(), 60)
+    begin = time.monotonic()
+    posted = load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns)} for i in range(JOBS)), "rljobs-held")
+    say(f"  {posted['objects']} RLJobs posted in {posted['seconds']:.1f} s")
+    reported = 0
+    while True:
+        made = count("pods", ns)
+        if made >= JOBS * PODS:
+            break
+        if time.monotonic() - begin > reported + 30:
+            reported = time.monotonic() - begin
+            say(f"    {made} pods after {reported:.0f} s, operator {operator.memory('VmRSS'):.0f} MiB")
+        need(time.monotonic() - begin < 3000, f"{made} of {JOBS * PODS} pods")
+        time.sleep(0.5)
+    seconds = time.monotonic() - begin
+    text = metrics()
+    say(f"  {JOBS * PODS} pods created after {seconds:.1f} s ({JOBS * PODS / seconds:.0f} pods/s), operator CPU {operator.cpu():.1f} s")
+    say(f"  reconcile time: p50 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.5):g} s, p95 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.95):g} s, "
+        f"p99 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.99):g} s")
+    def starting():
+        found = metrics()
+        return metric(found, "trireme_jobs", 'phase="Starting"') >= JOBS
+    wait("every job to be placed", starting, 3000)
+    say(f"  every job Starting after {time.monotonic() - begin:.1f} s")
+    quiet(operator)
+    peak, steady = operator.memory("VmHWM"), operator.memory("VmRSS")
+    before, began = operator.cpu(), time.monotonic()
+    time.sleep(60)
+    idle = (operator.cpu() - before) / (time.monotonic() - began)
+    say(f"  operator: RSS {steady:.1f} MiB, peak {peak:.1f} MiB, idle CPU {idle:.3f} cores over 60 s")
+    operator.stop()
+    # From start to synced, against curl of the same lists, alternating.
+    for _ in range(3):
+        begin = time.monotonic()
+        for path in ("/apis/trireme.dev/v1alpha1/rljobs", "/api/v1/pods?labelSelector=trireme.dev/job-uid", "/api/v1/services?labelSelector=trireme.dev/job-uid", "/api/v1/nodes"):
+            run("curl", "-sf", "-o", "/dev/null", "--cacert", f"{PKI}/ca.crt", "--cert", f"{PKI}/admin.crt", "--key", f"{PKI}/admin.key", f"https://{ADDRESS}:6443{path}")
+        curl = time.monotonic() - begin
+        open(f"{LOGS}/operator.log", "w").close()
+        operator = start_operator()
+        line = wait("the operator's lists", lambda: re.search(r"informers hold .* after ([0-9.]+) s", open(f"{LOGS}/operator.log").read()), 300)
+        synced = float(line.group(1))
+        quiet(operator)
+        say(f"  start to synced {synced:.2f} s, curl of the same lists {curl:.2f} s, ratio {synced / curl:.2f}; after start RSS {operator.memory('VmRSS'):.1f} MiB, peak {operator.memory('VmHWM'):.1f} MiB")
+        operator.stop()
+
+
+def _up():
+    try:
+        metrics()
+        return True
+    except OSError:
+        return False
+
+
+def quiet(operator, seconds=300):
+    """Until the operator has used next to no CPU for five seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        before = operator.cpu()
+        time.sleep(5)
+        if operator.cpu() - before < 0.25:
+            return
+    say("  (the operator did not become quiet)")
+
+
+def main():
+    say(f"scale: {JOBS} RLJobs of {PODS} pods on kwok's nodes; load average {os.getloadavg()[0]:.1f}")
+    stages = [a for path in sorted((COMPONENTS / "bin/kwok-stages").glob("*.yaml")) for a in ("--config", path)]
+    kwok = Process("kwok", COMPONENTS / "bin/kwok", "--kubeconfig", KUBECONFIG, "--manage-all-nodes=false", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
+                   "--node-lease-duration-seconds=40", "--server-address", "127.0.0.1:10247", *stages)
+    kubectl("apply", "--server-side", "-f", ROOT / "crds/trireme.dev_rljobs.yaml")
+    nodes(max(20, JOBS * PODS // 100))
+    burst = min(JOBS, 1000)
+    check(f"creates: {burst} jobs of {PODS} pods", lambda: f"ratio {min(create_rate(burst, PODS, 'many')):.2f} (wanted <= 1.25)")
+    check("creates: one job of 1000 pods", lambda: f"ratio {min(create_rate(1, 1000, 'wide')):.2f} (wanted <= 1.25)")
+    check("held", held)
+    kwok.stop()
+    return finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,365 @@
+// On a GPU: attention against float64, and the invariant that the engine stands on: a row has the same bits alone,
+// packed, prefilled whole or in chunks, decoded by any kernel in any batch, eagerly or from a graph.
+#include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <cmath>
+#include <numeric>
+#include <ostream>
+
+#include "base/error.h"
+#include "tests/gpu/device.h"
+#include "trainer/ops/cuda/attention.h"
+#include "trainer/ops/ops.h"
+
+namespace trireme {
+namespace {
+
+using cuda::DecodeKernel;
+using testing::equal_bits;
+using testing::gpu;
+using testing::gpu_randn;
+using testing::seed_gpu;
+
+struct Heads {
+  int64_t group, kv_heads, head_dim;
+};
+std::ostream& operator<<(std::ostream& out, const Heads& h) {
+  return out << "group " << h.group << ", " << h.kv_heads << " key heads of " << h.head_dim;
+}
+
+// Lengths on both sides of the key tile (64), of the tile of query rows and of kChunkAlignment.
+const std::vector<int64_t> kLengths = {1, 2, 3, 17, 63, 64, 65, 127, 128, 129, 200, 256, 257, 300, 1100};
+
+// Sequences packed and, in another order and with gaps, in an arena that holds NaN wherever no key is.
+struct Batch {
+  Heads heads;
+  std::vector<int64_t> lengths, starts{0}, extents;
+  at::Tensor q, k, v, arena_k, arena_v;
+
+  Batch(Heads h, std::vector<int64_t> lens, double amplitude = 1.0) : heads(h), lengths(std::move(lens)) {
+    for (const int64_t n : lengths) starts.push_back(starts.back() + n);
+    seed_gpu(7);
+    q = gpu_randn({tokens(), h.group * h.kv_heads, h.head_dim}, amplitude);
+    k = gpu_randn({tokens(), h.kv_heads, h.head_dim});
+    v = gpu_randn({tokens(), h.kv_heads, h.head_dim});
+    extents.resize(lengths.size());
+    int64_t capacity = 5;
+    for (size_t i = lengths.size(); i-- > 0;) {
+      extents[i] = capacity;
+      capacity += lengths[i] + 1 + static_cast<int64_t>(i % 3);
+    }
+    arena_k = at::full({capacity, h.kv_heads, h.head_dim}, std::nan(""), q.options());
+    arena_v = arena_k.clone();
+  }
+
+  int64_t tokens() const { return starts.back(); }
+  CachePlan plan(const std::vector<CacheRow>& rows) const { return make_cache_plan(rows, heads.group, gpu()); }
+  void fill_arena() {
+    std::vector<CacheRow> rows;
+    for (size_t s = 0; s < lengths.size(); ++s) rows.push_back({extents[s], 0, lengths[s]});
+    append_cached(k, v, arena_k, arena_v, plan(rows));
+  }
+  // Every token as a decode step of its own.
+  std::vector<CacheRow> steps() const {
+    std::vector<CacheRow> rows;
+    for (size_t s = 0; s < lengths.size(); ++s) {
+      for (int64_t i = 0; i < lengths[s]; ++i) rows.push_back({extents[s], i, 1});
+    }
+    return rows;
+  }
+};
+
+// Plain products and softmax, sequence by sequence.
+at::Tensor reference(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     const std::vector<int64_t>& starts) {
+  const int64_t group = q.size(1) / k.size(1);
+  std::vector<at::Tensor> parts;
+  for (size_t s = 0; s + 1 < starts.size(); ++s) {
+    const int64_t count = starts[s + 1] - starts[s];
+    if (count == 0) continue;
+    const auto heads = [&](const at::Tensor& t, int64_t repeat) {
+      return t.narrow(0, starts[s], count).repeat_interleave(repeat, 1).transpose(0, 1);
+    };
+    const at::Tensor scores =
+        at::matmul(heads(q, 1), heads(k, group).transpose(1, 2)) / std::sqrt(static_cast<double>(q.size(2)));
+    const at::Tensor mask = at::ones({count, count}, q.options().dtype(at::kBool)).tril().logical_not();
+    parts.push_back(at::matmul(at::softmax(scores.masked_fill(mask, -INFINITY), -1), heads(v, group)).transpose(0, 1));
+  }
+  return at::cat(parts);
+}
+
+// Largest relative error of a (token, head) row.
+double row_error(const at::Tensor& actual, const at::Tensor& expected) {
+  const at::Tensor difference = (actual.to(at::kDouble) - expected).norm(2, -1);
+  return (difference / expected.norm(2, -1)).max().item<double>();
+}
+
+// Rows that differ in any bit.
+std::string differing(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor rows = a.contiguous().view(at::kShort).ne(b.contiguous().view(at::kShort)).flatten(1).any(1);
+  const at::Tensor which = rows.nonzero().flatten().cpu();
+  std::string text = std::to_string(which.numel()) + " of " + std::to_string(a.size(0)) + " rows differ";
+  if (which.numel() > 0) text += ", the first is " + std::to_string(which[0].item<int64_t>());
+  return text;
+}
+#define EXPECT_SAME_ROWS(a, b) EXPECT_TRUE(equal_bits(a, b)) << differing(a, b)
+
+class GpuAttention : public testing::GpuTest, public ::testing::WithParamInterface<Heads> {};
+INSTANTIATE_TEST_SUITE_P(Shapes, GpuAttention,
+                         ::testing::Values(Heads{1, 2, 128}, Heads{2, 2, 128}, Heads{4, 8, 128}, Heads{5, 1, 128},
+                                           Heads{8, 1, 128}, Heads{16, 1, 128}, Heads{1, 2, 64}, Heads{2, 2, 64},
+                                           Heads{4, 2, 64}, Heads{5, 1, 64}, Heads{7, 2, 64}, Heads{8, 1, 64},
+                                           Heads{16, 1, 64}));
+
+TEST_P(GpuAttention, PackedIsCloseToFloat64) {
+  const at::NoGradGuard no_grad;
+  const Batch b(GetParam(), kLengths);
+  const at::Tensor expected = reference(b.q.to(at::kDouble), b.k.to(at::kDouble), b.v.to(at::kDouble), b.starts);
+  EXPECT_LT(row_error(attention_packed(b.q, b.k, b.v, b.starts), expected), 1e-2);
+}
+
+TEST_P(GpuAttention, PackedRowsHaveTheBitsOfTheSequenceAlone) {
+  const at::NoGradGuard no_grad;
+  const Batch b(GetParam(), kLengths);
+  const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+  for (size_t s = 0; s < b.lengths.size(); ++s) {
+    const int64_t from = b.starts[s], count = b.lengths[s];
+    const at::Tensor alone = attention_packed(b.q.narrow(0, from, count), b.k.narrow(0, from, count),
+                                              b.v.narrow(0, from, count), {0, count});
+    EXPECT_SAME_ROWS(alone, packed.narrow(0, from, count)) << " (length " << count << ")";
+  }
+}
+
+// Large scores move the running maximum often and far.
+TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRows) {
+  const at::NoGradGuard no_grad;
+  for (const double amplitude : {1.0, 12.0}) {
+    Batch b(GetParam(), kLengths, amplitude);
+    b.fill_arena();
+    const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+    ASSERT_TRUE(packed.isfinite().all().item<bool>());
+    const CachePlan plan = b.plan(b.steps());
+    ASSERT_TRUE(plan.decode);
+    for (const DecodeKernel kernel : {DecodeKernel::kTiled, DecodeKernel::kShared, DecodeKernel::kSharedDeep}) {
+      const at::Tensor decoded = cuda::attention_decode(b.q, b.arena_k, b.arena_v, plan, 0.0, kernel);
+      EXPECT_SAME_ROWS(decoded, packed) << " (kernel " << static_cast<int>(kernel) << ", amplitude " << amplitude
+                                        << ")";
+    }
+  }
+}
+
+TEST_P(GpuAttention, BatchSizeDoesNotChangeTheBitsOfADecodeRow) {
+  const at::NoGradGuard no_grad;
+  Batch b(GetParam(), kLengths);
+  b.fill_arena();
+  const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+  const std::vector<CacheRow> steps = b.steps();
+  for (const int64_t count : {1, 2, 7, 16, 33, 64, 150, 256, 700}) {
+    const int64_t stride = b.tokens() / count;
+    std::vector<CacheRow> rows;
+    std::vector<int64_t> tokens;
+    for (int64_t i = 0; i < count; ++i) {
+      tokens.push_back(b.tokens() - 1 - i * stride);
+      rows.push_back(steps[static_cast<size_t>(tokens.back())]);
+    }
+    const at::Tensor index = at::tensor(tokens, at::kLong).to(gpu());
+    const at::Tensor out = attention_cached(b.q.index_select(0, index), b.arena_k, b.arena_v, b.plan(rows));
+    EXPECT_SAME_ROWS(out, packed.index_select(0, index)) << " (" << count << " runs)";
+  }
+}
+
+// Chunks at multiples of kChunkAlignment, as ops.h asks, and at any other place: a key tile that a row does not see
+// leaves its bits alone, so here the place does not matter. Passes mix prefill and decode.
+TEST_P(GpuAttention, ChunkedPrefillHasTheBitsOfTheWhole) {
+  const at::NoGradGuard no_grad;
+  Batch b(GetParam(), {300, 128, 1100, 64, 517});
+  const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{kChunkAlignment},
+                                            {2 * kChunkAlignment, kChunkAlignment, 5 * kChunkAlignment},
+                                            {100, 1, 37, 300}}) {
+    b.arena_k.fill_(std::nan(""));
+    b.arena_v.fill_(std::nan(""));
+    std::vector<int64_t> done(b.lengths.size(), 0);
+    for (size_t turn = 0;; ++turn) {
+      std::vector<CacheRow> rows;
+      std::vector<at::Tensor> qs, ks, vs, expected;
+      for (size_t s = 0; s < b.lengths.size(); ++s) {
+        const int64_t count = std::min(sizes[(turn + s) % sizes.size()], b.lengths[s] - done[s]);
+        if (count == 0) continue;
+        rows.push_back({b.extents[s], done[s], count});
+        const int64_t from = b.starts[s] + done[s];
+        qs.push_back(b.q.narrow(0, from, count));
+        ks.push_back(b.k.narrow(0, from, count));
+        vs.push_back(b.v.narrow(0, from, count));
+        expected.push_back(packed.narrow(0, from, count));
+        done[s] += count;
+      }
+      if (rows.empty()) break;
+      const CachePlan plan = b.plan(rows);
+      append_cached(at::cat(ks), at::cat(vs), b.arena_k, b.arena_v, plan);
+      ASSERT_TRUE(equal_bits(attention_cached(at::cat(qs), b.arena_k, b.arena_v, plan), at::cat(expected)))
+          << "turn " << turn << " of chunks of " << sizes[0];
+    }
+  }
+}
+
+TEST_P(GpuAttention, RowStridesDoNotChangeBits) {
+  const at::NoGradGuard no_grad;
+  const Heads h = GetParam();
+  Batch b(h, {70, 200});
+  b.fill_arena();
+  const int64_t q_width = h.group * h.kv_heads * h.head_dim, kv_width = h.kv_heads * h.head_dim;
+  const at::Tensor fused = at::cat({b.q.flatten(1), b.k.flatten(1), b.v.flatten(1)}, 1);
+  const auto part = [&](int64_t from, int64_t width) {
+    return fused.narrow(1, from, width).unflatten(1, {width / h.head_dim, h.head_dim});
+  };
+  const at::Tensor q = part(0, q_width);
+  ASSERT_EQ(q.stride(0), q_width + 2 * kv_width);
+  EXPECT_SAME_ROWS(attention_packed(q, part(q_width, kv_width), part(q_width + kv_width, kv_width), b.starts),
+                   attention_packed(b.q, b.k, b.v, b.starts));
+  const CachePlan plan = b.plan(b.steps());
+  for (const DecodeKernel kernel : {DecodeKernel::kTiled, DecodeKernel::kShared}) {
+    EXPECT_SAME_ROWS(cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel),
+                     cuda::attention_decode(b.q, b.arena_k, b.arena_v, plan, 0.0, kernel));
+  }
+}
+
+// A graph of a decode pass serves other runs, other keys and padding once its plan is overwritten.
+TEST_P(GpuAttention, ReplayedGraphHasTheBitsOfAnEagerPass) {
+  const at::NoGradGuard no_grad;
+  Batch b(GetParam(), {300, 90, 64, 700});
+  b.fill_arena();
+  b.arena_k.select(0, 0).zero_();  // scratch row of the padding
+  b.arena_v.select(0, 0).zero_();
+  const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+  constexpr int64_t kSlots = 6;
+  const auto pass = [&](int64_t position) {
+    std::vector<CacheRow> rows;
+    std::vector<int64_t> tokens;
+    for (size_t s = 0; s < b.lengths.size(); ++s) {
+      if (position >= b.lengths[s]) continue;
+      rows.push_back({b.extents[s], position, 1});
+      tokens.push_back(b.starts[s] + position);
+    }
+    const auto alive = static_cast<int64_t>(rows.size());
+    while (static_cast<int64_t>(rows.size()) < kSlots) rows.push_back({0, 0, 1}), tokens.push_back(0);
+    return std::tuple(b.plan(rows), at::tensor(tokens, at::kLong).to(gpu()), alive);
+  };
+  auto [plan, first, all] = pass(10);
+  at::Tensor q = b.q.index_select(0, first);
+  at::cuda::CUDAGraph graph;
+  at::Tensor out;
+  c10::cuda::device_synchronize();
+  {
+    const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+    attention_cached(q, b.arena_k, b.arena_v, plan);
+    c10::cuda::device_synchronize();
+    graph.capture_begin();
+    out = attention_cached(q, b.arena_k, b.arena_v, plan);
+    graph.capture_end();
+  }
+  for (const int64_t position : {0, 63, 64, 89, 150, 299, 650}) {
+    const auto [next, tokens, alive] = pass(position);
+    plan.runs.copy_(next.runs);
+    q.copy_(b.q.index_select(0, tokens));
+    c10::cuda::device_synchronize();
+    graph.replay();
+    c10::cuda::device_synchronize();
+    EXPECT_SAME_ROWS(out.narrow(0, 0, alive), packed.index_select(0, tokens.narrow(0, 0, alive)))
+        << " (position " << position << ")";
+  }
+}
+
+std::vector<at::Tensor> gradients(const Batch& b, at::ScalarType type, bool ours) {
+  std::vector<at::Tensor> leaves;
+  for (const at::Tensor& x : {b.q, b.k, b.v})
+    leaves.push_back(x.detach().to(type, false, true).set_requires_grad(true));
+  const at::AutoGradMode record(true);
+  const at::Tensor out = ours ? attention_packed(leaves[0], leaves[1], leaves[2], b.starts)
+                              : reference(leaves[0], leaves[1], leaves[2], b.starts);
+  seed_gpu(99);
+  const at::Tensor dout = gpu_randn(out.sizes());
+  return torch::autograd::grad({out}, leaves, {dout.to(type)});
+}
+
+TEST_P(GpuAttention, GradientsAreCloseToFloat64) {
+  const Batch b(GetParam(), {1, 64, 65, 300, 129, 700});
+  const auto actual = gradients(b, at::kBFloat16, true), expected = gradients(b, at::kDouble, false);
+  const char* names[] = {"q", "k", "v"};
+  for (size_t i = 0; i < 3; ++i) {
+    const at::Tensor difference = (actual[i].to(at::kDouble) - expected[i]).norm();
+    EXPECT_LT((difference / expected[i].norm()).item<double>(), 2e-2) << "gradient of " << names[i];
+  }
+}
+
+TEST_P(GpuAttention, BackwardIsDeterministicAndLeavesTheSwitchAsItWas) {
+  const Batch b(GetParam(), {700, 64, 1, 513, 300, 900});
+  const auto first = gradients(b, at::kBFloat16, true);
+  for (int run = 0; run < 3; ++run) {
+    const auto again = gradients(b, at::kBFloat16, true);
+    for (size_t i = 0; i < 3; ++i) EXPECT_SAME_ROWS(again[i], first[i]);
+  }
+  EXPECT_FALSE(at::globalContext().deterministicAlgorithms());
+  EXPECT_TRUE(at::globalContext().deterministicFillUninitializedMemory());
+}
+
+class GpuAttentionEdges : public testing::GpuTest {};
+
+TEST_F(GpuAttentionEdges, EmptySequencesAndBatches) {
+  const Batch b({4, 2, 128}, {5});
+  const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+  EXPECT_SAME_ROWS(attention_packed(b.q, b.k, b.v, {0, 0, 5, 5}), packed);
+  const at::Tensor none = b.q.narrow(0, 0, 0), no_keys = b.k.narrow(0, 0, 0);
+  EXPECT_EQ(attention_packed(none, no_keys, no_keys, {0}).size(0), 0);
+  const CachePlan plan = b.plan({{3, 0, 0}});
+  EXPECT_FALSE(plan.decode);
+  EXPECT_EQ(attention_cached(none, b.arena_k, b.arena_v, plan).size(0), 0);
+}
+
+TEST_F(GpuAttentionEdges, PlanHoldsWhatOpsDocuments) {
+  const CachePlan plan = make_cache_plan({{10, 0, 3}, {50, 7, 0}, {100, 128, 130}}, 4, gpu());
+  EXPECT_FALSE(plan.decode);
+  const at::Tensor runs = plan.runs.cpu(), items = plan.items.cpu(), rows = plan.token_rows.cpu();
+  ASSERT_EQ(runs.sizes(), at::IntArrayRef({4, 2}));
+  const std::vector<std::vector<int>> expected = {{0, 3}, {3, 130}, {10, 100}, {3, 258}};
+  for (int64_t i = 0; i < 4; ++i) {
+    for (int64_t j = 0; j < 2; ++j)
+      EXPECT_EQ(runs[i][j].item<int>(), expected[static_cast<size_t>(i)][static_cast<size_t>(j)]);
+  }
+  ASSERT_EQ(rows.numel(), 133);
+  EXPECT_EQ(rows[2].item<int64_t>(), 12);
+  EXPECT_EQ(rows[3].item<int64_t>(), 228);
+  ASSERT_EQ(items.sizes(), at::IntArrayRef({2, 6}));  // 12 rows in one tile, 520 in five; most keys first
+  EXPECT_EQ(items[0][0].item<int>(), 1);
+  EXPECT_EQ(items[1][0].item<int>(), 4);
+  EXPECT_EQ(items[0][5].item<int>(), 0);
+  EXPECT_TRUE(make_cache_plan({{1, 5, 1}, {9, 0, 1}}, 4, gpu()).decode);
+}
+
+// Many query heads on one key head: too many for the decode kernels, so the plan takes the packed one.
+TEST_F(GpuAttentionEdges, LargeGroupsDecodeThroughThePackedKernel) {
+  const at::NoGradGuard no_grad;
+  Batch b({20, 1, 64}, {1, 130, 70});
+  b.fill_arena();
+  const CachePlan plan = b.plan(b.steps());
+  EXPECT_FALSE(plan.decode);
+  EXPECT_SAME_ROWS(attention_cached(b.q, b.arena_k, b.arena_v, plan), attention_packed(b.q, b.k, b.v, b.starts));
+}
+
+TEST_F(GpuAttentionEdges, MistakesAreNamed) {
+  const Batch b({4, 2, 128}, {5});
+  EXPECT_THROW(attention_packed(b.q.to(at::kFloat), b.k.to(at::kFloat), b.v.to(at::kFloat), b.starts), Error);
+  EXPECT_THROW(attention_packed(b.q.narrow(2, 0, 96), b.k.narrow(2, 0, 96), b.v.narrow(2, 0, 96), b.starts), Error);
+  CachePlan host_only;
+  host_only.rows = {{5, 0, 5}};
+  EXPECT_THROW(attention_cached(b.q, b.arena_k, b.arena_v, host_only), Error);
+  EXPECT_THROW(attention_cached(b.q, b.arena_k, b.arena_v, b.plan({{b.arena_k.size(0) - 2, 0, 5}})), Error);
+  EXPECT_THROW(append_cached(b.k, b.v, b.arena_k, b.arena_v, b.plan({{0, 0, 4}})), Error);
+}
+
+}  // namespace
+}  // namespace trireme

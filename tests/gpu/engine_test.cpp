@@ -1,0 +1,371 @@
+// On a GPU: the log-prob that the sampler returns has the bits of the one that the loss computes, whatever the batch,
+// the chunking, the graphs, preemption, packing or process; and the model agrees with the CPU's float32 one.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+
+#include "base/fs.h"
+#include "base/subprocess.h"
+#include "trainer/model/model.h"
+#include "trainer/model/safetensors.h"
+#include "trainer/ops/cuda/linear.h"
+#include "trainer/optimizer/adamw.h"
+#include "trainer/parallel/device.h"
+#include "trainer/rollout/engine.h"
+
+namespace trireme {
+namespace {
+
+ModelConfig config_of(ModelFamily family, int64_t heads = 16, int64_t kv_heads = 8, int64_t head_dim = 128) {
+  ModelConfig config;
+  config.family = family;
+  config.vocab_size = 32'064;
+  config.hidden_size = 1024;
+  config.intermediate_size = 3072;
+  config.num_layers = 4;
+  config.num_heads = heads;
+  config.num_kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.max_position_embeddings = 4096;
+  config.initializer_range = 0.05;
+  config.rope.head_dim = head_dim;
+  config.rope.theta = 1e6;
+  config.qk_norm = family == ModelFamily::kQwen3;
+  config.qkv_bias = family == ModelFamily::kQwen2;
+  config.tie_word_embeddings = family == ModelFamily::kQwen3;
+  config.dtype = "bfloat16";
+  return config;
+}
+
+// Normal weights drawn on the device; norms and biases are not trivial either.
+std::unique_ptr<Model> gpu_model(const ModelConfig& config, bool trainable = false, uint64_t seed = 1) {
+  ModelOptions options;
+  options.dtype = at::kBFloat16;
+  options.device = choose_device("cuda", 0);
+  options.trainable = trainable;
+  auto model = std::make_unique<Model>(config, options);
+  const at::NoGradGuard no_grad;
+  at::Generator generator = at::globalContext().defaultGenerator(options.device);
+  generator.set_current_seed(seed);
+  for (const Parameter& p : model->parameters()) {
+    at::Tensor target = p.tensor.detach();
+    const bool norm = p.name.find("norm") != std::string::npos;
+    target.normal_(norm ? 1.0 : 0.0, norm ? 0.1 : config.initializer_range);
+  }
+  return model;
+}
+
+std::vector<GroupRequest> requests(const std::vector<int64_t>& prompts, int64_t samples, uint32_t seed = 7) {
+  std::vector<GroupRequest> result;
+  std::mt19937 random(seed);
+  uint64_t next = 1000;
+  for (size_t g = 0; g < prompts.size(); ++g) {
+    GroupRequest request;
+    request.group_id = static_cast<int64_t>(g);
+    request.samples = samples;
+    request.first_sample_id = next;
+    next += static_cast<uint64_t>(samples);
+    for (int64_t i = 0; i < prompts[g]; ++i) request.prompt.push_back(static_cast<int32_t>(random() % 32'000));
+    for (int64_t i = 0; i < samples; ++i) request.forced_lengths.push_back(1 + static_cast<int64_t>(random() % 60));
+    result.push_back(std::move(request));
+  }
+  return result;
+}
+
+using Groups = std::map<int64_t, GeneratedGroup>;
+
+Groups generate(const Model& model, EngineOptions options, const SamplingOptions& sampling,
+                const std::vector<GroupRequest>& groups, EngineStats* stats = nullptr) {
+  options.max_total_length = 2048;
+  if (options.cache_rows == 0) options.cache_rows = 200'000;
+  Engine engine(model, nullptr, options, sampling);
+  for (const GroupRequest& request : groups) engine.submit(request);
+  Groups result;
+  for (GeneratedGroup& group : engine.run()) result.emplace(group.group_id, std::move(group));
+  if (stats != nullptr) *stats = engine.stats();
+  return result;
+}
+
+SamplingOptions sampling_options() {
+  SamplingOptions sampling;
+  sampling.temperature = 0.9;
+  sampling.seed = 42;
+  return sampling;
+}
+
+void expect_same(const Groups& a, const Groups& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [id, group] : a) {
+    const GeneratedGroup& other = b.at(id);
+    for (size_t i = 0; i < group.samples.size(); ++i) {
+      ASSERT_EQ(group.samples[i].tokens, other.samples[i].tokens) << what << ": group " << id << " sample " << i;
+      ASSERT_EQ(0, std::memcmp(group.samples[i].logprobs.data(), other.samples[i].logprobs.data(),
+                               group.samples[i].logprobs.size() * sizeof(float)))
+          << what << ": log-prob bits of group " << id << " sample " << i;
+    }
+  }
+}
+
+struct Packed {
+  std::vector<std::vector<int32_t>> sequences;
+  std::vector<int64_t> rows, targets;
+  std::vector<float> expected;
+};
+
+// Every sample in another order than the engine's.
+Packed pack(const Groups& groups) {
+  Packed packed;
+  int64_t offset = 0;
+  for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
+    for (const GeneratedSample& sample : group->second.samples) {
+      std::vector<int32_t> ids = group->second.prompt;
+      for (size_t i = 0; i < sample.tokens.size(); ++i) {
+        packed.rows.push_back(offset + static_cast<int64_t>(ids.size()) - 1);
+        packed.targets.push_back(sample.tokens[i]);
+        packed.expected.push_back(sample.logprobs[i]);
+        ids.push_back(sample.tokens[i]);
+      }
+      offset += static_cast<int64_t>(ids.size());
+      packed.sequences.push_back(std::move(ids));
+    }
+  }
+  return packed;
+}
+
+at::Tensor logprobs_of_the_loss(const Model& model, const Packed& packed, const LogprobOptions& options) {
+  const at::Device device = model.options().device;
+  PackedBatch batch = PackedBatch::from_sequences(packed.sequences);
+  batch.ids = batch.ids.to(device);
+  batch.positions = batch.positions.to(device);
+  const at::Tensor hidden = model.forward(batch).index_select(0, at::tensor(packed.rows, at::kLong).to(device));
+  return token_logprobs(hidden, model.head_weight(), at::tensor(packed.targets, at::kLong).to(device), options);
+}
+
+int64_t differing(const at::Tensor& logprobs, const std::vector<float>& expected) {
+  const at::Tensor host = logprobs.detach().to(at::kCPU).contiguous();
+  const float* value = host.const_data_ptr<float>();
+  int64_t count = 0;
+  for (size_t i = 0; i < expected.size(); ++i) count += std::memcmp(value + i, &expected[i], sizeof(float)) != 0;
+  return count;
+}
+
+const std::vector<int64_t> kPrompts = {5, 300, 64, 129, 17, 700, 128, 33};
+
+class Families : public ::testing::TestWithParam<ModelFamily> {};
+INSTANTIATE_TEST_SUITE_P(All, Families,
+                         ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3));
+
+TEST_P(Families, SamplerAndLossAgreeToTheBitBeforeAndAfterAnOptimizerStep) {
+  const auto model = gpu_model(config_of(GetParam()), /*trainable=*/true);
+  Communicator alone;
+  DistributedAdamW optimizer(*model, alone, {});
+  for (int step = 0; step < 2; ++step) {
+    const Groups groups = generate(*model, {}, sampling_options(), requests(kPrompts, 8, 7 + step));
+    const Packed packed = pack(groups);
+    const at::Tensor logprobs = logprobs_of_the_loss(*model, packed, sampling_options().logprob_options());
+    EXPECT_EQ(0, differing(logprobs, packed.expected)) << "of " << packed.expected.size() << " tokens, step " << step;
+    logprobs.mean().neg().backward();
+    EXPECT_GT(optimizer.step(1e-3, 0.0, 1.0).grad_norm, 0.0);
+  }
+}
+
+TEST(Engine, BitsDoNotDependOnHowSamplesAreBatched) {
+  const auto model = gpu_model(config_of(ModelFamily::kQwen3));
+  const auto wanted = requests(kPrompts, 8);
+  const Groups whole = generate(*model, {.max_sequences = 256}, sampling_options(), wanted);
+  for (const int64_t sequences : {1, 3, 16, 40, 64}) {
+    expect_same(whole, generate(*model, {.max_sequences = sequences}, sampling_options(), wanted),
+                "max_sequences " + std::to_string(sequences));
+  }
+  for (const int64_t chunk : {128, 256, 640}) {
+    expect_same(whole, generate(*model, {.prefill_chunk_tokens = chunk}, sampling_options(), wanted),
+                "prefill chunk " + std::to_string(chunk));
+  }
+  EngineStats stats;
+  expect_same(whole,
+              generate(*model, {.cache_rows = 800, .headroom_rows = 8, .grow_factor = 1.1}, sampling_options(), wanted,
+                       &stats),
+              "preemption");
+  EXPECT_GT(stats.preemptions, 0);
+}
+
+TEST(Engine, HeadDimensionsAndGroupSizes) {
+  for (const auto& [heads, kv_heads, head_dim] :
+       std::vector<std::array<int64_t, 3>>{{16, 16, 64}, {14, 2, 64}, {32, 8, 128}, {28, 4, 128}, {8, 8, 128}}) {
+    const auto model = gpu_model(config_of(ModelFamily::kLlama, heads, kv_heads, head_dim));
+    const Packed packed = pack(generate(*model, {}, sampling_options(), requests({40, 257, 9}, 5)));
+    const at::NoGradGuard no_grad;
+    EXPECT_EQ(0, differing(logprobs_of_the_loss(*model, packed, sampling_options().logprob_options()), packed.expected))
+        << heads << " heads, " << kv_heads << " key heads of " << head_dim;
+  }
+}
+
+TEST(Engine, FiltersAndGreedyAgreeToo) {
+  const auto model = gpu_model(config_of(ModelFamily::kQwen3));
+  SamplingOptions sampling = sampling_options();
+  sampling.top_p = 0.9;
+  sampling.top_k = 50;
+  const Packed packed = pack(generate(*model, {}, sampling, requests(kPrompts, 4)));
+  const at::NoGradGuard no_grad;
+  EXPECT_EQ(0, differing(logprobs_of_the_loss(*model, packed, sampling.logprob_options()), packed.expected));
+  SamplingOptions greedy = sampling_options();
+  greedy.greedy = true;
+  const Groups groups = generate(*model, {}, greedy, requests({20, 90}, 3));
+  for (const auto& [id, group] : groups) {
+    for (const GeneratedSample& sample : group.samples) {
+      const size_t common = std::min(sample.tokens.size(), group.samples[0].tokens.size());
+      EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.begin() + static_cast<std::ptrdiff_t>(common),
+                             group.samples[0].tokens.begin()));
+    }
+  }
+}
+
+TEST(Engine, RecomputedActivationsGiveTheSameLossAndGradients) {
+  ModelConfig config = config_of(ModelFamily::kQwen3);
+  const auto plain = gpu_model(config, /*trainable=*/true);
+  ModelOptions options = plain->options();
+  options.checkpoint_activations = true;
+  Model recomputed(config, options);
+  recomputed.copy_parameters_from(*plain);
+  const Packed packed = pack(generate(*plain, {}, sampling_options(), requests({100, 30}, 4)));
+  const at::Tensor a = logprobs_of_the_loss(*plain, packed, {}), b = logprobs_of_the_loss(recomputed, packed, {});
+  EXPECT_TRUE(at::equal(a, b));
+  a.mean().backward();
+  b.mean().backward();
+  // Gradients differ by the rounding of one more sum a layer.
+  const at::Tensor difference = plain->flat_gradients().to(at::kDouble) - recomputed.flat_gradients().to(at::kDouble);
+  EXPECT_LE((difference.norm() / plain->flat_gradients().to(at::kDouble).norm()).item<double>(), 0.01);
+}
+
+// The bits hold because the library may not split sums: with its usual workspace they do not.
+TEST(Linear, TheDefaultWorkspaceIsNotExact) {
+  const at::Device device = choose_device("cuda", 0);
+  const std::vector<LinearShape> shapes = {{4096, 4096}, {14336, 4096}, {2048, 6144}};
+  const int64_t few_rows = cuda::few_rows_limit();
+  cuda::set_few_rows_limit(0);  // the library alone
+  EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
+  const size_t bytes = cuda::forward_workspace_bytes();
+  cuda::set_forward_workspace_bytes(size_t{32} << 20);
+  EXPECT_FALSE(linear_rows_are_exact(shapes, at::kBFloat16, device));
+  cuda::set_forward_workspace_bytes(bytes);
+  EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
+  cuda::set_few_rows_limit(few_rows);
+}
+
+TEST(Linear, ForwardAndBackwardAreThoseOfFloat32) {
+  const at::Device device = choose_device("cuda", 0);
+  for (const auto& [rows, in, out] :
+       std::vector<std::array<int64_t, 3>>{{1, 64, 128}, {37, 512, 1536}, {600, 1024, 200}}) {
+    const auto random = [&](std::vector<int64_t> shape) {
+      return at::randn(shape, at::TensorOptions().device(device)).to(at::kBFloat16);
+    };
+    at::Tensor x = random({rows, in}).set_requires_grad(true), w = random({out, in}).set_requires_grad(true),
+               b = random({out}).set_requires_grad(true);
+    const at::Tensor dy = random({rows, out});
+    const at::Tensor y = trireme::linear(x, w, b);
+    y.backward(dy);
+    const auto wide = [](const at::Tensor& t) { return t.detach().to(at::kDouble); };
+    const auto near = [&](const at::Tensor& got, const at::Tensor& want, const char* name) {
+      EXPECT_LE(((wide(got) - want).abs().max() / want.abs().max()).item<double>(), 5e-3)
+          << name << " of " << rows << " x " << in << " x " << out;
+    };
+    near(y, wide(x).mm(wide(w).t()) + wide(b), "y");
+    near(x.grad(), wide(dy).mm(wide(w)), "dx");
+    near(w.grad(), wide(dy).t().mm(wide(x)), "dw");
+    near(b.grad(), wide(dy).sum(0), "db");
+    const at::Tensor first = w.grad().clone();  // a second backward adds to the same buffer
+    trireme::linear(x, w, b).backward(dy);
+    near(w.grad(), 2 * wide(first), "accumulated dw");
+  }
+}
+
+TEST(Model, AgreesWithTheCpuInFloat32) {
+  for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+    ModelConfig config = config_of(family);
+    config.num_layers = 2;
+    const auto gpu = gpu_model(config, /*trainable=*/true);
+    ModelOptions on_cpu;
+    Model cpu(config, on_cpu);
+    {
+      const at::NoGradGuard no_grad;
+      cpu.copy_parameters_from(*gpu);
+    }
+    Packed packed = pack(generate(*gpu, {}, sampling_options(), requests({50, 20}, 2)));
+    const at::Tensor want = logprobs_of_the_loss(cpu, packed, {}), got = logprobs_of_the_loss(*gpu, packed, {});
+    EXPECT_LE((got.to(at::kCPU) - want).abs().mean().item<double>(), 0.03) << to_string(family);
+    want.mean().backward();
+    got.mean().backward();
+    for (size_t i = 0; i < cpu.parameters().size(); ++i) {
+      const Parameter& p = cpu.parameters()[i];
+      const auto slice = [&](const Model& m) {
+        return m.flat_gradients().narrow(0, p.offset, p.size).to(at::kCPU, at::kDouble);
+      };
+      const at::Tensor a = slice(cpu), b = slice(*gpu);
+      const double cosine = ((a * b).sum() / (a.norm() * b.norm() + 1e-30)).item<double>();
+      EXPECT_GE(cosine, 0.99) << to_string(family) << " " << p.name;
+    }
+  }
+}
+
+// A checkpoint's weights, read by a fresh process, give the sampler's bits to another packing.
+TEST(Recompute, InAFreshProcess) {
+  const char* given = std::getenv("TRIREME_RECOMPUTE_DIR");
+  const std::string dir = given != nullptr ? given : "/tmp/trireme-recompute-" + std::to_string(::getpid());
+  ModelOptions options;
+  options.dtype = at::kBFloat16;
+  options.device = choose_device("cuda", 0);
+  options.trainable = false;
+  if (given != nullptr) {
+    const auto model = load_model(dir, options);
+    const SafetensorsFile file(dir + "/samples.safetensors");
+    const auto numbers = [&](const char* name) {
+      const at::Tensor t = file.tensor(name).to(at::kLong).contiguous();
+      return std::vector<int64_t>(t.const_data_ptr<int64_t>(), t.const_data_ptr<int64_t>() + t.numel());
+    };
+    const auto ids = numbers("ids"), starts = numbers("starts");
+    Packed packed;
+    packed.rows = numbers("rows");
+    packed.targets = numbers("targets");
+    for (size_t s = 0; s + 1 < starts.size(); ++s)
+      packed.sequences.emplace_back(ids.begin() + starts[s], ids.begin() + starts[s + 1]);
+    const at::Tensor expected = file.tensor("logprobs").contiguous();
+    packed.expected.assign(expected.const_data_ptr<float>(), expected.const_data_ptr<float>() + expected.numel());
+    const at::NoGradGuard no_grad;
+    EXPECT_EQ(0,
+              differing(logprobs_of_the_loss(*model, packed, sampling_options().logprob_options()), packed.expected));
+    return;
+  }
+  const auto model = gpu_model(config_of(ModelFamily::kQwen3));
+  save_model(*model, dir, {});
+  const Packed packed = pack(generate(*model, {}, sampling_options(), requests(kPrompts, 3)));
+  std::vector<int64_t> ids, starts = {0};
+  for (const auto& sequence : packed.sequences) {
+    ids.insert(ids.end(), sequence.begin(), sequence.end());
+    starts.push_back(static_cast<int64_t>(ids.size()));
+  }
+  write_safetensors(dir + "/samples.safetensors",
+                    {{"ids", at::tensor(ids, at::kLong)},
+                     {"starts", at::tensor(starts, at::kLong)},
+                     {"rows", at::tensor(packed.rows, at::kLong)},
+                     {"targets", at::tensor(packed.targets, at::kLong)},
+                     {"logprobs", at::tensor(packed.expected, at::kFloat)}},
+                    {});
+  SpawnOptions child;
+  child.argv = {"/proc/self/exe", "--gtest_filter=Recompute.InAFreshProcess"};
+  child.set_env = {{"TRIREME_RECOMPUTE_DIR", dir}};
+  Subprocess process = Subprocess::spawn(child);
+  const auto status = process.wait(Deadline::after(Milliseconds(120'000)));
+  ASSERT_TRUE(status.has_value()) << "the fresh process did not end";
+  EXPECT_TRUE(status->ok()) << status->describe();
+  std::filesystem::remove_all(dir);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,321 @@
+// Products of few rows: our kernel has the bits of cublasLt's row-exact product, for every number of rows, every way of
+// cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "base/error.h"
+#include "tests/gpu/device.h"
+#include "trainer/ops/cuda/few_rows.h"
+#include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/row_ops.h"
+
+namespace trireme {
+namespace {
+
+using cuda::FewRowsArgs;
+using cuda::FewRowsPlan;
+using testing::gpu;
+using testing::gpu_randn;
+
+struct Shape {
+  int64_t out, in;
+};
+std::ostream& operator<<(std::ostream& to, const Shape& s) { return to << s.out << "x" << s.in; }
+
+const std::vector<int64_t> kRows = {1,  2,  3,  5,  7,  8,  9,  12, 15, 16, 17, 23, 24,  31,  32, 33,
+                                    39, 40, 47, 48, 56, 57, 63, 64, 65, 72, 80, 96, 113, 127, 128};
+
+// Elements whose bits differ.
+int64_t differing(const at::Tensor& a, const at::Tensor& b) {
+  return a.contiguous().view(at::kShort).ne(b.contiguous().view(at::kShort)).sum().item<int64_t>();
+}
+
+class Limit final {
+ public:
+  explicit Limit(int64_t rows) : before_(cuda::few_rows_limit()) { cuda::set_few_rows_limit(rows); }
+  ~Limit() { cuda::set_few_rows_limit(before_); }
+  Limit(const Limit&) = delete;
+  Limit& operator=(const Limit&) = delete;
+
+ private:
+  int64_t before_;
+};
+
+at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const Limit none(0);
+  return cuda::linear_forward(x, weight, bias);
+}
+
+FewRowsArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
+                    bool swiglu = false) {
+  FewRowsArgs args;
+  args.x = x.const_data_ptr();
+  args.x_stride = x.stride(0);
+  args.weight = weight.const_data_ptr();
+  args.weight_stride = weight.stride(0);
+  args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.rows = x.size(0);
+  args.in = x.size(1);
+  args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
+  args.swiglu = swiglu;
+  return args;
+}
+
+std::string text(const FewRowsPlan& p) {
+  return "columns " + std::to_string(p.columns) + " x " + std::to_string(p.parts) + ", cluster " +
+         std::to_string(p.cluster) + " x " + std::to_string(p.clusters) + ", slabs " + std::to_string(p.slabs) +
+         ", stages " + std::to_string(p.stages) + (p.wide ? ", wide" : "");
+}
+
+// Our kernel into the middle of a larger buffer; `outside` gets the number of elements changed around the result.
+at::Tensor by_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const FewRowsPlan& plan,
+                   bool swiglu, int64_t* outside) {
+  const int64_t out = swiglu ? weight.size(0) / 2 : weight.size(0), rows = x.size(0);
+  constexpr int64_t kGuardRows = 130;
+  const at::Tensor buffer =
+      at::full({rows + 2 * kGuardRows, out}, -77.0, at::TensorOptions().device(gpu()).dtype(at::kBFloat16));
+  const at::Tensor y = buffer.narrow(0, kGuardRows, rows);
+  const cudaError_t error =
+      cuda::few_rows(args_of(x, weight, bias, y, swiglu), plan, c10::cuda::getCurrentCUDAStream().stream());
+  EXPECT_EQ(error, cudaSuccess) << cudaGetErrorString(error) << ": " << text(plan);
+  c10::cuda::device_synchronize();
+  const auto changed = [&](int64_t from) { return buffer.narrow(0, from, kGuardRows).ne(-77.0).sum().item<int64_t>(); };
+  *outside = changed(0) + changed(kGuardRows + rows);
+  return y;
+}
+
+class FewRows : public testing::GpuTest {};
+class FewRowsShapes : public testing::GpuTest, public ::testing::WithParamInterface<Shape> {};
+INSTANTIATE_TEST_SUITE_P(Shapes, FewRowsShapes,
+                         ::testing::Values(Shape{6144, 4096}, Shape{4096, 4096}, Shape{28672, 4096}, Shape{4096, 14336},
+                                           Shape{128256, 4096}, Shape{4096, 2048}, Shape{2048, 2048},
+                                           Shape{12288, 2048}, Shape{2048, 6144}, Shape{151936, 2048},
+                                           Shape{1536, 1536}, Shape{200, 512}, Shape{8, 64}, Shape{1000, 192}));
+
+TEST_P(FewRowsShapes, BitsAreThoseOfTheLibraryForEveryNumberOfRows) {
+  const at::NoGradGuard no_grad;
+  const auto [out, in] = GetParam();
+  testing::seed_gpu(1);
+  const at::Tensor x = gpu_randn({1024, in}), weight = gpu_randn({out, in}, 0.05), bias = gpu_randn({out});
+  const at::Tensor whole = by_library(x, weight, {}), whole_biased = by_library(x, weight, bias);
+  const Limit most(cuda::kMostFewRows);
+  for (const int64_t rows : kRows) {
+    for (const int64_t from : {int64_t{0}, 1024 - rows}) {
+      const at::Tensor part = x.narrow(0, from, rows);
+      const at::Tensor buffer = at::empty({rows, out}, x.options());
+      ASSERT_TRUE(cuda::few_rows_supported(args_of(part, weight, bias, buffer))) << rows << " rows";
+      EXPECT_EQ(differing(cuda::linear_forward(part, weight, {}), whole.narrow(0, from, rows)), 0)
+          << rows << " rows from " << from;
+      EXPECT_EQ(differing(cuda::linear_forward(part, weight, bias), whole_biased.narrow(0, from, rows)), 0)
+          << rows << " rows from " << from << ", with bias";
+    }
+  }
+  // And the library itself, where it takes the place of the kernel.
+  for (const int64_t rows : {int64_t{1}, int64_t{16}, int64_t{64}}) {
+    EXPECT_EQ(differing(by_library(x.narrow(0, 0, rows), weight, bias), whole_biased.narrow(0, 0, rows)), 0);
+  }
+}
+
+// Numbers whose sums round differently in any other order, zeros of both signs, huge and tiny ones.
+TEST_F(FewRows, BitsHoldForUnevenNumbers) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(2);
+  const int64_t out = 1024, in = 4096;
+  const auto uneven = [&](at::IntArrayRef shape) {
+    const at::Tensor scale = at::exp2(at::randint(-12, 12, shape, at::TensorOptions().device(gpu()).dtype(at::kFloat)));
+    const at::Tensor keep = at::randint(0, 4, shape, at::TensorOptions().device(gpu())).ne(0);
+    return gpu_randn(shape, 1.0, at::kFloat).mul(scale).mul(keep).to(at::kBFloat16);
+  };
+  const at::Tensor x = uneven({256, in}), weight = uneven({out, in});
+  const at::Tensor whole = by_library(x, weight, {});
+  const Limit most(cuda::kMostFewRows);
+  for (const int64_t rows : {1, 16, 40, 64, 128}) {
+    EXPECT_EQ(differing(cuda::linear_forward(x.narrow(0, 0, rows), weight, {}), whole.narrow(0, 0, rows)), 0) << rows;
+  }
+  // One row that is not finite stays alone.
+  at::Tensor broken = x.narrow(0, 0, 24).clone();
+  broken[3].fill_(std::numeric_limits<double>::infinity());
+  broken[19].fill_(std::numeric_limits<double>::quiet_NaN());
+  const at::Tensor got = cuda::linear_forward(broken, weight, {});
+  for (const int64_t row : {0, 2, 4, 18, 20, 23}) EXPECT_EQ(differing(got[row], whole[row]), 0) << row;
+}
+
+TEST_F(FewRows, EveryPlanGivesTheSameBitsAndWritesNothingElse) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(3);
+  size_t tried = 0;
+  for (const auto& [out, in] : {Shape{1704, 1024}, Shape{200, 512}, Shape{5000, 320}}) {
+    const at::Tensor x = gpu_randn({128, in}), weight = gpu_randn({out, in}, 0.05), bias = gpu_randn({out});
+    const at::Tensor whole = by_library(x, weight, bias);
+    for (const int64_t rows : {3, 16, 61, 128}) {
+      const at::Tensor part = x.narrow(0, 0, rows);
+      const std::vector<FewRowsPlan> plans = cuda::few_rows_plans(args_of(part, weight, bias, whole));
+      EXPECT_FALSE(plans.empty());
+      for (FewRowsPlan plan : plans) {
+        for (const bool one_cluster : {false, true}) {  // as few blocks as can be: every tile one after another
+          if (one_cluster) plan.clusters = 1;
+          int64_t outside = -1;
+          const at::Tensor y = by_plan(part, weight, bias, plan, false, &outside);
+          ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0)
+              << rows << " rows, " << Shape{out, in} << ": " << text(plan);
+          ASSERT_EQ(outside, 0) << text(plan);
+          ++tried;
+        }
+      }
+    }
+  }
+  EXPECT_GT(tried, 500u);
+}
+
+TEST_F(FewRows, EveryPlanOfTheFusedActivationGivesTheUnfusedBits) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(4);
+  for (const auto& [width, in] : {Shape{856, 1024}, Shape{104, 512}}) {
+    const at::Tensor x = gpu_randn({128, in}, 2.0), weight = gpu_randn({2 * width, in}, 0.1);
+    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
+    for (const int64_t rows : {1, 16, 61, 128}) {
+      const at::Tensor part = x.narrow(0, 0, rows);
+      const std::vector<FewRowsPlan> plans = cuda::few_rows_plans(args_of(part, weight, {}, whole, true));
+      EXPECT_FALSE(plans.empty());
+      for (const FewRowsPlan& plan : plans) {
+        int64_t outside = -1;
+        const at::Tensor y = by_plan(part, weight, {}, plan, true, &outside);
+        ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, width " << width << ": " << text(plan);
+        ASSERT_EQ(outside, 0) << text(plan);
+      }
+    }
+  }
+}
+
+TEST_F(FewRows, FusedActivationOfRealShapes) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(5);
+  for (const auto& [width, in] : {Shape{14336, 4096}, Shape{6144, 2048}, Shape{12288, 4096}}) {
+    const at::Tensor x = gpu_randn({200, in}), weight = gpu_randn({2 * width, in}, 0.03);
+    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
+    const Limit most(cuda::kMostFewRows);
+    for (const int64_t rows : {1, 8, 16, 17, 33, 64, 65, 128, 200}) {  // 200: the unfused path
+      EXPECT_EQ(differing(cuda::gate_up_swiglu(x.narrow(0, 0, rows), weight), whole.narrow(0, 0, rows)), 0)
+          << rows << " rows, width " << width;
+    }
+  }
+}
+
+TEST_F(FewRows, RowsMayBeStridedAndOffsetAndOddShapesFallBack) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(6);
+  const at::Tensor wide = gpu_randn({70, 3 * 1024 + 16}), weight = gpu_randn({520, 1024}, 0.05);
+  const Limit most(cuda::kMostFewRows);
+  for (const int64_t column : {0, 8, 1024, 2056, 4, 3}) {  // the last two are not multiples of 16 bytes
+    const at::Tensor x = wide.narrow(1, column, 1024);
+    const at::Tensor expected = by_library(x.contiguous(), weight, {});
+    for (const int64_t rows : {1, 16, 70}) {
+      EXPECT_EQ(differing(cuda::linear_forward(x.narrow(0, 0, rows), weight, {}), expected.narrow(0, 0, rows)), 0)
+          << "column " << column << ", " << rows << " rows";
+    }
+  }
+  // A weight that is part of a larger one.
+  const at::Tensor all = gpu_randn({520, 2048}, 0.05), half = all.narrow(1, 1024, 1024);
+  const at::Tensor x = wide.narrow(1, 0, 1024).narrow(0, 0, 16);
+  EXPECT_EQ(differing(cuda::linear_forward(x, half, {}), by_library(x, half.contiguous(), {})), 0);
+  // `in` of no whole slabs: not ours.
+  const at::Tensor odd_x = gpu_randn({16, 72}), odd_weight = gpu_randn({64, 72});
+  EXPECT_FALSE(cuda::few_rows_supported(args_of(odd_x, odd_weight, {}, at::empty({16, 64}, odd_x.options()))));
+  EXPECT_EQ(differing(cuda::linear_forward(odd_x, odd_weight, {}), by_library(odd_x, odd_weight, {})), 0);
+}
+
+TEST_F(FewRows, PlansThatDoNotFitAreRefused) {
+  const at::Tensor x = gpu_randn({16, 1024}), weight = gpu_randn({512, 1024});
+  const at::Tensor y = at::empty({16, 512}, x.options());
+  const FewRowsArgs args = args_of(x, weight, {}, y);
+  const FewRowsPlan good = cuda::few_rows_plan(args);
+  const auto refused = [&](auto change) {
+    FewRowsPlan plan = good;
+    change(plan);
+    return cuda::few_rows(args, plan, c10::cuda::getCurrentCUDAStream().stream()) == cudaErrorInvalidValue;
+  };
+  EXPECT_TRUE(refused([](FewRowsPlan& p) { p.columns = 24; }));
+  EXPECT_TRUE(refused([](FewRowsPlan& p) { p.cluster = 3; }));
+  EXPECT_TRUE(refused([](FewRowsPlan& p) { p.clusters = 0; }));
+  EXPECT_TRUE(refused([](FewRowsPlan& p) { p.stages = 1; }));
+  EXPECT_TRUE(refused([](FewRowsPlan& p) { p.shared_bytes += 16; }));
+  EXPECT_FALSE(refused([](FewRowsPlan&) {}));
+  c10::cuda::device_synchronize();
+  EXPECT_THROW(cuda::set_few_rows_limit(cuda::kMostFewRows + 1), Error);
+}
+
+// Products that follow one another in a graph, each reading what the one before wrote, with other kernels between.
+// Overlapping launches read weights early; what they must not read early are rows. Buffers come back to the allocator,
+// so that outputs lie where earlier inputs did.
+TEST_F(FewRows, OverlappingLaunchesInAGraphGiveTheSameBits) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(7);
+  const int64_t hidden = 2048, width = 6144, layers = 6;
+  std::vector<at::Tensor> in, gate_up, down;
+  for (int64_t i = 0; i < layers; ++i) {
+    in.push_back(gpu_randn({hidden, hidden}, 0.02));
+    gate_up.push_back(gpu_randn({2 * width, hidden}, 0.02));
+    down.push_back(gpu_randn({hidden, width}, 0.02));
+  }
+  const at::Tensor norm = at::ones({hidden}, in[0].options());
+  const auto run = [&](at::Tensor x) {
+    for (size_t i = 0; i < in.size(); ++i) {
+      const at::Tensor a = cuda::linear_forward(x, in[i], {});  // straight after a product of ours
+      const NormResult n = cuda::add_rms_norm(a, x, norm, 1e-6);
+      x = cuda::linear_forward(cuda::gate_up_swiglu(n.normed, gate_up[i]), down[i], {});
+    }
+    return x;
+  };
+  for (const int64_t rows : {1, 16, 64}) {
+    const at::Tensor first = gpu_randn({rows, hidden}), second = gpu_randn({rows, hidden});
+    at::Tensor expected_first, expected_second;
+    {
+      const Limit none(0);
+      expected_first = run(first);
+      expected_second = run(second);
+    }
+    EXPECT_EQ(differing(run(first), expected_first), 0) << rows << " rows, one launch after another";
+    {
+      const cuda::OverlapScope overlap;
+      EXPECT_EQ(differing(run(first), expected_first), 0) << rows << " rows, overlapping, no graph";
+    }
+    c10::cuda::device_synchronize();
+    const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+    const at::Tensor x = first.clone();
+    at::Tensor y;
+    {
+      const cuda::OverlapScope overlap;
+      run(x);  // plans and algorithms exist before the capture
+      c10::cuda::device_synchronize();
+    }
+    at::cuda::CUDAGraph graph;
+    {
+      const cuda::OverlapScope overlap;
+      graph.capture_begin();
+      y = run(x);
+      graph.capture_end();
+    }
+    for (int replay = 0; replay < 30; ++replay) {
+      const bool odd = replay % 2 != 0;
+      x.copy_(odd ? second : first);
+      y.fill_(0.5);
+      graph.replay();
+      ASSERT_EQ(differing(y, odd ? expected_second : expected_first), 0) << rows << " rows, replay " << replay;
+    }
+    // Back to back, so that a replay's first launches meet the end of the one before.
+    for (int replay = 0; replay < 20; ++replay) graph.replay();
+    ASSERT_EQ(differing(y, expected_second), 0) << rows << " rows, replays back to back";
+    c10::cuda::device_synchronize();
+  }
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,283 @@
+// The benchmarks themselves on the tiny shape and the CPU: what they report and write, and that they see a mismatch.
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "tests/unit/parallel/listening.h"
+#include "trainer/bench/ops_bench.h"
+#include "trainer/bench/rollout_bench.h"
+#include "trainer/bench/step_bench.h"
+#include "trainer/bench/train_bench.h"
+#include "trainer/bench/work.h"
+#include "trainer/telemetry/phases.h"
+
+namespace trireme::bench {
+namespace {
+
+CommonOptions tiny(const std::filesystem::path& json = {}) {
+  CommonOptions options;
+  options.shape = "tiny";
+  options.layers = 1;
+  options.device = "cpu";
+  options.repeats = 2;
+  options.json = json.string();
+  return options;
+}
+
+void expect_header(const nlohmann::json& report, const std::string& benchmark) {
+  EXPECT_EQ(report.at("benchmark"), benchmark);
+  EXPECT_EQ(report.at("shape"), "tiny");
+  EXPECT_EQ(report.at("layers"), 1);
+  EXPECT_EQ(report.at("dtype"), "float32");
+  EXPECT_EQ(report.at("device_kind"), "cpu");
+  EXPECT_FALSE(report.at("device").get<std::string>().empty());
+  EXPECT_EQ(report.at("date").get<std::string>().size(), std::string("2026-01-31T12:34:56Z").size());
+  for (const char* part : {"trireme", "libtorch", "compiler"}) EXPECT_TRUE(report.at("versions").contains(part));
+  EXPECT_GT(report.at("copy_bytes_per_second"), 0);
+  EXPECT_GT(report.at("matmul_flops_per_second"), 0);
+}
+
+TEST(RolloutBench, ReportsTheWorkloadItRanAndNoMismatch) {
+  const TemporaryDirectory dir;
+  RolloutBenchOptions options;
+  options.common = tiny(dir.path() / "rollout.json");
+  options.lengths = "synthetic:2x3:mean=12:max=30:prompt=9:seed=5";
+  options.score_tokens = 40;
+  std::ostringstream out;
+  const nlohmann::json report = bench_rollout(options, out);
+  EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "rollout.json")), report);
+  expect_header(report, "rollout");
+  const RolloutLengths lengths = load_lengths(options.lengths);
+  EXPECT_EQ(report.at("lengths"), options.lengths);
+  EXPECT_EQ(report.at("tokens"), lengths.output_tokens());
+  EXPECT_EQ(report.at("scored_tokens"), lengths.output_tokens());
+  EXPECT_EQ(report.at("mismatched_tokens"), 0);
+  EXPECT_EQ(report.at("repeat_mismatched_tokens"), 0);
+  EXPECT_EQ(report.at("largest_logprob_difference"), 0);
+  EXPECT_GT(report.at("seconds"), 0);
+  EXPECT_EQ(report.at("seconds_of_repeats").size(), 2u);
+  EXPECT_NEAR(report.at("tokens_per_second").get<double>() * report.at("seconds").get<double>(),
+              static_cast<double>(lengths.output_tokens()), 1e-6);
+  const RolloutWork work =
+      rollout_work(find_shape("tiny", 1), lengths.prompt_of_each_sample(), lengths.outputs, 4, 256);
+  EXPECT_NEAR(report.at("floor_seconds").get<double>() * report.at("copy_bytes_per_second").get<double>(), work.bytes(),
+              1e-6 * work.bytes());
+  EXPECT_EQ(report.at("floor_steps"), 30);
+  EXPECT_GE(report.at("steps"), 30);
+  int64_t steps = 0;
+  for (const nlohmann::json& bin : report.at("steps_by_alive")) steps += bin.at("steps").get<int64_t>();
+  EXPECT_GE(steps, 29);
+  EXPECT_LE(steps, report.at("steps").get<int64_t>());
+  EXPECT_NE(out.str().find("floor seconds"), std::string::npos);
+}
+
+TEST(RolloutBench, RefusesSamplesLongerThanTheShapeKnows) {
+  RolloutBenchOptions options;
+  options.common = tiny();
+  options.lengths = "synthetic:1x1:mean=5000:max=5000";
+  std::ostringstream out;
+  EXPECT_THROW(bench_rollout(options, out), Error);
+}
+
+TEST(CompareLogprobs, CountsEveryTokenWhoseBitsDiffer) {
+  const auto model = make_random_model(find_shape("tiny", 1), {}, 1);
+  const RolloutLengths lengths = synthetic_lengths("synthetic:2x2:mean=7:max=9:prompt=4");
+  const auto prompts = random_prompts(lengths, 512, 1);
+  const SamplingOptions sampling = sampling_options({}, 1);
+  Engine engine(*model, nullptr, engine_options({}, lengths, 1), sampling);
+  std::vector<RolloutSample> samples = as_samples(timed_rollout(engine, lengths, prompts, at::kCPU).groups);
+  ASSERT_EQ(samples.size(), 4u);
+  for (size_t s = 0; s < samples.size(); ++s)
+    EXPECT_EQ(static_cast<int64_t>(samples[s].tokens.size()), lengths.outputs[s]);
+  EXPECT_EQ(compare_logprobs(*model, samples, sampling.logprob_options(), 30).mismatched, 0);
+  float& value = samples[2].generation_logprobs[3];
+  value = std::nextafter(value, 0.0f);
+  samples[0].generation_logprobs[0] -= 0.5f;
+  const LogprobComparison compared = compare_logprobs(*model, samples, sampling.logprob_options(), 30);
+  EXPECT_EQ(compared.tokens, lengths.output_tokens());
+  EXPECT_EQ(compared.mismatched, 2);
+  EXPECT_NEAR(compared.largest_difference, 0.5, 1e-5);
+}
+
+TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
+  DecodeBenchOptions options;
+  options.common = tiny();
+  options.alive = {3, 1};
+  options.context = 40;
+  options.steps = 6;
+  std::ostringstream out;
+  const nlohmann::json report = bench_decode(options, out);
+  expect_header(report, "decode");
+  ASSERT_EQ(report.at("rows").size(), 2u);
+  const nlohmann::json& row = report.at("rows")[0];
+  EXPECT_EQ(row.at("alive"), 3);
+  EXPECT_NEAR(row.at("context").get<double>(), 40, 1);
+  EXPECT_GT(row.at("milliseconds"), 0);
+  const ModelConfig config = find_shape("tiny", 1);
+  EXPECT_NEAR(row.at("bytes").get<double>(),
+              decode_weight_bytes(config, 4) + 3 * row.at("context").get<double>() * context_bytes_per_token(config, 4),
+              1);
+  options.context = 10;
+  EXPECT_THROW(bench_decode(options, out), Error);
+}
+
+TEST(TrainBench, CountsModelFlopsOfItsMicroBatches) {
+  TrainBenchOptions options;
+  options.common = tiny();
+  options.tokens = 96;
+  options.sequences = 3;
+  options.prompt_tokens = 8;
+  options.micro_batches = 2;
+  ParallelContext alone;
+  std::ostringstream out;
+  const nlohmann::json report = bench_train(options, alone, out);
+  expect_header(report, "train");
+  const int64_t scored = 3 * (32 - 8 + 1);  // the last prompt row predicts the first answer token
+  EXPECT_EQ(report.at("scored_tokens"), 2 * scored);
+  const double flops = 2 * training_flops(find_shape("tiny", 1), {32, 32, 32}, scored);
+  EXPECT_NEAR(report.at("model_flops_per_device").get<double>(), flops, 1);
+  EXPECT_NEAR(report.at("flops_per_second").get<double>() * report.at("seconds").get<double>(), flops, 1e-6 * flops);
+  for (const char* part : {"forward_seconds", "backward_seconds", "optimizer_seconds"})
+    EXPECT_GT(report.at("split").at(part), 0) << part;
+  options.prompt_tokens = 40;
+  EXPECT_THROW(bench_train(options, alone, out), Error);
+}
+
+StepBenchOptions small_step() {
+  StepBenchOptions options;
+  options.common = tiny();
+  options.lengths = "synthetic:2x4:mean=10:max=20:prompt=6";
+  options.optimizer_steps = 2;
+  options.reference = true;
+  options.train_tokens = 64;
+  return options;
+}
+
+void expect_step(const nlohmann::json& report) {
+  expect_header(report, "step");
+  EXPECT_EQ(report.at("samples"), 8);
+  EXPECT_EQ(report.at("optimizer_steps"), 2);
+  EXPECT_EQ(report.at("global_batch_size"), 4);
+  EXPECT_EQ(report.at("mismatched_tokens"), 0);
+  EXPECT_TRUE(report.at("linear_rows_exact"));
+  EXPECT_GT(report.at("grad_norm"), 0);
+  double sum = 0;
+  for (const Phase phase : all_phases()) sum += report.at("phases").at(to_string(phase)).get<double>();
+  // The phases are those of the run nearest to the median, which with an even number of runs lies between two.
+  const double slowest = report.at("seconds_of_repeats")[0], fastest = report.at("seconds_of_repeats")[1];
+  EXPECT_GE(sum, std::min(slowest, fastest) * (1 - 1e-9));
+  EXPECT_LE(sum, std::max(slowest, fastest) * (1 + 1e-9));
+  for (const char* phase : {"generation", "logprobs", "training"}) {
+    EXPECT_GT(report.at("phases").at(phase), 0) << phase;
+    EXPECT_GT(report.at("floors").at(phase), 0) << phase;
+  }
+}
+
+TEST(StepBench, OneRankReportsPhasesThatAddUp) {
+  ParallelContext alone;
+  std::ostringstream out;
+  const nlohmann::json report = bench_step(small_step(), alone, out);
+  expect_step(report);
+  EXPECT_EQ(report.at("ranks"), 1);
+  EXPECT_NE(out.str().find("generation"), std::string::npos);
+}
+
+TEST(StepBench, TwoRanksShareOneStep) {
+  const TemporaryDirectory dir;
+  ListeningPort port;
+  std::vector<nlohmann::json> reports(2);
+  std::vector<std::string> errors(2), texts(2);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      try {
+        Layout layout;
+        layout.dp = 2;
+        ParallelContext context(layout, port.place(rank, 2, Milliseconds(250000)));
+        StepBenchOptions options = small_step();
+        options.common.json = (dir.path() / "step.json").string();
+        std::ostringstream out;
+        reports[static_cast<size_t>(rank)] = bench_step(options, context, out);
+        texts[static_cast<size_t>(rank)] = out.str();
+        context.data_parallel().barrier();
+      } catch (const std::exception& error) {
+        errors[static_cast<size_t>(rank)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : ranks) thread.join();
+  ASSERT_EQ(errors[0], "");
+  ASSERT_EQ(errors[1], "");
+  expect_step(reports[0]);
+  EXPECT_EQ(reports[0].at("ranks"), 2);
+  EXPECT_EQ(reports[0].at("mismatched_tokens"), reports[1].at("mismatched_tokens"));
+  EXPECT_TRUE(texts[1].empty());  // rank 0 speaks
+  EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "step.json")), reports[0]);
+}
+
+TEST(StepBench, DrawnRewardsLeaveNoGroupWithoutVariance) {
+  for (const int64_t size : {2, 3, 8}) {
+    std::vector<RolloutSample> samples;
+    for (int64_t group = 0; group < 50; ++group) {
+      for (int64_t i = 0; i < size; ++i) {
+        RolloutSample sample;
+        sample.group = group;
+        sample.index = i;
+        samples.push_back(sample);
+      }
+    }
+    draw_rewards(samples, size, 9);
+    for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(size)) {
+      std::set<double> seen;
+      for (size_t i = begin; i < begin + static_cast<size_t>(size); ++i) seen.insert(samples[i].raw_reward);
+      EXPECT_EQ(seen, (std::set<double>{0, 1}));
+    }
+  }
+}
+
+TEST(StepBench, ImpossibleArithmeticIsNamed) {
+  ParallelContext alone;
+  std::ostringstream out;
+  StepBenchOptions options = small_step();
+  options.optimizer_steps = 3;
+  EXPECT_THROW(bench_step(options, alone, out), Error);
+  options = small_step();
+  options.lengths = "synthetic:4x1:mean=10:max=20";
+  EXPECT_THROW(bench_step(options, alone, out), Error);
+}
+
+TEST(OpsBench, MeasuresEveryOperation) {
+  OpsBenchOptions options;
+  options.common = tiny();
+  options.rows = {2, 5};
+  options.decode_samples = {3};
+  options.decode_context = 20;
+  options.packed_tokens = 32;
+  std::ostringstream out;
+  const nlohmann::json report = bench_ops(options, out);
+  expect_header(report, "ops");
+  std::set<std::string> kinds;
+  for (const nlohmann::json& op : report.at("ops")) {
+    const std::string name = op.at("name");
+    kinds.insert(name.substr(0, name.find_first_of(" ,")));
+    EXPECT_GT(op.at("microseconds"), 0) << name;
+    EXPECT_GT(op.at("floor_microseconds"), 0) << name;
+    EXPECT_GT(op.at("bytes"), 0) << name;
+  }
+  EXPECT_EQ(kinds, (std::set<std::string>{"linear", "add_rms_norm", "swiglu_halves", "split_qkv", "token_logprobs",
+                                          "attention", "adamw"}));
+}
+
+TEST(Median, IsTheMiddleOrTheMeanOfTheTwo) {
+  EXPECT_EQ(median({3, 1, 2}), 2);
+  EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
+}
+
+}  // namespace
+}  // namespace trireme::bench

@@ -1,0 +1,88 @@
+#include "trainer/bench/cuda/device_cuda.h"
+
+#include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "base/clock.h"
+#include "base/error.h"
+
+namespace trireme::bench {
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) fail_internal(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+struct EventDeleter {
+  void operator()(cudaEvent_t event) const { cudaEventDestroy(event); }
+};
+using Event = std::unique_ptr<CUevent_st, EventDeleter>;
+
+Event make_event() {
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreate(&event), "cudaEventCreate");
+  return Event(event);
+}
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+constexpr double kCyclesPerSecond = 2e9;  // a little above the clock: the pause gets longer, never shorter
+constexpr double kLongestPause = 0.1;     // seconds
+
+}  // namespace
+
+int64_t take_cuda_peak_memory_bytes(int index) {
+  const auto device = static_cast<c10::DeviceIndex>(index);
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const int64_t peak = c10::cuda::CUDACachingAllocator::getDeviceStats(device).allocated_bytes[kAll].peak;
+  c10::cuda::CUDACachingAllocator::resetPeakStats(device);
+  return peak;
+}
+
+nlohmann::json cuda_versions() {
+  int runtime = 0, driver = 0;
+  check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+  check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  return {{"cuda_runtime", version_text(runtime)}, {"cuda_driver", version_text(driver)}};
+}
+
+double cuda_seconds_per_call(int index, const std::function<void(int64_t)>& call, const TimingOptions& options) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  int64_t next = 0;
+  constexpr int kWarmUp = 3, kProbe = 4;
+  for (int i = 0; i < kWarmUp; ++i) call(next++);
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  Stopwatch watch;
+  for (int i = 0; i < kProbe; ++i) call(next++);
+  const double launching = watch.seconds() / kProbe;
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  const double estimate = std::max(watch.seconds() / kProbe, 1e-7);
+  const auto calls =
+      static_cast<int>(std::clamp(options.target_seconds / estimate, 4.0, static_cast<double>(options.max_calls)));
+  const double pause = std::min(kLongestPause, 1e-4 + 1.5 * launching * calls);
+  const Event begin = make_event(), end = make_event();
+  std::vector<double> samples;
+  for (int s = 0; s < options.samples; ++s) {
+    at::cuda::sleep(static_cast<int64_t>(pause * kCyclesPerSecond));
+    check(cudaEventRecord(begin.get(), stream), "cudaEventRecord");
+    for (int i = 0; i < calls; ++i) call(next++);
+    check(cudaEventRecord(end.get(), stream), "cudaEventRecord");
+    check(cudaEventSynchronize(end.get()), "cudaEventSynchronize");
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
+    samples.push_back(static_cast<double>(milliseconds) / 1e3 / calls);
+  }
+  return median(samples);
+}
+
+}  // namespace trireme::bench

@@ -1,0 +1,57 @@
+// What every benchmark takes and writes.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "trainer/bench/device.h"
+#include "trainer/bench/shapes.h"
+
+namespace trireme::bench {
+
+struct CommonOptions {
+  std::string shape;
+  int64_t layers = 0;           // 0: all of the shape's
+  std::string device = "auto";  // auto | cpu | cuda
+  std::string dtype = "auto";   // auto: bfloat16 on cuda, float32 on cpu
+  uint64_t seed = 1;
+  int64_t repeats = 3;  // the median is quoted
+  std::string json;     // file; empty: none
+  int local_rank = 0;
+};
+
+// The options resolved.
+struct Target {
+  ModelConfig config;
+  at::Device device = at::kCPU;
+  at::ScalarType dtype = at::kFloat;
+  int64_t element_bytes = 4;
+
+  ModelOptions model_options(bool trainable) const;
+};
+Target resolve(const CommonOptions& options);  // throws Error(kUser)
+
+// The fields common to all: benchmark, shape, layers, dtype, device, device_kind, date, versions, parameters.
+nlohmann::json report_header(const std::string& benchmark, const CommonOptions& options, const Target& target);
+// Pretty-printed and crash-safe; nothing when no file is wanted.
+void write_report(const CommonOptions& options, const nlohmann::json& report);
+
+// A table with a header line; columns as wide as their widest entry, all but the first right-aligned.
+class Table final {
+ public:
+  explicit Table(std::vector<std::string> header) : rows_{std::move(header)} {}
+  void add(std::vector<std::string> row);  // as many entries as the header
+  void print(std::ostream& out) const;
+
+ private:
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string terabytes(double bytes_per_second);  // "4.280 TB/s"
+std::string teraflops(double flops_per_second);  // "701.2 TFLOP/s"
+std::string percent(double part, double whole);  // "91.4 %"; "-" when there is no whole
+
+}  // namespace trireme::bench

@@ -1,0 +1,299 @@
+#include "trainer/bench/rollout_bench.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/bench/work.h"
+#include "trainer/parallel/device.h"
+
+namespace trireme::bench {
+namespace {
+
+constexpr int64_t kBinEnds[] = {16, 32, 48, 64, 96, 128, 192, 256};
+constexpr int64_t kDecodeWarmUpSteps = 8;
+
+size_t bin_of(int64_t alive) {
+  size_t bin = 0;
+  while (bin < std::size(kBinEnds) && alive > kBinEnds[bin]) ++bin;
+  return bin;
+}
+
+std::vector<AliveBin> empty_bins() {
+  std::vector<AliveBin> bins(std::size(kBinEnds) + 1);
+  for (size_t b = 0; b < bins.size(); ++b) {
+    bins[b].low = b == 0 ? 1 : kBinEnds[b - 1] + 1;
+    bins[b].high = b < std::size(kBinEnds) ? kBinEnds[b] : 0;
+  }
+  return bins;
+}
+
+std::string bin_name(const AliveBin& bin) {
+  return std::to_string(bin.low) + (bin.high > 0 ? "-" + std::to_string(bin.high) : "+");
+}
+
+int64_t differing_tokens(const std::vector<RolloutSample>& a, const std::vector<RolloutSample>& b) {
+  int64_t count = 0;
+  for (size_t s = 0; s < a.size(); ++s) {
+    for (size_t t = 0; t < a[s].tokens.size(); ++t) {
+      const bool same = a[s].tokens[t] == b[s].tokens[t] &&
+                        std::memcmp(&a[s].generation_logprobs[t], &b[s].generation_logprobs[t], sizeof(float)) == 0;
+      count += same ? 0 : 1;
+    }
+  }
+  return count;
+}
+
+std::string milliseconds(double seconds) { return format_fixed(seconds * 1e3, 3); }
+
+void print_bins(const std::vector<AliveBin>& bins, std::ostream& out) {
+  Table table({"samples alive", "steps", "ms a step", "floor ms", "seconds", "floor seconds"});
+  for (const AliveBin& bin : bins) {
+    if (bin.steps == 0) continue;
+    const bool floor = bin.floor_steps > 0;
+    table.add({bin_name(bin), std::to_string(bin.steps), milliseconds(bin.seconds / static_cast<double>(bin.steps)),
+               floor ? milliseconds(bin.floor_seconds / static_cast<double>(bin.floor_steps)) : "-",
+               format_fixed(bin.seconds, 3), floor ? format_fixed(bin.floor_seconds, 3) : "-"});
+  }
+  table.print(out);
+}
+
+nlohmann::json bins_json(const std::vector<AliveBin>& bins) {
+  nlohmann::json json = nlohmann::json::array();
+  for (const AliveBin& bin : bins) {
+    if (bin.steps == 0) continue;
+    nlohmann::json entry = {{"alive", bin_name(bin)},
+                            {"steps", bin.steps},
+                            {"seconds", bin.seconds},
+                            {"milliseconds_per_step", 1e3 * bin.seconds / static_cast<double>(bin.steps)}};
+    if (bin.floor_steps > 0)
+      entry["floor_milliseconds_per_step"] = 1e3 * bin.floor_seconds / static_cast<double>(bin.floor_steps);
+    json.push_back(std::move(entry));
+  }
+  return json;
+}
+
+}  // namespace
+
+std::vector<AliveBin> alive_bins(const std::vector<TimedStep>& steps) {
+  std::vector<AliveBin> bins = empty_bins();
+  for (const TimedStep& step : steps) {
+    if (step.prefill) continue;
+    AliveBin& bin = bins[bin_of(step.alive)];
+    bin.steps += step.steps;
+    bin.seconds += step.seconds;
+  }
+  return bins;
+}
+
+void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, double weight_bytes,
+                double context_bytes_per_token, double bytes_per_second) {
+  const int64_t longest = *std::max_element(lengths.outputs.begin(), lengths.outputs.end());
+  const auto samples = static_cast<size_t>(lengths.samples());
+  // Step t makes token t + 1 of every answer longer than t from prompt + t tokens.
+  std::vector<int64_t> alive(static_cast<size_t>(longest), 0), context(static_cast<size_t>(longest), 0);
+  for (size_t s = 0; s < samples; ++s) {
+    for (int64_t t = 1; t < lengths.outputs[s]; ++t) {
+      ++alive[static_cast<size_t>(t)];
+      context[static_cast<size_t>(t)] += lengths.prompt_of(static_cast<int64_t>(s)) + t;
+    }
+  }
+  for (int64_t t = 1; t < longest; ++t) {
+    AliveBin& bin = bins[bin_of(alive[static_cast<size_t>(t)])];
+    ++bin.floor_steps;
+    bin.floor_seconds +=
+        (weight_bytes + context_bytes_per_token * static_cast<double>(context[static_cast<size_t>(t)])) /
+        bytes_per_second;
+  }
+}
+
+nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& out) {
+  const Target target = resolve(options.common);
+  const RolloutLengths lengths = load_lengths(options.lengths);
+  if (lengths.longest() > target.config.max_position_embeddings) {
+    fail_user("the longest sample has " + std::to_string(lengths.longest()) + " tokens, but " + options.common.shape +
+              " knows only " + std::to_string(target.config.max_position_embeddings) + " positions");
+  }
+  const std::unique_ptr<Model> model =
+      make_random_model(target.config, target.model_options(/*trainable=*/false), options.common.seed);
+  const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
+  const std::vector<std::vector<int32_t>> prompts =
+      random_prompts(lengths, target.config.vocab_size, options.common.seed);
+  const SamplingOptions sampling = sampling_options(options.generation, options.common.seed);
+  const EngineOptions engine_settings = engine_options(options.generation, lengths, 1);
+  Engine engine(*model, nullptr, engine_settings, sampling);
+
+  timed_rollout(engine, staircase(lengths), prompts, target.device);
+  std::vector<double> seconds;
+  std::vector<TimedRollout> runs;
+  std::vector<RolloutSample> samples;
+  int64_t repeat_mismatches = 0;
+  for (int64_t r = 0; r < options.common.repeats; ++r) {
+    TimedRollout run = timed_rollout(engine, lengths, prompts, target.device);
+    std::vector<RolloutSample> made = as_samples(run.groups);
+    run.groups.clear();
+    if (r > 0) repeat_mismatches += differing_tokens(samples, made);
+    samples = std::move(made);
+    seconds.push_back(run.seconds);
+    runs.push_back(std::move(run));
+  }
+  engine.release_cache();
+  const double middle = median(seconds);
+  // The run whose time is nearest to the median stands for the steps.
+  const TimedRollout& typical = *std::min_element(runs.begin(), runs.end(), [&](const auto& a, const auto& b) {
+    return std::abs(a.seconds - middle) < std::abs(b.seconds - middle);
+  });
+  const EngineStats& stats = typical.stats;
+
+  const RolloutWork work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs,
+                                        target.element_bytes, engine_settings.max_sequences);
+  const double bytes = static_cast<double>(stats.steps) * work.weight_bytes + work.context_bytes;
+  const double floor = work.bytes() / ceilings.bytes_per_second;
+  const auto tokens = static_cast<double>(lengths.output_tokens());
+  double prefill_seconds = 0;
+  for (const TimedStep& step : typical.steps) prefill_seconds += step.prefill ? step.seconds : 0;
+  std::vector<AliveBin> bins = alive_bins(typical.steps);
+  if (lengths.samples() <= engine_settings.max_sequences) {
+    add_floors(bins, lengths, work.weight_bytes, context_bytes_per_token(target.config, target.element_bytes),
+               ceilings.bytes_per_second);
+  }
+
+  nlohmann::json report = report_header("rollout", options.common, target);
+  report.update({{"lengths", lengths.name},
+                 {"samples", lengths.samples()},
+                 {"tokens", lengths.output_tokens()},
+                 {"seconds", middle},
+                 {"seconds_of_repeats", seconds},
+                 {"tokens_per_second", tokens / middle},
+                 {"floor_seconds", floor},
+                 {"floor_steps", work.steps},
+                 {"steps", stats.steps},
+                 {"mean_batch", static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps)},
+                 {"prefill_seconds", prefill_seconds},
+                 {"weight_bytes", work.weight_bytes},
+                 {"context_bytes", work.context_bytes},
+                 {"bytes_per_second", bytes / middle},
+                 {"copy_bytes_per_second", ceilings.bytes_per_second},
+                 {"matmul_flops_per_second", ceilings.flops_per_second},
+                 {"max_sequences", engine_settings.max_sequences},
+                 {"cache_rows", engine_settings.cache_rows},
+                 {"peak_cache_rows", stats.peak_cache_rows},
+                 {"preemptions", stats.preemptions},
+                 {"surplus_tokens", stats.surplus_tokens},
+                 {"repeat_mismatched_tokens", repeat_mismatches},
+                 {"steps_by_alive", bins_json(bins)}});
+  Table table({"rollout", options.common.shape});
+  table.add({"samples, tokens", std::to_string(lengths.samples()) + ", " + std::to_string(lengths.output_tokens())});
+  table.add({"seconds (median of " + std::to_string(options.common.repeats) + ")", format_fixed(middle, 3)});
+  table.add({"tokens/s", format_fixed(tokens / middle, 1)});
+  table.add({"floor seconds", format_fixed(floor, 3) + " (" + percent(floor, middle) + ")"});
+  table.add({"bytes read", terabytes(bytes / middle) + " of " + terabytes(ceilings.bytes_per_second) + " (" +
+                               percent(bytes / middle, ceilings.bytes_per_second) + ")"});
+  table.add({"steps, at best", std::to_string(stats.steps) + ", " + std::to_string(work.steps)});
+  table.add({"mean batch", format_fixed(report["mean_batch"].get<double>(), 1)});
+  table.add({"seconds in steps that prefill", format_fixed(prefill_seconds, 3)});
+  table.add({"preemptions", std::to_string(stats.preemptions)});
+  table.add({"tokens that differ between repeats", std::to_string(repeat_mismatches)});
+  if (options.score_tokens > 0) {
+    synchronize(target.device);
+    Stopwatch watch;
+    const LogprobComparison compared =
+        compare_logprobs(*model, samples, sampling.logprob_options(), options.score_tokens);
+    report.update({{"mismatched_tokens", compared.mismatched},
+                   {"scored_tokens", compared.tokens},
+                   {"largest_logprob_difference", compared.largest_difference},
+                   {"scoring_seconds", watch.seconds()}});
+    table.add({"tokens whose log-prob bits differ from the loss's",
+               std::to_string(compared.mismatched) + " of " + std::to_string(compared.tokens)});
+    table.add({"largest log-prob difference", format_double(compared.largest_difference)});
+  }
+  table.print(out);
+  out << "\n";
+  print_bins(bins, out);
+  write_report(options.common, report);
+  return report;
+}
+
+nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out) {
+  const Target target = resolve(options.common);
+  if (options.alive.empty()) fail_user("--alive needs at least one number of samples");
+  if (options.steps < 1) fail_user("--steps must be at least 1");
+  const int64_t prompt = options.context - kDecodeWarmUpSteps - options.steps / 2;
+  if (prompt < 1) {
+    fail_user("--context " + std::to_string(options.context) + " is too short for " + std::to_string(options.steps) +
+              " measured steps around it; it must be at least " +
+              std::to_string(kDecodeWarmUpSteps + options.steps / 2 + 1));
+  }
+  const std::unique_ptr<Model> model =
+      make_random_model(target.config, target.model_options(/*trainable=*/false), options.common.seed);
+  const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
+  nlohmann::json rows = nlohmann::json::array();
+  Table table({"samples alive", "ms a step", "floor ms", "of the floor", "bytes read"});
+  for (const int64_t alive : options.alive) {
+    if (alive < 1) fail_user("--alive " + std::to_string(alive) + " is not a number of samples");
+    RolloutLengths lengths;
+    lengths.prompts = {prompt};
+    // Nobody ends while the clock runs.
+    lengths.outputs.assign(static_cast<size_t>(alive), kDecodeWarmUpSteps + options.steps + 4);
+    const std::vector<std::vector<int32_t>> prompts =
+        random_prompts(lengths, target.config.vocab_size, options.common.seed);
+    GenerationOptions generation = options.generation;
+    generation.max_sequences = alive;
+    Engine engine(*model, nullptr, engine_options(generation, lengths, 1),
+                  sampling_options(generation, options.common.seed));
+    std::vector<double> seconds;
+    for (int64_t r = 0; r < options.common.repeats + 1; ++r) {  // the first one warms up
+      engine.submit(forced_group(lengths, prompts, 0, 0, alive));
+      int64_t decoded = engine.stats().decode_tokens;
+      while (!engine.idle()) {  // until all samples are in
+        engine.step();
+        const int64_t now = engine.stats().decode_tokens;
+        if (now - decoded == alive) break;
+        decoded = now;
+      }
+      for (int64_t i = 1; i < kDecodeWarmUpSteps; ++i) engine.step();
+      synchronize(target.device);
+      const int64_t before = engine.stats().steps;
+      Stopwatch watch;
+      for (int64_t i = 0; i < options.steps; ++i) engine.step();
+      synchronize(target.device);
+      const double elapsed = watch.seconds();
+      const int64_t steps = engine.stats().steps - before;
+      TRIREME_CHECK(steps == options.steps && !engine.idle(), "samples ended while decode steps were measured");
+      engine.run();
+      if (r > 0) seconds.push_back(elapsed / static_cast<double>(steps));
+    }
+    engine.release_cache();
+    // Contexts grow by one a step; the mean over the measured ones.
+    const double context =
+        static_cast<double>(prompt + kDecodeWarmUpSteps) + static_cast<double>(options.steps + 1) / 2;
+    const double bytes =
+        decode_weight_bytes(target.config, target.element_bytes) +
+        context * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes);
+    const double floor = bytes / ceilings.bytes_per_second, middle = median(seconds);
+    rows.push_back({{"alive", alive},
+                    {"context", context},
+                    {"milliseconds", middle * 1e3},
+                    {"floor_milliseconds", floor * 1e3},
+                    {"bytes", bytes},
+                    {"bytes_per_second", bytes / middle}});
+    table.add({std::to_string(alive), milliseconds(middle), milliseconds(floor), percent(floor, middle),
+               terabytes(bytes / middle)});
+  }
+  nlohmann::json report = report_header("decode", options.common, target);
+  report.update({{"steps", options.steps},
+                 {"copy_bytes_per_second", ceilings.bytes_per_second},
+                 {"matmul_flops_per_second", ceilings.flops_per_second},
+                 {"rows", rows}});
+  out << "decode steps of " << options.common.shape << ", mean context " << options.context << ", copy "
+      << terabytes(ceilings.bytes_per_second) << "\n";
+  table.print(out);
+  write_report(options.common, report);
+  return report;
+}
+
+}  // namespace trireme::bench

@@ -1,0 +1,44 @@
+// trireme bench rollout and decode: the generation engine against the bytes it must read.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "trainer/bench/generation.h"
+
+namespace trireme::bench {
+
+struct RolloutBenchOptions {
+  CommonOptions common;
+  GenerationOptions generation;
+  std::string lengths;           // see load_lengths
+  int64_t score_tokens = 16384;  // of a packed batch of the comparison with the loss; 0: no comparison
+};
+// Prints its tables to `out`, writes and returns its JSON.
+nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& out);
+
+struct DecodeBenchOptions {
+  CommonOptions common;
+  GenerationOptions generation;  // max_sequences does not matter
+  std::vector<int64_t> alive = {16, 64};
+  int64_t context = 400;  // mean tokens of a sample over the measured steps
+  int64_t steps = 64;     // measured
+};
+nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out);
+
+// Decode steps by how many samples were alive in them.
+struct AliveBin {
+  int64_t low = 0, high = 0;  // samples; high 0: no limit
+  int64_t steps = 0;
+  double seconds = 0;
+  int64_t floor_steps = 0;  // of a schedule in which all samples start together; 0 when they cannot
+  double floor_seconds = 0;
+};
+std::vector<AliveBin> alive_bins(const std::vector<TimedStep>& steps);  // without those that prefill
+// Fills the floors: each step reads `weight_bytes` and every alive sample's context.
+void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, double weight_bytes,
+                double context_bytes_per_token, double bytes_per_second);
+
+}  // namespace trireme::bench

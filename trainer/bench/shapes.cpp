@@ -1,0 +1,102 @@
+#include "trainer/bench/shapes.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+
+#include "base/error.h"
+#include "base/text.h"
+
+namespace trireme::bench {
+namespace {
+
+struct Sizes {
+  const char* name;
+  ModelFamily family;
+  int64_t vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, positions;
+  double theta, eps;
+  bool tied;
+};
+
+// From the models' config.json on the Hub.
+constexpr Sizes kShapes[] = {
+    {"llama-3.1-8b", ModelFamily::kLlama, 128256, 4096, 14336, 32, 32, 8, 128, 131072, 500000.0, 1e-5, false},
+    {"qwen3-1.7b", ModelFamily::kQwen3, 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1000000.0, 1e-6, true},
+    {"qwen3-8b", ModelFamily::kQwen3, 151936, 4096, 12288, 36, 32, 8, 128, 40960, 1000000.0, 1e-6, false},
+    {"qwen3-32b", ModelFamily::kQwen3, 151936, 5120, 25600, 64, 64, 8, 128, 40960, 1000000.0, 1e-6, false},
+    {"qwen2.5-1.5b", ModelFamily::kQwen2, 151936, 1536, 8960, 28, 12, 2, 128, 131072, 1000000.0, 1e-6, true},
+    {"tiny", ModelFamily::kQwen3, 512, 128, 256, 2, 4, 2, 64, 4096, 10000.0, 1e-6, true},
+};
+
+ModelConfig config_of(const Sizes& s) {
+  ModelConfig c;
+  c.family = s.family;
+  c.vocab_size = s.vocab;
+  c.hidden_size = s.hidden;
+  c.intermediate_size = s.intermediate;
+  c.num_layers = s.layers;
+  c.num_heads = s.heads;
+  c.num_kv_heads = s.kv_heads;
+  c.head_dim = s.head_dim;
+  c.max_position_embeddings = s.positions;
+  c.rms_norm_eps = s.eps;
+  c.rope.head_dim = s.head_dim;
+  c.rope.theta = s.theta;
+  c.rope.original_max_position = s.positions;
+  if (s.family == ModelFamily::kLlama) {
+    c.rope.scaling = RopeOptions::Scaling::kLlama3;
+    c.rope.factor = 8.0;
+    c.rope.original_max_position = 8192;
+  }
+  c.tie_word_embeddings = s.tied;
+  c.qkv_bias = s.family == ModelFamily::kQwen2;
+  c.qk_norm = s.family == ModelFamily::kQwen3;
+  c.dtype = "bfloat16";
+  return c;
+}
+
+}  // namespace
+
+std::vector<std::string> shape_names() {
+  std::vector<std::string> names;
+  for (const Sizes& sizes : kShapes) names.emplace_back(sizes.name);
+  return names;
+}
+
+ModelConfig find_shape(const std::string& name, int64_t layers) {
+  for (const Sizes& sizes : kShapes) {
+    if (to_lower(name) != sizes.name) continue;
+    ModelConfig config = config_of(sizes);
+    if (layers < 0 || layers > config.num_layers) {
+      fail_user("--layers " + std::to_string(layers) + " is not in 1.." + std::to_string(config.num_layers) +
+                ", the layers of " + sizes.name);
+    }
+    if (layers > 0) config.num_layers = layers;
+    return config;
+  }
+  fail_user("unknown shape '" + name + "'; known are " + join(shape_names(), ", "));
+}
+
+void randomise(Model& model, uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  at::Generator shared = at::globalContext().defaultGenerator(model.options().device);
+  at::Generator generator = [&shared] {  // its own, so that no other thread draws between ours
+    const std::lock_guard<std::mutex> lock(shared.mutex());
+    return shared.clone();
+  }();
+  generator.set_current_seed(seed);
+  for (Parameter& parameter : model.parameters()) {
+    at::Tensor values = parameter.tensor.detach();
+    if (values.dim() > 1)
+      values.normal_(0.0, model.config().initializer_range, generator);
+    else
+      values.fill_(ends_with(parameter.name, ".bias") ? 0.0 : 1.0);
+  }
+}
+
+std::unique_ptr<Model> make_random_model(const ModelConfig& config, const ModelOptions& options, uint64_t seed) {
+  auto model = std::make_unique<Model>(config, options);
+  randomise(*model, seed);
+  return model;
+}
+
+}  // namespace trireme::bench

@@ -1,0 +1,39 @@
+// trireme bench step: a whole GRPO step with forced lengths and drawn rewards.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "trainer/bench/generation.h"
+#include "trainer/config/config.h"
+#include "trainer/parallel/context.h"
+
+namespace trireme::bench {
+
+struct StepBenchOptions {
+  CommonOptions common;
+  GenerationOptions generation;
+  std::string lengths;  // empty: the next four decide
+  int64_t prompts = 8, samples = 32, answer_tokens = 794, prompt_tokens = 200;
+  int64_t optimizer_steps = 4;
+  bool reference = false;                  // a reference model and the KL term
+  int64_t train_tokens = 16384;            // of a packed micro-batch; raised to the longest sample
+  std::string gradient_dtype = "float32";  // in which backward adds up and ranks reduce
+  bool checkpoint_activations = false;
+  double collective_timeout_s = 600;
+};
+
+// The configuration that a run of this benchmark's step would have.
+Config step_config(const StepBenchOptions& options, const Target& target, const RolloutLengths& lengths, int64_t ranks);
+
+// One reward, 0 or 1, for each sample, a function of seed, prompt and answer; every group has both.
+void draw_rewards(std::vector<RolloutSample>& samples, int64_t group_size, uint64_t seed);
+
+// Collective. Each rank pulls samples until all are generated, gets them all, and trains on its share: the phases and
+// the order of a run's step, without data set, tokenizer and reward programs. Every rank returns the report; rank 0
+// prints and writes it.
+nlohmann::json bench_step(const StepBenchOptions& options, ParallelContext& context, std::ostream& out);
+
+}  // namespace trireme::bench

@@ -1,0 +1,220 @@
+#include "trainer/bench/train_bench.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/samples.h"
+#include "trainer/bench/work.h"
+#include "trainer/ops/philox.h"
+#include "trainer/optimizer/adamw.h"
+#include "trainer/parallel/device.h"
+
+namespace trireme::bench {
+namespace {
+
+constexpr double kLearningRate = 1e-6, kWeightDecay = 0.01, kMaxGradNorm = 1.0;
+constexpr int64_t kUsualPrompt = 200;
+
+struct Batch {
+  MicroBatch micro;
+  LossInputs inputs;  // all but `current` and the counts
+  std::vector<int64_t> lengths;
+  double flops = 0;  // of forward and backward
+};
+
+Batch make_batch(const TrainBenchOptions& options, const Target& target, uint64_t id) {
+  const int64_t length = options.tokens / options.sequences;
+  const int64_t prompt =
+      options.prompt_tokens > 0 ? options.prompt_tokens : std::max<int64_t>(1, std::min(kUsualPrompt, length / 2));
+  if (prompt > length) {
+    fail_user("--prompt-tokens " + std::to_string(prompt) + " is more than the " + std::to_string(length) +
+              " tokens of a sequence");
+  }
+  std::vector<RolloutSample> samples;
+  Bin bin;
+  std::vector<double> advantages, ones;
+  uint64_t draw = 0;
+  const auto token = [&] {
+    return static_cast<int32_t>(philox_uniform(options.common.seed, id, draw++) *
+                                static_cast<double>(target.config.vocab_size));
+  };
+  for (int64_t s = 0; s < options.sequences; ++s) {
+    RolloutSample sample;
+    for (int64_t t = 0; t < prompt; ++t) sample.prompt.push_back(token());
+    // The last token of an answer is a target only, so that the pass has `length` rows.
+    for (int64_t t = prompt; t <= length; ++t) sample.tokens.push_back(token());
+    sample.generation_logprobs.assign(sample.tokens.size(), -std::log(static_cast<float>(target.config.vocab_size)));
+    samples.push_back(std::move(sample));
+    bin.push_back(s);
+    advantages.push_back(s % 2 == 0 ? 1 : -1);
+    ones.push_back(1);
+  }
+  Batch batch;
+  batch.micro = make_micro_batch(samples, bin);
+  batch.inputs.previous = generation_logprobs(samples, bin).to(target.device);
+  batch.inputs.generation = batch.inputs.reference = batch.inputs.previous;
+  batch.inputs.advantages = spread(samples, bin, advantages).to(target.device);
+  batch.inputs.mask = spread(samples, bin, ones).to(target.device);
+  batch.inputs.sequence = batch.micro.sequence.to(target.device);
+  batch.inputs.sequence_mask = at::ones({options.sequences}, at::TensorOptions().device(target.device));
+  batch.lengths.assign(static_cast<size_t>(options.sequences), length);
+  batch.flops = training_flops(target.config, batch.lengths, batch.micro.answer_tokens());
+  return batch;
+}
+
+struct Split {
+  double forward = 0, backward = 0, optimizer = 0;
+};
+
+}  // namespace
+
+nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& context, std::ostream& out) {
+  if (options.sequences < 1 || options.tokens < 2 * options.sequences)
+    fail_user("--tokens must be at least 2 for each of --sequences");
+  if (options.micro_batches < 1) fail_user("--micro-batches must be at least 1");
+  const Target target = resolve(options.common);
+  const int64_t ranks = context.data_parallel().size();
+  if (options.tokens / options.sequences > target.config.max_position_embeddings) {
+    fail_user("a sequence of " + std::to_string(options.tokens / options.sequences) + " tokens is longer than the " +
+              std::to_string(target.config.max_position_embeddings) + " positions of " + options.common.shape +
+              "; raise --sequences");
+  }
+  const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
+  ModelOptions model_options = target.model_options(/*trainable=*/true);
+  model_options.checkpoint_activations = options.checkpoint_activations;
+  model_options.gradient_dtype = parse_dtype(options.gradient_dtype);
+  const std::unique_ptr<Model> model = make_random_model(target.config, model_options, options.common.seed);
+  std::unique_ptr<DistributedAdamW> optimizer;
+  AdamWOptions adam;
+  adam.reduce_in_fp32 = model_options.gradient_dtype == at::kFloat;
+  if (options.optimizer) optimizer = std::make_unique<DistributedAdamW>(*model, context.data_parallel(), adam);
+  std::vector<Batch> batches;
+  int64_t scored = 0;
+  double flops = 0;
+  for (int64_t m = 0; m < options.micro_batches; ++m) {
+    batches.push_back(make_batch(options, target, static_cast<uint64_t>(context.rank() * options.micro_batches + m)));
+    scored += batches.back().micro.answer_tokens();
+    flops += batches.back().flops;
+  }
+  const double global_tokens = static_cast<double>(scored * ranks);
+  const double global_sequences = static_cast<double>(options.sequences * options.micro_batches * ranks);
+  const LossOptions loss;
+  const LogprobOptions distribution;
+
+  const auto forward = [&](Batch& batch) {
+    batch.inputs.current = answer_logprobs(*model, batch.micro, distribution);
+    batch.inputs.global_valid_tokens = global_tokens;
+    batch.inputs.global_valid_sequences = global_sequences;
+    return policy_loss(batch.inputs, loss).loss;
+  };
+  const auto finish = [&] {
+    if (optimizer != nullptr)
+      optimizer->step(kLearningRate, kWeightDecay, kMaxGradNorm);
+    else
+      model->zero_gradients();
+  };
+  const auto whole_step = [&] {
+    for (Batch& batch : batches) {
+      forward(batch).backward();
+      batch.inputs.current = at::Tensor();
+    }
+    finish();
+  };
+  const auto split_step = [&] {
+    Split split;
+    synchronize(target.device);
+    Stopwatch watch;
+    for (Batch& batch : batches) {
+      const at::Tensor value = forward(batch);
+      synchronize(target.device);
+      split.forward += watch.lap();
+      value.backward();
+      batch.inputs.current = at::Tensor();
+      synchronize(target.device);
+      split.backward += watch.lap();
+    }
+    finish();
+    synchronize(target.device);
+    split.optimizer += watch.lap();
+    return split;
+  };
+
+  context.set_phase("benchmark");
+  take_peak_memory_bytes(target.device);
+  whole_step();
+  std::vector<double> seconds, forward_seconds, backward_seconds, optimizer_seconds;
+  Communicator& group = context.data_parallel();
+  for (int64_t r = 0; r < options.common.repeats; ++r) {
+    synchronize(target.device);
+    group.barrier();
+    Stopwatch watch;
+    whole_step();
+    synchronize(target.device);
+    seconds.push_back(group.all_reduce_max(watch.seconds()));
+  }
+  for (int64_t r = 0; r < options.common.repeats; ++r) {
+    group.barrier();
+    const Split split = split_step();
+    forward_seconds.push_back(group.all_reduce_max(split.forward));
+    backward_seconds.push_back(group.all_reduce_max(split.backward));
+    optimizer_seconds.push_back(group.all_reduce_max(split.optimizer));
+  }
+  const int64_t peak = take_peak_memory_bytes(target.device);
+
+  const double middle = median(seconds);
+  const Split split{median(forward_seconds), median(backward_seconds), median(optimizer_seconds)};
+  const double ceiling = ceilings.flops_per_second;
+  const int64_t tokens = options.tokens / options.sequences * options.sequences * options.micro_batches;
+  nlohmann::json report = report_header("train", options.common, target);
+  report.update({{"ranks", ranks},
+                 {"micro_batch_tokens", options.tokens},
+                 {"sequences", options.sequences},
+                 {"micro_batches", options.micro_batches},
+                 {"scored_tokens", scored},
+                 {"optimizer", options.optimizer},
+                 {"gradient_dtype", options.gradient_dtype},
+                 {"checkpoint_activations", options.checkpoint_activations},
+                 {"seconds", middle},
+                 {"seconds_of_repeats", seconds},
+                 {"tokens_per_second_per_device", static_cast<double>(tokens) / middle},
+                 {"model_flops_per_device", flops},
+                 {"flops_per_second", flops / middle},
+                 {"floor_seconds", flops / ceiling},
+                 {"split",
+                  {{"forward_seconds", split.forward},
+                   {"backward_seconds", split.backward},
+                   {"optimizer_seconds", split.optimizer},
+                   {"forward_flops_per_second", flops / 3 / split.forward},
+                   {"backward_flops_per_second", flops * 2 / 3 / split.backward},
+                   {"forward_backward_flops_per_second", flops / (split.forward + split.backward)}}},
+                 {"peak_memory_bytes", peak},
+                 {"copy_bytes_per_second", ceilings.bytes_per_second},
+                 {"matmul_flops_per_second", ceiling}});
+  if (!context.is_main()) return report;
+  Table table({"train " + options.common.shape + ", " + std::to_string(ranks) + " ranks", "seconds", "model flops/s",
+               "of the product's " + teraflops(ceiling)});
+  const auto add = [&](const std::string& name, double elapsed, double operations) {
+    table.add({name, format_fixed(elapsed, 4), operations > 0 ? teraflops(operations / elapsed) : "-",
+               operations > 0 ? percent(operations / elapsed, ceiling) : "-"});
+  };
+  add(options.optimizer ? "optimizer step of " + std::to_string(options.micro_batches) + " micro-batches"
+                        : std::to_string(options.micro_batches) + " micro-batches, no optimizer",
+      middle, flops);
+  add("  forward", split.forward, flops / 3);
+  add("  backward", split.backward, flops * 2 / 3);
+  add("  forward + backward", split.forward + split.backward, flops);
+  add(options.optimizer ? "  optimizer" : "  zeroing gradients", split.optimizer, 0);
+  table.print(out);
+  out << "tokens/s of a device: " << format_fixed(static_cast<double>(tokens) / middle, 1) << "\n";
+  if (peak > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(peak)) << "\n";
+  write_report(options.common, report);
+  return report;
+}
+
+}  // namespace trireme::bench

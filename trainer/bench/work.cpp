@@ -1,0 +1,62 @@
+#include "trainer/bench/work.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace trireme::bench {
+namespace {
+
+double real(int64_t value) { return static_cast<double>(value); }
+
+}  // namespace
+
+double layer_matrix_elements(const ModelConfig& c) {
+  const double h = real(c.hidden_size), q = real(c.num_heads * c.head_dim), kv = real(c.num_kv_heads * c.head_dim);
+  return h * (q + 2 * kv) + q * h + 3 * h * real(c.intermediate_size);
+}
+
+double forward_flops(const ModelConfig& c, const std::vector<int64_t>& lengths, int64_t scored_rows) {
+  const double q = real(c.num_heads * c.head_dim), layers = real(c.num_layers);
+  double tokens = 0, attention = 0;
+  for (const int64_t n : lengths) {
+    tokens += real(n);
+    attention += 2 * q * real(n) * real(n + 1);
+  }
+  return layers * (2 * layer_matrix_elements(c) * tokens + attention) +
+         2 * real(c.hidden_size) * real(c.vocab_size) * real(scored_rows);
+}
+
+double training_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows) {
+  return 3 * forward_flops(config, lengths, scored_rows);
+}
+
+double decode_weight_bytes(const ModelConfig& c, int64_t element_bytes) {
+  // All parameters but the embedding's table, which as the head is read when it is tied.
+  const int64_t table = c.tie_word_embeddings ? 0 : c.vocab_size * c.hidden_size;
+  return real((c.parameter_count() - table) * element_bytes);
+}
+
+double context_bytes_per_token(const ModelConfig& c, int64_t element_bytes) {
+  return real(2 * c.num_layers * c.num_kv_heads * c.head_dim * element_bytes);
+}
+
+RolloutWork rollout_work(const ModelConfig& config, const std::vector<int64_t>& prompts,
+                         const std::vector<int64_t>& outputs, int64_t element_bytes, int64_t max_sequences) {
+  TRIREME_CHECK(prompts.size() == outputs.size() && max_sequences > 0, "rollout_work: a prompt for each output");
+  RolloutWork work;
+  work.weight_bytes = decode_weight_bytes(config, element_bytes);
+  int64_t total = 0;
+  double context = 0;  // tokens read
+  for (size_t s = 0; s < outputs.size(); ++s) {
+    const int64_t n = outputs[s];
+    work.steps = std::max(work.steps, n);
+    total += n;
+    context += real(n - 1) * real(prompts[s]) + real(n) * real(n - 1) / 2;
+  }
+  work.steps = std::max(work.steps, (total + max_sequences - 1) / max_sequences);
+  work.context_bytes = context * context_bytes_per_token(config, element_bytes);
+  return work;
+}
+
+}  // namespace trireme::bench

@@ -1,0 +1,47 @@
+// Work: the floating point operations and bytes a model needs, as arithmetic. Pure.
+//
+// With h = hidden, q = query heads x head dim, kv = key heads x head dim, i = intermediate, L = layers, V = vocabulary:
+//
+//   matrices of a layer   P = h (q + 2 kv) + q h + 3 h i         (q k v, output, gate up down)
+//   products              2 L P for each token of the input (a multiplication and an addition are 2 operations)
+//   head                  2 h V for each row whose log-prob is taken: prompts' rows are not
+//   attention             a sequence of n tokens has n (n + 1) / 2 pairs of query and key, half of the square: 4 q of
+//                         operations a pair (q . k and p . v are 2 q each), 2 q n (n + 1) a layer
+//
+// Training is three times the forward: the backward of a product is two products (gradients of input and weight), that
+// of attention is counted likewise. What is recomputed (a layer's activations, attention's probabilities, logits) is
+// not counted: a faster program must not look slower. Norms, rotations, the softmax and the optimizer are not counted.
+//
+//   decode step           reads the layers' matrices, norms and biases, the head, and keys and values of every context:
+//                         2 kv L elements for each token of it. The embedding's few rows, activations and the new rows
+//                         written are not counted.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "trainer/model/config.h"
+
+namespace trireme::bench {
+
+double layer_matrix_elements(const ModelConfig& config);  // P
+// Whole sequences of these lengths; `scored_rows` rows go through the head.
+double forward_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows);
+double training_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows);
+
+double decode_weight_bytes(const ModelConfig& config, int64_t element_bytes);
+double context_bytes_per_token(const ModelConfig& config, int64_t element_bytes);
+
+// Samples of `prompts[s]` and `outputs[s]` tokens: the first token of an answer comes from the prompt's pass, each
+// other one from a decode step over prompt + earlier tokens. At best all samples decode side by side.
+struct RolloutWork {
+  int64_t steps = 0;        // passes over the weights at best: the longest answer, or tokens / max_sequences if that is
+                            // more
+  double weight_bytes = 0;  // of one pass
+  double context_bytes = 0;  // of the whole rollout
+  double bytes() const { return static_cast<double>(steps) * weight_bytes + context_bytes; }
+};
+RolloutWork rollout_work(const ModelConfig& config, const std::vector<int64_t>& prompts,
+                         const std::vector<int64_t>& outputs, int64_t element_bytes, int64_t max_sequences);
+
+}  // namespace trireme::bench

@@ -1,0 +1,159 @@
+#include <iostream>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "trainer/algorithms/threads.h"
+#include "trainer/bench/ops_bench.h"
+#include "trainer/bench/rollout_bench.h"
+#include "trainer/bench/step_bench.h"
+#include "trainer/bench/train_bench.h"
+#include "trainer/cli/commands.h"
+#include "trainer/cli/environment.h"
+
+namespace trireme {
+namespace {
+
+void add_common(CLI::App* verb, bench::CommonOptions& o) {
+  verb->add_option("--shape", o.shape, join(bench::shape_names(), ", "))->required();
+  verb->add_option("--layers", o.layers, "only so many of its layers (default: all)");
+  verb->add_option("--device", o.device)->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  verb->add_option("--dtype", o.dtype, "auto: bfloat16 on cuda, float32 on cpu")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16"}));
+  verb->add_option("--seed", o.seed, "of weights, prompts and samples");
+  verb->add_option("--repeats", o.repeats, "measured runs; the median is quoted")->check(CLI::PositiveNumber);
+  verb->add_option("--json", o.json, "file for the results");
+}
+
+void add_generation(CLI::App* verb, bench::GenerationOptions& o) {
+  verb->add_option("--max-sequences", o.max_sequences, "samples decoded at once, per rank");
+  verb->add_option("--cache-rows", o.cache_rows, "rows of the KV cache (default: what the lengths need)");
+  verb->add_option("--prefill-chunk-tokens", o.prefill_chunk_tokens);
+  verb->add_option("--temperature", o.temperature)->check(CLI::PositiveNumber);
+}
+
+// Threads and log of a rank; single benchmarks run alone.
+void set_up(bench::CommonOptions& o, bool collective) {
+  const int64_t world = environment_int("WORLD_SIZE", 1);
+  if (world > 1 && !collective) {
+    fail_user("this benchmark runs on one rank; WORLD_SIZE is " + std::to_string(world) +
+              " (bench train and bench step run on several)");
+  }
+  o.local_rank = static_cast<int>(environment_int("LOCAL_RANK", 0));
+  LogOptions log;
+  if (world > 1) log.tag = "rank " + std::to_string(environment_int("RANK", 0));
+  log_setup(log);
+  use_threads(local_world_from_environment());
+}
+
+template <typename Fn>
+int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
+  set_up(common, /*collective=*/true);
+  const RendezvousOptions rendezvous = rendezvous_from_environment(timeout_s);
+  Layout layout;
+  layout.dp = rendezvous.world_size;
+  ParallelContext context(layout, rendezvous);
+  run(context);
+  return 0;
+}
+
+}  // namespace
+
+void add_bench_commands(CLI::App& app, CommandContext& context) {
+  CLI::App* bench = app.add_subcommand("bench", "measure against what the device can do; random weights, no files");
+  bench->require_subcommand(1);
+  {
+    auto o = std::make_shared<bench::RolloutBenchOptions>();
+    CLI::App* verb =
+        bench->add_subcommand("rollout", "generation with forced lengths, its log-probs against the loss's");
+    add_common(verb, o->common);
+    add_generation(verb, o->generation);
+    verb->add_option("--lengths", o->lengths, "file, or synthetic:8x32:mean=794:max=3800:seed=1")->required();
+    verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
+    verb->callback([o, &context] {
+      context.run = [o] {
+        set_up(o->common, /*collective=*/false);
+        bench::bench_rollout(*o, std::cout);
+        return 0;
+      };
+    });
+  }
+  {
+    auto o = std::make_shared<bench::DecodeBenchOptions>();
+    CLI::App* verb = bench->add_subcommand("decode", "decode steps with so many samples alive");
+    add_common(verb, o->common);
+    add_generation(verb, o->generation);
+    verb->add_option("--alive", o->alive, "numbers of samples, e.g. 16,64")->delimiter(',');
+    verb->add_option("--context", o->context, "mean tokens of a sample");
+    verb->add_option("--steps", o->steps, "measured steps");
+    verb->callback([o, &context] {
+      context.run = [o] {
+        set_up(o->common, /*collective=*/false);
+        bench::bench_decode(*o, std::cout);
+        return 0;
+      };
+    });
+  }
+  {
+    auto o = std::make_shared<bench::TrainBenchOptions>();
+    auto timeout_s = std::make_shared<double>(600);
+    CLI::App* verb =
+        bench->add_subcommand("train", "forward, loss, backward, optimizer; alone or under trireme launch");
+    add_common(verb, o->common);
+    verb->add_option("--tokens", o->tokens, "of a micro-batch of one rank");
+    verb->add_option("--sequences", o->sequences, "in a micro-batch");
+    verb->add_option("--prompt-tokens", o->prompt_tokens, "of each sequence, not scored (default: 200 or half)");
+    verb->add_option("--micro-batches", o->micro_batches, "of a rank in an optimizer step");
+    verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+    verb->add_flag("!--no-optimizer", o->optimizer, "forward and backward only");
+    verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute layers in backward");
+    verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+    verb->callback([=, &context] {
+      context.run = [=] {
+        return on_ranks(o->common, *timeout_s,
+                        [&](ParallelContext& ranks) { bench::bench_train(*o, ranks, std::cout); });
+      };
+    });
+  }
+  {
+    auto o = std::make_shared<bench::StepBenchOptions>();
+    CLI::App* verb = bench->add_subcommand("step", "a whole GRPO step; alone or under trireme launch");
+    add_common(verb, o->common);
+    add_generation(verb, o->generation);
+    auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
+    verb->add_option("--prompts", o->prompts)->excludes(lengths);
+    verb->add_option("--samples", o->samples, "answers for each prompt")->excludes(lengths);
+    verb->add_option("--answer-tokens", o->answer_tokens)->excludes(lengths);
+    verb->add_option("--prompt-tokens", o->prompt_tokens)->excludes(lengths);
+    verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
+    verb->add_flag("--reference", o->reference, "a reference model and the KL term");
+    verb->add_option("--train-tokens", o->train_tokens, "of a packed micro-batch");
+    verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+    verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute layers in backward");
+    verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+    verb->callback([o, &context] {
+      context.run = [o] {
+        return on_ranks(o->common, o->collective_timeout_s,
+                        [&](ParallelContext& ranks) { bench::bench_step(*o, ranks, std::cout); });
+      };
+    });
+  }
+  {
+    auto o = std::make_shared<bench::OpsBenchOptions>();
+    CLI::App* verb = bench->add_subcommand("ops", "single operations of a shape");
+    add_common(verb, o->common);
+    verb->add_option("--rows", o->rows, "of the linear layers, e.g. 16,64,256")->delimiter(',');
+    verb->add_option("--decode-samples", o->decode_samples)->delimiter(',');
+    verb->add_option("--decode-context", o->decode_context);
+    verb->add_option("--packed-tokens", o->packed_tokens, "of packed attention");
+    verb->callback([o, &context] {
+      context.run = [o] {
+        set_up(o->common, /*collective=*/false);
+        bench::bench_ops(*o, std::cout);
+        return 0;
+      };
+    });
+  }
+}
+
+}  // namespace trireme

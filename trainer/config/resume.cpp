@@ -1,0 +1,53 @@
+// What a resumed run does otherwise than the run that wrote its checkpoint.
+#include "base/text.h"
+#include "trainer/config/config.h"
+#include "trainer/config/fields.h"
+
+namespace trireme {
+namespace {
+
+// Keys, and beginnings of keys (those that end with a dot or an underscore).
+const char* const kNoMatter[] = {"algorithm",
+                                 "logger.",
+                                 "checkpointing.",
+                                 "cluster.",
+                                 "data.validation.",
+                                 "data.max_bad_lines",
+                                 "grpo.max_num_steps",
+                                 "grpo.max_num_epochs",
+                                 "grpo.max_val_samples",
+                                 "grpo.val_",
+                                 "grpo.stop_at_validation_",
+                                 "sft.max_num_steps",
+                                 "sft.max_num_epochs",
+                                 "sft.val_",
+                                 "policy.generation.val_",
+                                 "policy.generation.kv_cache_tokens",
+                                 "policy.generation.max_running_samples",
+                                 "policy.dynamic_batching.logprob_mb_tokens",
+                                 "policy.sequence_packing.logprob_mb_tokens",
+                                 "policy.logprob_batch_size",
+                                 "policy.logprob_chunk_size",
+                                 "policy.optimizer.name"};  // two names of one
+
+bool matters(const std::string& key) {
+  for (const std::string entry : kNoMatter) {
+    if (key == entry || ((entry.back() == '.' || entry.back() == '_') && starts_with(key, entry))) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<std::string> changes_since(const Config& saved, const Config& now) {
+  std::vector<std::string> changes;
+  Config before = saved, after = now;
+  for (const config::Field& field : config::fields()) {
+    if (!matters(field.path)) continue;
+    const std::string was = config::flow_text(field.get(before)), is = config::flow_text(field.get(after));
+    if (was != is) changes.push_back(field.path + " was " + was + ", is " + is);
+  }
+  return changes;
+}
+
+}  // namespace trireme

@@ -1,0 +1,32 @@
+// Attention on CUDA behind ops.h: bf16, head_dim 64 or 128, any number of query heads a key head (decode: up to 16).
+// Forward: attention_kernels.h, row-exact. Backward: FlashAttention-2 of LibTorch in its deterministic form.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "trainer/ops/cuda/attention_kernels.h"
+#include "trainer/ops/ops.h"
+
+namespace trireme::cuda {
+
+// Contracts of the same names in ops.h. Inputs may have any row stride that is a multiple of 8 elements; other layouts
+// are copied. attention_packed keeps the device arrays of the last few `starts`, so that the layers of a model share
+// one copy to the device; it must not be captured into a graph. The others may be.
+at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, double scale);
+CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);
+at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
+                            const CachePlan& plan, double scale);
+void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
+                   const CachePlan& plan);
+
+// The kernel that attention_cached takes for this many runs; the choice does not affect bits.
+DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads);
+// attention_cached of a decode plan by a given kernel, for tests and benchmarks.
+at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
+                            const CachePlan& plan, double scale, DecodeKernel kernel);
+
+}  // namespace trireme::cuda

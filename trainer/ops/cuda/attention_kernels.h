@@ -1,0 +1,56 @@
+// Attention kernels behind raw pointers, so that the .cu files need no LibTorch header.
+//
+// bf16, head_dim 64 or 128, causal, grouped query heads, run-time group size. Determinism class: row-exact. A row's
+// scores are taken in key tiles of 64 counted from its sequence's first key, each tile by one fixed chain of operations
+// (attention_steps.cuh), and a tile in which the row sees no key changes nothing. So the bits of a row do not depend on
+// the kernel, the tile of query rows, the other rows, or where a prefill was cut.
+//
+// Measured on H200 with head_dim 128 and 32/8 heads, pinned tile traits as here, before this wrapper existed: packed
+// forward 315 / 373 / 389 TFLOP/s at 16x1k / 4x4k / 1x16k; tiled decode at 1,000 keys 0.17 / 1.30 / 3.5 / 4.17 TB/s at
+// 1 / 8 / 32 / 256 sequences. The shared decode kernel has not been measured yet (bench/gpu/attention_bench).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace trireme::cuda {
+
+inline constexpr int kKeyTile = 64;
+inline constexpr int kPackedTileRows = 128;  // (token, query head of the group) pairs of one block of work
+inline constexpr int kMaxDecodeGroup = 16;
+
+// All pointers are device pointers aligned to 16 bytes; strides are in elements, multiples of 8, the last two
+// dimensions contiguous. rows * stride must stay below 2^32.
+struct AttentionArgs {
+  const void* q = nullptr;  // [tokens, q_heads, head_dim]
+  const void* k = nullptr;  // [rows, kv_heads, head_dim]
+  const void* v = nullptr;
+  void* out = nullptr;   // [tokens, q_heads, head_dim], contiguous
+  float* lse = nullptr;  // [tokens, q_heads], base-2 log of the sum of 2^score, or null; packed kernel only
+  int64_t q_stride = 0, k_stride = 0, v_stride = 0;
+  int q_heads = 0, kv_heads = 0, head_dim = 0;
+  float scale_log2 = 0.0F;        // softmax scale * log2(e)
+  const int32_t* runs = nullptr;  // [4, run_count]: first query row, query rows, first key row, keys
+  int run_count = 0;
+  const int32_t* items = nullptr;  // [2, item_count]: run, tile of kPackedTileRows
+  int item_count = 0;
+};
+
+// Any runs.
+cudaError_t launch_attention_packed(const AttentionArgs& args, cudaStream_t stream);
+
+// Runs of one query row each; items are not read. Group at most kMaxDecodeGroup.
+enum class DecodeKernel {
+  kTiled,       // two warps a (run, key head); the first computes everything. Smallest blocks.
+  kShared,      // four warps share each key tile, three tiles in flight
+  kSharedDeep,  // the same with six tiles in flight: for fewer blocks than processors
+};
+cudaError_t launch_attention_decode(const AttentionArgs& args, DecodeKernel kernel, cudaStream_t stream);
+
+// Copies rows: arena[token_rows[i]] = source[i] for k and v. heads_dim elements a row (multiple of 8).
+cudaError_t launch_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, void* arena_k,
+                          void* arena_v, const int64_t* token_rows, int64_t tokens, int64_t heads_dim,
+                          cudaStream_t stream);
+
+}  // namespace trireme::cuda

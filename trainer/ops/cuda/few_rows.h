@@ -1,0 +1,71 @@
+// Products of few rows (decode): y [rows, out] = x [rows, in] . weight [out, in]^T + bias, bf16, at the speed of
+// memory. No LibTorch here, so that few_rows.cu compiles fast.
+//
+// Determinism class: row-exact, and the bits of cublasLt's product without a split of the sum. Every output element is
+// one float32 chain of tensor-core steps of 16 along `in`, ascending, one after the other, whatever the plan; the bias
+// is added in float32 and the sum rounded once. (On Hopper a step has the same bits as part of any wgmma or mma shape.)
+//
+// How: the tokens are the 64 rows of a wgmma, rows of the weight its columns. A block owns a tile of weight rows over
+// the whole of `in` and keeps its sums in registers; one warp streams its weights, another the tokens (each slab read
+// once for a cluster of blocks and multicast), a warpgroup for each 64 tokens multiplies. The weights of a tile do not
+// depend on the kernel before, so with `overlap` they begin to flow before that kernel has ended.
+//
+// Speed: not measured yet; bench/gpu/few_rows_bench.cpp prints it beside cublasLt and a plain read of the same bytes.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace trireme::cuda {
+
+inline constexpr int64_t kMostFewRows = 128;
+
+// All pointers are multiples of 16 bytes, strides (in elements) and `out` of 8, `in` of 64. Elements are bf16.
+struct FewRowsArgs {
+  const void* x = nullptr;  // [rows, in]
+  int64_t x_stride = 0;
+  const void* weight = nullptr;  // [out, in]; with swiglu [2 * out, in]: the gate's rows, then up's
+  int64_t weight_stride = 0;
+  const void* bias = nullptr;  // [out] or null; not with swiglu
+  void* y = nullptr;           // [rows, out], contiguous
+  int64_t rows = 0;
+  int64_t in = 0;
+  int64_t out = 0;
+  // y = silu(gate) * up of the two products, each rounded to bf16 first: the bits of the product followed by
+  // swiglu_forward (rows.h).
+  bool swiglu = false;
+  // A programmatic dependent launch: may begin while the kernel before it in the stream runs, if that one allows it.
+  // It then reads weights before that kernel (and whatever that one overlaps with) has ended: only where nothing in
+  // the chain of overlapping launches writes them, as inside a decode graph. x, y and bias wait.
+  bool overlap = false;
+};
+
+// How the work is cut. No plan alters a bit.
+struct FewRowsPlan {
+  int columns = 0;          // weight rows of one product instruction: 16 .. 128
+  int parts = 1;            // instructions side by side in a tile: 1 or 2 (with swiglu 2: gate and up)
+  int cluster = 1;          // blocks that share the tokens: 1, 2, 4 or 8
+  int clusters = 0;         // of the grid; tiles go round them
+  int slabs = 1;            // of 64 elements of `in`, in a stage
+  int stages = 0;           // of the pipeline
+  int prefetch = 0;         // slabs of a block's first tile brought into L2 beyond the stages, with overlap
+  bool wide = false;        // takes most of a processor's shared memory, so that no second block fits
+  size_t shared_bytes = 0;  // of a block
+  double predicted_us = 0;  // rough; plans are compared by it
+};
+
+// Whether the kernel takes these (shapes and addresses), on a device of compute capability 9.0.
+bool few_rows_supported(const FewRowsArgs& args);
+
+// Every plan for the shape on the current device, and the one with the lowest predicted time. Uses rows, in, out and
+// swiglu only; rows count in eights. Costs milliseconds: keep the result.
+std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& args);
+FewRowsPlan few_rows_plan(const FewRowsArgs& args);
+
+// Launches; legal in stream capture. cudaErrorInvalidValue where the plan is not one for these arguments.
+cudaError_t few_rows(const FewRowsArgs& args, const FewRowsPlan& plan, cudaStream_t stream);
+
+}  // namespace trireme::cuda

@@ -1,0 +1,297 @@
+#include "trainer/ops/cuda/linear.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cublasLt.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "base/error.h"
+#include "trainer/ops/cuda/few_rows.h"
+#include "trainer/ops/cuda/row_ops.h"
+
+namespace trireme::cuda {
+namespace {
+
+constexpr size_t kExactWorkspaceBytes = 1024;
+constexpr size_t kBackwardWorkspaceBytes = size_t{64} << 20;
+constexpr int64_t kMinRows = 16;
+
+void check(cublasStatus_t status, const char* what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw Error(ErrorKind::kInternal, std::string("cublasLt: ") + what + " failed: " + cublasLtGetStatusString(status));
+}
+
+// One product as cublasLt sees it: column-major D [m, n] = op(A) [m, k] . op(B) [k, n] (+ D) (+ bias [m]).
+struct Product {
+  bool transpose_a = false, transpose_b = false;
+  int64_t m = 0, n = 0, k = 0;
+  int64_t lda = 0, ldb = 0, ldd = 0;
+  bool float_output = false;
+  bool accumulate = false;
+  bool bias = false;
+  bool exact = false;  // starved workspace
+  auto key() const {
+    return std::tuple(transpose_a, transpose_b, m, n, k, lda, ldb, ldd, float_output, accumulate, bias, exact);
+  }
+  bool operator<(const Product& other) const { return key() < other.key(); }
+};
+
+struct Layouts {
+  cublasLtMatmulDesc_t operation = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
+  cublasLtMatmulAlgo_t algorithm;
+};
+
+// Handle, workspaces and the algorithm of each product; one for each device.
+class Library {
+ public:
+  static Library& of(int device) {
+    static std::mutex mutex;
+    static std::map<int, std::unique_ptr<Library>> libraries;
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Library>& library = libraries[device];
+    if (library == nullptr) library = std::make_unique<Library>(device);
+    return *library;
+  }
+
+  explicit Library(int device) : device_(device) {
+    check(cublasLtCreate(&handle_), "creating a handle");
+    exact_workspace_ = make_workspace(exact_bytes_);
+    backward_workspace_ = make_workspace(kBackwardWorkspaceBytes);
+  }
+
+  void run(const Product& product, const void* a, const void* b, const void* bias, void* d) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Layouts& layouts = prepared(product);
+    if (product.bias) {
+      check(cublasLtMatmulDescSetAttribute(layouts.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias),
+            "setting the bias");
+    }
+    const float alpha = 1.0f, beta = product.accumulate ? 1.0f : 0.0f;
+    const at::Tensor& workspace = product.exact ? exact_workspace_ : backward_workspace_;
+    check(cublasLtMatmul(handle_, layouts.operation, &alpha, a, layouts.a, b, layouts.b, &beta, d, layouts.d, d,
+                         layouts.d, &layouts.algorithm, workspace.mutable_data_ptr(), workspace.nbytes(),
+                         c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device_)).stream()),
+          "a product");
+  }
+
+  size_t exact_bytes() const { return exact_bytes_; }
+  void set_exact_bytes(size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    exact_bytes_ = bytes;
+    exact_workspace_ = make_workspace(bytes);
+    for (auto it = products_.begin(); it != products_.end();) it = it->first.exact ? products_.erase(it) : ++it;
+  }
+
+ private:
+  at::Tensor make_workspace(size_t bytes) const {
+    return at::empty({static_cast<int64_t>(bytes)},
+                     at::TensorOptions().dtype(at::kByte).device(at::kCUDA, static_cast<c10::DeviceIndex>(device_)));
+  }
+
+  const Layouts& prepared(const Product& p) {
+    const auto found = products_.find(p);
+    if (found != products_.end()) return found->second;
+    Layouts l;
+    check(cublasLtMatmulDescCreate(&l.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a product");
+    const cublasOperation_t ta = p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    const cublasOperation_t tb = p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    check(cublasLtMatmulDescSetAttribute(l.operation, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta), "transposing");
+    check(cublasLtMatmulDescSetAttribute(l.operation, CUBLASLT_MATMUL_DESC_TRANSB, &tb, sizeof tb), "transposing");
+    if (p.bias) {
+      const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+      check(cublasLtMatmulDescSetAttribute(l.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue),
+            "asking for a bias");
+    }
+    const auto layout = [](cublasLtMatrixLayout_t* out, cudaDataType_t type, bool transpose, int64_t rows,
+                           int64_t columns, int64_t stride) {
+      check(cublasLtMatrixLayoutCreate(out, type, static_cast<uint64_t>(transpose ? columns : rows),
+                                       static_cast<uint64_t>(transpose ? rows : columns), stride),
+            "describing a matrix");
+    };
+    layout(&l.a, CUDA_R_16BF, p.transpose_a, p.m, p.k, p.lda);
+    layout(&l.b, CUDA_R_16BF, p.transpose_b, p.k, p.n, p.ldb);
+    layout(&l.d, p.float_output ? CUDA_R_32F : CUDA_R_16BF, false, p.m, p.n, p.ldd);
+
+    cublasLtMatmulPreference_t preference = nullptr;
+    check(cublasLtMatmulPreferenceCreate(&preference), "stating preferences");
+    const size_t bytes = p.exact ? exact_bytes_ : kBackwardWorkspaceBytes;
+    check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
+                                               sizeof bytes),
+          "limiting the workspace");
+    cublasLtMatmulHeuristicResult_t result;
+    int count = 0;
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoGetHeuristic(handle_, l.operation, l.a, l.b, l.d, l.d, preference, 1, &result, &count);
+    cublasLtMatmulPreferenceDestroy(preference);
+    if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
+      throw Error(ErrorKind::kUser, "cublasLt has no algorithm for a bfloat16 product of " + std::to_string(p.m) +
+                                        " x " + std::to_string(p.n) + " x " + std::to_string(p.k) +
+                                        "; widths must be multiples of 8");
+    }
+    l.algorithm = result.algo;
+    return products_.emplace(p, l).first->second;
+  }
+
+  int device_;
+  cublasLtHandle_t handle_ = nullptr;
+  std::mutex mutex_;
+  size_t exact_bytes_ = kExactWorkspaceBytes;
+  at::Tensor exact_workspace_, backward_workspace_;
+  std::map<Product, Layouts> products_;
+};
+
+void require_bfloat16(const char* op, const at::Tensor& x) {
+  if (x.scalar_type() == at::kBFloat16) return;
+  fail_user(std::string(op) + " on cuda computes in bfloat16, not " + c10::toString(x.scalar_type()) +
+            "; set policy.precision to bfloat16");
+}
+
+at::Tensor with_unit_columns(const at::Tensor& x) {
+  return x.stride(1) == 1 && x.stride(0) % 8 == 0 ? x : x.contiguous();
+}
+
+std::atomic<int64_t> rows_limit{kFewRowsDefault};
+thread_local bool overlap = false;
+
+// The plan for a shape, made once.
+const FewRowsPlan& few_rows_plan_of(int device, FewRowsArgs args) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int64_t, int64_t, int64_t, bool>, FewRowsPlan> plans;
+  args.rows = (args.rows + 7) / 8 * 8;  // plans count rows in eights
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [place, fresh] = plans.try_emplace({device, args.rows, args.in, args.out, args.swiglu});
+  if (fresh) place->second = few_rows_plan(args);
+  return place->second;
+}
+
+// Nothing where our kernel is not for these.
+std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                                      bool swiglu) {
+  FewRowsArgs args;
+  args.rows = x.size(0);
+  if (args.rows < 1 || args.rows > rows_limit || weight.stride(1) != 1) return std::nullopt;
+  args.in = x.size(1);
+  args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
+  const at::Tensor y = at::empty({args.rows, args.out}, x.options());
+  args.x = x.const_data_ptr();
+  args.x_stride = args.rows == 1 ? args.in : x.stride(0);  // the stride of a single row may be anything
+  args.weight = weight.const_data_ptr();
+  args.weight_stride = weight.stride(0);
+  args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  args.y = y.mutable_data_ptr();
+  args.swiglu = swiglu;
+  args.overlap = overlap;
+  if (!few_rows_supported(args)) return std::nullopt;
+  const int device = x.device().index();
+  const FewRowsPlan& plan = few_rows_plan_of(device, args);
+  if (plan.clusters == 0) return std::nullopt;
+  const cudaError_t error =
+      few_rows(args, plan, c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream());
+  if (error != cudaSuccess) {
+    throw Error(ErrorKind::kInternal, "a product of " + std::to_string(args.rows) + " rows with a weight of " +
+                                          std::to_string(weight.size(0)) + " x " + std::to_string(args.in) +
+                                          " could not be launched: " + cudaGetErrorString(error));
+  }
+  return y;
+}
+
+}  // namespace
+
+at::Tensor linear_forward(const at::Tensor& given, const at::Tensor& weight, const at::Tensor& bias) {
+  require_bfloat16("linear", given);
+  const c10::cuda::CUDAGuard guard(given.device());
+  const int64_t rows = given.size(0), in = given.size(1), out = weight.size(0);
+  at::Tensor x = with_unit_columns(given);
+  if (std::optional<at::Tensor> y = by_few_rows(x, weight, bias, /*swiglu=*/false)) return *std::move(y);
+  if (rows < kMinRows) {
+    at::Tensor padded = at::zeros({kMinRows, in}, x.options());
+    padded.narrow(0, 0, rows).copy_(x);
+    x = padded;
+  }
+  at::Tensor y = at::empty({x.size(0), out}, x.options());
+  Product product;
+  product.transpose_a = true;
+  product.m = out;
+  product.n = x.size(0);
+  product.k = in;
+  product.lda = weight.stride(0);
+  product.ldb = x.stride(0);
+  product.ldd = out;
+  product.bias = bias.defined();
+  product.exact = true;
+  Library::of(x.device().index())
+      .run(product, weight.const_data_ptr(), x.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
+           y.mutable_data_ptr());
+  return rows < kMinRows ? y.narrow(0, 0, rows) : y;
+}
+
+at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight) {
+  require_bfloat16("gate_up_swiglu", x);
+  TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && weight.size(0) % 2 == 0,
+                "gate_up_swiglu: x [tokens, in] and weight [2 * width, in] expected");
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (std::optional<at::Tensor> y = by_few_rows(with_unit_columns(x), weight, {}, /*swiglu=*/true)) {
+    return *std::move(y);
+  }
+  return swiglu_halves(linear_forward(x, weight, {}));
+}
+
+int64_t few_rows_limit() { return rows_limit; }
+void set_few_rows_limit(int64_t rows) {
+  TRIREME_CHECK(rows >= 0 && rows <= kMostFewRows,
+                "our kernel takes between 0 and " + std::to_string(kMostFewRows) + " rows");
+  rows_limit = rows;
+}
+
+OverlapScope::OverlapScope() : before_(overlap) { overlap = true; }
+OverlapScope::~OverlapScope() { overlap = before_; }
+
+at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight) {
+  require_bfloat16("linear's backward", dy);
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const at::Tensor gradient = with_unit_columns(dy);
+  at::Tensor dx = at::empty({dy.size(0), weight.size(1)}, dy.options());
+  Product product;
+  product.m = weight.size(1);
+  product.n = dy.size(0);
+  product.k = weight.size(0);
+  product.lda = weight.stride(0);
+  product.ldb = gradient.stride(0);
+  product.ldd = product.m;
+  Library::of(dy.device().index())
+      .run(product, weight.const_data_ptr(), gradient.const_data_ptr(), nullptr, dx.mutable_data_ptr());
+  return dx;
+}
+
+void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator) {
+  require_bfloat16("linear's backward", dy);
+  const c10::cuda::CUDAGuard guard(dy.device());
+  TRIREME_CHECK(accumulator.is_contiguous() && accumulator.size(0) == dy.size(1) && accumulator.size(1) == x.size(1),
+                "linear: the gradient's accumulator must be a contiguous [out, in]");
+  const at::Tensor gradient = with_unit_columns(dy), input = with_unit_columns(x);
+  Product product;
+  product.transpose_b = true;
+  product.m = x.size(1);
+  product.n = dy.size(1);
+  product.k = dy.size(0);
+  product.lda = input.stride(0);
+  product.ldb = gradient.stride(0);
+  product.ldd = product.m;
+  product.float_output = accumulator.scalar_type() == at::kFloat;
+  product.accumulate = true;
+  Library::of(dy.device().index())
+      .run(product, input.const_data_ptr(), gradient.const_data_ptr(), nullptr, accumulator.mutable_data_ptr());
+}
+
+size_t forward_workspace_bytes() { return Library::of(c10::cuda::current_device()).exact_bytes(); }
+void set_forward_workspace_bytes(size_t bytes) { Library::of(c10::cuda::current_device()).set_exact_bytes(bytes); }
+
+}  // namespace trireme::cuda

@@ -1,0 +1,52 @@
+// Matrix products on CUDA through cublasLt, and through our own kernel where there are few rows (few_rows.h).
+//
+// Determinism class of the forward: row-exact. With a workspace of 1 KiB the library cannot split the sum over `in`, so
+// every output element is one chain of additions in ascending order whatever the number of rows or the tile. Measured
+// on H200 (cuBLAS 13.1): one set of row bits for 9 weight shapes and every row count from 16 to 16,384, at the default
+// setting's speed. linear_rows_are_exact() checks it for the shapes of a model at start-up.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace trireme::cuda {
+
+// x [tokens, in] bf16, weight [out, in] bf16, bias [out] bf16 or undefined -> [tokens, out] bf16. x may be a view with
+// a row stride. Up to few_rows_limit() rows our kernel computes it where it takes the shape (`in` a multiple of 64,
+// `out` of 8); else cublasLt, fewer than 16 rows padded. Does not synchronise; legal in stream capture.
+at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+
+// silu(gate) * up: weight [2 * width, in], the gate's rows first -> [tokens, width]. The bits of swiglu_halves over
+// linear_forward, in one kernel up to few_rows_limit() rows. No autograd.
+at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
+
+// Most rows that our kernel takes; 0: cublasLt computes everything. The bits are the same. Process-wide; not while ops
+// run. At most kMostFewRows (few_rows.h).
+int64_t few_rows_limit();
+void set_few_rows_limit(int64_t rows);
+inline constexpr int64_t kFewRowsDefault = 64;
+
+// While one lives, products of few rows launched by this thread may begin before the kernel ahead of them in the stream
+// has ended: they read their first weights while it runs, if it allows that (FewRowsArgs::overlap). Only where no
+// kernel that may still run writes weights: in a decode graph, not after an optimizer step in the same stream.
+class OverlapScope final {
+ public:
+  OverlapScope();
+  ~OverlapScope();
+  OverlapScope(const OverlapScope&) = delete;
+  OverlapScope& operator=(const OverlapScope&) = delete;
+
+ private:
+  bool before_;
+};
+
+// dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.
+at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight);
+
+// accumulator [out, in] (bf16 or fp32) += dy^T . x: one product whose sum is added in fp32 and rounded once.
+void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator);
+
+// Workspace of the forward in bytes; for the test that shows that the default size is not exact.
+size_t forward_workspace_bytes();
+void set_forward_workspace_bytes(size_t bytes);  // not while ops run; forgets the chosen algorithms
+
+}  // namespace trireme::cuda

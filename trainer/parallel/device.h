@@ -1,0 +1,20 @@
+// The device of a rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace trireme {
+
+// `setting`: "cpu", "cuda" or "auto" (CUDA where this build and this machine have it). On CUDA local rank i takes GPU i
+// and makes it the process's current device. Throws Error(kUser) that says what is missing.
+at::Device choose_device(const std::string& setting, int local_rank);
+
+// Waits until the device has done everything that was queued; nothing on CPU.
+void synchronize(at::Device device);
+
+// "NVIDIA H200", or "cpu".
+std::string device_name(at::Device device);
+
+}  // namespace trireme

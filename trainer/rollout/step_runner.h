@@ -1,0 +1,44 @@
+// StepRunner: carries one planned step out on a device. The engine plans and looks at tokens, a runner computes.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "trainer/model/model.h"
+#include "trainer/rollout/scheduler.h"
+
+namespace trireme {
+
+struct StepRequest {
+  const StepPlan* plan = nullptr;
+  // [plan.tokens]: the token's id, or -(i + 1) for the one that output i of the previous step samples: its id may not
+  // have reached the host yet.
+  std::vector<int64_t> tokens;
+  std::vector<SampleRow> rows;  // one for each output of the plan
+};
+
+// One thread owns it. Steps are started in order; their results are taken in the same order, at most one step late.
+class StepRunner {
+ public:
+  virtual ~StepRunner() = default;
+  // Moves and copies cache rows, runs the model, samples. May return before the device is done; the request may change
+  // afterwards.
+  virtual void start(const StepRequest& request) = 0;
+  // The results of the oldest step that was not taken yet; waits for it.
+  virtual SampleResult take() = 0;
+};
+
+// CPU: everything happens in start(). `arena` has the plan's rows.
+std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena);
+
+// CUDA: start() only queues work. Pure decode steps are CUDA graphs, one for each bucket of rows. `arena` has one row
+// more than the scheduler knows of, which padded rows write to.
+std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows);
+inline constexpr int64_t kDeviceScratchRows = 1;
+// Memory of the device that nobody holds, what LibTorch's allocator has cached included.
+int64_t device_available_bytes(at::Device device);
+
+// Rows [outputs, hidden] of `hidden` that are sampled from.
+at::Tensor output_rows(const at::Tensor& hidden, const StepPlan& plan);
+
+}  // namespace trireme
