@@ -141,7 +141,7 @@ cgroups_down() {
 }
 
 start_node() {
-  local i=$1 folder=$STATE/node$1
+  local i=$1 folder=$STATE/nodes/node$1
   [ -e "/run/netns/tre-node$i" ] || die "there is no node$i; cluster.sh up makes $NODES"
   mkdir -p "$folder/cni"
   : >"$folder/resolv.conf"
@@ -220,6 +220,9 @@ up() {
   mkdir -p "$STATE" "$LOGS"
   # From here on whatever goes wrong takes everything down again.
   trap 'code=$?; [ $code = 0 ] || { say "the cluster did not come up; logs stay in $LOGS"; down; }; exit $code' EXIT
+  # Images, unpacked three times, are gigabytes: in memory where there is enough of it.
+  mkdir -p "$STATE/nodes"
+  if [ "$NODES" -gt 0 ] && [ "$(awk '/^MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)" -ge 14 ]; then mount -t tmpfs -o size=8g tre-nodes "$STATE/nodes"; fi
   make_certificates >"$LOGS/certificates.log" 2>&1 || die "openssl could not make the keys; see $LOGS/certificates.log"
   network_up
   control_plane_up
@@ -244,6 +247,7 @@ down() {
     ip netns delete "$name"
   done
   for folder in $(cgroup_folders); do for name in "$folder"/tre-node*; do [ ! -d "$name" ] || cgroups_down "${name##*tre-node}"; done; done
+  while mountpoint -q "$STATE/nodes"; do umount "$STATE/nodes" 2>/dev/null || { sleep 0.5; umount -l "$STATE/nodes"; }; done
   if [ -d "$STATE" ]; then
     for file in "$STATE"/* ; do
       case $(basename "$file") in logs) rm -rf "$LOGS.old"; mv "$LOGS" "$LOGS.old" ;; logs.old | results) ;; *) rm -rf "$file" 2>/dev/null || { sleep 1; rm -rf "$file"; } ;; esac

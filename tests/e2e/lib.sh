@@ -45,7 +45,7 @@ wait_for() {
 import_images() {
   local image mark
   for image in "$COMPONENTS"/images/current/*.tar; do
-    mark=$STATE/node$1/imported-$(basename "$image")
+    mark=$STATE/nodes/node$1/imported-$(basename "$image")
     [ -e "$image" ] || continue
     [ ! "$mark" -nt "$image" ] || continue
     "$COMPONENTS/bin/ctr" -n k8s.io images import "$image" >>"$LOGS/node$1-import.log" 2>&1 && touch "$mark"

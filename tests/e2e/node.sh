@@ -2,7 +2,7 @@
 # node.sh N: the first process of a node, started by cluster.sh in the node's namespaces: containerd, images, kubelet, kube-proxy.
 . "$(dirname "$0")/lib.sh"
 set +e
-i=$1 folder=$STATE/node$1
+i=$1 folder=$STATE/nodes/node$1
 export PATH=$COMPONENTS/bin:/usr/sbin:/sbin:$PATH
 hostname "node$i"
 mount --make-rshared /

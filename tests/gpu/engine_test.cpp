@@ -188,9 +188,10 @@ TEST(Engine, BitsDoNotDependOnHowSamplesAreBatched) {
     expect_same(whole, generate(*model, {.prefill_chunk_tokens = chunk}, sampling_options(), wanted),
                 "prefill chunk " + std::to_string(chunk));
   }
+  const auto narrow = requests({5, 12, 20, 17, 9, 3, 33, 40}, 8);
   EngineStats stats;
-  expect_same(whole,
-              generate(*model, {.cache_rows = 800, .headroom_rows = 8, .grow_factor = 1.1}, sampling_options(), wanted,
+  expect_same(generate(*model, {}, sampling_options(), narrow),
+              generate(*model, {.cache_rows = 130, .max_sequences = 32, .headroom_rows = 1}, sampling_options(), narrow,
                        &stats),
               "preemption");
   EXPECT_GT(stats.preemptions, 0);

@@ -14,6 +14,7 @@ refuses 10 "train_global_batch_size" "$TRIREME" $(run_args a policy.train_globl_
 refuses 10 "no/such.yaml" "$TRIREME" train --config no/such.yaml
 refuses 10 "no/such/model" "$TRIREME" $(run_args a policy.model_name=no/such/model)
 refuses 10 "tensor" "$TRIREME" $(run_args a policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2)
+refuses 10 "spec.roles.actor.parallelism.tp" "$TRIREME" $(run_args a policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2) --layout tp=1,dp=2
 cp -r "$dir/model" "$dir/cut"; truncate -s 1000 "$dir/cut/model.safetensors"
 refuses 21 "model.safetensors" "$TRIREME" $(run_args a policy.model_name="$dir/cut")
 cp -r "$dir/model" "$dir/unknown"; sed -i 's/"model_type": *"qwen3"/"model_type": "nosuch"/' "$dir/unknown/config.json"

@@ -27,8 +27,8 @@ struct RolloutLengths {
 RolloutLengths parse_lengths(std::string_view json, const std::string& source);
 
 // "synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S]": answers log-normal (sigma 0.8) with mean M within
-// half a token and the longest exactly X (default 5 M), prompts uniform in 0.6 P .. 1.4 P (default P = 200). With max =
-// mean every answer has that length and every prompt P. The same text gives the same lengths everywhere.
+// half a token cut at X, which the longest has (default 5 M), prompts uniform in 0.6 P .. 1.4 P (default P = 200). With
+// max = mean every answer has that length and every prompt P. The same text gives the same lengths.
 RolloutLengths synthetic_lengths(const std::string& description);
 
 // A description that starts with "synthetic:", or a file.

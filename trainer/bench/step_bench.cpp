@@ -154,7 +154,10 @@ class StepBench final {
     }
     std::vector<RolloutSample> own;
     std::vector<SampleRun> runs;
-    const int64_t wanted = engine_settings_.max_sequences + shape.samples;
+    // No more at first than an even share: what one rank takes no other can.
+    const int64_t ranks = context_.data_parallel().size();
+    const int64_t wanted =
+        std::min(engine_settings_.max_sequences + shape.samples, (lengths.samples() + ranks - 1) / ranks);
     while (true) {
       while (engine_->unfinished_samples() < wanted) {
         const std::optional<SampleRun> run = queue->pull();

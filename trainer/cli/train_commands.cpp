@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <iostream>
 #include <thread>
+#include <tuple>
 
 #include "api/runtime.h"
 #include "base/error.h"
@@ -30,6 +31,21 @@ struct TrainArguments {
   std::string log_format = "text";
   std::vector<std::string> overrides;
 };
+
+// On a cluster the RLJob decides the sizes. A configuration in the image or in a config map is first seen here.
+void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout) {
+  const std::tuple<const char*, int64_t, int64_t> rows[] = {{"tp", sizes.tensor, layout.tp},
+                                                            {"pp", sizes.pipeline, layout.pp},
+                                                            {"cp", sizes.context, layout.cp},
+                                                            {"ep", sizes.expert, layout.ep},
+                                                            {"etp", sizes.expert_tensor, layout.etp}};
+  for (const auto& [name, configured, wanted] : rows) {
+    if (configured == 1 || configured == wanted) continue;
+    fail_user("the configuration says " + std::string(name) + " " + std::to_string(configured) +
+              ", but --layout says " + std::to_string(wanted) +
+              "; the RLJob decides: set spec.roles.actor.parallelism." + name + " or change the configuration");
+  }
+}
 
 int train(const TrainArguments& arguments, const CommandContext& context) {
   std::vector<std::string> overrides = arguments.overrides;
@@ -60,6 +76,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   }
   const ParallelSizes sizes = parallel_sizes(config);
   options.layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
+  if (!arguments.layout.empty()) check_layout_agrees(sizes, options.layout);
   if (arguments.layout.empty()) {
     options.layout.tp = sizes.tensor;
     options.layout.pp = sizes.pipeline;

@@ -341,12 +341,10 @@ CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device 
 }
 
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
-  // Blocks of the 132 processors of an H200: with no more blocks than those, one block may have all shared memory.
+  // Measured on H200 (docs/performance.md): six tiles in flight pay only while every block has a processor to itself;
+  // beyond, sharing the key tiles between warps is as fast as two warps a block or faster, at every size tried.
   constexpr int64_t kProcessors = 132;
-  constexpr int64_t kTiledFrom = 4 * kProcessors;
-  const int64_t blocks = runs * kv_heads;
-  if (blocks <= kProcessors) return DecodeKernel::kSharedDeep;
-  return blocks < kTiledFrom ? DecodeKernel::kShared : DecodeKernel::kTiled;
+  return runs * kv_heads <= kProcessors ? DecodeKernel::kSharedDeep : DecodeKernel::kShared;
 }
 
 at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,

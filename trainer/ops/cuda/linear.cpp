@@ -155,10 +155,19 @@ void require_bfloat16(const char* op, const at::Tensor& x) {
 }
 
 at::Tensor with_unit_columns(const at::Tensor& x) {
-  return x.stride(1) == 1 && x.stride(0) % 8 == 0 ? x : x.contiguous();
+  const bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  if (x.stride(1) == 1 && x.stride(0) % 8 == 0 && aligned) return x;
+  return x.is_contiguous() ? x.clone() : x.contiguous();  // a fresh allocation is aligned
 }
 
-std::atomic<int64_t> rows_limit{kFewRowsDefault};
+std::atomic<int64_t> rows_limit{kFewRowsWherePaid};
+
+int64_t rows_limit_for(int64_t out) {
+  const int64_t limit = rows_limit;
+  if (limit != kFewRowsWherePaid) return limit;
+  return out >= 65'536 ? 64 : 0;
+}
+
 thread_local bool overlap = false;
 
 // The plan for a shape, made once.
@@ -177,7 +186,7 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
                                       bool swiglu) {
   FewRowsArgs args;
   args.rows = x.size(0);
-  if (args.rows < 1 || args.rows > rows_limit || weight.stride(1) != 1) return std::nullopt;
+  if (args.rows < 1 || args.rows > rows_limit_for(weight.size(0)) || weight.stride(1) != 1) return std::nullopt;
   args.in = x.size(1);
   args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
   const at::Tensor y = at::empty({args.rows, args.out}, x.options());
@@ -246,7 +255,7 @@ at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight) {
 
 int64_t few_rows_limit() { return rows_limit; }
 void set_few_rows_limit(int64_t rows) {
-  TRIREME_CHECK(rows >= 0 && rows <= kMostFewRows,
+  TRIREME_CHECK(rows >= kFewRowsWherePaid && rows <= kMostFewRows,
                 "our kernel takes between 0 and " + std::to_string(kMostFewRows) + " rows");
   rows_limit = rows;
 }

@@ -19,11 +19,12 @@ at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const a
 // linear_forward, in one kernel up to few_rows_limit() rows. No autograd.
 at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
 
-// Most rows that our kernel takes; 0: cublasLt computes everything. The bits are the same. Process-wide; not while ops
-// run. At most kMostFewRows (few_rows.h).
+// Most rows that our kernel takes; 0: cublasLt computes everything; kFewRowsWherePaid: up to 64 rows of weights with at
+// least 65,536 outputs, the heads of vocabularies, where it was measured to be faster (H200, docs/performance.md). The
+// bits are the same. Process-wide; not while ops run. At most kMostFewRows (few_rows.h).
 int64_t few_rows_limit();
 void set_few_rows_limit(int64_t rows);
-inline constexpr int64_t kFewRowsDefault = 64;
+inline constexpr int64_t kFewRowsWherePaid = -1;
 
 // While one lives, products of few rows launched by this thread may begin before the kernel ahead of them in the stream
 // has ended: they read their first weights while it runs, if it allows that (FewRowsArgs::overlap). Only where no

@@ -5,6 +5,8 @@
 // of a fixed set of rows, added in a fixed order: the same bits in every run, but they depend on the number of rows.
 // Nothing here allocates, waits or reads results back except take_bad_id: all else is legal in stream capture.
 //
+// Speed: bench/gpu/rows_bench measures it; not measured yet.
+//
 // All matrices are row-major and contiguous unless a stride (in elements) is given. Every pointer is a multiple of 16
 // bytes, every width and stride a multiple of 8 elements. Launch errors stay in cudaGetLastError().
 #pragma once
