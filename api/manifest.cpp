@@ -94,7 +94,10 @@ class Builder final : public YAML::EventHandler {
     stack_.clear();
   }
   void OnDocumentEnd() override {}
-  void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override { add(mark, anchor, Json()); }
+  void OnNull(const YAML::Mark& mark, YAML::anchor_t anchor) override {
+    if (!stack_.empty() && stack_.back().is_map && !stack_.back().key) fail(mark, "a key must be a string");
+    add(mark, anchor, Json());
+  }
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     const auto it = anchors_.find(anchor);
     if (it == anchors_.end()) fail(mark, "an alias inside of its own anchor");

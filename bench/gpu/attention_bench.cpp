@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 
 #include "bench/gpu/ceilings.h"
@@ -90,21 +91,31 @@ double decode_seconds(int64_t sequences, int64_t keys, int64_t q_heads, int64_t 
   return seconds([&] { graph.replay(); }, 5) / static_cast<double>(passes);
 }
 
-void bench_decode(double ceiling) {
+void bench_decode(double ceiling, bool quick) {
+  const at::NoGradGuard no_grad;
   constexpr int64_t kKvHeads = 8, kHeadDim = 128;
   const std::pair<DecodeKernel, const char*> kernels[] = {
-      {DecodeKernel::kTiled, "tiled"}, {DecodeKernel::kShared, "shared"}, {DecodeKernel::kSharedDeep, "shared-deep"}};
-  for (const int64_t q_heads : {32, 16}) {
-    for (const int64_t keys : {400, 1000, 2048}) {
-      for (const int64_t sequences : {1, 2, 4, 8, 16, 32, 64, 128, 256}) {
-        std::printf("decode %2ld/8 heads of 128, %4ld keys, %3ld sequences:", static_cast<long>(q_heads),
-                    static_cast<long>(keys), static_cast<long>(sequences));
+      {DecodeKernel::kTiled, "tiled"},       {DecodeKernel::kShared, "shared"},
+      {DecodeKernel::kSharedDeep, "deep"},   {DecodeKernel::kCluster2, "cluster2"},
+      {DecodeKernel::kCluster4, "cluster4"}, {DecodeKernel::kCluster8, "cluster8"}};
+  const auto all_q_heads = quick ? std::vector<int64_t>{32} : std::vector<int64_t>{32, 16};
+  const auto all_keys =
+      quick ? std::vector<int64_t>{1000, 2048, 4000} : std::vector<int64_t>{100, 400, 1000, 2048, 4000};
+  const auto all_sequences = quick ? std::vector<int64_t>{1, 2, 4, 8, 16, 32}
+                                   : std::vector<int64_t>{1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256};
+  for (const int64_t q_heads : all_q_heads) {
+    for (const int64_t keys : all_keys) {
+      for (const int64_t sequences : all_sequences) {
+        const double bytes = static_cast<double>(sequences * keys * kKvHeads * kHeadDim) * 4;
+        std::printf(
+            "decode %2ld/8 heads of 128, %4ld keys, %3ld sequences (floor %6.2f us):", static_cast<long>(q_heads),
+            static_cast<long>(keys), static_cast<long>(sequences), bytes / ceiling * 1e6);
         const DecodeKernel chosen = cuda::choose_decode_kernel(sequences, kKvHeads);
         for (const auto& [kernel, name] : kernels) {
+          if (quick && kernel == DecodeKernel::kTiled) continue;
           const double time = decode_seconds(sequences, keys, q_heads, kKvHeads, kHeadDim, kernel);
-          const double rate = static_cast<double>(sequences * keys * kKvHeads * kHeadDim) * 4 / time;
           std::printf("  %s%s %6.2f us %.2f TB/s (%2.0f %%)", name, kernel == chosen ? "*" : "", time * 1e6,
-                      rate * 1e-12, 100 * rate / ceiling);
+                      bytes / time * 1e-12, 100 * bytes / time / ceiling);
         }
         std::printf("\n");
         std::fflush(stdout);
@@ -151,25 +162,37 @@ void bench_packed(int64_t sequences, int64_t length, int64_t q_heads, int64_t kv
   std::fflush(stdout);
 }
 
-int run() {
+// quick: only decode of few sequences.
+int run(bool quick) {
   if (c10::cuda::device_count() == 0) {
     std::fprintf(stderr, "error: no GPU is visible\n");
     return 1;
   }
   const double ceiling = read_ceiling();
   std::printf("plain read: %.2f TB/s\n", ceiling * 1e-12);
+  if (quick) {
+    bench_decode(ceiling, quick);
+    return 0;
+  }
   for (const int64_t q_heads : {32, 16}) {
     bench_packed(16, 1024, q_heads, 8, 128);
     bench_packed(4, 4096, q_heads, 8, 128);
     bench_packed(1, 16384, q_heads, 8, 128);
   }
   bench_packed(4, 4096, 32, 8, 64);
-  const at::NoGradGuard no_grad;
-  bench_decode(ceiling);
+  bench_decode(ceiling, quick);
   return 0;
 }
 
 }  // namespace
 }  // namespace trireme
 
-int main() { return trireme::run(); }
+// attention_bench [--quick]
+int main(int argc, char** argv) {
+  const bool quick = argc == 2 && std::strcmp(argv[1], "--quick") == 0;
+  if (argc > 1 && !quick) {
+    std::fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
+    return 2;
+  }
+  return trireme::run(quick);
+}

@@ -1,6 +1,10 @@
 #include "operator/controller/actions.h"
 
+#include <algorithm>
+#include <set>
+
 #include "api/runtime.h"
+#include "operator/controller/failure.h"
 
 namespace trireme::controller {
 namespace {
@@ -23,6 +27,18 @@ Action remove(const kube::Resource& resource, const std::string& name, int wave)
   action.name = name;
   return action;
 }
+
+// After a crash, a hang or a lost node the ranks that are left cannot save anything together: their pods need not have
+// the time that a checkpoint takes. After a pod was taken away gracefully they can.
+bool nothing_to_save(const RLJobStatus& status, int64_t attempt) {
+  static const std::set<std::string> kGraceful = {kReasonDeleted, "Preempted", "Evicted", "NodeShutdown",
+                                                  "AdmissionRejected"};
+  const auto& failure = status.last_failure;
+  return failure && failure->attempt == attempt && kGraceful.count(failure->reason) == 0 &&
+         failure->exit_code != kExitCheckpointed;
+}
+
+constexpr int64_t kShortGraceSeconds = 30;
 
 }  // namespace
 
@@ -80,6 +96,8 @@ Cleanup cleanup(const Observed& observed, const PlanOptions& options, const sche
     if (pod.ended() && keep(pod)) continue;
     Action action = remove(kube::resources::kPods, pod.name, 0);
     action.uid = pod.uid;
+    if (nothing_to_save(job.status, pod.attempt))
+      action.grace_period_s = std::min(kShortGraceSeconds, job.spec.checkpoint.timeout_seconds);
     if (pod.deleting) {
       // Only a kubelet can end a pod for certain. Where there is none any more, waiting longer helps nobody.
       const bool lost =

@@ -373,8 +373,13 @@ void Planner::run_attempt() {
   const std::vector<Failure> found = failures();
   if (!found.empty()) {
     const Failure& cause = first_cause(found);
-    if (cause.consequence && cause.seen_for < options_.settle) {
-      requeue(options_.settle - cause.seen_for);
+    // An actor that still seems to live while others lost it may be on a node that has just died: its kubelet's silence
+    // takes longer to be noticed than a broken connection.
+    const bool missing = std::any_of(current_.begin(), current_.end(),
+                                     [](const ObservedPod* pod) { return pod->role == "actor" && pod->alive(); });
+    const Milliseconds patience = missing ? options_.cause_wait : options_.settle;
+    if (cause.consequence && cause.seen_for < patience) {
+      requeue(patience - cause.seen_for);
       return;
     }
     return on_failure(cause);

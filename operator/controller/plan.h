@@ -22,6 +22,7 @@ struct PlanOptions {
   scheduling::Discovery discovery;
   ObjectOptions objects;
   Milliseconds settle{2000};             // wait for the cause when only echoes (exit 20, 40) were seen
+  Milliseconds cause_wait{60000};        // the same while another actor pod has not ended: its node may be lost
   Milliseconds node_grace{10000};        // NotReady for this long: the node's pods count as lost
   Milliseconds completion_grace{60000};  // after rank 0 succeeded, for the other actor pods to end
   Milliseconds backoff_base{10000};      // before the second counted restart; doubles

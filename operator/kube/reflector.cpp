@@ -121,8 +121,14 @@ Reflector::WatchEnd Reflector::watch() {
   return end;
 }
 
+prometheus::Counter& Reflector::ended(const std::string& why) const {
+  return options_.metrics->counter("rljob_watch_reconnects_total", "Watches that ended, by why.",
+                                   {{"resource", options_.resource.plural}, {"code", why}});
+}
+
 void Reflector::run() {
   const std::string& plural = options_.resource.plural;
+  if (options_.metrics) ended("closed");  // a rate needs a series from the start
   Milliseconds backoff = options_.backoff_min;
   bool need_list = true;
   while (!stopping_.load()) {
@@ -150,12 +156,7 @@ void Reflector::run() {
       log_error("informer", plural + ": " + e.what());
     }
     if (stopping_.load()) break;
-    if (options_.metrics) {
-      options_.metrics
-          ->counter("rljob_watch_reconnects_total", "Watches that ended, by why.",
-                    {{"resource", plural}, {"code", code}})
-          .Increment();
-    }
+    if (options_.metrics) ended(code).Increment();
     const bool progress = resource_version_ != before || stopwatch.seconds() > 10;
     if (progress) backoff = options_.backoff_min;
     if (code == "closed" && progress) continue;  // the ordinary end of a watch

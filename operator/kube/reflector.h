@@ -12,6 +12,7 @@
 
 #include "base/clock.h"
 #include "operator/kube/client.h"
+#include "operator/kube/metrics.h"
 
 namespace trireme::kube {
 
@@ -58,6 +59,7 @@ class Reflector final {
 
  private:
   void run();
+  prometheus::Counter& ended(const std::string& why) const;
   void list();
   enum class WatchEnd { kContinue, kRelist };
   WatchEnd watch();

@@ -118,7 +118,7 @@ class Recorder:
     def __init__(self, kube, kind, namespace="default"):
         self.kube, self.kind, self.namespace = kube, kind, namespace
         self.changes = []
-        self.gap = None
+        self.gaps = []
         self.condition = threading.Condition()
         listed = kube.call("GET", kube.path(kind, "", namespace))
         for item in listed["items"]:
@@ -132,7 +132,7 @@ class Recorder:
         while not self.stopped:
             try:
                 self._watch()
-            except (OSError, http.client.HTTPException, ValueError):
+            except (OSError, http.client.HTTPException, ValueError, ApiError):
                 time.sleep(0.2)
 
     def _watch(self):
@@ -146,14 +146,35 @@ class Recorder:
         for line in response:
             change = json.loads(line)
             if change["type"] == "ERROR":
-                self.gap = change["object"].get("message", "watch error")
-                raise OSError(self.gap)
+                connection.close()
+                self._list_again(change["object"].get("message", "watch error"))
+                return
             self.version = change["object"]["metadata"]["resourceVersion"]
             if change["type"] == "BOOKMARK":
                 continue
             with self.condition:
                 self.changes.append((time.monotonic(), change["type"], change["object"]))
                 self.condition.notify_all()
+
+    def _list_again(self, why):
+        """A new API server does not know what its predecessor told: what changed meanwhile is seen as one change for each object."""
+        listed = self.kube.call("GET", self.kube.path(self.kind, "", self.namespace))
+        with self.condition:
+            known = {}
+            for _, kind, o in self.changes:
+                known[o["metadata"]["uid"]] = (kind, o)
+            now, present = time.monotonic(), set()
+            for o in listed["items"]:
+                present.add(o["metadata"]["uid"])
+                kind, before = known.get(o["metadata"]["uid"], ("", None))
+                if before is None or before["metadata"]["resourceVersion"] != o["metadata"]["resourceVersion"]:
+                    self.changes.append((now, "MODIFIED" if before else "ADDED", o))
+            for uid, (kind, o) in known.items():
+                if uid not in present and kind != "DELETED":
+                    self.changes.append((now, "DELETED", o))
+            self.version = listed["metadata"]["resourceVersion"]
+            self.gaps.append(why)
+            self.condition.notify_all()
 
     def of(self, name):
         """Changes of the objects whose name is `name`, or of all for which it is true."""

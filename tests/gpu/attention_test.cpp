@@ -19,6 +19,9 @@ namespace trireme {
 namespace {
 
 using cuda::DecodeKernel;
+
+constexpr DecodeKernel kDecodeKernels[] = {DecodeKernel::kTiled,    DecodeKernel::kShared,   DecodeKernel::kSharedDeep,
+                                           DecodeKernel::kCluster2, DecodeKernel::kCluster4, DecodeKernel::kCluster8};
 using testing::equal_bits;
 using testing::gpu;
 using testing::gpu_randn;
@@ -144,10 +147,33 @@ TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRows) {
     ASSERT_TRUE(packed.isfinite().all().item<bool>());
     const CachePlan plan = b.plan(b.steps());
     ASSERT_TRUE(plan.decode);
-    for (const DecodeKernel kernel : {DecodeKernel::kTiled, DecodeKernel::kShared, DecodeKernel::kSharedDeep}) {
+    for (const DecodeKernel kernel : kDecodeKernels) {
       const at::Tensor decoded = cuda::attention_decode(b.q, b.arena_k, b.arena_v, plan, 0.0, kernel);
       EXPECT_SAME_ROWS(decoded, packed) << " (kernel " << static_cast<int>(kernel) << ", amplitude " << amplitude
                                         << ")";
+    }
+  }
+}
+
+// Keys for several rounds of a cluster, and on both sides of where rounds of every cluster size end.
+TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRowsOverManyKeys) {
+  const at::NoGradGuard no_grad;
+  std::vector<int64_t> tokens = {511, 512, 513, 1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097, 4999};
+  for (int64_t token = 0; token < 5000; token += 61) tokens.push_back(token);
+  for (const double amplitude : {1.0, 12.0}) {
+    Batch b(GetParam(), {5000}, amplitude);
+    b.fill_arena();
+    const at::Tensor index = at::tensor(tokens, at::kLong).to(gpu());
+    const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts).index_select(0, index);
+    const at::Tensor q = b.q.index_select(0, index);
+    std::vector<CacheRow> rows;
+    for (const int64_t token : tokens) rows.push_back({b.extents[0], token, 1});
+    const CachePlan plan = b.plan(rows);
+    for (const DecodeKernel kernel : kDecodeKernels) {
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        EXPECT_SAME_ROWS(cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel), packed)
+            << " (kernel " << static_cast<int>(kernel) << ", amplitude " << amplitude << ")";
+      }
     }
   }
 }
@@ -222,7 +248,7 @@ TEST_P(GpuAttention, RowStridesDoNotChangeBits) {
   EXPECT_SAME_ROWS(attention_packed(q, part(q_width, kv_width), part(q_width + kv_width, kv_width), b.starts),
                    attention_packed(b.q, b.k, b.v, b.starts));
   const CachePlan plan = b.plan(b.steps());
-  for (const DecodeKernel kernel : {DecodeKernel::kTiled, DecodeKernel::kShared}) {
+  for (const DecodeKernel kernel : kDecodeKernels) {
     EXPECT_SAME_ROWS(cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel),
                      cuda::attention_decode(b.q, b.arena_k, b.arena_v, plan, 0.0, kernel));
   }
@@ -231,7 +257,7 @@ TEST_P(GpuAttention, RowStridesDoNotChangeBits) {
 // A graph of a decode pass serves other runs, other keys and padding once its plan is overwritten.
 TEST_P(GpuAttention, ReplayedGraphHasTheBitsOfAnEagerPass) {
   const at::NoGradGuard no_grad;
-  Batch b(GetParam(), {300, 90, 64, 700});
+  Batch b(GetParam(), {300, 90, 64, 700, 2600});
   b.fill_arena();
   b.arena_k.select(0, 0).zero_();  // scratch row of the padding
   b.arena_v.select(0, 0).zero_();
@@ -251,26 +277,28 @@ TEST_P(GpuAttention, ReplayedGraphHasTheBitsOfAnEagerPass) {
   };
   auto [plan, first, all] = pass(10);
   at::Tensor q = b.q.index_select(0, first);
-  at::cuda::CUDAGraph graph;
-  at::Tensor out;
-  c10::cuda::device_synchronize();
-  {
-    const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-    attention_cached(q, b.arena_k, b.arena_v, plan);
+  for (const DecodeKernel kernel : kDecodeKernels) {
+    at::cuda::CUDAGraph graph;
+    at::Tensor out;
     c10::cuda::device_synchronize();
-    graph.capture_begin();
-    out = attention_cached(q, b.arena_k, b.arena_v, plan);
-    graph.capture_end();
-  }
-  for (const int64_t position : {0, 63, 64, 89, 150, 299, 650}) {
-    const auto [next, tokens, alive] = pass(position);
-    plan.runs.copy_(next.runs);
-    q.copy_(b.q.index_select(0, tokens));
-    c10::cuda::device_synchronize();
-    graph.replay();
-    c10::cuda::device_synchronize();
-    EXPECT_SAME_ROWS(out.narrow(0, 0, alive), packed.index_select(0, tokens.narrow(0, 0, alive)))
-        << " (position " << position << ")";
+    {
+      const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+      cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel);
+      c10::cuda::device_synchronize();
+      graph.capture_begin();
+      out = cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel);
+      graph.capture_end();
+    }
+    for (const int64_t position : {0, 63, 64, 89, 150, 299, 650, 1030, 2599}) {
+      const auto [next, tokens, alive] = pass(position);
+      plan.runs.copy_(next.runs);
+      q.copy_(b.q.index_select(0, tokens));
+      c10::cuda::device_synchronize();
+      graph.replay();
+      c10::cuda::device_synchronize();
+      EXPECT_SAME_ROWS(out.narrow(0, 0, alive), packed.index_select(0, tokens.narrow(0, 0, alive)))
+          << " (kernel " << static_cast<int>(kernel) << ", position " << position << ")";
+    }
   }
 }
 
@@ -318,6 +346,24 @@ TEST_F(GpuAttentionEdges, EmptySequencesAndBatches) {
   const CachePlan plan = b.plan({{3, 0, 0}});
   EXPECT_FALSE(plan.decode);
   EXPECT_EQ(attention_cached(none, b.arena_k, b.arena_v, plan).size(0), 0);
+}
+
+// Rows of the 16-row tile that belong to no query head must neither be written nor disturb the others.
+TEST_F(GpuAttentionEdges, EveryGroupSizeDecodesToTheBitsOfPackedRows) {
+  const at::NoGradGuard no_grad;
+  for (const int64_t head_dim : {64, 128}) {
+    for (int64_t group = 1; group <= cuda::kMaxDecodeGroup; ++group) {
+      Batch b({group, 2, head_dim}, {1, 64, 65, 700});
+      b.fill_arena();
+      const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
+      const CachePlan plan = b.plan(b.steps());
+      ASSERT_TRUE(plan.decode);
+      for (const DecodeKernel kernel : kDecodeKernels) {
+        EXPECT_SAME_ROWS(cuda::attention_decode(b.q, b.arena_k, b.arena_v, plan, 0.0, kernel), packed)
+            << " (" << b.heads << ", kernel " << static_cast<int>(kernel) << ")";
+      }
+    }
+  }
 }
 
 TEST_F(GpuAttentionEdges, PlanHoldsWhatOpsDocuments) {

@@ -149,7 +149,8 @@ TEST_F(Vocabulary, GradientsOfTheLogitsMatchTheCpuOps) {
     for (size_t i = 0; i < 2; ++i) ASSERT_EQ(ours[i].scalar_type(), at::kBFloat16);
     const at::Tensor error = (on_cpu(ours[0]) - cpu[0]).abs();
     EXPECT_TRUE((error <= cpu[0].abs() * 0.004 + 2e-6).all().item<bool>()) << error.max().item<float>();
-    EXPECT_LE(((on_cpu(ours[1]) - cpu[1]).abs().max() / cpu[1].abs().max()).item<float>(), 0.01);
+    // Where one token is kept the gradient is zero up to rounding.
+    EXPECT_LE((on_cpu(ours[1]) - cpu[1]).abs().max().item<float>(), 0.01F * cpu[1].abs().max().item<float>() + 1e-4F);
   }
 }
 

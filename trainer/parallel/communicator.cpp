@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -18,6 +19,7 @@
 #endif
 
 #include "base/error.h"
+#include "base/log.h"
 #include "trainer/parallel/attendance.h"
 
 namespace trireme {
@@ -149,7 +151,21 @@ struct Communicator::Impl {
 };
 
 Communicator::Communicator() = default;
-Communicator::~Communicator() = default;
+Communicator::~Communicator() {
+#ifdef TRIREME_CUDA
+  if (impl_ == nullptr || impl_->nccl == nullptr) return;
+  try {
+    // After a failure the peers may be gone: nothing to wait for.
+    if (std::uncaught_exceptions() > 0) {
+      impl_->nccl->abort();
+    } else {
+      impl_->nccl->shutdown();
+    }
+  } catch (const std::exception& error) {
+    log_warn("parallel", "group '" + name_ + "' did not end cleanly: " + first_line(error.what()));
+  }
+#endif
+}
 
 Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous, const std::string& name)
     : rank_(rendezvous.rank), size_(rendezvous.world_size), name_(name) {
@@ -186,8 +202,7 @@ void Communicator::call(const char* operation, Fn&& fn) {
     throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
                                              " number " + std::to_string(sequence_) + " of group '" + name_ + "' (" +
                                              std::to_string(size_) + " ranks) in phase " + phase_ +
-                                             " failed: " + first_line(error.what()) +
-                                             attendance_->describe(absent));
+                                             " failed: " + first_line(error.what()) + attendance_->describe(absent));
   }
 }
 

@@ -194,6 +194,8 @@ TEST(Hostile, BoundsHoldAndNothingCrashes) {
   EXPECT_THAT(parse_error(std::string(kMaxManifestBytes + 1, 'a')), HasSubstr("larger than the limit"));
   EXPECT_THAT(parse_error("a: \"\xff\xfe\"\n"), HasSubstr("not valid UTF-8"));
   EXPECT_THAT(parse_error("? [a, b]\n: 1\n"), HasSubstr("a key must be a string"));
+  EXPECT_THAT(parse_error("a: 1\n: 2\n"), HasSubstr("f.yaml:2: a key must be a string"));
+  EXPECT_THAT(parse_error("a: {b: 1, ? , c: 2}\n"), HasSubstr("a key must be a string"));
   EXPECT_THAT(parse_error("a: &x [*x]\n"), testing::Ne("(no error)"));
   EXPECT_THAT(parse_error(std::string(5000, 'k') + ": 1\n"), testing::Ne("(no error)"));
   // Aliases that would expand to 10^9 values.

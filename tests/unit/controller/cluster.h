@@ -32,6 +32,7 @@ inline ReconcilerOptions fast_options() {
   o.reflector.backoff_min = Milliseconds(5);
   o.reflector.backoff_max = Milliseconds(100);
   o.plan.settle = Milliseconds(20);
+  o.plan.cause_wait = Milliseconds(200);
   o.plan.node_grace = Milliseconds(50);
   o.plan.backoff_base = Milliseconds(10);
   o.plan.release_backoff = Milliseconds(10);
@@ -167,7 +168,7 @@ class Cluster final {
       const std::vector<Json> all = pods();
       std::map<std::string, std::map<int64_t, std::vector<Json>>> by_job;
       for (const Json& pod : all) {
-        const Json& labels = pod["metadata"]["labels"];
+        const Json labels = pod["metadata"].value("labels", Json::object());  // a foreign pod may have none
         if (!labels.contains(kLabelJob)) continue;
         by_job[labels[kLabelJob]][std::stoll(labels[kLabelAttempt].get<std::string>())].push_back(pod);
       }

@@ -103,7 +103,7 @@ TEST_P(Failures, FollowsThePolicy) {
   w.now_ms += 100'000;
   w.fail_pod(w.actor(1), c.exit_code, c.reason);
   w.reconcile();
-  w.now_ms += 3'000;  // echoes settle
+  w.now_ms += 61'000;  // echoes settle, and nobody else is to blame
   w.reconcile();
   EXPECT_EQ(w.job.status.phase, c.phase);
   EXPECT_EQ(w.job.status.restarts, c.restarts);
@@ -151,6 +151,60 @@ TEST(Plan, EchoesWaitForTheirCause) {
   ASSERT_TRUE(w.job.status.last_failure);
   EXPECT_EQ(w.job.status.last_failure->rank, 1);
   EXPECT_EQ(w.job.status.last_failure->exit_code, 30);
+}
+
+TEST(Plan, ANodesDeathIsNotBlamedOnItsPeers) {
+  // The peer's connection breaks at once; that the node is gone is known much later.
+  World w = two_pods();
+  w.run();
+  w.now_ms += 100'000;
+  w.fail_pod(w.actor(0), 20);
+  w.reconcile();
+  w.now_ms += 15'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kRunning) << "the other actor has not ended";
+  w.nodes[w.pods.at(w.actor(1)).node] = NodeState::kNotReady;
+  w.reconcile();
+  w.now_ms += 11'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kRestarting);
+  EXPECT_EQ(w.job.status.last_failure->reason, "NodeLost");
+  EXPECT_EQ(w.job.status.last_failure->rank, 1);
+  EXPECT_EQ(w.job.status.free_restarts, 1);
+  EXPECT_EQ(w.job.status.restarts, 0);
+}
+
+TEST(Plan, OnlyWhoCanStillSaveGetsTheTimeForIt) {
+  for (const auto& [reason, code, grace] :
+       {std::tuple{"Error", 1, 30}, {"OOMKilled", 137, 30}, {"Preempted", 143, -1}, {"Error", 40, -1}}) {
+    World w = two_pods();
+    w.run();
+    w.now_ms += 100'000;
+    w.fail_pod(w.actor(1), code, reason);
+    Observed o = w.observe();
+    for (ObservedPod& pod : o.pods) pod.ended_for = Milliseconds(pod.ended() ? 120'000 : 0);
+    const Plan decided = plan(o, PlanOptions{});
+    ASSERT_TRUE(decided.decision) << reason;
+    o.job.status = *decided.decision;
+    const Plan next = plan(o, PlanOptions{});
+    const auto removal = std::find_if(next.actions.begin(), next.actions.end(),
+                                      [&](const Action& a) { return a.name == w.pods.begin()->first; });
+    ASSERT_NE(removal, next.actions.end()) << reason;
+    EXPECT_EQ(removal->grace_period_s, grace) << reason;
+  }
+}
+
+TEST(Plan, EchoesAloneSettleQuickly) {
+  World w = two_pods();
+  w.run();
+  w.now_ms += 100'000;
+  w.fail_pod(w.actor(0), 20);
+  w.fail_pod(w.actor(1), 20);
+  w.reconcile();
+  w.now_ms += 3'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.attempt, 2);
+  EXPECT_EQ(w.job.status.restarts, 1);
 }
 
 TEST(Plan, BudgetRunsOutAndBacksOff) {

@@ -113,7 +113,7 @@ TEST(InCluster, ReadsTheServiceAccount) {
 }
 
 TEST(Base64, RoundTripAndRefusal) {
-  for (const std::string text : {"", "a", "ab", "abc", "abcd", std::string("\0\xff\x80z", 4).c_str()})
+  for (const std::string& text : std::vector<std::string>{"", "a", "ab", "abc", "abcd", {"\0\xff\x80z", 4}})
     EXPECT_EQ(base64_decode(base64_encode(text)), text);
   std::string all;
   for (int i = 0; i < 256; ++i) all += static_cast<char>(i);

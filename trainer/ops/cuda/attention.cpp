@@ -343,8 +343,13 @@ CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device 
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
   // Measured on H200 (docs/performance.md): six tiles in flight pay only while every block has a processor to itself;
   // beyond, sharing the key tiles between warps is as fast as two warps a block or faster, at every size tried.
+  // Fewer pairs than processors: as many blocks a pair as there are processors for.
   constexpr int64_t kProcessors = 132;
-  return runs * kv_heads <= kProcessors ? DecodeKernel::kSharedDeep : DecodeKernel::kShared;
+  const int64_t pairs = runs * kv_heads;
+  if (8 * pairs <= kProcessors) return DecodeKernel::kCluster8;
+  if (4 * pairs <= kProcessors) return DecodeKernel::kCluster4;
+  if (2 * pairs <= kProcessors) return DecodeKernel::kCluster2;
+  return pairs <= kProcessors ? DecodeKernel::kSharedDeep : DecodeKernel::kShared;
 }
 
 at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,

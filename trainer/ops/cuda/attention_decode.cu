@@ -6,62 +6,18 @@
 // maximum has no rounding; every warp then holds the same maximum and factor of each row, its weights are rounded to
 // bf16 and exchanged, and each warp sums weights times values over all keys of the tile, in the packed kernel's order,
 // for its own columns of the output. Only who computes an element differs, never the operations.
+#include "trainer/ops/cuda/attention_decode.cuh"
 #include "trainer/ops/cuda/attention_tiles.cuh"
 
 namespace trireme::cuda {
 namespace {
 
+using namespace decode;
+
 constexpr int kSharedWarps = 4;
 constexpr int kSharedThreads = 32 * kSharedWarps;
 constexpr int kRows = 16;
 static_assert(kKeyTile == 16 * kSharedWarps, "a warp scores 16 keys of a tile");
-
-struct SharedDecodeParams {
-  const bf16* q;
-  const bf16* k;
-  const bf16* v;
-  bf16* out;
-  const int32_t* runs;
-  int run_count;
-  int64_t q_stride, k_stride, v_stride;
-  int group, kv_heads;
-  float scale_log2;
-};
-
-__device__ __forceinline__ void copy16(uint32_t target, const void* source, bool valid) {
-  const int bytes = valid ? 16 : 0;  // 0: the target is filled with zeros
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(target), "l"(source), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait() {
-  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-// c [16, 8] += a [16, 16] . b [16, 8]
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};\n"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <int kHeadDim>
-__device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {  // bytes; chunks of 16 bytes, swizzled
-  return static_cast<uint32_t>(row * kHeadDim * 2 + ((chunk ^ (row & 7)) << 4));
-}
 
 // Shared memory: q tile, weights [16, 64] bf16, maxima [4, 16] float, kStages x (key tile, value tile).
 template <int kHeadDim>
@@ -89,7 +45,7 @@ __device__ __forceinline__ void load_tile(uint32_t target, const bf16* base, int
 }
 
 template <int kHeadDim, int kStages>
-__global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_constant__ SharedDecodeParams params) {
+__global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_constant__ DecodeParams params) {
   constexpr int kSteps = kHeadDim / 16;              // of a score's chain
   constexpr int kColumns = kHeadDim / kSharedWarps;  // of the output, of one warp
   constexpr int kBlocks = kColumns / 8;
@@ -259,18 +215,7 @@ __global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_con
 
 template <int kHeadDim, int kStages>
 cudaError_t launch_shared(const AttentionArgs& args, cudaStream_t stream) {
-  const SharedDecodeParams params{static_cast<const bf16*>(args.q),
-                                  static_cast<const bf16*>(args.k),
-                                  static_cast<const bf16*>(args.v),
-                                  static_cast<bf16*>(args.out),
-                                  args.runs,
-                                  args.run_count,
-                                  args.q_stride,
-                                  args.k_stride,
-                                  args.v_stride,
-                                  args.q_heads / args.kv_heads,
-                                  args.kv_heads,
-                                  args.scale_log2};
+  const DecodeParams params = make_params(args);
   auto* kernel = attend_shared<kHeadDim, kStages>;
   constexpr size_t kShared = shared_bytes<kHeadDim, kStages>();
   const cudaError_t error =
@@ -301,6 +246,12 @@ cudaError_t launch_attention_decode(const AttentionArgs& args, DecodeKernel kern
       return wide ? launch_shared<128, 3>(args, stream) : launch_shared<64, 3>(args, stream);
     case DecodeKernel::kSharedDeep:
       return wide ? launch_shared<128, 6>(args, stream) : launch_shared<64, 6>(args, stream);
+    case DecodeKernel::kCluster2:
+      return launch_attention_cluster(args, 2, stream);
+    case DecodeKernel::kCluster4:
+      return launch_attention_cluster(args, 4, stream);
+    case DecodeKernel::kCluster8:
+      return launch_attention_cluster(args, 8, stream);
     case DecodeKernel::kTiled:
       break;
   }

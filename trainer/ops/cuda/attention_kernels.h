@@ -45,8 +45,14 @@ enum class DecodeKernel {
   kTiled,       // two warps a (run, key head); the first computes everything. Smallest blocks.
   kShared,      // four warps share each key tile, three tiles in flight
   kSharedDeep,  // the same with six tiles in flight: for fewer blocks than processors
+  kCluster2,    // a cluster of two blocks shares the key tiles and the columns of the output; no split of the sums
+  kCluster4,    // of four: for a quarter as many (run, key head) pairs as processors
+  kCluster8,    // of eight
 };
 cudaError_t launch_attention_decode(const AttentionArgs& args, DecodeKernel kernel, cudaStream_t stream);
+
+// The same by clusters of 2, 4 or 8 blocks (attention_cluster.cu).
+cudaError_t launch_attention_cluster(const AttentionArgs& args, int blocks, cudaStream_t stream);
 
 // Copies rows: arena[token_rows[i]] = source[i] for k and v. heads_dim elements a row (multiple of 8).
 cudaError_t launch_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, void* arena_k,

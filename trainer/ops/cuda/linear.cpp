@@ -43,6 +43,18 @@ struct Product {
   bool operator<(const Product& other) const { return key() < other.key(); }
 };
 
+bool splits_the_sum(const cublasLtMatmulAlgo_t& algorithm) {
+  int32_t parts = 1;
+  uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_NONE;
+  check(
+      cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts, nullptr),
+      "reading an algorithm");
+  check(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof scheme,
+                                             nullptr),
+        "reading an algorithm");
+  return parts > 1 || scheme != CUBLASLT_REDUCTION_SCHEME_NONE;
+}
+
 struct Layouts {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
@@ -126,16 +138,26 @@ class Library {
     check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                                                sizeof bytes),
           "limiting the workspace");
-    cublasLtMatmulHeuristicResult_t result;
+    if (p.exact) {
+      const uint32_t none = CUBLASLT_REDUCTION_SCHEME_NONE;
+      check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &none,
+                                                 sizeof none),
+            "refusing split sums");
+    }
+    constexpr int kCandidates = 16;
+    cublasLtMatmulHeuristicResult_t results[kCandidates];
     int count = 0;
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(handle_, l.operation, l.a, l.b, l.d, l.d, preference, 1, &result, &count);
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, l.operation, l.a, l.b, l.d, l.d, preference,
+                                                                 p.exact ? kCandidates : 1, results, &count);
     cublasLtMatmulPreferenceDestroy(preference);
-    if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
+    int chosen = 0;
+    while (p.exact && chosen < count && splits_the_sum(results[chosen].algo)) ++chosen;
+    if (status != CUBLAS_STATUS_SUCCESS || chosen >= count) {
       throw Error(ErrorKind::kUser, "cublasLt has no algorithm for a bfloat16 product of " + std::to_string(p.m) +
                                         " x " + std::to_string(p.n) + " x " + std::to_string(p.k) +
                                         "; widths must be multiples of 8");
     }
+    const cublasLtMatmulHeuristicResult_t& result = results[chosen];
     l.algorithm = result.algo;
     return products_.emplace(p, l).first->second;
   }

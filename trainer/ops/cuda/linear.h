@@ -1,6 +1,6 @@
 // Matrix products on CUDA through cublasLt, and through our own kernel where there are few rows (few_rows.h).
 //
-// Determinism class of the forward: row-exact. With a workspace of 1 KiB the library cannot split the sum over `in`, so
+// Determinism class of the forward: row-exact. With a workspace of 1 KiB and algorithms that split no sum over `in`,
 // every output element is one chain of additions in ascending order whatever the number of rows or the tile. Measured
 // on H200 (cuBLAS 13.1): one set of row bits for 9 weight shapes and every row count from 16 to 16,384, at the default
 // setting's speed. linear_rows_are_exact() checks it for the shapes of a model at start-up.
