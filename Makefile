@@ -1,7 +1,7 @@
 # The commands people type. Each does its own set-up and says what it is doing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test sanitize quickstart operator parity chart test-cluster test-scale lint clean
+.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart test-cluster test-scale lint clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -18,6 +18,9 @@ quickstart: setup  ## a small model learns to add by GRPO, on the screen, in min
 
 test: build  ## every test that needs no cluster and no GPU
 	@scripts/test.sh
+
+test-gpu:  ## the GPU tests (builds the preset cuda; needs an H100 or H200)
+	@scripts/test_gpu.sh
 
 sanitize:  ## unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each (builds twice)
 	@scripts/sanitize.sh

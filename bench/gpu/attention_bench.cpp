@@ -103,6 +103,16 @@ void bench_decode(double ceiling, bool quick) {
       quick ? std::vector<int64_t>{1000, 2048, 4000} : std::vector<int64_t>{100, 400, 1000, 2048, 4000};
   const auto all_sequences = quick ? std::vector<int64_t>{1, 2, 4, 8, 16, 32}
                                    : std::vector<int64_t>{1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256};
+  for (const int blocks : {2, 4, 8}) {
+    cuda::AttentionArgs args;
+    args.q_heads = 32;
+    args.kv_heads = kKvHeads;
+    args.head_dim = kHeadDim;
+    args.run_count = 1;
+    int count = 0;
+    if (cuda::count_attention_clusters(args, blocks, &count) != cudaSuccess) count = -1;
+    std::printf("clusters of %d blocks at once: %d\n", blocks, count);
+  }
   for (const int64_t q_heads : all_q_heads) {
     for (const int64_t keys : all_keys) {
       for (const int64_t sequences : all_sequences) {

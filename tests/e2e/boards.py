@@ -132,7 +132,14 @@ def figures(prometheus, window, records):
     return f"records {sorted(records_found)}"
 
 
+def schema():
+    said = (STATE / "board_schema").read_text().strip()
+    need("fit Grafana's schema" in said and "do not" not in said or "npm is missing" in said, said[-1500:])
+    return said.splitlines()[-1]
+
+
 def boards(records):
+    check("boards: the JSON fits Grafana's published types", schema)
     prometheus = Prometheus(records)
     try:
         state = {}

@@ -507,11 +507,11 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
   // cluster's barrier before it sent anything.
 }
 
+// Launches, or counts the clusters that run at once.
 template <int kHeadDim, int kCluster, int kHalves>
-cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
+cudaError_t launch(const DecodeParams& params, cudaStream_t stream, int* count) {
   using P = Plan<kHeadDim, kCluster, kHalves>;
   auto* kernel = attend_cluster<kHeadDim, kCluster, kHalves>;
-  const uint32_t bytes = P::bytes(weighing_lanes(params.group));
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(P::bytes(32)));
   if (error != cudaSuccess) return error;
@@ -522,34 +522,43 @@ cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(params.run_count) * kCluster, static_cast<unsigned>(params.kv_heads));
   config.blockDim = dim3(32 * P::kWarps);
-  config.dynamicSmemBytes = bytes;
+  config.dynamicSmemBytes = P::bytes(weighing_lanes(params.group));
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
+  if (count != nullptr) return cudaOccupancyMaxActiveClusters(count, kernel, &config);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 template <int kHeadDim, int kCluster>
-cudaError_t launch_group(const DecodeParams& params, cudaStream_t stream) {
-  return params.group <= 8 ? launch<kHeadDim, kCluster, 1>(params, stream)
-                           : launch<kHeadDim, kCluster, 2>(params, stream);
+cudaError_t launch_group(const DecodeParams& params, cudaStream_t stream, int* count) {
+  return params.group <= 8 ? launch<kHeadDim, kCluster, 1>(params, stream, count)
+                           : launch<kHeadDim, kCluster, 2>(params, stream, count);
+}
+
+cudaError_t launch_blocks(const AttentionArgs& args, int blocks, cudaStream_t stream, int* count) {
+  const DecodeParams params = make_params(args);
+  const bool wide = args.head_dim == 128;
+  switch (blocks) {
+    case 2:
+      return wide ? launch_group<128, 2>(params, stream, count) : launch_group<64, 2>(params, stream, count);
+    case 4:
+      return wide ? launch_group<128, 4>(params, stream, count) : launch_group<64, 4>(params, stream, count);
+    case 8:
+      return wide ? launch_group<128, 8>(params, stream, count) : launch_group<64, 8>(params, stream, count);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace
 
 cudaError_t launch_attention_cluster(const AttentionArgs& args, int blocks, cudaStream_t stream) {
-  const DecodeParams params = make_params(args);
-  const bool wide = args.head_dim == 128;
-  switch (blocks) {
-    case 2:
-      return wide ? launch_group<128, 2>(params, stream) : launch_group<64, 2>(params, stream);
-    case 4:
-      return wide ? launch_group<128, 4>(params, stream) : launch_group<64, 4>(params, stream);
-    case 8:
-      return wide ? launch_group<128, 8>(params, stream) : launch_group<64, 8>(params, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return launch_blocks(args, blocks, stream, nullptr);
+}
+
+cudaError_t count_attention_clusters(const AttentionArgs& args, int blocks, int* count) {
+  return launch_blocks(args, blocks, nullptr, count);
 }
 
 }  // namespace trireme::cuda

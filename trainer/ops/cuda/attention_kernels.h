@@ -7,7 +7,9 @@
 //
 // Measured on H200 with head_dim 128 and 32/8 heads, pinned tile traits as here, before this wrapper existed: packed
 // forward 315 / 373 / 389 TFLOP/s at 16x1k / 4x4k / 1x16k; tiled decode at 1,000 keys 0.17 / 1.30 / 3.5 / 4.17 TB/s at
-// 1 / 8 / 32 / 256 sequences. The shared decode kernel has not been measured yet (bench/gpu/attention_bench).
+// 1 / 8 / 32 / 256 sequences. The shared decode kernel: 13.4 us at 1..8 sequences of 1,000 keys, 24.5 us
+// of 2,048, whatever the bytes: the time of a key tile. The cluster kernels have not been measured yet
+// (bench/gpu/attention_bench --quick).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -53,6 +55,8 @@ cudaError_t launch_attention_decode(const AttentionArgs& args, DecodeKernel kern
 
 // The same by clusters of 2, 4 or 8 blocks (attention_cluster.cu).
 cudaError_t launch_attention_cluster(const AttentionArgs& args, int blocks, cudaStream_t stream);
+// How many clusters of so many blocks the device runs at once.
+cudaError_t count_attention_clusters(const AttentionArgs& args, int blocks, int* count);
 
 // Copies rows: arena[token_rows[i]] = source[i] for k and v. heads_dim elements a row (multiple of 8).
 cudaError_t launch_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, void* arena_k,
