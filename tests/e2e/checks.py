@@ -498,7 +498,7 @@ def main():
                                ("a gang that cannot be placed is released", faults.unplaceable), ("time to live", faults.expired)):
             check(name, function)
     if "admission" in groups:
-        for name, function in (("an impossible layout is refused, with legal ones", impossible_layout), ("tensor parallel over pods is refused", wide_tensor_parallel),
+        for name, function in (("an impossible layout is refused", impossible_layout), ("tensor parallel over pods is refused", wide_tensor_parallel),
                                ("an unknown field is refused", unknown_field), ("what is not supported yet is refused", not_supported),
                                ("the examples are accepted", examples_accepted), ("a running job keeps its size", running_unchangeable),
                                ("the schema's rules hold without the webhook", rules_without_webhook)):

@@ -129,7 +129,7 @@ cgroups_down() {
   local folder left
   for _ in $(seq 100); do
     left=0
-    for folder in $(cgroup_folders); do
+    for folder in $(cgroup_folders) /sys/fs/cgroup/unified; do  # runc makes some there, too
       [ -d "$folder/tre-node$1" ] || continue
       find "$folder/tre-node$1" -depth -type d -exec rmdir {} + 2>/dev/null || true
       [ ! -d "$folder/tre-node$1" ] || left=1
@@ -246,7 +246,7 @@ down() {
     done
     ip netns delete "$name"
   done
-  for folder in $(cgroup_folders); do for name in "$folder"/tre-node*; do [ ! -d "$name" ] || cgroups_down "${name##*tre-node}"; done; done
+  for folder in $(cgroup_folders) /sys/fs/cgroup/unified; do for name in "$folder"/tre-node*; do [ ! -d "$name" ] || cgroups_down "${name##*tre-node}"; done; done
   while mountpoint -q "$STATE/nodes"; do umount "$STATE/nodes" 2>/dev/null || { sleep 0.5; umount -l "$STATE/nodes"; }; done
   if [ -d "$STATE" ]; then
     for file in "$STATE"/* ; do

@@ -143,7 +143,8 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
   const int64_t rows = cpu ? 83 : 4096;
   const std::vector<int64_t> counts =
       cpu ? std::vector<int64_t>{1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65}
-          : std::vector<int64_t>{1, 5, 16, 17, 32, 48, 64, 80, 96, 128, 160, 192, 256, 320, 512, 1000, 2048, 3333};
+          : std::vector<int64_t>{1,   5,   16,  17,  32,  48,  64,  80,   96,   128, 160,
+                                 192, 224, 256, 288, 320, 448, 512, 1000, 2048, 3333};
   for (const LinearShape& shape : shapes) {
     // Numbers of mixed size: another order of additions shows in the last bits.
     const auto numbers = [&](int64_t count, double step) {

@@ -31,10 +31,9 @@ struct LinearShape {
   int64_t out = 0;
 };
 // Start-up self-test: compares the bits of rows computed in batches of many sizes and places with those of one big
-// batch, in the current mode, for these weight shapes. About 10 ms a small shape. On CUDA, where only our kernel for few
-// rows differs, it is switched off, the log says so, and the answer is yes.
-bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype,
-                           at::Device device = at::kCPU);
+// batch, in the current mode, for these weight shapes. About 10 ms a small shape. On CUDA, where only our kernel for
+// few rows differs, it is switched off, the log says so, and the answer is yes.
+bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device = at::kCPU);
 // Runs the self-test; where the library fails it, switches to kRows and says so in the log. Returns the mode in force.
 LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype);
 
@@ -114,9 +113,11 @@ struct CacheRow {
 struct CachePlan {
   std::vector<CacheRow> rows;  // CPU kernels read these only; may be empty where the device arrays are filled otherwise
   at::Tensor token_rows;       // CUDA: [tokens] int64, arena row of each new token
-  at::Tensor runs;             // CUDA: [4, R] int32: first query row, query rows, first arena row, keys (new ones included)
-  at::Tensor items;            // CUDA: [2, I] int32: run and tile of query rows of each block of work
-  bool decode = false;         // CUDA: every run has one new token; item i is run i, tile 0
+  at::Tensor runs;   // CUDA: [4, R] int32: first query row, query rows, first arena row, keys (new ones included)
+  at::Tensor items;  // CUDA: [2, I] int32: run and tile of query rows of each block of work
+  // CUDA: every run has one new token; item i is run i, tile 0. There may be fewer runs than tokens: the others are
+  // padding, whose rows of the result are undefined.
+  bool decode = false;
 };
 // Fills the device arrays for `device` (nothing to do on CPU). `group`: query heads per key head.
 CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);
@@ -186,9 +187,9 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
 // Sampling that never waits for the host: the arguments of each row as device arrays, the results as device tensors.
 // CUDA only; a captured graph may be replayed over new contents.
 struct DeviceSampling {
-  at::Tensor keys;        // [rows, 3] int64: seed, sample id, position
-  at::Tensor parameters;  // [rows, 4] float32: temperature, top_p, min_p, greedy (0 or 1)
-  at::Tensor top_k;       // [rows] int32
+  at::Tensor keys;          // [rows, 3] int64: seed, sample id, position
+  at::Tensor parameters;    // [rows, 4] float32: temperature, top_p, min_p, greedy (0 or 1)
+  at::Tensor top_k;         // [rows] int32
   bool any_filter = false;  // some row has top_k > 0, top_p < 1 or min_p > 0: the slower kernel runs
 };
 struct DeviceSamples {

@@ -26,7 +26,11 @@ TEST(Reconciler, FromApplyToComplete) {
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   EXPECT_TRUE(eventually([&] { return c.job(job)["status"].contains("progress"); }));
   EXPECT_TRUE(eventually([&] { return c.op->find_job(job)->step > 0; }));
-  const std::string text = job_metrics_text(*c.op, *c.reports);
+  std::string text;  // the operator's own copy of the job may be behind the server's
+  EXPECT_TRUE(eventually([&] {
+    text = job_metrics_text(*c.op, *c.reports);
+    return text.find("trireme_jobs{phase=\"Running\"} 1") != std::string::npos;
+  }));
   EXPECT_NE(text.find("trireme_job_phase{namespace=\"team\",job=\"quick\",phase=\"Running\"} 1"), std::string::npos)
       << text;
   EXPECT_NE(text.find("trireme_job_reward{namespace=\"team\",job=\"quick\"} 0.5"), std::string::npos) << text;

@@ -284,8 +284,8 @@ void check_plan(const char* op, const CachePlan& plan, const at::Tensor& q, cons
                 std::string(op) + ": the plan has no device arrays for " + q.device().str() +
                     "; make it with make_cache_plan for that device");
   if (!plan.decode) return;
-  TRIREME_CHECK(plan.runs.size(1) == q.size(0) && plan.items.size(1) == q.size(0),
-                std::string(op) + ": a decode plan has one run and one item for each of the " +
+  TRIREME_CHECK(plan.runs.size(1) <= q.size(0) && plan.items.size(1) == plan.runs.size(1),
+                std::string(op) + ": a decode plan has one run and one item for each of at most " +
                     std::to_string(q.size(0)) + " tokens");
   if (shape.group > kMaxDecodeGroup)
     fail_user(std::string(op) + ": decode on CUDA serves up to " + std::to_string(kMaxDecodeGroup) +
@@ -341,15 +341,13 @@ CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device 
 }
 
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
-  // Measured on H200 (docs/performance.md): six tiles in flight pay only while every block has a processor to itself;
-  // beyond, sharing the key tiles between warps is as fast as two warps a block or faster, at every size tried.
-  // Fewer pairs than processors: as many blocks a pair as there are processors for.
-  constexpr int64_t kProcessors = 132;
+  // Measured on H200 (docs/performance.md): a cluster pays while all of them are on the chip at once, which has room
+  // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles.
   const int64_t pairs = runs * kv_heads;
-  if (8 * pairs <= kProcessors) return DecodeKernel::kCluster8;
-  if (4 * pairs <= kProcessors) return DecodeKernel::kCluster4;
-  if (2 * pairs <= kProcessors) return DecodeKernel::kCluster2;
-  return pairs <= kProcessors ? DecodeKernel::kSharedDeep : DecodeKernel::kShared;
+  if (pairs <= 15) return DecodeKernel::kCluster8;
+  if (pairs <= 30) return DecodeKernel::kCluster4;
+  if (pairs <= 66) return DecodeKernel::kCluster2;
+  return DecodeKernel::kShared;
 }
 
 at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
@@ -370,7 +368,7 @@ at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, cons
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
                             const CachePlan& plan, double scale) {
   if (plan.decode)
-    return attention_decode(q, arena_k, arena_v, plan, scale, choose_decode_kernel(q.size(0), arena_k.size(1)));
+    return attention_decode(q, arena_k, arena_v, plan, scale, choose_decode_kernel(plan.runs.size(1), arena_k.size(1)));
   const Shape shape = shape_of("attention_cached", q, arena_k, arena_v);
   check_arena("attention_cached", arena_k, arena_v, plan);
   check_plan("attention_cached", plan, q, shape);

@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cublasLt.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -138,7 +139,8 @@ class Library {
     check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes,
                                                sizeof bytes),
           "limiting the workspace");
-    if (p.exact) {
+    const bool exact = p.exact && exact_bytes_ <= kExactWorkspaceBytes;
+    if (exact) {
       const uint32_t none = CUBLASLT_REDUCTION_SCHEME_NONE;
       check(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &none,
                                                  sizeof none),
@@ -148,17 +150,18 @@ class Library {
     cublasLtMatmulHeuristicResult_t results[kCandidates];
     int count = 0;
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, l.operation, l.a, l.b, l.d, l.d, preference,
-                                                                 p.exact ? kCandidates : 1, results, &count);
+                                                                 exact ? kCandidates : 1, results, &count);
     cublasLtMatmulPreferenceDestroy(preference);
+    // The library's order is by expected time. Trials of one product at a time with a cold cache chose worse for decode
+    // steps (docs/performance.md).
     int chosen = 0;
-    while (p.exact && chosen < count && splits_the_sum(results[chosen].algo)) ++chosen;
+    while (exact && chosen < count && splits_the_sum(results[chosen].algo)) ++chosen;
     if (status != CUBLAS_STATUS_SUCCESS || chosen >= count) {
       throw Error(ErrorKind::kUser, "cublasLt has no algorithm for a bfloat16 product of " + std::to_string(p.m) +
                                         " x " + std::to_string(p.n) + " x " + std::to_string(p.k) +
                                         "; widths must be multiples of 8");
     }
-    const cublasLtMatmulHeuristicResult_t& result = results[chosen];
-    l.algorithm = result.algo;
+    l.algorithm = results[chosen].algo;
     return products_.emplace(p, l).first->second;
   }
 

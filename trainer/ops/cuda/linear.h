@@ -46,7 +46,8 @@ at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight)
 // accumulator [out, in] (bf16 or fp32) += dy^T . x: one product whose sum is added in fp32 and rounded once.
 void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator);
 
-// Workspace of the forward in bytes; for the test that shows that the default size is not exact.
+// Workspace of the forward in bytes. More than the 1 KiB it has lets the library split sums again: for the test that
+// shows that its default is not exact.
 size_t forward_workspace_bytes();
 void set_forward_workspace_bytes(size_t bytes);  // not while ops run; forgets the chosen algorithms
 

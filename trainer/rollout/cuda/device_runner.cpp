@@ -14,6 +14,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <tuple>
 
 #include "base/error.h"
 #include "trainer/rollout/cuda/resolve.h"
@@ -34,10 +35,17 @@ int64_t bucket_of(int64_t rows) {
   return (rows + step - 1) / step * step;
 }
 
+// Runs of attention in it: products want 16 rows, attention gives few samples more of the chip each.
+int64_t runs_of(int64_t rows) {
+  int64_t runs = 1;
+  while (runs < rows && runs < 16) runs *= 2;
+  return rows <= 16 ? runs : bucket_of(rows);
+}
+
 // The inputs of a decode step of `rows` rows inside one buffer, host and device alike.
 class DecodeInputs {
  public:
-  DecodeInputs(void* base, int64_t rows, at::Device device) {
+  DecodeInputs(void* base, int64_t rows, int64_t run_count, at::Device device) {
     auto* at = static_cast<char*>(base);
     const auto take = [&](std::vector<int64_t> shape, at::ScalarType type) {
       const at::Tensor view = at::from_blob(at, shape, at::TensorOptions().dtype(type).device(device));
@@ -49,8 +57,8 @@ class DecodeInputs {
     token_rows = take({rows}, at::kLong);
     keys = take({rows, 3}, at::kLong);
     parameters = take({rows, 4}, at::kFloat);
-    runs = take({4, rows}, at::kInt);
-    items = take({2, rows}, at::kInt);
+    runs = take({4, run_count}, at::kInt);
+    items = take({2, run_count}, at::kInt);
     top_k = take({rows}, at::kInt);
     bytes = at - static_cast<char*>(base);
   }
@@ -192,8 +200,8 @@ class DeviceRunner final : public StepRunner {
 
   void decode(const StepRequest& request, Slot& slot) {
     const StepPlan& plan = *request.plan;
-    const int64_t rows = plan.tokens, bucket = bucket_of(rows);
-    const DecodeInputs host(slot.upload.mutable_data_ptr(), bucket, at::kCPU);
+    const int64_t rows = plan.tokens, bucket = bucket_of(rows), runs = runs_of(rows);
+    const DecodeInputs host(slot.upload.mutable_data_ptr(), bucket, runs, at::kCPU);
     int64_t* token = host.tokens.mutable_data_ptr<int64_t>();
     int64_t* position = host.positions.mutable_data_ptr<int64_t>();
     int64_t* token_row = host.token_rows.mutable_data_ptr<int64_t>();
@@ -208,12 +216,13 @@ class DeviceRunner final : public StepRunner {
       token[i] = used ? request.tokens[static_cast<size_t>(i)] : 0;
       position[i] = segment.past;
       token_row[i] = segment.start + segment.past;
+      if (i >= runs) continue;
       run[i] = static_cast<int32_t>(i);
-      run[bucket + i] = 1;
-      run[2 * bucket + i] = static_cast<int32_t>(segment.start);
-      run[3 * bucket + i] = static_cast<int32_t>(segment.past + 1);
+      run[runs + i] = 1;
+      run[2 * runs + i] = static_cast<int32_t>(segment.start);
+      run[3 * runs + i] = static_cast<int32_t>(segment.past + 1);
       item[i] = static_cast<int32_t>(i);
-      item[bucket + i] = 0;
+      item[runs + i] = 0;
     }
     const bool filters = fill_sampling(request.rows, key, parameter, top_k);
     for (int64_t i = rows; i < bucket; ++i) {
@@ -224,18 +233,18 @@ class DeviceRunner final : public StepRunner {
     }
     C10_CUDA_CHECK(cudaMemcpyAsync(inputs_.mutable_data_ptr(), slot.upload.const_data_ptr(),
                                    static_cast<size_t>(host.bytes), cudaMemcpyHostToDevice, stream()));
-    Graph& graph = graphs_[{bucket, filters}];
+    Graph& graph = graphs_[{bucket, runs, filters}];
     if (graph.captured) {
       graph.graph.replay();
       return;
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
-    run_decode(bucket, filters);
-    capture(graph, bucket, filters);
+    run_decode(bucket, runs, filters);
+    capture(graph, bucket, runs, filters);
   }
 
-  void run_decode(int64_t bucket, bool filters) {
-    const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, device_);
+  void run_decode(int64_t bucket, int64_t runs, bool filters) {
+    const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
     cuda::resolve_tokens(in.tokens.const_data_ptr<int64_t>(), ids_.const_data_ptr<int64_t>(),
                          in.tokens.mutable_data_ptr<int64_t>(), bucket, stream());
     CachedBatch batch;
@@ -254,12 +263,12 @@ class DeviceRunner final : public StepRunner {
     logprobs_.narrow(0, 0, samples.logprobs.size(0)).copy_(samples.logprobs);
   }
 
-  void capture(Graph& graph, int64_t bucket, bool filters) {
+  void capture(Graph& graph, int64_t bucket, int64_t runs, bool filters) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
     const c10::cuda::CUDAStreamGuard guard(side);
     graph.graph.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
-    run_decode(bucket, filters);
+    run_decode(bucket, runs, filters);
     graph.graph.capture_end();
     graph.captured = true;
     C10_CUDA_CHECK(cudaStreamSynchronize(side.stream()));
@@ -310,7 +319,7 @@ class DeviceRunner final : public StepRunner {
   Slot slots_[kSlots];
   int64_t next_slot_ = 0;
   std::deque<Slot*> pending_;
-  std::map<std::pair<int64_t, bool>, Graph> graphs_;
+  std::map<std::tuple<int64_t, int64_t, bool>, Graph> graphs_;  // by rows, runs, filters
   std::vector<RowMove> moves_;
 };
 
