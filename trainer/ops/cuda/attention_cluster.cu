@@ -165,7 +165,6 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
   const int head = static_cast<int>(blockIdx.y);
   int q_row_read = params.runs[run], first_key_read = params.runs[2 * params.run_count + run];
   int keys_read = params.runs[3 * params.run_count + run];
-  hopper::wait_for_predecessors();  // the plan was there before; q and the new keys may not be yet
   // While the run is being read. One lane a warp: done by several at once, such an instruction costs as much for each.
   if (lane == 0) {
     if (warp == P::kWarps - 1) {
@@ -516,19 +515,17 @@ cudaError_t launch(const DecodeParams& params, cudaStream_t stream, int* count) 
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(P::bytes(32)));
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kCluster;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(params.run_count) * kCluster, static_cast<unsigned>(params.kv_heads));
   config.blockDim = dim3(32 * P::kWarps);
   config.dynamicSmemBytes = P::bytes(weighing_lanes(params.group));
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   if (count != nullptr) return cudaOccupancyMaxActiveClusters(count, kernel, &config);
   return cudaLaunchKernelEx(&config, kernel, params);
 }

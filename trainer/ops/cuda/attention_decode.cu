@@ -8,7 +8,6 @@
 // for its own columns of the output. Only who computes an element differs, never the operations.
 #include "trainer/ops/cuda/attention_decode.cuh"
 #include "trainer/ops/cuda/attention_tiles.cuh"
-#include "trainer/ops/cuda/hopper.cuh"
 
 namespace trireme::cuda {
 namespace {
@@ -63,7 +62,6 @@ __global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_con
   const int64_t q_row = params.runs[run];
   const int64_t first_key = params.runs[2 * params.run_count + run];
   const int keys = params.runs[3 * params.run_count + run];
-  hopper::wait_for_predecessors();  // the plan was there before; q and the new keys may not be yet
   const int tiles = (keys + kKeyTile - 1) / kKeyTile;
   const bf16* k = params.k + first_key * params.k_stride + head * kHeadDim;
   const bf16* v = params.v + first_key * params.v_stride + head * kHeadDim;
@@ -223,17 +221,7 @@ cudaError_t launch_shared(const AttentionArgs& args, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(args.run_count, args.kv_heads);
-  config.blockDim = dim3(kSharedThreads);
-  config.dynamicSmemBytes = kShared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, params);
+  kernel<<<dim3(args.run_count, args.kv_heads), kSharedThreads, kShared, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "trainer/ops/cuda/hopper.cuh"
 #include "trainer/ops/cuda/rows.h"
 #include "trainer/ops/cuda/swiglu_step.cuh"
 
@@ -103,24 +102,20 @@ NormShape norm_shape(int64_t width) {
 
 template <int kVectors, bool kAdd>
 __global__ void __launch_bounds__(kNormThreads)
-    norm_forward_kernel(const Chunk* x, const Chunk* delta, const Chunk* __restrict__ weight, float eps,
-                        float one_over_width, int row_chunks, Chunk* __restrict__ sum, Chunk* __restrict__ normed) {
+    norm_forward_kernel(const Chunk* __restrict__ x, const Chunk* __restrict__ delta, const Chunk* __restrict__ weight,
+                        float eps, float one_over_width, int row_chunks, Chunk* __restrict__ sum,
+                        Chunk* __restrict__ normed) {
   __shared__ float shared[kNormThreads / kWarp];
   const int64_t base = static_cast<int64_t>(blockIdx.x) * row_chunks;
-  // The weight is asked for while the kernel ahead may still run: in decode it is in no cache.
+  // The weight is asked for together with the row: in decode neither is in a cache.
   Chunk value[kVectors], other[kVectors], scale[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int c = threadIdx.x + v * blockDim.x;
-    scale[v] = c < row_chunks ? weight[c] : zeros();
-  }
-  hopper::wait_for_predecessors();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int c = threadIdx.x + v * blockDim.x;
     const bool inside = c < row_chunks;
     value[v] = inside ? x[base + c] : zeros();
     if (kAdd) other[v] = inside ? delta[base + c] : zeros();
+    scale[v] = inside ? weight[c] : zeros();
   }
   float squares = 0;
 #pragma unroll
@@ -267,9 +262,8 @@ __device__ __forceinline__ FlatPlace flat_place(int blocks_per_row) {
 }
 
 __global__ void __launch_bounds__(kFlatThreads)
-    swiglu_forward_kernel(const Chunk* gate, const Chunk* up, int64_t stride, int row_chunks, int blocks_per_row,
-                          Chunk* __restrict__ out) {
-  hopper::wait_for_predecessors();
+    swiglu_forward_kernel(const Chunk* __restrict__ gate, const Chunk* __restrict__ up, int64_t stride, int row_chunks,
+                          int blocks_per_row, Chunk* __restrict__ out) {
   const FlatPlace at = flat_place(blocks_per_row);
   if (at.chunk >= row_chunks) return;
   const int64_t from = at.row * stride + at.chunk;
@@ -419,8 +413,6 @@ template <int kGroup>
 __global__ void __launch_bounds__(kSplitThreads)
     split_forward_kernel(const QkvRows in, Chunk* __restrict__ q, Chunk* __restrict__ k, Chunk* __restrict__ v,
                          const int64_t* __restrict__ rows) {
-  hopper::wait_for_predecessors();
-  hopper::let_successors_begin();  // decode attention may take its place on the chip meanwhile
   constexpr int kHeadChunks = 2 * kGroup;
   const HeadPlace<kGroup> at;
   const int all_heads = in.q_heads + 2 * in.kv_heads, rotated = in.q_heads + in.kv_heads;
@@ -637,22 +629,6 @@ __global__ void __launch_bounds__(kFlatThreads)
   }
 }
 
-// The kernel may begin before the one ahead of it in the stream has ended: it must call wait_for_predecessors() in
-// every thread before it reads or writes what others write. Hides a launch in a chain of short kernels.
-template <class... Parameters, class... Arguments>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, Arguments... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);  // errors: the caller's launch check
-}
-
 }  // namespace
 
 void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, int64_t rows, int64_t width,
@@ -660,8 +636,9 @@ void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, 
   if (rows == 0) return;
   const NormShape shape = norm_shape(width);
   const auto launch = [&](auto kernel) {
-    launch_early(kernel, static_cast<unsigned>(rows), shape.threads, stream, chunks(x), chunks(delta), chunks(weight),
-                 eps, 1.0f / static_cast<float>(width), static_cast<int>(width / kChunk), chunks(sum), chunks(normed));
+    kernel<<<static_cast<unsigned>(rows), shape.threads, 0, stream>>>(
+        chunks(x), chunks(delta), chunks(weight), eps, 1.0f / static_cast<float>(width),
+        static_cast<int>(width / kChunk), chunks(sum), chunks(normed));
   };
   if (delta != nullptr) {
     shape.vectors == 2 ? launch(norm_forward_kernel<2, true>) : launch(norm_forward_kernel<4, true>);
@@ -699,9 +676,8 @@ void swiglu_forward(const Bf16* gate, const Bf16* up, int64_t stride, int64_t ro
                     cudaStream_t stream) {
   if (rows == 0) return;
   const FlatShape shape = flat_shape(width / kChunk);
-  launch_early(swiglu_forward_kernel, static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, stream,
-               chunks(gate), chunks(up), stride / kChunk, static_cast<int>(width / kChunk), shape.blocks_per_row,
-               chunks(out));
+  swiglu_forward_kernel<<<static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, 0, stream>>>(
+      chunks(gate), chunks(up), stride / kChunk, static_cast<int>(width / kChunk), shape.blocks_per_row, chunks(out));
 }
 
 void swiglu_backward(const Bf16* gate, const Bf16* up, const Bf16* dy, int64_t stride, int64_t rows, int64_t width,
@@ -752,8 +728,7 @@ void split_qkv_forward(const QkvRows& in, Bf16* q, Bf16* k, Bf16* v, const int64
   const SplitShape shape = split_shape(in.q_heads + in.kv_heads * (v != nullptr ? 2 : 1), in.head_dim, kSplitThreads);
   const dim3 grid(static_cast<unsigned>(in.tokens), static_cast<unsigned>(shape.blocks));
   with_group(in.head_dim, [&](auto group) {
-    launch_early(split_forward_kernel<group.value>, grid, shape.threads, stream, in, chunks(q), chunks(k), chunks(v),
-                 rows);
+    split_forward_kernel<group.value><<<grid, shape.threads, 0, stream>>>(in, chunks(q), chunks(k), chunks(v), rows);
   });
 }
 
