@@ -48,6 +48,8 @@ class GrpoLoop final {
       prompts_.restore(state.at("prompts"));
       next_sample_id_ = state.at("next_sample_id").get<uint64_t>();
       if (state.contains("validation")) last_validation_ = state.at("validation").get<double>();
+      // A run that ended after its last checkpoint has validated already: once is enough, for the log too.
+      validated_step_ = state.value("validated_step", int64_t{-1});
     }
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
@@ -87,6 +89,7 @@ class GrpoLoop final {
   nlohmann::json state() const {
     nlohmann::json state = {{"prompts", prompts_.state()}, {"next_sample_id", next_sample_id_}};
     if (last_validation_) state["validation"] = *last_validation_;
+    state["validated_step"] = validated_step_;
     return state;
   }
 

@@ -30,6 +30,8 @@ class SftLoop final {
     if (session_.resumed) {
       step_ = session_.resumed->step;
       stream_.restore(session_.resumed->state.at("prompts"));
+      validated_step_ =
+          session_.resumed->state.value("validated_step", int64_t{-1});  // once is enough, for the log too
     }
     session_.reporting.ready(step_);
   }
@@ -62,7 +64,8 @@ class SftLoop final {
   double save() {
     std::map<std::string, double> metrics;
     if (last_validation_) metrics["val:loss"] = *last_validation_;
-    return session_.save(step_, nlohmann::json{{"prompts", stream_.state()}}, metrics);
+    return session_.save(step_, nlohmann::json{{"prompts", stream_.state()}, {"validated_step", validated_step_}},
+                         metrics);
   }
 
   void add(SftBatch& batch, PromptExample example) const {
