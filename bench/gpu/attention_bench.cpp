@@ -15,6 +15,7 @@
 #include <functional>
 
 #include "bench/gpu/ceilings.h"
+#include "bench/gpu/timing.h"
 #include "trainer/ops/cuda/attention.h"
 #include "trainer/ops/ops.h"
 
@@ -28,30 +29,6 @@ at::Tensor randn(at::IntArrayRef shape) {
   return at::randn(shape, at::TensorOptions().device(gpu()).dtype(at::kBFloat16));
 }
 
-// Median seconds of a call, `calls` of them between two events.
-double seconds(const std::function<void()>& call, int calls) {
-  constexpr int kRepeats = 9;
-  cudaEvent_t from = nullptr, to = nullptr;
-  cudaEventCreate(&from);
-  cudaEventCreate(&to);
-  call();
-  std::vector<double> times;
-  for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    cudaEventRecord(from, stream);
-    for (int i = 0; i < calls; ++i) call();
-    cudaEventRecord(to, stream);
-    cudaEventSynchronize(to);
-    float milliseconds = 0;
-    cudaEventElapsedTime(&milliseconds, from, to);
-    times.push_back(milliseconds * 1e-3 / calls);
-  }
-  cudaEventDestroy(from);
-  cudaEventDestroy(to);
-  std::nth_element(times.begin(), times.begin() + kRepeats / 2, times.end());
-  return times[kRepeats / 2];
-}
-
 double read_ceiling() {
   const at::Tensor data = at::zeros({int64_t{1} << 32}, at::TensorOptions().device(gpu()).dtype(at::kByte));
   const at::Tensor sink = at::zeros({1}, at::TensorOptions().device(gpu()).dtype(at::kInt));
@@ -59,7 +36,7 @@ double read_ceiling() {
     bench::launch_read(data.const_data_ptr(), data.nbytes(), static_cast<unsigned*>(sink.mutable_data_ptr()),
                        c10::cuda::getCurrentCUDAStream());
   };
-  return static_cast<double>(data.nbytes()) / seconds(read, 3);
+  return static_cast<double>(data.nbytes()) / bench::median_seconds(read, 3);
 }
 
 // Passes over different keys one after another, as the layers of a model, so that the L2 cache holds nothing; in a
@@ -88,7 +65,7 @@ double decode_seconds(int64_t sequences, int64_t keys, int64_t q_heads, int64_t 
   graph.capture_begin();
   run();
   graph.capture_end();
-  return seconds([&] { graph.replay(); }, 5) / static_cast<double>(passes);
+  return bench::median_seconds([&] { graph.replay(); }, 5) / static_cast<double>(passes);
 }
 
 void bench_decode(double ceiling, bool quick) {
@@ -146,14 +123,14 @@ void bench_packed(int64_t sequences, int64_t length, int64_t q_heads, int64_t kv
   double forward = 0, library_forward = 0, library_backward = 0;
   {
     const at::NoGradGuard no_grad;
-    forward = seconds([&] { attention_packed(q, k, v, starts); }, 5);
+    forward = bench::median_seconds([&] { attention_packed(q, k, v, starts); }, 5);
     const at::Tensor cumulative = at::arange(0, tokens + 1, length, at::TensorOptions().device(gpu()).dtype(at::kInt));
     const auto library = [&] {
       return at::_flash_attention_forward(q, k, v, cumulative, cumulative, length, length, 0.0, true, false);
     };
-    library_forward = seconds([&] { library(); }, 5);
+    library_forward = bench::median_seconds([&] { library(); }, 5);
     const auto [out, lse, state, unused, mask] = library();
-    library_backward = seconds(
+    library_backward = bench::median_seconds(
         [&, &out = out, &lse = lse, &state = state, &unused = unused] {
           at::_flash_attention_backward(dout, q, k, v, out, lse, cumulative, cumulative, length, length, 0.0, true,
                                         state, unused);
@@ -162,7 +139,8 @@ void bench_packed(int64_t sequences, int64_t length, int64_t q_heads, int64_t kv
   }
   std::vector<at::Tensor> leaves = {q.set_requires_grad(true), k.set_requires_grad(true), v.set_requires_grad(true)};
   const at::Tensor out = attention_packed(q, k, v, starts);
-  const double backward = seconds([&] { torch::autograd::grad({out}, leaves, {dout}, /*retain_graph=*/true); }, 5);
+  const double backward =
+      bench::median_seconds([&] { torch::autograd::grad({out}, leaves, {dout}, /*retain_graph=*/true); }, 5);
   std::printf(
       "packed %2ld x %5ld, %ld/%ld heads of %ld: forward %.0f TFLOP/s, backward (deterministic) %.0f; "
       "FlashAttention-2 of LibTorch: forward %.0f, backward (not deterministic) %.0f\n",

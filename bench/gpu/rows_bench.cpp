@@ -14,6 +14,7 @@
 #include <functional>
 #include <vector>
 
+#include "bench/gpu/timing.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
@@ -28,30 +29,6 @@ at::TensorOptions device(at::ScalarType type) {
 }
 at::Tensor randn(at::IntArrayRef shape) { return at::randn(shape, device(at::kBFloat16)); }
 
-// Median seconds of a call, `calls` of them between two events.
-double seconds(const std::function<void()>& call, int calls) {
-  constexpr int kRepeats = 9;
-  cudaEvent_t from = nullptr, to = nullptr;
-  cudaEventCreate(&from);
-  cudaEventCreate(&to);
-  for (int i = 0; i < 3; ++i) call();
-  std::vector<double> times;
-  for (int repeat = 0; repeat < kRepeats; ++repeat) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    cudaEventRecord(from, stream);
-    for (int i = 0; i < calls; ++i) call();
-    cudaEventRecord(to, stream);
-    cudaEventSynchronize(to);
-    float milliseconds = 0;
-    cudaEventElapsedTime(&milliseconds, from, to);
-    times.push_back(milliseconds * 1e-3 / calls);
-  }
-  cudaEventDestroy(from);
-  cudaEventDestroy(to);
-  std::nth_element(times.begin(), times.begin() + kRepeats / 2, times.end());
-  return times[kRepeats / 2];
-}
-
 // Of a call between others in a graph.
 double seconds_in_graph(const std::function<void()>& call) {
   constexpr int kCalls = 200;
@@ -62,7 +39,7 @@ double seconds_in_graph(const std::function<void()>& call) {
   graph.capture_begin();
   for (int i = 0; i < kCalls; ++i) call();
   graph.capture_end();
-  return seconds([&] { graph.replay(); }, 3) / kCalls;
+  return bench::median_seconds([&] { graph.replay(); }, 3) / kCalls;
 }
 
 double copy_ceiling() {
@@ -71,7 +48,7 @@ double copy_ceiling() {
     cudaMemcpyAsync(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes(), cudaMemcpyDeviceToDevice,
                     c10::cuda::getCurrentCUDAStream());
   };
-  return 2.0 * static_cast<double>(from.nbytes()) / seconds(copy, 5);
+  return 2.0 * static_cast<double>(from.nbytes()) / bench::median_seconds(copy, 5);
 }
 
 class Report final {
@@ -79,7 +56,7 @@ class Report final {
   explicit Report(double ceiling) : ceiling_(ceiling) {}
   // elements: bfloat16 numbers read and written.
   void large(const char* name, int64_t elements, const std::function<void()>& call) const {
-    const double time = seconds(call, 20), rate = 2.0 * static_cast<double>(elements) / time;
+    const double time = bench::median_seconds(call, 20), rate = 2.0 * static_cast<double>(elements) / time;
     std::printf("  %-28s %7.1f us %7.0f GB/s (%3.0f %% of the copy)\n", name, time * 1e6, rate * 1e-9,
                 100 * rate / ceiling_);
     std::fflush(stdout);

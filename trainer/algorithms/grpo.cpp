@@ -243,14 +243,17 @@ class GrpoLoop final {
         reached = accuracy >= *g.stop_at_validation_threshold;
       }
     }
-    if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 && !last && !reached) {
-      report.phases["checkpoint"] = session_.save(step_, state(), checkpoint_metrics());
-    }
+    if (saved_seconds_ > 0) report.phases["checkpoint"] = saved_seconds_;
     // Validation is not part of the step, as in the published tables.
-    report.seconds = whole.seconds() - (validate_now ? validation_seconds_ : 0);
+    report.seconds = whole.seconds() + saved_seconds_ - (validate_now ? validation_seconds_ : 0);
     report.tokens = report.values["train/total_num_tokens"];
     report.samples = static_cast<double>(samples.size());
     session_.reporting.step(report);
+    saved_seconds_ = 0;
+    // After the step's record: a run killed in between repeats the step; the other way round it would lack the record.
+    if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 && !last && !reached) {
+      saved_seconds_ = session_.save(step_, state(), checkpoint_metrics());
+    }
     return reached;
   }
 
@@ -329,6 +332,7 @@ class GrpoLoop final {
   double validation_length_ = 0;
   double validation_pass_k_ = 0;
   double validation_seconds_ = 0;
+  double saved_seconds_ = 0;  // of the checkpoint after the last step; the next step's record counts it
   double last_reward_ = 0;
 };
 

@@ -161,12 +161,15 @@ class SftLoop final {
       validation_seconds = watch.seconds();
       report.values["timing/validation/total_validation_time"] = validation_seconds;
     }
+    if (saved_seconds_ > 0) report.phases["checkpoint"] = saved_seconds_;
+    report.seconds = whole.seconds() + saved_seconds_ - validation_seconds;  // validation is not part of the step
+    session_.reporting.step(report);
+    saved_seconds_ = 0;
+    // After the step's record: a run killed in between repeats the step; the other way round it would lack the record.
     if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 &&
         step_ < config_.sft.max_num_steps) {
-      report.phases["checkpoint"] = save();
+      saved_seconds_ = save();
     }
-    report.seconds = whole.seconds() - validation_seconds;  // not part of the step
-    session_.reporting.step(report);
   }
 
   double validate() {
@@ -194,6 +197,7 @@ class SftLoop final {
   PromptStream stream_;
   int64_t step_ = 0;
   std::optional<double> last_validation_;
+  double saved_seconds_ = 0;  // of the checkpoint after the last step; the next step's record counts it
   int64_t validated_step_ = -1;
 };
 
