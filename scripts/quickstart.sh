@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # quickstart.sh [key=value ...]: runs examples/quickstart.rljob.yaml on this machine from an empty volume and says what was learned.
-#   SEED=2            another order of the problems and other samples in the GRPO run (task and warm start stay)
+#   SEED=2            other problems, another model, another warm start, other samples: every seed of the run
 #   SHUFFLE_REWARDS=1 the control: the same run with rewards that say nothing about the answers
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
@@ -11,7 +11,7 @@ overrides=("$@")
 [ -z "${SHUFFLE_REWARDS:-}" ] || overrides+=(grpo.shuffle_rewards=true)
 mkdir -p .trireme
 manifest=.trireme/quickstart-seed$seed.rljob.yaml
-sed "s/grpo.seed=1$/grpo.seed=$seed/" examples/quickstart.rljob.yaml >"$manifest"
+sed -E "s/(grpo|sft)\.seed=1\b/\1.seed=$seed/; s/--seed, \"1\"/--seed, \"$seed\"/" examples/quickstart.rljob.yaml >"$manifest"
 rm -rf "$volumes/quickstart"
 log=.trireme/quickstart-seed$seed.log
 start=$(date +%s)

@@ -63,7 +63,7 @@ class GrpoLoop final {
       session_.reporting.log_validation(0, validation_values());
     }
     TrainSummary summary;
-    bool stop_early = false;
+    bool stop_early = good_enough();  // a run that had ended so, started again
     while (step_ < g.max_num_steps && prompts_.epoch() < g.max_num_epochs && !stop_early) {
       stop_early = one_step();
       if (session_.should_stop() && step_ < g.max_num_steps) {
@@ -91,6 +91,12 @@ class GrpoLoop final {
     if (last_validation_) state["validation"] = *last_validation_;
     state["validated_step"] = validated_step_;
     return state;
+  }
+
+  // Whether this step was validated with an accuracy that ends the run.
+  bool good_enough() const {
+    const auto& limit = config_.grpo.stop_at_validation_threshold;
+    return limit && validated_step_ == step_ && last_validation_ && *last_validation_ >= *limit;
   }
 
   std::map<std::string, double> checkpoint_metrics() const {
@@ -235,14 +241,11 @@ class GrpoLoop final {
 
     const bool last = step_ == g.max_num_steps;
     const bool validate_now = g.val_period > 0 && step_ >= g.val_start_at && step_ % g.val_period == 0;
-    bool reached = false;
     if (validate_now) {
-      const double accuracy = validate(step_);
+      validate(step_);
       for (const auto& [name, value] : validation_values()) report.values[name] = value;
-      if (g.stop_at_validation_threshold && g.stop_at_validation_metric == "accuracy") {
-        reached = accuracy >= *g.stop_at_validation_threshold;
-      }
     }
+    const bool reached = good_enough();
     if (saved_seconds_ > 0) report.phases["checkpoint"] = saved_seconds_;
     // Validation is not part of the step, as in the published tables.
     report.seconds = whole.seconds() + saved_seconds_ - (validate_now ? validation_seconds_ : 0);

@@ -32,6 +32,11 @@ class SftLoop final {
       stream_.restore(session_.resumed->state.at("prompts"));
       validated_step_ =
           session_.resumed->state.value("validated_step", int64_t{-1});  // once is enough, for the log too
+      if (session_.resumed->metrics.count("val:loss") > 0) last_validation_ = session_.resumed->metrics.at("val:loss");
+    }
+    if (config_.sft.stop_at_validation_loss && !datasets_.validation) {
+      fail_user("sft.stop_at_validation_loss: there is no validation data; set data.validation.data_path or "
+                "data.train.split_validation_size");
     }
     session_.reporting.ready(step_);
   }
@@ -41,9 +46,9 @@ class SftLoop final {
     if (s.val_at_start && step_ == 0 && datasets_.validation)
       session_.reporting.log_validation(0, {{"validation/loss", validate()}});
     TrainSummary summary;
-    while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs) {
+    while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs && !good_enough()) {
       one_step();
-      if (session_.should_stop() && step_ < s.max_num_steps) {
+      if (session_.should_stop() && step_ < s.max_num_steps && !good_enough()) {
         if (session_.checkpoint_on_stop()) save();
         summary.end = LoopEnd::kStopped;
         break;
@@ -61,6 +66,12 @@ class SftLoop final {
   }
 
  private:
+  // Whether this step was validated with a loss that ends the run; for a resumed one too.
+  bool good_enough() const {
+    const auto& limit = config_.sft.stop_at_validation_loss;
+    return limit && validated_step_ == step_ && last_validation_ && *last_validation_ <= *limit;
+  }
+
   double save() {
     std::map<std::string, double> metrics;
     if (last_validation_) metrics["val:loss"] = *last_validation_;
@@ -167,7 +178,7 @@ class SftLoop final {
     saved_seconds_ = 0;
     // After the step's record: a run killed in between repeats the step; the other way round it would lack the record.
     if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 &&
-        step_ < config_.sft.max_num_steps) {
+        step_ < config_.sft.max_num_steps && !good_enough()) {
       saved_seconds_ = save();
     }
   }

@@ -83,6 +83,7 @@ struct SftConfig {
   int64_t val_micro_batch_size = 1;
   bool val_at_start = true;
   bool val_at_end = false;
+  std::optional<double> stop_at_validation_loss;  // (ours) early stopping
   int64_t seed = 42;
 };
 

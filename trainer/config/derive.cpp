@@ -149,6 +149,9 @@ void check_grpo(const Config& c, Problems& out) {
   if (g.stop_at_validation_metric.empty() != !g.stop_at_validation_threshold.has_value()) {
     out.push_back({"grpo.stop_at_validation_metric", "and grpo.stop_at_validation_threshold must be set together"});
   }
+  if (c.sft.stop_at_validation_loss && c.sft.val_period == 0) {
+    out.push_back({"sft.stop_at_validation_loss", "needs sft.val_period above 0"});
+  }
   if (g.skip_reference_policy_logprobs_calculation && c.loss_fn.reference_policy_kl_penalty != 0) {
     out.push_back({"grpo.skip_reference_policy_logprobs_calculation", "needs loss_fn.reference_policy_kl_penalty 0"});
   }

@@ -87,6 +87,7 @@ void add_grpo(std::vector<Field>& table) {
   KEY(sft.val_micro_batch_size)("examples in a validation micro-batch").at_least(1);
   KEY(sft.val_at_start)("validate before the first step");
   KEY(sft.val_at_end)("validate after the last step");
+  KEY(sft.stop_at_validation_loss)("the run ends at the first validation whose loss (per token) is at most this");
   KEY(sft.seed)("seed of the data order").at_least(0);
 }
 
@@ -117,7 +118,7 @@ void add_loss(std::vector<Field>& table) {
 }
 
 void add_policy(std::vector<Field>& table) {
-  KEY(policy.model_name)("a folder in Hugging Face format, or a Hub id in the local cache");
+  KEY(policy.model_name)("a folder in Hugging Face format, a checkpoint directory (its newest step), or a Hub id in the local cache");
   KEY(policy.tokenizer.name)("folder or Hub id of the tokenizer").from("policy.model_name");
   KEY(policy.tokenizer.chat_template)
   ("template text or file; default or empty: the model's own; none or null: no template").null_as("none");

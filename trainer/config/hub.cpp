@@ -62,12 +62,32 @@ std::optional<fs::path> data_file(const fs::path& file) {
   return found.empty() ? std::nullopt : std::optional(found.front());
 }
 
+// The weights of the newest complete step of a checkpoint directory. A step gets its name when it is complete.
+std::optional<fs::path> newest_weights(const fs::path& directory) {
+  constexpr std::string_view kPrefix = "step_";
+  std::optional<fs::path> found;
+  int64_t newest = -1;
+  std::error_code ignored;
+  for (fs::directory_iterator entry(directory, ignored), end; !ignored && entry != end; entry.increment(ignored)) {
+    const std::string name = entry->path().filename().string();
+    if (!starts_with(name, kPrefix)) continue;
+    const auto step = parse_int(name.substr(kPrefix.size()));
+    const fs::path weights = entry->path() / "policy" / "weights";
+    if (!step || *step <= newest || !on_disk(weights / "config.json")) continue;
+    newest = *step;
+    found = weights;
+  }
+  return found;
+}
+
 }  // namespace
 
 fs::path resolve_model(const std::string& model_name, const fs::path& hf_home) {
   if (on_disk(fs::path(model_name) / "config.json")) return model_name;
   if (on_disk(model_name)) {
-    fail_user("policy.model_name: '" + model_name + "' has no config.json; name a folder in Hugging Face format");
+    if (const auto weights = newest_weights(model_name)) return *weights;
+    fail_user("policy.model_name: '" + model_name +
+              "' has no config.json and no checkpoints; name a folder in Hugging Face format or a checkpoint directory");
   }
   if (!is_hub_id(model_name)) fail_user("policy.model_name: there is no folder '" + model_name + "'");
   const auto found = snapshot("models", model_name, hf_home);

@@ -91,6 +91,7 @@ TEST(ConfigCheck, GrpoAndEnv) {
   EXPECT_THAT(load_error({"grpo.batch_multiplier=1.01", "grpo.use_dynamic_sampling=true"}),
               HasSubstr("is not a number of prompts"));
   EXPECT_THAT(load_error({"grpo.stop_at_validation_metric=accuracy"}), HasSubstr("must be set together"));
+  EXPECT_THAT(load_error({"sft.stop_at_validation_loss=0.5", "sft.val_period=0"}), HasSubstr("needs sft.val_period"));
   EXPECT_THAT(load_error({"env.math.enabled=false"}), HasSubstr("no reward is enabled"));
   EXPECT_THAT(load_error({"env.command.enabled=true"}), HasSubstr("names no program"));
   EXPECT_THAT(load_error({"env.command.command=[grade]"}), HasSubstr("is set, but env.command.enabled is false"));
@@ -245,7 +246,12 @@ TEST_F(Hub, FolderIdAndDownloadCommand) {
   EXPECT_THAT(error_of([&] { resolve_model("/no/such/folder", home_.path()); }), HasSubstr("there is no folder"));
   touch("empty/x");
   EXPECT_THAT(error_of([&] { resolve_model((home_.path() / "empty").string(), home_.path()); }),
-              HasSubstr("has no config.json"));
+              HasSubstr("has no config.json and no checkpoints"));
+  // A directory of checkpoints is its newest complete step; an unfinished one has another name.
+  for (const char* step : {"step_9", "step_10", "tmp_step_11", "step_x"})
+    touch(std::string("run/") + step + "/policy/weights/config.json");
+  touch("run/step_12/manifest.json");
+  EXPECT_EQ(resolve_model((home_.path() / "run").string(), home_.path()), home_.path() / "run/step_10/policy/weights");
   // A snapshot without its ref, as an interrupted download leaves it, is used only when it is the only one.
   touch("hub/models--a--b/snapshots/one/config.json");
   EXPECT_EQ(resolve_model("a/b", home_.path()), home_.path() / "hub/models--a--b/snapshots/one");
