@@ -295,12 +295,13 @@ Json attempt_config_map(const AttemptContext& c) {
 }
 
 Json reward_service(const AttemptContext& c) {
-  const RoleSpec& reward = role_spec(c.job.spec, "reward");
+  const std::string role = "reward";
+  const RoleSpec& reward = role_spec(c.job.spec, role);
   return {{"apiVersion", "v1"},
           {"kind", "Service"},
           {"metadata", metadata(c, reward_service_name(c.job.metadata.name), base_labels(c.job))},
           {"spec",
-           {{"selector", {{kLabelJobUid, c.job.metadata.uid}, {kLabelRole, "reward"}}},
+           {{"selector", {{kLabelJobUid, c.job.metadata.uid}, {kLabelRole, role}}},
             {"ports", Json::array({{{"name", "http"}, {"port", reward.port.value_or(8000)}}})}}}};
 }
 
