@@ -33,6 +33,9 @@ std::string make_identity(const std::string& pod_name) {
 
 kube::ClientOptions client_options(const OperatorOptions& options, kube::Metrics& metrics) {
   kube::ClientOptions out;
+  // A connection for every thread that may ask at once, and some for lease, events, certificates, discovery and token
+  // reviews: nobody waits for another's answer, least of all the lease.
+  out.max_connections = options.workers + options.write_threads + 16;
   out.qps = options.qps;
   out.burst = options.burst;
   out.metrics = &metrics;

@@ -30,8 +30,8 @@ struct OperatorOptions {
   std::string status_url;  // what pods are told; empty: http://STATUS_SERVICE.NAMESPACE.svc:STATUS_PORT
   std::string status_service = "trireme-status";
 
-  int workers = 8;
-  int write_threads = 32;
+  int workers = 64;
+  int write_threads = 64;
   double qps = 1000;
   int burst = 2000;
   bool watch_nodes = true;

@@ -166,6 +166,8 @@ CachedJob read_job(const Json& object, const std::string& manager_name) {
   const Json& metadata = at(object, "metadata");
   job.uid = text(metadata, "uid");
   job.resource_version = text(metadata, "resourceVersion");
+  job.generation = number(metadata, "generation");
+  job.deleting = !text(metadata, "deletionTimestamp").empty();
   const std::string manager = text(at(object, "spec"), "managedBy");
   job.managed = manager.empty() || manager == manager_name;
   const Json& status = at(object, "status");

@@ -14,6 +14,8 @@ struct CachedJob {
   std::string text;  // JSON without managed fields and annotations; parsed at each reconcile
   std::string uid;
   std::string resource_version;
+  int64_t generation = 0;  // of the specification
+  bool deleting = false;
   // For /metrics and the queue, without parsing:
   std::string phase;
   int64_t attempt = 0;

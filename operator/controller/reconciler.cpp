@@ -93,7 +93,7 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
     if (urgent) {
       enqueue(job, Priority::kHigh);
     } else {
-      queue_.add_after(job.str(), options_.pod_debounce);
+      look_later(job);
     }
   });
 }
@@ -113,10 +113,19 @@ void Reconciler::make_informers(const kube::Client& client) {
 
   kube::InformerHandlers<CachedJob> on_job;
   on_job.on_add = [this](const ObjectKey& key, const auto& job, bool initial) {
-    if (job->managed) enqueue(key, initial ? Priority::kLow : Priority::kNormal);
+    if (!job->managed) return;
+    // After a start the jobs whose objects have to be made come before those that run already.
+    const bool placed = job->phase == phase::kStarting || job->phase == phase::kRunning || is_terminal(job->phase);
+    enqueue(key, initial && placed ? Priority::kLow : Priority::kNormal);
   };
-  on_job.on_update = [this](const ObjectKey& key, const auto&, const auto& job) {
-    if (job->managed) enqueue(key);
+  on_job.on_update = [this](const ObjectKey& key, const auto& before, const auto& job) {
+    if (!job->managed) return;
+    // Else it is the status: mostly the echo of our own write.
+    if (job->generation != before->generation || job->deleting != before->deleting || !before->managed) {
+      enqueue(key);
+    } else {
+      look_later(key);
+    }
   };
   on_job.on_delete = [this](const ObjectKey& key, const auto&) { enqueue(key, Priority::kHigh); };
   jobs_ = std::make_unique<kube::Informer<CachedJob>>(
@@ -125,15 +134,15 @@ void Reconciler::make_informers(const kube::Client& client) {
 
   kube::InformerHandlers<CachedPod> on_pod_change;
   on_pod_change.on_add = [this](const ObjectKey& key, const auto& pod, bool initial) {
-    on_pod(key, *pod, initial ? Priority::kLow : Priority::kNormal, !initial);
+    if (!initial) on_pod(key, *pod, true);  // else its job is in a list, too
   };
   on_pod_change.on_update = [this](const ObjectKey& key, const auto& before, const auto& pod) {
     const bool ended =
         pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
-    on_pod(key, *pod, Priority::kHigh, !ended && pod->deleting == before->deleting);
+    on_pod(key, *pod, !ended && pod->deleting == before->deleting);
   };
   on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) {
-    on_pod(key, *pod, Priority::kHigh, false);
+    on_pod(key, *pod, false);
   };
   pods_ = std::make_unique<kube::Informer<CachedPod>>(
       client,
@@ -144,8 +153,7 @@ void Reconciler::make_informers(const kube::Client& client) {
   kube::InformerHandlers<CachedService> on_service;
   // A Service that the watch tells of late may be all that remains of a job that has ended meanwhile.
   on_service.on_add = [this](const ObjectKey& key, const auto& service, bool initial) {
-    if (service->attempt > 0 && !initial)
-      queue_.add_after(ObjectKey{key.ns, service->job}.str(), options_.pod_debounce);
+    if (service->attempt > 0 && !initial) look_later({key.ns, service->job});
   };
   on_service.on_delete = [this](const ObjectKey& key, const auto& service) {
     if (service->attempt > 0) enqueue({key.ns, service->job});
@@ -170,13 +178,17 @@ void Reconciler::make_informers(const kube::Client& client) {
 
 void Reconciler::enqueue(const ObjectKey& job, Priority priority) { queue_.add(job.str(), priority); }
 
-void Reconciler::on_pod(const ObjectKey& key, const CachedPod& pod, Priority priority, bool later) {
+void Reconciler::look_later(const ObjectKey& job) {
+  queue_.add_after(job.str(), options_.pod_debounce, Priority::kLow);
+}
+
+void Reconciler::on_pod(const ObjectKey& key, const CachedPod& pod, bool later) {
   if (pod.job.empty()) return;
   const ObjectKey job{key.ns, pod.job};
   if (later) {
-    queue_.add_after(job.str(), options_.pod_debounce);
+    look_later(job);
   } else {
-    enqueue(job, priority);
+    enqueue(job, Priority::kHigh);
   }
 }
 
@@ -270,7 +282,7 @@ void Reconciler::reconcile_key(const std::string& key) {
     const auto again = reconcile(ObjectKey::parse(key), Deadline::after(options_.reconcile_timeout));
     queue_.forget(key);
     if (again) {
-      queue_.add_after(key, *again);
+      queue_.add_after(key, again->after, again->priority);
       metrics_.requeue_after.Increment();
     } else {
       metrics_.success.Increment();
@@ -305,7 +317,7 @@ void Reconciler::reconcile_key(const std::string& key) {
   metrics_.active_workers.Decrement();
 }
 
-std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
+std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
   Memory& memory = memory_of(key.str());
   std::optional<Observed> observed = observe_cached(key, memory);
   for (int round = 0; round < kMaxRounds; ++round) {
@@ -321,13 +333,13 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
       const auto since = SteadyClock::now() - memory.created_at;
       const RLJobStatus& status = observed->job.status;
       if (status.phase == phase::kQueued && memory.created_attempt == status.attempt && since < kCreateEcho)
-        return kCreateEcho;
+        return Again{kCreateEcho};
       observed = observe_live(key, deadline);
       continue;
     }
     if (next.decision) {
       observed->job = write_status(key, observed->job, *next.decision, deadline);
-      memory.written = observed->job;
+      memory.written = std::make_unique<RLJob>(observed->job);
       memory.status_written = SteadyClock::now();
       emit(observed->job, next.events);
       // A first attempt has no predecessors whose pods the cache may not show yet.
@@ -356,8 +368,8 @@ std::optional<Milliseconds> Reconciler::reconcile(const ObjectKey& key, const De
         throw;
       }
     }
-    if (late && (!next.requeue_after || *late < *next.requeue_after)) return late;
-    return next.requeue_after;
+    if (late && (!next.requeue_after || *late < *next.requeue_after)) return Again{*late, Priority::kLow};
+    return next.requeue_after ? std::optional(Again{*next.requeue_after}) : std::nullopt;
   }
   throw TryAgain{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
 }
@@ -517,7 +529,7 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
   const bool before = memory.status_written != SteadyClock::time_point{};
   if (before && since < interval) return interval - since;
-  memory.written = write_status(key, job, plan.status, deadline);
+  memory.written = std::make_unique<RLJob>(write_status(key, job, plan.status, deadline));
   memory.status_written = SteadyClock::now();
   emit(job, plan.events);
   return std::nullopt;
@@ -541,7 +553,7 @@ void Reconciler::carry_out(const ObjectKey& key, const RLJob& job, std::vector<A
     size_t end = begin;
     std::vector<std::function<void()>> wave;
     while (end < actions.size() && actions[end].wave == actions[begin].wave) {
-      const Action& action = actions[end++];
+      Action& action = actions[end++];
       wave.push_back([&, this] {
         if (action.kind == Action::Kind::kCreate) {
           create(job, action, deadline);
@@ -555,10 +567,10 @@ void Reconciler::carry_out(const ObjectKey& key, const RLJob& job, std::vector<A
   }
 }
 
-void Reconciler::create(const RLJob& job, const Action& action, const Deadline& deadline) {
+void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadline) {
   check_may_write();
   try {
-    client_.create(action.resource, action.body, deadline);
+    client_.post(action.resource, std::move(action.body), deadline);
     return;
   } catch (const ApiError& e) {
     if (!e.already_exists()) throw;

@@ -27,8 +27,8 @@ namespace trireme::controller {
 
 struct ReconcilerOptions {
   std::string ns;  // "" all namespaces
-  int workers = 8;
-  int write_threads = 32;   // beside the workers, for the parallel writes of a wave
+  int workers = 64;         // they wait for the API server most of the time
+  int write_threads = 64;   // beside the workers, for the parallel writes of a wave
   bool watch_nodes = true;  // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods
   Milliseconds status_interval{1000};     // between two status writes of a job that decide nothing
   Milliseconds progress_interval{10000};  // between two that only carry progress; grows with the number of jobs
@@ -80,7 +80,7 @@ class Reconciler final {
  private:
   // What we remember of a job between reconciles; none of it is needed for correctness.
   struct Memory {
-    std::optional<RLJob> written;  // as the last status write answered, until the informer has it too
+    std::unique_ptr<RLJob> written;  // as the last status write answered, until the informer has it too
     std::map<std::string, SteadyClock::time_point> since;
     SteadyClock::time_point status_written{};
     int64_t claims_attempt = -1;
@@ -93,12 +93,17 @@ class Reconciler final {
   };
 
   void make_informers(const kube::Client& client);
-  void on_pod(const kube::ObjectKey& key, const CachedPod& pod, kube::Priority priority, bool later);
+  void on_pod(const kube::ObjectKey& key, const CachedPod& pod, bool later);
+  // News that ask for no work but a line in the status: many at a time are looked at once.
+  void look_later(const kube::ObjectKey& job);
   void on_node(const std::string& name, NodeState state);
   void work();
   void reconcile_key(const std::string& key);
-  // Time after which to look again, if any.
-  std::optional<Milliseconds> reconcile(const kube::ObjectKey& key, const Deadline& deadline);
+  struct Again {  // when to look again, if at all
+    Milliseconds after;
+    kube::Priority priority = kube::Priority::kNormal;
+  };
+  std::optional<Again> reconcile(const kube::ObjectKey& key, const Deadline& deadline);
 
   std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
   std::optional<Observed> observe_live(const kube::ObjectKey& key, const Deadline& deadline);
@@ -111,7 +116,7 @@ class Reconciler final {
                                                 Memory& memory, const Deadline& deadline);
   void emit(const RLJob& job, const std::vector<EventNote>& notes);
   void carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
-  void create(const RLJob& job, const Action& action, const Deadline& deadline);
+  void create(const RLJob& job, Action& action, const Deadline& deadline);  // takes the body
   void remove(const kube::ObjectKey& key, const Action& action, const Deadline& deadline);
   void check_may_write() const;
   int64_t now_ms() const { return options_.now_ms ? options_.now_ms() : kube::unix_now_ms(); }

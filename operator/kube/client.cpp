@@ -251,7 +251,7 @@ class Client::Impl final {
     request.path = config_.path_prefix + raw.path;
     request.body = raw.body;
     request.headers.emplace("Host", host_header_);
-    request.headers.emplace("Accept", "application/json, */*;q=0.5");
+    request.headers.emplace("Accept", raw.accept.empty() ? "application/json, */*;q=0.5" : raw.accept);
     request.headers.emplace("User-Agent", options_.user_agent);
     if (!raw.body.empty()) request.headers.emplace("Content-Type", raw.content_type);
     const std::string token = credentials_.token();
@@ -449,6 +449,15 @@ Json Client::create(const Resource& resource, Json object, const Deadline& deadl
   return expect_json(
       *this, {"POST", resource.path(key.ns), object.dump(), "application/json", describe("create", resource, key)},
       deadline);
+}
+
+void Client::post(const Resource& resource, Json object, const Deadline& deadline) const {
+  const ObjectKey key = key_of(object, resource);
+  fill_type(object, resource);
+  expect_success(*this,
+                 {"POST", resource.path(key.ns), object.dump(), "application/json", describe("create", resource, key),
+                  "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json;q=0.5"},
+                 deadline);
 }
 
 Json Client::update(const Resource& resource, Json object, std::string_view subresource,

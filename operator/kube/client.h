@@ -66,7 +66,8 @@ struct RawRequest {
   std::string path;  // with query, already encoded, without the config's prefix
   std::string body;
   std::string content_type = "application/json";
-  std::string what;  // names the request in errors, e.g. "get pods ns/name"
+  std::string what;    // names the request in errors, e.g. "get pods ns/name"
+  std::string accept;  // "": JSON
 };
 
 // Every function throws ApiError. Conflicts are the caller's business; requests that never reached a server because a
@@ -111,6 +112,8 @@ class Client final {
     return create(resource, std::move(object), default_deadline());
   }
   Json create(const Resource& resource, Json object, const Deadline& deadline) const;
+  // create for who needs no answer: the server is asked for the metadata only, and nothing is parsed.
+  void post(const Resource& resource, Json object, const Deadline& deadline) const;
   // PUT with the object's metadata.resourceVersion as precondition (kConflict). subresource: "" or "status".
   Json update(const Resource& resource, Json object, std::string_view subresource = {}) const {
     return update(resource, std::move(object), subresource, default_deadline());

@@ -87,23 +87,26 @@ void RateLimitedQueue::add(const std::string& key, Priority priority) {
 void RateLimitedQueue::drop_delay_locked(const std::string& key) {
   const auto it = timer_of_.find(key);
   if (it == timer_of_.end()) return;
-  timers_.erase({it->second, key});
+  timers_.erase({it->second.at, key});
   timer_of_.erase(it);
 }
 
-void RateLimitedQueue::add_after(const std::string& key, Milliseconds delay) {
+void RateLimitedQueue::add_after(const std::string& key, Milliseconds delay, Priority priority) {
   std::lock_guard lock(mutex_);
   if (shutting_down_) return;
   if (delay <= Milliseconds(0)) {
-    add_locked(key, Priority::kNormal);
+    add_locked(key, priority);
     return;
   }
   const auto at = SteadyClock::now() + delay;
   const auto it = timer_of_.find(key);
-  if (it != timer_of_.end() && it->second <= at) return;
+  if (it != timer_of_.end()) {
+    priority = it->second.priority = std::min(priority, it->second.priority);
+    if (it->second.at <= at) return;
+  }
   drop_delay_locked(key);
   timers_.emplace(at, key);
-  timer_of_.emplace(key, at);
+  timer_of_.emplace(key, Timer{at, priority});
   changed_.notify_one();  // the earliest timer may be this one now
 }
 
@@ -137,8 +140,9 @@ void RateLimitedQueue::promote_locked(SteadyClock::time_point now) {
   while (!timers_.empty() && timers_.begin()->first <= now) {
     const std::string key = timers_.begin()->second;
     timers_.erase(timers_.begin());
+    const Priority priority = timer_of_.at(key).priority;
     timer_of_.erase(key);
-    add_locked(key, Priority::kNormal);
+    add_locked(key, priority);
   }
 }
 

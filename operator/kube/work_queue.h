@@ -24,7 +24,8 @@ namespace trireme::kube {
 
 class Metrics;
 
-enum class Priority { kHigh = 0, kNormal = 1, kLow = 2 };  // deletions and failures, news, the initial list
+// Deletions and failures; what asks for work; what only has to be described, which waits while there is work.
+enum class Priority { kHigh = 0, kNormal = 1, kLow = 2 };
 
 struct WorkQueueOptions {
   std::string name = "rljob";  // label of the workqueue_* metrics
@@ -43,8 +44,8 @@ class RateLimitedQueue final {
   RateLimitedQueue& operator=(const RateLimitedQueue&) = delete;
 
   void add(const std::string& key, Priority priority = Priority::kNormal);
-  // Not before `delay` from now; an earlier time for the same key wins. <= 0: add.
-  void add_after(const std::string& key, Milliseconds delay);
+  // Not before `delay` from now; of two calls for the same key the earlier time and the higher priority win. <= 0: add.
+  void add_after(const std::string& key, Milliseconds delay, Priority priority = Priority::kNormal);
   // After the key's back-off, which doubles with every call until forget(). Returns the delay chosen.
   Milliseconds add_rate_limited(const std::string& key);
   void forget(const std::string& key);
@@ -84,7 +85,11 @@ class RateLimitedQueue final {
   std::unordered_map<std::string, SteadyClock::time_point> processing_;  // with a worker since
   std::unordered_map<std::string, Priority> dirty_;                      // with a worker, and wanted again
   std::set<std::pair<SteadyClock::time_point, std::string>> timers_;
-  std::unordered_map<std::string, SteadyClock::time_point> timer_of_;
+  struct Timer {
+    SteadyClock::time_point at;
+    Priority priority;
+  };
+  std::unordered_map<std::string, Timer> timer_of_;
   std::unordered_map<std::string, int> failures_;
   std::mt19937_64 random_;
   uint64_t scrape_hook_ = 0;

@@ -284,6 +284,26 @@ TEST(Reconciler, ManyJobsAtOnce) {
   expect_sound(c);
 }
 
+TEST(Reconciler, MakingComesBeforeDescribing) {
+  Cluster c;
+  c.trainers = false;  // a rendezvous is told at once
+  constexpr int kJobs = 20;
+  for (int i = 0; i < kJobs; ++i) c.add_job("job-" + std::to_string(i));
+  ReconcilerOptions options = fast_options();
+  options.workers = 1;
+  c.start_operator(-1, options);
+  for (int i = 0; i < kJobs; ++i)
+    ASSERT_TRUE(c.wait_phase({"team", "job-" + std::to_string(i)}, phase::kStarting)) << i;
+  // Pods were placed while others were still to be made; what that changed in the status came afterwards.
+  size_t made = 0;
+  for (const auto& request : c.server.requests()) {
+    if (request.method == "POST" && ends_with(request.path, "/pods")) ++made;
+    if (request.method == "PATCH" && request.body.find("\"Starting\"") != std::string::npos) break;
+  }
+  EXPECT_EQ(made, 2u * kJobs);
+  expect_sound(c);
+}
+
 TEST(Reconciler, LargeGangIsMadeOnce) {
   Cluster c;
   c.start_operator();

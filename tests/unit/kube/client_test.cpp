@@ -74,6 +74,22 @@ TEST(Client, CreateReadUpdatePatchDelete) {
   EXPECT_EQ(Json::parse(deletions.back().body)["propagationPolicy"], "Background");
 }
 
+TEST(Client, PostAsksForNoMoreThanItNeeds) {
+  FakeApiServer server;
+  Client client(server.config());
+  const Deadline deadline = client.default_deadline();
+  client.post(resources::kConfigMaps, config_map("a"), deadline);
+  EXPECT_EQ(client.get(resources::kConfigMaps, {"ns", "a"})["kind"], "ConfigMap");
+  EXPECT_EQ(error_of([&] { client.post(resources::kConfigMaps, config_map("a"), deadline); }).kind(),
+            ApiErrorKind::kAlreadyExists);
+  std::vector<std::string> accepted;
+  for (const auto& request : server.requests()) {
+    if (request.method == "POST") accepted.push_back(request.accept);
+  }
+  ASSERT_EQ(accepted.size(), 2u);
+  EXPECT_EQ(accepted[0].find("application/json;as=PartialObjectMetadata"), 0u) << accepted[0];
+}
+
 TEST(Client, StatusSubresourceAndApply) {
   FakeApiServer server;
   Client client(server.config());

@@ -421,6 +421,7 @@ class FakeApiServer final {
     record.body = request.body;
     record.content_type = request.get_header_value("Content-Type");
     record.authorization = request.get_header_value("Authorization");
+    record.accept = request.get_header_value("Accept");
 
     std::optional<Fault> fault;
     size_t index = 0;

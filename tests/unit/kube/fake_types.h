@@ -49,6 +49,7 @@ struct RecordedRequest {
   std::string body;
   std::string content_type;
   std::string authorization;
+  std::string accept;
   int status = 0;  // 0 while it runs
 };
 

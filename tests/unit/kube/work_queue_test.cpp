@@ -62,6 +62,19 @@ TEST(WorkQueue, DelaysAndTheEarlierOneWins) {
   EXPECT_EQ(queue.size(), 1u);
 }
 
+TEST(WorkQueue, DelaysKeepTheHigherPriority) {
+  RateLimitedQueue queue;
+  queue.add_after("described", Milliseconds(1), Priority::kLow);
+  queue.add_after("wanted", Milliseconds(1), Priority::kLow);
+  queue.add_after("wanted", Milliseconds(2));  // later, but more urgent
+  queue.add_after("wanted", Milliseconds(1), Priority::kLow);
+  std::this_thread::sleep_for(Milliseconds(20));
+  queue.add("new");
+  EXPECT_EQ(queue.get(Deadline::after(kLong)), "new");  // the delayed ones are looked at with the next get
+  EXPECT_EQ(queue.get(Deadline::after(kLong)), "wanted");
+  EXPECT_EQ(queue.get(Deadline::after(kLong)), "described");
+}
+
 TEST(WorkQueue, BackOffDoublesToTheMaximumAndForgets) {
   WorkQueueOptions options;
   options.backoff_min = Milliseconds(10);
