@@ -20,6 +20,10 @@ struct Request {
   Json old_object;
   bool is_rljob = false;
   bool subresource = false;
+
+  bool concerns_us() const { return (operation == "CREATE" || operation == "UPDATE") && is_rljob && !subresource; }
+  // A finalizer must always come off, a label always go on.
+  bool changes_nothing() const;
 };
 
 AdmissionAnswer bad_request(const std::string& message) { return {400, message, false}; }
@@ -40,6 +44,12 @@ Json member(const Json& object, const char* key) {
   if (!object.is_object()) return {};
   const auto found = object.find(key);
   return found == object.end() ? Json() : *found;
+}
+
+bool Request::changes_nothing() const {
+  if (operation != "UPDATE") return false;
+  const bool deleting = !text(member(object, "metadata"), "deletionTimestamp").empty();
+  return deleting || member(object, "spec") == member(old_object, "spec");
 }
 
 // Throws Error(kUser).
@@ -72,6 +82,38 @@ Json warnings_json(const std::vector<Issue>& warnings) {
   return list;
 }
 
+struct Findings {
+  std::vector<Issue> unreadable;  // what the schema refuses, too
+  std::vector<Issue> wrong;
+  std::vector<Issue> warnings;
+
+  const std::vector<Issue>& errors() const { return unreadable.empty() ? wrong : unreadable; }
+};
+
+Findings look_at(const Request& request, const Json& object) {
+  Findings found;
+  try {
+    const RLJob job = rljob_from_json(object, found.unreadable, {.strict = false});
+    if (!found.unreadable.empty()) return found;
+    Validation result = validate(job);
+    found.wrong = std::move(result.errors);
+    found.warnings = std::move(result.warnings);
+    if (found.wrong.empty() && request.operation == "UPDATE") {
+      std::vector<Issue> ignored;  // an old object that cannot be read forbids nothing
+      const RLJob old_job = rljob_from_json(request.old_object, ignored, {.strict = false});
+      if (ignored.empty()) found.wrong = validate_update(old_job, job).errors;
+    }
+  } catch (const std::exception& e) {
+    found.unreadable.push_back({"spec", e.what()});
+  }
+  return found;
+}
+
+AdmissionAnswer refuse(Json response, const std::vector<Issue>& errors) {
+  response["status"] = {{"code", 422}, {"reason", "Invalid"}, {"message", to_string(errors, {}, kMaxIssues)}};
+  return respond(std::move(response), false);
+}
+
 }  // namespace
 
 AdmissionAnswer review_validating(const std::string& body) {
@@ -82,33 +124,10 @@ AdmissionAnswer review_validating(const std::string& body) {
     return bad_request(e.what());
   }
   Json response = {{"uid", request.uid}};
-  const bool concerns_us = request.operation == "CREATE" || request.operation == "UPDATE";
-  if (!concerns_us || !request.is_rljob || request.subresource) return respond(std::move(response), true);
-  const bool deleting = !text(member(request.object, "metadata"), "deletionTimestamp").empty();
-  const bool update = request.operation == "UPDATE";
-  if (update && (deleting || member(request.object, "spec") == member(request.old_object, "spec"))) {
-    return respond(std::move(response), true);
-  }
-  std::vector<Issue> errors, warnings;
-  try {
-    const RLJob job = rljob_from_json(request.object, errors, {.strict = false});
-    if (errors.empty()) {
-      Validation found = validate(job);
-      errors = std::move(found.errors);
-      warnings = std::move(found.warnings);
-    }
-    if (errors.empty() && update) {
-      std::vector<Issue> ignored;  // an old object that cannot be read forbids nothing
-      const RLJob old_job = rljob_from_json(request.old_object, ignored, {.strict = false});
-      if (ignored.empty()) errors = validate_update(old_job, job).errors;
-    }
-  } catch (const std::exception& e) {
-    errors.push_back({"spec", e.what()});
-  }
-  if (!warnings.empty()) response["warnings"] = warnings_json(warnings);
-  if (errors.empty()) return respond(std::move(response), true);
-  response["status"] = {{"code", 422}, {"reason", "Invalid"}, {"message", to_string(errors, {}, kMaxIssues)}};
-  return respond(std::move(response), false);
+  if (!request.concerns_us() || request.changes_nothing()) return respond(std::move(response), true);
+  const Findings found = look_at(request, request.object);
+  if (!found.warnings.empty()) response["warnings"] = warnings_json(found.warnings);
+  return found.errors().empty() ? respond(std::move(response), true) : refuse(std::move(response), found.errors());
 }
 
 Json additions(const Json& given, const Json& full, const std::string& path) {
@@ -134,10 +153,8 @@ AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptio
     return bad_request(e.what());
   }
   Json response = {{"uid", request.uid}};
-  const bool concerns_us = request.operation == "CREATE" || request.operation == "UPDATE";
   const Json spec = member(request.object, "spec");
-  if (!concerns_us || !request.is_rljob || request.subresource || !spec.is_object())
-    return respond(std::move(response), true);
+  if (!request.concerns_us() || !spec.is_object()) return respond(std::move(response), true);
   Json patch = Json::array();
   Json replacement;
   try {
@@ -154,6 +171,10 @@ AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptio
       if (!options.image.empty() && image.empty()) job.spec.image = options.image;
       patch = additions(spec, spec_to_json(job.spec), "/spec");
       if (!replacement.is_null()) patch.push_back(std::move(replacement));
+      if (!request.changes_nothing()) {
+        const Findings found = look_at(request, request.object.patch(patch));
+        if (!found.wrong.empty()) return refuse(std::move(response), found.wrong);
+      }
     }
   } catch (const std::exception&) {
     patch = Json::array();

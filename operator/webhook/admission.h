@@ -22,8 +22,9 @@ struct DefaultingOptions {
 AdmissionAnswer review_validating(const std::string& body);
 
 // Writes the defaults into the object as a JSON patch of additions; never changes what the user wrote (but for the
-// schema's default image, which cannot be told from one). What cannot be
-// read is allowed unchanged: the validating webhook says what is wrong with it.
+// schema's default image, which cannot be told from one). Refuses what review_validating would: mutating webhooks are
+// asked before the schema's own rules, so this is the sentence that a user sees, with the legal values, and not the
+// rule's. What cannot be read is allowed unchanged: the schema says what is wrong with it.
 AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptions& options);
 
 // JSON patch of "add" operations that put into `given` what only `full` has. Goes into objects, not into lists.

@@ -29,9 +29,9 @@ KINDS = {
     "persistentvolumes": "/api/v1", "persistentvolumeclaims": "/api/v1", "namespaces": "/api/v1", "resourcequotas": "/api/v1",
     "rljobs": "/apis/trireme.dev/v1alpha1", "leases": "/apis/coordination.k8s.io/v1", "deployments": "/apis/apps/v1",
     "workloads": "/apis/scheduling.k8s.io/v1alpha2", "podgroups": "/apis/scheduling.k8s.io/v1alpha2",
-    "validatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
+    "validatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
 }
-CLUSTER_WIDE = {"nodes", "persistentvolumes", "namespaces", "validatingwebhookconfigurations"}
+CLUSTER_WIDE = {"nodes", "persistentvolumes", "namespaces", "validatingwebhookconfigurations", "mutatingwebhookconfigurations"}
 
 
 class Kube:

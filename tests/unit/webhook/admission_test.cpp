@@ -140,6 +140,49 @@ TEST(Defaulting, WritesOnlyWhatIsMissing) {
       response_of(review_defaulting(review("UPDATE", patched, job).dump(), {.image = "other"})).contains("patch"));
 }
 
+TEST(Defaulting, SaysWhatIsWrongBeforeTheSchemaDoes) {
+  Json job = good_job();
+  job["spec"]["roles"]["actor"] = {{"replicas", 2}, {"gpusPerPod", 8}, {"parallelism", {{"tp", 3}}}};
+  const Json response = response_of(review_defaulting(review("CREATE", job).dump(), {}));
+  EXPECT_EQ(response["allowed"], false);
+  EXPECT_EQ(response["status"]["code"], 422);
+  EXPECT_FALSE(response.contains("patch"));
+  EXPECT_NE(response["status"]["message"].get<std::string>().find("legal values of tp here: 1, 2, 4, 8"),
+            std::string::npos)
+      << response.dump();
+  EXPECT_EQ(response["status"], response_of(review_validating(review("CREATE", job).dump()))["status"]);
+  // Whatever the one webhook refuses of an object that can be read, the other does, too.
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", job, good_job()).dump(), {}))["allowed"], false);
+  Json changed = good_job();
+  changed["spec"]["algorithm"] = "SFT";
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", changed, good_job()).dump(), {}))["allowed"], false);
+  // What is wrong already may get labels and lose finalizers.
+  Json labelled = job;
+  labelled["metadata"]["labels"] = {{"a", "b"}};
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", labelled, job).dump(), {}))["allowed"], true);
+  Json going = job;
+  going["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z";
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", going, good_job()).dump(), {}))["allowed"], true);
+  // Wrong types are the schema's to name.
+  Json unreadable = good_job();
+  unreadable["spec"]["roles"]["actor"]["replicas"] = "two";
+  EXPECT_EQ(response_of(review_defaulting(review("CREATE", unreadable).dump(), {}))["allowed"], true);
+}
+
+TEST(Defaulting, ThePatchCountsWhenAChangeIsJudged) {
+  // The image that a change leaves out comes as the schema's default, and what we wrote once is written again: that is
+  // no change of a running job.
+  Json old_job = good_job();
+  old_job["spec"]["image"] = "mirror/t:2";
+  Json changed = good_job();
+  changed["spec"]["image"] = kDefaultImage;
+  changed["spec"]["ttlSecondsAfterFinished"] = 60;
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", changed, old_job).dump(), {.image = "mirror/t:2"}))["allowed"],
+            true);
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", changed, old_job).dump(), {.image = "other"}))["allowed"],
+            false);
+}
+
 TEST(Defaulting, TheSchemasImageGivesWayToTheOperators) {
   // The API server fills in the schema's default before it calls a webhook.
   auto image_after = [](const char* operation, const Json& job, const Json& old) {
