@@ -81,6 +81,7 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
       queue_({.name = "rljob",
               .backoff_min = options_.queue_backoff_min,
               .backoff_max = options_.queue_backoff_max,
+              .low_limit = std::max(1, options_.workers / 8),
               .metrics = options_.metrics}),
       metrics_(*options_.metrics, "rljob"),
       conflicts_(options_.metrics->counter("trireme_reconcile_conflicts_total",

@@ -42,8 +42,8 @@ void RateLimitedQueue::refresh_metrics() {
   const auto now = SteadyClock::now();
   double sum = 0;
   double longest = 0;
-  for (const auto& [key, since] : processing_) {
-    const double age = seconds_between(since, now);
+  for (const auto& [key, taken] : processing_) {
+    const double age = seconds_between(taken.since, now);
     sum += age;
     longest = std::max(longest, age);
   }
@@ -149,11 +149,18 @@ void RateLimitedQueue::promote_locked(SteadyClock::time_point now) {
 std::optional<std::string> RateLimitedQueue::get() { return take(nullptr); }
 std::optional<std::string> RateLimitedQueue::get(const Deadline& deadline) { return take(&deadline); }
 
+bool RateLimitedQueue::next_locked() const {
+  if (ready_.empty()) return false;
+  if (options_.low_limit <= 0 || shutting_down_ || ready_.begin()->first.first != static_cast<int>(Priority::kLow))
+    return true;
+  return low_taken_ < options_.low_limit || processing_.size() == static_cast<size_t>(low_taken_);
+}
+
 std::optional<std::string> RateLimitedQueue::take(const Deadline* deadline) {
   std::unique_lock lock(mutex_);
   while (true) {
     promote_locked(SteadyClock::now());
-    if (!ready_.empty()) break;
+    if (next_locked()) break;
     if (shutting_down_ || (deadline && deadline->passed())) return std::nullopt;
     auto until = timers_.empty() ? SteadyClock::now() + std::chrono::hours(1) : timers_.begin()->first;
     if (deadline) until = std::min(until, deadline->at());
@@ -167,8 +174,9 @@ std::optional<std::string> RateLimitedQueue::take(const Deadline* deadline) {
     queue_seconds_->Observe(seconds_between(it->second.since, now));
     depth_->Set(static_cast<double>(ready_.size()));
   }
+  low_taken_ += it->second.priority == Priority::kLow;
+  processing_.emplace(key, Taken{now, it->second.priority});
   queued_.erase(it);
-  processing_.emplace(key, now);
   // This worker may have been the one that watched the timers, or was woken once for several keys: pass it on.
   if (!ready_.empty() || !timers_.empty()) changed_.notify_one();
   return key;
@@ -178,8 +186,10 @@ void RateLimitedQueue::done(const std::string& key) {
   std::lock_guard lock(mutex_);
   const auto it = processing_.find(key);
   if (it == processing_.end()) return;
-  if (work_seconds_) work_seconds_->Observe(seconds_between(it->second, SteadyClock::now()));
+  if (work_seconds_) work_seconds_->Observe(seconds_between(it->second.since, SteadyClock::now()));
+  low_taken_ -= it->second.priority == Priority::kLow;
   processing_.erase(it);
+  if (!ready_.empty()) changed_.notify_one();  // it may have waited for this
   const auto again = dirty_.find(key);
   if (again == dirty_.end()) return;
   const Priority priority = again->second;

@@ -32,6 +32,9 @@ struct WorkQueueOptions {
   Milliseconds backoff_min{5};
   Milliseconds backoff_max{60000};
   double jitter = 0.1;         // each back-off is longer by up to this share
+  // While a worker has a key of a higher priority at most so many have one of kLow, so that describing does not slow
+  // down the rest of what is being made. 0: no limit.
+  int low_limit = 0;
   Metrics* metrics = nullptr;  // must outlive the queue
 };
 
@@ -69,7 +72,12 @@ class RateLimitedQueue final {
     uint64_t sequence;
     SteadyClock::time_point since;
   };
+  struct Taken {
+    SteadyClock::time_point since;
+    Priority priority;
+  };
   void add_locked(const std::string& key, Priority priority);
+  bool next_locked() const;  // may the first key be given away now?
   void promote_locked(SteadyClock::time_point now);
   void drop_delay_locked(const std::string& key);
   std::optional<std::string> take(const Deadline* deadline);
@@ -82,7 +90,8 @@ class RateLimitedQueue final {
   uint64_t sequence_ = 0;
   std::map<std::pair<int, uint64_t>, std::string> ready_;                // by priority, then order of arrival
   std::unordered_map<std::string, Waiting> queued_;                      // keys in ready_
-  std::unordered_map<std::string, SteadyClock::time_point> processing_;  // with a worker since
+  std::unordered_map<std::string, Taken> processing_;     // with a worker
+  int low_taken_ = 0;                                     // of processing_, by priority kLow
   std::unordered_map<std::string, Priority> dirty_;                      // with a worker, and wanted again
   std::set<std::pair<SteadyClock::time_point, std::string>> timers_;
   struct Timer {

@@ -290,6 +290,21 @@ class Faults:
         cluster("start-apiserver")
         self.end("headless", 1, 0, 0)
 
+    def etcd_stalled(self):
+        """The data store stands still for longer than a lease is held: nobody leads meanwhile, and the run does not notice."""
+        self.begin("stalled")
+        etcd, begin = int((STATE / "etcd.pid").read_text()), time.monotonic()
+        kill(etcd, signal.SIGSTOP)
+        try:
+            time.sleep(18)
+        finally:
+            kill(etcd, signal.SIGCONT)
+        wait("a leader", leader)
+        self.end("stalled", 1, 0, 0)
+        renewed = [t for t, _, o in self.records.leases.of("trireme-operator") if t > begin + 18 and o["spec"].get("holderIdentity")]
+        need(renewed, "nobody leads")
+        return f"a leader {renewed[0] - begin - 18:.1f} s after the 18 s"
+
     def hang(self):
         self.begin("stuck", health={"heartbeatTimeoutSeconds": 20})
         kill(rank_process("stuck-actor-1-a1"), signal.SIGSTOP)
@@ -498,7 +513,8 @@ def main():
         check("undisturbed run", faults.undisturbed)
         for name, function in (("kill -9 of a worker", faults.worker_killed), ("a pod deleted", faults.pod_deleted), ("rank 0's pod deleted by force", faults.pod_deleted_hard),
                                ("the operator's leader deleted", faults.operator_restarted), ("kill -9 of the leader while it creates", faults.leader_killed),
-                               ("a node stopped", faults.node_lost), ("the API server killed", faults.apiserver_restarted), ("a rank stopped: hang", faults.hang),
+                               ("a node stopped", faults.node_lost), ("the API server killed", faults.apiserver_restarted),
+                               ("etcd stands still for 18 s", faults.etcd_stalled), ("a rank stopped: hang", faults.hang),
                                ("suspend and resume", faults.suspended)):
             check(f"{name}: same weights", function)
         for name, function in (("a mistake in the configuration fails at once", faults.bad_configuration), ("a running job deleted leaves nothing", faults.running_deleted),

@@ -1,4 +1,5 @@
 """Many RLJobs on kwok's nodes: what the operator costs, and how fast it creates next to a bare loop. Started by scale.sh; figures go to stdout."""
+import base64
 import datetime
 import json
 import os
@@ -7,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 
+import kueue
 from world import *
 
-JOBS, PODS, GROUPS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or ["many", "wide", "held"]
+JOBS, PODS, GROUPS = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or ["many", "wide", "kueue", "made", "held"]
 PKI, LOGS, ADDRESS, OPERATOR = (os.environ[k] for k in ("PKI", "LOGS", "ADDRESS", "OPERATOR"))
 METRICS = "http://127.0.0.1:18080/metrics"
 TICK = os.sysconf("SC_CLK_TCK")
@@ -149,15 +152,16 @@ def by_operator(ns, jobs, replicas):
     limit = time.monotonic() + 1800
     while count("pods", ns) < jobs * replicas:
         need(time.monotonic() < limit, f"{count('pods', ns)} of {jobs * replicas} pods after 1800 s")
-        time.sleep(0.1)
+        time.sleep(0.5)  # each look costs the API server some milliseconds
     end, cpu = time.time(), operator.cpu()
     text = metrics()
     requests = ", ".join(f"{int(metric(text, 'rest_client_requests_total', f'method=.{verb}.'))} {verb}" for verb in ("GET", "POST", "PATCH"))
     line = re.search(r"^(\S+Z) .*leading as", open(f"{LOGS}/operator.log").read(), re.M)
     seconds = end - datetime.datetime.fromisoformat(line.group(1).replace("Z", "+00:00")).timestamp()
+    in_flight = metric(text, "rest_client_request_duration_seconds_sum") / seconds
     made = objects_of(ns)
     operator.stop()
-    return made, seconds, f"CPU {cpu:.1f} s, {requests}"
+    return made, seconds, f"CPU {cpu:.1f} s, {requests}, {in_flight:.0f} in flight on average"
 
 
 def by_loop(made, ns, jobs, replicas):
@@ -191,7 +195,7 @@ def settle(pods, ns):
 
 
 def clear():
-    mine = [n["metadata"]["name"] for n in kube.list("namespaces", None) if re.match("many-|wide-|held", n["metadata"]["name"])]
+    mine = [n["metadata"]["name"] for n in kube.list("namespaces", None) if re.match("many-|wide-|made|held", n["metadata"]["name"])]
     for ns in mine:
         kube.delete("namespaces", ns, None)
     wait("the namespaces of the other groups to go", lambda: not any(kube.get("namespaces", ns, None) for ns in mine), 2400)
@@ -209,36 +213,102 @@ def creates(jobs, replicas, label):
     return "ratios " + ", ".join(f"{r:.2f}" for r in ratios)
 
 
-def held():
-    """JOBS x PODS pods, running: creation, memory, idle CPU, start against curl."""
-    ns = "held"
+def made():
+    """JOBS jobs posted while the operator runs, until all of their pods are placed."""
+    ns = "made"
     namespace(ns)
-    operator = start_operator()
-    wait("the operator's metrics", lambda: kube.raw("GET", "/readyz")[0] == 200 and _up(), 60)
+    operator = start_operator("--namespace", ns)
+    wait("the operator's metrics", _up, 60)
     begin = time.monotonic()
-    posted = load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns)} for i in range(JOBS)), "rljobs-held")
+    posted = load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns)} for i in range(JOBS)), "rljobs-made")
     say(f"  {posted['objects']} RLJobs posted in {posted['seconds']:.1f} s")
-    reported = 0
     while True:
-        made = count("pods", ns)
-        if made >= JOBS * PODS:
+        there = count("pods", ns)
+        if there >= JOBS * PODS:
             break
-        if time.monotonic() - begin > reported + 30:
-            reported = time.monotonic() - begin
-            say(f"    {made} pods after {reported:.0f} s, operator {operator.memory('VmRSS'):.0f} MiB")
-        need(time.monotonic() - begin < 3000, f"{made} of {JOBS * PODS} pods")
+        need(time.monotonic() - begin < 3000, f"{there} of {JOBS * PODS} pods")
         time.sleep(0.5)
     seconds = time.monotonic() - begin
     text = metrics()
     say(f"  {JOBS * PODS} pods created after {seconds:.1f} s ({JOBS * PODS / seconds:.0f} pods/s), operator CPU {operator.cpu():.1f} s")
     say(f"  reconcile time: p50 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.5):g} s, p95 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.95):g} s, "
         f"p99 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.99):g} s")
-    def starting():
-        found = metrics()
-        return metric(found, "trireme_jobs", 'phase="Starting"') >= JOBS
-    wait("every job to be placed", starting, 3000)
-    say(f"  every job Starting after {time.monotonic() - begin:.1f} s")
-    quiet(operator)
+    wait("every job to be placed", lambda: metric(metrics(), "trireme_jobs", 'phase="Starting"') >= JOBS, 3000)
+    seconds, peak = time.monotonic() - begin, operator.memory("VmHWM")
+    operator.stop()
+    missed = wanted("peak RSS", peak, 120, " MiB")
+    need(not missed, "; ".join(missed))
+    return f"every job Starting after {seconds:.1f} s, peak RSS {peak:.0f} MiB"
+
+
+def etcd(verb, body):
+    import urllib.request
+    request = urllib.request.Request(f"http://127.0.0.1:2379/v3/kv/{verb}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return json.loads(urllib.request.urlopen(request, timeout=60).read())
+
+
+def coded(text):
+    return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
+
+
+FOLDERS = ("trireme.dev/rljobs", "pods", "services/specs", "configmaps")
+
+
+def copy_jobs(ns, name, copies):
+    """Copies of a job and its objects, under other names and uids of the same length, written to etcd as the API server would have stored them: what creating them costs, in which
+    everybody else has a part, is measured elsewhere."""
+    stored = {}
+    for folder in FOLDERS:
+        prefix = f"/registry/{folder}/{ns}/{name}"
+        for pair in etcd("range", {"key": coded(prefix), "range_end": coded(prefix + "\x7f")})["kvs"]:
+            stored[base64.b64decode(pair["key"])] = base64.b64decode(pair["value"])
+    need(len(stored) == PODS + 3, f"a job has {sorted(stored)}")
+    uids = {o["metadata"]["uid"] for kind in ("rljobs", "pods", "services", "configmaps") for o in kube.list(kind, ns) if o["metadata"]["name"].startswith(name)}
+    at_once = 120 // len(stored)  # as many as a transaction of etcd takes
+    for first in range(1, copies + 1, at_once):
+        puts = []
+        for i in range(first, min(first + at_once, copies + 1)):
+            changes = {u.encode(): str(uuid.uuid5(uuid.UUID(u), str(i))).encode() for u in uids}
+            changes[name.encode()] = f"job-{i:05}".encode()
+            pattern = re.compile(b"|".join(map(re.escape, changes)))
+            for key, value in stored.items():
+                puts.append({"requestPut": {"key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(pattern.sub(lambda m: changes[m.group()], value))}})
+        need(etcd("txn", {"success": puts})["succeeded"], "etcd refused")
+
+
+def held():
+    """JOBS x PODS pods, running: memory, idle CPU, start against curl."""
+    ns, first = "held", "job-00000"
+    namespace(ns)
+    operator = start_operator()
+    wait("the operator's metrics", _up, 60)
+    kube.create("rljobs", rljob(first, ns), ns)
+    def described():
+        status = kube.get("rljobs", first, ns).get("status", {})
+        return status.get("phase") == "Starting" and [r["ready"] for r in status["roles"]] == [PODS]
+    wait("the first job's pods to run", described, 120)
+    # They would make endpoints for every Service; the operator has nothing of them.
+    others = [int((STATE / f"{name}.pid").read_text()) for name in ("controller-manager", "scheduler")]
+    for pid in others:
+        kill(pid, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        copy_jobs(ns, first, JOBS - 1)
+        def known():
+            text = metrics()
+            return metric(text, "trireme_informer_objects", 'resource="pods"') >= JOBS * PODS and metric(text, "trireme_jobs", 'phase="Starting"') >= JOBS
+        wait("the operator to know all", known, 1200)
+        say(f"  {JOBS} RLJobs with {JOBS * PODS} pods there after {time.monotonic() - begin:.0f} s")
+        quiet(operator)
+        return measure_held(operator)
+    finally:
+        for folder in FOLDERS:
+            etcd("deleterange", {"key": coded(f"/registry/{folder}/{ns}/"), "range_end": coded(f"/registry/{folder}/{ns}0")})
+        for pid in others:
+            kill(pid, signal.SIGCONT)
+
+
+def measure_held(operator):
     peak, steady = operator.memory("VmHWM"), operator.memory("VmRSS")
     before, began = operator.cpu(), time.monotonic()
     time.sleep(60)
@@ -265,6 +335,27 @@ def held():
     missed += wanted("median ratio of start to curl", sorted(ratios)[1], 1.3)
     need(not missed, "; ".join(missed))
     return f"RSS {steady:.0f} MiB, peak {peak:.0f} MiB, idle {idle:.3f} cores, start {sorted(ratios)[1]:.2f} x curl"
+
+
+def queue():
+    namespace("queued")
+    folder = kueue.configure(PKI, ADDRESS)
+    manager = Process("kueue", COMPONENTS / "bin/kueue", "--kubeconfig", KUBECONFIG, "--config", folder / "config.yaml", "--feature-gates=VisibilityOnDemand=false")
+    operator = None
+    try:
+        wait("Kueue's webhooks", lambda: run("curl", "-sk", "-o", "/dev/null", f"https://{ADDRESS}:{kueue.PORT}/", ok=False).returncode == 0, 120)
+        kubectl("apply", "--server-side", "-f", folder / "webhooks.yaml")
+        kueue.queues()
+        operator = start_operator("--namespace", "queued")
+        if check("Kueue: one job is admitted, the next waits", kueue.in_turn, rljob):
+            check("Kueue: suspend and resume", kueue.suspended_and_resumed)
+            check("Kueue: preempted by a more important job", kueue.preempted, rljob)
+            check("Kueue: deletion leaves nothing", kueue.nothing_left)
+    finally:
+        if operator:
+            operator.stop()
+        kubectl("delete", "--ignore-not-found", "-f", folder / "webhooks.yaml")
+        manager.stop()
 
 
 def _up():
@@ -294,14 +385,20 @@ def main():
     kubectl("apply", "--server-side", "-f", ROOT / "crds/trireme.dev_rljobs.yaml")
     clear()
     burst = min(JOBS, 1000)
-    nodes(max((4 * burst * PODS + 4000) // 150, JOBS * PODS // 100))
+    pods = (4 * burst * PODS if "many" in GROUPS else 0) + (4000 if "wide" in GROUPS else 0)
+    nodes(max(20, pods // 150, JOBS * PODS // 100 if "made" in GROUPS else 0))
     if "many" in GROUPS:
         check(f"creates: {burst} jobs of {PODS} pods", creates, burst, PODS, "many")
     if "wide" in GROUPS:
         check("creates: one job of 1000 pods", creates, 1, 1000, "wide")
+    if "kueue" in GROUPS:
+        check("Kueue comes up and goes", queue)
+    if "made" in GROUPS:
+        clear()
+        check(f"made: {JOBS} jobs of {PODS} pods", made)
     if "held" in GROUPS:
         clear()
-        check("held", held)
+        check(f"held: {JOBS} jobs of {PODS} pods", held)
     kwok.stop()
     return finish()
 

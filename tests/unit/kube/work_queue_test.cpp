@@ -75,6 +75,34 @@ TEST(WorkQueue, DelaysKeepTheHigherPriority) {
   EXPECT_EQ(queue.get(Deadline::after(kLong)), "described");
 }
 
+TEST(WorkQueue, WhatIsDescribedLeavesRoomForWhatIsMade) {
+  WorkQueueOptions options;
+  options.low_limit = 1;
+  RateLimitedQueue queue(options);
+  const auto now = [] { return Deadline::after(Milliseconds(0)); };
+  for (const char* key : {"a", "b", "c"}) queue.add(key, Priority::kLow);
+  queue.add("urgent");
+  EXPECT_EQ(queue.get(now()), "urgent");
+  EXPECT_EQ(queue.get(now()), "a");
+  EXPECT_EQ(queue.get(now()), std::nullopt);  // one of them is enough beside "urgent"
+  queue.add("next");
+  EXPECT_EQ(queue.get(now()), "next");
+  queue.done("urgent");
+  EXPECT_EQ(queue.get(now()), std::nullopt);
+  // Who waits for a key is woken by the end of what was more urgent.
+  std::thread waiting([&] { EXPECT_EQ(queue.get(Deadline::after(kLong)), "b"); });
+  std::this_thread::sleep_for(Milliseconds(20));
+  queue.done("next");
+  waiting.join();
+  EXPECT_EQ(queue.get(now()), "c");
+  queue.done("a");
+  queue.add("urgent");
+  EXPECT_EQ(queue.get(now()), "urgent");
+  queue.add("d", Priority::kLow);
+  queue.shut_down();
+  EXPECT_EQ(queue.get(now()), "d");  // what is queued at the end goes out
+}
+
 TEST(WorkQueue, BackOffDoublesToTheMaximumAndForgets) {
   WorkQueueOptions options;
   options.backoff_min = Milliseconds(10);
