@@ -3,8 +3,8 @@
 // graph of launches that go round more than 200 MB of weights, so that the L2 cache serves none; median of repeats,
 // warm-up left out.
 //   gpu_few_rows_bench                    the table
-//   gpu_few_rows_bench sweep OUT IN ROWS [swiglu]   every plan for one shape, fastest first
-//   gpu_few_rows_bench layers             the products of a layer one after another, as decoding runs them
+//   gpu_few_rows_bench sweep OUT IN ROWS [swiglu]   the plans of one shape with the lowest predicted times, fastest
+//   first gpu_few_rows_bench layers             the products of a layer one after another, as decoding runs them
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -110,7 +110,7 @@ double product_us(const Shape& s, const Weights& weights, int64_t rows, int64_t 
   cuda::set_few_rows_limit(limit);
   const at::Tensor x = randn({rows, s.in});
   return graph_us(weights.launches(), [&] {
-    std::optional<cuda::OverlapScope> scope;
+    std::optional<cuda::DecodeScope> scope;
     if (overlap) scope.emplace();
     for (const at::Tensor& w : weights.all) product(s, x, w);
   });
@@ -132,8 +132,8 @@ FewRowsArgs args_of(const Shape& s, const at::Tensor& x, const at::Tensor& weigh
 
 std::string text(const FewRowsPlan& p) {
   char line[160];
-  std::snprintf(line, sizeof line, "%3dx%d cluster %d x %2d slabs %d stages %2d %3zu KB prefetch %d", p.columns,
-                p.parts, p.cluster, p.clusters, p.slabs, p.stages, p.shared_bytes >> 10, p.prefetch);
+  std::snprintf(line, sizeof line, "%3d/%d/%d cluster %d x %3d slabs %d stages %2d %3zu KB", p.columns, p.fragments,
+                p.tokens, p.cluster, p.clusters, p.slabs, p.stages, p.shared_bytes >> 10);
   return line;
 }
 
@@ -143,7 +143,7 @@ void table() {
   for (const Shape& s : kShapes) {
     const Weights weights(s);
     const double read = read_us(weights);
-    for (const int64_t rows : {1, 8, 16, 32, 48, 64, 96, 128}) {
+    for (const int64_t rows : {1, 16, 32, 48, 64}) {
       const double own = product_us(s, weights, rows, cuda::kMostFewRows, false);
       const double overlapped = product_us(s, weights, rows, cuda::kMostFewRows, true);
       const double library = product_us(s, weights, rows, 0, false);
@@ -168,7 +168,10 @@ void sweep(const Shape& s, int64_t rows) {
     FewRowsPlan plan;
   };
   std::vector<Result> results;
+  constexpr double kMostPredicted = 1.5;
+  const FewRowsPlan best = cuda::few_rows_plan(args_of(s, x, weights.all[0], y));
   for (FewRowsPlan plan : cuda::few_rows_plans(args_of(s, x, weights.all[0], y))) {
+    if (plan.predicted_us > kMostPredicted * best.predicted_us) continue;
     const auto measure = [&](bool overlap) {
       return graph_us(weights.launches(), [&] {
         for (const at::Tensor& w : weights.all) {
@@ -214,7 +217,7 @@ void layers() {
       const auto measure = [&](int64_t limit, bool overlap, bool fused) {
         cuda::set_few_rows_limit(limit);
         return graph_us(m.layers, [&] {
-          std::optional<cuda::OverlapScope> scope;
+          std::optional<cuda::DecodeScope> scope;
           if (overlap) scope.emplace();
           at::Tensor h = x;
           for (const Layer& l : all) {

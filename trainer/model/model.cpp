@@ -9,6 +9,9 @@
 #include <tuple>
 
 #include "base/error.h"
+#ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/linear.h"
+#endif
 
 namespace trireme {
 
@@ -316,6 +319,12 @@ std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const at::Tens
   }
   const at::Tensor attention = trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
   const NormResult inner = add_rms_norm(input.sum, attention, layer.post_norm, config_.rms_norm_eps);
+#ifdef TRIREME_CUDA
+  if (context.arena != nullptr && x.is_cuda() && !layer.gate_up_bias.defined()) {
+    const at::Tensor product = cuda::gate_up_swiglu(inner.normed, layer.gate_up);
+    return {inner.sum, trireme::linear(product, layer.down, layer.down_bias)};
+  }
+#endif
   const at::Tensor gate_up = trireme::linear(inner.normed, layer.gate_up, layer.gate_up_bias);
   return {inner.sum, trireme::linear(swiglu_halves(gate_up), layer.down, layer.down_bias)};
 }

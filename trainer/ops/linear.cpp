@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 #include "base/log.h"
 #include "trainer/ops/checks.h"
@@ -158,6 +159,11 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
     const at::Tensor x = numbers(rows, 0.7311);
     const at::Tensor weight = numbers(shape.out, 0.4177);
     const at::Tensor whole = linear_forward(x, weight, {});
+#ifdef TRIREME_CUDA
+    // The kernels and algorithms of decoding are chosen here, and checked.
+    std::optional<cuda::DecodeScope> decoding;
+    if (!cpu) decoding.emplace();
+#endif
     for (const int64_t count : counts) {
       for (const int64_t from : {int64_t{0}, int64_t{1}, rows - count}) {
         if (from + count > rows) continue;

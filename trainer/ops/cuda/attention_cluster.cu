@@ -68,18 +68,6 @@ __device__ __forceinline__ bool round_ended(uint32_t barrier, uint32_t parity) {
       : "memory");
   return ended != 0;
 }
-// Without the short sleep that the other questions may take.
-__device__ __forceinline__ bool has_ended(uint32_t barrier, uint32_t parity) {
-  uint32_t ended;
-  asm volatile(
-      "{\n.reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(ended)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return ended != 0;
-}
 // hopper::wait over the memory of the cluster, with its deadline.
 __device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t parity) {
   uint64_t start = 0;
@@ -165,6 +153,7 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
   const int head = static_cast<int>(blockIdx.y);
   int q_row_read = params.runs[run], first_key_read = params.runs[2 * params.run_count + run];
   int keys_read = params.runs[3 * params.run_count + run];
+  hopper::let_successors_begin();
   // While the run is being read. One lane a warp: done by several at once, such an instruction costs as much for each.
   if (lane == 0) {
     if (warp == P::kWarps - 1) {
@@ -469,8 +458,8 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
         multiply(sum, a, kOnes, kOnes);
         // Asked here and looked at two products later, so that the answer costs no time.
         if (step == 0)
-          here =
-              has_ended(value_full + 8 * ((tile + 1) % P::kStages), static_cast<uint32_t>((tile + 1) / P::kStages % 2));
+          here = hopper::has_ended(value_full + 8 * ((tile + 1) % P::kStages),
+                                   static_cast<uint32_t>((tile + 1) / P::kStages % 2));
       }
       __syncwarp();
       if (lane == 0) hopper::arrive(value_free + 8 * (tile % P::kStages));

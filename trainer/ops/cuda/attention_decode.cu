@@ -8,6 +8,7 @@
 // for its own columns of the output. Only who computes an element differs, never the operations.
 #include "trainer/ops/cuda/attention_decode.cuh"
 #include "trainer/ops/cuda/attention_tiles.cuh"
+#include "trainer/ops/cuda/hopper.cuh"
 
 namespace trireme::cuda {
 namespace {
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_con
 
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int run = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
+  hopper::let_successors_begin();  // the next product's weights flow meanwhile
   const int64_t q_row = params.runs[run];
   const int64_t first_key = params.runs[2 * params.run_count + run];
   const int keys = params.runs[3 * params.run_count + run];

@@ -10,54 +10,51 @@
 namespace trireme::cuda {
 namespace {
 
-// Two blocks of the narrow budget fit a processor beside a small kernel between them, so that the next launch can take
-// its place, and its first weights, while this one runs. The wide budget is all a block can have.
-constexpr size_t kNarrowBytes = 106 * 1024;
-constexpr size_t kWideBytes = 226 * 1024;
+// Shared memory of a block: all it can have, and never so little that two fit a processor. Blocks of a launch that
+// begins early go wherever there is room, and two of them on one processor would leave another without work.
+constexpr size_t kMostSharedBytes = 226 * 1024;
+constexpr size_t kLeastSharedBytes = 117 * 1024;
 constexpr int kMostStages = 32;
 constexpr int kFewestStages = 3;
+constexpr int kMostBoxRows = 256;
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-struct Instance {
-  int columns, parts;
-  bool swiglu;
-  const void* kernel[2];  // for up to 64 and up to 128 rows
-};
-template <int kColumns, int kParts, bool kSwiglu>
-constexpr Instance instance() {
-  return {kColumns,
-          kParts,
-          kSwiglu,
-          {reinterpret_cast<const void*>(&few_rows_kernel<kColumns, kParts, 1, kSwiglu>),
-           reinterpret_cast<const void*>(&few_rows_kernel<kColumns, kParts, 2, kSwiglu>)}};
+// [fragments of tokens - 1][one fragment of weights, two, one of the gate and one of up][slabs 1, 2, 4]
+template <int kTokens, int kWeights, bool kSwiglu>
+constexpr std::array<const void*, 3> instances() {
+  return {reinterpret_cast<const void*>(&few_rows_kernel<kTokens, kWeights, kSwiglu, 1>),
+          reinterpret_cast<const void*>(&few_rows_kernel<kTokens, kWeights, kSwiglu, 2>),
+          reinterpret_cast<const void*>(&few_rows_kernel<kTokens, kWeights, kSwiglu, 4>)};
 }
-const Instance kInstances[] = {
-    instance<16, 1, false>(), instance<32, 1, false>(), instance<48, 1, false>(),  instance<64, 1, false>(),
-    instance<80, 1, false>(), instance<96, 1, false>(), instance<112, 1, false>(), instance<128, 1, false>(),
-    instance<80, 2, false>(), instance<96, 2, false>(), instance<112, 2, false>(), instance<128, 2, false>(),
-    instance<16, 2, true>(),  instance<32, 2, true>(),  instance<48, 2, true>(),   instance<64, 2, true>(),
-    instance<80, 2, true>(),  instance<96, 2, true>(),  instance<112, 2, true>(),  instance<128, 2, true>(),
-};
+const std::array<const void*, 3> kInstances[2][3] = {
+    {instances<1, 1, false>(), instances<1, 2, false>(), instances<1, 2, true>()},
+    {instances<2, 1, false>(), instances<2, 2, false>(), instances<2, 2, true>()}};
 
-const Instance* find_instance(int columns, int parts, bool swiglu) {
-  for (const Instance& i : kInstances) {
-    if (i.columns == columns && i.parts == parts && i.swiglu == swiglu) return &i;
-  }
-  return nullptr;
+const void* find_kernel(const FewRowsPlan& plan, bool swiglu) {
+  return kInstances[plan.tokens - 1][swiglu ? 2 : plan.fragments - 1][static_cast<size_t>(plan.slabs / 2)];
 }
 
-int padded_rows(int64_t rows) { return static_cast<int>(divide_up(rows, 8) * 8); }
-int groups_for(int64_t rows) { return rows > kGroupRows ? 2 : 1; }
-int block_threads(int groups) { return groups * kGroupThreads + 64; }
+int token_fragments(int64_t rows) { return static_cast<int>(divide_up(rows, kFragmentRows)); }
+int token_groups(const FewRowsPlan& plan, int64_t rows) {
+  return static_cast<int>(divide_up(token_fragments(rows), plan.tokens));
+}
+int x_rows(const FewRowsPlan& plan, int64_t rows) { return token_groups(plan, rows) * plan.tokens * kFragmentRows; }
 int64_t weight_rows(const FewRowsArgs& a) { return a.swiglu ? 2 * a.out : a.out; }
-int tile_outputs(const FewRowsPlan& plan, bool swiglu) { return swiglu ? plan.columns : plan.columns * plan.parts; }
-size_t slab_bytes(const FewRowsPlan& plan, int64_t rows) {
-  return static_cast<size_t>(padded_rows(rows) + plan.columns * plan.parts) * kSlabRowBytes;
+int tile_rows(const FewRowsPlan& plan, bool swiglu) { return swiglu ? 2 * plan.columns : plan.columns; }  // of weights
+int side_by_side(const FewRowsPlan& plan, bool swiglu) {
+  return tile_rows(plan, swiglu) / kFragmentRows / plan.fragments;
 }
-size_t shared_bytes(const FewRowsPlan& plan, int64_t rows) {
-  return kSharedAlignment + static_cast<size_t>(plan.stages * plan.slabs) * slab_bytes(plan, rows) +
-         static_cast<size_t>(plan.stages) * kBarriers * 8;
+int multiplying_warps(const FewRowsPlan& plan, const FewRowsArgs& a) {
+  return side_by_side(plan, a.swiglu) * token_groups(plan, a.rows);
+}
+size_t slab_bytes(const FewRowsPlan& plan, const FewRowsArgs& a) {
+  return static_cast<size_t>(x_rows(plan, a.rows) + tile_rows(plan, a.swiglu)) * kSlabRowBytes;
+}
+size_t shared_bytes(const FewRowsPlan& plan, const FewRowsArgs& a) {
+  const size_t needed = kSharedAlignment + static_cast<size_t>(plan.stages * plan.slabs) * slab_bytes(plan, a) +
+                        static_cast<size_t>(plan.stages) * kBarriers * 8;
+  return std::max(needed, kLeastSharedBytes);
 }
 
 cudaError_t current_device(int* device) { return cudaGetDevice(device); }
@@ -86,22 +83,22 @@ bool is_hopper() {
 struct Launch {
   cudaLaunchConfig_t config{};
   cudaLaunchAttribute attributes[2]{};
-  Launch(const FewRowsPlan& plan, int groups, bool overlap, cudaStream_t stream) {
+  Launch(const FewRowsPlan& plan, const FewRowsArgs& a, bool overlap, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned>(plan.clusters * plan.cluster));
-    config.blockDim = dim3(static_cast<unsigned>(block_threads(groups)));
+    config.blockDim = dim3(static_cast<unsigned>((multiplying_warps(plan, a) + kLoadingWarps) * 32));
     config.dynamicSmemBytes = plan.shared_bytes;
     config.stream = stream;
     config.attrs = attributes;
     if (plan.cluster > 1) {
-      cudaLaunchAttribute& a = attributes[config.numAttrs++];
-      a.id = cudaLaunchAttributeClusterDimension;
-      a.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
-      a.val.clusterDim.y = a.val.clusterDim.z = 1;
+      cudaLaunchAttribute& shape = attributes[config.numAttrs++];
+      shape.id = cudaLaunchAttributeClusterDimension;
+      shape.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
+      shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
     }
     if (overlap) {
-      cudaLaunchAttribute& a = attributes[config.numAttrs++];
-      a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      a.val.programmaticStreamSerializationAllowed = 1;
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
     }
   }
   Launch(const Launch&) = delete;
@@ -109,28 +106,37 @@ struct Launch {
 };
 
 cudaError_t allow_shared(const void* kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kWideBytes));
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostSharedBytes));
 }
 
 // Rates for comparing plans on an H200: bytes a microsecond, bytes that must be under way for the first of them.
 constexpr double kMemoryRate = 4.4e6, kBytesUnderWay = 5.0e6;
-constexpr double kCacheRate = 5.0e6;      // L2 to all processors together
+constexpr double kCacheRate = 9.0e6;      // L2 to all processors together
 constexpr double kProcessorRate = 0.8e5;  // into one processor
-constexpr double kStepUs = 0.018;         // one product after another in a chain
+constexpr double kClock = 1800;           // cycles a microsecond
+constexpr double kStepCycles = 48;        // one product after another in a chain
+constexpr double kProductCycles = 8;      // between products of a quarter of a processor
+constexpr double kFragmentCycles = 4;     // shared memory, of a processor
+constexpr double kStageCycles = 80;       // to the next stage
 
 double predict(const FewRowsArgs& a, const FewRowsPlan& plan) {
   const double row_bytes = static_cast<double>(a.in) * 2;
-  const int tile_rows = plan.columns * plan.parts;
-  const auto tiles = static_cast<double>(divide_up(a.out, tile_outputs(plan, a.swiglu)));
+  const double rows_of_tile = tile_rows(plan, a.swiglu), rows = x_rows(plan, a.rows);
+  const auto tiles = static_cast<double>(divide_up(a.out, plan.columns));
   const double blocks = std::min(tiles, static_cast<double>(plan.clusters * plan.cluster));
   const double rounds = static_cast<double>(divide_up(static_cast<int64_t>(tiles), plan.clusters * plan.cluster));
   const double weight = static_cast<double>(weight_rows(a)) * row_bytes;
-  const double under_way = blocks * (plan.stages - 1) * plan.slabs * tile_rows * kSlabRowBytes;
+  const double under_way = blocks * (plan.stages - 1) * plan.slabs * rows_of_tile * kSlabRowBytes;
   const double stream = weight / kMemoryRate * std::max(1.0, kBytesUnderWay / under_way);
-  const double cache = (weight + tiles / plan.cluster * padded_rows(a.rows) * row_bytes) / kCacheRate;
-  const double processor = rounds * (tile_rows + padded_rows(a.rows)) * row_bytes / kProcessorRate;
-  const double chain = rounds * static_cast<double>(a.in) / kStep * kStepUs;
-  const double start = 1.5 + 0.1 * (plan.cluster - 1) + (plan.wide ? 1.0 : 0.0);
+  const double cache = (weight + tiles / plan.cluster * rows * row_bytes) / kCacheRate;
+  const double processor = rounds * (rows_of_tile + rows) * row_bytes / kProcessorRate;
+  const int warps = multiplying_warps(plan, a);
+  const double products = static_cast<double>(divide_up(warps, 4)) * 2 * plan.tokens * plan.fragments;
+  const double step = std::max({kStepCycles, products * kProductCycles,
+                                warps * (plan.tokens + plan.fragments) * kFragmentCycles + rows_of_tile / 8});
+  const double chain =
+      rounds * static_cast<double>(a.in) * (step / kStep + kStageCycles / (kSlab * plan.slabs)) / kClock;
+  const double start = 1.5 + 0.1 * (plan.cluster - 1);
   return std::max({stream, cache, processor, chain}) + 0.15 * processor + start;
 }
 
@@ -165,14 +171,34 @@ bool shape_supported(const FewRowsArgs& a) {
 }
 
 bool plan_fits(const FewRowsArgs& a, const FewRowsPlan& p) {
-  const bool cluster = p.cluster == 1 || p.cluster == 2 || p.cluster == 4 || p.cluster == 8;
+  const bool cluster = p.cluster == 1 || p.cluster == 2 || p.cluster == 4;
   const bool slabs = p.slabs == 1 || p.slabs == 2 || p.slabs == 4;
-  return cluster && slabs && p.clusters > 0 && p.stages >= 2 && p.stages <= kMostStages && p.prefetch >= 0 &&
-         a.in / kSlab % p.slabs == 0 && p.stages * p.slabs % p.cluster == 0 &&
-         p.shared_bytes == shared_bytes(p, a.rows) && p.shared_bytes <= kWideBytes &&
-         // What a product reads behind the last tokens must lie inside the block's memory.
-         static_cast<size_t>(p.stages * p.slabs) * static_cast<size_t>(p.columns * p.parts) * kSlabRowBytes >=
-             size_t{kGroupRows - 8} * kSlabRowBytes;
+  const bool fragments = p.fragments == 2 || (p.fragments == 1 && !a.swiglu);
+  const bool tokens = p.tokens == 1 || p.tokens == 2;
+  if (!cluster || !slabs || !fragments || !tokens || p.columns < kFragmentRows || p.columns > kMostBoxRows)
+    return false;
+  const int side = side_by_side(p, a.swiglu);
+  return side >= 1 && tile_rows(p, a.swiglu) == side * p.fragments * kFragmentRows &&
+         multiplying_warps(p, a) <= kMostMultiplyingWarps && p.clusters > 0 && p.stages >= 2 &&
+         p.stages <= kMostStages && a.in / kSlab % p.slabs == 0 && p.stages * p.slabs % p.cluster == 0 &&
+         p.shared_bytes == shared_bytes(p, a) && p.shared_bytes <= kMostSharedBytes;
+}
+
+// Clusters of the plan that the device holds at once.
+int resident_clusters(const FewRowsArgs& a, const FewRowsPlan& plan, const void* kernel, int processors) {
+  const Launch launch(plan, a, false, nullptr);
+  int count = 0;
+  cudaError_t error;
+  if (plan.cluster > 1) {
+    error = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
+  } else {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, static_cast<int>(launch.config.blockDim.x),
+                                                          plan.shared_bytes);
+    count *= processors;
+  }
+  if (error == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
 }
 
 }  // namespace
@@ -187,43 +213,34 @@ bool few_rows_supported(const FewRowsArgs& a) {
 std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& a) {
   std::vector<FewRowsPlan> plans;
   if (!shape_supported(a) || !is_hopper()) return plans;
-  const int count = processors(), groups = groups_for(a.rows);
-  for (const Instance& i : kInstances) {
-    if (i.swiglu != a.swiglu) continue;
-    const void* kernel = i.kernel[groups - 1];
-    if (allow_shared(kernel) != cudaSuccess) continue;
-    for (const int cluster : {1, 2, 4, 8}) {
-      for (const int slabs : {1, 2, 4}) {
-        if (a.in / kSlab % slabs != 0) continue;
-        for (const bool wide : {false, true}) {
-          FewRowsPlan plan;
-          plan.columns = i.columns;
-          plan.parts = i.parts;
-          plan.cluster = cluster;
-          plan.slabs = slabs;
-          plan.wide = wide;
-          const size_t budget = (wide ? kWideBytes : kNarrowBytes) - kSharedAlignment - kMostStages * kBarriers * 8;
-          const int together = std::max(1, cluster / slabs);  // stages that the cluster's blocks load by turns
-          const auto most = static_cast<int>(budget / slab_bytes(plan, a.rows) / static_cast<size_t>(slabs));
-          const int64_t tiles = divide_up(a.out, tile_outputs(plan, a.swiglu));
-          // More stages than a block has work for would only lie idle.
-          const int64_t work = a.in / kSlab / slabs * (tiles > count ? 2 : 1);
-          const auto useful = static_cast<int>(divide_up(std::max<int64_t>(work, 2), together) * together);
-          plan.stages = std::min({most, useful, kMostStages}) / together * together;
-          if (plan.stages < std::min(kFewestStages, useful) || plan.stages < 2) continue;
-          plan.shared_bytes = shared_bytes(plan, a.rows);
-          if (wide && plan.shared_bytes <= kNarrowBytes) continue;  // the narrow one has it all
-          plan.clusters = static_cast<int>(std::min<int64_t>(divide_up(tiles, cluster), count / cluster));
-          if (plan.clusters == 0 || !plan_fits(a, plan)) continue;
-          Launch launch(plan, groups, false, nullptr);
-          int resident = 0;
-          if (cudaOccupancyMaxActiveClusters(&resident, kernel, &launch.config) != cudaSuccess || resident == 0) {
-            cudaGetLastError();
-            continue;
-          }
-          plan.clusters = std::min(plan.clusters, resident);
-          plan.predicted_us = predict(a, plan);
-          plans.push_back(plan);
+  const int count = processors();
+  FewRowsPlan plan;
+  const auto try_plan = [&] {
+    constexpr size_t kRoom = kMostSharedBytes - kSharedAlignment - kMostStages * kBarriers * 8;
+    const int together = std::max(1, plan.cluster / plan.slabs);  // stages that the cluster's blocks load by turns
+    const auto most = static_cast<int>(kRoom / slab_bytes(plan, a) / static_cast<size_t>(plan.slabs));
+    const int64_t tiles = divide_up(a.out, plan.columns);
+    // More stages than a block has work for would only lie idle.
+    const int64_t work = a.in / kSlab / plan.slabs * (tiles > count ? 2 : 1);
+    const auto useful = static_cast<int>(divide_up(std::max<int64_t>(work, 2), together) * together);
+    plan.stages = std::min({most, useful, kMostStages}) / together * together;
+    if (plan.stages < std::min(kFewestStages, useful) || plan.stages < 2) return;
+    plan.shared_bytes = shared_bytes(plan, a);
+    plan.clusters = static_cast<int>(std::min<int64_t>(divide_up(tiles, plan.cluster), count / plan.cluster));
+    if (plan.clusters == 0 || !plan_fits(a, plan)) return;
+    plan.clusters = std::min(plan.clusters, resident_clusters(a, plan, find_kernel(plan, a.swiglu), count));
+    if (plan.clusters == 0) return;
+    plan.predicted_us = predict(a, plan);
+    plans.push_back(plan);
+  };
+  for (plan.columns = kFragmentRows; plan.columns <= kMostBoxRows; plan.columns += kFragmentRows) {
+    for (plan.fragments = a.swiglu ? 2 : 1; plan.fragments <= 2; ++plan.fragments) {
+      if (!a.swiglu && plan.columns % (kFragmentRows * plan.fragments) != 0) continue;
+      for (plan.tokens = 1; plan.tokens <= std::min(2, token_fragments(a.rows)); ++plan.tokens) {
+        if (multiplying_warps(plan, a) > kMostMultiplyingWarps) continue;
+        for (plan.slabs = 1; plan.slabs <= 4; plan.slabs *= 2) {
+          if (a.in / kSlab % plan.slabs != 0 || allow_shared(find_kernel(plan, a.swiglu)) != cudaSuccess) continue;
+          for (plan.cluster = 1; plan.cluster <= 4; plan.cluster *= 2) try_plan();
         }
       }
     }
@@ -234,43 +251,35 @@ std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& a) {
 FewRowsPlan few_rows_plan(const FewRowsArgs& a) {
   FewRowsPlan best;
   for (const FewRowsPlan& plan : few_rows_plans(a)) {
-    // Of equals, the one with more slabs a stage: longer runs of a row together.
-    if (best.clusters == 0 || plan.predicted_us < best.predicted_us - 1e-9 ||
-        (plan.predicted_us < best.predicted_us + 0.25 && plan.slabs > best.slabs && plan.slabs <= 2 &&
-         plan.stages >= 4 && plan.columns == best.columns && plan.parts == best.parts && plan.wide == best.wide &&
-         plan.cluster == best.cluster)) {
-      best = plan;
-    }
+    if (best.clusters == 0 || plan.predicted_us < best.predicted_us - 1e-9) best = plan;
   }
   return best;
 }
 
 cudaError_t few_rows(const FewRowsArgs& a, const FewRowsPlan& plan, cudaStream_t stream) {
-  const Instance* instance = find_instance(plan.columns, plan.parts, a.swiglu);
-  if (instance == nullptr || !few_rows_supported(a) || !plan_fits(a, plan)) return cudaErrorInvalidValue;
-  const int groups = groups_for(a.rows);
-  const void* kernel = instance->kernel[groups - 1];
+  if (!few_rows_supported(a) || !plan_fits(a, plan)) return cudaErrorInvalidValue;
+  const void* kernel = find_kernel(plan, a.swiglu);
   FewRowsParams params;
-  if (!encode(&params.x_map, a.x, a.rows, a.in, a.x_stride, padded_rows(a.rows)) ||
+  if (!encode(&params.x_map, a.x, a.rows, a.in, a.x_stride, x_rows(plan, a.rows)) ||
       !encode(&params.w_map, a.weight, weight_rows(a), a.in, a.weight_stride, plan.columns)) {
     return cudaErrorInvalidValue;
   }
   params.y = static_cast<__nv_bfloat16*>(a.y);
   params.bias = static_cast<const __nv_bfloat16*>(a.bias);
   params.rows = static_cast<int>(a.rows);
-  params.padded_rows = padded_rows(a.rows);
+  params.x_rows = x_rows(plan, a.rows);
   params.out = static_cast<int>(a.out);
   params.weight_rows = static_cast<int>(weight_rows(a));
-  params.part_rows = a.swiglu ? params.out : plan.columns;
-  params.tiles = static_cast<int>(divide_up(a.out, tile_outputs(plan, a.swiglu)));
+  params.columns = plan.columns;
+  params.warps = multiplying_warps(plan, a);
+  params.side_by_side = side_by_side(plan, a.swiglu);
+  params.tiles = static_cast<int>(divide_up(a.out, plan.columns));
   params.cluster = plan.cluster;
   params.stages_of_in = static_cast<int>(a.in / kSlab / plan.slabs);
-  params.slabs = plan.slabs;
   params.stages = plan.stages;
-  params.prefetch = a.overlap ? plan.prefetch : 0;
   const cudaError_t error = allow_shared(kernel);
   if (error != cudaSuccess) return error;
-  const Launch launch(plan, groups, a.overlap, stream);
+  const Launch launch(plan, a, a.overlap, stream);
   void* arguments[] = {&params};
   return cudaLaunchKernelExC(&launch.config, kernel, arguments);
 }

@@ -5,12 +5,14 @@
 // one float32 chain of tensor-core steps of 16 along `in`, ascending, one after the other, whatever the plan; the bias
 // is added in float32 and the sum rounded once. (On Hopper a step has the same bits as part of any wgmma or mma shape.)
 //
-// How: the tokens are the 64 rows of a wgmma, rows of the weight its columns. A block owns a tile of weight rows over
-// the whole of `in` and keeps its sums in registers; one warp streams its weights, another the tokens (each slab read
-// once for a cluster of blocks and multicast), a warpgroup for each 64 tokens multiplies. The weights of a tile do not
-// depend on the kernel before, so with `overlap` they begin to flow before that kernel has ended.
+// How: a block owns a tile of weight rows over the whole of `in`; its warps hold the sums in registers, each of 16 or 32
+// weight rows and 16 or 32 tokens. One warp streams the weights of the tile, another the tokens (each slab read once for
+// a cluster of blocks and multicast). The weights do not depend on the kernel before, so with `overlap` they begin to
+// flow before that kernel has ended.
 //
-// Speed: not measured yet; bench/gpu/few_rows_bench.cpp prints it beside cublasLt and a plain read of the same bytes.
+// Speed on H200 (bench/gpu/few_rows_bench sweep prints every plan; launches that overlap, cold cache), 16 rows: 6144 x
+// 4096 14.9 us, 4096 x 4096 11.4, 14336 x 4096 of gate and up with the activation 57.7, 4096 x 14336 30.3, 128256 x 4096
+// 242; a plain read of the weights takes 13.3, 9.6, 55.6, 28.4 and 233. docs/performance.md compares with cublasLt.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,7 +23,7 @@
 
 namespace trireme::cuda {
 
-inline constexpr int64_t kMostFewRows = 128;
+inline constexpr int64_t kMostFewRows = 64;
 
 // All pointers are multiples of 16 bytes, strides (in elements) and `out` of 8, `in` of 64. Elements are bf16.
 struct FewRowsArgs {
@@ -45,14 +47,13 @@ struct FewRowsArgs {
 
 // How the work is cut. No plan alters a bit.
 struct FewRowsPlan {
-  int columns = 0;          // weight rows of one product instruction: 16 .. 128
-  int parts = 1;            // instructions side by side in a tile: 1 or 2 (with swiglu 2: gate and up)
-  int cluster = 1;          // blocks that share the tokens: 1, 2, 4 or 8
+  int columns = 0;          // weight rows of a tile: a multiple of 16 up to 256; with swiglu so many of gate and of up
+  int fragments = 1;        // of 16 weight rows that a warp multiplies: 1 or 2; with swiglu 2
+  int tokens = 1;           // fragments of 16 tokens that a warp multiplies: 1 or 2
+  int cluster = 1;          // blocks that share the tokens: 1, 2 or 4
   int clusters = 0;         // of the grid; tiles go round them
-  int slabs = 1;            // of 64 elements of `in`, in a stage
+  int slabs = 1;            // of 64 elements of `in`, in a stage: 1, 2 or 4
   int stages = 0;           // of the pipeline
-  int prefetch = 0;         // slabs of a block's first tile brought into L2 beyond the stages, with overlap
-  bool wide = false;        // takes most of a processor's shared memory, so that no second block fits
   size_t shared_bytes = 0;  // of a block
   double predicted_us = 0;  // rough; plans are compared by it
 };

@@ -1,16 +1,17 @@
 // The kernel of few_rows.h.
 //
-// Shared memory: stages of `slabs` slabs of tokens (padded_rows x 64), then stages of `slabs` slabs of weights
-// (columns * parts x 64), all in the 128-byte swizzle; then three barriers a stage:
+// Shared memory: stages of kSlabs slabs of tokens (x_rows x 64), then stages of kSlabs slabs of weights (columns *
+// parts x 64), all in the 128-byte swizzle; then three barriers a stage:
 //   full     the stage's weights and tokens have come. One arrival (the weights' warp, which also names the bytes).
-//   w_free   this block has multiplied the stage. One arrival a warp of its groups. The weights' warp waits for it.
+//   w_free   this block has read the stage. One arrival a warp that multiplies. The weights' warp waits for it.
 //   x_free   all blocks of the cluster have. Waited for by the block that loads tokens into this stage of all of them,
-//            and arrived at in that block only.
-// Slab j of stage s is loaded by block (s * slabs + j) % cluster; stages * slabs is a multiple of the cluster, so that
-// a stage has the same loaders every time round.
+//            and arrived at in that block only. A block alone needs w_free only.
+// Slab j of stage s is loaded by block (s * kSlabs + j) % cluster; stages * kSlabs is a multiple of the cluster, so
+// that a stage has the same loaders every time round.
 //
-// Products read 64 rows of tokens a group, though only padded_rows are there: the rest is what happens to lie behind
-// (always inside the block's memory) and ends in sums that are never written.
+// What a warp waits for should be its own chain of products, about 33 cycles a step, and nothing else: fragments are
+// read two steps ahead, over the ends of stages too; the next stage is asked for a slab early; a stage is given back
+// only when products have already used the last of it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,25 +24,27 @@ namespace trireme::cuda {
 inline constexpr int kSlab = 64;  // elements of `in`: a row of 128 bytes
 inline constexpr int kSlabRowBytes = kSlab * 2;
 inline constexpr int kStep = 16;
-inline constexpr int kGroupRows = 64;  // tokens of a warpgroup
-inline constexpr int kGroupThreads = 128;
-inline constexpr int kGroupWarps = 4;
+inline constexpr int kFragmentRows = 16;  // of tokens, and of weights
+inline constexpr int kMostMultiplyingWarps = 16;
+inline constexpr int kLoadingWarps = 2;
 inline constexpr int kBarriers = 3;  // a stage
 inline constexpr int kSharedAlignment = 1024;
 
 struct FewRowsParams {
-  CUtensorMap x_map;  // box 64 x padded_rows
+  CUtensorMap x_map;  // box 64 x x_rows
   CUtensorMap w_map;  // box 64 x columns
   __nv_bfloat16* y;
   const __nv_bfloat16* bias;
-  int rows, padded_rows;
+  int rows;
+  int x_rows;       // whole fragments of tokens
   int out;          // columns of y
   int weight_rows;  // out, or 2 * out
-  int part_rows;    // weight rows between the parts of a tile
+  int columns;      // rows of a box of weights
+  int warps;        // that multiply: side_by_side weights' parts for each group of tokens
+  int side_by_side;
   int tiles, cluster;
   int stages_of_in;  // stages that cover `in`
-  int slabs, stages;
-  int prefetch;
+  int stages;
 };
 
 namespace few_rows_detail {
@@ -61,6 +64,21 @@ struct Ring {
   }
 };
 
+__device__ __forceinline__ void load_fragment(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+// sum [16 tokens, 8 weight rows] += x [16, 16] . w [8, 16]^T
+__device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&x)[4], uint32_t w0, uint32_t w1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(w0), "r"(w1));
+}
+
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
@@ -71,13 +89,12 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 template <int kBlocks>
 __device__ __forceinline__ void write_row(const uint32_t (&word)[kBlocks], __nv_bfloat16* to, int limit, bool inside,
                                           int lane) {
+  static_assert(kBlocks == 2 || kBlocks == 4);
   const int quad = lane % 4;
-  constexpr int kWhole = kBlocks / 4 * 4;
-#pragma unroll
-  for (int b = 0; b < kWhole; b += 4) {
-    // Transposes 4 x 4 words over the quad: lane i gets the words of block b + i, in the order of the lanes.
+  if constexpr (kBlocks == 4) {
+    // Transposes 4 x 4 words over the quad: lane i gets the words of block i, in the order of the lanes.
     const bool odd = quad % 2 != 0, high = quad / 2 != 0;
-    uint32_t v0 = word[b], v1 = word[b + 1], v2 = word[b + 2], v3 = word[b + 3];
+    uint32_t v0 = word[0], v1 = word[1], v2 = word[2], v3 = word[3];
     const uint32_t s0 = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 1);
     const uint32_t s1 = __shfl_xor_sync(0xffffffffu, odd ? v2 : v3, 1);
     v0 = odd ? s0 : v0;
@@ -90,77 +107,27 @@ __device__ __forceinline__ void write_row(const uint32_t (&word)[kBlocks], __nv_
     v1 = high ? t1 : v1;
     v2 = high ? v2 : t0;
     v3 = high ? v3 : t1;
-    const int column = 8 * (b + quad);
+    const int column = 8 * quad;
     if (inside && column < limit) *reinterpret_cast<uint4*>(to + column) = make_uint4(v0, v1, v2, v3);
-  }
+  } else {
 #pragma unroll
-  for (int b = kWhole; b < kBlocks; ++b) {
-    const int column = 8 * b + 2 * quad;
-    if (inside && column < limit) *reinterpret_cast<uint32_t*>(to + column) = word[b];
-  }
-}
-
-template <int kColumns>
-__device__ __forceinline__ void add_bias(float (&sum)[kColumns / 2], const __nv_bfloat16* bias, int limit, int lane) {
-#pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    const int column = 8 * j + 2 * (lane % 4);
-    if (column >= limit) break;
-    const float2 pair = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(bias + column));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      sum[4 * j + 2 * h] = __fadd_rn(sum[4 * j + 2 * h], pair.x);
-      sum[4 * j + 2 * h + 1] = __fadd_rn(sum[4 * j + 2 * h + 1], pair.y);
+    for (int b = 0; b < kBlocks; ++b) {
+      const int column = 8 * b + 2 * quad;
+      if (inside && column < limit) *reinterpret_cast<uint32_t*>(to + column) = word[b];
     }
-  }
-}
-
-template <int kColumns>
-__device__ __forceinline__ void write_product(float (&sum)[kColumns / 2], const FewRowsParams& p, int first_row,
-                                              int first_column, int lane) {
-  const int limit = p.out - first_column;
-  if (p.bias != nullptr) add_bias<kColumns>(sum, p.bias + first_column, limit, lane);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    uint32_t word[kColumns / 8];
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) word[j] = pack_pair(sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]);
-    const int row = first_row + lane / 4 + 8 * h;
-    write_row(word, p.y + static_cast<int64_t>(row) * p.out + first_column, limit, row < p.rows, lane);
-  }
-}
-
-template <int kColumns>
-__device__ __forceinline__ void write_swiglu(const float (&gate)[kColumns / 2], const float (&up)[kColumns / 2],
-                                             const FewRowsParams& p, int first_row, int first_column, int lane) {
-  const auto rounded = [](float value) { return __bfloat162float(__float2bfloat16_rn(value)); };
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    uint32_t word[kColumns / 8];
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const int i = 4 * j + 2 * h;
-      word[j] = pack_pair(steps::swiglu(rounded(gate[i]), rounded(up[i])),
-                          steps::swiglu(rounded(gate[i + 1]), rounded(up[i + 1])));
-    }
-    const int row = first_row + lane / 4 + 8 * h;
-    write_row(word, p.y + static_cast<int64_t>(row) * p.out + first_column, p.out - first_column, row < p.rows, lane);
   }
 }
 
 }  // namespace few_rows_detail
 
-// kGroups: warpgroups of 64 tokens. One block of kGroups * 128 + 64 threads.
-template <int kColumns, int kParts, int kGroups, bool kSwiglu>
-__global__ void __launch_bounds__(kGroups* kGroupThreads + 64, kGroups == 1 ? 2 : 1)
+// kTokens, kWeights: fragments of tokens and of weights of a warp (with the activation one of the gate and one of up).
+// A block has p.warps + 2 warps.
+template <int kTokens, int kWeights, bool kSwiglu, int kSlabs>
+__global__ void __launch_bounds__((kMostMultiplyingWarps + kLoadingWarps) * 32)
     few_rows_kernel(const __grid_constant__ FewRowsParams p) {
-  static_assert(!kSwiglu || kParts == 2);
+  static_assert(!kSwiglu || kWeights == 2);
   using namespace few_rows_detail;
-  constexpr int kTileRows = kColumns * kParts;                  // of the weight
-  constexpr int kTileOutputs = kSwiglu ? kColumns : kTileRows;  // columns of y
-  constexpr uint32_t kWeightBytes = kTileRows * kSlabRowBytes;  // of a slab
-  constexpr uint32_t kPartBytes = kColumns * kSlabRowBytes;
-  constexpr int kWeightWarp = kGroups * kGroupWarps;  // after the groups; the next one loads tokens
+  constexpr int kParts = kSwiglu ? 2 : 1;
 
   extern __shared__ uint8_t shared[];
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
@@ -168,84 +135,83 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 64, kGroups == 1 ? 2 
   const auto rank = static_cast<int>(blockIdx.x) & (p.cluster - 1);
   const int first_tile = static_cast<int>(blockIdx.x) - rank, tile_step = static_cast<int>(gridDim.x);
 
-  const uint32_t x_bytes = static_cast<uint32_t>(p.padded_rows) * kSlabRowBytes;  // of a slab
+  const uint32_t x_bytes = static_cast<uint32_t>(p.x_rows) * kSlabRowBytes;  // of a slab
+  const uint32_t part_bytes = static_cast<uint32_t>(p.columns) * kSlabRowBytes;
+  const uint32_t w_bytes = part_bytes * kParts;
   const uint32_t x_base = (shared_address(shared) + kSharedAlignment - 1) & ~(kSharedAlignment - 1u);
-  const uint32_t w_base = x_base + static_cast<uint32_t>(p.stages * p.slabs) * x_bytes;
-  const uint32_t full = w_base + static_cast<uint32_t>(p.stages * p.slabs) * kWeightBytes;
+  const uint32_t w_base = x_base + static_cast<uint32_t>(p.stages * kSlabs) * x_bytes;
+  const uint32_t full = w_base + static_cast<uint32_t>(p.stages * kSlabs) * w_bytes;
   const uint32_t w_free = full + static_cast<uint32_t>(p.stages) * 8;
   const uint32_t x_free = w_free + static_cast<uint32_t>(p.stages) * 8;
 
-  if (warp == kWeightWarp && lane == 0) {
+  if (warp == p.warps && lane == 0) {
     let_successors_begin();
     prefetch_map(&p.w_map);
     prefetch_map(&p.x_map);
     for (int s = 0; s < p.stages; ++s) {
       init_barrier(full + 8 * s, 1);
-      init_barrier(w_free + 8 * s, kGroups * kGroupWarps);
-      init_barrier(x_free + 8 * s, kGroups * kGroupWarps * p.cluster);
+      init_barrier(w_free + 8 * s, static_cast<uint32_t>(p.warps));
+      init_barrier(x_free + 8 * s, static_cast<uint32_t>(p.warps * p.cluster));
     }
     publish_barriers();
   }
   __syncwarp();
-  cluster_arrive();  // the barriers of this block are ready
+  // The barriers are ready, of this block and for the tokens of the others too. The weights' warp touches nothing of
+  // other blocks: it begins without waiting for them.
+  if (p.cluster > 1) {
+    cluster_arrive();
+    if (warp != p.warps) cluster_wait();
+  } else if (warp == p.warps) {
+    asm volatile("barrier.cta.arrive.aligned 1, %0;" ::"r"(blockDim.x) : "memory");
+  } else {
+    asm volatile("barrier.cta.sync.aligned 1, %0;" ::"r"(blockDim.x) : "memory");
+  }
 
-  // The weights' warp touches nothing of other blocks: it begins without waiting for them.
-  if (warp != kWeightWarp) cluster_wait();
-
-  if (warp == kWeightWarp) {
+  if (warp == p.warps) {
     if (lane == 0) {
       const uint64_t policy = evict_first_policy();
-      const uint32_t bytes = static_cast<uint32_t>(p.slabs) * (kWeightBytes + x_bytes);
+      const uint32_t bytes = static_cast<uint32_t>(kSlabs) * (w_bytes + x_bytes);
       Ring ring(p.stages);
-      int filled = 0;
-      // A tile past the last one (the cluster's other blocks have work) lies outside the weight and comes as zeros.
-      const auto row_of = [&](int tile, int part) {
-        return tile < p.tiles ? tile * kTileOutputs + part * p.part_rows : p.weight_rows;
-      };
       for (int base = first_tile; base < p.tiles; base += tile_step) {
         const int tile = base + rank;
-        for (int i = 0; i < p.stages_of_in; ++i) {
-          if (filled == p.stages) {  // all stages are under way; from here on it waits for products
-            for (int slab = i * p.slabs; slab < i * p.slabs + p.prefetch && slab < p.stages_of_in * p.slabs; ++slab) {
-#pragma unroll
-              for (int part = 0; part < kParts; ++part) prefetch_box(&p.w_map, slab * kSlab, row_of(tile, part));
-            }
-            wait_for_predecessors();
-          }
-          if (filled <= p.stages) ++filled;
+        // A tile past the last one (the cluster's other blocks have work) lies outside the weight and comes as zeros.
+        const int row = tile < p.tiles ? tile * p.columns : p.weight_rows;
+        for (int i = 0; i < p.stages_of_in; ++i, ring.advance()) {
           wait(w_free + 8 * ring.stage, ring.phase ^ 1);
           const uint32_t barrier = full + 8 * ring.stage;
           arrive_expecting(barrier, bytes);
-          for (int j = 0; j < p.slabs; ++j) {
-            const uint32_t target = w_base + static_cast<uint32_t>(ring.stage * p.slabs + j) * kWeightBytes;
+#pragma unroll
+          for (int j = 0; j < kSlabs; ++j) {
+            const uint32_t target = w_base + static_cast<uint32_t>(ring.stage * kSlabs + j) * w_bytes;
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-              load_box(target + part * kPartBytes, &p.w_map, (i * p.slabs + j) * kSlab, row_of(tile, part), barrier,
+              load_box(target + part * part_bytes, &p.w_map, (i * kSlabs + j) * kSlab, row + part * p.out, barrier,
                        policy);
             }
           }
-          ring.advance();
         }
       }
     }
     __syncwarp();
-    cluster_wait();  // of the arrival above
-  } else if (warp == kWeightWarp + 1) {
+    if (p.cluster > 1) cluster_wait();  // of the arrival above
+  } else if (warp == p.warps + 1) {
     if (lane == 0) {
       const uint64_t policy = evict_last_policy();
       const auto everybody = static_cast<uint16_t>((1 << p.cluster) - 1);
+      const uint32_t free = p.cluster == 1 ? w_free : x_free;
       Ring ring(p.stages);
       wait_for_predecessors();
       for (int base = first_tile; base < p.tiles; base += tile_step) {
         for (int i = 0; i < p.stages_of_in; ++i, ring.advance()) {
-          const int first_slab = ring.stage * p.slabs;
-          if (((rank - first_slab) & (p.cluster - 1)) >= p.slabs) continue;  // loads nothing of this stage
-          wait(x_free + 8 * ring.stage, ring.phase ^ 1);
+          const int first_slab = ring.stage * kSlabs;
+          if (((rank - first_slab) & (p.cluster - 1)) >= kSlabs) continue;  // loads nothing of this stage
+          wait(free + 8 * ring.stage, ring.phase ^ 1);
           const uint32_t barrier = full + 8 * ring.stage;
-          for (int j = 0; j < p.slabs; ++j) {
+#pragma unroll
+          for (int j = 0; j < kSlabs; ++j) {
             if (((first_slab + j) & (p.cluster - 1)) != rank) continue;
             const uint32_t target = x_base + static_cast<uint32_t>(first_slab + j) * x_bytes;
-            const int column = (i * p.slabs + j) * kSlab;
+            const int column = (i * kSlabs + j) * kSlab;
             if (p.cluster == 1) {
               load_box(target, &p.x_map, column, 0, barrier, policy);
             } else {
@@ -257,74 +223,139 @@ __global__ void __launch_bounds__(kGroups* kGroupThreads + 64, kGroups == 1 ? 2 
     }
     __syncwarp();
   } else {
-    const int group = warp / kGroupWarps;
-    const int first_row = group * kGroupRows + warp % kGroupWarps * 16;
+    constexpr uint32_t kFragmentBytes = kFragmentRows * kSlabRowBytes;
+    constexpr int kSteps = kSlabs * kSlab / kStep;  // of a stage
+    constexpr int kAhead = 2, kBuffers = 4;
+    static_assert(kSteps % kBuffers == 0 && kSteps >= kAhead + 2);
+    const uint32_t between = kSwiglu ? part_bytes : kFragmentBytes;  // two fragments of weights
+    const int side = warp % p.side_by_side;
+    const int first_token = warp / p.side_by_side * (kTokens * kFragmentRows);
+    const int first_row = side * kFragmentRows * (kSwiglu ? 1 : kWeights);
+    // Where a lane's row of 16 bytes lies in a fragment of step 0; step s: 32 s in exclusive or.
+    const auto place = [](int row, int chunk) {
+      return static_cast<uint32_t>(row * kSlabRowBytes + ((chunk ^ (row & 7)) << 4));
+    };
+    const uint32_t x_place = x_base + static_cast<uint32_t>(first_token) * kSlabRowBytes + place(lane % 16, lane / 16);
+    const uint32_t w_place =
+        w_base + static_cast<uint32_t>(first_row) * kSlabRowBytes + place(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    // Stages of this block's tiles that tokens are still to be loaded into. Nobody waits for a last arrival, and one
+    // under way to a block that has ended would be an error.
+    int loads = ((p.tiles - first_tile + tile_step - 1) / tile_step) * p.stages_of_in - p.stages;
     const auto release = [&](int stage) {
+      __syncwarp();
       if (lane == 0) arrive(w_free + 8 * stage);
-      if (lane < p.cluster && ((lane - stage * p.slabs) & (p.cluster - 1)) < p.slabs) {
+      if (p.cluster > 1 && loads > 0 && lane < p.cluster && ((lane - stage * kSlabs) & (p.cluster - 1)) < kSlabs) {
         arrive_at(x_free + 8 * stage, static_cast<uint32_t>(lane));
       }
+      --loads;
     };
-    float sum[kParts][kColumns / 2] = {};
+    uint32_t x[kBuffers][kTokens][4], w[kBuffers][kWeights][4];
+    const auto load = [&](int buffer, uint32_t x_stage, uint32_t w_stage, int step) {
+      const int slab = step / (kSlab / kStep);
+      const uint32_t turn = 32u * static_cast<uint32_t>(step % (kSlab / kStep));
+      const uint32_t x_from = (x_stage + static_cast<uint32_t>(slab) * x_bytes) ^ turn;
+      const uint32_t w_from = (w_stage + static_cast<uint32_t>(slab) * w_bytes) ^ turn;
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) load_fragment(x[buffer][t], x_from + t * kFragmentBytes);
+#pragma unroll
+      for (int g = 0; g < kWeights; ++g) load_fragment(w[buffer][g], w_from + g * between);
+    };
     Ring ring(p.stages);
     wait_for_predecessors();
     for (int base = first_tile; base < p.tiles; base += tile_step) {
-      int accumulate = 0, before = -1;
-      const auto multiply_slab = [&](uint32_t a_address, uint32_t b_address) {
+      float sum[kTokens][2 * kWeights][4] = {};
+      wait(full + 8 * ring.stage, ring.phase);
+      __syncwarp();
+      uint32_t x_stage = x_place + static_cast<uint32_t>(ring.stage * kSlabs) * x_bytes;
+      uint32_t w_stage = w_place + static_cast<uint32_t>(ring.stage * kSlabs) * w_bytes;
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) pin(sum[part]);
-        __syncwarp();
-        product_fence();
-        const uint64_t a = swizzled_operand(a_address), b = swizzled_operand(b_address);
-#pragma unroll
-        for (int step = 0; step < kSlab / kStep; ++step) {
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            multiply<kColumns>(sum[part], operand_after(a, step * kStep * 2),
-                               operand_after(b, part * static_cast<int>(kPartBytes) + step * kStep * 2), accumulate);
-          }
-          accumulate = 1;
-        }
-        product_commit();
-      };
-      for (int i = 0; i < p.stages_of_in; ++i) {
-        wait(full + 8 * ring.stage, ring.phase);
-        uint32_t a_address = x_base + static_cast<uint32_t>(ring.stage * p.slabs) * x_bytes +
-                             static_cast<uint32_t>(group) * (kGroupRows * kSlabRowBytes);
-        uint32_t b_address = w_base + static_cast<uint32_t>(ring.stage * p.slabs) * kWeightBytes;
-        multiply_slab(a_address, b_address);
-        product_wait<1>();  // all but this slab: the stage before this one has been read
-        if (before >= 0) release(before);
-        before = ring.stage;
+      for (int step = 0; step < kAhead; ++step) load(step, x_stage, w_stage, step);
+      int before = -1;  // the stage to be given back
 #pragma unroll 1
-        for (int j = 1; j < p.slabs; ++j) {
-          a_address += x_bytes;
-          b_address += kWeightBytes;
-          multiply_slab(a_address, b_address);
-        }
-        ring.advance();
-      }
-      product_wait<0>();
+      for (int left = p.stages_of_in; left > 0; --left) {
+        Ring next = ring;
+        next.advance();
+        const uint32_t next_x = next.stage == 0 ? x_place : x_stage + kSlabs * x_bytes;
+        const uint32_t next_w = next.stage == 0 ? w_place : w_stage + kSlabs * w_bytes;
+        bool there = true;
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) pin(sum[part]);
+        for (int step = 0; step < kSteps; ++step) {
+          if (step == kSteps - kAhead - 2 && left > 1) there = has_ended(full + 8 * next.stage, next.phase);
+          if (step + kAhead < kSteps) {
+            load((step + kAhead) % kBuffers, x_stage, w_stage, step + kAhead);
+          } else {
+            // After the last stage this reads what is there, and nobody uses it.
+            if (step + kAhead == kSteps) {
+              if (!there) wait(full + 8 * next.stage, next.phase);
+              __syncwarp();
+            }
+            load((step + kAhead) % kBuffers, next_x, next_w, step + kAhead - kSteps);
+          }
+#pragma unroll
+          for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+            for (int g = 0; g < kWeights; ++g) {
+              const int b = step % kBuffers;
+              multiply(sum[t][2 * g], x[b][t], w[b][g][0], w[b][g][1]);
+              multiply(sum[t][2 * g + 1], x[b][t], w[b][g][2], w[b][g][3]);
+            }
+          }
+          if (step == 0 && before >= 0) release(before);
+        }
+        before = ring.stage;
+        ring = next;
+        x_stage = next_x;
+        w_stage = next_w;
+      }
       release(before);
       const int tile = base + rank;
-      if (tile >= p.tiles || first_row >= p.rows) continue;
-      const int first_column = tile * kTileOutputs;
-      if constexpr (kSwiglu) {
-        write_swiglu<kColumns>(sum[0], sum[1], p, first_row, first_column, lane);
-      } else {
+      if (tile >= p.tiles) continue;
+      const int first_column = tile * p.columns + first_row, limit = p.out - first_column;
+      if (!kSwiglu && p.bias != nullptr) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          write_product<kColumns>(sum[part], p, first_row, first_column + part * kColumns, lane);
+        for (int b = 0; b < 2 * kWeights; ++b) {
+          const int column = 8 * b + 2 * (lane % 4);
+          if (column >= limit) break;
+          const float2 pair =
+              __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p.bias + first_column + column));
+#pragma unroll
+          for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              sum[t][b][2 * h] = __fadd_rn(sum[t][b][2 * h], pair.x);
+              sum[t][b][2 * h + 1] = __fadd_rn(sum[t][b][2 * h + 1], pair.y);
+            }
+          }
+        }
+      }
+      constexpr int kBlocks = kSwiglu ? 2 : 2 * kWeights;  // of 8 columns
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          uint32_t word[kBlocks];
+#pragma unroll
+          for (int b = 0; b < kBlocks; ++b) {
+            float low = sum[t][b][2 * h], high = sum[t][b][2 * h + 1];
+            if constexpr (kSwiglu) {
+              const auto rounded = [](float value) { return __bfloat162float(__float2bfloat16_rn(value)); };
+              low = steps::swiglu(rounded(low), rounded(sum[t][b + 2][2 * h]));
+              high = steps::swiglu(rounded(high), rounded(sum[t][b + 2][2 * h + 1]));
+            }
+            word[b] = pack_pair(low, high);
+          }
+          const int row = first_token + t * kFragmentRows + lane / 4 + 8 * h;
+          write_row(word, p.y + static_cast<int64_t>(row) * p.out + first_column, limit, row < p.rows, lane);
         }
       }
     }
   }
   // No block leaves while another may still copy into its memory or arrive at its barriers.
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
+  if (p.cluster > 1) {
+    __syncwarp();
+    cluster_arrive_release();
+    cluster_wait();
+  }
 }
 
 }  // namespace trireme::cuda

@@ -2,16 +2,20 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cublasLt.h>
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "base/error.h"
 #include "trainer/ops/cuda/few_rows.h"
@@ -62,6 +66,88 @@ struct Layouts {
   cublasLtMatmulAlgo_t algorithm;
 };
 
+thread_local bool decoding = false;     // a DecodeScope lives
+thread_local bool behind_ours = false;  // in it: the last product was launched by our kernel
+
+cudaStream_t stream_of(int device) {
+  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+bool capturing(int device) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream_of(device), &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Operands of trials, taken in turn, so that a trial finds its weight and its rows in no cache as decoding does.
+class TrialOperands {
+ public:
+  // Elements of one weight, of one x and of one y. Of a weight that is cold by itself, `given` is read and no copy
+  // made.
+  TrialOperands(int device, const void* given, int64_t weight, int64_t x, int64_t y)
+      : device_(device),
+        given_(given),
+        weight_(weight),
+        x_(x),
+        copies_(std::max<int64_t>(1, kColdBytes / (2 * weight))) {
+    const auto options =
+        at::TensorOptions().dtype(at::kBFloat16).device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+    const at::Generator generator = at::cuda::detail::createCUDAGenerator(static_cast<c10::DeviceIndex>(device));
+    if (copies_ > 1) weights_ = at::randn({weight * copies_}, generator, options);
+    rows = at::randn({x * kRowCopies}, generator, options);
+    results = at::empty({y}, options);
+    C10_CUDA_CHECK(cudaEventCreate(&from_));
+    C10_CUDA_CHECK(cudaEventCreate(&to_));
+  }
+  ~TrialOperands() {
+    (void)cudaEventDestroy(from_);
+    (void)cudaEventDestroy(to_);
+  }
+  TrialOperands(const TrialOperands&) = delete;
+  TrialOperands& operator=(const TrialOperands&) = delete;
+
+  // Microseconds of a launch(weight, x), the least of some rounds; infinity where it returns false. Gives up a
+  // candidate that is slower than `best` by a tenth.
+  template <class Launch>
+  double microseconds(double best, const Launch& launch) const {
+    constexpr int kRounds = 4;
+    constexpr double kHopeless = 1.1;
+    const cudaStream_t stream = stream_of(device_);
+    const int64_t launches = std::max<int64_t>(copies_, 4);
+    double least = std::numeric_limits<double>::infinity();
+    for (int round = 0; round < kRounds && !(round > 1 && least > kHopeless * best); ++round) {
+      C10_CUDA_CHECK(cudaEventRecord(from_, stream));
+      for (int64_t i = 0; i < launches; ++i) {
+        if (!launch(weight(i % copies_), address(rows, i % kRowCopies * x_)))
+          return std::numeric_limits<double>::infinity();
+      }
+      C10_CUDA_CHECK(cudaEventRecord(to_, stream));
+      C10_CUDA_CHECK(cudaEventSynchronize(to_));
+      float milliseconds = 0;
+      C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from_, to_));
+      least = std::min(least, milliseconds * 1e3 / static_cast<double>(launches));
+    }
+    return least;
+  }
+
+  const void* weight(int64_t copy) const { return copies_ > 1 ? address(weights_, copy * weight_) : given_; }
+
+  at::Tensor rows, results;
+
+ private:
+  static constexpr int64_t kColdBytes = 240'000'000;
+  static constexpr int64_t kRowCopies = 8;
+  static const void* address(const at::Tensor& t, int64_t element) {
+    return static_cast<const char*>(t.const_data_ptr()) + 2 * element;
+  }
+
+  int device_;
+  const void* given_;
+  int64_t weight_, x_, copies_;
+  at::Tensor weights_;
+  cudaEvent_t from_ = nullptr, to_ = nullptr;
+};
+
 // Handle, workspaces and the algorithm of each product; one for each device.
 class Library {
  public:
@@ -91,7 +177,7 @@ class Library {
     const at::Tensor& workspace = product.exact ? exact_workspace_ : backward_workspace_;
     check(cublasLtMatmul(handle_, layouts.operation, &alpha, a, layouts.a, b, layouts.b, &beta, d, layouts.d, d,
                          layouts.d, &layouts.algorithm, workspace.mutable_data_ptr(), workspace.nbytes(),
-                         c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device_)).stream()),
+                         stream_of(device_)),
           "a product");
   }
 
@@ -133,6 +219,12 @@ class Library {
     layout(&l.b, CUDA_R_16BF, p.transpose_b, p.k, p.n, p.ldb);
     layout(&l.d, p.float_output ? CUDA_R_32F : CUDA_R_16BF, false, p.m, p.n, p.ldd);
 
+    l.algorithm = algorithm_of(p, l);
+    return products_.emplace(p, l).first->second;
+  }
+
+  // The one that the library expects to be fastest; of those that split no sum where the product is exact.
+  cublasLtMatmulAlgo_t algorithm_of(const Product& p, const Layouts& l) const {
     cublasLtMatmulPreference_t preference = nullptr;
     check(cublasLtMatmulPreferenceCreate(&preference), "stating preferences");
     const size_t bytes = p.exact ? exact_bytes_ : kBackwardWorkspaceBytes;
@@ -152,8 +244,6 @@ class Library {
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, l.operation, l.a, l.b, l.d, l.d, preference,
                                                                  exact ? kCandidates : 1, results, &count);
     cublasLtMatmulPreferenceDestroy(preference);
-    // The library's order is by expected time. Trials of one product at a time with a cold cache chose worse for decode
-    // steps (docs/performance.md).
     int chosen = 0;
     while (exact && chosen < count && splits_the_sum(results[chosen].algo)) ++chosen;
     if (status != CUBLAS_STATUS_SUCCESS || chosen >= count) {
@@ -161,8 +251,7 @@ class Library {
                                         " x " + std::to_string(p.n) + " x " + std::to_string(p.k) +
                                         "; widths must be multiples of 8");
     }
-    l.algorithm = results[chosen].algo;
-    return products_.emplace(p, l).first->second;
+    return results[chosen].algo;
   }
 
   int device_;
@@ -190,20 +279,61 @@ std::atomic<int64_t> rows_limit{kFewRowsWherePaid};
 int64_t rows_limit_for(int64_t out) {
   const int64_t limit = rows_limit;
   if (limit != kFewRowsWherePaid) return limit;
-  return out >= 65'536 ? 64 : 0;
+  return out >= 65'536 ? 64 : decoding ? 32 : 0;
 }
 
-thread_local bool overlap = false;
+// The plan that is fastest by trial; the one of the lowest predicted time where there is no room for trials.
+FewRowsPlan tried_plan(int device, FewRowsArgs args) {
+  constexpr size_t kMostTrials = 120;
+  std::vector<FewRowsPlan> plans = few_rows_plans(args);
+  std::stable_sort(plans.begin(), plans.end(),
+                   [](const FewRowsPlan& a, const FewRowsPlan& b) { return a.predicted_us < b.predicted_us; });
+  if (plans.size() > kMostTrials) plans.resize(kMostTrials);
+  if (plans.empty()) return {};
+  try {
+    const TrialOperands operands(device, args.weight, (args.swiglu ? 2 : 1) * args.out * args.weight_stride,
+                                 args.rows * args.in, args.rows * args.out);
+    args.x_stride = args.in;
+    args.y = operands.results.mutable_data_ptr();
+    args.bias = nullptr;
+    args.overlap = true;
+    size_t best = 0;
+    double best_us = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < plans.size(); ++i) {
+      const double us = operands.microseconds(best_us, [&](const void* weight, const void* x) {
+        args.weight = weight;
+        args.x = x;
+        return few_rows(args, plans[i], stream_of(device)) == cudaSuccess;
+      });
+      if (us < best_us) {
+        best = i;
+        best_us = us;
+      }
+    }
+    return plans[best];
+  } catch (const c10::OutOfMemoryError&) {
+    return plans.front();
+  }
+}
 
-// The plan for a shape, made once.
-const FewRowsPlan& few_rows_plan_of(int device, FewRowsArgs args) {
+// The plan for a shape, made once; once more, by trial, when decoding begins.
+FewRowsPlan few_rows_plan_of(int device, FewRowsArgs args) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, int64_t, int64_t, int64_t, bool>, FewRowsPlan> plans;
+  struct Kept {
+    FewRowsPlan plan;
+    bool made = false, tried = false;
+  };
+  static std::map<std::tuple<int, int64_t, int64_t, int64_t, bool>, Kept> plans;
   args.rows = (args.rows + 7) / 8 * 8;  // plans count rows in eights
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto [place, fresh] = plans.try_emplace({device, args.rows, args.in, args.out, args.swiglu});
-  if (fresh) place->second = few_rows_plan(args);
-  return place->second;
+  Kept& kept = plans[{device, args.rows, args.in, args.out, args.swiglu}];
+  if (decoding && !kept.tried && !capturing(device)) {
+    kept.plan = tried_plan(device, args);
+    kept.made = kept.tried = true;
+  }
+  if (!kept.made) kept.plan = few_rows_plan(args);
+  kept.made = true;
+  return kept.plan;
 }
 
 // Nothing where our kernel is not for these.
@@ -222,18 +352,18 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   args.y = y.mutable_data_ptr();
   args.swiglu = swiglu;
-  args.overlap = overlap;
+  args.overlap = decoding;
   if (!few_rows_supported(args)) return std::nullopt;
   const int device = x.device().index();
-  const FewRowsPlan& plan = few_rows_plan_of(device, args);
+  const FewRowsPlan plan = few_rows_plan_of(device, args);
   if (plan.clusters == 0) return std::nullopt;
-  const cudaError_t error =
-      few_rows(args, plan, c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream());
+  const cudaError_t error = few_rows(args, plan, stream_of(device));
   if (error != cudaSuccess) {
     throw Error(ErrorKind::kInternal, "a product of " + std::to_string(args.rows) + " rows with a weight of " +
                                           std::to_string(weight.size(0)) + " x " + std::to_string(args.in) +
                                           " could not be launched: " + cudaGetErrorString(error));
   }
+  behind_ours = decoding;
   return y;
 }
 
@@ -261,6 +391,7 @@ at::Tensor linear_forward(const at::Tensor& given, const at::Tensor& weight, con
   product.ldd = out;
   product.bias = bias.defined();
   product.exact = true;
+  behind_ours = false;
   Library::of(x.device().index())
       .run(product, weight.const_data_ptr(), x.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
            y.mutable_data_ptr());
@@ -285,8 +416,15 @@ void set_few_rows_limit(int64_t rows) {
   rows_limit = rows;
 }
 
-OverlapScope::OverlapScope() : before_(overlap) { overlap = true; }
-OverlapScope::~OverlapScope() { overlap = before_; }
+DecodeScope::DecodeScope() : before_(decoding) {
+  decoding = true;
+  behind_ours = false;
+}
+DecodeScope::~DecodeScope() {
+  decoding = before_;
+  behind_ours = false;
+}
+bool may_begin_early() { return decoding && behind_ours; }
 
 at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight) {
   require_bfloat16("linear's backward", dy);

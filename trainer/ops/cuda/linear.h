@@ -12,33 +12,43 @@ namespace trireme::cuda {
 
 // x [tokens, in] bf16, weight [out, in] bf16, bias [out] bf16 or undefined -> [tokens, out] bf16. x may be a view with
 // a row stride. Up to few_rows_limit() rows our kernel computes it where it takes the shape (`in` a multiple of 64,
-// `out` of 8); else cublasLt, fewer than 16 rows padded. Does not synchronise; legal in stream capture.
+// `out` of 8); else cublasLt, fewer than 16 rows padded. Does not synchronise (but for the trials of a DecodeScope);
+// legal in stream capture.
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 // silu(gate) * up: weight [2 * width, in], the gate's rows first -> [tokens, width]. The bits of swiglu_halves over
-// linear_forward, in one kernel up to few_rows_limit() rows. No autograd.
+// linear_forward, in one kernel where our kernel computes it. No autograd.
 at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
 
-// Most rows that our kernel takes; 0: cublasLt computes everything; kFewRowsWherePaid: up to 64 rows of weights with at
-// least 65,536 outputs, the heads of vocabularies, where it was measured to be faster (H200, docs/performance.md). The
-// bits are the same. Process-wide; not while ops run. At most kMostFewRows (few_rows.h).
+// Most rows that our kernel takes; 0: cublasLt computes everything; kFewRowsWherePaid: where it was measured to be
+// faster (H200, docs/performance.md): up to 64 rows of weights with at least 65,536 outputs, the heads of
+// vocabularies; in a DecodeScope also up to 32 rows of any weight. The bits are the same. Process-wide; not while ops
+// run. At most kMostFewRows
+// (few_rows.h).
 int64_t few_rows_limit();
 void set_few_rows_limit(int64_t rows);
 inline constexpr int64_t kFewRowsWherePaid = -1;
 
-// While one lives, products of few rows launched by this thread may begin before the kernel ahead of them in the stream
-// has ended: they read their first weights while it runs, if it allows that (FewRowsArgs::overlap). Only where no
-// kernel that may still run writes weights: in a decode graph, not after an optimizer step in the same stream.
-class OverlapScope final {
+// While one lives, this thread launches decode steps: the same products again and again, each waiting for the one
+// before. Then
+// - the first time a product of our kernel comes, outside of a capture, its plans are tried with a cold cache and the
+//   fastest stays, for this process (0.1 s a product; up to 250 MB for the time being, without which nothing is tried);
+// - products of our kernel, and the short kernels after them, may begin before the kernel ahead of them in the stream
+//   has ended (FewRowsArgs::overlap): only where no kernel that may still run writes weights, so not straight after an
+//   optimizer step in the same stream.
+class DecodeScope final {
  public:
-  OverlapScope();
-  ~OverlapScope();
-  OverlapScope(const OverlapScope&) = delete;
-  OverlapScope& operator=(const OverlapScope&) = delete;
+  DecodeScope();
+  ~DecodeScope();
+  DecodeScope(const DecodeScope&) = delete;
+  DecodeScope& operator=(const DecodeScope&) = delete;
 
  private:
   bool before_;
 };
+// Whether the next kernel of this thread may: in a DecodeScope, behind a product of our kernel. Behind other kernels an
+// early launch costs more than it saves.
+bool may_begin_early();
 
 // dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.
 at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight);

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "trainer/ops/checks.h"
+#include "trainer/ops/cuda/linear.h"
 #include "trainer/ops/cuda/rows.h"
 
 namespace trireme::cuda {
@@ -57,7 +58,8 @@ NormResult norm_forward(const at::Tensor& x, const at::Tensor& delta, const at::
   const int64_t width = in.size(-1);
   const at::Tensor sum = delta.defined() ? at::empty_like(in) : in, normed = at::empty_like(in);
   add_rms_norm_forward(data(in), data_or_null(more), data(scale), static_cast<float>(eps), in.numel() / width, width,
-                       delta.defined() ? mutable_data(sum) : nullptr, mutable_data(normed), stream_of(x));
+                       delta.defined() ? mutable_data(sum) : nullptr, mutable_data(normed), stream_of(x),
+                       may_begin_early());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {sum, normed};
 }
@@ -394,7 +396,7 @@ at::Tensor split_qkv_cached(const at::Tensor& qkv, const at::Tensor& q_norm, con
   const QkvInput in = qkv_input(qkv, q_norm, k_norm, table, positions, layout);
   at::Tensor q = heads_like(qkv, layout.q_heads, layout);
   split_qkv_forward(in.rows(), mutable_data(q), mutable_data(arena_k), mutable_data(arena_v),
-                    plan.token_rows.const_data_ptr<int64_t>(), stream_of(qkv));
+                    plan.token_rows.const_data_ptr<int64_t>(), stream_of(qkv), may_begin_early());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return q;
 }

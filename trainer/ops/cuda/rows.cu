@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "trainer/ops/cuda/hopper.cuh"
 #include "trainer/ops/cuda/rows.h"
 #include "trainer/ops/cuda/swiglu_step.cuh"
 
@@ -102,20 +103,25 @@ NormShape norm_shape(int64_t width) {
 
 template <int kVectors, bool kAdd>
 __global__ void __launch_bounds__(kNormThreads)
-    norm_forward_kernel(const Chunk* __restrict__ x, const Chunk* __restrict__ delta, const Chunk* __restrict__ weight,
-                        float eps, float one_over_width, int row_chunks, Chunk* __restrict__ sum,
-                        Chunk* __restrict__ normed) {
+    norm_forward_kernel(const Chunk* x, const Chunk* delta, const Chunk* __restrict__ weight, float eps,
+                        float one_over_width, int row_chunks, Chunk* __restrict__ sum, Chunk* __restrict__ normed) {
   __shared__ float shared[kNormThreads / kWarp];
   const int64_t base = static_cast<int64_t>(blockIdx.x) * row_chunks;
-  // The weight is asked for together with the row: in decode neither is in a cache.
+  // The weight is asked for while the kernel ahead may still run: in decode it is in no cache.
   Chunk value[kVectors], other[kVectors], scale[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int c = threadIdx.x + v * blockDim.x;
+    scale[v] = c < row_chunks ? weight[c] : zeros();
+  }
+  hopper::let_successors_begin();
+  hopper::wait_for_predecessors();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int c = threadIdx.x + v * blockDim.x;
     const bool inside = c < row_chunks;
     value[v] = inside ? x[base + c] : zeros();
     if (kAdd) other[v] = inside ? delta[base + c] : zeros();
-    scale[v] = inside ? weight[c] : zeros();
   }
   float squares = 0;
 #pragma unroll
@@ -413,6 +419,8 @@ template <int kGroup>
 __global__ void __launch_bounds__(kSplitThreads)
     split_forward_kernel(const QkvRows in, Chunk* __restrict__ q, Chunk* __restrict__ k, Chunk* __restrict__ v,
                          const int64_t* __restrict__ rows) {
+  hopper::let_successors_begin();
+  hopper::wait_for_predecessors();
   constexpr int kHeadChunks = 2 * kGroup;
   const HeadPlace<kGroup> at;
   const int all_heads = in.q_heads + 2 * in.kv_heads, rotated = in.q_heads + in.kv_heads;
@@ -629,21 +637,37 @@ __global__ void __launch_bounds__(kFlatThreads)
   }
 }
 
+// With `early` the kernel may begin before the one ahead of it in the stream has ended: it must call
+// wait_for_predecessors() in every thread before it reads or writes what others write.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, cudaStream_t stream, bool early,
+            Arguments... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);  // errors: the caller's launch check
+}
+
 }  // namespace
 
 void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, int64_t rows, int64_t width,
-                          Bf16* sum, Bf16* normed, cudaStream_t stream) {
+                          Bf16* sum, Bf16* normed, cudaStream_t stream, bool early) {
   if (rows == 0) return;
   const NormShape shape = norm_shape(width);
-  const auto launch = [&](auto kernel) {
-    kernel<<<static_cast<unsigned>(rows), shape.threads, 0, stream>>>(
-        chunks(x), chunks(delta), chunks(weight), eps, 1.0f / static_cast<float>(width),
-        static_cast<int>(width / kChunk), chunks(sum), chunks(normed));
+  const auto launch_one = [&](auto kernel) {
+    launch(kernel, static_cast<unsigned>(rows), shape.threads, stream, early, chunks(x), chunks(delta), chunks(weight),
+           eps, 1.0f / static_cast<float>(width), static_cast<int>(width / kChunk), chunks(sum), chunks(normed));
   };
   if (delta != nullptr) {
-    shape.vectors == 2 ? launch(norm_forward_kernel<2, true>) : launch(norm_forward_kernel<4, true>);
+    shape.vectors == 2 ? launch_one(norm_forward_kernel<2, true>) : launch_one(norm_forward_kernel<4, true>);
   } else {
-    shape.vectors == 2 ? launch(norm_forward_kernel<2, false>) : launch(norm_forward_kernel<4, false>);
+    shape.vectors == 2 ? launch_one(norm_forward_kernel<2, false>) : launch_one(norm_forward_kernel<4, false>);
   }
 }
 
@@ -723,12 +747,14 @@ void embed_backward(const Bf16* dy, const int64_t* sorted_ids, const int64_t* or
   wide ? launch(embed_backward_kernel<true>) : launch(embed_backward_kernel<false>);
 }
 
-void split_qkv_forward(const QkvRows& in, Bf16* q, Bf16* k, Bf16* v, const int64_t* rows, cudaStream_t stream) {
+void split_qkv_forward(const QkvRows& in, Bf16* q, Bf16* k, Bf16* v, const int64_t* rows, cudaStream_t stream,
+                       bool early) {
   if (in.tokens == 0) return;
   const SplitShape shape = split_shape(in.q_heads + in.kv_heads * (v != nullptr ? 2 : 1), in.head_dim, kSplitThreads);
   const dim3 grid(static_cast<unsigned>(in.tokens), static_cast<unsigned>(shape.blocks));
   with_group(in.head_dim, [&](auto group) {
-    split_forward_kernel<group.value><<<grid, shape.threads, 0, stream>>>(in, chunks(q), chunks(k), chunks(v), rows);
+    launch(split_forward_kernel<group.value>, grid, shape.threads, stream, early, in, chunks(q), chunks(k), chunks(v),
+           rows);
   });
 }
 

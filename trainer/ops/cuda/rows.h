@@ -5,7 +5,10 @@
 // of a fixed set of rows, added in a fixed order: the same bits in every run, but they depend on the number of rows.
 // Nothing here allocates, waits or reads results back except take_bad_id: all else is legal in stream capture.
 //
-// Speed: bench/gpu/rows_bench measures it; not measured yet.
+// Kernels with `early` may then begin before the one ahead of them in the stream has ended, if that one allows it; they
+// wait for its end before they touch anything but weights. In any case they allow it to the next one.
+//
+// Speed: docs/performance.md; bench/gpu/rows_bench measures it.
 //
 // All matrices are row-major and contiguous unless a stride (in elements) is given. Every pointer is a multiple of 16
 // bytes, every width and stride a multiple of 8 elements. Launch errors stay in cudaGetLastError().
@@ -26,7 +29,7 @@ inline constexpr int64_t kMaxNormWidth = 16'384;
 // sum = x + delta (rounded; delta null: x itself is normed and sum is not written), normed = sum / rms(sum) * weight.
 // [rows, width]. One block a row.
 void add_rms_norm_forward(const Bf16* x, const Bf16* delta, const Bf16* weight, float eps, int64_t rows, int64_t width,
-                          Bf16* sum, Bf16* normed, cudaStream_t stream);
+                          Bf16* sum, Bf16* normed, cudaStream_t stream, bool early = false);
 
 // Rows of partial sums that the backward below writes.
 int64_t norm_partials(int64_t rows, int64_t width);
@@ -78,7 +81,8 @@ struct QkvRows {
 };
 // q [tokens, q_heads, head_dim]. Row t of k and v goes to row rows[t] (rows null: t) of k and v [.., kv_heads,
 // head_dim]; a negative row is not written. v null: v is not copied.
-void split_qkv_forward(const QkvRows& in, Bf16* q, Bf16* k, Bf16* v, const int64_t* rows, cudaStream_t stream);
+void split_qkv_forward(const QkvRows& in, Bf16* q, Bf16* k, Bf16* v, const int64_t* rows, cudaStream_t stream,
+                       bool early = false);
 
 // Rows of partial sums of the backward below; 0 where there is no norm.
 int64_t split_qkv_partials(const QkvRows& in);

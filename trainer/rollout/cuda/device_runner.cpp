@@ -17,6 +17,7 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "trainer/ops/cuda/linear.h"
 #include "trainer/rollout/cuda/resolve.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -244,6 +245,7 @@ class DeviceRunner final : public StepRunner {
   }
 
   void run_decode(int64_t bucket, int64_t runs, bool filters) {
+    const cuda::DecodeScope scope;
     const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
     cuda::resolve_tokens(in.tokens.const_data_ptr<int64_t>(), ids_.const_data_ptr<int64_t>(),
                          in.tokens.mutable_data_ptr<int64_t>(), bucket, stream());
