@@ -65,6 +65,20 @@ wait $pid; code=$?
 if [ $code = 20 ] && grep -q "rank 1 has not come (last seen at number" "$dir/err" && grep -q "rank 1 still runs" "$dir/err"; then ok "a hanging rank is named and ended"
 else bad "hanging rank: code $code" "$(cat "$dir/err")"; fi
 
+# Failures of one rank of two, caused on purpose: the rank, its phase and what happened are named, the other says whose failure it was, both leave.
+# fails FAULT CODE FIRST OTHER [overrides...]: the run ends with CODE; FIRST is said of rank 1, OTHER by rank 0.
+fails() {
+  local fault=$1 expected=$2 first=$3 other=$4; shift 4
+  SECONDS=0
+  TRIREME_FAULT=$fault timeout 300 "$TRIREME" launch --nproc-per-node 2 -- $(run_args "fault-${fault%%@*}" grpo.max_num_steps=100000 checkpointing.enabled=false "$@") >"$dir/out" 2>"$dir/err"; code=$?
+  if [ $code = "$expected" ] && grep -q "rank 1 failed first" "$dir/err" && grep -q -- "$first" "$dir/err" && grep -q -- "$other" "$dir/err" && [ $SECONDS -lt 200 ]
+  then ok "$fault: code $code after $SECONDS s"; else bad "$fault: code $code after $SECONDS s" "$(cat "$dir/err")"; fi
+}
+fails nan@2:1 21 "rank 1 on .* in phase training: the log-prob of a token of sample .* is not finite in the loss" "failed: .*rank 1 on .* is not finite in the loss"
+fails memory@2:1 1 "rank 1 on .* out of memory in phase training: 1.0 PiB were asked for .*; lower the micro-batch" "failed: .*rank 1 on .* out of memory in phase training"
+fails hang@2:1 30 "rank 1 is stuck: the others have given up waiting" "rank 1 has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=20
+refuses 10 "KIND@STEP:RANK" env TRIREME_FAULT=flood@1:0 "$TRIREME" $(run_args a)
+
 # A full disk at the checkpoint (a small tmpfs, when this may be mounted).
 mkdir -p "$dir/small"
 if mount -t tmpfs -o size=200k tmpfs "$dir/small" 2>/dev/null; then

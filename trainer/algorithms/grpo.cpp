@@ -57,6 +57,13 @@ class GrpoLoop final {
   }
 
   TrainSummary run() {
+    TrainSummary summary;
+    run_and_report(session_.context, [&] { summary = run_steps(); });
+    return summary;
+  }
+
+ private:
+  TrainSummary run_steps() {
     const GrpoConfig& g = config_.grpo;
     if (g.val_at_start && step_ == 0) {
       validate(0);
@@ -85,7 +92,6 @@ class GrpoLoop final {
     return summary;
   }
 
- private:
   nlohmann::json state() const {
     nlohmann::json state = {{"prompts", prompts_.state()}, {"next_sample_id", next_sample_id_}};
     if (last_validation_) state["validation"] = *last_validation_;
@@ -227,6 +233,8 @@ class GrpoLoop final {
                ".safetensors"))
                  .string();
     }
+    session_.context.set_phase("training");
+    session_.cause_fault(report.step);
     const TrainResult trained = trainer_->train(samples, dump);
     engine_.weights_changed();
     report.phases["logprobs"] = trained.logprob_seconds;

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "trainer/model/safetensors.h"
+#include "trainer/ops/device_state.h"
 #include "trainer/optimizer/lr_schedule.h"
 
 namespace trireme {
@@ -56,6 +57,7 @@ int64_t differing_bits(const at::Tensor& a, const at::Tensor& b, const at::Tenso
 void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const MicroBatch& batch) {
   const at::Tensor bad = at::logical_and(at::logical_not(at::isfinite(logprobs.detach())), mask > 0);
   if (!bad.any().item<bool>()) return;
+  throw_on_bad_ids(logprobs.device());
   const int64_t token = bad.nonzero()[0].item<int64_t>();
   fail_data("the log-prob of a token of sample " +
             std::to_string(batch.samples[static_cast<size_t>(batch.sequence[token].item<int64_t>())]) +

@@ -74,6 +74,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
+      fault_(options.fault),
       stop_signal_(options.stop_signal),
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "trainer/algorithms/failure.h"
 #include "trainer/algorithms/reporting.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/config.h"
@@ -25,6 +26,7 @@ struct TrainOptions {
   ReportingOptions reporting;
   const std::atomic<int>* stop_signal = nullptr;  // non-zero: finish the step, save, leave
   bool checkpoint_on_stop = true;
+  Fault fault;  // for tests
 };
 
 enum class LoopEnd { kFinished, kStopped };  // kStopped: by a signal or checkpoint_must_save_by
@@ -58,8 +60,11 @@ class Session final {
   bool checkpoint_on_stop() const { return checkpoint_on_stop_ || save_by_.has_value(); }
   // Saves when checkpointing is enabled and `step` is not saved yet. Collective. Returns the seconds it took.
   double save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics);
+  // For tests: what TrainOptions::fault says, when it is due.
+  void cause_fault(int64_t step) { trireme::cause_fault(fault_, step, context, *policy); }
 
  private:
+  const Fault fault_;
   const std::atomic<int>* stop_signal_;
   bool checkpoint_on_stop_ = true;
   std::optional<SteadyClock::time_point> save_by_;

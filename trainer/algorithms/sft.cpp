@@ -42,6 +42,13 @@ class SftLoop final {
   }
 
   TrainSummary run() {
+    TrainSummary summary;
+    run_and_report(session_.context, [&] { summary = run_steps(); });
+    return summary;
+  }
+
+ private:
+  TrainSummary run_steps() {
     const SftConfig& s = config_.sft;
     if (s.val_at_start && step_ == 0 && datasets_.validation)
       session_.reporting.log_validation(0, {{"validation/loss", validate()}});
@@ -65,7 +72,6 @@ class SftLoop final {
     return summary;
   }
 
- private:
   // Whether this step was validated with a loss that ends the run; for a resumed one too.
   bool good_enough() const {
     const auto& limit = config_.sft.stop_at_validation_loss;
@@ -151,6 +157,7 @@ class SftLoop final {
     report.step = step_ + 1;
     session_.reporting.phase("training", report.step);
     session_.context.set_phase("training");
+    session_.cause_fault(report.step);
     SftBatch batch;
     for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));
     const double loss = forward(batch, true);

@@ -6,6 +6,7 @@
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "trainer/algorithms/failure.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/exit_codes.h"
 
@@ -47,7 +48,11 @@ int cli_main(int argc, char** argv) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return exit_code_of(error);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: internal: %s\n", error.what());
+    if (const auto shortage = describe_memory_shortage(error, "")) {
+      std::fprintf(stderr, "error: %s\n", shortage->c_str());
+    } else {
+      std::fprintf(stderr, "error: internal: %s\n", error.what());
+    }
     return exit_code_of(error);
   }
 }

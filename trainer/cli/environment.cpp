@@ -4,7 +4,9 @@
 
 #include <cstdlib>
 
+#include "api/runtime.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -33,8 +35,19 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
   r.timeout = Milliseconds(static_cast<int64_t>(timeout_s * 1000));
   if (r.world_size > 1 && r.master_port == 0)
     fail_user("WORLD_SIZE is " + std::to_string(r.world_size) + " but MASTER_PORT is not set");
+  // The training thread cannot be asked: it waits for the device, or for nobody knows what.
+  r.on_stuck = [](const std::string& what) {
+    log_error("train", what + "; leaving with the code of a node that is at fault");
+    ::_exit(kExitNode);
+  };
+  r.on_deadline = [](const std::string& what) {
+    log_error("train", what);
+    ::_exit(kExitCommunication);
+  };
   return r;
 }
+
+Fault fault_from_environment() { return parse_fault(environment("TRIREME_FAULT", "")); }
 
 int local_world_from_environment() { return static_cast<int>(environment_int("LOCAL_WORLD_SIZE", 1)); }
 

@@ -63,10 +63,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   }
   TrainOptions options;
   options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
-  options.rendezvous.on_stuck = [](const std::string& what) {
-    log_error("train", what + "; leaving with the code of a node that is at fault");
-    ::_exit(kExitNode);  // the training thread cannot be asked
-  };
+  options.fault = fault_from_environment();
   options.hf_home = hf_home_from_environment();
   options.reporting = reporting_from_environment();
   options.stop_signal = context.signal;

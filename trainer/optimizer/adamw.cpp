@@ -70,17 +70,19 @@ void DistributedAdamW::reset_master_from_weights() {
 
 void DistributedAdamW::check_finite(double squares) const {
   if (std::isfinite(squares)) return;
+  std::string name;
   for (const Parameter& parameter : model_.parameters()) {
-    if (!parameter.trainable) continue;
+    if (!parameter.trainable || !name.empty()) continue;
     const at::Tensor gradient = model_.flat_gradients().narrow(0, parameter.offset, parameter.size);
-    if (!at::isfinite(gradient).all().item<bool>()) {
-      fail_data("rank " + std::to_string(group_.rank()) + ": the gradient of " + parameter.name +
-                " at optimizer step " + std::to_string(steps_done_ + 1) +
-                " is not finite; the weights were not changed");
-    }
+    if (!at::isfinite(gradient).all().item<bool>()) name = parameter.name;
   }
-  fail_data("the gradient of another rank at optimizer step " + std::to_string(steps_done_ + 1) +
-            " is not finite; the weights were not changed");
+  // Every rank comes here: the sum is the same on all.
+  const auto culprit = static_cast<int64_t>(group_.all_reduce_max(name.empty() ? -1.0 : group_.rank()));
+  const std::string rest =
+      " at optimizer step " + std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed";
+  if (!name.empty()) fail_data("rank " + std::to_string(group_.rank()) + ": the gradient of " + name + rest);
+  if (culprit < 0) fail_data("the ranks' sum of gradients" + rest);
+  throw Error(ErrorKind::kUnavailable, "the gradient of rank " + std::to_string(culprit) + rest);
 }
 
 void DistributedAdamW::reduce_gradients() {

@@ -15,6 +15,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #ifdef TRIREME_CUDA
+#include <ATen/cuda/CUDAEvent.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
@@ -171,7 +173,9 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
     : rank_(rendezvous.rank), size_(rendezvous.world_size), name_(name) {
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();
-  attendance_ = std::make_unique<Attendance>(store, rendezvous, name);
+  attendance_ = std::make_unique<Attendance>(store, rendezvous, name, [this](const std::vector<int>& ranks) {
+    if (on_absent) on_absent(ranks);
+  });
   call("connect", [&] {
     auto options = c10d::ProcessGroupGloo::Options::create(rendezvous.timeout);
     options->devices.push_back(
@@ -183,7 +187,8 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
     auto scoped = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name, store.impl().scoped);
     impl_->make_nccl = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
       auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
-      nccl_options->timeout = timeout;
+      // Attendance keeps the deadline and names who is missing; NCCL's watchdog, which aborts, only when that fails.
+      nccl_options->timeout = timeout + Milliseconds(120000);
       return c10::make_intrusive<c10d::ProcessGroupNCCL>(scoped, rank, size, nccl_options);
     };
 #endif
@@ -199,17 +204,51 @@ void Communicator::call(const char* operation, Fn&& fn) {
   } catch (const std::exception& error) {
     const std::vector<int> absent = attendance_->absent(sequence_);
     if (!absent.empty() && on_absent) on_absent(absent);
+    std::string cause;
+    try {
+      if (const auto other = attendance_->failure_of_another()) cause = "; " + *other;
+    } catch (const std::exception& lost) {
+      log_debug("parallel", lost.what());
+    }
     throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
                                              " number " + std::to_string(sequence_) + " of group '" + name_ + "' (" +
-                                             std::to_string(size_) + " ranks) in phase " + phase_ +
-                                             " failed: " + first_line(error.what()) + attendance_->describe(absent));
+                                             std::to_string(size_) + " ranks) in phase " + phase_ + " failed: " +
+                                             first_line(error.what()) + attendance_->describe(absent) + cause);
   }
+}
+
+template <typename Fn>
+void Communicator::run(const char* operation, const at::Tensor& tensor, Fn&& start) {
+  call(operation, [&] {
+    c10d::Backend& backend = impl_->backend(tensor);
+#ifdef TRIREME_CUDA
+    if (tensor.is_cuda()) {
+      const auto come = std::make_shared<at::cuda::CUDAEvent>(), done = std::make_shared<at::cuda::CUDAEvent>();
+      come->record();
+      start(backend)->wait();  // of the current stream, not of the host
+      done->record();
+      attendance_->note_queued(
+          {sequence_, operation, phase_, [come] { return come->query(); }, [done] { return done->query(); }});
+      return;
+    }
+#endif
+    start(backend)->wait();
+  });
+}
+
+void Communicator::set_phase(const std::string& phase) {
+  phase_ = phase;
+  if (attendance_ != nullptr) attendance_->note_phase(phase);
+}
+
+void Communicator::report_failure(const std::string& what) {
+  if (size_ > 1) attendance_->report_failure(what);
 }
 
 void Communicator::all_reduce_sum(at::Tensor tensor) {
   if (size_ == 1) return;
   std::vector<at::Tensor> list{tensor};
-  call("all-reduce", [&] { impl_->backend(tensor).allreduce(list)->wait(); });
+  run("all-reduce", tensor, [&](c10d::Backend& backend) { return backend.allreduce(list); });
 }
 
 void Communicator::all_reduce_max(at::Tensor tensor) {
@@ -217,7 +256,7 @@ void Communicator::all_reduce_max(at::Tensor tensor) {
   std::vector<at::Tensor> list{tensor};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
-  call("all-reduce", [&] { impl_->backend(tensor).allreduce(list, options)->wait(); });
+  run("all-reduce", tensor, [&](c10d::Backend& backend) { return backend.allreduce(list, options); });
 }
 
 void Communicator::broadcast(at::Tensor tensor, int root) {
@@ -225,7 +264,7 @@ void Communicator::broadcast(at::Tensor tensor, int root) {
   std::vector<at::Tensor> list{tensor};
   c10d::BroadcastOptions options;
   options.rootRank = root;
-  call("broadcast", [&] { impl_->backend(tensor).broadcast(list, options)->wait(); });
+  run("broadcast", tensor, [&](c10d::Backend& backend) { return backend.broadcast(list, options); });
 }
 
 void Communicator::all_gather(at::Tensor out, const at::Tensor& in) {
@@ -238,7 +277,7 @@ void Communicator::all_gather(at::Tensor out, const at::Tensor& in) {
   if (in.is_alias_of(out)) input = in.clone();  // Gloo does not allow overlap
   at::Tensor flat_out = out.view({-1});
   at::Tensor flat_in = input.view({-1});
-  call("all-gather", [&] { impl_->backend(out)._allgather_base(flat_out, flat_in)->wait(); });
+  run("all-gather", out, [&](c10d::Backend& backend) { return backend._allgather_base(flat_out, flat_in); });
 }
 
 void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
@@ -249,7 +288,7 @@ void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
   }
   at::Tensor flat_out = out.view({-1});
   at::Tensor flat_in = in.view({-1});
-  call("reduce-scatter", [&] { impl_->backend(in)._reduce_scatter_base(flat_out, flat_in)->wait(); });
+  run("reduce-scatter", in, [&](c10d::Backend& backend) { return backend._reduce_scatter_base(flat_out, flat_in); });
 }
 
 void Communicator::barrier() {

@@ -24,9 +24,12 @@ struct RendezvousOptions {
   std::string attempt = "0";
   Milliseconds timeout{600000};
   // Called from a thread of its own when the other ranks have given up waiting for this one, and it has not come within
-  // the grace either. Empty: nothing is done.
+  // the grace either, or when its device has not come to a collective in time. Empty: nothing is done.
   std::function<void(const std::string& what)> on_stuck;
   Milliseconds stuck_grace{2000};
+  // Called from a thread of its own when a collective that this rank's device has come to does not end: its deadline
+  // has passed, or another rank has failed. Nothing is called where the host waits itself: that throws.
+  std::function<void(const std::string& what)> on_deadline;
 };
 
 // The job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
@@ -61,9 +64,13 @@ class Communicator final {
   int rank() const { return rank_; }
   int size() const { return size_; }
   // Shown in errors; the training loop sets it ("generation", "training", ...).
-  void set_phase(const std::string& phase) { phase_ = phase; }
+  void set_phase(const std::string& phase);
+  const std::string& phase() const { return phase_; }
   // Called before a failed collective throws, with the ranks that have not come to it. May be empty.
   std::function<void(const std::vector<int>& ranks)> on_absent;
+  // This rank leaves with an error of its own, which is none of a collective: the others are told what it was, and
+  // leave at once instead of at their deadline. Waits a moment for them to read it.
+  void report_failure(const std::string& what);
 
   void all_reduce_sum(at::Tensor tensor);
   void all_reduce_max(at::Tensor tensor);
@@ -82,6 +89,9 @@ class Communicator final {
  private:
   template <typename Fn>
   void call(const char* operation, Fn&& fn);
+  // `start` begins the operation on the backend of `tensor` and returns its c10d::Work, which is waited for.
+  template <typename Fn>
+  void run(const char* operation, const at::Tensor& tensor, Fn&& start);
   struct Impl;
   std::unique_ptr<Impl> impl_;
   std::unique_ptr<Attendance> attendance_;  // null with one rank

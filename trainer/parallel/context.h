@@ -26,6 +26,7 @@ class ParallelContext final {
   // Null with one process.
   JobStore* store() { return store_.get(); }
   void set_phase(const std::string& phase) { data_parallel_->set_phase(phase); }
+  const std::string& phase() const { return data_parallel_->phase(); }
 
  private:
   Layout layout_;

@@ -1,0 +1,125 @@
+// Attendance where a device carries collectives out: who is named, and who leaves, when one does not end.
+#include "trainer/parallel/attendance.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "tests/unit/parallel/listening.h"
+
+namespace trireme {
+namespace {
+
+// Two ranks, each with what its device says of the one collective it has queued.
+struct Device {
+  std::atomic<bool> come{false}, done{false};
+};
+
+struct Rank {
+  std::unique_ptr<JobStore> store;
+  std::unique_ptr<Attendance> attendance;
+  Device device;
+  std::atomic<int> stuck{0}, deadline{0};
+  std::string said;  // by the one callback that was called
+  std::vector<int> absent;
+};
+
+class TwoRanks {
+ public:
+  explicit TwoRanks(Milliseconds timeout) {
+    std::vector<std::thread> threads;
+    for (int r = 0; r < 2; ++r) {
+      threads.emplace_back([this, r, timeout] {
+        RendezvousOptions rendezvous = port_.place(r, 2, Milliseconds(250000));
+        Rank& rank = ranks[r];
+        rank.store = std::make_unique<JobStore>(rendezvous);
+        rendezvous.timeout = timeout;
+        rendezvous.stuck_grace = Milliseconds(100);
+        rendezvous.on_stuck = [&rank](const std::string& what) {
+          rank.said = what;
+          ++rank.stuck;
+        };
+        rendezvous.on_deadline = [&rank](const std::string& what) {
+          rank.said = what;
+          ++rank.deadline;
+        };
+        rank.attendance = std::make_unique<Attendance>(*rank.store, rendezvous, "dp",
+                                                       [&rank](const std::vector<int>& ranks) { rank.absent = ranks; });
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  ~TwoRanks() {
+    for (Rank& rank : ranks) rank.attendance.reset();
+    ranks[1].store.reset();
+  }
+  void queue(int r, int64_t sequence) {
+    Rank& rank = ranks[r];
+    rank.attendance->note(sequence, "training");
+    rank.attendance->note_queued({sequence, "all-reduce", "training", [&rank] { return rank.device.come.load(); },
+                                  [&rank] { return rank.device.done.load(); }});
+  }
+  static bool comes(const std::function<bool()>& what) {
+    const Deadline limit = Deadline::after(Milliseconds(200000));
+    while (!what() && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+    return what();
+  }
+
+  Rank ranks[2];
+
+ private:
+  ListeningPort port_;
+};
+
+TEST(Attendance, ADeviceThatDoesNotComeToACollectiveIsNamedAndItsRankLeaves) {
+  TwoRanks job(Milliseconds(2000));
+  job.ranks[0].device.come = true;
+  job.queue(0, 7);
+  job.queue(1, 7);  // its host has come, its device never does
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[0].deadline == 1 && job.ranks[1].stuck == 1; }));
+  EXPECT_NE(job.ranks[0].said.find("rank 0 leaves: all-reduce number 7 of group 'dp' (2 ranks) in phase training has "
+                                   "not ended within 2 s; rank 1 has not come (last seen at number 6"),
+            std::string::npos)
+      << job.ranks[0].said;
+  EXPECT_EQ(job.ranks[0].absent, std::vector<int>{1});
+  EXPECT_NE(job.ranks[1].said.find("rank 1 is stuck"), std::string::npos) << job.ranks[1].said;
+  EXPECT_EQ(job.ranks[0].stuck, 0);
+  EXPECT_EQ(job.ranks[1].deadline, 0);
+}
+
+TEST(Attendance, NobodyLeavesWhileTheDeviceMovesOn) {
+  TwoRanks job(Milliseconds(1500));
+  for (Rank& rank : job.ranks) rank.device.come = true;
+  for (int64_t sequence = 1; sequence <= 5; ++sequence) {
+    for (int r = 0; r < 2; ++r) job.queue(r, sequence);
+    std::this_thread::sleep_for(Milliseconds(400));
+    for (Rank& rank : job.ranks) rank.device.done = true;
+    std::this_thread::sleep_for(Milliseconds(400));
+    for (Rank& rank : job.ranks) rank.device.done = false;
+  }
+  for (Rank& rank : job.ranks) rank.device.done = true;
+  std::this_thread::sleep_for(Milliseconds(1500));
+  for (Rank& rank : job.ranks) EXPECT_EQ(rank.stuck + rank.deadline, 0) << rank.said;
+}
+
+TEST(Attendance, TheFailureOfARankEndsTheWaitOfTheOthersAndIsTold) {
+  TwoRanks job(Milliseconds(200000));  // far away: it is not the deadline that ends the wait
+  job.ranks[0].device.come = true;
+  job.queue(0, 3);
+  job.ranks[1].attendance->report_failure("the log-prob of a token is not finite");
+  ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[0].deadline == 1; }));
+  EXPECT_NE(job.ranks[0].said.find("all-reduce number 3 of group 'dp' (2 ranks) in phase training cannot end, since "
+                                   "another rank has failed. rank 1: the log-prob of a token is not finite"),
+            std::string::npos)
+      << job.ranks[0].said;
+  EXPECT_EQ(job.ranks[1].attendance->failure_of_another(), std::nullopt);
+  // The first failure stays.
+  job.ranks[0].attendance->report_failure("an echo");
+  EXPECT_EQ(job.ranks[0].attendance->failure_of_another(), "rank 1: the log-prob of a token is not finite");
+}
+
+}  // namespace
+}  // namespace trireme
