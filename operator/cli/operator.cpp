@@ -371,6 +371,7 @@ int Operator::run(const std::atomic<bool>& stop) {
   while (!stop && !lost_) {
     if (SteadyClock::now() >= look_again) {
       rediscover();
+      kube::trim_heap();  // what a burst of changes took and gave back
       look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
     }
     if (!working_ && (!elector_ || elector_->is_leader())) {

@@ -1,8 +1,11 @@
 #include "operator/controller/cache.h"
 
+#include <zlib.h>
+
 #include <set>
 
 #include "api/runtime.h"
+#include "base/error.h"
 #include "base/text.h"
 #include "operator/kube/events.h"
 
@@ -135,7 +138,51 @@ void read_trouble(const Json& status, CachedPod& pod) {
   pod.trouble = std::make_unique<CachedPod::Trouble>(std::move(trouble));
 }
 
+// What most jobs have in common: a job's own text is packed into a few hundred bytes beside it.
+const std::string& dictionary() {
+  static const std::string text = to_json(RLJob{}).dump();
+  return text;
+}
+
+constexpr int kWindowBits = -13;  // 8 KiB, no header
+constexpr int kMemoryLevel = 6;
+
+std::string pack(std::string& text) {
+  z_stream z{};
+  TRIREME_CHECK(deflateInit2(&z, Z_DEFAULT_COMPRESSION, Z_DEFLATED, kWindowBits, kMemoryLevel, Z_DEFAULT_STRATEGY) == Z_OK,
+                "zlib could not start to pack");
+  deflateSetDictionary(&z, reinterpret_cast<const Bytef*>(dictionary().data()), static_cast<uInt>(dictionary().size()));
+  std::string packed(deflateBound(&z, static_cast<uLong>(text.size())), '\0');
+  z.next_in = reinterpret_cast<Bytef*>(text.data());
+  z.avail_in = static_cast<uInt>(text.size());
+  z.next_out = reinterpret_cast<Bytef*>(packed.data());
+  z.avail_out = static_cast<uInt>(packed.size());
+  const int result = deflate(&z, Z_FINISH);
+  packed.resize(z.total_out);
+  deflateEnd(&z);
+  TRIREME_CHECK(result == Z_STREAM_END, "zlib could not pack a job");
+  return std::string(packed);  // of its own size
+}
+
+std::string unpack(std::string packed, size_t size) {
+  z_stream z{};
+  TRIREME_CHECK(inflateInit2(&z, kWindowBits) == Z_OK, "zlib could not start to unpack");
+  inflateSetDictionary(&z, reinterpret_cast<const Bytef*>(dictionary().data()), static_cast<uInt>(dictionary().size()));
+  std::string text(size, '\0');
+  z.next_in = reinterpret_cast<Bytef*>(packed.data());
+  z.avail_in = static_cast<uInt>(packed.size());
+  z.next_out = reinterpret_cast<Bytef*>(text.data());
+  z.avail_out = static_cast<uInt>(text.size());
+  const int result = inflate(&z, Z_FINISH);
+  const bool whole = result == Z_STREAM_END && z.total_out == size;
+  inflateEnd(&z);
+  TRIREME_CHECK(whole, "zlib could not unpack a job");
+  return text;
+}
+
 }  // namespace
+
+Json CachedJob::json() const { return Json::parse(unpack(packed, unpacked_size)); }
 
 kube::JsonFields job_fields() {
   return kube::JsonFields(
@@ -162,7 +209,9 @@ CachedJob read_job(const Json& object, const std::string& manager_name) {
   Json typed = object;  // items of a list carry no type
   typed["apiVersion"] = kApiVersion;
   typed["kind"] = kRLJobKind;
-  job.text = typed.dump();
+  std::string whole = typed.dump();
+  job.unpacked_size = static_cast<uint32_t>(whole.size());
+  job.packed = pack(whole);
   const Json& metadata = at(object, "metadata");
   job.uid = text(metadata, "uid");
   job.resource_version = text(metadata, "resourceVersion");

@@ -11,7 +11,11 @@
 namespace trireme::controller {
 
 struct CachedJob {
-  std::string text;  // JSON without managed fields and annotations; parsed at each reconcile
+  // Without managed fields and annotations; unpacked and parsed at each reconcile.
+  Json json() const;
+
+  std::string packed;
+  uint32_t unpacked_size = 0;
   std::string uid;
   std::string resource_version;
   int64_t generation = 0;  // of the specification

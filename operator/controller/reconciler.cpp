@@ -81,7 +81,7 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
       queue_({.name = "rljob",
               .backoff_min = options_.queue_backoff_min,
               .backoff_max = options_.queue_backoff_max,
-              .low_limit = std::max(1, options_.workers / 8),
+              .low_limit = std::max(1, options_.workers / 16),
               .metrics = options_.metrics}),
       metrics_(*options_.metrics, "rljob"),
       conflicts_(options_.metrics->counter("trireme_reconcile_conflicts_total",
@@ -387,7 +387,7 @@ std::optional<Observed> Reconciler::observe_cached(const ObjectKey& key, Memory&
     observed.job = *memory.written;
   } else {
     memory.written.reset();
-    observed.job = rljob_from_json(Json::parse(cached->text), observed.issues, {.strict = false});
+    observed.job = rljob_from_json(cached->json(), observed.issues, {.strict = false});
   }
   for (const auto& [pod_key, pod] : pods_->by_label(cached->uid)) observed.pods.push_back(observe(pod_key.name, *pod));
   return observed;

@@ -15,12 +15,13 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "operator/kube/json_scan.h"
 #include "operator/kube/reflector.h"
 
 namespace trireme::kube {
 
-void trim_heap();  // gives the pages freed by a first list back to the system
+void trim_heap();  // gives freed pages back to the system, after a first list and now and then
 
 template <class T>
 struct InformerHandlers {
@@ -108,10 +109,11 @@ class Informer final : private ReflectorSink {
  private:
   struct Entry {
     Ptr object;
-    std::string resource_version;
-    std::string uid;
-    std::string label;        // value of index_label
-    uint64_t generation = 0;  // of the list that saw it last
+    // Of resourceVersion and uid, which are only compared; tens of thousands of entries are kept.
+    uint64_t version_hash = 0;
+    uint64_t uid_hash = 0;
+    const std::string* label = nullptr;  // value of index_label: the key in index_
+    uint64_t generation = 0;             // of the list that saw it last
   };
   using Store = std::unordered_map<ObjectKey, Entry>;
 
@@ -158,15 +160,16 @@ class Informer final : private ReflectorSink {
     nlohmann::json json;
     ObjectKey key;
     Entry entry;
+    std::string label;
     try {
       json = options_.fields.parse(text);
       const nlohmann::json& metadata = json.at("metadata");
       key = {text_at(metadata, "namespace"), text_at(metadata, "name")};
       if (key.name.empty()) throw Error(ErrorKind::kData, "an object without metadata.name");
-      entry.resource_version = text_at(metadata, "resourceVersion");
-      entry.uid = text_at(metadata, "uid");
+      entry.version_hash = hash64(text_at(metadata, "resourceVersion"));
+      entry.uid_hash = hash64(text_at(metadata, "uid"));
       if (!options_.index_label.empty() && metadata.contains("labels") && metadata["labels"].is_object())
-        entry.label = text_at(metadata["labels"], options_.index_label.c_str());
+        label = text_at(metadata["labels"], options_.index_label.c_str());
     } catch (const std::exception& e) {
       log_error("informer",
                 options_.reflector.resource.plural + ": an object that cannot be read was skipped: " + e.what());
@@ -178,7 +181,8 @@ class Informer final : private ReflectorSink {
       const auto it = store_.find(key);
       if (it != store_.end()) {
         it->second.generation = generation_;
-        if (it->second.resource_version == entry.resource_version && !entry.resource_version.empty()) return;
+        static const uint64_t kNoVersion = hash64("");
+        if (it->second.version_hash == entry.version_hash && entry.version_hash != kNoVersion) return;
       }
     }
     try {
@@ -195,13 +199,17 @@ class Informer final : private ReflectorSink {
       auto it = store_.find(key);
       if (it != store_.end()) {
         old = it->second.object;
-        replaced = it->second.uid != entry.uid;
+        replaced = it->second.uid_hash != entry.uid_hash;
         unindex(*it);
         it->second = std::move(entry);
       } else {
         it = store_.emplace(key, std::move(entry)).first;
       }
-      if (!it->second.label.empty()) index_[it->second.label].push_back(&*it);
+      if (!label.empty()) {
+        auto& indexed = *index_.try_emplace(std::move(label)).first;
+        indexed.second.push_back(&*it);
+        it->second.label = &indexed.first;
+      }
     }
     if (replaced && handlers_.on_delete) handlers_.on_delete(key, old);
     if (old && !replaced) {
@@ -233,8 +241,8 @@ class Informer final : private ReflectorSink {
     if (handlers_.on_delete) handlers_.on_delete(key, last);
   }
   void unindex(const typename Store::value_type& node) {
-    if (node.second.label.empty()) return;
-    const auto it = index_.find(node.second.label);
+    if (!node.second.label) return;
+    const auto it = index_.find(*node.second.label);
     if (it == index_.end()) return;
     std::erase(it->second, &node);
     if (it->second.empty()) index_.erase(it);

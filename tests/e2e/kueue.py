@@ -21,6 +21,7 @@ def configure(pki, address):
         "integrations": {"frameworks": ["pod"], "podOptions": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "queued"}}}}}))
     shipped = COMPONENTS / "bin/kueue-config/components"
     kubectl("apply", "--server-side", *[a for path in sorted((shipped / "crd/bases").glob("*.yaml")) for a in ("-f", path)])
+    kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
     authority = base64.b64encode(open(f"{pki}/ca.crt", "rb").read()).decode()
     hooks = []
     for document in yaml.safe_load_all((shipped / "webhook/manifests.yaml").read_text()):

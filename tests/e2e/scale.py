@@ -191,7 +191,11 @@ def create_rate(jobs, replicas, label):
 
 def settle(pods, ns):
     """Until the scheduler and kwok are done with the pods of a namespace: they work for nobody's figures."""
-    wait(f"the pods of {ns} to run", lambda: len(kube.call("GET", Kube.path("pods", "", ns) + "?fieldSelector=status.phase%3DRunning")["items"]) >= pods, 900)
+    end = time.monotonic() + 900
+    pending = Kube.path("pods", "", ns) + "?fieldSelector=status.phase%3DPending&limit=1"
+    while kube.call("GET", pending)["items"] or count("pods", ns) < pods:
+        need(time.monotonic() < end, f"pods of {ns} are pending after 900 s")
+        time.sleep(2)
 
 
 def clear():
@@ -264,16 +268,19 @@ def copy_jobs(ns, name, copies):
             stored[base64.b64decode(pair["key"])] = base64.b64decode(pair["value"])
     need(len(stored) == PODS + 3, f"a job has {sorted(stored)}")
     uids = {o["metadata"]["uid"] for kind in ("rljobs", "pods", "services", "configmaps") for o in kube.list(kind, ns) if o["metadata"]["name"].startswith(name)}
-    at_once = 120 // len(stored)  # as many as a transaction of etcd takes
-    for first in range(1, copies + 1, at_once):
-        puts = []
-        for i in range(first, min(first + at_once, copies + 1)):
-            changes = {u.encode(): str(uuid.uuid5(uuid.UUID(u), str(i))).encode() for u in uids}
-            changes[name.encode()] = f"job-{i:05}".encode()
-            pattern = re.compile(b"|".join(map(re.escape, changes)))
-            for key, value in stored.items():
-                puts.append({"requestPut": {"key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(pattern.sub(lambda m: changes[m.group()], value))}})
-        need(etcd("txn", {"success": puts})["succeeded"], "etcd refused")
+    jobs = {key: value for key, value in stored.items() if b"/rljobs/" in key}
+    # A job whose pods are not there has lost them: they come first.
+    for part in ({key: value for key, value in stored.items() if key not in jobs}, jobs):
+        at_once = 120 // len(part)  # as many as a transaction of etcd takes
+        for first in range(1, copies + 1, at_once):
+            puts = []
+            for i in range(first, min(first + at_once, copies + 1)):
+                changes = {u.encode(): str(uuid.uuid5(uuid.UUID(u), str(i))).encode() for u in uids}
+                changes[name.encode()] = f"job-{i:05}".encode()
+                pattern = re.compile(b"|".join(map(re.escape, changes)))
+                for key, value in part.items():
+                    puts.append({"requestPut": {"key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(pattern.sub(lambda m: changes[m.group()], value))}})
+            need(etcd("txn", {"success": puts})["succeeded"], "etcd refused")
 
 
 def held():
@@ -287,25 +294,19 @@ def held():
         status = kube.get("rljobs", first, ns).get("status", {})
         return status.get("phase") == "Starting" and [r["ready"] for r in status["roles"]] == [PODS]
     wait("the first job's pods to run", described, 120)
-    # They would make endpoints for every Service; the operator has nothing of them.
-    others = [int((STATE / f"{name}.pid").read_text()) for name in ("controller-manager", "scheduler")]
-    for pid in others:
-        kill(pid, signal.SIGSTOP)
+    # They would make endpoints for every Service; the operator has nothing of them, and this group is the last.
+    for name in ("controller-manager", "scheduler"):
+        kill(int((STATE / f"{name}.pid").read_text()))
     try:
         begin = time.monotonic()
         copy_jobs(ns, first, JOBS - 1)
-        def known():
-            text = metrics()
-            return metric(text, "trireme_informer_objects", 'resource="pods"') >= JOBS * PODS and metric(text, "trireme_jobs", 'phase="Starting"') >= JOBS
-        wait("the operator to know all", known, 1200)
+        wait("the operator to know all", lambda: time.sleep(3) or metric(metrics(), "trireme_jobs", 'phase="Starting"') >= JOBS, 1200)
         say(f"  {JOBS} RLJobs with {JOBS * PODS} pods there after {time.monotonic() - begin:.0f} s")
         quiet(operator)
         return measure_held(operator)
     finally:
         for folder in FOLDERS:
             etcd("deleterange", {"key": coded(f"/registry/{folder}/{ns}/"), "range_end": coded(f"/registry/{folder}/{ns}0")})
-        for pid in others:
-            kill(pid, signal.SIGCONT)
 
 
 def measure_held(operator):

@@ -245,6 +245,21 @@ TEST(Cache, PendingPodTellsWhatItWaitsFor) {
   EXPECT_EQ(pulling.trouble->message, "ErrImagePull: no");
 }
 
+TEST(Cache, JobsArePackedAndComeBackAsTheyWere) {
+  Json object = to_json(parse_rljob(
+      "apiVersion: trireme.dev/v1alpha1\nkind: RLJob\nmetadata: {name: packed, namespace: team}\nspec:\n"
+      "  model: {source: /models/tiny}\n  config: {path: configs/quickstart.yaml}\n  roles: {actor: {replicas: 2}}\n",
+      "test"));
+  object["metadata"]["uid"] = "5e1f2a90-0000-4000-8000-000000000001";
+  object["status"] = {{"phase", "Starting"}, {"attempt", 3}, {"text", std::string("\0\xc3\xa9 quoted \"", 12)}};
+  const CachedJob job = read_job(object, "m");
+  EXPECT_EQ(job.json(), object);
+  EXPECT_LT(job.packed.size() * 3, job.unpacked_size);
+  for (int i = 0; i < 3000; ++i) object["spec"]["config"]["overrides"].push_back("key." + std::to_string(i * 7919));
+  const CachedJob large = read_job(object, "m");
+  EXPECT_EQ(large.json(), object);
+}
+
 TEST(Cache, HostileObjectsDoNotThrow) {
   for (
       const char* text :
