@@ -1,11 +1,13 @@
 #include "operator/controller/reconciler.h"
 
 #include <algorithm>
+#include <set>
 
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "operator/controller/actions.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::controller {
@@ -323,6 +325,7 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
   std::optional<Observed> observed = observe_cached(key, memory);
   for (int round = 0; round < kMaxRounds; ++round) {
     if (!observed) {
+      release_orphans(key, deadline);
       forget(key.str());
       return std::nullopt;
     }
@@ -600,6 +603,28 @@ void Reconciler::remove(const ObjectKey& key, const Action& action, const Deadli
   } catch (const ApiError& e) {
     // Another object of that name: ours is gone.
     if (!e.conflict()) throw;
+  }
+}
+
+// Kueue keeps a finalizer on the pods of a group while its Workload stands, and the Workload belongs to the pods: of a
+// job that was deleted neither would ever go.
+void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline) {
+  const auto options = plan_options();
+  scheduling::Backend kueue;
+  try {
+    kueue = scheduling::choose_backend("kueue", true, options->discovery);
+  } catch (const Error&) {
+    return;  // there is none
+  }
+  std::set<int64_t> attempts;
+  pods_->for_each([&](const ObjectKey& pod_key, const CachedPod& pod) {
+    if (pod.deleting && pod.job == key.name && pod_key.ns == key.ns) attempts.insert(pod.attempt);
+  });
+  for (const int64_t attempt : attempts) {
+    for (const auto& object : scheduling::gang_cleanup(kueue, attempt_service_name(key.name, attempt))) {
+      check_may_write();
+      client_.remove(resource_of(object.group_version, object.resource), {key.ns, object.name}, {}, deadline);
+    }
   }
 }
 

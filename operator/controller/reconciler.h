@@ -118,6 +118,7 @@ class Reconciler final {
   void carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
   void create(const RLJob& job, Action& action, const Deadline& deadline);  // takes the body
   void remove(const kube::ObjectKey& key, const Action& action, const Deadline& deadline);
+  void release_orphans(const kube::ObjectKey& key, const Deadline& deadline);
   void check_may_write() const;
   int64_t now_ms() const { return options_.now_ms ? options_.now_ms() : kube::unix_now_ms(); }
   std::shared_ptr<const PlanOptions> plan_options() const;

@@ -1,5 +1,6 @@
 """Many RLJobs on kwok's nodes: what the operator costs, and how fast it creates next to a bare loop. Started by scale.sh; figures go to stdout."""
 import base64
+import concurrent.futures
 import datetime
 import json
 import os
@@ -269,18 +270,17 @@ def copy_jobs(ns, name, copies):
     need(len(stored) == PODS + 3, f"a job has {sorted(stored)}")
     uids = {o["metadata"]["uid"] for kind in ("rljobs", "pods", "services", "configmaps") for o in kube.list(kind, ns) if o["metadata"]["name"].startswith(name)}
     jobs = {key: value for key, value in stored.items() if b"/rljobs/" in key}
+    def put(i, part):
+        changes = {u.encode(): str(uuid.uuid5(uuid.UUID(u), str(i))).encode() for u in uids}
+        changes[name.encode()] = f"job-{i:05}".encode()
+        pattern = re.compile(b"|".join(map(re.escape, changes)))
+        for key, value in part.items():
+            # One revision each, as every object of an API server has: a watch goes on after a revision.
+            etcd("put", {"key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(pattern.sub(lambda m: changes[m.group()], value))})
     # A job whose pods are not there has lost them: they come first.
-    for part in ({key: value for key, value in stored.items() if key not in jobs}, jobs):
-        at_once = 120 // len(part)  # as many as a transaction of etcd takes
-        for first in range(1, copies + 1, at_once):
-            puts = []
-            for i in range(first, min(first + at_once, copies + 1)):
-                changes = {u.encode(): str(uuid.uuid5(uuid.UUID(u), str(i))).encode() for u in uids}
-                changes[name.encode()] = f"job-{i:05}".encode()
-                pattern = re.compile(b"|".join(map(re.escape, changes)))
-                for key, value in part.items():
-                    puts.append({"requestPut": {"key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(pattern.sub(lambda m: changes[m.group()], value))}})
-            need(etcd("txn", {"success": puts})["succeeded"], "etcd refused")
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for part in ({key: value for key, value in stored.items() if key not in jobs}, jobs):
+            list(pool.map(lambda i: put(i, part), range(1, copies + 1)))
 
 
 def held():

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "operator/controller/actions.h"
 #include "operator/controller/job_metrics.h"
 #include "tests/unit/controller/cluster.h"
 
@@ -89,6 +90,24 @@ TEST(Reconciler, DeletionLeavesNothingAndMakesNothing) {
       eventually([&] { return c.op->job_count() == 0 && c.op->pod_count() == 0 && c.op->queue().size() == 0; }));
   EXPECT_TRUE(c.pods().empty());
   expect_sound(c);
+}
+
+TEST(Reconciler, PodsOfADeletedJobAreReleasedFromKueue) {
+  Cluster c;
+  c.kubelets = false;  // the pods stay, as Kueue's finalizer makes them
+  const kube::Resource workloads = resource_of("kueue.x-k8s.io/v1beta1", "workloads", "Workload");
+  c.server.serve(workloads, false);
+  ReconcilerOptions options = fast_options();
+  options.plan.discovery["kueue.x-k8s.io/v1beta1"] = {"workloads"};
+  c.start_operator(-1, options);
+  const ObjectKey job = c.add_job("queued", "  queueName: team\n");
+  ASSERT_TRUE(eventually([&] { return c.pods().size() == 2; }));
+  for (const char* name : {"queued-a1", "other-a1"})
+    c.server.put(workloads, {{"metadata", {{"name", name}, {"namespace", "team"}}}});
+  c.client.remove(resources::kRlJobs, job);
+  EXPECT_TRUE(eventually([&] { return !c.server.get(workloads, {"team", "queued-a1"}); }));
+  EXPECT_TRUE(c.server.get(workloads, {"team", "other-a1"}));
+  EXPECT_EQ(c.pods().size(), 2u);
 }
 
 // As when the watch of Services is behind: the job has ended and been looked at before its Service is heard of.
