@@ -141,7 +141,23 @@ Operator::Operator(kube::ClientConfig config, OperatorOptions options, Tune tune
       identity_(make_identity(options_.pod_name)),
       client_(std::move(config), client_options(options_, metrics_)),
       events_(client_, event_options(identity_, metrics_)),
-      tune_(std::move(tune)) {}
+      tune_(std::move(tune)) {
+  // Here and not in run(): leading() is asked by other threads.
+  if (options_.leader_elect) {
+    kube::LeaderOptions lease;
+    lease.lease_namespace = options_.operator_namespace;
+    lease.lease_name = options_.lease_name;
+    lease.identity = identity_;
+    lease.lease_duration = Milliseconds(options_.lease_duration_s * 1000);
+    lease.renew_deadline = Milliseconds(options_.renew_deadline_s * 1000);
+    lease.retry_period = Milliseconds(options_.retry_period_s * 1000);
+    lease.metrics = &metrics_;
+    kube::LeaderCallbacks callbacks;
+    callbacks.on_lost = [this] { lost_ = true; };
+    callbacks.on_new_leader = [](const std::string& identity) { log_info("operator", "the leader is " + identity); };
+    elector_ = std::make_unique<kube::LeaderElector>(client_, std::move(lease), std::move(callbacks));
+  }
+}
 
 Operator::~Operator() { shut_down(); }
 
@@ -339,20 +355,6 @@ std::string Operator::leader_status_address() {
 int Operator::run(const std::atomic<bool>& stop) {
   check_crd();
   make_reconciler();
-  if (options_.leader_elect) {
-    kube::LeaderOptions lease;
-    lease.lease_namespace = options_.operator_namespace;
-    lease.lease_name = options_.lease_name;
-    lease.identity = identity_;
-    lease.lease_duration = Milliseconds(options_.lease_duration_s * 1000);
-    lease.renew_deadline = Milliseconds(options_.renew_deadline_s * 1000);
-    lease.retry_period = Milliseconds(options_.retry_period_s * 1000);
-    lease.metrics = &metrics_;
-    kube::LeaderCallbacks callbacks;
-    callbacks.on_lost = [this] { lost_ = true; };
-    callbacks.on_new_leader = [](const std::string& identity) { log_info("operator", "the leader is " + identity); };
-    elector_ = std::make_unique<kube::LeaderElector>(client_, std::move(lease), std::move(callbacks));
-  }
   start_servers();
   const Stopwatch watch;
   reconciler_->start_informers();
