@@ -335,6 +335,59 @@ TEST_P(GpuAttention, BackwardIsDeterministicAndLeavesTheSwitchAsItWas) {
   EXPECT_TRUE(at::globalContext().deterministicFillUninitializedMemory());
 }
 
+// Four answers to a prompt whose length is no multiple of any tile, and two to another.
+TEST_P(GpuAttention, SharedPrefixesGiveTheBitsOfRepeatedOnes) {
+  const Batch b(GetParam(), {203, 1, 130, 700, 64, 77, 300, 5});
+  const std::vector<int64_t> prefix = {-1, 0, 0, 0, 0, -1, 5, 5};
+  std::vector<int64_t> rows, starts{0}, own;
+  for (size_t s = 0; s < prefix.size(); ++s) {
+    const auto append = [&](int64_t sequence, bool mine) {
+      for (int64_t row = b.starts[static_cast<size_t>(sequence)]; row < b.starts[static_cast<size_t>(sequence) + 1]; ++row) {
+        if (mine) own.push_back(static_cast<int64_t>(rows.size()));
+        rows.push_back(row);
+      }
+    };
+    if (prefix[s] >= 0) append(prefix[s], false);
+    append(static_cast<int64_t>(s), true);
+    starts.push_back(static_cast<int64_t>(rows.size()));
+  }
+  const at::Tensor take = at::tensor(rows, at::kLong).to(gpu()), mine = at::tensor(own, at::kLong).to(gpu());
+  const auto gradients_of = [&](at::ScalarType type, const auto& attention) {
+    std::vector<at::Tensor> leaves;
+    for (const at::Tensor& x : {b.q, b.k, b.v})
+      leaves.push_back(x.detach().to(type, false, true).set_requires_grad(true));
+    const at::AutoGradMode record(true);
+    const at::Tensor out = attention(leaves[0], leaves[1], leaves[2]);
+    seed_gpu(99);
+    const at::Tensor dout = gpu_randn(out.sizes());
+    std::vector<at::Tensor> all = torch::autograd::grad({out}, leaves, {dout.to(type)});
+    all.push_back(out.detach());
+    return all;
+  };
+  const auto shared = [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return attention_shared(q, k, v, b.starts, prefix);
+  };
+  const auto actual = gradients_of(at::kBFloat16, shared), again = gradients_of(at::kBFloat16, shared);
+  for (size_t i = 0; i < 4; ++i) EXPECT_SAME_ROWS(again[i], actual[i]);
+  {
+    const at::NoGradGuard no_grad;
+    const at::Tensor repeated = attention_packed(b.q.index_select(0, take), b.k.index_select(0, take),
+                                                 b.v.index_select(0, take), starts);
+    EXPECT_SAME_ROWS(actual[3], repeated.index_select(0, mine));
+    EXPECT_SAME_ROWS(shared(b.q, b.k, b.v), actual[3]);
+  }
+  const auto expected =
+      gradients_of(at::kDouble, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+        return reference(q.index_select(0, take), k.index_select(0, take), v.index_select(0, take), starts)
+            .index_select(0, mine);
+      });
+  const char* names[] = {"q", "k", "v"};
+  for (size_t i = 0; i < 3; ++i) {
+    const at::Tensor difference = (actual[i].to(at::kDouble) - expected[i]).norm();
+    EXPECT_LT((difference / expected[i].norm()).item<double>(), 2e-2) << "gradient of " << names[i];
+  }
+}
+
 class GpuAttentionEdges : public testing::GpuTest {};
 
 TEST_F(GpuAttentionEdges, EmptySequencesAndBatches) {

@@ -13,6 +13,7 @@
 
 #include "base/fs.h"
 #include "base/subprocess.h"
+#include "trainer/algorithms/samples.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
 #include "trainer/ops/cuda/linear.h"
@@ -228,21 +229,61 @@ TEST(Engine, FiltersAndGreedyAgreeToo) {
   }
 }
 
-TEST(Engine, RecomputedActivationsGiveTheSameLossAndGradients) {
-  ModelConfig config = config_of(ModelFamily::kQwen3);
-  const auto plain = gpu_model(config, /*trainable=*/true);
-  ModelOptions options = plain->options();
-  options.checkpoint_activations = true;
-  Model recomputed(config, options);
-  recomputed.copy_parameters_from(*plain);
-  const Packed packed = pack(generate(*plain, {}, sampling_options(), requests({100, 30}, 4)));
-  const at::Tensor a = logprobs_of_the_loss(*plain, packed, {}), b = logprobs_of_the_loss(recomputed, packed, {});
-  EXPECT_TRUE(at::equal(a, b));
-  a.mean().backward();
-  b.mean().backward();
-  // Gradients differ by the rounding of one more sum a layer.
-  const at::Tensor difference = plain->flat_gradients().to(at::kDouble) - recomputed.flat_gradients().to(at::kDouble);
-  EXPECT_LE((difference.norm() / plain->flat_gradients().to(at::kDouble).norm()).item<double>(), 0.01);
+TEST(Engine, RecomputedActivationsGiveTheSameBits) {
+  for (const ModelFamily family : {ModelFamily::kQwen3, ModelFamily::kLlama}) {
+    const auto model = gpu_model(config_of(family), /*trainable=*/true);
+    const Packed packed = pack(generate(*model, {}, sampling_options(), requests({100, 30}, 4)));
+    const at::Tensor a = logprobs_of_the_loss(*model, packed, {});
+    a.mean().backward();
+    const at::Tensor expected = model->flat_gradients().clone();
+    for (const Recompute& recompute : {Recompute{0, 99}, Recompute{1, 1}, Recompute{99, 0}}) {
+      model->set_recompute(recompute);
+      model->zero_gradients();
+      const at::Tensor b = logprobs_of_the_loss(*model, packed, {});
+      EXPECT_TRUE(at::equal(a, b));
+      b.mean().backward();
+      EXPECT_TRUE(at::equal(model->flat_gradients(), expected))
+          << recompute.whole_layers << " whole, " << recompute.cheap_layers << " cheap";
+    }
+  }
+}
+
+// A group's prompt once in the batch: the sampler's bits, and the gradients of the unshared batch within rounding.
+TEST(Engine, SharedPromptsHaveTheBitsOfTheSampler) {
+  for (const ModelFamily family : {ModelFamily::kQwen3, ModelFamily::kLlama, ModelFamily::kQwen2}) {
+    const auto model = gpu_model(config_of(family), /*trainable=*/true);
+    const std::vector<GroupRequest> wanted = requests(kPrompts, 6);
+    const Groups groups = generate(*model, {}, sampling_options(), wanted);
+    std::vector<RolloutSample> samples;
+    Bin bin;
+    std::vector<float> sampled;
+    for (const auto& [id, group] : groups) {
+      for (const auto& generated : group.samples) {
+        RolloutSample sample;
+        sample.group = id;
+        sample.prompt = wanted[static_cast<size_t>(id)].prompt;
+        sample.tokens = generated.tokens;
+        sampled.insert(sampled.end(), generated.logprobs.begin(), generated.logprobs.end());
+        bin.push_back(static_cast<int64_t>(samples.size()));
+        samples.push_back(std::move(sample));
+      }
+    }
+    const LogprobOptions options = sampling_options().logprob_options();
+    const MicroBatch shared = make_micro_batch(samples, bin, true), apart = make_micro_batch(samples, bin);
+    ASSERT_LT(shared.input.tokens(), apart.input.tokens());
+    const at::Tensor a = answer_logprobs(*model, shared, options);
+    EXPECT_EQ(0, differing(a, sampled));
+    a.mean().backward();
+    const at::Tensor gradients = model->flat_gradients().to(at::kDouble);
+    model->zero_gradients();
+    const at::Tensor again = answer_logprobs(*model, shared, options);
+    again.mean().backward();
+    EXPECT_TRUE(at::equal(model->flat_gradients().to(at::kDouble), gradients)) << "not repeatable";
+    model->zero_gradients();
+    answer_logprobs(*model, apart, options).mean().backward();
+    const at::Tensor expected = model->flat_gradients().to(at::kDouble);
+    EXPECT_LE(((gradients - expected).norm() / expected.norm()).item<double>(), 0.02);
+  }
 }
 
 // The bits hold because the library may not split sums: with its usual workspace they do not.

@@ -33,7 +33,6 @@ class GrpoLoop final {
     if (loss.kl_penalty != 0) {
       ModelOptions frozen = session_.policy->options();
       frozen.trainable = false;
-      frozen.checkpoint_activations = false;
       reference_ = load_model(session_.model_dir, frozen);
     }
     exact_ = session_.exact_linear;

@@ -1,6 +1,7 @@
 #include "trainer/algorithms/packing.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <random>
 
@@ -109,6 +110,16 @@ std::vector<OpenBin> modified_first_fit_decreasing(const std::vector<int64_t>& l
   return bins;
 }
 
+void check_lengths(const std::vector<int64_t>& lengths, int64_t capacity) {
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    if (lengths[i] > capacity) {
+      fail_user("sequence " + std::to_string(i) + " has " + std::to_string(lengths[i]) +
+                " tokens, more than a micro-batch holds (" + std::to_string(capacity) +
+                "); raise policy.sequence_packing.train_mb_tokens");
+    }
+  }
+}
+
 }  // namespace
 
 PackingAlgorithm parse_packing_algorithm(const std::string& name) {
@@ -122,13 +133,7 @@ PackingAlgorithm parse_packing_algorithm(const std::string& name) {
 
 std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity, PackingAlgorithm algorithm,
                            uint64_t seed) {
-  for (size_t i = 0; i < lengths.size(); ++i) {
-    if (lengths[i] > capacity) {
-      fail_user("sequence " + std::to_string(i) + " has " + std::to_string(lengths[i]) +
-                " tokens, more than a micro-batch holds (" + std::to_string(capacity) +
-                "); raise policy.sequence_packing.train_mb_tokens");
-    }
-  }
+  check_lengths(lengths, capacity);
   switch (algorithm) {
     case PackingAlgorithm::kConcatenative: {
       std::vector<OpenBin> bins;
@@ -172,6 +177,84 @@ std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& l
   const std::vector<Bin> bins = balance_bins(pack_bins(lengths, capacity, algorithm, seed), ranks, ranks);
   std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
   for (size_t b = 0; b < bins.size(); ++b) per_rank[b % static_cast<size_t>(ranks)].push_back(bins[b]);
+  return per_rank;
+}
+
+std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples, int64_t capacity, int64_t ranks,
+                                                   PackingAlgorithm algorithm, uint64_t seed) {
+  const auto& [lengths, prompts, groups] = samples;
+  TRIREME_CHECK(prompts.size() == lengths.size() && groups.size() == lengths.size(),
+                "shared_micro_batches: a prompt's length and a group for each sample expected");
+  check_lengths(lengths, capacity);
+  struct Group {
+    Bin members;
+    int64_t prompt = 0, answers = 0, longest = 0;  // tokens; of the longest answer
+  };
+  std::vector<Group> order;  // by first member
+  std::map<int64_t, size_t> place;
+  int64_t answers_of_all = 0;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const auto [found, fresh] = place.try_emplace(groups[i], order.size());
+    if (fresh) order.push_back({{}, prompts[i], 0, 0});
+    Group& group = order[found->second];
+    TRIREME_CHECK(group.prompt == prompts[i] && prompts[i] <= lengths[i],
+                  "shared_micro_batches: the samples of group " + std::to_string(groups[i]) +
+                      " have prompts of different lengths");
+    group.members.push_back(static_cast<int64_t>(i));
+    group.answers += lengths[i] - prompts[i];
+    group.longest = std::max(group.longest, lengths[i] - prompts[i]);
+    answers_of_all += lengths[i] - prompts[i];
+  }
+  const int64_t share = (answers_of_all + ranks - 1) / ranks;
+  std::vector<Bin> parts;
+  std::vector<int64_t> loads;
+  for (const Group& group : order) {
+    const int64_t room = std::max<int64_t>(1, std::min(capacity - group.prompt, std::max(group.longest, share)));
+    const int64_t wanted = std::max<int64_t>(1, (group.answers + room - 1) / room);
+    const int64_t even = (group.answers + wanted - 1) / wanted;
+    Bin part;
+    int64_t answers = 0;
+    const auto close = [&] {
+      if (part.empty()) return;
+      parts.push_back(std::move(part));
+      loads.push_back(group.prompt + answers);
+      part = {};
+      answers = 0;
+    };
+    for (const int64_t i : group.members) {
+      const int64_t own = lengths[static_cast<size_t>(i)] - group.prompt;
+      if (answers + own > room) close();
+      part.push_back(i);
+      answers += own;
+      if (answers >= even) close();
+    }
+    close();
+  }
+  std::vector<Bin> packed = pack_bins(loads, capacity, algorithm, seed);
+  const auto wanted = (static_cast<int64_t>(packed.size()) + ranks - 1) / ranks * ranks;
+  if (wanted > static_cast<int64_t>(packed.size())) {
+    // One more for some ranks: all parts are dealt anew, the largest first into the emptiest, if that fits.
+    std::vector<OpenBin> dealt(static_cast<size_t>(wanted));
+    for (const int64_t p : descending(loads)) {
+      put(*std::min_element(dealt.begin(), dealt.end(),
+                            [](const OpenBin& x, const OpenBin& y) { return x.load < y.load; }),
+          p, loads);
+    }
+    if (std::all_of(dealt.begin(), dealt.end(), [&](const OpenBin& bin) { return bin.load <= capacity; }))
+      packed = strip(dealt);
+  }
+  std::vector<Bin> bins;
+  for (Bin& of_parts : packed) {
+    std::sort(of_parts.begin(), of_parts.end());  // a group's parts next to each other
+    Bin& bin = bins.emplace_back();
+    for (const int64_t p : of_parts) {
+      const Bin& part = parts[static_cast<size_t>(p)];
+      bin.insert(bin.end(), part.begin(), part.end());
+    }
+  }
+  bins = balance_bins(std::move(bins), ranks, ranks);
+  std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
+  for (size_t b = 0; b < bins.size(); ++b) per_rank[b % static_cast<size_t>(ranks)].push_back(std::move(bins[b]));
   return per_rank;
 }
 

@@ -30,6 +30,16 @@ std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t mu
 std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& lengths, int64_t capacity, int64_t ranks,
                                                    PackingAlgorithm algorithm, uint64_t seed);
 
+// The same where the prompt of a group's samples is computed once in a micro-batch: the first prompts[i] of the
+// lengths[i] tokens of sample i are those of its groups[i]'s prompt, equal for a whole group, and count once in a bin.
+// A group is cut into as few parts of about equal size as the capacity, and an even share of the answers for each rank,
+// allow; a part stays together, unless there are fewer parts than ranks.
+struct SharedLengths {
+  std::vector<int64_t> lengths, prompts, groups;
+};
+std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples, int64_t capacity, int64_t ranks,
+                                                   PackingAlgorithm algorithm, uint64_t seed);
+
 // NeMo-RL's dynamic batching: ascending by length, dealt with stride `ranks`; a micro-batch closes when
 // count * (longest, rounded up to `round`) would exceed `token_budget`. All ranks get the same boundaries.
 std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget,

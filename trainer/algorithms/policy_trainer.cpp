@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "trainer/algorithms/recompute.h"
 #include "trainer/model/safetensors.h"
 #include "trainer/ops/device_state.h"
 #include "trainer/optimizer/lr_schedule.h"
@@ -174,16 +175,26 @@ PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* r
   if (loss_.kl_penalty != 0) TRIREME_CHECK(reference != nullptr, "the KL term needs a reference model");
 }
 
-std::vector<std::vector<Bin>> PolicyTrainer::micro_batches(const std::vector<int64_t>& lengths,
-                                                           const MicroBatchSize& size, int64_t ranks,
-                                                           uint64_t seed) const {
+std::vector<std::vector<Bin>> PolicyTrainer::micro_batches(const std::vector<RolloutSample>& samples,
+                                                           const Bin& members, const MicroBatchSize& size,
+                                                           int64_t ranks, uint64_t seed) const {
   const PolicyConfig& p = config_.policy;
+  SharedLengths of;
+  for (const int64_t i : members) {
+    const RolloutSample& sample = samples[static_cast<size_t>(i)];
+    of.lengths.push_back(sample.length());
+    of.prompts.push_back(static_cast<int64_t>(sample.prompt.size()));
+    of.groups.push_back(sample.group);
+  }
+  const std::vector<int64_t>& lengths = of.lengths;
   std::vector<std::vector<Bin>> all;
   if (p.dynamic_batching.enabled) {
     all = dynamic_micro_batches(lengths, size.dynamic_tokens, p.dynamic_batching.sequence_length_round, ranks);
   } else if (p.sequence_packing.enabled) {
-    all = packed_micro_batches(lengths, size.packed_tokens, ranks,
-                               parse_packing_algorithm(p.sequence_packing.algorithm), seed);
+    const PackingAlgorithm algorithm = parse_packing_algorithm(p.sequence_packing.algorithm);
+    all = p.sequence_packing.share_prompts
+              ? shared_micro_batches(of, size.packed_tokens, ranks, algorithm, seed)
+              : packed_micro_batches(lengths, size.packed_tokens, ranks, algorithm, seed);
     if (p.sequence_packing.microbatch_order == "largest_first") {
       const auto load = [&](const Bin& bin) {
         int64_t sum = 0;
@@ -199,11 +210,12 @@ std::vector<std::vector<Bin>> PolicyTrainer::micro_batches(const std::vector<int
   return all;
 }
 
-std::vector<Bin> PolicyTrainer::own_bins(const std::vector<int64_t>& lengths, uint64_t seed) const {
+std::vector<Bin> PolicyTrainer::own_bins(const std::vector<RolloutSample>& samples, const Bin& members,
+                                         uint64_t seed) const {
   const PolicyConfig& p = config_.policy;
   const MicroBatchSize size{p.dynamic_batching.train_mb_tokens, p.sequence_packing.train_mb_tokens,
                             p.train_micro_batch_size};
-  return micro_batches(lengths, size, context_.data_parallel().size(),
+  return micro_batches(samples, members, size, context_.data_parallel().size(),
                        seed)[static_cast<size_t>(context_.data_parallel().rank())];
 }
 
@@ -213,14 +225,14 @@ std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const st
   const PolicyConfig& p = config_.policy;
   const MicroBatchSize size{p.dynamic_batching.logprob_mb_tokens, p.sequence_packing.logprob_mb_tokens,
                             p.logprob_batch_size};
-  std::vector<int64_t> own, lengths;
+  Bin own;
   for (const Bin& bin : bins) own.insert(own.end(), bin.begin(), bin.end());
-  for (const int64_t i : own) lengths.push_back(samples[static_cast<size_t>(i)].length());
   std::map<int64_t, at::Tensor> of_sample;
-  std::vector<std::vector<Bin>> passes = micro_batches(lengths, size, 1, static_cast<uint64_t>(config_.grpo.seed));
+  std::vector<std::vector<Bin>> passes =
+      micro_batches(samples, own, size, 1, static_cast<uint64_t>(config_.grpo.seed));
   for (Bin& bin : passes.front()) {
     for (int64_t& i : bin) i = own[static_cast<size_t>(i)];
-    const MicroBatch batch = make_micro_batch(samples, bin);
+    const MicroBatch batch = make_micro_batch(samples, bin, p.sequence_packing.share_prompts);
     if (batch.answer_tokens() == 0) continue;
     const at::Tensor all = answer_logprobs(model, batch, options).to(at::kCPU);
     int64_t from = 0;
@@ -245,7 +257,7 @@ std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const st
 
 PolicyTrainer::Prepared PolicyTrainer::prepare(const std::vector<RolloutSample>& samples, const Bin& bin) const {
   Prepared prepared;
-  prepared.batch = make_micro_batch(samples, bin);
+  prepared.batch = make_micro_batch(samples, bin, config_.policy.sequence_packing.share_prompts);
   prepared.generation = generation_logprobs(samples, bin);
   std::vector<double> advantages, mask, positive;
   for (const int64_t i : bin) {
@@ -283,10 +295,9 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   context_.set_phase("logprobs");
   std::vector<std::vector<Prepared>> steps;
   for (int64_t begin = 0; begin < total; begin += batch_size) {
-    std::vector<int64_t> lengths;
-    for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i)
-      lengths.push_back(samples[static_cast<size_t>(i)].length());
-    std::vector<Bin> bins = own_bins(lengths, static_cast<uint64_t>(config_.grpo.seed));
+    Bin members;
+    for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i) members.push_back(i);
+    std::vector<Bin> bins = own_bins(samples, members, static_cast<uint64_t>(config_.grpo.seed));
     for (Bin& bin : bins) {
       for (int64_t& i : bin) i += begin;
     }
@@ -313,6 +324,11 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   result.logprob_seconds = logprob_watch.lap();
 
   context_.set_phase("training");
+  int64_t most_rows = 0;
+  for (const auto& step : steps) {
+    for (const Prepared& p : step) most_rows = std::max(most_rows, p.batch.input.tokens());
+  }
+  set_recompute(policy_, config_, most_rows, context_.data_parallel());
   std::map<std::string, double> sums;
   for (size_t s = 0; s < steps.size(); ++s) {
     double valid_tokens = 0, valid_sequences = 0;
@@ -327,6 +343,7 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     for (size_t m = 0; m < steps[s].size(); ++m) {
       const Prepared& p = steps[s][m];
       const at::Device device = policy_.options().device;
+      if (m + 1 == steps[s].size() && overlap_grad_reduce(config_)) optimizer_.reduce_in_next_backward();
       const at::Tensor current = answer_logprobs(policy_, p.batch, distribution_);
       check_finite(current, p.mask.to(device), p.batch);
       LossInputs inputs;
@@ -362,6 +379,8 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
                                      {prefix + "loss", output.loss.detach().to(at::kCPU, at::kDouble).reshape({1})}});
         if (p.reference.defined()) dumped.emplace_back(prefix + "reference_logprobs", p.reference);
         if (p.positive.defined()) dumped.emplace_back(prefix + "positive", p.positive);
+        if (!p.batch.input.prefix.empty())
+          dumped.emplace_back(prefix + "prefix", at::tensor(p.batch.input.prefix, at::kLong));
       }
     }
     if (s == 0 && !dump.empty()) {
@@ -377,7 +396,10 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     }
     const int64_t done = optimizer_.steps_done();
     const double rate = learning_rate(config_, done);
-    const OptimizerStep step = optimizer_.step(rate, weight_decay(config_, done), max_grad_norm(config_));
+    const bool forward_follows = s + 1 < steps.size() && overlap_param_gather(config_);
+    const OptimizerStep step = optimizer_.step(
+        rate, weight_decay(config_, done), max_grad_norm(config_),
+        forward_follows ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
     std::map<std::string, double> reduced = reduce_metrics(own, context_.data_parallel());
     add_metrics(sums, reduced);
     sums["grad_norm"] += step.grad_norm;

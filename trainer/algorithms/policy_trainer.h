@@ -52,10 +52,10 @@ class PolicyTrainer final {
   struct MicroBatchSize {  // which one counts says the configuration
     int64_t dynamic_tokens, packed_tokens, samples;
   };
-  // Of each of `ranks`.
-  std::vector<std::vector<Bin>> micro_batches(const std::vector<int64_t>& lengths, const MicroBatchSize& size,
-                                              int64_t ranks, uint64_t seed) const;
-  std::vector<Bin> own_bins(const std::vector<int64_t>& lengths, uint64_t seed) const;
+  // Of each of `ranks`; positions in `members`, which are positions in `samples`.
+  std::vector<std::vector<Bin>> micro_batches(const std::vector<RolloutSample>& samples, const Bin& members,
+                                              const MicroBatchSize& size, int64_t ranks, uint64_t seed) const;
+  std::vector<Bin> own_bins(const std::vector<RolloutSample>& samples, const Bin& members, uint64_t seed) const;
   // Log-probs of the answers of every sample in `bins` under `model`, in micro-batches of the log-prob passes' own
   // size, given back in the bins' order: one [T] a bin.
   std::vector<at::Tensor> logprob_pass(const Model& model, const std::vector<RolloutSample>& samples,

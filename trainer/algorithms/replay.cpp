@@ -52,10 +52,18 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
       batch.input.ids = get("ids");
       const at::Tensor starts = get("starts");
       batch.input.starts.assign(starts.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>() + starts.numel());
+      if (file.contains(prefix + "prefix")) {
+        const at::Tensor prefixes = get("prefix");
+        batch.input.prefix.assign(prefixes.const_data_ptr<int64_t>(),
+                                  prefixes.const_data_ptr<int64_t>() + prefixes.numel());
+      }
+      const std::vector<int64_t>& begin = batch.input.starts;
       std::vector<int64_t> positions;
-      for (size_t s = 0; s + 1 < batch.input.starts.size(); ++s) {
-        for (int64_t p = batch.input.starts[s]; p < batch.input.starts[s + 1]; ++p)
-          positions.push_back(p - batch.input.starts[s]);
+      for (size_t s = 0; s + 1 < begin.size(); ++s) {
+        const int64_t shared = batch.input.prefix.empty() ? -1 : batch.input.prefix.at(s);
+        const int64_t past =
+            shared < 0 ? 0 : begin.at(static_cast<size_t>(shared) + 1) - begin.at(static_cast<size_t>(shared));
+        for (int64_t p = begin[s]; p < begin[s + 1]; ++p) positions.push_back(past + p - begin[s]);
       }
       batch.input.positions = at::tensor(positions, at::kLong);
       batch.rows = get("rows");

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <map>
 
 #include "base/error.h"
 
@@ -98,26 +99,56 @@ std::vector<RolloutSample> unpack_samples(std::string_view bytes) {
   return samples;
 }
 
-MicroBatch make_micro_batch(const std::vector<RolloutSample>& samples, const Bin& bin) {
+MicroBatch make_micro_batch(const std::vector<RolloutSample>& samples, const Bin& bin, bool share_prompts) {
   MicroBatch batch;
   batch.samples = bin;
   std::vector<int64_t> rows, targets, sequence, ids, positions;
   batch.input.starts = {0};
+  const auto append = [&](const int32_t* tokens, size_t count, int64_t position) {
+    for (size_t t = 0; t < count; ++t) {
+      ids.push_back(tokens[t]);
+      positions.push_back(position + static_cast<int64_t>(t));
+    }
+  };
+  const auto close = [&](int64_t prefix) {
+    batch.input.starts.push_back(static_cast<int64_t>(ids.size()));
+    if (share_prompts) batch.input.prefix.push_back(prefix);
+  };
+  struct Prompt {
+    int64_t sequence = 0, last_row = 0;
+    const std::vector<int32_t>* tokens = nullptr;
+  };
+  std::map<int64_t, Prompt> prompts;  // of each group, when shared
   for (size_t s = 0; s < bin.size(); ++s) {
     const RolloutSample& sample = samples[static_cast<size_t>(bin[s])];
     if (sample.tokens.empty()) continue;
-    const int64_t start = static_cast<int64_t>(ids.size());
-    ids.insert(ids.end(), sample.prompt.begin(), sample.prompt.end());
-    ids.insert(ids.end(), sample.tokens.begin(), sample.tokens.end() - 1);
-    for (int64_t p = 0; start + p < static_cast<int64_t>(ids.size()); ++p) positions.push_back(p);
-    const int64_t first = start + static_cast<int64_t>(sample.prompt.size()) - 1;
     TRIREME_CHECK(!sample.prompt.empty(), "a prompt has at least one token");
+    const auto length = static_cast<int64_t>(sample.prompt.size());
+    int64_t before_answer = 0, prefix = -1;  // the prompt's last row, and sequence
+    if (share_prompts) {
+      const auto [found, fresh] = prompts.try_emplace(sample.group);
+      if (fresh) {
+        append(sample.prompt.data(), sample.prompt.size(), 0);
+        close(-1);
+        found->second = {static_cast<int64_t>(batch.input.starts.size()) - 2, static_cast<int64_t>(ids.size()) - 1,
+                         &sample.prompt};
+      }
+      TRIREME_CHECK(*found->second.tokens == sample.prompt,
+                    "the samples of group " + std::to_string(sample.group) + " have different prompts");
+      before_answer = found->second.last_row;
+      prefix = found->second.sequence;
+    } else {
+      append(sample.prompt.data(), sample.prompt.size(), 0);
+      before_answer = static_cast<int64_t>(ids.size()) - 1;
+    }
+    const auto first = static_cast<int64_t>(ids.size());
+    append(sample.tokens.data(), sample.tokens.size() - 1, length);
     for (size_t t = 0; t < sample.tokens.size(); ++t) {
-      rows.push_back(first + static_cast<int64_t>(t));
+      rows.push_back(t == 0 ? before_answer : first + static_cast<int64_t>(t) - 1);
       targets.push_back(sample.tokens[t]);
       sequence.push_back(static_cast<int64_t>(s));
     }
-    batch.input.starts.push_back(static_cast<int64_t>(ids.size()));
+    if (static_cast<int64_t>(ids.size()) > batch.input.starts.back()) close(prefix);
   }
   batch.input.ids = at::tensor(ids, at::kLong);
   batch.input.positions = at::tensor(positions, at::kLong);
@@ -151,7 +182,9 @@ at::Tensor answer_logprobs(const Model& model, const MicroBatch& batch, const Lo
   PackedBatch input = batch.input;
   input.ids = input.ids.to(device);
   input.positions = input.positions.to(device);
-  const at::Tensor hidden = model.forward(input).index_select(0, batch.rows.to(device));
+  const at::Tensor all = model.forward(input), rows = batch.rows.to(device);
+  // Where prompts are shared a row may be taken several times: embed adds its gradients in one order.
+  const at::Tensor hidden = input.prefix.empty() ? all.index_select(0, rows) : embed(all, rows);
   return token_logprobs(hidden, model.head_weight(), batch.targets.to(device), options);
 }
 

@@ -35,7 +35,7 @@ std::vector<RolloutSample> unpack_samples(std::string_view bytes);
 
 // Flat tensors over the answer tokens of some samples, in the bin's order.
 struct MicroBatch {
-  PackedBatch input;             // prompt + answer without its last token, per sample
+  PackedBatch input;             // prompt + answer without its last token, per sample; shared: see make_micro_batch
   at::Tensor rows;               // [T] int64: row of `input` whose hidden state predicts answer token t
   at::Tensor targets;            // [T] int64
   at::Tensor sequence;           // [T] int64, position of the sample in the bin
@@ -44,8 +44,10 @@ struct MicroBatch {
   int64_t answer_tokens() const { return targets.size(0); }
 };
 
-// Samples with no answer tokens contribute nothing.
-MicroBatch make_micro_batch(const std::vector<RolloutSample>& samples, const Bin& bin);
+// Samples with no answer tokens contribute nothing. share_prompts: the prompt of samples of one group is there once, as
+// a sequence of its own before the first answer to it, and each answer's sequence names it as its prefix; so a row of
+// it predicts the first token of several answers.
+MicroBatch make_micro_batch(const std::vector<RolloutSample>& samples, const Bin& bin, bool share_prompts = false);
 
 // [T] float32: the sampler's log-probs, or one number per sample spread over its answer tokens.
 at::Tensor generation_logprobs(const std::vector<RolloutSample>& samples, const Bin& bin);

@@ -20,7 +20,6 @@ ModelOptions policy_options(const Config& config, int local_rank) {
   ModelOptions options;
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
-  options.checkpoint_activations = activation_checkpointing(config);
   if (options.dtype == at::kBFloat16 && reduce_in_fp32(config)) options.gradient_dtype = at::kFloat;
   return options;
 }
@@ -129,6 +128,7 @@ bool Session::should_stop() {
 double Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics) {
   if (!config.checkpointing.enabled || checkpoints->last_saved_step() == step) return 0;
   Stopwatch watch;
+  optimizer->finish_gather();
   context.set_phase("checkpoint");
   reporting.phase("checkpoint", step);
   checkpoints->save(step, *policy, *optimizer, state, metrics, to_yaml(config));

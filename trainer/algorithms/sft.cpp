@@ -9,6 +9,7 @@
 #include "base/log.h"
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/recompute.h"
 #include "trainer/algorithms/samples.h"
 #include "trainer/optimizer/lr_schedule.h"
 
@@ -139,11 +140,21 @@ class SftLoop final {
     double loss = 0;
     const c10::AutoGradMode grad(train);
     const at::Device device = session_.policy->options().device;
+    std::vector<MicroBatch> micro_batches;
     for (const Bin& bin : own_bins(batch, train)) {
-      const MicroBatch micro = make_micro_batch(batch.samples, bin);
-      if (micro.answer_tokens() == 0) continue;
+      MicroBatch micro = make_micro_batch(batch.samples, bin);
+      if (micro.answer_tokens() > 0) micro_batches.push_back(std::move(micro));
+    }
+    if (train) {
+      int64_t most_rows = 0;
+      for (const MicroBatch& micro : micro_batches) most_rows = std::max(most_rows, micro.input.tokens());
+      set_recompute(*session_.policy, config_, most_rows, session_.context.data_parallel());
+    }
+    for (const MicroBatch& micro : micro_batches) {
+      const bool last = &micro == &micro_batches.back();
+      if (train && last && overlap_grad_reduce(config_)) session_.optimizer->reduce_in_next_backward();
       const at::Tensor logprobs = answer_logprobs(*session_.policy, micro, LogprobOptions{});
-      LossOutput output = sft_loss(logprobs, token_mask(batch, bin).to(device), tokens);
+      LossOutput output = sft_loss(logprobs, token_mask(batch, micro.samples).to(device), tokens);
       if (train) output.loss.backward();
       session_.reporting.heartbeat();
       loss += output.metrics.at("loss");
@@ -163,7 +174,9 @@ class SftLoop final {
     const double loss = forward(batch, true);
     const int64_t done = session_.optimizer->steps_done();
     const double rate = learning_rate(config_, done);
-    const OptimizerStep step = session_.optimizer->step(rate, weight_decay(config_, done), max_grad_norm(config_));
+    const OptimizerStep step = session_.optimizer->step(
+        rate, weight_decay(config_, done), max_grad_norm(config_),
+        overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
     report.phases["training"] = whole.seconds();
     ++step_;
     for (const RolloutSample& s : batch.samples) report.tokens += static_cast<double>(s.length());

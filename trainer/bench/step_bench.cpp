@@ -57,7 +57,6 @@ class StepBench final {
         config_(step_config(options, target_, lengths_, context.data_parallel().size())),
         ceilings_(measure_ceilings(target_.device, target_.dtype)) {
     ModelOptions trainable = target_.model_options(/*trainable=*/true);
-    trainable.checkpoint_activations = options.checkpoint_activations;
     trainable.gradient_dtype = parse_dtype(options.gradient_dtype);
     policy_ = make_random_model(target_.config, trainable, options.common.seed);
     if (options.reference) {
@@ -235,7 +234,9 @@ class StepBench final {
                  {"global_batch_size", config_.policy.train_global_batch_size},
                  {"optimizer_steps", typical.trained.optimizer_steps},
                  {"reference", options_.reference},
-                 {"checkpoint_activations", options_.checkpoint_activations},
+                 {"recomputed_layers", policy_->recompute().whole_layers},
+                 {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
+                 {"share_prompts", options_.share_prompts},
                  {"gradient_dtype", options_.gradient_dtype},
                  {"linear_rows_exact", exact_},
                  {"micro_batch_tokens", config_.policy.sequence_packing.train_mb_tokens},
@@ -315,7 +316,10 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.train_micro_batch_size = 1;
   policy.max_total_sequence_length = lengths.longest();
   policy.precision = dtype_name(target.dtype);
+  policy.activation_checkpointing = options.checkpoint_activations;
+  policy.recompute_layers = options.recompute_layers;
   policy.sequence_packing.enabled = true;
+  policy.sequence_packing.share_prompts = options.share_prompts;
   policy.sequence_packing.train_mb_tokens = std::max(options.train_tokens, lengths.longest());
   policy.sequence_packing.logprob_mb_tokens = policy.sequence_packing.train_mb_tokens;
   policy.optimizer.kwargs.lr = 1e-6;

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/recompute.h"
 #include "trainer/algorithms/samples.h"
 #include "trainer/bench/work.h"
 #include "trainer/ops/philox.h"
@@ -87,7 +88,6 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   }
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
   ModelOptions model_options = target.model_options(/*trainable=*/true);
-  model_options.checkpoint_activations = options.checkpoint_activations;
   model_options.gradient_dtype = parse_dtype(options.gradient_dtype);
   const std::unique_ptr<Model> model = make_random_model(target.config, model_options, options.common.seed);
   std::unique_ptr<DistributedAdamW> optimizer;
@@ -106,6 +106,12 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   const double global_sequences = static_cast<double>(options.sequences * options.micro_batches * ranks);
   const LossOptions loss;
   const LogprobOptions distribution;
+  int64_t reduced_early = 0;
+
+  Config config;
+  config.policy.activation_checkpointing = options.checkpoint_activations;
+  config.policy.recompute_layers = options.recompute_layers;
+  set_recompute(*model, config, options.tokens, context.data_parallel());
 
   const auto forward = [&](Batch& batch) {
     batch.inputs.current = answer_logprobs(*model, batch.micro, distribution);
@@ -115,12 +121,16 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   };
   const auto finish = [&] {
     if (optimizer != nullptr)
-      optimizer->step(kLearningRate, kWeightDecay, kMaxGradNorm);
+      reduced_early = optimizer
+                          ->step(kLearningRate, kWeightDecay, kMaxGradNorm,
+                                 options.overlap ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow)
+                          .reduced_early;
     else
       model->zero_gradients();
   };
   const auto whole_step = [&] {
     for (Batch& batch : batches) {
+      if (optimizer != nullptr && options.overlap && &batch == &batches.back()) optimizer->reduce_in_next_backward();
       forward(batch).backward();
       batch.inputs.current = at::Tensor();
     }
@@ -179,7 +189,10 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
                  {"scored_tokens", scored},
                  {"optimizer", options.optimizer},
                  {"gradient_dtype", options.gradient_dtype},
-                 {"checkpoint_activations", options.checkpoint_activations},
+                 {"recomputed_layers", model->recompute().whole_layers},
+                 {"cheaply_recomputed_layers", model->recompute().cheap_layers},
+                 {"overlap", options.overlap},
+                 {"buckets_reduced_in_backward", reduced_early},
                  {"seconds", middle},
                  {"seconds_of_repeats", seconds},
                  {"tokens_per_second_per_device", static_cast<double>(tokens) / middle},

@@ -128,6 +128,7 @@ struct SequencePackingConfig {
       "modified_first_fit_decreasing";  // | concatenative | first_fit_decreasing | first_fit_shuffle
   int64_t sequence_length_round = 64;
   std::string microbatch_order = "packer";  // | largest_first
+  bool share_prompts = false;               // (ours) a group's prompt once in a micro-batch
 };
 
 struct OptimizerKwargs {
@@ -190,6 +191,10 @@ struct MegatronConfig {
   int64_t num_layers_in_first_pipeline_stage = kDerived;  // derived: null, layers divided evenly
   int64_t num_layers_in_last_pipeline_stage = kDerived;
   bool activation_checkpointing = false;
+  std::string recompute_granularity = "auto";  // null | full | selective
+  std::string recompute_method = "uniform";    // | block
+  int64_t recompute_num_layers = 1;
+  std::vector<std::string> recompute_modules = {"layernorm", "mlp_act"};
   bool freeze_moe_router = true;
   std::string moe_router_dtype = "fp64";
   std::string moe_router_load_balancing_type = "none";
@@ -250,6 +255,7 @@ struct PolicyConfig {
   int64_t logprob_chunk_size = 1024;  // rows of [tokens, vocab] alive at once in the log-prob and loss
   bool offload_optimizer_for_logprob = false;
   bool activation_checkpointing = false;  // (ours) for runs without dtensor_cfg or megatron_cfg
+  int64_t recompute_layers = -1;          // (ours) for runs without megatron_cfg; -1: as many as must be
   DynamicBatchingConfig dynamic_batching;
   SequencePackingConfig sequence_packing;
   OptimizerConfig optimizer;
@@ -391,7 +397,19 @@ struct ParallelSizes {
   bool sequence_parallel = false;
 };
 ParallelSizes parallel_sizes(const Config& config);
-bool activation_checkpointing(const Config& config);
+// What backward computes again instead of keeping it, by the keys of the back-end that is enabled.
+struct RecomputeSetting {
+  bool fit = false;       // as little as makes the activations fit into the device's memory; else what follows
+  bool all = false;       // of every layer but its input, else
+  int64_t layers = 0;     //   of the first so many layers, and
+  bool norms = false;     // of the other layers the norms' results
+  bool swiglu = false;    //   and SwiGLU's
+};
+RecomputeSetting recompute_setting(const Config& config);
+// Whether gradients are reduced while backward runs, and weights gathered while the next forward does: the Megatron
+// back-end's keys where it is enabled, else yes (neither changes a bit).
+bool overlap_grad_reduce(const Config& config);
+bool overlap_param_gather(const Config& config);
 double max_grad_norm(const Config& config);
 // Ranks of the whole job: cluster.num_nodes * cluster.processes.
 int64_t world_size(const Config& config);

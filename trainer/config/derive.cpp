@@ -113,10 +113,42 @@ void check_lengths(const Config& c, Problems& out) {
                    number(p.make_sequence_length_divisible_by) + " is not a multiple of " + number(divisor) +
                        ", which the context and sequence parallel sizes need"});
   }
+  if (p.sequence_packing.share_prompts && !p.sequence_packing.enabled) {
+    out.push_back({"policy.sequence_packing.share_prompts",
+                   "needs policy.sequence_packing.enabled; without it micro-batches are cut by samples, not by groups"});
+  } else if (p.sequence_packing.share_prompts && c.algorithm == "sft") {
+    out.push_back({"policy.sequence_packing.share_prompts",
+                   "is for GRPO, where the answers of a group have one prompt; leave it out of an SFT run"});
+  }
   if (p.generation.kv_cache_tokens > 0 && p.generation.kv_cache_tokens < longest) {
     out.push_back({"policy.generation.kv_cache_tokens",
                    number(p.generation.kv_cache_tokens) +
                        " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
+  }
+}
+
+void check_recompute(const Config& c, Problems& out) {
+  const MegatronConfig& m = c.policy.megatron_cfg;
+  if (!m.enabled) {
+    const bool all =
+        c.policy.dtensor_cfg.enabled ? c.policy.dtensor_cfg.activation_checkpointing : c.policy.activation_checkpointing;
+    if (all && c.policy.recompute_layers >= 0)
+      out.push_back({"policy.recompute_layers", "contradicts activation_checkpointing, which means every layer; set one"});
+    return;
+  }
+  if (m.recompute_granularity == "full" && m.recompute_method == "uniform" && m.recompute_num_layers != 1) {
+    out.push_back({"policy.megatron_cfg.recompute_num_layers",
+                   number(m.recompute_num_layers) +
+                       " layers a chunk is not supported with recompute_method uniform, which keeps each layer's "
+                       "input; set 1, or recompute_method block for the first " +
+                       number(m.recompute_num_layers) + " layers"});
+  }
+  for (const std::string& module : m.recompute_modules) {
+    if (module == "layernorm" || module == "mlp_act" || module == "core_attn") continue;
+    out.push_back({"policy.megatron_cfg.recompute_modules",
+                   "'" + module +
+                       "' is not known; take some of layernorm, mlp_act (SwiGLU) and core_attn (always so here: "
+                       "attention keeps no probabilities)"});
   }
 }
 
@@ -320,6 +352,7 @@ void derive_defaults(Config& c) {
 std::vector<config::Problem> config::cross_check(const Config& config) {
   Problems problems;
   check_batches(config, problems);
+  check_recompute(config, problems);
   check_lengths(config, problems);
   if (config.algorithm == "grpo") {
     check_grpo(config, problems);
@@ -409,11 +442,39 @@ ParallelSizes parallel_sizes(const Config& config) {
   return sizes;
 }
 
-bool activation_checkpointing(const Config& config) {
-  const auto& p = config.policy;
-  if (p.megatron_cfg.enabled) return p.megatron_cfg.activation_checkpointing;
-  if (p.dtensor_cfg.enabled) return p.dtensor_cfg.activation_checkpointing;
-  return p.activation_checkpointing;
+RecomputeSetting recompute_setting(const Config& config) {
+  const PolicyConfig& p = config.policy;
+  RecomputeSetting setting;
+  if (const MegatronConfig& m = p.megatron_cfg; m.enabled) {
+    const auto has = [&](const char* module) {
+      return std::find(m.recompute_modules.begin(), m.recompute_modules.end(), module) != m.recompute_modules.end();
+    };
+    if (m.recompute_granularity == "selective") {
+      setting.norms = has("layernorm");
+      setting.swiglu = has("mlp_act");
+    } else if (m.recompute_granularity == "full") {
+      setting.all = m.recompute_method == "uniform";
+      setting.layers = m.recompute_num_layers;
+    } else {
+      setting.all = m.activation_checkpointing;
+      setting.fit = !setting.all;
+    }
+    return setting;
+  }
+  setting.all = p.dtensor_cfg.enabled ? p.dtensor_cfg.activation_checkpointing : p.activation_checkpointing;
+  setting.layers = std::max<int64_t>(0, p.recompute_layers);
+  setting.fit = !setting.all && p.recompute_layers < 0;
+  return setting;
+}
+
+bool overlap_grad_reduce(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return !m.enabled || m.distributed_data_parallel_config.overlap_grad_reduce;
+}
+
+bool overlap_param_gather(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return !m.enabled || m.distributed_data_parallel_config.overlap_param_gather;
 }
 
 double max_grad_norm(const Config& config) {

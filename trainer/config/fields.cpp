@@ -136,7 +136,12 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.logprob_chunk_size)
   ("rows of [tokens, vocabulary] alive at once in log-probs and loss").at_least(1).null_default();
   KEY(policy.offload_optimizer_for_logprob)("optimizer state on the host during log-prob passes");
-  OURS(policy.activation_checkpointing)("recompute activations, for runs with neither dtensor_cfg nor megatron_cfg");
+  OURS(policy.activation_checkpointing)
+  ("keep only the input of each layer for backward; for runs with neither dtensor_cfg nor megatron_cfg");
+  OURS(policy.recompute_layers)
+  ("keep only the input of the first so many layers, for runs without megatron_cfg; -1: on CUDA as many as the memory asks for, "
+   "after the norms and SwiGLU of all, on CPU none")
+      .at_least(-1);
   KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
   KEY(policy.dynamic_batching.train_mb_tokens)
   ("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
@@ -154,6 +159,8 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.sequence_packing.sequence_length_round)
   ("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
   KEY(policy.sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
+  OURS(policy.sequence_packing.share_prompts)
+  ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within rounding");
   KEY(policy.optimizer.name)("AdamW under either of its names").one_of({"torch.optim.AdamW", "AdamW"});
   KEY(policy.optimizer.kwargs.lr)("learning rate").at_least(0);
   KEY(policy.optimizer.kwargs.weight_decay)("decoupled weight decay").at_least(0);
@@ -198,7 +205,19 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
   KEY(policy.megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
   KEY(policy.megatron_cfg.num_layers_in_last_pipeline_stage)("layers of the last stage").from("evenly").at_least(1);
-  KEY(policy.megatron_cfg.activation_checkpointing)("recompute activations in the backward pass");
+  KEY(policy.megatron_cfg.activation_checkpointing)
+  ("keep only the input of each layer for backward; counts where recompute_granularity is null");
+  KEY(policy.megatron_cfg.recompute_granularity)
+  ("what backward computes again; full: layers, selective: recompute_modules of every layer; null: what activation_checkpointing "
+   "says, and where that is false as little as the device's memory asks for")
+      .one_of({"auto", "full", "selective"})
+      .null_as("auto");
+  KEY(policy.megatron_cfg.recompute_method)
+  ("with full: every layer (uniform), or the first recompute_num_layers (block)").one_of({"uniform", "block"});
+  KEY(policy.megatron_cfg.recompute_num_layers)
+  ("layers computed again with block; 1 with uniform").at_least(0);
+  KEY(policy.megatron_cfg.recompute_modules)
+  ("with selective: layernorm, mlp_act (SwiGLU), core_attn (always so here)");
   KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");
   KEY(policy.megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
   KEY(policy.megatron_cfg.moe_router_load_balancing_type)
@@ -232,16 +251,16 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
   ("gradients are summed over ranks in fp32");
   KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce)
-  ("gradients are summed while the backward pass runs");
+  ("gradients are summed over ranks bucket by bucket while the backward pass runs; the bits are the same");
   KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
-  ("weights are gathered while the next forward pass runs");
+  ("weights are gathered bucket by bucket while the next forward pass runs; the bits are the same");
 
   KEY(policy.dtensor_cfg.enabled)("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count");
   KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
   KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
   KEY(policy.dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
   KEY(policy.dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");
-  KEY(policy.dtensor_cfg.activation_checkpointing)("recompute activations in the backward pass");
+  KEY(policy.dtensor_cfg.activation_checkpointing)("keep only the input of each layer for backward");
 }
 
 #define DATASET(which)                                                                                        \
@@ -390,8 +409,6 @@ const std::vector<IgnoredKey>& ignored_keys() {
       {"policy.megatron_cfg.converter_type", "models need no conversion"},
       {"policy.megatron_cfg.force_reconvert_from_hf", "models need no conversion"},
       {"policy.megatron_cfg.pipeline_dtype", "stages hand over policy.precision"},
-      {"policy.megatron_cfg.recompute_granularity", kBackend},
-      {"policy.megatron_cfg.recompute_modules", kBackend},
       {"policy.megatron_cfg.moe_permute_fusion", kBackend},
       {"policy.megatron_cfg.moe_grouped_gemm", kBackend},
       {"policy.megatron_cfg.moe_token_dispatcher_type", kBackend},

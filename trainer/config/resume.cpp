@@ -29,6 +29,12 @@ const char* const kNoMatter[] = {"algorithm",
                                  "policy.sequence_packing.logprob_mb_tokens",
                                  "policy.logprob_batch_size",
                                  "policy.logprob_chunk_size",
+                                 "policy.activation_checkpointing",
+                                 "policy.recompute_layers",
+                                 "policy.dtensor_cfg.activation_checkpointing",
+                                 "policy.megatron_cfg.activation_checkpointing",
+                                 "policy.megatron_cfg.recompute_",
+                                 "policy.megatron_cfg.distributed_data_parallel_config.overlap_",
                                  "policy.optimizer.name"};  // two names of one
 
 bool matters(const std::string& key) {

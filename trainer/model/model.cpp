@@ -31,6 +31,7 @@ struct Model::Context {
   at::Tensor rope;              // [positions, 2, head_dim / 2]
   at::Tensor positions;         // [tokens]
   std::vector<int64_t> starts;  // packed
+  std::vector<int64_t> prefix;  // packed; empty: nothing is shared
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
 };
@@ -39,31 +40,40 @@ namespace {
 
 // The layer to run again in backward, carried through the autograd graph.
 struct LayerCall final : torch::CustomClassHolder {
-  using Fn = std::function<std::pair<at::Tensor, at::Tensor>(const at::Tensor&)>;
-  explicit LayerCall(Fn f) : call(std::move(f)) {}
-  Fn call;
+  using Run = std::function<std::pair<at::Tensor, at::Tensor>(const NormResult&)>;
+  using Norm = std::function<at::Tensor(const at::Tensor&)>;
+  LayerCall(Run r, Norm n) : run(std::move(r)), norm(std::move(n)) {}
+  Run run;
+  Norm norm;  // of the sum, with the bits that forward's had
 };
 
-// Keeps x only. `anchor` is one of the layer's parameters, so that the node exists when x itself needs no gradient; the
-// parameters' gradients are accumulated by the inner backward.
+// Keeps the sum only, which the norm before it keeps too. `anchor` is one of the layer's parameters, so that the node
+// exists when the inputs need no gradient; the parameters' gradients are accumulated by the inner backward.
 class RecomputeFunction final : public torch::autograd::Function<RecomputeFunction> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
-                                                const at::Tensor& anchor, const c10::intrusive_ptr<LayerCall>& layer) {
-    context->save_for_backward({x});
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& sum,
+                                                const at::Tensor& normed, const at::Tensor& anchor,
+                                                const c10::intrusive_ptr<LayerCall>& layer) {
+    context->save_for_backward({sum});
     context->saved_data["layer"] = c10::IValue::make_capsule(layer);
-    const auto [sum, delta] = layer->call(x);
-    return {sum, delta};
+    const auto [out, delta] = layer->run({sum, normed});
+    return {out, delta};
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
     const auto layer = c10::static_intrusive_pointer_cast<LayerCall>(context->saved_data["layer"].toCapsule());
-    const at::Tensor x = context->get_saved_variables()[0].detach().set_requires_grad(true);
+    const at::Tensor sum = context->get_saved_variables()[0].detach().set_requires_grad(true);
+    at::Tensor normed;
+    {
+      const at::NoGradGuard no_grad;
+      normed = layer->norm(sum);
+    }
+    normed = normed.detach().set_requires_grad(true);
     const at::AutoGradMode record(true);
-    const auto [sum, delta] = layer->call(x);
-    torch::autograd::backward({sum, delta}, {grads[0], grads[1]});
-    return {x.grad(), at::Tensor(), at::Tensor()};
+    const auto [out, delta] = layer->run({sum, normed});
+    torch::autograd::backward({out, delta}, {grads[0], grads[1]});
+    return {sum.grad(), normed.grad(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -94,6 +104,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
       options.dtype != at::kDouble) {
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
+  if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
   bind_layers();
 }
@@ -195,6 +206,7 @@ void Model::bind_layers() {
   };
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
+    layer_begins_.push_back(find(at + "input_layernorm.weight")->offset);
     Layer layer;
     layer.input_norm = tensor(at + "input_layernorm.weight");
     layer.post_norm = tensor(at + "post_attention_layernorm.weight");
@@ -211,6 +223,7 @@ void Model::bind_layers() {
     layers_.push_back(std::move(layer));
   }
   embedding_ = tensor("model.embed_tokens.weight");
+  layer_begins_.push_back(find("model.norm.weight")->offset);
   final_norm_ = tensor("model.norm.weight");
   head_ = config_.tie_word_embeddings ? embedding_ : tensor("lm_head.weight");
 }
@@ -273,6 +286,7 @@ at::Tensor Model::forward(const PackedBatch& batch) const {
   context.rope = rope_rows(rope_extent(batch.positions, longest));
   context.positions = batch.positions;
   context.starts = batch.starts;
+  context.prefix = batch.prefix;
   return run(batch.ids, context);
 }
 
@@ -291,25 +305,59 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
 
 // The residual stream travels as a sum and the last block's output, which the next norm adds.
 at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
+  const auto reading = [&](int64_t end) {
+    if (before_reading) before_reading(end);
+  };
+  // Their gradient is there when everything behind them has been differentiated. A parameter's gradient is added before
+  // any other work of the pass goes on.
+  const auto watch = [&](const at::Tensor& input, int64_t index) {
+    if (!on_gradients_final || !at::GradMode::is_enabled() || !input.requires_grad()) return;
+    input.register_hook([this, from = layer_begins_[static_cast<size_t>(index)]](const at::Tensor&) {
+      if (on_gradients_final) on_gradients_final(from);
+    });
+  };
+  reading(layer_begins_.front());
   at::Tensor sum = embed(embedding_, ids), delta;
-  const bool recompute = options_.checkpoint_activations && context.arena == nullptr && at::GradMode::is_enabled();
   for (int64_t i = 0; i < config_.num_layers; ++i) {
-    std::tie(sum, delta) = recompute ? run_layer_recomputed(i, sum, delta, context) : run_layer(i, sum, delta, context);
+    watch(delta.defined() ? delta : sum, i);
+    reading(layer_begins_[static_cast<size_t>(i + 1)]);
+    const NormResult input =
+        add_rms_norm(sum, delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
+    const Keep keep = keep_of(i, context);
+    std::tie(sum, delta) =
+        keep == Keep::kInput ? run_layer_recomputed(i, input, context) : run_layer(i, input, context, keep);
   }
+  watch(delta, config_.num_layers);
+  reading(flat_parameters_.numel());
   return add_rms_norm(sum, delta, final_norm_, config_.rms_norm_eps).normed;
 }
 
-std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const at::Tensor& x, const at::Tensor& delta,
-                                                   const Context& context) const {
+Model::Keep Model::keep_of(int64_t index, const Context& context) const {
+  if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return Keep::kAll;
+  if (index < recompute_.whole_layers) return Keep::kInput;
+  return index < recompute_.whole_layers + recompute_.cheap_layers ? Keep::kCheapAgain : Keep::kAll;
+}
+
+std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const NormResult& input, const Context& context,
+                                                   Keep keep) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const int64_t tokens = x.size(0);
+  const int64_t tokens = input.sum.size(0);
   const QkvLayout layout{config_.num_heads, config_.num_kv_heads, config_.head_dim, config_.rms_norm_eps};
-  const NormResult input = add_rms_norm(x, delta, layer.input_norm, config_.rms_norm_eps);
-  const at::Tensor qkv = trireme::linear(input.normed, layer.qkv, layer.qkv_bias);
+  // The norm of a sum has the bits that add_rms_norm gave it.
+  const auto of_norm = [&](const NormResult& norm, const at::Tensor& scale, const at::Tensor& weight,
+                           const at::Tensor& bias) {
+    if (keep != Keep::kCheapAgain || !recompute_.norms) return trireme::linear(norm.normed, weight, bias);
+    return linear_again(norm.normed, weight, bias, [sum = norm.sum.detach(), scale, eps = config_.rms_norm_eps] {
+      return rms_norm(sum, scale, eps);
+    });
+  };
+  const at::Tensor qkv = of_norm(input, layer.input_norm, layer.qkv, layer.qkv_bias);
   at::Tensor mixed;
   if (context.arena == nullptr) {
     const Qkv parts = split_qkv(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout);
-    mixed = attention_packed(parts.q, parts.k, parts.v, context.starts);
+    mixed = context.prefix.empty()
+                ? attention_packed(parts.q, parts.k, parts.v, context.starts)
+                : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
   } else {
     const at::Tensor& keys = context.arena->keys(index);
     const at::Tensor& values = context.arena->values(index);
@@ -320,24 +368,26 @@ std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const at::Tens
   const at::Tensor attention = trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
   const NormResult inner = add_rms_norm(input.sum, attention, layer.post_norm, config_.rms_norm_eps);
 #ifdef TRIREME_CUDA
-  if (context.arena != nullptr && x.is_cuda() && !layer.gate_up_bias.defined()) {
+  if (context.arena != nullptr && input.sum.is_cuda() && !layer.gate_up_bias.defined()) {
     const at::Tensor product = cuda::gate_up_swiglu(inner.normed, layer.gate_up);
     return {inner.sum, trireme::linear(product, layer.down, layer.down_bias)};
   }
 #endif
-  const at::Tensor gate_up = trireme::linear(inner.normed, layer.gate_up, layer.gate_up_bias);
-  return {inner.sum, trireme::linear(swiglu_halves(gate_up), layer.down, layer.down_bias)};
+  const at::Tensor gate_up = of_norm(inner, layer.post_norm, layer.gate_up, layer.gate_up_bias);
+  const at::Tensor active = swiglu_halves(gate_up);
+  if (keep != Keep::kCheapAgain || !recompute_.swiglu)
+    return {inner.sum, trireme::linear(active, layer.down, layer.down_bias)};
+  return {inner.sum, linear_again(active, layer.down, layer.down_bias,
+                                  [kept = gate_up.detach()] { return swiglu_halves(kept); })};
 }
 
-std::pair<at::Tensor, at::Tensor> Model::run_layer_recomputed(int64_t index, const at::Tensor& x,
-                                                              const at::Tensor& delta, const Context& context) const {
-  const at::Tensor& anchor = layers_[static_cast<size_t>(index)].qkv;
-  if (!x.requires_grad() && !anchor.requires_grad()) return run_layer(index, x, delta, context);
-  // One tensor to keep instead of two; the sum has the bits the norm would give it.
-  const at::Tensor sum = delta.defined() ? x + delta : x;
+std::pair<at::Tensor, at::Tensor> Model::run_layer_recomputed(int64_t index, const NormResult& input,
+                                                              const Context& context) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
   auto call = c10::make_intrusive<LayerCall>(
-      [this, index, context](const at::Tensor& input) { return run_layer(index, input, at::Tensor(), context); });
-  const torch::autograd::variable_list outputs = RecomputeFunction::apply(sum, anchor, call);
+      [this, index, context](const NormResult& again) { return run_layer(index, again, context, Keep::kAll); },
+      [this, scale = layer.input_norm](const at::Tensor& sum) { return rms_norm(sum, scale, config_.rms_norm_eps); });
+  const torch::autograd::variable_list outputs = RecomputeFunction::apply(input.sum, input.normed, layer.qkv, call);
   return {outputs[0], outputs[1]};
 }
 

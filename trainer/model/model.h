@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,6 +25,9 @@ struct PackedBatch {
   at::Tensor ids;               // [tokens] int64
   at::Tensor positions;         // [tokens] int64, position of each token in its sequence
   std::vector<int64_t> starts;  // [sequences + 1]; first 0, last tokens
+  // Empty, or for each sequence the earlier one whose tokens come before its own, -1: none (attention_shared). Positions
+  // count from the first token of all.
+  std::vector<int64_t> prefix;
 
   // Sequences one after another, each at positions 0, 1, ...
   static PackedBatch from_sequences(const std::vector<std::vector<int32_t>>& sequences);
@@ -57,7 +61,15 @@ struct ModelOptions {
   bool trainable = true;                // false: no gradient buffer, nothing requires grad (a reference model)
   // In which backward adds up gradients; the parameters' own when absent.
   std::optional<at::ScalarType> gradient_dtype;
-  bool checkpoint_activations = false;  // keep only each layer's input; backward recomputes the layer
+  bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
+};
+
+// Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient.
+struct Recompute {
+  int64_t whole_layers = 0;  // of the first so many layers only the input is kept
+  int64_t cheap_layers = 0;  // of the first so many layers behind those, not kept are the results of:
+  bool norms = true;         //   the two norms before the products
+  bool swiglu = true;        //   SwiGLU
 };
 
 // forward and forward_cached may run on several threads only with different arenas and with grad mode off; writing the
@@ -71,6 +83,10 @@ class Model final {
 
   const ModelConfig& config() const { return config_; }
   const ModelOptions& options() const { return options_; }
+
+  const Recompute& recompute() const { return recompute_; }
+  // For the forward passes that follow. More layers than there are: all.
+  void set_recompute(const Recompute& recompute) { recompute_ = recompute; }
 
   // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
   // trainable.
@@ -95,6 +111,14 @@ class Model final {
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
 
+  // Called in the backward pass of every forward that began to record while it was set, from the thread of that pass:
+  // no gradient at or behind element `from` of flat_gradients() will change any more in it. `from` falls layer by layer;
+  // gradients before the first layer's (the embedding's) are complete when backward returns. May be empty.
+  std::function<void(int64_t from)> on_gradients_final;
+  // Called before forward and forward_cached read parameters before element `end` of flat_parameters(); `end` rises
+  // layer by layer to all of them. May be empty. Not called where a captured graph is replayed.
+  std::function<void(int64_t end)> before_reading;
+
   // Copies another model's parameters (same configuration); dtypes may differ.
   void copy_parameters_from(const Model& other);
 
@@ -108,16 +132,21 @@ class Model final {
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   at::Tensor run(const at::Tensor& ids, const Context& context) const;
-  std::pair<at::Tensor, at::Tensor> run_layer(int64_t index, const at::Tensor& x, const at::Tensor& delta,
-                                              const Context& context) const;
-  std::pair<at::Tensor, at::Tensor> run_layer_recomputed(int64_t index, const at::Tensor& x, const at::Tensor& delta,
+  // A layer behind its first norm, whose results `input` holds: its sum and the last block's output.
+  enum class Keep { kAll, kCheapAgain, kInput };
+  std::pair<at::Tensor, at::Tensor> run_layer(int64_t index, const NormResult& input, const Context& context,
+                                              Keep keep) const;
+  std::pair<at::Tensor, at::Tensor> run_layer_recomputed(int64_t index, const NormResult& input,
                                                          const Context& context) const;
+  Keep keep_of(int64_t index, const Context& context) const;
 
   ModelConfig config_;
   ModelOptions options_;
+  Recompute recompute_;
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, size_t> by_name_;
   std::vector<Layer> layers_;
+  std::vector<int64_t> layer_begins_;  // first element of each layer in the flat buffers, then the final norm's
   at::Tensor embedding_, final_norm_, head_;
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;

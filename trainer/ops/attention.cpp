@@ -10,6 +10,7 @@
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
+#include "trainer/ops/shared_keys.h"
 #ifdef TRIREME_CUDA
 #include "trainer/ops/cuda/attention.h"
 #endif
@@ -116,23 +117,55 @@ void attend_runs(const T* q, const T* k, const T* v, const std::vector<Run>& run
   });
 }
 
-std::vector<Run> packed_runs(c10::ArrayRef<int64_t> starts) {
+// The runs of a packed pass, and which rows of k and v they find where.
+struct Packing {
   std::vector<Run> runs;
+  std::vector<int64_t> key_rows;  // of k and v, in the order in which the runs find them; empty: as they are
+};
+
+// prefix empty: nothing is shared.
+Packing packing_of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix) {
+  Packing packing;
+  SharedKeys keys;
+  if (!prefix.empty()) keys = shared_keys(starts, prefix);
   for (size_t s = 0; s + 1 < starts.size(); ++s) {
-    if (starts[s + 1] > starts[s]) runs.push_back({starts[s], 0, starts[s + 1] - starts[s], starts[s]});
+    const int64_t count = starts[s + 1] - starts[s];
+    if (count == 0) continue;
+    packing.runs.push_back(prefix.empty() ? Run{starts[s], 0, count, starts[s]}
+                                          : Run{starts[s], keys.past[s], count, keys.starts[s]});
   }
-  return runs;
+  packing.key_rows = std::move(keys.rows);
+  return packing;
+}
+
+at::Tensor take_rows(const at::Tensor& x, const std::vector<int64_t>& rows) {
+  return rows.empty() ? x : x.index_select(0, at::tensor(rows, at::kLong));
+}
+
+// Sums of the rows of dx that are one row of x, in order.
+at::Tensor add_rows(const at::Tensor& dx, const std::vector<int64_t>& rows, int64_t count) {
+  if (rows.empty()) return dx;
+  at::Tensor sum = at::zeros({count, dx.size(1), dx.size(2)}, dx.options());
+  const int64_t width = dx.size(1) * dx.size(2);
+  with_compute_type(dx, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = dx.const_data_ptr<T>();
+    T* to = sum.mutable_data_ptr<T>();
+    for (size_t i = 0; i < rows.size(); ++i)
+      cpu_kernels<T>().add_to(to + rows[i] * width, from + static_cast<int64_t>(i) * width, width);
+  });
+  return sum;
 }
 
 // out [tokens, q_heads, head_dim] in q's dtype; lse filled when defined.
-at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c10::ArrayRef<int64_t> starts,
+at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Packing& packing,
                           const Shape& shape, double scale, at::Tensor& lse) {
-  const at::Tensor qc = for_compute(q), kc = for_compute(k), vc = for_compute(v);
+  const at::Tensor qc = for_compute(q), kc = take_rows(for_compute(k), packing.key_rows),
+                   vc = take_rows(for_compute(v), packing.key_rows);
   at::Tensor out = at::empty_like(qc);
-  const std::vector<Run> runs = packed_runs(starts);
   with_compute_type(q, [&](auto zero) {
     using T = decltype(zero);
-    attend_runs<T>(qc.const_data_ptr<T>(), kc.const_data_ptr<T>(), vc.const_data_ptr<T>(), runs, shape, scale,
+    attend_runs<T>(qc.const_data_ptr<T>(), kc.const_data_ptr<T>(), vc.const_data_ptr<T>(), packing.runs, shape, scale,
                    out.mutable_data_ptr<T>(), lse.defined() ? lse.mutable_data_ptr<T>() : nullptr);
   });
   return out.to(q.scalar_type());
@@ -190,30 +223,39 @@ void backward_runs(const BackwardInput& in, const std::vector<Run>& runs, const 
 class AttentionFunction final : public torch::autograd::Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, double scale) {
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
     const Shape shape = shape_of(q, k, v, "attention_packed");
     at::Tensor lse = at::empty({q.size(0), shape.q_heads}, q.options().dtype(compute_type(q)));
-    const at::Tensor out = packed_forward(q, k, v, starts, shape, scale, lse);
+    const at::Tensor out = packed_forward(q, k, v, packing_of(starts, prefix), shape, scale, lse);
     context->save_for_backward({q, k, v, out, lse});
     context->saved_data["starts"] = starts;
+    context->saved_data["prefix"] = prefix;
     context->saved_data["scale"] = scale;
     return out;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const BackwardInput in{
-        for_compute(saved[0]), for_compute(saved[1]), for_compute(saved[2]), for_compute(saved[3]), saved[4],
-        for_compute(grads[0])};
+    const Packing packing =
+        packing_of(context->saved_data["starts"].toIntVector(), context->saved_data["prefix"].toIntVector());
+    const BackwardInput in{for_compute(saved[0]),
+                           take_rows(for_compute(saved[1]), packing.key_rows),
+                           take_rows(for_compute(saved[2]), packing.key_rows),
+                           for_compute(saved[3]),
+                           saved[4],
+                           for_compute(grads[0])};
     const Shape shape = shape_of(in.q, in.k, in.v, "attention_packed");
-    const std::vector<int64_t> starts = context->saved_data["starts"].toIntVector();
     at::Tensor dq = at::empty_like(in.q), dk = at::zeros_like(in.k), dv = at::zeros_like(in.v);
     with_compute_type(in.q, [&](auto zero) {
-      backward_runs<decltype(zero)>(in, packed_runs(starts), shape, context->saved_data["scale"].toDouble(), dq, dk,
-                                    dv);
+      backward_runs<decltype(zero)>(in, packing.runs, shape, context->saved_data["scale"].toDouble(), dq, dk, dv);
     });
     const at::ScalarType type = saved[0].scalar_type();
-    return {dq.to(type), dk.to(type), dv.to(type), at::Tensor(), at::Tensor()};
+    return {dq.to(type),
+            add_rows(dk, packing.key_rows, saved[1].size(0)).to(type),
+            add_rows(dv, packing.key_rows, saved[1].size(0)).to(type),
+            at::Tensor(),
+            at::Tensor(),
+            at::Tensor()};
   }
 };
 
@@ -231,20 +273,35 @@ void check_runs(const std::vector<CacheRow>& rows, int64_t tokens, int64_t capac
 
 }  // namespace
 
-at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, double scale) {
+namespace {
+
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& starts,
+                  const std::vector<int64_t>& prefix, double scale) {
   TRIREME_CHECK(k.size(0) == q.size(0) && !starts.empty() && starts.front() == 0 && starts.back() == q.size(0),
                 "attention_packed: starts must go from 0 to the number of tokens");
   for (size_t i = 0; i + 1 < starts.size(); ++i)
     TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
 #ifdef TRIREME_CUDA
-  if (q.is_cuda()) return cuda::attention_packed(q, k, v, starts, scale);
+  if (q.is_cuda()) return cuda::attention_packed(q, k, v, starts, prefix, scale);
 #endif
   const Shape shape = shape_of(q, k, v, "attention_packed");
   const double factor = softmax_scale(scale, shape);
-  if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, factor);
+  if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, prefix, factor);
   at::Tensor no_lse;
-  return packed_forward(q, k, v, starts, shape, factor, no_lse);
+  return packed_forward(q, k, v, packing_of(starts, prefix), shape, factor, no_lse);
+}
+
+}  // namespace
+
+at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, double scale) {
+  return attend(q, k, v, starts, {}, scale);
+}
+
+at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
+  TRIREME_CHECK(prefix.size() + 1 == starts.size(), "attention_shared: one prefix for each sequence expected");
+  return attend(q, k, v, starts, prefix, scale);
 }
 
 CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device) {

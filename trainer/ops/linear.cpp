@@ -70,11 +70,19 @@ at::Tensor by_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tens
   return out.to(x.scalar_type());
 }
 
+// How backward gets the input that was not kept.
+struct InputAgain final : torch::CustomClassHolder {
+  explicit InputAgain(std::function<at::Tensor()> f) : call(std::move(f)) {}
+  std::function<at::Tensor()> call;
+};
+
 class LinearFunction final : public torch::autograd::Function<LinearFunction> {
  public:
+  // `again` null: x is kept.
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias) {
-    context->save_for_backward({x, weight});
+                            const std::optional<at::Tensor>& bias, const c10::intrusive_ptr<InputAgain>& again) {
+    context->save_for_backward({again ? at::Tensor() : x, weight});
+    if (again) context->saved_data["again"] = c10::IValue::make_capsule(again);
     context->saved_data["bias"] = bias.has_value();
     return linear_forward(x, weight, bias.value_or(at::Tensor()));
   }
@@ -82,28 +90,35 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
     const auto saved = context->get_saved_variables();
+    const at::Tensor& weight = saved[1];
     const at::Tensor dy = grads[0].contiguous();
+    const auto input = [&] {
+      const auto found = context->saved_data.find("again");
+      if (found == context->saved_data.end()) return saved[0];
+      const at::NoGradGuard no_grad;
+      return c10::static_intrusive_pointer_cast<InputAgain>(found->second.toCapsule())->call();
+    };
     at::Tensor dx, dweight, dbias;
 #ifdef TRIREME_CUDA
     if (dy.is_cuda()) {
-      if (context->needs_input_grad(0)) dx = cuda::linear_backward_input(dy, saved[1]);
+      if (context->needs_input_grad(0)) dx = cuda::linear_backward_input(dy, weight);
       if (context->needs_input_grad(1)) {
         // A parameter's gradient buffer takes the product directly: no [out, in] temporary, one rounding.
-        at::Tensor accumulator = saved[1].grad();
+        at::Tensor accumulator = weight.grad();
         const bool direct = accumulator.defined() && accumulator.is_contiguous();
-        if (!direct) dweight = accumulator = at::zeros_like(saved[1]);
-        cuda::linear_backward_weight(dy, saved[0], accumulator);
+        if (!direct) dweight = accumulator = at::zeros_like(weight);
+        cuda::linear_backward_weight(dy, input(), accumulator);
       }
       if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
         dbias = dy.sum(0, /*keepdim=*/false, at::kFloat).to(dy.scalar_type());
       }
-      return {dx, dweight, dbias};
+      return {dx, dweight, dbias, at::Tensor()};
     }
 #endif
-    if (context->needs_input_grad(0)) dx = dy.mm(saved[1]);
-    if (context->needs_input_grad(1)) dweight = dy.t().mm(saved[0]);
+    if (context->needs_input_grad(0)) dx = dy.mm(weight);
+    if (context->needs_input_grad(1)) dweight = dy.t().mm(input());
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) dbias = dy.sum(0);
-    return {dx, dweight, dbias};
+    return {dx, dweight, dbias, at::Tensor()};
   }
 };
 
@@ -123,14 +138,19 @@ at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const a
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return linear_again(x, weight, bias, nullptr);
+}
+
+at::Tensor linear_again(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                        std::function<at::Tensor()> again) {
   require_supported("linear", x);
   require_same("linear", x, weight, "weight");
   TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1),
                 "linear: x [tokens, in] and weight [out, in] expected");
-  if (wants_grad(x) || wants_grad(weight) || wants_grad(bias)) {
-    return LinearFunction::apply(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt);
-  }
-  return linear_forward(x, weight, bias);
+  if (!wants_grad(x) && !wants_grad(weight) && !wants_grad(bias)) return linear_forward(x, weight, bias);
+  c10::intrusive_ptr<InputAgain> held;
+  if (again) held = c10::make_intrusive<InputAgain>(std::move(again));
+  return LinearFunction::apply(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt, held);
 }
 
 LinearMode linear_mode() { return current_mode; }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace trireme {
@@ -17,6 +18,10 @@ namespace trireme {
 // x [tokens, in] . weight [out, in]^T + bias [out] (undefined: none) -> [tokens, out].
 // Write trireme::linear: without it, argument-dependent lookup may take at::linear, which is not row-exact.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+// The same, but x is not kept for backward: `again` is called there, with grad mode off, and gives the bits of x. What
+// it captures is kept instead.
+at::Tensor linear_again(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                        std::function<at::Tensor()> again);
 
 // How linear computes its forward on CPU. On CUDA it is always cublasLt with a starved workspace (cuda/linear.h).
 enum class LinearMode {
@@ -45,7 +50,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // silu(gate) * up, all [tokens, width].
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-// weight [vocab, hidden], ids [tokens] int64 -> [tokens, hidden]. An id outside the vocabulary throws and names it.
+// weight [vocab, hidden], ids [tokens] int64 -> [tokens, hidden]. An id outside the vocabulary throws and names it. Rows
+// of any matrix may be taken so; gradients of equal ids are added in the order of the tokens, in float32 at least.
 at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids);
 
 struct RopeOptions {
@@ -101,6 +107,13 @@ Qkv split_qkv(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor&
 // q [tokens, q_heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, q_heads, head_dim].
 at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const std::vector<int64_t>& starts, double scale = 0.0);
+
+// attention_packed where sequences share their first keys: the rows of sequence s see all rows of sequence prefix[s],
+// then their own (-1: only their own, as there). A sequence that is a prefix has none itself and comes earlier; it has
+// rows. Row bits are those of attention_packed over the prefix's rows and its own one after another; the gradient of a
+// prefix's keys and values is the sum over those that see them, in their order, in float32 (float64 for float64).
+at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale = 0.0);
 
 // One run of consecutive new tokens of one sequence, its keys contiguous in the arena.
 struct CacheRow {

@@ -35,6 +35,7 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
     slices_.push_back(slice);
   }
   owned_ = buckets_ * part;
+  unreduced_ = buckets_;
   for (const Parameter& parameter : model.parameters()) {
     if (!parameter.trainable || !(options_.decay_all || parameter.decay)) continue;
     for (const Slice& slice : slices_) {
@@ -85,27 +86,50 @@ void DistributedAdamW::check_finite(double squares) const {
   throw Error(ErrorKind::kUnavailable, "the gradient of rank " + std::to_string(culprit) + rest);
 }
 
-void DistributedAdamW::reduce_gradients() {
+DistributedAdamW::~DistributedAdamW() {
+  if (armed_) model_.on_gradients_final = nullptr;
+  if (watching_) model_.before_reading = nullptr;
+}
+
+void DistributedAdamW::reduce_in_next_backward() {
+  if (group_.size() == 1) return;
+  armed_ = true;
+  model_.on_gradients_final = [this](int64_t from) { reduce_from(from); };
+}
+
+// All ranks begin the buckets in one order, from the last to the first, whether in a backward pass or after it.
+void DistributedAdamW::reduce_from(int64_t from) {
+  const c10::NoGradGuard no_grad;
   const at::Tensor gradients = model_.flat_gradients();
   const at::ScalarType wire = options_.reduce_in_fp32 ? at::kFloat : gradients.scalar_type();
   const int64_t part = bucket_ / group_.size();
-  for (int64_t b = 0; b < buckets_; ++b) {
-    const int64_t size = std::min(bucket_, elements_ - bucket_begin(b));
-    at::Tensor bucket = gradients.narrow(0, bucket_begin(b), size);
+  while (unreduced_ > 0 && bucket_begin(unreduced_ - 1) >= from) {
+    Reduction reduction;
+    reduction.bucket = --unreduced_;
+    const int64_t begin = bucket_begin(reduction.bucket), size = std::min(bucket_, elements_ - begin);
+    reduction.sent = gradients.narrow(0, begin, size);
     if (size < bucket_ || wire != gradients.scalar_type()) {
-      at::Tensor padded = at::zeros({bucket_}, gradients.options().dtype(wire));
-      padded.narrow(0, 0, size).copy_(bucket);
-      bucket = padded;
+      const at::Tensor padded = at::zeros({bucket_}, gradients.options().dtype(wire));
+      padded.narrow(0, 0, size).copy_(reduction.sent);
+      reduction.sent = padded;
     }
-    at::Tensor mine = grads_.narrow(0, b * part, part);
-    if (wire == at::kFloat) {
-      group_.reduce_scatter_sum(mine, bucket);
-    } else {
-      at::Tensor low = at::empty({part}, bucket.options());
-      group_.reduce_scatter_sum(low, bucket);
-      mine.copy_(low);
-    }
+    at::Tensor mine = grads_.narrow(0, reduction.bucket * part, part);
+    if (wire != at::kFloat) mine = reduction.received = at::empty({part}, reduction.sent.options());
+    reduction.pending = group_.begin_reduce_scatter_sum(mine, reduction.sent);
+    reductions_.push_back(std::move(reduction));
   }
+}
+
+void DistributedAdamW::finish_reduction() {
+  reduce_from(0);
+  const int64_t part = bucket_ / group_.size();
+  for (Reduction& reduction : reductions_) {
+    reduction.pending.wait();
+    if (reduction.received.defined()) grads_.narrow(0, reduction.bucket * part, part).copy_(reduction.received);
+    reduction = {};
+  }
+  reductions_.clear();
+  unreduced_ = buckets_;
 }
 
 struct DistributedAdamW::Factors {
@@ -116,12 +140,16 @@ struct DistributedAdamW::Factors {
   double correction2 = 1;
 };
 
-OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm) {
+OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm, Gather gather) {
   const c10::NoGradGuard no_grad;
-  if (grads_.defined()) reduce_gradients();
+  finish_gather();  // the master slices that are still being sent are written below
+  if (armed_) model_.on_gradients_final = nullptr;
+  armed_ = false;
+  OptimizerStep result;
+  result.reduced_early = static_cast<int64_t>(reductions_.size());
+  if (grads_.defined()) finish_reduction();
   const double squares = group_.all_reduce_sum(sum_of_squares());
   check_finite(squares);
-  OptimizerStep result;
   result.grad_norm = std::sqrt(squares);
   if (max_grad_norm > 0) result.clip_factor = std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6));
 
@@ -137,6 +165,12 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   } else {
     update(factors);
     write_weights();
+  }
+  if (gather == Gather::kNow) {
+    finish_gather();
+  } else if (!gatherings_.empty()) {
+    watching_ = true;
+    model_.before_reading = [this](int64_t end) { finish_gather_before(end); };
   }
   model_.zero_gradients();
   return result;
@@ -156,23 +190,48 @@ void DistributedAdamW::update(const Factors& factors) {
   master_.addcdiv_(exp_avg_, grads_, -factors.learning_rate / factors.correction1);
 }
 
+// Begins to gather every bucket into the live weights.
 void DistributedAdamW::write_weights() {
   if (master_.data_ptr() == model_.flat_parameters().data_ptr()) return;
-  for (int64_t b = 0; b < buckets_; ++b) write_bucket(b);
+  for (int64_t b = 0; b < buckets_; ++b) gather_bucket(b);
 }
 
-void DistributedAdamW::write_bucket(int64_t b) {
-  at::Tensor weights = model_.flat_parameters().detach();
+// A bucket may be written while a forward pass holds others for its backward. It is read by none before it is there,
+// so the version counter, which all parameters share and which guards what was saved, is not moved.
+at::Tensor DistributedAdamW::weights() const { return model_.flat_parameters().variable_data(); }
+
+void DistributedAdamW::gather_bucket(int64_t b) {
+  const at::Tensor weights = this->weights();
   const int64_t part = bucket_ / group_.size();
-  const at::Tensor mine = master_.narrow(0, b * part, part).to(weights.scalar_type());
-  const int64_t size = std::min(bucket_, elements_ - bucket_begin(b));
-  if (size == bucket_) {
-    group_.all_gather(weights.narrow(0, bucket_begin(b), bucket_), mine);
+  Gathering gathering;
+  gathering.mine = master_.narrow(0, b * part, part).to(weights.scalar_type());
+  gathering.begin = bucket_begin(b);
+  gathering.size = std::min(bucket_, elements_ - gathering.begin);
+  if (gathering.size == bucket_) {
+    gathering.pending = group_.begin_all_gather(weights.narrow(0, gathering.begin, bucket_), gathering.mine);
   } else {
-    at::Tensor padded = at::empty({bucket_}, weights.options());
-    group_.all_gather(padded, mine);
-    weights.narrow(0, bucket_begin(b), size).copy_(padded.narrow(0, 0, size));
+    gathering.padded = at::empty({bucket_}, weights.options());
+    gathering.pending = group_.begin_all_gather(gathering.padded, gathering.mine);
   }
+  gatherings_.push_back(std::move(gathering));
+}
+
+void DistributedAdamW::finish_gather_before(int64_t end) {
+  const c10::NoGradGuard no_grad;
+  while (!gatherings_.empty() && gatherings_.front().begin < end) {
+    Gathering& gathering = gatherings_.front();
+    gathering.pending.wait();
+    if (gathering.padded.defined()) {
+      weights().narrow(0, gathering.begin, gathering.size).copy_(gathering.padded.narrow(0, 0, gathering.size));
+    }
+    gatherings_.pop_front();
+  }
+}
+
+void DistributedAdamW::finish_gather() {
+  finish_gather_before(elements_);
+  if (watching_) model_.before_reading = nullptr;
+  watching_ = false;
 }
 
 #ifdef TRIREME_CUDA
@@ -229,7 +288,7 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
   step.root_correction2 = static_cast<float>(std::sqrt(factors.correction2));
   step.eps = static_cast<float>(options_.eps);
 
-  const at::Tensor weights = model_.flat_parameters().detach();
+  const at::Tensor weights = this->weights();
   const bool own_master = master_.data_ptr() != weights.data_ptr();
   const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
   const int64_t part = bucket_ / group_.size();
@@ -255,9 +314,14 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
     }
     if (!own_master || group_.size() == 1) continue;
     if (direct) {
-      group_.all_gather(weights.narrow(0, bucket_begin(b), bucket_), weights.narrow(0, slice.begin, part));
+      Gathering gathering;
+      gathering.begin = bucket_begin(b);
+      gathering.size = bucket_;
+      gathering.mine = weights.narrow(0, slice.begin, part);
+      gathering.pending = group_.begin_all_gather(weights.narrow(0, bucket_begin(b), bucket_), gathering.mine);
+      gatherings_.push_back(std::move(gathering));
     } else {
-      write_bucket(b);
+      gather_bucket(b);
     }
   }
 }
@@ -329,6 +393,7 @@ void DistributedAdamW::load(const std::filesystem::path& dir) {
   for (const Slice& slice : slices_) wanted += slice.size;
   if (covered != wanted) fail_data(dir.string() + " does not hold the whole optimizer state");
   write_weights();
+  finish_gather();
 }
 
 }  // namespace trireme

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <filesystem>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct AdamWOptions {
 struct OptimizerStep {
   double grad_norm = 0;  // before clipping, over all parameters and ranks
   double clip_factor = 1;
+  int64_t reduced_early = 0;  // buckets whose reduction began before step() was called
 };
 
 class DistributedAdamW final {
@@ -31,10 +33,26 @@ class DistributedAdamW final {
   // The model's buffers must outlive the optimizer. `data_parallel` likewise.
   DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options);
 
+  ~DistributedAdamW();
+  DistributedAdamW(const DistributedAdamW&) = delete;
+  DistributedAdamW& operator=(const DistributedAdamW&) = delete;
+
+  // Call before the forward pass of the last micro-batch of an optimizer step: its backward pass then begins to reduce
+  // each bucket when no gradient in it will change any more; step() does the rest. The sums are those of a reduction
+  // after the backward pass, bit for bit. A rank without a micro-batch does not call it. Nothing with one rank.
+  void reduce_in_next_backward();
+
+  enum class Gather {
+    kNow,    // step() returns with the weights whole (on CUDA: for what the current stream does next)
+    kLater,  // each bucket when a forward pass reads it first (Model::before_reading), all at finish_gather()
+  };
+
   // Consumes the model's gradients (sums over this rank's micro-batches, already divided by global counts; summed over
   // ranks here), updates the weights and zeroes the gradients. max_grad_norm 0: no clipping.
   // Throws Error(kData) that names the first parameter whose gradient is not finite; nothing is changed then.
-  OptimizerStep step(double learning_rate, double weight_decay, double max_grad_norm);
+  OptimizerStep step(double learning_rate, double weight_decay, double max_grad_norm, Gather gather = Gather::kNow);
+  // After this the weights may be read by any means. Collective only in that every rank's step() came before.
+  void finish_gather();
 
   int64_t steps_done() const { return steps_done_; }
   void set_steps_done(int64_t steps) { steps_done_ = steps; }
@@ -59,13 +77,29 @@ class DistributedAdamW final {
     int64_t size = 0;
   };
   struct Factors;  // of one step
+  struct Reduction {  // of a bucket, under way
+    int64_t bucket = 0;
+    PendingCollective pending;
+    at::Tensor sent;      // what is summed: a view of the gradients or a copy
+    at::Tensor received;  // undefined: it goes into grads_ directly
+  };
+  struct Gathering {
+    int64_t begin = 0, size = 0;  // of the bucket, in the flat buffer
+    PendingCollective pending;
+    at::Tensor padded;  // of the last bucket: gathered here first
+    at::Tensor mine;
+  };
   int64_t bucket_begin(int64_t bucket) const { return bucket * bucket_; }
-  void reduce_gradients();
+  // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
+  void reduce_from(int64_t from);
+  void finish_reduction();
   double sum_of_squares() const;
   void check_finite(double squares) const;
   void update(const Factors& factors);
   void write_weights();
-  void write_bucket(int64_t bucket);
+  void gather_bucket(int64_t bucket);
+  at::Tensor weights() const;
+  void finish_gather_before(int64_t end);
   void mark_decayed_groups();
   void update_on_device(const Factors& factors);
 
@@ -82,6 +116,11 @@ class DistributedAdamW final {
   at::Tensor exp_avg_;  // [owned] fp32
   at::Tensor exp_avg_sq_;
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
+  std::vector<Reduction> reductions_;
+  int64_t unreduced_ = 0;  // buckets 0 .. unreduced_ - 1 of this step have not begun
+  bool armed_ = false;     // the model calls reduce_from
+  std::deque<Gathering> gatherings_;
+  bool watching_ = false;  // the model calls finish_gather_before
   at::Tensor decay_bits_;  // CUDA: int32, a bit for each 64 elements of the flat buffer
   int64_t steps_done_ = 0;
 };

@@ -195,6 +195,30 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
   });
 }
 
+void PendingCollective::wait() {
+  if (!finish_) return;
+  const std::function<void()> finish = std::move(finish_);
+  finish_ = nullptr;
+  finish();
+}
+
+void Communicator::failed(const char* operation, int64_t sequence, const std::string& phase,
+                          const std::exception& error) {
+  const std::vector<int> absent = attendance_->absent(sequence);
+  if (!absent.empty() && on_absent) on_absent(absent);
+  std::string cause;
+  try {
+    if (const auto other = attendance_->failure_of_another()) cause = "; " + *other;
+  } catch (const std::exception& lost) {
+    log_debug("parallel", lost.what());
+  }
+  throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
+                                           " number " + std::to_string(sequence) + " of group '" + name_ + "' (" +
+                                           std::to_string(size_) + " ranks) in phase " + phase +
+                                           " failed: " + first_line(error.what()) + attendance_->describe(absent) +
+                                           cause);
+}
+
 template <typename Fn>
 void Communicator::call(const char* operation, Fn&& fn) {
   ++sequence_;
@@ -202,38 +226,41 @@ void Communicator::call(const char* operation, Fn&& fn) {
   try {
     fn();
   } catch (const std::exception& error) {
-    const std::vector<int> absent = attendance_->absent(sequence_);
-    if (!absent.empty() && on_absent) on_absent(absent);
-    std::string cause;
-    try {
-      if (const auto other = attendance_->failure_of_another()) cause = "; " + *other;
-    } catch (const std::exception& lost) {
-      log_debug("parallel", lost.what());
-    }
-    throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
-                                             " number " + std::to_string(sequence_) + " of group '" + name_ + "' (" +
-                                             std::to_string(size_) + " ranks) in phase " + phase_ + " failed: " +
-                                             first_line(error.what()) + attendance_->describe(absent) + cause);
+    failed(operation, sequence_, phase_, error);
   }
 }
 
 template <typename Fn>
-void Communicator::run(const char* operation, const at::Tensor& tensor, Fn&& start) {
+PendingCollective Communicator::begin(const char* operation, const at::Tensor& tensor, Fn&& start) {
+  c10::intrusive_ptr<c10d::Work> work;
   call(operation, [&] {
     c10d::Backend& backend = impl_->backend(tensor);
 #ifdef TRIREME_CUDA
     if (tensor.is_cuda()) {
-      const auto come = std::make_shared<at::cuda::CUDAEvent>(), done = std::make_shared<at::cuda::CUDAEvent>();
+      const auto come = std::make_shared<at::cuda::CUDAEvent>();
       come->record();
-      start(backend)->wait();  // of the current stream, not of the host
-      done->record();
+      work = start(backend);
       attendance_->note_queued(
-          {sequence_, operation, phase_, [come] { return come->query(); }, [done] { return done->query(); }});
+          {sequence_, operation, phase_, [come] { return come->query(); }, [work] { return work->isCompleted(); }});
       return;
     }
 #endif
-    start(backend)->wait();
+    work = start(backend);
   });
+  PendingCollective pending;
+  pending.finish_ = [this, operation, work, sequence = sequence_, phase = phase_] {
+    try {
+      work->wait();  // on a device of the current stream, not of the host
+    } catch (const std::exception& error) {
+      failed(operation, sequence, phase, error);
+    }
+  };
+  return pending;
+}
+
+template <typename Fn>
+void Communicator::run(const char* operation, const at::Tensor& tensor, Fn&& start) {
+  begin(operation, tensor, std::forward<Fn>(start)).wait();
 }
 
 void Communicator::set_phase(const std::string& phase) {
@@ -267,29 +294,35 @@ void Communicator::broadcast(at::Tensor tensor, int root) {
   run("broadcast", tensor, [&](c10d::Backend& backend) { return backend.broadcast(list, options); });
 }
 
-void Communicator::all_gather(at::Tensor out, const at::Tensor& in) {
+PendingCollective Communicator::begin_all_gather(at::Tensor out, const at::Tensor& in) {
   TRIREME_CHECK(out.numel() == in.numel() * size_, "all_gather: output must hold one input per rank");
   at::Tensor input = in;
   if (size_ == 1) {
     if (out.data_ptr() != in.data_ptr()) out.view(in.sizes()).copy_(in);
-    return;
+    return {};
   }
-  if (in.is_alias_of(out)) input = in.clone();  // Gloo does not allow overlap
+  if (!in.is_cuda() && in.is_alias_of(out)) input = in.clone();  // Gloo does not allow overlap
   at::Tensor flat_out = out.view({-1});
   at::Tensor flat_in = input.view({-1});
-  run("all-gather", out, [&](c10d::Backend& backend) { return backend._allgather_base(flat_out, flat_in); });
+  return begin("all-gather", out,
+               [&](c10d::Backend& backend) { return backend._allgather_base(flat_out, flat_in); });
 }
 
-void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
+PendingCollective Communicator::begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
   TRIREME_CHECK(in.numel() == out.numel() * size_, "reduce_scatter: input must hold one output per rank");
   if (size_ == 1) {
     if (out.data_ptr() != in.data_ptr()) out.view({-1}).copy_(in.view({-1}));
-    return;
+    return {};
   }
   at::Tensor flat_out = out.view({-1});
   at::Tensor flat_in = in.view({-1});
-  run("reduce-scatter", in, [&](c10d::Backend& backend) { return backend._reduce_scatter_base(flat_out, flat_in); });
+  return begin("reduce-scatter", in,
+               [&](c10d::Backend& backend) { return backend._reduce_scatter_base(flat_out, flat_in); });
 }
+
+void Communicator::all_gather(at::Tensor out, const at::Tensor& in) { begin_all_gather(out, in).wait(); }
+
+void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) { begin_reduce_scatter_sum(out, in).wait(); }
 
 void Communicator::barrier() {
   if (size_ == 1) return;

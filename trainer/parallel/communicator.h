@@ -52,6 +52,19 @@ class JobStore final {
 
 class Attendance;
 
+// A collective that runs beside its caller. Its tensors may be neither written nor read before wait().
+class PendingCollective final {
+ public:
+  PendingCollective() = default;  // of a group of one: done
+  // Returns when the result is there; on CUDA, for all that is launched on the current stream from now on. Throws as
+  // the operation itself would have. A second call does nothing.
+  void wait();
+
+ private:
+  friend class Communicator;
+  std::function<void()> finish_;
+};
+
 // Collectives over `size()` ranks. All ranks call the same operations in the same order. Tensors are contiguous.
 class Communicator final {
  public:
@@ -79,6 +92,11 @@ class Communicator final {
   void all_gather(at::Tensor out, const at::Tensor& in);
   // out [n] = this rank's part of the sum over ranks of in [size * n].
   void reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
+  // The same two, begun and not waited for. CPU: on a thread of Gloo's, which takes them in order; CUDA: on NCCL's own
+  // stream, behind what the current stream holds now. They count as come to when begun. May be called from the thread
+  // of a backward pass while the thread that started it waits. The group must outlive the result.
+  [[nodiscard]] PendingCollective begin_all_gather(at::Tensor out, const at::Tensor& in);
+  [[nodiscard]] PendingCollective begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
   void barrier();
   // Any length per rank; result[r] is rank r's.
   std::vector<std::string> all_gather_bytes(const std::string& bytes);
@@ -89,9 +107,13 @@ class Communicator final {
  private:
   template <typename Fn>
   void call(const char* operation, Fn&& fn);
-  // `start` begins the operation on the backend of `tensor` and returns its c10d::Work, which is waited for.
+  // `start` begins the operation on the backend of `tensor` and returns its c10d::Work.
   template <typename Fn>
-  void run(const char* operation, const at::Tensor& tensor, Fn&& start);
+  PendingCollective begin(const char* operation, const at::Tensor& tensor, Fn&& start);
+  template <typename Fn>
+  void run(const char* operation, const at::Tensor& tensor, Fn&& start);  // and waits for it
+  [[noreturn]] void failed(const char* operation, int64_t sequence, const std::string& phase,
+                           const std::exception& error);
   struct Impl;
   std::unique_ptr<Impl> impl_;
   std::unique_ptr<Attendance> attendance_;  // null with one rank

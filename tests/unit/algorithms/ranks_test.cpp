@@ -2,13 +2,16 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <random>
+#include <sstream>
 #include <thread>
 
 #include "base/fs.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/replay.h"
 #include "trainer/model/safetensors.h"
 
 namespace trireme {
@@ -76,7 +79,13 @@ struct Outcome {
   int64_t micro_batches = 0;  // of rank 0: forward passes, with and without a gradient
 };
 
-Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {}) {
+struct RunSetup {
+  int64_t bucket_elements = 4096;
+  ModelOptions model;
+  bool reduce_in_fp32 = true;
+};
+
+Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {}, const RunSetup& setup = {}) {
   const TemporaryDirectory dir;
   ListeningPort port;
   Outcome outcome;
@@ -91,14 +100,15 @@ Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change 
         Layout layout;
         layout.dp = world;
         ParallelContext context(layout, rendezvous);
-        Model policy(tiny(), {});
+        Model policy(tiny(), setup.model);
         init_parameters(policy, 5);
-        ModelOptions frozen;
+        ModelOptions frozen = setup.model;
         frozen.trainable = false;
         Model reference(tiny(), frozen);
         init_parameters(reference, 6);
         AdamWOptions adam;
-        adam.bucket_elements = 4096;
+        adam.bucket_elements = setup.bucket_elements;
+        adam.reduce_in_fp32 = setup.reduce_in_fp32;
         DistributedAdamW optimizer(policy, context.data_parallel(), adam);
         PolicyTrainer trainer(config, policy, &reference, optimizer, context, /*exact=*/true);
         if (rank == 0) trainer.on_progress = [&] { ++outcome.micro_batches; };
@@ -119,7 +129,7 @@ Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change 
   for (std::thread& thread : ranks) thread.join();
   for (const std::string& error : errors) EXPECT_EQ(error, "");
   // One rank reads what all wrote, and gives it back as one file.
-  Model model(tiny(), {});
+  Model model(tiny(), setup.model);
   Communicator alone;
   DistributedAdamW whole(model, alone, {});
   whole.load(dir.path());
@@ -154,6 +164,116 @@ TEST(Ranks, OneTwoAndFourGiveTheSameLossAndGradients) {
   }
 }
 
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  const at::Tensor x = a.contiguous(), y = b.contiguous();
+  return x.scalar_type() == y.scalar_type() && x.nbytes() == y.nbytes() &&
+         std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+}
+
+TEST(Overlap, ReducingAndGatheringBesideTheComputationChangesNoBit) {
+  const auto overlapped = [](bool reduce, bool gather) {
+    return [=](Config& c) {
+      c.policy.megatron_cfg.enabled = true;
+      c.policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce = reduce;
+      c.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather = gather;
+      c.policy.megatron_cfg.optimizer.lr = 1e-3;
+      c.policy.megatron_cfg.scheduler.lr_warmup_iters = 0;
+      derive_defaults(c);
+    };
+  };
+  std::vector<RunSetup> setups(3);
+  for (RunSetup& setup : setups) setup.bucket_elements = 1000;
+  setups[1].model.dtype = at::kBFloat16;
+  setups[1].model.gradient_dtype = at::kFloat;
+  setups[2].model.dtype = at::kBFloat16;
+  setups[2].reduce_in_fp32 = false;
+  setups[2].model.checkpoint_activations = true;
+  for (const RunSetup& setup : setups) {
+    for (const int world : {2, 3}) {
+      const Outcome after = run(world, false, overlapped(false, false), setup);
+      ASSERT_TRUE(after.weights.defined());
+      for (const auto& [reduce, gather] : {std::pair{true, false}, {false, true}, {true, true}}) {
+        const Outcome beside = run(world, false, overlapped(reduce, gather), setup);
+        ASSERT_TRUE(beside.weights.defined());
+        EXPECT_TRUE(same_bits(beside.weights, after.weights)) << world << " " << reduce << gather;
+        EXPECT_TRUE(same_bits(beside.moments, after.moments)) << world << " " << reduce << gather;
+        EXPECT_EQ(beside.result.metrics.at("grad_norm"), after.result.metrics.at("grad_norm"));
+        EXPECT_EQ(beside.result.metrics.at("loss"), after.result.metrics.at("loss"));
+      }
+    }
+  }
+}
+
+// More ranks than micro-batches: a rank without one sends zeros, in the order of the others.
+TEST(Overlap, ARankWithoutAMicroBatchTakesPart) {
+  const auto few = [](bool overlap) {
+    return [=](Config& c) {
+      c.policy.megatron_cfg.enabled = true;
+      c.policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce = overlap;
+      c.policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather = overlap;
+      c.policy.train_global_batch_size = 2;
+      derive_defaults(c);
+    };
+  };
+  RunSetup setup;
+  setup.bucket_elements = 1000;
+  const Outcome after = run(3, false, few(false), setup), beside = run(3, false, few(true), setup);
+  ASSERT_TRUE(after.weights.defined() && beside.weights.defined());
+  EXPECT_EQ(beside.result.optimizer_steps, 12);
+  EXPECT_TRUE(same_bits(beside.weights, after.weights));
+  EXPECT_TRUE(same_bits(beside.moments, after.moments));
+}
+
+TEST(Overlap, BucketsBeginDuringBackwardAndWeightsArriveWhenRead) {
+  ListeningPort port;
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const RendezvousOptions rendezvous = port.place(rank, 2, Milliseconds(250000));
+      Layout layout;
+      layout.dp = 2;
+      ParallelContext context(layout, rendezvous);
+      Model model(tiny(), {});
+      init_parameters(model, 5);
+      AdamWOptions adam;
+      adam.bucket_elements = 512;
+      DistributedAdamW optimizer(model, context.data_parallel(), adam);
+      const PackedBatch batch = PackedBatch::from_sequences({{1, 2, 3, static_cast<int32_t>(4 + rank)}, {7, 8}});
+      std::vector<int64_t> final_from;
+      const auto backward = [&] { model.forward(batch).square().sum().backward(); };
+      // What the model says: falling, and true. The gradients it names never change again in that pass.
+      std::vector<at::Tensor> seen;
+      model.on_gradients_final = [&](int64_t from) {
+        final_from.push_back(from);
+        seen.push_back(model.flat_gradients().narrow(0, from, model.flat_gradients().numel() - from).clone());
+      };
+      backward();
+      ASSERT_EQ(final_from.size(), 3U);  // the final norm, two layers
+      EXPECT_EQ(final_from[0], model.find("model.norm.weight")->offset);
+      EXPECT_EQ(final_from[2], model.find("model.layers.0.input_layernorm.weight")->offset);
+      for (size_t i = 0; i < seen.size(); ++i) {
+        EXPECT_GT(seen[i].abs().max().item<double>(), 0);
+        EXPECT_TRUE(same_bits(seen[i], model.flat_gradients().narrow(0, final_from[i], seen[i].numel())));
+      }
+      model.on_gradients_final = nullptr;
+      EXPECT_EQ(optimizer.step(1e-3, 0, 1).reduced_early, 0);
+
+      optimizer.reduce_in_next_backward();
+      backward();
+      const OptimizerStep step = optimizer.step(1e-3, 0, 1, DistributedAdamW::Gather::kLater);
+      const int64_t elements = model.flat_parameters().numel(), first = model.find("model.layers.0.input_layernorm.weight")->offset;
+      EXPECT_EQ(step.reduced_early, (elements + 511) / 512 - (first + 511) / 512);
+      EXPECT_TRUE(static_cast<bool>(model.before_reading));
+      const at::Tensor read = model.forward(batch).detach();
+      optimizer.finish_gather();
+      EXPECT_FALSE(static_cast<bool>(model.before_reading));
+      EXPECT_TRUE(same_bits(read, model.forward(batch).detach()));
+      context.data_parallel().barrier();
+    });
+  }
+  for (std::thread& thread : ranks) thread.join();
+}
+
 TEST(LogprobPasses, HaveMicroBatchesOfTheirOwnSizeAndTheSameNumbers) {
   for (const bool dynamic : {false, true}) {
     const Outcome wide = run(2, dynamic);
@@ -174,6 +294,91 @@ TEST(LogprobPasses, HaveMicroBatchesOfTheirOwnSizeAndTheSameNumbers) {
   const Outcome six = fixed(6), one = fixed(1);
   EXPECT_EQ(one.micro_batches - six.micro_batches, 24 - 4);
   EXPECT_NEAR(one.result.metrics.at("loss"), six.result.metrics.at("loss"), 1e-6);
+}
+
+ModelConfig of_family(ModelFamily family) {
+  ModelConfig config = tiny();
+  config.family = family;
+  config.qk_norm = family == ModelFamily::kQwen3;
+  config.qkv_bias = family == ModelFamily::kQwen2;
+  config.tie_word_embeddings = family == ModelFamily::kQwen3;
+  return config;
+}
+
+TEST(SharedPrompts, LogprobsHaveTheSameBitsAndGradientsDifferByRounding) {
+  const std::vector<RolloutSample> samples = recorded();
+  Bin bin;
+  for (int64_t i = 0; i < static_cast<int64_t>(samples.size()); i += 1 + i % 2) bin.push_back(i);
+  const MicroBatch apart = make_micro_batch(samples, bin), shared = make_micro_batch(samples, bin, true);
+  ASSERT_LT(shared.input.tokens(), apart.input.tokens());
+  for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+    for (const auto type : {at::kFloat, at::kBFloat16}) {
+      ModelOptions options;
+      options.dtype = type;
+      Model model(of_family(family), options);
+      init_parameters(model, 5);
+      const at::Tensor a = answer_logprobs(model, apart, {});
+      at::mul(a, at::arange(a.numel(), at::kFloat).sin()).sum().backward();
+      const at::Tensor expected = model.flat_gradients().clone();
+      model.zero_gradients();
+      const at::Tensor s = answer_logprobs(model, shared, {});
+      EXPECT_TRUE(same_bits(s.detach(), a.detach()));
+      at::mul(s, at::arange(s.numel(), at::kFloat).sin()).sum().backward();
+      const c10::NoGradGuard no_grad;
+      EXPECT_TRUE(same_bits(answer_logprobs(model, shared, {}), a.detach()));
+      if (type != at::kFloat) continue;
+      for (const Parameter& p : model.parameters()) {
+        const at::Tensor want = expected.narrow(0, p.offset, p.size);
+        const at::Tensor got = model.flat_gradients().narrow(0, p.offset, p.size);
+        EXPECT_LE((got - want).abs().max().item<double>(), 1e-5 * want.abs().max().item<double>()) << p.name;
+      }
+    }
+  }
+}
+
+TEST(SharedPrompts, ARolloutTrainsTheSame) {
+  const auto share = [](bool on) {
+    return [on](Config& c) {
+      c.policy.sequence_packing.share_prompts = on;
+      c.policy.sequence_packing.train_mb_tokens = 90;
+      c.policy.sequence_packing.logprob_mb_tokens = 70;
+    };
+  };
+  for (const int world : {1, 2}) {
+    const Outcome apart = run(world, false, share(false)), shared = run(world, false, share(true));
+    ASSERT_TRUE(apart.weights.defined() && shared.weights.defined());
+    EXPECT_EQ(shared.result.optimizer_steps, apart.result.optimizer_steps);
+    EXPECT_EQ(shared.result.metrics.at("global_valid_toks"), apart.result.metrics.at("global_valid_toks"));
+    for (const char* key : {"loss", "kl_penalty", "grad_norm"}) {
+      EXPECT_NEAR(shared.result.metrics.at(key), apart.result.metrics.at(key),
+                  1e-5 * std::max(1.0, std::abs(apart.result.metrics.at(key))))
+          << key;
+    }
+    const double largest = apart.moments.abs().max().item<double>();
+    EXPECT_LE((shared.moments - apart.moments).abs().max().item<double>(), 1e-5 * largest);
+    EXPECT_FALSE(same_bits(shared.moments, apart.moments)) << "nothing was shared";
+  }
+}
+
+TEST(SharedPrompts, ADumpedStepIsComputedAgain) {
+  const TemporaryDirectory dir;
+  Config config = settings(false);
+  config.policy.sequence_packing.share_prompts = true;
+  config.loss_fn.reference_policy_kl_penalty = 0;
+  Layout layout;
+  ParallelContext context(layout, {});
+  Model policy(tiny(), {});
+  init_parameters(policy, 5);
+  save_model(policy, dir.path() / "model", {});
+  DistributedAdamW optimizer(policy, context.data_parallel(), {});
+  PolicyTrainer trainer(config, policy, nullptr, optimizer, context, /*exact=*/true);
+  std::vector<RolloutSample> samples = recorded();
+  assign_advantages(samples, 4, config);
+  trainer.train(samples, (dir.path() / "dump.safetensors").string());
+  std::ostringstream out;
+  const ReplayResult again = replay(dir.path() / "dump.safetensors", dir.path() / "model", out);
+  EXPECT_GT(again.micro_batches, 0);
+  EXPECT_EQ(again.largest_logprob_error, 0);
 }
 
 }  // namespace

@@ -56,5 +56,22 @@ TEST(Samples, MicroBatchPicksTheRowBeforeEachAnswerToken) {
   EXPECT_TRUE(at::equal(spread_out, at::tensor(std::vector<float>{1, 3, 3, 3}, at::kFloat)));
 }
 
+TEST(Samples, ASharedPromptIsThereOnce) {
+  const std::vector<RolloutSample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(7, {9, 8, 7}, {6}),
+                                              sample(0, {1, 2}, {}), sample(0, {1, 2}, {6, 7})};
+  const MicroBatch batch = make_micro_batch(samples, {0, 1, 2, 3}, /*share_prompts=*/true);
+  // 1 2 | 3 4 | 9 8 7 | 6
+  EXPECT_TRUE(at::equal(batch.input.ids, at::tensor(std::vector<int64_t>{1, 2, 3, 4, 9, 8, 7, 6}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.input.positions, at::tensor(std::vector<int64_t>{0, 1, 2, 3, 0, 1, 2, 2}, at::kLong)));
+  EXPECT_EQ(batch.input.starts, (std::vector<int64_t>{0, 2, 4, 7, 8}));
+  EXPECT_EQ(batch.input.prefix, (std::vector<int64_t>{-1, 0, -1, 0}));
+  EXPECT_TRUE(at::equal(batch.rows, at::tensor(std::vector<int64_t>{1, 2, 3, 6, 1, 7}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.targets, at::tensor(std::vector<int64_t>{3, 4, 5, 6, 6, 7}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.sequence, at::tensor(std::vector<int64_t>{0, 0, 0, 1, 3, 3}, at::kLong)));
+  EXPECT_TRUE(make_micro_batch(samples, {0, 1}).input.prefix.empty());
+  const std::vector<RolloutSample> wrong = {sample(0, {1, 2}, {3}), sample(0, {1, 3}, {3})};
+  EXPECT_THROW(make_micro_batch(wrong, {0, 1}, true), Error);
+}
+
 }  // namespace
 }  // namespace trireme

@@ -55,6 +55,18 @@ TEST(ConfigCheck, BatchArithmetic) {
   EXPECT_EQ(load_error({"algorithm=sft", "policy.train_global_batch_size=7777"}), "");  // no rollout to divide
 }
 
+TEST(ConfigCheck, RecomputationAndSharedPrompts) {
+  const std::string m = "policy.megatron_cfg.";
+  EXPECT_THAT(load_error({m + "enabled=true", m + "recompute_granularity=full", m + "recompute_num_layers=4"}),
+              HasSubstr("4 layers a chunk is not supported with recompute_method uniform"));
+  EXPECT_THAT(load_error({m + "enabled=true", m + "recompute_modules=[mlp]"}), HasSubstr("'mlp' is not known; take"));
+  EXPECT_THAT(load_error({"policy.activation_checkpointing=true", "policy.recompute_layers=3"}),
+              HasSubstr("contradicts activation_checkpointing"));
+  EXPECT_THAT(load_error({"policy.sequence_packing.share_prompts=true", "policy.sequence_packing.enabled=false"}),
+              HasSubstr("needs policy.sequence_packing.enabled"));
+  EXPECT_THAT(load_error({"policy.sequence_packing.share_prompts=true", "algorithm=sft"}), HasSubstr("is for GRPO"));
+}
+
 TEST(ConfigCheck, Lengths) {
   EXPECT_THAT(load_error({"policy.generation.max_new_tokens=513"}),
               HasSubstr("is more than policy.max_total_sequence_length 512"));

@@ -105,6 +105,27 @@ TEST_P(Families, ActivationCheckpointingGivesTheSameBits) {
   EXPECT_TRUE(same_bits(plain->flat_gradients(), saving->flat_gradients()));
 }
 
+TEST_P(Families, RecomputationChangesNoBitOfAGradient) {
+  const PackedBatch batch = PackedBatch::from_sequences({random_tokens(17, 1), random_tokens(9, 2)});
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    ModelOptions options;
+    options.dtype = type;
+    if (type == at::kBFloat16) options.gradient_dtype = at::kFloat;
+    const auto model = small_model(GetParam(), /*tied=*/true, options);
+    some_loss(*model, batch).backward();
+    const at::Tensor expected = model->flat_gradients().clone();
+    for (const Recompute& recompute :
+         {Recompute{0, 1}, Recompute{0, 3}, Recompute{1, 0}, Recompute{1, 1}, Recompute{2, 9}, Recompute{3, 0},
+          Recompute{9, 9}, Recompute{0, 3, true, false}, Recompute{0, 3, false, true}}) {
+      model->set_recompute(recompute);
+      model->zero_gradients();
+      some_loss(*model, batch).backward();
+      EXPECT_TRUE(same_bits(model->flat_gradients(), expected))
+          << recompute.whole_layers << " whole, " << recompute.cheap_layers << " cheap";
+    }
+  }
+}
+
 // The invariant of DESIGN: prefill in chunks, decode one by one, any mix of sequences, moved extents: the same bits.
 TEST_P(Families, CachedForwardHasTheBitsOfThePackedOne) {
   const at::NoGradGuard no_grad;

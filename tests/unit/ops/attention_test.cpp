@@ -110,6 +110,56 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
   }
 }
 
+// Sequences 1, 2 and 4 see sequence 0, sequence 5 sees 3.
+const std::vector<int64_t> kSharedStarts = {0, 23, 24, 64, 69, 86, 90}, kPrefix = {-1, 0, 0, -1, 0, 3};
+
+// Rows of the same sequences with each prefix in front of every user of it, and where the own rows are among them.
+struct Unshared {
+  std::vector<int64_t> rows, starts{0}, own;
+};
+Unshared unshared() {
+  Unshared u;
+  for (size_t s = 0; s < kPrefix.size(); ++s) {
+    if (kPrefix[s] >= 0) {
+      const auto p = static_cast<size_t>(kPrefix[s]);
+      for (int64_t row = kSharedStarts[p]; row < kSharedStarts[p + 1]; ++row) u.rows.push_back(row);
+    }
+    for (int64_t row = kSharedStarts[s]; row < kSharedStarts[s + 1]; ++row) {
+      u.own.push_back(static_cast<int64_t>(u.rows.size()));
+      u.rows.push_back(row);
+    }
+    u.starts.push_back(static_cast<int64_t>(u.rows.size()));
+  }
+  return u;
+}
+
+TEST_P(Attention, SharedPrefixesGiveTheBitsOfRepeatedOnes) {
+  const Case c = GetParam();
+  const Unshared u = unshared();
+  const at::Tensor rows = at::tensor(u.rows, at::kLong), own = at::tensor(u.own, at::kLong);
+  const auto shared = [&](const Tensors& t) { return attention_shared(t[0], t[1], t[2], kSharedStarts, kPrefix); };
+  const auto repeated = [&](const Tensors& t) {
+    return attention_packed(t[0].index_select(0, rows), t[1].index_select(0, rows), t[2].index_select(0, rows),
+                            u.starts)
+        .index_select(0, own);
+  };
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16}) {
+    const Tensors inputs = {random({90, c.q_heads, c.head_dim}, 1, type), random({90, c.kv_heads, c.head_dim}, 2, type),
+                            random({90, c.kv_heads, c.head_dim}, 3, type)};
+    EXPECT_TRUE(same_bits(shared(inputs), repeated(inputs)));
+    if (type == at::kBFloat16) continue;
+    expect_matches(inputs, shared, repeated, type == at::kDouble ? 1e-13 : 2e-6);
+  }
+}
+
+TEST(Attention, PrefixesThatCannotBeAreRefused) {
+  const at::Tensor x = at::zeros({4, 1, 8});
+  for (const std::vector<int64_t>& prefix : {std::vector<int64_t>{-1, 1}, {0, -1}, {-1}, {-1, 2}})
+    EXPECT_THROW(attention_shared(x, x, x, {0, 2, 4}, prefix), Error);
+  EXPECT_THROW(attention_shared(x, x, x, {0, 1, 2, 4}, {-1, 0, 1}), Error);  // a prefix of a prefix
+  EXPECT_THROW(attention_shared(x, x, x, {0, 0, 4}, {-1, 0}), Error);        // of no rows
+}
+
 TEST(Attention, SequencesDoNotSeeEachOther) {
   const at::NoGradGuard no_grad;
   const at::Tensor q = random({50, 4, 16}, 1), k = random({50, 2, 16}, 2), v = random({50, 2, 16}, 3);

@@ -270,5 +270,32 @@ TEST(CpuKernels, ExpIsAccurateAndHandlesSpecialNumbers) {
 }
 #endif
 
+// What is given again is not kept, is asked for once, and changes no bit of a gradient.
+TEST(Linear, InputGivenAgainIsNotKept) {
+  for (const auto type : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor source = testing::random({9, 12}, 1, type), weight = testing::random({5, 12}, 2, type);
+    const at::Tensor dy = testing::random({9, 5}, 3, type);
+    int calls = 0;
+    std::vector<std::vector<at::Tensor>> gradients;
+    for (const bool again : {false, true}) {
+      const at::Tensor leaf = source.detach().clone().set_requires_grad(true);
+      const at::Tensor w = weight.detach().clone().set_requires_grad(true);
+      at::Tensor x = leaf * 2;
+      const size_t before = x.use_count();
+      const at::Tensor y = again ? linear_again(x, w, {},
+                                                [&] {
+                                                  ++calls;
+                                                  return source * 2;
+                                                })
+                                 : trireme::linear(x, w, {});
+      EXPECT_EQ(x.use_count() > before, !again);
+      EXPECT_EQ(calls, 0);
+      gradients.push_back(torch::autograd::grad({y}, {leaf, w}, {dy}));
+    }
+    EXPECT_EQ(calls, 1);
+    for (size_t i = 0; i < 2; ++i) EXPECT_TRUE(testing::same_bits(gradients[0][i], gradients[1][i]));
+  }
+}
+
 }  // namespace
 }  // namespace trireme

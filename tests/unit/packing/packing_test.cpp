@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <set>
 
 #include "base/error.h"
 
@@ -103,6 +104,66 @@ TEST(Packing, DynamicBatchesKeepTheTokenBudget) {
       for (const int64_t i : bin) longest = std::max(longest, (lengths[static_cast<size_t>(i)] + 7) / 8 * 8);
       EXPECT_LE(static_cast<int64_t>(bin.size()) * longest, 96);
     }
+  }
+}
+
+// Rows of a bin in which each group's prompt is there once.
+int64_t shared_load(const Bin& bin, const SharedLengths& samples) {
+  int64_t sum = 0;
+  std::set<int64_t> groups;
+  for (const int64_t i : bin) {
+    const auto at = static_cast<size_t>(i);
+    sum += samples.lengths[at] - samples.prompts[at];
+    if (groups.insert(samples.groups[at]).second) sum += samples.prompts[at];
+  }
+  return sum;
+}
+
+TEST(Packing, GroupsStayTogetherWherePromptsAreShared) {
+  std::mt19937 random(13);
+  for (int round = 0; round < 100; ++round) {
+    SharedLengths samples;
+    const int64_t groups = 1 + static_cast<int64_t>(random() % 6), size = 1 + static_cast<int64_t>(random() % 20);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t prompt = 1 + static_cast<int64_t>(random() % 300);
+      for (int64_t i = 0; i < size; ++i) {
+        samples.groups.push_back(g);
+        samples.prompts.push_back(prompt);
+        samples.lengths.push_back(prompt + static_cast<int64_t>(random() % 600));
+      }
+    }
+    for (const PackingAlgorithm algorithm : kAll) {
+      for (const int64_t ranks : {1, 2, 3}) {
+        const auto plan = shared_micro_batches(samples, 1000, ranks, algorithm, 3);
+        EXPECT_EQ(plan, shared_micro_batches(samples, 1000, ranks, algorithm, 3)) << "packing must be repeatable";
+        std::vector<Bin> all;
+        for (const auto& bins : plan) {
+          EXPECT_EQ(bins.size(), plan.front().size());
+          all.insert(all.end(), bins.begin(), bins.end());
+        }
+        EXPECT_EQ(sorted_members(all), iota(samples.lengths.size()));
+        int64_t rows = 0;
+        for (const Bin& bin : all) {
+          EXPECT_LE(shared_load(bin, samples), 1000);
+          rows += shared_load(bin, samples);
+        }
+        EXPECT_LE(rows, load(iota(samples.lengths.size()), samples.lengths));
+      }
+    }
+  }
+  // Eight answers of 50 tokens to each of two prompts of 100, one rank: a group fits whole into a row of 500.
+  SharedLengths even;
+  for (int64_t i = 0; i < 16; ++i) even.groups.push_back(i / 8), even.prompts.push_back(100), even.lengths.push_back(150);
+  const auto whole = shared_micro_batches(even, 500, 1, PackingAlgorithm::kModifiedFirstFitDecreasing, 0);
+  EXPECT_EQ(whole.front(), (std::vector<Bin>{{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}}));
+  // Of 350 two even parts of each.
+  const auto halves = shared_micro_batches(even, 350, 1, PackingAlgorithm::kModifiedFirstFitDecreasing, 0);
+  EXPECT_EQ(halves.front().size(), 4u);
+  for (const Bin& bin : halves.front()) EXPECT_EQ(bin.size(), 4u);
+  // On four ranks each has a quarter, though a row could hold more.
+  for (const auto& bins : shared_micro_batches(even, 2000, 4, PackingAlgorithm::kConcatenative, 0)) {
+    ASSERT_EQ(bins.size(), 1u);
+    EXPECT_EQ(bins.front().size(), 4u);
   }
 }
 

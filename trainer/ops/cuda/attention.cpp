@@ -10,10 +10,13 @@
 #include <deque>
 #include <limits>
 #include <mutex>
+#include <numeric>
 #include <string>
 
 #include "base/error.h"
 #include "trainer/ops/checks.h"
+#include "trainer/ops/cuda/rows.h"
+#include "trainer/ops/shared_keys.h"
 
 namespace trireme::cuda {
 namespace {
@@ -97,6 +100,12 @@ struct DeviceArrays {
   at::Tensor runs;        // [4, R] int32
   at::Tensor items;       // [2, I] int32
   at::Tensor starts;      // [S + 1] int32
+  // Of shared prefixes; undefined without.
+  at::Tensor key_starts;  // [S + 1] int32, in key_rows
+  at::Tensor key_rows;    // [E] int64, rows of k and v
+  at::Tensor sorted;      // [E] int64, key_rows ascending
+  at::Tensor order;       // [E] int64, where in key_rows each of them stands; ascending for equal ones
+  int64_t longest_keys = 0;
 };
 
 struct Item {
@@ -168,11 +177,34 @@ void refuse_capture(const char* op) {
                 std::string(op) + " copies from host memory and cannot be captured into a graph");
 }
 
+void add_shared(DeviceArrays& arrays, const SharedKeys& keys, at::Device device) {
+  const auto count = static_cast<int64_t>(keys.rows.size()), starts = static_cast<int64_t>(keys.starts.size());
+  require_int32(count, "a number of keys");
+  at::Tensor host = at::empty({3 * count + starts}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  auto* row = host.mutable_data_ptr<int64_t>();
+  int64_t* order = row + 2 * count;
+  std::copy(keys.rows.begin(), keys.rows.end(), row);
+  std::iota(order, order + count, int64_t{0});
+  std::stable_sort(order, order + count, [&](int64_t a, int64_t b) { return row[a] < row[b]; });
+  for (int64_t i = 0; i < count; ++i) row[count + i] = row[order[i]];
+  auto* start = reinterpret_cast<int32_t*>(row + 3 * count);
+  for (int64_t i = 0; i < starts; ++i) {
+    start[i] = static_cast<int32_t>(keys.starts[static_cast<size_t>(i)]);
+    if (i > 0) arrays.longest_keys = std::max<int64_t>(arrays.longest_keys, start[i] - start[i - 1]);
+  }
+  const at::Tensor all = host.to(device, /*non_blocking=*/true);
+  arrays.key_rows = all.narrow(0, 0, count);
+  arrays.sorted = all.narrow(0, count, count);
+  arrays.order = all.narrow(0, 2 * count, count);
+  arrays.key_starts = all.narrow(0, 3 * count, starts).view(at::kInt).narrow(0, 0, starts);
+}
+
 // The arrays of a packed batch: all layers, forward and backward, ask for the same ones. Kept by stream, because the
-// copy and later reuse of the memory are ordered on the stream that made them.
-DeviceArrays packed_arrays(const std::vector<int64_t>& starts, int64_t group, at::Device device) {
+// copy and later reuse of the memory are ordered on the stream that made them. prefix empty: nothing is shared.
+DeviceArrays packed_arrays(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, int64_t group,
+                           at::Device device) {
   struct Entry {
-    std::vector<int64_t> starts;
+    std::vector<int64_t> starts, prefix;
     int64_t group;
     c10::cuda::CUDAStream stream;
     DeviceArrays arrays;
@@ -184,27 +216,50 @@ DeviceArrays packed_arrays(const std::vector<int64_t>& starts, int64_t group, at
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device.index());
   const std::lock_guard<std::mutex> lock(mutex);
   for (const Entry& entry : *entries) {
-    if (entry.stream == stream && entry.group == group && entry.starts == starts) return entry.arrays;
+    if (entry.stream == stream && entry.group == group && entry.starts == starts && entry.prefix == prefix)
+      return entry.arrays;
   }
+  SharedKeys keys;
+  if (!prefix.empty()) keys = shared_keys(starts, prefix);
   std::vector<CacheRow> rows;
   for (size_t s = 0; s + 1 < starts.size(); ++s) {
-    if (starts[s + 1] > starts[s]) rows.push_back({starts[s], 0, starts[s + 1] - starts[s]});
+    const int64_t count = starts[s + 1] - starts[s];
+    if (count == 0) continue;
+    rows.push_back(prefix.empty() ? CacheRow{starts[s], 0, count} : CacheRow{keys.starts[s], keys.past[s], count});
   }
-  const DeviceArrays arrays = upload(rows, make_items(rows, group, false), 0, starts, device);
-  entries->push_back({starts, group, stream, arrays});
+  DeviceArrays arrays = upload(rows, make_items(rows, group, false), 0, starts, device);
+  if (!prefix.empty()) add_shared(arrays, keys, device);
+  entries->push_back({starts, prefix, group, stream, arrays});
   if (entries->size() > kKept) entries->pop_front();
   return arrays;
 }
 
+at::Tensor take_rows(const at::Tensor& x, const at::Tensor& rows) {
+  return rows.defined() ? x.index_select(0, rows) : with_rows(x);
+}
+
+// Sums in float32, rounded once, of the rows of dx [E, heads, head_dim] that are one of `count` rows.
+at::Tensor add_rows(const at::Tensor& dx, const DeviceArrays& arrays, int64_t count) {
+  if (!arrays.key_rows.defined()) return dx;
+  const at::Tensor from = dx.contiguous();
+  at::Tensor sum = at::zeros({count, dx.size(1), dx.size(2)}, dx.options());
+  embed_backward(static_cast<const Bf16*>(from.const_data_ptr()), arrays.sorted.const_data_ptr<int64_t>(),
+                 arrays.order.const_data_ptr<int64_t>(), from.size(0), count, dx.size(1) * dx.size(2),
+                 sum.mutable_data_ptr(), /*wide=*/false, c10::cuda::getCurrentCUDAStream());
+  check_launch(cudaGetLastError(), "attention_packed's backward");
+  return sum;
+}
+
 // out [tokens, q_heads, head_dim]; lse [tokens, q_heads] filled when defined.
 at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const std::vector<int64_t>& starts, const Shape& shape, double scale, at::Tensor& lse) {
+                          const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, const Shape& shape,
+                          double scale, at::Tensor& lse) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const at::Tensor qr = with_rows(q), kr = with_rows(k), vr = with_rows(v);
   at::Tensor out = at::empty(q.sizes(), q.options());
   if (q.size(0) == 0) return out;
   require_int32(q.size(0), "a number of tokens");
-  const DeviceArrays arrays = packed_arrays(starts, shape.group, q.device());
+  const DeviceArrays arrays = packed_arrays(starts, prefix, shape.group, q.device());
+  const at::Tensor qr = with_rows(q), kr = take_rows(k, arrays.key_rows), vr = take_rows(v, arrays.key_rows);
   AttentionArgs args = arguments("attention_packed", qr, kr, vr, out, shape, scale, arrays.runs, arrays.items);
   if (lse.defined()) args.lse = lse.mutable_data_ptr<float>();
   check_launch(launch_attention_packed(args, c10::cuda::getCurrentCUDAStream()), "attention_packed");
@@ -244,12 +299,13 @@ class DeterministicScope final {
 class PackedFunction final : public torch::autograd::Function<PackedFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, double scale) {
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
     const Shape shape = shape_of("attention_packed", q, k, v);
     at::Tensor lse = at::empty({q.size(0), shape.q_heads}, q.options().dtype(at::kFloat));
-    const at::Tensor out = packed_forward(q, k, v, starts, shape, scale, lse);
+    const at::Tensor out = packed_forward(q, k, v, starts, prefix, shape, scale, lse);
     context->save_for_backward({q, k, v, out, lse});
     context->saved_data["starts"] = starts;
+    context->saved_data["prefix"] = prefix;
     context->saved_data["scale"] = scale;
     return out;
   }
@@ -257,10 +313,17 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3], &lse = saved[4];
-    if (q.size(0) == 0) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor()};
+    if (q.size(0) == 0)
+      return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor(), at::Tensor()};
     const c10::cuda::CUDAGuard guard(q.device());
     const std::vector<int64_t> starts = context->saved_data["starts"].toIntVector();
-    const DeviceArrays arrays = packed_arrays(starts, q.size(1) / k.size(1), q.device());
+    const DeviceArrays arrays = packed_arrays(starts, context->saved_data["prefix"].toIntVector(),
+                                              q.size(1) / k.size(1), q.device());
+    // With shared prefixes a sequence has more keys than queries; the library's causal mask then counts from the last
+    // of both, which is what is meant. It takes the gradients of a prefix's keys for each sequence apart.
+    const bool shared = arrays.key_rows.defined();
+    const at::Tensor keys = shared ? take_rows(k, arrays.key_rows) : k;
+    const at::Tensor values = shared ? take_rows(v, arrays.key_rows) : v;
     int64_t longest = 0;
     for (size_t s = 0; s + 1 < starts.size(); ++s) longest = std::max(longest, starts[s + 1] - starts[s]);
     // The library wants natural logarithms, [heads, tokens].
@@ -270,9 +333,10 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
     const at::Tensor no_state = at::empty({0}, q.options().dtype(at::kLong));  // of dropout, which is off
     const DeterministicScope deterministic;
     auto [dq, dk, dv] = at::_flash_attention_backward(
-        grads[0].contiguous(), q, k, v, out, natural, arrays.starts, arrays.starts, longest, longest,
-        /*dropout_p=*/0.0, /*is_causal=*/true, no_state, no_state, context->saved_data["scale"].toDouble());
-    return {dq, dk, dv, at::Tensor(), at::Tensor()};
+        grads[0].contiguous(), q, keys, values, out, natural, arrays.starts,
+        shared ? arrays.key_starts : arrays.starts, longest, shared ? arrays.longest_keys : longest, /*dropout_p=*/0.0, /*is_causal=*/true, no_state, no_state, context->saved_data["scale"].toDouble());
+    return {dq, add_rows(dk, arrays, k.size(0)), add_rows(dv, arrays, k.size(0)), at::Tensor(), at::Tensor(),
+            at::Tensor()};
   }
 };
 
@@ -304,12 +368,12 @@ void check_arena(const char* op, const at::Tensor& arena_k, const at::Tensor& ar
 }  // namespace
 
 at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, double scale) {
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
   const Shape shape = shape_of("attention_packed", q, k, v);
   const double factor = softmax_scale(scale, shape);
-  if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return PackedFunction::apply(q, k, v, starts, factor);
+  if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return PackedFunction::apply(q, k, v, starts, prefix, factor);
   at::Tensor no_lse;
-  return packed_forward(q, k, v, starts, shape, factor, no_lse);
+  return packed_forward(q, k, v, starts, prefix, shape, factor, no_lse);
 }
 
 CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device) {

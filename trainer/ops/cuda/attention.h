@@ -14,9 +14,10 @@ namespace trireme::cuda {
 
 // Contracts of the same names in ops.h. Inputs may have any row stride that is a multiple of 8 elements; other layouts
 // are copied. attention_packed keeps the device arrays of the last few `starts`, so that the layers of a model share
-// one copy to the device; it must not be captured into a graph. The others may be.
+// one copy to the device; it must not be captured into a graph. The others may be. With a prefix for each
+// sequence it is attention_shared: keys and values are laid out once more, each sequence's behind its prefix's.
 at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, double scale);
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale);
 CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
                             const CachePlan& plan, double scale);

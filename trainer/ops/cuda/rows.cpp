@@ -211,7 +211,8 @@ class EmbedFunction final : public torch::autograd::Function<EmbedFunction> {
     const auto saved = context->get_saved_variables();
     const at::Tensor& weight = saved[0];
     const c10::cuda::CUDAGuard guard(weight.device());
-    at::Tensor dweight, accumulator = weight.grad();
+    at::Tensor dweight, accumulator;
+    if (weight.is_leaf()) accumulator = weight.grad();
     const bool direct = accumulator.defined() && accumulator.is_contiguous() &&
                         (accumulator.scalar_type() == at::kFloat || accumulator.scalar_type() == at::kBFloat16) &&
                         reinterpret_cast<uintptr_t>(accumulator.const_data_ptr()) % kAlignment == 0;

@@ -1,0 +1,91 @@
+#include "trainer/algorithms/recompute.h"
+
+#include <gtest/gtest.h>
+
+namespace trireme {
+namespace {
+
+ModelConfig llama_8b() {
+  ModelConfig c;
+  c.family = ModelFamily::kLlama;
+  c.vocab_size = 128'256;
+  c.hidden_size = 4096;
+  c.intermediate_size = 14'336;
+  c.num_layers = 32;
+  c.num_heads = 32;
+  c.num_kv_heads = 8;
+  c.head_dim = 128;
+  return c;
+}
+
+TEST(Recompute, BytesOfALayerAreCountedByHand) {
+  const ActivationBytes bytes = activation_bytes(llama_8b(), 2);
+  // Two sums and two norms of 4096, q and the result of 4096, k and v of 1024, gate, up and their product of 14336;
+  // 32 sums of exponentials in float32.
+  EXPECT_EQ(bytes.whole, 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14'336) + 4 * 32);
+  EXPECT_EQ(bytes.whole - bytes.cheap, 2 * (2 * 4096 + 14'336));
+  EXPECT_EQ(bytes.input, 2 * 4096);
+}
+
+TEST(Recompute, AsLittleAsFits) {
+  const ModelConfig config = llama_8b();
+  constexpr int64_t kGiB = int64_t{1} << 30, kTokens = 16'384;
+  const auto level = [](const Recompute& r) { return 2 * r.whole_layers + r.cheap_layers; };
+  int64_t before = 0;
+  for (int64_t gib = 140; gib >= 0; --gib) {
+    int64_t needed = 0;
+    const Recompute recompute = fit_recompute(config, 2, kTokens, gib * kGiB, &needed);
+    EXPECT_GE(level(recompute), before) << "less room, less recomputation at " << gib << " GiB";
+    before = level(recompute);
+    if (level(recompute) < 64) {
+      EXPECT_LE(needed, gib * kGiB);
+    }
+    // Cheap operations first: a layer is computed again only when those of all others are.
+    if (recompute.whole_layers > 0) {
+      EXPECT_EQ(recompute.whole_layers + recompute.cheap_layers, 32);
+    }
+  }
+  EXPECT_EQ(level(fit_recompute(config, 2, kTokens, 140 * kGiB)), 0);
+  EXPECT_EQ(fit_recompute(config, 2, kTokens, 0).whole_layers, 32);
+  const Recompute middle = fit_recompute(config, 2, kTokens, 70 * kGiB);
+  EXPECT_GT(middle.cheap_layers, 0);
+  EXPECT_EQ(middle.whole_layers, 0);
+  EXPECT_GT(fit_recompute(config, 2, kTokens, 40 * kGiB).whole_layers, 0);
+}
+
+TEST(Recompute, TheConfigurationDecides) {
+  ModelConfig small = llama_8b();
+  small.vocab_size = 10;
+  small.hidden_size = small.intermediate_size = 8;
+  small.num_layers = 5;
+  small.num_heads = small.num_kv_heads = 1;
+  small.head_dim = 8;
+  Model model(small, {});
+  Communicator alone;
+  const auto with = [&](const std::vector<std::string>& overrides) {
+    std::vector<std::string> warnings;
+    set_recompute(model, load_config_text("", overrides, &warnings), 100, alone);
+    EXPECT_TRUE(warnings.empty());
+    return model.recompute();
+  };
+  EXPECT_EQ(with({"policy.activation_checkpointing=true"}).whole_layers, 5);
+  EXPECT_EQ(with({}).whole_layers, 0);  // on CPU the memory asks for nothing
+  EXPECT_EQ(with({"policy.recompute_layers=2"}).whole_layers, 2);
+  EXPECT_EQ(with({"policy.recompute_layers=0"}).whole_layers, 0);
+  const std::string m = "policy.megatron_cfg.";
+  EXPECT_EQ(with({m + "enabled=true", m + "activation_checkpointing=true"}).whole_layers, 5);
+  EXPECT_EQ(with({m + "enabled=true", m + "recompute_granularity=full"}).whole_layers, 5);
+  EXPECT_EQ(with({m + "enabled=true", m + "recompute_granularity=full", m + "recompute_method=block",
+                  m + "recompute_num_layers=3"})
+                .whole_layers,
+            3);
+  const Recompute norms =
+      with({m + "enabled=true", m + "recompute_granularity=selective", m + "recompute_modules=[layernorm]"});
+  EXPECT_EQ(norms.cheap_layers, 5);
+  EXPECT_TRUE(norms.norms);
+  EXPECT_FALSE(norms.swiglu);
+  EXPECT_EQ(with({m + "enabled=true", m + "recompute_granularity=null"}).cheap_layers, 0);
+}
+
+}  // namespace
+}  // namespace trireme
