@@ -342,7 +342,8 @@ TEST_P(GpuAttention, SharedPrefixesGiveTheBitsOfRepeatedOnes) {
   std::vector<int64_t> rows, starts{0}, own;
   for (size_t s = 0; s < prefix.size(); ++s) {
     const auto append = [&](int64_t sequence, bool mine) {
-      for (int64_t row = b.starts[static_cast<size_t>(sequence)]; row < b.starts[static_cast<size_t>(sequence) + 1]; ++row) {
+      for (int64_t row = b.starts[static_cast<size_t>(sequence)]; row < b.starts[static_cast<size_t>(sequence) + 1];
+           ++row) {
         if (mine) own.push_back(static_cast<int64_t>(rows.size()));
         rows.push_back(row);
       }
@@ -371,16 +372,15 @@ TEST_P(GpuAttention, SharedPrefixesGiveTheBitsOfRepeatedOnes) {
   for (size_t i = 0; i < 4; ++i) EXPECT_SAME_ROWS(again[i], actual[i]);
   {
     const at::NoGradGuard no_grad;
-    const at::Tensor repeated = attention_packed(b.q.index_select(0, take), b.k.index_select(0, take),
-                                                 b.v.index_select(0, take), starts);
+    const at::Tensor repeated =
+        attention_packed(b.q.index_select(0, take), b.k.index_select(0, take), b.v.index_select(0, take), starts);
     EXPECT_SAME_ROWS(actual[3], repeated.index_select(0, mine));
     EXPECT_SAME_ROWS(shared(b.q, b.k, b.v), actual[3]);
   }
-  const auto expected =
-      gradients_of(at::kDouble, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
-        return reference(q.index_select(0, take), k.index_select(0, take), v.index_select(0, take), starts)
-            .index_select(0, mine);
-      });
+  const auto expected = gradients_of(at::kDouble, [&](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+    return reference(q.index_select(0, take), k.index_select(0, take), v.index_select(0, take), starts)
+        .index_select(0, mine);
+  });
   const char* names[] = {"q", "k", "v"};
   for (size_t i = 0; i < 3; ++i) {
     const at::Tensor difference = (actual[i].to(at::kDouble) - expected[i]).norm();

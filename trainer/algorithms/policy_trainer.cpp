@@ -192,9 +192,8 @@ std::vector<std::vector<Bin>> PolicyTrainer::micro_batches(const std::vector<Rol
     all = dynamic_micro_batches(lengths, size.dynamic_tokens, p.dynamic_batching.sequence_length_round, ranks);
   } else if (p.sequence_packing.enabled) {
     const PackingAlgorithm algorithm = parse_packing_algorithm(p.sequence_packing.algorithm);
-    all = p.sequence_packing.share_prompts
-              ? shared_micro_batches(of, size.packed_tokens, ranks, algorithm, seed)
-              : packed_micro_batches(lengths, size.packed_tokens, ranks, algorithm, seed);
+    all = p.sequence_packing.share_prompts ? shared_micro_batches(of, size.packed_tokens, ranks, algorithm, seed)
+                                           : packed_micro_batches(lengths, size.packed_tokens, ranks, algorithm, seed);
     if (p.sequence_packing.microbatch_order == "largest_first") {
       const auto load = [&](const Bin& bin) {
         int64_t sum = 0;
@@ -228,8 +227,7 @@ std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const st
   Bin own;
   for (const Bin& bin : bins) own.insert(own.end(), bin.begin(), bin.end());
   std::map<int64_t, at::Tensor> of_sample;
-  std::vector<std::vector<Bin>> passes =
-      micro_batches(samples, own, size, 1, static_cast<uint64_t>(config_.grpo.seed));
+  std::vector<std::vector<Bin>> passes = micro_batches(samples, own, size, 1, static_cast<uint64_t>(config_.grpo.seed));
   for (Bin& bin : passes.front()) {
     for (int64_t& i : bin) i = own[static_cast<size_t>(i)];
     const MicroBatch batch = make_micro_batch(samples, bin, p.sequence_packing.share_prompts);
@@ -397,9 +395,9 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     const int64_t done = optimizer_.steps_done();
     const double rate = learning_rate(config_, done);
     const bool forward_follows = s + 1 < steps.size() && overlap_param_gather(config_);
-    const OptimizerStep step = optimizer_.step(
-        rate, weight_decay(config_, done), max_grad_norm(config_),
-        forward_follows ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
+    const OptimizerStep step =
+        optimizer_.step(rate, weight_decay(config_, done), max_grad_norm(config_),
+                        forward_follows ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
     std::map<std::string, double> reduced = reduce_metrics(own, context_.data_parallel());
     add_metrics(sums, reduced);
     sums["grad_norm"] += step.grad_norm;

@@ -53,8 +53,8 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
   for (int64_t level = 0;; ++level) {
     const Recompute recompute = at_level(level, layers);
     const int64_t kept = layers - recompute.whole_layers - recompute.cheap_layers;
-    // A layer that is computed again has all of its own for a while. That is when what the layers behind it kept is free
-    // again, since the first ones are chosen.
+    // A layer that is computed again has all of its own for a while. That is when what the layers behind it kept is
+    // free again, since the first ones are chosen.
     const int64_t behind = std::max(recompute.cheap_layers * bytes.cheap + kept * bytes.whole,
                                     recompute.whole_layers > 0 ? bytes.whole : 0);
     const int64_t total = tokens * (recompute.whole_layers * bytes.input + behind + bytes.passing) + bytes.fixed;
@@ -78,8 +78,8 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
       const Recompute own = fit_recompute(shape, element, tokens, free, &needed);
       // As the number of layers and of whole ones: more of either is more recomputation.
       recompute.whole_layers = static_cast<int64_t>(ranks.all_reduce_max(static_cast<double>(own.whole_layers)));
-      const auto touched = static_cast<int64_t>(
-          ranks.all_reduce_max(static_cast<double>(own.whole_layers + own.cheap_layers)));
+      const auto touched =
+          static_cast<int64_t>(ranks.all_reduce_max(static_cast<double>(own.whole_layers + own.cheap_layers)));
       recompute.cheap_layers = touched - recompute.whole_layers;
       why = ": " + std::to_string(tokens) + " tokens a micro-batch take " +
             format_bytes(static_cast<uint64_t>(needed)) + " of " + format_bytes(static_cast<uint64_t>(free)) + " free";

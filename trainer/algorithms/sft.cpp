@@ -36,8 +36,9 @@ class SftLoop final {
       if (session_.resumed->metrics.count("val:loss") > 0) last_validation_ = session_.resumed->metrics.at("val:loss");
     }
     if (config_.sft.stop_at_validation_loss && !datasets_.validation) {
-      fail_user("sft.stop_at_validation_loss: there is no validation data; set data.validation.data_path or "
-                "data.train.split_validation_size");
+      fail_user(
+          "sft.stop_at_validation_loss: there is no validation data; set data.validation.data_path or "
+          "data.train.split_validation_size");
     }
     session_.reporting.ready(step_);
   }

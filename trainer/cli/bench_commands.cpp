@@ -107,7 +107,8 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
     verb->add_flag("!--no-optimizer", o->optimizer, "forward and backward only");
     verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
-    verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
+    verb->add_option("--recompute-layers", o->recompute_layers,
+                     "the first so many; -1: as many as the memory asks for");
     verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward");
     verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
     verb->callback([=, &context] {
@@ -132,7 +133,8 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--train-tokens", o->train_tokens, "of a packed micro-batch");
     verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
     verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
-    verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
+    verb->add_option("--recompute-layers", o->recompute_layers,
+                     "the first so many; -1: as many as the memory asks for");
     verb->add_flag("--share-prompts", o->share_prompts, "a group's prompt once in a micro-batch");
     verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
     verb->callback([o, &context] {

@@ -384,9 +384,10 @@ std::vector<std::string> keys_without_effect(const Config& config);
 
 // The resolved configuration; reading it back gives the same Config.
 std::string to_yaml(const Config& config);
-// What differs between the configuration that a checkpoint was written with and the one that goes on from it, a sentence
-// a key: "policy.optimizer.kwargs.lr was 1e-05, is 2e-05". Left out: what does not change the numbers of a run (logging,
-// checkpoints, validation, machines, cache sizes, when to end), and the algorithm (another one is refused before).
+// What differs between the configuration that a checkpoint was written with and the one that goes on from it, a
+// sentence a key: "policy.optimizer.kwargs.lr was 1e-05, is 2e-05". Left out: what does not change the numbers of a run
+// (logging, checkpoints, validation, machines, cache sizes, when to end), and the algorithm (another one is refused
+// before).
 std::vector<std::string> changes_since(const Config& saved, const Config& now);
 // Text of docs/configuration.md.
 std::string config_reference_markdown();
@@ -399,11 +400,11 @@ struct ParallelSizes {
 ParallelSizes parallel_sizes(const Config& config);
 // What backward computes again instead of keeping it, by the keys of the back-end that is enabled.
 struct RecomputeSetting {
-  bool fit = false;       // as little as makes the activations fit into the device's memory; else what follows
-  bool all = false;       // of every layer but its input, else
-  int64_t layers = 0;     //   of the first so many layers, and
-  bool norms = false;     // of the other layers the norms' results
-  bool swiglu = false;    //   and SwiGLU's
+  bool fit = false;     // as little as makes the activations fit into the device's memory; else what follows
+  bool all = false;     // of every layer but its input, else
+  int64_t layers = 0;   //   of the first so many layers, and
+  bool norms = false;   // of the other layers the norms' results
+  bool swiglu = false;  //   and SwiGLU's
 };
 RecomputeSetting recompute_setting(const Config& config);
 // Whether gradients are reduced while backward runs, and weights gathered while the next forward does: the Megatron

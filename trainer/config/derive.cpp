@@ -114,8 +114,9 @@ void check_lengths(const Config& c, Problems& out) {
                        ", which the context and sequence parallel sizes need"});
   }
   if (p.sequence_packing.share_prompts && !p.sequence_packing.enabled) {
-    out.push_back({"policy.sequence_packing.share_prompts",
-                   "needs policy.sequence_packing.enabled; without it micro-batches are cut by samples, not by groups"});
+    out.push_back(
+        {"policy.sequence_packing.share_prompts",
+         "needs policy.sequence_packing.enabled; without it micro-batches are cut by samples, not by groups"});
   } else if (p.sequence_packing.share_prompts && c.algorithm == "sft") {
     out.push_back({"policy.sequence_packing.share_prompts",
                    "is for GRPO, where the answers of a group have one prompt; leave it out of an SFT run"});
@@ -130,10 +131,11 @@ void check_lengths(const Config& c, Problems& out) {
 void check_recompute(const Config& c, Problems& out) {
   const MegatronConfig& m = c.policy.megatron_cfg;
   if (!m.enabled) {
-    const bool all =
-        c.policy.dtensor_cfg.enabled ? c.policy.dtensor_cfg.activation_checkpointing : c.policy.activation_checkpointing;
+    const bool all = c.policy.dtensor_cfg.enabled ? c.policy.dtensor_cfg.activation_checkpointing
+                                                  : c.policy.activation_checkpointing;
     if (all && c.policy.recompute_layers >= 0)
-      out.push_back({"policy.recompute_layers", "contradicts activation_checkpointing, which means every layer; set one"});
+      out.push_back(
+          {"policy.recompute_layers", "contradicts activation_checkpointing, which means every layer; set one"});
     return;
   }
   if (m.recompute_granularity == "full" && m.recompute_method == "uniform" && m.recompute_num_layers != 1) {

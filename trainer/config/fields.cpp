@@ -118,7 +118,8 @@ void add_loss(std::vector<Field>& table) {
 }
 
 void add_policy(std::vector<Field>& table) {
-  KEY(policy.model_name)("a folder in Hugging Face format, a checkpoint directory (its newest step), or a Hub id in the local cache");
+  KEY(policy.model_name)
+  ("a folder in Hugging Face format, a checkpoint directory (its newest step), or a Hub id in the local cache");
   KEY(policy.tokenizer.name)("folder or Hub id of the tokenizer").from("policy.model_name");
   KEY(policy.tokenizer.chat_template)
   ("template text or file; default or empty: the model's own; none or null: no template").null_as("none");
@@ -139,7 +140,8 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.activation_checkpointing)
   ("keep only the input of each layer for backward; for runs with neither dtensor_cfg nor megatron_cfg");
   OURS(policy.recompute_layers)
-  ("keep only the input of the first so many layers, for runs without megatron_cfg; -1: on CUDA as many as the memory asks for, "
+  ("keep only the input of the first so many layers, for runs without megatron_cfg; -1: on CUDA as many as the memory "
+   "asks for, "
    "after the norms and SwiGLU of all, on CPU none")
       .at_least(-1);
   KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
@@ -160,7 +162,8 @@ void add_policy(std::vector<Field>& table) {
   ("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
   KEY(policy.sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
   OURS(policy.sequence_packing.share_prompts)
-  ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within rounding");
+  ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within "
+   "rounding");
   KEY(policy.optimizer.name)("AdamW under either of its names").one_of({"torch.optim.AdamW", "AdamW"});
   KEY(policy.optimizer.kwargs.lr)("learning rate").at_least(0);
   KEY(policy.optimizer.kwargs.weight_decay)("decoupled weight decay").at_least(0);
@@ -208,7 +211,8 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.activation_checkpointing)
   ("keep only the input of each layer for backward; counts where recompute_granularity is null");
   KEY(policy.megatron_cfg.recompute_granularity)
-  ("what backward computes again; full: layers, selective: recompute_modules of every layer; null: what activation_checkpointing "
+  ("what backward computes again; full: layers, selective: recompute_modules of every layer; null: what "
+   "activation_checkpointing "
    "says, and where that is false as little as the device's memory asks for")
       .one_of({"auto", "full", "selective"})
       .null_as("auto");

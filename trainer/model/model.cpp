@@ -321,8 +321,7 @@ at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     watch(delta.defined() ? delta : sum, i);
     reading(layer_begins_[static_cast<size_t>(i + 1)]);
-    const NormResult input =
-        add_rms_norm(sum, delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
+    const NormResult input = add_rms_norm(sum, delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
     const Keep keep = keep_of(i, context);
     std::tie(sum, delta) =
         keep == Keep::kInput ? run_layer_recomputed(i, input, context) : run_layer(i, input, context, keep);
@@ -355,9 +354,8 @@ std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const NormResu
   at::Tensor mixed;
   if (context.arena == nullptr) {
     const Qkv parts = split_qkv(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout);
-    mixed = context.prefix.empty()
-                ? attention_packed(parts.q, parts.k, parts.v, context.starts)
-                : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
+    mixed = context.prefix.empty() ? attention_packed(parts.q, parts.k, parts.v, context.starts)
+                                   : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
   } else {
     const at::Tensor& keys = context.arena->keys(index);
     const at::Tensor& values = context.arena->values(index);
@@ -377,8 +375,8 @@ std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const NormResu
   const at::Tensor active = swiglu_halves(gate_up);
   if (keep != Keep::kCheapAgain || !recompute_.swiglu)
     return {inner.sum, trireme::linear(active, layer.down, layer.down_bias)};
-  return {inner.sum, linear_again(active, layer.down, layer.down_bias,
-                                  [kept = gate_up.detach()] { return swiglu_halves(kept); })};
+  return {inner.sum,
+          linear_again(active, layer.down, layer.down_bias, [kept = gate_up.detach()] { return swiglu_halves(kept); })};
 }
 
 std::pair<at::Tensor, at::Tensor> Model::run_layer_recomputed(int64_t index, const NormResult& input,

@@ -25,8 +25,8 @@ struct PackedBatch {
   at::Tensor ids;               // [tokens] int64
   at::Tensor positions;         // [tokens] int64, position of each token in its sequence
   std::vector<int64_t> starts;  // [sequences + 1]; first 0, last tokens
-  // Empty, or for each sequence the earlier one whose tokens come before its own, -1: none (attention_shared). Positions
-  // count from the first token of all.
+  // Empty, or for each sequence the earlier one whose tokens come before its own, -1: none (attention_shared).
+  // Positions count from the first token of all.
   std::vector<int64_t> prefix;
 
   // Sequences one after another, each at positions 0, 1, ...
@@ -58,7 +58,7 @@ inline constexpr int64_t kParameterAlignment = 64;
 struct ModelOptions {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
-  bool trainable = true;                // false: no gradient buffer, nothing requires grad (a reference model)
+  bool trainable = true;  // false: no gradient buffer, nothing requires grad (a reference model)
   // In which backward adds up gradients; the parameters' own when absent.
   std::optional<at::ScalarType> gradient_dtype;
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
@@ -106,14 +106,14 @@ class Model final {
 
   // All parameters, one contiguous tensor [elements], 64-byte aligned, gaps zero. Write it under at::NoGradGuard.
   const at::Tensor& flat_parameters() const { return flat_parameters_; }
-  // Same layout, in options().gradient_dtype; the parameters' .grad are views of it, so backward adds into it. Undefined when not
-  // trainable.
+  // Same layout, in options().gradient_dtype; the parameters' .grad are views of it, so backward adds into it.
+  // Undefined when not trainable.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
 
   // Called in the backward pass of every forward that began to record while it was set, from the thread of that pass:
-  // no gradient at or behind element `from` of flat_gradients() will change any more in it. `from` falls layer by layer;
-  // gradients before the first layer's (the embedding's) are complete when backward returns. May be empty.
+  // no gradient at or behind element `from` of flat_gradients() will change any more in it. `from` falls layer by
+  // layer; gradients before the first layer's (the embedding's) are complete when backward returns. May be empty.
   std::function<void(int64_t from)> on_gradients_final;
   // Called before forward and forward_cached read parameters before element `end` of flat_parameters(); `end` rises
   // layer by layer to all of them. May be empty. Not called where a captured graph is replayed.

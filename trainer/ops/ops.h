@@ -50,8 +50,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 // silu(gate) * up, all [tokens, width].
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-// weight [vocab, hidden], ids [tokens] int64 -> [tokens, hidden]. An id outside the vocabulary throws and names it. Rows
-// of any matrix may be taken so; gradients of equal ids are added in the order of the tokens, in float32 at least.
+// weight [vocab, hidden], ids [tokens] int64 -> [tokens, hidden]. An id outside the vocabulary throws and names it.
+// Rows of any matrix may be taken so; gradients of equal ids are added in the order of the tokens, in float32 at least.
 at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids);
 
 struct RopeOptions {

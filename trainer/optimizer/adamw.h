@@ -76,7 +76,7 @@ class DistributedAdamW final {
     int64_t at = 0;
     int64_t size = 0;
   };
-  struct Factors;  // of one step
+  struct Factors;     // of one step
   struct Reduction {  // of a bucket, under way
     int64_t bucket = 0;
     PendingCollective pending;

@@ -214,9 +214,8 @@ void Communicator::failed(const char* operation, int64_t sequence, const std::st
   }
   throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
                                            " number " + std::to_string(sequence) + " of group '" + name_ + "' (" +
-                                           std::to_string(size_) + " ranks) in phase " + phase +
-                                           " failed: " + first_line(error.what()) + attendance_->describe(absent) +
-                                           cause);
+                                           std::to_string(size_) + " ranks) in phase " + phase + " failed: " +
+                                           first_line(error.what()) + attendance_->describe(absent) + cause);
 }
 
 template <typename Fn>
@@ -304,8 +303,7 @@ PendingCollective Communicator::begin_all_gather(at::Tensor out, const at::Tenso
   if (!in.is_cuda() && in.is_alias_of(out)) input = in.clone();  // Gloo does not allow overlap
   at::Tensor flat_out = out.view({-1});
   at::Tensor flat_in = input.view({-1});
-  return begin("all-gather", out,
-               [&](c10d::Backend& backend) { return backend._allgather_base(flat_out, flat_in); });
+  return begin("all-gather", out, [&](c10d::Backend& backend) { return backend._allgather_base(flat_out, flat_in); });
 }
 
 PendingCollective Communicator::begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
@@ -322,7 +320,9 @@ PendingCollective Communicator::begin_reduce_scatter_sum(at::Tensor out, const a
 
 void Communicator::all_gather(at::Tensor out, const at::Tensor& in) { begin_all_gather(out, in).wait(); }
 
-void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) { begin_reduce_scatter_sum(out, in).wait(); }
+void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
+  begin_reduce_scatter_sum(out, in).wait();
+}
 
 void Communicator::barrier() {
   if (size_ == 1) return;

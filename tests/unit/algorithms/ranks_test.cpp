@@ -261,7 +261,8 @@ TEST(Overlap, BucketsBeginDuringBackwardAndWeightsArriveWhenRead) {
       optimizer.reduce_in_next_backward();
       backward();
       const OptimizerStep step = optimizer.step(1e-3, 0, 1, DistributedAdamW::Gather::kLater);
-      const int64_t elements = model.flat_parameters().numel(), first = model.find("model.layers.0.input_layernorm.weight")->offset;
+      const int64_t elements = model.flat_parameters().numel(),
+                    first = model.find("model.layers.0.input_layernorm.weight")->offset;
       EXPECT_EQ(step.reduced_early, (elements + 511) / 512 - (first + 511) / 512);
       EXPECT_TRUE(static_cast<bool>(model.before_reading));
       const at::Tensor read = model.forward(batch).detach();

@@ -153,7 +153,8 @@ TEST(Packing, GroupsStayTogetherWherePromptsAreShared) {
   }
   // Eight answers of 50 tokens to each of two prompts of 100, one rank: a group fits whole into a row of 500.
   SharedLengths even;
-  for (int64_t i = 0; i < 16; ++i) even.groups.push_back(i / 8), even.prompts.push_back(100), even.lengths.push_back(150);
+  for (int64_t i = 0; i < 16; ++i)
+    even.groups.push_back(i / 8), even.prompts.push_back(100), even.lengths.push_back(150);
   const auto whole = shared_micro_batches(even, 500, 1, PackingAlgorithm::kModifiedFirstFitDecreasing, 0);
   EXPECT_EQ(whole.front(), (std::vector<Bin>{{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}}));
   // Of 350 two even parts of each.

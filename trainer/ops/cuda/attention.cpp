@@ -317,8 +317,8 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
       return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor(), at::Tensor()};
     const c10::cuda::CUDAGuard guard(q.device());
     const std::vector<int64_t> starts = context->saved_data["starts"].toIntVector();
-    const DeviceArrays arrays = packed_arrays(starts, context->saved_data["prefix"].toIntVector(),
-                                              q.size(1) / k.size(1), q.device());
+    const DeviceArrays arrays =
+        packed_arrays(starts, context->saved_data["prefix"].toIntVector(), q.size(1) / k.size(1), q.device());
     // With shared prefixes a sequence has more keys than queries; the library's causal mask then counts from the last
     // of both, which is what is meant. It takes the gradients of a prefix's keys for each sequence apart.
     const bool shared = arrays.key_rows.defined();
@@ -333,9 +333,10 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
     const at::Tensor no_state = at::empty({0}, q.options().dtype(at::kLong));  // of dropout, which is off
     const DeterministicScope deterministic;
     auto [dq, dk, dv] = at::_flash_attention_backward(
-        grads[0].contiguous(), q, keys, values, out, natural, arrays.starts,
-        shared ? arrays.key_starts : arrays.starts, longest, shared ? arrays.longest_keys : longest, /*dropout_p=*/0.0, /*is_causal=*/true, no_state, no_state, context->saved_data["scale"].toDouble());
-    return {dq, add_rows(dk, arrays, k.size(0)), add_rows(dv, arrays, k.size(0)), at::Tensor(), at::Tensor(),
+        grads[0].contiguous(), q, keys, values, out, natural, arrays.starts, shared ? arrays.key_starts : arrays.starts,
+        longest, shared ? arrays.longest_keys : longest, /*dropout_p=*/0.0, /*is_causal=*/true, no_state, no_state,
+        context->saved_data["scale"].toDouble());
+    return {dq,          add_rows(dk, arrays, k.size(0)), add_rows(dv, arrays, k.size(0)), at::Tensor(), at::Tensor(),
             at::Tensor()};
   }
 };
