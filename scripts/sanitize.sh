@@ -10,7 +10,7 @@ stages=("$@"); [ $# -gt 0 ] || stages=(asan fuzz tsan)
 TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test kube_test controller_test webhook_test)
 
 scripts/setup.sh operator
-need_packages clang
+need_packages clang libclang-rt-dev
 passed=0 failed=0 rows=()
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 # row NAME RESULT SECONDS: a line of the table, and of the count.
