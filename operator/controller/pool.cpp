@@ -1,5 +1,7 @@
 #include "operator/controller/pool.h"
 
+#include <utility>
+
 namespace trireme::controller {
 
 struct Pool::Batch {
@@ -59,7 +61,8 @@ void Pool::run(std::vector<std::function<void()>> tasks) {
   }
   std::unique_lock lock(batch->mutex);
   batch->done.wait(lock, [&] { return batch->ended == batch->tasks.size(); });
-  if (batch->failure) std::rethrow_exception(batch->failure);
+  // The last owner of the batch may be another thread: what was thrown is to end here, with who reads it.
+  if (const std::exception_ptr failure = std::exchange(batch->failure, nullptr)) std::rethrow_exception(failure);
 }
 
 void Pool::work() {

@@ -323,6 +323,7 @@ class FakeApiServer final {
     return true;
   }
   void cascade_locked(const std::string& uid) {
+    collected_.insert(uid);
     std::vector<std::pair<Resource, ObjectKey>> dependents;
     for (const auto& [id, kind] : kinds_) {
       const auto objects = store_.find(id);
@@ -592,7 +593,12 @@ class FakeApiServer final {
       return failure(409, "AlreadyExists", resource.plural + " \"" + name + "\" already exists");
     if (target.kind.status_subresource) object.erase("status");
     if (resource.kind == "Pod") object["status"] = {{"phase", "Pending"}};
-    return json_answer(201, insert_locked(resource, key, std::move(object)));
+    const Json made = insert_locked(resource, key, std::move(object));
+    // The garbage collector's other half: what is made for an owner that has gone.
+    for (const Json& owner : made["metadata"].value("ownerReferences", Json::array())) {
+      if (collected_.count(owner.value("uid", "")) > 0) delete_locked(resource, key);
+    }
+    return json_answer(201, made);
   }
 
   Answer delete_request_locked(const Target& target, const Json& found, const RecordedRequest& request) {
@@ -752,6 +758,7 @@ class FakeApiServer final {
   std::map<std::string, Kind> kinds_;
   std::map<std::string, std::function<Json(const Json&)>> reviewers_;
   std::map<std::string, std::map<ObjectKey, Json>> store_;
+  std::set<std::string> collected_;  // uids of objects that are gone
   std::map<ObjectKey, std::string> logs_;
   std::deque<LogEntry> log_;
   std::vector<RawWrite> raw_writes_;

@@ -16,13 +16,14 @@ using nlohmann::json;
 
 // Tokens are "NAMESPACE/POD/UID", or anything else, which nobody believes.
 struct Place {
+  // Before the servers, whose threads read them.
+  std::atomic<int> reviews{0};
+  std::atomic<const char*> audience{kStatusTokenAudience};
+  std::atomic<int64_t> attempt{2};
+  std::atomic<int> rank{0};
   FakeApiServer api;
   kube::Client client{api.config()};
   controller::ReportStore reports;
-  std::atomic<int> reviews{0};
-  std::string audience = kStatusTokenAudience;
-  int64_t attempt = 2;
-  int rank = 0;
   std::unique_ptr<StatusServer> server;
 
   explicit Place(StatusServerOptions options = {}) {
@@ -35,7 +36,7 @@ struct Place {
         return answer;
       }
       answer["status"] = {{"authenticated", true},
-                          {"audiences", json::array({audience})},
+                          {"audiences", json::array({audience.load()})},
                           {"user",
                            {{"username", "system:serviceaccount:" + parts[0] + ":default"},
                             {"extra",
@@ -147,11 +148,12 @@ TEST(StatusServer, StandbyPassesOn) {
   EXPECT_EQ(leader.reports.size(), 1u);
   EXPECT_EQ(standby.reports.size(), 0u);
   // Two standbys that each take the other for the leader do not play ping-pong.
-  std::string first, second;
-  Place a({.is_leader = [] { return false; }, .leader_address = [&] { return second; }});
-  Place b({.is_leader = [] { return false; }, .leader_address = [&] { return first; }});
-  first = "127.0.0.1:" + std::to_string(a.server->port());
-  second = "127.0.0.1:" + std::to_string(b.server->port());
+  std::atomic<int> first{0}, second{0};
+  const auto at = [](int port) { return "127.0.0.1:" + std::to_string(port); };
+  Place a({.is_leader = [] { return false; }, .leader_address = [&] { return at(second); }});
+  Place b({.is_leader = [] { return false; }, .leader_address = [&] { return at(first); }});
+  first = a.server->port();
+  second = b.server->port();
   EXPECT_EQ(a.post(kToken, kBody), 503);
 }
 
