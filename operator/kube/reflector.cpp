@@ -26,7 +26,19 @@ Milliseconds jittered(Milliseconds base) {
 
 }  // namespace
 
-void trim_heap() { malloc_trim(0); }
+// Sanitizers put an allocator of their own before glibc's, whose heaps then do not exist.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define TRIREME_OWN_ALLOCATOR
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define TRIREME_OWN_ALLOCATOR
+#endif
+#endif
+void trim_heap() {
+#ifndef TRIREME_OWN_ALLOCATOR
+  malloc_trim(0);
+#endif
+}
 
 Reflector::Reflector(const Client& client, ReflectorOptions options, ReflectorSink& sink)
     : client_(client), options_(std::move(options)), sink_(sink), cancel_(std::make_unique<Client::Cancel>()) {}
