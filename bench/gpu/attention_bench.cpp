@@ -78,7 +78,7 @@ void bench_decode(double ceiling, bool quick) {
   const auto all_q_heads = quick ? std::vector<int64_t>{32} : std::vector<int64_t>{32, 16};
   const auto all_keys =
       quick ? std::vector<int64_t>{1000, 2048, 4000} : std::vector<int64_t>{100, 400, 1000, 2048, 4000};
-  const auto all_sequences = quick ? std::vector<int64_t>{1, 2, 4, 8, 16, 32}
+  const auto all_sequences = quick ? std::vector<int64_t>{1, 2, 3, 4, 5, 8, 9, 12, 16, 32}
                                    : std::vector<int64_t>{1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256};
   for (const int blocks : {2, 4, 8}) {
     cuda::AttentionArgs args;

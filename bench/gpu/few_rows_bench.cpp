@@ -4,7 +4,8 @@
 // warm-up left out.
 //   gpu_few_rows_bench                    the table
 //   gpu_few_rows_bench sweep OUT IN ROWS [swiglu]   the plans of one shape with the lowest predicted times, fastest
-//   first gpu_few_rows_bench layers             the products of a layer one after another, as decoding runs them
+//                                         first
+//   gpu_few_rows_bench layers             the products of a layer one after another, as decoding runs them
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -212,7 +213,7 @@ void layers() {
     double bytes = 0;
     for (const at::Tensor* t : {&all[0].qkv, &all[0].o, &all[0].gate_up, &all[0].down})
       bytes += static_cast<double>(t->nbytes());
-    for (const int64_t rows : {1, 16, 64}) {
+    for (const int64_t rows : {1, 16, 32, 48, 64}) {
       const at::Tensor x = randn({rows, m.hidden});
       const auto measure = [&](int64_t limit, bool overlap, bool fused) {
         cuda::set_few_rows_limit(limit);

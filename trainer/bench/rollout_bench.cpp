@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/bench/trace.h"
 #include "trainer/bench/work.h"
 #include "trainer/parallel/device.h"
 
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int64_t kBinEnds[] = {16, 32, 48, 64, 96, 128, 192, 256};
 constexpr int64_t kDecodeWarmUpSteps = 8;
+constexpr int64_t kTracedSteps = 8;
 
 size_t bin_of(int64_t alive) {
   size_t bin = 0;
@@ -238,7 +240,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
     RolloutLengths lengths;
     lengths.prompts = {prompt};
     // Nobody ends while the clock runs.
-    lengths.outputs.assign(static_cast<size_t>(alive), kDecodeWarmUpSteps + options.steps + 4);
+    lengths.outputs.assign(static_cast<size_t>(alive), kDecodeWarmUpSteps + options.steps + kTracedSteps + 4);
     const std::vector<std::vector<int32_t>> prompts =
         random_prompts(lengths, target.config.vocab_size, options.common.seed);
     GenerationOptions generation = options.generation;
@@ -264,6 +266,15 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
       const double elapsed = watch.seconds();
       const int64_t steps = engine.stats().steps - before;
       TRIREME_CHECK(steps == options.steps && !engine.idle(), "samples ended while decode steps were measured");
+      if (!options.trace.empty() && r == options.common.repeats) {
+        const std::string file =
+            options.alive.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
+        const Trace trace = trace_device(target.device, file, [&] {
+          for (int64_t i = 0; i < kTracedSteps; ++i) engine.step();
+        });
+        if (!trace.kernels.empty()) out << alive << " samples alive\n";
+        print_trace(trace, kTracedSteps, out);
+      }
       engine.run();
       if (r > 0) seconds.push_back(elapsed / static_cast<double>(steps));
     }

@@ -25,6 +25,7 @@ struct DecodeBenchOptions {
   std::vector<int64_t> alive = {16, 64};
   int64_t context = 400;  // mean tokens of a sample over the measured steps
   int64_t steps = 64;     // measured
+  std::string trace;  // file for the kernels of some more steps; with several numbers alive NAME.N each; empty: none
 };
 nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out);
 

@@ -11,6 +11,7 @@
 #include "trainer/algorithms/loss.h"
 #include "trainer/algorithms/recompute.h"
 #include "trainer/algorithms/samples.h"
+#include "trainer/bench/trace.h"
 #include "trainer/bench/work.h"
 #include "trainer/ops/philox.h"
 #include "trainer/optimizer/adamw.h"
@@ -176,6 +177,11 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
     optimizer_seconds.push_back(group.all_reduce_max(split.optimizer));
   }
   const int64_t peak = take_peak_memory_bytes(target.device);
+  if (!options.trace.empty()) {
+    const std::string file = ranks == 1 ? options.trace : options.trace + "." + std::to_string(context.rank());
+    const Trace trace = trace_device(target.device, file, whole_step);
+    if (context.is_main()) print_trace(trace, 1, out);
+  }
 
   const double middle = median(seconds);
   const Split split{median(forward_seconds), median(backward_seconds), median(optimizer_seconds)};

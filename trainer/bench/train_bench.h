@@ -21,6 +21,7 @@ struct TrainBenchOptions {
   bool checkpoint_activations = false;
   int64_t recompute_layers = -1;  // policy.recompute_layers
   bool overlap = true;  // gradients reduced beside the last backward pass, weights gathered beside the next forward
+  std::string trace;    // file for the kernels of one more step; .RANK is added where there are several; empty: none
 };
 // Collective: ranks train together as they do in a run. Every rank returns the report; rank 0 prints and writes it.
 // Seconds are of a whole optimizer step, the slowest rank's; TFLOP/s are those of one device.

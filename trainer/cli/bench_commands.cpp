@@ -86,6 +86,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--alive", o->alive, "numbers of samples, e.g. 16,64")->delimiter(',');
     verb->add_option("--context", o->context, "mean tokens of a sample");
     verb->add_option("--steps", o->steps, "measured steps");
+    verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
     verb->callback([o, &context] {
       context.run = [o] {
         set_up(o->common, /*collective=*/false);
@@ -110,6 +111,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--recompute-layers", o->recompute_layers,
                      "the first so many; -1: as many as the memory asks for");
     verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward");
+    verb->add_option("--trace", o->trace, "file for the kernels of one more step, in Chrome's trace format");
     verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
     verb->callback([=, &context] {
       context.run = [=] {

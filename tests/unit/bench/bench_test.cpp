@@ -13,6 +13,7 @@
 #include "trainer/bench/ops_bench.h"
 #include "trainer/bench/rollout_bench.h"
 #include "trainer/bench/step_bench.h"
+#include "trainer/bench/trace.h"
 #include "trainer/bench/train_bench.h"
 #include "trainer/bench/work.h"
 #include "trainer/telemetry/phases.h"
@@ -125,6 +126,43 @@ TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
               1);
   options.context = 10;
   EXPECT_THROW(bench_decode(options, out), Error);
+}
+
+TEST(DecodeBench, WritesATraceForEachNumberOfSamples) {
+  const TemporaryDirectory folder;
+  DecodeBenchOptions options;
+  options.common = tiny();
+  options.common.repeats = 1;
+  options.alive = {2, 1};
+  options.context = 40;
+  options.steps = 2;
+  options.trace = (folder.path() / "trace.json").string();
+  std::ostringstream out;
+  bench_decode(options, out);
+  for (const char* ending : {".2", ".1"}) {
+    const nlohmann::json trace = nlohmann::json::parse(read_file(options.trace + ending));
+    EXPECT_GT(trace.at("traceEvents").size(), 10u) << ending;
+  }
+  options.trace = (folder.path() / "nowhere" / "trace.json").string();
+  EXPECT_THROW(bench_decode(options, out), Error);
+}
+
+TEST(Trace, WhatAKernelAddsIsWhatRanBesideNothingBefore) {
+  // a 0-10, b 5-12 begins under it, a 15-20 after a pause, c 16-18 wholly under it.
+  const Trace trace = summarize({{"a", 0, 10}, {"c", 16, 18}, {"b", 5, 12}, {"a", 15, 20}});
+  EXPECT_DOUBLE_EQ(trace.seconds, 20e-9);
+  ASSERT_EQ(trace.kernels.size(), 3u);
+  const TracedKernel& a = trace.kernels[0];
+  EXPECT_EQ(a.name, "a");
+  EXPECT_EQ(a.calls, 2);
+  EXPECT_DOUBLE_EQ(a.seconds, 15e-9);
+  EXPECT_DOUBLE_EQ(a.alone, 15e-9);
+  EXPECT_DOUBLE_EQ(a.idle, 3e-9);
+  EXPECT_EQ(trace.kernels[1].name, "b");
+  EXPECT_DOUBLE_EQ(trace.kernels[1].seconds, 7e-9);
+  EXPECT_DOUBLE_EQ(trace.kernels[1].alone, 2e-9);
+  EXPECT_DOUBLE_EQ(trace.kernels[1].idle, 0);
+  EXPECT_DOUBLE_EQ(trace.kernels[2].alone, 0);
 }
 
 TEST(TrainBench, CountsModelFlopsOfItsMicroBatches) {

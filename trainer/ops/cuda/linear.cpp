@@ -276,10 +276,14 @@ at::Tensor with_unit_columns(const at::Tensor& x) {
 
 std::atomic<int64_t> rows_limit{kFewRowsWherePaid};
 
-int64_t rows_limit_for(int64_t out) {
+// Where a weight is small a step is bound by launching, which ours hide, up to more rows.
+constexpr int64_t kSmallWeight = int64_t{1} << 25;  // elements
+
+int64_t rows_limit_for(int64_t out, int64_t in) {
   const int64_t limit = rows_limit;
   if (limit != kFewRowsWherePaid) return limit;
-  return out >= 65'536 ? 64 : decoding ? 32 : 0;
+  if (out >= 65'536) return 64;
+  return !decoding ? 0 : out * in <= kSmallWeight ? 64 : 32;
 }
 
 // The plan that is fastest by trial; the one of the lowest predicted time where there is no room for trials.
@@ -341,7 +345,7 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
                                       bool swiglu) {
   FewRowsArgs args;
   args.rows = x.size(0);
-  if (args.rows < 1 || args.rows > rows_limit_for(weight.size(0)) || weight.stride(1) != 1) return std::nullopt;
+  if (args.rows < 1 || args.rows > rows_limit_for(weight.size(0), weight.size(1)) || weight.stride(1) != 1) return std::nullopt;
   args.in = x.size(1);
   args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
   const at::Tensor y = at::empty({args.rows, args.out}, x.options());

@@ -1,8 +1,8 @@
 // The runner for CUDA. Everything of a step is queued on the current stream; the host is one step ahead of the device.
 //
-// A pure decode step (one new token for each sequence) is a CUDA graph over fixed addresses: one upload fills its
-// inputs, the graph runs model and sampling, two downloads fetch ids and log-probs. Steps that prefill run eagerly
-// through the same functions, so that a row has the same bits on both ways.
+// A pure decode step (one new token for each sequence) is a CUDA graph over fixed addresses: its first kernel fetches
+// the inputs from a ring in host memory, its last writes ids and log-probs there (step_io.h). Steps that prefill run
+// eagerly through the same functions, so that a row has the same bits on both ways.
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -18,7 +18,7 @@
 
 #include "base/error.h"
 #include "trainer/ops/cuda/linear.h"
-#include "trainer/rollout/cuda/resolve.h"
+#include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
 
 namespace trireme {
@@ -36,12 +36,9 @@ int64_t bucket_of(int64_t rows) {
   return (rows + step - 1) / step * step;
 }
 
-// Runs of attention in it: products want 16 rows, attention gives few samples more of the chip each.
-int64_t runs_of(int64_t rows) {
-  int64_t runs = 1;
-  while (runs < rows && runs < 16) runs *= 2;
-  return rows <= 16 ? runs : bucket_of(rows);
-}
+// Runs of attention in it: products want 16 rows, attention gives few samples more of the chip each, and one sample
+// more may be one too many for the larger share.
+int64_t runs_of(int64_t rows) { return rows <= 16 ? rows : bucket_of(rows); }
 
 // The inputs of a decode step of `rows` rows inside one buffer, host and device alike.
 class DecodeInputs {
@@ -61,9 +58,10 @@ class DecodeInputs {
     runs = take({4, run_count}, at::kInt);
     items = take({2, run_count}, at::kInt);
     top_k = take({rows}, at::kInt);
-    bytes = at - static_cast<char*>(base);
+    bytes = (at - static_cast<char*>(base) + 15) / 16 * 16;
   }
-  static int64_t bytes_for(int64_t rows) { return rows * (6 * 8 + 4 * 4 + 4 * 4 + 2 * 4 + 4); }
+  // Of any number of runs; a multiple of 16.
+  static int64_t bytes_for(int64_t rows) { return (rows * (6 * 8 + 4 * 4 + 4 * 4 + 2 * 4 + 4) + 15) / 16 * 16; }
 
   at::Tensor tokens, positions, token_rows;  // [rows]
   at::Tensor keys, parameters, top_k;        // DeviceSampling
@@ -85,8 +83,16 @@ class DeviceRunner final : public StepRunner {
     inputs_ = at::empty({DecodeInputs::bytes_for(bucket_of(max_rows))}, on_device.dtype(at::kByte));
     ids_ = at::zeros({kMaxOutputs}, on_device.dtype(at::kLong));
     logprobs_ = at::zeros({kMaxOutputs}, on_device.dtype(at::kFloat));
+    begun_ = at::zeros({1}, on_device.dtype(at::kLong));
+    uploads_ = pinned(kSlots * inputs_.nbytes(), at::kByte);
+    ring_.input_stride = static_cast<int64_t>(inputs_.nbytes());
+    ring_.result_rows = bucket_of(max_rows);
+    downloads_ = pinned(kSlots * result_bytes(), at::kByte);
+    ring_.inputs = device_address(uploads_);
+    ring_.results = device_address(downloads_);
+    ring_.slots = kSlots;
+    ring_.begun = begun_.mutable_data_ptr<int64_t>();
     for (Slot& slot : slots_) {
-      slot.upload = pinned(inputs_.nbytes(), at::kByte);
       slot.ids = pinned(kMaxOutputs, at::kLong);
       slot.logprobs = pinned(kMaxOutputs, at::kFloat);
       C10_CUDA_CHECK(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming));
@@ -112,18 +118,12 @@ class DeviceRunner final : public StepRunner {
     move_rows(plan);
     Slot& slot = slots_[static_cast<size_t>(next_slot_)];
     next_slot_ = (next_slot_ + 1) % kSlots;
+    slot.rows = static_cast<int64_t>(plan.outputs.size());
     if (is_decode(plan)) {
       decode(request, slot);
     } else {
       mixed(request);
-    }
-    slot.rows = static_cast<int64_t>(plan.outputs.size());
-    if (slot.rows > 0) {
-      const auto fetch = [&](const at::Tensor& from, const at::Tensor& to) {
-        to.narrow(0, 0, slot.rows).copy_(from.narrow(0, 0, slot.rows), /*non_blocking=*/true);
-      };
-      fetch(ids_, slot.ids);
-      fetch(logprobs_, slot.logprobs);
+      fetch(slot);
     }
     C10_CUDA_CHECK(cudaEventRecord(slot.done, stream()));
     pending_.push_back(&slot);
@@ -134,11 +134,9 @@ class DeviceRunner final : public StepRunner {
     Slot& slot = *pending_.front();
     pending_.pop_front();
     C10_CUDA_CHECK(cudaEventSynchronize(slot.done));
-    const int64_t* id = slot.ids.const_data_ptr<int64_t>();
-    const float* logprob = slot.logprobs.const_data_ptr<float>();
-    SampleResult result{{id, id + slot.rows}, {logprob, logprob + slot.rows}};
+    SampleResult result{{slot.id, slot.id + slot.rows}, {slot.logprob, slot.logprob + slot.rows}};
     for (int64_t row = 0; row < slot.rows; ++row) {
-      if (!(logprob[row] == logprob[row])) {
+      if (!(slot.logprob[row] == slot.logprob[row])) {
         fail_data("row " + std::to_string(row) + ": the model's logits are not finite");
       }
     }
@@ -147,8 +145,9 @@ class DeviceRunner final : public StepRunner {
 
  private:
   struct Slot {
-    at::Tensor upload;         // pinned bytes
-    at::Tensor ids, logprobs;  // pinned results
+    at::Tensor ids, logprobs;     // pinned: results of a step that is not a graph
+    const int64_t* id = nullptr;  // the results, wherever they are
+    const float* logprob = nullptr;
     int64_t rows = 0;
     cudaEvent_t done = nullptr;
   };
@@ -160,6 +159,12 @@ class DeviceRunner final : public StepRunner {
   static at::Tensor pinned(int64_t elements, at::ScalarType type) {
     return at::empty({elements}, at::TensorOptions().dtype(type).pinned_memory(true));
   }
+  static void* device_address(const at::Tensor& pinned) {
+    void* address = nullptr;
+    C10_CUDA_CHECK(cudaHostGetDevicePointer(&address, pinned.data_ptr(), 0));
+    return address;
+  }
+  int64_t result_bytes() const { return ring_.result_rows * static_cast<int64_t>(sizeof(int64_t) + sizeof(float)); }
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(device_.index()).stream(); }
 
   // Every segment has one new token, and every one of them is sampled from, in order.
@@ -199,10 +204,27 @@ class DeviceRunner final : public StepRunner {
     return filters;
   }
 
+  void fetch(Slot& slot) {
+    slot.id = slot.ids.const_data_ptr<int64_t>();
+    slot.logprob = slot.logprobs.const_data_ptr<float>();
+    if (slot.rows == 0) return;
+    const auto copy = [&](const at::Tensor& from, const at::Tensor& to) {
+      to.narrow(0, 0, slot.rows).copy_(from.narrow(0, 0, slot.rows), /*non_blocking=*/true);
+    };
+    copy(ids_, slot.ids);
+    copy(logprobs_, slot.logprobs);
+  }
+
   void decode(const StepRequest& request, Slot& slot) {
     const StepPlan& plan = *request.plan;
     const int64_t rows = plan.tokens, bucket = bucket_of(rows), runs = runs_of(rows);
-    const DecodeInputs host(slot.upload.mutable_data_ptr(), bucket, runs, at::kCPU);
+    // Free: the step that used it last was taken before this one was started.
+    const int64_t place = decode_steps_++ % kSlots;
+    char* results = static_cast<char*>(downloads_.mutable_data_ptr()) + place * result_bytes();
+    slot.id = reinterpret_cast<const int64_t*>(results);
+    slot.logprob = reinterpret_cast<const float*>(slot.id + ring_.result_rows);
+    const DecodeInputs host(static_cast<char*>(uploads_.mutable_data_ptr()) + place * ring_.input_stride, bucket, runs,
+                            at::kCPU);
     int64_t* token = host.tokens.mutable_data_ptr<int64_t>();
     int64_t* position = host.positions.mutable_data_ptr<int64_t>();
     int64_t* token_row = host.token_rows.mutable_data_ptr<int64_t>();
@@ -232,8 +254,6 @@ class DeviceRunner final : public StepRunner {
       std::copy(plain, plain + 4, parameter + 4 * i);
       top_k[i] = 0;
     }
-    C10_CUDA_CHECK(cudaMemcpyAsync(inputs_.mutable_data_ptr(), slot.upload.const_data_ptr(),
-                                   static_cast<size_t>(host.bytes), cudaMemcpyHostToDevice, stream()));
     Graph& graph = graphs_[{bucket, runs, filters}];
     if (graph.captured) {
       graph.graph.replay();
@@ -247,8 +267,8 @@ class DeviceRunner final : public StepRunner {
   void run_decode(int64_t bucket, int64_t runs, bool filters) {
     const cuda::DecodeScope scope;
     const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
-    cuda::resolve_tokens(in.tokens.const_data_ptr<int64_t>(), ids_.const_data_ptr<int64_t>(),
-                         in.tokens.mutable_data_ptr<int64_t>(), bucket, stream());
+    cuda::begin_decode_step(ring_, inputs_.mutable_data_ptr(), in.bytes, ids_.const_data_ptr<int64_t>(), bucket,
+                            stream());
     CachedBatch batch;
     batch.ids = in.tokens;
     batch.positions = in.positions;
@@ -256,7 +276,11 @@ class DeviceRunner final : public StepRunner {
     batch.plan.runs = in.runs;
     batch.plan.items = in.items;
     batch.plan.decode = true;
-    sample(model_.forward_cached(batch, arena_), {in.keys, in.parameters, in.top_k, filters});
+    const DeviceSamples samples = sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
+                                                          {in.keys, in.parameters, in.top_k, filters});
+    cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
+                             ids_.mutable_data_ptr<int64_t>(), bucket, stream());
+    C10_CUDA_CHECK(cudaGetLastError());
   }
 
   void sample(const at::Tensor& hidden, const DeviceSampling& sampling) {
@@ -317,7 +341,11 @@ class DeviceRunner final : public StepRunner {
   const int64_t scratch_row_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   at::Tensor inputs_;                 // bytes of DecodeInputs
-  at::Tensor ids_, logprobs_;         // [kMaxOutputs], of the last step
+  at::Tensor ids_, logprobs_;         // [kMaxOutputs], of the last step; log-probs of one that is not a graph
+  at::Tensor uploads_, downloads_;    // pinned, kSlots each: inputs and results of decode steps
+  at::Tensor begun_;                  // decode steps that the device began
+  cuda::StepRing ring_;
+  int64_t decode_steps_ = 0;  // that the host started
   Slot slots_[kSlots];
   int64_t next_slot_ = 0;
   std::deque<Slot*> pending_;
