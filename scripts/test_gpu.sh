@@ -22,14 +22,16 @@ for program in "$folder"/gpu_*_test; do
   tests=$(sed -n 's/^\[==========\] \([0-9]*\) tests\{0,1\} from .* ran.*/\1/p' "$log")
   table+=$(printf '%-28s %-7s %4s tests %4s s' "$(basename "$program")" "$state" "${tests:-?}" "$SECONDS")$'\n'
 done
-# Failures of ranks need two GPUs and the program itself.
+# What several ranks do needs two GPUs and the program itself.
 trireme=$folder/trireme
 [ -x "$trireme" ] || trireme=build/cuda/trainer/cli/trireme
 if [ -x "$trireme" ] && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && [ -z "${GTEST_FILTER:-}" ]; then
-  SECONDS=0
-  if TRIREME=$trireme bash tests/gpu/failures_test.sh >"$log" 2>&1; then state=passed; else state=FAILED; failed=$((failed + 1)); fi
-  [ $state = passed ] || cat "$log"
-  table+=$(printf '%-28s %-7s %4s tests %4s s' failures_test.sh "$state" "$(grep -c '^ok' "$log")" "$SECONDS")$'\n'
+  for script in overlap failures; do
+    SECONDS=0
+    if TRIREME=$trireme bash tests/gpu/${script}_test.sh >"$log" 2>&1; then state=passed; else state=FAILED; failed=$((failed + 1)); fi
+    [ $state = passed ] || cat "$log"
+    table+=$(printf '%-28s %-7s %4s tests %4s s' ${script}_test.sh "$state" "$(grep -c '^ok' "$log")" "$SECONDS")$'\n'
+  done
 fi
 printf '%s' "$table"
 [ $failed = 0 ] && echo "all GPU test programs passed" || { echo "$failed GPU test programs failed"; exit 1; }

@@ -27,6 +27,7 @@ fault() {
 }
 run killed & pid=$!
 for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.1; done
+grep -q "step 2/" "$dir/out" || bad "a run without a fault takes two steps" "$(cat "$dir/err")"
 for launcher in $(children $pid); do for child in $(children "$launcher"); do
   tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && kill -9 "$child"
 done; done

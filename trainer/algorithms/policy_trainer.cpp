@@ -341,7 +341,7 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     for (size_t m = 0; m < steps[s].size(); ++m) {
       const Prepared& p = steps[s][m];
       const at::Device device = policy_.options().device;
-      if (m + 1 == steps[s].size() && overlap_grad_reduce(config_, device.is_cuda())) optimizer_.reduce_in_next_backward();
+      if (m + 1 == steps[s].size() && overlap_grad_reduce(config_)) optimizer_.reduce_in_next_backward();
       const at::Tensor current = answer_logprobs(policy_, p.batch, distribution_);
       check_finite(current, p.mask.to(device), p.batch);
       LossInputs inputs;
@@ -394,7 +394,7 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     }
     const int64_t done = optimizer_.steps_done();
     const double rate = learning_rate(config_, done);
-    const bool forward_follows = s + 1 < steps.size() && overlap_param_gather(config_, policy_.options().device.is_cuda());
+    const bool forward_follows = s + 1 < steps.size() && overlap_param_gather(config_);
     const OptimizerStep step =
         optimizer_.step(rate, weight_decay(config_, done), max_grad_norm(config_),
                         forward_follows ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);

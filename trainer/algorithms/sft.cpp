@@ -153,7 +153,7 @@ class SftLoop final {
     }
     for (const MicroBatch& micro : micro_batches) {
       const bool last = &micro == &micro_batches.back();
-      if (train && last && overlap_grad_reduce(config_, device.is_cuda())) session_.optimizer->reduce_in_next_backward();
+      if (train && last && overlap_grad_reduce(config_)) session_.optimizer->reduce_in_next_backward();
       const at::Tensor logprobs = answer_logprobs(*session_.policy, micro, LogprobOptions{});
       LossOutput output = sft_loss(logprobs, token_mask(batch, micro.samples).to(device), tokens);
       if (train) output.loss.backward();
@@ -177,7 +177,7 @@ class SftLoop final {
     const double rate = learning_rate(config_, done);
     const OptimizerStep step = session_.optimizer->step(
         rate, weight_decay(config_, done), max_grad_norm(config_),
-        overlap_param_gather(config_, session_.policy->options().device.is_cuda()) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
+        overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
     report.phases["training"] = whole.seconds();
     ++step_;
     for (const RolloutSample& s : batch.samples) report.tokens += static_cast<double>(s.length());

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -68,6 +69,21 @@ Batch make_batch(const TrainBenchOptions& options, const Target& target, uint64_
   batch.lengths.assign(static_cast<size_t>(options.sequences), length);
   batch.flops = training_flops(target.config, batch.lengths, batch.micro.answer_tokens());
   return batch;
+}
+
+// Of a tensor's bits and their order: one number to compare weights by. Little memory: in pieces.
+std::string fingerprint(const at::Tensor& flat) {
+  constexpr int64_t kPiece = int64_t{1} << 24;
+  const at::Tensor bits = flat.view(flat.element_size() == 2 ? at::kShort : at::kInt);
+  uint64_t sum = 0;
+  for (int64_t from = 0; from < bits.numel(); from += kPiece) {
+    const at::Tensor piece = bits.narrow(0, from, std::min(kPiece, bits.numel() - from)).to(at::kLong);
+    const at::Tensor places = at::arange(1, piece.numel() + 1, piece.options());
+    sum = sum * 0x9E3779B97F4A7C15U + static_cast<uint64_t>((piece * places).sum().item<int64_t>());
+  }
+  char text[17];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(sum));
+  return text;
 }
 
 struct Split {
@@ -177,6 +193,8 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
     optimizer_seconds.push_back(group.all_reduce_max(split.optimizer));
   }
   const int64_t peak = take_peak_memory_bytes(target.device);
+  if (optimizer != nullptr) optimizer->finish_gather();
+  const std::string weights = fingerprint(model->flat_parameters().detach());
   if (!options.trace.empty()) {
     const std::string file = ranks == 1 ? options.trace : options.trace + "." + std::to_string(context.rank());
     const Trace trace = trace_device(target.device, file, whole_step);
@@ -213,6 +231,7 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
                    {"backward_flops_per_second", flops * 2 / 3 / split.backward},
                    {"forward_backward_flops_per_second", flops / (split.forward + split.backward)}}},
                  {"peak_memory_bytes", peak},
+                 {"weights_fingerprint", weights},
                  {"copy_bytes_per_second", ceilings.bytes_per_second},
                  {"matmul_flops_per_second", ceiling}});
   if (!context.is_main()) return report;
@@ -232,6 +251,7 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   table.print(out);
   out << "tokens/s of a device: " << format_fixed(static_cast<double>(tokens) / middle, 1) << "\n";
   if (peak > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(peak)) << "\n";
+  out << "fingerprint of the weights: " << weights << "\n";
   write_report(options.common, report);
   return report;
 }

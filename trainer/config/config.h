@@ -408,10 +408,9 @@ struct RecomputeSetting {
 };
 RecomputeSetting recompute_setting(const Config& config);
 // Whether gradients are reduced while backward runs, and weights gathered while the next forward does: the Megatron
-// back-end's keys where it is enabled, else yes (neither changes a bit). Not over NCCL (`cuda`), where it has not been
-// compared yet: `trireme bench train` has it.
-bool overlap_grad_reduce(const Config& config, bool cuda);
-bool overlap_param_gather(const Config& config, bool cuda);
+// back-end's keys where it is enabled, else yes (neither changes a bit).
+bool overlap_grad_reduce(const Config& config);
+bool overlap_param_gather(const Config& config);
 double max_grad_norm(const Config& config);
 // Ranks of the whole job: cluster.num_nodes * cluster.processes.
 int64_t world_size(const Config& config);

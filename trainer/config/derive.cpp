@@ -469,14 +469,14 @@ RecomputeSetting recompute_setting(const Config& config) {
   return setting;
 }
 
-bool overlap_grad_reduce(const Config& config, bool cuda) {
+bool overlap_grad_reduce(const Config& config) {
   const MegatronConfig& m = config.policy.megatron_cfg;
-  return !cuda && (!m.enabled || m.distributed_data_parallel_config.overlap_grad_reduce);
+  return !m.enabled || m.distributed_data_parallel_config.overlap_grad_reduce;
 }
 
-bool overlap_param_gather(const Config& config, bool cuda) {
+bool overlap_param_gather(const Config& config) {
   const MegatronConfig& m = config.policy.megatron_cfg;
-  return !cuda && (!m.enabled || m.distributed_data_parallel_config.overlap_param_gather);
+  return !m.enabled || m.distributed_data_parallel_config.overlap_param_gather;
 }
 
 double max_grad_norm(const Config& config) {

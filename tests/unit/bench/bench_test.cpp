@@ -183,6 +183,11 @@ TEST(TrainBench, CountsModelFlopsOfItsMicroBatches) {
   EXPECT_NEAR(report.at("flops_per_second").get<double>() * report.at("seconds").get<double>(), flops, 1e-6 * flops);
   for (const char* part : {"forward_seconds", "backward_seconds", "optimizer_seconds"})
     EXPECT_GT(report.at("split").at(part), 0) << part;
+  const std::string weights = report.at("weights_fingerprint");
+  EXPECT_EQ(weights.size(), 16u);
+  EXPECT_EQ(bench_train(options, alone, out).at("weights_fingerprint"), weights);
+  options.common.seed = 2;
+  EXPECT_NE(bench_train(options, alone, out).at("weights_fingerprint"), weights);
   options.prompt_tokens = 40;
   EXPECT_THROW(bench_train(options, alone, out), Error);
 }

@@ -89,7 +89,7 @@ class TrialOperands {
         given_(given),
         weight_(weight),
         x_(x),
-        copies_(std::max<int64_t>(1, kColdBytes / (2 * weight))) {
+        copies_(std::clamp<int64_t>(kColdBytes / (2 * weight), 1, kMostCopies)) {
     const auto options =
         at::TensorOptions().dtype(at::kBFloat16).device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
     const at::Generator generator = at::cuda::detail::createCUDAGenerator(static_cast<c10::DeviceIndex>(device));
@@ -136,6 +136,7 @@ class TrialOperands {
 
  private:
   static constexpr int64_t kColdBytes = 240'000'000;
+  static constexpr int64_t kMostCopies = 64;  // a small weight's trials must end soon
   static constexpr int64_t kRowCopies = 8;
   static const void* address(const at::Tensor& t, int64_t element) {
     return static_cast<const char*>(t.const_data_ptr()) + 2 * element;
@@ -345,7 +346,8 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
                                       bool swiglu) {
   FewRowsArgs args;
   args.rows = x.size(0);
-  if (args.rows < 1 || args.rows > rows_limit_for(weight.size(0), weight.size(1)) || weight.stride(1) != 1) return std::nullopt;
+  if (args.rows < 1 || args.rows > rows_limit_for(weight.size(0), weight.size(1)) || weight.stride(1) != 1)
+    return std::nullopt;
   args.in = x.size(1);
   args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
   const at::Tensor y = at::empty({args.rows, args.out}, x.options());

@@ -22,8 +22,8 @@ at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
 
 // Most rows that our kernel takes; 0: cublasLt computes everything; kFewRowsWherePaid: where it was measured to be
 // faster (H200, docs/performance.md): up to 64 rows of weights with at least 65,536 outputs, the heads of
-// vocabularies; in a DecodeScope also up to 64 rows of weights of at most 2^25 elements and 32 rows of any. The bits are
-// the same. Process-wide; not while ops run. At most kMostFewRows (few_rows.h).
+// vocabularies; in a DecodeScope also up to 64 rows of weights of at most 2^25 elements and 32 rows of any. The bits
+// are the same. Process-wide; not while ops run. At most kMostFewRows (few_rows.h).
 int64_t few_rows_limit();
 void set_few_rows_limit(int64_t rows);
 inline constexpr int64_t kFewRowsWherePaid = -1;
