@@ -90,14 +90,14 @@ const CpuKernels<double>& kernels_portable_f64() {
 template <>
 const CpuKernels<float>& cpu_kernels<float>() {
 #if defined(__x86_64__)
-  static const CpuKernels<float>& table = [&]() -> const CpuKernels<float>& {
+  static const CpuKernels<float>* const table = []() -> const CpuKernels<float>* {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512bw")) {
-      return kernels_avx512();
+      return &kernels_avx512();
     }
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? kernels_avx2() : kernels_portable();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels_avx2() : &kernels_portable();
   }();
-  return table;
+  return *table;
 #else
   return kernels_portable();
 #endif
