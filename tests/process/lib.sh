@@ -15,7 +15,8 @@ make_fixture() {
   "$TRIREME" init-model --out "$dir/model" --hidden 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 48 >/dev/null
   "$TRIREME" init-task addition --out "$dir/task" --smallest 0 --largest 19 --warm-start 50 --held-out 20 >/dev/null
 }
-# train NAME [overrides...]: one run with its own folders; prints nothing when fine.
+# run_args NAME [overrides...]: the arguments of a run with its own folders. A random model solves nothing, so the format of
+# an answer is rewarded too: without rewards that differ every gradient would be zero.
 run_args() {
   local name=$1; shift
   echo train --config configs/quickstart.yaml policy.model_name="$dir/model" data.train.data_path="$dir/task/train.jsonl" \
@@ -23,6 +24,7 @@ run_args() {
     grpo.use_dynamic_sampling=false grpo.batch_multiplier=1 grpo.num_prompts_per_step=8 grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16 policy.train_micro_batch_size=4 \
     grpo.max_num_steps=6 grpo.val_period=3 grpo.max_val_samples=20 checkpointing.save_period=1 checkpointing.keep_top_k=0 \
     policy.generation.max_running_samples=16 policy.generation.kv_cache_tokens=4096 policy.generation.max_new_tokens=12 \
+    env.format.enabled=true "env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3)" \
     logger.prometheus.enabled=false logger.report=false cluster.collective_timeout_s=120 "$@"
 }
 weights() {

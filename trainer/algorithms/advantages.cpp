@@ -37,49 +37,59 @@ double clip_advantage(double advantage, const AdvantageOptions& options) {
 std::vector<double> group_advantages(const std::vector<double>& rewards, const AdvantageOptions& options) {
   const size_t n = rewards.size();
   std::vector<double> advantages(n, 0.0);
+  if (options.estimator == AdvantageEstimator::kReinforcePlusPlus && !options.minus_baseline) return rewards;
+  // Differences from the first reward: the same advantages, and no digits lost where rewards are large and close.
+  std::vector<double> centered(rewards);
+  for (double& reward : centered) reward -= rewards.front();
   if (options.estimator == AdvantageEstimator::kReinforcePlusPlus) {
     double mean = 0;
-    for (const double reward : rewards) mean += reward / static_cast<double>(n);
-    for (size_t i = 0; i < n; ++i) advantages[i] = options.minus_baseline ? rewards[i] - mean : rewards[i];
+    for (const double reward : centered) mean += reward / static_cast<double>(n);
+    for (size_t i = 0; i < n; ++i) advantages[i] = centered[i] - mean;
     return advantages;  // clipped after whitening, by the caller
   }
   if (n <= 1 || all_equal(rewards)) return advantages;
   for (size_t i = 0; i < n; ++i) {
-    double sum = 0, squares = 0;
-    double count = 0;
+    double sum = 0, count = 0;
     for (size_t j = 0; j < n; ++j) {
       if (options.use_leave_one_out_baseline && j == i) continue;
-      sum += rewards[j];
-      squares += rewards[j] * rewards[j];
+      sum += centered[j];
       count += 1;
     }
     const double baseline = sum / count;
-    double variance = 0;  // two passes: no cancellation for rewards such as 0.7
+    double variance = 0;  // two passes: no cancellation
     bool others_equal = true;
     double first = std::nan("");
     for (size_t j = 0; j < n; ++j) {
       if (options.use_leave_one_out_baseline && j == i) continue;
       if (std::isnan(first)) first = rewards[j];
       others_equal = others_equal && rewards[j] == first;
-      variance += (rewards[j] - baseline) * (rewards[j] - baseline) / count;
+      variance += (centered[j] - baseline) * (centered[j] - baseline) / count;
     }
     double deviation = 0;
     if (!others_equal) {
       if (options.unbiased_std) variance = count > 1 ? variance * count / (count - 1) : 0;
       deviation = std::sqrt(variance);
     }
-    double advantage = rewards[i] - baseline;
+    double advantage = centered[i] - baseline;
     if (options.normalize_rewards && deviation > 0) advantage /= deviation + (options.unbiased_std ? 1e-6 : 0.0);
     advantages[i] = clip_advantage(advantage, options);
   }
   return advantages;
 }
 
-double whiten(double advantage, double sum, double sum_of_squares, double count) {
-  if (count <= 0) return 0;
-  const double mean = sum / count;
-  const double variance = std::max(sum_of_squares / count - mean * mean, 1e-8);
-  return (advantage - mean) / std::sqrt(variance);
+std::vector<double> whiten(std::vector<double> advantages, const std::vector<double>& tokens) {
+  TRIREME_CHECK(advantages.size() == tokens.size(), "whiten: a number of tokens for each advantage expected");
+  double count = 0, mean = 0, variance = 0;
+  for (const double n : tokens) count += n;
+  if (count <= 0) return std::vector<double>(advantages.size(), 0.0);
+  const double first = advantages.front();
+  for (double& advantage : advantages) advantage -= first;
+  for (size_t i = 0; i < tokens.size(); ++i) mean += tokens[i] * advantages[i] / count;
+  for (size_t i = 0; i < tokens.size(); ++i)
+    variance += tokens[i] * (advantages[i] - mean) * (advantages[i] - mean) / count;
+  const double deviation = std::sqrt(std::max(variance, 1e-8));
+  for (double& advantage : advantages) advantage = (advantage - mean) / deviation;
+  return advantages;
 }
 
 }  // namespace trireme

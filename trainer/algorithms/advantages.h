@@ -45,9 +45,9 @@ std::vector<double> group_advantages(const std::vector<double>& rewards, const A
 // True when every reward of the group is the same number (decided on the rewards, not on a rounded std).
 bool all_equal(const std::vector<double>& rewards);
 
-// Reinforce++: whiten token advantages of the whole batch: (A - mean) * rsqrt(max(variance, 1e-8)), biased variance.
-// sums = {sum of A over valid tokens, sum of A^2, count}, all-reduced by the caller.
-double whiten(double advantage, double sum, double sum_of_squares, double count);
+// Reinforce++: whitens the advantages of tokens over the whole batch: (A - mean) * rsqrt(max(variance, 1e-8)), biased
+// variance. tokens[i]: how many valid tokens have advantages[i]; without any all become 0.
+std::vector<double> whiten(std::vector<double> advantages, const std::vector<double>& tokens);
 
 double clip_advantage(double advantage, const AdvantageOptions& options);
 

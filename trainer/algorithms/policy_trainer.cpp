@@ -149,15 +149,14 @@ void assign_advantages(std::vector<RolloutSample>& samples, int64_t group_size, 
     for (size_t k = 0; k < members.size(); ++k) samples[members[k]].advantage = advantages[k];
   }
   if (options.estimator != AdvantageEstimator::kReinforcePlusPlus) return;
-  double sum = 0, squares = 0, count = 0;  // over valid tokens
+  std::vector<double> advantages, tokens;
   for (const RolloutSample& s : samples) {
-    const double tokens = s.loss_multiplier * static_cast<double>(s.tokens.size());
-    sum += tokens * s.advantage;
-    squares += tokens * s.advantage * s.advantage;
-    count += tokens;
+    advantages.push_back(s.advantage);
+    tokens.push_back(s.loss_multiplier * static_cast<double>(s.tokens.size()));
   }
-  for (RolloutSample& s : samples) {
-    if (s.loss_multiplier > 0) s.advantage = clip_advantage(whiten(s.advantage, sum, squares, count), options);
+  const std::vector<double> whitened = whiten(std::move(advantages), tokens);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (samples[i].loss_multiplier > 0) samples[i].advantage = clip_advantage(whitened[i], options);
   }
 }
 

@@ -294,7 +294,7 @@ TEST(Informer, ServerRestartAndStormsConverge) {
       if (indexed != truth.size()) return false;
       for (const Json& object : truth) {
         const auto mine = pods.get({"ns", object["metadata"]["name"]});
-        if (!mine || mine->phase != object["status"]["phase"]) return false;
+        if (!mine || mine->phase != object["status"]["phase"].get<std::string>()) return false;
       }
       return true;
     };

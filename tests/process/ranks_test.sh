@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# The same run on 1, 2 and 4 processes: samples do not depend on ranks, so loss, gradient norm, log-probs' sums and the
+# first moments (gradients, as the optimizer saw them) of every step must agree within rounding.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+run() { # run PROCESSES
+  local n=$1; shift
+  "$TRIREME" launch --nproc-per-node "$n" -- $(run_args "on$n" grpo.max_num_steps=3 grpo.val_period=0 grpo.val_at_start=false cluster.gpus_per_node="$n" \
+    policy.generation.max_running_samples=8 "$@") >"$dir/out" 2>&1
+}
+for n in 1 2 4; do check "a run on $n processes" run $n; done
+compare() { # compare PROCESSES: with one process
+  python3 - "$dir" "$1" <<'PY'
+import array, json, struct, sys
+folder, ranks = sys.argv[1], int(sys.argv[2])
+def tensors(path):
+    with open(path, "rb") as f:
+        header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        data = f.read()
+    meta = header.pop("__metadata__")
+    out = {}
+    for name, t in header.items():
+        values = array.array("f")
+        assert t["dtype"] == "F32", t
+        values.frombytes(data[t["data_offsets"][0]:t["data_offsets"][1]])
+        out[name] = values
+    return out, meta
+def moments(n, step):
+    flat = None
+    for rank in range(n):
+        t, meta = tensors(f"{folder}/on{n}/step_{step}/policy/optimizer/rank_{rank:05d}.safetensors")
+        flat = flat or [None] * int(meta["elements"])
+        for begin, size, at in json.loads(meta["segments"]):
+            flat[begin:begin + size] = t["exp_avg"][at:at + size]
+    assert None not in flat
+    return flat
+logs = [[x for x in map(json.loads, open(f"{folder}/on{n}-logs/train.jsonl")) if "train/loss" in x] for n in (1, ranks)]
+worst = 0
+for a, b in zip(*logs):
+    for key in ("train/loss", "train/grad_norm", "train/reward", "train/gen_kl_error", "train/total_num_tokens"):
+        if key in a:
+            worst = max(worst, abs(a[key] - b[key]) / max(abs(a[key]), 1e-3))
+assert len(logs[0]) == len(logs[1]) == 3 and all(x["train/grad_norm"] > 0 for x in logs[0])
+difference = 0
+for step in (1, 2, 3):
+    one, many = moments(1, step), moments(ranks, step)
+    largest = max(map(abs, one))
+    assert largest > 0
+    difference = max(difference, max(abs(x - y) for x, y in zip(one, many)) / largest)
+print(f"{ranks} processes: log {worst:.2g}, gradients {difference:.2g} of the largest")
+sys.exit(0 if worst <= 1e-5 and difference <= 1e-5 else 1)
+PY
+}
+for n in 2 4; do out=$(compare $n) && ok "$out" || bad "$n processes against one" "$out"; done
+finish
