@@ -181,4 +181,41 @@ Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std:
   return document;
 }
 
+void check_topology_document(const Json& document, const std::string& file, const RankPlace& place) {
+  const auto differ = [&](const std::string& what, const std::string& theirs, const std::string& ours) {
+    fail_user(file + " says " + what + " " + theirs + ", but this rank was started with " + ours +
+              "; both must come from the same attempt of the same RLJob");
+  };
+  const auto same_number = [&](const std::string& what, int64_t theirs, int64_t ours) {
+    if (theirs != ours) differ(what, number(theirs), number(ours));
+  };
+  try {
+    if (place.attempt >= 0) same_number("attempt", document.at("attempt").get<int64_t>(), place.attempt);
+    same_number("worldSize", document.at("worldSize").get<int64_t>(), place.world);
+    const Json& sizes = document.at("layout");
+    const auto size = [&](const char* key) { return sizes.at(key).get<int64_t>(); };
+    const Layout theirs{
+        .tp = size("tp"), .cp = size("cp"), .ep = size("ep"), .dp = size("dp"), .pp = size("pp"), .etp = size("etp")};
+    if (theirs != place.layout) differ("layout", to_string(theirs), to_string(place.layout));
+    if (place.node_rank >= 0) {
+      for (const Json& node : document.at("nodes")) {
+        const int64_t first = node.at("ranks").at(0), last = node.at("ranks").at(1);
+        if (first <= place.rank && place.rank <= last)
+          same_number("that rank " + number(place.rank) + " lies in pod", node.at("index").get<int64_t>(),
+                      place.node_rank);
+      }
+    }
+    if (!document.contains("groups")) return;
+    for (const Axis axis : {Axis::kTp, Axis::kCp, Axis::kDp, Axis::kPp, Axis::kEtp, Axis::kEp, Axis::kEdp}) {
+      if (group_size(place.layout, axis) <= 1) continue;
+      if (document.at("groups").at(to_string(axis)) != Json(groups(place.layout, axis))) {
+        fail_user(file + " has other " + to_string(axis) + " groups than this trainer makes of the layout " +
+                  to_string(place.layout) + "; operator and trainer must be of the same version");
+      }
+    }
+  } catch (const Json::exception& error) {
+    fail_user(file + " is not a topology document: " + error.what());
+  }
+}
+
 }  // namespace trireme

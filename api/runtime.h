@@ -81,6 +81,18 @@ bool is_reserved_env(const std::string& name);
 // are left out above 4096 ranks (they follow from the layout). hosts: one per actor pod.
 Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts);
 
+// What a rank knows of itself.
+struct RankPlace {
+  int64_t rank = 0;
+  int64_t world = 1;
+  int64_t attempt = -1;    // -1: not known
+  int64_t node_rank = -1;  // of its pod; -1: not known
+  Layout layout;
+};
+// Compares a topology document, read from `file`, with what the rank that read it has been given otherwise: attempt,
+// world, layout, the pod it lies in, its groups. Throws Error(kUser) naming the file and the first difference.
+void check_topology_document(const Json& document, const std::string& file, const RankPlace& place);
+
 // ---- pod templates -----------------------------------------------------------------------------------------------
 
 struct MountView {

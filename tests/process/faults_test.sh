@@ -24,6 +24,12 @@ refuses 21 "bad.jsonl line 331" "$TRIREME" $(run_args a data.train.data_path="$d
 refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2
 refuses 10 "'x'" env WORLD_SIZE=x "$TRIREME" $(run_args a)
 
+# What the operator wrote down of the layout.
+sizes='"layout": {"tp": 1, "cp": 1, "ep": 1, "dp": 2, "pp": 1, "etp": 1}, "nodes": []'
+echo "{\"attempt\": 1, \"worldSize\": 2, $sizes}" >"$dir/topology.json"
+refuses 10 "topology.json says worldSize 2, but this rank was started with 1" env TRIREME_TOPOLOGY_FILE="$dir/topology.json" "$TRIREME" $(run_args a)
+refuses 10 "no/topology.json" env TRIREME_TOPOLOGY_FILE=no/topology.json "$TRIREME" $(run_args a)
+
 # A checkpoint of another model.
 check "a run of one step" "$TRIREME" $(run_args first grpo.max_num_steps=1)
 "$TRIREME" init-model --out "$dir/wider" --hidden 48 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 48 >/dev/null

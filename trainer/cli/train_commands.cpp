@@ -83,6 +83,15 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
     options.layout.dp =
         derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
   }
+  if (const std::string file = environment("TRIREME_TOPOLOGY_FILE", ""); !file.empty()) {
+    const Json document = Json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
+    check_topology_document(document, file,
+                            {.rank = options.rendezvous.rank,
+                             .world = options.rendezvous.world_size,
+                             .attempt = environment_int("TRIREME_ATTEMPT", -1),
+                             .node_rank = environment_int("NODE_RANK", -1),
+                             .layout = options.layout});
+  }
   LogOptions log;
   log.format = arguments.log_format == "json" ? LogFormat::kJson : LogFormat::kText;
   if (options.rendezvous.world_size > 1) log.tag = "rank " + std::to_string(options.rendezvous.rank);

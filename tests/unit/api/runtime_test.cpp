@@ -183,5 +183,43 @@ TEST(Examples, AllAreAcceptedButTheTwoThatAreNotSupportedYet) {
     EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));
 }
 
+TEST(Topology, ARankComparesTheDocumentWithWhatItWasGiven) {
+  const RLJob job = parse_rljob(read_example("eight-nodes-tp4-pp4.rljob.yaml"), "f");
+  std::vector<std::string> hosts;
+  for (int i = 0; i < 8; ++i) hosts.push_back("h" + std::to_string(i));
+  const Json document = topology_document(job, 3, hosts);
+  const RankPlace place{.rank = 13, .world = 64, .attempt = 3, .node_rank = 1, .layout = layout_of(actor_of(job.spec))};
+  EXPECT_NO_THROW(check_topology_document(document, "t.json", place));
+  EXPECT_NO_THROW(check_topology_document(document, "t.json", {.rank = 13, .world = 64, .layout = place.layout}));
+  const auto error = [&](const Json& other, const RankPlace& mine) -> std::string {
+    try {
+      check_topology_document(other, "t.json", mine);
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "";
+  };
+  RankPlace mine = place;
+  mine.attempt = 2;
+  EXPECT_THAT(error(document, mine), testing::StartsWith("t.json says attempt 3, but this rank was started with 2"));
+  mine = place;
+  mine.world = 32;
+  EXPECT_THAT(error(document, mine), testing::HasSubstr("worldSize 64, but this rank was started with 32"));
+  mine = place;
+  mine.layout.tp = 8;
+  mine.layout.dp = 2;
+  EXPECT_THAT(error(document, mine), testing::HasSubstr("layout tp=4"));
+  mine = place;
+  mine.node_rank = 4;
+  EXPECT_THAT(error(document, mine), testing::HasSubstr("rank 13 lies in pod 1"));
+  Json changed = document;
+  changed["groups"]["tp"][0][0] = 1;
+  EXPECT_THAT(error(changed, place), testing::HasSubstr("other tp groups"));
+  changed = document;
+  changed.erase("nodes");
+  EXPECT_THAT(error(changed, place), testing::HasSubstr("is not a topology document"));
+  EXPECT_THAT(error(Json::parse("[", nullptr, false), place), testing::HasSubstr("is not a topology document"));
+}
+
 }  // namespace
 }  // namespace trireme
