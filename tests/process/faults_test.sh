@@ -24,11 +24,19 @@ refuses 21 "bad.jsonl line 331" "$TRIREME" $(run_args a data.train.data_path="$d
 refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2
 refuses 10 "'x'" env WORLD_SIZE=x "$TRIREME" $(run_args a)
 
+# A signal before the loop begins ends a rank at once: here one that waits for a peer that never comes. Afterwards the step is
+# finished and saved (resume_test.sh).
+port=$((20000 + RANDOM % 10000))
+"$TRIREME" launch --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port $port -- $(run_args lonely cluster.num_nodes=2) >"$dir/out" 2>&1 & pid=$!
+for _ in $(seq 1 300); do (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null && break; sleep 0.1; done
+SECONDS=0; kill -TERM $pid; wait $pid; code=$?
+if [ $code = 143 ] && [ $SECONDS -le 10 ]; then ok "SIGTERM while peers are waited for: code 143 at once"; else bad "SIGTERM in the rendezvous: code $code after $SECONDS s" "$(cat "$dir/out")"; fi
+
 # What the operator wrote down of the layout.
 sizes='"layout": {"tp": 1, "cp": 1, "ep": 1, "dp": 2, "pp": 1, "etp": 1}, "nodes": []'
 echo "{\"attempt\": 1, \"worldSize\": 2, $sizes}" >"$dir/topology.json"
-refuses 10 "topology.json says worldSize 2, but this rank was started with 1" env TRIREME_TOPOLOGY_FILE="$dir/topology.json" "$TRIREME" $(run_args a)
-refuses 10 "no/topology.json" env TRIREME_TOPOLOGY_FILE=no/topology.json "$TRIREME" $(run_args a)
+refuses 10 "topology.json says worldSize 2, but this rank was started with 1" env TRIREME_TOPOLOGY_FILE="$dir/topology.json" "$TRIREME" $(run_args a) --layout dp=1
+refuses 10 "no/topology.json" env TRIREME_TOPOLOGY_FILE=no/topology.json "$TRIREME" $(run_args a) --layout dp=1
 
 # A checkpoint of another model.
 check "a run of one step" "$TRIREME" $(run_args first grpo.max_num_steps=1)

@@ -52,7 +52,7 @@ class GrpoLoop final {
     }
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
-    session_.reporting.ready(step_);
+    session_.ready(step_);
   }
 
   TrainSummary run() {

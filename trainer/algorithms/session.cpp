@@ -75,6 +75,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
       fault_(options.fault),
       stop_signal_(options.stop_signal),
+      on_ready_(options.on_ready),
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
   context.data_parallel().on_absent = [this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); };
@@ -117,6 +118,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       warn_of_changes(*resumed, config);
     }
   }
+}
+
+void Session::ready(int64_t step) {
+  if (on_ready_) on_ready_();
+  reporting.ready(step);
 }
 
 bool Session::should_stop() {

@@ -26,7 +26,8 @@ struct TrainOptions {
   ReportingOptions reporting;
   const std::atomic<int>* stop_signal = nullptr;  // non-zero: finish the step, save, leave
   bool checkpoint_on_stop = true;
-  Fault fault;  // for tests
+  std::function<void()> on_ready;  // called when the loop is about to begin: from then on stop_signal is read
+  Fault fault;                     // for tests
 };
 
 enum class LoopEnd { kFinished, kStopped };  // kStopped: by a signal or checkpoint_must_save_by
@@ -54,6 +55,8 @@ class Session final {
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;
 
+  // The loop begins after `step` steps.
+  void ready(int64_t step);
   // True on every rank when any was asked to stop, or the time to save by has come. Collective.
   bool should_stop();
   // Whether a stopped run saves first; a deadline to save by always does.
@@ -66,6 +69,7 @@ class Session final {
  private:
   const Fault fault_;
   const std::atomic<int>* stop_signal_;
+  const std::function<void()> on_ready_;
   bool checkpoint_on_stop_ = true;
   std::optional<SteadyClock::time_point> save_by_;
 };

@@ -40,7 +40,7 @@ class SftLoop final {
           "sft.stop_at_validation_loss: there is no validation data; set data.validation.data_path or "
           "data.train.split_validation_size");
     }
-    session_.reporting.ready(step_);
+    session_.ready(step_);
   }
 
   TrainSummary run() {

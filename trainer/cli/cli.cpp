@@ -14,8 +14,14 @@ namespace trireme {
 namespace {
 
 std::atomic<int> g_signal{0};
+std::atomic<bool> g_signals_are_read{false};
 
-void on_signal(int number) { g_signal.store(number); }
+void on_signal(int number) {
+  g_signal.store(number);
+  if (g_signals_are_read.load()) return;
+  ::signal(number, SIG_DFL);
+  ::raise(number);  // ends the process when this handler returns
+}
 
 }  // namespace
 
@@ -31,6 +37,7 @@ int cli_main(int argc, char** argv) {
   app.set_version_flag("--version", "trireme 0.1.0");
   CommandContext context;
   context.signal = &g_signal;
+  context.read_signals = [] { g_signals_are_read.store(true); };
   add_train_commands(app, context);
   add_plan_commands(app, context);
   add_model_commands(app, context);

@@ -10,6 +10,8 @@ namespace trireme {
 struct CommandContext {
   std::function<int()> run;                  // set by the chosen verb's callback
   const std::atomic<int>* signal = nullptr;  // last SIGTERM or SIGINT
+  // Until it is called those end the process at once. Called by who reads `signal` from then on.
+  std::function<void()> read_signals;
 };
 
 void add_train_commands(CLI::App& app, CommandContext& context);  // run launch once train

@@ -67,6 +67,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.hf_home = hf_home_from_environment();
   options.reporting = reporting_from_environment();
   options.stop_signal = context.signal;
+  options.on_ready = context.read_signals;  // before that nothing would be lost, and no peer is waited for
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
   if (environment_int("TRIREME_REQUIRE_RDMA", 0) != 0) {
     fail_user("the manifest requires RDMA (spec.network.rdma.require) but this build communicates over TCP (Gloo)");
@@ -83,7 +84,9 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
     options.layout.dp =
         derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
   }
-  if (const std::string file = environment("TRIREME_TOPOLOGY_FILE", ""); !file.empty()) {
+  // The operator's command names a layout; one that prepares something beside it, in an init container, does not.
+  const std::string file = arguments.layout.empty() ? "" : environment("TRIREME_TOPOLOGY_FILE", "");
+  if (!file.empty()) {
     const Json document = Json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
     check_topology_document(document, file,
                             {.rank = options.rendezvous.rank,
@@ -141,6 +144,7 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
   options.command.insert(options.command.end(), arguments.command.begin(), arguments.command.end());
   options.grace = Milliseconds(1000 * environment_int("TRIREME_TERMINATION_SECONDS", 300));
   options.termination_log = environment("TRIREME_TERMINATION_LOG", "");
+  context.read_signals();
   const LaunchResult result = launch(options, context.signal);
   return result.exit_code;
 }
@@ -190,6 +194,7 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
         options->node_rank = *rank >= 0 ? *rank : static_cast<int>(environment_int("NODE_RANK", 0));
         options->timeout = Milliseconds(static_cast<int64_t>(*seconds * 1000));
         options->program = program_path();
+        context.read_signals();
         return run_once(*options, context.signal);
       };
     });
@@ -203,6 +208,7 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     verb->callback([options, &context] {
       context.run = [options, &context] {
         options->program = program_path();
+        context.read_signals();
         return run_manifest(*options, context.signal);
       };
     });

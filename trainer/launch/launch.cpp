@@ -140,7 +140,7 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
 
   LaunchResult result;
   int first_failed = -1;  // index into ranks
-  bool forwarded = false, stopped = false;
+  bool forwarded = false, stopped = false, ended_before_start = false;
   const Deadline never(SteadyClock::time_point::max());
   Deadline kill_at = never, term_at = never;
   const auto all_ended = [&] {
@@ -158,6 +158,11 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       // Stopped as it was told to, after saving: its code is the result, but nothing has failed.
       if (forwarded && rank.status->signal == 0 && rank.status->code == options.stopped_code) {
         stopped = true;
+        continue;
+      }
+      // Nor has one that had not begun yet.
+      if (forwarded && rank.status->signal == SIGTERM) {
+        ended_before_start = true;
         continue;
       }
       // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
@@ -202,6 +207,7 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
   for (Rank& rank : ranks) rank.process.signal_group(SIGKILL);  // what they may have left behind
   if (first_failed < 0) {
     for (Rank& rank : ranks) rank.tail->finish();
+    if (ended_before_start) result.exit_code = 128 + SIGTERM;
     if (stopped) result.exit_code = options.stopped_code;
     return result;
   }
