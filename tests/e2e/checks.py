@@ -176,6 +176,8 @@ class Faults:
 
     def begin(self, name, step=6, **changes):
         need(self.reference, "the undisturbed run has no result")
+        # One that lost its lease has left and starts again: admission is served by those that are ready.
+        wait("the operator's replicas to be ready", lambda: (kube.get("deployments", "trireme-operator", "trireme-system").get("status") or {}).get("readyReplicas") == 2)
         submit(small_job(name, **changes), like="calm")
         wait_step(name, step)
         need(logged_steps(name) < STEPS, "the run was over before it could be disturbed")
