@@ -198,12 +198,15 @@ void check_topology_document(const Json& document, const std::string& file, cons
         .tp = size("tp"), .cp = size("cp"), .ep = size("ep"), .dp = size("dp"), .pp = size("pp"), .etp = size("etp")};
     if (theirs != place.layout) differ("layout", to_string(theirs), to_string(place.layout));
     if (place.node_rank >= 0) {
+      bool found = false;
       for (const Json& node : document.at("nodes")) {
         const int64_t first = node.at("ranks").at(0), last = node.at("ranks").at(1);
-        if (first <= place.rank && place.rank <= last)
-          same_number("that rank " + number(place.rank) + " lies in pod", node.at("index").get<int64_t>(),
-                      place.node_rank);
+        if (place.rank < first || place.rank > last) continue;
+        found = true;
+        same_number("that rank " + number(place.rank) + " lies in pod", node.at("index").get<int64_t>(),
+                    place.node_rank);
       }
+      if (!found) fail_user(file + " names no pod for rank " + number(place.rank));
     }
     if (!document.contains("groups")) return;
     for (const Axis axis : {Axis::kTp, Axis::kCp, Axis::kDp, Axis::kPp, Axis::kEtp, Axis::kEp, Axis::kEdp}) {

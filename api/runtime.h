@@ -81,7 +81,7 @@ bool is_reserved_env(const std::string& name);
 // are left out above 4096 ranks (they follow from the layout). hosts: one per actor pod.
 Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts);
 
-// What a rank knows of itself.
+// What a process of a pod (PodPlace) was started with: RANK, WORLD_SIZE, TRIREME_ATTEMPT, NODE_RANK and --layout.
 struct RankPlace {
   int64_t rank = 0;
   int64_t world = 1;

@@ -1,6 +1,7 @@
 #include "operator/controller/failure.h"
 
 #include <algorithm>
+#include <csignal>
 #include <set>
 #include <tuple>
 
@@ -59,6 +60,8 @@ std::optional<Failure> pod_failure(const ObservedPod& pod, Milliseconds node_gra
   if (pod.phase == PodPhase::kFailed) {
     Failure failure = of_pod(pod);
     if (failure.reason.empty()) failure.reason = "Error";
+    // A rank that had not begun ends by the deletion's SIGTERM; seen late, the pod is already over.
+    if (pod.deleting && failure.reason == "Error" && signal_of(pod) == SIGTERM) failure.reason = kReasonDeleted;
     failure.consequence = failure.exit_code == kExitCommunication || failure.exit_code == kExitCheckpointed;
     return failure;
   }

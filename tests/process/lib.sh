@@ -5,7 +5,7 @@ export OMP_WAIT_POLICY=passive
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
 passed=0 failed=0
 ok() { passed=$((passed + 1)); echo "ok    $1"; }
-bad() { failed=$((failed + 1)); echo "FAIL  $1"; [ $# -lt 2 ] || printf '%s\n' "$2" | tail -15 | sed 's/^/      /'; }
+bad() { failed=$((failed + 1)); echo "FAIL  $1"; [ $# -lt 2 ] || printf '%s\n' "$2" | tail -15 | sed 's/^/      /'; return 1; }
 # check NAME COMMAND...: passes when the command does.
 check() { local name=$1 out; shift; if out=$("$@" 2>&1); then ok "$name"; else bad "$name" "$out"; fi; }
 finish() { echo "$passed passed, $failed failed"; [ "$failed" = 0 ]; }

@@ -6,7 +6,7 @@ make_fixture
 run() { # run PROCESSES
   local n=$1; shift
   "$TRIREME" launch --nproc-per-node "$n" -- $(run_args "on$n" grpo.max_num_steps=3 grpo.val_period=0 grpo.val_at_start=false cluster.gpus_per_node="$n" \
-    policy.generation.max_running_samples=8 "$@") >"$dir/out" 2>&1
+    policy.generation.max_running_samples=8 "$@")
 }
 for n in 1 2 4; do check "a run on $n processes" run $n; done
 compare() { # compare PROCESSES: with one process

@@ -239,6 +239,7 @@ class GrpoLoop final {
     report.phases["logprobs"] = trained.logprob_seconds;
     report.phases["training"] = trained.training_seconds;
     for (const auto& [key, value] : trained.metrics) report.values["train/" + key] = value;
+    report.values["performance/buckets_reduced_in_backward"] = static_cast<double>(trained.buckets_reduced_in_backward);
     report.values["train/logprob_mismatch_tokens"] = static_cast<double>(trained.mismatched_tokens);
     for (const RewardCounters& counter : rewards_.counters()) {
       report.values["train/reward_failures/" + counter.name] = static_cast<double>(counter.failed);

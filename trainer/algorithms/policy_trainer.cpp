@@ -397,6 +397,7 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
     const OptimizerStep step =
         optimizer_.step(rate, weight_decay(config_, done), max_grad_norm(config_),
                         forward_follows ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
+    result.buckets_reduced_in_backward += step.reduced_early;
     std::map<std::string, double> reduced = reduce_metrics(own, context_.data_parallel());
     add_metrics(sums, reduced);
     sums["grad_norm"] += step.grad_norm;

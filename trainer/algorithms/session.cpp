@@ -121,6 +121,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
 }
 
 void Session::ready(int64_t step) {
+  context.data_parallel().barrier();  // a signal finds all ranks before it, or all in the loop
   if (on_ready_) on_ready_();
   reporting.ready(step);
 }

@@ -55,7 +55,7 @@ class Session final {
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;
 
-  // The loop begins after `step` steps.
+  // The loop begins after `step` steps. Collective.
   void ready(int64_t step);
   // True on every rank when any was asked to stop, or the time to save by has come. Collective.
   bool should_stop();

@@ -133,7 +133,9 @@ class SftLoop final {
     return at::tensor(flat, at::kFloat);
   }
 
-  // Sum of the loss over this rank's micro-batches, divided by the global token count; backward when `train`.
+  // This rank's part of the loss: the sum over its micro-batches, divided by the global token count; backward when
+  // `train`. Its sum over ranks is the caller's, after the optimizer step: backward may have begun collectives, which
+  // come in one order on all ranks, also on one without a micro-batch.
   double forward(const SftBatch& batch, bool train) {
     double tokens = 0;
     for (const auto& mask : batch.loss_mask)
@@ -160,7 +162,7 @@ class SftLoop final {
       session_.reporting.heartbeat();
       loss += output.metrics.at("loss");
     }
-    return session_.context.data_parallel().all_reduce_sum(loss);
+    return loss;
   }
 
   void one_step() {
@@ -172,12 +174,13 @@ class SftLoop final {
     session_.cause_fault(report.step);
     SftBatch batch;
     for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));
-    const double loss = forward(batch, true);
+    const double own_loss = forward(batch, true);
     const int64_t done = session_.optimizer->steps_done();
     const double rate = learning_rate(config_, done);
     const OptimizerStep step = session_.optimizer->step(
         rate, weight_decay(config_, done), max_grad_norm(config_),
         overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
+    const double loss = session_.context.data_parallel().all_reduce_sum(own_loss);
     report.phases["training"] = whole.seconds();
     ++step_;
     for (const RolloutSample& s : batch.samples) report.tokens += static_cast<double>(s.length());
@@ -214,7 +217,7 @@ class SftLoop final {
              next < datasets_.validation->size()) {
         if (auto example = datasets_.validation->example(next++)) add(batch, std::move(*example));
       }
-      sum += forward(batch, false);
+      sum += session_.context.data_parallel().all_reduce_sum(forward(batch, false));
     }
     last_validation_ = batches > 0 ? sum / static_cast<double>(batches) : 0;
     validated_step_ = step_;

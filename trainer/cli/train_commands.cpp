@@ -67,7 +67,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.hf_home = hf_home_from_environment();
   options.reporting = reporting_from_environment();
   options.stop_signal = context.signal;
-  options.on_ready = context.read_signals;  // before that nothing would be lost, and no peer is waited for
+  options.on_ready = context.read_signals;  // until then a signal ends the rank, also while it waits for peers
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
   if (environment_int("TRIREME_REQUIRE_RDMA", 0) != 0) {
     fail_user("the manifest requires RDMA (spec.network.rdma.require) but this build communicates over TCP (Gloo)");
@@ -84,7 +84,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
     options.layout.dp =
         derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
   }
-  // The operator's command names a layout; one that prepares something beside it, in an init container, does not.
+  // Init containers share the variable but pass no --layout: they are no ranks of it.
   const std::string file = arguments.layout.empty() ? "" : environment("TRIREME_TOPOLOGY_FILE", "");
   if (!file.empty()) {
     const Json document = Json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);

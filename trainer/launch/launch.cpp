@@ -149,7 +149,20 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
     }
     return true;
   };
+  // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
+  const auto is_echo = [&](const Rank& r) {
+    return r.status->signal == 0 && r.status->code == options.peer_failed_code;
+  };
   while (!all_ended()) {
+    // Before ranks are looked at: who sends it to all at once ends those that have not begun by it.
+    const int number = signal == nullptr ? 0 : signal->load();
+    if (number != 0 && !forwarded) {
+      forwarded = true;
+      log_info("launch", "got signal " + std::to_string(number) + ", forwarding it to " + std::to_string(ranks.size()) +
+                             " ranks");
+      for (Rank& rank : ranks) rank.process.signal(number == SIGINT ? SIGTERM : number);
+      kill_at = Deadline::after(options.grace);
+    }
     for (size_t i = 0; i < ranks.size(); ++i) {
       Rank& rank = ranks[i];
       if (rank.status) continue;
@@ -161,14 +174,10 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
         continue;
       }
       // Nor has one that had not begun yet.
-      if (forwarded && rank.status->signal == SIGTERM) {
+      if (forwarded && (rank.status->signal == SIGTERM || rank.status->signal == SIGINT)) {
         ended_before_start = true;
         continue;
       }
-      // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
-      const auto is_echo = [&](const Rank& r) {
-        return r.status->signal == 0 && r.status->code == options.peer_failed_code;
-      };
       if (first_failed >= 0 && (!is_echo(ranks[static_cast<size_t>(first_failed)]) || is_echo(rank))) continue;
       const bool again = first_failed >= 0;
       first_failed = static_cast<int>(i);
@@ -176,14 +185,6 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       if (!forwarded)
         log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
       term_at = Deadline::after(options.failure_grace);
-    }
-    const int number = signal == nullptr ? 0 : signal->load();
-    if (number != 0 && !forwarded) {
-      forwarded = true;
-      log_info("launch", "got signal " + std::to_string(number) + ", forwarding it to " + std::to_string(ranks.size()) +
-                             " ranks");
-      for (Rank& rank : ranks) rank.process.signal(number == SIGINT ? SIGTERM : number);
-      kill_at = Deadline::after(options.grace);
     }
     if (term_at.passed()) {
       for (Rank& rank : ranks) {
@@ -205,7 +206,8 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
     std::this_thread::sleep_for(Milliseconds(10));
   }
   for (Rank& rank : ranks) rank.process.signal_group(SIGKILL);  // what they may have left behind
-  if (first_failed < 0) {
+  // Nor is the peer of a rank that a signal ended before its start a failure.
+  if (first_failed < 0 || (ended_before_start && is_echo(ranks[static_cast<size_t>(first_failed)]))) {
     for (Rank& rank : ranks) rank.tail->finish();
     if (ended_before_start) result.exit_code = 128 + SIGTERM;
     if (stopped) result.exit_code = options.stopped_code;

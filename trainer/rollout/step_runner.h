@@ -31,7 +31,7 @@ class StepRunner {
 // CPU: everything happens in start(). `arena` has the plan's rows.
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena);
 
-// CUDA: start() only queues work. Pure decode steps are CUDA graphs, one for each bucket of rows. `arena` has one row
+// CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. `arena` has one row
 // more than the scheduler knows of, which padded rows write to.
 std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows);
 inline constexpr int64_t kDeviceScratchRows = 1;

@@ -216,6 +216,8 @@ TEST(Topology, ARankComparesTheDocumentWithWhatItWasGiven) {
   changed["groups"]["tp"][0][0] = 1;
   EXPECT_THAT(error(changed, place), testing::HasSubstr("other tp groups"));
   changed = document;
+  changed["nodes"].erase(1);
+  EXPECT_EQ(error(changed, place), "t.json names no pod for rank 13");
   changed.erase("nodes");
   EXPECT_THAT(error(changed, place), testing::HasSubstr("is not a topology document"));
   EXPECT_THAT(error(Json::parse("[", nullptr, false), place), testing::HasSubstr("is not a topology document"));

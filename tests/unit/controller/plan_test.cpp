@@ -622,6 +622,17 @@ TEST(Plan, OtherActorsMayEndALittleLater) {
   EXPECT_EQ(w.alive(), 0);
 }
 
+TEST(Failure, ARankThatDeletionEndedBeforeItsLoopHasNotFailed) {
+  ObservedPod pod;
+  pod.phase = PodPhase::kFailed;
+  pod.exit_code = 143;
+  EXPECT_EQ(pod_failure(pod, Milliseconds(0))->reason, "Error");
+  pod.deleting = true;
+  EXPECT_EQ(pod_failure(pod, Milliseconds(0))->reason, kReasonDeleted);
+  pod.exit_code = 10;
+  EXPECT_EQ(pod_failure(pod, Milliseconds(0))->reason, "Error");
+}
+
 TEST(Failure, SignalFromExitCode) {
   ObservedPod pod;
   pod.exit_code = 137;

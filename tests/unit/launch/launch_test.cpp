@@ -108,6 +108,27 @@ TEST(Launch, SavingAndStoppingIsNoFailure) {
   EXPECT_EQ(result.failed_rank, -1);
 }
 
+TEST(Launch, ATerminationBeforeTheStartIsNoFailureOfAPeer) {
+  const TemporaryDirectory dir;
+  std::atomic<int> signal{0};
+  const std::string ready = (dir.path() / "ready").string();
+  // Rank 1 has not begun: it ends by the signal. Rank 0 has, and finds its peer gone.
+  LaunchOptions options = shell("[ $RANK = 0 ] && trap 'exit 20' TERM; echo > " + ready +
+                                    "$RANK; [ $RANK = 1 ] && exec sleep 600; while :; do sleep 0.05; done",
+                                2);
+  options.termination_log = (dir.path() / "termination").string();
+  std::thread sender([&] {
+    while (!std::filesystem::exists(ready + "0") || !std::filesystem::exists(ready + "1"))
+      std::this_thread::sleep_for(Milliseconds(10));
+    signal = SIGTERM;
+  });
+  const LaunchResult result = launch(options, &signal);
+  sender.join();
+  EXPECT_EQ(result.exit_code, 143);
+  EXPECT_EQ(result.failed_rank, -1);
+  EXPECT_FALSE(std::filesystem::exists(options.termination_log));
+}
+
 TEST(Launch, KillsWhoIgnoresTermination) {
   const TemporaryDirectory dir;
   std::atomic<int> signal{0};

@@ -100,6 +100,8 @@ class DeviceRunner final : public StepRunner {
   }
 
   ~DeviceRunner() override {
+    // Kernels of a step that failed half way may still read the pinned ring.
+    (void)cudaStreamSynchronize(stream());
     for (Slot& slot : slots_) {
       if (slot.done == nullptr) continue;
       (void)cudaEventSynchronize(slot.done);
