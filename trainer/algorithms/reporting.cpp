@@ -131,8 +131,10 @@ void Reporting::step(const StepReport& report) {
       record.train[name.substr(6)] = value;
     else if (starts_with(name, "validation/"))
       record.validation[name.substr(11)] = value;
+    else if (starts_with(name, "performance/"))
+      record.performance[name.substr(12)] = value;
     else
-      record.timing[name] = value;
+      record.timing[starts_with(name, "timing/") ? name.substr(7) : name] = value;
   }
   StepCounts counts;
   counts.samples = static_cast<int64_t>(report.samples);
