@@ -149,8 +149,9 @@ constexpr int kMemoryLevel = 6;
 
 std::string pack(std::string& text) {
   z_stream z{};
-  TRIREME_CHECK(deflateInit2(&z, Z_DEFAULT_COMPRESSION, Z_DEFLATED, kWindowBits, kMemoryLevel, Z_DEFAULT_STRATEGY) == Z_OK,
-                "zlib could not start to pack");
+  TRIREME_CHECK(
+      deflateInit2(&z, Z_DEFAULT_COMPRESSION, Z_DEFLATED, kWindowBits, kMemoryLevel, Z_DEFAULT_STRATEGY) == Z_OK,
+      "zlib could not start to pack");
   deflateSetDictionary(&z, reinterpret_cast<const Bytef*>(dictionary().data()), static_cast<uInt>(dictionary().size()));
   std::string packed(deflateBound(&z, static_cast<uLong>(text.size())), '\0');
   z.next_in = reinterpret_cast<Bytef*>(text.data());

@@ -144,9 +144,7 @@ void Reconciler::make_informers(const kube::Client& client) {
         pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
     on_pod(key, *pod, !ended && pod->deleting == before->deleting);
   };
-  on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) {
-    on_pod(key, *pod, false);
-  };
+  on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) { on_pod(key, *pod, false); };
   pods_ = std::make_unique<kube::Informer<CachedPod>>(
       client,
       typename kube::Informer<CachedPod>::Options{reflector(kube::resources::kPods, kLabelJobUid), pod_fields(),

@@ -26,7 +26,7 @@
 namespace trireme::controller {
 
 struct ReconcilerOptions {
-  std::string ns;  // "" all namespaces
+  std::string ns;           // "" all namespaces
   int workers = 64;         // they wait for the API server most of the time
   int write_threads = 64;   // beside the workers, for the parallel writes of a wave
   bool watch_nodes = true;  // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods

@@ -31,7 +31,7 @@ struct WorkQueueOptions {
   std::string name = "rljob";  // label of the workqueue_* metrics
   Milliseconds backoff_min{5};
   Milliseconds backoff_max{60000};
-  double jitter = 0.1;         // each back-off is longer by up to this share
+  double jitter = 0.1;  // each back-off is longer by up to this share
   // While a worker has a key of a higher priority at most so many have one of kLow, so that describing does not slow
   // down the rest of what is being made. 0: no limit.
   int low_limit = 0;
@@ -88,11 +88,11 @@ class RateLimitedQueue final {
   std::condition_variable changed_;
   bool shutting_down_ = false;
   uint64_t sequence_ = 0;
-  std::map<std::pair<int, uint64_t>, std::string> ready_;                // by priority, then order of arrival
-  std::unordered_map<std::string, Waiting> queued_;                      // keys in ready_
-  std::unordered_map<std::string, Taken> processing_;     // with a worker
-  int low_taken_ = 0;                                     // of processing_, by priority kLow
-  std::unordered_map<std::string, Priority> dirty_;                      // with a worker, and wanted again
+  std::map<std::pair<int, uint64_t>, std::string> ready_;  // by priority, then order of arrival
+  std::unordered_map<std::string, Waiting> queued_;        // keys in ready_
+  std::unordered_map<std::string, Taken> processing_;      // with a worker
+  int low_taken_ = 0;                                      // of processing_, by priority kLow
+  std::unordered_map<std::string, Priority> dirty_;        // with a worker, and wanted again
   std::set<std::pair<SteadyClock::time_point, std::string>> timers_;
   struct Timer {
     SteadyClock::time_point at;

@@ -23,8 +23,8 @@ struct TrainResult {
   std::map<std::string, double> metrics;  // names of NeMo-RL's train/* group; over all ranks
   int64_t optimizer_steps = 0;
   int64_t buckets_reduced_in_backward = 0;  // of all optimizer steps
-  int64_t mismatched_tokens = 0;  // first optimizer step: sampler's and loss's log-probs with different bits
-  double logprob_seconds = 0;     // this rank
+  int64_t mismatched_tokens = 0;            // first optimizer step: sampler's and loss's log-probs with different bits
+  double logprob_seconds = 0;               // this rank
   double training_seconds = 0;
 };
 

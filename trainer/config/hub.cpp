@@ -86,8 +86,9 @@ fs::path resolve_model(const std::string& model_name, const fs::path& hf_home) {
   if (on_disk(fs::path(model_name) / "config.json")) return model_name;
   if (on_disk(model_name)) {
     if (const auto weights = newest_weights(model_name)) return *weights;
-    fail_user("policy.model_name: '" + model_name +
-              "' has no config.json and no checkpoints; name a folder in Hugging Face format or a checkpoint directory");
+    fail_user(
+        "policy.model_name: '" + model_name +
+        "' has no config.json and no checkpoints; name a folder in Hugging Face format or a checkpoint directory");
   }
   if (!is_hub_id(model_name)) fail_user("policy.model_name: there is no folder '" + model_name + "'");
   const auto found = snapshot("models", model_name, hf_home);

@@ -31,8 +31,8 @@ class StepRunner {
 // CPU: everything happens in start(). `arena` has the plan's rows.
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena);
 
-// CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. `arena` has one row
-// more than the scheduler knows of, which padded rows write to.
+// CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. `arena`
+// has one row more than the scheduler knows of, which padded rows write to.
 std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows);
 inline constexpr int64_t kDeviceScratchRows = 1;
 // Memory of the device that nobody holds, what LibTorch's allocator has cached included.

@@ -177,8 +177,9 @@ TEST(Defaulting, ThePatchCountsWhenAChangeIsJudged) {
   Json changed = good_job();
   changed["spec"]["image"] = kDefaultImage;
   changed["spec"]["ttlSecondsAfterFinished"] = 60;
-  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", changed, old_job).dump(), {.image = "mirror/t:2"}))["allowed"],
-            true);
+  EXPECT_EQ(
+      response_of(review_defaulting(review("UPDATE", changed, old_job).dump(), {.image = "mirror/t:2"}))["allowed"],
+      true);
   EXPECT_EQ(response_of(review_defaulting(review("UPDATE", changed, old_job).dump(), {.image = "other"}))["allowed"],
             false);
 }

@@ -5,14 +5,15 @@
 // one float32 chain of tensor-core steps of 16 along `in`, ascending, one after the other, whatever the plan; the bias
 // is added in float32 and the sum rounded once. (On Hopper a step has the same bits as part of any wgmma or mma shape.)
 //
-// How: a block owns a tile of weight rows over the whole of `in`; its warps hold the sums in registers, each of 16 or 32
-// weight rows and 16 or 32 tokens. One warp streams the weights of the tile, another the tokens (each slab read once for
-// a cluster of blocks and multicast). The weights do not depend on the kernel before, so with `overlap` they begin to
-// flow before that kernel has ended.
+// How: a block owns a tile of weight rows over the whole of `in`; its warps hold the sums in registers, each of 16 or
+// 32 weight rows and 16 or 32 tokens. One warp streams the weights of the tile, another the tokens (each slab read once
+// for a cluster of blocks and multicast). The weights do not depend on the kernel before, so with `overlap` they begin
+// to flow before that kernel has ended.
 //
 // Speed on H200 (bench/gpu/few_rows_bench sweep prints every plan; launches that overlap, cold cache), 16 rows: 6144 x
-// 4096 14.9 us, 4096 x 4096 11.4, 14336 x 4096 of gate and up with the activation 57.7, 4096 x 14336 30.3, 128256 x 4096
-// 242; a plain read of the weights takes 13.3, 9.6, 55.6, 28.4 and 233. docs/performance.md compares with cublasLt.
+// 4096 14.9 us, 4096 x 4096 11.4, 14336 x 4096 of gate and up with the activation 57.7, 4096 x 14336 30.3, 128256 x
+// 4096 242; a plain read of the weights takes 13.3, 9.6, 55.6, 28.4 and 233. docs/performance.md compares with
+// cublasLt.
 #pragma once
 
 #include <cuda_runtime_api.h>
