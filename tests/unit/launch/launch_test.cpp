@@ -79,6 +79,16 @@ TEST(Launch, WhoIsKilledAfterAFailureIsNamedButIsNotTheCause) {
 
 TEST(Launch, ASignalThatKillsARankBecomesItsCode) { EXPECT_EQ(launch(shell("kill -9 $$", 1), nullptr).exit_code, 137); }
 
+// Ranks 0 and 1 each make the file `ready` with their number behind it.
+std::thread terminate_when_both_are_ready(std::atomic<int>& signal, const std::string& ready) {
+  return std::thread([&signal, ready] {
+    const Deadline deadline = Deadline::after(Milliseconds(60000));
+    while (!deadline.passed() && !(std::filesystem::exists(ready + "0") && std::filesystem::exists(ready + "1")))
+      std::this_thread::sleep_for(Milliseconds(10));
+    signal = SIGTERM;
+  });
+}
+
 TEST(Launch, ForwardsTermination) {
   const TemporaryDirectory dir;
   std::atomic<int> signal{0};
@@ -97,11 +107,7 @@ TEST(Launch, SavingAndStoppingIsNoFailure) {
   std::atomic<int> signal{0};
   const std::string ready = (dir.path() / "ready").string();
   LaunchOptions options = shell("trap 'exit 40' TERM; echo > " + ready + "$RANK; while :; do sleep 0.05; done", 2);
-  std::thread sender([&] {
-    while (!std::filesystem::exists(ready + "0") || !std::filesystem::exists(ready + "1"))
-      std::this_thread::sleep_for(Milliseconds(10));
-    signal = SIGTERM;
-  });
+  std::thread sender = terminate_when_both_are_ready(signal, ready);
   const LaunchResult result = launch(options, &signal);
   sender.join();
   EXPECT_EQ(result.exit_code, 40);
@@ -117,11 +123,7 @@ TEST(Launch, ATerminationBeforeTheStartIsNoFailureOfAPeer) {
                                     "$RANK; [ $RANK = 1 ] && exec sleep 600; while :; do sleep 0.05; done",
                                 2);
   options.termination_log = (dir.path() / "termination").string();
-  std::thread sender([&] {
-    while (!std::filesystem::exists(ready + "0") || !std::filesystem::exists(ready + "1"))
-      std::this_thread::sleep_for(Milliseconds(10));
-    signal = SIGTERM;
-  });
+  std::thread sender = terminate_when_both_are_ready(signal, ready);
   const LaunchResult result = launch(options, &signal);
   sender.join();
   EXPECT_EQ(result.exit_code, 143);
