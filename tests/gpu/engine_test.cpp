@@ -13,6 +13,7 @@
 
 #include "base/fs.h"
 #include "base/subprocess.h"
+#include "trainer/algorithms/reference_stream.h"
 #include "trainer/algorithms/samples.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
@@ -20,6 +21,7 @@
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/device.h"
 #include "trainer/rollout/engine.h"
+#include "trainer/rollout/step_runner.h"
 
 namespace trireme {
 namespace {
@@ -196,6 +198,90 @@ TEST(Engine, BitsDoNotDependOnHowSamplesAreBatched) {
                        &stats),
               "preemption");
   EXPECT_GT(stats.preemptions, 0);
+}
+
+// Generation in one part of the processors, reference log-probs in the other: no bit changes, and the reference's are
+// those of a pass alone.
+TEST(Engine, APartitionedDeviceChangesNoBit) {
+  const auto policy = gpu_model(config_of(ModelFamily::kQwen3)),
+             reference = gpu_model(config_of(ModelFamily::kQwen3), false, /*seed=*/2);
+  const auto wanted = requests(kPrompts, 8);
+  const Groups whole = generate(*policy, {}, sampling_options(), wanted);
+  const auto partition = split_device(policy->options().device, 48);
+  ASSERT_NE(partition, nullptr);
+  EXPECT_GE(partition->foreground_processors, 66);
+  EXPECT_GE(partition->background_processors, 32);
+  const LogprobOptions options = sampling_options().logprob_options();
+  ReferenceStream stream(*reference, options, /*share_prompts=*/false, partition, 60, /*micro_batch_tokens=*/512);
+  EngineOptions settings{.cache_rows = 200'000, .max_total_length = 2048, .partition = partition};
+  Engine engine(*policy, nullptr, settings, sampling_options());
+  for (int round = 0; round < 3; ++round) {
+    std::vector<SampleRun> runs;
+    for (const GroupRequest& request : wanted) {
+      engine.submit(request);
+      runs.push_back({request.group_id, 0, request.samples});
+    }
+    const SamplesToReference to_reference(engine, &stream, runs);
+    Groups groups;
+    while (!engine.idle()) {
+      for (GeneratedGroup& group : engine.step()) groups.emplace(group.group_id, std::move(group));
+      stream.after_step(engine);
+    }
+    std::vector<RolloutSample> samples;
+    Bin bin;
+    for (const auto& [id, group] : groups) {
+      for (size_t i = 0; i < group.samples.size(); ++i) {
+        RolloutSample sample;
+        sample.group = id;
+        sample.index = static_cast<int64_t>(i);
+        sample.prompt = group.prompt;
+        sample.tokens = group.samples[i].tokens;
+        bin.push_back(static_cast<int64_t>(samples.size()));
+        samples.push_back(std::move(sample));
+      }
+    }
+    EXPECT_GT(stream.finish(engine, samples), 0);
+    expect_same(whole, groups, "round " + std::to_string(round));
+    const at::NoGradGuard no_grad;
+    const at::Tensor alone =
+        answer_logprobs(*reference, make_micro_batch(samples, bin), options).to(at::kCPU, at::kFloat).contiguous();
+    const float* value = alone.const_data_ptr<float>();
+    for (const RolloutSample& sample : samples) {
+      if (!sample.reference_logprobs.empty()) {
+        ASSERT_EQ(0, std::memcmp(value, sample.reference_logprobs.data(), sample.tokens.size() * sizeof(float)));
+      }
+      value += sample.tokens.size();
+    }
+    engine.weights_changed();
+  }
+}
+
+// Graphs are captured over the cache's addresses: they hold when its memory was somebody else's meanwhile.
+TEST(Engine, TheCacheComesBackUnderTheSameAddresses) {
+  const auto model = gpu_model(config_of(ModelFamily::kLlama));
+  const auto wanted = requests(kPrompts, 8);
+  Engine engine(*model, nullptr, {.cache_rows = 600'000, .max_total_length = 2048}, sampling_options());
+  const auto run = [&] {
+    for (const GroupRequest& request : wanted) engine.submit(request);
+    Groups groups;
+    for (GeneratedGroup& group : engine.run()) groups.emplace(group.group_id, std::move(group));
+    return groups;
+  };
+  const auto free = [&] { return device_available_bytes(model->options().device); };
+  const Groups whole = run();
+  const int64_t bytes = 600'000 * KvArena::bytes_per_row(model->config(), at::kBFloat16), before = free();
+  for (int round = 0; round < 2; ++round) {
+    engine.release_cache();
+    EXPECT_EQ(engine.stats().cache_rows, 0);
+    EXPECT_GT(free(), before + bytes / 10 * 9);
+    {
+      const at::Tensor other =
+          at::full({free() / 10 * 8}, 0x7f, at::TensorOptions().dtype(at::kByte).device(model->options().device));
+      EXPECT_EQ(other[-1].item<uint8_t>(), 0x7f);
+    }
+    expect_same(whole, run(), "round " + std::to_string(round));
+    EXPECT_EQ(engine.stats().cache_rows, 600'000);
+  }
 }
 
 TEST(Engine, HeadDimensionsAndGroupSizes) {

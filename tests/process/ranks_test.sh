@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The same run on 1, 2 and 4 processes: samples do not depend on ranks, so loss, gradient norm, log-probs' sums and the
+# Reference log-probs under generation or after it: the same weights and moments, bit for bit. And
+# the same run on 1, 2 and 4 processes: samples do not depend on ranks, so loss, gradient norm, log-probs' sums and the
 # first moments (gradients, as the optimizer saw them) of every step must agree within rounding.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
@@ -51,5 +52,20 @@ print(f"{ranks} processes: log {worst:.2g}, gradients {difference:.2g} of the la
 sys.exit(0 if worst <= 1e-5 and difference <= 1e-5 else 1)
 PY
 }
+reference() { # reference NAME BACKGROUND_PROCESSORS
+  "$TRIREME" launch --nproc-per-node 2 -- $(run_args "$1" grpo.max_num_steps=3 grpo.val_period=0 grpo.val_at_start=false cluster.gpus_per_node=2 \
+    policy.generation.max_running_samples=8 loss_fn.reference_policy_kl_penalty=0.05 policy.generation.background_processors="$2")
+}
+check "reference log-probs after generation" reference after 0
+check "reference log-probs under generation" reference under 1
+early=$(python3 - "$dir/under-logs/train.jsonl" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+print(sum(x["performance/references_under_generation"] for x in rows) / len(rows))
+PY
+)
+[[ "$early" != 0.0 ]] && ok "under generation: $early of them" || bad "no reference log-prob was computed under generation"
+[ "$(weights after 3)" = "$(weights under 3)" ] && [ "$(values after | tr -s ,)" = "$(values under | tr -s ,)" ] && ok "the same weights, moments and log" ||
+  bad "weights or log differ" "$(diff <(values after) <(values under))"
 for n in 2 4; do out=$(compare $n) && ok "$out" || bad "$n processes against one" "$out"; done
 finish

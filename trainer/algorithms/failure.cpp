@@ -29,8 +29,7 @@ std::string between(const std::string& text, const std::string& before, const st
 }
 
 std::string remedy(const std::string& phase) {
-  const std::string cache =
-      "policy.generation.kv_cache_tokens (or kv_cache_memory_fraction), whose memory is held through the whole step";
+  const std::string cache = "policy.generation.kv_cache_tokens (or kv_cache_memory_fraction)";
   const std::string checkpointing =
       "switch activation checkpointing on (policy.activation_checkpointing, or that of megatron_cfg or dtensor_cfg)";
   if (phase == "generation") {

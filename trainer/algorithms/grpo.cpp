@@ -26,7 +26,8 @@ class GrpoLoop final {
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
         rewards_(reward_options(config_), 4),
-        engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_),
+        partition_(partition_for(config_, session_.policy->options().device, loss_options(config_).kl_penalty != 0)),
+        engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_, partition_),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, *session_.tokenizer, rewards_, session_.context, config_.cluster.collective_timeout_s) {
     const LossOptions loss = loss_options(config_);
@@ -34,6 +35,11 @@ class GrpoLoop final {
       ModelOptions frozen = session_.policy->options();
       frozen.trainable = false;
       reference_ = load_model(session_.model_dir, frozen);
+      if (reference_under_generation(config_, frozen.device)) {
+        reference_stream_ = std::make_unique<ReferenceStream>(*reference_, reference_distribution(config_),
+                                                              config_.policy.sequence_packing.share_prompts, partition_,
+                                                              config_.cluster.collective_timeout_s);
+      }
     }
     exact_ = session_.exact_linear;
     if (!exact_ && session_.context.is_main()) {
@@ -52,6 +58,7 @@ class GrpoLoop final {
     }
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
+    trainer_->make_room = [this] { engine_.release_cache(); };
     session_.ready(step_);
   }
 
@@ -133,6 +140,7 @@ class GrpoLoop final {
       request.first_sample_id = next_sample_id_;
       request.name = "train-" + std::to_string(next_sample_id_);
       request.sampling = engine_.sampling();
+      request.reference = reference_stream_.get();
       next_sample_id_ += static_cast<uint64_t>(batch_groups * g.num_generations_per_prompt);
       std::vector<RolloutSample> samples = collector_.collect(request, times);
       if (g.shuffle_rewards) shuffle_rewards(samples);
@@ -240,6 +248,11 @@ class GrpoLoop final {
     report.phases["training"] = trained.training_seconds;
     for (const auto& [key, value] : trained.metrics) report.values["train/" + key] = value;
     report.values["performance/buckets_reduced_in_backward"] = static_cast<double>(trained.buckets_reduced_in_backward);
+    if (reference_stream_ != nullptr) {
+      report.values["performance/references_under_generation"] =
+          session_.context.data_parallel().all_reduce_sum(static_cast<double>(times.early_references)) /
+          static_cast<double>(samples.size());
+    }
     report.values["train/logprob_mismatch_tokens"] = static_cast<double>(trained.mismatched_tokens);
     for (const RewardCounters& counter : rewards_.counters()) {
       report.values["train/reward_failures/" + counter.name] = static_cast<double>(counter.failed);
@@ -331,9 +344,11 @@ class GrpoLoop final {
   Datasets datasets_;
   PromptStream prompts_;
   RewardPool rewards_;
+  const std::shared_ptr<const DevicePartition> partition_;
   Engine engine_;
   RolloutCollector collector_;
   std::unique_ptr<Model> reference_;
+  std::unique_ptr<ReferenceStream> reference_stream_;  // or null
   std::unique_ptr<PolicyTrainer> trainer_;
   bool exact_ = true;
   int64_t step_ = 0;

@@ -122,6 +122,14 @@ LogprobOptions sampling_distribution(const Config& config) {
   return o;
 }
 
+LogprobOptions reference_distribution(const Config& config) {
+  LogprobOptions o = sampling_distribution(config);
+  o.top_k = 0;
+  o.top_p = 1;
+  o.min_p = 0;
+  return o;
+}
+
 void assign_advantages(std::vector<RolloutSample>& samples, int64_t group_size, const Config& config) {
   RewardScaling scaling;
   const RewardScalingConfig& sc = config.grpo.reward_scaling;
@@ -218,16 +226,27 @@ std::vector<Bin> PolicyTrainer::own_bins(const std::vector<RolloutSample>& sampl
 }
 
 std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const std::vector<RolloutSample>& samples,
-                                                    const std::vector<Bin>& bins, const LogprobOptions& options) {
+                                                    const std::vector<Bin>& bins, const LogprobOptions& options,
+                                                    std::vector<float> RolloutSample::*known) {
   const c10::NoGradGuard no_grad;
   const PolicyConfig& p = config_.policy;
   const MicroBatchSize size{p.dynamic_batching.logprob_mb_tokens, p.sequence_packing.logprob_mb_tokens,
                             p.logprob_batch_size};
   Bin own;
-  for (const Bin& bin : bins) own.insert(own.end(), bin.begin(), bin.end());
   std::map<int64_t, at::Tensor> of_sample;
-  std::vector<std::vector<Bin>> passes = micro_batches(samples, own, size, 1, static_cast<uint64_t>(config_.grpo.seed));
-  for (Bin& bin : passes.front()) {
+  for (const Bin& bin : bins) {
+    for (const int64_t i : bin) {
+      const RolloutSample& sample = samples[static_cast<size_t>(i)];
+      if (known != nullptr && !(sample.*known).empty()) {
+        of_sample[i] = at::tensor(sample.*known, at::kFloat);
+      } else {
+        own.push_back(i);
+      }
+    }
+  }
+  std::vector<Bin> passes;
+  if (!own.empty()) passes = micro_batches(samples, own, size, 1, static_cast<uint64_t>(config_.grpo.seed)).front();
+  for (Bin& bin : passes) {
     for (int64_t& i : bin) i = own[static_cast<size_t>(i)];
     const MicroBatch batch = make_micro_batch(samples, bin, p.sequence_packing.share_prompts);
     if (batch.answer_tokens() == 0) continue;
@@ -290,26 +309,36 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   // All micro-batches first: reference and previous log-probs belong to the weights before the first optimizer step.
   Stopwatch logprob_watch;
   context_.set_phase("logprobs");
-  std::vector<std::vector<Prepared>> steps;
+  struct OptimizerBatch {
+    std::vector<Bin> bins;
+    std::vector<Prepared> micro_batches;  // one for each bin, until those without answers are left out
+  };
+  std::vector<OptimizerBatch> batches;
+  int64_t most_rows = 0;
   for (int64_t begin = 0; begin < total; begin += batch_size) {
     Bin members;
     for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i) members.push_back(i);
-    std::vector<Bin> bins = own_bins(samples, members, static_cast<uint64_t>(config_.grpo.seed));
-    for (Bin& bin : bins) {
+    OptimizerBatch batch;
+    batch.bins = own_bins(samples, members, static_cast<uint64_t>(config_.grpo.seed));
+    for (Bin& bin : batch.bins) {
       for (int64_t& i : bin) i += begin;
+      batch.micro_batches.push_back(prepare(samples, bin));
+      most_rows = std::max(most_rows, batch.micro_batches.back().batch.input.tokens());
     }
+    batches.push_back(std::move(batch));
+  }
+  set_recompute(policy_, config_, most_rows, context_.data_parallel(), make_room);
+  std::vector<std::vector<Prepared>> steps;
+  for (OptimizerBatch& batch : batches) {
     std::vector<at::Tensor> reference, previous;
     if (loss_.kl_penalty != 0) {
-      LogprobOptions plain = distribution_;  // reference log-probs are unfiltered
-      plain.top_k = 0;
-      plain.top_p = 1;
-      plain.min_p = 0;
-      reference = logprob_pass(*reference_, samples, bins, plain);
+      reference = logprob_pass(*reference_, samples, batch.bins, reference_distribution(config_),
+                               &RolloutSample::reference_logprobs);
     }
-    if (!exact_) previous = logprob_pass(policy_, samples, bins, distribution_);
+    if (!exact_) previous = logprob_pass(policy_, samples, batch.bins, distribution_);
     std::vector<Prepared> step;
-    for (size_t b = 0; b < bins.size(); ++b) {
-      Prepared prepared = prepare(samples, bins[b]);
+    for (size_t b = 0; b < batch.bins.size(); ++b) {
+      Prepared& prepared = batch.micro_batches[b];
       if (prepared.batch.answer_tokens() == 0) continue;
       if (!reference.empty()) prepared.reference = reference[b];
       prepared.previous = exact_ ? prepared.generation : previous[b];
@@ -321,11 +350,6 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   result.logprob_seconds = logprob_watch.lap();
 
   context_.set_phase("training");
-  int64_t most_rows = 0;
-  for (const auto& step : steps) {
-    for (const Prepared& p : step) most_rows = std::max(most_rows, p.batch.input.tokens());
-  }
-  set_recompute(policy_, config_, most_rows, context_.data_parallel());
   std::map<std::string, double> sums;
   for (size_t s = 0; s < steps.size(); ++s) {
     double valid_tokens = 0, valid_sequences = 0;

@@ -17,7 +17,8 @@ namespace trireme {
 
 LossOptions loss_options(const Config& config);
 AdvantageOptions advantage_options(const Config& config);
-LogprobOptions sampling_distribution(const Config& config);  // what the sampler drew from, replayed in the loss
+LogprobOptions sampling_distribution(const Config& config);   // what the sampler drew from, replayed in the loss
+LogprobOptions reference_distribution(const Config& config);  // the same without filters
 
 struct TrainResult {
   std::map<std::string, double> metrics;  // names of NeMo-RL's train/* group; over all ranks
@@ -44,6 +45,8 @@ class PolicyTrainer final {
 
   // Called after every micro-batch, for heartbeats. May be empty.
   std::function<void()> on_progress;
+  // Frees memory of the device that training may have until the next rollout (set_recompute). May be empty.
+  std::function<void()> make_room;
 
  private:
   struct Prepared {  // one micro-batch of this rank
@@ -58,9 +61,10 @@ class PolicyTrainer final {
                                               const MicroBatchSize& size, int64_t ranks, uint64_t seed) const;
   std::vector<Bin> own_bins(const std::vector<RolloutSample>& samples, const Bin& members, uint64_t seed) const;
   // Log-probs of the answers of every sample in `bins` under `model`, in micro-batches of the log-prob passes' own
-  // size, given back in the bins' order: one [T] a bin.
+  // size, given back in the bins' order: one [T] a bin. `known`: where a sample has them already, or null.
   std::vector<at::Tensor> logprob_pass(const Model& model, const std::vector<RolloutSample>& samples,
-                                       const std::vector<Bin>& bins, const LogprobOptions& options);
+                                       const std::vector<Bin>& bins, const LogprobOptions& options,
+                                       std::vector<float> RolloutSample::*known = nullptr);
   Prepared prepare(const std::vector<RolloutSample>& samples, const Bin& bin) const;
   void mask_mismatched_sequences(Prepared& prepared) const;
 

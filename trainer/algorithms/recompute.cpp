@@ -64,18 +64,32 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
   }
 }
 
-void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks) {
+void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
+                   const std::function<void()>& make_room) {
   const RecomputeSetting setting = recompute_setting(config);
   const ModelConfig& shape = model.config();
   Recompute recompute;
   std::string why;
+#ifdef TRIREME_CUDA
+  Recompute own;
+  int64_t free = 0, needed = 0;
+  const bool on_cuda = model.options().device.is_cuda();
+  if (on_cuda) {
+    const auto fit = [&] {
+      const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
+      free = device_available_bytes(model.options().device);
+      own = fit_recompute(shape, element, tokens, free, &needed);
+    };
+    fit();
+    if (make_room != nullptr && own.whole_layers + own.cheap_layers > 0) {
+      make_room();
+      fit();
+    }
+  }
+#endif
   if (setting.fit) {
 #ifdef TRIREME_CUDA
-    if (model.options().device.is_cuda()) {
-      const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
-      const int64_t free = device_available_bytes(model.options().device);
-      int64_t needed = 0;
-      const Recompute own = fit_recompute(shape, element, tokens, free, &needed);
+    if (on_cuda) {
       // As the number of layers and of whole ones: more of either is more recomputation.
       recompute.whole_layers = static_cast<int64_t>(ranks.all_reduce_max(static_cast<double>(own.whole_layers)));
       const auto touched =

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "trainer/config/config.h"
 #include "trainer/model/model.h"
@@ -27,7 +28,9 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
 
 // Collective. Sets it for micro-batches of at most `tokens` rows (of this rank) as the configuration says. Where that
 // leaves it to the memory (on CUDA; on CPU nothing is computed again), all ranks take what the one with the least room
-// needs. Says so in rank 0's log when it changes.
-void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks);
+// needs. Says so in rank 0's log when it changes. `make_room` is called where something would have to be computed again
+// and may free memory of the device first; null: nothing can be freed.
+void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
+                   const std::function<void()>& make_room = nullptr);
 
 }  // namespace trireme

@@ -19,6 +19,9 @@ class JobCounter final : public CounterStore {
   JobStore& store_;
 };
 
+// A number where it was measured on H200: docs/performance.md.
+constexpr int64_t kBackgroundProcessors = 48;
+
 SamplingOptions sampling_of(const Config& config, const Tokenizer& tokenizer) {
   const GenerationConfig& g = config.policy.generation;
   SamplingOptions s;
@@ -51,7 +54,7 @@ SamplingOptions validation_sampling(const Config& config, const Tokenizer& token
   return s;
 }
 
-EngineOptions engine_options(const Config& config) {
+EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition) {
   const GenerationConfig& g = config.policy.generation;
   EngineOptions o;
   o.cache_rows = g.kv_cache_tokens;
@@ -59,7 +62,19 @@ EngineOptions engine_options(const Config& config) {
   o.max_sequences = g.max_running_samples;
   o.prefill_chunk_tokens = g.prefill_chunk_tokens;
   o.max_total_length = config.policy.max_total_sequence_length;
+  o.partition = std::move(partition);
   return o;
+}
+
+bool reference_under_generation(const Config& config, at::Device device) {
+  const int64_t processors = config.policy.generation.background_processors;
+  return processors > 0 || (processors < 0 && device.is_cuda());
+}
+
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference) {
+  if (!reference || !reference_under_generation(config, device)) return nullptr;
+  const int64_t processors = config.policy.generation.background_processors;
+  return split_device(device, processors > 0 ? processors : kBackgroundProcessors);
 }
 
 std::vector<RewardOptions> reward_options(const Config& config) {
@@ -126,6 +141,7 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
   context_.set_phase("generation");
   std::vector<RolloutSample> own;
   std::vector<SampleRun> runs;  // index: the engine's group id
+  const SamplesToReference to_reference(engine_, request.reference, runs);
   int64_t rewarded = 0, submitted = 0;
   const int64_t wanted =
       engine_.options().max_sequences + per_prompt;  // enough to keep it full, little enough to share
@@ -144,7 +160,9 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
       runs.push_back(*run);
     }
     if (engine_.idle()) break;
-    for (GeneratedGroup& group : engine_.step()) {
+    std::vector<GeneratedGroup> finished = engine_.step();
+    if (request.reference != nullptr) request.reference->after_step(engine_);
+    for (GeneratedGroup& group : finished) {
       const SampleRun& run = runs[static_cast<size_t>(group.group_id)];
       const PromptExample& prompt = prompts[static_cast<size_t>(run.group)];
       std::vector<RewardRequest> requests;
@@ -178,6 +196,7 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
     }
     if (on_progress) on_progress();
   }
+  if (request.reference != nullptr) times.early_references += request.reference->finish(engine_, own);
   times.generation_seconds += watch.lap();
 
   context_.set_phase("rewards");

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "trainer/algorithms/reference_stream.h"
 #include "trainer/algorithms/samples.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
@@ -19,7 +20,11 @@ namespace trireme {
 
 SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer);
 SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer);
-EngineOptions engine_options(const Config& config);
+EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
+// The parts of `device` for generation and for what runs beside its last answers; null: none, or none is wanted.
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference);
+// Whether reference log-probs are computed beside generation.
+bool reference_under_generation(const Config& config, at::Device device);
 std::vector<RewardOptions> reward_options(const Config& config);
 
 struct RolloutRequest {
@@ -28,12 +33,14 @@ struct RolloutRequest {
   uint64_t first_sample_id = 0;  // of prompt 0; prompt p, sample i is first + p * samples_per_prompt + i
   std::string name;              // of the queue; never used twice in a job
   SamplingOptions sampling;
+  ReferenceStream* reference = nullptr;  // gets every sample as it ends; may be null
 };
 
 struct RolloutTimes {
   double generation_seconds = 0;  // this rank
   double rewards_seconds = 0;     // waited for rewards after generation had ended
   double gather_seconds = 0;      // waited for other ranks
+  int64_t early_references = 0;   // samples of this rank whose reference log-probs were computed meanwhile
 };
 
 class RolloutCollector final {

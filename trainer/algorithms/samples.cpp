@@ -66,6 +66,7 @@ std::string pack_samples(const std::vector<RolloutSample>& samples) {
     out.numbers(s.prompt);
     out.numbers(s.tokens);
     out.numbers(s.generation_logprobs);
+    out.numbers(s.reference_logprobs);
     out.number(static_cast<uint8_t>(s.truncated));
     out.number(static_cast<uint8_t>(s.dropped));
     out.number(s.raw_reward);
@@ -86,13 +87,15 @@ std::vector<RolloutSample> unpack_samples(std::string_view bytes) {
     s.prompt = in.numbers<int32_t>();
     s.tokens = in.numbers<int32_t>();
     s.generation_logprobs = in.numbers<float>();
+    s.reference_logprobs = in.numbers<float>();
     s.truncated = in.number<uint8_t>() != 0;
     s.dropped = in.number<uint8_t>() != 0;
     s.raw_reward = in.number<double>();
     s.reward = in.number<double>();
     s.advantage = in.number<double>();
     s.loss_multiplier = in.number<double>();
-    if (s.generation_logprobs.size() != s.tokens.size())
+    if (s.generation_logprobs.size() != s.tokens.size() ||
+        (!s.reference_logprobs.empty() && s.reference_logprobs.size() != s.tokens.size()))
       fail_data("a packed sample has another number of log-probs than tokens");
     samples.push_back(std::move(s));
   }

@@ -19,6 +19,7 @@ struct RolloutSample {
   std::vector<int32_t> prompt;
   std::vector<int32_t> tokens;             // the answer, its stop token included
   std::vector<float> generation_logprobs;  // one per answer token, from the sampler
+  std::vector<float> reference_logprobs;   // the same under the reference model; empty: not computed yet
   bool truncated = false;                  // ended at a length limit
   bool dropped = false;                    // its reward failed under the policy "drop"
   double raw_reward = 0;                   // as the rewards gave it

@@ -245,11 +245,13 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
         random_prompts(lengths, target.config.vocab_size, options.common.seed);
     GenerationOptions generation = options.generation;
     generation.max_sequences = alive;
-    Engine engine(*model, nullptr, engine_options(generation, lengths, 1),
-                  sampling_options(generation, options.common.seed));
+    EngineOptions settings = engine_options(generation, lengths, 1);
+    settings.partition = split_device(target.device, options.background_processors);
+    Engine engine(*model, nullptr, settings, sampling_options(generation, options.common.seed));
     std::vector<double> seconds;
     for (int64_t r = 0; r < options.common.repeats + 1; ++r) {  // the first one warms up
       engine.submit(forced_group(lengths, prompts, 0, 0, alive));
+      engine.share_device(settings.partition != nullptr);
       int64_t decoded = engine.stats().decode_tokens;
       while (!engine.idle()) {  // until all samples are in
         engine.step();

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/rollouts.h"
 #include "trainer/bench/work.h"
 #include "trainer/ops/philox.h"
 #include "trainer/parallel/device.h"
@@ -73,8 +74,15 @@ class StepBench final {
     exact_ = linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device);
     trainer_ = std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
+    engine_settings_.partition = partition_for(config_, target_.device, options.reference);
+    if (options.reference && reference_under_generation(config_, target_.device)) {
+      reference_stream_ =
+          std::make_unique<ReferenceStream>(*reference_, reference_distribution(config_), options.share_prompts,
+                                            engine_settings_.partition, options.collective_timeout_s);
+    }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
+    trainer_->make_room = [this] { engine_->release_cache(); };
     prompts_ = random_prompts(lengths_, target_.config.vocab_size, options.common.seed);
   }
 
@@ -153,6 +161,7 @@ class StepBench final {
     }
     std::vector<RolloutSample> own;
     std::vector<SampleRun> runs;
+    const SamplesToReference to_reference(*engine_, reference_stream_.get(), runs);
     // No more at first than an even share: what one rank takes no other can.
     const int64_t ranks = context_.data_parallel().size();
     const int64_t wanted =
@@ -168,7 +177,9 @@ class StepBench final {
         runs.push_back(*run);
       }
       if (engine_->idle()) break;
-      for (GeneratedGroup& group : engine_->step()) {
+      std::vector<GeneratedGroup> finished = engine_->step();
+      if (reference_stream_ != nullptr) reference_stream_->after_step(*engine_);
+      for (GeneratedGroup& group : finished) {
         const SampleRun& run = runs[static_cast<size_t>(group.group_id)];
         group.group_id = run.group;
         for (RolloutSample& sample : as_samples({std::move(group)})) {
@@ -177,6 +188,7 @@ class StepBench final {
         }
       }
     }
+    if (reference_stream_ != nullptr) early_references_ = reference_stream_->finish(*engine_, own);
     return own;
   }
 
@@ -226,6 +238,7 @@ class StepBench final {
     double floor_total = 0;
     for (const auto& [name, value] : floor) floor_total += value;
     const auto samples = static_cast<double>(lengths_.samples());
+    const double early = group.all_reduce_sum(static_cast<double>(early_references_));
     nlohmann::json json = report_header("step", options_.common, target_);
     json.update({{"ranks", group.size()},
                  {"lengths", lengths_.name},
@@ -234,6 +247,11 @@ class StepBench final {
                  {"global_batch_size", config_.policy.train_global_batch_size},
                  {"optimizer_steps", typical.trained.optimizer_steps},
                  {"reference", options_.reference},
+                 {"background_processors", reference_stream_ == nullptr ? 0
+                                           : engine_settings_.partition == nullptr
+                                               ? -1
+                                               : engine_settings_.partition->background_processors},
+                 {"references_under_generation", early},
                  {"recomputed_layers", policy_->recompute().whole_layers},
                  {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
                  {"share_prompts", options_.share_prompts},
@@ -266,6 +284,8 @@ class StepBench final {
     table.add({"step (median of " + std::to_string(seconds.size()) + ")", format_fixed(middle, 3),
                format_fixed(middle, 3), format_fixed(floor_total, 3)});
     table.print(out);
+    if (reference_stream_ != nullptr)
+      out << "reference log-probs computed under generation: of " << format_fixed(early, 0) << " samples\n";
     out << "samples/s: " << format_fixed(samples / middle, 2) << ", of a device "
         << format_fixed(samples / middle / static_cast<double>(group.size()), 2) << "\n"
         << "tokens whose log-prob bits differ between sampler and loss: " << mismatched << "\n";
@@ -282,13 +302,15 @@ class StepBench final {
   const Ceilings ceilings_;
   EngineOptions engine_settings_;
   std::unique_ptr<Model> policy_, reference_;
+  std::unique_ptr<ReferenceStream> reference_stream_;  // or null
   std::unique_ptr<DistributedAdamW> optimizer_;
   std::unique_ptr<PolicyTrainer> trainer_;
   std::unique_ptr<Engine> engine_;
   std::vector<std::vector<int32_t>> prompts_;
   uint64_t next_sample_id_ = 0;
   int64_t steps_done_ = 0;
-  bool exact_ = true;  // else a pass for the previous log-probs runs
+  int64_t early_references_ = 0;  // of the last step, this rank
+  bool exact_ = true;             // else a pass for the previous log-probs runs
 };
 
 }  // namespace
@@ -326,6 +348,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.generation.temperature = options.generation.temperature;
   policy.generation.max_running_samples = options.generation.max_sequences;
   policy.generation.prefill_chunk_tokens = options.generation.prefill_chunk_tokens;
+  policy.generation.background_processors = options.background_processors;
   config.cluster.processes = ranks;
   config.cluster.collective_timeout_s = options.collective_timeout_s;
   derive_defaults(config);

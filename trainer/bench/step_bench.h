@@ -22,8 +22,9 @@ struct StepBenchOptions {
   int64_t train_tokens = 16384;            // of a packed micro-batch; raised to the longest sample
   std::string gradient_dtype = "float32";  // in which backward adds up and ranks reduce
   bool checkpoint_activations = false;
-  int64_t recompute_layers = -1;  // policy.recompute_layers
-  bool share_prompts = false;     // policy.sequence_packing.share_prompts
+  int64_t recompute_layers = -1;       // policy.recompute_layers
+  bool share_prompts = false;          // policy.sequence_packing.share_prompts
+  int64_t background_processors = -1;  // policy.generation.background_processors
   double collective_timeout_s = 600;
 };
 

@@ -86,6 +86,11 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--alive", o->alive, "numbers of samples, e.g. 16,64")->delimiter(',');
     verb->add_option("--context", o->context, "mean tokens of a sample");
     verb->add_option("--steps", o->steps, "measured steps");
+    verb->add_option(
+            "--background-processors", o->background_processors,
+            "decode without so many multiprocessors, as while reference log-probs are computed (CUDA, up to 32 "
+            "samples)")
+        ->check(CLI::Range(int64_t{0}, int64_t{1024}));
     verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
     verb->callback([o, &context] {
       context.run = [o] {
@@ -138,6 +143,9 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--recompute-layers", o->recompute_layers,
                      "the first so many; -1: as many as the memory asks for");
     verb->add_flag("--share-prompts", o->share_prompts, "a group's prompt once in a micro-batch");
+    verb->add_option("--background-processors", o->background_processors,
+                     "policy.generation.background_processors (default: -1)")
+        ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
     verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
     verb->callback([o, &context] {
       context.run = [o] {

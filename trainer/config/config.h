@@ -239,6 +239,7 @@ struct GenerationConfig {
   int64_t prefill_chunk_tokens = 2048;    // (ours) prompt tokens prefilled in one engine step
   int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
+  int64_t background_processors = -1;     // (ours) for reference log-probs beside the last answers; -1: see fields.cpp
   ColocatedConfig colocated;
 };
 

@@ -10,19 +10,64 @@
 
 #include "base/error.h"
 #ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/mapped_memory.h"
 #include "trainer/ops/cuda/row_ops.h"
 #endif
 
 namespace trireme {
 
+#ifndef TRIREME_CUDA
+namespace cuda {
+class MappedMemory {};  // there is none
+}  // namespace cuda
+#endif
+
 KvArena::KvArena(const ModelConfig& config, int64_t capacity_rows, at::ScalarType dtype, at::Device device)
-    : capacity_rows_(capacity_rows) {
+    : config_(config), capacity_rows_(capacity_rows), options_(at::TensorOptions().dtype(dtype).device(device)) {
   TRIREME_CHECK(capacity_rows > 0, "the arena needs at least one row");
-  const auto options = at::TensorOptions().dtype(dtype).device(device);
-  for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    keys_.push_back(at::zeros({capacity_rows, config.num_kv_heads, config.head_dim}, options));
-    values_.push_back(at::zeros({capacity_rows, config.num_kv_heads, config.head_dim}, options));
+#ifdef TRIREME_CUDA
+  if (device.is_cuda()) {
+    memory_ = std::make_unique<cuda::MappedMemory>(device, capacity_rows * bytes_per_row(config, dtype));
+    memory_->map();
+    make_tensors(memory_->address());
+    return;
   }
+#endif
+  make_tensors(nullptr);
+}
+
+KvArena::~KvArena() = default;
+
+void KvArena::make_tensors(void* memory) {
+  const std::vector<int64_t> shape = {capacity_rows_, config_.num_kv_heads, config_.head_dim};
+  auto* at = static_cast<char*>(memory);
+  for (std::vector<at::Tensor>* side : {&keys_, &values_}) {
+    for (int64_t layer = 0; layer < config_.num_layers; ++layer) {
+      side->push_back(at == nullptr ? at::zeros(shape, options_) : at::from_blob(at, shape, options_));
+      if (at != nullptr) at += side->back().nbytes();
+    }
+  }
+}
+
+void KvArena::release() {
+  if (!resident_) return;
+#ifdef TRIREME_CUDA
+  if (memory_ != nullptr) memory_->unmap();
+#endif
+  if (memory_ == nullptr) {
+    keys_.clear();
+    values_.clear();
+  }
+  resident_ = false;
+}
+
+void KvArena::restore() {
+  if (resident_) return;
+#ifdef TRIREME_CUDA
+  if (memory_ != nullptr) memory_->map();
+#endif
+  if (memory_ == nullptr) make_tensors(nullptr);
+  resident_ = true;
 }
 
 void KvArena::check_range(int64_t from, int64_t to, int64_t rows) const {

@@ -4,11 +4,16 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "trainer/model/config.h"
 
 namespace trireme {
+
+namespace cuda {
+class MappedMemory;
+}
 
 // `rows` rows from row `from` to row `to`, in every layer.
 struct RowMove {
@@ -21,9 +26,18 @@ struct RowMove {
 class KvArena final {
  public:
   KvArena(const ModelConfig& config, int64_t capacity_rows, at::ScalarType dtype, at::Device device);
+  ~KvArena();
+  KvArena(const KvArena&) = delete;
+  KvArena& operator=(const KvArena&) = delete;
+
+  // Gives the memory back until restore(), which fills it with zeros. On CUDA the tensors keep their addresses, and
+  // must not be used meanwhile; release() waits for the device.
+  void release();
+  void restore();
+  bool resident() const { return resident_; }
 
   int64_t capacity_rows() const { return capacity_rows_; }
-  int64_t num_layers() const { return static_cast<int64_t>(keys_.size()); }
+  int64_t num_layers() const { return config_.num_layers; }
   const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }      // [capacity, kv_heads, head_dim], rotated
   const at::Tensor& values(int64_t layer) const { return values_[layer]; }  // [capacity, kv_heads, head_dim]
 
@@ -41,7 +55,13 @@ class KvArena final {
  private:
   void check_range(int64_t from, int64_t to, int64_t rows) const;
 
+  void make_tensors(void* memory);
+
+  ModelConfig config_;
   int64_t capacity_rows_ = 0;
+  at::TensorOptions options_;
+  bool resident_ = true;
+  std::unique_ptr<cuda::MappedMemory> memory_;  // on CUDA: keys of all layers, then values
   std::vector<at::Tensor> keys_;
   std::vector<at::Tensor> values_;
   at::Tensor addresses_;  // of both on the device, once needed

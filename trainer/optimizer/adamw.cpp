@@ -97,6 +97,9 @@ void DistributedAdamW::reduce_in_next_backward() {
   model_.on_gradients_final = [this](int64_t from) { reduce_from(from); };
 }
 
+// Reductions whose copies and results are kept at once: more would only take memory.
+constexpr size_t kMostUnderWay = 8;
+
 // All ranks begin the buckets in one order, from the last to the first, whether in a backward pass or after it.
 void DistributedAdamW::reduce_from(int64_t from) {
   const c10::NoGradGuard no_grad;
@@ -117,18 +120,21 @@ void DistributedAdamW::reduce_from(int64_t from) {
     if (wire != at::kFloat) mine = reduction.received = at::empty({part}, reduction.sent.options());
     reduction.pending = group_.begin_reduce_scatter_sum(mine, reduction.sent);
     reductions_.push_back(std::move(reduction));
+    if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
   }
+}
+
+void DistributedAdamW::finish_oldest_reduction() {
+  const int64_t part = bucket_ / group_.size();
+  Reduction& reduction = reductions_.front();
+  reduction.pending.wait();
+  if (reduction.received.defined()) grads_.narrow(0, reduction.bucket * part, part).copy_(reduction.received);
+  reductions_.pop_front();
 }
 
 void DistributedAdamW::finish_reduction() {
   reduce_from(0);
-  const int64_t part = bucket_ / group_.size();
-  for (Reduction& reduction : reductions_) {
-    reduction.pending.wait();
-    if (reduction.received.defined()) grads_.narrow(0, reduction.bucket * part, part).copy_(reduction.received);
-    reduction = {};
-  }
-  reductions_.clear();
+  while (!reductions_.empty()) finish_oldest_reduction();
   unreduced_ = buckets_;
 }
 
@@ -146,7 +152,7 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   if (armed_) model_.on_gradients_final = nullptr;
   armed_ = false;
   OptimizerStep result;
-  result.reduced_early = static_cast<int64_t>(reductions_.size());
+  result.reduced_early = buckets_ - unreduced_;
   if (grads_.defined()) finish_reduction();
   const double squares = group_.all_reduce_sum(sum_of_squares());
   check_finite(squares);

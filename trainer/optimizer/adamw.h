@@ -92,6 +92,7 @@ class DistributedAdamW final {
   int64_t bucket_begin(int64_t bucket) const { return bucket * bucket_; }
   // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
   void reduce_from(int64_t from);
+  void finish_oldest_reduction();
   void finish_reduction();
   double sum_of_squares() const;
   void check_finite(double squares) const;
@@ -116,7 +117,7 @@ class DistributedAdamW final {
   at::Tensor exp_avg_;  // [owned] fp32
   at::Tensor exp_avg_sq_;
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
-  std::vector<Reduction> reductions_;
+  std::deque<Reduction> reductions_;
   int64_t unreduced_ = 0;  // buckets 0 .. unreduced_ - 1 of this step have not begun
   bool armed_ = false;     // the model calls reduce_from
   std::deque<Gathering> gatherings_;

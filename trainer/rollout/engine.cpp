@@ -129,9 +129,9 @@ struct Engine::Impl {
   void allocate();
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
-  std::vector<Complete> step();
+  std::vector<Complete> step(const Engine& engine);
   void start_step();
-  void look_at(const Outputs& outputs, std::vector<Complete>& complete);
+  void look_at(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete);
   bool stops(const Group& group, const GeneratedSample& sample) const;
   int64_t token(const Sample& sample, int64_t position) const;
   Sample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
@@ -185,14 +185,19 @@ void Engine::Impl::allocate() {
   const int64_t rows = options.cache_rows + (on_cuda() ? kDeviceScratchRows : 0);
   arena = std::make_unique<KvArena>(model.config(), rows, model.options().dtype, model.options().device);
 #ifdef TRIREME_CUDA
-  if (on_cuda()) runner = make_device_runner(model, *arena, options.max_sequences);
+  if (on_cuda()) runner = make_device_runner(model, *arena, options.max_sequences, options.partition);
 #endif
   if (runner == nullptr) runner = make_host_runner(model, *arena);
   stats.cache_rows = options.cache_rows;
 }
 
 void Engine::Impl::submit(GroupRequest request) {
-  if (arena == nullptr) allocate();
+  if (arena == nullptr) {
+    allocate();
+  } else if (!arena->resident()) {
+    arena->restore();
+    stats.cache_rows = options.cache_rows;
+  }
   auto group = std::make_unique<Group>();
   int64_t first = 0;
   try {
@@ -231,7 +236,7 @@ int64_t Engine::Impl::token(const Sample& sample, int64_t position) const {
   return -(sample.unseen + 1);
 }
 
-std::vector<Engine::Impl::Complete> Engine::Impl::step() {
+std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
   const at::NoGradGuard no_grad;
   std::vector<Complete> complete;
   Stopwatch watch;
@@ -251,7 +256,7 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step() {
     stats.sequence_steps += static_cast<int64_t>(plan.segments.size());
   }
   if (options.late_stops) {
-    if (steps_pending > 0) look_at(unseen, complete);
+    if (steps_pending > 0) look_at(engine, unseen, complete);
     unseen = std::move(started);
     steps_pending = any ? 1 : 0;
     for (size_t i = 0; i < unseen.size(); ++i) {
@@ -259,7 +264,7 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step() {
       if (sequence >= first_sequence) at(sequence).unseen = static_cast<int64_t>(i);
     }
   } else if (any) {
-    look_at(started, complete);
+    look_at(engine, started, complete);
   }
   stats.seconds += watch.seconds();
   return complete;
@@ -295,7 +300,7 @@ void Engine::Impl::start_step() {
 }
 
 // Takes the results of the oldest step, whose outputs these are.
-void Engine::Impl::look_at(const Outputs& outputs, std::vector<Complete>& complete) {
+void Engine::Impl::look_at(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete) {
   Stopwatch watch;
   const SampleResult result_of_step = runner->take();
   stats.waiting_seconds += watch.lap();
@@ -317,6 +322,7 @@ void Engine::Impl::look_at(const Outputs& outputs, std::vector<Complete>& comple
     result.finish = stopped ? FinishReason::kStop : FinishReason::kLength;
     sample.finished = true;
     if (stopped) scheduler->stop(sequence);
+    if (engine.on_sample) engine.on_sample(group.request, sample.index, result);
     if (--group.unfinished > 0) continue;
     const auto entry = groups.find(sequence - sample.index);
     group.result.prompt = std::move(group.request.prompt);
@@ -352,7 +358,7 @@ void Engine::submit(GroupRequest request) { impl_->submit(std::move(request)); }
 std::vector<GeneratedGroup> Engine::step() {
   std::vector<GeneratedGroup> result;
   if (idle()) return result;
-  for (auto& [order, group] : impl_->step()) result.push_back(std::move(group));
+  for (auto& [order, group] : impl_->step(*this)) result.push_back(std::move(group));
   return result;
 }
 
@@ -367,7 +373,7 @@ int64_t Engine::unfinished_samples() const {
 std::vector<GeneratedGroup> Engine::run() {
   std::vector<Impl::Complete> complete;
   while (!idle()) {
-    for (Impl::Complete& group : impl_->step()) complete.push_back(std::move(group));
+    for (Impl::Complete& group : impl_->step(*this)) complete.push_back(std::move(group));
   }
   std::sort(complete.begin(), complete.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<GeneratedGroup> result;
@@ -375,15 +381,20 @@ std::vector<GeneratedGroup> Engine::run() {
   return result;
 }
 
+void Engine::share_device(bool on) {
+  if (impl_->runner != nullptr) impl_->runner->share_device(on);
+}
+
 void Engine::weights_changed() { impl_->scheduler->drop_cache(); }
 
 void Engine::release_cache() {
   TRIREME_CHECK(idle(), "the rollout cache was released while samples are unfinished");
   impl_->scheduler->drop_cache();
-  impl_->runner.reset();
+  // A step whose tokens nobody needs may still be under way.
+  if (impl_->steps_pending > 0) (void)impl_->runner->take();
   impl_->unseen.clear();
   impl_->steps_pending = 0;
-  impl_->arena.reset();
+  if (impl_->arena != nullptr) impl_->arena->release();
   impl_->stats.cache_rows = 0;
 }
 

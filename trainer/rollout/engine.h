@@ -2,12 +2,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "trainer/model/model.h"
+#include "trainer/ops/partition.h"
 #include "trainer/tokenizer/tokenizer.h"
 
 namespace trireme {
@@ -38,6 +40,8 @@ struct EngineOptions {
   // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is
   // dropped. For devices that run ahead of the host (always on CUDA); the samples are the same.
   bool late_stops = false;
+  // Of the model's device, for share_device; null: it is never shared.
+  std::shared_ptr<const DevicePartition> partition;
 };
 
 struct GroupRequest {
@@ -104,9 +108,16 @@ class Engine final {
   // Steps until idle; groups in the order in which they were submitted.
   std::vector<GeneratedGroup> run();
 
+  // Called in step() for every sample that has ended, before its group is complete. `index`: in the group. May be
+  // empty.
+  std::function<void(const GroupRequest& group, int64_t index, const GeneratedSample& sample)> on_sample;
+  // From the next step on, while few samples are left (kSharedDeviceSamples), generation keeps to the foreground of
+  // EngineOptions::partition. Switched off again before anything else reads or writes what the engine does.
+  void share_device(bool on);
+
   // Everything cached is forgotten; unfinished samples go on with the new weights.
   void weights_changed();
-  // Gives the cache's memory back; the next submit takes it again. Only when idle.
+  // Gives the cache's memory back; the next submit takes it again (captured graphs stay). Only when idle.
   void release_cache();
 
   const EngineOptions& options() const;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "trainer/model/model.h"
+#include "trainer/ops/partition.h"
 #include "trainer/rollout/scheduler.h"
 
 namespace trireme {
@@ -26,14 +27,19 @@ class StepRunner {
   virtual void start(const StepRequest& request) = 0;
   // The results of the oldest step that was not taken yet; waits for it.
   virtual SampleResult take() = 0;
+  // From the next step on: steps of at most kSharedDeviceSamples samples run in the foreground of the partition, so
+  // that somebody else can compute in its background. Nothing where there is no partition.
+  virtual void share_device(bool /*on*/) {}
 };
+inline constexpr int64_t kSharedDeviceSamples = 32;
 
 // CPU: everything happens in start(). `arena` has the plan's rows.
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena);
 
 // CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. `arena`
-// has one row more than the scheduler knows of, which padded rows write to.
-std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows);
+// has one row more than the scheduler knows of, which padded rows write to. `partition` may be null.
+std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows,
+                                               std::shared_ptr<const DevicePartition> partition);
 inline constexpr int64_t kDeviceScratchRows = 1;
 // Memory of the device that nobody holds, what LibTorch's allocator has cached included.
 int64_t device_available_bytes(at::Device device);

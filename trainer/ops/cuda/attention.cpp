@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cuda/rows.h"
+#include "trainer/ops/processors.h"
 #include "trainer/ops/shared_keys.h"
 
 namespace trireme::cuda {
@@ -408,7 +409,9 @@ CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device 
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
   // Measured on H200 (docs/performance.md): a cluster pays while all of them are on the chip at once, which has room
   // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles.
-  const int64_t pairs = runs * kv_heads;
+  constexpr int64_t kProcessors = 132;
+  const int64_t limit = processor_limit() > 0 ? processor_limit() : kProcessors;
+  const int64_t pairs = (runs * kv_heads * kProcessors + limit - 1) / limit;  // as many for all processors
   if (pairs <= 15) return DecodeKernel::kCluster8;
   if (pairs <= 30) return DecodeKernel::kCluster4;
   if (pairs <= 66) return DecodeKernel::kCluster2;

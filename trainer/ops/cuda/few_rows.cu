@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "trainer/ops/cuda/few_rows_kernel.cuh"
+#include "trainer/ops/processors.h"
 
 namespace trireme::cuda {
 namespace {
@@ -59,11 +60,12 @@ size_t shared_bytes(const FewRowsPlan& plan, const FewRowsArgs& a) {
 
 cudaError_t current_device(int* device) { return cudaGetDevice(device); }
 
+// That this thread's kernels run on.
 int processors() {
   int device = 0, count = 0;
   if (current_device(&device) != cudaSuccess) return 0;
   if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 0;
-  return count;
+  return processor_limit() > 0 ? std::min(count, processor_limit()) : count;
 }
 
 bool is_hopper() {
@@ -196,7 +198,7 @@ int resident_clusters(const FewRowsArgs& a, const FewRowsPlan& plan, const void*
                                                           plan.shared_bytes);
     count *= processors;
   }
-  if (error == cudaSuccess) return count;
+  if (error == cudaSuccess) return std::min(count, std::max(1, processors / plan.cluster));
   cudaGetLastError();
   return 0;
 }

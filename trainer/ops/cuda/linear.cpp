@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "trainer/ops/cuda/few_rows.h"
 #include "trainer/ops/cuda/row_ops.h"
+#include "trainer/ops/processors.h"
 
 namespace trireme::cuda {
 namespace {
@@ -163,8 +164,7 @@ class Library {
 
   explicit Library(int device) : device_(device) {
     check(cublasLtCreate(&handle_), "creating a handle");
-    exact_workspace_ = make_workspace(exact_bytes_);
-    backward_workspace_ = make_workspace(kBackwardWorkspaceBytes);
+    set_exact_bytes(exact_bytes_);
   }
 
   void run(const Product& product, const void* a, const void* b, const void* bias, void* d) {
@@ -175,7 +175,9 @@ class Library {
             "setting the bias");
     }
     const float alpha = 1.0f, beta = product.accumulate ? 1.0f : 0.0f;
-    const at::Tensor& workspace = product.exact ? exact_workspace_ : backward_workspace_;
+    const auto lane = static_cast<size_t>(work_lane());
+    at::Tensor& workspace = product.exact ? exact_workspaces_[lane] : backward_workspaces_[lane];
+    if (!workspace.defined()) workspace = make_workspace(kBackwardWorkspaceBytes);
     check(cublasLtMatmul(handle_, layouts.operation, &alpha, a, layouts.a, b, layouts.b, &beta, d, layouts.d, d,
                          layouts.d, &layouts.algorithm, workspace.mutable_data_ptr(), workspace.nbytes(),
                          stream_of(device_)),
@@ -186,7 +188,7 @@ class Library {
   void set_exact_bytes(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     exact_bytes_ = bytes;
-    exact_workspace_ = make_workspace(bytes);
+    for (at::Tensor& workspace : exact_workspaces_) workspace = make_workspace(bytes);
     for (auto it = products_.begin(); it != products_.end();) it = it->first.exact ? products_.erase(it) : ++it;
   }
 
@@ -259,7 +261,7 @@ class Library {
   cublasLtHandle_t handle_ = nullptr;
   std::mutex mutex_;
   size_t exact_bytes_ = kExactWorkspaceBytes;
-  at::Tensor exact_workspace_, backward_workspace_;
+  at::Tensor exact_workspaces_[kLanes], backward_workspaces_[kLanes];
   std::map<Product, Layouts> products_;
 };
 
@@ -321,17 +323,17 @@ FewRowsPlan tried_plan(int device, FewRowsArgs args) {
   }
 }
 
-// The plan for a shape, made once; once more, by trial, when decoding begins.
+// The plan for a shape on this thread's processors, made once; once more, by trial, when decoding begins.
 FewRowsPlan few_rows_plan_of(int device, FewRowsArgs args) {
   static std::mutex mutex;
   struct Kept {
     FewRowsPlan plan;
     bool made = false, tried = false;
   };
-  static std::map<std::tuple<int, int64_t, int64_t, int64_t, bool>, Kept> plans;
+  static std::map<std::tuple<int, int, int64_t, int64_t, int64_t, bool>, Kept> plans;
   args.rows = (args.rows + 7) / 8 * 8;  // plans count rows in eights
   const std::lock_guard<std::mutex> lock(mutex);
-  Kept& kept = plans[{device, args.rows, args.in, args.out, args.swiglu}];
+  Kept& kept = plans[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu}];
   if (decoding && !kept.tried && !capturing(device)) {
     kept.plan = tried_plan(device, args);
     kept.made = kept.tried = true;

@@ -14,10 +14,12 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "base/error.h"
 #include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/processors.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -26,6 +28,11 @@ namespace {
 
 // Steps whose uploads or results may be under way at once: the one running, the one before it, and the next.
 constexpr int64_t kSlots = 3;
+
+// Most samples of a step that leaves a part of the device to others: up to here every product is our own kernel, which
+// is cut for the processors it has.
+constexpr int64_t kSharedRows = kSharedDeviceSamples;
+static_assert(kSharedRows <= 32);
 
 // First tokens of a step's new groups: at most this many samples. Their buffers are 2 MB.
 constexpr int64_t kMaxOutputs = int64_t{1} << 17;
@@ -71,9 +78,10 @@ class DecodeInputs {
 
 class DeviceRunner final : public StepRunner {
  public:
-  DeviceRunner(const Model& model, KvArena& arena, int64_t max_rows)
+  DeviceRunner(const Model& model, KvArena& arena, int64_t max_rows, std::shared_ptr<const DevicePartition> partition)
       : model_(model),
         arena_(arena),
+        partition_(std::move(partition)),
         device_(model.options().device),
         group_(model.config().num_heads / model.config().num_kv_heads),
         scratch_row_(arena.capacity_rows() - kDeviceScratchRows),
@@ -97,11 +105,15 @@ class DeviceRunner final : public StepRunner {
       slot.logprobs = pinned(kMaxOutputs, at::kFloat);
       C10_CUDA_CHECK(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming));
     }
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&turn_, cudaEventDisableTiming));
+    last_ = stream();
+    if (partition_ != nullptr) prepare_shared();
   }
 
   ~DeviceRunner() override {
     // Kernels of a step that failed half way may still read the pinned ring.
-    (void)cudaStreamSynchronize(stream());
+    (void)cudaStreamSynchronize(last_);
+    (void)cudaEventDestroy(turn_);
     for (Slot& slot : slots_) {
       if (slot.done == nullptr) continue;
       (void)cudaEventSynchronize(slot.done);
@@ -117,6 +129,10 @@ class DeviceRunner final : public StepRunner {
                 " samples; lower policy.generation.prefill_chunk_tokens");
     }
     TRIREME_CHECK(pending_.size() + 1 < kSlots, "a step was started before the results of earlier ones were taken");
+    std::optional<PartitionScope> part;
+    if (shared_ && plan.tokens <= kSharedRows && is_decode(plan))
+      part.emplace(*partition_, PartitionScope::Part::kForeground);
+    take_turn();
     move_rows(plan);
     Slot& slot = slots_[static_cast<size_t>(next_slot_)];
     next_slot_ = (next_slot_ + 1) % kSlots;
@@ -129,6 +145,13 @@ class DeviceRunner final : public StepRunner {
     }
     C10_CUDA_CHECK(cudaEventRecord(slot.done, stream()));
     pending_.push_back(&slot);
+  }
+
+  void share_device(bool on) override {
+    shared_ = on && partition_ != nullptr;
+    if (shared_) return;
+    const c10::cuda::CUDAGuard guard(device_);
+    take_turn();  // whoever uses the current stream next comes after the last step
   }
 
   SampleResult take() override {
@@ -168,6 +191,34 @@ class DeviceRunner final : public StepRunner {
   }
   int64_t result_bytes() const { return ring_.result_rows * static_cast<int64_t>(sizeof(int64_t) + sizeof(float)); }
   cudaStream_t stream() const { return c10::cuda::getCurrentCUDAStream(device_.index()).stream(); }
+
+  // The current stream goes on where the one before it, which steps were queued on, ends.
+  void take_turn() {
+    const cudaStream_t now = stream();
+    if (now == last_) return;
+    C10_CUDA_CHECK(cudaEventRecord(turn_, last_));
+    C10_CUDA_CHECK(cudaStreamWaitEvent(now, turn_, 0));
+    last_ = now;
+  }
+
+  // The foreground's graphs, while nobody else computes: plans of products are found by trial.
+  void prepare_shared() {
+    {
+      const PartitionScope part(*partition_, PartitionScope::Part::kForeground);
+      take_turn();
+      for (int64_t rows = 1; rows <= kSharedRows; ++rows) {
+        const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
+        Graph& graph = graphs_[{bucket, runs, false, true}];
+        if (graph.captured) continue;
+        const int64_t place = decode_steps_++ % kSlots;
+        (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
+        run_decode(bucket, runs, /*filters=*/false);
+        capture(graph, bucket, runs, /*filters=*/false, /*shared=*/true);
+      }
+      C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
+    }
+    take_turn();
+  }
 
   // Every segment has one new token, and every one of them is sampled from, in order.
   static bool is_decode(const StepPlan& plan) {
@@ -225,8 +276,26 @@ class DeviceRunner final : public StepRunner {
     char* results = static_cast<char*>(downloads_.mutable_data_ptr()) + place * result_bytes();
     slot.id = reinterpret_cast<const int64_t*>(results);
     slot.logprob = reinterpret_cast<const float*>(slot.id + ring_.result_rows);
-    const DecodeInputs host(static_cast<char*>(uploads_.mutable_data_ptr()) + place * ring_.input_stride, bucket, runs,
-                            at::kCPU);
+    const DecodeInputs host(upload_of(place), bucket, runs, at::kCPU);
+    const bool filters = fill(request, host, rows, bucket, runs);
+    const bool shared = partition_ != nullptr && processor_limit() > 0;
+    Graph& graph = graphs_[{bucket, runs, filters, shared}];
+    if (graph.captured) {
+      graph.graph.replay();
+      return;
+    }
+    // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
+    run_decode(bucket, runs, filters);
+    capture(graph, bucket, runs, filters, shared);
+  }
+
+  void* upload_of(int64_t place) const {
+    return static_cast<char*>(uploads_.mutable_data_ptr()) + place * ring_.input_stride;
+  }
+
+  // Inputs of `rows` sequences; the other rows of the bucket read and write the scratch row. Returns whether any of
+  // them has a filter.
+  bool fill(const StepRequest& request, const DecodeInputs& host, int64_t rows, int64_t bucket, int64_t runs) const {
     int64_t* token = host.tokens.mutable_data_ptr<int64_t>();
     int64_t* position = host.positions.mutable_data_ptr<int64_t>();
     int64_t* token_row = host.token_rows.mutable_data_ptr<int64_t>();
@@ -236,8 +305,8 @@ class DeviceRunner final : public StepRunner {
     float* parameter = host.parameters.mutable_data_ptr<float>();
     int32_t* top_k = host.top_k.mutable_data_ptr<int32_t>();
     for (int64_t i = 0; i < bucket; ++i) {
-      const bool used = i < rows;  // other rows read and write the scratch row
-      const Segment segment = used ? plan.segments[static_cast<size_t>(i)] : Segment{0, scratch_row_, 0, 1};
+      const bool used = i < rows;
+      const Segment segment = used ? request.plan->segments[static_cast<size_t>(i)] : Segment{0, scratch_row_, 0, 1};
       token[i] = used ? request.tokens[static_cast<size_t>(i)] : 0;
       position[i] = segment.past;
       token_row[i] = segment.start + segment.past;
@@ -256,14 +325,7 @@ class DeviceRunner final : public StepRunner {
       std::copy(plain, plain + 4, parameter + 4 * i);
       top_k[i] = 0;
     }
-    Graph& graph = graphs_[{bucket, runs, filters}];
-    if (graph.captured) {
-      graph.graph.replay();
-      return;
-    }
-    // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
-    run_decode(bucket, runs, filters);
-    capture(graph, bucket, runs, filters);
+    return filters;
   }
 
   void run_decode(int64_t bucket, int64_t runs, bool filters) {
@@ -291,9 +353,11 @@ class DeviceRunner final : public StepRunner {
     logprobs_.narrow(0, 0, samples.logprobs.size(0)).copy_(samples.logprobs);
   }
 
-  void capture(Graph& graph, int64_t bucket, int64_t runs, bool filters) {
+  // Kernels of a graph run on the processors of the stream that it was captured on.
+  void capture(Graph& graph, int64_t bucket, int64_t runs, bool filters, bool shared) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
-    const c10::cuda::CUDAStream side = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
+    const c10::cuda::CUDAStream side = shared ? c10::cuda::getCurrentCUDAStream(device_.index())
+                                              : c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
     const c10::cuda::CUDAStreamGuard guard(side);
     graph.graph.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
     run_decode(bucket, runs, filters);
@@ -338,6 +402,7 @@ class DeviceRunner final : public StepRunner {
 
   const Model& model_;
   KvArena& arena_;
+  const std::shared_ptr<const DevicePartition> partition_;  // or null
   const at::Device device_;
   const int64_t group_;
   const int64_t scratch_row_;
@@ -351,14 +416,18 @@ class DeviceRunner final : public StepRunner {
   Slot slots_[kSlots];
   int64_t next_slot_ = 0;
   std::deque<Slot*> pending_;
-  std::map<std::tuple<int64_t, int64_t, bool>, Graph> graphs_;  // by rows, runs, filters
+  std::map<std::tuple<int64_t, int64_t, bool, bool>, Graph> graphs_;  // by rows, runs, filters, whether shared
+  bool shared_ = false;
+  cudaStream_t last_ = nullptr;  // that a step was queued on
+  cudaEvent_t turn_ = nullptr;
   std::vector<RowMove> moves_;
 };
 
 }  // namespace
 
-std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows) {
-  return std::make_unique<DeviceRunner>(model, arena, max_rows);
+std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows,
+                                               std::shared_ptr<const DevicePartition> partition) {
+  return std::make_unique<DeviceRunner>(model, arena, max_rows, std::move(partition));
 }
 
 int64_t device_available_bytes(at::Device device) {

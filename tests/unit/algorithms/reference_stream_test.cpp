@@ -1,0 +1,157 @@
+// Reference log-probs computed beside generation have the bits of the pass after it.
+#include "trainer/algorithms/reference_stream.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kVocabulary = 90;
+
+std::unique_ptr<Model> tiny_model(uint64_t seed) {
+  ModelConfig config;
+  config.family = ModelFamily::kQwen3;
+  config.vocab_size = kVocabulary;
+  config.hidden_size = 32;
+  config.intermediate_size = 48;
+  config.num_layers = 2;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.head_dim = 8;
+  config.max_position_embeddings = 128;
+  config.initializer_range = 0.3;
+  config.rope.head_dim = 8;
+  config.rope.theta = 10000.0;
+  config.qk_norm = true;
+  config.tie_word_embeddings = true;
+  ModelOptions options;
+  options.trainable = false;
+  auto model = std::make_unique<Model>(config, options);
+  init_parameters(*model, seed);
+  return model;
+}
+
+struct Rollout {
+  std::vector<RolloutSample> samples;
+  int64_t filled = 0;
+};
+
+// 3 prompts of 14 answers, of 1 to 40 tokens. Waits in mid-generation until the stream has got to one of them.
+Rollout generate(const Model& policy, ReferenceStream* stream) {
+  SamplingOptions sampling;
+  sampling.seed = 9;
+  Engine engine(policy, nullptr, {.cache_rows = 4000, .max_sequences = 64}, sampling);
+  Rollout rollout;
+  std::vector<SampleRun> runs;
+  std::mt19937 random(3);
+  for (int64_t g = 0; g < 3; ++g) {
+    GroupRequest group;
+    group.group_id = g;
+    group.samples = 14;
+    group.first_sample_id = static_cast<uint64_t>(g * 14);
+    for (int64_t t = 0; t < 4 + g; ++t) group.prompt.push_back(static_cast<int32_t>(random() % kVocabulary));
+    for (int64_t i = 0; i < 14; ++i) group.forced_lengths.push_back(1 + static_cast<int64_t>(random() % 40));
+    engine.submit(std::move(group));
+    runs.push_back({g, 0, 14});
+  }
+  const SamplesToReference to_reference(engine, stream, runs);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!engine.idle()) {
+    const std::vector<GeneratedGroup> finished = engine.step();
+    if (stream != nullptr) {
+      stream->after_step(engine);
+      while (engine.unfinished_samples() == 10 && stream->computed() == 0 &&
+             std::chrono::steady_clock::now() < deadline)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    for (const GeneratedGroup& group : finished) {
+      for (size_t i = 0; i < group.samples.size(); ++i) {
+        RolloutSample sample;
+        sample.group = group.group_id;
+        sample.index = static_cast<int64_t>(i);
+        sample.prompt = group.prompt;
+        sample.tokens = group.samples[i].tokens;
+        sample.generation_logprobs = group.samples[i].logprobs;
+        rollout.samples.push_back(std::move(sample));
+      }
+    }
+  }
+  if (stream != nullptr) rollout.filled = stream->finish(engine, rollout.samples);
+  return rollout;
+}
+
+class ReferenceStreams : public testing::TestWithParam<bool> {};
+
+TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
+  const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
+  const LogprobOptions options = SamplingOptions().logprob_options();
+  ReferenceStream stream(*reference, options, GetParam(), nullptr, /*timeout_s=*/60, /*micro_batch_tokens=*/64);
+  for (int round = 0; round < 2; ++round) {
+    const Rollout rollout = generate(*policy, &stream);
+    ASSERT_EQ(rollout.samples.size(), 42u);
+    EXPECT_GT(rollout.filled, 0);
+    EXPECT_LT(rollout.filled, 42) << "the last sample ends with generation";
+    Bin all;
+    for (size_t i = 0; i < rollout.samples.size(); ++i) all.push_back(static_cast<int64_t>(i));
+    const at::NoGradGuard no_grad;
+    const at::Tensor expected = answer_logprobs(*reference, make_micro_batch(rollout.samples, all), options);
+    const float* value = expected.const_data_ptr<float>();
+    int64_t filled = 0;
+    for (const RolloutSample& sample : rollout.samples) {
+      if (!sample.reference_logprobs.empty()) {
+        ++filled;
+        ASSERT_EQ(sample.reference_logprobs.size(), sample.tokens.size());
+        EXPECT_EQ(0, std::memcmp(sample.reference_logprobs.data(), value, sample.tokens.size() * sizeof(float)));
+      }
+      value += sample.tokens.size();
+    }
+    EXPECT_EQ(filled, rollout.filled);
+    const Rollout alone = generate(*policy, nullptr);
+    for (size_t i = 0; i < alone.samples.size(); ++i) EXPECT_EQ(alone.samples[i].tokens, rollout.samples[i].tokens);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
+
+TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
+  const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
+  ReferenceStream stream(*reference, SamplingOptions().logprob_options(), false, nullptr, 60);
+  RolloutSample bad;
+  bad.prompt = {1, 2};
+  bad.tokens = {3, kVocabulary + 5, 4};  // no such row of the embedding
+  stream.add(bad);
+  Engine engine(*policy, nullptr, {.cache_rows = 400, .max_sequences = 4}, SamplingOptions());
+  GroupRequest group;
+  group.prompt = {1};
+  group.forced_lengths = {30};
+  engine.submit(group);
+  std::vector<RolloutSample> none;
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  bool thrown = false;
+  while (!thrown && std::chrono::steady_clock::now() < deadline) {
+    if (!engine.idle()) engine.step();
+    if (!engine.idle()) stream.after_step(engine);
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    if (!engine.idle()) continue;
+    try {
+      EXPECT_EQ(stream.finish(engine, none), 0);
+      break;
+    } catch (const Error& error) {
+      thrown = true;
+      EXPECT_EQ(error.kind(), ErrorKind::kData) << error.what();
+    }
+  }
+  EXPECT_TRUE(thrown);
+  EXPECT_EQ(stream.finish(engine, none), 0);  // and once only
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,87 @@
+// ReferenceStream: log-probs of finished answers under the reference model while the last answers are still generated.
+//
+// The last answers of a rollout leave a GPU's arithmetic idle: a decode step of few samples reads the weights and does
+// little else. Answers have all they need for their reference log-probs as soon as they end; the rows of a forward do
+// not depend on each other, so that the numbers are those of the pass after generation, bit for bit.
+//
+// One thread owns a stream and calls everything here; a thread of its own computes.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "trainer/algorithms/samples.h"
+#include "trainer/model/model.h"
+#include "trainer/ops/partition.h"
+#include "trainer/rollout/engine.h"
+#include "trainer/rollout/queue.h"
+
+namespace trireme {
+
+class ReferenceStream final {
+ public:
+  // `model` is only read and outlives the stream. `partition`: whose background computes; null: the thread shares the
+  // device as it is (CPU). `timeout_s` bounds the wait of finish(). `micro_batch_tokens`: of a forward; small ones end
+  // soon when generation does.
+  ReferenceStream(const Model& model, const LogprobOptions& options, bool share_prompts,
+                  std::shared_ptr<const DevicePartition> partition, double timeout_s,
+                  int64_t micro_batch_tokens = 4096);
+  ~ReferenceStream();
+  ReferenceStream(const ReferenceStream&) = delete;
+  ReferenceStream& operator=(const ReferenceStream&) = delete;
+
+  // A finished sample; only group, index, prompt and tokens count. Kept until there is room to compute.
+  void add(RolloutSample sample);
+  // Called between the engine's steps: lets the thread compute, and the engine make room, while few samples are left
+  // and there is something to compute.
+  void after_step(Engine& engine);
+  // Samples computed since the last finish().
+  int64_t computed() const;
+  // Generation is over: what is not begun is forgotten, what is begun is waited for. Fills in
+  // RolloutSample::reference_logprobs of the samples it got to and returns how many. Throws what the thread has met; a
+  // shortage of memory only ends the overlap, with a warning.
+  int64_t finish(Engine& engine, std::vector<RolloutSample>& samples);
+
+ private:
+  void work();
+  std::vector<RolloutSample> take_batch();  // locked
+  std::vector<std::vector<float>> compute(const std::vector<RolloutSample>& batch) const;
+
+  const Model& model_;
+  const LogprobOptions options_;
+  const bool share_prompts_;
+  const std::shared_ptr<const DevicePartition> partition_;
+  const double timeout_s_;
+  const int64_t micro_batch_tokens_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<RolloutSample> waiting_;
+  std::vector<RolloutSample> done_;  // with reference log-probs
+  std::exception_ptr error_;
+  bool may_compute_ = false, computing_ = false, stop_ = false;
+  bool shared_ = false;  // the engine has made room; owner's thread only
+  bool out_of_memory_ = false;
+  std::thread thread_;
+};
+
+// While it lives every sample that `engine` finishes goes to `stream` (nothing when null). The engine's group ids are
+// places in `runs`.
+class SamplesToReference final {
+ public:
+  SamplesToReference(Engine& engine, ReferenceStream* stream, const std::vector<SampleRun>& runs);
+  ~SamplesToReference() { engine_.on_sample = nullptr; }
+  SamplesToReference(const SamplesToReference&) = delete;
+  SamplesToReference& operator=(const SamplesToReference&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
+}  // namespace trireme

@@ -1,0 +1,33 @@
+// Device memory that can be given back and taken again under the same addresses, which CUDA graphs hold.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace trireme::cuda {
+
+// Not thread-safe.
+class MappedMemory final {
+ public:
+  // Reserves addresses; there is no memory behind them yet.
+  MappedMemory(c10::Device device, int64_t bytes);
+  ~MappedMemory();
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+
+  void* address() const;
+  bool mapped() const;
+  // Takes memory, filled with zeros on the current stream. What LibTorch's allocator has cached goes back to the device
+  // first where there is too little. Throws c10::OutOfMemoryError.
+  void map();
+  // Gives it back. Waits for everything that runs on the device.
+  void unmap();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace trireme::cuda

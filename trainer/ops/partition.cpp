@@ -1,0 +1,56 @@
+#include "trainer/ops/partition.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "base/log.h"
+#include "trainer/ops/processors.h"
+#ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/green.h"
+#endif
+
+namespace trireme {
+namespace {
+
+thread_local int limit = 0;
+thread_local int lane = 0;
+
+}  // namespace
+
+int processor_limit() { return limit; }
+void set_processor_limit(int processors) { limit = processors; }
+int work_lane() { return lane; }
+void set_work_lane(int number) { lane = number; }
+
+std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_processors) {
+  if (!device.is_cuda() || background_processors <= 0) return nullptr;
+#ifdef TRIREME_CUDA
+  static std::mutex mutex;
+  static std::map<std::pair<int, int64_t>, std::shared_ptr<const DevicePartition>> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [at, fresh] = known.try_emplace({device.index(), background_processors});
+  if (!fresh) return at->second;
+  std::string problem;
+  at->second = cuda::split_processors(device, background_processors, &problem);
+  if (at->second == nullptr) log_warn("device", "its processors cannot be divided: " + problem);
+  return at->second;
+#else
+  return nullptr;
+#endif
+}
+
+PartitionScope::PartitionScope(const DevicePartition& partition, Part part)
+    : stream_(part == Part::kForeground ? partition.foreground : partition.background),
+      limit_before_(limit),
+      lane_before_(lane) {
+  limit = part == Part::kForeground ? partition.foreground_processors : partition.background_processors;
+  lane = part == Part::kForeground ? 0 : 1;
+}
+
+PartitionScope::~PartitionScope() {
+  limit = limit_before_;
+  lane = lane_before_;
+}
+
+}  // namespace trireme
