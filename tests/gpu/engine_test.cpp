@@ -391,8 +391,21 @@ TEST(Linear, TheDefaultWorkspaceIsNotExact) {
 TEST(Linear, EveryRowCountGivesTheSameBits) {
   const at::NoGradGuard no_grad;
   const at::Device device = choose_device("cuda", 0);
-  for (const auto& [in, out] : std::vector<std::array<int64_t, 2>>{
-           {256, 264}, {256, 512}, {256, 1024}, {512, 256}, {1024, 4096}, {3072, 1024}, {2048, 2048}}) {
+  for (const auto& [in, out] : std::vector<std::array<int64_t, 2>>{{256, 264},
+                                                                   {256, 512},
+                                                                   {256, 1024},
+                                                                   {512, 256},
+                                                                   {768, 259},
+                                                                   {256, 259},
+                                                                   {512, 5},
+                                                                   {768, 264},
+                                                                   {768, 768},
+                                                                   {768, 2304},
+                                                                   {768, 4096},
+                                                                   {2048, 768},
+                                                                   {1024, 4096},
+                                                                   {3072, 1024},
+                                                                   {2048, 2048}}) {
     const auto random = [&](std::vector<int64_t> shape) {
       return at::randn(shape, at::TensorOptions().device(device)).to(at::kBFloat16);
     };

@@ -110,6 +110,99 @@ std::vector<OpenBin> modified_first_fit_decreasing(const std::vector<int64_t>& l
   return bins;
 }
 
+// `count` bins of about equal load: the largest item into the emptiest bin (Graham, "Bounds on multiprocessing timing
+// anomalies", 1969). Nothing where a bin gets too full.
+std::vector<OpenBin> deal_evenly(const std::vector<int64_t>& lengths, int64_t count, int64_t capacity) {
+  std::vector<OpenBin> bins(static_cast<size_t>(count));
+  for (const int64_t item : descending(lengths)) {
+    put(*std::min_element(bins.begin(), bins.end(), [](const OpenBin& a, const OpenBin& b) { return a.load < b.load; }),
+        item, lengths);
+  }
+  const bool fits = std::all_of(bins.begin(), bins.end(), [&](const OpenBin& bin) { return bin.load <= capacity; });
+  return fits ? bins : std::vector<OpenBin>();
+}
+
+// As many bins for each rank; the fullest first to the rank that has least.
+std::vector<std::vector<Bin>> deal_to_ranks(std::vector<OpenBin> bins, int64_t ranks) {
+  std::stable_sort(bins.begin(), bins.end(), [](const OpenBin& a, const OpenBin& b) { return a.load > b.load; });
+  const size_t each = bins.size() / static_cast<size_t>(ranks);
+  std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
+  std::vector<int64_t> loads(static_cast<size_t>(ranks), 0);
+  for (OpenBin& bin : bins) {
+    size_t least = per_rank.size();
+    for (size_t r = 0; r < per_rank.size(); ++r) {
+      if (per_rank[r].size() < each && (least == per_rank.size() || loads[r] < loads[least])) least = r;
+    }
+    loads[least] += bin.load;
+    per_rank[least].push_back(std::move(bin.items));
+  }
+  return per_rank;
+}
+
+// A group's samples; answers[i] belongs to members[i].
+struct PromptGroup {
+  Bin members;
+  int64_t prompt = 0;
+  int64_t answers = 0;  // tokens of all
+  int64_t longest = 0;  // of an answer
+};
+
+// `count` bins of about equal load, group after group: each bin takes from the group at hand the largest answers that
+// its share of what is left has room for, so that a group is cut only where a bin ends. Nothing where a bin gets too
+// full.
+std::vector<OpenBin> fill_evenly(const std::vector<PromptGroup>& groups, const std::vector<int64_t>& lengths,
+                                 int64_t count, int64_t capacity) {
+  struct Rest {
+    std::vector<int64_t> members;  // the longest first
+    int64_t prompt, answers;
+  };
+  std::vector<Rest> rest;
+  int64_t left = 0;
+  for (const PromptGroup& group : groups) {
+    Rest& of = rest.emplace_back(Rest{group.members, group.prompt, group.answers});
+    std::stable_sort(of.members.begin(), of.members.end(), [&](int64_t a, int64_t b) {
+      return lengths[static_cast<size_t>(a)] > lengths[static_cast<size_t>(b)];
+    });
+    left += group.prompt + group.answers;
+  }
+  std::vector<OpenBin> bins(static_cast<size_t>(count));
+  size_t at = 0;
+  for (int64_t b = 0; b < count; ++b) {
+    OpenBin& bin = bins[static_cast<size_t>(b)];
+    const bool last = b + 1 == count;
+    // Each cut makes the next bin hold a prompt once more.
+    const int64_t prompt = at < rest.size() ? rest[at].prompt : 0;
+    const int64_t share = (left + prompt * (count - b - 1) + count - b - 1) / (count - b);
+    while (at < rest.size()) {
+      Rest& group = rest[at];
+      const bool whole = last || bin.load + group.prompt + group.answers <= share;
+      int64_t load = bin.load + group.prompt;
+      std::vector<int64_t> kept;
+      for (const int64_t item : group.members) {
+        const int64_t answer = lengths[static_cast<size_t>(item)] - group.prompt;
+        // An empty bin takes something in any case.
+        if (whole || load + answer <= share || (bin.items.empty() && load == group.prompt)) {
+          bin.items.push_back(item);
+          load += answer;
+          group.answers -= answer;
+        } else {
+          kept.push_back(item);
+        }
+      }
+      const bool took = kept.size() < group.members.size();
+      if (took) {
+        left -= load - bin.load - (kept.empty() ? 0 : group.prompt);
+        bin.load = load;
+      }
+      group.members = std::move(kept);
+      if (!group.members.empty()) break;
+      ++at;
+    }
+    if (bin.load > capacity) return {};
+  }
+  return bins;
+}
+
 void check_lengths(const std::vector<int64_t>& lengths, int64_t capacity) {
   for (size_t i = 0; i < lengths.size(); ++i) {
     if (lengths[i] > capacity) {
@@ -118,6 +211,19 @@ void check_lengths(const std::vector<int64_t>& lengths, int64_t capacity) {
                 "); raise policy.sequence_packing.train_mb_tokens");
     }
   }
+}
+
+int64_t bins_for_ranks(const std::vector<Bin>& packed, int64_t ranks) {
+  return std::max(ranks, (static_cast<int64_t>(packed.size()) + ranks - 1) / ranks * ranks);
+}
+
+std::vector<OpenBin> with_loads(std::vector<Bin> bins, const std::vector<int64_t>& lengths) {
+  std::vector<OpenBin> result;
+  for (Bin& bin : bins) {
+    OpenBin& open = result.emplace_back();
+    for (const int64_t item : bin) put(open, item, lengths);
+  }
+  return result;
 }
 
 }  // namespace
@@ -174,10 +280,12 @@ std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t mu
 
 std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& lengths, int64_t capacity, int64_t ranks,
                                                    PackingAlgorithm algorithm, uint64_t seed) {
-  const std::vector<Bin> bins = balance_bins(pack_bins(lengths, capacity, algorithm, seed), ranks, ranks);
-  std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
-  for (size_t b = 0; b < bins.size(); ++b) per_rank[b % static_cast<size_t>(ranks)].push_back(bins[b]);
-  return per_rank;
+  const std::vector<Bin> packed = pack_bins(lengths, capacity, algorithm, seed);
+  if (ranks == 1) return {packed.empty() ? std::vector<Bin>(1) : packed};
+  const int64_t wanted = bins_for_ranks(packed, ranks);
+  if (std::vector<OpenBin> even = deal_evenly(lengths, wanted, capacity); !even.empty())
+    return deal_to_ranks(std::move(even), ranks);
+  return deal_to_ranks(with_loads(balance_bins(packed, ranks, ranks), lengths), ranks);
 }
 
 std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples, int64_t capacity, int64_t ranks,
@@ -186,17 +294,13 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
   TRIREME_CHECK(prompts.size() == lengths.size() && groups.size() == lengths.size(),
                 "shared_micro_batches: a prompt's length and a group for each sample expected");
   check_lengths(lengths, capacity);
-  struct Group {
-    Bin members;
-    int64_t prompt = 0, answers = 0, longest = 0;  // tokens; of the longest answer
-  };
-  std::vector<Group> order;  // by first member
+  std::vector<PromptGroup> order;  // by first member
   std::map<int64_t, size_t> place;
   int64_t answers_of_all = 0;
   for (size_t i = 0; i < lengths.size(); ++i) {
     const auto [found, fresh] = place.try_emplace(groups[i], order.size());
     if (fresh) order.push_back({{}, prompts[i], 0, 0});
-    Group& group = order[found->second];
+    PromptGroup& group = order[found->second];
     TRIREME_CHECK(group.prompt == prompts[i] && prompts[i] <= lengths[i],
                   "shared_micro_batches: the samples of group " + std::to_string(groups[i]) +
                       " have prompts of different lengths");
@@ -208,7 +312,7 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
   const int64_t share = (answers_of_all + ranks - 1) / ranks;
   std::vector<Bin> parts;
   std::vector<int64_t> loads;
-  for (const Group& group : order) {
+  for (const PromptGroup& group : order) {
     const int64_t room = std::max<int64_t>(1, std::min(capacity - group.prompt, std::max(group.longest, share)));
     const int64_t wanted = std::max<int64_t>(1, (group.answers + room - 1) / room);
     const int64_t even = (group.answers + wanted - 1) / wanted;
@@ -231,17 +335,9 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
     close();
   }
   std::vector<Bin> packed = pack_bins(loads, capacity, algorithm, seed);
-  const auto wanted = (static_cast<int64_t>(packed.size()) + ranks - 1) / ranks * ranks;
-  if (wanted > static_cast<int64_t>(packed.size())) {
-    // One more for some ranks: all parts are dealt anew, the largest first into the emptiest, if that fits.
-    std::vector<OpenBin> dealt(static_cast<size_t>(wanted));
-    for (const int64_t p : descending(loads)) {
-      put(*std::min_element(dealt.begin(), dealt.end(),
-                            [](const OpenBin& x, const OpenBin& y) { return x.load < y.load; }),
-          p, loads);
-    }
-    if (std::all_of(dealt.begin(), dealt.end(), [&](const OpenBin& bin) { return bin.load <= capacity; }))
-      packed = strip(dealt);
+  if (ranks > 1) {
+    if (std::vector<OpenBin> even = fill_evenly(order, lengths, bins_for_ranks(packed, ranks), capacity); !even.empty())
+      return deal_to_ranks(std::move(even), ranks);
   }
   std::vector<Bin> bins;
   for (Bin& of_parts : packed) {
@@ -252,10 +348,7 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
       bin.insert(bin.end(), part.begin(), part.end());
     }
   }
-  bins = balance_bins(std::move(bins), ranks, ranks);
-  std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
-  for (size_t b = 0; b < bins.size(); ++b) per_rank[b % static_cast<size_t>(ranks)].push_back(std::move(bins[b]));
-  return per_rank;
+  return deal_to_ranks(with_loads(balance_bins(std::move(bins), ranks, ranks), lengths), ranks);
 }
 
 std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget,

@@ -25,15 +25,16 @@ std::vector<Bin> pack_bins(const std::vector<int64_t>& lengths, int64_t capacity
 std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t multiple);
 
 // Micro-batches of each data-parallel rank for one optimizer step: result[rank] is a list of bins, the same number on
-// every rank (an empty bin is a micro-batch with nothing in it). Bins go round-robin: rank r gets bins r, r + ranks,
-// ...
+// every rank (an empty bin is a micro-batch with nothing in it). With one rank they are the algorithm's. With several
+// the algorithm says how many there are, and the sequences are dealt evenly over as many where they fit, since the
+// fullest rank decides how long a step takes.
 std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& lengths, int64_t capacity, int64_t ranks,
                                                    PackingAlgorithm algorithm, uint64_t seed);
 
 // The same where the prompt of a group's samples is computed once in a micro-batch: the first prompts[i] of the
 // lengths[i] tokens of sample i are those of its groups[i]'s prompt, equal for a whole group, and count once in a bin.
 // A group is cut into as few parts of about equal size as the capacity, and an even share of the answers for each rank,
-// allow; a part stays together, unless there are fewer parts than ranks.
+// allow. With several ranks bins are filled evenly instead, group after group, where that fits.
 struct SharedLengths {
   std::vector<int64_t> lengths, prompts, groups;
 };

@@ -20,7 +20,7 @@ class JobCounter final : public CounterStore {
 };
 
 // A number where it was measured on H200: docs/performance.md.
-constexpr int64_t kBackgroundProcessors = 48;
+constexpr int64_t kBackgroundProcessors = 32;
 
 SamplingOptions sampling_of(const Config& config, const Tokenizer& tokenizer) {
   const GenerationConfig& g = config.policy.generation;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 #include <random>
 #include <set>
@@ -165,6 +166,40 @@ TEST(Packing, GroupsStayTogetherWherePromptsAreShared) {
   for (const auto& bins : shared_micro_batches(even, 2000, 4, PackingAlgorithm::kConcatenative, 0)) {
     ASSERT_EQ(bins.size(), 1u);
     EXPECT_EQ(bins.front().size(), 4u);
+  }
+}
+
+// Answers as models give them, many short and few long ones: the fullest rank has hardly more than the mean.
+TEST(Packing, RanksGetEvenLoads) {
+  std::mt19937 random(29);
+  for (int round = 0; round < 20; ++round) {
+    SharedLengths samples;
+    for (int64_t g = 0; g < 16; ++g) {
+      const int64_t prompt = 50 + static_cast<int64_t>(random() % 300);
+      for (int64_t i = 0; i < 32; ++i) {
+        samples.groups.push_back(g);
+        samples.prompts.push_back(prompt);
+        const double draw = static_cast<double>(random() % 1000 + 1) / 1000;
+        samples.lengths.push_back(prompt + 1 + std::min<int64_t>(3000, static_cast<int64_t>(-600 * std::log(draw))));
+      }
+    }
+    for (const int64_t ranks : {2, 3, 8}) {
+      for (const bool shared : {false, true}) {
+        const auto plan =
+            shared
+                ? shared_micro_batches(samples, 8192, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 3)
+                : packed_micro_batches(samples.lengths, 8192, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 3);
+        int64_t sum = 0, most = 0;
+        for (const std::vector<Bin>& bins : plan) {
+          int64_t rank = 0;
+          for (const Bin& bin : bins) rank += shared ? shared_load(bin, samples) : load(bin, samples.lengths);
+          sum += rank;
+          most = std::max(most, rank);
+        }
+        EXPECT_LE(static_cast<double>(most) * static_cast<double>(ranks), 1.02 * static_cast<double>(sum))
+            << ranks << (shared ? " ranks, shared" : " ranks");
+      }
+    }
   }
 }
 

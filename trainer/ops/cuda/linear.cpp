@@ -377,10 +377,37 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
 
 }  // namespace
 
+namespace {
+
+// Where `out` is no multiple of 8 the library takes other kernels, whose row bits depend on the number of rows (seen on
+// H200: 768 x 259). So all but the last outputs are one product, and these, with zeros behind them, another.
+at::Tensor ragged_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const int64_t out = weight.size(0), whole = out / 8 * 8, rest = out - whole;
+  at::Tensor y = at::empty({x.size(0), out}, x.options());
+  const auto part = [&](const at::Tensor& t, int64_t from, int64_t count) {
+    return t.defined() ? t.narrow(0, from, count) : t;
+  };
+  const auto padded = [&](const at::Tensor& t) {
+    if (!t.defined()) return t;
+    std::vector<int64_t> shape = t.sizes().vec();
+    shape[0] = 8;
+    at::Tensor wide = at::zeros(shape, t.options());
+    wide.narrow(0, 0, rest).copy_(t.narrow(0, whole, rest));
+    return wide;
+  };
+  if (whole > 0) y.narrow(1, 0, whole).copy_(linear_forward(x, weight.narrow(0, 0, whole), part(bias, 0, whole)));
+  y.narrow(1, whole, rest).copy_(linear_forward(x, padded(weight), padded(bias)).narrow(1, 0, rest));
+  behind_ours = false;
+  return y;
+}
+
+}  // namespace
+
 at::Tensor linear_forward(const at::Tensor& given, const at::Tensor& weight, const at::Tensor& bias) {
   require_bfloat16("linear", given);
   const c10::cuda::CUDAGuard guard(given.device());
   const int64_t rows = given.size(0), in = given.size(1), out = weight.size(0);
+  if (out % 8 != 0) return ragged_forward(given, weight, bias);
   at::Tensor x = with_unit_columns(given);
   if (std::optional<at::Tensor> y = by_few_rows(x, weight, bias, /*swiglu=*/false)) return *std::move(y);
   if (rows < kMinRows) {
