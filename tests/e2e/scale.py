@@ -151,9 +151,9 @@ def by_operator(ns, jobs, replicas):
     open(f"{LOGS}/operator.log", "w").close()
     operator = start_operator("--namespace", ns)
     limit = time.monotonic() + 1800
-    while count("pods", ns) < jobs * replicas:
-        need(time.monotonic() < limit, f"{count('pods', ns)} of {jobs * replicas} pods after 1800 s")
-        time.sleep(0.5)  # each look costs the API server some milliseconds
+    while (there := count("pods", ns)) < jobs * replicas:
+        need(time.monotonic() < limit, f"{there} of {jobs * replicas} pods after 1800 s")
+        time.sleep(0.5 if there < 0.8 * jobs * replicas else 0.1)  # each look costs the API server some milliseconds
     end, cpu = time.time(), operator.cpu()
     text = metrics()
     requests = ", ".join(f"{int(metric(text, 'rest_client_requests_total', f'method=.{verb}.'))} {verb}" for verb in ("GET", "POST", "PATCH"))

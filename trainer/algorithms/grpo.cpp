@@ -35,11 +35,7 @@ class GrpoLoop final {
       ModelOptions frozen = session_.policy->options();
       frozen.trainable = false;
       reference_ = load_model(session_.model_dir, frozen);
-      if (reference_under_generation(config_, frozen.device)) {
-        reference_stream_ = std::make_unique<ReferenceStream>(*reference_, reference_distribution(config_),
-                                                              config_.policy.sequence_packing.share_prompts, partition_,
-                                                              config_.cluster.collective_timeout_s);
-      }
+      reference_stream_ = make_reference_stream(config_, *reference_, partition_);
     }
     exact_ = session_.exact_linear;
     if (!exact_ && session_.context.is_main()) {

@@ -281,7 +281,7 @@ std::vector<Bin> balance_bins(std::vector<Bin> bins, int64_t minimum, int64_t mu
 std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& lengths, int64_t capacity, int64_t ranks,
                                                    PackingAlgorithm algorithm, uint64_t seed) {
   const std::vector<Bin> packed = pack_bins(lengths, capacity, algorithm, seed);
-  if (ranks == 1) return {packed.empty() ? std::vector<Bin>(1) : packed};
+  if (ranks == 1) return {balance_bins(packed, 1, 1)};
   const int64_t wanted = bins_for_ranks(packed, ranks);
   if (std::vector<OpenBin> even = deal_evenly(lengths, wanted, capacity); !even.empty())
     return deal_to_ranks(std::move(even), ranks);
@@ -348,7 +348,9 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
       bin.insert(bin.end(), part.begin(), part.end());
     }
   }
-  return deal_to_ranks(with_loads(balance_bins(std::move(bins), ranks, ranks), lengths), ranks);
+  bins = balance_bins(std::move(bins), ranks, ranks);
+  if (ranks == 1) return {std::move(bins)};
+  return deal_to_ranks(with_loads(std::move(bins), lengths), ranks);
 }
 
 std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget,

@@ -5,6 +5,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/algorithms/policy_trainer.h"
 #include "trainer/rollout/queue.h"
 
 namespace trireme {
@@ -66,15 +67,18 @@ EngineOptions engine_options(const Config& config, std::shared_ptr<const DeviceP
   return o;
 }
 
-bool reference_under_generation(const Config& config, at::Device device) {
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference) {
   const int64_t processors = config.policy.generation.background_processors;
-  return processors > 0 || (processors < 0 && device.is_cuda());
+  return reference ? split_device(device, processors < 0 ? kBackgroundProcessors : processors) : nullptr;
 }
 
-std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference) {
-  if (!reference || !reference_under_generation(config, device)) return nullptr;
-  const int64_t processors = config.policy.generation.background_processors;
-  return split_device(device, processors > 0 ? processors : kBackgroundProcessors);
+std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model& reference,
+                                                       std::shared_ptr<const DevicePartition> partition) {
+  const bool on_cpu = reference.options().device.is_cpu() && config.policy.generation.background_processors > 0;
+  if (partition == nullptr && !on_cpu) return nullptr;
+  return std::make_unique<ReferenceStream>(reference, reference_distribution(config),
+                                           config.policy.sequence_packing.share_prompts, std::move(partition),
+                                           config.cluster.collective_timeout_s);
 }
 
 std::vector<RewardOptions> reward_options(const Config& config) {

@@ -21,10 +21,12 @@ namespace trireme {
 SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer);
 SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer);
 EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
-// The parts of `device` for generation and for what runs beside its last answers; null: none, or none is wanted.
+// The parts of `device` for generation and for reference log-probs beside its last answers; null where there are none,
+// or none are wanted.
 std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference);
-// Whether reference log-probs are computed beside generation.
-bool reference_under_generation(const Config& config, at::Device device);
+// Null where they are computed after generation: as the configuration says, or because a GPU cannot be divided.
+std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model& reference,
+                                                       std::shared_ptr<const DevicePartition> partition);
 std::vector<RewardOptions> reward_options(const Config& config);
 
 struct RolloutRequest {

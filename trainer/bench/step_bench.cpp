@@ -75,11 +75,7 @@ class StepBench final {
     trainer_ = std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
     engine_settings_.partition = partition_for(config_, target_.device, options.reference);
-    if (options.reference && reference_under_generation(config_, target_.device)) {
-      reference_stream_ =
-          std::make_unique<ReferenceStream>(*reference_, reference_distribution(config_), options.share_prompts,
-                                            engine_settings_.partition, options.collective_timeout_s);
-    }
+    if (options.reference) reference_stream_ = make_reference_stream(config_, *reference_, engine_settings_.partition);
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
     trainer_->make_room = [this] { engine_->release_cache(); };
