@@ -64,7 +64,7 @@ rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
 print(sum(x["performance/references_under_generation"] for x in rows) / len(rows))
 PY
 )
-[[ "$early" != 0.0 ]] && ok "under generation: $early of them" || bad "no reference log-prob was computed under generation"
+[[ "$early" =~ ^[0-9.]+$ && "$early" != 0.0 ]] && ok "under generation: $early of them" || bad "no reference log-prob was computed under generation"
 [ "$(weights after 3)" = "$(weights under 3)" ] && [ "$(values after | tr -s ,)" = "$(values under | tr -s ,)" ] && ok "the same weights, moments and log" ||
   bad "weights or log differ" "$(diff <(values after) <(values under))"
 for n in 2 4; do out=$(compare $n) && ok "$out" || bad "$n processes against one" "$out"; done

@@ -35,7 +35,7 @@ class GrpoLoop final {
       ModelOptions frozen = session_.policy->options();
       frozen.trainable = false;
       reference_ = load_model(session_.model_dir, frozen);
-      reference_stream_ = make_reference_stream(config_, *reference_, partition_);
+      reference_stream_ = make_reference_stream(config_, *reference_, partition_, options.rendezvous.on_stuck);
     }
     exact_ = session_.exact_linear;
     if (!exact_ && session_.context.is_main()) {
@@ -172,6 +172,13 @@ class GrpoLoop final {
       std::swap(samples[i - 1].raw_reward, samples[generator() % i].raw_reward);
   }
 
+  // The part of the samples whose reference log-probs came with them.
+  static double early_references(const std::vector<RolloutSample>& samples) {
+    const auto count = std::count_if(samples.begin(), samples.end(),
+                                     [](const RolloutSample& sample) { return !sample.reference_logprobs.empty(); });
+    return static_cast<double>(count) / static_cast<double>(samples.size());
+  }
+
   void describe(const std::vector<RolloutSample>& samples, std::map<std::string, double>& values) const {
     std::vector<double> raw, lengths, prompt_lengths, totals, advantages;
     double truncated = 0, correct = 0, valid = 0;
@@ -244,11 +251,7 @@ class GrpoLoop final {
     report.phases["training"] = trained.training_seconds;
     for (const auto& [key, value] : trained.metrics) report.values["train/" + key] = value;
     report.values["performance/buckets_reduced_in_backward"] = static_cast<double>(trained.buckets_reduced_in_backward);
-    if (reference_stream_ != nullptr) {
-      report.values["performance/references_under_generation"] =
-          session_.context.data_parallel().all_reduce_sum(static_cast<double>(times.early_references)) /
-          static_cast<double>(samples.size());
-    }
+    if (reference_ != nullptr) report.values["performance/references_under_generation"] = early_references(samples);
     report.values["train/logprob_mismatch_tokens"] = static_cast<double>(trained.mismatched_tokens);
     for (const RewardCounters& counter : rewards_.counters()) {
       report.values["train/reward_failures/" + counter.name] = static_cast<double>(counter.failed);

@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 
 #include "base/error.h"
 
@@ -122,8 +123,13 @@ std::vector<OpenBin> deal_evenly(const std::vector<int64_t>& lengths, int64_t co
   return fits ? bins : std::vector<OpenBin>();
 }
 
+struct Dealt {
+  std::vector<std::vector<Bin>> per_rank;
+  int64_t fullest = 0;  // load of the rank that has most
+};
+
 // As many bins for each rank; the fullest first to the rank that has least.
-std::vector<std::vector<Bin>> deal_to_ranks(std::vector<OpenBin> bins, int64_t ranks) {
+Dealt deal_to_ranks(std::vector<OpenBin> bins, int64_t ranks) {
   std::stable_sort(bins.begin(), bins.end(), [](const OpenBin& a, const OpenBin& b) { return a.load > b.load; });
   const size_t each = bins.size() / static_cast<size_t>(ranks);
   std::vector<std::vector<Bin>> per_rank(static_cast<size_t>(ranks));
@@ -136,10 +142,10 @@ std::vector<std::vector<Bin>> deal_to_ranks(std::vector<OpenBin> bins, int64_t r
     loads[least] += bin.load;
     per_rank[least].push_back(std::move(bin.items));
   }
-  return per_rank;
+  return {std::move(per_rank), *std::max_element(loads.begin(), loads.end())};
 }
 
-// A group's samples; answers[i] belongs to members[i].
+// The samples of a group.
 struct PromptGroup {
   Bin members;
   int64_t prompt = 0;
@@ -217,15 +223,6 @@ int64_t bins_for_ranks(const std::vector<Bin>& packed, int64_t ranks) {
   return std::max(ranks, (static_cast<int64_t>(packed.size()) + ranks - 1) / ranks * ranks);
 }
 
-std::vector<OpenBin> with_loads(std::vector<Bin> bins, const std::vector<int64_t>& lengths) {
-  std::vector<OpenBin> result;
-  for (Bin& bin : bins) {
-    OpenBin& open = result.emplace_back();
-    for (const int64_t item : bin) put(open, item, lengths);
-  }
-  return result;
-}
-
 }  // namespace
 
 PackingAlgorithm parse_packing_algorithm(const std::string& name) {
@@ -284,8 +281,13 @@ std::vector<std::vector<Bin>> packed_micro_batches(const std::vector<int64_t>& l
   if (ranks == 1) return {balance_bins(packed, 1, 1)};
   const int64_t wanted = bins_for_ranks(packed, ranks);
   if (std::vector<OpenBin> even = deal_evenly(lengths, wanted, capacity); !even.empty())
-    return deal_to_ranks(std::move(even), ranks);
-  return deal_to_ranks(with_loads(balance_bins(packed, ranks, ranks), lengths), ranks);
+    return deal_to_ranks(std::move(even), ranks).per_rank;
+  std::vector<OpenBin> bins;
+  for (const Bin& bin : balance_bins(packed, ranks, ranks)) {
+    OpenBin& open = bins.emplace_back();
+    for (const int64_t item : bin) put(open, item, lengths);
+  }
+  return deal_to_ranks(std::move(bins), ranks).per_rank;
 }
 
 std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples, int64_t capacity, int64_t ranks,
@@ -335,10 +337,7 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
     close();
   }
   std::vector<Bin> packed = pack_bins(loads, capacity, algorithm, seed);
-  if (ranks > 1) {
-    if (std::vector<OpenBin> even = fill_evenly(order, lengths, bins_for_ranks(packed, ranks), capacity); !even.empty())
-      return deal_to_ranks(std::move(even), ranks);
-  }
+  const int64_t wanted_bins = bins_for_ranks(packed, ranks);
   std::vector<Bin> bins;
   for (Bin& of_parts : packed) {
     std::sort(of_parts.begin(), of_parts.end());  // a group's parts next to each other
@@ -350,7 +349,21 @@ std::vector<std::vector<Bin>> shared_micro_batches(const SharedLengths& samples,
   }
   bins = balance_bins(std::move(bins), ranks, ranks);
   if (ranks == 1) return {std::move(bins)};
-  return deal_to_ranks(with_loads(std::move(bins), lengths), ranks);
+  std::vector<OpenBin> with_loads;
+  for (Bin& bin : bins) {
+    OpenBin& open = with_loads.emplace_back();
+    std::set<int64_t> seen;
+    for (const int64_t i : bin) {
+      const auto at = static_cast<size_t>(i);
+      open.load += lengths[at] - (seen.insert(groups[at]).second ? 0 : prompts[at]);
+    }
+    open.items = std::move(bin);
+  }
+  Dealt dealt = deal_to_ranks(std::move(with_loads), ranks);
+  std::vector<OpenBin> even = fill_evenly(order, lengths, wanted_bins, capacity);
+  if (even.empty()) return dealt.per_rank;
+  Dealt evenly = deal_to_ranks(std::move(even), ranks);
+  return evenly.fullest <= dealt.fullest ? evenly.per_rank : dealt.per_rank;
 }
 
 std::vector<std::vector<Bin>> dynamic_micro_batches(const std::vector<int64_t>& lengths, int64_t token_budget,

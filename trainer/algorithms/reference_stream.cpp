@@ -19,12 +19,13 @@ namespace trireme {
 
 ReferenceStream::ReferenceStream(const Model& model, const LogprobOptions& options, bool share_prompts,
                                  std::shared_ptr<const DevicePartition> partition, double timeout_s,
-                                 int64_t micro_batch_tokens)
+                                 std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens)
     : model_(model),
       options_(options),
       share_prompts_(share_prompts),
       partition_(std::move(partition)),
       timeout_s_(timeout_s),
+      on_stuck_(std::move(on_stuck)),
       micro_batch_tokens_(micro_batch_tokens),
       thread_([this] { work(); }) {}
 
@@ -68,8 +69,12 @@ int64_t ReferenceStream::finish(Engine& engine, std::vector<RolloutSample>& samp
     may_compute_ = false;
     waiting_.clear();
     if (!changed_.wait_for(lock, std::chrono::duration<double>(timeout_s_), [this] { return !computing_; })) {
-      fail_timeout("reference log-probs of a few answers, begun while others were generated, have not ended after " +
-                   format_fixed(timeout_s_, 0) + " s (cluster.collective_timeout_s)");
+      const std::string what =
+          "reference log-probs that were begun while answers were generated have not ended after " +
+          format_fixed(timeout_s_, 0) +
+          " s (cluster.collective_timeout_s); policy.generation.background_processors=0 computes them afterwards";
+      if (on_stuck_) on_stuck_(what);
+      fail_internal(what);
     }
     done = std::move(done_);
     done_.clear();
@@ -125,7 +130,7 @@ std::vector<std::vector<float>> ReferenceStream::compute(const std::vector<Rollo
 }
 
 SamplesToReference::SamplesToReference(Engine& engine, ReferenceStream* stream, const std::vector<SampleRun>& runs)
-    : engine_(engine) {
+    : engine_(engine), stream_(stream) {
   if (stream == nullptr) return;
   engine_.on_sample = [stream, &runs](const GroupRequest& group, int64_t index, const GeneratedSample& generated) {
     const SampleRun& run = runs[static_cast<size_t>(group.group_id)];
@@ -138,6 +143,19 @@ SamplesToReference::SamplesToReference(Engine& engine, ReferenceStream* stream, 
   };
 }
 
+SamplesToReference::~SamplesToReference() {
+  engine_.on_sample = nullptr;
+  if (stream_ != nullptr) stream_->forget();
+}
+
+void ReferenceStream::forget() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++rollout_;
+  may_compute_ = false;
+  waiting_.clear();
+  done_.clear();
+}
+
 void ReferenceStream::work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
@@ -145,6 +163,7 @@ void ReferenceStream::work() {
     if (stop_) return;
     computing_ = true;
     std::vector<RolloutSample> batch = take_batch();
+    const int64_t rollout = rollout_;
     lock.unlock();
     std::vector<std::vector<float>> logprobs;
     std::exception_ptr error;
@@ -160,7 +179,7 @@ void ReferenceStream::work() {
       error = std::current_exception();
     }
     lock.lock();
-    for (size_t i = 0; i < logprobs.size(); ++i) {
+    for (size_t i = 0; i < logprobs.size() && rollout == rollout_; ++i) {
       batch[i].reference_logprobs = std::move(logprobs[i]);
       done_.push_back(std::move(batch[i]));
     }

@@ -10,8 +10,10 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -27,11 +29,12 @@ namespace trireme {
 class ReferenceStream final {
  public:
   // `model` is only read and outlives the stream. `partition`: whose background computes; null: the thread shares the
-  // device as it is (CPU). `timeout_s` bounds the wait of finish(). `micro_batch_tokens`: of a forward; small ones end
+  // device as it is (CPU). `timeout_s` bounds the wait of finish(); after it `on_stuck` is called with what has
+  // happened and must end the process: the thread cannot be ended. `micro_batch_tokens`: of a forward; small ones end
   // soon when generation does.
   ReferenceStream(const Model& model, const LogprobOptions& options, bool share_prompts,
                   std::shared_ptr<const DevicePartition> partition, double timeout_s,
-                  int64_t micro_batch_tokens = 4096);
+                  std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens = 4096);
   ~ReferenceStream();
   ReferenceStream(const ReferenceStream&) = delete;
   ReferenceStream& operator=(const ReferenceStream&) = delete;
@@ -41,6 +44,8 @@ class ReferenceStream final {
   // Called between the engine's steps: lets the thread compute, and the engine make room, while few samples are left
   // and there is something to compute.
   void after_step(Engine& engine);
+  // What was added is forgotten, what is being computed too.
+  void forget();
   // Samples computed since the last finish().
   int64_t computed() const;
   // Generation is over: what is not begun is forgotten, what is begun is waited for. Fills in
@@ -58,6 +63,7 @@ class ReferenceStream final {
   const bool share_prompts_;
   const std::shared_ptr<const DevicePartition> partition_;
   const double timeout_s_;
+  const std::function<void(const std::string&)> on_stuck_;
   const int64_t micro_batch_tokens_;
 
   mutable std::mutex mutex_;
@@ -65,6 +71,7 @@ class ReferenceStream final {
   std::vector<RolloutSample> waiting_;
   std::vector<RolloutSample> done_;  // with reference log-probs
   std::exception_ptr error_;
+  int64_t rollout_ = 0;  // forget() begins another
   bool may_compute_ = false, computing_ = false, stop_ = false;
   bool shared_ = false;  // the engine has made room; owner's thread only
   bool out_of_memory_ = false;
@@ -76,12 +83,13 @@ class ReferenceStream final {
 class SamplesToReference final {
  public:
   SamplesToReference(Engine& engine, ReferenceStream* stream, const std::vector<SampleRun>& runs);
-  ~SamplesToReference() { engine_.on_sample = nullptr; }
+  ~SamplesToReference();  // the stream forgets what finish() has not taken
   SamplesToReference(const SamplesToReference&) = delete;
   SamplesToReference& operator=(const SamplesToReference&) = delete;
 
  private:
   Engine& engine_;
+  ReferenceStream* stream_;
 };
 
 }  // namespace trireme

@@ -73,12 +73,13 @@ std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::D
 }
 
 std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model& reference,
-                                                       std::shared_ptr<const DevicePartition> partition) {
+                                                       std::shared_ptr<const DevicePartition> partition,
+                                                       std::function<void(const std::string&)> on_stuck) {
   const bool on_cpu = reference.options().device.is_cpu() && config.policy.generation.background_processors > 0;
   if (partition == nullptr && !on_cpu) return nullptr;
   return std::make_unique<ReferenceStream>(reference, reference_distribution(config),
                                            config.policy.sequence_packing.share_prompts, std::move(partition),
-                                           config.cluster.collective_timeout_s);
+                                           config.cluster.collective_timeout_s, std::move(on_stuck));
 }
 
 std::vector<RewardOptions> reward_options(const Config& config) {
@@ -200,7 +201,7 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
     }
     if (on_progress) on_progress();
   }
-  if (request.reference != nullptr) times.early_references += request.reference->finish(engine_, own);
+  if (request.reference != nullptr) (void)request.reference->finish(engine_, own);
   times.generation_seconds += watch.lap();
 
   context_.set_phase("rewards");

@@ -25,8 +25,10 @@ EngineOptions engine_options(const Config& config, std::shared_ptr<const DeviceP
 // or none are wanted.
 std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference);
 // Null where they are computed after generation: as the configuration says, or because a GPU cannot be divided.
+// `on_stuck`: see ReferenceStream.
 std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model& reference,
-                                                       std::shared_ptr<const DevicePartition> partition);
+                                                       std::shared_ptr<const DevicePartition> partition,
+                                                       std::function<void(const std::string&)> on_stuck);
 std::vector<RewardOptions> reward_options(const Config& config);
 
 struct RolloutRequest {
@@ -42,7 +44,6 @@ struct RolloutTimes {
   double generation_seconds = 0;  // this rank
   double rewards_seconds = 0;     // waited for rewards after generation had ended
   double gather_seconds = 0;      // waited for other ranks
-  int64_t early_references = 0;   // samples of this rank whose reference log-probs were computed meanwhile
 };
 
 class RolloutCollector final {

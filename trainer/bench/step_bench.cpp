@@ -75,7 +75,9 @@ class StepBench final {
     trainer_ = std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
     engine_settings_.partition = partition_for(config_, target_.device, options.reference);
-    if (options.reference) reference_stream_ = make_reference_stream(config_, *reference_, engine_settings_.partition);
+    if (options.reference) {
+      reference_stream_ = make_reference_stream(config_, *reference_, engine_settings_.partition, options.on_stuck);
+    }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
     trainer_->make_room = [this] { engine_->release_cache(); };
@@ -123,6 +125,8 @@ class StepBench final {
     }
     {
       const auto scope = timer.enter(Phase::kTraining);
+      early_references_ = std::count_if(samples.begin(), samples.end(),
+                                        [](const RolloutSample& sample) { return !sample.reference_logprobs.empty(); });
       times.trained = trainer_->train(samples);
       synchronize(target_.device);
     }
@@ -184,7 +188,7 @@ class StepBench final {
         }
       }
     }
-    if (reference_stream_ != nullptr) early_references_ = reference_stream_->finish(*engine_, own);
+    if (reference_stream_ != nullptr) (void)reference_stream_->finish(*engine_, own);
     return own;
   }
 
@@ -234,7 +238,6 @@ class StepBench final {
     double floor_total = 0;
     for (const auto& [name, value] : floor) floor_total += value;
     const auto samples = static_cast<double>(lengths_.samples());
-    const double early = group.all_reduce_sum(static_cast<double>(early_references_));
     nlohmann::json json = report_header("step", options_.common, target_);
     json.update({{"ranks", group.size()},
                  {"lengths", lengths_.name},
@@ -247,7 +250,7 @@ class StepBench final {
                                            : engine_settings_.partition == nullptr
                                                ? -1
                                                : engine_settings_.partition->background_processors},
-                 {"references_under_generation", early},
+                 {"references_under_generation", early_references_},
                  {"recomputed_layers", policy_->recompute().whole_layers},
                  {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
                  {"share_prompts", options_.share_prompts},
@@ -281,7 +284,7 @@ class StepBench final {
                format_fixed(middle, 3), format_fixed(floor_total, 3)});
     table.print(out);
     if (reference_stream_ != nullptr)
-      out << "reference log-probs computed under generation: of " << format_fixed(early, 0) << " samples\n";
+      out << "reference log-probs computed under generation: of " << early_references_ << " samples\n";
     out << "samples/s: " << format_fixed(samples / middle, 2) << ", of a device "
         << format_fixed(samples / middle / static_cast<double>(group.size()), 2) << "\n"
         << "tokens whose log-prob bits differ between sampler and loss: " << mismatched << "\n";
@@ -305,7 +308,7 @@ class StepBench final {
   std::vector<std::vector<int32_t>> prompts_;
   uint64_t next_sample_id_ = 0;
   int64_t steps_done_ = 0;
-  int64_t early_references_ = 0;  // of the last step, this rank
+  int64_t early_references_ = 0;  // of the last step, all ranks
   bool exact_ = true;             // else a pass for the previous log-probs runs
 };
 

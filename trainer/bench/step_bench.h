@@ -1,6 +1,7 @@
 // trireme bench step: a whole GRPO step with forced lengths and drawn rewards.
 #pragma once
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <string>
@@ -26,6 +27,7 @@ struct StepBenchOptions {
   bool share_prompts = false;          // policy.sequence_packing.share_prompts
   int64_t background_processors = -1;  // policy.generation.background_processors
   double collective_timeout_s = 600;
+  std::function<void(const std::string&)> on_stuck;  // ends the process (ReferenceStream)
 };
 
 // The configuration that a run of this benchmark's step would have.

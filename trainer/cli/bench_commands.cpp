@@ -149,6 +149,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
     verb->callback([o, &context] {
       context.run = [o] {
+        o->on_stuck = rendezvous_from_environment(o->collective_timeout_s).on_stuck;
         return on_ranks(o->common, o->collective_timeout_s,
                         [&](ParallelContext& ranks) { bench::bench_step(*o, ranks, std::cout); });
       };

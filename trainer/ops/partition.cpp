@@ -33,7 +33,10 @@ std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t 
   if (!fresh) return at->second;
   std::string problem;
   at->second = cuda::split_processors(device, background_processors, &problem);
-  if (at->second == nullptr) log_warn("device", "its processors cannot be divided: " + problem);
+  if (at->second == nullptr)
+    log_warn("device", "the processors cannot be divided (" + problem +
+                           "): reference log-probs are computed after generation; policy.generation."
+                           "background_processors=0 asks for that");
   return at->second;
 #else
   return nullptr;

@@ -19,8 +19,8 @@ struct DevicePartition {
   int foreground_processors = 0, background_processors = 0;
 };
 
-// Leaves at least half of the device and about `background_processors` multiprocessors for the background (the driver
-// deals them out in eights). Made once for each device and number, and kept until the process ends, as their streams
+// About `background_processors` multiprocessors for the background, at most half of them; the driver deals them out in
+// eights. Made once for each device and number, and kept until the process ends, as their streams
 // are. Null with a warning where the driver cannot, and on a CPU.
 std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_processors);
 

@@ -183,11 +183,12 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
 
 void Engine::Impl::allocate() {
   const int64_t rows = options.cache_rows + (on_cuda() ? kDeviceScratchRows : 0);
-  arena = std::make_unique<KvArena>(model.config(), rows, model.options().dtype, model.options().device);
+  auto made = std::make_unique<KvArena>(model.config(), rows, model.options().dtype, model.options().device);
 #ifdef TRIREME_CUDA
-  if (on_cuda()) runner = make_device_runner(model, *arena, options.max_sequences, options.partition);
+  if (on_cuda()) runner = make_device_runner(model, *made, options.max_sequences, options.partition);
 #endif
-  if (runner == nullptr) runner = make_host_runner(model, *arena);
+  if (runner == nullptr) runner = make_host_runner(model, *made);
+  arena = std::move(made);
   stats.cache_rows = options.cache_rows;
 }
 

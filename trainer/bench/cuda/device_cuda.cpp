@@ -12,6 +12,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "trainer/ops/cuda/mapped_memory.h"
 
 namespace trireme::bench {
 namespace {
@@ -41,11 +42,7 @@ constexpr double kLongestPause = 0.1;     // seconds
 }  // namespace
 
 int64_t take_cuda_peak_memory_bytes(int index) {
-  const auto device = static_cast<c10::DeviceIndex>(index);
-  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-  const int64_t peak = c10::cuda::CUDACachingAllocator::getDeviceStats(device).allocated_bytes[kAll].peak;
-  c10::cuda::CUDACachingAllocator::resetPeakStats(device);
-  return peak;
+  return cuda::take_peak_bytes(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
 }
 
 nlohmann::json cuda_versions() {

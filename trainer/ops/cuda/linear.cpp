@@ -252,7 +252,7 @@ class Library {
     if (status != CUBLAS_STATUS_SUCCESS || chosen >= count) {
       throw Error(ErrorKind::kUser, "cublasLt has no algorithm for a bfloat16 product of " + std::to_string(p.m) +
                                         " x " + std::to_string(p.n) + " x " + std::to_string(p.k) +
-                                        "; widths must be multiples of 8");
+                                        "; input widths must be multiples of 8");
     }
     return results[chosen].algo;
   }
@@ -379,6 +379,17 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
 
 namespace {
 
+class NoEarlyLaunches final {
+ public:
+  NoEarlyLaunches() : before_(decoding) { decoding = behind_ours = false; }
+  ~NoEarlyLaunches() { decoding = before_; }
+  NoEarlyLaunches(const NoEarlyLaunches&) = delete;
+  NoEarlyLaunches& operator=(const NoEarlyLaunches&) = delete;
+
+ private:
+  bool before_;
+};
+
 // Where `out` is no multiple of 8 the library takes other kernels, whose row bits depend on the number of rows (seen on
 // H200: 768 x 259). So all but the last outputs are one product, and these, with zeros behind them, another.
 at::Tensor ragged_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
@@ -396,8 +407,9 @@ at::Tensor ragged_forward(const at::Tensor& x, const at::Tensor& weight, const a
     return wide;
   };
   if (whole > 0) y.narrow(1, 0, whole).copy_(linear_forward(x, weight.narrow(0, 0, whole), part(bias, 0, whole)));
+  // A launch that begins early reads its weight while the kernel that pads it may still run.
+  const NoEarlyLaunches late;
   y.narrow(1, whole, rest).copy_(linear_forward(x, padded(weight), padded(bias)).narrow(1, 0, rest));
-  behind_ours = false;
   return y;
 }
 

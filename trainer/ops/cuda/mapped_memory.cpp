@@ -6,7 +6,10 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -47,7 +50,33 @@ void check(CUresult result, const char* call) {
     fail_internal(std::string(call) + " failed with error " + std::to_string(static_cast<int>(result)));
 }
 
+// Between two changes of what is mapped the peak is LibTorch's and that.
+struct Usage {
+  int64_t mapped = 0, peak = 0;
+};
+std::mutex usage_mutex;
+std::map<int, Usage> usage_of;  // by device
+
+Usage& counted(c10::Device device) {
+  constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  Usage& usage = usage_of[device.index()];
+  const int64_t tensors = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak;
+  usage.peak = std::max(usage.peak, tensors + usage.mapped);
+  c10::cuda::CUDACachingAllocator::resetPeakStats(device.index());
+  return usage;
+}
+
+void count_mapped(c10::Device device, int64_t change) {
+  const std::lock_guard<std::mutex> lock(usage_mutex);
+  counted(device).mapped += change;
+}
+
 }  // namespace
+
+int64_t take_peak_bytes(c10::Device device) {
+  const std::lock_guard<std::mutex> lock(usage_mutex);
+  return std::exchange(counted(device).peak, 0);
+}
 
 struct MappedMemory::State {
   c10::Device device;
@@ -131,6 +160,7 @@ void MappedMemory::map() {
                        format_bytes(total), " of which ", format_bytes(free), " is free");
     }
   }
+  count_mapped(state_->device, state_->bytes);
   C10_CUDA_CHECK(cudaMemsetAsync(address(), 0, static_cast<size_t>(state_->bytes),
                                  c10::cuda::getCurrentCUDAStream(state_->device.index())));
 }
@@ -140,6 +170,7 @@ void MappedMemory::unmap() {
   const c10::cuda::CUDAGuard guard(state_->device);
   C10_CUDA_CHECK(cudaDeviceSynchronize());
   state_->unmap();
+  count_mapped(state_->device, -state_->bytes);
 }
 
 }  // namespace trireme::cuda

@@ -30,4 +30,8 @@ class MappedMemory final {
   std::unique_ptr<State> state_;
 };
 
+// The most that LibTorch's tensors and mapped memory of `device` have had together since the last call. Resets
+// LibTorch's own peak, as map() and unmap() do.
+int64_t take_peak_bytes(c10::Device device);
+
 }  // namespace trireme::cuda

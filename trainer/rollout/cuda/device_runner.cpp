@@ -107,7 +107,7 @@ class DeviceRunner final : public StepRunner {
     }
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&turn_, cudaEventDisableTiming));
     last_ = stream();
-    if (partition_ != nullptr) prepare_shared();
+    if (partition_ != nullptr) prepare_shared(std::min(kSharedRows, max_rows));
   }
 
   ~DeviceRunner() override {
@@ -202,11 +202,11 @@ class DeviceRunner final : public StepRunner {
   }
 
   // The foreground's graphs, while nobody else computes: plans of products are found by trial.
-  void prepare_shared() {
+  void prepare_shared(int64_t most_rows) {
     {
       const PartitionScope part(*partition_, PartitionScope::Part::kForeground);
       take_turn();
-      for (int64_t rows = 1; rows <= kSharedRows; ++rows) {
+      for (int64_t rows = 1; rows <= most_rows; ++rows) {
         const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
         Graph& graph = graphs_[{bucket, runs, false, true}];
         if (graph.captured) continue;
