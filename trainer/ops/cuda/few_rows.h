@@ -62,8 +62,8 @@ struct FewRowsPlan {
 // Whether the kernel takes these (shapes and addresses), on a device of compute capability 9.0.
 bool few_rows_supported(const FewRowsArgs& args);
 
-// Every plan for the shape on this thread's processors of the current device (processors.h), and the one with the lowest predicted time. Uses rows, in, out and
-// swiglu only; rows count in eights. Costs milliseconds: keep the result.
+// Every plan for the shape on this thread's processors of the current device (processors.h), and the one with the
+// lowest predicted time. Uses rows, in, out and swiglu only; rows count in eights. Costs milliseconds: keep the result.
 std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& args);
 FewRowsPlan few_rows_plan(const FewRowsArgs& args);
 
