@@ -11,6 +11,7 @@
 #include "trainer/bench/trace.h"
 #include "trainer/bench/work.h"
 #include "trainer/parallel/device.h"
+#include "trainer/rollout/step_runner.h"
 
 namespace trireme::bench {
 namespace {
@@ -247,6 +248,11 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
     generation.max_sequences = alive;
     EngineOptions settings = engine_options(generation, lengths, 1);
     settings.partition = split_device(target.device, options.background_processors);
+    if (options.background_processors > 0 && (settings.partition == nullptr || alive > kSharedDeviceSamples)) {
+      fail_user("--background-processors needs a GPU that can be divided and at most " +
+                std::to_string(kSharedDeviceSamples) + " samples; here are " + std::to_string(alive) + " on " +
+                target.device.str());
+    }
     Engine engine(*model, nullptr, settings, sampling_options(generation, options.common.seed));
     std::vector<double> seconds;
     for (int64_t r = 0; r < options.common.repeats + 1; ++r) {  // the first one warms up

@@ -195,10 +195,8 @@ void add_policy(std::vector<Field>& table) {
   ("share of the device's memory for it when kv_cache_tokens is 0").above(0).below(1);
   OURS(policy.generation.background_processors)
   ("multiprocessors of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
-   "at "
-   "most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
-   "number "
-   "means a thread of its own. No bit of a result changes")
+   "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
+   "number means a thread of its own. No bit of a result changes")
       .at_least(-1);
   KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
   KEY(policy.generation.colocated.resources.gpus_per_node)

@@ -19,9 +19,7 @@ thread_local int lane = 0;
 }  // namespace
 
 int processor_limit() { return limit; }
-void set_processor_limit(int processors) { limit = processors; }
 int work_lane() { return lane; }
-void set_work_lane(int number) { lane = number; }
 
 std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_processors) {
   if (!device.is_cuda() || background_processors <= 0) return nullptr;
