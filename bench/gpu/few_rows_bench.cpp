@@ -18,19 +18,20 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <string>
 
 #include "base/error.h"
 #include "bench/gpu/ceilings.h"
-#include "trainer/ops/cuda/few_rows.h"
 #include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/cuda/row_ops.h"
 
 namespace trireme {
 namespace {
 
-using cuda::FewRowsArgs;
 using cuda::FewRowsPlan;
+using cuda::RowProductArgs;
 
 at::Device gpu() { return {at::kCUDA, 0}; }
 at::Tensor randn(at::IntArrayRef shape) {
@@ -108,7 +109,7 @@ double read_us(const Weights& weights) {
 }
 
 double product_us(const Shape& s, const Weights& weights, int64_t rows, int64_t limit, bool overlap) {
-  cuda::set_few_rows_limit(limit);
+  cuda::set_own_rows_limit(limit);
   const at::Tensor x = randn({rows, s.in});
   return graph_us(weights.launches(), [&] {
     std::optional<cuda::DecodeScope> scope;
@@ -117,8 +118,8 @@ double product_us(const Shape& s, const Weights& weights, int64_t rows, int64_t 
   });
 }
 
-FewRowsArgs args_of(const Shape& s, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y) {
-  FewRowsArgs args;
+RowProductArgs args_of(const Shape& s, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y) {
+  RowProductArgs args;
   args.x = x.const_data_ptr();
   args.x_stride = x.stride(0);
   args.weight = weight.const_data_ptr();
@@ -138,22 +139,37 @@ std::string text(const FewRowsPlan& p) {
   return line;
 }
 
+std::string text(const cuda::MediumRowsPlan& p) {
+  char line[160];
+  std::snprintf(line, sizeof line, "%3d across %d along %d %s x %3d slabs %d stages %2d %3zu KB", p.columns, p.across,
+                p.along, p.clustered ? "clustered" : "alone", p.teams, p.slabs, p.stages, p.shared_bytes >> 10);
+  return line;
+}
+
+std::string text(const cuda::ProductChoice& choice) {
+  using Kernel = cuda::ProductChoice::Kernel;
+  return choice.kernel == Kernel::kFewRows      ? "few: " + text(choice.few)
+         : choice.kernel == Kernel::kMediumRows ? "medium: " + text(choice.medium)
+                                                : "library";
+}
+
 void table() {
   std::printf("%-17s %4s | %8s %5s | %8s %5s | %8s %5s | %8s %5s | plan\n", "weight", "rows", "read us", "TB/s",
               "own us", "TB/s", "overlap", "TB/s", "cublasLt", "TB/s");
   for (const Shape& s : kShapes) {
     const Weights weights(s);
     const double read = read_us(weights);
-    for (const int64_t rows : {1, 16, 32, 48, 64}) {
-      const double own = product_us(s, weights, rows, cuda::kMostFewRows, false);
-      const double overlapped = product_us(s, weights, rows, cuda::kMostFewRows, true);
+    for (const int64_t rows : {1, 16, 32, 48, 64, 96, 128, 192, 256}) {
+      const double own = product_us(s, weights, rows, cuda::kMostOwnRows, false);
+      const double overlapped = product_us(s, weights, rows, cuda::kMostOwnRows, true);
       const double library = product_us(s, weights, rows, 0, false);
       const auto rate = [&](double us) { return weights.bytes / us * 1e-6; };
       const at::Tensor x = randn({rows, s.in}), y = at::empty({rows, s.swiglu ? s.out / 2 : s.out}, x.options());
-      const FewRowsPlan plan = cuda::few_rows_plan(args_of(s, x, weights.all[0], y));
+      const cuda::ProductTrial known;  // tried above
+      const cuda::ProductChoice choice = cuda::choose_product(0, args_of(s, x, weights.all[0], y), &known);
       std::printf("%-17s %4lld | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %s\n", s.name,
                   static_cast<long long>(rows), read, rate(read), own, rate(own), overlapped, rate(overlapped), library,
-                  rate(library), text(plan).c_str());
+                  rate(library), text(choice).c_str());
       std::fflush(stdout);
     }
   }
@@ -165,32 +181,38 @@ void sweep(const Shape& s, int64_t rows) {
   std::printf("%lldx%lld, %lld rows%s: plain read %.2f us\n", static_cast<long long>(s.out),
               static_cast<long long>(s.in), static_cast<long long>(rows), s.swiglu ? ", swiglu" : "", read_us(weights));
   struct Result {
-    double us, overlapped;
-    FewRowsPlan plan;
+    double us, overlapped, predicted;
+    std::string plan;
   };
   std::vector<Result> results;
-  constexpr double kMostPredicted = 1.5;
-  const FewRowsPlan best = cuda::few_rows_plan(args_of(s, x, weights.all[0], y));
-  for (FewRowsPlan plan : cuda::few_rows_plans(args_of(s, x, weights.all[0], y))) {
-    if (plan.predicted_us > kMostPredicted * best.predicted_us) continue;
-    const auto measure = [&](bool overlap) {
-      return graph_us(weights.launches(), [&] {
-        for (const at::Tensor& w : weights.all) {
-          FewRowsArgs args = args_of(s, x, w, y);
-          args.overlap = overlap;
-          if (const cudaError_t error = cuda::few_rows(args, plan, stream()); error != cudaSuccess)
-            fail_internal(cudaGetErrorString(error));
-        }
-      });
-    };
-    results.push_back({measure(false), measure(true), plan});
-  }
+  const auto measure_all = [&](auto plans, auto launch) {
+    constexpr double kMostPredicted = 2.5;
+    double best = std::numeric_limits<double>::infinity();
+    for (const auto& plan : plans) best = std::min(best, plan.predicted_us);
+    for (const auto& plan : plans) {
+      if (plan.predicted_us > kMostPredicted * best) continue;
+      const auto measure = [&](bool overlap) {
+        return graph_us(weights.launches(), [&] {
+          for (const at::Tensor& w : weights.all) {
+            RowProductArgs args = args_of(s, x, w, y);
+            args.overlap = overlap;
+            if (const cudaError_t error = launch(args, plan, stream()); error != cudaSuccess)
+              fail_internal(cudaGetErrorString(error));
+          }
+        });
+      };
+      results.push_back({measure(false), measure(true), plan.predicted_us, text(plan)});
+    }
+  };
+  const RowProductArgs args = args_of(s, x, weights.all[0], y);
+  if (rows <= cuda::kMostFewRows) measure_all(cuda::few_rows_plans(args), cuda::few_rows);
+  measure_all(cuda::medium_rows_plans(args), cuda::medium_rows);
   std::sort(results.begin(), results.end(),
             [](const Result& a, const Result& b) { return a.overlapped < b.overlapped; });
   for (const Result& r : results) {
     std::printf("%8.2f us %5.2f TB/s | overlap %8.2f us %5.2f TB/s | predicted %7.2f | %s\n", r.us,
-                weights.bytes / r.us * 1e-6, r.overlapped, weights.bytes / r.overlapped * 1e-6, r.plan.predicted_us,
-                text(r.plan).c_str());
+                weights.bytes / r.us * 1e-6, r.overlapped, weights.bytes / r.overlapped * 1e-6, r.predicted,
+                r.plan.c_str());
   }
 }
 
@@ -213,10 +235,10 @@ void layers() {
     double bytes = 0;
     for (const at::Tensor* t : {&all[0].qkv, &all[0].o, &all[0].gate_up, &all[0].down})
       bytes += static_cast<double>(t->nbytes());
-    for (const int64_t rows : {1, 16, 32, 48, 64}) {
+    for (const int64_t rows : {1, 16, 32, 48, 64, 96, 128, 192, 256}) {
       const at::Tensor x = randn({rows, m.hidden});
       const auto measure = [&](int64_t limit, bool overlap, bool fused) {
-        cuda::set_few_rows_limit(limit);
+        cuda::set_own_rows_limit(limit);
         return graph_us(m.layers, [&] {
           std::optional<cuda::DecodeScope> scope;
           if (overlap) scope.emplace();
@@ -238,9 +260,10 @@ void layers() {
         std::fflush(stdout);
       };
       line("cublasLt", measure(0, false, false));
-      line("own", measure(cuda::kMostFewRows, false, false));
-      line("own, fused activation", measure(cuda::kMostFewRows, false, true));
-      line("own, fused, overlapping", measure(cuda::kMostFewRows, true, true));
+      line("own", measure(cuda::kMostOwnRows, false, false));
+      line("own, fused activation", measure(cuda::kMostOwnRows, false, true));
+      line("own, fused, overlapping", measure(cuda::kMostOwnRows, true, true));
+      line("as decoding chooses", measure(cuda::kWherePaid, true, true));
     }
   }
 }

@@ -396,15 +396,15 @@ TEST(Engine, SharedPromptsHaveTheBitsOfTheSampler) {
 TEST(Linear, TheDefaultWorkspaceIsNotExact) {
   const at::Device device = choose_device("cuda", 0);
   const std::vector<LinearShape> shapes = {{4096, 4096}, {14336, 4096}, {2048, 6144}};
-  const int64_t few_rows = cuda::few_rows_limit();
-  cuda::set_few_rows_limit(0);  // the library alone
+  const int64_t few_rows = cuda::own_rows_limit();
+  cuda::set_own_rows_limit(0);  // the library alone
   EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
   const size_t bytes = cuda::forward_workspace_bytes();
   cuda::set_forward_workspace_bytes(size_t{32} << 20);
   EXPECT_FALSE(linear_rows_are_exact(shapes, at::kBFloat16, device));
   cuda::set_forward_workspace_bytes(bytes);
   EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
-  cuda::set_few_rows_limit(few_rows);
+  cuda::set_own_rows_limit(few_rows);
 }
 
 // Small layers too, whose sums are short: every number of rows that a batch may have.

@@ -12,14 +12,14 @@
 
 #include "base/error.h"
 #include "tests/gpu/device.h"
-#include "trainer/ops/cuda/few_rows.h"
+#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/cuda/linear.h"
 #include "trainer/ops/cuda/row_ops.h"
 
 namespace trireme {
 namespace {
 
-using cuda::FewRowsArgs;
+using cuda::RowProductArgs;
 using cuda::FewRowsPlan;
 using testing::gpu;
 using testing::gpu_randn;
@@ -39,8 +39,8 @@ int64_t differing(const at::Tensor& a, const at::Tensor& b) {
 
 class Limit final {
  public:
-  explicit Limit(int64_t rows) : before_(cuda::few_rows_limit()) { cuda::set_few_rows_limit(rows); }
-  ~Limit() { cuda::set_few_rows_limit(before_); }
+  explicit Limit(int64_t rows) : before_(cuda::own_rows_limit()) { cuda::set_own_rows_limit(rows); }
+  ~Limit() { cuda::set_own_rows_limit(before_); }
   Limit(const Limit&) = delete;
   Limit& operator=(const Limit&) = delete;
 
@@ -53,9 +53,9 @@ at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::T
   return cuda::linear_forward(x, weight, bias);
 }
 
-FewRowsArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
+RowProductArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
                     bool swiglu = false) {
-  FewRowsArgs args;
+  RowProductArgs args;
   args.x = x.const_data_ptr();
   args.x_stride = x.stride(0);
   args.weight = weight.const_data_ptr();
@@ -235,7 +235,7 @@ TEST_F(FewRows, RowsMayBeStridedAndOffsetAndOddShapesFallBack) {
 TEST_F(FewRows, PlansThatDoNotFitAreRefused) {
   const at::Tensor x = gpu_randn({16, 1024}), weight = gpu_randn({512, 1024});
   const at::Tensor y = at::empty({16, 512}, x.options());
-  const FewRowsArgs args = args_of(x, weight, {}, y);
+  const RowProductArgs args = args_of(x, weight, {}, y);
   const FewRowsPlan good = cuda::few_rows_plan(args);
   const auto refused = [&](auto change) {
     FewRowsPlan plan = good;
@@ -250,7 +250,7 @@ TEST_F(FewRows, PlansThatDoNotFitAreRefused) {
   EXPECT_TRUE(refused([](FewRowsPlan& p) { p.shared_bytes += 16; }));
   EXPECT_FALSE(refused([](FewRowsPlan&) {}));
   c10::cuda::device_synchronize();
-  EXPECT_THROW(cuda::set_few_rows_limit(cuda::kMostFewRows + 1), Error);
+  EXPECT_THROW(cuda::set_own_rows_limit(cuda::kMostOwnRows + 1), Error);
 }
 
 // Products that follow one another in a graph, each reading what the one before wrote, with other kernels between.

@@ -200,16 +200,16 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
 bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device) {
   if (rows_are_exact(shapes, dtype, device)) return true;
 #ifdef TRIREME_CUDA
-  // Is it our kernel for few rows that has other bits than the library? Then do without it.
-  if (const int64_t limit = cuda::few_rows_limit(); device.is_cuda() && limit > 0) {
-    cuda::set_few_rows_limit(0);
+  // Is it one of our kernels that has other bits than the library? Then do without it.
+  if (const int64_t limit = cuda::own_rows_limit(); device.is_cuda() && limit != 0) {
+    cuda::set_own_rows_limit(0);
     if (rows_are_exact(shapes, dtype, device)) {
       log_warn("ops",
-               "our kernel for products of few rows has other bits than cublasLt on this machine; cublasLt computes "
+               "our kernels for products of few rows have other bits than cublasLt on this machine; cublasLt computes "
                "everything (slower decoding)");
       return true;
     }
-    cuda::set_few_rows_limit(limit);
+    cuda::set_own_rows_limit(limit);
   }
 #endif
   return false;

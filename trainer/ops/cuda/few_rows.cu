@@ -2,24 +2,17 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <limits>
 
 #include "trainer/ops/cuda/few_rows_kernel.cuh"
-#include "trainer/ops/processors.h"
 
 namespace trireme::cuda {
 namespace {
 
-// Shared memory of a block: all it can have, and never so little that two fit a processor. Blocks of a launch that
-// begins early go wherever there is room, and two of them on one processor would leave another without work.
-constexpr size_t kMostSharedBytes = 226 * 1024;
-constexpr size_t kLeastSharedBytes = 117 * 1024;
+using namespace row_product;
+
 constexpr int kMostStages = 32;
 constexpr int kFewestStages = 3;
 constexpr int kMostBoxRows = 256;
-
-constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // [fragments of tokens - 1][one fragment of weights, two, one of the gate and one of up][slabs 1, 2, 4]
 template <int kTokens, int kWeights, bool kSwiglu>
@@ -41,87 +34,29 @@ int token_groups(const FewRowsPlan& plan, int64_t rows) {
   return static_cast<int>(divide_up(token_fragments(rows), plan.tokens));
 }
 int x_rows(const FewRowsPlan& plan, int64_t rows) { return token_groups(plan, rows) * plan.tokens * kFragmentRows; }
-int64_t weight_rows(const FewRowsArgs& a) { return a.swiglu ? 2 * a.out : a.out; }
 int tile_rows(const FewRowsPlan& plan, bool swiglu) { return swiglu ? 2 * plan.columns : plan.columns; }  // of weights
 int side_by_side(const FewRowsPlan& plan, bool swiglu) {
   return tile_rows(plan, swiglu) / kFragmentRows / plan.fragments;
 }
-int multiplying_warps(const FewRowsPlan& plan, const FewRowsArgs& a) {
+int multiplying_warps(const FewRowsPlan& plan, const RowProductArgs& a) {
   return side_by_side(plan, a.swiglu) * token_groups(plan, a.rows);
 }
-size_t slab_bytes(const FewRowsPlan& plan, const FewRowsArgs& a) {
+size_t slab_bytes(const FewRowsPlan& plan, const RowProductArgs& a) {
   return static_cast<size_t>(x_rows(plan, a.rows) + tile_rows(plan, a.swiglu)) * kSlabRowBytes;
 }
-size_t shared_bytes(const FewRowsPlan& plan, const FewRowsArgs& a) {
+size_t shared_bytes(const FewRowsPlan& plan, const RowProductArgs& a) {
   const size_t needed = kSharedAlignment + static_cast<size_t>(plan.stages * plan.slabs) * slab_bytes(plan, a) +
                         static_cast<size_t>(plan.stages) * kBarriers * 8;
   return std::max(needed, kLeastSharedBytes);
 }
 
-cudaError_t current_device(int* device) { return cudaGetDevice(device); }
+// For comparing plans, in cycles.
+constexpr double kStepCycles = 48;     // one product after another in a chain
+constexpr double kProductCycles = 8;   // between products of a quarter of a processor
+constexpr double kFragmentCycles = 4;  // shared memory, of a processor
+constexpr double kStageCycles = 80;    // to the next stage
 
-// That this thread's kernels run on.
-int processors() {
-  int device = 0, count = 0;
-  if (current_device(&device) != cudaSuccess) return 0;
-  if (cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 0;
-  return processor_limit() > 0 ? std::min(count, processor_limit()) : count;
-}
-
-bool is_hopper() {
-  static std::array<std::atomic<int>, 64> known{};  // by device: 0 not asked, 1 no, 2 yes
-  int device = 0, major = 0, minor = 0;
-  if (current_device(&device) != cudaSuccess || device < 0 || device >= 64) return false;
-  std::atomic<int>& state = known[static_cast<size_t>(device)];
-  if (state == 0) {
-    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return false;
-    if (cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) return false;
-    state = major == 9 && minor == 0 ? 2 : 1;
-  }
-  return state == 2;
-}
-
-// A launch's configuration with its attributes, which it points to.
-struct Launch {
-  cudaLaunchConfig_t config{};
-  cudaLaunchAttribute attributes[2]{};
-  Launch(const FewRowsPlan& plan, const FewRowsArgs& a, bool overlap, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned>(plan.clusters * plan.cluster));
-    config.blockDim = dim3(static_cast<unsigned>((multiplying_warps(plan, a) + kLoadingWarps) * 32));
-    config.dynamicSmemBytes = plan.shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    if (plan.cluster > 1) {
-      cudaLaunchAttribute& shape = attributes[config.numAttrs++];
-      shape.id = cudaLaunchAttributeClusterDimension;
-      shape.val.clusterDim.x = static_cast<unsigned>(plan.cluster);
-      shape.val.clusterDim.y = shape.val.clusterDim.z = 1;
-    }
-    if (overlap) {
-      cudaLaunchAttribute& early = attributes[config.numAttrs++];
-      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      early.val.programmaticStreamSerializationAllowed = 1;
-    }
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-};
-
-cudaError_t allow_shared(const void* kernel) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kMostSharedBytes));
-}
-
-// Rates for comparing plans on an H200: bytes a microsecond, bytes that must be under way for the first of them.
-constexpr double kMemoryRate = 4.4e6, kBytesUnderWay = 5.0e6;
-constexpr double kCacheRate = 9.0e6;      // L2 to all processors together
-constexpr double kProcessorRate = 0.8e5;  // into one processor
-constexpr double kClock = 1800;           // cycles a microsecond
-constexpr double kStepCycles = 48;        // one product after another in a chain
-constexpr double kProductCycles = 8;      // between products of a quarter of a processor
-constexpr double kFragmentCycles = 4;     // shared memory, of a processor
-constexpr double kStageCycles = 80;       // to the next stage
-
-double predict(const FewRowsArgs& a, const FewRowsPlan& plan) {
+double predict(const RowProductArgs& a, const FewRowsPlan& plan) {
   const double row_bytes = static_cast<double>(a.in) * 2;
   const double rows_of_tile = tile_rows(plan, a.swiglu), rows = x_rows(plan, a.rows);
   const auto tiles = static_cast<double>(divide_up(a.out, plan.columns));
@@ -142,37 +77,7 @@ double predict(const FewRowsArgs& a, const FewRowsPlan& plan) {
   return std::max({stream, cache, processor, chain}) + 0.15 * processor + start;
 }
 
-using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
-EncodeTensorMap encoder() {  // through the runtime, so that nothing links libcuda
-  static const EncodeTensorMap found = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTensorMap>(pointer)
-                                                                         : nullptr;
-  }();
-  return found;
-}
-
-// Rows of `in` elements, loaded as boxes of 64 x box_rows.
-bool encode(CUtensorMap* map, const void* data, int64_t rows, int64_t in, int64_t stride, int box_rows) {
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(in), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride) * 2};
-  const cuuint32_t box[2] = {kSlab, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  return encoder()(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, strides, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-bool shape_supported(const FewRowsArgs& a) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 4;
-  return a.rows >= 1 && a.rows <= kMostFewRows && a.in >= kSlab && a.in % kSlab == 0 && a.in < kMost && a.out >= 8 &&
-         a.out % 8 == 0 && a.out < kMost;
-}
-
-bool plan_fits(const FewRowsArgs& a, const FewRowsPlan& p) {
+bool plan_fits(const RowProductArgs& a, const FewRowsPlan& p) {
   const bool cluster = p.cluster == 1 || p.cluster == 2 || p.cluster == 4;
   const bool slabs = p.slabs == 1 || p.slabs == 2 || p.slabs == 4;
   const bool fragments = p.fragments == 2 || (p.fragments == 1 && !a.swiglu);
@@ -186,35 +91,15 @@ bool plan_fits(const FewRowsArgs& a, const FewRowsPlan& p) {
          p.shared_bytes == shared_bytes(p, a) && p.shared_bytes <= kMostSharedBytes;
 }
 
-// Clusters of the plan that the device holds at once.
-int resident_clusters(const FewRowsArgs& a, const FewRowsPlan& plan, const void* kernel, int processors) {
-  const Launch launch(plan, a, false, nullptr);
-  int count = 0;
-  cudaError_t error;
-  if (plan.cluster > 1) {
-    error = cudaOccupancyMaxActiveClusters(&count, kernel, &launch.config);
-  } else {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, static_cast<int>(launch.config.blockDim.x),
-                                                          plan.shared_bytes);
-    count *= processors;
-  }
-  if (error == cudaSuccess) return std::min(count, std::max(1, processors / plan.cluster));
-  cudaGetLastError();
-  return 0;
-}
-
 }  // namespace
 
-bool few_rows_supported(const FewRowsArgs& a) {
-  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
-  const auto stride = [&](int64_t s) { return s >= a.in && s % 8 == 0 && s < (int64_t{1} << 38); };
-  return shape_supported(a) && stride(a.x_stride) && stride(a.weight_stride) && aligned(a.x) && aligned(a.weight) &&
-         aligned(a.bias) && aligned(a.y) && !(a.swiglu && a.bias != nullptr) && is_hopper() && encoder() != nullptr;
+bool few_rows_supported(const RowProductArgs& a) {
+  return shape_supported(a, kMostFewRows) && layout_supported(a) && device_supported();
 }
 
-std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& a) {
+std::vector<FewRowsPlan> few_rows_plans(const RowProductArgs& a) {
   std::vector<FewRowsPlan> plans;
-  if (!shape_supported(a) || !is_hopper()) return plans;
+  if (!shape_supported(a, kMostFewRows) || !device_supported()) return plans;
   const int count = processors();
   FewRowsPlan plan;
   const auto try_plan = [&] {
@@ -230,7 +115,10 @@ std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& a) {
     plan.shared_bytes = shared_bytes(plan, a);
     plan.clusters = static_cast<int>(std::min<int64_t>(divide_up(tiles, plan.cluster), count / plan.cluster));
     if (plan.clusters == 0 || !plan_fits(a, plan)) return;
-    plan.clusters = std::min(plan.clusters, resident_clusters(a, plan, find_kernel(plan, a.swiglu), count));
+    const Launch launch(plan.clusters, plan.cluster, multiplying_warps(plan, a) + kLoadingWarps, plan.shared_bytes,
+                        false, nullptr);
+    plan.clusters =
+        std::min(plan.clusters, resident_clusters(launch, find_kernel(plan, a.swiglu), plan.cluster, count));
     if (plan.clusters == 0) return;
     plan.predicted_us = predict(a, plan);
     plans.push_back(plan);
@@ -250,7 +138,7 @@ std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& a) {
   return plans;
 }
 
-FewRowsPlan few_rows_plan(const FewRowsArgs& a) {
+FewRowsPlan few_rows_plan(const RowProductArgs& a) {
   FewRowsPlan best;
   for (const FewRowsPlan& plan : few_rows_plans(a)) {
     if (best.clusters == 0 || plan.predicted_us < best.predicted_us - 1e-9) best = plan;
@@ -258,7 +146,7 @@ FewRowsPlan few_rows_plan(const FewRowsArgs& a) {
   return best;
 }
 
-cudaError_t few_rows(const FewRowsArgs& a, const FewRowsPlan& plan, cudaStream_t stream) {
+cudaError_t few_rows(const RowProductArgs& a, const FewRowsPlan& plan, cudaStream_t stream) {
   if (!few_rows_supported(a) || !plan_fits(a, plan)) return cudaErrorInvalidValue;
   const void* kernel = find_kernel(plan, a.swiglu);
   FewRowsParams params;
@@ -281,7 +169,8 @@ cudaError_t few_rows(const FewRowsArgs& a, const FewRowsPlan& plan, cudaStream_t
   params.stages = plan.stages;
   const cudaError_t error = allow_shared(kernel);
   if (error != cudaSuccess) return error;
-  const Launch launch(plan, a, a.overlap, stream);
+  const Launch launch(plan.clusters, plan.cluster, multiplying_warps(plan, a) + kLoadingWarps, plan.shared_bytes,
+                      a.overlap, stream);
   void* arguments[] = {&params};
   return cudaLaunchKernelExC(&launch.config, kernel, arguments);
 }

@@ -16,35 +16,15 @@
 // cublasLt.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "trainer/ops/cuda/row_product.h"
+
 namespace trireme::cuda {
 
 inline constexpr int64_t kMostFewRows = 64;
-
-// All pointers are multiples of 16 bytes, strides (in elements) and `out` of 8, `in` of 64. Elements are bf16.
-struct FewRowsArgs {
-  const void* x = nullptr;  // [rows, in]
-  int64_t x_stride = 0;
-  const void* weight = nullptr;  // [out, in]; with swiglu [2 * out, in]: the gate's rows, then up's
-  int64_t weight_stride = 0;
-  const void* bias = nullptr;  // [out] or null; not with swiglu
-  void* y = nullptr;           // [rows, out], contiguous
-  int64_t rows = 0;
-  int64_t in = 0;
-  int64_t out = 0;
-  // y = silu(gate) * up of the two products, each rounded to bf16 first: the bits of the product followed by
-  // swiglu_forward (rows.h).
-  bool swiglu = false;
-  // A programmatic dependent launch: may begin while the kernel before it in the stream runs, if that one allows it.
-  // It then reads weights before that kernel (and whatever that one overlaps with) has ended: only where nothing in
-  // the chain of overlapping launches writes them, as inside a decode graph. x, y and bias wait.
-  bool overlap = false;
-};
 
 // How the work is cut. No plan alters a bit.
 struct FewRowsPlan {
@@ -60,14 +40,14 @@ struct FewRowsPlan {
 };
 
 // Whether the kernel takes these (shapes and addresses), on a device of compute capability 9.0.
-bool few_rows_supported(const FewRowsArgs& args);
+bool few_rows_supported(const RowProductArgs& args);
 
 // Every plan for the shape on this thread's processors of the current device (processors.h), and the one with the
 // lowest predicted time. Uses rows, in, out and swiglu only; rows count in eights. Costs milliseconds: keep the result.
-std::vector<FewRowsPlan> few_rows_plans(const FewRowsArgs& args);
-FewRowsPlan few_rows_plan(const FewRowsArgs& args);
+std::vector<FewRowsPlan> few_rows_plans(const RowProductArgs& args);
+FewRowsPlan few_rows_plan(const RowProductArgs& args);
 
 // Launches; legal in stream capture. cudaErrorInvalidValue where the plan is not one for these arguments.
-cudaError_t few_rows(const FewRowsArgs& args, const FewRowsPlan& plan, cudaStream_t stream);
+cudaError_t few_rows(const RowProductArgs& args, const FewRowsPlan& plan, cudaStream_t stream);
 
 }  // namespace trireme::cuda

@@ -17,18 +17,16 @@
 #include <cuda_bf16.h>
 
 #include "trainer/ops/cuda/hopper.cuh"
-#include "trainer/ops/cuda/swiglu_step.cuh"
+#include "trainer/ops/cuda/row_product.cuh"
 
 namespace trireme::cuda {
 
-inline constexpr int kSlab = 64;  // elements of `in`: a row of 128 bytes
-inline constexpr int kSlabRowBytes = kSlab * 2;
+using row_product::kSharedAlignment, row_product::kSlab, row_product::kSlabRowBytes;
 inline constexpr int kStep = 16;
 inline constexpr int kFragmentRows = 16;  // of tokens, and of weights
 inline constexpr int kMostMultiplyingWarps = 16;
 inline constexpr int kLoadingWarps = 2;
 inline constexpr int kBarriers = 3;  // a stage
-inline constexpr int kSharedAlignment = 1024;
 
 struct FewRowsParams {
   CUtensorMap x_map;  // box 64 x x_rows
@@ -50,19 +48,7 @@ struct FewRowsParams {
 namespace few_rows_detail {
 
 using namespace hopper;
-
-struct Ring {
-  int stages;
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ explicit Ring(int count) : stages(count) {}
-  __device__ __forceinline__ void advance() {
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
+using namespace row_product;
 
 __device__ __forceinline__ void load_fragment(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -77,45 +63,6 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&x)[4]
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(w0), "r"(w1));
-}
-
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// word[b] of the four lanes of a quad: columns 8 b + 2 lane, + 1 of one row. Writes the row's columns below `limit`,
-// eight at a time where four blocks stand together.
-template <int kBlocks>
-__device__ __forceinline__ void write_row(const uint32_t (&word)[kBlocks], __nv_bfloat16* to, int limit, bool inside,
-                                          int lane) {
-  static_assert(kBlocks == 2 || kBlocks == 4);
-  const int quad = lane % 4;
-  if constexpr (kBlocks == 4) {
-    // Transposes 4 x 4 words over the quad: lane i gets the words of block i, in the order of the lanes.
-    const bool odd = quad % 2 != 0, high = quad / 2 != 0;
-    uint32_t v0 = word[0], v1 = word[1], v2 = word[2], v3 = word[3];
-    const uint32_t s0 = __shfl_xor_sync(0xffffffffu, odd ? v0 : v1, 1);
-    const uint32_t s1 = __shfl_xor_sync(0xffffffffu, odd ? v2 : v3, 1);
-    v0 = odd ? s0 : v0;
-    v1 = odd ? v1 : s0;
-    v2 = odd ? s1 : v2;
-    v3 = odd ? v3 : s1;
-    const uint32_t t0 = __shfl_xor_sync(0xffffffffu, high ? v0 : v2, 2);
-    const uint32_t t1 = __shfl_xor_sync(0xffffffffu, high ? v1 : v3, 2);
-    v0 = high ? t0 : v0;
-    v1 = high ? t1 : v1;
-    v2 = high ? v2 : t0;
-    v3 = high ? v3 : t1;
-    const int column = 8 * quad;
-    if (inside && column < limit) *reinterpret_cast<uint4*>(to + column) = make_uint4(v0, v1, v2, v3);
-  } else {
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int column = 8 * b + 2 * quad;
-      if (inside && column < limit) *reinterpret_cast<uint32_t*>(to + column) = word[b];
-    }
-  }
 }
 
 }  // namespace few_rows_detail

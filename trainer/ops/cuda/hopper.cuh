@@ -61,6 +61,15 @@ __device__ __forceinline__ void arrive_at(uint32_t barrier, uint32_t rank) {
       "r"(rank)
       : "memory");
 }
+// The address of that barrier in the cluster's window, and an arrival there (in this block too).
+__device__ __forceinline__ uint32_t barrier_of(uint32_t barrier, uint32_t rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(rank));
+  return remote;
+}
+__device__ __forceinline__ void arrive_at(uint32_t remote) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+}
 __device__ __forceinline__ bool phase_ended(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile(
@@ -89,8 +98,13 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
   return now;
 }
+// Ends the kernel with an error that the host sees (an illegal address). Not by a trap: in a kernel that has one the
+// compiler makes no use of the registers that take_registers gets (wgmma.cuh).
+__device__ __forceinline__ void fail() {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(uint64_t{0}), "r"(0) : "memory");
+}
 // Waits for the end of the phase of that parity (a fresh barrier counts as one whose phase of parity 1 has ended). No
-// wait inside a kernel takes long: after the deadline it traps, which the host sees as a launch failure.
+// wait inside a kernel takes long: after the deadline it fails, which the host sees as a launch failure.
 inline constexpr uint64_t kWaitDeadlineNs = 20'000'000'000;
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   uint64_t start = 0;
@@ -98,7 +112,7 @@ __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
     if (tries % 1024 != 0) continue;
     const uint64_t now = nanoseconds();
     if (start == 0) start = now;
-    if (now - start > kWaitDeadlineNs) __trap();
+    if (now - start > kWaitDeadlineNs) fail();
   }
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -10,7 +9,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -18,7 +16,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "trainer/ops/cuda/few_rows.h"
+#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/cuda/row_ops.h"
 #include "trainer/ops/processors.h"
 
@@ -73,82 +71,6 @@ thread_local bool behind_ours = false;  // in it: the last product was launched 
 cudaStream_t stream_of(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
 }
-
-bool capturing(int device) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(stream_of(device), &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
-// Operands of trials, taken in turn, so that a trial finds its weight and its rows in no cache as decoding does.
-class TrialOperands {
- public:
-  // Elements of one weight, of one x and of one y. Of a weight that is cold by itself, `given` is read and no copy
-  // made.
-  TrialOperands(int device, const void* given, int64_t weight, int64_t x, int64_t y)
-      : device_(device),
-        given_(given),
-        weight_(weight),
-        x_(x),
-        copies_(std::clamp<int64_t>(kColdBytes / (2 * weight), 1, kMostCopies)) {
-    const auto options =
-        at::TensorOptions().dtype(at::kBFloat16).device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
-    const at::Generator generator = at::cuda::detail::createCUDAGenerator(static_cast<c10::DeviceIndex>(device));
-    if (copies_ > 1) weights_ = at::randn({weight * copies_}, generator, options);
-    rows = at::randn({x * kRowCopies}, generator, options);
-    results = at::empty({y}, options);
-    C10_CUDA_CHECK(cudaEventCreate(&from_));
-    C10_CUDA_CHECK(cudaEventCreate(&to_));
-  }
-  ~TrialOperands() {
-    (void)cudaEventDestroy(from_);
-    (void)cudaEventDestroy(to_);
-  }
-  TrialOperands(const TrialOperands&) = delete;
-  TrialOperands& operator=(const TrialOperands&) = delete;
-
-  // Microseconds of a launch(weight, x), the least of some rounds; infinity where it returns false. Gives up a
-  // candidate that is slower than `best` by a tenth.
-  template <class Launch>
-  double microseconds(double best, const Launch& launch) const {
-    constexpr int kRounds = 4;
-    constexpr double kHopeless = 1.1;
-    const cudaStream_t stream = stream_of(device_);
-    const int64_t launches = std::max<int64_t>(copies_, 4);
-    double least = std::numeric_limits<double>::infinity();
-    for (int round = 0; round < kRounds && !(round > 1 && least > kHopeless * best); ++round) {
-      C10_CUDA_CHECK(cudaEventRecord(from_, stream));
-      for (int64_t i = 0; i < launches; ++i) {
-        if (!launch(weight(i % copies_), address(rows, i % kRowCopies * x_)))
-          return std::numeric_limits<double>::infinity();
-      }
-      C10_CUDA_CHECK(cudaEventRecord(to_, stream));
-      C10_CUDA_CHECK(cudaEventSynchronize(to_));
-      float milliseconds = 0;
-      C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from_, to_));
-      least = std::min(least, milliseconds * 1e3 / static_cast<double>(launches));
-    }
-    return least;
-  }
-
-  const void* weight(int64_t copy) const { return copies_ > 1 ? address(weights_, copy * weight_) : given_; }
-
-  at::Tensor rows, results;
-
- private:
-  static constexpr int64_t kColdBytes = 240'000'000;
-  static constexpr int64_t kMostCopies = 64;  // a small weight's trials must end soon
-  static constexpr int64_t kRowCopies = 8;
-  static const void* address(const at::Tensor& t, int64_t element) {
-    return static_cast<const char*>(t.const_data_ptr()) + 2 * element;
-  }
-
-  int device_;
-  const void* given_;
-  int64_t weight_, x_, copies_;
-  at::Tensor weights_;
-  cudaEvent_t from_ = nullptr, to_ = nullptr;
-};
 
 // Handle, workspaces and the algorithm of each product; one for each device.
 class Library {
@@ -277,95 +199,81 @@ at::Tensor with_unit_columns(const at::Tensor& x) {
   return x.is_contiguous() ? x.clone() : x.contiguous();  // a fresh allocation is aligned
 }
 
-std::atomic<int64_t> rows_limit{kFewRowsWherePaid};
+std::atomic<int64_t> rows_limit{kWherePaid};
+constexpr int64_t kManyOutputs = 65'536;  // heads of vocabularies
+constexpr int64_t kHeadRows = 64;
 
-// Where a weight is small a step is bound by launching, which ours hide, up to more rows.
-constexpr int64_t kSmallWeight = int64_t{1} << 25;  // elements
+at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0);
+  at::Tensor padded = x;
+  if (rows < kMinRows) {
+    padded = at::zeros({kMinRows, in}, x.options());
+    padded.narrow(0, 0, rows).copy_(x);
+  }
+  at::Tensor y = at::empty({padded.size(0), out}, x.options());
+  Product product;
+  product.transpose_a = true;
+  product.m = out;
+  product.n = padded.size(0);
+  product.k = in;
+  product.lda = weight.stride(0);
+  product.ldb = padded.stride(0);
+  product.ldd = out;
+  product.bias = bias.defined();
+  product.exact = true;
+  behind_ours = false;
+  Library::of(x.device().index())
+      .run(product, weight.const_data_ptr(), padded.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
+           y.mutable_data_ptr());
+  return rows < kMinRows ? y.narrow(0, 0, rows) : y;
+}
 
-int64_t rows_limit_for(int64_t out, int64_t in) {
+at::Tensor swiglu_by_library(const at::Tensor& x, const at::Tensor& weight) {
+  return swiglu_halves(by_library(x, weight, {}));
+}
+
+// Nothing where our kernels are not for these.
+std::optional<at::Tensor> by_ours(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool swiglu) {
   const int64_t limit = rows_limit;
-  if (limit != kFewRowsWherePaid) return limit;
-  if (out >= 65'536) return 64;
-  return !decoding ? 0 : out * in <= kSmallWeight ? 64 : 32;
-}
-
-// The plan that is fastest by trial; the one of the lowest predicted time where there is no room for trials.
-FewRowsPlan tried_plan(int device, FewRowsArgs args) {
-  constexpr size_t kMostTrials = 120;
-  std::vector<FewRowsPlan> plans = few_rows_plans(args);
-  std::stable_sort(plans.begin(), plans.end(),
-                   [](const FewRowsPlan& a, const FewRowsPlan& b) { return a.predicted_us < b.predicted_us; });
-  if (plans.size() > kMostTrials) plans.resize(kMostTrials);
-  if (plans.empty()) return {};
-  try {
-    const TrialOperands operands(device, args.weight, (args.swiglu ? 2 : 1) * args.out * args.weight_stride,
-                                 args.rows * args.in, args.rows * args.out);
-    args.x_stride = args.in;
-    args.y = operands.results.mutable_data_ptr();
-    args.bias = nullptr;
-    args.overlap = true;
-    size_t best = 0;
-    double best_us = std::numeric_limits<double>::infinity();
-    for (size_t i = 0; i < plans.size(); ++i) {
-      const double us = operands.microseconds(best_us, [&](const void* weight, const void* x) {
-        args.weight = weight;
-        args.x = x;
-        return few_rows(args, plans[i], stream_of(device)) == cudaSuccess;
-      });
-      if (us < best_us) {
-        best = i;
-        best_us = us;
-      }
-    }
-    return plans[best];
-  } catch (const c10::OutOfMemoryError&) {
-    return plans.front();
-  }
-}
-
-// The plan for a shape on this thread's processors, made once; once more, by trial, when decoding begins.
-FewRowsPlan few_rows_plan_of(int device, FewRowsArgs args) {
-  static std::mutex mutex;
-  struct Kept {
-    FewRowsPlan plan;
-    bool made = false, tried = false;
-  };
-  static std::map<std::tuple<int, int, int64_t, int64_t, int64_t, bool>, Kept> plans;
-  args.rows = (args.rows + 7) / 8 * 8;  // plans count rows in eights
-  const std::lock_guard<std::mutex> lock(mutex);
-  Kept& kept = plans[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu}];
-  if (decoding && !kept.tried && !capturing(device)) {
-    kept.plan = tried_plan(device, args);
-    kept.made = kept.tried = true;
-  }
-  if (!kept.made) kept.plan = few_rows_plan(args);
-  kept.made = true;
-  return kept.plan;
-}
-
-// Nothing where our kernel is not for these.
-std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                                      bool swiglu) {
-  FewRowsArgs args;
+  const bool chosen = limit == kWherePaid;
+  const int64_t most = !chosen ? limit : decoding ? kMostOwnRows : weight.size(0) >= kManyOutputs ? kHeadRows : 0;
+  RowProductArgs args;
   args.rows = x.size(0);
-  if (args.rows < 1 || args.rows > rows_limit_for(weight.size(0), weight.size(1)) || weight.stride(1) != 1)
-    return std::nullopt;
+  if (args.rows < 1 || args.rows > most || weight.stride(1) != 1) return std::nullopt;
   args.in = x.size(1);
   args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
-  const at::Tensor y = at::empty({args.rows, args.out}, x.options());
   args.x = x.const_data_ptr();
   args.x_stride = args.rows == 1 ? args.in : x.stride(0);  // the stride of a single row may be anything
   args.weight = weight.const_data_ptr();
   args.weight_stride = weight.stride(0);
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  args.y = y.mutable_data_ptr();
   args.swiglu = swiglu;
   args.overlap = decoding;
-  if (!few_rows_supported(args)) return std::nullopt;
+  if (!medium_rows_supported(args)) return std::nullopt;
   const int device = x.device().index();
-  const FewRowsPlan plan = few_rows_plan_of(device, args);
-  if (plan.clusters == 0) return std::nullopt;
-  const cudaError_t error = few_rows(args, plan, stream_of(device));
+  ProductTrial trial;
+  if (decoding) {
+    trial.before = [ones = at::Tensor()](const at::Tensor& rows, bool ours) mutable {
+      constexpr int64_t kWidth = 4096;
+      const int64_t width = std::min(rows.size(1), kWidth);
+      if (!ones.defined()) ones = at::ones({width}, rows.options());
+      const at::Tensor part = rows.view({-1}).narrow(0, 0, rows.size(0) * width).view({rows.size(0), width});
+      behind_ours = ours;
+      (void)add_rms_norm(part, part, ones, 1e-6);
+    };
+    if (chosen) {
+      trial.library = [swiglu](const at::Tensor& rows, const at::Tensor& w) {
+        (void)(swiglu ? swiglu_by_library(rows, w) : by_library(rows, w, {}));
+      };
+    }
+  }
+  const bool early = behind_ours;
+  const ProductChoice choice = choose_product(device, args, decoding ? &trial : nullptr);
+  behind_ours = early;
+  if (choice.kernel == ProductChoice::Kernel::kLibrary) return std::nullopt;
+  at::Tensor y = at::empty({args.rows, args.out}, x.options());
+  args.y = y.mutable_data_ptr();
+  const cudaError_t error = launch_product(args, choice, stream_of(device));
   if (error != cudaSuccess) {
     throw Error(ErrorKind::kInternal, "a product of " + std::to_string(args.rows) + " rows with a weight of " +
                                           std::to_string(weight.size(0)) + " x " + std::to_string(args.in) +
@@ -374,10 +282,6 @@ std::optional<at::Tensor> by_few_rows(const at::Tensor& x, const at::Tensor& wei
   behind_ours = decoding;
   return y;
 }
-
-}  // namespace
-
-namespace {
 
 class NoEarlyLaunches final {
  public:
@@ -418,31 +322,10 @@ at::Tensor ragged_forward(const at::Tensor& x, const at::Tensor& weight, const a
 at::Tensor linear_forward(const at::Tensor& given, const at::Tensor& weight, const at::Tensor& bias) {
   require_bfloat16("linear", given);
   const c10::cuda::CUDAGuard guard(given.device());
-  const int64_t rows = given.size(0), in = given.size(1), out = weight.size(0);
-  if (out % 8 != 0) return ragged_forward(given, weight, bias);
-  at::Tensor x = with_unit_columns(given);
-  if (std::optional<at::Tensor> y = by_few_rows(x, weight, bias, /*swiglu=*/false)) return *std::move(y);
-  if (rows < kMinRows) {
-    at::Tensor padded = at::zeros({kMinRows, in}, x.options());
-    padded.narrow(0, 0, rows).copy_(x);
-    x = padded;
-  }
-  at::Tensor y = at::empty({x.size(0), out}, x.options());
-  Product product;
-  product.transpose_a = true;
-  product.m = out;
-  product.n = x.size(0);
-  product.k = in;
-  product.lda = weight.stride(0);
-  product.ldb = x.stride(0);
-  product.ldd = out;
-  product.bias = bias.defined();
-  product.exact = true;
-  behind_ours = false;
-  Library::of(x.device().index())
-      .run(product, weight.const_data_ptr(), x.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
-           y.mutable_data_ptr());
-  return rows < kMinRows ? y.narrow(0, 0, rows) : y;
+  if (weight.size(0) % 8 != 0) return ragged_forward(given, weight, bias);
+  const at::Tensor x = with_unit_columns(given);
+  if (std::optional<at::Tensor> y = by_ours(x, weight, bias, /*swiglu=*/false)) return *std::move(y);
+  return by_library(x, weight, bias);
 }
 
 at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight) {
@@ -450,16 +333,15 @@ at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight) {
   TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && weight.size(0) % 2 == 0,
                 "gate_up_swiglu: x [tokens, in] and weight [2 * width, in] expected");
   const c10::cuda::CUDAGuard guard(x.device());
-  if (std::optional<at::Tensor> y = by_few_rows(with_unit_columns(x), weight, {}, /*swiglu=*/true)) {
-    return *std::move(y);
-  }
-  return swiglu_halves(linear_forward(x, weight, {}));
+  const at::Tensor rows = with_unit_columns(x);
+  if (std::optional<at::Tensor> y = by_ours(rows, weight, {}, /*swiglu=*/true)) return *std::move(y);
+  return swiglu_by_library(rows, weight);
 }
 
-int64_t few_rows_limit() { return rows_limit; }
-void set_few_rows_limit(int64_t rows) {
-  TRIREME_CHECK(rows >= kFewRowsWherePaid && rows <= kMostFewRows,
-                "our kernel takes between 0 and " + std::to_string(kMostFewRows) + " rows");
+int64_t own_rows_limit() { return rows_limit; }
+void set_own_rows_limit(int64_t rows) {
+  TRIREME_CHECK(rows >= kWherePaid && rows <= kMostOwnRows,
+                "our kernels take between 0 and " + std::to_string(kMostOwnRows) + " rows");
   rows_limit = rows;
 }
 

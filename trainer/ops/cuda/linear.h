@@ -1,4 +1,4 @@
-// Matrix products on CUDA through cublasLt, and through our own kernel where there are few rows (few_rows.h).
+// Matrix products on CUDA through cublasLt, and through our own kernels where there are few rows (product_choice.h).
 //
 // Determinism class of the forward: row-exact. With a workspace of 1 KiB and algorithms that split no sum over `in`,
 // every output element is one chain of additions in ascending order whatever the number of rows or the tile. Measured
@@ -11,7 +11,7 @@
 namespace trireme::cuda {
 
 // x [tokens, in] bf16, weight [out, in] bf16, bias [out] bf16 or undefined -> [tokens, out] bf16. x may be a view with
-// a row stride. Up to few_rows_limit() rows our kernel computes it where it takes the shape (`in` a multiple of 64,
+// a row stride. Up to own_rows_limit() rows our kernels compute it where they take the shape (`in` a multiple of 64,
 // `out` of 8); else cublasLt, fewer than 16 rows padded. Does not synchronise (but for the trials of a DecodeScope);
 // legal in stream capture.
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
@@ -20,21 +20,22 @@ at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const a
 // linear_forward, in one kernel where our kernel computes it. No autograd.
 at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
 
-// Most rows that our kernel takes; 0: cublasLt computes everything; kFewRowsWherePaid: where it was measured to be
-// faster (H200, docs/performance.md): up to 64 rows of weights with at least 65,536 outputs, the heads of
-// vocabularies; in a DecodeScope also up to 64 rows of weights of at most 2^25 elements and 32 rows of any. The bits
-// are the same. Process-wide; not while ops run. At most kMostFewRows (few_rows.h).
-int64_t few_rows_limit();
-void set_few_rows_limit(int64_t rows);
-inline constexpr int64_t kFewRowsWherePaid = -1;
+// Up to how many rows our kernels compute; 0: cublasLt computes everything; kWherePaid: where they are faster. That is
+// found by trial in a DecodeScope; outside of one it is up to 64 rows of weights with at least 65,536 outputs, the
+// heads of vocabularies. The bits are the same. Process-wide; not while ops run. At most kMostOwnRows
+// (product_choice.h).
+int64_t own_rows_limit();
+void set_own_rows_limit(int64_t rows);
+inline constexpr int64_t kWherePaid = -1;
 
 // While one lives, this thread launches decode steps: the same products again and again, each waiting for the one
 // before. Then
-// - the first time a product of our kernel comes, outside of a capture, its plans are tried with a cold cache and the
-//   fastest stays, for this process (0.1 s a product; up to 250 MB for the time being, without which nothing is tried);
-// - products of our kernel, and the short kernels after them, may begin before the kernel ahead of them in the stream
-//   has ended (FewRowsArgs::overlap): only where no kernel that may still run writes weights, so not straight after an
-//   optimizer step in the same stream.
+// - the first time a product comes, outside of a capture, our plans and cublasLt are tried with a cold cache and the
+//   fastest stays, for this process (0.1 to 0.3 s a product; up to 250 MB for the time being, without which nothing is
+//   tried);
+// - products of our kernels, and the short kernels after them, may begin before the kernel ahead of them in the stream
+//   has ended (RowProductArgs::overlap): only where no kernel that may still run writes weights, so not straight after
+//   an optimizer step in the same stream.
 class DecodeScope final {
  public:
   DecodeScope();
@@ -45,8 +46,8 @@ class DecodeScope final {
  private:
   bool before_;
 };
-// Whether the next kernel of this thread may: in a DecodeScope, behind a product of our kernel. Behind other kernels an
-// early launch costs more than it saves.
+// Whether the next kernel of this thread may: in a DecodeScope, behind a product of our kernels. Behind other kernels
+// an early launch costs more than it saves.
 bool may_begin_early();
 
 // dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.

@@ -1,0 +1,209 @@
+#include "trainer/ops/cuda/product_choice.h"
+
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <vector>
+
+#include "trainer/ops/processors.h"
+
+namespace trireme::cuda {
+namespace {
+
+using Kernel = ProductChoice::Kernel;
+
+cudaStream_t stream_of(int device) {
+  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+bool capturing(int device) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  C10_CUDA_CHECK(cudaStreamIsCapturing(stream_of(device), &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Operands of trials, taken in turn, so that a trial finds its weight and its rows in no cache as decoding does.
+class TrialOperands {
+ public:
+  // Of a weight that is cold by itself, the given one is read and no copy made.
+  TrialOperands(int device, const RowProductArgs& args)
+      : device_(device),
+        given_(args.weight),
+        weight_rows_(row_product::weight_rows(args)),
+        weight_stride_(args.weight_stride),
+        in_(args.in),
+        copies_(std::clamp<int64_t>(kColdBytes / (2 * weight_rows_ * weight_stride_), 1, kMostCopies)),
+        options_(at::TensorOptions().dtype(at::kBFloat16).device(at::kCUDA, static_cast<c10::DeviceIndex>(device))) {
+    const at::Generator generator = at::cuda::detail::createCUDAGenerator(static_cast<c10::DeviceIndex>(device));
+    if (copies_ > 1) weights_ = at::randn({copies_, weight_rows_, weight_stride_}, generator, options_);
+    rows_ = at::randn({kRowCopies, args.rows, in_}, generator, options_);
+    result = at::empty({args.rows, args.out}, options_);
+    C10_CUDA_CHECK(cudaEventCreate(&from_));
+    C10_CUDA_CHECK(cudaEventCreate(&to_));
+  }
+  ~TrialOperands() {
+    (void)cudaEventDestroy(from_);
+    (void)cudaEventDestroy(to_);
+  }
+  TrialOperands(const TrialOperands&) = delete;
+  TrialOperands& operator=(const TrialOperands&) = delete;
+
+  // Microseconds of a launch(x, weight) and the short kernel ahead of it, the least of some rounds; infinity where it
+  // returns false. Gives up a candidate that is slower than `best` by a tenth.
+  template <class Launch>
+  double microseconds(double best, const ProductTrial& trial, bool ours, const Launch& launch) {
+    using Clock = std::chrono::steady_clock;
+    constexpr int kRounds = 4;
+    constexpr int64_t kLaunches = 8;
+    constexpr double kHopeless = 1.1, kCyclesPerSecond = 2e9;
+    const cudaStream_t stream = stream_of(device_);
+    double least = std::numeric_limits<double>::infinity();
+    for (int round = 0; round < kRounds && !(round > 1 && least > kHopeless * best); ++round) {
+      // Queued behind a pause, so that the host's time to launch is not in it.
+      at::cuda::sleep(static_cast<int64_t>(1.5 * queueing_ * kCyclesPerSecond));
+      const Clock::time_point start = Clock::now();
+      C10_CUDA_CHECK(cudaEventRecord(from_, stream));
+      for (int64_t i = 0; i < kLaunches; ++i, ++turn_) {
+        const at::Tensor x = rows_.select(0, turn_ % kRowCopies);
+        trial.before(x, ours);
+        if (!launch(x, weight(turn_ % copies_))) return std::numeric_limits<double>::infinity();
+      }
+      C10_CUDA_CHECK(cudaEventRecord(to_, stream));
+      queueing_ = std::clamp(std::chrono::duration<double>(Clock::now() - start).count(), 5e-5, 1e-3);
+      C10_CUDA_CHECK(cudaEventSynchronize(to_));
+      float milliseconds = 0;
+      C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from_, to_));
+      least = std::min(least, milliseconds * 1e3 / static_cast<double>(kLaunches));
+    }
+    return least;
+  }
+
+  at::Tensor result;
+
+ private:
+  static constexpr int64_t kColdBytes = 240'000'000;
+  static constexpr int64_t kMostCopies = 64;  // a small weight's trials must end soon
+  static constexpr int64_t kRowCopies = 8;
+
+  at::Tensor weight(int64_t copy) const {
+    if (copies_ > 1) return weights_.select(0, copy).narrow(1, 0, in_);
+    return at::from_blob(const_cast<void*>(given_), {weight_rows_, in_}, {weight_stride_, 1}, options_);
+  }
+
+  int device_;
+  const void* given_;
+  int64_t weight_rows_, weight_stride_, in_, copies_;
+  at::TensorOptions options_;
+  at::Tensor weights_, rows_;
+  int64_t turn_ = 0;        // of operands
+  double queueing_ = 2e-4;  // seconds that the last round took to queue
+  cudaEvent_t from_ = nullptr, to_ = nullptr;
+};
+
+// Ours, the lowest predicted times first, at most so many of each kernel.
+std::vector<ProductChoice> candidates(const RowProductArgs& args, size_t most_few, size_t most_medium) {
+  std::vector<ProductChoice> all;
+  const auto add = [&](auto plans, size_t most, Kernel kernel, auto ProductChoice::*plan) {
+    std::stable_sort(plans.begin(), plans.end(),
+                     [](const auto& a, const auto& b) { return a.predicted_us < b.predicted_us; });
+    if (plans.size() > most) plans.resize(most);
+    for (const auto& p : plans) {
+      ProductChoice choice;
+      choice.kernel = kernel;
+      choice.*plan = p;
+      all.push_back(choice);
+    }
+  };
+  if (args.rows <= kMostFewRows) add(few_rows_plans(args), most_few, Kernel::kFewRows, &ProductChoice::few);
+  constexpr int64_t kTooFewForGroups = 16;  // of 64 tokens
+  if (args.rows > kTooFewForGroups)
+    add(medium_rows_plans(args), most_medium, Kernel::kMediumRows, &ProductChoice::medium);
+  return all;
+}
+
+ProductChoice tried(int device, RowProductArgs args, const ProductTrial& trial) {
+  constexpr size_t kMostFewTrials = 120, kMostMediumTrials = 48;
+  const std::vector<ProductChoice> all = candidates(args, kMostFewTrials, kMostMediumTrials);
+  if (all.empty()) return {};
+  try {
+    TrialOperands operands(device, args);
+    args.x_stride = args.in;
+    args.y = operands.result.mutable_data_ptr();
+    args.bias = nullptr;
+    args.overlap = true;
+    ProductChoice best;
+    double best_us = std::numeric_limits<double>::infinity();
+    if (trial.library) {
+      best_us =
+          operands.microseconds(best_us, trial, /*ours=*/false, [&](const at::Tensor& x, const at::Tensor& weight) {
+            trial.library(x, weight);
+            return true;
+          });
+    }
+    for (const ProductChoice& choice : all) {
+      const double us =
+          operands.microseconds(best_us, trial, /*ours=*/true, [&](const at::Tensor& x, const at::Tensor& weight) {
+            args.weight = weight.const_data_ptr();
+            args.x = x.const_data_ptr();
+            return launch_product(args, choice, stream_of(device)) == cudaSuccess;
+          });
+      if (us < best_us) {
+        best = choice;
+        best_us = us;
+      }
+    }
+    return best;
+  } catch (const c10::OutOfMemoryError&) {
+    return all.front();
+  }
+}
+
+}  // namespace
+
+ProductChoice choose_product(int device, const RowProductArgs& given, const ProductTrial* trial) {
+  static std::mutex mutex;
+  struct Kept {
+    ProductChoice choice;
+    bool made = false, tried = false;
+  };
+  static std::map<std::tuple<int, int, int64_t, int64_t, int64_t, bool, bool>, Kept> choices;
+  RowProductArgs args = given;
+  const int64_t unit = args.rows <= kMostFewRows ? 8 : 32;
+  args.rows = (args.rows + unit - 1) / unit * unit;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Kept& kept = choices[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu,
+                        trial != nullptr && trial->library}];
+  if (trial != nullptr && !kept.tried && !capturing(device)) {
+    kept.choice = tried(device, args, *trial);
+    kept.made = kept.tried = true;
+  }
+  if (!kept.made) {
+    const std::vector<ProductChoice> best = candidates(args, 1, 1);
+    if (!best.empty()) kept.choice = best.front();
+  }
+  kept.made = true;
+  return kept.choice;
+}
+
+cudaError_t launch_product(const RowProductArgs& args, const ProductChoice& choice, cudaStream_t stream) {
+  switch (choice.kernel) {
+    case Kernel::kFewRows:
+      return few_rows(args, choice.few, stream);
+    case Kernel::kMediumRows:
+      return medium_rows(args, choice.medium, stream);
+    case Kernel::kLibrary:
+      break;
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace trireme::cuda

@@ -1,0 +1,41 @@
+// Which kernel computes a product of few rows, and how it cuts the work: ours (few_rows.h, medium_rows.h) or the
+// library. The bits are the same.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+
+#include "trainer/ops/cuda/few_rows.h"
+#include "trainer/ops/cuda/medium_rows.h"
+
+namespace trireme::cuda {
+
+inline constexpr int64_t kMostOwnRows = kMostMediumRows;
+
+struct ProductChoice {
+  enum class Kernel { kLibrary, kFewRows, kMediumRows };
+  Kernel kernel = Kernel::kLibrary;
+  FewRowsPlan few;
+  MediumRowsPlan medium;
+};
+
+// What a trial needs besides our kernels: products are timed as decoding runs them, each behind a short kernel.
+struct ProductTrial {
+  // The short kernel, over rows like x [rows, in]; `behind_ours`: launched behind a product of ours, so that it may
+  // begin early.
+  std::function<void(const at::Tensor& rows, bool behind_ours)> before;
+  // The library's way of the same product, to be compared; may be empty. weight [out or 2 * out, in].
+  std::function<void(const at::Tensor& x, const at::Tensor& weight)> library;
+};
+
+// The choice for a shape on this thread's processors (processors.h) of the device; kept for this process. Rows count in
+// eights up to 64, in 32s above. With a trial, outside of a capture, the first time, the fastest of the library and the
+// most promising of our plans is found by running them with a cold cache (0.1 to 0.3 s; up to 250 MB for the time
+// being, without which nothing is tried). Without one it is the plan of ours with the lowest predicted time.
+ProductChoice choose_product(int device, const RowProductArgs& args, const ProductTrial* trial);
+
+// Launches one of ours; cudaErrorInvalidValue for kLibrary.
+cudaError_t launch_product(const RowProductArgs& args, const ProductChoice& choice, cudaStream_t stream);
+
+}  // namespace trireme::cuda

@@ -1,0 +1,197 @@
+// Products of a group of four warps (wgmma, sm_90a): sum [64, columns] += a [64, 16] . b [columns, 16]^T, bf16 into
+// float32, both operands in shared memory in rows of 128 bytes with the 128-byte swizzle. The PTX ISA manual
+// ("Asynchronous warpgroup level matrix multiply") says what the descriptor's bits are.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace trireme::cuda::hopper {
+
+// The lower half of a descriptor of rows of 128 bytes from `address` (a multiple of 1024), eight to an atom of the
+// swizzle, atoms 1024 bytes apart. The upper half is the same for all.
+__device__ __forceinline__ uint32_t swizzled_rows(uint32_t address) {
+  constexpr uint32_t kUnused = 1u << 16;
+  return kUnused | ((address & 0x3ffffu) >> 4);
+}
+// The same rows, so many bytes further.
+__device__ __forceinline__ uint32_t further(uint32_t rows, uint32_t bytes) { return rows + bytes / 16; }
+
+// Before the first product after sums were written by other instructions.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_of_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most so many of the last groups are under way.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
+}
+// Keeps the compiler from moving uses of the sums past this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&sum)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// A group of four warps that needs at most so many registers a thread from here on, and one that takes so many (it
+// waits until there are as many).
+template <int kRegisters>
+__device__ __forceinline__ void give_registers_away() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Thread t of the group holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and columns 8 b + 2 (t % 4) (+ 1): sum[4 b + 2 h + c]
+// for h of the rows, c of the columns.
+template <int kColumns>
+__device__ void multiply_group(float (&sum)[kColumns / 2], uint32_t a, uint32_t b);
+
+#define TRIREME_NAMES_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TRIREME_NAMES_2 \
+  TRIREME_NAMES_1       \
+  ", "                  \
+  "%8, %9, %10, %11, %12, %13, %14, %15"
+#define TRIREME_NAMES_3 \
+  TRIREME_NAMES_2       \
+  ", "                  \
+  "%16, %17, %18, %19, %20, %21, %22, %23"
+#define TRIREME_NAMES_4 \
+  TRIREME_NAMES_3       \
+  ", "                  \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define TRIREME_NAMES_5 \
+  TRIREME_NAMES_4       \
+  ", "                  \
+  "%32, %33, %34, %35, %36, %37, %38, %39"
+#define TRIREME_NAMES_6 \
+  TRIREME_NAMES_5       \
+  ", "                  \
+  "%40, %41, %42, %43, %44, %45, %46, %47"
+#define TRIREME_NAMES_7 \
+  TRIREME_NAMES_6       \
+  ", "                  \
+  "%48, %49, %50, %51, %52, %53, %54, %55"
+#define TRIREME_NAMES_8 \
+  TRIREME_NAMES_7       \
+  ", "                  \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
+#define TRIREME_NAMES_9 \
+  TRIREME_NAMES_8       \
+  ", "                  \
+  "%64, %65, %66, %67, %68, %69, %70, %71"
+#define TRIREME_NAMES_10 \
+  TRIREME_NAMES_9        \
+  ", "                   \
+  "%72, %73, %74, %75, %76, %77, %78, %79"
+#define TRIREME_NAMES_11 \
+  TRIREME_NAMES_10       \
+  ", "                   \
+  "%80, %81, %82, %83, %84, %85, %86, %87"
+#define TRIREME_NAMES_12 \
+  TRIREME_NAMES_11       \
+  ", "                   \
+  "%88, %89, %90, %91, %92, %93, %94, %95"
+#define TRIREME_NAMES_13 \
+  TRIREME_NAMES_12       \
+  ", "                   \
+  "%96, %97, %98, %99, %100, %101, %102, %103"
+#define TRIREME_NAMES_14 \
+  TRIREME_NAMES_13       \
+  ", "                   \
+  "%104, %105, %106, %107, %108, %109, %110, %111"
+#define TRIREME_NAMES_15 \
+  TRIREME_NAMES_14       \
+  ", "                   \
+  "%112, %113, %114, %115, %116, %117, %118, %119"
+#define TRIREME_NAMES_16 \
+  TRIREME_NAMES_15       \
+  ", "                   \
+  "%120, %121, %122, %123, %124, %125, %126, %127"
+#define TRIREME_EIGHT(i)                                                                                  \
+  "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), "+f"(sum[i + 4]), "+f"(sum[i + 5]), \
+      "+f"(sum[i + 6]), "+f"(sum[i + 7])
+#define TRIREME_SUMS_1 TRIREME_EIGHT(0)
+#define TRIREME_SUMS_2 TRIREME_SUMS_1, TRIREME_EIGHT(8)
+#define TRIREME_SUMS_3 TRIREME_SUMS_2, TRIREME_EIGHT(16)
+#define TRIREME_SUMS_4 TRIREME_SUMS_3, TRIREME_EIGHT(24)
+#define TRIREME_SUMS_5 TRIREME_SUMS_4, TRIREME_EIGHT(32)
+#define TRIREME_SUMS_6 TRIREME_SUMS_5, TRIREME_EIGHT(40)
+#define TRIREME_SUMS_7 TRIREME_SUMS_6, TRIREME_EIGHT(48)
+#define TRIREME_SUMS_8 TRIREME_SUMS_7, TRIREME_EIGHT(56)
+#define TRIREME_SUMS_9 TRIREME_SUMS_8, TRIREME_EIGHT(64)
+#define TRIREME_SUMS_10 TRIREME_SUMS_9, TRIREME_EIGHT(72)
+#define TRIREME_SUMS_11 TRIREME_SUMS_10, TRIREME_EIGHT(80)
+#define TRIREME_SUMS_12 TRIREME_SUMS_11, TRIREME_EIGHT(88)
+#define TRIREME_SUMS_13 TRIREME_SUMS_12, TRIREME_EIGHT(96)
+#define TRIREME_SUMS_14 TRIREME_SUMS_13, TRIREME_EIGHT(104)
+#define TRIREME_SUMS_15 TRIREME_SUMS_14, TRIREME_EIGHT(112)
+#define TRIREME_SUMS_16 TRIREME_SUMS_15, TRIREME_EIGHT(120)
+// 0x40000040: the swizzle of 128 bytes, atoms 64 times 16 bytes apart.
+#define TRIREME_MULTIPLY_GROUP(COLUMNS, EIGHTS, A, B)                                                         \
+  template <>                                                                                                 \
+  __device__ __forceinline__ void multiply_group<COLUMNS>(float(&sum)[COLUMNS / 2], uint32_t a, uint32_t b) { \
+    asm volatile(                                                                                             \
+        "{\n.reg .pred add;\n.reg .b64 da, db;\nsetp.eq.u32 add, 0, 0;\n"                                     \
+        "mov.b64 da, {%" #A ", 0x40000040};\nmov.b64 db, {%" #B                                               \
+        ", 0x40000040};\n"                                                                                    \
+        "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" TRIREME_NAMES_##EIGHTS             \
+        "}, da, db, add, 1, 1, 0, 0;\n}\n"                                                                    \
+        : TRIREME_SUMS_##EIGHTS                                                                               \
+        : "r"(a), "r"(b)                                                                                      \
+        : "memory");                                                                                          \
+  }
+TRIREME_MULTIPLY_GROUP(16, 1, 8, 9)
+TRIREME_MULTIPLY_GROUP(32, 2, 16, 17)
+TRIREME_MULTIPLY_GROUP(48, 3, 24, 25)
+TRIREME_MULTIPLY_GROUP(64, 4, 32, 33)
+TRIREME_MULTIPLY_GROUP(80, 5, 40, 41)
+TRIREME_MULTIPLY_GROUP(96, 6, 48, 49)
+TRIREME_MULTIPLY_GROUP(112, 7, 56, 57)
+TRIREME_MULTIPLY_GROUP(128, 8, 64, 65)
+TRIREME_MULTIPLY_GROUP(144, 9, 72, 73)
+TRIREME_MULTIPLY_GROUP(160, 10, 80, 81)
+TRIREME_MULTIPLY_GROUP(176, 11, 88, 89)
+TRIREME_MULTIPLY_GROUP(192, 12, 96, 97)
+TRIREME_MULTIPLY_GROUP(208, 13, 104, 105)
+TRIREME_MULTIPLY_GROUP(224, 14, 112, 113)
+TRIREME_MULTIPLY_GROUP(240, 15, 120, 121)
+TRIREME_MULTIPLY_GROUP(256, 16, 128, 129)
+#undef TRIREME_MULTIPLY_GROUP
+#undef TRIREME_EIGHT
+#undef TRIREME_NAMES_1
+#undef TRIREME_SUMS_1
+#undef TRIREME_NAMES_2
+#undef TRIREME_SUMS_2
+#undef TRIREME_NAMES_3
+#undef TRIREME_SUMS_3
+#undef TRIREME_NAMES_4
+#undef TRIREME_SUMS_4
+#undef TRIREME_NAMES_5
+#undef TRIREME_SUMS_5
+#undef TRIREME_NAMES_6
+#undef TRIREME_SUMS_6
+#undef TRIREME_NAMES_7
+#undef TRIREME_SUMS_7
+#undef TRIREME_NAMES_8
+#undef TRIREME_SUMS_8
+#undef TRIREME_NAMES_9
+#undef TRIREME_SUMS_9
+#undef TRIREME_NAMES_10
+#undef TRIREME_SUMS_10
+#undef TRIREME_NAMES_11
+#undef TRIREME_SUMS_11
+#undef TRIREME_NAMES_12
+#undef TRIREME_SUMS_12
+#undef TRIREME_NAMES_13
+#undef TRIREME_SUMS_13
+#undef TRIREME_NAMES_14
+#undef TRIREME_SUMS_14
+#undef TRIREME_NAMES_15
+#undef TRIREME_SUMS_15
+#undef TRIREME_NAMES_16
+#undef TRIREME_SUMS_16
+
+}  // namespace trireme::cuda::hopper
