@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <thread>
 #include <utility>
 
@@ -43,6 +44,28 @@ ExitStatus decode(int raw) {
     status.code = WEXITSTATUS(raw);
   return status;
 }
+
+// A child that ends without reading must not end us: SIGPIPE is blocked for this thread while we write, and one that
+// our own write raised is taken back.
+class SigpipeBlocked final {
+ public:
+  SigpipeBlocked() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGPIPE);
+    ::pthread_sigmask(SIG_BLOCK, &signal_, &before_);
+  }
+  ~SigpipeBlocked() {
+    const timespec no_wait{0, 0};
+    while (::sigtimedwait(&signal_, nullptr, &no_wait) > 0) {
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  SigpipeBlocked(const SigpipeBlocked&) = delete;
+  SigpipeBlocked& operator=(const SigpipeBlocked&) = delete;
+
+ private:
+  sigset_t signal_, before_;
+};
 
 std::vector<std::string> merged_environment(const std::map<std::string, std::string>& set_env) {
   std::vector<std::string> merged;
@@ -161,6 +184,13 @@ void Subprocess::close_all() {
   stdout_fd_ = stderr_fd_ = -1;
 }
 
+void Subprocess::tell(const std::string& text) const {
+  if (stdin_fd_ < 0 || status_) return;
+  ::fcntl(stdin_fd_, F_SETFL, ::fcntl(stdin_fd_, F_GETFL) | O_NONBLOCK);
+  const SigpipeBlocked blocked;
+  (void)!::write(stdin_fd_, text.data(), text.size());
+}
+
 std::optional<ExitStatus> Subprocess::poll() {
   if (status_) return status_;
   int raw = 0;
@@ -214,11 +244,7 @@ RunResult run_process(SpawnOptions options, const std::string& input, const Dead
   options.pipe_stdout = true;
   Subprocess child = Subprocess::spawn(options);
   ::fcntl(child.stdin_fd(), F_SETFL, ::fcntl(child.stdin_fd(), F_GETFL) | O_NONBLOCK);
-  // A child that ends without reading must not end us: SIGPIPE is blocked for this thread while we write.
-  sigset_t pipe_signal, before;
-  sigemptyset(&pipe_signal);
-  sigaddset(&pipe_signal, SIGPIPE);
-  ::pthread_sigmask(SIG_BLOCK, &pipe_signal, &before);
+  auto blocked = std::make_unique<SigpipeBlocked>();
   RunResult result;
   size_t written = 0;
   bool output_open = true;
@@ -244,11 +270,7 @@ RunResult run_process(SpawnOptions options, const std::string& input, const Dead
         output_open = false;
     }
   }
-  // Take back a SIGPIPE that our own write raised before the mask is restored.
-  const timespec no_wait{0, 0};
-  while (::sigtimedwait(&pipe_signal, nullptr, &no_wait) > 0) {
-  }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  blocked.reset();
   std::optional<ExitStatus> status = child.wait(deadline);
   result.timed_out = !status.has_value();
   result.status = status ? *status : child.terminate(Milliseconds(0));

@@ -44,6 +44,8 @@ class Subprocess final {
   int stdout_fd() const { return stdout_fd_; }
   int stderr_fd() const { return stderr_fd_; }
   void close_stdin();
+  // Writes to its stdin (pipe_stdin) what the pipe takes at once; a child that has ended or does not read loses it.
+  void tell(const std::string& text) const;
 
   // Exit status if it has ended (reaps it), else nothing.
   std::optional<ExitStatus> poll();

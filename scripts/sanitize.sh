@@ -7,7 +7,7 @@
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 stages=("$@"); [ $# -gt 0 ] || stages=(asan fuzz tsan)
-TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test kube_test controller_test webhook_test)
+TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test lifeline_test kube_test controller_test webhook_test)
 
 scripts/setup.sh operator
 need_packages clang libclang-rt-dev

@@ -61,14 +61,101 @@ if [ -n "$python" ]; then
   kill $holder; wait $holder 2>/dev/null
 fi
 
-# A rank that dies: the others leave, the first cause is named. Rank 1 is killed once both have begun.
-"$TRIREME" launch --nproc-per-node 2 -- $(run_args killed grpo.max_num_steps=100000 checkpointing.enabled=false) >"$dir/out" 2>"$dir/err" & pid=$!
-for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.05; done
-victim=$(for child in $(pgrep -P $pid); do tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && echo "$child"; done)
-kill -9 $victim
-wait $pid; code=$?
-if [ $code = 137 ] && grep -q "rank 1 failed first (signal 9" "$dir/err"; then ok "a killed rank is named and ends the run with code 137"
-else bad "killed rank: code $code" "$(cat "$dir/err")"; fi
+# A rank that dies, with a deadline that is far away: the others leave within seconds, and who died is named with phase and cause.
+# of_rank RANK PID...: the one of these processes, and of their children, that is this rank.
+of_rank() {
+  local rank=$1 pid; shift
+  for pid in "$@" $(for parent in "$@"; do pgrep -P "$parent"; done); do
+    tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -q "^RANK=$rank$" && echo "$pid"
+  done
+}
+far=(grpo.max_num_steps=100000 checkpointing.enabled=false grpo.val_period=0 cluster.collective_timeout_s=900)
+fresh() { rm -f "$dir"/out.* "$dir"/err.*; : >"$dir/out.0"; seen="step 2/"; }  # before a run
+# started NAME: waits until the run has said what is to be $seen.
+started() {
+  for _ in $(seq 1 2400); do grep -q "$seen" "$dir"/out.* "$dir"/err.* && return; sleep 0.05; done
+  bad "$1: '$seen' was not said" "$(cat "$dir"/err.*)"
+}
+# kills NAME VICTIM PID...: kills this rank of these launchers or ranks and waits for all. codes: how each ended; seconds: after the kill.
+kills() {
+  local name=$1 victim=$2 pid; shift 2
+  started "$name"
+  kill -9 $(of_rank "$victim" "$@"); SECONDS=0; codes=""
+  for pid in "$@"; do wait "$pid"; codes="$codes $?"; done
+  seconds=$SECONDS
+}
+# judge NAME CODES TEXT FILE...: the last run ended with these codes in time, and each file says TEXT.
+judge() {
+  local name=$1 expected=$2 text=$3 file silent=""; shift 3
+  for file in "$@"; do grep -q -- "$text" "$dir/$file" || silent="$silent $file"; done
+  if [ "$codes" = " $expected" ] && [ $seconds -le 30 ] && [ -z "$silent" ]; then ok "$name: codes$codes, $seconds s after it"
+  else bad "$name: codes$codes after $seconds s, not said in:$silent" "$(cat "$dir"/err.*)"; fi
+}
+# Ranks of one launcher: it sees how they end.
+for case in "2 1" "3 1" "3 0"; do
+  read -r world victim <<<"$case"
+  name="rank $victim of $world killed under launch"
+  fresh
+  "$TRIREME" launch --nproc-per-node "$world" -- $(run_args "killed-$world-$victim" "${far[@]}") >"$dir/out.0" 2>"$dir/err.0" & pid=$!
+  kills "$name" "$victim" $pid
+  judge "$name" 137 "rank $victim failed first (signal 9" err.0
+  for rank in $(seq 0 $((world - 1))); do
+    [ "$rank" = "$victim" ] || judge "$name, rank $rank says so" 137 "rank $rank .*in phase .*rank $victim has died.*: signal 9 (Killed)" err.0
+  done
+done
+# Two launchers of two ranks, as on two machines: only one of them sees it.
+fresh
+port=$((20000 + RANDOM % 10000)) pids=""
+for node in 0 1; do
+  "$TRIREME" launch --nproc-per-node 2 --nnodes 2 --node-rank $node --master-addr 127.0.0.1 --master-port $port -- $(run_args killed-nodes "${far[@]}") >"$dir/out.$node" 2>"$dir/err.$node" & pids="$pids $!"
+done
+kills "a rank of another node killed" 3 $pids
+judge "a rank of another node killed" "20 137" "rank 3 has died in phase .*: signal 9 (Killed)" err.0 err.1
+judge "it is the cause" "20 137" "rank 3 failed first (signal 9" err.1
+# Ranks without a launcher, or with one each as in pods: the end of their connections says it.
+# alone RANK WORLD NAME [overrides...]: starts one.
+alone() {
+  local rank=$1 world=$2 name=$3; shift 3
+  RANK=$rank WORLD_SIZE=$world LOCAL_WORLD_SIZE=$world MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$TRIREME" $(run_args "$name" "${far[@]}" "$@") >"$dir/out.$rank" 2>"$dir/err.$rank" &
+  pids="$pids $!"
+}
+for case in "2 0" "2 1" "3 1"; do
+  read -r world victim <<<"$case"
+  name="rank $victim of $world killed, each started for itself"
+  fresh
+  port=$((20000 + RANDOM % 10000)) pids="" expected="" files=""
+  for rank in $(seq 0 $((world - 1))); do
+    alone "$rank" "$world" "killed-alone-$world-$victim"
+    if [ "$rank" = "$victim" ]; then expected="$expected 137"; else expected="$expected 20" files="$files err.$rank"; fi
+  done
+  kills "$name" "$victim" $pids 2>/dev/null  # the shell tells of it too
+  judge "$name" "${expected# }" "rank . .*in phase .*rank $victim has died.*: its connection was closed without a word" $files
+done
+# The others are busy, or wait for something that is no connection (a device, say): here for nothing, for ever.
+fresh; seen="fails on purpose"
+TRIREME_FAULT=hang@2:0 "$TRIREME" launch --nproc-per-node 2 -- $(run_args killed-busy "${far[@]}") >"$dir/out.0" 2>"$dir/err.0" & pid=$!
+kills "rank 1 killed while rank 0 is busy" 1 $pid
+judge "rank 1 killed while rank 0 is busy" 137 "rank 0 leaves in phase training: rank 1 has died in phase .*: signal 9 (Killed)" err.0
+fresh; seen="fails on purpose"
+port=$((20000 + RANDOM % 10000)) pids=""
+export TRIREME_FAULT=hang@2:1; for rank in 0 1; do alone $rank 2 killed-busy-alone; done; unset TRIREME_FAULT
+kills "rank 0 killed while rank 1 is busy" 0 $pids 2>/dev/null
+judge "rank 0 killed while rank 1 is busy" "137 20" "rank 1 leaves in phase training: rank 0 has died: its connection was closed without a word" err.1
+# A mistake that only one rank has made, found before its loop.
+fresh
+port=$((20000 + RANDOM % 10000)) pids=""
+alone 0 2 one-mistake; alone 1 2 one-mistake policy.model_name=no/such/model
+codes=""; for pid in $(printf '%s\n' $pids | tac); do wait "$pid"; codes="$codes $?"; [ "$codes" = " 10" ] && SECONDS=0; done; seconds=$SECONDS
+judge "a mistake of one rank" "10 20" "rank 0 .*in phase start.*rank 1 has died in phase start" err.0
+# Before the ranks have met.
+fresh
+"$TRIREME" launch --nproc-per-node 2 -- $(run_args killed-early "${far[@]}") >"$dir/out.0" 2>"$dir/err.0" & pid=$!
+for _ in $(seq 1 600); do victim=$(of_rank 1 $pid); [ -n "$victim" ] && break; sleep 0.01; done
+kill -9 $victim; SECONDS=0; wait $pid; codes=" $?" seconds=$SECONDS
+judge "rank 1 of 2 killed at the start" 137 "rank 0 .*rank 1 has died.*: signal 9 (Killed)" err.0
+# Ends are no deaths.
+out=$("$TRIREME" launch --nproc-per-node 3 -- $(run_args ended grpo.max_num_steps=2 checkpointing.enabled=false) 2>&1); code=$?
+if [ $code = 0 ] && ! grep -q "has died" <<<"$out"; then ok "a run of three ranks ends without a word of deaths"; else bad "the end of three ranks: code $code" "$out"; fi
 
 # A rank that hangs: the others name it when the collective's deadline has passed, and the launcher ends it.
 "$TRIREME" launch --nproc-per-node 2 -- $(run_args hung grpo.max_num_steps=100000 checkpointing.enabled=false cluster.collective_timeout_s=30) >"$dir/out" 2>"$dir/err" & pid=$!
@@ -76,7 +163,7 @@ for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.05; do
 victim=$(for child in $(pgrep -P $pid); do tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && echo "$child"; done)
 kill -STOP $victim
 wait $pid; code=$?
-if [ $code = 20 ] && grep -q "rank 1 has not come (last seen at number" "$dir/err" && grep -q "rank 1 still runs" "$dir/err"; then ok "a hanging rank is named and ended"
+if [ $code = 20 ] && grep -q "rank 1 has not come (last seen at number" "$dir/err" && grep -q "rank 1 still runs" "$dir/err" && ! grep -q "has died" "$dir/err"; then ok "a hanging rank is named and ended, and not taken for dead"
 else bad "hanging rank: code $code" "$(cat "$dir/err")"; fi
 
 # Failures of one rank of two, caused on purpose: the rank, its phase and what happened are named, the other says whose failure it was, both leave.

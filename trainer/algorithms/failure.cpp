@@ -15,6 +15,7 @@
 #endif
 
 #include "base/error.h"
+#include "base/log.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -94,7 +95,10 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
   try {
     loop();
   } catch (const std::exception& error) {
-    if (is_echo(error)) throw;
+    if (is_echo(error)) {
+      context.data_parallel().leaving();
+      throw;
+    }
     const std::string phase = context.phase();
     const std::optional<std::string> shortage = describe_memory_shortage(error, phase);
     const auto* ours = dynamic_cast<const Error*>(&error);
@@ -131,6 +135,7 @@ Fault parse_fault(const std::string& text) {
 
 void cause_fault(const Fault& fault, int64_t step, const ParallelContext& context, Model& policy) {
   if (fault.kind == Fault::Kind::kNone || fault.step != step || fault.rank != context.rank()) return;
+  log_warn("fault", "fails on purpose before the training of step " + std::to_string(step));
   const c10::NoGradGuard no_grad;
   switch (fault.kind) {
     case Fault::Kind::kNone:

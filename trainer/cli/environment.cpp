@@ -32,6 +32,7 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
   r.master_address = environment("MASTER_ADDR", "127.0.0.1");
   r.master_port = static_cast<int>(environment_int("MASTER_PORT", 0));
   r.attempt = environment("TRIREME_ATTEMPT", "0");
+  r.launcher_fd = static_cast<int>(environment_int("TRIREME_LAUNCHER_FD", -1));
   r.timeout = Milliseconds(static_cast<int64_t>(timeout_s * 1000));
   if (r.world_size > 1 && r.master_port == 0)
     fail_user("WORLD_SIZE is " + std::to_string(r.world_size) + " but MASTER_PORT is not set");

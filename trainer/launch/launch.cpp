@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "base/subprocess.h"
 #include "base/text.h"
+#include "trainer/parallel/lifeline.h"
 
 namespace trireme {
 namespace {
@@ -133,6 +134,10 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
     spawn.set_env["MASTER_ADDR"] = options.master_address;
     spawn.set_env["MASTER_PORT"] = std::to_string(port);
     spawn.pipe_stderr = true;
+    if (options.processes > 1) {
+      spawn.pipe_stdin = true;
+      spawn.set_env["TRIREME_LAUNCHER_FD"] = "0";
+    }
     ranks.push_back({rank, Subprocess::spawn(spawn), nullptr, std::nullopt});
     ranks.back().tail =
         std::make_unique<OutputTail>(ranks.back().process.stderr_fd(), static_cast<size_t>(options.tail_lines));
@@ -177,6 +182,12 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
       if (forwarded && (rank.status->signal == SIGTERM || rank.status->signal == SIGINT)) {
         ended_before_start = true;
         continue;
+      }
+      // Who lost a peer, or stopped after saving, has nothing to tell: all ranks do that together.
+      if (!is_echo(rank) && !(rank.status->signal == 0 && rank.status->code == options.stopped_code)) {
+        for (const Rank& other : ranks) {
+          if (!other.status) other.process.tell(died_message(rank.rank, rank.status->describe()));
+        }
       }
       if (first_failed >= 0 && (!is_echo(ranks[static_cast<size_t>(first_failed)]) || is_echo(rank))) continue;
       const bool again = first_failed >= 0;

@@ -11,8 +11,10 @@
 namespace trireme {
 
 struct LaunchOptions {
-  std::vector<std::string> command;  // one rank's argv; the environment tells it its rank
-  int processes = 1;                 // ranks of this node
+  // One rank's argv; the environment tells it its rank and, in TRIREME_LAUNCHER_FD, where it can read which ranks of
+  // this node have failed ("died RANK HOW", a line each).
+  std::vector<std::string> command;
+  int processes = 1;  // ranks of this node
   int nodes = 1;
   int node_rank = 0;
   std::string master_address = "127.0.0.1";
@@ -20,7 +22,8 @@ struct LaunchOptions {
   std::map<std::string, std::string> environment;
   Milliseconds grace{300000};         // after a forwarded SIGTERM, until SIGKILL
   Milliseconds failure_grace{20000};  // after the first failure: the others may notice and leave by themselves
-  int peer_failed_code = 20;          // a rank's code for "a peer or the network failed"
+  int peer_failed_code = 20;          // a rank's code for "a peer or the network failed"; the others are told of any
+                                      // other failure
   int stopped_code = 40;              // a rank's code for "stopped by the forwarded signal, checkpoint saved"
   std::string termination_log;        // file for the one-line JSON account of a failure; empty: none
   int tail_lines = 30;

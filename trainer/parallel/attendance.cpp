@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/parallel/lifeline.h"
 
 namespace trireme {
 namespace {
@@ -48,12 +49,15 @@ void Attendance::note(int64_t sequence, const std::string& phase) {
   const std::lock_guard<std::mutex> lock(mutex_);
   place_.sequence = sequence;
   place_.since = SteadyClock::now();
-  if (place_.phase != phase) place_.phase = phase;
+  if (place_.phase == phase) return;
+  place_.phase = phase;
+  store_.lifeline().set_phase(phase);
 }
 
 void Attendance::note_phase(const std::string& phase) {
   const std::lock_guard<std::mutex> lock(mutex_);
   place_.phase = phase;
+  store_.lifeline().set_phase(phase);
 }
 
 void Attendance::note_queued(QueuedCollective collective) {
@@ -111,7 +115,9 @@ std::string Attendance::named(const QueuedCollective& collective) const {
 }
 
 void Attendance::leave(const std::function<void(const std::string&)>& how, const std::string& what) {
-  if (how) how("rank " + std::to_string(rank_) + " " + what);
+  if (!how) return;
+  store_.lifeline().goodbye();  // the process ends here: it is not this one that has died
+  how("rank " + std::to_string(rank_) + " " + what);
 }
 
 void Attendance::publish() {
@@ -170,8 +176,10 @@ void Attendance::run() {
     update_queue();
     const auto front = oldest();
     if (front && waiting && front->what.sequence == waiting->what.sequence) {
+      const auto dead = store_.lifeline().dead();
       leave(on_deadline_, "leaves: " + named(front->what) +
-                              " does not end, and rank 0, which keeps the store, has left or cannot be reached");
+                              " does not end, and rank 0, which keeps the store, has left or cannot be reached" +
+                              (dead ? "; " + *dead : ""));
       return;
     }
     waiting = front;
@@ -203,7 +211,11 @@ bool Attendance::look() {
 
 void Attendance::look_for_failures() {
   if (failed_) return;
-  failed_ = failure_of_another();
+  failed_ = reported_failure();
+  if (failed_)
+    store_.lifeline().explain(*failed_);
+  else
+    failed_ = store_.lifeline().dead();
   failed_since_ = SteadyClock::now();
 }
 
@@ -270,7 +282,10 @@ std::vector<int> Attendance::absent(int64_t sequence) {
   return {};
 }
 
+void Attendance::leaving() { store_.lifeline().leaving(); }
+
 void Attendance::report_failure(const std::string& what) {
+  leaving();
   try {
     if (store_.add(failure_key() + "-count", 1) != 1) return;
     store_.set(failure_key(), std::to_string(rank_) + " " + what);
@@ -280,7 +295,17 @@ void Attendance::report_failure(const std::string& what) {
   }
 }
 
-std::optional<std::string> Attendance::failure_of_another() {
+std::optional<std::string> Attendance::failure_of_another(Milliseconds wait) {
+  Lifeline& lifeline = store_.lifeline();
+  try {
+    if (auto reported = reported_failure()) return reported;
+  } catch (const std::exception& error) {
+    log_debug("parallel", error.what());
+  }
+  return lifeline.wait_for_dead(wait);
+}
+
+std::optional<std::string> Attendance::reported_failure() {
   if (!store_.has(failure_key())) return std::nullopt;
   const std::string text = store_.get(failure_key());
   const size_t space = text.find(' ');

@@ -59,8 +59,11 @@ class Attendance final {
   // This rank leaves with an error of its own: the others are told, so that they need not wait for their deadline. Only
   // the first failure of a group is kept. Returns when the others have had the time to read it.
   void report_failure(const std::string& what);
-  // "rank 3: ...", what the first rank to report a failure said; nothing when none did, or this one.
-  std::optional<std::string> failure_of_another();
+  // This rank leaves, since another has failed: its end is no death to the others.
+  void leaving();
+  // "rank 3: ...", what the first rank to report a failure said, or who has died; nothing when none did, or this one.
+  // Waits so long for the word of a death. Never throws.
+  std::optional<std::string> failure_of_another(Milliseconds wait = Milliseconds(0));
 
  private:
   struct Place {
@@ -92,6 +95,7 @@ class Attendance final {
   bool look();        // the thread's turn; true when one of the callbacks was called
   bool look_at_device();
   void look_for_failures();
+  std::optional<std::string> reported_failure();  // of another rank, in the store
   void update_queue();
   std::optional<Queued> oldest();  // of the device's collectives that have not ended
   bool still_pending(int64_t sequence);

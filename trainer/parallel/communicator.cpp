@@ -23,6 +23,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "trainer/parallel/attendance.h"
+#include "trainer/parallel/lifeline.h"
 
 namespace trireme {
 namespace {
@@ -72,50 +73,69 @@ struct JobStore::Impl {
   std::mutex mutex;
   c10::intrusive_ptr<c10d::TCPStore> tcp;        // null with one rank
   c10::intrusive_ptr<c10d::PrefixStore> scoped;  // keys of this attempt
+  std::unique_ptr<Lifeline> lifeline;            // ends first: the others hear of it before the store goes
 };
 
 JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique<Impl>()) {
+  const Deadline deadline = Deadline::after(rendezvous.timeout);
   impl_->rendezvous = rendezvous;
+  LifelineOptions lifeline;
+  lifeline.rank = rendezvous.rank;
+  lifeline.world_size = rendezvous.world_size;
+  lifeline.launcher_fd = rendezvous.launcher_fd;
+  lifeline.on_death = rendezvous.on_deadline;
+  impl_->lifeline = std::make_unique<Lifeline>(lifeline);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(rendezvous.master_port);
   options.isServer = rendezvous.rank == 0;
   options.numWorkers = static_cast<size_t>(rendezvous.world_size);
-  options.waitWorkers = rendezvous.world_size > 1;
+  options.waitWorkers = false;  // the lifeline waits for them: it sees who dies before all have come
   if (rendezvous.rank == 0 && rendezvous.listen_fd >= 0) options.masterListenFd = rendezvous.listen_fd;
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
+  const auto fail = [&](ErrorKind kind, const char* why) {
+    throw Error(kind, "rank " + std::to_string(rendezvous.rank) + " on " + host_name() + ": rendezvous at " + where +
+                          " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
+  };
   try {
     impl_->tcp = c10::make_intrusive<c10d::TCPStore>(
         rendezvous.world_size == 1 ? "127.0.0.1" : rendezvous.master_address, options);
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(rendezvous.rank) + " on " + host_name() +
-                                         ": rendezvous at " + where + " of " + std::to_string(rendezvous.world_size) +
-                                         " ranks failed: " + first_line(error.what()));
+    fail(ErrorKind::kTimeout, error.what());
   }
   impl_->scoped = c10::make_intrusive<c10d::PrefixStore>("attempt-" + rendezvous.attempt, impl_->tcp);
   if (rendezvous.world_size > 1) {
-    // A rank of an older attempt that still runs would have met a store of its own name: say so at once, not at a
-    // time-out.
-    if (rendezvous.rank == 0)
-      set("attempt", rendezvous.attempt);
-    else
-      get("attempt");
+    try {
+      if (rendezvous.rank == 0)
+        set("lifeline", impl_->lifeline->open());
+      else
+        impl_->lifeline->join(rendezvous.master_address, get("lifeline"), deadline);
+      impl_->lifeline->wait_for_all(deadline);
+    } catch (const Error& error) {
+      impl_->lifeline->leaving();  // the others wait for this rank no more than it for them
+      fail(error.kind(), error.what());
+    }
   }
 }
 
 JobStore::~JobStore() = default;
 
+Lifeline& JobStore::lifeline() { return *impl_->lifeline; }
+
 namespace {
 template <typename Fn>
 auto store_call(JobStore::Impl& impl, const char* operation, const std::string& key, Fn&& fn) {
+  std::string why;
   try {
     const std::lock_guard<std::mutex> lock(impl.mutex);
-    return fn();
+    if (!impl.lifeline->rank0_is_gone()) return fn();
+    why = "rank 0, which keeps the store, has gone";
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() +
-                                         ": store " + operation + " of '" + key +
-                                         "' failed: " + first_line(error.what()));
+    why = first_line(error.what());
   }
+  const auto dead = impl.lifeline->wait_for_dead();
+  throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() + ": store " +
+                                       operation + " of '" + key + "' failed: " + why + (dead ? "; " + *dead : ""));
 }
 }  // namespace
 
@@ -204,14 +224,13 @@ void PendingCollective::wait() {
 
 void Communicator::failed(const char* operation, int64_t sequence, const std::string& phase,
                           const std::exception& error) {
+  attendance_->leaving();
   const std::vector<int> absent = attendance_->absent(sequence);
   if (!absent.empty() && on_absent) on_absent(absent);
+  // A broken connection is here before the word of what broke it.
   std::string cause;
-  try {
-    if (const auto other = attendance_->failure_of_another()) cause = "; " + *other;
-  } catch (const std::exception& lost) {
-    log_debug("parallel", lost.what());
-  }
+  if (const auto other = attendance_->failure_of_another(absent.empty() ? Lifeline::kWord : Milliseconds(0)))
+    cause = "; " + *other;
   throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
                                            " number " + std::to_string(sequence) + " of group '" + name_ + "' (" +
                                            std::to_string(size_) + " ranks) in phase " + phase + " failed: " +
@@ -269,6 +288,10 @@ void Communicator::set_phase(const std::string& phase) {
 
 void Communicator::report_failure(const std::string& what) {
   if (size_ > 1) attendance_->report_failure(what);
+}
+
+void Communicator::leaving() {
+  if (size_ > 1) attendance_->leaving();
 }
 
 void Communicator::all_reduce_sum(at::Tensor tensor) {

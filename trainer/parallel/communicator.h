@@ -28,13 +28,19 @@ struct RendezvousOptions {
   std::function<void(const std::string& what)> on_stuck;
   Milliseconds stuck_grace{2000};
   // Called from a thread of its own when a collective that this rank's device has come to does not end: its deadline
-  // has passed, or another rank has failed. Nothing is called where the host waits itself: that throws.
+  // has passed, or another rank has failed. Nothing is called where the host waits itself: that throws. Also called,
+  // whatever the training thread does, when another rank has died and this one is still there some seconds later.
   std::function<void(const std::string& what)> on_deadline;
+  int launcher_fd = -1;  // where the launcher writes which of this host's ranks died (lifeline.h); -1: none
 };
 
-// The job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
+class Lifeline;
+
+// The rendezvous, and then the job-wide key-value store. Rank 0 is the server. One lock: safe from any thread.
 class JobStore final {
  public:
+  // Returns when all ranks have come. Throws Error(kUnavailable) naming a rank that has died before, Error(kTimeout) at
+  // rendezvous.timeout.
   explicit JobStore(const RendezvousOptions& rendezvous);
   ~JobStore();
 
@@ -42,6 +48,7 @@ class JobStore final {
   void set(const std::string& key, const std::string& value);
   std::string get(const std::string& key);  // waits for the key, Error(kTimeout) that names it
   bool has(const std::string& key);
+  Lifeline& lifeline();  // who of the others is still there; with one rank nobody is watched
 
   struct Impl;
   Impl& impl() { return *impl_; }
@@ -84,6 +91,8 @@ class Communicator final {
   // This rank leaves with an error of its own, which is none of a collective: the others are told what it was, and
   // leave at once instead of at their deadline. Waits a moment for them to read it.
   void report_failure(const std::string& what);
+  // This rank leaves with an error that is the echo of another's failure: its end is no death to the others.
+  void leaving();
 
   void all_reduce_sum(at::Tensor tensor);
   void all_reduce_max(at::Tensor tensor);

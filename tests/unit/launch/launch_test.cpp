@@ -70,6 +70,24 @@ TEST(Launch, ALostPeerIsNotTheCause) {
   EXPECT_EQ(result.exit_code, 137);
 }
 
+TEST(Launch, TheOthersAreToldWhoDiedAndHow) {
+  const TemporaryDirectory dir;
+  const std::string file = (dir.path() / "told").string();
+  // Rank 0 has lost a peer: that is no news. Rank 4 does not listen. Nobody waits for the grace.
+  LaunchOptions options = shell(
+      "case $RANK in 0) exit 20;; 1) sleep 0.5; kill -9 $$;; 4) exec </dev/null; sleep 1; exit 20;; esac; "
+      "read -r line <&$TRIREME_LAUNCHER_FD; echo \"$line\" > " +
+          file + "$RANK; exit 20",
+      5);
+  options.failure_grace = Milliseconds(250000);
+  const LaunchResult result = launch(options, nullptr);
+  EXPECT_EQ(result.failed_rank, 1);
+  EXPECT_EQ(result.exit_code, 137);
+  EXPECT_TRUE(result.killed_ranks.empty());
+  EXPECT_EQ(read_file(file + "2"), "died 1 signal 9 (Killed)\n");
+  EXPECT_EQ(read_file(file + "3"), "died 1 signal 9 (Killed)\n");
+}
+
 TEST(Launch, WhoIsKilledAfterAFailureIsNamedButIsNotTheCause) {
   const LaunchResult result = launch(shell("[ $RANK = 0 ] && exit 20; exec sleep 600", 2), nullptr);
   EXPECT_EQ(result.failed_rank, 0);

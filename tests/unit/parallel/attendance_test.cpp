@@ -62,6 +62,16 @@ class TwoRanks {
     rank.attendance->note_queued({sequence, "all-reduce", "training", [&rank] { return rank.device.come.load(); },
                                   [&rank] { return rank.device.done.load(); }});
   }
+  // As if its process had ended: by an exception that nobody was told of.
+  void die(int r) {
+    try {
+      Rank& rank = ranks[r];
+      const std::unique_ptr<JobStore> store = std::move(rank.store);
+      const std::unique_ptr<Attendance> attendance = std::move(rank.attendance);
+      throw 0;
+    } catch (int) {
+    }
+  }
   static bool comes(const std::function<bool()>& what) {
     const Deadline limit = Deadline::after(Milliseconds(200000));
     while (!what() && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
@@ -119,6 +129,23 @@ TEST(Attendance, TheFailureOfARankEndsTheWaitOfTheOthersAndIsTold) {
   // The first failure stays.
   job.ranks[0].attendance->report_failure("an echo");
   EXPECT_EQ(job.ranks[0].attendance->failure_of_another(), "rank 1: the log-prob of a token is not finite");
+}
+
+TEST(Attendance, TheDeathOfARankEndsTheWaitOfTheDeviceAndIsTold) {
+  for (const int victim : {1, 0}) {
+    TwoRanks job(Milliseconds(200000));
+    const int other = 1 - victim;
+    job.ranks[other].device.come = true;
+    job.queue(other, 3);
+    job.ranks[victim].attendance->note_phase("generation");
+    job.die(victim);
+    ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[other].deadline == 1; }));
+    const std::string& said = job.ranks[other].said;
+    EXPECT_NE(said.find("all-reduce number 3 of group 'dp' (2 ranks) in phase training "), std::string::npos) << said;
+    const std::string death = victim == 0 ? "rank 0 has died: " : "rank 1 has died in phase generation: ";
+    EXPECT_NE(said.find(death + "its connection was closed without a word"), std::string::npos) << said;
+    EXPECT_EQ(job.ranks[other].stuck, 0);
+  }
 }
 
 }  // namespace

@@ -134,6 +134,30 @@ TEST(Communicator, APeerThatStaysAwayIsNamedByOperationAndPhase) {
   EXPECT_EQ(stuck, 1);
 }
 
+TEST(Communicator, ARankThatDiesIsNamedByAllOthersLongBeforeTheirDeadline) {
+  constexpr int kWorld = 3;
+  for (const int victim : {0, 1}) {
+    ListeningPort port;
+    const auto errors = on_ranks(kWorld, [&](int rank) {
+      const RendezvousOptions rendezvous = port.place(rank, kWorld, Milliseconds(250000));
+      JobStore store(rendezvous);
+      Communicator group(store, rendezvous, "dp");
+      group.set_phase("training");
+      group.barrier();
+      if (rank == victim) throw std::runtime_error("gone");  // nobody was told: as if its process had ended
+      at::Tensor x = at::ones({4});
+      while (true) group.all_reduce_sum(x);
+    });
+    for (int rank = 0; rank < kWorld; ++rank) {
+      const std::string& error = errors[static_cast<size_t>(rank)];
+      if (rank == victim) continue;
+      EXPECT_NE(error.find("of group 'dp' (3 ranks) in phase training failed: "), std::string::npos) << error;
+      EXPECT_NE(error.find("; rank " + std::to_string(victim) + " has died"), std::string::npos) << error;
+      EXPECT_EQ(error.find("rank " + std::to_string(3 - rank - victim) + " has died"), std::string::npos) << error;
+    }
+  }
+}
+
 TEST(ParallelContext, RefusesSplitsItCannotDo) {
   RendezvousOptions two_ranks;
   two_ranks.world_size = 2;
