@@ -18,8 +18,9 @@ struct CommonOptions {
   std::string device = "auto";  // auto | cpu | cuda
   std::string dtype = "auto";   // auto: bfloat16 on cuda, float32 on cpu
   uint64_t seed = 1;
-  int64_t repeats = 3;  // the median is quoted
-  std::string json;     // file; empty: none
+  int64_t repeats = 3;   // the median is quoted
+  std::string json;      // file; empty: none
+  bool verbose = false;  // logs what is chosen by trial
   int local_rank = 0;
 };
 

@@ -23,6 +23,7 @@ void add_common(CLI::App* verb, bench::CommonOptions& o) {
   verb->add_option("--seed", o.seed, "of weights, prompts and samples");
   verb->add_option("--repeats", o.repeats, "measured runs; the median is quoted")->check(CLI::PositiveNumber);
   verb->add_option("--json", o.json, "file for the results");
+  verb->add_flag("--verbose", o.verbose, "log what is chosen by trial");
 }
 
 void add_generation(CLI::App* verb, bench::GenerationOptions& o) {
@@ -41,6 +42,7 @@ void set_up(bench::CommonOptions& o, bool collective) {
   }
   o.local_rank = static_cast<int>(environment_int("LOCAL_RANK", 0));
   LogOptions log;
+  if (o.verbose) log.level = LogLevel::kDebug;
   if (world > 1) log.tag = "rank " + std::to_string(environment_int("RANK", 0));
   log_setup(log);
   use_threads(local_world_from_environment());

@@ -8,12 +8,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
 #include <vector>
 
+#include "base/log.h"
 #include "trainer/ops/processors.h"
 
 namespace trireme::cuda {
@@ -57,34 +60,29 @@ class TrialOperands {
   TrialOperands(const TrialOperands&) = delete;
   TrialOperands& operator=(const TrialOperands&) = delete;
 
-  // Microseconds of a launch(x, weight) and the short kernel ahead of it, the least of some rounds; infinity where it
-  // returns false. Gives up a candidate that is slower than `best` by a tenth.
+  // Microseconds of a launch(x, weight) and the short kernel ahead of it, the mean of some; infinity where it returns
+  // false.
   template <class Launch>
-  double microseconds(double best, const ProductTrial& trial, bool ours, const Launch& launch) {
+  double microseconds(const ProductTrial& trial, bool ours, const Launch& launch) {
     using Clock = std::chrono::steady_clock;
-    constexpr int kRounds = 4;
     constexpr int64_t kLaunches = 8;
-    constexpr double kHopeless = 1.1, kCyclesPerSecond = 2e9;
+    constexpr double kCyclesPerSecond = 2e9;
     const cudaStream_t stream = stream_of(device_);
-    double least = std::numeric_limits<double>::infinity();
-    for (int round = 0; round < kRounds && !(round > 1 && least > kHopeless * best); ++round) {
-      // Queued behind a pause, so that the host's time to launch is not in it.
-      at::cuda::sleep(static_cast<int64_t>(1.5 * queueing_ * kCyclesPerSecond));
-      const Clock::time_point start = Clock::now();
-      C10_CUDA_CHECK(cudaEventRecord(from_, stream));
-      for (int64_t i = 0; i < kLaunches; ++i, ++turn_) {
-        const at::Tensor x = rows_.select(0, turn_ % kRowCopies);
-        trial.before(x, ours);
-        if (!launch(x, weight(turn_ % copies_))) return std::numeric_limits<double>::infinity();
-      }
-      C10_CUDA_CHECK(cudaEventRecord(to_, stream));
-      queueing_ = std::clamp(std::chrono::duration<double>(Clock::now() - start).count(), 5e-5, 1e-3);
-      C10_CUDA_CHECK(cudaEventSynchronize(to_));
-      float milliseconds = 0;
-      C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from_, to_));
-      least = std::min(least, milliseconds * 1e3 / static_cast<double>(kLaunches));
+    // Queued behind a pause, so that the host's time to launch is not in it.
+    at::cuda::sleep(static_cast<int64_t>(1.5 * queueing_ * kCyclesPerSecond));
+    const Clock::time_point start = Clock::now();
+    C10_CUDA_CHECK(cudaEventRecord(from_, stream));
+    for (int64_t i = 0; i < kLaunches; ++i, ++turn_) {
+      const at::Tensor x = rows_.select(0, turn_ % kRowCopies);
+      trial.before(x, ours);
+      if (!launch(x, weight(turn_ % copies_))) return std::numeric_limits<double>::infinity();
     }
-    return least;
+    C10_CUDA_CHECK(cudaEventRecord(to_, stream));
+    queueing_ = std::clamp(std::chrono::duration<double>(Clock::now() - start).count(), 5e-5, 1e-3);
+    C10_CUDA_CHECK(cudaEventSynchronize(to_));
+    float milliseconds = 0;
+    C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, from_, to_));
+    return milliseconds * 1e3 / static_cast<double>(kLaunches);
   }
 
   at::Tensor result;
@@ -130,8 +128,35 @@ std::vector<ProductChoice> candidates(const RowProductArgs& args, size_t most_fe
   return all;
 }
 
+std::string text(const ProductChoice& c) {
+  switch (c.kernel) {
+    case Kernel::kFewRows:
+      return "few rows, columns " + std::to_string(c.few.columns) + "/" + std::to_string(c.few.fragments) + "/" +
+             std::to_string(c.few.tokens) + ", cluster " + std::to_string(c.few.cluster) + " x " +
+             std::to_string(c.few.clusters) + ", slabs " + std::to_string(c.few.slabs) + ", stages " +
+             std::to_string(c.few.stages);
+    case Kernel::kMediumRows:
+      return "medium rows, columns " + std::to_string(c.medium.columns) + ", across " +
+             std::to_string(c.medium.across) + ", along " + std::to_string(c.medium.along) +
+             (c.medium.clustered ? ", clusters " : ", teams ") + std::to_string(c.medium.teams) + ", slabs " +
+             std::to_string(c.medium.slabs) + ", stages " + std::to_string(c.medium.stages);
+    case Kernel::kLibrary:
+      break;
+  }
+  return "the library";
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// All once or twice, then the best ones again and again by turns, so that what drifts hits them alike.
 ProductChoice tried(int device, RowProductArgs args, const ProductTrial& trial) {
-  constexpr size_t kMostFewTrials = 120, kMostMediumTrials = 48;
+  constexpr size_t kMostFewTrials = 120, kMostMediumTrials = 48, kFinalists = 8;
+  constexpr int kFinalRounds = 11;
+  constexpr double kPromising = 1.15;
   const std::vector<ProductChoice> all = candidates(args, kMostFewTrials, kMostMediumTrials);
   if (all.empty()) return {};
   try {
@@ -140,28 +165,47 @@ ProductChoice tried(int device, RowProductArgs args, const ProductTrial& trial) 
     args.y = operands.result.mutable_data_ptr();
     args.bias = nullptr;
     args.overlap = true;
-    ProductChoice best;
-    double best_us = std::numeric_limits<double>::infinity();
-    if (trial.library) {
-      best_us =
-          operands.microseconds(best_us, trial, /*ours=*/false, [&](const at::Tensor& x, const at::Tensor& weight) {
-            trial.library(x, weight);
-            return true;
-          });
+    const auto measure = [&](const ProductChoice& choice) {
+      const bool ours = choice.kernel != Kernel::kLibrary;
+      return operands.microseconds(trial, ours, [&](const at::Tensor& x, const at::Tensor& weight) {
+        if (!ours) {
+          trial.library(x, weight);
+          return true;
+        }
+        args.weight = weight.const_data_ptr();
+        args.x = x.const_data_ptr();
+        return launch_product(args, choice, stream_of(device)) == cudaSuccess;
+      });
+    };
+    struct Candidate {
+      ProductChoice choice;
+      double us = 0;
+      std::vector<double> finals;
+    };
+    std::vector<Candidate> tries;
+    if (trial.library) tries.push_back({});
+    for (const ProductChoice& choice : all) tries.push_back({choice, 0, {}});
+    (void)measure(tries.front().choice);  // warms up
+    double least = std::numeric_limits<double>::infinity();
+    for (Candidate& c : tries) {
+      c.us = measure(c.choice);
+      if (c.us < kPromising * least) c.us = std::min(c.us, measure(c.choice));
+      least = std::min(least, c.us);
     }
-    for (const ProductChoice& choice : all) {
-      const double us =
-          operands.microseconds(best_us, trial, /*ours=*/true, [&](const at::Tensor& x, const at::Tensor& weight) {
-            args.weight = weight.const_data_ptr();
-            args.x = x.const_data_ptr();
-            return launch_product(args, choice, stream_of(device)) == cudaSuccess;
-          });
-      if (us < best_us) {
-        best = choice;
-        best_us = us;
-      }
+    const std::string library = trial.library ? std::to_string(tries.front().us) + " us" : "not tried";
+    std::stable_sort(tries.begin(), tries.end(), [](const Candidate& a, const Candidate& b) { return a.us < b.us; });
+    tries.resize(std::min(tries.size(), kFinalists));
+    for (int round = 0; round < kFinalRounds; ++round) {
+      for (Candidate& c : tries) c.finals.push_back(measure(c.choice));
     }
-    return best;
+    for (Candidate& c : tries) c.us = median(c.finals);
+    const Candidate& best = *std::min_element(tries.begin(), tries.end(),
+                                              [](const Candidate& a, const Candidate& b) { return a.us < b.us; });
+    log_debug("ops", "product of " + std::to_string(args.rows) + " rows, " + std::to_string(args.in) + " to " +
+                         std::to_string(args.out) + (args.swiglu ? " with the activation" : "") + ": " +
+                         text(best.choice) + ", " + std::to_string(best.us) +
+                         " us with a short kernel ahead; the library's " + library);
+    return std::isfinite(best.us) ? best.choice : ProductChoice();
   } catch (const c10::OutOfMemoryError&) {
     return all.front();
   }
