@@ -165,8 +165,7 @@ void table() {
       const double library = product_us(s, weights, rows, 0, false);
       const auto rate = [&](double us) { return weights.bytes / us * 1e-6; };
       const at::Tensor x = randn({rows, s.in}), y = at::empty({rows, s.swiglu ? s.out / 2 : s.out}, x.options());
-      const cuda::ProductTrial known;  // tried above
-      const cuda::ProductChoice choice = cuda::choose_product(0, args_of(s, x, weights.all[0], y), &known);
+      const cuda::ProductChoice choice = cuda::choose_product(0, args_of(s, x, weights.all[0], y), nullptr);
       std::printf("%-17s %4lld | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %s\n", s.name,
                   static_cast<long long>(rows), read, rate(read), own, rate(own), overlapped, rate(overlapped), library,
                   rate(library), text(choice).c_str());

@@ -12,15 +12,15 @@
 
 #include "base/error.h"
 #include "tests/gpu/device.h"
-#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/cuda/row_ops.h"
 
 namespace trireme {
 namespace {
 
-using cuda::RowProductArgs;
 using cuda::FewRowsPlan;
+using cuda::RowProductArgs;
 using testing::gpu;
 using testing::gpu_randn;
 
@@ -54,7 +54,7 @@ at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::T
 }
 
 RowProductArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-                    bool swiglu = false) {
+                       bool swiglu = false) {
   RowProductArgs args;
   args.x = x.const_data_ptr();
   args.x_stride = x.stride(0);
@@ -236,7 +236,7 @@ TEST_F(FewRows, PlansThatDoNotFitAreRefused) {
   const at::Tensor x = gpu_randn({16, 1024}), weight = gpu_randn({512, 1024});
   const at::Tensor y = at::empty({16, 512}, x.options());
   const RowProductArgs args = args_of(x, weight, {}, y);
-  const FewRowsPlan good = cuda::few_rows_plan(args);
+  const FewRowsPlan good = cuda::few_rows_plans(args).front();
   const auto refused = [&](auto change) {
     FewRowsPlan plan = good;
     change(plan);

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <string>
 
 #include "tests/gpu/device.h"
@@ -160,10 +161,33 @@ TEST_F(MediumRows, EveryPlanOfTheFusedActivationGivesTheUnfusedBits) {
       const at::Tensor part = x.narrow(0, 0, rows);
       const std::vector<MediumRowsPlan> plans = cuda::medium_rows_plans(args_of(part, weight, {}, whole, true));
       EXPECT_FALSE(plans.empty());
-      for (const MediumRowsPlan& plan : plans) {
+      for (MediumRowsPlan plan : plans) {
+        for (const bool one_team : {false, true}) {
+          if (one_team) plan.teams = 1;
+          int64_t outside = -1;
+          const at::Tensor y = by_plan(part, weight, {}, plan, true, &outside);
+          ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0)
+              << rows << " rows, width " << width << ": " << text(plan);
+          ASSERT_EQ(outside, 0) << text(plan);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(MediumRows, RowsAndWeightsMayBeParts) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(8);
+  const at::Tensor wide = gpu_randn({256, 3 * 1024 + 16}), all = gpu_randn({520, 2048}, 0.05);
+  for (const int64_t column : {0, 8, 1024, 2056}) {
+    const at::Tensor x = wide.narrow(1, column, 1024), weight = all.narrow(1, 1024, 1024);
+    const at::Tensor expected = by_library(x.contiguous(), weight.contiguous(), {});
+    for (const int64_t rows : {40, 130, 256}) {
+      const at::Tensor part = x.narrow(0, 0, rows);
+      for (const MediumRowsPlan& plan : cuda::medium_rows_plans(args_of(part, weight, {}, expected, false))) {
         int64_t outside = -1;
-        const at::Tensor y = by_plan(part, weight, {}, plan, true, &outside);
-        ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, width " << width << ": " << text(plan);
+        ASSERT_EQ(differing(by_plan(part, weight, {}, plan, false, &outside), expected.narrow(0, 0, rows)), 0)
+            << "column " << column << ", " << rows << " rows: " << text(plan);
         ASSERT_EQ(outside, 0) << text(plan);
       }
     }
@@ -217,7 +241,53 @@ TEST_F(MediumRows, PlansThatDoNotFitAreRefused) {
   c10::cuda::device_synchronize();
 }
 
-// As FewRows.OverlappingLaunchesInAGraphGiveTheSameBits, with kernels of both kinds and the library's among them.
+// Launches that begin early, one plan after another: straight after a product and behind another short kernel. They
+// read weights early; rows they must not, and results lie where earlier rows did.
+TEST_F(MediumRows, EarlyLaunchesOfEveryPlanGiveTheSameBits) {
+  const at::NoGradGuard no_grad;
+  testing::seed_gpu(9);
+  const int64_t hidden = 1024, width = 2048, layers = 3;
+  std::vector<at::Tensor> in, gate_up, down;
+  for (int64_t i = 0; i < layers; ++i) {
+    in.push_back(gpu_randn({hidden, hidden}, 0.02));
+    gate_up.push_back(gpu_randn({2 * width, hidden}, 0.02));
+    down.push_back(gpu_randn({hidden, width}, 0.02));
+  }
+  const at::Tensor norm = at::ones({hidden}, in[0].options());
+  using Product = std::function<at::Tensor(const at::Tensor&, const at::Tensor&, bool)>;
+  const auto run = [&](at::Tensor x, const Product& product) {
+    for (size_t i = 0; i < in.size(); ++i) {
+      const at::Tensor a = product(x, in[i], false), b = product(a, in[i], false);
+      const NormResult n = cuda::add_rms_norm(b, x, norm, 1e-6);
+      x = product(product(n.normed, gate_up[i], true), down[i], false);
+    }
+    return x;
+  };
+  size_t tried = 0;
+  for (const int64_t rows : {48, 128, 200, 256}) {
+    const at::Tensor x = gpu_randn({rows, hidden});
+    const at::Tensor expected = run(x, [](const at::Tensor& rows, const at::Tensor& weight, bool swiglu) {
+      const at::Tensor y = by_library(rows, weight, {});
+      return swiglu ? cuda::swiglu_halves(y) : y;
+    });
+    for (size_t turn = 0; turn < 40; ++turn) {  // the turn-th plan of each product, from the first again at the end
+      const at::Tensor y = run(x, [&](const at::Tensor& rows, const at::Tensor& weight, bool swiglu) {
+        const at::Tensor y = at::empty({rows.size(0), swiglu ? weight.size(0) / 2 : weight.size(0)}, rows.options());
+        RowProductArgs args = args_of(rows, weight, {}, y, swiglu);
+        args.overlap = true;
+        const std::vector<MediumRowsPlan> plans = cuda::medium_rows_plans(args);
+        const MediumRowsPlan& plan = plans[turn * plans.size() / 40];
+        EXPECT_EQ(cuda::medium_rows(args, plan, c10::cuda::getCurrentCUDAStream().stream()), cudaSuccess) << text(plan);
+        return y;
+      });
+      ASSERT_EQ(differing(y, expected), 0) << rows << " rows, turn " << turn;
+      ++tried;
+    }
+  }
+  EXPECT_EQ(tried, 160u);
+}
+
+// As FewRows.OverlappingLaunchesInAGraphGiveTheSameBits, by the kernels that decoding chooses.
 TEST_F(MediumRows, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);

@@ -263,7 +263,7 @@ json ModelConfig::to_json() const {
 std::vector<LinearShape> ModelConfig::linear_shapes() const {
   return {{hidden_size, (num_heads + 2 * num_kv_heads) * head_dim},
           {num_heads * head_dim, hidden_size},
-          {hidden_size, 2 * intermediate_size},
+          {hidden_size, 2 * intermediate_size, /*gate_up=*/!mlp_bias},
           {intermediate_size, hidden_size},
           {hidden_size, vocab_size}};
 }

@@ -3,12 +3,14 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <optional>
 
 #include "base/log.h"
 #include "trainer/ops/checks.h"
 #ifdef TRIREME_CUDA
 #include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/row_ops.h"
 #endif
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/linear.h"
@@ -178,17 +180,23 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
     };
     const at::Tensor x = numbers(rows, 0.7311);
     const at::Tensor weight = numbers(shape.out, 0.4177);
-    const at::Tensor whole = linear_forward(x, weight, {});
+    at::Tensor whole = linear_forward(x, weight, {});
+    std::function<at::Tensor(const at::Tensor&)> part = [&](const at::Tensor& some) {
+      return linear_forward(some, weight, {});
+    };
 #ifdef TRIREME_CUDA
-    // The kernels and algorithms of decoding are chosen here, and checked.
+    // The kernels of decoding on the whole device are chosen here, and checked.
     std::optional<cuda::DecodeScope> decoding;
     if (!cpu) decoding.emplace();
+    if (!cpu && shape.gate_up) {
+      whole = cuda::swiglu_halves(whole);
+      part = [&](const at::Tensor& some) { return cuda::gate_up_swiglu(some, weight); };
+    }
 #endif
     for (const int64_t count : counts) {
       for (const int64_t from : {int64_t{0}, int64_t{1}, rows - count}) {
         if (from + count > rows) continue;
-        if (!same_bits(linear_forward(x.narrow(0, from, count), weight, {}), whole.narrow(0, from, count)))
-          return false;
+        if (!same_bits(part(x.narrow(0, from, count)), whole.narrow(0, from, count))) return false;
       }
     }
   }

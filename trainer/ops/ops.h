@@ -23,7 +23,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 at::Tensor linear_again(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                         std::function<at::Tensor()> again);
 
-// How linear computes its forward on CPU. On CUDA it is always cublasLt with a starved workspace (cuda/linear.h).
+// How linear computes its forward on CPU. On CUDA other rules hold (cuda/linear.h).
 enum class LinearMode {
   kRows,     // our kernel, one fixed order of additions per output element: exact on every machine. The default.
   kLibrary,  // LibTorch's product with rows padded to at least 16: exact only where linear_rows_are_exact() says so
@@ -34,10 +34,12 @@ void set_linear_mode(LinearMode mode);  // process-wide; not while ops run
 struct LinearShape {
   int64_t in = 0;
   int64_t out = 0;
+  bool gate_up = false;  // decoding computes it with the activation (gate_up_swiglu)
 };
 // Start-up self-test: compares the bits of rows computed in batches of many sizes and places with those of one big
-// batch, in the current mode, for these weight shapes. About 10 ms a small shape. On CUDA, where only our kernel for
-// few rows differs, it is switched off, the log says so, and the answer is yes.
+// batch, in the current mode, for these weight shapes. About 10 ms a small shape; on CUDA decoding's choice of kernels
+// for each number of rows is made here, which takes seconds. Where only our kernels for decoding have other bits than
+// the library there, they are switched off, the log says so, and the answer is yes.
 bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device = at::kCPU);
 // Runs the self-test; where the library fails it, switches to kRows and says so in the log. Returns the mode in force.
 LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype);

@@ -75,7 +75,7 @@ __device__ __forceinline__ void wait_for_cluster(uint32_t barrier, uint32_t pari
     if (tries % 1024 != 0) continue;
     const uint64_t now = hopper::nanoseconds();
     if (start == 0) start = now;
-    if (now - start > hopper::kWaitDeadlineNs) __trap();
+    if (now - start > hopper::kWaitDeadlineNs) hopper::fail();
   }
 }
 // Arrives at a barrier of this block when all copies that this thread has begun have come.

@@ -129,21 +129,14 @@ std::vector<FewRowsPlan> few_rows_plans(const RowProductArgs& a) {
       for (plan.tokens = 1; plan.tokens <= std::min(2, token_fragments(a.rows)); ++plan.tokens) {
         if (multiplying_warps(plan, a) > kMostMultiplyingWarps) continue;
         for (plan.slabs = 1; plan.slabs <= 4; plan.slabs *= 2) {
-          if (a.in / kSlab % plan.slabs != 0 || allow_shared(find_kernel(plan, a.swiglu)) != cudaSuccess) continue;
+          if (a.in / kSlab % plan.slabs != 0 || taken(allow_shared(find_kernel(plan, a.swiglu))) != cudaSuccess)
+            continue;
           for (plan.cluster = 1; plan.cluster <= 4; plan.cluster *= 2) try_plan();
         }
       }
     }
   }
   return plans;
-}
-
-FewRowsPlan few_rows_plan(const RowProductArgs& a) {
-  FewRowsPlan best;
-  for (const FewRowsPlan& plan : few_rows_plans(a)) {
-    if (best.clusters == 0 || plan.predicted_us < best.predicted_us - 1e-9) best = plan;
-  }
-  return best;
 }
 
 cudaError_t few_rows(const RowProductArgs& a, const FewRowsPlan& plan, cudaStream_t stream) {
@@ -168,11 +161,11 @@ cudaError_t few_rows(const RowProductArgs& a, const FewRowsPlan& plan, cudaStrea
   params.stages_of_in = static_cast<int>(a.in / kSlab / plan.slabs);
   params.stages = plan.stages;
   const cudaError_t error = allow_shared(kernel);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess) return taken(error);
   const Launch launch(plan.clusters, plan.cluster, multiplying_warps(plan, a) + kLoadingWarps, plan.shared_bytes,
                       a.overlap, stream);
   void* arguments[] = {&params};
-  return cudaLaunchKernelExC(&launch.config, kernel, arguments);
+  return taken(cudaLaunchKernelExC(&launch.config, kernel, arguments));
 }
 
 }  // namespace trireme::cuda

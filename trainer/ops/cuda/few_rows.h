@@ -42,10 +42,9 @@ struct FewRowsPlan {
 // Whether the kernel takes these (shapes and addresses), on a device of compute capability 9.0.
 bool few_rows_supported(const RowProductArgs& args);
 
-// Every plan for the shape on this thread's processors of the current device (processors.h), and the one with the
-// lowest predicted time. Uses rows, in, out and swiglu only; rows count in eights. Costs milliseconds: keep the result.
+// Every plan for the shape on this thread's processors of the current device (processors.h). Uses rows, in, out and
+// swiglu only; rows count in sixteens. Costs milliseconds.
 std::vector<FewRowsPlan> few_rows_plans(const RowProductArgs& args);
-FewRowsPlan few_rows_plan(const RowProductArgs& args);
 
 // Launches; legal in stream capture. cudaErrorInvalidValue where the plan is not one for these arguments.
 cudaError_t few_rows(const RowProductArgs& args, const FewRowsPlan& plan, cudaStream_t stream);

@@ -285,7 +285,6 @@ __global__ void __launch_bounds__((kMostMultiplyingWarps + kLoadingWarps) * 32)
           for (int b = 0; b < kBlocks; ++b) {
             float low = sum[t][b][2 * h], high = sum[t][b][2 * h + 1];
             if constexpr (kSwiglu) {
-              const auto rounded = [](float value) { return __bfloat162float(__float2bfloat16_rn(value)); };
               low = steps::swiglu(rounded(low), rounded(sum[t][b + 2][2 * h]));
               high = steps::swiglu(rounded(high), rounded(sum[t][b + 2][2 * h + 1]));
             }

@@ -104,7 +104,7 @@ __device__ __forceinline__ void fail() {
   asm volatile("st.global.u32 [%0], %1;" ::"l"(uint64_t{0}), "r"(0) : "memory");
 }
 // Waits for the end of the phase of that parity (a fresh barrier counts as one whose phase of parity 1 has ended). No
-// wait inside a kernel takes long: after the deadline it fails, which the host sees as a launch failure.
+// wait inside a kernel takes long: after the deadline it fails.
 inline constexpr uint64_t kWaitDeadlineNs = 20'000'000'000;
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   uint64_t start = 0;

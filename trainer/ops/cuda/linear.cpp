@@ -235,8 +235,9 @@ at::Tensor swiglu_by_library(const at::Tensor& x, const at::Tensor& weight) {
 // Nothing where our kernels are not for these.
 std::optional<at::Tensor> by_ours(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool swiglu) {
   const int64_t limit = rows_limit;
-  const bool chosen = limit == kWherePaid;
-  const int64_t most = !chosen ? limit : decoding ? kMostOwnRows : weight.size(0) >= kManyOutputs ? kHeadRows : 0;
+  const bool by_trial = limit == kWherePaid;
+  const bool head = !swiglu && weight.size(0) >= kManyOutputs;
+  const int64_t most = !by_trial ? limit : decoding ? kMostOwnRows : head ? kHeadRows : 0;
   RowProductArgs args;
   args.rows = x.size(0);
   if (args.rows < 1 || args.rows > most || weight.stride(1) != 1) return std::nullopt;
@@ -261,7 +262,8 @@ std::optional<at::Tensor> by_ours(const at::Tensor& x, const at::Tensor& weight,
       behind_ours = ours;
       (void)add_rms_norm(part, part, ones, 1e-6);
     };
-    if (chosen) {
+    // The library cuts its work for the whole device, not for a part of the processors.
+    if (by_trial && processor_limit() == 0) {
       trial.library = [swiglu](const at::Tensor& rows, const at::Tensor& w) {
         (void)(swiglu ? swiglu_by_library(rows, w) : by_library(rows, w, {}));
       };

@@ -31,8 +31,7 @@ inline constexpr int64_t kWherePaid = -1;
 // While one lives, this thread launches decode steps: the same products again and again, each waiting for the one
 // before. Then
 // - the first time a product comes, outside of a capture, our plans and cublasLt are tried with a cold cache and the
-//   fastest stays, for this process (0.1 to 0.3 s a product; up to 250 MB for the time being, without which nothing is
-//   tried);
+//   fastest stays, for this process (product_choice.h);
 // - products of our kernels, and the short kernels after them, may begin before the kernel ahead of them in the stream
 //   has ended (RowProductArgs::overlap): only where no kernel that may still run writes weights, so not straight after
 //   an optimizer step in the same stream.

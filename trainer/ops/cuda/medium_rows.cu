@@ -132,7 +132,7 @@ std::vector<MediumRowsPlan> medium_rows_plans(const RowProductArgs& a) {
     plan.teams = static_cast<int>(std::min<int64_t>(divide_up(tiles, plan.across), count / team));
     if (plan.teams == 0 || !plan_fits(a, plan)) return;
     const void* const kernel = find_kernel(plan, a.swiglu);
-    if (allow_shared(kernel) != cudaSuccess) return;
+    if (taken(allow_shared(kernel)) != cudaSuccess) return;
     const Launch launch(plan.teams * team / cluster, cluster, warps_of(plan, a.rows), plan.shared_bytes, false,
                         nullptr);
     plan.teams = std::min(plan.teams, resident_clusters(launch, kernel, cluster, count) * cluster / team);
@@ -179,12 +179,12 @@ cudaError_t medium_rows(const RowProductArgs& a, const MediumRowsPlan& plan, cud
   params.stages_of_in = static_cast<int>(a.in / kSlab / plan.slabs);
   params.stages = plan.stages;
   const cudaError_t error = allow_shared(kernel);
-  if (error != cudaSuccess) return error;
+  if (error != cudaSuccess) return taken(error);
   const int team = plan.across * plan.along, cluster = plan.clustered ? team : 1;
   const Launch launch(plan.teams * team / cluster, cluster, warps_of(plan, a.rows), plan.shared_bytes, a.overlap,
                       stream);
   void* arguments[] = {&params};
-  return cudaLaunchKernelExC(&launch.config, kernel, arguments);
+  return taken(cudaLaunchKernelExC(&launch.config, kernel, arguments));
 }
 
 }  // namespace trireme::cuda

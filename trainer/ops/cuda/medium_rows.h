@@ -1,6 +1,5 @@
-// Products of the rows of a larger batch that decodes (some 33 to 256): y [rows, out] = x [rows, in] . weight [out,
-// in]^T
-// + bias, bf16.
+// Products of the rows of a larger batch that decodes, y [rows, out] = x [rows, in] . weight [out, in]^T + bias, bf16:
+// up to 256 rows, worth it from some 33 on.
 //
 // Determinism class: as few_rows.h: row-exact, the bits of cublasLt's product without a split of the sum.
 //
@@ -39,7 +38,7 @@ struct MediumRowsPlan {
 bool medium_rows_supported(const RowProductArgs& args);
 
 // Every plan for the shape on this thread's processors of the current device (processors.h). Uses rows, in, out and
-// swiglu only; rows count in groups of 64.
+// swiglu only. A plan fits fewer rows too.
 std::vector<MediumRowsPlan> medium_rows_plans(const RowProductArgs& args);
 
 // Launches; legal in stream capture. cudaErrorInvalidValue where the plan is not one for these arguments.

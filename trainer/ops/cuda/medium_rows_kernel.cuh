@@ -2,9 +2,8 @@
 //
 // Shared memory: stages of tokens (64 a group x 64 of `in`), then stages of weights (columns x 64), all in the
 // 128-byte swizzle; then three barriers a stage:
-//   full     the stage's weights and tokens have come, this block's own share and the others'. One arrival (the
-//   weights'
-//            warp, which also names the bytes).
+//   full     the stage's weights and tokens have come, this block's own share and the others'. One arrival, of the warp
+//            of the weights, which also names the bytes.
 //   w_free   the blocks that this block's share of the weights goes to have read the stage. One arrival a warp of each.
 //   x_free   the same for its share of the tokens.
 #pragma once

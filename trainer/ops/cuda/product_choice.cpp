@@ -12,6 +12,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -107,7 +108,7 @@ class TrialOperands {
   cudaEvent_t from_ = nullptr, to_ = nullptr;
 };
 
-// Ours, the lowest predicted times first, at most so many of each kernel.
+// Ours, of each kernel at most so many, the lowest predicted times first; few_rows first of all.
 std::vector<ProductChoice> candidates(const RowProductArgs& args, size_t most_few, size_t most_medium) {
   std::vector<ProductChoice> all;
   const auto add = [&](auto plans, size_t most, Kernel kernel, auto ProductChoice::*plan) {
@@ -153,12 +154,13 @@ double median(std::vector<double> values) {
 }
 
 // All once or twice, then the best ones again and again by turns, so that what drifts hits them alike.
-ProductChoice tried(int device, RowProductArgs args, const ProductTrial& trial) {
+// Nothing where the memory is not there.
+std::optional<ProductChoice> tried(int device, RowProductArgs args, const ProductTrial& trial) {
   constexpr size_t kMostFewTrials = 120, kMostMediumTrials = 48, kFinalists = 8;
   constexpr int kFinalRounds = 11;
   constexpr double kPromising = 1.15;
   const std::vector<ProductChoice> all = candidates(args, kMostFewTrials, kMostMediumTrials);
-  if (all.empty()) return {};
+  if (all.empty()) return ProductChoice();
   try {
     TrialOperands operands(device, args);
     args.x_stride = args.in;
@@ -207,7 +209,7 @@ ProductChoice tried(int device, RowProductArgs args, const ProductTrial& trial) 
                          " us with a short kernel ahead; the library's " + library);
     return std::isfinite(best.us) ? best.choice : ProductChoice();
   } catch (const c10::OutOfMemoryError&) {
-    return all.front();
+    return std::nullopt;
   }
 }
 
@@ -221,20 +223,24 @@ ProductChoice choose_product(int device, const RowProductArgs& given, const Prod
   };
   static std::map<std::tuple<int, int, int64_t, int64_t, int64_t, bool, bool>, Kept> choices;
   RowProductArgs args = given;
-  const int64_t unit = args.rows <= kMostFewRows ? 8 : 32;
+  const int64_t unit = args.rows <= kMostFewRows ? 16 : 32;
   args.rows = (args.rows + unit - 1) / unit * unit;
   const std::lock_guard<std::mutex> lock(mutex);
   Kept& kept = choices[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu,
                         trial != nullptr && trial->library}];
   if (trial != nullptr && !kept.tried && !capturing(device)) {
-    kept.choice = tried(device, args, *trial);
-    kept.made = kept.tried = true;
+    if (const std::optional<ProductChoice> best = tried(device, args, *trial)) {
+      kept.choice = *best;
+      kept.made = kept.tried = true;
+    } else if (trial->library) {
+      return {};  // there may be memory next time
+    }
   }
   if (!kept.made) {
     const std::vector<ProductChoice> best = candidates(args, 1, 1);
     if (!best.empty()) kept.choice = best.front();
+    kept.made = true;
   }
-  kept.made = true;
   return kept.choice;
 }
 

@@ -58,6 +58,12 @@ bool encode(CUtensorMap* map, const void* data, int64_t rows, int64_t in, int64_
 
 cudaError_t allow_shared(const void* kernel);
 
+// A launch that may fail leaves no error for the next call to find.
+inline cudaError_t taken(cudaError_t error) {
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
 // A launch's configuration with its attributes, which it points to.
 struct Launch {
   cudaLaunchConfig_t config{};
