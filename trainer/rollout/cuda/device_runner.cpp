@@ -29,8 +29,8 @@ namespace {
 // Steps whose uploads or results may be under way at once: the one running, the one before it, and the next.
 constexpr int64_t kSlots = 3;
 
-// Most samples of a step that leaves a part of the device to others. There every product is our own kernel's, which is cut
-// for the processors it has (cuda/linear.cpp).
+// Most samples of a step that leaves a part of the device to others. There every product is our own kernel's, which is
+// cut for the processors it has (cuda/linear.cpp).
 constexpr int64_t kSharedRows = kSharedDeviceSamples;
 
 // First tokens of a step's new groups: at most this many samples. Their buffers are 2 MB.
