@@ -2,72 +2,25 @@
 // cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "base/error.h"
-#include "tests/gpu/device.h"
-#include "trainer/ops/cuda/linear.h"
+#include "tests/gpu/products.h"
 #include "trainer/ops/cuda/product_choice.h"
-#include "trainer/ops/cuda/row_ops.h"
 
 namespace trireme {
 namespace {
 
 using cuda::FewRowsPlan;
 using cuda::RowProductArgs;
-using testing::gpu;
-using testing::gpu_randn;
-
-struct Shape {
-  int64_t out, in;
-};
-std::ostream& operator<<(std::ostream& to, const Shape& s) { return to << s.out << "x" << s.in; }
+using testing::args_of, testing::by_library, testing::differing, testing::gpu_randn, testing::Limit, testing::Shape;
 
 const std::vector<int64_t> kRows = {1,  2,  3,  5,  7,  8,  9,  12, 15, 16, 17, 23, 24,
                                     31, 32, 33, 39, 40, 47, 48, 49, 56, 57, 63, 64, 65};
-
-// Elements whose bits differ.
-int64_t differing(const at::Tensor& a, const at::Tensor& b) {
-  return a.contiguous().view(at::kShort).ne(b.contiguous().view(at::kShort)).sum().item<int64_t>();
-}
-
-class Limit final {
- public:
-  explicit Limit(int64_t rows) : before_(cuda::own_rows_limit()) { cuda::set_own_rows_limit(rows); }
-  ~Limit() { cuda::set_own_rows_limit(before_); }
-  Limit(const Limit&) = delete;
-  Limit& operator=(const Limit&) = delete;
-
- private:
-  int64_t before_;
-};
-
-at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  const Limit none(0);
-  return cuda::linear_forward(x, weight, bias);
-}
-
-RowProductArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-                       bool swiglu = false) {
-  RowProductArgs args;
-  args.x = x.const_data_ptr();
-  args.x_stride = x.stride(0);
-  args.weight = weight.const_data_ptr();
-  args.weight_stride = weight.stride(0);
-  args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  args.y = y.mutable_data_ptr();
-  args.rows = x.size(0);
-  args.in = x.size(1);
-  args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
-  args.swiglu = swiglu;
-  return args;
-}
 
 std::string text(const FewRowsPlan& p) {
   return "columns " + std::to_string(p.columns) + " / " + std::to_string(p.fragments) + ", cluster " +
@@ -75,21 +28,11 @@ std::string text(const FewRowsPlan& p) {
          ", stages " + std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) + " bytes";
 }
 
-// Our kernel into the middle of a larger buffer; `outside` gets the number of elements changed around the result.
 at::Tensor by_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const FewRowsPlan& plan,
                    bool swiglu, int64_t* outside) {
-  const int64_t out = swiglu ? weight.size(0) / 2 : weight.size(0), rows = x.size(0);
-  constexpr int64_t kGuardRows = 130;
-  const at::Tensor buffer =
-      at::full({rows + 2 * kGuardRows, out}, -77.0, at::TensorOptions().device(gpu()).dtype(at::kBFloat16));
-  const at::Tensor y = buffer.narrow(0, kGuardRows, rows);
-  const cudaError_t error =
-      cuda::few_rows(args_of(x, weight, bias, y, swiglu), plan, c10::cuda::getCurrentCUDAStream().stream());
-  EXPECT_EQ(error, cudaSuccess) << cudaGetErrorString(error) << ": " << text(plan);
-  c10::cuda::device_synchronize();
-  const auto changed = [&](int64_t from) { return buffer.narrow(0, from, kGuardRows).ne(-77.0).sum().item<int64_t>(); };
-  *outside = changed(0) + changed(kGuardRows + rows);
-  return y;
+  return testing::guarded(
+      x, weight, bias, swiglu,
+      [&](const RowProductArgs& args, cudaStream_t stream) { return cuda::few_rows(args, plan, stream); }, outside);
 }
 
 class FewRows : public testing::GpuTest {};
@@ -130,8 +73,9 @@ TEST_F(FewRows, BitsHoldForUnevenNumbers) {
   testing::seed_gpu(2);
   const int64_t out = 1024, in = 4096;
   const auto uneven = [&](at::IntArrayRef shape) {
-    const at::Tensor scale = at::exp2(at::randint(-12, 12, shape, at::TensorOptions().device(gpu()).dtype(at::kFloat)));
-    const at::Tensor keep = at::randint(0, 4, shape, at::TensorOptions().device(gpu())).ne(0);
+    const at::Tensor scale =
+        at::exp2(at::randint(-12, 12, shape, at::TensorOptions().device(testing::gpu()).dtype(at::kFloat)));
+    const at::Tensor keep = at::randint(0, 4, shape, at::TensorOptions().device(testing::gpu())).ne(0);
     return gpu_randn(shape, 1.0, at::kFloat).mul(scale).mul(keep).to(at::kBFloat16);
   };
   const at::Tensor x = uneven({256, in}), weight = uneven({out, in});
@@ -259,62 +203,11 @@ TEST_F(FewRows, PlansThatDoNotFitAreRefused) {
 TEST_F(FewRows, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);
-  const int64_t hidden = 2048, width = 6144, layers = 6;
-  std::vector<at::Tensor> in, gate_up, down;
-  for (int64_t i = 0; i < layers; ++i) {
-    in.push_back(gpu_randn({hidden, hidden}, 0.02));
-    gate_up.push_back(gpu_randn({2 * width, hidden}, 0.02));
-    down.push_back(gpu_randn({hidden, width}, 0.02));
-  }
-  const at::Tensor norm = at::ones({hidden}, in[0].options());
-  const auto run = [&](at::Tensor x) {
-    for (size_t i = 0; i < in.size(); ++i) {
-      const at::Tensor a = cuda::linear_forward(x, in[i], {});  // straight after a product of ours
-      const NormResult n = cuda::add_rms_norm(a, x, norm, 1e-6);
-      x = cuda::linear_forward(cuda::gate_up_swiglu(n.normed, gate_up[i]), down[i], {});
-    }
-    return x;
-  };
+  const testing::ProductLayers layers(2048, 6144, 6);
   for (const int64_t rows : {1, 16, 64}) {
-    const at::Tensor first = gpu_randn({rows, hidden}), second = gpu_randn({rows, hidden});
-    at::Tensor expected_first, expected_second;
-    {
-      const Limit none(0);
-      expected_first = run(first);
-      expected_second = run(second);
-    }
-    EXPECT_EQ(differing(run(first), expected_first), 0) << rows << " rows, one launch after another";
-    {
-      const cuda::DecodeScope overlap;
-      EXPECT_EQ(differing(run(first), expected_first), 0) << rows << " rows, overlapping, no graph";
-    }
-    c10::cuda::device_synchronize();
-    const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-    const at::Tensor x = first.clone();
-    at::Tensor y;
-    {
-      const cuda::DecodeScope overlap;
-      run(x);  // plans and algorithms exist before the capture
-      c10::cuda::device_synchronize();
-    }
-    at::cuda::CUDAGraph graph;
-    {
-      const cuda::DecodeScope overlap;
-      graph.capture_begin();
-      y = run(x);
-      graph.capture_end();
-    }
-    for (int replay = 0; replay < 30; ++replay) {
-      const bool odd = replay % 2 != 0;
-      x.copy_(odd ? second : first);
-      y.fill_(0.5);
-      graph.replay();
-      ASSERT_EQ(differing(y, odd ? expected_second : expected_first), 0) << rows << " rows, replay " << replay;
-    }
-    // Back to back, so that a replay's first launches meet the end of the one before.
-    for (int replay = 0; replay < 20; ++replay) graph.replay();
-    ASSERT_EQ(differing(y, expected_second), 0) << rows << " rows, replays back to back";
-    c10::cuda::device_synchronize();
+    const at::Tensor x = gpu_randn({rows, 2048});
+    EXPECT_EQ(differing(layers.run(x), layers.by_library(x)), 0) << rows << " rows, one launch after another";
+    testing::expect_bits_from_graph(layers, rows);
   }
 }
 

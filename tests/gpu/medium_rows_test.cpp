@@ -2,92 +2,36 @@
 // way of cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <functional>
 #include <string>
 
-#include "tests/gpu/device.h"
-#include "trainer/ops/cuda/linear.h"
+#include "tests/gpu/products.h"
 #include "trainer/ops/cuda/medium_rows.h"
 #include "trainer/ops/cuda/product_choice.h"
-#include "trainer/ops/cuda/row_ops.h"
 
 namespace trireme {
 namespace {
 
 using cuda::MediumRowsPlan;
 using cuda::RowProductArgs;
-using testing::gpu;
-using testing::gpu_randn;
-
-struct Shape {
-  int64_t out, in;
-};
-std::ostream& operator<<(std::ostream& to, const Shape& s) { return to << s.out << "x" << s.in; }
-
-int64_t differing(const at::Tensor& a, const at::Tensor& b) {
-  return a.contiguous().view(at::kShort).ne(b.contiguous().view(at::kShort)).sum().item<int64_t>();
-}
-
-class Limit final {
- public:
-  explicit Limit(int64_t rows) : before_(cuda::own_rows_limit()) { cuda::set_own_rows_limit(rows); }
-  ~Limit() { cuda::set_own_rows_limit(before_); }
-  Limit(const Limit&) = delete;
-  Limit& operator=(const Limit&) = delete;
-
- private:
-  int64_t before_;
-};
-
-at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-  const Limit none(0);
-  return cuda::linear_forward(x, weight, bias);
-}
-
-RowProductArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& y,
-                       bool swiglu) {
-  RowProductArgs args;
-  args.x = x.const_data_ptr();
-  args.x_stride = x.stride(0);
-  args.weight = weight.const_data_ptr();
-  args.weight_stride = weight.stride(0);
-  args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  args.y = y.mutable_data_ptr();
-  args.rows = x.size(0);
-  args.in = x.size(1);
-  args.out = swiglu ? weight.size(0) / 2 : weight.size(0);
-  args.swiglu = swiglu;
-  return args;
-}
+using testing::args_of, testing::by_library, testing::differing, testing::gpu_randn, testing::Limit, testing::Shape;
 
 std::string text(const MediumRowsPlan& p) {
   return "columns " + std::to_string(p.columns) + ", across " + std::to_string(p.across) + ", along " +
-         std::to_string(p.along) + (p.clustered ? ", clusters " : ", teams ") + std::to_string(p.teams) + ", stages " +
-         std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) + " bytes";
+         std::to_string(p.along) + (p.clustered ? ", clusters " : ", teams ") + std::to_string(p.teams) + ", slabs " +
+         std::to_string(p.slabs) + ", stages " + std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) +
+         " bytes";
 }
 
-// Our kernel into the middle of a larger buffer; `outside` gets the number of elements changed around the result.
 at::Tensor by_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const MediumRowsPlan& plan,
                    bool swiglu, int64_t* outside) {
-  const int64_t out = swiglu ? weight.size(0) / 2 : weight.size(0), rows = x.size(0);
-  constexpr int64_t kGuardRows = 300;
-  const at::Tensor buffer =
-      at::full({rows + 2 * kGuardRows, out}, -77.0, at::TensorOptions().device(gpu()).dtype(at::kBFloat16));
-  const at::Tensor y = buffer.narrow(0, kGuardRows, rows);
-  const cudaError_t error =
-      cuda::medium_rows(args_of(x, weight, bias, y, swiglu), plan, c10::cuda::getCurrentCUDAStream().stream());
-  EXPECT_EQ(error, cudaSuccess) << cudaGetErrorString(error) << ": " << text(plan);
-  c10::cuda::device_synchronize();
-  const auto changed = [&](int64_t from) { return buffer.narrow(0, from, kGuardRows).ne(-77.0).sum().item<int64_t>(); };
-  *outside = changed(0) + changed(kGuardRows + rows);
-  return y;
+  return testing::guarded(
+      x, weight, bias, swiglu,
+      [&](const RowProductArgs& args, cudaStream_t stream) { return cuda::medium_rows(args, plan, stream); }, outside);
 }
 
 class MediumRows : public testing::GpuTest {};
@@ -241,109 +185,38 @@ TEST_F(MediumRows, PlansThatDoNotFitAreRefused) {
   c10::cuda::device_synchronize();
 }
 
-// Launches that begin early, one plan after another: straight after a product and behind another short kernel. They
-// read weights early; rows they must not, and results lie where earlier rows did.
-TEST_F(MediumRows, EarlyLaunchesOfEveryPlanGiveTheSameBits) {
+// Launches that begin early by many plans: straight after a product and behind another short kernel. They read weights
+// early; rows they must not, and results lie where earlier rows did.
+TEST_F(MediumRows, EarlyLaunchesOfManyPlansGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(9);
-  const int64_t hidden = 1024, width = 2048, layers = 3;
-  std::vector<at::Tensor> in, gate_up, down;
-  for (int64_t i = 0; i < layers; ++i) {
-    in.push_back(gpu_randn({hidden, hidden}, 0.02));
-    gate_up.push_back(gpu_randn({2 * width, hidden}, 0.02));
-    down.push_back(gpu_randn({hidden, width}, 0.02));
-  }
-  const at::Tensor norm = at::ones({hidden}, in[0].options());
-  using Product = std::function<at::Tensor(const at::Tensor&, const at::Tensor&, bool)>;
-  const auto run = [&](at::Tensor x, const Product& product) {
-    for (size_t i = 0; i < in.size(); ++i) {
-      const at::Tensor a = product(x, in[i], false), b = product(a, in[i], false);
-      const NormResult n = cuda::add_rms_norm(b, x, norm, 1e-6);
-      x = product(product(n.normed, gate_up[i], true), down[i], false);
-    }
-    return x;
-  };
-  size_t tried = 0;
+  constexpr size_t kTurns = 40;  // over the plans of each product, from the first to the last
+  const testing::ProductLayers layers(1024, 2048, 3);
   for (const int64_t rows : {48, 128, 200, 256}) {
-    const at::Tensor x = gpu_randn({rows, hidden});
-    const at::Tensor expected = run(x, [](const at::Tensor& rows, const at::Tensor& weight, bool swiglu) {
-      const at::Tensor y = by_library(rows, weight, {});
-      return swiglu ? cuda::swiglu_halves(y) : y;
-    });
-    for (size_t turn = 0; turn < 40; ++turn) {  // the turn-th plan of each product, from the first again at the end
-      const at::Tensor y = run(x, [&](const at::Tensor& rows, const at::Tensor& weight, bool swiglu) {
-        const at::Tensor y = at::empty({rows.size(0), swiglu ? weight.size(0) / 2 : weight.size(0)}, rows.options());
-        RowProductArgs args = args_of(rows, weight, {}, y, swiglu);
+    const at::Tensor x = gpu_randn({rows, 1024}), expected = layers.by_library(x);
+    for (size_t turn = 0; turn < kTurns; ++turn) {
+      const at::Tensor y = layers.run(x, [&](const at::Tensor& in, const at::Tensor& weight, bool swiglu) {
+        const at::Tensor out = at::empty({in.size(0), swiglu ? weight.size(0) / 2 : weight.size(0)}, in.options());
+        RowProductArgs args = args_of(in, weight, {}, out, swiglu);
         args.overlap = true;
         const std::vector<MediumRowsPlan> plans = cuda::medium_rows_plans(args);
-        const MediumRowsPlan& plan = plans[turn * plans.size() / 40];
+        const MediumRowsPlan& plan = plans.at(turn * plans.size() / kTurns);
         EXPECT_EQ(cuda::medium_rows(args, plan, c10::cuda::getCurrentCUDAStream().stream()), cudaSuccess) << text(plan);
-        return y;
+        return out;
       });
       ASSERT_EQ(differing(y, expected), 0) << rows << " rows, turn " << turn;
-      ++tried;
     }
   }
-  EXPECT_EQ(tried, 160u);
 }
 
 // As FewRows.OverlappingLaunchesInAGraphGiveTheSameBits, by the kernels that decoding chooses.
 TEST_F(MediumRows, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);
-  const int64_t hidden = 2048, width = 6144, layers = 4;
-  std::vector<at::Tensor> in, gate_up, down;
-  for (int64_t i = 0; i < layers; ++i) {
-    in.push_back(gpu_randn({hidden, hidden}, 0.02));
-    gate_up.push_back(gpu_randn({2 * width, hidden}, 0.02));
-    down.push_back(gpu_randn({hidden, width}, 0.02));
-  }
-  const at::Tensor norm = at::ones({hidden}, in[0].options());
-  const auto run = [&](at::Tensor x) {
-    for (size_t i = 0; i < in.size(); ++i) {
-      const at::Tensor a = cuda::linear_forward(x, in[i], {});  // straight after a product of ours
-      const NormResult n = cuda::add_rms_norm(a, x, norm, 1e-6);
-      x = cuda::linear_forward(cuda::gate_up_swiglu(n.normed, gate_up[i]), down[i], {});
-    }
-    return x;
-  };
+  const testing::ProductLayers layers(2048, 6144, 4);
   for (const int64_t limit : {cuda::kMostOwnRows, cuda::kWherePaid}) {
-    for (const int64_t rows : {48, 64, 128, 192, 256}) {
-      const at::Tensor first = gpu_randn({rows, hidden}), second = gpu_randn({rows, hidden});
-      at::Tensor expected_first, expected_second;
-      {
-        const Limit none(0);
-        expected_first = run(first);
-        expected_second = run(second);
-      }
-      const Limit some(limit);
-      c10::cuda::device_synchronize();
-      const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-      const at::Tensor x = first.clone();
-      at::Tensor y;
-      {
-        const cuda::DecodeScope overlap;
-        EXPECT_EQ(differing(run(x), expected_first), 0) << rows << " rows, overlapping, no graph";
-        c10::cuda::device_synchronize();
-      }
-      at::cuda::CUDAGraph graph;
-      {
-        const cuda::DecodeScope overlap;
-        graph.capture_begin();
-        y = run(x);
-        graph.capture_end();
-      }
-      for (int replay = 0; replay < 30; ++replay) {
-        const bool odd = replay % 2 != 0;
-        x.copy_(odd ? second : first);
-        y.fill_(0.5);
-        graph.replay();
-        ASSERT_EQ(differing(y, odd ? expected_second : expected_first), 0) << rows << " rows, replay " << replay;
-      }
-      for (int replay = 0; replay < 20; ++replay) graph.replay();
-      ASSERT_EQ(differing(y, expected_second), 0) << rows << " rows, replays back to back";
-      c10::cuda::device_synchronize();
-    }
+    const Limit some(limit);
+    for (const int64_t rows : {48, 64, 128, 192, 256}) testing::expect_bits_from_graph(layers, rows);
   }
 }
 

@@ -228,12 +228,13 @@ ProductChoice choose_product(int device, const RowProductArgs& given, const Prod
   const std::lock_guard<std::mutex> lock(mutex);
   Kept& kept = choices[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu,
                         trial != nullptr && trial->library}];
-  if (trial != nullptr && !kept.tried && !capturing(device)) {
-    if (const std::optional<ProductChoice> best = tried(device, args, *trial)) {
+  if (trial != nullptr && !kept.tried) {
+    const std::optional<ProductChoice> best = capturing(device) ? std::nullopt : tried(device, args, *trial);
+    if (best) {
       kept.choice = *best;
       kept.made = kept.tried = true;
     } else if (trial->library) {
-      return {};  // there may be memory next time
+      return {};  // until it can be tried
     }
   }
   if (!kept.made) {

@@ -30,10 +30,10 @@ struct ProductTrial {
 };
 
 // The choice for a shape on this thread's processors (processors.h) of the device; kept for this process. Rows count in
-// sixteens up to 64, in 32s above. With a trial, outside of a
-// capture, the first time, the fastest of the library and the most promising of our plans is found by running them with
-// a cold cache (8B shape: 0.2 s on average, a head more; up to 250 MB for the time being, without which the library
-// computes and the next call tries). Without one it is ours with the lowest predicted time, up to 64 rows few_rows.
+// sixteens up to 64, in 32s above. With a trial, outside of a capture, the first time, the fastest of the library and
+// the most promising of our plans is found by running them with a cold cache: hundreds of short runs, and up to 250 MB
+// for the time being. Until that could be done the library computes, if it takes part. Without a trial it is ours with
+// the lowest predicted time, up to 64 rows few_rows.
 ProductChoice choose_product(int device, const RowProductArgs& args, const ProductTrial* trial);
 
 // Launches one of ours; cudaErrorInvalidValue for kLibrary.
