@@ -120,10 +120,14 @@ void bench_packed(int64_t sequences, int64_t length, int64_t q_heads, int64_t kv
   for (int64_t s = 0; s <= sequences; ++s) starts.push_back(s * length);
   const double flops = 4.0 * static_cast<double>(q_heads * head_dim * sequences) * static_cast<double>(length) *
                        static_cast<double>(length + 1) / 2;
-  double forward = 0, library_forward = 0, library_backward = 0;
+  double forward = 0, tiles = 0, library_forward = 0, library_backward = 0;
   {
     const at::NoGradGuard no_grad;
+    const cuda::PackedKernel usual = cuda::packed_kernel();
     forward = bench::median_seconds([&] { attention_packed(q, k, v, starts); }, 5);
+    cuda::set_packed_kernel(cuda::PackedKernel::kTiles);
+    tiles = bench::median_seconds([&] { attention_packed(q, k, v, starts); }, 5);
+    cuda::set_packed_kernel(usual);
     const at::Tensor cumulative = at::arange(0, tokens + 1, length, at::TensorOptions().device(gpu()).dtype(at::kInt));
     const auto library = [&] {
       return at::_flash_attention_forward(q, k, v, cumulative, cumulative, length, length, 0.0, true, false);
@@ -142,24 +146,25 @@ void bench_packed(int64_t sequences, int64_t length, int64_t q_heads, int64_t kv
   const double backward =
       bench::median_seconds([&] { torch::autograd::grad({out}, leaves, {dout}, /*retain_graph=*/true); }, 5);
   std::printf(
-      "packed %2ld x %5ld, %ld/%ld heads of %ld: forward %.0f TFLOP/s, backward (deterministic) %.0f; "
+      "packed %2ld x %5ld, %ld/%ld heads of %ld: forward %.0f TFLOP/s (by tiles %.0f), backward (deterministic) %.0f; "
       "FlashAttention-2 of LibTorch: forward %.0f, backward (not deterministic) %.0f\n",
       static_cast<long>(sequences), static_cast<long>(length), static_cast<long>(q_heads), static_cast<long>(kv_heads),
-      static_cast<long>(head_dim), flops / forward * 1e-12, 2.5 * flops / backward * 1e-12,
+      static_cast<long>(head_dim), flops / forward * 1e-12, flops / tiles * 1e-12, 2.5 * flops / backward * 1e-12,
       flops / library_forward * 1e-12, 2.5 * flops / library_backward * 1e-12);
   std::fflush(stdout);
 }
 
-// quick: only decode of few sequences.
-int run(bool quick) {
+enum class Part { kAll, kPacked, kFewSequences };
+
+int run(Part part) {
   if (c10::cuda::device_count() == 0) {
     std::fprintf(stderr, "error: no GPU is visible\n");
     return 1;
   }
   const double ceiling = read_ceiling();
   std::printf("plain read: %.2f TB/s\n", ceiling * 1e-12);
-  if (quick) {
-    bench_decode(ceiling, quick);
+  if (part == Part::kFewSequences) {
+    bench_decode(ceiling, true);
     return 0;
   }
   for (const int64_t q_heads : {32, 16}) {
@@ -168,19 +173,21 @@ int run(bool quick) {
     bench_packed(1, 16384, q_heads, 8, 128);
   }
   bench_packed(4, 4096, 32, 8, 64);
-  bench_decode(ceiling, quick);
+  if (part == Part::kAll) bench_decode(ceiling, false);
   return 0;
 }
 
 }  // namespace
 }  // namespace trireme
 
-// attention_bench [--quick]
+// attention_bench [--packed | --quick]: packed passes alone; decoding of few sequences alone
 int main(int argc, char** argv) {
+  using trireme::Part;
+  const bool packed = argc == 2 && std::strcmp(argv[1], "--packed") == 0;
   const bool quick = argc == 2 && std::strcmp(argv[1], "--quick") == 0;
-  if (argc > 1 && !quick) {
-    std::fprintf(stderr, "usage: %s [--quick]\n", argv[0]);
+  if (argc > 1 && !packed && !quick) {
+    std::fprintf(stderr, "usage: %s [--packed | --quick]\n", argv[0]);
     return 2;
   }
-  return trireme::run(quick);
+  return trireme::run(packed ? Part::kPacked : quick ? Part::kFewSequences : Part::kAll);
 }

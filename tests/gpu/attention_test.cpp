@@ -137,6 +137,25 @@ TEST_P(GpuAttention, PackedRowsHaveTheBitsOfTheSequenceAlone) {
   }
 }
 
+TEST_P(GpuAttention, EveryPackedKernelHasTheSameBits) {
+  const at::NoGradGuard no_grad;
+  const cuda::PackedKernel before = cuda::packed_kernel();
+  std::vector<std::vector<int64_t>> batches = {kLengths, {5000}, std::vector<int64_t>(300, 37)};
+  for (const double amplitude : {1.0, 12.0}) {
+    for (const std::vector<int64_t>& lengths : batches) {
+      const Batch b(GetParam(), lengths, amplitude);
+      cuda::set_packed_kernel(cuda::PackedKernel::kTiles);
+      const at::Tensor tiles = attention_packed(b.q, b.k, b.v, b.starts);
+      cuda::set_packed_kernel(cuda::PackedKernel::kWarpGroups);
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        EXPECT_SAME_ROWS(attention_packed(b.q, b.k, b.v, b.starts), tiles)
+            << " (" << lengths.size() << " sequences, amplitude " << amplitude << ")";
+      }
+    }
+  }
+  cuda::set_packed_kernel(before);
+}
+
 // Large scores move the running maximum often and far.
 TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRows) {
   const at::NoGradGuard no_grad;

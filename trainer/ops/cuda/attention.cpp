@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <deque>
 #include <limits>
@@ -27,6 +28,7 @@ using torch::autograd::variable_list;
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
+std::atomic<PackedKernel> packed{PackedKernel::kWarpGroups};
 constexpr int64_t kAddressable = int64_t{1} << 32;  // elements that the kernels' 32-bit row offsets reach
 
 void check_launch(cudaError_t error, const char* op) {
@@ -84,6 +86,7 @@ AttentionArgs arguments(const char* op, const at::Tensor& q, const at::Tensor& k
   args.q_stride = q.stride(0);
   args.k_stride = k.stride(0);
   args.v_stride = v.stride(0);
+  args.key_rows = k.size(0);
   args.q_heads = static_cast<int>(shape.q_heads);
   args.kv_heads = static_cast<int>(shape.kv_heads);
   args.head_dim = static_cast<int>(shape.head_dim);
@@ -263,7 +266,7 @@ at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Te
   const at::Tensor qr = with_rows(q), kr = take_rows(k, arrays.key_rows), vr = take_rows(v, arrays.key_rows);
   AttentionArgs args = arguments("attention_packed", qr, kr, vr, out, shape, scale, arrays.runs, arrays.items);
   if (lse.defined()) args.lse = lse.mutable_data_ptr<float>();
-  check_launch(launch_attention_packed(args, c10::cuda::getCurrentCUDAStream()), "attention_packed");
+  check_launch(launch_attention_packed(args, packed, c10::cuda::getCurrentCUDAStream()), "attention_packed");
   return out;
 }
 
@@ -406,6 +409,9 @@ CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device 
   return plan;
 }
 
+PackedKernel packed_kernel() { return packed; }
+void set_packed_kernel(PackedKernel kernel) { packed = kernel; }
+
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
   // Measured on H200 (docs/performance.md): a cluster pays while all of them are on the chip at once, which has room
   // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles.
@@ -446,7 +452,7 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
   if (plan.items.size(1) == 0) return out;
   const AttentionArgs args = arguments("attention_cached", qr, arena_k, arena_v, out, shape,
                                        softmax_scale(scale, shape), plan.runs, plan.items);
-  check_launch(launch_attention_packed(args, c10::cuda::getCurrentCUDAStream()), "attention_cached");
+  check_launch(launch_attention_packed(args, packed, c10::cuda::getCurrentCUDAStream()), "attention_cached");
   return out;
 }
 

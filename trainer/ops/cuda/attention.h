@@ -24,6 +24,10 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
                    const CachePlan& plan);
 
+// What attention_packed and mixed passes of attention_cached compute their forward with; the choice does not affect
+// bits. Process-wide, for tests and benchmarks; not while ops run.
+PackedKernel packed_kernel();
+void set_packed_kernel(PackedKernel kernel);
 // The kernel that attention_cached takes for this many runs; the choice does not affect bits.
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads);
 // attention_cached of a decode plan by a given kernel, for tests and benchmarks.

@@ -31,6 +31,7 @@ struct AttentionArgs {
   void* out = nullptr;   // [tokens, q_heads, head_dim], contiguous
   float* lse = nullptr;  // [tokens, q_heads], base-2 log of the sum of 2^score, or null; packed kernel only
   int64_t q_stride = 0, k_stride = 0, v_stride = 0;
+  int64_t key_rows = 0;  // of k and v
   int q_heads = 0, kv_heads = 0, head_dim = 0;
   float scale_log2 = 0.0F;        // softmax scale * log2(e)
   const int32_t* runs = nullptr;  // [4, run_count]: first query row, query rows, first key row, keys
@@ -40,7 +41,13 @@ struct AttentionArgs {
 };
 
 // Any runs.
-cudaError_t launch_attention_packed(const AttentionArgs& args, cudaStream_t stream);
+enum class PackedKernel {
+  kTiles,       // mma.sync, attention_tiles.cuh
+  kWarpGroups,  // wgmma, attention_wgmma.cu: compute capability 9.0; elsewhere kTiles computes
+};
+cudaError_t launch_attention_packed(const AttentionArgs& args, PackedKernel kernel, cudaStream_t stream);
+// kWarpGroups; cudaErrorInvalidValue where the device or the driver cannot.
+cudaError_t launch_attention_wgmma(const AttentionArgs& args, cudaStream_t stream);
 
 // Runs of one query row each; items are not read. Group at most kMaxDecodeGroup.
 enum class DecodeKernel {

@@ -15,6 +15,11 @@ __device__ __forceinline__ uint32_t swizzled_rows(uint32_t address) {
   constexpr uint32_t kUnused = 1u << 16;
   return kUnused | ((address & 0x3ffffu) >> 4);
 }
+// Of rows whose columns are the outer index (multiply_rows with kAcross): blocks of 64 columns 8 KiB apart.
+__device__ __forceinline__ uint32_t swizzled_columns(uint32_t address) {
+  constexpr uint32_t kBetween = (8192u / 16) << 16;
+  return kBetween | ((address & 0x3ffffu) >> 4);
+}
 // The same rows, so many bytes further.
 __device__ __forceinline__ uint32_t further(uint32_t rows, uint32_t bytes) { return rows + bytes / 16; }
 
@@ -42,6 +47,15 @@ __device__ __forceinline__ void give_registers_away() {
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&fragments)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) asm volatile("" : "+r"(fragments[i][part])::"memory");
+  }
 }
 
 // Thread t of the group holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and columns 8 b + 2 (t % 4) (+ 1): sum[4 b + 2 h + c]
@@ -158,6 +172,53 @@ TRIREME_MULTIPLY_GROUP(192, 12, 96, 97)
 TRIREME_MULTIPLY_GROUP(208, 13, 104, 105)
 TRIREME_MULTIPLY_GROUP(240, 15, 120, 121)
 TRIREME_MULTIPLY_GROUP(256, 16, 128, 129)
+// The same with rows from registers: a of a warp as mma.sync m16n8k16 wants it, of the warp's 16 rows. kAcross: rows of
+// b are the elements of the sum and columns lie along its 128 bytes (b [16, columns], as values of attention), further
+// blocks of 64 columns 8 KiB apart. First: sum is a . b alone.
+#define TRIREME_NAMES_4H TRIREME_NAMES_4 ", %32, %33, %34, %35"
+#define TRIREME_NAMES_8H TRIREME_NAMES_8 ", %64, %65, %66, %67"
+#define TRIREME_FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
+#define TRIREME_SUMS_4H TRIREME_SUMS_4, TRIREME_FOUR(32)
+#define TRIREME_SUMS_8H TRIREME_SUMS_8, TRIREME_FOUR(64)
+template <int kColumns, bool kAcross, bool kFirst>
+__device__ void multiply_rows(float (&sum)[kColumns / 2], const uint32_t (&a)[4], uint32_t b);
+
+#define TRIREME_MULTIPLY_ROWS(COLUMNS, EIGHTS, ACROSS, A0, A1, A2, A3, B, TRANSPOSED)                        \
+  template <>                                                                                                \
+  __device__ __forceinline__ void multiply_rows<COLUMNS, ACROSS, false>(float(&sum)[COLUMNS / 2],            \
+                                                                        const uint32_t(&a)[4], uint32_t b) { \
+    asm volatile("{\n.reg .pred add;\n.reg .b64 db;\nsetp.eq.u32 add, 0, 0;\nmov.b64 db, {%" #B              \
+                 ", 0x40000040};\n"                                                                          \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 {" TRIREME_NAMES_##EIGHTS   \
+                 "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, db, add, 1, 1, " #TRANSPOSED ";\n}\n"         \
+                 : TRIREME_SUMS_##EIGHTS                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)                                        \
+                 : "memory");                                                                                \
+  }
+TRIREME_MULTIPLY_ROWS(64, 4, false, 32, 33, 34, 35, 36, 0)
+TRIREME_MULTIPLY_ROWS(72, 4H, true, 36, 37, 38, 39, 40, 1)
+TRIREME_MULTIPLY_ROWS(136, 8H, true, 68, 69, 70, 71, 72, 1)
+// What was in the sums is no operand of this one.
+template <>
+__device__ __forceinline__ void multiply_rows<64, false, true>(float (&sum)[32], const uint32_t (&a)[4], uint32_t b) {
+  asm volatile(
+      "{\n.reg .pred add;\n.reg .b64 db;\nsetp.ne.u32 add, 0, 0;\nmov.b64 db, {%36, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TRIREME_NAMES_4
+      "}, {%32, %33, %34, %35}, db, add, 1, 1, 0;\n}\n"
+      : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3]), "=f"(sum[4]), "=f"(sum[5]), "=f"(sum[6]), "=f"(sum[7]),
+        "=f"(sum[8]), "=f"(sum[9]), "=f"(sum[10]), "=f"(sum[11]), "=f"(sum[12]), "=f"(sum[13]), "=f"(sum[14]),
+        "=f"(sum[15]), "=f"(sum[16]), "=f"(sum[17]), "=f"(sum[18]), "=f"(sum[19]), "=f"(sum[20]), "=f"(sum[21]),
+        "=f"(sum[22]), "=f"(sum[23]), "=f"(sum[24]), "=f"(sum[25]), "=f"(sum[26]), "=f"(sum[27]), "=f"(sum[28]),
+        "=f"(sum[29]), "=f"(sum[30]), "=f"(sum[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)
+      : "memory");
+}
+#undef TRIREME_MULTIPLY_ROWS
+#undef TRIREME_NAMES_4H
+#undef TRIREME_NAMES_8H
+#undef TRIREME_FOUR
+#undef TRIREME_SUMS_4H
+#undef TRIREME_SUMS_8H
 #undef TRIREME_MULTIPLY_GROUP
 #undef TRIREME_EIGHT
 #undef TRIREME_NAMES_1
