@@ -1,19 +1,19 @@
 // The packed forward by warp-group products (wgmma): 128 query rows a block, two groups of four warps with 64 rows
-// each, a third group whose first warp copies key and value tiles.
+// each; a third group copies, its first warp key and value tiles, the next two the piece's queries.
 //
 // Why the bits are those of the other kernels: a score is one chain of steps of 16 along head_dim, an element of the
 // output one chain of steps of 16 along the keys, tile by tile, ascending; a step has the same bits as part of any
 // tensor-core instruction (few_rows.h). Maxima, factors, weights and the sum of weights are computed by the operations
 // of attention_steps.cuh, and the lane that holds a score holds it in the other kernels too.
 //
-// A group's time line: while the products of values with the weights of tile j - 1 run, it turns the scores of tile j
-// into weights. The groups take turns at issuing products, so that one weighs while the other multiplies.
+// A group's time line: it turns the scores of tile j into weights while the products of values with the weights of tile
+// j - 1 run, and its rescaling and rounding fall under the products of the other group. Blocks stay and take pieces
+// (item, key head) one after another: the first scores of a piece are computed together with the last products of the
+// one before.
 //
-// Blocks stay and take every so manyth (item, key head); the warp that copies is ahead of the others over the ends of
-// items too.
-//
-// Barriers: key_full, key_free, value_full, value_free a stage. A tile of values that reaches past the last key is
-// copied, then its rows past the end are zeroed, for what lies there may be no number and 0 times it none either.
+// Barriers: key_full, key_free, value_full, value_free a stage; query_full, query_free. A tile of values that reaches
+// past the last key is copied, then its rows past the end are zeroed, for what lies there may be no number and 0 times
+// it none either.
 #include <algorithm>
 #include <flashinfer/math.cuh>
 
@@ -31,6 +31,7 @@ using bf16 = __nv_bfloat16;
 constexpr int kGroups = 2, kGroupRows = 64, kGroupThreads = 128;
 constexpr int kThreads = (kGroups + 1) * kGroupThreads;
 static_assert(kGroups * kGroupRows == kPackedTileRows);
+constexpr int kQueryWarps = 2;                           // that copy queries
 constexpr int kLoadingRegisters = 40, kRegisters = 232;  // 40 + 2 x 232 of the 3 x 168 that the block begins with
 constexpr uint32_t kBoxBytes = kKeyTile * 128;           // 64 keys x 64 elements
 
@@ -40,9 +41,10 @@ struct Plan {
   static constexpr int kBoxes = kHeadDim / 64;
   static constexpr uint32_t kValueBytes = kTileBytes + kBoxBytes;  // values, and ones for the sums of weights
   static constexpr int kOutColumns = kHeadDim + 8;
-  static constexpr int kStages = kHeadDim == 128 ? 5 : 9;
-  static constexpr int kBarriers = 4 * kStages + 1;
-  static constexpr uint32_t kShared = 1024 + kStages * (kTileBytes + kValueBytes) + kBarriers * 8;
+  static constexpr uint32_t kQueryBytes = kPackedTileRows * kHeadDim * 2;
+  static constexpr int kStages = kHeadDim == 128 ? 4 : 8;
+  static constexpr int kBarriers = 4 * kStages + 3;
+  static constexpr uint32_t kShared = 1024 + kStages * (kTileBytes + kValueBytes) + kQueryBytes + kBarriers * 8;
   static_assert(kShared <= row_product::kMostSharedBytes);
 };
 
@@ -59,11 +61,18 @@ struct WgmmaParams {
   float scale_log2;
 };
 
-__device__ __forceinline__ void wait_turn(int group) {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(group + 1), "n"(kGroups * kGroupThreads) : "memory");
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-__device__ __forceinline__ void give_turn(int group) {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(group + 1), "n"(kGroups * kGroupThreads) : "memory");
+// An arrival once all copies of this thread have landed.
+__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void load_fragment(uint32_t (&fragment)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+               : "r"(address)
+               : "memory");
 }
 
 template <int kHeadDim>
@@ -74,16 +83,21 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
 
-  // Pieces of work, the ones with most keys first: (item, key head).
-  const int pieces = p.item_count * p.kv_heads;
+  // Pieces of work (item, key head), the ones with most keys first. A block takes one of every round, forth and back,
+  // so that all get as much.
+  const int pieces = p.item_count * p.kv_heads, blocks = static_cast<int>(gridDim.x);
+  const auto turn_back = [&](int index) {
+    const int first = index / blocks * blocks;
+    return (index / blocks) % 2 == 0 || first + blocks > pieces ? index : 2 * first + blocks - 1 - index;
+  };
   struct Piece {
     int tile, head, first_query, queries, first_key, keys, past, tiles;
   };
   const auto piece_of = [&](int index) {
     Piece w;
-    const int item = index / p.kv_heads;
+    const int taken = turn_back(index), item = taken / p.kv_heads;
     const int run = p.items[item];
-    w.head = index - item * p.kv_heads;
+    w.head = taken - item * p.kv_heads;
     w.tile = p.items[p.item_count + item];
     w.first_query = p.runs[run];
     w.queries = p.runs[p.run_count + run];
@@ -95,12 +109,17 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     w.tiles = (w.past + tokens + kKeyTile - 1) / kKeyTile;
     return w;
   };
+  // Where row `row` of a piece's queries stands, 16-byte chunk `chunk` of it: eight rows' same chunks on different
+  // banks.
+  const auto query_at = [&](uint32_t row, uint32_t chunk) { return row * kHeadDim * 2 + (chunk ^ row % 8) * 16; };
 
   const uint32_t key_tiles = (shared_address(shared) + 1023) & ~1023u;
   const uint32_t value_tiles = key_tiles + kStages * Shape::kTileBytes;
-  const uint32_t key_full = value_tiles + kStages * Shape::kValueBytes;
+  const uint32_t queries = value_tiles + kStages * Shape::kValueBytes;
+  const uint32_t key_full = queries + Shape::kQueryBytes;
   const uint32_t key_free = key_full + 8 * kStages, value_full = key_free + 8 * kStages;
   const uint32_t value_free = value_full + 8 * kStages, landed = value_free + 8 * kStages;
+  const uint32_t query_full = landed + 8, query_free = landed + 16;
   if (threadIdx.x == 0) {
     prefetch_map(&p.k_map);
     prefetch_map(&p.v_map);
@@ -111,6 +130,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
       init_barrier(value_free + 8 * s, kGroups * 4);
     }
     init_barrier(landed, 1);
+    init_barrier(query_full, kQueryWarps * 32);
+    init_barrier(query_free, kGroups * 4);
     publish_barriers();
   }
   for (int stage = 0; stage < kStages; ++stage) {
@@ -124,11 +145,29 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
 
   if (group == 0) {
     give_registers_away<kLoadingRegisters>();
-    if (warp != 0) return;
+    if (warp > kQueryWarps) return;
+    if (warp != 0) {
+      constexpr int kChunks = kHeadDim / 8, kRowsAtOnce = kQueryWarps * 32 / kChunks;
+      const int thread = (warp - 1) * 32 + lane, chunk = thread % kChunks;
+      uint32_t phase = 0;
+      for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks, phase ^= 1) {
+        const Piece w = piece_of(index);
+        wait(query_free, phase ^ 1);
+#pragma unroll 4
+        for (int row = thread / kChunks; row < kPackedTileRows; row += kRowsAtOnce) {
+          const int pair = w.tile * kPackedTileRows + row, token = pair / p.group;
+          const bf16* const from = p.q + (w.first_query + min(token, w.queries - 1)) * p.q_stride +
+                                   (w.head * p.group + pair - token * p.group) * kHeadDim + chunk * 8;
+          copy_async(queries + query_at(static_cast<uint32_t>(row), static_cast<uint32_t>(chunk)), from);
+        }
+        arrive_when_copied(query_full);
+      }
+      return;
+    }
     const uint64_t policy = evict_last_policy();
     row_product::Ring ring(kStages);
     uint32_t landed_phase = 0;
-    for (int index = static_cast<int>(blockIdx.x); index < pieces; index += static_cast<int>(gridDim.x)) {
+    for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks) {
       const Piece w = piece_of(index);
       for (int j = 0; j < w.tiles; ++j, ring.advance()) {
         const auto load = [&](uint32_t target, const CUtensorMap* map, uint32_t barrier) {
@@ -176,40 +215,47 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     __syncwarp();
     if (lane == 0) arrive(barrier);
   };
-  const int first_pair = (group - 1) * kGroupRows + warp * 16;  // of the warp in a tile's pairs of token and query head
+  const int first_row = (group - 1) * kGroupRows + warp * 16;  // of the warp in a tile's pairs of token and query head
 
-  uint32_t q[kSteps][4];
-  // out's last 4: the sums of weights, twice a row.
-  float out[Shape::kOutColumns / 2], scores[kKeyTile / 2];
-  float max[2], factor[2];
-  uint32_t weights[kKeyTile / 16][4];
-
-  const auto pair_of = [&](const Piece& w, int h) { return w.tile * kPackedTileRows + first_pair + lane / 4 + 8 * h; };
-  // What the thread's rows see of the keys.
-  struct Seen {
-    int by_all, last[2];  // up to `by_all` every row of the warp sees all
+  // What a thread knows of a piece: two rows, lane / 4 and 8 further.
+  struct Rows {
+    int tiles;
+    int seen_by_all;  // up to this key every row of the warp sees all
+    int last[2];      // the last key a row sees
+    int row[2];       // of out and lse; -1: past the last
   };
-  const auto seen_of = [&](const Piece& w) {
-    const auto last_of = [&](int pair) { return w.past + min(pair / p.group, w.queries - 1); };
-    return Seen{last_of(w.tile * kPackedTileRows + first_pair), {last_of(pair_of(w, 0)), last_of(pair_of(w, 1))}};
-  };
-  int index = static_cast<int>(blockIdx.x);
-  Piece w = piece_of(index);
-  Seen seen = seen_of(w);
-  const auto load_queries = [&](const Piece& w) {
+  const auto rows_of = [&](int index) {
+    const Piece w = piece_of(index);
+    Rows rows;
+    rows.tiles = w.tiles;
+    const int first = w.tile * kPackedTileRows + first_row;
+    rows.seen_by_all = w.past + min(first / p.group, w.queries - 1);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int pair = pair_of(w, h), token = pair / p.group;
-      const int query_head = w.head * p.group + pair - token * p.group;
-      const bf16* const row = p.q + (w.first_query + min(token, w.queries - 1)) * p.q_stride + query_head * kHeadDim;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-        for (int part = h; part < 4; part += 2) {
-          q[step][part] = *reinterpret_cast<const uint32_t*>(row + 2 * (lane % 4) + 16 * step + 8 * (part / 2));
-        }
-      }
+      const int pair = first + lane / 4 + 8 * h, token = pair / p.group;
+      rows.last[h] = w.past + min(token, w.queries - 1);
+      rows.row[h] =
+          token < w.queries ? (w.first_query + token) * p.q_heads + w.head * p.group + pair - token * p.group : -1;
     }
+    return rows;
+  };
+
+  uint32_t q[kSteps][4], weights[kKeyTile / 16][4];
+  float out[Shape::kOutColumns / 2];  // the last 4: the sums of weights, twice a row
+  float scores[kKeyTile / 2], max[2], factor[2];
+  uint32_t query_phase = 0;
+
+  const auto load_queries = [&] {
+    wait(query_full, query_phase);
+    __syncwarp();
+    query_phase ^= 1;
+#pragma unroll
+    for (uint32_t step = 0; step < kSteps; ++step) {
+      const auto row = static_cast<uint32_t>(first_row + lane % 16),
+                 chunk = 2 * step + static_cast<uint32_t>(lane) / 16;
+      load_fragment(q[step], queries + query_at(row, chunk));
+    }
+    release(query_free);
   };
   const auto issue_scores = [&](int stage) {
     const uint32_t from = further(key_rows, static_cast<uint32_t>(stage) * Shape::kTileBytes);
@@ -228,18 +274,14 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     }
     end_of_group();
   };
-  const auto begin_sums = [&] {
-#pragma unroll
-    for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = 0;
-  };
   // Scores of key tile j become weights, still in float32 (registers that products under way read must not be written
   // meanwhile), and the factor of what is summed so far is found.
-  const auto weigh = [&](int j) {
-    if (j * kKeyTile + kKeyTile - 1 > seen.by_all) {
+  const auto weigh = [&](const Rows& rows, int j) {
+    if (j * kKeyTile + kKeyTile - 1 > rows.seen_by_all) {
       const int key = j * kKeyTile + 2 * (lane % 4);
 #pragma unroll
       for (int i = 0; i < kKeyTile / 2; ++i) {
-        if (key + i / 4 * 8 + i % 2 > seen.last[i / 2 % 2]) scores[i] = -INFINITY;
+        if (key + i / 4 * 8 + i % 2 > rows.last[i / 2 % 2]) scores[i] = -INFINITY;
       }
     }
 #pragma unroll
@@ -260,6 +302,31 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     }
     pin(scores);  // before the products under way are waited for
   };
+  const auto write = [&](const Rows& rows, const float(&last_max)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = out[kHeadDim / 2 + 2 * h], inverse = flashinfer::math::ptx_rcp(sum);
+      bf16* const to = p.out + static_cast<int64_t>(rows.row[h]) * kHeadDim;
+#pragma unroll
+      for (int b = 0; b < kHeadDim / 8; b += 4) {
+        uint32_t word[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (b + i) + 2 * h;
+          word[i] = row_product::pack_pair(__fmul_rn(out[at], inverse), __fmul_rn(out[at + 1], inverse));
+        }
+        row_product::write_row(word, to + 8 * b, kHeadDim, rows.row[h] >= 0, lane);
+      }
+      if (p.lse != nullptr && rows.row[h] >= 0 && lane % 4 == 0) {
+        p.lse[rows.row[h]] = __fadd_rn(flashinfer::math::ptx_log2(sum), __fmul_rn(last_max[h], scale));
+      }
+    }
+  };
+
+  const auto begin_sums = [&] {
+#pragma unroll
+    for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = 0;
+  };
   const auto rescale_sums = [&] {
     if (__any_sync(0xffffffffU, factor[0] != 1.0F || factor[1] != 1.0F)) {
 #pragma unroll
@@ -275,100 +342,75 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
       }
     }
   };
-  const auto write = [&](const Piece& w, const float (&last_max)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int pair = pair_of(w, h), token = pair / p.group;
-      const bool inside = token < w.queries;
-      const int row = (w.first_query + token) * p.q_heads + w.head * p.group + pair - token * p.group;
-      const float sum = out[kHeadDim / 2 + 2 * h], inverse = flashinfer::math::ptx_rcp(sum);
-      bf16* const to = p.out + static_cast<int64_t>(row) * kHeadDim;
-#pragma unroll
-      for (int b = 0; b < kHeadDim / 8; b += 4) {
-        uint32_t word[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at = 4 * (b + i) + 2 * h;
-          word[i] = row_product::pack_pair(__fmul_rn(out[at], inverse), __fmul_rn(out[at + 1], inverse));
-        }
-        row_product::write_row(word, to + 8 * b, kHeadDim, inside, lane);
-      }
-      if (p.lse != nullptr && inside && lane % 4 == 0) {
-        p.lse[row] = __fadd_rn(flashinfer::math::ptx_log2(sum), __fmul_rn(last_max[h], scale));
-      }
-    }
-  };
 
-  if (group == 2) give_turn(1);
+  int index = static_cast<int>(blockIdx.x);
+  Rows rows = rows_of(index);
   row_product::Ring key_ring(kStages), value_ring(kStages);
-  load_queries(w);
-  begin_sums();
-  max[0] = max[1] = -INFINITY;
-
-  wait(key_full + 8 * key_ring.stage, key_ring.phase);
-  __syncwarp();
-  wait_turn(group);
-  begin_products();
-  issue_scores(key_ring.stage);
-  give_turn(3 - group);
-  wait_for_products<0>();
-  pin(scores);
-  release(key_free + 8 * key_ring.stage);
-  key_ring.advance();
-  weigh(0);
-  round_weights();
-  // What the next products read has landed. Stands before the wait for products under way: a branch, over which ptxas
-  // does not move that wait (it would wait before the weights are found, and nothing would run beside them).
-  const auto wait_for_values = [&](const row_product::Ring& ring) {
-    wait(value_full + 8 * ring.stage, ring.phase);
-    __syncwarp();
-  };
-  wait_for_values(value_ring);
-  // Every further turn: the scores of tile j, be it this piece's or the first of the next one's, and the products with
-  // the weights of the tile before.
-  const auto turn = [&](int j) {
+  const auto wait_for_keys = [&] {
     wait(key_full + 8 * key_ring.stage, key_ring.phase);
     __syncwarp();
-    wait_turn(group);
+  };
+  const auto wait_for_values = [&] {
+    wait(value_full + 8 * value_ring.stage, value_ring.phase);
+    __syncwarp();
+  };
+  const auto release_keys = [&] {
+    release(key_free + 8 * key_ring.stage);
+    key_ring.advance();
+  };
+  load_queries();
+  wait_for_keys();
+  begin_products();
+  issue_scores(key_ring.stage);
+  begin_sums();
+  max[0] = max[1] = -INFINITY;
+  wait_for_products<0>();
+  pin(scores);
+  release_keys();
+  weigh(rows, 0);
+  round_weights();
+  wait_for_values();
+  // Every further turn: the scores of tile j, be it this piece's or the first of the next one's, and the products with
+  // the weights of the tile before.
+  const auto turn = [&](const Rows& of, int j) {
+    wait_for_keys();
     pin(out);
     pin(weights);
     begin_products();
     issue_scores(key_ring.stage);
     issue_values(value_ring.stage);
-    give_turn(3 - group);
     wait_for_products<1>();
     pin(scores);
-    release(key_free + 8 * key_ring.stage);
-    key_ring.advance();
-    weigh(j);
+    release_keys();
+    weigh(of, j);
     const uint32_t read = value_free + 8 * value_ring.stage;
     value_ring.advance();
-    wait_for_values(value_ring);
+    // The values of tile j. The branch in it keeps ptxas from moving the next wait ahead of the weights, which would
+    // leave nothing to run beside the products.
+    wait_for_values();
     wait_for_products<0>();
     pin(out);
     release(read);
   };
   for (;;) {
-    const int next = index + static_cast<int>(gridDim.x);
-    const bool more = next < pieces;
-    const Piece following = more ? piece_of(next) : w;
+    const bool more = index + blocks < pieces;
+    const Rows following = more ? rows_of(index + blocks) : rows;
 #pragma unroll 1
-    for (int j = 1; j < w.tiles; ++j) {
-      turn(j);
+    for (int j = 1; j < rows.tiles; ++j) {
+      turn(rows, j);
       rescale_sums();
       round_weights();
     }
-    if (!more) break;
-    load_queries(following);
     const float last_max[2] = {max[0], max[1]};
+    if (!more) break;
+    load_queries();
     max[0] = max[1] = -INFINITY;
-    seen = seen_of(following);
-    turn(0);
-    write(w, last_max);
+    turn(following, 0);
+    write(rows, last_max);
     begin_sums();
     round_weights();
-    index = next;
-    w = following;
+    index += blocks;
+    rows = following;
   }
   pin(out);
   pin(weights);
@@ -377,7 +419,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
   wait_for_products<0>();
   pin(out);
   release(value_free + 8 * value_ring.stage);
-  write(w, max);
+  write(rows, max);
 }
 
 template <int kHeadDim>
@@ -404,8 +446,8 @@ cudaError_t launch(const AttentionArgs& args, cudaStream_t stream) {
   auto* const kernel = attend_packed<kHeadDim>;
   const cudaError_t error = row_product::allow_shared(reinterpret_cast<const void*>(kernel));
   if (error != cudaSuccess) return error;
-  const int blocks = std::min(row_product::processors(), args.item_count * args.kv_heads);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, Plan<kHeadDim>::kShared, stream>>>(p);
+  const int grid = std::min(row_product::processors(), args.item_count * args.kv_heads);
+  kernel<<<static_cast<unsigned>(grid), kThreads, Plan<kHeadDim>::kShared, stream>>>(p);
   return cudaGetLastError();
 }
 
