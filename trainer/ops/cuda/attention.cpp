@@ -103,7 +103,10 @@ struct DeviceArrays {
   at::Tensor token_rows;  // [tokens] int64
   at::Tensor runs;        // [4, R] int32
   at::Tensor items;       // [2, I] int32
-  at::Tensor starts;      // [S + 1] int32
+  // Of a packed batch, for its backward.
+  at::Tensor query_items;  // [2, I] int32
+  at::Tensor key_items;    // [2, I] int32
+  at::Tensor starts;       // [S + 1] int32
   // Of shared prefixes; undefined without.
   at::Tensor key_starts;  // [S + 1] int32, in key_rows
   at::Tensor key_rows;    // [E] int64, rows of k and v
@@ -114,7 +117,7 @@ struct DeviceArrays {
 
 struct Item {
   int32_t run, tile;
-  int64_t keys;  // that the tile walks
+  int64_t rows;  // that the tile walks: keys, or queries
 };
 
 // Tiles of query rows, the ones with most keys first, so that the processors finish together.
@@ -129,15 +132,36 @@ std::vector<Item> make_items(const std::vector<CacheRow>& rows, int64_t group, b
     }
   }
   if (!decode)
-    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.keys > b.keys; });
+    std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.rows > b.rows; });
   return items;
 }
 
-DeviceArrays upload(const std::vector<CacheRow>& rows, const std::vector<Item>& items, int64_t tokens,
+// Tiles of the queries of a run (of its keys), for backward; the ones with most work first.
+std::vector<Item> make_backward_items(const std::vector<CacheRow>& rows, bool of_keys) {
+  std::vector<Item> items;
+  for (size_t r = 0; r < rows.size(); ++r) {
+    const CacheRow& row = rows[r];
+    const int64_t count = of_keys ? row.past + row.count : row.count;
+    for (int64_t first = 0; first < count; first += kBackwardTileRows) {
+      const int64_t seen = of_keys ? row.count - std::max<int64_t>(first - row.past, 0)
+                                   : row.past + std::min(first + kBackwardTileRows, row.count);
+      items.push_back({static_cast<int32_t>(r), static_cast<int32_t>(first / kBackwardTileRows), seen});
+    }
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.rows > b.rows; });
+  return items;
+}
+
+// The backward's items may be none.
+DeviceArrays upload(const std::vector<CacheRow>& rows, const std::vector<Item>& items,
+                    const std::vector<Item>& query_items, const std::vector<Item>& key_items, int64_t tokens,
                     const std::vector<int64_t>& starts, at::Device device) {
-  const auto run_count = static_cast<int64_t>(rows.size()), item_count = static_cast<int64_t>(items.size());
+  const auto run_count = static_cast<int64_t>(rows.size());
   const auto start_count = static_cast<int64_t>(starts.size());
-  const int64_t run_words = 2 * run_count, item_words = item_count, start_words = (start_count + 1) / 2;
+  const std::vector<Item>* const lists[] = {&items, &query_items, &key_items};
+  int64_t item_words = 0;
+  for (const std::vector<Item>* list : lists) item_words += static_cast<int64_t>(list->size());
+  const int64_t run_words = 2 * run_count, start_words = (start_count + 1) / 2;
   const int64_t words = tokens + run_words + item_words + start_words;  // of 8 bytes
   at::Tensor host = at::empty({words}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
   auto* row_of_token = host.mutable_data_ptr<int64_t>();
@@ -154,9 +178,9 @@ DeviceArrays upload(const std::vector<CacheRow>& rows, const std::vector<Item>& 
     for (int64_t i = 0; i < row.count && tokens > 0; ++i) row_of_token[token + i] = row.extent_start + row.past + i;
     token += row.count;
   }
-  for (int64_t i = 0; i < item_count; ++i) {
-    item[i] = items[static_cast<size_t>(i)].run;
-    item[item_count + i] = items[static_cast<size_t>(i)].tile;
+  for (const std::vector<Item>* list : lists) {
+    for (const Item& i : *list) *item++ = i.run;
+    for (const Item& i : *list) *item++ = i.tile;
   }
   for (int64_t i = 0; i < start_count; ++i) start[i] = static_cast<int32_t>(starts[static_cast<size_t>(i)]);
   const at::Tensor all = host.to(device, /*non_blocking=*/true);
@@ -164,7 +188,13 @@ DeviceArrays upload(const std::vector<CacheRow>& rows, const std::vector<Item>& 
   DeviceArrays arrays;
   arrays.token_rows = all.narrow(0, 0, tokens);
   arrays.runs = ints(tokens, run_words).view({4, run_count});
-  arrays.items = ints(tokens + run_words, item_words).view({2, item_count});
+  int64_t at = tokens + run_words;
+  at::Tensor* const targets[] = {&arrays.items, &arrays.query_items, &arrays.key_items};
+  for (size_t i = 0; i < std::size(lists); ++i) {
+    const auto count = static_cast<int64_t>(lists[i]->size());
+    *targets[i] = ints(at, count).view({2, count});
+    at += count;
+  }
   arrays.starts = ints(tokens + run_words + item_words, start_words).narrow(0, 0, start_count);
   return arrays;
 }
@@ -231,7 +261,8 @@ DeviceArrays packed_arrays(const std::vector<int64_t>& starts, const std::vector
     if (count == 0) continue;
     rows.push_back(prefix.empty() ? CacheRow{starts[s], 0, count} : CacheRow{keys.starts[s], keys.past[s], count});
   }
-  DeviceArrays arrays = upload(rows, make_items(rows, group, false), 0, starts, device);
+  DeviceArrays arrays = upload(rows, make_items(rows, group, false), make_backward_items(rows, false),
+                               make_backward_items(rows, true), 0, starts, device);
   if (!prefix.empty()) add_shared(arrays, keys, device);
   entries->push_back({starts, prefix, group, stream, arrays});
   if (entries->size() > kKept) entries->pop_front();
@@ -300,6 +331,28 @@ class DeterministicScope final {
   bool on_, warn_only_, fill_;
 };
 
+// As at::_flash_attention_backward, over keys and values that were taken already; lse in base 2, [tokens, q_heads].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> library_backward(const at::Tensor& dout, const at::Tensor& q,
+                                                                const at::Tensor& k, const at::Tensor& v,
+                                                                const at::Tensor& out, const at::Tensor& lse,
+                                                                const std::vector<int64_t>& starts,
+                                                                const DeviceArrays& arrays, double scale) {
+  // With shared prefixes a sequence has more keys than queries; the library's causal mask then counts from the last
+  // of both, which is what is meant. It takes the gradients of a prefix's keys for each sequence apart.
+  const bool shared = arrays.key_rows.defined();
+  int64_t longest = 0;
+  for (size_t s = 0; s + 1 < starts.size(); ++s) longest = std::max(longest, starts[s + 1] - starts[s]);
+  // The library wants natural logarithms, [heads, tokens].
+  at::Tensor natural = at::empty({lse.size(1), lse.size(0)}, lse.options());
+  natural.copy_(lse.t());
+  natural.mul_(kLn2);
+  const at::Tensor no_state = at::empty({0}, q.options().dtype(at::kLong));  // of dropout, which is off
+  const DeterministicScope deterministic;
+  return at::_flash_attention_backward(
+      dout, q, k, v, out, natural, arrays.starts, shared ? arrays.key_starts : arrays.starts, longest,
+      shared ? arrays.longest_keys : longest, /*dropout_p=*/0.0, /*is_causal=*/true, no_state, no_state, scale);
+}
+
 class PackedFunction final : public torch::autograd::Function<PackedFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -320,26 +373,40 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
     if (q.size(0) == 0)
       return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor(), at::Tensor()};
     const c10::cuda::CUDAGuard guard(q.device());
+    const Shape shape = shape_of("attention_packed", q, k, v);
     const std::vector<int64_t> starts = context->saved_data["starts"].toIntVector();
     const DeviceArrays arrays =
-        packed_arrays(starts, context->saved_data["prefix"].toIntVector(), q.size(1) / k.size(1), q.device());
-    // With shared prefixes a sequence has more keys than queries; the library's causal mask then counts from the last
-    // of both, which is what is meant. It takes the gradients of a prefix's keys for each sequence apart.
-    const bool shared = arrays.key_rows.defined();
-    const at::Tensor keys = shared ? take_rows(k, arrays.key_rows) : k;
-    const at::Tensor values = shared ? take_rows(v, arrays.key_rows) : v;
-    int64_t longest = 0;
-    for (size_t s = 0; s + 1 < starts.size(); ++s) longest = std::max(longest, starts[s + 1] - starts[s]);
-    // The library wants natural logarithms, [heads, tokens].
-    at::Tensor natural = at::empty({lse.size(1), lse.size(0)}, lse.options());
-    natural.copy_(lse.t());
-    natural.mul_(kLn2);
-    const at::Tensor no_state = at::empty({0}, q.options().dtype(at::kLong));  // of dropout, which is off
-    const DeterministicScope deterministic;
-    auto [dq, dk, dv] = at::_flash_attention_backward(
-        grads[0].contiguous(), q, keys, values, out, natural, arrays.starts, shared ? arrays.key_starts : arrays.starts,
-        longest, shared ? arrays.longest_keys : longest, /*dropout_p=*/0.0, /*is_causal=*/true, no_state, no_state,
-        context->saved_data["scale"].toDouble());
+        packed_arrays(starts, context->saved_data["prefix"].toIntVector(), shape.group, q.device());
+    const double scale = context->saved_data["scale"].toDouble();
+    const at::Tensor dout = grads[0].contiguous(), keys = take_rows(k, arrays.key_rows),
+                     values = take_rows(v, arrays.key_rows);
+    at::Tensor dq, dk, dv;
+    if (packed == PackedKernel::kWarpGroups && attention_backward_supported()) {
+      const at::Tensor queries = with_rows(q);
+      AttentionBackwardArgs args;
+      args.forward =
+          arguments("attention_packed's backward", queries, keys, values, out, shape, scale, arrays.runs, arrays.items);
+      args.forward.lse = lse.mutable_data_ptr<float>();
+      args.tokens = q.size(0);
+      args.dout = dout.const_data_ptr();
+      dq = at::empty(q.sizes(), q.options());
+      dk = at::empty(keys.sizes(), k.options());
+      dv = at::empty(values.sizes(), v.options());
+      args.dq = dq.mutable_data_ptr();
+      args.dk = dk.mutable_data_ptr();
+      args.dv = dv.mutable_data_ptr();
+      const at::Tensor scratch = at::empty({2, shape.q_heads, q.size(0)}, lse.options());
+      args.minus_lse = scratch.select(0, 0).mutable_data_ptr<float>();
+      args.sums = scratch.select(0, 1).mutable_data_ptr<float>();
+      args.scale = static_cast<float>(scale);
+      args.query_items = arrays.query_items.const_data_ptr<int32_t>();
+      args.query_item_count = static_cast<int>(arrays.query_items.size(1));
+      args.key_items = arrays.key_items.const_data_ptr<int32_t>();
+      args.key_item_count = static_cast<int>(arrays.key_items.size(1));
+      check_launch(launch_attention_backward(args, c10::cuda::getCurrentCUDAStream()), "attention_packed's backward");
+    } else {
+      std::tie(dq, dk, dv) = library_backward(dout, q, keys, values, out, lse, starts, arrays, scale);
+    }
     return {dq,          add_rows(dk, arrays, k.size(0)), add_rows(dv, arrays, k.size(0)), at::Tensor(), at::Tensor(),
             at::Tensor()};
   }
@@ -401,7 +468,7 @@ CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device 
   }
   plan.decode = plan.decode && !runs.empty() && group <= kMaxDecodeGroup;
   require_int32(tokens, "a number of tokens");
-  const DeviceArrays arrays = upload(runs, make_items(runs, group, plan.decode), tokens, {}, device);
+  const DeviceArrays arrays = upload(runs, make_items(runs, group, plan.decode), {}, {}, tokens, {}, device);
   plan.rows = std::move(rows);
   plan.token_rows = arrays.token_rows;
   plan.runs = arrays.runs;

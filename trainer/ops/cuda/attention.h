@@ -24,8 +24,9 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
                    const CachePlan& plan);
 
-// What attention_packed and mixed passes of attention_cached compute their forward with; the choice does not affect
-// bits. Process-wide, for tests and benchmarks; not while ops run.
+// What attention_packed and mixed passes of attention_cached compute with. The choice does not affect the forward's
+// bits; the backward's it does: kWarpGroups has kernels of its own (attention_backward.cu), kTiles takes LibTorch's
+// FlashAttention-2, asked for determinism. Process-wide, for tests and benchmarks; not while ops run.
 PackedKernel packed_kernel();
 void set_packed_kernel(PackedKernel kernel);
 // The kernel that attention_cached takes for this many runs; the choice does not affect bits.

@@ -42,12 +42,34 @@ struct AttentionArgs {
 
 // Any runs.
 enum class PackedKernel {
-  kTiles,       // mma.sync, attention_tiles.cuh
+  kTiles,       // mma.sync, attention_tiles.cuh; no backward
   kWarpGroups,  // wgmma, attention_wgmma.cu: compute capability 9.0; elsewhere kTiles computes
 };
 cudaError_t launch_attention_packed(const AttentionArgs& args, PackedKernel kernel, cudaStream_t stream);
 // kWarpGroups; cudaErrorInvalidValue where the device or the driver cannot.
 cudaError_t launch_attention_wgmma(const AttentionArgs& args, cudaStream_t stream);
+
+// The gradients of a packed pass by wgmma, from attention_backward.cu: compute capability 9.0. Determinism class:
+// deterministic. dK and dV are sums over the query heads of a key head in float32, rounded once.
+inline constexpr int kBackwardTileRows = 128;
+struct AttentionBackwardArgs {
+  AttentionArgs forward;       // lse as the forward wrote it; items are not read
+  int64_t tokens = 0;          // rows of q
+  const void* dout = nullptr;  // [tokens, q_heads, head_dim], contiguous, as are out and the gradients
+  void* dq = nullptr;
+  void* dk = nullptr;  // [key_rows, kv_heads, head_dim]
+  void* dv = nullptr;
+  float* minus_lse = nullptr;  // scratch, [q_heads, tokens] each
+  float* sums = nullptr;
+  float scale = 0.0F;  // softmax scale
+  // [2, count] each: run, tile of kBackwardTileRows of its queries (of its keys).
+  const int32_t* query_items = nullptr;
+  const int32_t* key_items = nullptr;
+  int query_item_count = 0, key_item_count = 0;
+};
+// Whether the current device and driver can.
+bool attention_backward_supported();
+cudaError_t launch_attention_backward(const AttentionBackwardArgs& args, cudaStream_t stream);
 
 // Runs of one query row each; items are not read. Group at most kMaxDecodeGroup.
 enum class DecodeKernel {

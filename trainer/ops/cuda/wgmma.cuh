@@ -196,23 +196,36 @@ __device__ void multiply_rows(float (&sum)[kColumns / 2], const uint32_t (&a)[4]
                  : "memory");                                                                                \
   }
 TRIREME_MULTIPLY_ROWS(64, 4, false, 32, 33, 34, 35, 36, 0)
+TRIREME_MULTIPLY_ROWS(64, 4, true, 32, 33, 34, 35, 36, 1)
+TRIREME_MULTIPLY_ROWS(128, 8, true, 64, 65, 66, 67, 68, 1)
 TRIREME_MULTIPLY_ROWS(72, 4H, true, 36, 37, 38, 39, 40, 1)
 TRIREME_MULTIPLY_ROWS(136, 8H, true, 68, 69, 70, 71, 72, 1)
-// What was in the sums is no operand of this one.
+// What was in the sums is no operand of these: multiply_rows and multiply_group as the first of a chain.
+#define TRIREME_NEW_EIGHT(i)                                                                              \
+  "=f"(sum[i]), "=f"(sum[i + 1]), "=f"(sum[i + 2]), "=f"(sum[i + 3]), "=f"(sum[i + 4]), "=f"(sum[i + 5]), \
+      "=f"(sum[i + 6]), "=f"(sum[i + 7])
+#define TRIREME_NEW_SUMS TRIREME_NEW_EIGHT(0), TRIREME_NEW_EIGHT(8), TRIREME_NEW_EIGHT(16), TRIREME_NEW_EIGHT(24)
 template <>
 __device__ __forceinline__ void multiply_rows<64, false, true>(float (&sum)[32], const uint32_t (&a)[4], uint32_t b) {
   asm volatile(
       "{\n.reg .pred add;\n.reg .b64 db;\nsetp.ne.u32 add, 0, 0;\nmov.b64 db, {%36, 0x40000040};\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TRIREME_NAMES_4
       "}, {%32, %33, %34, %35}, db, add, 1, 1, 0;\n}\n"
-      : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3]), "=f"(sum[4]), "=f"(sum[5]), "=f"(sum[6]), "=f"(sum[7]),
-        "=f"(sum[8]), "=f"(sum[9]), "=f"(sum[10]), "=f"(sum[11]), "=f"(sum[12]), "=f"(sum[13]), "=f"(sum[14]),
-        "=f"(sum[15]), "=f"(sum[16]), "=f"(sum[17]), "=f"(sum[18]), "=f"(sum[19]), "=f"(sum[20]), "=f"(sum[21]),
-        "=f"(sum[22]), "=f"(sum[23]), "=f"(sum[24]), "=f"(sum[25]), "=f"(sum[26]), "=f"(sum[27]), "=f"(sum[28]),
-        "=f"(sum[29]), "=f"(sum[30]), "=f"(sum[31])
+      : TRIREME_NEW_SUMS
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b)
       : "memory");
 }
+__device__ __forceinline__ void multiply_first_group(float (&sum)[32], uint32_t a, uint32_t b) {
+  asm volatile(
+      "{\n.reg .pred add;\n.reg .b64 da, db;\nsetp.ne.u32 add, 0, 0;\n"
+      "mov.b64 da, {%32, 0x40000040};\nmov.b64 db, {%33, 0x40000040};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TRIREME_NAMES_4 "}, da, db, add, 1, 1, 0, 0;\n}\n"
+      : TRIREME_NEW_SUMS
+      : "r"(a), "r"(b)
+      : "memory");
+}
+#undef TRIREME_NEW_SUMS
+#undef TRIREME_NEW_EIGHT
 #undef TRIREME_MULTIPLY_ROWS
 #undef TRIREME_NAMES_4H
 #undef TRIREME_NAMES_8H
