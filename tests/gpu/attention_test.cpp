@@ -152,7 +152,7 @@ TEST_P(GpuAttention, PackedRowsHaveTheBitsOfTheSequenceAlone) {
 
 TEST_P(GpuAttention, EveryPackedKernelHasTheSameBits) {
   const at::NoGradGuard no_grad;
-  std::vector<std::vector<int64_t>> batches = {kLengths, {5000}, std::vector<int64_t>(300, 37)};
+  std::vector<std::vector<int64_t>> batches = {kLengths, {5000}, {33000}, std::vector<int64_t>(300, 37)};
   for (const double amplitude : {1.0, 12.0}) {
     for (const std::vector<int64_t>& lengths : batches) {
       const Batch b(GetParam(), lengths, amplitude);
@@ -367,6 +367,22 @@ TEST_P(GpuAttention, GradientsAreCloseToFloat64) {
         EXPECT_LT((difference.max() / least).item<double>(), 1e-1) << "a row of the gradient of " << names[i];
       }
     }
+  }
+}
+
+// Too long for float64: against the library's.
+TEST_P(GpuAttention, GradientsOfLongSequencesAreThoseOfTheLibrary) {
+  const Batch b(GetParam(), {33000, 5});
+  const auto by = [&](cuda::PackedKernel kernel) {
+    const PackedKernelScope scope(kernel);
+    return gradients(b, at::kBFloat16, true);
+  };
+  const auto actual = by(cuda::PackedKernel::kWarpGroups), expected = by(cuda::PackedKernel::kTiles);
+  const char* names[] = {"q", "k", "v"};
+  for (size_t i = 0; i < 3; ++i) {
+    const at::Tensor difference = actual[i].to(at::kFloat) - expected[i].to(at::kFloat);
+    EXPECT_LT((difference.norm() / expected[i].to(at::kFloat).norm()).item<double>(), 1e-2)
+        << "gradient of " << names[i];
   }
 }
 

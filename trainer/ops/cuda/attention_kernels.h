@@ -5,11 +5,10 @@
 // (attention_steps.cuh), and a tile in which the row sees no key changes nothing. So the bits of a row do not depend on
 // the kernel, the tile of query rows, the other rows, or where a prefill was cut.
 //
-// Measured on H200 with head_dim 128 and 32/8 heads, pinned tile traits as here, before this wrapper existed: packed
-// forward 315 / 373 / 389 TFLOP/s at 16x1k / 4x4k / 1x16k; tiled decode at 1,000 keys 0.17 / 1.30 / 3.5 / 4.17 TB/s at
-// 1 / 8 / 32 / 256 sequences. The shared decode kernel: 13.4 us at 1..8 sequences of 1,000 keys, 24.5 us
-// of 2,048, whatever the bytes: the time of a key tile. The cluster kernels: 7.0 to 11.8 us at 1..8 sequences of 1,000
-// keys, 10.0 to 20.0 us of 2,048 (docs/performance.md).
+// Measured on H200 with head_dim 128 and 32/8 heads (docs/performance.md): packed forward by warp groups 420 / 585 /
+// 556 TFLOP/s at 16x1k / 4x4k / 1x16k, by tiles 294 / 320 / 376; backward 366 / 441 / 474. Decode at 1,000 keys 2.6
+// / 3.8 / 4.2 TB/s with 8 / 32 / 256 sequences: cluster kernels 7.0 to 11.8 us at 1..8 sequences of 1,000 keys, 10.0
+// to 20.0 us of 2,048, the time of their key tiles.
 #pragma once
 
 #include <cuda_runtime_api.h>
