@@ -12,7 +12,6 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kLogitsBytes = int64_t{512} << 20;  // of a chunk
-constexpr int64_t kProcessors = 132;                  // of an H100 or H200
 // Of what is free, left for the allocator's rounding and fragments.
 constexpr double kUsable = 0.95;
 
@@ -35,10 +34,9 @@ ActivationBytes activation_bytes(const ModelConfig& c, int64_t element) {
   bytes.whole = element * (4 * hidden + attention + 3 * wide) + log_sums;
   bytes.cheap = element * (2 * hidden + attention + 2 * wide) + log_sums;
   bytes.input = element * hidden;
-  // The deterministic backward of attention has a sum of dq for each group of blocks, and gradients of k and v for
-  // every query head.
-  const int64_t splits = (kProcessors + c.num_heads - 1) / c.num_heads;
-  const int64_t in_attention = element * (6 * q + 4 * kv) + 4 * splits * q;
+  // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
+  // each row.
+  const int64_t in_attention = element * (3 * q + 4 * kv) + 8 * c.num_heads;
   const int64_t in_mlp = element * (2 * hidden + 4 * wide);
   bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
   bytes.fixed = 3 * kLogitsBytes + 4 * c.vocab_size * hidden;

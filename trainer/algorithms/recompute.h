@@ -11,7 +11,7 @@
 namespace trireme {
 
 // Bytes of one token. What a layer keeps between forward and backward, and what backward needs besides: counted from
-// the tensors that the layer's operations save (model.cpp, ops), attention's per-block sums included.
+// the tensors that the layer's operations save (model.cpp, ops).
 struct ActivationBytes {
   int64_t whole = 0;    // of a layer that keeps everything
   int64_t cheap = 0;    // of one that computes norms and SwiGLU again
