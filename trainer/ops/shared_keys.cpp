@@ -17,8 +17,9 @@ SharedKeys shared_keys(const std::vector<int64_t>& starts, const std::vector<int
       TRIREME_CHECK(at < s && prefix[at] < 0 && starts[at + 1] > starts[at],
                     "attention_shared: the prefix of sequence " + std::to_string(s) +
                         " must be an earlier one that has rows and no prefix itself");
-      for (int64_t row = starts[at]; row < starts[at + 1]; ++row) keys.rows.push_back(row);
-      keys.past.push_back(starts[at + 1] - starts[at]);
+      const bool any = starts[s + 1] > starts[s];
+      for (int64_t row = starts[at]; any && row < starts[at + 1]; ++row) keys.rows.push_back(row);
+      keys.past.push_back(any ? starts[at + 1] - starts[at] : 0);
     } else {
       keys.past.push_back(0);
     }

@@ -7,7 +7,7 @@
 namespace trireme {
 
 // The keys of every sequence one after another: its prefix's rows, then its own. starts [sequences + 1] in `rows`,
-// whose entries are rows of k and v. past[s] rows of sequence s are its prefix's.
+// whose entries are rows of k and v. past[s] rows of sequence s are its prefix's; an empty sequence has no keys.
 struct SharedKeys {
   std::vector<int64_t> rows, starts, past;
 };

@@ -62,11 +62,18 @@ double softmax_scale(double scale, const Shape& shape) {
   return scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(shape.head_dim));
 }
 
-// A row stride is fine, all else is copied.
+bool aligned(const at::Tensor& x) { return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0; }
+
+// A row stride is fine where rows do not overlap, all else is copied. (contiguous() would leave a single row and an odd
+// address as they are.)
 at::Tensor with_rows(const at::Tensor& x) {
   const bool readable = x.stride(2) == 1 && x.stride(1) == x.size(2) && x.stride(0) % 8 == 0 &&
-                        reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  return readable ? x : x.contiguous();
+                        x.stride(0) >= x.size(1) * x.size(2) && aligned(x);
+  return readable ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor without_strides(const at::Tensor& x) {
+  return x.is_contiguous() && aligned(x) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 AttentionArgs arguments(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -378,7 +385,7 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
     const DeviceArrays arrays =
         packed_arrays(starts, context->saved_data["prefix"].toIntVector(), shape.group, q.device());
     const double scale = context->saved_data["scale"].toDouble();
-    const at::Tensor dout = grads[0].contiguous(), keys = take_rows(k, arrays.key_rows),
+    const at::Tensor dout = without_strides(grads[0]), keys = take_rows(k, arrays.key_rows),
                      values = take_rows(v, arrays.key_rows);
     at::Tensor dq, dk, dv;
     if (packed == PackedKernel::kWarpGroups && attention_backward_supported()) {

@@ -1,5 +1,5 @@
 // Attention on CUDA behind ops.h: bf16, head_dim 64 or 128, any number of query heads a key head (decode: up to 16).
-// Forward: attention_kernels.h, row-exact. Backward: FlashAttention-2 of LibTorch in its deterministic form.
+// Forward: attention_kernels.h, row-exact. Backward: deterministic.
 #pragma once
 
 #include <ATen/core/Tensor.h>

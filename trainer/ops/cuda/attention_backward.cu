@@ -11,28 +11,20 @@
 // and dO), two others stream by in tiles of 64 rows (queries and dO, or keys and values). Two groups of four warps have
 // 64 of the 128 rows each; a third group copies.
 //
-// Rows past a sequence's end belong to the next one or are 0 (past the last): their weights are 0, or their results are
-// not written.
+// Rows past a sequence's end belong to the next one, which must not be seen even where it is no number: streamed ones
+// are zeroed once they have landed, results of staged ones are not written.
 #include <algorithm>
-#include <cstring>
+#include <utility>
 
-#include "trainer/ops/cuda/attention_kernels.h"
+#include "trainer/ops/cuda/attention_groups.cuh"
 #include "trainer/ops/cuda/attention_steps.cuh"
-#include "trainer/ops/cuda/row_product.cuh"
-#include "trainer/ops/cuda/wgmma.cuh"
 
 namespace trireme::cuda {
 namespace {
 
+using namespace groups;
 using namespace hopper;
 using bf16 = __nv_bfloat16;
-
-constexpr int kGroups = 2, kGroupRows = 64, kGroupThreads = 128;
-constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-constexpr int kTile = 64;                                // streamed rows at once
-constexpr int kLoadingRegisters = 40, kRegisters = 232;  // 40 + 2 x 232 of the 3 x 168 that the block begins with
-constexpr uint32_t kBoxBytes = kTile * 128;              // 64 rows x 64 elements
-static_assert(kGroups * kGroupRows == kBackwardTileRows && kGroupRows == kTile);
 
 template <int kHeadDim>
 struct Plan {
@@ -41,7 +33,7 @@ struct Plan {
   static constexpr uint32_t kStagedBytes = 2 * kGroups * kTileBytes;  // both operands of a piece
   static constexpr uint32_t kStatisticsBytes = 2 * kTile * 4;         // log-sum-exp and D of a tile of queries
   static constexpr int kStages = kHeadDim == 128 ? 4 : 8;
-  static constexpr int kBarriers = 2 * kStages + 2;
+  static constexpr int kBarriers = 2 * kStages + 3;
   static constexpr uint32_t kShared =
       1024 + kStagedBytes + kStages * (2 * kTileBytes + kStatisticsBytes) + kBarriers * 8;
   static_assert(kShared <= row_product::kMostSharedBytes);
@@ -63,10 +55,6 @@ struct BackwardParams {
 __device__ __forceinline__ void copy_word(uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
-__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // kOfKeys: the pass of dK and dV; otherwise that of dQ.
 template <int kHeadDim, bool kOfKeys>
 __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_constant__ BackwardParams p) {
@@ -76,7 +64,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
 
-  // Pieces (item, head), the ones with most work first. A block takes one of every round, forth and back.
   const int heads = kOfKeys ? p.kv_heads : p.q_heads;
   const int pieces = p.item_count * heads, blocks = static_cast<int>(gridDim.x);
   struct Piece {
@@ -87,10 +74,8 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
     int turns;  // tiles of all query heads
   };
   const auto piece_of = [&](int index) {
-    const int round = index / blocks, first = round * blocks;
-    const int taken = round % 2 == 0 || first + blocks > pieces ? index : 2 * first + blocks - 1 - index;
     Piece w;
-    const int item = taken / heads, run = p.items[item];
+    const int taken = dealt(index, pieces, blocks), item = taken / heads, run = p.items[item];
     w.head = taken - item * heads;
     w.row = p.items[p.item_count + item] * kBackwardTileRows;
     w.first_query = p.runs[run];
@@ -114,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
   const uint32_t streamed = staged + Shape::kStagedBytes;
   const uint32_t statistics = streamed + kStages * 2 * Shape::kTileBytes;
   const uint32_t full = statistics + kStages * Shape::kStatisticsBytes, free = full + 8 * kStages;
-  const uint32_t staged_full = free + 8 * kStages, staged_free = staged_full + 8;
+  const uint32_t staged_full = free + 8 * kStages, staged_free = staged_full + 8, landed = staged_full + 16;
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
       prefetch_map(&p.staged[i]);
@@ -126,41 +111,57 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
     }
     init_barrier(staged_full, 1);
     init_barrier(staged_free, kGroups * 4);
+    init_barrier(landed, 1);
     publish_barriers();
   }
   __syncthreads();
 
   if (group == 0) {
     give_registers_away<kLoadingRegisters>();
-    if (warp == 0 && lane == 0) {
+    if (warp == 0) {
       const uint64_t policy = evict_last_policy();
       row_product::Ring ring(kStages);
-      uint32_t phase = 0;
+      uint32_t phase = 0, landed_phase = 0;
       for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks, phase ^= 1) {
         const Piece w = piece_of(index);
-        const int first_staged = (kOfKeys ? w.first_key : w.first_query) + w.row;
         wait(staged_free, phase ^ 1);
-        arrive_expecting(staged_full, Shape::kStagedBytes);
-        for (int operand = 0; operand < 2; ++operand) {
-          for (int half = 0; half < kGroups; ++half) {
-            for (int box = 0; box < Shape::kBoxes; ++box) {
-              load_box(staged + static_cast<uint32_t>((operand * kGroups + half) * Shape::kBoxes + box) * kBoxBytes,
-                       &p.staged[operand], w.head * kHeadDim + box * 64, first_staged + half * kGroupRows, staged_full,
-                       policy);
+        __syncwarp();
+        if (lane == 0) {
+          const int first_staged = (kOfKeys ? w.first_key : w.first_query) + w.row;
+          arrive_expecting(staged_full, Shape::kStagedBytes);
+          for (int operand = 0; operand < 2; ++operand) {
+            for (int half = 0; half < kGroups; ++half) {
+              for (int box = 0; box < Shape::kBoxes; ++box) {
+                load_box(staged + static_cast<uint32_t>((operand * kGroups + half) * Shape::kBoxes + box) * kBoxBytes,
+                         &p.staged[operand], w.head * kHeadDim + box * 64, first_staged + half * kGroupRows,
+                         staged_full, policy);
+              }
             }
           }
         }
         int head = kOfKeys ? w.head * p.group : w.head / p.group, tile = 0;
         for (int turn = 0; turn < w.turns; ++turn, ring.advance()) {
-          const int row = (kOfKeys ? w.first_query : w.first_key) + (w.begin + tile) * kTile;
-          wait(free + 8 * ring.stage, ring.phase ^ 1);
-          arrive_expecting(full + 8 * ring.stage, 2 * Shape::kTileBytes);
+          const int first = (w.begin + tile) * kTile, rest = (kOfKeys ? w.queries : w.keys) - first;
+          const uint32_t there = full + 8 * ring.stage, barrier = rest >= kTile ? there : landed;
           const uint32_t target = streamed + static_cast<uint32_t>(ring.stage) * 2 * Shape::kTileBytes;
-          for (int operand = 0; operand < 2; ++operand) {
-            for (int box = 0; box < Shape::kBoxes; ++box) {
-              load_box(target + static_cast<uint32_t>(operand * Shape::kBoxes + box) * kBoxBytes, &p.streamed[operand],
-                       head * kHeadDim + box * 64, row, full + 8 * ring.stage, policy);
+          wait(free + 8 * ring.stage, ring.phase ^ 1);
+          __syncwarp();
+          if (lane == 0) {
+            arrive_expecting(barrier, 2 * Shape::kTileBytes);
+            for (int operand = 0; operand < 2; ++operand) {
+              for (int box = 0; box < Shape::kBoxes; ++box) {
+                load_box(target + static_cast<uint32_t>(operand * Shape::kBoxes + box) * kBoxBytes,
+                         &p.streamed[operand], head * kHeadDim + box * 64,
+                         (kOfKeys ? w.first_query : w.first_key) + first, barrier, policy);
+              }
             }
+          }
+          if (rest < kTile) {
+            __syncwarp();
+            wait(landed, landed_phase);
+            landed_phase ^= 1;
+            zero_rows<2 * Shape::kBoxes>(target, rest, lane);
+            if (lane == 0) arrive(there);
           }
           if (++tile == w.tiles) {
             tile = 0;
@@ -175,6 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
         int head = w.head * p.group, tile = 0;
         for (int turn = 0; turn < w.turns; ++turn, ring.advance()) {
           wait(free + 8 * ring.stage, ring.phase ^ 1);
+          __syncwarp();
           const uint32_t target = statistics + static_cast<uint32_t>(ring.stage) * Shape::kStatisticsBytes;
           for (int i = lane; i < kTile; i += 32) {
             // Past the last query any one will do: its weights are 0.
@@ -196,10 +198,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
 
   take_registers<kRegisters>();
   const float scale_log2 = p.scale_log2;
-  const auto release = [&](uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) arrive(barrier);
-  };
   const int half = group - 1, first_row = half * kGroupRows + warp * 16;  // of the warp
   const uint32_t own[2] = {swizzled_rows(staged + static_cast<uint32_t>(half) * Shape::kTileBytes),
                            swizzled_rows(staged + static_cast<uint32_t>(kGroups + half) * Shape::kTileBytes)};
@@ -230,16 +228,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
     }
     end_of_group();
   };
-  const auto round = [&](uint32_t(&to)[kTile / 16][4], const float(&from)[kTile / 2]) {
-#pragma unroll
-    for (int step = 0; step < kTile / 16; ++step) {
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        to[step][part] = row_product::pack_pair(from[8 * step + 2 * part], from[8 * step + 2 * part + 1]);
-      }
-    }
-  };
-
   row_product::Ring ring(kStages);
   uint32_t phase = 0;
 #pragma unroll 1
@@ -345,7 +333,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
       wait_for_products<0>();
       pin(first);
       if constexpr (kOfKeys) {
-        round(weights, scores);
+        round_sums(weights, scores);
         pin(second);
         pin(weights);
         begin_products();
@@ -360,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
         wait_for_products<0>();
         pin(second);
       }
-      round(changes, gradients);
+      round_sums(changes, gradients);
     };
 
     wait(staged_full, phase);
@@ -393,16 +381,16 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
         wait_for_products<2>();
       }
       finish_turn();
-      release(free + 8 * before);
+      release(free + 8 * before, lane);
     }
-    release(staged_free);
+    release(staged_free, lane);
     pin(first);
     pin(changes);
     begin_products();
     issue_columns(first, changes, 0, ring.stage);
     wait_for_products<0>();
     pin(first);
-    release(free + 8 * ring.stage);
+    release(free + 8 * ring.stage, lane);
     ring.advance();
 
     const int end = kOfKeys ? w.keys : w.queries;
@@ -501,6 +489,8 @@ cudaError_t launch(const AttentionBackwardArgs& args, cudaStream_t stream) {
   sum_rows<kHeadDim><<<static_cast<unsigned>((units + kWarps - 1) / kWarps), kWarps * 32, 0, stream>>>(
       static_cast<const bf16*>(forward.out), static_cast<const bf16*>(args.dout), forward.lse, args.minus_lse,
       args.sums, static_cast<int>(args.tokens), forward.q_heads);
+  cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
   BackwardParams p;
   p.minus_lse = args.minus_lse;
   p.sums = args.sums;
@@ -518,7 +508,7 @@ cudaError_t launch(const AttentionBackwardArgs& args, cudaStream_t stream) {
   p.streamed[1] = dout;
   p.first = static_cast<bf16*>(args.dk);
   p.second = static_cast<bf16*>(args.dv);
-  const cudaError_t error = launch_pass<kHeadDim, true>(p, args.key_items, args.key_item_count, stream);
+  error = launch_pass<kHeadDim, true>(p, args.key_items, args.key_item_count, stream);
   if (error != cudaSuccess) return error;
   std::swap(p.staged, p.streamed);
   p.first = static_cast<bf16*>(args.dq);

@@ -1,6 +1,7 @@
 // Attention kernels behind raw pointers, so that the .cu files need no LibTorch header.
 //
-// bf16, head_dim 64 or 128, causal, grouped query heads, run-time group size. Determinism class: row-exact. A row's
+// bf16, head_dim 64 or 128, causal, grouped query heads, run-time group size. Determinism class of the
+// forward: row-exact. A row's
 // scores are taken in key tiles of 64 counted from its sequence's first key, each tile by one fixed chain of operations
 // (attention_steps.cuh), and a tile in which the row sees no key changes nothing. So the bits of a row do not depend on
 // the kernel, the tile of query rows, the other rows, or where a prefill was cut.
@@ -28,7 +29,7 @@ struct AttentionArgs {
   const void* k = nullptr;  // [rows, kv_heads, head_dim]
   const void* v = nullptr;
   void* out = nullptr;   // [tokens, q_heads, head_dim], contiguous
-  float* lse = nullptr;  // [tokens, q_heads], base-2 log of the sum of 2^score, or null; packed kernel only
+  float* lse = nullptr;  // [tokens, q_heads], base-2 log of the sum of 2^score, or null; of the packed kernels
   int64_t q_stride = 0, k_stride = 0, v_stride = 0;
   int64_t key_rows = 0;  // of k and v
   int q_heads = 0, kv_heads = 0, head_dim = 0;
@@ -39,13 +40,13 @@ struct AttentionArgs {
   int item_count = 0;
 };
 
-// Any runs.
 enum class PackedKernel {
   kTiles,       // mma.sync, attention_tiles.cuh; no backward
-  kWarpGroups,  // wgmma, attention_wgmma.cu: compute capability 9.0; elsewhere kTiles computes
+  kWarpGroups,  // wgmma, attention_wgmma.cu; where the driver cannot encode tensor maps kTiles computes
 };
+// Any runs.
 cudaError_t launch_attention_packed(const AttentionArgs& args, PackedKernel kernel, cudaStream_t stream);
-// kWarpGroups; cudaErrorInvalidValue where the device or the driver cannot.
+// kWarpGroups alone; cudaErrorInvalidValue where the device or the driver cannot.
 cudaError_t launch_attention_wgmma(const AttentionArgs& args, cudaStream_t stream);
 
 // The gradients of a packed pass by wgmma, from attention_backward.cu: compute capability 9.0. Determinism class:
@@ -66,7 +67,7 @@ struct AttentionBackwardArgs {
   const int32_t* key_items = nullptr;
   int query_item_count = 0, key_item_count = 0;
 };
-// Whether the current device and driver can.
+// Whether the current device and driver can run it.
 bool attention_backward_supported();
 cudaError_t launch_attention_backward(const AttentionBackwardArgs& args, cudaStream_t stream);
 

@@ -3,8 +3,8 @@
 //
 // Why the bits are those of the other kernels: a score is one chain of steps of 16 along head_dim, an element of the
 // output one chain of steps of 16 along the keys, tile by tile, ascending; a step has the same bits as part of any
-// tensor-core instruction (few_rows.h). Maxima, factors, weights and the sum of weights are computed by the operations
-// of attention_steps.cuh, and the lane that holds a score holds it in the other kernels too.
+// tensor-core instruction (few_rows.h). A maximum has no rounding; factors and weights are computed by the operations
+// of attention_steps.cuh; sums of weights are products with ones in all kernels.
 //
 // A group's time line: it turns the scores of tile j into weights while the products of values with the weights of tile
 // j - 1 run, and its rescaling and rounding fall under the products of the other group. Blocks stay and take pieces
@@ -12,28 +12,22 @@
 // one before.
 //
 // Barriers: key_full, key_free, value_full, value_free a stage; query_full, query_free. A tile of values that reaches
-// past the last key is copied, then its rows past the end are zeroed, for what lies there may be no number and 0 times
-// it none either.
+// past the last key is copied (landed), then its rows past the end are zeroed, for what lies there may be no number and
+// 0 times it none either.
 #include <algorithm>
 #include <flashinfer/math.cuh>
 
-#include "trainer/ops/cuda/attention_kernels.h"
+#include "trainer/ops/cuda/attention_groups.cuh"
 #include "trainer/ops/cuda/attention_steps.cuh"
-#include "trainer/ops/cuda/row_product.cuh"
-#include "trainer/ops/cuda/wgmma.cuh"
 
 namespace trireme::cuda {
 namespace {
 
+using namespace groups;
 using namespace hopper;
 using bf16 = __nv_bfloat16;
 
-constexpr int kGroups = 2, kGroupRows = 64, kGroupThreads = 128;
-constexpr int kThreads = (kGroups + 1) * kGroupThreads;
-static_assert(kGroups * kGroupRows == kPackedTileRows);
-constexpr int kQueryWarps = 2;                           // that copy queries
-constexpr int kLoadingRegisters = 40, kRegisters = 232;  // 40 + 2 x 232 of the 3 x 168 that the block begins with
-constexpr uint32_t kBoxBytes = kKeyTile * 128;           // 64 keys x 64 elements
+constexpr int kQueryWarps = 2;  // that copy queries
 
 template <int kHeadDim>
 struct Plan {
@@ -64,10 +58,6 @@ struct WgmmaParams {
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-// An arrival once all copies of this thread have landed.
-__device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ __forceinline__ void load_fragment(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
@@ -83,19 +73,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
   const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
 
-  // Pieces of work (item, key head), the ones with most keys first. A block takes one of every round, forth and back,
-  // so that all get as much.
   const int pieces = p.item_count * p.kv_heads, blocks = static_cast<int>(gridDim.x);
-  const auto turn_back = [&](int index) {
-    const int first = index / blocks * blocks;
-    return (index / blocks) % 2 == 0 || first + blocks > pieces ? index : 2 * first + blocks - 1 - index;
-  };
   struct Piece {
     int tile, head, first_query, queries, first_key, keys, past, tiles;
   };
   const auto piece_of = [&](int index) {
     Piece w;
-    const int taken = turn_back(index), item = taken / p.kv_heads;
+    const int taken = dealt(index, pieces, blocks), item = taken / p.kv_heads;
     const int run = p.items[item];
     w.head = taken - item * p.kv_heads;
     w.tile = p.items[p.item_count + item];
@@ -180,8 +164,10 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
           }
         };
         wait(key_free + 8 * ring.stage, ring.phase ^ 1);
+        __syncwarp();
         load(key_tiles + static_cast<uint32_t>(ring.stage) * Shape::kTileBytes, &p.k_map, key_full + 8 * ring.stage);
         wait(value_free + 8 * ring.stage, ring.phase ^ 1);
+        __syncwarp();
         const uint32_t values = value_tiles + static_cast<uint32_t>(ring.stage) * Shape::kValueBytes;
         const int rest = w.keys - j * kKeyTile;
         if (rest >= kKeyTile) {
@@ -192,16 +178,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
         __syncwarp();
         wait(landed, landed_phase);
         landed_phase ^= 1;
-#pragma unroll
-        for (int box = 0; box < Shape::kBoxes; ++box) {
-          for (uint32_t at = static_cast<uint32_t>(rest) * 128 + static_cast<uint32_t>(lane) * 16; at < kBoxBytes;
-               at += 512) {
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(values + box * kBoxBytes + at), "r"(0)
-                         : "memory");
-          }
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncwarp();
+        zero_rows<Shape::kBoxes>(values, rest, lane);
         if (lane == 0) arrive(value_full + 8 * ring.stage);
       }
     }
@@ -211,10 +188,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
   take_registers<kRegisters>();
   const float scale = p.scale_log2;
   const uint32_t key_rows = swizzled_rows(key_tiles), value_columns = swizzled_columns(value_tiles);
-  const auto release = [&](uint32_t barrier) {
-    __syncwarp();
-    if (lane == 0) arrive(barrier);
-  };
   const int first_row = (group - 1) * kGroupRows + warp * 16;  // of the warp in a tile's pairs of token and query head
 
   // What a thread knows of a piece: two rows, lane / 4 and 8 further.
@@ -255,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
                  chunk = 2 * step + static_cast<uint32_t>(lane) / 16;
       load_fragment(q[step], queries + query_at(row, chunk));
     }
-    release(query_free);
+    release(query_free, lane);
   };
   const auto issue_scores = [&](int stage) {
     const uint32_t from = further(key_rows, static_cast<uint32_t>(stage) * Shape::kTileBytes);
@@ -333,16 +306,6 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
       for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = __fmul_rn(out[i], factor[i / 2 % 2]);
     }
   };
-  const auto round_weights = [&] {
-#pragma unroll
-    for (int step = 0; step < kKeyTile / 16; ++step) {
-#pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        weights[step][part] = row_product::pack_pair(scores[8 * step + 2 * part], scores[8 * step + 2 * part + 1]);
-      }
-    }
-  };
-
   int index = static_cast<int>(blockIdx.x);
   Rows rows = rows_of(index);
   row_product::Ring key_ring(kStages), value_ring(kStages);
@@ -355,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     __syncwarp();
   };
   const auto release_keys = [&] {
-    release(key_free + 8 * key_ring.stage);
+    release(key_free + 8 * key_ring.stage, lane);
     key_ring.advance();
   };
   load_queries();
@@ -368,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
   pin(scores);
   release_keys();
   weigh(rows, 0);
-  round_weights();
+  round_sums(weights, scores);
   wait_for_values();
   // Every further turn: the scores of tile j, be it this piece's or the first of the next one's, and the products with
   // the weights of the tile before.
@@ -390,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     wait_for_values();
     wait_for_products<0>();
     pin(out);
-    release(read);
+    release(read, lane);
   };
   for (;;) {
     const bool more = index + blocks < pieces;
@@ -399,7 +362,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     for (int j = 1; j < rows.tiles; ++j) {
       turn(rows, j);
       rescale_sums();
-      round_weights();
+      round_sums(weights, scores);
     }
     const float last_max[2] = {max[0], max[1]};
     if (!more) break;
@@ -408,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
     turn(following, 0);
     write(rows, last_max);
     begin_sums();
-    round_weights();
+    round_sums(weights, scores);
     index += blocks;
     rows = following;
   }
@@ -418,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
   issue_values(value_ring.stage);
   wait_for_products<0>();
   pin(out);
-  release(value_free + 8 * value_ring.stage);
+  release(value_free + 8 * value_ring.stage, lane);
   write(rows, max);
 }
 

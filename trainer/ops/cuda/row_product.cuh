@@ -1,4 +1,4 @@
-// What the kernels of decoding's products have in common on the device.
+// What the kernels of decoding's products, and some of attention's, have in common on the device.
 #pragma once
 
 #include <cuda_bf16.h>

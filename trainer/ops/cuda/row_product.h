@@ -1,4 +1,5 @@
-// What the products of decoding (few_rows.h, medium_rows.h) take, and how their launches are put together.
+// What the products of decoding (few_rows.h, medium_rows.h) take, and how their launches and those of attention by warp
+// groups are put together.
 // No LibTorch here, so that the kernels' files compile fast.
 #pragma once
 

@@ -1,5 +1,6 @@
 // Products of a group of four warps (wgmma, sm_90a): sum [64, columns] += a [64, 16] . b [columns, 16]^T, bf16 into
-// float32, both operands in shared memory in rows of 128 bytes with the 128-byte swizzle. The PTX ISA manual
+// float32; b in shared memory in rows of 128 bytes with the 128-byte swizzle, a there too or in registers. The PTX ISA
+// manual
 // ("Asynchronous warpgroup level matrix multiply") says what the descriptor's bits are.
 #pragma once
 
@@ -38,6 +39,16 @@ __device__ __forceinline__ void pin(float (&sum)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
+// The same of operands in registers.
+template <int kCount>
+__device__ __forceinline__ void pin(uint32_t (&fragments)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) asm volatile("" : "+r"(fragments[i][part])::"memory");
+  }
+}
+
 // A group of four warps that needs at most so many registers a thread from here on, and one that takes so many (it
 // waits until there are as many).
 template <int kRegisters>
@@ -47,15 +58,6 @@ __device__ __forceinline__ void give_registers_away() {
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kCount>
-__device__ __forceinline__ void pin(uint32_t (&fragments)[kCount][4]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-    for (int part = 0; part < 4; ++part) asm volatile("" : "+r"(fragments[i][part])::"memory");
-  }
 }
 
 // Thread t of the group holds rows 16 (t / 32) + t % 32 / 4 (+ 8) and columns 8 b + 2 (t % 4) (+ 1): sum[4 b + 2 h + c]
@@ -172,9 +174,9 @@ TRIREME_MULTIPLY_GROUP(192, 12, 96, 97)
 TRIREME_MULTIPLY_GROUP(208, 13, 104, 105)
 TRIREME_MULTIPLY_GROUP(240, 15, 120, 121)
 TRIREME_MULTIPLY_GROUP(256, 16, 128, 129)
-// The same with rows from registers: a of a warp as mma.sync m16n8k16 wants it, of the warp's 16 rows. kAcross: rows of
-// b are the elements of the sum and columns lie along its 128 bytes (b [16, columns], as values of attention), further
-// blocks of 64 columns 8 KiB apart. First: sum is a . b alone.
+// The same with rows from registers: a of a warp as mma.sync m16n8k16 wants it, of the warp's 16 rows. kAcross: b's
+// rows of 128 bytes run along the summed index and hold 64 columns each (b [16, columns], as values of attention),
+// further blocks of 64 columns 8 KiB apart. First: sum is a . b alone.
 #define TRIREME_NAMES_4H TRIREME_NAMES_4 ", %32, %33, %34, %35"
 #define TRIREME_NAMES_8H TRIREME_NAMES_8 ", %64, %65, %66, %67"
 #define TRIREME_FOUR(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
