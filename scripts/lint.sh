@@ -11,7 +11,7 @@ if [ "${1:-}" = --fix ]; then fix=1; shift; fi
 need_packages clang-format clang-tidy
 
 LIST='^(base|topology|api)/[^/]+\.cpp$
-^operator/controller/(actions|cache|failure|objects|plan)\.cpp$
+^operator/controller/(actions|cache|failure|objects|plan|pod_names)\.cpp$
 ^operator/kube/(api_error|client_config|json_scan|watch_lines|work_queue)\.cpp$
 ^operator/(scheduling|webhook)/(gang|admission)\.cpp$
 ^trainer/config/[^/]+\.cpp$

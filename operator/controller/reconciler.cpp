@@ -18,8 +18,8 @@ using kube::ApiErrorKind;
 using kube::ObjectKey;
 using kube::Priority;
 
-constexpr Milliseconds kCreateEcho{5000};  // the watch tells of our creates by then; if not, we look ourselves
-constexpr int kMaxRounds = 8;              // decisions in one reconcile; more go back to the queue
+constexpr Milliseconds kLongestEcho{60000};  // of ReconcilerOptions::create_echo, doubled while the watch is late
+constexpr int kMaxRounds = 8;                // decisions in one reconcile; more go back to the queue
 
 // Thrown when the lease is not ours: nothing is wrong, somebody else does the work.
 struct NotLeading {};
@@ -39,6 +39,21 @@ bool owned_by(const Json& object, const std::string& uid) {
   const Json owners = metadata.value("ownerReferences", Json::array());
   return std::any_of(owners.begin(), owners.end(),
                      [&](const Json& owner) { return owner.is_object() && owner.value("uid", std::string()) == uid; });
+}
+
+// The label selector of a list, for an object that was read by its name: that may be somebody else's.
+bool has_label(const Json& object, const char* label, const std::string& value) {
+  const Json metadata = object.value("metadata", Json::object());
+  const Json labels = metadata.value("labels", Json::object());
+  return labels.is_object() && labels.value(label, std::string()) == value;
+}
+
+// Every pod of an attempt that waits for nodes is there, and none is going.
+bool whole(const Observed& observed) {
+  const int64_t pods = std::count_if(observed.pods.begin(), observed.pods.end(), [&](const ObservedPod& pod) {
+    return pod.attempt == observed.job.status.attempt && !pod.deleting;
+  });
+  return observed.job.status.phase == phase::kQueued && pods >= total_pods(observed.job.spec);
 }
 
 int64_t steady_ns() {
@@ -331,16 +346,27 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
     Plan next = plan(*observed, *plan_options());
     if (next.needs_live) {
       TRIREME_CHECK(!observed->live, "the planner asked twice for the live state of " + key.str());
-      // We made the pods just now and the watch has not told all of them yet.
-      const auto since = SteadyClock::now() - memory.created_at;
-      const RLJobStatus& status = observed->job.status;
-      if (status.phase == phase::kQueued && memory.created_attempt == status.attempt && since < kCreateEcho)
-        return Again{kCreateEcho};
-      observed = observe_live(key, deadline);
+      // We made the pods, or saw all of them, just now and the watch has not told of them yet.
+      const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.created_at);
+      const RLJobStatus& cached = observed->job.status;
+      const bool known = cached.phase == phase::kQueued && memory.created_attempt == cached.attempt;
+      if (known && since < memory.echo) return Again{memory.echo - since};
+      observed = observe_live(key, memory, deadline);
+      if (observed && whole(*observed)) {
+        // The watch is late. Waiting as long again as before keeps each news of the job from making another look.
+        const int64_t attempt = observed->job.status.attempt;
+        memory.echo =
+            known && memory.created_attempt == attempt ? std::min(2 * memory.echo, kLongestEcho) : options_.create_echo;
+        memory.created_attempt = attempt;
+        memory.created_at = SteadyClock::now();
+      }
       continue;
     }
     if (next.decision) {
+      const int64_t before = observed->job.status.attempt;
+      if (next.decision->attempt != before) memory.created_attempt = -1;
       observed->job = write_status(key, observed->job, *next.decision, deadline);
+      if (before == 0 && observed->job.status.attempt == 1) memory.names.begin(observed->job);
       memory.written = std::make_unique<RLJob>(observed->job);
       memory.status_written = SteadyClock::now();
       emit(observed->job, next.events);
@@ -355,11 +381,13 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
         return a.kind == Action::Kind::kCreate && a.resource.plural == "pods";
       });
       try {
+        if (creates) memory.created_attempt = -1;  // until all are made
         carry_out(key, observed->job, std::move(next.actions), deadline);
         if (memory.rejected_attempt == attempt) memory.rejected_attempt = -1;
         if (creates) {
           memory.created_attempt = attempt;
           memory.created_at = SteadyClock::now();
+          memory.echo = options_.create_echo;
         }
       } catch (const ApiError& e) {
         if (e.kind() != ApiErrorKind::kInvalid && e.kind() != ApiErrorKind::kForbidden) throw;
@@ -394,23 +422,57 @@ std::optional<Observed> Reconciler::observe_cached(const ObjectKey& key, Memory&
   return observed;
 }
 
-std::optional<Observed> Reconciler::observe_live(const ObjectKey& key, const Deadline& deadline) {
+// What the cache cannot tell: whether a pod that it does not show is not there or only not heard of, and whether one
+// that it shows still stands in the way.
+std::optional<Observed> Reconciler::observe_live(const ObjectKey& key, Memory& memory, const Deadline& deadline) {
   const auto object = client_.find(kube::resources::kRlJobs, key, deadline);
   if (!object) return std::nullopt;
   Observed observed;
   observed.live = true;
   observed.job = rljob_from_json(*object, observed.issues, {.strict = false});
+  const std::string& uid = observed.job.metadata.uid;
+  std::vector<std::string> cached;
+  for (const auto& [pod_key, pod] : pods_->by_label(uid)) cached.push_back(pod_key.name);
+  const auto names = memory.names.ask(observed.job, std::move(cached));
+  observed.pods = names ? get_pods(key.ns, uid, *names, deadline) : list_pods(key.ns, uid, deadline);
+  memory.names.saw(observed.job, observed.pods);
+  return observed;
+}
+
+std::vector<ObservedPod> Reconciler::list_pods(const std::string& ns, const std::string& uid,
+                                               const Deadline& deadline) const {
+  std::vector<ObservedPod> pods;
   kube::ListOptions list;
-  list.label_selector = std::string(kLabelJobUid) + "=" + observed.job.metadata.uid;
+  list.label_selector = std::string(kLabelJobUid) + "=" + uid;
   client_.list_each(
-      kube::resources::kPods, key.ns, list,
+      kube::resources::kPods, ns, list,
       [&](std::string_view text) {
         static const kube::JsonFields kFields = pod_fields();
         const Json reduced = kFields.parse(text);
-        observed.pods.push_back(observe(reduced["metadata"]["name"].get<std::string>(), read_pod(reduced)));
+        pods.push_back(observe(reduced["metadata"]["name"].get<std::string>(), read_pod(reduced)));
       },
       deadline);
-  return observed;
+  return pods;
+}
+
+// Not of one moment, as a list is. Nobody but this worker makes pods of the job, and what was seen to have ended or to
+// be gone stays so.
+std::vector<ObservedPod> Reconciler::get_pods(const std::string& ns, const std::string& uid,
+                                              const std::vector<std::string>& names, const Deadline& deadline) {
+  std::vector<std::optional<ObservedPod>> found(names.size());
+  std::vector<std::function<void()>> reads;
+  for (size_t i = 0; i < names.size(); ++i) {
+    reads.push_back([&, i] {
+      const auto object = client_.find(kube::resources::kPods, {ns, names[i]}, deadline);
+      if (object && has_label(*object, kLabelJobUid, uid)) found[i] = observe(names[i], read_pod(*object));
+    });
+  }
+  pool_.run(std::move(reads));
+  std::vector<ObservedPod> pods;
+  for (auto& pod : found) {
+    if (pod) pods.push_back(std::move(*pod));
+  }
+  return pods;
 }
 
 void Reconciler::complete_observation(const ObjectKey& key, Observed& observed, Memory& memory,

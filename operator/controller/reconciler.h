@@ -15,6 +15,7 @@
 
 #include "operator/controller/cache.h"
 #include "operator/controller/plan.h"
+#include "operator/controller/pod_names.h"
 #include "operator/controller/pool.h"
 #include "operator/controller/reports.h"
 #include "operator/kube/client.h"
@@ -28,11 +29,12 @@ namespace trireme::controller {
 struct ReconcilerOptions {
   std::string ns;           // "" all namespaces
   int workers = 64;         // they wait for the API server most of the time
-  int write_threads = 64;   // beside the workers, for the parallel writes of a wave
+  int write_threads = 64;   // beside the workers, for the parallel writes of a wave and the reads of a live look
   bool watch_nodes = true;  // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods
   Milliseconds status_interval{1000};     // between two status writes of a job that decide nothing
   Milliseconds progress_interval{10000};  // between two that only carry progress; grows with the number of jobs
   Milliseconds pod_debounce{50};          // pods becoming scheduled and ready are looked at together
+  Milliseconds create_echo{5000};         // the watch tells of our creates by then; if not, we look ourselves
   Milliseconds reconcile_timeout{60000};
   Milliseconds queue_backoff_min{5};
   Milliseconds queue_backoff_max{60000};
@@ -85,8 +87,10 @@ class Reconciler final {
     SteadyClock::time_point status_written{};
     int64_t claims_attempt = -1;
     std::map<std::string, std::vector<std::string>> claims;
-    int64_t created_attempt = -1;  // whose pods we made, at created_at
+    int64_t created_attempt = -1;  // whose pods we made, or saw all of in a live look, at created_at
     SteadyClock::time_point created_at{};
+    Milliseconds echo{0};  // the watch has this long from then on
+    PodNames names;
     int64_t rejected_attempt = -1;
     std::string rejection;
     bool rejection_final = false;
@@ -106,7 +110,10 @@ class Reconciler final {
   std::optional<Again> reconcile(const kube::ObjectKey& key, const Deadline& deadline);
 
   std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
-  std::optional<Observed> observe_live(const kube::ObjectKey& key, const Deadline& deadline);
+  std::optional<Observed> observe_live(const kube::ObjectKey& key, Memory& memory, const Deadline& deadline);
+  std::vector<ObservedPod> list_pods(const std::string& ns, const std::string& uid, const Deadline& deadline) const;
+  std::vector<ObservedPod> get_pods(const std::string& ns, const std::string& uid,
+                                    const std::vector<std::string>& names, const Deadline& deadline);
   void complete_observation(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
   void look_up_claims(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
   void remember_ages(Observed& observed, Memory& memory);

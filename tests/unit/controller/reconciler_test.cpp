@@ -20,6 +20,27 @@ void expect_sound(const Cluster& c) {
   EXPECT_EQ(c.created_twice(), std::vector<std::string>{});
 }
 
+// The pods' watch never opens: what there is after the operator's start is only seen by live looks.
+void stall_pod_watch(Cluster& c) {
+  c.server.inject({.method = "GET", .path_part = "/api/v1/pods?allowWatchBookmarks", .status = 503, .times = -1});
+}
+int pod_lists(const Cluster& c) { return c.server.count("GET", "/namespaces/team/pods?"); }
+int pod_reads(const Cluster& c, const std::string& name) {
+  return c.server.count("GET", "/namespaces/team/pods/" + name + "?");
+}
+int pod_creates(const Cluster& c) { return c.server.count("POST", "/namespaces/team/pods?"); }
+ReconcilerOptions short_echo() {
+  ReconcilerOptions options = fast_options();
+  options.create_echo = Milliseconds(10);
+  return options;
+}
+bool eventually_looking(Cluster& c, const ObjectKey& job, const std::function<bool()>& condition) {
+  return eventually([&] {
+    c.op->enqueue(job);
+    return condition();
+  });
+}
+
 TEST(Reconciler, FromApplyToComplete) {
   Cluster c;
   c.start_operator();
@@ -332,6 +353,132 @@ TEST(Reconciler, LargeGangIsMadeOnce) {
   ASSERT_TRUE(c.wait_phase({"team", "big"}, phase::kRunning));
   EXPECT_EQ(c.pods().size(), 100u);
   expect_sound(c);
+}
+
+TEST(Reconciler, PodsThatTheWatchKeepsBackAreReadByName) {
+  Cluster c;
+  stall_pod_watch(c);
+  c.start_operator(-1, short_echo());
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.phase(job) == phase::kRunning; }));
+  EXPECT_EQ(c.op->pod_count(), 0u);
+  EXPECT_EQ(pod_lists(c), 0);
+  EXPECT_GT(pod_reads(c, "quick-actor-0-a1"), 0);
+  EXPECT_GT(pod_reads(c, "quick-actor-1-a1"), 0);
+  c.server.clear_faults();
+  c.trainers_end = true;
+  ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
+  EXPECT_EQ(c.attempt(job), 1);
+  expect_sound(c);
+}
+
+TEST(Reconciler, PodThatIsNotThereIsMadeAgain) {
+  Cluster c;
+  c.kubelets = false;
+  stall_pod_watch(c);
+  c.start_operator(-1, short_echo());
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return c.pods().size() == 2; }));
+  c.server.inject({.method = "GET", .path_part = "/pods/quick-actor-0-a1", .status = 503, .times = -1});
+  c.server.erase(resources::kPods, {"team", "quick-actor-1-a1"});
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return pod_reads(c, "quick-actor-0-a1") >= 3; }));
+  EXPECT_EQ(pod_creates(c), 2) << "a look that failed shows nothing";
+  c.server.clear_faults();
+  stall_pod_watch(c);
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.pods().size() == 2; }));
+  EXPECT_EQ(pod_creates(c), 3);
+  EXPECT_EQ(pod_lists(c), 0);
+}
+
+TEST(Reconciler, LeftoverThatTheWatchKeepsBackIsSeen) {
+  Cluster c;
+  stall_pod_watch(c);
+  c.start_operator(-1, short_echo());
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.phase(job) == phase::kRunning; }));
+  c.kubelets = false;
+  c.fail_pod("quick-actor-1-a1", 1);
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.server.count("DELETE", "/pods/quick-actor-0-a1") > 0; }));
+  const int looks = pod_reads(c, "quick-actor-0-a1");
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return pod_reads(c, "quick-actor-0-a1") >= looks + 3; }));
+  EXPECT_EQ(c.attempt(job), 2);
+  EXPECT_EQ(pod_creates(c), 2) << "a pod of attempt 1 is alive";
+  c.kubelets = true;
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.attempt(job) == 2 && c.phase(job) == phase::kRunning; }));
+  EXPECT_EQ(pod_lists(c), 0);
+  expect_sound(c);
+}
+
+// As when a job is deleted and made again under its name while the old pods are still going.
+TEST(Reconciler, PodOfAnEarlierJobOfTheNameIsNotTakenForOurs) {
+  Cluster c;
+  c.kubelets = false;
+  const ObjectKey taken{"team", "quick-actor-1-a1"};
+  c.server.put(resources::kPods, {{"metadata",
+                                   {{"name", taken.name},
+                                    {"namespace", taken.ns},
+                                    {"labels",
+                                     {{kLabelJob, "quick"},
+                                      {kLabelJobUid, "earlier"},
+                                      {kLabelRole, "actor"},
+                                      {kLabelRank, "1"},
+                                      {kLabelAttempt, "1"}}}}},
+                                  {"spec", Json::object()}});
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return pod_creates(c) >= 4; })) << "it was looked for, and is made again and again";
+  EXPECT_EQ(c.phase(job), phase::kQueued);
+  c.server.erase(resources::kPods, taken);
+  c.kubelets = true;
+  EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
+  EXPECT_EQ(pod_lists(c), 0);
+}
+
+TEST(Reconciler, LargeGangIsListed) {
+  Cluster c;
+  stall_pod_watch(c);
+  c.start_operator(-1, short_echo());
+  Json object = testing::job_object("big");
+  object["spec"]["roles"]["actor"]["replicas"] = PodNames::kMost + 4;
+  c.server.put(resources::kRlJobs, object);
+  const ObjectKey job{"team", "big"};
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.phase(job) == phase::kRunning; }));
+  EXPECT_GT(pod_lists(c), 0);
+  EXPECT_EQ(pod_reads(c, "big-actor-0-a1"), 0);
+  expect_sound(c);
+}
+
+TEST(Reconciler, PodsOfAnotherProcessAreListedOnce) {
+  Cluster c;
+  c.kubelets = false;
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return c.pods().size() == 2; }));
+  c.stop_operator();
+  EXPECT_EQ(pod_lists(c), 0);
+  stall_pod_watch(c);
+  for (int i = 0; i < 2; ++i) {
+    c.server.erase(resources::kPods, {"team", "quick-actor-1-a1"});
+    if (i == 0) c.start_operator(-1, short_echo());
+    ASSERT_TRUE(eventually_looking(c, job, [&] { return c.pods().size() == 2; }));
+    EXPECT_EQ(pod_lists(c), 1);
+  }
+}
+
+TEST(Reconciler, ALateWatchIsGivenMoreTimeAfterEachLook) {
+  Cluster c;
+  c.kubelets = false;
+  stall_pod_watch(c);
+  ReconcilerOptions options = fast_options();
+  options.create_echo = Milliseconds(20);
+  const Stopwatch watch;
+  c.start_operator(-1, options);
+  const ObjectKey job = c.add_job("quick");
+  int looks = 0;
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return (looks = pod_reads(c, "quick-actor-0-a1")) >= 4; }));
+  // 20, 40, 80 and 160 ms, although there were news every few.
+  EXPECT_GE(watch.seconds(), 0.3);
+  EXPECT_EQ(pod_creates(c), 2);
 }
 
 TEST(Reconciler, StandbyWritesNothing) {

@@ -1,0 +1,65 @@
+#include "operator/controller/pod_names.h"
+
+#include <algorithm>
+
+#include "api/runtime.h"
+#include "base/text.h"
+#include "operator/controller/actions.h"
+
+namespace trireme::controller {
+
+void PodNames::begin(const RLJob& job) {
+  const uint64_t uid = hash64(job.metadata.uid);
+  if (uid_hash_ == uid) return;  // somebody took its status back to nothing: it may have pods
+  uid_hash_ = uid;
+  generation_ = job.metadata.generation;
+  first_ = last_ = 1;
+}
+
+std::optional<std::vector<std::string>> PodNames::ask(const RLJob& job, std::vector<std::string> cached) const {
+  const int64_t attempt = job.status.attempt;
+  if (first_ == 0 || uid_hash_ != hash64(job.metadata.uid) || generation_ != job.metadata.generation || attempt < last_)
+    return std::nullopt;
+  const int64_t attempts = attempt - first_ + 1;
+  int64_t pods = 0;
+  for (const RoleRef& role : roles_of(job.spec)) {
+    // The specification may be one that nobody has validated.
+    if (role.spec->replicas < 0 || role.spec->replicas > kMost) return std::nullopt;
+    pods += role.spec->replicas;
+  }
+  if (attempts > kMost || attempts * pods > kMost) return std::nullopt;
+  std::vector<std::string> names = std::move(cached);
+  for (int64_t a = first_; a <= attempt; ++a) {
+    for (WantedPod& wanted : wanted_pods(job, a)) names.push_back(std::move(wanted.name));
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  if (static_cast<int64_t>(names.size()) > kMost) return std::nullopt;
+  return names;
+}
+
+void PodNames::saw(const RLJob& job, const std::vector<ObservedPod>& pods) {
+  const int64_t attempt = job.status.attempt;
+  uid_hash_ = hash64(job.metadata.uid);
+  generation_ = job.metadata.generation;
+  first_ = std::max<int64_t>(1, attempt - 1);
+  last_ = std::max<int64_t>(1, attempt);
+  for (const ObservedPod& pod : pods) {
+    if (!explains(job, pod)) {
+      first_ = 0;
+      return;
+    }
+    first_ = std::min(first_, pod.attempt);
+  }
+}
+
+bool PodNames::explains(const RLJob& job, const ObservedPod& pod) const {
+  if (pod.attempt < 1 || pod.attempt > job.status.attempt || pod.rank < 0) return false;
+  for (const RoleRef& role : roles_of(job.spec)) {
+    if (role.name != pod.role) continue;
+    return pod.rank < role.spec->replicas && pod.name == pod_name(job.metadata.name, pod.role, pod.rank, pod.attempt);
+  }
+  return false;
+}
+
+}  // namespace trireme::controller
