@@ -434,7 +434,9 @@ std::optional<Observed> Reconciler::observe_live(const ObjectKey& key, Memory& m
   std::vector<std::string> cached;
   for (const auto& [pod_key, pod] : pods_->by_label(uid)) cached.push_back(pod_key.name);
   const auto names = memory.names.ask(observed.job, std::move(cached));
-  observed.pods = names ? get_pods(key.ns, uid, *names, deadline) : list_pods(key.ns, uid, deadline);
+  const bool by_name =
+      names && static_cast<int64_t>(names->size()) * options_.pods_a_get <= static_cast<int64_t>(pod_count());
+  observed.pods = by_name ? get_pods(key.ns, uid, *names, deadline) : list_pods(key.ns, uid, deadline);
   memory.names.saw(observed.job, observed.pods);
   return observed;
 }

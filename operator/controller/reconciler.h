@@ -34,6 +34,7 @@ struct ReconcilerOptions {
   Milliseconds status_interval{1000};     // between two status writes of a job that decide nothing
   Milliseconds progress_interval{10000};  // between two that only carry progress; grows with the number of jobs
   Milliseconds pod_debounce{50};          // pods becoming scheduled and ready are looked at together
+  int64_t pods_a_get = 150;               // a list by label walks so many pods in the time of a GET by name
   Milliseconds create_echo{5000};         // the watch tells of our creates by then; if not, we look ourselves
   Milliseconds reconcile_timeout{60000};
   Milliseconds queue_backoff_min{5};

@@ -28,6 +28,7 @@ inline ReconcilerOptions fast_options() {
   o.status_interval = Milliseconds(20);
   o.progress_interval = Milliseconds(20);
   o.pod_debounce = Milliseconds(2);
+  o.pods_a_get = 0;  // live looks by name even among few pods
   o.queue_backoff_max = Milliseconds(200);
   o.reflector.backoff_min = Milliseconds(5);
   o.reflector.backoff_max = Milliseconds(100);

@@ -434,6 +434,19 @@ TEST(Reconciler, PodOfAnEarlierJobOfTheNameIsNotTakenForOurs) {
   EXPECT_EQ(pod_lists(c), 0);
 }
 
+TEST(Reconciler, AmongFewPodsAListIsCheaper) {
+  Cluster c;
+  stall_pod_watch(c);
+  ReconcilerOptions options = short_echo();
+  options.pods_a_get = ReconcilerOptions().pods_a_get;
+  c.start_operator(-1, options);
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually_looking(c, job, [&] { return c.phase(job) == phase::kRunning; }));
+  EXPECT_GT(pod_lists(c), 0);
+  EXPECT_EQ(pod_reads(c, "quick-actor-0-a1"), 0);
+  expect_sound(c);
+}
+
 TEST(Reconciler, LargeGangIsListed) {
   Cluster c;
   stall_pod_watch(c);
