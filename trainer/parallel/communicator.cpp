@@ -135,7 +135,8 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
   }
   const auto dead = impl.lifeline->wait_for_dead();
   throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() + ": store " +
-                                       operation + " of '" + key + "' failed: " + why + (dead ? "; " + *dead : ""));
+                                       operation + " of '" + key + "' in phase " + impl.lifeline->phase() +
+                                       " failed: " + why + (dead ? "; " + *dead : ""));
 }
 }  // namespace
 

@@ -278,6 +278,11 @@ void Lifeline::set_phase(const std::string& phase) {
   if (Connection* rank0 = hub()) send(*rank0, "phase " + one_line(phase) + "\n");
 }
 
+std::string Lifeline::phase() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return phase_;
+}
+
 std::optional<std::string> Lifeline::dead() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return declared_;

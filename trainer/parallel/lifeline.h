@@ -74,6 +74,7 @@ class Lifeline final {
 
   // The training thread is in this phase from now on.
   void set_phase(const std::string& phase);
+  std::string phase();  // "start" at first
   // "rank 1 has died in phase training: signal 9 (Killed)", several with "; " between them. The same on all ranks.
   std::optional<std::string> dead();
   // Waits for it, but not when rank 0 has left, who would tell. In kWord a death that has broken something is known.

@@ -160,6 +160,22 @@ TEST(Communicator, ARankThatDiesIsNamedByAllOthersLongBeforeTheirDeadline) {
   }
 }
 
+TEST(JobStore, ACallAfterRank0HasGoneNamesPhaseAndCause) {
+  ListeningPort port;
+  const auto errors = on_ranks(2, [&](int rank) {
+    const RendezvousOptions rendezvous = port.place(rank, 2, Milliseconds(250000));
+    JobStore store(rendezvous);
+    Communicator group(store, rendezvous, "dp");
+    group.set_phase("generation");
+    group.barrier();
+    if (rank == 0) throw std::runtime_error("gone");
+    while (true) store.add("counter", 1);
+  });
+  EXPECT_NE(errors[1].find("store add of 'counter' in phase generation failed: "), std::string::npos) << errors[1];
+  EXPECT_NE(errors[1].find("; rank 0 has died: its connection was closed without a word"), std::string::npos)
+      << errors[1];
+}
+
 TEST(ParallelContext, RefusesSplitsItCannotDo) {
   RendezvousOptions two_ranks;
   two_ranks.world_size = 2;
