@@ -52,9 +52,9 @@ print(f"{ranks} processes: log {worst:.2g}, gradients {difference:.2g} of the la
 sys.exit(0 if worst <= 1e-5 and difference <= 1e-5 else 1)
 PY
 }
-reference() { # reference NAME BACKGROUND_PROCESSORS
+reference() { # reference NAME BACKGROUND_PROCESSORS [overrides...]
   "$TRIREME" launch --nproc-per-node 2 -- $(run_args "$1" grpo.max_num_steps=3 grpo.val_period=0 grpo.val_at_start=false cluster.gpus_per_node=2 \
-    policy.generation.max_running_samples=8 loss_fn.reference_policy_kl_penalty=0.05 policy.generation.background_processors="$2")
+    policy.generation.max_running_samples=8 loss_fn.reference_policy_kl_penalty=0.05 policy.generation.background_processors="$2" "${@:3}")
 }
 check "reference log-probs after generation" reference after 0
 check "reference log-probs under generation" reference under 1
@@ -67,5 +67,21 @@ PY
 [[ "$early" =~ ^[0-9.]+$ && "$early" != 0.0 ]] && ok "under generation: $early of them" || bad "no reference log-prob was computed under generation"
 [ "$(weights after 3)" = "$(weights under 3)" ] && [ "$(values after | tr -s ,)" = "$(values under | tr -s ,)" ] && ok "the same weights, moments and log" ||
   bad "weights or log differ" "$(diff <(values after) <(values under))"
+# Gradients of whole groups while others are generated: the same numbers but for the order of sums.
+check "gradients under generation" reference gradients 1 grpo.early_gradients=true
+out=$(python3 - "$dir/under-logs/train.jsonl" "$dir/gradients-logs/train.jsonl" <<'PY'
+import json, sys
+logs = [[x for x in map(json.loads, open(name)) if "train/loss" in x] for name in sys.argv[1:]]
+early = [x["performance/gradients_under_generation"] for x in logs[1]]
+keys = sorted(k for k, v in logs[0][0].items() if k.startswith("train/") and isinstance(v, (int, float)))
+worst, where = 0, ""
+for a, b in zip(*logs):
+    for key in keys:
+        difference = abs(a[key] - b[key]) / max(abs(a[key]), 1e-3)
+        if difference > worst: worst, where = difference, key
+print(f"{sum(early) / len(early):.2f} of the samples early, log of {len(keys)} values within {worst:.2g} ({where})")
+sys.exit(0 if len(logs[0]) == len(logs[1]) == 3 and "train/grad_norm" in keys and max(early) > 0 and worst <= 1e-4 else 1)
+PY
+) && ok "$out" || bad "gradients under generation against after it" "$out"
 for n in 2 4; do out=$(compare $n) && ok "$out" || bad "$n processes against one" "$out"; done
 finish

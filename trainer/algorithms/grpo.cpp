@@ -26,7 +26,8 @@ class GrpoLoop final {
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
         rewards_(reward_options(config_), 4),
-        partition_(partition_for(config_, session_.policy->options().device, loss_options(config_).kl_penalty != 0)),
+        partition_(partition_for(config_, session_.policy->options().device,
+                                 loss_options(config_).kl_penalty != 0 || config_.grpo.early_gradients)),
         engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_, partition_),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, *session_.tokenizer, rewards_, session_.context, config_.cluster.collective_timeout_s) {
@@ -35,14 +36,21 @@ class GrpoLoop final {
       ModelOptions frozen = session_.policy->options();
       frozen.trainable = false;
       reference_ = load_model(session_.model_dir, frozen);
-      reference_stream_ = make_reference_stream(config_, *reference_, partition_, options.rendezvous.on_stuck);
     }
     exact_ = session_.exact_linear;
+    early_gradients_ = config_.grpo.early_gradients && exact_;
+    if (reference_ != nullptr || early_gradients_) {
+      reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
+                                                partition_, options.rendezvous.on_stuck);
+    }
+    early_gradients_ = early_gradients_ && reference_stream_ != nullptr;
     if (!exact_ && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
     }
     trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
                                                session_.context, exact_);
+    if (early_gradients_)
+      reference_stream_->train = [this](const std::vector<RolloutSample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) {
       const nlohmann::json& state = session_.resumed->state;
       step_ = session_.resumed->step;
@@ -137,6 +145,14 @@ class GrpoLoop final {
       request.name = "train-" + std::to_string(next_sample_id_);
       request.sampling = engine_.sampling();
       request.reference = reference_stream_.get();
+      if (early_gradients_ && !dumps(step_ + 1)) {
+        request.on_group = [&](std::vector<RolloutSample> group) {
+          const int64_t groups = config_.policy.train_global_batch_size / g.num_generations_per_prompt;
+          if (group.front().group >= groups) return;
+          assign_advantages(group, g.num_generations_per_prompt, config_);
+          reference_stream_->add_group(std::move(group));
+        };
+      }
       next_sample_id_ += static_cast<uint64_t>(batch_groups * g.num_generations_per_prompt);
       std::vector<RolloutSample> samples = collector_.collect(request, times);
       if (g.shuffle_rewards) shuffle_rewards(samples);
@@ -170,6 +186,18 @@ class GrpoLoop final {
     std::mt19937_64 generator(static_cast<uint64_t>(config_.grpo.seed) * 1000003 + next_sample_id_);
     for (size_t i = samples.size(); i > 1; --i)
       std::swap(samples[i - 1].raw_reward, samples[generator() % i].raw_reward);
+  }
+
+  bool dumps(int64_t step) const {
+    const std::vector<int64_t>& steps = config_.logger.dump_steps;
+    return std::find(steps.begin(), steps.end(), step) != steps.end();
+  }
+
+  // The part of the samples whose gradients came with them.
+  static double early_gradients(const std::vector<RolloutSample>& samples) {
+    const auto count =
+        std::count_if(samples.begin(), samples.end(), [](const RolloutSample& sample) { return sample.trained_early; });
+    return static_cast<double>(count) / static_cast<double>(samples.size());
   }
 
   // The part of the samples whose reference log-probs came with them.
@@ -234,8 +262,7 @@ class GrpoLoop final {
 
     session_.reporting.phase("training", report.step);
     std::string dump;
-    if (std::find(config_.logger.dump_steps.begin(), config_.logger.dump_steps.end(), report.step) !=
-        config_.logger.dump_steps.end()) {
+    if (dumps(report.step)) {
       std::filesystem::create_directories(config_.logger.log_dir);
       dump = (std::filesystem::path(config_.logger.log_dir) /
               ("dump_step_" + std::to_string(report.step) +
@@ -251,6 +278,7 @@ class GrpoLoop final {
     report.phases["training"] = trained.training_seconds;
     for (const auto& [key, value] : trained.metrics) report.values["train/" + key] = value;
     report.values["performance/buckets_reduced_in_backward"] = static_cast<double>(trained.buckets_reduced_in_backward);
+    if (early_gradients_) report.values["performance/gradients_under_generation"] = early_gradients(samples);
     if (reference_ != nullptr) report.values["performance/references_under_generation"] = early_references(samples);
     report.values["train/logprob_mismatch_tokens"] = static_cast<double>(trained.mismatched_tokens);
     for (const RewardCounters& counter : rewards_.counters()) {
@@ -347,9 +375,10 @@ class GrpoLoop final {
   Engine engine_;
   RolloutCollector collector_;
   std::unique_ptr<Model> reference_;
-  std::unique_ptr<ReferenceStream> reference_stream_;  // or null
   std::unique_ptr<PolicyTrainer> trainer_;
+  std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   bool exact_ = true;
+  bool early_gradients_ = false;
   int64_t step_ = 0;
   uint64_t next_sample_id_ = 0;
   std::optional<double> last_validation_;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -301,6 +302,65 @@ void PolicyTrainer::mask_mismatched_sequences(Prepared& p) const {
   p.mask = p.mask * keep.index_select(0, p.batch.sequence);
 }
 
+PolicyTrainer::Trained PolicyTrainer::train_micro_batch(const Prepared& p, double valid_tokens,
+                                                        double valid_sequences) {
+  const at::Device device = policy_.options().device;
+  const at::Tensor current = answer_logprobs(policy_, p.batch, distribution_);
+  check_finite(current, p.mask.to(device), p.batch);
+  LossInputs inputs;
+  inputs.current = current;
+  inputs.previous = p.previous.to(device);
+  inputs.generation = p.generation.to(device);
+  if (p.reference.defined()) inputs.reference = p.reference.to(device);
+  inputs.advantages = p.advantages.to(device);
+  inputs.mask = p.mask.to(device);
+  inputs.sequence = p.batch.sequence.to(device);
+  inputs.sequence_mask = p.sequence_mask.to(device);
+  if (p.positive.defined()) inputs.positive = p.positive.to(device);
+  inputs.global_valid_tokens = valid_tokens;
+  inputs.global_valid_sequences = valid_sequences;
+  Trained trained;
+  trained.output = policy_loss(inputs, loss_);
+  trained.output.loss.backward();
+  trained.logprobs = current.detach();
+  return trained;
+}
+
+void PolicyTrainer::train_early(const std::vector<RolloutSample>& samples) {
+  TRIREME_CHECK(exact_, "early gradients need the sampler's log-probs to be those of the loss");
+  int64_t rows = 0;
+  for (const RolloutSample& sample : samples) rows += sample.length();
+  set_own_recompute(policy_, config_, rows);
+  Bin bin(samples.size());
+  std::iota(bin.begin(), bin.end(), int64_t{0});
+  Prepared p = prepare(samples, bin);
+  if (p.batch.answer_tokens() == 0) return;
+  p.previous = p.generation;
+  if (loss_.kl_penalty != 0) {
+    std::vector<float> reference;
+    for (const RolloutSample& sample : samples)
+      reference.insert(reference.end(), sample.reference_logprobs.begin(), sample.reference_logprobs.end());
+    p.reference = at::tensor(reference, at::kFloat);
+  }
+  const Trained trained = train_micro_batch(p, 1, 1);
+  early_.tokens += p.mask.sum().item<double>();
+  early_.sequences += p.sequence_mask.sum().item<double>();
+  early_.mismatched_tokens += differing_bits(trained.logprobs, p.generation, p.mask);
+  add_metrics(early_.metrics, trained.output.metrics);
+  (void)policy_.flat_gradients()[0].item<double>();  // waits for what this thread has queued
+}
+
+void PolicyTrainer::divide_early(double valid_tokens, double valid_sequences) {
+  if (early_.metrics.empty()) return;
+  const double by_loss = loss_.token_level_loss ? valid_tokens : valid_sequences;
+  policy_.flat_gradients().mul_(1 / by_loss);
+  for (auto& [key, value] : early_.metrics) {
+    if (combines_by_min(key) || combines_by_max(key)) continue;
+    const bool of_loss = key == "loss" || key == "actor_loss" || key == "kl_penalty";
+    value /= of_loss ? by_loss : valid_tokens;
+  }
+}
+
 TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, const std::string& dump) {
   TrainResult result;
   const int64_t batch_size = config_.policy.train_global_batch_size;
@@ -317,11 +377,15 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
   int64_t most_rows = 0;
   for (int64_t begin = 0; begin < total; begin += batch_size) {
     Bin members;
-    for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i) members.push_back(i);
+    for (int64_t i = begin; i < std::min(total, begin + batch_size); ++i) {
+      const bool trained = samples[static_cast<size_t>(i)].trained_early;
+      TRIREME_CHECK(!trained || (begin == 0 && exact_ && dump.empty()), "a sample was trained early that must not be");
+      if (!trained) members.push_back(i);
+    }
     OptimizerBatch batch;
-    batch.bins = own_bins(samples, members, static_cast<uint64_t>(config_.grpo.seed));
+    if (!members.empty()) batch.bins = own_bins(samples, members, static_cast<uint64_t>(config_.grpo.seed));
     for (Bin& bin : batch.bins) {
-      for (int64_t& i : bin) i += begin;
+      for (int64_t& i : bin) i = members[static_cast<size_t>(i)];
       batch.micro_batches.push_back(prepare(samples, bin));
       most_rows = std::max(most_rows, batch.micro_batches.back().batch.input.tokens());
     }
@@ -357,47 +421,42 @@ TrainResult PolicyTrainer::train(const std::vector<RolloutSample>& samples, cons
       valid_tokens += p.mask.sum().item<double>();
       valid_sequences += p.sequence_mask.sum().item<double>();
     }
+    if (s == 0) {
+      valid_tokens += early_.tokens;
+      valid_sequences += early_.sequences;
+    }
     valid_tokens = context_.data_parallel().all_reduce_sum(valid_tokens);
     valid_sequences = context_.data_parallel().all_reduce_sum(valid_sequences);
     std::map<std::string, double> own;
+    if (s == 0) {
+      divide_early(valid_tokens, valid_sequences);
+      own = std::move(early_.metrics);
+      result.mismatched_tokens += early_.mismatched_tokens;
+      early_ = {};
+    }
     NamedTensors dumped;
     for (size_t m = 0; m < steps[s].size(); ++m) {
       const Prepared& p = steps[s][m];
-      const at::Device device = policy_.options().device;
       if (m + 1 == steps[s].size() && overlap_grad_reduce(config_)) optimizer_.reduce_in_next_backward();
-      const at::Tensor current = answer_logprobs(policy_, p.batch, distribution_);
-      check_finite(current, p.mask.to(device), p.batch);
-      LossInputs inputs;
-      inputs.current = current;
-      inputs.previous = p.previous.to(device);
-      inputs.generation = p.generation.to(device);
-      if (p.reference.defined()) inputs.reference = p.reference.to(device);
-      inputs.advantages = p.advantages.to(device);
-      inputs.mask = p.mask.to(device);
-      inputs.sequence = p.batch.sequence.to(device);
-      inputs.sequence_mask = p.sequence_mask.to(device);
-      if (p.positive.defined()) inputs.positive = p.positive.to(device);
-      inputs.global_valid_tokens = valid_tokens;
-      inputs.global_valid_sequences = valid_sequences;
-      LossOutput output = policy_loss(inputs, loss_);
-      output.loss.backward();
+      const Trained trained = train_micro_batch(p, valid_tokens, valid_sequences);
       if (on_progress) on_progress();
-      add_metrics(own, output.metrics);
-      if (s == 0) result.mismatched_tokens += differing_bits(current.detach(), p.generation, p.mask);
+      add_metrics(own, trained.output.metrics);
+      if (s == 0) result.mismatched_tokens += differing_bits(trained.logprobs, p.generation, p.mask);
       if (s == 0 && !dump.empty()) {
         const std::string prefix = "micro_batch." + std::to_string(m) + ".";
-        dumped.insert(dumped.end(), {{prefix + "ids", p.batch.input.ids},
-                                     {prefix + "starts", at::tensor(p.batch.input.starts, at::kLong)},
-                                     {prefix + "rows", p.batch.rows},
-                                     {prefix + "targets", p.batch.targets},
-                                     {prefix + "sequence", p.batch.sequence},
-                                     {prefix + "mask", p.mask},
-                                     {prefix + "sequence_mask", p.sequence_mask},
-                                     {prefix + "advantages", p.advantages},
-                                     {prefix + "generation_logprobs", p.generation},
-                                     {prefix + "previous_logprobs", p.previous},
-                                     {prefix + "current_logprobs", current.detach().to(at::kCPU)},
-                                     {prefix + "loss", output.loss.detach().to(at::kCPU, at::kDouble).reshape({1})}});
+        dumped.insert(dumped.end(),
+                      {{prefix + "ids", p.batch.input.ids},
+                       {prefix + "starts", at::tensor(p.batch.input.starts, at::kLong)},
+                       {prefix + "rows", p.batch.rows},
+                       {prefix + "targets", p.batch.targets},
+                       {prefix + "sequence", p.batch.sequence},
+                       {prefix + "mask", p.mask},
+                       {prefix + "sequence_mask", p.sequence_mask},
+                       {prefix + "advantages", p.advantages},
+                       {prefix + "generation_logprobs", p.generation},
+                       {prefix + "previous_logprobs", p.previous},
+                       {prefix + "current_logprobs", trained.logprobs.to(at::kCPU)},
+                       {prefix + "loss", trained.output.loss.detach().to(at::kCPU, at::kDouble).reshape({1})}});
         if (p.reference.defined()) dumped.emplace_back(prefix + "reference_logprobs", p.reference);
         if (p.positive.defined()) dumped.emplace_back(prefix + "positive", p.positive);
         if (!p.batch.input.prefix.empty())

@@ -43,6 +43,12 @@ class PolicyTrainer final {
   // optimizer step are written there as safetensors.
   TrainResult train(const std::vector<RolloutSample>& samples, const std::string& dump = {});
 
+  // Adds the gradients of samples of the first optimizer step of the next train() before all of its samples are there,
+  // not divided by the batch's counts yet. They must have what train() wants of samples and, with a KL term, reference
+  // log-probs; train() gets them with trained_early set. Returns when the gradients are there. From any one thread,
+  // while nobody trains; where rows are exact and the configuration could have grpo.early_gradients.
+  void train_early(const std::vector<RolloutSample>& samples);
+
   // Called after every micro-batch, for heartbeats. May be empty.
   std::function<void()> on_progress;
   // Frees memory of the device that training may have until the next rollout (set_recompute). May be empty.
@@ -66,6 +72,20 @@ class PolicyTrainer final {
                                        const std::vector<Bin>& bins, const LogprobOptions& options,
                                        std::vector<float> RolloutSample::*known = nullptr);
   Prepared prepare(const std::vector<RolloutSample>& samples, const Bin& bin) const;
+  struct Trained {
+    at::Tensor logprobs;  // [T], detached
+    LossOutput output;
+  };
+  // Forward and backward of a micro-batch.
+  Trained train_micro_batch(const Prepared& prepared, double valid_tokens, double valid_sequences);
+  // Of train_early() since the last train(): sums whose counts are 1.
+  struct Early {
+    double tokens = 0, sequences = 0;
+    int64_t mismatched_tokens = 0;
+    std::map<std::string, double> metrics;
+  };
+  // Early sums become those of the whole batch.
+  void divide_early(double valid_tokens, double valid_sequences);
   void mask_mismatched_sequences(Prepared& prepared) const;
 
   const Config& config_;
@@ -76,6 +96,7 @@ class PolicyTrainer final {
   LossOptions loss_;
   LogprobOptions distribution_;
   bool exact_ = true;
+  Early early_;
 };
 
 }  // namespace trireme

@@ -62,6 +62,18 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
   }
 }
 
+void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
+#ifdef TRIREME_CUDA
+  if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
+  const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
+  model.set_recompute(fit_recompute(model.config(), element, tokens, device_available_bytes(model.options().device)));
+#else
+  (void)model;
+  (void)config;
+  (void)tokens;
+#endif
+}
+
 void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
                    const std::function<void()>& make_room) {
   const RecomputeSetting setting = recompute_setting(config);

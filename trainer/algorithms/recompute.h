@@ -32,5 +32,7 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
 // and may free memory of the device first; null: nothing can be freed.
 void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
                    const std::function<void()>& make_room = nullptr);
+// The same for this rank alone and what is free now: gradients do not depend on it.
+void set_own_recompute(Model& model, const Config& config, int64_t tokens);
 
 }  // namespace trireme

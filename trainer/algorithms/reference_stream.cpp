@@ -1,13 +1,13 @@
 #include "trainer/algorithms/reference_stream.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <optional>
 
 #include "base/error.h"
@@ -17,7 +17,33 @@
 
 namespace trireme {
 
-ReferenceStream::ReferenceStream(const Model& model, const LogprobOptions& options, bool share_prompts,
+namespace {
+
+// Samples that are `ready`, at least one if there is any and no more than so many tokens. Answers of one group stay
+// together: they may share their prompt.
+template <typename Ready>
+std::vector<RolloutSample> take_some(std::vector<RolloutSample>& from, int64_t most_tokens, const Ready& ready) {
+  std::stable_sort(from.begin(), from.end(), [](const RolloutSample& a, const RolloutSample& b) {
+    return a.group != b.group ? a.group < b.group : a.index < b.index;
+  });
+  std::vector<RolloutSample> taken, rest;
+  int64_t tokens = 0;
+  for (RolloutSample& sample : from) {
+    const bool fits = taken.empty() || tokens + sample.length() <= most_tokens;
+    if (fits && ready(sample)) {
+      tokens += sample.length();
+      taken.push_back(std::move(sample));
+    } else {
+      rest.push_back(std::move(sample));
+    }
+  }
+  from = std::move(rest);
+  return taken;
+}
+
+}  // namespace
+
+ReferenceStream::ReferenceStream(const Model* model, const LogprobOptions& options, bool share_prompts,
                                  std::shared_ptr<const DevicePartition> partition, double timeout_s,
                                  std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens)
     : model_(model),
@@ -39,9 +65,17 @@ ReferenceStream::~ReferenceStream() {
 }
 
 void ReferenceStream::add(RolloutSample sample) {
-  if (sample.tokens.empty()) return;
+  if (model_ == nullptr || sample.tokens.empty()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_.push_back(std::move(sample));
+}
+
+void ReferenceStream::add_group(std::vector<RolloutSample> samples) {
+  TRIREME_CHECK(train != nullptr, "nobody trains early");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (RolloutSample& sample : samples) {
+    if (!sample.tokens.empty()) untrained_.push_back(std::move(sample));
+  }
 }
 
 void ReferenceStream::after_step(Engine& engine) {
@@ -50,7 +84,7 @@ void ReferenceStream::after_step(Engine& engine) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     may_compute_ = few && !out_of_memory_ && error_ == nullptr;
-    work = (may_compute_ && !waiting_.empty()) || computing_;
+    work = (may_compute_ && (!waiting_.empty() || !untrained_.empty())) || computing_;
   }
   if (work != shared_) engine.share_device(work);
   shared_ = work;
@@ -59,67 +93,65 @@ void ReferenceStream::after_step(Engine& engine) {
 
 int64_t ReferenceStream::computed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<int64_t>(done_.size());
+  return static_cast<int64_t>(references_.size());
 }
 
 int64_t ReferenceStream::finish(Engine& engine, std::vector<RolloutSample>& samples) {
-  std::vector<RolloutSample> done;
+  std::map<Place, std::vector<float>> references;
+  std::set<Place> trained;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     may_compute_ = false;
     waiting_.clear();
+    untrained_.clear();
     if (!changed_.wait_for(lock, std::chrono::duration<double>(timeout_s_), [this] { return !computing_; })) {
       const std::string what =
-          "reference log-probs that were begun while answers were generated have not ended after " +
+          "reference log-probs or gradients that were begun while answers were generated have not ended after " +
           format_fixed(timeout_s_, 0) +
           " s (cluster.collective_timeout_s); policy.generation.background_processors=0 computes them afterwards";
       if (on_stuck_) on_stuck_(what);
       fail_internal(what);
     }
-    done = std::move(done_);
-    done_.clear();
+    references = std::exchange(references_, {});
+    trained = std::exchange(trained_, {});
     if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   }
   if (shared_) engine.share_device(false);
   shared_ = false;
-  std::map<std::pair<int64_t, int64_t>, std::vector<float>*> by_place;
-  for (RolloutSample& sample : done) by_place[{sample.group, sample.index}] = &sample.reference_logprobs;
   int64_t filled = 0;
   for (RolloutSample& sample : samples) {
-    const auto found = by_place.find({sample.group, sample.index});
-    if (found == by_place.end()) continue;
-    TRIREME_CHECK(found->second->size() == sample.tokens.size(), "reference log-probs of another answer");
-    sample.reference_logprobs = std::move(*found->second);
+    const Place place{sample.group, sample.index};
+    sample.trained_early = trained.count(place) > 0;
+    const auto found = references.find(place);
+    if (found == references.end()) continue;
+    TRIREME_CHECK(found->second.size() == sample.tokens.size(), "reference log-probs of another answer");
+    sample.reference_logprobs = std::move(found->second);
     ++filled;
   }
   return filled;
 }
 
-// Answers of one group stay together: they may share their prompt.
 std::vector<RolloutSample> ReferenceStream::take_batch() {
-  std::stable_sort(waiting_.begin(), waiting_.end(), [](const RolloutSample& a, const RolloutSample& b) {
-    return a.group != b.group ? a.group < b.group : a.index < b.index;
+  return take_some(waiting_, micro_batch_tokens_, [](const RolloutSample&) { return true; });
+}
+
+std::vector<RolloutSample> ReferenceStream::take_training_batch() {
+  std::vector<RolloutSample> batch = take_some(untrained_, micro_batch_tokens_, [this](const RolloutSample& sample) {
+    return model_ == nullptr || references_.count({sample.group, sample.index}) > 0;
   });
-  size_t count = 0;
-  for (int64_t tokens = 0; count < waiting_.size(); ++count) {
-    tokens += waiting_[count].length();
-    if (count > 0 && tokens > micro_batch_tokens_) break;
+  for (RolloutSample& sample : batch) {
+    if (model_ != nullptr) sample.reference_logprobs = references_.at({sample.group, sample.index});
   }
-  const auto end = waiting_.begin() + static_cast<std::ptrdiff_t>(count);
-  std::vector<RolloutSample> batch(std::make_move_iterator(waiting_.begin()), std::make_move_iterator(end));
-  waiting_.erase(waiting_.begin(), end);
   return batch;
 }
 
 std::vector<std::vector<float>> ReferenceStream::compute(const std::vector<RolloutSample>& samples) const {
   const c10::NoGradGuard no_grad;
-  const c10::DeviceGuard device(model_.options().device);
-  std::optional<PartitionScope> part;
-  if (partition_ != nullptr) part.emplace(*partition_, PartitionScope::Part::kBackground);
+  const c10::DeviceGuard device(model_->options().device);
   Bin bin;
   for (size_t i = 0; i < samples.size(); ++i) bin.push_back(static_cast<int64_t>(i));
   const MicroBatch batch = make_micro_batch(samples, bin, share_prompts_);
-  const at::Tensor all = answer_logprobs(model_, batch, options_).to(at::kCPU, at::kFloat).contiguous();
+  const at::Tensor all = answer_logprobs(*model_, batch, options_).to(at::kCPU, at::kFloat).contiguous();
   const float* value = all.const_data_ptr<float>();
   std::vector<std::vector<float>> of_samples;
   for (const RolloutSample& sample : samples) {
@@ -153,35 +185,67 @@ void ReferenceStream::forget() {
   ++rollout_;
   may_compute_ = false;
   waiting_.clear();
-  done_.clear();
+  untrained_.clear();
+  references_.clear();
+  trained_.clear();  // only where the run ends: nothing takes a gradient back
 }
 
 void ReferenceStream::work() {
+  // Backward in this thread, where the partition is this thread's.
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return stop_ || (may_compute_ && !waiting_.empty()); });
+    std::vector<RolloutSample> batch;
+    bool training = false;
+    // References first: gradients need them.
+    changed_.wait(lock, [&] {
+      if (stop_) return true;
+      if (!may_compute_) return false;
+      batch = take_batch();
+      training = batch.empty();
+      if (training) batch = take_training_batch();
+      return !batch.empty();
+    });
     if (stop_) return;
     computing_ = true;
-    std::vector<RolloutSample> batch = take_batch();
     const int64_t rollout = rollout_;
     lock.unlock();
     std::vector<std::vector<float>> logprobs;
     std::exception_ptr error;
     bool no_memory = false;
     try {
-      logprobs = compute(batch);
+      std::optional<PartitionScope> part;
+      if (partition_ != nullptr) part.emplace(*partition_, PartitionScope::Part::kBackground);
+      if (training) {
+        train(batch);
+      } else {
+        logprobs = compute(batch);
+      }
     } catch (const c10::OutOfMemoryError&) {
-      no_memory = true;
-      log_warn("train",
-               "no memory for reference log-probs while answers are generated: they are computed afterwards from now "
-               "on; lower policy.generation.kv_cache_tokens or kv_cache_memory_fraction");
+      // Half a gradient may be in the sums: that cannot be taken back.
+      if (training) {
+        log_error("train",
+                  "no memory for gradients while answers are generated: set grpo.early_gradients to false or lower "
+                  "policy.generation.kv_cache_memory_fraction");
+        error = std::current_exception();
+      }
+      no_memory = !training;
+      if (no_memory) {
+        log_warn("train",
+                 "no memory for reference log-probs while answers are generated: they are computed afterwards from now "
+                 "on; lower policy.generation.kv_cache_tokens or kv_cache_memory_fraction");
+      }
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
-    for (size_t i = 0; i < logprobs.size() && rollout == rollout_; ++i) {
-      batch[i].reference_logprobs = std::move(logprobs[i]);
-      done_.push_back(std::move(batch[i]));
+    for (size_t i = 0; i < batch.size() && error == nullptr && !no_memory && rollout == rollout_; ++i) {
+      const Place place{batch[i].group, batch[i].index};
+      if (training) {
+        trained_.insert(place);
+      } else {
+        references_[place] = std::move(logprobs[i]);
+      }
     }
     if (error != nullptr) error_ = error;
     out_of_memory_ = out_of_memory_ || no_memory;

@@ -1,4 +1,5 @@
-// ReferenceStream: log-probs of finished answers under the reference model while the last answers are still generated.
+// ReferenceStream: log-probs of finished answers under the reference model, and gradients of whole groups, while the
+// last answers are still generated.
 //
 // The last answers of a rollout leave a GPU's arithmetic idle: a decode step of few samples reads the weights and does
 // little else. Answers have all they need for their reference log-probs as soon as they end; the rows of a forward do
@@ -11,8 +12,10 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -28,19 +31,25 @@ namespace trireme {
 
 class ReferenceStream final {
  public:
-  // `model` is only read and outlives the stream. `partition`: whose background computes; null: the thread shares the
-  // device as it is (CPU). `timeout_s` bounds the wait of finish(); after it `on_stuck` is called with what has
-  // happened and must end the process: the thread cannot be ended. `micro_batch_tokens`: of a forward; small ones end
-  // soon when generation does.
-  ReferenceStream(const Model& model, const LogprobOptions& options, bool share_prompts,
+  // `model`, null where no reference log-probs are wanted, is only read and outlives the stream. `partition`: whose
+  // background computes; null: the thread shares the device as it is (CPU). `timeout_s` bounds the wait of finish();
+  // after it `on_stuck` is called with what has happened and must end the process: the thread cannot be ended.
+  // `micro_batch_tokens`: of a forward; small ones end soon when generation does.
+  ReferenceStream(const Model* model, const LogprobOptions& options, bool share_prompts,
                   std::shared_ptr<const DevicePartition> partition, double timeout_s,
                   std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens = 4096);
   ~ReferenceStream();
   ReferenceStream(const ReferenceStream&) = delete;
   ReferenceStream& operator=(const ReferenceStream&) = delete;
 
+  // Adds the gradients of samples (PolicyTrainer::train_early), from the thread. Set before the first add_group().
+  std::function<void(const std::vector<RolloutSample>&)> train;
+
   // A finished sample; only group, index, prompt and tokens count. Kept until there is room to compute.
   void add(RolloutSample sample);
+  // All samples of a group of the first optimizer step, ready to be trained but for their reference log-probs, which
+  // the stream has or will have of add().
+  void add_group(std::vector<RolloutSample> samples);
   // Called between the engine's steps: lets the thread compute, and the engine make room, while few samples are left
   // and there is something to compute.
   void after_step(Engine& engine);
@@ -49,16 +58,17 @@ class ReferenceStream final {
   // Samples computed since the last finish().
   int64_t computed() const;
   // Generation is over: what is not begun is forgotten, what is begun is waited for. Fills in
-  // RolloutSample::reference_logprobs of the samples it got to and returns how many. Throws what the thread has met; a
-  // shortage of memory only ends the overlap, with a warning.
+  // RolloutSample::reference_logprobs and trained_early of the samples it got to and returns how many references.
+  // Throws what the thread has met; a shortage of memory for references only ends the overlap, with a warning.
   int64_t finish(Engine& engine, std::vector<RolloutSample>& samples);
 
  private:
   void work();
-  std::vector<RolloutSample> take_batch();  // locked
+  std::vector<RolloutSample> take_batch();           // locked
+  std::vector<RolloutSample> take_training_batch();  // locked; empty: none is ready
   std::vector<std::vector<float>> compute(const std::vector<RolloutSample>& batch) const;
 
-  const Model& model_;
+  const Model* const model_;
   const LogprobOptions options_;
   const bool share_prompts_;
   const std::shared_ptr<const DevicePartition> partition_;
@@ -69,7 +79,10 @@ class ReferenceStream final {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<RolloutSample> waiting_;
-  std::vector<RolloutSample> done_;  // with reference log-probs
+  using Place = std::pair<int64_t, int64_t>;  // group, index
+  std::map<Place, std::vector<float>> references_;
+  std::vector<RolloutSample> untrained_;
+  std::set<Place> trained_;
   std::exception_ptr error_;
   int64_t rollout_ = 0;  // forget() begins another
   bool may_compute_ = false, computing_ = false, stop_ = false;

@@ -67,15 +67,15 @@ EngineOptions engine_options(const Config& config, std::shared_ptr<const DeviceP
   return o;
 }
 
-std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference) {
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted) {
   const int64_t processors = config.policy.generation.background_processors;
-  return reference ? split_device(device, processors < 0 ? kBackgroundProcessors : processors) : nullptr;
+  return wanted ? split_device(device, processors < 0 ? kBackgroundProcessors : processors) : nullptr;
 }
 
-std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model& reference,
+std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
                                                        std::shared_ptr<const DevicePartition> partition,
                                                        std::function<void(const std::string&)> on_stuck) {
-  const bool on_cpu = reference.options().device.is_cpu() && config.policy.generation.background_processors > 0;
+  const bool on_cpu = device.is_cpu() && config.policy.generation.background_processors > 0;
   if (partition == nullptr && !on_cpu) return nullptr;
   return std::make_unique<ReferenceStream>(reference, reference_distribution(config),
                                            config.policy.sequence_packing.share_prompts, std::move(partition),
@@ -148,6 +148,19 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
   std::vector<SampleRun> runs;  // index: the engine's group id
   const SamplesToReference to_reference(engine_, request.reference, runs);
   int64_t rewarded = 0, submitted = 0;
+  std::map<int64_t, std::vector<size_t>> rewarded_places;  // of a prompt, in `own`
+  const auto tell_of_whole_group = [&](const RewardedGroup& group) {
+    if (!request.on_group) return;
+    const auto first = static_cast<size_t>(group.group_id);
+    std::vector<size_t>& places = rewarded_places[own[first].group];
+    for (size_t i = 0; i < group.rewards.size(); ++i) places.push_back(first + i);
+    if (static_cast<int64_t>(places.size()) < per_prompt) return;
+    std::vector<RolloutSample> whole;
+    for (const size_t place : places) whole.push_back(own[place]);
+    std::sort(whole.begin(), whole.end(),
+              [](const RolloutSample& a, const RolloutSample& b) { return a.index < b.index; });
+    request.on_group(std::move(whole));
+  };
   const int64_t wanted =
       engine_.options().max_sequences + per_prompt;  // enough to keep it full, little enough to share
   while (true) {
@@ -198,6 +211,7 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
       if (!group) break;
       take_rewarded(*group, own);
       ++rewarded;
+      tell_of_whole_group(*group);
     }
     if (on_progress) on_progress();
   }

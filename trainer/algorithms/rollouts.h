@@ -23,10 +23,10 @@ SamplingOptions validation_sampling(const Config& config, const Tokenizer& token
 EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
 // The parts of `device` for generation and for reference log-probs beside its last answers; null where there are none,
 // or none are wanted.
-std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool reference);
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted);
 // Null where they are computed after generation: as the configuration says, or because a GPU cannot be divided.
 // `on_stuck`: see ReferenceStream.
-std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model& reference,
+std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
                                                        std::shared_ptr<const DevicePartition> partition,
                                                        std::function<void(const std::string&)> on_stuck);
 std::vector<RewardOptions> reward_options(const Config& config);
@@ -38,6 +38,9 @@ struct RolloutRequest {
   std::string name;              // of the queue; never used twice in a job
   SamplingOptions sampling;
   ReferenceStream* reference = nullptr;  // gets every sample as it ends; may be null
+  // Gets copies of a prompt's samples when all were generated on this rank and have their raw rewards, while others are
+  // generated. May be empty.
+  std::function<void(std::vector<RolloutSample>)> on_group;
 };
 
 struct RolloutTimes {

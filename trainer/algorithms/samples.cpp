@@ -73,6 +73,7 @@ std::string pack_samples(const std::vector<RolloutSample>& samples) {
     out.number(s.reward);
     out.number(s.advantage);
     out.number(s.loss_multiplier);
+    out.number(static_cast<uint8_t>(s.trained_early));
   }
   return out.take();
 }
@@ -94,6 +95,7 @@ std::vector<RolloutSample> unpack_samples(std::string_view bytes) {
     s.reward = in.number<double>();
     s.advantage = in.number<double>();
     s.loss_multiplier = in.number<double>();
+    s.trained_early = in.number<uint8_t>() != 0;
     if (s.generation_logprobs.size() != s.tokens.size() ||
         (!s.reference_logprobs.empty() && s.reference_logprobs.size() != s.tokens.size()))
       fail_data("a packed sample has another number of log-probs than tokens");

@@ -26,6 +26,7 @@ struct RolloutSample {
   double reward = 0;                       // after scaling and shaping
   double advantage = 0;
   double loss_multiplier = 1;  // 0: stays in the baseline, not in the loss
+  bool trained_early = false;  // its gradient is in the sums of the first optimizer step already
 
   int64_t length() const { return static_cast<int64_t>(prompt.size() + tokens.size()); }
 };

@@ -76,7 +76,8 @@ class StepBench final {
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
     engine_settings_.partition = partition_for(config_, target_.device, options.reference);
     if (options.reference) {
-      reference_stream_ = make_reference_stream(config_, *reference_, engine_settings_.partition, options.on_stuck);
+      reference_stream_ = make_reference_stream(config_, reference_.get(), target_.device, engine_settings_.partition,
+                                                options.on_stuck);
     }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));

@@ -70,6 +70,7 @@ struct GrpoConfig {
   AdvEstimatorConfig adv_estimator;
   bool skip_reference_policy_logprobs_calculation = false;
   std::optional<double> seq_logprob_error_threshold;
+  bool early_gradients = false;  // (ours) gradients of whole groups while the last answers are generated
   bool shuffle_rewards = false;  // (ours) the control experiment: rewards permuted over the batch
   AsyncGrpoConfig async_grpo;
 };

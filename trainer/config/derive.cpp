@@ -186,6 +186,18 @@ void check_grpo(const Config& c, Problems& out) {
   if (c.sft.stop_at_validation_loss && c.sft.val_period == 0) {
     out.push_back({"sft.stop_at_validation_loss", "needs sft.val_period above 0"});
   }
+  if (g.early_gradients) {
+    const char* why =
+        g.adv_estimator.name == "reinforce_plus_plus"
+            ? "cannot be used where advantages are whitened over the whole batch"
+        : g.use_dynamic_sampling ? "cannot be used with dynamic sampling, which decides late what a batch is"
+        : g.shuffle_rewards      ? "cannot be used with grpo.shuffle_rewards"
+        : !c.loss_fn.token_level_loss && c.loss_fn.positive_example_nll_weight != 0
+            ? "cannot be used where parts of the loss are divided by sequences and others by tokens"
+        : c.policy.generation.background_processors == 0 ? "needs policy.generation.background_processors other than 0"
+                                                         : nullptr;
+    if (why != nullptr) out.push_back({"grpo.early_gradients", why});
+  }
   if (g.skip_reference_policy_logprobs_calculation && c.loss_fn.reference_policy_kl_penalty != 0) {
     out.push_back({"grpo.skip_reference_policy_logprobs_calculation", "needs loss_fn.reference_policy_kl_penalty 0"});
   }

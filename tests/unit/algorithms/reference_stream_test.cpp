@@ -94,7 +94,7 @@ class ReferenceStreams : public testing::TestWithParam<bool> {};
 TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
   const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
   const LogprobOptions options = SamplingOptions().logprob_options();
-  ReferenceStream stream(*reference, options, GetParam(), nullptr, /*timeout_s=*/60, nullptr,
+  ReferenceStream stream(reference.get(), options, GetParam(), nullptr, /*timeout_s=*/60, nullptr,
                          /*micro_batch_tokens=*/64);
   for (int round = 0; round < 2; ++round) {
     const Rollout rollout = generate(*policy, &stream);
@@ -124,7 +124,7 @@ INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
 
 TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
   const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
-  ReferenceStream stream(*reference, SamplingOptions().logprob_options(), false, nullptr, 60, nullptr);
+  ReferenceStream stream(reference.get(), SamplingOptions().logprob_options(), false, nullptr, 60, nullptr);
   RolloutSample bad;
   bad.prompt = {1, 2};
   bad.tokens = {3, kVocabulary + 5, 4};  // no such row of the embedding
