@@ -1,6 +1,7 @@
 #include "trainer/algorithms/policy_trainer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -328,6 +329,7 @@ PolicyTrainer::Trained PolicyTrainer::train_micro_batch(const Prepared& p, doubl
 
 void PolicyTrainer::train_early(const std::vector<RolloutSample>& samples) {
   TRIREME_CHECK(exact_, "early gradients need the sampler's log-probs to be those of the loss");
+  const c10::DeviceGuard device(policy_.options().device);  // the calling thread may never have had one
   int64_t rows = 0;
   for (const RolloutSample& sample : samples) rows += sample.length();
   set_own_recompute(policy_, config_, rows);
