@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 
 #include "base/clock.h"
@@ -74,10 +75,17 @@ class StepBench final {
     exact_ = linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device);
     trainer_ = std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
-    engine_settings_.partition = partition_for(config_, target_.device, options.reference);
-    if (options.reference) {
+    engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
+    if (options.early_gradients && !exact_)
+      fail_user("--early-gradients needs linear layers that keep row bits; see the log");
+    if (options.reference || options.early_gradients) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), target_.device, engine_settings_.partition,
                                                 options.on_stuck);
+    }
+    if (options.early_gradients) {
+      if (reference_stream_ == nullptr)
+        fail_user("--early-gradients needs --background-processors other than 0 and a device that can be divided");
+      reference_stream_->train = [this](const std::vector<RolloutSample>& samples) { trainer_->train_early(samples); };
     }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
@@ -126,6 +134,8 @@ class StepBench final {
     }
     {
       const auto scope = timer.enter(Phase::kTraining);
+      early_gradients_ = std::count_if(samples.begin(), samples.end(),
+                                       [](const RolloutSample& sample) { return sample.trained_early; });
       early_references_ = std::count_if(samples.begin(), samples.end(),
                                         [](const RolloutSample& sample) { return !sample.reference_logprobs.empty(); });
       times.trained = trainer_->train(samples);
@@ -187,10 +197,25 @@ class StepBench final {
           sample.index += run.first_sample;
           own.push_back(std::move(sample));
         }
+        if (options_.early_gradients) train_if_whole(own, run.group, shape.samples);
       }
     }
     if (reference_stream_ != nullptr) (void)reference_stream_->finish(*engine_, own);
     return own;
+  }
+
+  // The group, if all of it is among `own` and in the first optimizer step, goes to the stream.
+  void train_if_whole(const std::vector<RolloutSample>& own, int64_t group, int64_t size) {
+    if ((group + 1) * size > config_.policy.train_global_batch_size) return;
+    std::vector<RolloutSample> whole;
+    std::copy_if(own.begin(), own.end(), std::back_inserter(whole),
+                 [group](const RolloutSample& sample) { return sample.group == group; });
+    if (static_cast<int64_t>(whole.size()) < size) return;
+    std::sort(whole.begin(), whole.end(),
+              [](const RolloutSample& a, const RolloutSample& b) { return a.index < b.index; });
+    draw_rewards(whole, size, options_.common.seed);
+    assign_advantages(whole, size, config_);
+    reference_stream_->add_group(std::move(whole));
   }
 
   std::vector<RolloutSample> gather(std::vector<RolloutSample> own, int64_t expected) {
@@ -252,6 +277,7 @@ class StepBench final {
                                                ? -1
                                                : engine_settings_.partition->background_processors},
                  {"references_under_generation", early_references_},
+                 {"gradients_under_generation", early_gradients_},
                  {"recomputed_layers", policy_->recompute().whole_layers},
                  {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
                  {"share_prompts", options_.share_prompts},
@@ -286,6 +312,7 @@ class StepBench final {
     table.print(out);
     if (reference_stream_ != nullptr)
       out << "reference log-probs computed under generation: of " << early_references_ << " samples\n";
+    if (options_.early_gradients) out << "gradients computed under generation: of " << early_gradients_ << " samples\n";
     out << "samples/s: " << format_fixed(samples / middle, 2) << ", of a device "
         << format_fixed(samples / middle / static_cast<double>(group.size()), 2) << "\n"
         << "tokens whose log-prob bits differ between sampler and loss: " << mismatched << "\n";
@@ -302,15 +329,16 @@ class StepBench final {
   const Ceilings ceilings_;
   EngineOptions engine_settings_;
   std::unique_ptr<Model> policy_, reference_;
-  std::unique_ptr<ReferenceStream> reference_stream_;  // or null
   std::unique_ptr<DistributedAdamW> optimizer_;
   std::unique_ptr<PolicyTrainer> trainer_;
+  std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   std::unique_ptr<Engine> engine_;
   std::vector<std::vector<int32_t>> prompts_;
   uint64_t next_sample_id_ = 0;
   int64_t steps_done_ = 0;
   int64_t early_references_ = 0;  // of the last step, all ranks
-  bool exact_ = true;             // else a pass for the previous log-probs runs
+  int64_t early_gradients_ = 0;
+  bool exact_ = true;  // else a pass for the previous log-probs runs
 };
 
 }  // namespace
@@ -349,6 +377,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.generation.max_running_samples = options.generation.max_sequences;
   policy.generation.prefill_chunk_tokens = options.generation.prefill_chunk_tokens;
   policy.generation.background_processors = options.background_processors;
+  config.grpo.early_gradients = options.early_gradients;
   config.cluster.processes = ranks;
   config.cluster.collective_timeout_s = options.collective_timeout_s;
   derive_defaults(config);

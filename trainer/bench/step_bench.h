@@ -26,6 +26,7 @@ struct StepBenchOptions {
   int64_t recompute_layers = -1;       // policy.recompute_layers
   bool share_prompts = false;          // policy.sequence_packing.share_prompts
   int64_t background_processors = -1;  // policy.generation.background_processors
+  bool early_gradients = false;        // grpo.early_gradients
   double collective_timeout_s = 600;
   std::function<void(const std::string&)> on_stuck;  // ends the process (ReferenceStream)
 };

@@ -148,6 +148,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--background-processors", o->background_processors,
                      "policy.generation.background_processors (default: -1)")
         ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
+    verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
     verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
     verb->callback([o, &context] {
       context.run = [o] {
