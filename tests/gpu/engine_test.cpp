@@ -213,7 +213,7 @@ TEST(Engine, APartitionedDeviceChangesNoBit) {
   EXPECT_GE(partition->foreground_processors, 66);
   EXPECT_GE(partition->background_processors, 32);
   const LogprobOptions options = sampling_options().logprob_options();
-  ReferenceStream stream(*reference, options, /*share_prompts=*/false, partition, 60, nullptr,
+  ReferenceStream stream(reference.get(), options, /*share_prompts=*/false, partition, 60, nullptr,
                          /*micro_batch_tokens=*/512);
   EngineOptions settings{.cache_rows = 200'000, .max_total_length = 2048, .partition = partition};
   Engine engine(*policy, nullptr, settings, sampling_options());

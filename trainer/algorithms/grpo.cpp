@@ -43,7 +43,13 @@ class GrpoLoop final {
       reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
                                                 partition_, options.rendezvous.on_stuck);
     }
-    early_gradients_ = early_gradients_ && reference_stream_ != nullptr;
+    if (config_.grpo.early_gradients && !exact_ && session_.context.is_main())
+      log_warn("grpo", "grpo.early_gradients is off: it needs linear layers that keep row bits");
+    if (early_gradients_ && reference_stream_ == nullptr) {
+      fail_user(
+          "grpo.early_gradients needs a part of the device of its own: set policy.generation.background_processors "
+          "above 0 (on a CPU 1), or grpo.early_gradients to false");
+    }
     if (!exact_ && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
     }

@@ -132,7 +132,8 @@ std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& reque
   shape.groups = static_cast<int64_t>(prompts.size());
   shape.samples = per_prompt;
   // Whole groups keep the prompt's prefill shared; with several ranks smaller runs even out their lengths.
-  shape.run = context_.world_size() == 1 ? per_prompt : std::max<int64_t>(1, std::min<int64_t>(per_prompt, 8));
+  shape.run = context_.world_size() == 1 || request.on_group ? per_prompt
+                                                             : std::max<int64_t>(1, std::min<int64_t>(per_prompt, 8));
   std::unique_ptr<JobCounter> counter;
   std::unique_ptr<PullQueue> queue;
   if (context_.store() != nullptr) {

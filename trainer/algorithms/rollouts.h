@@ -39,7 +39,7 @@ struct RolloutRequest {
   SamplingOptions sampling;
   ReferenceStream* reference = nullptr;  // gets every sample as it ends; may be null
   // Gets copies of a prompt's samples when all were generated on this rank and have their raw rewards, while others are
-  // generated. May be empty.
+  // generated; a rank then takes whole prompts. May be empty.
   std::function<void(std::vector<RolloutSample>)> on_group;
 };
 

@@ -163,7 +163,7 @@ class StepBench final {
     std::unique_ptr<StoreCounter> counter;
     std::unique_ptr<PullQueue> queue;
     if (context_.store() != nullptr) {
-      shape.run = std::min(shape.samples, kRun);
+      shape.run = options_.early_gradients ? shape.samples : std::min(shape.samples, kRun);
       counter = std::make_unique<StoreCounter>(*context_.store());
       queue = std::make_unique<StorePullQueue>(*counter, "bench-" + std::to_string(steps_done_), shape);
     } else {

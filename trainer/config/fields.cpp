@@ -77,11 +77,8 @@ void add_grpo(std::vector<Field>& table) {
   ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.early_gradients)
   ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
-   "of "
-   "reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within rounding, "
-   "since their order depends on time. Of several ranks one has a whole group only up to 8 answers. Not measured on a "
-   "GPU "
-   "yet");
+   "of reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within rounding, "
+   "since their order depends on time. A rank then generates whole groups. Not measured on a GPU yet");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
