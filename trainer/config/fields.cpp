@@ -77,7 +77,8 @@ void add_grpo(std::vector<Field>& table) {
   ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.early_gradients)
   ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
-   "of reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within rounding, "
+   "of reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within "
+   "rounding, "
    "since their order depends on time. A rank then generates whole groups. Not measured on a GPU yet");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");

@@ -16,6 +16,7 @@
 
 #include "base/error.h"
 #include "trainer/ops/checks.h"
+#include "trainer/ops/cuda/linear.h"
 #include "trainer/ops/cuda/rows.h"
 #include "trainer/ops/processors.h"
 #include "trainer/ops/shared_keys.h"
@@ -488,14 +489,15 @@ void set_packed_kernel(PackedKernel kernel) { packed = kernel; }
 
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
   // Measured on H200 (docs/performance.md): a cluster pays while all of them are on the chip at once, which has room
-  // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles.
+  // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles. Of the deep ones
+  // a processor has room for one only: so those of an early launch are not put two by two where there is room first.
   constexpr int64_t kProcessors = 132;
   const int64_t limit = processor_limit() > 0 ? processor_limit() : kProcessors;
   const int64_t pairs = (runs * kv_heads * kProcessors + limit - 1) / limit;  // as many for all processors
   if (pairs <= 15) return DecodeKernel::kCluster8;
   if (pairs <= 30) return DecodeKernel::kCluster4;
   if (pairs <= 66) return DecodeKernel::kCluster2;
-  return DecodeKernel::kShared;
+  return pairs <= kProcessors ? DecodeKernel::kSharedDeep : DecodeKernel::kShared;
 }
 
 at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
@@ -507,8 +509,9 @@ at::Tensor attention_decode(const at::Tensor& q, const at::Tensor& arena_k, cons
   const c10::cuda::CUDAGuard guard(q.device());
   const at::Tensor qr = with_rows(q);
   at::Tensor out = at::empty(q.sizes(), q.options());
-  const AttentionArgs args = arguments("attention_cached", qr, arena_k, arena_v, out, shape,
-                                       softmax_scale(scale, shape), plan.runs, plan.items);
+  AttentionArgs args = arguments("attention_cached", qr, arena_k, arena_v, out, shape, softmax_scale(scale, shape),
+                                 plan.runs, plan.items);
+  args.early = may_begin_early();
   check_launch(launch_attention_decode(args, kernel, c10::cuda::getCurrentCUDAStream()), "attention_cached");
   return out;
 }

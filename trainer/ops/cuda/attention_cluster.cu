@@ -5,7 +5,7 @@
 //   score   S = Q K^T of its tile, masked; the tile's row maxima go to all blocks of the cluster.
 //   weigh   When all maxima of the round are there: the running maximum before and after its tile, hence the factor of
 //           what was summed before it, and its weights in bf16; both go to all blocks, as operands of products.
-//   chain   A warp of the chain owns 8 or 16 columns of the output. Tile by tile, in order of keys, it scales what it
+//   chain   A warp of the chain owns 16 columns of the output. Tile by tile, in order of keys, it scales what it
 //           has and adds the products of weights and values, and likewise the sum of the weights.
 //   values  A warp copies the block's columns of V, as far ahead as there is room.
 // Scoring and weighing of a round run under the chain of the round before it.
@@ -87,6 +87,11 @@ __device__ __forceinline__ uint4 load_words(uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
 }
+__device__ __forceinline__ float2 load_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ float load_float(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -101,8 +106,7 @@ struct Plan {
   static constexpr int kTiles = kCluster * kScoreWarps;  // of a round
   static constexpr int kRows = 8 * kHalves;
   static constexpr int kColumns = kHeadDim / kCluster;  // of a block
-  static constexpr int kChainWarps = std::min(4, kColumns / 8);
-  static constexpr int kBlocks = kColumns / 8 / kChainWarps;  // of 8 columns, of a warp of the chain
+  static constexpr int kChainWarps = std::max(1, kColumns / 16);
   static constexpr int kWarps = kScoreWarps + 1 + kChainWarps;
   static constexpr int kVectors = 2 * kHalves;  // of 16 bytes: weights of a tile in a lane
   static constexpr uint32_t kKeyBytes = kKeyTile * kHeadDim * 2;
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
         hopper::init_barrier(weights_full + 8 * i, 1);
         hopper::init_barrier(weights_free + 8 * i, kCluster * P::kChainWarps);
       }
-      hopper::init_barrier(keys_begun, kScoreWarps);
+      hopper::init_barrier(keys_begun, 32 * kScoreWarps);
     } else {
 #pragma unroll
       for (int first = 0; first < P::kStages; first += P::kWarps - 1) {
@@ -211,8 +215,12 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
       }
       commit();
     };
+    // Only the last key's row is written by the kernel ahead, and q.
+    if (place == tiles - 1) hopper::wait_for_predecessors();
     load_half(place, 0);
+    arrive_after_copies(keys_begun);
     load_half(place, 1);
+    hopper::wait_for_predecessors();
     uint32_t q[kHeadSteps][4];  // fragments; rows beyond the group are zero
     {
       const bf16* source = params.q + q_row * params.q_stride + int64_t{head} * params.group * kHeadDim;
@@ -250,7 +258,6 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           wait<1>();  // the other half may still be under way
-          if (round == 0 && half == 0 && lane == 0) hopper::arrive(keys_begun);
           __syncwarp();
 #pragma unroll
           for (int block = 4 * half; block < 4 * half + 4; ++block) {
@@ -296,8 +303,6 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
 #pragma unroll
           for (int j = 0; j < kHalves; ++j) send(remote + 32 * j, top[j], barrier);
         }
-      } else if (round == 0 && lane == 0) {
-        hopper::arrive(keys_begun);
       }
 
       // Also where this warp has no tile: no block ends with maxima under way to it.
@@ -343,13 +348,13 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
           const __nv_bfloat162 pair = __floats2bfloat162_rn(scores[block][2 * j], scores[block][2 * j + 1]);
           return *reinterpret_cast<const uint32_t*>(&pair);
         };
-        // The operand of a product of 16 keys lies in the same lane as their scores.
+        // The operand of a product of 16 keys lies in the same lane as their scores, in neighbouring words.
         uint4 words[P::kVectors];
 #pragma unroll
         for (int i = 0; i < P::kVectors; ++i) {
           words[i] = kHalves == 1 ? make_uint4(packed(4 * i, 0), packed(4 * i + 1, 0), packed(4 * i + 2, 0),
                                                packed(4 * i + 3, 0))
-                                  : make_uint4(packed(2 * i, 0), packed(2 * i, kHalves - 1), packed(2 * i + 1, 0),
+                                  : make_uint4(packed(2 * i, 0), packed(2 * i + 1, 0), packed(2 * i, kHalves - 1),
                                                packed(2 * i + 1, kHalves - 1));
         }
         const uint32_t weights = weights_of(round, place) + lane * 16;
@@ -380,6 +385,7 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
     for (int tile = 0; tile < tiles; ++tile) {
       const int stage = tile % P::kStages;
       hopper::wait(value_free + 8 * stage, static_cast<uint32_t>(tile / P::kStages % 2) ^ 1);
+      if (tile == tiles - 1) hopper::wait_for_predecessors();
       const uint32_t target = base + P::kValues + static_cast<uint32_t>(stage) * P::kValueBytes;
 #pragma unroll
       for (int i = 0; i < kKeyTile / kRowsAtOnce; ++i) {
@@ -391,71 +397,68 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
       arrive_after_copies(value_full + 8 * stage);
     }
   } else {
-    const int first_block = (warp - kScoreWarps - 1) * P::kBlocks;
+    const int first_column = (warp - kScoreWarps - 1) * 16;
+    // Values are the products' first operand, transposed (16 columns x 16 keys), weights the second (16 keys x 8 query
+    // heads): so both are used as they are read. Where the block has 8 columns only, the other 8 rows repeat them.
     struct Operands {
       uint4 weights[P::kVectors];
-      float factor[kHalves];
-      uint32_t values[P::kBlocks][2 * kSteps];
+      float2 factor[kHalves];  // of query heads lane % 4 * 2, + 1
+      uint32_t values[kSteps][4];
     };
+    const uint32_t weights_base = base + P::kWeights + static_cast<uint32_t>(lane) * 16;
+    const uint32_t factors_base = base + P::kFactors + static_cast<uint32_t>(lane % 4) * 8;
+    const int chunk = first_column / 8 + (P::kColumns > 8 ? lane / 8 % 2 : 0);
+    const uint32_t values_base = base + P::kValues + value_offset<P::kColumns>(lane / 16 * 8 + lane % 8, chunk);
     // Waits for and reads what tile `tile` adds; `here`: its values are known to be there.
     const auto load = [&](Operands& to, int tile, bool here) {
-      const int round = tile / P::kTiles, place = tile % P::kTiles, stage = tile % P::kStages;
-      if (place == 0) wait_for_cluster(weights_full + 8 * (round % 2), static_cast<uint32_t>(round / 2 % 2));
+      const int stage = tile % P::kStages;
+      if (tile % P::kTiles == 0) {
+        const int round = tile / P::kTiles;
+        wait_for_cluster(weights_full + 8 * (round % 2), static_cast<uint32_t>(round / 2 % 2));
+      }
       if (!here) hopper::wait(value_full + 8 * stage, static_cast<uint32_t>(tile / P::kStages % 2));
       __syncwarp();
+      const auto place = static_cast<uint32_t>(tile % (2 * P::kTiles));  // of two rounds
       // Lanes of rows that no query head has read what lies behind (kWeightsEnd): such rows are never written.
-      const uint32_t weights = weights_of(round, place) + lane * 16;
+      const uint32_t weights = weights_base + place * weight_bytes;
 #pragma unroll
       for (int i = 0; i < P::kVectors; ++i) to.weights[i] = load_words(weights + i * lanes * 16);
 #pragma unroll
-      for (int j = 0; j < kHalves; ++j)
-        to.factor[j] = load_float(rows_of(P::kFactors, round, place) + lane / 4 * 4 + 32 * j);
-      const uint32_t values = base + P::kValues + static_cast<uint32_t>(stage) * P::kValueBytes;
+      for (int j = 0; j < kHalves; ++j) to.factor[j] = load_pair(factors_base + place * P::kRowBytes + 32 * j);
+      const uint32_t values = values_base + static_cast<uint32_t>(stage) * P::kValueBytes;
 #pragma unroll
-      for (int block = 0; block < P::kBlocks; ++block) {
-#pragma unroll
-        for (int i = 0; i < kSteps / 2; ++i) {
-          uint32_t b[4];
-          load_matrices_transposed(b, values + value_offset<P::kColumns>(32 * i + lane, first_block + block));
-#pragma unroll
-          for (int j = 0; j < 4; ++j) to.values[block][4 * i + j] = b[j];
-        }
-      }
+      for (int step = 0; step < kSteps; ++step)  // 16 rows further the swizzle is the same
+        load_matrices_transposed(to.values[step], values + step * 16 * P::kColumns * 2);
     };
-    // A zero that the compiler does not know: operands are put together where they are used, not where they are read,
-    // since a move there would wait for the memory.
-    const auto zero = static_cast<uint32_t>(params.group >> 8);
-    float out[P::kBlocks][4] = {};
-    // Of the weights of row lane / 4 (at 0) and of row lane / 4 + 8 (at 2), by products with ones, all columns of which
-    // are alike. The first factor is 0.
-    float sum[4] = {1.0F, 1.0F, 1.0F, 1.0F};
+    float out[kHalves][4] = {};  // columns lane / 4, + 8 of query heads lane % 4 * 2, + 1
+    // Of the weights of a query head, by products with ones, all rows of which are alike. The first factor is 0.
+    float sum[kHalves][4];
+#pragma unroll
+    for (int j = 0; j < kHalves; ++j) sum[j][0] = sum[j][1] = sum[j][2] = sum[j][3] = 1.0F;
+    constexpr uint32_t kOnes[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80};  // pairs of bf16
     const auto add = [&](Operands& now, Operands& next, int tile) {
       const bool more = tile + 1 < tiles;
 #pragma unroll
       for (int j = 0; j < kHalves; ++j) {
 #pragma unroll
-        for (int block = 0; block < P::kBlocks; ++block) {
-          out[block][2 * j] = __fmul_rn(out[block][2 * j], now.factor[j]);
-          out[block][2 * j + 1] = __fmul_rn(out[block][2 * j + 1], now.factor[j]);
+        for (int i = 0; i < 4; ++i) {
+          const float factor = i % 2 == 0 ? now.factor[j].x : now.factor[j].y;
+          out[j][i] = __fmul_rn(out[j][i], factor);
+          sum[j][i] = __fmul_rn(sum[j][i], factor);
         }
-        sum[2 * j] = __fmul_rn(sum[2 * j], now.factor[j]);
       }
       bool here = false;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         if (step == 2 && more) load(next, tile + 1, here);
-        const uint4& words = now.weights[kHalves == 1 ? step / 2 : step];
-        uint32_t a[4] = {words.x, words.y, words.z, words.w};
-        if constexpr (kHalves == 1) {
-          a[0] = (step % 2 == 0 ? words.x : words.z) ^ zero;
-          a[2] = (step % 2 == 0 ? words.y : words.w) ^ zero;
-          a[1] = a[3] = 0;
-        }
-        constexpr uint32_t kOnes = 0x3f803f80;  // two bf16
 #pragma unroll
-        for (int block = 0; block < P::kBlocks; ++block)
-          multiply(out[block], a, now.values[block][2 * step], now.values[block][2 * step + 1]);
-        multiply(sum, a, kOnes, kOnes);
+        for (int j = 0; j < kHalves; ++j) {
+          const uint4& words = now.weights[kHalves == 1 ? step / 2 : step];
+          const bool first = kHalves == 1 ? step % 2 == 0 : j == 0;
+          const uint32_t low = first ? words.x : words.z, high = first ? words.y : words.w;
+          multiply(out[j], now.values[step], low, high);
+          multiply(sum[j], kOnes, low, high);
+        }
         // Asked here and looked at two products later, so that the answer costs no time.
         if (step == 0)
           here = hopper::has_ended(value_full + 8 * ((tile + 1) % P::kStages),
@@ -480,15 +483,15 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
     const int q_heads = params.group * params.kv_heads;
 #pragma unroll
     for (int j = 0; j < kHalves; ++j) {
-      const int row = lane / 4 + 8 * j;
-      if (row >= params.group) continue;
-      const float inverse = flashinfer::math::ptx_rcp(sum[2 * j]);
-      bf16* target = params.out + (q_row * q_heads + int64_t{head} * params.group + row) * kHeadDim +
-                     rank * P::kColumns + first_block * 8 + lane % 4 * 2;
 #pragma unroll
-      for (int block = 0; block < P::kBlocks; ++block) {
-        *reinterpret_cast<__nv_bfloat162*>(target + block * 8) =
-            __floats2bfloat162_rn(__fmul_rn(out[block][2 * j], inverse), __fmul_rn(out[block][2 * j + 1], inverse));
+      for (int i = 0; i < 2; ++i) {
+        const int row = 8 * j + lane % 4 * 2 + i;
+        if (row >= params.group) continue;
+        const float inverse = flashinfer::math::ptx_rcp(sum[j][i]);
+        bf16* target = params.out + (q_row * q_heads + int64_t{head} * params.group + row) * kHeadDim +
+                       rank * P::kColumns + first_column + lane / 4;
+        target[0] = __float2bfloat16_rn(__fmul_rn(out[j][i], inverse));
+        if constexpr (P::kColumns > 8) target[8] = __float2bfloat16_rn(__fmul_rn(out[j][i + 2], inverse));
       }
     }
   }
@@ -498,31 +501,33 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
 
 // Launches, or counts the clusters that run at once.
 template <int kHeadDim, int kCluster, int kHalves>
-cudaError_t launch(const DecodeParams& params, cudaStream_t stream, int* count) {
+cudaError_t launch(const DecodeParams& params, bool early, cudaStream_t stream, int* count) {
   using P = Plan<kHeadDim, kCluster, kHalves>;
   auto* kernel = attend_cluster<kHeadDim, kCluster, kHalves>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(P::bytes(32)));
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = kCluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(params.run_count) * kCluster, static_cast<unsigned>(params.kv_heads));
   config.blockDim = dim3(32 * P::kWarps);
   config.dynamicSmemBytes = P::bytes(weighing_lanes(params.group));
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = early ? 2 : 1;
   if (count != nullptr) return cudaOccupancyMaxActiveClusters(count, kernel, &config);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 template <int kHeadDim, int kCluster>
-cudaError_t launch_group(const DecodeParams& params, cudaStream_t stream, int* count) {
-  return params.group <= 8 ? launch<kHeadDim, kCluster, 1>(params, stream, count)
-                           : launch<kHeadDim, kCluster, 2>(params, stream, count);
+cudaError_t launch_group(const DecodeParams& params, bool early, cudaStream_t stream, int* count) {
+  return params.group <= 8 ? launch<kHeadDim, kCluster, 1>(params, early, stream, count)
+                           : launch<kHeadDim, kCluster, 2>(params, early, stream, count);
 }
 
 cudaError_t launch_blocks(const AttentionArgs& args, int blocks, cudaStream_t stream, int* count) {
@@ -530,11 +535,14 @@ cudaError_t launch_blocks(const AttentionArgs& args, int blocks, cudaStream_t st
   const bool wide = args.head_dim == 128;
   switch (blocks) {
     case 2:
-      return wide ? launch_group<128, 2>(params, stream, count) : launch_group<64, 2>(params, stream, count);
+      return wide ? launch_group<128, 2>(params, args.early, stream, count)
+                  : launch_group<64, 2>(params, args.early, stream, count);
     case 4:
-      return wide ? launch_group<128, 4>(params, stream, count) : launch_group<64, 4>(params, stream, count);
+      return wide ? launch_group<128, 4>(params, args.early, stream, count)
+                  : launch_group<64, 4>(params, args.early, stream, count);
     case 8:
-      return wide ? launch_group<128, 8>(params, stream, count) : launch_group<64, 8>(params, stream, count);
+      return wide ? launch_group<128, 8>(params, args.early, stream, count)
+                  : launch_group<64, 8>(params, args.early, stream, count);
     default:
       return cudaErrorInvalidValue;
   }

@@ -20,14 +20,14 @@ constexpr int kSharedThreads = 32 * kSharedWarps;
 constexpr int kRows = 16;
 static_assert(kKeyTile == 16 * kSharedWarps, "a warp scores 16 keys of a tile");
 
-// Shared memory: q tile, weights [16, 64] bf16, maxima [4, 16] float, kStages x (key tile, value tile).
+// Shared memory: weights [16, 64] bf16, maxima [4, 16] float, kStages x (key tile, value tile).
 template <int kHeadDim>
 constexpr size_t tile_bytes() {
   return size_t{kKeyTile} * kHeadDim * 2;
 }
 template <int kHeadDim, int kStages>
 constexpr size_t shared_bytes() {
-  return kRows * kHeadDim * 2 + kRows * kKeyTile * 2 + kSharedWarps * kRows * 4 + 2 * kStages * tile_bytes<kHeadDim>();
+  return kRows * kKeyTile * 2 + kSharedWarps * kRows * 4 + 2 * kStages * tile_bytes<kHeadDim>();
 }
 
 template <int kHeadDim>
@@ -52,9 +52,8 @@ __global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_con
   constexpr int kBlocks = kColumns / 8;
   extern __shared__ __align__(128) uint8_t shared[];
   const auto shared_base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t q_tile = shared_base;
-  const uint32_t weights = q_tile + kRows * kHeadDim * 2;
-  float* maxima = reinterpret_cast<float*>(shared + kRows * kHeadDim * 2 + kRows * kKeyTile * 2);
+  const uint32_t weights = shared_base;
+  float* maxima = reinterpret_cast<float*>(shared + kRows * kKeyTile * 2);
   const uint32_t key_tiles = weights + kRows * kKeyTile * 2 + kSharedWarps * kRows * 4;
   const auto value_tiles = static_cast<uint32_t>(key_tiles + kStages * tile_bytes<kHeadDim>());
 
@@ -77,17 +76,12 @@ __global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_con
     load_tile<kHeadDim>(value_tiles + static_cast<uint32_t>(tile % kStages * tile_bytes<kHeadDim>()), v,
                         params.v_stride, tile * kKeyTile, keys, thread);
   };
-  // Group 0 of copies: q and key tile 0. Group i + 1: value tile i and key tile i + 1.
-  {
-    const bf16* q = params.q + q_row * params.q_stride + int64_t{head} * params.group * kHeadDim;
-    for (int chunk = thread; chunk < kRows * kHeadDim / 8; chunk += kSharedThreads) {
-      const int row = chunk / (kHeadDim / 8), column = chunk % (kHeadDim / 8);
-      const bool valid = row < params.group;
-      copy16(q_tile + tile_offset<kHeadDim>(row, column), q + (valid ? row : 0) * kHeadDim + column * 8, valid);
-    }
-    load_keys(0);
-    commit();
-  }
+  // Only the last key's row is written by the kernel ahead, and q.
+  const bool last_is_later = tiles > kStages;
+  if (!last_is_later) hopper::wait_for_predecessors();
+  // Group 0 of copies: key tile 0. Group i + 1: value tile i and key tile i + 1.
+  load_keys(0);
+  commit();
   const auto load_group = [&](int tile) {
     if (tile < tiles) load_values(tile);
     if (tile + 1 < tiles) load_keys(tile + 1);
@@ -96,12 +90,24 @@ __global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_con
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) load_group(i);
 
+  if (last_is_later) hopper::wait_for_predecessors();
+  uint32_t q_fragments[kSteps][4];  // rows beyond the group are zero
+  {
+    const bf16* q = params.q + q_row * params.q_stride + int64_t{head} * params.group * kHeadDim;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i % 2 * 8;
+        q_fragments[step][i] =
+            row < params.group
+                ? *reinterpret_cast<const uint32_t*>(q + row * kHeadDim + step * 16 + i / 2 * 8 + lane % 4 * 2)
+                : 0;
+      }
+    }
+  }
   wait<kStages - 1>();
   __syncthreads();
-  uint32_t q_fragments[kSteps][4];
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    load_matrices(q_fragments[step], q_tile + tile_offset<kHeadDim>(lane % 16, 2 * step + lane / 16));
 
   // Scores of this warp's 16 keys: [block of 8 keys][row lane / 4: 2 keys, row lane / 4 + 8: 2 keys].
   float scores[2][4];
@@ -223,8 +229,17 @@ cudaError_t launch_shared(const AttentionArgs& args, cudaStream_t stream) {
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
-  kernel<<<dim3(args.run_count, args.kv_heads), kSharedThreads, kShared, stream>>>(params);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(args.run_count), static_cast<unsigned>(args.kv_heads));
+  config.blockDim = dim3(kSharedThreads);
+  config.dynamicSmemBytes = kShared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = args.early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 // A warp copies a row, 16 bytes a lane.

@@ -38,6 +38,10 @@ struct AttentionArgs {
   int run_count = 0;
   const int32_t* items = nullptr;  // [2, item_count]: run, tile of kPackedTileRows
   int item_count = 0;
+  // Of decode kernels: they may begin while the kernel ahead in the stream, which then writes no more than q and the
+  // last key and value row of each run, is still running. `runs` and all other rows must have been there before the
+  // last launch that was not early.
+  bool early = false;
 };
 
 enum class PackedKernel {
