@@ -8,8 +8,8 @@
 //
 // Measured on H200 with head_dim 128 and 32/8 heads (docs/performance.md): packed forward by warp groups 420 / 585 /
 // 556 TFLOP/s at 16x1k / 4x4k / 1x16k, by tiles 294 / 320 / 376; backward 366 / 441 / 474. Decode at 1,000 keys 2.6
-// / 3.8 / 4.2 TB/s with 8 / 32 / 256 sequences: cluster kernels 7.0 to 11.8 us at 1..8 sequences of 1,000 keys, 10.0
-// to 20.0 us of 2,048, the time of their key tiles.
+// / 3.8 / 4.2 TB/s with 8 / 32 / 256 sequences: cluster kernels 7.3 to 11.2 us at 1..8 sequences of 1,000 keys, 10.6
+// to 19.4 us of 2,048, the time of their key tiles.
 #pragma once
 
 #include <cuda_runtime_api.h>
