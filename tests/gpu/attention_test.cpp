@@ -12,7 +12,10 @@
 
 #include "base/error.h"
 #include "tests/gpu/device.h"
+#include "tests/gpu/products.h"
 #include "trainer/ops/cuda/attention.h"
+#include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
@@ -36,6 +39,11 @@ std::ostream& operator<<(std::ostream& out, const Heads& h) {
 
 // Lengths on both sides of the key tile (64), of the tile of query rows and of kChunkAlignment.
 const std::vector<int64_t> kLengths = {1, 2, 3, 17, 63, 64, 65, 127, 128, 129, 200, 256, 257, 300, 1100};
+
+// Of runs that decode: one tile, as many as are copied ahead, one more, and on both sides of a round of clusters of 2,
+// 4 and 8 blocks (8, 16 and 32 tiles).
+const std::vector<int64_t> kDecodeLengths = {1,   2,   64,  65,   192,  193,  256,  384,  385,
+                                             448, 512, 513, 1024, 1025, 2048, 2049, 2500, 700};
 
 // Sequences packed and, in another order and with gaps, in an arena that holds NaN wherever no key is.
 struct Batch {
@@ -566,6 +574,71 @@ TEST_F(GpuAttentionEdges, PlanHoldsWhatOpsDocuments) {
   EXPECT_EQ(items[1][0].item<int>(), 4);
   EXPECT_EQ(items[0][5].item<int>(), 0);
   EXPECT_TRUE(make_cache_plan({{1, 5, 1}, {9, 0, 1}}, 4, gpu()).decode);
+}
+
+// As a layer decodes: behind a product of ours and the split that writes q and each run's last key and value, attention
+// begins before they have ended. Those rows are NaN until then; the product is large, so that attention has to wait.
+TEST_P(GpuAttention, BegunEarlyItWaitsForTheLastKeyAndTheQueries) {
+  const at::NoGradGuard no_grad;
+  const Heads heads = GetParam();
+  constexpr int64_t kHidden = 4096;
+  const testing::Limit ours(cuda::kMostOwnRows);
+  const QkvLayout layout{heads.group * heads.kv_heads, heads.kv_heads, heads.head_dim};
+  for (const int64_t runs : {1, 3, 5, 8, 16, 40}) {
+    std::vector<int64_t> lengths;
+    for (int64_t i = 0; i < runs; ++i)
+      lengths.push_back(kDecodeLengths[static_cast<size_t>(i * 5 + runs) % kDecodeLengths.size()]);
+    Batch b(heads, lengths);
+    b.fill_arena();
+    std::vector<CacheRow> rows;
+    std::vector<int64_t> positions;
+    for (size_t s = 0; s < lengths.size(); ++s) {
+      rows.push_back({b.extents[s], lengths[s] - 1, 1});
+      positions.push_back(lengths[s] - 1);
+    }
+    const CachePlan plan = b.plan(rows);
+    const at::Tensor position = at::tensor(positions, at::kLong).to(gpu());
+    const at::Tensor table = rope_table(at::arange(2600, position.options()), RopeOptions{heads.head_dim});
+    const at::Tensor x = gpu_randn({runs, kHidden});
+    const at::Tensor weight = gpu_randn({(layout.q_heads + 2 * layout.kv_heads) * layout.head_dim, kHidden}, 1.0 / 64);
+    const at::Tensor filler = gpu_randn({8192, kHidden}, 1.0 / 64);
+    const auto layer = [&](DecodeKernel kernel) {
+      (void)cuda::linear_forward(x, filler, {});
+      const at::Tensor qkv = cuda::linear_forward(x, weight, {});
+      const at::Tensor q = split_qkv_cached(qkv, {}, {}, table, position, layout, b.arena_k, b.arena_v, plan);
+      return cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel);
+    };
+    const auto spoil = [&] {
+      b.arena_k.index_fill_(0, plan.token_rows, std::nan(""));
+      b.arena_v.index_fill_(0, plan.token_rows, std::nan(""));
+    };
+    spoil();
+    const at::Tensor expected = layer(DecodeKernel::kTiled);
+    ASSERT_TRUE(at::isfinite(expected).all().item<bool>());
+    for (const DecodeKernel kernel : kDecodeKernels) {
+      at::cuda::CUDAGraph graph;
+      at::Tensor out;
+      c10::cuda::device_synchronize();
+      {
+        const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
+        const cuda::DecodeScope scope;
+        (void)layer(kernel);  // plans are tried outside of a capture
+        c10::cuda::device_synchronize();
+        graph.capture_begin();
+        out = layer(kernel);
+        EXPECT_TRUE(cuda::may_begin_early());
+        graph.capture_end();
+      }
+      for (int round = 0; round < 3; ++round) {
+        spoil();
+        out.fill_(std::nan(""));
+        graph.replay();
+        c10::cuda::device_synchronize();
+        EXPECT_SAME_ROWS(out, expected) << " (" << heads << ", kernel " << static_cast<int>(kernel) << ", " << runs
+                                        << " runs)";
+      }
+    }
+  }
 }
 
 // Many query heads on one key head: too many for the decode kernels, so the plan takes the packed one.

@@ -47,8 +47,11 @@ class GrpoLoop final {
       log_warn("grpo", "grpo.early_gradients is off: it needs linear layers that keep row bits");
     if (early_gradients_ && reference_stream_ == nullptr) {
       fail_user(
-          "grpo.early_gradients needs a part of the device of its own: set policy.generation.background_processors "
-          "above 0 (on a CPU 1), or grpo.early_gradients to false");
+          session_.policy->options().device.is_cpu()
+              ? "grpo.early_gradients needs a thread of its own: set policy.generation.background_processors to "
+                "1, or grpo.early_gradients to false"
+              : "grpo.early_gradients needs a part of the GPU of its own, and this one cannot be divided (see the "
+                "warning above): set it to false");
     }
     if (!exact_ && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");

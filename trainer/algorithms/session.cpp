@@ -86,7 +86,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
-  exact_linear = linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype, model_options.device);
+  // Of all ranks, since how they share the samples depends on it.
+  exact_linear =
+      context.data_parallel().all_reduce_max(
+          linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype, model_options.device) ? 0 : 1) ==
+      0;
   const AdamSettings adam = adam_settings(config);
   AdamWOptions adam_options;
   adam_options.beta1 = adam.beta1;

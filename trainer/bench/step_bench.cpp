@@ -72,7 +72,8 @@ class StepBench final {
     adam_options.eps = adam.eps;
     adam_options.reduce_in_fp32 = trainable.gradient_dtype == at::kFloat;
     optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
-    exact_ = linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device);
+    const bool exact = linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device);
+    exact_ = context.data_parallel().all_reduce_max(exact ? 0 : 1) == 0;
     trainer_ = std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
     engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
@@ -84,7 +85,9 @@ class StepBench final {
     }
     if (options.early_gradients) {
       if (reference_stream_ == nullptr)
-        fail_user("--early-gradients needs --background-processors other than 0 and a device that can be divided");
+        fail_user(
+            "--early-gradients needs a part of the device of its own: --background-processors above 0 on a CPU, and a "
+            "GPU that can be divided");
       reference_stream_->train = [this](const std::vector<RolloutSample>& samples) { trainer_->train_early(samples); };
     }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,

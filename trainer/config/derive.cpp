@@ -194,6 +194,10 @@ void check_grpo(const Config& c, Problems& out) {
         : g.shuffle_rewards      ? "cannot be used with grpo.shuffle_rewards"
         : !c.loss_fn.token_level_loss && c.loss_fn.positive_example_nll_weight != 0
             ? "cannot be used where parts of the loss are divided by sequences and others by tokens"
+        : c.policy.train_global_batch_size < g.num_generations_per_prompt
+            ? "cannot be used where an optimizer step has less than a whole group (policy.train_global_batch_size "
+              "below "
+              "num_generations_per_prompt)"
         : c.policy.generation.background_processors == 0 ? "needs policy.generation.background_processors other than 0"
                                                          : nullptr;
     if (why != nullptr) out.push_back({"grpo.early_gradients", why});

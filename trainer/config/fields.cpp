@@ -79,8 +79,8 @@ void add_grpo(std::vector<Field>& table) {
   ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
    "of reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within "
    "rounding, "
-   "since their order depends on time. A rank then generates whole groups. Gains 3 % of a step of one GPU with "
-   "long-tailed answers and no reference model, and costs 8 % over four (docs/performance.md)");
+   "since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one GPU with "
+   "long-tailed answers and no reference model, and costs 8 % on four (docs/performance.md)");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
@@ -202,7 +202,7 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.generation.background_processors)
   ("multiprocessors of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
-   "number means a thread of its own. No bit of a result changes")
+   "number means a thread of its own. No bit of a result changes (but see grpo.early_gradients)")
       .at_least(-1);
   KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
   KEY(policy.generation.colocated.resources.gpus_per_node)

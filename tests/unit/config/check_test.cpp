@@ -53,6 +53,9 @@ TEST(ConfigCheck, BatchArithmetic) {
   EXPECT_THAT(load_error({"grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"}),
               HasSubstr("a group of 1 has no baseline"));
   EXPECT_EQ(load_error({"algorithm=sft", "policy.train_global_batch_size=7777"}), "");  // no rollout to divide
+  EXPECT_EQ(load_error({"grpo.early_gradients=true"}), "");
+  EXPECT_THAT(load_error({"grpo.early_gradients=true", "policy.train_global_batch_size=8"}),
+              HasSubstr("cannot be used where an optimizer step has less than a whole group"));
 }
 
 TEST(ConfigCheck, RecomputationAndSharedPrompts) {

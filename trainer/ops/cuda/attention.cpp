@@ -489,8 +489,8 @@ void set_packed_kernel(PackedKernel kernel) { packed = kernel; }
 
 DecodeKernel choose_decode_kernel(int64_t runs, int64_t kv_heads) {
   // Measured on H200 (docs/performance.md): a cluster pays while all of them are on the chip at once, which has room
-  // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles. Of the deep ones
-  // a processor has room for one only: so those of an early launch are not put two by two where there is room first.
+  // for 15 of 8 blocks, 30 of 4 and 66 of 2; beyond, one block a pair whose warps share the key tiles, the deep ones
+  // where each has a processor to itself.
   constexpr int64_t kProcessors = 132;
   const int64_t limit = processor_limit() > 0 ? processor_limit() : kProcessors;
   const int64_t pairs = (runs * kv_heads * kProcessors + limit - 1) / limit;  // as many for all processors

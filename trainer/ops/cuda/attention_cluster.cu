@@ -5,8 +5,9 @@
 //   score   S = Q K^T of its tile, masked; the tile's row maxima go to all blocks of the cluster.
 //   weigh   When all maxima of the round are there: the running maximum before and after its tile, hence the factor of
 //           what was summed before it, and its weights in bf16; both go to all blocks, as operands of products.
-//   chain   A warp of the chain owns 16 columns of the output. Tile by tile, in order of keys, it scales what it
-//           has and adds the products of weights and values, and likewise the sum of the weights.
+//   chain   A warp of the chain owns 16 columns of the output (8, where a block has no more). Tile by tile, in order of
+//           keys, it scales what it has and adds the products of weights and values, and likewise the sum of the
+//           weights.
 //   values  A warp copies the block's columns of V, as far ahead as there is room.
 // Scoring and weighing of a round run under the chain of the round before it.
 //
@@ -20,6 +21,7 @@
 //   weights_full   this block has the factors and weights of the round: likewise.
 //   weights_free   the chains of all blocks are done with the round before the last: arrivals of remote warps.
 //   value_full, value_free   of a stage of values, within the block.
+// And keys_begun, once: the first half of each scoring warp's first keys has come, or will be asked for late.
 // A round's maxima need no barrier to be overwritten: who sends those of round i + 2 has seen all of round i + 1, and
 // every warp sends its own after it has read those of round i.
 #include <algorithm>
@@ -179,7 +181,7 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
     }
     hopper::publish_barriers();
   }
-  __syncwarp();
+  __syncthreads();  // keys_begun is arrived at before the cluster's barrier
   hopper::cluster_arrive();
   asm volatile("" : "+r"(q_row_read), "+r"(first_key_read), "+r"(keys_read));
   const int64_t q_row = q_row_read, first_key = first_key_read;
@@ -215,10 +217,13 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
       }
       commit();
     };
-    // Only the last key's row is written by the kernel ahead, and q.
-    if (place == tiles - 1) hopper::wait_for_predecessors();
+    // Only the last key's row is written by the kernel ahead, and q. Values do not wait for the last tile's keys.
+    if (place == tiles - 1) {
+      arrive_after_copies(keys_begun);
+      hopper::wait_for_predecessors();
+    }
     load_half(place, 0);
-    arrive_after_copies(keys_begun);
+    if (place != tiles - 1) arrive_after_copies(keys_begun);
     load_half(place, 1);
     hopper::wait_for_predecessors();
     uint32_t q[kHeadSteps][4];  // fragments; rows beyond the group are zero
@@ -459,7 +464,7 @@ __global__ void __launch_bounds__(32 * Plan<kHeadDim, kCluster, kHalves>::kWarps
           multiply(out[j], now.values[step], low, high);
           multiply(sum[j], kOnes, low, high);
         }
-        // Asked here and looked at two products later, so that the answer costs no time.
+        // Asked here and looked at two steps later, so that the answer costs no time.
         if (step == 0)
           here = hopper::has_ended(value_full + 8 * ((tile + 1) % P::kStages),
                                    static_cast<uint32_t>((tile + 1) / P::kStages % 2));
@@ -504,8 +509,8 @@ template <int kHeadDim, int kCluster, int kHalves>
 cudaError_t launch(const DecodeParams& params, bool early, cudaStream_t stream, int* count) {
   using P = Plan<kHeadDim, kCluster, kHalves>;
   auto* kernel = attend_cluster<kHeadDim, kCluster, kHalves>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(P::bytes(32)));
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                 static_cast<int>(std::max<size_t>(P::bytes(32), kAlone)));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -516,7 +521,8 @@ cudaError_t launch(const DecodeParams& params, bool early, cudaStream_t stream, 
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(params.run_count) * kCluster, static_cast<unsigned>(params.kv_heads));
   config.blockDim = dim3(32 * P::kWarps);
-  config.dynamicSmemBytes = P::bytes(weighing_lanes(params.group));
+  // Of an early launch no two blocks go to one processor because there is room first.
+  config.dynamicSmemBytes = std::max<size_t>(P::bytes(weighing_lanes(params.group)), early ? kAlone : 0);
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = early ? 2 : 1;

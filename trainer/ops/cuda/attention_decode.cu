@@ -6,6 +6,8 @@
 // maximum has no rounding; every warp then holds the same maximum and factor of each row, its weights are rounded to
 // bf16 and exchanged, and each warp sums weights times values over all keys of the tile, in the packed kernel's order,
 // for its own columns of the output. Only who computes an element differs, never the operations.
+#include <algorithm>
+
 #include "trainer/ops/cuda/attention_decode.cuh"
 #include "trainer/ops/cuda/attention_tiles.cuh"
 #include "trainer/ops/cuda/hopper.cuh"
@@ -18,6 +20,7 @@ using namespace decode;
 constexpr int kSharedWarps = 4;
 constexpr int kSharedThreads = 32 * kSharedWarps;
 constexpr int kRows = 16;
+constexpr int kDeepStages = 6;
 static_assert(kKeyTile == 16 * kSharedWarps, "a warp scores 16 keys of a tile");
 
 // Shared memory: weights [16, 64] bf16, maxima [4, 16] float, kStages x (key tile, value tile).
@@ -225,7 +228,9 @@ template <int kHeadDim, int kStages>
 cudaError_t launch_shared(const AttentionArgs& args, cudaStream_t stream) {
   const DecodeParams params = make_params(args);
   auto* kernel = attend_shared<kHeadDim, kStages>;
-  constexpr size_t kShared = shared_bytes<kHeadDim, kStages>();
+  // Where there are no more deep blocks than processors, those of an early launch would else be put two by two where
+  // there is room first.
+  constexpr size_t kShared = std::max(shared_bytes<kHeadDim, kStages>(), kStages == kDeepStages ? kAlone : 0);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kShared));
   if (error != cudaSuccess) return error;
@@ -262,7 +267,7 @@ cudaError_t launch_attention_decode(const AttentionArgs& args, DecodeKernel kern
     case DecodeKernel::kShared:
       return wide ? launch_shared<128, 3>(args, stream) : launch_shared<64, 3>(args, stream);
     case DecodeKernel::kSharedDeep:
-      return wide ? launch_shared<128, 6>(args, stream) : launch_shared<64, 6>(args, stream);
+      return wide ? launch_shared<128, kDeepStages>(args, stream) : launch_shared<64, kDeepStages>(args, stream);
     case DecodeKernel::kCluster2:
       return launch_attention_cluster(args, 2, stream);
     case DecodeKernel::kCluster4:

@@ -12,6 +12,9 @@ namespace trireme::cuda::decode {
 
 using bf16 = __nv_bfloat16;
 
+// Shared memory with which a block has a processor to itself.
+inline constexpr size_t kAlone = 117 * 1024;
+
 struct DecodeParams {
   const bf16* q;
   const bf16* k;

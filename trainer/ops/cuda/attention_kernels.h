@@ -7,7 +7,7 @@
 // the kernel, the tile of query rows, the other rows, or where a prefill was cut.
 //
 // Measured on H200 with head_dim 128 and 32/8 heads (docs/performance.md): packed forward by warp groups 420 / 585 /
-// 556 TFLOP/s at 16x1k / 4x4k / 1x16k, by tiles 294 / 320 / 376; backward 366 / 441 / 474. Decode at 1,000 keys 2.6
+// 556 TFLOP/s at 16x1k / 4x4k / 1x16k, by tiles 294 / 320 / 376; backward 366 / 441 / 474. Decode at 1,000 keys 2.9
 // / 3.8 / 4.2 TB/s with 8 / 32 / 256 sequences: cluster kernels 7.3 to 11.2 us at 1..8 sequences of 1,000 keys, 10.6
 // to 19.4 us of 2,048, the time of their key tiles.
 #pragma once
@@ -38,9 +38,9 @@ struct AttentionArgs {
   int run_count = 0;
   const int32_t* items = nullptr;  // [2, item_count]: run, tile of kPackedTileRows
   int item_count = 0;
-  // Of decode kernels: they may begin while the kernel ahead in the stream, which then writes no more than q and the
-  // last key and value row of each run, is still running. `runs` and all other rows must have been there before the
-  // last launch that was not early.
+  // Of decode kernels (kTiled takes no notice): they may begin while the kernel ahead in the stream, which then writes
+  // no more than q and the last key and value row of each run, is still running. `runs` and all other rows must have
+  // been there before the last launch that was not early.
   bool early = false;
 };
 

@@ -34,7 +34,7 @@ inline constexpr int64_t kWherePaid = -1;
 //   fastest stays, for this process (product_choice.h);
 // - products of our kernels, and the short kernels after them, may begin before the kernel ahead of them in the stream
 //   has ended (RowProductArgs::overlap): only where no kernel that may still run writes weights, so not straight after
-//   an optimizer step in the same stream.
+//   an optimizer step in the same stream. So may decode attention (AttentionArgs::early).
 class DecodeScope final {
  public:
   DecodeScope();
@@ -45,8 +45,8 @@ class DecodeScope final {
  private:
   bool before_;
 };
-// Whether the next kernel of this thread may: in a DecodeScope, behind a product of our kernels. Behind other kernels
-// an early launch costs more than it saves.
+// Whether the next kernel of this thread may: in a DecodeScope whose last product was of our kernels. Behind others an
+// early launch costs more than it saves.
 bool may_begin_early();
 
 // dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.
