@@ -163,7 +163,7 @@ Operator::~Operator() { shut_down(); }
 
 bool Operator::leading() const { return !stopping_ && (elector_ ? elector_->is_leader() : working_.load()); }
 
-std::string Operator::metrics_text() {
+void Operator::write_metrics(const kube::HttpWrite& write) {
   process_metrics(metrics_);
   if (reconciler_) {
     const std::string help = "Objects held by the informers.";
@@ -178,9 +178,8 @@ std::string Operator::metrics_text() {
                "When the webhook's certificate expires, unix time.")
         .Set(static_cast<double>(certificates_->expires_unix_s()));
   }
-  std::string text = metrics_.text();
-  if (reconciler_ && leading()) text += controller::job_metrics_text(*reconciler_, reports_);
-  return text;
+  if (!write(metrics_.text())) return;
+  if (reconciler_ && leading()) controller::write_job_metrics(*reconciler_, reports_, write);
 }
 
 void Operator::check_crd() {
@@ -312,7 +311,7 @@ void Operator::start_servers() {
     metrics_server_ = server("metrics", options_.metrics_port);
     metrics_server_->handle("GET", "/metrics", [this](const kube::HttpRequest&) {
       kube::HttpResponse response;
-      response.body = metrics_text();
+      response.stream = [this](const kube::HttpWrite& write) { write_metrics(write); };
       response.content_type = kube::Metrics::content_type();
       return response;
     });

@@ -36,7 +36,7 @@ class Operator final {
   int health_port() const { return health_port_; }
   int status_port() const { return status_port_; }
   bool leading() const;
-  std::string metrics_text();
+  void write_metrics(const kube::HttpWrite& write);
 
  private:
   void check_crd();

@@ -5,10 +5,12 @@
 #include <string>
 
 #include "operator/controller/reconciler.h"
+#include "operator/kube/http_server.h"
 
 namespace trireme::controller {
 
-// Text exposition of trireme_job_* and trireme_jobs. Only a leader should show it: a standby would double every job.
-std::string job_metrics_text(const Reconciler& reconciler, const ReportStore& reports);
+// Writes the text exposition of trireme_job_* and trireme_jobs in pieces of some 64 KiB, until write returns false; the
+// store is not locked meanwhile. Only a leader should show it: a standby would double every job.
+void write_job_metrics(const Reconciler& reconciler, const ReportStore& reports, const kube::HttpWrite& write);
 
 }  // namespace trireme::controller

@@ -81,7 +81,26 @@ class HttpServer::Impl final {
         HttpResponse out = handler(in);
         response.status = out.status;
         for (const auto& [name, value] : out.headers) response.set_header(name, value);
-        response.set_content(std::move(out.body), out.content_type);
+        if (out.stream == nullptr) {
+          response.set_content(std::move(out.body), out.content_type);
+          return;
+        }
+        response.set_chunked_content_provider(
+            out.content_type,
+            [this, path = request.path, stream = std::move(out.stream)](size_t, httplib::DataSink& to) {
+              try {
+                bool there = true;
+                stream([&](std::string_view piece) {
+                  there = there && (piece.empty() || to.write(piece.data(), piece.size()));
+                  return there;
+                });
+                if (there) to.done();
+                return there;
+              } catch (const std::exception& e) {
+                log_error(options_.name, path + ": " + e.what());
+                return false;
+              }
+            });
       } catch (const std::exception& e) {
         log_error(options_.name, request.method + " " + request.path + ": " + e.what());
         response.status = 500;

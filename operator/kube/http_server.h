@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -28,11 +29,16 @@ struct HttpRequest {
   std::string remote_address;
 };
 
+using HttpWrite = std::function<bool(std::string_view piece)>;
+
 struct HttpResponse {
   int status = 200;
   std::string body;
   std::string content_type = "text/plain; charset=utf-8";
   std::map<std::string, std::string> headers;
+  // Instead of body, where it would be large: called once on the server's thread, writes the content piece by piece.
+  // Ends early when write returns false: nobody listens any more. Throws: the client sees the content break off.
+  std::function<void(const HttpWrite& write)> stream;
 };
 
 struct HttpServerOptions {

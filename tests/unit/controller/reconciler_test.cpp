@@ -50,7 +50,11 @@ TEST(Reconciler, FromApplyToComplete) {
   EXPECT_TRUE(eventually([&] { return c.op->find_job(job)->step > 0; }));
   std::string text;  // the operator's own copy of the job may be behind the server's
   EXPECT_TRUE(eventually([&] {
-    text = job_metrics_text(*c.op, *c.reports);
+    text.clear();
+    write_job_metrics(*c.op, *c.reports, [&](std::string_view piece) {
+      text += piece;
+      return true;
+    });
     return text.find("trireme_jobs{phase=\"Running\"} 1") != std::string::npos;
   }));
   EXPECT_NE(text.find("trireme_job_phase{namespace=\"team\",job=\"quick\",phase=\"Running\"} 1"), std::string::npos)

@@ -62,6 +62,34 @@ TEST(HttpServer, RoutesParametersAndFailures) {
   EXPECT_EQ(ask(config, "GET", "/axb").status, 404);
 }
 
+TEST(HttpServer, ContentInPieces) {
+  HttpServer server(local());
+  server.handle("GET", "/pieces", [](const HttpRequest&) {
+    HttpResponse response;
+    response.stream = [](const HttpWrite& write) {
+      for (int i = 0; i < 1000 && write(std::string(997, static_cast<char>('a' + i % 26))); ++i) write("");
+    };
+    return response;
+  });
+  server.handle("GET", "/broken", [](const HttpRequest&) {
+    HttpResponse response;
+    response.stream = [](const HttpWrite& write) {
+      write("half");
+      throw std::runtime_error("no more");
+    };
+    return response;
+  });
+  server.start();
+  const ClientConfig config = config_for(server);
+  const RawResponse r = ask(config, "GET", "/pieces");
+  EXPECT_EQ(r.status, 200);
+  ASSERT_EQ(r.body.size(), 997'000u);
+  EXPECT_EQ(r.body[0], 'a');
+  EXPECT_EQ(r.body[997 * 27], 'b');
+  EXPECT_ANY_THROW(ask(config, "GET", "/broken"));  // not taken for all of it
+  EXPECT_EQ(ask(config, "GET", "/pieces").body.size(), 997'000u);
+}
+
 TEST(HttpServer, BodyLimitManyConnectionsTakenPort) {
   HttpServerOptions options = local();
   options.max_body_bytes = 1000;
