@@ -42,6 +42,7 @@ class Exposition final {
  private:
   static constexpr size_t kPiece = 64 << 10;
   void append(const std::string& line) {
+    if (!there_) return;
     text_ += line;
     if (text_.size() >= kPiece) flush();
   }

@@ -78,8 +78,8 @@ void add_grpo(std::vector<Field>& table) {
   OURS(grpo.early_gradients)
   ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
    "of reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within "
-   "rounding, "
-   "since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one GPU with "
+   "rounding, since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one "
+   "GPU with "
    "long-tailed answers and no reference model, and costs 8 % on four (docs/performance.md)");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
