@@ -18,7 +18,9 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/processors.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
@@ -175,10 +177,7 @@ class DeviceRunner final : public StepRunner {
     int64_t rows = 0;
     cudaEvent_t done = nullptr;
   };
-  struct Graph {
-    at::cuda::CUDAGraph graph;
-    bool captured = false;
-  };
+  using Graph = std::unique_ptr<at::cuda::CUDAGraph>;
 
   static at::Tensor pinned(int64_t elements, at::ScalarType type) {
     return at::empty({elements}, at::TensorOptions().dtype(type).pinned_memory(true));
@@ -208,11 +207,11 @@ class DeviceRunner final : public StepRunner {
       for (int64_t rows = 1; rows <= most_rows; ++rows) {
         const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
         Graph& graph = graphs_[{bucket, runs, false, true}];
-        if (graph.captured) continue;
+        if (graph) continue;
         const int64_t place = decode_steps_++ % kSlots;
         (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
         run_decode(bucket, runs, /*filters=*/false);
-        capture(graph, bucket, runs, /*filters=*/false, /*shared=*/true);
+        graph = step_graph(bucket, runs, /*filters=*/false, /*shared=*/true);
       }
       C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     }
@@ -279,13 +278,13 @@ class DeviceRunner final : public StepRunner {
     const bool filters = fill(request, host, rows, bucket, runs);
     const bool shared = partition_ != nullptr && processor_limit() > 0;
     Graph& graph = graphs_[{bucket, runs, filters, shared}];
-    if (graph.captured) {
-      graph.graph.replay();
+    if (graph) {
+      graph->replay();
       return;
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
     run_decode(bucket, runs, filters);
-    capture(graph, bucket, runs, filters, shared);
+    graph = step_graph(bucket, runs, filters, shared);
   }
 
   void* upload_of(int64_t place) const {
@@ -332,6 +331,15 @@ class DeviceRunner final : public StepRunner {
     const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
     cuda::begin_decode_step(ring_, inputs_.mutable_data_ptr(), in.bytes, ids_.const_data_ptr<int64_t>(), bucket,
                             stream());
+    const DeviceSamples samples = compute(in, filters);
+    cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
+                             ids_.mutable_data_ptr<int64_t>(), bucket, stream());
+    C10_CUDA_CHECK(cudaGetLastError());
+  }
+
+  // The part of a step between its inputs and its results. Once more with the same inputs it changes nothing: it writes
+  // the same bits to the same rows of the cache.
+  DeviceSamples compute(const DecodeInputs& in, bool filters) {
     CachedBatch batch;
     batch.ids = in.tokens;
     batch.positions = in.positions;
@@ -339,11 +347,8 @@ class DeviceRunner final : public StepRunner {
     batch.plan.runs = in.runs;
     batch.plan.items = in.items;
     batch.plan.decode = true;
-    const DeviceSamples samples = sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
-                                                          {in.keys, in.parameters, in.top_k, filters});
-    cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
-                             ids_.mutable_data_ptr<int64_t>(), bucket, stream());
-    C10_CUDA_CHECK(cudaGetLastError());
+    return sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
+                                   {in.keys, in.parameters, in.top_k, filters});
   }
 
   void sample(const at::Tensor& hidden, const DeviceSampling& sampling) {
@@ -352,17 +357,74 @@ class DeviceRunner final : public StepRunner {
     logprobs_.narrow(0, 0, samples.logprobs.size(0)).copy_(samples.logprobs);
   }
 
+  // After a step of this kind ran eagerly.
+  Graph step_graph(int64_t bucket, int64_t runs, bool filters, bool shared) {
+    const auto run = [&] { run_decode(bucket, runs, filters); };
+    Graph graph = capture(run, shared);
+    // The graphs that are compared share the steps' memory, which the one above has filled: they want little more, and
+    // where even that is not there, the choices stay as they are.
+    try {
+      if (settle_products(bucket, runs, filters, shared)) graph = capture(run, shared);
+    } catch (const c10::OutOfMemoryError&) {
+      log_debug("rollout", "no memory to compare the kernels of products inside a step of " + std::to_string(bucket) +
+                               " rows: they stay as trials of single products chose them");
+    }
+    return graph;
+  }
+
+  // By the time of this step's computation, on the inputs that it has just had.
+  bool settle_products(int64_t bucket, int64_t runs, bool filters, bool shared) {
+    const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
+    struct Compared {
+      Graph graph;
+      cudaEvent_t from = nullptr, to = nullptr;
+      ~Compared() {
+        (void)cudaEventDestroy(from);
+        (void)cudaEventDestroy(to);
+      }
+    };
+    return cuda::settle_products(device_.index(), bucket, [&]() -> cuda::TimedStep {
+      const auto compared = std::make_shared<Compared>();
+      C10_CUDA_CHECK(cudaEventCreate(&compared->from));
+      C10_CUDA_CHECK(cudaEventCreate(&compared->to));
+      compared->graph = capture(
+          [&] {
+            const cuda::DecodeScope scope;
+            (void)compute(in, filters);
+          },
+          shared);
+      return [this, compared] {
+        constexpr int kReplays = 2;
+        compared->graph->replay();  // while it runs, the host queues the others
+        C10_CUDA_CHECK(cudaEventRecord(compared->from, stream()));
+        for (int i = 0; i < kReplays; ++i) compared->graph->replay();
+        C10_CUDA_CHECK(cudaEventRecord(compared->to, stream()));
+        C10_CUDA_CHECK(cudaEventSynchronize(compared->to));
+        float milliseconds = 0;
+        C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, compared->from, compared->to));
+        return milliseconds / kReplays;
+      };
+    });
+  }
+
   // Kernels of a graph run on the processors of the stream that it was captured on.
-  void capture(Graph& graph, int64_t bucket, int64_t runs, bool filters, bool shared) {
+  template <class Run>
+  Graph capture(const Run& run, bool shared) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     const c10::cuda::CUDAStream side = shared ? c10::cuda::getCurrentCUDAStream(device_.index())
                                               : c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
     const c10::cuda::CUDAStreamGuard guard(side);
-    graph.graph.capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
-    run_decode(bucket, runs, filters);
-    graph.graph.capture_end();
-    graph.captured = true;
+    auto graph = std::make_unique<at::cuda::CUDAGraph>();
+    graph->capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+    try {
+      run();
+    } catch (const c10::OutOfMemoryError&) {
+      graph->capture_end();  // the device's allocator is left as it was
+      throw;
+    }
+    graph->capture_end();
     C10_CUDA_CHECK(cudaStreamSynchronize(side.stream()));
+    return graph;
   }
 
   // A step with runs of several tokens.
