@@ -304,6 +304,46 @@ TEST(Engine, TheCacheComesBackUnderTheSameAddresses) {
   }
 }
 
+// A cache that finds its size itself leaves what steps want, also the widest ones, and nothing besides; where others have
+// taken memory between two rollouts it is smaller until they give it back. The samples are always the same.
+TEST(Engine, TheCacheTakesWhatStepsLeave) {
+  ModelConfig config = config_of(ModelFamily::kLlama);
+  config.num_layers = 16;
+  config.max_position_embeddings = 16'384;
+  const auto model = gpu_model(config);
+  const at::Device device = model->options().device;
+  const auto wanted = requests({9'000, 40, 3'000}, 200);
+  const auto rollout = [&](Engine& engine) {
+    for (const GroupRequest& request : wanted) engine.submit(request);
+    Groups groups;
+    for (GeneratedGroup& group : engine.run()) groups.emplace(group.group_id, std::move(group));
+    return groups;
+  };
+  Groups whole;
+  {
+    Engine engine(*model, nullptr, {.cache_rows = 300'000, .max_total_length = 16'384}, sampling_options());
+    whole = rollout(engine);
+  }
+  Engine engine(*model, nullptr, {.cache_memory_fraction = 0.999, .max_total_length = 16'384}, sampling_options());
+  EXPECT_EQ(engine.stats().cache_rows, 0);
+  expect_same(whole, rollout(engine), "all of the memory");
+  const int64_t rows = engine.stats().cache_rows;
+  const DeviceMemory memory = device_memory(device);
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  EXPECT_GT(rows * KvArena::bytes_per_row(config, at::kBFloat16), memory.total / 2);
+  EXPECT_LT(memory.free, 2 * kGiB);
+  engine.release_cache();
+  {
+    const at::Tensor other = at::empty({40 * kGiB}, at::TensorOptions().dtype(at::kByte).device(device));
+    expect_same(whole, rollout(engine), "less");
+    EXPECT_LT(engine.stats().cache_rows, rows);
+    EXPECT_GT(engine.stats().cache_rows, rows / 2);
+    engine.release_cache();
+  }
+  expect_same(whole, rollout(engine), "all again");
+  EXPECT_EQ(engine.stats().cache_rows, rows);
+}
+
 TEST(Engine, HeadDimensionsAndGroupSizes) {
   for (const auto& [heads, kv_heads, head_dim] :
        std::vector<std::array<int64_t, 3>>{{16, 16, 64}, {14, 2, 64}, {32, 8, 128}, {28, 4, 128}, {8, 8, 128}}) {

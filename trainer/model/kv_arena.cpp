@@ -22,30 +22,33 @@ class MappedMemory {};  // there is none
 }  // namespace cuda
 #endif
 
-KvArena::KvArena(const ModelConfig& config, int64_t capacity_rows, at::ScalarType dtype, at::Device device)
-    : config_(config), capacity_rows_(capacity_rows), options_(at::TensorOptions().dtype(dtype).device(device)) {
-  TRIREME_CHECK(capacity_rows > 0, "the arena needs at least one row");
+KvArena::KvArena(const ModelConfig& config, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows)
+    : config_(config),
+      most_rows_(std::max(rows, most_rows)),
+      options_(at::TensorOptions().dtype(dtype).device(device)) {
 #ifdef TRIREME_CUDA
   if (device.is_cuda()) {
-    memory_ = std::make_unique<cuda::MappedMemory>(device, capacity_rows * bytes_per_row(config, dtype));
-    memory_->map();
-    make_tensors(memory_->address());
-    return;
+    const int64_t sections = 2 * config.num_layers;
+    memory_ =
+        std::make_unique<cuda::MappedMemory>(device, sections, most_rows_ * bytes_per_row(config, dtype) / sections);
   }
 #endif
-  make_tensors(nullptr);
+  restore(rows);
 }
 
 KvArena::~KvArena() = default;
 
-void KvArena::make_tensors(void* memory) {
-  const std::vector<int64_t> shape = {capacity_rows_, config_.num_kv_heads, config_.head_dim};
-  auto* at = static_cast<char*>(memory);
-  for (std::vector<at::Tensor>* side : {&keys_, &values_}) {
-    for (int64_t layer = 0; layer < config_.num_layers; ++layer) {
-      side->push_back(at == nullptr ? at::zeros(shape, options_) : at::from_blob(at, shape, options_));
-      if (at != nullptr) at += side->back().nbytes();
-    }
+void KvArena::make_tensors() {
+  const std::vector<int64_t> shape = {rows_, config_.num_kv_heads, config_.head_dim};
+  keys_.clear();
+  values_.clear();
+  for (int64_t section = 0; section < 2 * config_.num_layers; ++section) {
+    at::Tensor made;
+#ifdef TRIREME_CUDA
+    if (memory_ != nullptr) made = at::from_blob(memory_->address(section), shape, options_);
+#endif
+    if (!made.defined()) made = at::zeros(shape, options_);
+    (section < config_.num_layers ? keys_ : values_).push_back(std::move(made));
   }
 }
 
@@ -54,25 +57,27 @@ void KvArena::release() {
 #ifdef TRIREME_CUDA
   if (memory_ != nullptr) memory_->unmap();
 #endif
-  if (memory_ == nullptr) {
-    keys_.clear();
-    values_.clear();
-  }
+  keys_.clear();
+  values_.clear();
   resident_ = false;
 }
 
-void KvArena::restore() {
-  if (resident_) return;
+void KvArena::restore(int64_t rows) {
+  TRIREME_CHECK(!resident_, "the arena has its memory already");
+  TRIREME_CHECK(rows > 0 && rows <= most_rows_, "an arena of at most " + std::to_string(most_rows_) +
+                                                    " rows cannot have " + std::to_string(rows));
 #ifdef TRIREME_CUDA
-  if (memory_ != nullptr) memory_->map();
+  if (memory_ != nullptr) memory_->map(rows * bytes_per_row(config_, c10::typeMetaToScalarType(options_.dtype())) /
+                                       (2 * config_.num_layers));
 #endif
-  if (memory_ == nullptr) make_tensors(nullptr);
+  rows_ = rows;
+  make_tensors();
   resident_ = true;
 }
 
 void KvArena::check_range(int64_t from, int64_t to, int64_t rows) const {
-  TRIREME_CHECK(from >= 0 && to >= 0 && rows >= 0 && from + rows <= capacity_rows_ && to + rows <= capacity_rows_,
-                "rows outside the arena of " + std::to_string(capacity_rows_));
+  TRIREME_CHECK(from >= 0 && to >= 0 && rows >= 0 && from + rows <= rows_ && to + rows <= rows_,
+                "rows outside the arena of " + std::to_string(rows_));
 }
 
 void KvArena::move(int64_t from, int64_t to, int64_t rows) {

@@ -25,21 +25,22 @@ struct RowMove {
 // Not thread-safe. Who owns which rows is the engine's business; the arena only stores them.
 class KvArena final {
  public:
-  KvArena(const ModelConfig& config, int64_t capacity_rows, at::ScalarType dtype, at::Device device);
+  // `rows` of at most `most_rows` (0: no more than `rows`), which restore() may give it later.
+  KvArena(const ModelConfig& config, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows = 0);
   ~KvArena();
   KvArena(const KvArena&) = delete;
   KvArena& operator=(const KvArena&) = delete;
 
-  // Gives the memory back until restore(), which fills it with zeros. On CUDA the tensors keep their addresses, and
-  // must not be used meanwhile; release() waits for the device.
+  // Gives the memory back until restore(), which fills it with zeros and may take another number of rows. Tensors of
+  // before must not be used again, but on CUDA the new ones have their addresses; release() waits for the device.
   void release();
-  void restore();
+  void restore(int64_t rows);
   bool resident() const { return resident_; }
 
-  int64_t capacity_rows() const { return capacity_rows_; }
+  int64_t rows() const { return rows_; }  // those of before while released
   int64_t num_layers() const { return config_.num_layers; }
-  const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }      // [capacity, kv_heads, head_dim], rotated
-  const at::Tensor& values(int64_t layer) const { return values_[layer]; }  // [capacity, kv_heads, head_dim]
+  const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }      // [rows, kv_heads, head_dim], rotated
+  const at::Tensor& values(int64_t layer) const { return values_[layer]; }  // [rows, kv_heads, head_dim]
 
   // Copies `rows` rows starting at `from` to `to` in every layer, with the meaning of memmove: ranges may overlap, and
   // source rows outside the target stay as they were. Serves to move an extent and to give a sample its prompt's rows.
@@ -55,13 +56,13 @@ class KvArena final {
  private:
   void check_range(int64_t from, int64_t to, int64_t rows) const;
 
-  void make_tensors(void* memory);
+  void make_tensors();
 
   ModelConfig config_;
-  int64_t capacity_rows_ = 0;
+  int64_t rows_ = 0, most_rows_ = 0;
   at::TensorOptions options_;
-  bool resident_ = true;
-  std::unique_ptr<cuda::MappedMemory> memory_;  // on CUDA: keys of all layers, then values
+  bool resident_ = false;
+  std::unique_ptr<cuda::MappedMemory> memory_;  // on CUDA: a section for each layer's keys, then for its values
   std::vector<at::Tensor> keys_;
   std::vector<at::Tensor> values_;
   at::Tensor addresses_;  // of both on the device, once needed

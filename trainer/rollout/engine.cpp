@@ -11,8 +11,13 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
+#ifdef TRIREME_CUDA
+#include "trainer/ops/cuda/attention.h"
+#endif
 
 namespace trireme {
 
@@ -31,19 +36,6 @@ int64_t available_memory_bytes() {
     if (key == "MemAvailable:") return kib * 1024;
   }
   return int64_t{1} << 30;
-}
-
-int64_t cache_rows_for(const Model& model, const EngineOptions& options) {
-  if (options.cache_rows > 0) return options.cache_rows;
-  int64_t available = 0;
-#ifdef TRIREME_CUDA
-  if (model.options().device.is_cuda()) available = device_available_bytes(model.options().device);
-#endif
-  if (model.options().device.is_cpu()) available = available_memory_bytes();
-  const double bytes = static_cast<double>(available) * options.cache_memory_fraction;
-  const auto fit =
-      static_cast<int64_t>(bytes / static_cast<double>(KvArena::bytes_per_row(model.config(), model.options().dtype)));
-  return std::max<int64_t>(1, std::min(fit, options.max_sequences * options.max_total_length));
 }
 
 // Checks them and brings them into one form: greedy is a flag, the temperature positive.
@@ -112,7 +104,7 @@ struct Engine::Impl {
       fail_user("rollout: cache_memory_fraction must be in (0, 1]");
     }
     SchedulerOptions scheduling;
-    scheduling.cache_rows = cache_rows_for(model, options);
+    scheduling.cache_rows = options.cache_rows == 0 ? 1 : options.cache_rows;  // allocate() finds it
     scheduling.max_sequences = options.max_sequences;
     scheduling.prefill_chunk_tokens = options.prefill_chunk_tokens;
     scheduling.headroom_rows = options.headroom_rows;
@@ -122,11 +114,20 @@ struct Engine::Impl {
       scheduling.chunk_alignment = kChunkAlignment;
     }
     scheduler.emplace(scheduling);
-    options.cache_rows = scheduling.cache_rows;
   }
 
   bool on_cuda() const { return model.options().device.is_cuda(); }
+  int64_t row_bytes() const { return KvArena::bytes_per_row(model.config(), model.options().dtype); }
+  int64_t most_rows() const { return options.max_sequences * options.max_total_length; }
+  std::unique_ptr<KvArena> make_arena(int64_t rows, int64_t most) const;
+  std::unique_ptr<StepRunner> make_runner(KvArena& over) const;
   void allocate();
+  void restore();
+  void use_rows(int64_t rows);
+#ifdef TRIREME_CUDA
+  void allocate_measured();
+  int64_t rows_that_fit();
+#endif
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   std::vector<Complete> step(const Engine& engine);
@@ -148,6 +149,8 @@ struct Engine::Impl {
   int64_t first_sequence = 0;
   Outputs unseen;             // with late_stops, the last step's
   int64_t steps_pending = 0;  // started in the runner and not taken
+  int64_t measured_rows = 0;  // of the cache, where the engine found its size itself; else 0
+  int64_t step_bytes = 0;     // then: what steps want of LibTorch's allocator
   EngineStats stats;
 
   // Reused from step to step.
@@ -181,23 +184,113 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
   return std::vector<int64_t>(request.samples, wanted > 0 ? std::min(wanted, room) : room);
 }
 
-void Engine::Impl::allocate() {
-  const int64_t rows = options.cache_rows + (on_cuda() ? kDeviceScratchRows : 0);
-  auto made = std::make_unique<KvArena>(model.config(), rows, model.options().dtype, model.options().device);
-#ifdef TRIREME_CUDA
-  if (on_cuda()) runner = make_device_runner(model, *made, options.max_sequences, options.partition);
-#endif
-  if (runner == nullptr) runner = make_host_runner(model, *made);
-  arena = std::move(made);
-  stats.cache_rows = options.cache_rows;
+std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) const {
+  const int64_t scratch = on_cuda() ? kDeviceScratchRows : 0;
+  return std::make_unique<KvArena>(model.config(), rows + scratch, model.options().dtype, model.options().device,
+                                   most + scratch);
 }
+
+std::unique_ptr<StepRunner> Engine::Impl::make_runner(KvArena& over) const {
+#ifdef TRIREME_CUDA
+  if (on_cuda()) return make_device_runner(model, over, options.max_sequences, options.partition);
+#endif
+  return make_host_runner(model, over);
+}
+
+void Engine::Impl::use_rows(int64_t rows) {
+  if (rows != scheduler->options().cache_rows) scheduler->set_cache_rows(rows);
+  stats.cache_rows = rows;
+}
+
+void Engine::Impl::allocate() {
+#ifdef TRIREME_CUDA
+  if (on_cuda() && options.cache_rows == 0) return allocate_measured();
+#endif
+  int64_t rows = options.cache_rows;
+  if (rows == 0) {
+    const double bytes = static_cast<double>(available_memory_bytes()) * options.cache_memory_fraction;
+    rows = std::clamp<int64_t>(static_cast<int64_t>(bytes) / row_bytes(), 1, most_rows());
+  }
+  auto made = make_arena(rows, rows);
+  runner = make_runner(*made);
+  arena = std::move(made);
+  use_rows(rows);
+}
+
+void Engine::Impl::restore() {
+  int64_t rows = scheduler->options().cache_rows;
+#ifdef TRIREME_CUDA
+  if (measured_rows > 0) rows = rows_that_fit();
+#endif
+  arena->restore(rows + (on_cuda() ? kDeviceScratchRows : 0));
+  use_rows(rows);
+}
+
+#ifdef TRIREME_CUDA
+namespace {
+
+// Left for what the driver takes later: code of kernels that are launched first, graphs of other ways to sample, and
+// the last granule of each layer's keys and values.
+constexpr int64_t kDriverBytes = int64_t{1} << 30;
+
+std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
+
+}  // namespace
+
+// Over a small arena with addresses for all the memory there could be, everything that takes memory besides happens
+// first. Then the arena gets its share of what is left.
+void Engine::Impl::allocate_measured() {
+  const at::Device device = model.options().device;
+  Stopwatch watch;
+  empty_device_cache(device);
+  const int64_t row_elements = model.config().num_kv_heads * model.config().head_dim;
+  const int64_t most = std::clamp<int64_t>(
+      std::min(device_memory(device).total / row_bytes(), cuda::kAddressable / row_elements - 1 - kDeviceScratchRows),
+      1, most_rows());
+  const int64_t widest = std::min(most, options.prefill_chunk_tokens + options.max_sequences);
+  auto made = make_arena(widest, most);
+  auto steps = make_runner(*made);
+  SampleRow like;
+  like.options = sampling->logprob_options();
+  steps->warm_up(options.prefill_chunk_tokens, like);
+  const DeviceMemory memory = device_memory(device);
+  made->release();
+  const int64_t left = device_memory(device).free;
+  const int64_t bytes = std::min(static_cast<int64_t>(static_cast<double>(left) * options.cache_memory_fraction),
+                                 left - kDriverBytes);
+  const int64_t rows = std::clamp<int64_t>(bytes / row_bytes(), 1, most);
+  made->restore(rows + kDeviceScratchRows);
+  log_info("rollout", "the largest step keeps " + gibibytes(memory.cached) + " and " + gibibytes(left) +
+                          " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) +
+                          " rows, " + gibibytes(rows * row_bytes()) + " (" + format_fixed(watch.seconds(), 1) + " s)");
+  runner = std::move(steps);
+  arena = std::move(made);
+  step_bytes = memory.cached;
+  measured_rows = rows;
+  use_rows(rows);
+}
+
+// As many as before, or what others have left.
+int64_t Engine::Impl::rows_that_fit() {
+  const at::Device device = model.options().device;
+  const auto fit = [&](int64_t bytes) { return std::clamp<int64_t>(bytes / row_bytes(), 1, measured_rows); };
+  if (fit(device_memory(device).free - kDriverBytes) == measured_rows) return measured_rows;
+  empty_device_cache(device);  // what steps had there is gone with it
+  const int64_t free = device_memory(device).free, rows = fit(free - step_bytes - kDriverBytes);
+  if (rows < measured_rows && rows != scheduler->options().cache_rows) {
+    log_warn("rollout", "only " + gibibytes(free) + " of the GPU's memory are free: the cache has " +
+                            std::to_string(rows) + " rows instead of " + std::to_string(measured_rows) +
+                            "; a lower policy.generation.kv_cache_memory_fraction leaves more to training");
+  }
+  return rows;
+}
+#endif
 
 void Engine::Impl::submit(GroupRequest request) {
   if (arena == nullptr) {
     allocate();
   } else if (!arena->resident()) {
-    arena->restore();
-    stats.cache_rows = options.cache_rows;
+    restore();
   }
   auto group = std::make_unique<Group>();
   int64_t first = 0;

@@ -30,8 +30,10 @@ struct SamplingOptions {
 };
 
 struct EngineOptions {
-  int64_t cache_rows = 0;               // 0: what max_sequences full-length samples need, within cache_memory_fraction
-  double cache_memory_fraction = 0.6;   // of the free memory, when cache_rows is 0
+  // 0: what max_sequences full-length samples need, within cache_memory_fraction of the memory that is free at the first
+  // submit; on CUDA beside what the steps themselves want: the largest is run and all graphs are captured first.
+  int64_t cache_rows = 0;
+  double cache_memory_fraction = 0.6;
   int64_t max_sequences = 256;          // decoded at once
   int64_t prefill_chunk_tokens = 2048;  // prompt tokens in one step
   int64_t max_total_length = 0;         // prompt and answer; 0: the model's max_position_embeddings
@@ -117,10 +119,11 @@ class Engine final {
 
   // Everything cached is forgotten; unfinished samples go on with the new weights.
   void weights_changed();
-  // Gives the cache's memory back; the next submit takes it again (captured graphs stay). Only when idle.
+  // Gives the cache's memory back; the next submit takes it again (captured graphs stay): where others have taken some
+  // of it meanwhile and the engine found its size itself, as much as there is. Only when idle.
   void release_cache();
 
-  const EngineOptions& options() const;
+  const EngineOptions& options() const;  // cache_rows as given
   const SamplingOptions& sampling() const;
   const EngineStats& stats() const;
   void reset_stats();

@@ -423,6 +423,13 @@ void Scheduler::drop_cache() {
   residents_.clear();
 }
 
+void Scheduler::set_cache_rows(int64_t rows) {
+  TRIREME_CHECK(idle() && residents_.empty(), "the cache's size was changed under residents");
+  if (rows < 1) fail_user("rollout: the cache has no rows; give it more memory or a larger cache_rows");
+  ++version_;
+  options_.cache_rows = rows;
+}
+
 void Scheduler::forget_done() {
   while (!sequences_.empty() && sequences_.front().state == State::kDone) {
     sequences_.pop_front();

@@ -93,6 +93,8 @@ class Scheduler final {
   void stop(int64_t sequence);
   // Forgets all cached rows: residents are computed again (weights changed).
   void drop_cache();
+  // The arena has another number of rows from now on. Only when idle.
+  void set_cache_rows(int64_t rows);
 
   bool idle() const { return unfinished_ == 0; }
   int64_t unfinished() const { return unfinished_; }

@@ -27,6 +27,10 @@ class StepRunner {
   virtual void start(const StepRequest& request) = 0;
   // The results of the oldest step that was not taken yet; waits for it.
   virtual SampleResult take() = 0;
+  // Runs the largest step there can be, prompts of `prefill_tokens` beside a token of every sequence, and captures all
+  // graphs, so that afterwards a step wants no memory that is not there yet. `like`: how tokens are sampled. Only while
+  // nobody's rows are in the arena: they are overwritten.
+  virtual void warm_up(int64_t /*prefill_tokens*/, const SampleRow& /*like*/) {}
   // From the next step on: steps of at most kSharedDeviceSamples samples run in the foreground of the partition, so
   // that somebody else can compute in its background. Nothing where there is no partition.
   virtual void share_device(bool /*on*/) {}
@@ -36,12 +40,20 @@ inline constexpr int64_t kSharedDeviceSamples = 32;
 // CPU: everything happens in start(). `arena` has the plan's rows.
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena);
 
-// CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. `arena`
-// has one row more than the scheduler knows of, which padded rows write to. `partition` may be null.
+// CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. The last
+// row of `arena` is none that the scheduler knows of: padded rows write to it. `partition` may be null.
 std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows,
                                                std::shared_ptr<const DevicePartition> partition);
 inline constexpr int64_t kDeviceScratchRows = 1;
-// Memory of the device that nobody holds, what LibTorch's allocator has cached included.
+struct DeviceMemory {
+  int64_t total = 0;
+  int64_t free = 0;    // that nobody holds
+  int64_t cached = 0;  // that LibTorch's allocator keeps for itself
+};
+DeviceMemory device_memory(at::Device device);
+// Gives the allocator's part back.
+void empty_device_cache(at::Device device);
+// Free and cached.
 int64_t device_available_bytes(at::Device device);
 
 // Rows [outputs, hidden] of `hidden` that are sampled from.

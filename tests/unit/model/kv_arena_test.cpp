@@ -30,5 +30,27 @@ TEST(KvArena, MoveAllIsOneMoveAfterAnother) {
   EXPECT_THROW(arena.move_all({{0, 11, 2}}), Error);
 }
 
+TEST(KvArena, ComesBackWithAnotherNumberOfRows) {
+  ModelConfig config;
+  config.num_layers = 2;
+  config.num_kv_heads = 1;
+  config.head_dim = 4;
+  KvArena arena(config, 5, at::kFloat, at::kCPU, /*most_rows=*/9);
+  arena.keys(1).fill_(3);
+  EXPECT_THROW(arena.restore(5), Error);  // it has its memory
+  for (const int64_t rows : {9, 2}) {
+    arena.release();
+    EXPECT_FALSE(arena.resident());
+    arena.restore(rows);
+    EXPECT_TRUE(arena.resident());
+    EXPECT_EQ(arena.rows(), rows);
+    EXPECT_EQ(arena.values(1).size(0), rows);
+    EXPECT_TRUE(at::equal(arena.keys(1), at::zeros({rows, 1, 4})));
+    EXPECT_THROW(arena.move(0, 1, rows), Error);
+  }
+  arena.release();
+  EXPECT_THROW(arena.restore(10), Error);
+}
+
 }  // namespace
 }  // namespace trireme

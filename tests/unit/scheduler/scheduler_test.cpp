@@ -83,6 +83,11 @@ class Simulation {
     for (const auto& [id, s] : sequences_) ASSERT_EQ(s.produced, s.stop_after) << id;
   }
 
+  void set_cache_rows(int64_t rows) {
+    scheduler_.set_cache_rows(rows);
+    arena_.assign(static_cast<size_t>(rows), {});
+  }
+
   Scheduler& scheduler() { return scheduler_; }
   const StepPlan& plan() const { return plan_; }
   int64_t steps_ = 0, preemptions_ = 0, prefill_tokens_ = 0, finished_ = 0, moves_ = 0;
@@ -240,6 +245,22 @@ TEST(Scheduler, RefusesWhatCanNeverFit) {
   EXPECT_THROW(Scheduler({.cache_rows = 8, .max_sequences = 0}), Error);
   EXPECT_THROW(Scheduler({.cache_rows = 8, .prefill_chunk_tokens = 0}), Error);
   EXPECT_THROW(Scheduler({.cache_rows = 8, .grow_factor = 0.5}), Error);
+}
+
+TEST(Scheduler, TheCacheChangesItsSizeBetweenRollouts) {
+  Simulation s({.cache_rows = 40, .max_sequences = 8, .prefill_chunk_tokens = 64, .headroom_rows = 4});
+  for (const int64_t rows : {40, 400, 30}) {
+    s.set_cache_rows(rows);
+    const int64_t before = s.preemptions_;
+    s.add(uniform_group(11, 6, 20));
+    EXPECT_THROW(s.scheduler().set_cache_rows(1000), Error);  // somebody waits
+    EXPECT_THROW(s.scheduler().add_group(11, {rows - 9}), Error);
+    s.step();
+    EXPECT_THROW(s.scheduler().set_cache_rows(1000), Error);  // and has rows
+    s.run(10000);
+    EXPECT_EQ(s.preemptions_ > before, rows < 6 * 30) << rows;
+  }
+  EXPECT_THROW(s.scheduler().set_cache_rows(0), Error);
 }
 
 TEST(Scheduler, AStalePlanIsRefused) {

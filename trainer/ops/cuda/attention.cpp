@@ -30,7 +30,6 @@ using torch::autograd::variable_list;
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLn2 = 0.6931471805599453;
 std::atomic<PackedKernel> packed{PackedKernel::kWarpGroups};
-constexpr int64_t kAddressable = int64_t{1} << 32;  // elements that the kernels' 32-bit row offsets reach
 
 void check_launch(cudaError_t error, const char* op) {
   if (error != cudaSuccess) fail_internal(std::string(op) + ": the kernel did not start: " + cudaGetErrorString(error));

@@ -12,6 +12,9 @@
 
 namespace trireme::cuda {
 
+// Elements of q, or of keys, that the kernels' 32-bit row offsets reach.
+inline constexpr int64_t kAddressable = int64_t{1} << 32;
+
 // Contracts of the same names in ops.h. Inputs may have any row stride that is a multiple of 8 elements; other layouts
 // are copied. attention_packed keeps the device arrays of the last few `starts`, so that the layers of a model share
 // one copy to the device; it must not be captured into a graph. The others may be. With a prefix for each

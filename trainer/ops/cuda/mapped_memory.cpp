@@ -79,48 +79,61 @@ int64_t take_peak_bytes(c10::Device device) {
 }
 
 struct MappedMemory::State {
+  struct Part {
+    CUdeviceptr address = 0;
+    int64_t bytes = 0;
+  };
   c10::Device device;
   CUmemAllocationProp properties{};
-  int64_t bytes = 0;  // whole granules
+  int64_t granule = 0;
+  int64_t sections = 0;
+  int64_t section_bytes = 0;  // whole granules
   CUdeviceptr address = 0;
-  std::vector<int64_t> parts;  // mapped, from the address on
+  std::vector<Part> parts;  // mapped
+  int64_t mapped_bytes = 0;
 
-  // False without memory left; then nothing is mapped.
-  bool try_map() {
+  int64_t whole_granules(int64_t bytes) const {
+    return (std::max<int64_t>(bytes, 1) + granule - 1) / granule * granule;
+  }
+  CUdeviceptr section(int64_t index) const { return address + static_cast<CUdeviceptr>(index * section_bytes); }
+
+  // False without memory left; then nothing is mapped. `bytes`: whole granules.
+  bool try_map(int64_t bytes) {
     CUmemAccessDesc access{};
     access.location = properties.location;
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-    for (int64_t at = 0; at < bytes;) {
-      const int64_t part = std::min(kPart, bytes - at);
-      CUmemGenericAllocationHandle handle = 0;
-      const CUresult made = driver().create(&handle, static_cast<size_t>(part), &properties, 0);
-      if (made == CUDA_ERROR_OUT_OF_MEMORY) {
-        unmap();
-        return false;
+    for (int64_t index = 0; index < sections; ++index) {
+      for (int64_t at = 0; at < bytes;) {
+        const Part part{section(index) + static_cast<CUdeviceptr>(at), std::min(kPart, bytes - at)};
+        CUmemGenericAllocationHandle handle = 0;
+        const CUresult made = driver().create(&handle, static_cast<size_t>(part.bytes), &properties, 0);
+        if (made == CUDA_ERROR_OUT_OF_MEMORY) {
+          unmap();
+          return false;
+        }
+        check(made, "cuMemCreate");
+        const CUresult mapped = driver().map(part.address, static_cast<size_t>(part.bytes), 0, handle, 0);
+        check(driver().release(handle), "cuMemRelease");  // the mapping keeps it
+        check(mapped, "cuMemMap");
+        parts.push_back(part);
+        at += part.bytes;
       }
-      check(made, "cuMemCreate");
-      const CUresult mapped =
-          driver().map(address + static_cast<CUdeviceptr>(at), static_cast<size_t>(part), 0, handle, 0);
-      check(driver().release(handle), "cuMemRelease");  // the mapping keeps it
-      check(mapped, "cuMemMap");
-      parts.push_back(part);
-      at += part;
+      check(driver().set_access(section(index), static_cast<size_t>(bytes), &access, 1), "cuMemSetAccess");
     }
-    check(driver().set_access(address, static_cast<size_t>(bytes), &access, 1), "cuMemSetAccess");
+    mapped_bytes = sections * bytes;
     return true;
   }
 
   void unmap() {
-    CUdeviceptr at = address;
-    for (const int64_t part : parts) {
-      check(driver().unmap(at, static_cast<size_t>(part)), "cuMemUnmap");
-      at += static_cast<CUdeviceptr>(part);
-    }
+    for (const Part& part : parts) check(driver().unmap(part.address, static_cast<size_t>(part.bytes)), "cuMemUnmap");
     parts.clear();
+    mapped_bytes = 0;
   }
 };
 
-MappedMemory::MappedMemory(c10::Device device, int64_t bytes) : state_(std::make_unique<State>(State{device})) {
+MappedMemory::MappedMemory(c10::Device device, int64_t sections, int64_t bytes)
+    : state_(std::make_unique<State>(State{device})) {
+  TRIREME_CHECK(sections > 0, "mapped memory needs at least one section");
   const c10::cuda::CUDAGuard guard(device);
   C10_CUDA_CHECK(cudaFree(nullptr));  // makes the device's context
   State& s = *state_;
@@ -130,47 +143,59 @@ MappedMemory::MappedMemory(c10::Device device, int64_t bytes) : state_(std::make
   size_t granule = 0;
   check(driver().granularity(&granule, &s.properties, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
         "cuMemGetAllocationGranularity");
-  const auto step = static_cast<int64_t>(granule);
-  s.bytes = (std::max<int64_t>(bytes, 1) + step - 1) / step * step;
-  check(driver().reserve(&s.address, static_cast<size_t>(s.bytes), granule, 0, 0), "cuMemAddressReserve");
+  s.granule = static_cast<int64_t>(granule);
+  s.sections = sections;
+  s.section_bytes = s.whole_granules(bytes);
+  check(driver().reserve(&s.address, static_cast<size_t>(sections * s.section_bytes), granule, 0, 0),
+        "cuMemAddressReserve");
 }
 
 MappedMemory::~MappedMemory() {
   try {
     unmap();
-    check(driver().free_addresses(state_->address, static_cast<size_t>(state_->bytes)), "cuMemAddressFree");
+    check(driver().free_addresses(state_->address, static_cast<size_t>(state_->sections * state_->section_bytes)),
+          "cuMemAddressFree");
   } catch (...) {
     // The device is lost, or the process ends.
   }
 }
 
-void* MappedMemory::address() const { return reinterpret_cast<void*>(state_->address); }
+void* MappedMemory::address(int64_t section) const {
+  TRIREME_CHECK(section >= 0 && section < state_->sections, "there is no such section");
+  return reinterpret_cast<void*>(state_->section(section));
+}
 bool MappedMemory::mapped() const { return !state_->parts.empty(); }
 
-void MappedMemory::map() {
+void MappedMemory::map(int64_t wanted) {
   if (mapped()) return;
   const c10::cuda::CUDAGuard guard(state_->device);
-  if (!state_->try_map()) {
+  const int64_t bytes = state_->whole_granules(wanted);
+  TRIREME_CHECK(bytes <= state_->section_bytes, "more memory than there are addresses for");
+  if (!state_->try_map(bytes)) {
     c10::cuda::CUDACachingAllocator::emptyCache();
-    if (!state_->try_map()) {
+    if (!state_->try_map(bytes)) {
       size_t free = 0, total = 0;
       C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
       TORCH_CHECK_WITH(OutOfMemoryError, false, "Tried to allocate ",
-                       format_bytes(static_cast<uint64_t>(state_->bytes)), ". The device has a total capacity of ",
-                       format_bytes(total), " of which ", format_bytes(free), " is free");
+                       format_bytes(static_cast<uint64_t>(state_->sections * bytes)),
+                       ". The device has a total capacity of ", format_bytes(total), " of which ", format_bytes(free),
+                       " is free");
     }
   }
-  count_mapped(state_->device, state_->bytes);
-  C10_CUDA_CHECK(cudaMemsetAsync(address(), 0, static_cast<size_t>(state_->bytes),
-                                 c10::cuda::getCurrentCUDAStream(state_->device.index())));
+  count_mapped(state_->device, state_->mapped_bytes);
+  for (int64_t index = 0; index < state_->sections; ++index) {
+    C10_CUDA_CHECK(cudaMemsetAsync(address(index), 0, static_cast<size_t>(bytes),
+                                   c10::cuda::getCurrentCUDAStream(state_->device.index())));
+  }
 }
 
 void MappedMemory::unmap() {
   if (!mapped()) return;
   const c10::cuda::CUDAGuard guard(state_->device);
   C10_CUDA_CHECK(cudaDeviceSynchronize());
+  const int64_t bytes = state_->mapped_bytes;
   state_->unmap();
-  count_mapped(state_->device, -state_->bytes);
+  count_mapped(state_->device, -bytes);
 }
 
 }  // namespace trireme::cuda

@@ -1,4 +1,5 @@
-// Device memory that can be given back and taken again under the same addresses, which CUDA graphs hold.
+// Device memory that can be given back and taken again under the same addresses, which CUDA graphs hold, and every time
+// as much of it as there is.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -11,17 +12,18 @@ namespace trireme::cuda {
 // Not thread-safe.
 class MappedMemory final {
  public:
-  // Reserves addresses; there is no memory behind them yet.
-  MappedMemory(c10::Device device, int64_t bytes);
+  // Reserves addresses for `sections` stretches of `bytes` each; there is no memory behind them yet.
+  MappedMemory(c10::Device device, int64_t sections, int64_t bytes);
   ~MappedMemory();
   MappedMemory(const MappedMemory&) = delete;
   MappedMemory& operator=(const MappedMemory&) = delete;
 
-  void* address() const;
+  void* address(int64_t section) const;
   bool mapped() const;
-  // Takes memory, filled with zeros on the current stream. What LibTorch's allocator has cached goes back to the device
-  // first where there is too little. Throws c10::OutOfMemoryError.
-  void map();
+  // Takes memory for the first `bytes` of every section, filled with zeros on the current stream. What LibTorch's
+  // allocator has cached goes back to the device first where there is too little. Throws c10::OutOfMemoryError. Nothing
+  // where something is mapped already.
+  void map(int64_t bytes);
   // Gives it back. Waits for everything that runs on the device.
   void unmap();
 

@@ -85,7 +85,7 @@ class DeviceRunner final : public StepRunner {
         partition_(std::move(partition)),
         device_(model.options().device),
         group_(model.config().num_heads / model.config().num_kv_heads),
-        scratch_row_(arena.capacity_rows() - kDeviceScratchRows),
+        max_rows_(max_rows),
         pool_(at::cuda::graph_pool_handle()) {
     const c10::cuda::CUDAGuard guard(device_);
     const auto on_device = at::TensorOptions().device(device_);
@@ -148,6 +148,26 @@ class DeviceRunner final : public StepRunner {
     pending_.push_back(&slot);
   }
 
+  void warm_up(int64_t prefill_tokens, const SampleRow& like) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    TRIREME_CHECK(pending_.empty(), "steps are under way");
+    take_turn();
+    const int64_t rows = arena_.rows() - kDeviceScratchRows;
+    StepPlan plan;
+    plan.segments.push_back({0, 0, 0, std::min(prefill_tokens, rows)});
+    for (int64_t row = plan.segments.front().count; row < std::min(rows, plan.segments.front().count + max_rows_); ++row)
+      plan.segments.push_back({row, row, 0, 1});
+    for (const Segment& segment : plan.segments) plan.tokens += segment.count;
+    for (int64_t row = 0; row < std::min(plan.tokens, kMaxOutputs); ++row) plan.outputs.push_back({0, row, 0});
+    StepRequest request;
+    request.plan = &plan;
+    request.tokens.assign(static_cast<size_t>(plan.tokens), 0);
+    request.rows.assign(plan.outputs.size(), like);
+    mixed(request);
+    C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
+    prepare_graphs(max_rows_, like.options.filters(), /*shared=*/false);
+  }
+
   void share_device(bool on) override {
     shared_ = on && partition_ != nullptr;
     if (shared_) return;
@@ -204,18 +224,23 @@ class DeviceRunner final : public StepRunner {
     {
       const PartitionScope part(*partition_, PartitionScope::Part::kForeground);
       take_turn();
-      for (int64_t rows = 1; rows <= most_rows; ++rows) {
-        const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
-        Graph& graph = graphs_[{bucket, runs, false, true}];
-        if (graph) continue;
-        const int64_t place = decode_steps_++ % kSlots;
-        (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
-        run_decode(bucket, runs, /*filters=*/false);
-        graph = step_graph(bucket, runs, /*filters=*/false, /*shared=*/true);
-      }
+      prepare_graphs(most_rows, /*filters=*/false, /*shared=*/true);
       C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     }
     take_turn();
+  }
+
+  // Those of 1 to `most_rows` sequences, the largest first: the others' memory is a part of its.
+  void prepare_graphs(int64_t most_rows, bool filters, bool shared) {
+    for (int64_t rows = most_rows; rows > 0; --rows) {
+      const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
+      Graph& graph = graphs_[{bucket, runs, filters, shared}];
+      if (graph) continue;
+      const int64_t place = decode_steps_++ % kSlots;
+      (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
+      run_decode(bucket, runs, filters);
+      graph = step_graph(bucket, runs, filters, shared);  // waits: the place is free again
+    }
   }
 
   // Every segment has one new token, and every one of them is sampled from, in order.
@@ -302,9 +327,10 @@ class DeviceRunner final : public StepRunner {
     int64_t* key = host.keys.mutable_data_ptr<int64_t>();
     float* parameter = host.parameters.mutable_data_ptr<float>();
     int32_t* top_k = host.top_k.mutable_data_ptr<int32_t>();
+    const int64_t scratch_row = arena_.rows() - kDeviceScratchRows;
     for (int64_t i = 0; i < bucket; ++i) {
       const bool used = i < rows;
-      const Segment segment = used ? request.plan->segments[static_cast<size_t>(i)] : Segment{0, scratch_row_, 0, 1};
+      const Segment segment = used ? request.plan->segments[static_cast<size_t>(i)] : Segment{0, scratch_row, 0, 1};
       token[i] = used ? request.tokens[static_cast<size_t>(i)] : 0;
       position[i] = segment.past;
       token_row[i] = segment.start + segment.past;
@@ -466,7 +492,7 @@ class DeviceRunner final : public StepRunner {
   const std::shared_ptr<const DevicePartition> partition_;  // or null
   const at::Device device_;
   const int64_t group_;
-  const int64_t scratch_row_;
+  const int64_t max_rows_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   at::Tensor inputs_;                 // bytes of DecodeInputs
   at::Tensor ids_, logprobs_;         // [kMaxOutputs], of the last step; log-probs of one that is not a graph
@@ -491,13 +517,24 @@ std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& aren
   return std::make_unique<DeviceRunner>(model, arena, max_rows, std::move(partition));
 }
 
-int64_t device_available_bytes(at::Device device) {
+DeviceMemory device_memory(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   size_t free = 0, total = 0;
   C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
   const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-  return static_cast<int64_t>(free) + stats.reserved_bytes[all].current - stats.allocated_bytes[all].current;
+  return {static_cast<int64_t>(total), static_cast<int64_t>(free),
+          stats.reserved_bytes[all].current - stats.allocated_bytes[all].current};
+}
+
+void empty_device_cache(at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  c10::cuda::CUDACachingAllocator::emptyCache();
+}
+
+int64_t device_available_bytes(at::Device device) {
+  const DeviceMemory memory = device_memory(device);
+  return memory.free + memory.cached;
 }
 
 }  // namespace trireme
