@@ -445,7 +445,7 @@ TEST_F(GpuRows, ArenaMovesAreThoseOfTheCpu) {
     expected.keys(layer).copy_(arena.keys(layer));
     expected.values(layer).copy_(arena.values(layer));
   }
-  const std::vector<std::vector<RowMove>> calls = {
+  std::vector<std::vector<RowMove>> calls = {
       {{0, 1500, 1000}, {7, 2600, 1}, {20, 2700, 33}, {0, 2800, 0}, {5, 5, 10}},  // one launch
       {{100, 150, 100}},                                                          // overlaps itself
       {{0, 400, 50}, {430, 600, 40}},                            // the second reads what the first wrote
@@ -453,6 +453,14 @@ TEST_F(GpuRows, ArenaMovesAreThoseOfTheCpu) {
       {{1000, 1100, 100}, {1200, 1300, 100}, {1250, 1400, 50}},  // next to each other only
       {},
   };
+  // Compactions: extents in a row go down, then others up, by less than their lengths.
+  for (const int64_t gap : {1, 31, 32, 33, 70}) {
+    std::vector<RowMove> down, up;
+    for (int64_t i = 0; i < 12; ++i) down.push_back({(i + 1) * gap + i * 100, i * 101, 100});
+    for (int64_t i = 11; i >= 0; --i) up.push_back({i * 101, (i + 1) * gap + i * 100, 100});
+    calls.push_back(down);
+    calls.push_back(up);
+  }
   for (size_t i = 0; i < calls.size(); ++i) {
     arena.move_all(calls[i]);
     expected.move_all(calls[i]);

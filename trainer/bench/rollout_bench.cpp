@@ -247,6 +247,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
     GenerationOptions generation = options.generation;
     generation.max_sequences = alive;
     EngineOptions settings = engine_options(generation, lengths, 1);
+    settings.headroom_rows = lengths.longest();  // nobody's rows move either
     settings.partition = split_device(target.device, options.background_processors);
     if (options.background_processors > 0 && (settings.partition == nullptr || alive > kSharedDeviceSamples)) {
       fail_user("--background-processors needs a GPU that can be divided and at most " +

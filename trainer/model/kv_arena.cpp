@@ -130,16 +130,14 @@ void KvArena::move_all(const std::vector<RowMove>& moves) {
       check_range(m.from, m.to, m.rows);
       if (m.rows > 0 && m.from != m.to) list.push_back({m.from, m.to, m.rows});
     }
-    if (independent(list)) {
-      if (!addresses_.defined()) {
-        std::vector<at::Tensor> tensors = keys_;
-        tensors.insert(tensors.end(), values_.begin(), values_.end());
-        addresses_ = cuda::device_addresses(tensors);
-      }
-      const at::Tensor& first = keys_.front();
-      cuda::copy_arena_rows(addresses_, first.stride(0) * first.element_size(), list);
-      return;
+    if (!addresses_.defined()) {
+      std::vector<at::Tensor> tensors = keys_;
+      tensors.insert(tensors.end(), values_.begin(), values_.end());
+      addresses_ = cuda::device_addresses(tensors);
     }
+    const at::Tensor& first = keys_.front();
+    cuda::copy_arena_rows(addresses_, first.stride(0) * first.element_size(), list, /*ordered=*/!independent(list));
+    return;
   }
 #endif
   for (const RowMove& m : moves) move(m.from, m.to, m.rows);

@@ -46,8 +46,8 @@ class KvArena final {
   // source rows outside the target stay as they were. Serves to move an extent and to give a sample its prompt's rows.
   void move(int64_t from, int64_t to, int64_t rows);
 
-  // move() of each, in order. On CUDA one launch where no target meets another range of the call, and never a wait for
-  // the device but in the first such call.
+  // move() of each, in order. On CUDA one launch, faster where no target meets another range of the call, and never a
+  // wait for the device but in the first such call.
   void move_all(const std::vector<RowMove>& moves);
 
   // Memory of one row over all layers.

@@ -273,12 +273,17 @@ void Engine::Impl::allocate_measured() {
 // As many as before, or what others have left.
 int64_t Engine::Impl::rows_that_fit() {
   const at::Device device = model.options().device;
-  const auto fit = [&](int64_t bytes) { return std::clamp<int64_t>(bytes / row_bytes(), 1, measured_rows); };
-  if (fit(device_memory(device).free - kDriverBytes) == measured_rows) return measured_rows;
-  empty_device_cache(device);  // what steps had there is gone with it
-  const int64_t free = device_memory(device).free, rows = fit(free - step_bytes - kDriverBytes);
+  // What kDriverBytes are for may have been taken by now.
+  const auto fit = [&](int64_t bytes) {
+    return std::clamp<int64_t>((bytes - kDriverBytes / 2) / row_bytes(), 1, measured_rows);
+  };
+  if (fit(device_memory(device).free) == measured_rows) return measured_rows;
+  empty_device_cache(device);
+  const DeviceMemory memory = device_memory(device);
+  // What steps had of the allocator's went with it, but for the graphs' part.
+  const int64_t rows = fit(memory.free - std::max<int64_t>(0, step_bytes - memory.cached));
   if (rows < measured_rows && rows != scheduler->options().cache_rows) {
-    log_warn("rollout", "only " + gibibytes(free) + " of the GPU's memory are free: the cache has " +
+    log_warn("rollout", "only " + gibibytes(memory.free) + " of the GPU's memory are free: the cache has " +
                             std::to_string(rows) + " rows instead of " + std::to_string(measured_rows) +
                             "; a lower policy.generation.kv_cache_memory_fraction leaves more to training");
   }

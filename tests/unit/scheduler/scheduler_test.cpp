@@ -249,17 +249,21 @@ TEST(Scheduler, RefusesWhatCanNeverFit) {
 
 TEST(Scheduler, TheCacheChangesItsSizeBetweenRollouts) {
   Simulation s({.cache_rows = 40, .max_sequences = 8, .prefill_chunk_tokens = 64, .headroom_rows = 4});
-  for (const int64_t rows : {40, 400, 30}) {
+  std::map<int64_t, int64_t> steps;
+  for (const int64_t rows : {40, 400, 31}) {
     s.set_cache_rows(rows);
-    const int64_t before = s.preemptions_;
+    const int64_t before = s.steps_;
     s.add(uniform_group(11, 6, 20));
     EXPECT_THROW(s.scheduler().set_cache_rows(1000), Error);  // somebody waits
     EXPECT_THROW(s.scheduler().add_group(11, {rows - 9}), Error);
     s.step();
     EXPECT_THROW(s.scheduler().set_cache_rows(1000), Error);  // and has rows
     s.run(10000);
-    EXPECT_EQ(s.preemptions_ > before, rows < 6 * 30) << rows;
+    steps[rows] = s.steps_ - before;
   }
+  EXPECT_EQ(steps.at(400), 20);  // all at once
+  EXPECT_GT(steps.at(40), 60);
+  EXPECT_GE(steps.at(31), steps.at(40));
   EXPECT_THROW(s.scheduler().set_cache_rows(0), Error);
 }
 

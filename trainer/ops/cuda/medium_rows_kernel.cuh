@@ -54,6 +54,25 @@ inline constexpr int kRegisters = kColumns <= 128                      ? 112
 template <int kColumns>
 inline constexpr int kTogether = kColumns == 224 ? 112 : kColumns;
 
+// A group of warps clears those of its 64 tokens, from `first` on, that nothing is loaded for, in all `slabs` of all
+// stages. No bit of a result depends on them, but the device's power does: at its limit, where decoding is from some 32
+// samples on, products of zeros let the clock rise. Before this group's first product; `barrier`: a free one of the block.
+__device__ __forceinline__ void clear_rows(uint32_t x_base, int first, int block_rows, uint32_t slab_bytes, int slabs,
+                                           int barrier) {
+  const int rows = min(kGroupRows, first + kGroupRows - block_rows);  // the last ones of the group
+  if (rows <= 0) return;
+  const int thread = static_cast<int>(threadIdx.x) % (kGroupWarps * 32), words = rows * row_product::kSlabRowBytes / 16;
+  uint32_t from = x_base + static_cast<uint32_t>((first + kGroupRows - rows) * row_product::kSlabRowBytes);
+  for (int slab = 0; slab < slabs; ++slab, from += slab_bytes) {
+    for (int word = thread; word < words; word += kGroupWarps * 32) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(from + 16 * static_cast<uint32_t>(word)), "r"(0)
+                   : "memory");
+    }
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // products read through the other proxy
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "n"(kGroupWarps * 32) : "memory");
+}
+
 }  // namespace medium_rows_detail
 
 // kColumns: of weights in a tile; with kSwiglu half of them of the gate, half of up. kSlabs: of 64 elements of `in`, in
@@ -207,6 +226,7 @@ __global__ void __launch_bounds__(medium_rows_detail::most_threads(kColumns), 1)
       if (gives_back && loads > 0) arrive_at(given_back + 8 * static_cast<uint32_t>(stage));
       --loads;
     };
+    clear_rows(x_base, (group - 1) * kGroupRows, p.block_rows, token_bytes, stages * kSlabs, group + 1);
     float sum[kColumns / 2];
     Ring ring(stages);
     wait_for_predecessors();

@@ -15,7 +15,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -154,21 +153,14 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-std::string describe(const RowProductArgs& args) {
-  return "product of " + std::to_string(args.rows) + " rows, " + std::to_string(args.in) + " to " +
-         std::to_string(args.out) + (args.swiglu ? " with the activation" : "");
-}
-
-// All once or twice, then the best ones again and again by turns, so that what drifts hits them alike. Returns the best
-// and behind it, in their order, what is nearly as fast. Nothing where the memory is not there.
-std::optional<std::vector<ProductChoice>> tried(int device, RowProductArgs args, const ProductTrial& trial) {
+// All once or twice, then the best ones again and again by turns, so that what drifts hits them alike.
+// Nothing where the memory is not there.
+std::optional<ProductChoice> tried(int device, RowProductArgs args, const ProductTrial& trial) {
   constexpr size_t kMostFewTrials = 120, kMostMediumTrials = 48, kFinalists = 8;
   constexpr int kFinalRounds = 11;
   constexpr double kPromising = 1.15;
-  constexpr double kNearlyAsFast = 1.05;
-  constexpr double kLibraryNearlyAsFast = 1.2;  // its launches are of another kind: a trial may misjudge it by as much
   const std::vector<ProductChoice> all = candidates(args, kMostFewTrials, kMostMediumTrials);
-  if (all.empty()) return std::vector{ProductChoice()};
+  if (all.empty()) return ProductChoice();
   try {
     TrialOperands operands(device, args);
     args.x_stride = args.in;
@@ -203,68 +195,43 @@ std::optional<std::vector<ProductChoice>> tried(int device, RowProductArgs args,
       least = std::min(least, c.us);
     }
     const std::string library = trial.library ? std::to_string(tries.front().us) + " us" : "not tried";
-    const auto faster = [](const Candidate& a, const Candidate& b) { return a.us < b.us; };
-    const auto is_library = [](const Candidate& c) { return c.choice.kernel == Kernel::kLibrary; };
-    std::stable_sort(tries.begin(), tries.end(), faster);
-    // The library is among them wherever it takes part.
-    const auto place = std::find_if(tries.begin(), tries.end(), is_library);
-    if (place != tries.end() && place - tries.begin() >= static_cast<std::ptrdiff_t>(kFinalists))
-      std::iter_swap(place, tries.begin() + kFinalists - 1);
+    std::stable_sort(tries.begin(), tries.end(), [](const Candidate& a, const Candidate& b) { return a.us < b.us; });
     tries.resize(std::min(tries.size(), kFinalists));
     for (int round = 0; round < kFinalRounds; ++round) {
       for (Candidate& c : tries) c.finals.push_back(measure(c.choice));
     }
     for (Candidate& c : tries) c.us = median(c.finals);
-    std::stable_sort(tries.begin(), tries.end(), faster);
-    const double best = tries.front().us;
-    if (!std::isfinite(best)) return std::vector{ProductChoice()};
-    std::vector<ProductChoice> result;
-    for (const Candidate& c : tries) {
-      if (c.us <= best * (is_library(c) ? kLibraryNearlyAsFast : kNearlyAsFast)) result.push_back(c.choice);
-    }
-    log_debug("ops", describe(args) + ": " + text(result.front()) + ", " + std::to_string(best) +
-                         " us with a short kernel ahead, " + std::to_string(result.size() - 1) +
-                         " others nearly as fast; the library's " + library);
-    return result;
+    const Candidate& best = *std::min_element(tries.begin(), tries.end(),
+                                              [](const Candidate& a, const Candidate& b) { return a.us < b.us; });
+    log_debug("ops", "product of " + std::to_string(args.rows) + " rows, " + std::to_string(args.in) + " to " +
+                         std::to_string(args.out) + (args.swiglu ? " with the activation" : "") + ": " +
+                         text(best.choice) + ", " + std::to_string(best.us) +
+                         " us with a short kernel ahead; the library's " + library);
+    return std::isfinite(best.us) ? best.choice : ProductChoice();
   } catch (const c10::OutOfMemoryError&) {
     return std::nullopt;
   }
 }
 
-// Choices of this process.
-struct Kept {
-  ProductChoice choice;
-  bool made = false, tried = false;
-  std::vector<ProductChoice> finalists;  // that a trial left open, `choice` among them
-  std::string name;
-};
-// Device, processors, rows, in, out, whether with the activation, whether the library takes part.
-using ProductKey = std::tuple<int, int, int64_t, int64_t, int64_t, bool, bool>;
-std::mutex mutex;
-std::map<ProductKey, Kept>& choices() {
-  static std::map<ProductKey, Kept> kept;
-  return kept;
-}
-
-int64_t rows_class(int64_t rows) {
-  const int64_t unit = rows <= kMostFewRows ? 16 : 32;
-  return (rows + unit - 1) / unit * unit;
-}
-
 }  // namespace
 
 ProductChoice choose_product(int device, const RowProductArgs& given, const ProductTrial* trial) {
+  static std::mutex mutex;
+  struct Kept {
+    ProductChoice choice;
+    bool made = false, tried = false;
+  };
+  static std::map<std::tuple<int, int, int64_t, int64_t, int64_t, bool, bool>, Kept> choices;
   RowProductArgs args = given;
-  args.rows = rows_class(args.rows);
+  const int64_t unit = args.rows <= kMostFewRows ? 16 : 32;
+  args.rows = (args.rows + unit - 1) / unit * unit;
   const std::lock_guard<std::mutex> lock(mutex);
-  Kept& kept = choices()[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu,
-                          trial != nullptr && trial->library}];
+  Kept& kept = choices[{device, processor_limit(), args.rows, args.in, args.out, args.swiglu,
+                        trial != nullptr && trial->library}];
   if (trial != nullptr && !kept.tried) {
-    std::optional<std::vector<ProductChoice>> best = capturing(device) ? std::nullopt : tried(device, args, *trial);
+    const std::optional<ProductChoice> best = capturing(device) ? std::nullopt : tried(device, args, *trial);
     if (best) {
-      kept.choice = best->front();
-      kept.finalists = *std::move(best);
-      kept.name = describe(args);
+      kept.choice = *best;
       kept.made = kept.tried = true;
     } else if (trial->library) {
       return {};  // until it can be tried
@@ -276,60 +243,6 @@ ProductChoice choose_product(int device, const RowProductArgs& given, const Prod
     kept.made = true;
   }
   return kept.choice;
-}
-
-bool settle_products(int device, int64_t rows, const std::function<TimedStep()>& prepare) {
-  constexpr int kRounds = 4;
-  constexpr double kStillPromising = 1.01;  // of whole steps
-  std::vector<Kept*> open;  // entries of a map stay where they are
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (auto& [key, kept] : choices()) {
-      if (std::get<0>(key) != device || std::get<1>(key) != processor_limit() || std::get<2>(key) != rows_class(rows))
-        continue;
-      if (kept.finalists.size() > 1) open.push_back(&kept);
-    }
-  }
-  const auto take = [](Kept& kept, const ProductChoice& choice) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    kept.choice = choice;
-  };
-  bool changed = false;
-  for (Kept* kept : open) {
-    const std::vector<ProductChoice> finalists = std::exchange(kept->finalists, {});  // compared once, whatever happens
-    struct Entrant {
-      TimedStep step;
-      double least;
-    };
-    std::vector<Entrant> entrants;
-    const auto best = [&] {
-      return std::min_element(entrants.begin(), entrants.end(),
-                              [](const Entrant& a, const Entrant& b) { return a.least < b.least; });
-    };
-    try {
-      for (const ProductChoice& choice : finalists) {
-        take(*kept, choice);
-        entrants.push_back({prepare(), std::numeric_limits<double>::infinity()});
-      }
-      for (Entrant& e : entrants) e.least = e.step();
-      for (int round = 1; round < kRounds; ++round) {
-        const double bar = kStillPromising * best()->least;
-        for (Entrant& e : entrants) {
-          if (e.least <= bar) e.least = std::min(e.least, e.step());
-        }
-      }
-    } catch (...) {
-      take(*kept, finalists.front());
-      throw;
-    }
-    const auto winner = static_cast<size_t>(best() - entrants.begin());
-    take(*kept, finalists[winner]);
-    changed = changed || winner != 0;
-    std::string times;
-    for (const Entrant& e : entrants) times += (times.empty() ? "" : ", ") + std::to_string(e.least);
-    log_debug("ops", kept->name + ": of whole steps (" + times + ") the one with " + text(finalists[winner]));
-  }
-  return changed;
 }
 
 cudaError_t launch_product(const RowProductArgs& args, const ProductChoice& choice, cudaStream_t stream) {

@@ -36,14 +36,6 @@ struct ProductTrial {
 // the lowest predicted time, up to 64 rows few_rows.
 ProductChoice choose_product(int device, const RowProductArgs& args, const ProductTrial* trial);
 
-// What a trial of one product cannot see is what a choice does to its neighbours inside a step, nor which of several that
-// take about the same time alone is the fastest there. So whoever runs whole steps of `rows` rows has them compared:
-// `prepare` makes such a step with the choices of that moment and returns what runs it once and takes its time (any unit;
-// called again and again, until settle_products returns). Of each product that a trial on this thread's processors of
-// the device left open, the choice whose step takes least stays. Returns whether any is another than before.
-using TimedStep = std::function<double()>;
-bool settle_products(int device, int64_t rows, const std::function<TimedStep()>& prepare);
-
 // Launches one of ours; cudaErrorInvalidValue for kLibrary.
 cudaError_t launch_product(const RowProductArgs& args, const ProductChoice& choice, cudaStream_t stream);
 

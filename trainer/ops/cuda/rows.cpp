@@ -410,7 +410,8 @@ at::Tensor device_addresses(const std::vector<at::Tensor>& tensors) {
   return at::tensor(addresses, at::kLong).to(tensors.front().device());
 }
 
-void copy_arena_rows(const at::Tensor& addresses, int64_t row_bytes, const std::vector<std::array<int64_t, 3>>& moves) {
+void copy_arena_rows(const at::Tensor& addresses, int64_t row_bytes, const std::vector<std::array<int64_t, 3>>& moves,
+                     bool ordered) {
   if (moves.empty()) return;
   TRIREME_CHECK(row_bytes > 0 && row_bytes % static_cast<int64_t>(kAlignment) == 0,
                 "copy_arena_rows: rows of a multiple of 16 bytes expected, not " + std::to_string(row_bytes));
@@ -420,10 +421,15 @@ void copy_arena_rows(const at::Tensor& addresses, int64_t row_bytes, const std::
   at::Tensor host = at::empty({count, 3}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
   std::memcpy(host.mutable_data_ptr(), moves.data(), moves.size() * sizeof moves[0]);
   const at::Tensor list = host.to(addresses.device(), /*non_blocking=*/true);
-  int64_t most_rows = 0;
-  for (const auto& move : moves) most_rows = std::max(most_rows, move[2]);
-  cuda::copy_arena_rows(reinterpret_cast<void* const*>(addresses.const_data_ptr<int64_t>()), addresses.size(0),
-                        row_bytes, list.const_data_ptr<int64_t>(), count, most_rows, stream_of(addresses));
+  const auto buffers = reinterpret_cast<void* const*>(addresses.const_data_ptr<int64_t>());
+  if (ordered) {
+    move_arena_rows(buffers, addresses.size(0), row_bytes, list.const_data_ptr<int64_t>(), count, stream_of(addresses));
+  } else {
+    int64_t most_rows = 0;
+    for (const auto& move : moves) most_rows = std::max(most_rows, move[2]);
+    copy_arena_rows(buffers, addresses.size(0), row_bytes, list.const_data_ptr<int64_t>(), count, most_rows,
+                    stream_of(addresses));
+  }
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -18,9 +18,7 @@
 #include <tuple>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "trainer/ops/cuda/linear.h"
-#include "trainer/ops/cuda/product_choice.h"
 #include "trainer/ops/processors.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
@@ -239,7 +237,7 @@ class DeviceRunner final : public StepRunner {
       const int64_t place = decode_steps_++ % kSlots;
       (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
       run_decode(bucket, runs, filters);
-      graph = step_graph(bucket, runs, filters, shared);  // waits: the place is free again
+      graph = capture(bucket, runs, filters, shared);  // waits: the place is free again
     }
   }
 
@@ -309,7 +307,7 @@ class DeviceRunner final : public StepRunner {
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
     run_decode(bucket, runs, filters);
-    graph = step_graph(bucket, runs, filters, shared);
+    graph = capture(bucket, runs, filters, shared);
   }
 
   void* upload_of(int64_t place) const {
@@ -357,15 +355,6 @@ class DeviceRunner final : public StepRunner {
     const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
     cuda::begin_decode_step(ring_, inputs_.mutable_data_ptr(), in.bytes, ids_.const_data_ptr<int64_t>(), bucket,
                             stream());
-    const DeviceSamples samples = compute(in, filters);
-    cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
-                             ids_.mutable_data_ptr<int64_t>(), bucket, stream());
-    C10_CUDA_CHECK(cudaGetLastError());
-  }
-
-  // The part of a step between its inputs and its results. Once more with the same inputs it changes nothing: it writes
-  // the same bits to the same rows of the cache.
-  DeviceSamples compute(const DecodeInputs& in, bool filters) {
     CachedBatch batch;
     batch.ids = in.tokens;
     batch.positions = in.positions;
@@ -373,8 +362,11 @@ class DeviceRunner final : public StepRunner {
     batch.plan.runs = in.runs;
     batch.plan.items = in.items;
     batch.plan.decode = true;
-    return sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
-                                   {in.keys, in.parameters, in.top_k, filters});
+    const DeviceSamples samples = sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
+                                                          {in.keys, in.parameters, in.top_k, filters});
+    cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
+                             ids_.mutable_data_ptr<int64_t>(), bucket, stream());
+    C10_CUDA_CHECK(cudaGetLastError());
   }
 
   void sample(const at::Tensor& hidden, const DeviceSampling& sampling) {
@@ -383,71 +375,15 @@ class DeviceRunner final : public StepRunner {
     logprobs_.narrow(0, 0, samples.logprobs.size(0)).copy_(samples.logprobs);
   }
 
-  // After a step of this kind ran eagerly.
-  Graph step_graph(int64_t bucket, int64_t runs, bool filters, bool shared) {
-    const auto run = [&] { run_decode(bucket, runs, filters); };
-    Graph graph = capture(run, shared);
-    // The graphs that are compared share the steps' memory, which the one above has filled: they want little more, and
-    // where even that is not there, the choices stay as they are.
-    try {
-      if (settle_products(bucket, runs, filters, shared)) graph = capture(run, shared);
-    } catch (const c10::OutOfMemoryError&) {
-      log_debug("rollout", "no memory to compare the kernels of products inside a step of " + std::to_string(bucket) +
-                               " rows: they stay as trials of single products chose them");
-    }
-    return graph;
-  }
-
-  // By the time of this step's computation, on the inputs that it has just had.
-  bool settle_products(int64_t bucket, int64_t runs, bool filters, bool shared) {
-    const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
-    struct Compared {
-      Graph graph;
-      cudaEvent_t from = nullptr, to = nullptr;
-      ~Compared() {
-        (void)cudaEventDestroy(from);
-        (void)cudaEventDestroy(to);
-      }
-    };
-    return cuda::settle_products(device_.index(), bucket, [&]() -> cuda::TimedStep {
-      const auto compared = std::make_shared<Compared>();
-      C10_CUDA_CHECK(cudaEventCreate(&compared->from));
-      C10_CUDA_CHECK(cudaEventCreate(&compared->to));
-      compared->graph = capture(
-          [&] {
-            const cuda::DecodeScope scope;
-            (void)compute(in, filters);
-          },
-          shared);
-      return [this, compared] {
-        constexpr int kReplays = 2;
-        compared->graph->replay();  // while it runs, the host queues the others
-        C10_CUDA_CHECK(cudaEventRecord(compared->from, stream()));
-        for (int i = 0; i < kReplays; ++i) compared->graph->replay();
-        C10_CUDA_CHECK(cudaEventRecord(compared->to, stream()));
-        C10_CUDA_CHECK(cudaEventSynchronize(compared->to));
-        float milliseconds = 0;
-        C10_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, compared->from, compared->to));
-        return milliseconds / kReplays;
-      };
-    });
-  }
-
   // Kernels of a graph run on the processors of the stream that it was captured on.
-  template <class Run>
-  Graph capture(const Run& run, bool shared) {
+  Graph capture(int64_t bucket, int64_t runs, bool filters, bool shared) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     const c10::cuda::CUDAStream side = shared ? c10::cuda::getCurrentCUDAStream(device_.index())
                                               : c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
     const c10::cuda::CUDAStreamGuard guard(side);
     auto graph = std::make_unique<at::cuda::CUDAGraph>();
     graph->capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
-    try {
-      run();
-    } catch (const c10::OutOfMemoryError&) {
-      graph->capture_end();  // the device's allocator is left as it was
-      throw;
-    }
+    run_decode(bucket, runs, filters);
     graph->capture_end();
     C10_CUDA_CHECK(cudaStreamSynchronize(side.stream()));
     return graph;
