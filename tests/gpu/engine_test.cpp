@@ -304,8 +304,8 @@ TEST(Engine, TheCacheComesBackUnderTheSameAddresses) {
   }
 }
 
-// A cache that finds its size itself leaves what steps want, also the widest ones, and nothing besides; where others have
-// taken memory between two rollouts it is smaller until they give it back. The samples are always the same.
+// A cache that finds its size itself leaves what steps want, also the widest ones, and nothing besides; where others
+// have taken memory between two rollouts it is smaller until they give it back. The samples are always the same.
 TEST(Engine, TheCacheTakesWhatStepsLeave) {
   ModelConfig config = config_of(ModelFamily::kLlama);
   config.num_layers = 16;

@@ -198,7 +198,11 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.generation.prefill_chunk_tokens)("prompt tokens prefilled in one engine step").at_least(1);
   OURS(policy.generation.kv_cache_tokens)("rows of the key-value cache, per rank; 0: as many as fit").at_least(0);
   OURS(policy.generation.kv_cache_memory_fraction)
-  ("share of the device's memory for it when kv_cache_tokens is 0").above(0).below(1);
+  ("when kv_cache_tokens is 0: its share of the device's memory that everything else leaves, captured graphs and the "
+   "largest "
+   "step included")
+      .above(0)
+      .below(1);
   OURS(policy.generation.background_processors)
   ("multiprocessors of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "

@@ -64,11 +64,11 @@ void KvArena::release() {
 
 void KvArena::restore(int64_t rows) {
   TRIREME_CHECK(!resident_, "the arena has its memory already");
-  TRIREME_CHECK(rows > 0 && rows <= most_rows_, "an arena of at most " + std::to_string(most_rows_) +
-                                                    " rows cannot have " + std::to_string(rows));
+  TRIREME_CHECK(rows > 0 && rows <= most_rows_,
+                "an arena of at most " + std::to_string(most_rows_) + " rows cannot have " + std::to_string(rows));
 #ifdef TRIREME_CUDA
-  if (memory_ != nullptr) memory_->map(rows * bytes_per_row(config_, c10::typeMetaToScalarType(options_.dtype())) /
-                                       (2 * config_.num_layers));
+  if (memory_ != nullptr)
+    memory_->map(rows * bytes_per_row(config_, c10::typeMetaToScalarType(options_.dtype())) / (2 * config_.num_layers));
 #endif
   rows_ = rows;
   make_tensors();

@@ -117,7 +117,7 @@ void DistributedAdamW::reduce_from(int64_t from) {
       reduction.sent = padded;
     }
     at::Tensor mine = grads_.narrow(0, reduction.bucket * part, part);
-    if (wire != at::kFloat) mine = reduction.received = at::empty({part}, reduction.sent.options());
+    if (wire != at::kFloat) mine = reduction.received = take_received(part, reduction.sent.options());
     reduction.pending = group_.begin_reduce_scatter_sum(mine, reduction.sent);
     reductions_.push_back(std::move(reduction));
     if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
@@ -128,8 +128,20 @@ void DistributedAdamW::finish_oldest_reduction() {
   const int64_t part = bucket_ / group_.size();
   Reduction& reduction = reductions_.front();
   reduction.pending.wait();
-  if (reduction.received.defined()) grads_.narrow(0, reduction.bucket * part, part).copy_(reduction.received);
+  if (reduction.received.defined()) {
+    grads_.narrow(0, reduction.bucket * part, part).copy_(reduction.received);
+    received_.push_back(reduction.received);
+  }
   reductions_.pop_front();
+}
+
+// Whoever watches a collective holds its result for a while after its end: always the same ones, so that this is no
+// memory besides.
+at::Tensor DistributedAdamW::take_received(int64_t part, const at::TensorOptions& options) {
+  if (received_.empty()) return at::empty({part}, options);
+  at::Tensor result = std::move(received_.back());
+  received_.pop_back();
+  return result;
 }
 
 void DistributedAdamW::finish_reduction() {

@@ -93,6 +93,7 @@ class DistributedAdamW final {
   // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
   void reduce_from(int64_t from);
   void finish_oldest_reduction();
+  at::Tensor take_received(int64_t part, const at::TensorOptions& options);
   void finish_reduction();
   double sum_of_squares() const;
   void check_finite(double squares) const;
@@ -118,8 +119,9 @@ class DistributedAdamW final {
   at::Tensor exp_avg_sq_;
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
   std::deque<Reduction> reductions_;
-  int64_t unreduced_ = 0;  // buckets 0 .. unreduced_ - 1 of this step have not begun
-  bool armed_ = false;     // the model calls reduce_from
+  std::vector<at::Tensor> received_;  // free ones
+  int64_t unreduced_ = 0;             // buckets 0 .. unreduced_ - 1 of this step have not begun
+  bool armed_ = false;                // the model calls reduce_from
   std::deque<Gathering> gatherings_;
   bool watching_ = false;  // the model calls finish_gather_before
   at::Tensor decay_bits_;  // CUDA: int32, a bit for each 64 elements of the flat buffer

@@ -220,6 +220,8 @@ void Engine::Impl::allocate() {
 void Engine::Impl::restore() {
   int64_t rows = scheduler->options().cache_rows;
 #ifdef TRIREME_CUDA
+  if (on_cuda())
+    log_debug("rollout", "the cache takes its memory again: " + to_string(device_memory(model.options().device)));
   if (measured_rows > 0) rows = rows_that_fit();
 #endif
   arena->restore(rows + (on_cuda() ? kDeviceScratchRows : 0));
@@ -256,13 +258,13 @@ void Engine::Impl::allocate_measured() {
   const DeviceMemory memory = device_memory(device);
   made->release();
   const int64_t left = device_memory(device).free;
-  const int64_t bytes = std::min(static_cast<int64_t>(static_cast<double>(left) * options.cache_memory_fraction),
-                                 left - kDriverBytes);
+  const int64_t bytes =
+      std::min(static_cast<int64_t>(static_cast<double>(left) * options.cache_memory_fraction), left - kDriverBytes);
   const int64_t rows = std::clamp<int64_t>(bytes / row_bytes(), 1, most);
   made->restore(rows + kDeviceScratchRows);
   log_info("rollout", "the largest step keeps " + gibibytes(memory.cached) + " and " + gibibytes(left) +
-                          " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) +
-                          " rows, " + gibibytes(rows * row_bytes()) + " (" + format_fixed(watch.seconds(), 1) + " s)");
+                          " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) + " rows, " +
+                          gibibytes(rows * row_bytes()) + " (" + format_fixed(watch.seconds(), 1) + " s)");
   runner = std::move(steps);
   arena = std::move(made);
   step_bytes = memory.cached;
@@ -495,6 +497,11 @@ void Engine::release_cache() {
   impl_->steps_pending = 0;
   if (impl_->arena != nullptr) impl_->arena->release();
   impl_->stats.cache_rows = 0;
+#ifdef TRIREME_CUDA
+  if (impl_->on_cuda())
+    log_debug("rollout",
+              "the cache has given its memory back: " + to_string(device_memory(impl_->model.options().device)));
+#endif
 }
 
 const EngineOptions& Engine::options() const { return impl_->options; }

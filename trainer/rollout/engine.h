@@ -30,8 +30,8 @@ struct SamplingOptions {
 };
 
 struct EngineOptions {
-  // 0: what max_sequences full-length samples need, within cache_memory_fraction of the memory that is free at the first
-  // submit; on CUDA beside what the steps themselves want: the largest is run and all graphs are captured first.
+  // 0: what max_sequences full-length samples need, within cache_memory_fraction of the memory that is free at the
+  // first submit; on CUDA beside what the steps themselves want: the largest is run and all graphs are captured first.
   int64_t cache_rows = 0;
   double cache_memory_fraction = 0.6;
   int64_t max_sequences = 256;          // decoded at once

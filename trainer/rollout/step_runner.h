@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "trainer/model/model.h"
@@ -47,10 +48,12 @@ std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& aren
 inline constexpr int64_t kDeviceScratchRows = 1;
 struct DeviceMemory {
   int64_t total = 0;
-  int64_t free = 0;    // that nobody holds
-  int64_t cached = 0;  // that LibTorch's allocator keeps for itself
+  int64_t free = 0;     // that nobody holds
+  int64_t tensors = 0;  // of LibTorch
+  int64_t cached = 0;   // that its allocator keeps for itself
 };
 DeviceMemory device_memory(at::Device device);
+std::string to_string(const DeviceMemory& memory);
 // Gives the allocator's part back.
 void empty_device_cache(at::Device device);
 // Free and cached.

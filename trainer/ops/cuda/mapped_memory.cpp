@@ -176,10 +176,9 @@ void MappedMemory::map(int64_t wanted) {
     if (!state_->try_map(bytes)) {
       size_t free = 0, total = 0;
       C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
-      TORCH_CHECK_WITH(OutOfMemoryError, false, "Tried to allocate ",
-                       format_bytes(static_cast<uint64_t>(state_->sections * bytes)),
-                       ". The device has a total capacity of ", format_bytes(total), " of which ", format_bytes(free),
-                       " is free");
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "Tried to allocate ", format_bytes(static_cast<uint64_t>(state_->sections * bytes)),
+          ". The device has a total capacity of ", format_bytes(total), " of which ", format_bytes(free), " is free");
     }
   }
   count_mapped(state_->device, state_->mapped_bytes);

@@ -41,8 +41,8 @@ at::Tensor split_qkv_cached(const at::Tensor& qkv, const at::Tensor& q_norm, con
 // The addresses of `tensors` as a device array [n] int64, for copy_arena_rows. Waits for the device.
 at::Tensor device_addresses(const std::vector<at::Tensor>& tensors);
 // For each {from, to, rows}: copies rows of `row_bytes` (a multiple of 16) from `from` on to `to` on, in every buffer
-// of `addresses`, in one launch. `ordered`: one after another, each with the meaning of memmove; else all at once, faster,
-// and no target may meet another range of the call. Does not wait; not for stream capture.
+// of `addresses`, in one launch. `ordered`: one after another, each with the meaning of memmove; else all at once,
+// faster, and no target may meet another range of the call. Does not wait; not for stream capture.
 void copy_arena_rows(const at::Tensor& addresses, int64_t row_bytes, const std::vector<std::array<int64_t, 3>>& moves,
                      bool ordered);
 

@@ -96,8 +96,8 @@ void split_qkv_backward(const QkvRows& in, const Bf16* dq, const Bf16* dk, const
 // one move, for the shape of the launch.
 void copy_arena_rows(void* const* buffers, int64_t buffer_count, int64_t row_bytes, const int64_t* moves, int64_t count,
                      int64_t most_rows, cudaStream_t stream);
-// The same one after another, each with the meaning of memmove, whatever they meet. Less parallel: a thread for every 16
-// bytes of a row in all buffers.
+// The same one after another, each with the meaning of memmove, whatever they meet. Less parallel: a thread for every
+// 16 bytes of a row in all buffers.
 void move_arena_rows(void* const* buffers, int64_t buffer_count, int64_t row_bytes, const int64_t* moves, int64_t count,
                      cudaStream_t stream);
 

@@ -18,6 +18,7 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "trainer/ops/cuda/linear.h"
 #include "trainer/ops/processors.h"
 #include "trainer/rollout/cuda/step_io.h"
@@ -153,7 +154,8 @@ class DeviceRunner final : public StepRunner {
     const int64_t rows = arena_.rows() - kDeviceScratchRows;
     StepPlan plan;
     plan.segments.push_back({0, 0, 0, std::min(prefill_tokens, rows)});
-    for (int64_t row = plan.segments.front().count; row < std::min(rows, plan.segments.front().count + max_rows_); ++row)
+    for (int64_t row = plan.segments.front().count; row < std::min(rows, plan.segments.front().count + max_rows_);
+         ++row)
       plan.segments.push_back({row, row, 0, 1});
     for (const Segment& segment : plan.segments) plan.tokens += segment.count;
     for (int64_t row = 0; row < std::min(plan.tokens, kMaxOutputs); ++row) plan.outputs.push_back({0, row, 0});
@@ -459,8 +461,15 @@ DeviceMemory device_memory(at::Device device) {
   C10_CUDA_CHECK(cudaMemGetInfo(&free, &total));
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
   const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-  return {static_cast<int64_t>(total), static_cast<int64_t>(free),
-          stats.reserved_bytes[all].current - stats.allocated_bytes[all].current};
+  const int64_t tensors = stats.allocated_bytes[all].current;
+  return {static_cast<int64_t>(total), static_cast<int64_t>(free), tensors,
+          stats.reserved_bytes[all].current - tensors};
+}
+
+std::string to_string(const DeviceMemory& m) {
+  const auto text = [](int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); };
+  return "of " + text(m.total) + " " + text(m.free) + " are free, " + text(m.tensors) + " tensors, " + text(m.cached) +
+         " kept by their allocator, " + text(m.total - m.free - m.tensors - m.cached) + " others";
 }
 
 void empty_device_cache(at::Device device) {
