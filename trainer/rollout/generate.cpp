@@ -1,5 +1,7 @@
 #include "trainer/rollout/generate.h"
 
+#include <algorithm>
+#include <deque>
 #include <istream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -40,13 +42,43 @@ Prompt read_prompt(const std::string& line, const Tokenizer& tokenizer, bool cha
   return {tokenizer.render_chat_ordered(messages, /*add_generation_prompt=*/true), true};
 }
 
+// Lines of a stream, of which some may have been looked for already.
+class Lines {
+ public:
+  explicit Lines(std::istream& input) : input_(input) {}
+  bool next(std::string& line) {
+    if (ahead_.empty()) return static_cast<bool>(std::getline(input_, line));
+    line = std::move(ahead_.front());
+    ahead_.pop_front();
+    return true;
+  }
+  // How many there are, at most `most`.
+  int64_t count(int64_t most) {
+    std::string line;
+    while (static_cast<int64_t>(ahead_.size()) < most && std::getline(input_, line)) ahead_.push_back(std::move(line));
+    return static_cast<int64_t>(ahead_.size());
+  }
+
+ private:
+  std::istream& input_;
+  std::deque<std::string> ahead_;
+};
+
 }  // namespace
 
 int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const EngineOptions& engine_options,
                        const SamplingOptions& sampling, const GenerateOptions& options, std::istream& input,
                        const std::string& input_name, std::ostream& output) {
   if (options.samples < 1) fail_user("generate: samples must be at least 1");
-  Engine engine(model, &tokenizer, engine_options, sampling);
+  // An engine for no more than there is to do starts sooner.
+  Lines lines(input);
+  EngineOptions settings = engine_options;
+  if (settings.max_sequences > 1) {
+    const int64_t enough = (settings.max_sequences + options.samples - 1) / options.samples;
+    settings.max_sequences =
+        std::clamp<int64_t>(lines.count(enough) * options.samples, 1, engine_options.max_sequences);
+  }
+  Engine engine(model, &tokenizer, settings, sampling);
   std::map<int64_t, std::string> prompts;      // unfinished ones, by group
   std::map<int64_t, GeneratedGroup> complete;  // waiting for an earlier one
   int64_t read = 0;
@@ -58,7 +90,7 @@ int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const Eng
   while (more || !engine.idle()) {
     // Enough to keep the engine full, so that a long file is not read at once.
     while (more && (read - written_groups) * options.samples < 2 * engine.options().max_sequences + options.samples) {
-      more = static_cast<bool>(std::getline(input, line));
+      more = lines.next(line);
       if (!more) break;
       ++line_number;
       if (trim(line).empty()) continue;

@@ -78,7 +78,7 @@ TEST_F(GenerateJsonl, AnswersComeInTheOrderOfTheInput) {
     EXPECT_EQ(lines[i]["finish_reason"], "length");
     EXPECT_EQ(lines[i]["text"], tokenizer_->decode(lines[i]["tokens"].get<std::vector<int32_t>>()));
   }
-  EXPECT_EQ(run(text, {.max_sequences = 3}), lines);  // however it is batched
+  for (const int64_t places : {1, 3, 20, 40, 41}) EXPECT_EQ(run(text, {.max_sequences = places}), lines) << places;
 }
 
 TEST_F(GenerateJsonl, MessagesGoThroughTheChatTemplate) {
