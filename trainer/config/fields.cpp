@@ -199,8 +199,7 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.generation.kv_cache_tokens)("rows of the key-value cache, per rank; 0: as many as fit").at_least(0);
   OURS(policy.generation.kv_cache_memory_fraction)
   ("when kv_cache_tokens is 0: its share of the device's memory that everything else leaves, captured graphs and the "
-   "largest "
-   "step included")
+   "largest step included")
       .above(0)
       .below(1);
   OURS(policy.generation.background_processors)
