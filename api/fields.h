@@ -68,6 +68,12 @@ struct EnumNames<PodRetention> {
       {{PodRetention::kNone, "None"}, {PodRetention::kFailed, "Failed"}, {PodRetention::kAll, "All"}}};
 };
 
+template <>
+struct EnumNames<Fabric> {
+  static constexpr std::array<std::pair<Fabric, const char*>, 4> kNames{
+      {{Fabric::kAuto, "Auto"}, {Fabric::kInfiniBand, "InfiniBand"}, {Fabric::kRoce, "RoCE"}, {Fabric::kNone, "None"}}};
+};
+
 // S is T or const T, so that one list serves readers and writers.
 template <class S, class T>
 concept As = std::same_as<std::remove_const_t<S>, T>;
@@ -128,6 +134,9 @@ void visit_fields(V& v, S& s) {
   v("resourceName", s.resource_name, {0, 253});
   v("count", s.count, {1, 64});
   v("require", s.require, {});
+  v("devices", s.devices, {0, 253});
+  v("gidIndex", s.gid_index, {0, 255});
+  v("trafficClass", s.traffic_class, {0, 255});
 }
 template <class V, As<Network> S>
 void visit_fields(V& v, S& s) {
@@ -136,6 +145,7 @@ void visit_fields(V& v, S& s) {
   v("metricsPort", s.metrics_port, kPort);
   v("sharedMemory", s.shared_memory, {0, 32});
   v("socketInterface", s.socket_interface, {0, 253});
+  v("fabric", s.fabric, {});
   v("rdma", s.rdma, {});
 }
 template <class V, As<FailureRule> S>
@@ -151,6 +161,7 @@ void visit_fields(V& v, S& s) {
   v("maxRestarts", s.max_restarts, {0, 100000});
   v("restartWindowSteps", s.restart_window_steps, {});
   v("rules", s.rules, {0, 32});
+  v("maxFreeRestarts", s.max_free_restarts, {0, 100000});
   v("terminationTimeoutSeconds", s.termination_timeout_seconds, {1, 86400});
   v("maxAvoidedNodes", s.max_avoided_nodes, {0, 64});
 }
@@ -159,6 +170,7 @@ void visit_fields(V& v, S& s) {
   v("startupDeadlineSeconds", s.startup_deadline_seconds, kPositive);
   v("heartbeatTimeoutSeconds", s.heartbeat_timeout_seconds, kPositive);
   v("phaseTimeoutSeconds", s.phase_timeout_seconds, {0, 16});
+  v("nodeNotReadyGraceSeconds", s.node_not_ready_grace_seconds, {0, 86400});
   v("action", s.action, {});
 }
 template <class V, As<Checkpoint> S>
@@ -207,6 +219,7 @@ void visit_fields(V& v, S& s) {
   v("ready", s.ready, {});
   v("succeeded", s.succeeded, {});
   v("failed", s.failed, {});
+  v("restarts", s.restarts, {});
   v("worldSize", s.world_size, {});
   v("selector", s.selector, {});
 }
@@ -230,6 +243,7 @@ void visit_fields(V& v, S& s) {
   v("role", s.role, {0, 63});
   v("rank", s.rank, kAnyInt);
   v("pod", s.pod, {0, 253});
+  v("podUid", s.pod_uid, {0, 64});
   v("node", s.node, {0, 253});
   v("exitCode", s.exit_code, kAnyInt);
   v("signal", s.signal, kAnyInt);
@@ -256,16 +270,21 @@ template <class V, As<RLJobStatus> S>
 void visit_fields(V& v, S& s) {
   v("observedGeneration", s.observed_generation, kAnyInt);
   v("phase", s.phase, {0, 63});
+  v("waiting", s.waiting, {0, 253});
   v("attempt", s.attempt, kAnyInt);
   v("restarts", s.restarts, kAnyInt);
   v("freeRestarts", s.free_restarts, kAnyInt);
   v("budgetUsed", s.budget_used, kAnyInt);
   v("windowStep", s.window_step, kAnyInt);
+  v("freeStreak", s.free_streak, kAnyInt);
+  v("freeStep", s.free_step, kAnyInt);
   v("startTime", s.start_time, {0, 64});
+  v("admittedTime", s.admitted_time, {0, 64});
   v("attemptStartTime", s.attempt_start_time, {0, 64});
   v("runningTime", s.running_time, {0, 64});
   v("completionTime", s.completion_time, {0, 64});
   v("configHash", s.config_hash, {0, 64});
+  v("reservation", s.reservation, {0, 253});
   v("conditions", s.conditions, {0, 16});
   v("roles", s.roles, {0, 8});
   v("progress", s.progress, {});

@@ -271,6 +271,7 @@ const char* to_string(GangBackend value) { return name_of(value); }
 const char* to_string(FailureAction value) { return name_of(value); }
 const char* to_string(HangAction value) { return name_of(value); }
 const char* to_string(PodRetention value) { return name_of(value); }
+const char* to_string(Fabric value) { return name_of(value); }
 
 std::string to_string(const std::vector<Issue>& issues, std::string_view file, size_t limit) {
   std::string text;

@@ -35,12 +35,14 @@ enum class GangBackend {
 enum class FailureAction { kFailJob, kRestart, kRestartFree, kAvoidNodeAndRestart };  // "FailJob" "Restart" ...
 enum class HangAction { kEvent, kRestart };                                           // "Event" "Restart"
 enum class PodRetention { kNone, kFailed, kAll };                                     // "None" "Failed" "All"
+enum class Fabric { kAuto, kInfiniBand, kRoce, kNone };                               // "Auto" "InfiniBand" ...
 
 const char* to_string(Algorithm value);
 const char* to_string(GangBackend value);
 const char* to_string(FailureAction value);
 const char* to_string(HangAction value);
 const char* to_string(PodRetention value);
+const char* to_string(Fabric value);
 
 // ---- spec --------------------------------------------------------------------------------------------------------
 
@@ -100,6 +102,9 @@ struct Rdma {
   std::string resource_name;  // e.g. rdma/ib
   int64_t count = 1;          // per pod
   bool require = true;        // the start-up check fails when NCCL falls back to sockets
+  std::string devices;        // NCCL_IB_HCA: mlx5, =mlx5_0:1,mlx5_1:1, ^mlx5_bond_0. Empty: NCCL takes all it sees
+  std::optional<int64_t> gid_index;      // NCCL_IB_GID_INDEX, with RoCE only; absent: NCCL finds it
+  std::optional<int64_t> traffic_class;  // NCCL_IB_TC; absent: NCCL's own
 };
 
 struct Network {
@@ -108,6 +113,7 @@ struct Network {
   int64_t metrics_port = 9400;
   std::string shared_memory = "8Gi";  // size limit of /dev/shm (a Kubernetes quantity)
   std::string socket_interface;       // NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME
+  Fabric fabric = Fabric::kAuto;      // which of NCCL's settings pods get; a template's own win
   std::optional<Rdma> rdma;
 };
 
@@ -122,9 +128,10 @@ struct FailureRule {
 
 struct FailurePolicy {
   int64_t max_restarts = 3;
-  int64_t restart_window_steps = 0;  // this many good steps forgive all counted restarts; 0: never
-  std::vector<FailureRule> rules;    // first match wins; the built-in rules come after them
-  int64_t termination_timeout_seconds = 300;
+  int64_t restart_window_steps = 0;           // this many good steps forgive all counted restarts; 0: never
+  std::vector<FailureRule> rules;             // first match wins; the built-in rules come after them
+  int64_t max_free_restarts = 50;             // in a row, without a new step or ten minutes of running between them
+  int64_t termination_timeout_seconds = 300;  // a pod that takes longer to go is named in the condition Terminating
   int64_t max_avoided_nodes = 8;
 };
 
@@ -132,7 +139,8 @@ struct Health {
   int64_t startup_deadline_seconds = 1800;
   int64_t heartbeat_timeout_seconds = 600;
   std::map<std::string, int64_t> phase_timeout_seconds;  // per phase name; wins over the heartbeat timeout
-  HangAction action = HangAction::kRestart;
+  int64_t node_not_ready_grace_seconds = 300;  // a node that is NotReady for less has not taken its pods along
+  HangAction action = HangAction::kRestart;    // of a hang, and of a start that takes too long
 };
 
 struct Checkpoint {
@@ -157,7 +165,7 @@ struct RLJobSpec {
   FailurePolicy failure_policy;
   Health health;
   Checkpoint checkpoint;
-  std::optional<int64_t> active_deadline_seconds;
+  std::optional<int64_t> active_deadline_seconds;  // since status.admittedTime
   std::optional<int64_t> ttl_seconds_after_finished;
   PodRetention pod_retention = PodRetention::kFailed;
 };
@@ -165,8 +173,8 @@ struct RLJobSpec {
 // ---- status ------------------------------------------------------------------------------------------------------
 
 struct Condition {
-  std::string
-      type;  // Accepted Admitted GangScheduled PodsReady Running Progressing Suspended Restarting Complete Failed
+  std::string type;    // Accepted Admitted GangScheduled PodsReady Running Progressing Suspended Restarting Terminating
+                       // Complete Failed
   std::string status;  // True False Unknown
   std::string reason;
   std::string message;
@@ -182,6 +190,7 @@ struct RoleStatus {
   int64_t ready = 0;
   int64_t succeeded = 0;
   int64_t failed = 0;
+  int64_t restarts = 0;  // pods of this attempt that were replaced alone
   int64_t world_size = 0;
   std::string selector;
 };
@@ -205,13 +214,14 @@ struct LastFailure {
   std::string role;
   std::optional<int64_t> rank;
   std::string pod;
+  std::string pod_uid;
   std::string node;
   std::optional<int64_t> exit_code;
   std::optional<int64_t> signal;
   std::string reason;
-  std::string message;
-  std::string log_tail;
-  std::string action;
+  std::string message;   // the operator's account
+  std::string log_tail;  // the container's last lines, as they are
+  std::string action;    // a FailureAction, or ReplacePod
   std::string time;
   int64_t attempt = 0;
 };
@@ -230,17 +240,22 @@ struct Rendezvous {
 
 struct RLJobStatus {
   int64_t observed_generation = 0;
-  std::string phase;  // Pending Queued Starting Running Restarting Suspended Complete Failed
+  std::string phase;    // Pending Queued Starting Running Restarting Suspended Complete Failed
+  std::string waiting;  // why the job does not run, as one word: ErrImagePull, QuotaExceeded, PodNotGone, ...
   int64_t attempt = 0;
   int64_t restarts = 0;       // counted against the budget, all time
   int64_t free_restarts = 0;  // preemption, node loss, and the like
   int64_t budget_used = 0;    // restarts since the window last forgave them
   int64_t window_step = 0;    // step at which the last counted restart happened
+  int64_t free_streak = 0;    // free restarts since the job last got on
+  int64_t free_step = 0;      // highest step at a free restart
   std::string start_time;
+  std::string admitted_time;  // when all pods of an attempt first had a node, since the start or the last resume
   std::string attempt_start_time;
   std::string running_time;  // when this attempt's rendezvous was complete
   std::string completion_time;
   std::string config_hash;
+  std::string reservation;  // Kueue's pod group, which attempts may share; empty: the attempt's own
   std::vector<Condition> conditions;
   std::vector<RoleStatus> roles;
   std::optional<Progress> progress;

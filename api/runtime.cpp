@@ -11,6 +11,30 @@ namespace {
 
 std::string number(int64_t value) { return std::to_string(value); }
 
+// What a fabric says about NCCL. What NCCL finds out better by itself is left to it: the GID index of RoCE changes with
+// each virtual function that a pod gets, and NCCL takes the one of RoCE v2 and IPv4.
+void set_fabric(const Network& network, bool rdma, std::map<std::string, std::string>& env) {
+  switch (network.fabric) {
+    case Fabric::kAuto:
+      break;
+    case Fabric::kInfiniBand:
+      env["NCCL_IB_DISABLE"] = "0";
+      break;
+    case Fabric::kRoce:
+      env["NCCL_IB_DISABLE"] = "0";
+      env["NCCL_IB_ROCE_VERSION_NUM"] = "2";
+      break;
+    case Fabric::kNone:
+      env["NCCL_IB_DISABLE"] = "1";
+      break;
+  }
+  if (!rdma) return;
+  if (!network.rdma->devices.empty()) env["NCCL_IB_HCA"] = network.rdma->devices;
+  if (network.rdma->gid_index) env["NCCL_IB_GID_INDEX"] = number(*network.rdma->gid_index);
+  if (network.rdma->traffic_class) env["NCCL_IB_TC"] = number(*network.rdma->traffic_class);
+  if (network.rdma->require) env["TRIREME_REQUIRE_RDMA"] = "1";
+}
+
 constexpr int64_t kMaxRanksWithGroups = 4096;
 
 }  // namespace
@@ -57,6 +81,22 @@ int64_t total_gpus(const RLJobSpec& spec) {
   return total;
 }
 
+bool uses_rdma(const RLJobSpec& spec, const std::string& role) {
+  if (!spec.network.rdma || role == "reward") return false;
+  const std::vector<RoleRef> roles = roles_of(spec);
+  return std::any_of(roles.begin(), roles.end(),
+                     [&](const RoleRef& ref) { return ref.name == role && ref.spec->gpus_per_pod > 0; });
+}
+
+bool uses_host_network(const RLJobSpec& spec, const RoleSpec& role) {
+  if (spec.network.host_network) return true;
+  if (!role.pod_template.is_object()) return false;
+  const auto pod = role.pod_template.find("spec");
+  if (pod == role.pod_template.end() || !pod->is_object()) return false;
+  const auto host = pod->find("hostNetwork");
+  return host != pod->end() && host->is_boolean() && host->get<bool>();
+}
+
 std::string pod_hostname(const std::string& job, const std::string& role, int64_t index) {
   return job + "-" + role + "-" + number(index);
 }
@@ -69,6 +109,7 @@ std::string topology_config_map_name(const std::string& job, int64_t attempt) {
 }
 std::string config_config_map_name(const std::string& job) { return job + "-config"; }
 std::string reward_service_name(const std::string& job) { return job + "-reward"; }
+std::string network_policy_name(const std::string& job) { return job + "-network"; }
 std::string pod_address(const std::string& job, const std::string& role, int64_t index, int64_t attempt) {
   return pod_hostname(job, role, index) + "." + attempt_service_name(job, attempt);
 }
@@ -110,6 +151,7 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
   const RoleSpec& actor = actor_of(spec);
   std::map<std::string, std::string> env = {
       {"TRIREME_JOB", job.metadata.name},
+      {"TRIREME_JOB_UID", job.metadata.uid},
       {"TRIREME_NAMESPACE", job.metadata.namespace_},
       {"TRIREME_ROLE", place.role},
       {"TRIREME_POD_INDEX", number(place.index)},
@@ -137,7 +179,7 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
   if (!spec.network.socket_interface.empty()) {
     env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
   }
-  if (spec.network.rdma && spec.network.rdma->require) env["TRIREME_REQUIRE_RDMA"] = "1";
+  set_fabric(spec.network, uses_rdma(spec, place.role), env);
   env["TRIREME_CHECKPOINT_ON_TERMINATION"] = spec.checkpoint.on_termination ? "1" : "0";
   env["TRIREME_TERMINATION_SECONDS"] = number(spec.checkpoint.timeout_seconds);
   return env;

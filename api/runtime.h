@@ -27,6 +27,10 @@ std::vector<RoleRef> roles_of(const RLJobSpec& spec);
 const RoleSpec& actor_of(const RLJobSpec& spec);  // throws Error(kUser) if there is none
 int64_t total_pods(const RLJobSpec& spec);
 int64_t total_gpus(const RLJobSpec& spec);
+// Do the role's pods ask for RDMA devices? Those of trainers with GPUs do; a reward role speaks HTTP only.
+bool uses_rdma(const RLJobSpec& spec, const std::string& role);
+// A role's pods are in the network of their nodes, by spec.network.hostNetwork or their template.
+bool uses_host_network(const RLJobSpec& spec, const RoleSpec& role);
 
 // ---- names -------------------------------------------------------------------------------------------------------
 
@@ -36,6 +40,7 @@ std::string attempt_service_name(const std::string& job, int64_t attempt);      
 std::string topology_config_map_name(const std::string& job, int64_t attempt);                          // j-topology-a1
 std::string config_config_map_name(const std::string& job);                                             // j-config
 std::string reward_service_name(const std::string& job);                                                // j-reward
+std::string network_policy_name(const std::string& job);                                                // j-network
 std::string pod_address(const std::string& job, const std::string& role, int64_t index,
                         int64_t attempt);  // j-actor-0.j-a1
 
@@ -46,6 +51,7 @@ inline constexpr const char* kRewardContainer = "reward";
 inline constexpr const char* kConfigMountPath = "/etc/trireme/config";                // config.yaml in it
 inline constexpr const char* kTopologyMountPath = "/etc/trireme/topology";            // topology.json in it
 inline constexpr const char* kStatusTokenMountPath = "/var/run/secrets/trireme.dev";  // token, ca.crt
+inline constexpr const char* kStatusCaKey = "ca.crt";  // in the attempt's ConfigMap, and beside the token
 inline constexpr const char* kStatusTokenAudience = "trireme.dev/status";
 
 // Exit codes of the trainer, part of the contract with the failure policy.
@@ -71,6 +77,8 @@ struct PodPlace {
 };
 // MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. The operator adds
 // TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE, TRIREME_POD_NAME, TRIREME_NODE_NAME.
+// NCCL_* and GLOO_* by spec.network are not reserved: where a container's template sets one, that one counts.
+// TRIREME_REQUIRE_RDMA=1: the trainer must end when NCCL would talk to other nodes over sockets.
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place);
 // Names users may not set in a template: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK, NNODES,
 // PET_*, and TRIREME_* names that we set.

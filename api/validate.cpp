@@ -255,6 +255,8 @@ class Validator final {
         layout, {.world = world, .gpus_per_node = processes_per_pod(role), .shape = shape ? &*shape : nullptr});
     for (const std::string& message : report.errors) error(axis_path(path, message), message);
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
+    if (!report.ok()) return;
+    for (const std::string& message : unsupported_splits(layout)) error(axis_path(path, message), message);
   }
 
   // The messages of topology start with the axis they are about, or with a product ("tp 4 x ...").
@@ -549,6 +551,30 @@ class Validator final {
       error("spec.network.rdma.resourceName",
             shown(network.rdma->resource_name) + " is not a resource name such as rdma/ib");
     }
+    check_fabric(network);
+  }
+
+  void check_fabric(const Network& network) {
+    const std::string fabric = to_string(network.fabric);
+    if (!network.rdma) {
+      if (network.fabric == Fabric::kInfiniBand || network.fabric == Fabric::kRoce)
+        error("spec.network.fabric", fabric + " needs spec.network.rdma, which names the devices that pods ask for");
+      return;
+    }
+    const Rdma& rdma = *network.rdma;
+    if (network.fabric == Fabric::kNone)
+      error("spec.network.fabric", "is None, so no pod would use the devices of spec.network.rdma: leave one out");
+    const std::vector<RoleRef> roles = roles_of(spec_);
+    const bool used =
+        std::any_of(roles.begin(), roles.end(), [&](const RoleRef& role) { return uses_rdma(spec_, role.name); });
+    if (!used) {
+      error("spec.network.rdma",
+            "is for pods with GPUs, and no role of the trainer has gpusPerPod above 0: only NCCL uses RDMA");
+    }
+    if (!only(rdma.devices, std::string(kNameChars) + "^=,:"))
+      error("spec.network.rdma.devices", shown(rdma.devices) + " is not a list of devices such as mlx5_0,mlx5_1");
+    if (rdma.gid_index && network.fabric != Fabric::kRoce)
+      error("spec.network.rdma.gidIndex", "is for RoCE, but spec.network.fabric is " + fabric);
   }
 
   void check_failure_policy() {

@@ -193,9 +193,12 @@ void Subprocess::tell(const std::string& text) const {
 
 std::optional<ExitStatus> Subprocess::poll() {
   if (status_) return status_;
+  siginfo_t ended{};
+  if (::waitid(P_PID, static_cast<id_t>(pid_), &ended, WEXITED | WNOHANG | WNOWAIT) != 0 || ended.si_pid != pid_)
+    return status_;
+  if (own_group_) ::kill(-pid_, SIGKILL);  // before it is reaped: until then nobody else can have its number
   int raw = 0;
-  const pid_t got = ::waitpid(pid_, &raw, WNOHANG);
-  if (got == pid_) status_ = decode(raw);
+  if (::waitpid(pid_, &raw, WNOHANG) == pid_) status_ = decode(raw);
   return status_;
 }
 
@@ -214,7 +217,7 @@ void Subprocess::signal(int number) const {
 }
 
 void Subprocess::signal_group(int number) const {
-  if (pid_ <= 0) return;
+  if (pid_ <= 0 || status_) return;
   if (own_group_)
     ::kill(-pid_, number);
   else
@@ -225,10 +228,7 @@ ExitStatus Subprocess::terminate(Milliseconds grace) {
   if (status_) return *status_;
   if (grace.count() > 0) {
     signal_group(SIGTERM);
-    if (auto status = wait(Deadline::after(grace))) {
-      signal_group(SIGKILL);
-      return *status;
-    }
+    if (auto status = wait(Deadline::after(grace))) return *status;
   }
   signal_group(SIGKILL);
   signal(SIGKILL);

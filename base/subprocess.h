@@ -27,11 +27,12 @@ struct SpawnOptions {
   bool pipe_stdout = false;                    // else inherited
   bool pipe_stderr = false;                    // else inherited
   bool merge_stderr = false;                   // stderr into the stdout pipe
-  bool own_group = true;                       // a process group of its own, so that signal_group reaches its children
+  bool own_group = true;                       // a process group of its own, which ends when the child has ended
   bool die_with_parent = true;                 // PR_SET_PDEATHSIG, SIGKILL
 };
 
-// One child. Not thread-safe except where said; destruction kills the group and reaps it.
+// One child. Not thread-safe except where said; destruction kills the group and reaps it. With own_group whatever of
+// the group outlives the child is killed when its end is seen.
 class Subprocess final {
  public:
   static Subprocess spawn(const SpawnOptions& options);  // throws Error(kUser) when the program cannot be executed
@@ -52,7 +53,7 @@ class Subprocess final {
   // Waits until the deadline; nothing when it passed.
   std::optional<ExitStatus> wait(const Deadline& deadline);
   void signal(int number) const;        // to the child; nothing after it was reaped
-  void signal_group(int number) const;  // to its whole group (own_group)
+  void signal_group(int number) const;  // to its whole group (own_group); nothing after it was reaped
   // SIGTERM to the group, SIGKILL after the grace period; returns the status.
   ExitStatus terminate(Milliseconds grace);
 

@@ -7,7 +7,7 @@ find_package(spdlog REQUIRED)
 find_package(CLI11 REQUIRED)
 find_package(GTest REQUIRED)
 find_package(PkgConfig REQUIRED)
-pkg_check_modules(httplib REQUIRED IMPORTED_TARGET cpp-httplib)  # Debian's has no CMake configuration; its Cflags carry the ABI macros
+include(Httplib)
 find_package(prometheus-cpp REQUIRED)
 include(RustBridge)
 

@@ -127,6 +127,22 @@ std::vector<int64_t> divisors(int64_t number) {
   return low;
 }
 
+std::vector<std::string> unsupported_splits(const Layout& layout) {
+  static constexpr std::pair<Field, const char*> kNotYet[] = {{{"tp", &Layout::tp}, "tensor"},
+                                                              {{"cp", &Layout::cp}, "context"},
+                                                              {{"ep", &Layout::ep}, "expert"},
+                                                              {{"pp", &Layout::pp}, "pipeline"},
+                                                              {{"etp", &Layout::etp}, "expert tensor"}};
+  std::vector<std::string> sentences;
+  for (const auto& [field, name] : kNotYet) {
+    const int64_t size = layout.*field.member;
+    if (size <= 1) continue;
+    sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
+                        " parallel) is not supported yet by the trainer of this version; only dp may be above 1");
+  }
+  return sentences;
+}
+
 std::optional<int64_t> derive_dp(const Layout& layout, int64_t world) {
   int64_t product = 1;
   for (const int64_t size : {layout.tp, layout.cp, layout.pp}) {

@@ -1,4 +1,5 @@
 #include <malloc.h>
+#include <sys/resource.h>
 
 #include <csignal>
 #include <cstdlib>
@@ -16,6 +17,11 @@ void on_signal(int) { stop = true; }
 int main(int argc, char** argv) {
   // Dozens of threads that mostly wait: a heap for each of them would only keep what it once used.
   mallopt(M_ARENA_MAX, 2);
+  rlimit files{};  // four servers with up to 1,024 connections each; some systems give 1,024 descriptors unless asked
+  if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+  }
   struct sigaction action {};
   action.sa_handler = on_signal;
   sigaction(SIGTERM, &action, nullptr);

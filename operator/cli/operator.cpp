@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "operator/controller/job_metrics.h"
+#include "operator/controller/network_policy.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::cli {
@@ -33,11 +34,20 @@ std::string make_identity(const std::string& pod_name) {
 
 kube::ClientOptions client_options(const OperatorOptions& options, kube::Metrics& metrics) {
   kube::ClientOptions out;
-  // A connection for every thread that may ask at once, and some for lease, events, certificates, discovery and token
-  // reviews: nobody waits for another's answer, least of all the lease.
+  // A connection for every thread that may ask at once, and some for lease, events, certificates and discovery: nobody
+  // waits for another's answer, least of all the lease.
   out.max_connections = options.workers + options.write_threads + 16;
   out.qps = options.qps;
   out.burst = options.burst;
+  out.metrics = &metrics;
+  return out;
+}
+
+kube::ClientOptions reviewer_options(kube::Metrics& metrics) {
+  kube::ClientOptions out;
+  out.max_connections = 8;
+  out.qps = 50;
+  out.burst = 200;  // jobs that report all at once after a change of leader
   out.metrics = &metrics;
   return out;
 }
@@ -95,12 +105,12 @@ std::vector<std::string> missing_crd_fields(const json& crd) {
   if (!schema) return {"spec.versions[v1alpha1].schema"};
   // Every field with a default, and every status field that the controller writes.
   RLJobStatus status;
-  status.phase = status.start_time = status.attempt_start_time = status.running_time = status.completion_time =
-      status.config_hash = "x";
+  status.phase = status.waiting = status.start_time = status.admitted_time = status.attempt_start_time =
+      status.running_time = status.completion_time = status.config_hash = status.reservation = "x";
   status.observed_generation = status.attempt = status.restarts = status.free_restarts = status.budget_used =
-      status.window_step = 1;
+      status.window_step = status.free_streak = status.free_step = 1;
   status.conditions = {{"a", "b", "c", "d", "e", std::nullopt}};
-  status.roles = {RoleStatus{"actor", 1, 1, 1, 1, 1, 1, 1, "s"}};
+  status.roles = {RoleStatus{"actor", 1, 1, 1, 1, 1, 1, 1, 1, "s"}};
   status.progress = Progress{};
   status.last_failure = LastFailure{};
   status.avoided_nodes = {{"a", "b", "c"}};
@@ -139,7 +149,8 @@ scheduling::Discovery discover(const kube::Client& client) {
 Operator::Operator(kube::ClientConfig config, OperatorOptions options, Tune tune)
     : options_(std::move(options)),
       identity_(make_identity(options_.pod_name)),
-      client_(std::move(config), client_options(options_, metrics_)),
+      client_(config, client_options(options_, metrics_)),
+      reviewer_(std::move(config), reviewer_options(metrics_)),
       events_(client_, event_options(identity_, metrics_)),
       tune_(std::move(tune)) {
   // Here and not in run(): leading() is asked by other threads.
@@ -213,11 +224,19 @@ void Operator::make_reconciler() {
   if (options_.leader_elect) options.may_write = [this] { return elector_ && elector_->is_leader(); };
   options.plan.default_backend = options_.backend;
   options.plan.discovery = discover(client_);
+  options.plan.objects.network_policies = options_.network_policies;
+  options.plan.objects.scraped_by = controller::parse_policy_peers(options_.scraped_by);
+  options.plan.objects.do_not_disrupt = options_.do_not_disrupt;
   if (options_.status_port >= 0) {
     options.plan.objects.status_url = !options_.status_url.empty()
                                           ? options_.status_url
-                                          : "http://" + options_.status_service + "." + options_.operator_namespace +
-                                                ".svc:" + std::to_string(options_.status_port);
+                                          : (status_tls() ? "https://" : "http://") + status_service_name() + ":" +
+                                                std::to_string(options_.status_port);
+    if (status_tls()) {
+      options.plan.objects.status_ca = [this] { return certificates_ ? certificates_->ca_pem() : std::string(); };
+    }
+    status_url_ = options.plan.objects.status_url;
+    options.path_broken = [this] { return path_probe_ && path_probe_->broken(); };
   }
   if (tune_) tune_(options);
   discovery_ = options.plan.discovery;
@@ -255,6 +274,7 @@ void Operator::start_servers() {
     options.name = name;
     options.address = options_.address;
     options.port = port;
+    options.max_threads = 2;
     return std::make_unique<kube::HttpServer>(std::move(options));
   };
   health_.add_liveness("workers", [this]() -> std::optional<std::string> {
@@ -270,43 +290,15 @@ void Operator::start_servers() {
     return "shutting down";
   });
   if (options_.webhook_port >= 0) {
-    health_.add_readiness("webhook-certificate", [this]() -> std::optional<std::string> {
-      if (certificates_ && certificates_->ready()) return std::nullopt;
-      return "no certificate yet";
-    });
     webhook::WebhookServerOptions hook;
     hook.address = options_.address;
     hook.port = options_.webhook_port;
     hook.defaulting.image = options_.default_image;
     hook.metrics = &metrics_;
     webhook_server_ = std::make_unique<webhook::WebhookServer>(std::move(hook));
-    webhook::CertificateOptions certificate;
-    certificate.ns = options_.operator_namespace;
-    certificate.secret_name = options_.webhook_secret;
-    certificate.service_name = options_.webhook_service;
-    certificate.validating_configuration = options_.validating_configuration;
-    certificate.mutating_configuration = options_.mutating_configuration;
-    certificate.cert_file = options_.webhook_cert_file;
-    certificate.key_file = options_.webhook_key_file;
-    certificates_ = std::make_unique<webhook::CertificateKeeper>(
-        client_, std::move(certificate), [this](const kube::KeyPair& pair) { webhook_server_->set_certificate(pair); });
-    certificates_->start();
   }
-  if (options_.status_port >= 0) {
-    telemetry::StatusServerOptions status;
-    status.address = options_.address;
-    status.port = options_.status_port;
-    status.metrics = &metrics_;
-    if (options_.leader_elect) {
-      status.is_leader = [this] { return leading(); };
-      status.leader_address = [this] { return leader_status_address(); };
-    }
-    status_server_ = std::make_unique<telemetry::StatusServer>(
-        client_, reports_, [this](const kube::ObjectKey& key) { return reconciler_->find_pod(key); },
-        [this](const kube::ObjectKey& key) { return reconciler_->find_job(key); }, std::move(status));
-    status_server_->start();
-    status_port_ = status_server_->port();
-  }
+  if (options_.status_port >= 0) start_status_server();
+  if (certificate_needed()) start_certificates();
   if (options_.metrics_port >= 0) {
     metrics_server_ = server("metrics", options_.metrics_port);
     metrics_server_->handle("GET", "/metrics", [this](const kube::HttpRequest&) {
@@ -324,6 +316,56 @@ void Operator::start_servers() {
     health_server_->start();
     health_port_ = health_server_->port();
   }
+}
+
+std::string Operator::status_service_name() const {
+  return options_.status_service + "." + options_.operator_namespace + ".svc";
+}
+
+void Operator::start_status_server() {
+  telemetry::StatusServerOptions status;
+  status.address = options_.address;
+  status.port = options_.status_port;
+  status.metrics = &metrics_;
+  status.tls = status_tls();
+  status.tls_name = status_service_name();
+  status.ca_pem = [this] { return certificates_ ? certificates_->ca_pem() : std::string(); };
+  if (options_.leader_elect) {
+    status.is_leader = [this] { return leading(); };
+    status.leader_address = [this] { return leader_status_address(); };
+  }
+  status_server_ = std::make_unique<telemetry::StatusServer>(
+      reviewer_, reports_, [this](const kube::ObjectKey& key) { return reconciler_->find_pod(key); },
+      [this](const kube::ObjectKey& key) { return reconciler_->find_job(key); }, std::move(status));
+  status_server_->start();
+  status_port_ = status_server_->port();
+  path_probe_ = std::make_unique<telemetry::PathProbe>(status_url_);
+}
+
+// One certificate for the webhook and the status server.
+void Operator::start_certificates() {
+  health_.add_readiness("certificate", [this]() -> std::optional<std::string> {
+    if (certificates_ && certificates_->ready()) return std::nullopt;
+    return "no certificate yet";
+  });
+  webhook::CertificateOptions certificate;
+  certificate.ns = options_.operator_namespace;
+  certificate.secret_name = options_.webhook_secret;
+  certificate.service_name = options_.webhook_port >= 0 ? options_.webhook_service : "";
+  if (status_tls()) certificate.status_service_name = options_.status_service;
+  certificate.validating_configuration = options_.webhook_port >= 0 ? options_.validating_configuration : "";
+  certificate.mutating_configuration = options_.webhook_port >= 0 ? options_.mutating_configuration : "";
+  certificate.cert_file = options_.webhook_cert_file;
+  certificate.key_file = options_.webhook_key_file;
+  certificate.ca_file = options_.webhook_ca_file;
+  certificates_ =
+      std::make_unique<webhook::CertificateKeeper>(client_, std::move(certificate), [this](const kube::KeyPair& pair) {
+        if (webhook_server_) webhook_server_->set_certificate(pair);
+        if (!status_tls()) return;
+        status_server_->set_certificate(pair);
+        status_port_ = status_server_->port();
+      });
+  certificates_->start();
 }
 
 // The identity begins with the leader's pod name; its address is asked for once per leader.
@@ -369,13 +411,20 @@ int Operator::run(const std::atomic<bool>& stop) {
   // Whoever has no copy of the cluster yet does not ask for the lease.
   if (elector_ && !stop) elector_->start();
   SteadyClock::time_point look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
+  SteadyClock::time_point trim_again = SteadyClock::now();
   while (!stop && !lost_) {
+    // Thousands of jobs made in a row leave more freed memory between what stays than all that stays.
+    if (SteadyClock::now() >= trim_again) {
+      kube::trim_heap(options_.trim_above_bytes);
+      trim_again = SteadyClock::now() + std::chrono::seconds(1);
+    }
     if (SteadyClock::now() >= look_again) {
       rediscover();
-      kube::trim_heap();  // what a burst of changes took and gave back
       look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
     }
-    if (!working_ && (!elector_ || elector_->is_leader())) {
+    // Pods get the CA of the status server, so there must be one.
+    const bool able = !status_tls() || certificates_->handed_over();
+    if (!working_ && able && (!elector_ || elector_->is_leader())) {
       working_ = true;
       reconciler_->start_workers();
       log_info("operator", "leading as " + identity_);

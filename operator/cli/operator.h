@@ -12,6 +12,7 @@
 #include "operator/kube/http_server.h"
 #include "operator/kube/leader_election.h"
 #include "operator/scheduling/gang.h"
+#include "operator/telemetry/path_probe.h"
 #include "operator/telemetry/status_server.h"
 #include "operator/webhook/certificates.h"
 #include "operator/webhook/webhook_server.h"
@@ -34,7 +35,7 @@ class Operator final {
   // 0 before run() opened them.
   int metrics_port() const { return metrics_port_; }
   int health_port() const { return health_port_; }
-  int status_port() const { return status_port_; }
+  int status_port() const { return status_port_; }  // with TLS: 0 before there is a certificate
   bool leading() const;
   void write_metrics(const kube::HttpWrite& write);
 
@@ -43,7 +44,12 @@ class Operator final {
   void make_reconciler();
   void say_backend() const;
   void rediscover();
+  bool certificate_needed() const { return options_.webhook_port >= 0 || status_tls(); }
+  bool status_tls() const { return options_.status_port >= 0 && options_.status_tls; }
+  std::string status_service_name() const;
   void start_servers();
+  void start_status_server();
+  void start_certificates();
   void shut_down();
   std::string leader_status_address();
 
@@ -51,6 +57,7 @@ class Operator final {
   std::string identity_;
   kube::Metrics metrics_;
   kube::Client client_;
+  kube::Client reviewer_;  // TokenReviews: whoever sends tokens must not use up the other's rate and connections
   kube::EventRecorder events_;
   controller::ReportStore reports_;
   Tune tune_;
@@ -61,7 +68,9 @@ class Operator final {
   std::atomic<bool> working_{false};
   std::atomic<int> metrics_port_{0}, health_port_{0}, status_port_{0};
   std::unique_ptr<kube::LeaderElector> elector_;
+  std::string status_url_;  // that trainers are told; empty: none
   std::unique_ptr<telemetry::StatusServer> status_server_;
+  std::unique_ptr<telemetry::PathProbe> path_probe_;
   std::unique_ptr<webhook::WebhookServer> webhook_server_;
   std::unique_ptr<webhook::CertificateKeeper> certificates_;
   kube::HealthChecks health_;

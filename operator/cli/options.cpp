@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <sstream>
 
+#include "base/error.h"
+#include "operator/controller/network_policy.h"
+
 namespace trireme::cli {
 namespace {
 
@@ -12,6 +15,32 @@ std::string environment_name(const std::string& flag) {
   std::transform(name.begin(), name.end(), name.begin(),
                  [](char c) { return c == '-' ? '_' : static_cast<char>(std::toupper(c)); });
   return name;
+}
+
+// What every job gets.
+void add_job_flags(CLI::App& app, OperatorOptions& o) {
+  app.add_flag("--network-policies,!--no-network-policies", o.network_policies,
+               "make a NetworkPolicy for each job: its pods are reached by each other and, on the metrics port, by "
+               "--scraped-by; needs rights to networkpolicies");
+  app.add_option("--scraped-by", o.scraped_by, "NetworkPolicy peers that may scrape jobs, as a JSON list; []: nobody");
+  app.add_flag("--do-not-disrupt,!--no-do-not-disrupt", o.do_not_disrupt,
+               "ask cluster autoscalers, by annotations of the pods, not to take their nodes away");
+}
+
+// What no flag can say for itself. Throws CLI::ValidationError.
+void check_together(const OperatorOptions& o) {
+  if (o.webhook_cert_file.empty() != o.webhook_key_file.empty()) {
+    throw CLI::ValidationError("--webhook-cert-file and --webhook-key-file belong together");
+  }
+  if (o.status_tls && o.status_url.rfind("http://", 0) == 0)
+    throw CLI::ValidationError("--status-url begins with http:// but reports are taken over TLS: --no-status-tls");
+  try {
+    controller::parse_policy_peers(o.scraped_by);
+  } catch (const Error& e) {
+    throw CLI::ValidationError(std::string("--scraped-by: ") + e.what());
+  }
+  if (o.renew_deadline_s >= o.lease_duration_s)
+    throw CLI::ValidationError("--renew-deadline must be less than --lease-duration");
 }
 
 }  // namespace
@@ -44,6 +73,8 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments,
   app.add_option("--health-port", o.health_port, "/healthz and /readyz; -1: off")->check(port);
   app.add_option("--status-port", o.status_port, "status reports of trainers; -1: off")->check(port);
   app.add_option("--webhook-port", o.webhook_port, "admission webhooks; -1: off")->check(port);
+  app.add_flag("--status-tls,!--no-status-tls", o.status_tls,
+               "take reports over TLS with the webhook's certificate; pods get its CA");
   app.add_option("--status-url", o.status_url, "base URL that pods report to");
   app.add_option("--status-service", o.status_service, "Service of the status port, for the default of --status-url");
   app.add_option("--workers", o.workers, "jobs reconciled at once")->check(CLI::Range(1, 256));
@@ -52,6 +83,7 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments,
   app.add_option("--burst", o.burst, "API requests in a burst")->check(CLI::Range(1, 1000000));
   app.add_flag("--watch-nodes,!--no-watch-nodes", o.watch_nodes,
                "notice lost nodes early; needs get, list and watch on nodes");
+  add_job_flags(app, o);
   app.add_option("--scheduling-backend", o.backend,
                  "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
   app.add_option("--default-image", o.default_image, "trainer image of jobs that name none or the API's default one");
@@ -64,6 +96,8 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments,
   app.add_option("--webhook-cert-file", o.webhook_cert_file,
                  "certificate file (cert-manager); with --webhook-key-file");
   app.add_option("--webhook-key-file", o.webhook_key_file, "key file");
+  app.add_option("--webhook-ca-file", o.webhook_ca_file,
+                 "CA of the certificate file, which pods verify the status server by; not there: the system's");
   app.add_option("--sync-timeout", o.sync_timeout_s, "seconds for the first lists")->check(CLI::Range(1, 86400));
   app.add_option("--shutdown-timeout", o.shutdown_timeout_s, "seconds for a graceful end")->check(CLI::Range(1, 3600));
   app.add_option("--log-format", log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
@@ -83,11 +117,7 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments,
   std::reverse(all.begin(), all.end());  // CLI11 takes them from the back
   try {
     app.parse(all);
-    if (o.webhook_cert_file.empty() != o.webhook_key_file.empty()) {
-      throw CLI::ValidationError("--webhook-cert-file and --webhook-key-file belong together");
-    }
-    if (o.renew_deadline_s >= o.lease_duration_s)
-      throw CLI::ValidationError("--renew-deadline must be less than --lease-duration");
+    check_together(o);
   } catch (const CLI::ParseError& e) {
     std::ostringstream out, err;
     parsed.exit_code = app.exit(e, out, err);

@@ -27,7 +27,8 @@ struct OperatorOptions {
   int status_port = 8090;
   int webhook_port = 9443;
   std::string address = "0.0.0.0";
-  std::string status_url;  // what pods are told; empty: http://STATUS_SERVICE.NAMESPACE.svc:STATUS_PORT
+  bool status_tls = true;  // with the webhook's certificate
+  std::string status_url;  // what pods are told; empty: https://STATUS_SERVICE.NAMESPACE.svc:STATUS_PORT
   std::string status_service = "trireme-status";
 
   int workers = 64;
@@ -35,6 +36,10 @@ struct OperatorOptions {
   double qps = 1000;
   int burst = 2000;
   bool watch_nodes = true;
+  bool network_policies = true;  // one a job
+  std::string scraped_by =       // peers that those let to the metrics ports, as JSON
+      R"([{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"monitoring"}}}])";
+  bool do_not_disrupt = true;
   std::string backend = "auto";
   std::string default_image;
 
@@ -42,10 +47,11 @@ struct OperatorOptions {
   std::string webhook_secret = "trireme-webhook-cert";
   std::string validating_configuration = "trireme-validating";
   std::string mutating_configuration = "trireme-mutating";
-  std::string webhook_cert_file, webhook_key_file;
+  std::string webhook_cert_file, webhook_key_file, webhook_ca_file;
 
   int sync_timeout_s = 300;
-  int discovery_interval_s = 60;  // between two looks at which gang back-ends the cluster serves (no flag)
+  int discovery_interval_s = 60;       // between two looks at which gang back-ends the cluster serves (no flag)
+  size_t trim_above_bytes = 8u << 20;  // freed memory that goes back to the system, looked at every second (no flag)
   int shutdown_timeout_s = 25;
   LogOptions log;
 };

@@ -5,6 +5,7 @@
 
 #include "api/runtime.h"
 #include "operator/controller/failure.h"
+#include "operator/controller/network_policy.h"
 
 namespace trireme::controller {
 namespace {
@@ -34,8 +35,8 @@ bool nothing_to_save(const RLJobStatus& status, int64_t attempt) {
   static const std::set<std::string> kGraceful = {kReasonDeleted, "Preempted", "Evicted", "NodeShutdown",
                                                   "AdmissionRejected"};
   const auto& failure = status.last_failure;
-  return failure && failure->attempt == attempt && kGraceful.count(failure->reason) == 0 &&
-         failure->exit_code != kExitCheckpointed;
+  return failure && failure->action != kActionReplacePod && failure->attempt == attempt &&
+         kGraceful.count(failure->reason) == 0 && failure->exit_code != kExitCheckpointed;
 }
 
 constexpr int64_t kShortGraceSeconds = 30;
@@ -66,6 +67,21 @@ Action service_action(const AttemptContext& context, int wave) {
   return create(kube::resources::kServices, headless_service(context), wave);
 }
 
+std::optional<Action> policy_action(const Observed& observed, const AttemptContext& context, int wave) {
+  if (!observed.policies_known) return std::nullopt;
+  if (!wants_network_policy(context.job, context.options)) {
+    if (!observed.policy) return std::nullopt;
+    Action action = remove(kube::resources::kNetworkPolicies, network_policy_name(context.job.metadata.name), wave);
+    action.uid = observed.policy->uid;
+    return action;
+  }
+  Json wanted = network_policy(context);
+  if (observed.policy && observed.policy->spec == policy_fingerprint(wanted["spec"])) return std::nullopt;
+  Action action = create(kube::resources::kNetworkPolicies, std::move(wanted), wave);
+  action.kind = Action::Kind::kApply;
+  return action;
+}
+
 std::vector<Action> create_actions(const AttemptContext& context, const std::vector<WantedPod>& missing) {
   std::vector<Action> actions;
   int wave = 0;
@@ -77,11 +93,22 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
     const std::string kind = object.body["kind"].get<std::string>();
     actions.push_back(create(resource_of(object.group_version, object.resource, kind), std::move(object.body), wave++));
   }
-  ++wave;
+  for (Action& action : pod_actions(context, missing, wave + 1)) actions.push_back(std::move(action));
+  return actions;
+}
+
+std::vector<Action> pod_actions(const AttemptContext& context, const std::vector<WantedPod>& missing, int wave) {
+  std::vector<Action> actions;
   for (const WantedPod& wanted : missing) {
     actions.push_back(create(kube::resources::kPods, pod(context, wanted.role, wanted.rank), wave));
   }
   return actions;
+}
+
+Action remove_pod(const ObservedPod& pod) {
+  Action action = remove(kube::resources::kPods, pod.name, 0);
+  action.uid = pod.uid;
+  return action;
 }
 
 Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,
@@ -94,29 +121,36 @@ Cleanup cleanup(const Observed& observed, const PlanOptions& options, const sche
     if (!is_over(pod.attempt)) continue;
     if (pod.alive()) result.alive = true;
     if (pod.ended() && keep(pod)) continue;
-    Action action = remove(kube::resources::kPods, pod.name, 0);
-    action.uid = pod.uid;
+    Action action = remove_pod(pod);
     if (nothing_to_save(job.status, pod.attempt))
       action.grace_period_s = std::min(kShortGraceSeconds, job.spec.checkpoint.timeout_seconds);
     if (pod.deleting) {
-      // Only a kubelet can end a pod for certain. Where there is none any more, waiting longer helps nobody.
-      const bool lost =
-          pod.node_state == NodeState::kGone || (pod.node_state == NodeState::kNotReady && pod.deleting_for >= limit);
-      if (!lost) continue;
+      // Only a kubelet can end a pod for certain, and one that is silent may run it still. Somebody has to say that the
+      // node is off: by deleting its object or by the taint out-of-service.
+      if (pod.node_state != NodeState::kGone) {
+        if (pod.alive() && pod.deleting_for >= limit && !result.stuck) result.stuck = &pod;
+        continue;
+      }
       action.grace_period_s = 0;
     }
     result.actions.push_back(std::move(action));
   }
-  for (const int64_t attempt : observed.services) {
+  // Of the present attempt's gang, when it outlives the attempts before.
+  const bool current_over = is_over(job.status.attempt);
+  for (const auto& [attempt, service] : observed.services) {
     if (!is_over(attempt)) continue;
     int wave = 1;
-    const std::string gang = attempt_service_name(job.metadata.name, attempt);
-    for (const scheduling::ObjectName& object : scheduling::gang_cleanup(backend, gang)) {
-      result.actions.push_back(remove(resource_of(object.group_version, object.resource), object.name, wave));
+    const std::string name = attempt_service_name(job.metadata.name, attempt);
+    const std::string gang = service.gang.empty() ? name : service.gang;
+    if (current_over || gang != job.status.reservation) {
+      for (const scheduling::ObjectName& object : scheduling::gang_cleanup(backend, gang)) {
+        result.actions.push_back(remove(resource_of(object.group_version, object.resource), object.name, wave));
+      }
     }
     result.actions.push_back(
         remove(kube::resources::kConfigMaps, topology_config_map_name(job.metadata.name, attempt), wave));
-    result.actions.push_back(remove(kube::resources::kServices, gang, wave + 1));
+    result.actions.push_back(remove(kube::resources::kServices, name, wave + 1));
+    result.actions.back().uid = service.uid;
   }
   return result;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "operator/controller/plan.h"
@@ -24,10 +25,17 @@ std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt);
 // remains.
 std::vector<Action> create_actions(const AttemptContext& context, const std::vector<WantedPod>& missing);
 Action service_action(const AttemptContext& context, int wave);
+// The job's NetworkPolicy, when it is not as it should be; nothing when it is, or is not looked after.
+std::optional<Action> policy_action(const Observed& observed, const AttemptContext& context, int wave);
+// `missing` alone, when the rest of the attempt stands.
+std::vector<Action> pod_actions(const AttemptContext& context, const std::vector<WantedPod>& missing, int wave);
+// Of a pod of the job, by its UID.
+Action remove_pod(const ObservedPod& pod);
 
 struct Cleanup {
   std::vector<Action> actions;
-  bool alive = false;  // a pod of these attempts still runs, or may
+  bool alive = false;                  // a pod of these attempts still runs, or may
+  const ObservedPod* stuck = nullptr;  // was told to go longer ago than the termination timeout, and has not
 };
 // Takes apart the attempts for which `is_over` is true. `keep` says which ended pods stay for their logs.
 Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,

@@ -2,11 +2,12 @@
 
 #include <zlib.h>
 
-#include <set>
+#include <algorithm>
 
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "operator/controller/network_policy.h"
 #include "operator/kube/events.h"
 
 namespace trireme::controller {
@@ -85,14 +86,23 @@ const Json* failed_container(const Json& status) {
 }
 
 // A launcher leaves an account of the rank that failed first (trainer/launch/launch.h); anything else is text.
-std::string explanation(const std::string& message) {
+void read_last_words(const std::string& message, CachedPod::Trouble& trouble) {
   const Json account = message.empty() || message[0] != '{' ? Json() : Json::parse(message, nullptr, false);
-  if (!account.is_object() || !account.contains("rank") || !account.contains("logTail")) return message;
-  return "rank " + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + "):\n" +
-         text(account, "logTail");
+  if (!account.is_object() || !account.contains("rank") || !account.contains("logTail")) {
+    trouble.log = message;
+    return;
+  }
+  trouble.message =
+      "rank " + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + ")";
+  trouble.log = text(account, "logTail");
 }
 
-std::string waiting_reason(const Json& status) {
+// The kubelet says by turns that the pull failed and that it waits before the next.
+std::string waiting_word(const std::string& reason) {
+  return reason == "ImagePullBackOff" || reason == "RegistryUnavailable" ? "ErrImagePull" : reason;
+}
+
+void read_waiting(const Json& status, CachedPod::Trouble& trouble) {
   for (const char* list : {"initContainerStatuses", "containerStatuses"}) {
     const Json& containers = at(status, list);
     if (!containers.is_array()) continue;
@@ -101,10 +111,27 @@ std::string waiting_reason(const Json& status) {
       const std::string reason = text(waiting, "reason");
       if (reason.empty() || reason == "ContainerCreating" || reason == "PodInitializing") continue;
       const std::string message = text(waiting, "message");
-      return message.empty() ? reason : reason + ": " + message;
+      trouble.waiting = waiting_word(reason);
+      trouble.message = message.empty() ? reason : reason + ": " + message;
+      return;
     }
   }
-  return {};
+}
+
+// Exit code of the container that the pod is about, when it has ended.
+std::optional<int32_t> main_exit(const Json& status, const std::string& role) {
+  const Json& containers = at(status, "containerStatuses");
+  if (!containers.is_array()) return std::nullopt;
+  for (const Json& container : containers) {
+    if (text(container, "name") != (role == "reward" ? kRewardContainer : kTrainerContainer)) continue;
+    const Json& ended = at(at(container, "state"), "terminated");
+    if (ended.is_object()) return static_cast<int32_t>(number(ended, "exitCode"));
+  }
+  return std::nullopt;
+}
+
+void cut(std::string& text) {
+  if (text.size() > kMaxMessageBytes) text.erase(0, text.size() - kMaxMessageBytes);
 }
 
 void read_trouble(const Json& status, CachedPod& pod) {
@@ -114,15 +141,17 @@ void read_trouble(const Json& status, CachedPod& pod) {
     trouble.reason = disruption_reason(text(*disrupted, "reason"));
     trouble.message = text(*disrupted, "message");
   }
-  if (pod.phase == PodPhase::kFailed) {
+  if (pod.main_exit.value_or(pod.phase == PodPhase::kFailed) != 0) {
     const std::string own = pod_reason(text(status, "reason"));
     if (trouble.reason.empty()) trouble.reason = own;
     if (const Json* ended = failed_container(status)) {
       trouble.exit_code = number(*ended, "exitCode");
       if (const int64_t signal = number(*ended, "signal"); signal > 0) trouble.signal = signal;
       if (trouble.reason.empty()) trouble.reason = text(*ended, "reason");
-      if (const std::string log = text(*ended, "message"); !log.empty()) trouble.message = explanation(log);
+      read_last_words(text(*ended, "message"), trouble);
       trouble.finished_ms = kube::parse_time(text(*ended, "finishedAt")).value_or(0);
+      const int64_t started_ms = kube::parse_time(text(*ended, "startedAt")).value_or(trouble.finished_ms);
+      trouble.lived_ms = std::max<int64_t>(0, trouble.finished_ms - started_ms);
     }
     if (trouble.message.empty()) trouble.message = text(status, "message");
     if (trouble.reason.empty()) trouble.reason = "Error";
@@ -130,12 +159,30 @@ void read_trouble(const Json& status, CachedPod& pod) {
     if (const Json* scheduled = condition(status, "PodScheduled"); scheduled && text(*scheduled, "status") != "True") {
       trouble.message = text(*scheduled, "message");
     } else {
-      trouble.message = waiting_reason(status);
+      read_waiting(status, trouble);
     }
   }
   if (trouble.reason.empty() && trouble.message.empty()) return;
-  if (trouble.message.size() > kMaxMessageBytes) trouble.message.erase(0, trouble.message.size() - kMaxMessageBytes);
+  cut(trouble.message);
+  cut(trouble.log);
   pod.trouble = std::make_unique<CachedPod::Trouble>(std::move(trouble));
+}
+
+const Json* controller_of(const Json& metadata) {
+  const Json& owners = at(metadata, "ownerReferences");
+  if (!owners.is_array()) return nullptr;
+  for (const Json& owner : owners) {
+    const Json& controls = at(owner, "controller");
+    if (controls.is_boolean() && controls.get<bool>()) return text(owner, "kind") == kRLJobKind ? &owner : nullptr;
+  }
+  return nullptr;
+}
+
+bool controlled_as_labelled(const Json& metadata) {
+  const Json* owner = controller_of(metadata);
+  const Json& labels = at(metadata, "labels");
+  const std::string uid = text(labels, kLabelJobUid);
+  return owner && !uid.empty() && text(*owner, "uid") == uid && text(*owner, "name") == text(labels, kLabelJob);
 }
 
 // What most jobs have in common: a job's own text is packed into a few hundred bytes beside it.
@@ -191,15 +238,41 @@ kube::JsonFields job_fields() {
 }
 
 kube::JsonFields pod_fields() {
-  return kube::JsonFields({"metadata.namespace", "metadata.name", "metadata.uid", "metadata.resourceVersion",
-                           "metadata.labels", "metadata.deletionTimestamp", "spec.nodeName", "spec.schedulingGates",
-                           "status.phase", "status.reason", "status.message", "status.conditions.type",
-                           "status.conditions.status", "status.conditions.reason", "status.conditions.message",
-                           "status.containerStatuses.name", "status.containerStatuses.state",
-                           "status.initContainerStatuses.name", "status.initContainerStatuses.state"});
+  return kube::JsonFields({"metadata.namespace",
+                           "metadata.name",
+                           "metadata.uid",
+                           "metadata.resourceVersion",
+                           "metadata.labels",
+                           "metadata.deletionTimestamp",
+                           "metadata.ownerReferences.kind",
+                           "metadata.ownerReferences.name",
+                           "metadata.ownerReferences.uid",
+                           "metadata.ownerReferences.controller",
+                           "spec.nodeName",
+                           "spec.schedulingGates",
+                           "status.phase",
+                           "status.reason",
+                           "status.message",
+                           "status.conditions.type",
+                           "status.conditions.status",
+                           "status.conditions.reason",
+                           "status.conditions.message",
+                           "status.containerStatuses.name",
+                           "status.containerStatuses.state",
+                           "status.initContainerStatuses.name",
+                           "status.initContainerStatuses.state"});
 }
 
-kube::JsonFields service_fields() { return kube::JsonFields({"metadata.labels", "metadata.deletionTimestamp"}); }
+kube::JsonFields service_fields() {
+  return kube::JsonFields({"metadata.uid", "metadata.labels", "metadata.deletionTimestamp",
+                           "metadata.ownerReferences.kind", "metadata.ownerReferences.name",
+                           "metadata.ownerReferences.uid", "metadata.ownerReferences.controller"});
+}
+
+kube::JsonFields policy_fields() {
+  return kube::JsonFields({"metadata.uid", "metadata.ownerReferences.kind", "metadata.ownerReferences.uid",
+                           "metadata.ownerReferences.controller", "spec"});
+}
 
 kube::JsonFields node_fields() {
   return kube::JsonFields({"status.conditions.type", "status.conditions.status", "spec.taints.key"});
@@ -232,6 +305,8 @@ CachedJob read_job(const Json& object, const std::string& manager_name) {
       job.pods_ready += number(role, "ready");
     }
   }
+  const Json* terminating = condition(status, "Terminating");
+  job.terminating = terminating && text(*terminating, "status") == "True";
   if (const Json& progress = at(status, "progress"); progress.is_object()) {
     job.has_progress = true;
     job.step = number(progress, "step");
@@ -253,6 +328,7 @@ CachedPod read_pod(const Json& object) {
   pod.uid = text(metadata, "uid");
   pod.job = text(labels, kLabelJob);
   pod.role = text(labels, kLabelRole);
+  pod.job_uid = hash64(text(labels, kLabelJobUid));
   pod.rank = static_cast<int32_t>(label_number(metadata, kLabelRank, -1));
   pod.attempt = static_cast<int32_t>(label_number(metadata, kLabelAttempt, 0));
   pod.deleting = !text(metadata, "deletionTimestamp").empty();
@@ -266,13 +342,23 @@ CachedPod read_pod(const Json& object) {
                                      : PodPhase::kPending;
   const Json* ready = condition(status, "Ready");
   pod.ready = ready && text(*ready, "status") == "True";
+  pod.owned = controlled_as_labelled(metadata);
+  pod.main_exit = main_exit(status, pod.role);
   read_trouble(status, pod);
   return pod;
 }
 
 CachedService read_service(const Json& object) {
   const Json& metadata = at(object, "metadata");
-  return {text(at(metadata, "labels"), kLabelJob), label_number(metadata, kLabelAttempt, 0)};
+  const Json& labels = at(metadata, "labels");
+  return {text(metadata, "uid"), text(labels, kLabelJob), text(labels, kLabelGang),
+          label_number(metadata, kLabelAttempt, 0), controlled_as_labelled(metadata)};
+}
+
+CachedPolicy read_policy(const Json& object) {
+  const Json& metadata = at(object, "metadata");
+  const Json* owner = controller_of(metadata);
+  return {text(metadata, "uid"), owner ? hash64(text(*owner, "uid")) : 0, policy_fingerprint(at(object, "spec"))};
 }
 
 CachedNode read_node(const Json& object) {
@@ -288,6 +374,21 @@ CachedNode read_node(const Json& object) {
   return node;
 }
 
+bool is_own(const kube::ObjectKey& key, const CachedPod& pod, const kube::ObjectKey& job) {
+  return key.ns == job.ns && pod.owned && pod.job == job.name && pod.rank >= 0 && pod.attempt > 0 &&
+         key.name == pod_name(job.name, pod.role, pod.rank, pod.attempt);
+}
+
+bool is_own(const kube::ObjectKey& key, const CachedService& service, const kube::ObjectKey& job) {
+  return key.ns == job.ns && service.owned && service.job == job.name && service.attempt > 0 &&
+         key.name == attempt_service_name(job.name, service.attempt);
+}
+
+bool controlled_by(const Json& object, const std::string& job_uid) {
+  const Json* owner = controller_of(at(object, "metadata"));
+  return owner && (job_uid.empty() || text(*owner, "uid") == job_uid);
+}
+
 ObservedPod observe(const std::string& name, const CachedPod& cached) {
   ObservedPod pod;
   pod.name = name;
@@ -301,9 +402,13 @@ ObservedPod observe(const std::string& name, const CachedPod& cached) {
   pod.gated = cached.gated;
   pod.deleting = cached.deleting;
   pod.node = cached.node;
+  if (cached.main_exit) pod.main_exit = *cached.main_exit;
   if (cached.trouble) {
     pod.reason = cached.trouble->reason;
     pod.message = cached.trouble->message;
+    pod.log = cached.trouble->log;
+    pod.waiting = cached.trouble->waiting;
+    pod.lived_ms = cached.trouble->lived_ms;
     pod.exit_code = cached.trouble->exit_code;
     pod.signal = cached.trouble->signal;
     pod.finished_ms = cached.trouble->finished_ms;

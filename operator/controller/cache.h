@@ -7,6 +7,7 @@
 
 #include "operator/controller/observed.h"
 #include "operator/kube/json_scan.h"
+#include "operator/kube/resource.h"
 
 namespace trireme::controller {
 
@@ -28,6 +29,7 @@ struct CachedJob {
   int64_t pods_wanted = 0;
   int64_t pods_created = 0;
   int64_t pods_ready = 0;
+  bool terminating = false;  // condition Terminating: a pod does not go
   int64_t step = 0;
   int64_t max_steps = 0;
   int64_t checkpoint_step = -1;
@@ -43,9 +45,12 @@ struct CachedPod {
   struct Trouble {  // only of pods that have some
     std::string reason;
     std::string message;
+    std::string log;
+    std::string waiting;
     std::optional<int64_t> exit_code;
     std::optional<int64_t> signal;
     int64_t finished_ms = 0;
+    int64_t lived_ms = 0;
   };
   std::string uid;
   std::string job;
@@ -53,17 +58,29 @@ struct CachedPod {
   std::string node;
   int32_t rank = -1;
   int32_t attempt = 0;
+  uint64_t job_uid = 0;  // hash64 of the job's uid as its label has it, which is only compared
   PodPhase phase = PodPhase::kPending;
   bool scheduled = false;
   bool ready = false;
   bool gated = false;
   bool deleting = false;
+  bool owned = false;  // its controller is the RLJob that its labels name
+  std::optional<int32_t> main_exit;
   std::unique_ptr<Trouble> trouble;
 };
 
 struct CachedService {
+  std::string uid;
   std::string job;
+  std::string gang;     // see ObservedService
   int64_t attempt = 0;  // 0: not of an attempt
+  bool owned = false;
+};
+
+struct CachedPolicy {
+  std::string uid;
+  uint64_t job_uid = 0;  // hash64 of its controller's, an RLJob's; 0: it has none
+  uint64_t spec = 0;     // policy_fingerprint
 };
 
 struct CachedNode {
@@ -73,13 +90,22 @@ struct CachedNode {
 kube::JsonFields job_fields();
 kube::JsonFields pod_fields();
 kube::JsonFields service_fields();
+kube::JsonFields policy_fields();
 kube::JsonFields node_fields();
 
 // From an object reduced to the fields above.
 CachedJob read_job(const Json& object, const std::string& manager_name);
 CachedPod read_pod(const Json& object);
 CachedService read_service(const Json& object);
+CachedPolicy read_policy(const Json& object);
 CachedNode read_node(const Json& object);
+
+// Labels can be copied by anybody: an object is a job's own if it lies in the job's namespace, the job controls it, and
+// it has the name that its labels lead to.
+bool is_own(const kube::ObjectKey& key, const CachedPod& pod, const kube::ObjectKey& job);
+bool is_own(const kube::ObjectKey& key, const CachedService& service, const kube::ObjectKey& job);
+// The controller owner reference of any object is to the RLJob of that uid ("": of any).
+bool controlled_by(const Json& object, const std::string& job_uid);
 
 // Without what only the reconciler knows (node state, durations).
 ObservedPod observe(const std::string& name, const CachedPod& pod);

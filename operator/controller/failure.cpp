@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <map>
 #include <set>
 #include <tuple>
 
@@ -22,14 +23,33 @@ bool matches(const FailureRule& rule, const Failure& failure) {
          allows(rule.roles, std::optional<std::string>(failure.role));
 }
 
-FailureAction built_in(const Failure& failure) {
+// What the kubelet says of a container that cannot begin. True: it may still be mended from outside.
+const std::map<std::string, bool>& start_failures() {
+  static const std::map<std::string, bool> reasons = {
+      {"InvalidImageName", false},          {"ErrImageNeverPull", false},   {"ErrImagePull", true},
+      {"CreateContainerConfigError", true}, {"CreateContainerError", true}, {"RunContainerError", true}};
+  return reasons;
+}
+
+Verdict built_in(const Failure& failure) {
   static const std::set<std::string> kFree = {kReasonDeleted, kReasonNodeLost, "Preempted",
                                               "Evicted",      "NodeShutdown",  "AdmissionRejected"};
-  if (kFree.count(failure.reason) > 0) return FailureAction::kRestartFree;
-  if (failure.exit_code == kExitConfig) return FailureAction::kFailJob;
-  if (failure.exit_code == kExitNode) return FailureAction::kAvoidNodeAndRestart;
-  if (failure.exit_code == kExitCheckpointed) return FailureAction::kRestartFree;
-  return FailureAction::kRestart;
+  Verdict verdict;
+  verdict.avoid_node = failure.node_refused;
+  if (start_failures().count(failure.reason) > 0) {
+    verdict.action = failure.trained_before ? FailureAction::kRestartFree : FailureAction::kFailJob;
+  } else if (is_service_role(failure.role) && failure.exit_code) {
+    verdict.replace = true;
+  } else if (kFree.count(failure.reason) > 0) {
+    verdict.action = FailureAction::kRestartFree;
+  } else if (failure.exit_code == kExitConfig) {
+    verdict.action = FailureAction::kFailJob;
+  } else if (failure.exit_code == kExitNode) {
+    verdict.action = FailureAction::kAvoidNodeAndRestart;
+  } else if (failure.exit_code == kExitCheckpointed) {
+    verdict.action = FailureAction::kRestartFree;
+  }
+  return verdict;
 }
 
 Failure of_pod(const ObservedPod& pod) {
@@ -40,6 +60,8 @@ Failure of_pod(const ObservedPod& pod) {
   failure.node = pod.node;
   failure.reason = pod.reason;
   failure.message = pod.message;
+  failure.log = pod.log;
+  failure.pod_uid = pod.uid;
   failure.exit_code = pod.exit_code;
   failure.signal = signal_of(pod);
   failure.at_ms = pod.finished_ms;
@@ -55,27 +77,37 @@ std::optional<int64_t> signal_of(const ObservedPod& pod) {
   return std::nullopt;
 }
 
-std::optional<Failure> pod_failure(const ObservedPod& pod, Milliseconds node_grace) {
-  if (pod.phase == PodPhase::kSucceeded) return std::nullopt;
-  if (pod.phase == PodPhase::kFailed) {
+std::optional<Failure> pod_failure(const ObservedPod& pod, Milliseconds node_grace, Milliseconds start_grace) {
+  if (pod.done()) return std::nullopt;
+  if (pod.failed()) {
     Failure failure = of_pod(pod);
     if (failure.reason.empty()) failure.reason = "Error";
     // A rank that had not begun ends by the deletion's SIGTERM; seen late, the pod is already over.
     if (pod.deleting && failure.reason == "Error" && signal_of(pod) == SIGTERM) failure.reason = kReasonDeleted;
     failure.consequence = failure.exit_code == kExitCommunication || failure.exit_code == kExitCheckpointed;
+    // An eviction over the API deletes the pod; a kubelet's only ends it.
+    failure.node_refused = failure.reason == "AdmissionRejected" || (failure.reason == "Evicted" && !pod.deleting);
     return failure;
   }
   if (pod.node_state == NodeState::kGone ||
       (pod.node_state == NodeState::kNotReady && pod.node_bad_for >= node_grace)) {
     Failure failure = of_pod(pod);
     failure.reason = kReasonNodeLost;
-    failure.message = "node " + pod.node + (pod.node_state == NodeState::kGone ? " is gone" : " is not ready");
+    failure.message = pod.node_state == NodeState::kGone
+                          ? "the node is gone"
+                          : "the node has not been ready for " + std::to_string(pod.node_bad_for.count() / 1000) + " s";
     return failure;
   }
   if (pod.deleting) {
     Failure failure = of_pod(pod);
     if (failure.reason.empty() || failure.reason == "Error") failure.reason = kReasonDeleted;
     failure.message = "the pod is being deleted, and not by this operator";
+    return failure;
+  }
+  const auto waits = start_failures().find(pod.waiting);
+  if (waits != start_failures().end() && (!waits->second || pod.waiting_for >= start_grace)) {
+    Failure failure = of_pod(pod);
+    failure.reason = pod.waiting;
     return failure;
   }
   return std::nullopt;
@@ -91,14 +123,15 @@ const Failure& first_cause(const std::vector<Failure>& failures) {
 }
 
 Verdict judge(const FailurePolicy& policy, const Failure& failure) {
-  Verdict verdict;
-  verdict.action = built_in(failure);
+  Verdict verdict = built_in(failure);
   for (const FailureRule& rule : policy.rules) {
     if (!matches(rule, failure)) continue;
     verdict.action = rule.action;
+    verdict.replace = false;
     break;
   }
   verdict.counted = verdict.action == FailureAction::kRestart || verdict.action == FailureAction::kAvoidNodeAndRestart;
+  verdict.avoid_node |= verdict.action == FailureAction::kAvoidNodeAndRestart;
   return verdict;
 }
 
@@ -109,6 +142,7 @@ std::string describe(const Failure& failure) {
   if (failure.exit_code) text += ", exit code " + std::to_string(*failure.exit_code);
   if (failure.signal) text += ", signal " + std::to_string(*failure.signal);
   if (!failure.node.empty()) text += ", on node " + failure.node;
+  if (!failure.message.empty()) text += ": " + failure.message;
   return text;
 }
 

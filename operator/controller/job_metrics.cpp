@@ -56,6 +56,7 @@ class Exposition final {
 struct Row {
   std::string labels, phase;
   int64_t attempt = 0, restarts = 0, free_restarts = 0, pods_wanted = 0, pods_created = 0, pods_ready = 0;
+  bool terminating = false;
   bool has_progress = false;
   int64_t step = 0, max_steps = 0, checkpoint_step = -1;
   double step_seconds = 0, tokens_per_second = 0;
@@ -72,6 +73,7 @@ Row row_of(const kube::ObjectKey& key, const CachedJob& job, const ReportStore& 
   row.pods_wanted = job.pods_wanted;
   row.pods_created = job.pods_created;
   row.pods_ready = job.pods_ready;
+  row.terminating = job.terminating;
   // What was pushed last is newer than what the status shows.
   const auto report = is_terminal(row.phase) ? std::nullopt : reports.get(key, job.uid);
   row.has_progress = report || job.has_progress;
@@ -132,6 +134,9 @@ void write_job_metrics(const Reconciler& reconciler, const ReportStore& reports,
     out.add(r.labels + ",state=\"desired\"", number(r.pods_wanted));
     out.add(r.labels + ",state=\"created\"", number(r.pods_created));
     out.add(r.labels + ",state=\"ready\"", number(r.pods_ready));
+  });
+  family("trireme_job_pod_stuck", "gauge", "1 while a pod of the job was told to go and does not.", [&](const Row& r) {
+    if (r.terminating) out.add(r.labels, 1);
   });
   const auto progress = [&](const char* name, const char* help, const auto& value) {
     family(name, "gauge", help, [&](const Row& r) {

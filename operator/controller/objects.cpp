@@ -17,16 +17,10 @@ constexpr const char* kTopologyVolume = "trireme-topology";
 constexpr const char* kStatusVolume = "trireme-status";
 constexpr const char* kConfigKey = "config.yaml";
 constexpr const char* kTopologyKey = "topology.json";
-
-std::map<std::string, std::string> base_labels(const RLJob& job) {
-  return {{"app.kubernetes.io/name", "trireme"},
-          {"app.kubernetes.io/managed-by", "trireme-operator"},
-          {kLabelJob, job.metadata.name},
-          {kLabelJobUid, job.metadata.uid}};
-}
+constexpr const char* kIpcLock = "IPC_LOCK";
 
 std::map<std::string, std::string> attempt_labels(const AttemptContext& c) {
-  auto labels = base_labels(c.job);
+  auto labels = job_labels(c.job);
   labels[kLabelAttempt] = std::to_string(c.attempt);
   return labels;
 }
@@ -82,15 +76,22 @@ void add_mount(Json& container, const char* volume, const char* path, bool read_
   mounts.push_back(std::move(mount));
 }
 
-// Ours come first, so that the template's values may say $(TRIREME_JOB); reserved names of the template lose.
+std::string status_ca(const ObjectOptions& options) {
+  return options.status_url.empty() || !options.status_ca ? std::string() : options.status_ca();
+}
+
+// Ours come first, so that the template's values may say $(TRIREME_JOB). Reserved names of the template lose, others
+// (NCCL's settings) win.
 void set_environment(Json& container, const Json& ours) {
-  Json merged = ours;
-  if (container.contains("env") && container["env"].is_array()) {
-    for (const Json& entry : container["env"]) {
-      if (!entry.is_object()) continue;
-      const std::string name = entry.value("name", std::string());
-      if (!has_named(ours, name)) merged.push_back(entry);
-    }
+  const Json own = container.contains("env") && container["env"].is_array() ? container["env"] : Json::array();
+  Json merged = Json::array();
+  for (const Json& entry : ours) {
+    const std::string name = entry["name"].get<std::string>();
+    if (is_reserved_env(name) || !has_named(own, name)) merged.push_back(entry);
+  }
+  const Json kept = merged;
+  for (const Json& entry : own) {
+    if (entry.is_object() && !has_named(kept, entry.value("name", std::string()))) merged.push_back(entry);
   }
   container["env"] = std::move(merged);
 }
@@ -109,8 +110,8 @@ Json environment(const AttemptContext& c, const std::string& role, int64_t rank,
     values["TRIREME_STATUS_URL"] =
         c.options.status_url + "/v1/status/" + job.metadata.namespace_ + "/" + job.metadata.name;
     values["TRIREME_STATUS_TOKEN_FILE"] = std::string(kStatusTokenMountPath) + "/token";
-    if (!c.options.status_ca_config_map.empty()) {
-      values["TRIREME_STATUS_CA_FILE"] = std::string(kStatusTokenMountPath) + "/ca.crt";
+    if (!status_ca(c.options).empty()) {
+      values["TRIREME_STATUS_CA_FILE"] = std::string(kStatusTokenMountPath) + "/" + kStatusCaKey;
     }
   }
   Json env = Json::array();
@@ -142,6 +143,28 @@ void add_security_context(Json& spec, int64_t user_id) {
       if (!context.contains("capabilities")) context["capabilities"] = {{"drop", Json::array({"ALL"})}};
     }
   }
+}
+
+// Devices are used through memory that is locked. A template that is privileged, or that drops the capability by name,
+// decides for itself. Before add_security_context, which forbids what is not decided.
+void allow_locked_memory(Json& container) {
+  Json& context = object_at(container, "securityContext");
+  if (context.value("privileged", false)) return;
+  const bool own = context.contains("capabilities") && context["capabilities"].is_object();
+  Json& capabilities = object_at(context, "capabilities");
+  const auto names = [&](const char* list, const char* name) {
+    return capabilities.contains(list) && capabilities[list].is_array() &&
+           std::find(capabilities[list].begin(), capabilities[list].end(), name) != capabilities[list].end();
+  };
+  if (!own) capabilities["drop"] = Json::array({"ALL"});
+  if (names("add", "ALL") || names("add", kIpcLock) || names("drop", kIpcLock)) return;
+  array_at(capabilities, "add").push_back(kIpcLock);
+}
+
+// The template's own word wins.
+void ask_to_stay(Json& annotations) {
+  set_default(annotations, "cluster-autoscaler.kubernetes.io/safe-to-evict", "false");
+  set_default(annotations, "karpenter.sh/do-not-disrupt", "true");
 }
 
 // metadata.name as a field selector: the host-name label may differ from the node's name.
@@ -190,10 +213,10 @@ Json& main_container(Json& spec, const char* name) {
   return containers.front();
 }
 
-void add_resources(Json& container, const RLJobSpec& spec, const RoleSpec& role) {
+void add_resources(Json& container, const RLJobSpec& spec, const RoleSpec& role, bool rdma) {
   Json& limits = object_at(object_at(container, "resources"), "limits");
   if (role.gpus_per_pod > 0) set_default(limits, role.gpu_resource.c_str(), std::to_string(role.gpus_per_pod));
-  if (spec.network.rdma && role.gpus_per_pod > 0) {
+  if (rdma) {
     set_default(limits, spec.network.rdma->resource_name.c_str(), std::to_string(spec.network.rdma->count));
   }
   if (limits.empty()) container["resources"].erase("limits");
@@ -219,16 +242,16 @@ void add_config(Json& spec, Json& container, const AttemptContext& c) {
   add_mount(container, kConfigVolume, kConfigMountPath, true);
 }
 
-void add_status_token(Json& spec, Json& container, const ObjectOptions& options) {
-  if (options.status_url.empty()) return;
+void add_status_token(Json& spec, Json& container, const AttemptContext& c) {
+  if (c.options.status_url.empty()) return;
   Json sources = Json::array();
   sources.push_back(
       {{"serviceAccountToken", {{"audience", kStatusTokenAudience}, {"expirationSeconds", 3600}, {"path", "token"}}}});
-  if (!options.status_ca_config_map.empty()) {
+  if (!status_ca(c.options).empty()) {
     sources.push_back({{"configMap",
-                        {{"name", options.status_ca_config_map},
+                        {{"name", topology_config_map_name(c.job.metadata.name, c.attempt)},
                          {"optional", true},
-                         {"items", Json::array({{{"key", "ca.crt"}, {"path", "ca.crt"}}})}}}});
+                         {"items", Json::array({{{"key", kStatusCaKey}, {"path", kStatusCaKey}}})}}}});
   }
   add_volume(spec, {{"name", kStatusVolume}, {"projected", {{"sources", sources}}}});
   add_mount(container, kStatusVolume, kStatusTokenMountPath, true);
@@ -244,6 +267,13 @@ void tolerate_gpu_taint(Json& spec, const std::string& resource) {
 
 }  // namespace
 
+std::map<std::string, std::string> job_labels(const RLJob& job) {
+  return {{"app.kubernetes.io/name", "trireme"},
+          {"app.kubernetes.io/managed-by", "trireme-operator"},
+          {kLabelJob, job.metadata.name},
+          {kLabelJobUid, job.metadata.uid}};
+}
+
 Json owner_reference(const RLJob& job) {
   return {{"apiVersion", kApiVersion}, {"kind", kRLJobKind}, {"name", job.metadata.name},
           {"uid", job.metadata.uid},   {"controller", true}, {"blockOwnerDeletion", true}};
@@ -253,6 +283,8 @@ scheduling::Gang gang_of(const AttemptContext& c) {
   const RLJobSpec& spec = c.job.spec;
   scheduling::Gang gang;
   gang.name = attempt_service_name(c.job.metadata.name, c.attempt);
+  if (c.backend.kind == scheduling::BackendKind::kKueue && !c.job.status.reservation.empty())
+    gang.name = c.job.status.reservation;
   gang.namespace_ = c.job.metadata.namespace_;
   gang.owner = owner_reference(c.job);
   gang.labels = attempt_labels(c);
@@ -267,9 +299,13 @@ scheduling::Gang gang_of(const AttemptContext& c) {
 }
 
 Json headless_service(const AttemptContext& c) {
+  const std::string name = attempt_service_name(c.job.metadata.name, c.attempt);
+  auto labels = attempt_labels(c);
+  // Whoever takes the attempt apart finds here which group its pods are in.
+  if (const std::string gang = gang_of(c).name; gang != name) labels[kLabelGang] = gang;
   return {{"apiVersion", "v1"},
           {"kind", "Service"},
-          {"metadata", metadata(c, attempt_service_name(c.job.metadata.name, c.attempt), attempt_labels(c))},
+          {"metadata", metadata(c, name, labels)},
           {"spec",
            {{"clusterIP", "None"},
             // Ranks look each other up long before they are ready.
@@ -287,6 +323,7 @@ Json attempt_config_map(const AttemptContext& c) {
   Json data = {{kTopologyKey, topology_document(job, c.attempt, hosts).dump()}};
   // JSON is YAML.
   if (!job.spec.config.inline_config.is_null()) data[kConfigKey] = job.spec.config.inline_config.dump(2);
+  if (const std::string ca = status_ca(c.options); !ca.empty()) data[kStatusCaKey] = ca;
   return {{"apiVersion", "v1"},
           {"kind", "ConfigMap"},
           {"metadata", metadata(c, topology_config_map_name(job.metadata.name, c.attempt), attempt_labels(c))},
@@ -299,7 +336,7 @@ Json reward_service(const AttemptContext& c) {
   const RoleSpec& reward = role_spec(c.job.spec, role);
   return {{"apiVersion", "v1"},
           {"kind", "Service"},
-          {"metadata", metadata(c, reward_service_name(c.job.metadata.name), base_labels(c.job))},
+          {"metadata", metadata(c, reward_service_name(c.job.metadata.name), job_labels(c.job))},
           {"spec",
            {{"selector", {{kLabelJobUid, c.job.metadata.uid}, {kLabelRole, role}}},
             {"ports", Json::array({{{"name", "http"}, {"port", reward.port.value_or(8000)}}})}}}};
@@ -324,6 +361,7 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
   if (source_meta.contains("annotations") && source_meta["annotations"].is_object()) {
     meta["annotations"] = source_meta["annotations"];
   }
+  if (c.options.do_not_disrupt) ask_to_stay(object_at(meta, "annotations"));
   Json& pod_spec = out["spec"] = source.contains("spec") && source["spec"].is_object() ? source["spec"] : empty;
 
   const bool is_reward = role == "reward";
@@ -348,12 +386,14 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
     set_default(main, "terminationMessagePath", "/dev/termination-log");
     main["env"].push_back({{"name", "TRIREME_TERMINATION_LOG"}, {"value", main["terminationMessagePath"]}});
     add_config(pod_spec, main, c);
-    add_status_token(pod_spec, main, c.options);
+    add_status_token(pod_spec, main, c);
   }
   add_volume(pod_spec,
              {{"name", kShmVolume}, {"emptyDir", {{"medium", "Memory"}, {"sizeLimit", spec.network.shared_memory}}}});
   add_mount(main, kShmVolume, "/dev/shm", false);
-  add_resources(main, spec, role_settings);
+  const bool rdma = uses_rdma(spec, role);
+  add_resources(main, spec, role_settings, rdma);
+  if (rdma) allow_locked_memory(main);
 
   pod_spec["restartPolicy"] = "Never";
   pod_spec["hostname"] = pod_hostname(job.metadata.name, role, rank);

@@ -1,6 +1,8 @@
 // The Kubernetes objects of one attempt, as JSON: pods, headless Service, ConfigMap, the reward role's Service.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -10,10 +12,18 @@
 namespace trireme::controller {
 
 struct ObjectOptions {
-  std::string
-      status_url;  // base URL of the status server, e.g. http://trireme-status.trireme-system:8090; empty: no reports
-  std::string status_ca_config_map;  // ConfigMap in the job's namespace with ca.crt for https; empty: none
-  int64_t user_id = 65532;           // of pods whose template sets no security context
+  // Base URL of the status server, e.g. https://trireme-status.trireme-system.svc:8090; empty: no reports.
+  std::string status_url;
+  // Who vouches for an https status_url, as PEM: goes into the attempt's ConfigMap and from there into its pods. Empty,
+  // or giving "": the system's authorities do.
+  std::function<std::string()> status_ca;
+  int64_t user_id = 65532;  // of pods whose template sets no security context
+  // Each job gets a NetworkPolicy (network_policy.h), which these peers may pass to its metrics port. In the form of
+  // parse_policy_peers; none: nobody may.
+  bool network_policies = false;
+  Json scraped_by = Json::array();
+  // Cluster autoscalers are asked not to take a pod's node away under it.
+  bool do_not_disrupt = true;
 };
 
 struct AttemptContext {
@@ -24,6 +34,8 @@ struct AttemptContext {
 };
 
 Json owner_reference(const RLJob& job);
+// Of everything that is made for the job.
+std::map<std::string, std::string> job_labels(const RLJob& job);
 scheduling::Gang gang_of(const AttemptContext& context);
 
 Json headless_service(const AttemptContext& context);

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -19,6 +18,7 @@ inline constexpr const char* kLabelJobUid = "trireme.dev/job-uid";
 inline constexpr const char* kLabelRole = "trireme.dev/role";
 inline constexpr const char* kLabelRank = "trireme.dev/rank";
 inline constexpr const char* kLabelAttempt = "trireme.dev/attempt";
+inline constexpr const char* kLabelGang = "trireme.dev/gang";  // of an attempt's Service, see ObservedService
 
 namespace phase {
 inline constexpr const char* kPending =
@@ -51,17 +51,28 @@ struct ObservedPod {
   std::string node;
   // Why it failed or goes: OOMKilled, Error, Evicted, Preempted, NodeLost, NodeShutdown, AdmissionRejected, ...
   std::string reason;
-  std::string message;  // the scheduler's while unscheduled, the container's waiting reason, or its last log lines
+  std::string message;  // the scheduler's while unscheduled, the kubelet's while it waits, or why it failed
+  std::string log;      // the failed container's last lines, as they are
+  // What the kubelet waits for: ErrImagePull (also while it backs off), InvalidImageName, ...; empty: nothing unusual.
+  std::string waiting;
   std::optional<int64_t> exit_code;
   std::optional<int64_t> signal;
+  // Of the main container, when it has ended. The pod may go on with its sidecars.
+  std::optional<int64_t> main_exit;
   int64_t finished_ms = 0;  // by the node's clock; only to order failures
+  int64_t lived_ms = 0;     // of the container that failed
   NodeState node_state = NodeState::kUnknown;
   Milliseconds node_bad_for{0};
-  Milliseconds ended_for{0};
+  Milliseconds ended_for{0};  // the main container at least
   Milliseconds deleting_for{0};
+  Milliseconds waiting_for{0};
+  int64_t failures_of_role = 0;  // of a pod that failed: the how manieth of its role in this attempt
 
   bool ended() const { return phase == PodPhase::kSucceeded || phase == PodPhase::kFailed; }
   bool alive() const { return !ended(); }
+  // The main container decides, whatever its sidecars do.
+  bool done() const { return phase == PodPhase::kSucceeded || main_exit == 0; }
+  bool failed() const { return !done() && (phase == PodPhase::kFailed || main_exit); }
 };
 
 // What rank 0 of the current attempt said last.
@@ -73,12 +84,24 @@ struct Report {
   Milliseconds age{0};                // since we received it
 };
 
+struct ObservedService {
+  std::string uid;
+  std::string gang;  // the pod group of the attempt's pods, where it has another name than the attempt; else empty
+};
+
+struct ObservedPolicy {
+  std::string uid;
+  uint64_t spec = 0;  // policy_fingerprint
+};
+
 struct Observed {
   RLJob job;
   std::vector<Issue> issues;      // the object could not be read as an RLJob
-  std::vector<ObservedPod> pods;  // of every attempt
+  std::vector<ObservedPod> pods;  // of every attempt; only those that the job itself controls
   bool services_known = false;
-  std::set<int64_t> services;                                   // attempts whose headless Service exists
+  std::map<int64_t, ObservedService> services;  // by attempt: its headless Service
+  bool policies_known = false;
+  std::optional<ObservedPolicy> policy;                         // the job's NetworkPolicy
   std::map<std::string, std::vector<std::string>> claim_modes;  // access modes of the claims that could be read
   // The job (and with attempt > 1 its pods) were read from the API server itself for this call, or just written there.
   bool live = false;
@@ -87,7 +110,16 @@ struct Observed {
   // The API server would not take the attempt's objects: why, and whether asking again is pointless.
   std::optional<std::string> rejection;
   bool rejection_final = false;
-  Milliseconds unplaced_for{0};  // in phase Queued, no pod held by a queue, not all have a node
+  Milliseconds rejection_wait{0};  // so long nothing is asked for again
+  // So many nodes are NotReady at once that it is the cluster's trouble, not theirs.
+  bool nodes_in_doubt = false;
+  // No job's reports come, though several did or should: our own outage. And how long it has been over. Before it is
+  // called one: for how long none of several has been heard.
+  bool reports_out = false;
+  Milliseconds reports_quiet_for{0};
+  Milliseconds reports_back_for{Milliseconds::max()};
+  // Filled in by Ages:
+  Milliseconds unplaced_for{0};  // in phase Queued, not every wanted pod has a node, and it is no queue that holds them
   Milliseconds starting_for{0};  // in phase Starting
   Milliseconds silent_for{0};    // in phase Running without a report
 };

@@ -23,23 +23,27 @@ struct PlanOptions {
   ObjectOptions objects;
   Milliseconds settle{2000};             // wait for the cause when only echoes (exit 20, 40) were seen
   Milliseconds cause_wait{60000};        // the same while another actor pod has not ended: its node may be lost
-  Milliseconds node_grace{10000};        // NotReady for this long: the node's pods count as lost
+  Milliseconds fresh_heartbeat{60000};   // a younger one holds back what a node's silence would mean
+  Milliseconds start_grace{120000};      // an image that cannot be pulled, a Secret that is missing: for this long
   Milliseconds completion_grace{60000};  // after rank 0 succeeded, for the other actor pods to end
   Milliseconds backoff_base{10000};      // before the second counted restart; doubles
   Milliseconds backoff_max{300000};
-  Milliseconds short_life{60000};       // a free restart of an attempt younger than this waits backoff_base
-  Milliseconds release_backoff{60000};  // between gangs that could not be placed
-  int64_t avoid_node_seconds = 86400;
+  Milliseconds short_life{60000};  // a free restart of an attempt younger than this waits backoff_base
+  Milliseconds long_life{600000};  // an attempt that ran for so long has got on; a pod that did has not crashed at once
+  Milliseconds release_backoff{60000};  // between gangs that could not be placed: half of it to one and a half times
+  int64_t avoid_node_seconds = 86400;   // after a fault of the node
+  int64_t refused_node_seconds = 3600;  // after an eviction or a refused admission
 };
 
 struct Action {
-  enum class Kind { kCreate, kDelete };
+  // kApply: created, or where it is there already given the labels and the spec of the body.
+  enum class Kind { kCreate, kApply, kDelete };
   Kind kind = Kind::kCreate;
   int wave = 0;  // actions of a wave may run together; waves in order
   kube::Resource resource;
   std::string name;
-  Json body;                    // kCreate
-  std::string uid;              // kDelete: precondition; empty: none
+  Json body;        // kCreate, kApply
+  std::string uid;  // kDelete: precondition; empty: the reconciler looks first whether the object is the job's
   int64_t grace_period_s = -1;  // kDelete: < 0 the object's own; 0 without waiting for the kubelet
 };
 
@@ -60,8 +64,8 @@ struct Plan {
 
 Plan plan(const Observed& observed, const PlanOptions& options);
 
-// Sets or replaces; lastTransitionTime changes only with the status. Returns true if anything but the time changed.
-bool set_condition(RLJobStatus& status, const std::string& type, bool value, const std::string& reason,
+// Sets or replaces; lastTransitionTime changes only with the status ("True", "False", "Unknown").
+void set_condition(RLJobStatus& status, const std::string& type, const std::string& value, const std::string& reason,
                    const std::string& message, int64_t now_ms);
 const Condition* find_condition(const RLJobStatus& status, const std::string& type);
 

@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "operator/controller/actions.h"
+#include "operator/controller/network_policy.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::controller {
@@ -20,6 +21,7 @@ using kube::Priority;
 
 constexpr Milliseconds kLongestEcho{60000};  // of ReconcilerOptions::create_echo, doubled while the watch is late
 constexpr int kMaxRounds = 8;                // decisions in one reconcile; more go back to the queue
+constexpr int64_t kMostAttempts = 32;        // that share a group of Kueue's, when a job is deleted
 
 // Thrown when the lease is not ours: nothing is wrong, somebody else does the work.
 struct NotLeading {};
@@ -28,24 +30,14 @@ struct TryAgain {
   std::string why;
 };
 
-// Is resource version `a` newer than `b`? They are numbers in every API server so far; if not, the watch's word counts.
-bool newer(const std::string& a, const std::string& b) {
-  const auto x = parse_int(a), y = parse_int(b);
-  return x && y ? *x > *y : false;
-}
-
-bool owned_by(const Json& object, const std::string& uid) {
+// Kueue makes a group's Workload itself; its owners are the group's pods.
+bool owned_by_pods(const Json& object, const std::string& job) {
   const Json metadata = object.value("metadata", Json::object());
   const Json owners = metadata.value("ownerReferences", Json::array());
-  return std::any_of(owners.begin(), owners.end(),
-                     [&](const Json& owner) { return owner.is_object() && owner.value("uid", std::string()) == uid; });
-}
-
-// The label selector of a list, for an object that was read by its name: that may be somebody else's.
-bool has_label(const Json& object, const char* label, const std::string& value) {
-  const Json metadata = object.value("metadata", Json::object());
-  const Json labels = metadata.value("labels", Json::object());
-  return labels.is_object() && labels.value(label, std::string()) == value;
+  return owners.is_array() && std::any_of(owners.begin(), owners.end(), [&](const Json& owner) {
+           return owner.is_object() && owner.value("kind", std::string()) == "Pod" &&
+                  starts_with(owner.value("name", std::string()), job + "-actor-");
+         });
 }
 
 // Every pod of an attempt that waits for nodes is there, and none is going.
@@ -118,23 +110,21 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
 
 Reconciler::~Reconciler() { stop(); }
 
+kube::ReflectorOptions Reconciler::reflector(const kube::Resource& resource, const char* selector) const {
+  kube::ReflectorOptions o = options_.reflector;
+  o.resource = resource;
+  o.ns = resource.namespaced ? options_.ns : "";
+  o.label_selector = selector;
+  if (!o.metrics) o.metrics = options_.metrics;
+  return o;
+}
+
 void Reconciler::make_informers(const kube::Client& client) {
-  auto reflector = [&](const kube::Resource& resource, const char* selector) {
-    kube::ReflectorOptions o = options_.reflector;
-    o.resource = resource;
-    o.ns = resource.namespaced ? options_.ns : "";
-    o.label_selector = selector;
-    if (!o.metrics) o.metrics = options_.metrics;
-    return o;
-  };
   const std::string manager = options_.plan.manager_name;
 
   kube::InformerHandlers<CachedJob> on_job;
   on_job.on_add = [this](const ObjectKey& key, const auto& job, bool initial) {
-    if (!job->managed) return;
-    // After a start the jobs whose objects have to be made come before those that run already.
-    const bool placed = job->phase == phase::kStarting || job->phase == phase::kRunning || is_terminal(job->phase);
-    enqueue(key, initial && placed ? Priority::kLow : Priority::kNormal);
+    if (job->managed) enqueue(key, initial && is_placed(*job) ? Priority::kLow : Priority::kNormal);
   };
   on_job.on_update = [this](const ObjectKey& key, const auto& before, const auto& job) {
     if (!job->managed) return;
@@ -157,7 +147,8 @@ void Reconciler::make_informers(const kube::Client& client) {
   on_pod_change.on_update = [this](const ObjectKey& key, const auto& before, const auto& pod) {
     const bool ended =
         pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
-    on_pod(key, *pod, !ended && pod->deleting == before->deleting);
+    const bool main_ended = pod->main_exit && !before->main_exit;
+    on_pod(key, *pod, !ended && !main_ended && pod->deleting == before->deleting);
   };
   on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) { on_pod(key, *pod, false); };
   pods_ = std::make_unique<kube::Informer<CachedPod>>(
@@ -169,10 +160,10 @@ void Reconciler::make_informers(const kube::Client& client) {
   kube::InformerHandlers<CachedService> on_service;
   // A Service that the watch tells of late may be all that remains of a job that has ended meanwhile.
   on_service.on_add = [this](const ObjectKey& key, const auto& service, bool initial) {
-    if (service->attempt > 0 && !initial) look_later({key.ns, service->job});
+    if (is_own(key, *service, {key.ns, service->job}) && !initial) look_later({key.ns, service->job});
   };
   on_service.on_delete = [this](const ObjectKey& key, const auto& service) {
-    if (service->attempt > 0) enqueue({key.ns, service->job});
+    if (is_own(key, *service, {key.ns, service->job})) enqueue({key.ns, service->job});
   };
   services_ = std::make_unique<kube::Informer<CachedService>>(
       client,
@@ -180,6 +171,7 @@ void Reconciler::make_informers(const kube::Client& client) {
                                                       service_fields(), kLabelJobUid},
       read_service, std::move(on_service));
 
+  if (options_.plan.objects.network_policies) watch_policies(client);
   if (!options_.watch_nodes) return;
   kube::InformerHandlers<CachedNode> on_node_change;
   on_node_change.on_add = [this](const ObjectKey& key, const auto& node, bool) { on_node(key.name, node->state); };
@@ -192,15 +184,62 @@ void Reconciler::make_informers(const kube::Client& client) {
       read_node, std::move(on_node_change));
 }
 
-void Reconciler::enqueue(const ObjectKey& job, Priority priority) { queue_.add(job.str(), priority); }
+void Reconciler::watch_policies(const kube::Client& client) {
+  // Nobody's where the name is none of ours: labels can be copied.
+  const auto job_of = [](const ObjectKey& key) -> std::optional<ObjectKey> {
+    const std::string suffix = network_policy_name("");
+    if (key.name.size() <= suffix.size() || !ends_with(key.name, suffix)) return std::nullopt;
+    return ObjectKey{key.ns, key.name.substr(0, key.name.size() - suffix.size())};
+  };
+  kube::InformerHandlers<CachedPolicy> on_policy;
+  // As with Services: the watch may tell of it after the job has ended.
+  on_policy.on_add = [this, job_of](const ObjectKey& key, const auto&, bool initial) {
+    if (const auto job = job_of(key); job && !initial) look_later(*job);
+  };
+  on_policy.on_update = [this, job_of](const ObjectKey& key, const auto& before, const auto& policy) {
+    const auto job = job_of(key);
+    if (job && (policy->spec != before->spec || policy->job_uid != before->job_uid)) enqueue(*job);
+  };
+  on_policy.on_delete = [this, job_of](const ObjectKey& key, const auto&) {
+    if (const auto job = job_of(key)) enqueue(*job);
+  };
+  policies_ = std::make_unique<kube::Informer<CachedPolicy>>(
+      client,
+      typename kube::Informer<CachedPolicy>::Options{reflector(kube::resources::kNetworkPolicies, kLabelJobUid),
+                                                     policy_fields(), ""},
+      read_policy, std::move(on_policy));
+}
+
+void Reconciler::enqueue(const ObjectKey& job, Priority priority) {
+  if (working_) queue_.add(job.str(), priority);
+}
 
 void Reconciler::look_later(const ObjectKey& job) {
-  queue_.add_after(job.str(), options_.pod_debounce, Priority::kLow);
+  if (working_) queue_.add_after(job.str(), options_.pod_debounce, Priority::kLow);
+}
+
+// After a start the jobs whose objects have to be made come before those that run already.
+bool Reconciler::is_placed(const CachedJob& job) {
+  return job.phase == phase::kStarting || job.phase == phase::kRunning || is_terminal(job.phase);
+}
+
+void Reconciler::enqueue_all() {
+  std::vector<std::pair<ObjectKey, Priority>> keys;
+  jobs_->for_each([&](const ObjectKey& key, const CachedJob& job) {
+    if (job.managed) keys.emplace_back(key, is_placed(job) ? Priority::kLow : Priority::kNormal);
+  });
+  std::set<ObjectKey> orphaned;
+  pods_->for_each([&](const ObjectKey& key, const CachedPod& pod) {
+    const ObjectKey job{key.ns, pod.job};
+    if (pod.deleting && is_own(key, pod, job) && !jobs_->get(job)) orphaned.insert(job);
+  });
+  for (const ObjectKey& job : orphaned) keys.emplace_back(job, Priority::kNormal);
+  for (const auto& [key, priority] : keys) enqueue(key, priority);
 }
 
 void Reconciler::on_pod(const ObjectKey& key, const CachedPod& pod, bool later) {
-  if (pod.job.empty()) return;
   const ObjectKey job{key.ns, pod.job};
+  if (!is_own(key, pod, job)) return;
   if (later) {
     look_later(job);
   } else {
@@ -208,18 +247,38 @@ void Reconciler::on_pod(const ObjectKey& key, const CachedPod& pod, bool later) 
   }
 }
 
+// As Kubernetes judges a zone: more than two and at least 55 of a hundred, or all of several.
+bool Reconciler::nodes_in_doubt() const {
+  const size_t bad = static_cast<size_t>(std::count_if(bad_nodes_.begin(), bad_nodes_.end(), [](const auto& node) {
+    return node.second.state == NodeState::kNotReady;
+  }));
+  const size_t all = nodes_->size();
+  return bad >= 2 && (bad >= all || (bad > 2 && bad * 100 >= all * 55));
+}
+
 void Reconciler::on_node(const std::string& name, NodeState state) {
+  std::set<std::string> concerned = {name};
   {
     std::lock_guard lock(nodes_mutex_);
+    const auto now = SteadyClock::now();
+    const auto before = bad_nodes_.find(name);
+    const bool same = before == bad_nodes_.end() ? state == NodeState::kReady : before->second.state == state;
     if (state == NodeState::kReady) {
-      if (bad_nodes_.erase(name) == 0) return;
-    } else if (!bad_nodes_.emplace(name, SteadyClock::now()).second && state == NodeState::kNotReady) {
-      return;
+      bad_nodes_.erase(name);
+    } else {
+      bad_nodes_.emplace(name, BadNode{state, now}).first->second.state = state;
     }
+    const bool doubt = nodes_in_doubt();
+    if (doubt_ != doubt) {
+      if (doubt_) doubt_ended_ = now;
+      for (const auto& [bad, node] : bad_nodes_) concerned.insert(bad);
+    }
+    if (same && doubt_ == doubt) return;
+    doubt_ = doubt;
   }
   std::vector<ObjectKey> affected;
   pods_->for_each([&](const ObjectKey& key, const CachedPod& pod) {
-    if (pod.node == name && !pod.job.empty()) affected.push_back({key.ns, pod.job});
+    if (concerned.count(pod.node) > 0 && is_own(key, pod, {key.ns, pod.job})) affected.push_back({key.ns, pod.job});
   });
   for (const ObjectKey& job : affected) enqueue(job, Priority::kHigh);
 }
@@ -228,21 +287,25 @@ void Reconciler::start_informers() {
   jobs_->start();
   pods_->start();
   services_->start();
+  if (policies_) policies_->start();
   if (nodes_) nodes_->start();
 }
 
 bool Reconciler::synced() const {
-  return jobs_->synced() && pods_->synced() && services_->synced() && (!nodes_ || nodes_->synced());
+  return jobs_->synced() && pods_->synced() && services_->synced() && (!policies_ || policies_->synced()) &&
+         (!nodes_ || nodes_->synced());
 }
 
 bool Reconciler::wait_synced(const Deadline& deadline) const {
   return jobs_->wait_synced(deadline) && pods_->wait_synced(deadline) && services_->wait_synced(deadline) &&
-         (!nodes_ || nodes_->wait_synced(deadline));
+         (!policies_ || policies_->wait_synced(deadline)) && (!nodes_ || nodes_->wait_synced(deadline));
 }
 
 void Reconciler::start_workers() {
   TRIREME_CHECK(workers_.empty(), "start_workers called twice");
   last_progress_ns_ = steady_ns();
+  working_ = true;
+  enqueue_all();
   for (int i = 0; i < options_.workers; ++i) workers_.emplace_back([this] { work(); });
 }
 
@@ -259,6 +322,7 @@ void Reconciler::stop() {
   jobs_->stop();
   pods_->stop();
   services_->stop();
+  if (policies_) policies_->stop();
   if (nodes_) nodes_->stop();
 }
 
@@ -319,8 +383,9 @@ void Reconciler::reconcile_key(const std::string& key) {
       metrics_.error.Increment();
       metrics_.errors.Increment();
       log_warn("controller", key + ": " + e.what());
-      const Milliseconds delay = queue_.add_rate_limited(key);
-      if (e.retry_after() && *e.retry_after() > delay) queue_.add_after(key, *e.retry_after());
+      const Milliseconds patience = e.retry_after().value_or(Milliseconds(0));
+      if (patience.count() > 0) memory_of(key).hold_until = SteadyClock::now() + patience;
+      queue_.add_rate_limited(key, patience);
     }
   } catch (const std::exception& e) {
     metrics_.error.Increment();
@@ -335,6 +400,9 @@ void Reconciler::reconcile_key(const std::string& key) {
 
 std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
   Memory& memory = memory_of(key.str());
+  // News of the job do not shorten what the API server asked for.
+  const auto hold = std::chrono::ceil<Milliseconds>(memory.hold_until - SteadyClock::now());
+  if (hold.count() > 0) return Again{hold};
   std::optional<Observed> observed = observe_cached(key, memory);
   for (int round = 0; round < kMaxRounds; ++round) {
     if (!observed) {
@@ -365,11 +433,13 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
     if (next.decision) {
       const int64_t before = observed->job.status.attempt;
       if (next.decision->attempt != before) memory.created_attempt = -1;
+      const bool ends = is_terminal(next.decision->phase);
       observed->job = write_status(key, observed->job, *next.decision, deadline);
       if (before == 0 && observed->job.status.attempt == 1) memory.names.begin(observed->job);
       memory.written = std::make_unique<RLJob>(observed->job);
       memory.status_written = SteadyClock::now();
       emit(observed->job, next.events);
+      if (ends) reports_.forget(key);  // nobody waits for its reports any more
       // A first attempt has no predecessors whose pods the cache may not show yet.
       observed->live = observed->live || observed->job.status.attempt == 1;
       continue;
@@ -383,19 +453,18 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
       try {
         if (creates) memory.created_attempt = -1;  // until all are made
         carry_out(key, observed->job, std::move(next.actions), deadline);
-        if (memory.rejected_attempt == attempt) memory.rejected_attempt = -1;
+        if (creates) {
+          memory.rejected_attempt = -1;
+          memory.rejections = 0;
+        }
         if (creates) {
           memory.created_attempt = attempt;
           memory.created_at = SteadyClock::now();
           memory.echo = options_.create_echo;
         }
       } catch (const ApiError& e) {
-        if (e.kind() != ApiErrorKind::kInvalid && e.kind() != ApiErrorKind::kForbidden) throw;
-        // The user has to see this, and the planner to decide about it.
-        memory.rejected_attempt = attempt;
-        memory.rejection = e.what();
-        memory.rejection_final = e.kind() == ApiErrorKind::kInvalid;
-        throw;
+        if (!creates || !keep_rejection(key, attempt, memory, e)) throw;
+        return Again{Milliseconds(1)};
       }
     }
     if (late && (!next.requeue_after || *late < *next.requeue_after)) return Again{*late, Priority::kLow};
@@ -404,168 +473,27 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
   throw TryAgain{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
 }
 
-// ---- observing
-// -------------------------------------------------------------------------------------------------------
-
-std::optional<Observed> Reconciler::observe_cached(const ObjectKey& key, Memory& memory) {
-  const std::shared_ptr<const CachedJob> cached = jobs_->get(key);
-  if (!cached) return std::nullopt;
-  Observed observed;
-  if (memory.written && memory.written->metadata.uid == cached->uid &&
-      newer(memory.written->metadata.resource_version, cached->resource_version)) {
-    observed.job = *memory.written;
-  } else {
-    memory.written.reset();
-    observed.job = rljob_from_json(cached->json(), observed.issues, {.strict = false});
-  }
-  for (const auto& [pod_key, pod] : pods_->by_label(cached->uid)) observed.pods.push_back(observe(pod_key.name, *pod));
-  return observed;
-}
-
-// What the cache cannot tell: whether a pod that it does not show is not there or only not heard of, and whether one
-// that it shows still stands in the way.
-std::optional<Observed> Reconciler::observe_live(const ObjectKey& key, Memory& memory, const Deadline& deadline) {
-  const auto object = client_.find(kube::resources::kRlJobs, key, deadline);
-  if (!object) return std::nullopt;
-  Observed observed;
-  observed.live = true;
-  observed.job = rljob_from_json(*object, observed.issues, {.strict = false});
-  const std::string& uid = observed.job.metadata.uid;
-  std::vector<std::string> cached;
-  for (const auto& [pod_key, pod] : pods_->by_label(uid)) cached.push_back(pod_key.name);
-  const auto names = memory.names.ask(observed.job, std::move(cached));
-  const bool by_name =
-      names && static_cast<int64_t>(names->size()) * options_.pods_a_get <= static_cast<int64_t>(pod_count());
-  observed.pods = by_name ? get_pods(key.ns, uid, *names, deadline) : list_pods(key.ns, uid, deadline);
-  memory.names.saw(observed.job, observed.pods);
-  return observed;
-}
-
-std::vector<ObservedPod> Reconciler::list_pods(const std::string& ns, const std::string& uid,
-                                               const Deadline& deadline) const {
-  std::vector<ObservedPod> pods;
-  kube::ListOptions list;
-  list.label_selector = std::string(kLabelJobUid) + "=" + uid;
-  client_.list_each(
-      kube::resources::kPods, ns, list,
-      [&](std::string_view text) {
-        static const kube::JsonFields kFields = pod_fields();
-        const Json reduced = kFields.parse(text);
-        pods.push_back(observe(reduced["metadata"]["name"].get<std::string>(), read_pod(reduced)));
-      },
-      deadline);
-  return pods;
-}
-
-// Not of one moment, as a list is. Nobody but this worker makes pods of the job, and what was seen to have ended or to
-// be gone stays so.
-std::vector<ObservedPod> Reconciler::get_pods(const std::string& ns, const std::string& uid,
-                                              const std::vector<std::string>& names, const Deadline& deadline) {
-  std::vector<std::optional<ObservedPod>> found(names.size());
-  std::vector<std::function<void()>> reads;
-  for (size_t i = 0; i < names.size(); ++i) {
-    reads.push_back([&, i] {
-      const auto object = client_.find(kube::resources::kPods, {ns, names[i]}, deadline);
-      if (object && has_label(*object, kLabelJobUid, uid)) found[i] = observe(names[i], read_pod(*object));
-    });
-  }
-  pool_.run(std::move(reads));
-  std::vector<ObservedPod> pods;
-  for (auto& pod : found) {
-    if (pod) pods.push_back(std::move(*pod));
-  }
-  return pods;
-}
-
-void Reconciler::complete_observation(const ObjectKey& key, Observed& observed, Memory& memory,
-                                      const Deadline& deadline) {
-  const std::string& uid = observed.job.metadata.uid;
-  const int64_t attempt = observed.job.status.attempt;
-  observed.now_ms = now_ms();
-  observed.services_known = services_->synced();
-  observed.services.clear();
-  for (const auto& [name, service] : services_->by_label(uid)) {
-    if (service->attempt > 0) observed.services.insert(service->attempt);
-  }
-  observed.report = reports_.get(key, uid);
-  observed.rejection.reset();
-  if (memory.rejected_attempt == attempt) {
-    observed.rejection = memory.rejection;
-    observed.rejection_final = memory.rejection_final;
-  }
-  look_up_claims(key, observed, memory, deadline);
-  remember_ages(observed, memory);
-}
-
-void Reconciler::look_up_claims(const ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline) {
-  const RLJobStatus& status = observed.job.status;
-  if (status.phase == phase::kQueued && memory.claims_attempt != status.attempt) {
-    memory.claims_attempt = status.attempt;
-    memory.claims.clear();
-    for (const RoleRef& role : roles_of(observed.job.spec)) {
-      if (role.spec->replicas < 2) continue;
-      for (const VolumeView& volume : pod_view(observed.job.spec, *role.spec).volumes) {
-        if (volume.kind != VolumeKind::kClaim || memory.claims.count(volume.source) > 0) continue;
-        try {
-          const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, volume.source}, deadline);
-          if (!claim) continue;
-          std::vector<std::string>& modes = memory.claims[volume.source];
-          for (const Json& mode : claim->value("spec", Json::object()).value("accessModes", Json::array())) {
-            if (mode.is_string()) modes.push_back(mode.get<std::string>());
-          }
-        } catch (const ApiError& e) {
-          log_debug("controller", key.str() + ": claim " + volume.source + " was not checked: " + e.what());
-        }
-      }
-    }
-  }
-  observed.claim_modes = memory.claims_attempt == status.attempt ? memory.claims : decltype(memory.claims){};
-}
-
-void Reconciler::remember_ages(Observed& observed, Memory& memory) {
-  const auto now = SteadyClock::now();
-  std::map<std::string, SteadyClock::time_point> kept;
-  auto age = [&](const std::string& tag) {
-    const auto before = memory.since.find(tag);
-    const auto at = before == memory.since.end() ? now : before->second;
-    kept.emplace(tag, at);
-    return std::chrono::duration_cast<Milliseconds>(now - at);
-  };
-  bool gated = false, all_placed = true;
-  for (ObservedPod& pod : observed.pods) {
-    if (pod.ended()) pod.ended_for = age("ended " + pod.uid);
-    if (pod.deleting) pod.deleting_for = age("deleting " + pod.uid);
-    if (pod.attempt == observed.job.status.attempt) {
-      gated |= pod.gated;
-      all_placed &= pod.scheduled;
-    }
-    if (!nodes_ || pod.node.empty() || pod.ended()) continue;
-    const auto node = nodes_->get({"", pod.node});
-    pod.node_state = node ? node->state : NodeState::kGone;
-    if (pod.node_state == NodeState::kReady) continue;
-    std::lock_guard lock(nodes_mutex_);
-    const auto bad = bad_nodes_.find(pod.node);
-    if (bad != bad_nodes_.end()) pod.node_bad_for = std::chrono::duration_cast<Milliseconds>(now - bad->second);
-    // The pod may be known before its node is: that is news on its way, not a loss.
-    if (!node && bad == bad_nodes_.end()) {
-      if (age("unknown node " + pod.node) < options_.plan.node_grace) pod.node_state = NodeState::kUnknown;
-    }
-  }
-  const std::string attempt = std::to_string(observed.job.status.attempt);
-  const std::string& now_in = observed.job.status.phase;
-  observed.unplaced_for = observed.starting_for = observed.silent_for = Milliseconds(0);
-  const bool placed = all_placed && !observed.pods.empty();
-  if (now_in == phase::kQueued && !gated && !placed) observed.unplaced_for = age("unplaced " + attempt);
-  if (now_in == phase::kStarting) observed.starting_for = age("starting " + attempt);
-  if (now_in == phase::kRunning) observed.silent_for = age("running " + attempt);
-  memory.since = std::move(kept);
-}
-
 // ---- writing
 // ---------------------------------------------------------------------------------------------------------
 
 void Reconciler::check_may_write() const {
   if (options_.may_write && !options_.may_write()) throw NotLeading{};
+}
+
+// The user has to see what the API server would not take, and the planner to decide about it. A quota may come back, so
+// it is asked again, seldom; each other answer is logged once.
+bool Reconciler::keep_rejection(const ObjectKey& key, int64_t attempt, Memory& memory, const ApiError& error) {
+  if (error.kind() != ApiErrorKind::kInvalid && error.kind() != ApiErrorKind::kForbidden) return false;
+  if (memory.rejected_attempt != attempt) memory.rejections = 0;
+  if (memory.rejections == 0) log_warn("controller", key.str() + ": " + error.what());
+  memory.rejected_attempt = attempt;
+  memory.rejection = error.what();
+  memory.rejection_final = error.kind() == ApiErrorKind::kInvalid;
+  const Milliseconds wait =
+      std::min(options_.refusal_min * (1 << std::min(memory.rejections, 10)), options_.refusal_max);
+  memory.retry_at = SteadyClock::now() + std::max(wait, error.retry_after().value_or(Milliseconds(0)));
+  ++memory.rejections;
+  return true;
 }
 
 RLJob Reconciler::write_status(const ObjectKey& key, const RLJob& job, const RLJobStatus& status,
@@ -594,7 +522,8 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
                                               : std::max(options_.status_interval, busy);
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
   const bool before = memory.status_written != SteadyClock::time_point{};
-  if (before && since < interval) return interval - since;
+  // What is also an event is told at once: the actions that follow may leave nothing to tell of.
+  if (before && since < interval && plan.events.empty()) return interval - since;
   memory.written = std::make_unique<RLJob>(write_status(key, job, plan.status, deadline));
   memory.status_written = SteadyClock::now();
   emit(job, plan.events);
@@ -621,10 +550,10 @@ void Reconciler::carry_out(const ObjectKey& key, const RLJob& job, std::vector<A
     while (end < actions.size() && actions[end].wave == actions[begin].wave) {
       Action& action = actions[end++];
       wave.push_back([&, this] {
-        if (action.kind == Action::Kind::kCreate) {
-          create(job, action, deadline);
+        if (action.kind == Action::Kind::kDelete) {
+          remove(key, job.metadata.uid, action, deadline);
         } else {
-          remove(key, action, deadline);
+          create(job, action, deadline);
         }
       });
     }
@@ -635,8 +564,9 @@ void Reconciler::carry_out(const ObjectKey& key, const RLJob& job, std::vector<A
 
 void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadline) {
   check_may_write();
+  const bool apply = action.kind == Action::Kind::kApply;
   try {
-    client_.post(action.resource, std::move(action.body), deadline);
+    client_.post(action.resource, apply ? action.body : std::move(action.body), deadline);
     return;
   } catch (const ApiError& e) {
     if (!e.already_exists()) throw;
@@ -647,7 +577,10 @@ void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadli
   const Json metadata = existing->value("metadata", Json::object());
   if (metadata.contains("deletionTimestamp"))
     throw TryAgain{action.resource.plural + " " + name.str() + " is still being deleted"};
-  if (owned_by(*existing, job.metadata.uid)) return;
+  if (controlled_by(*existing, job.metadata.uid)) {
+    if (apply) make_so(action, *existing, deadline);
+    return;
+  }
   // Of an earlier job of the same name: the garbage collector is on its way. Anybody else's: the user has to act.
   const std::string message =
       action.resource.kind + " " + action.name + " exists and belongs to somebody else; delete it or rename the job";
@@ -655,13 +588,36 @@ void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadli
   throw TryAgain{message};
 }
 
-void Reconciler::remove(const ObjectKey& key, const Action& action, const Deadline& deadline) {
+// In one write, without a moment in which the object is not there. Labels of others stay.
+void Reconciler::make_so(const Action& action, const Json& existing, const Deadline& deadline) {
+  const Json& metadata = existing["metadata"];
+  Json labels = metadata.value("labels", Json::object());
+  labels.update(action.body["metadata"]["labels"]);
+  const Json spec = existing.value("spec", Json::object());
+  if (spec == action.body["spec"] && labels == metadata.value("labels", Json::object())) return;
+  const ObjectKey key{metadata["namespace"].get<std::string>(), action.name};
+  const Json patch = {{"metadata", {{"resourceVersion", metadata["resourceVersion"]}, {"labels", labels}}},
+                      {"spec", merge_diff(spec, action.body["spec"])}};
   check_may_write();
+  log_info("controller", action.resource.plural + " " + key.str() + " was changed by somebody else; it is put right");
+  client_.patch(action.resource, key, patch, kube::PatchType::kMerge, "", deadline);
+}
+
+// By UID, so that what somebody else made under the name meanwhile stays.
+void Reconciler::remove(const ObjectKey& key, const std::string& job_uid, const Action& action,
+                        const Deadline& deadline) {
+  const ObjectKey name{key.ns, action.name};
   kube::DeleteOptions options;
   options.uid = action.uid;
   options.grace_period_seconds = action.grace_period_s;
+  if (options.uid.empty()) {
+    const auto found = client_.find(action.resource, name, deadline);
+    if (!found || !(controlled_by(*found, job_uid) || owned_by_pods(*found, key.name))) return;
+    options.uid = found->value("metadata", Json::object()).value("uid", std::string());
+  }
+  check_may_write();
   try {
-    client_.remove(action.resource, {key.ns, action.name}, options, deadline);
+    client_.remove(action.resource, name, options, deadline);
   } catch (const ApiError& e) {
     // Another object of that name: ours is gone.
     if (!e.conflict()) throw;
@@ -678,14 +634,17 @@ void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline)
   } catch (const Error&) {
     return;  // there is none
   }
-  std::set<int64_t> attempts;
+  // Its pods are in the group of their own attempt, or of an earlier one.
+  int64_t last = 0;
   pods_->for_each([&](const ObjectKey& pod_key, const CachedPod& pod) {
-    if (pod.deleting && pod.job == key.name && pod_key.ns == key.ns) attempts.insert(pod.attempt);
+    if (pod.deleting && is_own(pod_key, pod, key)) last = std::max<int64_t>(last, pod.attempt);
   });
-  for (const int64_t attempt : attempts) {
+  for (int64_t attempt = std::max<int64_t>(1, last - kMostAttempts); attempt <= last; ++attempt) {
     for (const auto& object : scheduling::gang_cleanup(kueue, attempt_service_name(key.name, attempt))) {
-      check_may_write();
-      client_.remove(resource_of(object.group_version, object.resource), {key.ns, object.name}, {}, deadline);
+      Action action;
+      action.resource = resource_of(object.group_version, object.resource);
+      action.name = object.name;
+      remove(key, "", action, deadline);
     }
   }
 }

@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "operator/controller/ages.h"
 #include "operator/controller/cache.h"
 #include "operator/controller/plan.h"
 #include "operator/controller/pod_names.h"
@@ -36,6 +37,10 @@ struct ReconcilerOptions {
   Milliseconds pod_debounce{50};          // pods becoming scheduled and ready are looked at together
   int64_t pods_a_get = 150;               // a list by label walks so many pods in the time of a GET by name
   Milliseconds create_echo{5000};         // the watch tells of our creates by then; if not, we look ourselves
+  Milliseconds refusal_min{1000};         // before objects that were refused (a quota) are asked for again; doubles
+  Milliseconds refusal_max{30000};
+  Milliseconds unknown_node{10000};  // a pod's node that the cache does not hold: for so long it is news on its way
+  Milliseconds least_silence = ReportStore::kLeastGap;  // of all jobs together, before it counts as our own outage
   Milliseconds reconcile_timeout{60000};
   Milliseconds queue_backoff_min{5};
   Milliseconds queue_backoff_max{60000};
@@ -45,6 +50,7 @@ struct ReconcilerOptions {
   kube::Metrics* metrics = nullptr;       // required; outlives this
   kube::EventRecorder* events = nullptr;  // may be null
   std::function<bool()> may_write;        // asked before every write; empty: always (no leader election)
+  std::function<bool()> path_broken;      // nothing answers where trainers report; empty: not known
   std::function<int64_t()> now_ms;        // wall clock; empty: the system's
 };
 
@@ -84,8 +90,10 @@ class Reconciler final {
   // What we remember of a job between reconciles; none of it is needed for correctness.
   struct Memory {
     std::unique_ptr<RLJob> written;  // as the last status write answered, until the informer has it too
-    std::map<std::string, SteadyClock::time_point> since;
+    Ages ages;
+    std::map<std::string, SteadyClock::time_point> unknown_nodes;
     SteadyClock::time_point status_written{};
+    SteadyClock::time_point hold_until{};  // the API server asked for patience (Retry-After)
     int64_t claims_attempt = -1;
     std::map<std::string, std::vector<std::string>> claims;
     int64_t created_attempt = -1;  // whose pods we made, or saw all of in a live look, at created_at
@@ -95,13 +103,20 @@ class Reconciler final {
     int64_t rejected_attempt = -1;
     std::string rejection;
     bool rejection_final = false;
+    int rejections = 0;  // in a row
+    SteadyClock::time_point retry_at{};
   };
 
   void make_informers(const kube::Client& client);
+  kube::ReflectorOptions reflector(const kube::Resource& resource, const char* selector) const;
+  void watch_policies(const kube::Client& client);
   void on_pod(const kube::ObjectKey& key, const CachedPod& pod, bool later);
   // News that ask for no work but a line in the status: many at a time are looked at once.
   void look_later(const kube::ObjectKey& job);
   void on_node(const std::string& name, NodeState state);
+  // What came while nobody worked: every job, and pods whose job has gone.
+  void enqueue_all();
+  static bool is_placed(const CachedJob& job);
   void work();
   void reconcile_key(const std::string& key);
   struct Again {  // when to look again, if at all
@@ -112,12 +127,15 @@ class Reconciler final {
 
   std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
   std::optional<Observed> observe_live(const kube::ObjectKey& key, Memory& memory, const Deadline& deadline);
-  std::vector<ObservedPod> list_pods(const std::string& ns, const std::string& uid, const Deadline& deadline) const;
-  std::vector<ObservedPod> get_pods(const std::string& ns, const std::string& uid,
+  std::vector<ObservedPod> list_pods(const kube::ObjectKey& job, const std::string& uid,
+                                     const Deadline& deadline) const;
+  std::vector<ObservedPod> get_pods(const kube::ObjectKey& job, const std::string& uid,
                                     const std::vector<std::string>& names, const Deadline& deadline);
+  bool keep_rejection(const kube::ObjectKey& key, int64_t attempt, Memory& memory, const kube::ApiError& error);
   void complete_observation(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
   void look_up_claims(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
-  void remember_ages(Observed& observed, Memory& memory);
+  void look_at_nodes(Observed& observed, Memory& memory);
+  void look_at_reports(Observed& observed);
 
   RLJob write_status(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status, const Deadline& deadline);
   std::optional<Milliseconds> write_status_late(const kube::ObjectKey& key, const RLJob& job, const Plan& plan,
@@ -125,7 +143,8 @@ class Reconciler final {
   void emit(const RLJob& job, const std::vector<EventNote>& notes);
   void carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
   void create(const RLJob& job, Action& action, const Deadline& deadline);  // takes the body
-  void remove(const kube::ObjectKey& key, const Action& action, const Deadline& deadline);
+  void make_so(const Action& action, const Json& existing, const Deadline& deadline);
+  void remove(const kube::ObjectKey& key, const std::string& job_uid, const Action& action, const Deadline& deadline);
   void release_orphans(const kube::ObjectKey& key, const Deadline& deadline);
   void check_may_write() const;
   int64_t now_ms() const { return options_.now_ms ? options_.now_ms() : kube::unix_now_ms(); }
@@ -143,14 +162,26 @@ class Reconciler final {
   std::unique_ptr<kube::Informer<CachedJob>> jobs_;
   std::unique_ptr<kube::Informer<CachedPod>> pods_;
   std::unique_ptr<kube::Informer<CachedService>> services_;
+  std::unique_ptr<kube::Informer<CachedPolicy>> policies_;  // null: not looked after
   std::unique_ptr<kube::Informer<CachedNode>> nodes_;
   mutable std::mutex plan_mutex_;
   std::shared_ptr<const PlanOptions> plan_;
   std::mutex memory_mutex_;
   std::unordered_map<std::string, std::unique_ptr<Memory>> memory_;
-  std::mutex nodes_mutex_;
-  std::unordered_map<std::string, SteadyClock::time_point> bad_nodes_;
+  struct BadNode {
+    NodeState state;
+    SteadyClock::time_point since;
+  };
+  // Are so many nodes NotReady at once that it is the cluster's trouble? Under nodes_mutex_.
+  bool nodes_in_doubt() const;
+  mutable std::mutex nodes_mutex_;
+  std::unordered_map<std::string, BadNode> bad_nodes_;
+  bool doubt_ = false;
+  SteadyClock::time_point doubt_ended_{};
+  std::atomic<int64_t> running_jobs_{0};  // as counted at counted_ns_
+  std::atomic<int64_t> counted_ns_{0};
   std::atomic<int64_t> last_progress_ns_{0};
+  std::atomic<bool> working_{false};  // a standby queues nothing: nobody would take it
   std::atomic<bool> stopping_{false};
   std::vector<std::thread> workers_;
 };

@@ -1,6 +1,13 @@
 #include "operator/controller/reports.h"
 
+#include <algorithm>
+
 namespace trireme::controller {
+namespace {
+
+constexpr Milliseconds kTalking{60000};
+
+}  // namespace
 
 bool ReportStore::put(const kube::ObjectKey& job, const std::string& uid, Report report) {
   bool urgent = false;
@@ -16,7 +23,9 @@ bool ReportStore::put(const kube::ObjectKey& job, const std::string& uid, Report
       // Rendezvous does not come undone within an attempt, in whatever order the reports arrive.
       if (report.attempt == before.attempt) report.rendezvous_done |= before.rendezvous_done;
     }
-    entries_[job] = Entry{uid, std::move(report), SteadyClock::now()};
+    const auto now = SteadyClock::now();
+    hear(now);
+    entries_[job] = Entry{uid, std::move(report), now};
   }
   std::lock_guard lock(listener_mutex_);
   if (listener_) listener_(job, urgent);
@@ -40,6 +49,35 @@ std::optional<Report> ReportStore::get(const kube::ObjectKey& job, const std::st
 void ReportStore::forget(const kube::ObjectKey& job) {
   std::lock_guard lock(mutex_);
   entries_.erase(job);
+}
+
+size_t ReportStore::talkers() const {
+  return static_cast<size_t>(std::count_if(entries_.begin(), entries_.end(),
+                                           [&](const auto& entry) { return last_ - entry.second.at <= kTalking; }));
+}
+
+void ReportStore::hear(SteadyClock::time_point now) {
+  const auto gap = std::chrono::duration_cast<Milliseconds>(now - last_);
+  if (gap > least_gap_ && (!heard_ || was_broken_ || talkers() >= 2)) {
+    // A short silence right after a long one does not hide it.
+    gap_ = now - back_ > kTalking ? gap : std::max(gap, gap_);
+    back_ = now;
+  }
+  last_ = now;
+  heard_ = true;
+  was_broken_ = false;
+}
+
+ReportStore::Path ReportStore::path(Milliseconds window, size_t expected, bool broken) const {
+  std::lock_guard lock(mutex_);
+  const auto now = SteadyClock::now();
+  Path path;
+  const auto quiet = std::chrono::duration_cast<Milliseconds>(now - last_);
+  if (quiet > Milliseconds(0) && (broken || (heard_ ? talkers() : expected) >= 2)) path.quiet_for = quiet;
+  path.out = path.quiet_for > window;
+  was_broken_ |= broken;
+  if (gap_ > window) path.back_for = std::chrono::duration_cast<Milliseconds>(now - back_);
+  return path;
 }
 
 size_t ReportStore::size() const {

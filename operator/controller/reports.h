@@ -23,14 +23,37 @@ class ReportStore final {
   void forget(const kube::ObjectKey& job);
   size_t size() const;
 
+  // Silence of everybody at once is ours, not theirs.
+  struct Path {
+    bool out = false;                             // for longer than `window` none of several jobs has been heard
+    Milliseconds back_for = Milliseconds::max();  // since such a time ended
+    Milliseconds quiet_for{0};                    // so long none of several jobs has been heard; 0: only one reports
+  };
+  // Several: of the jobs that reported within the minute before the last report of all; or `expected`, when none has
+  // come since we began. One is enough when `broken`: nothing answers where trainers report. `window` is at least
+  // kLeastGap.
+  Path path(Milliseconds window, size_t expected = 0, bool broken = false) const;
+  // No shorter silence of all is remembered; a trainer reports every 10 s.
+  static constexpr Milliseconds kLeastGap{15000};
+  explicit ReportStore(Milliseconds least_gap = kLeastGap) : least_gap_(least_gap) {}
+
  private:
   struct Entry {
     std::string uid;
     Report report;
     SteadyClock::time_point at;
   };
+  size_t talkers() const;
+  void hear(SteadyClock::time_point now);  // a report, whosesoever
+
+  const Milliseconds least_gap_;
   mutable std::mutex mutex_;
   std::unordered_map<kube::ObjectKey, Entry> entries_;
+  SteadyClock::time_point last_ = SteadyClock::now();  // report of any job, or our beginning
+  bool heard_ = false;
+  mutable bool was_broken_ = false;  // since the last report
+  SteadyClock::time_point back_{};   // end of the last silence of all
+  Milliseconds gap_{0};              // and its length; 0: there was none
   std::mutex listener_mutex_;
   std::function<void(const kube::ObjectKey&, bool)> listener_;
 };

@@ -12,7 +12,6 @@
 #include "operator/kube/connection_pool.h"
 #include "operator/kube/json_scan.h"
 #include "operator/kube/metrics.h"
-#include "operator/kube/watchdog.h"
 
 namespace trireme::kube {
 namespace {
@@ -180,7 +179,7 @@ class Client::Impl final {
     };
     request.content_receiver = [&](const char* data, size_t size, uint64_t, uint64_t) {
       if (cancelled()) return false;
-      try {  // an exception must not pass through the library: it would leave its in-flight count wrong
+      try {  // an exception is thrown again when the stream has been taken down
         if (status != 200) {
           if (error_body.size() < kMaxErrorBody) error_body.append(data, size);
           return true;
@@ -234,7 +233,6 @@ class Client::Impl final {
 
  private:
   static constexpr size_t kMaxErrorBody = 64u << 10;
-  static constexpr Milliseconds kOverdue{500};  // after the deadline, when the library's own time-outs did not help
 
   struct Outcome {
     Answer answer;
@@ -287,13 +285,12 @@ class Client::Impl final {
     // A little over the deadline, so that a time-out of the library is never taken for a cut connection.
     const Milliseconds left = deadline.remaining() + Milliseconds(10);
     set_timeouts(http, std::min(left, options_.connect_timeout), left, left);
+    http.set_max_timeout(left);  // of all reads together: a server that drips would trip none of the others
+    request.start_time_ = SteadyClock::now();
     httplib::Response response;
     const Stopwatch watch;
     take_verify_error();
-    {
-      const Watchdog::Guard guard(watchdog_, http, deadline.at() + kOverdue);
-      outcome.complete = http.send(request, response, outcome.error);
-    }
+    outcome.complete = http.send(request, response, outcome.error);
     if (outcome.complete && !outcome.answered) {
       outcome.answered = true;
       outcome.answer.status = response.status;
@@ -317,7 +314,6 @@ class Client::Impl final {
         .Observe(seconds);
   }
 
-  Watchdog watchdog_;
   Credentials credentials_;
   ConnectionPool pool_;
   RateLimiter limiter_;
@@ -472,22 +468,10 @@ Json Client::update(const Resource& resource, Json object, std::string_view subr
 
 Json Client::patch(const Resource& resource, const ObjectKey& key, const Json& patch, PatchType type,
                    std::string_view subresource, const Deadline& deadline) const {
-  const char* content_type = type == PatchType::kMerge  ? "application/merge-patch+json"
-                             : type == PatchType::kJson ? "application/json-patch+json"
-                                                        : "application/strategic-merge-patch+json";
+  const char* content_type = type == PatchType::kMerge ? "application/merge-patch+json" : "application/json-patch+json";
   return expect_json(*this,
                      {"PATCH", resource.path(key.ns, key.name, subresource), patch.dump(), content_type,
                       describe("patch", resource, key, subresource)},
-                     deadline);
-}
-
-Json Client::apply(const Resource& resource, Json object, const ApplyOptions& options, const Deadline& deadline) const {
-  const ObjectKey key = key_of(object, resource);
-  fill_type(object, resource);
-  const std::string path = join_query(resource.path(key.ns, key.name), {{"fieldManager", options.field_manager},
-                                                                        {"force", options.force ? "true" : ""}});
-  return expect_json(*this,
-                     {"PATCH", path, object.dump(), "application/apply-patch+yaml", describe("apply", resource, key)},
                      deadline);
 }
 
@@ -520,28 +504,6 @@ bool Client::remove(const Resource& resource, const ObjectKey& key, const Delete
     if (e.not_found()) return false;
     throw;
   }
-}
-
-bool Client::serves(const Resource& resource, const Deadline& deadline) const {
-  const RawRequest request{"GET", resource.group_path(), "", "", "discover " + resource.api_version()};
-  RawResponse answer = raw(request, deadline);
-  if (answer.status == 404) return false;
-  if (answer.status != 200) throw ApiError::from_response(request.what, answer.status, answer.body, answer.retry_after);
-  const Json document = parse_answer(request.what, answer.body);
-  const auto list = document.find("resources");
-  if (list == document.end() || !list->is_array()) return false;
-  return std::any_of(list->begin(), list->end(), [&](const Json& entry) {
-    return entry.is_object() && entry.value("name", "") == resource.plural && entry.value("kind", "") == resource.kind;
-  });
-}
-
-std::string Client::pod_log(const ObjectKey& pod, const std::string& container, int64_t tail_lines, int64_t limit_bytes,
-                            const Deadline& deadline) const {
-  const std::string path = join_query(resources::kPods.path(pod.ns, pod.name, "log"),
-                                      {{"container", container},
-                                       {"tailLines", tail_lines > 0 ? std::to_string(tail_lines) : ""},
-                                       {"limitBytes", limit_bytes > 0 ? std::to_string(limit_bytes) : ""}});
-  return expect_success(*this, {"GET", path, "", "", describe("read the log of", resources::kPods, pod)}, deadline);
 }
 
 void Client::stream(const std::string& path, const std::string& what, Milliseconds idle_timeout,

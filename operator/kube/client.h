@@ -48,12 +48,7 @@ struct DeleteOptions {
   int64_t grace_period_seconds = -1;  // < 0: the object's own
 };
 
-enum class PatchType { kMerge, kJson, kStrategic };
-
-struct ApplyOptions {
-  std::string field_manager = "trireme-operator";
-  bool force = true;
-};
+enum class PatchType { kMerge, kJson };
 
 struct RawResponse {
   int status = 0;
@@ -126,24 +121,12 @@ class Client final {
   }
   Json patch(const Resource& resource, const ObjectKey& key, const Json& patch, PatchType type,
              std::string_view subresource, const Deadline& deadline) const;
-  // Server-side apply.
-  Json apply(const Resource& resource, Json object, const ApplyOptions& options = {}) const {
-    return apply(resource, std::move(object), options, default_deadline());
-  }
-  Json apply(const Resource& resource, Json object, const ApplyOptions& options, const Deadline& deadline) const;
   // False when it was already gone.
   bool remove(const Resource& resource, const ObjectKey& key, const DeleteOptions& options = {}) const {
     return remove(resource, key, options, default_deadline());
   }
   bool remove(const Resource& resource, const ObjectKey& key, const DeleteOptions& options,
               const Deadline& deadline) const;
-
-  // Does the server serve this group, version and kind? Reads the discovery document; no cache.
-  bool serves(const Resource& resource) const { return serves(resource, default_deadline()); }
-  bool serves(const Resource& resource, const Deadline& deadline) const;
-  // The last lines of a container's log ("" container: the only one).
-  std::string pod_log(const ObjectKey& pod, const std::string& container, int64_t tail_lines, int64_t limit_bytes,
-                      const Deadline& deadline) const;
 
   // Anything else. Throws only when no answer came (kUnavailable, kTimeout); HTTP statuses are the caller's.
   RawResponse raw(const RawRequest& request, const Deadline& deadline) const;

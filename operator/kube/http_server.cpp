@@ -1,19 +1,16 @@
 #include "operator/kube/http_server.h"
 
 #include <httplib.h>
-#include <openssl/ssl.h>
-#include <sys/socket.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cctype>
-#include <thread>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "operator/kube/gate.h"
+#include "operator/kube/gate_connection.h"
 #include "operator/kube/metrics.h"
-#include "operator/kube/task_queue.h"
 #include "operator/kube/tls.h"
 
 namespace trireme::kube {
@@ -39,34 +36,50 @@ std::pair<std::string, std::vector<std::string>> compile_route(const std::string
   return {pattern, names};
 }
 
+// The library without its sockets: parses a request that is whole, finds its handler and writes the answer.
+class Router final : public httplib::Server {
+ public:
+  explicit Router(const HttpServerOptions& options) {
+    set_payload_max_length(options.max_body_bytes);
+    set_keep_alive_timeout(std::max<time_t>(1, options.keep_alive.count() / 1000));  // only said to the peer
+  }
+  bool serve(Gate::Exchange& exchange) {
+    bool closed = false;
+    return process_request(exchange, exchange.peer(), 0, "", 0, false, closed, nullptr) && !closed;
+  }
+  // Long answers break off when it is closed.
+  void open() { svr_sock_ = 0; }
+  void close() { svr_sock_ = INVALID_SOCKET; }
+};
+
+GateOptions gate_options(const HttpServerOptions& options) {
+  GateOptions gate;
+  gate.name = options.name;
+  gate.address = options.address;
+  gate.port = options.port;
+  gate.limits.max_body_bytes = options.max_body_bytes;
+  gate.threads = options.max_threads;
+  gate.max_waiting = options.max_waiting;
+  gate.max_connections = options.max_connections;
+  gate.max_per_peer = options.max_per_peer;
+  gate.max_buffered_bytes = std::max<size_t>(16u << 20, 4 * options.max_body_bytes);
+  gate.request_timeout = options.request_timeout;
+  gate.keep_alive = options.keep_alive;
+  gate.answer_timeout = options.answer_timeout;
+  return gate;
+}
+
 }  // namespace
 
 class HttpServer::Impl final {
  public:
-  explicit Impl(HttpServerOptions options) : options_(std::move(options)) {
-    if (options_.tls) {
-      set_certificate(*options_.tls);
-      server_ = std::make_unique<httplib::SSLServer>([this](SSL_CTX& context) {
-        SSL_CTX_set_min_proto_version(&context, TLS1_2_VERSION);
-        SSL_CTX_set_cert_cb(&context, &Impl::on_handshake, this);
-        return true;
-      });
-      if (!server_->is_valid()) fail_internal("a TLS context could not be made: " + openssl_error());
-    } else {
-      server_ = std::make_unique<httplib::Server>();
-    }
-    server_->new_task_queue = [n = options_.max_threads] { return new ElasticTaskQueue(n); };  // the library deletes it
-    server_->set_payload_max_length(options_.max_body_bytes);
-    server_->set_tcp_nodelay(true);
-    server_->set_read_timeout(options_.read_timeout);
-    server_->set_write_timeout(options_.write_timeout);
-    server_->set_keep_alive_timeout(std::max<time_t>(1, options_.keep_alive.count() / 1000));
-    server_->set_keep_alive_max_count(10000);
-    server_->set_socket_options([this](socket_t socket) {
-      const int on = 1;
-      setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-      listener_ = socket;
-    });
+  explicit Impl(HttpServerOptions options)
+      : options_(std::move(options)),
+        router_(options_),
+        gate_(
+            gate_options(options_), [this](Gate::Exchange& exchange) { return router_.serve(exchange); },
+            options_.tls ? Gate::FindIdentity([this] { return identity(); }) : nullptr) {
+    if (options_.tls) set_certificate(*options_.tls);
   }
 
   void handle(const std::string& method, const std::string& path, Handler handler) {
@@ -108,49 +121,28 @@ class HttpServer::Impl final {
       }
     };
     if (method == "GET") {
-      server_->Get(pattern, std::move(wrapped));
+      router_.Get(pattern, std::move(wrapped));
     } else if (method == "POST") {
-      server_->Post(pattern, std::move(wrapped));
+      router_.Post(pattern, std::move(wrapped));
     } else if (method == "PUT") {
-      server_->Put(pattern, std::move(wrapped));
+      router_.Put(pattern, std::move(wrapped));
     } else if (method == "PATCH") {
-      server_->Patch(pattern, std::move(wrapped));
+      router_.Patch(pattern, std::move(wrapped));
     } else if (method == "DELETE") {
-      server_->Delete(pattern, std::move(wrapped));
+      router_.Delete(pattern, std::move(wrapped));
     } else {
       fail_internal("no such HTTP method: " + method);
     }
   }
 
-  void start(const Deadline& deadline) {
-    TRIREME_CHECK(!thread_.joinable(), "an HTTP server starts once");
-    const std::string where = options_.address + ":" + std::to_string(options_.port);
-    if (options_.port == 0) {
-      port_ = server_->bind_to_any_port(options_.address);
-    } else {
-      port_ = server_->bind_to_port(options_.address, options_.port) ? options_.port : -1;
-    }
-    if (port_ <= 0)
-      fail_io("the " + options_.name + " server cannot listen on " + where + ": the port is taken or not allowed");
-    ::listen(listener_, 512);  // the library's backlog of 5 loses connections in a burst
-    thread_ = std::thread([this] {
-      server_->listen_after_bind();
-      ended_ = true;
-    });
-    while (!server_->is_running() && !ended_.load()) {
-      if (deadline.passed()) fail_timeout("the " + options_.name + " server did not start on " + where);
-      std::this_thread::sleep_for(Milliseconds(1));
-    }
-    log_debug(options_.name, "listening on " + options_.address + ":" + std::to_string(port_));
+  void start() {
+    router_.open();
+    gate_.start();
   }
 
   void stop() {
-    if (!thread_.joinable()) return;
-    while (!ended_.load()) {  // stop() does nothing while the loop is not running yet
-      if (server_->is_running()) server_->stop();
-      std::this_thread::sleep_for(Milliseconds(1));
-    }
-    thread_.join();
+    router_.close();
+    gate_.stop();
   }
 
   void set_certificate(const KeyPair& pair) {
@@ -159,27 +151,19 @@ class HttpServer::Impl final {
     identity_ = std::move(identity);
   }
 
-  int port() const { return port_; }
+  int port() const { return gate_.port(); }
 
  private:
-  static int on_handshake(SSL* ssl, void* self) {
-    std::shared_ptr<const Identity> identity;
-    {
-      auto* impl = static_cast<Impl*>(self);
-      std::lock_guard lock(impl->identity_mutex_);
-      identity = impl->identity_;
-    }
-    return use_identity(ssl, *identity) ? 1 : 0;
+  std::shared_ptr<const Identity> identity() {
+    std::lock_guard lock(identity_mutex_);
+    return identity_;
   }
 
   const HttpServerOptions options_;
   std::mutex identity_mutex_;
   std::shared_ptr<const Identity> identity_;
-  std::unique_ptr<httplib::Server> server_;
-  socket_t listener_ = INVALID_SOCKET;
-  std::thread thread_;
-  std::atomic<bool> ended_{false};
-  int port_ = 0;
+  Router router_;
+  Gate gate_;
 };
 
 HttpServer::HttpServer(HttpServerOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
@@ -187,7 +171,7 @@ HttpServer::~HttpServer() { impl_->stop(); }
 void HttpServer::handle(const std::string& method, const std::string& path, Handler handler) {
   impl_->handle(method, path, std::move(handler));
 }
-void HttpServer::start(const Deadline& deadline) { impl_->start(deadline); }
+void HttpServer::start() { impl_->start(); }
 void HttpServer::stop() { impl_->stop(); }
 int HttpServer::port() const { return impl_->port(); }
 void HttpServer::set_certificate(const KeyPair& pair) { impl_->set_certificate(pair); }

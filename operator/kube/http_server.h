@@ -47,12 +47,17 @@ struct HttpServerOptions {
   int port = 0;                // 0: the system chooses, see port()
   std::optional<KeyPair> tls;  // set: HTTPS
   size_t max_body_bytes = 3u << 20;
-  int max_threads = 64;  // connections served at once (a kept connection holds one)
-  Milliseconds read_timeout{10000};
-  Milliseconds write_timeout{10000};
-  Milliseconds keep_alive{5000};  // stop() may take this long while idle kept connections drain
+  int max_threads = 8;                  // requests answered at once; a connection that sends or waits holds none
+  size_t max_waiting = 256;             // whole requests that wait for a thread; more get 503
+  size_t max_connections = 1024;        // more: the one that has made us wait longest is closed
+  size_t max_per_peer = 64;             // likewise, of one address
+  Milliseconds request_timeout{10000};  // for a request to come whole
+  Milliseconds keep_alive{5000};        // between two requests of a connection
+  Milliseconds answer_timeout{30000};   // for handler and peer to be done with an answer
 };
 
+// Requests come in whole or not at all: those whose body has no length, is compressed or too long are refused before it
+// is read (request_scan.h), and who sends slowly holds no thread (gate.h).
 class HttpServer final {
  public:
   using Handler = std::function<HttpResponse(const HttpRequest&)>;
@@ -66,7 +71,7 @@ class HttpServer final {
   // exception becomes 500 and a log line. method: GET, POST, PUT, PATCH or DELETE.
   void handle(const std::string& method, const std::string& path, Handler handler);
   // Binds and serves; returns when connections are accepted. Throws Error(kIo) naming address and port.
-  void start(const Deadline& deadline = Deadline::after(Milliseconds(10000)));
+  void start();
   void stop();
   int port() const;
   // New handshakes use these; throws Error(kData) and changes nothing when they do not parse or belong together.

@@ -21,7 +21,8 @@
 
 namespace trireme::kube {
 
-void trim_heap();  // gives freed pages back to the system, after a first list and now and then
+// Gives freed pages back to the system, if at least `worth` bytes are free: after a first list, and now and then.
+void trim_heap(size_t worth = 0);
 
 template <class T>
 struct InformerHandlers {
@@ -84,13 +85,6 @@ class Informer final : private ReflectorSink {
   void for_each(const std::function<void(const ObjectKey&, const T&)>& fn) const {
     std::shared_lock lock(mutex_);
     for (const auto& [key, entry] : store_) fn(key, *entry.object);
-  }
-  std::vector<std::pair<ObjectKey, Ptr>> snapshot() const {
-    std::shared_lock lock(mutex_);
-    std::vector<std::pair<ObjectKey, Ptr>> out;
-    out.reserve(store_.size());
-    for (const auto& [key, entry] : store_) out.emplace_back(key, entry.object);
-    return out;
   }
   // Objects whose index_label has this value, ordered by key.
   std::vector<std::pair<ObjectKey, Ptr>> by_label(const std::string& value) const {

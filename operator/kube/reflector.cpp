@@ -34,9 +34,9 @@ Milliseconds jittered(Milliseconds base) {
 #define TRIREME_OWN_ALLOCATOR
 #endif
 #endif
-void trim_heap() {
+void trim_heap([[maybe_unused]] size_t worth) {
 #ifndef TRIREME_OWN_ALLOCATOR
-  malloc_trim(0);
+  if (worth == 0 || mallinfo2().fordblks >= worth) malloc_trim(0);
 #endif
 }
 

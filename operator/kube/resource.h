@@ -40,6 +40,7 @@ inline const Resource kSecrets{"", "v1", "secrets", "Secret", true};
 inline const Resource kEvents{"", "v1", "events", "Event", true};
 inline const Resource kNodes{"", "v1", "nodes", "Node", false};
 inline const Resource kPersistentVolumeClaims{"", "v1", "persistentvolumeclaims", "PersistentVolumeClaim", true};
+inline const Resource kNetworkPolicies{"networking.k8s.io", "v1", "networkpolicies", "NetworkPolicy", true};
 inline const Resource kLeases{"coordination.k8s.io", "v1", "leases", "Lease", true};
 inline const Resource kCustomResourceDefinitions{"apiextensions.k8s.io", "v1", "customresourcedefinitions",
                                                  "CustomResourceDefinition", false};

@@ -110,7 +110,7 @@ void RateLimitedQueue::add_after(const std::string& key, Milliseconds delay, Pri
   changed_.notify_one();  // the earliest timer may be this one now
 }
 
-Milliseconds RateLimitedQueue::add_rate_limited(const std::string& key) {
+Milliseconds RateLimitedQueue::add_rate_limited(const std::string& key, Milliseconds at_least) {
   Milliseconds delay;
   {
     std::lock_guard lock(mutex_);
@@ -118,7 +118,7 @@ Milliseconds RateLimitedQueue::add_rate_limited(const std::string& key) {
     const double base = static_cast<double>(options_.backoff_min.count()) * std::pow(2.0, std::min(failures, 40));
     const double capped = std::min(base, static_cast<double>(options_.backoff_max.count()));
     const double share = std::uniform_real_distribution<double>(0.0, options_.jitter)(random_);
-    delay = Milliseconds(static_cast<int64_t>(capped * (1.0 + share)));
+    delay = std::max(at_least, Milliseconds(static_cast<int64_t>(capped * (1.0 + share))));
     if (retries_) retries_->Increment();
   }
   add_after(key, delay);

@@ -49,8 +49,9 @@ class RateLimitedQueue final {
   void add(const std::string& key, Priority priority = Priority::kNormal);
   // Not before `delay` from now; of two calls for the same key the earlier time and the higher priority win. <= 0: add.
   void add_after(const std::string& key, Milliseconds delay, Priority priority = Priority::kNormal);
-  // After the key's back-off, which doubles with every call until forget(). Returns the delay chosen.
-  Milliseconds add_rate_limited(const std::string& key);
+  // After the key's back-off, which doubles with every call until forget(), but not before `at_least`. Returns the
+  // delay chosen.
+  Milliseconds add_rate_limited(const std::string& key, Milliseconds at_least = Milliseconds(0));
   void forget(const std::string& key);
   int requeues(const std::string& key) const;
 

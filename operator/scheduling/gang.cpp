@@ -258,8 +258,6 @@ void join_gang(const Backend& backend, const Gang& gang, const std::string& role
       labels["kueue.x-k8s.io/pod-group-name"] = gang.name;
       if (!gang.queue.empty()) labels["kueue.x-k8s.io/queue-name"] = gang.queue;
       annotations["kueue.x-k8s.io/pod-group-total-count"] = std::to_string(gang.pods);
-      // A new attempt is a new group: Kueue must not wait for replacements in this one.
-      annotations["kueue.x-k8s.io/retriable-in-group"] = "false";
       if (!gang.topology_key.empty()) {
         annotations[gang.topology_required ? "kueue.x-k8s.io/podset-required-topology"
                                            : "kueue.x-k8s.io/podset-preferred-topology"] = gang.topology_key;

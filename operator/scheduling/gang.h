@@ -37,7 +37,7 @@ struct Backend {
 Backend choose_backend(const std::string& wanted, bool has_queue, const Discovery& discovery);
 
 struct Gang {
-  std::string name;  // unique per attempt; names every object of the gang
+  std::string name;  // names every object of the gang; unique per attempt, but that Kueue's may outlive one
   std::string namespace_;
   nlohmann::json owner;  // ownerReferences entry of the RLJob
   std::map<std::string, std::string> labels;

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "operator/controller/observed.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::telemetry {
@@ -17,7 +18,7 @@ using kube::HttpResponse;
 using nlohmann::json;
 
 constexpr size_t kMaxBodyBytes = 64 << 10;
-constexpr size_t kMaxTokenBytes = 16 << 10;
+constexpr size_t kMaxTokenBytes = 8 << 10;
 constexpr const char* kForwarded = "x-trireme-forwarded";
 constexpr const char* kServiceAccountPrefix = "system:serviceaccount:";
 
@@ -41,17 +42,67 @@ std::string first_text(const json& extra, const char* key) {
   return extra[key][0].is_string() ? extra[key][0].get<std::string>() : std::string();
 }
 
-kube::HttpServerOptions server_options(const StatusServerOptions& options) {
-  kube::HttpServerOptions server;
-  server.name = "status";
-  server.address = options.address;
-  server.port = options.port;
-  server.max_threads = options.max_threads;
-  server.max_body_bytes = kMaxBodyBytes;
-  return server;
+std::string text_of(const json& object, const char* key) {
+  const auto found = object.is_object() ? object.find(key) : object.end();
+  return object.is_object() && found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
 }
 
+const json& member(const json& object, const char* key) {
+  static const json kNothing;
+  const auto found = object.is_object() ? object.find(key) : object.end();
+  return object.is_object() && found != object.end() ? *found : kNothing;
+}
+
+// A certificate names the status Service; the leader is reached by its pod's address.
+std::unique_ptr<httplib::ClientImpl> client_of_leader(const std::string& address, const StatusServerOptions& options) {
+  const size_t colon = address.rfind(':');
+  const auto port = colon == std::string::npos ? std::nullopt : parse_int(address.substr(colon + 1));
+  if (!port || *port < 1 || *port > 65535) return nullptr;
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+  if (!options.tls) return std::make_unique<httplib::ClientImpl>(host, static_cast<int>(*port));
+  auto client = std::make_unique<httplib::SSLClient>(options.tls_name, static_cast<int>(*port));
+  client->set_hostname_addr_map({{options.tls_name, host}});
+  const std::string ca = options.ca_pem ? options.ca_pem() : "";
+  if (!ca.empty()) client->load_ca_cert_store(ca.data(), ca.size());
+  return client;
+}
+
+// One of a bounded number of places, while it lives.
+class Place final {
+ public:
+  Place(std::atomic<int>& taken, int most) : taken_(taken), got_(taken.fetch_add(1) < most) {}
+  ~Place() { --taken_; }
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
+  bool got() const { return got_; }
+
+ private:
+  std::atomic<int>& taken_;
+  const bool got_;
+};
+
 }  // namespace
+
+std::optional<PodIdentity> claimed_identity(const std::string& token) {
+  const std::vector<std::string> parts = split(token, '.');
+  if (parts.size() != 3 || token.size() > kMaxTokenBytes) return std::nullopt;
+  std::string claims = replace_all(replace_all(parts[1], "-", "+"), "_", "/");
+  claims.append((4 - claims.size() % 4) % 4, '=');
+  const auto decoded = kube::base64_decode(claims);
+  if (!decoded) return std::nullopt;
+  json document;
+  try {
+    document = parse_json_bounded(*decoded, "token");
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+  const json& cluster = member(document, "kubernetes.io");
+  const json& pod = member(cluster, "pod");
+  PodIdentity identity{text_of(cluster, "namespace"), text_of(pod, "name"), text_of(pod, "uid")};
+  if (identity.ns.empty() || identity.pod.empty() || identity.uid.empty()) return std::nullopt;
+  return identity;
+}
 
 ParsedReport parse_report(const std::string& body) {
   ParsedReport parsed;
@@ -101,21 +152,55 @@ ParsedReport parse_report(const std::string& body) {
   return parsed;
 }
 
-StatusServer::StatusServer(const kube::Client& client, controller::ReportStore& reports, FindPod find_pod,
+StatusServer::StatusServer(const kube::Client& reviewer, controller::ReportStore& reports, FindPod find_pod,
                            FindJob find_job, StatusServerOptions options)
-    : client_(client),
+    : reviewer_(reviewer),
       reports_(reports),
       find_pod_(std::move(find_pod)),
       find_job_(std::move(find_job)),
-      options_(std::move(options)),
-      server_(server_options(options_)) {
-  server_.handle("POST", "/v1/status/{namespace}/{job}",
-                 [this](const HttpRequest& request) { return handle(request); });
-}
+      options_(std::move(options)) {}
 
 StatusServer::~StatusServer() { stop(); }
-void StatusServer::start() { server_.start(); }
-void StatusServer::stop() { server_.stop(); }
+
+void StatusServer::start() {
+  if (!options_.tls) serve(std::nullopt);
+}
+
+void StatusServer::set_certificate(const kube::KeyPair& pair) {
+  std::lock_guard lock(server_mutex_);
+  if (!options_.tls || stopped_) return;
+  if (server_) {
+    server_->set_certificate(pair);
+  } else {
+    serve(pair);
+  }
+}
+
+void StatusServer::serve(std::optional<kube::KeyPair> certificate) {
+  kube::HttpServerOptions options;
+  options.name = "status";
+  options.address = options_.address;
+  options.port = options_.port;
+  options.tls = std::move(certificate);
+  options.max_threads = options_.max_threads;
+  options.max_body_bytes = kMaxBodyBytes;
+  auto server = std::make_unique<kube::HttpServer>(std::move(options));
+  server->handle("POST", "/v1/status/{namespace}/{job}",
+                 [this](const HttpRequest& request) { return handle(request); });
+  server->start();
+  server_ = std::move(server);
+}
+
+void StatusServer::stop() {
+  std::lock_guard lock(server_mutex_);
+  stopped_ = true;
+  if (server_) server_->stop();
+}
+
+int StatusServer::port() const {
+  std::lock_guard lock(server_mutex_);
+  return server_ ? server_->port() : 0;
+}
 
 HttpResponse StatusServer::handle(const HttpRequest& request) {
   HttpResponse response = options_.is_leader && !options_.is_leader() ? pass_on(request) : take(request);
@@ -128,49 +213,64 @@ HttpResponse StatusServer::handle(const HttpRequest& request) {
   return response;
 }
 
+// What costs nothing comes first: a TokenReview is asked for only when everything else is right.
 HttpResponse StatusServer::take(const HttpRequest& request) {
   const kube::ObjectKey job_key{request.parameters.at("namespace"), request.parameters.at("job")};
   const auto header = request.headers.find("authorization");
-  if (header == request.headers.end() || !starts_with(header->second, "Bearer ") ||
-      header->second.size() > kMaxTokenBytes) {
+  if (header == request.headers.end() || !starts_with(header->second, "Bearer ")) {
     return answer(401, "a bearer token is needed");
   }
+  const std::string token = header->second.substr(7);
+  const std::optional<PodIdentity> claimed = claimed_identity(token);
+  if (!claimed) return answer(401, "the token is no service account token of a pod");
   const ParsedReport parsed = parse_report(request.body);
   if (!parsed.error.empty()) return answer(400, parsed.error);
-
+  std::string job_uid;
+  if (auto refusal = refuse(*claimed, job_key, parsed.report.attempt, job_uid)) return *refusal;
   std::optional<PodIdentity> identity;
   try {
-    identity = identify(header->second.substr(7));
+    identity = identify(token);
   } catch (const kube::ApiError& e) {
     log_warn("status", std::string("token review: ") + e.what());
     return answer(503, "the token cannot be checked now");
   }
   if (!identity) return answer(401, "the token is not valid for this audience or names no pod");
-  if (identity->ns != job_key.ns) return answer(403, "the pod is of another namespace");
-  const auto pod = find_pod_({identity->ns, identity->pod});
+  if (!(*identity == *claimed)) return answer(403, "the token is another pod's");
+  if (!reports_.put(job_key, job_uid, parsed.report)) return answer(409, "this attempt is over");
+  return answer(204, "");
+}
+
+std::optional<HttpResponse> StatusServer::refuse(const PodIdentity& claimed, const kube::ObjectKey& job_key,
+                                                 int64_t attempt, std::string& job_uid) const {
+  if (claimed.ns != job_key.ns) return answer(403, "the pod is of another namespace");
+  const auto pod = find_pod_({claimed.ns, claimed.pod});
   const auto job = find_job_(job_key);
   if (!pod || !job) return answer(503, "the pod or the job is not known here yet");
-  if (pod->uid != identity->uid || pod->job != job_key.name) return answer(403, "the pod is none of this job's");
+  if (pod->uid != claimed.uid || pod->job != job_key.name || pod->job_uid != hash64(job->uid) || !pod->owned)
+    return answer(403, "the pod is none of this job's");
   if (pod->role != "actor" || pod->rank != 0) return answer(403, "only rank 0 of the actor reports");
-  if (pod->attempt != parsed.report.attempt) return answer(403, "the pod is of another attempt than it says");
-  if (!reports_.put(job_key, job->uid, parsed.report)) return answer(409, "this attempt is over");
-  return answer(204, "");
+  if (pod->attempt != attempt) return answer(403, "the pod is of another attempt than it says");
+  if (claimed.pod != pod_name(job_key.name, "actor", 0, attempt))
+    return answer(403, "the pod does not have the name of rank 0");
+  job_uid = job->uid;
+  return std::nullopt;
 }
 
 HttpResponse StatusServer::pass_on(const HttpRequest& request) {
   if (request.headers.count(kForwarded) > 0) return answer(503, "the leader is changing");
   const std::string address = options_.leader_address ? options_.leader_address() : "";
   if (address.empty()) return answer(503, "no leader is known");
-  httplib::Client leader("http://" + address);
+  const std::unique_ptr<httplib::ClientImpl> leader = client_of_leader(address, options_);
+  if (!leader) return answer(503, "no leader is known");
   const time_t seconds = options_.request_timeout.count() / 1000;
-  leader.set_connection_timeout(std::min<time_t>(seconds, 3), 0);
-  leader.set_read_timeout(seconds, 0);
-  leader.set_write_timeout(seconds, 0);
+  leader->set_connection_timeout(std::min<time_t>(seconds, 3), 0);
+  leader->set_read_timeout(seconds, 0);
+  leader->set_write_timeout(seconds, 0);
   httplib::Headers headers = {{kForwarded, "1"}};
   if (const auto found = request.headers.find("authorization"); found != request.headers.end()) {
     headers.emplace("Authorization", found->second);
   }
-  const auto result = leader.Post(request.path, headers, request.body, "application/json");
+  const auto result = leader->Post(request.path, headers, request.body, "application/json");
   if (!result) return answer(503, "the leader does not answer");
   HttpResponse response = answer(result->status, "");
   response.body = result->body;
@@ -185,12 +285,16 @@ std::optional<PodIdentity> StatusServer::identify(const std::string& token) {
     const auto known = tokens_.find(digest);
     if (known != tokens_.end() && known->second.until > now) return known->second.identity;
   }
-  const json review = client_.create(kube::resources::kTokenReviews,
-                                     {{"apiVersion", "authentication.k8s.io/v1"},
-                                      {"kind", "TokenReview"},
-                                      {"metadata", json::object()},
-                                      {"spec", {{"token", token}, {"audiences", json::array({kStatusTokenAudience})}}}},
-                                     Deadline::after(options_.request_timeout));
+  const Place place(reviews_, options_.max_reviews);
+  if (!place.got())
+    throw kube::ApiError(kube::ApiErrorKind::kTimeout, 0, "Busy", "too many tokens are being checked already");
+  const json review =
+      reviewer_.create(kube::resources::kTokenReviews,
+                       {{"apiVersion", "authentication.k8s.io/v1"},
+                        {"kind", "TokenReview"},
+                        {"metadata", json::object()},
+                        {"spec", {{"token", token}, {"audiences", json::array({kStatusTokenAudience})}}}},
+                       Deadline::after(options_.request_timeout));
   std::optional<PodIdentity> identity;
   const json status = review.value("status", json::object());
   const json audiences = status.value("audiences", json::array());

@@ -1,12 +1,13 @@
 // StatusServer: takes rank 0's reports, checks that they come from a pod of that job, and hands them to the
 // ReportStore.
 //
-// POST /v1/status/{namespace}/{job}, Authorization: Bearer <projected token of audience trireme.dev/status>
+// POST /v1/status/{namespace}/{job}, Authorization: Bearer <projected token of audience trireme.dev/status>, over TLS
 //   {"attempt": 1, "rendezvousDone": true, "stuckRank": 3, "progress": {fields of RLJob status.progress}}
 // 204 taken; 400 body; 401 token; 403 another pod; 409 an attempt that is over; 503 with Retry-After: come back.
 // A standby passes the request on to the leader, because a Service does not know who leads.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -24,56 +25,74 @@ namespace trireme::telemetry {
 
 struct StatusServerOptions {
   std::string address = "0.0.0.0";
-  int port = 0;  // 0: the system chooses
-  int max_threads = 64;
+  int port = 0;      // 0: the system chooses
+  bool tls = false;  // serve nothing before set_certificate, then HTTPS
+  int max_threads = 16;
+  int max_reviews = 8;  // TokenReviews at once, fewer than threads: a token that is known never waits for one
   Milliseconds token_lifetime{60000};  // how long a reviewed token is believed
   size_t max_tokens = 20000;
   Milliseconds request_timeout{10000};          // of a TokenReview or a hand-on to the leader
   std::function<bool()> is_leader;              // empty: always
   std::function<std::string()> leader_address;  // "host:port" of the leader's status server, "" unknown
+  std::string tls_name;                         // with tls: what the leader's certificate is for
+  std::function<std::string()> ca_pem;          // with tls: who issued it; empty: the system's authorities
   kube::Metrics* metrics = nullptr;             // may be null
 };
 
-// Who a token belongs to, as the API server says.
+// Whose token it is.
 struct PodIdentity {
+  bool operator==(const PodIdentity&) const = default;
   std::string ns;
   std::string pod;
   std::string uid;
 };
+// What a service account token says of itself, unproven; nothing where it names no pod. Pure.
+std::optional<PodIdentity> claimed_identity(const std::string& token);
 
 class StatusServer final {
  public:
   using FindPod = std::function<std::shared_ptr<const controller::CachedPod>(const kube::ObjectKey&)>;
   using FindJob = std::function<std::shared_ptr<const controller::CachedJob>(const kube::ObjectKey&)>;
-  StatusServer(const kube::Client& client, controller::ReportStore& reports, FindPod find_pod, FindJob find_job,
+  // `reviewer` asks for TokenReviews and should be nobody else's: who sends tokens must not use up the rate and the
+  // connections of the reconciler.
+  StatusServer(const kube::Client& reviewer, controller::ReportStore& reports, FindPod find_pod, FindJob find_job,
                StatusServerOptions options);
   ~StatusServer();
   StatusServer(const StatusServer&) = delete;
   StatusServer& operator=(const StatusServer&) = delete;
 
-  void start();
+  void start();  // with tls: waits for the first certificate
+  // The first one starts a server with tls; later ones replace it.
+  void set_certificate(const kube::KeyPair& pair);
   void stop();
-  int port() const { return server_.port(); }
+  int port() const;  // 0 before it listens
 
  private:
   kube::HttpResponse handle(const kube::HttpRequest& request);
   kube::HttpResponse take(const kube::HttpRequest& request);
   kube::HttpResponse pass_on(const kube::HttpRequest& request);
-  // Nothing when the API server does not believe the token.
+  void serve(std::optional<kube::KeyPair> certificate);
+  // Why this pod may not report on this job, from what the informers know; nothing: it may.
+  std::optional<kube::HttpResponse> refuse(const PodIdentity& claimed, const kube::ObjectKey& job, int64_t attempt,
+                                           std::string& job_uid) const;
+  // Nothing when the API server does not believe the token. Throws ApiError.
   std::optional<PodIdentity> identify(const std::string& token);
 
   struct Known {
     std::optional<PodIdentity> identity;
     SteadyClock::time_point until;
   };
-  const kube::Client& client_;
+  const kube::Client& reviewer_;
   controller::ReportStore& reports_;
   FindPod find_pod_;
   FindJob find_job_;
   StatusServerOptions options_;
   std::mutex mutex_;
   std::map<std::string, Known> tokens_;  // by SHA-256 of the token
-  kube::HttpServer server_;
+  std::atomic<int> reviews_{0};
+  mutable std::mutex server_mutex_;
+  bool stopped_ = false;
+  std::unique_ptr<kube::HttpServer> server_;
 };
 
 struct ParsedReport {

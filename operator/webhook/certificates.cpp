@@ -1,10 +1,12 @@
 #include "operator/webhook/certificates.h"
 
 #include <chrono>
+#include <filesystem>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::webhook {
@@ -45,9 +47,11 @@ json secret_data(const CertificateSet& set) {
 
 }  // namespace
 
-bool is_current(const CertificateSet& set, const std::string& dns_name, int64_t now_unix_s) {
+bool is_current(const CertificateSet& set, const std::vector<std::string>& dns_names, int64_t now_unix_s) {
   try {
-    if (!kube::certificate_matches(set.leaf, set.ca.cert_pem, dns_name)) return false;
+    for (const std::string& name : dns_names) {
+      if (!kube::certificate_matches(set.leaf, set.ca.cert_pem, name)) return false;
+    }
     const kube::CertificateDates leaf = kube::certificate_dates(set.leaf.cert_pem);
     const kube::CertificateDates ca = kube::certificate_dates(set.ca.cert_pem);
     const int64_t life = leaf.not_after_unix_s - leaf.not_before_unix_s;
@@ -59,10 +63,13 @@ bool is_current(const CertificateSet& set, const std::string& dns_name, int64_t 
 }
 
 CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options,
-                     const std::string& dns_name, int64_t now_unix_s) {
+                     const std::vector<std::string>& dns_names, int64_t now_unix_s) {
   kube::LeafOptions leaf;
-  leaf.common_name = dns_name;
-  leaf.dns_names = {dns_name, dns_name + ".cluster.local"};
+  leaf.common_name = dns_names.front();
+  for (const std::string& name : dns_names) {
+    leaf.dns_names.push_back(name);
+    leaf.dns_names.push_back(name + ".cluster.local");
+  }
   // Both count from the system's clock.
   leaf.start_offset_seconds = now_unix_s - system_now_s() - kStartMargin;
   leaf.valid_seconds = now_unix_s - system_now_s() + options.leaf_valid_seconds;
@@ -70,7 +77,7 @@ CertificateSet renew(const std::optional<CertificateSet>& old, const Certificate
     try {
       if (kube::certificate_dates(old->ca.cert_pem).not_after_unix_s > now_unix_s + options.leaf_valid_seconds) {
         CertificateSet set{old->ca, kube::issue_certificate(old->ca, leaf)};
-        if (is_current(set, dns_name, now_unix_s)) return set;
+        if (is_current(set, dns_names, now_unix_s)) return set;
       }
     } catch (const Error& e) {
       log_warn("webhook", std::string("the CA in the Secret is of no use (") + e.what() + "); a new one is made");
@@ -126,11 +133,14 @@ void CertificateKeeper::ensure() {
   ready_ = true;
 }
 
-void CertificateKeeper::ensure_files() { hand_over({read_file(options_.cert_file), read_file(options_.key_file)}); }
+void CertificateKeeper::ensure_files() {
+  const bool has_ca = !options_.ca_file.empty() && std::filesystem::exists(options_.ca_file);
+  hand_over({read_file(options_.cert_file), read_file(options_.key_file)}, has_ca ? read_file(options_.ca_file) : "");
+}
 
 void CertificateKeeper::ensure_own() {
   const CertificateSet set = read_or_make();
-  hand_over(set.leaf);
+  hand_over(set.leaf, set.ca.cert_pem);
   patch_configuration(kube::resources::kValidatingWebhooks, options_.validating_configuration, set.ca.cert_pem);
   patch_configuration(kube::resources::kMutatingWebhooks, options_.mutating_configuration, set.ca.cert_pem);
 }
@@ -140,8 +150,8 @@ CertificateSet CertificateKeeper::read_or_make() {
   for (int i = 0; i < kMaxConflicts; ++i) {
     std::optional<json> secret = client_.find(kube::resources::kSecrets, key, deadline());
     const std::optional<CertificateSet> old = secret ? read_secret(*secret) : std::nullopt;
-    if (old && is_current(*old, dns_name(), now())) return *old;
-    const CertificateSet fresh = renew(old, options_, dns_name(), now());
+    if (old && is_current(*old, dns_names(), now())) return *old;
+    const CertificateSet fresh = renew(old, options_, dns_names(), now());
     try {
       if (secret) {
         (*secret)["data"] = secret_data(fresh);
@@ -158,7 +168,7 @@ CertificateSet CertificateKeeper::read_or_make() {
                         {"data", secret_data(fresh)}},
                        deadline());
       }
-      log_info("webhook", "made a new certificate for " + dns_name());
+      log_info("webhook", "made a new certificate for " + join(dns_names(), " and "));
       return fresh;
     } catch (const ApiError& e) {
       if (!e.conflict() && !e.already_exists() && !e.not_found())
@@ -196,9 +206,10 @@ void CertificateKeeper::patch_configuration(const kube::Resource& resource, cons
   throw Error(ErrorKind::kConflict, resource.kind + " " + name + " keeps changing under us");
 }
 
-void CertificateKeeper::hand_over(const kube::KeyPair& pair) {
+void CertificateKeeper::hand_over(const kube::KeyPair& pair, const std::string& ca_pem) {
   {
     std::lock_guard lock(mutex_);
+    ca_pem_ = ca_pem;
     if (handed_over_ == pair.cert_pem) return;
   }
   const int64_t expires = kube::certificate_dates(pair.cert_pem).not_after_unix_s;
@@ -206,6 +217,24 @@ void CertificateKeeper::hand_over(const kube::KeyPair& pair) {
   std::lock_guard lock(mutex_);
   handed_over_ = pair.cert_pem;
   expires_ = expires;
+}
+
+bool CertificateKeeper::handed_over() const {
+  std::lock_guard lock(mutex_);
+  return !handed_over_.empty();
+}
+
+std::string CertificateKeeper::ca_pem() const {
+  std::lock_guard lock(mutex_);
+  return ca_pem_;
+}
+
+std::vector<std::string> CertificateKeeper::dns_names() const {
+  std::vector<std::string> names;
+  for (const std::string& service : {options_.service_name, options_.status_service_name}) {
+    if (!service.empty()) names.push_back(service + "." + options_.ns + ".svc");
+  }
+  return names;
 }
 
 bool CertificateKeeper::ready() const {

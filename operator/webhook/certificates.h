@@ -20,6 +20,7 @@ struct CertificateOptions {
   std::string ns = "trireme-system";
   std::string secret_name = "trireme-webhook-cert";
   std::string service_name = "trireme-webhook";  // in `ns`; the certificate is for NAME.NS.svc
+  std::string status_service_name;               // a second Service that it is for; empty: none
   std::string validating_configuration = "trireme-validating";
   std::string mutating_configuration = "trireme-mutating";
   int64_t ca_valid_seconds = 3650LL * 86400;
@@ -27,6 +28,7 @@ struct CertificateOptions {
   // Files instead: both set.
   std::string cert_file;
   std::string key_file;
+  std::string ca_file;  // who issued it, for ca_pem(); not there: nobody in particular
 
   Milliseconds check_interval{600000};
   Milliseconds file_interval{10000};
@@ -41,11 +43,11 @@ struct CertificateSet {
   kube::KeyPair leaf;
 };
 
-// Is it good for `dns_name` for at least a third of the leaf's life? Pure.
-bool is_current(const CertificateSet& set, const std::string& dns_name, int64_t now_unix_s);
+// Is it good for these names for at least a third of the leaf's life? Pure.
+bool is_current(const CertificateSet& set, const std::vector<std::string>& dns_names, int64_t now_unix_s);
 // A new leaf, under the old CA while that outlives the leaf, else under a new CA.
 CertificateSet renew(const std::optional<CertificateSet>& old, const CertificateOptions& options,
-                     const std::string& dns_name, int64_t now_unix_s);
+                     const std::vector<std::string>& dns_names, int64_t now_unix_s);
 
 class CertificateKeeper final {
  public:
@@ -63,7 +65,10 @@ class CertificateKeeper final {
   void ensure();
   bool ready() const;              // a pair was handed over and the configurations know its CA
   int64_t expires_unix_s() const;  // 0: none yet
-  std::string dns_name() const { return options_.service_name + "." + options_.ns + ".svc"; }
+  bool handed_over() const;        // a pair was, if perhaps the configurations do not know its CA
+  // Who vouches for the pair that was handed over; "" before, and where no authority of our own does.
+  std::string ca_pem() const;
+  std::vector<std::string> dns_names() const;
 
  private:
   void run();
@@ -71,7 +76,7 @@ class CertificateKeeper final {
   void ensure_files();
   CertificateSet read_or_make();
   void patch_configuration(const kube::Resource& resource, const std::string& name, const std::string& ca_pem);
-  void hand_over(const kube::KeyPair& pair);
+  void hand_over(const kube::KeyPair& pair, const std::string& ca_pem);
   int64_t now() const;
   Deadline deadline() const { return Deadline::after(options_.request_timeout); }
 
@@ -84,6 +89,7 @@ class CertificateKeeper final {
   bool ready_ = false;
   int64_t expires_ = 0;
   std::string handed_over_;  // certificate PEM
+  std::string ca_pem_;
   std::thread thread_;
 };
 

@@ -12,8 +12,8 @@ OPERATOR_JOB = "trireme-metrics"
 
 
 class Prometheus:
-    """Scrapes operator and trainers; targets are kept in a file as pods come and go (Debian's build has no Kubernetes discovery). Labels are those of
-    the chart's ServiceMonitor and PodMonitor."""
+    """Scrapes operator and trainers; targets are kept in a file as pods come and go (Debian's build has no Kubernetes
+    discovery). Labels are those of the chart's ServiceMonitor and PodMonitor."""
 
     def __init__(self, records):
         self.records = records
@@ -90,7 +90,8 @@ def board_queries():
 
 
 def live_run(records, prometheus, results_out):
-    """A run with everything that a board shows: a reference model for KL, validation, checkpoints, a restart of each sort."""
+    """A run with everything that a board shows: a reference model for KL, validation, checkpoints, a restart of each
+    sort."""
     begin = time.time()
     submit(small_job("charted", steps=60, overrides=["loss_fn.reference_policy_kl_penalty=0.01", "checkpointing.save_period=5"]),
            like="calm" if volume_folder("calm").exists() else None)

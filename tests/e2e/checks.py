@@ -1,7 +1,10 @@
-"""The operator and the trainer on a live cluster. checks.py [GROUP...]: install, quickstart, faults, admission, gangs, boards; default: all. Started by run.sh."""
+"""The operator and the trainer on a live cluster. checks.py [GROUP...]: started by run.sh.
+
+Groups: install, quickstart, faults, admission, gangs, neighbours, reports, boards; all of them without arguments."""
 import sys
 
 from boards import boards
+from neighbours import neighbours, reports
 from world import *
 
 
@@ -65,7 +68,8 @@ def quickstart_manifest(steps):
 def quickstart(records, steps=12):
     make_volume("quickstart")
     kubectl("apply", "-f", quickstart_manifest(steps))
-    # The second rank stands still until the status shows a step in between: whatever the machine's speed, progress has to be seen moving.
+    # The second rank stands still until the status shows a step in between: whatever the machine's speed, progress has
+    # to be seen moving.
     wait_step("quickstart", 3, 900)
     second = rank_process("quickstart-actor-1-a1")
     kill(second, signal.SIGSTOP)
@@ -151,7 +155,7 @@ def leaves_nothing(records, name):
     kube.delete("rljobs", name)
     def left():
         found = []
-        for kind in ("rljobs", "pods", "services", "configmaps", "podgroups", "workloads"):
+        for kind in ("rljobs", "pods", "services", "configmaps", "networkpolicies", "podgroups", "workloads"):
             try:
                 found += [f"{kind}/{o['metadata']['name']}" for o in kube.list(kind) if o["metadata"]["name"].startswith(name)]
             except ApiError as error:
@@ -229,16 +233,27 @@ class Faults:
         return status["lastFailure"]["message"]
 
     def node_lost(self):
-        self.begin("nodeless", failurePolicy={"terminationTimeoutSeconds": 10})
+        """A node loses power: nothing is started beside the pod on it before somebody says that it is off."""
+        self.begin("nodeless", failurePolicy={"terminationTimeoutSeconds": 10}, health={"nodeNotReadyGraceSeconds": 20})
         node = pod("nodeless-actor-1-a1")["spec"]["nodeName"]
+        off = {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
         try:
             cluster("stop-node", node[-1])
+            held = self.records.jobs.wait("the pod that does not go in the status", lambda k, o: o["metadata"]["name"] == "nodeless" and
+                                          o.get("status", {}).get("waiting") == "PodNotGone", 180)[2]
+            said = condition(held, "Terminating")
+            need(said["status"] == "True" and "nodeless-actor-1-a1" in said["message"] and node in said["message"], f"condition {said}")
+            time.sleep(15)
+            need(not [n for n in self.records.made_pods("nodeless") if n.endswith("-a2")], "a second writer was started")
+            kube.merge("nodes", node, {"spec": {"taints": kube.get("nodes", node, None)["spec"].get("taints", []) + [off]}}, None)
             self.records.wait_attempt("nodeless", 2, "Running")
             status = self.end("nodeless", 2, 0, 1, "NodeLost")
             need(status["lastFailure"]["node"] == node, f"lastFailure {status['lastFailure']}")
             used = {o["spec"].get("nodeName") for _, _, o in self.records.pods.of(lambda o: o["metadata"]["name"].startswith("nodeless-") and o["metadata"]["name"].endswith("a2"))} - {None}
             need(node not in used and len(used) == 2, f"attempt 2 ran on {used}")
         finally:
+            taints = [t for t in kube.get("nodes", node, None)["spec"].get("taints", []) if t["key"] != off["key"]]
+            kube.merge("nodes", node, {"spec": {"taints": taints}}, None)
             cluster("start-node", node[-1])
         return f"{node} stopped; attempt 2 on {sorted(used)}"
 
@@ -293,7 +308,8 @@ class Faults:
         self.end("headless", 1, 0, 0)
 
     def etcd_stalled(self):
-        """The data store stands still for longer than a lease is held: nobody leads meanwhile, and the run does not notice."""
+        """The data store stands still for longer than a lease is held: nobody leads meanwhile, and the run does not
+        notice."""
         self.begin("stalled")
         etcd, begin = int((STATE / "etcd.pid").read_text()), time.monotonic()
         kill(etcd, signal.SIGSTOP)
@@ -311,7 +327,8 @@ class Faults:
         self.begin("stuck", health={"heartbeatTimeoutSeconds": 20})
         kill(rank_process("stuck-actor-1-a1"), signal.SIGSTOP)
         status = self.end("stuck", 2, 1, 0, "Hung")
-        return status["lastFailure"]["message"] + "; " + status["lastFailure"].get("logTail", "")[:100]
+        need(not status["lastFailure"].get("logTail"), f"lastFailure {status['lastFailure']}")
+        return status["lastFailure"]["message"]
 
     def suspended(self):
         self.begin("paused")
@@ -413,8 +430,14 @@ def examples_accepted():
         for document in yaml.safe_load_all(path.read_text()):
             if document["kind"] == "RLJob":
                 document["metadata"]["name"] += "-dry"
-                kube.call("POST", Kube.path("rljobs") + "?dryRun=All", document)
-                names.append(path.name.split(".")[0])
+                split = path.name.startswith(("eight-nodes", "context-parallel", "experts"))
+                try:
+                    kube.call("POST", Kube.path("rljobs") + "?dryRun=All", document)
+                except ApiError as error:
+                    need(split and "not supported yet" in error.message, f"{path.name}: {error.message}")
+                else:
+                    need(not split, f"{path.name} was accepted, though the trainer cannot split a model")
+                    names.append(path.name.split(".")[0])
     return ", ".join(names)
 
 
@@ -464,7 +487,8 @@ def gang_objects(records):
 
 
 def gang_or_nothing(records):
-    """Two jobs that fit one after the other, but not together: the second waits as a whole, with none of its pods placed, and then runs."""
+    """Two jobs that fit one after the other, but not together: the second waits as a whole, with none of its pods
+    placed, and then runs."""
     nodes = [n for n in kube.list("nodes", None)]
     cpu = min(float(n["status"]["allocatable"]["cpu"]) for n in nodes)
     def big(name):
@@ -492,7 +516,7 @@ def gang_or_nothing(records):
 
 
 def main():
-    groups = sys.argv[1:] or ["install", "quickstart", "faults", "admission", "gangs", "boards"]
+    groups = sys.argv[1:] or ["install", "quickstart", "faults", "admission", "gangs", "neighbours", "reports", "boards"]
     if "install" in groups:
         if check("helm install: two replicas become ready", install):
             check("helm test", helm_test)
@@ -531,6 +555,10 @@ def main():
     if "gangs" in groups:
         check("gangs: objects of Kubernetes' own gang scheduling", gang_objects, records)
         check("gangs: all pods or none", gang_or_nothing, records)
+    if "neighbours" in groups:
+        neighbours(records)
+    if "reports" in groups:
+        reports(records)
     if "boards" in groups:
         boards(records)
     return finish()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # images.sh: the images of operator and trainer from the programs in build/cpu, by the Dockerfile, on a Debian made by debootstrap; no registry.
+# What lies in each must be what its bill of materials says.
 # The archives lie in $CACHE/e2e/images/current and are made again when a program, the Dockerfile or a copied folder changes.
 . "$(dirname "$0")/lib.sh"
 BIN=$COMPONENTS/bin
@@ -11,7 +12,7 @@ done
 need_packages buildah
 "$E2E/components.sh" kubernetes base
 mkdir -p "$FOLDER"
-key=$({ cat "$0" "$ROOT/build/cpu/trainer/cli/trireme" "$ROOT/build/cpu/operator/cli/trireme-operator" "$ROOT/Dockerfile" "$ROOT/scripts/image_files.sh"
+key=$({ cat "$0" "$ROOT/build/cpu/trainer/cli/trireme" "$ROOT/build/cpu/operator/cli/trireme-operator" "$ROOT/Dockerfile" "$ROOT/scripts/image_files.sh" "$ROOT/scripts/sbom.py"
   readlink -f "$BIN/base.tar" "$BIN/pause"; find "$ROOT/configs" "$ROOT/examples" -type f -print0 | sort -z | xargs -0 cat; } | sha256sum | cut -c1-12)
 if [ "$(cat "$FOLDER/current/key" 2>/dev/null)" = "$key" ]; then say "images: as they are ($key)"; exit 0; fi
 
@@ -41,6 +42,12 @@ for image in trireme.test/pause:1 docker.io/trireme/operator:$VERSION docker.io/
 done
 b inspect --type image "docker.io/trireme/operator:$VERSION" >"$work/new/operator.json"
 du -sm "$ROOT/build/image/operator" | cut -f1 >"$work/new/operator.mb"
+for target in operator trainer; do
+  container=$(b from --pull-never "docker.io/trireme/$target:$VERSION")
+  "$ROOT/scripts/sbom.py" check-image "$(b mount "$container")" >&2 || die "the $target's image is not what its bill of materials says"
+  b rm "$container" >/dev/null
+  cp "$ROOT/build/image/$target/usr/share/doc/trireme/sbom.cdx.json" "$work/new/$target.cdx.json"
+done
 echo "$key" >"$work/new/key"
 rm -rf "$FOLDER/current"
 mv "$work/new" "$FOLDER/current"

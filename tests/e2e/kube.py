@@ -1,4 +1,5 @@
-"""A small client of the API server, and recorders: every change of a kind, in order, kept from before the test did anything.
+"""A small client of the API server, and recorders: every change of a kind, in order, kept from before the test did
+anything.
 
 Checks look at recordings and never at what a poll happened to see, so that they do not depend on timing.
 """
@@ -27,7 +28,7 @@ class ApiError(Exception):
 KINDS = {
     "pods": "/api/v1", "services": "/api/v1", "configmaps": "/api/v1", "events": "/api/v1", "nodes": "/api/v1", "secrets": "/api/v1",
     "persistentvolumes": "/api/v1", "persistentvolumeclaims": "/api/v1", "namespaces": "/api/v1", "resourcequotas": "/api/v1",
-    "rljobs": "/apis/trireme.dev/v1alpha1", "leases": "/apis/coordination.k8s.io/v1", "deployments": "/apis/apps/v1",
+    "rljobs": "/apis/trireme.dev/v1alpha1", "leases": "/apis/coordination.k8s.io/v1", "networkpolicies": "/apis/networking.k8s.io/v1", "deployments": "/apis/apps/v1",
     "workloads": "/apis/scheduling.k8s.io/v1alpha2", "podgroups": "/apis/scheduling.k8s.io/v1alpha2",
     "validatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
 }
@@ -157,7 +158,8 @@ class Recorder:
                 self.condition.notify_all()
 
     def _list_again(self, why):
-        """A new API server does not know what its predecessor told: what changed meanwhile is seen as one change for each object."""
+        """A new API server does not know what its predecessor told: what changed meanwhile is seen as one change for
+        each object."""
         listed = self.kube.call("GET", self.kube.path(self.kind, "", self.namespace))
         with self.condition:
             known = {}

@@ -1,4 +1,5 @@
-"""RLJobs in a queue of a live Kueue, on kwok's nodes: waiting, admission, suspend and resume, preemption. Part of scale.py (group `kueue`)."""
+"""RLJobs in a queue of a live Kueue, on kwok's nodes: waiting, admission, suspend and resume, preemption. Part of
+scale.py (group `kueue`)."""
 import base64
 import shutil
 
@@ -9,7 +10,8 @@ PORT = 19443
 
 
 def configure(pki, address):
-    """Kueue outside of the cluster: its custom resources, and its webhooks by address with a certificate of the cluster's own CA."""
+    """Kueue outside of the cluster: its custom resources, and its webhooks by address with a certificate of the
+    cluster's own CA."""
     folder = STATE / "kueue"
     folder.mkdir(exist_ok=True)
     shutil.copy(f"{pki}/apiserver.crt", folder / "tls.crt")  # names the same address
@@ -111,7 +113,8 @@ def suspended_and_resumed():
 
 
 def preempted(rljob):
-    """A more important job takes the place; the other one queues again, as a restart that does not count, and goes on afterwards."""
+    """A more important job takes the place; the other one queues again, as a restart that does not count, and goes on
+    afterwards."""
     kube.create("rljobs", rljob("urgent", "queued", 4, queueName="team", priorityClassName="urgent"), "queued")
     admitted("urgent")
     waits("first")

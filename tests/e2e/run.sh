@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# run.sh [GROUP...]: operator and trainer on a real cluster that is made for it and taken down afterwards (`make test-cluster`).
-#   KEEP=1: the cluster stays; then REUSE=1 uses it again.
+# run.sh [GROUP...]: operator and trainer on a real cluster that is made for it and taken down afterwards
+# (`make test-cluster`). Groups: README.md; without one, all.
+#   KEEP=1: the cluster stays; then REUSE=1 uses it again. ONLY=PATTERN: checks whose name matches.
 . "$(dirname "$0")/lib.sh"
 began=$SECONDS
 [ "$(id -u)" = 0 ] || die "a cluster needs root: namespaces, bridges and cgroups are made"

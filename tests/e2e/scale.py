@@ -1,4 +1,5 @@
-"""Many RLJobs on kwok's nodes: what the operator costs, and how fast it creates next to a bare loop. Started by scale.sh; figures go to stdout."""
+"""Many RLJobs on kwok's nodes: what the operator costs, and how fast it creates next to a bare loop. Started by
+scale.sh; figures go to stdout."""
 import base64
 import concurrent.futures
 import datetime
@@ -130,7 +131,8 @@ def strip(o, ns, owners):
 
 
 def objects_of(ns):
-    """What the operator made in a namespace, as (kind, wave, object): service and config map of a job before its pods."""
+    """What the operator made in a namespace, as (kind, wave, object): service and config map of a job before its
+    pods."""
     out = []
     for kind, wave in (("services", 0), ("configmaps", 1), ("pods", 2)):
         for o in kube.list(kind, ns):
@@ -146,7 +148,8 @@ def post_jobs(ns, jobs, replicas, **more):
 
 
 def by_operator(ns, jobs, replicas):
-    """Seconds from its workers' start to the last pod's creation (what the lists before that take is measured elsewhere), its CPU and requests. RLJobs are there before."""
+    """Seconds from its workers' start to the last pod's creation (what the lists before that take is measured
+    elsewhere), its CPU and requests. RLJobs are there before."""
     post_jobs(ns, jobs, replicas)
     open(f"{LOGS}/operator.log", "w").close()
     operator = start_operator("--namespace", ns)
@@ -173,7 +176,8 @@ def by_loop(made, ns, jobs, replicas):
 
 
 def create_rate(jobs, replicas, label):
-    """The operator against the loop over 64 connections: one after the other, then the other way round, since the machine has other work too."""
+    """The operator against the loop over 64 connections: one after the other, then the other way round, since the
+    machine has other work too."""
     ratios, made = [], None
     for repeat in range(2):
         ours, theirs = f"{label}-{repeat}", f"{label}-{repeat}-bare"
@@ -262,8 +266,8 @@ FOLDERS = ("trireme.dev/rljobs", "pods", "services/specs", "configmaps")
 
 
 def copy_jobs(ns, name, copies):
-    """Copies of a job and its objects, under other names and uids of the same length, written to etcd as the API server would have stored them: what creating them costs, in which
-    everybody else has a part, is measured elsewhere."""
+    """Copies of a job and its objects, under other names and uids of the same length, written to etcd as the API server
+    would have stored them: what creating them costs, in which everybody else has a part, is measured elsewhere."""
     stored = {}
     for folder in FOLDERS:
         prefix = f"/registry/{folder}/{ns}/{name}"

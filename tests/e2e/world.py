@@ -30,7 +30,8 @@ def need(holds, message):
 
 
 def check(name, function, *arguments):
-    """Runs one check; what it returns is a note for the table. ONLY=PATTERN in the environment: just those, and what others build on."""
+    """Runs one check; what it returns is a note for the table. ONLY=PATTERN in the environment: just those, and what
+    others build on."""
     if not re.search(os.environ.get("ONLY", ""), name) and not re.search("undisturbed|live run", name):
         return True
     begin = time.monotonic()
@@ -67,14 +68,15 @@ def kubectl(*arguments, ok=True, **options):
     return run(COMPONENTS / "bin/kubectl", *arguments, ok=ok, **options)
 
 
-def wait(what, condition, seconds=180):
-    """Polls for something that stays true once it is."""
+def wait(what, condition, seconds=180, seen=lambda: ""):
+    """Polls for something that stays true once it is; what is `seen` instead is told."""
     end = time.monotonic() + seconds
     while True:
         value = condition()
         if value:
             return value
-        need(time.monotonic() < end, f"{what}: not within {seconds} s")
+        if time.monotonic() >= end:
+            raise AssertionError(f"{what}: not within {seconds} s {seen()}")
         time.sleep(0.1)
 
 

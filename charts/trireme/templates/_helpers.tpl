@@ -48,12 +48,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{- define "trireme.statusTls" -}}
+{{- if and .Values.status.enabled .Values.status.tls }}true{{ end }}
+{{- end }}
+
 {{- define "trireme.certManager" -}}
-{{- if and .Values.webhook.enabled (eq .Values.webhook.certificates.mode "certManager") }}true{{ end }}
+{{- if and (or .Values.webhook.enabled (include "trireme.statusTls" .)) (eq .Values.webhook.certificates.mode "certManager") }}true{{ end }}
 {{- end }}
 
 {{- define "trireme.ownCertificates" -}}
-{{- if and .Values.webhook.enabled (eq .Values.webhook.certificates.mode "internal") }}true{{ end }}
+{{- if and (or .Values.webhook.enabled (include "trireme.statusTls" .)) (eq .Values.webhook.certificates.mode "internal") }}true{{ end }}
 {{- end }}
 
 {{- /* What values.schema.json cannot say. */}}
@@ -64,6 +68,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- if not (and (gt (int $election.leaseDuration) (int $election.renewDeadline)) (gt (int $election.renewDeadline) (int $election.retryPeriod))) }}
 {{- fail "config.leaderElection: leaseDuration must be above renewDeadline, and renewDeadline above retryPeriod" }}
+{{- end }}
+{{- if and (include "trireme.statusTls" .) (hasPrefix "http://" .Values.status.url) }}
+{{- fail "status.url begins with http:// but reports are taken over TLS: https://, or status.tls: false" }}
 {{- end }}
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.enabled) }}
 {{- fail "metrics.serviceMonitor.enabled needs metrics.enabled" }}
@@ -91,6 +98,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - "--qps={{ .apiQps }}"
 - "--burst={{ int .apiBurst }}"
 - {{ ternary "--watch-nodes" "--no-watch-nodes" .watchNodes | quote }}
+- {{ ternary "--network-policies" "--no-network-policies" $.Values.jobs.networkPolicy.enabled | quote }}
+{{- if $.Values.jobs.networkPolicy.enabled }}
+- {{ printf "--scraped-by=%s" ($.Values.metrics.scrapedBy | toJson) | quote }}
+{{- end }}
+- {{ ternary "--do-not-disrupt" "--no-do-not-disrupt" $.Values.jobs.doNotDisrupt | quote }}
 - "--scheduling-backend={{ .schedulingBackend }}"
 {{- if .defaultImage }}
 - "--default-image={{ .defaultImage }}"
@@ -105,6 +117,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.status.enabled }}
 - "--status-port={{ .Values.status.port }}"
 - "--status-service={{ $name }}-status"
+- {{ ternary "--status-tls" "--no-status-tls" .Values.status.tls | quote }}
 {{- if .Values.status.url }}
 - "--status-url={{ .Values.status.url }}"
 {{- end }}
@@ -114,16 +127,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.webhook.enabled }}
 - "--webhook-port={{ .Values.webhook.port }}"
 - "--webhook-service={{ $name }}-webhook"
-{{- if eq (include "trireme.certManager" .) "true" }}
-- "--webhook-cert-file=/etc/trireme/webhook/tls.crt"
-- "--webhook-key-file=/etc/trireme/webhook/tls.key"
-{{- else }}
-- "--webhook-secret={{ $name }}-webhook-cert"
+{{- if include "trireme.ownCertificates" . }}
 - "--webhook-validating={{ $name }}-validating"
 - "--webhook-mutating={{ $name }}-mutating"
 {{- end }}
 {{- else }}
 - "--webhook-port=-1"
+{{- end }}
+{{- if include "trireme.certManager" . }}
+- "--webhook-cert-file=/etc/trireme/webhook/tls.crt"
+- "--webhook-key-file=/etc/trireme/webhook/tls.key"
+- "--webhook-ca-file=/etc/trireme/webhook/ca.crt"
+{{- else if include "trireme.ownCertificates" . }}
+- "--webhook-secret={{ $name }}-webhook-cert"
 {{- end }}
 {{- range .Values.config.extraArgs }}
 - {{ . | quote }}

@@ -180,7 +180,7 @@ TEST(Crd, NamesColumnsAndSubresources) {
     EXPECT_TRUE(at.IsMap()) << path;
   }
   EXPECT_EQ(columns, (std::vector<std::string>{"Phase", "Step", "Steps", "Reward", "Step-Seconds", "Tokens/s",
-                                               "Restarts", "Age"}));
+                                               "Restarts", "Waiting", "Failure", "Age"}));
 }
 
 // What a structural schema may not have, everywhere below a node.

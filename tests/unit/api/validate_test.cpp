@@ -40,7 +40,6 @@ TEST(Validate, Names) {
 }
 
 TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
-  EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 3, gpusPerPod: 8, parallelism: {tp: 3}")),
             "spec.roles.actor.parallelism.tp: tp 3 does not divide the 8 GPUs of a node (tensor parallel ranks must "
             "share a node); "
@@ -64,7 +63,18 @@ TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
               HasSubstr("spans nodes of 8 GPUs"));
   EXPECT_THAT(errors_of(actor("gpusPerPod: 8, processesPerPod: 4")),
               HasSubstr("processesPerPod: is 4, but a pod has 8 GPUs"));
-  EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {tp: 2}")), "");
+}
+
+TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
+  const std::string rest = " parallel) is not supported yet by the trainer of this version; only dp may be above 1";
+  EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")),
+            "spec.roles.actor.parallelism.tp: tp 4 (tensor" + rest +
+                "\nspec.roles.actor.parallelism.pp: pp 4 (pipeline" + rest);
+  EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {cp: 2}")),
+            "spec.roles.actor.parallelism.cp: cp 2 (context" + rest);
+  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 8, etp: 1}")),
+            "spec.roles.actor.parallelism.ep: ep 8 (expert" + rest);
+  EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {dp: 64}")), "");
 }
 
 TEST(Validate, WhatIsNotSupportedYetIsSaid) {
@@ -79,14 +89,14 @@ TEST(Validate, WhatIsNotSupportedYetIsSaid) {
 }
 
 TEST(Validate, SizesLiveInTheRLJob) {
-  const std::string head = actor("replicas: 2, gpusPerPod: 8, parallelism: {tp: 2}");
+  const std::string head = actor("replicas: 2, gpusPerPod: 8");
   const auto with = [&](const std::string& config) { return errors_of(head + "  config: {inline: " + config + "}\n"); };
-  EXPECT_EQ(with("{policy: {megatron_cfg: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1}}, cluster: "
+  EXPECT_EQ(with("{policy: {megatron_cfg: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1}}, cluster: "
                  "{num_nodes: 2, gpus_per_node: 8}}"),
             "");
   EXPECT_EQ(with("{policy: {megatron_cfg: {tensor_model_parallel_size: 4}}}"),
             "spec.config.inline.policy.megatron_cfg.tensor_model_parallel_size: is 4, but "
-            "spec.roles.actor.parallelism.tp is 2; the RLJob "
+            "spec.roles.actor.parallelism.tp is 1; the RLJob "
             "decides sizes: leave the key out");
   for (const char* key : {"pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
                           "expert_tensor_parallel_size"}) {
@@ -94,8 +104,8 @@ TEST(Validate, SizesLiveInTheRLJob) {
                 HasSubstr(std::string(key) + ": is 2, but spec.roles.actor.parallelism."))
         << key;
   }
-  EXPECT_THAT(with("{policy: {dtensor_cfg: {tensor_parallel_size: 1}}}"), HasSubstr("tensor_parallel_size: is 1"));
-  EXPECT_EQ(with("{policy: {dtensor_cfg: {enabled: false, tensor_parallel_size: 1}}}"), "");  // a back-end that is off
+  EXPECT_THAT(with("{policy: {dtensor_cfg: {tensor_parallel_size: 2}}}"), HasSubstr("tensor_parallel_size: is 2"));
+  EXPECT_EQ(with("{policy: {dtensor_cfg: {enabled: false, tensor_parallel_size: 2}}}"), "");  // a back-end that is off
   EXPECT_THAT(with("{cluster: {num_nodes: 1}}"), HasSubstr("but spec.roles.actor.replicas is 2"));
   EXPECT_THAT(with("{cluster: {gpus_per_node: 4}}"), HasSubstr("is 4, but the processes of an actor pod is 8"));
   EXPECT_THAT(
@@ -185,6 +195,16 @@ TEST(Validate, SmallThings) {
         << bad;
   }
   EXPECT_THAT(errors_of("  network: {rdma: {resourceName: ''}}\n"), HasSubstr("rdma/ib"));
+  const std::string ib = "rdma: {resourceName: rdma/ib";
+  EXPECT_EQ(errors_of("  network: {fabric: InfiniBand, " + ib + "}}\n"), "");
+  EXPECT_EQ(errors_of("  network: {fabric: RoCE, " + ib + ", devices: '=mlx5_0:1,mlx5_1:1', gidIndex: 3}}\n"), "");
+  EXPECT_EQ(errors_of("  network: {fabric: None}\n"), "");
+  EXPECT_THAT(errors_of("  network: {fabric: RoCE}\n"), HasSubstr("spec.network.fabric: RoCE needs spec.network.rdma"));
+  EXPECT_THAT(errors_of("  network: {fabric: None, " + ib + "}}\n"), HasSubstr("leave one out"));
+  EXPECT_THAT(errors_of("  network: {" + ib + ", gidIndex: 3}}\n"), HasSubstr("is for RoCE, but spec.network.fabric"));
+  EXPECT_THAT(errors_of("  network: {" + ib + ", devices: 'a b'}}\n"), HasSubstr("is not a list of devices"));
+  EXPECT_THAT(errors_of("  network: {" + ib + "}}\n" + actor("replicas: 2")),
+              HasSubstr("spec.network.rdma: is for pods with GPUs"));
   EXPECT_THAT(errors_of("  imagePullPolicy: Sometimes\n"), HasSubstr("Always, IfNotPresent or Never"));
   EXPECT_THAT(errors_of("  image: a b\n"), HasSubstr("contains blanks"));
   EXPECT_THAT(errors_of("  failurePolicy: {rules: [{onExitCodes: [0]}]}\n"), HasSubstr("is not a failure's exit code"));

@@ -1,5 +1,8 @@
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <unistd.h>
 
+#include "base/atomic_file.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/subprocess.h"
@@ -49,6 +52,37 @@ TEST(Files, AtomicWriteReplacesAndCleansUp) {
   }
 }
 
+TEST(Files, LargeOnesAreThereWhenTheyAreWhole) {
+  const TemporaryDirectory dir;
+  const std::filesystem::path path = dir.path() / "large";
+  write_file_atomic(path, "old");
+  const std::string part(int64_t{40} << 20, 'x');  // more than the kernel is told to begin with
+  {
+    AtomicFile file(path);
+    file.write(part.data(), part.size());
+  }
+  EXPECT_EQ(read_file(path), "old") << "never finished";
+  AtomicFile file(path);
+  file.write(part.data(), part.size());
+  file.write("end", 3);
+  EXPECT_EQ(read_file(path), "old");
+  file.finish();
+  EXPECT_EQ(read_file(path), part + "end");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), std::filesystem::directory_iterator()), 1);
+  EXPECT_THROW(AtomicFile("/nonexistent/folder/x"), Error);
+}
+
+TEST(Files, OneAtATimeHasTheLock) {
+  const TemporaryDirectory dir;
+  const std::filesystem::path path = dir.path() / "lock";
+  {
+    const FileLock first(path, Deadline::after(Milliseconds(0)));
+    ASSERT_TRUE(first.supported());
+    EXPECT_THROW(FileLock(path, Deadline::after(Milliseconds(30))), Error);
+  }
+  EXPECT_NO_THROW(FileLock(path, Deadline::after(Milliseconds(0))));
+}
+
 TEST(Processes, CollectOutputStatusAndDeadline) {
   SpawnOptions cat;
   cat.argv = {"cat"};
@@ -72,6 +106,21 @@ TEST(Processes, CollectOutputStatusAndDeadline) {
   SpawnOptions missing;
   missing.argv = {"/no/such/program"};
   EXPECT_THROW(Subprocess::spawn(missing), Error);
+}
+
+TEST(Subprocess, AGroupEndsWhenItsFirstProcessHasEnded) {
+  SpawnOptions spawn;
+  spawn.argv = {"sh", "-c", "sleep 900 & exit 3"};
+  spawn.pipe_stdout = true;
+  Subprocess child = Subprocess::spawn(spawn);
+  const auto status = child.wait(Deadline::after(Milliseconds(60000)));
+  ASSERT_TRUE(status);
+  EXPECT_EQ(status->code, 3);
+  // The pipe ends when nobody holds it any more.
+  pollfd fd{child.stdout_fd(), POLLIN, 0};
+  ASSERT_EQ(::poll(&fd, 1, 60000), 1);
+  char byte;
+  EXPECT_EQ(::read(child.stdout_fd(), &byte, 1), 0);
 }
 
 }  // namespace

@@ -34,7 +34,14 @@ inline ReconcilerOptions fast_options() {
   o.reflector.backoff_max = Milliseconds(100);
   o.plan.settle = Milliseconds(20);
   o.plan.cause_wait = Milliseconds(200);
-  o.plan.node_grace = Milliseconds(50);
+  o.plan.fresh_heartbeat = Milliseconds(100);
+  o.plan.start_grace = Milliseconds(300);
+  o.plan.objects.status_url = "http://status:8090";
+  o.plan.objects.network_policies = true;
+  o.unknown_node = Milliseconds(50);
+  o.refusal_min = Milliseconds(20);
+  o.refusal_max = Milliseconds(100);
+  o.least_silence = Milliseconds(100);
   o.plan.backoff_base = Milliseconds(10);
   o.plan.release_backoff = Milliseconds(10);
   o.plan.completion_grace = Milliseconds(2000);
@@ -79,7 +86,7 @@ class Cluster final {
     options.metrics = &metrics;
     if (writes >= 0) options.may_write = [left] { return left->fetch_sub(1) > 0; };
     budget_ = writes < 0 ? nullptr : left;
-    reports = std::make_unique<ReportStore>();
+    reports = std::make_unique<ReportStore>(Milliseconds(100));
     op = std::make_unique<Reconciler>(client, std::move(options), *reports);
     op->start_informers();
     if (!op->wait_synced(Deadline::after(Milliseconds(60000)))) throw std::runtime_error("no sync");
@@ -119,6 +126,10 @@ class Cluster final {
     return alive_pods() == 0 && server.list(resources::kServices).empty() &&
            server.list(resources::kConfigMaps).empty();
   }
+  Json policy(const std::string& job) const {
+    return server.get(resources::kNetworkPolicies, {"team", network_policy_name(job)}).value_or(Json());
+  }
+  bool no_policies() const { return server.list(resources::kNetworkPolicies).empty(); }
   // Names of pods that were created more than once.
   std::vector<std::string> created_twice() const {
     std::map<std::string, int> count;

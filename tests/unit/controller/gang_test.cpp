@@ -102,7 +102,7 @@ TEST(Gang, Kueue) {
       pod["metadata"],
       json::parse(
           R"({"labels":{"a":"b","kueue.x-k8s.io/pod-group-name":"quick-a1","kueue.x-k8s.io/queue-name":"team-queue"},
-    "annotations":{"kueue.x-k8s.io/pod-group-total-count":"4","kueue.x-k8s.io/retriable-in-group":"false",
+    "annotations":{"kueue.x-k8s.io/pod-group-total-count":"4",
     "kueue.x-k8s.io/podset-preferred-topology":"rack"}})"));
   const auto cleanup = gang_cleanup(backend, "quick-a1");
   ASSERT_EQ(cleanup.size(), 1u);

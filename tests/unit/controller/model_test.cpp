@@ -23,10 +23,13 @@ class Life final {
         world_(make_job("  model: {source: /m}\n  config: {path: c.yaml}\n"
                         "  roles: {actor: {replicas: 2}, reward: {replicas: 1, port: 8000, template: {spec: "
                         "{containers: [{name: reward, image: r}]}}}}\n"
-                        "  failurePolicy: {maxRestarts: 1000, terminationTimeoutSeconds: 30}\n"
+                        "  failurePolicy: {maxRestarts: 1000, maxFreeRestarts: 1000, terminationTimeoutSeconds: 30}\n"
                         "  scheduling: {schedulingTimeoutSeconds: 120}\n"
-                        "  health: {heartbeatTimeoutSeconds: 300, startupDeadlineSeconds: 600}\n")) {
+                        "  health: {heartbeatTimeoutSeconds: 300, startupDeadlineSeconds: 600, "
+                        "nodeNotReadyGraceSeconds: 20}\n")) {
     world_.options.release_backoff = Milliseconds(10'000);
+    world_.options.objects.network_policies = true;
+    world_.room = [this] { return (neighbour_ ? 2 : 1000) - world_.alive(); };
   }
 
   void run() {
@@ -34,14 +37,16 @@ class Life final {
       world_.remember();
       world_.now_ms += static_cast<int64_t>(random_() % 8000);
       trouble();
+      neighbour();
       kubelets();
       reconcile();
     }
     // The storm is over: everybody does their work.
     world_.job.spec.suspend = false;
     world_.nodes.clear();
-    for (int i = 0; i < 200 && !over(); ++i) {
+    for (int i = 0; i < 400 && !over(); ++i) {
       world_.now_ms += 5000;
+      neighbour();
       world_.finish_deletions();
       world_.place_all();
       if (world_.job.status.phase == phase::kRunning) world_.succeed_all();
@@ -55,6 +60,7 @@ class Life final {
     EXPECT_EQ(status.phase, phase::kComplete);
     EXPECT_EQ(world_.alive(), 0);
     EXPECT_TRUE(world_.services.empty());
+    EXPECT_FALSE(world_.policy);
     ASSERT_NE(world_.condition("Complete"), nullptr);
     EXPECT_EQ(world_.condition("Complete")->status, "True");
     EXPECT_EQ(world_.condition("Running")->status, "False");
@@ -68,7 +74,9 @@ class Life final {
 
  private:
   bool chance(int percent) { return static_cast<int>(random_() % 100) < percent; }
-  bool over() { return is_terminal(world_.job.status.phase) && world_.services.empty() && world_.alive() == 0; }
+  bool over() {
+    return is_terminal(world_.job.status.phase) && world_.services.empty() && !world_.policy && world_.alive() == 0;
+  }
 
   ObservedPod* any_pod() {
     if (world_.pods.empty()) return nullptr;
@@ -77,7 +85,14 @@ class Life final {
     return &it->second;
   }
 
+  // Another job that shares the quota holds what ours lacks, and waits for what ours has: it only ends once ours has
+  // let everything go.
+  void neighbour() {
+    if (neighbour_ && world_.alive() == 0) neighbour_ = false;
+  }
+
   void trouble() {
+    if (chance(4)) neighbour_ = true;
     if (chance(8)) {
       static const int64_t kCodes[] = {1, 20, 21, 30, 40, 134, 137, 139};
       ObservedPod* pod = any_pod();
@@ -104,6 +119,9 @@ class Life final {
       world_.job.metadata.resource_version = std::to_string(++world_.version);
     }
     if (chance(2)) world_.services.clear();
+    // Somebody widens the policy, or takes it away.
+    if (chance(2) && world_.policy) world_.policy->spec = 1;
+    if (chance(2)) world_.policy.reset();
     if (chance(2)) world_.now_ms += 700'000;  // nothing moves for long: hangs, time limits
   }
 
@@ -134,6 +152,7 @@ class Life final {
 
   std::mt19937_64 random_;
   World world_;
+  bool neighbour_ = false;
 };
 
 TEST(PlanModel, EveryLifeEndsWell) {

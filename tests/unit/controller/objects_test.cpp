@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "operator/controller/actions.h"
 #include "operator/controller/cache.h"
 #include "tests/unit/controller/world.h"
@@ -74,6 +76,23 @@ TEST(Objects, PodHasItsPlace) {
   EXPECT_EQ(token["audience"], kStatusTokenAudience);
 }
 
+TEST(Objects, PodsGetTheAuthorityOfTheStatusServer) {
+  Made m = made(kTwoPods);
+  EXPECT_FALSE(attempt_config_map(m.context())["data"].contains("ca.crt"));
+  EXPECT_EQ(env(pod(m.context(), "actor", 0), "TRIREME_STATUS_CA_FILE"), "(none)");
+  m.options.status_url = "https://status.trireme-system:8090";
+  m.options.status_ca = [] { return std::string("PEM"); };
+  const Json map = attempt_config_map(m.context());
+  EXPECT_EQ(map["data"]["ca.crt"], "PEM");
+  const Json p = pod(m.context(), "actor", 0);
+  const std::string file = env(p, "TRIREME_STATUS_CA_FILE");
+  const Json& sources = (*named(p["spec"]["volumes"], "trireme-status"))["projected"]["sources"];
+  EXPECT_EQ(sources[1]["configMap"]["name"], map["metadata"]["name"]);
+  EXPECT_EQ(sources[1]["configMap"]["items"][0]["key"], "ca.crt");
+  EXPECT_EQ(file,
+            std::string(kStatusTokenMountPath) + "/" + sources[1]["configMap"]["items"][0]["path"].get<std::string>());
+}
+
 TEST(Objects, PodsOfARoleDifferOnlyInTheirPlace) {
   const Made m = made(kTwoPods);
   Json a = pod(m.context(), "actor", 0), b = pod(m.context(), "actor", 1);
@@ -118,6 +137,82 @@ TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
   EXPECT_EQ(trainer["resources"]["limits"]["nvidia.com/gpu"], "4");
   EXPECT_FALSE(trainer["securityContext"].contains("allowPrivilegeEscalation"));
   EXPECT_EQ(p["spec"]["tolerations"][0]["key"], "nvidia.com/gpu");
+}
+
+const char* kRdmaJob =
+    "  model: {source: /m}\n  config: {path: c.yaml}\n"
+    "  network: {fabric: RoCE, socketInterface: eth0, rdma: {resourceName: rdma/roce, count: 8, devices: mlx5, "
+    "gidIndex: 3}}\n"
+    "  roles:\n"
+    "    actor: {replicas: 2, gpusPerPod: 8%s}\n"
+    "    reward: {port: 8000, gpusPerPod: 1, template: {spec: {containers: [{name: reward, image: r}]}}}\n";
+
+std::string rdma_job(const std::string& trainer = "") {
+  std::string yaml = kRdmaJob;
+  yaml.replace(yaml.find("%s"), 2,
+               trainer.empty() ? "" : ", template: {spec: {containers: [{name: trainer, " + trainer + "}]}}");
+  return yaml;
+}
+
+TEST(Objects, PodsThatUseRdmaMayLockMemoryAndNoOthers) {
+  const Made m = made(rdma_job());
+  const Json actor = pod(m.context(), "actor", 0);
+  const Json& trainer = actor["spec"]["containers"][0];
+  EXPECT_EQ(trainer["securityContext"]["capabilities"], Json::parse(R"({"drop":["ALL"],"add":["IPC_LOCK"]})"));
+  EXPECT_EQ(trainer["securityContext"]["allowPrivilegeEscalation"], false);
+  EXPECT_EQ(trainer["resources"]["limits"]["rdma/roce"], "8");
+  EXPECT_EQ(env(actor, "NCCL_IB_GID_INDEX"), "3");
+  EXPECT_EQ(env(actor, "TRIREME_REQUIRE_RDMA"), "1");
+  const Json reward = pod(m.context(), "reward", 0);
+  const Json& server = reward["spec"]["containers"][0];
+  EXPECT_EQ(server["securityContext"]["capabilities"], Json::parse(R"({"drop":["ALL"]})"));
+  EXPECT_FALSE(server["resources"]["limits"].contains("rdma/roce")) << "it speaks HTTP";
+  EXPECT_EQ(env(reward, "TRIREME_REQUIRE_RDMA"), "(none)");
+  const Json plain = pod(made(kTwoPods).context(), "actor", 0);
+  EXPECT_FALSE(plain["spec"]["containers"][0]["securityContext"]["capabilities"].contains("add"));
+}
+
+TEST(Objects, ATemplateDecidesAboutItsCapabilities) {
+  const auto capabilities = [](const std::string& given) {
+    const Made m = made(rdma_job("securityContext: {capabilities: " + given + "}"));
+    return pod(m.context(), "actor", 0)["spec"]["containers"][0]["securityContext"]["capabilities"];
+  };
+  EXPECT_EQ(capabilities("{add: [SYS_NICE]}"), Json::parse(R"({"add":["SYS_NICE","IPC_LOCK"]})"));
+  EXPECT_EQ(capabilities("{add: [IPC_LOCK]}"), Json::parse(R"({"add":["IPC_LOCK"]})"));
+  EXPECT_EQ(capabilities("{add: [ALL]}"), Json::parse(R"({"add":["ALL"]})"));
+  EXPECT_EQ(capabilities("{drop: [IPC_LOCK]}"), Json::parse(R"({"drop":["IPC_LOCK"]})"));
+  const Made m = made(rdma_job("securityContext: {privileged: true}"));
+  EXPECT_EQ(pod(m.context(), "actor", 0)["spec"]["containers"][0]["securityContext"],
+            Json::parse(R"({"privileged":true})"));
+}
+
+TEST(Objects, TheTemplatesSettingsOfNcclWin) {
+  const Made m =
+      made(rdma_job("env: [{name: NCCL_IB_GID_INDEX, value: '5'}, {name: NCCL_SOCKET_IFNAME, valueFrom: {fieldRef: "
+                    "{fieldPath: spec.nodeName}}}, {name: TRIREME_REQUIRE_RDMA, value: '0'}]"));
+  const Json p = pod(m.context(), "actor", 0);
+  EXPECT_EQ(env(p, "NCCL_IB_GID_INDEX"), "5");
+  EXPECT_EQ(env(p, "NCCL_SOCKET_IFNAME"), "(from the cluster)");
+  EXPECT_EQ(env(p, "GLOO_SOCKET_IFNAME"), "eth0");
+  EXPECT_EQ(env(p, "NCCL_IB_HCA"), "mlx5");
+  EXPECT_EQ(env(p, "TRIREME_REQUIRE_RDMA"), "1") << "a reserved name";
+  std::set<std::string> names;
+  for (const Json& entry : p["spec"]["containers"][0]["env"])
+    EXPECT_TRUE(names.insert(entry["name"].get<std::string>()).second) << entry;
+}
+
+TEST(Objects, AutoscalersAreAskedToLeavePodsWhereTheyAre) {
+  Made m = made(
+      "  model: {source: /m}\n  config: {path: c.yaml}\n"
+      "  roles: {actor: {template: {metadata: {annotations: {karpenter.sh/do-not-disrupt: 'false'}}}}}\n");
+  const Json asked = pod(m.context(), "actor", 0)["metadata"]["annotations"];
+  EXPECT_EQ(asked["cluster-autoscaler.kubernetes.io/safe-to-evict"], "false");
+  EXPECT_EQ(asked["karpenter.sh/do-not-disrupt"], "false") << "the template's own word";
+  EXPECT_EQ(pod(made(kTwoPods).context(), "actor", 1)["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"],
+            "true");
+  m = made(kTwoPods);
+  m.options.do_not_disrupt = false;
+  EXPECT_FALSE(pod(m.context(), "actor", 0)["metadata"].contains("annotations"));
 }
 
 TEST(Objects, InlineConfigurationLiesInTheConfigMap) {
@@ -195,23 +290,63 @@ TEST(Cache, FailedPodTellsWhy) {
   ASSERT_TRUE(p.trouble);
   EXPECT_EQ(p.trouble->exit_code, 137);
   EXPECT_EQ(p.trouble->reason, "OOMKilled");
-  EXPECT_EQ(p.trouble->message, "log");
+  EXPECT_EQ(p.trouble->log, "log");
   EXPECT_GT(p.trouble->finished_ms, 0);
 }
 
 TEST(Cache, ALaunchersAccountIsReadAndHostileOnesAreText) {
-  auto message = [](const std::string& said) {
+  auto trouble = [](const std::string& said) {
     const Json ended = {{"exitCode", 21}, {"message", said}};
     const Json status = {
         {"phase", "Failed"},
         {"containerStatuses", Json::array({{{"name", "trainer"}, {"state", {{"terminated", ended}}}}})}};
-    return read_pod(Json{{"metadata", {{"name", "x"}}}, {"status", status}}).trouble->message;
+    return std::move(*read_pod(Json{{"metadata", {{"name", "x"}}}, {"status", status}}).trouble);
   };
-  EXPECT_EQ(message(R"({"rank":5,"cause":"exit code 21","exitCode":21,"logTail":"loss is nan\nbye"})"),
-            "rank 5 failed first (exit code 21):\nloss is nan\nbye");
-  for (const char* said : {R"({"rank":5,"cause":"cut)", "{}", "{{{", R"({"rank":5})", "plain text"})
-    EXPECT_EQ(message(said), said);
-  EXPECT_NO_THROW(message(R"({"rank":[],"cause":7,"logTail":{}})"));
+  const auto account = trouble(R"({"rank":5,"cause":"exit code 21","exitCode":21,"logTail":"loss is nan\nbye"})");
+  EXPECT_EQ(account.message, "rank 5 failed first (exit code 21)");
+  EXPECT_EQ(account.log, "loss is nan\nbye");
+  for (const char* said : {R"({"rank":5,"cause":"cut)", "{}", "{{{", R"({"rank":5})", "plain text"}) {
+    EXPECT_EQ(trouble(said).log, said);
+    EXPECT_EQ(trouble(said).message, "");
+  }
+  EXPECT_NO_THROW(trouble(R"({"rank":[],"cause":7,"logTail":{}})"));
+}
+
+TEST(Cache, TheMainContainerDecides) {
+  const auto pod = [](const std::string& phase, int main, const std::string& sidecar) {
+    const Json status = {
+        {"phase", phase},
+        {"containerStatuses", Json::array({{{"name", "side"}, {"state", Json::parse(sidecar)}},
+                                           {{"name", "trainer"}, {"state", {{"terminated", {{"exitCode", main}}}}}}})}};
+    return observe("x", read_pod(pod_fields().parse(Json{{"metadata", {{"name", "x"}}}, {"status", status}}.dump())));
+  };
+  const char* runs = R"({"running":{}})";
+  const char* failed = R"({"terminated":{"exitCode":143}})";
+  EXPECT_TRUE(pod("Running", 0, runs).done());
+  EXPECT_TRUE(pod("Running", 0, runs).alive()) << "and has to be taken away";
+  EXPECT_TRUE(pod("Failed", 0, failed).done());
+  EXPECT_FALSE(pod("Failed", 0, failed).failed());
+  EXPECT_TRUE(pod("Running", 3, runs).failed());
+  EXPECT_EQ(pod("Running", 3, runs).exit_code, 3);
+}
+
+TEST(Cache, OnlyTheControllerMakesAPodTheJobsOwn) {
+  const Made m = made(kTwoPods);
+  Json object = pod(m.context(), "actor", 1);
+  const kube::ObjectKey job{"team", "quick"}, key{"team", "quick-actor-1-a2"};
+  const auto own = [&](const kube::ObjectKey& at) {
+    return is_own(at, read_pod(pod_fields().parse(object.dump())), job);
+  };
+  EXPECT_TRUE(own(key));
+  EXPECT_FALSE(own({"others", key.name}));
+  EXPECT_FALSE(own({"team", "quick-actor-2-a2"}));
+  object["metadata"]["ownerReferences"][0]["uid"] = "another";
+  EXPECT_FALSE(own(key));
+  object["metadata"]["ownerReferences"][0]["uid"] = "uid-quick";
+  object["metadata"]["ownerReferences"][0]["controller"] = false;
+  EXPECT_FALSE(own(key));
+  object["metadata"].erase("ownerReferences");
+  EXPECT_FALSE(own(key));
 }
 
 TEST(Cache, DisruptionsHaveOneVocabulary) {
@@ -243,6 +378,10 @@ TEST(Cache, PendingPodTellsWhatItWaitsFor) {
   const CachedPod pulling = pod_of(R"({"metadata":{"name":"x"},"spec":{"nodeName":"n"},"status":{"phase":"Pending",
     "conditions":[{"type":"PodScheduled","status":"True"}],"containerStatuses":[{"name":"trainer","state":{"waiting":{"reason":"ErrImagePull","message":"no"}}}]}})");
   EXPECT_EQ(pulling.trouble->message, "ErrImagePull: no");
+  EXPECT_EQ(pulling.trouble->waiting, "ErrImagePull");
+  const CachedPod waits = pod_of(R"({"metadata":{"name":"x"},"status":{"phase":"Pending","containerStatuses":[
+    {"name":"trainer","state":{"waiting":{"reason":"ImagePullBackOff"}}}]}})");
+  EXPECT_EQ(waits.trouble->waiting, "ErrImagePull") << "by turns, and one trouble";
 }
 
 TEST(Cache, JobsArePackedAndComeBackAsTheyWere) {

@@ -122,7 +122,7 @@ INSTANTIATE_TEST_SUITE_P(
         FailureCase{"checkpointed", 40, "Error", "", phase::kRestarting, 0, 1, 0},
         FailureCase{"oom", 137, "OOMKilled", "", phase::kRestarting, 1, 0, 0},
         FailureCase{"preempted", 143, "Preempted", "", phase::kRestarting, 0, 1, 0},
-        FailureCase{"evicted", 137, "Evicted", "", phase::kRestarting, 0, 1, 0},
+        FailureCase{"evicted", 137, "Evicted", "", phase::kRestarting, 0, 1, 1},
         FailureCase{"node_lost", 137, "NodeLost", "", phase::kRestarting, 0, 1, 0},
         FailureCase{"rule_code", 7, "Error", "  failurePolicy: {rules: [{onExitCodes: [7], action: FailJob}]}\n",
                     phase::kFailed, 0, 0, 0},
@@ -279,27 +279,37 @@ TEST(Plan, PodTakenAwayBeforeTheGangIsCompleteIsMadeAgain) {
   EXPECT_TRUE(w.violations.empty());
 }
 
-TEST(Plan, LostNodeRestartsForFreeAndItsPodIsForcedAway) {
+TEST(Plan, LostNodeRestartsForFreeAndItsPodGoesWithTheNode) {
   World w = two_pods("  failurePolicy: {terminationTimeoutSeconds: 30}\n");
   w.run();
-  w.nodes[w.pods.at(w.actor(1)).node] = NodeState::kNotReady;
+  const std::string node = w.pods.at(w.actor(1)).node;
+  w.nodes[node] = NodeState::kNotReady;
   const std::string lost = w.actor(1);
   w.reconcile();
-  EXPECT_EQ(w.job.status.phase, phase::kRunning) << "a moment of NotReady is no loss";
+  w.now_ms += 290'000;
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kRunning) << "Kubernetes itself evicts after five minutes";
   w.now_ms += 20'000;
-  w.rendezvous();
   w.reconcile();
   EXPECT_EQ(w.job.status.phase, phase::kRestarting);
   EXPECT_EQ(w.job.status.free_restarts, 1);
   EXPECT_EQ(w.job.status.last_failure->reason, kReasonNodeLost);
+  EXPECT_EQ(w.job.status.last_failure->node, node);
   std::erase_if(w.pods, [&](const auto& e) { return e.second.deleting && e.first != lost; });
   w.reconcile();
-  EXPECT_EQ(w.pods.count(lost), 1u) << "within the termination timeout it may still come back";
-  w.now_ms += 31'000;
+  w.now_ms += 86'400'000;
+  w.reconcile();
+  ASSERT_NE(w.condition("Terminating"), nullptr);
+  EXPECT_EQ(w.pods.count(lost), 1u) << "its kubelet is silent, and may run it still";
+  EXPECT_EQ(w.condition("Terminating")->status, "True");
+  EXPECT_NE(w.condition("Terminating")->message.find(lost + " on node " + node), std::string::npos);
+  EXPECT_EQ(w.job.status.waiting, "PodNotGone");
+  EXPECT_EQ(w.created_total, 2);
+  w.nodes[node] = NodeState::kGone;  // or tainted out-of-service
   w.reconcile();
   EXPECT_EQ(w.pods.count(lost), 0u);
-  w.now_ms += 60'000;
   w.reconcile();
+  EXPECT_EQ(w.condition("Terminating")->status, "False");
   EXPECT_EQ(w.job.status.phase, phase::kQueued);
   EXPECT_TRUE(w.violations.empty());
 }
@@ -335,7 +345,7 @@ TEST(Plan, GangThatCannotBePlacedIsReleased) {
   w.reconcile();
   EXPECT_EQ(w.alive(), 0) << "everything was given back";
   EXPECT_EQ(w.created_total, 2) << "not at once again";
-  w.now_ms += 61'000;
+  w.now_ms += 91'000;
   w.reconcile();
   EXPECT_EQ(w.created_total, 4);
   EXPECT_TRUE(w.violations.empty());
@@ -402,7 +412,8 @@ TEST(Plan, StartupHasADeadline) {
   w.reconcile();
   EXPECT_EQ(w.job.status.phase, phase::kRestarting);
   EXPECT_EQ(w.job.status.last_failure->reason, kReasonStartup);
-  EXPECT_NE(w.job.status.last_failure->log_tail.find("ImagePullBackOff"), std::string::npos);
+  EXPECT_NE(w.job.status.last_failure->message.find("ImagePullBackOff"), std::string::npos);
+  EXPECT_EQ(w.job.status.last_failure->log_tail, "");
 }
 
 TEST(Plan, SuspendAndResume) {
@@ -626,11 +637,11 @@ TEST(Failure, ARankThatDeletionEndedBeforeItsLoopHasNotFailed) {
   ObservedPod pod;
   pod.phase = PodPhase::kFailed;
   pod.exit_code = 143;
-  EXPECT_EQ(pod_failure(pod, Milliseconds(0))->reason, "Error");
+  EXPECT_EQ(pod_failure(pod, Milliseconds(0), Milliseconds(0))->reason, "Error");
   pod.deleting = true;
-  EXPECT_EQ(pod_failure(pod, Milliseconds(0))->reason, kReasonDeleted);
+  EXPECT_EQ(pod_failure(pod, Milliseconds(0), Milliseconds(0))->reason, kReasonDeleted);
   pod.exit_code = 10;
-  EXPECT_EQ(pod_failure(pod, Milliseconds(0))->reason, "Error");
+  EXPECT_EQ(pod_failure(pod, Milliseconds(0), Milliseconds(0))->reason, "Error");
 }
 
 TEST(Failure, SignalFromExitCode) {

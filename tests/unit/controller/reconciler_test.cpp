@@ -63,7 +63,7 @@ TEST(Reconciler, FromApplyToComplete) {
   EXPECT_NE(text.find("trireme_jobs{phase=\"Running\"} 1"), std::string::npos) << text;
   c.trainers_end = true;
   ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
-  EXPECT_TRUE(eventually([&] { return c.clean(); }));
+  EXPECT_TRUE(eventually([&] { return c.clean() && c.no_policies(); }));
   EXPECT_EQ(c.attempt(job), 1);
   EXPECT_EQ(c.pods().size(), 2u);
   expect_sound(c);
@@ -109,7 +109,7 @@ TEST(Reconciler, DeletionLeavesNothingAndMakesNothing) {
   c.client.remove(resources::kRlJobs, job);
   EXPECT_TRUE(eventually([&] {
     return c.pods().empty() && c.server.list(resources::kServices).empty() &&
-           c.server.list(resources::kConfigMaps).empty();
+           c.server.list(resources::kConfigMaps).empty() && c.no_policies();
   }));
   EXPECT_TRUE(
       eventually([&] { return c.op->job_count() == 0 && c.op->pod_count() == 0 && c.op->queue().size() == 0; }));
@@ -127,8 +127,13 @@ TEST(Reconciler, PodsOfADeletedJobAreReleasedFromKueue) {
   c.start_operator(-1, options);
   const ObjectKey job = c.add_job("queued", "  queueName: team\n");
   ASSERT_TRUE(eventually([&] { return c.pods().size() == 2; }));
-  for (const char* name : {"queued-a1", "other-a1"})
-    c.server.put(workloads, {{"metadata", {{"name", name}, {"namespace", "team"}}}});
+  for (const char* name : {"queued", "other"}) {
+    const Json owner = {{"kind", "Pod"}, {"name", std::string(name) + "-actor-0-a1"}};
+    c.server.put(
+        workloads,
+        {{"metadata",
+          {{"name", std::string(name) + "-a1"}, {"namespace", "team"}, {"ownerReferences", Json::array({owner})}}}});
+  }
   c.client.remove(resources::kRlJobs, job);
   EXPECT_TRUE(eventually([&] { return !c.server.get(workloads, {"team", "queued-a1"}); }));
   EXPECT_TRUE(c.server.get(workloads, {"team", "other-a1"}));
@@ -144,11 +149,13 @@ TEST(Reconciler, ServiceHeardOfAfterTheEndIsRemoved) {
   ASSERT_TRUE(c.wait_phase(job, phase::kComplete));
   ASSERT_TRUE(eventually([&] { return c.clean(); }));
   const std::string uid = c.job(job)["metadata"]["uid"];
-  c.server.put(resources::kServices,
-               {{"metadata",
-                 {{"name", "quick-a1"},
-                  {"namespace", "team"},
-                  {"labels", {{kLabelJob, "quick"}, {kLabelJobUid, uid}, {kLabelAttempt, "1"}}}}}});
+  c.server.put(
+      resources::kServices,
+      {{"metadata",
+        {{"name", "quick-a1"},
+         {"namespace", "team"},
+         {"ownerReferences", Json::array({{{"kind", "RLJob"}, {"name", "quick"}, {"uid", uid}, {"controller", true}}})},
+         {"labels", {{kLabelJob, "quick"}, {kLabelJobUid, uid}, {kLabelAttempt, "1"}}}}}});
   EXPECT_TRUE(eventually([&] { return c.clean(); }));
 }
 
@@ -172,7 +179,7 @@ TEST(Reconciler, SurvivesADeathAtEveryWrite) {
     c.trainers_end = true;
     const ObjectKey job = c.add_job("quick");
     c.start_operator(n);
-    auto over = [&] { return c.phase(job) == phase::kComplete && c.clean(); };
+    auto over = [&] { return c.phase(job) == phase::kComplete && c.clean() && c.no_policies(); };
     ASSERT_TRUE(eventually([&] { return over() || c.is_dead(); }));
     whole = over() && !c.is_dead();
     c.stop_operator();
@@ -261,14 +268,16 @@ TEST(Reconciler, PodDeletedByHandRestarts) {
 TEST(Reconciler, LostNodeRestarts) {
   Cluster c;
   c.start_operator();
-  const ObjectKey job = c.add_job("quick", "  failurePolicy: {terminationTimeoutSeconds: 1}\n");
+  const ObjectKey job = c.add_job("quick", "  health: {nodeNotReadyGraceSeconds: 1}\n");
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   const std::string node = (*c.server.get(resources::kPods, {"team", "quick-actor-1-a1"}))["spec"]["nodeName"];
   const int number = node.back() - '0';
+  c.trainers = false;  // rank 0 has lost its peer
   c.put_node(number, false);
   ASSERT_TRUE(eventually([&] { return c.attempt(job) >= 2; }));
   EXPECT_EQ(c.job(job)["status"]["lastFailure"]["reason"], "NodeLost");
   c.put_node(number, true);
+  c.trainers = true;
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   EXPECT_EQ(c.violations(), std::vector<std::string>{});
 }

@@ -12,6 +12,9 @@
 #include <vector>
 
 #include "api/runtime.h"
+#include "operator/controller/ages.h"
+#include "operator/controller/failure.h"
+#include "operator/controller/network_policy.h"
 #include "operator/controller/plan.h"
 #include "operator/kube/events.h"
 
@@ -38,11 +41,17 @@ struct World {
   PlanOptions options;
   std::map<std::string, ObservedPod> pods;
   std::set<int64_t> services;
+  std::optional<ObservedPolicy> policy;
   std::optional<Report> report;
   std::map<std::string, NodeState> nodes;
   int64_t now_ms = 1'800'000'000'000;
   std::map<std::string, int64_t> since;  // tag -> now_ms when first seen
+  Ages ages;
   std::vector<EventNote> events;
+  // How many more pods the API server would take now; empty: any number.
+  std::function<int64_t()> room;
+  int64_t rejected_attempt = -1;
+  int64_t retry_at = 0;
 
   // What must never happen, found while it happens.
   std::vector<std::string> violations;
@@ -55,7 +64,7 @@ struct World {
   std::deque<RLJob> old_jobs;
   std::deque<std::map<std::string, ObservedPod>> old_pods;
 
-  explicit World(RLJob j) : job(std::move(j)) {}
+  explicit World(RLJob j) : job(std::move(j)) { options.objects.status_url = "http://status:8090"; }
 
   void remember() {
     old_jobs.push_back(job);
@@ -76,46 +85,60 @@ struct World {
     Observed o;
     o.job = seen_job;
     o.live = live;
-    o.services = services;
+    for (const int64_t attempt : services) o.services[attempt] = {"service-" + std::to_string(attempt), ""};
     o.services_known = true;
+    o.policies_known = options.objects.network_policies;
+    if (o.policies_known) o.policy = policy;
     o.now_ms = now_ms;
-    bool gated = false, placed = !seen_pods.empty();
     for (const auto& [name, pod] : seen_pods) {
       ObservedPod copy = pod;
-      copy.ended_for = age("ended " + pod.uid, pod.ended());
-      copy.deleting_for = age("deleting " + pod.uid, pod.deleting);
       const auto node = nodes.find(pod.node);
       if (!pod.node.empty()) copy.node_state = node == nodes.end() ? NodeState::kReady : node->second;
       copy.node_bad_for = age("node " + pod.node, copy.node_state == NodeState::kNotReady);
-      if (pod.attempt == seen_job.status.attempt) {
-        gated |= pod.gated;
-        placed &= pod.scheduled;
-      }
       o.pods.push_back(std::move(copy));
     }
     if (report) {
       o.report = report;
       o.report->age = age("report", true);
     }
-    const std::string& p = seen_job.status.phase;
-    const std::string a = std::to_string(seen_job.status.attempt);
-    o.unplaced_for = age("unplaced " + a, p == phase::kQueued && !gated && !placed);
-    o.starting_for = age("starting " + a, p == phase::kStarting);
-    o.silent_for = age("running " + a, p == phase::kRunning);
+    if (rejected_attempt == seen_job.status.attempt) {
+      o.rejection = "pods is forbidden: exceeded quota: team";
+      o.rejection_wait = Milliseconds(std::max<int64_t>(0, retry_at - now_ms));
+    }
+    ages.fill(o, now_ms);
     return o;
   }
   Observed observe() { return observe(job, pods, false); }
 
   void act(const Action& action) {
     const std::string& kind = action.resource.plural;
+    if (kind == "networkpolicies") {
+      if (action.kind == Action::Kind::kApply) {
+        const std::string uid = policy ? policy->uid : "policy-" + std::to_string(++uid_counter);
+        policy = {uid, policy_fingerprint(action.body["spec"])};
+      } else if (policy && policy->uid == action.uid) {
+        for (const auto& [name, pod] : pods) {
+          if (pod.alive()) violations.push_back("the NetworkPolicy went before " + name);
+        }
+        policy.reset();
+      }
+      return;
+    }
     if (action.kind == Action::Kind::kCreate) {
       const Json& labels = action.body["metadata"]["labels"];
       const int64_t attempt = labels.contains(kLabelAttempt) ? std::stoll(labels[kLabelAttempt].get<std::string>()) : 0;
       if (kind == "services" && attempt > 0) services.insert(attempt);
       if (kind != "pods" || pods.count(action.name) > 0) return;  // AlreadyExists
+      if (room && room() <= 0) {
+        rejected_attempt = attempt;
+        retry_at = now_ms + 5000;
+        return;
+      }
       if (const auto before = ever.find(action.name); before != ever.end() && !before->second) {
         violations.push_back(action.name + " was created twice");
       }
+      if (options.objects.network_policies && !policy)
+        violations.push_back(action.name + " was created before the NetworkPolicy");
       for (const auto& [name, pod] : pods) {
         if (pod.attempt != attempt && pod.alive())
           violations.push_back(action.name + " created while " + name + " lives");
@@ -138,6 +161,7 @@ struct World {
     if (kind != "pods") return;
     const auto found = pods.find(action.name);
     if (found == pods.end() || (!action.uid.empty() && found->second.uid != action.uid)) return;
+    if (is_service_role(found->second.role) && found->second.failed()) ever[action.name] = true;  // made again
     if (action.grace_period_s == 0 || found->second.ended() || found->second.node.empty()) {
       pods.erase(found);
     } else {
@@ -183,10 +207,13 @@ struct World {
       }
       std::stable_sort(p.actions.begin(), p.actions.end(),
                        [](const Action& a, const Action& b) { return a.wave < b.wave; });
+      const int64_t refused = rejected_attempt;
+      rejected_attempt = -1;
       for (const Action& action : p.actions) {
         if (dies && dies()) return;
         act(action);
       }
+      if (p.actions.empty()) rejected_attempt = refused;
       if (o.job.metadata.resource_version == job.metadata.resource_version &&
           status_to_json(p.status) != status_to_json(job.status)) {
         if (dies && dies()) return;
@@ -230,7 +257,7 @@ struct World {
     pod.exit_code = exit_code;
     pod.reason = reason;
     pod.finished_ms = now_ms;
-    pod.message = "last words of " + name;
+    pod.log = "last words of " + name;
   }
   void succeed_all() {
     for (auto& [name, pod] : pods) {

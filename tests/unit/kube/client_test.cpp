@@ -105,14 +105,6 @@ TEST(Client, StatusSubresourceAndApply) {
   now = client.update(resources::kRlJobs, now);
   EXPECT_EQ(now["status"]["phase"], "Running");
   EXPECT_EQ(now["metadata"]["generation"], 2);
-
-  const Json service{{"metadata", {{"namespace", "ns"}, {"name", "s"}}}, {"spec", {{"clusterIP", "None"}}}};
-  client.apply(resources::kServices, service);
-  client.apply(resources::kServices, service);
-  const auto requests = server.requests();
-  EXPECT_EQ(requests.back().content_type, "application/apply-patch+yaml");
-  EXPECT_EQ(requests.back().query, "fieldManager=trireme-operator&force=true");
-  EXPECT_EQ(server.list(resources::kServices).size(), 1u);
 }
 
 TEST(Client, MistakesOfTheCallerAreNotSent) {
@@ -393,22 +385,16 @@ TEST(ClientTls, CaFileIsReadAgain) {
   EXPECT_EQ(client.find(resources::kPods, {"ns", "a"}), std::nullopt);
 }
 
-TEST(Client, DiscoveryLogsAndReviews) {
+TEST(Client, ReviewsAreAnsweredAndNotStored) {
   FakeApiServer server;
   Client client(server.config());
-  EXPECT_TRUE(client.serves(resources::kRlJobs));
-  server.unserve(resources::kRlJobs);
-  EXPECT_FALSE(client.serves(resources::kRlJobs));
-  EXPECT_FALSE(client.serves({"scheduling.k8s.io", "v1alpha2", "podgroups", "PodGroup", true}));
-  server.set_log({"ns", "p"}, "last words\n");
-  EXPECT_EQ(client.pod_log({"ns", "p"}, "trainer", 20, 2048, client.default_deadline()), "last words\n");
-  EXPECT_EQ(server.requests().back().query, "container=trainer&limitBytes=2048&tailLines=20");
   server.answer_creates(resources::kTokenReviews, [](const Json& review) {
     return Json{{"status", {{"authenticated", review["spec"]["token"] == "good"}}}};
   });
   const Json review =
       client.create(resources::kTokenReviews, {{"metadata", Json::object()}, {"spec", {{"token", "good"}}}});
   EXPECT_EQ(review["status"]["authenticated"], true);
+  EXPECT_TRUE(server.list(resources::kTokenReviews).empty());
 }
 
 TEST(ClientStream, CancelEndsAQuietStreamFromAnotherThread) {

@@ -3,9 +3,8 @@
 // Real behaviour kept: one rising resourceVersion, optimistic locking (409), AlreadyExists, status subresource (a write
 // to the main path does not touch status and the other way round), generation, finalizers, owner-reference cascade,
 // label and field selectors, paged lists with continue tokens, watches with bookmarks and 410, no new version for a
-// write that changes nothing. Not kept: schemas, field ownership (server-side apply is a merge patch that creates),
-// strategic merge (is a merge patch), auth beyond one token. The test plays kubelet, scheduler and users through put(),
-// modify() and erase().
+// write that changes nothing. Not kept: schemas, field ownership, server-side apply, strategic merge, auth beyond
+// one token. The test plays kubelet, scheduler and users through put(), modify() and erase().
 //
 //   FakeApiServer server;                      // or FakeApiServer server({.token = "t"});
 //   Client client(server.config());            // declare the client after the server: it is then destroyed first
@@ -37,10 +36,10 @@
 #include "operator/kube/client_config.h"
 #include "operator/kube/events.h"
 #include "operator/kube/resource.h"
-#include "operator/kube/task_queue.h"
 #include "operator/kube/tls.h"
 #include "tests/unit/kube/fake_types.h"
 #include "tests/unit/kube/selectors.h"
+#include "tests/unit/kube/task_queue.h"
 
 namespace trireme::kube::testing {
 
@@ -52,9 +51,9 @@ class FakeApiServer final {
     for (const Resource& r :
          {resources::kPods, resources::kNodes, resources::kPersistentVolumeClaims, resources::kRlJobs})
       serve(r, true);
-    for (const Resource& r :
-         {resources::kServices, resources::kConfigMaps, resources::kSecrets, resources::kEvents, resources::kLeases,
-          resources::kCustomResourceDefinitions, resources::kValidatingWebhooks, resources::kMutatingWebhooks})
+    for (const Resource& r : {resources::kServices, resources::kConfigMaps, resources::kSecrets, resources::kEvents,
+                              resources::kLeases, resources::kNetworkPolicies, resources::kCustomResourceDefinitions,
+                              resources::kValidatingWebhooks, resources::kMutatingWebhooks})
       serve(r, false);
     start();
   }
@@ -89,9 +88,11 @@ class FakeApiServer final {
     std::lock_guard lock(mutex_);
     reviewers_[kind_id(resource)] = std::move(answer);
   }
-  void set_log(const ObjectKey& pod, const std::string& text) {
+
+  // A quota: so many pods of a namespace that have not ended; more are refused with 403.
+  void limit_pods(const std::string& ns, size_t most) {
     std::lock_guard lock(mutex_);
-    logs_[pod] = text;
+    pod_limits_[ns] = most;
   }
 
   // The store, as somebody else in the cluster
@@ -179,9 +180,11 @@ class FakeApiServer final {
     }
     changed_.notify_all();
     if (!thread_.joinable()) return;
-    while (!ended_.load()) {
-      if (server_->is_running()) server_->stop();
-      std::this_thread::sleep_for(Milliseconds(1));
+    // Once, and only when its loop runs: before that it does nothing, and a second time it asserts.
+    for (bool told = false; !ended_.load(); std::this_thread::sleep_for(Milliseconds(1))) {
+      if (told || !server_->is_running()) continue;
+      server_->stop();
+      told = true;
     }
     thread_.join();
     server_.reset();
@@ -200,7 +203,6 @@ class FakeApiServer final {
       if (!eventually([&] { return server_->bind_to_port("127.0.0.1", port_); }))
         throw std::runtime_error("fake apiserver: bind");
     }
-    ::listen(listener_, 512);
     thread_ = std::thread([this] {
       server_->listen_after_bind();
       ended_ = true;
@@ -365,12 +367,13 @@ class FakeApiServer final {
   void make_server() {
     if (options_.tls) {
       identity_ = make_identity(options_.tls->cert_pem, options_.tls->key_pem, "fake apiserver");
-      server_ = std::make_unique<httplib::SSLServer>([this](SSL_CTX& context) {
-        SSL_CTX_use_certificate(&context, identity_->certificate.get());
-        SSL_CTX_use_PrivateKey(&context, identity_->key.get());
+      server_ = std::make_unique<httplib::SSLServer>([this](httplib::tls::ctx_t made) {
+        SSL_CTX* context = static_cast<SSL_CTX*>(made);
+        SSL_CTX_use_certificate(context, identity_->certificate.get());
+        SSL_CTX_use_PrivateKey(context, identity_->key.get());
         if (!options_.client_ca_pem.empty()) {
-          SSL_CTX_set_cert_store(&context, make_store(options_.client_ca_pem, "client CA").release());
-          SSL_CTX_set_verify(&context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
+          SSL_CTX_set_cert_store(context, make_store(options_.client_ca_pem, "client CA").release());
+          SSL_CTX_set_verify(context, SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
         }
         return true;
       });
@@ -381,10 +384,9 @@ class FakeApiServer final {
     server_->set_tcp_nodelay(true);
     server_->set_keep_alive_timeout(1);  // stop() waits for idle kept connections this long
     server_->set_keep_alive_max_count(1000000);
-    server_->set_socket_options([this](socket_t socket) {
+    server_->set_socket_options([](socket_t socket) {
       const int on = 1;
       setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-      listener_ = socket;
     });
     const auto handler = [this](const httplib::Request& request, httplib::Response& response) {
       handle(request, response);
@@ -520,14 +522,7 @@ class FakeApiServer final {
     if (request.method == "POST" && target->name.empty()) return create_locked(*target, request);
     if (request.method == "GET" && target->name.empty()) return list_locked(*target, params);
     if (target->name.empty()) return failure(405, "MethodNotAllowed", "not allowed on a collection");
-    if (request.method == "GET" && target->sub == "log" && resource.kind == "Pod") {
-      const auto it = logs_.find(key);
-      if (it == logs_.end()) return failure(404, "NotFound", "no log");
-      return {200, it->second, "text/plain"};
-    }
     Json* found = find_locked(target->id, key);
-    const bool is_apply = request.method == "PATCH" && starts_with(request.content_type, "application/apply-patch");
-    if (!found && is_apply) return create_locked(*target, request);
     if (!found) return failure(404, "NotFound", resource.plural + " \"" + target->name + "\" not found");
     if (request.method == "GET") return json_answer(200, *found);
     if (request.method == "DELETE") return delete_request_locked(*target, *found, request);
@@ -591,6 +586,12 @@ class FakeApiServer final {
     const ObjectKey key{target.ns, name};
     if (find_locked(target.id, key))
       return failure(409, "AlreadyExists", resource.plural + " \"" + name + "\" already exists");
+    if (resource.kind == "Pod" && quota_is_used_locked(key.ns)) {
+      const std::string most = std::to_string(pod_limits_[key.ns]);
+      return failure(403, "Forbidden",
+                     "pods \"" + name + "\" is forbidden: exceeded quota: team, requested: pods=1, used: pods=" + most +
+                         ", limited: pods=" + most);
+    }
     if (target.kind.status_subresource) object.erase("status");
     if (resource.kind == "Pod") object["status"] = {{"phase", "Pending"}};
     const Json made = insert_locked(resource, key, std::move(object));
@@ -599,6 +600,17 @@ class FakeApiServer final {
       if (collected_.count(owner.value("uid", "")) > 0) delete_locked(resource, key);
     }
     return json_answer(201, made);
+  }
+
+  bool quota_is_used_locked(const std::string& ns) {
+    const auto limit = pod_limits_.find(ns);
+    if (limit == pod_limits_.end()) return false;
+    size_t used = 0;
+    for (const auto& [key, pod] : store_[kind_id(resources::kPods)]) {
+      const std::string phase = pod.value("status", Json::object()).value("phase", "");
+      used += key.ns == ns && phase != "Succeeded" && phase != "Failed";
+    }
+    return used >= limit->second;
   }
 
   Answer delete_request_locked(const Target& target, const Json& found, const RecordedRequest& request) {
@@ -759,7 +771,7 @@ class FakeApiServer final {
   std::map<std::string, std::function<Json(const Json&)>> reviewers_;
   std::map<std::string, std::map<ObjectKey, Json>> store_;
   std::set<std::string> collected_;  // uids of objects that are gone
-  std::map<ObjectKey, std::string> logs_;
+  std::map<std::string, size_t> pod_limits_;
   std::deque<LogEntry> log_;
   std::vector<RawWrite> raw_writes_;
   std::vector<Fault> faults_;
@@ -777,7 +789,6 @@ class FakeApiServer final {
   std::atomic<bool> ended_{false};
   std::shared_ptr<const Identity> identity_;
   std::unique_ptr<httplib::Server> server_;
-  socket_t listener_ = INVALID_SOCKET;
   std::thread thread_;
   int port_ = 0;
 };

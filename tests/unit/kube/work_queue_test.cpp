@@ -241,5 +241,14 @@ TEST(Metrics, SeriesAreSharedAndRemoved) {
             std::string::npos);
 }
 
+TEST(WorkQueue, WhatAServerAskedForIsTheLeastDelay) {
+  RateLimitedQueue queue({.name = "q", .backoff_min = Milliseconds(1), .backoff_max = Milliseconds(10)});
+  EXPECT_EQ(queue.add_rate_limited("a", Milliseconds(250)), Milliseconds(250));
+  const Stopwatch watch;
+  EXPECT_EQ(queue.get(Deadline::after(Milliseconds(60000))), "a");
+  EXPECT_GE(watch.seconds(), 0.2);
+  EXPECT_LT(queue.add_rate_limited("b"), Milliseconds(250));
+}
+
 }  // namespace
 }  // namespace trireme::kube

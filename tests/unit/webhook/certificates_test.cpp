@@ -55,7 +55,7 @@ TEST(Certificates, MadeStoredAndMadeKnown) {
     EXPECT_EQ(p.bundle(resources::kValidatingWebhooks, "trireme-validating", hook), ca);
     EXPECT_EQ(p.bundle(resources::kMutatingWebhooks, "trireme-mutating", hook), ca);
   }
-  EXPECT_TRUE(kube::certificate_matches(p.handed[0], *kube::base64_decode(ca), keeper->dns_name()));
+  EXPECT_TRUE(kube::certificate_matches(p.handed[0], *kube::base64_decode(ca), keeper->dns_names().front()));
   // Nothing changes without need, and another replica takes the same pair.
   const int64_t version = p.server.resource_version();
   keeper->ensure();
@@ -63,6 +63,23 @@ TEST(Certificates, MadeStoredAndMadeKnown) {
   EXPECT_EQ(p.server.resource_version(), version);
   ASSERT_EQ(p.handed.size(), 2u);
   EXPECT_EQ(p.handed[1].cert_pem, p.handed[0].cert_pem);
+}
+
+TEST(Certificates, NamesTheStatusServiceToo) {
+  Place p;
+  p.keeper()->ensure();
+  const std::string ca = p.secret()["data"]["ca.crt"];
+  p.options.status_service_name = "trireme-status";  // as after an upgrade
+  auto keeper = p.keeper();
+  EXPECT_EQ(keeper->ca_pem(), "");
+  EXPECT_FALSE(keeper->handed_over());
+  keeper->ensure();
+  EXPECT_TRUE(keeper->handed_over());
+  EXPECT_EQ(p.secret()["data"]["ca.crt"], ca) << "the CA stays";
+  EXPECT_EQ(kube::base64_encode(keeper->ca_pem()), ca);
+  for (const char* name : {"trireme-webhook.trireme-system.svc", "trireme-status.trireme-system.svc"}) {
+    EXPECT_TRUE(kube::certificate_matches(p.handed.back(), keeper->ca_pem(), name)) << name;
+  }
 }
 
 TEST(Certificates, RenewedInTimeUnderTheSameCa) {
@@ -142,6 +159,7 @@ TEST(Certificates, FilesAreReadAgain) {
   write();
   p.options.cert_file = dir.path() / "tls.crt";
   p.options.key_file = dir.path() / "tls.key";
+  p.options.ca_file = dir.path() / "ca.crt";
   p.options.file_interval = Milliseconds(10);
   auto keeper = p.keeper();
   keeper->start();
@@ -150,8 +168,11 @@ TEST(Certificates, FilesAreReadAgain) {
     return p.handed.size();
   };
   ASSERT_TRUE(eventually([&] { return count() == 1; }));
+  EXPECT_EQ(keeper->ca_pem(), "") << "an issuer may have none";
+  write_file_atomic(dir.path() / "ca.crt", ca.cert_pem);
   write();
   EXPECT_TRUE(eventually([&] { return count() == 2; }));
+  EXPECT_EQ(keeper->ca_pem(), ca.cert_pem);
   keeper->stop();
   EXPECT_EQ(p.server.count("GET", "/secrets"), 0);
 }

@@ -24,6 +24,9 @@ TEST(Options, DefaultsFlagsAndEnvironment) {
   EXPECT_FALSE(p.exit) << p.message;
   EXPECT_TRUE(p.options.leader_elect);
   EXPECT_EQ(p.options.metrics_port, 8080);
+  EXPECT_TRUE(p.options.network_policies);
+  EXPECT_TRUE(p.options.do_not_disrupt);
+  EXPECT_NE(p.options.scraped_by.find("monitoring"), std::string::npos);
   p = parse_options({"--no-leader-elect", "--workers=3", "--namespace", "team", "--log-format", "json"},
                     [](const std::string& name) {
                       if (name == "TRIREME_OPERATOR_WORKERS") return std::string("5");
@@ -39,11 +42,28 @@ TEST(Options, DefaultsFlagsAndEnvironment) {
   EXPECT_EQ(p.options.log.format, LogFormat::kJson);
 }
 
+TEST(Options, PeersThatScrape) {
+  const std::string peers = R"([{"podSelector":{"matchLabels":{"app":"prometheus"}}}])";
+  ParsedOptions p = parse_options({"--scraped-by=" + peers, "--no-do-not-disrupt"}, no_environment);
+  EXPECT_FALSE(p.exit) << p.message;
+  EXPECT_EQ(p.options.scraped_by, peers);
+  EXPECT_FALSE(p.options.do_not_disrupt);
+  p = parse_options({"--scraped-by=[]", "--no-network-policies"}, no_environment);
+  EXPECT_FALSE(p.exit) << p.message;
+  EXPECT_EQ(p.options.scraped_by, "[]");
+  EXPECT_FALSE(p.options.network_policies);
+  p = parse_options({R"(--scraped-by=[{"podSelector":{"matchLabels":{"a":1}}}])"}, no_environment);
+  EXPECT_NE(p.message.find("--scraped-by: peer [0].podSelector.matchLabels.a must be a string"), std::string::npos)
+      << p.message;
+}
+
 TEST(Options, MistakesAreSaid) {
   for (const std::vector<std::string>& arguments : {std::vector<std::string>{"--metrics-port=70000"},
                                                     {"--nonsense"},
                                                     {"--log-format=xml"},
                                                     {"--webhook-cert-file=a"},
+                                                    {"--scraped-by=monitoring"},
+                                                    {R"(--scraped-by=[{"namespace":"monitoring"}])"},
                                                     {"--lease-duration=5", "--renew-deadline=5"}}) {
     const ParsedOptions p = parse_options(arguments, no_environment);
     EXPECT_TRUE(p.exit) << arguments[0];

@@ -4,7 +4,11 @@
 #include <httplib.h>
 
 #include "api/runtime.h"
+#include "base/fs.h"
+#include "base/text.h"
+#include "operator/kube/client_config.h"
 #include "tests/unit/kube/fake_apiserver.h"
+#include "trainer/telemetry/status_reporter.h"
 
 namespace trireme::telemetry {
 namespace {
@@ -14,13 +18,25 @@ using controller::CachedPod;
 using kube::testing::FakeApiServer;
 using nlohmann::json;
 
-// Tokens are "NAMESPACE/POD/UID", or anything else, which nobody believes.
+// As the API server makes them, but for the signature: `seal` "good" is believed.
+std::string token_of(const std::string& ns, const std::string& pod, const std::string& uid,
+                     const std::string& seal = "good") {
+  const json claims = {{"aud", json::array({kStatusTokenAudience})},
+                       {"kubernetes.io", {{"namespace", ns}, {"pod", {{"name", pod}, {"uid", uid}}}}},
+                       {"sub", "system:serviceaccount:" + ns + ":default"}};
+  std::string text = replace_all(replace_all(kube::base64_encode(claims.dump()), "+", "-"), "/", "_");
+  while (!text.empty() && text.back() == '=') text.pop_back();
+  return "eyJhbGciOiJSUzI1NiJ9." + text + "." + seal;
+}
+
 struct Place {
   // Before the servers, whose threads read them.
   std::atomic<int> reviews{0};
+  std::atomic<bool> hold{false};  // reviews get no answer
   std::atomic<const char*> audience{kStatusTokenAudience};
   std::atomic<int64_t> attempt{2};
   std::atomic<int> rank{0};
+  std::atomic<const char*> job_uid{"job-uid"};  // on the pod
   FakeApiServer api;
   kube::Client client{api.config()};
   controller::ReportStore reports;
@@ -28,30 +44,36 @@ struct Place {
 
   explicit Place(StatusServerOptions options = {}) {
     api.answer_creates(kube::resources::kTokenReviews, [this](const json& review) {
+      while (hold) std::this_thread::sleep_for(Milliseconds(1));
       ++reviews;
       json answer = review;
-      const std::vector<std::string> parts = split(review["spec"]["token"].get<std::string>(), '/');
-      if (parts.size() != 3) {
+      const std::string token = review["spec"]["token"];
+      const auto claimed = claimed_identity(token);
+      if (!claimed || !(ends_with(token, ".good") || ends_with(token, ".liar"))) {
         answer["status"] = {{"authenticated", false}};
         return answer;
       }
+      const std::string pod = ends_with(token, ".liar") ? "somebody-else" : claimed->pod;
       answer["status"] = {{"authenticated", true},
                           {"audiences", json::array({audience.load()})},
                           {"user",
-                           {{"username", "system:serviceaccount:" + parts[0] + ":default"},
+                           {{"username", "system:serviceaccount:" + claimed->ns + ":default"},
                             {"extra",
-                             {{"authentication.kubernetes.io/pod-name", json::array({parts[1]})},
-                              {"authentication.kubernetes.io/pod-uid", json::array({parts[2]})}}}}}};
+                             {{"authentication.kubernetes.io/pod-name", json::array({pod})},
+                              {"authentication.kubernetes.io/pod-uid", json::array({claimed->uid})}}}}}};
       return answer;
     });
     options.address = "127.0.0.1";
     server = std::make_unique<StatusServer>(
         client, reports,
         [this](const kube::ObjectKey& key) -> std::shared_ptr<const CachedPod> {
-          if (key.name != "quick-actor-0-a2" || key.ns != "team") return nullptr;
+          const bool known = key.name == "quick-actor-0-a1" || key.name == "quick-actor-0-a2" || key.name == "copy";
+          if (!known || key.ns != "team") return nullptr;
           auto pod = std::make_shared<CachedPod>();
           pod->uid = "pod-uid";
           pod->job = "quick";
+          pod->job_uid = hash64(job_uid.load());
+          pod->owned = true;
           pod->role = "actor";
           pod->rank = rank;
           pod->attempt = static_cast<int32_t>(attempt);
@@ -76,7 +98,7 @@ struct Place {
   }
 };
 
-constexpr const char* kToken = "team/quick-actor-0-a2/pod-uid";
+const std::string kToken = token_of("team", "quick-actor-0-a2", "pod-uid");
 constexpr const char* kBody =
     R"({"attempt":2,"rendezvousDone":true,"progress":{"step":7,"maxSteps":10,"phase":"training","reward":0.25}})";
 
@@ -96,14 +118,58 @@ TEST(StatusServer, BelievesOnlyThePodItself) {
   Place p;
   EXPECT_EQ(p.post("", kBody), 401);
   EXPECT_EQ(p.post("nonsense", kBody), 401);
-  EXPECT_EQ(p.post("else/quick-actor-0-a2/pod-uid", kBody), 403) << "another namespace";
-  EXPECT_EQ(p.post("team/quick-actor-0-a2/older-uid", kBody), 403) << "an earlier pod of that name";
+  EXPECT_EQ(p.post("a.b.c", kBody), 401);
+  EXPECT_EQ(p.post(token_of("else", "quick-actor-0-a2", "pod-uid"), kBody), 403) << "another namespace";
+  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "older-uid"), kBody), 403) << "an earlier pod of that name";
+  EXPECT_EQ(p.post(token_of("team", "copy", "pod-uid"), kBody), 403) << "its labels under another name";
   EXPECT_EQ(p.post(kToken, kBody, "/v1/status/team/other"), 403) << "another job";
-  EXPECT_EQ(p.post("team/unknown/pod-uid", kBody), 503) << "the informer may be behind";
+  EXPECT_EQ(p.post(token_of("team", "unknown", "pod-uid"), kBody), 503) << "the informer may be behind";
   EXPECT_EQ(p.post(kToken, R"({"attempt":1})"), 403) << "not the attempt of this pod";
   p.rank = 1;
   EXPECT_EQ(p.post(kToken, kBody), 403) << "not rank 0";
+  p.rank = 0;
+  p.job_uid = "an earlier job of that name";
+  EXPECT_EQ(p.post(kToken, kBody), 403) << "another job's uid";
+  p.job_uid = "job-uid";
+  EXPECT_EQ(p.reviews, 0) << "none of these is worth a TokenReview";
+  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "forged"), kBody), 401);
+  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "liar"), kBody), 403) << "the review names another";
+  EXPECT_EQ(p.reviews, 2);
   EXPECT_EQ(p.reports.size(), 0u);
+}
+
+TEST(StatusServer, ClaimsOfATokenAreReadWithCare) {
+  const auto identity = claimed_identity(kToken);
+  ASSERT_TRUE(identity);
+  EXPECT_EQ(identity->ns, "team");
+  EXPECT_EQ(identity->pod, "quick-actor-0-a2");
+  EXPECT_EQ(identity->uid, "pod-uid");
+  for (const std::string& token :
+       {std::string(), std::string("."), std::string(".."), std::string("a.b"), std::string("a.!.c"),
+        "a." + kube::base64_encode("[]") + ".c", "a." + kube::base64_encode("{\"kubernetes.io\":3}") + ".c",
+        "a." + kube::base64_encode("{\"kubernetes.io\":{\"namespace\":\"n\",\"pod\":{\"name\":1}}}") + ".c",
+        token_of("team", "", "u"), token_of("team", "p", "u") + std::string(10000, 'x')}) {
+    EXPECT_FALSE(claimed_identity(token)) << token.substr(0, 80);
+  }
+}
+
+TEST(StatusServer, ReviewsThatHangLeaveThreadsForTokensThatAreKnown) {
+  Place p({.max_threads = 4, .max_reviews = 2, .request_timeout = Milliseconds(20000)});
+  EXPECT_EQ(p.post(kToken, kBody), 204);
+  p.hold = true;
+  std::vector<std::thread> others;
+  std::atomic<int> refused{0}, unbelieved{0};
+  for (int i = 0; i < 8; ++i) {
+    others.emplace_back([&, i] {
+      const int status = p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "x" + std::to_string(i)), kBody);
+      (status == 503 ? refused : unbelieved) += status == 503 || status == 401;
+    });
+  }
+  EXPECT_TRUE(kube::testing::eventually([&] { return refused == 6; })) << "two reviews hang, more are not begun";
+  EXPECT_EQ(p.post(kToken, kBody), 204);
+  p.hold = false;
+  for (std::thread& thread : others) thread.join();
+  EXPECT_EQ(unbelieved, 2);
 }
 
 TEST(StatusServer, TokenOfAnotherAudienceIsNone) {
@@ -124,6 +190,76 @@ TEST(StatusServer, HostileBodiesAreRefused) {
   EXPECT_EQ(p.reports.size(), 0u);
 }
 
+TEST(StatusServer, ServesTlsOnceItHasACertificate) {
+  const kube::KeyPair ca = kube::make_ca("ca");
+  kube::LeafOptions leaf;
+  leaf.common_name = "trireme-status.trireme-system.svc";
+  leaf.dns_names = {leaf.common_name};
+  const auto options = [&](std::function<bool()> is_leader, std::function<std::string()> address) {
+    StatusServerOptions o;
+    o.tls = true;
+    o.is_leader = std::move(is_leader);
+    o.leader_address = std::move(address);
+    o.tls_name = leaf.common_name;
+    o.ca_pem = [&ca] { return ca.cert_pem; };
+    return o;
+  };
+  Place leader(options([] { return true; }, {}));
+  EXPECT_EQ(leader.server->port(), 0) << "nothing in the clear meanwhile";
+  leader.server->set_certificate(kube::issue_certificate(ca, leaf));
+  Place standby(options([] { return false; }, [&] { return "127.0.0.1:" + std::to_string(leader.server->port()); }));
+  standby.server->set_certificate(kube::issue_certificate(ca, leaf));
+  const auto post = [&](const Place& place, const std::string& authority) {
+    httplib::SSLClient http(leaf.common_name, place.server->port());
+    http.set_hostname_addr_map({{leaf.common_name, "127.0.0.1"}});
+    http.load_ca_cert_store(authority.data(), authority.size());
+    http.set_read_timeout(60, 0);
+    const auto result =
+        http.Post("/v1/status/team/quick", {{"Authorization", "Bearer " + kToken}}, kBody, "application/json");
+    return result ? result->status : -1;
+  };
+  EXPECT_EQ(post(leader, ca.cert_pem), 204);
+  EXPECT_EQ(post(leader, kube::make_ca("other").cert_pem), -1);
+  EXPECT_EQ(post(standby, ca.cert_pem), 204) << "handed on to the leader, over TLS too";
+  EXPECT_EQ(standby.reports.size(), 0u);
+  leader.server->set_certificate(kube::issue_certificate(kube::make_ca("other"), leaf));
+  EXPECT_EQ(post(standby, ca.cert_pem), 503) << "a leader that cannot prove who it is gets no token";
+}
+
+// The trainer's side, with the files that a pod gets.
+TEST(StatusServer, TheTrainersReporterPushesOverTlsAndVerifies) {
+  const kube::KeyPair ca = kube::make_ca("ca");
+  kube::LeafOptions leaf;
+  leaf.common_name = "localhost";
+  leaf.dns_names = {"localhost"};
+  StatusServerOptions options;
+  options.tls = true;
+  Place p(options);
+  p.server->set_certificate(kube::issue_certificate(ca, leaf));
+  TemporaryDirectory dir;
+  write_file_atomic(dir.path() / "token", kToken + "\n");
+  write_file_atomic(dir.path() / "ca.crt", ca.cert_pem);
+  write_file_atomic(dir.path() / "other.crt", kube::make_ca("other").cert_pem);
+  trireme::StatusOptions reporter;
+  reporter.url = "https://localhost:" + std::to_string(p.server->port()) + "/v1/status/team/quick";
+  reporter.token_file = dir.path() / "token";
+  reporter.timeout = Milliseconds(30000);
+  reporter.min_interval = Milliseconds(50);
+  reporter.ca_file = dir.path() / "other.crt";
+  {
+    trireme::StatusReporter wary(reporter);
+    wary.update(json::parse(kBody));
+    EXPECT_TRUE(kube::testing::eventually([&] { return wary.failed() > 0; }));
+    EXPECT_EQ(wary.sent(), 0);
+  }
+  EXPECT_EQ(p.reports.size(), 0u) << "whoever cannot prove to be the operator gets no token";
+  reporter.ca_file = dir.path() / "ca.crt";
+  trireme::StatusReporter trusting(reporter);
+  trusting.update(json::parse(kBody));
+  EXPECT_TRUE(kube::testing::eventually([&] { return trusting.sent() > 0; }));
+  EXPECT_EQ(p.reports.size(), 1u);
+}
+
 TEST(StatusServer, ApiServerDownIsTryAgain) {
   Place p;
   p.api.inject({.method = "POST", .path_part = "tokenreviews", .status = 503});
@@ -135,7 +271,7 @@ TEST(StatusServer, OldAttemptsDoNotComeBack) {
   Place p;
   EXPECT_EQ(p.post(kToken, kBody), 204);
   p.attempt = 1;
-  EXPECT_EQ(p.post(kToken, R"({"attempt":1})"), 409);
+  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a1", "pod-uid"), R"({"attempt":1})"), 409);
   EXPECT_EQ(p.reports.get({"team", "quick"}, "job-uid")->attempt, 2);
 }
 

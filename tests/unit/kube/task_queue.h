@@ -1,4 +1,4 @@
-// ElasticTaskQueue: the thread pool of HTTP servers.
+// ElasticTaskQueue: the thread pool of the fake apiserver.
 #pragma once
 
 #include <httplib.h>
@@ -11,15 +11,15 @@
 #include <thread>
 #include <vector>
 
-namespace trireme::kube {
+namespace trireme::kube::testing {
 
-// Threads appear as connections do, up to a limit; the rest wait. The library's own pool has a fixed few, and every
-// kept connection holds one.
+// Threads appear as connections do, up to a limit; the rest wait. A watch holds its thread for as long as it is open,
+// and the library's own pool makes no thread for a second connection while one that is about to take the first is idle.
 class ElasticTaskQueue final : public httplib::TaskQueue {
  public:
   explicit ElasticTaskQueue(int max_threads) : max_threads_(static_cast<size_t>(std::max(2, max_threads))) {}
 
-  void enqueue(std::function<void()> task) override {
+  bool enqueue(std::function<void()> task) override {
     std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
     if (idle_ < tasks_.size() && threads_.size() < max_threads_) {
@@ -27,6 +27,7 @@ class ElasticTaskQueue final : public httplib::TaskQueue {
     } else {
       changed_.notify_one();
     }
+    return true;
   }
 
   void shutdown() override {
@@ -66,4 +67,4 @@ class ElasticTaskQueue final : public httplib::TaskQueue {
   bool stopping_ = false;
 };
 
-}  // namespace trireme::kube
+}  // namespace trireme::kube::testing
