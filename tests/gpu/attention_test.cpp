@@ -1,30 +1,35 @@
 // On a GPU: attention against float64, and the invariant that the engine stands on: a row has the same bits alone,
 // packed, prefilled whole or in chunks, decoded by any kernel in any batch, eagerly or from a graph.
 #include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <ostream>
 
 #include "base/error.h"
 #include "tests/gpu/device.h"
+#include "tests/gpu/oracle/attention_oracle.h"
 #include "tests/gpu/products.h"
-#include "trainer/ops/cuda/attention.h"
-#include "trainer/ops/cuda/linear.h"
-#include "trainer/ops/cuda/product_choice.h"
+#include "trainer/ops/cuda/attention/attention.h"
+#include "trainer/ops/cuda/gemm/gemm_choice.h"
+#include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
 namespace {
 
-using cuda::DecodeKernel;
-
-constexpr DecodeKernel kDecodeKernels[] = {DecodeKernel::kTiled,    DecodeKernel::kShared,   DecodeKernel::kSharedDeep,
-                                           DecodeKernel::kCluster2, DecodeKernel::kCluster4, DecodeKernel::kCluster8};
+constexpr DecodeKernel kDecodeKernels[] = {DecodeKernel::kShared, DecodeKernel::kSharedDeep, DecodeKernel::kCluster2,
+                                           DecodeKernel::kCluster4, DecodeKernel::kCluster8};
 using testing::equal_bits;
 using testing::gpu;
 using testing::gpu_randn;
@@ -119,19 +124,33 @@ std::string differing(const at::Tensor& a, const at::Tensor& b) {
 }
 #define EXPECT_SAME_ROWS(a, b) EXPECT_TRUE(equal_bits(a, b)) << differing(a, b)
 
-class PackedKernelScope final {
- public:
-  explicit PackedKernelScope(cuda::PackedKernel kernel) : before_(cuda::packed_kernel()) {
-    cuda::set_packed_kernel(kernel);
-  }
-  ~PackedKernelScope() { cuda::set_packed_kernel(before_); }
-  PackedKernelScope(const PackedKernelScope&) = delete;
-  PackedKernelScope& operator=(const PackedKernelScope&) = delete;
+// The plan's pass by the oracle; decode plans and others.
+at::Tensor by_oracle(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v, const CachePlan& plan) {
+  at::Tensor out = at::empty(q.sizes(), q.options());
+  cuda::AttentionArgs args;
+  args.q = q.const_data_ptr();
+  args.k = arena_k.const_data_ptr();
+  args.v = arena_v.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.q_stride = q.stride(0);
+  args.k_stride = arena_k.stride(0);
+  args.v_stride = arena_v.stride(0);
+  args.key_rows = arena_k.size(0);
+  args.q_heads = static_cast<int>(q.size(1));
+  args.kv_heads = static_cast<int>(arena_k.size(1));
+  args.head_dim = static_cast<int>(q.size(2));
+  args.scale_log2 = static_cast<float>(1.4426950408889634 / std::sqrt(static_cast<double>(q.size(2))));
+  args.runs = plan.runs.const_data_ptr<int32_t>();
+  args.run_count = static_cast<int>(plan.runs.size(1));
+  args.items = plan.items.const_data_ptr<int32_t>();
+  args.item_count = static_cast<int>(plan.items.size(1));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
+  const cudaError_t error = plan.decode ? cuda::oracle_decode(args, stream) : cuda::oracle_packed(args, stream);
+  EXPECT_EQ(error, cudaSuccess) << cudaGetErrorString(error);
+  return out;
+}
 
- private:
-  cuda::PackedKernel before_;
-};
-
+class GpuAttentionEdges : public testing::GpuTest {};
 class GpuAttention : public testing::GpuTest, public ::testing::WithParamInterface<Heads> {};
 INSTANTIATE_TEST_SUITE_P(Shapes, GpuAttention,
                          ::testing::Values(Heads{1, 2, 128}, Heads{2, 2, 128}, Heads{4, 8, 128}, Heads{5, 1, 128},
@@ -158,21 +177,17 @@ TEST_P(GpuAttention, PackedRowsHaveTheBitsOfTheSequenceAlone) {
   }
 }
 
-TEST_P(GpuAttention, EveryPackedKernelHasTheSameBits) {
-  ASSERT_TRUE(cuda::attention_backward_supported());  // else one kernel computes both
+TEST_P(GpuAttention, PackedRowsHaveTheBitsOfTheOracle) {
   const at::NoGradGuard no_grad;
-  std::vector<std::vector<int64_t>> batches = {kLengths, {5000}, {33000}, std::vector<int64_t>(300, 37)};
+  const std::vector<std::vector<int64_t>> batches = {kLengths, {5000}, {33000}, std::vector<int64_t>(300, 37)};
   for (const double amplitude : {1.0, 12.0}) {
     for (const std::vector<int64_t>& lengths : batches) {
       const Batch b(GetParam(), lengths, amplitude);
-      const auto by_tiles = [&] {
-        const PackedKernelScope scope(cuda::PackedKernel::kTiles);
-        return attention_packed(b.q, b.k, b.v, b.starts);
-      };
-      const at::Tensor tiles = by_tiles();
-      const PackedKernelScope scope(cuda::PackedKernel::kWarpGroups);
+      std::vector<CacheRow> rows;
+      for (size_t s = 0; s < b.lengths.size(); ++s) rows.push_back({b.starts[s], 0, b.lengths[s]});
+      const at::Tensor expected = by_oracle(b.q, b.k, b.v, b.plan(rows));
       for (int repeat = 0; repeat < 3; ++repeat) {
-        EXPECT_SAME_ROWS(attention_packed(b.q, b.k, b.v, b.starts), tiles)
+        EXPECT_SAME_ROWS(attention_packed(b.q, b.k, b.v, b.starts), expected)
             << " (" << lengths.size() << " sequences, amplitude " << amplitude << ")";
       }
     }
@@ -189,6 +204,7 @@ TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRows) {
     ASSERT_TRUE(packed.isfinite().all().item<bool>());
     const CachePlan plan = b.plan(b.steps());
     ASSERT_TRUE(plan.decode);
+    EXPECT_SAME_ROWS(by_oracle(b.q, b.arena_k, b.arena_v, plan), packed) << " (the oracle)";
     for (const DecodeKernel kernel : kDecodeKernels) {
       const at::Tensor decoded = cuda::attention_decode(b.q, b.arena_k, b.arena_v, plan, 0.0, kernel);
       EXPECT_SAME_ROWS(decoded, packed) << " (kernel " << static_cast<int>(kernel) << ", amplitude " << amplitude
@@ -216,6 +232,73 @@ TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRowsOverManyKeys) {
         EXPECT_SAME_ROWS(cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel), packed)
             << " (kernel " << static_cast<int>(kernel) << ", amplitude " << amplitude << ")";
       }
+    }
+  }
+}
+
+// 32k and 128k keys, at and around the ends of tiles and rounds; the packed kernel computes the last 128 rows as a
+// chunk.
+TEST_F(GpuAttentionEdges, DecodeHasTheBitsOfPackedRowsOverVeryManyKeys) {
+  const at::NoGradGuard no_grad;
+  for (const Heads heads : {Heads{4, 2, 128}, Heads{8, 2, 64}, Heads{12, 1, 128}}) {
+    for (const int64_t keys : {int64_t{32768}, int64_t{131072}}) {
+      for (const double amplitude : {1.0, 12.0}) {
+        seed_gpu(17);
+        const at::Tensor k = gpu_randn({keys, heads.kv_heads, heads.head_dim}), v = gpu_randn(k.sizes());
+        const at::Tensor q = gpu_randn({kChunkAlignment, heads.group * heads.kv_heads, heads.head_dim}, amplitude);
+        const int64_t past = keys - kChunkAlignment;
+        const auto plan_of = [&](const std::vector<CacheRow>& rows) {
+          return make_cache_plan(rows, heads.group, gpu());
+        };
+        const CachePlan chunk = plan_of({{0, past, kChunkAlignment}});
+        const at::Tensor packed = attention_cached(q, k, v, chunk);
+        EXPECT_SAME_ROWS(by_oracle(q, k, v, chunk), packed) << " (the oracle, " << heads << ", " << keys << " keys)";
+        std::vector<CacheRow> rows;
+        std::vector<int64_t> tokens;
+        for (const int64_t token : {0, 1, 62, 63, 64, 65, 126, 127}) {
+          rows.push_back({0, past + token, 1});
+          tokens.push_back(token);
+        }
+        const at::Tensor index = at::tensor(tokens, at::kLong).to(gpu());
+        const at::Tensor some = q.index_select(0, index), expected = packed.index_select(0, index);
+        const CachePlan plan = plan_of(rows);
+        EXPECT_EQ(plan.longest_keys, keys);
+        for (const DecodeKernel kernel : kDecodeKernels) {
+          EXPECT_SAME_ROWS(cuda::attention_decode(some, k, v, plan, 0.0, kernel), expected)
+              << " (kernel " << static_cast<int>(kernel) << ", " << heads << ", " << keys << " keys)";
+        }
+        // As attention_cached chooses: one run alone, and one among many short ones.
+        EXPECT_SAME_ROWS(attention_cached(q.narrow(0, 127, 1), k, v, plan_of({{0, past + 127, 1}})),
+                         packed.narrow(0, 127, 1));
+        std::vector<CacheRow> mixed(31, CacheRow{0, 200, 1});
+        mixed.push_back({0, past + 127, 1});
+        const at::Tensor last = q.narrow(0, 127, 1);
+        EXPECT_SAME_ROWS(
+            attention_cached(last.expand({32, -1, -1}).contiguous(), k, v, plan_of(mixed)).narrow(0, 31, 1),
+            packed.narrow(0, 127, 1));
+      }
+    }
+  }
+}
+
+// What the choice asks of the device.
+TEST_F(GpuAttentionEdges, TheDeviceSaysHowManyClustersItHasRoomFor) {
+  for (const int64_t head_dim : {64, 128}) {
+    for (const int64_t group : {1, 4, 8, 16}) {
+      const DecodeRoom room = cuda::decode_room(gpu(), 2 * group, 2, head_dim);
+      const int64_t all = at::cuda::getDeviceProperties(0)->multiProcessorCount;
+      if (std::getenv("TRIREME_TEST_SMS") == nullptr) {
+        EXPECT_EQ(room.sms, all);
+      } else {
+        EXPECT_LT(room.sms, all);  // of this thread's part
+      }
+      std::printf("head_dim %d, group %d: %d SMs, clusters of 2, 4 and 8 at once: %d, %d, %d\n",
+                  static_cast<int>(head_dim), static_cast<int>(group), static_cast<int>(room.sms),
+                  static_cast<int>(room.clusters2), static_cast<int>(room.clusters4), static_cast<int>(room.clusters8));
+      EXPECT_GT(room.clusters8, 0);
+      EXPECT_GE(room.clusters4, 2 * room.clusters8 - 2);
+      EXPECT_GE(room.clusters2, 2 * room.clusters4 - 2);
+      EXPECT_LE(room.clusters2, room.sms / 2);
     }
   }
 }
@@ -368,30 +451,34 @@ void expect_close(const at::Tensor& actual, const at::Tensor& expected, double l
 const char* const kGradients[] = {"the gradient of q", "the gradient of k", "the gradient of v"};
 
 TEST_P(GpuAttention, GradientsAreCloseToFloat64) {
-  ASSERT_TRUE(cuda::attention_backward_supported());
-  // Few pieces of work, many of a sequence, and more sequences than processors.
+  // Few pieces of work, many of a sequence, and more sequences than SMs.
   const std::vector<std::vector<int64_t>> batches = {
       {1, 64, 0, 65, 300, 129, 700}, {2000, 3}, std::vector<int64_t>(150, 70)};
   for (const std::vector<int64_t>& lengths : batches) {
     const Batch b(GetParam(), lengths);
-    const auto expected = gradients(b, at::kDouble, false);
-    for (const cuda::PackedKernel kernel : {cuda::PackedKernel::kWarpGroups, cuda::PackedKernel::kTiles}) {
-      const PackedKernelScope scope(kernel);
-      const auto actual = gradients(b, at::kBFloat16, true);
-      for (size_t i = 0; i < 3; ++i) expect_close(actual[i], expected[i], 1e-2, kGradients[i]);
-    }
+    const auto expected = gradients(b, at::kDouble, false), actual = gradients(b, at::kBFloat16, true);
+    for (size_t i = 0; i < 3; ++i) expect_close(actual[i], expected[i], 1e-2, kGradients[i]);
   }
+}
+
+// FlashAttention-2 of LibTorch, forward and backward.
+std::vector<at::Tensor> gradients_of_the_library(const Batch& b) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor starts = at::tensor(b.starts, at::kInt).to(gpu());
+  const int64_t longest = *std::max_element(b.lengths.begin(), b.lengths.end());
+  const auto [out, lse, state, unused, mask] =
+      at::_flash_attention_forward(b.q, b.k, b.v, starts, starts, longest, longest, 0.0, true, false);
+  seed_gpu(99);
+  const at::Tensor dout = gpu_randn(b.q.sizes());
+  const auto [dq, dk, dv] = at::_flash_attention_backward(dout, b.q, b.k, b.v, out, lse, starts, starts, longest,
+                                                          longest, 0.0, true, state, unused);
+  return {dq, dk, dv};
 }
 
 // Too long for float64: against the library's.
 TEST_P(GpuAttention, GradientsOfLongSequencesAreThoseOfTheLibrary) {
-  ASSERT_TRUE(cuda::attention_backward_supported());
   const Batch b(GetParam(), {33000, 5});
-  const auto by = [&](cuda::PackedKernel kernel) {
-    const PackedKernelScope scope(kernel);
-    return gradients(b, at::kBFloat16, true);
-  };
-  const auto actual = by(cuda::PackedKernel::kWarpGroups), expected = by(cuda::PackedKernel::kTiles);
+  const auto actual = gradients(b, at::kBFloat16, true), expected = gradients_of_the_library(b);
   for (size_t i = 0; i < 3; ++i) expect_close(actual[i], expected[i].to(at::kFloat), 1.5e-2, kGradients[i]);
 }
 
@@ -459,18 +546,13 @@ TEST_P(GpuAttention, GradientsDoNotDependOnLayouts) {
   }
 }
 
-TEST_P(GpuAttention, BackwardIsDeterministicAndLeavesTheSwitchAsItWas) {
+TEST_P(GpuAttention, BackwardIsDeterministic) {
   const Batch b(GetParam(), {700, 64, 1, 513, 300, 900});
-  for (const cuda::PackedKernel kernel : {cuda::PackedKernel::kWarpGroups, cuda::PackedKernel::kTiles}) {
-    const PackedKernelScope scope(kernel);
-    const auto first = gradients(b, at::kBFloat16, true);
-    for (int run = 0; run < 3; ++run) {
-      const auto again = gradients(b, at::kBFloat16, true);
-      for (size_t i = 0; i < 3; ++i) EXPECT_SAME_ROWS(again[i], first[i]);
-    }
+  const auto first = gradients(b, at::kBFloat16, true);
+  for (int run = 0; run < 3; ++run) {
+    const auto again = gradients(b, at::kBFloat16, true);
+    for (size_t i = 0; i < 3; ++i) EXPECT_SAME_ROWS(again[i], first[i]);
   }
-  EXPECT_FALSE(at::globalContext().deterministicAlgorithms());
-  EXPECT_TRUE(at::globalContext().deterministicFillUninitializedMemory());
 }
 
 // Five answers to a prompt whose length is no multiple of any tile, one of them empty, and two to another.
@@ -520,12 +602,7 @@ TEST_P(GpuAttention, SharedPrefixesGiveTheBitsOfRepeatedOnes) {
         .index_select(0, mine);
   });
   for (size_t i = 0; i < 3; ++i) expect_close(actual[i], expected[i], 1e-2, kGradients[i]);
-  const PackedKernelScope scope(cuda::PackedKernel::kTiles);
-  const auto library = gradients_of(at::kBFloat16, shared);
-  for (size_t i = 0; i < 3; ++i) expect_close(library[i], expected[i], 1e-2, kGradients[i]);
 }
-
-class GpuAttentionEdges : public testing::GpuTest {};
 
 TEST_F(GpuAttentionEdges, EmptySequencesAndBatches) {
   const Batch b({4, 2, 128}, {5});
@@ -602,18 +679,20 @@ TEST_P(GpuAttention, BegunEarlyItWaitsForTheLastKeyAndTheQueries) {
     const at::Tensor x = gpu_randn({runs, kHidden});
     const at::Tensor weight = gpu_randn({(layout.q_heads + 2 * layout.kv_heads) * layout.head_dim, kHidden}, 1.0 / 64);
     const at::Tensor filler = gpu_randn({8192, kHidden}, 1.0 / 64);
-    const auto layer = [&](DecodeKernel kernel) {
+    const auto split = [&] {
       (void)cuda::linear_forward(x, filler, {});
       const at::Tensor qkv = cuda::linear_forward(x, weight, {});
-      const at::Tensor q = split_qkv_cached(qkv, {}, {}, table, position, layout, b.arena_k, b.arena_v, plan);
-      return cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel);
+      return split_qkv_cached(qkv, {}, {}, table, position, layout, b.arena_k, b.arena_v, plan);
+    };
+    const auto layer = [&](DecodeKernel kernel) {
+      return cuda::attention_decode(split(), b.arena_k, b.arena_v, plan, 0.0, kernel);
     };
     const auto spoil = [&] {
       b.arena_k.index_fill_(0, plan.token_rows, std::nan(""));
       b.arena_v.index_fill_(0, plan.token_rows, std::nan(""));
     };
     spoil();
-    const at::Tensor expected = layer(DecodeKernel::kTiled);
+    const at::Tensor expected = by_oracle(split(), b.arena_k, b.arena_v, plan);
     ASSERT_TRUE(at::isfinite(expected).all().item<bool>());
     for (const DecodeKernel kernel : kDecodeKernels) {
       at::cuda::CUDAGraph graph;

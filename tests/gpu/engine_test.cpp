@@ -2,10 +2,13 @@
 // the chunking, the graphs, preemption, packing or process; and the model agrees with the CPU's float32 one.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -15,12 +18,13 @@
 #include "base/fs.h"
 #include "base/subprocess.h"
 #include "trainer/algorithms/reference_stream.h"
-#include "trainer/algorithms/samples.h"
+#include "trainer/batch/micro_batch.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
-#include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/device.h"
+#include "trainer/rollout/driver.h"
 #include "trainer/rollout/engine.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -109,7 +113,7 @@ void expect_same(const Groups& a, const Groups& b, const std::string& what) {
   for (const auto& [id, group] : a) {
     const GeneratedGroup& other = b.at(id);
     for (size_t i = 0; i < group.samples.size(); ++i) {
-      ASSERT_EQ(group.samples[i].tokens, other.samples[i].tokens) << what << ": group " << id << " sample " << i;
+      ASSERT_EQ(group.samples[i].response, other.samples[i].response) << what << ": group " << id << " sample " << i;
       ASSERT_EQ(0, std::memcmp(group.samples[i].logprobs.data(), other.samples[i].logprobs.data(),
                                group.samples[i].logprobs.size() * sizeof(float)))
           << what << ": log-prob bits of group " << id << " sample " << i;
@@ -130,11 +134,11 @@ Packed pack(const Groups& groups) {
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
     for (const GeneratedSample& sample : group->second.samples) {
       std::vector<int32_t> ids = group->second.prompt;
-      for (size_t i = 0; i < sample.tokens.size(); ++i) {
+      for (size_t i = 0; i < sample.response.size(); ++i) {
         packed.rows.push_back(offset + static_cast<int64_t>(ids.size()) - 1);
-        packed.targets.push_back(sample.tokens[i]);
+        packed.targets.push_back(sample.response[i]);
         packed.expected.push_back(sample.logprobs[i]);
-        ids.push_back(sample.tokens[i]);
+        ids.push_back(sample.response[i]);
       }
       offset += static_cast<int64_t>(ids.size());
       packed.sequences.push_back(std::move(ids));
@@ -201,58 +205,59 @@ TEST(Engine, BitsDoNotDependOnHowSamplesAreBatched) {
   EXPECT_GT(stats.preemptions, 0);
 }
 
-// Generation in one part of the processors, reference log-probs in the other: no bit changes, and the reference's are
+// Generation in one part of the SMs, reference log-probs in the other: no bit changes, and the reference's are
 // those of a pass alone.
 TEST(Engine, APartitionedDeviceChangesNoBit) {
   const auto policy = gpu_model(config_of(ModelFamily::kQwen3)),
              reference = gpu_model(config_of(ModelFamily::kQwen3), false, /*seed=*/2);
   const auto wanted = requests(kPrompts, 8);
   const Groups whole = generate(*policy, {}, sampling_options(), wanted);
-  const auto partition = split_device(policy->options().device, 48);
+  const int64_t sms = at::cuda::getDeviceProperties(0)->multiProcessorCount;
+  const auto partition = split_device(policy->options().device, sms * 3 / 8);
   ASSERT_NE(partition, nullptr);
-  EXPECT_GE(partition->foreground_processors, 66);
-  EXPECT_GE(partition->background_processors, 32);
+  EXPECT_GE(partition->foreground_sms, sms / 2);
+  EXPECT_GE(partition->background_sms, sms / 4);
   const LogprobOptions options = sampling_options().logprob_options();
   ReferenceStream stream(reference.get(), options, /*share_prompts=*/false, partition, 60, nullptr,
                          /*micro_batch_tokens=*/512);
   EngineOptions settings{.cache_rows = 200'000, .max_total_length = 2048, .partition = partition};
   Engine engine(*policy, nullptr, settings, sampling_options());
   for (int round = 0; round < 3; ++round) {
-    std::vector<SampleRun> runs;
-    for (const GroupRequest& request : wanted) {
-      engine.submit(request);
-      runs.push_back({request.group_id, 0, request.samples});
-    }
-    const SamplesToReference to_reference(engine, &stream, runs);
     Groups groups;
-    while (!engine.idle()) {
-      for (GeneratedGroup& group : engine.step()) groups.emplace(group.group_id, std::move(group));
-      stream.after_step(engine);
-    }
-    std::vector<RolloutSample> samples;
-    Bin bin;
+    DriverHooks hooks;
+    hooks.request = [&](const SampleRun& run) { return wanted[static_cast<size_t>(run.group)]; };
+    hooks.finished = [&](const FinishedSample& sample) { stream.add(sample); };
+    hooks.complete = [&](const SampleRun& run, GeneratedGroup group) { groups.emplace(run.group, std::move(group)); };
+    hooks.between_steps = [&] { stream.after_step(engine); };
+    LocalCounter counter;
+    SampleQueue queue({.groups = static_cast<int64_t>(wanted.size()), .samples = 8}, counter, "rollout");
+    const ReferenceRollout until_the_end(&stream);
+    drive_rollout(engine, queue, hooks);
+    std::vector<Sample> samples;
+    Members members;
     for (const auto& [id, group] : groups) {
       for (size_t i = 0; i < group.samples.size(); ++i) {
-        RolloutSample sample;
+        Sample sample;
         sample.group = id;
         sample.index = static_cast<int64_t>(i);
-        sample.prompt = group.prompt;
-        sample.tokens = group.samples[i].tokens;
-        bin.push_back(static_cast<int64_t>(samples.size()));
+        sample.prompt = SharedTokens(group.prompt);
+        sample.response = group.samples[i].response;
+        members.push_back(static_cast<int64_t>(samples.size()));
         samples.push_back(std::move(sample));
       }
     }
     EXPECT_GT(stream.finish(engine, samples), 0);
     expect_same(whole, groups, "round " + std::to_string(round));
     const at::NoGradGuard no_grad;
-    const at::Tensor alone =
-        answer_logprobs(*reference, make_micro_batch(samples, bin), options).to(at::kCPU, at::kFloat).contiguous();
+    const at::Tensor alone = response_logprobs(*reference, make_micro_batch(samples, members), options)
+                                 .to(at::kCPU, at::kFloat)
+                                 .contiguous();
     const float* value = alone.const_data_ptr<float>();
-    for (const RolloutSample& sample : samples) {
+    for (const Sample& sample : samples) {
       if (!sample.reference_logprobs.empty()) {
-        ASSERT_EQ(0, std::memcmp(value, sample.reference_logprobs.data(), sample.tokens.size() * sizeof(float)));
+        ASSERT_EQ(0, std::memcmp(value, sample.reference_logprobs.data(), sample.response.size() * sizeof(float)));
       }
-      value += sample.tokens.size();
+      value += sample.response.size();
     }
     engine.weights_changed();
   }
@@ -312,6 +317,7 @@ TEST(Engine, TheCacheTakesWhatStepsLeave) {
   config.max_position_embeddings = 16'384;
   const auto model = gpu_model(config);
   const at::Device device = model->options().device;
+  const int64_t available = device_available_bytes(device);  // of an H100 too, or of a part of the memory (limits.cpp)
   const auto wanted = requests({9'000, 40, 3'000}, 200);
   const auto rollout = [&](Engine& engine) {
     for (const GroupRequest& request : wanted) engine.submit(request);
@@ -330,11 +336,11 @@ TEST(Engine, TheCacheTakesWhatStepsLeave) {
   const int64_t rows = engine.stats().cache_rows;
   const DeviceMemory memory = device_memory(device);
   constexpr int64_t kGiB = int64_t{1} << 30;
-  EXPECT_GT(rows * KvArena::bytes_per_row(config, at::kBFloat16), memory.total / 2);
+  EXPECT_GT(rows * KvArena::bytes_per_row(config, at::kBFloat16), available / 2);
   EXPECT_LT(memory.free, 2 * kGiB);
   engine.release_cache();
   {
-    const at::Tensor other = at::empty({40 * kGiB}, at::TensorOptions().dtype(at::kByte).device(device));
+    const at::Tensor other = at::empty({available * 2 / 7}, at::TensorOptions().dtype(at::kByte).device(device));
     expect_same(whole, rollout(engine), "less");
     EXPECT_LT(engine.stats().cache_rows, rows);
     EXPECT_GT(engine.stats().cache_rows, rows / 2);
@@ -342,6 +348,91 @@ TEST(Engine, TheCacheTakesWhatStepsLeave) {
   }
   expect_same(whole, rollout(engine), "all again");
   EXPECT_EQ(engine.stats().cache_rows, rows);
+}
+
+// Memory that the graphs of decode steps of 1 to `samples` samples hold: of every size of step there is one.
+int64_t graph_bytes(const Model& model, int64_t samples) {
+  const at::Device device = model.options().device;
+  EngineOptions settings{.cache_rows = 300'000, .max_sequences = samples, .max_total_length = 2048};
+  Engine engine(model, nullptr, settings, sampling_options());
+  const auto reserved = [&] {
+    empty_device_cache(device);
+    const DeviceMemory memory = device_memory(device);
+    return memory.tensors + memory.cached;
+  };
+  const int64_t before = reserved();
+  // So that every number of samples is alive at some time.
+  GroupRequest request = requests({9}, samples)[0];
+  for (int64_t i = 0; i < samples; ++i) request.forced_lengths[static_cast<size_t>(i)] = 2 + i / 2;
+  engine.submit(request);
+  (void)engine.run();
+  return reserved() - before;
+}
+
+// Captured on one stream each had memory of its own: some 30 graphs of 256 samples and 45 of 1,024.
+TEST(Engine, GraphsShareTheirMemory) {
+  const auto model = gpu_model(config_of(ModelFamily::kQwen3));
+  (void)graph_bytes(*model, 16);  // libraries' own memory
+  for (const int64_t samples : {256, 1024}) {
+    const int64_t bytes = graph_bytes(*model, samples);
+    std::printf("graphs of up to %d samples: %.1f MiB\n", static_cast<int>(samples),
+                static_cast<double>(bytes) / (1 << 20));
+    // The largest step's results: logits, the layers' activations and the sampler's scratch.
+    const int64_t largest = samples * 2 * (config_of(ModelFamily::kQwen3).vocab_size + 16 * 1024);
+    EXPECT_LT(bytes, 3 * largest + (int64_t{48} << 20)) << samples;
+  }
+}
+
+// One token more than a multiple of 8, tied and not, up to one less: the sampler's bits are the loss's, no token beyond
+// is drawn, and rows behind the head change nothing.
+TEST(Engine, AnyNumberOfTokensInTheVocabulary) {
+  for (const int64_t more : {1, 3, 7}) {
+    for (const ModelFamily family : {ModelFamily::kQwen3, ModelFamily::kLlama}) {  // tied, not tied
+      ModelConfig config = config_of(family);
+      config.vocab_size += more;
+      const auto model = gpu_model(config, /*trainable=*/true);
+      Communicator alone;
+      DistributedAdamW optimizer(*model, alone, {});
+      for (int step = 0; step < 2; ++step) {
+        const Packed packed = pack(generate(*model, {}, sampling_options(), requests({5, 300, 129}, 8, 7 + step)));
+        for (const int64_t target : packed.targets) ASSERT_LT(target, config.vocab_size);
+        const at::Tensor logprobs = logprobs_of_the_loss(*model, packed, sampling_options().logprob_options());
+        EXPECT_EQ(0, differing(logprobs, packed.expected)) << config.vocab_size << " tokens, step " << step;
+        // A head without rows behind it (a copy) has the same bits, and so has one where they are no numbers.
+        {
+          const at::NoGradGuard no_grad;
+          PackedBatch batch = PackedBatch::from_sequences(packed.sequences);
+          batch.ids = batch.ids.to(model->options().device);
+          batch.positions = batch.positions.to(model->options().device);
+          const at::Tensor hidden =
+              model->forward(batch).index_select(0, at::tensor(packed.rows, at::kLong).to(batch.ids.device()));
+          const at::Tensor targets = at::tensor(packed.targets, at::kLong).to(batch.ids.device());
+          const at::Tensor& head = model->head_weight();
+          at::Tensor spoilt = at::full({head.size(0) + 8, head.size(1)}, std::nan(""), head.options());
+          spoilt.narrow(0, 0, head.size(0)).copy_(head);
+          for (const at::Tensor& other : {head.clone(), spoilt.narrow(0, 0, head.size(0))}) {
+            const at::Tensor again = token_logprobs(hidden, other, targets, sampling_options().logprob_options());
+            EXPECT_EQ(0, differing(again, packed.expected)) << config.vocab_size << " tokens, another head";
+          }
+        }
+        logprobs.mean().neg().backward();
+        EXPECT_TRUE(model->flat_gradients().isfinite().all().item<bool>());
+        EXPECT_GT(optimizer.step(1e-3, 0.0, 1.0).grad_norm, 0.0);
+      }
+    }
+  }
+}
+
+// Start-up's test with what it left out: biases, and more rows than 4,096, as a micro-batch has.
+TEST(Linear, TheStartUpTestCoversBiasesAndTheRowsOfAMicroBatch) {
+  const at::Device device = choose_device("cuda", 0);
+  ModelConfig config = config_of(ModelFamily::kQwen2);
+  config.vocab_size += 5;
+  const std::vector<LinearShape> shapes = config.linear_shapes();
+  EXPECT_TRUE(shapes[0].bias);
+  EXPECT_TRUE(shapes.back().head);
+  for (const int64_t rows : {0, 5000, 16384, 40001})
+    EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device, rows)) << rows;
 }
 
 TEST(Engine, HeadDimensionsAndGroupSizes) {
@@ -368,9 +459,9 @@ TEST(Engine, FiltersAndGreedyAgreeToo) {
   const Groups groups = generate(*model, {}, greedy, requests({20, 90}, 3));
   for (const auto& [id, group] : groups) {
     for (const GeneratedSample& sample : group.samples) {
-      const size_t common = std::min(sample.tokens.size(), group.samples[0].tokens.size());
-      EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.begin() + static_cast<std::ptrdiff_t>(common),
-                             group.samples[0].tokens.begin()));
+      const size_t common = std::min(sample.response.size(), group.samples[0].response.size());
+      EXPECT_TRUE(std::equal(sample.response.begin(), sample.response.begin() + static_cast<std::ptrdiff_t>(common),
+                             group.samples[0].response.begin()));
     }
   }
 }
@@ -400,33 +491,33 @@ TEST(Engine, SharedPromptsHaveTheBitsOfTheSampler) {
     const auto model = gpu_model(config_of(family), /*trainable=*/true);
     const std::vector<GroupRequest> wanted = requests(kPrompts, 6);
     const Groups groups = generate(*model, {}, sampling_options(), wanted);
-    std::vector<RolloutSample> samples;
-    Bin bin;
+    std::vector<Sample> samples;
+    Members members;
     std::vector<float> sampled;
     for (const auto& [id, group] : groups) {
       for (const auto& generated : group.samples) {
-        RolloutSample sample;
+        Sample sample;
         sample.group = id;
-        sample.prompt = wanted[static_cast<size_t>(id)].prompt;
-        sample.tokens = generated.tokens;
+        sample.prompt = SharedTokens(wanted[static_cast<size_t>(id)].prompt);
+        sample.response = generated.response;
         sampled.insert(sampled.end(), generated.logprobs.begin(), generated.logprobs.end());
-        bin.push_back(static_cast<int64_t>(samples.size()));
+        members.push_back(static_cast<int64_t>(samples.size()));
         samples.push_back(std::move(sample));
       }
     }
     const LogprobOptions options = sampling_options().logprob_options();
-    const MicroBatch shared = make_micro_batch(samples, bin, true), apart = make_micro_batch(samples, bin);
+    const MicroBatch shared = make_micro_batch(samples, members, true), apart = make_micro_batch(samples, members);
     ASSERT_LT(shared.input.tokens(), apart.input.tokens());
-    const at::Tensor a = answer_logprobs(*model, shared, options);
+    const at::Tensor a = response_logprobs(*model, shared, options);
     EXPECT_EQ(0, differing(a, sampled));
     a.mean().backward();
     const at::Tensor gradients = model->flat_gradients().to(at::kDouble);
     model->zero_gradients();
-    const at::Tensor again = answer_logprobs(*model, shared, options);
+    const at::Tensor again = response_logprobs(*model, shared, options);
     again.mean().backward();
     EXPECT_TRUE(at::equal(model->flat_gradients().to(at::kDouble), gradients)) << "not repeatable";
     model->zero_gradients();
-    answer_logprobs(*model, apart, options).mean().backward();
+    response_logprobs(*model, apart, options).mean().backward();
     const at::Tensor expected = model->flat_gradients().to(at::kDouble);
     EXPECT_LE(((gradients - expected).norm() / expected.norm()).item<double>(), 0.02);
   }
@@ -436,7 +527,7 @@ TEST(Engine, SharedPromptsHaveTheBitsOfTheSampler) {
 TEST(Linear, TheDefaultWorkspaceIsNotExact) {
   const at::Device device = choose_device("cuda", 0);
   const std::vector<LinearShape> shapes = {{4096, 4096}, {14336, 4096}, {2048, 6144}};
-  const int64_t few_rows = cuda::own_rows_limit();
+  const int64_t skinny_gemm_mma = cuda::own_rows_limit();
   cuda::set_own_rows_limit(0);  // the library alone
   EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
   const size_t bytes = cuda::forward_workspace_bytes();
@@ -444,7 +535,7 @@ TEST(Linear, TheDefaultWorkspaceIsNotExact) {
   EXPECT_FALSE(linear_rows_are_exact(shapes, at::kBFloat16, device));
   cuda::set_forward_workspace_bytes(bytes);
   EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
-  cuda::set_own_rows_limit(few_rows);
+  cuda::set_own_rows_limit(skinny_gemm_mma);
 }
 
 // Small layers too, whose sums are short: every number of rows that a batch may have.

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "tests/gpu/device.h"
-#include "trainer/ops/cuda/linear.h"
-#include "trainer/ops/cuda/row_ops.h"
-#include "trainer/ops/cuda/row_product.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
+#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda/gemm/skinny_gemm.h"
 
 namespace trireme::testing {
 
@@ -44,9 +44,9 @@ inline at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, cons
   return cuda::linear_forward(x, weight, bias);
 }
 
-inline cuda::RowProductArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+inline cuda::SkinnyGemmArgs args_of(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                                     const at::Tensor& y, bool swiglu = false) {
-  cuda::RowProductArgs args;
+  cuda::SkinnyGemmArgs args;
   args.x = x.const_data_ptr();
   args.x_stride = x.stride(0);
   args.weight = weight.const_data_ptr();
@@ -62,7 +62,7 @@ inline cuda::RowProductArgs args_of(const at::Tensor& x, const at::Tensor& weigh
 
 // Launches (args, stream) into the middle of a larger buffer; `outside` gets the number of elements changed around the
 // result.
-using Launch = std::function<cudaError_t(const cuda::RowProductArgs&, cudaStream_t)>;
+using Launch = std::function<cudaError_t(const cuda::SkinnyGemmArgs&, cudaStream_t)>;
 inline at::Tensor guarded(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, bool swiglu,
                           const Launch& launch, int64_t* outside) {
   const int64_t out = swiglu ? weight.size(0) / 2 : weight.size(0), rows = x.size(0);

@@ -14,8 +14,8 @@
 
 #include "base/error.h"
 #include "tests/gpu/device.h"
-#include "trainer/ops/cuda/vocabulary.h"
-#include "trainer/ops/cuda/vocabulary_kernels.h"
+#include "trainer/ops/cuda/vocabulary/vocabulary.h"
+#include "trainer/ops/cuda/vocabulary/vocabulary_kernels.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/philox.h"
@@ -209,8 +209,8 @@ TEST_F(Vocabulary, RowsOffTheVectorSizeHaveTheBitsOfAlignedOnes) {
     cuda::finish_logprobs(logits, options, filter, targets.const_data_ptr<int64_t>(), true, slice,
                           dots.const_data_ptr<float>(), outputs, stream);
     const at::Tensor up = at::linspace(0.5, 1.0, kRows, floats);
-    cuda::logits_gradient(static_cast<uint16_t*>(gradient.mutable_data_ptr()), kRows, z.size(1), options, filter,
-                          targets.const_data_ptr<int64_t>(), outputs.statistics, up.const_data_ptr<float>(),
+    cuda::logits_gradient(static_cast<uint16_t*>(gradient.mutable_data_ptr()), kRows, z.size(1), z.size(1), options,
+                          filter, targets.const_data_ptr<int64_t>(), outputs.statistics, up.const_data_ptr<float>(),
                           up.const_data_ptr<float>(), stream);
     return Tensors{statistics, entropies, gradient.narrow(1, 0, kOdd)};
   };

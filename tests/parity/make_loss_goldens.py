@@ -78,7 +78,8 @@ def loss_of(d, o):
             kl = kl.clamp(-o["kl_output_clamp"], o["kl_output_clamp"])
         loss = loss + o["kl_penalty"] * red(kl)
     if o["positive_example_nll_weight"]:
-        loss = loss + o["positive_example_nll_weight"] * tok_mean(-cur * d["positive"])
+        correct = mask * d["positive"]  # other micro-batches hold 2 tokens of correct answers
+        loss = loss + o["positive_example_nll_weight"] * (-cur * correct).sum() / (correct.sum() + 2.0 + 1e-8)
     return loss
 
 
@@ -126,6 +127,7 @@ def main():
         flat = lambda x: [float(x[i, t]) for i, n in enumerate(LENGTHS) for t in range(n)]
         goldens.append(dict(options=options, lengths=LENGTHS, sequence_mask=SEQUENCE_MASK,
                             global_valid_tokens=float(d["mask"].sum()) + 3.0, global_valid_sequences=sum(SEQUENCE_MASK) + 1.0,
+                            global_positive_tokens=float((d["mask"] * d["positive"]).sum()) + 2.0,
                             inputs={k: flat(v.detach()) for k, v in d.items()}, loss=float(loss), gradient=flat(d["current"].grad)))
     path = pathlib.Path(__file__).resolve().parents[1] / "data" / "loss_goldens.json"
     path.write_text(json.dumps(goldens))

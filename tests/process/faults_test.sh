@@ -19,10 +19,31 @@ cp -r "$dir/model" "$dir/cut"; truncate -s 1000 "$dir/cut/model.safetensors"
 refuses 21 "model.safetensors" "$TRIREME" $(run_args a policy.model_name="$dir/cut")
 cp -r "$dir/model" "$dir/unknown"; sed -i 's/"model_type": *"qwen3"/"model_type": "nosuch"/' "$dir/unknown/config.json"
 refuses 10 "nosuch" "$TRIREME" $(run_args a policy.model_name="$dir/unknown")
+cp -r "$dir/model" "$dir/classifier"; sed -i 's/Qwen3ForCausalLM/Qwen3ForSequenceClassification/' "$dir/classifier/config.json"
+refuses 10 "unknown architecture Qwen3ForSequenceClassification" "$TRIREME" $(run_args a policy.model_name="$dir/classifier")
 cp "$dir/task/train.jsonl" "$dir/bad.jsonl"; echo '{"input": "1+1=", "output"' >>"$dir/bad.jsonl"
 refuses 21 "bad.jsonl line 331" "$TRIREME" $(run_args a data.train.data_path="$dir/bad.jsonl")
+# Before the weights, which cannot be read here, are: a model with 1024 positions.
+refuses 10 "policy.max_total_sequence_length is 2048 but the model of" "$TRIREME" $(run_args a policy.model_name="$dir/cut" policy.max_total_sequence_length=2048)
+refuses 10 "grpo.val_period is 3 but there is no validation data" "$TRIREME" $(run_args a data.validation.data_path= data.train.split_validation_size=0)
+refuses 10 "sft.val_period is 10 but there is no validation data" "$TRIREME" train --config configs/quickstart_sft.yaml policy.model_name="$dir/model" \
+  data.train.data_path="$dir/task/warm_start.jsonl" data.train.split_validation_size=0 checkpointing.checkpoint_dir="$dir/a" logger.log_dir="$dir/a-logs"
+refuses 10 "there is no value 'val_loss' in this run" "$TRIREME" $(run_args a checkpointing.metric_name=val_loss)
+
+# Prompts of 63, 64 and 65 tokens where prompt and answer have 64: the last two are left out and counted.
+for n in 62 63 64; do printf '{"input": "%s=", "output": "1"}\n' "$(printf '1%.0s' $(seq 1 $n))"; done >"$dir/long.jsonl"
+head -5 "$dir/task/train.jsonl" >>"$dir/long.jsonl"
+check "a run with prompts that leave no room for an answer" "$TRIREME" $(run_args long data.train.data_path="$dir/long.jsonl" grpo.max_num_steps=2 grpo.max_num_epochs=9)
+grep -q '"train/skipped_long_prompts":[1-9]' "$dir/long-logs/train.jsonl" && ok "prompts that fill max_total_sequence_length are counted" || bad "long prompts" "$(cat "$dir/long-logs/train.jsonl")"
+
 refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2
 refuses 10 "'x'" env WORLD_SIZE=x "$TRIREME" $(run_args a)
+refuses 10 "spec.network.rdma.require) but this run is on the CPU" env TRIREME_REQUIRE_RDMA=1 "$TRIREME" $(run_args a cluster.device=cpu)
+
+# A plan is one of the configuration's devices, wherever it is made: 8.03 G parameters, gradients as the recipe holds them.
+refuses 0 "15.0 GiB, bfloat16" "$TRIREME" plan --config configs/llama3.1_8b.yaml
+refuses 0 "1 nodes of 8 (cluster.gpus_per_node)" "$TRIREME" plan --config configs/llama3.1_8b.yaml
+refuses 0 "29.9 GiB, float32" "$TRIREME" plan --config configs/llama3.1_8b.yaml policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true
 
 # A signal before the loop begins ends a rank at once: here one that waits for a peer that never comes. Afterwards the step is
 # finished and saved (resume_test.sh).
@@ -103,6 +124,18 @@ for case in "2 1" "3 1" "3 0"; do
     [ "$rank" = "$victim" ] || judge "$name, rank $rank says so" 137 "rank $rank .*in phase .*rank $victim has died.*: signal 9 (Killed)" err.0
   done
 done
+# A rank whose reward has workers of its own, which hold the rank's stderr and outlive its program: they hold up nobody.
+cat >"$dir/pool.sh" <<'POOL'
+setsid sleep 1000 & echo $! >>"$(dirname "$0")/workers"; sleep 1000 &
+while read -r line; do echo '{"reward": 0}'; done
+POOL
+fresh; export TRIREME_TERMINATION_LOG="$dir/termination"
+"$TRIREME" launch --nproc-per-node 2 -- $(run_args killed-pool "${far[@]}" env.command.enabled=true env.command.command="[sh,$dir/pool.sh]") >"$dir/out.0" 2>"$dir/err.0" & pid=$!
+kills "rank 1 killed, its reward has workers" 1 $pid; unset TRIREME_TERMINATION_LOG
+judge "rank 1 killed, its reward has workers" 137 "rank 1 failed first (signal 9" err.0
+check "the termination log names it" grep -q '"rank":1' "$dir/termination"
+left=$(for worker in $(cat "$dir/workers"); do kill -0 "$worker" 2>/dev/null && echo "$worker"; done)
+if [ -s "$dir/workers" ] && [ -z "$left" ]; then ok "the reward's workers are gone"; else bad "workers are left: $left"; fi
 # Two launchers of two ranks, as on two machines: only one of them sees it.
 fresh
 port=$((20000 + RANDOM % 10000)) pids=""
@@ -180,7 +213,23 @@ fails memory@2:1 1 "rank 1 on .* out of memory in phase training: 1.0 PiB were a
 fails hang@2:1 30 "rank 1 is stuck: the others have given up waiting" "rank 1 has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=20
 refuses 10 "KIND@STEP:RANK" env TRIREME_FAULT=flood@1:0 "$TRIREME" $(run_args a)
 
+# Two attempts of one job, as when the cluster has given up a machine whose processes still run: the older one leaves at its next
+# checkpoint, and one that comes late is refused.
+attempt() { exec env TRIREME_JOB_UID=uid TRIREME_ATTEMPT=$1 "$TRIREME" $(run_args fenced grpo.max_num_steps=100000 checkpointing.keep_top_k=2 logger.log_dir="$dir/fenced-$1"); }
+attempt 1 >"$dir/out" 2>"$dir/err" & old=$!
+for _ in $(seq 1 2400); do ls -d "$dir"/fenced/step_* >/dev/null 2>&1 && break; sleep 0.05; done
+attempt 2 >"$dir/out.2" 2>"$dir/err.2" & new=$!
+wait $old; code=$?
+if [ $code = 20 ] && grep -q "belongs to attempt 2 of this job, on .*; this process is of attempt 1 and writes nothing there any more" "$dir/err"; then ok "an older attempt leaves the folder to the newer"
+else bad "older attempt: code $code" "$(cat "$dir/err")"; fi
+(attempt 1) >"$dir/out" 2>"$dir/err"; code=$?
+if [ $code = 20 ] && grep -q "belongs to attempt 2 of this job" "$dir/err"; then ok "an older attempt that comes late is refused"; else bad "late attempt: code $code" "$(cat "$dir/err")"; fi
+for _ in $(seq 1 2400); do grep -q "step [0-9]*/" "$dir/out.2" && break; sleep 0.05; done
+kill -TERM $new; wait $new; code=$?
+if [ $code = 40 ] && ! ls -d "$dir"/fenced/tmp_step_* >/dev/null 2>&1; then ok "the newer attempt is not disturbed"; else bad "newer attempt: code $code" "$(cat "$dir/err.2")"; fi
+
 # A full disk at the checkpoint (a small tmpfs, when this may be mounted).
+size_of_one=$(du -sb "$dir/first/step_1" | cut -f1)
 mkdir -p "$dir/small"
 if mount -t tmpfs -o size=200k tmpfs "$dir/small" 2>/dev/null; then
   out=$("$TRIREME" $(run_args a checkpointing.checkpoint_dir="$dir/small/ck") 2>&1); code=$?
@@ -188,4 +237,13 @@ if mount -t tmpfs -o size=200k tmpfs "$dir/small" 2>/dev/null; then
   else bad "full disk: code $code" "$out"; fi
   umount "$dir/small"
 fi
+# The same when it is full at the second checkpoint, with one rank and with two: the run learns of it a step later, the first checkpoint stays.
+for ranks in 1 2; do
+  if mount -t tmpfs -o size=$((size_of_one * 3 / 2)) tmpfs "$dir/small" 2>/dev/null; then
+    out=$("$TRIREME" launch --nproc-per-node $ranks -- $(run_args full checkpointing.checkpoint_dir="$dir/small/ck" grpo.max_num_steps=100000) 2>&1); code=$?
+    if [ $code = 1 ] && grep -q "step_2 failed.*No space left" <<<"$out" && [ "$(ls "$dir/small/ck")" = step_1 ]; then ok "a disk that is full at the second checkpoint, $ranks ranks: the first stays"
+    else bad "full at the second checkpoint, $ranks ranks: code $code, left $(ls "$dir/small/ck")" "$out"; fi
+    umount "$dir/small"
+  fi
+done
 finish

@@ -1,21 +1,37 @@
 #include "trainer/algorithms/datasets.h"
 
+#include "base/error.h"
+
 namespace trireme {
 namespace {
 
-DataOptions options_of(const Config& config, const DatasetConfig& dataset, const std::filesystem::path& path,
-                       bool completions) {
+bool names_data(const DatasetConfig& dataset) {
+  return !dataset.data_path.empty() || !dataset.dataset_name.empty() || !dataset.mixture.empty();
+}
+
+// `mixed`: prompts by the sources' weights; else each row of all of them once.
+DataOptions options_of(const Config& config, const DatasetConfig& dataset, const std::filesystem::path& hf_home,
+                       bool completions, bool mixed) {
   DataOptions o;
-  o.path = path.string();
+  for (const DatasetFiles& from : resolve_dataset(dataset, hf_home)) {
+    DataSource& source = o.sources.emplace_back();
+    for (const auto& file : from.files) source.files.push_back(file.string());
+    source.input_key = from.input_key;
+    source.output_key = from.output_key;
+    source.weight = mixed ? from.weight : 0;
+  }
+  // Ranks of a node run the same program over the same files: what tells tokenizers apart is where they are from.
+  o.shared_as = config.policy.tokenizer.name + "\n" + config.policy.tokenizer.chat_template;
   o.format = dataset.format;
   o.input_key = dataset.input_key;
   o.output_key = dataset.output_key;
   o.prompt_file = dataset.prompt_file;
   o.system_prompt_file = dataset.system_prompt_file;
   o.max_input_seq_length = config.data.max_input_seq_length;
+  if (!completions) o.max_total_length = config.policy.max_total_sequence_length;
   o.shuffle = config.data.shuffle;
   o.seed = config.data.seed;
-  o.split_validation_size = config.data.validation.data_path.empty() ? config.data.train.split_validation_size : 0;
+  o.split_validation_size = !names_data(config.data.validation) ? config.data.train.split_validation_size : 0;
   o.split_seed = config.data.train.seed;
   o.max_bad_lines = config.data.max_bad_lines;
   o.apply_chat_template = config.data.apply_chat_template;
@@ -29,8 +45,7 @@ DataOptions options_of(const Config& config, const DatasetConfig& dataset, const
 Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer,
                        const std::filesystem::path& hf_home, bool completions) {
   Datasets datasets;
-  const std::filesystem::path train_path = resolve_dataset(config.data.train, hf_home);
-  DataOptions train = options_of(config, config.data.train, train_path, completions);
+  DataOptions train = options_of(config, config.data.train, hf_home, completions, true);
   const bool split = train.split_validation_size > 0;
   train.split = split ? DataOptions::Split::kTrain : DataOptions::Split::kAll;
   datasets.train = Dataset::open(train, tokenizer);
@@ -38,13 +53,23 @@ Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> to
     DataOptions held_out = train;
     held_out.split = DataOptions::Split::kValidation;
     datasets.validation = Dataset::open(held_out, tokenizer);
-  } else if (!config.data.validation.data_path.empty()) {
-    DataOptions validation =
-        options_of(config, config.data.validation, resolve_dataset(config.data.validation, hf_home), completions);
+  } else if (names_data(config.data.validation)) {
+    DataOptions validation = options_of(config, config.data.validation, hf_home, completions, false);
     validation.split = DataOptions::Split::kAll;
     datasets.validation = Dataset::open(validation, tokenizer);
   }
   return datasets;
+}
+
+void check_validation_data(const Datasets& datasets, const std::string& key, int64_t period, int64_t steps,
+                           bool at_start, bool at_end) {
+  if (datasets.validation && datasets.validation->size() > 0) return;
+  const bool periodic = period > 0 && period <= steps;
+  if (!periodic && !at_start && !at_end) return;
+  fail_user((periodic ? key + ".val_period is " + std::to_string(period)
+                      : key + (at_start ? ".val_at_start" : ".val_at_end") + " is true") +
+            " but there is no validation data: set data.validation.data_path or data.train.split_validation_size, or " +
+            (periodic ? "val_period to 0" : "it to false"));
 }
 
 }  // namespace trireme

@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <string>
 
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
@@ -17,5 +18,10 @@ struct Datasets {
 // `completions`: fill in the answers for SFT.
 Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer,
                        const std::filesystem::path& hf_home, bool completions);
+
+// Throws Error(kUser) when the run would validate (every `period` steps, of `steps`; at the start; at the end) and
+// there is nothing to validate with. `key`: "grpo" or "sft".
+void check_validation_data(const Datasets& datasets, const std::string& key, int64_t period, int64_t steps,
+                           bool at_start, bool at_end);
 
 }  // namespace trireme

@@ -62,7 +62,126 @@ at::Tensor kl_term(const at::Tensor& current, const at::Tensor& reference, const
 
 double number(const at::Tensor& x) { return x.detach().item<double>(); }
 
+// [T] each. Masked tokens are 0 before any arithmetic: a -inf on one must not poison the batch.
+struct Tokens {
+  at::Tensor valid, zero;
+  at::Tensor current, previous, generation, advantages;
+
+  Tokens(const LossInputs& in, const LossOptions& o) : valid(in.mask > 0), zero(at::zeros_like(in.mask)) {
+    current = masked(in.current);
+    generation = masked(in.generation);
+    previous = o.force_on_policy_ratio ? current.detach() : masked(in.previous);
+    advantages = masked(in.advantages);
+  }
+  at::Tensor masked(const at::Tensor& x) const { return at::where(valid, x, zero); }
+};
+
+// Means over the optimizer step: sums here, divided by its counts over all ranks and micro-batches.
+struct Means {
+  const LossInputs& in;
+  const LossOptions& o;
+  const Sequences& sequences;
+
+  at::Tensor of_tokens(const at::Tensor& x) const { return (x * in.mask).sum() / (in.global_valid_tokens + kEpsilon); }
+  // As the loss is meant: over tokens, or over sequences of their tokens' means.
+  at::Tensor of_loss(const at::Tensor& x) const {
+    if (o.token_level_loss) return of_tokens(x);
+    return (sequences.mean(x) * in.sequence_mask).sum() / (in.global_valid_sequences + kEpsilon);
+  }
+};
+
+// PPO's clipped surrogate, negated. GSPO: the ratio is a sequence's. CISPO: the clipped ratio weighs the log-prob.
+struct Surrogate {
+  at::Tensor loss;            // [T]
+  at::Tensor ratio, clipped;  // [T]
+};
+
+Surrogate clipped_surrogate(const Tokens& t, const Sequences& sequences, const LossOptions& o) {
+  at::Tensor log_ratio = t.current - t.previous;
+  if (o.sequence_level_ratios) log_ratio = sequences.spread(sequences.mean(log_ratio));
+  Surrogate s;
+  s.ratio = o.disable_ppo_ratio ? t.current : log_ratio.exp();
+  s.clipped = o.disable_ppo_ratio ? t.current : s.ratio.clamp(1 - o.clip_min, 1 + o.clip_max);
+  if (o.cispo) {
+    s.loss = -t.advantages * s.clipped.detach() * t.current;
+    return s;
+  }
+  s.loss = at::maximum(-t.advantages * s.ratio, -t.advantages * s.clipped);
+  if (o.clip_c) s.loss = at::where(t.advantages < 0, at::minimum(s.loss, -t.advantages * *o.clip_c), s.loss);
+  return s;
+}
+
+// Weights that correct for the sampler's distribution: previous over generation, truncated as the options say.
+struct Importance {
+  at::Tensor weight;         // [T], without a gradient; ones without the correction
+  at::Tensor measured;       // [T], also without the correction
+  double out_of_bounds = 0;  // share of tokens outside the truncation's bounds
+};
+
+Importance importance_of(const Tokens& t, const Sequences& sequences, const Means& mean, const LossOptions& o) {
+  Importance result;
+  result.weight = at::ones_like(t.current).detach();
+  const at::Tensor log_weight = (t.previous - t.generation).detach();
+  const at::Tensor per_token =
+      finite_or_zero(o.sequence_level_ratios ? sequences.spread(sequences.sum(log_weight)).exp() : log_weight.exp());
+  result.measured = per_token;
+  if (!o.importance_sampling_correction) return result;
+  at::Tensor& weight = result.weight;
+  weight = per_token;
+  const double high = o.truncated_is_ratio.value_or(std::numeric_limits<double>::infinity());
+  const double low = o.truncated_is_ratio_min.value_or(0.0);
+  const auto outside_of = [&](const at::Tensor& x) { return at::logical_or(x<low, x> high); };
+  const auto share = [&](const at::Tensor& outside) {
+    return number(mean.of_tokens(outside.to(weight.scalar_type())));
+  };
+  const auto drop = [&](const at::Tensor& outside) {
+    result.out_of_bounds = share(outside);
+    weight = at::where(outside, at::zeros_like(weight), weight);
+  };
+  switch (o.truncated_is) {
+    case TruncatedImportanceSampling::kNone:
+      break;
+    case TruncatedImportanceSampling::kTis:
+      result.out_of_bounds = share(outside_of(weight));
+      weight = weight.clamp(low, high);
+      break;
+    case TruncatedImportanceSampling::kIcepop:
+      drop(outside_of(weight));
+      break;
+    case TruncatedImportanceSampling::kSeqMaskTis:
+      drop(sequences.spread(outside_of(sequences.mean(log_weight).exp())));
+      break;
+  }
+  result.measured = weight;
+  return result;
+}
+
+void describe(const Tokens& t, const Surrogate& s, const Importance& importance, const Means& mean,
+              std::map<std::string, double>& metrics) {
+  const at::Tensor c = t.current.detach();
+  const at::Tensor r = s.ratio.detach();
+  const at::Tensor clipped = s.clipped.detach();
+  const at::Tensor mismatch = t.previous.detach() - t.generation;
+  metrics["probs_ratio"] = number(mean.of_tokens(r));
+  metrics["probs_ratio_clamped"] = number(mean.of_tokens(clipped));
+  metrics["clip_fraction"] = number(mean.of_tokens((r != clipped).to(r.scalar_type())));
+  metrics["token_mult_prob_error"] = number(mean.of_tokens(mismatch.abs().exp()));
+  metrics["gen_kl_error"] = number(mean.of_tokens(mismatch.exp() - 1 - mismatch));
+  metrics["sampling_importance_ratio"] = number(mean.of_tokens(importance.measured));
+  metrics["is_oob_ratio"] = importance.out_of_bounds;
+  metrics["approx_entropy"] = number(mean.of_tokens(-(c - t.generation).exp() * c));
+  if (!t.valid.any().item<bool>()) return;
+  const at::Tensor picked = r.masked_select(t.valid);
+  metrics["probs_ratio_min"] = number(picked.min());
+  metrics["probs_ratio_max"] = number(picked.max());
+}
+
 }  // namespace
+
+at::Tensor kl_estimate(const at::Tensor& current, const at::Tensor& reference, KlEstimator estimator,
+                       const std::optional<double>& input_clamp, const std::optional<double>& output_clamp) {
+  return clamp_symmetric(kl_of(clamp_symmetric(reference - current, input_clamp), estimator), output_clamp);
+}
 
 void validate(const LossOptions& o) {
   if (o.clip_c && *o.clip_c <= 1) fail_user("loss_fn.ratio_clip_c must be greater than 1 (dual clip)");
@@ -87,102 +206,32 @@ void validate(const LossOptions& o) {
 
 LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
   const Sequences sequences(in);
-  const at::Tensor valid = in.mask > 0;
-  const at::Tensor zero = at::zeros_like(in.mask);
-  // A -inf on a masked token must not poison the batch: masked before any arithmetic.
-  const at::Tensor current = at::where(valid, in.current, zero);
-  const at::Tensor generation = at::where(valid, in.generation, zero);
-  const at::Tensor previous = o.force_on_policy_ratio ? current.detach() : at::where(valid, in.previous, zero);
-  const at::Tensor advantages = at::where(valid, in.advantages, zero);
-
-  const auto token_mean = [&](const at::Tensor& x) {
-    return (x * in.mask).sum() / (in.global_valid_tokens + kEpsilon);
-  };
-  const auto reduce = [&](const at::Tensor& x) {
-    if (o.token_level_loss) return token_mean(x);
-    return (sequences.mean(x) * in.sequence_mask).sum() / (in.global_valid_sequences + kEpsilon);
-  };
-
-  at::Tensor log_ratio = current - previous;
-  if (o.sequence_level_ratios) log_ratio = sequences.spread(sequences.mean(log_ratio));
-  const at::Tensor ratio = o.disable_ppo_ratio ? current : log_ratio.exp();
-  const at::Tensor clipped = o.disable_ppo_ratio ? current : ratio.clamp(1 - o.clip_min, 1 + o.clip_max);
-  at::Tensor actor;
-  if (o.cispo) {
-    actor = -advantages * clipped.detach() * current;
-  } else {
-    actor = at::maximum(-advantages * ratio, -advantages * clipped);
-    if (o.clip_c) actor = at::where(advantages < 0, at::minimum(actor, -advantages * *o.clip_c), actor);
-  }
-
-  at::Tensor weight = at::ones_like(current).detach();
-  double out_of_bounds = 0;
-  {
-    const at::Tensor log_weight = (previous - generation).detach();
-    const at::Tensor per_token =
-        finite_or_zero(o.sequence_level_ratios ? sequences.spread(sequences.sum(log_weight)).exp() : log_weight.exp());
-    if (o.importance_sampling_correction) {
-      weight = per_token;
-      const double high = o.truncated_is_ratio.value_or(std::numeric_limits<double>::infinity());
-      const double low = o.truncated_is_ratio_min.value_or(0.0);
-      const auto outside_of = [&](const at::Tensor& x) { return at::logical_or(x<low, x> high); };
-      switch (o.truncated_is) {
-        case TruncatedImportanceSampling::kNone:
-          break;
-        case TruncatedImportanceSampling::kTis:
-          out_of_bounds = number(token_mean(outside_of(weight).to(weight.scalar_type())));
-          weight = weight.clamp(low, high);
-          break;
-        case TruncatedImportanceSampling::kIcepop: {
-          const at::Tensor outside = outside_of(weight);
-          out_of_bounds = number(token_mean(outside.to(weight.scalar_type())));
-          weight = at::where(outside, at::zeros_like(weight), weight);
-          break;
-        }
-        case TruncatedImportanceSampling::kSeqMaskTis: {
-          const at::Tensor outside = sequences.spread(outside_of(sequences.mean(log_weight).exp()));
-          out_of_bounds = number(token_mean(outside.to(weight.scalar_type())));
-          weight = at::where(outside, at::zeros_like(weight), weight);
-          break;
-        }
-      }
-    }
-  }
-  at::Tensor loss = reduce(actor * weight);
+  const Tokens tokens(in, o);
+  const Means mean{in, o, sequences};
+  const Surrogate surrogate = clipped_surrogate(tokens, sequences, o);
+  const Importance importance = importance_of(tokens, sequences, mean, o);
   LossOutput output;
+  at::Tensor loss = mean.of_loss(surrogate.loss * importance.weight);
   output.metrics["actor_loss"] = number(loss);
   if (o.kl_penalty != 0) {
     TRIREME_CHECK(in.reference.defined(), "the KL term needs reference log-probs");
-    const at::Tensor reference = at::where(valid, in.reference, zero);
-    const at::Tensor kl = reduce(kl_term(current, reference, generation, o));
+    const at::Tensor reference = tokens.masked(in.reference);
+    const at::Tensor kl = mean.of_loss(kl_term(tokens.current, reference, tokens.generation, o));
     loss = loss + o.kl_penalty * kl;
     output.metrics["kl_penalty"] = number(kl);
   }
   if (o.positive_example_nll_weight != 0) {
-    TRIREME_CHECK(in.positive.defined(), "positive_example_nll_weight needs the correctness of each token's answer");
-    const at::Tensor nll = token_mean(-current * in.positive);  // by the global count, so that micro-batches add up
+    TRIREME_CHECK(in.positive.defined(), "positive_example_nll_weight needs to know which responses are correct");
+    // The mean over the tokens of correct responses, as VAPO has it (Yue et al. 2025, equation 10). NeMo-RL's main
+    // branch divides by the micro-batch's own count, so that its sum grows with the number of micro-batches; by the
+    // count over all ranks and micro-batches it is what NeMo-RL computes of one micro-batch, however the batch is cut.
+    const at::Tensor nll = (-tokens.current * in.positive * in.mask).sum() / (in.global_positive_tokens + kEpsilon);
     loss = loss + o.positive_example_nll_weight * nll;
     output.metrics["positive_nll_loss"] = number(nll);
   }
   output.loss = loss;
-
-  const at::Tensor c = current.detach();
-  const at::Tensor r = ratio.detach();
-  const at::Tensor mismatch = previous.detach() - generation;
   output.metrics["loss"] = number(loss);
-  output.metrics["probs_ratio"] = number(token_mean(r));
-  output.metrics["probs_ratio_clamped"] = number(token_mean(clipped.detach()));
-  output.metrics["clip_fraction"] = number(token_mean((r != clipped.detach()).to(r.scalar_type())));
-  output.metrics["token_mult_prob_error"] = number(token_mean(mismatch.abs().exp()));
-  output.metrics["gen_kl_error"] = number(token_mean(mismatch.exp() - 1 - mismatch));
-  output.metrics["sampling_importance_ratio"] = number(token_mean(weight));
-  output.metrics["is_oob_ratio"] = out_of_bounds;
-  output.metrics["approx_entropy"] = number(token_mean(-(c - generation).exp() * c));
-  if (valid.any().item<bool>()) {
-    const at::Tensor picked = r.masked_select(valid);
-    output.metrics["probs_ratio_min"] = number(picked.min());
-    output.metrics["probs_ratio_max"] = number(picked.max());
-  }
+  describe(tokens, surrogate, importance, mean, output.metrics);
   return output;
 }
 

@@ -51,6 +51,7 @@ struct LossInputs {
   at::Tensor positive;             // [T] 1 on tokens of correct answers; may be undefined when its weight is 0
   double global_valid_tokens = 0;  // over all ranks and micro-batches of the optimizer step
   double global_valid_sequences = 0;
+  double global_positive_tokens = 0;  // valid tokens of correct answers; for positive_example_nll_weight
 };
 
 struct LossOutput {
@@ -59,6 +60,11 @@ struct LossOutput {
   // Keys that end in _min or _max are combined by min and max.
   std::map<std::string, double> metrics;
 };
+
+// Per-token estimate of the KL of the policy to the reference, both clamped as given. Carries the gradient of
+// `current`.
+at::Tensor kl_estimate(const at::Tensor& current, const at::Tensor& reference, KlEstimator estimator,
+                       const std::optional<double>& input_clamp, const std::optional<double>& output_clamp);
 
 LossOutput policy_loss(const LossInputs& inputs, const LossOptions& options);
 

@@ -22,13 +22,13 @@ namespace {
 // Samples that are `ready`, at least one if there is any and no more than so many tokens. Answers of one group stay
 // together: they may share their prompt.
 template <typename Ready>
-std::vector<RolloutSample> take_some(std::vector<RolloutSample>& from, int64_t most_tokens, const Ready& ready) {
-  std::stable_sort(from.begin(), from.end(), [](const RolloutSample& a, const RolloutSample& b) {
+std::vector<Sample> take_some(std::vector<Sample>& from, int64_t most_tokens, const Ready& ready) {
+  std::stable_sort(from.begin(), from.end(), [](const Sample& a, const Sample& b) {
     return a.group != b.group ? a.group < b.group : a.index < b.index;
   });
-  std::vector<RolloutSample> taken, rest;
+  std::vector<Sample> taken, rest;
   int64_t tokens = 0;
-  for (RolloutSample& sample : from) {
+  for (Sample& sample : from) {
     const bool fits = taken.empty() || tokens + sample.length() <= most_tokens;
     if (fits && ready(sample)) {
       tokens += sample.length();
@@ -64,17 +64,22 @@ ReferenceStream::~ReferenceStream() {
   thread_.join();
 }
 
-void ReferenceStream::add(RolloutSample sample) {
-  if (model_ == nullptr || sample.tokens.empty()) return;
+void ReferenceStream::add(const FinishedSample& finished) {
+  if (model_ == nullptr || finished.generated.response.empty()) return;
+  Sample sample;
+  sample.group = finished.run.group;
+  sample.index = finished.index;
+  sample.prompt = SharedTokens(finished.request.prompt);
+  sample.response = finished.generated.response;
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_.push_back(std::move(sample));
 }
 
-void ReferenceStream::add_group(std::vector<RolloutSample> samples) {
+void ReferenceStream::add_group(std::vector<Sample> samples) {
   TRIREME_CHECK(train != nullptr, "nobody trains early");
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (RolloutSample& sample : samples) {
-    if (!sample.tokens.empty()) untrained_.push_back(std::move(sample));
+  for (Sample& sample : samples) {
+    if (!sample.response.empty()) untrained_.push_back(std::move(sample));
   }
 }
 
@@ -96,7 +101,7 @@ int64_t ReferenceStream::computed() const {
   return static_cast<int64_t>(references_.size());
 }
 
-int64_t ReferenceStream::finish(Engine& engine, std::vector<RolloutSample>& samples) {
+int64_t ReferenceStream::finish(Engine& engine, std::vector<Sample>& samples) {
   std::map<Place, std::vector<float>> references;
   std::set<Place> trained;
   {
@@ -106,9 +111,9 @@ int64_t ReferenceStream::finish(Engine& engine, std::vector<RolloutSample>& samp
     untrained_.clear();
     if (!changed_.wait_for(lock, std::chrono::duration<double>(timeout_s_), [this] { return !computing_; })) {
       const std::string what =
-          "reference log-probs or gradients that were begun while answers were generated have not ended after " +
+          "reference log-probs or gradients that were begun while responses were generated have not ended after " +
           format_fixed(timeout_s_, 0) +
-          " s (cluster.collective_timeout_s); policy.generation.background_processors=0 computes them afterwards";
+          " s (cluster.collective_timeout_s); policy.generation.background_sms=0 computes them afterwards";
       if (on_stuck_) on_stuck_(what);
       fail_internal(what);
     }
@@ -119,65 +124,46 @@ int64_t ReferenceStream::finish(Engine& engine, std::vector<RolloutSample>& samp
   if (shared_) engine.share_device(false);
   shared_ = false;
   int64_t filled = 0;
-  for (RolloutSample& sample : samples) {
+  for (Sample& sample : samples) {
     const Place place{sample.group, sample.index};
     sample.trained_early = trained.count(place) > 0;
     const auto found = references.find(place);
     if (found == references.end()) continue;
-    TRIREME_CHECK(found->second.size() == sample.tokens.size(), "reference log-probs of another answer");
+    TRIREME_CHECK(found->second.size() == sample.response.size(), "reference log-probs of another response");
     sample.reference_logprobs = std::move(found->second);
     ++filled;
   }
   return filled;
 }
 
-std::vector<RolloutSample> ReferenceStream::take_batch() {
-  return take_some(waiting_, micro_batch_tokens_, [](const RolloutSample&) { return true; });
+std::vector<Sample> ReferenceStream::take_batch() {
+  return take_some(waiting_, micro_batch_tokens_, [](const Sample&) { return true; });
 }
 
-std::vector<RolloutSample> ReferenceStream::take_training_batch() {
-  std::vector<RolloutSample> batch = take_some(untrained_, micro_batch_tokens_, [this](const RolloutSample& sample) {
+std::vector<Sample> ReferenceStream::take_training_batch() {
+  std::vector<Sample> batch = take_some(untrained_, micro_batch_tokens_, [this](const Sample& sample) {
     return model_ == nullptr || references_.count({sample.group, sample.index}) > 0;
   });
-  for (RolloutSample& sample : batch) {
+  for (Sample& sample : batch) {
     if (model_ != nullptr) sample.reference_logprobs = references_.at({sample.group, sample.index});
   }
   return batch;
 }
 
-std::vector<std::vector<float>> ReferenceStream::compute(const std::vector<RolloutSample>& samples) const {
+std::vector<std::vector<float>> ReferenceStream::compute(const std::vector<Sample>& samples) const {
   const c10::NoGradGuard no_grad;
   const c10::DeviceGuard device(model_->options().device);
-  Bin bin;
-  for (size_t i = 0; i < samples.size(); ++i) bin.push_back(static_cast<int64_t>(i));
-  const MicroBatch batch = make_micro_batch(samples, bin, share_prompts_);
-  const at::Tensor all = answer_logprobs(*model_, batch, options_).to(at::kCPU, at::kFloat).contiguous();
+  Members members;
+  for (size_t i = 0; i < samples.size(); ++i) members.push_back(static_cast<int64_t>(i));
+  const MicroBatch batch = make_micro_batch(samples, members, share_prompts_);
+  const at::Tensor all = response_logprobs(*model_, batch, options_).to(at::kCPU, at::kFloat).contiguous();
   const float* value = all.const_data_ptr<float>();
   std::vector<std::vector<float>> of_samples;
-  for (const RolloutSample& sample : samples) {
-    of_samples.emplace_back(value, value + sample.tokens.size());
-    value += sample.tokens.size();
+  for (const Sample& sample : samples) {
+    of_samples.emplace_back(value, value + sample.response.size());
+    value += sample.response.size();
   }
   return of_samples;
-}
-
-SamplesToReference::SamplesToReference(Engine& engine, ReferenceStream* stream, const std::vector<SampleRun>& runs)
-    : engine_(engine), stream_(stream) {
-  if (stream == nullptr) return;
-  engine_.on_sample = [stream, &runs](const GroupRequest& group, int64_t index, const GeneratedSample& generated) {
-    const SampleRun& run = runs[static_cast<size_t>(group.group_id)];
-    RolloutSample sample;
-    sample.group = run.group;
-    sample.index = run.first_sample + index;
-    sample.prompt = group.prompt;
-    sample.tokens = generated.tokens;
-    stream->add(std::move(sample));
-  };
-}
-
-SamplesToReference::~SamplesToReference() {
-  engine_.on_sample = nullptr;
-  if (stream_ != nullptr) stream_->forget();
 }
 
 void ReferenceStream::forget() {
@@ -195,7 +181,7 @@ void ReferenceStream::work() {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    std::vector<RolloutSample> batch;
+    std::vector<Sample> batch;
     bool training = false;
     // References first: gradients need them.
     changed_.wait(lock, [&] {
@@ -225,15 +211,16 @@ void ReferenceStream::work() {
       // Half a gradient may be in the sums: that cannot be taken back.
       if (training) {
         log_error("train",
-                  "no memory for gradients while answers are generated: set grpo.early_gradients to false or lower "
+                  "no memory for gradients while responses are generated: set grpo.early_gradients to false or lower "
                   "policy.generation.kv_cache_memory_fraction");
         error = std::current_exception();
       }
       no_memory = !training;
       if (no_memory) {
-        log_warn("train",
-                 "no memory for reference log-probs while answers are generated: they are computed afterwards from now "
-                 "on; lower policy.generation.kv_cache_tokens or kv_cache_memory_fraction");
+        log_warn(
+            "train",
+            "no memory for reference log-probs while responses are generated: they are computed afterwards from now "
+            "on; lower policy.generation.kv_cache_tokens or kv_cache_memory_fraction");
       }
     } catch (...) {
       error = std::current_exception();

@@ -21,11 +21,11 @@
 #include <utility>
 #include <vector>
 
-#include "trainer/algorithms/samples.h"
+#include "trainer/batch/micro_batch.h"
 #include "trainer/model/model.h"
 #include "trainer/ops/partition.h"
+#include "trainer/rollout/driver.h"
 #include "trainer/rollout/engine.h"
-#include "trainer/rollout/queue.h"
 
 namespace trireme {
 
@@ -43,13 +43,13 @@ class ReferenceStream final {
   ReferenceStream& operator=(const ReferenceStream&) = delete;
 
   // Adds the gradients of samples (PolicyTrainer::train_early), from the thread. Set before the first add_group().
-  std::function<void(const std::vector<RolloutSample>&)> train;
+  std::function<void(const std::vector<Sample>&)> train;
 
-  // A finished sample; only group, index, prompt and tokens count. Kept until there is room to compute.
-  void add(RolloutSample sample);
+  // A finished sample, which is kept until there is room to compute.
+  void add(const FinishedSample& sample);
   // All samples of a group of the first optimizer step, ready to be trained but for their reference log-probs, which
   // the stream has or will have of add().
-  void add_group(std::vector<RolloutSample> samples);
+  void add_group(std::vector<Sample> samples);
   // Called between the engine's steps: lets the thread compute, and the engine make room, while few samples are left
   // and there is something to compute.
   void after_step(Engine& engine);
@@ -58,15 +58,15 @@ class ReferenceStream final {
   // Samples computed since the last finish().
   int64_t computed() const;
   // Generation is over: what is not begun is forgotten, what is begun is waited for. Fills in
-  // RolloutSample::reference_logprobs and trained_early of the samples it got to and returns how many references.
+  // Sample::reference_logprobs and trained_early of the samples it got to and returns how many references.
   // Throws what the thread has met; a shortage of memory for references only ends the overlap, with a warning.
-  int64_t finish(Engine& engine, std::vector<RolloutSample>& samples);
+  int64_t finish(Engine& engine, std::vector<Sample>& samples);
 
  private:
   void work();
-  std::vector<RolloutSample> take_batch();           // locked
-  std::vector<RolloutSample> take_training_batch();  // locked; empty: none is ready
-  std::vector<std::vector<float>> compute(const std::vector<RolloutSample>& batch) const;
+  std::vector<Sample> take_batch();           // locked
+  std::vector<Sample> take_training_batch();  // locked; empty: none is ready
+  std::vector<std::vector<float>> compute(const std::vector<Sample>& batch) const;
 
   const Model* const model_;
   const LogprobOptions options_;
@@ -78,10 +78,10 @@ class ReferenceStream final {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<RolloutSample> waiting_;
+  std::vector<Sample> waiting_;
   using Place = std::pair<int64_t, int64_t>;  // group, index
   std::map<Place, std::vector<float>> references_;
-  std::vector<RolloutSample> untrained_;
+  std::vector<Sample> untrained_;
   std::set<Place> trained_;
   std::exception_ptr error_;
   int64_t rollout_ = 0;  // forget() begins another
@@ -91,17 +91,18 @@ class ReferenceStream final {
   std::thread thread_;
 };
 
-// While it lives every sample that `engine` finishes goes to `stream` (nothing when null). The engine's group ids are
-// places in `runs`.
-class SamplesToReference final {
+// One rollout of a stream (nothing when null): at its end the stream forgets what finish() has not taken, however the
+// rollout ended.
+class ReferenceRollout final {
  public:
-  SamplesToReference(Engine& engine, ReferenceStream* stream, const std::vector<SampleRun>& runs);
-  ~SamplesToReference();  // the stream forgets what finish() has not taken
-  SamplesToReference(const SamplesToReference&) = delete;
-  SamplesToReference& operator=(const SamplesToReference&) = delete;
+  explicit ReferenceRollout(ReferenceStream* stream) : stream_(stream) {}
+  ~ReferenceRollout() {
+    if (stream_ != nullptr) stream_->forget();
+  }
+  ReferenceRollout(const ReferenceRollout&) = delete;
+  ReferenceRollout& operator=(const ReferenceRollout&) = delete;
 
  private:
-  Engine& engine_;
   ReferenceStream* stream_;
 };
 

@@ -8,12 +8,16 @@
 
 #include "base/error.h"
 #include "base/text.h"
-#include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/options.h"
+#include "trainer/batch/micro_batch.h"
 #include "trainer/model/safetensors.h"
+#include "trainer/parallel/device.h"
 
 namespace trireme {
 
-ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir, std::ostream& out) {
+ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir,
+                    const std::string& device, std::ostream& out) {
   const SafetensorsFile file(dump);
   const auto& metadata = file.header().metadata;
   for (const char* key : {"config", "micro_batches", "global_valid_tokens", "global_valid_sequences"}) {
@@ -27,6 +31,7 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
     ModelOptions frozen;
     frozen.dtype = parse_dtype(config.policy.precision);
     frozen.trainable = false;
+    frozen.device = choose_device(device, 0);
     model = load_model(model_dir, frozen);
   }
   const c10::NoGradGuard no_grad;
@@ -47,6 +52,10 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
     in.sequence_mask = get("sequence_mask");
     in.global_valid_tokens = parse_double(metadata.at("global_valid_tokens")).value_or(0);
     in.global_valid_sequences = parse_double(metadata.at("global_valid_sequences")).value_or(0);
+    // Dumps without this count are of a program that divided by all valid tokens.
+    const auto positive = metadata.find("global_positive_tokens");
+    in.global_positive_tokens =
+        positive == metadata.end() ? in.global_valid_tokens : parse_double(positive->second).value_or(0);
     if (model) {
       MicroBatch batch;
       batch.input.ids = get("ids");
@@ -68,7 +77,8 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
       batch.input.positions = at::tensor(positions, at::kLong);
       batch.rows = get("rows");
       batch.targets = get("targets");
-      const at::Tensor recomputed = answer_logprobs(*model, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
+      const at::Tensor recomputed =
+          response_logprobs(*model, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
       result.largest_logprob_error =
           std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
       const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();

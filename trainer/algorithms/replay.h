@@ -17,7 +17,9 @@ struct ReplayResult {
 };
 
 // `model_dir` empty: the dumped log-probs are taken as they are and only the loss is recomputed. The model must hold
-// the weights from before the dumped step. Prints a table to `out`. Throws Error(kData) for a file that is not a dump.
-ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir, std::ostream& out);
+// the weights from before the dumped step; it runs on `device` ("auto", "cpu" or "cuda"). Prints a table to `out`.
+// Throws Error(kData) for a file that is not a dump.
+ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir,
+                    const std::string& device, std::ostream& out);
 
 }  // namespace trireme

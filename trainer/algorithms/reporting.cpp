@@ -11,6 +11,9 @@
 #include "trainer/telemetry/status_reporter.h"
 #include "trainer/telemetry/step_log.h"
 #include "trainer/telemetry/terminal.h"
+#include "trainer/trackers/mlflow.h"
+#include "trainer/trackers/tensorboard.h"
+#include "trainer/trackers/wandb.h"
 
 namespace trireme {
 namespace {
@@ -24,6 +27,35 @@ std::optional<Phase> phase_of(const std::string& name) {
   return std::nullopt;
 }
 
+// The trackers that the configuration switches on. Throws Error(kUser) for an address that is none.
+std::vector<std::unique_ptr<Tracker>> make_trackers(const LoggerConfig& logger, const ReportingOptions& options) {
+  std::vector<std::unique_ptr<Tracker>> trackers;
+  const fs::path log_dir = logger.log_dir;
+  if (logger.tensorboard_enabled) trackers.push_back(make_tensorboard(logger.tensorboard.log_dir));
+  if (logger.wandb_enabled) {
+    WandbOptions wandb;
+    wandb.folder = log_dir / "wandb";
+    if (!logger.wandb.project.empty()) wandb.project = logger.wandb.project;
+    wandb.name = logger.wandb.name;
+    wandb.entity = logger.wandb.entity;
+    wandb.group = logger.wandb.group;
+    wandb.tags = logger.wandb.tags;
+    trackers.push_back(make_wandb(wandb));
+  }
+  if (logger.mlflow_enabled) {
+    MlflowOptions mlflow;
+    mlflow.tracking_uri = logger.mlflow.tracking_uri.empty() ? options.mlflow_tracking_uri : logger.mlflow.tracking_uri;
+    mlflow.experiment_name = logger.mlflow.experiment_name;
+    mlflow.run_name = logger.mlflow.run_name;
+    mlflow.state_file = log_dir / "mlflow_run.json";
+    mlflow.token = options.mlflow_token;
+    mlflow.username = options.mlflow_username;
+    mlflow.password = options.mlflow_password;
+    trackers.push_back(make_mlflow(mlflow));
+  }
+  return trackers;
+}
+
 }  // namespace
 
 struct Reporting::Impl {
@@ -33,9 +65,12 @@ struct Reporting::Impl {
   int world_size = 1;
   int64_t total_steps = 0;
   std::unique_ptr<StepLog> log;
+  std::unique_ptr<RolloutLog> rollouts;
   std::unique_ptr<MetricsServer> metrics;
   std::unique_ptr<StatusReporter> status;
   std::unique_ptr<TerminalView> terminal;
+  std::vector<std::unique_ptr<Tracker>> trackers;  // until ready()
+  std::unique_ptr<TrackerQueue> tracking;
   double reward_failures = 0;
   int64_t step_now = 0;
   Phase phase_now = Phase::kIdle;
@@ -82,6 +117,7 @@ Reporting::Reporting(const Config& config, const ReportingOptions& options, int 
     impl_->status = std::make_unique<StatusReporter>(status);
     impl_->status->update({{"attempt", parse_int(options.attempt).value_or(0)}, {"rendezvousDone", false}});
   }
+  impl_->trackers = make_trackers(config.logger, options);
   if (options.terminal) impl_->terminal = std::make_unique<TerminalView>(stdout);
 }
 
@@ -92,6 +128,17 @@ void Reporting::ready(int64_t resumed_step) {
   if (impl_->rank == 0) {
     fs::create_directories(impl_->config.logger.log_dir);
     impl_->log = std::make_unique<StepLog>(impl_->log_path(), resumed_step);
+    const RolloutLogConfig& r = impl_->config.logger.rollouts;
+    if (r.enabled && impl_->config.algorithm == "grpo") {
+      RolloutLogOptions rollouts;
+      rollouts.directory = impl_->config.logger.log_dir;
+      rollouts.keep_steps = r.keep_steps;
+      impl_->rollouts = std::make_unique<RolloutLog>(rollouts, resumed_step);
+    }
+    if (!impl_->trackers.empty()) {
+      impl_->tracking =
+          std::make_unique<TrackerQueue>(std::move(impl_->trackers), TrackedRun{to_json(impl_->config), resumed_step});
+    }
   }
   if (impl_->status) {
     impl_->status->update(
@@ -116,16 +163,7 @@ void Reporting::step(const StepReport& report) {
   StepRecord record;
   record.step = report.step;
   record.max_steps = impl_->total_steps;
-  record.phases.total_s = report.seconds;
-  double known = 0;
-  for (const auto& [name, seconds] : report.phases) {
-    const auto phase = phase_of(name);
-    if (!phase) continue;
-    record.phases.seconds[static_cast<size_t>(*phase)] += seconds;
-    known += seconds;
-  }
-  // What no phase claims is idle, so that the phases add up to the step.
-  record.phases.seconds[static_cast<size_t>(Phase::kIdle)] += std::max(0.0, report.seconds - known);
+  record.phases = report.phases;
   for (const auto& [name, value] : report.values) {
     if (starts_with(name, "train/"))
       record.train[name.substr(6)] = value;
@@ -139,8 +177,8 @@ void Reporting::step(const StepReport& report) {
   StepCounts counts;
   counts.samples = static_cast<int64_t>(report.samples);
   counts.total_tokens = static_cast<int64_t>(report.tokens);
-  const auto length = record.train.find("mean_gen_tokens_per_sample");
-  counts.generated_tokens = length == record.train.end() ? 0 : static_cast<int64_t>(length->second * report.samples);
+  counts.generated_tokens = static_cast<int64_t>(report.generated_tokens);
+  counts.trained_tokens = static_cast<int64_t>(report.trained_tokens);
   counts.ranks = impl_->world_size;
   fill_performance(record, counts);
 
@@ -150,10 +188,12 @@ void Reporting::step(const StepReport& report) {
   }
   if (impl_->metrics) {
     impl_->metrics->observe(record);
-    impl_->metrics->count_reward_failures(static_cast<int64_t>(failures - impl_->reward_failures));
+    if (impl_->rank == 0)  // they are of all ranks: one of the servers counts them
+      impl_->metrics->count_reward_failures(static_cast<int64_t>(failures - impl_->reward_failures));
   }
   impl_->reward_failures = failures;
   if (impl_->log) impl_->log->append(record);
+  if (impl_->tracking) impl_->tracking->log(record.step, record.flat());
   if (impl_->status) impl_->status->update_step(record);
   if (impl_->terminal) impl_->terminal->step(record);
   const int64_t period = impl_->config.logger.report_period;
@@ -166,8 +206,17 @@ void Reporting::validation(int64_t step, double accuracy, double length, double 
                         ", mean length " + format_fixed(length, 1) + ", " + format_fixed(seconds, 2) + " s");
 }
 
+bool Reporting::wants_rollouts(int64_t step) const {
+  return impl_->rollouts != nullptr && step % impl_->config.logger.rollouts.period == 0;
+}
+
+void Reporting::rollouts(int64_t step, const std::vector<RolloutLine>& lines) {
+  if (wants_rollouts(step)) impl_->rollouts->write(step, lines);
+}
+
 void Reporting::log_validation(int64_t step, const std::map<std::string, double>& values) {
   if (impl_->log) impl_->log->append(step, values);
+  if (impl_->tracking) impl_->tracking->log(step, values);
 }
 
 void Reporting::checkpointed(int64_t step) {
@@ -181,6 +230,7 @@ void Reporting::stuck(int rank) {
 
 void Reporting::finish() {
   impl_->write_page();
+  if (impl_->tracking) impl_->tracking->end(true);
   if (impl_->terminal && impl_->config.logger.report) {
     std::error_code ignored;
     impl_->terminal->line("report: " + fs::absolute(impl_->report_path(), ignored).string());

@@ -7,6 +7,8 @@
 #include <string>
 
 #include "trainer/config/config.h"
+#include "trainer/telemetry/phases.h"
+#include "trainer/telemetry/rollout_log.h"
 
 namespace trireme {
 
@@ -16,14 +18,17 @@ struct ReportingOptions {
   std::string status_token_file;
   std::string status_ca_file;
   std::string attempt = "0";
+  // MLflow's own variables: where its server is unless the configuration says, and who asks.
+  std::string mlflow_tracking_uri, mlflow_token, mlflow_username, mlflow_password;
 };
 
 struct StepReport {
   int64_t step = 0;
-  double seconds = 0;
-  double tokens = 0;  // prompt and answer, all ranks
-  double samples = 0;
-  std::map<std::string, double> phases;  // exposed seconds on this rank; what is left of `seconds` is idle
+  PhaseTimes phases;                     // of this rank
+  double tokens = 0;                     // prompts and responses of all that was generated, all ranks
+  double generated_tokens = 0;           // of these: responses
+  double trained_tokens = -1;            // of `tokens`; less under dynamic sampling, -1: all
+  double samples = 0;                    // trained
   std::map<std::string, double> values;  // NeMo-RL's names: train/..., validation/...
 };
 
@@ -41,12 +46,16 @@ class Reporting final {
   void heartbeat();
   void step(const StepReport& report);
   void validation(int64_t step, double accuracy, double length, double seconds);
+  // The log of rollouts; whether this rank writes one of this step, else no texts need to be made.
+  bool wants_rollouts(int64_t step) const;
+  void rollouts(int64_t step, const std::vector<RolloutLine>& lines);
   // A validation that no step's report carries: before the first step, or after the last.
   void log_validation(int64_t step, const std::map<std::string, double>& values);
   void checkpointed(int64_t step);
   // The ranks have given up waiting for `rank`: the operator is told.
   void stuck(int rank);
-  void finish();  // writes the report page
+  // The loop has ended well: writes the report page, waits (10 s at most) for the trackers.
+  void finish();
 
  private:
   struct Impl;

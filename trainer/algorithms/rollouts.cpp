@@ -1,11 +1,13 @@
 #include "trainer/algorithms/rollouts.h"
 
 #include <algorithm>
+#include <cstring>
+#include <iterator>
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/text.h"
-#include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/options.h"
+#include "trainer/ops/philox.h"
 #include "trainer/rollout/queue.h"
 
 namespace trireme {
@@ -20,235 +22,225 @@ class JobCounter final : public CounterStore {
   JobStore& store_;
 };
 
-// A number where it was measured on H200: docs/performance.md.
-constexpr int64_t kBackgroundProcessors = 32;
-
-SamplingOptions sampling_of(const Config& config, const Tokenizer& tokenizer) {
-  const GenerationConfig& g = config.policy.generation;
-  SamplingOptions s;
-  s.temperature = g.temperature;
-  s.top_k = g.top_k;
-  s.top_p = g.top_p;
-  s.min_p = g.min_p;
-  s.max_new_tokens = g.max_new_tokens;
-  s.stop_ids = tokenizer.eos_ids();
-  for (const int64_t id : g.stop_token_ids) s.stop_ids.push_back(static_cast<int32_t>(id));
-  s.stop_strings = g.stop_strings;
-  s.seed = static_cast<uint64_t>(config.grpo.seed);
-  return s;
-}
-
 }  // namespace
-
-SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer) {
-  return sampling_of(config, tokenizer);
-}
-
-SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer) {
-  const GenerationConfig& g = config.policy.generation;
-  SamplingOptions s = sampling_of(config, tokenizer);
-  s.temperature = g.val_temperature;
-  s.top_p = g.val_top_p;
-  s.top_k = g.val_top_k;
-  s.greedy = s.temperature == 0;
-  s.seed = hash64("validation", s.seed);  // its own random numbers
-  return s;
-}
-
-EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition) {
-  const GenerationConfig& g = config.policy.generation;
-  EngineOptions o;
-  o.cache_rows = g.kv_cache_tokens;
-  o.cache_memory_fraction = g.kv_cache_memory_fraction;
-  o.max_sequences = g.max_running_samples;
-  o.prefill_chunk_tokens = g.prefill_chunk_tokens;
-  o.max_total_length = config.policy.max_total_sequence_length;
-  o.partition = std::move(partition);
-  return o;
-}
-
-std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted) {
-  const int64_t processors = config.policy.generation.background_processors;
-  return wanted ? split_device(device, processors < 0 ? kBackgroundProcessors : processors) : nullptr;
-}
 
 std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
                                                        std::shared_ptr<const DevicePartition> partition,
                                                        std::function<void(const std::string&)> on_stuck) {
-  const bool on_cpu = device.is_cpu() && config.policy.generation.background_processors > 0;
+  const bool on_cpu = device.is_cpu() && config.policy.generation.background_sms > 0;
   if (partition == nullptr && !on_cpu) return nullptr;
   return std::make_unique<ReferenceStream>(reference, reference_distribution(config),
                                            config.policy.sequence_packing.share_prompts, std::move(partition),
                                            config.cluster.collective_timeout_s, std::move(on_stuck));
 }
 
-std::vector<RewardOptions> reward_options(const Config& config) {
-  std::vector<RewardOptions> all;
-  std::vector<std::string> names = config.env.enabled();
-  const std::string& only = config.data.train.env_name;
-  if (!only.empty()) {
-    if (std::find(names.begin(), names.end(), only) == names.end()) {
-      fail_user("data.train.env_name is '" + only + "' but env." + only + " is not enabled");
+double drawn_reward(uint64_t seed, int64_t group, int64_t index, int64_t group_size) {
+  if (index == 0) return 1;
+  if (index + 1 == group_size) return 0;
+  return philox_uniform(seed, static_cast<uint64_t>(group), static_cast<uint64_t>(index), /*stream=*/7) < 0.5 ? 0 : 1;
+}
+
+// A rank's finished samples and their rewards. A run's samples lie next to each other; the reward pool's group id is
+// the place of the first.
+class RolloutCollector::Scoring final {
+ public:
+  Scoring(const RolloutRequest& request, const Tokenizer* tokenizer, RewardPool* rewards)
+      : request_(request), tokenizer_(tokenizer), rewards_(rewards) {
+    TRIREME_CHECK(rewards != nullptr || request.drawn_rewards, "samples without rewards");
+    for (const PromptExample& example : *request.prompts) prompts_.emplace_back(example.prompt);
+  }
+
+  const std::vector<SharedTokens>& prompts() const { return prompts_; }
+
+  void add(const SampleRun& run, GeneratedGroup generated) {
+    const PromptExample& example = (*request_.prompts)[static_cast<size_t>(run.group)];
+    const size_t first = own_.size();
+    std::vector<RewardRequest> requests;
+    for (size_t i = 0; i < generated.samples.size(); ++i) {
+      GeneratedSample& made = generated.samples[i];
+      Sample sample;
+      sample.group = run.group;
+      sample.index = run.first_sample + static_cast<int64_t>(i);
+      sample.prompt = prompts_[static_cast<size_t>(run.group)];
+      sample.truncated = made.finish == FinishReason::kLength;
+      if (rewards_ != nullptr) requests.push_back(to_score(example, made, sample.truncated));
+      sample.response = std::move(made.response);
+      sample.generation_logprobs = std::move(made.logprobs);
+      own_.push_back(std::move(sample));
     }
-    names = {only};
+    if (rewards_ != nullptr) {
+      rewards_->submit(static_cast<int64_t>(first), std::move(requests));
+      ++waiting_;
+    } else {
+      rewarded(first, own_.size() - first);
+    }
   }
-  for (const std::string& name : names) {
-    const RewardConfig& c = config.env.by_name(name);
-    RewardOptions o;
-    o.type = name;
-    o.weight = c.weight;
-    o.timeout_s = c.timeout_s;
-    o.failure_policy = parse_failure_policy(c.failure_policy);
-    o.workers = static_cast<int>(c.num_workers);
-    o.pattern = c.pattern;
-    o.command = c.command;
-    o.tags = c.tags;
-    o.answer_timeout_s = c.answer_timeout_s;
-    o.url = c.url;
-    o.max_batch = static_cast<int>(c.max_batch);
-    o.max_attempts = static_cast<int>(c.max_attempts);
-    all.push_back(o);
+
+  // The next run's rewards, if they come before the deadline.
+  bool take(const Deadline& deadline) {
+    const auto group = rewards_->wait_any(deadline);
+    if (!group) return false;
+    const auto first = static_cast<size_t>(group->group_id);
+    for (size_t i = 0; i < group->rewards.size(); ++i) {
+      own_[first + i].raw_reward = group->rewards[i];
+      for (const std::vector<double>& part : group->parts) own_[first + i].reward_parts.push_back(part[i]);
+      own_[first + i].dropped = group->dropped[i] != 0;
+    }
+    --waiting_;
+    rewarded(first, group->rewards.size());
+    return true;
   }
+  void take_what_is_ready() {
+    while (waiting_ > 0 && take(Deadline::after(Milliseconds(0)))) {
+    }
+  }
+
+  int64_t waiting() const { return waiting_; }  // runs without rewards
+  std::vector<Sample>& own() { return own_; }
+
+ private:
+  RewardRequest to_score(const PromptExample& example, const GeneratedSample& made, bool truncated) const {
+    RewardRequest reward;
+    reward.prompt = example.prompt_text;
+    reward.response = tokenizer_->decode(made.response);
+    reward.gold = example.gold;
+    reward.extra = example.extra;
+    reward.truncated = truncated;
+    return reward;
+  }
+
+  // Samples [first, first + count) have their raw rewards.
+  void rewarded(size_t first, size_t count) {
+    for (size_t i = first; request_.drawn_rewards && i < first + count; ++i) {
+      own_[i].raw_reward =
+          drawn_reward(*request_.drawn_rewards, own_[i].group, own_[i].index, request_.samples_per_prompt);
+      own_[i].dropped = false;
+    }
+    if (!request_.on_group || count == 0) return;
+    std::vector<size_t>& places = places_[own_[first].group];
+    for (size_t i = first; i < first + count; ++i) places.push_back(i);
+    if (static_cast<int64_t>(places.size()) < request_.samples_per_prompt) return;
+    std::vector<Sample> whole;
+    for (const size_t place : places) whole.push_back(own_[place]);
+    std::sort(whole.begin(), whole.end(), [](const Sample& a, const Sample& b) { return a.index < b.index; });
+    request_.on_group(std::move(whole));
+  }
+
+  const RolloutRequest& request_;
+  const Tokenizer* tokenizer_;
+  RewardPool* rewards_;
+  std::vector<SharedTokens> prompts_;
+  std::vector<Sample> own_;
+  int64_t waiting_ = 0;
+  std::map<int64_t, std::vector<size_t>> places_;  // in own_, of a prompt's rewarded samples
+};
+
+RolloutCollector::RolloutCollector(Engine& engine, const Tokenizer* tokenizer, RewardPool* rewards,
+                                   ParallelContext& context, PhaseTimer& timer, double timeout_s)
+    : engine_(engine),
+      tokenizer_(tokenizer),
+      rewards_(rewards),
+      context_(context),
+      timer_(timer),
+      timeout_s_(timeout_s) {}
+
+double RolloutCollector::generate(const RolloutRequest& request, Scoring& scoring) {
+  QueueShape shape;
+  shape.groups = static_cast<int64_t>(request.prompts->size());
+  shape.samples = request.samples_per_prompt;
+  shape.whole_groups = request.on_group != nullptr;
+  shape.ranks = context_.world_size();
+  shape.rank = context_.rank();
+  shape.places = engine_.options().max_sequences;
+  std::unique_ptr<CounterStore> counter = std::make_unique<LocalCounter>();
+  if (context_.store() != nullptr) counter = std::make_unique<JobCounter>(*context_.store());
+  SampleQueue queue(shape, *counter, "rollout-" + request.name);
+
+  ReferenceStream* reference = request.reference;
+  DriverHooks hooks;
+  hooks.request = [&](const SampleRun& run) {
+    GroupRequest group;
+    group.prompt = (*request.prompts)[static_cast<size_t>(run.group)].prompt;
+    group.first_sample_id =
+        request.first_sample_id + static_cast<uint64_t>(run.group * shape.samples + run.first_sample);
+    for (int64_t i = 0; request.forced_lengths != nullptr && i < run.count; ++i)
+      group.forced_lengths.push_back(request.forced_lengths->output_of(run.group, run.first_sample + i));
+    group.ends_known = request.ends_known;
+    group.sampling = request.sampling;
+    return group;
+  };
+  if (reference != nullptr) hooks.finished = [&](const FinishedSample& sample) { reference->add(sample); };
+  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) { scoring.add(run, std::move(group)); };
+  hooks.between_steps = [&] {
+    if (reference != nullptr) reference->after_step(engine_);
+    scoring.take_what_is_ready();
+    if (on_progress) on_progress();
+  };
+  const ReferenceRollout until_the_end(reference);
+  const Stopwatch watch;
+  drive_rollout(engine_, queue, hooks);
+  const double seconds = watch.seconds();
+  if (reference != nullptr) (void)reference->finish(engine_, scoring.own());
+  return seconds;
+}
+
+std::vector<Sample> RolloutCollector::collect(const RolloutRequest& request, RankShares& shares) {
+  PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
+  context_.set_phase("generation");
+  Scoring scoring(request, tokenizer_, rewards_);
+  const double generated_after = generate(request, scoring);
+  generation.end();
+
+  PhaseTimer::Scope rewards = timer_.enter(Phase::kRewards);
+  context_.set_phase("rewards");
+  const Deadline deadline = Deadline::after(Milliseconds(static_cast<int64_t>(timeout_s_ * 1000)));
+  while (scoring.waiting() > 0) {
+    if (!scoring.take(Deadline::after(std::min(Milliseconds(1000), deadline.remaining()))) && deadline.passed()) {
+      // No echo of a peer's failure, which a timeout would pass for.
+      fail_io("rank " + std::to_string(context_.rank()) + ": " + std::to_string(scoring.waiting()) +
+              " groups have no reward yet after cluster.collective_timeout_s; their own limits should be shorter");
+    }
+    if (on_progress) on_progress();
+  }
+  rewards.end();
+
+  const PhaseTimer::Scope idle = timer_.enter(Phase::kIdle);
+  context_.set_phase("rollout exchange");
+  std::vector<Sample> all = exchange(std::move(scoring.own()), scoring.prompts(), generated_after, shares);
+  TRIREME_CHECK(all.size() == request.prompts->size() * static_cast<size_t>(request.samples_per_prompt),
+                "a rollout has lost samples");
   return all;
 }
 
-RolloutCollector::RolloutCollector(Engine& engine, const Tokenizer& tokenizer, RewardPool& rewards,
-                                   ParallelContext& context, double timeout_s)
-    : engine_(engine), tokenizer_(tokenizer), rewards_(rewards), context_(context), timeout_s_(timeout_s) {}
-
-// `own` is sorted by nothing while it grows; the group id of a reward is the index of its first sample in `own`.
-void RolloutCollector::take_rewarded(const RewardedGroup& group, std::vector<RolloutSample>& own) {
-  for (size_t i = 0; i < group.rewards.size(); ++i) {
-    RolloutSample& sample = own[static_cast<size_t>(group.group_id) + i];
-    sample.raw_reward = group.rewards[i];
-    sample.dropped = group.dropped[i] != 0;
-  }
-}
-
-std::vector<RolloutSample> RolloutCollector::collect(const RolloutRequest& request, RolloutTimes& times) {
-  const std::vector<PromptExample>& prompts = *request.prompts;
-  const int64_t per_prompt = request.samples_per_prompt;
-  QueueShape shape;
-  shape.groups = static_cast<int64_t>(prompts.size());
-  shape.samples = per_prompt;
-  // Whole groups keep the prompt's prefill shared; with several ranks smaller runs even out their lengths.
-  shape.run = context_.world_size() == 1 || request.on_group ? per_prompt
-                                                             : std::max<int64_t>(1, std::min<int64_t>(per_prompt, 8));
-  std::unique_ptr<JobCounter> counter;
-  std::unique_ptr<PullQueue> queue;
-  if (context_.store() != nullptr) {
-    counter = std::make_unique<JobCounter>(*context_.store());
-    queue = std::make_unique<StorePullQueue>(*counter, "rollout-" + request.name, shape);
-  } else {
-    queue = std::make_unique<LocalPullQueue>(shape);
-  }
-
-  Stopwatch watch;
-  context_.set_phase("generation");
-  std::vector<RolloutSample> own;
-  std::vector<SampleRun> runs;  // index: the engine's group id
-  const SamplesToReference to_reference(engine_, request.reference, runs);
-  int64_t rewarded = 0, submitted = 0;
-  std::map<int64_t, std::vector<size_t>> rewarded_places;  // of a prompt, in `own`
-  const auto tell_of_whole_group = [&](const RewardedGroup& group) {
-    if (!request.on_group) return;
-    const auto first = static_cast<size_t>(group.group_id);
-    std::vector<size_t>& places = rewarded_places[own[first].group];
-    for (size_t i = 0; i < group.rewards.size(); ++i) places.push_back(first + i);
-    if (static_cast<int64_t>(places.size()) < per_prompt) return;
-    std::vector<RolloutSample> whole;
-    for (const size_t place : places) whole.push_back(own[place]);
-    std::sort(whole.begin(), whole.end(),
-              [](const RolloutSample& a, const RolloutSample& b) { return a.index < b.index; });
-    request.on_group(std::move(whole));
-  };
-  const int64_t wanted =
-      engine_.options().max_sequences + per_prompt;  // enough to keep it full, little enough to share
-  while (true) {
-    while (engine_.unfinished_samples() < wanted) {
-      const std::optional<SampleRun> run = queue->pull();
-      if (!run) break;
-      GroupRequest group;
-      group.group_id = static_cast<int64_t>(runs.size());
-      group.prompt = prompts[static_cast<size_t>(run->group)].prompt_ids;
-      group.samples = run->count;
-      group.first_sample_id =
-          request.first_sample_id + static_cast<uint64_t>(run->group * per_prompt + run->first_sample);
-      group.sampling = request.sampling;
-      engine_.submit(std::move(group));
-      runs.push_back(*run);
-    }
-    if (engine_.idle()) break;
-    std::vector<GeneratedGroup> finished = engine_.step();
-    if (request.reference != nullptr) request.reference->after_step(engine_);
-    for (GeneratedGroup& group : finished) {
-      const SampleRun& run = runs[static_cast<size_t>(group.group_id)];
-      const PromptExample& prompt = prompts[static_cast<size_t>(run.group)];
-      std::vector<RewardRequest> requests;
-      const int64_t first = static_cast<int64_t>(own.size());
-      for (size_t i = 0; i < group.samples.size(); ++i) {
-        GeneratedSample& generated = group.samples[i];
-        RolloutSample sample;
-        sample.group = run.group;
-        sample.index = run.first_sample + static_cast<int64_t>(i);
-        sample.prompt = prompt.prompt_ids;
-        sample.truncated = generated.finish == FinishReason::kLength;
-        RewardRequest reward;
-        reward.prompt = prompt.prompt_text;
-        reward.response = tokenizer_.decode(generated.tokens);
-        reward.gold = prompt.gold;
-        reward.extra = prompt.extra;
-        reward.truncated = sample.truncated;
-        requests.push_back(std::move(reward));
-        sample.tokens = std::move(generated.tokens);
-        sample.generation_logprobs = std::move(generated.logprobs);
-        own.push_back(std::move(sample));
-      }
-      rewards_.submit(first, std::move(requests));
-      ++submitted;
-    }
-    while (rewarded < submitted) {  // whatever is ready, without waiting
-      const auto group = rewards_.wait_any(Deadline::after(Milliseconds(0)));
-      if (!group) break;
-      take_rewarded(*group, own);
-      ++rewarded;
-      tell_of_whole_group(*group);
-    }
-    if (on_progress) on_progress();
-  }
-  if (request.reference != nullptr) (void)request.reference->finish(engine_, own);
-  times.generation_seconds += watch.lap();
-
-  context_.set_phase("rewards");
-  const Deadline deadline = Deadline::after(Milliseconds(static_cast<int64_t>(timeout_s_ * 1000)));
-  while (rewarded < submitted) {
-    const auto group = rewards_.wait_any(Deadline::after(std::min(Milliseconds(1000), deadline.remaining())));
-    if (group) {
-      take_rewarded(*group, own);
-      ++rewarded;
-    } else if (deadline.passed()) {
-      fail_timeout("rank " + std::to_string(context_.rank()) + ": " + std::to_string(submitted - rewarded) +
-                   " groups have no reward yet after cluster.collective_timeout_s; their own limits should be shorter");
-    }
-    if (on_progress) on_progress();
-  }
-  times.rewards_seconds += watch.lap();
-
-  context_.set_phase("rollout exchange");
-  std::vector<RolloutSample> all;
-  if (context_.world_size() == 1) {
+// Every rank's samples in data order.
+std::vector<Sample> RolloutCollector::exchange(std::vector<Sample> own, const std::vector<SharedTokens>& prompts,
+                                               double generated_after, RankShares& shares) {
+  const auto ranks = static_cast<size_t>(context_.world_size());
+  shares.idle_seconds.resize(ranks, 0);
+  shares.samples.resize(ranks, 0);
+  std::vector<Sample> all;
+  if (ranks == 1) {
+    shares.samples[0] += static_cast<int64_t>(own.size());
     all = std::move(own);
   } else {
-    for (const std::string& part : context_.data_parallel().all_gather_bytes(pack_samples(own))) {
-      std::vector<RolloutSample> theirs = unpack_samples(part);
+    std::string part(sizeof generated_after, '\0');
+    std::memcpy(part.data(), &generated_after, sizeof generated_after);
+    const std::vector<std::string> parts = context_.data_parallel().all_gather_bytes(part + pack_samples(own));
+    own.clear();
+    std::vector<double> seconds(ranks, 0);
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      TRIREME_CHECK(parts[rank].size() >= sizeof(double), "a rank's samples have no beginning");
+      std::memcpy(&seconds[rank], parts[rank].data(), sizeof(double));
+      std::vector<Sample> theirs = unpack_samples(std::string_view(parts[rank]).substr(sizeof(double)), prompts);
+      shares.samples[rank] += static_cast<int64_t>(theirs.size());
       all.insert(all.end(), std::make_move_iterator(theirs.begin()), std::make_move_iterator(theirs.end()));
     }
+    const double slowest = *std::max_element(seconds.begin(), seconds.end());
+    for (size_t rank = 0; rank < ranks; ++rank) shares.idle_seconds[rank] += slowest - seconds[rank];
   }
-  std::sort(all.begin(), all.end(), [](const RolloutSample& a, const RolloutSample& b) {
+  std::sort(all.begin(), all.end(), [](const Sample& a, const Sample& b) {
     return a.group != b.group ? a.group < b.group : a.index < b.index;
   });
-  TRIREME_CHECK(static_cast<int64_t>(all.size()) == shape.groups * per_prompt, "a rollout has lost samples");
-  times.gather_seconds += watch.lap();
   return all;
 }
 

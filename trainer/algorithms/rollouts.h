@@ -8,28 +8,24 @@
 #include <vector>
 
 #include "trainer/algorithms/reference_stream.h"
-#include "trainer/algorithms/samples.h"
+#include "trainer/batch/sample.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
 #include "trainer/parallel/context.h"
 #include "trainer/rewards/pool.h"
+#include "trainer/rollout/driver.h"
 #include "trainer/rollout/engine.h"
+#include "trainer/rollout/lengths.h"
+#include "trainer/telemetry/phases.h"
 #include "trainer/tokenizer/tokenizer.h"
 
 namespace trireme {
 
-SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer);
-SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer);
-EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
-// The parts of `device` for generation and for reference log-probs beside its last answers; null where there are none,
-// or none are wanted.
-std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted);
 // Null where they are computed after generation: as the configuration says, or because a GPU cannot be divided.
 // `on_stuck`: see ReferenceStream.
 std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
                                                        std::shared_ptr<const DevicePartition> partition,
                                                        std::function<void(const std::string&)> on_stuck);
-std::vector<RewardOptions> reward_options(const Config& config);
 
 struct RolloutRequest {
   const std::vector<PromptExample>* prompts = nullptr;  // the same on every rank
@@ -40,34 +36,48 @@ struct RolloutRequest {
   ReferenceStream* reference = nullptr;  // gets every sample as it ends; may be null
   // Gets copies of a prompt's samples when all were generated on this rank and have their raw rewards, while others are
   // generated; a rank then takes whole prompts. May be empty.
-  std::function<void(std::vector<RolloutSample>)> on_group;
+  std::function<void(std::vector<Sample>)> on_group;
+  // For measurements: responses of these lengths, whatever the model says. Null: off.
+  const RolloutLengths* forced_lengths = nullptr;
+  bool ends_known = false;  // GroupRequest::ends_known
+  // For measurements: raw rewards are drawn with this seed (drawn_reward), whatever the rewards say.
+  std::optional<uint64_t> drawn_rewards;
 };
 
-struct RolloutTimes {
-  double generation_seconds = 0;  // this rank
-  double rewards_seconds = 0;     // waited for rewards after generation had ended
-  double gather_seconds = 0;      // waited for other ranks
+// How the ranks shared one or more rollouts; of each rank, the same on all.
+struct RankShares {
+  std::vector<double> idle_seconds;  // between its last sample and the last rank's
+  std::vector<int64_t> samples;      // it generated
 };
+
+// 0 or 1, a function of its arguments; in every group of two or more there are both.
+double drawn_reward(uint64_t seed, int64_t group, int64_t index, int64_t group_size);
 
 class RolloutCollector final {
  public:
-  // All outlive the collector. `timeout_s` bounds the wait for rewards after generation.
-  RolloutCollector(Engine& engine, const Tokenizer& tokenizer, RewardPool& rewards, ParallelContext& context,
-                   double timeout_s);
+  // All outlive the collector. `timer` gets the phases: generation, rewards (waited for after generation), idle (waited
+  // for other ranks). `timeout_s` bounds the wait for rewards after generation. Without rewards and tokenizer (both
+  // null) a request says drawn_rewards.
+  RolloutCollector(Engine& engine, const Tokenizer* tokenizer, RewardPool* rewards, ParallelContext& context,
+                   PhaseTimer& timer, double timeout_s);
 
-  // Collective. Samples of all prompts in order of (prompt, sample), raw rewards filled in. Times are added to `times`.
-  std::vector<RolloutSample> collect(const RolloutRequest& request, RolloutTimes& times);
+  // Collective. Samples of all prompts in order of (prompt, sample), raw rewards filled in. Adds to `shares`.
+  std::vector<Sample> collect(const RolloutRequest& request, RankShares& shares);
 
   // Called between engine steps, for heartbeats. May be empty.
   std::function<void()> on_progress;
 
  private:
-  void take_rewarded(const RewardedGroup& group, std::vector<RolloutSample>& own);
+  class Scoring;
+  double generate(const RolloutRequest& request, Scoring& scoring);  // seconds until this rank's last sample
+  std::vector<Sample> exchange(std::vector<Sample> own, const std::vector<SharedTokens>& prompts,
+                               double generated_after, RankShares& shares);
 
   Engine& engine_;
-  const Tokenizer& tokenizer_;
-  RewardPool& rewards_;
+  const Tokenizer* tokenizer_;
+  RewardPool* rewards_;
   ParallelContext& context_;
+  PhaseTimer& timer_;
   double timeout_s_;
 };
 

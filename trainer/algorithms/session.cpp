@@ -1,6 +1,10 @@
 #include "trainer/algorithms/session.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+#include <cstdio>
 
 #include "base/error.h"
 #include "base/fs.h"
@@ -11,16 +15,11 @@
 namespace trireme {
 namespace {
 
-bool reduce_in_fp32(const Config& config) {
-  const MegatronConfig& m = config.policy.megatron_cfg;
-  return !m.enabled || m.distributed_data_parallel_config.grad_reduce_in_fp32;
-}
-
 ModelOptions policy_options(const Config& config, int local_rank) {
   ModelOptions options;
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
-  if (options.dtype == at::kBFloat16 && reduce_in_fp32(config)) options.gradient_dtype = at::kFloat;
+  if (options.dtype == at::kBFloat16 && gradients_in_fp32(config)) options.gradient_dtype = at::kFloat;
   return options;
 }
 
@@ -53,6 +52,15 @@ std::optional<SteadyClock::time_point> parse_save_by(const std::string& text) {
   return SteadyClock::now() + std::chrono::seconds(seconds);
 }
 
+// Before the weights are read: rotary embeddings end at the model's last position.
+void check_length(const Config& config, const ModelConfig& model, const std::filesystem::path& dir) {
+  if (config.policy.max_total_sequence_length <= model.positions()) return;
+  fail_user("policy.max_total_sequence_length is " + std::to_string(config.policy.max_total_sequence_length) +
+            " but the model of " + dir.string() + " has " + std::to_string(model.positions()) +
+            " positions (max_position_embeddings and rope scaling in its config.json); set a smaller length, or "
+            "another model");
+}
+
 // Another model, algorithm or data set was refused before; the rest goes on, but not as the run that was interrupted.
 void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
   const std::filesystem::path path = checkpoint.path / "config.yaml";
@@ -65,10 +73,83 @@ void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
   }
 }
 
+// A device that cannot run this is refused before tokenizer, rendezvous and weights.
+const Config& with_its_device(const Config& config, const TrainOptions& options) {
+  const at::Device device = choose_device(config.cluster.device, options.rendezvous.local_rank);
+  if (options.transport.required && !device.is_cuda()) {
+    fail_user(
+        "the manifest requires RDMA (spec.network.rdma.require) but this run is on the CPU, where collectives go over "
+        "TCP (Gloo); set spec.network.rdma.require to false, or run on GPUs");
+  }
+  return config;
+}
+
+// What carries NCCL's traffic between nodes: the first collective on the device makes it choose. Throws on every rank
+// when it must be RDMA and is none on one of them. Collective; whether a rank has a log to read is its environment's
+// matter, so that all agree first whether anybody does.
+void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device) {
+  if (!device.is_cuda()) return;
+  const bool somebody_reads = context.data_parallel().all_reduce_max(check.log ? 1.0 : 0.0) > 0;
+  if (check.required && !check.spans_nodes && context.is_main())
+    log_info("parallel", "RDMA is required: all ranks are on one node, no network is used");
+  if (!somebody_reads) return;
+  at::Tensor one = at::ones({1}, at::TensorOptions(device).dtype(at::kFloat));
+  context.data_parallel().all_reduce_sum(one);
+  (void)one.item<float>();
+  std::optional<std::string> problem;
+  if (check.log) {
+    const std::string text = read_nccl_log(check.log->file, Milliseconds(5000));
+    if (check.log->echo) {
+      std::fwrite(text.data(), 1, text.size(), stdout);
+      std::fflush(stdout);
+      log_info("parallel",
+               "NCCL's further lines go to " + check.log->file + "; name a file by NCCL_DEBUG_FILE to keep them");
+    }
+    const NcclTransport transport = parse_nccl_log(text);
+    if (check.required) problem = rdma_problem(transport, check.spans_nodes);
+    if (!problem && context.is_main()) log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
+  }
+  const std::vector<std::string> problems = context.data_parallel().all_gather_bytes(problem.value_or(""));
+  for (size_t rank = 0; rank < problems.size(); ++rank)
+    if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + ": " + problems[rank]);
+}
+
+// Tokens of the largest micro-batch, or of the largest step of a prefill.
+int64_t most_rows_of_a_pass(const Config& config) {
+  const PolicyConfig& p = config.policy;
+  const auto of = [&](int64_t dynamic, int64_t packed, int64_t samples) {
+    return p.sequence_packing.enabled   ? packed
+           : p.dynamic_batching.enabled ? dynamic
+                                        : samples * p.max_total_sequence_length;
+  };
+  return std::max({of(p.dynamic_batching.train_mb_tokens, p.sequence_packing.train_mb_tokens, p.train_micro_batch_size),
+                   of(p.dynamic_batching.logprob_mb_tokens, p.sequence_packing.logprob_mb_tokens, p.logprob_batch_size),
+                   p.generation.prefill_chunk_tokens + p.generation.max_running_samples});
+}
+
 }  // namespace
 
+std::map<std::string, double> metrics_of_step(const Config& config, const std::map<std::string, double>& measured) {
+  std::map<std::string, double> metrics;
+  for (const std::string& name : checkpoint_metric_names(config)) {
+    const bool validation = starts_with(name, "val:");
+    const auto found = measured.find((validation ? "validation/" : "train/") + name.substr(name.find(':') + 1));
+    if (found != measured.end()) metrics[name] = found->second;
+  }
+  return metrics;
+}
+
+std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
+                                          const ModelOptions& options) {
+  if (!config.policy.random_weights) return load_model(dir, options);
+  auto model = std::make_unique<Model>(ModelConfig::load(dir), options);
+  draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed));
+  if (options.device.is_cpu()) choose_linear_mode(model->config().linear_shapes(), options.dtype);
+  return model;
+}
+
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
-    : config(given),
+    : config(with_its_device(given, options)),
       context(options.layout, options.rendezvous),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options, model_dir)),
@@ -81,36 +162,49 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   context.data_parallel().on_absent = [this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); };
   reporting.phase("start", 0);
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank);
-  policy = load_model(model_dir, model_options);
+  check_transport(options.transport, context, model_options.device);
+  check_length(config, ModelConfig::load(model_dir), model_dir);
+  if (config.policy.random_weights && context.is_main())
+    log_warn("train", "policy.random_weights: the model is drawn, not loaded; this run is a measurement");
+  policy = load_or_draw_model(config, model_dir, model_options);
   if (tokenizer->vocab_size() > policy->config().vocab_size) {
     fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
   // Of all ranks, since how they share the samples depends on it.
-  exact_linear =
-      context.data_parallel().all_reduce_max(
-          linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype, model_options.device) ? 0 : 1) ==
-      0;
+  exact_linear = context.data_parallel().all_reduce_max(linear_rows_are_exact(policy->config().linear_shapes(),
+                                                                              model_options.dtype, model_options.device,
+                                                                              most_rows_of_a_pass(config))
+                                                            ? 0
+                                                            : 1) == 0;
   const AdamSettings adam = adam_settings(config);
   AdamWOptions adam_options;
   adam_options.beta1 = adam.beta1;
   adam_options.beta2 = adam.beta2;
   adam_options.eps = adam.eps;
   adam_options.decay_all = !config.policy.megatron_cfg.enabled;
-  adam_options.reduce_in_fp32 = reduce_in_fp32(config);
+  adam_options.reduce_in_fp32 = gradients_in_fp32(config);
   optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options);
 
   nlohmann::json model_fingerprint = policy->config().to_json();
   CheckpointOptions checkpoint;
   checkpoint.directory = config.checkpointing.checkpoint_dir;
   checkpoint.source_dir = model_dir;
-  checkpoint.metric_name =
-      config.checkpointing.metric_name == "val_reward" ? "val:accuracy" : config.checkpointing.metric_name;
+  checkpoint.metric_name = checkpoint_metric(config);
   checkpoint.higher_is_better = config.checkpointing.higher_is_better;
   checkpoint.keep_top_k = config.checkpointing.keep_top_k;
   checkpoint.save_optimizer = config.checkpointing.save_optimizer;
+  checkpoint.job = options.job;
+  checkpoint.attempt = parse_int(options.rendezvous.attempt).value_or(0);
+  checkpoint.staging_bytes = static_cast<int64_t>(config.checkpointing.staging_gib * static_cast<double>(1 << 30));
+  checkpoint.patience = options.rendezvous.timeout;
   checkpoints = std::make_unique<CheckpointManager>(
       checkpoint, nlohmann::json{{"algorithm", config.algorithm}, {"model", model_fingerprint}}, context);
+  checkpoints->on_wait = [this] { reporting.heartbeat(); };
+  optimizer->before_update = [this] {
+    const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
+    checkpoints->wait_copied();
+  };
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
   if (context.is_main()) {
     log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
@@ -133,18 +227,42 @@ void Session::ready(int64_t step) {
 bool Session::should_stop() {
   const bool asked = stop_signal_ != nullptr && stop_signal_->load() != 0;
   const bool due = save_by_ && SteadyClock::now() >= *save_by_;
-  return context.data_parallel().all_reduce_max(asked || due ? 1.0 : 0.0) > 0;
+  const double own = checkpoints->failed() ? 2.0 : asked || due ? 1.0 : 0.0;
+  const double any = context.data_parallel().all_reduce_max(own);
+  if (any > 1) {
+    context.set_phase("checkpoint");
+    checkpoints->abandon();
+  }
+  tell_saved();
+  return any > 0;
 }
 
-double Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics) {
-  if (!config.checkpointing.enabled || checkpoints->last_saved_step() == step) return 0;
-  Stopwatch watch;
+void Session::tell_saved() {
+  const std::optional<SavedCheckpoint> saved = checkpoints->take_saved();
+  if (!saved) return;
+  reporting.checkpointed(saved->step);
+  if (!context.is_main()) return;
+  const double rate = static_cast<double>(saved->bytes) / std::max(saved->seconds, 1e-6) / 1e9;
+  log_info("checkpoint",
+           "step_" + std::to_string(saved->step) + ": " + format_bytes(static_cast<uint64_t>(saved->bytes)) +
+               " of this rank in " + format_fixed(saved->seconds, 2) + " s (" + format_fixed(rate, 2) +
+               " GB/s) beside the run, which waited " + format_fixed(saved->wait_seconds, 2) + " s for it");
+}
+
+void Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics) {
+  if (!config.checkpointing.enabled || checkpoints->last_saved_step() == step) return;
+  const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
   optimizer->finish_gather();
   context.set_phase("checkpoint");
   reporting.phase("checkpoint", step);
-  checkpoints->save(step, *policy, *optimizer, state, metrics, to_yaml(config));
-  reporting.checkpointed(step);
-  return watch.seconds();
+  checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config));
+  tell_saved();  // the one before, if it had to be waited for
+}
+
+void Session::finish_saves() {
+  context.set_phase("checkpoint");
+  checkpoints->finish();
+  tell_saved();
 }
 
 }  // namespace trireme

@@ -15,6 +15,9 @@
 #include "trainer/model/model.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/context.h"
+#include "trainer/parallel/transport.h"
+#include "trainer/rewards/place.h"
+#include "trainer/telemetry/phases.h"
 #include "trainer/tokenizer/tokenizer.h"
 
 namespace trireme {
@@ -26,8 +29,11 @@ struct TrainOptions {
   ReportingOptions reporting;
   const std::atomic<int>* stop_signal = nullptr;  // non-zero: finish the step, save, leave
   bool checkpoint_on_stop = true;
+  std::string job;                 // the RLJob's UID: attempts of one job are ordered (Fence); empty: none
   std::function<void()> on_ready;  // called when the loop is about to begin: from then on stop_signal is read
   Fault fault;                     // for tests
+  RewardPlace rewards;
+  TransportCheck transport;
 };
 
 enum class LoopEnd { kFinished, kStopped };  // kStopped: by a signal or checkpoint_must_save_by
@@ -38,9 +44,17 @@ struct TrainSummary {
   std::optional<double> validation;  // the last accuracy (GRPO) or loss (SFT)
 };
 
+// Of what a step measured, by its names in the log, what its checkpoint keeps (checkpoint_metric_names).
+std::map<std::string, double> metrics_of_step(const Config& config, const std::map<std::string, double>& measured);
+
+// The model of a run from its folder, or with policy.random_weights drawn for the configuration there.
+std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
+                                          const ModelOptions& options);
+
 class Session final {
  public:
-  // Collective. Meets the other ranks, loads tokenizer and model, resumes from the newest checkpoint when there is one.
+  // Collective. Meets the other ranks, looks at what carries their collectives, loads tokenizer and model, resumes from
+  // the newest checkpoint when there is one.
   // `steps`: how many the loop will run, for displays.
   Session(const Config& config, const TrainOptions& options, int64_t steps);
 
@@ -54,19 +68,29 @@ class Session final {
   std::unique_ptr<CheckpointManager> checkpoints;
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;
+  PhaseTimer timer;  // of this rank's steps; an optimizer step's wait for a checkpoint is its own
 
   // The loop begins after `step` steps. Collective.
   void ready(int64_t step);
-  // True on every rank when any was asked to stop, or the time to save by has come. Collective.
+  // True on every rank when any was asked to stop, or the time to save by has come. Throws on every rank when a save
+  // that was under way has failed on any. Collective.
   bool should_stop();
   // Whether a stopped run saves first; a deadline to save by always does.
   bool checkpoint_on_stop() const { return checkpoint_on_stop_ || save_by_.has_value(); }
-  // Saves when checkpointing is enabled and `step` is not saved yet. Collective. Returns the seconds it took.
-  double save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics);
+  // Begins to save when checkpointing is enabled and `step` is not saved yet; a save that is still under way is waited
+  // for first. Collective. What goes wrong later is thrown by should_stop() of the next step, or by finish_saves().
+  void save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics);
+  // Returns when what is under way is durable. Collective; at the end of a run, however it ends.
+  void finish_saves();
   // For tests: what TrainOptions::fault says, when it is due.
-  void cause_fault(int64_t step) { trireme::cause_fault(fault_, step, context, *policy); }
+  void cause_fault(int64_t step) {
+    if (fault_.kind != Fault::Kind::kNone && fault_.step == step) checkpoints->wait_copied();
+    trireme::cause_fault(fault_, step, context, *policy);
+  }
 
  private:
+  void tell_saved();
+
   const Fault fault_;
   const std::atomic<int>* stop_signal_;
   const std::function<void()> on_ready_;

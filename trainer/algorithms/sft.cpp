@@ -4,20 +4,22 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/algorithms/recompute.h"
-#include "trainer/algorithms/samples.h"
+#include "trainer/batch/micro_batch.h"
 #include "trainer/optimizer/lr_schedule.h"
 
 namespace trireme {
 namespace {
 
 struct SftBatch {
-  std::vector<RolloutSample> samples;           // tokens: the completion
+  std::vector<Sample> samples;                  // tokens: the completion
   std::vector<std::vector<uint8_t>> loss_mask;  // per sample, per completion token
 };
 
@@ -33,13 +35,15 @@ class SftLoop final {
       stream_.restore(session_.resumed->state.at("prompts"));
       validated_step_ =
           session_.resumed->state.value("validated_step", int64_t{-1});  // once is enough, for the log too
-      if (session_.resumed->metrics.count("val:loss") > 0) last_validation_ = session_.resumed->metrics.at("val:loss");
+      const nlohmann::json& state = session_.resumed->state;
+      if (state.contains("validation")) {
+        last_validation_ = state.at("validation").get<double>();
+      } else if (session_.resumed->metrics.count("val:loss") > 0) {  // an older checkpoint
+        last_validation_ = session_.resumed->metrics.at("val:loss");
+      }
     }
-    if (config_.sft.stop_at_validation_loss && !datasets_.validation) {
-      fail_user(
-          "sft.stop_at_validation_loss: there is no validation data; set data.validation.data_path or "
-          "data.train.split_validation_size");
-    }
+    check_validation_data(datasets_, "sft", config_.sft.val_period, config_.sft.max_num_steps, config_.sft.val_at_start,
+                          config_.sft.val_at_end);
     session_.ready(step_);
   }
 
@@ -52,9 +56,9 @@ class SftLoop final {
  private:
   TrainSummary run_steps() {
     const SftConfig& s = config_.sft;
-    if (s.val_at_start && step_ == 0 && datasets_.validation)
-      session_.reporting.log_validation(0, {{"validation/loss", validate()}});
+    if (s.val_at_start && step_ == 0) session_.reporting.log_validation(0, {{"validation/loss", validate()}});
     TrainSummary summary;
+    session_.timer.start_step();
     while (step_ < s.max_num_steps && stream_.epoch() < s.max_num_epochs && !good_enough()) {
       one_step();
       if (session_.should_stop() && step_ < s.max_num_steps && !good_enough()) {
@@ -64,10 +68,11 @@ class SftLoop final {
       }
     }
     if (summary.end == LoopEnd::kFinished) {
-      if (s.val_at_end && datasets_.validation && validated_step_ != step_)
+      if (s.val_at_end && validated_step_ != step_)
         session_.reporting.log_validation(step_, {{"validation/loss", validate()}});
       save();
     }
+    session_.finish_saves();
     session_.reporting.finish();
     summary.steps = step_;
     summary.validation = last_validation_;
@@ -80,53 +85,39 @@ class SftLoop final {
     return limit && validated_step_ == step_ && last_validation_ && *last_validation_ <= *limit;
   }
 
-  double save() {
-    std::map<std::string, double> metrics;
-    if (last_validation_) metrics["val:loss"] = *last_validation_;
-    return session_.save(step_, nlohmann::json{{"prompts", stream_.state()}, {"validated_step", validated_step_}},
-                         metrics);
+  void save() {
+    nlohmann::json state = {{"prompts", stream_.state()}, {"validated_step", validated_step_}};
+    if (last_validation_) state["validation"] = *last_validation_;
+    session_.save(step_, state, metrics_of_step(config_, measured_));
   }
 
   void add(SftBatch& batch, PromptExample example) const {
     const int64_t longest = config_.policy.max_total_sequence_length;
-    RolloutSample sample;
+    Sample sample;
     sample.group = static_cast<int64_t>(batch.samples.size());
-    sample.prompt = std::move(example.prompt_ids);
-    sample.tokens = std::move(example.completion_ids);
-    std::vector<uint8_t> mask = std::move(example.completion_mask);
+    sample.prompt = SharedTokens(std::move(example.prompt));
+    sample.response = std::move(example.response);
+    std::vector<uint8_t> mask = std::move(example.response_mask);
     const int64_t room = std::max<int64_t>(0, longest - static_cast<int64_t>(sample.prompt.size()));
-    if (static_cast<int64_t>(sample.tokens.size()) > room) {  // cut, as the reference does
-      sample.tokens.resize(static_cast<size_t>(room));
+    if (static_cast<int64_t>(sample.response.size()) > room) {  // cut, as the reference does
+      sample.response.resize(static_cast<size_t>(room));
       mask.resize(static_cast<size_t>(room));
     }
-    sample.generation_logprobs.assign(sample.tokens.size(), 0.0f);
+    sample.generation_logprobs.assign(sample.response.size(), 0.0f);
     batch.samples.push_back(std::move(sample));
     batch.loss_mask.push_back(std::move(mask));
   }
 
-  std::vector<Bin> own_bins(const SftBatch& batch, bool train) const {
-    std::vector<int64_t> lengths;
-    for (const RolloutSample& s : batch.samples) lengths.push_back(s.length());
-    const PolicyConfig& p = config_.policy;
-    const int64_t ranks = session_.context.world_size();
-    std::vector<std::vector<Bin>> all;
-    if (p.dynamic_batching.enabled) {
-      all = dynamic_micro_batches(lengths, p.dynamic_batching.train_mb_tokens, p.dynamic_batching.sequence_length_round,
-                                  ranks);
-    } else if (p.sequence_packing.enabled) {
-      all = packed_micro_batches(lengths, p.sequence_packing.train_mb_tokens, ranks,
-                                 parse_packing_algorithm(p.sequence_packing.algorithm),
-                                 static_cast<uint64_t>(config_.sft.seed));
-    } else {
-      all = fixed_micro_batches(static_cast<int64_t>(lengths.size()),
-                                train ? p.train_micro_batch_size : config_.sft.val_micro_batch_size, ranks);
-    }
-    return all[static_cast<size_t>(session_.context.rank())];
+  std::vector<Members> own_micro_batches(const SftBatch& batch, bool train) const {
+    Members all(batch.samples.size());
+    std::iota(all.begin(), all.end(), int64_t{0});
+    return make_micro_batches(batch.samples, all, sft_micro_batches(config_, train),
+                              session_.context.world_size())[static_cast<size_t>(session_.context.rank())];
   }
 
-  static at::Tensor token_mask(const SftBatch& batch, const Bin& bin) {
+  static at::Tensor token_mask(const SftBatch& batch, const Members& members) {
     std::vector<float> flat;
-    for (const int64_t i : bin) {
+    for (const int64_t i : members) {
       const auto& mask = batch.loss_mask[static_cast<size_t>(i)];
       flat.insert(flat.end(), mask.begin(), mask.end());
     }
@@ -144,9 +135,9 @@ class SftLoop final {
     const c10::AutoGradMode grad(train);
     const at::Device device = session_.policy->options().device;
     std::vector<MicroBatch> micro_batches;
-    for (const Bin& bin : own_bins(batch, train)) {
-      MicroBatch micro = make_micro_batch(batch.samples, bin);
-      if (micro.answer_tokens() > 0) micro_batches.push_back(std::move(micro));
+    for (const Members& members : own_micro_batches(batch, train)) {
+      MicroBatch micro = make_micro_batch(batch.samples, members);
+      if (micro.response_tokens() > 0) micro_batches.push_back(std::move(micro));
     }
     if (train) {
       int64_t most_rows = 0;
@@ -156,8 +147,8 @@ class SftLoop final {
     for (const MicroBatch& micro : micro_batches) {
       const bool last = &micro == &micro_batches.back();
       if (train && last && overlap_grad_reduce(config_)) session_.optimizer->reduce_in_next_backward();
-      const at::Tensor logprobs = answer_logprobs(*session_.policy, micro, LogprobOptions{});
-      LossOutput output = sft_loss(logprobs, token_mask(batch, micro.samples).to(device), tokens);
+      const at::Tensor logprobs = response_logprobs(*session_.policy, micro, LogprobOptions{});
+      LossOutput output = sft_loss(logprobs, token_mask(batch, micro.members).to(device), tokens);
       if (train) output.loss.backward();
       session_.reporting.heartbeat();
       loss += output.metrics.at("loss");
@@ -165,45 +156,46 @@ class SftLoop final {
     return loss;
   }
 
+  // A step lasts from the end of the one before, saving included, to the end of its optimizer step.
   void one_step() {
-    Stopwatch whole;
     StepReport report;
     report.step = step_ + 1;
     session_.reporting.phase("training", report.step);
     session_.context.set_phase("training");
     session_.cause_fault(report.step);
+    PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
     SftBatch batch;
     for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));
     const double own_loss = forward(batch, true);
-    const int64_t done = session_.optimizer->steps_done();
-    const double rate = learning_rate(config_, done);
+    const double rate = learning_rate(config_, step_);
     const OptimizerStep step = session_.optimizer->step(
-        rate, weight_decay(config_, done), max_grad_norm(config_),
+        rate, weight_decay(config_, step_), max_grad_norm(config_),
         overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
     const double loss = session_.context.data_parallel().all_reduce_sum(own_loss);
-    report.phases["training"] = whole.seconds();
+    training.end();
     ++step_;
-    for (const RolloutSample& s : batch.samples) report.tokens += static_cast<double>(s.length());
+    for (const Sample& s : batch.samples) report.tokens += static_cast<double>(s.length());
     report.samples = static_cast<double>(batch.samples.size());
     report.values["train/loss"] = loss;
     report.values["train/grad_norm"] = step.grad_norm;
     report.values["train/lr"] = rate;
+    report.values["train/skipped_long_prompts"] = static_cast<double>(stream_.skipped_long());  // since the start
+    report.values["train/optimizer_steps"] = static_cast<double>(step_);
+    report.values["train/lr_schedule_steps"] = static_cast<double>(step_ - 1);  // where "train/lr" was read
     report.values["train/total_num_tokens"] = report.tokens;
-    double validation_seconds = 0;
-    if (config_.sft.val_period > 0 && step_ % config_.sft.val_period == 0 && datasets_.validation) {
+    measured_ = report.values;
+    report.phases = session_.timer.finish_step();
+    if (config_.sft.val_period > 0 && step_ % config_.sft.val_period == 0) {  // no part of the step
       Stopwatch watch;
       report.values["validation/loss"] = validate();
-      validation_seconds = watch.seconds();
-      report.values["timing/validation/total_validation_time"] = validation_seconds;
+      report.values["timing/validation/total_validation_time"] = watch.seconds();
     }
-    if (saved_seconds_ > 0) report.phases["checkpoint"] = saved_seconds_;
-    report.seconds = whole.seconds() + saved_seconds_ - validation_seconds;  // validation is not part of the step
     session_.reporting.step(report);
-    saved_seconds_ = 0;
+    session_.timer.start_step();
     // After the step's record: a run killed in between repeats the step; the other way round it would lack the record.
     if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 &&
         step_ < config_.sft.max_num_steps && !good_enough()) {
-      saved_seconds_ = save();
+      save();
     }
   }
 
@@ -221,6 +213,7 @@ class SftLoop final {
     }
     last_validation_ = batches > 0 ? sum / static_cast<double>(batches) : 0;
     validated_step_ = step_;
+    measured_["validation/loss"] = *last_validation_;
     if (session_.context.is_main())
       log_info("sft", "step " + std::to_string(step_) + ": validation loss " + std::to_string(*last_validation_));
     return *last_validation_;
@@ -232,8 +225,8 @@ class SftLoop final {
   PromptStream stream_;
   int64_t step_ = 0;
   std::optional<double> last_validation_;
-  double saved_seconds_ = 0;  // of the checkpoint after the last step; the next step's record counts it
   int64_t validated_step_ = -1;
+  std::map<std::string, double> measured_;  // of step_, by their names in the log; empty after a resume
 };
 
 }  // namespace

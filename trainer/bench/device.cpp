@@ -34,6 +34,19 @@ std::string cpu_name() {
   return "CPU";
 }
 
+// Reads all of `data` and writes next to nothing, to `sink`.
+void read_all(const at::Tensor& data, at::Tensor& sink) {
+#ifdef TRIREME_CUDA
+  if (data.is_cuda()) {
+    read_on_cuda(data.get_device(), data.const_data_ptr(), data.nbytes(),
+                 static_cast<unsigned*>(sink.mutable_data_ptr()));
+    return;
+  }
+#endif
+  at::Tensor sum = sink.view(at::kFloat).narrow(0, 0, 1).squeeze(0);
+  at::sum_out(sum, data.view(at::kFloat), {0});
+}
+
 double cpu_seconds_per_call(const std::function<void(int64_t)>& call, const TimingOptions& options) {
   int64_t next = 0;
   call(next++);
@@ -100,8 +113,10 @@ Ceilings measure_ceilings(at::Device device, at::ScalarType dtype) {
     const auto options = at::TensorOptions().dtype(at::kByte).device(device);
     const at::Tensor from = at::zeros({bytes}, options);
     at::Tensor to = at::zeros({bytes}, options);
-    ceilings.bytes_per_second =
+    ceilings.copy_bytes_per_second =
         2 * static_cast<double>(bytes) / seconds_per_call(device, [&](int64_t) { to.copy_(from); });
+    ceilings.read_bytes_per_second =
+        static_cast<double>(bytes) / seconds_per_call(device, [&](int64_t) { read_all(from, to); });
   }
   const int64_t size = device.is_cuda() ? kCudaProduct : kCpuProduct;
   const auto options = at::TensorOptions().dtype(dtype).device(device);
@@ -113,7 +128,7 @@ Ceilings measure_ceilings(at::Device device, at::ScalarType dtype) {
 }
 
 double floor_seconds(const Ceilings& ceilings, double bytes, double flops) {
-  return std::max(bytes / ceilings.bytes_per_second, flops / ceilings.flops_per_second);
+  return std::max(bytes / ceilings.bytes_per_second(), flops / ceilings.flops_per_second);
 }
 
 }  // namespace trireme::bench

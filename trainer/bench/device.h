@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
@@ -30,11 +31,14 @@ struct TimingOptions {
 // queued while the device is kept busy: launching is hidden as it is in a graph, unless the call waits for the device.
 double seconds_per_call(at::Device device, const std::function<void(int64_t)>& call, const TimingOptions& options = {});
 
-// What the device reaches in plain work, measured now: a copy of a large buffer (bytes read and written), and a large
-// square product in `dtype`.
+// What the device reaches in plain work, measured now: a copy of a large buffer (bytes read and written), a plain read
+// of one, and a large square product in `dtype`.
 struct Ceilings {
-  double bytes_per_second = 0;
+  double copy_bytes_per_second = 0;
+  double read_bytes_per_second = 0;
   double flops_per_second = 0;
+  // That of reading: work that mostly reads is measured against the better of the two.
+  double bytes_per_second() const { return std::max(copy_bytes_per_second, read_bytes_per_second); }
 };
 Ceilings measure_ceilings(at::Device device, at::ScalarType dtype);
 // Seconds that work of so many bytes and operations needs at the ceilings.

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "trainer/ops/philox.h"
 #include "trainer/parallel/device.h"
+#include "trainer/rollout/driver.h"
 
 namespace trireme::bench {
 namespace {
@@ -51,13 +52,14 @@ SamplingOptions sampling_options(const GenerationOptions& options, uint64_t seed
 }
 
 GroupRequest forced_group(const RolloutLengths& lengths, const std::vector<std::vector<int32_t>>& prompts,
-                          int64_t prompt, int64_t first, int64_t count, uint64_t base) {
+                          int64_t prompt, int64_t first, int64_t count, uint64_t base, bool ends_known) {
   const int64_t begin = prompt * lengths.samples_per_prompt() + first;
   GroupRequest group;
   group.group_id = prompt;
   group.prompt = prompts[static_cast<size_t>(prompt)];
   group.samples = count;
   group.first_sample_id = base + static_cast<uint64_t>(begin);
+  group.ends_known = ends_known;
   group.forced_lengths.assign(lengths.outputs.begin() + begin, lengths.outputs.begin() + begin + count);
   return group;
 }
@@ -72,22 +74,29 @@ RolloutLengths staircase(const RolloutLengths& lengths) {
 }
 
 TimedRollout timed_rollout(Engine& engine, const RolloutLengths& lengths,
-                           const std::vector<std::vector<int32_t>>& prompts, at::Device device) {
+                           const std::vector<std::vector<int32_t>>& prompts, at::Device device, bool ends_known) {
   TimedRollout result;
   engine.reset_stats();
   synchronize(device);
   Stopwatch whole, step_watch;
-  for (size_t p = 0; p < prompts.size(); ++p) {
-    engine.submit(forced_group(lengths, prompts, static_cast<int64_t>(p), 0, lengths.samples_per_prompt()));
-  }
+  QueueShape shape;
+  shape.groups = static_cast<int64_t>(prompts.size());
+  shape.samples = lengths.samples_per_prompt();
+  shape.places = engine.options().max_sequences;
+  LocalCounter counter;
+  SampleQueue queue(shape, counter, "rollout");
   EngineStats before = engine.stats();
   double carried = 0;  // of calls that began no step
-  while (!engine.idle()) {
-    for (GeneratedGroup& group : engine.step()) result.groups.push_back(std::move(group));
+  DriverHooks hooks;
+  hooks.request = [&](const SampleRun& run) {
+    return forced_group(lengths, prompts, run.group, run.first_sample, run.count, /*base=*/0, ends_known);
+  };
+  hooks.complete = [&](const SampleRun&, GeneratedGroup group) { result.groups.push_back(std::move(group)); };
+  hooks.between_steps = [&] {
     const EngineStats& now = engine.stats();
     carried += step_watch.lap();
     const int64_t steps = now.steps - before.steps;
-    if (steps == 0) continue;
+    if (steps == 0) return;
     TimedStep step;
     step.seconds = carried;
     step.steps = steps;
@@ -96,7 +105,8 @@ TimedRollout timed_rollout(Engine& engine, const RolloutLengths& lengths,
     result.steps.push_back(step);
     carried = 0;
     before = now;
-  }
+  };
+  drive_rollout(engine, queue, hooks);
   synchronize(device);
   result.seconds = whole.seconds();
   result.stats = engine.stats();
@@ -105,15 +115,16 @@ TimedRollout timed_rollout(Engine& engine, const RolloutLengths& lengths,
   return result;
 }
 
-std::vector<RolloutSample> as_samples(const std::vector<GeneratedGroup>& groups) {
-  std::vector<RolloutSample> samples;
+std::vector<Sample> as_samples(const std::vector<GeneratedGroup>& groups) {
+  std::vector<Sample> samples;
   for (const GeneratedGroup& group : groups) {
+    const SharedTokens prompt(group.prompt);
     for (size_t i = 0; i < group.samples.size(); ++i) {
-      RolloutSample sample;
+      Sample sample;
       sample.group = group.group_id;
       sample.index = static_cast<int64_t>(i);
-      sample.prompt = group.prompt;
-      sample.tokens = group.samples[i].tokens;
+      sample.prompt = prompt;
+      sample.response = group.samples[i].response;
       sample.generation_logprobs = group.samples[i].logprobs;
       samples.push_back(std::move(sample));
     }
@@ -121,19 +132,20 @@ std::vector<RolloutSample> as_samples(const std::vector<GeneratedGroup>& groups)
   return samples;
 }
 
-LogprobComparison compare_logprobs(const Model& model, const std::vector<RolloutSample>& samples,
+LogprobComparison compare_logprobs(const Model& model, const std::vector<Sample>& samples,
                                    const LogprobOptions& distribution, int64_t tokens) {
   const at::NoGradGuard no_grad;
   std::vector<int64_t> lengths;
-  for (const RolloutSample& sample : samples) {
+  for (const Sample& sample : samples) {
     lengths.push_back(sample.length());
     tokens = std::max(tokens, sample.length());
   }
   LogprobComparison result;
-  for (const Bin& bin : pack_bins(lengths, tokens, PackingAlgorithm::kFirstFitDecreasing, 0)) {
-    const at::Tensor theirs = generation_logprobs(samples, bin).contiguous();
-    const at::Tensor ours =
-        answer_logprobs(model, make_micro_batch(samples, bin), distribution).to(at::kCPU, at::kFloat).contiguous();
+  for (const Members& members : pack_bins(lengths, tokens, PackingAlgorithm::kFirstFitDecreasing, 0)) {
+    const at::Tensor theirs = generation_logprobs(samples, members).contiguous();
+    const at::Tensor ours = response_logprobs(model, make_micro_batch(samples, members), distribution)
+                                .to(at::kCPU, at::kFloat)
+                                .contiguous();
     const float* a = theirs.const_data_ptr<float>();
     const float* b = ours.const_data_ptr<float>();
     for (int64_t i = 0; i < ours.numel(); ++i) {

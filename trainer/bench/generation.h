@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "trainer/algorithms/samples.h"
-#include "trainer/bench/lengths.h"
+#include "trainer/batch/micro_batch.h"
 #include "trainer/bench/report.h"
 #include "trainer/rollout/engine.h"
+#include "trainer/rollout/lengths.h"
 
 namespace trireme::bench {
 
@@ -19,13 +19,14 @@ struct GenerationOptions {
   int64_t cache_rows = 0;  // 0: wanted_cache_rows
   int64_t prefill_chunk_tokens = 2048;
   double temperature = 1.0;
+  bool unknown_ends = false;  // answers end as by a stop token: the scheduler knows the longest answer's length only
 };
 EngineOptions engine_options(const GenerationOptions& options, const RolloutLengths& lengths, int64_t ranks);
 SamplingOptions sampling_options(const GenerationOptions& options, uint64_t seed);
 
 // Answers [first, first + count) of prompt `prompt`; their sample ids are their places among all answers plus `base`.
 GroupRequest forced_group(const RolloutLengths& lengths, const std::vector<std::vector<int32_t>>& prompts,
-                          int64_t prompt, int64_t first, int64_t count, uint64_t base = 0);
+                          int64_t prompt, int64_t first, int64_t count, uint64_t base = 0, bool ends_known = true);
 
 // The same prompts with short answers of 4, ..., 68 tokens: every number of samples alive is seen once, so that nothing
 // is built or captured while the clock runs.
@@ -44,22 +45,22 @@ struct TimedRollout {
   std::vector<TimedStep> steps;
   std::vector<GeneratedGroup> groups;  // in the order of prompts
 };
-// Submits everything, steps until idle, waits for the device. Seconds are those between two idle devices; single steps
-// are what the host saw, which with steps under way ahead of it is right on average only.
+// Drives the engine as a run does, alone, and waits for the device. Seconds are those between two idle devices; single
+// steps are what the host saw, which with steps under way ahead of it is right on average only.
 TimedRollout timed_rollout(Engine& engine, const RolloutLengths& lengths,
-                           const std::vector<std::vector<int32_t>>& prompts, at::Device device);
+                           const std::vector<std::vector<int32_t>>& prompts, at::Device device, bool ends_known = true);
 
 // Groups as samples, in data order.
-std::vector<RolloutSample> as_samples(const std::vector<GeneratedGroup>& groups);
+std::vector<Sample> as_samples(const std::vector<GeneratedGroup>& groups);
 
 struct LogprobComparison {
   int64_t tokens = 0;
   int64_t mismatched = 0;  // float32 bits of sampler and loss differ
   double largest_difference = 0;
 };
-// The loss's forward (answer_logprobs) over all samples in packed batches of at most `tokens` tokens, against the
+// The loss's forward (response_logprobs) over all samples in packed batches of at most `tokens` tokens, against the
 // sampler's log-probs.
-LogprobComparison compare_logprobs(const Model& model, const std::vector<RolloutSample>& samples,
+LogprobComparison compare_logprobs(const Model& model, const std::vector<Sample>& samples,
                                    const LogprobOptions& distribution, int64_t tokens);
 
 }  // namespace trireme::bench

@@ -53,11 +53,12 @@ class OpsBench final {
     packed_attention();
     adamw();
     nlohmann::json report = report_header("ops", options_.common, target_);
-    report.update({{"copy_bytes_per_second", ceilings_.bytes_per_second},
+    report.update({{"copy_bytes_per_second", ceilings_.copy_bytes_per_second},
+                   {"read_bytes_per_second", ceilings_.read_bytes_per_second},
                    {"matmul_flops_per_second", ceilings_.flops_per_second},
                    {"ops", entries_}});
-    out_ << "copy " << terabytes(ceilings_.bytes_per_second) << ", product " << teraflops(ceilings_.flops_per_second)
-         << "\n";
+    out_ << "copy or read " << terabytes(ceilings_.bytes_per_second()) << ", product "
+         << teraflops(ceilings_.flops_per_second) << "\n";
     table_.print(out_);
     write_report(options_.common, report);
     return report;

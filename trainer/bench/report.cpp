@@ -31,6 +31,7 @@ Target resolve(const CommonOptions& options) {
 
 nlohmann::json report_header(const std::string& benchmark, const CommonOptions& options, const Target& target) {
   return {{"benchmark", benchmark},
+          {"command", options.command},
           {"shape", to_lower(options.shape)},
           {"layers", target.config.num_layers},
           {"parameters", target.config.parameter_count()},

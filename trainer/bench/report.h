@@ -20,6 +20,7 @@ struct CommonOptions {
   uint64_t seed = 1;
   int64_t repeats = 3;   // the median is quoted
   std::string json;      // file; empty: none
+  std::string command;   // the command line, kept in the file
   bool verbose = false;  // logs what is chosen by trial
   int local_rank = 0;
 };
@@ -35,7 +36,8 @@ struct Target {
 };
 Target resolve(const CommonOptions& options);  // throws Error(kUser)
 
-// The fields common to all: benchmark, shape, layers, dtype, device, device_kind, date, versions, parameters.
+// The fields common to all: benchmark, command, shape, layers, dtype, device, device_kind, date, versions, parameters,
+// repeats.
 nlohmann::json report_header(const std::string& benchmark, const CommonOptions& options, const Target& target);
 // Pretty-printed and crash-safe; nothing when no file is wanted.
 void write_report(const CommonOptions& options, const nlohmann::json& report);

@@ -39,11 +39,11 @@ std::string bin_name(const AliveBin& bin) {
   return std::to_string(bin.low) + (bin.high > 0 ? "-" + std::to_string(bin.high) : "+");
 }
 
-int64_t differing_tokens(const std::vector<RolloutSample>& a, const std::vector<RolloutSample>& b) {
+int64_t differing_tokens(const std::vector<Sample>& a, const std::vector<Sample>& b) {
   int64_t count = 0;
   for (size_t s = 0; s < a.size(); ++s) {
-    for (size_t t = 0; t < a[s].tokens.size(); ++t) {
-      const bool same = a[s].tokens[t] == b[s].tokens[t] &&
+    for (size_t t = 0; t < a[s].response.size(); ++t) {
+      const bool same = a[s].response[t] == b[s].response[t] &&
                         std::memcmp(&a[s].generation_logprobs[t], &b[s].generation_logprobs[t], sizeof(float)) == 0;
       count += same ? 0 : 1;
     }
@@ -117,9 +117,9 @@ void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, doub
 nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& out) {
   const Target target = resolve(options.common);
   const RolloutLengths lengths = load_lengths(options.lengths);
-  if (lengths.longest() > target.config.max_position_embeddings) {
+  if (lengths.longest() > target.config.positions()) {
     fail_user("the longest sample has " + std::to_string(lengths.longest()) + " tokens, but " + options.common.shape +
-              " knows only " + std::to_string(target.config.max_position_embeddings) + " positions");
+              " knows only " + std::to_string(target.config.positions()) + " positions");
   }
   const std::unique_ptr<Model> model =
       make_random_model(target.config, target.model_options(/*trainable=*/false), options.common.seed);
@@ -133,11 +133,11 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
   timed_rollout(engine, staircase(lengths), prompts, target.device);
   std::vector<double> seconds;
   std::vector<TimedRollout> runs;
-  std::vector<RolloutSample> samples;
+  std::vector<Sample> samples;
   int64_t repeat_mismatches = 0;
   for (int64_t r = 0; r < options.common.repeats; ++r) {
-    TimedRollout run = timed_rollout(engine, lengths, prompts, target.device);
-    std::vector<RolloutSample> made = as_samples(run.groups);
+    TimedRollout run = timed_rollout(engine, lengths, prompts, target.device, !options.generation.unknown_ends);
+    std::vector<Sample> made = as_samples(run.groups);
     run.groups.clear();
     if (r > 0) repeat_mismatches += differing_tokens(samples, made);
     samples = std::move(made);
@@ -155,14 +155,14 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
   const RolloutWork work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs,
                                         target.element_bytes, engine_settings.max_sequences);
   const double bytes = static_cast<double>(stats.steps) * work.weight_bytes + work.context_bytes;
-  const double floor = work.bytes() / ceilings.bytes_per_second;
+  const double floor = work.bytes() / ceilings.bytes_per_second();
   const auto tokens = static_cast<double>(lengths.output_tokens());
   double prefill_seconds = 0;
   for (const TimedStep& step : typical.steps) prefill_seconds += step.prefill ? step.seconds : 0;
   std::vector<AliveBin> bins = alive_bins(typical.steps);
   if (lengths.samples() <= engine_settings.max_sequences) {
     add_floors(bins, lengths, work.weight_bytes, context_bytes_per_token(target.config, target.element_bytes),
-               ceilings.bytes_per_second);
+               ceilings.bytes_per_second());
   }
 
   nlohmann::json report = report_header("rollout", options.common, target);
@@ -180,12 +180,14 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
                  {"weight_bytes", work.weight_bytes},
                  {"context_bytes", work.context_bytes},
                  {"bytes_per_second", bytes / middle},
-                 {"copy_bytes_per_second", ceilings.bytes_per_second},
+                 {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
+                 {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceilings.flops_per_second},
                  {"max_sequences", engine_settings.max_sequences},
                  {"cache_rows", engine_settings.cache_rows},
                  {"peak_cache_rows", stats.peak_cache_rows},
                  {"preemptions", stats.preemptions},
+                 {"ends_known", !options.generation.unknown_ends},
                  {"surplus_tokens", stats.surplus_tokens},
                  {"repeat_mismatched_tokens", repeat_mismatches},
                  {"steps_by_alive", bins_json(bins)}});
@@ -194,8 +196,8 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
   table.add({"seconds (median of " + std::to_string(options.common.repeats) + ")", format_fixed(middle, 3)});
   table.add({"tokens/s", format_fixed(tokens / middle, 1)});
   table.add({"floor seconds", format_fixed(floor, 3) + " (" + percent(floor, middle) + ")"});
-  table.add({"bytes read", terabytes(bytes / middle) + " of " + terabytes(ceilings.bytes_per_second) + " (" +
-                               percent(bytes / middle, ceilings.bytes_per_second) + ")"});
+  table.add({"bytes read", terabytes(bytes / middle) + " of " + terabytes(ceilings.bytes_per_second()) + " (" +
+                               percent(bytes / middle, ceilings.bytes_per_second()) + ")"});
   table.add({"steps, at best", std::to_string(stats.steps) + ", " + std::to_string(work.steps)});
   table.add({"mean batch", format_fixed(report["mean_batch"].get<double>(), 1)});
   table.add({"seconds in steps that prefill", format_fixed(prefill_seconds, 3)});
@@ -248,11 +250,10 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
     generation.max_sequences = alive;
     EngineOptions settings = engine_options(generation, lengths, 1);
     settings.headroom_rows = lengths.longest();  // nobody's rows move either
-    settings.partition = split_device(target.device, options.background_processors);
-    if (options.background_processors > 0 && (settings.partition == nullptr || alive > kSharedDeviceSamples)) {
-      fail_user("--background-processors needs a GPU that can be divided and at most " +
-                std::to_string(kSharedDeviceSamples) + " samples; here are " + std::to_string(alive) + " on " +
-                target.device.str());
+    settings.partition = split_device(target.device, options.background_sms);
+    if (options.background_sms > 0 && (settings.partition == nullptr || alive > kSharedDeviceSamples)) {
+      fail_user("--background-sms needs a GPU that can be divided and at most " + std::to_string(kSharedDeviceSamples) +
+                " samples; here are " + std::to_string(alive) + " on " + target.device.str());
     }
     Engine engine(*model, nullptr, settings, sampling_options(generation, options.common.seed));
     std::vector<double> seconds;
@@ -294,7 +295,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
     const double bytes =
         decode_weight_bytes(target.config, target.element_bytes) +
         context * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes);
-    const double floor = bytes / ceilings.bytes_per_second, middle = median(seconds);
+    const double floor = bytes / ceilings.bytes_per_second(), middle = median(seconds);
     rows.push_back({{"alive", alive},
                     {"context", context},
                     {"milliseconds", middle * 1e3},
@@ -306,11 +307,12 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
   }
   nlohmann::json report = report_header("decode", options.common, target);
   report.update({{"steps", options.steps},
-                 {"copy_bytes_per_second", ceilings.bytes_per_second},
+                 {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
+                 {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceilings.flops_per_second},
                  {"rows", rows}});
   out << "decode steps of " << options.common.shape << ", mean context " << options.context << ", copy "
-      << terabytes(ceilings.bytes_per_second) << "\n";
+      << terabytes(ceilings.bytes_per_second()) << "\n";
   table.print(out);
   write_report(options.common, report);
   return report;

@@ -23,9 +23,9 @@ struct DecodeBenchOptions {
   CommonOptions common;
   GenerationOptions generation;  // max_sequences does not matter
   std::vector<int64_t> alive = {16, 64};
-  int64_t context = 400;              // mean tokens of a sample over the measured steps
-  int64_t steps = 64;                 // measured
-  int64_t background_processors = 0;  // left to somebody else (who does nothing); steps of few samples only
+  int64_t context = 400;       // mean tokens of a sample over the measured steps
+  int64_t steps = 64;          // measured
+  int64_t background_sms = 0;  // left to somebody else (who does nothing); steps of few samples only
   std::string trace;  // file for the kernels of some more steps; with several numbers alive NAME.N each; empty: none
 };
 nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out);

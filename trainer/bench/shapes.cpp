@@ -1,9 +1,11 @@
 #include "trainer/bench/shapes.h"
 
-#include <ATen/ATen.h>
-#include <ATen/Context.h>
+#include <filesystem>
+#include <optional>
+#include <system_error>
 
 #include "base/error.h"
+#include "base/fs.h"
 #include "base/text.h"
 
 namespace trireme::bench {
@@ -62,40 +64,44 @@ std::vector<std::string> shape_names() {
   return names;
 }
 
-ModelConfig find_shape(const std::string& name, int64_t layers) {
-  for (const Sizes& sizes : kShapes) {
-    if (to_lower(name) != sizes.name) continue;
-    ModelConfig config = config_of(sizes);
-    if (layers < 0 || layers > config.num_layers) {
-      fail_user("--layers " + std::to_string(layers) + " is not in 1.." + std::to_string(config.num_layers) +
-                ", the layers of " + sizes.name);
-    }
-    if (layers > 0) config.num_layers = layers;
-    return config;
-  }
-  fail_user("unknown shape '" + name + "'; known are " + join(shape_names(), ", "));
+namespace {
+
+std::optional<ModelConfig> shape_of_file(const std::string& name) {
+  const std::filesystem::path path = name;
+  std::error_code unknown;
+  if (std::filesystem::is_directory(path, unknown)) return ModelConfig::load(path);
+  if (path.extension() != ".json") return std::nullopt;
+  const nlohmann::json values = nlohmann::json::parse(read_file(path), nullptr, false);
+  if (values.is_discarded()) fail_user(name + " is not valid JSON");
+  return ModelConfig::from_json(values, name);
 }
 
-void randomise(Model& model, uint64_t seed) {
-  const at::NoGradGuard no_grad;
-  at::Generator shared = at::globalContext().defaultGenerator(model.options().device);
-  at::Generator generator = [&shared] {  // its own, so that no other thread draws between ours
-    const std::lock_guard<std::mutex> lock(shared.mutex());
-    return shared.clone();
-  }();
-  generator.set_current_seed(seed);
-  for (Parameter& parameter : model.parameters()) {
-    at::Tensor values = parameter.tensor.detach();
-    if (values.dim() > 1)
-      values.normal_(0.0, model.config().initializer_range, generator);
-    else
-      values.fill_(ends_with(parameter.name, ".bias") ? 0.0 : 1.0);
+std::optional<ModelConfig> shape_of_table(const std::string& name) {
+  for (const Sizes& sizes : kShapes) {
+    if (to_lower(name) == sizes.name) return config_of(sizes);
   }
+  return std::nullopt;
+}
+
+}  // namespace
+
+ModelConfig find_shape(const std::string& name, int64_t layers) {
+  std::optional<ModelConfig> config = shape_of_table(name);
+  if (!config) config = shape_of_file(name);
+  if (!config)
+    fail_user("unknown shape '" + name + "'; known are " + join(shape_names(), ", ") +
+              ", or a config.json or its folder");
+  if (layers < 0 || layers > config->num_layers) {
+    fail_user("--layers " + std::to_string(layers) + " is not in 1.." + std::to_string(config->num_layers) +
+              ", the layers of " + name);
+  }
+  if (layers > 0) config->num_layers = layers;
+  return *config;
 }
 
 std::unique_ptr<Model> make_random_model(const ModelConfig& config, const ModelOptions& options, uint64_t seed) {
   auto model = std::make_unique<Model>(config, options);
-  randomise(*model, seed);
+  draw_parameters(*model, seed);
   return model;
 }
 

@@ -2,33 +2,21 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <map>
 
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/rollouts.h"
+#include "trainer/algorithms/sample_advantages.h"
 #include "trainer/bench/work.h"
-#include "trainer/ops/philox.h"
 #include "trainer/parallel/device.h"
-#include "trainer/rollout/queue.h"
 #include "trainer/telemetry/phases.h"
 
 namespace trireme::bench {
 namespace {
-
-constexpr int64_t kRun = 8;  // samples a rank pulls at once when there are several
-
-class StoreCounter final : public CounterStore {
- public:
-  explicit StoreCounter(JobStore& store) : store_(store) {}
-  int64_t add(const std::string& key, int64_t amount) override { return store_.add(key, amount); }
-
- private:
-  JobStore& store_;
-};
 
 RolloutLengths lengths_of(const StepBenchOptions& options) {
   if (!options.lengths.empty()) return load_lengths(options.lengths);
@@ -47,6 +35,7 @@ struct StepTimes {
   double seconds = 0;
   std::map<std::string, double> phases;  // exposed seconds of this rank; they add up to `seconds`
   TrainResult trained;
+  RankShares shares;
 };
 
 class StepBench final {
@@ -72,9 +61,11 @@ class StepBench final {
     adam_options.eps = adam.eps;
     adam_options.reduce_in_fp32 = trainable.gradient_dtype == at::kFloat;
     optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
-    const bool exact = linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device);
+    const bool exact =
+        linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device, options.train_tokens);
     exact_ = context.data_parallel().all_reduce_max(exact ? 0 : 1) == 0;
-    trainer_ = std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, exact_);
+    trainer_ =
+        std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
     engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
     if (options.early_gradients && !exact_)
@@ -86,14 +77,19 @@ class StepBench final {
     if (options.early_gradients) {
       if (reference_stream_ == nullptr)
         fail_user(
-            "--early-gradients needs a part of the device of its own: --background-processors above 0 on a CPU, and a "
+            "--early-gradients needs a part of the device of its own: --background-sms above 0 on a CPU, and a "
             "GPU that can be divided");
-      reference_stream_->train = [this](const std::vector<RolloutSample>& samples) { trainer_->train_early(samples); };
+      reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
     trainer_->make_room = [this] { engine_->release_cache(); };
-    prompts_ = random_prompts(lengths_, target_.config.vocab_size, options.common.seed);
+    for (std::vector<int32_t>& ids : random_prompts(lengths_, target_.config.vocab_size, options.common.seed)) {
+      prompts_.emplace_back();
+      prompts_.back().prompt = std::move(ids);
+    }
+    collector_ =
+        std::make_unique<RolloutCollector>(*engine_, nullptr, nullptr, context, timer_, options.collective_timeout_s);
   }
 
   nlohmann::json run(std::ostream& out) {
@@ -106,6 +102,7 @@ class StepBench final {
       steps.push_back(one_step(lengths_));
       seconds.push_back(steps.back().seconds);
       mismatched += steps.back().trained.mismatched_tokens;
+      compared_tokens_ += steps.back().trained.compared_tokens;
     }
     const double middle = median(seconds);
     const StepTimes& typical = *std::min_element(steps.begin(), steps.end(), [&](const auto& a, const auto& b) {
@@ -120,122 +117,60 @@ class StepBench final {
     synchronize(target_.device);
     context_.set_phase("benchmark");
     context_.data_parallel().barrier();
-    PhaseTimer timer;
-    timer.start_step();
-    std::vector<RolloutSample> own;
+    timer_.start_step();
+    std::vector<Sample> samples;
     {
-      const auto scope = timer.enter(Phase::kGeneration);
-      context_.set_phase("generation");
-      own = generate(lengths);
+      const auto scope = timer_.enter(Phase::kGeneration);
+      samples = generate(lengths, times.shares);
       synchronize(target_.device);
     }
-    std::vector<RolloutSample> samples = gather(std::move(own), lengths.samples());  // in no phase: idle
     {
-      const auto scope = timer.enter(Phase::kRewards);
-      draw_rewards(samples, lengths.samples_per_prompt(), options_.common.seed);
+      const auto scope = timer_.enter(Phase::kRewards);
       assign_advantages(samples, lengths.samples_per_prompt(), config_);
     }
     {
-      const auto scope = timer.enter(Phase::kTraining);
-      early_gradients_ = std::count_if(samples.begin(), samples.end(),
-                                       [](const RolloutSample& sample) { return sample.trained_early; });
+      const auto scope = timer_.enter(Phase::kTraining);
+      early_gradients_ =
+          std::count_if(samples.begin(), samples.end(), [](const Sample& sample) { return sample.trained_early; });
       early_references_ = std::count_if(samples.begin(), samples.end(),
-                                        [](const RolloutSample& sample) { return !sample.reference_logprobs.empty(); });
+                                        [](const Sample& sample) { return !sample.reference_logprobs.empty(); });
       times.trained = trainer_->train(samples);
       synchronize(target_.device);
     }
     {
-      const auto scope = timer.enter(Phase::kRefit);
+      const auto scope = timer_.enter(Phase::kRefit);
       engine_->weights_changed();
     }
     context_.data_parallel().barrier();
-    const PhaseTimes measured = timer.finish_step();
+    const PhaseTimes measured = timer_.finish_step();
     times.seconds = measured.total_s;
     for (const Phase phase : all_phases()) times.phases[to_string(phase)] = measured.of(phase);
-    times.phases[to_string(Phase::kLogprobs)] += times.trained.logprob_seconds;
-    times.phases[to_string(Phase::kTraining)] -= times.trained.logprob_seconds;
     next_sample_id_ += static_cast<uint64_t>(lengths.samples());
     ++steps_done_;
     return times;
   }
 
-  std::vector<RolloutSample> generate(const RolloutLengths& lengths) {
-    QueueShape shape;
-    shape.groups = static_cast<int64_t>(lengths.prompts.size());
-    shape.samples = lengths.samples_per_prompt();
-    std::unique_ptr<StoreCounter> counter;
-    std::unique_ptr<PullQueue> queue;
-    if (context_.store() != nullptr) {
-      shape.run = options_.early_gradients ? shape.samples : std::min(shape.samples, kRun);
-      counter = std::make_unique<StoreCounter>(*context_.store());
-      queue = std::make_unique<StorePullQueue>(*counter, "bench-" + std::to_string(steps_done_), shape);
-    } else {
-      shape.run = shape.samples;
-      queue = std::make_unique<LocalPullQueue>(shape);
+  // As the trainer generates, but for prompts, lengths and rewards.
+  std::vector<Sample> generate(const RolloutLengths& lengths, RankShares& shares) {
+    RolloutRequest request;
+    request.prompts = &prompts_;
+    request.samples_per_prompt = lengths.samples_per_prompt();
+    request.first_sample_id = next_sample_id_;
+    request.name = "bench-" + std::to_string(steps_done_);
+    request.sampling = engine_->sampling();
+    request.reference = reference_stream_.get();
+    request.forced_lengths = &lengths;
+    request.ends_known = !options_.generation.unknown_ends;
+    request.drawn_rewards = options_.common.seed;
+    if (options_.early_gradients) {
+      request.on_group = [this](std::vector<Sample> group) {
+        const auto size = static_cast<int64_t>(group.size());
+        if ((group.front().group + 1) * size > config_.policy.train_global_batch_size) return;
+        assign_advantages(group, size, config_);
+        reference_stream_->add_group(std::move(group));
+      };
     }
-    std::vector<RolloutSample> own;
-    std::vector<SampleRun> runs;
-    const SamplesToReference to_reference(*engine_, reference_stream_.get(), runs);
-    // No more at first than an even share: what one rank takes no other can.
-    const int64_t ranks = context_.data_parallel().size();
-    const int64_t wanted =
-        std::min(engine_settings_.max_sequences + shape.samples, (lengths.samples() + ranks - 1) / ranks);
-    while (true) {
-      while (engine_->unfinished_samples() < wanted) {
-        const std::optional<SampleRun> run = queue->pull();
-        if (!run) break;
-        GroupRequest group =
-            forced_group(lengths, prompts_, run->group, run->first_sample, run->count, next_sample_id_);
-        group.group_id = static_cast<int64_t>(runs.size());
-        engine_->submit(std::move(group));
-        runs.push_back(*run);
-      }
-      if (engine_->idle()) break;
-      std::vector<GeneratedGroup> finished = engine_->step();
-      if (reference_stream_ != nullptr) reference_stream_->after_step(*engine_);
-      for (GeneratedGroup& group : finished) {
-        const SampleRun& run = runs[static_cast<size_t>(group.group_id)];
-        group.group_id = run.group;
-        for (RolloutSample& sample : as_samples({std::move(group)})) {
-          sample.index += run.first_sample;
-          own.push_back(std::move(sample));
-        }
-        if (options_.early_gradients) train_if_whole(own, run.group, shape.samples);
-      }
-    }
-    if (reference_stream_ != nullptr) (void)reference_stream_->finish(*engine_, own);
-    return own;
-  }
-
-  // The group, if all of it is among `own` and in the first optimizer step, goes to the stream.
-  void train_if_whole(const std::vector<RolloutSample>& own, int64_t group, int64_t size) {
-    if ((group + 1) * size > config_.policy.train_global_batch_size) return;
-    std::vector<RolloutSample> whole;
-    std::copy_if(own.begin(), own.end(), std::back_inserter(whole),
-                 [group](const RolloutSample& sample) { return sample.group == group; });
-    if (static_cast<int64_t>(whole.size()) < size) return;
-    std::sort(whole.begin(), whole.end(),
-              [](const RolloutSample& a, const RolloutSample& b) { return a.index < b.index; });
-    draw_rewards(whole, size, options_.common.seed);
-    assign_advantages(whole, size, config_);
-    reference_stream_->add_group(std::move(whole));
-  }
-
-  std::vector<RolloutSample> gather(std::vector<RolloutSample> own, int64_t expected) {
-    context_.set_phase("rollout exchange");
-    std::vector<RolloutSample> all;
-    if (context_.data_parallel().size() == 1) {
-      all = std::move(own);
-    } else {
-      for (const std::string& part : context_.data_parallel().all_gather_bytes(pack_samples(own))) {
-        for (RolloutSample& sample : unpack_samples(part)) all.push_back(std::move(sample));
-      }
-    }
-    std::sort(all.begin(), all.end(), [](const RolloutSample& a, const RolloutSample& b) {
-      return a.group != b.group ? a.group < b.group : a.index < b.index;
-    });
-    TRIREME_CHECK(static_cast<int64_t>(all.size()) == expected, "a rollout has lost samples");
-    return all;
+    return collector_->collect(request, shares);
   }
 
   // At the ceilings, on this many devices: generation reads weights for each of the longest answer's tokens and an even
@@ -245,12 +180,11 @@ class StepBench final {
     const RolloutWork work =
         rollout_work(target_.config, lengths_.prompt_of_each_sample(), lengths_.outputs, target_.element_bytes,
                      engine_settings_.max_sequences * context_.data_parallel().size());
-    std::vector<int64_t> rows;  // of a sample: all but its last token
-    for (int64_t s = 0; s < lengths_.samples(); ++s) rows.push_back(lengths_.total_of(s) - 1);
+    const std::vector<Piece> rows = training_pieces(lengths_.prompts, lengths_.outputs, options_.share_prompts);
     const int64_t scored = lengths_.output_tokens();
     const double flops = ranks * ceilings_.flops_per_second;
     return {{"generation", (static_cast<double>(work.steps) * work.weight_bytes + work.context_bytes / ranks) /
-                               ceilings_.bytes_per_second},
+                               ceilings_.bytes_per_second()},
             {"logprobs", options_.reference ? forward_flops(target_.config, rows, scored) / flops : 0.0},
             {"training", training_flops(target_.config, rows, scored) / flops}};
   }
@@ -268,39 +202,45 @@ class StepBench final {
     for (const auto& [name, value] : floor) floor_total += value;
     const auto samples = static_cast<double>(lengths_.samples());
     nlohmann::json json = report_header("step", options_.common, target_);
-    json.update({{"ranks", group.size()},
-                 {"lengths", lengths_.name},
-                 {"samples", lengths_.samples()},
-                 {"answer_tokens", lengths_.output_tokens()},
-                 {"global_batch_size", config_.policy.train_global_batch_size},
-                 {"optimizer_steps", typical.trained.optimizer_steps},
-                 {"reference", options_.reference},
-                 {"background_processors", reference_stream_ == nullptr ? 0
-                                           : engine_settings_.partition == nullptr
-                                               ? -1
-                                               : engine_settings_.partition->background_processors},
-                 {"references_under_generation", early_references_},
-                 {"gradients_under_generation", early_gradients_},
-                 {"recomputed_layers", policy_->recompute().whole_layers},
-                 {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
-                 {"share_prompts", options_.share_prompts},
-                 {"gradient_dtype", options_.gradient_dtype},
-                 {"linear_rows_exact", exact_},
-                 {"micro_batch_tokens", config_.policy.sequence_packing.train_mb_tokens},
-                 {"seconds", middle},
-                 {"seconds_of_repeats", seconds},
-                 {"phases", typical.phases},
-                 {"phases_of_slowest_rank", slowest},
-                 {"floor_seconds", floor_total},
-                 {"floors", floor},
-                 {"samples_per_second", samples / middle},
-                 {"samples_per_second_per_device", samples / middle / static_cast<double>(group.size())},
-                 {"mismatched_tokens", mismatched},
-                 {"grad_norm", typical.trained.metrics.at("grad_norm")},
-                 {"cache_rows", engine_settings_.cache_rows},
-                 {"peak_memory_bytes", peak},
-                 {"copy_bytes_per_second", ceilings_.bytes_per_second},
-                 {"matmul_flops_per_second", ceilings_.flops_per_second}});
+    json.update(
+        {{"ranks", group.size()},
+         {"lengths", lengths_.name},
+         {"samples", lengths_.samples()},
+         {"answer_tokens", lengths_.output_tokens()},
+         {"global_batch_size", config_.policy.train_global_batch_size},
+         {"optimizer_steps", typical.trained.optimizer_steps},
+         {"reference", options_.reference},
+         {"background_sms", reference_stream_ == nullptr            ? 0
+                            : engine_settings_.partition == nullptr ? -1
+                                                                    : engine_settings_.partition->background_sms},
+         {"references_under_generation", early_references_},
+         {"gradients_under_generation", early_gradients_},
+         {"recomputed_layers", policy_->recompute().whole_layers},
+         {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
+         {"share_prompts", options_.share_prompts},
+         {"gradient_dtype", options_.gradient_dtype},
+         {"linear_rows_exact", exact_},
+         {"micro_batch_tokens", config_.policy.sequence_packing.train_mb_tokens},
+         {"seconds", middle},
+         {"seconds_of_repeats", seconds},
+         {"phases", typical.phases},
+         {"phases_of_slowest_rank", slowest},
+         {"generation_idle_seconds_of_ranks", typical.shares.idle_seconds},
+         {"samples_of_ranks", typical.shares.samples},
+         {"ends_known", !options_.generation.unknown_ends},
+         {"floor_seconds", floor_total},
+         {"floors", floor},
+         {"samples_per_second", samples / middle},
+         {"samples_per_second_per_device", samples / middle / static_cast<double>(group.size())},
+         {"mismatched_tokens", mismatched},
+         {"compared_tokens", compared_tokens_},
+         {"compared_optimizer_steps", typical.trained.compared_optimizer_steps},
+         {"grad_norm", typical.trained.metrics.at("grad_norm")},
+         {"cache_rows", engine_settings_.cache_rows},
+         {"peak_memory_bytes", peak},
+         {"copy_bytes_per_second", ceilings_.copy_bytes_per_second},
+         {"read_bytes_per_second", ceilings_.read_bytes_per_second},
+         {"matmul_flops_per_second", ceilings_.flops_per_second}});
     if (!context_.is_main()) return json;
     Table table({"step " + options_.common.shape + ", " + std::to_string(group.size()) + " ranks", "seconds",
                  "slowest rank", "floor"});
@@ -316,9 +256,17 @@ class StepBench final {
     if (reference_stream_ != nullptr)
       out << "reference log-probs computed under generation: of " << early_references_ << " samples\n";
     if (options_.early_gradients) out << "gradients computed under generation: of " << early_gradients_ << " samples\n";
+    if (group.size() > 1) {
+      const auto [least, most] =
+          std::minmax_element(typical.shares.idle_seconds.begin(), typical.shares.idle_seconds.end());
+      out << "idle after its last sample: the fastest rank " << format_fixed(*most, 3) << " s, the slowest "
+          << format_fixed(*least, 3) << " s\n";
+    }
     out << "samples/s: " << format_fixed(samples / middle, 2) << ", of a device "
         << format_fixed(samples / middle / static_cast<double>(group.size()), 2) << "\n"
-        << "tokens whose log-prob bits differ between sampler and loss: " << mismatched << "\n";
+        << "tokens whose log-prob bits differ between sampler and loss: " << mismatched << " of " << compared_tokens_
+        << " (of the first " << typical.trained.compared_optimizer_steps << " of " << typical.trained.optimizer_steps
+        << " optimizer steps a rollout, whose weights had sampled them; of all repeats)\n";
     if (peak > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(peak)) << "\n";
     write_report(options_.common, json);
     return json;
@@ -336,9 +284,12 @@ class StepBench final {
   std::unique_ptr<PolicyTrainer> trainer_;
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   std::unique_ptr<Engine> engine_;
-  std::vector<std::vector<int32_t>> prompts_;
+  PhaseTimer timer_;
+  std::unique_ptr<RolloutCollector> collector_;
+  std::vector<PromptExample> prompts_;
   uint64_t next_sample_id_ = 0;
   int64_t steps_done_ = 0;
+  int64_t compared_tokens_ = 0;   // of all repeats
   int64_t early_references_ = 0;  // of the last step, all ranks
   int64_t early_gradients_ = 0;
   bool exact_ = true;  // else a pass for the previous log-probs runs
@@ -348,9 +299,9 @@ class StepBench final {
 
 Config step_config(const StepBenchOptions& options, const Target& target, const RolloutLengths& lengths,
                    int64_t ranks) {
-  if (lengths.longest() > target.config.max_position_embeddings) {
+  if (lengths.longest() > target.config.positions()) {
     fail_user("the longest sample has " + std::to_string(lengths.longest()) + " tokens, but " + options.common.shape +
-              " knows only " + std::to_string(target.config.max_position_embeddings) + " positions");
+              " knows only " + std::to_string(target.config.positions()) + " positions");
   }
   if (lengths.samples_per_prompt() < 2)
     fail_user("a step needs at least 2 answers for each prompt: a group of one has no advantage");
@@ -379,7 +330,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.generation.temperature = options.generation.temperature;
   policy.generation.max_running_samples = options.generation.max_sequences;
   policy.generation.prefill_chunk_tokens = options.generation.prefill_chunk_tokens;
-  policy.generation.background_processors = options.background_processors;
+  policy.generation.background_sms = options.background_sms;
   config.grpo.early_gradients = options.early_gradients;
   config.cluster.processes = ranks;
   config.cluster.collective_timeout_s = options.collective_timeout_s;
@@ -387,17 +338,6 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   const std::vector<std::string> problems = find_problems(config);
   if (!problems.empty()) fail_user("bench step: " + join(problems, "; "));
   return config;
-}
-
-void draw_rewards(std::vector<RolloutSample>& samples, int64_t group_size, uint64_t seed) {
-  for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(group_size)) {
-    const size_t end = std::min(samples.size(), begin + static_cast<size_t>(group_size));
-    for (size_t i = begin; i < end; ++i) {
-      const double draw = philox_uniform(seed, static_cast<uint64_t>(samples[i].group),
-                                         static_cast<uint64_t>(samples[i].index), /*stream=*/7);
-      samples[i].raw_reward = i == begin ? 1 : i + 1 == end ? 0 : draw < 0.5 ? 0 : 1;
-    }
-  }
 }
 
 nlohmann::json bench_step(const StepBenchOptions& options, ParallelContext& context, std::ostream& out) {

@@ -23,10 +23,10 @@ struct StepBenchOptions {
   int64_t train_tokens = 16384;            // of a packed micro-batch; raised to the longest sample
   std::string gradient_dtype = "float32";  // in which backward adds up and ranks reduce
   bool checkpoint_activations = false;
-  int64_t recompute_layers = -1;       // policy.recompute_layers
-  bool share_prompts = false;          // policy.sequence_packing.share_prompts
-  int64_t background_processors = -1;  // policy.generation.background_processors
-  bool early_gradients = false;        // grpo.early_gradients
+  int64_t recompute_layers = -1;  // policy.recompute_layers
+  bool share_prompts = false;     // policy.sequence_packing.share_prompts
+  int64_t background_sms = -1;    // policy.generation.background_sms
+  bool early_gradients = false;   // grpo.early_gradients
   double collective_timeout_s = 600;
   std::function<void(const std::string&)> on_stuck;  // ends the process (ReferenceStream)
 };
@@ -34,12 +34,9 @@ struct StepBenchOptions {
 // The configuration that a run of this benchmark's step would have.
 Config step_config(const StepBenchOptions& options, const Target& target, const RolloutLengths& lengths, int64_t ranks);
 
-// One reward, 0 or 1, for each sample, a function of seed, prompt and answer; every group has both.
-void draw_rewards(std::vector<RolloutSample>& samples, int64_t group_size, uint64_t seed);
-
-// Collective. Each rank pulls samples until all are generated, gets them all, and trains on its share: the phases and
-// the order of a run's step, without data set, tokenizer and reward programs. Every rank returns the report; rank 0
-// prints and writes it.
+// Collective. Ranks generate, exchange and train through the trainer's own RolloutCollector and PolicyTrainer: the
+// phases and the order of a run's step, without data set, tokenizer and reward programs. Every rank returns the report;
+// rank 0 prints and writes it.
 nlohmann::json bench_step(const StepBenchOptions& options, ParallelContext& context, std::ostream& out);
 
 }  // namespace trireme::bench

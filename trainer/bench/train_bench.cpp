@@ -11,7 +11,7 @@
 #include "base/text.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/algorithms/recompute.h"
-#include "trainer/algorithms/samples.h"
+#include "trainer/batch/micro_batch.h"
 #include "trainer/bench/trace.h"
 #include "trainer/bench/work.h"
 #include "trainer/ops/philox.h"
@@ -39,8 +39,8 @@ Batch make_batch(const TrainBenchOptions& options, const Target& target, uint64_
     fail_user("--prompt-tokens " + std::to_string(prompt) + " is more than the " + std::to_string(length) +
               " tokens of a sequence");
   }
-  std::vector<RolloutSample> samples;
-  Bin bin;
+  std::vector<Sample> samples;
+  Members members;
   std::vector<double> advantages, ones;
   uint64_t draw = 0;
   const auto token = [&] {
@@ -48,26 +48,28 @@ Batch make_batch(const TrainBenchOptions& options, const Target& target, uint64_
                                 static_cast<double>(target.config.vocab_size));
   };
   for (int64_t s = 0; s < options.sequences; ++s) {
-    RolloutSample sample;
-    for (int64_t t = 0; t < prompt; ++t) sample.prompt.push_back(token());
-    // The last token of an answer is a target only, so that the pass has `length` rows.
-    for (int64_t t = prompt; t <= length; ++t) sample.tokens.push_back(token());
-    sample.generation_logprobs.assign(sample.tokens.size(), -std::log(static_cast<float>(target.config.vocab_size)));
+    Sample sample;
+    std::vector<int32_t> tokens;
+    for (int64_t t = 0; t < prompt; ++t) tokens.push_back(token());
+    sample.prompt = SharedTokens(std::move(tokens));
+    // The last token of a response is a target only, so that the pass has `length` rows.
+    for (int64_t t = prompt; t <= length; ++t) sample.response.push_back(token());
+    sample.generation_logprobs.assign(sample.response.size(), -std::log(static_cast<float>(target.config.vocab_size)));
     samples.push_back(std::move(sample));
-    bin.push_back(s);
+    members.push_back(s);
     advantages.push_back(s % 2 == 0 ? 1 : -1);
     ones.push_back(1);
   }
   Batch batch;
-  batch.micro = make_micro_batch(samples, bin);
-  batch.inputs.previous = generation_logprobs(samples, bin).to(target.device);
+  batch.micro = make_micro_batch(samples, members);
+  batch.inputs.previous = generation_logprobs(samples, members).to(target.device);
   batch.inputs.generation = batch.inputs.reference = batch.inputs.previous;
-  batch.inputs.advantages = spread(samples, bin, advantages).to(target.device);
-  batch.inputs.mask = spread(samples, bin, ones).to(target.device);
+  batch.inputs.advantages = spread(samples, members, advantages).to(target.device);
+  batch.inputs.mask = spread(samples, members, ones).to(target.device);
   batch.inputs.sequence = batch.micro.sequence.to(target.device);
   batch.inputs.sequence_mask = at::ones({options.sequences}, at::TensorOptions().device(target.device));
   batch.lengths.assign(static_cast<size_t>(options.sequences), length);
-  batch.flops = training_flops(target.config, batch.lengths, batch.micro.answer_tokens());
+  batch.flops = training_flops(target.config, batch.lengths, batch.micro.response_tokens());
   return batch;
 }
 
@@ -98,9 +100,9 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   if (options.micro_batches < 1) fail_user("--micro-batches must be at least 1");
   const Target target = resolve(options.common);
   const int64_t ranks = context.data_parallel().size();
-  if (options.tokens / options.sequences > target.config.max_position_embeddings) {
+  if (options.tokens / options.sequences > target.config.positions()) {
     fail_user("a sequence of " + std::to_string(options.tokens / options.sequences) + " tokens is longer than the " +
-              std::to_string(target.config.max_position_embeddings) + " positions of " + options.common.shape +
+              std::to_string(target.config.positions()) + " positions of " + options.common.shape +
               "; raise --sequences");
   }
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
@@ -116,7 +118,7 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   double flops = 0;
   for (int64_t m = 0; m < options.micro_batches; ++m) {
     batches.push_back(make_batch(options, target, static_cast<uint64_t>(context.rank() * options.micro_batches + m)));
-    scored += batches.back().micro.answer_tokens();
+    scored += batches.back().micro.response_tokens();
     flops += batches.back().flops;
   }
   const double global_tokens = static_cast<double>(scored * ranks);
@@ -131,7 +133,7 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   set_recompute(*model, config, options.tokens, context.data_parallel());
 
   const auto forward = [&](Batch& batch) {
-    batch.inputs.current = answer_logprobs(*model, batch.micro, distribution);
+    batch.inputs.current = response_logprobs(*model, batch.micro, distribution);
     batch.inputs.global_valid_tokens = global_tokens;
     batch.inputs.global_valid_sequences = global_sequences;
     return policy_loss(batch.inputs, loss).loss;
@@ -232,7 +234,8 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
                    {"forward_backward_flops_per_second", flops / (split.forward + split.backward)}}},
                  {"peak_memory_bytes", peak},
                  {"weights_fingerprint", weights},
-                 {"copy_bytes_per_second", ceilings.bytes_per_second},
+                 {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
+                 {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceiling}});
   if (!context.is_main()) return report;
   Table table({"train " + options.common.shape + ", " + std::to_string(ranks) + " ranks", "seconds", "model flops/s",

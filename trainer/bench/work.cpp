@@ -16,19 +16,43 @@ double layer_matrix_elements(const ModelConfig& c) {
   return h * (q + 2 * kv) + q * h + 3 * h * real(c.intermediate_size);
 }
 
-double forward_flops(const ModelConfig& c, const std::vector<int64_t>& lengths, int64_t scored_rows) {
+double forward_flops(const ModelConfig& c, const std::vector<Piece>& pieces, int64_t scored_rows) {
   const double q = real(c.num_heads * c.head_dim), layers = real(c.num_layers);
   double tokens = 0, attention = 0;
-  for (const int64_t n : lengths) {
-    tokens += real(n);
-    attention += 2 * q * real(n) * real(n + 1);
+  for (const Piece& piece : pieces) {
+    tokens += real(piece.tokens);
+    attention += 2 * q * real(piece.tokens) * (real(piece.tokens + 1) + 2 * real(piece.prefix));
   }
   return layers * (2 * layer_matrix_elements(c) * tokens + attention) +
          2 * real(c.hidden_size) * real(c.vocab_size) * real(scored_rows);
 }
 
+double training_flops(const ModelConfig& config, const std::vector<Piece>& pieces, int64_t scored_rows) {
+  return 3 * forward_flops(config, pieces, scored_rows);
+}
+
+double forward_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows) {
+  std::vector<Piece> pieces;
+  for (const int64_t length : lengths) pieces.push_back({length, 0});
+  return forward_flops(config, pieces, scored_rows);
+}
+
 double training_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows) {
   return 3 * forward_flops(config, lengths, scored_rows);
+}
+
+std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const std::vector<int64_t>& outputs,
+                                   bool share_prompts) {
+  TRIREME_CHECK(!prompts.empty() && outputs.size() % prompts.size() == 0, "training_pieces: as many answers a prompt");
+  const size_t samples = outputs.size() / prompts.size();
+  std::vector<Piece> pieces;
+  for (size_t p = 0; p < prompts.size(); ++p) {
+    if (share_prompts) pieces.push_back({prompts[p], 0});
+    for (size_t i = p * samples; i < (p + 1) * samples; ++i) {
+      pieces.push_back(share_prompts ? Piece{outputs[i] - 1, prompts[p]} : Piece{prompts[p] + outputs[i] - 1, 0});
+    }
+  }
+  return pieces;
 }
 
 double decode_weight_bytes(const ModelConfig& c, int64_t element_bytes) {

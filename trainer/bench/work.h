@@ -8,6 +8,9 @@
 //   attention             a sequence of n tokens has n (n + 1) / 2 pairs of query and key, half of the square: 4 q of
 //                         operations a pair (q . k and p . v are 2 q each), 2 q n (n + 1) a layer
 //
+// A prompt that several answers share in training is one piece, and each answer to it a piece with that prefix: its
+// queries meet the prompt's keys too.
+//
 // Training is three times the forward: the backward of a product is two products (gradients of input and weight), that
 // of attention is counted likewise. What is recomputed (a layer's activations, attention's probabilities, logits) is
 // not counted: a faster program must not look slower. Norms, rotations, the softmax and the optimizer are not counted.
@@ -25,9 +28,20 @@
 namespace trireme::bench {
 
 double layer_matrix_elements(const ModelConfig& config);  // P
-// Whole sequences of these lengths; `scored_rows` rows go through the head.
+// `tokens` of a sequence that are computed over `prefix` tokens whose keys and values are there.
+struct Piece {
+  int64_t tokens = 0, prefix = 0;
+};
+// `scored_rows` rows go through the head.
+double forward_flops(const ModelConfig& config, const std::vector<Piece>& pieces, int64_t scored_rows);
+double training_flops(const ModelConfig& config, const std::vector<Piece>& pieces, int64_t scored_rows);
+// Whole sequences of these lengths.
 double forward_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows);
 double training_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows);
+// What a pass over a rollout's samples computes: all but the last token of each. With `share_prompts` a prompt once for
+// all its answers, which is what policy.sequence_packing.share_prompts comes to at best.
+std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const std::vector<int64_t>& outputs,
+                                   bool share_prompts);
 
 double decode_weight_bytes(const ModelConfig& config, int64_t element_bytes);
 double context_bytes_per_token(const ModelConfig& config, int64_t element_bytes);

@@ -1,53 +1,22 @@
 #include "trainer/checkpoint/checkpoint.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <set>
+#include <thread>
+#include <utility>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/model/model_folder.h"
 
 namespace trireme {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kFormat = 1;
-
-std::optional<int64_t> step_of(const fs::path& path) {
-  const std::string name = path.filename().string();
-  if (!starts_with(name, "step_")) return std::nullopt;
-  return parse_int(std::string_view(name).substr(5));
-}
-
-CheckpointInfo read_checkpoint(const fs::path& path) {
-  const fs::path manifest_path = path / "manifest.json";
-  nlohmann::json manifest;
-  try {
-    manifest = nlohmann::json::parse(read_file(manifest_path));
-    CheckpointInfo info;
-    info.path = path;
-    if (manifest.at("format").get<int>() != kFormat) fail_data(manifest_path.string() + " has another format version");
-    info.step = manifest.at("step").get<int64_t>();
-    info.state = manifest.at("state");
-    info.metrics = manifest.at("metrics").get<std::map<std::string, double>>();
-    info.has_optimizer = manifest.at("has_optimizer").get<bool>();
-    for (const auto& file : manifest.at("files")) {
-      const fs::path name = path / file.at("name").get<std::string>();
-      std::error_code missing;
-      const auto size = fs::file_size(name, missing);
-      if (missing) fail_data(name.string() + " is missing");
-      if (size != file.at("size").get<uint64_t>()) {
-        fail_data(name.string() + " has " + std::to_string(size) + " bytes, its manifest says " +
-                  file.at("size").dump());
-      }
-    }
-    return info;
-  } catch (const nlohmann::json::exception& error) {
-    fail_data(manifest_path.string() + " is damaged: " + error.what());
-  }
-}
 
 // "model.hidden_size is 64 there and 128 here"
 std::optional<std::string> first_difference(const nlohmann::json& there, const nlohmann::json& here,
@@ -74,127 +43,273 @@ void sync_tree(const fs::path& root) {
   }
 }
 
+std::string host_name() {
+  char name[256] = "unknown";
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+ShardPlan weights_of(const Model& model) {
+  NamedTensors tensors;
+  for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());
+  return plan_shards(tensors, SaveOptions{}.max_shard_bytes);
+}
+
+std::string key(int64_t number, const std::string& what) { return "checkpoint-" + std::to_string(number) + "-" + what; }
+
 }  // namespace
 
-std::vector<CheckpointInfo> list_checkpoints(const fs::path& directory, std::vector<std::string>* warnings) {
-  std::vector<CheckpointInfo> found;
-  std::error_code missing;
-  for (const auto& entry : fs::directory_iterator(directory, missing)) {
-    if (!step_of(entry.path())) continue;
-    try {
-      found.push_back(read_checkpoint(entry.path()));
-    } catch (const Error& error) {
-      if (warnings != nullptr)
-        warnings->push_back("ignoring the incomplete checkpoint " + entry.path().string() + ": " + error.what());
-    }
-  }
-  std::sort(found.begin(), found.end(),
-            [](const CheckpointInfo& a, const CheckpointInfo& b) { return a.step < b.step; });
-  return found;
-}
+struct CheckpointManager::Failure {
+  ErrorKind kind;
+  std::string what;
+};
 
-std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
-                                     bool higher_is_better, int64_t keep_top_k) {
-  if (keep_top_k <= 0 || checkpoints.empty()) return {};
-  std::vector<const CheckpointInfo*> order;
-  for (const CheckpointInfo& info : checkpoints) order.push_back(&info);
-  const auto has = [&](const CheckpointInfo* info) { return !metric.empty() && info->metrics.count(metric) > 0; };
-  std::stable_sort(order.begin(), order.end(), [&](const CheckpointInfo* a, const CheckpointInfo* b) {
-    if (has(a) != has(b)) return has(a);
-    if (has(a)) {
-      const double x = a->metrics.at(metric), y = b->metrics.at(metric);
-      if (x != y) return higher_is_better ? x > y : x < y;
-    }
-    return a->step > b->step;  // the newer of equals
-  });
-  std::vector<int64_t> removed;
-  for (size_t i = static_cast<size_t>(keep_top_k); i < order.size(); ++i) {
-    if (order[i]->step != checkpoints.back().step) removed.push_back(order[i]->step);
-  }
-  std::sort(removed.begin(), removed.end());
-  return removed;
-}
+struct CheckpointManager::Pending {
+  int64_t step = 0;
+  int64_t number = 0;
+  fs::path temporary, target;
+  nlohmann::json manifest;  // without the files
+  std::string index;        // of the weights, or empty
+  double wait_seconds = 0;
+  bool told = false;                       // by take_saved()
+  std::atomic<bool> others_failed{false};  // rank 0: another rank's part will not come
+  std::unique_ptr<BackgroundSave> save;    // last: its threads use the rest
+
+  std::string what() const { return "saving checkpoint " + target.string(); }
+  SavedCheckpoint saved() const { return {step, save->bytes(), save->seconds(), wait_seconds}; }
+};
 
 CheckpointManager::CheckpointManager(const CheckpointOptions& options, const nlohmann::json& fingerprint,
                                      ParallelContext& context)
     : options_(options), fingerprint_(fingerprint), context_(context) {
-  if (!context_.is_main()) return;
-  std::error_code missing;
-  for (const auto& entry : fs::directory_iterator(options_.directory, missing)) {
-    if (!starts_with(entry.path().filename().string(), "tmp_step_")) continue;
-    log_info("checkpoint", "removing the unfinished " + entry.path().string());
-    std::error_code ignored;
-    fs::remove_all(entry.path(), ignored);
+  if (!options_.open_file) {
+    options_.open_file = [](const fs::path& path) -> std::unique_ptr<ByteSink> {
+      return std::make_unique<AtomicFile>(path);
+    };
   }
+}
+
+CheckpointManager::~CheckpointManager() {
+  on_wait = nullptr;  // what it speaks to may be gone
+  if (pending_ == nullptr) return;
+  try {
+    if (context_.world_size() == 1)
+      wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
+  } catch (const std::exception& error) {
+    log_warn("checkpoint", error.what());
+  }
+  const bool whole = context_.world_size() == 1 && pending_->save->finished() && !pending_->save->failed();
+  const std::string why =
+      pending_->save->failed() ? "" : ": the run ends with an error before all its parts are written";
+  const fs::path temporary = pending_->temporary;
+  if (!whole) log_warn("checkpoint", pending_->target.string() + " was not finished" + why);
+  pending_ = nullptr;
+  std::error_code ignored;
+  if (context_.is_main() && !whole) fs::remove_all(temporary, ignored);
 }
 
 // Every rank learns whether all succeeded; the first error is thrown everywhere.
-void CheckpointManager::together(const std::string& what, const std::string& own_error) {
-  const std::vector<std::string> errors = context_.data_parallel().all_gather_bytes(own_error);
-  for (size_t rank = 0; rank < errors.size(); ++rank) {
-    if (errors[rank].empty()) continue;
-    fail_io(what + " failed" + (errors.size() > 1 ? " on rank " + std::to_string(rank) : "") + ": " + errors[rank]);
+void CheckpointManager::together(const std::string& what, const std::optional<Failure>& own) {
+  const std::string mine = own ? std::to_string(static_cast<int>(own->kind)) + " " + own->what : "";
+  const std::vector<std::string> failures = context_.data_parallel().all_gather_bytes(mine);
+  for (size_t rank = 0; rank < failures.size(); ++rank) {
+    const std::string& failure = failures[rank];
+    if (failure.empty()) continue;
+    const size_t space = failure.find(' ');
+    throw Error(static_cast<ErrorKind>(parse_int(failure.substr(0, space)).value_or(0)),
+                what + " failed" + (failures.size() > 1 ? " on rank " + std::to_string(rank) : "") + ": " +
+                    failure.substr(space + 1));
   }
 }
 
-void CheckpointManager::save(int64_t step, const Model& model, const DistributedAdamW& optimizer,
-                             const nlohmann::json& state, const std::map<std::string, double>& metrics,
-                             const std::string& config_yaml) {
-  const fs::path temporary = options_.directory / ("tmp_step_" + std::to_string(step));
-  const fs::path target = options_.directory / ("step_" + std::to_string(step));
-  const std::string what = "saving checkpoint " + target.string();
-  const auto attempt = [&](auto&& work) -> std::string {
-    try {
-      work();
-      return {};
-    } catch (const std::exception& error) {
-      return error.what();
-    }
+// Whoever has taken the folder away is the cause of what fails in it.
+CheckpointManager::Failure CheckpointManager::own_failure(const std::exception& error) const {
+  const auto describe = [](const std::exception& what) {
+    const auto* ours = dynamic_cast<const Error*>(&what);
+    const ErrorKind kind = ours == nullptr ? ErrorKind::kIo : ours->kind();
+    // Those two mean that a peer is to blame.
+    const bool echo = kind == ErrorKind::kTimeout || kind == ErrorKind::kUnavailable;
+    return Failure{echo ? ErrorKind::kIo : kind, first_line(what.what())};
   };
   try {
-    together(what, attempt([&] {
-               if (!context_.is_main()) return;
-               fs::remove_all(temporary);
-               fs::create_directories(temporary / "policy" / "weights");
-               fs::create_directories(temporary / "policy" / "optimizer");
-             }));
-    together(what, attempt([&] {
-               if (options_.save_optimizer) optimizer.save(temporary / "policy" / "optimizer");
-               if (!context_.is_main()) return;
-               SaveOptions save;
-               save.source_dir = options_.source_dir;
-               save_model(model, temporary / "policy" / "weights", save);
-               write_file_atomic(temporary / "config.yaml", config_yaml);
-             }));
-    together(
-        what, attempt([&] {
-          if (!context_.is_main()) return;
-          nlohmann::json files = nlohmann::json::array();
-          for (const auto& entry : fs::recursive_directory_iterator(temporary)) {
-            if (!entry.is_regular_file()) continue;
-            files.push_back({{"name", fs::relative(entry.path(), temporary).string()}, {"size", entry.file_size()}});
-          }
-          const nlohmann::json manifest = {{"format", kFormat},
-                                           {"step", step},
-                                           {"fingerprint", fingerprint_},
-                                           {"ranks", context_.world_size()},
-                                           {"has_optimizer", options_.save_optimizer},
-                                           {"files", files},
-                                           {"state", state},
-                                           {"metrics", metrics}};
-          write_file_atomic(temporary / "manifest.json", manifest.dump(1));
-          sync_tree(temporary);
-          fs::remove_all(target);  // the same step saved again after a resume
-          fs::rename(temporary, target);
-          sync_directory(options_.directory);
-        }));
-  } catch (...) {
-    std::error_code ignored;
-    if (context_.is_main()) fs::remove_all(temporary, ignored);
-    throw;
+    if (fence_ != nullptr) fence_->check();
+  } catch (const std::exception& taken) {
+    return describe(taken);
   }
+  return describe(error);
+}
+
+void CheckpointManager::open(const Model& model, const DistributedAdamW& optimizer) {
+  std::optional<Failure> failure;
+  std::string owner;
+  if (context_.is_main()) {
+    owner = random_owner();
+    try {
+      fence_ = std::make_unique<Fence>(options_.directory, Claim{options_.job, options_.attempt, owner});
+      fence_->guard([this] {
+        for (const auto& entry : fs::directory_iterator(options_.directory)) {
+          if (!starts_with(entry.path().filename().string(), "tmp_step_")) continue;
+          log_info("checkpoint", "removing the unfinished " + entry.path().string());
+          std::error_code ignored;
+          fs::remove_all(entry.path(), ignored);
+        }
+      });
+    } catch (const std::exception& error) {
+      failure = own_failure(error);
+    }
+  }
+  together("taking the checkpoint folder " + options_.directory.string(), failure);
+  owner_ = context_.data_parallel().all_gather_bytes(owner).front();
+
+  int64_t own = options_.save_optimizer ? optimizer.saved().tensor_bytes() : 0, files = 1;
+  if (context_.is_main()) {
+    for (const TensorFile& file : weights_of(model).files) {
+      own += file.tensor_bytes();
+      ++files;
+    }
+  }
+  int64_t limit = options_.staging_bytes;
+  const std::string host = host_name() + " ";
+  const std::vector<std::string> needs = context_.data_parallel().all_gather_bytes(host + std::to_string(own));
+  if (limit == 0) {
+    int64_t all = 0;
+    for (const std::string& need : needs) {
+      if (starts_with(need, host)) all += parse_int(need.substr(host.size())).value_or(0);
+    }
+    limit = staging_share(own, all, available_host_memory());
+  }
+  if (limit < own) {
+    log_info("checkpoint", "this rank's part of a checkpoint is " + format_bytes(static_cast<uint64_t>(own)) + ", " +
+                               format_bytes(static_cast<uint64_t>(limit)) +
+                               " of host memory may hold what is not written yet: optimizer steps wait for the rest");
+  }
+  const at::Device device = model.options().device;
+  // The last block of a file is seldom full.
+  const int64_t blocks_bytes = limit < own ? limit : own + files * options_.staging_block_bytes;
+  pool_ = std::make_unique<StagingPool>(device, blocks_bytes, options_.staging_block_bytes);
+  reader_ = std::make_unique<StateReader>(device);
+  pool_->reserve(blocks_bytes);
+}
+
+void CheckpointManager::wait_reserved() {
+  if (pool_ != nullptr) pool_->wait_reserved();
+}
+
+void CheckpointManager::begin_save(int64_t step, const Model& model, const DistributedAdamW& optimizer,
+                                   const nlohmann::json& state, const std::map<std::string, double>& metrics,
+                                   const std::string& config_yaml) {
+  if (owner_.empty()) open(model, optimizer);
+  Stopwatch watch;
+  finish();
+  auto pending = std::make_unique<Pending>();
+  Pending& p = *pending;
+  p.step = step;
+  p.number = ++saves_;
+  const std::string name = "step_" + std::to_string(step);
+  p.temporary = options_.directory / ("tmp_" + name + "." + owner_);
+  p.target = options_.directory / name;
+  p.manifest = {{"format", kCheckpointFormat},
+                {"step", step},
+                {"fingerprint", fingerprint_},
+                {"ranks", context_.world_size()},
+                {"has_optimizer", options_.save_optimizer},
+                {"state", state},
+                {"metrics", metrics}};
+  BackgroundSave::Work work;
+  work.folder = p.temporary;
+  work.open = options_.open_file;
+  if (context_.is_main()) {
+    ShardPlan weights = weights_of(model);
+    p.index = std::move(weights.index);
+    for (TensorFile& file : weights.files) {
+      file.name = "policy/weights/" + file.name;
+      work.files.push_back(std::move(file));
+    }
+  }
+  if (options_.save_optimizer) {
+    work.files.push_back(optimizer.saved());
+    work.files.back().name = "policy/optimizer/" + work.files.back().name;
+  }
+  work.prepare = [this, &p, &model, config_yaml] {
+    fs::create_directories(p.temporary / "policy" / "optimizer");
+    if (!context_.is_main()) return;
+    SaveOptions save;
+    save.source_dir = options_.source_dir;
+    save_model_description(model, p.temporary / "policy" / "weights", save);
+    write_file_atomic(p.temporary / "config.yaml", config_yaml);
+  };
+  work.commit = [this, &p](const std::atomic<bool>& cancelled) {
+    report_part(p.number, "");
+    if (!context_.is_main()) return;
+    wait_for_parts(p, cancelled);
+    if (!cancelled.load()) commit(p);
+  };
+  work.failed = [this, &p](const std::exception& error) { report_part(p.number, first_line(error.what())); };
+  reader_->mark();
+  p.save = std::make_unique<BackgroundSave>(std::move(work), *pool_, *reader_);
+  pending_ = std::move(pending);
   last_saved_step_ = step;
-  if (!context_.is_main()) return;
+  pending_->wait_seconds = watch.seconds();
+}
+
+// Through the store, whose calls any thread may make, since the training thread's collectives go on meanwhile.
+void CheckpointManager::report_part(int64_t number, const std::string& error) {
+  JobStore* store = context_.store();
+  if (store == nullptr) return;
+  const std::string rank = std::to_string(context_.rank());
+  if (!error.empty()) {
+    store->set(key(number, "failed"), rank);
+    return;
+  }
+  store->set(key(number, "part-" + rank), "");
+  store->add(key(number, "parts"), 1);
+}
+
+void CheckpointManager::wait_for_parts(Pending& pending, const std::atomic<bool>& cancelled) {
+  JobStore* store = context_.store();
+  if (store == nullptr) return;
+  const Deadline deadline = Deadline::after(options_.patience);
+  for (Milliseconds pause(5); !cancelled.load(); pause = std::min(2 * pause, Milliseconds(100))) {
+    if (store->add(key(pending.number, "parts"), 0) >= context_.world_size()) return;
+    if (store->has(key(pending.number, "failed"))) {
+      pending.others_failed.store(true);
+      fail_io("rank " + store->get(key(pending.number, "failed")) + " could not write its part");
+    }
+    if (deadline.passed()) break;
+    std::this_thread::sleep_for(pause);
+  }
+  if (cancelled.load()) return;
+  std::string ranks;
+  for (int rank = 0; rank < context_.world_size(); ++rank) {
+    if (!store->has(key(pending.number, "part-" + std::to_string(rank)))) ranks += " " + std::to_string(rank);
+  }
+  fail_io("after " + std::to_string(options_.patience.count() / 1000) +
+          " s the part of these ranks is not written:" + ranks);
+}
+
+// Under the fence: whoever takes the folder finds this checkpoint whole, or never.
+void CheckpointManager::commit(const Pending& pending) {
+  if (!pending.index.empty()) write_file_atomic(pending.temporary / "policy" / "weights" / kShardIndex, pending.index);
+  nlohmann::json files = nlohmann::json::array();
+  for (const auto& entry : fs::recursive_directory_iterator(pending.temporary)) {
+    if (!entry.is_regular_file()) continue;
+    files.push_back({{"name", fs::relative(entry.path(), pending.temporary).string()}, {"size", entry.file_size()}});
+  }
+  nlohmann::json manifest = pending.manifest;
+  manifest["files"] = std::move(files);
+  write_file_atomic(pending.temporary / "manifest.json", manifest.dump(1));
+  sync_tree(pending.temporary);
+  fence_->guard([&] {
+    fs::remove_all(pending.target);  // the same step saved again after a resume
+    fs::rename(pending.temporary, pending.target);
+    sync_directory(options_.directory);
+    prune();
+  });
+}
+
+void CheckpointManager::prune() {
   const std::vector<CheckpointInfo> all = list_checkpoints(options_.directory);
   for (const int64_t old : steps_to_remove(all, options_.metric_name, options_.higher_is_better, options_.keep_top_k)) {
     std::error_code error;
@@ -203,7 +318,92 @@ void CheckpointManager::save(int64_t step, const Model& model, const Distributed
   }
 }
 
+// In slices: who watches the run hears that it goes on, and a disk that stands still is an error.
+void CheckpointManager::wait_while(const std::function<bool(Milliseconds)>& done) {
+  constexpr Milliseconds kSlice{1000};
+  // Rank 0's own wait for the others comes first: it names them.
+  const Milliseconds patience = options_.patience + options_.patience / 4 + kSlice;
+  int64_t moved = -1;
+  auto since = SteadyClock::now();
+  while (!done(kSlice)) {
+    if (pending_->save->moved() != moved) {
+      moved = pending_->save->moved();
+      since = SteadyClock::now();
+      if (on_wait) on_wait();
+    } else if (SteadyClock::now() - since > patience) {
+      fail_io(pending_->what() + ": nothing has been written for " + std::to_string(patience.count() / 1000) +
+              " s; the disk or its server does not answer");
+    }
+  }
+}
+
+void CheckpointManager::wait_copied() {
+  if (pending_ == nullptr) return;
+  Stopwatch watch;
+  wait_while([this](Milliseconds time) { return pending_->save->wait_copied(time); });
+  pending_->wait_seconds += watch.seconds();
+  wait_seconds_ += watch.seconds();
+}
+
+double CheckpointManager::take_wait() { return std::exchange(wait_seconds_, 0); }
+
+void CheckpointManager::end_pending(bool give_up) {
+  if (give_up) pending_->save->cancel();
+  Stopwatch watch;
+  wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
+  pending_->wait_seconds += watch.seconds();
+  std::optional<Failure> failure;
+  try {
+    if (const std::exception_ptr error = pending_->save->error()) std::rethrow_exception(error);
+  } catch (const std::exception& error) {
+    failure = own_failure(error);
+    const bool taken = failure->kind == ErrorKind::kConflict || failure->kind == ErrorKind::kUser;
+    if (pending_->others_failed.load() && !taken) failure.reset();  // they tell it themselves
+  }
+  const std::unique_ptr<Pending> pending = std::move(pending_);
+  try {
+    together(pending->what(), failure);
+    if (give_up) fail_internal(pending->what() + " was given up, and no rank says why");
+  } catch (...) {
+    pending->save = nullptr;
+    std::error_code ignored;
+    if (context_.is_main()) fs::remove_all(pending->temporary, ignored);
+    throw;
+  }
+  if (!pending->told) saved_ = pending->saved();
+  pending->save = nullptr;
+  pool_->trim();
+}
+
+void CheckpointManager::finish() {
+  if (pending_ != nullptr) end_pending(/*give_up=*/false);
+}
+
+void CheckpointManager::save(int64_t step, const Model& model, const DistributedAdamW& optimizer,
+                             const nlohmann::json& state, const std::map<std::string, double>& metrics,
+                             const std::string& config_yaml) {
+  begin_save(step, model, optimizer, state, metrics, config_yaml);
+  finish();
+}
+
+bool CheckpointManager::failed() const { return pending_ != nullptr && pending_->save->failed(); }
+
+void CheckpointManager::abandon() {
+  TRIREME_CHECK(pending_ != nullptr, "there is no save to abandon");
+  end_pending(/*give_up=*/true);
+  fail_internal("a save that was given up went well");
+}
+
+std::optional<SavedCheckpoint> CheckpointManager::take_saved() {
+  if (saved_) return std::exchange(saved_, std::nullopt);
+  if (pending_ == nullptr || pending_->told || !pending_->save->finished() || pending_->save->failed())
+    return std::nullopt;
+  pending_->told = true;
+  return pending_->saved();
+}
+
 std::optional<CheckpointInfo> CheckpointManager::load_latest(Model& model, DistributedAdamW& optimizer) {
+  if (owner_.empty()) open(model, optimizer);
   // Rank 0 decides, so that all load the same one while folders come and go.
   std::string chosen;
   if (context_.is_main()) {

@@ -1,14 +1,21 @@
-// Checkpoints: written to a temporary name and renamed, found again, pruned by metric.
+// Checkpoints: written beside the run to a temporary name and renamed, found again, pruned by metric.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-#include <vector>
 
+#include "base/clock.h"
+#include "trainer/checkpoint/background_save.h"
+#include "trainer/checkpoint/catalogue.h"
+#include "trainer/checkpoint/fence.h"
+#include "trainer/checkpoint/staging.h"
 #include "trainer/model/model.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/context.h"
@@ -22,48 +29,97 @@ struct CheckpointOptions {
   bool higher_is_better = true;
   int64_t keep_top_k = 3;  // 0: keep all
   bool save_optimizer = true;
+  std::string job;      // its UID, or nothing (Claim)
+  int64_t attempt = 0;  // of the job
+  // Host memory of this rank for what is copied and not written yet; 0: a share of half of what is available.
+  int64_t staging_bytes = 0;
+  int64_t staging_block_bytes = int64_t{64} << 20;
+  Milliseconds patience{600000};  // so long a save may stand still, and rank 0 waits for the others' parts
+  OpenSink open_file;             // empty: an AtomicFile
 };
 
-struct CheckpointInfo {
-  std::filesystem::path path;
+// A save that is done.
+struct SavedCheckpoint {
   int64_t step = 0;
-  nlohmann::json state;  // what the loop gave to save()
-  std::map<std::string, double> metrics;
-  bool has_optimizer = false;
+  int64_t bytes = 0;        // of this rank
+  double seconds = 0;       // until it had its name
+  double wait_seconds = 0;  // of these the training thread waited
 };
 
-// Complete checkpoints below `directory`, oldest first. Incomplete ones are reported in `warnings`, one sentence each.
-// Throws nothing for a directory that does not exist.
-std::vector<CheckpointInfo> list_checkpoints(const std::filesystem::path& directory,
-                                             std::vector<std::string>* warnings = nullptr);
-
-// The steps that pruning removes: all but the newest and the best `keep_top_k` by the metric (those without the metric
-// rank last). Pure.
-std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
-                                     bool higher_is_better, int64_t keep_top_k);
-
+// Writes checkpoints beside the run. All ranks call the collective ones together, from the training thread, as
+// everything here but where something else is said.
 class CheckpointManager final {
  public:
-  // `fingerprint`: what must be equal for a resume, e.g. {"algorithm": ..., "model": {...}}.
+  // `fingerprint`: what must be equal for a resume, e.g. {"algorithm": ..., "model": {...}}. Touches no file.
   CheckpointManager(const CheckpointOptions& options, const nlohmann::json& fingerprint, ParallelContext& context);
+  // A save under way is finished where this is the only rank, else given up: the run ends with an error, since finish()
+  // was not called.
+  ~CheckpointManager();
+  CheckpointManager(const CheckpointManager&) = delete;
+  CheckpointManager& operator=(const CheckpointManager&) = delete;
 
-  // Collective. Throws on every rank when one could not write.
+  // Collective. Takes the folder (Fence), removes what others left unfinished, and begins to set host memory aside.
+  // The first load_latest() or begin_save() does it otherwise.
+  void open(const Model& model, const DistributedAdamW& optimizer);
+  // Returns when the memory is there; for benchmarks.
+  void wait_reserved();
+
+  // Collective. Returns as soon as the save before has ended and this one is under way: the weights and the optimizer
+  // state must stay as they are until wait_copied(). Throws on every rank what went wrong with the one before.
+  void begin_save(int64_t step, const Model& model, const DistributedAdamW& optimizer, const nlohmann::json& state,
+                  const std::map<std::string, double>& metrics, const std::string& config_yaml);
+  // Returns when nothing reads weights and optimizer state any more, or reading them has failed. Throws Error(kIo) when
+  // nothing has moved for `patience`.
+  void wait_copied();
+  // Collective. Returns when the save under way, if there is one, has its name and is durable. Throws on every rank
+  // when one could not write: the checkpoints before are still there.
+  void finish();
+  // Begins and finishes.
   void save(int64_t step, const Model& model, const DistributedAdamW& optimizer, const nlohmann::json& state,
             const std::map<std::string, double>& metrics, const std::string& config_yaml);
+
+  // What is under way has failed on this rank. Then all ranks call abandon().
+  bool failed() const;
+  // Collective. Gives up what is under way; throws why on every rank.
+  [[noreturn]] void abandon();
+  // The last save, once: when it is done on this rank; of rank 0 it has its name then.
+  std::optional<SavedCheckpoint> take_saved();
+  // Seconds of wait_copied() since the last call.
+  double take_wait();
 
   // Collective. Loads weights and optimizer of the newest complete checkpoint; nothing when there is none. Throws
   // Error(kUser) when it belongs to another model or algorithm, naming the first difference.
   std::optional<CheckpointInfo> load_latest(Model& model, DistributedAdamW& optimizer);
 
-  int64_t last_saved_step() const { return last_saved_step_; }
+  int64_t last_saved_step() const { return last_saved_step_; }  // or the one that is being saved
+
+  // Called about once a second in waits, as long as bytes move. May be empty.
+  std::function<void()> on_wait;
 
  private:
-  void together(const std::string& what, const std::string& own_error);
+  struct Failure;
+  struct Pending;
+  void together(const std::string& what, const std::optional<Failure>& own);
+  Failure own_failure(const std::exception& error) const;
+  void end_pending(bool give_up);
+  void wait_while(const std::function<bool(Milliseconds)>& done);
+  void report_part(int64_t number, const std::string& error);
+  void wait_for_parts(Pending& pending, const std::atomic<bool>& cancelled);
+  void commit(const Pending& pending);
+  void prune();
 
   CheckpointOptions options_;
   nlohmann::json fingerprint_;
   ParallelContext& context_;
   int64_t last_saved_step_ = -1;
+  int64_t saves_ = 0;  // begun; the same on all ranks
+  std::string owner_;  // of this start; the same on all ranks; empty: not open
+  double wait_seconds_ = 0;
+  std::optional<SavedCheckpoint> saved_;
+  std::unique_ptr<Fence> fence_;  // rank 0
+  std::unique_ptr<StagingPool> pool_;
+  std::unique_ptr<StateReader> reader_;
+  std::unique_ptr<Pending> pending_;  // the save under way; ends before the two above
 };
 
 }  // namespace trireme

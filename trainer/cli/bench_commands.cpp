@@ -4,6 +4,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/algorithms/threads.h"
+#include "trainer/bench/checkpoint_bench.h"
 #include "trainer/bench/ops_bench.h"
 #include "trainer/bench/rollout_bench.h"
 #include "trainer/bench/step_bench.h"
@@ -14,8 +15,12 @@
 namespace trireme {
 namespace {
 
-void add_common(CLI::App* verb, bench::CommonOptions& o) {
-  verb->add_option("--shape", o.shape, join(bench::shape_names(), ", "))->required();
+constexpr const char* kUnknownEnds = "the scheduler is not told where answers end, as in a run";
+
+void add_common(CLI::App* verb, bench::CommonOptions& o, const CommandContext& context) {
+  o.command = context.command;
+  verb->add_option("--shape", o.shape, join(bench::shape_names(), ", ") + ", or a config.json or its folder")
+      ->required();
   verb->add_option("--layers", o.layers, "only so many of its layers (default: all)");
   verb->add_option("--device", o.device)->check(CLI::IsMember({"auto", "cpu", "cuda"}));
   verb->add_option("--dtype", o.dtype, "auto: bfloat16 on cuda, float32 on cpu")
@@ -38,7 +43,7 @@ void set_up(bench::CommonOptions& o, bool collective) {
   const int64_t world = environment_int("WORLD_SIZE", 1);
   if (world > 1 && !collective) {
     fail_user("this benchmark runs on one rank; WORLD_SIZE is " + std::to_string(world) +
-              " (bench train and bench step run on several)");
+              " (bench train, bench step and bench checkpoint run on several)");
   }
   o.local_rank = static_cast<int>(environment_int("LOCAL_RANK", 0));
   LogOptions log;
@@ -68,9 +73,10 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     auto o = std::make_shared<bench::RolloutBenchOptions>();
     CLI::App* verb =
         bench->add_subcommand("rollout", "generation with forced lengths, its log-probs against the loss's");
-    add_common(verb, o->common);
+    add_common(verb, o->common, context);
     add_generation(verb, o->generation);
     verb->add_option("--lengths", o->lengths, "file, or synthetic:8x32:mean=794:max=3800:seed=1")->required();
+    verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
     verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
     verb->callback([o, &context] {
       context.run = [o] {
@@ -83,15 +89,14 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
   {
     auto o = std::make_shared<bench::DecodeBenchOptions>();
     CLI::App* verb = bench->add_subcommand("decode", "decode steps with so many samples alive");
-    add_common(verb, o->common);
+    add_common(verb, o->common, context);
     add_generation(verb, o->generation);
     verb->add_option("--alive", o->alive, "numbers of samples, e.g. 16,64")->delimiter(',');
     verb->add_option("--context", o->context, "mean tokens of a sample");
     verb->add_option("--steps", o->steps, "measured steps");
-    verb->add_option(
-            "--background-processors", o->background_processors,
-            "decode without so many multiprocessors, as while reference log-probs are computed (CUDA, up to 32 "
-            "samples)")
+    verb->add_option("--background-sms,--background-processors", o->background_sms,
+                     "decode without so many SMs, as while reference log-probs are computed (CUDA, up to 32 "
+                     "samples)")
         ->check(CLI::Range(int64_t{0}, int64_t{1024}));
     verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
     verb->callback([o, &context] {
@@ -107,7 +112,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     auto timeout_s = std::make_shared<double>(600);
     CLI::App* verb =
         bench->add_subcommand("train", "forward, loss, backward, optimizer; alone or under trireme launch");
-    add_common(verb, o->common);
+    add_common(verb, o->common, context);
     verb->add_option("--tokens", o->tokens, "of a micro-batch of one rank");
     verb->add_option("--sequences", o->sequences, "in a micro-batch");
     verb->add_option("--prompt-tokens", o->prompt_tokens, "of each sequence, not scored (default: 200 or half)");
@@ -130,7 +135,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
   {
     auto o = std::make_shared<bench::StepBenchOptions>();
     CLI::App* verb = bench->add_subcommand("step", "a whole GRPO step; alone or under trireme launch");
-    add_common(verb, o->common);
+    add_common(verb, o->common, context);
     add_generation(verb, o->generation);
     auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
     verb->add_option("--prompts", o->prompts)->excludes(lengths);
@@ -138,6 +143,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--answer-tokens", o->answer_tokens)->excludes(lengths);
     verb->add_option("--prompt-tokens", o->prompt_tokens)->excludes(lengths);
     verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
+    verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
     verb->add_flag("--reference", o->reference, "a reference model and the KL term");
     verb->add_option("--train-tokens", o->train_tokens, "of a packed micro-batch");
     verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
@@ -145,8 +151,8 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--recompute-layers", o->recompute_layers,
                      "the first so many; -1: as many as the memory asks for");
     verb->add_flag("--share-prompts", o->share_prompts, "a group's prompt once in a micro-batch");
-    verb->add_option("--background-processors", o->background_processors,
-                     "policy.generation.background_processors (default: -1)")
+    verb->add_option("--background-sms,--background-processors", o->background_sms,
+                     "policy.generation.background_sms (default: -1)")
         ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
     verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
     verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
@@ -159,9 +165,33 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     });
   }
   {
+    auto o = std::make_shared<bench::CheckpointBenchOptions>();
+    auto timeout_s = std::make_shared<double>(600);
+    CLI::App* verb = bench->add_subcommand(
+        "checkpoint",
+        "what a step waits for its checkpoint, and how fast that is written; alone or under trireme launch");
+    add_common(verb, o->common, context);
+    verb->add_option("--directory", o->directory, "where to write; emptied afterwards (default: a temporary folder)");
+    verb->add_option("--generation-seconds", o->generation_seconds,
+                     "of forward passes between a save and the optimizer step that follows")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--staging-gib", o->staging_gib, "checkpointing.staging_gib")->check(CLI::NonNegativeNumber);
+    verb->add_option("--disk-rate", o->disk_gigabytes_per_second,
+                     "GB/s of a disk that is only imagined, per rank: nothing is kept of the weights and the state")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+    verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+    verb->callback([=, &context] {
+      context.run = [=] {
+        return on_ranks(o->common, *timeout_s,
+                        [&](ParallelContext& ranks) { bench::bench_checkpoint(*o, ranks, std::cout); });
+      };
+    });
+  }
+  {
     auto o = std::make_shared<bench::OpsBenchOptions>();
     CLI::App* verb = bench->add_subcommand("ops", "single operations of a shape");
-    add_common(verb, o->common);
+    add_common(verb, o->common, context);
     verb->add_option("--rows", o->rows, "of the linear layers, e.g. 16,64,256")->delimiter(',');
     verb->add_option("--decode-samples", o->decode_samples)->delimiter(',');
     verb->add_option("--decode-context", o->decode_context);

@@ -3,10 +3,14 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <vector>
 
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
 #include "trainer/algorithms/failure.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/exit_codes.h"
@@ -38,6 +42,9 @@ int cli_main(int argc, char** argv) {
   app.require_subcommand(1);
   app.set_version_flag("--version", "trireme 0.1.0");
   CommandContext context;
+  std::vector<std::string> words(argv, argv + argc);
+  words[0] = std::filesystem::path(words[0]).filename().string();  // kept in result files
+  context.command = join(words, " ");
   context.signal = &g_signal;
   context.read_signals = [] { g_signals_are_read.store(true); };
   add_train_commands(app, context);

@@ -6,14 +6,21 @@
 
 #include "api/runtime.h"
 #include "base/error.h"
+#include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/rewards/http_headers.h"
 
 namespace trireme {
 
 std::string environment(const char* name, const std::string& otherwise) {
   const char* value = std::getenv(name);
   return value == nullptr || *value == '\0' ? otherwise : std::string(value);
+}
+
+std::optional<std::string> environment_variable(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
 int64_t environment_int(const char* name, int64_t otherwise) {
@@ -52,6 +59,27 @@ Fault fault_from_environment() { return parse_fault(environment("TRIREME_FAULT",
 
 int local_world_from_environment() { return static_cast<int>(environment_int("LOCAL_WORLD_SIZE", 1)); }
 
+TransportCheck transport_from_environment(int world_size, const std::string& device) {
+  TransportCheck check;
+  check.required = environment_int("TRIREME_REQUIRE_RDMA", 0) != 0;
+  check.spans_nodes = world_size > local_world_from_environment();
+  if (!check.spans_nodes || device == "cpu") return check;
+  try {
+    check.scratch = std::make_shared<TemporaryDirectory>();
+  } catch (const Error& error) {
+    if (check.required) throw;
+    log_warn("parallel", std::string("what carries NCCL's traffic will not be in the log: ") + error.what());
+    return check;
+  }
+  char host[256] = "";
+  ::gethostname(host, sizeof host - 1);
+  check.log = nccl_log_settings(environment_variable, (check.scratch->path() / "nccl.log").string(), check.required,
+                                host, ::getpid());
+  if (check.log)
+    for (const auto& [name, value] : check.log->set) ::setenv(name.c_str(), value.c_str(), 1);
+  return check;
+}
+
 std::filesystem::path hf_home_from_environment() {
   const std::string home = environment("HF_HOME", "");
   if (!home.empty()) return home;
@@ -64,7 +92,19 @@ ReportingOptions reporting_from_environment() {
   options.status_token_file = environment("TRIREME_STATUS_TOKEN_FILE", "");
   options.status_ca_file = environment("TRIREME_STATUS_CA_FILE", "");
   options.attempt = environment("TRIREME_ATTEMPT", "0");
+  options.mlflow_tracking_uri = environment("MLFLOW_TRACKING_URI", "");
+  options.mlflow_token = environment("MLFLOW_TRACKING_TOKEN", "");
+  options.mlflow_username = environment("MLFLOW_TRACKING_USERNAME", "");
+  options.mlflow_password = environment("MLFLOW_TRACKING_PASSWORD", "");
   return options;
+}
+
+RewardPlace reward_place_from_environment(const Config& config) {
+  RewardPlace place;
+  place.url = environment("TRIREME_REWARD_URL", "");
+  for (const std::string& name : environment_of_headers(config.env.http.headers))
+    place.environment[name] = environment(name.c_str(), "");
+  return place;
 }
 
 std::string program_path() {

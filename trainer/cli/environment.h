@@ -1,17 +1,23 @@
-// The environment variables that `trireme` reads. Nothing below the verbs reads any.
+// The environment variables that `trireme` reads. Nothing below the verbs reads any but NCCL.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 
 #include "trainer/algorithms/failure.h"
 #include "trainer/algorithms/reporting.h"
+#include "trainer/config/config.h"
 #include "trainer/parallel/communicator.h"
+#include "trainer/parallel/transport.h"
+#include "trainer/rewards/place.h"
 
 namespace trireme {
 
 std::string environment(const char* name, const std::string& otherwise);
+// For ${oc.env:NAME} in configurations; an empty variable is one.
+std::optional<std::string> environment_variable(const std::string& name);
 // Throws Error(kUser) that names the variable when it is not a number.
 int64_t environment_int(const char* name, int64_t otherwise);
 
@@ -22,10 +28,16 @@ RendezvousOptions rendezvous_from_environment(double timeout_s);
 // TRIREME_FAULT: a failure on purpose, for tests (parse_fault).
 Fault fault_from_environment();
 int local_world_from_environment();  // LOCAL_WORLD_SIZE
+// TRIREME_REQUIRE_RDMA. Where ranks of `world_size` are on several nodes (LOCAL_WORLD_SIZE) and `device` is not "cpu",
+// NCCL is made to write its log: its variables are set here, so this comes before threads and before NCCL.
+TransportCheck transport_from_environment(int world_size, const std::string& device);
 // HF_HOME, else ~/.cache/huggingface.
 std::filesystem::path hf_home_from_environment();
 // TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE.
 ReportingOptions reporting_from_environment();
+
+// TRIREME_REWARD_URL, and the variables that env.http.headers name.
+RewardPlace reward_place_from_environment(const Config& config);
 
 std::string program_path();  // of this executable
 

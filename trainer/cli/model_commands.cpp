@@ -6,7 +6,8 @@
 #include "base/fs.h"
 #include "base/text.h"
 #include "trainer/algorithms/threads.h"
-#include "trainer/checkpoint/checkpoint.h"
+#include "trainer/bench/shapes.h"
+#include "trainer/checkpoint/catalogue.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
 #include "trainer/config/config.h"
@@ -18,15 +19,37 @@
 namespace trireme {
 namespace {
 
+constexpr const char* kNoSpecialTokens =
+    "plain text as it is, without what the tokenizer puts around it (a begin token); \"add_special\" of a line wins";
+
 struct InitModelArguments {
   std::string out;
   std::string family = "qwen3";
   int64_t hidden = 128, layers = 4, heads = 4, kv_heads = 2, head_dim = 32, intermediate = 384, context = 1024,
           seed = 0;
   bool untied = false;
+  std::string shape;  // of bench/shapes.h, instead of the sizes
+  int64_t shape_layers = 0;
+  bool no_weights = false;
 };
 
+// The shape's own vocabulary, of which the byte-level tokenizer knows the first ids; what it does not know has no text.
+int init_shape(const InitModelArguments& a) {
+  ModelConfig config = bench::find_shape(a.shape, a.shape_layers);
+  config.eos_token_ids = {kByteImEnd};
+  make_byte_tokenizer(a.out);
+  if (a.no_weights) {
+    write_file_atomic(std::filesystem::path(a.out) / "config.json", config.to_json().dump(2) + "\n");
+  } else {
+    init_model(a.out, config, static_cast<uint64_t>(a.seed));
+  }
+  std::cout << a.out << ": " << to_lower(a.shape) << " with " << config.parameter_count() << " parameters"
+            << (a.no_weights ? " to be drawn (policy.random_weights=true)" : "") << " and a byte-level tokenizer\n";
+  return 0;
+}
+
 int init_model_verb(const InitModelArguments& a) {
+  if (!a.shape.empty()) return init_shape(a);
   if (a.hidden < 1 || a.layers < 1 || a.heads < 1 || a.kv_heads < 1 || a.head_dim < 2 || a.intermediate < 1 ||
       a.context < 1) {
     fail_user("init-model: every size must be positive");
@@ -59,13 +82,29 @@ int init_model_verb(const InitModelArguments& a) {
   return 0;
 }
 
-int export_verb(const std::string& checkpoint, const std::string& out) {
+// By the metric of the run that wrote them.
+const CheckpointInfo& best_of(const std::vector<CheckpointInfo>& all, const std::string& folder) {
+  const std::filesystem::path path = all.back().path / "config.yaml";
+  std::vector<std::string> ignored;
+  const Config config = load_config_text(read_file(path), {}, &ignored, path);
+  const std::string metric = checkpoint_metric(config);
+  if (metric.empty()) fail_user(path.string() + " names no checkpointing.metric_name, so that none is the best");
+  const CheckpointInfo* best = best_checkpoint(all, metric, config.checkpointing.higher_is_better);
+  if (best == nullptr) fail_user("no checkpoint in " + folder + " has the metric " + metric);
+  std::cout << "step " << best->step << ": " << metric << " " << best->metrics.at(metric) << ", the "
+            << (config.checkpointing.higher_is_better ? "highest" : "lowest") << " of " << all.size()
+            << " checkpoints\n";
+  return *best;
+}
+
+int export_verb(const std::string& checkpoint, const std::string& out, bool best) {
   namespace fs = std::filesystem;
   fs::path weights = fs::path(checkpoint) / "policy" / "weights";
+  if (best && fs::exists(weights)) fail_user("--best chooses from a folder of checkpoints; " + checkpoint + " is one");
   if (!fs::exists(weights)) {  // the folder of all checkpoints: the newest
     const std::vector<CheckpointInfo> all = list_checkpoints(checkpoint);
     if (all.empty()) fail_user(checkpoint + " is neither a checkpoint (step_N) nor a folder of complete ones");
-    weights = all.back().path / "policy" / "weights";
+    weights = (best ? best_of(all, checkpoint) : all.back()).path / "policy" / "weights";
   }
   ModelOptions frozen;
   frozen.trainable = false;
@@ -84,6 +123,7 @@ struct GenerateArguments {
   SamplingOptions sampling;
   int64_t seed = 0;
   int64_t max_total_length = 0;
+  bool no_special_tokens = false;
   std::string dtype, device = "auto";
 };
 
@@ -129,6 +169,7 @@ int generate_verb(GenerateArguments a) {
   const std::unique_ptr<Model> model = load_frozen(a.model, a.dtype, a.device);
   a.sampling.seed = static_cast<uint64_t>(a.seed);
   a.sampling.stop_ids = tokenizer->eos_ids();
+  a.options.add_special = !a.no_special_tokens;
   EngineOptions engine;
   engine.max_total_length = a.max_total_length;
   Input input(a.prompts);
@@ -138,14 +179,18 @@ int generate_verb(GenerateArguments a) {
   return 0;
 }
 
+struct ScoreArguments {
+  std::string model, text = "-", out = "-", dtype, device = "auto";
+  bool no_special_tokens = false;
+};
+
 // {"text": ...} or {"ids": [...]} a line -> {"ids", "logprobs", "sum"}: log-probs of ids[1..].
-int score_verb(const std::string& model_name, const std::string& text, const std::string& out, const std::string& dtype,
-               const std::string& device) {
-  const std::filesystem::path dir = resolve_model(model_name, hf_home_from_environment());
+int score_verb(const ScoreArguments& a) {
+  const std::filesystem::path dir = resolve_model(a.model, hf_home_from_environment());
   const auto tokenizer = Tokenizer::load(dir);
-  const std::unique_ptr<Model> model = load_frozen(model_name, dtype, device);
-  Input input(text);
-  Output output(out);
+  const std::unique_ptr<Model> model = load_frozen(a.model, a.dtype, a.device);
+  Input input(a.text);
+  Output output(a.out);
   std::string line;
   int64_t number = 0;
   while (std::getline(input.stream(), line)) {
@@ -153,14 +198,12 @@ int score_verb(const std::string& model_name, const std::string& text, const std
     if (trim(line).empty()) continue;
     std::vector<int32_t> ids;
     try {
-      const nlohmann::json row = nlohmann::json::parse(line);
-      if (row.contains("ids"))
-        ids = row.at("ids").get<std::vector<int32_t>>();
-      else
-        ids = tokenizer->encode(row.at("text").get<std::string>(), row.value("add_special", false));
+      ids = tokens_of_line(nlohmann::ordered_json::parse(line), "text", *tokenizer, !a.no_special_tokens,
+                           model->config().vocab_size);
     } catch (const nlohmann::json::exception& error) {
-      fail_data(input.name + ":" + std::to_string(number) +
-                ": a line must be {\"text\": ...} or {\"ids\": [...]}: " + error.what());
+      fail_data(input.name + ":" + std::to_string(number) + ": not valid JSON: " + error.what());
+    } catch (const Error& error) {
+      throw Error(error.kind(), input.name + ":" + std::to_string(number) + ": " + error.what());
     }
     std::vector<float> logprobs;
     if (ids.size() > 1) logprobs = score(*model, {ids}).front();
@@ -181,7 +224,7 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--out", a->out, "folder")->required();
     verb->add_option("--family", a->family, "llama, qwen2 or qwen3")->check(CLI::IsMember({"llama", "qwen2", "qwen3"}));
     verb->add_option("--hidden", a->hidden);
-    verb->add_option("--layers", a->layers);
+    CLI::Option* layers = verb->add_option("--layers", a->layers, "with --shape: only so many of its layers");
     verb->add_option("--heads", a->heads);
     verb->add_option("--kv-heads", a->kv_heads);
     verb->add_option("--head-dim", a->head_dim);
@@ -189,21 +232,35 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--context", a->context, "longest sequence");
     verb->add_option("--seed", a->seed);
     verb->add_flag("--untied", a->untied, "an output head of its own");
-    verb->callback([a, &context] { context.run = [a] { return init_model_verb(*a); }; });
+    CLI::Option* shape = verb->add_option("--shape", a->shape, "of `trireme bench`, instead of the sizes");
+    for (const char* size :
+         {"--family", "--hidden", "--heads", "--kv-heads", "--head-dim", "--intermediate", "--context", "--untied"})
+      shape->excludes(verb->get_option(size));
+    verb->add_flag("--no-weights", a->no_weights, "only config.json and tokenizer, for policy.random_weights")
+        ->needs(shape);
+    verb->callback([a, shape, layers, &context] {
+      if (shape->count() > 0) a->shape_layers = layers->count() > 0 ? a->layers : 0;
+      context.run = [a] { return init_model_verb(*a); };
+    });
   }
   {
     auto checkpoint = std::make_shared<std::string>();
     auto out = std::make_shared<std::string>();
+    auto best = std::make_shared<bool>(false);
     CLI::App* verb = app.add_subcommand("export", "a checkpoint's weights as a Hugging Face folder");
     verb->add_option("--checkpoint", *checkpoint, "step_N, or the folder of checkpoints")->required();
     verb->add_option("--out", *out, "folder")->required();
-    verb->callback([=, &context] { context.run = [=] { return export_verb(*checkpoint, *out); }; });
+    verb->add_flag("--best", *best,
+                   "of the folder's checkpoints the best by checkpointing.metric_name, not the newest");
+    verb->callback([=, &context] { context.run = [=] { return export_verb(*checkpoint, *out, *best); }; });
   }
   {
     auto a = std::make_shared<GenerateArguments>();
     CLI::App* verb = app.add_subcommand("generate", "answers to prompts, JSONL in and out");
     verb->add_option("--model", a->model, "folder or Hub id")->required();
-    verb->add_option("--prompts", a->prompts, "lines {\"prompt\": ...} or {\"messages\": ...}; - is standard input");
+    verb->add_option("--prompts", a->prompts,
+                     "lines {\"prompt\": ...}, {\"ids\": [...]} or {\"messages\": ...}; - is standard input");
+    verb->add_flag("--no-special-tokens", a->no_special_tokens, kNoSpecialTokens);
     verb->add_option("--out", a->out);
     verb->add_option("--samples", a->options.samples, "answers for each prompt");
     verb->add_flag("--chat", a->options.chat, "a plain prompt becomes a user message");
@@ -222,20 +279,17 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->callback([a, &context] { context.run = [a] { return generate_verb(*a); }; });
   }
   {
-    auto model = std::make_shared<std::string>();
-    auto text = std::make_shared<std::string>("-");
-    auto out = std::make_shared<std::string>("-");
-    auto dtype = std::make_shared<std::string>();
-    auto device = std::make_shared<std::string>("auto");
+    auto a = std::make_shared<ScoreArguments>();
     CLI::App* verb = app.add_subcommand("score", "log-probs of given texts, JSONL in and out");
-    verb->add_option("--model", *model, "folder or Hub id")->required();
-    verb->add_option("--text", *text, "lines {\"text\": ...} or {\"ids\": [...]}; - is standard input");
-    verb->add_option("--out", *out);
-    verb->add_option("--dtype", *dtype, "default: bfloat16 on CUDA, else float32")
+    verb->add_option("--model", a->model, "folder or Hub id")->required();
+    verb->add_option("--text", a->text, "lines {\"text\": ...} or {\"ids\": [...]}; - is standard input");
+    verb->add_option("--out", a->out);
+    verb->add_flag("--no-special-tokens", a->no_special_tokens, kNoSpecialTokens);
+    verb->add_option("--dtype", a->dtype, "default: bfloat16 on CUDA, else float32")
         ->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->add_option("--device", *device, "auto: CUDA where there is one")
+    verb->add_option("--device", a->device, "auto: CUDA where there is one")
         ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
-    verb->callback([=, &context] { context.run = [=] { return score_verb(*model, *text, *out, *dtype, *device); }; });
+    verb->callback([a, &context] { context.run = [a] { return score_verb(*a); }; });
   }
 }
 

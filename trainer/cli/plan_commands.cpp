@@ -41,7 +41,7 @@ void line(const std::string& what, const std::string& value) { std::printf("%-34
 
 int plan(const std::string& path, const std::vector<std::string>& overrides) {
   std::vector<std::string> warnings;
-  const Config config = load_config(path, overrides, &warnings);
+  const Config config = load_config(path, overrides, &warnings, environment_variable);
   const ModelShape shape = find_shape(config.policy.model_name);
   const ParallelSizes sizes = parallel_sizes(config);
   Layout layout;
@@ -64,20 +64,24 @@ int plan(const std::string& path, const std::vector<std::string>& overrides) {
   const LayoutReport report = check_layout(layout, check);
   line("model", config.policy.model_name + ", " + format_fixed(static_cast<double>(parameter_count(shape)) / 1e9, 3) +
                     " G parameters");
+  line("devices", std::to_string(config.cluster.num_nodes) + " nodes of " +
+                      std::to_string(config.cluster.gpus_per_node) + " (cluster.gpus_per_node), " +
+                      std::to_string(config.cluster.processes) + " ranks on each");
   line("layout", to_string(layout) + " (" + std::to_string(world) + " ranks)");
   for (const std::string& error : report.errors) line("  impossible", error);
   for (const std::string& warning : report.warnings) line("  slow", warning);
   if (!report.ok()) return 1;
+  const bool whole = config.policy.precision == "float32";
   MemoryOptions memory;
-  if (config.policy.precision == "float32") {
-    memory.weight_bytes = 4;
-    memory.grad_bytes = 4;
-    memory.optimizer_bytes = 8;
-  }
+  memory.weight_bytes = whole ? 4 : 2;
+  memory.grad_bytes = gradients_in_fp32(config) ? 4 : 2;
+  memory.optimizer_bytes = whole ? 8 : 12;  // in float32 the weights are their own master copy
   memory.reference_weights = config.algorithm == "grpo" && config.loss_fn.reference_policy_kl_penalty != 0;
   const RankMemory peak = peak_memory(shape, layout, memory);
-  line("weights of a rank", format_bytes(static_cast<uint64_t>(peak.weights_bytes)));
-  line("gradients of a rank", format_bytes(static_cast<uint64_t>(peak.grads_bytes)));
+  line("weights of a rank", format_bytes(static_cast<uint64_t>(peak.weights_bytes)) + ", " + config.policy.precision +
+                                (memory.reference_weights ? ", with the reference model's" : ""));
+  line("gradients of a rank", format_bytes(static_cast<uint64_t>(peak.grads_bytes)) +
+                                  (memory.grad_bytes == 4 ? ", float32" : ", " + config.policy.precision));
   line("optimizer of a rank (ZeRO-1)", format_bytes(static_cast<uint64_t>(peak.optimizer_bytes)));
   line("in all, without activations and KV", format_bytes(static_cast<uint64_t>(peak.total_bytes())));
   if (config.algorithm == "grpo") {

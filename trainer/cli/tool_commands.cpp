@@ -5,8 +5,10 @@
 #include "base/fs.h"
 #include "trainer/algorithms/replay.h"
 #include "trainer/cli/commands.h"
+#include "trainer/cli/environment.h"
 #include "trainer/data/addition.h"
 #include "trainer/rewards/grade.h"
+#include "trainer/rewards/http_headers.h"
 #include "trainer/telemetry/report.h"
 
 namespace trireme {
@@ -58,9 +60,18 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--reward", options->type, "math, format, command or http");
     verb->add_option("--command", options->command, "program and arguments of a command reward");
     verb->add_option("--url", options->url, "of an http reward");
+    verb->add_option("--header", options->headers,
+                     "of an http reward, \"Name: value\" with {env:NAME} or {file:PATH} for a secret; may be repeated");
+    verb->add_option("--ca-file", options->ca_file, "of an http reward: who may sign the server's certificate");
     verb->add_option("--pattern", options->pattern, "of a format reward");
     verb->add_option("--out", *out);
-    verb->callback([=, &context] { context.run = [=] { return grade_verb(*pairs, *options, *out); }; });
+    verb->callback([=, &context] {
+      context.run = [=] {
+        for (const std::string& name : environment_of_headers(options->headers))
+          options->environment[name] = environment(name.c_str(), "");
+        return grade_verb(*pairs, *options, *out);
+      };
+    });
   }
   {
     auto log = std::make_shared<std::string>();
@@ -79,12 +90,15 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
   {
     auto dump = std::make_shared<std::string>();
     auto model = std::make_shared<std::string>();
+    auto device = std::make_shared<std::string>("auto");
     CLI::App* verb = app.add_subcommand("replay", "recompute a dumped optimizer step");
     verb->add_option("dump", *dump, "dump_step_N.safetensors")->required();
     verb->add_option("--model", *model, "weights from before the step: recompute the log-probs too");
+    verb->add_option("--device", *device, "of the model; auto: CUDA where there is one")
+        ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
     verb->callback([=, &context] {
       context.run = [=] {
-        replay(*dump, *model, std::cout);
+        replay(*dump, *model, *device, std::cout);
         return 0;
       };
     });

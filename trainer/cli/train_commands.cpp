@@ -56,9 +56,12 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
     overrides.push_back("logger.prometheus.enabled=true");
     overrides.push_back("logger.prometheus.port=" + metrics_port);
   }
-  const Config config = load_config(arguments.config, overrides, &warnings);
+  const Config config = load_config(arguments.config, overrides, &warnings, environment_variable);
   if (arguments.print_config) {
-    std::cout << to_yaml(config);
+    std::cout << to_yaml(config) << std::flush;
+    for (const std::string& warning : warnings) log_warn("config", warning);
+    for (const std::string& key : keys_without_effect(config)) log_warn("config", key);
+    validate_supported(config);
     return 0;
   }
   TrainOptions options;
@@ -66,12 +69,12 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.fault = fault_from_environment();
   options.hf_home = hf_home_from_environment();
   options.reporting = reporting_from_environment();
+  options.rewards = reward_place_from_environment(config);
   options.stop_signal = context.signal;
   options.on_ready = context.read_signals;  // until then a signal ends the rank, also while it waits for peers
+  options.job = environment("TRIREME_JOB_UID", "");
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
-  if (environment_int("TRIREME_REQUIRE_RDMA", 0) != 0) {
-    fail_user("the manifest requires RDMA (spec.network.rdma.require) but this build communicates over TCP (Gloo)");
-  }
+  options.transport = transport_from_environment(options.rendezvous.world_size, config.cluster.device);
   const ParallelSizes sizes = parallel_sizes(config);
   options.layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
   if (!arguments.layout.empty()) check_layout_agrees(sizes, options.layout);
@@ -159,7 +162,8 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--algorithm", arguments->algorithm, "grpo or sft; default: the configuration's");
     verb->add_option("--config", arguments->config, "YAML file")->required();
     verb->add_option("--layout", arguments->layout, "tp=1,cp=1,ep=1,dp=N,pp=1");
-    verb->add_flag("--print-config", arguments->print_config, "print the resolved configuration and end");
+    verb->add_flag("--print-config", arguments->print_config,
+                   "print the resolved configuration, say what of it has no effect or is not supported, and end");
     verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
     verb->add_option("overrides", arguments->overrides, "key.sub=value");
     verb->callback(

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -49,7 +50,7 @@ struct GrpoConfig {
   int64_t max_num_steps = 1000000;
   bool normalize_rewards = true;
   bool use_leave_one_out_baseline = true;
-  bool biased_group_std = false;  // (ours) true: v0.3's biased standard deviation
+  bool biased_group_std = false;  // (ours) true: v0.3's biased standard deviation, and its default
   std::optional<double> advantage_clip_low, advantage_clip_high;
   int64_t val_period = 10;  // 0: never
   int64_t val_start_at = -1;
@@ -89,10 +90,10 @@ struct SftConfig {
 };
 
 struct LossConfig {
-  double reference_policy_kl_penalty = 0.01;    // 0: no KL term, no reference model
-  std::string reference_policy_kl_type = "k3";  // k1 | k2 | k3
-  std::optional<double> kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0;
-  bool kl_score_function_gradient = false;  // (ours) false: v0.3's gradient; true: with the score-function term
+  double reference_policy_kl_penalty = 0.01;                                        // 0: no KL term, no reference model
+  std::string reference_policy_kl_type = "k3";                                      // k1 | k2 | k3
+  std::optional<double> kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0;  // v0.3: none
+  bool kl_score_function_gradient = true;  // (ours) false: v0.3's gradient; true: with the score-function term
   double ratio_clip_min = 0.2, ratio_clip_max = 0.2;
   std::optional<double> ratio_clip_c;  // dual clip, > 1
   bool use_on_policy_kl_approximation = false;
@@ -144,7 +145,7 @@ struct OptimizerConfig {
   OptimizerKwargs kwargs;
 };
 
-// policy.scheduler: a list of pieces, then optionally {milestones: [...]} with the optimizer step at which each next
+// policy.scheduler: a list of pieces, then optionally {milestones: [...]} with the step (rollout) at which each next
 // piece starts. Without milestones every piece applies at once (their factors multiply).
 struct SchedulerPiece {
   std::string name;  // LinearLR | ConstantLR | CosineAnnealingLR | ExponentialLR, without "torch.optim.lr_scheduler."
@@ -240,7 +241,9 @@ struct GenerationConfig {
   int64_t prefill_chunk_tokens = 2048;    // (ours) prompt tokens prefilled in one engine step
   int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
-  int64_t background_processors = -1;     // (ours) for reference log-probs beside the last answers; -1: see fields.cpp
+  int64_t background_sms = -1;            // (ours) for reference log-probs beside the last answers; -1: see fields.cpp
+  // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: answers end by themselves
+  std::string forced_lengths;
   ColocatedConfig colocated;
 };
 
@@ -258,6 +261,7 @@ struct PolicyConfig {
   bool offload_optimizer_for_logprob = false;
   bool activation_checkpointing = false;  // (ours) for runs without dtensor_cfg or megatron_cfg
   int64_t recompute_layers = -1;          // (ours) for runs without megatron_cfg; -1: as many as must be
+  bool random_weights = false;            // (ours) for measurements: drawn instead of loaded
   DynamicBatchingConfig dynamic_batching;
   SequencePackingConfig sequence_packing;
   OptimizerConfig optimizer;
@@ -268,11 +272,12 @@ struct PolicyConfig {
 };
 
 struct DatasetConfig {
-  std::string dataset_name;     // a name of known_datasets(), or anything with data_path
-  std::string data_path;        // a .jsonl[.gz] or .parquet file
-  std::string format = "auto";  // (ours) auto | jsonl | parquet
-  std::string input_key;        // derived: by dataset_name; else empty: found from the columns
-  std::string output_key;       // derived: likewise
+  std::string dataset_name;          // a name of known_datasets(), or anything with data_path
+  std::string data_path;             // a file, a folder or a pattern
+  std::vector<std::string> mixture;  // (ours) "WEIGHT SOURCE" each, instead of the two
+  std::string format = "auto";       // (ours) auto | jsonl | parquet
+  std::string input_key;             // derived: by dataset_name; else empty: found from the columns
+  std::string output_key;            // derived: likewise
   std::string split = "train";
   std::string prompt_file, system_prompt_file;
   std::string env_name;                 // empty: every enabled env, weighted; else only that one
@@ -303,13 +308,19 @@ struct RewardConfig {
   std::vector<std::string> tags;             // env.format: <tag>...</tag> blocks, once each, in this order
   std::vector<std::string> command;          // env.command: program and arguments, fed JSON lines
   double answer_timeout_s = 0;               // env.command: for one response; 0: only timeout_s
-  std::string url;                           // env.http: responses are POSTed here
-  int64_t max_batch = 64;                    // env.http: responses per POST
-  int64_t max_attempts = 3;                  // env.http: tries of one POST
+  std::string url;  // env.http: responses are POSTed here; empty: to what the operator says (TRIREME_REWARD_URL)
+  std::vector<std::string> headers;  // env.http: "Name: value", with {env:NAME} and {file:PATH} for what is secret
+  std::string ca_file;               // env.http: certificates that may sign the server's; empty: the system's
+  int64_t max_batch = 64;            // env.http: responses per POST
+  int64_t max_attempts = 3;          // env.http: tries of one POST
 };
 struct EnvConfig {
+  double max_failed_share = 0.5;     // (ours) of a step's answers, for each reward; more stops the run
+  double startup_timeout_s = 300.0;  // (ours) until each reward has answered a probe; 0: none is made
   RewardConfig math{.enabled = true};
-  RewardConfig format, command, http;
+  RewardConfig format;
+  // A machine that is broken is no wrong answer.
+  RewardConfig command{.failure_policy = "drop"}, http{.failure_policy = "drop"};
   // Names of the enabled ones: math, format, command, http.
   std::vector<std::string> enabled() const;
   const RewardConfig& by_name(const std::string& name) const;
@@ -322,10 +333,36 @@ struct PrometheusConfig {  // (ours)
   bool per_rank = false;  // else rank 0 only
 };
 
+struct TensorboardConfig {
+  std::string log_dir;  // derived: logger.log_dir/tensorboard
+};
+
+struct WandbConfig {
+  std::string project, name, entity, group;
+  std::vector<std::string> tags;
+};
+
+struct MlflowConfig {
+  std::string experiment_name = "Default", run_name;
+  std::string tracking_uri;  // empty: MLFLOW_TRACKING_URI
+};
+
+struct RolloutLogConfig {  // (ours) log_dir/train_data_step_N.jsonl
+  bool enabled = true;
+  int64_t period = 1;
+  int64_t max_samples = 128;
+  int64_t keep_steps = 20;
+};
+
 struct LoggerConfig {
   std::string log_dir = "logs";
+  bool tensorboard_enabled = false, wandb_enabled = false, mlflow_enabled = false;
+  TensorboardConfig tensorboard;
+  WandbConfig wandb;
+  MlflowConfig mlflow;
   int64_t num_val_samples_to_print = 0;
   PrometheusConfig prometheus;
+  RolloutLogConfig rollouts;
   bool report = true;               // (ours) log_dir/report.html at the end and every report_period steps
   int64_t report_period = 10;       // (ours)
   std::vector<int64_t> dump_steps;  // (ours) steps whose tensors are written to log_dir/dump_step_N.safetensors
@@ -334,12 +371,13 @@ struct LoggerConfig {
 struct CheckpointingConfig {
   bool enabled = true;
   std::string checkpoint_dir = "results";
-  std::string metric_name = "val:accuracy";  // v0.3's "val_reward" means the same; empty: keep the newest
+  std::string metric_name = "default";  // derived: val:accuracy for GRPO, empty for SFT. Empty: keep the newest
   bool higher_is_better = true;
   int64_t keep_top_k = 3;  // 0: keep all
   int64_t save_period = 10;
   bool save_optimizer = true;
   std::string checkpoint_must_save_by;  // "days:hours:minutes:seconds" after the start; empty: off
+  double staging_gib = 0;               // (ours) host memory of a rank for what is not written yet; 0: see fields.cpp
 };
 
 struct ClusterConfig {
@@ -352,6 +390,7 @@ struct ClusterConfig {
 
 struct Config {
   std::string algorithm = "grpo";  // (ours) grpo | sft
+  std::string compatibility;       // (ours) v0.3 | main: whose defaults differing keys take; derived: main
   GrpoConfig grpo;
   SftConfig sft;
   LossConfig loss_fn;
@@ -361,17 +400,25 @@ struct Config {
   EnvConfig env;
   LoggerConfig logger;
   ClusterConfig cluster;
+
+  // Not a key: what files switch on and this version does not have, "key: feature"; validate_supported refuses them.
+  std::vector<std::string> missing_features;
 };
+
+// The value of an environment variable, for ${oc.env:NAME}; nullopt where there is none.
+using EnvironmentLookup = std::function<std::optional<std::string>(const std::string&)>;
 
 // Reads `path` with everything it inherits, applies overrides ("key.sub=value", "++key=value"), resolves
 // interpolations, checks types, ranges and cross-field rules, fills in derived values. Throws Error(kUser) with one
 // line a problem: "file:line: key: what is wrong". `warnings` receives one line per accepted key that has no meaning
-// here. Relative paths inside the files stay as written (relative to the working directory).
+// here. Relative paths inside the files stay as written (relative to the working directory). Without `environment`
+// ${oc.env:...} is an error.
 Config load_config(const std::filesystem::path& path, const std::vector<std::string>& overrides = {},
-                   std::vector<std::string>* warnings = nullptr);
+                   std::vector<std::string>* warnings = nullptr, const EnvironmentLookup& environment = {});
 // The same from text; `origin` is named in messages, `defaults:` are looked up beside it.
 Config load_config_text(const std::string& text, const std::vector<std::string>& overrides = {},
-                        std::vector<std::string>* warnings = nullptr, const std::filesystem::path& origin = "config");
+                        std::vector<std::string>* warnings = nullptr, const std::filesystem::path& origin = "config",
+                        const EnvironmentLookup& environment = {});
 
 // Fills every field that still holds kDerived (or is empty and derived). load_config has done it.
 void derive_defaults(Config& config);
@@ -386,6 +433,8 @@ std::vector<std::string> keys_without_effect(const Config& config);
 
 // The resolved configuration; reading it back gives the same Config.
 std::string to_yaml(const Config& config);
+// The same as nested JSON, for programs that show it; schedules are texts.
+nlohmann::json to_json(const Config& config);
 // What differs between the configuration that a checkpoint was written with and the one that goes on from it, a
 // sentence a key: "policy.optimizer.kwargs.lr was 1e-05, is 2e-05". Left out: what does not change the numbers of a run
 // (logging, checkpoints, validation, machines, cache sizes, when to end), and the algorithm (another one is refused
@@ -393,6 +442,11 @@ std::string to_yaml(const Config& config);
 std::vector<std::string> changes_since(const Config& saved, const Config& now);
 // Text of docs/configuration.md.
 std::string config_reference_markdown();
+
+// What checkpointing.metric_name may name: the measured values of a step that a checkpoint keeps.
+std::vector<std::string> checkpoint_metric_names(const Config& config);
+// The same value under its own name: v0.3's "val_reward" is "val:accuracy". An unknown name is given back as it is.
+std::string checkpoint_metric(const Config& config);
 
 // Which back-end's sizes apply: megatron_cfg when enabled, else dtensor_cfg when enabled, else all 1.
 struct ParallelSizes {
@@ -414,6 +468,8 @@ RecomputeSetting recompute_setting(const Config& config);
 bool overlap_grad_reduce(const Config& config);
 bool overlap_param_gather(const Config& config);
 double max_grad_norm(const Config& config);
+// Whether gradients are held and summed over ranks in float32; else in policy.precision.
+bool gradients_in_fp32(const Config& config);
 // Ranks of the whole job: cluster.num_nodes * cluster.processes.
 int64_t world_size(const Config& config);
 int64_t data_parallel_size(const Config& config);
@@ -431,7 +487,15 @@ AdamSettings adam_settings(const Config& config);
 // A folder with config.json as it is, or a Hub id ("org/name") in the cache below `hf_home` (what HF_HOME holds; its
 // folder "hub" holds models--org--name/{refs/main, snapshots/HASH}). Throws Error(kUser) with the download command.
 std::filesystem::path resolve_model(const std::string& model_name, const std::filesystem::path& hf_home);
-// The file of a data set: data_path when given, else a known data set's file in the same cache.
-std::filesystem::path resolve_dataset(const DatasetConfig& dataset, const std::filesystem::path& hf_home);
+
+// Files of a data set that follow each other, in the order of their names.
+struct DatasetFiles {
+  std::vector<std::filesystem::path> files;
+  std::string input_key, output_key;  // where they are not the DatasetConfig's
+  double weight = 0;                  // of a mixture; 0: there is none
+};
+// Where the rows of a data set are: what its mixture names, else its data_path, else the split of a data set in the
+// same cache. At least one source with one file, or Error(kUser).
+std::vector<DatasetFiles> resolve_dataset(const DatasetConfig& dataset, const std::filesystem::path& hf_home);
 
 }  // namespace trireme

@@ -1,6 +1,7 @@
 // Values that follow from others, rules across fields, and what this version cannot do yet.
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 #include "base/error.h"
@@ -181,10 +182,8 @@ void check_grpo(const Config& c, Problems& out) {
     }
   }
   if (g.stop_at_validation_metric.empty() != !g.stop_at_validation_threshold.has_value()) {
-    out.push_back({"grpo.stop_at_validation_metric", "and grpo.stop_at_validation_threshold must be set together"});
-  }
-  if (c.sft.stop_at_validation_loss && c.sft.val_period == 0) {
-    out.push_back({"sft.stop_at_validation_loss", "needs sft.val_period above 0"});
+    out.push_back({"grpo.stop_at_validation_metric",
+                   "belongs together with grpo.stop_at_validation_threshold: set both or neither"});
   }
   if (g.early_gradients) {
     const char* why =
@@ -192,14 +191,14 @@ void check_grpo(const Config& c, Problems& out) {
             ? "cannot be used where advantages are whitened over the whole batch"
         : g.use_dynamic_sampling ? "cannot be used with dynamic sampling, which decides late what a batch is"
         : g.shuffle_rewards      ? "cannot be used with grpo.shuffle_rewards"
-        : !c.loss_fn.token_level_loss && c.loss_fn.positive_example_nll_weight != 0
-            ? "cannot be used where parts of the loss are divided by sequences and others by tokens"
+        : c.loss_fn.positive_example_nll_weight != 0
+            ? "cannot be used with loss_fn.positive_example_nll_weight, which is divided by another count"
         : c.policy.train_global_batch_size < g.num_generations_per_prompt
             ? "cannot be used where an optimizer step has less than a whole group (policy.train_global_batch_size "
               "below "
               "num_generations_per_prompt)"
-        : c.policy.generation.background_processors == 0 ? "needs policy.generation.background_processors other than 0"
-                                                         : nullptr;
+        : c.policy.generation.background_sms == 0 ? "needs policy.generation.background_sms other than 0"
+                                                  : nullptr;
     if (why != nullptr) out.push_back({"grpo.early_gradients", why});
   }
   if (g.skip_reference_policy_logprobs_calculation && c.loss_fn.reference_policy_kl_penalty != 0) {
@@ -226,7 +225,13 @@ void check_loss(const Config& c, Problems& out) {
       out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.sequence_level_importance_ratios"});
   }
   const std::string& type = l.truncated_importance_sampling_type;
-  if (!type.empty()) {
+  if (type.empty()) {
+    for (const auto& [key, value] :
+         {std::pair{"loss_fn.truncated_importance_sampling_ratio", l.truncated_importance_sampling_ratio},
+          std::pair{"loss_fn.truncated_importance_sampling_ratio_min", l.truncated_importance_sampling_ratio_min}}) {
+      if (value) out.push_back({key, "needs loss_fn.truncated_importance_sampling_type: tis, icepop or seq-mask-tis"});
+    }
+  } else {
     if (!l.use_importance_sampling_correction) {
       out.push_back({"loss_fn.truncated_importance_sampling_type", "needs loss_fn.use_importance_sampling_correction"});
     }
@@ -241,7 +246,9 @@ void check_loss(const Config& c, Problems& out) {
         {"loss_fn.truncated_importance_sampling_ratio_min", "is above loss_fn.truncated_importance_sampling_ratio"});
   }
   if (l.use_kl_in_reward && c.grpo.adv_estimator.name != "reinforce_plus_plus") {
-    out.push_back({"loss_fn.use_kl_in_reward", "needs grpo.adv_estimator.name reinforce_plus_plus"});
+    out.push_back({"loss_fn.use_kl_in_reward",
+                   "needs grpo.adv_estimator.name reinforce_plus_plus; the grpo estimator has no reward of a token, so "
+                   "that the KL would be neither in the rewards nor in the loss"});
   }
 }
 
@@ -275,6 +282,50 @@ void check_optimizer(const Config& c, Problems& out) {
   }
 }
 
+// An environment of NeMo-RL that is not here: refused by validate_supported, by its feature.
+const config::FeatureKey* missing_environment(const std::string& name) {
+  for (const auto& key : config::feature_keys()) {
+    if (key.when == config::FeatureKey::When::kGrades && key.path == "env." + name) return &key;
+  }
+  return nullptr;
+}
+
+// What would stand in checkpoints and the report is no place for a secret. Values are not quoted for the same reason.
+void check_http(const RewardConfig& http, Problems& out) {
+  const auto set = [&](const char* key, bool is_set) {
+    if (is_set && !http.enabled) out.push_back({key, "is set, but env.http.enabled is false"});
+  };
+  set("env.http.url", !http.url.empty());
+  set("env.http.headers", !http.headers.empty());
+  set("env.http.ca_file", !http.ca_file.empty());
+  const std::string shown = http.url.substr(0, http.url.find('?'));
+  const size_t host = shown.find("://");
+  if (http.enabled && !http.url.empty() && !starts_with(shown, "http://") && !starts_with(shown, "https://")) {
+    out.push_back({"env.http.url", "must begin with http:// or https://"});
+  } else if (host != std::string::npos && shown.substr(0, shown.find('/', host + 3)).find('@') != std::string::npos) {
+    out.push_back({"env.http.url", "must not hold a user or password; send them with env.http.headers"});
+  }
+  if (!http.ca_file.empty() && starts_with(http.url, "http://"))
+    out.push_back({"env.http.ca_file", "needs an env.http.url with https://"});
+  for (const std::string& header : http.headers) {
+    const size_t colon = header.find(':');
+    const std::string name(trim(std::string_view(header).substr(0, colon))), lower = to_lower(name);
+    if (colon == std::string::npos || name.empty() || name.find_first_of(" \t{}\"") != std::string::npos) {
+      out.push_back({"env.http.headers", "each must be \"Name: value\""});
+      continue;
+    }
+    const std::string value = header.substr(colon + 1);
+    const bool reference = value.find("{env:") != std::string::npos || value.find("{file:") != std::string::npos;
+    for (const char* word : {"authorization", "cookie", "token", "secret", "key", "password", "auth"}) {
+      if (lower.find(word) == std::string::npos || reference) continue;
+      out.push_back({"env.http.headers", name +
+                                             " holds its value itself, which checkpoints and the report would show; " +
+                                             "write {env:NAME} or {file:PATH} in its place"});
+      break;
+    }
+  }
+}
+
 void check_env(const Config& c, Problems& out) {
   const auto& e = c.env;
   if (e.command.enabled && e.command.command.empty()) out.push_back({"env.command.command", "names no program"});
@@ -283,15 +334,12 @@ void check_env(const Config& c, Problems& out) {
   if (e.format.enabled && e.format.pattern.empty() && e.format.tags.empty()) {
     out.push_back({"env.format.enabled", "needs env.format.pattern or env.format.tags"});
   }
-  if (e.http.enabled && !starts_with(e.http.url, "http://") && !starts_with(e.http.url, "https://")) {
-    out.push_back({"env.http.url", "must begin with http:// or https://, got '" + e.http.url + "'"});
-  }
-  if (!e.http.enabled && !e.http.url.empty()) out.push_back({"env.http.url", "is set, but env.http.enabled is false"});
+  check_http(e.http, out);
   if (c.algorithm == "grpo" && e.enabled().empty())
     out.push_back({"env.math.enabled", "no reward is enabled; turn on one of math, format, command, http"});
   for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name},
                                   {"data.validation.env_name", &c.data.validation.env_name}}) {
-    if (name->empty() || c.algorithm != "grpo") continue;
+    if (name->empty() || c.algorithm != "grpo" || missing_environment(*name) != nullptr) continue;
     const auto enabled = e.enabled();
     if (std::find(enabled.begin(), enabled.end(), *name) == enabled.end()) {
       out.push_back(
@@ -300,11 +348,28 @@ void check_env(const Config& c, Problems& out) {
   }
 }
 
+void check_checkpointing(const Config& c, Problems& out) {
+  const std::string metric = checkpoint_metric(c);
+  const std::vector<std::string> known = checkpoint_metric_names(c);
+  if (!metric.empty() && std::find(known.begin(), known.end(), metric) == known.end()) {
+    out.push_back({"checkpointing.metric_name", "there is no value '" + c.checkpointing.metric_name +
+                                                    "' in this run; there are " + join(known, ", ") +
+                                                    ", and null for the newest checkpoints"});
+  }
+}
+
 void check_rest(const Config& c, Problems& out) {
+  if (c.sft.stop_at_validation_loss && c.sft.val_period == 0)
+    out.push_back({"sft.stop_at_validation_loss", "needs sft.val_period above 0"});
   const double held_out = c.data.train.split_validation_size;
   if (held_out >= 1 && held_out != std::floor(held_out)) {
     out.push_back({"data.train.split_validation_size",
                    "must be a share below 1 or a whole number of rows, got " + format_double(held_out)});
+  }
+  for (const auto& [key, dataset] :
+       {std::pair{"data.train.mixture", &c.data.train}, {"data.validation.mixture", &c.data.validation}}) {
+    if (!dataset->mixture.empty() && !(dataset->data_path.empty() && dataset->dataset_name.empty()))
+      out.push_back({key, "names all sources; leave data_path and dataset_name out, or put them into it"});
   }
   if (c.policy.model_name.empty()) out.push_back({"policy.model_name", "is empty; name a folder or a Hub id"});
   if (c.logger.log_dir.empty()) out.push_back({"logger.log_dir", "is empty; name a folder"});
@@ -327,12 +392,40 @@ void check_rest(const Config& c, Problems& out) {
   }
 }
 
+constexpr const char* kNotYet = " is not supported yet by this version";
+
+// Data sets and environments that are not here.
+void refuse_data(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+  for (const auto& [section, dataset] :
+       {std::pair{"data.train.", &c.data.train}, std::pair{"data.validation.", &c.data.validation}}) {
+    const std::string& name = dataset->dataset_name;
+    if (!name.empty() && dataset->data_path.empty() && dataset->mixture.empty() && !config::find_dataset(name) &&
+        name.find('/') == std::string::npos) {
+      std::vector<std::string> known;
+      for (const auto& entry : config::known_datasets()) known.push_back(entry.name);
+      const auto near = nearest(name, known);
+      refuse(true, section + std::string("dataset_name"),
+             "the data set '" + name + "'" + (near ? " (did you mean '" + *near + "'?)" : "") + " without a file (" +
+                 section + "data_path)");
+    }
+    if (c.algorithm != "grpo" || dataset->env_name.empty()) continue;
+    if (const auto* environment = missing_environment(dataset->env_name))
+      refuse(true, section + std::string("env_name"), environment->feature);
+  }
+}
+
 }  // namespace
 
 void derive_defaults(Config& c) {
   auto& p = c.policy;
   const int64_t longest = p.max_total_sequence_length;
+  fill_text(c.compatibility, "main");
   fill_text(p.tokenizer.name, p.model_name);
+  if (c.checkpointing.metric_name == "default") c.checkpointing.metric_name = checkpoint_metric(c);
+  if (!c.logger.log_dir.empty()) fill_text(c.logger.tensorboard.log_dir, c.logger.log_dir + "/tensorboard");
+  c.grpo.val_period = std::max<int64_t>(c.grpo.val_period, 0);
+  c.sft.val_period = std::max<int64_t>(c.sft.val_period, 0);
+  if (p.sequence_packing.algorithm == "modified_ffd") p.sequence_packing.algorithm = "modified_first_fit_decreasing";
   if (p.tokenizer.chat_template == "default") p.tokenizer.chat_template.clear();
   fill(p.logprob_batch_size, p.train_micro_batch_size);
   fill(p.make_sequence_length_divisible_by, required_divisor(c));
@@ -351,17 +444,17 @@ void derive_defaults(Config& c) {
   fill(c.grpo.reward_shaping.max_response_length, longest);
   fill(c.data.max_input_seq_length, longest);
   fill(c.data.seed, c.algorithm == "sft" ? c.sft.seed : c.grpo.seed);
-  if (c.data.validation.dataset_name.empty() && c.data.validation.data_path.empty()) {
+  if (c.data.validation.dataset_name.empty() && c.data.validation.data_path.empty() &&
+      c.data.validation.mixture.empty()) {
     // Held out of the training file, so with its columns.
     fill_text(c.data.validation.input_key, c.data.train.input_key);
     fill_text(c.data.validation.output_key, c.data.train.output_key);
   }
   for (DatasetConfig* dataset : {&c.data.train, &c.data.validation}) {
     const std::string& columns = dataset->dataset_name.empty() ? c.data.train.dataset_name : dataset->dataset_name;
-    for (const auto& known : config::known_datasets()) {
-      if (known.name != columns && known.hub_id != columns) continue;
-      fill_text(dataset->input_key, known.input_key);
-      fill_text(dataset->output_key, known.output_key);
+    if (const auto* known = config::find_dataset(columns)) {
+      fill_text(dataset->input_key, known->input_key);
+      fill_text(dataset->output_key, known->output_key);
     }
   }
   fill(c.cluster.processes, c.cluster.gpus_per_node);
@@ -378,6 +471,7 @@ std::vector<config::Problem> config::cross_check(const Config& config) {
   }
   check_optimizer(config, problems);
   check_env(config, problems);
+  check_checkpointing(config, problems);
   check_rest(config, problems);
   return problems;
 }
@@ -388,10 +482,37 @@ std::vector<std::string> find_problems(const Config& config) {
   return lines;
 }
 
-void validate_supported(const Config& c) {
+std::vector<std::string> config::unsupported_features(const Config& c) {
   std::vector<std::string> reasons;
   const auto refuse = [&](bool asked, const std::string& key, const std::string& what) {
-    if (asked) reasons.push_back(key + ": " + what + " is not supported yet by this version");
+    if (asked) reasons.push_back(key + ": " + what + kNotYet);
+  };
+  for (const auto& family : unsupported_families()) {
+    refuse(starts_with(c.policy.model_name, family.prefix), "policy.model_name",
+           "the architecture of " + family.family);
+  }
+  for (const std::string& missing : c.missing_features) reasons.push_back(missing + kNotYet);
+  refuse_data(c, refuse);
+  const auto& d = c.policy.dtensor_cfg;
+  const auto& m = c.policy.megatron_cfg;
+  refuse(c.grpo.max_rollout_turns > 1, "grpo.max_rollout_turns", std::to_string(c.grpo.max_rollout_turns) + " turns");
+  refuse(c.grpo.adv_estimator.name == "gdpo", "grpo.adv_estimator.name", "an advantage of each reward (GDPO)");
+  refuse(c.grpo.adv_estimator.name == "opd", "grpo.adv_estimator.name", "on-policy distillation");
+  refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
+  refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
+         "generation on devices of its own");
+  refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");
+  refuse(c.policy.offload_optimizer_for_logprob, "policy.offload_optimizer_for_logprob",
+         "moving optimizer state to the host");
+  refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
+         "a master copy of the weights in " + m.optimizer.params_dtype);
+  return reasons;
+}
+
+void validate_supported(const Config& c) {
+  std::vector<std::string> reasons = config::unsupported_features(c);
+  const auto refuse = [&](bool asked, const std::string& key, const std::string& what) {
+    if (asked) reasons.push_back(key + ": " + what + kNotYet);
   };
   const auto& m = c.policy.megatron_cfg;
   const auto& d = c.policy.dtensor_cfg;
@@ -409,18 +530,10 @@ void validate_supported(const Config& c) {
        m.expert_tensor_parallel_size);
   size(d.enabled, "policy.dtensor_cfg.tensor_parallel_size", "tensor parallel size", d.tensor_parallel_size);
   size(d.enabled, "policy.dtensor_cfg.context_parallel_size", "context parallel size", d.context_parallel_size);
-  refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");
-  refuse(c.policy.offload_optimizer_for_logprob, "policy.offload_optimizer_for_logprob",
-         "moving optimizer state to the host");
-  refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
-         "generation on devices of its own");
-  refuse(c.grpo.max_rollout_turns > 1, "grpo.max_rollout_turns", std::to_string(c.grpo.max_rollout_turns) + " turns");
-  refuse(c.loss_fn.use_kl_in_reward, "loss_fn.use_kl_in_reward", "the KL penalty in the reward");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,
          "data.validation.env_name", "another reward for validation than for training");
-  refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
   if (!reasons.empty()) fail_user(join(reasons, "\n"));
 }
 
@@ -435,12 +548,46 @@ std::vector<std::string> keys_without_effect(const Config& c) {
        "the vocabulary op chooses its own chunk of rows");
   note(c.algorithm == "sft" && by_tokens && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
        "with packing or dynamic batching validation has the micro-batches of training");
+  note(p.megatron_cfg.enabled && !p.megatron_cfg.optimizer.use_distributed_optimizer,
+       "policy.megatron_cfg.optimizer.use_distributed_optimizer",
+       "optimizer state is always sharded over data parallel ranks");
   note(p.make_sequence_length_divisible_by != required_divisor(c), "policy.make_sequence_length_divisible_by",
        "sequences are packed without padding, so there is no length to round up");
   note(c.env.math.enabled && c.env.math.math_verify_impl != RewardConfig{}.math_verify_impl,
        "env.math.math_verify_impl",
-       "there is one verifier; it differs from the named one as trainer/rewards/README.md says");
+       "the built-in verifier stands in for " + c.env.math.math_verify_impl +
+           "; trainer/rewards/README.md says where it differs");
   return notes;
+}
+
+std::vector<std::string> checkpoint_metric_names(const Config& c) {
+  if (c.algorithm == "sft") return {"val:loss", "train:loss", "train:grad_norm"};
+  std::vector<std::string> names = {"val:accuracy", "val:avg_length"};
+  if (c.grpo.val_num_generations_per_prompt > 1) names.emplace_back("val:pass_k");
+  for (const char* name :
+       {"reward", "loss", "grad_norm", "correct_rate", "truncation_rate", "mean_gen_tokens_per_sample"}) {
+    names.push_back(std::string("train:") + name);
+  }
+  return names;
+}
+
+std::string checkpoint_metric(const Config& c) {
+  // NeMo-RL's names: v0.3's without a group, and those of its validation in the main branch.
+  static const std::map<std::string, std::string> kGrpo = {{"default", "val:accuracy"},
+                                                           {"val_reward", "val:accuracy"},
+                                                           {"val:reward", "val:accuracy"},
+                                                           {"val:total_reward/mean", "val:accuracy"},
+                                                           {"train:total_reward/mean", "train:reward"}};
+  static const std::map<std::string, std::string> kSft = {
+      {"default", ""}, {"val_loss", "val:loss"}, {"val:val_loss", "val:loss"}};
+  const auto& others = c.algorithm == "sft" ? kSft : kGrpo;
+  const auto found = others.find(c.checkpointing.metric_name);
+  return found == others.end() ? c.checkpointing.metric_name : found->second;
+}
+
+bool gradients_in_fp32(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return config.policy.precision == "float32" || !m.enabled || m.distributed_data_parallel_config.grad_reduce_in_fp32;
 }
 
 ParallelSizes parallel_sizes(const Config& config) {

@@ -1,5 +1,6 @@
 #include "trainer/config/fields.h"
 
+#include <cctype>
 #include <cmath>
 
 #include "base/text.h"
@@ -29,6 +30,8 @@ Entry add(std::vector<Field>& table, const char* path, FieldRef (*get)(Config&),
   return Entry{&table.back()};
 }
 
+constexpr const char* kAll = "1000000000";  // what null stands for where it means "no bound"
+
 void add_grpo(std::vector<Field>& table) {
   KEY(grpo.num_prompts_per_step)("prompts of one rollout").at_least(1);
   KEY(grpo.num_generations_per_prompt)("answers to each prompt: the size of a group").at_least(1);
@@ -40,12 +43,12 @@ void add_grpo(std::vector<Field>& table) {
   OURS(grpo.biased_group_std)("standard deviation with the biased estimator, as NeMo-RL v0.3 has it");
   KEY(grpo.advantage_clip_low)("advantages below are raised to it, after normalisation");
   KEY(grpo.advantage_clip_high)("advantages above are lowered to it, after normalisation");
-  KEY(grpo.val_period)("steps between validations; 0: never").at_least(0);
+  KEY(grpo.val_period)("steps between validations; 0 or -1: never").at_least(-1);
   KEY(grpo.val_start_at)("no periodic validation before this step; -1: from the start").at_least(-1);
   KEY(grpo.val_at_start)("validate before the first step");
   KEY(grpo.val_at_end)("validate after the last step");
-  KEY(grpo.max_val_samples)("prompts of a validation, at most").at_least(1);
-  KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once").at_least(1);
+  KEY(grpo.max_val_samples)("prompts of a validation, at most; null: all").at_least(1).null_as(kAll);
+  KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once; null: all").at_least(1).null_as(kAll);
   KEY(grpo.val_num_generations_per_prompt)
   ("answers to each validation prompt; above 1 pass@k is reported too").at_least(1);
   KEY(grpo.stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
@@ -69,7 +72,9 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.reward_scaling.source_max)("upper end of the source range");
   KEY(grpo.reward_scaling.target_min)("lower end of the target range");
   KEY(grpo.reward_scaling.target_max)("upper end of the target range");
-  KEY(grpo.adv_estimator.name)("how advantages are estimated").one_of({"grpo", "reinforce_plus_plus"});
+  KEY(grpo.adv_estimator.name)
+  ("how advantages are estimated; gdpo and opd are not supported yet")
+      .one_of({"grpo", "reinforce_plus_plus", "gdpo", "opd"});
   KEY(grpo.adv_estimator.minus_baseline)("reinforce_plus_plus: subtract the group's mean");
   KEY(grpo.skip_reference_policy_logprobs_calculation)
   ("no reference pass; needs loss_fn.reference_policy_kl_penalty 0");
@@ -77,7 +82,7 @@ void add_grpo(std::vector<Field>& table) {
   ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.early_gradients)
   ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
-   "of reference log-probs (policy.generation.background_processors). Strictly on-policy; sums are equal within "
+   "of reference log-probs (policy.generation.background_sms). Strictly on-policy; sums are equal within "
    "rounding, since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one "
    "GPU with "
    "long-tailed answers and no reference model, and costs 8 % on four (docs/performance.md)");
@@ -87,7 +92,7 @@ void add_grpo(std::vector<Field>& table) {
 
   KEY(sft.max_num_epochs)("passes over the training data, at most").at_least(1);
   KEY(sft.max_num_steps)("optimizer steps, at most").at_least(0);
-  KEY(sft.val_period)("steps between validations; 0: never").at_least(0);
+  KEY(sft.val_period)("steps between validations; 0 or -1: never").at_least(-1);
   KEY(sft.val_batches)("batches of a validation, at most").at_least(1);
   KEY(sft.val_global_batch_size)("examples in a validation batch").at_least(1);
   KEY(sft.val_micro_batch_size)("examples in a validation micro-batch").at_least(1);
@@ -111,21 +116,26 @@ void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.use_on_policy_kl_approximation)("weight the KL by exp(current - generation log-prob)");
   KEY(loss_fn.use_importance_sampling_correction)("weight tokens by exp(training - generation log-prob)");
   KEY(loss_fn.truncated_importance_sampling_type)
-  ("what happens to weights out of range").one_of({"", "tis", "icepop", "seq-mask-tis"}).null_default();
+  ("what happens to weights out of range; tis where a file sets only the range, as NeMo-RL v0.4 and v0.5 meant it")
+      .one_of({"", "tis", "icepop", "seq-mask-tis"})
+      .null_default();
   KEY(loss_fn.truncated_importance_sampling_ratio)("upper end of that range").above(0);
   KEY(loss_fn.truncated_importance_sampling_ratio_min)("lower end of that range; null: 0").at_least(0);
   KEY(loss_fn.sequence_level_importance_ratios)("GSPO: one ratio per sequence; needs token_level_loss false");
   KEY(loss_fn.token_level_loss)("mean over all tokens; false: mean over sequences of their means");
   KEY(loss_fn.force_on_policy_ratio)("the ratio is exactly 1; needs one optimizer step per rollout");
-  KEY(loss_fn.use_kl_in_reward)("the KL penalty goes into the rewards (reinforce_plus_plus)");
+  KEY(loss_fn.use_kl_in_reward)
+  ("the KL penalty is taken off the rewards of tokens instead of being a term of the loss (reinforce_plus_plus)");
   KEY(loss_fn.use_cispo)("CISPO: the clipped ratio weights the log-prob and has no gradient");
   KEY(loss_fn.disable_ppo_ratio)("REINFORCE: the log-prob itself instead of the ratio");
-  KEY(loss_fn.positive_example_nll_weight)("weight of the negative log-likelihood of correct answers").at_least(0);
+  KEY(loss_fn.positive_example_nll_weight)
+  ("weight of the mean negative log-likelihood of the tokens of correct answers").at_least(0);
 }
 
 void add_policy(std::vector<Field>& table) {
   KEY(policy.model_name)
-  ("a folder in Hugging Face format, a checkpoint directory (its newest step), or a Hub id in the local cache");
+  ("a folder in Hugging Face format, a checkpoint directory (its newest step), or a Hub id in the local cache")
+      .null_as("");
   KEY(policy.tokenizer.name)("folder or Hub id of the tokenizer").from("policy.model_name");
   KEY(policy.tokenizer.chat_template)
   ("template text or file; default or empty: the model's own; none or null: no template").null_as("none");
@@ -137,11 +147,11 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
   KEY(policy.max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
   KEY(policy.make_sequence_length_divisible_by)
-  ("sequence lengths are rounded up to a multiple of it")
+  ("read by NeMo-RL's files; sequences are packed without padding, so there is no length to round up")
       .from("from the tensor and context parallel sizes")
       .at_least(1);
   KEY(policy.logprob_chunk_size)
-  ("rows of [tokens, vocabulary] alive at once in log-probs and loss").at_least(1).null_default();
+  ("read by NeMo-RL's files; the vocabulary op chooses its own chunk of rows").at_least(1).null_default();
   KEY(policy.offload_optimizer_for_logprob)("optimizer state on the host during log-prob passes");
   OURS(policy.activation_checkpointing)
   ("keep only the input of each layer for backward; for runs with neither dtensor_cfg nor megatron_cfg");
@@ -150,6 +160,9 @@ void add_policy(std::vector<Field>& table) {
    "asks for, "
    "after the norms and SwiGLU of all, on CPU none")
       .at_least(-1);
+  OURS(policy.random_weights)
+  ("for measurements only: policy and reference model have weights drawn with grpo.seed; of policy.model_name's folder "
+   "only config.json and the tokenizer are read (trireme init-model --shape NAME --no-weights)");
   KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
   KEY(policy.dynamic_batching.train_mb_tokens)
   ("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
@@ -162,23 +175,30 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.sequence_packing.logprob_mb_tokens)
   ("tokens of a log-prob row").from("max_total_sequence_length * logprob_batch_size").at_least(1);
   KEY(policy.sequence_packing.algorithm)
-  ("how sequences are put into rows")
-      .one_of({"modified_first_fit_decreasing", "concatenative", "first_fit_decreasing", "first_fit_shuffle"});
+  ("how sequences are put into rows; modified_ffd is short for modified_first_fit_decreasing")
+      .one_of({"modified_first_fit_decreasing", "concatenative", "first_fit_decreasing", "first_fit_shuffle",
+               "modified_ffd"});
   KEY(policy.sequence_packing.sequence_length_round)
   ("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
   KEY(policy.sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
   OURS(policy.sequence_packing.share_prompts)
   ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within "
    "rounding");
-  KEY(policy.optimizer.name)("AdamW under either of its names").one_of({"torch.optim.AdamW", "AdamW"});
+  KEY(policy.optimizer.name)
+  ("AdamW under any of its names")
+      .one_of({"torch.optim.AdamW", "AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"});
   KEY(policy.optimizer.kwargs.lr)("learning rate").at_least(0);
   KEY(policy.optimizer.kwargs.weight_decay)("decoupled weight decay").at_least(0);
   KEY(policy.optimizer.kwargs.betas)("decay of the two moments").at_least(0).below(1);
   KEY(policy.optimizer.kwargs.eps)("added to the root of the second moment").above(0);
-  KEY(policy.scheduler)("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}").null_default();
+  KEY(policy.scheduler)
+  ("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}; they move once a step of the run (a "
+   "rollout with all its optimizer steps), as NeMo-RL's do")
+      .null_default();
 
   KEY(policy.generation.backend)
-  ("one engine serves all; other names are accepted").one_of({"trireme", "vllm", "sglang", "megatron"});
+  ("one engine serves all; other names are accepted")
+      .one_of({"trireme", "vllm", "sglang", "megatron", "trtllm", "dynamo"});
   KEY(policy.generation.max_new_tokens)
   ("tokens of an answer, at most").from("policy.max_total_sequence_length").at_least(1);
   KEY(policy.generation.temperature)("logits are divided by it").above(0);
@@ -202,11 +222,16 @@ void add_policy(std::vector<Field>& table) {
    "largest step included")
       .above(0)
       .below(1);
-  OURS(policy.generation.background_processors)
-  ("multiprocessors of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
+  OURS(policy.generation.background_sms)
+  ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
    "number means a thread of its own. No bit of a result changes (but see grpo.early_gradients)")
       .at_least(-1);
+  OURS(policy.generation.forced_lengths)
+  ("for measurements only: training answers have these lengths and prompts are cut or repeated to theirs, whatever the "
+   "model says, and rewards are drawn. A file {\"prompt_lengths\": [...], \"output_lengths\": [...]} (bench/README.md) "
+   "or synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S], with grpo.num_generations_per_prompt answers for "
+   "each prompt; prompts beyond the last begin again with the first. Empty: answers end by themselves");
   KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
   KEY(policy.generation.colocated.resources.gpus_per_node)
   ("devices for generation when not colocated").at_least(0).null_as("0");
@@ -226,8 +251,8 @@ void add_policy(std::vector<Field>& table) {
   ("keep only the input of each layer for backward; counts where recompute_granularity is null");
   KEY(policy.megatron_cfg.recompute_granularity)
   ("what backward computes again; full: layers, selective: recompute_modules of every layer; null: what "
-   "activation_checkpointing "
-   "says, and where that is false as little as the device's memory asks for")
+   "activation_checkpointing says, and where that is false as little as the device's memory asks for. With "
+   "activation_checkpointing false it counts as null, as in NeMo-RL; alone it sets activation_checkpointing")
       .one_of({"auto", "full", "selective"})
       .null_as("auto");
   KEY(policy.megatron_cfg.recompute_method)
@@ -235,7 +260,7 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.recompute_num_layers)
   ("layers computed again with block; 1 with uniform").at_least(0);
   KEY(policy.megatron_cfg.recompute_modules)
-  ("with selective: layernorm, mlp_act (SwiGLU), core_attn (always so here)");
+  ("with selective: layernorm, mlp_act (SwiGLU), core_attn (always so here)").null_default();
   KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");
   KEY(policy.megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
   KEY(policy.megatron_cfg.moe_router_load_balancing_type)
@@ -249,7 +274,8 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.optimizer.adam_beta1)("decay of the first moment").at_least(0).below(1);
   KEY(policy.megatron_cfg.optimizer.adam_beta2)("decay of the second moment").at_least(0).below(1);
   KEY(policy.megatron_cfg.optimizer.adam_eps)("added to the root of the second moment").above(0);
-  KEY(policy.megatron_cfg.optimizer.params_dtype)("dtype of the master weights").one_of({"float32"});
+  KEY(policy.megatron_cfg.optimizer.params_dtype)
+  ("dtype of the master weights; bfloat16 is not supported yet").one_of({"float32", "bfloat16"});
   KEY(policy.megatron_cfg.optimizer.use_distributed_optimizer)
   ("optimizer state sharded over data parallel ranks (always so here)");
   KEY(policy.megatron_cfg.optimizer.clip_grad)
@@ -263,8 +289,8 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.scheduler.lr_decay_style)
   ("how the learning rate falls after the warm-up").one_of({"constant", "linear", "cosine", "inverse-square-root"});
   KEY(policy.megatron_cfg.scheduler.lr_decay_iters)
-  ("optimizer steps of warm-up and decay together").at_least(1).null_default();
-  KEY(policy.megatron_cfg.scheduler.lr_warmup_iters)("optimizer steps of the linear warm-up").at_least(0);
+  ("steps (rollouts) of warm-up and decay together").at_least(1).null_default();
+  KEY(policy.megatron_cfg.scheduler.lr_warmup_iters)("steps (rollouts) of the linear warm-up").at_least(0);
   KEY(policy.megatron_cfg.scheduler.lr_warmup_init)("learning rate at its start").at_least(0);
   KEY(policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
   ("gradients are summed over ranks in fp32");
@@ -281,15 +307,21 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.dtensor_cfg.activation_checkpointing)("keep only the input of each layer for backward");
 }
 
-#define DATASET(which)                                                                                        \
-  KEY(data.which.dataset_name)("a known data set (see below), or any name with data_path").null_default();    \
-  KEY(data.which.data_path)("a .jsonl, .jsonl.gz or .parquet file").null_default();                           \
-  OURS(data.which.format)("format of that file").one_of({"auto", "jsonl", "parquet"});                        \
-  KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");  \
-  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns"); \
-  KEY(data.which.split)("split of a known data set");                                                         \
-  KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                           \
-  KEY(data.which.system_prompt_file)("text of the system message").null_default();                            \
+#define DATASET(which)                                                                                               \
+  KEY(data.which.dataset_name)                                                                                       \
+  ("a known data set (see below), the Hub's id of any other (org/name), or any name with data_path").null_default(); \
+  KEY(data.which.data_path)                                                                                          \
+  ("a file (.jsonl, .json, .parquet; .gz, .zst), a pattern with *, or a folder: all its files, or those of split")   \
+      .null_default();                                                                                               \
+  OURS(data.which.mixture)                                                                                           \
+  ("instead: \"WEIGHT SOURCE\" each, with a path as above, or a data set and its split (gsm8k, org/name:split)")     \
+      .null_default();                                                                                               \
+  OURS(data.which.format)("format of the files").one_of({"auto", "jsonl", "parquet"});                               \
+  KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");         \
+  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns");        \
+  KEY(data.which.split)("its name, as the files have it: SPLIT.*, SPLIT-00000-of-00002.*");                          \
+  KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                                  \
+  KEY(data.which.system_prompt_file)("text of the system message").null_default();                                   \
   KEY(data.which.env_name)("only this env grades; empty: every enabled one, weighted").null_default()
 
 void add_data(std::vector<Field>& table) {
@@ -316,6 +348,10 @@ void add_data(std::vector<Field>& table) {
   ("a reward that fails counts 0, leaves its sample out, or stops the run").one_of({"zero", "drop", "error"})
 
 void add_rest(std::vector<Field>& table) {
+  OURS(env.max_failed_share)
+  ("the run stops when a reward fails for more than this share of a step's answers").at_least(0).at_most(1);
+  OURS(env.startup_timeout_s)
+  ("seconds in which each reward must answer a probe before the first step; 0: no probe").at_least(0);
   REWARD(math);
   KEY(env.math.math_verify_impl)
   ("the built-in verifier under any of its names").one_of({"trireme", "hf_math_verify", "dapo_math_verify"});
@@ -326,29 +362,64 @@ void add_rest(std::vector<Field>& table) {
   OURS(env.command.command)("program and arguments; gets one JSON object a line, answers one a line").null_default();
   OURS(env.command.answer_timeout_s)("seconds one answer may take; 0: only timeout_s").at_least(0);
   REWARD(http);
-  OURS(env.http.url)("responses are POSTed to it");
+  OURS(env.http.url)("responses are POSTed to it; empty: to TRIREME_REWARD_URL, which the operator sets");
+  OURS(env.http.headers)
+  ("\"Name: value\" of each request; {env:NAME} and {file:PATH} in a value are read when it is sent and kept nowhere")
+      .null_default();
+  OURS(env.http.ca_file)("PEM file of the authorities that may sign the server's certificate; empty: the system's");
   OURS(env.http.max_batch)("responses in one POST").at_least(1);
   OURS(env.http.max_attempts)("tries of one POST").at_least(1);
 
   KEY(logger.log_dir)("folder of the step log, the report and dumps");
   KEY(logger.num_val_samples_to_print)("validation answers shown after each validation").at_least(0);
+  KEY(logger.tensorboard_enabled)("write event files for TensorBoard");
+  KEY(logger.wandb_enabled)
+  ("write an offline run to log_dir/wandb; `wandb sync log_dir/wandb/offline-run-*` uploads it");
+  KEY(logger.mlflow_enabled)("send steps to an MLflow server");
+  KEY(logger.tensorboard.log_dir)("their folder").from("logger.log_dir/tensorboard");
+  KEY(logger.wandb.project)("its project").null_as("");
+  KEY(logger.wandb.name)("its name; empty: chosen by W&B").null_as("");
+  KEY(logger.wandb.entity)("its user or team; empty: whoever uploads it").null_as("");
+  KEY(logger.wandb.group)("its group").null_as("");
+  KEY(logger.wandb.tags)("its tags").null_default();
+  KEY(logger.mlflow.experiment_name)("its experiment; made where there is none");
+  KEY(logger.mlflow.run_name)("the run's name; empty: chosen by the server").null_as("");
+  KEY(logger.mlflow.tracking_uri)
+  ("http(s)://host[:port]; empty: MLFLOW_TRACKING_URI. Credentials come from MLFLOW_TRACKING_TOKEN, or "
+   "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
+      .null_as("");
   OURS(logger.prometheus.enabled)("serve /metrics and /healthz");
   OURS(logger.prometheus.address)("address to listen on");
   OURS(logger.prometheus.port)("port; 0: chosen by the system").at_least(0).at_most(65535);
   OURS(logger.prometheus.per_rank)("every rank serves, at port + rank");
+  OURS(logger.rollouts.enabled)
+  ("write log_dir/train_data_step_N.jsonl: a line an answer with prompt, response, reward, its parts by name, "
+   "advantage");
+  OURS(logger.rollouts.period)("steps between two of them").at_least(1);
+  OURS(logger.rollouts.max_samples)("answers in one, at most: whole groups from the first on").at_least(1);
+  OURS(logger.rollouts.keep_steps)("files kept; older ones are removed").at_least(1);
   OURS(logger.report)("write log_dir/report.html");
   OURS(logger.report_period)("steps between its updates").at_least(1);
   OURS(logger.dump_steps)("steps whose tensors are written to log_dir").at_least(0).null_default();
 
   KEY(checkpointing.enabled)("write checkpoints");
   KEY(checkpointing.checkpoint_dir)("their folder");
-  KEY(checkpointing.metric_name)("metric that ranks them, e.g. val:accuracy; null: the newest are kept").null_as("");
+  KEY(checkpointing.metric_name)
+  ("value that ranks them, of the step they belong to; one without it ranks last; null: the newest are kept. GRPO: "
+   "val:accuracy (the default), val:avg_length, val:pass_k, train:reward, train:loss, train:grad_norm, "
+   "train:correct_rate, train:truncation_rate, train:mean_gen_tokens_per_sample. SFT: val:loss, train:loss, "
+   "train:grad_norm")
+      .null_as("");
   KEY(checkpointing.higher_is_better)("direction of that metric");
   KEY(checkpointing.keep_top_k)("checkpoints kept; 0 or null: all").at_least(0).null_as("0");
   KEY(checkpointing.save_period)("steps between checkpoints").at_least(1);
   KEY(checkpointing.save_optimizer)("with optimizer state, so that a run can be resumed");
   KEY(checkpointing.checkpoint_must_save_by)
   ("days:hours:minutes:seconds after the start at which a checkpoint is written and the run ends").null_default();
+  OURS(checkpointing.staging_gib)
+  ("GiB of host memory in which a rank keeps what is copied and not written yet; 0: all that its part of a checkpoint "
+   "needs, but no more than its share of half of the memory available at the start")
+      .at_least(0);
 
   KEY(cluster.gpus_per_node)("devices on each node").at_least(1);
   KEY(cluster.num_nodes)("nodes").at_least(1);
@@ -388,8 +459,14 @@ const std::vector<Field>& fields() {
   static const std::vector<Field> kFields = [] {
     std::vector<Field> table;
     add(
-        table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; }, true)("what is run")
+        table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; },
+        true)("what is run; where no file says it: sft for a file with a section sft and none grpo, else grpo")
         .one_of({"grpo", "sft"});
+    add(
+        table, "compatibility", [](Config& c) -> FieldRef { return &c.compatibility; }, true)(
+        "the version of NeMo-RL whose defaults the keys of 'Defaults by version' take where the file says nothing")
+        .one_of({"v0.3", "main"})
+        .from("v0.3 where the file has a key that only v0.3 has (policy.fsdp_offload_enabled), else main");
     add_grpo(table);
     add_loss(table);
     add_policy(table);
@@ -400,101 +477,12 @@ const std::vector<Field>& fields() {
   return kFields;
 }
 
-const std::vector<IgnoredKey>& ignored_keys() {
-  static const char* const kEngine = "a setting of another generation engine";
-  static const char* const kBackend = "an internal of another training back-end";
-  static const char* const kLogger = "logs go to the step log, Prometheus and the report";
-  static const std::vector<IgnoredKey> kKeys = {
-      {"policy.generation.vllm_cfg", kEngine},
-      {"policy.generation.vllm_kwargs", kEngine},
-      {"policy.generation.sglang_cfg", kEngine},
-      {"policy.generation.mcore_generation_config", kEngine},
-      {"policy.generation.refit_transport", "trainer and engine share the weights"},
-      {"policy.generation.refit_cfg", "trainer and engine share the weights"},
-      {"policy.generation.port_range_low", "the system chooses ports"},
-      {"policy.generation.port_range_high", "the system chooses ports"},
-      {"policy.generation_batch_size", "the engine batches continuously"},
-      {"policy.refit_buffer_size_gb", "trainer and engine share the weights"},
-      {"policy.tokenizer.use_fastokens", kBackend},
-      {"policy.sequence_packing.fuse_loss", "the loss always runs over packed rows"},
-      {"policy.optimizer.kwargs.foreach", kBackend},
-      {"policy.optimizer.kwargs.fused", kBackend},
-      {"policy.dtensor_cfg._v2", kBackend},
-      {"policy.dtensor_cfg.custom_parallel_plan", kBackend},
-      {"policy.dtensor_cfg.clear_cache_every_n_steps", kBackend},
-      {"policy.dtensor_cfg.env_vars", kBackend},
-      {"policy.megatron_cfg.empty_unused_memory_level", kBackend},
-      {"policy.megatron_cfg.converter_type", "models need no conversion"},
-      {"policy.megatron_cfg.force_reconvert_from_hf", "models need no conversion"},
-      {"policy.megatron_cfg.pipeline_dtype", "stages hand over policy.precision"},
-      {"policy.megatron_cfg.moe_permute_fusion", kBackend},
-      {"policy.megatron_cfg.moe_grouped_gemm", kBackend},
-      {"policy.megatron_cfg.moe_token_dispatcher_type", kBackend},
-      {"policy.megatron_cfg.moe_enable_deepep", kBackend},
-      {"policy.megatron_cfg.moe_shared_expert_overlap", kBackend},
-      {"policy.megatron_cfg.moe_flex_dispatcher_backend", kBackend},
-      {"policy.megatron_cfg.moe_per_layer_logging", kBackend},
-      {"policy.megatron_cfg.apply_rope_fusion", kBackend},
-      {"policy.megatron_cfg.bias_activation_fusion", kBackend},
-      {"policy.megatron_cfg.gradient_accumulation_fusion", kBackend},
-      {"policy.megatron_cfg.use_fused_linear_logprobs", "log-probs are always chunked and fused"},
-      {"policy.megatron_cfg.fused_linear_logprobs_chunk_size", "see policy.logprob_chunk_size"},
-      {"policy.megatron_cfg.cuda_graph_impl", kBackend},
-      {"policy.megatron_cfg.cuda_graph_modules", kBackend},
-      {"policy.megatron_cfg.cuda_graph_warmup_steps", kBackend},
-      {"policy.megatron_cfg.env_vars", kBackend},
-      {"policy.megatron_cfg.checkpoint", "see checkpointing"},
-      {"policy.megatron_cfg.optimizer.bf16", "see policy.precision"},
-      {"policy.megatron_cfg.optimizer.fp16", "see policy.precision"},
-      {"policy.megatron_cfg.optimizer.sgd_momentum", kBackend},
-      {"policy.megatron_cfg.optimizer.use_precision_aware_optimizer", kBackend},
-      {"policy.megatron_cfg.optimizer.optimizer_cpu_offload", kBackend},
-      {"policy.megatron_cfg.optimizer.optimizer_offload_fraction", kBackend},
-      {"policy.megatron_cfg.distributed_data_parallel_config.average_in_collective",
-       "gradients are sums over global counts"},
-      {"policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp", kBackend},
-      {"policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy", kBackend},
-      {"grpo.calculate_advantages_on_gpu", kBackend},
-      {"grpo.async_grpo.max_generation_failures", "async_grpo is not supported yet"},
-      {"grpo.async_grpo.in_flight_weight_updates", "async_grpo is not supported yet"},
-      {"grpo.async_grpo.recompute_kv_cache_after_weight_updates", "async_grpo is not supported yet"},
-      {"data.num_workers", "prompts are streamed and tokenised ahead by one thread"},
-      {"data.train.processor", "columns decide how a row is read"},
-      {"data.validation.processor", "columns decide how a row is read"},
-      {"data.train.subset", "known data sets have one"},
-      {"data.validation.subset", "known data sets have one"},
-      {"data.train.repeat", "see grpo.max_num_epochs"},
-      {"data.validation.split_validation_size", "validation data are not split again"},
-      {"data.validation.seed", "validation data are not split again"},
-      {"data.use_multiple_dataloader", "there is one data set"},
-      {"data.num_prompts_per_dataloader", "there is one data set"},
-      {"data.add_bos", "the chat template decides"},
-      {"data.add_eos", "the chat template decides"},
-      {"data.add_generation_prompt", "the chat template decides"},
-      {"env.math.verifier_type", "one verifier reads all answers"},
-      {"logger.wandb_enabled", kLogger},
-      {"logger.wandb", kLogger},
-      {"logger.tensorboard_enabled", kLogger},
-      {"logger.tensorboard", kLogger},
-      {"logger.mlflow_enabled", kLogger},
-      {"logger.mlflow", kLogger},
-      {"logger.swanlab_enabled", kLogger},
-      {"logger.swanlab", kLogger},
-      {"logger.monitor_gpus", kLogger},
-      {"logger.gpu_monitoring", kLogger},
-      {"checkpointing.model_save_format", "always safetensors in Hugging Face layout"},
-      {"checkpointing.save_consolidated", "checkpoints are readable by Hugging Face as they are"},
-      {"cluster.master_port_range_low", "the system chooses ports"},
-      {"cluster.master_port_range_high", "the system chooses ports"},
-  };
-  return kKeys;
-}
-
 const std::vector<AliasKey>& alias_keys() {
   static const std::vector<AliasKey> kKeys = [] {
     std::vector<AliasKey> keys = {
         {"grpo.adv_estimator.normalize_rewards", {"grpo.normalize_rewards"}, true},
         {"grpo.adv_estimator.use_leave_one_out_baseline", {"grpo.use_leave_one_out_baseline"}, true},
+        {"policy.generation.background_processors", {"policy.generation.background_sms"}, false, true},
         {"data.train_data_path", {"data.train.data_path"}},
         {"data.val_data_path", {"data.validation.data_path"}},
     };
@@ -577,6 +565,20 @@ const std::vector<KnownDataset>& known_datasets() {
       {"OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "problem", "expected_answer", {"data"}, {}},
   };
   return kDatasets;
+}
+
+const KnownDataset* find_dataset(const std::string& name) {
+  const auto letters = [](const std::string& text) {  // "openmathinstruct2", as v0.3 writes it, is OpenMathInstruct-2
+    std::string kept;
+    for (const char c : to_lower(text)) {
+      if (std::isalnum(static_cast<unsigned char>(c))) kept += c;
+    }
+    return kept;
+  };
+  for (const KnownDataset& known : known_datasets()) {
+    if (name == known.hub_id || letters(name) == letters(known.name)) return &known;
+  }
+  return nullptr;
 }
 
 }  // namespace trireme::config

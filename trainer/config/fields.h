@@ -70,15 +70,54 @@ struct IgnoredKey {
   std::string reason;
 };
 
+// A key of NeMo-RL, or a section with all below it, that belongs to something this program does not do. Where it is
+// switched on the configuration is refused by the feature; where it is off there is nothing to say.
+struct FeatureKey {
+  enum class When {
+    kSet,       // anything but null, false, 0, "", [] or {}
+    kEnabled,   // its key `enabled` is true
+    kAboveOne,  // a number above 1
+    kFalse,     // false
+    kIs,        // `value`
+    kList,      // a list instead of a mapping
+    kGrades,    // an environment that data's env_name names
+    kNever,     // says more about a feature that another key switches on
+  };
+  std::string path;
+  When when = When::kSet;
+  std::string feature;  // "low-rank adapters (LoRA)"
+  std::string value;    // kIs
+};
+
+// A section that makes a file one of another algorithm than GRPO and SFT.
+struct AlgorithmSection {
+  std::string section, what;
+};
+
+// Hub ids that begin so are of a family whose architecture this program does not have.
+struct ModelFamily {
+  std::string prefix, family;
+};
+
+// A key whose default differs between NeMo-RL's versions; Config's own default is main's.
+struct VersionDefault {
+  std::string path, v03, main, why;
+};
+
 // Another spelling of a key; its value is copied to the targets that are not set themselves.
 struct AliasKey {
   std::string path;
   std::vector<std::string> targets;
   bool wins = false;  // over a target that is set
+  bool old = false;   // a name of before: an error beside the new one, which would pass it over
 };
 
 const std::vector<Field>& fields();
 const std::vector<IgnoredKey>& ignored_keys();
+const std::vector<FeatureKey>& feature_keys();
+const std::vector<AlgorithmSection>& algorithm_sections();
+const std::vector<ModelFamily>& unsupported_families();
+const std::vector<VersionDefault>& version_defaults();
 const std::vector<AliasKey>& alias_keys();
 
 const char* type_name(const FieldRef& ref);
@@ -95,10 +134,15 @@ struct KnownDataset {
   std::vector<std::string> train_files, test_files;  // below the snapshot, tried in order; a folder's first match
 };
 const std::vector<KnownDataset>& known_datasets();
+// By Hub id, or by name whatever its case and hyphens; nullptr: unknown.
+const KnownDataset* find_dataset(const std::string& name);
 
 struct Problem {
   std::string key, message;
 };
 std::vector<Problem> cross_check(const Config& config);
+// What a configuration asks for and this version lacks, but for splits of the model; a sentence each. Rules across keys
+// do not judge such a configuration: they are those of a run that is possible.
+std::vector<std::string> unsupported_features(const Config& config);
 
 }  // namespace trireme::config

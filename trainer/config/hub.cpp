@@ -5,7 +5,7 @@
 #include "base/fs.h"
 #include "base/text.h"
 #include "trainer/config/config.h"
-#include "trainer/config/fields.h"
+#include "trainer/config/hub.h"
 
 namespace trireme {
 namespace {
@@ -15,51 +15,6 @@ namespace fs = std::filesystem;
 bool on_disk(const fs::path& path) {
   std::error_code ignored;
   return fs::exists(path, ignored);
-}
-
-// "org/name" or "name": letters, digits, '-', '_', '.'; not something that looks like a path.
-bool is_hub_id(const std::string& name) {
-  const auto parts = split(name, '/');
-  if (parts.size() > 2) return false;
-  return std::all_of(parts.begin(), parts.end(), [](const std::string& part) {
-    return !part.empty() && part[0] != '.' && part[0] != '~' &&
-           std::all_of(part.begin(), part.end(),
-                       [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '_' || c == '.'; });
-  });
-}
-
-// The snapshot that refs/main names, else the only one.
-std::optional<fs::path> snapshot(const std::string& kind, const std::string& id, const fs::path& hf_home) {
-  const fs::path folder = hf_home / "hub" / (kind + "--" + replace_all(id, "/", "--"));
-  if (on_disk(folder / "refs" / "main")) {
-    const fs::path found = folder / "snapshots" / std::string(trim(read_file(folder / "refs" / "main")));
-    if (on_disk(found)) return found;
-  }
-  std::vector<fs::path> all;
-  std::error_code ignored;
-  for (fs::directory_iterator entry(folder / "snapshots", ignored), end; !ignored && entry != end;
-       entry.increment(ignored)) {
-    all.push_back(entry->path());
-  }
-  return all.size() == 1 ? std::optional(all.front()) : std::nullopt;
-}
-
-std::string download_command(const std::string& id, bool dataset) {
-  return std::string("hf download ") + (dataset ? "--repo-type dataset " : "") + id;
-}
-
-// `file` itself, or the first data file of a folder by name.
-std::optional<fs::path> data_file(const fs::path& file) {
-  std::error_code ignored;
-  if (!fs::is_directory(file, ignored)) return on_disk(file) ? std::optional(file) : std::nullopt;
-  std::vector<fs::path> found;
-  for (fs::directory_iterator entry(file, ignored), end; !ignored && entry != end; entry.increment(ignored)) {
-    const std::string name = entry->path().filename().string();
-    if (ends_with(name, ".parquet") || ends_with(name, ".jsonl") || ends_with(name, ".jsonl.gz"))
-      found.push_back(entry->path());
-  }
-  std::sort(found.begin(), found.end());
-  return found.empty() ? std::nullopt : std::optional(found.front());
 }
 
 // The weights of the newest complete step of a checkpoint directory. A step gets its name when it is complete.
@@ -82,6 +37,41 @@ std::optional<fs::path> newest_weights(const fs::path& directory) {
 
 }  // namespace
 
+namespace config {
+
+bool is_hub_id(const std::string& name) {
+  const auto parts = split(name, '/');
+  if (parts.size() > 2) return false;
+  return std::all_of(parts.begin(), parts.end(), [](const std::string& part) {
+    return !part.empty() && part[0] != '.' && part[0] != '~' &&
+           std::all_of(part.begin(), part.end(),
+                       [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '_' || c == '.'; });
+  });
+}
+
+std::optional<fs::path> snapshot(const std::string& kind, const std::string& id, const fs::path& hf_home) {
+  const fs::path folder = hf_home / "hub" / (kind + "--" + replace_all(id, "/", "--"));
+  if (on_disk(folder / "refs" / "main")) {
+    const fs::path found = folder / "snapshots" / std::string(trim(read_file(folder / "refs" / "main")));
+    if (on_disk(found)) return found;
+  }
+  std::vector<fs::path> all;
+  std::error_code ignored;
+  for (fs::directory_iterator entry(folder / "snapshots", ignored), end; !ignored && entry != end;
+       entry.increment(ignored)) {
+    all.push_back(entry->path());
+  }
+  return all.size() == 1 ? std::optional(all.front()) : std::nullopt;
+}
+
+std::string download_command(const std::string& id, bool dataset) {
+  return std::string("hf download ") + (dataset ? "--repo-type dataset " : "") + id;
+}
+
+}  // namespace config
+
+using config::download_command;
+
 fs::path resolve_model(const std::string& model_name, const fs::path& hf_home) {
   if (on_disk(fs::path(model_name) / "config.json")) return model_name;
   if (on_disk(model_name)) {
@@ -90,38 +80,13 @@ fs::path resolve_model(const std::string& model_name, const fs::path& hf_home) {
         "policy.model_name: '" + model_name +
         "' has no config.json and no checkpoints; name a folder in Hugging Face format or a checkpoint directory");
   }
-  if (!is_hub_id(model_name)) fail_user("policy.model_name: there is no folder '" + model_name + "'");
-  const auto found = snapshot("models", model_name, hf_home);
+  if (!config::is_hub_id(model_name)) fail_user("policy.model_name: there is no folder '" + model_name + "'");
+  const auto found = config::snapshot("models", model_name, hf_home);
   if (!found || !on_disk(*found / "config.json")) {
     fail_user("policy.model_name: '" + model_name + "' is neither a folder nor in the Hugging Face cache " +
               (hf_home / "hub").string() + "; download it with: " + download_command(model_name, false));
   }
   return *found;
-}
-
-fs::path resolve_dataset(const DatasetConfig& dataset, const fs::path& hf_home) {
-  if (!dataset.data_path.empty()) {
-    if (!on_disk(dataset.data_path)) fail_user("data: there is no file '" + dataset.data_path + "'");
-    return dataset.data_path;
-  }
-  if (dataset.dataset_name.empty()) fail_user("data.train.data_path: names no file");
-  std::vector<std::string> names;
-  for (const auto& known : config::known_datasets()) {
-    names.push_back(known.name);
-    if (known.name != dataset.dataset_name && known.hub_id != dataset.dataset_name) continue;
-    const auto& files = dataset.split == "test" || dataset.split == "validation" ? known.test_files : known.train_files;
-    if (files.empty()) fail_user("data: data set " + known.name + " has no split '" + dataset.split + "'");
-    if (const auto folder = snapshot("datasets", known.hub_id, hf_home)) {
-      for (const std::string& file : files) {
-        if (const auto found = data_file(*folder / file)) return *found;
-      }
-    }
-    fail_user("data: data set " + known.name + " is not in the Hugging Face cache " + (hf_home / "hub").string() +
-              "; download it with: " + download_command(known.hub_id, true) + "  (or set data_path)");
-  }
-  const auto near = nearest(dataset.dataset_name, names);
-  fail_user("data: unknown data set '" + dataset.dataset_name + "'" + (near ? "; did you mean '" + *near + "'?" : "") +
-            "; known are " + join(names, ", ") + "; for any other set data_path");
 }
 
 }  // namespace trireme

@@ -80,25 +80,122 @@ std::string describe(const Node& node) {
   return (text ? "the text '" : "'") + node.text.substr(0, 60) + "'";
 }
 
+// Whether a key holds anything: not null, false, 0, "", [] or {}.
+bool is_set(const Node& node) {
+  switch (node.kind) {
+    case Node::Kind::kNull:
+      return false;
+    case Node::Kind::kList:
+      return !node.items.empty();
+    case Node::Kind::kMap:
+      return !node.entries.empty();
+    case Node::Kind::kScalar:
+      break;
+  }
+  return !node.text.empty() && parse_bool(node) != false && parse_number(node) != 0.0;
+}
+
+bool switched_on(const config::FeatureKey& key, const Node& node) {
+  using When = config::FeatureKey::When;
+  switch (key.when) {
+    case When::kSet:
+      return is_set(node);
+    case When::kEnabled: {
+      const Node* enabled = node.find("enabled");
+      return enabled && is_set(*enabled);
+    }
+    case When::kAboveOne:
+      return parse_number(node).value_or(0) > 1;
+    case When::kFalse:
+      return parse_bool(node) == false;
+    case When::kIs:
+      return node.kind == Node::Kind::kScalar && node.text == key.value;
+    case When::kList:
+      return node.kind == Node::Kind::kList;
+    case When::kGrades:  // seen in data's env_name by validate_supported
+    case When::kNever:
+      return false;
+  }
+  return false;
+}
+
 class Loader final {
  public:
-  Config load(Node root, const std::vector<std::string>& overrides, std::vector<std::string>* warnings) {
+  Config load(Node root, const std::vector<std::string>& overrides, std::vector<std::string>* warnings,
+              const EnvironmentLookup& environment) {
     for (const std::string& text : overrides) config::apply_override(root, text);
-    config::interpolate(root, plain_default);
+    choose_algorithm(root);
+    choose_version(root);
+    config::interpolate(
+        root, [this](const std::string& path) { return plain_default(path); }, environment);
+    apply_version_defaults(root);
     apply_aliases(root);
     packing_yields_to_dynamic_batching(root);
-    for (const auto& [key, value] : root.entries) visit(key, value);
+    recomputation_needs_its_switch(root);
+    range_alone_truncates(root);
+    find_missing_features(root);
+    for (const auto& [key, value] : root.entries) {
+      if (!starts_with(key, "_")) visit(key, value);  // else a holder of values for ${...}
+    }
     raise_problems();  // ranges of values that were never read would only confuse
     derive_defaults(config_);
-    for (const auto& [key, message] : config::cross_check(config_)) problem(key, message);
+    if (config::unsupported_features(config_).empty()) {
+      for (const auto& [key, message] : config::cross_check(config_)) problem(key, message);
+    }
     raise_problems();
     if (warnings) *warnings = std::move(warnings_);
     return std::move(config_);
   }
 
  private:
+  // `origin` is a copy: making a node may move the one that it was taken from.
+  static void set(Node& root, const std::string& path, const std::string& text, std::string origin) {
+    Node& node = root.make(path, origin);
+    node.kind = Node::Kind::kScalar;
+    node.text = text;
+    node.quoted = false;
+  }
+
+  // NeMo-RL's files do not say what they are for: its scripts do.
+  static void choose_algorithm(Node& root) {
+    const auto holds = [&](const char* section) {
+      const Node* node = root.find(section);
+      return node && node->kind == Node::Kind::kMap;
+    };
+    for (const auto& [section, what] : config::algorithm_sections()) {
+      if (holds(section.c_str()))
+        fail_user(root.find(section)->origin + ": " + section + ": " + what +
+                  " is not supported yet by this version, which runs grpo and sft");
+    }
+    if (!root.find("algorithm") && holds("sft") && !holds("grpo")) set(root, "algorithm", "sft", "its section sft");
+  }
+
+  void choose_version(Node& root) {
+    const Node* mark = root.at("policy.fsdp_offload_enabled");
+    const Node* asked = root.find("compatibility");
+    if (mark && (!asked || asked->kind == Node::Kind::kNull)) set(root, "compatibility", "v0.3", mark->origin);
+    asked = root.find("compatibility");
+    v03_ = asked && asked->text == "v0.3";
+  }
+
+  void apply_version_defaults(Node& root) const {
+    if (!v03_) return;
+    const Node* algorithm = root.find("algorithm");
+    const bool sft = algorithm && algorithm->text == "sft";
+    for (const auto& entry : config::version_defaults()) {
+      if (root.at(entry.path)) continue;
+      if (entry.path == "data.shuffle" && sft) continue;
+      const Node* section = root.at(entry.path.substr(0, entry.path.rfind('.')));
+      if (section && section->kind != Node::Kind::kMap && section->kind != Node::Kind::kNull) continue;
+      root.make(entry.path, "compatibility v0.3") = config::parse_yaml(entry.v03, "compatibility v0.3");
+    }
+  }
+
   // The default of a field, for ${...} of a key that no file sets.
-  static std::optional<std::string> plain_default(const std::string& path) {
+  std::optional<std::string> plain_default(const std::string& path) const {
+    for (const auto& entry : config::version_defaults()) {
+      if (v03_ && entry.path == path) return entry.v03;
+    }
     for (const Field& field : config::fields()) {
       if (field.path != path) continue;
       Config defaults;
@@ -115,7 +212,11 @@ class Loader final {
       if (!source) continue;
       const Node value = *source;
       for (const std::string& target : alias.targets) {
+        if (root.at(target) && alias.old)
+          add_problem(value.origin, alias.path, "is the older name of " + target + ", which is set too: leave out one");
         if (root.at(target) && !alias.wins) continue;
+        const Node* section = root.at(target.substr(0, target.rfind('.')));
+        if (section && section->kind != Node::Kind::kMap && section->kind != Node::Kind::kNull) continue;  // see visit
         root.make(target, value.origin) = value;
       }
     }
@@ -124,9 +225,40 @@ class Loader final {
   static void packing_yields_to_dynamic_batching(Node& root) {
     const Node* dynamic = root.at("policy.dynamic_batching.enabled");
     if (!dynamic || parse_bool(*dynamic) != true || root.at("policy.sequence_packing.enabled")) return;
-    Node& packing = root.make("policy.sequence_packing.enabled", dynamic->origin);
-    packing.kind = Node::Kind::kScalar;
-    packing.text = "false";
+    set(root, "policy.sequence_packing.enabled", "false", dynamic->origin);
+  }
+
+  // In NeMo-RL recompute_granularity counts where activation_checkpointing is true, which its files always say.
+  static void recomputation_needs_its_switch(Node& root) {
+    const std::string section = "policy.megatron_cfg.";
+    const Node* granularity = root.at(section + "recompute_granularity");
+    if (!granularity || granularity->kind != Node::Kind::kScalar || granularity->text == "auto") return;
+    const Node* enabled = root.at(section + "activation_checkpointing");
+    if (!enabled) {
+      set(root, section + "activation_checkpointing", "true", granularity->origin);
+    } else if (parse_bool(*enabled) == false) {
+      set(root, section + "recompute_granularity", "auto", enabled->origin);
+    }
+  }
+
+  // NeMo-RL v0.4 and v0.5 have no type yet: their range alone clamps the weights from above.
+  static void range_alone_truncates(Node& root) {
+    const Node* range = root.at("loss_fn.truncated_importance_sampling_ratio");
+    const Node* type = root.at("loss_fn.truncated_importance_sampling_type");
+    if (!range || range->kind == Node::Kind::kNull) return;
+    if (type && (type->kind != Node::Kind::kScalar || !type->text.empty())) return;
+    set(root, "loss_fn.truncated_importance_sampling_type", "tis", range->origin);
+  }
+
+  // One sentence a feature, by the first key that switches it on.
+  void find_missing_features(const Node& root) {
+    std::vector<std::string> told;
+    for (const auto& key : config::feature_keys()) {
+      const Node* node = root.at(key.path);
+      if (!node || !switched_on(key, *node) || std::find(told.begin(), told.end(), key.feature) != told.end()) continue;
+      told.push_back(key.feature);
+      config_.missing_features.push_back(key.path + ": " + key.feature);
+    }
   }
 
   void visit(const std::string& path, const Node& node) {
@@ -138,10 +270,18 @@ class Loader final {
       warnings_.push_back(node.origin + ": " + path + " has no effect here: " + ignored.reason);
       return;
     }
+    for (const auto& feature : config::feature_keys()) {
+      const bool list_only = feature.when == config::FeatureKey::When::kList;
+      if (feature.path == path && (!list_only || node.kind == Node::Kind::kList)) return;
+    }
     for (const Field& field : config::fields()) {
       if (field.path != path) continue;
       origins_[path] = node.origin;
-      assign(field, node);
+      if (node.kind == Node::Kind::kScalar && node.text == std::string(3, '?')) {  // OmegaConf's mark
+        add_problem(node.origin, path, "must be set: the file leaves it open with three question marks");
+      } else {
+        assign(field, node);
+      }
       return;
     }
     const std::vector<std::string> children = known_below(path + ".");
@@ -166,6 +306,7 @@ class Loader final {
     for (const Field& field : config::fields()) consider(field.path);
     for (const auto& alias : config::alias_keys()) consider(alias.path);
     for (const auto& ignored : config::ignored_keys()) consider(ignored.path);
+    for (const auto& feature : config::feature_keys()) consider(feature.path);
     return names;
   }
 
@@ -350,6 +491,7 @@ class Loader final {
   }
 
   Config config_;
+  bool v03_ = false;  // whose defaults count
   std::map<std::string, std::string> origins_;
   std::vector<std::string> problems_, warnings_;
 };
@@ -357,13 +499,14 @@ class Loader final {
 }  // namespace
 
 Config load_config(const std::filesystem::path& path, const std::vector<std::string>& overrides,
-                   std::vector<std::string>* warnings) {
-  return Loader().load(config::load_tree(path), overrides, warnings);
+                   std::vector<std::string>* warnings, const EnvironmentLookup& environment) {
+  return Loader().load(config::load_tree(path), overrides, warnings, environment);
 }
 
 Config load_config_text(const std::string& text, const std::vector<std::string>& overrides,
-                        std::vector<std::string>* warnings, const std::filesystem::path& origin) {
-  return Loader().load(config::load_tree_text(text, origin), overrides, warnings);
+                        std::vector<std::string>* warnings, const std::filesystem::path& origin,
+                        const EnvironmentLookup& environment) {
+  return Loader().load(config::load_tree_text(text, origin), overrides, warnings, environment);
 }
 
 }  // namespace trireme

@@ -54,7 +54,57 @@ std::string limits_text(const Field& field) {
   return type + (parts.empty() ? "" : ", " + join(parts, ", "));
 }
 
+std::string switch_text(const config::FeatureKey& key) {
+  using When = config::FeatureKey::When;
+  switch (key.when) {
+    case When::kSet:
+      return "is set";
+    case When::kEnabled:
+      return "is enabled";
+    case When::kAboveOne:
+      return "is above 1";
+    case When::kFalse:
+      return "is false";
+    case When::kIs:
+      return "is `" + key.value + "`";
+    case When::kList:
+      return "is a list";
+    case When::kGrades:
+      return "is named by `env_name`";
+    case When::kNever:
+      return "(with another)";
+  }
+  return "";
+}
+
+nlohmann::json value_json(const FieldRef& ref) {
+  return std::visit(
+      [&](const auto* value) -> nlohmann::json {
+        using T = std::decay_t<decltype(*value)>;
+        if constexpr (std::is_same_v<T, std::optional<double>>) {
+          return *value ? nlohmann::json(**value) : nlohmann::json();
+        } else if constexpr (std::is_same_v<T, SchedulerConfig>) {
+          return config::flow_text(ref);
+        } else {
+          return *value;
+        }
+      },
+      ref);
+}
+
 }  // namespace
+
+nlohmann::json to_json(const Config& config) {
+  Config copy = config;
+  nlohmann::json out = nlohmann::json::object();
+  for (const Field& field : config::fields()) {
+    const FieldRef ref = field.get(copy);
+    nlohmann::json* at = &out;
+    for (const std::string& name : split(field.path, '.')) at = &(*at)[name];
+    *at = config::is_derived_mark(field, ref) ? nlohmann::json() : value_json(ref);
+  }
+  return out;
+}
 
 std::string to_yaml(const Config& config) {
   Config copy = config;
@@ -72,14 +122,21 @@ std::string config_reference_markdown() {
   std::string out =
       "# Configuration\n\n"
       "Made from the table that parses the files (`trainer/config/fields.cpp`; its README says how); do not edit.\n\n"
-      "Keys are those of NeMo-RL v0.3 and a few later ones, so that its recipes run as they are; keys marked * exist "
-      "only here.\n"
+      "Keys are NeMo-RL's, of its tag v0.3.0 and of its main branch; keys marked * exist only here. Every key of its "
+      "recipes is\n"
+      "known: it is used, or has no effect here (said once at start), or belongs to a feature that is not here, by "
+      "which the\n"
+      "file is then refused. [recipes.md](recipes.md) lists its files one by one.\n"
+      "\n"
       "A file may inherit others (`defaults: base.yaml`, or a list; later ones and the file itself win, `_override_: "
       "true` in a\n"
-      "mapping replaces it instead of merging), refer to other values (`${policy.train_micro_batch_size}`,\n"
-      "`${mul:a,b}`, also `div`, `add`, `sub`, `min`, `max`), and every key can be set on the command line\n"
-      "(`key.sub=value`, `++key.sub=value`). Unknown keys are errors. `trireme train --print-config` shows the "
-      "result.\n";
+      "mapping replaces it instead of merging), refer to other values (`${policy.train_micro_batch_size}`, "
+      "`${mul:a,b}`, also\n"
+      "`div`, `add`, `sub`, `min`, `max`, `${.beside}`, `${oc.env:NAME,default}`), and every key can be set on the "
+      "command line\n"
+      "(`key.sub=value`, `++key.sub=value`). Top-level keys that begin with `_` only hold values for others. Unknown "
+      "keys are\n"
+      "errors. `trireme train --print-config` shows the result.\n";
   std::string section;
   for (const Field& field : config::fields()) {
     const size_t dot = field.path.rfind('.');
@@ -92,6 +149,18 @@ std::string config_reference_markdown() {
     out += "| `" + name + "`" + (field.ours ? " *" : "") + " | " + default_text(field) + " | " + limits_text(field) +
            " | " + field.doc + " |\n";
   }
+  out +=
+      "\n"
+      "## Defaults by version\n"
+      "\n"
+      "Where NeMo-RL's versions differ in what they do when a file says nothing, `compatibility` chooses. It is "
+      "`v0.3` by\n"
+      "itself for a file with `policy.fsdp_offload_enabled`, a key that only v0.3 has, and `main` for all others.\n"
+      "\n"
+      "| key | `v0.3` | `main` | |\n"
+      "|---|---|---|---|\n";
+  for (const auto& entry : config::version_defaults())
+    out += "| `" + entry.path + "` | `" + entry.v03 + "` | `" + entry.main + "` | " + entry.why + " |\n";
   out += "\n## Other spellings\n\n| key | stands for |\n|---|---|\n";
   for (const auto& alias : config::alias_keys()) {
     std::vector<std::string> targets;
@@ -112,6 +181,17 @@ std::string config_reference_markdown() {
     for (const auto& entry : kwargs) names.push_back("`" + entry.first + "`");
     out += "| `" + name + "` | " + join(names, ", ") + " |\n";
   }
+  out +=
+      "\n## Features that are not here\n\nA file that switches one on is refused with its name; switched off, the key "
+      "and all below it say nothing.\n\n| key | on when it | feature |\n|---|---|---|\n";
+  for (const auto& key : config::feature_keys())
+    out += "| `" + key.path + "` | " + switch_text(key) + " | " + key.feature + " |\n";
+  for (const auto& section : config::algorithm_sections())
+    out += "| `" + section.section + "` | is there | " + section.what + " |\n";
+  std::vector<std::string> families;
+  for (const auto& family : config::unsupported_families()) families.push_back("`" + family.prefix + "`");
+  out += "\nSo are Hub ids of families whose architecture is not here: those that begin with " + join(families, ", ") +
+         ".\n";
   out +=
       "\n## Keys without a meaning here\n\nAccepted, with one warning each.\n\n| key (and all below it) | why "
       "|\n|---|---|\n";

@@ -233,7 +233,9 @@ Node load_tree_text(const std::string& text, const std::filesystem::path& origin
 }
 
 void apply_override(Node& root, const std::string& text) {
-  const std::string origin = "override '" + text + "'";
+  // A secret that was put where none belongs is not repeated.
+  const bool hidden = starts_with(text, "env.http.");
+  const std::string origin = "override '" + (hidden ? text.substr(0, text.find('=')) + "=..." : text) + "'";
   const size_t equals = text.find('=');
   if (equals == std::string::npos) fail_user(origin + ": expected key.sub=value");
   std::string_view key = trim(std::string_view(text).substr(0, equals));

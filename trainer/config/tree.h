@@ -48,8 +48,11 @@ Node load_tree_text(const std::string& text, const std::filesystem::path& origin
 // "a.b=value", "+a.b=value" or "++a.b=value".
 void apply_override(Node& root, const std::string& text);
 
-// Replaces ${a.b} and ${mul:x,y} (also div, add, sub, min, max) everywhere. `fallback` gives the value of a path that
-// no file sets.
-void interpolate(Node& root, const std::function<std::optional<std::string>(const std::string&)>& fallback);
+using TextLookup = std::function<std::optional<std::string>(const std::string&)>;
+
+// Replaces ${a.b}, ${.b} (beside the value itself; one dot more is one level up), ${mul:x,y} (also div, add, sub, min,
+// max) and ${oc.env:NAME}, ${oc.env:NAME,default} everywhere. `fallback` gives the value of a path that no file sets,
+// `environment` that of a variable; without it ${oc.env:...} is an error.
+void interpolate(Node& root, const TextLookup& fallback, const TextLookup& environment = {});
 
 }  // namespace trireme::config

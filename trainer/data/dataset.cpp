@@ -40,7 +40,8 @@ std::string read_prompt_file(const std::string& path) {
 
 Dataset::Dataset(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer)
     : options_(options), tokenizer_(std::move(tokenizer)) {
-  if (options_.path.empty()) fail_user("no data file is set (data.train.data_path)");
+  if (options_.sources.empty() && !options_.path.empty()) options_.sources.push_back({{options_.path}, "", "", 0});
+  if (options_.sources.empty()) fail_user("no data file is set (data.train.data_path)");
   if (options_.input_key.empty() && !options_.output_key.empty()) {
     log_info("data",
              "output_key " + options_.output_key + " without an input_key: the input is found from the first row");
@@ -55,43 +56,111 @@ Dataset::Dataset(const DataOptions& options, std::shared_ptr<const Tokenizer> to
 
 std::shared_ptr<const Dataset> Dataset::open(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer) {
   std::shared_ptr<Dataset> dataset(new Dataset(options, std::move(tokenizer)));
-  dataset->index_file();
+  dataset->open_files();
   dataset->choose_split();
-  log_info("data", options.path + ": " + plural(dataset->file_->size(), "row") + ", " + plural(dataset->size_, "row") +
-                       " in split " + split_name(options.split) + ", input \"" + dataset->schema_.input_key +
-                       "\", output \"" + dataset->schema_.output_key + "\"" +
+  const size_t files = dataset->parts_.size();
+  log_info("data", dataset->name() + (files > 1 ? " and " + plural(static_cast<int64_t>(files) - 1, "file") : "") +
+                       ": " + plural(dataset->rows_, "row") + ", " + plural(dataset->size_, "row") + " in split " +
+                       split_name(options.split) + ", input \"" + dataset->schema().input_key + "\", output \"" +
+                       dataset->schema().output_key + "\"" +
                        (dataset->bad_rows() > 0 ? ", " + plural(dataset->bad_rows(), "bad row") + " skipped" : ""));
   return dataset;
 }
 
-void Dataset::index_file() {
+std::string Dataset::name() const { return parts_.empty() ? options_.path : parts_.front().file->path().string(); }
+
+int64_t Dataset::bad_rows() const {
+  int64_t bad = 0;
+  for (const Part& part : parts_) bad += part.file->bad_rows();
+  return bad;
+}
+
+std::vector<double> Dataset::weights() const {
+  std::vector<double> weights;
+  for (const DataSource& source : options_.sources) {
+    if (source.weight > 0) weights.push_back(source.weight);
+  }
+  if (weights.empty()) return weights;
+  if (weights.size() != options_.sources.size())
+    fail_user("data: some sources of a mixture have a weight and others have none; give all of them one, above 0");
+  return weights;
+}
+
+void Dataset::open_files() {
+  weights();  // refuses what cannot be mixed before anything is read
+  schemas_.resize(options_.sources.size());
+  for (size_t source = 0; source < options_.sources.size(); ++source) {
+    TRIREME_CHECK(!options_.sources[source].files.empty(), "a source without files");
+    for (const std::string& path : options_.sources[source].files) open_file(path, source);
+  }
+}
+
+// All that checking a row depends on, the file apart.
+std::string Dataset::shared_as(size_t source) const {
+  if (options_.shared_as.empty()) return "";
+  const DataSource& from = options_.sources[source];
+  return json{options_.shared_as,
+              from.input_key,
+              from.output_key,
+              options_.input_key,
+              options_.output_key,
+              options_.completions,
+              options_.apply_chat_template,
+              system_prompt_,
+              prompt_before_,
+              prompt_after_,
+              options_.chat_template_kwargs.dump()}
+      .dump();
+}
+
+void Dataset::open_file(const std::string& path, size_t source) {
+  const DataSource& from = options_.sources[source];
+  const bool own_keys = !from.input_key.empty() || !from.output_key.empty();
+  RowSchema schema;
   bool schema_known = false;
   bool rendered_one = false;
-  const auto check = [&](std::string_view line) {
+  RowFile::Reader reader;
+  reader.check = [&](std::string_view line) {
     const ordered_json object = parse_json_object(line);
     if (!schema_known) {
-      try {
-        schema_ = detect_schema(object, options_.input_key, options_.output_key);
-      } catch (const Error& e) {
-        fail_user("data file " + options_.path + ": " + e.what());
-      }
-      schema_.require_output = options_.completions;
+      schema = detect_schema(object, own_keys ? from.input_key : options_.input_key,
+                             own_keys ? from.output_key : options_.output_key);
+      schema.require_output = options_.completions;
       schema_known = true;
     }
-    const Row row = parse_row(object, schema_);
-    // A template can refuse a conversation for its roles; a single user message it takes always or never.
+    const Row row = parse_row(object, schema);
+    // Text prompts render alike; conversations may break the template's own rules.
     if (!row.messages.is_null() || !rendered_one) {
       std::vector<Segment> completion;
       render(row, options_.completions ? &completion : nullptr);
       rendered_one = true;
     }
   };
-  file_ = std::make_unique<RowFile>(
-      options_.path, RowFile::Options{options_.format, options_.scratch_dir, options_.max_bad_lines}, check);
+  reader.facts = [&] { return json{schema.input_key, schema.output_key}; };
+  RowFile::Options options;
+  options.format = options_.format;
+  options.scratch_dir = options_.scratch_dir;
+  options.max_bad_rows = options_.max_bad_lines - bad_rows();
+  options.shared_as = shared_as(source);
+  Part part{std::make_unique<RowFile>(path, options, reader), source, rows_, 0};
+  if (!parts_.empty()) part.first_row = parts_.back().first_row + parts_.back().file->file_rows();
+  const RowSchema found{part.file->facts().at(0).get<std::string>(), part.file->facts().at(1).get<std::string>(),
+                        options_.completions};
+  const bool first_of_source = parts_.empty() || parts_.back().source != source;
+  if (!first_of_source &&
+      (found.input_key != schemas_[source].input_key || found.output_key != schemas_[source].output_key)) {
+    fail_user(path + " has the columns \"" + found.input_key + "\" and \"" + found.output_key + "\", " +
+              from.files.front() + " has \"" + schemas_[source].input_key + "\" and \"" + schemas_[source].output_key +
+              "\": name input_key and output_key, or mix them as two sources "
+              "(data.train.mixture)");
+  }
+  schemas_[source] = found;
+  rows_ += part.file->size();
+  parts_.push_back(std::move(part));
 }
 
 void Dataset::choose_split() {
-  const int64_t rows = file_->size();
+  const int64_t rows = rows_;
   const double wanted = options_.split_validation_size;
   if (!(wanted >= 0)) fail_user("split_validation_size must not be negative");
   if (wanted > 0) {
@@ -99,7 +168,7 @@ void Dataset::choose_split() {
         wanted < 1 ? std::max<int64_t>(1, std::llround(wanted * static_cast<double>(rows))) : std::llround(wanted);
     if (count >= rows) {
       fail_user("split_validation_size " + format_double(wanted) + " holds out " + std::to_string(count) + " of the " +
-                plural(rows, "row") + " of " + options_.path + ": nothing is left to train on");
+                plural(rows, "row") + " of " + name() + ": nothing is left to train on");
     }
     const Permutation choice(rows, Permutation::key(static_cast<uint64_t>(options_.split_seed), 0x5eed));
     for (int64_t i = 0; i < count; ++i) held_out_.push_back(choice(i));
@@ -118,8 +187,18 @@ void Dataset::choose_split() {
       break;
   }
   if (size_ == 0)
-    fail_user("the " + std::string(split_name(options_.split)) + " split of " + options_.path +
+    fail_user("the " + std::string(split_name(options_.split)) + " split of " + name() +
               " has no rows: set split_validation_size");
+  source_sizes_.assign(options_.sources.size(), 0);
+  for (const Part& part : parts_) {
+    const auto below = [&](int64_t row) {
+      return std::lower_bound(held_out_.begin(), held_out_.end(), row) - held_out_.begin();
+    };
+    const int64_t held_here = below(part.first + part.file->size()) - below(part.first);
+    source_sizes_[part.source] += options_.split == DataOptions::Split::kValidation ? held_here
+                                  : options_.split == DataOptions::Split::kTrain    ? part.file->size() - held_here
+                                                                                    : part.file->size();
+  }
 }
 
 ordered_json Dataset::prompt_messages(const Row& row) const {
@@ -144,7 +223,7 @@ ordered_json Dataset::prompt_messages(const Row& row) const {
 
 std::string Dataset::raw_prompt(const Row& row) const {
   if (!row.messages.is_null())
-    fail_user(options_.path + " holds conversations, which need the chat template: set data.apply_chat_template=true");
+    fail_user(name() + " holds conversations, which need the chat template: set data.apply_chat_template=true");
   return (system_prompt_.empty() ? "" : system_prompt_ + "\n\n") + prompt_before_ + row.problem + prompt_after_;
 }
 
@@ -193,7 +272,7 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
     if (all_answers && !warned_last_answer_.exchange(true)) {
       log_warn(
           "data",
-          options_.path +
+          name() +
               ": the chat template rewrites earlier turns, so only the last answer of such conversations is learnt");
     }
   }
@@ -207,33 +286,42 @@ std::optional<PromptExample> Dataset::example(int64_t i) const {
   int64_t position = i;
   if (options_.split == DataOptions::Split::kTrain) position = nth_outside(held_out_, i);
   if (options_.split == DataOptions::Split::kValidation) position = held_out_[static_cast<size_t>(i)];
-  const int64_t file_row = file_->file_row(position);
+  const auto after = std::upper_bound(parts_.begin(), parts_.end(), position,
+                                      [](int64_t p, const Part& part) { return p < part.first; });
+  const Part& part = *(after - 1);
+  const int64_t file_row = part.file->file_row(position - part.first);
   try {
-    Row row = parse_row(parse_json_object(file_->line(position)), schema_);
-    row.index = file_row;
-    return tokenize(std::move(row));
+    Row row = parse_row(parse_json_object(part.file->line(position - part.first)), schemas_[part.source]);
+    row.index = part.first_row + file_row;
+    return tokenize(std::move(row), part.file->where(file_row));
   } catch (const Error& e) {
     if (e.kind() == ErrorKind::kIo) throw;
-    throw Error(e.kind(), file_->where(file_row) + ": " + e.what());
+    throw Error(e.kind(), part.file->where(file_row) + ": " + e.what());
   }
 }
 
-std::optional<PromptExample> Dataset::tokenize(Row row) const {
+std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where) const {
   PromptExample example;
   std::vector<Segment> completion;
   example.index = row.index;
   example.prompt_text = render(row, options_.completions ? &completion : nullptr);
   // A chat template writes BOS itself; a raw prompt gets what the tokenizer adds.
-  example.prompt_ids = tokenizer_->encode(example.prompt_text, !options_.apply_chat_template);
-  if (example.prompt_ids.empty()) fail_data("the prompt has no tokens");
+  example.prompt = tokenizer_->encode(example.prompt_text, !options_.apply_chat_template);
+  if (example.prompt.empty()) fail_data("the prompt has no tokens");
   if (options_.completions) tokenize_completion(completion, &example);
-  const int64_t length = static_cast<int64_t>(example.prompt_ids.size() + example.completion_ids.size());
-  if (options_.max_input_seq_length > 0 && length > options_.max_input_seq_length) {
+  const int64_t length = static_cast<int64_t>(example.prompt.size() + example.response.size());
+  const int64_t prompt = static_cast<int64_t>(example.prompt.size());
+  const bool fills = options_.max_total_length > 0 && prompt >= options_.max_total_length;
+  if (fills || (options_.max_input_seq_length > 0 && length > options_.max_input_seq_length)) {
     const std::string reason =
-        "the prompt" + std::string(options_.completions ? " with its answer" : "") + " has " + std::to_string(length) +
-        " tokens, more than data.max_input_seq_length=" + std::to_string(options_.max_input_seq_length);
+        fills ? "the prompt has " + std::to_string(prompt) +
+                    " tokens, which leaves none for an answer in policy.max_total_sequence_length=" +
+                    std::to_string(options_.max_total_length)
+              : "the prompt" + std::string(options_.completions ? " with its answer" : "") + " has " +
+                    std::to_string(length) +
+                    " tokens, more than data.max_input_seq_length=" + std::to_string(options_.max_input_seq_length);
     if (options_.fail_on_long_prompt) fail_data(reason);
-    log_debug("data", "skipped " + file_->where(row.index) + ": " + reason);
+    log_debug("data", "skipped " + where + ": " + reason);
     return std::nullopt;
   }
   example.gold = std::move(row.gold);
@@ -258,20 +346,24 @@ void Dataset::tokenize_completion(const std::vector<Segment>& segments, PromptEx
         learnt = ids.size();
       }
     }
-    example->completion_ids.insert(example->completion_ids.end(), ids.begin(), ids.end());
-    example->completion_mask.insert(example->completion_mask.end(), learnt, 1);
-    example->completion_mask.insert(example->completion_mask.end(), ids.size() - learnt, 0);
+    example->response.insert(example->response.end(), ids.begin(), ids.end());
+    example->response_mask.insert(example->response_mask.end(), learnt, 1);
+    example->response_mask.insert(example->response_mask.end(), ids.size() - learnt, 0);
   }
 }
 
 json Dataset::identity() const {
-  return {{"rows", file_->size()},
-          {"bytes", file_->bytes()},
-          {"split", split_name(options_.split)},
-          {"held_out", held_out_.size()},
-          {"split_seed", held_out_.empty() ? 0 : options_.split_seed},
-          {"shuffle", options_.shuffle},
-          {"seed", options_.shuffle ? options_.seed : 0}};
+  int64_t bytes = 0;
+  for (const Part& part : parts_) bytes += part.file->bytes();
+  json identity = {{"rows", rows_},
+                   {"bytes", bytes},
+                   {"split", split_name(options_.split)},
+                   {"held_out", held_out_.size()},
+                   {"split_seed", held_out_.empty() ? 0 : options_.split_seed},
+                   {"shuffle", options_.shuffle},
+                   {"seed", options_.shuffle ? options_.seed : 0}};
+  if (const auto mixed = weights(); !mixed.empty()) identity["weights"] = mixed;
+  return identity;
 }
 
 }  // namespace trireme

@@ -17,46 +17,57 @@
 
 namespace trireme {
 
+// Files whose rows have one layout, one after the other.
+struct DataSource {
+  std::vector<std::string> files;
+  std::string input_key, output_key;  // as in DataOptions; both empty: those
+  double weight = 0;                  // share of a stream's prompts; 0 for all sources: in proportion to their rows
+};
+
 struct DataOptions {
-  std::string path;             // .jsonl, .jsonl.gz or .parquet file
-  std::string format = "auto";  // auto (by the file's first bytes) | jsonl | parquet
-  // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from the first row
-  // (messages; question/answer; problem/answer; input/output).
-  // An input_key that holds an array is read as OpenAI messages. Empty output_key with a set input_key: no gold answer.
+  std::string path;                 // one file: JSON lines or a JSON array, plain, gzip or zstd; Parquet
+  std::vector<DataSource> sources;  // instead of `path`
+  std::string format = "auto";      // auto (by the file's first bytes) | jsonl | parquet
+  // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from a source's first
+  // row (messages; question/answer; problem/answer; input/output). An input_key that holds an array is read as OpenAI
+  // messages. Empty output_key with a set input_key: no gold answer.
   std::string input_key, output_key;
   std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
   std::string system_prompt_file;    // empty: no system message
   int64_t max_input_seq_length = 0;  // prompt tokens; 0: no limit
+  int64_t max_total_length = 0;      // tokens of prompt and answer, 0: no limit; a prompt that fills it is too long
   bool fail_on_long_prompt = false;  // a longer prompt is an Error; else it is skipped and counted
   bool shuffle = true;
   int64_t seed = 42;                 // of the order of rows
   double split_validation_size = 0;  // rows held out: a share when < 1, a number of rows when >= 1
   int64_t split_seed = 42;           // of the choice of held-out rows
   enum class Split { kAll, kTrain, kValidation } split = Split::kAll;
-  int64_t max_bad_lines = 0;        // rows that may be skipped because they break a rule
+  int64_t max_bad_lines = 0;        // rows that may be skipped because they break a rule, of all files together
   bool apply_chat_template = true;  // false: system prompt, blank line, prompt as they stand
   nlohmann::json chat_template_kwargs = nlohmann::json::object();
-  bool completions = false;           // SFT: fill completion_ids and completion_mask from the output
-  std::filesystem::path scratch_dir;  // for the unpacked copy of gzip and Parquet files; empty: the system's
+  bool completions = false;           // SFT: fill response and response_mask from the output
+  std::filesystem::path scratch_dir;  // for indexes and unpacked copies; empty: the system's
+  std::string
+      shared_as;  // names the tokenizer: processes of a node with the same one share indexes; empty: they do not
 };
 
 struct PromptExample {
-  int64_t index = 0;  // row in the file: line - 1, or the Parquet row
+  int64_t index = 0;  // row in the file (line - 1), rows of the files before it counted
   std::string prompt_text;
-  std::vector<int32_t> prompt_ids;
+  std::vector<int32_t> prompt;
   std::string gold;      // the answer to grade against; after "####" when the output's last line starts so
   nlohmann::json extra;  // the row's other columns
   // SFT only: the tokens after the prompt, the end-of-answer token included, and 1 where the loss counts (0: user turns
   // in a conversation of several turns).
-  std::vector<int32_t> completion_ids;
-  std::vector<uint8_t> completion_mask;
+  std::vector<int32_t> response;
+  std::vector<uint8_t> response_mask;
 };
 
-// An indexed file with its split. Rows stay on disk; memory is 8 bytes a row. Thread-safe.
+// Indexed files with their split. Rows stay on disk; memory is 8 bytes a row. Thread-safe.
 class Dataset final {
  public:
-  // Reads the whole file once: every row is checked (conversations are rendered too), so that a mistake shows before
-  // the first step and size() counts valid rows only. Throws Error naming file, line and reason.
+  // Each file is read whole once a node: every row is checked (conversations are rendered too), so that a mistake shows
+  // before the first step and size() counts valid rows only. Throws Error naming file, line and reason.
   static std::shared_ptr<const Dataset> open(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
 
   int64_t size() const { return size_; }  // rows of the split
@@ -64,39 +75,54 @@ class Dataset final {
   std::optional<PromptExample> example(int64_t i) const;
 
   const DataOptions& options() const { return options_; }
-  const RowSchema& schema() const { return schema_; }
-  int64_t bad_rows() const { return file_->bad_rows(); }
+  const RowSchema& schema() const { return schemas_.front(); }
+  int64_t bad_rows() const;
+  // Examples of the split that belong to each source, which follow each other, and the sources' weights (empty: none).
+  const std::vector<int64_t>& source_sizes() const { return source_sizes_; }
+  std::vector<double> weights() const;
+  std::string name() const;  // of the first file, for messages
   // What the sequence of rows depends on (size of the file, split, seeds); equal on all ranks and after a resume.
   nlohmann::json identity() const;
 
  private:
+  struct Part {  // a file and its place among all good rows and all rows
+    std::unique_ptr<RowFile> file;
+    size_t source;
+    int64_t first, first_row;
+  };
   struct Segment {  // of the text after the prompt
     std::string text;
     bool learn;
   };
   Dataset(const DataOptions& options, std::shared_ptr<const Tokenizer> tokenizer);
-  void index_file();
+  void open_files();
+  void open_file(const std::string& path, size_t source);
+  std::string shared_as(size_t source) const;
   void choose_split();
   nlohmann::ordered_json prompt_messages(const Row& row) const;
   std::string raw_prompt(const Row& row) const;
   // Prompt text, and for SFT the text after it: one segment per answer and per stretch between answers.
   std::string render(const Row& row, std::vector<Segment>* completion) const;
-  std::optional<PromptExample> tokenize(Row row) const;
+  std::optional<PromptExample> tokenize(Row row, const std::string& where) const;
   void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
 
   DataOptions options_;
   std::shared_ptr<const Tokenizer> tokenizer_;
   std::string prompt_before_, prompt_after_;  // prompt_file around its "{}"
   std::string system_prompt_;
-  RowSchema schema_;
-  std::unique_ptr<RowFile> file_;
+  std::vector<RowSchema> schemas_;  // of the sources
+  std::vector<Part> parts_;
+  int64_t rows_ = 0;               // good ones, of all files
   std::vector<int64_t> held_out_;  // rows of the validation split, ascending
+  std::vector<int64_t> source_sizes_;
   int64_t size_ = 0;
   mutable std::atomic<bool> warned_last_answer_{false};
 };
 
 // Walks a Dataset for ever, epoch after epoch, each epoch in an order that depends on (seed, epoch) only. Every rank
 // that opens it with the same options sees the same sequence; whoever shards takes its share by position. One thread.
+// With weights each prompt comes from the source that is furthest behind its share, and each source is walked for ever
+// by itself; an epoch is then as many prompts as there are rows.
 class PromptStream final {
  public:
   explicit PromptStream(std::shared_ptr<const Dataset> dataset);
@@ -123,6 +149,7 @@ class PromptStream final {
  private:
   bool epoch_done() const { return position_ == size(); }
   void start_epoch(int64_t epoch);
+  int64_t example_at_position();           // counts a draw
   std::optional<PromptExample> advance();  // the row at position_, or nothing when its prompt is too long
 
   std::shared_ptr<const Dataset> dataset_;
@@ -130,6 +157,15 @@ class PromptStream final {
   int64_t epoch_ = 0;
   int64_t position_ = 0;  // size(): the epoch is done and the next not begun
   int64_t skipped_long_ = 0;
+  struct Draws {        // from a source, when there are weights
+    double share = 0;   // of all prompts
+    int64_t first = 0;  // its first example
+    int64_t size = 0;
+    int64_t count = 0;  // so far, over all epochs
+    Permutation order;  // of its present round
+    int64_t round = -1;
+  };
+  std::vector<Draws> draws_;
 };
 
 }  // namespace trireme

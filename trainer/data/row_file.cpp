@@ -1,56 +1,22 @@
 #include "trainer/data/row_file.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <memory>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "rust_bridge.h"
 
 namespace trireme {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr size_t kChunkBytes = size_t{1} << 20;
-
 std::string errno_text() { return std::strerror(errno); }
-
-struct Descriptor {
-  int fd = -1;
-  ~Descriptor() {
-    if (fd >= 0) ::close(fd);
-  }
-};
-
-int open_for_reading(const fs::path& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (fd < 0)
-    throw Error(errno == ENOENT ? ErrorKind::kNotFound : ErrorKind::kIo,
-                "cannot open data file " + path.string() + ": " + errno_text());
-  struct stat info {};
-  if (::fstat(fd, &info) == 0 && S_ISDIR(info.st_mode)) {
-    ::close(fd);
-    fail_user("data file " + path.string() + " is a folder");
-  }
-  return fd;
-}
-
-size_t read_some(int fd, char* buffer, size_t size, const fs::path& path) {
-  while (true) {
-    const ssize_t got = ::read(fd, buffer, size);
-    if (got >= 0) return static_cast<size_t>(got);
-    if (errno != EINTR) fail_io("cannot read " + path.string() + ": " + errno_text());
-  }
-}
 
 size_t read_at(int fd, char* buffer, size_t size, int64_t offset, const fs::path& path) {
   while (true) {
@@ -60,105 +26,129 @@ size_t read_at(int fd, char* buffer, size_t size, int64_t offset, const fs::path
   }
 }
 
-void write_all(int fd, std::string_view bytes, const fs::path& path, const fs::path& folder) {
+void write_all(int fd, std::string_view bytes, const fs::path& path) {
   while (!bytes.empty()) {
     const ssize_t put = ::write(fd, bytes.data(), bytes.size());
     if (put < 0 && errno == EINTR) continue;
-    if (put < 0) fail_io("cannot unpack " + path.string() + " into " + folder.string() + ": " + errno_text());
+    if (put < 0) fail_io("cannot unpack " + path.string() + ": " + errno_text());
     bytes.remove_prefix(static_cast<size_t>(put));
   }
 }
 
-// A file that no name leads to: it vanishes with its descriptor, even after a kill.
-int open_nameless(const fs::path& folder) {
-  std::string name = (folder / "trireme-data-XXXXXX").string();
-  const int fd = ::mkostemp(name.data(), O_CLOEXEC);
-  if (fd < 0) fail_io("cannot create a temporary file in " + folder.string() + ": " + errno_text());
-  ::unlink(name.c_str());
-  return fd;
+std::string place_of(const fs::path& path, RowWord word, int64_t row) {
+  const char* const name = word == RowWord::kRow ? " row " : word == RowWord::kElement ? " element " : " line ";
+  return path.string() + name + std::to_string(row + 1);
 }
 
-class Inflater final {
+// Reads a file from start to end: which rows there are, which of them are good.
+class Indexer final {
  public:
-  explicit Inflater(const fs::path& path) : path_(path) {
-    if (inflateInit2(&stream_, 15 + 16) != Z_OK) fail_internal("zlib cannot start");
+  Indexer(const fs::path& path, FileKind kind, const RowFile::Options& options, const RowFile::Reader& reader)
+      : path_(path), kind_(kind), options_(options), reader_(reader) {
+    if (kind == FileKind::kParquet) word_ = RowWord::kRow;
+    if (kind == FileKind::kJsonArray) word_ = RowWord::kElement;
   }
-  ~Inflater() { inflateEnd(&stream_); }
 
-  void feed(char* input, size_t size, const std::function<void(std::string_view)>& sink) {
-    stream_.next_in = reinterpret_cast<Bytef*>(input);
-    stream_.avail_in = static_cast<uInt>(size);
-    while (stream_.avail_in > 0) {
-      if (member_ended_ && !start_next_member()) return;
-      const int64_t at = consumed_ + static_cast<int64_t>(size - stream_.avail_in);
-      stream_.next_out = reinterpret_cast<Bytef*>(output_.data());
-      stream_.avail_out = static_cast<uInt>(output_.size());
-      const int code = inflate(&stream_, Z_NO_FLUSH);
-      if (code != Z_OK && code != Z_STREAM_END && code != Z_BUF_ERROR) {
-        fail_data(path_.string() + " is damaged: gzip data near byte " + std::to_string(at) + ": " +
-                  (stream_.msg ? stream_.msg : "unreadable"));
-      }
-      if (const size_t got = output_.size() - stream_.avail_out; got > 0) sink({output_.data(), got});
-      member_ended_ = code == Z_STREAM_END;
+  RowIndex run(int copy_fd) {
+    int64_t bytes = 0;
+    LineSplitter splitter([&](const LineSplitter::Line& line) { add(line); });
+    word_ = read_as_lines(path_, kind_, [&](std::string_view chunk) {
+      if (copy_fd >= 0) write_all(copy_fd, chunk, path_);
+      bytes += static_cast<int64_t>(chunk.size());
+      splitter.feed(chunk);
+    });
+    splitter.finish();
+    if (index_.offsets.empty()) {
+      fail_data("data file " + path_.string() + (bytes == 0 ? " is empty" : " has no usable row") +
+                (first_reasons_.empty() ? "" : " (" + first_reasons_.front() + ")"));
     }
-    consumed_ += static_cast<int64_t>(size);
-  }
-  void finish() const {
-    if (!member_ended_) {
-      fail_data(path_.string() + " is truncated: the gzip data ends after " + std::to_string(consumed_) +
-                " bytes in the middle of the stream");
-    }
+    index_.offsets.shrink_to_fit();
+    index_.facts = {{"bytes", bytes},
+                    {"rows", rows_},
+                    {"bad", bad_},
+                    {"word", static_cast<int>(word_)},
+                    {"reader", reader_.facts()}};
+    return std::move(index_);
   }
 
  private:
-  // Files may be several gzip members one after the other, and padded with zeros.
-  bool start_next_member() {
-    while (stream_.avail_in > 0 && *stream_.next_in == 0) {
-      ++stream_.next_in;
-      --stream_.avail_in;
+  void add(const LineSplitter::Line& line) {
+    const int64_t row = rows_++;
+    if (line.too_long) return reject(row, "longer than " + format_bytes(kMaxLineBytes));
+    if (trim(line.text).empty()) {
+      index_.skipped.push_back(row);
+      return;
     }
-    if (stream_.avail_in == 0) return false;
-    inflateReset(&stream_);
-    member_ended_ = false;
-    return true;
+    try {
+      reader_.check(line.text);
+    } catch (const Error& e) {
+      if (e.kind() != ErrorKind::kData) throw;
+      return reject(row, e.what());
+    }
+    index_.offsets.push_back(line.offset);
+  }
+
+  void reject(int64_t row, const std::string& reason) {
+    const std::string message = place_of(path_, word_, row) + ": " + reason;
+    ++bad_;
+    if (bad_ > options_.max_bad_rows) {
+      if (options_.max_bad_rows == 0) fail_data(message + " (data.max_bad_lines is 0)");
+      fail_data(message + "; that is bad row " + std::to_string(bad_) + ", data.max_bad_lines is " +
+                std::to_string(options_.max_bad_rows) + "; the first was " + first_reasons_.front());
+    }
+    if (first_reasons_.size() < 5) first_reasons_.push_back(message);
+    if (bad_ <= 10) log_warn("data", "skipped " + message);
+    index_.skipped.push_back(row);
   }
 
   const fs::path& path_;
-  z_stream stream_{};
-  std::string output_ = std::string(kChunkBytes, '\0');
-  int64_t consumed_ = 0;
-  bool member_ended_ = false;
+  const FileKind kind_;
+  const RowFile::Options& options_;
+  const RowFile::Reader& reader_;
+  RowWord word_ = RowWord::kLine;
+  RowIndex index_;
+  std::vector<std::string> first_reasons_;
+  int64_t rows_ = 0, bad_ = 0;
 };
 
-std::string bridge_error() {
-  size_t length = 0;
-  const char* text = rb_last_error(&length);
-  return std::string(text, length);
+// A file's content stands under this name as long as nobody writes to it.
+std::string key_of(const fs::path& path, const RowFile::Options& options) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0) fail_io("cannot read " + path.string() + ": " + errno_text());
+  std::error_code ignored;
+  const nlohmann::json facts = {fs::absolute(path, ignored).string(),
+                                info.st_dev,
+                                info.st_ino,
+                                info.st_size,
+                                info.st_mtim.tv_sec,
+                                info.st_mtim.tv_nsec,
+                                info.st_ctim.tv_sec,
+                                info.st_ctim.tv_nsec,
+                                options.format,
+                                options.max_bad_rows,
+                                options.shared_as};
+  const std::string text = facts.dump();
+  char name[40];
+  std::snprintf(name, sizeof name, "%016llx%016llx", static_cast<unsigned long long>(hash64(text)),
+                static_cast<unsigned long long>(hash64(text, 0x9e3779b97f4a7c15ULL)));
+  return name;
 }
 
-void read_parquet(const fs::path& path, const std::function<void(std::string_view)>& sink) {
-  const std::string name = path.string();
-  const std::unique_ptr<rb_parquet, void (*)(rb_parquet*)> file(rb_parquet_open(name.data(), name.size()),
-                                                                rb_parquet_free);
-  if (!file) fail_data("cannot open " + name + " as Parquet: " + bridge_error());
-  int64_t rows = 0;
-  while (true) {
-    size_t length = 0;
-    char* text = rb_parquet_next(file.get(), 256, kChunkBytes, &length);
-    if (!text) {
-      fail_data("cannot read " + name + " after row " + std::to_string(rows) + ": " + bridge_error() +
-                " (codecs that can be read: none, snappy, gzip, lz4)");
+SharedIndex index_of(const fs::path& path, FileKind kind, const RowFile::Options& options,
+                     const RowFile::Reader& reader) {
+  const bool unpacks = kind != FileKind::kLines;
+  const fs::path scratch = options.scratch_dir.empty() ? fs::temp_directory_path() : options.scratch_dir;
+  const auto build = [&](int copy_fd) { return Indexer(path, kind, options, reader).run(copy_fd); };
+  std::unique_ptr<IndexStore> store;
+  if (!options.shared_as.empty()) {
+    try {
+      store = std::make_unique<IndexStore>(scratch);
+    } catch (const Error& error) {
+      log_info("data", std::string(error.what()) + ": every rank reads the data files by itself");
     }
-    const std::unique_ptr<char, std::function<void(char*)>> owner(text,
-                                                                  [length](char* p) { rb_string_free(p, length); });
-    if (length == 0) break;
-    rows += std::count(text, text + length, '\n');
-    sink({text, length});
   }
-  if (rows != rb_parquet_rows(file.get())) {
-    fail_data(name + " is damaged: it announces " + std::to_string(rb_parquet_rows(file.get())) + " rows and holds " +
-              std::to_string(rows));
-  }
+  return store ? store->get(key_of(path, options), unpacks, build, options.most_wait)
+               : build_alone(scratch, unpacks, build);
 }
 
 }  // namespace
@@ -207,42 +197,7 @@ void LineSplitter::finish() {
   pending_bytes_ = 0;
 }
 
-FileKind file_kind(const fs::path& path, const std::string& format) {
-  if (format != "auto" && format != "jsonl" && format != "parquet") {
-    fail_user("data format \"" + format + "\" is unknown: auto, jsonl or parquet");
-  }
-  Descriptor file{open_for_reading(path)};
-  char head[4] = {};
-  const size_t got = read_some(file.fd, head, sizeof head, path);
-  const std::string_view start(head, got);
-  const std::string extension = to_lower(path.extension().string());
-  if (start == "PAR1") {
-    if (format == "jsonl") fail_user(path.string() + " is a Parquet file, but the format asked for is jsonl");
-    return FileKind::kParquet;
-  }
-  if (format == "parquet" || (format == "auto" && extension == ".parquet"))
-    fail_data(path.string() + " is not a Parquet file: it does not start with PAR1");
-  if (starts_with(start, "\x1f\x8b")) return FileKind::kGzipLines;
-  if (extension == ".gz" && got > 0) fail_data(path.string() + " is not a gzip file");
-  if (start == "\x28\xB5\x2F\xFD") fail_user(path.string() + " is compressed with zstd: unpack it, or use gzip");
-  return FileKind::kLines;
-}
-
-void read_as_lines(const fs::path& path, FileKind kind, const std::function<void(std::string_view)>& sink) {
-  if (kind == FileKind::kParquet) return read_parquet(path, sink);
-  Descriptor file{open_for_reading(path)};
-  std::string buffer(kChunkBytes, '\0');
-  if (kind == FileKind::kLines) {
-    while (const size_t got = read_some(file.fd, buffer.data(), buffer.size(), path)) sink({buffer.data(), got});
-    return;
-  }
-  Inflater inflater(path);
-  while (const size_t got = read_some(file.fd, buffer.data(), buffer.size(), path))
-    inflater.feed(buffer.data(), got, sink);
-  inflater.finish();
-}
-
-int64_t nth_outside(const std::vector<int64_t>& sorted, int64_t n) {
+int64_t nth_outside(std::span<const int64_t> sorted, int64_t n) {
   // The answer is n + k, where k entries lie at or before it: the first k with sorted[k] - k > n.
   size_t low = 0;
   size_t high = sorted.size();
@@ -257,70 +212,22 @@ int64_t nth_outside(const std::vector<int64_t>& sorted, int64_t n) {
   return n + static_cast<int64_t>(low);
 }
 
-RowFile::RowFile(const fs::path& path, const Options& options, const std::function<void(std::string_view)>& check)
+RowFile::RowFile(const fs::path& path, const Options& options, const Reader& reader)
     : path_(path), options_(options), kind_(file_kind(path, options.format)) {
-  try {
-    build(check);
-  } catch (...) {
-    if (fd_ >= 0) ::close(fd_);
-    throw;
-  }
+  index_ = index_of(path_, kind_, options_, reader);
+  word_ = static_cast<RowWord>(index_.facts.at("word").get<int>());
+  bytes_ = index_.facts.at("bytes").get<int64_t>();
+  file_rows_ = index_.facts.at("rows").get<int64_t>();
+  bad_rows_ = index_.facts.at("bad").get<int64_t>();
+  facts_ = index_.facts.at("reader");
+  fd_ = kind_ == FileKind::kLines ? open_for_reading(path_) : index_.fd;
 }
 
 RowFile::~RowFile() {
-  if (fd_ >= 0) ::close(fd_);
+  if (kind_ == FileKind::kLines && fd_ >= 0) ::close(fd_);
 }
 
-void RowFile::build(const std::function<void(std::string_view)>& check) {
-  const bool unpack = kind_ != FileKind::kLines;
-  const fs::path scratch = options_.scratch_dir.empty() ? fs::temp_directory_path() : options_.scratch_dir;
-  fd_ = unpack ? open_nameless(scratch) : open_for_reading(path_);
-  LineSplitter splitter([&](const LineSplitter::Line& line) { add_line(line, check); });
-  read_as_lines(path_, kind_, [&](std::string_view chunk) {
-    if (unpack) write_all(fd_, chunk, path_, scratch);
-    bytes_ += static_cast<int64_t>(chunk.size());
-    splitter.feed(chunk);
-  });
-  splitter.finish();
-  if (offsets_.empty()) {
-    fail_data("data file " + path_.string() + (bytes_ == 0 ? " is empty" : " has no usable row") +
-              (first_reasons_.empty() ? "" : " (" + first_reasons_.front() + ")"));
-  }
-  offsets_.shrink_to_fit();
-}
-
-void RowFile::add_line(const LineSplitter::Line& line, const std::function<void(std::string_view)>& check) {
-  const int64_t row = lines_++;
-  if (line.too_long) return reject(row, "longer than " + format_bytes(kMaxLineBytes));
-  if (trim(line.text).empty()) {
-    skipped_.push_back(row);
-    return;
-  }
-  try {
-    check(line.text);
-  } catch (const Error& e) {
-    if (e.kind() != ErrorKind::kData) throw;
-    return reject(row, e.what());
-  }
-  offsets_.push_back(line.offset);
-}
-
-void RowFile::reject(int64_t row, const std::string& reason) {
-  const std::string message = where(row) + ": " + reason;
-  ++bad_rows_;
-  if (bad_rows_ > options_.max_bad_rows) {
-    if (options_.max_bad_rows == 0) fail_data(message + " (data.max_bad_lines is 0)");
-    fail_data(message + "; that is bad row " + std::to_string(bad_rows_) + ", data.max_bad_lines is " +
-              std::to_string(options_.max_bad_rows) + "; the first was " + first_reasons_.front());
-  }
-  if (first_reasons_.size() < 5) first_reasons_.push_back(message);
-  if (bad_rows_ <= 10) log_warn("data", "skipped " + message);
-  skipped_.push_back(row);
-}
-
-std::string RowFile::where(int64_t row) const {
-  return path_.string() + (kind_ == FileKind::kParquet ? " row " : " line ") + std::to_string(row + 1);
-}
+std::string RowFile::where(int64_t row) const { return place_of(path_, word_, row); }
 
 std::string RowFile::line(int64_t i) const {
   TRIREME_CHECK(i >= 0 && i < size(), "row " + std::to_string(i) + " of " + std::to_string(size()));
@@ -332,7 +239,7 @@ std::string RowFile::line(int64_t i) const {
   }
   std::string text;
   char buffer[1 << 14];
-  int64_t offset = offsets_[static_cast<size_t>(i)];
+  int64_t offset = index_.offsets[static_cast<size_t>(i)];
   while (const size_t got = read_at(fd_, buffer, sizeof buffer, offset, path_)) {
     const std::string_view part(buffer, got);
     const size_t end = part.find('\n');

@@ -5,11 +5,10 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <thread>
@@ -19,55 +18,12 @@
 #include "base/log.h"
 #include "base/subprocess.h"
 #include "base/text.h"
+#include "trainer/launch/orphans.h"
+#include "trainer/launch/output_tail.h"
 #include "trainer/parallel/lifeline.h"
 
 namespace trireme {
 namespace {
-
-// Copies a child's stderr to ours line by line and keeps the last lines.
-class OutputTail final {
- public:
-  OutputTail(int fd, size_t keep) : keep_(keep), reader_([this, fd] { read_all(fd); }) {}
-  ~OutputTail() {
-    if (reader_.joinable()) reader_.join();
-  }
-  // After the child and its group are gone: waits for the rest of the pipe.
-  std::vector<std::string> finish() {
-    if (reader_.joinable()) reader_.join();
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return {lines_.begin(), lines_.end()};
-  }
-
- private:
-  void take(const std::string& line) {
-    const std::string out = line + "\n";
-    (void)!::write(STDERR_FILENO, out.data(), out.size());
-    const std::lock_guard<std::mutex> lock(mutex_);
-    lines_.push_back(line.substr(0, 2000));
-    if (lines_.size() > keep_) lines_.pop_front();
-  }
-  void read_all(int fd) {
-    std::string rest;
-    char buffer[8192];
-    while (true) {
-      const ssize_t got = ::read(fd, buffer, sizeof buffer);
-      if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) break;
-      rest.append(buffer, static_cast<size_t>(got));
-      size_t end;
-      while ((end = rest.find('\n')) != std::string::npos) {
-        take(rest.substr(0, end));
-        rest.erase(0, end + 1);
-      }
-    }
-    if (!rest.empty()) take(rest);
-  }
-
-  const size_t keep_;
-  std::mutex mutex_;
-  std::deque<std::string> lines_;
-  std::thread reader_;
-};
 
 struct Rank {
   int rank = 0;
@@ -80,6 +36,7 @@ struct Rank {
 int code_of(const ExitStatus& status) { return status.signal != 0 ? 128 + status.signal : status.code; }
 
 constexpr size_t kMaxTerminationBytes = 4096;  // Kubernetes cuts a longer termination message
+constexpr Milliseconds kLastWords{2000};       // for the last lines of a rank that has ended
 
 void write_termination_log(const LaunchOptions& options, const LaunchResult& result) {
   if (options.termination_log.empty()) return;
@@ -98,6 +55,152 @@ void write_termination_log(const LaunchOptions& options, const LaunchResult& res
   std::fwrite(text.data(), 1, text.size(), file);
   std::fclose(file);
 }
+
+// The ranks of this node, from their start to the end of the last one.
+class Ranks final {
+ public:
+  Ranks(const LaunchOptions& options, int port) : options_(options), world_(options.processes * options.nodes) {
+    for (int local = 0; local < options.processes; ++local) start(local, port);
+  }
+
+  // Passes `number` on, once, and lets the ranks end by it within the grace period.
+  void forward(int number) {
+    if (number == 0 || forwarded_) return;
+    forwarded_ = true;
+    log_info("launch",
+             "got signal " + std::to_string(number) + ", forwarding it to " + std::to_string(ranks_.size()) + " ranks");
+    for (Rank& rank : ranks_) rank.process.signal(number == SIGINT ? SIGTERM : number);
+    kill_at_ = Deadline::after(options_.grace);
+  }
+
+  // Notes who has ended, and kills whom the deadlines say.
+  void look() {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      Rank& rank = ranks_[i];
+      if (rank.status) continue;
+      rank.status = rank.process.poll();
+      if (!rank.status) continue;
+      orphans_.forget(rank.process.pid());
+      ended(i);
+    }
+    kill_those_behind();
+    if (kill_at_.passed()) {
+      log_error("launch", "ranks did not end within the grace period: killing them");
+      for (Rank& rank : ranks_) rank.process.signal(SIGKILL);
+      kill_at_ = Deadline(SteadyClock::time_point::max());
+    }
+    orphans_.reap();
+  }
+
+  bool all_ended() const {
+    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.status.has_value(); });
+  }
+
+  // After all have ended: what the launcher ends with, said and written down.
+  LaunchResult result() {
+    // Whoever they left behind may hold their stderr: what they said themselves is in the pipe, the rest can wait.
+    for (Rank& rank : ranks_) rank.tail->stop();
+    // Nor is the peer of a rank that a signal ended before its start a failure.
+    if (first_failed_ == nullptr || (ended_before_start_ && is_echo(*first_failed_))) {
+      if (ended_before_start_) result_.exit_code = 128 + SIGTERM;
+      if (stopped_) result_.exit_code = options_.stopped_code;
+      return result_;
+    }
+    result_.exit_code = code_of(*first_failed_->status);
+    result_.failed_rank = first_failed_->rank;
+    result_.cause = first_failed_->status->describe();
+    const Deadline last_words = Deadline::after(kLastWords);
+    result_.tail = first_failed_->tail->lines(last_words);
+    write_termination_log(options_, result_);
+    if (const int count = orphans_.end_all(Deadline::after(kLastWords)))
+      log_warn("launch", "killed " + std::to_string(count) + " processes that the ranks had left behind");
+    for (Rank& rank : ranks_) (void)rank.tail->lines(last_words);
+    if (world_ == 1) return result_;
+    log_error("launch",
+              "rank " + std::to_string(result_.failed_rank) + " failed first (" + result_.cause + "); its last lines:");
+    for (const std::string& line : result_.tail) log_error("launch", "  " + line);
+    return result_;
+  }
+
+ private:
+  void start(int local, int port) {
+    const int rank = options_.node_rank * options_.processes + local;
+    SpawnOptions spawn;
+    spawn.argv = options_.command;
+    spawn.set_env = options_.environment;
+    spawn.set_env["RANK"] = std::to_string(rank);
+    spawn.set_env["LOCAL_RANK"] = std::to_string(local);
+    spawn.set_env["WORLD_SIZE"] = std::to_string(world_);
+    spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.processes);
+    spawn.set_env["MASTER_ADDR"] = options_.master_address;
+    spawn.set_env["MASTER_PORT"] = std::to_string(port);
+    spawn.pipe_stderr = true;
+    if (options_.processes > 1) {
+      spawn.pipe_stdin = true;
+      spawn.set_env["TRIREME_LAUNCHER_FD"] = "0";
+    }
+    ranks_.push_back({rank, Subprocess::spawn(spawn), nullptr, std::nullopt});
+    orphans_.keep(ranks_.back().process.pid());
+    ranks_.back().tail =
+        std::make_unique<OutputTail>(ranks_.back().process.stderr_fd(), static_cast<size_t>(options_.tail_lines));
+  }
+
+  // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
+  bool is_echo(const Rank& r) const { return r.status->signal == 0 && r.status->code == options_.peer_failed_code; }
+  bool is_stopped(const Rank& r) const { return r.status->signal == 0 && r.status->code == options_.stopped_code; }
+
+  // What the end of rank `i` means for the result, and for those that still run.
+  void ended(size_t i) {
+    Rank& rank = ranks_[i];
+    if (rank.status->ok() || rank.killed) return;
+    // Stopped as it was told to, after saving: its code is the result, but nothing has failed.
+    if (forwarded_ && is_stopped(rank)) {
+      stopped_ = true;
+      return;
+    }
+    // Nor has one that had not begun yet.
+    if (forwarded_ && (rank.status->signal == SIGTERM || rank.status->signal == SIGINT)) {
+      ended_before_start_ = true;
+      return;
+    }
+    // Who lost a peer, or stopped after saving, has nothing to tell: all ranks do that together.
+    if (!is_echo(rank) && !is_stopped(rank)) {
+      for (const Rank& other : ranks_) {
+        if (!other.status) other.process.tell(died_message(rank.rank, rank.status->describe()));
+      }
+    }
+    if (first_failed_ != nullptr && (!is_echo(*first_failed_) || is_echo(rank))) return;
+    const bool again = first_failed_ != nullptr;
+    first_failed_ = &rank;
+    if (again) return;
+    if (!forwarded_)
+      log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
+    term_at_ = Deadline::after(options_.failure_grace);
+  }
+
+  void kill_those_behind() {
+    if (!term_at_.passed()) return;
+    for (Rank& rank : ranks_) {
+      if (rank.status) continue;
+      rank.killed = true;
+      result_.killed_ranks.push_back(rank.rank);
+      log_error("launch", "rank " + std::to_string(rank.rank) + " still runs " +
+                              std::to_string(options_.failure_grace.count() / 1000) +
+                              " s after that: it is stuck, or far behind; killing it");
+      rank.process.signal(SIGKILL);
+    }
+    term_at_ = Deadline(SteadyClock::time_point::max());
+  }
+
+  const LaunchOptions& options_;
+  const int world_;
+  Orphans orphans_;  // ends after the ranks
+  std::vector<Rank> ranks_;
+  Rank* first_failed_ = nullptr;  // of ranks_: the failure that explains the others, as far as is known
+  bool forwarded_ = false, stopped_ = false, ended_before_start_ = false;
+  Deadline kill_at_{SteadyClock::time_point::max()}, term_at_{SteadyClock::time_point::max()};
+  LaunchResult result_;
+};
 
 }  // namespace
 
@@ -121,124 +224,14 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
   if (port == 0 && options.nodes > 1) fail_user("several nodes need a master port: set MASTER_PORT or --master-port");
   if (port == 0 && world > 1) port = free_port();
 
-  std::vector<Rank> ranks;
-  for (int local = 0; local < options.processes; ++local) {
-    const int rank = options.node_rank * options.processes + local;
-    SpawnOptions spawn;
-    spawn.argv = options.command;
-    spawn.set_env = options.environment;
-    spawn.set_env["RANK"] = std::to_string(rank);
-    spawn.set_env["LOCAL_RANK"] = std::to_string(local);
-    spawn.set_env["WORLD_SIZE"] = std::to_string(world);
-    spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options.processes);
-    spawn.set_env["MASTER_ADDR"] = options.master_address;
-    spawn.set_env["MASTER_PORT"] = std::to_string(port);
-    spawn.pipe_stderr = true;
-    if (options.processes > 1) {
-      spawn.pipe_stdin = true;
-      spawn.set_env["TRIREME_LAUNCHER_FD"] = "0";
-    }
-    ranks.push_back({rank, Subprocess::spawn(spawn), nullptr, std::nullopt});
-    ranks.back().tail =
-        std::make_unique<OutputTail>(ranks.back().process.stderr_fd(), static_cast<size_t>(options.tail_lines));
-  }
-
-  LaunchResult result;
-  int first_failed = -1;  // index into ranks
-  bool forwarded = false, stopped = false, ended_before_start = false;
-  const Deadline never(SteadyClock::time_point::max());
-  Deadline kill_at = never, term_at = never;
-  const auto all_ended = [&] {
-    for (const Rank& rank : ranks) {
-      if (!rank.status) return false;
-    }
-    return true;
-  };
-  // A rank that lost its peer is the echo of another's failure, also when it is noticed first.
-  const auto is_echo = [&](const Rank& r) {
-    return r.status->signal == 0 && r.status->code == options.peer_failed_code;
-  };
-  while (!all_ended()) {
+  Ranks ranks(options, port);
+  while (!ranks.all_ended()) {
     // Before ranks are looked at: who sends it to all at once ends those that have not begun by it.
-    const int number = signal == nullptr ? 0 : signal->load();
-    if (number != 0 && !forwarded) {
-      forwarded = true;
-      log_info("launch", "got signal " + std::to_string(number) + ", forwarding it to " + std::to_string(ranks.size()) +
-                             " ranks");
-      for (Rank& rank : ranks) rank.process.signal(number == SIGINT ? SIGTERM : number);
-      kill_at = Deadline::after(options.grace);
-    }
-    for (size_t i = 0; i < ranks.size(); ++i) {
-      Rank& rank = ranks[i];
-      if (rank.status) continue;
-      rank.status = rank.process.poll();
-      if (!rank.status || rank.status->ok() || rank.killed) continue;
-      // Stopped as it was told to, after saving: its code is the result, but nothing has failed.
-      if (forwarded && rank.status->signal == 0 && rank.status->code == options.stopped_code) {
-        stopped = true;
-        continue;
-      }
-      // Nor has one that had not begun yet.
-      if (forwarded && (rank.status->signal == SIGTERM || rank.status->signal == SIGINT)) {
-        ended_before_start = true;
-        continue;
-      }
-      // Who lost a peer, or stopped after saving, has nothing to tell: all ranks do that together.
-      if (!is_echo(rank) && !(rank.status->signal == 0 && rank.status->code == options.stopped_code)) {
-        for (const Rank& other : ranks) {
-          if (!other.status) other.process.tell(died_message(rank.rank, rank.status->describe()));
-        }
-      }
-      if (first_failed >= 0 && (!is_echo(ranks[static_cast<size_t>(first_failed)]) || is_echo(rank))) continue;
-      const bool again = first_failed >= 0;
-      first_failed = static_cast<int>(i);
-      if (again) continue;
-      if (!forwarded)
-        log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
-      term_at = Deadline::after(options.failure_grace);
-    }
-    if (term_at.passed()) {
-      for (Rank& rank : ranks) {
-        if (rank.status) continue;
-        rank.killed = true;
-        result.killed_ranks.push_back(rank.rank);
-        log_error("launch", "rank " + std::to_string(rank.rank) + " still runs " +
-                                std::to_string(options.failure_grace.count() / 1000) +
-                                " s after that: it is stuck, or far behind; killing it");
-        rank.process.signal(SIGKILL);
-      }
-      term_at = never;
-    }
-    if (kill_at.passed()) {
-      log_error("launch", "ranks did not end within the grace period: killing them");
-      for (Rank& rank : ranks) rank.process.signal(SIGKILL);
-      kill_at = never;
-    }
+    ranks.forward(signal == nullptr ? 0 : signal->load());
+    ranks.look();
     std::this_thread::sleep_for(Milliseconds(10));
   }
-  for (Rank& rank : ranks) rank.process.signal_group(SIGKILL);  // what they may have left behind
-  // Nor is the peer of a rank that a signal ended before its start a failure.
-  if (first_failed < 0 || (ended_before_start && is_echo(ranks[static_cast<size_t>(first_failed)]))) {
-    for (Rank& rank : ranks) rank.tail->finish();
-    if (ended_before_start) result.exit_code = 128 + SIGTERM;
-    if (stopped) result.exit_code = options.stopped_code;
-    return result;
-  }
-  Rank& failed = ranks[static_cast<size_t>(first_failed)];
-  result.exit_code = code_of(*failed.status);
-  result.failed_rank = failed.rank;
-  result.cause = failed.status->describe();
-  for (Rank& rank : ranks) {
-    const std::vector<std::string> lines = rank.tail->finish();
-    if (&rank == &failed) result.tail = lines;
-  }
-  if (world > 1) {
-    log_error("launch",
-              "rank " + std::to_string(result.failed_rank) + " failed first (" + result.cause + "); its last lines:");
-    for (const std::string& line : result.tail) log_error("launch", "  " + line);
-  }
-  write_termination_log(options, result);
-  return result;
+  return ranks.result();
 }
 
 }  // namespace trireme

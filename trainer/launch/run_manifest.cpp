@@ -184,7 +184,12 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
     SpawnOptions spawn;
     spawn.argv = command;
     spawn.set_env = local.environment;
-    for (const auto& [name, value] : pod_environment(job, place)) spawn.set_env[name] = value;
+    for (const auto& [name, value] : pod_environment(job, place)) {
+      // As in a cluster: the template's word counts for what is not reserved.
+      if (is_reserved_env(name) || local.environment.count(name) == 0) spawn.set_env[name] = value;
+    }
+    if (spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0 && index == 0)
+      log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
     spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
     spawn.own_group = true;
     pods.push_back(Subprocess::spawn(spawn));

@@ -1,10 +1,15 @@
 #include "trainer/model/config.h"
 
 #include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <optional>
+#include <tuple>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/text.h"
+#include "trainer/ops/rope_frequencies.h"
 
 namespace trireme {
 namespace {
@@ -59,26 +64,70 @@ class Reader final {
 
 constexpr const char* kKnown = "llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)";
 
+constexpr std::tuple<ModelFamily, const char*, const char*> kFamilies[] = {
+    {ModelFamily::kLlama, "llama", "LlamaForCausalLM"},
+    {ModelFamily::kQwen2, "qwen2", "Qwen2ForCausalLM"},
+    {ModelFamily::kQwen3, "qwen3", "Qwen3ForCausalLM"}};
+
+// The first of "architectures": what the weights are for. Two models of one type differ by it, e.g. a classifier.
+std::string first_architecture(const Reader& reader) {
+  if (!reader.has("architectures")) return {};
+  const json& all = reader.at("architectures");
+  if (!all.is_array() || (!all.empty() && !all[0].is_string()))
+    reader.fail("architectures", "must be a list of strings");
+  return all.empty() ? std::string() : all[0].get<std::string>();
+}
+
 ModelFamily parse_family(const Reader& reader, const std::string& source) {
-  std::string type = reader.text("model_type", "");
-  std::string architecture;
-  if (reader.has("architectures") && reader.at("architectures").is_array() && !reader.at("architectures").empty() &&
-      reader.at("architectures")[0].is_string()) {
-    architecture = reader.at("architectures")[0].get<std::string>();
-  }
+  const std::string type = reader.text("model_type", "");
+  const std::string architecture = first_architecture(reader);
   if (type.empty() && architecture.empty())
     fail_user(source + ": neither model_type nor architectures says what model this is; known are " + kKnown);
   const std::string lower = to_lower(type + " " + architecture);
   const bool experts = lower.find("moe") != std::string::npos || lower.find("mixtral") != std::string::npos ||
                        lower.find("deepseek") != std::string::npos || reader.has("num_experts") ||
                        reader.has("num_local_experts") || reader.has("n_routed_experts");
-  const std::string name = type.empty() ? architecture : type;
-  if (experts)
-    fail_user(source + ": " + name + " is a mixture of experts, which is not supported yet; known are " + kKnown);
-  if (type == "llama" || (type.empty() && architecture == "LlamaForCausalLM")) return ModelFamily::kLlama;
-  if (type == "qwen2" || (type.empty() && architecture == "Qwen2ForCausalLM")) return ModelFamily::kQwen2;
-  if (type == "qwen3" || (type.empty() && architecture == "Qwen3ForCausalLM")) return ModelFamily::kQwen3;
-  fail_user(source + ": unknown architecture " + name + "; known are " + kKnown);
+  if (experts) {
+    fail_user(source + ": " + (type.empty() ? architecture : type) +
+              " is a mixture of experts, which is not supported yet; known are " + kKnown);
+  }
+  for (const auto& [family, its_type, its_architecture] : kFamilies) {
+    if ((type.empty() || type == its_type) && (architecture.empty() || architecture == its_architecture)) return family;
+  }
+  const auto known = [](const std::string& name) {
+    return std::any_of(std::begin(kFamilies), std::end(kFamilies),
+                       [&](const auto& family) { return name == std::get<1>(family) || name == std::get<2>(family); });
+  };
+  if (known(type) && known(architecture))
+    fail_user(source + ": model_type " + type + " and architecture " + architecture + " do not belong together");
+  fail_user(source + ": unknown architecture " + (architecture.empty() || known(architecture) ? type : architecture) +
+            "; known are " + kKnown);
+}
+
+// As transformers reads it: without a factor it is the ratio of the two lengths, and a length beside rope_scaling comes
+// before one inside.
+void parse_yarn(RopeOptions& rope, const Reader& reader, const Reader& inner, int64_t max_position) {
+  const char* const original = "original_max_position_embeddings";
+  rope.scaling = RopeOptions::Scaling::kYarn;
+  rope.original_max_position =
+      reader.has(original) ? reader.positive(original) : inner.positive(original, max_position);
+  rope.factor =
+      inner.number("factor", static_cast<double>(max_position) / static_cast<double>(rope.original_max_position));
+  if (rope.factor < 1.0) inner.fail("factor", "must be at least 1 for yarn");
+  const auto or_default = [&](const char* key, double fallback) {  // there 0 is the same as absent
+    const double value = inner.number(key, fallback);
+    return value == 0.0 ? fallback : value;
+  };
+  rope.beta_fast = or_default("beta_fast", 32.0);
+  rope.beta_slow = or_default("beta_slow", 1.0);
+  if (rope.beta_slow < 0 || rope.beta_fast < rope.beta_slow)
+    inner.fail("beta_fast", "must be at least beta_slow, both positive");
+  rope.truncate = inner.flag("truncate", true);
+  rope.attention_factor = inner.number(
+      "attention_factor",
+      yarn_attention_factor(rope.factor, inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)));
+  if (rope.attention_factor <= 0) inner.fail("attention_factor", "must be positive");
+  if (rope.theta <= 1.0) inner.fail("rope_theta", "must be above 1 for yarn");
 }
 
 RopeOptions parse_rope(const Reader& reader, const json& values, const std::string& source, int64_t head_dim,
@@ -102,8 +151,16 @@ RopeOptions parse_rope(const Reader& reader, const json& values, const std::stri
     inner.fail("partial_rotary_factor", "other than 1 is not supported");
   const std::string type = inner.text("rope_type", inner.text("type", "default"));
   if (type == "default") return rope;
+  if (type == "yarn") {
+    parse_yarn(rope, reader, inner, max_position);
+    return rope;
+  }
   rope.factor = inner.number("factor", 1.0);
   if (rope.factor <= 0) inner.fail("factor", "must be positive");
+  if (type == "dynamic") {
+    rope.scaling = RopeOptions::Scaling::kDynamic;
+    return rope;
+  }
   if (type == "linear") {
     rope.scaling = RopeOptions::Scaling::kLinear;
     return rope;
@@ -116,7 +173,7 @@ RopeOptions parse_rope(const Reader& reader, const json& values, const std::stri
     if (rope.high_freq_factor <= rope.low_freq_factor) inner.fail("high_freq_factor", "must be above low_freq_factor");
     return rope;
   }
-  inner.fail("rope_type", type + " is not supported; known are default, linear, llama3");
+  inner.fail("rope_type", type + " is not supported; known are default, linear, dynamic, llama3, yarn");
 }
 
 void require_plain_attention(const Reader& reader) {
@@ -214,6 +271,42 @@ ModelConfig ModelConfig::from_json(const json& values, const std::string& source
   return config;
 }
 
+namespace {
+
+json scaling_json(const RopeOptions& rope) {
+  using Scaling = RopeOptions::Scaling;
+  json scaling = {{"factor", rope.factor}};
+  scaling["rope_type"] = rope.scaling == Scaling::kLlama3    ? "llama3"
+                         : rope.scaling == Scaling::kYarn    ? "yarn"
+                         : rope.scaling == Scaling::kDynamic ? "dynamic"
+                                                             : "linear";
+  if (rope.scaling == Scaling::kLlama3) {
+    scaling["low_freq_factor"] = rope.low_freq_factor;
+    scaling["high_freq_factor"] = rope.high_freq_factor;
+    scaling["original_max_position_embeddings"] = rope.original_max_position;
+  }
+  if (rope.scaling == Scaling::kYarn) {
+    scaling["original_max_position_embeddings"] = rope.original_max_position;
+    scaling["beta_fast"] = rope.beta_fast;
+    scaling["beta_slow"] = rope.beta_slow;
+    scaling["attention_factor"] = rope.attention_factor;
+    if (!rope.truncate) scaling["truncate"] = false;
+  }
+  return scaling;
+}
+
+}  // namespace
+
+int64_t ModelConfig::positions() const {
+  using Scaling = RopeOptions::Scaling;
+  const auto stretched = [&](int64_t length) {
+    return static_cast<int64_t>(std::floor(static_cast<double>(length) * rope.factor));
+  };
+  if (rope.scaling == Scaling::kYarn) return std::max(max_position_embeddings, stretched(rope.original_max_position));
+  if (rope.scaling == Scaling::kLinear) return std::max(max_position_embeddings, stretched(max_position_embeddings));
+  return max_position_embeddings;
+}
+
 json ModelConfig::to_json() const {
   static const char* const kArchitectures[] = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"};
   json values = {
@@ -239,13 +332,7 @@ json ModelConfig::to_json() const {
   };
   json rope_values = {{"rope_theta", rope.theta}, {"rope_type", "default"}};
   if (rope.scaling != RopeOptions::Scaling::kNone) {
-    const bool llama3 = rope.scaling == RopeOptions::Scaling::kLlama3;
-    json scaling = {{"rope_type", llama3 ? "llama3" : "linear"}, {"factor", rope.factor}};
-    if (llama3) {
-      scaling["low_freq_factor"] = rope.low_freq_factor;
-      scaling["high_freq_factor"] = rope.high_freq_factor;
-      scaling["original_max_position_embeddings"] = rope.original_max_position;
-    }
+    const json scaling = scaling_json(rope);
     values["rope_scaling"] = scaling;
     rope_values.update(scaling);
   }
@@ -261,11 +348,11 @@ json ModelConfig::to_json() const {
 }
 
 std::vector<LinearShape> ModelConfig::linear_shapes() const {
-  return {{hidden_size, (num_heads + 2 * num_kv_heads) * head_dim},
-          {num_heads * head_dim, hidden_size},
-          {hidden_size, 2 * intermediate_size, /*gate_up=*/!mlp_bias},
-          {intermediate_size, hidden_size},
-          {hidden_size, vocab_size}};
+  return {{.in = hidden_size, .out = (num_heads + 2 * num_kv_heads) * head_dim, .bias = qkv_bias},
+          {.in = num_heads * head_dim, .out = hidden_size, .bias = output_bias},
+          {.in = hidden_size, .out = 2 * intermediate_size, .gate_up = !mlp_bias, .bias = mlp_bias},
+          {.in = intermediate_size, .out = hidden_size, .bias = mlp_bias},
+          {.in = hidden_size, .out = vocab_size, .head = true}};
 }
 
 int64_t ModelConfig::parameter_count() const {

@@ -44,6 +44,9 @@ struct ModelConfig {
   // A complete config.json that transformers 4 and 5 read.
   nlohmann::json to_json() const;
 
+  // Tokens of the longest sequence that the model knows: max_position_embeddings, more where rope scaling stretches it
+  // (yarn: factor times the original length, linear: factor times max_position_embeddings).
+  int64_t positions() const;
   int64_t parameter_count() const;  // a tied head counted once
   // Every (in, out) of its linears with the head, for the exactness self-test.
   std::vector<LinearShape> linear_shapes() const;

@@ -10,8 +10,8 @@
 
 #include "base/error.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/mapped_memory.h"
-#include "trainer/ops/cuda/row_ops.h"
+#include "trainer/ops/cuda/device/mapped_memory.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
 #endif
 
 namespace trireme {

@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/linear.h"
+#include "trainer/ops/cuda/gemm/linear.h"
 #endif
 
 namespace trireme {
@@ -168,7 +168,10 @@ void Model::allocate_parameters() {
 
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
-  flat_parameters_ = at::zeros({total}, options);
+  // Behind the last one there is room for the rows by which the head's number becomes a multiple of 8 (kHeadRows); no
+  // part of the buffer: never trained, sampled or saved. A tied head has the layers behind it.
+  const int64_t more = (kHeadRows - c.vocab_size % kHeadRows) % kHeadRows * c.hidden_size;
+  flat_parameters_ = at::zeros({total + more}, options).narrow(0, 0, total);
   if (options_.trainable) {
     flat_gradients_ = at::zeros({total}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
   }
@@ -263,7 +266,10 @@ at::Tensor Model::rope_rows(int64_t positions) const {
   const at::ScalarType type = options_.dtype == at::kDouble ? at::kDouble : at::kFloat;
   const std::lock_guard<std::mutex> lock(rope_mutex_);
   if (!rope_cache_.defined() || rope_cache_.size(0) < positions) {
-    const int64_t size = std::max<int64_t>({positions, 256, rope_cache_.defined() ? 2 * rope_cache_.size(0) : 0});
+    int64_t ahead = std::max<int64_t>(256, rope_cache_.defined() ? 2 * rope_cache_.size(0) : 0);
+    if (config_.rope.scaling == RopeOptions::Scaling::kDynamic)  // there is no table beyond
+      ahead = std::min(ahead, config_.rope.original_max_position);
+    const int64_t size = std::max(positions, ahead);
     rope_cache_ = rope_table(at::arange(size, at::kLong), config_.rope, type).to(options_.device);
   }
   return rope_cache_;
@@ -272,7 +278,7 @@ at::Tensor Model::rope_rows(int64_t positions) const {
 // How many positions the table must have. On CUDA looking at `positions` would wait for the device: the whole range the
 // model knows, made once.
 int64_t Model::rope_extent(const at::Tensor& positions, int64_t longest) const {
-  if (!options_.device.is_cpu()) return std::max(longest, config_.max_position_embeddings);
+  if (!options_.device.is_cpu()) return std::max(longest, config_.positions());
   return positions.size(0) == 0 ? 1 : positions.max().item<int64_t>() + 1;
 }
 

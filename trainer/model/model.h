@@ -37,7 +37,7 @@ struct PackedBatch {
 // Flat new tokens of many sequences, `plan` saying where each run's keys live (make_cache_plan).
 struct CachedBatch {
   at::Tensor ids;        // [tokens] int64
-  at::Tensor positions;  // [tokens] int64 (past + i for token i of a run), below max_position_embeddings on CUDA
+  at::Tensor positions;  // [tokens] int64 (past + i for token i of a run), below config().positions() on CUDA
   CachePlan plan;        // counts add up to tokens
 };
 
@@ -54,6 +54,9 @@ struct Parameter {
 // multiple of this many elements (at least 64 bytes in every dtype) and has no gaps inside; gaps behind it hold zeros
 // for ever.
 inline constexpr int64_t kParameterAlignment = 64;
+// A head of a vocabulary that is no multiple of so many is read, on CUDA, together with the rows of memory behind it
+// that make one. There always are some: zeros, or the first layer where the head is tied.
+inline constexpr int64_t kHeadRows = 8;
 
 struct ModelOptions {
   at::ScalarType dtype = at::kFloat;
@@ -159,6 +162,10 @@ class Model final {
 // choose_linear_mode.
 std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options);
 
+// Throws Error(kUser) that names `source` and the size where CUDA has no kernels for the shape. load_model asks it
+// there, before any weight is read.
+void require_cuda_kernels(const ModelConfig& config, const std::string& source);
+
 // Overwrites `model`'s parameters from a folder of the same configuration.
 void load_parameters(Model& model, const std::filesystem::path& dir);
 
@@ -175,6 +182,9 @@ void save_model(const Model& model, const std::filesystem::path& dir, const Save
 // Random weights: normal(0, initializer_range), norms 1, biases 0. A value depends on (seed, parameter name, index)
 // only.
 void init_parameters(Model& model, uint64_t seed);
+// The same distribution drawn on the model's device, for measurements: seconds at 8 G parameters. Values depend on
+// seed, shape, dtype and kind of device.
+void draw_parameters(Model& model, uint64_t seed);
 // Writes config.json, generation_config.json and random float32 (or config.dtype) weights into `dir`.
 void init_model(const std::filesystem::path& dir, const ModelConfig& config, uint64_t seed);
 

@@ -1,6 +1,8 @@
 // Models on disk: loading, saving, random initialisation.
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 
+#include <mutex>
 #include <set>
 
 #include "base/error.h"
@@ -8,6 +10,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/model/model.h"
+#include "trainer/model/model_folder.h"
 #include "trainer/model/safetensors.h"
 #include "trainer/ops/parallel.h"
 #include "trainer/ops/philox.h"
@@ -101,14 +104,29 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
             join(missing, ", ") + (count > missing.size() ? ", ..." : ""));
 }
 
+void require_cuda_kernels(const ModelConfig& config, const std::string& source) {
+  const auto refuse = [&](const std::string& what) {
+    fail_user(source + ": " + what + "; the CPU takes it (cluster.device=cpu, --device cpu)");
+  };
+  if (config.head_dim != 64 && config.head_dim != 128)
+    refuse("head_dim " + std::to_string(config.head_dim) + " has no kernels on CUDA, 64 and 128 have");
+  for (const auto& [key, width] :
+       {std::pair{"hidden_size", config.hidden_size}, std::pair{"intermediate_size", config.intermediate_size}}) {
+    if (width % 8 != 0)
+      refuse(std::string(key) + " " + std::to_string(width) + " is no multiple of 8, which the kernels on CUDA need");
+  }
+}
+
 std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options) {
-  auto model = std::make_unique<Model>(ModelConfig::load(dir), options);
+  const ModelConfig config = ModelConfig::load(dir);
+  if (options.device.is_cuda()) require_cuda_kernels(config, (dir / "config.json").string());
+  auto model = std::make_unique<Model>(config, options);
   load_parameters(*model, dir);
   if (options.device.is_cpu()) choose_linear_mode(model->config().linear_shapes(), options.dtype);
   return model;
 }
 
-void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {
+void save_model_description(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {
   std::error_code problem;
   std::filesystem::create_directories(dir, problem);
   if (problem) fail_io("cannot make folder " + dir.string() + ": " + problem.message());
@@ -124,9 +142,13 @@ void save_model(const Model& model, const std::filesystem::path& dir, const Save
   if (!generation && !std::filesystem::exists(dir / "generation_config.json")) {
     write_file_atomic(dir / "generation_config.json", generation_config(model.config()).dump(2) + "\n");
   }
+}
+
+void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {
+  save_model_description(model, dir, options);
   NamedTensors tensors;
   for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());
-  write_sharded(dir, tensors, options.max_shard_bytes, dtype);
+  write_sharded(dir, tensors, options.max_shard_bytes, options.dtype.value_or(model.options().dtype));
 }
 
 void init_parameters(Model& model, uint64_t seed) {
@@ -146,6 +168,23 @@ void init_parameters(Model& model, uint64_t seed) {
         value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(i)));
     });
     target.copy_(values.view(target.sizes()));
+  }
+}
+
+void draw_parameters(Model& model, uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  at::Generator shared = at::globalContext().defaultGenerator(model.options().device);
+  at::Generator generator = [&shared] {  // its own, so that no other thread draws between ours
+    const std::lock_guard<std::mutex> lock(shared.mutex());
+    return shared.clone();
+  }();
+  generator.set_current_seed(seed);
+  for (Parameter& parameter : model.parameters()) {
+    at::Tensor values = parameter.tensor.detach();
+    if (values.dim() > 1)
+      values.normal_(0.0, model.config().initializer_range, generator);
+    else
+      values.fill_(ends_with(parameter.name, ".bias") ? 0.0 : 1.0);
   }
 }
 

@@ -1,14 +1,13 @@
 #include "trainer/model/safetensors.h"
 
 #include <ATen/ATen.h>
-#include <fcntl.h>
-#include <unistd.h>
 
-#include <cerrno>
+#include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "base/atomic_file.h"
 #include "base/error.h"
 
 namespace trireme {
@@ -45,53 +44,7 @@ const char* name_of(at::ScalarType type, const std::string& tensor) {
   fail_internal("tensor " + tensor + " has a dtype that safetensors does not know: " + c10::toString(type));
 }
 
-// A file under a temporary name until finish(); removed if that never comes.
-class OutputFile final {
- public:
-  explicit OutputFile(const std::filesystem::path& path)
-      : path_(path), temporary_(path.string() + ".tmp-" + std::to_string(::getpid())) {
-    fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-    if (fd_ < 0) fail("create");
-  }
-  ~OutputFile() {
-    if (fd_ >= 0) ::close(fd_);
-    if (!finished_) ::unlink(temporary_.c_str());
-  }
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
-
-  void write(const void* data, size_t bytes) {
-    const char* at = static_cast<const char*>(data);
-    while (bytes > 0) {
-      const ssize_t put = ::write(fd_, at, std::min<size_t>(bytes, size_t{1} << 30));
-      if (put < 0 && errno == EINTR) continue;
-      if (put < 0) fail("write");
-      at += put;
-      bytes -= static_cast<size_t>(put);
-    }
-  }
-  void finish() {
-    if (::fsync(fd_) != 0) fail("sync");
-    const int closed = ::close(fd_);
-    fd_ = -1;
-    if (closed != 0) fail("close");
-    if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename");
-    finished_ = true;
-    sync_directory(path_.parent_path());
-  }
-
- private:
-  [[noreturn]] void fail(const char* what) const {
-    fail_io(std::string("cannot ") + what + " " + path_.string() + ": " + std::strerror(errno));
-  }
-  std::filesystem::path path_;
-  std::string temporary_;
-  int fd_ = -1;
-  bool finished_ = false;
-};
-
 constexpr const char* kSingle = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
 
 std::string shard_name(size_t index, size_t count) {
   char name[64];
@@ -137,17 +90,27 @@ at::Tensor SafetensorsFile::tensor(const std::string& name) const {
   fail_data(path_.string() + " has no tensor " + name);
 }
 
-void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
-                       const std::map<std::string, std::string>& metadata) {
+std::string TensorFile::header() const {
   std::vector<SafetensorsEntry> entries;
   uint64_t at = 0;
-  for (const auto& [name, tensor] : tensors) {
+  for (const auto& [tensor_name, tensor] : tensors) {
     const uint64_t bytes = static_cast<uint64_t>(bytes_of(tensor));
-    entries.push_back({name, name_of(tensor.scalar_type(), name), tensor.sizes().vec(), at, at + bytes});
+    entries.push_back({tensor_name, name_of(tensor.scalar_type(), tensor_name), tensor.sizes().vec(), at, at + bytes});
     at += bytes;
   }
-  OutputFile file(path);
-  const std::string header = make_safetensors_header(entries, metadata);
+  return make_safetensors_header(entries, metadata);
+}
+
+int64_t TensorFile::tensor_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [tensor_name, tensor] : tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
+
+void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  const std::string header = TensorFile{path.filename().string(), tensors, metadata}.header();
+  AtomicFile file(path);
   file.write(header.data(), header.size());
   for (const auto& [name, tensor] : tensors) {
     const at::Tensor host = tensor.detach().to(at::kCPU).contiguous();
@@ -156,43 +119,50 @@ void write_safetensors(const std::filesystem::path& path, const NamedTensors& te
   file.finish();
 }
 
-void write_sharded(const std::filesystem::path& dir, const NamedTensors& tensors, int64_t max_shard_bytes,
-                   std::optional<at::ScalarType> dtype) {
+ShardPlan plan_shards(const NamedTensors& tensors, int64_t max_shard_bytes, std::optional<at::ScalarType> dtype) {
   const auto stored_bytes = [&](const at::Tensor& tensor) {
     return tensor.numel() * static_cast<int64_t>(c10::elementSize(dtype.value_or(tensor.scalar_type())));
   };
-  std::vector<NamedTensors> shards(1);
+  ShardPlan plan;
+  plan.files.emplace_back();
   int64_t in_shard = 0, total = 0;
   for (const auto& [name, tensor] : tensors) {
     const int64_t bytes = stored_bytes(tensor);
-    if (!shards.back().empty() && in_shard + bytes > max_shard_bytes) {
-      shards.emplace_back();
+    if (!plan.files.back().tensors.empty() && in_shard + bytes > max_shard_bytes) {
+      plan.files.emplace_back();
       in_shard = 0;
     }
-    shards.back().emplace_back(name, tensor);
+    plan.files.back().tensors.emplace_back(name, tensor);
     in_shard += bytes;
     total += bytes;
   }
-  // One shard in the target dtype at a time.
-  const auto write_shard = [&](const std::filesystem::path& path, NamedTensors shard) {
+  const size_t count = plan.files.size();
+  nlohmann::json map = nlohmann::json::object();
+  for (size_t i = 0; i < count; ++i) {
+    TensorFile& file = plan.files[i];
+    file.name = count == 1 ? kSingle : shard_name(i, count);
+    file.metadata = {{"format", "pt"}};
+    for (const auto& [tensor_name, tensor] : file.tensors) map[tensor_name] = file.name;
+  }
+  if (count > 1) plan.index = nlohmann::json{{"metadata", {{"total_size", total}}}, {"weight_map", map}}.dump(2) + "\n";
+  return plan;
+}
+
+void write_sharded(const std::filesystem::path& dir, const NamedTensors& tensors, int64_t max_shard_bytes,
+                   std::optional<at::ScalarType> dtype) {
+  ShardPlan plan = plan_shards(tensors, max_shard_bytes, dtype);
+  for (TensorFile& file : plan.files) {  // one shard in the target dtype at a time
+    NamedTensors shard = std::move(file.tensors);
     if (dtype) {
       for (auto& [name, tensor] : shard) tensor = tensor.detach().to(*dtype);
     }
-    write_safetensors(path, shard, {{"format", "pt"}});
-  };
-  if (shards.size() == 1) {
-    write_shard(dir / kSingle, shards[0]);
-    std::filesystem::remove(dir / kIndex);
+    write_safetensors(dir / file.name, shard, file.metadata);
+  }
+  if (plan.index.empty()) {
+    std::filesystem::remove(dir / kShardIndex);
     return;
   }
-  nlohmann::json map = nlohmann::json::object();
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const std::string name = shard_name(i, shards.size());
-    write_shard(dir / name, shards[i]);
-    for (const auto& [tensor_name, tensor] : shards[i]) map[tensor_name] = name;
-  }
-  const nlohmann::json index = {{"metadata", {{"total_size", total}}}, {"weight_map", map}};
-  write_file_atomic(dir / kIndex, index.dump(2) + "\n");
+  write_file_atomic(dir / kShardIndex, plan.index);
   std::filesystem::remove(dir / kSingle);  // readers would prefer it
 }
 
@@ -203,11 +173,11 @@ void read_model_tensors(const std::filesystem::path& dir,
     for (const std::string& name : file.names()) visit(name, file.tensor(name), (dir / kSingle).string());
     return;
   }
-  const std::filesystem::path index_path = dir / kIndex;
+  const std::filesystem::path index_path = dir / kShardIndex;
   if (!std::filesystem::exists(index_path)) {
     const bool pickle = std::filesystem::exists(dir / "pytorch_model.bin") ||
                         std::filesystem::exists(dir / "pytorch_model.bin.index.json");
-    fail_user(dir.string() + " has neither " + kSingle + " nor " + kIndex +
+    fail_user(dir.string() + " has neither " + kSingle + " nor " + kShardIndex +
               (pickle ? "; pickled weights (pytorch_model.bin) are not read, save the model as safetensors" : ""));
   }
   const nlohmann::json index = nlohmann::json::parse(read_file(index_path), nullptr, false);
@@ -224,14 +194,14 @@ void read_model_tensors(const std::filesystem::path& dir,
   for (const auto& [shard, names] : shards) {
     const std::filesystem::path path = dir / shard;
     if (!std::filesystem::exists(path))
-      fail_data(path.string() + " is missing, " + kIndex + " names it for " + *names.begin());
+      fail_data(path.string() + " is missing, " + kShardIndex + " names it for " + *names.begin());
     const SafetensorsFile file(path);
     for (const std::string& name : names) {
       if (!file.contains(name))
-        fail_data(path.string() + " lacks tensor " + name + ", which " + kIndex + " says is there");
+        fail_data(path.string() + " lacks tensor " + name + ", which " + kShardIndex + " says is there");
     }
     for (const std::string& name : file.names()) {
-      if (names.count(name) == 0) fail_data(path.string() + ": tensor " + name + " is not in " + kIndex);
+      if (names.count(name) == 0) fail_data(path.string() + ": tensor " + name + " is not in " + kShardIndex);
       visit(name, file.tensor(name), path.string());
     }
   }

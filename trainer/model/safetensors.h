@@ -34,10 +34,29 @@ class SafetensorsFile final {
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
+// What a file holds.
+struct TensorFile {
+  std::string name;  // in its folder
+  NamedTensors tensors;
+  std::map<std::string, std::string> metadata;
+
+  std::string header() const;  // all bytes before the first tensor's; the tensors' follow one another
+  int64_t tensor_bytes() const;
+};
+
 // Writes one file: header, then tensors in the order given, streamed; temporary name, fsync, rename. Tensors may be on
 // any device and need not be contiguous.
 void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,
                        const std::map<std::string, std::string>& metadata = {});
+
+// The files that write_sharded would write without a dtype, and the text of the index; no text: one file needs none.
+struct ShardPlan {
+  std::vector<TensorFile> files;
+  std::string index;
+};
+ShardPlan plan_shards(const NamedTensors& tensors, int64_t max_shard_bytes,
+                      std::optional<at::ScalarType> dtype = std::nullopt);
+inline constexpr const char* kShardIndex = "model.safetensors.index.json";
 
 // dir/model.safetensors, or shards of at most max_shard_bytes with model.safetensors.index.json.
 // Converts to `dtype` when given, one shard at a time. The last file written makes the folder readable.

@@ -12,7 +12,7 @@
 #include "trainer/ops/parallel.h"
 #include "trainer/ops/shared_keys.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/attention.h"
+#include "trainer/ops/cuda/attention/attention.h"
 #endif
 
 namespace trireme {

@@ -1,7 +1,7 @@
 #include "trainer/ops/device_state.h"
 
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/row_ops.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
 #endif
 
 namespace trireme {

@@ -3,7 +3,7 @@
 
 #include "trainer/ops/checks.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/row_ops.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
 #endif
 #include "trainer/ops/ops.h"
 

@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -9,8 +10,9 @@
 #include "base/log.h"
 #include "trainer/ops/checks.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/linear.h"
-#include "trainer/ops/cuda/row_ops.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
+#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda/vocabulary/vocabulary.h"
 #endif
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/linear.h"
@@ -160,38 +162,67 @@ void set_linear_mode(LinearMode mode) { current_mode = mode; }
 
 namespace {
 
-bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device) {
+constexpr int64_t kBaseRows = 4096;  // CUDA: rows that the others repeat
+
+// Numbers of mixed size: another order of additions shows in the last bits.
+at::Tensor mixed_numbers(int64_t rows, int64_t columns, double step, at::ScalarType dtype, at::Device device) {
+  return at::arange(rows * columns, at::TensorOptions().dtype(at::kDouble).device(device))
+      .mul_(step)
+      .sin_()
+      .mul_(3.0)
+      .to(dtype)
+      .view({rows, columns});
+}
+
+#ifdef TRIREME_CUDA
+// Calls of more rows than `whole` has, over its rows x again and again: the library chooses a kernel by their number.
+bool many_rows_are_exact(const LinearShape& shape, const at::Tensor& x, const at::Tensor& weight,
+                         const at::Tensor& bias, const at::Tensor& whole, int64_t most_rows) {
+  if (shape.head) most_rows = cuda::vocabulary_chunk_rows(most_rows, shape.out);
+  const int64_t base = x.size(0);
+  if (most_rows <= base) return true;
+  const at::Tensor repeated = x.repeat({(most_rows + base - 1) / base, 1});
+  for (const int64_t count : {most_rows, most_rows - 1, most_rows / 8 * 7 + 3, most_rows / 4 * 3, most_rows / 2 + 1}) {
+    if (count <= base) continue;
+    at::Tensor y = linear_forward(repeated.narrow(0, 0, count), weight, bias);
+    if (shape.gate_up) y = cuda::swiglu_halves(y);
+    for (int64_t from = 0; from < count; from += base) {
+      const int64_t part = std::min(base, count - from);
+      if (!same_bits(y.narrow(0, from, part), whole.narrow(0, 0, part))) return false;
+    }
+  }
+  return true;
+}
+#endif
+
+bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device,
+                    [[maybe_unused]] int64_t most_rows) {
   const at::NoGradGuard no_grad;
   const bool cpu = device.is_cpu();
-  const int64_t rows = cpu ? 83 : 4096;
+  const int64_t rows = cpu ? 83 : kBaseRows;
   const std::vector<int64_t> counts =
       cpu ? std::vector<int64_t>{1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 48, 64, 65}
           : std::vector<int64_t>{1,   5,   16,  17,  32,  48,  64,  80,   96,   128, 160,
                                  192, 224, 256, 288, 320, 448, 512, 1000, 2048, 3333};
   for (const LinearShape& shape : shapes) {
-    // Numbers of mixed size: another order of additions shows in the last bits.
-    const auto numbers = [&](int64_t count, double step) {
-      return at::arange(count * shape.in, at::TensorOptions().dtype(at::kDouble).device(device))
-          .mul_(step)
-          .sin_()
-          .mul_(3.0)
-          .to(dtype)
-          .view({count, shape.in});
-    };
-    const at::Tensor x = numbers(rows, 0.7311);
-    const at::Tensor weight = numbers(shape.out, 0.4177);
-    at::Tensor whole = linear_forward(x, weight, {});
+    const at::Tensor x = mixed_numbers(rows, shape.in, 0.7311, dtype, device);
+    // A head is multiplied with the rows that fill up eight (cuda/vocabulary.cpp).
+    const int64_t out = !cpu && shape.head ? (shape.out + 7) / 8 * 8 : shape.out;
+    const at::Tensor weight = mixed_numbers(out, shape.in, 0.4177, dtype, device);
+    const at::Tensor bias = shape.bias ? mixed_numbers(1, shape.out, 0.2719, dtype, device).view({-1}) : at::Tensor();
+    at::Tensor whole = linear_forward(x, weight, bias);
     std::function<at::Tensor(const at::Tensor&)> part = [&](const at::Tensor& some) {
-      return linear_forward(some, weight, {});
+      return linear_forward(some, weight, bias);
     };
 #ifdef TRIREME_CUDA
-    // The kernels of decoding on the whole device are chosen here, and checked.
-    std::optional<cuda::DecodeScope> decoding;
-    if (!cpu) decoding.emplace();
     if (!cpu && shape.gate_up) {
       whole = cuda::swiglu_halves(whole);
       part = [&](const at::Tensor& some) { return cuda::gate_up_swiglu(some, weight); };
     }
+    if (!cpu && !many_rows_are_exact(shape, x, weight, bias, whole, most_rows)) return false;
+    // The kernels of decoding on the whole device are chosen here, and checked.
+    std::optional<cuda::DecodeScope> decoding;
+    if (!cpu) decoding.emplace();
 #endif
     for (const int64_t count : counts) {
       for (const int64_t from : {int64_t{0}, int64_t{1}, rows - count}) {
@@ -205,13 +236,14 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
 
 }  // namespace
 
-bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device) {
-  if (rows_are_exact(shapes, dtype, device)) return true;
+bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device,
+                           int64_t most_rows) {
+  if (rows_are_exact(shapes, dtype, device, most_rows)) return true;
 #ifdef TRIREME_CUDA
   // Is it one of our kernels that has other bits than the library? Then do without it.
   if (const int64_t limit = cuda::own_rows_limit(); device.is_cuda() && limit != 0) {
     cuda::set_own_rows_limit(0);
-    if (rows_are_exact(shapes, dtype, device)) {
+    if (rows_are_exact(shapes, dtype, device, most_rows)) {
       log_warn("ops",
                "our kernels for products of few rows have other bits than cublasLt on this machine; cublasLt computes "
                "everything (slower decoding)");

@@ -35,12 +35,16 @@ struct LinearShape {
   int64_t in = 0;
   int64_t out = 0;
   bool gate_up = false;  // decoding computes it with the activation (gate_up_swiglu)
+  bool bias = false;
+  bool head = false;  // of the vocabulary: its rows are computed in chunks
 };
 // Start-up self-test: compares the bits of rows computed in batches of many sizes and places with those of one big
 // batch, in the current mode, for these weight shapes. About 10 ms a small shape; on CUDA decoding's choice of kernels
 // for each number of rows is made here, which takes seconds. Where only our kernels for decoding have other bits than
-// the library there, they are switched off, the log says so, and the answer is yes.
-bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device = at::kCPU);
+// the library there, they are switched off, the log says so, and the answer is yes. `most_rows`: of a micro-batch or a
+// prefill; on CUDA, where the library takes other kernels for more rows, calls of up to so many are compared as well.
+bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device = at::kCPU,
+                           int64_t most_rows = 0);
 // Runs the self-test; where the library fails it, switches to kRows and says so in the log. Returns the mode in force.
 LinearMode choose_linear_mode(const std::vector<LinearShape>& shapes, at::ScalarType dtype);
 
@@ -59,15 +63,22 @@ at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids);
 struct RopeOptions {
   int64_t head_dim = 0;
   double theta = 10000.0;
-  // Linear scaling: positions divided by factor. Llama 3 scaling: see "The Llama 3 Herd of Models" (rope_type llama3).
-  enum class Scaling { kNone, kLinear, kLlama3 } scaling = Scaling::kNone;
+  // Linear: positions divided by factor. Llama 3: "The Llama 3 Herd of Models" (rope_type llama3). YaRN: Peng et al.
+  // 2023. Dynamic: rotations change with the length of the sequence beyond original_max_position, which no row-exact
+  // forward can follow: there is none beyond it, and up to it nothing is scaled.
+  enum class Scaling { kNone, kLinear, kLlama3, kYarn, kDynamic } scaling = Scaling::kNone;
   double factor = 1.0;
-  double low_freq_factor = 1.0;
+  double low_freq_factor = 1.0;  // Llama 3
   double high_freq_factor = 4.0;
   int64_t original_max_position = 8192;
+  double beta_fast = 32.0;  // YaRN: rotations over the original length from which nothing is interpolated, and up to
+  double beta_slow = 1.0;   // which everything is
+  bool truncate = true;     // YaRN: the pairs of elements these stand for are rounded outwards
+  double attention_factor = 1.0;  // YaRN: cos and sin are multiplied by it
 };
 // cos in [..., 0, :] and sin in [..., 1, :]: [positions.size(0), 2, head_dim / 2] float32 (float64 when asked),
-// computed element by element so that a position always has the same bits.
+// computed element by element so that a position always has the same bits. With dynamic scaling a position from
+// original_max_position on is an error.
 at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, at::ScalarType dtype = at::kFloat);
 // x [tokens, heads, head_dim], halves rotated (Hugging Face's layout), table from rope_table.
 at::Tensor rope(const at::Tensor& x, const at::Tensor& table);
@@ -133,6 +144,9 @@ struct CachePlan {
   // CUDA: every run has one new token; item i is run i, tile 0. There may be fewer runs than tokens: the others are
   // padding, whose rows of the result are undefined.
   bool decode = false;
+  // CUDA decode: keys of the longest run and of all of them, by which the kernel is chosen; 0: not known. No bit
+  // depends on them.
+  int64_t longest_keys = 0, total_keys = 0;
 };
 // Fills the device arrays for `device` (nothing to do on CPU). `group`: query heads per key head.
 CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);

@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "base/log.h"
-#include "trainer/ops/processors.h"
+#include "trainer/ops/sms.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/green.h"
+#include "trainer/ops/cuda/device/green.h"
 #endif
 
 namespace trireme {
@@ -18,23 +18,23 @@ thread_local int lane = 0;
 
 }  // namespace
 
-int processor_limit() { return limit; }
+int sm_limit() { return limit; }
 int work_lane() { return lane; }
 
-std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_processors) {
-  if (!device.is_cuda() || background_processors <= 0) return nullptr;
+std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_sms) {
+  if (!device.is_cuda() || background_sms <= 0) return nullptr;
 #ifdef TRIREME_CUDA
   static std::mutex mutex;
   static std::map<std::pair<int, int64_t>, std::shared_ptr<const DevicePartition>> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto [at, fresh] = known.try_emplace({device.index(), background_processors});
+  const auto [at, fresh] = known.try_emplace({device.index(), background_sms});
   if (!fresh) return at->second;
   std::string problem;
-  at->second = cuda::split_processors(device, background_processors, &problem);
+  at->second = cuda::split_sms(device, background_sms, &problem);
   if (at->second == nullptr)
-    log_warn("device", "the processors cannot be divided (" + problem +
+    log_warn("device", "the SMs cannot be divided (" + problem +
                            "): reference log-probs are computed after generation; policy.generation."
-                           "background_processors=0 asks for that");
+                           "background_sms=0 asks for that");
   return at->second;
 #else
   return nullptr;
@@ -45,7 +45,7 @@ PartitionScope::PartitionScope(const DevicePartition& partition, Part part)
     : stream_(part == Part::kForeground ? partition.foreground : partition.background),
       limit_before_(limit),
       lane_before_(lane) {
-  limit = part == Part::kForeground ? partition.foreground_processors : partition.background_processors;
+  limit = part == Part::kForeground ? partition.foreground_sms : partition.background_sms;
   lane = part == Part::kForeground ? 0 : 1;
 }
 

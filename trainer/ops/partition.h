@@ -1,4 +1,4 @@
-// A device in two parts that compute at the same time without sharing multiprocessors (CUDA's green contexts): the
+// A device in two parts that compute at the same time without sharing SMs (CUDA's green contexts): the
 // foreground waits for one small kernel after another, the background has large products.
 //
 // Why: kernels of two ordinary streams share every multiprocessor, and each of a decode step's hundreds of short
@@ -16,15 +16,15 @@ namespace trireme {
 
 struct DevicePartition {
   c10::Stream foreground, background;
-  int foreground_processors = 0, background_processors = 0;
+  int foreground_sms = 0, background_sms = 0;
 };
 
-// About `background_processors` multiprocessors for the background, at most half of them; the driver deals them out in
+// About `background_sms` SMs for the background, at most half of them; the driver deals them out in
 // eights. Made once for each device and number, and kept until the process ends, as their streams
 // are. Null with a warning where the driver cannot, and on a CPU.
-std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_processors);
+std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_sms);
 
-// While one lives, what this thread launches runs in a part: on its stream, with kernels cut for its processors.
+// While one lives, what this thread launches runs in a part: on its stream, with kernels cut for its SMs.
 class PartitionScope final {
  public:
   enum class Part { kForeground, kBackground };

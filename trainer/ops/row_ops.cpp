@@ -4,15 +4,15 @@
 
 #include <cmath>
 #include <cstring>
-#include <numbers>
 
 #include "trainer/ops/checks.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/row_ops.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
 #endif
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
+#include "trainer/ops/rope_frequencies.h"
 
 namespace trireme {
 namespace {
@@ -222,30 +222,6 @@ class RopeFunction final : public torch::autograd::Function<RopeFunction> {
   }
 };
 
-// Rotations per position of each pair of elements, rounded to float32 where Hugging Face's code does.
-std::vector<float> inverse_frequencies(const RopeOptions& options) {
-  std::vector<float> frequencies;
-  for (int64_t i = 0; i < options.head_dim / 2; ++i) {
-    const float exponent = static_cast<float>(2 * i) / static_cast<float>(options.head_dim);
-    const float power = static_cast<float>(std::pow(options.theta, static_cast<double>(exponent)));
-    float frequency = 1.0f / power;
-    if (options.scaling == RopeOptions::Scaling::kLinear) frequency /= static_cast<float>(options.factor);
-    if (options.scaling == RopeOptions::Scaling::kLlama3) {
-      const double wavelength = 2.0 * std::numbers::pi / frequency;
-      const double original = static_cast<double>(options.original_max_position);
-      if (wavelength > original / options.low_freq_factor) {
-        frequency = static_cast<float>(frequency / options.factor);
-      } else if (wavelength >= original / options.high_freq_factor) {
-        const double smooth =
-            (original / wavelength - options.low_freq_factor) / (options.high_freq_factor - options.low_freq_factor);
-        frequency = static_cast<float>((1.0 - smooth) * frequency / options.factor + smooth * frequency);
-      }
-    }
-    frequencies.push_back(frequency);
-  }
-  return frequencies;
-}
-
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
@@ -287,7 +263,14 @@ at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, a
                 "rope_table: positions [tokens] int64 expected");
   const at::Tensor host = positions.to(at::kCPU).contiguous();
   const int64_t tokens = host.size(0), half = options.head_dim / 2;
-  const std::vector<float> frequencies = inverse_frequencies(options);
+  if (options.scaling == RopeOptions::Scaling::kDynamic && tokens > 0 &&
+      host.max().item<int64_t>() >= options.original_max_position) {
+    fail_user("dynamic rope scaling: position " + std::to_string(host.max().item<int64_t>()) + " lies beyond the " +
+              std::to_string(options.original_max_position) +
+              " positions of the model, where every token's rotation would change with the length of its sequence; "
+              "keep sequences within them, or use yarn or linear scaling");
+  }
+  const std::vector<float> frequencies = rope_frequencies(options);
   at::Tensor table = at::empty({tokens, 2, half}, at::TensorOptions().dtype(dtype));
   const auto fill = [&](auto* out) {
     const int64_t* position = host.const_data_ptr<int64_t>();
@@ -295,8 +278,8 @@ at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, a
       for (int64_t i = 0; i < half; ++i) {
         const double angle = static_cast<float>(position[t]) * frequencies[static_cast<size_t>(i)];
         using T = std::remove_pointer_t<decltype(out)>;
-        out[t * 2 * half + i] = static_cast<T>(std::cos(angle));
-        out[t * 2 * half + half + i] = static_cast<T>(std::sin(angle));
+        out[t * 2 * half + i] = static_cast<T>(std::cos(angle) * options.attention_factor);
+        out[t * 2 * half + half + i] = static_cast<T>(std::sin(angle) * options.attention_factor);
       }
     }
   };

@@ -11,7 +11,7 @@
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cpu_kernels.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/vocabulary.h"
+#include "trainer/ops/cuda/vocabulary/vocabulary.h"
 #endif
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"

@@ -171,6 +171,7 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   result.grad_norm = std::sqrt(squares);
   if (max_grad_norm > 0) result.clip_factor = std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6));
 
+  if (before_update) before_update();
   ++steps_done_;
   Factors factors;
   factors.learning_rate = learning_rate;
@@ -353,22 +354,27 @@ void DistributedAdamW::update_on_device(const Factors&) { fail_internal("this bu
 #endif
 
 namespace {
-std::filesystem::path part_file(const std::filesystem::path& dir, int rank) {
+std::string part_name(int rank) {
   std::string digits = std::to_string(rank);
   digits.insert(0, digits.size() < 5 ? 5 - digits.size() : 0, '0');
-  return dir / ("rank_" + digits + ".safetensors");
+  return "rank_" + digits + ".safetensors";
 }
 }  // namespace
 
-void DistributedAdamW::save(const std::filesystem::path& dir) const {
+TensorFile DistributedAdamW::saved() const {
   nlohmann::json segments = nlohmann::json::array();
   for (const Slice& slice : slices_) segments.push_back({slice.begin, slice.size, slice.at});
-  write_safetensors(part_file(dir, group_.rank()),
-                    {{"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}},
-                    {{"segments", segments.dump()},
-                     {"ranks", std::to_string(group_.size())},
-                     {"elements", std::to_string(elements_)},
-                     {"steps_done", std::to_string(steps_done_)}});
+  return {part_name(group_.rank()),
+          {{"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}},
+          {{"segments", segments.dump()},
+           {"ranks", std::to_string(group_.size())},
+           {"elements", std::to_string(elements_)},
+           {"steps_done", std::to_string(steps_done_)}}};
+}
+
+void DistributedAdamW::save(const std::filesystem::path& dir) const {
+  const TensorFile file = saved();
+  write_safetensors(dir / file.name, file.tensors, file.metadata);
 }
 
 void DistributedAdamW::load(const std::filesystem::path& dir) {
@@ -376,7 +382,7 @@ void DistributedAdamW::load(const std::filesystem::path& dir) {
   int ranks = 1;
   int64_t covered = 0;
   for (int saved = 0; saved < ranks; ++saved) {
-    const std::filesystem::path path = part_file(dir, saved);
+    const std::filesystem::path path = dir / part_name(saved);
     const SafetensorsFile file(path);
     const auto& metadata = file.header().metadata;
     try {

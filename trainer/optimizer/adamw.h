@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <vector>
 
 #include "trainer/model/model.h"
+#include "trainer/model/safetensors.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
@@ -57,7 +59,13 @@ class DistributedAdamW final {
   int64_t steps_done() const { return steps_done_; }
   void set_steps_done(int64_t steps) { steps_done_ = steps; }
 
-  // This rank's part as dir/rank_00000.safetensors (crash-safe write).
+  // Called in step() before anything that saved() or the weights hold is written: whoever reads them beside the
+  // training thread is waited for there. May be empty; what it throws, step() throws, with nothing changed.
+  std::function<void()> before_update;
+
+  // This rank's part, rank_00000.safetensors: views of the live state, valid until the next step().
+  TensorFile saved() const;
+  // Writes it into the folder (crash-safe).
   void save(const std::filesystem::path& dir) const;
   // Reads what any number of ranks have saved and takes this rank's part. Throws Error(kData) when parts are missing.
   void load(const std::filesystem::path& dir);

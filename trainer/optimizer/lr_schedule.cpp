@@ -63,20 +63,20 @@ double megatron_rate(const MegatronSchedulerConfig& s, double peak, double floor
 
 }  // namespace
 
-double learning_rate(const Config& config, int64_t optimizer_steps_done) {
+double learning_rate(const Config& config, int64_t steps_done) {
   const AdamSettings adam = adam_settings(config);
   if (config.policy.megatron_cfg.enabled) {
-    return megatron_rate(config.policy.megatron_cfg.scheduler, adam.lr, adam.min_lr, optimizer_steps_done);
+    return megatron_rate(config.policy.megatron_cfg.scheduler, adam.lr, adam.min_lr, steps_done);
   }
-  return torch_rate(config.policy.scheduler, adam.lr, optimizer_steps_done);
+  return torch_rate(config.policy.scheduler, adam.lr, steps_done);
 }
 
-double weight_decay(const Config& config, int64_t optimizer_steps_done) {
+double weight_decay(const Config& config, int64_t steps_done) {
   const AdamSettings adam = adam_settings(config);
   if (!config.policy.megatron_cfg.enabled) return adam.weight_decay;
   const MegatronSchedulerConfig& s = config.policy.megatron_cfg.scheduler;
   if (s.weight_decay_incr_style == "constant" || s.lr_decay_iters <= 0) return s.end_weight_decay;
-  const double share = std::min(1.0, static_cast<double>(optimizer_steps_done) / static_cast<double>(s.lr_decay_iters));
+  const double share = std::min(1.0, static_cast<double>(steps_done) / static_cast<double>(s.lr_decay_iters));
   const double coefficient =
       s.weight_decay_incr_style == "linear" ? share : 0.5 * (std::cos(std::numbers::pi * (1 - share)) + 1);
   return s.start_weight_decay + coefficient * (s.end_weight_decay - s.start_weight_decay);

@@ -8,17 +8,7 @@ ParallelContext::ParallelContext() : data_parallel_(std::make_unique<Communicato
 
 ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
     : layout_(layout), rendezvous_(rendezvous) {
-  const auto refuse = [](const char* what, int64_t size) {
-    if (size > 1) {
-      fail_user(std::string(what) + " parallel size " + std::to_string(size) +
-                " is not supported by this version of the trainer; only data parallel may be above 1");
-    }
-  };
-  refuse("tensor", layout.tp);
-  refuse("context", layout.cp);
-  refuse("expert", layout.ep);
-  refuse("pipeline", layout.pp);
-  refuse("expert tensor", layout.etp);
+  if (const std::vector<std::string> refused = unsupported_splits(layout); !refused.empty()) fail_user(refused.front());
   LayoutCheck check;
   check.world = rendezvous.world_size;
   const LayoutReport report = check_layout(layout, check);

@@ -11,6 +11,14 @@
 
 namespace trireme {
 
+void require_hopper(const std::string& name, int major, int minor) {
+  if (major == 9 && minor == 0) return;
+  fail_user("this machine's GPU is a " + name + " (compute capability " + std::to_string(major) + "." +
+            std::to_string(minor) +
+            "); the kernels are for Hopper (9.0: H100, H200, GH200). Use one of these, or the "
+            "CPU (cluster.device=cpu, --device cpu)");
+}
+
 at::Device choose_device(const std::string& setting, int local_rank) {
   if (setting == "cpu") return at::kCPU;
   TRIREME_CHECK(setting == "cuda" || setting == "auto", "unknown device " + setting);
@@ -22,6 +30,9 @@ at::Device choose_device(const std::string& setting, int local_rank) {
     fail_user("local rank " + std::to_string(local_rank) + " has no GPU: this machine shows " + std::to_string(count) +
               "; start at most that many ranks on it (trireme launch --nproc-per-node)");
   }
+  cudaDeviceProp properties{};
+  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, local_rank));
+  require_hopper(properties.name, properties.major, properties.minor);
   // Micro-batches differ in size: without this, freed blocks of one size cannot serve another.
   c10::CachingAllocator::setAllocatorSettings("expandable_segments:True");
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(local_rank));

@@ -8,8 +8,13 @@
 namespace trireme {
 
 // `setting`: "cpu", "cuda" or "auto" (CUDA where this build and this machine have it). On CUDA local rank i takes GPU i
-// and makes it the process's current device. Throws Error(kUser) that says what is missing.
+// and makes it the process's current device. Throws Error(kUser) that says what is missing; a GPU without kernels here
+// is refused by its name, under "auto" too.
 at::Device choose_device(const std::string& setting, int local_rank);
+
+// The kernels are for compute capability 9.0 (H100, H200, GH200: any number of SMs, any memory). Throws
+// Error(kUser) that names the GPU and says what else may be done.
+void require_hopper(const std::string& name, int major, int minor);
 
 // Waits until the device has done everything that was queued; nothing on CPU.
 void synchronize(at::Device device);

@@ -5,23 +5,26 @@
 #include <optional>
 #include <set>
 
+#include "trainer/rewards/answer_nodes.h"
 #include "trainer/rewards/answer_units.h"
 #include "trainer/rewards/answer_value.h"
 
 namespace trireme {
 namespace {
 
-constexpr int kSamples = 4;            // sample points of an expression with symbols
-constexpr int64_t kBudget = 200'000;   // node evaluations of one comparison; spent: not the same
-constexpr int kMinDecimals = 4;        // fewest decimals that may stand for a value they only approximate
-constexpr size_t kMaxUnordered = 200;  // longest lists whose order is ignored
+constexpr int kSamples = 4;                  // sample points of an expression with symbols
+constexpr int64_t kBudget = 200'000;         // node evaluations of one comparison; spent: not the same
+constexpr int kMinDecimals = 4;              // fewest decimals that may stand for a value they only approximate
+constexpr long double kMaxRounding = 0.02L;  // relative error of a rounding behind \approx
+constexpr size_t kMaxUnordered = 200;        // longest lists whose order is ignored
 
 bool is_expression(const Node& n) { return n.kind <= NodeKind::kPercent; }
 bool is_tuple(const Node& n) { return n.kind == NodeKind::kGroup && n.text == "()"; }
 
-bool has_symbols(const Node& n) {
+// As the parser's has_symbols, but infinity is one of them: it has no value to compare.
+bool has_unknowns(const Node& n) {
   if (n.kind == NodeKind::kSymbol) return n.text != "pi" && n.text != "e" && n.text != "i";
-  return std::any_of(n.children.begin(), n.children.end(), [](const NodePtr& child) { return has_symbols(*child); });
+  return std::any_of(n.children.begin(), n.children.end(), [](const NodePtr& child) { return has_unknowns(*child); });
 }
 
 // Decimals written in a plain decimal number (or minus one), else nothing.
@@ -45,7 +48,8 @@ class Comparer final {
  public:
   bool same(const Node& a, const Node& b) {
     if (++depth_ > 100 || budget_ <= 0) return false;
-    const bool result = same_any_kind(a, b);
+    const bool result = same_any_kind(a, b) || (a.rounded && is_rounded(a) && same_any_kind(*a.rounded, b)) ||
+                        (b.rounded && is_rounded(b) && same_any_kind(a, *b.rounded));
     --depth_;
     return result;
   }
@@ -65,6 +69,33 @@ class Comparer final {
       return false;
     if (a.kind == NodeKind::kEquation || b.kind == NodeKind::kEquation) return same_equation(a, b);
     return same_structure(a, b) || same_structure(b, a);
+  }
+
+  // Whether what stands behind \approx is a rounding of what stands before it: "1/3 \approx 11" says 1/3 only.
+  bool is_rounded(const Node& n) {
+    const Node& exact = n.kind == NodeKind::kEquation ? *n.children[1] : n;
+    const Node& literal = *n.rounded;
+    const auto places = decimals(literal);
+    if (!places || *places > 17 || !is_expression(exact) || has_unknowns(exact) || exact.percent != literal.percent)
+      return false;
+    const Value value = evaluate(exact, 0), written = evaluate(literal, 0);
+    if (!value.valid || !written.valid || is_zero(written)) return false;
+    const long double half = 0.5L * std::pow(10.0L, -static_cast<long double>(*places));
+    const long double error = std::abs(value.approximate - written.approximate);
+    return error <= half * (1 + 1e-12L) && error <= kMaxRounding * std::abs(value.approximate);
+  }
+
+  // -2x > -6 and the half-line x < 3: the half-line says x - 3 < 0, a positive multiple of the other.
+  bool same_half_line(const Node& relation, const Node& line) {
+    if (line.name.empty() || line.name.find(' ') != std::string::npos || line.children.size() != 2) return false;
+    const bool below = is_infinity(*line.children[0], true), above = is_infinity(*line.children[1], false);
+    if (below == above || relation.text == "n") return false;
+    const Node& bound = *line.children[below ? 1 : 0];
+    const bool open = line.text[below ? 1 : 0] == (below ? ')' : '(');
+    if (open != (relation.text == "<")) return false;
+    NodePtr variable = make(NodeKind::kSymbol, line.name), limit = with_sign(bound, true);
+    if (!below) std::swap(variable, limit);
+    return proportional(relation, *make(NodeKind::kRelation, std::move(variable), std::move(limit)), true);
   }
 
   // y and f(x) are the same kind of name; x and y are not.
@@ -87,7 +118,7 @@ class Comparer final {
 
   // left - right of one is a constant (positive, for relations) multiple of the other's.
   bool proportional(const Node& a, const Node& b, bool positive) {
-    if (!has_symbols(a) && !has_symbols(b)) return false;
+    if (!has_unknowns(a) && !has_unknowns(b)) return false;
     for (const Node* n : {&a, &b}) {
       if (!is_expression(*n->children[0]) || !is_expression(*n->children[1])) return false;
     }
@@ -122,7 +153,7 @@ class Comparer final {
 
   // a / divide_a == b / divide_b as functions of their symbols.
   bool same_expression(const Node& a, const Node& b, int64_t divide_a, int64_t divide_b) {
-    const int samples = has_symbols(a) || has_symbols(b) ? kSamples : 1;
+    const int samples = has_unknowns(a) || has_unknowns(b) ? kSamples : 1;
     int compared = 0;
     for (int sample = 0; sample < samples; ++sample) {
       const Value va = divide(evaluate(a, sample), integer_value(divide_a));
@@ -237,7 +268,8 @@ class Comparer final {
     }
     switch (a.kind) {
       case NodeKind::kList:
-        if (b.kind == NodeKind::kList) return same_unordered(items(a), items(b), true);
+        // A point named twice is still one solution; a number named twice may be a double root.
+        if (b.kind == NodeKind::kList) return same_unordered(items(a), items(b), !all_tuples(a) || !all_tuples(b));
         if (b.kind == NodeKind::kSet) return same_unordered(items(a), items(b), false);
         if (b.kind == NodeKind::kUnion) return same_unordered(items(a), items(b), true);
         if (is_tuple(b) || (b.kind == NodeKind::kGroup && b.text == "[]" && b.children.size() != 2))
@@ -245,6 +277,7 @@ class Comparer final {
         return false;
       case NodeKind::kSet:
         if (b.kind == NodeKind::kSet) return same_unordered(items(a), items(b), false);
+        if (a.text == "{}" && is_tuple(b)) return same_ordered(items(a), items(b));
         return a.children.size() == 1 && b.kind != NodeKind::kList && same(*a.children[0], b);
       case NodeKind::kGroup:
         return b.kind == NodeKind::kGroup && a.text == b.text && same_ordered(items(a), items(b));
@@ -258,6 +291,7 @@ class Comparer final {
       case NodeKind::kMatrix:
         return same_matrix(a, b);
       case NodeKind::kRelation:
+        if (b.kind == NodeKind::kGroup) return same_half_line(a, b);
         if (b.kind != NodeKind::kRelation || a.text != b.text) return false;
         return same_ordered(items(a), items(b)) || proportional(a, b, a.text != "n");
       case NodeKind::kText: {
@@ -268,6 +302,10 @@ class Comparer final {
       default:
         return false;
     }
+  }
+
+  static bool all_tuples(const Node& list) {
+    return std::all_of(list.children.begin(), list.children.end(), [](const NodePtr& n) { return is_tuple(*n); });
   }
 
   // "y = 2, x = 1" as a point: the values in the order of the names, when each has one of its own.
@@ -318,7 +356,7 @@ class Comparer final {
       return same_value(divide(evaluate(*a.children[0], 0), evaluate(*a.children[1], 0)), evaluate(b, 0));
     }
     if (a.children.size() != b.children.size()) return false;
-    const int samples = has_symbols(a) || has_symbols(b) ? kSamples : 1;
+    const int samples = has_unknowns(a) || has_unknowns(b) ? kSamples : 1;
     for (int sample = 0; sample < samples; ++sample) {
       const Value a0 = evaluate(*a.children[0], sample), b0 = evaluate(*b.children[0], sample);
       for (size_t k = 1; k < a.children.size(); ++k) {

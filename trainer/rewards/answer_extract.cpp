@@ -1,15 +1,21 @@
 // Finds the final answer in a response.
 #include <algorithm>
 #include <array>
+#include <vector>
 
 #include "base/text.h"
+#include "trainer/rewards/answer_closing.h"
 #include "trainer/rewards/answer_lexer.h"
 #include "trainer/rewards/math.h"
 
 namespace trireme {
 namespace {
 
-constexpr int kMaxOpenBoxes = 32;  // boxes without an end looked at; each is a scan of the rest
+constexpr int kMaxOpenBoxes = 32;         // boxes without an end looked at; each is a scan of the rest
+constexpr size_t kMaxBoxGap = 80;         // bytes between two boxes of one answer
+constexpr size_t kMaxJoinedBoxes = 32;    // boxes of one answer
+constexpr size_t kMaxJoinedBytes = 2048;  // how far before a box its neighbour is looked for
+constexpr size_t kMaxWholeAnswer = 200;   // a response of one line and no more may be the answer itself
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
@@ -20,8 +26,15 @@ std::string_view after_thinking(std::string_view text) {
   return end == std::string_view::npos ? text : text.substr(end + 8);
 }
 
-// The last complete \boxed{...} (or \fbox{...}, or "\boxed 5"); a box cut off by the length limit does not count.
-std::optional<std::string> boxed(std::string_view text) {
+struct Box {
+  size_t begin = 0, end = 0;
+  std::string text;
+};
+
+// The last complete \boxed{...} (or \fbox{...}, or "\boxed 5") that ends by `limit`; a box cut off by the length limit
+// does not count.
+std::optional<Box> box_before(std::string_view whole, size_t end_limit) {
+  const std::string_view text = whole.substr(0, end_limit);
   size_t limit = std::string_view::npos;
   for (int tries = 0; tries < kMaxOpenBoxes; ++tries) {
     const size_t box = text.rfind("\\boxed", limit), frame = text.rfind("\\fbox", limit);
@@ -32,16 +45,87 @@ std::optional<std::string> boxed(std::string_view text) {
     while (open < text.size() && text[open] == ' ') ++open;
     if (open < text.size() && text[open] == '{') {
       const size_t close = matching_brace(text, open);
-      if (close != std::string_view::npos) return std::string(trim(text.substr(open + 1, close - open - 1)));
+      if (close != std::string_view::npos)
+        return Box{at, close + 1, std::string(trim(text.substr(open + 1, close - open - 1)))};
     } else if (open < text.size() && open > at + (is_box ? 6 : 5)) {
       size_t end = open;
       while (end < text.size() && text[end] != ' ' && text[end] != '$' && text[end] != '\n') ++end;
-      if (end > open) return std::string(text.substr(open, end - open));
+      if (end > open) return Box{at, end, std::string(text.substr(open, end - open))};
     }
     if (at == 0) return std::nullopt;
     limit = at - 1;
   }
   return std::nullopt;
+}
+
+// Whether what stands between two boxes joins them to one answer: nothing, a comma, "and", "or" with a few words or a
+// name ("x_2 =") around them. Words of reasoning between them make the first a step on the way to the second.
+bool joins_boxes(std::string_view gap) {
+  static constexpr std::array<std::string_view, 22> reasoning = {
+      "so",  "thus", "hence", "therefore", "then", "since", "because", "gives", "which",   "implies",  "where",
+      "but", "not",  "is",    "are",       "now",  "we",    "finally", "next",  "correct", "actually", "instead"};
+  static constexpr std::array<std::string_view, 14> markup = {"text",  "textbf", "textrm", "mathrm", "quad",
+                                                              "qquad", "left",   "right",  "mbox",   "ldots",
+                                                              "dots",  "cdots",  "hspace", "space"};
+  if (gap.size() > kMaxBoxGap) return false;
+  gap = trim(gap);
+  if (ends_with(gap, "=")) {  // the name of the next box
+    gap = trim(gap.substr(0, gap.size() - 1));
+    while (!gap.empty() && (is_digit(gap.back()) || gap.back() == '_' || gap.back() == '{' || gap.back() == '}'))
+      gap.remove_suffix(1);
+    if (gap.empty() || !is_letter(gap.back()) || (gap.size() > 1 && is_letter(gap[gap.size() - 2]))) return false;
+    gap.remove_suffix(1);
+  }
+  int words = 0;
+  bool separated = false;
+  for (size_t i = 0; i < gap.size();) {
+    const char c = gap[i];
+    if (c == '\\' || is_letter(c)) {
+      const bool command = c == '\\';
+      const size_t start = i + (command ? 1 : 0);
+      size_t end = start;
+      while (end < gap.size() && is_letter(gap[end])) ++end;
+      const std::string word = to_lower(gap.substr(start, end - start));
+      i = end;
+      if (command) {
+        if (word.empty()) {
+          ++i;  // \, \) and the like
+        } else if (std::find(markup.begin(), markup.end(), word) == markup.end()) {
+          return false;
+        }
+        continue;
+      }
+      if (std::find(reasoning.begin(), reasoning.end(), word) != reasoning.end()) return false;
+      separated = separated || word == "and" || word == "or";
+      if (word != "and" && word != "or") ++words;
+    } else if (c == ',' || c == ';' || c == '&') {
+      separated = true;
+      ++i;
+    } else if (std::string_view(" \n\t${}()[]").find(c) != std::string_view::npos) {
+      ++i;
+    } else {
+      return false;
+    }
+  }
+  return words == 0 || (separated && words <= 4);
+}
+
+// The last box, or the list of the last boxes where they are joined.
+std::optional<Box> boxed(std::string_view text) {
+  const auto last = box_before(text, text.size());
+  if (!last) return std::nullopt;
+  std::vector<std::string> parts = {last->text};
+  size_t begin = last->begin;
+  while (parts.size() < kMaxJoinedBoxes) {
+    const size_t from = begin > kMaxJoinedBytes ? begin - kMaxJoinedBytes : 0;
+    const auto previous = box_before(text.substr(from), begin - from);
+    if (!previous || !joins_boxes(text.substr(from + previous->end, begin - from - previous->end))) break;
+    begin = from + previous->begin;
+    if (std::find(parts.begin(), parts.end(), previous->text) == parts.end()) parts.push_back(previous->text);
+  }
+  Box joined{begin, last->end, ""};
+  for (size_t k = parts.size(); k-- > 0;) joined.text += parts[k] + (k > 0 ? ", " : "");
+  return joined;
 }
 
 std::string_view first_line(std::string_view text) {
@@ -99,69 +183,92 @@ std::optional<std::string> announced(std::string_view text) {
   if (tag != std::string_view::npos) rest = rest.substr(0, tag);
   rest = trim(rest);
   while (!rest.empty() && (rest.front() == ':' || rest.front() == '*' || rest.front() == ' ')) rest.remove_prefix(1);
-  const std::string_view phrase = trim(only_maths(sentence(rest)));
+  const std::string_view said = sentence(rest);
+  if (auto closing = closing_answer(said)) return closing;  // "The largest $n$ is 34"
+  const std::string_view phrase = trim(only_maths(said));
   if (phrase.empty()) return std::nullopt;
   return std::string(phrase);
 }
 
-// The last number with its sign, grouping commas, decimals, fraction and percent sign; a last $...$ that holds it as a
-// whole.
-std::optional<std::string> last_number(std::string_view text) {
+// Brackets, bars or inequality signs and no word; an equation's right side may be read by itself.
+bool is_bare_formula(std::string_view text) {
+  if (text.find_first_of("([|<>") == std::string_view::npos || text.find('=') != std::string_view::npos) return false;
+  size_t letters = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    letters = is_letter(text[i]) ? letters + 1 : text[i] == '\\' ? kMaxWholeAnswer : 0;
+    if (letters >= 3 && letters < kMaxWholeAnswer) return false;
+    if (letters > kMaxWholeAnswer) letters = kMaxWholeAnswer;  // a command's name
+  }
+  return true;
+}
+
+// What stands behind the last '=' of the last formula, when that holds the last number.
+std::optional<std::string> last_right_side(std::string_view text) {
   size_t end = text.size();
   while (end > 0 && !is_digit(text[end - 1])) --end;
   if (end == 0) return std::nullopt;
-  // Inside the last formula: what stands behind its last '='.
   const size_t close = text.find('$', end);
-  if (close != std::string_view::npos && close > 0) {
-    const size_t open = text.rfind('$', end - 1);
-    const bool balanced = std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(close), '$') % 2 == 1;
-    if (open != std::string_view::npos && balanced && text.find('$', close + 1) == std::string_view::npos) {
-      std::string_view formula = text.substr(open + 1, close - open - 1);
-      const size_t equals = formula.rfind('=');
-      if (equals != std::string_view::npos) formula = formula.substr(equals + 1);
-      if (!trim(formula).empty()) return std::string(trim(formula));
-    }
-  }
-  size_t start = end;
-  const auto number_start = [&](size_t from) {
-    size_t s = from;
-    while (s > 0) {
-      const char c = text[s - 1];
-      const bool grouping =
-          (c == ',' || c == '.') && s < text.size() && is_digit(text[s]) && s >= 2 && is_digit(text[s - 2]);
-      const bool leading_dot = c == '.' && s < text.size() && is_digit(text[s]) && (s < 2 || !is_digit(text[s - 2]));
-      if (!is_digit(c) && !grouping && !leading_dot) break;
-      --s;
-    }
-    return s;
-  };
-  start = number_start(end);
-  if (start > 1 && text[start - 1] == '/' && is_digit(text[start - 2])) start = number_start(start - 1);
-  std::string number(text.substr(start, end - start));
-  if (number.find("..") != std::string::npos) number = number.substr(number.rfind("..") + 2);
-  size_t before = start;
-  if (before > 0 && text[before - 1] == '$') --before;
-  const bool minus =
-      before > 0 && text[before - 1] == '-' &&
-      (before < 2 || !(is_digit(text[before - 2]) || is_letter(text[before - 2]) || text[before - 2] == ')'));
-  if (minus) number = "-" + number;
-  if (end < text.size() && text[end] == '%') number += "%";
-  if (end + 1 < text.size() && text[end] == '\\' && text[end + 1] == '%') number += "%";
-  return number;
+  if (close == std::string_view::npos || close == 0) return std::nullopt;
+  const size_t open = text.rfind('$', end - 1);
+  const bool balanced = std::count(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(close), '$') % 2 == 1;
+  if (open == std::string_view::npos || !balanced || text.find('$', close + 1) != std::string_view::npos)
+    return std::nullopt;
+  std::string_view formula = text.substr(open + 1, close - open - 1);
+  const size_t equals = formula.rfind('=');
+  const bool relation = equals != std::string_view::npos && equals > 0 &&
+                        (formula[equals - 1] == '<' || formula[equals - 1] == '>' || formula[equals - 1] == '!');
+  if (equals != std::string_view::npos && !relation) formula = formula.substr(equals + 1);
+  if (trim(formula).empty()) return std::nullopt;
+  return std::string(trim(formula));
 }
 
 }  // namespace
 
 std::optional<std::string> extract_marked_answer(std::string_view response) {
-  const std::string_view text = after_thinking(response);
-  if (auto found = boxed(text)) return found;
+  const std::string_view text = without_farewell(after_thinking(response));
+  const auto box = boxed(text);
+  if (box) {
+    // "Final Answer: ..." behind the box is the later word.
+    const std::string_view rest = text.substr(box->end);
+    const std::string lower = to_lower(rest);
+    const size_t final = lower.rfind("final answer");
+    if (final != std::string::npos) {
+      if (auto found = announced(rest.substr(final))) return found;
+    }
+    return box->text;
+  }
   if (auto found = hashed(text)) return found;
   return announced(text);
 }
 
 std::optional<std::string> extract_answer(std::string_view response) {
-  if (auto found = extract_marked_answer(response)) return found;
-  return last_number(after_thinking(response));
+  const auto found = extract_answers(response);
+  if (found.empty()) return std::nullopt;
+  // Words alone, unmarked, are compared as a whole but are no answer that was found.
+  const std::string& first = found.front();
+  if (first == trim(response) && std::none_of(first.begin(), first.end(), is_digit)) return std::nullopt;
+  return first;
+}
+
+std::vector<std::string> extract_answers(std::string_view response) {
+  if (auto found = extract_marked_answer(response)) return {*found};
+  const std::string_view text = without_farewell(after_thinking(response));
+  std::vector<std::string> found;
+  const auto take = [&](std::optional<std::string> one) {
+    if (one && !one->empty() && std::find(found.begin(), found.end(), *one) == found.end())
+      found.push_back(std::move(*one));
+  };
+  const std::string_view whole = trim(text);
+  const bool short_line = whole.size() <= kMaxWholeAnswer && whole.find('\n') == std::string_view::npos;
+  // "(0,5]" is no number 5: what has signs and no words is read as a whole.
+  if (!short_line || !is_bare_formula(whole)) {
+    take(last_right_side(text));
+    const auto number = last_number(text);
+    if (found.empty() && number) take(number->text);
+    take(closing_formula(text));
+  }
+  if (short_line) take(std::string(whole));
+  return found;
 }
 
 }  // namespace trireme

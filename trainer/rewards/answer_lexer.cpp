@@ -355,7 +355,10 @@ class Lexer final {
            {std::string_view(","), std::string_view("{,}"), std::string_view("\\,"), std::string_view(" ")}) {
         if (starts_with(text.substr(at), s)) {
           size_t length = s.size();
-          if (s == "," && starts_with(text.substr(at), ",\\!")) length = 3;
+          if (s == "," && starts_with(text.substr(at), ",\\!")) {
+            length = 3;
+            while (at + length < text.size() && text[at + length] == ' ') ++length;
+          }
           return length;
         }
       }
@@ -573,6 +576,11 @@ class Lexer final {
     const size_t start = i;
     while (i < text.size() && is_letter(text[i])) ++i;
     std::string name(text.substr(start, i - start));
+    if (starts_with(name, "quad") && name.size() > 4 && name.size() < 7) {  // "\\quadx": the blank before it is missing
+      i = start + 4;
+      space_ = true;
+      return true;
+    }
     if (name == "frac" || name == "dfrac" || name == "tfrac" || name == "cfrac" || name == "nicefrac" ||
         name == "sfrac") {
       add(TokenKind::kFraction, "");

@@ -5,7 +5,9 @@
 #include <utility>
 
 #include "base/text.h"
+#include "trainer/rewards/answer_matrix.h"
 #include "trainer/rewards/answer_nodes.h"
+#include "trainer/rewards/answer_relation.h"
 #include "trainer/rewards/answer_units.h"
 
 namespace trireme {
@@ -26,8 +28,9 @@ class Parser final {
 
   NodePtr run() {
     std::vector<NodePtr> items;
-    if (!list(items) || peek().kind != TokenKind::kEnd) return nullptr;
-    return gather(std::move(items), NodeKind::kList);
+    std::string separators;
+    if (!list(items, &separators) || peek().kind != TokenKind::kEnd) return nullptr;
+    return gather(points(std::move(items), separators), NodeKind::kList);
   }
 
  private:
@@ -67,12 +70,14 @@ class Parser final {
     return node;
   }
 
-  bool list(std::vector<NodePtr>& items) {
+  // separators: the sign between each item and the next (',' for a word).
+  bool list(std::vector<NodePtr>& items, std::string* separators = nullptr) {
     while (true) {
       NodePtr one = item();
       if (!one) return false;
       items.push_back(std::move(one));
       if (!at_separator()) return true;
+      if (separators) *separators += at_sign(';') ? ';' : ',';
       while (at_separator()) ++at_;
       if (peek().kind == TokenKind::kEnd) return true;
     }
@@ -105,13 +110,13 @@ class Parser final {
     std::vector<char> signs;
     operands.push_back(std::move(first));
     while (at_relation()) {
-      signs.push_back(peek().sign == sign::kApprox ? '=' : peek().sign);
+      signs.push_back(peek().sign);
       ++at_;
       NodePtr next = operand();
       if (!next) return nullptr;
       operands.push_back(std::move(next));
     }
-    NodePtr whole = signs.empty() ? std::move(operands[0]) : relation(std::move(operands), signs);
+    NodePtr whole = signs.empty() ? std::move(operands[0]) : make_relation(std::move(operands), signs);
     if (whole && negative) {
       auto flipped = negated(std::move(whole));
       flipped->unit = flipped->children[0]->unit;
@@ -156,59 +161,6 @@ class Parser final {
       default:
         return false;
     }
-  }
-
-  NodePtr relation(std::vector<NodePtr> operands, const std::vector<char>& signs) {
-    if (std::all_of(signs.begin(), signs.end(), [](char s) { return s == '='; })) {
-      NodePtr left = std::move(operands.front()), right = std::move(operands.back());
-      std::string name = plain_name(*left);
-      if (name.empty() && !plain_name(*right).empty() && !has_symbols(*left)) {
-        std::swap(left, right);
-        name = plain_name(*left);
-      }
-      if (name.empty() && !has_symbols(*left)) return right;  // 2 + 3 = 5
-      auto node = make(NodeKind::kEquation, std::move(left), std::move(right));
-      node->name = std::move(name);
-      return node;
-    }
-    if (signs.size() == 1 && signs[0] == sign::kIn) {
-      operands[1]->name = plain_name(*operands[0]);
-      return std::move(operands[1]);
-    }
-    std::vector<char> upward = signs;  // with the smaller side first
-    const bool down = signs[0] == '>' || signs[0] == sign::kGreaterEqual;
-    if (down) {
-      std::reverse(operands.begin(), operands.end());
-      std::reverse(upward.begin(), upward.end());
-      for (char& s : upward) s = s == '>' ? '<' : s == sign::kGreaterEqual ? sign::kLessEqual : s;
-    }
-    for (const char s : upward) {
-      if (s != '<' && s != sign::kLessEqual && !(s == sign::kNotEqual && upward.size() == 1)) return nullptr;
-    }
-    const auto variable = [](const Node& n) { return n.kind == NodeKind::kSymbol && has_symbols(n); };
-    if (upward[0] != sign::kNotEqual) {
-      if (operands.size() == 2 && variable(*operands[1]) && !has_symbols(*operands[0])) {
-        return interval(operands[1]->text, upward[0], std::move(operands[0]), '<', make(NodeKind::kSymbol, "infty"));
-      }
-      if (operands.size() == 2 && variable(*operands[0]) && !has_symbols(*operands[1])) {
-        return interval(operands[0]->text, '<', negated(make(NodeKind::kSymbol, "infty")), upward[0],
-                        std::move(operands[1]));
-      }
-      if (operands.size() == 3 && variable(*operands[1])) {
-        return interval(operands[1]->text, upward[0], std::move(operands[0]), upward[1], std::move(operands[2]));
-      }
-    }
-    if (operands.size() != 2) return nullptr;
-    auto node = make(NodeKind::kRelation, std::move(operands[0]), std::move(operands[1]));
-    node->text = std::string(1, upward[0]);
-    return node;
-  }
-
-  static NodePtr interval(const std::string& name, char low_sign, NodePtr low, char high_sign, NodePtr high) {
-    auto node = make(NodeKind::kGroup, std::move(low), std::move(high));
-    node->text = std::string(low_sign == '<' ? "(" : "[") + (high_sign == '<' ? ")" : "]");
-    node->name = name;
-    return node;
   }
 
   // A set expression with its unit.
@@ -391,7 +343,7 @@ class Parser final {
       ++at_;
     }
     if (node->children.size() == 1 && node->flags[0] == kPlain) return std::move(node->children[0]);
-    return node;
+    return with_matrices_computed(std::move(node));
   }
 
   bool at_primary() const {
@@ -403,6 +355,7 @@ class Parser final {
       case TokenKind::kFraction:
       case TokenKind::kRoot:
       case TokenKind::kBinomial:
+      case TokenKind::kMatrixBegin:
         return true;
       case TokenKind::kNumber:
         return at_ > 0 && tokens_[at_ - 1].kind != TokenKind::kNumber;
@@ -438,7 +391,7 @@ class Parser final {
       node->flags.push_back(flag);
     }
     if (node->children.size() == 1) return std::move(node->children[0]);
-    return node;
+    return with_matrices_computed(std::move(node));
   }
 
   NodePtr signed_factor() {
@@ -731,7 +684,10 @@ class Parser final {
         bars_ = bars, sets_ = sets;
         if (!read || !accept('}')) return nullptr;
         if (items.size() == 1 && !has_either_sign(*items[0])) return as_term(std::move(items[0]));
-        return items.size() == 1 ? std::move(items[0]) : gather(std::move(items), NodeKind::kSet);
+        if (items.size() == 1) return std::move(items[0]);
+        NodePtr node = gather(std::move(items), NodeKind::kSet);
+        node->text = "{}";  // braces nobody sees: a set or a list
+        return node;
       }
       case '(':
       case '[':

@@ -26,7 +26,7 @@ enum class NodeKind {
   // structures
   kList,   // a, b, c without brackets
   kGroup,  // text: its two brackets, "(]" and so on; one child in round brackets is no group but the child
-  kSet,
+  kSet,    // text: "{}" for braces of LaTeX, which may be a list as well
   kUnion,
   kIntersection,
   kDifference,
@@ -48,6 +48,7 @@ struct Node {
   std::string name;  // x in "x = 3", "x > 3", "x \in S"
   std::string unit;  // canonical
   bool percent = false;
+  std::unique_ptr<Node> rounded;  // 0.33 in "1/3 \approx 0.33"
 };
 using NodePtr = std::unique_ptr<Node>;
 

@@ -23,6 +23,7 @@ namespace {
 constexpr int kMaxDeathsInARow = 3;        // without one answer between them: the program does not work at all
 constexpr size_t kMaxLineBytes = 1 << 20;  // of an answer
 constexpr int kPollMs = 50;                // how soon cancel() is seen
+constexpr const char* kTooSlow = "no answer within the time limit";
 
 // Our writes to a dead child must not end us.
 class PipeSignalBlock final {
@@ -61,6 +62,7 @@ class CommandReward final : public Reward {
     const PipeSignalBlock block;
     std::vector<RewardResult> results;
     int deaths = 0;
+    std::string last_problem;
     while (results.size() < requests.size()) {
       const size_t before = results.size();
       std::string problem;
@@ -70,17 +72,23 @@ class CommandReward final : public Reward {
       else if (deadline.passed())
         problem = "no time left";
       else if (deaths >= kMaxDeathsInARow)
-        problem = "gave up: it failed " + std::to_string(deaths) + " times without an answer";
+        problem = "gave up: it failed " + std::to_string(deaths) + " times without an answer, at last: " + last_problem;
       else {
         give_up = false;
         problem = exchange(requests, results, deadline);
       }
       if (problem.empty()) break;
       deaths = results.size() > before ? 1 : deaths + 1;
-      if (!give_up) stop();
+      if (!give_up) {
+        stop();
+        last_problem = problem;
+      }
       // Only the response it was at is lost; the rest goes to a fresh program.
-      const size_t lost = give_up || cancelled_ || deadline.passed() ? requests.size() - results.size() : 1;
-      for (size_t k = 0; k < lost; ++k) results.push_back(failed_result(command_[0] + ": " + problem));
+      const bool stopped = cancelled_ || deadline.passed();
+      const size_t lost = give_up || stopped ? requests.size() - results.size() : 1;
+      RewardResult failed = failed_result(command_[0] + ": " + problem);
+      failed.hopeless = !stopped && problem != kTooSlow;
+      results.insert(results.end(), lost, failed);
     }
     return results;
   }
@@ -106,7 +114,7 @@ class CommandReward final : public Reward {
     auto answer_deadline = next_answer_deadline(deadline);
     while (results.size() < requests.size()) {
       if (cancelled_) return "cancelled";
-      if (answer_deadline.passed()) return "no answer within the time limit";
+      if (answer_deadline.passed()) return kTooSlow;
       pollfd fds[2] = {{child_->stdout_fd(), POLLIN, 0}, {child_->stdin_fd(), POLLOUT, 0}};
       const int count = written < input.size() ? 2 : 1;
       const int wait_ms = static_cast<int>(std::min<int64_t>(kPollMs, answer_deadline.remaining().count() + 1));
@@ -161,6 +169,7 @@ class CommandReward final : public Reward {
         results.push_back({.reward = answer["reward"].get<double>()});
       } else if (object && answer.contains("error") && answer["error"].is_string()) {
         results.push_back(failed_result(command_[0] + ": " + answer["error"].get<std::string>()));
+        results.back().declined = true;
       } else {
         // After a line we cannot read nobody knows which response the next one answers.
         problem = "answered '" + line.substr(0, 80) + "' instead of {\"reward\": number}";

@@ -6,10 +6,12 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
+#include <fstream>
 #include <mutex>
 #include <thread>
 
 #include "base/error.h"
+#include "trainer/rewards/http_headers.h"
 #include "trainer/rewards/reward_types.h"
 
 namespace trireme {
@@ -55,17 +57,24 @@ class HttpReward final : public Reward {
  public:
   explicit HttpReward(const RewardOptions& options)
       : name_(options.name.empty() ? options.type : options.name),
-        url_(options.url),
+        url_(options.url.substr(0, options.url.find('?'))),
+        ca_file_(options.ca_file),
+        headers_(options.headers, options.environment),
         max_batch_(options.max_batch),
         max_attempts_(options.max_attempts) {
     const size_t scheme = url_.find("://");
     const std::string protocol = scheme == std::string::npos ? "" : url_.substr(0, scheme);
-    const size_t path = scheme == std::string::npos ? scheme : url_.find('/', scheme + 3);
-    origin_ = url_.substr(0, path);
-    path_ = path == std::string::npos ? "/" : url_.substr(path);
+    const size_t path = scheme == std::string::npos ? scheme : options.url.find_first_of("/?", scheme + 3);
+    origin_ = options.url.substr(0, path);
+    path_ = path == std::string::npos ? "/" : options.url.substr(path);
+    if (path_.front() == '?') path_.insert(0, "/");
+    if (origin_.find('@') != std::string::npos)
+      fail_user("reward '" + name_ + "': url must not hold a user or password; send them in a header");
     if ((protocol != "http" && protocol != "https") || origin_.size() <= scheme + 3) {
       fail_user("reward '" + name_ + "': url '" + url_ + "' is not http(s)://host[:port]/path");
     }
+    if (!ca_file_.empty() && (protocol != "https" || !std::ifstream(ca_file_)))
+      fail_user("reward '" + name_ + "': ca_file " + ca_file_ + " needs an https url and must be readable");
     if (max_batch_ < 1 || max_attempts_ < 1)
       fail_user("reward '" + name_ + "': max_batch and max_attempts must be at least 1");
   }
@@ -92,13 +101,16 @@ class HttpReward final : public Reward {
     for (size_t k = from; k < to; ++k) body["requests"].push_back(request_json(requests[k]));
     const std::string text = request_line(body);
     std::string problem;
+    bool again = false;
     for (int attempt = 1;; ++attempt) {
-      bool again = false;
+      again = false;
       const std::optional<std::string> reply = send(text, deadline, problem, again);
       if (reply && take(*reply, to - from, results, problem)) return;
       if (!again || attempt >= max_attempts_ || !pause(Milliseconds(100 << std::min(attempt, 6)), deadline)) break;
     }
-    for (size_t k = from; k < to; ++k) results.push_back(failed_result(url_ + ": " + problem));
+    RewardResult failed = failed_result(headers_.redact(url_ + ": " + problem));
+    failed.hopeless = !again && !cancelled_ && !deadline.passed();
+    results.insert(results.end(), to - from, failed);
   }
 
   // The body of a 200, or nothing and why; `again`: another try may help.
@@ -108,7 +120,20 @@ class HttpReward final : public Reward {
       problem = cancelled_ ? "cancelled" : "no time left";
       return std::nullopt;
     }
+    httplib::Request request;
+    try {
+      for (const auto& [name, value] : headers_.values()) request.set_header(name, value);
+    } catch (const Error& error) {
+      problem = error.what();
+      again = true;  // a token that is being renewed may be missing for a moment
+      return std::nullopt;
+    }
     httplib::Client client(origin_);
+    if (!client.is_valid()) {
+      problem = "'" + origin_ + "' is no address";
+      return std::nullopt;
+    }
+    if (!ca_file_.empty()) client.set_ca_cert_path(ca_file_);
     const auto limit = deadline.remaining() + Milliseconds(1000);  // the watchdog comes first
     client.set_connection_timeout(
         std::min(limit, kMaxConnect));  // stop() does not reach a connection that is being made
@@ -116,7 +141,6 @@ class HttpReward final : public Reward {
     client.set_write_timeout(limit);
     client.set_keep_alive(false);
     std::string reply;
-    httplib::Request request;
     request.method = "POST";
     request.path = path_;
     request.body = text;
@@ -137,12 +161,13 @@ class HttpReward final : public Reward {
                 : deadline.passed() ? "no answer within the time limit"
                 : too_long          ? "the answer is longer than 16 MiB"
                                     : httplib::to_string(result.error());
-      again = !too_long;
+      again = !too_long && result.error() != httplib::Error::SSLServerVerification &&
+              result.error() != httplib::Error::SSLLoadingCerts;
       return std::nullopt;
     }
     if (result->status != 200) {
       problem = "status " + std::to_string(result->status);
-      again = result->status == 429 || result->status >= 500;
+      again = result->status == 408 || result->status == 429 || result->status >= 500;
       return std::nullopt;
     }
     return reply;
@@ -163,7 +188,7 @@ class HttpReward final : public Reward {
       if (reward.is_number() && std::isfinite(reward.get<double>()))
         results.push_back({.reward = reward.get<double>()});
       else
-        results.push_back(failed_result("the service gave no reward for this response"));
+        results.push_back({.failed = true, .error = "the service gave no reward for this response", .declined = true});
     }
     return true;
   }
@@ -175,7 +200,9 @@ class HttpReward final : public Reward {
     return !cancelled_ && !deadline.passed();
   }
 
-  std::string name_, url_, origin_, path_;
+  std::string name_, url_;  // url_: for messages, without a query, which may hold a key
+  std::string origin_, path_, ca_file_;
+  HttpHeaders headers_;
   int max_batch_, max_attempts_;
   std::mutex mutex_;
   std::condition_variable wake_;

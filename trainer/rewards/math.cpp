@@ -1,9 +1,11 @@
 #include "trainer/rewards/math.h"
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "base/text.h"
+#include "trainer/rewards/answer_closing.h"
 #include "trainer/rewards/answer_compare.h"
 #include "trainer/rewards/answer_lexer.h"
 #include "trainer/rewards/answer_parser.h"
@@ -13,6 +15,10 @@ namespace trireme {
 namespace {
 
 constexpr size_t kMaxAnswerBytes = 4096;  // longer answers are right only when they are the same text
+
+// What may mark the answer inside a text given as gold or as an answer.
+constexpr std::array<std::string_view, 6> kMarks = {"\\boxed",   "\\fbox",        "####",
+                                                    "answer is", "Final Answer:", "final answer:"};
 
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
@@ -29,7 +35,7 @@ std::string_view bare(std::string_view text) {
     if (!text.empty() && (text.back() == '.' || text.back() == ',' || text.back() == ';') && !ends_with(text, ".."))
       text.remove_suffix(1);
     strip_pair("$$", "$$") || strip_pair("$", "$") || strip_pair("**", "**") || strip_pair("\\[", "\\]") ||
-        strip_pair("\\(", "\\)") || strip_pair("`", "`") || strip_pair("\"", "\"");
+        strip_pair("\\(", "\\)") || strip_pair("`", "`") || strip_pair("\"", "\"") || strip_pair("\\\"", "\\\"");
     while (!text.empty() && text.front() == '*') text.remove_prefix(1);
     while (ends_with(text, "**")) text.remove_suffix(2);
     for (const std::string_view filler :
@@ -39,6 +45,24 @@ std::string_view bare(std::string_view text) {
     }
     if (text.size() == before) return text;
   }
+}
+
+// "\\\\frac" for "\\frac" all through: a text that was escaped twice on its way here. A row break before a letter alone
+// says nothing; any command with one backslash says that the text is as it should be.
+std::string once_escaped(std::string_view text) {
+  bool doubled = false;
+  for (size_t i = 0; i + 1 < text.size(); ++i) {
+    if (text[i] != '\\') continue;
+    size_t slashes = i;
+    while (slashes < text.size() && text[slashes] == '\\') ++slashes;
+    const size_t count = slashes - i;
+    const bool command = slashes + 1 < text.size() && is_letter(text[slashes]) && is_letter(text[slashes + 1]);
+    if (count == 1 && slashes < text.size() && (is_letter(text[slashes]) || text[slashes] == '{'))
+      return std::string(text);
+    doubled = doubled || (command && count == 2);
+    i = slashes;
+  }
+  return doubled ? replace_all(std::string(text), "\\\\", "\\") : std::string(text);
 }
 
 struct Reading {
@@ -127,6 +151,30 @@ bool same_choice(std::string_view gold, std::string_view answer) {
   return after == ')' || (!open && (after == '.' || after == ':'));
 }
 
+// "3,75" as 3.75 where the other side is written with a point and no comma. Not for 1,234, which groups its digits, nor
+// inside brackets, where a comma parts coordinates. An answer of "3,14" may be the list it looks like, so there the
+// part before the comma must be 0 or have four digits at least ("1000,99"); a reference that is a list has no such
+// answer.
+std::optional<std::string> with_decimal_point(std::string_view text, std::string_view other, bool is_gold) {
+  const auto digit = [](char c) { return c >= '0' && c <= '9'; };
+  const size_t comma = text.find(',');
+  if (comma == std::string_view::npos || comma == 0 || text.find(',', comma + 1) != std::string_view::npos ||
+      text.find_first_of(".()[]{};") != std::string_view::npos || other.find(',') != std::string_view::npos ||
+      other.find('.') == std::string_view::npos) {
+    return std::nullopt;
+  }
+  size_t start = comma, end = comma + 1;
+  while (start > 0 && digit(text[start - 1])) --start;
+  while (end < text.size() && digit(text[end])) ++end;
+  const size_t whole = comma - start, places = end - comma - 1;
+  if (whole == 0 || places == 0) return std::nullopt;
+  const bool zero = whole == 1 && text[start] == '0';
+  if (!zero && (is_gold ? places == 3 && whole <= 3 : whole < 4)) return std::nullopt;
+  std::string point(text);
+  point[comma] = '.';
+  return point;
+}
+
 bool same_text(std::string_view gold, std::string_view answer) {
   gold = bare(gold);
   answer = bare(answer);
@@ -157,21 +205,26 @@ bool same_text(std::string_view gold, std::string_view answer) {
       if (node && same_answer(*golds[0].node, *node)) return true;
     }
   }
-  if (golds.empty() || answers.empty()) return loose_text(gold) == loose_text(answer);
+  if ((golds.empty() || answers.empty()) && loose_text(gold) == loose_text(answer)) return true;
+  if (const auto point = with_decimal_point(gold, answer, true)) return same_text(*point, answer);
+  if (const auto point = with_decimal_point(answer, gold, false)) return same_text(gold, *point);
   return false;
 }
 
 }  // namespace
 
-bool math_equal(std::string_view gold, std::string_view answer) {
+bool math_equal(std::string_view gold_text, std::string_view answer_text) {
+  const std::string gold = once_escaped(gold_text), answer = once_escaped(answer_text);
   const auto unmarked = [](std::string_view text) {
-    const bool marked = text.find("\\boxed") != std::string_view::npos ||
-                        text.find("\\fbox") != std::string_view::npos || text.find("####") != std::string_view::npos ||
-                        text.find("answer is") != std::string_view::npos;
+    const bool marked = std::any_of(kMarks.begin(), kMarks.end(),
+                                    [&](std::string_view mark) { return text.find(mark) != std::string_view::npos; });
     auto inside = marked ? extract_marked_answer(text) : std::nullopt;
-    return inside ? *inside : std::string(text);
+    return inside ? once_escaped(*inside) : std::string(text);
   };
-  return same_text(unmarked(gold), unmarked(answer));
+  const std::string reference = unmarked(gold), said = unmarked(answer);
+  if (same_text(reference, said)) return true;
+  const auto closing = closing_answer(said);
+  return closing && same_text(reference, *closing);
 }
 
 }  // namespace trireme

@@ -5,12 +5,17 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace trireme {
 
 // The final answer of a response, by the first rule that finds one: last \boxed{...}, last "#### x", last
 // "answer is x" / "answer: x", last number. A finished <think> block is skipped. Nothing when no rule applies.
 std::optional<std::string> extract_answer(std::string_view response);
+
+// The same with every way the end of a response without a mark may be read: the right side of its last formula or its
+// last number, the formula as a whole, a response of one short line itself.
+std::vector<std::string> extract_answers(std::string_view response);
 
 // Only the rules with an explicit mark (boxed, ####, "answer is"), not the last number.
 std::optional<std::string> extract_marked_answer(std::string_view response);

@@ -2,8 +2,15 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/text.h"
+#include "trainer/rewards/reward_types.h"
 
 namespace trireme {
+namespace {
+
+constexpr Milliseconds kProbePause{500};  // between two tries
+
+}  // namespace
 
 struct RewardPool::Job {
   RewardedGroup group;
@@ -52,6 +59,28 @@ RewardPool::~RewardPool() {
   }
   for (const auto& lane : lanes_) {
     for (std::thread& thread : lane->threads) thread.join();
+  }
+}
+
+void RewardPool::probe(const RewardRequest& example, Milliseconds limit) {
+  for (const auto& lane : lanes_) {
+    const Deadline deadline = Deadline::after(limit);
+    const std::string name = "reward '" + lane->counters.name + "'";
+    for (int attempt = 1;; ++attempt) {
+      const std::vector<RewardResult> results = lane->rewards.front()->score({example}, deadline);
+      const RewardResult result = results.empty() ? failed_result("no result") : results.front();
+      if (result.failed && result.declined)
+        log_warn("rewards", name + " works, but has no reward for the probe: " + result.error);
+      if (!result.failed || result.declined) break;
+      if (result.hopeless) fail_user(name + " does not work: " + result.error);
+      if (deadline.remaining() <= kProbePause) {
+        fail_io(name + " has not answered a probe within " +
+                format_fixed(static_cast<double>(limit.count()) / 1000, 0) +
+                " s (env.startup_timeout_s): " + result.error);
+      }
+      if (attempt == 1) log_info("rewards", name + " does not answer yet, it is waited for: " + result.error);
+      std::this_thread::sleep_for(kProbePause);
+    }
   }
 }
 
@@ -143,7 +172,7 @@ std::optional<RewardedGroup> RewardPool::wait_any(const Deadline& deadline) {
   done_.pop_front();
   --pending_;
   lock.unlock();
-  if (!job->fatal.empty()) throw Error(ErrorKind::kUnavailable, job->fatal);
+  if (!job->fatal.empty()) throw Error(ErrorKind::kIo, job->fatal);
   RewardedGroup group = std::move(job->group);
   // Summed here in the order of the configuration: the same bits whichever reward was done first.
   for (size_t part = 0; part < lanes_.size(); ++part) {

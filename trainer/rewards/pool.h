@@ -45,9 +45,12 @@ class RewardPool final {
   RewardPool(const RewardPool&) = delete;
   RewardPool& operator=(const RewardPool&) = delete;
 
+  // Before the first submit: has one response scored by each reward, again and again until it has an answer or `limit`
+  // has passed. Throws Error(kUser) naming the reward for a mistake that no waiting mends, Error(kIo) at the limit.
+  void probe(const RewardRequest& example, Milliseconds limit);
   void submit(int64_t group_id, std::vector<RewardRequest> requests);
   // The next finished group, in order of finishing; nothing when the deadline passed first.
-  // Throws Error(kUnavailable) that names reward, group and reason when the group failed under policy "error".
+  // Throws Error(kIo) that names reward, group and reason when the group failed under policy "error".
   std::optional<RewardedGroup> wait_any(const Deadline& deadline);
   // Submitted and not yet handed out.
   int64_t pending() const;

@@ -1,5 +1,6 @@
 #include "trainer/rewards/reward.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/error.h"
@@ -23,8 +24,10 @@ class MathReward final : public Reward {
         results.push_back(failed_result("no time left"));
         continue;
       }
-      const auto answer = extract_answer(request.response);
-      results.push_back({.reward = answer && math_equal(request.gold, *answer) ? 1.0 : 0.0});
+      const auto answers = extract_answers(request.response);
+      const bool right = std::any_of(answers.begin(), answers.end(),
+                                     [&](const std::string& answer) { return math_equal(request.gold, answer); });
+      results.push_back({.reward = right ? 1.0 : 0.0});
     }
     return results;
   }

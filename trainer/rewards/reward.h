@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -23,6 +24,10 @@ struct RewardResult {
   double reward = 0;    // finite
   bool failed = false;  // the reward could not be had (crash, time-out, bad answer); `reward` is 0 then
   std::string error;    // one sentence, only when failed
+  // Of a failure: the program or service has answered, but says it has no reward for this response ...
+  bool declined = false;
+  // ... or it is one that another try will not mend: no such program, one that ends without an answer, a bad URL.
+  bool hopeless = false;
 };
 
 // What happens to a sample whose reward failed. Each failure is counted and logged whatever the policy.
@@ -48,8 +53,11 @@ struct RewardOptions {
   std::vector<std::string> command;  // command: program and arguments, no shell
   double answer_timeout_s = 0;       // command: for one response; 0: only timeout_s
 
-  std::string url;       // http: http(s)://host[:port]/path
-  int max_batch = 64;    // http: responses per POST
+  std::string url;                                 // http: http(s)://host[:port]/path
+  std::vector<std::string> headers;                // http: see http_headers.h
+  std::map<std::string, std::string> environment;  // http: the variables that `headers` ask for
+  std::string ca_file;                             // http: PEM; empty: the system's authorities
+  int max_batch = 64;                              // http: responses per POST
   int max_attempts = 3;  // http: tries of one POST (refused connections, 429 and 5xx are tried again)
 };
 

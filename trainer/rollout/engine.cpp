@@ -16,7 +16,7 @@
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
 #ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/attention.h"
+#include "trainer/ops/cuda/attention/attention.h"
 #endif
 
 namespace trireme {
@@ -84,7 +84,7 @@ struct Engine::Impl {
     size_t longest_stop_bytes = 0;  // 0: no stop strings
     int64_t unfinished = 0;
   };
-  struct Sample {
+  struct LiveSample {
     Group* group = nullptr;
     int64_t index = 0;    // in the group
     int64_t unseen = -1;  // its entry of `unseen_`, or -1
@@ -97,7 +97,14 @@ struct Engine::Impl {
 
   Impl(const Model& m, const Tokenizer* t, const EngineOptions& o, const SamplingOptions& s)
       : model(m), tokenizer(t), options(o), sampling(std::make_shared<SamplingOptions>(checked(s, t))) {
-    if (options.max_total_length <= 0) options.max_total_length = model.config().max_position_embeddings;
+    if (options.max_total_length <= 0) options.max_total_length = model.config().positions();
+    // No rotation beyond, and on CUDA nobody looks at positions.
+    const bool dynamic = model.config().rope.scaling == RopeOptions::Scaling::kDynamic;
+    if (dynamic && options.max_total_length > model.config().positions()) {
+      fail_user("rollout: sequences of " + std::to_string(options.max_total_length) +
+                " tokens, but dynamic rope scaling ends at " + std::to_string(model.config().positions()) +
+                "; lower policy.max_total_sequence_length");
+    }
     if (options.max_total_length < 2) fail_user("rollout: max_total_length must be at least 2");
     if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
     if (!(options.cache_memory_fraction > 0.0 && options.cache_memory_fraction <= 1.0)) {
@@ -134,8 +141,8 @@ struct Engine::Impl {
   void start_step();
   void look_at(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete);
   bool stops(const Group& group, const GeneratedSample& sample) const;
-  int64_t token(const Sample& sample, int64_t position) const;
-  Sample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
+  int64_t token(const LiveSample& sample, int64_t position) const;
+  LiveSample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
 
   const Model& model;
   const Tokenizer* tokenizer;
@@ -145,7 +152,7 @@ struct Engine::Impl {
   std::unique_ptr<KvArena> arena;
   std::unique_ptr<StepRunner> runner;                // over the arena
   std::map<int64_t, std::unique_ptr<Group>> groups;  // by their first sequence id
-  std::deque<Sample> samples;                        // of sequence ids first_sequence, first_sequence + 1, ...
+  std::deque<LiveSample> samples;                    // of sequence ids first_sequence, first_sequence + 1, ...
   int64_t first_sequence = 0;
   Outputs unseen;             // with late_stops, the last step's
   int64_t steps_pending = 0;  // started in the runner and not taken
@@ -178,10 +185,12 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
         fail_user("its forced length " + std::to_string(length) + " is not in 1.." + std::to_string(room));
       }
     }
-    return request.forced_lengths;
+    if (request.ends_known) return request.forced_lengths;
   }
   const int64_t wanted = request.max_new_tokens > 0 ? request.max_new_tokens : s.max_new_tokens;
-  return std::vector<int64_t>(request.samples, wanted > 0 ? std::min(wanted, room) : room);
+  std::vector<int64_t> limits(static_cast<size_t>(request.samples), wanted > 0 ? std::min(wanted, room) : room);
+  for (size_t i = 0; i < request.forced_lengths.size(); ++i) limits[i] = std::max(limits[i], request.forced_lengths[i]);
+  return limits;
 }
 
 std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) const {
@@ -325,11 +334,11 @@ void Engine::Impl::submit(GroupRequest request) {
 }
 
 // Token `position` of the sample as StepRequest::tokens has it.
-int64_t Engine::Impl::token(const Sample& sample, int64_t position) const {
+int64_t Engine::Impl::token(const LiveSample& sample, int64_t position) const {
   const Group& group = *sample.group;
   const auto prompt = static_cast<int64_t>(group.request.prompt.size());
   if (position < prompt) return group.request.prompt[position];
-  const std::vector<int32_t>& tokens = group.result.samples[sample.index].tokens;
+  const std::vector<int32_t>& tokens = group.result.samples[sample.index].response;
   const int64_t i = position - prompt;
   if (i < static_cast<int64_t>(tokens.size())) return tokens[i];
   TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()),
@@ -378,11 +387,11 @@ void Engine::Impl::start_step() {
   request.tokens.clear();
   request.rows.clear();
   for (const Segment& segment : plan.segments) {
-    const Sample& sample = at(segment.sequence);
+    const LiveSample& sample = at(segment.sequence);
     for (int64_t i = 0; i < segment.count; ++i) request.tokens.push_back(token(sample, segment.past + i));
   }
   for (const Output& output : plan.outputs) {
-    const Sample& sample = at(output.sequence);
+    const LiveSample& sample = at(output.sequence);
     const Group& group = *sample.group;
     SampleRow row;
     row.options = group.logprob;
@@ -411,15 +420,19 @@ void Engine::Impl::look_at(const Engine& engine, const Outputs& outputs, std::ve
       ++stats.surplus_tokens;
       continue;
     }
-    Sample& sample = at(sequence);
+    LiveSample& sample = at(sequence);
     Group& group = *sample.group;
     GeneratedSample& result = group.result.samples[sample.index];
     sample.unseen = -1;
-    result.tokens.push_back(static_cast<int32_t>(result_of_step.ids[i]));
+    result.response.push_back(static_cast<int32_t>(result_of_step.ids[i]));
     result.logprobs.push_back(result_of_step.logprobs[i]);
     ++stats.sampled_tokens;
-    const bool stopped = group.request.forced_lengths.empty() && stops(group, result);
-    if (!stopped && static_cast<int64_t>(result.tokens.size()) < group.limits[sample.index]) continue;
+    const auto made = static_cast<int64_t>(result.response.size());
+    const std::vector<int64_t>& forced = group.request.forced_lengths;
+    const bool stopped = forced.empty()
+                             ? stops(group, result)
+                             : !group.request.ends_known && made == forced[static_cast<size_t>(sample.index)];
+    if (!stopped && made < group.limits[sample.index]) continue;
     result.finish = stopped ? FinishReason::kStop : FinishReason::kLength;
     sample.finished = true;
     if (stopped) scheduler->stop(sequence);
@@ -439,12 +452,12 @@ void Engine::Impl::look_at(const Engine& engine, const Outputs& outputs, std::ve
 
 bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) const {
   const SamplingOptions& s = *group.sampling;
-  if (std::find(s.stop_ids.begin(), s.stop_ids.end(), sample.tokens.back()) != s.stop_ids.end()) return true;
+  if (std::find(s.stop_ids.begin(), s.stop_ids.end(), sample.response.back()) != s.stop_ids.end()) return true;
   if (group.longest_stop_bytes == 0) return false;
   // A token is at least a byte of text. Earlier tokens have been looked at, so a match ends in the last one.
-  const size_t count = std::min(sample.tokens.size(), group.longest_stop_bytes + kTailMarginTokens);
+  const size_t count = std::min(sample.response.size(), group.longest_stop_bytes + kTailMarginTokens);
   const std::string tail =
-      tokenizer->decode(sample.tokens.data() + sample.tokens.size() - count, count, /*skip_special=*/false);
+      tokenizer->decode(sample.response.data() + sample.response.size() - count, count, /*skip_special=*/false);
   return std::any_of(s.stop_strings.begin(), s.stop_strings.end(),
                      [&tail](const std::string& text) { return tail.find(text) != std::string::npos; });
 }
@@ -470,6 +483,8 @@ int64_t Engine::unfinished_samples() const {
   for (const auto& [id, group] : impl_->groups) count += group->unfinished;
   return count;
 }
+
+bool Engine::crowded() const { return impl_->plan.crowded; }
 
 std::vector<GeneratedGroup> Engine::run() {
   std::vector<Impl::Complete> complete;

@@ -36,7 +36,7 @@ struct EngineOptions {
   double cache_memory_fraction = 0.6;
   int64_t max_sequences = 256;          // decoded at once
   int64_t prefill_chunk_tokens = 2048;  // prompt tokens in one step
-  int64_t max_total_length = 0;         // prompt and answer; 0: the model's max_position_embeddings
+  int64_t max_total_length = 0;         // prompt and answer; 0: ModelConfig::positions()
   int64_t headroom_rows = 64;           // see SchedulerOptions
   double grow_factor = 1.5;
   // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is
@@ -54,6 +54,9 @@ struct GroupRequest {
   int64_t max_new_tokens = 0;    // <= 0: the sampling options' value
   // For benchmarks: sample i ends after exactly forced_lengths[i] tokens, stops are ignored. Empty: off.
   std::vector<int64_t> forced_lengths;
+  // Whether the scheduler is told forced_lengths. Else they end as by a stop token (FinishReason::kStop), and it knows
+  // the limit only, as in a run.
+  bool ends_known = true;
   std::optional<SamplingOptions> sampling;  // instead of the engine's
 };
 
@@ -61,7 +64,7 @@ enum class FinishReason { kStop, kLength };
 const char* to_string(FinishReason reason);  // "stop", "length"
 
 struct GeneratedSample {
-  std::vector<int32_t> tokens;
+  std::vector<int32_t> response;
   std::vector<float> logprobs;  // one a token, of the distribution it was drawn from
   FinishReason finish = FinishReason::kLength;
 };
@@ -107,6 +110,8 @@ class Engine final {
   std::vector<GeneratedGroup> step();
   bool idle() const;
   int64_t unfinished_samples() const;
+  // In the last step a sample that could have begun found no room: prefill budget, cache rows or places.
+  bool crowded() const;
   // Steps until idle; groups in the order in which they were submitted.
   std::vector<GeneratedGroup> run();
 

@@ -1,19 +1,16 @@
-// PullQueue: the data-parallel ranks' shared list of work. Whoever is free takes the next run of a group's samples, so
-// that uneven lengths balance themselves. LocalPullQueue counts in this process, StorePullQueue in the job's store.
+// SampleQueue: which rank generates which samples of a rollout, and when an engine takes how many more. No LibTorch, no
+// clock: README.md has the rules, tests/unit/scheduler runs them with simulated engines.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <optional>
+#include <mutex>
 #include <string>
-#include <utility>
-
-#include "base/error.h"
+#include <vector>
 
 namespace trireme {
 
-// Samples [first_sample, first_sample + count) of group `group`. A run never crosses groups.
+// Samples [first_sample, first_sample + count) of group `group`. A run never crosses groups; its samples share the
+// prompt's prefill.
 struct SampleRun {
   int64_t group = 0;
   int64_t first_sample = 0;
@@ -21,76 +18,84 @@ struct SampleRun {
   bool operator==(const SampleRun&) const = default;
 };
 
-// `groups` groups of `samples` samples, handed out in pieces of at most `run` samples (run == samples: whole groups).
-struct QueueShape {
-  int64_t groups = 0;
-  int64_t samples = 1;
-  int64_t run = 1;
-};
-
-// Each piece goes to exactly one caller, in the order of groups. Safe from any thread.
-class PullQueue {
+// Where an engine's work comes from.
+class RunSource {
  public:
-  explicit PullQueue(const QueueShape& shape) : shape_(shape) {
-    if (shape.groups < 0 || shape.samples < 1 || shape.run < 1) {
-      fail_user("rollout queue: groups must be >= 0, samples and run >= 1");
-    }
-    runs_per_group_ = (shape.samples + shape.run - 1) / shape.run;
-  }
-  virtual ~PullQueue() = default;
-  PullQueue(const PullQueue&) = delete;
-  PullQueue& operator=(const PullQueue&) = delete;
-
-  // The next piece, or nothing when all are taken (and for ever after).
-  std::optional<SampleRun> pull() {
-    if (exhausted_.load(std::memory_order_relaxed)) return std::nullopt;
-    const int64_t ticket = take_ticket();
-    if (ticket >= shape_.groups * runs_per_group_) {
-      exhausted_.store(true, std::memory_order_relaxed);  // so that an idle rank does not keep asking the store
-      return std::nullopt;
-    }
-    const int64_t first = ticket % runs_per_group_ * shape_.run;
-    return SampleRun{ticket / runs_per_group_, first, std::min(shape_.run, shape_.samples - first)};
-  }
-  const QueueShape& shape() const { return shape_; }
-
- protected:
-  // 0, 1, 2, ...: each number once over all callers.
-  virtual int64_t take_ticket() = 0;
-
- private:
-  QueueShape shape_;
-  int64_t runs_per_group_ = 1;
-  std::atomic<bool> exhausted_{false};
+  virtual ~RunSource() = default;
+  // Samples that the engine should have unfinished, while there are as many.
+  virtual int64_t places() const = 0;
+  // For an engine with room for `room` >= 1 more. None: nothing is left, or nothing may begin before something ends.
+  virtual std::vector<SampleRun> take(int64_t room) = 0;
 };
 
-class LocalPullQueue final : public PullQueue {
+// What a queue's engine must be able to say and do.
+class RunEngine {
  public:
-  using PullQueue::PullQueue;
-
- private:
-  int64_t take_ticket() override { return next_.fetch_add(1, std::memory_order_relaxed); }
-  std::atomic<int64_t> next_{0};
+  virtual ~RunEngine() = default;
+  virtual int64_t unfinished() const = 0;
+  // What it has could not all begin in its last step: more would only wait.
+  virtual bool crowded() const = 0;
+  virtual void submit(const SampleRun& run) = 0;
+  virtual void step() = 0;
 };
 
-// What StorePullQueue needs of a key-value store. add() is atomic over all ranks, starts at 0 and returns the new
-// value.
+// One turn of a rollout: what there is room for is taken, then the engine steps. False: nothing is left.
+bool take_and_step(RunEngine& engine, RunSource& source);
+
+// What a queue needs of a key-value store. add() is atomic over all ranks, starts at 0 and returns the new value.
 class CounterStore {
  public:
   virtual ~CounterStore() = default;
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
 };
 
-// All ranks construct it with the same shape and the same key; the key names one rollout and is never used again.
-class StorePullQueue final : public PullQueue {
+struct QueueShape {
+  int64_t groups = 0;
+  int64_t samples = 1;        // of a group
+  bool whole_groups = false;  // a group's samples all go to one rank
+  int64_t ranks = 1, rank = 0;
+  int64_t places = 256;  // samples that a rank decodes at once; the same on every rank
+};
+
+// The samples of one rollout, shared by the ranks through one counter. A rank first takes its even share, or what its
+// places hold if that is less; then whoever has room takes of what is left, whole groups at first and single samples
+// towards the end. A call of take() is at most one addition in the store, and none after all are taken.
+class SampleQueue final : public RunSource {
  public:
-  StorePullQueue(CounterStore& store, std::string key, const QueueShape& shape)
-      : PullQueue(shape), store_(store), key_(std::move(key)) {}
+  // All ranks give the same shape, but for `rank`, and the same key, which is never used again. Throws Error(kUser).
+  SampleQueue(const QueueShape& shape, CounterStore& store, std::string key);
+
+  int64_t places() const override { return places_; }
+  std::vector<SampleRun> take(int64_t room) override;
 
  private:
-  int64_t take_ticket() override { return store_.add(key_, 1) - 1; }
+  int64_t amount(int64_t room) const;
+  int64_t sample_at(int64_t ticket) const;
+
+  const QueueShape shape_;
   CounterStore& store_;
+  const std::string key_;
+  // In units of a ticket: a sample, or a whole group.
+  int64_t unit_ = 1;   // samples of a ticket
+  int64_t total_ = 0;  // tickets
+  int64_t share_ = 0;  // that this rank takes first
+  int64_t places_ = 0;
+  bool one_wave_ = true;  // the shares are all there is
+  int64_t block_ = 1;     // siblings that stay together where shares are dealt
+  int64_t rounds_ = 0;    // blocks of a rank's share
+  int64_t taken_ = 0;     // by this rank
+  int64_t seen_ = 0;      // by all, when this rank last took some
+};
+
+// A counter in this process, for one rank or for ranks that are threads.
+class LocalCounter final : public CounterStore {
+ public:
+  int64_t add(const std::string& key, int64_t amount) override;
+
+ private:
+  std::mutex mutex_;
   std::string key_;
+  int64_t value_ = 0;
 };
 
 }  // namespace trireme

@@ -23,6 +23,7 @@ void StepPlan::clear() {
   segments.clear();
   outputs.clear();
   tokens = prefill_tokens = decode_tokens = admitted = cache_rows = 0;
+  crowded = false;
 }
 
 Scheduler::Scheduler(const SchedulerOptions& options) : options_(options) {
@@ -84,7 +85,11 @@ void Scheduler::plan(StepPlan& out) const {
   out.clear();
   out.version = version_;
   select_residents(out);
-  if (out.preempted.empty()) admit(out);
+  if (out.preempted.empty()) {
+    admit(out);
+  } else {
+    out.crowded = true;
+  }
   place(out);
   cut_segments(out);
   out.cache_rows = planned_rows_;
@@ -120,6 +125,7 @@ void Scheduler::select_residents(StepPlan& out) const {
 // Pending sequences in the order of their ids, until one does not fit. A sample waits while a sibling is computing the
 // prompt that it can copy.
 void Scheduler::admit(StepPlan& out) const {
+  out.crowded = true;  // until all are admitted
   int64_t budget = options_.prefill_chunk_tokens;
   int64_t reserve = 0;
   for (const Candidate& c : candidates_) {
@@ -183,6 +189,7 @@ void Scheduler::admit(StepPlan& out) const {
       --promised_sequences;
     }
   }
+  out.crowded = false;
 }
 
 // First fit; the caller has checked that the rows exist in all.

@@ -68,6 +68,7 @@ struct StepPlan {
   int64_t decode_tokens = 0;  // one next token each; never limited
   int64_t admitted = 0;
   int64_t cache_rows = 0;  // in use during the step
+  bool crowded = false;    // a sequence that could begin found no room: budget, rows or places
   uint64_t version = 0;    // state it was made from; commit() refuses another
 
   bool empty() const { return segments.empty(); }

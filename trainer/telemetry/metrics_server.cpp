@@ -40,7 +40,9 @@ const GaugeName kGauges[] = {
      "Response tokens by generation time, whole job."},
     {"trireme_validation_accuracy", "validation/accuracy", "Mean reward of the last validation."},
     {"trireme_logprob_mismatch_tokens", "train/logprob_mismatch_tokens",
-     "Tokens of the last step whose sampled and trained log-probs differ."},
+     "Tokens of the last step whose sampled and trained log-probs differ, of those compared."},
+    {"trireme_logprob_compared_tokens", "train/logprob_compared_tokens",
+     "Tokens of the last step that were trained with the weights that sampled them."},
     {"trireme_logprob_mult_error", "train/token_mult_prob_error",
      "Mean exp(|sampled - trained log-prob|); 1 is perfect."},
     {"trireme_grad_norm", "train/grad_norm", "Gradient norm before clipping."},
@@ -82,9 +84,11 @@ struct MetricsServer::Impl {
   }
 
   ~Impl() {
-    while (!ended.load()) {  // stop() does nothing while the loop is not running yet
-      if (server.is_running()) server.stop();
-      std::this_thread::sleep_for(Milliseconds(1));
+    // Once, and only when its loop runs: before that stop() does nothing, and a second time it asserts.
+    for (bool told = false; !ended.load(); std::this_thread::sleep_for(Milliseconds(1))) {
+      if (told || !server.is_running()) continue;
+      server.stop();
+      told = true;
     }
     thread.join();
   }
@@ -118,9 +122,11 @@ struct MetricsServer::Impl {
       const int yes = 1;
       ::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
     });
-    server.new_task_queue = [] { return new httplib::ThreadPool(4); };
+    // A slow peer holds a thread for 2 s; what comes when all are held and a few wait is turned away.
+    server.new_task_queue = [] { return new httplib::ThreadPool(2, 32, 64); };
+    server.set_payload_max_length(1024);  // no request here has a body
     server.set_keep_alive_timeout(1);
-    server.set_read_timeout(5);
+    server.set_read_timeout(2);
     server.set_write_timeout(5);
     server.Get("/metrics", [this](const httplib::Request&, httplib::Response& response) {
       response.set_content(scrape(), "text/plain; version=0.0.4; charset=utf-8");

@@ -79,11 +79,13 @@ struct StatusReporter::Impl {
     std::string problem;
     try {
       httplib::Client client(url.origin);
+      if (!client.is_valid()) fail_user("'" + url.origin + "' is no address");
       const auto seconds = options.timeout.count() / 1000;
       const auto micros = options.timeout.count() % 1000 * 1000;
       client.set_connection_timeout(seconds, micros);
       client.set_read_timeout(seconds, micros);
       client.set_write_timeout(seconds, micros);
+      client.set_max_timeout(options.timeout);  // the others are for one read each
       if (!options.ca_file.empty()) client.set_ca_cert_path(options.ca_file);
       httplib::Headers headers;
       if (!options.token_file.empty()) {

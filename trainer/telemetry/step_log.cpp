@@ -100,8 +100,9 @@ void fill_performance(StepRecord& record, const StepCounts& counts) {
   rate("samples_per_sec", static_cast<double>(counts.samples), record.phases.total_s);
   rate("tokens_per_sec", tokens, record.phases.total_s);
   rate("generation_tokens_per_sec", static_cast<double>(counts.generated_tokens), record.phases.of(Phase::kGeneration));
-  per_gpu("policy_training_tokens_per_sec_per_gpu", tokens, record.phases.of(Phase::kTraining));
-  per_gpu("policy_and_reference_logprobs_tokens_per_sec_per_gpu", tokens, record.phases.of(Phase::kLogprobs));
+  const double trained = counts.trained_tokens < 0 ? tokens : static_cast<double>(counts.trained_tokens);
+  per_gpu("policy_training_tokens_per_sec_per_gpu", trained, record.phases.of(Phase::kTraining));
+  per_gpu("policy_and_reference_logprobs_tokens_per_sec_per_gpu", trained, record.phases.of(Phase::kLogprobs));
 }
 
 std::optional<double> LoggedStep::find(const std::string& name) const {

@@ -29,8 +29,9 @@ struct StepRecord {
 // Fills record.performance from counts of the whole job and record.phases.
 struct StepCounts {
   int64_t samples = 0;
-  int64_t total_tokens = 0;      // prompts and responses
-  int64_t generated_tokens = 0;  // responses
+  int64_t total_tokens = 0;      // prompts and responses of all that was generated
+  int64_t generated_tokens = 0;  // of these: responses
+  int64_t trained_tokens = -1;   // of total_tokens, what was trained; -1: all
   int64_t ranks = 1;
 };
 void fill_performance(StepRecord& record, const StepCounts& counts);

@@ -64,6 +64,7 @@ LossInputs read_inputs(const nlohmann::json& j, at::ScalarType dtype) {
   in.sequence_mask = at::tensor(j.at("sequence_mask").get<std::vector<double>>(), at::kDouble).to(dtype);
   in.global_valid_tokens = j.at("global_valid_tokens");
   in.global_valid_sequences = j.at("global_valid_sequences");
+  in.global_positive_tokens = j.at("global_positive_tokens");
   return in;
 }
 
@@ -121,6 +122,56 @@ TEST(Loss, MicroBatchesAddUp) {
     sum += policy_loss(part, options).loss.item<double>();
   }
   EXPECT_NEAR(sum, golden.at("loss").get<double>(), 1e-12);
+}
+
+TEST(Loss, TheImportanceRatioIsMeasuredWithoutTheCorrectionToo) {
+  LossInputs in;
+  in.current = at::tensor({-1.0, -2.0, -3.0}, at::kDouble);
+  in.previous = at::tensor({-1.0, -2.0, -3.0}, at::kDouble);
+  in.generation = in.previous - at::tensor({2.0, 0.5, 9.0}, at::kDouble).log();  // ratios 2, 0.5; 9 on a masked token
+  in.advantages = at::ones({3}, at::kDouble);
+  in.mask = at::tensor({1.0, 1.0, 0.0}, at::kDouble);
+  in.sequence = at::zeros({3}, at::kLong);
+  in.sequence_mask = at::ones({1}, at::kDouble);
+  in.global_valid_tokens = 2;
+  in.global_valid_sequences = 1;
+  LossOptions options;
+  options.kl_penalty = 0;
+  const LossOutput off = policy_loss(in, options);
+  EXPECT_NEAR(off.metrics.at("sampling_importance_ratio"), 1.25, 1e-6);
+  EXPECT_NEAR(off.loss.item<double>(), -1, 1e-6);  // and weighs nothing
+  options.importance_sampling_correction = true;
+  EXPECT_NEAR(policy_loss(in, options).metrics.at("sampling_importance_ratio"), 1.25, 1e-6);
+  options.truncated_is = TruncatedImportanceSampling::kTis;
+  options.truncated_is_ratio = 1;
+  EXPECT_NEAR(policy_loss(in, options).metrics.at("sampling_importance_ratio"), 0.75, 1e-6);
+}
+
+// By hand: 3 valid tokens of correct answers in the whole batch, with log-probs -1, -2 and -4; 5 valid tokens.
+TEST(Loss, PositiveExamplesAreAMeanOverTheTokensOfCorrectAnswers) {
+  LossOptions options;
+  options.kl_penalty = 0;
+  options.positive_example_nll_weight = 1;
+  const auto part = [&](const std::vector<double>& current, const std::vector<double>& positive,
+                        const std::vector<double>& mask) {
+    LossInputs in;
+    in.current = at::tensor(current, at::kDouble);
+    in.previous = in.generation = in.current.clone();
+    in.advantages = at::zeros_like(in.current);
+    in.positive = at::tensor(positive, at::kDouble);
+    in.mask = at::tensor(mask, at::kDouble);
+    in.sequence = at::zeros({in.current.size(0)}, at::kLong);
+    in.sequence_mask = at::ones({1}, at::kDouble);
+    in.global_valid_tokens = 5;
+    in.global_valid_sequences = 2;
+    in.global_positive_tokens = 3;
+    return policy_loss(in, options).metrics.at("positive_nll_loss");
+  };
+  const double first = part({-1, -2, -9}, {1, 1, 0}, {1, 1, 1});
+  const double second = part({-4, -8, -16}, {1, 1, 0}, {1, 0, 1});
+  EXPECT_NEAR(first, 3.0 / 3, 1e-6);
+  EXPECT_NEAR(second, 4.0 / 3, 1e-6);
+  EXPECT_NEAR(first + second, (1.0 + 2 + 4) / 3, 1e-6);
 }
 
 TEST(Loss, CombinationsWithoutMeaningAreRefused) {

@@ -41,7 +41,7 @@ std::unique_ptr<Model> tiny_model(uint64_t seed) {
 }
 
 struct Rollout {
-  std::vector<RolloutSample> samples;
+  std::vector<Sample> samples;
   int64_t filled = 0;
 };
 
@@ -51,40 +51,42 @@ Rollout generate(const Model& policy, ReferenceStream* stream) {
   sampling.seed = 9;
   Engine engine(policy, nullptr, {.cache_rows = 4000, .max_sequences = 64}, sampling);
   Rollout rollout;
-  std::vector<SampleRun> runs;
   std::mt19937 random(3);
+  std::vector<GroupRequest> groups;
   for (int64_t g = 0; g < 3; ++g) {
     GroupRequest group;
-    group.group_id = g;
-    group.samples = 14;
     group.first_sample_id = static_cast<uint64_t>(g * 14);
     for (int64_t t = 0; t < 4 + g; ++t) group.prompt.push_back(static_cast<int32_t>(random() % kVocabulary));
     for (int64_t i = 0; i < 14; ++i) group.forced_lengths.push_back(1 + static_cast<int64_t>(random() % 40));
-    engine.submit(std::move(group));
-    runs.push_back({g, 0, 14});
+    groups.push_back(std::move(group));
   }
-  const SamplesToReference to_reference(engine, stream, runs);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (!engine.idle()) {
-    const std::vector<GeneratedGroup> finished = engine.step();
-    if (stream != nullptr) {
+  DriverHooks hooks;
+  hooks.request = [&](const SampleRun& run) { return groups[static_cast<size_t>(run.group)]; };
+  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) {
+    for (size_t i = 0; i < group.samples.size(); ++i) {
+      Sample sample;
+      sample.group = run.group;
+      sample.index = static_cast<int64_t>(i);
+      sample.prompt = SharedTokens(group.prompt);
+      sample.response = group.samples[i].response;
+      sample.generation_logprobs = group.samples[i].logprobs;
+      rollout.samples.push_back(std::move(sample));
+    }
+  };
+  if (stream != nullptr) {
+    hooks.finished = [&](const FinishedSample& sample) { stream->add(sample); };
+    hooks.between_steps = [&] {
       stream->after_step(engine);
       while (engine.unfinished_samples() == 10 && stream->computed() == 0 &&
              std::chrono::steady_clock::now() < deadline)
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    for (const GeneratedGroup& group : finished) {
-      for (size_t i = 0; i < group.samples.size(); ++i) {
-        RolloutSample sample;
-        sample.group = group.group_id;
-        sample.index = static_cast<int64_t>(i);
-        sample.prompt = group.prompt;
-        sample.tokens = group.samples[i].tokens;
-        sample.generation_logprobs = group.samples[i].logprobs;
-        rollout.samples.push_back(std::move(sample));
-      }
-    }
+    };
   }
+  LocalCounter counter;
+  SampleQueue queue({.groups = 3, .samples = 14, .places = 64}, counter, "rollout");
+  const ReferenceRollout until_the_end(stream);
+  drive_rollout(engine, queue, hooks);
   if (stream != nullptr) rollout.filled = stream->finish(engine, rollout.samples);
   return rollout;
 }
@@ -101,23 +103,23 @@ TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
     ASSERT_EQ(rollout.samples.size(), 42u);
     EXPECT_GT(rollout.filled, 0);
     EXPECT_LT(rollout.filled, 42) << "the last sample ends with generation";
-    Bin all;
+    Members all;
     for (size_t i = 0; i < rollout.samples.size(); ++i) all.push_back(static_cast<int64_t>(i));
     const at::NoGradGuard no_grad;
-    const at::Tensor expected = answer_logprobs(*reference, make_micro_batch(rollout.samples, all), options);
+    const at::Tensor expected = response_logprobs(*reference, make_micro_batch(rollout.samples, all), options);
     const float* value = expected.const_data_ptr<float>();
     int64_t filled = 0;
-    for (const RolloutSample& sample : rollout.samples) {
+    for (const Sample& sample : rollout.samples) {
       if (!sample.reference_logprobs.empty()) {
         ++filled;
-        ASSERT_EQ(sample.reference_logprobs.size(), sample.tokens.size());
-        EXPECT_EQ(0, std::memcmp(sample.reference_logprobs.data(), value, sample.tokens.size() * sizeof(float)));
+        ASSERT_EQ(sample.reference_logprobs.size(), sample.response.size());
+        EXPECT_EQ(0, std::memcmp(sample.reference_logprobs.data(), value, sample.response.size() * sizeof(float)));
       }
-      value += sample.tokens.size();
+      value += sample.response.size();
     }
     EXPECT_EQ(filled, rollout.filled);
     const Rollout alone = generate(*policy, nullptr);
-    for (size_t i = 0; i < alone.samples.size(); ++i) EXPECT_EQ(alone.samples[i].tokens, rollout.samples[i].tokens);
+    for (size_t i = 0; i < alone.samples.size(); ++i) EXPECT_EQ(alone.samples[i].response, rollout.samples[i].response);
   }
 }
 INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
@@ -125,16 +127,18 @@ INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
 TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
   const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
   ReferenceStream stream(reference.get(), SamplingOptions().logprob_options(), false, nullptr, 60, nullptr);
-  RolloutSample bad;
-  bad.prompt = {1, 2};
-  bad.tokens = {3, kVocabulary + 5, 4};  // no such row of the embedding
-  stream.add(bad);
+  const SampleRun run{0, 0, 1};
+  GroupRequest request;
+  request.prompt = {1, 2};
+  GeneratedSample bad;
+  bad.response = {3, kVocabulary + 5, 4};  // no such row of the embedding
+  stream.add({run, 0, request, bad});
   Engine engine(*policy, nullptr, {.cache_rows = 400, .max_sequences = 4}, SamplingOptions());
   GroupRequest group;
   group.prompt = {1};
   group.forced_lengths = {30};
   engine.submit(group);
-  std::vector<RolloutSample> none;
+  std::vector<Sample> none;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   bool thrown = false;
   while (!thrown && std::chrono::steady_clock::now() < deadline) {

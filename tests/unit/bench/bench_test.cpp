@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "tests/unit/parallel/listening.h"
+#include "trainer/bench/checkpoint_bench.h"
 #include "trainer/bench/ops_bench.h"
 #include "trainer/bench/rollout_bench.h"
 #include "trainer/bench/step_bench.h"
@@ -67,8 +68,9 @@ TEST(RolloutBench, ReportsTheWorkloadItRanAndNoMismatch) {
               static_cast<double>(lengths.output_tokens()), 1e-6);
   const RolloutWork work =
       rollout_work(find_shape("tiny", 1), lengths.prompt_of_each_sample(), lengths.outputs, 4, 256);
-  EXPECT_NEAR(report.at("floor_seconds").get<double>() * report.at("copy_bytes_per_second").get<double>(), work.bytes(),
-              1e-6 * work.bytes());
+  const double ceiling =
+      std::max(report.at("copy_bytes_per_second").get<double>(), report.at("read_bytes_per_second").get<double>());
+  EXPECT_NEAR(report.at("floor_seconds").get<double>() * ceiling, work.bytes(), 1e-6 * work.bytes());
   EXPECT_EQ(report.at("floor_steps"), 30);
   EXPECT_GE(report.at("steps"), 30);
   int64_t steps = 0;
@@ -76,6 +78,31 @@ TEST(RolloutBench, ReportsTheWorkloadItRanAndNoMismatch) {
   EXPECT_GE(steps, 29);
   EXPECT_LE(steps, report.at("steps").get<int64_t>());
   EXPECT_NE(out.str().find("floor seconds"), std::string::npos);
+}
+
+// More samples than places, and ends that the scheduler does not know: the same tokens, other steps.
+TEST(RolloutBench, AdmitsWhileItGeneratesAndEndsAsByAStopToken) {
+  RolloutBenchOptions options;
+  options.common = tiny();
+  options.lengths = "synthetic:4x3:mean=12:max=30:prompt=9:seed=5";
+  options.score_tokens = 100;
+  std::ostringstream out;
+  for (const int64_t places : {3, 5}) {
+    for (const bool unknown : {false, true}) {
+      options.generation.max_sequences = places;
+      options.generation.unknown_ends = unknown;
+      const nlohmann::json report = bench_rollout(options, out);
+      const int64_t tokens = load_lengths(options.lengths).output_tokens();
+      EXPECT_EQ(report.at("tokens"), tokens);
+      EXPECT_EQ(report.at("scored_tokens"), report.at("tokens"));
+      EXPECT_EQ(report.at("mismatched_tokens"), 0);
+      EXPECT_EQ(report.at("repeat_mismatched_tokens"), 0);
+      EXPECT_EQ(report.at("ends_known"), !unknown);
+      EXPECT_EQ(report.at("max_sequences"), places);
+      EXPECT_LE(report.at("mean_batch"), static_cast<double>(places));
+      EXPECT_GE(report.at("floor_steps"), tokens / places);
+    }
+  }
 }
 
 TEST(RolloutBench, RefusesSamplesLongerThanTheShapeKnows) {
@@ -92,10 +119,10 @@ TEST(CompareLogprobs, CountsEveryTokenWhoseBitsDiffer) {
   const auto prompts = random_prompts(lengths, 512, 1);
   const SamplingOptions sampling = sampling_options({}, 1);
   Engine engine(*model, nullptr, engine_options({}, lengths, 1), sampling);
-  std::vector<RolloutSample> samples = as_samples(timed_rollout(engine, lengths, prompts, at::kCPU).groups);
+  std::vector<Sample> samples = as_samples(timed_rollout(engine, lengths, prompts, at::kCPU).groups);
   ASSERT_EQ(samples.size(), 4u);
   for (size_t s = 0; s < samples.size(); ++s)
-    EXPECT_EQ(static_cast<int64_t>(samples[s].tokens.size()), lengths.outputs[s]);
+    EXPECT_EQ(static_cast<int64_t>(samples[s].response.size()), lengths.outputs[s]);
   EXPECT_EQ(compare_logprobs(*model, samples, sampling.logprob_options(), 30).mismatched, 0);
   float& value = samples[2].generation_logprobs[3];
   value = std::nextafter(value, 0.0f);
@@ -178,7 +205,7 @@ TEST(TrainBench, CountsModelFlopsOfItsMicroBatches) {
   expect_header(report, "train");
   const int64_t scored = 3 * (32 - 8 + 1);  // the last prompt row predicts the first answer token
   EXPECT_EQ(report.at("scored_tokens"), 2 * scored);
-  const double flops = 2 * training_flops(find_shape("tiny", 1), {32, 32, 32}, scored);
+  const double flops = 2 * training_flops(find_shape("tiny", 1), std::vector<int64_t>{32, 32, 32}, scored);
   EXPECT_NEAR(report.at("model_flops_per_device").get<double>(), flops, 1);
   EXPECT_NEAR(report.at("flops_per_second").get<double>() * report.at("seconds").get<double>(), flops, 1e-6 * flops);
   for (const char* part : {"forward_seconds", "backward_seconds", "optimizer_seconds"})
@@ -208,6 +235,9 @@ void expect_step(const nlohmann::json& report) {
   EXPECT_EQ(report.at("optimizer_steps"), 2);
   EXPECT_EQ(report.at("global_batch_size"), 4);
   EXPECT_EQ(report.at("mismatched_tokens"), 0);
+  EXPECT_EQ(report.at("compared_optimizer_steps"), 1);
+  EXPECT_GT(report.at("compared_tokens"), 0);
+  EXPECT_LT(report.at("compared_tokens").get<int64_t>(), 2 * report.at("answer_tokens").get<int64_t>());
   EXPECT_TRUE(report.at("linear_rows_exact"));
   EXPECT_GT(report.at("grad_norm"), 0);
   double sum = 0;
@@ -229,6 +259,25 @@ TEST(StepBench, OneRankReportsPhasesThatAddUp) {
   expect_step(report);
   EXPECT_EQ(report.at("ranks"), 1);
   EXPECT_NE(out.str().find("generation"), std::string::npos);
+}
+
+TEST(StepBench, FloorsCountASharedPromptOnce) {
+  ParallelContext alone;
+  std::ostringstream out;
+  StepBenchOptions options = small_step();
+  const auto operations = [&](const char* phase) {
+    const nlohmann::json report = bench_step(options, alone, out);
+    return report.at("floors").at(phase).get<double>() * report.at("matmul_flops_per_second").get<double>();
+  };
+  const ModelConfig config = find_shape("tiny", 1);
+  const RolloutLengths lengths = load_lengths(options.lengths);
+  for (const bool shared : {false, true}) {
+    options.share_prompts = shared;
+    const double expected =
+        training_flops(config, training_pieces(lengths.prompts, lengths.outputs, shared), lengths.output_tokens());
+    EXPECT_NEAR(operations("training"), expected, 1e-6 * expected);
+    EXPECT_NEAR(operations("logprobs"), expected / 3, 1e-6 * expected);
+  }
 }
 
 TEST(StepBench, TwoRanksShareOneStep) {
@@ -260,28 +309,12 @@ TEST(StepBench, TwoRanksShareOneStep) {
   expect_step(reports[0]);
   EXPECT_EQ(reports[0].at("ranks"), 2);
   EXPECT_EQ(reports[0].at("mismatched_tokens"), reports[1].at("mismatched_tokens"));
+  const auto shares = reports[0].at("samples_of_ranks").get<std::vector<int64_t>>();
+  EXPECT_EQ(shares.size(), 2u);
+  EXPECT_EQ(shares[0] + shares[1], 8);
+  EXPECT_EQ(reports[0].at("generation_idle_seconds_of_ranks").size(), 2u);
   EXPECT_TRUE(texts[1].empty());  // rank 0 speaks
   EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "step.json")), reports[0]);
-}
-
-TEST(StepBench, DrawnRewardsLeaveNoGroupWithoutVariance) {
-  for (const int64_t size : {2, 3, 8}) {
-    std::vector<RolloutSample> samples;
-    for (int64_t group = 0; group < 50; ++group) {
-      for (int64_t i = 0; i < size; ++i) {
-        RolloutSample sample;
-        sample.group = group;
-        sample.index = i;
-        samples.push_back(sample);
-      }
-    }
-    draw_rewards(samples, size, 9);
-    for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(size)) {
-      std::set<double> seen;
-      for (size_t i = begin; i < begin + static_cast<size_t>(size); ++i) seen.insert(samples[i].raw_reward);
-      EXPECT_EQ(seen, (std::set<double>{0, 1}));
-    }
-  }
 }
 
 TEST(StepBench, ImpossibleArithmeticIsNamed) {
@@ -320,6 +353,38 @@ TEST(OpsBench, MeasuresEveryOperation) {
 TEST(Median, IsTheMiddleOrTheMeanOfTheTwo) {
   EXPECT_EQ(median({3, 1, 2}), 2);
   EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
+}
+
+TEST(CheckpointBench, ReportsStallAndRateAndLeavesNothing) {
+  const TemporaryDirectory dir;
+  CheckpointBenchOptions options;
+  options.common = tiny(dir.path() / "checkpoint.json");
+  options.directory = (dir.path() / "disk").string();
+  options.generation_seconds = 0.01;
+  std::ostringstream out;
+  ParallelContext alone;
+  const nlohmann::json report = bench_checkpoint(options, alone, out);
+  EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "checkpoint.json")), report);
+  EXPECT_EQ(report.at("benchmark"), "checkpoint");
+  EXPECT_EQ(report.at("shape"), "tiny");
+  EXPECT_EQ(report.at("ranks"), 1);
+  // Weights, master weights and two moments, all float32 here; the latter three are padded to whole buckets.
+  const int64_t parameters = report.at("parameters").get<int64_t>();
+  EXPECT_GE(report.at("bytes").get<int64_t>(), 16 * parameters);
+  EXPECT_LT(report.at("bytes").get<int64_t>(), 17 * parameters);
+  EXPECT_EQ(report.at("stall_seconds_of_repeats").size(), 2u);
+  EXPECT_GT(report.at("stall_seconds").get<double>(), 0);
+  EXPECT_GE(report.at("written_seconds").get<double>(), 0);
+  EXPECT_GT(report.at("bytes_per_second").get<double>(), 0);
+  EXPECT_GT(report.at("forward_seconds_beside").get<double>(), 0);
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path() / "disk"));
+  EXPECT_NE(out.str().find("stall of a step"), std::string::npos);
+
+  // A slow disk that is only imagined.
+  options.disk_gigabytes_per_second = static_cast<double>(report.at("bytes").get<int64_t>()) / 1e9 / 0.5;
+  options.common.repeats = 1;
+  const nlohmann::json slow = bench_checkpoint(options, alone, out);
+  EXPECT_GT(slow.at("written_seconds").get<double>(), 0.2);
 }
 
 }  // namespace

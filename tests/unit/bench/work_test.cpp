@@ -7,10 +7,12 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/fs.h"
 #include "topology/topology.h"
-#include "trainer/bench/lengths.h"
+#include "trainer/bench/device.h"
 #include "trainer/bench/rollout_bench.h"
 #include "trainer/bench/shapes.h"
+#include "trainer/rollout/lengths.h"
 
 namespace trireme::bench {
 namespace {
@@ -45,15 +47,41 @@ TEST(Work, ForwardFlopsAreThoseCountedByHand) {
   EXPECT_EQ(layer_matrix_elements(by_hand()), 84);
   // Tokens 3 + 2: 2 layers x 5 x 168 = 1680. Pairs (1+2+3) + (1+2) = 9 of 2 heads x (2x2 for q.k + 2x2 for p.v) = 16:
   // 2 x 144 = 288. Head: 3 rows x 2 x 4 x 5 = 120.
-  EXPECT_EQ(forward_flops(by_hand(), {3, 2}, 3), 1680 + 288 + 120);
-  EXPECT_EQ(training_flops(by_hand(), {3, 2}, 3), 3 * (1680 + 288 + 120));
+  EXPECT_EQ(forward_flops(by_hand(), std::vector<int64_t>{3, 2}, 3), 1680 + 288 + 120);
+  EXPECT_EQ(training_flops(by_hand(), std::vector<int64_t>{3, 2}, 3), 3 * (1680 + 288 + 120));
+}
+
+TEST(Work, ASharedPromptIsCountedOnce) {
+  // A prompt of 3 tokens with answers of 2 and 3: rows 3 + 1 + 2. Pairs 6 of the prompt, 1 x 3 + 1 and 2 x 3 + 3 of the
+  // answers: 19 of 16 operations in 2 layers. Head: 5 rows.
+  const auto shared = training_pieces({3}, {2, 3}, /*share_prompts=*/true);
+  EXPECT_EQ(forward_flops(by_hand(), shared, 5), 2 * (6 * 168 + 19 * 16) + 5 * 2 * 4 * 5);
+  // Repeated: sequences of 4 and 5 rows.
+  EXPECT_EQ(training_flops(by_hand(), training_pieces({3}, {2, 3}, false), 5),
+            training_flops(by_hand(), std::vector<int64_t>{4, 5}, 5));
+  // Of one answer nothing is shared.
+  EXPECT_EQ(forward_flops(by_hand(), training_pieces({3}, {4}, true), 4),
+            forward_flops(by_hand(), std::vector<int64_t>{6}, 4));
+}
+
+TEST(Ceilings, ReadingIsMeasuredAgainstTheBetterOfCopyAndRead) {
+  Ceilings ceilings;
+  ceilings.copy_bytes_per_second = 4;
+  ceilings.read_bytes_per_second = 5;
+  ceilings.flops_per_second = 1;
+  EXPECT_EQ(floor_seconds(ceilings, 20, 1), 4);
+  ceilings.copy_bytes_per_second = 10;
+  EXPECT_EQ(floor_seconds(ceilings, 20, 1), 2);
+  const Ceilings measured = measure_ceilings(at::kCPU, at::kFloat);
+  EXPECT_GT(measured.copy_bytes_per_second, 0);
+  EXPECT_GT(measured.read_bytes_per_second, 0);
 }
 
 TEST(Work, ForwardFlopsAgreeWithTheModelsOwnCountTokenByToken) {
   const ModelConfig config = find_shape("qwen3-1.7b");
   double sum = 0;
   for (int64_t i = 1; i <= 50; ++i) sum += config.forward_flops_per_token(static_cast<double>(i));
-  EXPECT_NEAR(forward_flops(config, {50}, 50) / sum, 1, 1e-12);
+  EXPECT_NEAR(forward_flops(config, std::vector<int64_t>{50}, 50) / sum, 1, 1e-12);
 }
 
 TEST(Work, DecodeReadsEveryParameterButTheEmbedding) {
@@ -218,6 +246,29 @@ TEST(Shapes, RandomWeightsAreNormalNormsOneBiasesZero) {
   EXPECT_NEAR(model->flat_parameters().to(at::kDouble).square().sum().item<double>() / sum, 1, 1e-12);  // gaps are zero
   EXPECT_TRUE(model->flat_parameters().equal(same->flat_parameters()));
   EXPECT_FALSE(model->flat_parameters().equal(other->flat_parameters()));
+}
+
+TEST(Shapes, AnyConfigJsonIsAShape) {
+  const TemporaryDirectory dir;
+  const ModelConfig known = find_shape("qwen2.5-1.5b");
+  write_file_atomic(dir.path() / "config.json", known.to_json().dump());
+  write_file_atomic(dir.path() / "mine.json", known.to_json().dump());
+  EXPECT_EQ(find_shape(dir.path().string()), known);
+  EXPECT_EQ(find_shape((dir.path() / "config.json").string()), known);
+  EXPECT_EQ(find_shape((dir.path() / "mine.json").string(), 3).num_layers, 3);
+  const auto problem = [](const std::string& name, int64_t layers = 0) {
+    try {
+      find_shape(name, layers);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_NE(problem("qwen9").find("known are llama-3.1-8b"), std::string::npos) << problem("qwen9");
+  EXPECT_NE(problem((dir.path() / "mine.json").string(), 29).find("1..28"), std::string::npos);
+  write_file_atomic(dir.path() / "bad.json", "{");
+  EXPECT_NE(problem((dir.path() / "bad.json").string()).find("not valid JSON"), std::string::npos);
+  EXPECT_NE(problem((dir.path() / "none.json").string()).find("none.json"), std::string::npos);
 }
 
 }  // namespace

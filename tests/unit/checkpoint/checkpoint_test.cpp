@@ -7,29 +7,12 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/checkpoint/tiny.h"
 
 namespace trireme {
 namespace {
 
 namespace fs = std::filesystem;
-
-ModelConfig tiny(int64_t hidden = 16) {
-  return ModelConfig::from_json({{"model_type", "qwen3"},
-                                 {"architectures", {"Qwen3ForCausalLM"}},
-                                 {"vocab_size", 50},
-                                 {"hidden_size", hidden},
-                                 {"intermediate_size", 24},
-                                 {"num_hidden_layers", 1},
-                                 {"num_attention_heads", 2},
-                                 {"num_key_value_heads", 1},
-                                 {"head_dim", 8},
-                                 {"hidden_act", "silu"},
-                                 {"rms_norm_eps", 1e-6},
-                                 {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 64},
-                                 {"tie_word_embeddings", true}},
-                                "test");
-}
 
 struct TestRun {
   explicit TestRun(const fs::path& dir, int64_t hidden = 16, int64_t keep = 2)
@@ -88,6 +71,23 @@ TEST(Checkpoint, KeepsTheBestAndTheNewest) {
   EXPECT_EQ(steps(dir.path()), (std::vector<int64_t>{1, 3, 4}));
 }
 
+TEST(Checkpoint, AnOlderProgramsScoreOfAnEarlierValidationCountsNothing) {
+  const TemporaryDirectory dir;
+  TestRun run(dir.path());
+  const auto save = [&](int64_t step, double accuracy) {
+    run.manager->save(step, run.model, run.optimizer, {{"validated_step", step / 3 * 3}},
+                      {{"val:accuracy", accuracy}, {"train:reward", 0.1}}, "a: 1\n");
+  };
+  for (const int64_t step : {3, 4, 5}) save(step, 0.9);  // 4 and 5 have it from 3
+  save(6, 0.5);
+  save(7, 0.5);
+  EXPECT_EQ(steps(dir.path()), (std::vector<int64_t>{3, 6, 7}));
+  for (const CheckpointInfo& info : list_checkpoints(dir.path())) {
+    EXPECT_EQ(info.metrics.count("val:accuracy"), info.step == 7 ? 0u : 1u);
+    EXPECT_EQ(info.metrics.at("train:reward"), 0.1);
+  }
+}
+
 TEST(Checkpoint, DamagedOnesAreIgnoredWithAWarning) {
   const TemporaryDirectory dir;
   TestRun run(dir.path(), 16, 0);
@@ -101,8 +101,8 @@ TEST(Checkpoint, DamagedOnesAreIgnoredWithAWarning) {
   EXPECT_EQ(list_checkpoints(dir.path(), &warnings).size(), 1u);
   EXPECT_EQ(warnings.size(), 2u);
   TestRun again(dir.path());
-  EXPECT_FALSE(fs::exists(dir.path() / "tmp_step_9")) << "unfinished folders are removed at the start";
   EXPECT_EQ(again.manager->load_latest(again.model, again.optimizer)->step, 1);
+  EXPECT_FALSE(fs::exists(dir.path() / "tmp_step_9")) << "unfinished folders are removed at the start";
 }
 
 TEST(Checkpoint, AnotherModelIsRefusedWithTheDifference) {
@@ -130,6 +130,17 @@ TEST(Checkpoint, AFailedSaveLeavesTheOthersAndNoRubbish) {
   CheckpointManager blocked(options, nlohmann::json::object(), run.context);
   EXPECT_THROW(blocked.save(2, run.model, run.optimizer, {}, {}, ""), Error);
   EXPECT_EQ(steps(dir.path()), std::vector<int64_t>{1});
+}
+
+TEST(Checkpoint, TheBestIsThatOfTheMetric) {
+  std::vector<CheckpointInfo> all(4);
+  for (int64_t i = 0; i < 4; ++i) all[static_cast<size_t>(i)].step = i + 1;
+  EXPECT_EQ(best_checkpoint(all, "m", true), nullptr) << "none has it";
+  all[0].metrics["m"] = all[2].metrics["m"] = 3;
+  all[1].metrics["m"] = 1;
+  EXPECT_EQ(best_checkpoint(all, "m", true)->step, 3) << "the newer of equals";
+  EXPECT_EQ(best_checkpoint(all, "m", false)->step, 2);
+  EXPECT_EQ(best_checkpoint(all, "", true), nullptr);
 }
 
 TEST(Checkpoint, PruningIsPure) {

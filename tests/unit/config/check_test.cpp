@@ -11,6 +11,7 @@
 namespace trireme {
 namespace {
 
+using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
@@ -53,6 +54,18 @@ TEST(ConfigCheck, BatchArithmetic) {
   EXPECT_THAT(load_error({"grpo.num_generations_per_prompt=1", "policy.train_global_batch_size=32"}),
               HasSubstr("a group of 1 has no baseline"));
   EXPECT_EQ(load_error({"algorithm=sft", "policy.train_global_batch_size=7777"}), "");  // no rollout to divide
+  EXPECT_THAT(load_error({"checkpointing.metric_name=val:acc"}), HasSubstr("there is no value 'val:acc' in this run"));
+  EXPECT_THAT(load_error({"checkpointing.metric_name=val_loss"}), HasSubstr("val:accuracy, val:avg_length"));
+  EXPECT_THAT(load_error({"checkpointing.metric_name=val:pass_k"}), HasSubstr("there is no value 'val:pass_k'"));
+  EXPECT_EQ(load_error({"checkpointing.metric_name=val:pass_k", "grpo.val_num_generations_per_prompt=4"}), "");
+  EXPECT_EQ(load_error({"checkpointing.metric_name=train:loss"}), "");
+  EXPECT_EQ(load_error({"checkpointing.metric_name=val_reward"}), "");
+  EXPECT_EQ(checkpoint_metric(load_config_text("checkpointing: {metric_name: val_reward}")), "val:accuracy");
+  EXPECT_EQ(checkpoint_metric(load_config_text("")), "val:accuracy");
+  EXPECT_EQ(checkpoint_metric(load_config_text("algorithm: sft\n")), "");
+  EXPECT_EQ(checkpoint_metric(load_config_text("algorithm: sft\ncheckpointing: {metric_name: val_loss}")), "val:loss");
+  EXPECT_THAT(load_error({"algorithm=sft", "checkpointing.metric_name=val:accuracy"}),
+              HasSubstr("there are val:loss, train:loss"));
   EXPECT_EQ(load_error({"grpo.early_gradients=true"}), "");
   EXPECT_THAT(load_error({"grpo.early_gradients=true", "policy.train_global_batch_size=8"}),
               HasSubstr("cannot be used where an optimizer step has less than a whole group"));
@@ -68,6 +81,31 @@ TEST(ConfigCheck, RecomputationAndSharedPrompts) {
   EXPECT_THAT(load_error({"policy.sequence_packing.share_prompts=true", "policy.sequence_packing.enabled=false"}),
               HasSubstr("needs policy.sequence_packing.enabled"));
   EXPECT_THAT(load_error({"policy.sequence_packing.share_prompts=true", "algorithm=sft"}), HasSubstr("is for GRPO"));
+}
+
+// What the configuration holds, checkpoints and the report hold too.
+TEST(ConfigCheck, SecretsOfTheRewardServiceAreRefusedAndNotQuoted) {
+  const auto with = [](const std::string& override_text) {
+    return load_error({"env.http.enabled=true", "env.http.url=https://a", override_text});
+  };
+  EXPECT_EQ(with("env.http.headers=[\"Authorization: Bearer {env:TOKEN}\", \"X-Api-Key: {file:/run/key}\"]"), "");
+  EXPECT_EQ(with("env.http.headers=[\"X-Team: rl\"]"), "");
+  for (const char* header : {"Authorization: Bearer hunter2", "x-api-key: hunter2", "Cookie: hunter2"}) {
+    const std::string error = with(std::string("env.http.headers=[\"") + header + "\"]");
+    EXPECT_THAT(error, HasSubstr("env.http.headers: "));
+    EXPECT_THAT(error, HasSubstr("{env:NAME}"));
+    EXPECT_EQ(error.find("hunter2"), std::string::npos) << error;
+  }
+  EXPECT_THAT(with("env.http.headers=[\"no colon\"]"), HasSubstr("each must be"));
+  const std::string error = with("env.http.url=https://me:hunter2@a/score");
+  EXPECT_THAT(error, HasSubstr("must not hold a user or password"));
+  EXPECT_EQ(error.find("hunter2"), std::string::npos) << error;
+  EXPECT_THAT(load_error({"env.http.enabled=true", "env.http.url=http://a", "env.http.ca_file=ca.pem"}),
+              HasSubstr("env.http.ca_file: needs an env.http.url with https://"));
+  EXPECT_THAT(load_error({"env.http.headers=[\"A: b\"]"}), HasSubstr("is set, but env.http.enabled is false"));
+  EXPECT_EQ(load_config_text("").env.command.failure_policy, "drop");
+  EXPECT_EQ(load_config_text("").env.http.failure_policy, "drop");
+  EXPECT_EQ(load_config_text("").env.math.failure_policy, "zero");
 }
 
 TEST(ConfigCheck, Lengths) {
@@ -95,6 +133,11 @@ TEST(ConfigCheck, LossCombinations) {
   EXPECT_THAT(load_error({"loss_fn.truncated_importance_sampling_type=tis"}),
               HasSubstr("needs loss_fn.use_importance_sampling_correction"));
   EXPECT_THAT(load_error({"loss_fn.use_kl_in_reward=true"}), HasSubstr("reinforce_plus_plus"));
+  EXPECT_NO_THROW(validate_supported(load_config_text("", {"loss_fn.use_kl_in_reward=true",
+                                                           "grpo.adv_estimator.name="
+                                                           "reinforce_plus_plus"})));
+  EXPECT_THAT(load_error({"grpo.early_gradients=true", "loss_fn.positive_example_nll_weight=0.1"}),
+              HasSubstr("divided by another count"));
   EXPECT_THAT(load_error({"grpo.skip_reference_policy_logprobs_calculation=true"}),
               HasSubstr("needs loss_fn.reference_policy_kl_penalty 0"));
   EXPECT_THAT(load_error({"loss_fn.disable_ppo_ratio=true", "loss_fn.use_cispo=true"}),
@@ -105,12 +148,15 @@ TEST(ConfigCheck, GrpoAndEnv) {
   EXPECT_THAT(load_error({"grpo.batch_multiplier=1.5"}), HasSubstr("needs grpo.use_dynamic_sampling"));
   EXPECT_THAT(load_error({"grpo.batch_multiplier=1.01", "grpo.use_dynamic_sampling=true"}),
               HasSubstr("is not a number of prompts"));
-  EXPECT_THAT(load_error({"grpo.stop_at_validation_metric=accuracy"}), HasSubstr("must be set together"));
+  EXPECT_THAT(load_error({"grpo.stop_at_validation_metric=accuracy"}), HasSubstr("set both or neither"));
+  EXPECT_THAT(load_error({"policy.generation.background_sms=8", "policy.generation.background_processors=0"}),
+              HasSubstr("is the older name of policy.generation.background_sms"));
   EXPECT_THAT(load_error({"sft.stop_at_validation_loss=0.5", "sft.val_period=0"}), HasSubstr("needs sft.val_period"));
   EXPECT_THAT(load_error({"env.math.enabled=false"}), HasSubstr("no reward is enabled"));
   EXPECT_THAT(load_error({"env.command.enabled=true"}), HasSubstr("names no program"));
   EXPECT_THAT(load_error({"env.command.command=[grade]"}), HasSubstr("is set, but env.command.enabled is false"));
   EXPECT_THAT(load_error({"env.http.enabled=true", "env.http.url=rewards"}), HasSubstr("must begin with http://"));
+  EXPECT_EQ(load_error({"env.http.enabled=true"}), "");  // then TRIREME_REWARD_URL counts
   EXPECT_THAT(load_error({"data.train.env_name=http"}), HasSubstr("'http' is not an enabled env; enabled: math"));
   EXPECT_THAT(load_error({"checkpointing.checkpoint_must_save_by=3h"}),
               HasSubstr("expected days:hours:minutes:seconds"));
@@ -178,9 +224,9 @@ INSTANTIATE_TEST_SUITE_P(
     Configs, Recipes,
     testing::Values(
         Recipe{"quickstart.yaml", ""}, Recipe{"quickstart_sft.yaml", ""}, Recipe{"grpo.yaml", ""},
-        Recipe{"sft.yaml", ""}, Recipe{"megatron.yaml", ""}, Recipe{"gsm8k_0.5b.yaml", ""},
-        Recipe{"gsm8k_1.5b.yaml", ""}, Recipe{"deepscaler_1.5b_8k.yaml", ""}, Recipe{"deepscaler_1.5b_16k.yaml", ""},
-        Recipe{"deepscaler_1.5b_24k.yaml", ""}, Recipe{"llama3.1_8b.yaml", ""},
+        Recipe{"measure_step.yaml", ""}, Recipe{"sft.yaml", ""}, Recipe{"megatron.yaml", ""},
+        Recipe{"gsm8k_0.5b.yaml", ""}, Recipe{"gsm8k_1.5b.yaml", ""}, Recipe{"deepscaler_1.5b_8k.yaml", ""},
+        Recipe{"deepscaler_1.5b_16k.yaml", ""}, Recipe{"deepscaler_1.5b_24k.yaml", ""}, Recipe{"llama3.1_8b.yaml", ""},
         Recipe{"llama3.1_70b.yaml", "pipeline_model_parallel_size: pipeline parallel size 4 is not supported yet"},
         Recipe{"llama3.3_70b_16k.yaml", "context_parallel_size: context parallel size 2 is not supported yet"},
         Recipe{"qwen3_32b.yaml", "tensor_model_parallel_size: tensor parallel size 4 is not supported yet"},
@@ -194,7 +240,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(Recipes, EveryFileIsTested) {
   size_t files = 0;
   for (const auto& entry : std::filesystem::directory_iterator("configs")) files += entry.path().extension() == ".yaml";
-  EXPECT_EQ(files, 15u) << "add the new recipe to the list above";
+  EXPECT_EQ(files, 16u) << "add the new recipe to the list above";
 }
 
 TEST(Recipes, TableRows) {
@@ -236,9 +282,10 @@ TEST(KeysWithoutEffect, AreNamedOnlyWhenSet) {
   const auto notes = keys_without_effect(
       load_config_text("", {"policy.logprob_chunk_size=7", "policy.make_sequence_length_divisible_by=8",
                             "env.math.enabled=true", "env.math.math_verify_impl=hf_math_verify"}));
-  EXPECT_THAT(notes, testing::ElementsAre(HasSubstr("policy.logprob_chunk_size"),
-                                          HasSubstr("policy.make_sequence_length_divisible_by"),
-                                          HasSubstr("env.math.math_verify_impl")));
+  EXPECT_THAT(notes,
+              testing::ElementsAre(
+                  HasSubstr("policy.logprob_chunk_size"), HasSubstr("policy.make_sequence_length_divisible_by"),
+                  testing::AllOf(HasSubstr("env.math.math_verify_impl"), HasSubstr("stands in for hf_math_verify"))));
   // With fixed micro-batches the key counts; with packing those of training do.
   EXPECT_THAT(keys_without_effect(load_config_text(
                   "", {"algorithm=sft", "sft.val_micro_batch_size=2", "policy.sequence_packing.enabled=false"})),
@@ -275,22 +322,76 @@ TEST_F(Hub, FolderIdAndDownloadCommand) {
 }
 
 TEST_F(Hub, Datasets) {
+  const auto files = [&](const DatasetConfig& dataset) {
+    std::vector<std::string> names;
+    for (const DatasetFiles& source : resolve_dataset(dataset, home_.path())) {
+      for (const auto& file : source.files) names.push_back(std::filesystem::relative(file, home_.path()).string());
+    }
+    return names;
+  };
   touch("mine.jsonl");
   DatasetConfig dataset;
   dataset.data_path = (home_.path() / "mine.jsonl").string();
-  EXPECT_EQ(resolve_dataset(dataset, home_.path()), dataset.data_path);
+  EXPECT_THAT(files(dataset), ElementsAre("mine.jsonl"));
   dataset.data_path = (home_.path() / "other.jsonl").string();
-  EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }), HasSubstr("other.jsonl"));
+  EXPECT_THAT(error_of([&] { files(dataset); }), HasSubstr("other.jsonl"));
   dataset.data_path.clear();
   dataset.dataset_name = "gsm8k";
-  EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }),
-              HasSubstr("hf download --repo-type dataset openai/gsm8k"));
+  EXPECT_THAT(error_of([&] { files(dataset); }), HasSubstr("hf download --repo-type dataset openai/gsm8k"));
   touch("hub/datasets--openai--gsm8k/refs/main", "r");
   touch("hub/datasets--openai--gsm8k/snapshots/r/main/test-00000-of-00001.parquet");
   dataset.split = "test";
-  EXPECT_THAT(resolve_dataset(dataset, home_.path()).string(), HasSubstr("main/test-00000-of-00001.parquet"));
+  EXPECT_THAT(files(dataset), ElementsAre("hub/datasets--openai--gsm8k/snapshots/r/main/test-00000-of-00001.parquet"));
+  dataset.split = "train";
+  EXPECT_THAT(error_of([&] { files(dataset); }), HasSubstr("data set gsm8k has no split 'train'; it has test"));
   dataset.dataset_name = "gsm8";
-  EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }), HasSubstr("did you mean 'gsm8k'?"));
+  EXPECT_THAT(error_of([&] { files(dataset); }), HasSubstr("did you mean 'gsm8k'?"));
+}
+
+TEST_F(Hub, ShardsAndSplitsByTheirRealNames) {
+  const std::string folder = "hub/datasets--nvidia--OpenMathInstruct-2/snapshots/r/";
+  touch("hub/datasets--nvidia--OpenMathInstruct-2/refs/main", "r");
+  for (const char* name : {"train-00000-of-00002", "train-00001-of-00002", "train_1M-00000-of-00001"})
+    touch(folder + "data/" + name + ".parquet");
+  touch(folder + "README.md");
+  const auto names = [&](const std::string& split) {
+    DatasetConfig dataset;
+    dataset.dataset_name = "OpenMathInstruct-2";
+    dataset.split = split;
+    std::vector<std::string> out;
+    const auto sources = resolve_dataset(dataset, home_.path());
+    for (const auto& file : sources.at(0).files) out.push_back(file.filename().string());
+    return out;
+  };
+  EXPECT_THAT(names("train"), ElementsAre("train-00000-of-00002.parquet", "train-00001-of-00002.parquet"));
+  EXPECT_THAT(names("train_1M"), ElementsAre("train_1M-00000-of-00001.parquet"));
+  EXPECT_THAT(error_of([&] { names("train_2M"); }), HasSubstr("has no split 'train_2M'; it has train, train_1M"));
+}
+
+TEST_F(Hub, FoldersPatternsAndMixtures) {
+  for (const char* name : {"rows/b.jsonl", "rows/a.json.zst", "rows/notes.txt", "shards/x-1.jsonl", "shards/x-2.jsonl"})
+    touch(name);
+  const std::string home = home_.path().string();
+  DatasetConfig dataset;
+  dataset.data_path = home + "/rows";
+  EXPECT_THAT(resolve_dataset(dataset, home_.path()).at(0).files,
+              ElementsAre(home_.path() / "rows/a.json.zst", home_.path() / "rows/b.jsonl"));
+  dataset.data_path = home + "/shards/x-*.jsonl";
+  EXPECT_EQ(resolve_dataset(dataset, home_.path()).at(0).files.size(), 2U);
+  dataset.data_path = home + "/shards/y-*.jsonl";
+  EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }), HasSubstr("no file matches"));
+  touch("hub/datasets--org--sums/snapshots/r/test.jsonl");
+  dataset.data_path.clear();
+  dataset.mixture = {"0.75 " + home + "/rows/b.jsonl", "0.25 org/sums:test"};
+  const auto sources = resolve_dataset(dataset, home_.path());
+  ASSERT_EQ(sources.size(), 2U);
+  EXPECT_EQ(sources[0].weight, 0.75);
+  EXPECT_THAT(sources[1].files, ElementsAre(home_.path() / "hub/datasets--org--sums/snapshots/r/test.jsonl"));
+  for (const char* wrong : {"rows.jsonl", "0 rows.jsonl", "-1 rows.jsonl", "0.5 "}) {
+    dataset.mixture = {wrong};
+    EXPECT_THAT(error_of([&] { resolve_dataset(dataset, home_.path()); }), HasSubstr("is not \"WEIGHT SOURCE\""))
+        << wrong;
+  }
 }
 
 }  // namespace

@@ -37,6 +37,9 @@ const std::map<std::string, Sample>& special_samples() {
       {"loss_fn.truncated_importance_sampling_type",
        {"icepop",
         {"loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2"}}},
+      {"loss_fn.truncated_importance_sampling_ratio", {"3", {"loss_fn.use_importance_sampling_correction=true"}}},
+      {"loss_fn.truncated_importance_sampling_ratio_min",
+       {"0.5", {"loss_fn.use_importance_sampling_correction=true", "loss_fn.truncated_importance_sampling_ratio=2"}}},
       {"loss_fn.sequence_level_importance_ratios", {"true", {"loss_fn.token_level_loss=false"}}},
       {"loss_fn.use_kl_in_reward", {"true", {"grpo.adv_estimator.name=reinforce_plus_plus"}}},
       {"policy.train_global_batch_size", {"256", {}}},
@@ -61,6 +64,9 @@ const std::map<std::string, Sample>& special_samples() {
       {"env.command.command", {"[grade, -v]", {"env.command.enabled=true"}}},
       {"env.http.enabled", {"true", {"env.http.url=http://a"}}},
       {"env.http.url", {"https://b/c", {"env.http.enabled=true"}}},
+      {"env.http.headers", {"[\"Authorization: Bearer {file:/t}\"]", {"env.http.enabled=true"}}},
+      {"env.http.ca_file", {"ca.pem", {"env.http.enabled=true"}}},
+      {"checkpointing.metric_name", {"train:reward", {}}},
       {"checkpointing.checkpoint_must_save_by", {"00:03:30:00", {}}},
       {"cluster.gpus_per_node", {"2", {}}},
       {"cluster.num_nodes", {"2", {}}},
@@ -166,6 +172,9 @@ TEST(Fields, PathsAreUniqueAndSectionsAreTogether) {
   }
   for (const auto& ignored : config::ignored_keys())
     EXPECT_EQ(seen.count(ignored.path), 0u) << ignored.path << " is both used and ignored";
+  for (const auto& feature : config::feature_keys())
+    EXPECT_EQ(seen.count(feature.path), 0u) << feature.path << " is both used and a feature that is not here";
+  for (const auto& entry : config::version_defaults()) EXPECT_EQ(seen.count(entry.path), 1u) << entry.path;
   for (const auto& alias : config::alias_keys()) {
     EXPECT_EQ(seen.count(alias.path), 0u) << alias.path;
     for (const std::string& target : alias.targets) EXPECT_EQ(seen.count(target), 1u) << target;

@@ -215,13 +215,24 @@ TEST(ConfigText, EngineInternalsAreAcceptedWithOneWarningEach) {
   std::vector<std::string> warnings;
   const Config config = load_config_text(
       "policy:\n  generation:\n    backend: vllm\n    vllm_cfg: {gpu_memory_utilization: 0.6, enforce_eager: false}\n"
-      "logger: {wandb_enabled: false}\n",
+      "logger: {swanlab_enabled: false}\n",
       {}, &warnings, "run.yaml");
   EXPECT_EQ(config.policy.generation.backend, "vllm");
   EXPECT_THAT(
       warnings,
       ElementsAre("run.yaml:4: policy.generation.vllm_cfg has no effect here: a setting of another generation engine",
-                  HasSubstr("run.yaml:5: logger.wandb_enabled has no effect here")));
+                  HasSubstr("run.yaml:5: logger.swanlab_enabled has no effect here")));
+}
+
+TEST(ConfigText, AsJsonItHasTheSameValues) {
+  const Config config = load_config_text(
+      "logger: {log_dir: out, wandb_enabled: true, wandb: {project: sums, tags: [a, b]}, tensorboard: {}}\n");
+  const nlohmann::json json = to_json(config);
+  EXPECT_EQ(json["logger"]["wandb"]["tags"], nlohmann::json({"a", "b"}));
+  EXPECT_EQ(json["logger"]["wandb_enabled"], true);
+  EXPECT_EQ(json["logger"]["tensorboard"]["log_dir"], "out/tensorboard");
+  EXPECT_EQ(json["grpo"]["num_prompts_per_step"], config.grpo.num_prompts_per_step);
+  EXPECT_TRUE(json["policy"]["optimizer"]["kwargs"]["lr"].is_number_float());
 }
 
 TEST(ConfigText, OldAndNewSpellingsOfDataAgree) {

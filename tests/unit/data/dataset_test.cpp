@@ -2,10 +2,15 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 #include <zlib.h>
+#include <zstd.h>
 
 #include <fstream>
 #include <set>
+#include <thread>
 
 #include "base/error.h"
 #include "base/fs.h"
@@ -83,11 +88,11 @@ TEST_F(DatasetTest, ReadsPromptsAndGold) {
   EXPECT_EQ(stream.size(), 2);
   const PromptExample first = stream.next();
   EXPECT_EQ(first.prompt_text, "2+2?");
-  EXPECT_THAT(first.prompt_ids, ElementsAre('2', '+', '2', '?'));
+  EXPECT_THAT(first.prompt, ElementsAre('2', '+', '2', '?'));
   EXPECT_EQ(first.gold, "4");
   EXPECT_EQ(first.extra["id"], "x");
   EXPECT_EQ(first.index, 0);
-  EXPECT_TRUE(first.completion_ids.empty());
+  EXPECT_TRUE(first.response.empty());
   const PromptExample second = stream.next();
   EXPECT_EQ(second.prompt_text, "ü");
   EXPECT_EQ(second.index, 2);  // the blank line counts
@@ -142,7 +147,8 @@ TEST_F(DatasetTest, FilesThatCannotBeUsed) {
   EXPECT_THAT(open_error(raw(write("other.jsonl", "{\"text\": \"a\"}\n"))), HasSubstr("none of the known layouts"));
   EXPECT_THAT(open_error(raw(write("x.gz", "plain text"))), HasSubstr("is not a gzip file"));
   EXPECT_THAT(open_error(raw(write("x.parquet", "plain text"))), HasSubstr("is not a Parquet file"));
-  EXPECT_THAT(open_error(raw(write("x.zst", "\x28\xB5\x2F\xFDmore"))), HasSubstr("compressed with zstd"));
+  EXPECT_THAT(open_error(raw(write("x.zst", "\x28\xB5\x2F\xFDmore"))), HasSubstr("x.zst is"));
+  EXPECT_THAT(open_error(raw(write("x.jsonl.zst", "plain text"))), HasSubstr("is not a zstd file"));
   DataOptions options = raw(write("d.jsonl", rows(2)));
   options.format = "csv";
   EXPECT_THAT(open_error(options), HasSubstr("data format \"csv\" is unknown"));
@@ -154,7 +160,7 @@ TEST_F(DatasetTest, HugeLine) {
   const std::string big = "{\"input\": \"" + std::string(1 << 20, 'x') + "\", \"output\": \"1\"}\n";
   PromptStream stream(raw(write("big.jsonl", rows(1) + big + rows(1))), tokenizer_);
   stream.next();
-  EXPECT_EQ(stream.next().prompt_ids.size(), size_t{1} << 20);
+  EXPECT_EQ(stream.next().prompt.size(), size_t{1} << 20);
   DataOptions options = raw(write("toobig.jsonl", rows(1) + "{\"input\": \"" + std::string(kMaxLineBytes, 'x') +
                                                       "\", \"output\": \"1\"}\n" + rows(1)));
   EXPECT_THAT(open_error(options), HasSubstr("line 2: longer than 64.0 MiB"));
@@ -171,7 +177,7 @@ TEST_F(DatasetTest, Gzip) {
   for (int i = 0; i < 500; ++i) {
     const PromptExample a = plain.next();
     const PromptExample b = packed.next();
-    EXPECT_EQ(a.prompt_ids, b.prompt_ids);
+    EXPECT_EQ(a.prompt, b.prompt);
     EXPECT_EQ(a.gold, b.gold);
   }
   const std::string whole = gzip(text);
@@ -186,6 +192,196 @@ TEST_F(DatasetTest, Gzip) {
   DataOptions options = raw(write("d.jsonl.gz", whole));
   options.scratch_dir = dir_.path() / "missing";
   EXPECT_THAT(open_error(options), HasSubstr("cannot create a temporary file in"));
+}
+
+TEST_F(DatasetTest, Zstd) {
+  const std::string text = rows(5000);
+  const auto packed = [](const std::string& plain) {
+    std::string out(ZSTD_compressBound(plain.size()), '\0');
+    out.resize(ZSTD_compress(out.data(), out.size(), plain.data(), plain.size(), 3));
+    return out;
+  };
+  // Two frames one after the other are one file.
+  const std::string whole = packed(text.substr(0, 1000)) + packed(text.substr(1000));
+  PromptStream stream(raw(write("d.jsonl.zst", whole)), tokenizer_);
+  ASSERT_EQ(stream.size(), 5000);
+  EXPECT_EQ(stream.take(5000).back().gold, "4999");
+  for (const size_t keep : {size_t{5}, whole.size() / 2, whole.size() - 1}) {
+    EXPECT_THAT(open_error(raw(write("cut.jsonl.zst", whole.substr(0, keep)))), HasSubstr("cut.jsonl.zst is truncated"))
+        << keep;
+  }
+  EXPECT_THAT(open_error(raw(write("tail.jsonl.zst", whole + "trailing"))), HasSubstr("tail.jsonl.zst is damaged"));
+}
+
+TEST_F(DatasetTest, JsonArray) {
+  const json rows = json::parse(R"([{"input": "a ] } \"b\\", "output": "1"}, {"input": "ü, [", "output": "2",
+    "list": [1, [2], {"x": "]"}]},   {"input": "last", "output": "3"}])");
+  for (const std::string& text : {rows.dump(), "\xEF\xBB\xBF \n" + rows.dump(4) + "\n\n", gzip(rows.dump(2))}) {
+    PromptStream stream(raw(write("d.json", text)), tokenizer_);
+    ASSERT_EQ(stream.size(), 3);
+    for (size_t k = 0; k < 3; ++k) {
+      const PromptExample example = stream.next();
+      EXPECT_EQ(example.prompt_text, rows[k]["input"]);
+      EXPECT_EQ(example.gold, rows[k]["output"]);
+      EXPECT_EQ(example.index, static_cast<int64_t>(k));
+    }
+  }
+  const auto error = [&](const std::string& text) { return open_error(raw(write("w.json", text))); };
+  EXPECT_THAT(error(R"([{"input": "a", "output": "1"})"), HasSubstr("w.json is truncated: its array has no end"));
+  EXPECT_THAT(error(R"([{"input": "a", "output": "1"}, 7])"), HasSubstr("w.json element 2: "));
+  EXPECT_THAT(error(R"([{"input": "a", "output": "1"},, 7])"), HasSubstr("nothing between two commas"));
+  EXPECT_THAT(error(R"([{"input": "a", "output": "1"}] {})"), HasSubstr("text after the end of the array"));
+  EXPECT_THAT(error("[{\"input\": \"a\nb\", \"output\": \"1\"}]"), HasSubstr("element 1: a text has a line feed"));
+  EXPECT_THAT(error("[]"), HasSubstr("is empty"));
+}
+
+TEST_F(DatasetTest, ShardsAreOneDataSet) {
+  const std::string text = rows(30);
+  const size_t cut = text.find("q12") - 10;
+  DataOptions whole = raw(write("whole.jsonl", text));
+  DataOptions shards = raw("");
+  shards.sources = {{{write("a.jsonl", text.substr(0, cut)), write("b.jsonl.gz", gzip(text.substr(cut)))}, "", "", 0}};
+  for (DataOptions* options : {&whole, &shards}) {
+    options->shuffle = true;
+    options->split_validation_size = 7;
+    options->split = DataOptions::Split::kTrain;
+  }
+  PromptStream one(whole, tokenizer_);
+  PromptStream two(shards, tokenizer_);
+  ASSERT_EQ(two.size(), 23);
+  for (int k = 0; k < 60; ++k) {
+    const PromptExample a = one.next();
+    const PromptExample b = two.next();
+    EXPECT_EQ(a.prompt_text, b.prompt_text);
+    EXPECT_EQ(a.index, b.index);
+  }
+  EXPECT_EQ(one.state(), two.state());
+  shards.sources[0].files.push_back(write("c.jsonl", R"({"question": "x", "answer": "#### 1"})"));
+  EXPECT_THAT(open_error(shards), HasSubstr("c.jsonl has the columns \"question\" and \"answer\""));
+}
+
+TEST_F(DatasetTest, MixturesFollowTheirWeights) {
+  DataOptions options = raw("");
+  options.shuffle = true;
+  options.sources = {{{write("a.jsonl", rows(100))}, "", "", 3},
+                     {{write("b.jsonl", R"({"question": "x", "answer": "#### 1"})")}, "", "", 1}};
+  PromptStream stream(options, tokenizer_);
+  EXPECT_EQ(stream.size(), 101);
+  std::vector<std::string> drawn;
+  std::set<std::string> of_a;
+  int64_t of_b = 0;
+  for (int k = 1; k <= 400; ++k) {
+    drawn.push_back(stream.next().prompt_text);
+    of_b += drawn.back() == "x";
+    if (k <= 133 && drawn.back() != "x") of_a.insert(drawn.back());
+    EXPECT_LE(std::abs(static_cast<double>(of_b) - k / 4.0), 1.0) << k;
+  }
+  EXPECT_EQ(of_a.size(), 100U);  // the first 100 of the larger source are all of it
+  // A stream that goes on from a saved state draws the same.
+  PromptStream first(options, tokenizer_);
+  first.take(250);
+  PromptStream second(options, tokenizer_);
+  second.restore(first.state());
+  for (size_t k = 250; k < 400; ++k) EXPECT_EQ(second.next().prompt_text, drawn[k]);
+  options.sources[1].weight = 2;
+  PromptStream other(options, tokenizer_);
+  EXPECT_THROW(other.restore(first.state()), Error);
+  options.sources[1].weight = 0;
+  EXPECT_THAT(open_error(options), HasSubstr("give all of them one"));
+}
+
+TEST_F(DatasetTest, ANodeReadsAFileOnce) {
+  const std::string path = write("d.jsonl.gz", gzip(rows(50) + "broken\n" + rows(3)));
+  RowFile::Options options;
+  options.scratch_dir = dir_.path();
+  options.max_bad_rows = 1;
+  options.shared_as = "same";
+  int64_t seen = 0;
+  RowFile::Reader reader;
+  reader.check = [&](std::string_view line) {
+    ++seen;
+    parse_json_object(line);
+  };
+  reader.facts = [&] { return json{"facts"}; };
+  const auto folder = [&] { return dir_.path() / ("trireme-" + std::to_string(::geteuid())); };
+  {
+    const RowFile first(path, options, reader);
+    EXPECT_EQ(seen, 54);
+    const RowFile second(path, options, reader);
+    EXPECT_EQ(seen, 54) << "the second user read the file again";
+    EXPECT_EQ(second.size(), 53);
+    EXPECT_EQ(second.line(52), first.line(52));
+    EXPECT_EQ(second.file_row(52), 53);
+    EXPECT_EQ(second.bad_rows(), 1);
+    EXPECT_EQ(second.facts(), json{"facts"});
+    options.shared_as = "another check";
+    const RowFile third(path, options, reader);
+    EXPECT_EQ(seen, 108);
+    std::filesystem::last_write_time(path, std::filesystem::file_time_type::clock::now() + std::chrono::seconds(9));
+    const RowFile fourth(path, options, reader);
+    EXPECT_EQ(seen, 162) << "a file that was written to has an index of its own";
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(folder())) << "the last user removes everything";
+  options.max_bad_rows = 0;
+  EXPECT_THROW(RowFile(path, options, reader), Error);
+  EXPECT_TRUE(std::filesystem::is_empty(folder())) << "a file that is refused leaves nothing";
+}
+
+TEST_F(DatasetTest, ManyProcessesShareAnIndexAndKilledOnesLeaveNothing) {
+  const std::string path = write("d.jsonl.gz", gzip(rows(2000)));
+  RowFile::Options options;
+  options.scratch_dir = dir_.path();
+  options.shared_as = "same";
+  RowFile::Reader reader;
+  reader.check = [](std::string_view) {};
+  const auto log = dir_.path() / "builders";
+  reader.facts = [&] {  // once for each process that reads the file
+    std::ofstream(log, std::ios::app) << "x";
+    return json{};
+  };
+  std::vector<pid_t> children;
+  for (int child = 0; child < 8; ++child) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      int code = 1;
+      try {
+        const RowFile file(path, options, reader);
+        code = file.size() == 2000 && file.line(1999).find("q1999") != std::string::npos ? 0 : 2;
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        if (child == 7) ::raise(SIGKILL);
+      } catch (...) {
+      }
+      ::_exit(code);
+    }
+    children.push_back(pid);
+  }
+  for (size_t k = 0; k < children.size(); ++k) {
+    int status = 0;
+    ASSERT_EQ(::waitpid(children[k], &status, 0), children[k]);
+    if (k < 7) {
+      EXPECT_EQ(status, 0) << k;
+    }
+  }
+  EXPECT_LE(read_file(log).size(), 3U) << "eight processes, and nearly each read the file";
+  // What the killed one holds open goes with it; another file's user sweeps its names up if it was the last.
+  const RowFile other(write("e.jsonl.gz", gzip(rows(2))), options, reader);
+  size_t locks = 0;
+  for (const auto& entry :
+       std::filesystem::directory_iterator(dir_.path() / ("trireme-" + std::to_string(::geteuid()))))
+    locks += entry.path().extension() == ".lock";
+  EXPECT_EQ(locks, 1U);
+}
+
+TEST_F(DatasetTest, AFolderOfSomebodyElsesIsNotUsed) {
+  const auto folder = dir_.path() / ("trireme-" + std::to_string(::geteuid()));
+  std::filesystem::create_directory(folder);
+  std::filesystem::permissions(folder, std::filesystem::perms::all);
+  EXPECT_THROW(IndexStore(dir_.path()), Error);
+  DataOptions options = raw(write("d.jsonl", rows(2)));
+  options.scratch_dir = dir_.path();
+  options.shared_as = "same";
+  EXPECT_EQ(Dataset::open(options, tokenizer_)->size(), 2);
+  EXPECT_TRUE(std::filesystem::is_empty(folder));
 }
 
 TEST_F(DatasetTest, Parquet) {
@@ -269,6 +465,28 @@ TEST_F(DatasetTest, LongPromptsAreSkippedOrRefused) {
     FAIL();
   } catch (const Error& e) {
     EXPECT_THAT(e.what(), HasSubstr("d.jsonl line 2: the prompt has 25 tokens, more than data.max_input_seq_length=5"));
+  }
+}
+
+TEST_F(DatasetTest, APromptThatLeavesNoRoomForAnAnswerIsTooLong) {
+  std::string text;
+  for (const char* input : {"1234", "12345", "123456", "1"})
+    text += json{{"input", input}, {"output", "1"}}.dump() + "\n";
+  DataOptions options = raw(write("d.jsonl", text));
+  options.max_total_length = 5;
+  options.max_input_seq_length = 5;
+  PromptStream stream(options, tokenizer_);
+  EXPECT_THAT(indices(&stream, 3), ElementsAre(0, 3, 0));
+  EXPECT_EQ(stream.skipped_long(), 2);
+  options.fail_on_long_prompt = true;
+  PromptStream strict(options, tokenizer_);
+  strict.next();
+  try {
+    strict.next();
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_THAT(e.what(), HasSubstr("the prompt has 5 tokens, which leaves none for an answer in "
+                                    "policy.max_total_sequence_length=5"));
   }
 }
 
@@ -377,13 +595,13 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   DataOptions options = raw(write("d.jsonl", R"({"input": "1+1=", "output": "2"})"));
   options.completions = true;
   const PromptExample example = PromptStream(options, tokenizer_).next();
-  EXPECT_THAT(example.prompt_ids, ElementsAre('1', '+', '1', '='));
-  EXPECT_THAT(example.completion_ids, ElementsAre('2', kByteImEnd));
-  EXPECT_THAT(example.completion_mask, ElementsAre(1, 1));
+  EXPECT_THAT(example.prompt, ElementsAre('1', '+', '1', '='));
+  EXPECT_THAT(example.response, ElementsAre('2', kByteImEnd));
+  EXPECT_THAT(example.response_mask, ElementsAre(1, 1));
   options.apply_chat_template = true;
   const PromptExample chat = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(chat.prompt_text, "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_THAT(chat.completion_ids, ElementsAre('2', kByteImEnd));  // not the template's line feed
+  EXPECT_THAT(chat.response, ElementsAre('2', kByteImEnd));  // not the template's line feed
   options.path = write("d.jsonl", R"({"input": "1+1=", "output": ""})");
   EXPECT_THAT(open_error(options), HasSubstr("nothing to learn"));
   options.path = write("long.jsonl", R"({"input": "1", "output": "long answer"})"
@@ -404,12 +622,12 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   options.apply_chat_template = true;
   const PromptExample example = PromptStream(options, tokenizer_).next();
   EXPECT_EQ(example.prompt_text, "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n");
-  EXPECT_EQ(tokenizer_->decode(example.completion_ids, false),
+  EXPECT_EQ(tokenizer_->decode(example.response, false),
             "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>");
-  ASSERT_EQ(example.completion_mask.size(), example.completion_ids.size());
+  ASSERT_EQ(example.response_mask.size(), example.response.size());
   std::vector<int32_t> learnt;
-  for (size_t i = 0; i < example.completion_ids.size(); ++i) {
-    if (example.completion_mask[i]) learnt.push_back(example.completion_ids[i]);
+  for (size_t i = 0; i < example.response.size(); ++i) {
+    if (example.response_mask[i]) learnt.push_back(example.response[i]);
   }
   EXPECT_THAT(learnt, ElementsAre('b', kByteImEnd, 'd', kByteImEnd));
 
@@ -419,7 +637,7 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
                                          "loop.last else '-' }};{% endfor %}{{ 'a:' if add_generation_prompt }}");
   const PromptExample last = PromptStream(options, rewriting).next();
   EXPECT_EQ(last.prompt_text, "u:a;a:-;u:c;a:");
-  EXPECT_EQ(rewriting->decode(last.completion_ids, false), "d;<|im_end|>");
+  EXPECT_EQ(rewriting->decode(last.response, false), "d;<|im_end|>");
   const auto foreign = Tokenizer::load(dir_.path() / "model", "{{ add_generation_prompt }}");
   try {
     PromptStream(options, foreign);

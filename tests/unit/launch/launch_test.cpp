@@ -88,6 +88,26 @@ TEST(Launch, TheOthersAreToldWhoDiedAndHow) {
   EXPECT_EQ(read_file(file + "3"), "died 1 signal 9 (Killed)\n");
 }
 
+// A worker of a reward's, say: in a session of its own, with the rank's stderr open.
+TEST(Launch, WhatAKilledRankLeavesBehindHoldsUpNobodyAndIsEnded) {
+  const TemporaryDirectory dir;
+  const std::string file = (dir.path() / "worker").string();
+  LaunchOptions options = shell("setsid sleep 900 & echo $! > " + file + "; echo last words >&2; kill -9 $$", 1);
+  options.termination_log = (dir.path() / "termination").string();
+  const LaunchResult result = launch(options, nullptr);  // waiting for the worker would trip the test's own time limit
+  EXPECT_EQ(result.exit_code, 137);
+  EXPECT_EQ(result.tail, std::vector<std::string>{"last words"});
+  EXPECT_EQ(nlohmann::json::parse(read_file(options.termination_log)).at("exitCode"), 137);
+  EXPECT_EQ(::kill(static_cast<pid_t>(std::stol(read_file(file))), 0), -1) << "the worker is still there";
+}
+
+TEST(Launch, WhatARankLeavesBehindIsEndedAfterASuccessToo) {
+  const TemporaryDirectory dir;
+  const std::string file = (dir.path() / "worker").string();
+  EXPECT_EQ(launch(shell("setsid sleep 900 & echo $! > " + file, 1), nullptr).exit_code, 0);
+  EXPECT_EQ(::kill(static_cast<pid_t>(std::stol(read_file(file))), 0), -1) << "the worker is still there";
+}
+
 TEST(Launch, WhoIsKilledAfterAFailureIsNamedButIsNotTheCause) {
   const LaunchResult result = launch(shell("[ $RANK = 0 ] && exit 20; exec sleep 600", 2), nullptr);
   EXPECT_EQ(result.failed_rank, 0);
@@ -185,7 +205,8 @@ TEST(RunManifest, InitContainersThenTheTrainerWithLocalPaths) {
   // A stand-in for the program: writes down what it was called with.
   const auto program = dir.path() / "trireme";
   std::ofstream(program) << "#!/bin/sh\nprintf '%s\\n' \"$*\" >> " << dir.path().string() << "/calls\n"
-                         << "[ -z \"$NNODES\" ] || echo \"nodes $NNODES rank $NODE_RANK $NAME\" >> "
+                         << "[ -z \"$NNODES\" ] || echo \"nodes $NNODES rank $NODE_RANK $NAME $NCCL_SOCKET_IFNAME "
+                            "$GLOO_SOCKET_IFNAME\" >> "
                          << dir.path().string() << "/calls\n";
   std::filesystem::permissions(program, std::filesystem::perms::owner_all);
   const auto manifest = dir.path() / "job.yaml";
@@ -194,6 +215,7 @@ kind: RLJob
 metadata: {name: j}
 spec:
   algorithm: SFT
+  network: {socketInterface: eth0}
   config:
     inline: {checkpointing: {checkpoint_dir: /data/ck}}
   roles:
@@ -206,7 +228,7 @@ spec:
               volumeMounts: [{name: d, mountPath: /data}]
           containers:
             - name: trainer
-              env: [{name: NAME, value: /data/name}]
+              env: [{name: NAME, value: /data/name}, {name: NCCL_SOCKET_IFNAME, value: lo}]
               volumeMounts: [{name: d, mountPath: /data}]
           volumes: [{name: d, persistentVolumeClaim: {claimName: claim}}]
 )";
@@ -219,8 +241,43 @@ spec:
   const std::string data = (dir.path() / "volumes" / "claim").string();
   EXPECT_NE(calls.find("init-task addition --out " + data + "/task\n"), std::string::npos) << calls;
   EXPECT_NE(calls.find("launch --nproc-per-node 1 -- train --algorithm sft --config "), std::string::npos) << calls;
-  EXPECT_NE(calls.find("nodes 1 rank 0 " + data + "/name"), std::string::npos) << calls;
+  EXPECT_NE(calls.find("nodes 1 rank 0 " + data + "/name lo eth0\n"), std::string::npos)
+      << "a template's settings of NCCL win, as in a cluster: " << calls;
   EXPECT_TRUE(std::filesystem::is_directory(data));
+}
+
+TEST(RunManifest, PodsOnOneMachineNeedNoRdma) {
+  const TemporaryDirectory dir;
+  const auto program = dir.path() / "trireme";
+  std::ofstream(program) << "#!/bin/sh\necho \"require [$TRIREME_REQUIRE_RDMA]\" >> " << dir.path().string()
+                         << "/calls\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  const auto manifest = dir.path() / "job.yaml";
+  std::ofstream(manifest) << R"(apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: j}
+spec:
+  algorithm: SFT
+  network: {rdma: {resourceName: rdma/hca, require: true}}
+  config:
+    inline: {checkpointing: {checkpoint_dir: /data/ck}}
+  roles:
+    actor:
+      replicas: 2
+      gpusPerPod: 1
+      template:
+        spec:
+          containers:
+            - name: trainer
+              volumeMounts: [{name: d, mountPath: /data}]
+          volumes: [{name: d, persistentVolumeClaim: {claimName: claim}}]
+)";
+  RunOptions options;
+  options.manifest = manifest;
+  options.volumes = dir.path() / "volumes";
+  options.program = program;
+  EXPECT_EQ(run_manifest(options, nullptr), 0);
+  EXPECT_EQ(read_file(dir.path() / "calls"), "require []\nrequire []\n");
 }
 
 TEST(Once, NodeZeroRunsAndTheOthersWait) {

@@ -60,11 +60,37 @@ TEST(ModelConfig, WhatIsWrittenIsReadBack) {
   for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
     ModelConfig config = small_config(family, true);
     EXPECT_EQ(parse(config.to_json()), config);
-    config.rope.scaling = RopeOptions::Scaling::kLlama3;
-    config.rope.factor = 32.0;
     config.eos_token_ids = {4, 5};
-    EXPECT_EQ(parse(config.to_json()), config);
+    config.rope.factor = 32.0;
+    using Scaling = RopeOptions::Scaling;
+    for (const Scaling scaling : {Scaling::kLlama3, Scaling::kLinear, Scaling::kDynamic, Scaling::kYarn}) {
+      config.rope.scaling = scaling;
+      if (scaling == Scaling::kYarn) {
+        config.rope.beta_fast = 24.0;
+        config.rope.truncate = false;
+        config.rope.attention_factor = 1.25;
+      }
+      const ModelConfig again = parse(config.to_json());
+      EXPECT_EQ(again, config);
+      EXPECT_EQ(again.rope.scaling, scaling);
+      EXPECT_EQ(again.rope.attention_factor, config.rope.attention_factor);
+    }
   }
+}
+
+TEST(ModelConfig, ScalingSaysHowFarPositionsReach) {
+  json values = base_json();
+  values["max_position_embeddings"] = 40960;
+  EXPECT_EQ(parse(values).positions(), 40960);
+  const auto with = [&](const json& scaling) {
+    values["rope_scaling"] = scaling;
+    return parse(values).positions();
+  };
+  EXPECT_EQ(with({{"rope_type", "yarn"}, {"factor", 4.0}, {"original_max_position_embeddings", 32768}}), 131072);
+  EXPECT_EQ(with({{"type", "yarn"}, {"factor", 2.0}}), 81920);
+  EXPECT_EQ(with({{"rope_type", "yarn"}, {"original_max_position_embeddings", 10240}}), 40960);
+  EXPECT_EQ(with({{"rope_type", "linear"}, {"factor", 2.0}}), 81920);
+  EXPECT_EQ(with({{"rope_type", "dynamic"}, {"factor", 4.0}}), 40960);
 }
 
 TEST(ModelConfig, MistakesAreNamed) {
@@ -81,7 +107,9 @@ TEST(ModelConfig, MistakesAreNamed) {
   EXPECT_MENTIONS(with("num_key_value_heads", 3), "num_attention_heads 4 is not a multiple");
   EXPECT_MENTIONS(with("head_dim", 15), "odd");
   EXPECT_MENTIONS(with("hidden_act", "gelu"), "gelu is not supported");
-  EXPECT_MENTIONS(with("rope_scaling", {{"rope_type", "yarn"}, {"factor", 4.0}}), "yarn is not supported");
+  EXPECT_MENTIONS(with("rope_scaling", {{"rope_type", "longrope"}, {"factor", 4.0}}), "longrope is not supported");
+  EXPECT_MENTIONS(with("rope_scaling", {{"rope_type", "yarn"}, {"factor", 0.5}}), "factor must be at least 1");
+  EXPECT_MENTIONS(with("rope_scaling", {{"rope_type", "yarn"}, {"factor", 2.0}, {"beta_fast", 0.5}}), "beta_slow");
   EXPECT_MENTIONS(with("use_sliding_window", true), "use_sliding_window");
   EXPECT_MENTIONS(with("layer_types", {"full_attention", "sliding_attention"}), "sliding_attention");
   json missing = base_json();
@@ -91,6 +119,29 @@ TEST(ModelConfig, MistakesAreNamed) {
   EXPECT_MENTIONS(error_of([&] { ModelConfig::load(dir.path()); }), "has no config.json");
   write_file_atomic(dir.path() / "config.json", "{");
   EXPECT_MENTIONS(error_of([&] { ModelConfig::load(dir.path()); }), "not valid JSON");
+}
+
+TEST(ModelConfig, AModelForAnotherPurposeIsRefusedByItsArchitecture) {
+  const auto with = [](const char* type, const json& architectures) {
+    json values = base_json();
+    values["model_type"] = type;
+    values["architectures"] = architectures;
+    return error_of([&] { parse(values); });
+  };
+  json plain = base_json();
+  plain["model_type"] = "qwen3";
+  for (const json& architectures : {json{"Qwen3ForCausalLM"}, json::array(), json()}) {
+    plain["architectures"] = architectures;
+    EXPECT_EQ(parse(plain).family, ModelFamily::kQwen3);
+  }
+  EXPECT_MENTIONS(with("qwen3", {"Qwen3ForSequenceClassification"}), "Qwen3ForSequenceClassification; known are llama");
+  EXPECT_MENTIONS(with("qwen2", {"Qwen2ForSequenceClassification"}), "unknown architecture Qwen2ForSeq");
+  EXPECT_MENTIONS(with("llama", {"LlamaForTokenClassification"}), "unknown architecture LlamaForTok");
+  EXPECT_MENTIONS(with("llama", {"MistralForCausalLM"}), "unknown architecture MistralForCausalLM");
+  EXPECT_MENTIONS(with("qwen2", {"Qwen2Model"}), "unknown architecture Qwen2Model");
+  EXPECT_MENTIONS(with("", {"GemmaForCausalLM"}), "unknown architecture GemmaForCausalLM");
+  EXPECT_MENTIONS(with("qwen2", {"LlamaForCausalLM"}), "model_type qwen2 and architecture LlamaForCausalLM");
+  EXPECT_MENTIONS(with("qwen2", "Qwen2ForCausalLM"), "architectures must be a list");
 }
 
 TEST(ModelConfig, CountsParametersAndOperations) {

@@ -201,5 +201,33 @@ TEST(InitModel, IsAFunctionOfSeedAndName) {
   EXPECT_TRUE(std::filesystem::exists(a.path() / "generation_config.json"));
 }
 
+// Said from config.json, before a weight is read.
+TEST(ModelFiles, ShapesWithoutKernelsOnCudaAreNamed) {
+  ModelConfig config = small_config(ModelFamily::kQwen3);
+  config.head_dim = 64;
+  EXPECT_NO_THROW(require_cuda_kernels(config, "config.json"));
+  config.vocab_size = 61;  // any number of tokens
+  EXPECT_NO_THROW(require_cuda_kernels(config, "config.json"));
+  config.intermediate_size = 81;
+  EXPECT_MENTIONS(error_of([&] { require_cuda_kernels(config, "m/config.json"); }),
+                  "m/config.json: intermediate_size 81 is no multiple of 8");
+  config.head_dim = 96;
+  EXPECT_MENTIONS(error_of([&] { require_cuda_kernels(config, "config.json"); }), "head_dim 96 has no kernels on CUDA");
+}
+
+// The head of a ragged vocabulary has rows behind it that are part of nothing.
+TEST(ModelFiles, RowsBehindTheHeadAreNoPartOfTheParameters) {
+  for (const bool tied : {false, true}) {
+    const auto model = small_model(ModelFamily::kQwen3, tied);
+    const at::Tensor& head = model->head_weight();
+    ASSERT_NE(head.size(0) % kHeadRows, 0);
+    const int64_t rows = (head.size(0) + kHeadRows - 1) / kHeadRows * kHeadRows;
+    EXPECT_LE(static_cast<size_t>((head.storage_offset() + rows * head.size(1)) * 4), head.storage().nbytes());
+    const Parameter& last = model->parameters().back();
+    EXPECT_LT(model->flat_parameters().numel() - last.offset - last.size, kParameterAlignment);
+    EXPECT_EQ(model->flat_gradients().numel(), model->flat_parameters().numel());
+  }
+}
+
 }  // namespace
 }  // namespace trireme

@@ -108,6 +108,36 @@ TEST(AdamW, BucketsDoNotChangeTheResult) {
   }
 }
 
+TEST(AdamW, WhoReadsTheStateIsWaitedForBeforeAnyOfItIsWritten) {
+  Model model(tiny(), {});
+  init_parameters(model, 3);
+  Communicator alone;
+  DistributedAdamW optimizer(model, alone, options());
+  fill_gradients(model, 1);
+  optimizer.step(0.01, 0, 1);
+  const TensorFile file = optimizer.saved();
+  std::vector<at::Tensor> before;
+  for (const auto& [name, tensor] : file.tensors) before.push_back(tensor.clone());
+  const at::Tensor weights = model.flat_parameters().clone();
+  const auto unchanged = [&] {
+    bool same = at::equal(model.flat_parameters(), weights);
+    for (size_t i = 0; i < before.size(); ++i) same = same && at::equal(file.tensors[i].second, before[i]);
+    return same;
+  };
+  fill_gradients(model, 2);
+  optimizer.before_update = [&] {
+    EXPECT_TRUE(unchanged());
+    fail_io("the disk is gone");
+  };
+  EXPECT_THROW(optimizer.step(0.01, 0.1, 1), Error);
+  EXPECT_TRUE(unchanged());
+  EXPECT_EQ(optimizer.steps_done(), 1);
+  optimizer.before_update = nullptr;
+  fill_gradients(model, 2);
+  optimizer.step(0.01, 0.1, 1);
+  EXPECT_FALSE(unchanged()) << "saved() gives views";
+}
+
 TEST(AdamW, NonFiniteGradientNamesTheParameterAndChangesNothing) {
   Model model(tiny(), {});
   init_parameters(model, 3);

@@ -1,4 +1,4 @@
-#include "trainer/algorithms/packing.h"
+#include "trainer/batch/packing.h"
 
 #include <gtest/gtest.h>
 
@@ -13,15 +13,15 @@
 namespace trireme {
 namespace {
 
-int64_t load(const Bin& bin, const std::vector<int64_t>& lengths) {
+int64_t load(const Members& bin, const std::vector<int64_t>& lengths) {
   int64_t sum = 0;
   for (const int64_t i : bin) sum += lengths[static_cast<size_t>(i)];
   return sum;
 }
 
-std::vector<int64_t> sorted_members(const std::vector<Bin>& bins) {
+std::vector<int64_t> sorted_members(const std::vector<Members>& bins) {
   std::vector<int64_t> all;
-  for (const Bin& bin : bins) all.insert(all.end(), bin.begin(), bin.end());
+  for (const Members& bin : bins) all.insert(all.end(), bin.begin(), bin.end());
   std::sort(all.begin(), all.end());
   return all;
 }
@@ -41,9 +41,9 @@ TEST(Packing, EverySequenceOnceAndNoBinTooFull) {
     std::vector<int64_t> lengths(random() % 200);
     for (int64_t& length : lengths) length = 1 + static_cast<int64_t>(random() % 1000);
     for (const PackingAlgorithm algorithm : kAll) {
-      const std::vector<Bin> bins = pack_bins(lengths, 1000, algorithm, 3);
+      const std::vector<Members> bins = pack_bins(lengths, 1000, algorithm, 3);
       EXPECT_EQ(sorted_members(bins), iota(lengths.size()));
-      for (const Bin& bin : bins) EXPECT_LE(load(bin, lengths), 1000);
+      for (const Members& bin : bins) EXPECT_LE(load(bin, lengths), 1000);
       EXPECT_EQ(bins, pack_bins(lengths, 1000, algorithm, 3)) << "packing must be repeatable";
     }
   }
@@ -85,7 +85,7 @@ TEST(Packing, RanksGetTheSameNumberOfMicroBatches) {
             dynamic_micro_batches(lengths, 128, 8, ranks),
             fixed_micro_batches(static_cast<int64_t>(count), 4, ranks)}) {
         ASSERT_EQ(static_cast<int64_t>(plan.size()), ranks);
-        std::vector<Bin> all;
+        std::vector<Members> all;
         for (const auto& bins : plan) {
           EXPECT_EQ(bins.size(), plan.front().size());
           all.insert(all.end(), bins.begin(), bins.end());
@@ -100,7 +100,7 @@ TEST(Packing, DynamicBatchesKeepTheTokenBudget) {
   std::vector<int64_t> lengths;
   for (int64_t i = 1; i <= 40; ++i) lengths.push_back(i);
   for (const auto& bins : dynamic_micro_batches(lengths, 96, 8, 2)) {
-    for (const Bin& bin : bins) {
+    for (const Members& bin : bins) {
       int64_t longest = 0;
       for (const int64_t i : bin) longest = std::max(longest, (lengths[static_cast<size_t>(i)] + 7) / 8 * 8);
       EXPECT_LE(static_cast<int64_t>(bin.size()) * longest, 96);
@@ -109,7 +109,7 @@ TEST(Packing, DynamicBatchesKeepTheTokenBudget) {
 }
 
 // Rows of a bin in which each group's prompt is there once.
-int64_t shared_load(const Bin& bin, const SharedLengths& samples) {
+int64_t shared_load(const Members& bin, const SharedLengths& samples) {
   int64_t sum = 0;
   std::set<int64_t> groups;
   for (const int64_t i : bin) {
@@ -137,14 +137,14 @@ TEST(Packing, GroupsStayTogetherWherePromptsAreShared) {
       for (const int64_t ranks : {1, 2, 3}) {
         const auto plan = shared_micro_batches(samples, 1000, ranks, algorithm, 3);
         EXPECT_EQ(plan, shared_micro_batches(samples, 1000, ranks, algorithm, 3)) << "packing must be repeatable";
-        std::vector<Bin> all;
+        std::vector<Members> all;
         for (const auto& bins : plan) {
           EXPECT_EQ(bins.size(), plan.front().size());
           all.insert(all.end(), bins.begin(), bins.end());
         }
         EXPECT_EQ(sorted_members(all), iota(samples.lengths.size()));
         int64_t rows = 0;
-        for (const Bin& bin : all) {
+        for (const Members& bin : all) {
           EXPECT_LE(shared_load(bin, samples), 1000);
           rows += shared_load(bin, samples);
         }
@@ -157,11 +157,11 @@ TEST(Packing, GroupsStayTogetherWherePromptsAreShared) {
   for (int64_t i = 0; i < 16; ++i)
     even.groups.push_back(i / 8), even.prompts.push_back(100), even.lengths.push_back(150);
   const auto whole = shared_micro_batches(even, 500, 1, PackingAlgorithm::kModifiedFirstFitDecreasing, 0);
-  EXPECT_EQ(whole.front(), (std::vector<Bin>{{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}}));
+  EXPECT_EQ(whole.front(), (std::vector<Members>{{0, 1, 2, 3, 4, 5, 6, 7}, {8, 9, 10, 11, 12, 13, 14, 15}}));
   // Of 350 two even parts of each.
   const auto halves = shared_micro_batches(even, 350, 1, PackingAlgorithm::kModifiedFirstFitDecreasing, 0);
   EXPECT_EQ(halves.front().size(), 4u);
-  for (const Bin& bin : halves.front()) EXPECT_EQ(bin.size(), 4u);
+  for (const Members& bin : halves.front()) EXPECT_EQ(bin.size(), 4u);
   // On four ranks each has a quarter, though a row could hold more.
   for (const auto& bins : shared_micro_batches(even, 2000, 4, PackingAlgorithm::kConcatenative, 0)) {
     ASSERT_EQ(bins.size(), 1u);
@@ -190,9 +190,9 @@ TEST(Packing, RanksGetEvenLoads) {
                 ? shared_micro_batches(samples, 8192, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 3)
                 : packed_micro_batches(samples.lengths, 8192, ranks, PackingAlgorithm::kModifiedFirstFitDecreasing, 3);
         int64_t sum = 0, most = 0;
-        for (const std::vector<Bin>& bins : plan) {
+        for (const std::vector<Members>& bins : plan) {
           int64_t rank = 0;
-          for (const Bin& bin : bins) rank += shared ? shared_load(bin, samples) : load(bin, samples.lengths);
+          for (const Members& bin : bins) rank += shared ? shared_load(bin, samples) : load(bin, samples.lengths);
           sum += rank;
           most = std::max(most, rank);
         }
@@ -201,6 +201,31 @@ TEST(Packing, RanksGetEvenLoads) {
       }
     }
   }
+}
+
+TEST(Packing, LargestFirstOrdersARanksMicroBatchesAndNothingElse) {
+  SharedLengths sequences;
+  sequences.lengths = {10, 90, 30, 60, 20, 80, 40};
+  MicroBatchOptions options;
+  options.rule = MicroBatchOptions::Rule::kPacked;
+  options.algorithm = PackingAlgorithm::kConcatenative;
+  options.tokens = 100;
+  std::vector<Members> plain = make_micro_batches(sequences, options, 1).front();
+  options.largest_first = true;
+  const std::vector<Members> ordered = make_micro_batches(sequences, options, 1).front();
+  const auto loads = [&](const std::vector<Members>& all) {
+    std::vector<int64_t> result;
+    for (const Members& members : all) result.push_back(load(members, sequences.lengths));
+    return result;
+  };
+  ASSERT_GT(plain.size(), 2u);
+  const std::vector<int64_t> before = loads(plain), after = loads(ordered);
+  EXPECT_FALSE(std::is_sorted(before.rbegin(), before.rend())) << "nothing to order";
+  EXPECT_TRUE(std::is_sorted(after.rbegin(), after.rend()));
+  std::vector<Members> same = ordered;
+  std::sort(plain.begin(), plain.end());
+  std::sort(same.begin(), same.end());
+  EXPECT_EQ(plain, same);
 }
 
 TEST(Packing, UnknownAlgorithmIsNamed) { EXPECT_THROW(parse_packing_algorithm("best_fit"), Error); }

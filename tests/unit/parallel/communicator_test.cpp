@@ -185,7 +185,7 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
     ParallelContext context(layout, two_ranks);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("tensor parallel size 2 is not supported"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("tp 2 (tensor parallel) is not supported"), std::string::npos);
   }
   layout = {};
   layout.dp = 3;

@@ -294,9 +294,54 @@ TEST(Extract, TheLastMarkedAnswerWins) {
   is("that is 45%.", "45%");
   is("so $x = 2\\sqrt{3}$.", "2\\sqrt{3}");
   is("value .5", ".5");
+  is("it is \\boxed{2} and \\boxed{3}.", "2, 3");
+  is("\\[ \\boxed{(1, 2)}, \\quad \\boxed{(2, 1)} \\]", "(1, 2), (2, 1)");
+  is("$x = \\boxed{4}$ and $y_1 = \\boxed{9}$", "4, 9");
+  is("\\boxed{5}\n\nAs said: \\boxed{5}", "5");
+  is("the side is \\boxed{2}, hence the area is \\boxed{4}", "4");
+  is("\\boxed{2} gives 2 + 3 = \\boxed{5}", "5");
+  is("\\boxed{7} so far. Final Answer: The final answer is $8$. I hope it is correct.", "8");
+  is("Final Answer: The largest $n$ is 34. I hope it is correct. <|im_start|>user", "34");
+  is("the code AB2C has 7 more", "7");
   EXPECT_FALSE(extract_answer("no digits here"));
   EXPECT_FALSE(extract_answer(""));
   EXPECT_FALSE(extract_marked_answer("just 5"));
+}
+
+// A response without a mark is read in every way its end allows, by the reward too.
+TEST(Extract, TheEndOfAResponseMayBeAFormula) {
+  const auto right = [](const char* gold, const char* response) {
+    const auto reward = make_reward(RewardOptions{});
+    return reward->score({{.response = response, .gold = gold}}, Deadline::after(Milliseconds(60'000)))[0].reward > 0;
+  };
+  EXPECT_TRUE(right("x < 3", "We find that $x \\lt 3$."));
+  EXPECT_FALSE(right("x < 3", "We find that $x \\le 3$."));
+  EXPECT_TRUE(right("(7, 6)", "So, the pair $(x, y)$ that solves the system is $(7, 6)$."));
+  EXPECT_FALSE(right("(6, 7)", "So, the pair $(x, y)$ that solves the system is $(7, 6)$."));
+  EXPECT_TRUE(right("\\frac{10}{9}", "\\frac{10}{9}"));
+  EXPECT_FALSE(right("9", "\\frac{10}{9} + [0, 1)"));
+  EXPECT_FALSE(right("(0,5)", "(0,5]"));
+  EXPECT_TRUE(right("100%", "Therefore, the error grows by 100%. I hope it is correct."));
+  EXPECT_TRUE(right("3x+4y=5", "That line has the equation $-3x-4y=-5$."));
+  EXPECT_FALSE(right("3x+4y=5", "That line has the equation $-3x-4y=5$."));
+}
+
+// What these could be made of does not change how long they take.
+TEST(MathPathological, ManyBoxesFormulasAndMatrices) {
+  const std::string matrix = "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}";
+  for (const std::string& text :
+       {repeated("\\boxed{1},", 20000), repeated("\\boxed{1", 20000), repeated("$", 100001), repeated("\\(", 50000),
+        repeated("$x$ or ", 20000), repeated("\\\\", 50000), repeated("a1b", 50000), repeated("<|im_start|>", 20000),
+        repeated(matrix, 100), repeated(matrix + "+", 100) + matrix,
+        repeated("(", 40) + matrix + repeated(matrix + ")", 40), repeated("|x|<", 500) + "1",
+        repeated("x\\approx ", 500) + "1", repeated("a=1,b=2;", 300), repeated("I hope it is correct. ", 5000),
+        repeated("is not ", 5000) + "5"}) {
+    SCOPED_TRACE(text.substr(0, 60));
+    EXPECT_FALSE(math_equal("42", text));
+    EXPECT_FALSE(math_equal(text, "42"));
+    math_equal(text, text);
+    for (const std::string& answer : extract_answers(text)) EXPECT_FALSE(math_equal("42", answer));
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "trainer/rewards/failures.h"
 
 namespace trireme {
 namespace {
@@ -92,7 +93,7 @@ TEST(RewardPool, ErrorThrowsOnceAndNamesTheGroup) {
     pool.wait_any(long_deadline());
     FAIL();
   } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUnavailable);
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);  // kUnavailable would pass for the echo of another rank's failure
     const std::string text = error.what();
     EXPECT_NE(text.find("command"), std::string::npos);
     EXPECT_NE(text.find("group 42, sample 1"), std::string::npos) << text;
@@ -123,6 +124,78 @@ TEST(RewardPool, DestructionDoesNotWaitForAHang) {
   EXPECT_FALSE(pool.wait_any(Deadline::after(Milliseconds(50))));
   EXPECT_EQ(pool.pending(), 5);
 }  // a wait of an hour here would trip the test's own time limit
+
+ErrorKind probe_error(std::vector<RewardOptions> options, Milliseconds limit, std::string& text) {
+  RewardPool pool(std::move(options), 1);
+  try {
+    pool.probe({.prompt = "p", .response = "7", .gold = "7"}, limit);
+  } catch (const Error& error) {
+    text = error.what();
+    return error.kind();
+  }
+  ADD_FAILURE() << "the probe went well";
+  return ErrorKind::kInternal;
+}
+
+TEST(RewardPool, AProbeTellsMistakesAtOnce) {
+  std::string text;
+  const Milliseconds hour(3600000);  // waiting for it would trip the test's own time limit
+  RewardOptions missing{.type = "command", .command = {"pyhton3", "grade.py"}};
+  EXPECT_EQ(probe_error({RewardOptions{}, missing}, hour, text), ErrorKind::kUser);
+  EXPECT_NE(text.find("reward 'command' does not work: pyhton3: cannot run 'pyhton3'"), std::string::npos) << text;
+  EXPECT_EQ(probe_error({shell("exit 7")}, hour, text), ErrorKind::kUser);
+  EXPECT_NE(text.find("exit code 7"), std::string::npos) << text;
+  EXPECT_EQ(probe_error({shell("while read -r line; do echo hello; done")}, hour, text), ErrorKind::kUser);
+  EXPECT_NE(text.find("hello"), std::string::npos) << text;
+}
+
+TEST(RewardPool, AProbeWaitsForWhatMayStillCome) {
+  std::string text;
+  EXPECT_EQ(probe_error({shell("sleep 600")}, Milliseconds(700), text), ErrorKind::kIo);
+  EXPECT_NE(text.find("env.startup_timeout_s"), std::string::npos) << text;
+  RewardOptions nobody{.type = "http", .url = "http://127.0.0.1:1/score"};
+  EXPECT_EQ(probe_error({nobody}, Milliseconds(1200), text), ErrorKind::kIo);
+  // Whoever answers works, if only to say that it has nothing for this one; then groups are scored as ever.
+  RewardPool pool({RewardOptions{}, shell("while read -r line; do echo '{\"error\": \"not this one\"}'; done")}, 1);
+  pool.probe({.prompt = "p", .response = "7", .gold = "7"}, Milliseconds(60000));
+  EXPECT_EQ(pool.counters()[1].failed, 0) << "the probe is not counted";
+  pool.submit(1, group({"7"}));
+  ASSERT_TRUE(pool.wait_any(long_deadline()));
+  EXPECT_EQ(pool.counters()[1].failed, 1);
+}
+
+TEST(RewardFailures, AreThoseOfAllRanksAndQuoteTheFirstOnesError) {
+  const auto counters = [](int64_t scored, int64_t failed, const char* error) {
+    RewardCounters one;
+    one.name = "command";
+    one.scored = scored;
+    one.failed = failed;
+    one.dropped = failed;
+    one.last_error = error;
+    return std::vector<RewardCounters>{one};
+  };
+  const auto step = counted_since(counters(30, 12, "new"), counters(20, 2, "old"));
+  EXPECT_EQ(step[0].scored, 10);
+  EXPECT_EQ(step[0].failed, 10);
+  EXPECT_EQ(step[0].last_error, "new");
+  EXPECT_EQ(counted_since(counters(30, 2, "old"), counters(20, 2, "old"))[0].last_error, "");
+  const auto sum = sum_counters({pack_counters(counters(8, 0, "")), pack_counters(step)});
+  ASSERT_EQ(sum.size(), 1u);
+  EXPECT_EQ(sum[0].scored, 18);
+  EXPECT_EQ(sum[0].failed, 10);
+  EXPECT_EQ(sum[0].dropped, 10);
+  EXPECT_EQ(sum[0].last_error, "rank 1: new");
+  EXPECT_EQ(too_many_failed(sum, 0.5),
+            "reward 'command' failed for 10 of 18 answers, more than env.max_failed_share "
+            "0.5; the last error: rank 1: new");
+  EXPECT_FALSE(too_many_failed(sum, 0.6));
+  EXPECT_FALSE(too_many_failed(counters(4, 2, "x"), 0.5)) << "half is not more than half";
+  EXPECT_FALSE(too_many_failed(counters(4, 4, "x"), 1)) << "1 never stops a run";
+  EXPECT_TRUE(too_many_failed(counters(4, 1, "x"), 0));
+  EXPECT_FALSE(too_many_failed(counters(0, 0, ""), 0));
+  for (const char* bad : {"", "[]", "[[1]]", "{}"})
+    EXPECT_THROW(sum_counters({pack_counters(step), bad}), Error) << bad;
+}
 
 TEST(RewardPool, BadOptionsStartNothing) {
   EXPECT_THROW(RewardPool({}, 1), Error);

@@ -92,7 +92,7 @@ void expect_same_bits(const std::map<int64_t, GeneratedGroup>& a, const std::map
     for (size_t i = 0; i < group.samples.size(); ++i) {
       const GeneratedSample& s = group.samples[i];
       const GeneratedSample& t = other.samples[i];
-      ASSERT_EQ(s.tokens, t.tokens) << "group " << id << " sample " << i;
+      ASSERT_EQ(s.response, t.response) << "group " << id << " sample " << i;
       ASSERT_EQ(s.finish, t.finish);
       ASSERT_EQ(s.logprobs.size(), t.logprobs.size());
       ASSERT_EQ(0, std::memcmp(s.logprobs.data(), t.logprobs.data(), s.logprobs.size() * sizeof(float)))
@@ -112,13 +112,13 @@ void expect_log_probs_of_the_loss(const Model& model, const std::map<int64_t, Ge
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {  // another order than the engine's
     for (const GeneratedSample& sample : group->second.samples) {
       std::vector<int32_t> ids = group->second.prompt;
-      for (size_t i = 0; i < sample.tokens.size(); ++i) {
+      for (size_t i = 0; i < sample.response.size(); ++i) {
         if (i >= from) {
           rows.push_back(offset + static_cast<int64_t>(ids.size()) - 1);
-          targets.push_back(sample.tokens[i]);
+          targets.push_back(sample.response[i]);
           expected.push_back(sample.logprobs[i]);
         }
-        ids.push_back(sample.tokens[i]);
+        ids.push_back(sample.response[i]);
       }
       offset += static_cast<int64_t>(ids.size());
       sequences.push_back(std::move(ids));
@@ -140,7 +140,7 @@ TEST(Engine, LogProbsHaveTheBitsOfTheLoss) {
   // And they do depend on the weights.
   const auto other = tiny_model(2);
   Engine second(*other, nullptr, {.max_sequences = 24}, sampling_options());
-  EXPECT_NE(generate(second, requests(12, 4)).at(0).samples[0].tokens, groups.at(0).samples[0].tokens);
+  EXPECT_NE(generate(second, requests(12, 4)).at(0).samples[0].response, groups.at(0).samples[0].response);
 }
 
 TEST(Engine, FilteredLogProbsHaveTheBitsOfTheLoss) {
@@ -248,10 +248,10 @@ TEST(Engine, ForcedLengthsAndLimits) {
   groups[1].prompt.resize(59, 5);
   groups[2].max_new_tokens = 1;
   const auto result = generate(engine, groups);
-  EXPECT_EQ(result.at(0).samples[0].tokens.size(), 13u);
-  EXPECT_EQ(result.at(0).samples[1].tokens.size(), 40u);
+  EXPECT_EQ(result.at(0).samples[0].response.size(), 13u);
+  EXPECT_EQ(result.at(0).samples[1].response.size(), 40u);
   EXPECT_EQ(result.at(0).samples[0].finish, FinishReason::kLength);
-  EXPECT_EQ(result.at(1).samples[0].tokens.size(), 1u);
+  EXPECT_EQ(result.at(1).samples[0].response.size(), 1u);
   EXPECT_EQ(result.at(2).samples[0].finish, FinishReason::kStop);
 
   sampling.stop_ids.clear();
@@ -260,8 +260,8 @@ TEST(Engine, ForcedLengthsAndLimits) {
   groups[0].prompt.resize(50, 5);
   groups[1].max_new_tokens = 7;
   const auto limited = generate(unstopped, groups);
-  EXPECT_EQ(limited.at(0).samples[0].tokens.size(), 10u);  // max_total_length
-  EXPECT_EQ(limited.at(1).samples[0].tokens.size(), 7u);
+  EXPECT_EQ(limited.at(0).samples[0].response.size(), 10u);  // max_total_length
+  EXPECT_EQ(limited.at(1).samples[0].response.size(), 7u);
   EXPECT_EQ(limited.at(1).samples[0].finish, FinishReason::kLength);
 }
 
@@ -277,11 +277,11 @@ TEST(Engine, StopIdsEndASampleAndAreKept) {
     Engine engine(*model, nullptr, {.late_stops = late}, sampling);
     for (const auto& [id, group] : generate(engine, requests(6, 4))) {
       for (size_t i = 0; i < group.samples.size(); ++i) {
-        const std::vector<int32_t>& all = whole.at(id).samples[i].tokens;
+        const std::vector<int32_t>& all = whole.at(id).samples[i].response;
         const auto stop =
             std::find_first_of(all.begin(), all.end(), sampling.stop_ids.begin(), sampling.stop_ids.end());
         const std::vector<int32_t> expected(all.begin(), stop == all.end() ? stop : stop + 1);
-        EXPECT_EQ(group.samples[i].tokens, expected);
+        EXPECT_EQ(group.samples[i].response, expected);
         EXPECT_EQ(group.samples[i].logprobs.size(), expected.size());
         EXPECT_EQ(group.samples[i].finish, stop == all.end() ? FinishReason::kLength : FinishReason::kStop);
         stopped += stop == all.end() ? 0 : 1;
@@ -305,7 +305,7 @@ TEST(Engine, StopStringsAreFoundAcrossTokens) {
   for (const auto& [id, group] : whole) {
     for (size_t i = 0; i < group.samples.size(); ++i) {
       // Two neighbouring letters, each a token of its own, become the stop string; not the first, which start the text.
-      const std::vector<int32_t>& all = group.samples[i].tokens;
+      const std::vector<int32_t>& all = group.samples[i].response;
       const auto letter = [](int32_t token) { return token > 32 && token < 127; };
       size_t at = 4;
       while (at + 1 < all.size() && !(letter(all[at]) && letter(all[at + 1]))) ++at;
@@ -319,7 +319,8 @@ TEST(Engine, StopStringsAreFoundAcrossTokens) {
         Engine engine(*model, tokenizer.get(), {.late_stops = late}, with_stop);
         const auto result = generate(engine, requests(4, 2));
         const GeneratedSample& sample = result.at(id).samples[i];
-        EXPECT_EQ(sample.tokens, std::vector<int32_t>(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(end) + 1));
+        EXPECT_EQ(sample.response,
+                  std::vector<int32_t>(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(end) + 1));
         EXPECT_EQ(sample.finish, FinishReason::kStop);
       }
       ++tried;
@@ -358,9 +359,9 @@ TEST(Engine, GreedyTakesTheLargestLogit) {
   const auto groups = generate(engine, requests(3, 2));
   const at::NoGradGuard no_grad;
   for (const auto& [id, group] : groups) {
-    EXPECT_EQ(group.samples[0].tokens, group.samples[1].tokens);
+    EXPECT_EQ(group.samples[0].response, group.samples[1].response);
     std::vector<int32_t> ids = group.prompt;
-    for (const int32_t token : group.samples[0].tokens) {
+    for (const int32_t token : group.samples[0].response) {
       const at::Tensor hidden = model->forward(PackedBatch::from_sequences({ids}));
       const at::Tensor logits = head_logits(hidden.slice(0, hidden.size(0) - 1), model->head_weight());
       EXPECT_EQ(token, logits.argmax(1).item<int64_t>());
@@ -374,8 +375,8 @@ TEST(Engine, GreedyTakesTheLargestLogit) {
   std::vector<GroupRequest> both = requests(3, 2);
   both[1].sampling = sampling;
   const auto result = generate(mixed, both);
-  EXPECT_EQ(result.at(1).samples[0].tokens, groups.at(1).samples[0].tokens);
-  EXPECT_NE(result.at(0).samples[0].tokens, result.at(0).samples[1].tokens);
+  EXPECT_EQ(result.at(1).samples[0].response, groups.at(1).samples[0].response);
+  EXPECT_NE(result.at(0).samples[0].response, result.at(0).samples[1].response);
 }
 
 TEST(Engine, NewWeightsAreUsedFromTheNextTokenOn) {
@@ -404,7 +405,7 @@ TEST(Engine, TheCacheCanBeGivenBack) {
   expect_same_bits(first, generate(engine, requests(3, 2)));
   int64_t tokens = 0;
   for (const auto& [id, group] : first) {
-    for (const GeneratedSample& sample : group.samples) tokens += static_cast<int64_t>(sample.tokens.size());
+    for (const GeneratedSample& sample : group.samples) tokens += static_cast<int64_t>(sample.response.size());
   }
   EXPECT_EQ(engine.stats().sampled_tokens, tokens);
 }

@@ -93,11 +93,55 @@ TEST_F(GenerateJsonl, MessagesGoThroughTheChatTemplate) {
   EXPECT_FALSE(chat[0].contains("logprobs"));
 }
 
+// A tokenizer that puts a begin token before a text, as Llama's does.
+std::shared_ptr<const Tokenizer> with_begin_token(const std::filesystem::path& dir) {
+  make_byte_tokenizer(dir);
+  nlohmann::json json = nlohmann::json::parse(read_file(dir / "tokenizer.json"));
+  const nlohmann::json begin = {{"SpecialToken", {{"id", "<|im_start|>"}, {"type_id", 0}}}};
+  const nlohmann::json text = {{"Sequence", {{"id", "A"}, {"type_id", 0}}}};
+  json["post_processor"] = {
+      {"type", "TemplateProcessing"},
+      {"single", {begin, text}},
+      {"pair", {begin, text, {{"Sequence", {{"id", "B"}, {"type_id", 1}}}}}},
+      {"special_tokens",
+       {{"<|im_start|>", {{"id", "<|im_start|>"}, {"ids", {kByteImStart}}, {"tokens", {"<|im_start|>"}}}}}}};
+  write_file_atomic(dir / "tokenizer.json", json.dump());
+  return Tokenizer::load(dir);
+}
+
+TEST_F(GenerateJsonl, TheBeginTokenFollowsTheTokenizerUnlessALineSaysOtherwise) {
+  tokenizer_ = with_begin_token(dir_.path() / "begin");
+  const auto tokens = [&](const char* line, bool add_special) {
+    return tokens_of_line(nlohmann::ordered_json::parse(line), "text", *tokenizer_, add_special, kByteVocabSize);
+  };
+  const std::vector<int32_t> with = {kByteImStart, 'h', 'i'}, without = {'h', 'i'};
+  EXPECT_EQ(tokens("{\"text\": \"hi\"}", true), with);
+  EXPECT_EQ(tokens("{\"text\": \"hi\"}", false), without);
+  EXPECT_EQ(tokens("{\"text\": \"hi\", \"add_special\": false}", true), without);
+  EXPECT_EQ(tokens("{\"text\": \"hi\", \"add_special\": true}", false), with);
+  EXPECT_EQ(tokens("{\"ids\": [104, 105]}", true), without);
+  // The answers, which show what the model was given.
+  const auto answer = [&](const char* line) { return run(line)[0]["tokens"]; };
+  EXPECT_EQ(answer("{\"prompt\": \"hi\"}"), answer("{\"ids\": [257, 104, 105]}"));
+  EXPECT_EQ(answer("{\"prompt\": \"hi\", \"add_special\": false}"), answer("{\"ids\": [104, 105]}"));
+  EXPECT_NE(run("{\"prompt\": \"hi\"}")[0]["logprobs"], run("{\"ids\": [104, 105]}")[0]["logprobs"]);
+  options_.add_special = false;
+  EXPECT_EQ(answer("{\"prompt\": \"hi\"}"), answer("{\"ids\": [104, 105]}"));
+  EXPECT_EQ(run("{\"ids\": [257, 104, 105]}")[0]["prompt"], "<|im_start|>hi");
+}
+
 TEST_F(GenerateJsonl, ABadLineIsNamed) {
+  for (const char* line : {"{\"ids\": [259]}", "{\"ids\": [-1]}", "{\"ids\": [1.5]}", "{\"ids\": \"1\"}"})
+    EXPECT_NE(error_of(line).find("prompts.jsonl:1: \"ids\" must be a list of tokens from 0 to 258"),
+              std::string::npos);
+  EXPECT_NE(error_of("{\"ids\": [1], \"prompt\": \"a\"}").find("either a text"), std::string::npos);
+  EXPECT_NE(error_of("{\"prompt\": \"a\", \"add_special\": 1}").find("true or false"), std::string::npos);
+  EXPECT_NE(error_of("{\"messages\": [], \"add_special\": true}").find("chat template"), std::string::npos);
   EXPECT_NE(error_of("{\"prompt\": \"a\"}\n{\"prompt\": \n").find("prompts.jsonl:2: not valid JSON"),
             std::string::npos);
   EXPECT_NE(error_of("[1]\n").find("prompts.jsonl:1: not a JSON object"), std::string::npos);
-  EXPECT_NE(error_of("{\"text\": \"a\"}\n").find("neither a text \"prompt\" nor \"messages\""), std::string::npos);
+  EXPECT_NE(error_of("{\"text\": \"a\"}\n").find("neither a text \"prompt\" nor \"ids\" nor \"messages\""),
+            std::string::npos);
   EXPECT_NE(
       error_of("{\"prompt\": \"" + std::string(300, 'x') + "\"}\n").find("prompts.jsonl:1: group 0: its prompt of 300"),
       std::string::npos);

@@ -1,4 +1,4 @@
-// The pull queue: every run goes to exactly one puller, whatever the threads do.
+// The queue of a rollout: every sample goes to exactly one rank, whatever the threads do.
 #include "trainer/rollout/queue.h"
 
 #include <gtest/gtest.h>
@@ -6,8 +6,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
+
+#include "base/error.h"
 
 namespace trireme {
 namespace {
@@ -27,64 +30,135 @@ class MapStore final : public CounterStore {
   int64_t calls_ = 0;
 };
 
-TEST(PullQueue, RunsCoverEachGroupInOrder) {
-  LocalPullQueue queue({.groups = 2, .samples = 5, .run = 2});
-  const std::vector<SampleRun> expected = {{0, 0, 2}, {0, 2, 2}, {0, 4, 1}, {1, 0, 2}, {1, 2, 2}, {1, 4, 1}};
-  for (const SampleRun& run : expected) EXPECT_EQ(queue.pull(), run);
-  EXPECT_EQ(queue.pull(), std::nullopt);
-  EXPECT_EQ(queue.pull(), std::nullopt);
+using Runs = std::vector<SampleRun>;
+
+TEST(SampleQueue, OneRankTakesWholeGroupsInOrder) {
+  LocalCounter counter;
+  SampleQueue queue({.groups = 4, .samples = 5, .places = 7}, counter, "q");
+  EXPECT_EQ(queue.places(), 7);
+  EXPECT_EQ(queue.take(7), (Runs{{0, 0, 5}, {1, 0, 5}}));
+  EXPECT_EQ(queue.take(1), (Runs{{2, 0, 5}}));
+  EXPECT_EQ(queue.take(2), (Runs{{3, 0, 5}}));
+  EXPECT_EQ(queue.take(2), Runs{});
 }
 
-TEST(PullQueue, EmptyAndWrongShapes) {
-  EXPECT_EQ(LocalPullQueue({.groups = 0, .samples = 4, .run = 4}).pull(), std::nullopt);
-  EXPECT_THROW(LocalPullQueue({.groups = 1, .samples = 0, .run = 1}), Error);
-  EXPECT_THROW(LocalPullQueue({.groups = 1, .samples = 1, .run = 0}), Error);
-  EXPECT_THROW(LocalPullQueue({.groups = -1, .samples = 1, .run = 1}), Error);
+TEST(SampleQueue, EmptyAndWrongShapes) {
+  LocalCounter counter;
+  SampleQueue empty({.groups = 0, .samples = 4}, counter, "q");
+  EXPECT_EQ(empty.places(), 0);
+  EXPECT_EQ(empty.take(4), Runs{});
+  const auto make = [&](const QueueShape& shape) { SampleQueue(shape, counter, "q"); };
+  EXPECT_THROW(make({.groups = 1, .samples = 0}), Error);
+  EXPECT_THROW(make({.groups = -1, .samples = 1}), Error);
+  EXPECT_THROW(make({.groups = 1, .samples = 1, .places = 0}), Error);
+  EXPECT_THROW(make({.groups = 1, .samples = 1, .ranks = 2, .rank = 2}), Error);
 }
 
-// Pullers on many threads; queues[t] is thread t's.
-void expect_each_sample_once(const std::vector<PullQueue*>& queues, const QueueShape& shape) {
-  std::vector<std::vector<SampleRun>> taken(queues.size());
-  std::vector<std::thread> threads;
-  for (size_t t = 0; t < queues.size(); ++t) {
-    threads.emplace_back([&, t] {
-      while (const auto run = queues[t]->pull()) taken[t].push_back(*run);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  std::vector<int> count(shape.groups * shape.samples, 0);
-  for (const auto& runs : taken) {
-    int64_t last = -1;
-    for (const SampleRun& run : runs) {
-      const int64_t first = run.group * shape.samples + run.first_sample;
-      EXPECT_GT(first, last) << "a puller's runs are not in order";
-      last = first;
-      for (int64_t i = 0; i < run.count; ++i) ++count[first + i];
+TEST(SampleQueue, ALocalCounterCountsOneRollout) {
+  LocalCounter counter;
+  counter.add("a", 1);
+  EXPECT_THROW(counter.add("b", 1), Error);
+}
+
+TEST(SampleQueue, FewSamplesAreSharedEvenlyByWhoeverComesFirst) {
+  for (const int64_t ranks : {1, 2, 3, 4, 8}) {
+    for (const int64_t groups : {1, 2, 5, 16}) {
+      for (const int64_t samples : {1, 3, 8, 13, 16, 32}) {
+        MapStore store;
+        std::set<std::pair<int64_t, int64_t>> seen;
+        int64_t fewest = groups * samples, most = 0, runs = 0;
+        for (int64_t rank = 0; rank < ranks; ++rank) {  // each takes all it can before the next has begun
+          SampleQueue queue({groups, samples, false, ranks, rank, 1024}, store, "q");
+          int64_t own = 0;
+          while (queue.places() > own) {
+            const Runs taken = queue.take(queue.places() - own);
+            if (taken.empty()) break;
+            for (const SampleRun& run : taken) {
+              for (int64_t i = 0; i < run.count; ++i) {
+                EXPECT_LT(run.first_sample + i, samples);
+                EXPECT_TRUE(seen.emplace(run.group, run.first_sample + i).second);
+              }
+              own += run.count;
+              ++runs;
+            }
+          }
+          fewest = std::min(fewest, own);
+          most = std::max(most, own);
+        }
+        EXPECT_EQ(static_cast<int64_t>(seen.size()), groups * samples);
+        EXPECT_LE(most - fewest, 1) << ranks << " ranks, " << groups << " x " << samples;
+        EXPECT_LE(store.calls(), ranks * (1 + groups * samples / ranks / 64));
+        EXPECT_TRUE(ranks > 1 || runs == groups) << "a group was divided for nobody";
+      }
     }
   }
-  for (size_t i = 0; i < count.size(); ++i) EXPECT_EQ(count[i], 1) << "sample " << i;
 }
 
-TEST(PullQueue, ThreadsShareALocalQueue) {
-  const QueueShape shape{.groups = 500, .samples = 7, .run = 3};
-  LocalPullQueue queue(shape);
-  expect_each_sample_once(std::vector<PullQueue*>(6, &queue), shape);
+TEST(SampleQueue, AShareComesFromManyPrompts) {
+  MapStore store;
+  for (int64_t rank = 0; rank < 4; ++rank) {
+    SampleQueue queue({.groups = 8, .samples = 32, .ranks = 4, .rank = rank, .places = 256}, store, "q");
+    std::map<int64_t, int64_t> of_group;
+    for (const SampleRun& run : queue.take(64)) of_group[run.group] += run.count;
+    EXPECT_EQ(of_group.size(), 8u);
+    for (const auto& [group, count] : of_group) EXPECT_EQ(count, 8) << "siblings that share a prefill";
+  }
 }
 
-TEST(PullQueue, RanksShareAStore) {
-  const QueueShape shape{.groups = 300, .samples = 4, .run = 4};
+TEST(SampleQueue, WholeGroupsAreNeverDivided) {
+  for (const int64_t ranks : {2, 3, 8}) {
+    MapStore store;
+    std::set<int64_t> seen;
+    std::vector<std::unique_ptr<SampleQueue>> queues;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      queues.push_back(std::make_unique<SampleQueue>(QueueShape{20, 6, true, ranks, rank, 16}, store, "q"));
+      EXPECT_EQ(queues.back()->places(), 12);
+    }
+    for (bool any = true; any;) {
+      any = false;
+      for (auto& queue : queues) {
+        for (const SampleRun& run : queue->take(1)) {
+          any = true;
+          EXPECT_EQ(run.first_sample, 0);
+          EXPECT_EQ(run.count, 6);
+          EXPECT_TRUE(seen.insert(run.group).second);
+        }
+      }
+    }
+    EXPECT_EQ(seen.size(), 20u);
+  }
+}
+
+// Pullers on many threads, whose room is never the same.
+TEST(SampleQueue, ThreadsShareAStoreAndAnExhaustedQueueLeavesItAlone) {
   MapStore store;
   for (const std::string key : {"rollout/1", "rollout/2"}) {
-    std::vector<std::unique_ptr<PullQueue>> queues;
-    std::vector<PullQueue*> pointers;
-    for (int rank = 0; rank < 4; ++rank) {
-      queues.push_back(std::make_unique<StorePullQueue>(store, key, shape));
-      pointers.push_back(queues.back().get());
+    std::vector<std::unique_ptr<SampleQueue>> queues;
+    std::vector<Runs> taken(6);
+    std::vector<std::thread> threads;
+    for (int64_t t = 0; t < 6; ++t)
+      queues.push_back(std::make_unique<SampleQueue>(QueueShape{300, 7, false, 6, t, 32}, store, key));
+    for (size_t t = 0; t < 6; ++t) {
+      threads.emplace_back([&, t] {
+        for (int64_t room = 1;; room = room % 9 + 1) {
+          const Runs runs = queues[t]->take(room);
+          if (runs.empty()) break;
+          taken[t].insert(taken[t].end(), runs.begin(), runs.end());
+        }
+      });
     }
-    expect_each_sample_once(pointers, shape);
+    for (std::thread& thread : threads) thread.join();
+    std::vector<int> count(300 * 7, 0);
+    for (const Runs& runs : taken) {
+      for (const SampleRun& run : runs) {
+        ASSERT_LE(run.first_sample + run.count, 7);
+        for (int64_t i = 0; i < run.count; ++i) ++count[static_cast<size_t>(run.group * 7 + run.first_sample + i)];
+      }
+    }
+    for (size_t i = 0; i < count.size(); ++i) EXPECT_EQ(count[i], 1) << "sample " << i;
     const int64_t calls = store.calls();
-    for (PullQueue* queue : pointers) EXPECT_EQ(queue->pull(), std::nullopt);
-    EXPECT_EQ(store.calls(), calls);  // an exhausted queue leaves the store alone
+    for (auto& queue : queues) EXPECT_TRUE(queue->take(5).empty());
+    EXPECT_EQ(store.calls(), calls);
   }
 }
 

@@ -53,6 +53,11 @@ TEST(StepRecord, NamesAreNemoRls) {
   EXPECT_EQ(flat.at("performance/policy_training_tokens_per_sec_per_gpu"), 100);
   EXPECT_EQ(flat.count("performance/policy_and_reference_logprobs_tokens_per_sec_per_gpu"),
             0u);  // no time in it, no rate
+  // Dynamic sampling: a quarter of what was generated is trained.
+  fill_performance(r, {.samples = 8, .total_tokens = 400, .generated_tokens = 300, .trained_tokens = 100, .ranks = 2});
+  EXPECT_EQ(r.performance.at("tokens_per_sec"), 100);
+  EXPECT_EQ(r.performance.at("generation_tokens_per_sec_per_gpu"), 150);
+  EXPECT_EQ(r.performance.at("policy_training_tokens_per_sec_per_gpu"), 25);
 }
 
 TEST(StepLog, LinesAreWholeJsonAndReadBack) {

@@ -12,7 +12,8 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "trainer/ops/cuda/mapped_memory.h"
+#include "trainer/bench/cuda/ceilings.h"
+#include "trainer/ops/cuda/device/mapped_memory.h"
 
 namespace trireme::bench {
 namespace {
@@ -50,6 +51,11 @@ nlohmann::json cuda_versions() {
   check(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
   check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
   return {{"cuda_runtime", version_text(runtime)}, {"cuda_driver", version_text(driver)}};
+}
+
+void read_on_cuda(int index, const void* data, size_t bytes, unsigned* sink) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+  launch_read(data, bytes, sink, c10::cuda::getCurrentCUDAStream().stream());
 }
 
 double cuda_seconds_per_call(int index, const std::function<void(int64_t)>& call, const TimingOptions& options) {

@@ -10,6 +10,8 @@ namespace trireme::bench {
 
 int64_t take_cuda_peak_memory_bytes(int index);
 nlohmann::json cuda_versions();
+// Of reading `bytes` (a multiple of 16) on that device, nothing written.
+void read_on_cuda(int index, const void* data, size_t bytes, unsigned* sink);
 double cuda_seconds_per_call(int index, const std::function<void(int64_t)>& call, const TimingOptions& options);
 
 }  // namespace trireme::bench

@@ -18,9 +18,11 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "base/text.h"
-#include "trainer/ops/cuda/linear.h"
-#include "trainer/ops/processors.h"
+#include "trainer/ops/cuda/attention/attention.h"
+#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/sms.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -31,7 +33,7 @@ namespace {
 constexpr int64_t kSlots = 3;
 
 // Most samples of a step that leaves a part of the device to others. There every product is our own kernel's, which is
-// cut for the processors it has (cuda/linear.cpp).
+// cut for the SMs it has (cuda/linear.cpp).
 constexpr int64_t kSharedRows = kSharedDeviceSamples;
 
 // First tokens of a step's new groups: at most this many samples. Their buffers are 2 MB.
@@ -85,7 +87,10 @@ class DeviceRunner final : public StepRunner {
         device_(model.options().device),
         group_(model.config().num_heads / model.config().num_kv_heads),
         max_rows_(max_rows),
-        pool_(at::cuda::graph_pool_handle()) {
+        room_(cuda::decode_room(device_, model.config().num_heads, model.config().num_kv_heads,
+                                model.config().head_dim)),  // of the whole device
+        pool_(at::cuda::graph_pool_handle()),
+        capture_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
     const c10::cuda::CUDAGuard guard(device_);
     const auto on_device = at::TensorOptions().device(device_);
     inputs_ = at::empty({DecodeInputs::bytes_for(bucket_of(max_rows))}, on_device.dtype(at::kByte));
@@ -165,7 +170,14 @@ class DeviceRunner final : public StepRunner {
     request.rows.assign(plan.outputs.size(), like);
     mixed(request);
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
+    const int64_t before = device_memory(device_).tensors + device_memory(device_).cached;
+    const size_t graphs = graphs_.size();
     prepare_graphs(max_rows_, like.options.filters(), /*shared=*/false);
+    if (graphs_.size() == graphs) return;
+    const int64_t bytes = device_memory(device_).tensors + device_memory(device_).cached - before;
+    log_info("rollout", std::to_string(graphs_.size() - graphs) + " graphs of decode steps of up to " +
+                            std::to_string(max_rows_) + " samples hold " +
+                            format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))) + " of device memory");
   }
 
   void share_device(bool on) override {
@@ -198,6 +210,9 @@ class DeviceRunner final : public StepRunner {
     cudaEvent_t done = nullptr;
   };
   using Graph = std::unique_ptr<at::cuda::CUDAGraph>;
+  struct Keys {  // of a decode step; 0: not known
+    int64_t longest = 0, total = 0;
+  };
 
   static at::Tensor pinned(int64_t elements, at::ScalarType type) {
     return at::empty({elements}, at::TensorOptions().dtype(type).pinned_memory(true));
@@ -234,12 +249,13 @@ class DeviceRunner final : public StepRunner {
   void prepare_graphs(int64_t most_rows, bool filters, bool shared) {
     for (int64_t rows = most_rows; rows > 0; --rows) {
       const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
-      Graph& graph = graphs_[{bucket, runs, filters, shared}];
+      const Keys keys;
+      Graph& graph = graphs_[{bucket, runs, filters, shared, kernel_for(runs, keys)}];
       if (graph) continue;
       const int64_t place = decode_steps_++ % kSlots;
       (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
-      run_decode(bucket, runs, filters);
-      graph = capture(bucket, runs, filters, shared);  // waits: the place is free again
+      run_decode(bucket, runs, filters, keys);
+      graph = capture(bucket, runs, filters, shared, keys);  // waits: the place is free again
     }
   }
 
@@ -301,15 +317,20 @@ class DeviceRunner final : public StepRunner {
     slot.logprob = reinterpret_cast<const float*>(slot.id + ring_.result_rows);
     const DecodeInputs host(upload_of(place), bucket, runs, at::kCPU);
     const bool filters = fill(request, host, rows, bucket, runs);
-    const bool shared = partition_ != nullptr && processor_limit() > 0;
-    Graph& graph = graphs_[{bucket, runs, filters, shared}];
+    const bool shared = partition_ != nullptr && sm_limit() > 0;
+    Keys keys;
+    for (const Segment& segment : plan.segments) {
+      keys.longest = std::max(keys.longest, segment.past + 1);
+      keys.total += segment.past + 1;
+    }
+    Graph& graph = graphs_[{bucket, runs, filters, shared, kernel_for(runs, keys)}];
     if (graph) {
       graph->replay();
       return;
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
-    run_decode(bucket, runs, filters);
-    graph = capture(bucket, runs, filters, shared);
+    run_decode(bucket, runs, filters, keys);
+    graph = capture(bucket, runs, filters, shared, keys);
   }
 
   void* upload_of(int64_t place) const {
@@ -352,7 +373,13 @@ class DeviceRunner final : public StepRunner {
     return filters;
   }
 
-  void run_decode(int64_t bucket, int64_t runs, bool filters) {
+  // The kernel of attention that a step's lengths ask for, and its graph is captured with.
+  DecodeKernel kernel_for(int64_t runs, const Keys& keys) const {
+    const DecodeRoom room = sm_limit() > 0 ? room_.of(sm_limit()) : room_;
+    return choose_decode_kernel({runs, model_.config().num_kv_heads, keys.longest, keys.total}, room);
+  }
+
+  void run_decode(int64_t bucket, int64_t runs, bool filters, const Keys& keys) {
     const cuda::DecodeScope scope;
     const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
     cuda::begin_decode_step(ring_, inputs_.mutable_data_ptr(), in.bytes, ids_.const_data_ptr<int64_t>(), bucket,
@@ -364,6 +391,8 @@ class DeviceRunner final : public StepRunner {
     batch.plan.runs = in.runs;
     batch.plan.items = in.items;
     batch.plan.decode = true;
+    batch.plan.longest_keys = keys.longest;
+    batch.plan.total_keys = keys.total;
     const DeviceSamples samples = sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
                                                           {in.keys, in.parameters, in.top_k, filters});
     cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
@@ -377,15 +406,16 @@ class DeviceRunner final : public StepRunner {
     logprobs_.narrow(0, 0, samples.logprobs.size(0)).copy_(samples.logprobs);
   }
 
-  // Kernels of a graph run on the processors of the stream that it was captured on.
-  Graph capture(int64_t bucket, int64_t runs, bool filters, bool shared) {
+  // Kernels of a graph run on the SMs of the stream that it was captured on. All graphs are captured on one
+  // stream (those of a part of the device on that part's): the allocator gives what one of them used to the next only
+  // there.
+  Graph capture(int64_t bucket, int64_t runs, bool filters, bool shared, const Keys& keys) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
-    const c10::cuda::CUDAStream side = shared ? c10::cuda::getCurrentCUDAStream(device_.index())
-                                              : c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
+    const c10::cuda::CUDAStream side = shared ? c10::cuda::getCurrentCUDAStream(device_.index()) : capture_stream_;
     const c10::cuda::CUDAStreamGuard guard(side);
     auto graph = std::make_unique<at::cuda::CUDAGraph>();
     graph->capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
-    run_decode(bucket, runs, filters);
+    run_decode(bucket, runs, filters, keys);
     graph->capture_end();
     C10_CUDA_CHECK(cudaStreamSynchronize(side.stream()));
     return graph;
@@ -431,17 +461,20 @@ class DeviceRunner final : public StepRunner {
   const at::Device device_;
   const int64_t group_;
   const int64_t max_rows_;
+  const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
-  at::Tensor inputs_;                 // bytes of DecodeInputs
-  at::Tensor ids_, logprobs_;         // [kMaxOutputs], of the last step; log-probs of one that is not a graph
-  at::Tensor uploads_, downloads_;    // pinned, kSlots each: inputs and results of decode steps
-  at::Tensor begun_;                  // decode steps that the device began
+  const c10::cuda::CUDAStream capture_stream_;
+  at::Tensor inputs_;               // bytes of DecodeInputs
+  at::Tensor ids_, logprobs_;       // [kMaxOutputs], of the last step; log-probs of one that is not a graph
+  at::Tensor uploads_, downloads_;  // pinned, kSlots each: inputs and results of decode steps
+  at::Tensor begun_;                // decode steps that the device began
   cuda::StepRing ring_;
   int64_t decode_steps_ = 0;  // that the host started
   Slot slots_[kSlots];
   int64_t next_slot_ = 0;
   std::deque<Slot*> pending_;
-  std::map<std::tuple<int64_t, int64_t, bool, bool>, Graph> graphs_;  // by rows, runs, filters, whether shared
+  // By rows, runs, filters, whether shared, kernel of attention.
+  std::map<std::tuple<int64_t, int64_t, bool, bool, DecodeKernel>, Graph> graphs_;
   bool shared_ = false;
   cudaStream_t last_ = nullptr;  // that a step was queued on
   cudaEvent_t turn_ = nullptr;

@@ -1,0 +1,246 @@
+// The training loops as a whole, in this process: tiny models, one rank.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "tests/unit/parallel/listening.h"
+#include "trainer/algorithms/dynamic_sampling.h"
+#include "trainer/algorithms/grpo.h"
+#include "trainer/algorithms/sft.h"
+#include "trainer/model/model.h"
+#include "trainer/tokenizer/tokenizer.h"
+
+namespace trireme {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A folder with a model of 20,000 parameters and problems whose answers are digits.
+class Place final {
+ public:
+  Place() {
+    make_byte_tokenizer(model());
+    const nlohmann::json json = {{"model_type", "qwen3"},
+                                 {"architectures", {"Qwen3ForCausalLM"}},
+                                 {"vocab_size", kByteVocabSize},
+                                 {"hidden_size", 32},
+                                 {"intermediate_size", 48},
+                                 {"num_hidden_layers", 1},
+                                 {"num_attention_heads", 2},
+                                 {"num_key_value_heads", 1},
+                                 {"head_dim", 16},
+                                 {"rms_norm_eps", 1e-6},
+                                 {"rope_theta", 10000.0},
+                                 {"max_position_embeddings", 128},
+                                 {"tie_word_embeddings", true},
+                                 {"initializer_range", 0.3},
+                                 {"eos_token_id", kByteImEnd},
+                                 {"torch_dtype", "float32"}};
+    init_model(model(), ModelConfig::from_json(json, "test"), 3);
+    std::ostringstream rows;
+    for (int i = 0; i < 24; ++i)
+      rows << nlohmann::json{{"input", std::to_string(i) + "+1="}, {"output", std::to_string(i + 1)}}.dump() << "\n";
+    write_file_atomic(data(), rows.str());
+  }
+
+  fs::path model() const { return dir_.path() / "model"; }
+  fs::path data() const { return dir_.path() / "data.jsonl"; }
+  fs::path checkpoints() const { return dir_.path() / "checkpoints"; }
+  std::vector<nlohmann::json> log() const {
+    std::vector<nlohmann::json> lines;
+    std::ifstream file(dir_.path() / "logs" / "train.jsonl");
+    for (std::string line; std::getline(file, line);) lines.push_back(nlohmann::json::parse(line));
+    return lines;
+  }
+
+  std::vector<std::string> settings(const std::vector<std::string>& more) const {
+    std::vector<std::string> all = {"policy.model_name=" + model().string(),
+                                    "data.train.data_path=" + data().string(),
+                                    "data.validation.data_path=" + data().string(),
+                                    "data.apply_chat_template=false",
+                                    "data.train.input_key=input",
+                                    "data.train.output_key=output",
+                                    "data.validation.input_key=input",
+                                    "data.validation.output_key=output",
+                                    "checkpointing.checkpoint_dir=" + checkpoints().string(),
+                                    "logger.log_dir=" + (dir_.path() / "logs").string(),
+                                    "logger.prometheus.enabled=false",
+                                    "logger.report=false",
+                                    "policy.precision=float32",
+                                    "policy.max_total_sequence_length=32",
+                                    "cluster.device=cpu",
+                                    "cluster.gpus_per_node=1"};
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
+
+  TrainSummary grpo(const std::vector<std::string>& more, const TrainOptions& options = {}) const {
+    std::vector<std::string> all = settings(
+        {"grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+         "policy.train_micro_batch_size=4", "policy.generation.max_new_tokens=6",
+         "policy.generation.max_running_samples=8", "policy.generation.kv_cache_tokens=2048", "grpo.max_num_steps=3",
+         "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false", "grpo.max_val_samples=8",
+         "grpo.val_batch_size=8", "env.format.enabled=true", "env.format.pattern=(1|2|3|4|5|6|7|8|9|a|e|i|o|u)"});
+    all.insert(all.end(), more.begin(), more.end());
+    return run_grpo(load_config_text("defaults: grpo.yaml\n", all, nullptr, configs() / "test.yaml"),
+                    with_place(options));
+  }
+
+  TrainSummary sft(const std::vector<std::string>& more, const TrainOptions& options = {}) const {
+    std::vector<std::string> all =
+        settings({"policy.train_global_batch_size=8", "policy.train_micro_batch_size=4", "sft.max_num_steps=4",
+                  "sft.max_num_epochs=10", "sft.val_period=0", "sft.val_at_start=false"});
+    all.insert(all.end(), more.begin(), more.end());
+    return run_sft(load_config_text("defaults: sft.yaml\n", all, nullptr, configs() / "test.yaml"),
+                   with_place(options));
+  }
+
+ private:
+  static fs::path configs() {
+    const char* root = std::getenv("TRIREME_SOURCE_DIR");
+    return (root != nullptr ? fs::path(root) : fs::current_path()) / "configs";
+  }
+  TrainOptions with_place(TrainOptions options) const {
+    options.rendezvous = port_.place(0, 1, Milliseconds(60000));
+    options.reporting.terminal = false;
+    return options;
+  }
+
+  const TemporaryDirectory dir_;
+  mutable ListeningPort port_;
+};
+
+TEST(GrpoLoop, PhasesAddUpToTheStepAndItsWaitsAreInThem) {
+  const Place place;
+  place.grpo({"checkpointing.enabled=true", "checkpointing.save_period=1"});
+  const std::vector<nlohmann::json> log = place.log();
+  ASSERT_EQ(log.size(), 3u);
+  for (const nlohmann::json& step : log) {
+    double sum = 0;
+    for (const Phase phase : all_phases()) sum += step.at(timing_name(phase)).get<double>();
+    const double total = step.at("timing/train/total_step_time").get<double>();
+    EXPECT_NEAR(sum, total, 1e-6 * total);
+    EXPECT_GT(step.at(timing_name(Phase::kGeneration)).get<double>(), 0);
+    EXPECT_GT(step.at(timing_name(Phase::kTraining)).get<double>(), 0);
+  }
+  // An optimizer step asks whether a checkpoint must be waited for, which takes next to no time; saving takes some.
+  const double nothing = log[0].at(timing_name(Phase::kCheckpoint)).get<double>();
+  const double saved = log[1].at(timing_name(Phase::kCheckpoint)).get<double>();
+  EXPECT_GT(saved, 10 * nothing) << "saving step 1 belongs to step 2";
+  EXPECT_GT(saved, 1e-4);
+}
+
+TEST(GrpoLoop, DynamicSamplingTrainsOnAsManyGroupsAsWanted) {
+  const Place place;
+  place.grpo(
+      {"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=1.5", "grpo.dynamic_sampling_max_gen_batches=50"});
+  const std::vector<nlohmann::json> log = place.log();
+  ASSERT_EQ(log.size(), 3u);
+  for (const nlohmann::json& step : log) {
+    const auto batches = step.at("train/dynamic_sampling_num_gen_batches").get<double>();
+    EXPECT_EQ(step.at("train/num_generated_samples").get<double>(), batches * 6 * 4);
+    EXPECT_EQ(step.at("train/num_valid_samples").get<double>(), 16);
+  }
+  const Place flat;  // no response is ever right: no group differs
+  try {
+    flat.grpo({"grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2",
+               "env.format.pattern=nothing that a model of bytes writes"});
+    FAIL() << "trained on groups that teach nothing";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("after 2 generation batches only 0 of 4"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(GrpoLoop, EndsEarlyAtItsThresholdAndStaysEnded) {
+  const Place place;
+  const std::vector<std::string> run = {"grpo.max_num_steps=6", "grpo.val_period=2", "checkpointing.enabled=true",
+                                        "grpo.stop_at_validation_metric=accuracy",
+                                        "grpo.stop_at_validation_threshold=0.0"};
+  const TrainSummary summary = place.grpo(run);
+  EXPECT_EQ(summary.steps, 2);
+  EXPECT_EQ(summary.end, LoopEnd::kFinished);
+  ASSERT_TRUE(summary.validation.has_value());
+  EXPECT_TRUE(fs::exists(place.checkpoints() / "step_2"));
+  EXPECT_EQ(place.grpo(run).steps, 2) << "started again it has nothing to do";
+  EXPECT_EQ(place.log().size(), 2u);
+}
+
+TEST(GrpoLoop, ValidatesAtTheEndOnce) {
+  const Place place;
+  const TrainSummary summary = place.grpo({"grpo.max_num_steps=2", "grpo.val_at_end=true"});
+  ASSERT_TRUE(summary.validation.has_value());
+  const std::vector<nlohmann::json> log = place.log();
+  EXPECT_EQ(log.back().count("validation/accuracy"), 1u);
+  const Place with_period;  // the last step is validated by its period: not again
+  with_period.grpo({"grpo.max_num_steps=2", "grpo.val_period=2", "grpo.val_at_end=true"});
+  int validations = 0;
+  for (const nlohmann::json& line : with_period.log()) validations += line.count("validation/accuracy") > 0 ? 1 : 0;
+  EXPECT_EQ(validations, 1);
+}
+
+TEST(GrpoLoop, SavesBeforeTheTimeItIsGiven) {
+  const Place place;
+  const TrainSummary summary =
+      place.grpo({"grpo.max_num_steps=1000000", "checkpointing.enabled=true", "checkpointing.save_period=1000000",
+                  "checkpointing.checkpoint_must_save_by=00:00:00:02"});
+  EXPECT_EQ(summary.end, LoopEnd::kStopped);
+  EXPECT_GT(summary.steps, 0);
+  EXPECT_TRUE(fs::exists(place.checkpoints() / ("step_" + std::to_string(summary.steps))));
+}
+
+TEST(SftLoop, GoesOnWhereItWasInterrupted) {
+  const Place whole, parts;
+  whole.sft({"checkpointing.enabled=true", "checkpointing.save_period=2"});
+  std::atomic<int> stop{0};
+  TrainOptions interrupted;
+  interrupted.stop_signal = &stop;
+  interrupted.on_ready = [&] { stop = 15; };  // finishes its step, saves, leaves
+  const TrainSummary first = parts.sft({"checkpointing.enabled=true", "checkpointing.save_period=2"}, interrupted);
+  EXPECT_EQ(first.end, LoopEnd::kStopped);
+  EXPECT_EQ(first.steps, 1);
+  EXPECT_EQ(parts.sft({"checkpointing.enabled=true", "checkpointing.save_period=2"}).steps, 4);
+  const auto weights = [](const Place& place) {
+    return read_file(place.checkpoints() / "step_4" / "policy" / "weights" / "model.safetensors");
+  };
+  EXPECT_TRUE(weights(whole) == weights(parts));
+  ASSERT_EQ(parts.log().size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(parts.log()[i].at("train/loss"), whole.log()[i].at("train/loss"));
+}
+
+Sample rewarded(int64_t group, int64_t index, double reward) {
+  Sample s;
+  s.group = group;
+  s.index = index;
+  s.response = {1};
+  s.raw_reward = reward;
+  return s;
+}
+
+TEST(DynamicSampling, KeepsWhatDiffersAndCountsWhatIsTooMuch) {
+  DynamicSampling kept(2, 2, 3);
+  EXPECT_NO_THROW(kept.check_may_go_on());
+  kept.add({rewarded(0, 0, 1), rewarded(0, 1, 1), rewarded(1, 0, 0), rewarded(1, 1, 1)});
+  EXPECT_FALSE(kept.complete());
+  EXPECT_NO_THROW(kept.check_may_go_on());
+  kept.add({rewarded(0, 0, 1), rewarded(0, 1, 0), rewarded(1, 0, 0), rewarded(1, 1, 1)});
+  EXPECT_TRUE(kept.complete());
+  EXPECT_EQ(kept.batches(), 2);
+  EXPECT_EQ(kept.discarded_valid_samples(), 2);
+  const std::vector<Sample> samples = kept.take();
+  ASSERT_EQ(samples.size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(samples[i].group, static_cast<int64_t>(i / 2));
+  EXPECT_EQ(samples[2].raw_reward, 1);
+  DynamicSampling never(1, 1, 1);
+  never.add({rewarded(0, 0, 1)});
+  EXPECT_THROW(never.check_may_go_on(), Error);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,191 @@
+// One rollout on one and on several ranks: the same samples bit for bit, shared evenly, whole where they must be.
+#include "trainer/algorithms/rollouts.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "base/fs.h"
+#include "tests/unit/parallel/listening.h"
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kVocabulary = 90;
+
+std::unique_ptr<Model> tiny_model() {
+  ModelConfig config;
+  config.family = ModelFamily::kQwen3;
+  config.vocab_size = kVocabulary;
+  config.hidden_size = 32;
+  config.intermediate_size = 48;
+  config.num_layers = 1;
+  config.num_heads = 4;
+  config.num_kv_heads = 2;
+  config.head_dim = 8;
+  config.max_position_embeddings = 128;
+  config.initializer_range = 0.3;
+  config.rope.head_dim = 8;
+  config.rope.theta = 10000.0;
+  config.qk_norm = true;
+  config.tie_word_embeddings = true;
+  ModelOptions options;
+  options.trainable = false;
+  auto model = std::make_unique<Model>(config, options);
+  init_parameters(*model, 1);
+  return model;
+}
+
+struct Case {
+  int64_t groups = 6, samples = 8, places = 64;
+  bool whole_groups = false;
+  int rollouts = 1;       // one after another, as under dynamic sampling
+  bool together = false;  // nobody takes a second step before all have taken their first
+};
+
+struct Seen {
+  std::vector<std::vector<Sample>> rollouts;
+  RankShares shares;
+  std::vector<int64_t> whole;  // groups handed over whole on this rank, in the last rollout
+};
+
+Seen collect(ParallelContext& context, const Case& setup, std::barrier<>* all_began = nullptr) {
+  const std::unique_ptr<Model> model = tiny_model();
+  SamplingOptions sampling;
+  sampling.seed = 4;
+  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling);
+  PhaseTimer timer;
+  RolloutCollector collector(engine, nullptr, nullptr, context, timer, 100);
+  std::vector<PromptExample> prompts(static_cast<size_t>(setup.groups));
+  for (size_t p = 0; p < prompts.size(); ++p) prompts[p].prompt = {static_cast<int32_t>(p + 1), 7, 9};
+  RolloutLengths lengths;
+  lengths.prompts.assign(prompts.size(), 3);
+  for (int64_t s = 0; s < setup.groups * setup.samples; ++s) lengths.outputs.push_back(1 + s * 7 % 23);
+  Seen seen;
+  for (int r = 0; r < setup.rollouts; ++r) {
+    RolloutRequest request;
+    request.prompts = &prompts;
+    request.samples_per_prompt = setup.samples;
+    request.first_sample_id = static_cast<uint64_t>(1000 * r);
+    request.name = "test-" + std::to_string(r);
+    request.sampling = sampling;
+    request.forced_lengths = &lengths;
+    request.drawn_rewards = 3;
+    seen.whole.clear();
+    bool began = false;
+    collector.on_progress = [&] {
+      if (all_began != nullptr && !std::exchange(began, true)) all_began->arrive_and_wait();
+    };
+    if (setup.whole_groups) {
+      request.on_group = [&](std::vector<Sample> group) {
+        EXPECT_EQ(static_cast<int64_t>(group.size()), setup.samples);
+        for (size_t i = 0; i < group.size(); ++i) EXPECT_EQ(group[i].index, static_cast<int64_t>(i));
+        seen.whole.push_back(group.front().group);
+      };
+    }
+    seen.rollouts.push_back(collector.collect(request, seen.shares));
+  }
+  return seen;
+}
+
+std::vector<Seen> on_ranks(int world, const Case& setup) {
+  std::vector<Seen> seen(static_cast<size_t>(world));
+  if (world == 1) {
+    ParallelContext alone;
+    seen[0] = collect(alone, setup);
+    return seen;
+  }
+  ListeningPort port;
+  std::vector<std::string> errors(static_cast<size_t>(world));
+  std::vector<std::thread> threads;
+  std::barrier all_began(world);
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        Layout layout;
+        layout.dp = world;
+        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
+        seen[static_cast<size_t>(rank)] = collect(context, setup, setup.together ? &all_began : nullptr);
+        context.data_parallel().barrier();
+      } catch (const std::exception& error) {
+        errors[static_cast<size_t>(rank)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  return seen;
+}
+
+void expect_same(const std::vector<Sample>& a, const std::vector<Sample>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t s = 0; s < a.size(); ++s) {
+    EXPECT_EQ(a[s].group, b[s].group);
+    EXPECT_EQ(a[s].index, b[s].index);
+    EXPECT_EQ(a[s].response, b[s].response);
+    EXPECT_EQ(a[s].raw_reward, b[s].raw_reward);
+    ASSERT_EQ(a[s].generation_logprobs.size(), b[s].generation_logprobs.size());
+    EXPECT_EQ(0, std::memcmp(a[s].generation_logprobs.data(), b[s].generation_logprobs.data(),
+                             a[s].generation_logprobs.size() * sizeof(float)));
+  }
+}
+
+TEST(Rollouts, AreTheSameOnAnyNumberOfRanksAndSharedEvenly) {
+  const Seen alone = on_ranks(1, {.rollouts = 2}).front();
+  ASSERT_EQ(alone.rollouts.front().size(), 48u);
+  EXPECT_EQ(alone.shares.idle_seconds, std::vector<double>{0});
+  for (size_t s = 0; s < 48; ++s) {
+    const Sample& sample = alone.rollouts.front()[s];
+    EXPECT_EQ(sample.group * 8 + sample.index, static_cast<int64_t>(s));
+    EXPECT_EQ(sample.response.size(), 1 + s * 7 % 23) << "not the forced length";
+  }
+  for (const int world : {2, 4}) {
+    const std::vector<Seen> ranks = on_ranks(world, {.rollouts = 2, .together = true});
+    for (const Seen& seen : ranks) {
+      for (size_t r = 0; r < 2; ++r) expect_same(seen.rollouts[r], alone.rollouts[r]);
+      // All know of all.
+      EXPECT_EQ(seen.shares.samples, std::vector<int64_t>(static_cast<size_t>(world), 2 * 48 / world));
+      EXPECT_EQ(seen.shares.idle_seconds, ranks.front().shares.idle_seconds);
+      EXPECT_GE(*std::min_element(seen.shares.idle_seconds.begin(), seen.shares.idle_seconds.end()), 0);
+    }
+  }
+}
+
+TEST(Rollouts, HaveFewerSamplesThanRanksOrMoreThanPlaces) {
+  const Case few{.groups = 1, .samples = 2}, many{.groups = 12, .samples = 4, .places = 4};
+  for (const Case& setup : {few, many}) {
+    const Seen alone = on_ranks(1, setup).front();
+    for (const Seen& seen : on_ranks(3, setup)) expect_same(seen.rollouts.front(), alone.rollouts.front());
+  }
+}
+
+TEST(Rollouts, GroupsAreWholeOnARankWhereTheyMustBe) {
+  const Case setup{.groups = 7, .samples = 4, .whole_groups = true};
+  const Seen alone = on_ranks(1, setup).front();
+  EXPECT_EQ(std::set<int64_t>(alone.whole.begin(), alone.whole.end()).size(), 7u);
+  std::set<int64_t> whole;
+  for (const Seen& seen : on_ranks(3, setup)) {
+    expect_same(seen.rollouts.front(), alone.rollouts.front());
+    for (const int64_t group : seen.whole) EXPECT_TRUE(whole.insert(group).second);
+  }
+  EXPECT_EQ(whole.size(), 7u);
+}
+
+TEST(Rollouts, DrawnRewardsLeaveNoGroupWithoutVariance) {
+  for (const int64_t size : {2, 3, 8}) {
+    for (int64_t group = 0; group < 50; ++group) {
+      std::set<double> seen;
+      for (int64_t i = 0; i < size; ++i) seen.insert(drawn_reward(9, group, i, size));
+      EXPECT_EQ(seen, (std::set<double>{0, 1}));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,79 @@
+#include "trainer/batch/micro_batch.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+Sample sample(int64_t group, std::vector<int32_t> prompt, std::vector<int32_t> tokens) {
+  Sample s;
+  s.group = group;
+  s.prompt = SharedTokens(std::move(prompt));
+  s.response = std::move(tokens);
+  for (size_t i = 0; i < s.response.size(); ++i) s.generation_logprobs.push_back(-0.5f - static_cast<float>(i));
+  s.raw_reward = 0.25 * static_cast<double>(group);
+  s.reward_parts = {1.5, 0.25 * static_cast<double>(group)};
+  s.truncated = group == 1;
+  return s;
+}
+
+TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
+  const std::vector<Sample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 9, 9}, {1})};
+  const std::string bytes = pack_samples(samples);
+  const std::vector<SharedTokens> prompts = {{1, 2}, {7}, {9, 9, 9}};
+  const std::vector<Sample> back = unpack_samples(bytes, prompts);
+  ASSERT_EQ(back.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(back[i].prompt, samples[i].prompt);
+    EXPECT_EQ(back[i].response, samples[i].response);
+    EXPECT_EQ(back[i].generation_logprobs, samples[i].generation_logprobs);
+    EXPECT_EQ(back[i].raw_reward, samples[i].raw_reward);
+    EXPECT_EQ(back[i].reward_parts, samples[i].reward_parts);
+    EXPECT_EQ(back[i].truncated, samples[i].truncated);
+  }
+  for (size_t cut = 1; cut < bytes.size(); ++cut) {
+    try {
+      unpack_samples(std::string_view(bytes).substr(0, cut), prompts);  // may end exactly behind a sample
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kData);
+    }
+  }
+  EXPECT_THROW(unpack_samples(bytes, {prompts[0], prompts[1]}), Error);  // no prompt of group 2
+}
+
+TEST(Samples, MicroBatchPicksTheRowBeforeEachResponseToken) {
+  const std::vector<Sample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 8, 7}, {6})};
+  const MicroBatch batch = make_micro_batch(samples, {2, 1, 0});
+  // 9 8 7 | 1 2 3 4 : the last answer token of each is never an input
+  EXPECT_TRUE(at::equal(batch.input.ids, at::tensor(std::vector<int64_t>{9, 8, 7, 1, 2, 3, 4}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.input.positions, at::tensor(std::vector<int64_t>{0, 1, 2, 0, 1, 2, 3}, at::kLong)));
+  EXPECT_EQ(batch.input.starts, (std::vector<int64_t>{0, 3, 7}));
+  EXPECT_TRUE(at::equal(batch.rows, at::tensor(std::vector<int64_t>{2, 4, 5, 6}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.targets, at::tensor(std::vector<int64_t>{6, 3, 4, 5}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.sequence, at::tensor(std::vector<int64_t>{0, 2, 2, 2}, at::kLong)));
+  const at::Tensor spread_out = spread(samples, {2, 1, 0}, {1, 2, 3});
+  EXPECT_TRUE(at::equal(spread_out, at::tensor(std::vector<float>{1, 3, 3, 3}, at::kFloat)));
+}
+
+TEST(Samples, ASharedPromptIsThereOnce) {
+  const std::vector<Sample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(7, {9, 8, 7}, {6}), sample(0, {1, 2}, {}),
+                                       sample(0, {1, 2}, {6, 7})};
+  const MicroBatch batch = make_micro_batch(samples, {0, 1, 2, 3}, /*share_prompts=*/true);
+  // 1 2 | 3 4 | 9 8 7 | 6
+  EXPECT_TRUE(at::equal(batch.input.ids, at::tensor(std::vector<int64_t>{1, 2, 3, 4, 9, 8, 7, 6}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.input.positions, at::tensor(std::vector<int64_t>{0, 1, 2, 3, 0, 1, 2, 2}, at::kLong)));
+  EXPECT_EQ(batch.input.starts, (std::vector<int64_t>{0, 2, 4, 7, 8}));
+  EXPECT_EQ(batch.input.prefix, (std::vector<int64_t>{-1, 0, -1, 0}));
+  EXPECT_TRUE(at::equal(batch.rows, at::tensor(std::vector<int64_t>{1, 2, 3, 6, 1, 7}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.targets, at::tensor(std::vector<int64_t>{3, 4, 5, 6, 6, 7}, at::kLong)));
+  EXPECT_TRUE(at::equal(batch.sequence, at::tensor(std::vector<int64_t>{0, 0, 0, 1, 3, 3}, at::kLong)));
+  EXPECT_TRUE(make_micro_batch(samples, {0, 1}).input.prefix.empty());
+  const std::vector<Sample> wrong = {sample(0, {1, 2}, {3}), sample(0, {1, 3}, {3})};
+  EXPECT_THROW(make_micro_batch(wrong, {0, 1}, true), Error);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,125 @@
+// The driver: every sample of a source through the engine, with its hooks in order; a refused run is named.
+#include "trainer/rollout/driver.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+std::unique_ptr<Model> tiny_model() {
+  ModelConfig config;
+  config.family = ModelFamily::kLlama;
+  config.vocab_size = 50;
+  config.hidden_size = 32;
+  config.intermediate_size = 48;
+  config.num_layers = 1;
+  config.num_heads = 2;
+  config.num_kv_heads = 1;
+  config.head_dim = 16;
+  config.max_position_embeddings = 64;
+  config.rope.head_dim = 16;
+  ModelOptions options;
+  options.trainable = false;
+  auto model = std::make_unique<Model>(config, options);
+  init_parameters(*model, 2);
+  return model;
+}
+
+TEST(Driver, HandsOverEverySampleAndEveryRunOnce) {
+  const std::unique_ptr<Model> model = tiny_model();
+  Engine engine(*model, nullptr, {.cache_rows = 400, .max_sequences = 5}, {});
+  LocalCounter counter;
+  SampleQueue queue({.groups = 4, .samples = 3, .places = 5}, counter, "q");
+  std::set<std::pair<int64_t, int64_t>> finished;
+  std::set<int64_t> complete;
+  int64_t steps = 0;
+  DriverHooks hooks;
+  hooks.request = [](const SampleRun& run) {
+    GroupRequest request;
+    request.prompt = {1, static_cast<int32_t>(run.group)};
+    request.first_sample_id = static_cast<uint64_t>(100 + run.group * 3 + run.first_sample);
+    for (int64_t i = 0; i < run.count; ++i) request.forced_lengths.push_back(run.first_sample + i + 2);
+    return request;
+  };
+  hooks.finished = [&](const FinishedSample& sample) {
+    EXPECT_EQ(sample.request.prompt[1], sample.run.group);
+    EXPECT_EQ(static_cast<int64_t>(sample.generated.response.size()), sample.index + 2);
+    EXPECT_FALSE(complete.count(sample.run.group)) << "a run was complete before its last sample";
+    EXPECT_TRUE(finished.emplace(sample.run.group, sample.index).second);
+  };
+  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) {
+    EXPECT_EQ(group.group_id, run.group);
+    EXPECT_EQ(static_cast<int64_t>(group.samples.size()), run.count);
+    for (int64_t i = 0; i < run.count; ++i) EXPECT_TRUE(finished.count({run.group, run.first_sample + i}));
+    EXPECT_TRUE(complete.insert(run.group).second);
+  };
+  hooks.between_steps = [&] { ++steps; };
+  drive_rollout(engine, queue, hooks);
+  EXPECT_EQ(finished.size(), 12u);
+  EXPECT_EQ(complete.size(), 4u);
+  EXPECT_EQ(steps, engine.stats().steps);
+  EXPECT_FALSE(static_cast<bool>(engine.on_sample));
+}
+
+TEST(Driver, NamesTheRunThatTheEngineRefuses) {
+  const std::unique_ptr<Model> model = tiny_model();
+  Engine engine(*model, nullptr, {.cache_rows = 400, .max_sequences = 5}, {});
+  LocalCounter counter;
+  SampleQueue queue({.groups = 1, .samples = 1, .places = 5}, counter, "q");
+  DriverHooks hooks;
+  hooks.request = [](const SampleRun&) {
+    GroupRequest request;
+    request.prompt.assign(64, 1);
+    return request;
+  };
+  hooks.origin = [](const SampleRun&) { return std::string("prompts.jsonl:7: "); };
+  try {
+    drive_rollout(engine, queue, hooks);
+    FAIL() << "a prompt without room for an answer was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUser);
+    EXPECT_EQ(std::string(error.what()).rfind("prompts.jsonl:7: ", 0), 0u) << error.what();
+  }
+  EXPECT_FALSE(static_cast<bool>(engine.on_sample));
+}
+
+// The scheduler is told the limit only: an answer of a forced length ends as by a stop token.
+TEST(Driver, ForcedEndsThatTheSchedulerDoesNotKnowChangeNoBit) {
+  const std::unique_ptr<Model> model = tiny_model();
+  std::vector<std::vector<GeneratedGroup>> groups(2);
+  for (const bool known : {false, true}) {
+    Engine engine(*model, nullptr, {.cache_rows = 130, .max_sequences = 6, .headroom_rows = 2}, {});
+    LocalCounter counter;
+    SampleQueue queue({.groups = 5, .samples = 4, .places = 6}, counter, "q");
+    DriverHooks hooks;
+    hooks.request = [&](const SampleRun& run) {
+      GroupRequest request;
+      request.prompt = {1, static_cast<int32_t>(run.group)};
+      request.first_sample_id = static_cast<uint64_t>(run.group * 4 + run.first_sample);
+      for (int64_t i = 0; i < run.count; ++i) request.forced_lengths.push_back(1 + 9 * (run.first_sample + i));
+      request.ends_known = known;
+      return request;
+    };
+    hooks.complete = [&](const SampleRun&, GeneratedGroup group) { groups[known].push_back(std::move(group)); };
+    drive_rollout(engine, queue, hooks);
+    std::sort(groups[known].begin(), groups[known].end(),
+              [](const GeneratedGroup& a, const GeneratedGroup& b) { return a.group_id < b.group_id; });
+    EXPECT_EQ(engine.stats().sampled_tokens, 5 * (1 + 10 + 19 + 28));
+  }
+  for (size_t g = 0; g < 5; ++g) {
+    for (size_t i = 0; i < 4; ++i) {
+      EXPECT_EQ(groups[0][g].samples[i].response, groups[1][g].samples[i].response);
+      EXPECT_EQ(groups[0][g].samples[i].logprobs, groups[1][g].samples[i].logprobs);
+      EXPECT_EQ(groups[0][g].samples[i].finish, FinishReason::kStop);
+      EXPECT_EQ(groups[1][g].samples[i].finish, FinishReason::kLength);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,222 @@
+#include "trainer/parallel/transport.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <fstream>
+#include <thread>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Pair;
+using ::testing::UnorderedElementsAre;
+
+// A line as NCCL writes it.
+std::string line(const std::string& message) { return "node-a:4242:4311 [3] NCCL INFO " + message + "\n"; }
+
+const std::string kRoce = "NCCL version 2.28.9+cuda13.0\n" + line("Bootstrap: Using eth0:10.0.0.7<0>") +
+                          line("NET/Plugin: Could not find: libnccl-net.so.") +
+                          line("NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.7<0>") +
+                          line("Initialized NET plugin IB") + line("Assigned NET plugin IB to comm") +
+                          line("Using network IB") + line("Channel 00/02 : 0 1 2 3") +
+                          line("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read") +
+                          line("Channel 01/0 : 3[3] -> 4[0] [send] via NET/IB/1(2)/GDRDMA/Shared") +
+                          line("Channel 00/0 : 7[3] -> 0[0] [receive] via NET/IB/0/GDRDMA") +
+                          line("Connected all rings, use ring PXN 0 GDR 1");
+
+const std::string kSockets = line("NET/IB : No device found.") +
+                             line("NET/Socket : Using [0]eth0:10.0.0.7<0> [1]eth1:10.1.0.7<0>") +
+                             line("Using network Socket") + line("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct") +
+                             line("Channel 00/0 : 1[1] -> 2[0] [send] via NET/Socket/0");
+
+const std::string kEfa = line("NET/OFI Selected provider is efa, fabric is efa (found 4 nics)") +
+                         line("Using network AWS Libfabric") +
+                         line("Channel 00/0 : 1[1] -> 2[0] [send] via NET/AWS Libfabric/1/GDRDMA(PCI)");
+
+TEST(NcclLog, NamesNetworkDevicesAndChannels) {
+  const NcclTransport roce = parse_nccl_log(kRoce);
+  EXPECT_EQ(roce.network, "IB");
+  EXPECT_THAT(roce.devices, ElementsAre(Pair("IB", "mlx5_0:1/RoCE mlx5_1:1/RoCE")));
+  EXPECT_THAT(roce.channels, UnorderedElementsAre("P2P/CUMEM", "NET/IB/GDRDMA"));
+  EXPECT_EQ(describe(roce), "IB (mlx5_0:1/RoCE mlx5_1:1/RoCE), GPU Direct RDMA");
+
+  const NcclTransport sockets = parse_nccl_log(kSockets);
+  EXPECT_EQ(sockets.network, "Socket");
+  EXPECT_THAT(sockets.channels, UnorderedElementsAre("SHM", "NET/Socket"));
+  EXPECT_EQ(describe(sockets), "Socket (eth0:10.0.0.7<0> eth1:10.1.0.7<0>)");
+
+  const NcclTransport efa = parse_nccl_log(kEfa);
+  EXPECT_EQ(efa.network, "AWS Libfabric");
+  EXPECT_EQ(efa.provider, "efa");
+  EXPECT_THAT(efa.channels, UnorderedElementsAre("NET/AWS Libfabric/GDRDMA"));
+  EXPECT_EQ(describe(efa), "AWS Libfabric over efa, GPU Direct RDMA");
+}
+
+TEST(NcclLog, OlderAndOtherForms) {
+  const std::string text = line("Channel 00 : 0[3000] -> 1[4000] via direct shared memory") +
+                           line("Channel 00/0 : 0[0] -> 1[1] via P2P/IPC") +
+                           line("Channel 00/0 : 0[0] -> 1[1] via P2P/direct pointer") +
+                           line("Channel 00/0 : 0[0] -> 5[1] via P2P/indirect/3[3]") +
+                           line("CollNet 00/0 : 0 [send] via COLLNET/SHARP/0/GDRDMA") +
+                           line("NET/OFI Selected Provider is tcp (found 1 nics)") +
+                           "[2026-11-23 10:00:00] node-a:1:2 [0] NCCL INFO Using network IBext_v10 \n";
+  const NcclTransport found = parse_nccl_log(text);
+  EXPECT_THAT(found.channels,
+              UnorderedElementsAre("SHM", "P2P/IPC", "P2P/direct pointer", "P2P/indirect", "COLLNET/SHARP/GDRDMA"));
+  EXPECT_EQ(found.network, "IBext_v10");
+  EXPECT_EQ(found.provider, "tcp");
+}
+
+TEST(NcclLog, JunkSaysNothing) {
+  const std::string junk = "Using network IB\nvia NET/IB/0\n NCCL INFO \n" + line("") + line("Channel ") +
+                           line("Channel 00 via ") + line("NET/") + line("NET/IB") + line("NET/IB : Using") +
+                           line("NET/IB : Using [x]a [ [] [0] ]") + line("NET/OFI Selected ") + line("CollNet via /") +
+                           line("reward says via NET/IB/0/GDRDMA") +
+                           std::string("\0\xff\n NCCL WARN Using network IB\n", 31);
+  const NcclTransport found = parse_nccl_log(junk);
+  EXPECT_EQ(found.network, "");
+  EXPECT_EQ(found.provider, "");
+  for (const auto& [network, devices] : found.devices) EXPECT_EQ(devices, "") << network;
+  EXPECT_TRUE(rdma_problem(found, true)) << describe(found);
+  EXPECT_EQ(describe(NcclTransport{}), "unknown");
+}
+
+// A log that is being written may end anywhere: what is not finished must not pass for something else.
+TEST(NcclLog, NoPrefixSaysMoreThanTheWhole) {
+  for (const std::string& text : {kRoce, kSockets, kEfa}) {
+    const NcclTransport whole = parse_nccl_log(text);
+    for (size_t n = 0; n <= text.size(); ++n) {
+      const NcclTransport part = parse_nccl_log(std::string_view(text).substr(0, n));
+      EXPECT_TRUE(part.network.empty() || part.network == whole.network) << n << ": " << part.network;
+      EXPECT_TRUE(part.provider.empty() || part.provider == whole.provider) << n << ": " << part.provider;
+      for (const std::string& channel : part.channels) EXPECT_EQ(whole.channels.count(channel), 1U) << channel;
+      for (const auto& [network, devices] : part.devices) EXPECT_EQ(devices, whole.devices.at(network));
+    }
+  }
+}
+
+TEST(Rdma, SocketsAreRefusedWithWhatToDo) {
+  EXPECT_FALSE(rdma_problem(parse_nccl_log(kRoce), true));
+  EXPECT_FALSE(rdma_problem(parse_nccl_log(kEfa), true));
+  const auto problem = rdma_problem(parse_nccl_log(kSockets), true);
+  ASSERT_TRUE(problem);
+  EXPECT_THAT(*problem, AllOf(HasSubstr("spec.network.rdma.require"), HasSubstr("TCP sockets: Socket (eth0:10.0.0.7")));
+  // One node: no network is used, whatever NCCL found.
+  EXPECT_FALSE(rdma_problem(parse_nccl_log(kSockets), false));
+  EXPECT_FALSE(rdma_problem(NcclTransport{}, false));
+}
+
+TEST(Rdma, PluginsOverTcpAreSockets) {
+  for (const std::string name : {"FastSocket", "GPUDirectTCPX_v7"})
+    EXPECT_TRUE(rdma_problem(parse_nccl_log(line("Using network " + name)), true)) << name;
+  for (const std::string name : {"IB", "IBext_v10", "UCX", "FasTrak", "SomethingNew"})
+    EXPECT_FALSE(rdma_problem(parse_nccl_log(line("Using network " + name)), true)) << name;
+  // libfabric takes TCP where it finds nothing better, under the same name.
+  const std::string tcp =
+      line("NET/OFI Selected Provider is tcp;ofi_rxm (found 1 nics)") + line("Using network AWS Libfabric");
+  EXPECT_THAT(rdma_problem(parse_nccl_log(tcp), true).value_or(""), HasSubstr("AWS Libfabric over tcp"));
+  // Two communicators: one over sockets is enough.
+  for (const std::string& text : {kRoce + kSockets, kSockets + kRoce})
+    EXPECT_TRUE(rdma_problem(parse_nccl_log(text), true));
+}
+
+TEST(Rdma, ALogThatDoesNotSayIsNoPass) {
+  EXPECT_THAT(rdma_problem(parse_nccl_log(""), true).value_or(""), HasSubstr("NCCL_DEBUG_FILE"));
+  EXPECT_THAT(rdma_problem(parse_nccl_log(line("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM")), true).value_or(""),
+              HasSubstr("does not say"));
+}
+
+LookUp with(std::map<std::string, std::string> variables) {
+  return [variables = std::move(variables)](const std::string& name) -> std::optional<std::string> {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::nullopt : std::optional<std::string>(found->second);
+  };
+}
+
+NcclLogSettings required(std::map<std::string, std::string> variables) {
+  return *nccl_log_settings(with(std::move(variables)), "/tmp/own 5%/log", true, "node-a.cluster.local", 42);
+}
+
+TEST(LogSettings, OurOwnWhereNothingIsSet) {
+  for (const bool must : {true, false}) {
+    const auto settings = nccl_log_settings(with({}), "/tmp/own 5%/log", must, "node-a", 42);
+    ASSERT_TRUE(settings);
+    EXPECT_THAT(settings->set, UnorderedElementsAre(Pair("NCCL_DEBUG", "INFO"), Pair("NCCL_DEBUG_SUBSYS", "INIT,NET"),
+                                                    Pair("NCCL_DEBUG_FILE", "/tmp/own 5%%/log")));
+    EXPECT_EQ(settings->file, "/tmp/own 5%/log");
+    EXPECT_FALSE(settings->echo);
+  }
+}
+
+TEST(LogSettings, TheUsersAreLeftAloneWhereNothingIsRequired) {
+  for (const std::string name : {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"})
+    EXPECT_FALSE(nccl_log_settings(with({{name, "INFO"}}), "/tmp/own", false, "node-a", 42)) << name;
+}
+
+TEST(LogSettings, TheUsersAreKeptAsFarAsTheySay) {
+  const NcclLogSettings both =
+      required({{"NCCL_DEBUG", "trace"}, {"NCCL_DEBUG_SUBSYS", "all"}, {"NCCL_DEBUG_FILE", "/no/such/%h.%p.%%.%x%"}});
+  EXPECT_THAT(both.set, IsEmpty());
+  EXPECT_EQ(both.file, "/no/such/node-a.42.%.%x%");
+  EXPECT_FALSE(both.echo);
+  EXPECT_THAT(required({{"NCCL_DEBUG", "WARN"}, {"NCCL_DEBUG_FILE", "/no/such/f"}}).set,
+              UnorderedElementsAre(Pair("NCCL_DEBUG", "INFO"), Pair("NCCL_DEBUG_SUBSYS", "INIT,NET")));
+  EXPECT_TRUE(required({{"NCCL_DEBUG", "INFO"}}).echo);
+}
+
+TEST(LogSettings, SubsystemsKeepTheLinesThatAreNeeded) {
+  const auto subsystems = [](const std::string& given) {
+    const auto set = required({{"NCCL_DEBUG_SUBSYS", given}}).set;
+    return set.count("NCCL_DEBUG_SUBSYS") == 0 ? given : set.at("NCCL_DEBUG_SUBSYS");
+  };
+  EXPECT_EQ(subsystems("GRAPH,TUNING"), "GRAPH,TUNING,INIT");
+  EXPECT_EQ(subsystems("NET, init"), "NET, init");
+  EXPECT_EQ(subsystems("ALL"), "ALL");
+  EXPECT_EQ(subsystems("^PROXY"), "^PROXY");
+  EXPECT_EQ(subsystems("^INIT,PROXY"), "INIT,NET");
+}
+
+TEST(LogSettings, AFileThatCannotBeReadBackIsRefused) {
+  try {
+    required({{"NCCL_DEBUG_FILE", "/dev/null"}});
+    FAIL() << "was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUser);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL_DEBUG_FILE is '/dev/null'"), HasSubstr("name a file")));
+  }
+}
+
+TEST(ReadLog, WaitsForTheNetworkAndNotForEver) {
+  const TemporaryDirectory folder;
+  const std::filesystem::path file = folder.path() / "log";
+  EXPECT_EQ(read_nccl_log(file, Milliseconds(30)), "");
+  std::ofstream(file) << line("Bootstrap");
+  EXPECT_EQ(read_nccl_log(file, Milliseconds(30)), line("Bootstrap"));
+  std::thread writer([&] {
+    std::this_thread::sleep_for(Milliseconds(50));
+    std::ofstream(file, std::ios::app) << line("Using network IB");
+  });
+  EXPECT_EQ(parse_nccl_log(read_nccl_log(file, Milliseconds(60000))).network, "IB");
+  writer.join();
+  EXPECT_EQ(read_nccl_log(folder.path(), Milliseconds(0)), "");
+}
+
+TEST(ReadLog, IsBounded) {
+  const TemporaryDirectory folder;
+  const std::filesystem::path file = folder.path() / "log";
+  std::ofstream(file) << line("Using network IB") << std::string(5 << 20, 'x') << "\n" << line("Using network Socket");
+  const std::string text = read_nccl_log(file, Milliseconds(0));
+  EXPECT_EQ(text.size(), 4U << 20);
+  EXPECT_EQ(parse_nccl_log(text).network, "IB");
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,40 @@
+#include "trainer/algorithms/metric_sums.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "base/text.h"
+
+namespace trireme {
+
+bool is_extreme(const std::string& name) { return ends_with(name, "_min") || ends_with(name, "_max"); }
+
+void add_metrics(MetricSums& sums, const MetricSums& more) {
+  for (const auto& [name, value] : more) {
+    const auto [at, inserted] = sums.emplace(name, value);
+    if (inserted) continue;
+    if (ends_with(name, "_min")) {
+      at->second = std::min(at->second, value);
+    } else if (ends_with(name, "_max")) {
+      at->second = std::max(at->second, value);
+    } else {
+      at->second += value;
+    }
+  }
+}
+
+void divide_metrics(MetricSums& sums, double by) {
+  for (auto& [name, value] : sums) {
+    if (!is_extreme(name)) value /= by;
+  }
+}
+
+MetricSums reduce_metrics(const MetricSums& own, Communicator& ranks) {
+  if (ranks.size() == 1) return own;
+  MetricSums all;
+  for (const std::string& text : ranks.all_gather_bytes(nlohmann::json(own).dump()))
+    add_metrics(all, nlohmann::json::parse(text).get<MetricSums>());
+  return all;
+}
+
+}  // namespace trireme

@@ -1,0 +1,224 @@
+#include "trainer/algorithms/options.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/ops/philox.h"
+
+namespace trireme {
+namespace {
+
+// A number where it was measured on H200: docs/lab/012-reference-under-generation.md.
+constexpr int64_t kBackgroundSms = 32;
+
+SamplingOptions sampling_of(const Config& config, const Tokenizer& tokenizer) {
+  const GenerationConfig& g = config.policy.generation;
+  SamplingOptions s;
+  s.temperature = g.temperature;
+  s.top_k = g.top_k;
+  s.top_p = g.top_p;
+  s.min_p = g.min_p;
+  s.max_new_tokens = g.max_new_tokens;
+  s.stop_ids = tokenizer.eos_ids();
+  for (const int64_t id : g.stop_token_ids) s.stop_ids.push_back(static_cast<int32_t>(id));
+  s.stop_strings = g.stop_strings;
+  s.seed = static_cast<uint64_t>(config.grpo.seed);
+  return s;
+}
+
+// What all kinds have in common: by the configuration's rule, with the numbers of its use.
+MicroBatchOptions micro_batch_options(const Config& config, int64_t samples, int64_t packed_tokens,
+                                      int64_t dynamic_tokens) {
+  using Rule = MicroBatchOptions::Rule;
+  const PolicyConfig& p = config.policy;
+  MicroBatchOptions o;
+  o.samples = samples;
+  if (p.dynamic_batching.enabled) {
+    o.rule = Rule::kDynamic;
+    o.tokens = dynamic_tokens;
+    o.round = p.dynamic_batching.sequence_length_round;
+  } else if (p.sequence_packing.enabled) {
+    o.rule = Rule::kPacked;
+    o.tokens = packed_tokens;
+    o.algorithm = parse_packing_algorithm(p.sequence_packing.algorithm);
+    o.share_prompts = p.sequence_packing.share_prompts;
+    o.largest_first = p.sequence_packing.microbatch_order == "largest_first";
+  }
+  o.seed = static_cast<uint64_t>(config.grpo.seed);
+  return o;
+}
+
+}  // namespace
+
+SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer) {
+  return sampling_of(config, tokenizer);
+}
+
+SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer) {
+  const GenerationConfig& g = config.policy.generation;
+  SamplingOptions s = sampling_of(config, tokenizer);
+  s.temperature = g.val_temperature;
+  s.top_p = g.val_top_p;
+  s.top_k = g.val_top_k;
+  s.greedy = s.temperature == 0;
+  s.seed = hash64("validation", s.seed);  // its own random numbers
+  return s;
+}
+
+EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition) {
+  const GenerationConfig& g = config.policy.generation;
+  EngineOptions o;
+  o.cache_rows = g.kv_cache_tokens;
+  o.cache_memory_fraction = g.kv_cache_memory_fraction;
+  o.max_sequences = g.max_running_samples;
+  o.prefill_chunk_tokens = g.prefill_chunk_tokens;
+  o.max_total_length = config.policy.max_total_sequence_length;
+  o.partition = std::move(partition);
+  return o;
+}
+
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted) {
+  const int64_t sms = config.policy.generation.background_sms;
+  return wanted ? split_device(device, sms < 0 ? kBackgroundSms : sms) : nullptr;
+}
+
+std::vector<RewardOptions> reward_options(const Config& config, const RewardPlace& place) {
+  std::vector<RewardOptions> all;
+  std::vector<std::string> names = config.env.enabled();
+  const std::string& only = config.data.train.env_name;
+  if (!only.empty()) {
+    if (std::find(names.begin(), names.end(), only) == names.end()) {
+      fail_user("data.train.env_name is '" + only + "' but env." + only + " is not enabled");
+    }
+    names = {only};
+  }
+  for (const std::string& name : names) {
+    const RewardConfig& c = config.env.by_name(name);
+    RewardOptions o;
+    o.type = name;
+    o.weight = c.weight;
+    o.timeout_s = c.timeout_s;
+    o.failure_policy = parse_failure_policy(c.failure_policy);
+    o.workers = static_cast<int>(c.num_workers);
+    o.pattern = c.pattern;
+    o.command = c.command;
+    o.tags = c.tags;
+    o.answer_timeout_s = c.answer_timeout_s;
+    o.url = c.url.empty() ? place.url : c.url;
+    if (name == "http" && o.url.empty())
+      fail_user("env.http.url is empty, and so is TRIREME_REWARD_URL, which the operator sets: name a URL");
+    o.headers = c.headers;
+    o.environment = place.environment;
+    o.ca_file = c.ca_file;
+    o.max_batch = static_cast<int>(c.max_batch);
+    o.max_attempts = static_cast<int>(c.max_attempts);
+    all.push_back(o);
+  }
+  return all;
+}
+
+RewardScaling reward_scaling(const Config& config) {
+  const RewardScalingConfig& c = config.grpo.reward_scaling;
+  return {c.enabled, c.source_min, c.source_max, c.target_min, c.target_max};
+}
+
+RewardShaping reward_shaping(const Config& config) {
+  const RewardShapingConfig& c = config.grpo.reward_shaping;
+  return {c.enabled, c.overlong_buffer_length, c.overlong_buffer_penalty, c.max_response_length,
+          c.stop_properly_penalty_coef};
+}
+
+double reward_kl_penalty(const Config& config) {
+  return config.loss_fn.use_kl_in_reward ? config.loss_fn.reference_policy_kl_penalty : 0;
+}
+
+bool needs_reference(const Config& config) {
+  return loss_options(config).kl_penalty != 0 || reward_kl_penalty(config) != 0;
+}
+
+LossOptions loss_options(const Config& config) {
+  const LossConfig& c = config.loss_fn;
+  LossOptions o;
+  const bool in_loss = !config.grpo.skip_reference_policy_logprobs_calculation && !c.use_kl_in_reward;
+  o.kl_penalty = in_loss ? c.reference_policy_kl_penalty : 0;
+  o.kl_estimator = c.reference_policy_kl_type == "k1"   ? KlEstimator::kK1
+                   : c.reference_policy_kl_type == "k2" ? KlEstimator::kK2
+                                                        : KlEstimator::kK3;
+  o.kl_input_clamp = c.kl_input_clamp_value;
+  o.kl_output_clamp = c.kl_output_clamp_value;
+  o.kl_score_function_gradient = c.kl_score_function_gradient;
+  o.on_policy_kl_approximation = c.use_on_policy_kl_approximation;
+  o.clip_min = c.ratio_clip_min;
+  o.clip_max = c.ratio_clip_max;
+  o.clip_c = c.ratio_clip_c;
+  o.importance_sampling_correction = c.use_importance_sampling_correction;
+  if (c.truncated_importance_sampling_type == "tis") o.truncated_is = TruncatedImportanceSampling::kTis;
+  if (c.truncated_importance_sampling_type == "icepop") o.truncated_is = TruncatedImportanceSampling::kIcepop;
+  if (c.truncated_importance_sampling_type == "seq-mask-tis") o.truncated_is = TruncatedImportanceSampling::kSeqMaskTis;
+  o.truncated_is_ratio = c.truncated_importance_sampling_ratio;
+  o.truncated_is_ratio_min = c.truncated_importance_sampling_ratio_min;
+  o.sequence_level_ratios = c.sequence_level_importance_ratios;
+  o.token_level_loss = c.token_level_loss;
+  o.force_on_policy_ratio = c.force_on_policy_ratio;
+  o.cispo = c.use_cispo;
+  o.disable_ppo_ratio = c.disable_ppo_ratio;
+  o.positive_example_nll_weight = c.positive_example_nll_weight;
+  return o;
+}
+
+AdvantageOptions advantage_options(const Config& config) {
+  AdvantageOptions o;
+  o.estimator = config.grpo.adv_estimator.name == "reinforce_plus_plus" ? AdvantageEstimator::kReinforcePlusPlus
+                                                                        : AdvantageEstimator::kGrpo;
+  o.normalize_rewards = config.grpo.normalize_rewards;
+  o.use_leave_one_out_baseline = config.grpo.use_leave_one_out_baseline;
+  o.unbiased_std = !config.grpo.biased_group_std;
+  o.minus_baseline = config.grpo.adv_estimator.minus_baseline;
+  o.clip_low = config.grpo.advantage_clip_low;
+  o.clip_high = config.grpo.advantage_clip_high;
+  return o;
+}
+
+LogprobOptions sampling_distribution(const Config& config) {
+  const GenerationConfig& g = config.policy.generation;
+  LogprobOptions o;
+  o.temperature = g.temperature;
+  o.top_k = g.top_k;
+  o.top_p = g.top_p;
+  o.min_p = g.min_p;
+  // After the first optimizer step a sampled token may fall outside the filters of the moved distribution: its ratio is
+  // 0.
+  o.allow_filtered = o.filters();
+  return o;
+}
+
+LogprobOptions reference_distribution(const Config& config) {
+  LogprobOptions o = sampling_distribution(config);
+  o.top_k = 0;
+  o.top_p = 1;
+  o.min_p = 0;
+  return o;
+}
+
+MicroBatchOptions training_micro_batches(const Config& config) {
+  const PolicyConfig& p = config.policy;
+  return micro_batch_options(config, p.train_micro_batch_size, p.sequence_packing.train_mb_tokens,
+                             p.dynamic_batching.train_mb_tokens);
+}
+
+MicroBatchOptions logprob_micro_batches(const Config& config) {
+  const PolicyConfig& p = config.policy;
+  return micro_batch_options(config, p.logprob_batch_size, p.sequence_packing.logprob_mb_tokens,
+                             p.dynamic_batching.logprob_mb_tokens);
+}
+
+MicroBatchOptions sft_micro_batches(const Config& config, bool train) {
+  MicroBatchOptions o = training_micro_batches(config);
+  o.samples = train ? config.policy.train_micro_batch_size : config.sft.val_micro_batch_size;
+  o.share_prompts = false;  // every example has a prompt of its own
+  o.seed = static_cast<uint64_t>(config.sft.seed);
+  return o;
+}
+
+}  // namespace trireme

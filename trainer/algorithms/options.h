@@ -1,0 +1,49 @@
+// From the configuration to the options of each part of a run.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "trainer/algorithms/advantages.h"
+#include "trainer/algorithms/loss.h"
+#include "trainer/batch/packing.h"
+#include "trainer/config/config.h"
+#include "trainer/ops/partition.h"
+#include "trainer/rewards/place.h"
+#include "trainer/rewards/reward.h"
+#include "trainer/rollout/engine.h"
+#include "trainer/tokenizer/tokenizer.h"
+
+namespace trireme {
+
+// Generation.
+SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer);
+SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer);
+EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
+// The parts of `device` for generation and for reference log-probs beside its last responses; null where there are
+// none, or none are wanted.
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted);
+
+// Rewards. Throws Error(kUser) for an environment that is named and not enabled, and for a service without a URL.
+std::vector<RewardOptions> reward_options(const Config& config, const RewardPlace& place);
+RewardScaling reward_scaling(const Config& config);
+RewardShaping reward_shaping(const Config& config);
+AdvantageOptions advantage_options(const Config& config);
+
+// Loss.
+LossOptions loss_options(const Config& config);
+// Weight of the KL that is taken off the rewards of tokens instead of being added to the loss (use_kl_in_reward).
+double reward_kl_penalty(const Config& config);
+bool needs_reference(const Config& config);                   // a reference model, for the loss or the rewards
+LogprobOptions sampling_distribution(const Config& config);   // what the sampler drew from, replayed in the loss
+LogprobOptions reference_distribution(const Config& config);  // the same without filters
+
+// Micro-batches: of training, of passes for log-probs, of SFT's training and validation.
+MicroBatchOptions training_micro_batches(const Config& config);
+MicroBatchOptions logprob_micro_batches(const Config& config);
+MicroBatchOptions sft_micro_batches(const Config& config, bool train);
+
+}  // namespace trireme

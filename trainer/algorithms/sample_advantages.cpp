@@ -1,0 +1,92 @@
+#include "trainer/algorithms/sample_advantages.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "trainer/algorithms/advantages.h"
+#include "trainer/algorithms/options.h"
+
+namespace trireme {
+
+void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const Config& config) {
+  const RewardScaling scaling = reward_scaling(config);
+  const RewardShaping shaping = reward_shaping(config);
+  for (Sample& s : samples) {
+    s.reward = shape_reward(scale_reward(s.raw_reward, scaling), static_cast<int64_t>(s.response.size()), s.truncated,
+                            shaping);
+    s.loss_multiplier = s.dropped || (config.grpo.overlong_filtering && s.truncated) ? 0 : 1;
+    s.advantage = 0;
+  }
+  const AdvantageOptions options = advantage_options(config);
+  for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(group_size)) {
+    std::vector<double> rewards;
+    std::vector<size_t> members;
+    for (size_t i = begin; i < std::min(samples.size(), begin + static_cast<size_t>(group_size)); ++i) {
+      if (samples[i].dropped) continue;
+      rewards.push_back(samples[i].reward);
+      members.push_back(i);
+    }
+    const std::vector<double> advantages = group_advantages(rewards, options);
+    for (size_t k = 0; k < members.size(); ++k) samples[members[k]].advantage = advantages[k];
+  }
+  if (options.estimator != AdvantageEstimator::kReinforcePlusPlus || reward_kl_penalty(config) != 0) return;
+  std::vector<double> advantages, tokens;
+  for (const Sample& s : samples) {
+    advantages.push_back(s.advantage);
+    tokens.push_back(s.loss_multiplier * static_cast<double>(s.response.size()));
+  }
+  const std::vector<double> whitened = whiten(std::move(advantages), tokens);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (samples[i].loss_multiplier > 0) samples[i].advantage = clip_advantage(whitened[i], options);
+  }
+}
+
+MetricSums take_kl_off_advantages(std::vector<TrainingBatch*> batches, double penalty, KlEstimator estimator,
+                                  const Config& config, Communicator& ranks) {
+  // Clamps are those that NeMo-RL's estimator has whatever the configuration says.
+  constexpr double kInputClamp = 20, kOutputClamp = 10;
+  double tokens = 0, sum = 0, kl_sum = 0;
+  for (TrainingBatch* b : batches) {
+    const at::Tensor valid = b->mask > 0;
+    const at::Tensor mask = valid.to(at::kDouble), zero = at::zeros_like(mask);
+    const at::Tensor kl = at::where(
+        valid,
+        kl_estimate(b->previous.to(at::kDouble), b->reference.to(at::kDouble), estimator, kInputClamp, kOutputClamp),
+        zero);
+    b->advantages = b->advantages.to(at::kDouble) - penalty * kl;
+    tokens += mask.sum().item<double>();
+    sum += (b->advantages * mask).sum().item<double>();
+    kl_sum += kl.sum().item<double>();
+  }
+  tokens = std::max(1.0, ranks.all_reduce_sum(tokens));
+  const double mean = ranks.all_reduce_sum(sum) / tokens;
+  double squares = 0;
+  for (const TrainingBatch* b : batches) squares += ((b->advantages - mean).square() * b->mask).sum().item<double>();
+  const double deviation = std::sqrt(std::max(ranks.all_reduce_sum(squares) / tokens, 1e-8));
+  double least = std::numeric_limits<double>::infinity(), most = -least, total = 0;
+  for (TrainingBatch* b : batches) {
+    b->advantages = (b->advantages - mean) / deviation;
+    if (config.grpo.advantage_clip_low) b->advantages = b->advantages.clamp_min(*config.grpo.advantage_clip_low);
+    if (config.grpo.advantage_clip_high) b->advantages = b->advantages.clamp_max(*config.grpo.advantage_clip_high);
+    const at::Tensor picked = b->advantages.masked_select(b->mask > 0);
+    if (picked.numel() > 0) {
+      least = std::min(least, picked.min().item<double>());
+      most = std::max(most, picked.max().item<double>());
+      total += picked.sum().item<double>();
+    }
+    b->advantages = b->advantages.to(at::kFloat);
+  }
+  least = -ranks.all_reduce_max(-least);
+  most = ranks.all_reduce_max(most);
+  MetricSums metrics;
+  metrics["kl_penalty"] = ranks.all_reduce_sum(kl_sum) / tokens;
+  metrics["advantages/mean"] = ranks.all_reduce_sum(total) / tokens;
+  metrics["advantages/min"] = std::isfinite(least) ? least : 0;
+  metrics["advantages/max"] = std::isfinite(most) ? most : 0;
+  return metrics;
+}
+
+}  // namespace trireme

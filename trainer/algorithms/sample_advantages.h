@@ -1,0 +1,26 @@
+// From rewards to what a token counts in the loss.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/metric_sums.h"
+#include "trainer/algorithms/training_batch.h"
+#include "trainer/batch/sample.h"
+#include "trainer/config/config.h"
+
+namespace trireme {
+
+// Raw rewards -> scaled and shaped rewards, advantages, loss multipliers. Pure; samples in data order, `group_size`
+// apart. With a KL in the rewards of tokens the advantages are left as they are before whitening and clipping, since
+// they then differ from token to token: take_kl_off_advantages() finishes them.
+void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const Config& config);
+
+// use_kl_in_reward (Hu 2025, Reinforce++): the reward of a token is the response's, its baseline off, less `penalty`
+// times the KL of the token; whitened over all tokens of the rollout and clipped. `batches`: all of this rank, with
+// previous and reference log-probs. Collective. Returns kl_penalty and advantages/{mean,min,max}.
+MetricSums take_kl_off_advantages(std::vector<TrainingBatch*> batches, double penalty, KlEstimator estimator,
+                                  const Config& config, Communicator& ranks);
+
+}  // namespace trireme

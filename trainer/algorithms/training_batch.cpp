@@ -1,0 +1,43 @@
+#include "trainer/algorithms/training_batch.h"
+
+#include <ATen/ATen.h>
+
+namespace trireme {
+
+void TrainingBatch::count(ValidCounts& counts) const {
+  counts.tokens += mask.sum().item<double>();
+  counts.sequences += sequence_mask.sum().item<double>();
+  if (positive.defined()) counts.positive_tokens += (mask * positive).sum().item<double>();
+}
+
+TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Members& members, bool share_prompts,
+                                  bool positive) {
+  TrainingBatch batch;
+  batch.micro_batch = make_micro_batch(samples, members, share_prompts);
+  batch.generation = generation_logprobs(samples, members);
+  std::vector<double> advantages, mask, correct;
+  for (const int64_t i : members) {
+    const Sample& s = samples[static_cast<size_t>(i)];
+    advantages.push_back(s.advantage);
+    mask.push_back(s.loss_multiplier);
+    correct.push_back(s.raw_reward > 0 ? 1 : 0);
+  }
+  batch.advantages = spread(samples, members, advantages);
+  batch.mask = spread(samples, members, mask);
+  batch.sequence_mask = at::tensor(std::vector<float>(mask.begin(), mask.end()), at::kFloat);
+  if (positive) batch.positive = spread(samples, members, correct);
+  return batch;
+}
+
+void mask_mismatched_sequences(TrainingBatch& b, double threshold) {
+  const at::Tensor& sequence = b.micro_batch.sequence;
+  const int64_t count = b.sequence_mask.size(0);
+  const at::Tensor error = (b.generation - b.previous).abs().exp();
+  const at::Tensor sums = at::zeros({count}, error.options()).index_add(0, sequence, error * b.mask);
+  const at::Tensor tokens = at::zeros({count}, error.options()).index_add(0, sequence, b.mask).clamp_min(1);
+  const at::Tensor keep = (sums / tokens <= threshold).to(at::kFloat);
+  b.sequence_mask = b.sequence_mask * keep;
+  b.mask = b.mask * keep.index_select(0, sequence);
+}
+
+}  // namespace trireme

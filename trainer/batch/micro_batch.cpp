@@ -1,0 +1,99 @@
+#include "trainer/batch/micro_batch.h"
+
+#include <ATen/ATen.h>
+
+#include <map>
+
+#include "base/error.h"
+
+namespace trireme {
+
+MicroBatch make_micro_batch(const std::vector<Sample>& samples, const Members& members, bool share_prompts) {
+  MicroBatch batch;
+  batch.members = members;
+  std::vector<int64_t> rows, targets, sequence, ids, positions;
+  batch.input.starts = {0};
+  const auto append = [&](const int32_t* tokens, size_t count, int64_t position) {
+    for (size_t t = 0; t < count; ++t) {
+      ids.push_back(tokens[t]);
+      positions.push_back(position + static_cast<int64_t>(t));
+    }
+  };
+  const auto close = [&](int64_t prefix) {
+    batch.input.starts.push_back(static_cast<int64_t>(ids.size()));
+    if (share_prompts) batch.input.prefix.push_back(prefix);
+  };
+  struct Prompt {
+    int64_t sequence = 0, last_row = 0;
+    SharedTokens tokens;
+  };
+  std::map<int64_t, Prompt> prompts;  // of each group, when shared
+  for (size_t s = 0; s < members.size(); ++s) {
+    const Sample& sample = samples[static_cast<size_t>(members[s])];
+    if (sample.response.empty()) continue;
+    TRIREME_CHECK(!sample.prompt.empty(), "a prompt has at least one token");
+    const auto length = static_cast<int64_t>(sample.prompt.size());
+    int64_t before_response = 0, prefix = -1;  // the prompt's last row, and sequence
+    if (share_prompts) {
+      const auto [found, fresh] = prompts.try_emplace(sample.group);
+      if (fresh) {
+        append(sample.prompt.data(), sample.prompt.size(), 0);
+        close(-1);
+        found->second = {static_cast<int64_t>(batch.input.starts.size()) - 2, static_cast<int64_t>(ids.size()) - 1,
+                         sample.prompt};
+      }
+      TRIREME_CHECK(found->second.tokens == sample.prompt,
+                    "the samples of group " + std::to_string(sample.group) + " have different prompts");
+      before_response = found->second.last_row;
+      prefix = found->second.sequence;
+    } else {
+      append(sample.prompt.data(), sample.prompt.size(), 0);
+      before_response = static_cast<int64_t>(ids.size()) - 1;
+    }
+    const auto first = static_cast<int64_t>(ids.size());
+    append(sample.response.data(), sample.response.size() - 1, length);
+    for (size_t t = 0; t < sample.response.size(); ++t) {
+      rows.push_back(t == 0 ? before_response : first + static_cast<int64_t>(t) - 1);
+      targets.push_back(sample.response[t]);
+      sequence.push_back(static_cast<int64_t>(s));
+    }
+    if (static_cast<int64_t>(ids.size()) > batch.input.starts.back()) close(prefix);
+  }
+  batch.input.ids = at::tensor(ids, at::kLong);
+  batch.input.positions = at::tensor(positions, at::kLong);
+  batch.rows = at::tensor(rows, at::kLong);
+  batch.targets = at::tensor(targets, at::kLong);
+  batch.sequence = at::tensor(sequence, at::kLong);
+  return batch;
+}
+
+at::Tensor generation_logprobs(const std::vector<Sample>& samples, const Members& members) {
+  std::vector<float> flat;
+  for (const int64_t i : members) {
+    const std::vector<float>& own = samples[static_cast<size_t>(i)].generation_logprobs;
+    flat.insert(flat.end(), own.begin(), own.end());
+  }
+  return at::tensor(flat, at::kFloat);
+}
+
+at::Tensor spread(const std::vector<Sample>& samples, const Members& members, const std::vector<double>& per_member) {
+  std::vector<float> flat;
+  for (size_t s = 0; s < members.size(); ++s) {
+    flat.insert(flat.end(), samples[static_cast<size_t>(members[s])].response.size(),
+                static_cast<float>(per_member[s]));
+  }
+  return at::tensor(flat, at::kFloat);
+}
+
+at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options) {
+  const at::Device device = model.options().device;
+  PackedBatch input = batch.input;
+  input.ids = input.ids.to(device);
+  input.positions = input.positions.to(device);
+  const at::Tensor all = model.forward(input), rows = batch.rows.to(device);
+  // Where prompts are shared a row may be taken several times: embed adds its gradients in one order.
+  const at::Tensor hidden = input.prefix.empty() ? all.index_select(0, rows) : embed(all, rows);
+  return token_logprobs(hidden, model.head_weight(), batch.targets.to(device), options);
+}
+
+}  // namespace trireme

@@ -1,0 +1,37 @@
+// The flat tensors of a micro-batch, and the log-probs of its responses.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "trainer/batch/sample.h"
+#include "trainer/model/model.h"
+
+namespace trireme {
+
+// Tensors over the T response tokens of some samples, in the members' order.
+struct MicroBatch {
+  PackedBatch input;    // prompt + response without its last token, per sample; shared: see make_micro_batch
+  at::Tensor rows;      // [T] int64: row of `input` whose hidden state predicts response token t
+  at::Tensor targets;   // [T] int64: the response tokens
+  at::Tensor sequence;  // [T] int64, position of the sample in `members`
+  Members members;
+
+  int64_t response_tokens() const { return targets.size(0); }
+};
+
+// Samples with an empty response contribute nothing. share_prompts: the prompt of samples of one group is there once,
+// as a sequence of its own before the first response to it, and each response's sequence names it as its prefix; so a
+// row of it predicts the first token of several responses.
+MicroBatch make_micro_batch(const std::vector<Sample>& samples, const Members& members, bool share_prompts = false);
+
+// [T] float32: the sampler's log-probs, or one number per member spread over its response tokens.
+at::Tensor generation_logprobs(const std::vector<Sample>& samples, const Members& members);
+at::Tensor spread(const std::vector<Sample>& samples, const Members& members, const std::vector<double>& per_member);
+
+// Log-probs [T] of the response tokens under `model`; with grad mode on they carry the gradient.
+at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options);
+
+}  // namespace trireme
