@@ -1,7 +1,7 @@
 # The commands people type. Each does its own set-up and says what it is doing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart test-cluster test-scale lint clean
+.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart images test-cluster test-scale lint site clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -12,8 +12,8 @@ setup:  ## packages, Rust and LibTorch that the build needs
 build: setup  ## trireme and trireme-operator (CPU)
 	@scripts/build.sh cpu
 
-quickstart: setup  ## a small model learns to add by GRPO, on the screen, in minutes
-	@scripts/build.sh cpu trireme
+quickstart:  ## a small model learns to add by GRPO, in minutes (DEVICE=cuda|cpu; default: the GPU if built for it)
+	@[ "$$(scripts/quickstart.sh --device)" = cuda ] || { scripts/setup.sh cpu && scripts/build.sh cpu trireme; }
 	@scripts/quickstart.sh
 
 test: build  ## every test that needs no cluster and no GPU
@@ -37,14 +37,20 @@ parity: build  ## models and tokenizers against Hugging Face (downloads about 5 
 chart:  ## lint, render and test the Helm chart, its rules and boards (builds helm once)
 	@scripts/check_chart.sh
 
-test-cluster: build  ## operator and trainer on a real Kubernetes cluster on this machine (root, Go; the first time builds Kubernetes)
+images: build  ## what goes into the images, and their bills of materials, without a registry
+	@scripts/check_images.sh
+
+test-cluster: build  ## operator and trainer on a real Kubernetes on this machine (root, Go; builds it once)
 	@tests/e2e/run.sh
 
 test-scale: build  ## many RLJobs on kwok's nodes: memory, CPU, rates (root, Go); JOBS=10000 for all of it
 	@tests/e2e/scale.sh $(or $(JOBS),1000)
 
-lint: setup  ## clang-format and clang-tidy
+lint: setup  ## clang-format, clang-tidy, includes, pages, kept results
 	@scripts/lint.sh
+
+site:  ## the pages as a web site in build/site, to be looked at without a network
+	@scripts/site.sh
 
 clean:  ## build folders (the download cache stays)
 	rm -rf build

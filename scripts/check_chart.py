@@ -55,7 +55,7 @@ def matches(selector, labels):
     return all(labels.get(k) == v for k, v in selector.items())
 
 
-# ---- one rendering -------------------------------------------------------------------------------------------------------
+# ---- one rendering ---------------------------------------------------------------------------------------------------
 
 
 def check_objects(where, docs):
@@ -116,6 +116,7 @@ def check_deployment(where, docs):
     for policy in find(docs, "NetworkPolicy"):
         opened = {p["port"] for rule in policy["spec"]["ingress"] for p in rule["ports"]}
         check(f"{where}: NetworkPolicy", opened ^ set(ports))
+        check_policy(where, policy, values)
     for monitor in find(docs, "ServiceMonitor"):
         hit = [s for s in services.values() if matches(monitor["spec"]["selector"]["matchLabels"], s["metadata"]["labels"])]
         port = monitor["spec"]["endpoints"][0]["port"]
@@ -124,6 +125,19 @@ def check_deployment(where, docs):
         wanted = monitor["spec"]["selector"]["matchLabels"]
         check(f"{where}: PodMonitor", [t for pair in wanted.items() for t in pair if t != "0" and f'"{t}"' not in OPERATOR])
     return values, services
+
+
+def check_policy(where, policy, values):
+    """The API server and kubelets have no addresses of pods; what is let in by label has to be a label that pods get."""
+    rules = policy["spec"]["ingress"]
+    closed = {p["port"] for rule in rules if "from" in rule for p in rule["ports"]}
+    check(f"{where}: NetworkPolicy lets the API server and kubelets in", closed & {"health", "webhook"})
+    check(f"{where}: NetworkPolicy has no rule that lets in everybody by an empty list", [r for r in rules if "from" in r and not r["from"]])
+    keys = {e["key"] for rule in rules for peer in rule.get("from", []) for e in peer.get("podSelector", {}).get("matchExpressions", []) if "trireme" in e["key"]}
+    check(f"{where}: NetworkPolicy knows pods of jobs by a label that they have", {k for k in keys if f'"{k}"' not in OPERATOR})
+    scrapers = [peer for rule in rules if {"port": "metrics"} in rule["ports"] for peer in rule["from"][1:]]
+    if "--scraped-by" in values:
+        check(f"{where}: the same may scrape jobs and the operator", scrapers != json.loads(values["--scraped-by"]) and scrapers)
 
 
 def check_webhooks(where, docs, services):
@@ -153,11 +167,15 @@ def check_rights(where, docs, arguments):
     granted = {(g, r) for rule in rules for g in rule["apiGroups"] for r in rule["resources"]}
     off = set()
     if "--webhook-secret" not in arguments:
-        off |= {"secrets", "validatingwebhookconfigurations", "mutatingwebhookconfigurations"}
+        off |= {"secrets"}
+    if "--webhook-validating" not in arguments:
+        off |= {"validatingwebhookconfigurations", "mutatingwebhookconfigurations"}
     if arguments["--status-port"] == "-1":
         off |= {"tokenreviews"}
     if "--lease-name" not in arguments:
         off |= {"leases"}
+    if "--no-network-policies" in arguments:
+        off |= {"networkpolicies"}
     if "--no-watch-nodes" in arguments:
         off |= {"nodes"}
     named = set(re.findall(r'inline const Resource k\w+\{"([^"]*)", "[^"]*", "([^"]*)"', OPERATOR))
@@ -184,7 +202,7 @@ def check_crd(where, docs):
         check(f"{where}: CRD equals crds/", crd != original and "differs")
 
 
-# ---- metrics -------------------------------------------------------------------------------------------------------------
+# ---- metrics ---------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = set("""absent abs avg avg_over_time changes clamp_max count histogram_quantile increase label_values max max_over_time min quantile_over_time
 rate round sum time topk vector by without on ignoring group_left group_right and or unless offset bool""".split())

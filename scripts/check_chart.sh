@@ -2,7 +2,8 @@
 # check_chart.sh: the chart renders, and agrees with the operator, the trainer, the CRD, helm-unittest and promtool.
 # The operator's flags are tried when build/{cpu,operator}/operator/cli/trireme-operator is there.
 . "$(dirname "$0")/lib.sh"
-UNITTEST=github.com/helm-unittest/helm-unittest/cmd/helm-unittest@v1.0.0  # of the same helm, so that both share what is compiled
+# Of the same helm, so that both share what is compiled.
+UNITTEST=github.com/helm-unittest/helm-unittest/cmd/helm-unittest@v1.0.0
 chart=$ROOT/charts/trireme
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 
@@ -32,13 +33,14 @@ render_to() { local file=$1; shift; render "$@" >"$file"; }
 refused() { ! render "$@" >/dev/null; }
 
 say "helm"
-for values in "$chart"/ci/*-values.yaml; do
+for values in "$chart"/ci/*-values.yaml "$chart"/hardened-values.yaml; do
   name=$(basename "$values" -values.yaml)
   check "lint $name" helm lint --strict "$chart" --kube-version 1.34.0 --values "$values" --namespace trireme-system
   check "template $name" render_to "$work/$name.yaml" --values "$values"
 done
 check "an unknown value is refused" refused --set replicas=3
 check "a wrong type is refused" refused --set-string replicaCount=two
+check "a peer that is none is refused" refused --set metrics.scrapedBy[0].namespace=monitoring
 check "a wrong back-end is refused" refused --set config.schedulingBackend=slurm
 check "two replicas without an election are refused" refused --set config.leaderElection.enabled=false
 check "helm-unittest" helm-unittest --strict "$chart"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# check_quickstart.sh: runs the quickstart and checks what it promises: at most MOST (0.45) after the warm start, at least LEAST (0.90) after GRPO.
-# The first is a matter of one validation loss, and so of the machine within a few hundredths: CI allows 0.50 (.ci/run). SHUFFLED=1 also runs the control with shuffled rewards.
+# check_quickstart.sh: runs the quickstart and checks what it promises: at most MOST (0.45) after the warm start, at
+# least LEAST (0.90) after GRPO. The first is a matter of one validation loss, and so of the machine within a few
+# hundredths: CI allows 0.50 (.ci/run). SHUFFLED=1 also runs the control with shuffled rewards.
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 passed=0 failed=0

@@ -17,9 +17,9 @@ LIST='^(base|topology|api)/[^/]+\.cpp$
 ^trainer/config/[^/]+\.cpp$
 ^trainer/data/(permutation|row|row_file)\.cpp$
 ^trainer/rewards/(answer_.*|math|pool)\.cpp$
-^trainer/(rollout/scheduler|algorithms/packing|launch/launch)\.cpp$'
+^trainer/(rollout/scheduler|batch/packing|launch/launch)\.cpp$'
 ALL='^(base|topology|api|operator|trainer/(config|data|launch|rewards|telemetry|tokenizer))/.*\.cpp$
-^trainer/(rollout/scheduler|algorithms/packing)\.cpp$'
+^trainer/(rollout/scheduler|batch/packing)\.cpp$'
 
 if [ $# -gt 0 ]; then files=("$@")
 else mapfile -t files < <(git ls-files '*.h' '*.cpp' | grep -v '^third_party/'); fi
@@ -58,6 +58,9 @@ if [ ${#sources[@]} -gt 0 ]; then
   if [ "$broken" = 1 ] && [ "$findings" = 0 ]; then tail -5 "$work/tidy.log" >&2; die "clang-tidy failed"; fi
 fi
 
+scripts/check_bench_results.py && benches=0 || benches=1
+scripts/check_includes.py && includes=0 || includes=1
+scripts/check_pages.py && pages=0 || pages=1
 echo "clang-format: $misformatted of ${#files[@]} files differ$([ "$misformatted" = 0 ] || echo ' (scripts/lint.sh --fix formats them)')"
 echo "clang-tidy: $findings findings in ${#sources[@]} sources"
-[ "$misformatted" = 0 ] && [ "$findings" = 0 ]
+[ "$misformatted" = 0 ] && [ "$findings" = 0 ] && [ "$benches" = 0 ] && [ "$includes" = 0 ] && [ "$pages" = 0 ]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# sanitize.sh [STAGE...]: stages asan, fuzz, tsan (all of them by default). Tests that need no LibTorch under ASan+UBSan, fuzz
-# targets from the same build (FUZZ_SECONDS each, 15), tests with threads under TSan. The corpora of a longer run can be kept
-# in FUZZ_CORPUS.
+# sanitize.sh [STAGE...]: stages asan, fuzz, tsan (all of them by default). Tests that need no LibTorch under
+# ASan+UBSan, fuzz targets from the same build (FUZZ_SECONDS each, 15), tests with threads under TSan. The corpora of a
+# longer run can be kept in FUZZ_CORPUS.
 #   LibTorch's own libraries are not instrumented: what includes it is tested by `make test` only.
 #   TSan builds just the tests of the list below; in the others one thread works.
 . "$(dirname "$0")/lib.sh"
@@ -18,14 +18,14 @@ row() {
   if [ "$2" = passed ]; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
   rows+=("$(printf '%-32s %-8s %6s s' "$1" "$2" "$3")")
 }
-# tests PRESET LABEL [ctest arguments]: runs them; a row each.
+# tests PRESET LABEL [ctest arguments]: runs them; a row each, whatever ctest calls the end of one that did not pass.
 tests() {
-  local preset=$1 label=$2 name result seconds; shift 2
-  ctest --test-dir "build/$preset" --output-on-failure -j 2 "$@" >"$work/ctest" 2>&1 || true
+  local preset=$1 label=$2 name result seconds ended=0 before=$failed; shift 2
+  ctest --test-dir "build/$preset" --output-on-failure -j 2 "$@" >"$work/ctest" 2>&1 || ended=$?
   grep -vE '^ *(Start |[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed )' "$work/ctest" | sed 's/^/    /' >&2
   while read -r name result seconds; do row "$label $name" "$result" "$seconds"; done < <(
-    sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) [. ]*\** *(Passed|Failed|Timeout|Not Run|Exception[^0-9]*) +([0-9.]+) sec.*/\1 \2 \3/p' "$work/ctest" |
-      awk '{r = $2 == "Passed" ? "passed" : "FAILED"; print $1, r, $NF}')
+    awk '/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: .* sec *$/ {print $4, / Passed /? "passed" : "FAILED", $(NF - 1)}' "$work/ctest")
+  [ $ended = 0 ] || [ "$failed" != "$before" ] || row "$label ctest (code $ended)" FAILED 0
 }
 
 export ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1

@@ -3,18 +3,30 @@
 . "$(dirname "$0")/lib.sh"
 flavour=${1:-cpu}
 RUST_WANTED=1.85
+# What is installed where there is none: the installer by version and SHA-256; it checks the toolchain by the sums of
+# its release.
+RUSTUP=1.28.2
+RUST_TAKEN=1.95.0
 
 need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip procps python3 python3-pip \
-  libcpp-httplib-dev nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
-  libcli11-dev libssl-dev zlib1g-dev libre2-dev
+  nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
+  libcli11-dev libssl-dev zlib1g-dev libzstd-dev libre2-dev
 
 have=$(cargo --version 2>/dev/null | awk '{print $2}' || true)
 if [ -z "$have" ] || ! version_at_least "$have" "$RUST_WANTED"; then
   say "installing Rust (have ${have:-none}, need $RUST_WANTED or newer)"
-  curl -fsS --proto '=https' --tlsv1.2 https://sh.rustup.rs -o /tmp/rustup-init.$$ 2>/dev/null \
+  case $(uname -m) in
+    x86_64) sum=20a06e644b0d9bd2fbdbfd52d42540bdde820ea7df86e92e533c073da0cdd43c ;;
+    aarch64) sum=e3853c5a252fca15252d07cb23a1bdd9377a8c6f3efa01531109281ae47f841c ;;
+    *) die "no Rust installer is known for $(uname -m); install Rust $RUST_WANTED or newer and run this again" ;;
+  esac
+  installer=$(mktemp -d)/rustup-init
+  curl -fsS --proto '=https' --tlsv1.2 "https://static.rust-lang.org/rustup/archive/$RUSTUP/$(uname -m)-unknown-linux-gnu/rustup-init" -o "$installer" 2>/dev/null \
     || die "Rust $RUST_WANTED or newer is needed and its installer cannot be reached; install it from https://rustup.rs and run this again"
-  sh /tmp/rustup-init.$$ -y -q --profile minimal --no-modify-path >/dev/null || die "the Rust installer failed"
-  rm -f /tmp/rustup-init.$$
+  echo "$sum  $installer" | sha256sum --check --status || die "the Rust installer $RUSTUP has another SHA-256 than it should have; nothing was run"
+  chmod +x "$installer"
+  "$installer" -y -q --profile minimal --no-modify-path --default-toolchain "$RUST_TAKEN" >/dev/null || die "the Rust installer failed"
+  rm -r "$(dirname "$installer")"
 fi
 
 [ "$flavour" = operator ] || "$ROOT/scripts/get_torch.sh" "$flavour"

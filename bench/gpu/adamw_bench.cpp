@@ -5,8 +5,8 @@
 
 #include <cstdio>
 
-#include "bench/gpu/ceilings.h"
 #include "bench/gpu/timing.h"
+#include "trainer/bench/cuda/ceilings.h"
 #include "trainer/optimizer/cuda/adamw.h"
 
 namespace trireme {

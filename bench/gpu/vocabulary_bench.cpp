@@ -9,9 +9,9 @@
 
 #include <cstdio>
 
-#include "bench/gpu/ceilings.h"
 #include "bench/gpu/timing.h"
-#include "trainer/ops/cuda/vocabulary_kernels.h"
+#include "trainer/bench/cuda/ceilings.h"
+#include "trainer/ops/cuda/vocabulary/vocabulary_kernels.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
 
@@ -118,7 +118,7 @@ void bench_loss_kernels(double ceiling) {
     const at::Tensor copy = z.clone();
     const double backward = median_seconds(
         [&] {
-          cuda::logits_gradient(static_cast<uint16_t*>(copy.mutable_data_ptr()), kRows, kVocab, {}, nullptr,
+          cuda::logits_gradient(static_cast<uint16_t*>(copy.mutable_data_ptr()), kRows, kVocab, kVocab, {}, nullptr,
                                 targets.const_data_ptr<int64_t>(), outputs.statistics, up.const_data_ptr<float>(),
                                 entropy ? up.const_data_ptr<float>() : nullptr, c10::cuda::getCurrentCUDAStream());
         },

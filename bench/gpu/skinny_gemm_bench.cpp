@@ -2,10 +2,10 @@
 // overlapping) and for cublasLt, beside a plain read of the same bytes in the same run. Every measurement is a CUDA
 // graph of launches that go round more than 200 MB of weights, so that the L2 cache serves none; median of repeats,
 // warm-up left out.
-//   gpu_few_rows_bench                    the table
-//   gpu_few_rows_bench sweep OUT IN ROWS [swiglu]   the plans of one shape with the lowest predicted times, fastest
+//   gpu_skinny_gemm_bench                    the table
+//   gpu_skinny_gemm_bench sweep OUT IN ROWS [swiglu]   the plans of one shape with the lowest predicted times, fastest
 //                                         first
-//   gpu_few_rows_bench layers             the products of a layer one after another, as decoding runs them
+//   gpu_skinny_gemm_bench layers             the products of a layer one after another, as decoding runs them
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -22,16 +22,16 @@
 #include <string>
 
 #include "base/error.h"
-#include "bench/gpu/ceilings.h"
-#include "trainer/ops/cuda/linear.h"
-#include "trainer/ops/cuda/product_choice.h"
-#include "trainer/ops/cuda/row_ops.h"
+#include "trainer/bench/cuda/ceilings.h"
+#include "trainer/ops/cuda/elementwise/row_ops.h"
+#include "trainer/ops/cuda/gemm/gemm_choice.h"
+#include "trainer/ops/cuda/gemm/linear.h"
 
 namespace trireme {
 namespace {
 
-using cuda::FewRowsPlan;
-using cuda::RowProductArgs;
+using cuda::SkinnyGemmArgs;
+using cuda::SkinnyMmaPlan;
 
 at::Device gpu() { return {at::kCUDA, 0}; }
 at::Tensor randn(at::IntArrayRef shape) {
@@ -118,8 +118,8 @@ double product_us(const Shape& s, const Weights& weights, int64_t rows, int64_t 
   });
 }
 
-RowProductArgs args_of(const Shape& s, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y) {
-  RowProductArgs args;
+SkinnyGemmArgs args_of(const Shape& s, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& y) {
+  SkinnyGemmArgs args;
   args.x = x.const_data_ptr();
   args.x_stride = x.stride(0);
   args.weight = weight.const_data_ptr();
@@ -132,25 +132,25 @@ RowProductArgs args_of(const Shape& s, const at::Tensor& x, const at::Tensor& we
   return args;
 }
 
-std::string text(const FewRowsPlan& p) {
+std::string text(const SkinnyMmaPlan& p) {
   char line[160];
   std::snprintf(line, sizeof line, "%3d/%d/%d cluster %d x %3d slabs %d stages %2d %3zu KB", p.columns, p.fragments,
                 p.tokens, p.cluster, p.clusters, p.slabs, p.stages, p.shared_bytes >> 10);
   return line;
 }
 
-std::string text(const cuda::MediumRowsPlan& p) {
+std::string text(const cuda::SkinnyWgmmaPlan& p) {
   char line[160];
   std::snprintf(line, sizeof line, "%3d across %d along %d %s x %3d slabs %d stages %2d %3zu KB", p.columns, p.across,
                 p.along, p.clustered ? "clustered" : "alone", p.teams, p.slabs, p.stages, p.shared_bytes >> 10);
   return line;
 }
 
-std::string text(const cuda::ProductChoice& choice) {
-  using Kernel = cuda::ProductChoice::Kernel;
-  return choice.kernel == Kernel::kFewRows      ? "few: " + text(choice.few)
-         : choice.kernel == Kernel::kMediumRows ? "medium: " + text(choice.medium)
-                                                : "library";
+std::string text(const cuda::GemmChoice& choice) {
+  using Kernel = cuda::GemmChoice::Kernel;
+  return choice.kernel == Kernel::kSkinnyGemmMma     ? "few: " + text(choice.few)
+         : choice.kernel == Kernel::kSkinnyGemmWgmma ? "medium: " + text(choice.medium)
+                                                     : "library";
 }
 
 void table() {
@@ -165,7 +165,7 @@ void table() {
       const double library = product_us(s, weights, rows, 0, false);
       const auto rate = [&](double us) { return weights.bytes / us * 1e-6; };
       const at::Tensor x = randn({rows, s.in}), y = at::empty({rows, s.swiglu ? s.out / 2 : s.out}, x.options());
-      const cuda::ProductChoice choice = cuda::choose_product(0, args_of(s, x, weights.all[0], y), nullptr);
+      const cuda::GemmChoice choice = cuda::choose_product(0, args_of(s, x, weights.all[0], y), nullptr);
       std::printf("%-17s %4lld | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %s\n", s.name,
                   static_cast<long long>(rows), read, rate(read), own, rate(own), overlapped, rate(overlapped), library,
                   rate(library), text(choice).c_str());
@@ -193,7 +193,7 @@ void sweep(const Shape& s, int64_t rows) {
       const auto measure = [&](bool overlap) {
         return graph_us(weights.launches(), [&] {
           for (const at::Tensor& w : weights.all) {
-            RowProductArgs args = args_of(s, x, w, y);
+            SkinnyGemmArgs args = args_of(s, x, w, y);
             args.overlap = overlap;
             if (const cudaError_t error = launch(args, plan, stream()); error != cudaSuccess)
               fail_internal(cudaGetErrorString(error));
@@ -203,9 +203,9 @@ void sweep(const Shape& s, int64_t rows) {
       results.push_back({measure(false), measure(true), plan.predicted_us, text(plan)});
     }
   };
-  const RowProductArgs args = args_of(s, x, weights.all[0], y);
-  if (rows <= cuda::kMostFewRows) measure_all(cuda::few_rows_plans(args), cuda::few_rows);
-  measure_all(cuda::medium_rows_plans(args), cuda::medium_rows);
+  const SkinnyGemmArgs args = args_of(s, x, weights.all[0], y);
+  if (rows <= cuda::kMostMmaRows) measure_all(cuda::skinny_gemm_mma_plans(args), cuda::skinny_gemm_mma);
+  measure_all(cuda::skinny_gemm_wgmma_plans(args), cuda::skinny_gemm_wgmma);
   std::sort(results.begin(), results.end(),
             [](const Result& a, const Result& b) { return a.overlapped < b.overlapped; });
   for (const Result& r : results) {
