@@ -56,7 +56,7 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 std::string place(const ParallelContext& context) {
   char host[256] = "unknown";
   ::gethostname(host, sizeof host - 1);
-  return "rank " + std::to_string(context.rank()) + " on " + host;
+  return context.name() + " on " + host;
 }
 
 [[noreturn]] void stand_still() {
@@ -96,7 +96,7 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
     loop();
   } catch (const std::exception& error) {
     if (is_echo(error)) {
-      context.data_parallel().leaving();
+      context.leaving();
       throw;
     }
     const std::string phase = context.phase();
@@ -105,7 +105,7 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
     std::string what = shortage ? *shortage : error.what();
     if (context.world_size() > 1) {
       what = place(context) + (shortage ? ": " : " in phase " + phase + ": ") + what;
-      context.data_parallel().report_failure(first_line(what));
+      context.report_failure(first_line(what));
     }
     if (shortage) throw Error(ErrorKind::kIo, what);
     if (ours != nullptr) throw Error(ours->kind(), what);

@@ -182,7 +182,7 @@ class GrpoLoop final {
     const std::vector<RewardCounters> before = rewards_.counters();
     std::vector<Sample> samples = collector_.collect(request, shares);
     const std::vector<RewardCounters> counted = sum_counters(
-        session_.context.data_parallel().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
+        session_.context.world().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
     for (const RewardCounters& one : counted) reward_failures_[one.name] += one.failed;
     if (const auto problem = too_many_failed(counted, config_.env.max_failed_share)) fail_io(*problem);
     return samples;

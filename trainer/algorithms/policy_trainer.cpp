@@ -181,7 +181,7 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
       most_rows = std::max(most_rows, step.back().micro_batch.input.tokens());
     }
   }
-  set_recompute(policy_, config_, most_rows, context_.data_parallel(), make_room);
+  set_recompute(policy_, config_, most_rows, context_.world(), make_room);
   for (size_t s = 0; s < steps.size(); ++s) {
     std::vector<at::Tensor> reference, previous;
     if (loss_.kl_penalty != 0 || reward_kl_ != 0) {

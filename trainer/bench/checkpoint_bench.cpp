@@ -94,7 +94,7 @@ class CheckpointBench final {
     std::string folder;
     if (context_.is_main())
       folder = (scratch_ ? scratch_->path() : fs::path(options_.directory) / ("bench-" + random_owner())).string();
-    folder_ = context_.data_parallel().all_gather_bytes(folder).front();
+    folder_ = context_.world().all_gather_bytes(folder).front();
     CheckpointOptions checkpoint;
     checkpoint.directory = folder_;
     checkpoint.keep_top_k = 0;
@@ -107,7 +107,7 @@ class CheckpointBench final {
     manager_ = std::make_unique<CheckpointManager>(checkpoint, nlohmann::json::object(), context_);
   }
 
-  double worst(double own) { return context_.data_parallel().all_reduce_max(own); }
+  double worst(double own) { return context_.world().all_reduce_max(own); }
 
   // Seconds of one forward pass, of as many as go into generation_seconds.
   double passes() {
@@ -131,13 +131,13 @@ class CheckpointBench final {
         if (starts_with(entry.path().filename().string(), "step_")) fs::remove_all(entry.path(), ignored);
       }
     }
-    context_.data_parallel().barrier();
+    context_.world().barrier();
   }
 
   Save one_save(int64_t step) {
     remove_written();
     synchronize(target_.device);
-    context_.data_parallel().barrier();
+    context_.world().barrier();
     Save save;
     Stopwatch watch;
     manager_->begin_save(step, *model_, *optimizer_, nlohmann::json::object(), {}, "");

@@ -63,7 +63,7 @@ class StepBench final {
     optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
     const bool exact =
         linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device, options.train_tokens);
-    exact_ = context.data_parallel().all_reduce_max(exact ? 0 : 1) == 0;
+    exact_ = context.world().all_reduce_max(exact ? 0 : 1) == 0;
     trainer_ =
         std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
@@ -116,7 +116,7 @@ class StepBench final {
     StepTimes times;
     synchronize(target_.device);
     context_.set_phase("benchmark");
-    context_.data_parallel().barrier();
+    context_.world().barrier();
     timer_.start_step();
     std::vector<Sample> samples;
     {
@@ -141,7 +141,7 @@ class StepBench final {
       const auto scope = timer_.enter(Phase::kRefit);
       engine_->weights_changed();
     }
-    context_.data_parallel().barrier();
+    context_.world().barrier();
     const PhaseTimes measured = timer_.finish_step();
     times.seconds = measured.total_s;
     for (const Phase phase : all_phases()) times.phases[to_string(phase)] = measured.of(phase);

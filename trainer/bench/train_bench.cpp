@@ -130,7 +130,7 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   Config config;
   config.policy.activation_checkpointing = options.checkpoint_activations;
   config.policy.recompute_layers = options.recompute_layers;
-  set_recompute(*model, config, options.tokens, context.data_parallel());
+  set_recompute(*model, config, options.tokens, context.world());
 
   const auto forward = [&](Batch& batch) {
     batch.inputs.current = response_logprobs(*model, batch.micro, distribution);

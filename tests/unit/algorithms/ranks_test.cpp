@@ -123,7 +123,7 @@ Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change 
         assign_advantages(samples, 4, config);
         const TrainResult result = trainer.train(samples);
         optimizer.save(dir.path());
-        context.data_parallel().barrier();
+        context.world().barrier();
         if (rank == 0) {
           outcome.result = result;
           outcome.weights = policy.flat_parameters().detach().clone();
@@ -478,7 +478,7 @@ TEST(Overlap, BucketsBeginDuringBackwardAndWeightsArriveWhenRead) {
       optimizer.finish_gather();
       EXPECT_FALSE(static_cast<bool>(model.before_reading));
       EXPECT_TRUE(same_bits(read, model.forward(batch).detach()));
-      context.data_parallel().barrier();
+      context.world().barrier();
     });
   }
   for (std::thread& thread : ranks) thread.join();

@@ -112,7 +112,7 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
         layout.dp = world;
         ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
         seen[static_cast<size_t>(rank)] = collect(context, setup, setup.together ? &all_began : nullptr);
-        context.data_parallel().barrier();
+        context.world().barrier();
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
       }

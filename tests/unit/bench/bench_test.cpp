@@ -297,7 +297,7 @@ TEST(StepBench, TwoRanksShareOneStep) {
         std::ostringstream out;
         reports[static_cast<size_t>(rank)] = bench_step(options, context, out);
         texts[static_cast<size_t>(rank)] = out.str();
-        context.data_parallel().barrier();
+        context.world().barrier();
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
       }

@@ -293,7 +293,7 @@ std::vector<std::string> two_ranks(const fs::path& dir, std::vector<Disk>& disks
         } catch (const Error& error) {
           errors[static_cast<size_t>(rank)] = error.what();
         }
-        run.context->data_parallel().barrier();
+        run.context->world().barrier();
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = std::string("outside: ") + error.what();
       }
@@ -315,7 +315,7 @@ TEST(BackgroundSave, RankZeroWaitsForTheOthersPartsWhileAllTrain) {
     run.step();  // collectives go on beside the save
     run.step();
     EXPECT_TRUE(steps(dir.path()).empty());
-    run.context->data_parallel().barrier();
+    run.context->world().barrier();
     if (rank == 1) disks[1].set_open(true);
     run.manager->finish();
   });
@@ -357,7 +357,7 @@ TEST(BackgroundSave, ARankWhosePartDoesNotComeIsNamed) {
       while (!run.manager->failed() && !deadline.passed()) std::this_thread::sleep_for(Milliseconds(5));
       disks[1].set_open(true);
     }
-    run.context->data_parallel().barrier();
+    run.context->world().barrier();
     run.manager->abandon();
   });
   for (const std::string& error : errors)
