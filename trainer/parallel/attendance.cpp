@@ -1,6 +1,7 @@
 #include "trainer/parallel/attendance.h"
 
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include "base/log.h"
@@ -12,6 +13,9 @@ namespace {
 
 constexpr const char* kVerdictKey = "attendance-absent";
 constexpr const char* kFailureKey = "attendance-failed";
+constexpr const char* kFailuresKey = "attendance-failed-count";
+
+std::string rank_key(int rank) { return "attendance-" + std::to_string(rank); }
 
 // A device that has failed answers with an exception: the training thread gets the same and says it.
 bool yes_or_failed(const std::function<bool()>& ask) {
@@ -186,9 +190,10 @@ void Attendance::publish() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const Waits waits = waits_now();
-    const std::string own = std::to_string(waits.sequence) + " " + (waits.group.empty() ? "-" : waits.group) + " " + phase_;
-    if (own != published_) news.emplace_back("attendance-" + std::to_string(rank_), own);
-    published_ = own;
+    std::ostringstream own;
+    own << waits.sequence << ' ' << (waits.group.empty() ? "-" : waits.group.c_str()) << ' ' << phase_;
+    if (own.str() != published_) news.emplace_back(rank_key(rank_), own.str());
+    published_ = own.str();
     for (Group& group : groups_) {
       const int64_t sequence = place_now(group);
       if (sequence == group.published) continue;
@@ -205,7 +210,7 @@ int64_t Attendance::place_of(const std::string& group, int rank) {
 }
 
 std::string Attendance::phase_of(int rank) {
-  const std::string key = "attendance-" + std::to_string(rank);
+  const std::string key = rank_key(rank);
   if (!store_.has(key)) return "";
   const std::string text = store_.get(key);  // "SEQUENCE GROUP PHASE"
   const size_t space = text.find(' ', text.find(' ') + 1);
@@ -213,7 +218,7 @@ std::string Attendance::phase_of(int rank) {
 }
 
 Attendance::Waits Attendance::waits_of(int rank) {
-  const std::string key = "attendance-" + std::to_string(rank);
+  const std::string key = rank_key(rank);
   if (!store_.has(key)) return {};
   const std::vector<std::string> words = split(store_.get(key), ' ');
   if (words.size() < 2 || words[1] == "-") return {};
@@ -416,7 +421,7 @@ void Attendance::leaving() { store_.lifeline().leaving(); }
 void Attendance::report_failure(const std::string& what) {
   leaving();
   try {
-    if (store_.add(std::string(kFailureKey) + "-count", 1) != 1) return;
+    if (store_.add(kFailuresKey, 1) != 1) return;
     store_.set(kFailureKey, std::to_string(rank_) + " " + what);
     sleep(2 * period_);
   } catch (const std::exception& error) {
