@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/rollout/cache_size.h"
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
 #ifdef TRIREME_CUDA
@@ -217,8 +218,7 @@ void Engine::Impl::allocate() {
 #endif
   int64_t rows = options.cache_rows;
   if (rows == 0) {
-    const double bytes = static_cast<double>(available_memory_bytes()) * options.cache_memory_fraction;
-    rows = std::clamp<int64_t>(static_cast<int64_t>(bytes) / row_bytes(), 1, most_rows());
+    rows = host_cache_rows(available_memory_bytes(), options.cache_memory_fraction, {row_bytes(), most_rows()});
   }
   auto made = make_arena(rows, rows);
   runner = make_runner(*made);
@@ -240,10 +240,6 @@ void Engine::Impl::restore() {
 #ifdef TRIREME_CUDA
 namespace {
 
-// Left for what the driver takes later: code of kernels that are launched first, graphs of other ways to sample, and
-// the last granule of each layer's keys and values.
-constexpr int64_t kDriverBytes = int64_t{1} << 30;
-
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
 
 }  // namespace
@@ -255,9 +251,8 @@ void Engine::Impl::allocate_measured() {
   Stopwatch watch;
   empty_device_cache(device);
   const int64_t row_elements = model.config().num_kv_heads * model.config().head_dim;
-  const int64_t most = std::clamp<int64_t>(
-      std::min(device_memory(device).total / row_bytes(), cuda::kAddressable / row_elements - 1 - kDeviceScratchRows),
-      1, most_rows());
+  const int64_t reachable = cuda::kAddressable / row_elements - 1 - kDeviceScratchRows;
+  const int64_t most = mapped_cache_rows(device_memory(device).total, reachable, {row_bytes(), most_rows()});
   const int64_t widest = std::min(most, options.prefill_chunk_tokens + options.max_sequences);
   auto made = make_arena(widest, most);
   auto steps = make_runner(*made);
@@ -267,9 +262,7 @@ void Engine::Impl::allocate_measured() {
   const DeviceMemory memory = device_memory(device);
   made->release();
   const int64_t left = device_memory(device).free;
-  const int64_t bytes =
-      std::min(static_cast<int64_t>(static_cast<double>(left) * options.cache_memory_fraction), left - kDriverBytes);
-  const int64_t rows = std::clamp<int64_t>(bytes / row_bytes(), 1, most);
+  const int64_t rows = device_cache_rows(left, options.cache_memory_fraction, {row_bytes(), most});
   made->restore(rows + kDeviceScratchRows);
   log_info("rollout", "the largest step keeps " + gibibytes(memory.cached) + " and " + gibibytes(left) +
                           " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) + " rows, " +
@@ -284,15 +277,12 @@ void Engine::Impl::allocate_measured() {
 // As many as before, or what others have left.
 int64_t Engine::Impl::rows_that_fit() {
   const at::Device device = model.options().device;
-  // What kDriverBytes are for may have been taken by now.
-  const auto fit = [&](int64_t bytes) {
-    return std::clamp<int64_t>((bytes - kDriverBytes / 2) / row_bytes(), 1, measured_rows);
-  };
-  if (fit(device_memory(device).free) == measured_rows) return measured_rows;
+  const CacheLimits limits{row_bytes(), measured_rows};
+  if (returning_cache_rows(device_memory(device).free, 0, limits) == measured_rows) return measured_rows;
   empty_device_cache(device);
   const DeviceMemory memory = device_memory(device);
   // What steps had of the allocator's went with it, but for the graphs' part.
-  const int64_t rows = fit(memory.free - std::max<int64_t>(0, step_bytes - memory.cached));
+  const int64_t rows = returning_cache_rows(memory.free, std::max<int64_t>(0, step_bytes - memory.cached), limits);
   if (rows < measured_rows && rows != scheduler->options().cache_rows) {
     log_warn("rollout", "only " + gibibytes(memory.free) + " of the GPU's memory are free: the cache has " +
                             std::to_string(rows) + " rows instead of " + std::to_string(measured_rows) +
