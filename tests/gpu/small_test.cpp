@@ -48,7 +48,7 @@ TEST_F(Small, AttentionOfEveryDecodeKernel) {
     seed_gpu(2);
     const std::vector<int64_t> lengths = {1, 64, 130, 600};
     std::vector<int64_t> starts{0};
-    std::vector<CacheRow> runs, whole;
+    std::vector<CacheRun> runs, whole;
     for (const int64_t n : lengths) {
       runs.push_back({starts.back(), n - 1, 1});
       whole.push_back({starts.back(), 0, n});

@@ -91,7 +91,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     CLI::App* verb = bench->add_subcommand("decode", "decode steps with so many samples alive");
     add_common(verb, o->common, context);
     add_generation(verb, o->generation);
-    verb->add_option("--alive", o->alive, "numbers of samples, e.g. 16,64")->delimiter(',');
+    verb->add_option("--batch-size,--alive", o->batch_sizes, "numbers of samples, e.g. 16,64")->delimiter(',');
     verb->add_option("--context", o->context, "mean tokens of a sample");
     verb->add_option("--steps", o->steps, "measured steps");
     verb->add_option("--background-sms,--background-processors", o->background_sms,

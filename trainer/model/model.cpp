@@ -1,14 +1,11 @@
 #include "trainer/model/model.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <functional>
-#include <tuple>
 
 #include "base/error.h"
+#include "trainer/model/recomputation.h"
 #ifdef TRIREME_CUDA
 #include "trainer/ops/cuda/gemm/linear.h"
 #endif
@@ -36,46 +33,13 @@ struct Model::Context {
   KvArena* arena = nullptr;
 };
 
+// What backward computes again of a layer.
+struct Model::Again {
+  bool layer = false;  // everything
+  bool norms = false, swiglu = false;
+};
+
 namespace {
-
-// The layer to run again in backward, carried through the autograd graph.
-struct LayerCall final : torch::CustomClassHolder {
-  using Run = std::function<std::pair<at::Tensor, at::Tensor>(const NormResult&)>;
-  using Norm = std::function<at::Tensor(const at::Tensor&)>;
-  LayerCall(Run r, Norm n) : run(std::move(r)), norm(std::move(n)) {}
-  Run run;
-  Norm norm;  // of the sum, with the bits that forward's had
-};
-
-// Keeps the sum only, which the norm before it keeps too. `anchor` is one of the layer's parameters, so that the node
-// exists when the inputs need no gradient; the parameters' gradients are accumulated by the inner backward.
-class RecomputeFunction final : public torch::autograd::Function<RecomputeFunction> {
- public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& sum,
-                                                const at::Tensor& normed, const at::Tensor& anchor,
-                                                const c10::intrusive_ptr<LayerCall>& layer) {
-    context->save_for_backward({sum});
-    context->saved_data["layer"] = c10::IValue::make_capsule(layer);
-    const auto [out, delta] = layer->run({sum, normed});
-    return {out, delta};
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    const auto layer = c10::static_intrusive_pointer_cast<LayerCall>(context->saved_data["layer"].toCapsule());
-    const at::Tensor sum = context->get_saved_variables()[0].detach().set_requires_grad(true);
-    at::Tensor normed;
-    {
-      const at::NoGradGuard no_grad;
-      normed = layer->norm(sum);
-    }
-    normed = normed.detach().set_requires_grad(true);
-    const at::AutoGradMode record(true);
-    const auto [out, delta] = layer->run({sum, normed});
-    torch::autograd::backward({out, delta}, {grads[0], grads[1]});
-    return {sum.grad(), normed.grad(), at::Tensor(), at::Tensor()};
-  }
-};
 
 std::string layer_name(int64_t index) { return "model.layers." + std::to_string(index) + "."; }
 
@@ -309,7 +273,6 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   return run(batch.ids, context);
 }
 
-// The residual stream travels as a sum and the last block's output, which the next norm adds.
 at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
   const auto reading = [&](int64_t end) {
     if (before_reading) before_reading(end);
@@ -323,76 +286,79 @@ at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
     });
   };
   reading(layer_begins_.front());
-  at::Tensor sum = embed(embedding_, ids), delta;
+  Residual x{embed(embedding_, ids), {}};
   for (int64_t i = 0; i < config_.num_layers; ++i) {
-    watch(delta.defined() ? delta : sum, i);
+    watch(x.delta.defined() ? x.delta : x.sum, i);
     reading(layer_begins_[static_cast<size_t>(i + 1)]);
-    const NormResult input = add_rms_norm(sum, delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
-    const Keep keep = keep_of(i, context);
-    std::tie(sum, delta) =
-        keep == Keep::kInput ? run_layer_recomputed(i, input, context) : run_layer(i, input, context, keep);
+    const NormResult input =
+        add_rms_norm(x.sum, x.delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
+    const Again again = again_of(i, context);
+    x = again.layer ? run_layer_again(i, input, context) : run_layer(i, input, context, again);
   }
-  watch(delta, config_.num_layers);
+  watch(x.delta, config_.num_layers);
   reading(flat_parameters_.numel());
-  return add_rms_norm(sum, delta, final_norm_, config_.rms_norm_eps).normed;
+  return add_rms_norm(x.sum, x.delta, final_norm_, config_.rms_norm_eps).normed;
 }
 
-Model::Keep Model::keep_of(int64_t index, const Context& context) const {
-  if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return Keep::kAll;
-  if (index < recompute_.whole_layers) return Keep::kInput;
-  return index < recompute_.whole_layers + recompute_.cheap_layers ? Keep::kCheapAgain : Keep::kAll;
+Model::Again Model::again_of(int64_t index, const Context& context) const {
+  Again again;
+  if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return again;
+  again.layer = index < recompute_.whole_layers;
+  const bool cheap = !again.layer && index < recompute_.whole_layers + recompute_.cheap_layers;
+  again.norms = cheap && recompute_.norms;
+  again.swiglu = cheap && recompute_.swiglu;
+  return again;
 }
 
-std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const NormResult& input, const Context& context,
-                                                   Keep keep) const {
+Residual Model::run_layer_again(int64_t index, const NormResult& input, const Context& context) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const int64_t tokens = input.sum.size(0);
+  return layer_again(
+      input, layer.qkv, [this, index, context](const NormResult& x) { return run_layer(index, x, context, Again()); },
+      [this, scale = layer.input_norm](const at::Tensor& sum) { return rms_norm(sum, scale, config_.rms_norm_eps); });
+}
+
+// h = x + attention(norm(x)); y = h + mlp(norm(h)), whose sum is left to the norm behind it.
+Residual Model::run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const double eps = config_.rms_norm_eps;
+  const at::Tensor attended = attention(index, normed(x, layer.input_norm, eps, again.norms), context);
+  const NormResult h = add_rms_norm(x.sum, attended, layer.post_norm, eps);
+  return {h.sum, mlp(index, normed(h, layer.post_norm, eps, again.norms), context, again)};
+}
+
+at::Tensor Model::attention(int64_t index, const Activation& x, const Context& context) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const at::Tensor qkv = product(x, layer.qkv, layer.qkv_bias);
+  const at::Tensor mixed = attend(index, qkv, context);
+  return trireme::linear(mixed.view({qkv.size(0), -1}), layer.o, layer.o_bias);
+}
+
+// Queries over the keys and values before them: the batch's own, or the arena's, where the new ones go first.
+at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& context) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
   const QkvLayout layout{config_.num_heads, config_.num_kv_heads, config_.head_dim, config_.rms_norm_eps};
-  // The norm of a sum has the bits that add_rms_norm gave it.
-  const auto of_norm = [&](const NormResult& norm, const at::Tensor& scale, const at::Tensor& weight,
-                           const at::Tensor& bias) {
-    if (keep != Keep::kCheapAgain || !recompute_.norms) return trireme::linear(norm.normed, weight, bias);
-    return linear_again(norm.normed, weight, bias, [sum = norm.sum.detach(), scale, eps = config_.rms_norm_eps] {
-      return rms_norm(sum, scale, eps);
-    });
-  };
-  const at::Tensor qkv = of_norm(input, layer.input_norm, layer.qkv, layer.qkv_bias);
-  at::Tensor mixed;
   if (context.arena == nullptr) {
     const Qkv parts = split_qkv(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout);
-    mixed = context.prefix.empty() ? attention_packed(parts.q, parts.k, parts.v, context.starts)
-                                   : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
-  } else {
-    const at::Tensor& keys = context.arena->keys(index);
-    const at::Tensor& values = context.arena->values(index);
-    const at::Tensor q = split_qkv_cached(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout,
-                                          keys, values, context.cached->plan);
-    mixed = attention_cached(q, keys, values, context.cached->plan);
+    return context.prefix.empty() ? attention_packed(parts.q, parts.k, parts.v, context.starts)
+                                  : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
   }
-  const at::Tensor attention = trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
-  const NormResult inner = add_rms_norm(input.sum, attention, layer.post_norm, config_.rms_norm_eps);
-#ifdef TRIREME_CUDA
-  if (context.arena != nullptr && input.sum.is_cuda() && !layer.gate_up_bias.defined()) {
-    const at::Tensor product = cuda::gate_up_swiglu(inner.normed, layer.gate_up);
-    return {inner.sum, trireme::linear(product, layer.down, layer.down_bias)};
-  }
-#endif
-  const at::Tensor gate_up = of_norm(inner, layer.post_norm, layer.gate_up, layer.gate_up_bias);
-  const at::Tensor active = swiglu_halves(gate_up);
-  if (keep != Keep::kCheapAgain || !recompute_.swiglu)
-    return {inner.sum, trireme::linear(active, layer.down, layer.down_bias)};
-  return {inner.sum,
-          linear_again(active, layer.down, layer.down_bias, [kept = gate_up.detach()] { return swiglu_halves(kept); })};
+  const at::Tensor& keys = context.arena->keys(index);
+  const at::Tensor& values = context.arena->values(index);
+  const at::Tensor q = split_qkv_cached(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout, keys,
+                                        values, context.cached->plan);
+  return attention_cached(q, keys, values, context.cached->plan);
 }
 
-std::pair<at::Tensor, at::Tensor> Model::run_layer_recomputed(int64_t index, const NormResult& input,
-                                                              const Context& context) const {
+at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  auto call = c10::make_intrusive<LayerCall>(
-      [this, index, context](const NormResult& again) { return run_layer(index, again, context, Keep::kAll); },
-      [this, scale = layer.input_norm](const at::Tensor& sum) { return rms_norm(sum, scale, config_.rms_norm_eps); });
-  const torch::autograd::variable_list outputs = RecomputeFunction::apply(input.sum, input.normed, layer.qkv, call);
-  return {outputs[0], outputs[1]};
+#ifdef TRIREME_CUDA
+  if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined()) {
+    const at::Tensor active = cuda::gate_up_swiglu(x.value, layer.gate_up);
+    return trireme::linear(active, layer.down, layer.down_bias);
+  }
+#endif
+  const at::Tensor gate_up = product(x, layer.gate_up, layer.gate_up_bias);
+  return product(activated(gate_up, again.swiglu), layer.down, layer.down_bias);
 }
 
 std::vector<std::vector<float>> score(const Model& model, const std::vector<std::vector<int32_t>>& sequences,

@@ -20,6 +20,9 @@
 
 namespace trireme {
 
+struct Activation;
+struct Residual;
+
 // Flat tokens of whole sequences; no padding.
 struct PackedBatch {
   at::Tensor ids;               // [tokens] int64
@@ -128,6 +131,7 @@ class Model final {
  private:
   struct Layer;
   struct Context;
+  struct Again;
   void allocate_parameters();
   void bind_layers();
   const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
@@ -135,13 +139,13 @@ class Model final {
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   at::Tensor run(const at::Tensor& ids, const Context& context) const;
-  // A layer behind its first norm, whose results `input` holds: its sum and the last block's output.
-  enum class Keep { kAll, kCheapAgain, kInput };
-  std::pair<at::Tensor, at::Tensor> run_layer(int64_t index, const NormResult& input, const Context& context,
-                                              Keep keep) const;
-  std::pair<at::Tensor, at::Tensor> run_layer_recomputed(int64_t index, const NormResult& input,
-                                                         const Context& context) const;
-  Keep keep_of(int64_t index, const Context& context) const;
+  Again again_of(int64_t index, const Context& context) const;
+  // A layer behind its first norm, whose results `x` holds.
+  Residual run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const;
+  Residual run_layer_again(int64_t index, const NormResult& x, const Context& context) const;
+  at::Tensor attention(int64_t index, const Activation& x, const Context& context) const;
+  at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
+  at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
 
   ModelConfig config_;
   ModelOptions options_;

@@ -259,13 +259,13 @@ class AttentionFunction final : public torch::autograd::Function<AttentionFuncti
   }
 };
 
-void check_runs(const std::vector<CacheRow>& rows, int64_t tokens, int64_t capacity, const char* op) {
+void check_runs(const std::vector<CacheRun>& runs, int64_t tokens, int64_t capacity, const char* op) {
   int64_t total = 0;
-  for (const CacheRow& row : rows) {
+  for (const CacheRun& run : runs) {
     TRIREME_CHECK(
-        row.extent_start >= 0 && row.past >= 0 && row.count >= 0 && row.extent_start + row.past + row.count <= capacity,
+        run.extent_start >= 0 && run.past >= 0 && run.count >= 0 && run.extent_start + run.past + run.count <= capacity,
         std::string(op) + ": a run leaves the arena of " + std::to_string(capacity) + " rows");
-    total += row.count;
+    total += run.count;
   }
   TRIREME_CHECK(total == tokens, std::string(op) + ": runs hold " + std::to_string(total) + " tokens, the batch has " +
                                      std::to_string(tokens));
@@ -304,12 +304,12 @@ at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::
   return attend(q, k, v, starts, prefix, scale);
 }
 
-CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device) {
+CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device) {
 #ifdef TRIREME_CUDA
-  if (device.is_cuda()) return cuda::make_cache_plan(std::move(rows), group, device);
+  if (device.is_cuda()) return cuda::make_cache_plan(std::move(runs), group, device);
 #endif
   CachePlan plan;
-  plan.rows = std::move(rows);
+  plan.host_runs = std::move(runs);
   return plan;
 }
 
@@ -320,15 +320,15 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
 #endif
   const Shape shape = shape_of(q, arena_k, arena_v, "attention_cached");
   TRIREME_CHECK(arena_k.is_contiguous() && arena_v.is_contiguous(), "attention_cached: the arena must be contiguous");
-  check_runs(plan.rows, q.size(0), arena_k.size(0), "attention_cached");
+  check_runs(plan.host_runs, q.size(0), arena_k.size(0), "attention_cached");
   const at::Tensor qc = for_compute(q);
   at::Tensor out = at::empty_like(qc);
   at::Tensor keys = arena_k, values = arena_v;
   std::vector<Run> runs;
   int64_t token = 0;
-  for (const CacheRow& row : plan.rows) {
-    if (row.count > 0) runs.push_back({token, row.past, row.count, row.extent_start});
-    token += row.count;
+  for (const CacheRun& run : plan.host_runs) {
+    if (run.count > 0) runs.push_back({token, run.past, run.count, run.extent_start});
+    token += run.count;
   }
   if (compute_type(q) != q.scalar_type() && !runs.empty()) {
     // The kernel reads float32: convert the extents in use, one after another.
@@ -359,18 +359,18 @@ void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& a
 #endif
   require_supported("append_cached", k);
   require_same("append_cached", k, arena_k, "the arena");
-  check_runs(plan.rows, k.size(0), arena_k.size(0), "append_cached");
+  check_runs(plan.host_runs, k.size(0), arena_k.size(0), "append_cached");
   const at::Tensor kc = k.contiguous(), vc = v.contiguous();
   const size_t row_bytes = static_cast<size_t>(k.size(1) * k.size(2)) * k.element_size();
   int64_t token = 0;
-  for (const CacheRow& row : plan.rows) {
-    const size_t target = static_cast<size_t>(row.extent_start + row.past) * row_bytes;
-    const size_t source = static_cast<size_t>(token) * row_bytes, bytes = static_cast<size_t>(row.count) * row_bytes;
+  for (const CacheRun& run : plan.host_runs) {
+    const size_t target = static_cast<size_t>(run.extent_start + run.past) * row_bytes;
+    const size_t source = static_cast<size_t>(token) * row_bytes, bytes = static_cast<size_t>(run.count) * row_bytes;
     std::memcpy(static_cast<char*>(arena_k.mutable_data_ptr()) + target,
                 static_cast<const char*>(kc.const_data_ptr()) + source, bytes);
     std::memcpy(static_cast<char*>(arena_v.mutable_data_ptr()) + target,
                 static_cast<const char*>(vc.const_data_ptr()) + source, bytes);
-    token += row.count;
+    token += run.count;
   }
 }
 

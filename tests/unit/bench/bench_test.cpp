@@ -136,7 +136,7 @@ TEST(CompareLogprobs, CountsEveryTokenWhoseBitsDiffer) {
 TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
   DecodeBenchOptions options;
   options.common = tiny();
-  options.alive = {3, 1};
+  options.batch_sizes = {3, 1};
   options.context = 40;
   options.steps = 6;
   std::ostringstream out;
@@ -160,7 +160,7 @@ TEST(DecodeBench, WritesATraceForEachNumberOfSamples) {
   DecodeBenchOptions options;
   options.common = tiny();
   options.common.repeats = 1;
-  options.alive = {2, 1};
+  options.batch_sizes = {2, 1};
   options.context = 40;
   options.steps = 2;
   options.trace = (folder.path() / "trace.json").string();

@@ -429,7 +429,7 @@ class DeviceRunner final : public StepRunner {
     int64_t* token = input.mutable_data_ptr<int64_t>();
     int64_t* position = token + plan.tokens;
     std::copy(request.tokens.begin(), request.tokens.end(), token);
-    std::vector<CacheRow> runs;
+    std::vector<CacheRun> runs;
     for (const Segment& segment : plan.segments) {
       for (int64_t i = 0; i < segment.count; ++i) *position++ = segment.past + i;
       runs.push_back({segment.start, segment.past, segment.count});

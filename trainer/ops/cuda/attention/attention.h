@@ -21,7 +21,7 @@ inline constexpr int64_t kAddressable = int64_t{1} << 32;
 // sequence it is attention_shared: keys and values are laid out once more, each sequence's behind its prefix's.
 at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale);
-CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);
+CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device);
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
                             const CachePlan& plan, double scale);
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
