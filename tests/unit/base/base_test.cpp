@@ -39,7 +39,18 @@ TEST(Files, AtomicWriteReplacesAndCleansUp) {
   write_file_atomic(path, "one");
   write_file_atomic(path, "two");
   EXPECT_EQ(read_file(path), "two");
+  write_file_atomic(folder.path() / "x", "");
+  EXPECT_EQ(read_file(path), "");
   EXPECT_THROW(write_file_atomic(folder.path() / "missing" / "x", "y"), Error);
+  std::filesystem::create_directory(folder.path() / "taken");
+  try {
+    write_file_atomic(folder.path() / "taken", "a folder has this name");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    EXPECT_NE(std::string(error.what()).find("rename to " + (folder.path() / "taken").string()), std::string::npos);
+  }
+  std::filesystem::remove(folder.path() / "taken");
   size_t files = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder.path())) ++files;
   EXPECT_EQ(files, 1u);
