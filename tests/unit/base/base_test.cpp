@@ -1,10 +1,14 @@
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <signal.h>
 #include <unistd.h>
+
+#include <cerrno>
 
 #include "base/atomic_file.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "base/text.h"
 
@@ -117,6 +121,34 @@ TEST(Processes, CollectOutputStatusAndDeadline) {
   SpawnOptions missing;
   missing.argv = {"/no/such/program"};
   EXPECT_THROW(Subprocess::spawn(missing), Error);
+}
+
+// Writes into a pipe that nobody reads any more; the error.
+int write_to_nobody() {
+  int ends[2];
+  if (::pipe(ends) != 0) return -1;
+  ::close(ends[0]);
+  const int error = ::write(ends[1], "x", 1) < 0 ? errno : 0;
+  ::close(ends[1]);
+  return error;
+}
+
+TEST(Sigpipe, BlockedInAScopeAndTakenBackAtItsEnd) {
+  const auto before = ::signal(SIGPIPE, SIG_DFL);  // whatever raises it now ends this program
+  {
+    const SigpipeBlocked outer;
+    {
+      const SigpipeBlocked inner;
+      EXPECT_EQ(write_to_nobody(), EPIPE);
+    }
+    EXPECT_EQ(write_to_nobody(), EPIPE) << "still blocked: the scope around it has not ended";
+  }
+  sigset_t now;
+  ::pthread_sigmask(SIG_BLOCK, nullptr, &now);
+  EXPECT_EQ(sigismember(&now, SIGPIPE), 0);
+  ignore_sigpipe();
+  EXPECT_EQ(write_to_nobody(), EPIPE);
+  ::signal(SIGPIPE, before);
 }
 
 TEST(Subprocess, AGroupEndsWhenItsFirstProcessHasEnded) {
