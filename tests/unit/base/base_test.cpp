@@ -11,6 +11,7 @@
 #include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "base/text.h"
+#include "base/url.h"
 
 namespace trireme {
 namespace {
@@ -35,6 +36,24 @@ TEST(Text, Utf8) {
   EXPECT_FALSE(is_valid_utf8("\xC0\x80"));      // overlong
   EXPECT_FALSE(is_valid_utf8("\xED\xA0\x80"));  // surrogate
   EXPECT_FALSE(is_valid_utf8("\xE2\x82"));      // cut
+}
+
+TEST(Urls, AreSplitIntoWhereAndWhat) {
+  const Url full = split_url("https://host:8443/v1/score?key=a/b@c");
+  EXPECT_EQ(full.scheme, "https");
+  EXPECT_EQ(full.authority, "host:8443");
+  EXPECT_EQ(full.origin(), "https://host:8443");
+  EXPECT_EQ(full.path, "/v1/score?key=a/b@c");
+  EXPECT_TRUE(full.is_http());
+  EXPECT_FALSE(full.names_user()) << "an @ behind the host is of the query";
+
+  EXPECT_EQ(split_url("http://host").path, "");
+  EXPECT_EQ(split_url("http://host?a=b").path, "?a=b");
+  EXPECT_EQ(split_url("http://[::1]:80/").origin(), "http://[::1]:80");
+  EXPECT_TRUE(split_url("http://me:secret@host/").names_user());
+  EXPECT_EQ(split_url("host:80/path").origin(), "host:80");
+  for (const char* no_url : {"", "host", "host:80/path", "ftp://host", "http://", "https:///path", "/path"})
+    EXPECT_FALSE(split_url(no_url).is_http()) << no_url;
 }
 
 TEST(Files, AtomicWriteReplacesAndCleansUp) {
