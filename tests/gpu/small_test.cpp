@@ -10,6 +10,7 @@
 
 #include "tests/gpu/device.h"
 #include "tests/gpu/products.h"
+#include "tests/unit/model/tiny.h"
 #include "trainer/model/model.h"
 #include "trainer/ops/cuda/attention/attention.h"
 #include "trainer/ops/cuda/gemm/skinny_gemm_mma.h"
@@ -107,18 +108,16 @@ TEST_F(Small, ProductsOfFewAndOfSomeRows) {
 
 // A vocabulary that is no multiple of 8, filters on and off, gradients, two optimizer steps, samples.
 TEST_F(Small, AModelGeneratesLearnsAndGeneratesAgain) {
-  ModelConfig config;
-  config.family = ModelFamily::kQwen3;
-  config.qk_norm = true;
-  config.vocab_size = 1003;
-  config.hidden_size = 128;
-  config.intermediate_size = 192;
-  config.num_layers = 2;
-  config.num_heads = 2;
-  config.num_kv_heads = 1;
-  config.head_dim = config.rope.head_dim = 64;
-  config.max_position_embeddings = 256;
-  config.initializer_range = 0.1;
+  const ModelConfig config = test::tiny_config({.vocab = 1003,
+                                                .hidden = 128,
+                                                .intermediate = 192,
+                                                .layers = 2,
+                                                .heads = 2,
+                                                .kv_heads = 1,
+                                                .head_dim = 64,
+                                                .positions = 256,
+                                                .initializer_range = 0.1,
+                                                .tied = false});
   ModelOptions options;
   options.dtype = at::kBFloat16;
   options.device = choose_device("cuda", 0);
