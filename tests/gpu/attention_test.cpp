@@ -19,7 +19,7 @@
 #include "base/error.h"
 #include "tests/gpu/device.h"
 #include "tests/gpu/oracle/attention_oracle.h"
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
 #include "trainer/ops/cuda/attention/attention.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/cuda/gemm/linear.h"

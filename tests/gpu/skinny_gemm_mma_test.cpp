@@ -1,4 +1,4 @@
-// Products of few rows: our kernel has the bits of cublasLt's row-exact product, for every number of rows, every way of
+// Skinny GEMM by mma: our kernel has the bits of cublasLt's row-exact GEMM, for every number of rows, every way of
 // cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -9,7 +9,7 @@
 #include <string>
 
 #include "base/error.h"
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 
 namespace trireme {
@@ -198,13 +198,13 @@ TEST_F(SkinnyGemmMma, PlansThatDoNotFitAreRefused) {
   EXPECT_THROW(cuda::set_own_rows_limit(cuda::kMostOwnRows + 1), Error);
 }
 
-// Products that follow one another in a graph, each reading what the one before wrote, with other kernels between.
+// GEMMs that follow one another in a graph, each reading what the one before wrote, with other kernels between.
 // Overlapping launches read weights early; what they must not read early are rows. Buffers come back to the allocator,
 // so that outputs lie where earlier inputs did.
 TEST_F(SkinnyGemmMma, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);
-  const testing::ProductLayers layers(2048, 6144, 6);
+  const testing::GemmLayers layers(2048, 6144, 6);
   for (const int64_t rows : {1, 16, 64}) {
     const at::Tensor x = gpu_randn({rows, 2048});
     EXPECT_EQ(differing(layers.run(x), layers.by_library(x)), 0) << rows << " rows, one launch after another";

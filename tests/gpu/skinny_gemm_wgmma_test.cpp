@@ -1,5 +1,6 @@
-// Products of 33 to 256 rows: our kernel has the bits of cublasLt's row-exact product, for every number of rows, every
-// way of cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
+// Skinny GEMM by wgmma, 33 to 256 rows: our kernel has the bits of cublasLt's row-exact GEMM, for every number of rows,
+// every way of cutting the work, with bias, with strided rows, with the activation fused in, and with launches that
+// overlap.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -9,7 +10,7 @@
 #include <algorithm>
 #include <string>
 
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/cuda/gemm/skinny_gemm_wgmma.h"
 
@@ -186,13 +187,13 @@ TEST_F(SkinnyGemmWgmma, PlansThatDoNotFitAreRefused) {
   c10::cuda::device_synchronize();
 }
 
-// Launches that begin early by many plans: straight after a product and behind another short kernel. They read weights
+// Launches that begin early by many plans: straight after a GEMM and behind another short kernel. They read weights
 // early; rows they must not, and results lie where earlier rows did.
 TEST_F(SkinnyGemmWgmma, EarlyLaunchesOfManyPlansGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(9);
-  constexpr size_t kTurns = 40;  // over the plans of each product, from the first to the last
-  const testing::ProductLayers layers(1024, 2048, 3);
+  constexpr size_t kTurns = 40;  // over the plans of each GEMM, from the first to the last
+  const testing::GemmLayers layers(1024, 2048, 3);
   for (const int64_t rows : {48, 128, 200, 256}) {
     const at::Tensor x = gpu_randn({rows, 1024}), expected = layers.by_library(x);
     for (size_t turn = 0; turn < kTurns; ++turn) {
@@ -215,7 +216,7 @@ TEST_F(SkinnyGemmWgmma, EarlyLaunchesOfManyPlansGiveTheSameBits) {
 TEST_F(SkinnyGemmWgmma, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);
-  const testing::ProductLayers layers(2048, 6144, 4);
+  const testing::GemmLayers layers(2048, 6144, 4);
   for (const int64_t limit : {cuda::kMostOwnRows, cuda::kWherePaid}) {
     const Limit some(limit);
     for (const int64_t rows : {48, 64, 128, 192, 256}) testing::expect_bits_from_graph(layers, rows);

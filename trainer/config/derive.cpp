@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "base/url.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
 
@@ -298,14 +299,13 @@ void check_http(const RewardConfig& http, Problems& out) {
   set("env.http.url", !http.url.empty());
   set("env.http.headers", !http.headers.empty());
   set("env.http.ca_file", !http.ca_file.empty());
-  const std::string shown = http.url.substr(0, http.url.find('?'));
-  const size_t host = shown.find("://");
-  if (http.enabled && !http.url.empty() && !starts_with(shown, "http://") && !starts_with(shown, "https://")) {
+  const Url url = split_url(http.url);
+  if (http.enabled && !http.url.empty() && url.scheme != "http" && url.scheme != "https") {
     out.push_back({"env.http.url", "must begin with http:// or https://"});
-  } else if (host != std::string::npos && shown.substr(0, shown.find('/', host + 3)).find('@') != std::string::npos) {
+  } else if (url.names_user()) {
     out.push_back({"env.http.url", "must not hold a user or password; send them with env.http.headers"});
   }
-  if (!http.ca_file.empty() && starts_with(http.url, "http://"))
+  if (!http.ca_file.empty() && url.scheme == "http")
     out.push_back({"env.http.ca_file", "needs an env.http.url with https://"});
   for (const std::string& header : http.headers) {
     const size_t colon = header.find(':');

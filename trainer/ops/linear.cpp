@@ -245,7 +245,7 @@ bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarTyp
     cuda::set_own_rows_limit(0);
     if (rows_are_exact(shapes, dtype, device, most_rows)) {
       log_warn("ops",
-               "our kernels for products of few rows have other bits than cublasLt on this machine; cublasLt computes "
+               "our skinny GEMMs have other bits than cublasLt on this machine; cublasLt computes "
                "everything (slower decoding)");
       return true;
     }

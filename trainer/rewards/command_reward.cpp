@@ -3,7 +3,6 @@
 // it died.
 #include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "trainer/rewards/reward_types.h"
 
@@ -24,28 +24,6 @@ constexpr int kMaxDeathsInARow = 3;        // without one answer between them: t
 constexpr size_t kMaxLineBytes = 1 << 20;  // of an answer
 constexpr int kPollMs = 50;                // how soon cancel() is seen
 constexpr const char* kTooSlow = "no answer within the time limit";
-
-// Our writes to a dead child must not end us.
-class PipeSignalBlock final {
- public:
-  PipeSignalBlock() {
-    sigemptyset(&pipe_);
-    sigaddset(&pipe_, SIGPIPE);
-    ::pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
-  }
-  ~PipeSignalBlock() {
-    const timespec no_wait{0, 0};
-    while (::sigtimedwait(&pipe_, nullptr, &no_wait) > 0) {
-    }
-    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  PipeSignalBlock(const PipeSignalBlock&) = delete;
-  PipeSignalBlock& operator=(const PipeSignalBlock&) = delete;
-
- private:
-  sigset_t pipe_;
-  sigset_t before_;
-};
 
 class CommandReward final : public Reward {
  public:
@@ -59,7 +37,7 @@ class CommandReward final : public Reward {
   void cancel() noexcept override { cancelled_ = true; }
 
   std::vector<RewardResult> score(const std::vector<RewardRequest>& requests, const Deadline& deadline) override {
-    const PipeSignalBlock block;
+    const SigpipeBlocked blocked;  // our writes to a dead child
     std::vector<RewardResult> results;
     int deaths = 0;
     std::string last_problem;

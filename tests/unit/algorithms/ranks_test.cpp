@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
@@ -21,22 +22,8 @@
 namespace trireme {
 namespace {
 
-ModelConfig tiny() {
-  return ModelConfig::from_json({{"model_type", "qwen3"},
-                                 {"architectures", {"Qwen3ForCausalLM"}},
-                                 {"vocab_size", 60},
-                                 {"hidden_size", 32},
-                                 {"intermediate_size", 48},
-                                 {"num_hidden_layers", 2},
-                                 {"num_attention_heads", 4},
-                                 {"num_key_value_heads", 2},
-                                 {"head_dim", 8},
-                                 {"hidden_act", "silu"},
-                                 {"rms_norm_eps", 1e-6},
-                                 {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 128},
-                                 {"tie_word_embeddings", true}},
-                                "test");
+ModelConfig tiny(ModelFamily family = ModelFamily::kQwen3) {
+  return test::tiny_config({.family = family, .vocab = 60, .layers = 2, .tied = family == ModelFamily::kQwen3});
 }
 
 Config settings(bool dynamic) {
@@ -506,15 +493,6 @@ TEST(LogprobPasses, HaveMicroBatchesOfTheirOwnSizeAndTheSameNumbers) {
   EXPECT_NEAR(one.result.metrics.at("loss"), six.result.metrics.at("loss"), 1e-6);
 }
 
-ModelConfig of_family(ModelFamily family) {
-  ModelConfig config = tiny();
-  config.family = family;
-  config.qk_norm = family == ModelFamily::kQwen3;
-  config.qkv_bias = family == ModelFamily::kQwen2;
-  config.tie_word_embeddings = family == ModelFamily::kQwen3;
-  return config;
-}
-
 TEST(SharedPrompts, LogprobsHaveTheSameBitsAndGradientsDifferByRounding) {
   const std::vector<Sample> samples = recorded();
   Members members;
@@ -525,7 +503,7 @@ TEST(SharedPrompts, LogprobsHaveTheSameBitsAndGradientsDifferByRounding) {
     for (const auto type : {at::kFloat, at::kBFloat16}) {
       ModelOptions options;
       options.dtype = type;
-      Model model(of_family(family), options);
+      Model model(tiny(family), options);
       init_parameters(model, 5);
       const at::Tensor a = response_logprobs(model, apart, {});
       at::mul(a, at::arange(a.numel(), at::kFloat).sin()).sum().backward();

@@ -2,36 +2,26 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "base/error.h"
 #include "base/text.h"
+#include "tests/unit/errors.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
 
 namespace trireme {
 namespace {
 
+using test::user_error_of;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using When = config::FeatureKey::When;
 
-template <class F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUser);
-    return error.what();
-  }
-  return "";
-}
-
 std::string load_error(const std::string& yaml, const std::vector<std::string>& overrides = {}) {
-  return error_of([&] { load_config_text(yaml, overrides, nullptr, "run.yaml"); });
+  return user_error_of([&] { load_config_text(yaml, overrides, nullptr, "run.yaml"); });
 }
 
 std::string refusal(const Config& config) {
-  return error_of([&] { validate_supported(config); });
+  return user_error_of([&] { validate_supported(config); });
 }
 
 std::optional<std::string> no_variables(const std::string&) { return std::nullopt; }
@@ -69,7 +59,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST(RecipeText, OtherAlgorithmsAreRefusedByNameAndNotByTheirKeys) {
-  EXPECT_EQ(error_of([] { load_config("tests/data/recipes/main_dpo.yaml"); }),
+  EXPECT_EQ(user_error_of([] { load_config("tests/data/recipes/main_dpo.yaml"); }),
             "tests/data/recipes/main_dpo.yaml:2: dpo: preference training (DPO) is not supported yet by this version, "
             "which runs grpo and sft");
   for (const auto& section : config::algorithm_sections()) {
@@ -285,7 +275,7 @@ TEST(RecipeText, VariablesOfTheEnvironment) {
   EXPECT_EQ(log_dir("${oc.env:HERE}/logs"), "/data/logs");
   EXPECT_EQ(log_dir("${oc.env:NOT_HERE,logs}"), "logs");
   EXPECT_EQ(log_dir("${oc.env:NOT_HERE, ${oc.env:HERE}}/x"), "/data/x");
-  EXPECT_EQ(error_of([&] { log_dir("${oc.env:NOT_HERE}"); }),
+  EXPECT_EQ(user_error_of([&] { log_dir("${oc.env:NOT_HERE}"); }),
             "run.yaml:1: '${oc.env:NOT_HERE}': the environment has no variable NOT_HERE");
   EXPECT_THAT(load_error("logger: {log_dir: \"${oc.env:HOME}\"}\n"),
               HasSubstr("has no variable HOME"));  // none is read

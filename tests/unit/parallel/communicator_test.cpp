@@ -4,11 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <csignal>
 #include <functional>
 #include <thread>
 
 #include "base/error.h"
+#include "base/sigpipe.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/parallel/attendance.h"
 #include "trainer/parallel/context.h"
@@ -19,7 +19,7 @@ namespace {
 // Runs body(rank) on a thread per rank; returns what each threw.
 std::vector<std::string> on_ranks(int world, const std::function<void(int)>& body) {
   std::vector<std::string> errors(static_cast<size_t>(world));
-  std::signal(SIGPIPE, SIG_IGN);  // as cli_main does: Gloo writes to connections whose other end may have gone
+  ignore_sigpipe();  // as cli_main does: Gloo writes to connections whose other end may have gone
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {

@@ -1,4 +1,4 @@
-// Matrix products on CUDA through cublasLt, and through our own kernels where there are few rows (gemm_choice.h).
+// GEMMs on CUDA through cublasLt, and through our own kernels where there are few rows (gemm_choice.h).
 //
 // Determinism class of the forward: row-exact. With a workspace of 1 KiB and algorithms that split no sum over `in`,
 // every output element is one chain of additions in ascending order whatever the number of rows or the tile. Measured
@@ -28,11 +28,11 @@ int64_t own_rows_limit();
 void set_own_rows_limit(int64_t rows);
 inline constexpr int64_t kWherePaid = -1;
 
-// While one lives, this thread launches decode steps: the same products again and again, each waiting for the one
+// While one lives, this thread launches decode steps: the same GEMMs again and again, each waiting for the one
 // before. Then
-// - the first time a product comes, outside of a capture, our plans and cublasLt are tried with a cold cache and the
+// - the first time a GEMM comes, outside of a capture, our plans and cublasLt are tried with a cold cache and the
 //   fastest stays, for this process (gemm_choice.h);
-// - products of our kernels, and the short kernels after them, may begin before the kernel ahead of them in the stream
+// - GEMMs of our kernels, and the short kernels after them, may begin before the kernel ahead of them in the stream
 //   has ended (SkinnyGemmArgs::overlap): only where no kernel that may still run writes weights, so not straight after
 //   an optimizer step in the same stream. So may decode attention (AttentionArgs::early).
 class DecodeScope final {
@@ -45,14 +45,14 @@ class DecodeScope final {
  private:
   bool before_;
 };
-// Whether the next kernel of this thread may: in a DecodeScope whose last product was of our kernels. Behind others an
+// Whether the next kernel of this thread may: in a DecodeScope whose last GEMM was of our kernels. Behind others an
 // early launch costs more than it saves.
 bool may_begin_early();
 
 // dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.
 at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight);
 
-// accumulator [out, in] (bf16 or fp32) += dy^T . x: one product whose sum is added in fp32 and rounded once.
+// accumulator [out, in] (bf16 or fp32) += dy^T . x: one GEMM whose sum is added in fp32 and rounded once.
 void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator);
 
 // Workspace of the forward in bytes. More than the 1 KiB it has lets the library split sums again: for the test that

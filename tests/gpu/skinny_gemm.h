@@ -1,4 +1,4 @@
-// What the tests of decoding's products share: the library's product as the truth, arguments of our kernels, layers.
+// What the tests of the skinny GEMMs share: the library's GEMM as the truth, arguments of our kernels, layers.
 #pragma once
 
 #include <ATen/cuda/CUDAGraph.h>
@@ -78,25 +78,25 @@ inline at::Tensor guarded(const at::Tensor& x, const at::Tensor& weight, const a
   return y;
 }
 
-// Weights of layers without attention. Products follow one another, each reading what the one before wrote, twice
+// Weights of layers without attention. GEMMs follow one another, each reading what the one before wrote, twice
 // straight after one another and once behind another short kernel.
-struct ProductLayers {
-  using Product = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight, bool swiglu)>;
+struct GemmLayers {
+  using Gemm = std::function<at::Tensor(const at::Tensor& x, const at::Tensor& weight, bool swiglu)>;
   std::vector<at::Tensor> in, gate_up, down;
   at::Tensor norm;
 
-  ProductLayers(int64_t hidden, int64_t width, int64_t layers) : norm(at::ones({hidden}, gpu_randn({1}).options())) {
+  GemmLayers(int64_t hidden, int64_t width, int64_t layers) : norm(at::ones({hidden}, gpu_randn({1}).options())) {
     for (int64_t i = 0; i < layers; ++i) {
       in.push_back(gpu_randn({hidden, hidden}, 0.02));
       gate_up.push_back(gpu_randn({2 * width, hidden}, 0.02));
       down.push_back(gpu_randn({hidden, width}, 0.02));
     }
   }
-  at::Tensor run(at::Tensor x, const Product& product) const {
+  at::Tensor run(at::Tensor x, const Gemm& gemm) const {
     for (size_t i = 0; i < in.size(); ++i) {
-      const at::Tensor a = product(product(x, in[i], false), in[i], false);
+      const at::Tensor a = gemm(gemm(x, in[i], false), in[i], false);
       const NormResult n = cuda::add_rms_norm(a, x, norm, 1e-6);
-      x = product(product(n.normed, gate_up[i], true), down[i], false);
+      x = gemm(gemm(n.normed, gate_up[i], true), down[i], false);
     }
     return x;
   }
@@ -114,7 +114,7 @@ struct ProductLayers {
 
 // The layers as a graph of overlapping launches, replayed with other rows, and back to back. Buffers come back to the
 // allocator, so that outputs lie where earlier inputs did.
-inline void expect_bits_from_graph(const ProductLayers& layers, int64_t rows) {
+inline void expect_bits_from_graph(const GemmLayers& layers, int64_t rows) {
   const int64_t hidden = layers.norm.size(0);
   const at::Tensor first = gpu_randn({rows, hidden}), second = gpu_randn({rows, hidden});
   const at::Tensor expected_first = layers.by_library(first), expected_second = layers.by_library(second);
