@@ -23,13 +23,6 @@ constexpr Milliseconds kLongestEcho{60000};  // of ReconcilerOptions::create_ech
 constexpr int kMaxRounds = 8;                // decisions in one reconcile; more go back to the queue
 constexpr int64_t kMostAttempts = 32;        // that share a group of Kueue's, when a job is deleted
 
-// Thrown when the lease is not ours: nothing is wrong, somebody else does the work.
-struct NotLeading {};
-// An object of ours stands in the way but will go; come back.
-struct TryAgain {
-  std::string why;
-};
-
 // Kueue makes a group's Workload itself; its owners are the group's pods.
 bool owned_by_pods(const Json& object, const std::string& job) {
   const Json metadata = object.value("metadata", Json::object());
@@ -46,10 +39,6 @@ bool whole(const Observed& observed) {
     return pod.attempt == observed.job.status.attempt && !pod.deleting;
   });
   return observed.job.status.phase == phase::kQueued && pods >= total_pods(observed.job.spec);
-}
-
-int64_t steady_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(SteadyClock::now().time_since_epoch()).count();
 }
 
 Json without_heartbeat_time(const RLJobStatus& status) {
@@ -87,17 +76,18 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
     : client_(client),
       options_(std::move(options)),
       reports_(reports),
-      queue_({.name = "rljob",
-              .backoff_min = options_.queue_backoff_min,
-              .backoff_max = options_.queue_backoff_max,
-              .low_limit = std::max(1, options_.workers / 16),
-              .metrics = options_.metrics}),
-      metrics_(*options_.metrics, "rljob"),
-      conflicts_(options_.metrics->counter("trireme_reconcile_conflicts_total",
-                                           "Status writes that lost against another writer and were done again.")),
+      controller_({.queue = {.name = "rljob",
+                             .backoff_min = options_.queue_backoff_min,
+                             .backoff_max = options_.queue_backoff_max,
+                             .low_limit = std::max(1, options_.workers / 16),
+                             .metrics = options_.metrics},
+                   .workers = options_.workers,
+                   .reconcile_timeout = options_.reconcile_timeout},
+                  [this](const std::string& key, const Deadline& deadline) {
+                    return reconcile(ObjectKey::parse(key), deadline);
+                  }),
       pool_(options_.write_threads),
       plan_(std::make_shared<const PlanOptions>(options_.plan)) {
-  metrics_.max_concurrent.Set(options_.workers);
   make_informers(client);
   reports_.set_listener([this](const ObjectKey& job, bool urgent) {
     if (urgent) {
@@ -211,12 +201,10 @@ void Reconciler::watch_policies(const kube::Client& client) {
 }
 
 void Reconciler::enqueue(const ObjectKey& job, Priority priority) {
-  if (working_) queue_.add(job.str(), priority);
+  controller_.add(job.str(), Milliseconds(0), priority);
 }
 
-void Reconciler::look_later(const ObjectKey& job) {
-  if (working_) queue_.add_after(job.str(), options_.pod_debounce, Priority::kLow);
-}
+void Reconciler::look_later(const ObjectKey& job) { controller_.add(job.str(), options_.pod_debounce, Priority::kLow); }
 
 // After a start the jobs whose objects have to be made come before those that run already.
 bool Reconciler::is_placed(const CachedJob& job) {
@@ -302,19 +290,10 @@ bool Reconciler::wait_synced(const Deadline& deadline) const {
 }
 
 void Reconciler::start_workers() {
-  TRIREME_CHECK(workers_.empty(), "start_workers called twice");
-  last_progress_ns_ = steady_ns();
-  working_ = true;
-  enqueue_all();
-  for (int i = 0; i < options_.workers; ++i) workers_.emplace_back([this] { work(); });
+  controller_.start([this] { enqueue_all(); });
 }
 
-void Reconciler::stop_workers() {
-  stopping_ = true;
-  queue_.shut_down();
-  for (std::thread& worker : workers_) worker.join();
-  workers_.clear();
-}
+void Reconciler::stop_workers() { controller_.stop(); }
 
 void Reconciler::stop() {
   stop_workers();
@@ -338,77 +317,17 @@ std::shared_ptr<const PlanOptions> Reconciler::plan_options() const {
   return plan_;
 }
 
-Milliseconds Reconciler::stuck_for() const {
-  if (last_progress_ns_ == 0 || stopping_ || queue_.size() == 0) return Milliseconds(0);
-  return Milliseconds((steady_ns() - last_progress_ns_.load()) / 1000000);
-}
-
 // ---- the loop
 // --------------------------------------------------------------------------------------------------------
 
-void Reconciler::work() {
-  while (auto key = queue_.get()) {
-    last_progress_ns_ = steady_ns();
-    if (!stopping_) reconcile_key(*key);
-    queue_.done(*key);
-    last_progress_ns_ = steady_ns();
-  }
-}
-
-void Reconciler::reconcile_key(const std::string& key) {
-  metrics_.active_workers.Increment();
-  const Stopwatch watch;
-  try {
-    const auto again = reconcile(ObjectKey::parse(key), Deadline::after(options_.reconcile_timeout));
-    queue_.forget(key);
-    if (again) {
-      queue_.add_after(key, again->after, again->priority);
-      metrics_.requeue_after.Increment();
-    } else {
-      metrics_.success.Increment();
-    }
-  } catch (const NotLeading&) {
-    metrics_.requeue.Increment();
-  } catch (const TryAgain& e) {
-    log_debug("controller", key + ": " + e.why);
-    metrics_.requeue.Increment();
-    queue_.add_rate_limited(key);
-  } catch (const ApiError& e) {
-    if (e.conflict()) {
-      conflicts_.Increment();
-      metrics_.requeue.Increment();
-      queue_.add_rate_limited(key);
-    } else {
-      if (e.kind() == ApiErrorKind::kTimeout) metrics_.timeouts.Increment();
-      metrics_.error.Increment();
-      metrics_.errors.Increment();
-      log_warn("controller", key + ": " + e.what());
-      const Milliseconds patience = e.retry_after().value_or(Milliseconds(0));
-      if (patience.count() > 0) memory_of(key).hold_until = SteadyClock::now() + patience;
-      queue_.add_rate_limited(key, patience);
-    }
-  } catch (const std::exception& e) {
-    metrics_.error.Increment();
-    metrics_.errors.Increment();
-    metrics_.panics.Increment();
-    log_error("controller", key + ": " + e.what());
-    queue_.add_rate_limited(key);
-  }
-  metrics_.seconds.Observe(watch.seconds());
-  metrics_.active_workers.Decrement();
-}
-
-std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
+kube::Result Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
   Memory& memory = memory_of(key.str());
-  // News of the job do not shorten what the API server asked for.
-  const auto hold = std::chrono::ceil<Milliseconds>(memory.hold_until - SteadyClock::now());
-  if (hold.count() > 0) return Again{hold};
   std::optional<Observed> observed = observe_cached(key, memory);
   for (int round = 0; round < kMaxRounds; ++round) {
     if (!observed) {
       release_orphans(key, deadline);
       forget(key.str());
-      return std::nullopt;
+      return {};
     }
     complete_observation(key, *observed, memory, deadline);
     Plan next = plan(*observed, *plan_options());
@@ -418,7 +337,7 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
       const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.created_at);
       const RLJobStatus& cached = observed->job.status;
       const bool known = cached.phase == phase::kQueued && memory.created_attempt == cached.attempt;
-      if (known && since < memory.echo) return Again{memory.echo - since};
+      if (known && since < memory.echo) return {memory.echo - since};
       observed = observe_live(key, memory, deadline);
       if (observed && whole(*observed)) {
         // The watch is late. Waiting as long again as before keeps each news of the job from making another look.
@@ -464,20 +383,20 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
         }
       } catch (const ApiError& e) {
         if (!creates || !keep_rejection(key, attempt, memory, e)) throw;
-        return Again{Milliseconds(1)};
+        return {Milliseconds(1)};
       }
     }
-    if (late && (!next.requeue_after || *late < *next.requeue_after)) return Again{*late, Priority::kLow};
-    return next.requeue_after ? std::optional(Again{*next.requeue_after}) : std::nullopt;
+    if (late && (!next.requeue_after || *late < *next.requeue_after)) return {late, Priority::kLow};
+    return {next.requeue_after};
   }
-  throw TryAgain{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
+  throw kube::Requeue{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
 }
 
 // ---- writing
 // ---------------------------------------------------------------------------------------------------------
 
 void Reconciler::check_may_write() const {
-  if (options_.may_write && !options_.may_write()) throw NotLeading{};
+  if (options_.may_write && !options_.may_write()) throw kube::NotLeading{};
 }
 
 // The user has to see what the API server would not take, and the planner to decide about it. A quota may come back, so
@@ -517,7 +436,7 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
   const bool progress_only = without_progress(plan.status) == without_progress(job.status);
   // All jobs together write at most about a hundred progress updates a second.
   // While many jobs wait in the queue, making their objects comes before describing those of others.
-  const Milliseconds busy(std::min<size_t>(10 * queue_.size(), 10000));
+  const Milliseconds busy(std::min<size_t>(10 * controller_.queue().size(), 10000));
   const Milliseconds interval = progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size()))
                                               : std::max(options_.status_interval, busy);
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
@@ -573,10 +492,10 @@ void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadli
   }
   const ObjectKey name{job.metadata.namespace_, action.name};
   const auto existing = client_.find(action.resource, name, deadline);
-  if (!existing) throw TryAgain{action.resource.plural + " " + name.str() + " came and went"};
+  if (!existing) throw kube::Requeue{action.resource.plural + " " + name.str() + " came and went"};
   const Json metadata = existing->value("metadata", Json::object());
   if (metadata.contains("deletionTimestamp"))
-    throw TryAgain{action.resource.plural + " " + name.str() + " is still being deleted"};
+    throw kube::Requeue{action.resource.plural + " " + name.str() + " is still being deleted"};
   if (controlled_by(*existing, job.metadata.uid)) {
     if (apply) make_so(action, *existing, deadline);
     return;
@@ -585,7 +504,7 @@ void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadli
   const std::string message =
       action.resource.kind + " " + action.name + " exists and belongs to somebody else; delete it or rename the job";
   emit(job, {{true, "NameTaken", message}});
-  throw TryAgain{message};
+  throw kube::Requeue{message};
 }
 
 // In one write, without a moment in which the object is not there. Labels of others stay.

@@ -1,4 +1,4 @@
-// Reconciler: informers, queue and workers around the pure planner. The only place that writes to the API server for
+// Reconciler: informers and a controller around the pure planner. The only place that writes to the API server for
 // jobs.
 #pragma once
 
@@ -9,7 +9,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -20,10 +19,10 @@
 #include "operator/controller/pool.h"
 #include "operator/controller/reports.h"
 #include "operator/kube/client.h"
+#include "operator/kube/controller.h"
 #include "operator/kube/events.h"
 #include "operator/kube/informer.h"
 #include "operator/kube/metrics.h"
-#include "operator/kube/work_queue.h"
 
 namespace trireme::controller {
 
@@ -72,12 +71,11 @@ class Reconciler final {
   // Workers, then informers.
   void stop();
 
-  // Time since a worker last took or finished a key while there was work; for the liveness probe.
-  Milliseconds stuck_for() const;
+  Milliseconds stuck_for() const { return controller_.stuck_for(); }
   void enqueue(const kube::ObjectKey& job, kube::Priority priority = kube::Priority::kNormal);
   // What the cluster serves for gangs has changed; plans from now on use it. Any thread.
   void set_discovery(scheduling::Discovery discovery);
-  const kube::RateLimitedQueue& queue() const { return queue_; }
+  const kube::RateLimitedQueue& queue() const { return controller_.queue(); }
   std::shared_ptr<const CachedPod> find_pod(const kube::ObjectKey& key) const { return pods_->get(key); }
   std::shared_ptr<const CachedJob> find_job(const kube::ObjectKey& key) const { return jobs_->get(key); }
   void for_each_job(const std::function<void(const kube::ObjectKey&, const CachedJob&)>& fn) const {
@@ -93,7 +91,6 @@ class Reconciler final {
     Ages ages;
     std::map<std::string, SteadyClock::time_point> unknown_nodes;
     SteadyClock::time_point status_written{};
-    SteadyClock::time_point hold_until{};  // the API server asked for patience (Retry-After)
     int64_t claims_attempt = -1;
     std::map<std::string, std::vector<std::string>> claims;
     int64_t created_attempt = -1;  // whose pods we made, or saw all of in a live look, at created_at
@@ -117,13 +114,7 @@ class Reconciler final {
   // What came while nobody worked: every job, and pods whose job has gone.
   void enqueue_all();
   static bool is_placed(const CachedJob& job);
-  void work();
-  void reconcile_key(const std::string& key);
-  struct Again {  // when to look again, if at all
-    Milliseconds after;
-    kube::Priority priority = kube::Priority::kNormal;
-  };
-  std::optional<Again> reconcile(const kube::ObjectKey& key, const Deadline& deadline);
+  kube::Result reconcile(const kube::ObjectKey& key, const Deadline& deadline);
 
   std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
   std::optional<Observed> observe_live(const kube::ObjectKey& key, Memory& memory, const Deadline& deadline);
@@ -155,9 +146,7 @@ class Reconciler final {
   const kube::Client& client_;
   ReconcilerOptions options_;
   ReportStore& reports_;
-  kube::RateLimitedQueue queue_;
-  kube::ControllerMetrics metrics_;
-  prometheus::Counter& conflicts_;
+  kube::Controller controller_;
   Pool pool_;
   std::unique_ptr<kube::Informer<CachedJob>> jobs_;
   std::unique_ptr<kube::Informer<CachedPod>> pods_;
@@ -180,10 +169,6 @@ class Reconciler final {
   SteadyClock::time_point doubt_ended_{};
   std::atomic<int64_t> running_jobs_{0};  // as counted at counted_ns_
   std::atomic<int64_t> counted_ns_{0};
-  std::atomic<int64_t> last_progress_ns_{0};
-  std::atomic<bool> working_{false};  // a standby queues nothing: nobody would take it
-  std::atomic<bool> stopping_{false};
-  std::vector<std::thread> workers_;
 };
 
 // RFC 7386: the merge patch that turns `from` into `to`.
