@@ -21,7 +21,6 @@ using kube::Priority;
 
 constexpr Milliseconds kLongestEcho{60000};  // of ReconcilerOptions::create_echo, doubled while the watch is late
 constexpr int kMaxRounds = 8;                // decisions in one reconcile; more go back to the queue
-constexpr int64_t kMostAttempts = 32;        // that share a group of Kueue's, when a job is deleted
 
 // Kueue makes a group's Workload itself; its owners are the group's pods.
 bool owned_by_pods(const Json& object, const std::string& job) {
@@ -543,8 +542,6 @@ void Reconciler::remove(const ObjectKey& key, const std::string& job_uid, const 
   }
 }
 
-// Kueue keeps a finalizer on the pods of a group while its Workload stands, and the Workload belongs to the pods: of a
-// job that was deleted neither would ever go.
 void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline) {
   const auto options = plan_options();
   scheduling::Backend kueue;
@@ -553,19 +550,11 @@ void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline)
   } catch (const Error&) {
     return;  // there is none
   }
-  // Its pods are in the group of their own attempt, or of an earlier one.
   int64_t last = 0;
   pods_->for_each([&](const ObjectKey& pod_key, const CachedPod& pod) {
     if (pod.deleting && is_own(pod_key, pod, key)) last = std::max<int64_t>(last, pod.attempt);
   });
-  for (int64_t attempt = std::max<int64_t>(1, last - kMostAttempts); attempt <= last; ++attempt) {
-    for (const auto& object : scheduling::gang_cleanup(kueue, attempt_service_name(key.name, attempt))) {
-      Action action;
-      action.resource = resource_of(object.group_version, object.resource);
-      action.name = object.name;
-      remove(key, "", action, deadline);
-    }
-  }
+  for (const Action& action : orphan_actions(kueue, key.name, last)) remove(key, "", action, deadline);
 }
 
 Reconciler::Memory& Reconciler::memory_of(const std::string& key) {
