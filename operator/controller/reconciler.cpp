@@ -1,14 +1,12 @@
 #include "operator/controller/reconciler.h"
 
 #include <algorithm>
-#include <set>
 
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "operator/controller/actions.h"
-#include "operator/controller/network_policy.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::controller {
@@ -52,6 +50,12 @@ Json without_progress(const RLJobStatus& status) {
   return json;
 }
 
+WatchOptions watch_options(const ReconcilerOptions& options) {
+  WatchOptions watch = options;
+  if (!watch.reflector.metrics) watch.reflector.metrics = options.metrics;
+  return watch;
+}
+
 }  // namespace
 
 Json merge_diff(const Json& from, const Json& to) {
@@ -86,210 +90,28 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
                     return reconcile(ObjectKey::parse(key), deadline);
                   }),
       pool_(options_.write_threads),
+      watches_(client, watch_options(options_), options_.plan,
+               [this](const ObjectKey& job, Milliseconds after, Priority priority) {
+                 controller_.add(job.str(), after, priority);
+               }),
       plan_(std::make_shared<const PlanOptions>(options_.plan)) {
-  make_informers(client);
   reports_.set_listener([this](const ObjectKey& job, bool urgent) {
     if (urgent) {
       enqueue(job, Priority::kHigh);
     } else {
-      look_later(job);
+      watches_.look_later(job);
     }
   });
 }
 
 Reconciler::~Reconciler() { stop(); }
 
-kube::ReflectorOptions Reconciler::reflector(const kube::Resource& resource, const char* selector) const {
-  kube::ReflectorOptions o = options_.reflector;
-  o.resource = resource;
-  o.ns = resource.namespaced ? options_.ns : "";
-  o.label_selector = selector;
-  if (!o.metrics) o.metrics = options_.metrics;
-  return o;
-}
-
-void Reconciler::make_informers(const kube::Client& client) {
-  const std::string manager = options_.plan.manager_name;
-
-  kube::InformerHandlers<CachedJob> on_job;
-  on_job.on_add = [this](const ObjectKey& key, const auto& job, bool initial) {
-    if (job->managed) enqueue(key, initial && is_placed(*job) ? Priority::kLow : Priority::kNormal);
-  };
-  on_job.on_update = [this](const ObjectKey& key, const auto& before, const auto& job) {
-    if (!job->managed) return;
-    // Else it is the status: mostly the echo of our own write.
-    if (job->generation != before->generation || job->deleting != before->deleting || !before->managed) {
-      enqueue(key);
-    } else {
-      look_later(key);
-    }
-  };
-  on_job.on_delete = [this](const ObjectKey& key, const auto&) { enqueue(key, Priority::kHigh); };
-  jobs_ = std::make_unique<kube::Informer<CachedJob>>(
-      client, typename kube::Informer<CachedJob>::Options{reflector(kube::resources::kRlJobs, ""), job_fields(), ""},
-      [manager](const Json& object) { return read_job(object, manager); }, std::move(on_job));
-
-  kube::InformerHandlers<CachedPod> on_pod_change;
-  on_pod_change.on_add = [this](const ObjectKey& key, const auto& pod, bool initial) {
-    if (!initial) on_pod(key, *pod, true);  // else its job is in a list, too
-  };
-  on_pod_change.on_update = [this](const ObjectKey& key, const auto& before, const auto& pod) {
-    const bool ended =
-        pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
-    const bool main_ended = pod->main_exit && !before->main_exit;
-    on_pod(key, *pod, !ended && !main_ended && pod->deleting == before->deleting);
-  };
-  on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) { on_pod(key, *pod, false); };
-  pods_ = std::make_unique<kube::Informer<CachedPod>>(
-      client,
-      typename kube::Informer<CachedPod>::Options{reflector(kube::resources::kPods, kLabelJobUid), pod_fields(),
-                                                  kLabelJobUid},
-      read_pod, std::move(on_pod_change));
-
-  kube::InformerHandlers<CachedService> on_service;
-  // A Service that the watch tells of late may be all that remains of a job that has ended meanwhile.
-  on_service.on_add = [this](const ObjectKey& key, const auto& service, bool initial) {
-    if (is_own(key, *service, {key.ns, service->job}) && !initial) look_later({key.ns, service->job});
-  };
-  on_service.on_delete = [this](const ObjectKey& key, const auto& service) {
-    if (is_own(key, *service, {key.ns, service->job})) enqueue({key.ns, service->job});
-  };
-  services_ = std::make_unique<kube::Informer<CachedService>>(
-      client,
-      typename kube::Informer<CachedService>::Options{reflector(kube::resources::kServices, kLabelJobUid),
-                                                      service_fields(), kLabelJobUid},
-      read_service, std::move(on_service));
-
-  if (options_.plan.objects.network_policies) watch_policies(client);
-  if (!options_.watch_nodes) return;
-  kube::InformerHandlers<CachedNode> on_node_change;
-  on_node_change.on_add = [this](const ObjectKey& key, const auto& node, bool) { on_node(key.name, node->state); };
-  on_node_change.on_update = [this](const ObjectKey& key, const auto&, const auto& node) {
-    on_node(key.name, node->state);
-  };
-  on_node_change.on_delete = [this](const ObjectKey& key, const auto&) { on_node(key.name, NodeState::kGone); };
-  nodes_ = std::make_unique<kube::Informer<CachedNode>>(
-      client, typename kube::Informer<CachedNode>::Options{reflector(kube::resources::kNodes, ""), node_fields(), ""},
-      read_node, std::move(on_node_change));
-}
-
-void Reconciler::watch_policies(const kube::Client& client) {
-  // Nobody's where the name is none of ours: labels can be copied.
-  const auto job_of = [](const ObjectKey& key) -> std::optional<ObjectKey> {
-    const std::string suffix = network_policy_name("");
-    if (key.name.size() <= suffix.size() || !ends_with(key.name, suffix)) return std::nullopt;
-    return ObjectKey{key.ns, key.name.substr(0, key.name.size() - suffix.size())};
-  };
-  kube::InformerHandlers<CachedPolicy> on_policy;
-  // As with Services: the watch may tell of it after the job has ended.
-  on_policy.on_add = [this, job_of](const ObjectKey& key, const auto&, bool initial) {
-    if (const auto job = job_of(key); job && !initial) look_later(*job);
-  };
-  on_policy.on_update = [this, job_of](const ObjectKey& key, const auto& before, const auto& policy) {
-    const auto job = job_of(key);
-    if (job && (policy->spec != before->spec || policy->job_uid != before->job_uid)) enqueue(*job);
-  };
-  on_policy.on_delete = [this, job_of](const ObjectKey& key, const auto&) {
-    if (const auto job = job_of(key)) enqueue(*job);
-  };
-  policies_ = std::make_unique<kube::Informer<CachedPolicy>>(
-      client,
-      typename kube::Informer<CachedPolicy>::Options{reflector(kube::resources::kNetworkPolicies, kLabelJobUid),
-                                                     policy_fields(), ""},
-      read_policy, std::move(on_policy));
-}
-
 void Reconciler::enqueue(const ObjectKey& job, Priority priority) {
   controller_.add(job.str(), Milliseconds(0), priority);
 }
 
-void Reconciler::look_later(const ObjectKey& job) { controller_.add(job.str(), options_.pod_debounce, Priority::kLow); }
-
-// After a start the jobs whose objects have to be made come before those that run already.
-bool Reconciler::is_placed(const CachedJob& job) {
-  return job.phase == phase::kStarting || job.phase == phase::kRunning || is_terminal(job.phase);
-}
-
-void Reconciler::enqueue_all() {
-  std::vector<std::pair<ObjectKey, Priority>> keys;
-  jobs_->for_each([&](const ObjectKey& key, const CachedJob& job) {
-    if (job.managed) keys.emplace_back(key, is_placed(job) ? Priority::kLow : Priority::kNormal);
-  });
-  std::set<ObjectKey> orphaned;
-  pods_->for_each([&](const ObjectKey& key, const CachedPod& pod) {
-    const ObjectKey job{key.ns, pod.job};
-    if (pod.deleting && is_own(key, pod, job) && !jobs_->get(job)) orphaned.insert(job);
-  });
-  for (const ObjectKey& job : orphaned) keys.emplace_back(job, Priority::kNormal);
-  for (const auto& [key, priority] : keys) enqueue(key, priority);
-}
-
-void Reconciler::on_pod(const ObjectKey& key, const CachedPod& pod, bool later) {
-  const ObjectKey job{key.ns, pod.job};
-  if (!is_own(key, pod, job)) return;
-  if (later) {
-    look_later(job);
-  } else {
-    enqueue(job, Priority::kHigh);
-  }
-}
-
-// As Kubernetes judges a zone: more than two and at least 55 of a hundred, or all of several.
-bool Reconciler::nodes_in_doubt() const {
-  const size_t bad = static_cast<size_t>(std::count_if(bad_nodes_.begin(), bad_nodes_.end(), [](const auto& node) {
-    return node.second.state == NodeState::kNotReady;
-  }));
-  const size_t all = nodes_->size();
-  return bad >= 2 && (bad >= all || (bad > 2 && bad * 100 >= all * 55));
-}
-
-void Reconciler::on_node(const std::string& name, NodeState state) {
-  std::set<std::string> concerned = {name};
-  {
-    std::lock_guard lock(nodes_mutex_);
-    const auto now = SteadyClock::now();
-    const auto before = bad_nodes_.find(name);
-    const bool same = before == bad_nodes_.end() ? state == NodeState::kReady : before->second.state == state;
-    if (state == NodeState::kReady) {
-      bad_nodes_.erase(name);
-    } else {
-      bad_nodes_.emplace(name, BadNode{state, now}).first->second.state = state;
-    }
-    const bool doubt = nodes_in_doubt();
-    if (doubt_ != doubt) {
-      if (doubt_) doubt_ended_ = now;
-      for (const auto& [bad, node] : bad_nodes_) concerned.insert(bad);
-    }
-    if (same && doubt_ == doubt) return;
-    doubt_ = doubt;
-  }
-  std::vector<ObjectKey> affected;
-  pods_->for_each([&](const ObjectKey& key, const CachedPod& pod) {
-    if (concerned.count(pod.node) > 0 && is_own(key, pod, {key.ns, pod.job})) affected.push_back({key.ns, pod.job});
-  });
-  for (const ObjectKey& job : affected) enqueue(job, Priority::kHigh);
-}
-
-void Reconciler::start_informers() {
-  jobs_->start();
-  pods_->start();
-  services_->start();
-  if (policies_) policies_->start();
-  if (nodes_) nodes_->start();
-}
-
-bool Reconciler::synced() const {
-  return jobs_->synced() && pods_->synced() && services_->synced() && (!policies_ || policies_->synced()) &&
-         (!nodes_ || nodes_->synced());
-}
-
-bool Reconciler::wait_synced(const Deadline& deadline) const {
-  return jobs_->wait_synced(deadline) && pods_->wait_synced(deadline) && services_->wait_synced(deadline) &&
-         (!policies_ || policies_->wait_synced(deadline)) && (!nodes_ || nodes_->wait_synced(deadline));
-}
-
 void Reconciler::start_workers() {
-  controller_.start([this] { enqueue_all(); });
+  controller_.start([this] { watches_.enqueue_all(); });
 }
 
 void Reconciler::stop_workers() { controller_.stop(); }
@@ -297,11 +119,7 @@ void Reconciler::stop_workers() { controller_.stop(); }
 void Reconciler::stop() {
   stop_workers();
   reports_.set_listener({});
-  jobs_->stop();
-  pods_->stop();
-  services_->stop();
-  if (policies_) policies_->stop();
-  if (nodes_) nodes_->stop();
+  watches_.stop();
 }
 
 void Reconciler::set_discovery(scheduling::Discovery discovery) {
@@ -436,8 +254,9 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
   // All jobs together write at most about a hundred progress updates a second.
   // While many jobs wait in the queue, making their objects comes before describing those of others.
   const Milliseconds busy(std::min<size_t>(10 * controller_.queue().size(), 10000));
-  const Milliseconds interval = progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size()))
-                                              : std::max(options_.status_interval, busy);
+  const Milliseconds interval = progress_only
+                                    ? std::max(options_.progress_interval, Milliseconds(10 * watches_.jobs().size()))
+                                    : std::max(options_.status_interval, busy);
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
   const bool before = memory.status_written != SteadyClock::time_point{};
   // What is also an event is told at once: the actions that follow may leave nothing to tell of.
@@ -550,10 +369,7 @@ void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline)
   } catch (const Error&) {
     return;  // there is none
   }
-  int64_t last = 0;
-  pods_->for_each([&](const ObjectKey& pod_key, const CachedPod& pod) {
-    if (pod.deleting && is_own(pod_key, pod, key)) last = std::max<int64_t>(last, pod.attempt);
-  });
+  const int64_t last = watches_.last_attempt_going(key);
   for (const Action& action : orphan_actions(kueue, key.name, last)) remove(key, "", action, deadline);
 }
 
