@@ -118,11 +118,12 @@ std::optional<ModelShape> known_model_shape(std::string_view source) {
 
 RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t rank, const MemoryOptions& options) {
   const Coordinates at = coordinates(layout, rank);
-  const LayerRange range = stage_layers(layout, shape.layers, at.pp);
+  int64_t layers = 0;
+  for (const Range& piece : stage_pieces(shape.layers, layout.pp, at.pp, options.stages)) layers += piece.size();
   const Params layer = layer_params(shape, layout.tp, layout.ep, layout.etp);
   RankMemory memory;
-  memory.dense_params = layer.dense * (range.end - range.begin);
-  memory.expert_params = layer.expert * (range.end - range.begin);
+  memory.dense_params = layer.dense * layers;
+  memory.expert_params = layer.expert * layers;
   const bool first = at.pp == 0;
   const bool last = at.pp == layout.pp - 1;
   const int64_t embedding = ceil_div(shape.vocab, layout.tp) * shape.hidden;

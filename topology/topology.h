@@ -13,6 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "topology/stages.h"
+
 namespace trireme {
 
 struct Layout {
@@ -62,6 +64,7 @@ struct LayoutCheck {
   int64_t world = 0;                  // 0: the layout's own (dp is not checked against it)
   int64_t gpus_per_node = 0;          // processes per node; 0: one node
   const ModelShape* shape = nullptr;  // null: divisibility by the model is not checked
+  StageOptions stages = {};           // how the shape's layers are dealt to the pipeline's stages
 };
 
 struct LayoutReport {
@@ -133,13 +136,6 @@ NodeSlot slot_of(int64_t rank, int64_t gpus_per_node);
 // True if no group of the axis spans two nodes.
 bool inside_node(const Layout& layout, Axis axis, int64_t gpus_per_node);
 
-// Layers [begin, end) of a pipeline stage; `layers` must be divisible by pp.
-struct LayerRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-LayerRange stage_layers(const Layout& layout, int64_t layers, int64_t stage);
-
 // ---- memory ------------------------------------------------------------------------------------------------------
 
 struct MemoryOptions {
@@ -148,6 +144,7 @@ struct MemoryOptions {
   int64_t optimizer_bytes = 12;    // fp32 master, two moments; sliced by ZeRO-1
   bool shard_optimizer = true;     // over dp-cp (dense) and expert-dp (experts)
   bool reference_weights = false;  // a second copy of the weights for the KL term
+  StageOptions stages = {};        // how the layers are dealt to the pipeline's stages
 };
 
 struct RankMemory {
