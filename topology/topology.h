@@ -44,15 +44,21 @@ struct ModelShape {
   int64_t head_dim = 0;
   int64_t intermediate = 0;  // dense MLP; 0 when every layer has experts
   int64_t vocab = 0;
-  bool tied = false;      // input and output embeddings are one tensor
-  bool qkv_bias = false;  // Qwen2
-  bool qk_norm = false;   // Qwen3
-  int64_t experts = 0;    // 0: dense model
+  bool tied = false;         // input and output embeddings are one tensor
+  bool qkv_bias = false;     // Qwen2
+  bool output_bias = false;  // of attention's output
+  bool mlp_bias = false;
+  bool qk_norm = false;  // Qwen3
+  int64_t experts = 0;   // 0: dense model
   int64_t experts_per_token = 0;
   int64_t moe_intermediate = 0;
 };
 
 int64_t parameter_count(const ModelShape& shape);
+
+// Rows of the embedding and of the head that tp ranks share: padded so that each has a multiple of 8. Padding is no
+// token of anybody: never a target, never sampled, never saved.
+int64_t padded_vocab(int64_t vocab, int64_t tp);
 
 // Shape of a published model by its hub id or directory name ("meta-llama/Llama-3.1-8B-Instruct"), if it is one we
 // know.
