@@ -38,13 +38,14 @@ struct LegalValues {
   std::vector<int64_t> tp, cp, ep, pp, etp;
 };
 
-LegalValues legal_values(int64_t world, int64_t node, const ModelShape* shape) {
+LegalValues legal_values(int64_t world, int64_t node, const ModelShape* shape, const StageOptions& stages) {
   const ModelShape none;
   const ModelShape& model = shape ? *shape : none;
   LegalValues legal;
   legal.tp = common_divisors({world, node, model.heads, model.kv_heads, model.intermediate});
   legal.cp = divisors(world);
-  legal.pp = common_divisors({world, model.layers});
+  legal.pp = divisors(world);
+  if (model.layers > 0) std::erase_if(legal.pp, [&](int64_t pp) { return !stages_fit(model.layers, pp, stages); });
   legal.ep = shape && model.experts == 0 ? std::vector<int64_t>{1} : common_divisors({world, model.experts});
   legal.etp =
       shape && model.experts == 0 ? std::vector<int64_t>{1} : common_divisors({world, node, model.moe_intermediate});
@@ -176,14 +177,18 @@ LayoutReport check_layout(const Layout& layout, const LayoutCheck& check) {
   const int64_t node = check.gpus_per_node > 0 ? std::min(check.gpus_per_node, world) : world;
   const ModelShape none;
   const ModelShape& model = check.shape ? *check.shape : none;
-  const LegalValues legal = legal_values(world, node, check.shape);
+  const LegalValues legal = legal_values(world, node, check.shape, check.stages);
   std::vector<std::string>& errors = report.errors;
 
   check_one("tp", layout.tp, node, "GPUs of a node (tensor parallel ranks must share a node)", legal.tp, errors);
   check_one("tp", layout.tp, model.heads, "attention heads", legal.tp, errors);
   check_one("tp", layout.tp, model.kv_heads, "key/value heads", legal.tp, errors);
   check_one("tp", layout.tp, model.intermediate, "rows of the MLP", legal.tp, errors);
-  check_one("pp", layout.pp, model.layers, "layers", legal.pp, errors);
+  if (check.stages == StageOptions{}) {
+    check_one("pp", layout.pp, model.layers, "layers", legal.pp, errors);
+  } else if (model.layers > 0) {
+    if (std::optional<std::string> error = stage_error(model.layers, layout.pp, check.stages)) errors.push_back(*error);
+  }
   if (check.shape && model.experts == 0) {
     if (layout.ep > 1)
       errors.push_back("ep " + std::to_string(layout.ep) + " for a model without experts; ep must be 1");
@@ -226,7 +231,7 @@ std::vector<Layout> legal_layouts(const LayoutCheck& check) {
   std::vector<Layout> found;
   if (check.world < 1 || check.world > kMaxWorld) return found;
   const int64_t node = check.gpus_per_node > 0 ? std::min(check.gpus_per_node, check.world) : check.world;
-  LegalValues legal = legal_values(check.world, node, check.shape);
+  LegalValues legal = legal_values(check.world, node, check.shape, check.stages);
   if (!check.shape || check.shape->experts == 0) legal.ep = {1};
   for (const int64_t tp : legal.tp) {
     for (const int64_t cp : legal.cp) {

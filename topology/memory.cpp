@@ -7,18 +7,22 @@
 namespace trireme {
 namespace {
 
+constexpr int64_t kHeadRows = 8;  // rows of the head come in multiples of it
+
 struct Params {
   int64_t dense = 0;
   int64_t expert = 0;
 };
 
-// One decoder layer as one rank holds it: heads and MLP rows over TP, experts over EP and ETP, norms and router whole.
-Params layer_params(const ModelShape& m, int64_t tp, int64_t ep, int64_t etp) {
+// One decoder layer as one rank holds it: heads and MLP rows over TP, experts over EP and ETP, norms and router whole,
+// biases of what is summed over TP on its first rank.
+Params layer_params(const ModelShape& m, int64_t tp, int64_t tensor_rank, int64_t ep, int64_t etp) {
   Params p;
   const int64_t q = m.heads * m.head_dim;
   const int64_t kv = m.kv_heads * m.head_dim;
   p.dense += (m.hidden * (q + 2 * kv) + q * m.hidden) / tp;
   if (m.qkv_bias) p.dense += (q + 2 * kv) / tp;
+  if (m.output_bias && tensor_rank == 0) p.dense += m.hidden;
   if (m.qk_norm) p.dense += 2 * m.head_dim;
   p.dense += 2 * m.hidden;
   if (m.experts > 0) {
@@ -26,6 +30,7 @@ Params layer_params(const ModelShape& m, int64_t tp, int64_t ep, int64_t etp) {
     p.expert += m.experts / ep * (3 * m.hidden * m.moe_intermediate / etp);
   } else {
     p.dense += 3 * m.hidden * m.intermediate / tp;
+    if (m.mlp_bias) p.dense += 2 * m.intermediate / tp + (tensor_rank == 0 ? m.hidden : 0);
   }
   return p;
 }
@@ -99,9 +104,11 @@ const std::vector<KnownModel>& known_models() {
 }  // namespace
 
 int64_t parameter_count(const ModelShape& shape) {
-  const Params layer = layer_params(shape, 1, 1, 1);
+  const Params layer = layer_params(shape, 1, 0, 1, 1);
   return shape.layers * (layer.dense + layer.expert) + shape.vocab * shape.hidden * (shape.tied ? 1 : 2) + shape.hidden;
 }
+
+int64_t padded_vocab(int64_t vocab, int64_t tp) { return ceil_div(vocab, kHeadRows * tp) * kHeadRows * tp; }
 
 std::optional<ModelShape> known_model_shape(std::string_view source) {
   while (ends_with(source, "/")) source.remove_suffix(1);
@@ -118,14 +125,15 @@ std::optional<ModelShape> known_model_shape(std::string_view source) {
 
 RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t rank, const MemoryOptions& options) {
   const Coordinates at = coordinates(layout, rank);
-  const LayerRange range = stage_layers(layout, shape.layers, at.pp);
-  const Params layer = layer_params(shape, layout.tp, layout.ep, layout.etp);
+  int64_t layers = 0;
+  for (const Range& piece : stage_pieces(shape.layers, layout.pp, at.pp, options.stages)) layers += piece.size();
+  const Params layer = layer_params(shape, layout.tp, at.tp, layout.ep, layout.etp);
   RankMemory memory;
-  memory.dense_params = layer.dense * (range.end - range.begin);
-  memory.expert_params = layer.expert * (range.end - range.begin);
+  memory.dense_params = layer.dense * layers;
+  memory.expert_params = layer.expert * layers;
   const bool first = at.pp == 0;
   const bool last = at.pp == layout.pp - 1;
-  const int64_t embedding = ceil_div(shape.vocab, layout.tp) * shape.hidden;
+  const int64_t embedding = padded_vocab(shape.vocab, layout.tp) / layout.tp * shape.hidden;
   if (first) memory.dense_params += embedding;
   if (last && !(shape.tied && first)) memory.dense_params += embedding;  // tied with pp > 1: the last stage has a copy
   if (last) memory.dense_params += shape.hidden;                         // final norm
@@ -142,7 +150,7 @@ RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t ra
 
 RankMemory peak_memory(const ModelShape& shape, const Layout& layout, const MemoryOptions& options) {
   RankMemory peak;
-  for (int64_t stage = 0; stage < layout.pp; ++stage) {  // all ranks of a stage hold the same amount
+  for (int64_t stage = 0; stage < layout.pp; ++stage) {  // no rank of a stage holds more than its first
     const RankMemory memory = rank_memory(shape, layout, rank_of(layout, 0, 0, 0, stage), options);
     if (memory.total_bytes() > peak.total_bytes()) peak = memory;
   }

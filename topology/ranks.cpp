@@ -177,11 +177,4 @@ bool inside_node(const Layout& layout, Axis axis, int64_t gpus_per_node) {
   return true;
 }
 
-LayerRange stage_layers(const Layout& layout, int64_t layers, int64_t stage) {
-  TRIREME_CHECK(layers % layout.pp == 0 && stage >= 0 && stage < layout.pp,
-                "stage " + std::to_string(stage) + " of " + std::to_string(layers) + " layers in " + to_string(layout));
-  const int64_t count = layers / layout.pp;
-  return {stage * count, (stage + 1) * count};
-}
-
 }  // namespace trireme

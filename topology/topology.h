@@ -13,6 +13,8 @@
 #include <string_view>
 #include <vector>
 
+#include "topology/stages.h"
+
 namespace trireme {
 
 struct Layout {
@@ -42,15 +44,21 @@ struct ModelShape {
   int64_t head_dim = 0;
   int64_t intermediate = 0;  // dense MLP; 0 when every layer has experts
   int64_t vocab = 0;
-  bool tied = false;      // input and output embeddings are one tensor
-  bool qkv_bias = false;  // Qwen2
-  bool qk_norm = false;   // Qwen3
-  int64_t experts = 0;    // 0: dense model
+  bool tied = false;         // input and output embeddings are one tensor
+  bool qkv_bias = false;     // Qwen2
+  bool output_bias = false;  // of attention's output
+  bool mlp_bias = false;
+  bool qk_norm = false;  // Qwen3
+  int64_t experts = 0;   // 0: dense model
   int64_t experts_per_token = 0;
   int64_t moe_intermediate = 0;
 };
 
 int64_t parameter_count(const ModelShape& shape);
+
+// Rows of the embedding and of the head that tp ranks share: padded so that each has a multiple of 8. Padding is no
+// token of anybody: never a target, never sampled, never saved.
+int64_t padded_vocab(int64_t vocab, int64_t tp);
 
 // Shape of a published model by its hub id or directory name ("meta-llama/Llama-3.1-8B-Instruct"), if it is one we
 // know.
@@ -62,6 +70,7 @@ struct LayoutCheck {
   int64_t world = 0;                  // 0: the layout's own (dp is not checked against it)
   int64_t gpus_per_node = 0;          // processes per node; 0: one node
   const ModelShape* shape = nullptr;  // null: divisibility by the model is not checked
+  StageOptions stages = {};           // how the shape's layers are dealt to the pipeline's stages
 };
 
 struct LayoutReport {
@@ -137,13 +146,6 @@ NodeSlot slot_of(int64_t rank, int64_t gpus_per_node);
 // True if no group of the axis spans two nodes.
 bool inside_node(const Layout& layout, Axis axis, int64_t gpus_per_node);
 
-// Layers [begin, end) of a pipeline stage; `layers` must be divisible by pp.
-struct LayerRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-LayerRange stage_layers(const Layout& layout, int64_t layers, int64_t stage);
-
 // ---- memory ------------------------------------------------------------------------------------------------------
 
 struct MemoryOptions {
@@ -152,6 +154,7 @@ struct MemoryOptions {
   int64_t optimizer_bytes = 12;    // fp32 master, two moments; sliced by ZeRO-1
   bool shard_optimizer = true;     // over dp-cp (dense) and expert-dp (experts)
   bool reference_weights = false;  // a second copy of the weights for the KL term
+  StageOptions stages = {};        // how the layers are dealt to the pipeline's stages
 };
 
 struct RankMemory {

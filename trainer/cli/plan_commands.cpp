@@ -26,6 +26,8 @@ ModelShape shape_of(const ModelConfig& model) {
   shape.vocab = model.vocab_size;
   shape.tied = model.tie_word_embeddings;
   shape.qkv_bias = model.qkv_bias;
+  shape.output_bias = model.output_bias;
+  shape.mlp_bias = model.mlp_bias;
   shape.qk_norm = model.qk_norm;
   return shape;
 }

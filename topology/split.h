@@ -1,0 +1,73 @@
+// What of a dense model a rank holds under tensor and pipeline parallelism: layers, heads, MLP, vocabulary; the slice
+// of a parameter by its Hugging Face name; and the sizes of the rank's own part. Context and data parallel ranks hold
+// the same as each other.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "topology/stages.h"
+#include "topology/topology.h"
+
+namespace trireme {
+
+// Ranges are of the whole model. A rank's query heads are those that read its key heads.
+struct ModelSplit {
+  int64_t tp = 1, tensor_rank = 0;
+  int64_t pp = 1, stage = 0;
+  std::vector<Range> layers;  // of each piece of the stage, ascending
+  Range query_heads, key_heads;
+  Range mlp;    // of the MLP's intermediate rows
+  Range vocab;  // rows of embedding and head, padding included: the last ones may be no tokens
+
+  bool first_stage() const { return stage == 0; }      // has the embedding, before its first piece
+  bool last_stage() const { return stage == pp - 1; }  // has the final norm and the head, behind its last piece
+  bool has_layer(int64_t layer) const;
+};
+// The layout must be legal for the shape, which must have no experts.
+ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});
+
+// Sizes of a rank's own part, made once. Whoever sizes tensors asks these; whoever speaks of the model to a user asks
+// its ModelShape.
+struct LocalShape {
+  int64_t tp = 1;      // outside of attention and MLP a rank has every tp-th row of a micro-batch only
+  int64_t layers = 0;  // of all pieces
+  int64_t hidden = 0;  // whole, as head_dim
+  int64_t head_dim = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t intermediate = 0;
+  int64_t vocab = 0;         // rows of embedding and head that are tokens
+  int64_t padded_vocab = 0;  // and those there are
+  bool embedding = false;    // a first stage's
+  bool head = false;         // a last stage's, with the final norm
+  bool qk_norm = false;
+
+  int64_t query_width() const { return heads * head_dim; }
+  int64_t key_width() const { return kv_heads * head_dim; }
+};
+LocalShape local_shape(const ModelShape& shape, const ModelSplit& split);
+
+struct ModelParameter {
+  std::string name;            // Hugging Face's
+  std::vector<int64_t> shape;  // of the whole model's
+};
+// All of a dense model's, in the model's order: embedding, layers, final norm, head unless it is tied.
+std::vector<ModelParameter> model_parameters(const ModelShape& shape);
+
+struct ParameterSlice {
+  std::vector<int64_t> shape;  // of the whole parameter
+  int64_t dimension = 0;
+  Range range;             // of `dimension`; all of it where the parameter is whole. May be empty: padding only
+  bool alike = false;      // every tensor rank holds the whole: its gradient is a sum over them
+  bool tied_copy = false;  // the last stage's copy of an embedding that the first one has too
+  int64_t elements() const;
+};
+// Nothing where the rank has no part of it: it is another stage's, or a bias of what is summed over tensor ranks, which
+// their first one adds. Error(kInternal) for a name that is no parameter of the model.
+std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const ModelSplit& split, std::string_view name);
+
+}  // namespace trireme
