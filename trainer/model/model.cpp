@@ -9,9 +9,7 @@
 #include <tuple>
 
 #include "base/error.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/gemm/linear.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme {
 
@@ -371,12 +369,10 @@ std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const NormResu
   }
   const at::Tensor attention = trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
   const NormResult inner = add_rms_norm(input.sum, attention, layer.post_norm, config_.rms_norm_eps);
-#ifdef TRIREME_CUDA
   if (context.arena != nullptr && input.sum.is_cuda() && !layer.gate_up_bias.defined()) {
     const at::Tensor product = cuda::gate_up_swiglu(inner.normed, layer.gate_up);
     return {inner.sum, trireme::linear(product, layer.down, layer.down_bias)};
   }
-#endif
   const at::Tensor gate_up = of_norm(inner, layer.post_norm, layer.gate_up, layer.gate_up_bias);
   const at::Tensor active = swiglu_halves(gate_up);
   if (keep != Keep::kCheapAgain || !recompute_.swiglu)

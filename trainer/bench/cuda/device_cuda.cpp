@@ -13,7 +13,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "trainer/bench/cuda/ceilings.h"
-#include "trainer/ops/cuda/device/mapped_memory.h"
+#include "trainer/ops/mapped_memory.h"
 
 namespace trireme::bench {
 namespace {
