@@ -23,9 +23,8 @@
 
 #include "base/error.h"
 #include "trainer/bench/cuda/ceilings.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
-#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme {
 namespace {

@@ -11,9 +11,8 @@
 #include <vector>
 
 #include "tests/gpu/device.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-#include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/ops/cuda/gemm/skinny_gemm.h"
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme::testing {
 

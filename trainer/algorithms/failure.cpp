@@ -8,15 +8,11 @@
 #include <limits>
 #include <new>
 #include <thread>
-#ifdef TRIREME_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
-#endif
 
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/parallel/device.h"
 
 namespace trireme {
 namespace {
@@ -156,13 +152,7 @@ void cause_fault(const Fault& fault, int64_t step, const ParallelContext& contex
       fail_internal("a pebibyte was allocated: " + std::to_string(never.numel()));
     }
     case Fault::Kind::kDeviceHang:
-#ifdef TRIREME_CUDA
-      if (policy.options().device.is_cuda()) {
-        C10_CUDA_CHECK(cudaLaunchHostFunc(
-            c10::cuda::getCurrentCUDAStream().stream(), [](void*) { stand_still(); }, nullptr));
-        return;
-      }
-#endif
+      if (queue_call(policy.options().device, [](void*) { stand_still(); })) return;
       stand_still();
     case Fault::Kind::kHang:
       stand_still();

@@ -6,9 +6,7 @@
 
 #include "base/error.h"
 #include "trainer/model/recomputation.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/gemm/linear.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme {
 
@@ -351,12 +349,10 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-#ifdef TRIREME_CUDA
   if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined()) {
     const at::Tensor active = cuda::gate_up_swiglu(x.value, layer.gate_up);
     return trireme::linear(active, layer.down, layer.down_bias);
   }
-#endif
   const at::Tensor gate_up = product(x, layer.gate_up, layer.gate_up_bias);
   return product(activated(gate_up, again.swiglu), layer.down, layer.down_bias);
 }

@@ -8,12 +8,10 @@
 
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cpu_kernels.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
 #include "trainer/ops/shared_keys.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/attention/attention.h"
-#endif
 
 namespace trireme {
 namespace {
@@ -281,9 +279,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 "attention_packed: starts must go from 0 to the number of tokens");
   for (size_t i = 0; i + 1 < starts.size(); ++i)
     TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
-#ifdef TRIREME_CUDA
   if (q.is_cuda()) return cuda::attention_packed(q, k, v, starts, prefix, scale);
-#endif
   const Shape shape = shape_of(q, k, v, "attention_packed");
   const double factor = softmax_scale(scale, shape);
   if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, prefix, factor);
@@ -305,9 +301,7 @@ at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::
 }
 
 CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device) {
-#ifdef TRIREME_CUDA
   if (device.is_cuda()) return cuda::make_cache_plan(std::move(runs), group, device);
-#endif
   CachePlan plan;
   plan.host_runs = std::move(runs);
   return plan;
@@ -315,9 +309,7 @@ CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device 
 
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
                             const CachePlan& plan, double scale) {
-#ifdef TRIREME_CUDA
   if (q.is_cuda()) return cuda::attention_cached(q, arena_k, arena_v, plan, scale);
-#endif
   const Shape shape = shape_of(q, arena_k, arena_v, "attention_cached");
   TRIREME_CHECK(arena_k.is_contiguous() && arena_v.is_contiguous(), "attention_cached: the arena must be contiguous");
   check_runs(plan.host_runs, q.size(0), arena_k.size(0), "attention_cached");
@@ -354,9 +346,7 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
 
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
                    const CachePlan& plan) {
-#ifdef TRIREME_CUDA
   if (k.is_cuda()) return cuda::append_cached(k, v, arena_k, arena_v, plan);
-#endif
   require_supported("append_cached", k);
   require_same("append_cached", k, arena_k, "the arena");
   check_runs(plan.host_runs, k.size(0), arena_k.size(0), "append_cached");

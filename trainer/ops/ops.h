@@ -23,7 +23,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 at::Tensor linear_again(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                         std::function<at::Tensor()> again);
 
-// How linear computes its forward on CPU. On CUDA other rules hold (cuda/linear.h).
+// How linear computes its forward on CPU. On CUDA other rules hold (cuda_ops.h).
 enum class LinearMode {
   kRows,     // our kernel, one fixed order of additions per output element: exact on every machine. The default.
   kLibrary,  // LibTorch's product with rows padded to at least 16: exact only where linear_rows_are_exact() says so

@@ -10,9 +10,7 @@
 
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cpu_kernels.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/vocabulary/vocabulary.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
@@ -323,23 +321,19 @@ void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::ve
 
 at::Tensor token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                           const LogprobOptions& options) {
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) {
     check_options(options);
     return cuda::token_logprobs(hidden, head, targets, options, false).logprobs;
   }
-#endif
   return logprobs_and_entropy(hidden, head, targets, options, false)[0];
 }
 
 LogprobResult token_logprobs_and_entropy(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                                          const LogprobOptions& options) {
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) {
     check_options(options);
     return cuda::token_logprobs(hidden, head, targets, options, true);
   }
-#endif
   const variable_list both = logprobs_and_entropy(hidden, head, targets, options, true);
   return {both[0], both[1]};
 }
@@ -348,9 +342,7 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
   TRIREME_CHECK(hidden.dim() == 2 && static_cast<int64_t>(rows.size()) == hidden.size(0),
                 "sample_tokens: one SampleRow per row expected");
   for (const SampleRow& row : rows) check_options(row.options);
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) return cuda::sample_tokens(hidden, head, rows);
-#endif
   check_head("sample_tokens", hidden, head);
   const at::NoGradGuard no_grad;
   SampleResult result{std::vector<int64_t>(rows.size()), std::vector<float>(rows.size())};
@@ -359,9 +351,7 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
 }
 
 DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows) {
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) return cuda::sample_tokens_on_device(hidden, head, rows);
-#endif
   fail_user("sample_tokens_on_device has no implementation for " + hidden.device().str() +
             " in this build; use sample_tokens");
 }

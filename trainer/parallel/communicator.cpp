@@ -16,15 +16,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#ifdef TRIREME_CUDA
-#include <ATen/cuda/CUDAEvent.h>
-
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#endif
 
 #include "base/error.h"
 #include "base/log.h"
 #include "trainer/parallel/attendance.h"
+#include "trainer/parallel/device_group.h"
 #include "trainer/parallel/lifeline.h"
 
 namespace trireme {
@@ -159,18 +155,14 @@ bool JobStore::has(const std::string& key) {
 
 struct Communicator::Impl {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
-#ifdef TRIREME_CUDA
   // Made when the first CUDA tensor comes: all ranks call the same operations, and a CPU run needs no NCCL.
-  c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl;
-  std::function<c10::intrusive_ptr<c10d::ProcessGroupNCCL>()> make_nccl;
-#endif
+  c10::intrusive_ptr<c10d::Backend> device;
+  std::function<c10::intrusive_ptr<c10d::Backend>()> make_device;
   c10d::Backend& backend(const at::Tensor& tensor) {
-#ifdef TRIREME_CUDA
     if (tensor.is_cuda()) {
-      if (nccl == nullptr) nccl = make_nccl();
-      return *nccl;
+      if (device == nullptr) device = make_device();
+      return *device;
     }
-#endif
     TRIREME_CHECK(tensor.is_cpu(), "this build has collectives for CPU tensors only");
     return *gloo;
   }
@@ -178,19 +170,17 @@ struct Communicator::Impl {
 
 Communicator::Communicator() = default;
 Communicator::~Communicator() {
-#ifdef TRIREME_CUDA
-  if (impl_ == nullptr || impl_->nccl == nullptr) return;
+  if (impl_ == nullptr || impl_->device == nullptr) return;
   try {
     // After a failure the peers may be gone: nothing to wait for.
     if (std::uncaught_exceptions() > 0) {
-      impl_->nccl->abort();
+      impl_->device->abort();
     } else {
-      impl_->nccl->shutdown();
+      impl_->device->shutdown();
     }
   } catch (const std::exception& error) {
     log_warn("parallel", "group '" + name_ + "' did not end cleanly: " + first_line(error.what()));
   }
-#endif
 }
 
 Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous, Attendance& attendance,
@@ -210,15 +200,11 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
     options->threads = 1;
     auto prefix = c10::make_intrusive<c10d::PrefixStore>("gloo-" + name_, store.impl().scoped);
     impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(prefix, rank_, size_, options);
-#ifdef TRIREME_CUDA
     auto scoped = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name_, store.impl().scoped);
-    impl_->make_nccl = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
-      auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
+    impl_->make_device = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
       // Attendance keeps the deadline and names who is missing; NCCL's watchdog, which aborts, only when that fails.
-      nccl_options->timeout = timeout + Milliseconds(120000);
-      return c10::make_intrusive<c10d::ProcessGroupNCCL>(scoped, rank, size, nccl_options);
+      return make_device_group(scoped, rank, size, timeout + Milliseconds(120000));
     };
-#endif
   });
 }
 
@@ -267,17 +253,13 @@ PendingCollective Communicator::begin(const char* operation, const at::Tensor& t
   const std::string phase = attendance_->phase();
   call(operation, [&] {
     c10d::Backend& backend = impl_->backend(tensor);
-#ifdef TRIREME_CUDA
     if (tensor.is_cuda()) {
-      const auto come = std::make_shared<at::cuda::CUDAEvent>();
-      come->record();
+      std::function<bool()> come = mark_current_stream();
       work = start(backend);
       attendance_->note_queued(
-          place_,
-          {sequence_, operation, phase, [come] { return come->query(); }, [work] { return work->isCompleted(); }});
+          place_, {sequence_, operation, phase, std::move(come), [work] { return work->isCompleted(); }});
       return;
     }
-#endif
     work = start(backend);
   });
   PendingCollective pending;

@@ -13,12 +13,10 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/rollout/cache_size.h"
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/attention/attention.h"
-#endif
 
 namespace trireme {
 
@@ -131,10 +129,8 @@ struct Engine::Impl {
   void allocate();
   void restore();
   void use_rows(int64_t rows);
-#ifdef TRIREME_CUDA
   void allocate_measured();
   int64_t rows_that_fit();
-#endif
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   std::vector<Complete> step(const Engine& engine);
@@ -205,9 +201,7 @@ std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) co
 }
 
 std::unique_ptr<StepRunner> Engine::Impl::make_runner(KvArena& over) const {
-#ifdef TRIREME_CUDA
   if (on_cuda()) return make_device_runner(model, over, options.max_sequences, options.partition);
-#endif
   return make_host_runner(model, over);
 }
 
@@ -217,9 +211,7 @@ void Engine::Impl::use_rows(int64_t rows) {
 }
 
 void Engine::Impl::allocate() {
-#ifdef TRIREME_CUDA
   if (on_cuda() && options.cache_rows == 0) return allocate_measured();
-#endif
   int64_t rows = options.cache_rows;
   if (rows == 0) {
     rows = host_cache_rows(available_memory_bytes(), options.cache_memory_fraction, {row_bytes(), most_rows()});
@@ -232,16 +224,13 @@ void Engine::Impl::allocate() {
 
 void Engine::Impl::restore() {
   int64_t rows = scheduler->options().cache_rows;
-#ifdef TRIREME_CUDA
   if (on_cuda())
     log_debug("rollout", "the cache takes its memory again: " + to_string(device_memory(model.options().device)));
   if (measured_rows > 0) rows = rows_that_fit();
-#endif
   arena->restore(rows + (on_cuda() ? kDeviceScratchRows : 0));
   use_rows(rows);
 }
 
-#ifdef TRIREME_CUDA
 namespace {
 
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
@@ -294,7 +283,6 @@ int64_t Engine::Impl::rows_that_fit() {
   }
   return rows;
 }
-#endif
 
 void Engine::Impl::submit(GroupRequest request) {
   if (arena == nullptr) {
@@ -529,11 +517,9 @@ void Engine::release_cache() {
   impl_->unseen.reset();
   if (impl_->arena != nullptr) impl_->arena->release();
   impl_->stats.cache_rows = 0;
-#ifdef TRIREME_CUDA
   if (impl_->on_cuda())
     log_debug("rollout",
               "the cache has given its memory back: " + to_string(device_memory(impl_->model.options().device)));
-#endif
 }
 
 const EngineOptions& Engine::options() const { return impl_->options; }

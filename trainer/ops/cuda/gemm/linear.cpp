@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/sms.h"
 
