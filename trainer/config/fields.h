@@ -137,12 +137,4 @@ const std::vector<KnownDataset>& known_datasets();
 // By Hub id, or by name whatever its case and hyphens; nullptr: unknown.
 const KnownDataset* find_dataset(const std::string& name);
 
-struct Problem {
-  std::string key, message;
-};
-std::vector<Problem> cross_check(const Config& config);
-// What a configuration asks for and this version lacks, but for splits of the model; a sentence each. Rules across keys
-// do not judge such a configuration: they are those of a run that is possible.
-std::vector<std::string> unsupported_features(const Config& config);
-
 }  // namespace trireme::config

@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
+#include "trainer/config/rules.h"
 #include "trainer/config/tree.h"
 
 namespace trireme {

@@ -3,6 +3,7 @@
 // tag v0.3.0 and of its main branch by scripts/check_recipes.py (docs/recipes.md).
 #include "base/text.h"
 #include "trainer/config/fields.h"
+#include "trainer/config/rules.h"
 
 namespace trireme::config {
 namespace {
@@ -239,6 +240,13 @@ const std::vector<FeatureKey>& feature_keys() {
     return keys;
   }();
   return kKeys;
+}
+
+const FeatureKey* missing_environment(const std::string& name) {
+  for (const auto& key : feature_keys()) {
+    if (key.when == FeatureKey::When::kGrades && key.path == "env." + name) return &key;
+  }
+  return nullptr;
 }
 
 const std::vector<AlgorithmSection>& algorithm_sections() {
