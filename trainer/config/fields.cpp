@@ -32,6 +32,8 @@ Entry add(std::vector<Field>& table, const char* path, FieldRef (*get)(Config&),
 
 constexpr const char* kAll = "1000000000";  // what null stands for where it means "no bound"
 
+// The table by sections, in the order of the page.
+
 void add_grpo(std::vector<Field>& table) {
   KEY(grpo.num_prompts_per_step)("prompts of one rollout").at_least(1);
   KEY(grpo.num_generations_per_prompt)("answers to each prompt: the size of a group").at_least(1);
@@ -89,7 +91,9 @@ void add_grpo(std::vector<Field>& table) {
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
+}
 
+void add_sft(std::vector<Field>& table) {
   KEY(sft.max_num_epochs)("passes over the training data, at most").at_least(1);
   KEY(sft.max_num_steps)("optimizer steps, at most").at_least(0);
   KEY(sft.val_period)("steps between validations; 0 or -1: never").at_least(-1);
@@ -163,6 +167,9 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.random_weights)
   ("for measurements only: policy and reference model have weights drawn with grpo.seed; of policy.model_name's folder "
    "only config.json and the tokenizer are read (trireme init-model --shape NAME --no-weights)");
+}
+
+void add_batching(std::vector<Field>& table) {
   KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
   KEY(policy.dynamic_batching.train_mb_tokens)
   ("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
@@ -184,6 +191,9 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.sequence_packing.share_prompts)
   ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within "
    "rounding");
+}
+
+void add_optimizer(std::vector<Field>& table) {
   KEY(policy.optimizer.name)
   ("AdamW under any of its names")
       .one_of({"torch.optim.AdamW", "AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"});
@@ -195,7 +205,9 @@ void add_policy(std::vector<Field>& table) {
   ("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}; they move once a step of the run (a "
    "rollout with all its optimizer steps), as NeMo-RL's do")
       .null_default();
+}
 
+void add_generation(std::vector<Field>& table) {
   KEY(policy.generation.backend)
   ("one engine serves all; other names are accepted")
       .one_of({"trireme", "vllm", "sglang", "megatron", "trtllm", "dynamo"});
@@ -237,7 +249,9 @@ void add_policy(std::vector<Field>& table) {
   ("devices for generation when not colocated").at_least(0).null_as("0");
   KEY(policy.generation.colocated.resources.num_nodes)
   ("nodes for generation when not colocated").at_least(0).null_as("0");
+}
 
+void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
   KEY(policy.megatron_cfg.tensor_model_parallel_size)("ranks that share each layer").at_least(1);
   KEY(policy.megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1);
@@ -267,6 +281,9 @@ void add_policy(std::vector<Field>& table) {
   ("auxiliary load-balancing loss").one_of({"none", "aux_loss", "seq_aux_loss"});
   KEY(policy.megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
   KEY(policy.megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
+}
+
+void add_megatron_optimizer(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.optimizer.optimizer)("kind of optimizer").one_of({"adam"});
   KEY(policy.megatron_cfg.optimizer.lr)("learning rate").at_least(0);
   KEY(policy.megatron_cfg.optimizer.min_lr)("learning rate at the end of the decay").at_least(0);
@@ -298,7 +315,9 @@ void add_policy(std::vector<Field>& table) {
   ("gradients are summed over ranks bucket by bucket while the backward pass runs; the bits are the same");
   KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
   ("weights are gathered bucket by bucket while the next forward pass runs; the bits are the same");
+}
 
+void add_dtensor(std::vector<Field>& table) {
   KEY(policy.dtensor_cfg.enabled)("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count");
   KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
   KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
@@ -347,7 +366,7 @@ void add_data(std::vector<Field>& table) {
   OURS(env.which.failure_policy)                                                             \
   ("a reward that fails counts 0, leaves its sample out, or stops the run").one_of({"zero", "drop", "error"})
 
-void add_rest(std::vector<Field>& table) {
+void add_env(std::vector<Field>& table) {
   OURS(env.max_failed_share)
   ("the run stops when a reward fails for more than this share of a step's answers").at_least(0).at_most(1);
   OURS(env.startup_timeout_s)
@@ -369,7 +388,9 @@ void add_rest(std::vector<Field>& table) {
   OURS(env.http.ca_file)("PEM file of the authorities that may sign the server's certificate; empty: the system's");
   OURS(env.http.max_batch)("responses in one POST").at_least(1);
   OURS(env.http.max_attempts)("tries of one POST").at_least(1);
+}
 
+void add_logger(std::vector<Field>& table) {
   KEY(logger.log_dir)("folder of the step log, the report and dumps");
   KEY(logger.num_val_samples_to_print)("validation answers shown after each validation").at_least(0);
   KEY(logger.tensorboard_enabled)("write event files for TensorBoard");
@@ -401,7 +422,9 @@ void add_rest(std::vector<Field>& table) {
   OURS(logger.report)("write log_dir/report.html");
   OURS(logger.report_period)("steps between its updates").at_least(1);
   OURS(logger.dump_steps)("steps whose tensors are written to log_dir").at_least(0).null_default();
+}
 
+void add_checkpointing(std::vector<Field>& table) {
   KEY(checkpointing.enabled)("write checkpoints");
   KEY(checkpointing.checkpoint_dir)("their folder");
   KEY(checkpointing.metric_name)
@@ -420,7 +443,9 @@ void add_rest(std::vector<Field>& table) {
   ("GiB of host memory in which a rank keeps what is copied and not written yet; 0: all that its part of a checkpoint "
    "needs, but no more than its share of half of the memory available at the start")
       .at_least(0);
+}
 
+void add_cluster(std::vector<Field>& table) {
   KEY(cluster.gpus_per_node)("devices on each node").at_least(1);
   KEY(cluster.num_nodes)("nodes").at_least(1);
   OURS(cluster.processes)("ranks on each node").from("cluster.gpus_per_node").at_least(1);
@@ -467,11 +492,11 @@ const std::vector<Field>& fields() {
         "the version of NeMo-RL whose defaults the keys of 'Defaults by version' take where the file says nothing")
         .one_of({"v0.3", "main"})
         .from("v0.3 where the file has a key that only v0.3 has (policy.fsdp_offload_enabled), else main");
-    add_grpo(table);
-    add_loss(table);
-    add_policy(table);
-    add_data(table);
-    add_rest(table);
+    for (const auto add_section :
+         {add_grpo, add_sft, add_loss, add_policy, add_batching, add_optimizer, add_generation, add_megatron,
+          add_megatron_optimizer, add_dtensor, add_data, add_env, add_logger, add_checkpointing, add_cluster}) {
+      add_section(table);
+    }
     return table;
   }();
   return kFields;
