@@ -206,8 +206,7 @@ void check_loss(const Config& c, Problems& out) {
     if (l.sequence_level_importance_ratios)
       out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.sequence_level_importance_ratios"});
   }
-  const std::string& type = l.truncated_importance_sampling_type;
-  if (type.empty()) {
+  if (l.truncated_importance_sampling_type == TruncatedImportanceSampling::kNone) {
     for (const auto& [key, value] :
          {std::pair{"loss_fn.truncated_importance_sampling_ratio", l.truncated_importance_sampling_ratio},
           std::pair{"loss_fn.truncated_importance_sampling_ratio_min", l.truncated_importance_sampling_ratio_min}}) {
@@ -219,7 +218,8 @@ void check_loss(const Config& c, Problems& out) {
     }
     if (!l.truncated_importance_sampling_ratio) {
       out.push_back({"loss_fn.truncated_importance_sampling_type",
-                     "'" + type + "' needs loss_fn.truncated_importance_sampling_ratio"});
+                     std::string("'") + name_of(l.truncated_importance_sampling_type) +
+                         "' needs loss_fn.truncated_importance_sampling_ratio"});
     }
   }
   if (l.truncated_importance_sampling_ratio && l.truncated_importance_sampling_ratio_min &&

@@ -2,7 +2,8 @@
 //
 // A Config comes from load_config (files, overrides; validated) or is filled in by code and then passed to
 // derive_defaults. Fields whose comment says "derived" hold kDerived (numbers) or are empty (text) until then.
-// One table (fields.cpp) drives parsing, printing and docs/configuration.md: a new field is added here and there.
+// One table (fields.cpp) drives parsing, printing and docs/configuration.md: a new field is added here and there. What
+// a folder beside this one is told as it stands in a file is declared once, in trainer/options, and held here.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "trainer/options/loss.h"
 
 namespace trireme {
 
@@ -87,26 +90,6 @@ struct SftConfig {
   bool val_at_end = false;
   std::optional<double> stop_at_validation_loss;  // (ours) early stopping
   int64_t seed = 42;
-};
-
-struct LossConfig {
-  double reference_policy_kl_penalty = 0.01;                                        // 0: no KL term, no reference model
-  std::string reference_policy_kl_type = "k3";                                      // k1 | k2 | k3
-  std::optional<double> kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0;  // v0.3: none
-  bool kl_score_function_gradient = true;  // (ours) false: v0.3's gradient; true: with the score-function term
-  double ratio_clip_min = 0.2, ratio_clip_max = 0.2;
-  std::optional<double> ratio_clip_c;  // dual clip, > 1
-  bool use_on_policy_kl_approximation = false;
-  bool use_importance_sampling_correction = false;
-  std::string truncated_importance_sampling_type;  // "" | tis | icepop | seq-mask-tis
-  std::optional<double> truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min;
-  bool sequence_level_importance_ratios = false;  // GSPO
-  bool token_level_loss = true;
-  bool force_on_policy_ratio = false;
-  bool use_kl_in_reward = false;
-  bool use_cispo = false;
-  bool disable_ppo_ratio = false;  // REINFORCE
-  double positive_example_nll_weight = 0.0;
 };
 
 struct TokenizerConfig {
@@ -393,7 +376,7 @@ struct Config {
   std::string compatibility;       // (ours) v0.3 | main: whose defaults differing keys take; derived: main
   GrpoConfig grpo;
   SftConfig sft;
-  LossConfig loss_fn;
+  LossOptions loss_fn;
   CheckpointingConfig checkpointing;
   PolicyConfig policy;
   DataConfig data;

@@ -1,5 +1,6 @@
 #include "trainer/config/fields.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 
@@ -8,10 +9,13 @@
 namespace trireme::config {
 namespace {
 
-#define KEY(member) add(table, #member, [](Config& c) -> FieldRef { return &c.member; })
+FieldRef reference(auto& member) { return &member; }
+FieldRef reference(Named auto& member) { return ChoiceRef(&member); }
+
+#define KEY(member) add(table, #member, [](Config& c) { return reference(c.member); })
 #define OURS(member) \
   add(               \
-      table, #member, [](Config& c) -> FieldRef { return &c.member; }, true)
+      table, #member, [](Config& c) { return reference(c.member); }, true)
 
 struct Entry {
   Field* field;
@@ -26,6 +30,10 @@ Entry add(std::vector<Field>& table, const char* path, FieldRef (*get)(Config&),
   field.path = path;
   field.get = get;
   field.ours = ours;
+  Config defaults;
+  const FieldRef ref = get(defaults);
+  if (const auto* choice = std::get_if<ChoiceRef>(&ref))
+    field.choices.assign(choice->names.begin(), choice->names.end());
   table.push_back(std::move(field));
   return Entry{&table.back()};
 }
@@ -109,7 +117,7 @@ void add_sft(std::vector<Field>& table) {
 void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.reference_policy_kl_penalty)
   ("weight of the KL to the reference model; 0: no reference model").at_least(0);
-  KEY(loss_fn.reference_policy_kl_type)("estimator of the KL").one_of({"k1", "k2", "k3"});
+  KEY(loss_fn.reference_policy_kl_type)("estimator of the KL");
   KEY(loss_fn.kl_input_clamp_value)("clamp of the log-ratio; null: none").above(0);
   KEY(loss_fn.kl_output_clamp_value)("clamp of the estimate; null: none").above(0);
   OURS(loss_fn.kl_score_function_gradient)
@@ -121,7 +129,6 @@ void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.use_importance_sampling_correction)("weight tokens by exp(training - generation log-prob)");
   KEY(loss_fn.truncated_importance_sampling_type)
   ("what happens to weights out of range; tis where a file sets only the range, as NeMo-RL v0.4 and v0.5 meant it")
-      .one_of({"", "tis", "icepop", "seq-mask-tis"})
       .null_default();
   KEY(loss_fn.truncated_importance_sampling_ratio)("upper end of that range").above(0);
   KEY(loss_fn.truncated_importance_sampling_ratio_min)("lower end of that range; null: 0").at_least(0);
@@ -480,6 +487,13 @@ std::string scheduler_text(const SchedulerConfig& scheduler) {
 
 }  // namespace
 
+bool ChoiceRef::set(const std::string& name) const {
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) return false;
+  set_(at_, static_cast<size_t>(found - names.begin()));
+  return true;
+}
+
 const std::vector<Field>& fields() {
   static const std::vector<Field> kFields = [] {
     std::vector<Field> table;
@@ -531,9 +545,9 @@ const std::vector<AliasKey>& alias_keys() {
 }
 
 const char* type_name(const FieldRef& ref) {
-  static const char* const kNames[] = {"true or false", "an integer",          "a number",          "a number or null",
-                                       "text",          "a list of integers",  "a list of numbers", "a list of texts",
-                                       "a mapping",     "a list of schedulers"};
+  static const char* const kNames[] = {
+      "true or false",     "an integer",      "a number",  "a number or null",     "text", "a list of integers",
+      "a list of numbers", "a list of texts", "a mapping", "a list of schedulers", "text"};
   return kNames[ref.index()];
 }
 
@@ -555,6 +569,7 @@ std::string flow_text(const FieldRef& ref) {
       return v->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     }
     std::string operator()(SchedulerConfig* v) const { return scheduler_text(*v); }
+    std::string operator()(const ChoiceRef& v) const { return quote(v.name()); }
   };
   return std::visit(Visitor{}, ref);
 }
