@@ -118,17 +118,6 @@ std::vector<RewardOptions> reward_options(const Config& config, const RewardPlac
   return all;
 }
 
-RewardScaling reward_scaling(const Config& config) {
-  const RewardScalingConfig& c = config.grpo.reward_scaling;
-  return {c.enabled, c.source_min, c.source_max, c.target_min, c.target_max};
-}
-
-RewardShaping reward_shaping(const Config& config) {
-  const RewardShapingConfig& c = config.grpo.reward_shaping;
-  return {c.enabled, c.overlong_buffer_length, c.overlong_buffer_penalty, c.max_response_length,
-          c.stop_properly_penalty_coef};
-}
-
 double reward_kl_penalty(const Config& config) {
   return config.loss_fn.use_kl_in_reward ? config.loss_fn.reference_policy_kl_penalty : 0;
 }
@@ -140,19 +129,6 @@ bool needs_reference(const Config& config) {
 LossOptions loss_options(const Config& config) {
   LossOptions o = config.loss_fn;
   if (config.grpo.skip_reference_policy_logprobs_calculation || o.use_kl_in_reward) o.reference_policy_kl_penalty = 0;
-  return o;
-}
-
-AdvantageOptions advantage_options(const Config& config) {
-  AdvantageOptions o;
-  o.estimator = config.grpo.adv_estimator.name == "reinforce_plus_plus" ? AdvantageEstimator::kReinforcePlusPlus
-                                                                        : AdvantageEstimator::kGrpo;
-  o.normalize_rewards = config.grpo.normalize_rewards;
-  o.use_leave_one_out_baseline = config.grpo.use_leave_one_out_baseline;
-  o.unbiased_std = !config.grpo.biased_group_std;
-  o.minus_baseline = config.grpo.adv_estimator.minus_baseline;
-  o.clip_low = config.grpo.advantage_clip_low;
-  o.clip_high = config.grpo.advantage_clip_high;
   return o;
 }
 

@@ -139,7 +139,7 @@ void check_recompute(const Config& c, Problems& out) {
 
 void check_grpo(const Config& c, Problems& out) {
   const auto& g = c.grpo;
-  const bool group_baseline = g.adv_estimator.name == "grpo" || g.adv_estimator.minus_baseline;
+  const bool group_baseline = g.adv_estimator.name == AdvantageEstimator::kGrpo || g.adv_estimator.minus_baseline;
   if (g.num_generations_per_prompt < 2 && group_baseline) {
     out.push_back(
         {"grpo.num_generations_per_prompt", "a group of 1 has no baseline, so every advantage is 0; set at least 2"});
@@ -169,7 +169,7 @@ void check_grpo(const Config& c, Problems& out) {
   }
   if (g.early_gradients) {
     const char* why =
-        g.adv_estimator.name == "reinforce_plus_plus"
+        g.adv_estimator.name == AdvantageEstimator::kReinforcePlusPlus
             ? "cannot be used where advantages are whitened over the whole batch"
         : g.use_dynamic_sampling ? "cannot be used with dynamic sampling, which decides late what a batch is"
         : g.shuffle_rewards      ? "cannot be used with grpo.shuffle_rewards"
@@ -227,7 +227,7 @@ void check_loss(const Config& c, Problems& out) {
     out.push_back(
         {"loss_fn.truncated_importance_sampling_ratio_min", "is above loss_fn.truncated_importance_sampling_ratio"});
   }
-  if (l.use_kl_in_reward && c.grpo.adv_estimator.name != "reinforce_plus_plus") {
+  if (l.use_kl_in_reward && c.grpo.adv_estimator.name != AdvantageEstimator::kReinforcePlusPlus) {
     out.push_back({"loss_fn.use_kl_in_reward",
                    "needs grpo.adv_estimator.name reinforce_plus_plus; the grpo estimator has no reward of a token, so "
                    "that the KL would be neither in the rewards nor in the loss"});

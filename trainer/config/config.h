@@ -15,46 +15,24 @@
 #include <string>
 #include <vector>
 
+#include "trainer/options/advantages.h"
 #include "trainer/options/loss.h"
 
 namespace trireme {
 
 inline constexpr int64_t kDerived = -1;
 
-struct RewardShapingConfig {
-  bool enabled = false;
-  int64_t overlong_buffer_length = 128;
-  double overlong_buffer_penalty = 1.0;
-  int64_t max_response_length = kDerived;  // derived: policy.max_total_sequence_length
-  std::optional<double>
-      stop_properly_penalty_coef;  // set: truncated rewards are multiplied by it (instead of overlong)
-};
-
-struct RewardScalingConfig {
-  bool enabled = false;
-  double source_min = 0.0, source_max = 1.0, target_min = 0.0, target_max = 1.0;
-};
-
-struct AdvEstimatorConfig {
-  std::string name = "grpo";  // grpo | reinforce_plus_plus
-  bool minus_baseline = true;
-};
-
 struct AsyncGrpoConfig {
   bool enabled = false;
   int64_t max_trajectory_age_steps = 1;
 };
 
-struct GrpoConfig {
+struct GrpoConfig : AdvantageOptions {
   int64_t num_prompts_per_step = 32;
   int64_t num_generations_per_prompt = 16;
   int64_t max_rollout_turns = 1;
   int64_t max_num_epochs = 1;
   int64_t max_num_steps = 1000000;
-  bool normalize_rewards = true;
-  bool use_leave_one_out_baseline = true;
-  bool biased_group_std = false;  // (ours) true: v0.3's biased standard deviation, and its default
-  std::optional<double> advantage_clip_low, advantage_clip_high;
   int64_t val_period = 10;  // 0: never
   int64_t val_start_at = -1;
   bool val_at_start = false;
@@ -69,9 +47,8 @@ struct GrpoConfig {
   bool use_dynamic_sampling = false;
   int64_t dynamic_sampling_max_gen_batches = 10;
   double batch_multiplier = 1.0;
-  RewardShapingConfig reward_shaping;
-  RewardScalingConfig reward_scaling;
-  AdvEstimatorConfig adv_estimator;
+  RewardShaping reward_shaping{.max_response_length = kDerived};  // derived: policy.max_total_sequence_length
+  RewardScaling reward_scaling;
   bool skip_reference_policy_logprobs_calculation = false;
   std::optional<double> seq_logprob_error_threshold;
   bool early_gradients = false;  // (ours) gradients of whole groups while the last answers are generated

@@ -48,8 +48,9 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   const auto& d = c.policy.dtensor_cfg;
   const auto& m = c.policy.megatron_cfg;
   refuse(c.grpo.max_rollout_turns > 1, "grpo.max_rollout_turns", std::to_string(c.grpo.max_rollout_turns) + " turns");
-  refuse(c.grpo.adv_estimator.name == "gdpo", "grpo.adv_estimator.name", "an advantage of each reward (GDPO)");
-  refuse(c.grpo.adv_estimator.name == "opd", "grpo.adv_estimator.name", "on-policy distillation");
+  refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kGdpo, "grpo.adv_estimator.name",
+         "an advantage of each reward (GDPO)");
+  refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kOpd, "grpo.adv_estimator.name", "on-policy distillation");
   refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
   refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
          "generation on devices of its own");
