@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "trainer/options/advantages.h"
+#include "trainer/options/data.h"
 #include "trainer/options/loss.h"
 
 namespace trireme {
@@ -231,27 +232,21 @@ struct PolicyConfig {
   DtensorConfig dtensor_cfg;
 };
 
-struct DatasetConfig {
+struct DatasetConfig : RowLayout {
   std::string dataset_name;          // a name of known_datasets(), or anything with data_path
   std::string data_path;             // a file, a folder or a pattern
   std::vector<std::string> mixture;  // (ours) "WEIGHT SOURCE" each, instead of the two
-  std::string format = "auto";       // (ours) auto | jsonl | parquet
-  std::string input_key;             // derived: by dataset_name; else empty: found from the columns
-  std::string output_key;            // derived: likewise
   std::string split = "train";
-  std::string prompt_file, system_prompt_file;
   std::string env_name;                 // empty: every enabled env, weighted; else only that one
   double split_validation_size = 0.05;  // of train, held out when validation names no data; rows when >= 1
   int64_t seed = 42;                    // of the hold-out split
 };
 
-struct DataConfig {
-  int64_t max_input_seq_length = kDerived;  // derived: policy.max_total_sequence_length; longer prompts are skipped
-  bool shuffle = true;
-  int64_t seed = kDerived;           // (ours) derived: grpo.seed or sft.seed
-  int64_t max_bad_lines = 0;         // (ours) malformed lines that may be skipped
-  bool fail_on_long_prompt = false;  // (ours)
-  bool apply_chat_template = true;   // (ours) false: prompts are used as they stand in the file
+struct DataConfig : PromptOptions {
+  DataConfig() {
+    max_input_seq_length = kDerived;  // derived: policy.max_total_sequence_length; longer prompts are skipped
+    seed = kDerived;                  // derived: grpo.seed or sft.seed
+  }
   DatasetConfig train;
   DatasetConfig validation;  // data_path empty: split from train
 };
