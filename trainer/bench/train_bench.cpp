@@ -123,7 +123,8 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   }
   const double global_tokens = static_cast<double>(scored * ranks);
   const double global_sequences = static_cast<double>(options.sequences * options.micro_batches * ranks);
-  const LossOptions loss;
+  LossOptions loss;
+  loss.kl_score_function_gradient = false;  // as in the results there are
   const LogprobOptions distribution;
   int64_t reduced_early = 0;
 

@@ -227,7 +227,7 @@ TEST(LogprobBits, AreComparedWhereTheWeightsAreThoseThatSampled) {
 }
 
 void kl_in_reward(Config& c) {
-  c.grpo.adv_estimator.name = "reinforce_plus_plus";
+  c.grpo.adv_estimator.name = AdvantageEstimator::kReinforcePlusPlus;
   c.grpo.overlong_filtering = true;
   c.grpo.advantage_clip_high = 1.5;
   c.loss_fn.use_kl_in_reward = true;

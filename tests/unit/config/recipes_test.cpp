@@ -217,13 +217,13 @@ TEST(RecipeText, ModelsAndDataSetsThatAreNotHereAreNamed) {
 
 TEST(RecipeText, ATruncationRangeWithoutATypeTruncatesOrIsAnError) {
   const std::string on = "loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2";
-  EXPECT_EQ(load_config_text(on + "}\n").loss_fn.truncated_importance_sampling_type, "tis");  // v0.4, v0.5
-  EXPECT_EQ(load_config_text(on + ", truncated_importance_sampling_type: icepop}\n")
-                .loss_fn.truncated_importance_sampling_type,
-            "icepop");
-  EXPECT_EQ(
-      load_config_text(on + ", truncated_importance_sampling_type: ''}\n").loss_fn.truncated_importance_sampling_type,
-      "tis");  // as older checkpoints print a run's configuration
+  const auto type = [](const std::string& text) {
+    return load_config_text(text).loss_fn.truncated_importance_sampling_type;
+  };
+  EXPECT_EQ(type(on + "}\n"), TruncatedImportanceSampling::kTis);  // v0.4, v0.5
+  EXPECT_EQ(type(on + ", truncated_importance_sampling_type: icepop}\n"), TruncatedImportanceSampling::kIcepop);
+  EXPECT_EQ(type(on + ", truncated_importance_sampling_type: ''}\n"),
+            TruncatedImportanceSampling::kTis);  // as older checkpoints print a run's configuration
   EXPECT_THAT(
       load_error(on + ", truncated_importance_sampling_type: null}\n"),
       HasSubstr("loss_fn.truncated_importance_sampling_ratio: needs loss_fn.truncated_importance_sampling_type"));
@@ -231,9 +231,7 @@ TEST(RecipeText, ATruncationRangeWithoutATypeTruncatesOrIsAnError) {
               HasSubstr("needs loss_fn.use_importance_sampling_correction"));
   EXPECT_THAT(load_error("loss_fn: {truncated_importance_sampling_ratio_min: 0.5}\n"),
               HasSubstr("loss_fn.truncated_importance_sampling_ratio_min: needs"));
-  EXPECT_EQ(load_config_text("loss_fn: {truncated_importance_sampling_ratio: null}\n")
-                .loss_fn.truncated_importance_sampling_type,
-            "");
+  EXPECT_EQ(type("loss_fn: {truncated_importance_sampling_ratio: null}\n"), TruncatedImportanceSampling::kNone);
 }
 
 TEST(RecipeText, RecomputationCountsWhereItIsSwitchedOn) {
