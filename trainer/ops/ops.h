@@ -194,6 +194,11 @@ struct LogprobResult {
 LogprobResult token_logprobs_and_entropy(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                                          const LogprobOptions& options);
 
+// The same of logits [rows, vocab] that are there whole, as a head that is split over ranks gathers them; the gradient
+// comes back in their dtype. CPU only. `with_entropy` false: entropy is empty.
+LogprobResult logprobs_of_logits(const at::Tensor& logits, const at::Tensor& targets, const LogprobOptions& options,
+                                 bool with_entropy);
+
 // Names one random draw: same key, same number, whatever the batch, rank or order.
 struct SampleKey {
   uint64_t seed = 0;

@@ -81,6 +81,18 @@ struct GatherRows final : public Function<GatherRows> {
   }
 };
 
+struct ShareRows final : public Function<ShareRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& own, int64_t group) {
+    keep_group(*context, group);
+    return gather(group_at(group), own);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const Communicator& group = group_of(*context);
+    const int64_t rows = gradients[0].size(0) / group.size();
+    return {gradients[0].narrow(0, rows * group.rank(), rows).contiguous(), {}};
+  }
+};
+
 struct SumToRows final : public Function<SumToRows> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& partial, int64_t group) {
     keep_group(*context, group);
@@ -124,6 +136,10 @@ at::Tensor ordered_sum(const at::Tensor& parts) {
 
 at::Tensor gather_rows(Communicator& group, const at::Tensor& own) {
   return group.size() == 1 ? own : GatherRows::apply(own, handle(group));
+}
+
+at::Tensor share_rows(Communicator& group, const at::Tensor& own) {
+  return group.size() == 1 ? own : ShareRows::apply(own, handle(group));
 }
 
 at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial) {

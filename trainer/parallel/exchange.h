@@ -23,6 +23,9 @@ namespace trireme {
 // [n, ...] of each rank -> [size * n, ...]: the ranks' rows in their order. Backward: sum_to_rows.
 at::Tensor gather_rows(Communicator& group, const at::Tensor& own);
 
+// The same, where what follows is computed alike on all ranks. Backward: the own rows of the gradient, as they are.
+at::Tensor share_rows(Communicator& group, const at::Tensor& own);
+
 // [size * n, ...] partial sums of each rank -> [n, ...]: rank r gets the sums of rows [r * n, (r + 1) * n).
 // Backward: gather_rows.
 at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial);

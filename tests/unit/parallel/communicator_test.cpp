@@ -10,29 +10,14 @@
 #include "base/error.h"
 #include "base/sigpipe.h"
 #include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/parallel/attendance.h"
 #include "trainer/parallel/context.h"
 
 namespace trireme {
 namespace {
 
-// Runs body(rank) on a thread per rank; returns what each threw.
-std::vector<std::string> on_ranks(int world, const std::function<void(int)>& body) {
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  ignore_sigpipe();  // as cli_main does: Gloo writes to connections whose other end may have gone
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank);
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
-}
+using test::on_ranks;
 
 RankGroup everybody(int world) {
   RankGroup group{"dp", {}};

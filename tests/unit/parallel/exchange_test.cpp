@@ -4,37 +4,18 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <csignal>
 #include <functional>
-#include <thread>
 
-#include "tests/unit/parallel/listening.h"
-#include "trainer/parallel/context.h"
+#include "tests/unit/parallel/ranks.h"
 
 namespace trireme {
 namespace {
 
 // Runs body(group, rank) on a thread per rank of one tensor group.
 void on_tensor_ranks(int world, const std::function<void(Communicator&, int)>& body) {
-  std::signal(SIGPIPE, SIG_IGN);
-  ListeningPort port;
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        Layout layout;
-        layout.tp = world;
-        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
-        body(context.tensor_parallel(), rank);
-        context.world().barrier();
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  Layout layout;
+  layout.tp = world;
+  test::on_layout(layout, [&](ParallelContext& context) { body(context.tensor_parallel(), context.rank()); });
 }
 
 at::Tensor values(int rank, int64_t rows, int64_t width, at::ScalarType dtype) {
@@ -110,6 +91,9 @@ TEST(Exchange, GradientsAreThoseOfOneRank) {
     const at::Tensor whole = sum_rows(group, part);
     const auto gradient = torch::autograd::grad({(whole * 3).sum()}, {part});
     EXPECT_TRUE(at::equal(gradient[0], at::full_like(part, 3)));
+    const at::Tensor shared = share_rows(group, part);
+    const auto of_own = torch::autograd::grad({(shared * (at::arange(kWorld * kOwn).view({-1, 1}) + 1)).sum()}, {part});
+    EXPECT_TRUE(at::equal(of_own[0].select(1, 0), (at::arange(kOwn) + rank * kOwn + 1).to(at::kDouble)));
   });
 }
 
