@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/algorithms/policy_trainer.h"
-#include "trainer/algorithms/rollouts.h"
+#include "trainer/algorithms/step_results.h"
 #include "trainer/batch/sample.h"
 #include "trainer/telemetry/rollout_log.h"
 #include "trainer/tokenizer/tokenizer.h"
