@@ -20,7 +20,8 @@ struct RewardShaping {
   int64_t overlong_buffer_length = 128;
   double overlong_buffer_penalty = 1;
   int64_t max_response_length = 0;
-  std::optional<double> stop_properly_penalty_coef;  // truncated answers: reward *= coef, instead of the overlong rule
+  std::optional<double>
+      stop_properly_penalty_coef;  // truncated responses: reward *= coef, instead of the overlong rule
 };
 
 // DAPO's overlong shaping (Yu et al. 2025, equation 13, not floored as in NeMo-RL), or the stop-properly rule.
@@ -37,7 +38,7 @@ struct AdvantageOptions {
   std::optional<double> clip_low, clip_high;
 };
 
-// One group of n answers to one prompt -> n advantages. Groups whose rewards are all equal give zeros.
+// One group of n responses to one prompt -> n advantages. Groups whose rewards are all equal give zeros.
 // GRPO: b_i = mean of the others, std_i of the others (leave one out), A_i = (r_i - b_i) / (std_i + 1e-6) where std_i >
 // 0.
 std::vector<double> group_advantages(const std::vector<double>& rewards, const AdvantageOptions& options);
