@@ -30,12 +30,12 @@ struct DataOptions {
   std::string format = "auto";      // auto (by the file's first bytes) | jsonl | parquet
   // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from a source's first
   // row (messages; question/answer; problem/answer; input/output). An input_key that holds an array is read as OpenAI
-  // messages. Empty output_key with a set input_key: no gold answer.
+  // messages. Empty output_key with a set input_key: no gold.
   std::string input_key, output_key;
   std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
   std::string system_prompt_file;    // empty: no system message
   int64_t max_input_seq_length = 0;  // prompt tokens; 0: no limit
-  int64_t max_total_length = 0;      // tokens of prompt and answer, 0: no limit; a prompt that fills it is too long
+  int64_t max_total_length = 0;      // tokens of prompt and response, 0: no limit; a prompt that fills it is too long
   bool fail_on_long_prompt = false;  // a longer prompt is an Error; else it is skipped and counted
   bool shuffle = true;
   int64_t seed = 42;                 // of the order of rows
@@ -55,9 +55,9 @@ struct PromptExample {
   int64_t index = 0;  // row in the file (line - 1), rows of the files before it counted
   std::string prompt_text;
   std::vector<int32_t> prompt;
-  std::string gold;      // the answer to grade against; after "####" when the output's last line starts so
+  std::string gold;      // what is right, to grade against; after "####" when the output's last line starts so
   nlohmann::json extra;  // the row's other columns
-  // SFT only: the tokens after the prompt, the end-of-answer token included, and 1 where the loss counts (0: user turns
+  // SFT only: the tokens after the prompt, the end token included, and 1 where the loss counts (0: user turns
   // in a conversation of several turns).
   std::vector<int32_t> response;
   std::vector<uint8_t> response_mask;
@@ -101,7 +101,7 @@ class Dataset final {
   void choose_split();
   nlohmann::ordered_json prompt_messages(const Row& row) const;
   std::string raw_prompt(const Row& row) const;
-  // Prompt text, and for SFT the text after it: one segment per answer and per stretch between answers.
+  // Prompt text, and for SFT the text after it: one segment per response and per stretch between them.
   std::string render(const Row& row, std::vector<Segment>* completion) const;
   std::optional<PromptExample> tokenize(Row row, const std::string& where) const;
   void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
@@ -116,7 +116,7 @@ class Dataset final {
   std::vector<int64_t> held_out_;  // rows of the validation split, ascending
   std::vector<int64_t> source_sizes_;
   int64_t size_ = 0;
-  mutable std::atomic<bool> warned_last_answer_{false};
+  mutable std::atomic<bool> warned_last_response_{false};
 };
 
 // Walks a Dataset for ever, epoch after epoch, each epoch in an order that depends on (seed, epoch) only. Every rank
