@@ -77,6 +77,96 @@ inline at::Tensor guarded(const at::Tensor& x, const at::Tensor& weight, const a
   return y;
 }
 
+// The shapes of weights of Llama 8B and Qwen3 1.7B, but for the latter's head, and odd ones.
+inline const std::vector<Shape> kShapes = {{6144, 4096}, {4096, 4096}, {28672, 4096}, {4096, 14336}, {128256, 4096},
+                                           {4096, 2048}, {2048, 2048}, {12288, 2048}, {2048, 6144},  {1536, 1536},
+                                           {200, 512},   {8, 64},      {1000, 192}};
+
+// What follows is the same for both kernels. A Kernel has Plan, plans(args), launch(args, plan, stream), text(plan),
+// and fewest_blocks(plan): the same plan with every tile behind another.
+
+template <class Kernel>
+at::Tensor by_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                   const typename Kernel::Plan& plan, bool swiglu, int64_t* outside) {
+  return guarded(
+      x, weight, bias, swiglu,
+      [&](const cuda::SkinnyGemmArgs& args, cudaStream_t stream) { return Kernel::launch(args, plan, stream); },
+      outside);
+}
+
+// Every plan for the first rows of x, so many each time, has the bits of `whole` and writes nothing else.
+template <class Kernel>
+void expect_bits_of_every_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                               const at::Tensor& whole, const std::vector<int64_t>& row_counts, bool swiglu,
+                               bool fewest_blocks_too, size_t* tried = nullptr) {
+  for (const int64_t rows : row_counts) {
+    const at::Tensor part = x.narrow(0, 0, rows);
+    const auto plans = Kernel::plans(args_of(part, weight, bias, whole, swiglu));
+    EXPECT_FALSE(plans.empty());
+    for (typename Kernel::Plan plan : plans) {
+      for (int turn = 0; turn < (fewest_blocks_too ? 2 : 1); ++turn) {
+        if (turn == 1) Kernel::fewest_blocks(plan);
+        int64_t outside = -1;
+        const at::Tensor y = by_plan<Kernel>(part, weight, bias, plan, swiglu, &outside);
+        ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0)
+            << rows << " rows of " << x.sizes() << " by " << weight.sizes() << ": " << Kernel::text(plan);
+        ASSERT_EQ(outside, 0) << Kernel::text(plan);
+        if (tried != nullptr) ++*tried;
+      }
+    }
+  }
+}
+
+template <class Kernel>
+void expect_bits_of_every_plan(int64_t most_rows, const std::vector<int64_t>& row_counts) {
+  const at::NoGradGuard no_grad;
+  seed_gpu(3);
+  size_t tried = 0;
+  for (const auto& [out, in] : {Shape{1704, 1024}, Shape{200, 512}, Shape{5000, 320}}) {
+    const at::Tensor x = gpu_randn({most_rows, in}), weight = gpu_randn({out, in}, 0.05), bias = gpu_randn({out});
+    const at::Tensor whole = by_library(x, weight, bias);
+    ASSERT_NO_FATAL_FAILURE(expect_bits_of_every_plan<Kernel>(x, weight, bias, whole, row_counts, false, true, &tried));
+  }
+  EXPECT_GT(tried, 1000u);
+}
+
+template <class Kernel>
+void expect_unfused_bits_of_every_fused_plan(int64_t most_rows, const std::vector<int64_t>& row_counts,
+                                             bool fewest_blocks_too) {
+  const at::NoGradGuard no_grad;
+  seed_gpu(4);
+  for (const auto& [width, in] : {Shape{856, 1024}, Shape{104, 512}}) {
+    const at::Tensor x = gpu_randn({most_rows, in}, 2.0), weight = gpu_randn({2 * width, in}, 0.1);
+    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_bits_of_every_plan<Kernel>(x, weight, {}, whole, row_counts, true, fewest_blocks_too));
+  }
+}
+
+// gate_up_swiglu, whatever it chooses up to `limit` rows, over the layers of real models.
+inline void expect_unfused_bits_of_real_shapes(int64_t limit, int64_t most_rows,
+                                               const std::vector<int64_t>& row_counts) {
+  const at::NoGradGuard no_grad;
+  seed_gpu(5);
+  for (const auto& [width, in] : {Shape{14336, 4096}, Shape{6144, 2048}, Shape{12288, 4096}}) {
+    const at::Tensor x = gpu_randn({most_rows, in}), weight = gpu_randn({2 * width, in}, 0.03);
+    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
+    const Limit most(limit);
+    for (const int64_t rows : row_counts) {
+      EXPECT_EQ(differing(cuda::gate_up_swiglu(x.narrow(0, 0, rows), weight), whole.narrow(0, 0, rows)), 0)
+          << rows << " rows, width " << width;
+    }
+  }
+}
+
+// Whether the first plan for the arguments, changed, is refused.
+template <class Kernel>
+bool refused(const cuda::SkinnyGemmArgs& args, const std::function<void(typename Kernel::Plan&)>& change) {
+  typename Kernel::Plan plan = Kernel::plans(args).front();
+  change(plan);
+  return Kernel::launch(args, plan, c10::cuda::getCurrentCUDAStream().stream()) == cudaErrorInvalidValue;
+}
+
 // Weights of layers without attention. GEMMs follow one another, each reading what the one before wrote, twice
 // straight after one another and once behind another short kernel.
 struct GemmLayers {

@@ -14,7 +14,7 @@ double scale_reward(double reward, const RewardScaling& scaling);
 // DAPO's overlong shaping (Yu et al. 2025, equation 13, not floored as in NeMo-RL), or the stop-properly rule.
 double shape_reward(double reward, int64_t response_length, bool truncated, const RewardShaping& shaping);
 
-// One group of n answers to one prompt -> n advantages. Groups whose rewards are all equal give zeros.
+// One group of n responses to one prompt -> n advantages. Groups whose rewards are all equal give zeros.
 // GRPO: b_i = mean of the others, std_i of the others (leave one out), A_i = (r_i - b_i) / (std_i + 1e-6) where std_i >
 // 0.
 std::vector<double> group_advantages(const std::vector<double>& rewards, const AdvantageOptions& options);

@@ -27,10 +27,10 @@ struct LossInputs {
   at::Tensor mask;                 // [T] 0 or 1
   at::Tensor sequence;             // [T] int64, 0..S-1
   at::Tensor sequence_mask;        // [S] 0 or 1
-  at::Tensor positive;             // [T] 1 on tokens of correct answers; may be undefined when its weight is 0
+  at::Tensor positive;             // [T] 1 on tokens of correct responses; may be undefined when its weight is 0
   double global_valid_tokens = 0;  // over all ranks and micro-batches of the optimizer step
   double global_valid_sequences = 0;
-  double global_positive_tokens = 0;  // valid tokens of correct answers; for positive_example_nll_weight
+  double global_positive_tokens = 0;  // valid tokens of correct responses; for positive_example_nll_weight
 };
 
 struct LossOutput {

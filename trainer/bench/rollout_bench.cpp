@@ -97,7 +97,7 @@ void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, doub
                 double context_bytes_per_token, double bytes_per_second) {
   const int64_t longest = *std::max_element(lengths.outputs.begin(), lengths.outputs.end());
   const auto samples = static_cast<size_t>(lengths.samples());
-  // Step t makes token t + 1 of every answer longer than t from prompt + t tokens.
+  // Step t makes token t + 1 of every response longer than t from prompt + t tokens.
   std::vector<int64_t> alive(static_cast<size_t>(longest), 0), context(static_cast<size_t>(longest), 0);
   for (size_t s = 0; s < samples; ++s) {
     for (int64_t t = 1; t < lengths.outputs[s]; ++t) {

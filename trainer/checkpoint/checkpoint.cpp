@@ -342,10 +342,7 @@ void CheckpointManager::wait_copied() {
   Stopwatch watch;
   wait_while([this](Milliseconds time) { return pending_->save->wait_copied(time); });
   pending_->wait_seconds += watch.seconds();
-  wait_seconds_ += watch.seconds();
 }
-
-double CheckpointManager::take_wait() { return std::exchange(wait_seconds_, 0); }
 
 void CheckpointManager::end_pending(bool give_up) {
   if (give_up) pending_->save->cancel();

@@ -15,7 +15,7 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kUnknownEnds = "the scheduler is not told where answers end, as in a run";
+constexpr const char* kUnknownEnds = "the scheduler is not told where responses end, as in a run";
 
 void add_common(CLI::App* verb, bench::CommonOptions& o, const CommandContext& context) {
   o.command = context.command;
@@ -139,8 +139,8 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     add_generation(verb, o->generation);
     auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
     verb->add_option("--prompts", o->prompts)->excludes(lengths);
-    verb->add_option("--samples", o->samples, "answers for each prompt")->excludes(lengths);
-    verb->add_option("--answer-tokens", o->answer_tokens)->excludes(lengths);
+    verb->add_option("--samples", o->samples, "responses for each prompt")->excludes(lengths);
+    verb->add_option("--response-tokens,--answer-tokens", o->response_tokens)->excludes(lengths);
     verb->add_option("--prompt-tokens", o->prompt_tokens)->excludes(lengths);
     verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
     verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);

@@ -103,7 +103,7 @@ void check_lengths(const Config& c, Problems& out) {
          "needs policy.sequence_packing.enabled; without it micro-batches are cut by samples, not by groups"});
   } else if (p.sequence_packing.share_prompts && c.algorithm == "sft") {
     out.push_back({"policy.sequence_packing.share_prompts",
-                   "is for GRPO, where the answers of a group have one prompt; leave it out of an SFT run"});
+                   "is for GRPO, where the responses of a group have one prompt; leave it out of an SFT run"});
   }
   if (p.generation.kv_cache_tokens > 0 && p.generation.kv_cache_tokens < longest) {
     out.push_back({"policy.generation.kv_cache_tokens",

@@ -52,7 +52,7 @@ struct GrpoConfig : AdvantageOptions {
   RewardScaling reward_scaling;
   bool skip_reference_policy_logprobs_calculation = false;
   std::optional<double> seq_logprob_error_threshold;
-  bool early_gradients = false;  // (ours) gradients of whole groups while the last answers are generated
+  bool early_gradients = false;  // (ours) gradients of whole groups while the last responses are generated
   bool shuffle_rewards = false;  // (ours) the control experiment: rewards permuted over the batch
   AsyncGrpoConfig async_grpo;
 };
@@ -202,8 +202,8 @@ struct GenerationConfig {
   int64_t prefill_chunk_tokens = 2048;    // (ours) prompt tokens prefilled in one engine step
   int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
-  int64_t background_sms = -1;            // (ours) for reference log-probs beside the last answers; -1: see fields.cpp
-  // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: answers end by themselves
+  int64_t background_sms = -1;  // (ours) for reference log-probs beside the last responses; -1: see fields.cpp
+  // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: responses end by themselves
   std::string forced_lengths;
   ColocatedConfig colocated;
 };
@@ -270,7 +270,7 @@ struct RewardConfig {
   int64_t max_attempts = 3;          // env.http: tries of one POST
 };
 struct EnvConfig {
-  double max_failed_share = 0.5;     // (ours) of a step's answers, for each reward; more stops the run
+  double max_failed_share = 0.5;     // (ours) of a step's responses, for each reward; more stops the run
   double startup_timeout_s = 300.0;  // (ours) until each reward has answered a probe; 0: none is made
   RewardConfig math{.enabled = true};
   RewardConfig format;

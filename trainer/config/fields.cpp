@@ -44,7 +44,7 @@ constexpr const char* kAll = "1000000000";  // what null stands for where it mea
 
 void add_grpo(std::vector<Field>& table) {
   KEY(grpo.num_prompts_per_step)("prompts of one rollout").at_least(1);
-  KEY(grpo.num_generations_per_prompt)("answers to each prompt: the size of a group").at_least(1);
+  KEY(grpo.num_generations_per_prompt)("responses to each prompt: the size of a group").at_least(1);
   KEY(grpo.max_rollout_turns)("turns of a conversation; 1 is supported").at_least(1);
   KEY(grpo.max_num_epochs)("passes over the training data, at most").at_least(1);
   KEY(grpo.max_num_steps)("steps, at most").at_least(0);
@@ -60,7 +60,7 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.max_val_samples)("prompts of a validation, at most; null: all").at_least(1).null_as(kAll);
   KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once; null: all").at_least(1).null_as(kAll);
   KEY(grpo.val_num_generations_per_prompt)
-  ("answers to each validation prompt; above 1 pass@k is reported too").at_least(1);
+  ("responses to each validation prompt; above 1 pass@k is reported too").at_least(1);
   KEY(grpo.stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
   KEY(grpo.stop_at_validation_threshold)("value of that metric from which the run ends");
   KEY(grpo.seed)("seed of sampling and of the data order").at_least(0);
@@ -90,11 +90,11 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.seq_logprob_error_threshold)
   ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.early_gradients)
-  ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
-   "of reference log-probs (policy.generation.background_sms). Strictly on-policy; sums are equal within "
+  ("gradients of whole groups of the first optimizer step while the last responses are generated, in the part of the "
+   "GPU of reference log-probs (policy.generation.background_sms). Strictly on-policy; sums are equal within "
    "rounding, since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one "
    "GPU with "
-   "long-tailed answers and no reference model, and costs 8 % on four (docs/performance.md)");
+   "long-tailed responses and no reference model, and costs 8 % on four (docs/performance.md)");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
@@ -139,7 +139,7 @@ void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.use_cispo)("CISPO: the clipped ratio weights the log-prob and has no gradient");
   KEY(loss_fn.disable_ppo_ratio)("REINFORCE: the log-prob itself instead of the ratio");
   KEY(loss_fn.positive_example_nll_weight)
-  ("weight of the mean negative log-likelihood of the tokens of correct answers").at_least(0);
+  ("weight of the mean negative log-likelihood of the tokens of correct responses").at_least(0);
 }
 
 void add_policy(std::vector<Field>& table) {
@@ -153,7 +153,7 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.train_global_batch_size)("samples in one optimizer step").at_least(1);
   KEY(policy.train_micro_batch_size)("samples in one forward and backward pass").at_least(1);
   KEY(policy.logprob_batch_size)("samples in one log-prob pass").from("policy.train_micro_batch_size").at_least(1);
-  KEY(policy.max_total_sequence_length)("tokens of prompt and answer together, at most").at_least(2);
+  KEY(policy.max_total_sequence_length)("tokens of prompt and response together, at most").at_least(2);
   KEY(policy.precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
   KEY(policy.max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
   KEY(policy.make_sequence_length_divisible_by)
@@ -218,7 +218,7 @@ void add_generation(std::vector<Field>& table) {
   ("one engine serves all; other names are accepted")
       .one_of({"trireme", "vllm", "sglang", "megatron", "trtllm", "dynamo"});
   KEY(policy.generation.max_new_tokens)
-  ("tokens of an answer, at most").from("policy.max_total_sequence_length").at_least(1);
+  ("tokens of a response, at most").from("policy.max_total_sequence_length").at_least(1);
   KEY(policy.generation.temperature)("logits are divided by it").above(0);
   KEY(policy.generation.top_p)
   ("sample from the most likely tokens that together have this probability").above(0).at_most(1);
@@ -230,8 +230,8 @@ void add_generation(std::vector<Field>& table) {
   KEY(policy.generation.val_top_p)("top_p in validation").from("top_p").above(0).at_most(1);
   KEY(policy.generation.val_top_k)("top_k in validation").from("top_k").at_least(0);
   KEY(policy.generation.stop_token_ids)
-  ("tokens that end an answer, besides the model's own").at_least(0).null_default();
-  KEY(policy.generation.stop_strings)("texts that end an answer").null_default();
+  ("tokens that end a response, besides the model's own").at_least(0).null_default();
+  KEY(policy.generation.stop_strings)("texts that end a response").null_default();
   OURS(policy.generation.max_running_samples)("samples decoded at once, per rank").at_least(1);
   OURS(policy.generation.prefill_chunk_tokens)("prompt tokens prefilled in one engine step").at_least(1);
   OURS(policy.generation.kv_cache_tokens)("rows of the key-value cache, per rank; 0: as many as fit").at_least(0);
@@ -241,15 +241,16 @@ void add_generation(std::vector<Field>& table) {
       .above(0)
       .below(1);
   OURS(policy.generation.background_sms)
-  ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
+  ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished responses while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
    "number means a thread of its own. No bit of a result changes (but see grpo.early_gradients)")
       .at_least(-1);
   OURS(policy.generation.forced_lengths)
-  ("for measurements only: training answers have these lengths and prompts are cut or repeated to theirs, whatever the "
-   "model says, and rewards are drawn. A file {\"prompt_lengths\": [...], \"output_lengths\": [...]} (bench/README.md) "
-   "or synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S], with grpo.num_generations_per_prompt answers for "
-   "each prompt; prompts beyond the last begin again with the first. Empty: answers end by themselves");
+  ("for measurements only: training responses have these lengths and prompts are cut or repeated to theirs, whatever "
+   "the model says, and rewards are drawn. A file {\"prompt_lengths\": [...], \"output_lengths\": [...]} "
+   "(bench/README.md) or synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S], with "
+   "grpo.num_generations_per_prompt responses for each prompt; prompts beyond the last begin again with the first. "
+   "Empty: responses end by themselves");
   KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
   KEY(policy.generation.colocated.resources.gpus_per_node)
   ("devices for generation when not colocated").at_least(0).null_as("0");
@@ -343,7 +344,7 @@ void add_dtensor(std::vector<Field>& table) {
       .null_default();                                                                                               \
   OURS(data.which.format)("format of the files").one_of({"auto", "jsonl", "parquet"});                               \
   KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");         \
-  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns");        \
+  KEY(data.which.output_key)("name of the column of golds").from("from the data set, else from its columns");        \
   KEY(data.which.split)("its name, as the files have it: SPLIT.*, SPLIT-00000-of-00002.*");                          \
   KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                                  \
   KEY(data.which.system_prompt_file)("text of the system message").null_default();                                   \
@@ -367,14 +368,14 @@ void add_data(std::vector<Field>& table) {
 #define REWARD(which)                                                                        \
   OURS(env.which.enabled)("use this reward");                                                \
   OURS(env.which.weight)("its weight in the sum");                                           \
-  KEY(env.which.num_workers)("answers to prompts graded at once").at_least(1);               \
-  OURS(env.which.timeout_s)("seconds the answers to one prompt may take together").above(0); \
+  KEY(env.which.num_workers)("responses to prompts graded at once").at_least(1);             \
+  OURS(env.which.timeout_s)("seconds the responses to a prompt may take together").above(0); \
   OURS(env.which.failure_policy)                                                             \
   ("a reward that fails counts 0, leaves its sample out, or stops the run").one_of({"zero", "drop", "error"})
 
 void add_env(std::vector<Field>& table) {
   OURS(env.max_failed_share)
-  ("the run stops when a reward fails for more than this share of a step's answers").at_least(0).at_most(1);
+  ("the run stops when a reward fails for more than this share of a step's responses").at_least(0).at_most(1);
   OURS(env.startup_timeout_s)
   ("seconds in which each reward must answer a probe before the first step; 0: no probe").at_least(0);
   REWARD(math);
@@ -385,7 +386,7 @@ void add_env(std::vector<Field>& table) {
   OURS(env.format.tags)("<tag>...</tag> blocks that must stand exactly once each, in this order").null_default();
   REWARD(command);
   OURS(env.command.command)("program and arguments; gets one JSON object a line, answers one a line").null_default();
-  OURS(env.command.answer_timeout_s)("seconds one answer may take; 0: only timeout_s").at_least(0);
+  OURS(env.command.answer_timeout_s)("seconds one response may take; 0: only timeout_s").at_least(0);
   REWARD(http);
   OURS(env.http.url)("responses are POSTed to it; empty: to TRIREME_REWARD_URL, which the operator sets");
   OURS(env.http.headers)
@@ -398,7 +399,7 @@ void add_env(std::vector<Field>& table) {
 
 void add_logger(std::vector<Field>& table) {
   KEY(logger.log_dir)("folder of the step log, the report and dumps");
-  KEY(logger.num_val_samples_to_print)("validation answers shown after each validation").at_least(0);
+  KEY(logger.num_val_samples_to_print)("validation responses shown after each validation").at_least(0);
   KEY(logger.tensorboard_enabled)("write event files for TensorBoard");
   KEY(logger.wandb_enabled)
   ("write an offline run to log_dir/wandb; `wandb sync log_dir/wandb/offline-run-*` uploads it");
@@ -420,10 +421,10 @@ void add_logger(std::vector<Field>& table) {
   OURS(logger.prometheus.port)("port; 0: chosen by the system").at_least(0).at_most(65535);
   OURS(logger.prometheus.per_rank)("every rank serves, at port + rank");
   OURS(logger.rollouts.enabled)
-  ("write log_dir/train_data_step_N.jsonl: a line an answer with prompt, response, reward, its parts by name, "
+  ("write log_dir/train_data_step_N.jsonl: a line a sample with prompt, response, reward, its parts by name, "
    "advantage");
   OURS(logger.rollouts.period)("steps between two of them").at_least(1);
-  OURS(logger.rollouts.max_samples)("answers in one, at most: whole groups from the first on").at_least(1);
+  OURS(logger.rollouts.max_samples)("samples in one, at most: whole groups from the first on").at_least(1);
   OURS(logger.rollouts.keep_steps)("files kept; older ones are removed").at_least(1);
   OURS(logger.report)("write log_dir/report.html");
   OURS(logger.report_period)("steps between its updates").at_least(1);

@@ -116,7 +116,7 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   ignore(keys, "data.validation.", {"split_validation_size", "seed"}, kOnce);
   ignore(keys, "data.", {"num_prompts_per_dataloader"}, "see data.use_multiple_dataloader");
   ignore(keys, "data.", {"add_bos", "add_generation_prompt", "add_system_prompt"}, kTemplateDecides);
-  ignore(keys, "env.math.", {"verifier_type"}, "one verifier reads all answers");
+  ignore(keys, "env.math.", {"verifier_type"}, "one verifier reads all final answers");
   ignore(keys, "env.math.", {"stop_strings"}, "see policy.generation.stop_strings");
   ignore(keys, "", {"sif_dir"}, "a folder of NeMo-Gym");
 
@@ -167,7 +167,7 @@ void features_of_algorithms(std::vector<FeatureKey>& keys) {
           {"best_at_k_k", "best_at_k_m", "combined_training_best_at_k_weight", "combined_training_pass_at_1_weight",
            "combined_training_weight_mode"},
           When::kNever, kBest);
-  feature(keys, "sft.", {"only_unmask_final"}, When::kSet, "a loss on the last answer of a conversation only");
+  feature(keys, "sft.", {"only_unmask_final"}, When::kSet, "a loss on the last response of a conversation only");
 }
 
 void features_of_models(std::vector<FeatureKey>& keys) {
@@ -223,11 +223,11 @@ void features_of_data_and_rewards(std::vector<FeatureKey>& keys) {
             When::kSet, kPictures);
     feature(keys, section, {"allowed_problem_types"}, When::kSet, "rows chosen by their type");
     feature(keys, section, {"max_samples"}, When::kSet, "the first rows of a data set only");
-    feature(keys, section, {"min_generation_tokens"}, When::kSet, "prompts chosen by the room left for an answer");
+    feature(keys, section, {"min_generation_tokens"}, When::kSet, "prompts chosen by the room left for a response");
   }
   feature(keys, "data.", {"use_multiple_dataloader"}, When::kSet, "several data loaders at once");
   feature(keys, "data.", {"custom_dataloader"}, When::kSet, "a data loader of one's own in Python");
-  feature(keys, "data.", {"add_eos"}, When::kFalse, "answers that end without the end token");
+  feature(keys, "data.", {"add_eos"}, When::kFalse, "responses that end without the end token");
 
   feature(keys, "env.", {"should_use_nemo_gym"}, When::kSet, kGym);
   feature(keys, "env.", {"nemo_gym"}, When::kGrades, kGym);
@@ -238,7 +238,7 @@ void features_of_data_and_rewards(std::vector<FeatureKey>& keys) {
   feature(keys, "env.", {"math_multi_reward"}, When::kGrades, "an advantage of each reward (GDPO)");
   feature(keys, "env.", {"code", "code_jaccard"}, When::kGrades,
           "the environment for code (env.command runs a grader of one's own)");
-  feature(keys, "env.", {"dapo"}, When::kGrades, "the environment dapo (env.math grades the same answers)");
+  feature(keys, "env.", {"dapo"}, When::kGrades, "the environment dapo (env.math grades the same responses)");
   feature(keys, "env.", {"vlm", "clevr-cogent", "geometry3k", "refcoco", "mmpr-tiny"}, When::kGrades, kPictures);
 }
 

@@ -159,8 +159,6 @@ TEST(BackgroundSave, AnOptimizerStepWaitsForWhatDoesNotFitIntoTheMemory) {
   EXPECT_TRUE(at::equal(run.weights(), before)) << "nothing is written while it is still to be read";
   disk.set_open(true);
   step.get();
-  EXPECT_GT(run.manager->take_wait(), 0);
-  EXPECT_EQ(run.manager->take_wait(), 0);
   run.manager->finish();
   EXPECT_EQ(read_file(dir.path() / "step_1" / "policy" / "optimizer" / "rank_00000.safetensors"),
             read_file(expected.path() / "rank_00000.safetensors"));
