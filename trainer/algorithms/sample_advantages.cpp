@@ -8,6 +8,7 @@
 
 #include "trainer/algorithms/advantages.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/parallel/communicator.h"
 
 namespace trireme {
 
