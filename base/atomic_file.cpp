@@ -20,7 +20,7 @@ std::string reason() { return std::strerror(errno); }
 
 std::string temporary_name(const std::filesystem::path& path) {
   static std::atomic<uint64_t> counter{0};
-  return path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(counter.fetch_add(1)) + "-large";
+  return path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(counter.fetch_add(1));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Large files written piece by piece, crash-safe; locks.
+// Files written piece by piece, crash-safe; locks.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,10 @@ class ByteSink {
   virtual void finish() = 0;  // once, at the end: the file is whole, durable and under its name
 };
 
-// A large file, written piece by piece as write_file_atomic writes a small one: under a temporary name until finish(),
-// which syncs and renames it; removed when that never comes. The kernel begins to write early, so that the sync at the
-// end finds little to do. Throws Error(kIo) that names the path.
+// A file under a temporary name in the same folder until finish(), which syncs it, renames it over `path` and syncs the
+// folder: after a crash `path` holds the old bytes or the new ones. The temporary file is removed when finish() never
+// comes. The kernel begins to write early, so that the sync of a large file finds little to do. Throws Error(kIo) that
+// names the path.
 class AtomicFile final : public ByteSink {
  public:
   explicit AtomicFile(const std::filesystem::path& path);

@@ -5,10 +5,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 
+#include "base/atomic_file.h"
 #include "base/error.h"
 
 namespace trireme {
@@ -51,28 +51,9 @@ void sync_directory(const std::filesystem::path& path) {
 }
 
 void write_file_atomic(const std::filesystem::path& path, std::string_view bytes) {
-  static std::atomic<uint64_t> counter{0};
-  const std::filesystem::path temporary =
-      path.string() + ".tmp-" + std::to_string(::getpid()) + "-" + std::to_string(counter.fetch_add(1));
-  try {
-    {
-      Descriptor file{::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)};
-      if (file.fd < 0) fail_io("cannot create " + temporary.string() + ": " + reason());
-      size_t done = 0;
-      while (done < bytes.size()) {
-        const ssize_t put = ::write(file.fd, bytes.data() + done, bytes.size() - done);
-        if (put < 0 && errno == EINTR) continue;
-        if (put < 0) fail_io("cannot write " + path.string() + ": " + reason());
-        done += static_cast<size_t>(put);
-      }
-      if (::fsync(file.fd) != 0) fail_io("cannot sync " + path.string() + ": " + reason());
-    }
-    if (::rename(temporary.c_str(), path.c_str()) != 0) fail_io("cannot rename to " + path.string() + ": " + reason());
-  } catch (...) {
-    ::unlink(temporary.c_str());
-    throw;
-  }
-  sync_directory(path.parent_path());
+  AtomicFile file(path);
+  file.write(bytes.data(), bytes.size());
+  file.finish();
 }
 
 TemporaryDirectory::TemporaryDirectory() {

@@ -11,8 +11,8 @@ namespace trireme {
 // Whole file as bytes. Throws Error(kNotFound | kIo) that names the path.
 std::string read_file(const std::filesystem::path& path);
 
-// Writes under a temporary name in the same folder, fsyncs, renames over `path`, fsyncs the folder: after a crash the
-// file holds the old bytes or the new ones. Throws Error(kIo) (disk full included); the temporary file is removed.
+// All of a file at once, through an AtomicFile (atomic_file.h): after a crash it holds the old bytes or the new ones.
+// Throws Error(kIo) (disk full included); nothing is left behind.
 void write_file_atomic(const std::filesystem::path& path, std::string_view bytes);
 
 // fsync of a folder, so that renames in it are durable.

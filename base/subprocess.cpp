@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/sigpipe.h"
 
 extern char** environ;
 
@@ -44,28 +45,6 @@ ExitStatus decode(int raw) {
     status.code = WEXITSTATUS(raw);
   return status;
 }
-
-// A child that ends without reading must not end us: SIGPIPE is blocked for this thread while we write, and one that
-// our own write raised is taken back.
-class SigpipeBlocked final {
- public:
-  SigpipeBlocked() {
-    sigemptyset(&signal_);
-    sigaddset(&signal_, SIGPIPE);
-    ::pthread_sigmask(SIG_BLOCK, &signal_, &before_);
-  }
-  ~SigpipeBlocked() {
-    const timespec no_wait{0, 0};
-    while (::sigtimedwait(&signal_, nullptr, &no_wait) > 0) {
-    }
-    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  SigpipeBlocked(const SigpipeBlocked&) = delete;
-  SigpipeBlocked& operator=(const SigpipeBlocked&) = delete;
-
- private:
-  sigset_t signal_, before_;
-};
 
 std::vector<std::string> merged_environment(const std::map<std::string, std::string>& set_env) {
   std::vector<std::string> merged;

@@ -22,17 +22,29 @@ if(TRIREME_FUZZ)
   target_compile_options(trireme_flags INTERFACE -fsanitize=fuzzer-no-link -Wno-unknown-warning-option)
 endif()
 
+# trireme_device_sources(OUT): the sources of this folder that differ with and without CUDA: all below cuda/, or all below
+# no_cuda/, which has the same functions and says that there is no device. This is the only place where that is chosen.
+function(trireme_device_sources out)
+  if(TRIREME_TORCH STREQUAL "cuda")
+    set(_side "${CMAKE_CURRENT_SOURCE_DIR}/cuda")
+  else()
+    set(_side "${CMAKE_CURRENT_SOURCE_DIR}/no_cuda")
+  endif()
+  file(GLOB_RECURSE _found CONFIGURE_DEPENDS "${_side}/*.cpp" "${_side}/*.cu")
+  set(${out} ${_found} PARENT_SCOPE)
+endfunction()
+
 # trireme_library(NAME [TORCH] DEPS ...): a static library of all *.cpp in this folder (not below it).
-# TORCH: sources that include ATen; they share one precompiled header.
+# TORCH: sources that include ATen; they share one precompiled header, and those of this build's device are among them.
 function(trireme_library name)
   cmake_parse_arguments(A "TORCH" "" "DEPS;SOURCES" ${ARGN})
   if(A_SOURCES)
     set(sources ${A_SOURCES})
   else()
     file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/*.cpp")
-    if(A_TORCH AND TRIREME_TORCH STREQUAL "cuda")
-      file(GLOB_RECURSE cuda_sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cpp" "${CMAKE_CURRENT_SOURCE_DIR}/cuda/*.cu")
-      list(APPEND sources ${cuda_sources})
+    if(A_TORCH)
+      trireme_device_sources(device_sources)
+      list(APPEND sources ${device_sources})
     endif()
   endif()
   list(FILTER sources EXCLUDE REGEX "/main\\.cpp$")

@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
 """check_includes.py: a folder includes only from folders whose libraries its CMakeLists.txt names, and what
-docs/architecture.md says of it ("What may include what") is what it does include. Prints one line a mistake; part of
-lint.sh."""
+docs/architecture.md says of it ("What may include what") is what it does include. And device code is chosen by linking:
+outside of folders cuda/ and no_cuda/ no preprocessor line asks for CUDA, and outside of cuda/ nothing includes headers of
+CUDA's or of a cuda/ folder. Prints one line a mistake; part of lint.sh."""
 import pathlib
 import re
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOPS = ["api", "base", "operator", "topology", "trainer"]
+SOURCES = {".h", ".cpp", ".cu", ".cuh"}
+GPU_PROGRAMS = ["bench/gpu", "tests/gpu"]  # which are built with CUDA only
+ASKS_FOR_CUDA = re.compile(r"\s*#\s*(?:el)?if.*CUDA")
+INCLUDES_CUDA = re.compile(r'\s*#\s*include (?:<(?:cuda|cublas|nccl|c10/cuda/|ATen/cuda/|.*NCCL)|"[^"]*/cuda/)')
 
 
 def folder_of(path):
@@ -40,7 +45,7 @@ def includes_of(folder):
     """Folder -> a place where `folder` includes from it."""
     found = {}
     for source in sorted(folder.rglob("*")):
-        if source.suffix not in {".h", ".cpp", ".cu", ".cuh"} or folder_of(source) != folder:
+        if source.suffix not in SOURCES or folder_of(source) != folder:
             continue
         for number, line in enumerate(source.read_text().splitlines(), 1):
             match = re.match(r'\s*#\s*include "([^"]+)"', line)
@@ -49,6 +54,26 @@ def includes_of(folder):
             target = folder_of(ROOT / match.group(1))
             if target is not None and target != folder:
                 found.setdefault(target, f"{source.relative_to(ROOT)}:{number}")
+    return found
+
+
+def device_lines():
+    """Lines by which a source chooses device code itself, instead of the linker."""
+    found = []
+    for top in TOPS + ["bench", "tests"]:
+        for source in sorted((ROOT / top).rglob("*")):
+            if source.suffix not in SOURCES:
+                continue
+            path = str(source.relative_to(ROOT))
+            parts = set(source.parts)
+            device = "cuda" in parts or any(path.startswith(folder + "/") for folder in GPU_PROGRAMS)
+            for number, line in enumerate(source.read_text().splitlines(), 1):
+                if not {"cuda", "no_cuda"} & parts and ASKS_FOR_CUDA.match(line):
+                    found.append(f"{path}:{number}: asks for CUDA; what differs with it belongs in a function of cuda/ and "
+                                 "no_cuda/, of which CMake links one")
+                if not device and INCLUDES_CUDA.match(line):
+                    found.append(f"{path}:{number}: only cuda/ includes this; declare what is wanted of it in a header "
+                                 "beside that folder")
     return found
 
 
@@ -109,6 +134,7 @@ def main():
         if own not in wide:
             for target in sorted(table[own] - seen):
                 problems.append(f"docs/architecture.md: {own} includes nothing from {target}")
+    problems += device_lines()
     print("\n".join(problems))
     print(f"{len(FOLDERS)} folders, {len(problems)} problems")
     return 1 if problems else 0

@@ -4,7 +4,7 @@
 #   DEVICE=cuda|cpu   where (default: cuda where there are a GPU and the build of preset cuda, else cpu);
 #                     --device prints it and ends
 #   SEED=2            other problems, another model, another warm start, other samples: every seed of the run
-#   SHUFFLE_REWARDS=1 the control: the same run with rewards that say nothing about the answers
+#   SHUFFLE_REWARDS=1 the control: the same run with rewards that say nothing about the responses
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 device=${DEVICE:-}

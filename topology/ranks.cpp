@@ -103,6 +103,23 @@ const char* to_string(Axis axis) {
   return "?";
 }
 
+std::string name_of_rank(const Layout& layout, int64_t rank) {
+  const std::string name = "rank " + std::to_string(rank);
+  const bool split = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.dp > 1) + (layout.ep > 1) > 1;
+  if (!split || rank < 0 || rank >= layout.world()) return name;
+  const Coordinates at = coordinates(layout, rank);
+  std::string place;
+  const auto add = [&](const char* axis, int64_t size, int64_t index) {
+    if (size > 1) place += (place.empty() ? "" : ", ") + std::string(axis) + " " + std::to_string(index);
+  };
+  add("tp", layout.tp, at.tp);
+  add("cp", layout.cp, at.cp);
+  add("pp", layout.pp, at.pp);
+  add("dp", layout.dp, at.dp);
+  add("ep", layout.ep, at.ep);
+  return name + " (" + place + ")";
+}
+
 Coordinates coordinates(const Layout& layout, int64_t rank) {
   TRIREME_CHECK(rank >= 0 && rank < layout.world(), "rank " + std::to_string(rank) + " outside " + to_string(layout));
   const Grid grid(layout);

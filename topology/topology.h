@@ -107,6 +107,10 @@ Coordinates coordinates(const Layout& layout, int64_t rank);
 int64_t rank_of(const Layout& layout, int64_t tp, int64_t cp, int64_t dp, int64_t pp);
 int64_t expert_rank_of(const Layout& layout, int64_t etp, int64_t ep, int64_t edp, int64_t pp);
 
+// "rank 37 (tp 1, pp 2, dp 1)": the axes that are split, where more than one is; else "rank 37". Any rank may be asked
+// for: one that the layout does not have is named without its place.
+std::string name_of_rank(const Layout& layout, int64_t rank);
+
 enum class Axis {
   kTp,
   kCp,

@@ -48,7 +48,7 @@ double decode_seconds(int64_t sequences, int64_t keys, int64_t q_heads, int64_t 
   const at::Tensor q = randn({sequences, q_heads, head_dim});
   std::vector<CachePlan> plans;
   for (int64_t pass = 0; pass < passes; ++pass) {
-    std::vector<CacheRow> runs;
+    std::vector<CacheRun> runs;
     for (int64_t s = 0; s < sequences; ++s) runs.push_back({pass * rows + s * keys, keys - 1, 1});
     plans.push_back(make_cache_plan(runs, q_heads / kv_heads, gpu()));
   }
@@ -158,10 +158,10 @@ void bench_long(double ceiling) {
       const int64_t total = longs * keys + shorts * kShort, sequences = longs + shorts;
       const at::Tensor arena_k = randn({total, kKvHeads, kHeadDim}), arena_v = randn(arena_k.sizes());
       const at::Tensor q = randn({sequences, kQHeads, kHeadDim});
-      std::vector<CacheRow> rows;  // the long ones last, where they begin last
-      for (int64_t s = 0; s < shorts; ++s) rows.push_back({s * kShort, kShort - 1, 1});
-      for (int64_t s = 0; s < longs; ++s) rows.push_back({shorts * kShort + s * keys, keys - 1, 1});
-      const CachePlan plan = make_cache_plan(rows, kQHeads / kKvHeads, gpu());
+      std::vector<CacheRun> runs;  // the long ones last, where they begin last
+      for (int64_t s = 0; s < shorts; ++s) runs.push_back({s * kShort, kShort - 1, 1});
+      for (int64_t s = 0; s < longs; ++s) runs.push_back({shorts * kShort + s * keys, keys - 1, 1});
+      const CachePlan plan = make_cache_plan(runs, kQHeads / kKvHeads, gpu());
       const double floor = static_cast<double>(total * kKvHeads * kHeadDim) * 4 / ceiling;
       const DecodeKernel chosen = choose_decode_kernel({sequences, kKvHeads, keys, total}, room);
       std::printf("decode %2ld of %6ld keys, %2ld of %ld (floor %7.1f us):", static_cast<long>(longs),

@@ -1,11 +1,11 @@
-// Products of few rows on one GPU: microseconds and TB/s of weights for our kernel (launched one after another, and
+// Skinny GEMMs on one GPU: microseconds and TB/s of weights for our kernel (launched one after another, and
 // overlapping) and for cublasLt, beside a plain read of the same bytes in the same run. Every measurement is a CUDA
 // graph of launches that go round more than 200 MB of weights, so that the L2 cache serves none; median of repeats,
 // warm-up left out.
 //   gpu_skinny_gemm_bench                    the table
 //   gpu_skinny_gemm_bench sweep OUT IN ROWS [swiglu]   the plans of one shape with the lowest predicted times, fastest
 //                                         first
-//   gpu_skinny_gemm_bench layers             the products of a layer one after another, as decoding runs them
+//   gpu_skinny_gemm_bench layers             the GEMMs of a layer one after another, as decoding runs them
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -23,9 +23,8 @@
 
 #include "base/error.h"
 #include "trainer/bench/cuda/ceilings.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
-#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme {
 namespace {
@@ -96,7 +95,7 @@ struct Weights {
   int64_t launches() const { return static_cast<int64_t>(all.size()); }
 };
 
-at::Tensor product(const Shape& s, const at::Tensor& x, const at::Tensor& weight) {
+at::Tensor gemm(const Shape& s, const at::Tensor& x, const at::Tensor& weight) {
   return s.swiglu ? cuda::gate_up_swiglu(x, weight) : cuda::linear_forward(x, weight, {});
 }
 
@@ -108,13 +107,13 @@ double read_us(const Weights& weights) {
   });
 }
 
-double product_us(const Shape& s, const Weights& weights, int64_t rows, int64_t limit, bool overlap) {
+double gemm_us(const Shape& s, const Weights& weights, int64_t rows, int64_t limit, bool overlap) {
   cuda::set_own_rows_limit(limit);
   const at::Tensor x = randn({rows, s.in});
   return graph_us(weights.launches(), [&] {
     std::optional<cuda::DecodeScope> scope;
     if (overlap) scope.emplace();
-    for (const at::Tensor& w : weights.all) product(s, x, w);
+    for (const at::Tensor& w : weights.all) gemm(s, x, w);
   });
 }
 
@@ -148,8 +147,8 @@ std::string text(const cuda::SkinnyWgmmaPlan& p) {
 
 std::string text(const cuda::GemmChoice& choice) {
   using Kernel = cuda::GemmChoice::Kernel;
-  return choice.kernel == Kernel::kSkinnyGemmMma     ? "few: " + text(choice.few)
-         : choice.kernel == Kernel::kSkinnyGemmWgmma ? "medium: " + text(choice.medium)
+  return choice.kernel == Kernel::kSkinnyGemmMma     ? "mma: " + text(choice.mma)
+         : choice.kernel == Kernel::kSkinnyGemmWgmma ? "wgmma: " + text(choice.wgmma)
                                                      : "library";
 }
 
@@ -160,12 +159,12 @@ void table() {
     const Weights weights(s);
     const double read = read_us(weights);
     for (const int64_t rows : {1, 16, 32, 48, 64, 96, 128, 192, 256}) {
-      const double own = product_us(s, weights, rows, cuda::kMostOwnRows, false);
-      const double overlapped = product_us(s, weights, rows, cuda::kMostOwnRows, true);
-      const double library = product_us(s, weights, rows, 0, false);
+      const double own = gemm_us(s, weights, rows, cuda::kMostOwnRows, false);
+      const double overlapped = gemm_us(s, weights, rows, cuda::kMostOwnRows, true);
+      const double library = gemm_us(s, weights, rows, 0, false);
       const auto rate = [&](double us) { return weights.bytes / us * 1e-6; };
       const at::Tensor x = randn({rows, s.in}), y = at::empty({rows, s.swiglu ? s.out / 2 : s.out}, x.options());
-      const cuda::GemmChoice choice = cuda::choose_product(0, args_of(s, x, weights.all[0], y), nullptr);
+      const cuda::GemmChoice choice = cuda::choose_gemm(0, args_of(s, x, weights.all[0], y), nullptr);
       std::printf("%-17s %4lld | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %8.2f %5.2f | %s\n", s.name,
                   static_cast<long long>(rows), read, rate(read), own, rate(own), overlapped, rate(overlapped), library,
                   rate(library), text(choice).c_str());
@@ -215,7 +214,7 @@ void sweep(const Shape& s, int64_t rows) {
   }
 }
 
-// Norm, qkv, o, norm, gate_up with activation, down: the products of a layer and the kernels that stand between them
+// Norm, qkv, o, norm, gate_up with activation, down: the GEMMs of a layer and the kernels that stand between them
 // in decoding, but no attention.
 void layers() {
   struct Model {

@@ -1,9 +1,10 @@
 #include <malloc.h>
+#include <signal.h>
 #include <sys/resource.h>
 
-#include <csignal>
 #include <cstdlib>
 
+#include "base/sigpipe.h"
 #include "operator/cli/operator.h"
 
 namespace {
@@ -26,7 +27,7 @@ int main(int argc, char** argv) {
   action.sa_handler = on_signal;
   sigaction(SIGTERM, &action, nullptr);
   sigaction(SIGINT, &action, nullptr);
-  std::signal(SIGPIPE, SIG_IGN);
+  trireme::ignore_sigpipe();
   return trireme::cli::operator_main(
       std::vector<std::string>(argv + 1, argv + argc),
       [](const std::string& name) {

@@ -40,28 +40,9 @@ bool nothing_to_save(const RLJobStatus& status, int64_t attempt) {
 }
 
 constexpr int64_t kShortGraceSeconds = 30;
+constexpr int64_t kMostAttempts = 32;  // that share a group of Kueue's, when a job is deleted
 
 }  // namespace
-
-kube::Resource resource_of(const std::string& group_version, const std::string& plural, const std::string& kind) {
-  const size_t slash = group_version.find('/');
-  kube::Resource resource;
-  resource.group = slash == std::string::npos ? "" : group_version.substr(0, slash);
-  resource.version = slash == std::string::npos ? group_version : group_version.substr(slash + 1);
-  resource.plural = plural;
-  resource.kind = kind;
-  return resource;
-}
-
-std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt) {
-  std::vector<WantedPod> wanted;
-  for (const RoleRef& role : roles_of(job.spec)) {
-    for (int64_t rank = 0; rank < role.spec->replicas; ++rank) {
-      wanted.push_back({role.name, rank, pod_name(job.metadata.name, role.name, rank, attempt)});
-    }
-  }
-  return wanted;
-}
 
 Action service_action(const AttemptContext& context, int wave) {
   return create(kube::resources::kServices, headless_service(context), wave);
@@ -91,7 +72,8 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
     actions.push_back(create(kube::resources::kServices, reward_service(context), wave));
   for (scheduling::Object& object : scheduling::gang_objects(context.backend, gang_of(context))) {
     const std::string kind = object.body["kind"].get<std::string>();
-    actions.push_back(create(resource_of(object.group_version, object.resource, kind), std::move(object.body), wave++));
+    actions.push_back(
+        create(kube::resource_of(object.group_version, object.resource, kind), std::move(object.body), wave++));
   }
   for (Action& action : pod_actions(context, missing, wave + 1)) actions.push_back(std::move(action));
   return actions;
@@ -111,7 +93,7 @@ Action remove_pod(const ObservedPod& pod) {
   return action;
 }
 
-Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,
+Cleanup cleanup(const Observed& observed, const scheduling::Backend& backend,
                 const std::function<bool(int64_t attempt)>& is_over,
                 const std::function<bool(const ObservedPod&)>& keep) {
   Cleanup result;
@@ -144,7 +126,7 @@ Cleanup cleanup(const Observed& observed, const PlanOptions& options, const sche
     const std::string gang = service.gang.empty() ? name : service.gang;
     if (current_over || gang != job.status.reservation) {
       for (const scheduling::ObjectName& object : scheduling::gang_cleanup(backend, gang)) {
-        result.actions.push_back(remove(resource_of(object.group_version, object.resource), object.name, wave));
+        result.actions.push_back(remove(kube::resource_of(object.group_version, object.resource), object.name, wave));
       }
     }
     result.actions.push_back(
@@ -153,6 +135,17 @@ Cleanup cleanup(const Observed& observed, const PlanOptions& options, const sche
     result.actions.back().uid = service.uid;
   }
   return result;
+}
+
+// Its pods are in the group of their own attempt, or of an earlier one.
+std::vector<Action> orphan_actions(const scheduling::Backend& kueue, const std::string& job, int64_t last) {
+  std::vector<Action> actions;
+  for (int64_t attempt = std::max<int64_t>(1, last - kMostAttempts); attempt <= last; ++attempt) {
+    for (const scheduling::ObjectName& object : scheduling::gang_cleanup(kueue, attempt_service_name(job, attempt))) {
+      actions.push_back(remove(kube::resource_of(object.group_version, object.resource), object.name, 0));
+    }
+  }
+  return actions;
 }
 
 }  // namespace trireme::controller

@@ -1,25 +1,18 @@
-// The two lists of actions a plan may hold: make an attempt's objects, and take attempts apart. Internal to the
-// planner.
+// The lists of actions a plan may hold: make an attempt's objects, take attempts apart; and what is left to do for a
+// job that is gone. Pure; knows no plan.
 #pragma once
 
 #include <functional>
 #include <optional>
 #include <vector>
 
-#include "operator/controller/plan.h"
+#include "operator/controller/action.h"
+#include "operator/controller/objects.h"
+#include "operator/controller/observed.h"
+#include "operator/controller/pod_names.h"
+#include "operator/scheduling/gang.h"
 
 namespace trireme::controller {
-
-// "scheduling.k8s.io/v1alpha2" + "podgroups"; a group version without a slash is core.
-kube::Resource resource_of(const std::string& group_version, const std::string& plural, const std::string& kind = {});
-
-struct WantedPod {
-  std::string role;
-  int64_t rank = 0;
-  std::string name;
-};
-// Every pod of an attempt, actor first.
-std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt);
 
 // Service, gang, ConfigMap, then `missing`. The Service comes first and goes last: while it stands, the attempt has
 // remains.
@@ -38,8 +31,12 @@ struct Cleanup {
   const ObservedPod* stuck = nullptr;  // was told to go longer ago than the termination timeout, and has not
 };
 // Takes apart the attempts for which `is_over` is true. `keep` says which ended pods stay for their logs.
-Cleanup cleanup(const Observed& observed, const PlanOptions& options, const scheduling::Backend& backend,
+Cleanup cleanup(const Observed& observed, const scheduling::Backend& backend,
                 const std::function<bool(int64_t attempt)>& is_over,
                 const std::function<bool(const ObservedPod&)>& keep);
+
+// Of a job that is gone: Kueue keeps a finalizer on the pods of a group while its Workload stands, and the Workload
+// belongs to the pods, so that neither would ever go. `last`: the highest attempt of which a pod is going.
+std::vector<Action> orphan_actions(const scheduling::Backend& kueue, const std::string& job, int64_t last);
 
 }  // namespace trireme::controller

@@ -26,7 +26,7 @@ int64_t steady_ns() {
 }  // namespace
 
 std::optional<Observed> Reconciler::observe_cached(const ObjectKey& key, Memory& memory) {
-  const std::shared_ptr<const CachedJob> cached = jobs_->get(key);
+  const std::shared_ptr<const CachedJob> cached = watches_.jobs().get(key);
   if (!cached) return std::nullopt;
   Observed observed;
   if (memory.written && memory.written->metadata.uid == cached->uid &&
@@ -36,7 +36,7 @@ std::optional<Observed> Reconciler::observe_cached(const ObjectKey& key, Memory&
     memory.written.reset();
     observed.job = rljob_from_json(cached->json(), observed.issues, {.strict = false});
   }
-  for (const auto& [pod_key, pod] : pods_->by_label(cached->uid)) {
+  for (const auto& [pod_key, pod] : watches_.pods().by_label(cached->uid)) {
     if (is_own(pod_key, *pod, key)) observed.pods.push_back(observe(pod_key.name, *pod));
   }
   return observed;
@@ -52,7 +52,7 @@ std::optional<Observed> Reconciler::observe_live(const ObjectKey& key, Memory& m
   observed.job = rljob_from_json(*object, observed.issues, {.strict = false});
   const std::string& uid = observed.job.metadata.uid;
   std::vector<std::string> cached;
-  for (const auto& [pod_key, pod] : pods_->by_label(uid)) {
+  for (const auto& [pod_key, pod] : watches_.pods().by_label(uid)) {
     if (is_own(pod_key, *pod, key)) cached.push_back(pod_key.name);
   }
   const auto names = memory.names.ask(observed.job, std::move(cached));
@@ -108,14 +108,15 @@ void Reconciler::complete_observation(const ObjectKey& key, Observed& observed, 
   const std::string& uid = observed.job.metadata.uid;
   const int64_t attempt = observed.job.status.attempt;
   observed.now_ms = now_ms();
-  observed.services_known = services_->synced();
+  observed.services_known = watches_.services().synced();
   observed.services.clear();
-  for (const auto& [name, service] : services_->by_label(uid)) {
+  for (const auto& [name, service] : watches_.services().by_label(uid)) {
     if (is_own(name, *service, key)) observed.services[service->attempt] = {service->uid, service->gang};
   }
-  observed.policies_known = policies_ && policies_->synced();
+  const auto* policies = watches_.policies();
+  observed.policies_known = policies && policies->synced();
   observed.policy.reset();
-  if (const auto policy = policies_ ? policies_->get({key.ns, network_policy_name(key.name)}) : nullptr;
+  if (const auto policy = policies ? policies->get({key.ns, network_policy_name(key.name)}) : nullptr;
       policy && policy->job_uid == hash64(uid))
     observed.policy = {policy->uid, policy->spec};
   observed.report = reports_.get(key, uid);
@@ -158,22 +159,21 @@ void Reconciler::look_up_claims(const ObjectKey& key, Observed& observed, Memory
 }
 
 void Reconciler::look_at_nodes(Observed& observed, Memory& memory) {
-  if (!nodes_) return;
+  const auto* nodes = watches_.nodes();
+  if (!nodes) return;
   const auto now = SteadyClock::now();
   const auto since = [&](SteadyClock::time_point at) { return std::chrono::duration_cast<Milliseconds>(now - at); };
   std::map<std::string, SteadyClock::time_point> unknown;
   for (ObservedPod& pod : observed.pods) {
     if (pod.node.empty() || pod.ended()) continue;
-    const auto node = nodes_->get({"", pod.node});
+    const auto node = nodes->get({"", pod.node});
     pod.node_state = node ? node->state : NodeState::kGone;
     if (pod.node_state == NodeState::kReady) continue;
-    std::lock_guard lock(nodes_mutex_);
-    observed.nodes_in_doubt = doubt_;
-    const auto bad = bad_nodes_.find(pod.node);
-    // After a time of doubt every node gets the whole grace again.
-    if (bad != bad_nodes_.end()) pod.node_bad_for = since(std::max(bad->second.since, doubt_ended_));
+    observed.nodes_in_doubt = watches_.bad_nodes().in_doubt();
+    const auto bad_since = watches_.bad_nodes().since(pod.node);
+    if (bad_since) pod.node_bad_for = since(*bad_since);
     // The pod may be known before its node is: that is news on its way, not a loss.
-    if (!node && bad == bad_nodes_.end()) {
+    if (!node && !bad_since) {
       const auto before = memory.unknown_nodes.find(pod.node);
       const auto at = before == memory.unknown_nodes.end() ? now : before->second;
       unknown.emplace(pod.node, at);
@@ -191,7 +191,7 @@ void Reconciler::look_at_reports(Observed& observed) {
   // A new leader has heard nobody yet; then all that run should have spoken. Counted seldom: there may be thousands.
   if (reports_.size() == 0 && steady_ns() - counted_ns_ > 5'000'000'000) {
     int64_t running = 0;
-    jobs_->for_each(
+    watches_.jobs().for_each(
         [&](const ObjectKey&, const CachedJob& job) { running += job.managed && job.phase == phase::kRunning; });
     running_jobs_ = running;
     counted_ns_ = steady_ns();

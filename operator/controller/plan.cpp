@@ -178,8 +178,7 @@ bool Planner::keep(const ObservedPod& pod) const {
 void Planner::cleanup_attempts(bool also_current) {
   const int64_t current = job_.status.attempt;
   Cleanup result = cleanup(
-      o_, options_, backend_,
-      [&](int64_t attempt) { return attempt < current || (also_current && attempt == current); },
+      o_, backend_, [&](int64_t attempt) { return attempt < current || (also_current && attempt == current); },
       [&](const ObservedPod& pod) { return keep(pod); });
   old_alive_ = result.alive;
   for (Action& action : result.actions) out_.actions.push_back(std::move(action));

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "operator/controller/action.h"
 #include "operator/controller/objects.h"
 #include "operator/controller/observed.h"
-#include "operator/kube/resource.h"
 #include "operator/scheduling/gang.h"
 
 namespace trireme::controller {
@@ -33,24 +33,6 @@ struct PlanOptions {
   Milliseconds release_backoff{60000};  // between gangs that could not be placed: half of it to one and a half times
   int64_t avoid_node_seconds = 86400;   // after a fault of the node
   int64_t refused_node_seconds = 3600;  // after an eviction or a refused admission
-};
-
-struct Action {
-  // kApply: created, or where it is there already given the labels and the spec of the body.
-  enum class Kind { kCreate, kApply, kDelete };
-  Kind kind = Kind::kCreate;
-  int wave = 0;  // actions of a wave may run together; waves in order
-  kube::Resource resource;
-  std::string name;
-  Json body;        // kCreate, kApply
-  std::string uid;  // kDelete: precondition; empty: the reconciler looks first whether the object is the job's
-  int64_t grace_period_s = -1;  // kDelete: < 0 the object's own; 0 without waiting for the kubelet
-};
-
-struct EventNote {
-  bool warning = false;
-  std::string reason;
-  std::string message;
 };
 
 struct Plan {

@@ -4,9 +4,18 @@
 
 #include "api/runtime.h"
 #include "base/text.h"
-#include "operator/controller/actions.h"
 
 namespace trireme::controller {
+
+std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt) {
+  std::vector<WantedPod> wanted;
+  for (const RoleRef& role : roles_of(job.spec)) {
+    for (int64_t rank = 0; rank < role.spec->replicas; ++rank) {
+      wanted.push_back({role.name, rank, pod_name(job.metadata.name, role.name, rank, attempt)});
+    }
+  }
+  return wanted;
+}
 
 void PodNames::begin(const RLJob& job) {
   const uint64_t uid = hash64(job.metadata.uid);

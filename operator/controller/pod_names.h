@@ -24,6 +24,14 @@
 
 namespace trireme::controller {
 
+struct WantedPod {
+  std::string role;
+  int64_t rank = 0;
+  std::string name;
+};
+// Every pod of an attempt, actor first.
+std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt);
+
 class PodNames final {
  public:
   // A gang of 32 in three attempts. So many GETs cost about what a list among 15,000 pods does.

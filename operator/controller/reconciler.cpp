@@ -1,14 +1,12 @@
 #include "operator/controller/reconciler.h"
 
 #include <algorithm>
-#include <set>
 
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "operator/controller/actions.h"
-#include "operator/controller/network_policy.h"
 #include "operator/kube/api_error.h"
 
 namespace trireme::controller {
@@ -21,14 +19,6 @@ using kube::Priority;
 
 constexpr Milliseconds kLongestEcho{60000};  // of ReconcilerOptions::create_echo, doubled while the watch is late
 constexpr int kMaxRounds = 8;                // decisions in one reconcile; more go back to the queue
-constexpr int64_t kMostAttempts = 32;        // that share a group of Kueue's, when a job is deleted
-
-// Thrown when the lease is not ours: nothing is wrong, somebody else does the work.
-struct NotLeading {};
-// An object of ours stands in the way but will go; come back.
-struct TryAgain {
-  std::string why;
-};
 
 // Kueue makes a group's Workload itself; its owners are the group's pods.
 bool owned_by_pods(const Json& object, const std::string& job) {
@@ -48,10 +38,6 @@ bool whole(const Observed& observed) {
   return observed.job.status.phase == phase::kQueued && pods >= total_pods(observed.job.spec);
 }
 
-int64_t steady_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(SteadyClock::now().time_since_epoch()).count();
-}
-
 Json without_heartbeat_time(const RLJobStatus& status) {
   Json json = status_to_json(status);
   if (json.contains("progress") && json["progress"].is_object()) json["progress"].erase("lastHeartbeatTime");
@@ -62,6 +48,12 @@ Json without_progress(const RLJobStatus& status) {
   Json json = status_to_json(status);
   json.erase("progress");
   return json;
+}
+
+WatchOptions watch_options(const ReconcilerOptions& options) {
+  WatchOptions watch = options;
+  if (!watch.reflector.metrics) watch.reflector.metrics = options.metrics;
+  return watch;
 }
 
 }  // namespace
@@ -87,243 +79,47 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
     : client_(client),
       options_(std::move(options)),
       reports_(reports),
-      queue_({.name = "rljob",
-              .backoff_min = options_.queue_backoff_min,
-              .backoff_max = options_.queue_backoff_max,
-              .low_limit = std::max(1, options_.workers / 16),
-              .metrics = options_.metrics}),
-      metrics_(*options_.metrics, "rljob"),
-      conflicts_(options_.metrics->counter("trireme_reconcile_conflicts_total",
-                                           "Status writes that lost against another writer and were done again.")),
+      controller_({.queue = {.name = "rljob",
+                             .backoff_min = options_.queue_backoff_min,
+                             .backoff_max = options_.queue_backoff_max,
+                             .low_limit = std::max(1, options_.workers / 16),
+                             .metrics = options_.metrics},
+                   .workers = options_.workers,
+                   .reconcile_timeout = options_.reconcile_timeout},
+                  [this](const std::string& key, const Deadline& deadline) {
+                    return reconcile(ObjectKey::parse(key), deadline);
+                  }),
       pool_(options_.write_threads),
+      watches_(client, watch_options(options_), options_.plan,
+               [this](const ObjectKey& job, Milliseconds after, Priority priority) {
+                 controller_.add(job.str(), after, priority);
+               }),
       plan_(std::make_shared<const PlanOptions>(options_.plan)) {
-  metrics_.max_concurrent.Set(options_.workers);
-  make_informers(client);
   reports_.set_listener([this](const ObjectKey& job, bool urgent) {
     if (urgent) {
       enqueue(job, Priority::kHigh);
     } else {
-      look_later(job);
+      watches_.look_later(job);
     }
   });
 }
 
 Reconciler::~Reconciler() { stop(); }
 
-kube::ReflectorOptions Reconciler::reflector(const kube::Resource& resource, const char* selector) const {
-  kube::ReflectorOptions o = options_.reflector;
-  o.resource = resource;
-  o.ns = resource.namespaced ? options_.ns : "";
-  o.label_selector = selector;
-  if (!o.metrics) o.metrics = options_.metrics;
-  return o;
-}
-
-void Reconciler::make_informers(const kube::Client& client) {
-  const std::string manager = options_.plan.manager_name;
-
-  kube::InformerHandlers<CachedJob> on_job;
-  on_job.on_add = [this](const ObjectKey& key, const auto& job, bool initial) {
-    if (job->managed) enqueue(key, initial && is_placed(*job) ? Priority::kLow : Priority::kNormal);
-  };
-  on_job.on_update = [this](const ObjectKey& key, const auto& before, const auto& job) {
-    if (!job->managed) return;
-    // Else it is the status: mostly the echo of our own write.
-    if (job->generation != before->generation || job->deleting != before->deleting || !before->managed) {
-      enqueue(key);
-    } else {
-      look_later(key);
-    }
-  };
-  on_job.on_delete = [this](const ObjectKey& key, const auto&) { enqueue(key, Priority::kHigh); };
-  jobs_ = std::make_unique<kube::Informer<CachedJob>>(
-      client, typename kube::Informer<CachedJob>::Options{reflector(kube::resources::kRlJobs, ""), job_fields(), ""},
-      [manager](const Json& object) { return read_job(object, manager); }, std::move(on_job));
-
-  kube::InformerHandlers<CachedPod> on_pod_change;
-  on_pod_change.on_add = [this](const ObjectKey& key, const auto& pod, bool initial) {
-    if (!initial) on_pod(key, *pod, true);  // else its job is in a list, too
-  };
-  on_pod_change.on_update = [this](const ObjectKey& key, const auto& before, const auto& pod) {
-    const bool ended =
-        pod->phase != before->phase && (pod->phase == PodPhase::kFailed || pod->phase == PodPhase::kSucceeded);
-    const bool main_ended = pod->main_exit && !before->main_exit;
-    on_pod(key, *pod, !ended && !main_ended && pod->deleting == before->deleting);
-  };
-  on_pod_change.on_delete = [this](const ObjectKey& key, const auto& pod) { on_pod(key, *pod, false); };
-  pods_ = std::make_unique<kube::Informer<CachedPod>>(
-      client,
-      typename kube::Informer<CachedPod>::Options{reflector(kube::resources::kPods, kLabelJobUid), pod_fields(),
-                                                  kLabelJobUid},
-      read_pod, std::move(on_pod_change));
-
-  kube::InformerHandlers<CachedService> on_service;
-  // A Service that the watch tells of late may be all that remains of a job that has ended meanwhile.
-  on_service.on_add = [this](const ObjectKey& key, const auto& service, bool initial) {
-    if (is_own(key, *service, {key.ns, service->job}) && !initial) look_later({key.ns, service->job});
-  };
-  on_service.on_delete = [this](const ObjectKey& key, const auto& service) {
-    if (is_own(key, *service, {key.ns, service->job})) enqueue({key.ns, service->job});
-  };
-  services_ = std::make_unique<kube::Informer<CachedService>>(
-      client,
-      typename kube::Informer<CachedService>::Options{reflector(kube::resources::kServices, kLabelJobUid),
-                                                      service_fields(), kLabelJobUid},
-      read_service, std::move(on_service));
-
-  if (options_.plan.objects.network_policies) watch_policies(client);
-  if (!options_.watch_nodes) return;
-  kube::InformerHandlers<CachedNode> on_node_change;
-  on_node_change.on_add = [this](const ObjectKey& key, const auto& node, bool) { on_node(key.name, node->state); };
-  on_node_change.on_update = [this](const ObjectKey& key, const auto&, const auto& node) {
-    on_node(key.name, node->state);
-  };
-  on_node_change.on_delete = [this](const ObjectKey& key, const auto&) { on_node(key.name, NodeState::kGone); };
-  nodes_ = std::make_unique<kube::Informer<CachedNode>>(
-      client, typename kube::Informer<CachedNode>::Options{reflector(kube::resources::kNodes, ""), node_fields(), ""},
-      read_node, std::move(on_node_change));
-}
-
-void Reconciler::watch_policies(const kube::Client& client) {
-  // Nobody's where the name is none of ours: labels can be copied.
-  const auto job_of = [](const ObjectKey& key) -> std::optional<ObjectKey> {
-    const std::string suffix = network_policy_name("");
-    if (key.name.size() <= suffix.size() || !ends_with(key.name, suffix)) return std::nullopt;
-    return ObjectKey{key.ns, key.name.substr(0, key.name.size() - suffix.size())};
-  };
-  kube::InformerHandlers<CachedPolicy> on_policy;
-  // As with Services: the watch may tell of it after the job has ended.
-  on_policy.on_add = [this, job_of](const ObjectKey& key, const auto&, bool initial) {
-    if (const auto job = job_of(key); job && !initial) look_later(*job);
-  };
-  on_policy.on_update = [this, job_of](const ObjectKey& key, const auto& before, const auto& policy) {
-    const auto job = job_of(key);
-    if (job && (policy->spec != before->spec || policy->job_uid != before->job_uid)) enqueue(*job);
-  };
-  on_policy.on_delete = [this, job_of](const ObjectKey& key, const auto&) {
-    if (const auto job = job_of(key)) enqueue(*job);
-  };
-  policies_ = std::make_unique<kube::Informer<CachedPolicy>>(
-      client,
-      typename kube::Informer<CachedPolicy>::Options{reflector(kube::resources::kNetworkPolicies, kLabelJobUid),
-                                                     policy_fields(), ""},
-      read_policy, std::move(on_policy));
-}
-
 void Reconciler::enqueue(const ObjectKey& job, Priority priority) {
-  if (working_) queue_.add(job.str(), priority);
-}
-
-void Reconciler::look_later(const ObjectKey& job) {
-  if (working_) queue_.add_after(job.str(), options_.pod_debounce, Priority::kLow);
-}
-
-// After a start the jobs whose objects have to be made come before those that run already.
-bool Reconciler::is_placed(const CachedJob& job) {
-  return job.phase == phase::kStarting || job.phase == phase::kRunning || is_terminal(job.phase);
-}
-
-void Reconciler::enqueue_all() {
-  std::vector<std::pair<ObjectKey, Priority>> keys;
-  jobs_->for_each([&](const ObjectKey& key, const CachedJob& job) {
-    if (job.managed) keys.emplace_back(key, is_placed(job) ? Priority::kLow : Priority::kNormal);
-  });
-  std::set<ObjectKey> orphaned;
-  pods_->for_each([&](const ObjectKey& key, const CachedPod& pod) {
-    const ObjectKey job{key.ns, pod.job};
-    if (pod.deleting && is_own(key, pod, job) && !jobs_->get(job)) orphaned.insert(job);
-  });
-  for (const ObjectKey& job : orphaned) keys.emplace_back(job, Priority::kNormal);
-  for (const auto& [key, priority] : keys) enqueue(key, priority);
-}
-
-void Reconciler::on_pod(const ObjectKey& key, const CachedPod& pod, bool later) {
-  const ObjectKey job{key.ns, pod.job};
-  if (!is_own(key, pod, job)) return;
-  if (later) {
-    look_later(job);
-  } else {
-    enqueue(job, Priority::kHigh);
-  }
-}
-
-// As Kubernetes judges a zone: more than two and at least 55 of a hundred, or all of several.
-bool Reconciler::nodes_in_doubt() const {
-  const size_t bad = static_cast<size_t>(std::count_if(bad_nodes_.begin(), bad_nodes_.end(), [](const auto& node) {
-    return node.second.state == NodeState::kNotReady;
-  }));
-  const size_t all = nodes_->size();
-  return bad >= 2 && (bad >= all || (bad > 2 && bad * 100 >= all * 55));
-}
-
-void Reconciler::on_node(const std::string& name, NodeState state) {
-  std::set<std::string> concerned = {name};
-  {
-    std::lock_guard lock(nodes_mutex_);
-    const auto now = SteadyClock::now();
-    const auto before = bad_nodes_.find(name);
-    const bool same = before == bad_nodes_.end() ? state == NodeState::kReady : before->second.state == state;
-    if (state == NodeState::kReady) {
-      bad_nodes_.erase(name);
-    } else {
-      bad_nodes_.emplace(name, BadNode{state, now}).first->second.state = state;
-    }
-    const bool doubt = nodes_in_doubt();
-    if (doubt_ != doubt) {
-      if (doubt_) doubt_ended_ = now;
-      for (const auto& [bad, node] : bad_nodes_) concerned.insert(bad);
-    }
-    if (same && doubt_ == doubt) return;
-    doubt_ = doubt;
-  }
-  std::vector<ObjectKey> affected;
-  pods_->for_each([&](const ObjectKey& key, const CachedPod& pod) {
-    if (concerned.count(pod.node) > 0 && is_own(key, pod, {key.ns, pod.job})) affected.push_back({key.ns, pod.job});
-  });
-  for (const ObjectKey& job : affected) enqueue(job, Priority::kHigh);
-}
-
-void Reconciler::start_informers() {
-  jobs_->start();
-  pods_->start();
-  services_->start();
-  if (policies_) policies_->start();
-  if (nodes_) nodes_->start();
-}
-
-bool Reconciler::synced() const {
-  return jobs_->synced() && pods_->synced() && services_->synced() && (!policies_ || policies_->synced()) &&
-         (!nodes_ || nodes_->synced());
-}
-
-bool Reconciler::wait_synced(const Deadline& deadline) const {
-  return jobs_->wait_synced(deadline) && pods_->wait_synced(deadline) && services_->wait_synced(deadline) &&
-         (!policies_ || policies_->wait_synced(deadline)) && (!nodes_ || nodes_->wait_synced(deadline));
+  controller_.add(job.str(), Milliseconds(0), priority);
 }
 
 void Reconciler::start_workers() {
-  TRIREME_CHECK(workers_.empty(), "start_workers called twice");
-  last_progress_ns_ = steady_ns();
-  working_ = true;
-  enqueue_all();
-  for (int i = 0; i < options_.workers; ++i) workers_.emplace_back([this] { work(); });
+  controller_.start([this] { watches_.enqueue_all(); });
 }
 
-void Reconciler::stop_workers() {
-  stopping_ = true;
-  queue_.shut_down();
-  for (std::thread& worker : workers_) worker.join();
-  workers_.clear();
-}
+void Reconciler::stop_workers() { controller_.stop(); }
 
 void Reconciler::stop() {
   stop_workers();
   reports_.set_listener({});
-  jobs_->stop();
-  pods_->stop();
-  services_->stop();
-  if (policies_) policies_->stop();
-  if (nodes_) nodes_->stop();
+  watches_.stop();
 }
 
 void Reconciler::set_discovery(scheduling::Discovery discovery) {
@@ -338,77 +134,17 @@ std::shared_ptr<const PlanOptions> Reconciler::plan_options() const {
   return plan_;
 }
 
-Milliseconds Reconciler::stuck_for() const {
-  if (last_progress_ns_ == 0 || stopping_ || queue_.size() == 0) return Milliseconds(0);
-  return Milliseconds((steady_ns() - last_progress_ns_.load()) / 1000000);
-}
-
 // ---- the loop
 // --------------------------------------------------------------------------------------------------------
 
-void Reconciler::work() {
-  while (auto key = queue_.get()) {
-    last_progress_ns_ = steady_ns();
-    if (!stopping_) reconcile_key(*key);
-    queue_.done(*key);
-    last_progress_ns_ = steady_ns();
-  }
-}
-
-void Reconciler::reconcile_key(const std::string& key) {
-  metrics_.active_workers.Increment();
-  const Stopwatch watch;
-  try {
-    const auto again = reconcile(ObjectKey::parse(key), Deadline::after(options_.reconcile_timeout));
-    queue_.forget(key);
-    if (again) {
-      queue_.add_after(key, again->after, again->priority);
-      metrics_.requeue_after.Increment();
-    } else {
-      metrics_.success.Increment();
-    }
-  } catch (const NotLeading&) {
-    metrics_.requeue.Increment();
-  } catch (const TryAgain& e) {
-    log_debug("controller", key + ": " + e.why);
-    metrics_.requeue.Increment();
-    queue_.add_rate_limited(key);
-  } catch (const ApiError& e) {
-    if (e.conflict()) {
-      conflicts_.Increment();
-      metrics_.requeue.Increment();
-      queue_.add_rate_limited(key);
-    } else {
-      if (e.kind() == ApiErrorKind::kTimeout) metrics_.timeouts.Increment();
-      metrics_.error.Increment();
-      metrics_.errors.Increment();
-      log_warn("controller", key + ": " + e.what());
-      const Milliseconds patience = e.retry_after().value_or(Milliseconds(0));
-      if (patience.count() > 0) memory_of(key).hold_until = SteadyClock::now() + patience;
-      queue_.add_rate_limited(key, patience);
-    }
-  } catch (const std::exception& e) {
-    metrics_.error.Increment();
-    metrics_.errors.Increment();
-    metrics_.panics.Increment();
-    log_error("controller", key + ": " + e.what());
-    queue_.add_rate_limited(key);
-  }
-  metrics_.seconds.Observe(watch.seconds());
-  metrics_.active_workers.Decrement();
-}
-
-std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
+kube::Result Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
   Memory& memory = memory_of(key.str());
-  // News of the job do not shorten what the API server asked for.
-  const auto hold = std::chrono::ceil<Milliseconds>(memory.hold_until - SteadyClock::now());
-  if (hold.count() > 0) return Again{hold};
   std::optional<Observed> observed = observe_cached(key, memory);
   for (int round = 0; round < kMaxRounds; ++round) {
     if (!observed) {
       release_orphans(key, deadline);
       forget(key.str());
-      return std::nullopt;
+      return {};
     }
     complete_observation(key, *observed, memory, deadline);
     Plan next = plan(*observed, *plan_options());
@@ -418,7 +154,7 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
       const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.created_at);
       const RLJobStatus& cached = observed->job.status;
       const bool known = cached.phase == phase::kQueued && memory.created_attempt == cached.attempt;
-      if (known && since < memory.echo) return Again{memory.echo - since};
+      if (known && since < memory.echo) return {memory.echo - since};
       observed = observe_live(key, memory, deadline);
       if (observed && whole(*observed)) {
         // The watch is late. Waiting as long again as before keeps each news of the job from making another look.
@@ -464,20 +200,20 @@ std::optional<Reconciler::Again> Reconciler::reconcile(const ObjectKey& key, con
         }
       } catch (const ApiError& e) {
         if (!creates || !keep_rejection(key, attempt, memory, e)) throw;
-        return Again{Milliseconds(1)};
+        return {Milliseconds(1)};
       }
     }
-    if (late && (!next.requeue_after || *late < *next.requeue_after)) return Again{*late, Priority::kLow};
-    return next.requeue_after ? std::optional(Again{*next.requeue_after}) : std::nullopt;
+    if (late && (!next.requeue_after || *late < *next.requeue_after)) return {late, Priority::kLow};
+    return {next.requeue_after};
   }
-  throw TryAgain{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
+  throw kube::Requeue{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
 }
 
 // ---- writing
 // ---------------------------------------------------------------------------------------------------------
 
 void Reconciler::check_may_write() const {
-  if (options_.may_write && !options_.may_write()) throw NotLeading{};
+  if (options_.may_write && !options_.may_write()) throw kube::NotLeading{};
 }
 
 // The user has to see what the API server would not take, and the planner to decide about it. A quota may come back, so
@@ -517,9 +253,10 @@ std::optional<Milliseconds> Reconciler::write_status_late(const ObjectKey& key, 
   const bool progress_only = without_progress(plan.status) == without_progress(job.status);
   // All jobs together write at most about a hundred progress updates a second.
   // While many jobs wait in the queue, making their objects comes before describing those of others.
-  const Milliseconds busy(std::min<size_t>(10 * queue_.size(), 10000));
-  const Milliseconds interval = progress_only ? std::max(options_.progress_interval, Milliseconds(10 * jobs_->size()))
-                                              : std::max(options_.status_interval, busy);
+  const Milliseconds busy(std::min<size_t>(10 * controller_.queue().size(), 10000));
+  const Milliseconds interval = progress_only
+                                    ? std::max(options_.progress_interval, Milliseconds(10 * watches_.jobs().size()))
+                                    : std::max(options_.status_interval, busy);
   const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.status_written);
   const bool before = memory.status_written != SteadyClock::time_point{};
   // What is also an event is told at once: the actions that follow may leave nothing to tell of.
@@ -573,10 +310,10 @@ void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadli
   }
   const ObjectKey name{job.metadata.namespace_, action.name};
   const auto existing = client_.find(action.resource, name, deadline);
-  if (!existing) throw TryAgain{action.resource.plural + " " + name.str() + " came and went"};
+  if (!existing) throw kube::Requeue{action.resource.plural + " " + name.str() + " came and went"};
   const Json metadata = existing->value("metadata", Json::object());
   if (metadata.contains("deletionTimestamp"))
-    throw TryAgain{action.resource.plural + " " + name.str() + " is still being deleted"};
+    throw kube::Requeue{action.resource.plural + " " + name.str() + " is still being deleted"};
   if (controlled_by(*existing, job.metadata.uid)) {
     if (apply) make_so(action, *existing, deadline);
     return;
@@ -585,7 +322,7 @@ void Reconciler::create(const RLJob& job, Action& action, const Deadline& deadli
   const std::string message =
       action.resource.kind + " " + action.name + " exists and belongs to somebody else; delete it or rename the job";
   emit(job, {{true, "NameTaken", message}});
-  throw TryAgain{message};
+  throw kube::Requeue{message};
 }
 
 // In one write, without a moment in which the object is not there. Labels of others stay.
@@ -624,8 +361,6 @@ void Reconciler::remove(const ObjectKey& key, const std::string& job_uid, const 
   }
 }
 
-// Kueue keeps a finalizer on the pods of a group while its Workload stands, and the Workload belongs to the pods: of a
-// job that was deleted neither would ever go.
 void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline) {
   const auto options = plan_options();
   scheduling::Backend kueue;
@@ -634,19 +369,8 @@ void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline)
   } catch (const Error&) {
     return;  // there is none
   }
-  // Its pods are in the group of their own attempt, or of an earlier one.
-  int64_t last = 0;
-  pods_->for_each([&](const ObjectKey& pod_key, const CachedPod& pod) {
-    if (pod.deleting && is_own(pod_key, pod, key)) last = std::max<int64_t>(last, pod.attempt);
-  });
-  for (int64_t attempt = std::max<int64_t>(1, last - kMostAttempts); attempt <= last; ++attempt) {
-    for (const auto& object : scheduling::gang_cleanup(kueue, attempt_service_name(key.name, attempt))) {
-      Action action;
-      action.resource = resource_of(object.group_version, object.resource);
-      action.name = object.name;
-      remove(key, "", action, deadline);
-    }
-  }
+  const int64_t last = watches_.last_attempt_going(key);
+  for (const Action& action : orphan_actions(kueue, key.name, last)) remove(key, "", action, deadline);
 }
 
 Reconciler::Memory& Reconciler::memory_of(const std::string& key) {

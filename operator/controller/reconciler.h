@@ -1,4 +1,4 @@
-// Reconciler: informers, queue and workers around the pure planner. The only place that writes to the API server for
+// Reconciler: informers and a controller around the pure planner. The only place that writes to the API server for
 // jobs.
 #pragma once
 
@@ -9,32 +9,27 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <vector>
 
 #include "operator/controller/ages.h"
-#include "operator/controller/cache.h"
 #include "operator/controller/plan.h"
 #include "operator/controller/pod_names.h"
 #include "operator/controller/pool.h"
 #include "operator/controller/reports.h"
+#include "operator/controller/watches.h"
 #include "operator/kube/client.h"
+#include "operator/kube/controller.h"
 #include "operator/kube/events.h"
-#include "operator/kube/informer.h"
 #include "operator/kube/metrics.h"
-#include "operator/kube/work_queue.h"
 
 namespace trireme::controller {
 
-struct ReconcilerOptions {
-  std::string ns;           // "" all namespaces
-  int workers = 64;         // they wait for the API server most of the time
-  int write_threads = 64;   // beside the workers, for the parallel writes of a wave and the reads of a live look
-  bool watch_nodes = true;  // needs get/list/watch on nodes; without it a lost node is noticed by its evicted pods
+struct ReconcilerOptions : WatchOptions {
+  int workers = 64;        // they wait for the API server most of the time
+  int write_threads = 64;  // beside the workers, for the parallel writes of a wave and the reads of a live look
   Milliseconds status_interval{1000};     // between two status writes of a job that decide nothing
   Milliseconds progress_interval{10000};  // between two that only carry progress; grows with the number of jobs
-  Milliseconds pod_debounce{50};          // pods becoming scheduled and ready are looked at together
   int64_t pods_a_get = 150;               // a list by label walks so many pods in the time of a GET by name
   Milliseconds create_echo{5000};         // the watch tells of our creates by then; if not, we look ourselves
   Milliseconds refusal_min{1000};         // before objects that were refused (a quota) are asked for again; doubles
@@ -44,8 +39,6 @@ struct ReconcilerOptions {
   Milliseconds reconcile_timeout{60000};
   Milliseconds queue_backoff_min{5};
   Milliseconds queue_backoff_max{60000};
-  kube::ReflectorOptions
-      reflector;  // time-outs and back-offs of all informers; resource, ns and selectors are set here
   PlanOptions plan;
   kube::Metrics* metrics = nullptr;       // required; outlives this
   kube::EventRecorder* events = nullptr;  // may be null
@@ -62,9 +55,9 @@ class Reconciler final {
   Reconciler& operator=(const Reconciler&) = delete;
 
   // Informers only: a standby runs them too, so that a fail-over does not wait for lists.
-  void start_informers();
-  bool wait_synced(const Deadline& deadline) const;
-  bool synced() const;
+  void start_informers() { watches_.start(); }
+  bool wait_synced(const Deadline& deadline) const { return watches_.wait_synced(deadline); }
+  bool synced() const { return watches_.synced(); }
   // Call once we lead and the informers are synced.
   void start_workers();
   // Workers end after the reconcile they are in. Then the lease may be given up.
@@ -72,19 +65,18 @@ class Reconciler final {
   // Workers, then informers.
   void stop();
 
-  // Time since a worker last took or finished a key while there was work; for the liveness probe.
-  Milliseconds stuck_for() const;
+  Milliseconds stuck_for() const { return controller_.stuck_for(); }
   void enqueue(const kube::ObjectKey& job, kube::Priority priority = kube::Priority::kNormal);
   // What the cluster serves for gangs has changed; plans from now on use it. Any thread.
   void set_discovery(scheduling::Discovery discovery);
-  const kube::RateLimitedQueue& queue() const { return queue_; }
-  std::shared_ptr<const CachedPod> find_pod(const kube::ObjectKey& key) const { return pods_->get(key); }
-  std::shared_ptr<const CachedJob> find_job(const kube::ObjectKey& key) const { return jobs_->get(key); }
+  const kube::RateLimitedQueue& queue() const { return controller_.queue(); }
+  std::shared_ptr<const CachedPod> find_pod(const kube::ObjectKey& key) const { return watches_.pods().get(key); }
+  std::shared_ptr<const CachedJob> find_job(const kube::ObjectKey& key) const { return watches_.jobs().get(key); }
   void for_each_job(const std::function<void(const kube::ObjectKey&, const CachedJob&)>& fn) const {
-    jobs_->for_each(fn);
+    watches_.jobs().for_each(fn);
   }
-  size_t job_count() const { return jobs_->size(); }
-  size_t pod_count() const { return pods_->size(); }
+  size_t job_count() const { return watches_.jobs().size(); }
+  size_t pod_count() const { return watches_.pods().size(); }
 
  private:
   // What we remember of a job between reconciles; none of it is needed for correctness.
@@ -93,7 +85,6 @@ class Reconciler final {
     Ages ages;
     std::map<std::string, SteadyClock::time_point> unknown_nodes;
     SteadyClock::time_point status_written{};
-    SteadyClock::time_point hold_until{};  // the API server asked for patience (Retry-After)
     int64_t claims_attempt = -1;
     std::map<std::string, std::vector<std::string>> claims;
     int64_t created_attempt = -1;  // whose pods we made, or saw all of in a live look, at created_at
@@ -107,23 +98,7 @@ class Reconciler final {
     SteadyClock::time_point retry_at{};
   };
 
-  void make_informers(const kube::Client& client);
-  kube::ReflectorOptions reflector(const kube::Resource& resource, const char* selector) const;
-  void watch_policies(const kube::Client& client);
-  void on_pod(const kube::ObjectKey& key, const CachedPod& pod, bool later);
-  // News that ask for no work but a line in the status: many at a time are looked at once.
-  void look_later(const kube::ObjectKey& job);
-  void on_node(const std::string& name, NodeState state);
-  // What came while nobody worked: every job, and pods whose job has gone.
-  void enqueue_all();
-  static bool is_placed(const CachedJob& job);
-  void work();
-  void reconcile_key(const std::string& key);
-  struct Again {  // when to look again, if at all
-    Milliseconds after;
-    kube::Priority priority = kube::Priority::kNormal;
-  };
-  std::optional<Again> reconcile(const kube::ObjectKey& key, const Deadline& deadline);
+  kube::Result reconcile(const kube::ObjectKey& key, const Deadline& deadline);
 
   std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
   std::optional<Observed> observe_live(const kube::ObjectKey& key, Memory& memory, const Deadline& deadline);
@@ -155,35 +130,15 @@ class Reconciler final {
   const kube::Client& client_;
   ReconcilerOptions options_;
   ReportStore& reports_;
-  kube::RateLimitedQueue queue_;
-  kube::ControllerMetrics metrics_;
-  prometheus::Counter& conflicts_;
+  kube::Controller controller_;
   Pool pool_;
-  std::unique_ptr<kube::Informer<CachedJob>> jobs_;
-  std::unique_ptr<kube::Informer<CachedPod>> pods_;
-  std::unique_ptr<kube::Informer<CachedService>> services_;
-  std::unique_ptr<kube::Informer<CachedPolicy>> policies_;  // null: not looked after
-  std::unique_ptr<kube::Informer<CachedNode>> nodes_;
+  Watches watches_;
   mutable std::mutex plan_mutex_;
   std::shared_ptr<const PlanOptions> plan_;
   std::mutex memory_mutex_;
   std::unordered_map<std::string, std::unique_ptr<Memory>> memory_;
-  struct BadNode {
-    NodeState state;
-    SteadyClock::time_point since;
-  };
-  // Are so many nodes NotReady at once that it is the cluster's trouble? Under nodes_mutex_.
-  bool nodes_in_doubt() const;
-  mutable std::mutex nodes_mutex_;
-  std::unordered_map<std::string, BadNode> bad_nodes_;
-  bool doubt_ = false;
-  SteadyClock::time_point doubt_ended_{};
   std::atomic<int64_t> running_jobs_{0};  // as counted at counted_ns_
   std::atomic<int64_t> counted_ns_{0};
-  std::atomic<int64_t> last_progress_ns_{0};
-  std::atomic<bool> working_{false};  // a standby queues nothing: nobody would take it
-  std::atomic<bool> stopping_{false};
-  std::vector<std::thread> workers_;
 };
 
 // RFC 7386: the merge patch that turns `from` into `to`.

@@ -5,9 +5,8 @@
 #include <openssl/err.h>
 #include <sys/socket.h>
 
-#include <csignal>
-
 #include "base/error.h"
+#include "base/sigpipe.h"
 
 namespace trireme::kube {
 namespace {
@@ -65,11 +64,7 @@ std::string take_verify_error() {
 }
 
 std::unique_ptr<Connection> ConnectionPool::make() {
-  static const bool ignored = [] {  // a write to a connection that the server closed must be an error, not a signal
-    std::signal(SIGPIPE, SIG_IGN);
-    return true;
-  }();
-  (void)ignored;
+  ignore_sigpipe();
   auto connection = std::make_unique<Connection>();
   if (config_.scheme == "https") {
     connection->tls = credentials_.tls();

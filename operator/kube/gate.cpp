@@ -10,12 +10,12 @@
 
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <cstring>
 #include <optional>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/sigpipe.h"
 #include "operator/kube/gate_connection.h"
 
 namespace trireme::kube {
@@ -95,11 +95,7 @@ void Gate::listen() {
 
 void Gate::start() {
   TRIREME_CHECK(!thread_.joinable(), "an HTTP server starts once");
-  static const bool ignored = [] {  // a write to a connection that the peer closed must be an error, not a signal
-    std::signal(SIGPIPE, SIG_IGN);
-    return true;
-  }();
-  (void)ignored;
+  ignore_sigpipe();
   listen();
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);

@@ -23,6 +23,16 @@ std::string Resource::path(std::string_view ns, std::string_view name, std::stri
   return out;
 }
 
+Resource resource_of(const std::string& group_version, const std::string& plural, const std::string& kind) {
+  const size_t slash = group_version.find('/');
+  Resource resource;
+  resource.group = slash == std::string::npos ? "" : group_version.substr(0, slash);
+  resource.version = slash == std::string::npos ? group_version : group_version.substr(slash + 1);
+  resource.plural = plural;
+  resource.kind = kind;
+  return resource;
+}
+
 ObjectKey ObjectKey::parse(std::string_view text) {
   const size_t slash = text.find('/');
   if (slash == std::string_view::npos) return {"", std::string(text)};

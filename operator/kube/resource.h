@@ -22,6 +22,9 @@ struct Resource {
   std::string group_path() const;
 };
 
+// "scheduling.k8s.io/v1alpha2" + "podgroups"; a group version without a slash is core.
+Resource resource_of(const std::string& group_version, const std::string& plural, const std::string& kind = {});
+
 struct ObjectKey {
   std::string ns;  // empty for cluster-scoped objects
   std::string name;

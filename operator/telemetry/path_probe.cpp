@@ -3,19 +3,12 @@
 #include <httplib.h>
 
 #include "base/log.h"
+#include "base/url.h"
 
 namespace trireme::telemetry {
-namespace {
-
-std::string origin_of(const std::string& url) {
-  const size_t scheme = url.find("://");
-  return url.substr(0, url.find('/', scheme == std::string::npos ? 0 : scheme + 3));
-}
-
-}  // namespace
 
 PathProbe::PathProbe(const std::string& url, Milliseconds interval, Milliseconds timeout)
-    : origin_(origin_of(url)), interval_(interval), timeout_(timeout), thread_([this] { run(); }) {}
+    : origin_(split_url(url).origin()), interval_(interval), timeout_(timeout), thread_([this] { run(); }) {}
 
 PathProbe::~PathProbe() {
   {

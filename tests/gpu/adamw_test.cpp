@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "tests/gpu/device.h"
+#include "tests/unit/model/tiny.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
 #include "trainer/optimizer/adamw.h"
@@ -24,21 +25,8 @@ using testing::seed_gpu;
 class AdamWOnGpu : public testing::GpuTest {};
 
 ModelConfig small() {
-  return ModelConfig::from_json({{"model_type", "qwen3"},
-                                 {"architectures", {"Qwen3ForCausalLM"}},
-                                 {"vocab_size", 512},
-                                 {"hidden_size", 64},
-                                 {"intermediate_size", 96},
-                                 {"num_hidden_layers", 2},
-                                 {"num_attention_heads", 4},
-                                 {"num_key_value_heads", 2},
-                                 {"head_dim", 16},
-                                 {"hidden_act", "silu"},
-                                 {"rms_norm_eps", 1e-6},
-                                 {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 64},
-                                 {"tie_word_embeddings", true}},
-                                "test");
+  return test::tiny_config(
+      {.vocab = 512, .hidden = 64, .intermediate = 96, .layers = 2, .head_dim = 16, .positions = 64});
 }
 
 AdamWOptions options(int64_t bucket, bool decay_all) {

@@ -19,7 +19,7 @@
 #include "base/error.h"
 #include "tests/gpu/device.h"
 #include "tests/gpu/oracle/attention_oracle.h"
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
 #include "trainer/ops/cuda/attention/attention.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/cuda/gemm/linear.h"
@@ -73,19 +73,19 @@ struct Batch {
   }
 
   int64_t tokens() const { return starts.back(); }
-  CachePlan plan(const std::vector<CacheRow>& rows) const { return make_cache_plan(rows, heads.group, gpu()); }
+  CachePlan plan(const std::vector<CacheRun>& runs) const { return make_cache_plan(runs, heads.group, gpu()); }
   void fill_arena() {
-    std::vector<CacheRow> rows;
-    for (size_t s = 0; s < lengths.size(); ++s) rows.push_back({extents[s], 0, lengths[s]});
-    append_cached(k, v, arena_k, arena_v, plan(rows));
+    std::vector<CacheRun> runs;
+    for (size_t s = 0; s < lengths.size(); ++s) runs.push_back({extents[s], 0, lengths[s]});
+    append_cached(k, v, arena_k, arena_v, plan(runs));
   }
   // Every token as a decode step of its own.
-  std::vector<CacheRow> steps() const {
-    std::vector<CacheRow> rows;
+  std::vector<CacheRun> steps() const {
+    std::vector<CacheRun> runs;
     for (size_t s = 0; s < lengths.size(); ++s) {
-      for (int64_t i = 0; i < lengths[s]; ++i) rows.push_back({extents[s], i, 1});
+      for (int64_t i = 0; i < lengths[s]; ++i) runs.push_back({extents[s], i, 1});
     }
-    return rows;
+    return runs;
   }
 };
 
@@ -183,9 +183,9 @@ TEST_P(GpuAttention, PackedRowsHaveTheBitsOfTheOracle) {
   for (const double amplitude : {1.0, 12.0}) {
     for (const std::vector<int64_t>& lengths : batches) {
       const Batch b(GetParam(), lengths, amplitude);
-      std::vector<CacheRow> rows;
-      for (size_t s = 0; s < b.lengths.size(); ++s) rows.push_back({b.starts[s], 0, b.lengths[s]});
-      const at::Tensor expected = by_oracle(b.q, b.k, b.v, b.plan(rows));
+      std::vector<CacheRun> runs;
+      for (size_t s = 0; s < b.lengths.size(); ++s) runs.push_back({b.starts[s], 0, b.lengths[s]});
+      const at::Tensor expected = by_oracle(b.q, b.k, b.v, b.plan(runs));
       for (int repeat = 0; repeat < 3; ++repeat) {
         EXPECT_SAME_ROWS(attention_packed(b.q, b.k, b.v, b.starts), expected)
             << " (" << lengths.size() << " sequences, amplitude " << amplitude << ")";
@@ -224,9 +224,9 @@ TEST_P(GpuAttention, EveryDecodeKernelHasTheBitsOfPackedRowsOverManyKeys) {
     const at::Tensor index = at::tensor(tokens, at::kLong).to(gpu());
     const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts).index_select(0, index);
     const at::Tensor q = b.q.index_select(0, index);
-    std::vector<CacheRow> rows;
-    for (const int64_t token : tokens) rows.push_back({b.extents[0], token, 1});
-    const CachePlan plan = b.plan(rows);
+    std::vector<CacheRun> runs;
+    for (const int64_t token : tokens) runs.push_back({b.extents[0], token, 1});
+    const CachePlan plan = b.plan(runs);
     for (const DecodeKernel kernel : kDecodeKernels) {
       for (int repeat = 0; repeat < 3; ++repeat) {
         EXPECT_SAME_ROWS(cuda::attention_decode(q, b.arena_k, b.arena_v, plan, 0.0, kernel), packed)
@@ -247,21 +247,21 @@ TEST_F(GpuAttentionEdges, DecodeHasTheBitsOfPackedRowsOverVeryManyKeys) {
         const at::Tensor k = gpu_randn({keys, heads.kv_heads, heads.head_dim}), v = gpu_randn(k.sizes());
         const at::Tensor q = gpu_randn({kChunkAlignment, heads.group * heads.kv_heads, heads.head_dim}, amplitude);
         const int64_t past = keys - kChunkAlignment;
-        const auto plan_of = [&](const std::vector<CacheRow>& rows) {
-          return make_cache_plan(rows, heads.group, gpu());
+        const auto plan_of = [&](const std::vector<CacheRun>& runs) {
+          return make_cache_plan(runs, heads.group, gpu());
         };
         const CachePlan chunk = plan_of({{0, past, kChunkAlignment}});
         const at::Tensor packed = attention_cached(q, k, v, chunk);
         EXPECT_SAME_ROWS(by_oracle(q, k, v, chunk), packed) << " (the oracle, " << heads << ", " << keys << " keys)";
-        std::vector<CacheRow> rows;
+        std::vector<CacheRun> runs;
         std::vector<int64_t> tokens;
         for (const int64_t token : {0, 1, 62, 63, 64, 65, 126, 127}) {
-          rows.push_back({0, past + token, 1});
+          runs.push_back({0, past + token, 1});
           tokens.push_back(token);
         }
         const at::Tensor index = at::tensor(tokens, at::kLong).to(gpu());
         const at::Tensor some = q.index_select(0, index), expected = packed.index_select(0, index);
-        const CachePlan plan = plan_of(rows);
+        const CachePlan plan = plan_of(runs);
         EXPECT_EQ(plan.longest_keys, keys);
         for (const DecodeKernel kernel : kDecodeKernels) {
           EXPECT_SAME_ROWS(cuda::attention_decode(some, k, v, plan, 0.0, kernel), expected)
@@ -270,7 +270,7 @@ TEST_F(GpuAttentionEdges, DecodeHasTheBitsOfPackedRowsOverVeryManyKeys) {
         // As attention_cached chooses: one run alone, and one among many short ones.
         EXPECT_SAME_ROWS(attention_cached(q.narrow(0, 127, 1), k, v, plan_of({{0, past + 127, 1}})),
                          packed.narrow(0, 127, 1));
-        std::vector<CacheRow> mixed(31, CacheRow{0, 200, 1});
+        std::vector<CacheRun> mixed(31, CacheRun{0, 200, 1});
         mixed.push_back({0, past + 127, 1});
         const at::Tensor last = q.narrow(0, 127, 1);
         EXPECT_SAME_ROWS(
@@ -308,17 +308,17 @@ TEST_P(GpuAttention, BatchSizeDoesNotChangeTheBitsOfADecodeRow) {
   Batch b(GetParam(), kLengths);
   b.fill_arena();
   const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
-  const std::vector<CacheRow> steps = b.steps();
+  const std::vector<CacheRun> steps = b.steps();
   for (const int64_t count : {1, 2, 7, 16, 33, 64, 150, 256, 700}) {
     const int64_t stride = b.tokens() / count;
-    std::vector<CacheRow> rows;
+    std::vector<CacheRun> runs;
     std::vector<int64_t> tokens;
     for (int64_t i = 0; i < count; ++i) {
       tokens.push_back(b.tokens() - 1 - i * stride);
-      rows.push_back(steps[static_cast<size_t>(tokens.back())]);
+      runs.push_back(steps[static_cast<size_t>(tokens.back())]);
     }
     const at::Tensor index = at::tensor(tokens, at::kLong).to(gpu());
-    const at::Tensor out = attention_cached(b.q.index_select(0, index), b.arena_k, b.arena_v, b.plan(rows));
+    const at::Tensor out = attention_cached(b.q.index_select(0, index), b.arena_k, b.arena_v, b.plan(runs));
     EXPECT_SAME_ROWS(out, packed.index_select(0, index)) << " (" << count << " runs)";
   }
 }
@@ -336,12 +336,12 @@ TEST_P(GpuAttention, ChunkedPrefillHasTheBitsOfTheWhole) {
     b.arena_v.fill_(std::nan(""));
     std::vector<int64_t> done(b.lengths.size(), 0);
     for (size_t turn = 0;; ++turn) {
-      std::vector<CacheRow> rows;
+      std::vector<CacheRun> runs;
       std::vector<at::Tensor> qs, ks, vs, expected;
       for (size_t s = 0; s < b.lengths.size(); ++s) {
         const int64_t count = std::min(sizes[(turn + s) % sizes.size()], b.lengths[s] - done[s]);
         if (count == 0) continue;
-        rows.push_back({b.extents[s], done[s], count});
+        runs.push_back({b.extents[s], done[s], count});
         const int64_t from = b.starts[s] + done[s];
         qs.push_back(b.q.narrow(0, from, count));
         ks.push_back(b.k.narrow(0, from, count));
@@ -349,8 +349,8 @@ TEST_P(GpuAttention, ChunkedPrefillHasTheBitsOfTheWhole) {
         expected.push_back(packed.narrow(0, from, count));
         done[s] += count;
       }
-      if (rows.empty()) break;
-      const CachePlan plan = b.plan(rows);
+      if (runs.empty()) break;
+      const CachePlan plan = b.plan(runs);
       append_cached(at::cat(ks), at::cat(vs), b.arena_k, b.arena_v, plan);
       ASSERT_TRUE(equal_bits(attention_cached(at::cat(qs), b.arena_k, b.arena_v, plan), at::cat(expected)))
           << "turn " << turn << " of chunks of " << sizes[0];
@@ -389,16 +389,16 @@ TEST_P(GpuAttention, ReplayedGraphHasTheBitsOfAnEagerPass) {
   const at::Tensor packed = attention_packed(b.q, b.k, b.v, b.starts);
   constexpr int64_t kSlots = 6;
   const auto pass = [&](int64_t position) {
-    std::vector<CacheRow> rows;
+    std::vector<CacheRun> runs;
     std::vector<int64_t> tokens;
     for (size_t s = 0; s < b.lengths.size(); ++s) {
       if (position >= b.lengths[s]) continue;
-      rows.push_back({b.extents[s], position, 1});
+      runs.push_back({b.extents[s], position, 1});
       tokens.push_back(b.starts[s] + position);
     }
-    const auto alive = static_cast<int64_t>(rows.size());
-    while (static_cast<int64_t>(rows.size()) < kSlots) rows.push_back({0, 0, 1}), tokens.push_back(0);
-    return std::tuple(b.plan(rows), at::tensor(tokens, at::kLong).to(gpu()), alive);
+    const auto alive = static_cast<int64_t>(runs.size());
+    while (static_cast<int64_t>(runs.size()) < kSlots) runs.push_back({0, 0, 1}), tokens.push_back(0);
+    return std::tuple(b.plan(runs), at::tensor(tokens, at::kLong).to(gpu()), alive);
   };
   auto [plan, first, all] = pass(10);
   at::Tensor q = b.q.index_select(0, first);
@@ -661,22 +661,22 @@ TEST_P(GpuAttention, BegunEarlyItWaitsForTheLastKeyAndTheQueries) {
   constexpr int64_t kHidden = 4096;
   const testing::Limit ours(cuda::kMostOwnRows);
   const QkvLayout layout{heads.group * heads.kv_heads, heads.kv_heads, heads.head_dim};
-  for (const int64_t runs : {1, 3, 5, 8, 16, 40}) {
+  for (const int64_t count : {1, 3, 5, 8, 16, 40}) {
     std::vector<int64_t> lengths;
-    for (int64_t i = 0; i < runs; ++i)
-      lengths.push_back(kDecodeLengths[static_cast<size_t>(i * 5 + runs) % kDecodeLengths.size()]);
+    for (int64_t i = 0; i < count; ++i)
+      lengths.push_back(kDecodeLengths[static_cast<size_t>(i * 5 + count) % kDecodeLengths.size()]);
     Batch b(heads, lengths);
     b.fill_arena();
-    std::vector<CacheRow> rows;
+    std::vector<CacheRun> runs;
     std::vector<int64_t> positions;
     for (size_t s = 0; s < lengths.size(); ++s) {
-      rows.push_back({b.extents[s], lengths[s] - 1, 1});
+      runs.push_back({b.extents[s], lengths[s] - 1, 1});
       positions.push_back(lengths[s] - 1);
     }
-    const CachePlan plan = b.plan(rows);
+    const CachePlan plan = b.plan(runs);
     const at::Tensor position = at::tensor(positions, at::kLong).to(gpu());
     const at::Tensor table = rope_table(at::arange(2600, position.options()), RopeOptions{heads.head_dim});
-    const at::Tensor x = gpu_randn({runs, kHidden});
+    const at::Tensor x = gpu_randn({count, kHidden});
     const at::Tensor weight = gpu_randn({(layout.q_heads + 2 * layout.kv_heads) * layout.head_dim, kHidden}, 1.0 / 64);
     const at::Tensor filler = gpu_randn({8192, kHidden}, 1.0 / 64);
     const auto split = [&] {
@@ -713,7 +713,7 @@ TEST_P(GpuAttention, BegunEarlyItWaitsForTheLastKeyAndTheQueries) {
         out.fill_(std::nan(""));
         graph.replay();
         c10::cuda::device_synchronize();
-        EXPECT_SAME_ROWS(out, expected) << " (" << heads << ", kernel " << static_cast<int>(kernel) << ", " << runs
+        EXPECT_SAME_ROWS(out, expected) << " (" << heads << ", kernel " << static_cast<int>(kernel) << ", " << count
                                         << " runs)";
       }
     }
@@ -735,7 +735,7 @@ TEST_F(GpuAttentionEdges, MistakesAreNamed) {
   EXPECT_THROW(attention_packed(b.q.to(at::kFloat), b.k.to(at::kFloat), b.v.to(at::kFloat), b.starts), Error);
   EXPECT_THROW(attention_packed(b.q.narrow(2, 0, 96), b.k.narrow(2, 0, 96), b.v.narrow(2, 0, 96), b.starts), Error);
   CachePlan host_only;
-  host_only.rows = {{5, 0, 5}};
+  host_only.host_runs = {{5, 0, 5}};
   EXPECT_THROW(attention_cached(b.q, b.arena_k, b.arena_v, host_only), Error);
   EXPECT_THROW(attention_cached(b.q, b.arena_k, b.arena_v, b.plan({{b.arena_k.size(0) - 2, 0, 5}})), Error);
   EXPECT_THROW(append_cached(b.k, b.v, b.arena_k, b.arena_v, b.plan({{0, 0, 4}})), Error);

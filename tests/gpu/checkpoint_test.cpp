@@ -6,6 +6,7 @@
 
 #include "base/fs.h"
 #include "tests/gpu/device.h"
+#include "tests/unit/model/tiny.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/parallel/device.h"
 
@@ -18,21 +19,15 @@ using CheckpointOnGpu = testing::GpuTest;
 
 // Some 40 million parameters: 0.6 GB of weights and state.
 ModelConfig config() {
-  ModelConfig config = ModelConfig::from_json({{"model_type", "qwen3"},
-                                               {"architectures", {"Qwen3ForCausalLM"}},
-                                               {"vocab_size", 8192},
-                                               {"hidden_size", 1024},
-                                               {"intermediate_size", 3072},
-                                               {"num_hidden_layers", 2},
-                                               {"num_attention_heads", 8},
-                                               {"num_key_value_heads", 4},
-                                               {"head_dim", 128},
-                                               {"hidden_act", "silu"},
-                                               {"rms_norm_eps", 1e-6},
-                                               {"rope_theta", 10000.0},
-                                               {"max_position_embeddings", 512},
-                                               {"tie_word_embeddings", false}},
-                                              "test");
+  ModelConfig config = test::tiny_config({.vocab = 8192,
+                                          .hidden = 1024,
+                                          .intermediate = 3072,
+                                          .layers = 2,
+                                          .heads = 8,
+                                          .kv_heads = 4,
+                                          .head_dim = 128,
+                                          .positions = 512,
+                                          .tied = false});
   config.dtype = "bfloat16";
   return config;
 }

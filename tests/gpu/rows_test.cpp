@@ -11,7 +11,7 @@
 #include "base/error.h"
 #include "tests/gpu/device.h"
 #include "trainer/model/kv_arena.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {

@@ -1,4 +1,4 @@
-// Products of few rows: our kernel has the bits of cublasLt's row-exact product, for every number of rows, every way of
+// Skinny GEMM by mma: our kernel has the bits of cublasLt's row-exact GEMM, for every number of rows, every way of
 // cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -9,40 +9,36 @@
 #include <string>
 
 #include "base/error.h"
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 
 namespace trireme {
 namespace {
 
 using cuda::SkinnyGemmArgs;
-using cuda::SkinnyMmaPlan;
 using testing::args_of, testing::by_library, testing::differing, testing::gpu_randn, testing::Limit, testing::Shape;
 
 const std::vector<int64_t> kRows = {1,  2,  3,  5,  7,  8,  9,  12, 15, 16, 17, 23, 24,
                                     31, 32, 33, 39, 40, 47, 48, 49, 56, 57, 63, 64, 65};
 
-std::string text(const SkinnyMmaPlan& p) {
-  return "columns " + std::to_string(p.columns) + " / " + std::to_string(p.fragments) + ", cluster " +
-         std::to_string(p.cluster) + " x " + std::to_string(p.clusters) + ", slabs " + std::to_string(p.slabs) +
-         ", stages " + std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) + " bytes";
-}
-
-at::Tensor by_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const SkinnyMmaPlan& plan,
-                   bool swiglu, int64_t* outside) {
-  return testing::guarded(
-      x, weight, bias, swiglu,
-      [&](const SkinnyGemmArgs& args, cudaStream_t stream) { return cuda::skinny_gemm_mma(args, plan, stream); },
-      outside);
-}
+struct Mma {
+  using Plan = cuda::SkinnyMmaPlan;
+  static std::vector<Plan> plans(const SkinnyGemmArgs& args) { return cuda::skinny_gemm_mma_plans(args); }
+  static cudaError_t launch(const SkinnyGemmArgs& args, const Plan& plan, cudaStream_t stream) {
+    return cuda::skinny_gemm_mma(args, plan, stream);
+  }
+  static void fewest_blocks(Plan& plan) { plan.clusters = 1; }
+  static std::string text(const Plan& p) {
+    return "columns " + std::to_string(p.columns) + " / " + std::to_string(p.fragments) + ", cluster " +
+           std::to_string(p.cluster) + " x " + std::to_string(p.clusters) + ", slabs " + std::to_string(p.slabs) +
+           ", stages " + std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) + " bytes";
+  }
+};
 
 class SkinnyGemmMma : public testing::GpuTest {};
 class SkinnyGemmMmaShapes : public testing::GpuTest, public ::testing::WithParamInterface<Shape> {};
-INSTANTIATE_TEST_SUITE_P(Shapes, SkinnyGemmMmaShapes,
-                         ::testing::Values(Shape{6144, 4096}, Shape{4096, 4096}, Shape{28672, 4096}, Shape{4096, 14336},
-                                           Shape{128256, 4096}, Shape{4096, 2048}, Shape{2048, 2048},
-                                           Shape{12288, 2048}, Shape{2048, 6144}, Shape{151936, 2048},
-                                           Shape{1536, 1536}, Shape{200, 512}, Shape{8, 64}, Shape{1000, 192}));
+INSTANTIATE_TEST_SUITE_P(Shapes, SkinnyGemmMmaShapes, ::testing::ValuesIn(testing::kShapes));
+INSTANTIATE_TEST_SUITE_P(Head, SkinnyGemmMmaShapes, ::testing::Values(Shape{151936, 2048}));
 
 TEST_P(SkinnyGemmMmaShapes, BitsAreThoseOfTheLibraryForEveryNumberOfRows) {
   const at::NoGradGuard no_grad;
@@ -94,64 +90,15 @@ TEST_F(SkinnyGemmMma, BitsHoldForUnevenNumbers) {
 }
 
 TEST_F(SkinnyGemmMma, EveryPlanGivesTheSameBitsAndWritesNothingElse) {
-  const at::NoGradGuard no_grad;
-  testing::seed_gpu(3);
-  size_t tried = 0;
-  for (const auto& [out, in] : {Shape{1704, 1024}, Shape{200, 512}, Shape{5000, 320}}) {
-    const at::Tensor x = gpu_randn({64, in}), weight = gpu_randn({out, in}, 0.05), bias = gpu_randn({out});
-    const at::Tensor whole = by_library(x, weight, bias);
-    for (const int64_t rows : {3, 16, 40, 61}) {
-      const at::Tensor part = x.narrow(0, 0, rows);
-      const std::vector<SkinnyMmaPlan> plans = cuda::skinny_gemm_mma_plans(args_of(part, weight, bias, whole));
-      EXPECT_FALSE(plans.empty());
-      for (SkinnyMmaPlan plan : plans) {
-        for (const bool one_cluster : {false, true}) {  // as few blocks as can be: every tile one after another
-          if (one_cluster) plan.clusters = 1;
-          int64_t outside = -1;
-          const at::Tensor y = by_plan(part, weight, bias, plan, false, &outside);
-          ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0)
-              << rows << " rows, " << Shape{out, in} << ": " << text(plan);
-          ASSERT_EQ(outside, 0) << text(plan);
-          ++tried;
-        }
-      }
-    }
-  }
-  EXPECT_GT(tried, 1000u);
+  testing::expect_bits_of_every_plan<Mma>(64, {3, 16, 40, 61});
 }
 
 TEST_F(SkinnyGemmMma, EveryPlanOfTheFusedActivationGivesTheUnfusedBits) {
-  const at::NoGradGuard no_grad;
-  testing::seed_gpu(4);
-  for (const auto& [width, in] : {Shape{856, 1024}, Shape{104, 512}}) {
-    const at::Tensor x = gpu_randn({64, in}, 2.0), weight = gpu_randn({2 * width, in}, 0.1);
-    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
-    for (const int64_t rows : {1, 16, 40, 61}) {
-      const at::Tensor part = x.narrow(0, 0, rows);
-      const std::vector<SkinnyMmaPlan> plans = cuda::skinny_gemm_mma_plans(args_of(part, weight, {}, whole, true));
-      EXPECT_FALSE(plans.empty());
-      for (const SkinnyMmaPlan& plan : plans) {
-        int64_t outside = -1;
-        const at::Tensor y = by_plan(part, weight, {}, plan, true, &outside);
-        ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, width " << width << ": " << text(plan);
-        ASSERT_EQ(outside, 0) << text(plan);
-      }
-    }
-  }
+  testing::expect_unfused_bits_of_every_fused_plan<Mma>(64, {1, 16, 40, 61}, /*fewest_blocks_too=*/false);
 }
 
-TEST_F(SkinnyGemmMma, FusedActivationOfRealShapes) {
-  const at::NoGradGuard no_grad;
-  testing::seed_gpu(5);
-  for (const auto& [width, in] : {Shape{14336, 4096}, Shape{6144, 2048}, Shape{12288, 4096}}) {
-    const at::Tensor x = gpu_randn({200, in}), weight = gpu_randn({2 * width, in}, 0.03);
-    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
-    const Limit most(cuda::kMostMmaRows);
-    for (const int64_t rows : {1, 8, 16, 17, 33, 64, 65, 200}) {  // the last two: the unfused path
-      EXPECT_EQ(differing(cuda::gate_up_swiglu(x.narrow(0, 0, rows), weight), whole.narrow(0, 0, rows)), 0)
-          << rows << " rows, width " << width;
-    }
-  }
+TEST_F(SkinnyGemmMma, FusedActivationOfRealShapes) {  // the last two: the unfused path
+  testing::expect_unfused_bits_of_real_shapes(cuda::kMostMmaRows, 200, {1, 8, 16, 17, 33, 64, 65, 200});
 }
 
 TEST_F(SkinnyGemmMma, RowsMayBeStridedAndOffsetAndOddShapesFallBack) {
@@ -181,30 +128,26 @@ TEST_F(SkinnyGemmMma, PlansThatDoNotFitAreRefused) {
   const at::Tensor x = gpu_randn({16, 1024}), weight = gpu_randn({512, 1024});
   const at::Tensor y = at::empty({16, 512}, x.options());
   const SkinnyGemmArgs args = args_of(x, weight, {}, y);
-  const SkinnyMmaPlan good = cuda::skinny_gemm_mma_plans(args).front();
-  const auto refused = [&](auto change) {
-    SkinnyMmaPlan plan = good;
-    change(plan);
-    return cuda::skinny_gemm_mma(args, plan, c10::cuda::getCurrentCUDAStream().stream()) == cudaErrorInvalidValue;
-  };
-  EXPECT_TRUE(refused([](SkinnyMmaPlan& p) { p.columns = 24; }));
-  EXPECT_TRUE(refused([](SkinnyMmaPlan& p) { p.cluster = 3; }));
-  EXPECT_TRUE(refused([](SkinnyMmaPlan& p) { p.clusters = 0; }));
-  EXPECT_TRUE(refused([](SkinnyMmaPlan& p) { p.stages = 1; }));
-  EXPECT_TRUE(refused([](SkinnyMmaPlan& p) { p.tokens = 3; }));
-  EXPECT_TRUE(refused([](SkinnyMmaPlan& p) { p.shared_bytes += 16; }));
-  EXPECT_FALSE(refused([](SkinnyMmaPlan&) {}));
+  using Plan = Mma::Plan;
+  const auto refused = [&](auto change) { return testing::refused<Mma>(args, change); };
+  EXPECT_TRUE(refused([](Plan& p) { p.columns = 24; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.cluster = 3; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.clusters = 0; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.stages = 1; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.tokens = 3; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.shared_bytes += 16; }));
+  EXPECT_FALSE(refused([](Plan&) {}));
   c10::cuda::device_synchronize();
   EXPECT_THROW(cuda::set_own_rows_limit(cuda::kMostOwnRows + 1), Error);
 }
 
-// Products that follow one another in a graph, each reading what the one before wrote, with other kernels between.
+// GEMMs that follow one another in a graph, each reading what the one before wrote, with other kernels between.
 // Overlapping launches read weights early; what they must not read early are rows. Buffers come back to the allocator,
 // so that outputs lie where earlier inputs did.
 TEST_F(SkinnyGemmMma, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);
-  const testing::ProductLayers layers(2048, 6144, 6);
+  const testing::GemmLayers layers(2048, 6144, 6);
   for (const int64_t rows : {1, 16, 64}) {
     const at::Tensor x = gpu_randn({rows, 2048});
     EXPECT_EQ(differing(layers.run(x), layers.by_library(x)), 0) << rows << " rows, one launch after another";

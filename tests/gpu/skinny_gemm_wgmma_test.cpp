@@ -1,5 +1,6 @@
-// Products of 33 to 256 rows: our kernel has the bits of cublasLt's row-exact product, for every number of rows, every
-// way of cutting the work, with bias, with strided rows, with the activation fused in, and with launches that overlap.
+// Skinny GEMM by wgmma, 33 to 256 rows: our kernel has the bits of cublasLt's row-exact GEMM, for every number of rows,
+// every way of cutting the work, with bias, with strided rows, with the activation fused in, and with launches that
+// overlap.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -9,7 +10,7 @@
 #include <algorithm>
 #include <string>
 
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/cuda/gemm/skinny_gemm_wgmma.h"
 
@@ -17,31 +18,26 @@ namespace trireme {
 namespace {
 
 using cuda::SkinnyGemmArgs;
-using cuda::SkinnyWgmmaPlan;
 using testing::args_of, testing::by_library, testing::differing, testing::gpu_randn, testing::Limit, testing::Shape;
 
-std::string text(const SkinnyWgmmaPlan& p) {
-  return "columns " + std::to_string(p.columns) + ", across " + std::to_string(p.across) + ", along " +
-         std::to_string(p.along) + (p.clustered ? ", clusters " : ", teams ") + std::to_string(p.teams) + ", slabs " +
-         std::to_string(p.slabs) + ", stages " + std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) +
-         " bytes";
-}
-
-at::Tensor by_plan(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const SkinnyWgmmaPlan& plan,
-                   bool swiglu, int64_t* outside) {
-  return testing::guarded(
-      x, weight, bias, swiglu,
-      [&](const SkinnyGemmArgs& args, cudaStream_t stream) { return cuda::skinny_gemm_wgmma(args, plan, stream); },
-      outside);
-}
+struct Wgmma {
+  using Plan = cuda::SkinnyWgmmaPlan;
+  static std::vector<Plan> plans(const SkinnyGemmArgs& args) { return cuda::skinny_gemm_wgmma_plans(args); }
+  static cudaError_t launch(const SkinnyGemmArgs& args, const Plan& plan, cudaStream_t stream) {
+    return cuda::skinny_gemm_wgmma(args, plan, stream);
+  }
+  static void fewest_blocks(Plan& plan) { plan.teams = 1; }
+  static std::string text(const Plan& p) {
+    return "columns " + std::to_string(p.columns) + ", across " + std::to_string(p.across) + ", along " +
+           std::to_string(p.along) + (p.clustered ? ", clusters " : ", teams ") + std::to_string(p.teams) + ", slabs " +
+           std::to_string(p.slabs) + ", stages " + std::to_string(p.stages) + ", " + std::to_string(p.shared_bytes) +
+           " bytes";
+  }
+};
 
 class SkinnyGemmWgmma : public testing::GpuTest {};
 class SkinnyGemmWgmmaShapes : public testing::GpuTest, public ::testing::WithParamInterface<Shape> {};
-INSTANTIATE_TEST_SUITE_P(Shapes, SkinnyGemmWgmmaShapes,
-                         ::testing::Values(Shape{6144, 4096}, Shape{4096, 4096}, Shape{28672, 4096}, Shape{4096, 14336},
-                                           Shape{128256, 4096}, Shape{4096, 2048}, Shape{2048, 2048},
-                                           Shape{12288, 2048}, Shape{2048, 6144}, Shape{1536, 1536}, Shape{200, 512},
-                                           Shape{8, 64}, Shape{1000, 192}));
+INSTANTIATE_TEST_SUITE_P(Shapes, SkinnyGemmWgmmaShapes, ::testing::ValuesIn(testing::kShapes));
 
 // The ten most promising plans, of all those that decoding may come to use.
 TEST_P(SkinnyGemmWgmmaShapes, BitsAreThoseOfTheLibraryForEveryNumberOfRows) {
@@ -53,71 +49,34 @@ TEST_P(SkinnyGemmWgmmaShapes, BitsAreThoseOfTheLibraryForEveryNumberOfRows) {
   for (const int64_t rows : {1, 31, 33, 48, 63, 64, 65, 96, 127, 128, 129, 160, 192, 193, 200, 255, 256}) {
     for (const int64_t from : {int64_t{0}, 1024 - rows}) {
       const at::Tensor part = x.narrow(0, from, rows);
-      std::vector<SkinnyWgmmaPlan> plans = cuda::skinny_gemm_wgmma_plans(args_of(part, weight, bias, whole, false));
+      std::vector<Wgmma::Plan> plans = cuda::skinny_gemm_wgmma_plans(args_of(part, weight, bias, whole, false));
       ASSERT_FALSE(plans.empty());
       std::sort(plans.begin(), plans.end(),
                 [](const auto& a, const auto& b) { return a.predicted_us < b.predicted_us; });
       plans.resize(std::min<size_t>(plans.size(), 10));
-      for (const SkinnyWgmmaPlan& plan : plans) {
+      for (const Wgmma::Plan& plan : plans) {
         int64_t outside = -1;
-        ASSERT_EQ(differing(by_plan(part, weight, bias, plan, false, &outside), whole_biased.narrow(0, from, rows)), 0)
-            << rows << " rows from " << from << ": " << text(plan);
-        ASSERT_EQ(outside, 0) << text(plan);
+        ASSERT_EQ(differing(testing::by_plan<Wgmma>(part, weight, bias, plan, false, &outside),
+                            whole_biased.narrow(0, from, rows)),
+                  0)
+            << rows << " rows from " << from << ": " << Wgmma::text(plan);
+        ASSERT_EQ(outside, 0) << Wgmma::text(plan);
       }
       int64_t outside = -1;
-      EXPECT_EQ(differing(by_plan(part, weight, {}, plans[0], false, &outside), whole.narrow(0, from, rows)), 0)
+      EXPECT_EQ(
+          differing(testing::by_plan<Wgmma>(part, weight, {}, plans[0], false, &outside), whole.narrow(0, from, rows)),
+          0)
           << rows << " rows from " << from;
     }
   }
 }
 
 TEST_F(SkinnyGemmWgmma, EveryPlanGivesTheSameBitsAndWritesNothingElse) {
-  const at::NoGradGuard no_grad;
-  testing::seed_gpu(3);
-  size_t tried = 0;
-  for (const auto& [out, in] : {Shape{1704, 1024}, Shape{200, 512}, Shape{5000, 320}}) {
-    const at::Tensor x = gpu_randn({256, in}), weight = gpu_randn({out, in}, 0.05), bias = gpu_randn({out});
-    const at::Tensor whole = by_library(x, weight, bias);
-    for (const int64_t rows : {3, 61, 100, 188, 256}) {
-      const at::Tensor part = x.narrow(0, 0, rows);
-      for (SkinnyWgmmaPlan plan : cuda::skinny_gemm_wgmma_plans(args_of(part, weight, bias, whole, false))) {
-        for (const bool one_cluster : {false, true}) {  // as few blocks as can be: every tile one after another
-          if (one_cluster) plan.teams = 1;
-          int64_t outside = -1;
-          const at::Tensor y = by_plan(part, weight, bias, plan, false, &outside);
-          ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0)
-              << rows << " rows, " << Shape{out, in} << ": " << text(plan);
-          ASSERT_EQ(outside, 0) << text(plan);
-          ++tried;
-        }
-      }
-    }
-  }
-  EXPECT_GT(tried, 1000u);
+  testing::expect_bits_of_every_plan<Wgmma>(256, {3, 61, 100, 188, 256});
 }
 
 TEST_F(SkinnyGemmWgmma, EveryPlanOfTheFusedActivationGivesTheUnfusedBits) {
-  const at::NoGradGuard no_grad;
-  testing::seed_gpu(4);
-  for (const auto& [width, in] : {Shape{856, 1024}, Shape{104, 512}}) {
-    const at::Tensor x = gpu_randn({256, in}, 2.0), weight = gpu_randn({2 * width, in}, 0.1);
-    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
-    for (const int64_t rows : {1, 61, 100, 188, 256}) {
-      const at::Tensor part = x.narrow(0, 0, rows);
-      const std::vector<SkinnyWgmmaPlan> plans = cuda::skinny_gemm_wgmma_plans(args_of(part, weight, {}, whole, true));
-      EXPECT_FALSE(plans.empty());
-      for (SkinnyWgmmaPlan plan : plans) {
-        for (const bool one_team : {false, true}) {
-          if (one_team) plan.teams = 1;
-          int64_t outside = -1;
-          const at::Tensor y = by_plan(part, weight, {}, plan, true, &outside);
-          ASSERT_EQ(differing(y, whole.narrow(0, 0, rows)), 0)
-              << rows << " rows, width " << width << ": " << text(plan);
-          ASSERT_EQ(outside, 0) << text(plan);
-        }
-      }
-    }
-  }
+  testing::expect_unfused_bits_of_every_fused_plan<Wgmma>(256, {1, 61, 100, 188, 256}, /*fewest_blocks_too=*/true);
 }
 
 TEST_F(SkinnyGemmWgmma, RowsAndWeightsMayBeParts) {
@@ -127,30 +86,14 @@ TEST_F(SkinnyGemmWgmma, RowsAndWeightsMayBeParts) {
   for (const int64_t column : {0, 8, 1024, 2056}) {
     const at::Tensor x = wide.narrow(1, column, 1024), weight = all.narrow(1, 1024, 1024);
     const at::Tensor expected = by_library(x.contiguous(), weight.contiguous(), {});
-    for (const int64_t rows : {40, 130, 256}) {
-      const at::Tensor part = x.narrow(0, 0, rows);
-      for (const SkinnyWgmmaPlan& plan : cuda::skinny_gemm_wgmma_plans(args_of(part, weight, {}, expected, false))) {
-        int64_t outside = -1;
-        ASSERT_EQ(differing(by_plan(part, weight, {}, plan, false, &outside), expected.narrow(0, 0, rows)), 0)
-            << "column " << column << ", " << rows << " rows: " << text(plan);
-        ASSERT_EQ(outside, 0) << text(plan);
-      }
-    }
+    SCOPED_TRACE("column " + std::to_string(column));
+    ASSERT_NO_FATAL_FAILURE(
+        testing::expect_bits_of_every_plan<Wgmma>(x, weight, {}, expected, {40, 130, 256}, false, false));
   }
 }
 
-TEST_F(SkinnyGemmWgmma, FusedActivationOfRealShapes) {
-  const at::NoGradGuard no_grad;
-  testing::seed_gpu(5);
-  for (const auto& [width, in] : {Shape{14336, 4096}, Shape{6144, 2048}, Shape{12288, 4096}}) {
-    const at::Tensor x = gpu_randn({300, in}), weight = gpu_randn({2 * width, in}, 0.03);
-    const at::Tensor whole = cuda::swiglu_halves(by_library(x, weight, {}));
-    const Limit most(cuda::kMostOwnRows);
-    for (const int64_t rows : {65, 128, 129, 200, 256, 257, 300}) {  // the last two: the library's
-      EXPECT_EQ(differing(cuda::gate_up_swiglu(x.narrow(0, 0, rows), weight), whole.narrow(0, 0, rows)), 0)
-          << rows << " rows, width " << width;
-    }
-  }
+TEST_F(SkinnyGemmWgmma, FusedActivationOfRealShapes) {  // the last two: the library's
+  testing::expect_unfused_bits_of_real_shapes(cuda::kMostOwnRows, 300, {65, 128, 129, 200, 256, 257, 300});
 }
 
 TEST_F(SkinnyGemmWgmma, NumbersThatAreNotFiniteStayInTheirRow) {
@@ -170,29 +113,25 @@ TEST_F(SkinnyGemmWgmma, PlansThatDoNotFitAreRefused) {
   const at::Tensor x = gpu_randn({100, 1024}), weight = gpu_randn({512, 1024});
   const at::Tensor y = at::empty({100, 512}, x.options());
   const SkinnyGemmArgs args = args_of(x, weight, {}, y, false);
-  const SkinnyWgmmaPlan good = cuda::skinny_gemm_wgmma_plans(args).front();
-  const auto refused = [&](auto change) {
-    SkinnyWgmmaPlan plan = good;
-    change(plan);
-    return cuda::skinny_gemm_wgmma(args, plan, c10::cuda::getCurrentCUDAStream().stream()) == cudaErrorInvalidValue;
-  };
-  EXPECT_TRUE(refused([](SkinnyWgmmaPlan& p) { p.columns = 24; }));
-  EXPECT_TRUE(refused([](SkinnyWgmmaPlan& p) { p.across = 3; }));
-  EXPECT_TRUE(refused([](SkinnyWgmmaPlan& p) { p.along = 0; }));
-  EXPECT_TRUE(refused([](SkinnyWgmmaPlan& p) { p.teams = 0; }));
-  EXPECT_TRUE(refused([](SkinnyWgmmaPlan& p) { p.stages = 1; }));
-  EXPECT_TRUE(refused([](SkinnyWgmmaPlan& p) { p.shared_bytes -= 16; }));
-  EXPECT_FALSE(refused([](SkinnyWgmmaPlan&) {}));
+  using Plan = Wgmma::Plan;
+  const auto refused = [&](auto change) { return testing::refused<Wgmma>(args, change); };
+  EXPECT_TRUE(refused([](Plan& p) { p.columns = 24; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.across = 3; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.along = 0; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.teams = 0; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.stages = 1; }));
+  EXPECT_TRUE(refused([](Plan& p) { p.shared_bytes -= 16; }));
+  EXPECT_FALSE(refused([](Plan&) {}));
   c10::cuda::device_synchronize();
 }
 
-// Launches that begin early by many plans: straight after a product and behind another short kernel. They read weights
+// Launches that begin early by many plans: straight after a GEMM and behind another short kernel. They read weights
 // early; rows they must not, and results lie where earlier rows did.
 TEST_F(SkinnyGemmWgmma, EarlyLaunchesOfManyPlansGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(9);
-  constexpr size_t kTurns = 40;  // over the plans of each product, from the first to the last
-  const testing::ProductLayers layers(1024, 2048, 3);
+  constexpr size_t kTurns = 40;  // over the plans of each GEMM, from the first to the last
+  const testing::GemmLayers layers(1024, 2048, 3);
   for (const int64_t rows : {48, 128, 200, 256}) {
     const at::Tensor x = gpu_randn({rows, 1024}), expected = layers.by_library(x);
     for (size_t turn = 0; turn < kTurns; ++turn) {
@@ -200,10 +139,10 @@ TEST_F(SkinnyGemmWgmma, EarlyLaunchesOfManyPlansGiveTheSameBits) {
         const at::Tensor out = at::empty({in.size(0), swiglu ? weight.size(0) / 2 : weight.size(0)}, in.options());
         SkinnyGemmArgs args = args_of(in, weight, {}, out, swiglu);
         args.overlap = true;
-        const std::vector<SkinnyWgmmaPlan> plans = cuda::skinny_gemm_wgmma_plans(args);
-        const SkinnyWgmmaPlan& plan = plans.at(turn * plans.size() / kTurns);
+        const std::vector<Wgmma::Plan> plans = cuda::skinny_gemm_wgmma_plans(args);
+        const Wgmma::Plan& plan = plans.at(turn * plans.size() / kTurns);
         EXPECT_EQ(cuda::skinny_gemm_wgmma(args, plan, c10::cuda::getCurrentCUDAStream().stream()), cudaSuccess)
-            << text(plan);
+            << Wgmma::text(plan);
         return out;
       });
       ASSERT_EQ(differing(y, expected), 0) << rows << " rows, turn " << turn;
@@ -215,7 +154,7 @@ TEST_F(SkinnyGemmWgmma, EarlyLaunchesOfManyPlansGiveTheSameBits) {
 TEST_F(SkinnyGemmWgmma, OverlappingLaunchesInAGraphGiveTheSameBits) {
   const at::NoGradGuard no_grad;
   testing::seed_gpu(7);
-  const testing::ProductLayers layers(2048, 6144, 4);
+  const testing::GemmLayers layers(2048, 6144, 4);
   for (const int64_t limit : {cuda::kMostOwnRows, cuda::kWherePaid}) {
     const Limit some(limit);
     for (const int64_t rows : {48, 64, 128, 192, 256}) testing::expect_bits_from_graph(layers, rows);

@@ -9,7 +9,8 @@
 #include <random>
 
 #include "tests/gpu/device.h"
-#include "tests/gpu/products.h"
+#include "tests/gpu/skinny_gemm.h"
+#include "tests/unit/model/tiny.h"
 #include "trainer/model/model.h"
 #include "trainer/ops/cuda/attention/attention.h"
 #include "trainer/ops/cuda/gemm/skinny_gemm_mma.h"
@@ -48,7 +49,7 @@ TEST_F(Small, AttentionOfEveryDecodeKernel) {
     seed_gpu(2);
     const std::vector<int64_t> lengths = {1, 64, 130, 600};
     std::vector<int64_t> starts{0};
-    std::vector<CacheRow> runs, whole;
+    std::vector<CacheRun> runs, whole;
     for (const int64_t n : lengths) {
       runs.push_back({starts.back(), n - 1, 1});
       whole.push_back({starts.back(), 0, n});
@@ -73,7 +74,7 @@ TEST_F(Small, AttentionOfEveryDecodeKernel) {
 }
 
 // Some plans of each kernel, among them those with clusters, and the fused activation.
-TEST_F(Small, ProductsOfFewAndOfSomeRows) {
+TEST_F(Small, SkinnyGemmsByMmaAndWgmma) {
   const at::NoGradGuard no_grad;
   seed_gpu(3);
   const int64_t out = 328, in = 256;
@@ -85,8 +86,8 @@ TEST_F(Small, ProductsOfFewAndOfSomeRows) {
     return few;
   };
   for (const bool swiglu : {false, true}) {
-    const at::Tensor product = testing::by_library(x, weight, swiglu ? at::Tensor() : bias);
-    const at::Tensor whole = swiglu ? cuda::swiglu_halves(product) : product;
+    const at::Tensor unfused = testing::by_library(x, weight, swiglu ? at::Tensor() : bias);
+    const at::Tensor whole = swiglu ? cuda::swiglu_halves(unfused) : unfused;
     for (const int64_t rows : {int64_t{5}, int64_t{40}, int64_t{70}}) {
       const at::Tensor part = x.narrow(0, 0, rows), y = at::empty({rows, whole.size(1)}, x.options());
       const cuda::SkinnyGemmArgs args = testing::args_of(part, weight, swiglu ? at::Tensor() : bias, y, swiglu);
@@ -94,12 +95,12 @@ TEST_F(Small, ProductsOfFewAndOfSomeRows) {
       if (rows <= cuda::kMostMmaRows) {
         for (const cuda::SkinnyMmaPlan& plan : some(cuda::skinny_gemm_mma_plans(args))) {
           ASSERT_EQ(cuda::skinny_gemm_mma(args, plan, stream), cudaSuccess);
-          EXPECT_EQ(testing::differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, few";
+          EXPECT_EQ(testing::differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, mma";
         }
       }
       for (const cuda::SkinnyWgmmaPlan& plan : some(cuda::skinny_gemm_wgmma_plans(args))) {
         ASSERT_EQ(cuda::skinny_gemm_wgmma(args, plan, stream), cudaSuccess);
-        EXPECT_EQ(testing::differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, medium";
+        EXPECT_EQ(testing::differing(y, whole.narrow(0, 0, rows)), 0) << rows << " rows, wgmma";
       }
     }
   }
@@ -107,18 +108,16 @@ TEST_F(Small, ProductsOfFewAndOfSomeRows) {
 
 // A vocabulary that is no multiple of 8, filters on and off, gradients, two optimizer steps, samples.
 TEST_F(Small, AModelGeneratesLearnsAndGeneratesAgain) {
-  ModelConfig config;
-  config.family = ModelFamily::kQwen3;
-  config.qk_norm = true;
-  config.vocab_size = 1003;
-  config.hidden_size = 128;
-  config.intermediate_size = 192;
-  config.num_layers = 2;
-  config.num_heads = 2;
-  config.num_kv_heads = 1;
-  config.head_dim = config.rope.head_dim = 64;
-  config.max_position_embeddings = 256;
-  config.initializer_range = 0.1;
+  const ModelConfig config = test::tiny_config({.vocab = 1003,
+                                                .hidden = 128,
+                                                .intermediate = 192,
+                                                .layers = 2,
+                                                .heads = 2,
+                                                .kv_heads = 1,
+                                                .head_dim = 64,
+                                                .positions = 256,
+                                                .initializer_range = 0.1,
+                                                .tied = false});
   ModelOptions options;
   options.dtype = at::kBFloat16;
   options.device = choose_device("cuda", 0);

@@ -14,8 +14,8 @@
 
 #include "base/error.h"
 #include "tests/gpu/device.h"
-#include "trainer/ops/cuda/vocabulary/vocabulary.h"
 #include "trainer/ops/cuda/vocabulary/vocabulary_kernels.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/philox.h"

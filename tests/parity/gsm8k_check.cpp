@@ -25,7 +25,7 @@ std::string without_commas(std::string text) {
 // As the reward does: the answer looked for in a response.
 bool right(const std::string& gold, const std::string& answer) {
   const std::optional<std::string> found =
-      extract_answer("So she has 7 of 12 left, and the answer is \\boxed{" + answer + "}.");
+      extract_final_answer("So she has 7 of 12 left, and the answer is \\boxed{" + answer + "}.");
   return found && math_equal(gold, *found);
 }
 

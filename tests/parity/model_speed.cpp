@@ -80,7 +80,7 @@ void run(int64_t hidden, int64_t layers, int64_t vocab) {
     std::vector<SampleRow> options;
     for (int64_t r = 0; r < rows; ++r) {
       ids.push_back(r % vocab), positions.push_back(past);
-      batch.plan.rows.push_back({r * 80, past, 1});
+      batch.plan.host_runs.push_back({r * 80, past, 1});
       options.push_back({{}, {1, static_cast<uint64_t>(r), 2}, false});
     }
     batch.ids = at::tensor(ids, at::kLong), batch.positions = at::tensor(positions, at::kLong);

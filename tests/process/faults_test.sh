@@ -30,10 +30,10 @@ refuses 10 "sft.val_period is 10 but there is no validation data" "$TRIREME" tra
   data.train.data_path="$dir/task/warm_start.jsonl" data.train.split_validation_size=0 checkpointing.checkpoint_dir="$dir/a" logger.log_dir="$dir/a-logs"
 refuses 10 "there is no value 'val_loss' in this run" "$TRIREME" $(run_args a checkpointing.metric_name=val_loss)
 
-# Prompts of 63, 64 and 65 tokens where prompt and answer have 64: the last two are left out and counted.
+# Prompts of 63, 64 and 65 tokens where prompt and response have 64: the last two are left out and counted.
 for n in 62 63 64; do printf '{"input": "%s=", "output": "1"}\n' "$(printf '1%.0s' $(seq 1 $n))"; done >"$dir/long.jsonl"
 head -5 "$dir/task/train.jsonl" >>"$dir/long.jsonl"
-check "a run with prompts that leave no room for an answer" "$TRIREME" $(run_args long data.train.data_path="$dir/long.jsonl" grpo.max_num_steps=2 grpo.max_num_epochs=9)
+check "a run with prompts that leave no room for a response" "$TRIREME" $(run_args long data.train.data_path="$dir/long.jsonl" grpo.max_num_steps=2 grpo.max_num_epochs=9)
 grep -q '"train/skipped_long_prompts":[1-9]' "$dir/long-logs/train.jsonl" && ok "prompts that fill max_total_sequence_length are counted" || bad "long prompts" "$(cat "$dir/long-logs/train.jsonl")"
 
 refuses 10 "nothing to launch" "$TRIREME" launch --nproc-per-node 2

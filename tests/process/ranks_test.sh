@@ -103,7 +103,7 @@ sys.exit(0 if len(rows) == 2 and all(a + b == 32 for a, b in zip(fewest, most)) 
 PY
 ) && ok "$out" || bad "forced lengths in the log" "$out"
 measured policy.generation.forced_lengths=synthetic:8x5:mean=6 >/dev/null 2>"$dir/refused" && bad "forced lengths for groups of another size" ||
-  { grep -q "5 answers for each prompt, grpo.num_generations_per_prompt is 4" "$dir/refused" && ok "forced lengths for groups of another size are refused" ||
+  { grep -q "5 responses for each prompt, grpo.num_generations_per_prompt is 4" "$dir/refused" && ok "forced lengths for groups of another size are refused" ||
     bad "forced lengths for groups of another size" "$(cat "$dir/refused")"; }
 for n in 2 4; do out=$(compare $n) && ok "$out" || bad "$n processes against one" "$out"; done
 finish

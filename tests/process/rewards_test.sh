@@ -29,13 +29,13 @@ ends 1 "http://127.0.0.1:1/score" env TRIREME_REWARD_URL=http://127.0.0.1:1/scor
 grep -q "has not answered a probe within 1 s" "$dir/said" && ok "a service that does not come is waited for, and then said" || bad "no word of the probe" "$(cat "$dir/said")"
 
 # What works at first and then not: the step is not trained on.
-ends 1 "reward 'command' failed for 32 of 32 answers, more than env.max_failed_share 0.5; the last error: sh: .*ended with exit code 1" "$TRIREME" $(run_args b "${command[@]}" "$(weak 0 fail)")
+ends 1 "reward 'command' failed for 32 of 32 responses, more than env.max_failed_share 0.5; the last error: sh: .*ended with exit code 1" "$TRIREME" $(run_args b "${command[@]}" "$(weak 0 fail)")
 [ ! -s "$dir/b-logs/train.jsonl" ] && ok "and no step was made" || bad "a step was made" "$(cat "$dir/b-logs/train.jsonl")"
 ends 0 "step 6/6" "$TRIREME" $(run_args c "${command[@]}" "$(weak 0 fail)" env.max_failed_share=1)
 ends 0 "step 2/2" "$TRIREME" $(run_args d "${command[@]}" "$(weak 5 fail)" grpo.max_num_steps=2)
 # On one rank of two: both leave, with the share of both and whose error it was.
-ends 1 "rank 1 .*reward 'command' failed for .* of 32 answers, .*; the last error: rank 1: sh: .*ended with exit code 1" two "$(weak 1 fail)" env.max_failed_share=0
-grep -q "rank 0 .*reward 'command' failed for .* of 32 answers, .*; the last error: rank 1: sh" "$dir/said" && ok "the other rank counts them too" || bad "rank 0 does not say it" "$(cat "$dir/said")"
+ends 1 "rank 1 .*reward 'command' failed for .* of 32 responses, .*; the last error: rank 1: sh: .*ended with exit code 1" two "$(weak 1 fail)" env.max_failed_share=0
+grep -q "rank 0 .*reward 'command' failed for .* of 32 responses, .*; the last error: rank 1: sh" "$dir/said" && ok "the other rank counts them too" || bad "rank 0 does not say it" "$(cat "$dir/said")"
 
 # The policy "error", on one rank: it is the cause, not the echo of a peer's end.
 ends 1 "rank 1 failed first (exit code 1)" two "$(weak 1 fail)" env.command.failure_policy=error

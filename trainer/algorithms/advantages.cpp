@@ -29,19 +29,20 @@ bool all_equal(const std::vector<double>& rewards) {
 }
 
 double clip_advantage(double advantage, const AdvantageOptions& options) {
-  if (options.clip_low) advantage = std::max(advantage, *options.clip_low);
-  if (options.clip_high) advantage = std::min(advantage, *options.clip_high);
+  if (options.advantage_clip_low) advantage = std::max(advantage, *options.advantage_clip_low);
+  if (options.advantage_clip_high) advantage = std::min(advantage, *options.advantage_clip_high);
   return advantage;
 }
 
 std::vector<double> group_advantages(const std::vector<double>& rewards, const AdvantageOptions& options) {
   const size_t n = rewards.size();
   std::vector<double> advantages(n, 0.0);
-  if (options.estimator == AdvantageEstimator::kReinforcePlusPlus && !options.minus_baseline) return rewards;
+  if (options.adv_estimator.name == AdvantageEstimator::kReinforcePlusPlus && !options.adv_estimator.minus_baseline)
+    return rewards;
   // Differences from the first reward: the same advantages, and no digits lost where rewards are large and close.
   std::vector<double> centered(rewards);
   for (double& reward : centered) reward -= rewards.front();
-  if (options.estimator == AdvantageEstimator::kReinforcePlusPlus) {
+  if (options.adv_estimator.name == AdvantageEstimator::kReinforcePlusPlus) {
     double mean = 0;
     for (const double reward : centered) mean += reward / static_cast<double>(n);
     for (size_t i = 0; i < n; ++i) advantages[i] = centered[i] - mean;
@@ -67,11 +68,11 @@ std::vector<double> group_advantages(const std::vector<double>& rewards, const A
     }
     double deviation = 0;
     if (!others_equal) {
-      if (options.unbiased_std) variance = count > 1 ? variance * count / (count - 1) : 0;
+      if (!options.biased_group_std) variance = count > 1 ? variance * count / (count - 1) : 0;
       deviation = std::sqrt(variance);
     }
     double advantage = centered[i] - baseline;
-    if (options.normalize_rewards && deviation > 0) advantage /= deviation + (options.unbiased_std ? 1e-6 : 0.0);
+    if (options.normalize_rewards && deviation > 0) advantage /= deviation + (options.biased_group_std ? 0.0 : 1e-6);
     advantages[i] = clip_advantage(advantage, options);
   }
   return advantages;

@@ -13,6 +13,8 @@ bool names_data(const DatasetConfig& dataset) {
 DataOptions options_of(const Config& config, const DatasetConfig& dataset, const std::filesystem::path& hf_home,
                        bool completions, bool mixed) {
   DataOptions o;
+  static_cast<RowLayout&>(o) = dataset;
+  static_cast<PromptOptions&>(o) = config.data;
   for (const DatasetFiles& from : resolve_dataset(dataset, hf_home)) {
     DataSource& source = o.sources.emplace_back();
     for (const auto& file : from.files) source.files.push_back(file.string());
@@ -22,19 +24,9 @@ DataOptions options_of(const Config& config, const DatasetConfig& dataset, const
   }
   // Ranks of a node run the same program over the same files: what tells tokenizers apart is where they are from.
   o.shared_as = config.policy.tokenizer.name + "\n" + config.policy.tokenizer.chat_template;
-  o.format = dataset.format;
-  o.input_key = dataset.input_key;
-  o.output_key = dataset.output_key;
-  o.prompt_file = dataset.prompt_file;
-  o.system_prompt_file = dataset.system_prompt_file;
-  o.max_input_seq_length = config.data.max_input_seq_length;
   if (!completions) o.max_total_length = config.policy.max_total_sequence_length;
-  o.shuffle = config.data.shuffle;
-  o.seed = config.data.seed;
   o.split_validation_size = !names_data(config.data.validation) ? config.data.train.split_validation_size : 0;
   o.split_seed = config.data.train.seed;
-  o.max_bad_lines = config.data.max_bad_lines;
-  o.apply_chat_template = config.data.apply_chat_template;
   o.chat_template_kwargs = config.policy.tokenizer.chat_template_kwargs;
   o.completions = completions;
   return o;

@@ -15,7 +15,7 @@ struct Datasets {
   std::shared_ptr<const Dataset> validation;  // null: none configured and nothing held out
 };
 
-// `completions`: fill in the answers for SFT.
+// `completions`: fill in the responses for SFT.
 Datasets open_datasets(const Config& config, std::shared_ptr<const Tokenizer> tokenizer,
                        const std::filesystem::path& hf_home, bool completions);
 

@@ -8,15 +8,11 @@
 #include <limits>
 #include <new>
 #include <thread>
-#ifdef TRIREME_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
-#endif
 
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/parallel/device.h"
 
 namespace trireme {
 namespace {
@@ -56,7 +52,7 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 std::string place(const ParallelContext& context) {
   char host[256] = "unknown";
   ::gethostname(host, sizeof host - 1);
-  return "rank " + std::to_string(context.rank()) + " on " + host;
+  return context.name() + " on " + host;
 }
 
 [[noreturn]] void stand_still() {
@@ -96,7 +92,7 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
     loop();
   } catch (const std::exception& error) {
     if (is_echo(error)) {
-      context.data_parallel().leaving();
+      context.leaving();
       throw;
     }
     const std::string phase = context.phase();
@@ -105,7 +101,7 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
     std::string what = shortage ? *shortage : error.what();
     if (context.world_size() > 1) {
       what = place(context) + (shortage ? ": " : " in phase " + phase + ": ") + what;
-      context.data_parallel().report_failure(first_line(what));
+      context.report_failure(first_line(what));
     }
     if (shortage) throw Error(ErrorKind::kIo, what);
     if (ours != nullptr) throw Error(ours->kind(), what);
@@ -156,13 +152,7 @@ void cause_fault(const Fault& fault, int64_t step, const ParallelContext& contex
       fail_internal("a pebibyte was allocated: " + std::to_string(never.numel()));
     }
     case Fault::Kind::kDeviceHang:
-#ifdef TRIREME_CUDA
-      if (policy.options().device.is_cuda()) {
-        C10_CUDA_CHECK(cudaLaunchHostFunc(
-            c10::cuda::getCurrentCUDAStream().stream(), [](void*) { stand_still(); }, nullptr));
-        return;
-      }
-#endif
+      if (queue_call(policy.options().device, [](void*) { stand_still(); })) return;
       stand_still();
     case Fault::Kind::kHang:
       stand_still();

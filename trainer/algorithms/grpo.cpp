@@ -114,20 +114,20 @@ class GrpoLoop final {
     if (forced_lengths_->samples_per_prompt() != wanted) {
       fail_user("policy.generation.forced_lengths: " + source + " has " +
                 std::to_string(forced_lengths_->samples_per_prompt()) +
-                " answers for each prompt, grpo.num_generations_per_prompt is " + std::to_string(wanted));
+                " responses for each prompt, grpo.num_generations_per_prompt is " + std::to_string(wanted));
     }
     if (forced_lengths_->longest() > config_.policy.max_total_sequence_length) {
-      fail_user("policy.generation.forced_lengths: the longest prompt and answer of " + source + " have " +
+      fail_user("policy.generation.forced_lengths: the longest prompt and response of " + source + " have " +
                 std::to_string(forced_lengths_->longest()) + " tokens, policy.max_total_sequence_length is " +
                 std::to_string(config_.policy.max_total_sequence_length));
     }
     if (session_.context.is_main()) {
-      log_warn("grpo", "policy.generation.forced_lengths: answers have the lengths of " + source +
+      log_warn("grpo", "policy.generation.forced_lengths: responses have the lengths of " + source +
                            " and rewards are drawn; this run is a measurement");
     }
   }
 
-  // Prompts of the forced lengths, and answers.
+  // Prompts of the forced lengths, and responses.
   void force(std::vector<PromptExample>& prompts, RolloutRequest& request) const {
     if (!forced_lengths_) return;
     for (size_t p = 0; p < prompts.size(); ++p) {
@@ -177,12 +177,12 @@ class GrpoLoop final {
     rewards_.probe(probe, Milliseconds(static_cast<int64_t>(config_.env.startup_timeout_s * 1000)));
   }
 
-  // A rollout with its rewards. Ends the run on all ranks when a reward failed for too many of its answers on them.
+  // A rollout with its rewards. Ends the run on all ranks when a reward failed for too many of its responses on them.
   std::vector<Sample> collect(const RolloutRequest& request, RankShares& shares) {
     const std::vector<RewardCounters> before = rewards_.counters();
     std::vector<Sample> samples = collector_.collect(request, shares);
     const std::vector<RewardCounters> counted = sum_counters(
-        session_.context.data_parallel().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
+        session_.context.world().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
     for (const RewardCounters& one : counted) reward_failures_[one.name] += one.failed;
     if (const auto problem = too_many_failed(counted, config_.env.max_failed_share)) fail_io(*problem);
     return samples;
@@ -260,7 +260,7 @@ class GrpoLoop final {
     return names;
   }
 
-  // The control experiment: rewards that say nothing about the answers.
+  // The control experiment: rewards that say nothing about the responses.
   void shuffle_rewards(std::vector<Sample>& samples) const {
     std::mt19937_64 generator(static_cast<uint64_t>(config_.grpo.seed) * 1000003 + next_sample_id_);
     for (size_t i = samples.size(); i > 1; --i)

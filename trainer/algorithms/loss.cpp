@@ -48,16 +48,16 @@ at::Tensor kl_of(const at::Tensor& log_ratio, KlEstimator estimator) {
 at::Tensor kl_term(const at::Tensor& current, const at::Tensor& reference, const at::Tensor& generation,
                    const LossOptions& o) {
   const at::Tensor raw = reference - current;
-  at::Tensor kl = kl_of(clamp_symmetric(raw, o.kl_input_clamp), o.kl_estimator);
+  at::Tensor kl = kl_of(clamp_symmetric(raw, o.kl_input_clamp_value), o.reference_policy_kl_type);
   if (o.kl_score_function_gradient) {
     at::Tensor weight =
-        finite_or_zero((current - (o.on_policy_kl_approximation ? generation : current.detach())).exp());
-    if (o.kl_input_clamp) weight = at::where(raw.abs() > *o.kl_input_clamp, weight.detach(), weight);
+        finite_or_zero((current - (o.use_on_policy_kl_approximation ? generation : current.detach())).exp());
+    if (o.kl_input_clamp_value) weight = at::where(raw.abs() > *o.kl_input_clamp_value, weight.detach(), weight);
     kl = kl * weight;
-  } else if (o.on_policy_kl_approximation) {
+  } else if (o.use_on_policy_kl_approximation) {
     kl = kl * finite_or_zero((current - generation).exp().detach());
   }
-  return clamp_symmetric(kl, o.kl_output_clamp);
+  return clamp_symmetric(kl, o.kl_output_clamp_value);
 }
 
 double number(const at::Tensor& x) { return x.detach().item<double>(); }
@@ -98,16 +98,17 @@ struct Surrogate {
 
 Surrogate clipped_surrogate(const Tokens& t, const Sequences& sequences, const LossOptions& o) {
   at::Tensor log_ratio = t.current - t.previous;
-  if (o.sequence_level_ratios) log_ratio = sequences.spread(sequences.mean(log_ratio));
+  if (o.sequence_level_importance_ratios) log_ratio = sequences.spread(sequences.mean(log_ratio));
   Surrogate s;
   s.ratio = o.disable_ppo_ratio ? t.current : log_ratio.exp();
-  s.clipped = o.disable_ppo_ratio ? t.current : s.ratio.clamp(1 - o.clip_min, 1 + o.clip_max);
-  if (o.cispo) {
+  s.clipped = o.disable_ppo_ratio ? t.current : s.ratio.clamp(1 - o.ratio_clip_min, 1 + o.ratio_clip_max);
+  if (o.use_cispo) {
     s.loss = -t.advantages * s.clipped.detach() * t.current;
     return s;
   }
   s.loss = at::maximum(-t.advantages * s.ratio, -t.advantages * s.clipped);
-  if (o.clip_c) s.loss = at::where(t.advantages < 0, at::minimum(s.loss, -t.advantages * *o.clip_c), s.loss);
+  if (o.ratio_clip_c)
+    s.loss = at::where(t.advantages < 0, at::minimum(s.loss, -t.advantages * *o.ratio_clip_c), s.loss);
   return s;
 }
 
@@ -122,14 +123,14 @@ Importance importance_of(const Tokens& t, const Sequences& sequences, const Mean
   Importance result;
   result.weight = at::ones_like(t.current).detach();
   const at::Tensor log_weight = (t.previous - t.generation).detach();
-  const at::Tensor per_token =
-      finite_or_zero(o.sequence_level_ratios ? sequences.spread(sequences.sum(log_weight)).exp() : log_weight.exp());
+  const at::Tensor per_token = finite_or_zero(
+      o.sequence_level_importance_ratios ? sequences.spread(sequences.sum(log_weight)).exp() : log_weight.exp());
   result.measured = per_token;
-  if (!o.importance_sampling_correction) return result;
+  if (!o.use_importance_sampling_correction) return result;
   at::Tensor& weight = result.weight;
   weight = per_token;
-  const double high = o.truncated_is_ratio.value_or(std::numeric_limits<double>::infinity());
-  const double low = o.truncated_is_ratio_min.value_or(0.0);
+  const double high = o.truncated_importance_sampling_ratio.value_or(std::numeric_limits<double>::infinity());
+  const double low = o.truncated_importance_sampling_ratio_min.value_or(0.0);
   const auto outside_of = [&](const at::Tensor& x) { return at::logical_or(x<low, x> high); };
   const auto share = [&](const at::Tensor& outside) {
     return number(mean.of_tokens(outside.to(weight.scalar_type())));
@@ -138,7 +139,7 @@ Importance importance_of(const Tokens& t, const Sequences& sequences, const Mean
     result.out_of_bounds = share(outside);
     weight = at::where(outside, at::zeros_like(weight), weight);
   };
-  switch (o.truncated_is) {
+  switch (o.truncated_importance_sampling_type) {
     case TruncatedImportanceSampling::kNone:
       break;
     case TruncatedImportanceSampling::kTis:
@@ -184,22 +185,23 @@ at::Tensor kl_estimate(const at::Tensor& current, const at::Tensor& reference, K
 }
 
 void validate(const LossOptions& o) {
-  if (o.clip_c && *o.clip_c <= 1) fail_user("loss_fn.ratio_clip_c must be greater than 1 (dual clip)");
-  if (o.sequence_level_ratios && o.token_level_loss) {
+  if (o.ratio_clip_c && *o.ratio_clip_c <= 1) fail_user("loss_fn.ratio_clip_c must be greater than 1 (dual clip)");
+  if (o.sequence_level_importance_ratios && o.token_level_loss) {
     fail_user("loss_fn.sequence_level_importance_ratios (GSPO) needs loss_fn.token_level_loss: false");
   }
-  if (o.cispo && (o.clip_c || o.force_on_policy_ratio || o.sequence_level_ratios || o.disable_ppo_ratio)) {
+  if (o.use_cispo &&
+      (o.ratio_clip_c || o.force_on_policy_ratio || o.sequence_level_importance_ratios || o.disable_ppo_ratio)) {
     fail_user(
         "loss_fn.use_cispo cannot be combined with ratio_clip_c, force_on_policy_ratio, "
         "sequence_level_importance_ratios or "
         "disable_ppo_ratio");
   }
-  if (o.cispo && !o.token_level_loss) fail_user("loss_fn.use_cispo needs loss_fn.token_level_loss: true");
-  if (o.truncated_is != TruncatedImportanceSampling::kNone) {
-    if (!o.importance_sampling_correction) {
+  if (o.use_cispo && !o.token_level_loss) fail_user("loss_fn.use_cispo needs loss_fn.token_level_loss: true");
+  if (o.truncated_importance_sampling_type != TruncatedImportanceSampling::kNone) {
+    if (!o.use_importance_sampling_correction) {
       fail_user("loss_fn.truncated_importance_sampling_type needs loss_fn.use_importance_sampling_correction: true");
     }
-    if (!o.truncated_is_ratio)
+    if (!o.truncated_importance_sampling_ratio)
       fail_user("loss_fn.truncated_importance_sampling_type needs truncated_importance_sampling_ratio");
   }
 }
@@ -213,11 +215,11 @@ LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
   LossOutput output;
   at::Tensor loss = mean.of_loss(surrogate.loss * importance.weight);
   output.metrics["actor_loss"] = number(loss);
-  if (o.kl_penalty != 0) {
+  if (o.reference_policy_kl_penalty != 0) {
     TRIREME_CHECK(in.reference.defined(), "the KL term needs reference log-probs");
     const at::Tensor reference = tokens.masked(in.reference);
     const at::Tensor kl = mean.of_loss(kl_term(tokens.current, reference, tokens.generation, o));
-    loss = loss + o.kl_penalty * kl;
+    loss = loss + o.reference_policy_kl_penalty * kl;
     output.metrics["kl_penalty"] = number(kl);
   }
   if (o.positive_example_nll_weight != 0) {

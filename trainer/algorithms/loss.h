@@ -10,30 +10,9 @@
 #include <optional>
 #include <string>
 
+#include "trainer/options/loss.h"
+
 namespace trireme {
-
-enum class KlEstimator { kK1, kK2, kK3 };
-enum class TruncatedImportanceSampling { kNone, kTis, kIcepop, kSeqMaskTis };
-
-struct LossOptions {
-  double kl_penalty = 0.01;  // beta; 0 skips the reference term
-  KlEstimator kl_estimator = KlEstimator::kK3;
-  std::optional<double> kl_input_clamp = 20.0;
-  std::optional<double> kl_output_clamp = 10.0;
-  bool kl_score_function_gradient = false;  // true: the newer meaning, the weight on KL carries a gradient
-  bool on_policy_kl_approximation = false;
-  double clip_min = 0.2, clip_max = 0.2;
-  std::optional<double> clip_c;  // dual clip, > 1
-  bool importance_sampling_correction = false;
-  TruncatedImportanceSampling truncated_is = TruncatedImportanceSampling::kNone;
-  std::optional<double> truncated_is_ratio, truncated_is_ratio_min;
-  bool sequence_level_ratios = false;  // GSPO
-  bool token_level_loss = true;
-  bool force_on_policy_ratio = false;
-  bool cispo = false;
-  bool disable_ppo_ratio = false;  // REINFORCE
-  double positive_example_nll_weight = 0;
-};
 
 // Throws Error(kUser) for combinations that have no meaning (CISPO with dual clip, GSPO with token-level loss, ...).
 void validate(const LossOptions& options);
@@ -43,15 +22,15 @@ struct LossInputs {
   at::Tensor current;              // [T] log-probs that carry the gradient
   at::Tensor previous;             // [T] of the weights before the first optimizer step of this rollout
   at::Tensor generation;           // [T] returned by the sampler
-  at::Tensor reference;            // [T]; undefined when kl_penalty is 0
+  at::Tensor reference;            // [T]; undefined when the penalty is 0
   at::Tensor advantages;           // [T]
   at::Tensor mask;                 // [T] 0 or 1
   at::Tensor sequence;             // [T] int64, 0..S-1
   at::Tensor sequence_mask;        // [S] 0 or 1
-  at::Tensor positive;             // [T] 1 on tokens of correct answers; may be undefined when its weight is 0
+  at::Tensor positive;             // [T] 1 on tokens of correct responses; may be undefined when its weight is 0
   double global_valid_tokens = 0;  // over all ranks and micro-batches of the optimizer step
   double global_valid_sequences = 0;
-  double global_positive_tokens = 0;  // valid tokens of correct answers; for positive_example_nll_weight
+  double global_positive_tokens = 0;  // valid tokens of correct responses; for positive_example_nll_weight
 };
 
 struct LossOutput {

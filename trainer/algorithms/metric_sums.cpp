@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/text.h"
+#include "trainer/parallel/communicator.h"
 
 namespace trireme {
 

@@ -4,9 +4,9 @@
 #include <map>
 #include <string>
 
-#include "trainer/parallel/communicator.h"
-
 namespace trireme {
+
+class Communicator;
 
 using MetricSums = std::map<std::string, double>;
 

@@ -118,65 +118,17 @@ std::vector<RewardOptions> reward_options(const Config& config, const RewardPlac
   return all;
 }
 
-RewardScaling reward_scaling(const Config& config) {
-  const RewardScalingConfig& c = config.grpo.reward_scaling;
-  return {c.enabled, c.source_min, c.source_max, c.target_min, c.target_max};
-}
-
-RewardShaping reward_shaping(const Config& config) {
-  const RewardShapingConfig& c = config.grpo.reward_shaping;
-  return {c.enabled, c.overlong_buffer_length, c.overlong_buffer_penalty, c.max_response_length,
-          c.stop_properly_penalty_coef};
-}
-
 double reward_kl_penalty(const Config& config) {
   return config.loss_fn.use_kl_in_reward ? config.loss_fn.reference_policy_kl_penalty : 0;
 }
 
 bool needs_reference(const Config& config) {
-  return loss_options(config).kl_penalty != 0 || reward_kl_penalty(config) != 0;
+  return loss_options(config).reference_policy_kl_penalty != 0 || reward_kl_penalty(config) != 0;
 }
 
 LossOptions loss_options(const Config& config) {
-  const LossConfig& c = config.loss_fn;
-  LossOptions o;
-  const bool in_loss = !config.grpo.skip_reference_policy_logprobs_calculation && !c.use_kl_in_reward;
-  o.kl_penalty = in_loss ? c.reference_policy_kl_penalty : 0;
-  o.kl_estimator = c.reference_policy_kl_type == "k1"   ? KlEstimator::kK1
-                   : c.reference_policy_kl_type == "k2" ? KlEstimator::kK2
-                                                        : KlEstimator::kK3;
-  o.kl_input_clamp = c.kl_input_clamp_value;
-  o.kl_output_clamp = c.kl_output_clamp_value;
-  o.kl_score_function_gradient = c.kl_score_function_gradient;
-  o.on_policy_kl_approximation = c.use_on_policy_kl_approximation;
-  o.clip_min = c.ratio_clip_min;
-  o.clip_max = c.ratio_clip_max;
-  o.clip_c = c.ratio_clip_c;
-  o.importance_sampling_correction = c.use_importance_sampling_correction;
-  if (c.truncated_importance_sampling_type == "tis") o.truncated_is = TruncatedImportanceSampling::kTis;
-  if (c.truncated_importance_sampling_type == "icepop") o.truncated_is = TruncatedImportanceSampling::kIcepop;
-  if (c.truncated_importance_sampling_type == "seq-mask-tis") o.truncated_is = TruncatedImportanceSampling::kSeqMaskTis;
-  o.truncated_is_ratio = c.truncated_importance_sampling_ratio;
-  o.truncated_is_ratio_min = c.truncated_importance_sampling_ratio_min;
-  o.sequence_level_ratios = c.sequence_level_importance_ratios;
-  o.token_level_loss = c.token_level_loss;
-  o.force_on_policy_ratio = c.force_on_policy_ratio;
-  o.cispo = c.use_cispo;
-  o.disable_ppo_ratio = c.disable_ppo_ratio;
-  o.positive_example_nll_weight = c.positive_example_nll_weight;
-  return o;
-}
-
-AdvantageOptions advantage_options(const Config& config) {
-  AdvantageOptions o;
-  o.estimator = config.grpo.adv_estimator.name == "reinforce_plus_plus" ? AdvantageEstimator::kReinforcePlusPlus
-                                                                        : AdvantageEstimator::kGrpo;
-  o.normalize_rewards = config.grpo.normalize_rewards;
-  o.use_leave_one_out_baseline = config.grpo.use_leave_one_out_baseline;
-  o.unbiased_std = !config.grpo.biased_group_std;
-  o.minus_baseline = config.grpo.adv_estimator.minus_baseline;
-  o.clip_low = config.grpo.advantage_clip_low;
-  o.clip_high = config.grpo.advantage_clip_high;
+  LossOptions o = config.loss_fn;
+  if (config.grpo.skip_reference_policy_logprobs_calculation || o.use_kl_in_reward) o.reference_policy_kl_penalty = 0;
   return o;
 }
 

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "trainer/algorithms/advantages.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/batch/packing.h"
 #include "trainer/config/config.h"
@@ -29,9 +28,6 @@ std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::D
 
 // Rewards. Throws Error(kUser) for an environment that is named and not enabled, and for a service without a URL.
 std::vector<RewardOptions> reward_options(const Config& config, const RewardPlace& place);
-RewardScaling reward_scaling(const Config& config);
-RewardShaping reward_shaping(const Config& config);
-AdvantageOptions advantage_options(const Config& config);
 
 // Loss.
 LossOptions loss_options(const Config& config);

@@ -149,7 +149,7 @@ void PolicyTrainer::train_early(const std::vector<Sample>& samples) {
                                             loss_.positive_example_nll_weight != 0);
   if (batch.micro_batch.response_tokens() == 0) return;
   batch.previous = batch.generation;
-  if (loss_.kl_penalty != 0) {
+  if (loss_.reference_policy_kl_penalty != 0) {
     std::vector<float> reference;
     for (const Sample& sample : samples)
       reference.insert(reference.end(), sample.reference_logprobs.begin(), sample.reference_logprobs.end());
@@ -181,10 +181,10 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
       most_rows = std::max(most_rows, step.back().micro_batch.input.tokens());
     }
   }
-  set_recompute(policy_, config_, most_rows, context_.data_parallel(), make_room);
+  set_recompute(policy_, config_, most_rows, context_.world(), make_room);
   for (size_t s = 0; s < steps.size(); ++s) {
     std::vector<at::Tensor> reference, previous;
-    if (loss_.kl_penalty != 0 || reward_kl_ != 0) {
+    if (loss_.reference_policy_kl_penalty != 0 || reward_kl_ != 0) {
       reference =
           logprob_pass(*reference_, samples, members[s], reference_distribution(config_), &Sample::reference_logprobs);
     }
@@ -263,7 +263,8 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
     for (OptimizerBatch& step : steps) {
       for (TrainingBatch& batch : step) batches.push_back(&batch);
     }
-    of_advantages = take_kl_off_advantages(batches, reward_kl_, loss_.kl_estimator, config_, context_.data_parallel());
+    of_advantages =
+        take_kl_off_advantages(batches, reward_kl_, loss_.reference_policy_kl_type, config_, context_.data_parallel());
   }
   logprobs.end();
 

@@ -7,8 +7,8 @@
 
 #include "trainer/algorithms/early_gradients.h"
 #include "trainer/algorithms/loss.h"
-#include "trainer/algorithms/metric_sums.h"
 #include "trainer/algorithms/step_dump.h"
+#include "trainer/algorithms/step_results.h"
 #include "trainer/algorithms/training_batch.h"
 #include "trainer/config/config.h"
 #include "trainer/optimizer/adamw.h"
@@ -16,16 +16,6 @@
 #include "trainer/telemetry/phases.h"
 
 namespace trireme {
-
-struct TrainResult {
-  MetricSums metrics;  // names of NeMo-RL's train/* group; over all ranks
-  int64_t optimizer_steps = 0;
-  int64_t buckets_reduced_in_backward = 0;  // of all optimizer steps
-  // Tokens that were trained while the weights were those that had sampled them: of the first optimizer step, and of
-  // the following ones as long as the learning rate was 0.
-  int64_t compared_tokens = 0, compared_optimizer_steps = 0;
-  int64_t mismatched_tokens = 0;  // of these: sampler's and loss's log-probs with different bits
-};
 
 class PolicyTrainer final {
  public:

@@ -4,9 +4,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#ifdef TRIREME_CUDA
 #include "trainer/rollout/step_runner.h"
-#endif
 
 namespace trireme {
 namespace {
@@ -63,15 +61,9 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
 }
 
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
-#ifdef TRIREME_CUDA
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
   model.set_recompute(fit_recompute(model.config(), element, tokens, device_available_bytes(model.options().device)));
-#else
-  (void)model;
-  (void)config;
-  (void)tokens;
-#endif
 }
 
 void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
@@ -80,7 +72,6 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
   const ModelConfig& shape = model.config();
   Recompute recompute;
   std::string why;
-#ifdef TRIREME_CUDA
   Recompute own;
   int64_t free = 0, needed = 0;
   const bool on_cuda = model.options().device.is_cuda();
@@ -96,9 +87,7 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
       fit();
     }
   }
-#endif
   if (setting.fit) {
-#ifdef TRIREME_CUDA
     if (on_cuda) {
       // As the number of layers and of whole ones: more of either is more recomputation.
       recompute.whole_layers = static_cast<int64_t>(ranks.all_reduce_max(static_cast<double>(own.whole_layers)));
@@ -108,7 +97,6 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
       why = ": " + std::to_string(tokens) + " tokens a micro-batch take " +
             format_bytes(static_cast<uint64_t>(needed)) + " of " + format_bytes(static_cast<uint64_t>(free)) + " free";
     }
-#endif
   } else {
     recompute.whole_layers = setting.all ? shape.num_layers : std::min(setting.layers, shape.num_layers);
     recompute.norms = setting.norms;

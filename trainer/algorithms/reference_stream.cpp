@@ -19,7 +19,7 @@ namespace trireme {
 
 namespace {
 
-// Samples that are `ready`, at least one if there is any and no more than so many tokens. Answers of one group stay
+// Samples that are `ready`, at least one if there is any and no more than so many tokens. Responses of one group stay
 // together: they may share their prompt.
 template <typename Ready>
 std::vector<Sample> take_some(std::vector<Sample>& from, int64_t most_tokens, const Ready& ready) {

@@ -1,9 +1,9 @@
-// ReferenceStream: log-probs of finished answers under the reference model, and gradients of whole groups, while the
-// last answers are still generated.
+// ReferenceStream: log-probs of finished responses under the reference model, and gradients of whole groups, while the
+// last responses are still generated.
 //
-// The last answers of a rollout leave a GPU's arithmetic idle: a decode step of few samples reads the weights and does
-// little else. Answers have all they need for their reference log-probs as soon as they end; the rows of a forward do
-// not depend on each other, so that the numbers are those of the pass after generation, bit for bit.
+// The last responses of a rollout leave a GPU's arithmetic idle: a decode step of few samples reads the weights and
+// does little else. Responses have all they need for their reference log-probs as soon as they end; the rows of a
+// forward do not depend on each other, so that the numbers are those of the pass after generation, bit for bit.
 //
 // One thread owns a stream and calls everything here; a thread of its own computes.
 #pragma once

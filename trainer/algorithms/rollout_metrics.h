@@ -6,8 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "trainer/algorithms/policy_trainer.h"
-#include "trainer/algorithms/rollouts.h"
+#include "trainer/algorithms/step_results.h"
 #include "trainer/batch/sample.h"
 #include "trainer/telemetry/rollout_log.h"
 #include "trainer/tokenizer/tokenizer.h"
@@ -27,7 +26,7 @@ struct GeneratedTotals {
 };
 
 // Adds "train/...": of `generated` the rewards ("train/reward", "train/rewards/NAME" of `reward_names`), the share of
-// correct answers and of flat groups; of the trained samples the rest, and with `filtered` their mean reward as
+// correct responses and of flat groups; of the trained samples the rest, and with `filtered` their mean reward as
 // "train/filtered_reward", NeMo-RL's name.
 void describe_rollout(const GeneratedTotals& generated, const std::vector<Sample>& trained,
                       const std::vector<std::string>& reward_names, bool filtered,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "trainer/algorithms/reference_stream.h"
+#include "trainer/algorithms/step_results.h"
 #include "trainer/batch/sample.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
@@ -42,12 +43,6 @@ struct RolloutRequest {
   bool ends_known = false;  // GroupRequest::ends_known
   // For measurements: raw rewards are drawn with this seed (drawn_reward), whatever the rewards say.
   std::optional<uint64_t> drawn_rewards;
-};
-
-// How the ranks shared one or more rollouts; of each rank, the same on all.
-struct RankShares {
-  std::vector<double> idle_seconds;  // between its last sample and the last rank's
-  std::vector<int64_t> samples;      // it generated
 };
 
 // 0 or 1, a function of its arguments; in every group of two or more there are both.

@@ -8,19 +8,18 @@
 
 #include "trainer/algorithms/advantages.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/parallel/communicator.h"
 
 namespace trireme {
 
 void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const Config& config) {
-  const RewardScaling scaling = reward_scaling(config);
-  const RewardShaping shaping = reward_shaping(config);
   for (Sample& s : samples) {
-    s.reward = shape_reward(scale_reward(s.raw_reward, scaling), static_cast<int64_t>(s.response.size()), s.truncated,
-                            shaping);
+    s.reward = shape_reward(scale_reward(s.raw_reward, config.grpo.reward_scaling),
+                            static_cast<int64_t>(s.response.size()), s.truncated, config.grpo.reward_shaping);
     s.loss_multiplier = s.dropped || (config.grpo.overlong_filtering && s.truncated) ? 0 : 1;
     s.advantage = 0;
   }
-  const AdvantageOptions options = advantage_options(config);
+  const AdvantageOptions& options = config.grpo;
   for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(group_size)) {
     std::vector<double> rewards;
     std::vector<size_t> members;
@@ -32,7 +31,7 @@ void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const C
     const std::vector<double> advantages = group_advantages(rewards, options);
     for (size_t k = 0; k < members.size(); ++k) samples[members[k]].advantage = advantages[k];
   }
-  if (options.estimator != AdvantageEstimator::kReinforcePlusPlus || reward_kl_penalty(config) != 0) return;
+  if (options.adv_estimator.name != AdvantageEstimator::kReinforcePlusPlus || reward_kl_penalty(config) != 0) return;
   std::vector<double> advantages, tokens;
   for (const Sample& s : samples) {
     advantages.push_back(s.advantage);

@@ -89,7 +89,7 @@ const Config& with_its_device(const Config& config, const TrainOptions& options)
 // matter, so that all agree first whether anybody does.
 void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device) {
   if (!device.is_cuda()) return;
-  const bool somebody_reads = context.data_parallel().all_reduce_max(check.log ? 1.0 : 0.0) > 0;
+  const bool somebody_reads = context.world().all_reduce_max(check.log ? 1.0 : 0.0) > 0;
   if (check.required && !check.spans_nodes && context.is_main())
     log_info("parallel", "RDMA is required: all ranks are on one node, no network is used");
   if (!somebody_reads) return;
@@ -109,7 +109,7 @@ void check_transport(const TransportCheck& check, ParallelContext& context, at::
     if (check.required) problem = rdma_problem(transport, check.spans_nodes);
     if (!problem && context.is_main()) log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
   }
-  const std::vector<std::string> problems = context.data_parallel().all_gather_bytes(problem.value_or(""));
+  const std::vector<std::string> problems = context.world().all_gather_bytes(problem.value_or(""));
   for (size_t rank = 0; rank < problems.size(); ++rank)
     if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + ": " + problems[rank]);
 }
@@ -150,7 +150,7 @@ std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::files
 
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
     : config(with_its_device(given, options)),
-      context(options.layout, options.rendezvous),
+      context(runnable(options.layout), options.rendezvous),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
@@ -159,7 +159,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       on_ready_(options.on_ready),
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
-  context.data_parallel().on_absent = [this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); };
+  context.set_on_absent([this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); });
   reporting.phase("start", 0);
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank);
   check_transport(options.transport, context, model_options.device);
@@ -172,7 +172,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
   // Of all ranks, since how they share the samples depends on it.
-  exact_linear = context.data_parallel().all_reduce_max(linear_rows_are_exact(policy->config().linear_shapes(),
+  exact_linear = context.world().all_reduce_max(linear_rows_are_exact(policy->config().linear_shapes(),
                                                                               model_options.dtype, model_options.device,
                                                                               most_rows_of_a_pass(config))
                                                             ? 0
@@ -219,7 +219,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
 }
 
 void Session::ready(int64_t step) {
-  context.data_parallel().barrier();  // a signal finds all ranks before it, or all in the loop
+  context.world().barrier();  // a signal finds all ranks before it, or all in the loop
   if (on_ready_) on_ready_();
   reporting.ready(step);
 }
@@ -228,7 +228,7 @@ bool Session::should_stop() {
   const bool asked = stop_signal_ != nullptr && stop_signal_->load() != 0;
   const bool due = save_by_ && SteadyClock::now() >= *save_by_;
   const double own = checkpoints->failed() ? 2.0 : asked || due ? 1.0 : 0.0;
-  const double any = context.data_parallel().all_reduce_max(own);
+  const double any = context.world().all_reduce_max(own);
   if (any > 1) {
     context.set_phase("checkpoint");
     checkpoints->abandon();

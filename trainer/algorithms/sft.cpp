@@ -142,7 +142,7 @@ class SftLoop final {
     if (train) {
       int64_t most_rows = 0;
       for (const MicroBatch& micro : micro_batches) most_rows = std::max(most_rows, micro.input.tokens());
-      set_recompute(*session_.policy, config_, most_rows, session_.context.data_parallel());
+      set_recompute(*session_.policy, config_, most_rows, session_.context.world());
     }
     for (const MicroBatch& micro : micro_batches) {
       const bool last = &micro == &micro_batches.back();

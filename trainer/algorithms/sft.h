@@ -1,4 +1,4 @@
-// Supervised fine-tuning: next-token loss on the answers, packed, divided by the global number of answer tokens.
+// Supervised fine-tuning: next-token loss on the responses, packed, divided by the global number of response tokens.
 #pragma once
 
 #include "trainer/algorithms/session.h"

@@ -93,7 +93,7 @@ at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const 
   const at::Tensor all = model.forward(input), rows = batch.rows.to(device);
   // Where prompts are shared a row may be taken several times: embed adds its gradients in one order.
   const at::Tensor hidden = input.prefix.empty() ? all.index_select(0, rows) : embed(all, rows);
-  return token_logprobs(hidden, model.head_weight(), batch.targets.to(device), options);
+  return model.logprobs(hidden, batch.targets.to(device), options);
 }
 
 }  // namespace trireme

@@ -149,27 +149,27 @@ Dealt deal_to_ranks(std::vector<OpenBin> bins, int64_t ranks) {
 struct PromptGroup {
   Members members;
   int64_t prompt = 0;
-  int64_t answers = 0;  // tokens of all
-  int64_t longest = 0;  // of an answer
+  int64_t responses = 0;  // tokens of all
+  int64_t longest = 0;    // of a response
 };
 
-// `count` bins of about equal load, group after group: each bin takes from the group at hand the largest answers that
+// `count` bins of about equal load, group after group: each bin takes from the group at hand the largest responses that
 // its share of what is left has room for, so that a group is cut only where a bin ends. Nothing where a bin gets too
 // full.
 std::vector<OpenBin> fill_evenly(const std::vector<PromptGroup>& groups, const std::vector<int64_t>& lengths,
                                  int64_t count, int64_t capacity) {
   struct Rest {
     std::vector<int64_t> members;  // the longest first
-    int64_t prompt, answers;
+    int64_t prompt, responses;
   };
   std::vector<Rest> rest;
   int64_t left = 0;
   for (const PromptGroup& group : groups) {
-    Rest& of = rest.emplace_back(Rest{group.members, group.prompt, group.answers});
+    Rest& of = rest.emplace_back(Rest{group.members, group.prompt, group.responses});
     std::stable_sort(of.members.begin(), of.members.end(), [&](int64_t a, int64_t b) {
       return lengths[static_cast<size_t>(a)] > lengths[static_cast<size_t>(b)];
     });
-    left += group.prompt + group.answers;
+    left += group.prompt + group.responses;
   }
   std::vector<OpenBin> bins(static_cast<size_t>(count));
   size_t at = 0;
@@ -181,16 +181,16 @@ std::vector<OpenBin> fill_evenly(const std::vector<PromptGroup>& groups, const s
     const int64_t share = (left + prompt * (count - b - 1) + count - b - 1) / (count - b);
     while (at < rest.size()) {
       Rest& group = rest[at];
-      const bool whole = last || bin.load + group.prompt + group.answers <= share;
+      const bool whole = last || bin.load + group.prompt + group.responses <= share;
       int64_t load = bin.load + group.prompt;
       std::vector<int64_t> kept;
       for (const int64_t item : group.members) {
-        const int64_t answer = lengths[static_cast<size_t>(item)] - group.prompt;
+        const int64_t response = lengths[static_cast<size_t>(item)] - group.prompt;
         // An empty bin takes something in any case.
-        if (whole || load + answer <= share || (bin.items.empty() && load == group.prompt)) {
+        if (whole || load + response <= share || (bin.items.empty() && load == group.prompt)) {
           bin.items.push_back(item);
-          load += answer;
-          group.answers -= answer;
+          load += response;
+          group.responses -= response;
         } else {
           kept.push_back(item);
         }
@@ -298,7 +298,7 @@ std::vector<std::vector<Members>> shared_micro_batches(const SharedLengths& samp
   check_lengths(lengths, capacity);
   std::vector<PromptGroup> order;  // by first member
   std::map<int64_t, size_t> place;
-  int64_t answers_of_all = 0;
+  int64_t responses_of_all = 0;
   for (size_t i = 0; i < lengths.size(); ++i) {
     const auto [found, fresh] = place.try_emplace(groups[i], order.size());
     if (fresh) order.push_back({{}, prompts[i], 0, 0});
@@ -307,32 +307,32 @@ std::vector<std::vector<Members>> shared_micro_batches(const SharedLengths& samp
                   "shared_micro_batches: the samples of group " + std::to_string(groups[i]) +
                       " have prompts of different lengths");
     group.members.push_back(static_cast<int64_t>(i));
-    group.answers += lengths[i] - prompts[i];
+    group.responses += lengths[i] - prompts[i];
     group.longest = std::max(group.longest, lengths[i] - prompts[i]);
-    answers_of_all += lengths[i] - prompts[i];
+    responses_of_all += lengths[i] - prompts[i];
   }
-  const int64_t share = (answers_of_all + ranks - 1) / ranks;
+  const int64_t share = (responses_of_all + ranks - 1) / ranks;
   std::vector<Members> parts;
   std::vector<int64_t> loads;
   for (const PromptGroup& group : order) {
     const int64_t room = std::max<int64_t>(1, std::min(capacity - group.prompt, std::max(group.longest, share)));
-    const int64_t wanted = std::max<int64_t>(1, (group.answers + room - 1) / room);
-    const int64_t even = (group.answers + wanted - 1) / wanted;
+    const int64_t wanted = std::max<int64_t>(1, (group.responses + room - 1) / room);
+    const int64_t even = (group.responses + wanted - 1) / wanted;
     Members part;
-    int64_t answers = 0;
+    int64_t responses = 0;
     const auto close = [&] {
       if (part.empty()) return;
       parts.push_back(std::move(part));
-      loads.push_back(group.prompt + answers);
+      loads.push_back(group.prompt + responses);
       part = {};
-      answers = 0;
+      responses = 0;
     };
     for (const int64_t i : group.members) {
       const int64_t own = lengths[static_cast<size_t>(i)] - group.prompt;
-      if (answers + own > room) close();
+      if (responses + own > room) close();
       part.push_back(i);
-      answers += own;
-      if (answers >= even) close();
+      responses += own;
+      if (responses >= even) close();
     }
     close();
   }

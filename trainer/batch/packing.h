@@ -33,8 +33,9 @@ std::vector<std::vector<Members>> packed_micro_batches(const std::vector<int64_t
 
 // The same where the prompt of a group's samples is computed once in a micro-batch: the first prompts[i] of the
 // lengths[i] tokens of sample i are those of its groups[i]'s prompt, equal for a whole group, and count once in a bin.
-// A group is cut into as few parts of about equal size as the capacity, and an even share of the answers for each rank,
-// allow. With several ranks the bins are filled evenly, group after group, where that gives the fullest rank less.
+// A group is cut into as few parts of about equal size as the capacity, and an even share of the responses for each
+// rank, allow. With several ranks the bins are filled evenly, group after group, where that gives the fullest rank
+// less.
 struct SharedLengths {
   std::vector<int64_t> lengths, prompts, groups;
 };

@@ -94,7 +94,7 @@ class CheckpointBench final {
     std::string folder;
     if (context_.is_main())
       folder = (scratch_ ? scratch_->path() : fs::path(options_.directory) / ("bench-" + random_owner())).string();
-    folder_ = context_.data_parallel().all_gather_bytes(folder).front();
+    folder_ = context_.world().all_gather_bytes(folder).front();
     CheckpointOptions checkpoint;
     checkpoint.directory = folder_;
     checkpoint.keep_top_k = 0;
@@ -107,7 +107,7 @@ class CheckpointBench final {
     manager_ = std::make_unique<CheckpointManager>(checkpoint, nlohmann::json::object(), context_);
   }
 
-  double worst(double own) { return context_.data_parallel().all_reduce_max(own); }
+  double worst(double own) { return context_.world().all_reduce_max(own); }
 
   // Seconds of one forward pass, of as many as go into generation_seconds.
   double passes() {
@@ -131,23 +131,27 @@ class CheckpointBench final {
         if (starts_with(entry.path().filename().string(), "step_")) fs::remove_all(entry.path(), ignored);
       }
     }
-    context_.data_parallel().barrier();
+    context_.world().barrier();
   }
 
   Save one_save(int64_t step) {
     remove_written();
     synchronize(target_.device);
-    context_.data_parallel().barrier();
+    context_.world().barrier();
     Save save;
     Stopwatch watch;
     manager_->begin_save(step, *model_, *optimizer_, nlohmann::json::object(), {}, "");
     save.begin_seconds = watch.seconds();
     save.pass_seconds = worst(passes());
     model_->flat_gradients().fill_(1e-4);
-    optimizer_->before_update = [this] { manager_->wait_copied(); };
+    optimizer_->before_update = [this, &save] {
+      Stopwatch wait;
+      manager_->wait_copied();
+      save.wait_seconds = wait.seconds();
+    };
     optimizer_->step(1e-6, 0.01, 1.0);
     optimizer_->before_update = nullptr;
-    save.wait_seconds = worst(manager_->take_wait());
+    save.wait_seconds = worst(save.wait_seconds);
     manager_->finish();
     const std::optional<SavedCheckpoint> saved = manager_->take_saved();
     bytes_ = context_.data_parallel().all_reduce_sum(saved ? saved->bytes : int64_t{0});

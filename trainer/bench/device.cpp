@@ -10,10 +10,9 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/bench/device_cuda.h"
+#include "trainer/ops/mapped_memory.h"
 #include "trainer/parallel/device.h"
-#ifdef TRIREME_CUDA
-#include "trainer/bench/cuda/device_cuda.h"
-#endif
 
 namespace trireme::bench {
 namespace {
@@ -36,13 +35,11 @@ std::string cpu_name() {
 
 // Reads all of `data` and writes next to nothing, to `sink`.
 void read_all(const at::Tensor& data, at::Tensor& sink) {
-#ifdef TRIREME_CUDA
   if (data.is_cuda()) {
     read_on_cuda(data.get_device(), data.const_data_ptr(), data.nbytes(),
                  static_cast<unsigned*>(sink.mutable_data_ptr()));
     return;
   }
-#endif
   at::Tensor sum = sink.view(at::kFloat).narrow(0, 0, 1).squeeze(0);
   at::sum_out(sum, data.view(at::kFloat), {0});
 }
@@ -67,9 +64,7 @@ double cpu_seconds_per_call(const std::function<void(int64_t)>& call, const Timi
 }  // namespace
 
 int64_t take_peak_memory_bytes(at::Device device) {
-#ifdef TRIREME_CUDA
-  if (device.is_cuda()) return take_cuda_peak_memory_bytes(device.index());
-#endif
+  if (device.is_cuda()) return cuda::take_peak_bytes(device);
   return 0;
 }
 
@@ -77,9 +72,7 @@ std::string machine_name(at::Device device) { return device.is_cuda() ? device_n
 
 nlohmann::json versions(at::Device device) {
   nlohmann::json json = {{"trireme", TRIREME_VERSION}, {"libtorch", TORCH_VERSION}, {"compiler", "g++ " __VERSION__}};
-#ifdef TRIREME_CUDA
   if (device.is_cuda()) json.update(cuda_versions());
-#endif
   return json;
 }
 
@@ -100,9 +93,7 @@ double median(std::vector<double> values) {
 }
 
 double seconds_per_call(at::Device device, const std::function<void(int64_t)>& call, const TimingOptions& options) {
-#ifdef TRIREME_CUDA
   if (device.is_cuda()) return cuda_seconds_per_call(device.index(), call, options);
-#endif
   return cpu_seconds_per_call(call, options);
 }
 

@@ -19,17 +19,19 @@ struct GenerationOptions {
   int64_t cache_rows = 0;  // 0: wanted_cache_rows
   int64_t prefill_chunk_tokens = 2048;
   double temperature = 1.0;
-  bool unknown_ends = false;  // answers end as by a stop token: the scheduler knows the longest answer's length only
+  bool unknown_ends =
+      false;  // responses end as by a stop token: the scheduler knows the longest response's length only
 };
 EngineOptions engine_options(const GenerationOptions& options, const RolloutLengths& lengths, int64_t ranks);
 SamplingOptions sampling_options(const GenerationOptions& options, uint64_t seed);
 
-// Answers [first, first + count) of prompt `prompt`; their sample ids are their places among all answers plus `base`.
+// Responses [first, first + count) of prompt `prompt`; their sample ids are their places among all responses plus
+// `base`.
 GroupRequest forced_group(const RolloutLengths& lengths, const std::vector<std::vector<int32_t>>& prompts,
                           int64_t prompt, int64_t first, int64_t count, uint64_t base = 0, bool ends_known = true);
 
-// The same prompts with short answers of 4, ..., 68 tokens: every number of samples alive is seen once, so that nothing
-// is built or captured while the clock runs.
+// The same prompts with short responses of 4, ..., 68 tokens: every number of samples alive is seen once, so that
+// nothing is built or captured while the clock runs.
 RolloutLengths staircase(const RolloutLengths& lengths);
 
 // One engine step, or several that cannot be told apart.

@@ -166,9 +166,9 @@ class OpsBench final {
       const std::vector<at::Tensor> keys = copies({samples * context, c_.num_kv_heads, c_.head_dim});
       const std::vector<at::Tensor> values = copies({samples * context, c_.num_kv_heads, c_.head_dim});
       const at::Tensor q = random({samples, c_.num_heads, c_.head_dim});
-      std::vector<CacheRow> rows;
-      for (int64_t s = 0; s < samples; ++s) rows.push_back({s * context, context - 1, 1});
-      const CachePlan plan = make_cache_plan(std::move(rows), group, target_.device);
+      std::vector<CacheRun> runs;
+      for (int64_t s = 0; s < samples; ++s) runs.push_back({s * context, context - 1, 1});
+      const CachePlan plan = make_cache_plan(std::move(runs), group, target_.device);
       add("attention decode, " + std::to_string(samples) + " samples, context " + std::to_string(context),
           element_ * real(2 * samples * context * kv_ + 2 * samples * q_), 4 * real(samples * context) * real(q_),
           [&](int64_t i) {

@@ -97,7 +97,7 @@ void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, doub
                 double context_bytes_per_token, double bytes_per_second) {
   const int64_t longest = *std::max_element(lengths.outputs.begin(), lengths.outputs.end());
   const auto samples = static_cast<size_t>(lengths.samples());
-  // Step t makes token t + 1 of every answer longer than t from prompt + t tokens.
+  // Step t makes token t + 1 of every response longer than t from prompt + t tokens.
   std::vector<int64_t> alive(static_cast<size_t>(longest), 0), context(static_cast<size_t>(longest), 0);
   for (size_t s = 0; s < samples; ++s) {
     for (int64_t t = 1; t < lengths.outputs[s]; ++t) {
@@ -225,7 +225,7 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
 
 nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out) {
   const Target target = resolve(options.common);
-  if (options.alive.empty()) fail_user("--alive needs at least one number of samples");
+  if (options.batch_sizes.empty()) fail_user("--batch-size needs at least one number of samples");
   if (options.steps < 1) fail_user("--steps must be at least 1");
   const int64_t prompt = options.context - kDecodeWarmUpSteps - options.steps / 2;
   if (prompt < 1) {
@@ -238,8 +238,8 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
   nlohmann::json rows = nlohmann::json::array();
   Table table({"samples alive", "ms a step", "floor ms", "of the floor", "bytes read"});
-  for (const int64_t alive : options.alive) {
-    if (alive < 1) fail_user("--alive " + std::to_string(alive) + " is not a number of samples");
+  for (const int64_t alive : options.batch_sizes) {
+    if (alive < 1) fail_user("--batch-size " + std::to_string(alive) + " is not a number of samples");
     RolloutLengths lengths;
     lengths.prompts = {prompt};
     // Nobody ends while the clock runs.
@@ -278,7 +278,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
       TRIREME_CHECK(steps == options.steps && !engine.idle(), "samples ended while decode steps were measured");
       if (!options.trace.empty() && r == options.common.repeats) {
         const std::string file =
-            options.alive.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
+            options.batch_sizes.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
         const Trace trace = trace_device(target.device, file, [&] {
           for (int64_t i = 0; i < kTracedSteps; ++i) engine.step();
         });

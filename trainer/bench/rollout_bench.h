@@ -22,11 +22,11 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
 struct DecodeBenchOptions {
   CommonOptions common;
   GenerationOptions generation;  // max_sequences does not matter
-  std::vector<int64_t> alive = {16, 64};
+  std::vector<int64_t> batch_sizes = {16, 64};
   int64_t context = 400;       // mean tokens of a sample over the measured steps
   int64_t steps = 64;          // measured
   int64_t background_sms = 0;  // left to somebody else (who does nothing); steps of few samples only
-  std::string trace;  // file for the kernels of some more steps; with several numbers alive NAME.N each; empty: none
+  std::string trace;  // file for the kernels of some more steps; with several batch sizes NAME.N each; empty: none
 };
 nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out);
 

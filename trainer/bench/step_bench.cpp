@@ -20,13 +20,13 @@ namespace {
 
 RolloutLengths lengths_of(const StepBenchOptions& options) {
   if (!options.lengths.empty()) return load_lengths(options.lengths);
-  if (options.prompts < 1 || options.samples < 1 || options.answer_tokens < 1 || options.prompt_tokens < 1)
-    fail_user("--prompts, --samples, --answer-tokens and --prompt-tokens must be positive");
+  if (options.prompts < 1 || options.samples < 1 || options.response_tokens < 1 || options.prompt_tokens < 1)
+    fail_user("--prompts, --samples, --response-tokens and --prompt-tokens must be positive");
   RolloutLengths lengths;
-  lengths.name = std::to_string(options.prompts) + "x" + std::to_string(options.samples) + " answers of " +
-                 std::to_string(options.answer_tokens) + " tokens";
+  lengths.name = std::to_string(options.prompts) + "x" + std::to_string(options.samples) + " responses of " +
+                 std::to_string(options.response_tokens) + " tokens";
   lengths.prompts.assign(static_cast<size_t>(options.prompts), options.prompt_tokens);
-  lengths.outputs.assign(static_cast<size_t>(options.prompts * options.samples), options.answer_tokens);
+  lengths.outputs.assign(static_cast<size_t>(options.prompts * options.samples), options.response_tokens);
   return lengths;
 }
 
@@ -63,7 +63,7 @@ class StepBench final {
     optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
     const bool exact =
         linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device, options.train_tokens);
-    exact_ = context.data_parallel().all_reduce_max(exact ? 0 : 1) == 0;
+    exact_ = context.world().all_reduce_max(exact ? 0 : 1) == 0;
     trainer_ =
         std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
@@ -116,7 +116,7 @@ class StepBench final {
     StepTimes times;
     synchronize(target_.device);
     context_.set_phase("benchmark");
-    context_.data_parallel().barrier();
+    context_.world().barrier();
     timer_.start_step();
     std::vector<Sample> samples;
     {
@@ -141,7 +141,7 @@ class StepBench final {
       const auto scope = timer_.enter(Phase::kRefit);
       engine_->weights_changed();
     }
-    context_.data_parallel().barrier();
+    context_.world().barrier();
     const PhaseTimes measured = timer_.finish_step();
     times.seconds = measured.total_s;
     for (const Phase phase : all_phases()) times.phases[to_string(phase)] = measured.of(phase);
@@ -173,8 +173,9 @@ class StepBench final {
     return collector_->collect(request, shares);
   }
 
-  // At the ceilings, on this many devices: generation reads weights for each of the longest answer's tokens and an even
-  // share of the contexts; the reference's forward, and forward and backward, have an even share of the operations.
+  // At the ceilings, on this many devices: generation reads weights for each of the longest response's tokens and an
+  // even share of the contexts; the reference's forward, and forward and backward, have an even share of the
+  // operations.
   std::map<std::string, double> floors() const {
     const auto ranks = static_cast<double>(context_.data_parallel().size());
     const RolloutWork work =
@@ -304,7 +305,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
               " knows only " + std::to_string(target.config.positions()) + " positions");
   }
   if (lengths.samples_per_prompt() < 2)
-    fail_user("a step needs at least 2 answers for each prompt: a group of one has no advantage");
+    fail_user("a step needs at least 2 responses for each prompt: a group of one has no advantage");
   if (options.optimizer_steps < 1 || lengths.samples() % options.optimizer_steps != 0) {
     fail_user("--optimizer-steps " + std::to_string(options.optimizer_steps) + " does not divide the " +
               std::to_string(lengths.samples()) + " samples");

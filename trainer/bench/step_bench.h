@@ -17,7 +17,7 @@ struct StepBenchOptions {
   CommonOptions common;
   GenerationOptions generation;
   std::string lengths;  // empty: the next four decide
-  int64_t prompts = 8, samples = 32, answer_tokens = 794, prompt_tokens = 200;
+  int64_t prompts = 8, samples = 32, response_tokens = 794, prompt_tokens = 200;
   int64_t optimizer_steps = 4;
   bool reference = false;                  // a reference model and the KL term
   int64_t train_tokens = 16384;            // of a packed micro-batch; raised to the longest sample

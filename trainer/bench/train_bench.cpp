@@ -123,14 +123,15 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   }
   const double global_tokens = static_cast<double>(scored * ranks);
   const double global_sequences = static_cast<double>(options.sequences * options.micro_batches * ranks);
-  const LossOptions loss;
+  LossOptions loss;
+  loss.kl_score_function_gradient = false;  // as in the results there are
   const LogprobOptions distribution;
   int64_t reduced_early = 0;
 
   Config config;
   config.policy.activation_checkpointing = options.checkpoint_activations;
   config.policy.recompute_layers = options.recompute_layers;
-  set_recompute(*model, config, options.tokens, context.data_parallel());
+  set_recompute(*model, config, options.tokens, context.world());
 
   const auto forward = [&](Batch& batch) {
     batch.inputs.current = response_logprobs(*model, batch.micro, distribution);

@@ -43,7 +43,8 @@ double training_flops(const ModelConfig& config, const std::vector<int64_t>& len
 
 std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const std::vector<int64_t>& outputs,
                                    bool share_prompts) {
-  TRIREME_CHECK(!prompts.empty() && outputs.size() % prompts.size() == 0, "training_pieces: as many answers a prompt");
+  TRIREME_CHECK(!prompts.empty() && outputs.size() % prompts.size() == 0,
+                "training_pieces: as many responses a prompt");
   const size_t samples = outputs.size() / prompts.size();
   std::vector<Piece> pieces;
   for (size_t p = 0; p < prompts.size(); ++p) {

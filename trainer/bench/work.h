@@ -8,7 +8,7 @@
 //   attention             a sequence of n tokens has n (n + 1) / 2 pairs of query and key, half of the square: 4 q of
 //                         operations a pair (q . k and p . v are 2 q each), 2 q n (n + 1) a layer
 //
-// A prompt that several answers share in training is one piece, and each answer to it a piece with that prefix: its
+// A prompt that several responses share in training is one piece, and each response to it a piece with that prefix: its
 // queries meet the prompt's keys too.
 //
 // Training is three times the forward: the backward of a product is two products (gradients of input and weight), that
@@ -39,19 +39,19 @@ double training_flops(const ModelConfig& config, const std::vector<Piece>& piece
 double forward_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows);
 double training_flops(const ModelConfig& config, const std::vector<int64_t>& lengths, int64_t scored_rows);
 // What a pass over a rollout's samples computes: all but the last token of each. With `share_prompts` a prompt once for
-// all its answers, which is what policy.sequence_packing.share_prompts comes to at best.
+// all its responses, which is what policy.sequence_packing.share_prompts comes to at best.
 std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const std::vector<int64_t>& outputs,
                                    bool share_prompts);
 
 double decode_weight_bytes(const ModelConfig& config, int64_t element_bytes);
 double context_bytes_per_token(const ModelConfig& config, int64_t element_bytes);
 
-// Samples of `prompts[s]` and `outputs[s]` tokens: the first token of an answer comes from the prompt's pass, each
+// Samples of `prompts[s]` and `outputs[s]` tokens: the first token of a response comes from the prompt's pass, each
 // other one from a decode step over prompt + earlier tokens. At best all samples decode side by side.
 struct RolloutWork {
-  int64_t steps = 0;        // passes over the weights at best: the longest answer, or tokens / max_sequences if that is
-                            // more
-  double weight_bytes = 0;  // of one pass
+  int64_t steps = 0;  // passes over the weights at best: the longest response, or tokens / max_sequences if that is
+                      // more
+  double weight_bytes = 0;   // of one pass
   double context_bytes = 0;  // of the whole rollout
   double bytes() const { return static_cast<double>(steps) * weight_bytes + context_bytes; }
 };

@@ -113,7 +113,7 @@ CheckpointManager::~CheckpointManager() {
 // Every rank learns whether all succeeded; the first error is thrown everywhere.
 void CheckpointManager::together(const std::string& what, const std::optional<Failure>& own) {
   const std::string mine = own ? std::to_string(static_cast<int>(own->kind)) + " " + own->what : "";
-  const std::vector<std::string> failures = context_.data_parallel().all_gather_bytes(mine);
+  const std::vector<std::string> failures = context_.world().all_gather_bytes(mine);
   for (size_t rank = 0; rank < failures.size(); ++rank) {
     const std::string& failure = failures[rank];
     if (failure.empty()) continue;
@@ -161,7 +161,7 @@ void CheckpointManager::open(const Model& model, const DistributedAdamW& optimiz
     }
   }
   together("taking the checkpoint folder " + options_.directory.string(), failure);
-  owner_ = context_.data_parallel().all_gather_bytes(owner).front();
+  owner_ = context_.world().all_gather_bytes(owner).front();
 
   int64_t own = options_.save_optimizer ? optimizer.saved().tensor_bytes() : 0, files = 1;
   if (context_.is_main()) {
@@ -172,7 +172,7 @@ void CheckpointManager::open(const Model& model, const DistributedAdamW& optimiz
   }
   int64_t limit = options_.staging_bytes;
   const std::string host = host_name() + " ";
-  const std::vector<std::string> needs = context_.data_parallel().all_gather_bytes(host + std::to_string(own));
+  const std::vector<std::string> needs = context_.world().all_gather_bytes(host + std::to_string(own));
   if (limit == 0) {
     int64_t all = 0;
     for (const std::string& need : needs) {
@@ -342,10 +342,7 @@ void CheckpointManager::wait_copied() {
   Stopwatch watch;
   wait_while([this](Milliseconds time) { return pending_->save->wait_copied(time); });
   pending_->wait_seconds += watch.seconds();
-  wait_seconds_ += watch.seconds();
 }
-
-double CheckpointManager::take_wait() { return std::exchange(wait_seconds_, 0); }
 
 void CheckpointManager::end_pending(bool give_up) {
   if (give_up) pending_->save->cancel();
@@ -412,7 +409,7 @@ std::optional<CheckpointInfo> CheckpointManager::load_latest(Model& model, Distr
     for (const std::string& warning : warnings) log_warn("checkpoint", warning);
     if (!all.empty()) chosen = all.back().path.string();
   }
-  chosen = context_.data_parallel().all_gather_bytes(chosen).front();
+  chosen = context_.world().all_gather_bytes(chosen).front();
   if (chosen.empty()) return std::nullopt;
   const CheckpointInfo info = read_checkpoint(chosen);
   const nlohmann::json manifest = nlohmann::json::parse(read_file(fs::path(chosen) / "manifest.json"));

@@ -84,8 +84,6 @@ class CheckpointManager final {
   [[noreturn]] void abandon();
   // The last save, once: when it is done on this rank; of rank 0 it has its name then.
   std::optional<SavedCheckpoint> take_saved();
-  // Seconds of wait_copied() since the last call.
-  double take_wait();
 
   // Collective. Loads weights and optimizer of the newest complete checkpoint; nothing when there is none. Throws
   // Error(kUser) when it belongs to another model or algorithm, naming the first difference.
@@ -114,7 +112,6 @@ class CheckpointManager final {
   int64_t last_saved_step_ = -1;
   int64_t saves_ = 0;  // begun; the same on all ranks
   std::string owner_;  // of this start; the same on all ranks; empty: not open
-  double wait_seconds_ = 0;
   std::optional<SavedCheckpoint> saved_;
   std::unique_ptr<Fence> fence_;  // rank 0
   std::unique_ptr<StagingPool> pool_;

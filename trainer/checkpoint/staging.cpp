@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -11,12 +10,7 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
-#ifdef TRIREME_CUDA
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAStream.h>
-#include <cuda_runtime_api.h>
-#endif
+#include "trainer/checkpoint/pinned_memory.h"
 
 namespace trireme {
 namespace {
@@ -98,29 +92,21 @@ uint8_t* StagingPool::allocate() {
     fail_io("no " + format_bytes(static_cast<uint64_t>(block_bytes_)) +
             " of the machine's memory for a checkpoint's state; lower checkpointing.staging_gib");
   }
-#ifdef TRIREME_CUDA
   if (device_.is_cuda()) {
     // Few large pages are pinned in a fraction of the time of many small ones.
     if (block_bytes_ % kHugePage == 0) (void)::madvise(block, static_cast<size_t>(block_bytes_), MADV_HUGEPAGE);
     for (int64_t at = 0; at < block_bytes_; at += kFirstTouch) static_cast<volatile uint8_t*>(block)[at] = 0;
-    c10::cuda::set_device(device_.index());
-    const cudaError_t error = cudaHostRegister(block, static_cast<size_t>(block_bytes_), cudaHostRegisterPortable);
-    if (error != cudaSuccess) {
-      (void)cudaGetLastError();
-      if (!unpinned_.exchange(true)) {
-        log_warn("checkpoint", std::string("memory for checkpoints cannot be pinned (") + cudaGetErrorString(error) +
-                                   "): copies from the GPU take longer");
-      }
+    std::string problem;
+    if (!pin_memory(device_, block, block_bytes_, &problem) && !unpinned_.exchange(true)) {
+      log_warn("checkpoint",
+               "memory for checkpoints cannot be pinned (" + problem + "): copies from the GPU take longer");
     }
   }
-#endif
   return static_cast<uint8_t*>(block);
 }
 
 void StagingPool::free_block(uint8_t* block) {
-#ifdef TRIREME_CUDA
-  if (device_.is_cuda() && cudaHostUnregister(block) != cudaSuccess) (void)cudaGetLastError();
-#endif
+  if (device_.is_cuda()) unpin_memory(block);
   ::munmap(block, static_cast<size_t>(block_bytes_));
 }
 
@@ -190,90 +176,5 @@ void StagingPool::trim() {
   for (uint8_t* block : free_) free_block(block);
   free_.clear();
 }
-
-#ifdef TRIREME_CUDA
-
-namespace {
-// A small copy of the training thread waits for at most two of these.
-constexpr int64_t kPiece = int64_t{16} << 20;
-}  // namespace
-
-struct StateReader::Impl {
-  at::Device device = at::kCPU;
-  cudaStream_t stream = nullptr;
-  cudaEvent_t start = nullptr;
-  cudaEvent_t pieces[2] = {nullptr, nullptr};
-  int64_t in_piece = 0;  // bytes queued since the last event
-  int64_t events = 0;    // recorded since finish()
-};
-
-StateReader::StateReader(at::Device device) : impl_(std::make_unique<Impl>()) {
-  impl_->device = device;
-  if (!device.is_cuda()) return;
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&impl_->stream, cudaStreamNonBlocking));
-  const unsigned int flags = cudaEventDisableTiming | cudaEventBlockingSync;
-  for (cudaEvent_t* event : {&impl_->start, &impl_->pieces[0], &impl_->pieces[1]})
-    C10_CUDA_CHECK(cudaEventCreateWithFlags(event, flags));
-}
-
-StateReader::~StateReader() {
-  if (!impl_->device.is_cuda()) return;
-  for (cudaEvent_t event : {impl_->start, impl_->pieces[0], impl_->pieces[1]}) (void)cudaEventDestroy(event);
-  (void)cudaStreamDestroy(impl_->stream);
-}
-
-void StateReader::mark() {
-  if (!impl_->device.is_cuda()) return;
-  C10_CUDA_CHECK(cudaEventRecord(impl_->start, c10::cuda::getCurrentCUDAStream(impl_->device.index()).stream()));
-}
-
-void StateReader::begin() {
-  if (!impl_->device.is_cuda()) return;
-  c10::cuda::set_device(impl_->device.index());
-  C10_CUDA_CHECK(cudaStreamWaitEvent(impl_->stream, impl_->start));
-  impl_->in_piece = impl_->events = 0;
-}
-
-void StateReader::read(void* to, const void* from, int64_t bytes) {
-  if (!impl_->device.is_cuda()) {
-    std::memcpy(to, from, static_cast<size_t>(bytes));
-    return;
-  }
-  auto* target = static_cast<uint8_t*>(to);
-  auto* source = static_cast<const uint8_t*>(from);
-  while (bytes > 0) {
-    const int64_t n = std::min(bytes, kPiece - impl_->in_piece);
-    C10_CUDA_CHECK(cudaMemcpyAsync(target, source, static_cast<size_t>(n), cudaMemcpyDeviceToHost, impl_->stream));
-    target += n;
-    source += n;
-    bytes -= n;
-    impl_->in_piece += n;
-    if (impl_->in_piece < kPiece) continue;
-    impl_->in_piece = 0;
-    C10_CUDA_CHECK(cudaEventRecord(impl_->pieces[impl_->events % 2], impl_->stream));
-    ++impl_->events;
-    if (impl_->events > 1) C10_CUDA_CHECK(cudaEventSynchronize(impl_->pieces[impl_->events % 2]));  // the one before
-  }
-}
-
-void StateReader::finish() {
-  if (!impl_->device.is_cuda()) return;
-  C10_CUDA_CHECK(cudaEventRecord(impl_->pieces[0], impl_->stream));
-  C10_CUDA_CHECK(cudaEventSynchronize(impl_->pieces[0]));
-  impl_->in_piece = impl_->events = 0;
-}
-
-#else
-
-struct StateReader::Impl {};
-
-StateReader::StateReader(at::Device) {}
-StateReader::~StateReader() = default;
-void StateReader::mark() {}
-void StateReader::begin() {}
-void StateReader::read(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, static_cast<size_t>(bytes)); }
-void StateReader::finish() {}
-
-#endif
 
 }  // namespace trireme

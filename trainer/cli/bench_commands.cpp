@@ -15,7 +15,7 @@
 namespace trireme {
 namespace {
 
-constexpr const char* kUnknownEnds = "the scheduler is not told where answers end, as in a run";
+constexpr const char* kUnknownEnds = "the scheduler is not told where responses end, as in a run";
 
 void add_common(CLI::App* verb, bench::CommonOptions& o, const CommandContext& context) {
   o.command = context.command;
@@ -59,7 +59,7 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   const RendezvousOptions rendezvous = rendezvous_from_environment(timeout_s);
   Layout layout;
   layout.dp = rendezvous.world_size;
-  ParallelContext context(layout, rendezvous);
+  ParallelContext context(runnable(layout), rendezvous);
   run(context);
   return 0;
 }
@@ -91,7 +91,7 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     CLI::App* verb = bench->add_subcommand("decode", "decode steps with so many samples alive");
     add_common(verb, o->common, context);
     add_generation(verb, o->generation);
-    verb->add_option("--alive", o->alive, "numbers of samples, e.g. 16,64")->delimiter(',');
+    verb->add_option("--batch-size,--alive", o->batch_sizes, "numbers of samples, e.g. 16,64")->delimiter(',');
     verb->add_option("--context", o->context, "mean tokens of a sample");
     verb->add_option("--steps", o->steps, "measured steps");
     verb->add_option("--background-sms,--background-processors", o->background_sms,
@@ -139,8 +139,8 @@ void add_bench_commands(CLI::App& app, CommandContext& context) {
     add_generation(verb, o->generation);
     auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
     verb->add_option("--prompts", o->prompts)->excludes(lengths);
-    verb->add_option("--samples", o->samples, "answers for each prompt")->excludes(lengths);
-    verb->add_option("--answer-tokens", o->answer_tokens)->excludes(lengths);
+    verb->add_option("--samples", o->samples, "responses for each prompt")->excludes(lengths);
+    verb->add_option("--response-tokens,--answer-tokens", o->response_tokens)->excludes(lengths);
     verb->add_option("--prompt-tokens", o->prompt_tokens)->excludes(lengths);
     verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
     verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);

@@ -10,6 +10,7 @@
 #include "api/runtime.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/sigpipe.h"
 #include "base/text.h"
 #include "trainer/algorithms/failure.h"
 #include "trainer/cli/commands.h"
@@ -36,7 +37,7 @@ int cli_main(int argc, char** argv) {
   action.sa_handler = on_signal;
   ::sigaction(SIGTERM, &action, nullptr);
   ::sigaction(SIGINT, &action, nullptr);
-  ::signal(SIGPIPE, SIG_IGN);
+  ignore_sigpipe();
 
   CLI::App app{"Trireme: reinforcement learning of language models", "trireme"};
   app.require_subcommand(1);

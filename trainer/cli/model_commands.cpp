@@ -256,13 +256,13 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
   }
   {
     auto a = std::make_shared<GenerateArguments>();
-    CLI::App* verb = app.add_subcommand("generate", "answers to prompts, JSONL in and out");
+    CLI::App* verb = app.add_subcommand("generate", "responses to prompts, JSONL in and out");
     verb->add_option("--model", a->model, "folder or Hub id")->required();
     verb->add_option("--prompts", a->prompts,
                      "lines {\"prompt\": ...}, {\"ids\": [...]} or {\"messages\": ...}; - is standard input");
     verb->add_flag("--no-special-tokens", a->no_special_tokens, kNoSpecialTokens);
     verb->add_option("--out", a->out);
-    verb->add_option("--samples", a->options.samples, "answers for each prompt");
+    verb->add_option("--samples", a->options.samples, "responses for each prompt");
     verb->add_flag("--chat", a->options.chat, "a plain prompt becomes a user message");
     verb->add_option("--temperature", a->sampling.temperature, "0: greedy");
     verb->add_option("--top-p", a->sampling.top_p);

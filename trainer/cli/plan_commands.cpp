@@ -15,28 +15,11 @@
 namespace trireme {
 namespace {
 
-ModelShape shape_of(const ModelConfig& model) {
-  ModelShape shape;
-  shape.layers = model.num_layers;
-  shape.hidden = model.hidden_size;
-  shape.heads = model.num_heads;
-  shape.kv_heads = model.num_kv_heads;
-  shape.head_dim = model.head_dim;
-  shape.intermediate = model.intermediate_size;
-  shape.vocab = model.vocab_size;
-  shape.tied = model.tie_word_embeddings;
-  shape.qkv_bias = model.qkv_bias;
-  shape.output_bias = model.output_bias;
-  shape.mlp_bias = model.mlp_bias;
-  shape.qk_norm = model.qk_norm;
-  return shape;
-}
-
 ModelShape find_shape(const std::string& model_name) {
   if (std::filesystem::exists(std::filesystem::path(model_name) / "config.json"))
-    return shape_of(ModelConfig::load(model_name));
+    return ModelConfig::load(model_name).shape();
   if (const auto known = known_model_shape(model_name)) return *known;
-  return shape_of(ModelConfig::load(resolve_model(model_name, hf_home_from_environment())));
+  return ModelConfig::load(resolve_model(model_name, hf_home_from_environment())).shape();
 }
 
 void line(const std::string& what, const std::string& value) { std::printf("%-34s %s\n", what.c_str(), value.c_str()); }

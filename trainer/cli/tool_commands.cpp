@@ -39,7 +39,7 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--out", *out, "folder")->required();
     verb->add_option("--smallest", options->smallest, "smallest summand");
     verb->add_option("--largest", options->largest, "largest summand");
-    verb->add_option("--warm-start", options->warm_start, "problems with answers for SFT");
+    verb->add_option("--warm-start", options->warm_start, "problems with responses for SFT");
     verb->add_option("--held-out", options->held_out, "problems for validation, in neither of the others");
     verb->add_option("--seed", options->seed);
     verb->callback([=, &context] {
@@ -55,7 +55,7 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     auto pairs = std::make_shared<std::string>();
     auto out = std::make_shared<std::string>("-");
     auto options = std::make_shared<RewardOptions>();
-    CLI::App* verb = app.add_subcommand("grade", "check a reward on pairs of answers");
+    CLI::App* verb = app.add_subcommand("grade", "check a reward on pairs of gold and final answer");
     verb->add_option("--pairs", *pairs, "JSONL of {\"gold\", \"answer\"}")->required();
     verb->add_option("--reward", options->type, "math, format, command or http");
     verb->add_option("--command", options->command, "program and arguments of a command reward");

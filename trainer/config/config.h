@@ -2,7 +2,8 @@
 //
 // A Config comes from load_config (files, overrides; validated) or is filled in by code and then passed to
 // derive_defaults. Fields whose comment says "derived" hold kDerived (numbers) or are empty (text) until then.
-// One table (fields.cpp) drives parsing, printing and docs/configuration.md: a new field is added here and there.
+// One table (fields.cpp) drives parsing, printing and docs/configuration.md: a new field is added here and there. What
+// a folder beside this one is told as it stands in a file is declared once, in trainer/options, and held here.
 #pragma once
 
 #include <cstdint>
@@ -14,44 +15,25 @@
 #include <string>
 #include <vector>
 
+#include "trainer/options/advantages.h"
+#include "trainer/options/data.h"
+#include "trainer/options/loss.h"
+
 namespace trireme {
 
 inline constexpr int64_t kDerived = -1;
-
-struct RewardShapingConfig {
-  bool enabled = false;
-  int64_t overlong_buffer_length = 128;
-  double overlong_buffer_penalty = 1.0;
-  int64_t max_response_length = kDerived;  // derived: policy.max_total_sequence_length
-  std::optional<double>
-      stop_properly_penalty_coef;  // set: truncated rewards are multiplied by it (instead of overlong)
-};
-
-struct RewardScalingConfig {
-  bool enabled = false;
-  double source_min = 0.0, source_max = 1.0, target_min = 0.0, target_max = 1.0;
-};
-
-struct AdvEstimatorConfig {
-  std::string name = "grpo";  // grpo | reinforce_plus_plus
-  bool minus_baseline = true;
-};
 
 struct AsyncGrpoConfig {
   bool enabled = false;
   int64_t max_trajectory_age_steps = 1;
 };
 
-struct GrpoConfig {
+struct GrpoConfig : AdvantageOptions {
   int64_t num_prompts_per_step = 32;
   int64_t num_generations_per_prompt = 16;
   int64_t max_rollout_turns = 1;
   int64_t max_num_epochs = 1;
   int64_t max_num_steps = 1000000;
-  bool normalize_rewards = true;
-  bool use_leave_one_out_baseline = true;
-  bool biased_group_std = false;  // (ours) true: v0.3's biased standard deviation, and its default
-  std::optional<double> advantage_clip_low, advantage_clip_high;
   int64_t val_period = 10;  // 0: never
   int64_t val_start_at = -1;
   bool val_at_start = false;
@@ -66,12 +48,11 @@ struct GrpoConfig {
   bool use_dynamic_sampling = false;
   int64_t dynamic_sampling_max_gen_batches = 10;
   double batch_multiplier = 1.0;
-  RewardShapingConfig reward_shaping;
-  RewardScalingConfig reward_scaling;
-  AdvEstimatorConfig adv_estimator;
+  RewardShaping reward_shaping{.max_response_length = kDerived};  // derived: policy.max_total_sequence_length
+  RewardScaling reward_scaling;
   bool skip_reference_policy_logprobs_calculation = false;
   std::optional<double> seq_logprob_error_threshold;
-  bool early_gradients = false;  // (ours) gradients of whole groups while the last answers are generated
+  bool early_gradients = false;  // (ours) gradients of whole groups while the last responses are generated
   bool shuffle_rewards = false;  // (ours) the control experiment: rewards permuted over the batch
   AsyncGrpoConfig async_grpo;
 };
@@ -87,26 +68,6 @@ struct SftConfig {
   bool val_at_end = false;
   std::optional<double> stop_at_validation_loss;  // (ours) early stopping
   int64_t seed = 42;
-};
-
-struct LossConfig {
-  double reference_policy_kl_penalty = 0.01;                                        // 0: no KL term, no reference model
-  std::string reference_policy_kl_type = "k3";                                      // k1 | k2 | k3
-  std::optional<double> kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0;  // v0.3: none
-  bool kl_score_function_gradient = true;  // (ours) false: v0.3's gradient; true: with the score-function term
-  double ratio_clip_min = 0.2, ratio_clip_max = 0.2;
-  std::optional<double> ratio_clip_c;  // dual clip, > 1
-  bool use_on_policy_kl_approximation = false;
-  bool use_importance_sampling_correction = false;
-  std::string truncated_importance_sampling_type;  // "" | tis | icepop | seq-mask-tis
-  std::optional<double> truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min;
-  bool sequence_level_importance_ratios = false;  // GSPO
-  bool token_level_loss = true;
-  bool force_on_policy_ratio = false;
-  bool use_kl_in_reward = false;
-  bool use_cispo = false;
-  bool disable_ppo_ratio = false;  // REINFORCE
-  double positive_example_nll_weight = 0.0;
 };
 
 struct TokenizerConfig {
@@ -241,8 +202,8 @@ struct GenerationConfig {
   int64_t prefill_chunk_tokens = 2048;    // (ours) prompt tokens prefilled in one engine step
   int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
-  int64_t background_sms = -1;            // (ours) for reference log-probs beside the last answers; -1: see fields.cpp
-  // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: answers end by themselves
+  int64_t background_sms = -1;  // (ours) for reference log-probs beside the last responses; -1: see fields.cpp
+  // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: responses end by themselves
   std::string forced_lengths;
   ColocatedConfig colocated;
 };
@@ -271,27 +232,21 @@ struct PolicyConfig {
   DtensorConfig dtensor_cfg;
 };
 
-struct DatasetConfig {
+struct DatasetConfig : RowLayout {
   std::string dataset_name;          // a name of known_datasets(), or anything with data_path
   std::string data_path;             // a file, a folder or a pattern
   std::vector<std::string> mixture;  // (ours) "WEIGHT SOURCE" each, instead of the two
-  std::string format = "auto";       // (ours) auto | jsonl | parquet
-  std::string input_key;             // derived: by dataset_name; else empty: found from the columns
-  std::string output_key;            // derived: likewise
   std::string split = "train";
-  std::string prompt_file, system_prompt_file;
   std::string env_name;                 // empty: every enabled env, weighted; else only that one
   double split_validation_size = 0.05;  // of train, held out when validation names no data; rows when >= 1
   int64_t seed = 42;                    // of the hold-out split
 };
 
-struct DataConfig {
-  int64_t max_input_seq_length = kDerived;  // derived: policy.max_total_sequence_length; longer prompts are skipped
-  bool shuffle = true;
-  int64_t seed = kDerived;           // (ours) derived: grpo.seed or sft.seed
-  int64_t max_bad_lines = 0;         // (ours) malformed lines that may be skipped
-  bool fail_on_long_prompt = false;  // (ours)
-  bool apply_chat_template = true;   // (ours) false: prompts are used as they stand in the file
+struct DataConfig : PromptOptions {
+  DataConfig() {
+    max_input_seq_length = kDerived;  // derived: policy.max_total_sequence_length; longer prompts are skipped
+    seed = kDerived;                  // derived: grpo.seed or sft.seed
+  }
   DatasetConfig train;
   DatasetConfig validation;  // data_path empty: split from train
 };
@@ -315,7 +270,7 @@ struct RewardConfig {
   int64_t max_attempts = 3;          // env.http: tries of one POST
 };
 struct EnvConfig {
-  double max_failed_share = 0.5;     // (ours) of a step's answers, for each reward; more stops the run
+  double max_failed_share = 0.5;     // (ours) of a step's responses, for each reward; more stops the run
   double startup_timeout_s = 300.0;  // (ours) until each reward has answered a probe; 0: none is made
   RewardConfig math{.enabled = true};
   RewardConfig format;
@@ -393,7 +348,7 @@ struct Config {
   std::string compatibility;       // (ours) v0.3 | main: whose defaults differing keys take; derived: main
   GrpoConfig grpo;
   SftConfig sft;
-  LossConfig loss_fn;
+  LossOptions loss_fn;
   CheckpointingConfig checkpointing;
   PolicyConfig policy;
   DataConfig data;

@@ -1,5 +1,6 @@
 #include "trainer/config/fields.h"
 
+#include <algorithm>
 #include <cctype>
 #include <cmath>
 
@@ -8,10 +9,13 @@
 namespace trireme::config {
 namespace {
 
-#define KEY(member) add(table, #member, [](Config& c) -> FieldRef { return &c.member; })
+FieldRef reference(auto& member) { return &member; }
+FieldRef reference(Named auto& member) { return ChoiceRef(&member); }
+
+#define KEY(member) add(table, #member, [](Config& c) { return reference(c.member); })
 #define OURS(member) \
   add(               \
-      table, #member, [](Config& c) -> FieldRef { return &c.member; }, true)
+      table, #member, [](Config& c) { return reference(c.member); }, true)
 
 struct Entry {
   Field* field;
@@ -26,15 +30,21 @@ Entry add(std::vector<Field>& table, const char* path, FieldRef (*get)(Config&),
   field.path = path;
   field.get = get;
   field.ours = ours;
+  Config defaults;
+  const FieldRef ref = get(defaults);
+  if (const auto* choice = std::get_if<ChoiceRef>(&ref))
+    field.choices.assign(choice->names.begin(), choice->names.end());
   table.push_back(std::move(field));
   return Entry{&table.back()};
 }
 
 constexpr const char* kAll = "1000000000";  // what null stands for where it means "no bound"
 
+// The table by sections, in the order of the page.
+
 void add_grpo(std::vector<Field>& table) {
   KEY(grpo.num_prompts_per_step)("prompts of one rollout").at_least(1);
-  KEY(grpo.num_generations_per_prompt)("answers to each prompt: the size of a group").at_least(1);
+  KEY(grpo.num_generations_per_prompt)("responses to each prompt: the size of a group").at_least(1);
   KEY(grpo.max_rollout_turns)("turns of a conversation; 1 is supported").at_least(1);
   KEY(grpo.max_num_epochs)("passes over the training data, at most").at_least(1);
   KEY(grpo.max_num_steps)("steps, at most").at_least(0);
@@ -50,7 +60,7 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.max_val_samples)("prompts of a validation, at most; null: all").at_least(1).null_as(kAll);
   KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once; null: all").at_least(1).null_as(kAll);
   KEY(grpo.val_num_generations_per_prompt)
-  ("answers to each validation prompt; above 1 pass@k is reported too").at_least(1);
+  ("responses to each validation prompt; above 1 pass@k is reported too").at_least(1);
   KEY(grpo.stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
   KEY(grpo.stop_at_validation_threshold)("value of that metric from which the run ends");
   KEY(grpo.seed)("seed of sampling and of the data order").at_least(0);
@@ -73,23 +83,24 @@ void add_grpo(std::vector<Field>& table) {
   KEY(grpo.reward_scaling.target_min)("lower end of the target range");
   KEY(grpo.reward_scaling.target_max)("upper end of the target range");
   KEY(grpo.adv_estimator.name)
-  ("how advantages are estimated; gdpo and opd are not supported yet")
-      .one_of({"grpo", "reinforce_plus_plus", "gdpo", "opd"});
+  ("how advantages are estimated; gdpo and opd are not supported yet");
   KEY(grpo.adv_estimator.minus_baseline)("reinforce_plus_plus: subtract the group's mean");
   KEY(grpo.skip_reference_policy_logprobs_calculation)
   ("no reference pass; needs loss_fn.reference_policy_kl_penalty 0");
   KEY(grpo.seq_logprob_error_threshold)
   ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.early_gradients)
-  ("gradients of whole groups of the first optimizer step while the last answers are generated, in the part of the GPU "
-   "of reference log-probs (policy.generation.background_sms). Strictly on-policy; sums are equal within "
+  ("gradients of whole groups of the first optimizer step while the last responses are generated, in the part of the "
+   "GPU of reference log-probs (policy.generation.background_sms). Strictly on-policy; sums are equal within "
    "rounding, since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one "
    "GPU with "
-   "long-tailed answers and no reference model, and costs 8 % on four (docs/performance.md)");
+   "long-tailed responses and no reference model, and costs 8 % on four (docs/performance.md)");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
+}
 
+void add_sft(std::vector<Field>& table) {
   KEY(sft.max_num_epochs)("passes over the training data, at most").at_least(1);
   KEY(sft.max_num_steps)("optimizer steps, at most").at_least(0);
   KEY(sft.val_period)("steps between validations; 0 or -1: never").at_least(-1);
@@ -105,7 +116,7 @@ void add_grpo(std::vector<Field>& table) {
 void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.reference_policy_kl_penalty)
   ("weight of the KL to the reference model; 0: no reference model").at_least(0);
-  KEY(loss_fn.reference_policy_kl_type)("estimator of the KL").one_of({"k1", "k2", "k3"});
+  KEY(loss_fn.reference_policy_kl_type)("estimator of the KL");
   KEY(loss_fn.kl_input_clamp_value)("clamp of the log-ratio; null: none").above(0);
   KEY(loss_fn.kl_output_clamp_value)("clamp of the estimate; null: none").above(0);
   OURS(loss_fn.kl_score_function_gradient)
@@ -117,7 +128,6 @@ void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.use_importance_sampling_correction)("weight tokens by exp(training - generation log-prob)");
   KEY(loss_fn.truncated_importance_sampling_type)
   ("what happens to weights out of range; tis where a file sets only the range, as NeMo-RL v0.4 and v0.5 meant it")
-      .one_of({"", "tis", "icepop", "seq-mask-tis"})
       .null_default();
   KEY(loss_fn.truncated_importance_sampling_ratio)("upper end of that range").above(0);
   KEY(loss_fn.truncated_importance_sampling_ratio_min)("lower end of that range; null: 0").at_least(0);
@@ -129,7 +139,7 @@ void add_loss(std::vector<Field>& table) {
   KEY(loss_fn.use_cispo)("CISPO: the clipped ratio weights the log-prob and has no gradient");
   KEY(loss_fn.disable_ppo_ratio)("REINFORCE: the log-prob itself instead of the ratio");
   KEY(loss_fn.positive_example_nll_weight)
-  ("weight of the mean negative log-likelihood of the tokens of correct answers").at_least(0);
+  ("weight of the mean negative log-likelihood of the tokens of correct responses").at_least(0);
 }
 
 void add_policy(std::vector<Field>& table) {
@@ -143,7 +153,7 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.train_global_batch_size)("samples in one optimizer step").at_least(1);
   KEY(policy.train_micro_batch_size)("samples in one forward and backward pass").at_least(1);
   KEY(policy.logprob_batch_size)("samples in one log-prob pass").from("policy.train_micro_batch_size").at_least(1);
-  KEY(policy.max_total_sequence_length)("tokens of prompt and answer together, at most").at_least(2);
+  KEY(policy.max_total_sequence_length)("tokens of prompt and response together, at most").at_least(2);
   KEY(policy.precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
   KEY(policy.max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
   KEY(policy.make_sequence_length_divisible_by)
@@ -163,6 +173,9 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.random_weights)
   ("for measurements only: policy and reference model have weights drawn with grpo.seed; of policy.model_name's folder "
    "only config.json and the tokenizer are read (trireme init-model --shape NAME --no-weights)");
+}
+
+void add_batching(std::vector<Field>& table) {
   KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
   KEY(policy.dynamic_batching.train_mb_tokens)
   ("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
@@ -184,6 +197,9 @@ void add_policy(std::vector<Field>& table) {
   OURS(policy.sequence_packing.share_prompts)
   ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within "
    "rounding");
+}
+
+void add_optimizer(std::vector<Field>& table) {
   KEY(policy.optimizer.name)
   ("AdamW under any of its names")
       .one_of({"torch.optim.AdamW", "AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"});
@@ -195,12 +211,14 @@ void add_policy(std::vector<Field>& table) {
   ("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}; they move once a step of the run (a "
    "rollout with all its optimizer steps), as NeMo-RL's do")
       .null_default();
+}
 
+void add_generation(std::vector<Field>& table) {
   KEY(policy.generation.backend)
   ("one engine serves all; other names are accepted")
       .one_of({"trireme", "vllm", "sglang", "megatron", "trtllm", "dynamo"});
   KEY(policy.generation.max_new_tokens)
-  ("tokens of an answer, at most").from("policy.max_total_sequence_length").at_least(1);
+  ("tokens of a response, at most").from("policy.max_total_sequence_length").at_least(1);
   KEY(policy.generation.temperature)("logits are divided by it").above(0);
   KEY(policy.generation.top_p)
   ("sample from the most likely tokens that together have this probability").above(0).at_most(1);
@@ -212,8 +230,8 @@ void add_policy(std::vector<Field>& table) {
   KEY(policy.generation.val_top_p)("top_p in validation").from("top_p").above(0).at_most(1);
   KEY(policy.generation.val_top_k)("top_k in validation").from("top_k").at_least(0);
   KEY(policy.generation.stop_token_ids)
-  ("tokens that end an answer, besides the model's own").at_least(0).null_default();
-  KEY(policy.generation.stop_strings)("texts that end an answer").null_default();
+  ("tokens that end a response, besides the model's own").at_least(0).null_default();
+  KEY(policy.generation.stop_strings)("texts that end a response").null_default();
   OURS(policy.generation.max_running_samples)("samples decoded at once, per rank").at_least(1);
   OURS(policy.generation.prefill_chunk_tokens)("prompt tokens prefilled in one engine step").at_least(1);
   OURS(policy.generation.kv_cache_tokens)("rows of the key-value cache, per rank; 0: as many as fit").at_least(0);
@@ -223,21 +241,24 @@ void add_policy(std::vector<Field>& table) {
       .above(0)
       .below(1);
   OURS(policy.generation.background_sms)
-  ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished answers while "
+  ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished responses while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
    "number means a thread of its own. No bit of a result changes (but see grpo.early_gradients)")
       .at_least(-1);
   OURS(policy.generation.forced_lengths)
-  ("for measurements only: training answers have these lengths and prompts are cut or repeated to theirs, whatever the "
-   "model says, and rewards are drawn. A file {\"prompt_lengths\": [...], \"output_lengths\": [...]} (bench/README.md) "
-   "or synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S], with grpo.num_generations_per_prompt answers for "
-   "each prompt; prompts beyond the last begin again with the first. Empty: answers end by themselves");
+  ("for measurements only: training responses have these lengths and prompts are cut or repeated to theirs, whatever "
+   "the model says, and rewards are drawn. A file {\"prompt_lengths\": [...], \"output_lengths\": [...]} "
+   "(bench/README.md) or synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S], with "
+   "grpo.num_generations_per_prompt responses for each prompt; prompts beyond the last begin again with the first. "
+   "Empty: responses end by themselves");
   KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
   KEY(policy.generation.colocated.resources.gpus_per_node)
   ("devices for generation when not colocated").at_least(0).null_as("0");
   KEY(policy.generation.colocated.resources.num_nodes)
   ("nodes for generation when not colocated").at_least(0).null_as("0");
+}
 
+void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
   KEY(policy.megatron_cfg.tensor_model_parallel_size)("ranks that share each layer").at_least(1);
   KEY(policy.megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1);
@@ -267,6 +288,9 @@ void add_policy(std::vector<Field>& table) {
   ("auxiliary load-balancing loss").one_of({"none", "aux_loss", "seq_aux_loss"});
   KEY(policy.megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
   KEY(policy.megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
+}
+
+void add_megatron_optimizer(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.optimizer.optimizer)("kind of optimizer").one_of({"adam"});
   KEY(policy.megatron_cfg.optimizer.lr)("learning rate").at_least(0);
   KEY(policy.megatron_cfg.optimizer.min_lr)("learning rate at the end of the decay").at_least(0);
@@ -298,7 +322,9 @@ void add_policy(std::vector<Field>& table) {
   ("gradients are summed over ranks bucket by bucket while the backward pass runs; the bits are the same");
   KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
   ("weights are gathered bucket by bucket while the next forward pass runs; the bits are the same");
+}
 
+void add_dtensor(std::vector<Field>& table) {
   KEY(policy.dtensor_cfg.enabled)("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count");
   KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
   KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
@@ -318,7 +344,7 @@ void add_policy(std::vector<Field>& table) {
       .null_default();                                                                                               \
   OURS(data.which.format)("format of the files").one_of({"auto", "jsonl", "parquet"});                               \
   KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");         \
-  KEY(data.which.output_key)("name of the answer's column").from("from the data set, else from its columns");        \
+  KEY(data.which.output_key)("name of the column of golds").from("from the data set, else from its columns");        \
   KEY(data.which.split)("its name, as the files have it: SPLIT.*, SPLIT-00000-of-00002.*");                          \
   KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                                  \
   KEY(data.which.system_prompt_file)("text of the system message").null_default();                                   \
@@ -342,14 +368,14 @@ void add_data(std::vector<Field>& table) {
 #define REWARD(which)                                                                        \
   OURS(env.which.enabled)("use this reward");                                                \
   OURS(env.which.weight)("its weight in the sum");                                           \
-  KEY(env.which.num_workers)("answers to prompts graded at once").at_least(1);               \
-  OURS(env.which.timeout_s)("seconds the answers to one prompt may take together").above(0); \
+  KEY(env.which.num_workers)("responses to prompts graded at once").at_least(1);             \
+  OURS(env.which.timeout_s)("seconds the responses to a prompt may take together").above(0); \
   OURS(env.which.failure_policy)                                                             \
   ("a reward that fails counts 0, leaves its sample out, or stops the run").one_of({"zero", "drop", "error"})
 
-void add_rest(std::vector<Field>& table) {
+void add_env(std::vector<Field>& table) {
   OURS(env.max_failed_share)
-  ("the run stops when a reward fails for more than this share of a step's answers").at_least(0).at_most(1);
+  ("the run stops when a reward fails for more than this share of a step's responses").at_least(0).at_most(1);
   OURS(env.startup_timeout_s)
   ("seconds in which each reward must answer a probe before the first step; 0: no probe").at_least(0);
   REWARD(math);
@@ -360,7 +386,7 @@ void add_rest(std::vector<Field>& table) {
   OURS(env.format.tags)("<tag>...</tag> blocks that must stand exactly once each, in this order").null_default();
   REWARD(command);
   OURS(env.command.command)("program and arguments; gets one JSON object a line, answers one a line").null_default();
-  OURS(env.command.answer_timeout_s)("seconds one answer may take; 0: only timeout_s").at_least(0);
+  OURS(env.command.answer_timeout_s)("seconds one response may take; 0: only timeout_s").at_least(0);
   REWARD(http);
   OURS(env.http.url)("responses are POSTed to it; empty: to TRIREME_REWARD_URL, which the operator sets");
   OURS(env.http.headers)
@@ -369,9 +395,11 @@ void add_rest(std::vector<Field>& table) {
   OURS(env.http.ca_file)("PEM file of the authorities that may sign the server's certificate; empty: the system's");
   OURS(env.http.max_batch)("responses in one POST").at_least(1);
   OURS(env.http.max_attempts)("tries of one POST").at_least(1);
+}
 
+void add_logger(std::vector<Field>& table) {
   KEY(logger.log_dir)("folder of the step log, the report and dumps");
-  KEY(logger.num_val_samples_to_print)("validation answers shown after each validation").at_least(0);
+  KEY(logger.num_val_samples_to_print)("validation responses shown after each validation").at_least(0);
   KEY(logger.tensorboard_enabled)("write event files for TensorBoard");
   KEY(logger.wandb_enabled)
   ("write an offline run to log_dir/wandb; `wandb sync log_dir/wandb/offline-run-*` uploads it");
@@ -393,15 +421,17 @@ void add_rest(std::vector<Field>& table) {
   OURS(logger.prometheus.port)("port; 0: chosen by the system").at_least(0).at_most(65535);
   OURS(logger.prometheus.per_rank)("every rank serves, at port + rank");
   OURS(logger.rollouts.enabled)
-  ("write log_dir/train_data_step_N.jsonl: a line an answer with prompt, response, reward, its parts by name, "
+  ("write log_dir/train_data_step_N.jsonl: a line a sample with prompt, response, reward, its parts by name, "
    "advantage");
   OURS(logger.rollouts.period)("steps between two of them").at_least(1);
-  OURS(logger.rollouts.max_samples)("answers in one, at most: whole groups from the first on").at_least(1);
+  OURS(logger.rollouts.max_samples)("samples in one, at most: whole groups from the first on").at_least(1);
   OURS(logger.rollouts.keep_steps)("files kept; older ones are removed").at_least(1);
   OURS(logger.report)("write log_dir/report.html");
   OURS(logger.report_period)("steps between its updates").at_least(1);
   OURS(logger.dump_steps)("steps whose tensors are written to log_dir").at_least(0).null_default();
+}
 
+void add_checkpointing(std::vector<Field>& table) {
   KEY(checkpointing.enabled)("write checkpoints");
   KEY(checkpointing.checkpoint_dir)("their folder");
   KEY(checkpointing.metric_name)
@@ -420,7 +450,9 @@ void add_rest(std::vector<Field>& table) {
   ("GiB of host memory in which a rank keeps what is copied and not written yet; 0: all that its part of a checkpoint "
    "needs, but no more than its share of half of the memory available at the start")
       .at_least(0);
+}
 
+void add_cluster(std::vector<Field>& table) {
   KEY(cluster.gpus_per_node)("devices on each node").at_least(1);
   KEY(cluster.num_nodes)("nodes").at_least(1);
   OURS(cluster.processes)("ranks on each node").from("cluster.gpus_per_node").at_least(1);
@@ -455,6 +487,13 @@ std::string scheduler_text(const SchedulerConfig& scheduler) {
 
 }  // namespace
 
+bool ChoiceRef::set(const std::string& name) const {
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) return false;
+  set_(at_, static_cast<size_t>(found - names.begin()));
+  return true;
+}
+
 const std::vector<Field>& fields() {
   static const std::vector<Field> kFields = [] {
     std::vector<Field> table;
@@ -467,11 +506,11 @@ const std::vector<Field>& fields() {
         "the version of NeMo-RL whose defaults the keys of 'Defaults by version' take where the file says nothing")
         .one_of({"v0.3", "main"})
         .from("v0.3 where the file has a key that only v0.3 has (policy.fsdp_offload_enabled), else main");
-    add_grpo(table);
-    add_loss(table);
-    add_policy(table);
-    add_data(table);
-    add_rest(table);
+    for (const auto add_section :
+         {add_grpo, add_sft, add_loss, add_policy, add_batching, add_optimizer, add_generation, add_megatron,
+          add_megatron_optimizer, add_dtensor, add_data, add_env, add_logger, add_checkpointing, add_cluster}) {
+      add_section(table);
+    }
     return table;
   }();
   return kFields;
@@ -506,9 +545,9 @@ const std::vector<AliasKey>& alias_keys() {
 }
 
 const char* type_name(const FieldRef& ref) {
-  static const char* const kNames[] = {"true or false", "an integer",          "a number",          "a number or null",
-                                       "text",          "a list of integers",  "a list of numbers", "a list of texts",
-                                       "a mapping",     "a list of schedulers"};
+  static const char* const kNames[] = {
+      "true or false",     "an integer",      "a number",  "a number or null",     "text", "a list of integers",
+      "a list of numbers", "a list of texts", "a mapping", "a list of schedulers", "text"};
   return kNames[ref.index()];
 }
 
@@ -530,6 +569,7 @@ std::string flow_text(const FieldRef& ref) {
       return v->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
     }
     std::string operator()(SchedulerConfig* v) const { return scheduler_text(*v); }
+    std::string operator()(const ChoiceRef& v) const { return quote(v.name()); }
   };
   return std::visit(Visitor{}, ref);
 }

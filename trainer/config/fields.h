@@ -10,8 +10,29 @@
 
 namespace trireme::config {
 
-using FieldRef = std::variant<bool*, int64_t*, double*, std::optional<double>*, std::string*, std::vector<int64_t>*,
-                              std::vector<double>*, std::vector<std::string>*, nlohmann::json*, SchedulerConfig*>;
+// Where a value of an enum with names lies.
+class ChoiceRef {
+ public:
+  template <Named E>
+  explicit ChoiceRef(E* at)
+      : names(names_of(*at)),
+        at_(at),
+        get_([](const void* from) { return static_cast<size_t>(*static_cast<const E*>(from)); }),
+        set_([](void* to, size_t value) { *static_cast<E*>(to) = static_cast<E>(value); }) {}
+  const char* name() const { return names[get_(at_)]; }
+  bool set(const std::string& name) const;  // false: there is no such name
+
+  Names names;
+
+ private:
+  void* at_;
+  size_t (*get_)(const void*);
+  void (*set_)(void*, size_t);
+};
+
+using FieldRef =
+    std::variant<bool*, int64_t*, double*, std::optional<double>*, std::string*, std::vector<int64_t>*,
+                 std::vector<double>*, std::vector<std::string>*, nlohmann::json*, SchedulerConfig*, ChoiceRef>;
 
 struct Field {
   std::string path;
@@ -22,7 +43,7 @@ struct Field {
   double maximum = std::numeric_limits<double>::infinity();
   bool above_minimum = false;  // minimum itself is excluded
   bool below_maximum = false;
-  std::vector<std::string> choices;       // texts only; empty: any
+  std::vector<std::string> choices;       // texts and enums, which have their names; empty: any
   std::string derived;                    // how an unset value is found; empty: it has a plain default
   std::optional<std::string> null_means;  // the scalar that null stands for
   bool null_is_default = false;
@@ -136,13 +157,5 @@ struct KnownDataset {
 const std::vector<KnownDataset>& known_datasets();
 // By Hub id, or by name whatever its case and hyphens; nullptr: unknown.
 const KnownDataset* find_dataset(const std::string& name);
-
-struct Problem {
-  std::string key, message;
-};
-std::vector<Problem> cross_check(const Config& config);
-// What a configuration asks for and this version lacks, but for splits of the model; a sentence each. Rules across keys
-// do not judge such a configuration: they are those of a run that is possible.
-std::vector<std::string> unsupported_features(const Config& config);
 
 }  // namespace trireme::config

@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
+#include "trainer/config/rules.h"
 #include "trainer/config/tree.h"
 
 namespace trireme {
@@ -343,7 +344,7 @@ class Loader final {
       return;  // else: the default, which config_ holds already
     }
     std::string wrong;
-    std::visit([&](auto* value) { wrong = read(field, node, *value); }, ref);
+    std::visit([&](const auto& to) { wrong = read_into(field, node, to); }, ref);
     if (wrong == "type") {
       add_problem(node.origin, field.path,
                   std::string("expected ") + config::type_name(ref) + ", got " + describe(node));
@@ -353,6 +354,14 @@ class Loader final {
   }
 
   // Each read gives "" when all is well, "type", or what is wrong.
+  template <class T>
+  static std::string read_into(const Field& field, const Node& node, T* value) {
+    return read(field, node, *value);
+  }
+  static std::string read_into(const Field& field, const Node& node, const config::ChoiceRef& value) {
+    if (node.kind != Node::Kind::kScalar) return "type";
+    return value.set(node.text) ? "" : no_choice(field, node.text);
+  }
   static std::string range(const Field& field, double value) {
     const bool low = field.above_minimum ? value <= field.minimum : value < field.minimum;
     const bool high = field.below_maximum ? value >= field.maximum : value > field.maximum;
@@ -391,6 +400,9 @@ class Loader final {
     value = node.text;
     if (field.choices.empty() || std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end())
       return "";
+    return no_choice(field, value);
+  }
+  static std::string no_choice(const Field& field, const std::string& value) {
     std::vector<std::string> named;
     for (const std::string& choice : field.choices) {
       if (!choice.empty()) named.push_back(choice);

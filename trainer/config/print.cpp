@@ -79,12 +79,14 @@ std::string switch_text(const config::FeatureKey& key) {
 
 nlohmann::json value_json(const FieldRef& ref) {
   return std::visit(
-      [&](const auto* value) -> nlohmann::json {
-        using T = std::decay_t<decltype(*value)>;
-        if constexpr (std::is_same_v<T, std::optional<double>>) {
+      [&](const auto& value) -> nlohmann::json {
+        using T = std::decay_t<decltype(value)>;
+        if constexpr (std::is_same_v<T, std::optional<double>*>) {
           return *value ? nlohmann::json(**value) : nlohmann::json();
-        } else if constexpr (std::is_same_v<T, SchedulerConfig>) {
+        } else if constexpr (std::is_same_v<T, SchedulerConfig*>) {
           return config::flow_text(ref);
+        } else if constexpr (std::is_same_v<T, config::ChoiceRef>) {
+          return value.name();
         } else {
           return *value;
         }

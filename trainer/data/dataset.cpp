@@ -238,23 +238,24 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
   ordered_json messages = prompt_messages(row);
   if (!completion) return tokenizer_->render_chat_ordered(messages, true, extra);
 
-  messages.push_back(row.answer.is_null() ? ordered_json{{"role", "assistant"}, {"content", row.output}} : row.answer);
-  std::vector<size_t> answers;
+  messages.push_back(row.response.is_null() ? ordered_json{{"role", "assistant"}, {"content", row.output}}
+                                            : row.response);
+  std::vector<size_t> responses;
   for (size_t i = 0; i < messages.size(); ++i) {
-    if (messages[i]["role"] == "assistant" && i > 0) answers.push_back(i);
+    if (messages[i]["role"] == "assistant" && i > 0) responses.push_back(i);
   }
   const auto render_first = [&](size_t count, bool generate) {
     const ordered_json part(messages.begin(), messages.begin() + static_cast<std::ptrdiff_t>(count));
     return tokenizer_->render_chat_ordered(part, generate, extra);
   };
-  // Every answer is learnt where the conversation up to it is a beginning of the whole. Templates that rewrite earlier
-  // turns (Qwen3 drops old reasoning) leave only the last answer.
-  for (const bool all_answers : {true, false}) {
+  // Every response is learnt where the conversation up to it is a beginning of the whole. Templates that rewrite
+  // earlier turns (Qwen3 drops old reasoning) leave only the last response.
+  for (const bool all_responses : {true, false}) {
     completion->clear();
     std::string prompt;
     std::string so_far;
     bool grows = true;
-    for (const size_t at : all_answers ? answers : std::vector<size_t>{answers.back()}) {
+    for (const size_t at : all_responses ? responses : std::vector<size_t>{responses.back()}) {
       const std::string before = render_first(at, true);
       const std::string after = render_first(at + 1, false);
       grows = starts_with(before, so_far) && starts_with(after, before);
@@ -268,16 +269,16 @@ std::string Dataset::render(const Row& row, std::vector<Segment>* completion) co
       so_far = after;
     }
     if (grows) return prompt;
-    if (answers.size() == 1) break;
-    if (all_answers && !warned_last_answer_.exchange(true)) {
+    if (responses.size() == 1) break;
+    if (all_responses && !warned_last_response_.exchange(true)) {
       log_warn(
           "data",
           name() +
-              ": the chat template rewrites earlier turns, so only the last answer of such conversations is learnt");
+              ": the chat template rewrites earlier turns, so only the last response of such conversations is learnt");
     }
   }
   fail_data(
-      "the chat template does not render the prompt as the beginning of prompt and answer, so the answer cannot be "
+      "the chat template does not render the prompt as the beginning of prompt and response, so the response cannot be "
       "told apart");
 }
 
@@ -315,9 +316,9 @@ std::optional<PromptExample> Dataset::tokenize(Row row, const std::string& where
   if (fills || (options_.max_input_seq_length > 0 && length > options_.max_input_seq_length)) {
     const std::string reason =
         fills ? "the prompt has " + std::to_string(prompt) +
-                    " tokens, which leaves none for an answer in policy.max_total_sequence_length=" +
+                    " tokens, which leaves none for a response in policy.max_total_sequence_length=" +
                     std::to_string(options_.max_total_length)
-              : "the prompt" + std::string(options_.completions ? " with its answer" : "") + " has " +
+              : "the prompt" + std::string(options_.completions ? " with its response" : "") + " has " +
                     std::to_string(length) +
                     " tokens, more than data.max_input_seq_length=" + std::to_string(options_.max_input_seq_length);
     if (options_.fail_on_long_prompt) fail_data(reason);

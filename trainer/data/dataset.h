@@ -13,6 +13,7 @@
 #include "trainer/data/permutation.h"
 #include "trainer/data/row.h"
 #include "trainer/data/row_file.h"
+#include "trainer/options/data.h"
 #include "trainer/tokenizer/tokenizer.h"
 
 namespace trireme {
@@ -24,26 +25,13 @@ struct DataSource {
   double weight = 0;                  // share of a stream's prompts; 0 for all sources: in proportion to their rows
 };
 
-struct DataOptions {
-  std::string path;                 // one file: JSON lines or a JSON array, plain, gzip or zstd; Parquet
-  std::vector<DataSource> sources;  // instead of `path`
-  std::string format = "auto";      // auto (by the file's first bytes) | jsonl | parquet
-  // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from a source's first
-  // row (messages; question/answer; problem/answer; input/output). An input_key that holds an array is read as OpenAI
-  // messages. Empty output_key with a set input_key: no gold answer.
-  std::string input_key, output_key;
-  std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
-  std::string system_prompt_file;    // empty: no system message
-  int64_t max_input_seq_length = 0;  // prompt tokens; 0: no limit
-  int64_t max_total_length = 0;      // tokens of prompt and answer, 0: no limit; a prompt that fills it is too long
-  bool fail_on_long_prompt = false;  // a longer prompt is an Error; else it is skipped and counted
-  bool shuffle = true;
-  int64_t seed = 42;                 // of the order of rows
+struct DataOptions : RowLayout, PromptOptions {
+  std::string path;                  // one file: JSON lines or a JSON array, plain, gzip or zstd; Parquet
+  std::vector<DataSource> sources;   // instead of `path`
+  int64_t max_total_length = 0;      // tokens of prompt and response, 0: no limit; a prompt that fills it is too long
   double split_validation_size = 0;  // rows held out: a share when < 1, a number of rows when >= 1
   int64_t split_seed = 42;           // of the choice of held-out rows
   enum class Split { kAll, kTrain, kValidation } split = Split::kAll;
-  int64_t max_bad_lines = 0;        // rows that may be skipped because they break a rule, of all files together
-  bool apply_chat_template = true;  // false: system prompt, blank line, prompt as they stand
   nlohmann::json chat_template_kwargs = nlohmann::json::object();
   bool completions = false;           // SFT: fill response and response_mask from the output
   std::filesystem::path scratch_dir;  // for indexes and unpacked copies; empty: the system's
@@ -55,9 +43,9 @@ struct PromptExample {
   int64_t index = 0;  // row in the file (line - 1), rows of the files before it counted
   std::string prompt_text;
   std::vector<int32_t> prompt;
-  std::string gold;      // the answer to grade against; after "####" when the output's last line starts so
+  std::string gold;      // what is right, to grade against; after "####" when the output's last line starts so
   nlohmann::json extra;  // the row's other columns
-  // SFT only: the tokens after the prompt, the end-of-answer token included, and 1 where the loss counts (0: user turns
+  // SFT only: the tokens after the prompt, the end token included, and 1 where the loss counts (0: user turns
   // in a conversation of several turns).
   std::vector<int32_t> response;
   std::vector<uint8_t> response_mask;
@@ -101,7 +89,7 @@ class Dataset final {
   void choose_split();
   nlohmann::ordered_json prompt_messages(const Row& row) const;
   std::string raw_prompt(const Row& row) const;
-  // Prompt text, and for SFT the text after it: one segment per answer and per stretch between answers.
+  // Prompt text, and for SFT the text after it: one segment per response and per stretch between them.
   std::string render(const Row& row, std::vector<Segment>* completion) const;
   std::optional<PromptExample> tokenize(Row row, const std::string& where) const;
   void tokenize_completion(const std::vector<Segment>& segments, PromptExample* example) const;
@@ -116,7 +104,7 @@ class Dataset final {
   std::vector<int64_t> held_out_;  // rows of the validation split, ascending
   std::vector<int64_t> source_sizes_;
   int64_t size_ = 0;
-  mutable std::atomic<bool> warned_last_answer_{false};
+  mutable std::atomic<bool> warned_last_response_{false};
 };
 
 // Walks a Dataset for ever, epoch after epoch, each epoch in an order that depends on (seed, epoch) only. Every rank

@@ -69,7 +69,7 @@ PromptExample PromptStream::next() {
   const DataOptions& options = dataset_->options();
   fail_user("none of the " + std::to_string(size()) + " prompts of " + dataset_->name() +
             " fits in data.max_input_seq_length=" + std::to_string(options.max_input_seq_length) +
-            " tokens and leaves room for an answer");
+            " tokens and leaves room for a response");
 }
 
 std::vector<PromptExample> PromptStream::take(int64_t count) {

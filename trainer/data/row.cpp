@@ -109,8 +109,8 @@ RowSchema detect_schema(const ordered_json& row, const std::string& input_key, c
   static constexpr std::array<std::pair<const char*, const char*>, 4> kLayouts = {
       {{"messages", ""}, {"question", "answer"}, {"problem", "answer"}, {"input", "output"}}};
   for (const auto& [input, output] : kLayouts) {
-    const std::string answer = output_key.empty() || defaults ? output : output_key;
-    if (row.contains(input) && (answer.empty() || row.contains(answer))) return {input, answer};
+    const std::string gold = output_key.empty() || defaults ? output : output_key;
+    if (row.contains(input) && (gold.empty() || row.contains(gold))) return {input, gold};
   }
   if (defaults) return {input_key, output_key};  // parse_row names the nearest key
   std::vector<std::string> keys;
@@ -135,7 +135,7 @@ std::string message_text(const ordered_json& message) {
   return text;
 }
 
-std::string final_answer(std::string_view output) {
+std::string gold_of(std::string_view output) {
   const std::string_view text = trim(output);
   const size_t line_start = text.rfind('\n') == std::string_view::npos ? 0 : text.rfind('\n') + 1;
   const std::string_view last_line = trim(text.substr(line_start));
@@ -149,10 +149,10 @@ Row parse_row(const ordered_json& object, const RowSchema& schema) {
     check_messages(input, schema.input_key);
     row.messages = input;
     if (row.messages.back()["role"] == "assistant") {
-      row.answer = row.messages.back();
+      row.response = row.messages.back();
       row.messages.erase(row.messages.size() - 1);
-      row.output = message_text(row.answer);
-      if (row.messages.empty()) fail_data("\"" + schema.input_key + "\" holds an answer but no question");
+      row.output = message_text(row.response);
+      if (row.messages.empty()) fail_data("\"" + schema.input_key + "\" holds a response but no prompt");
     }
     if (const auto it = object.find("tools"); it != object.end() && it->is_array()) row.tools = *it;
   } else if (input.is_string()) {
@@ -165,13 +165,13 @@ Row parse_row(const ordered_json& object, const RowSchema& schema) {
   }
   if (!schema.output_key.empty()) {
     const std::string output = scalar_text(column(object, schema.output_key), schema.output_key);
-    if (row.answer.is_null()) row.output = output;
-    row.gold = final_answer(output);
+    if (row.response.is_null()) row.output = output;
+    row.gold = gold_of(output);
   } else {
-    row.gold = final_answer(row.output);
+    row.gold = gold_of(row.output);
   }
-  if (schema.require_output && row.output.empty() && row.answer.is_null()) {
-    fail_data(row.messages.is_null() ? "the answer is empty, nothing to learn"
+  if (schema.require_output && row.output.empty() && row.response.is_null()) {
+    fail_data(row.messages.is_null() ? "the response is empty, nothing to learn"
                                      : "the conversation does not end with an assistant message to learn");
   }
   row.extra = json::object();

@@ -12,17 +12,17 @@ namespace trireme {
 // Which columns of a file are read.
 struct RowSchema {
   std::string input_key;        // a column of text, or of OpenAI messages
-  std::string output_key;       // empty: no answer column
-  bool require_output = false;  // SFT: a row without an answer breaks the rule
+  std::string output_key;       // of the gold, with SFT of the response; empty: none
+  bool require_output = false;  // SFT: a row without a response breaks the rule
 };
 
 struct Row {
   int64_t index = 0;                // in the file, from 0
   std::string problem;              // the input when it is text
-  nlohmann::ordered_json messages;  // the input when it is a conversation, its final answer removed; else null
-  nlohmann::ordered_json answer;    // that final assistant message, or null
+  nlohmann::ordered_json messages;  // the input when it is a conversation, a last assistant message removed; else null
+  nlohmann::ordered_json response;  // that assistant message, or null
   nlohmann::ordered_json tools;     // the row's tools for the chat template, or null
-  std::string output;               // the whole answer text (SFT)
+  std::string output;               // the whole text of the response (SFT)
   std::string gold;                 // what a reward compares with
   nlohmann::json extra;             // the other columns
 };
@@ -38,8 +38,8 @@ RowSchema detect_schema(const nlohmann::ordered_json& row, const std::string& in
 // Throws Error(kData) with the reason: a missing key (and the nearest one there is), a wrong type, a malformed message.
 Row parse_row(const nlohmann::ordered_json& object, const RowSchema& schema);
 
-// GSM8K answers end with a line "#### 18": the text after it. Any other text: itself without surrounding blanks.
-std::string final_answer(std::string_view output);
+// Solutions of GSM8K end with a line "#### 18": the text after it. Any other text: itself without surrounding blanks.
+std::string gold_of(std::string_view output);
 
 // Text of a message: its content, or the text parts of a content list joined.
 std::string message_text(const nlohmann::ordered_json& message);

@@ -355,6 +355,21 @@ std::vector<LinearShape> ModelConfig::linear_shapes() const {
           {.in = hidden_size, .out = vocab_size, .head = true}};
 }
 
+ModelShape ModelConfig::shape() const {
+  return {.layers = num_layers,
+          .hidden = hidden_size,
+          .heads = num_heads,
+          .kv_heads = num_kv_heads,
+          .head_dim = head_dim,
+          .intermediate = intermediate_size,
+          .vocab = vocab_size,
+          .tied = tie_word_embeddings,
+          .qkv_bias = qkv_bias,
+          .output_bias = output_bias,
+          .mlp_bias = mlp_bias,
+          .qk_norm = qk_norm};
+}
+
 int64_t ModelConfig::parameter_count() const {
   const int64_t q = num_heads * head_dim, kv = num_kv_heads * head_dim;
   int64_t layer = 2 * hidden_size + hidden_size * (q + 2 * kv) + q * hidden_size + 3 * hidden_size * intermediate_size;

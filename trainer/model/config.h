@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "topology/topology.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
@@ -48,6 +49,7 @@ struct ModelConfig {
   // (yarn: factor times the original length, linear: factor times max_position_embeddings).
   int64_t positions() const;
   int64_t parameter_count() const;  // a tied head counted once
+  ModelShape shape() const;         // what layouts depend on
   // Every (in, out) of its linears with the head, for the exactness self-test.
   std::vector<LinearShape> linear_shapes() const;
   // Floating point operations of one forward for one token after `context` earlier ones (multiply and add count 2).

@@ -9,30 +9,20 @@
 #include <utility>
 
 #include "base/error.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/device/mapped_memory.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
+#include "trainer/ops/mapped_memory.h"
 
 namespace trireme {
-
-#ifndef TRIREME_CUDA
-namespace cuda {
-class MappedMemory {};  // there is none
-}  // namespace cuda
-#endif
 
 KvArena::KvArena(const ModelConfig& config, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows)
     : config_(config),
       most_rows_(std::max(rows, most_rows)),
       options_(at::TensorOptions().dtype(dtype).device(device)) {
-#ifdef TRIREME_CUDA
   if (device.is_cuda()) {
     const int64_t sections = 2 * config.num_layers;
     memory_ =
         std::make_unique<cuda::MappedMemory>(device, sections, most_rows_ * bytes_per_row(config, dtype) / sections);
   }
-#endif
   restore(rows);
 }
 
@@ -43,20 +33,15 @@ void KvArena::make_tensors() {
   keys_.clear();
   values_.clear();
   for (int64_t section = 0; section < 2 * config_.num_layers; ++section) {
-    at::Tensor made;
-#ifdef TRIREME_CUDA
-    if (memory_ != nullptr) made = at::from_blob(memory_->address(section), shape, options_);
-#endif
-    if (!made.defined()) made = at::zeros(shape, options_);
+    at::Tensor made =
+        memory_ != nullptr ? at::from_blob(memory_->address(section), shape, options_) : at::zeros(shape, options_);
     (section < config_.num_layers ? keys_ : values_).push_back(std::move(made));
   }
 }
 
 void KvArena::release() {
   if (!resident_) return;
-#ifdef TRIREME_CUDA
   if (memory_ != nullptr) memory_->unmap();
-#endif
   keys_.clear();
   values_.clear();
   resident_ = false;
@@ -66,10 +51,8 @@ void KvArena::restore(int64_t rows) {
   TRIREME_CHECK(!resident_, "the arena has its memory already");
   TRIREME_CHECK(rows > 0 && rows <= most_rows_,
                 "an arena of at most " + std::to_string(most_rows_) + " rows cannot have " + std::to_string(rows));
-#ifdef TRIREME_CUDA
   if (memory_ != nullptr)
     memory_->map(rows * bytes_per_row(config_, c10::typeMetaToScalarType(options_.dtype())) / (2 * config_.num_layers));
-#endif
   rows_ = rows;
   make_tensors();
   resident_ = true;
@@ -100,7 +83,6 @@ void KvArena::move(int64_t from, int64_t to, int64_t rows) {
   }
 }
 
-#ifdef TRIREME_CUDA
 namespace {
 
 // Whether no target meets another range, so that the order of the moves does not matter.
@@ -120,10 +102,8 @@ bool independent(const std::vector<std::array<int64_t, 3>>& moves) {
 }
 
 }  // namespace
-#endif
 
 void KvArena::move_all(const std::vector<RowMove>& moves) {
-#ifdef TRIREME_CUDA
   if (!keys_.empty() && keys_.front().is_cuda()) {
     std::vector<std::array<int64_t, 3>> list;
     for (const RowMove& m : moves) {
@@ -139,7 +119,6 @@ void KvArena::move_all(const std::vector<RowMove>& moves) {
     cuda::copy_arena_rows(addresses_, first.stride(0) * first.element_size(), list, /*ordered=*/!independent(list));
     return;
   }
-#endif
   for (const RowMove& m : moves) move(m.from, m.to, m.rows);
 }
 

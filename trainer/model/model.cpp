@@ -1,17 +1,13 @@
 #include "trainer/model/model.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <functional>
-#include <tuple>
 
 #include "base/error.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/gemm/linear.h"
-#endif
+#include "trainer/model/recomputation.h"
+#include "trainer/ops/cuda_ops.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 
@@ -34,48 +30,16 @@ struct Model::Context {
   std::vector<int64_t> prefix;  // packed; empty: nothing is shared
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
+  int64_t tokens = 0;
+};
+
+// What backward computes again of a layer.
+struct Model::Again {
+  bool layer = false;  // everything
+  bool norms = false, swiglu = false;
 };
 
 namespace {
-
-// The layer to run again in backward, carried through the autograd graph.
-struct LayerCall final : torch::CustomClassHolder {
-  using Run = std::function<std::pair<at::Tensor, at::Tensor>(const NormResult&)>;
-  using Norm = std::function<at::Tensor(const at::Tensor&)>;
-  LayerCall(Run r, Norm n) : run(std::move(r)), norm(std::move(n)) {}
-  Run run;
-  Norm norm;  // of the sum, with the bits that forward's had
-};
-
-// Keeps the sum only, which the norm before it keeps too. `anchor` is one of the layer's parameters, so that the node
-// exists when the inputs need no gradient; the parameters' gradients are accumulated by the inner backward.
-class RecomputeFunction final : public torch::autograd::Function<RecomputeFunction> {
- public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& sum,
-                                                const at::Tensor& normed, const at::Tensor& anchor,
-                                                const c10::intrusive_ptr<LayerCall>& layer) {
-    context->save_for_backward({sum});
-    context->saved_data["layer"] = c10::IValue::make_capsule(layer);
-    const auto [out, delta] = layer->run({sum, normed});
-    return {out, delta};
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
-    const auto layer = c10::static_intrusive_pointer_cast<LayerCall>(context->saved_data["layer"].toCapsule());
-    const at::Tensor sum = context->get_saved_variables()[0].detach().set_requires_grad(true);
-    at::Tensor normed;
-    {
-      const at::NoGradGuard no_grad;
-      normed = layer->norm(sum);
-    }
-    normed = normed.detach().set_requires_grad(true);
-    const at::AutoGradMode record(true);
-    const auto [out, delta] = layer->run({sum, normed});
-    torch::autograd::backward({out, delta}, {grads[0], grads[1]});
-    return {sum.grad(), normed.grad(), at::Tensor(), at::Tensor()};
-  }
-};
 
 std::string layer_name(int64_t index) { return "model.layers." + std::to_string(index) + "."; }
 
@@ -104,6 +68,12 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
       options.dtype != at::kDouble) {
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
+  split_ = options.split ? *options.split : model_split(config.shape(), {}, 0);
+  local_ = local_shape(config.shape(), split_);
+  TRIREME_CHECK(split_.pp == 1, "a model of several pipeline stages cannot be run yet");
+  TRIREME_CHECK(split_.tp == (options.tensor == nullptr ? 1 : options.tensor->size()),
+                "a model split over tensor ranks needs their group");
+  TRIREME_CHECK(split_.tp == 1 || options.device.is_cpu(), "tensor parallel models run on CPU only yet");
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
   bind_layers();
@@ -112,65 +82,57 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
 Model::~Model() = default;
 
 void Model::allocate_parameters() {
+  const ModelConfig& c = config_;
+  const ModelShape shape = c.shape();
   std::vector<std::vector<int64_t>> shapes;
   int64_t total = 0;
-  struct Member {
-    std::string name;
-    std::vector<int64_t> shape;
-  };
-  // The members of a block have no gaps between them.
-  const auto add = [&](std::vector<Member> block) {
-    for (Member& member : block) {
+  // The members of a block have no gaps between them. Of what other ranks hold there is nothing.
+  const auto add = [&](const std::vector<std::string>& block) {
+    for (const std::string& name : block) {
+      const std::optional<ParameterSlice> slice = parameter_slice(shape, split_, name);
+      if (!slice) continue;
       Parameter parameter;
-      parameter.name = member.name;
+      parameter.name = name;
+      parameter.slice = *slice;
       parameter.trainable = options_.trainable;
       parameter.offset = total;
-      parameter.size = 1;
-      for (const int64_t size : member.shape) parameter.size *= size;
-      parameter.decay = member.shape.size() > 1;
+      parameter.size = slice->elements();
+      parameter.decay = slice->shape.size() > 1;
       total += parameter.size;
-      by_name_[parameter.name] = parameters_.size();
+      shapes.push_back(slice->shape);
+      shapes.back()[static_cast<size_t>(slice->dimension)] = slice->range.size();
+      by_name_[name] = parameters_.size();
       parameters_.push_back(std::move(parameter));
-      shapes.push_back(std::move(member.shape));
     }
     total = (total + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
   };
-  const ModelConfig& c = config_;
-  const int64_t q_width = c.num_heads * c.head_dim, kv_width = c.num_kv_heads * c.head_dim;
-  struct Output {
-    std::string name;
-    int64_t width;
+  const auto add_linears = [&](const std::vector<std::string>& outputs, bool bias) {
+    std::vector<std::string> weights, biases;
+    for (const std::string& output : outputs) weights.push_back(output + ".weight");
+    for (const std::string& output : outputs) biases.push_back(output + ".bias");
+    add(weights);
+    if (bias) add(biases);
   };
-  const auto add_linears = [&](const std::vector<Output>& outputs, int64_t in, bool bias) {
-    std::vector<Member> weights, biases;
-    for (const Output& output : outputs) weights.push_back({output.name + ".weight", {output.width, in}});
-    for (const Output& output : outputs) biases.push_back({output.name + ".bias", {output.width}});
-    add(std::move(weights));
-    if (bias) add(std::move(biases));
-  };
-  add({{"model.embed_tokens.weight", {c.vocab_size, c.hidden_size}}});
+  add({"model.embed_tokens.weight"});
   for (int64_t i = 0; i < c.num_layers; ++i) {
-    const std::string at = layer_name(i);
-    add({{at + "input_layernorm.weight", {c.hidden_size}}});
-    const std::string attention = at + "self_attn.", mlp = at + "mlp.";
-    add_linears({{attention + "q_proj", q_width}, {attention + "k_proj", kv_width}, {attention + "v_proj", kv_width}},
-                c.hidden_size, c.qkv_bias);
-    if (c.qk_norm) add({{attention + "q_norm.weight", {c.head_dim}}});
-    if (c.qk_norm) add({{attention + "k_norm.weight", {c.head_dim}}});
-    add_linears({{attention + "o_proj", c.hidden_size}}, q_width, c.output_bias);
-    add({{at + "post_attention_layernorm.weight", {c.hidden_size}}});
-    add_linears({{mlp + "gate_proj", c.intermediate_size}, {mlp + "up_proj", c.intermediate_size}}, c.hidden_size,
-                c.mlp_bias);
-    add_linears({{mlp + "down_proj", c.hidden_size}}, c.intermediate_size, c.mlp_bias);
+    const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
+    add({at + "input_layernorm.weight"});
+    add_linears({attention + "q_proj", attention + "k_proj", attention + "v_proj"}, c.qkv_bias);
+    if (c.qk_norm) add({attention + "q_norm.weight"});
+    if (c.qk_norm) add({attention + "k_norm.weight"});
+    add_linears({attention + "o_proj"}, c.output_bias);
+    add({at + "post_attention_layernorm.weight"});
+    add_linears({mlp + "gate_proj", mlp + "up_proj"}, c.mlp_bias);
+    add_linears({mlp + "down_proj"}, c.mlp_bias);
   }
-  add({{"model.norm.weight", {c.hidden_size}}});
-  if (!c.tie_word_embeddings) add({{"lm_head.weight", {c.vocab_size, c.hidden_size}}});
+  add({"model.norm.weight"});
+  if (!c.tie_word_embeddings) add({"lm_head.weight"});
 
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   // Behind the last one there is room for the rows by which the head's number becomes a multiple of 8 (kHeadRows); no
   // part of the buffer: never trained, sampled or saved. A tied head has the layers behind it.
-  const int64_t more = (kHeadRows - c.vocab_size % kHeadRows) % kHeadRows * c.hidden_size;
+  const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * c.hidden_size;
   flat_parameters_ = at::zeros({total + more}, options).narrow(0, 0, total);
   if (options_.trainable) {
     flat_gradients_ = at::zeros({total}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
@@ -293,6 +255,7 @@ at::Tensor Model::forward(const PackedBatch& batch) const {
   context.positions = batch.positions;
   context.starts = batch.starts;
   context.prefix = batch.prefix;
+  context.tokens = batch.tokens();
   return run(batch.ids, context);
 }
 
@@ -300,6 +263,7 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   TRIREME_CHECK(batch.ids.defined() && batch.positions.defined() && batch.ids.size(0) == batch.positions.size(0),
                 "forward_cached: ids and positions must have the same length");
   TRIREME_CHECK(arena.num_layers() == config_.num_layers, "forward_cached: the arena belongs to another model");
+  TRIREME_CHECK(split_.tp == 1, "a model split over tensor ranks cannot generate yet");
   const at::NoGradGuard no_grad;
   Context context;
   context.rope = rope_rows(rope_extent(batch.positions, 0));
@@ -309,7 +273,6 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   return run(batch.ids, context);
 }
 
-// The residual stream travels as a sum and the last block's output, which the next norm adds.
 at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
   const auto reading = [&](int64_t end) {
     if (before_reading) before_reading(end);
@@ -323,76 +286,132 @@ at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
     });
   };
   reading(layer_begins_.front());
-  at::Tensor sum = embed(embedding_, ids), delta;
+  Residual x{embed_rows(ids), {}};
   for (int64_t i = 0; i < config_.num_layers; ++i) {
-    watch(delta.defined() ? delta : sum, i);
+    watch(x.delta.defined() ? x.delta : x.sum, i);
     reading(layer_begins_[static_cast<size_t>(i + 1)]);
-    const NormResult input = add_rms_norm(sum, delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
-    const Keep keep = keep_of(i, context);
-    std::tie(sum, delta) =
-        keep == Keep::kInput ? run_layer_recomputed(i, input, context) : run_layer(i, input, context, keep);
+    const NormResult input =
+        add_rms_norm(x.sum, x.delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
+    const Again again = again_of(i, context);
+    x = again.layer ? run_layer_again(i, input, context) : run_layer(i, input, context, again);
   }
-  watch(delta, config_.num_layers);
+  watch(x.delta, config_.num_layers);
   reading(flat_parameters_.numel());
-  return add_rms_norm(sum, delta, final_norm_, config_.rms_norm_eps).normed;
+  const at::Tensor hidden = add_rms_norm(x.sum, x.delta, final_norm_, config_.rms_norm_eps).normed;
+  return split_.tp == 1 ? hidden : gather_rows(*options_.tensor, hidden).narrow(0, 0, ids.size(0));
 }
 
-Model::Keep Model::keep_of(int64_t index, const Context& context) const {
-  if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return Keep::kAll;
-  if (index < recompute_.whole_layers) return Keep::kInput;
-  return index < recompute_.whole_layers + recompute_.cheap_layers ? Keep::kCheapAgain : Keep::kAll;
+// Of a split vocabulary each rank knows its own rows; the others' are zero in its part of the sum, as are the rows that
+// only make their number a multiple of tp.
+at::Tensor Model::embed_rows(const at::Tensor& ids) const {
+  if (split_.tp == 1) return embed(embedding_, ids);
+  const int64_t rows = (ids.size(0) + split_.tp - 1) / split_.tp * split_.tp;
+  at::Tensor partial;
+  if (local_.vocab == 0) {
+    partial = at::zeros({rows, local_.hidden}, embedding_.options());
+  } else {
+    const at::Tensor padded = at::constant_pad_nd(ids, {0, rows - ids.size(0)}, -1);
+    const int64_t begin = split_.vocab.begin;
+    const at::Tensor own = (padded >= begin).logical_and_(padded < begin + local_.vocab);
+    partial = embed(embedding_, (padded - begin).clamp_(0, local_.vocab - 1)).masked_fill(own.logical_not().unsqueeze(1), 0);
+  }
+  return sum_to_rows(*options_.tensor, partial);
 }
 
-std::pair<at::Tensor, at::Tensor> Model::run_layer(int64_t index, const NormResult& input, const Context& context,
-                                                   Keep keep) const {
+Model::Again Model::again_of(int64_t index, const Context& context) const {
+  Again again;
+  if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return again;
+  again.layer = index < recompute_.whole_layers;
+  const bool cheap = !again.layer && index < recompute_.whole_layers + recompute_.cheap_layers;
+  again.norms = cheap && recompute_.norms;
+  again.swiglu = cheap && recompute_.swiglu;
+  return again;
+}
+
+Residual Model::run_layer_again(int64_t index, const NormResult& input, const Context& context) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const int64_t tokens = input.sum.size(0);
-  const QkvLayout layout{config_.num_heads, config_.num_kv_heads, config_.head_dim, config_.rms_norm_eps};
-  // The norm of a sum has the bits that add_rms_norm gave it.
-  const auto of_norm = [&](const NormResult& norm, const at::Tensor& scale, const at::Tensor& weight,
-                           const at::Tensor& bias) {
-    if (keep != Keep::kCheapAgain || !recompute_.norms) return trireme::linear(norm.normed, weight, bias);
-    return linear_again(norm.normed, weight, bias, [sum = norm.sum.detach(), scale, eps = config_.rms_norm_eps] {
-      return rms_norm(sum, scale, eps);
-    });
-  };
-  const at::Tensor qkv = of_norm(input, layer.input_norm, layer.qkv, layer.qkv_bias);
-  at::Tensor mixed;
+  return layer_again(
+      input, layer.qkv, [this, index, context](const NormResult& x) { return run_layer(index, x, context, Again()); },
+      [this, scale = layer.input_norm](const at::Tensor& sum) { return rms_norm(sum, scale, config_.rms_norm_eps); });
+}
+
+// h = x + attention(norm(x)); y = h + mlp(norm(h)), whose sum is left to the norm behind it.
+Residual Model::run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const double eps = config_.rms_norm_eps;
+  const at::Tensor attended = attention(index, normed(x, layer.input_norm, eps, again.norms), context);
+  const NormResult h = add_rms_norm(x.sum, attended, layer.post_norm, eps);
+  return {h.sum, mlp(index, normed(h, layer.post_norm, eps, again.norms), context, again)};
+}
+
+at::Tensor Model::attention(int64_t index, const Activation& x, const Context& context) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const at::Tensor qkv = product(all_rows(x, context), layer.qkv, layer.qkv_bias);
+  const at::Tensor mixed = attend(index, qkv, context);
+  return own_rows(trireme::linear(mixed.view({qkv.size(0), -1}), layer.o, layer.o_bias));
+}
+
+// Queries over the keys and values before them: the batch's own, or the arena's, where the new ones go first.
+at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& context) const {
+  const Layer& layer = layers_[static_cast<size_t>(index)];
+  const QkvLayout layout{local_.heads, local_.kv_heads, local_.head_dim, config_.rms_norm_eps};
   if (context.arena == nullptr) {
     const Qkv parts = split_qkv(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout);
-    mixed = context.prefix.empty() ? attention_packed(parts.q, parts.k, parts.v, context.starts)
-                                   : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
-  } else {
-    const at::Tensor& keys = context.arena->keys(index);
-    const at::Tensor& values = context.arena->values(index);
-    const at::Tensor q = split_qkv_cached(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout,
-                                          keys, values, context.cached->plan);
-    mixed = attention_cached(q, keys, values, context.cached->plan);
+    return context.prefix.empty() ? attention_packed(parts.q, parts.k, parts.v, context.starts)
+                                  : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
   }
-  const at::Tensor attention = trireme::linear(mixed.view({tokens, -1}), layer.o, layer.o_bias);
-  const NormResult inner = add_rms_norm(input.sum, attention, layer.post_norm, config_.rms_norm_eps);
-#ifdef TRIREME_CUDA
-  if (context.arena != nullptr && input.sum.is_cuda() && !layer.gate_up_bias.defined()) {
-    const at::Tensor product = cuda::gate_up_swiglu(inner.normed, layer.gate_up);
-    return {inner.sum, trireme::linear(product, layer.down, layer.down_bias)};
-  }
-#endif
-  const at::Tensor gate_up = of_norm(inner, layer.post_norm, layer.gate_up, layer.gate_up_bias);
-  const at::Tensor active = swiglu_halves(gate_up);
-  if (keep != Keep::kCheapAgain || !recompute_.swiglu)
-    return {inner.sum, trireme::linear(active, layer.down, layer.down_bias)};
-  return {inner.sum,
-          linear_again(active, layer.down, layer.down_bias, [kept = gate_up.detach()] { return swiglu_halves(kept); })};
+  const at::Tensor& keys = context.arena->keys(index);
+  const at::Tensor& values = context.arena->values(index);
+  const at::Tensor q = split_qkv_cached(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout, keys,
+                                        values, context.cached->plan);
+  return attention_cached(q, keys, values, context.cached->plan);
 }
 
-std::pair<at::Tensor, at::Tensor> Model::run_layer_recomputed(int64_t index, const NormResult& input,
-                                                              const Context& context) const {
+at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  auto call = c10::make_intrusive<LayerCall>(
-      [this, index, context](const NormResult& again) { return run_layer(index, again, context, Keep::kAll); },
-      [this, scale = layer.input_norm](const at::Tensor& sum) { return rms_norm(sum, scale, config_.rms_norm_eps); });
-  const torch::autograd::variable_list outputs = RecomputeFunction::apply(input.sum, input.normed, layer.qkv, call);
-  return {outputs[0], outputs[1]};
+  if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined()) {
+    const at::Tensor active = cuda::gate_up_swiglu(x.value, layer.gate_up);
+    return trireme::linear(active, layer.down, layer.down_bias);
+  }
+  const at::Tensor gate_up = product(all_rows(x, context), layer.gate_up, layer.gate_up_bias);
+  return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias));
+}
+
+// Of a split head each rank makes the logits of its part of the vocabulary, and then takes the whole rows of every
+// tp-th part of the rows: the same function as on one rank reads them, filters included.
+at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const {
+  if (split_.tp == 1) return token_logprobs(hidden, head_, targets, options);
+  Communicator& group = *options_.tensor;
+  const int64_t rows = hidden.size(0), own = (rows + split_.tp - 1) / split_.tp, width = split_.vocab.size();
+  const at::Tensor even = at::constant_pad_nd(hidden, {0, 0, 0, own * split_.tp - rows});
+  // A rank may hold padding only; all record the same exchanges.
+  at::Tensor logits = local_.vocab > 0 ? trireme::linear(even, head_, {})
+                                       : even.narrow(1, 0, 1).narrow(1, 0, 0);
+  logits = at::constant_pad_nd(logits, {0, width - local_.vocab});
+  const std::vector<int64_t> counts(static_cast<size_t>(split_.tp), own);
+  const at::Tensor whole = all_to_all_rows(group, logits, counts, counts)
+                               .view({split_.tp, own, width})
+                               .permute({1, 0, 2})
+                               .reshape({own, split_.tp * width})
+                               .narrow(1, 0, config_.vocab_size);
+  const at::Tensor ids = at::constant_pad_nd(targets, {0, own * split_.tp - rows}).narrow(0, own * group.rank(), own);
+  LogprobOptions lenient = options;  // padding's target may be filtered
+  lenient.allow_filtered = true;
+  const at::Tensor all = share_rows(group, logprobs_of_logits(whole, ids, lenient, false).logprobs).narrow(0, 0, rows);
+  if (!options.allow_filtered && at::isinf(all.detach()).any().item<bool>())
+    fail_data("a target token has probability 0 under top_k, top_p or min_p");
+  return all;
+}
+
+// Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give.
+Activation Model::all_rows(const Activation& x, const Context& context) const {
+  return split_.tp == 1 ? x : gathered(*options_.tensor, x, context.tokens);
+}
+
+at::Tensor Model::own_rows(const at::Tensor& partial) const {
+  if (split_.tp == 1) return partial;
+  const int64_t odd = (split_.tp - partial.size(0) % split_.tp) % split_.tp;
+  return sum_to_rows(*options_.tensor, odd == 0 ? partial : at::constant_pad_nd(partial, {0, 0, 0, odd}));
 }
 
 std::vector<std::vector<float>> score(const Model& model, const std::vector<std::vector<int32_t>>& sequences,
@@ -420,7 +439,7 @@ std::vector<std::vector<float>> score(const Model& model, const std::vector<std:
       batch.positions = batch.positions.to(model.options().device);
       const at::Tensor hidden = model.forward(batch).index_select(0, index.to(model.options().device));
       const at::Tensor values =
-          token_logprobs(hidden, model.head_weight(), targets, options).to(at::kCPU, at::kFloat).contiguous();
+          model.logprobs(hidden, targets, options).to(at::kCPU, at::kFloat).contiguous();
       const float* value = values.const_data_ptr<float>();
       for (size_t s = 0; s < batch_sequences.size(); ++s) {
         const size_t count = batch_sequences[s].empty() ? 0 : batch_sequences[s].size() - 1;

@@ -14,11 +14,16 @@
 #include <unordered_map>
 #include <vector>
 
+#include "topology/split.h"
 #include "trainer/model/config.h"
 #include "trainer/model/kv_arena.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
+
+struct Activation;
+class Communicator;
+struct Residual;
 
 // Flat tokens of whole sequences; no padding.
 struct PackedBatch {
@@ -43,8 +48,9 @@ struct CachedBatch {
 
 // A named slice of the flat buffer.
 struct Parameter {
-  std::string name;   // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
-  at::Tensor tensor;  // leaf; a view of flat_parameters(); requires_grad when trainable
+  std::string name;      // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
+  ParameterSlice slice;  // the whole model's shape, and what of it this rank holds
+  at::Tensor tensor;     // that part: a leaf; a view of flat_parameters(); requires_grad when trainable
   bool trainable = true;
   int64_t offset = 0;  // first element in flat_parameters() and flat_gradients()
   int64_t size = 0;    // elements
@@ -65,6 +71,10 @@ struct ModelOptions {
   // In which backward adds up gradients; the parameters' own when absent.
   std::optional<at::ScalarType> gradient_dtype;
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
+  // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, which outlives the
+  // model. Only tensor parallel splits run, and only on CPU (forward).
+  std::optional<ModelSplit> split;
+  Communicator* tensor = nullptr;
 };
 
 // Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient.
@@ -86,20 +96,29 @@ class Model final {
 
   const ModelConfig& config() const { return config_; }
   const ModelOptions& options() const { return options_; }
+  // Sizes of what this rank holds: whoever sizes tensors asks these, not the configuration's.
+  const LocalShape& local() const { return local_; }
 
   const Recompute& recompute() const { return recompute_; }
   // For the forward passes that follow. More layers than there are: all.
   void set_recompute(const Recompute& recompute) { recompute_ = recompute; }
 
   // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
-  // trainable.
+  // trainable. Split over tensor ranks: the same tokens and the same result on all of them; between products a rank has
+  // every tp-th part of the rows only (sequence parallel). Gradients of what all hold alike (norms) are of a rank's own
+  // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs may
+  // read it. Collective over options().tensor.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena, into which their keys and values are written. Row bits equal forward's.
   // No autograd.
   at::Tensor forward_cached(const CachedBatch& batch, KvArena& arena) const;
 
-  // [vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
+  // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
   const at::Tensor& head_weight() const;
+
+  // log p(targets[i] | hidden[i]) of rows of forward's result: token_logprobs over the head. Split over tensor ranks:
+  // alike on all of them, and so must be what is computed from it.
+  at::Tensor logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const;
 
   // In registration order, which is stable for a configuration: embedding, layers, final norm, head. A tied head is
   // absent.
@@ -128,23 +147,29 @@ class Model final {
  private:
   struct Layer;
   struct Context;
+  struct Again;
   void allocate_parameters();
   void bind_layers();
   const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
   at::Tensor leaf(int64_t offset, const std::vector<int64_t>& shape) const;
+  at::Tensor embed_rows(const at::Tensor& ids) const;
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   at::Tensor run(const at::Tensor& ids, const Context& context) const;
-  // A layer behind its first norm, whose results `input` holds: its sum and the last block's output.
-  enum class Keep { kAll, kCheapAgain, kInput };
-  std::pair<at::Tensor, at::Tensor> run_layer(int64_t index, const NormResult& input, const Context& context,
-                                              Keep keep) const;
-  std::pair<at::Tensor, at::Tensor> run_layer_recomputed(int64_t index, const NormResult& input,
-                                                         const Context& context) const;
-  Keep keep_of(int64_t index, const Context& context) const;
+  Again again_of(int64_t index, const Context& context) const;
+  // A layer behind its first norm, whose results `x` holds.
+  Residual run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const;
+  Residual run_layer_again(int64_t index, const NormResult& x, const Context& context) const;
+  at::Tensor attention(int64_t index, const Activation& x, const Context& context) const;
+  at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
+  at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
+  Activation all_rows(const Activation& x, const Context& context) const;
+  at::Tensor own_rows(const at::Tensor& partial) const;
 
   ModelConfig config_;
   ModelOptions options_;
+  ModelSplit split_;
+  LocalShape local_;
   Recompute recompute_;
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, size_t> by_name_;

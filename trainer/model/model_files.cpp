@@ -74,24 +74,28 @@ json config_to_save(const Model& model, const SaveOptions& options, const std::s
 
 void load_parameters(Model& model, const std::filesystem::path& dir) {
   const at::NoGradGuard no_grad;
-  std::set<std::string> seen;
+  std::set<std::string> seen, elsewhere;  // elsewhere: what other ranks hold
+  for (const ModelParameter& parameter : model_parameters(model.config().shape())) {
+    if (model.find(parameter.name) == nullptr) elsewhere.insert(parameter.name);
+  }
   read_model_tensors(dir, [&](const std::string& name, const at::Tensor& value, const std::string& file) {
     const Parameter* parameter = model.find(name);
     if (parameter == nullptr) {
-      if (is_redundant(name, model.config())) return;
+      if (is_redundant(name, model.config()) || elsewhere.count(name) > 0) return;
       fail_user(file + ": unexpected tensor " + name + " " + shape_text(value.sizes()) + "; config.json (" +
                 to_string(model.config().family) + ") has no place for it");
     }
-    if (value.sizes() != parameter->tensor.sizes()) {
+    const ParameterSlice& slice = parameter->slice;
+    if (value.sizes() != at::IntArrayRef(slice.shape)) {
       fail_user(file + ": tensor " + name + " has shape " + shape_text(value.sizes()) + ", config.json says " +
-                shape_text(parameter->tensor.sizes()));
+                shape_text(slice.shape));
     }
     if (!at::isFloatingType(value.scalar_type()) || value.element_size() < 2) {
       fail_user(file + ": tensor " + name + " has dtype " + c10::toString(value.scalar_type()) +
                 ", weights must be F64, F32, F16 or BF16");
     }
     if (!seen.insert(name).second) fail_data(file + ": tensor " + name + " occurs twice");
-    parameter->tensor.detach().copy_(value);
+    parameter->tensor.detach().copy_(value.narrow(slice.dimension, slice.range.begin, slice.range.size()));
   });
   std::vector<std::string> missing;
   for (const Parameter& parameter : model.parameters()) {
@@ -145,6 +149,7 @@ void save_model_description(const Model& model, const std::filesystem::path& dir
 }
 
 void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {
+  TRIREME_CHECK(!model.options().split, "a model that is split over ranks cannot be saved yet");
   save_model_description(model, dir, options);
   NamedTensors tensors;
   for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());
@@ -159,13 +164,20 @@ void init_parameters(Model& model, uint64_t seed) {
       target.fill_(ends_with(parameter.name, "norm.weight") ? 1.0 : 0.0);
       continue;
     }
+    // Drawn by the place in the whole parameter, so that a slice has the whole's values.
+    const ParameterSlice& slice = parameter.slice;
+    const int64_t columns = target.size(1), stride = slice.shape[1];
+    const int64_t row0 = slice.dimension == 0 ? slice.range.begin : 0;
+    const int64_t column0 = slice.dimension == 1 ? slice.range.begin : 0;
     at::Tensor values = at::empty({parameter.size}, at::kFloat);
     auto* value = values.mutable_data_ptr<float>();
     const uint64_t id = hash64(parameter.name);
     const double range = model.config().initializer_range;
     parallel_tasks(parameter.size, 4096, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i)
-        value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(i)));
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t place = (row0 + i / columns) * stride + column0 + i % columns;
+        value[i] = static_cast<float>(range * philox_normal(seed, id, static_cast<uint64_t>(place)));
+      }
     });
     target.copy_(values.view(target.sizes()));
   }

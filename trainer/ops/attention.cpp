@@ -8,12 +8,10 @@
 
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cpu_kernels.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
 #include "trainer/ops/shared_keys.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/attention/attention.h"
-#endif
 
 namespace trireme {
 namespace {
@@ -259,13 +257,13 @@ class AttentionFunction final : public torch::autograd::Function<AttentionFuncti
   }
 };
 
-void check_runs(const std::vector<CacheRow>& rows, int64_t tokens, int64_t capacity, const char* op) {
+void check_runs(const std::vector<CacheRun>& runs, int64_t tokens, int64_t capacity, const char* op) {
   int64_t total = 0;
-  for (const CacheRow& row : rows) {
+  for (const CacheRun& run : runs) {
     TRIREME_CHECK(
-        row.extent_start >= 0 && row.past >= 0 && row.count >= 0 && row.extent_start + row.past + row.count <= capacity,
+        run.extent_start >= 0 && run.past >= 0 && run.count >= 0 && run.extent_start + run.past + run.count <= capacity,
         std::string(op) + ": a run leaves the arena of " + std::to_string(capacity) + " rows");
-    total += row.count;
+    total += run.count;
   }
   TRIREME_CHECK(total == tokens, std::string(op) + ": runs hold " + std::to_string(total) + " tokens, the batch has " +
                                      std::to_string(tokens));
@@ -281,9 +279,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 "attention_packed: starts must go from 0 to the number of tokens");
   for (size_t i = 0; i + 1 < starts.size(); ++i)
     TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
-#ifdef TRIREME_CUDA
   if (q.is_cuda()) return cuda::attention_packed(q, k, v, starts, prefix, scale);
-#endif
   const Shape shape = shape_of(q, k, v, "attention_packed");
   const double factor = softmax_scale(scale, shape);
   if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, prefix, factor);
@@ -304,31 +300,27 @@ at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::
   return attend(q, k, v, starts, prefix, scale);
 }
 
-CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device) {
-#ifdef TRIREME_CUDA
-  if (device.is_cuda()) return cuda::make_cache_plan(std::move(rows), group, device);
-#endif
+CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device) {
+  if (device.is_cuda()) return cuda::make_cache_plan(std::move(runs), group, device);
   CachePlan plan;
-  plan.rows = std::move(rows);
+  plan.host_runs = std::move(runs);
   return plan;
 }
 
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
                             const CachePlan& plan, double scale) {
-#ifdef TRIREME_CUDA
   if (q.is_cuda()) return cuda::attention_cached(q, arena_k, arena_v, plan, scale);
-#endif
   const Shape shape = shape_of(q, arena_k, arena_v, "attention_cached");
   TRIREME_CHECK(arena_k.is_contiguous() && arena_v.is_contiguous(), "attention_cached: the arena must be contiguous");
-  check_runs(plan.rows, q.size(0), arena_k.size(0), "attention_cached");
+  check_runs(plan.host_runs, q.size(0), arena_k.size(0), "attention_cached");
   const at::Tensor qc = for_compute(q);
   at::Tensor out = at::empty_like(qc);
   at::Tensor keys = arena_k, values = arena_v;
   std::vector<Run> runs;
   int64_t token = 0;
-  for (const CacheRow& row : plan.rows) {
-    if (row.count > 0) runs.push_back({token, row.past, row.count, row.extent_start});
-    token += row.count;
+  for (const CacheRun& run : plan.host_runs) {
+    if (run.count > 0) runs.push_back({token, run.past, run.count, run.extent_start});
+    token += run.count;
   }
   if (compute_type(q) != q.scalar_type() && !runs.empty()) {
     // The kernel reads float32: convert the extents in use, one after another.
@@ -354,23 +346,21 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
 
 void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
                    const CachePlan& plan) {
-#ifdef TRIREME_CUDA
   if (k.is_cuda()) return cuda::append_cached(k, v, arena_k, arena_v, plan);
-#endif
   require_supported("append_cached", k);
   require_same("append_cached", k, arena_k, "the arena");
-  check_runs(plan.rows, k.size(0), arena_k.size(0), "append_cached");
+  check_runs(plan.host_runs, k.size(0), arena_k.size(0), "append_cached");
   const at::Tensor kc = k.contiguous(), vc = v.contiguous();
   const size_t row_bytes = static_cast<size_t>(k.size(1) * k.size(2)) * k.element_size();
   int64_t token = 0;
-  for (const CacheRow& row : plan.rows) {
-    const size_t target = static_cast<size_t>(row.extent_start + row.past) * row_bytes;
-    const size_t source = static_cast<size_t>(token) * row_bytes, bytes = static_cast<size_t>(row.count) * row_bytes;
+  for (const CacheRun& run : plan.host_runs) {
+    const size_t target = static_cast<size_t>(run.extent_start + run.past) * row_bytes;
+    const size_t source = static_cast<size_t>(token) * row_bytes, bytes = static_cast<size_t>(run.count) * row_bytes;
     std::memcpy(static_cast<char*>(arena_k.mutable_data_ptr()) + target,
                 static_cast<const char*>(kc.const_data_ptr()) + source, bytes);
     std::memcpy(static_cast<char*>(arena_v.mutable_data_ptr()) + target,
                 static_cast<const char*>(vc.const_data_ptr()) + source, bytes);
-    token += row.count;
+    token += run.count;
   }
 }
 

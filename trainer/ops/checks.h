@@ -13,18 +13,14 @@ namespace trireme {
 // Where an op has kernels, in builds with CUDA.
 enum class Kernels { kCpuOnly, kCpuAndCuda };
 
+[[noreturn]] void fail_unsupported(const char* op, const at::Tensor& x, Kernels kernels);
+
 // Throws Error(kUser) where this build has no kernels for the tensor's device and dtype.
 inline void require_supported(const char* op, const at::Tensor& x, Kernels kernels = Kernels::kCpuAndCuda) {
   const at::ScalarType type = x.scalar_type();
   if (x.is_cpu() && (type == at::kFloat || type == at::kDouble || type == at::kBFloat16)) return;
-#ifdef TRIREME_CUDA
-  const bool on_cuda = kernels == Kernels::kCpuAndCuda;
-#else
-  const bool on_cuda = false;
-#endif
-  if (on_cuda && x.is_cuda() && type == at::kBFloat16) return;
-  fail_user(std::string(op) + " has no implementation for " + x.device().str() + " " + c10::toString(type) +
-            " in this build; it has cpu Float, BFloat16 and Double" + (on_cuda ? " and cuda BFloat16" : ""));
+  if (kernels == Kernels::kCpuAndCuda && x.is_cuda() && type == at::kBFloat16) return;
+  fail_unsupported(op, x, kernels);
 }
 
 inline void require_same(const char* op, const at::Tensor& x, const at::Tensor& y, const char* name) {

@@ -1,15 +1,11 @@
 #include "trainer/ops/device_state.h"
 
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme {
 
-void throw_on_bad_ids([[maybe_unused]] c10::Device device) {
-#ifdef TRIREME_CUDA
+void throw_on_bad_ids(c10::Device device) {
   if (device.is_cuda()) cuda::throw_on_bad_ids(device);
-#endif
 }
 
 }  // namespace trireme

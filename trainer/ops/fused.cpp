@@ -2,9 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "trainer/ops/checks.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
@@ -40,9 +38,7 @@ NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::
     require_same("add_rms_norm", x, delta, "delta");
     TRIREME_CHECK(delta.sizes() == x.sizes(), "add_rms_norm: x and delta must have the same shape");
   }
-#ifdef TRIREME_CUDA
   if (x.is_cuda()) return cuda::add_rms_norm(x, delta, weight, eps);
-#endif
   const at::Tensor sum = delta.defined() ? x + delta : x;
   return {sum, trireme::rms_norm(sum, weight, eps)};
 }
@@ -50,9 +46,7 @@ NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::
 at::Tensor swiglu_halves(const at::Tensor& gate_up) {
   require_supported("swiglu_halves", gate_up);
   TRIREME_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "swiglu_halves: gate_up [tokens, 2 * width] expected");
-#ifdef TRIREME_CUDA
   if (gate_up.is_cuda()) return cuda::swiglu_halves(gate_up);
-#endif
   const int64_t width = gate_up.size(1) / 2;
   return swiglu(gate_up.narrow(1, 0, width), gate_up.narrow(1, width, width));
 }
@@ -60,9 +54,7 @@ at::Tensor swiglu_halves(const at::Tensor& gate_up) {
 Qkv split_qkv(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm, const at::Tensor& table,
               const at::Tensor& positions, const QkvLayout& layout) {
   check_qkv("split_qkv", qkv, q_norm, k_norm, table, positions, layout);
-#ifdef TRIREME_CUDA
   if (qkv.is_cuda()) return cuda::split_qkv(qkv, q_norm, k_norm, table, positions, layout);
-#endif
   const int64_t q_width = layout.q_heads * layout.head_dim, kv_width = layout.kv_heads * layout.head_dim;
   const auto heads = [&](int64_t first, int64_t width) {
     return qkv.narrow(1, first, width).view({qkv.size(0), width / layout.head_dim, layout.head_dim});
@@ -86,11 +78,9 @@ at::Tensor split_qkv_cached(const at::Tensor& qkv, const at::Tensor& q_norm, con
                   "split_qkv_cached: an arena of [capacity, kv_heads, head_dim] expected");
   }
   const at::NoGradGuard no_grad;
-#ifdef TRIREME_CUDA
   if (qkv.is_cuda()) {
     return cuda::split_qkv_cached(qkv, q_norm, k_norm, table, positions, layout, arena_k, arena_v, plan);
   }
-#endif
   const Qkv parts = split_qkv(qkv, q_norm, k_norm, table, positions, layout);
   append_cached(parts.k, parts.v, arena_k, arena_v, plan);
   return parts.q;

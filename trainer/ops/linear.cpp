@@ -9,12 +9,8 @@
 
 #include "base/log.h"
 #include "trainer/ops/checks.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-#include "trainer/ops/cuda/gemm/linear.h"
-#include "trainer/ops/cuda/vocabulary/vocabulary.h"
-#endif
 #include "trainer/ops/cpu_kernels.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
@@ -103,7 +99,6 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
       return c10::static_intrusive_pointer_cast<InputAgain>(found->second.toCapsule())->call();
     };
     at::Tensor dx, dweight, dbias;
-#ifdef TRIREME_CUDA
     if (dy.is_cuda()) {
       if (context->needs_input_grad(0)) dx = cuda::linear_backward_input(dy, weight);
       if (context->needs_input_grad(1)) {
@@ -118,7 +113,6 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
       }
       return {dx, dweight, dbias, at::Tensor()};
     }
-#endif
     if (context->needs_input_grad(0)) dx = dy.mm(weight);
     if (context->needs_input_grad(1)) dweight = dy.t().mm(input());
     if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) dbias = dy.sum(0);
@@ -135,9 +129,7 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
-#ifdef TRIREME_CUDA
   if (x.is_cuda()) return cuda::linear_forward(x, weight, bias);
-#endif
   return current_mode == LinearMode::kLibrary ? by_library(x, weight, bias) : by_rows(x, weight, bias);
 }
 
@@ -174,7 +166,6 @@ at::Tensor mixed_numbers(int64_t rows, int64_t columns, double step, at::ScalarT
       .view({rows, columns});
 }
 
-#ifdef TRIREME_CUDA
 // Calls of more rows than `whole` has, over its rows x again and again: the library chooses a kernel by their number.
 bool many_rows_are_exact(const LinearShape& shape, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& bias, const at::Tensor& whole, int64_t most_rows) {
@@ -193,10 +184,9 @@ bool many_rows_are_exact(const LinearShape& shape, const at::Tensor& x, const at
   }
   return true;
 }
-#endif
 
 bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device,
-                    [[maybe_unused]] int64_t most_rows) {
+                    int64_t most_rows) {
   const at::NoGradGuard no_grad;
   const bool cpu = device.is_cpu();
   const int64_t rows = cpu ? 83 : kBaseRows;
@@ -214,7 +204,6 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
     std::function<at::Tensor(const at::Tensor&)> part = [&](const at::Tensor& some) {
       return linear_forward(some, weight, bias);
     };
-#ifdef TRIREME_CUDA
     if (!cpu && shape.gate_up) {
       whole = cuda::swiglu_halves(whole);
       part = [&](const at::Tensor& some) { return cuda::gate_up_swiglu(some, weight); };
@@ -223,7 +212,6 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
     // The kernels of decoding on the whole device are chosen here, and checked.
     std::optional<cuda::DecodeScope> decoding;
     if (!cpu) decoding.emplace();
-#endif
     for (const int64_t count : counts) {
       for (const int64_t from : {int64_t{0}, int64_t{1}, rows - count}) {
         if (from + count > rows) continue;
@@ -239,19 +227,18 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
 bool linear_rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype, at::Device device,
                            int64_t most_rows) {
   if (rows_are_exact(shapes, dtype, device, most_rows)) return true;
-#ifdef TRIREME_CUDA
+  if (!device.is_cuda()) return false;
   // Is it one of our kernels that has other bits than the library? Then do without it.
-  if (const int64_t limit = cuda::own_rows_limit(); device.is_cuda() && limit != 0) {
+  if (const int64_t limit = cuda::own_rows_limit(); limit != 0) {
     cuda::set_own_rows_limit(0);
     if (rows_are_exact(shapes, dtype, device, most_rows)) {
       log_warn("ops",
-               "our kernels for products of few rows have other bits than cublasLt on this machine; cublasLt computes "
+               "our skinny GEMMs have other bits than cublasLt on this machine; cublasLt computes "
                "everything (slower decoding)");
       return true;
     }
     cuda::set_own_rows_limit(limit);
   }
-#endif
   return false;
 }
 

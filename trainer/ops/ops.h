@@ -23,7 +23,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
 at::Tensor linear_again(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                         std::function<at::Tensor()> again);
 
-// How linear computes its forward on CPU. On CUDA other rules hold (cuda/linear.h).
+// How linear computes its forward on CPU. On CUDA other rules hold (cuda_ops.h).
 enum class LinearMode {
   kRows,     // our kernel, one fixed order of additions per output element: exact on every machine. The default.
   kLibrary,  // LibTorch's product with rows padded to at least 16: exact only where linear_rows_are_exact() says so
@@ -129,7 +129,7 @@ at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::
                             const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale = 0.0);
 
 // One run of consecutive new tokens of one sequence, its keys contiguous in the arena.
-struct CacheRow {
+struct CacheRun {
   int64_t extent_start = 0;  // arena row of the sequence's first token
   int64_t past = 0;          // rows of it already in the arena
   int64_t count = 0;         // new rows: token i goes to arena row extent_start + past + i
@@ -137,10 +137,11 @@ struct CacheRow {
 // The runs of one cached pass, and on CUDA the same as device arrays, so that a captured graph can be replayed over new
 // contents of them.
 struct CachePlan {
-  std::vector<CacheRow> rows;  // CPU kernels read these only; may be empty where the device arrays are filled otherwise
-  at::Tensor token_rows;       // CUDA: [tokens] int64, arena row of each new token
-  at::Tensor runs;   // CUDA: [4, R] int32: first query row, query rows, first arena row, keys (new ones included)
-  at::Tensor items;  // CUDA: [2, I] int32: run and tile of query rows of each block of work
+  // CPU kernels read these only; may be empty where the device arrays are filled otherwise.
+  std::vector<CacheRun> host_runs;
+  at::Tensor token_rows;  // CUDA: [tokens] int64, arena row of each new token
+  at::Tensor runs;        // CUDA: [4, R] int32: first query row, query rows, first arena row, keys (new ones included)
+  at::Tensor items;       // CUDA: [2, I] int32: run and tile of query rows of each block of work
   // CUDA: every run has one new token; item i is run i, tile 0. There may be fewer runs than tokens: the others are
   // padding, whose rows of the result are undefined.
   bool decode = false;
@@ -149,7 +150,7 @@ struct CachePlan {
   int64_t longest_keys = 0, total_keys = 0;
 };
 // Fills the device arrays for `device` (nothing to do on CPU). `group`: query heads per key head.
-CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device);
+CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device);
 
 // q [tokens, q_heads, head_dim] of the new tokens (rows of all segments one after another); arena_k and arena_v
 // [capacity, kv_heads, head_dim] already hold the new keys. No autograd. Row bits equal attention_packed's. On CUDA a
@@ -192,6 +193,11 @@ struct LogprobResult {
 };
 LogprobResult token_logprobs_and_entropy(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                                          const LogprobOptions& options);
+
+// The same of logits [rows, vocab] that are there whole, as a head that is split over ranks gathers them; the gradient
+// comes back in their dtype. CPU only. `with_entropy` false: entropy is empty.
+LogprobResult logprobs_of_logits(const at::Tensor& logits, const at::Tensor& targets, const LogprobOptions& options,
+                                 bool with_entropy);
 
 // Names one random draw: same key, same number, whatever the batch, rank or order.
 struct SampleKey {

@@ -6,9 +6,6 @@
 
 #include "base/log.h"
 #include "trainer/ops/sms.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/device/green.h"
-#endif
 
 namespace trireme {
 namespace {
@@ -23,7 +20,6 @@ int work_lane() { return lane; }
 
 std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_sms) {
   if (!device.is_cuda() || background_sms <= 0) return nullptr;
-#ifdef TRIREME_CUDA
   static std::mutex mutex;
   static std::map<std::pair<int, int64_t>, std::shared_ptr<const DevicePartition>> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -36,9 +32,6 @@ std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t 
                            "): reference log-probs are computed after generation; policy.generation."
                            "background_sms=0 asks for that");
   return at->second;
-#else
-  return nullptr;
-#endif
 }
 
 PartitionScope::PartitionScope(const DevicePartition& partition, Part part)

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 namespace trireme {
 
@@ -38,4 +39,11 @@ class PartitionScope final {
   int limit_before_, lane_before_;
 };
 
+namespace cuda {
+
+// The driver's calls behind split_device, of builds with CUDA. Null where it does not work; `problem` says why. The
+// contexts and their streams are never destroyed.
+std::shared_ptr<const DevicePartition> split_sms(c10::Device device, int64_t background_sms, std::string* problem);
+
+}  // namespace cuda
 }  // namespace trireme

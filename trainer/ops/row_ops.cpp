@@ -6,10 +6,8 @@
 #include <cstring>
 
 #include "trainer/ops/checks.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-#endif
 #include "trainer/ops/cpu_kernels.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
 #include "trainer/ops/rope_frequencies.h"
@@ -228,9 +226,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   require_supported("rms_norm", x);
   require_same("rms_norm", x, weight, "weight");
   TRIREME_CHECK(x.dim() >= 1 && weight.dim() == 1 && weight.size(0) == x.size(-1), "rms_norm: weight must be [width]");
-#ifdef TRIREME_CUDA
   if (x.is_cuda()) return cuda::rms_norm(x, weight, eps);
-#endif
   if (wants_grad(x) || wants_grad(weight)) return RmsNormFunction::apply(x, weight, eps);
   return rms_norm_forward(x, weight, eps).first;
 }
@@ -239,9 +235,7 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   require_supported("swiglu", gate);
   require_same("swiglu", gate, up, "up");
   TRIREME_CHECK(gate.sizes() == up.sizes() && gate.dim() >= 1, "swiglu: gate and up must have the same shape");
-#ifdef TRIREME_CUDA
   if (gate.is_cuda()) return cuda::swiglu(gate, up);
-#endif
   if (wants_grad(gate) || wants_grad(up)) return SwigluFunction::apply(gate, up);
   return swiglu_forward(gate, up);
 }
@@ -251,9 +245,7 @@ at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids) {
   TRIREME_CHECK(
       weight.dim() == 2 && ids.dim() == 1 && ids.scalar_type() == at::kLong && ids.device() == weight.device(),
       "embed: weight [vocab, hidden] and ids [tokens] int64 on one device expected");
-#ifdef TRIREME_CUDA
   if (weight.is_cuda()) return cuda::embed(weight, ids);
-#endif
   if (wants_grad(weight)) return EmbedFunction::apply(weight, ids);
   return embed_forward(weight, ids);
 }

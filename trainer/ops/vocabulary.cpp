@@ -10,9 +10,7 @@
 
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cpu_kernels.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/vocabulary/vocabulary.h"
-#endif
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
 #include "trainer/ops/parallel.h"
@@ -121,6 +119,30 @@ at::Tensor chunk_logits(const at::Tensor& hidden, const at::Tensor& head, int64_
   return logits;
 }
 
+// Of rows [from, from + count) of a batch, whose logits are `z`: in place.
+template <class T>
+void logprobs_of(T* z, int64_t from, int64_t count, int64_t vocab, const int64_t* targets,
+                 const LogprobOptions& options, T* logprobs, T* entropies) {
+  parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
+    Workspace<T> work(vocab);
+    for (int64_t r = begin; r < end; ++r) {
+      T* row = z + r * vocab;
+      const int64_t target = targets[from + r];
+      const Distribution<T> d = distribution(row, vocab, options, work);
+      if (row[target] <= static_cast<T>(kDropped)) {
+        if (!options.allow_filtered) {
+          fail_data("row " + std::to_string(from + r) + ": target token " + std::to_string(target) +
+                    " has probability 0 under top_k, top_p or min_p");
+        }
+        logprobs[from + r] = -std::numeric_limits<T>::infinity();
+      } else {
+        logprobs[from + r] = d.logprob(row[target]);
+      }
+      if (entropies != nullptr) entropies[from + r] = entropy_of(row, vocab, d, work);
+    }
+  });
+}
+
 template <class T>
 void logprob_rows(const at::Tensor& hidden, const at::Tensor& head, const int64_t* targets,
                   const LogprobOptions& options, T* logprobs, T* entropies) {
@@ -128,25 +150,7 @@ void logprob_rows(const at::Tensor& hidden, const at::Tensor& head, const int64_
   for (int64_t from = 0; from < rows; from += step) {
     const int64_t count = std::min(step, rows - from);
     at::Tensor logits = chunk_logits(hidden, head, from, count);
-    T* z = logits.mutable_data_ptr<T>();
-    parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
-      Workspace<T> work(vocab);
-      for (int64_t r = begin; r < end; ++r) {
-        T* row = z + r * vocab;
-        const int64_t target = targets[from + r];
-        const Distribution<T> d = distribution(row, vocab, options, work);
-        if (row[target] <= static_cast<T>(kDropped)) {
-          if (!options.allow_filtered) {
-            fail_data("row " + std::to_string(from + r) + ": target token " + std::to_string(target) +
-                      " has probability 0 under top_k, top_p or min_p");
-          }
-          logprobs[from + r] = -std::numeric_limits<T>::infinity();
-        } else {
-          logprobs[from + r] = d.logprob(row[target]);
-        }
-        if (entropies != nullptr) entropies[from + r] = entropy_of(row, vocab, d, work);
-      }
-    });
+    logprobs_of(logits.mutable_data_ptr<T>(), from, count, vocab, targets, options, logprobs, entropies);
   }
 }
 
@@ -165,16 +169,43 @@ void logits_gradient(T* z, int64_t vocab, int64_t target, const LogprobOptions& 
   if (options.temperature != 1.0) cpu_kernels<T>().scale(z, static_cast<T>(1.0 / options.temperature), z, vocab);
 }
 
+// Logits in, their gradients out, of rows [from, from + count).
+template <class T>
+void gradients_of(T* z, int64_t from, int64_t count, int64_t vocab, const int64_t* targets,
+                  const LogprobOptions& options, const T* dlogprobs, const T* dentropies, bool with_entropy) {
+  parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
+    Workspace<T> work(vocab);
+    for (int64_t r = begin; r < end; ++r) {
+      logits_gradient(z + r * vocab, vocab, targets[from + r], options, dlogprobs[from + r], dentropies[from + r],
+                      with_entropy, work);
+    }
+  });
+}
+
+void keep_options(AutogradContext& context, const LogprobOptions& options, bool with_entropy) {
+  context.saved_data["temperature"] = options.temperature;
+  context.saved_data["top_k"] = options.top_k;
+  context.saved_data["top_p"] = options.top_p;
+  context.saved_data["min_p"] = options.min_p;
+  context.saved_data["entropy"] = with_entropy;
+}
+
+LogprobOptions kept_options(const AutogradContext& context) {
+  LogprobOptions options;
+  options.temperature = context.saved_data.at("temperature").toDouble();
+  options.top_k = context.saved_data.at("top_k").toInt();
+  options.top_p = context.saved_data.at("top_p").toDouble();
+  options.min_p = context.saved_data.at("min_p").toDouble();
+  options.allow_filtered = true;
+  return options;
+}
+
 class LogprobFunction final : public torch::autograd::Function<LogprobFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden, const at::Tensor& head,
                                const at::Tensor& targets, const LogprobOptions& options, bool with_entropy) {
     context->save_for_backward({hidden, head, targets});
-    context->saved_data["temperature"] = options.temperature;
-    context->saved_data["top_k"] = options.top_k;
-    context->saved_data["top_p"] = options.top_p;
-    context->saved_data["min_p"] = options.min_p;
-    context->saved_data["entropy"] = with_entropy;
+    keep_options(*context, options, with_entropy);
     return run(hidden, head, targets, options, with_entropy);
   }
 
@@ -195,12 +226,7 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
     const auto saved = context->get_saved_variables();
     const at::Tensor& hidden = saved[0];
     const at::Tensor& head = saved[1];
-    LogprobOptions options;
-    options.temperature = context->saved_data["temperature"].toDouble();
-    options.top_k = context->saved_data["top_k"].toInt();
-    options.top_p = context->saved_data["top_p"].toDouble();
-    options.min_p = context->saved_data["min_p"].toDouble();
-    options.allow_filtered = true;
+    const LogprobOptions options = kept_options(*context);
     const bool with_entropy = context->saved_data["entropy"].toBool() && grads[1].defined();
     const auto of_rows = [&](const at::Tensor& grad, bool wanted) {
       return wanted && grad.defined() ? for_compute(grad)
@@ -219,16 +245,8 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
       at::Tensor logits = chunk_logits(hidden, head, from, count);
       with_compute_type(hidden, [&](auto zero) {
         using T = decltype(zero);
-        T* z = logits.mutable_data_ptr<T>();
-        const T* dlogprob = dlogprobs.const_data_ptr<T>() + from;
-        const T* dentropy = dentropies.const_data_ptr<T>() + from;
-        parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
-          Workspace<T> work(vocab);
-          for (int64_t r = begin; r < end; ++r) {
-            logits_gradient(z + r * vocab, vocab, targets[from + r], options, dlogprob[r], dentropy[r], with_entropy,
-                            work);
-          }
-        });
+        gradients_of(logits.mutable_data_ptr<T>(), from, count, vocab, targets, options,
+                     dlogprobs.const_data_ptr<T>(), dentropies.const_data_ptr<T>(), with_entropy);
       });
       if (want_hidden) dhidden.narrow(0, from, count).copy_(logits.mm(head_compute));
       if (want_head) dhead.addmm_(logits.t(), hidden.narrow(0, from, count).to(dhead.scalar_type()));
@@ -237,6 +255,55 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
             want_head ? dhead.to(head.scalar_type()) : at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
+
+class LogitsFunction final : public torch::autograd::Function<LogitsFunction> {
+ public:
+  static variable_list forward(AutogradContext* context, const at::Tensor& logits, const at::Tensor& targets,
+                               const LogprobOptions& options, bool with_entropy) {
+    context->save_for_backward({logits, targets});
+    keep_options(*context, options, with_entropy);
+    return run(logits, targets, options, with_entropy);
+  }
+
+  static variable_list run(const at::Tensor& logits, const at::Tensor& targets, const LogprobOptions& options,
+                           bool with_entropy) {
+    at::Tensor work = logits.detach().to(compute_type(logits), /*non_blocking=*/false, /*copy=*/true).contiguous();
+    at::Tensor logprobs = at::empty({work.size(0)}, work.options());
+    at::Tensor entropies = at::empty({with_entropy ? work.size(0) : 0}, work.options());
+    with_compute_type(work, [&](auto zero) {
+      using T = decltype(zero);
+      logprobs_of(work.mutable_data_ptr<T>(), 0, work.size(0), work.size(1), targets.const_data_ptr<int64_t>(), options,
+                  logprobs.mutable_data_ptr<T>(), with_entropy ? entropies.mutable_data_ptr<T>() : nullptr);
+    });
+    return {logprobs, entropies};
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& logits = saved[0];
+    const bool with_entropy = context->saved_data["entropy"].toBool() && grads[1].defined();
+    at::Tensor work = logits.to(compute_type(logits), /*non_blocking=*/false, /*copy=*/true).contiguous();
+    const auto of_rows = [&](const at::Tensor& grad, bool wanted) {
+      return wanted && grad.defined() ? for_compute(grad) : at::zeros({work.size(0)}, work.options());
+    };
+    const at::Tensor dlogprobs = of_rows(grads[0], true), dentropies = of_rows(grads[1], with_entropy);
+    with_compute_type(work, [&](auto zero) {
+      using T = decltype(zero);
+      gradients_of(work.mutable_data_ptr<T>(), 0, work.size(0), work.size(1), saved[1].const_data_ptr<int64_t>(),
+                   kept_options(*context), dlogprobs.const_data_ptr<T>(), dentropies.const_data_ptr<T>(), with_entropy);
+    });
+    return {work.to(logits.scalar_type()), at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+void check_targets(const at::Tensor& targets, int64_t rows, int64_t vocab) {
+  const int64_t* id = targets.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows; ++i) {
+    if (id[i] >= 0 && id[i] < vocab) continue;
+    fail_data("row " + std::to_string(i) + ": target token " + std::to_string(id[i]) +
+              " is outside the vocabulary of " + std::to_string(vocab));
+  }
+}
 
 void check_head(const char* op, const at::Tensor& hidden, const at::Tensor& head) {
   require_supported(op, hidden);
@@ -253,13 +320,7 @@ variable_list logprobs_and_entropy(const at::Tensor& hidden, const at::Tensor& h
                     targets.device() == hidden.device(),
                 "token_logprobs: targets [rows] int64 expected");
   const at::Tensor ids = targets.contiguous();
-  const int64_t* id = ids.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < ids.size(0); ++i) {
-    if (id[i] < 0 || id[i] >= head.size(0)) {
-      fail_data("row " + std::to_string(i) + ": target token " + std::to_string(id[i]) +
-                " is outside the vocabulary of " + std::to_string(head.size(0)));
-    }
-  }
+  check_targets(ids, ids.size(0), head.size(0));
   if (wants_grad(hidden) || wants_grad(head)) return LogprobFunction::apply(hidden, head, ids, options, with_entropy);
   return LogprobFunction::run(hidden, head, ids, options, with_entropy);
 }
@@ -323,24 +384,31 @@ void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::ve
 
 at::Tensor token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                           const LogprobOptions& options) {
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) {
     check_options(options);
     return cuda::token_logprobs(hidden, head, targets, options, false).logprobs;
   }
-#endif
   return logprobs_and_entropy(hidden, head, targets, options, false)[0];
 }
 
 LogprobResult token_logprobs_and_entropy(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
                                          const LogprobOptions& options) {
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) {
     check_options(options);
     return cuda::token_logprobs(hidden, head, targets, options, true);
   }
-#endif
   const variable_list both = logprobs_and_entropy(hidden, head, targets, options, true);
+  return {both[0], both[1]};
+}
+
+LogprobResult logprobs_of_logits(const at::Tensor& logits, const at::Tensor& targets, const LogprobOptions& options,
+                                 bool with_entropy) {
+  check_options(options);
+  require_supported("logprobs_of_logits", logits);
+  const at::Tensor ids = targets.contiguous();
+  check_targets(ids, logits.size(0), logits.size(1));
+  const variable_list both = wants_grad(logits) ? LogitsFunction::apply(logits, ids, options, with_entropy)
+                                                : LogitsFunction::run(logits, ids, options, with_entropy);
   return {both[0], both[1]};
 }
 
@@ -348,9 +416,7 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
   TRIREME_CHECK(hidden.dim() == 2 && static_cast<int64_t>(rows.size()) == hidden.size(0),
                 "sample_tokens: one SampleRow per row expected");
   for (const SampleRow& row : rows) check_options(row.options);
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) return cuda::sample_tokens(hidden, head, rows);
-#endif
   check_head("sample_tokens", hidden, head);
   const at::NoGradGuard no_grad;
   SampleResult result{std::vector<int64_t>(rows.size()), std::vector<float>(rows.size())};
@@ -359,9 +425,7 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
 }
 
 DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows) {
-#ifdef TRIREME_CUDA
   if (hidden.is_cuda()) return cuda::sample_tokens_on_device(hidden, head, rows);
-#endif
   fail_user("sample_tokens_on_device has no implementation for " + hidden.device().str() +
             " in this build; use sample_tokens");
 }

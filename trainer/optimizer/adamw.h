@@ -84,7 +84,13 @@ class DistributedAdamW final {
     int64_t at = 0;
     int64_t size = 0;
   };
-  struct Factors;     // of one step
+  struct Factors {  // of one step
+    double learning_rate = 0;
+    double weight_decay = 0;
+    double clip = 1;
+    double correction1 = 1;
+    double correction2 = 1;
+  };
   struct Reduction {  // of a bucket, under way
     int64_t bucket = 0;
     PendingCollective pending;
@@ -110,6 +116,8 @@ class DistributedAdamW final {
   void gather_bucket(int64_t bucket);
   at::Tensor weights() const;
   void finish_gather_before(int64_t end);
+  // On CUDA: cuda/adamw_device.cpp, and no_cuda/adamw_device.cpp in builds without.
+  static double sum_of_squares_on_device(const at::Tensor& gradients);
   void mark_decayed_groups();
   void update_on_device(const Factors& factors);
 

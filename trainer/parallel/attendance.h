@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -24,40 +25,60 @@ struct QueuedCollective {
   std::function<bool()> done;  // it has ended
 };
 
-// One per communicator and rank. A thread writes this rank's place into the store about once a second while it moves,
-// and looks there for a verdict of the others on this rank and for the failure of another. Nothing here waits for a
-// peer or throws.
+// Who of a group has not come to one of its collectives.
+struct Absence {
+  std::string group;
+  int64_t sequence = 0;
+  std::vector<int> ranks;  // of the job; empty: all have come, or nobody knows
+};
+
+// One per rank, for all of its groups. A thread writes this rank's place into the store about once a second while it
+// moves, and looks there for a verdict of the others on this rank and for the failure of another. Nothing here waits
+// for a peer or throws, except open().
 //
 // A host collective has the deadline of its transport. One that a device carries out returns to the host at once, so
 // its deadline is kept here: rendezvous.timeout from the moment at which this rank's device came to it, or, where the
 // device does not come, from when it was queued.
+//
+// Who is absent from one group may itself wait in another. The cause is whoever waits nowhere: each rank writes where
+// it waits, and the chain is followed over the groups.
 class Attendance final {
  public:
   // `store` must outlive it. rendezvous.on_stuck and on_deadline are called from the thread, one of them at most once:
   // on_stuck when the others have given up waiting for this rank and it has not come within rendezvous.stuck_grace
   // either, or when its device has not come to a collective in time; on_deadline when a collective of its device does
-  // not end, since others do not come or have failed. `on_absent`: those that have not come, before on_deadline.
-  Attendance(JobStore& store, const RendezvousOptions& rendezvous, const std::string& name,
-             std::function<void(const std::vector<int>& ranks)> on_absent = {});
+  // not end, since others do not come or have failed.
+  Attendance(JobStore& store, const RendezvousOptions& rendezvous);
   ~Attendance();
   Attendance(const Attendance&) = delete;
   Attendance& operator=(const Attendance&) = delete;
 
-  // The training thread begins collective `sequence`.
-  void note(int64_t sequence, const std::string& phase);
+  // A group that this rank is in; the result names it below. Writes its ranks into the store.
+  int open(const RankGroup& group);
+  // Ranks of the job that have not come, before this one leaves because of it. From any thread.
+  void set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent);
+
+  // The training thread begins collective `sequence` of the group.
+  void note(int group, int64_t sequence);
+  // The host waits in the last collective noted of the group, until it does no more.
+  void note_waiting(int group);
+  void note_waited();
   // The training thread is in this phase from now on.
-  void note_phase(const std::string& phase);
+  void set_phase(const std::string& phase);
+  std::string phase();
   // After note() of the same sequence: a device has it to do.
-  void note_queued(QueuedCollective collective);
-  // After collective `sequence` has failed here. When its deadline had passed: the ranks that have not come to it, once
-  // those that have had the time to say so (seconds); tells them. When it failed earlier, since a peer left: what a
-  // peer whose deadline had passed says of the same collective.
-  std::vector<int> absent(int64_t sequence);
-  // "; rank 3 has not come (last seen at number 40, phase generation)", for what absent() returned.
-  std::string describe(const std::vector<int>& ranks);
+  void note_queued(int group, QueuedCollective collective);
+  // After collective `sequence` has failed here. When its deadline had passed: the ranks that have not come, once those
+  // that have had the time to say so (seconds); tells them. When it failed earlier, since a peer left: what a peer
+  // whose deadline had passed says. Calls on_absent.
+  Absence absent(int group, int64_t sequence);
+  // "; rank 3 has not come (last seen at number 40, phase generation)", for what absent() of `group` returned.
+  std::string describe(const Absence& absence, int group);
+  // "rank 3", with its place in the layout where that says more.
+  std::string name_of(int rank) const;
 
   // This rank leaves with an error of its own: the others are told, so that they need not wait for their deadline. Only
-  // the first failure of a group is kept. Returns when the others have had the time to read it.
+  // the first failure of a job is kept. Returns when the others have had the time to read it.
   void report_failure(const std::string& what);
   // This rank leaves, since another has failed: its end is no death to the others.
   void leaving();
@@ -66,55 +87,68 @@ class Attendance final {
   std::optional<std::string> failure_of_another(Milliseconds wait = Milliseconds(0));
 
  private:
-  struct Place {
-    int64_t sequence = 0;
-    std::string phase;
-    SteadyClock::time_point since{};
-  };
   struct Queued {
     QueuedCollective what;
     SteadyClock::time_point since{};  // queued, or behind the one before it, or come to
     bool come = false;
   };
-  struct Verdict {
-    int64_t sequence = 0;  // of the collective that failed; 0: there is none
-    std::vector<int> absent;
+  struct Group {
+    RankGroup who;
+    int64_t sequence = 0;  // the host's last
+    SteadyClock::time_point since{};
+    std::deque<Queued> queue;
+    int64_t published = -1;
   };
-  std::string key(int rank) const { return "attendance-" + name_ + "-" + std::to_string(rank); }
-  std::string verdict_key() const { return "attendance-" + name_ + "-absent"; }
-  std::string failure_key() const { return "attendance-" + name_ + "-failed"; }
+  struct Front {  // the oldest collective of a device that has not ended
+    int group = 0;
+    Queued queued;
+  };
+  struct Waits {  // where a rank waits; no group: nowhere
+    std::string group;
+    int64_t sequence = 0;
+  };
+  std::string place_key(const std::string& group, int rank) const {
+    return "attendance-" + group + "-" + std::to_string(rank);
+  }
   void run();
   void publish();
-  Place place_of(int rank);
-  Verdict verdict();
+  int64_t place_of(const std::string& group, int rank);
+  std::string phase_of(int rank);
+  Waits waits_of(int rank);
+  std::vector<int> members_of(const std::string& group);
+  Absence verdict();  // of the job; its group is empty while there is none
   // The verdict names this rank and it has not come since.
-  bool accused();
+  std::optional<std::string> accused();
   // Those that have not come to `sequence` once all have had the time to say so; tells them.
-  std::vector<int> missing(int64_t sequence);
-  Place place_now();  // under mutex_
-  bool look();        // the thread's turn; true when one of the callbacks was called
-  bool look_at_device();
+  Absence missing(int group, int64_t sequence);
+  Absence cause(Absence absence);       // follows who waits for whom
+  int64_t place_now(const Group& group);  // under mutex_
+  Waits waits_now();                    // under mutex_
+  bool look();                          // the thread's turn; true when one of the callbacks was called
+  bool look_at_device(const Front& front);
   void look_for_failures();
   std::optional<std::string> reported_failure();  // of another rank, in the store
-  void update_queue();
-  std::optional<Queued> oldest();  // of the device's collectives that have not ended
-  bool still_pending(int64_t sequence);
+  void update_queues();
+  std::vector<Front> fronts();
+  bool still_pending(int group, int64_t sequence);
   bool stopping();
-  std::string named(const QueuedCollective& collective) const;
+  std::string named(const Front& front);
   void leave(const std::function<void(const std::string&)>& how, const std::string& what);
+  void tell_absent(const std::vector<int>& ranks);
   void sleep(Milliseconds time);
 
   JobStore& store_;
-  const int rank_, size_;
-  const std::string name_;
+  const int rank_;
+  const Layout layout_;
   const Milliseconds timeout_, period_, grace_;
   const std::function<void(const std::string&)> on_stuck_, on_deadline_;
-  const std::function<void(const std::vector<int>&)> on_absent_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  Place place_;  // under mutex_, as the next three
-  std::deque<Queued> queue_;
-  Place published_{-1, {}, {}};
+  std::deque<Group> groups_;  // under mutex_, as the next five; groups are only added
+  std::function<void(const std::vector<int>&)> on_absent_;
+  std::string phase_ = "start";
+  int waits_in_ = -1;
+  std::string published_;  // phase and where it waits
   bool stopping_ = false;
   std::optional<std::string> failed_;  // what another rank reported; the thread's own, as the next
   SteadyClock::time_point failed_since_{};

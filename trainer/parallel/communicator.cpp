@@ -6,23 +6,21 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
-#ifdef TRIREME_CUDA
-#include <ATen/cuda/CUDAEvent.h>
-
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
-#endif
 
 #include "base/error.h"
 #include "base/log.h"
 #include "trainer/parallel/attendance.h"
+#include "trainer/parallel/device_group.h"
 #include "trainer/parallel/lifeline.h"
 
 namespace trireme {
@@ -84,6 +82,7 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   lifeline.world_size = rendezvous.world_size;
   lifeline.launcher_fd = rendezvous.launcher_fd;
   lifeline.on_death = rendezvous.on_deadline;
+  lifeline.name_of = [layout = rendezvous.layout](int rank) { return name_of_rank(layout, rank); };
   impl_->lifeline = std::make_unique<Lifeline>(lifeline);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(rendezvous.master_port);
@@ -94,7 +93,7 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
   const auto fail = [&](ErrorKind kind, const char* why) {
-    throw Error(kind, "rank " + std::to_string(rendezvous.rank) + " on " + host_name() + ": rendezvous at " + where +
+    throw Error(kind, name_of_rank(rendezvous.layout, rendezvous.rank) + " on " + host_name() + ": rendezvous at " + where +
                           " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
   };
   try {
@@ -134,8 +133,8 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
     why = first_line(error.what());
   }
   const auto dead = impl.lifeline->wait_for_dead();
-  throw Error(ErrorKind::kTimeout, "rank " + std::to_string(impl.rendezvous.rank) + " on " + host_name() + ": store " +
-                                       operation + " of '" + key + "' in phase " + impl.lifeline->phase() +
+  throw Error(ErrorKind::kTimeout, name_of_rank(impl.rendezvous.layout, impl.rendezvous.rank) + " on " + host_name() +
+                                       ": store " + operation + " of '" + key + "' in phase " + impl.lifeline->phase() +
                                        " failed: " + why + (dead ? "; " + *dead : ""));
 }
 }  // namespace
@@ -156,18 +155,14 @@ bool JobStore::has(const std::string& key) {
 
 struct Communicator::Impl {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
-#ifdef TRIREME_CUDA
   // Made when the first CUDA tensor comes: all ranks call the same operations, and a CPU run needs no NCCL.
-  c10::intrusive_ptr<c10d::ProcessGroupNCCL> nccl;
-  std::function<c10::intrusive_ptr<c10d::ProcessGroupNCCL>()> make_nccl;
-#endif
+  c10::intrusive_ptr<c10d::Backend> device;
+  std::function<c10::intrusive_ptr<c10d::Backend>()> make_device;
   c10d::Backend& backend(const at::Tensor& tensor) {
-#ifdef TRIREME_CUDA
     if (tensor.is_cuda()) {
-      if (nccl == nullptr) nccl = make_nccl();
-      return *nccl;
+      if (device == nullptr) device = make_device();
+      return *device;
     }
-#endif
     TRIREME_CHECK(tensor.is_cpu(), "this build has collectives for CPU tensors only");
     return *gloo;
   }
@@ -175,44 +170,41 @@ struct Communicator::Impl {
 
 Communicator::Communicator() = default;
 Communicator::~Communicator() {
-#ifdef TRIREME_CUDA
-  if (impl_ == nullptr || impl_->nccl == nullptr) return;
+  if (impl_ == nullptr || impl_->device == nullptr) return;
   try {
     // After a failure the peers may be gone: nothing to wait for.
     if (std::uncaught_exceptions() > 0) {
-      impl_->nccl->abort();
+      impl_->device->abort();
     } else {
-      impl_->nccl->shutdown();
+      impl_->device->shutdown();
     }
   } catch (const std::exception& error) {
     log_warn("parallel", "group '" + name_ + "' did not end cleanly: " + first_line(error.what()));
   }
-#endif
 }
 
-Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous, const std::string& name)
-    : rank_(rendezvous.rank), size_(rendezvous.world_size), name_(name) {
+Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous, Attendance& attendance,
+                           const RankGroup& group)
+    : job_rank_(rendezvous.rank), size_(static_cast<int>(group.ranks.size())), name_(group.name) {
+  const auto own = std::find(group.ranks.begin(), group.ranks.end(), rendezvous.rank);
+  TRIREME_CHECK(own != group.ranks.end(), "a rank makes only groups that it is in");
+  rank_ = static_cast<int>(own - group.ranks.begin());
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();
-  attendance_ = std::make_unique<Attendance>(store, rendezvous, name, [this](const std::vector<int>& ranks) {
-    if (on_absent) on_absent(ranks);
-  });
+  attendance_ = &attendance;
+  place_ = attendance.open(group);
   call("connect", [&] {
     auto options = c10d::ProcessGroupGloo::Options::create(rendezvous.timeout);
     options->devices.push_back(
         c10d::ProcessGroupGloo::createDeviceForHostname(own_address_towards(rendezvous.master_address)));
     options->threads = 1;
-    auto prefix = c10::make_intrusive<c10d::PrefixStore>("gloo-" + name, store.impl().scoped);
+    auto prefix = c10::make_intrusive<c10d::PrefixStore>("gloo-" + name_, store.impl().scoped);
     impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(prefix, rank_, size_, options);
-#ifdef TRIREME_CUDA
-    auto scoped = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name, store.impl().scoped);
-    impl_->make_nccl = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
-      auto nccl_options = c10d::ProcessGroupNCCL::Options::create();
+    auto scoped = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name_, store.impl().scoped);
+    impl_->make_device = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
       // Attendance keeps the deadline and names who is missing; NCCL's watchdog, which aborts, only when that fails.
-      nccl_options->timeout = timeout + Milliseconds(120000);
-      return c10::make_intrusive<c10d::ProcessGroupNCCL>(scoped, rank, size, nccl_options);
+      return make_device_group(scoped, rank, size, timeout + Milliseconds(120000));
     };
-#endif
   });
 }
 
@@ -226,53 +218,53 @@ void PendingCollective::wait() {
 void Communicator::failed(const char* operation, int64_t sequence, const std::string& phase,
                           const std::exception& error) {
   attendance_->leaving();
-  const std::vector<int> absent = attendance_->absent(sequence);
-  if (!absent.empty() && on_absent) on_absent(absent);
+  const Absence absence = attendance_->absent(place_, sequence);
   // A broken connection is here before the word of what broke it.
   std::string cause;
-  if (const auto other = attendance_->failure_of_another(absent.empty() ? Lifeline::kWord : Milliseconds(0)))
+  if (const auto other = attendance_->failure_of_another(absence.ranks.empty() ? Lifeline::kWord : Milliseconds(0)))
     cause = "; " + *other;
-  throw Error(ErrorKind::kUnavailable, "rank " + std::to_string(rank_) + " on " + host_name() + ": " + operation +
+  throw Error(ErrorKind::kUnavailable, attendance_->name_of(job_rank_) + " on " + host_name() + ": " + operation +
                                            " number " + std::to_string(sequence) + " of group '" + name_ + "' (" +
                                            std::to_string(size_) + " ranks) in phase " + phase + " failed: " +
-                                           first_line(error.what()) + attendance_->describe(absent) + cause);
+                                           first_line(error.what()) + attendance_->describe(absence, place_) + cause);
+}
+
+template <typename Fn>
+void Communicator::wait(const char* operation, int64_t sequence, const std::string& phase, Fn&& fn) {
+  attendance_->note_waiting(place_);
+  try {
+    fn();
+  } catch (const std::exception& error) {
+    failed(operation, sequence, phase, error);
+  }
+  attendance_->note_waited();
 }
 
 template <typename Fn>
 void Communicator::call(const char* operation, Fn&& fn) {
   ++sequence_;
-  attendance_->note(sequence_, phase_);
-  try {
-    fn();
-  } catch (const std::exception& error) {
-    failed(operation, sequence_, phase_, error);
-  }
+  attendance_->note(place_, sequence_);
+  wait(operation, sequence_, attendance_->phase(), std::forward<Fn>(fn));
 }
 
 template <typename Fn>
 PendingCollective Communicator::begin(const char* operation, const at::Tensor& tensor, Fn&& start) {
   c10::intrusive_ptr<c10d::Work> work;
+  const std::string phase = attendance_->phase();
   call(operation, [&] {
     c10d::Backend& backend = impl_->backend(tensor);
-#ifdef TRIREME_CUDA
     if (tensor.is_cuda()) {
-      const auto come = std::make_shared<at::cuda::CUDAEvent>();
-      come->record();
+      std::function<bool()> come = mark_current_stream();
       work = start(backend);
       attendance_->note_queued(
-          {sequence_, operation, phase_, [come] { return come->query(); }, [work] { return work->isCompleted(); }});
+          place_, {sequence_, operation, phase, std::move(come), [work] { return work->isCompleted(); }});
       return;
     }
-#endif
     work = start(backend);
   });
   PendingCollective pending;
-  pending.finish_ = [this, operation, work, sequence = sequence_, phase = phase_] {
-    try {
-      work->wait();  // on a device of the current stream, not of the host
-    } catch (const std::exception& error) {
-      failed(operation, sequence, phase, error);
-    }
+  pending.finish_ = [this, operation, work, sequence = sequence_, phase] {
+    wait(operation, sequence, phase, [&] { work->wait(); });  // on a device of the current stream, not of the host
   };
   return pending;
 }
@@ -280,19 +272,6 @@ PendingCollective Communicator::begin(const char* operation, const at::Tensor& t
 template <typename Fn>
 void Communicator::run(const char* operation, const at::Tensor& tensor, Fn&& start) {
   begin(operation, tensor, std::forward<Fn>(start)).wait();
-}
-
-void Communicator::set_phase(const std::string& phase) {
-  phase_ = phase;
-  if (attendance_ != nullptr) attendance_->note_phase(phase);
-}
-
-void Communicator::report_failure(const std::string& what) {
-  if (size_ > 1) attendance_->report_failure(what);
-}
-
-void Communicator::leaving() {
-  if (size_ > 1) attendance_->leaving();
 }
 
 void Communicator::all_reduce_sum(at::Tensor tensor) {
@@ -346,6 +325,31 @@ void Communicator::all_gather(at::Tensor out, const at::Tensor& in) { begin_all_
 
 void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
   begin_reduce_scatter_sum(out, in).wait();
+}
+
+void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::vector<int64_t>& out_rows,
+                              const std::vector<int64_t>& in_rows) {
+  TRIREME_CHECK(out.scalar_type() == in.scalar_type() && out.is_contiguous() && in.is_contiguous(),
+                "all_to_all: contiguous tensors of one dtype");
+  if (size_ == 1) {
+    out.copy_(in);
+    return;
+  }
+  // As bytes, so that no backend has a say in the dtype; one row of them is `width`.
+  const auto bytes = [&](const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); };
+  const auto counts = [&](const at::Tensor& tensor, const std::vector<int64_t>& rows) {
+    const int64_t width = tensor.numel() / std::max<int64_t>(1, tensor.size(0)) * tensor.element_size();
+    std::vector<int64_t> counts = rows.empty() ? std::vector<int64_t>(size_, tensor.size(0) / size_) : rows;
+    TRIREME_CHECK(std::accumulate(counts.begin(), counts.end(), int64_t{0}) == tensor.size(0),
+                  "all_to_all: the parts must be the tensor");
+    for (int64_t& count : counts) count *= width;
+    return counts;
+  };
+  at::Tensor flat_out = bytes(out), flat_in = bytes(in);
+  std::vector<int64_t> sizes_out = counts(out, out_rows), sizes_in = counts(in, in_rows);
+  run("all-to-all", in, [&](c10d::Backend& backend) {
+    return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in);
+  });
 }
 
 void Communicator::barrier() {

@@ -1,4 +1,4 @@
-// JobStore and Communicator: rendezvous, counters and collectives with deadlines.
+// JobStore and Communicator: rendezvous, counters, and collectives of groups of ranks with deadlines.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "topology/topology.h"
 
 namespace trireme {
 
@@ -22,6 +23,7 @@ struct RendezvousOptions {
   int master_port = 0;  // rank 0 listens here; 0 with one rank: no store is opened
   int listen_fd = -1;   // rank 0: a socket that listens on master_port already, which the store takes over; -1: none
   std::string attempt = "0";
+  Layout layout;  // names a rank's place in messages
   Milliseconds timeout{600000};
   // Called from a thread of its own when the other ranks have given up waiting for this one, and it has not come within
   // the grace either, or when its device has not come to a collective in time. Empty: nothing is done.
@@ -59,6 +61,12 @@ class JobStore final {
 
 class Attendance;
 
+// Some of the job's ranks, in the order that counts in the group. Its name is unique in the job ("dp-3").
+struct RankGroup {
+  std::string name;
+  std::vector<int> ranks;
+};
+
 // A collective that runs beside its caller. Its tensors may be neither written nor read before wait().
 class PendingCollective final {
  public:
@@ -72,27 +80,19 @@ class PendingCollective final {
   std::function<void()> finish_;
 };
 
-// Collectives over `size()` ranks. All ranks call the same operations in the same order. Tensors are contiguous.
+// Collectives over `size()` ranks. All ranks of the group call the same operations in the same order, and a rank that
+// is in several groups makes them in one order on all ranks. Tensors are contiguous.
 class Communicator final {
  public:
   // A group of one: every operation is the identity.
   Communicator();
-  // All ranks of the job.
-  Communicator(JobStore& store, const RendezvousOptions& rendezvous, const std::string& name);
+  // This rank (rendezvous.rank) must be in the group. `attendance` is the rank's, and outlives the group.
+  Communicator(JobStore& store, const RendezvousOptions& rendezvous, Attendance& attendance, const RankGroup& group);
   ~Communicator();
 
-  int rank() const { return rank_; }
+  int rank() const { return rank_; }  // in the group
   int size() const { return size_; }
-  // Shown in errors; the training loop sets it ("generation", "training", ...).
-  void set_phase(const std::string& phase);
-  const std::string& phase() const { return phase_; }
-  // Called before a failed collective throws, with the ranks that have not come to it. May be empty.
-  std::function<void(const std::vector<int>& ranks)> on_absent;
-  // This rank leaves with an error of its own, which is none of a collective: the others are told what it was, and
-  // leave at once instead of at their deadline. Waits a moment for them to read it.
-  void report_failure(const std::string& what);
-  // This rank leaves with an error that is the echo of another's failure: its end is no death to the others.
-  void leaving();
+  const std::string& name() const { return name_; }
 
   void all_reduce_sum(at::Tensor tensor);
   void all_reduce_max(at::Tensor tensor);
@@ -101,7 +101,11 @@ class Communicator final {
   void all_gather(at::Tensor out, const at::Tensor& in);
   // out [n] = this rank's part of the sum over ranks of in [size * n].
   void reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
-  // The same two, begun and not waited for. CPU: on a thread of Gloo's, which takes them in order; CUDA: on NCCL's own
+  // Bytes only: in is cut into size() parts along dimension 0, part r goes to rank r; out has the parts of all ranks in
+  // their order. Sizes: rows of each part; empty: equal parts. All dtypes; parts may be empty.
+  void all_to_all(at::Tensor out, const at::Tensor& in, const std::vector<int64_t>& out_rows = {},
+                  const std::vector<int64_t>& in_rows = {});
+  // all_gather and reduce_scatter_sum, begun and not waited for. CPU: on a thread of Gloo's, which takes them in order; CUDA: on NCCL's own
   // stream, behind what the current stream holds now. They count as come to when begun. May be called from the thread
   // of a backward pass while the thread that started it waits. The group must outlive the result.
   [[nodiscard]] PendingCollective begin_all_gather(at::Tensor out, const at::Tensor& in);
@@ -115,6 +119,8 @@ class Communicator final {
 
  private:
   template <typename Fn>
+  void wait(const char* operation, int64_t sequence, const std::string& phase, Fn&& fn);
+  template <typename Fn>
   void call(const char* operation, Fn&& fn);
   // `start` begins the operation on the backend of `tensor` and returns its c10d::Work.
   template <typename Fn>
@@ -125,11 +131,12 @@ class Communicator final {
                            const std::exception& error);
   struct Impl;
   std::unique_ptr<Impl> impl_;
-  std::unique_ptr<Attendance> attendance_;  // null with one rank
+  Attendance* attendance_ = nullptr;  // null with one rank
+  int place_ = 0;                     // the group's number in attendance_
+  int job_rank_ = 0;
   int rank_ = 0;
   int size_ = 1;
   std::string name_ = "self";
-  std::string phase_ = "start";
   int64_t sequence_ = 0;
 };
 

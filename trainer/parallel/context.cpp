@@ -1,14 +1,42 @@
 #include "trainer/parallel/context.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "base/error.h"
+#include "trainer/parallel/attendance.h"
 
 namespace trireme {
+namespace {
 
-ParallelContext::ParallelContext() : data_parallel_(std::make_unique<Communicator>()) {}
+// That a dense model is split over. One that nothing splits yet has groups of one, which cost nothing.
+constexpr Axis kAxes[] = {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp};
+
+// "dp" where there is one group, "dp-3" where there are several.
+RankGroup own_group(const Layout& layout, Axis axis, int64_t rank) {
+  const std::vector<std::vector<int64_t>> all = groups(layout, axis);
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (std::find(all[i].begin(), all[i].end(), rank) == all[i].end()) continue;
+    RankGroup group{to_string(axis), {all[i].begin(), all[i].end()}};
+    if (all.size() > 1) group.name += "-" + std::to_string(i);
+    return group;
+  }
+  TRIREME_CHECK(false, "a rank is in a group of every axis");
+}
+
+}  // namespace
+
+const Layout& runnable(const Layout& layout) {
+  if (const std::vector<std::string> refused = unsupported_splits(layout); !refused.empty()) fail_user(refused.front());
+  return layout;
+}
+
+ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
+  for (const Axis axis : kAxes) groups_[axis] = std::make_shared<Communicator>();
+}
 
 ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
     : layout_(layout), rendezvous_(rendezvous) {
-  if (const std::vector<std::string> refused = unsupported_splits(layout); !refused.empty()) fail_user(refused.front());
   LayoutCheck check;
   check.world = rendezvous.world_size;
   const LayoutReport report = check_layout(layout, check);
@@ -17,10 +45,45 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
     fail_user("rank " + std::to_string(rendezvous.rank) + " is outside the world of " +
               std::to_string(rendezvous.world_size));
   }
+  rendezvous_.layout = layout;
   coordinates_ = trireme::coordinates(layout, rendezvous.rank);
-  if (rendezvous.world_size > 1) store_ = std::make_unique<JobStore>(rendezvous);
-  data_parallel_ =
-      store_ ? std::make_unique<Communicator>(*store_, rendezvous, "dp") : std::make_unique<Communicator>();
+  if (rendezvous.world_size > 1) {
+    store_ = std::make_unique<JobStore>(rendezvous_);
+    attendance_ = std::make_unique<Attendance>(*store_, rendezvous_);
+  }
+  RankGroup everybody{"world", std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
+  std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
+  world_ = make_group(everybody);
+  for (const Axis axis : kAxes) {
+    const Axis twin = axis == Axis::kDpCp && layout.cp == 1 ? Axis::kDp : axis == Axis::kDpCp && layout.dp == 1 ? Axis::kCp : axis;
+    groups_[axis] = twin == axis ? make_group(own_group(layout, axis, rendezvous.rank)) : groups_.at(twin);
+  }
+}
+
+ParallelContext::~ParallelContext() = default;
+
+std::shared_ptr<Communicator> ParallelContext::make_group(const RankGroup& group) {
+  return group.ranks.size() == 1 ? std::make_shared<Communicator>()
+                                 : std::make_shared<Communicator>(*store_, rendezvous_, *attendance_, group);
+}
+
+void ParallelContext::set_phase(const std::string& phase) {
+  phase_ = phase;
+  if (attendance_) attendance_->set_phase(phase);
+}
+
+std::string ParallelContext::phase() const { return phase_; }
+
+void ParallelContext::set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent) {
+  if (attendance_) attendance_->set_on_absent(std::move(on_absent));
+}
+
+void ParallelContext::report_failure(const std::string& what) {
+  if (attendance_) attendance_->report_failure(what);
+}
+
+void ParallelContext::leaving() {
+  if (attendance_) attendance_->leaving();
 }
 
 }  // namespace trireme

@@ -1,39 +1,71 @@
-// ParallelContext: this rank's place in the layout, and the communicator of each axis a model may be split over.
+// ParallelContext: this rank's place in the layout, the group of everybody, and the group of each axis that a model may
+// be split over.
 #pragma once
 
+#include <functional>
+#include <map>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "topology/topology.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
 
+class Attendance;
+
+// The layout, if a model can be split so. Throws Error(kUser) that names the size.
+const Layout& runnable(const Layout& layout);
+
 class ParallelContext final {
  public:
   // One process, no store: tests and the inspection verbs.
   ParallelContext();
-  // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout
-  // splits over anything but data parallel, or does not fit the world.
+  // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout does
+  // not fit the world. What a model can be split over is the caller's to know.
   ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
+  ~ParallelContext();
 
   const Layout& layout() const { return layout_; }
   const Coordinates& coordinates() const { return coordinates_; }
   int rank() const { return rendezvous_.rank; }
   int world_size() const { return rendezvous_.world_size; }
   bool is_main() const { return rendezvous_.rank == 0; }
-  // Gradients and optimizer slices of dense parameters.
-  Communicator& data_parallel() { return *data_parallel_; }
+  std::string name() const { return name_of_rank(layout_, rank()); }  // "rank 37 (tp 1, pp 2, dp 1)"
+
+  // Everybody, for control: stop, barriers, errors, decisions on checkpoints. Numbers and bytes of the host only.
+  Communicator& world() { return *world_; }
+  // The group of the axis that this rank is in. Groups are made at the start, in one order on all ranks.
+  Communicator& group(Axis axis) { return *groups_.at(axis); }
+  // Who holds the same weights and other samples: gradients, optimizer slices, sums over samples.
+  Communicator& data_parallel() { return group(Axis::kDpCp); }
+  Communicator& tensor_parallel() { return group(Axis::kTp); }
+
   // Null with one process.
   JobStore* store() { return store_.get(); }
-  void set_phase(const std::string& phase) { data_parallel_->set_phase(phase); }
-  const std::string& phase() const { return data_parallel_->phase(); }
+  // Shown in errors; the training loop sets it ("generation", "training", ...).
+  void set_phase(const std::string& phase);
+  std::string phase() const;
+  // Called when a collective has failed, with the ranks of the job that have not come, before the error is thrown.
+  void set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent);
+  // This rank leaves with an error of its own, which is none of a collective: the others are told what it was, and
+  // leave at once instead of at their deadline. Waits a moment for them to read it.
+  void report_failure(const std::string& what);
+  // This rank leaves with an error that is the echo of another's failure: its end is no death to the others.
+  void leaving();
 
  private:
+  std::shared_ptr<Communicator> make_group(const RankGroup& group);
+
   Layout layout_;
   RendezvousOptions rendezvous_;
   Coordinates coordinates_;
   std::unique_ptr<JobStore> store_;
-  std::unique_ptr<Communicator> data_parallel_;
+  std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
+  std::shared_ptr<Communicator> world_;
+  std::map<Axis, std::shared_ptr<Communicator>> groups_;  // axes of the same ranks share one
+  std::string phase_ = "start";  // with one process
 };
 
 }  // namespace trireme

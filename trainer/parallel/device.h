@@ -1,4 +1,4 @@
-// The device of a rank.
+// The device of a rank. Builds with CUDA link cuda/device.cpp, the others no_cuda/device.cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,5 +21,9 @@ void synchronize(at::Device device);
 
 // "NVIDIA H200", or "cpu".
 std::string device_name(at::Device device);
+
+// Queues a call on the current stream, made by a thread of the driver's: what is launched behind it waits until it
+// returns. It may use no device. False on CPU, where nothing is queued.
+bool queue_call(at::Device device, void (*call)(void*));
 
 }  // namespace trireme

@@ -376,13 +376,17 @@ void Lifeline::note_death(int rank, const std::string& how, const std::string& p
   if (death.phase.empty()) death.phase = phase;
 }
 
+std::string Lifeline::name_of(int rank) const {
+  return options_.name_of ? options_.name_of(rank) : "rank " + std::to_string(rank);
+}
+
 std::string Lifeline::describe_deaths() const {
   constexpr size_t kShown = 8;
   std::string text;
   size_t shown = 0;
   for (const auto& [rank, death] : deaths_) {
     if (++shown > kShown) break;
-    text += (shown > 1 ? "; rank " : "rank ") + std::to_string(rank) + " has died" +
+    text += (shown > 1 ? "; " : "") + name_of(rank) + " has died" +
             (death.phase.empty() ? "" : " in phase " + death.phase) + ": " + death.how;
   }
   if (deaths_.size() > kShown) text += "; and " + std::to_string(deaths_.size() - kShown) + " more ranks";
@@ -547,7 +551,7 @@ void Lifeline::run() {
     const Milliseconds patience = leaving_ ? options_.leaving_patience : options_.patience;
     if (declared_ && !called && !goodbye_ && options_.on_death && now >= declared_at_ + patience) {
       called = true;
-      const std::string what = "rank " + std::to_string(options_.rank) + " leaves in phase " + phase_ + ": " +
+      const std::string what = name_of(options_.rank) + " leaves in phase " + phase_ + ": " +
                                (explained_ ? *explained_ + "; " : "") + *declared_;
       say_goodbye();
       lock.unlock();

@@ -38,6 +38,7 @@ struct LifelineOptions {
   int rank = 0;
   int world_size = 1;
   int launcher_fd = -1;  // where the launcher writes which of this host's ranks died, and how; -1: nowhere
+  std::function<std::string(int rank)> name_of;  // with its place in the layout; empty: "rank N"
   // From the first sign of a death until all are told of it: the launcher's word comes, and that of other deaths.
   Milliseconds settle{1000};
   // From when this rank has been told until it leaves: the training thread may have met the same and say more. The
@@ -110,6 +111,7 @@ class Lifeline final {
   void ended(Connection& connection, const std::string& how);
   void note_death(int rank, const std::string& how, const std::string& phase);
   void declare(const std::string& sentence);
+  std::string name_of(int rank) const;
   std::string describe_deaths() const;
   void say_goodbye();
   Connection* hub();  // of another rank: its connection to rank 0, while there is one

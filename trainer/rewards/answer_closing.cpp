@@ -231,7 +231,7 @@ std::optional<std::string> closing_formula(std::string_view text) {
   return found->text;
 }
 
-std::optional<std::string> closing_answer(std::string_view text) {
+std::optional<std::string> closing_final_answer(std::string_view text) {
   text = without_farewell(text);
   if (words_outside(text, formulas(text)) < 3) return std::nullopt;
   if (last_formula(text)) return closing_formula(text);

@@ -25,6 +25,6 @@ std::optional<std::string> closing_formula(std::string_view text);
 // The last formula or number of prose, where the words before and after it present it as the result ("... we find that
 // $x < 3$.", "... increases by 100%."). Nothing for "3 or 4", "at least 5", "is not 5", for two that are joined, or for
 // a text of fewer than three words.
-std::optional<std::string> closing_answer(std::string_view text);
+std::optional<std::string> closing_final_answer(std::string_view text);
 
 }  // namespace trireme

@@ -392,6 +392,6 @@ class Comparer final {
 
 }  // namespace
 
-bool same_answer(const Node& gold, const Node& answer) { return Comparer().same(gold, answer); }
+bool same_final_answer(const Node& gold, const Node& final_answer) { return Comparer().same(gold, final_answer); }
 
 }  // namespace trireme

@@ -1,10 +1,10 @@
-// Whether two parsed answers mean the same.
+// Whether two parsed final answers mean the same.
 #pragma once
 
 #include "trainer/rewards/answer_parser.h"
 
 namespace trireme {
 
-bool same_answer(const Node& gold, const Node& answer);
+bool same_final_answer(const Node& gold, const Node& final_answer);
 
 }  // namespace trireme

@@ -184,7 +184,7 @@ std::optional<std::string> announced(std::string_view text) {
   rest = trim(rest);
   while (!rest.empty() && (rest.front() == ':' || rest.front() == '*' || rest.front() == ' ')) rest.remove_prefix(1);
   const std::string_view said = sentence(rest);
-  if (auto closing = closing_answer(said)) return closing;  // "The largest $n$ is 34"
+  if (auto closing = closing_final_answer(said)) return closing;  // "The largest $n$ is 34"
   const std::string_view phrase = trim(only_maths(said));
   if (phrase.empty()) return std::nullopt;
   return std::string(phrase);
@@ -224,7 +224,7 @@ std::optional<std::string> last_right_side(std::string_view text) {
 
 }  // namespace
 
-std::optional<std::string> extract_marked_answer(std::string_view response) {
+std::optional<std::string> extract_marked_final_answer(std::string_view response) {
   const std::string_view text = without_farewell(after_thinking(response));
   const auto box = boxed(text);
   if (box) {
@@ -241,8 +241,8 @@ std::optional<std::string> extract_marked_answer(std::string_view response) {
   return announced(text);
 }
 
-std::optional<std::string> extract_answer(std::string_view response) {
-  const auto found = extract_answers(response);
+std::optional<std::string> extract_final_answer(std::string_view response) {
+  const auto found = extract_final_answers(response);
   if (found.empty()) return std::nullopt;
   // Words alone, unmarked, are compared as a whole but are no answer that was found.
   const std::string& first = found.front();
@@ -250,8 +250,8 @@ std::optional<std::string> extract_answer(std::string_view response) {
   return first;
 }
 
-std::vector<std::string> extract_answers(std::string_view response) {
-  if (auto found = extract_marked_answer(response)) return {*found};
+std::vector<std::string> extract_final_answers(std::string_view response) {
+  if (auto found = extract_marked_final_answer(response)) return {*found};
   const std::string_view text = without_farewell(after_thinking(response));
   std::vector<std::string> found;
   const auto take = [&](std::optional<std::string> one) {

@@ -685,7 +685,7 @@ size_t matching_brace(std::string_view text, size_t open) {
   return std::string_view::npos;
 }
 
-std::optional<std::vector<Token>> lex_answer(std::string_view text, const LexOptions& options) {
+std::optional<std::vector<Token>> lex_final_answer(std::string_view text, const LexOptions& options) {
   Lexer lexer(options);
   if (!lexer.run(without_unicode(text), 0)) return std::nullopt;
   return lexer.take();

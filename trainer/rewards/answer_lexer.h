@@ -47,7 +47,7 @@ struct LexOptions {
 };
 
 // The tokens, ending with kEnd; nothing when the text has a character no answer has, or too many tokens.
-std::optional<std::vector<Token>> lex_answer(std::string_view text, const LexOptions& options);
+std::optional<std::vector<Token>> lex_final_answer(std::string_view text, const LexOptions& options);
 
 // The words of an answer that is words only ("\text{No solution}." -> "no solution"), else nothing.
 std::optional<std::string> plain_words(std::string_view text);

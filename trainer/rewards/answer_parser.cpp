@@ -745,7 +745,7 @@ class Parser final {
 
 }  // namespace
 
-NodePtr parse_answer(std::vector<Token> tokens, bool letter_units) {
+NodePtr parse_final_answer(std::vector<Token> tokens, bool letter_units) {
   return Parser(std::move(tokens), letter_units).run();
 }
 

@@ -54,6 +54,6 @@ using NodePtr = std::unique_ptr<Node>;
 
 // Null when the text is no answer this grammar knows. Depth and size are bounded.
 // letter_units: a single letter directly behind a number is a unit (5m), not a factor.
-NodePtr parse_answer(std::vector<Token> tokens, bool letter_units);
+NodePtr parse_final_answer(std::vector<Token> tokens, bool letter_units);
 
 }  // namespace trireme

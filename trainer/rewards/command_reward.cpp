@@ -3,7 +3,6 @@
 // it died.
 #include <fcntl.h>
 #include <poll.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "trainer/rewards/reward_types.h"
 
@@ -21,31 +21,9 @@ namespace trireme {
 namespace {
 
 constexpr int kMaxDeathsInARow = 3;        // without one answer between them: the program does not work at all
-constexpr size_t kMaxLineBytes = 1 << 20;  // of an answer
+constexpr size_t kMaxLineBytes = 1 << 20;  // of a reply
 constexpr int kPollMs = 50;                // how soon cancel() is seen
 constexpr const char* kTooSlow = "no answer within the time limit";
-
-// Our writes to a dead child must not end us.
-class PipeSignalBlock final {
- public:
-  PipeSignalBlock() {
-    sigemptyset(&pipe_);
-    sigaddset(&pipe_, SIGPIPE);
-    ::pthread_sigmask(SIG_BLOCK, &pipe_, &before_);
-  }
-  ~PipeSignalBlock() {
-    const timespec no_wait{0, 0};
-    while (::sigtimedwait(&pipe_, nullptr, &no_wait) > 0) {
-    }
-    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
-  }
-  PipeSignalBlock(const PipeSignalBlock&) = delete;
-  PipeSignalBlock& operator=(const PipeSignalBlock&) = delete;
-
- private:
-  sigset_t pipe_;
-  sigset_t before_;
-};
 
 class CommandReward final : public Reward {
  public:
@@ -59,7 +37,7 @@ class CommandReward final : public Reward {
   void cancel() noexcept override { cancelled_ = true; }
 
   std::vector<RewardResult> score(const std::vector<RewardRequest>& requests, const Deadline& deadline) override {
-    const PipeSignalBlock block;
+    const SigpipeBlocked blocked;  // our writes to a dead child
     std::vector<RewardResult> results;
     int deaths = 0;
     std::string last_problem;
@@ -99,7 +77,7 @@ class CommandReward final : public Reward {
     pending_.clear();
   }
 
-  // Sends what has no result yet and appends the answers. Returns what went wrong, or nothing when all are answered.
+  // Sends what has no result yet and appends the replies. Returns what went wrong, or nothing when all are answered.
   std::string exchange(const std::vector<RewardRequest>& requests, std::vector<RewardResult>& results,
                        const Deadline& deadline) {
     try {
@@ -111,13 +89,13 @@ class CommandReward final : public Reward {
     std::string input;
     for (size_t k = results.size(); k < requests.size(); ++k) input += request_line(request_json(requests[k])) + "\n";
     size_t written = 0;
-    auto answer_deadline = next_answer_deadline(deadline);
+    auto reply_deadline = next_reply_deadline(deadline);
     while (results.size() < requests.size()) {
       if (cancelled_) return "cancelled";
-      if (answer_deadline.passed()) return kTooSlow;
+      if (reply_deadline.passed()) return kTooSlow;
       pollfd fds[2] = {{child_->stdout_fd(), POLLIN, 0}, {child_->stdin_fd(), POLLOUT, 0}};
       const int count = written < input.size() ? 2 : 1;
-      const int wait_ms = static_cast<int>(std::min<int64_t>(kPollMs, answer_deadline.remaining().count() + 1));
+      const int wait_ms = static_cast<int>(std::min<int64_t>(kPollMs, reply_deadline.remaining().count() + 1));
       const int ready = ::poll(fds, static_cast<nfds_t>(count), wait_ms);
       if (ready < 0 && errno != EINTR) return std::string("poll: ") + std::strerror(errno);
       if (ready <= 0) continue;
@@ -128,9 +106,9 @@ class CommandReward final : public Reward {
         if (got < 0 && errno != EAGAIN && errno != EINTR) return std::string("read: ") + std::strerror(errno);
         if (got > 0) pending_.append(buffer, static_cast<size_t>(got));
         const size_t before = results.size();
-        const std::string problem = take_answers(results, requests.size());
+        const std::string problem = take_replies(results, requests.size());
         if (!problem.empty()) return problem;
-        if (results.size() > before) answer_deadline = next_answer_deadline(deadline);
+        if (results.size() > before) reply_deadline = next_reply_deadline(deadline);
       }
       if (count == 2 && (fds[1].revents & (POLLOUT | POLLERR | POLLHUP)) != 0) {
         const ssize_t put = ::write(child_->stdin_fd(), input.data() + written, input.size() - written);
@@ -142,19 +120,19 @@ class CommandReward final : public Reward {
     return "";
   }
 
-  // A line too many in an earlier group: from then on answers and responses would not match.
+  // A line too many in an earlier group: from then on replies and responses would not match.
   bool spoke_unasked() {
     char byte;
     return !pending_.empty() || ::read(child_->stdout_fd(), &byte, 1) >= 0;
   }
 
-  Deadline next_answer_deadline(const Deadline& whole) const {
+  Deadline next_reply_deadline(const Deadline& whole) const {
     if (answer_timeout_s_ <= 0) return whole;
     const Deadline one = Deadline::after(Milliseconds(static_cast<int64_t>(answer_timeout_s_ * 1000)));
     return one.at() < whole.at() ? one : whole;
   }
 
-  std::string take_answers(std::vector<RewardResult>& results, size_t wanted) {
+  std::string take_replies(std::vector<RewardResult>& results, size_t wanted) {
     size_t from = 0;
     std::string problem;
     while (results.size() < wanted && problem.empty()) {
@@ -162,13 +140,13 @@ class CommandReward final : public Reward {
       if (end == std::string::npos) break;
       const std::string line = pending_.substr(from, end - from);
       from = end + 1;
-      const nlohmann::json answer = nlohmann::json::parse(line, nullptr, false);
-      const bool object = answer.is_object();
-      if (object && answer.contains("reward") && answer["reward"].is_number() &&
-          std::isfinite(answer["reward"].get<double>())) {
-        results.push_back({.reward = answer["reward"].get<double>()});
-      } else if (object && answer.contains("error") && answer["error"].is_string()) {
-        results.push_back(failed_result(command_[0] + ": " + answer["error"].get<std::string>()));
+      const nlohmann::json reply = nlohmann::json::parse(line, nullptr, false);
+      const bool object = reply.is_object();
+      if (object && reply.contains("reward") && reply["reward"].is_number() &&
+          std::isfinite(reply["reward"].get<double>())) {
+        results.push_back({.reward = reply["reward"].get<double>()});
+      } else if (object && reply.contains("error") && reply["error"].is_string()) {
+        results.push_back(failed_result(command_[0] + ": " + reply["error"].get<std::string>()));
         results.back().declined = true;
       } else {
         // After a line we cannot read nobody knows which response the next one answers.

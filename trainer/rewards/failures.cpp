@@ -54,7 +54,7 @@ std::optional<std::string> too_many_failed(const std::vector<RewardCounters>& co
   for (const RewardCounters& one : counted) {
     if (static_cast<double>(one.failed) <= share * static_cast<double>(one.scored)) continue;
     return "reward '" + one.name + "' failed for " + std::to_string(one.failed) + " of " + std::to_string(one.scored) +
-           " answers, more than env.max_failed_share " + format_double(share) + "; the last error: " + one.last_error;
+           " responses, more than env.max_failed_share " + format_double(share) + "; the last error: " + one.last_error;
   }
   return std::nullopt;
 }

@@ -55,7 +55,8 @@ GradeTotals grade_pairs(const std::filesystem::path& file, const RewardOptions& 
                                       {"reward", result.reward},
                                       {"gold", request.gold},
                                       {key, request.response}};
-    if (whole_response && options.type == "math") verdict["extracted"] = extract_answer(request.response).value_or("");
+    if (whole_response && options.type == "math")
+      verdict["extracted"] = extract_final_answer(request.response).value_or("");
     if (result.failed) verdict["error"] = result.error;
     if (row.contains("label")) {
       const bool label = row["label"].get<bool>();

@@ -22,7 +22,7 @@ struct GradeTotals {
 //   {"line": 1, "correct": true, "reward": 1.0, "gold": ..., "answer": ...[, "label": true, "agrees": true][, "error":
 //   ...]}
 // and at the end {"total": {...}}. "answer" is compared as a final answer when the reward is math; a line with
-// "response" instead is taken as a whole response and the answer looked for in it. "label" (bool) is optional.
+// "response" instead is taken as a whole response and the final answer looked for in it. "label" (bool) is optional.
 // Also "prompt" and "extra" for rewards that want them. Throws Error(kData) naming file and line for a malformed line.
 GradeTotals grade_pairs(const std::filesystem::path& file, const RewardOptions& options, std::ostream& out);
 

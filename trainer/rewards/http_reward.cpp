@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/url.h"
 #include "trainer/rewards/http_headers.h"
 #include "trainer/rewards/reward_types.h"
 
@@ -62,18 +63,13 @@ class HttpReward final : public Reward {
         headers_(options.headers, options.environment),
         max_batch_(options.max_batch),
         max_attempts_(options.max_attempts) {
-    const size_t scheme = url_.find("://");
-    const std::string protocol = scheme == std::string::npos ? "" : url_.substr(0, scheme);
-    const size_t path = scheme == std::string::npos ? scheme : options.url.find_first_of("/?", scheme + 3);
-    origin_ = options.url.substr(0, path);
-    path_ = path == std::string::npos ? "/" : options.url.substr(path);
-    if (path_.front() == '?') path_.insert(0, "/");
-    if (origin_.find('@') != std::string::npos)
+    const Url url = split_url(options.url);
+    origin_ = url.origin();
+    path_ = url.path.empty() || url.path.front() == '?' ? "/" + url.path : url.path;
+    if (url.names_user())
       fail_user("reward '" + name_ + "': url must not hold a user or password; send them in a header");
-    if ((protocol != "http" && protocol != "https") || origin_.size() <= scheme + 3) {
-      fail_user("reward '" + name_ + "': url '" + url_ + "' is not http(s)://host[:port]/path");
-    }
-    if (!ca_file_.empty() && (protocol != "https" || !std::ifstream(ca_file_)))
+    if (!url.is_http()) fail_user("reward '" + name_ + "': url '" + url_ + "' is not http(s)://host[:port]/path");
+    if (!ca_file_.empty() && (url.scheme != "https" || !std::ifstream(ca_file_)))
       fail_user("reward '" + name_ + "': ca_file " + ca_file_ + " needs an https url and must be readable");
     if (max_batch_ < 1 || max_attempts_ < 1)
       fail_user("reward '" + name_ + "': max_batch and max_attempts must be at least 1");

@@ -14,7 +14,7 @@
 namespace trireme {
 namespace {
 
-constexpr size_t kMaxAnswerBytes = 4096;  // longer answers are right only when they are the same text
+constexpr size_t kMaxFinalAnswerBytes = 4096;  // longer answers are right only when they are the same text
 
 // What may mark the answer inside a text given as gold or as an answer.
 constexpr std::array<std::string_view, 6> kMarks = {"\\boxed",   "\\fbox",        "####",
@@ -75,9 +75,9 @@ struct Reading {
 std::vector<Reading> readings(std::string_view text) {
   std::vector<Reading> all;
   const auto read = [&](bool grouped, bool letter_units) {
-    auto tokens = lex_answer(text, {grouped});
+    auto tokens = lex_final_answer(text, {grouped});
     if (!tokens) return;
-    NodePtr node = parse_answer(std::move(*tokens), letter_units);
+    NodePtr node = parse_final_answer(std::move(*tokens), letter_units);
     if (node) all.push_back({std::move(node), letter_units});
   };
   read(true, false);
@@ -115,7 +115,7 @@ std::string loose_text(std::string_view text) {
 
 // The only number in a phrase ("there are 5 apples left"), with its sign; nothing for two numbers or "at least 5".
 std::string only_number(std::string_view text) {
-  const auto tokens = lex_answer(text, {});
+  const auto tokens = lex_final_answer(text, {});
   if (!tokens) return "";
   std::string found;
   std::string before;
@@ -141,19 +141,19 @@ std::string only_number(std::string_view text) {
 }
 
 // Gold is a choice letter: "C" in "(C) 12", "C. twelve", "C: 12".
-bool same_choice(std::string_view gold, std::string_view answer) {
+bool same_choice(std::string_view gold, std::string_view final_answer) {
   if (gold.size() == 3 && gold.front() == '(' && gold.back() == ')') gold = gold.substr(1, 1);
-  if (gold.size() != 1 || gold[0] < 'A' || gold[0] > 'J' || answer.size() < 2) return false;
-  const bool open = answer.front() == '(';
+  if (gold.size() != 1 || gold[0] < 'A' || gold[0] > 'J' || final_answer.size() < 2) return false;
+  const bool open = final_answer.front() == '(';
   const size_t at = open ? 1 : 0;
-  if (at + 1 >= answer.size() || answer[at] != gold[0]) return false;
-  const char after = answer[at + 1];
+  if (at + 1 >= final_answer.size() || final_answer[at] != gold[0]) return false;
+  const char after = final_answer[at + 1];
   return after == ')' || (!open && (after == '.' || after == ':'));
 }
 
 // "3,75" as 3.75 where the other side is written with a point and no comma. Not for 1,234, which groups its digits, nor
 // inside brackets, where a comma parts coordinates. An answer of "3,14" may be the list it looks like, so there the
-// part before the comma must be 0 or have four digits at least ("1000,99"); a reference that is a list has no such
+// part before the comma must be 0 or have four digits at least ("1000,99"); a gold that is a list has no such
 // answer.
 std::optional<std::string> with_decimal_point(std::string_view text, std::string_view other, bool is_gold) {
   const auto digit = [](char c) { return c >= '0' && c <= '9'; };
@@ -175,56 +175,56 @@ std::optional<std::string> with_decimal_point(std::string_view text, std::string
   return point;
 }
 
-bool same_text(std::string_view gold, std::string_view answer) {
+bool same_text(std::string_view gold, std::string_view final_answer) {
   gold = bare(gold);
-  answer = bare(answer);
-  if (gold.empty() || answer.empty()) return false;
-  if (gold == answer || same_choice(gold, answer)) return true;
-  if (gold.size() > kMaxAnswerBytes || answer.size() > kMaxAnswerBytes) return false;
-  const auto gold_words = plain_words(gold), answer_words = plain_words(answer);
-  if (gold_words && answer_words) return *gold_words == *answer_words;
-  if (gold_words || answer_words) {
-    const auto value = number_word(gold_words ? *gold_words : *answer_words);
+  final_answer = bare(final_answer);
+  if (gold.empty() || final_answer.empty()) return false;
+  if (gold == final_answer || same_choice(gold, final_answer)) return true;
+  if (gold.size() > kMaxFinalAnswerBytes || final_answer.size() > kMaxFinalAnswerBytes) return false;
+  const auto gold_words = plain_words(gold), final_words = plain_words(final_answer);
+  if (gold_words && final_words) return *gold_words == *final_words;
+  if (gold_words || final_words) {
+    const auto value = number_word(gold_words ? *gold_words : *final_words);
     if (value)
-      return same_text(gold_words ? std::to_string(*value) : gold, answer_words ? std::to_string(*value) : answer);
+      return same_text(gold_words ? std::to_string(*value) : gold, final_words ? std::to_string(*value) : final_answer);
   }
-  const std::vector<Reading> golds = readings(gold), answers = readings(answer);
+  const std::vector<Reading> golds = readings(gold), final_answers = readings(final_answer);
   for (const Reading& g : golds) {
-    for (const Reading& a : answers) {
+    for (const Reading& a : final_answers) {
       // A bare letter is taken for a unit only where the other side has the unit in plain view.
       if (g.letter_unit && !a.letter_unit && a.node->unit.empty()) continue;
       if (a.letter_unit && !g.letter_unit && g.node->unit.empty()) continue;
-      if (same_answer(*g.node, *a.node)) return true;
+      if (same_final_answer(*g.node, *a.node)) return true;
     }
   }
-  if (answers.empty()) {
-    const std::string number = only_number(answer);
-    if (!number.empty() && number != answer && !golds.empty()) {
-      auto tokens = lex_answer(number, {});
-      const NodePtr node = tokens ? parse_answer(std::move(*tokens), false) : nullptr;
-      if (node && same_answer(*golds[0].node, *node)) return true;
+  if (final_answers.empty()) {
+    const std::string number = only_number(final_answer);
+    if (!number.empty() && number != final_answer && !golds.empty()) {
+      auto tokens = lex_final_answer(number, {});
+      const NodePtr node = tokens ? parse_final_answer(std::move(*tokens), false) : nullptr;
+      if (node && same_final_answer(*golds[0].node, *node)) return true;
     }
   }
-  if ((golds.empty() || answers.empty()) && loose_text(gold) == loose_text(answer)) return true;
-  if (const auto point = with_decimal_point(gold, answer, true)) return same_text(*point, answer);
-  if (const auto point = with_decimal_point(answer, gold, false)) return same_text(gold, *point);
+  if ((golds.empty() || final_answers.empty()) && loose_text(gold) == loose_text(final_answer)) return true;
+  if (const auto point = with_decimal_point(gold, final_answer, true)) return same_text(*point, final_answer);
+  if (const auto point = with_decimal_point(final_answer, gold, false)) return same_text(gold, *point);
   return false;
 }
 
 }  // namespace
 
-bool math_equal(std::string_view gold_text, std::string_view answer_text) {
-  const std::string gold = once_escaped(gold_text), answer = once_escaped(answer_text);
+bool math_equal(std::string_view gold_text, std::string_view final_answer_text) {
+  const std::string gold = once_escaped(gold_text), final_answer = once_escaped(final_answer_text);
   const auto unmarked = [](std::string_view text) {
     const bool marked = std::any_of(kMarks.begin(), kMarks.end(),
                                     [&](std::string_view mark) { return text.find(mark) != std::string_view::npos; });
-    auto inside = marked ? extract_marked_answer(text) : std::nullopt;
+    auto inside = marked ? extract_marked_final_answer(text) : std::nullopt;
     return inside ? once_escaped(*inside) : std::string(text);
   };
-  const std::string reference = unmarked(gold), said = unmarked(answer);
-  if (same_text(reference, said)) return true;
-  const auto closing = closing_answer(said);
-  return closing && same_text(reference, *closing);
+  const std::string right = unmarked(gold), said = unmarked(final_answer);
+  if (same_text(right, said)) return true;
+  const auto closing = closing_final_answer(said);
+  return closing && same_text(right, *closing);
 }
 
 }  // namespace trireme

@@ -24,9 +24,9 @@ class MathReward final : public Reward {
         results.push_back(failed_result("no time left"));
         continue;
       }
-      const auto answers = extract_answers(request.response);
-      const bool right = std::any_of(answers.begin(), answers.end(),
-                                     [&](const std::string& answer) { return math_equal(request.gold, answer); });
+      const auto final_answers = extract_final_answers(request.response);
+      const bool right = std::any_of(final_answers.begin(), final_answers.end(),
+                                     [&](const std::string& found) { return math_equal(request.gold, found); });
       results.push_back({.reward = right ? 1.0 : 0.0});
     }
     return results;

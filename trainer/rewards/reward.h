@@ -15,7 +15,7 @@ namespace trireme {
 struct RewardRequest {
   std::string prompt;
   std::string response;
-  std::string gold;        // the reference answer of the data set; may be a whole solution ("... #### 72")
+  std::string gold;        // what the data set says is right; may be a whole solution ("... #### 72")
   nlohmann::json extra;    // the other columns of the data row, handed through to command and http rewards
   bool truncated = false;  // the response ended at the length limit
 };

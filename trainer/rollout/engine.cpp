@@ -13,11 +13,10 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/ops/cuda_ops.h"
+#include "trainer/rollout/cache_size.h"
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
-#ifdef TRIREME_CUDA
-#include "trainer/ops/cuda/attention/attention.h"
-#endif
 
 namespace trireme {
 
@@ -87,12 +86,11 @@ struct Engine::Impl {
   struct LiveSample {
     Group* group = nullptr;
     int64_t index = 0;    // in the group
-    int64_t unseen = -1;  // its entry of `unseen_`, or -1
+    int64_t unseen = -1;  // its entry of `unseen`, or -1
     bool finished = false;
+    GeneratedSample& result() const { return group->result.samples[index]; }
   };
-  // Outputs of a step whose tokens nobody has looked at yet; empty: none.
-  using Outputs = std::vector<Output>;
-
+  using Outputs = std::vector<Output>;                  // of one step
   using Complete = std::pair<int64_t, GeneratedGroup>;  // with its first sequence id: the order of submission
 
   Impl(const Model& m, const Tokenizer* t, const EngineOptions& o, const SamplingOptions& s)
@@ -131,17 +129,20 @@ struct Engine::Impl {
   void allocate();
   void restore();
   void use_rows(int64_t rows);
-#ifdef TRIREME_CUDA
   void allocate_measured();
   int64_t rows_that_fit();
-#endif
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   std::vector<Complete> step(const Engine& engine);
-  void start_step();
-  void look_at(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete);
-  bool stops(const Group& group, const GeneratedSample& sample) const;
+  std::optional<Outputs> launch();
+  void process(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete);
+  void fill_request();
   int64_t token(const LiveSample& sample, int64_t position) const;
+  void expect_unseen();
+  std::optional<FinishReason> ended(const LiveSample& sample) const;
+  bool stops(const Group& group, const GeneratedSample& sample) const;
+  void finish(const Engine& engine, int64_t sequence, FinishReason reason, std::vector<Complete>& complete);
+  void forget_finished();
   LiveSample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
 
   const Model& model;
@@ -154,8 +155,8 @@ struct Engine::Impl {
   std::map<int64_t, std::unique_ptr<Group>> groups;  // by their first sequence id
   std::deque<LiveSample> samples;                    // of sequence ids first_sequence, first_sequence + 1, ...
   int64_t first_sequence = 0;
-  Outputs unseen;             // with late_stops, the last step's
-  int64_t steps_pending = 0;  // started in the runner and not taken
+  // With late_stops, of the step that was launched last: its tokens are still the runner's.
+  std::optional<Outputs> unseen;
   int64_t measured_rows = 0;  // of the cache, where the engine found its size itself; else 0
   int64_t step_bytes = 0;     // then: what steps want of LibTorch's allocator
   EngineStats stats;
@@ -200,9 +201,7 @@ std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) co
 }
 
 std::unique_ptr<StepRunner> Engine::Impl::make_runner(KvArena& over) const {
-#ifdef TRIREME_CUDA
   if (on_cuda()) return make_device_runner(model, over, options.max_sequences, options.partition);
-#endif
   return make_host_runner(model, over);
 }
 
@@ -212,13 +211,10 @@ void Engine::Impl::use_rows(int64_t rows) {
 }
 
 void Engine::Impl::allocate() {
-#ifdef TRIREME_CUDA
   if (on_cuda() && options.cache_rows == 0) return allocate_measured();
-#endif
   int64_t rows = options.cache_rows;
   if (rows == 0) {
-    const double bytes = static_cast<double>(available_memory_bytes()) * options.cache_memory_fraction;
-    rows = std::clamp<int64_t>(static_cast<int64_t>(bytes) / row_bytes(), 1, most_rows());
+    rows = host_cache_rows(available_memory_bytes(), options.cache_memory_fraction, {row_bytes(), most_rows()});
   }
   auto made = make_arena(rows, rows);
   runner = make_runner(*made);
@@ -228,21 +224,14 @@ void Engine::Impl::allocate() {
 
 void Engine::Impl::restore() {
   int64_t rows = scheduler->options().cache_rows;
-#ifdef TRIREME_CUDA
   if (on_cuda())
     log_debug("rollout", "the cache takes its memory again: " + to_string(device_memory(model.options().device)));
   if (measured_rows > 0) rows = rows_that_fit();
-#endif
   arena->restore(rows + (on_cuda() ? kDeviceScratchRows : 0));
   use_rows(rows);
 }
 
-#ifdef TRIREME_CUDA
 namespace {
-
-// Left for what the driver takes later: code of kernels that are launched first, graphs of other ways to sample, and
-// the last granule of each layer's keys and values.
-constexpr int64_t kDriverBytes = int64_t{1} << 30;
 
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
 
@@ -255,9 +244,8 @@ void Engine::Impl::allocate_measured() {
   Stopwatch watch;
   empty_device_cache(device);
   const int64_t row_elements = model.config().num_kv_heads * model.config().head_dim;
-  const int64_t most = std::clamp<int64_t>(
-      std::min(device_memory(device).total / row_bytes(), cuda::kAddressable / row_elements - 1 - kDeviceScratchRows),
-      1, most_rows());
+  const int64_t reachable = cuda::kAddressable / row_elements - 1 - kDeviceScratchRows;
+  const int64_t most = mapped_cache_rows(device_memory(device).total, reachable, {row_bytes(), most_rows()});
   const int64_t widest = std::min(most, options.prefill_chunk_tokens + options.max_sequences);
   auto made = make_arena(widest, most);
   auto steps = make_runner(*made);
@@ -267,9 +255,7 @@ void Engine::Impl::allocate_measured() {
   const DeviceMemory memory = device_memory(device);
   made->release();
   const int64_t left = device_memory(device).free;
-  const int64_t bytes =
-      std::min(static_cast<int64_t>(static_cast<double>(left) * options.cache_memory_fraction), left - kDriverBytes);
-  const int64_t rows = std::clamp<int64_t>(bytes / row_bytes(), 1, most);
+  const int64_t rows = device_cache_rows(left, options.cache_memory_fraction, {row_bytes(), most});
   made->restore(rows + kDeviceScratchRows);
   log_info("rollout", "the largest step keeps " + gibibytes(memory.cached) + " and " + gibibytes(left) +
                           " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) + " rows, " +
@@ -284,15 +270,12 @@ void Engine::Impl::allocate_measured() {
 // As many as before, or what others have left.
 int64_t Engine::Impl::rows_that_fit() {
   const at::Device device = model.options().device;
-  // What kDriverBytes are for may have been taken by now.
-  const auto fit = [&](int64_t bytes) {
-    return std::clamp<int64_t>((bytes - kDriverBytes / 2) / row_bytes(), 1, measured_rows);
-  };
-  if (fit(device_memory(device).free) == measured_rows) return measured_rows;
+  const CacheLimits limits{row_bytes(), measured_rows};
+  if (returning_cache_rows(device_memory(device).free, 0, limits) == measured_rows) return measured_rows;
   empty_device_cache(device);
   const DeviceMemory memory = device_memory(device);
   // What steps had of the allocator's went with it, but for the graphs' part.
-  const int64_t rows = fit(memory.free - std::max<int64_t>(0, step_bytes - memory.cached));
+  const int64_t rows = returning_cache_rows(memory.free, std::max<int64_t>(0, step_bytes - memory.cached), limits);
   if (rows < measured_rows && rows != scheduler->options().cache_rows) {
     log_warn("rollout", "only " + gibibytes(memory.free) + " of the GPU's memory are free: the cache has " +
                             std::to_string(rows) + " rows instead of " + std::to_string(measured_rows) +
@@ -300,7 +283,6 @@ int64_t Engine::Impl::rows_that_fit() {
   }
   return rows;
 }
-#endif
 
 void Engine::Impl::submit(GroupRequest request) {
   if (arena == nullptr) {
@@ -333,56 +315,70 @@ void Engine::Impl::submit(GroupRequest request) {
   groups.emplace(first, std::move(group));
 }
 
-// Token `position` of the sample as StepRequest::tokens has it.
-int64_t Engine::Impl::token(const LiveSample& sample, int64_t position) const {
-  const Group& group = *sample.group;
-  const auto prompt = static_cast<int64_t>(group.request.prompt.size());
-  if (position < prompt) return group.request.prompt[position];
-  const std::vector<int32_t>& tokens = group.result.samples[sample.index].response;
-  const int64_t i = position - prompt;
-  if (i < static_cast<int64_t>(tokens.size())) return tokens[i];
-  TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()),
-                "a step reads a token before it is sampled");
-  return -(sample.unseen + 1);
-}
-
+// One turn of the loop, behind submit(): plan, launch, and last the tokens of the step before, so that a device has its
+// next step while the host looks at them. Without late_stops they are this step's.
 std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
   const at::NoGradGuard no_grad;
+  const Stopwatch watch;
   std::vector<Complete> complete;
-  Stopwatch watch;
   scheduler->plan(plan);
-  Outputs started;
-  bool any = false;
-  if (!plan.empty()) {
-    start_step();
-    started = plan.outputs;
-    any = true;
-    scheduler->commit(plan);
-    ++stats.steps;
-    stats.peak_cache_rows = std::max(stats.peak_cache_rows, plan.cache_rows);
-    stats.prefill_tokens += plan.prefill_tokens;
-    stats.decode_tokens += plan.decode_tokens;
-    stats.preemptions += static_cast<int64_t>(plan.preempted.size());
-    stats.sequence_steps += static_cast<int64_t>(plan.segments.size());
-  }
+  std::optional<Outputs> launched = launch();
   if (options.late_stops) {
-    if (steps_pending > 0) look_at(engine, unseen, complete);
-    unseen = std::move(started);
-    steps_pending = any ? 1 : 0;
-    for (size_t i = 0; i < unseen.size(); ++i) {
-      const int64_t sequence = unseen[i].sequence;
-      if (sequence >= first_sequence) at(sequence).unseen = static_cast<int64_t>(i);
-    }
-  } else if (any) {
-    look_at(engine, started, complete);
+    if (unseen) process(engine, *unseen, complete);
+    unseen = std::move(launched);
+    expect_unseen();
+  } else if (launched) {
+    process(engine, *launched, complete);
   }
   stats.seconds += watch.seconds();
   return complete;
 }
 
-// Everything the runner needs of the plan's step.
-void Engine::Impl::start_step() {
+// Starts the planned step. Nothing where there is nothing to do.
+std::optional<Engine::Impl::Outputs> Engine::Impl::launch() {
+  if (plan.empty()) return std::nullopt;
   Stopwatch watch;
+  fill_request();
+  stats.host_seconds += watch.lap();
+  runner->start(request);
+  stats.forward_seconds += watch.lap();
+  scheduler->commit(plan);
+  ++stats.steps;
+  stats.peak_cache_rows = std::max(stats.peak_cache_rows, plan.cache_rows);
+  stats.prefill_tokens += plan.prefill_tokens;
+  stats.decode_tokens += plan.decode_tokens;
+  stats.preemptions += static_cast<int64_t>(plan.preempted.size());
+  stats.sequence_steps += static_cast<int64_t>(plan.segments.size());
+  for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
+    for (const RowCopy& copy : *list) stats.copied_rows += copy.rows;
+  }
+  return plan.outputs;
+}
+
+// Takes the tokens of the oldest step, whose outputs these are.
+void Engine::Impl::process(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete) {
+  Stopwatch watch;
+  const SampleResult sampled = runner->take();
+  stats.waiting_seconds += watch.lap();
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const int64_t sequence = outputs[i].sequence;
+    if (sequence < first_sequence || at(sequence).finished) {
+      ++stats.surplus_tokens;
+      continue;
+    }
+    LiveSample& sample = at(sequence);
+    sample.unseen = -1;
+    sample.result().response.push_back(static_cast<int32_t>(sampled.ids[i]));
+    sample.result().logprobs.push_back(sampled.logprobs[i]);
+    ++stats.sampled_tokens;
+    if (const std::optional<FinishReason> reason = ended(sample)) finish(engine, sequence, *reason, complete);
+  }
+  forget_finished();
+  stats.host_seconds += watch.lap();
+}
+
+// Everything the runner needs of the plan's step.
+void Engine::Impl::fill_request() {
   request.plan = &plan;
   request.tokens.clear();
   request.rows.clear();
@@ -401,53 +397,40 @@ void Engine::Impl::start_step() {
     row.greedy = group.sampling->greedy;
     request.rows.push_back(row);
   }
-  for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
-    for (const RowCopy& copy : *list) stats.copied_rows += copy.rows;
-  }
-  stats.host_seconds += watch.lap();
-  runner->start(request);
-  stats.forward_seconds += watch.lap();
 }
 
-// Takes the results of the oldest step, whose outputs these are.
-void Engine::Impl::look_at(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete) {
-  Stopwatch watch;
-  const SampleResult result_of_step = runner->take();
-  stats.waiting_seconds += watch.lap();
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const int64_t sequence = outputs[i].sequence;
-    if (sequence < first_sequence || at(sequence).finished) {
-      ++stats.surplus_tokens;
-      continue;
-    }
-    LiveSample& sample = at(sequence);
-    Group& group = *sample.group;
-    GeneratedSample& result = group.result.samples[sample.index];
-    sample.unseen = -1;
-    result.response.push_back(static_cast<int32_t>(result_of_step.ids[i]));
-    result.logprobs.push_back(result_of_step.logprobs[i]);
-    ++stats.sampled_tokens;
-    const auto made = static_cast<int64_t>(result.response.size());
-    const std::vector<int64_t>& forced = group.request.forced_lengths;
-    const bool stopped = forced.empty()
-                             ? stops(group, result)
-                             : !group.request.ends_known && made == forced[static_cast<size_t>(sample.index)];
-    if (!stopped && made < group.limits[sample.index]) continue;
-    result.finish = stopped ? FinishReason::kStop : FinishReason::kLength;
-    sample.finished = true;
-    if (stopped) scheduler->stop(sequence);
-    if (engine.on_sample) engine.on_sample(group.request, sample.index, result);
-    if (--group.unfinished > 0) continue;
-    const auto entry = groups.find(sequence - sample.index);
-    group.result.prompt = std::move(group.request.prompt);
-    complete.emplace_back(entry->first, std::move(group.result));
-    groups.erase(entry);
+// Token `position` of the sample as StepRequest::tokens has it.
+int64_t Engine::Impl::token(const LiveSample& sample, int64_t position) const {
+  const Group& group = *sample.group;
+  const auto prompt = static_cast<int64_t>(group.request.prompt.size());
+  if (position < prompt) return group.request.prompt[position];
+  const std::vector<int32_t>& tokens = sample.result().response;
+  const int64_t i = position - prompt;
+  if (i < static_cast<int64_t>(tokens.size())) return tokens[i];
+  TRIREME_CHECK(sample.unseen >= 0 && i == static_cast<int64_t>(tokens.size()),
+                "a step reads a token before it is sampled");
+  return -(sample.unseen + 1);
+}
+
+// The next step may read these tokens, which the host does not know yet.
+void Engine::Impl::expect_unseen() {
+  if (!unseen) return;
+  for (size_t i = 0; i < unseen->size(); ++i) {
+    const int64_t sequence = (*unseen)[i].sequence;
+    if (sequence >= first_sequence) at(sequence).unseen = static_cast<int64_t>(i);
   }
-  while (!samples.empty() && samples.front().finished) {
-    samples.pop_front();
-    ++first_sequence;
-  }
-  stats.host_seconds += watch.lap();
+}
+
+// Whether its last token ended it.
+std::optional<FinishReason> Engine::Impl::ended(const LiveSample& sample) const {
+  const Group& group = *sample.group;
+  const auto made = static_cast<int64_t>(sample.result().response.size());
+  const std::vector<int64_t>& forced = group.request.forced_lengths;
+  const bool stopped = forced.empty() ? stops(group, sample.result())
+                                      : !group.request.ends_known && made == forced[static_cast<size_t>(sample.index)];
+  if (stopped) return FinishReason::kStop;
+  if (made < group.limits[sample.index]) return std::nullopt;
+  return FinishReason::kLength;
 }
 
 bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) const {
@@ -460,6 +443,29 @@ bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) cons
       tokenizer->decode(sample.response.data() + sample.response.size() - count, count, /*skip_special=*/false);
   return std::any_of(s.stop_strings.begin(), s.stop_strings.end(),
                      [&tail](const std::string& text) { return tail.find(text) != std::string::npos; });
+}
+
+// The last one completes its group.
+void Engine::Impl::finish(const Engine& engine, int64_t sequence, FinishReason reason,
+                          std::vector<Complete>& complete) {
+  LiveSample& sample = at(sequence);
+  Group& group = *sample.group;
+  sample.result().finish = reason;
+  sample.finished = true;
+  if (reason == FinishReason::kStop) scheduler->stop(sequence);
+  if (engine.on_sample) engine.on_sample(group.request, sample.index, sample.result());
+  if (--group.unfinished > 0) return;
+  const auto entry = groups.find(sequence - sample.index);
+  group.result.prompt = std::move(group.request.prompt);
+  complete.emplace_back(entry->first, std::move(group.result));
+  groups.erase(entry);
+}
+
+void Engine::Impl::forget_finished() {
+  while (!samples.empty() && samples.front().finished) {
+    samples.pop_front();
+    ++first_sequence;
+  }
 }
 
 Engine::Engine(const Model& model, const Tokenizer* tokenizer, const EngineOptions& options,
@@ -507,16 +513,13 @@ void Engine::release_cache() {
   TRIREME_CHECK(idle(), "the rollout cache was released while samples are unfinished");
   impl_->scheduler->drop_cache();
   // A step whose tokens nobody needs may still be under way.
-  if (impl_->steps_pending > 0) (void)impl_->runner->take();
-  impl_->unseen.clear();
-  impl_->steps_pending = 0;
+  if (impl_->unseen) (void)impl_->runner->take();
+  impl_->unseen.reset();
   if (impl_->arena != nullptr) impl_->arena->release();
   impl_->stats.cache_rows = 0;
-#ifdef TRIREME_CUDA
   if (impl_->on_cuda())
     log_debug("rollout",
               "the cache has given its memory back: " + to_string(device_memory(impl_->model.options().device)));
-#endif
 }
 
 const EngineOptions& Engine::options() const { return impl_->options; }

@@ -22,7 +22,7 @@ struct SamplingOptions {
   bool greedy = false;                    // the most likely token; log-probs are those of the distribution above
   int64_t max_new_tokens = 0;             // <= 0: up to the engine's max_total_length
   std::vector<int32_t> stop_ids;          // the sample ends with one of these, which it keeps
-  std::vector<std::string> stop_strings;  // in the answer's text; the tokens up to its end are kept
+  std::vector<std::string> stop_strings;  // in the response's text; the tokens up to its end are kept
   uint64_t seed = 0;
 
   // What the loss must compute to get the engine's log-probs.
@@ -36,7 +36,7 @@ struct EngineOptions {
   double cache_memory_fraction = 0.6;
   int64_t max_sequences = 256;          // decoded at once
   int64_t prefill_chunk_tokens = 2048;  // prompt tokens in one step
-  int64_t max_total_length = 0;         // prompt and answer; 0: ModelConfig::positions()
+  int64_t max_total_length = 0;         // prompt and response; 0: ModelConfig::positions()
   int64_t headroom_rows = 64;           // see SchedulerOptions
   double grow_factor = 1.5;
   // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is

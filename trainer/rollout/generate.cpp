@@ -92,7 +92,7 @@ class LineSource final : public RunSource {
   std::vector<SampleRun> take(int64_t room) override {
     std::vector<SampleRun> runs;
     std::string line;
-    // Answers wait for those of earlier prompts, which bounds how far ahead prompts are taken.
+    // Responses wait for those of earlier prompts, which bounds how far ahead prompts are taken.
     while (room > 0 && (read_ - written) * options_.samples < 2 * places_ + options_.samples && lines_.next(line)) {
       ++line_number_;
       if (trim(line).empty()) continue;
@@ -114,10 +114,10 @@ class LineSource final : public RunSource {
 
   const std::vector<int32_t>& prompt(int64_t group) const { return pending_.at(group).ids; }
   std::string place(int64_t group) const { return at_line(pending_.at(group).line); }
-  // The text of a prompt that has its answers.
+  // The text of a prompt that has its responses.
   std::string forget(int64_t group) { return std::move(pending_.extract(group).mapped().text); }
 
-  int64_t written = 0;  // prompts whose answers are written
+  int64_t written = 0;  // prompts whose responses are written
 
  private:
   struct Pending {
@@ -137,19 +137,19 @@ class LineSource final : public RunSource {
 };
 
 // Writes groups in their order; complete ones wait for the earlier ones.
-class Answers final {
+class Responses final {
  public:
-  Answers(const Tokenizer& tokenizer, const GenerateOptions& options, std::ostream& output)
+  Responses(const Tokenizer& tokenizer, const GenerateOptions& options, std::ostream& output)
       : tokenizer_(tokenizer), options_(options), output_(output) {}
 
-  void add(int64_t group, std::string prompt, GeneratedGroup answers) {
-    complete_.emplace(group, std::pair(std::move(prompt), std::move(answers)));
+  void add(int64_t group, std::string prompt, GeneratedGroup responses) {
+    complete_.emplace(group, std::pair(std::move(prompt), std::move(responses)));
     while (!complete_.empty() && complete_.begin()->first == written_groups_) {
       write(complete_.begin()->second.first, complete_.begin()->second.second);
       complete_.erase(complete_.begin());
       ++written_groups_;
     }
-    if (!output_) fail_io("generate: cannot write the answers (disk full?)");
+    if (!output_) fail_io("generate: cannot write the responses (disk full?)");
   }
   int64_t written_groups() const { return written_groups_; }
   int64_t written() const { return written_; }  // lines
@@ -214,7 +214,7 @@ int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const Eng
   }
   Engine engine(model, &tokenizer, settings, sampling);
   LineSource source(lines, tokenizer, options, model.config().vocab_size, settings.max_sequences, input_name);
-  Answers answers(tokenizer, options, output);
+  Responses responses(tokenizer, options, output);
   DriverHooks hooks;
   hooks.request = [&](const SampleRun& run) {
     GroupRequest request;
@@ -224,13 +224,13 @@ int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const Eng
   };
   hooks.origin = [&](const SampleRun& run) { return source.place(run.group); };
   hooks.complete = [&](const SampleRun& run, GeneratedGroup group) {
-    answers.add(run.group, source.forget(run.group), std::move(group));
-    source.written = answers.written_groups();
+    responses.add(run.group, source.forget(run.group), std::move(group));
+    source.written = responses.written_groups();
   };
   drive_rollout(engine, source, hooks);
   output.flush();
-  if (!output) fail_io("generate: cannot write the answers (disk full?)");
-  return answers.written();
+  if (!output) fail_io("generate: cannot write the responses (disk full?)");
+  return responses.written();
 }
 
 }  // namespace trireme

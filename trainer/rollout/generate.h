@@ -1,4 +1,4 @@
-// generate_jsonl: the `trireme generate` verb. JSON lines of prompts in, JSON lines of answers out.
+// generate_jsonl: the `trireme generate` verb. JSON lines of prompts in, JSON lines of responses out.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace trireme {
 
 struct GenerateOptions {
-  int64_t samples = 1;      // answers for each prompt
+  int64_t samples = 1;      // responses for each prompt
   bool chat = false;        // a plain "prompt" becomes the user message of the chat template
   bool logprobs = true;     // write them
   bool add_special = true;  // what the tokenizer puts around plain text (a begin token), unless the line says

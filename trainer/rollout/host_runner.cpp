@@ -24,10 +24,10 @@ class HostRunner final : public StepRunner {
       TRIREME_CHECK(token >= 0 || static_cast<size_t>(-token) <= previous_.size(), "a token of no step");
       *ids++ = token >= 0 ? token : previous_[static_cast<size_t>(-token - 1)];
     }
-    batch_.plan.rows.clear();
+    batch_.plan.host_runs.clear();
     for (const Segment& segment : plan.segments) {
       for (int64_t i = 0; i < segment.count; ++i) *positions++ = segment.past + i;
-      batch_.plan.rows.push_back({segment.start, segment.past, segment.count});
+      batch_.plan.host_runs.push_back({segment.start, segment.past, segment.count});
     }
     batch_.ids = input.select(0, 0);
     batch_.positions = input.select(0, 1);

@@ -133,7 +133,7 @@ RolloutLengths synthetic_lengths(const std::string& description) {
   }
   lengths.outputs = clipped(high);
   if (static_cast<double>(lengths.output_tokens()) - wanted > static_cast<double>(samples) / 2) {
-    fail_user("lengths '" + description + "': " + std::to_string(samples) + " answers with a longest of " +
+    fail_user("lengths '" + description + "': " + std::to_string(samples) + " responses with a longest of " +
               std::to_string(max) + " tokens cannot have the mean " + std::to_string(mean));
   }
   return lengths;

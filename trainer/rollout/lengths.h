@@ -11,28 +11,28 @@ namespace trireme {
 struct RolloutLengths {
   std::string name;              // the file's name or the synthetic description
   std::vector<int64_t> prompts;  // tokens of each prompt
-  std::vector<int64_t> outputs;  // tokens of each answer; answer i belongs to prompt i / samples_per_prompt()
+  std::vector<int64_t> outputs;  // tokens of each response; response i belongs to prompt i / samples_per_prompt()
 
   int64_t samples() const { return static_cast<int64_t>(outputs.size()); }
   int64_t samples_per_prompt() const { return samples() / static_cast<int64_t>(prompts.size()); }
-  // Of answer `index` to prompt `group`; prompts beyond the last begin again with the first.
+  // Of response `index` to prompt `group`; prompts beyond the last begin again with the first.
   int64_t output_of(int64_t group, int64_t index) const {
     return outputs[static_cast<size_t>(group % static_cast<int64_t>(prompts.size()) * samples_per_prompt() + index)];
   }
   int64_t prompt_of(int64_t sample) const { return prompts[static_cast<size_t>(sample / samples_per_prompt())]; }
   int64_t total_of(int64_t sample) const { return prompt_of(sample) + outputs[static_cast<size_t>(sample)]; }
-  int64_t longest() const;        // prompt + answer
-  int64_t output_tokens() const;  // of all answers
+  int64_t longest() const;        // prompt + response
+  int64_t output_tokens() const;  // of all responses
   std::vector<int64_t> prompt_of_each_sample() const;
 };
 
-// {"prompt_lengths": [...], "output_lengths": [...], "about": "..."}: positive numbers, as many answers for each
+// {"prompt_lengths": [...], "output_lengths": [...], "about": "..."}: positive numbers, as many responses for each
 // prompt. Throws Error(kUser) that names `source`, the key and the entry.
 RolloutLengths parse_lengths(std::string_view json, const std::string& source);
 
-// "synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S]": answers log-normal (sigma 0.8) with mean M within
+// "synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S]": responses log-normal (sigma 0.8) with mean M within
 // half a token cut at X, which the longest has (default 5 M), prompts uniform in 0.6 P .. 1.4 P (default P = 200). With
-// max = mean every answer has that length and every prompt P. The same text gives the same lengths.
+// max = mean every response has that length and every prompt P. The same text gives the same lengths.
 RolloutLengths synthetic_lengths(const std::string& description);
 
 // A description that starts with "synthetic:", or a file.

@@ -59,7 +59,7 @@ SampleQueue::SampleQueue(const QueueShape& shape, CounterStore& store, std::stri
   rounds_ = shares / (shape.ranks * block_);
 }
 
-// The tickets of the shares go through the groups in strides, so that each rank's come from many prompts: answers to
+// The tickets of the shares go through the groups in strides, so that each rank's come from many prompts: responses to
 // one prompt tend to be long together.
 int64_t SampleQueue::sample_at(int64_t ticket) const {
   if (ticket >= rounds_ * shape_.ranks * block_) return ticket * unit_;

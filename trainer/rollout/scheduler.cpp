@@ -13,7 +13,55 @@ namespace {
 // undo it.
 constexpr int64_t kGrowthReserveRows = 16;
 
+// A sequence that has an extent once the step begins.
+struct Candidate {
+  int64_t id = 0;
+  int64_t old_start = -1;  // -1: admitted by this plan
+  int64_t old_rows = 0;
+  int64_t start = -1;  // -1: not placed yet
+  int64_t rows = 0;
+  int64_t cached = 0;
+  int64_t donor = -1;  // index of the candidate whose prompt rows are copied, or -1
+};
+
+struct Gap {
+  int64_t start = 0;
+  int64_t rows = 0;
+};
+
+// First fit; the caller has checked that the rows exist in all.
+bool take_gap(std::vector<Gap>& gaps, int64_t rows, int64_t& start) {
+  for (Gap& gap : gaps) {
+    if (gap.rows < rows) continue;
+    start = gap.start;
+    gap.start += rows;
+    gap.rows -= rows;
+    return true;
+  }
+  return false;
+}
+
+// Everything from row 0 on in its present order, then the admitted.
+void compact(std::vector<Candidate>& candidates, const std::vector<int32_t>& by_start) {
+  int64_t next = 0;
+  for (const int32_t i : by_start) {
+    candidates[i].start = next;
+    next += candidates[i].rows;
+  }
+  for (Candidate& c : candidates) {
+    if (c.old_start >= 0) continue;
+    c.start = next;
+    next += c.rows;
+  }
+}
+
 }  // namespace
+
+// A plan while it is made.
+struct Scheduler::Draft {
+  std::vector<Candidate> candidates;
+  int64_t rows = 0;  // sum of Candidate::rows
+};
 
 void StepPlan::clear() {
   preempted.clear();
@@ -84,21 +132,22 @@ int64_t Scheduler::prefill_tokens(const Sequence& s, int64_t cached) {
 void Scheduler::plan(StepPlan& out) const {
   out.clear();
   out.version = version_;
-  select_residents(out);
+  Draft draft;
+  select_residents(draft, out);
   if (out.preempted.empty()) {
-    admit(out);
+    admit(draft, out);
   } else {
     out.crowded = true;
   }
-  place(out);
-  cut_segments(out);
-  out.cache_rows = planned_rows_;
+  place(draft, out);
+  cut_segments(draft, out);
+  out.cache_rows = draft.rows;
 }
 
 // Candidates are the residents with room for their known tokens; the newest go while that does not fit.
-void Scheduler::select_residents(StepPlan& out) const {
-  candidates_.clear();
-  planned_rows_ = 0;
+void Scheduler::select_residents(Draft& draft, StepPlan& out) const {
+  std::vector<Candidate>& candidates = draft.candidates;
+  candidates.reserve(residents_.size());
   int64_t reserve = 0;
   for (const int64_t id : residents_) {
     const Sequence& s = at(id);
@@ -108,32 +157,33 @@ void Scheduler::select_residents(StepPlan& out) const {
     c.old_rows = s.rows;
     c.rows = std::max(s.rows, s.length);
     c.cached = s.cached;
-    planned_rows_ += c.rows;
+    draft.rows += c.rows;
     reserve += std::min(kGrowthReserveRows, std::max<int64_t>(0, s.max_rows() - c.rows));
-    candidates_.push_back(c);
+    candidates.push_back(c);
   }
-  if (planned_rows_ <= options_.cache_rows) return;
-  while (candidates_.size() > 1 && planned_rows_ + reserve > options_.cache_rows) {
-    const Candidate& c = candidates_.back();
-    planned_rows_ -= c.rows;
+  if (draft.rows <= options_.cache_rows) return;
+  while (candidates.size() > 1 && draft.rows + reserve > options_.cache_rows) {
+    const Candidate& c = candidates.back();
+    draft.rows -= c.rows;
     reserve -= std::min(kGrowthReserveRows, std::max<int64_t>(0, at(c.id).max_rows() - c.rows));
     out.preempted.push_back(c.id);
-    candidates_.pop_back();
+    candidates.pop_back();
   }
 }
 
 // Pending sequences in the order of their ids, until one does not fit. A sample waits while a sibling is computing the
 // prompt that it can copy.
-void Scheduler::admit(StepPlan& out) const {
+void Scheduler::admit(Draft& draft, StepPlan& out) const {
+  std::vector<Candidate>& candidates = draft.candidates;
   out.crowded = true;  // until all are admitted
   int64_t budget = options_.prefill_chunk_tokens;
   int64_t reserve = 0;
-  for (const Candidate& c : candidates_) {
+  for (const Candidate& c : candidates) {
     const Sequence& s = at(c.id);
     budget -= prefill_tokens(s, c.cached);
     reserve += std::min(kGrowthReserveRows, std::max<int64_t>(0, s.max_rows() - c.rows));
   }
-  const size_t residents = candidates_.size();
+  const size_t residents = candidates.size();
   int64_t promised_rows = promised_rows_;
   int64_t promised_sequences = promised_sequences_;
   int64_t group = -1;  // group_begin of the last one looked at, with the two answers about its siblings:
@@ -145,11 +195,10 @@ void Scheduler::admit(StepPlan& out) const {
       group = s.group_begin;
       donor = -1;
       prompt_under_way = false;
-      const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(residents);
-      auto c =
-          std::lower_bound(candidates_.begin(), end, group, [](const Candidate& a, int64_t b) { return a.id < b; });
+      const auto end = candidates.begin() + static_cast<std::ptrdiff_t>(residents);
+      auto c = std::lower_bound(candidates.begin(), end, group, [](const Candidate& a, int64_t b) { return a.id < b; });
       for (; c != end && c->id < s.group_end; ++c) {
-        if (c->cached >= s.prompt && donor < 0) donor = c - candidates_.begin();
+        if (c->cached >= s.prompt && donor < 0) donor = c - candidates.begin();
         if (c->cached < s.prompt) prompt_under_way = true;
       }
     }
@@ -161,21 +210,21 @@ void Scheduler::admit(StepPlan& out) const {
     if (prefill > 0 && budget <= 0) return;
     const int64_t rows = first_extent_rows(s);
     const bool new_group = s.length == s.prompt;
-    if (!candidates_.empty()) {
+    if (!candidates.empty()) {
       // A new group may not take what the samples of the started ones will need.
       const int64_t kept_rows = reserve + (new_group ? promised_rows : 0);
       const int64_t kept_sequences = new_group ? promised_sequences : 0;
-      if (planned_rows_ + rows + kept_rows > options_.cache_rows) return;
-      if (static_cast<int64_t>(candidates_.size()) + kept_sequences >= options_.max_sequences) return;
+      if (draft.rows + rows + kept_rows > options_.cache_rows) return;
+      if (static_cast<int64_t>(candidates.size()) + kept_sequences >= options_.max_sequences) return;
     }
     Candidate c;
     c.id = id;
     c.rows = rows;
     c.donor = donor;
     c.cached = cached;
-    candidates_.push_back(c);
+    candidates.push_back(c);
     ++out.admitted;
-    planned_rows_ += rows;
+    draft.rows += rows;
     budget -= prefill;
     reserve += std::min(kGrowthReserveRows, std::max<int64_t>(0, s.max_rows() - rows));
     if (donor < 0) prompt_under_way = true;
@@ -192,100 +241,76 @@ void Scheduler::admit(StepPlan& out) const {
   out.crowded = false;
 }
 
-// First fit; the caller has checked that the rows exist in all.
-bool Scheduler::take_gap(int64_t rows, int64_t& start) const {
-  for (Gap& gap : gaps_) {
-    if (gap.rows < rows) continue;
-    start = gap.start;
-    gap.start += rows;
-    gap.rows -= rows;
-    return true;
-  }
-  return false;
-}
-
-void Scheduler::place(StepPlan& out) const {
+void Scheduler::place(Draft& draft, StepPlan& out) const {
+  std::vector<Candidate>& candidates = draft.candidates;
   int64_t growing = 0;
   bool changed = false;
-  for (const Candidate& c : candidates_) {
+  for (const Candidate& c : candidates) {
     if (c.old_start >= 0 && c.rows > c.old_rows) ++growing;
     if (c.old_start < 0 || c.rows != c.old_rows) changed = true;
   }
   if (!changed) {
-    for (Candidate& c : candidates_) c.start = c.old_start;
+    for (Candidate& c : candidates) c.start = c.old_start;
     return;
   }
   // Those that grow share what is left, up to the growth factor each.
-  for (Candidate& c : candidates_) {
+  for (Candidate& c : candidates) {
     if (growing == 0) break;
     if (c.old_start < 0 || c.rows <= c.old_rows) continue;
     const Sequence& s = at(c.id);
     const auto wanted = static_cast<int64_t>(std::ceil(static_cast<double>(c.old_rows) * options_.grow_factor));
-    const int64_t more = std::clamp<int64_t>(std::min(wanted, s.max_rows()) - c.rows, 0,
-                                             (options_.cache_rows - planned_rows_) / growing);
+    const int64_t more =
+        std::clamp<int64_t>(std::min(wanted, s.max_rows()) - c.rows, 0, (options_.cache_rows - draft.rows) / growing);
     c.rows += more;
-    planned_rows_ += more;
+    draft.rows += more;
     --growing;
   }
 
-  by_start_.clear();
-  for (size_t i = 0; i < candidates_.size(); ++i) {
-    if (candidates_[i].old_start >= 0) by_start_.push_back(static_cast<int32_t>(i));
+  std::vector<int32_t> by_start;  // indices of those that have rows already
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    if (candidates[i].old_start >= 0) by_start.push_back(static_cast<int32_t>(i));
   }
-  std::sort(by_start_.begin(), by_start_.end(),
-            [this](int32_t a, int32_t b) { return candidates_[a].old_start < candidates_[b].old_start; });
+  std::sort(by_start.begin(), by_start.end(),
+            [&](int32_t a, int32_t b) { return candidates[a].old_start < candidates[b].old_start; });
   // Who fits where it is, stays. Rows that a mover leaves stay untouched in this step, so that the order of the moves
   // does not matter.
-  gaps_.clear();
+  std::vector<Gap> gaps;
   int64_t free_from = 0;
-  for (size_t i = 0; i < by_start_.size(); ++i) {
-    Candidate& c = candidates_[by_start_[i]];
-    const int64_t next = i + 1 < by_start_.size() ? candidates_[by_start_[i + 1]].old_start : options_.cache_rows;
+  for (size_t i = 0; i < by_start.size(); ++i) {
+    Candidate& c = candidates[by_start[i]];
+    const int64_t next = i + 1 < by_start.size() ? candidates[by_start[i + 1]].old_start : options_.cache_rows;
     const bool stays = c.old_start + c.rows <= next;
     if (stays) c.start = c.old_start;
-    if (c.old_start > free_from) gaps_.push_back({free_from, c.old_start - free_from});
+    if (c.old_start > free_from) gaps.push_back({free_from, c.old_start - free_from});
     free_from = c.old_start + (stays ? c.rows : c.old_rows);
   }
-  if (free_from < options_.cache_rows) gaps_.push_back({free_from, options_.cache_rows - free_from});
-  const bool fits = std::all_of(candidates_.begin(), candidates_.end(),
-                                [this](Candidate& c) { return c.start >= 0 || take_gap(c.rows, c.start); });
-  if (!fits) compact();
+  if (free_from < options_.cache_rows) gaps.push_back({free_from, options_.cache_rows - free_from});
+  const bool fits = std::all_of(candidates.begin(), candidates.end(),
+                                [&](Candidate& c) { return c.start >= 0 || take_gap(gaps, c.rows, c.start); });
+  if (!fits) compact(candidates, by_start);
 
-  for (const Candidate& c : candidates_) {
+  for (const Candidate& c : candidates) {
     if (c.start != c.old_start || c.rows != c.old_rows) out.placements.push_back({c.id, c.start, c.rows, c.cached});
-    if (c.donor >= 0 && c.cached > 0) out.copies.push_back({candidates_[c.donor].start, c.start, c.cached});
+    if (c.donor >= 0 && c.cached > 0) out.copies.push_back({candidates[c.donor].start, c.start, c.cached});
   }
   // Extents keep their order in a compaction: those that go down, lowest first, and then those that go up, highest
   // first, never overwrite rows that are still to be moved.
-  for (const int32_t i : by_start_) {
-    const Candidate& c = candidates_[i];
+  for (const int32_t i : by_start) {
+    const Candidate& c = candidates[i];
     if (c.start < c.old_start && c.cached > 0) out.moves.push_back({c.old_start, c.start, c.cached});
   }
-  for (auto i = by_start_.rbegin(); i != by_start_.rend(); ++i) {
-    const Candidate& c = candidates_[*i];
+  for (auto i = by_start.rbegin(); i != by_start.rend(); ++i) {
+    const Candidate& c = candidates[*i];
     if (c.start > c.old_start && c.cached > 0) out.moves.push_back({c.old_start, c.start, c.cached});
   }
 }
 
-// Everything from row 0 on in its present order, then the admitted.
-void Scheduler::compact() const {
-  int64_t next = 0;
-  for (const int32_t i : by_start_) {
-    candidates_[i].start = next;
-    next += candidates_[i].rows;
-  }
-  for (Candidate& c : candidates_) {
-    if (c.old_start >= 0) continue;
-    c.start = next;
-    next += c.rows;
-  }
-}
-
 // Next tokens first, then the longer stretches as far as the budget goes, each in the order of ids.
-void Scheduler::cut_segments(StepPlan& out) const {
-  std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+void Scheduler::cut_segments(Draft& draft, StepPlan& out) const {
+  std::vector<Candidate>& candidates = draft.candidates;
+  std::sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
   for (const bool decoding : {true, false}) {
-    for (const Candidate& c : candidates_) {
+    for (const Candidate& c : candidates) {
       const Sequence& s = at(c.id);
       const int64_t prefill = prefill_tokens(s, c.cached);
       if ((prefill == 0) != decoding) continue;

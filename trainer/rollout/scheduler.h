@@ -85,7 +85,7 @@ class Scheduler final {
   // Throws Error(kUser) when a sample could not fit into the whole cache.
   int64_t add_group(int64_t prompt_tokens, const std::vector<int64_t>& max_new);
 
-  // The next step. Changes nothing; empty only when idle().
+  // The next step, into a plan whose memory is used again. Changes nothing here; empty only when idle().
   void plan(StepPlan& out) const;
   // Carries out a plan of the present state: extents, cached rows, one more token for each output. A sequence that has
   // reached its length is released.
@@ -137,11 +137,11 @@ class Scheduler final {
   void finish(int64_t id);
   void hand_over(int64_t id);
   void forget_done();
-  void select_residents(StepPlan& out) const;
-  void admit(StepPlan& out) const;
-  void place(StepPlan& out) const;
-  void compact() const;
-  void cut_segments(StepPlan& out) const;
+  struct Draft;
+  void select_residents(Draft& draft, StepPlan& out) const;
+  void admit(Draft& draft, StepPlan& out) const;
+  void place(Draft& draft, StepPlan& out) const;
+  void cut_segments(Draft& draft, StepPlan& out) const;
 
   SchedulerOptions options_;
   std::deque<Sequence> sequences_;  // ids first_id_, first_id_ + 1, ...; finished ones leave at the front
@@ -153,26 +153,6 @@ class Scheduler final {
   int64_t promised_rows_ = 0;       // sum of Sequence::promised: a new group may not take these
   int64_t promised_sequences_ = 0;  // how many have one
   uint64_t version_ = 0;
-
-  // A plan's working set; members only to keep their capacity.
-  struct Candidate {
-    int64_t id = 0;
-    int64_t old_start = -1;  // -1: admitted by this plan
-    int64_t old_rows = 0;
-    int64_t start = -1;  // -1: not placed yet
-    int64_t rows = 0;
-    int64_t cached = 0;
-    int64_t donor = -1;  // index of the candidate whose prompt rows are copied, or -1
-  };
-  struct Gap {
-    int64_t start = 0;
-    int64_t rows = 0;
-  };
-  bool take_gap(int64_t rows, int64_t& start) const;
-  mutable std::vector<Candidate> candidates_;
-  mutable std::vector<int32_t> by_start_;
-  mutable std::vector<Gap> gaps_;
-  mutable int64_t planned_rows_ = 0;  // sum of Candidate::rows
 };
 
 }  // namespace trireme

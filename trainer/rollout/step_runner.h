@@ -46,6 +46,8 @@ std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena)
 std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows,
                                                std::shared_ptr<const DevicePartition> partition);
 inline constexpr int64_t kDeviceScratchRows = 1;
+
+// These, as make_device_runner, are for CUDA devices: in builds without CUDA (no_cuda/) they throw.
 struct DeviceMemory {
   int64_t total = 0;
   int64_t free = 0;     // that nobody holds

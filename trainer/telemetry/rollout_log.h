@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-// One answer; a line of the file.
+// One response; a line of the file.
 struct RolloutLine {
   int64_t group = 0, index = 0;  // place of its prompt in the rollout, and its own in the group
   std::string prompt, response;

@@ -11,30 +11,22 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "base/url.h"
 
 namespace trireme {
 namespace {
 
-struct Url {
-  std::string origin;  // http(s)://host[:port]
-  std::string path;
-};
-
-Url parse_url(const std::string& url) {
-  const size_t scheme = url.find("://");
-  if (scheme == std::string::npos || (url.substr(0, scheme) != "http" && url.substr(0, scheme) != "https")) {
-    fail_user("status url '" + url + "': must begin with http:// or https://");
-  }
-  const size_t slash = url.find('/', scheme + 3);
-  const Url parsed{url.substr(0, slash), slash == std::string::npos ? "/" : url.substr(slash)};
-  if (parsed.origin.size() <= scheme + 3) fail_user("status url '" + url + "': names no host");
-  return parsed;
+Url checked(const std::string& text) {
+  Url url = split_url(text);
+  if (!url.is_http()) fail_user("status url '" + text + "' is not http(s)://host[:port]/path");
+  if (url.path.empty()) url.path = "/";
+  return url;
 }
 
 }  // namespace
 
 struct StatusReporter::Impl {
-  explicit Impl(const StatusOptions& given) : options(given), url(parse_url(given.url)) {
+  explicit Impl(const StatusOptions& given) : options(given), url(checked(given.url)) {
     thread = std::thread([this] { run(); });
   }
 
@@ -78,8 +70,8 @@ struct StatusReporter::Impl {
   bool post(const std::string& body) {
     std::string problem;
     try {
-      httplib::Client client(url.origin);
-      if (!client.is_valid()) fail_user("'" + url.origin + "' is no address");
+      httplib::Client client(url.origin());
+      if (!client.is_valid()) fail_user("'" + url.origin() + "' is no address");
       const auto seconds = options.timeout.count() / 1000;
       const auto micros = options.timeout.count() % 1000 * 1000;
       client.set_connection_timeout(seconds, micros);
@@ -102,7 +94,7 @@ struct StatusReporter::Impl {
     }
     if (problem.empty()) {
       ++sent;
-      if (in_outage) log_info("telemetry", "status reports reach " + url.origin + " again");
+      if (in_outage) log_info("telemetry", "status reports reach " + url.origin() + " again");
       in_outage = false;
       return true;
     }

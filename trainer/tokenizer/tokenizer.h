@@ -48,7 +48,7 @@ class Tokenizer final {
   int64_t vocab_size() const { return vocab_size_; }  // highest id + 1, added tokens included
   // pad_token of the tokenizer, else pad_token_id of the generation or model configuration, else eos_id().
   int32_t pad_id() const { return pad_id_; }
-  // The token that ends an answer in training data: eos_token of tokenizer_config.json, else eos_ids().front().
+  // The token that ends a response in training data: eos_token of tokenizer_config.json, else eos_ids().front().
   // Throws Error when the folder names none.
   int32_t eos_id() const;
   // Every id that ends generation: of generation_config.json, config.json and tokenizer_config.json, without repeats.

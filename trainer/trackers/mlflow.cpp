@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/url.h"
 
 namespace trireme {
 namespace {
@@ -33,18 +34,16 @@ class Mlflow final : public Tracker {
  public:
   explicit Mlflow(MlflowOptions options) : options_(std::move(options)) {
     const std::string& uri = options_.tracking_uri;
-    const size_t scheme = uri.find("://");
-    const size_t path = scheme == std::string::npos ? scheme : uri.find('/', scheme + 3);
-    origin_ = uri.substr(0, path);
-    prefix_ = path == std::string::npos ? "" : uri.substr(path);
+    const Url url = split_url(uri);
+    origin_ = url.origin();
+    prefix_ = url.path;
     while (!prefix_.empty() && prefix_.back() == '/') prefix_.pop_back();
-    const bool http = origin_.rfind("http://", 0) == 0 || origin_.rfind("https://", 0) == 0;
-    if (origin_.find('@') != std::string::npos) {
+    if (url.names_user()) {
       fail_user(
           "logger.mlflow.tracking_uri holds a user name: give MLFLOW_TRACKING_USERNAME and "
           "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, in the environment instead");
     }
-    if (!http || origin_.size() <= scheme + 3) {
+    if (!url.is_http()) {
       fail_user("logger.mlflow.tracking_uri: '" + uri +
                 "' is not http(s)://host[:port]; give a tracking server's address there or in MLFLOW_TRACKING_URI "
                 "(folders and data bases are not written)");

@@ -35,9 +35,9 @@ TEST(Advantages, MatchTheIndependentImplementation) {
     AdvantageOptions o;
     o.use_leave_one_out_baseline = given.at("leave_one_out");
     o.normalize_rewards = given.at("normalize");
-    o.unbiased_std = given.at("unbiased");
-    o.clip_low = optional_of(given.at("clip_low"));
-    o.clip_high = optional_of(given.at("clip_high"));
+    o.biased_group_std = !given.at("unbiased").get<bool>();
+    o.advantage_clip_low = optional_of(given.at("clip_low"));
+    o.advantage_clip_high = optional_of(given.at("clip_high"));
     expect_all_near(group_advantages(golden.at("rewards").get<std::vector<double>>(), o), golden);
   }
 }
@@ -47,10 +47,10 @@ TEST(Advantages, ReinforcePlusPlusMatchesTheIndependentImplementation) {
   ASSERT_GE(all.size(), 16u);
   for (const auto& golden : all) {
     AdvantageOptions o;
-    o.estimator = AdvantageEstimator::kReinforcePlusPlus;
-    o.minus_baseline = golden.at("options").at("minus_baseline");
-    o.clip_low = optional_of(golden.at("options").at("clip_low"));
-    o.clip_high = optional_of(golden.at("options").at("clip_high"));
+    o.adv_estimator.name = AdvantageEstimator::kReinforcePlusPlus;
+    o.adv_estimator.minus_baseline = golden.at("options").at("minus_baseline");
+    o.advantage_clip_low = optional_of(golden.at("options").at("clip_low"));
+    o.advantage_clip_high = optional_of(golden.at("options").at("clip_high"));
     std::vector<double> values;
     std::vector<double> tokens;
     for (size_t g = 0; g < golden.at("rewards").size(); ++g) {
@@ -96,7 +96,7 @@ TEST(Advantages, LeaveOneOutWorkedExample) {
 
 TEST(Advantages, BiasedStdIsTheOlderRule) {
   AdvantageOptions old;
-  old.unbiased_std = false;
+  old.biased_group_std = true;
   const std::vector<double> a = group_advantages({1, 0, 0, 0}, old);
   EXPECT_NEAR(a[1], -0.70710678118, 1e-9);
 }
@@ -122,8 +122,8 @@ TEST(Advantages, EqualRewardsGiveExactlyZero) {
 
 TEST(Advantages, ClipsAfterNormalising) {
   AdvantageOptions o;
-  o.clip_low = -0.1;
-  o.clip_high = 0.5;
+  o.advantage_clip_low = -0.1;
+  o.advantage_clip_high = 0.5;
   const std::vector<double> a = group_advantages({1, 0, 0, 0}, o);
   EXPECT_EQ(a[0], 0.5);
   EXPECT_EQ(a[1], -0.1);

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/algorithms/dynamic_sampling.h"
 #include "trainer/algorithms/grpo.h"
@@ -26,23 +27,10 @@ class Place final {
  public:
   Place() {
     make_byte_tokenizer(model());
-    const nlohmann::json json = {{"model_type", "qwen3"},
-                                 {"architectures", {"Qwen3ForCausalLM"}},
-                                 {"vocab_size", kByteVocabSize},
-                                 {"hidden_size", 32},
-                                 {"intermediate_size", 48},
-                                 {"num_hidden_layers", 1},
-                                 {"num_attention_heads", 2},
-                                 {"num_key_value_heads", 1},
-                                 {"head_dim", 16},
-                                 {"rms_norm_eps", 1e-6},
-                                 {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 128},
-                                 {"tie_word_embeddings", true},
-                                 {"initializer_range", 0.3},
-                                 {"eos_token_id", kByteImEnd},
-                                 {"torch_dtype", "float32"}};
-    init_model(model(), ModelConfig::from_json(json, "test"), 3);
+    ModelConfig config = test::tiny_config(
+        {.vocab = kByteVocabSize, .heads = 2, .kv_heads = 1, .head_dim = 16, .initializer_range = 0.3});
+    config.eos_token_ids = {kByteImEnd};
+    init_model(model(), config, 3);
     std::ostringstream rows;
     for (int i = 0; i < 24; ++i)
       rows << nlohmann::json{{"input", std::to_string(i) + "+1="}, {"output", std::to_string(i + 1)}}.dump() << "\n";

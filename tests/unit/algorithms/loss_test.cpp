@@ -17,27 +17,27 @@ std::optional<double> optional_number(const nlohmann::json& value) {
 
 LossOptions read_options(const nlohmann::json& j) {
   LossOptions o;
-  o.kl_penalty = j.at("kl_penalty");
+  o.reference_policy_kl_penalty = j.at("kl_penalty");
   const std::string kl = j.at("kl_estimator");
-  o.kl_estimator = kl == "k1" ? KlEstimator::kK1 : kl == "k2" ? KlEstimator::kK2 : KlEstimator::kK3;
-  o.kl_input_clamp = optional_number(j.at("kl_input_clamp"));
-  o.kl_output_clamp = optional_number(j.at("kl_output_clamp"));
+  o.reference_policy_kl_type = kl == "k1" ? KlEstimator::kK1 : kl == "k2" ? KlEstimator::kK2 : KlEstimator::kK3;
+  o.kl_input_clamp_value = optional_number(j.at("kl_input_clamp"));
+  o.kl_output_clamp_value = optional_number(j.at("kl_output_clamp"));
   o.kl_score_function_gradient = j.at("kl_score_function_gradient");
-  o.on_policy_kl_approximation = j.at("on_policy_kl_approximation");
-  o.clip_min = j.at("clip_min");
-  o.clip_max = j.at("clip_max");
-  o.clip_c = optional_number(j.at("clip_c"));
-  o.importance_sampling_correction = j.at("importance_sampling_correction");
+  o.use_on_policy_kl_approximation = j.at("on_policy_kl_approximation");
+  o.ratio_clip_min = j.at("clip_min");
+  o.ratio_clip_max = j.at("clip_max");
+  o.ratio_clip_c = optional_number(j.at("clip_c"));
+  o.use_importance_sampling_correction = j.at("importance_sampling_correction");
   const std::string kind = j.at("truncated_is");
-  if (kind == "tis") o.truncated_is = TruncatedImportanceSampling::kTis;
-  if (kind == "icepop") o.truncated_is = TruncatedImportanceSampling::kIcepop;
-  if (kind == "seq-mask-tis") o.truncated_is = TruncatedImportanceSampling::kSeqMaskTis;
-  o.truncated_is_ratio = optional_number(j.at("truncated_is_ratio"));
-  o.truncated_is_ratio_min = optional_number(j.at("truncated_is_ratio_min"));
-  o.sequence_level_ratios = j.at("sequence_level_ratios");
+  if (kind == "tis") o.truncated_importance_sampling_type = TruncatedImportanceSampling::kTis;
+  if (kind == "icepop") o.truncated_importance_sampling_type = TruncatedImportanceSampling::kIcepop;
+  if (kind == "seq-mask-tis") o.truncated_importance_sampling_type = TruncatedImportanceSampling::kSeqMaskTis;
+  o.truncated_importance_sampling_ratio = optional_number(j.at("truncated_is_ratio"));
+  o.truncated_importance_sampling_ratio_min = optional_number(j.at("truncated_is_ratio_min"));
+  o.sequence_level_importance_ratios = j.at("sequence_level_ratios");
   o.token_level_loss = j.at("token_level_loss");
   o.force_on_policy_ratio = j.at("force_on_policy_ratio");
-  o.cispo = j.at("cispo");
+  o.use_cispo = j.at("cispo");
   o.disable_ppo_ratio = j.at("disable_ppo_ratio");
   o.positive_example_nll_weight = j.at("positive_example_nll_weight");
   return o;
@@ -136,21 +136,21 @@ TEST(Loss, TheImportanceRatioIsMeasuredWithoutTheCorrectionToo) {
   in.global_valid_tokens = 2;
   in.global_valid_sequences = 1;
   LossOptions options;
-  options.kl_penalty = 0;
+  options.reference_policy_kl_penalty = 0;
   const LossOutput off = policy_loss(in, options);
   EXPECT_NEAR(off.metrics.at("sampling_importance_ratio"), 1.25, 1e-6);
   EXPECT_NEAR(off.loss.item<double>(), -1, 1e-6);  // and weighs nothing
-  options.importance_sampling_correction = true;
+  options.use_importance_sampling_correction = true;
   EXPECT_NEAR(policy_loss(in, options).metrics.at("sampling_importance_ratio"), 1.25, 1e-6);
-  options.truncated_is = TruncatedImportanceSampling::kTis;
-  options.truncated_is_ratio = 1;
+  options.truncated_importance_sampling_type = TruncatedImportanceSampling::kTis;
+  options.truncated_importance_sampling_ratio = 1;
   EXPECT_NEAR(policy_loss(in, options).metrics.at("sampling_importance_ratio"), 0.75, 1e-6);
 }
 
 // By hand: 3 valid tokens of correct answers in the whole batch, with log-probs -1, -2 and -4; 5 valid tokens.
 TEST(Loss, PositiveExamplesAreAMeanOverTheTokensOfCorrectAnswers) {
   LossOptions options;
-  options.kl_penalty = 0;
+  options.reference_policy_kl_penalty = 0;
   options.positive_example_nll_weight = 1;
   const auto part = [&](const std::vector<double>& current, const std::vector<double>& positive,
                         const std::vector<double>& mask) {
@@ -176,17 +176,17 @@ TEST(Loss, PositiveExamplesAreAMeanOverTheTokensOfCorrectAnswers) {
 
 TEST(Loss, CombinationsWithoutMeaningAreRefused) {
   LossOptions o;
-  o.clip_c = 0.5;
+  o.ratio_clip_c = 0.5;
   EXPECT_THROW(validate(o), Error);
   o = {};
-  o.sequence_level_ratios = true;
+  o.sequence_level_importance_ratios = true;
   EXPECT_THROW(validate(o), Error);
   o = {};
-  o.cispo = true;
-  o.clip_c = 2;
+  o.use_cispo = true;
+  o.ratio_clip_c = 2;
   EXPECT_THROW(validate(o), Error);
   o = {};
-  o.truncated_is = TruncatedImportanceSampling::kTis;
+  o.truncated_importance_sampling_type = TruncatedImportanceSampling::kTis;
   EXPECT_THROW(validate(o), Error);
   EXPECT_NO_THROW(validate(LossOptions{}));
 }

@@ -11,33 +11,15 @@
 #include <thread>
 
 #include "base/error.h"
+#include "tests/unit/model/tiny.h"
 
 namespace trireme {
 namespace {
 
 constexpr int64_t kVocabulary = 90;
 
-std::unique_ptr<Model> tiny_model(uint64_t seed) {
-  ModelConfig config;
-  config.family = ModelFamily::kQwen3;
-  config.vocab_size = kVocabulary;
-  config.hidden_size = 32;
-  config.intermediate_size = 48;
-  config.num_layers = 2;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.head_dim = 8;
-  config.max_position_embeddings = 128;
-  config.initializer_range = 0.3;
-  config.rope.head_dim = 8;
-  config.rope.theta = 10000.0;
-  config.qk_norm = true;
-  config.tie_word_embeddings = true;
-  ModelOptions options;
-  options.trainable = false;
-  auto model = std::make_unique<Model>(config, options);
-  init_parameters(*model, seed);
-  return model;
+std::unique_ptr<Model> model_of(uint64_t seed) {
+  return test::tiny_model({.vocab = kVocabulary, .layers = 2, .initializer_range = 0.3}, seed);
 }
 
 struct Rollout {
@@ -94,7 +76,7 @@ Rollout generate(const Model& policy, ReferenceStream* stream) {
 class ReferenceStreams : public testing::TestWithParam<bool> {};
 
 TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
-  const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
+  const std::unique_ptr<Model> policy = model_of(1), reference = model_of(2);
   const LogprobOptions options = SamplingOptions().logprob_options();
   ReferenceStream stream(reference.get(), options, GetParam(), nullptr, /*timeout_s=*/60, nullptr,
                          /*micro_batch_tokens=*/64);
@@ -125,7 +107,7 @@ TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
 INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
 
 TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
-  const std::unique_ptr<Model> policy = tiny_model(1), reference = tiny_model(2);
+  const std::unique_ptr<Model> policy = model_of(1), reference = model_of(2);
   ReferenceStream stream(reference.get(), SamplingOptions().logprob_options(), false, nullptr, 60, nullptr);
   const SampleRun run{0, 0, 1};
   GroupRequest request;

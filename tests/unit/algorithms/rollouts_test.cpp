@@ -12,35 +12,13 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/listening.h"
 
 namespace trireme {
 namespace {
 
 constexpr int64_t kVocabulary = 90;
-
-std::unique_ptr<Model> tiny_model() {
-  ModelConfig config;
-  config.family = ModelFamily::kQwen3;
-  config.vocab_size = kVocabulary;
-  config.hidden_size = 32;
-  config.intermediate_size = 48;
-  config.num_layers = 1;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.head_dim = 8;
-  config.max_position_embeddings = 128;
-  config.initializer_range = 0.3;
-  config.rope.head_dim = 8;
-  config.rope.theta = 10000.0;
-  config.qk_norm = true;
-  config.tie_word_embeddings = true;
-  ModelOptions options;
-  options.trainable = false;
-  auto model = std::make_unique<Model>(config, options);
-  init_parameters(*model, 1);
-  return model;
-}
 
 struct Case {
   int64_t groups = 6, samples = 8, places = 64;
@@ -56,7 +34,7 @@ struct Seen {
 };
 
 Seen collect(ParallelContext& context, const Case& setup, std::barrier<>* all_began = nullptr) {
-  const std::unique_ptr<Model> model = tiny_model();
+  const std::unique_ptr<Model> model = test::tiny_model({.vocab = kVocabulary, .initializer_range = 0.3});
   SamplingOptions sampling;
   sampling.seed = 4;
   Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling);
@@ -112,7 +90,7 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
         layout.dp = world;
         ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
         seen[static_cast<size_t>(rank)] = collect(context, setup, setup.together ? &all_began : nullptr);
-        context.data_parallel().barrier();
+        context.world().barrier();
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
       }

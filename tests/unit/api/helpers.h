@@ -5,12 +5,12 @@
 
 #include <cstdlib>
 #include <filesystem>
-#include <functional>
 #include <string>
 
 #include "api/rljob.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 
 namespace trireme::test {
 
@@ -29,18 +29,8 @@ inline std::string job_yaml(const std::string& extra = "", const std::string& na
   return text + extra;
 }
 
-inline std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::kUser) << e.what();
-    return e.what();
-  }
-  return "(no error)";
-}
-
 inline std::string parse_error(const std::string& yaml) {
-  return error_of([&] { parse_manifest(yaml, "f.yaml"); });
+  return user_error_of([&] { parse_manifest(yaml, "f.yaml"); });
 }
 
 }  // namespace trireme::test

@@ -151,7 +151,7 @@ TEST(Parse, AnchorsAndSeveralDocuments) {
   std::vector<Issue> issues = {{"spec.health", "m"}};
   manifest.add_lines(0, issues);
   EXPECT_EQ(to_string(issues, "f"), "f:13: spec.health: m");
-  EXPECT_THAT(test::error_of([] { parse_rljob(job_yaml() + "---\n" + job_yaml(), "f"); }),
+  EXPECT_THAT(test::user_error_of([] { parse_rljob(job_yaml() + "---\n" + job_yaml(), "f"); }),
               HasSubstr("2 RLJobs where one is wanted"));
   const RLJob shared = parse_rljob(job_yaml("  config:\n    inline: {a: &n [1, {b: 2}], c: *n}\n"), "f");
   EXPECT_EQ(shared.spec.config.inline_config["c"].dump(), "[1,{\"b\":2}]");
@@ -180,11 +180,11 @@ TEST(Parse, LenientReadingIgnoresNewerFields) {
 
 TEST(Hostile, BoundsHoldAndNothingCrashes) {
   const std::string many(100000, '[');
-  EXPECT_THAT(parse_error(many), testing::Ne("(no error)"));
-  EXPECT_THAT(parse_error("a: " + many), testing::Ne("(no error)"));
+  EXPECT_THAT(parse_error(many), testing::Ne(""));
+  EXPECT_THAT(parse_error("a: " + many), testing::Ne(""));
   EXPECT_THAT(parse_error("a: " + std::string(1000, '[') + "1" + std::string(1000, ']')),
               HasSubstr("nested deeper than 64"));
-  EXPECT_THAT(test::error_of([&] { parse_json_bounded(many, "x"); }), HasSubstr("nested deeper than 64"));
+  EXPECT_THAT(test::user_error_of([&] { parse_json_bounded(many, "x"); }), HasSubstr("nested deeper than 64"));
   std::string deep_map;
   for (int i = 0; i < 5000; ++i) deep_map += "{\"a\":";
   EXPECT_THAT(parse_error(deep_map), HasSubstr("nested deeper than 64"));
@@ -196,8 +196,8 @@ TEST(Hostile, BoundsHoldAndNothingCrashes) {
   EXPECT_THAT(parse_error("? [a, b]\n: 1\n"), HasSubstr("a key must be a string"));
   EXPECT_THAT(parse_error("a: 1\n: 2\n"), HasSubstr("f.yaml:2: a key must be a string"));
   EXPECT_THAT(parse_error("a: {b: 1, ? , c: 2}\n"), HasSubstr("a key must be a string"));
-  EXPECT_THAT(parse_error("a: &x [*x]\n"), testing::Ne("(no error)"));
-  EXPECT_THAT(parse_error(std::string(5000, 'k') + ": 1\n"), testing::Ne("(no error)"));
+  EXPECT_THAT(parse_error("a: &x [*x]\n"), testing::Ne(""));
+  EXPECT_THAT(parse_error(std::string(5000, 'k') + ": 1\n"), testing::Ne(""));
   // Aliases that would expand to 10^9 values.
   std::string bomb = "a: &a [1,1,1,1,1,1,1,1,1,1]\n";
   for (char c = 'b'; c <= 'i'; ++c) {

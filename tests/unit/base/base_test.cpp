@@ -1,12 +1,17 @@
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <signal.h>
 #include <unistd.h>
+
+#include <cerrno>
 
 #include "base/atomic_file.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/sigpipe.h"
 #include "base/subprocess.h"
 #include "base/text.h"
+#include "base/url.h"
 
 namespace trireme {
 namespace {
@@ -33,13 +38,42 @@ TEST(Text, Utf8) {
   EXPECT_FALSE(is_valid_utf8("\xE2\x82"));      // cut
 }
 
+TEST(Urls, AreSplitIntoWhereAndWhat) {
+  const Url full = split_url("https://host:8443/v1/score?key=a/b@c");
+  EXPECT_EQ(full.scheme, "https");
+  EXPECT_EQ(full.authority, "host:8443");
+  EXPECT_EQ(full.origin(), "https://host:8443");
+  EXPECT_EQ(full.path, "/v1/score?key=a/b@c");
+  EXPECT_TRUE(full.is_http());
+  EXPECT_FALSE(full.names_user()) << "an @ behind the host is of the query";
+
+  EXPECT_EQ(split_url("http://host").path, "");
+  EXPECT_EQ(split_url("http://host?a=b").path, "?a=b");
+  EXPECT_EQ(split_url("http://[::1]:80/").origin(), "http://[::1]:80");
+  EXPECT_TRUE(split_url("http://me:secret@host/").names_user());
+  EXPECT_EQ(split_url("host:80/path").origin(), "host:80");
+  for (const char* no_url : {"", "host", "host:80/path", "ftp://host", "http://", "https:///path", "/path"})
+    EXPECT_FALSE(split_url(no_url).is_http()) << no_url;
+}
+
 TEST(Files, AtomicWriteReplacesAndCleansUp) {
   TemporaryDirectory folder;
   const auto path = folder.path() / "x";
   write_file_atomic(path, "one");
   write_file_atomic(path, "two");
   EXPECT_EQ(read_file(path), "two");
+  write_file_atomic(folder.path() / "x", "");
+  EXPECT_EQ(read_file(path), "");
   EXPECT_THROW(write_file_atomic(folder.path() / "missing" / "x", "y"), Error);
+  std::filesystem::create_directory(folder.path() / "taken");
+  try {
+    write_file_atomic(folder.path() / "taken", "a folder has this name");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    EXPECT_NE(std::string(error.what()).find("rename to " + (folder.path() / "taken").string()), std::string::npos);
+  }
+  std::filesystem::remove(folder.path() / "taken");
   size_t files = 0;
   for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder.path())) ++files;
   EXPECT_EQ(files, 1u);
@@ -106,6 +140,34 @@ TEST(Processes, CollectOutputStatusAndDeadline) {
   SpawnOptions missing;
   missing.argv = {"/no/such/program"};
   EXPECT_THROW(Subprocess::spawn(missing), Error);
+}
+
+// Writes into a pipe that nobody reads any more; the error.
+int write_to_nobody() {
+  int ends[2];
+  if (::pipe(ends) != 0) return -1;
+  ::close(ends[0]);
+  const int error = ::write(ends[1], "x", 1) < 0 ? errno : 0;
+  ::close(ends[1]);
+  return error;
+}
+
+TEST(Sigpipe, BlockedInAScopeAndTakenBackAtItsEnd) {
+  const auto before = ::signal(SIGPIPE, SIG_DFL);  // whatever raises it now ends this program
+  {
+    const SigpipeBlocked outer;
+    {
+      const SigpipeBlocked inner;
+      EXPECT_EQ(write_to_nobody(), EPIPE);
+    }
+    EXPECT_EQ(write_to_nobody(), EPIPE) << "still blocked: the scope around it has not ended";
+  }
+  sigset_t now;
+  ::pthread_sigmask(SIG_BLOCK, nullptr, &now);
+  EXPECT_EQ(sigismember(&now, SIGPIPE), 0);
+  ignore_sigpipe();
+  EXPECT_EQ(write_to_nobody(), EPIPE);
+  ::signal(SIGPIPE, before);
 }
 
 TEST(Subprocess, AGroupEndsWhenItsFirstProcessHasEnded) {

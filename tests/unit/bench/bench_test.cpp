@@ -136,7 +136,7 @@ TEST(CompareLogprobs, CountsEveryTokenWhoseBitsDiffer) {
 TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
   DecodeBenchOptions options;
   options.common = tiny();
-  options.alive = {3, 1};
+  options.batch_sizes = {3, 1};
   options.context = 40;
   options.steps = 6;
   std::ostringstream out;
@@ -160,7 +160,7 @@ TEST(DecodeBench, WritesATraceForEachNumberOfSamples) {
   DecodeBenchOptions options;
   options.common = tiny();
   options.common.repeats = 1;
-  options.alive = {2, 1};
+  options.batch_sizes = {2, 1};
   options.context = 40;
   options.steps = 2;
   options.trace = (folder.path() / "trace.json").string();
@@ -297,7 +297,7 @@ TEST(StepBench, TwoRanksShareOneStep) {
         std::ostringstream out;
         reports[static_cast<size_t>(rank)] = bench_step(options, context, out);
         texts[static_cast<size_t>(rank)] = out.str();
-        context.data_parallel().barrier();
+        context.world().barrier();
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
       }

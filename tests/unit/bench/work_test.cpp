@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "topology/topology.h"
 #include "trainer/bench/device.h"
 #include "trainer/bench/rollout_bench.h"
@@ -17,18 +18,7 @@
 namespace trireme::bench {
 namespace {
 
-template <class F>
-std::string error_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no error was thrown";
-  return {};
-}
-
-#define EXPECT_MENTIONS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)
+using test::error_of;
 
 ModelConfig by_hand() {
   ModelConfig c;

@@ -1,26 +1,13 @@
 // The model of the checkpoints' tests.
 #pragma once
 
-#include "trainer/model/model.h"
+#include "tests/unit/model/tiny.h"
 
 namespace trireme {
 
 inline ModelConfig tiny(int64_t hidden = 16) {
-  return ModelConfig::from_json({{"model_type", "qwen3"},
-                                 {"architectures", {"Qwen3ForCausalLM"}},
-                                 {"vocab_size", 50},
-                                 {"hidden_size", hidden},
-                                 {"intermediate_size", 24},
-                                 {"num_hidden_layers", 1},
-                                 {"num_attention_heads", 2},
-                                 {"num_key_value_heads", 1},
-                                 {"head_dim", 8},
-                                 {"hidden_act", "silu"},
-                                 {"rms_norm_eps", 1e-6},
-                                 {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 64},
-                                 {"tie_word_embeddings", true}},
-                                "test");
+  return test::tiny_config(
+      {.vocab = 50, .hidden = hidden, .intermediate = 24, .heads = 2, .kv_heads = 1, .positions = 64});
 }
 
 }  // namespace trireme

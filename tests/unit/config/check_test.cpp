@@ -4,34 +4,20 @@
 
 #include <fstream>
 
-#include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "trainer/config/config.h"
 
 namespace trireme {
 namespace {
 
+using test::error_of;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 
 std::string load_error(const std::vector<std::string>& overrides) {
-  try {
-    load_config_text("", overrides);
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
-template <class F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
+  return error_of([&] { load_config_text("", overrides); });
 }
 
 TEST(ConfigCheck, BatchArithmetic) {

@@ -84,7 +84,7 @@ Sample sample_for(const Field& field) {
   if (auto* flag = std::get_if<bool*>(&ref)) return {**flag ? "false" : "true", {}};
   if (!field.choices.empty()) {
     for (const std::string& choice : field.choices) {
-      if (!choice.empty() && choice != **std::get_if<std::string*>(&ref)) return {choice, {}};
+      if (!choice.empty() && "\"" + choice + "\"" != config::flow_text(ref)) return {choice, {}};
     }
     return {field.choices.front(), {}};  // one legal value only: nothing to change
   }

@@ -4,30 +4,19 @@
 
 #include <fstream>
 
-#include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "trainer/config/config.h"
 
 namespace trireme {
 namespace {
 
+using test::user_error_of;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-// The message of the Error that `call` throws, "" when it throws none.
-template <class F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUser);
-    return error.what();
-  }
-  return "";
-}
-
 std::string load_error(const std::string& yaml, const std::vector<std::string>& overrides = {}) {
-  return error_of([&] { load_config_text(yaml, overrides, nullptr, "run.yaml"); });
+  return user_error_of([&] { load_config_text(yaml, overrides, nullptr, "run.yaml"); });
 }
 
 class ConfigFiles : public testing::Test {
@@ -75,14 +64,14 @@ TEST_F(ConfigFiles, OverrideMarkReplacesAMapping) {
 TEST_F(ConfigFiles, CircleOfDefaultsIsNamed) {
   write("a.yaml", "defaults: b.yaml\n");
   write("b.yaml", "\ndefaults: a.yaml\n");
-  const std::string message = error_of([&] { load_config(folder_.path() / "a.yaml"); });
+  const std::string message = user_error_of([&] { load_config(folder_.path() / "a.yaml"); });
   EXPECT_THAT(message,
               HasSubstr("b.yaml:2: defaults: files inherit each other in a circle: a.yaml -> b.yaml -> a.yaml"));
 }
 
 TEST_F(ConfigFiles, MissingParentNamesTheLineThatAsks) {
   const auto child = write("child.yaml", "grpo: {seed: 1}\ndefaults: nowhere.yaml\n");
-  const std::string message = error_of([&] { load_config(child); });
+  const std::string message = user_error_of([&] { load_config(child); });
   EXPECT_THAT(message, HasSubstr("child.yaml:2: defaults:"));
   EXPECT_THAT(message, HasSubstr("nowhere.yaml"));
 }
@@ -90,7 +79,7 @@ TEST_F(ConfigFiles, MissingParentNamesTheLineThatAsks) {
 TEST_F(ConfigFiles, ProblemIsLocatedInTheFileThatWroteIt) {
   write("base.yaml", "grpo:\n  seed: -5\n");
   const std::string message =
-      error_of([&] { load_config(write("child.yaml", "defaults: base.yaml\ngrpo: {val_period: 3}\n")); });
+      user_error_of([&] { load_config(write("child.yaml", "defaults: base.yaml\ngrpo: {val_period: 3}\n")); });
   EXPECT_THAT(message, HasSubstr("base.yaml:2: grpo.seed: must be at least 0, got -5"));
 }
 

@@ -2,36 +2,26 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "base/error.h"
 #include "base/text.h"
+#include "tests/unit/errors.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
 
 namespace trireme {
 namespace {
 
+using test::user_error_of;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using When = config::FeatureKey::When;
 
-template <class F>
-std::string error_of(F&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUser);
-    return error.what();
-  }
-  return "";
-}
-
 std::string load_error(const std::string& yaml, const std::vector<std::string>& overrides = {}) {
-  return error_of([&] { load_config_text(yaml, overrides, nullptr, "run.yaml"); });
+  return user_error_of([&] { load_config_text(yaml, overrides, nullptr, "run.yaml"); });
 }
 
 std::string refusal(const Config& config) {
-  return error_of([&] { validate_supported(config); });
+  return user_error_of([&] { validate_supported(config); });
 }
 
 std::optional<std::string> no_variables(const std::string&) { return std::nullopt; }
@@ -69,7 +59,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 TEST(RecipeText, OtherAlgorithmsAreRefusedByNameAndNotByTheirKeys) {
-  EXPECT_EQ(error_of([] { load_config("tests/data/recipes/main_dpo.yaml"); }),
+  EXPECT_EQ(user_error_of([] { load_config("tests/data/recipes/main_dpo.yaml"); }),
             "tests/data/recipes/main_dpo.yaml:2: dpo: preference training (DPO) is not supported yet by this version, "
             "which runs grpo and sft");
   for (const auto& section : config::algorithm_sections()) {
@@ -227,13 +217,13 @@ TEST(RecipeText, ModelsAndDataSetsThatAreNotHereAreNamed) {
 
 TEST(RecipeText, ATruncationRangeWithoutATypeTruncatesOrIsAnError) {
   const std::string on = "loss_fn: {use_importance_sampling_correction: true, truncated_importance_sampling_ratio: 2";
-  EXPECT_EQ(load_config_text(on + "}\n").loss_fn.truncated_importance_sampling_type, "tis");  // v0.4, v0.5
-  EXPECT_EQ(load_config_text(on + ", truncated_importance_sampling_type: icepop}\n")
-                .loss_fn.truncated_importance_sampling_type,
-            "icepop");
-  EXPECT_EQ(
-      load_config_text(on + ", truncated_importance_sampling_type: ''}\n").loss_fn.truncated_importance_sampling_type,
-      "tis");  // as older checkpoints print a run's configuration
+  const auto type = [](const std::string& text) {
+    return load_config_text(text).loss_fn.truncated_importance_sampling_type;
+  };
+  EXPECT_EQ(type(on + "}\n"), TruncatedImportanceSampling::kTis);  // v0.4, v0.5
+  EXPECT_EQ(type(on + ", truncated_importance_sampling_type: icepop}\n"), TruncatedImportanceSampling::kIcepop);
+  EXPECT_EQ(type(on + ", truncated_importance_sampling_type: ''}\n"),
+            TruncatedImportanceSampling::kTis);  // as older checkpoints print a run's configuration
   EXPECT_THAT(
       load_error(on + ", truncated_importance_sampling_type: null}\n"),
       HasSubstr("loss_fn.truncated_importance_sampling_ratio: needs loss_fn.truncated_importance_sampling_type"));
@@ -241,9 +231,7 @@ TEST(RecipeText, ATruncationRangeWithoutATypeTruncatesOrIsAnError) {
               HasSubstr("needs loss_fn.use_importance_sampling_correction"));
   EXPECT_THAT(load_error("loss_fn: {truncated_importance_sampling_ratio_min: 0.5}\n"),
               HasSubstr("loss_fn.truncated_importance_sampling_ratio_min: needs"));
-  EXPECT_EQ(load_config_text("loss_fn: {truncated_importance_sampling_ratio: null}\n")
-                .loss_fn.truncated_importance_sampling_type,
-            "");
+  EXPECT_EQ(type("loss_fn: {truncated_importance_sampling_ratio: null}\n"), TruncatedImportanceSampling::kNone);
 }
 
 TEST(RecipeText, RecomputationCountsWhereItIsSwitchedOn) {
@@ -285,7 +273,7 @@ TEST(RecipeText, VariablesOfTheEnvironment) {
   EXPECT_EQ(log_dir("${oc.env:HERE}/logs"), "/data/logs");
   EXPECT_EQ(log_dir("${oc.env:NOT_HERE,logs}"), "logs");
   EXPECT_EQ(log_dir("${oc.env:NOT_HERE, ${oc.env:HERE}}/x"), "/data/x");
-  EXPECT_EQ(error_of([&] { log_dir("${oc.env:NOT_HERE}"); }),
+  EXPECT_EQ(user_error_of([&] { log_dir("${oc.env:NOT_HERE}"); }),
             "run.yaml:1: '${oc.env:NOT_HERE}': the environment has no variable NOT_HERE");
   EXPECT_THAT(load_error("logger: {log_dir: \"${oc.env:HOME}\"}\n"),
               HasSubstr("has no variable HOME"));  // none is read

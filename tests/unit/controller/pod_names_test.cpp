@@ -7,7 +7,6 @@
 #include <set>
 
 #include "api/runtime.h"
-#include "operator/controller/actions.h"
 #include "tests/unit/controller/cluster.h"
 
 namespace trireme::controller {

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "operator/controller/actions.h"
 #include "operator/controller/job_metrics.h"
 #include "tests/unit/controller/cluster.h"
 
@@ -120,7 +119,7 @@ TEST(Reconciler, DeletionLeavesNothingAndMakesNothing) {
 TEST(Reconciler, PodsOfADeletedJobAreReleasedFromKueue) {
   Cluster c;
   c.kubelets = false;  // the pods stay, as Kueue's finalizer makes them
-  const kube::Resource workloads = resource_of("kueue.x-k8s.io/v1beta1", "workloads", "Workload");
+  const kube::Resource workloads = kube::resource_of("kueue.x-k8s.io/v1beta1", "workloads", "Workload");
   c.server.serve(workloads, false);
   ReconcilerOptions options = fast_options();
   options.plan.discovery["kueue.x-k8s.io/v1beta1"] = {"workloads"};

@@ -485,7 +485,7 @@ TEST_F(DatasetTest, APromptThatLeavesNoRoomForAnAnswerIsTooLong) {
     strict.next();
     FAIL();
   } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("the prompt has 5 tokens, which leaves none for an answer in "
+    EXPECT_THAT(e.what(), HasSubstr("the prompt has 5 tokens, which leaves none for a response in "
                                     "policy.max_total_sequence_length=5"));
   }
 }
@@ -631,7 +631,7 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   }
   EXPECT_THAT(learnt, ElementsAre('b', kByteImEnd, 'd', kByteImEnd));
 
-  // A template that shows only the last answer whole: the first is not learnt.
+  // A template that shows only the last response whole: the first is not learnt.
   const auto rewriting = Tokenizer::load(dir_.path() / "model",
                                          "{% for m in messages %}{{ m.role[0] }}:{{ m.content if m.role == 'user' or "
                                          "loop.last else '-' }};{% endfor %}{{ 'a:' if add_generation_prompt }}");

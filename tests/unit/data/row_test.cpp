@@ -55,7 +55,7 @@ TEST(Row, ReasonsOfBadConversations) {
   EXPECT_THAT(reason(R"({"messages": [{"role": "user", "content": 3}]})", schema),
               HasSubstr("neither text nor a list"));
   EXPECT_THAT(reason(R"({"messages": [{"role": "assistant", "content": "x"}]})", schema),
-              HasSubstr("an answer but no question"));
+              HasSubstr("a response but no prompt"));
   EXPECT_THAT(reason(R"({"messages": [{"role": "user", "content": "x"}]})", RowSchema{"messages", "", true}),
               HasSubstr("does not end with an assistant message"));
 }
@@ -82,12 +82,12 @@ TEST(Row, Layouts) {
 }
 
 TEST(Row, GoldAnswers) {
-  EXPECT_EQ(final_answer("5 + 13 = <<5+13=18>>18\n#### 18"), "18");
-  EXPECT_EQ(final_answer("so\n####  1,234 \n"), "1,234");
-  EXPECT_EQ(final_answer("#### 7"), "7");
-  EXPECT_EQ(final_answer("#### Heading\nthe text"), "#### Heading\nthe text");
-  EXPECT_EQ(final_answer(" \\frac{1}{2} "), "\\frac{1}{2}");
-  EXPECT_EQ(final_answer(""), "");
+  EXPECT_EQ(gold_of("5 + 13 = <<5+13=18>>18\n#### 18"), "18");
+  EXPECT_EQ(gold_of("so\n####  1,234 \n"), "1,234");
+  EXPECT_EQ(gold_of("#### 7"), "7");
+  EXPECT_EQ(gold_of("#### Heading\nthe text"), "#### Heading\nthe text");
+  EXPECT_EQ(gold_of(" \\frac{1}{2} "), "\\frac{1}{2}");
+  EXPECT_EQ(gold_of(""), "");
   const auto gold = [](const char* output) {
     return parse_row(parse_json_object(std::string(R"({"i": "x", "o": )") + output + "}"), {"i", "o"}).gold;
   };

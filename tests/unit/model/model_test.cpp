@@ -154,12 +154,12 @@ TEST_P(Families, CachedForwardHasTheBitsOfThePackedOne) {
             ids.push_back(sequences[s][static_cast<size_t>(done[s] + t)]);
             positions.push_back(done[s] + t);
           }
-          batch.plan.rows.push_back({extents[s], done[s], count});
+          batch.plan.host_runs.push_back({extents[s], done[s], count});
           wanted.push_back(expected.narrow(0, packed.starts[s] + done[s], count));
           done[s] += count;
         }
-        if (done == std::vector<int64_t>{33, 1, 70, 18} && batch.plan.rows.empty()) break;
-        if (batch.plan.rows.empty()) continue;
+        if (done == std::vector<int64_t>{33, 1, 70, 18} && batch.plan.host_runs.empty()) break;
+        if (batch.plan.host_runs.empty()) continue;
         batch.ids = at::tensor(ids, at::kLong);
         batch.positions = at::tensor(positions, at::kLong);
         ASSERT_TRUE(same_bits(model->forward_cached(batch, arena), at::cat(wanted))) << "turn " << turn;

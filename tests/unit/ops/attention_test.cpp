@@ -86,12 +86,12 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
       bool more = true;
       while (more) {
         more = false;
-        std::vector<CacheRow> rows;
+        std::vector<CacheRun> runs;
         Tensors qs, ks, vs, expected;
         for (size_t s = 0; s < lengths.size(); ++s) {
           const int64_t count = std::min(chunks[(turn + s) % chunks.size()], lengths[s] - done[s]);
           if (count == 0) continue;
-          rows.push_back({extents[s], done[s], count});
+          runs.push_back({extents[s], done[s], count});
           const int64_t at = starts[s] + done[s];
           qs.push_back(q.narrow(0, at, count)), ks.push_back(k.narrow(0, at, count)),
               vs.push_back(v.narrow(0, at, count));
@@ -101,7 +101,7 @@ TEST_P(Attention, CachedRowsHaveTheBitsOfPackedRows) {
         }
         ++turn;
         if (!more) break;
-        const CachePlan plan{rows};
+        const CachePlan plan{runs};
         append_cached(at::cat(ks), at::cat(vs), arena_k, arena_v, plan);
         ASSERT_TRUE(same_bits(attention_cached(at::cat(qs), arena_k, arena_v, plan), at::cat(expected)))
             << "turn " << turn;

@@ -72,7 +72,7 @@ TEST_P(FusedSteps, SplitQkvHasTheBitsOfTheSeparateOps) {
 TEST_P(FusedSteps, SplitQkvCachedFillsTheArena) {
   const QkvCase c(GetParam(), 7);
   CachePlan plan;
-  plan.rows = {{10, 3, 4}, {30, 0, 1}, {2, 5, 2}};
+  plan.host_runs = {{10, 3, 4}, {30, 0, 1}, {2, 5, 2}};
   const std::vector<int64_t> rows = {13, 14, 15, 16, 30, 7, 8};
   const at::Tensor arena_k = random({40, 2, 24}, 7, GetParam()), arena_v = random({40, 2, 24}, 8, GetParam());
   at::Tensor expected_k = arena_k.clone(), expected_v = arena_v.clone();

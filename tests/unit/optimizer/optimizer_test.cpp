@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/optimizer/lr_schedule.h"
@@ -17,21 +18,8 @@ namespace trireme {
 namespace {
 
 ModelConfig tiny() {
-  return ModelConfig::from_json({{"model_type", "qwen3"},
-                                 {"architectures", {"Qwen3ForCausalLM"}},
-                                 {"vocab_size", 50},
-                                 {"hidden_size", 16},
-                                 {"intermediate_size", 24},
-                                 {"num_hidden_layers", 2},
-                                 {"num_attention_heads", 2},
-                                 {"num_key_value_heads", 1},
-                                 {"head_dim", 8},
-                                 {"hidden_act", "silu"},
-                                 {"rms_norm_eps", 1e-6},
-                                 {"rope_theta", 10000.0},
-                                 {"max_position_embeddings", 64},
-                                 {"tie_word_embeddings", true}},
-                                "test");
+  return test::tiny_config(
+      {.vocab = 50, .hidden = 16, .intermediate = 24, .layers = 2, .heads = 2, .kv_heads = 1, .positions = 64});
 }
 
 void fill_gradients(Model& model, int step) {

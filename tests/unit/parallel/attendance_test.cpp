@@ -21,6 +21,7 @@ struct Device {
 struct Rank {
   std::unique_ptr<JobStore> store;
   std::unique_ptr<Attendance> attendance;
+  int group = 0;
   Device device;
   std::atomic<int> stuck{0}, deadline{0};
   std::string said;  // by the one callback that was called
@@ -46,8 +47,10 @@ class TwoRanks {
           rank.said = what;
           ++rank.deadline;
         };
-        rank.attendance = std::make_unique<Attendance>(*rank.store, rendezvous, "dp",
-                                                       [&rank](const std::vector<int>& ranks) { rank.absent = ranks; });
+        rank.attendance = std::make_unique<Attendance>(*rank.store, rendezvous);
+        rank.attendance->set_on_absent([&rank](const std::vector<int>& ranks) { rank.absent = ranks; });
+        rank.group = rank.attendance->open({"dp", {0, 1}});
+        rank.attendance->set_phase("training");
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -58,9 +61,10 @@ class TwoRanks {
   }
   void queue(int r, int64_t sequence) {
     Rank& rank = ranks[r];
-    rank.attendance->note(sequence, "training");
-    rank.attendance->note_queued({sequence, "all-reduce", "training", [&rank] { return rank.device.come.load(); },
-                                  [&rank] { return rank.device.done.load(); }});
+    rank.attendance->note(rank.group, sequence);
+    rank.attendance->note_queued(rank.group, {sequence, "all-reduce", "training",
+                                              [&rank] { return rank.device.come.load(); },
+                                              [&rank] { return rank.device.done.load(); }});
   }
   // As if its process had ended: by an exception that nobody was told of.
   void die(int r) {
@@ -137,7 +141,7 @@ TEST(Attendance, TheDeathOfARankEndsTheWaitOfTheDeviceAndIsTold) {
     const int other = 1 - victim;
     job.ranks[other].device.come = true;
     job.queue(other, 3);
-    job.ranks[victim].attendance->note_phase("generation");
+    job.ranks[victim].attendance->set_phase("generation");
     job.die(victim);
     ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[other].deadline == 1; }));
     const std::string& said = job.ranks[other].said;

@@ -4,33 +4,25 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <csignal>
 #include <functional>
 #include <thread>
 
 #include "base/error.h"
+#include "base/sigpipe.h"
 #include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
+#include "trainer/parallel/attendance.h"
 #include "trainer/parallel/context.h"
 
 namespace trireme {
 namespace {
 
-// Runs body(rank) on a thread per rank; returns what each threw.
-std::vector<std::string> on_ranks(int world, const std::function<void(int)>& body) {
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  std::signal(SIGPIPE, SIG_IGN);  // as cli_main does: Gloo writes to connections whose other end may have gone
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(rank);
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+using test::on_ranks;
+
+RankGroup everybody(int world) {
+  RankGroup group{"dp", {}};
+  for (int rank = 0; rank < world; ++rank) group.ranks.push_back(rank);
+  return group;
 }
 
 TEST(Communicator, Collectives) {
@@ -39,7 +31,8 @@ TEST(Communicator, Collectives) {
   const auto errors = on_ranks(kWorld, [&](int rank) {
     const RendezvousOptions rendezvous = port.place(rank, kWorld, Milliseconds(250000));
     JobStore store(rendezvous);
-    Communicator group(store, rendezvous, "test");
+    Attendance attendance(store, rendezvous);
+    Communicator group(store, rendezvous, attendance, everybody(kWorld));
     at::Tensor sum = at::full({4}, static_cast<double>(rank + 1));
     group.all_reduce_sum(sum);
     EXPECT_EQ(sum[0].item<double>(), 6);
@@ -102,11 +95,12 @@ TEST(Communicator, APeerThatStaysAwayIsNamedByOperationAndPhase) {
       EXPECT_NE(what.find("in phase generation"), std::string::npos) << what;
       ++stuck;
     };
-    Communicator group(store, rendezvous, "dp");
-    group.on_absent = [&, rank](const std::vector<int>& ranks) {
+    Attendance attendance(store, rendezvous);
+    Communicator group(store, rendezvous, attendance, everybody(kWorld));
+    attendance.set_on_absent([&, rank](const std::vector<int>& ranks) {
       if (rank == 0) reported = ranks.size() == 1 ? ranks.front() : -2;
-    };
-    group.set_phase(rank == 1 ? "generation" : "training");
+    });
+    attendance.set_phase(rank == 1 ? "generation" : "training");
     group.barrier();
     if (rank == 1) {  // comes late: when the others have gone and its absence was noticed
       const Deadline limit = Deadline::after(Milliseconds(200000));
@@ -143,8 +137,9 @@ TEST(Communicator, ARankThatDiesIsNamedByAllOthersLongBeforeTheirDeadline) {
     const auto errors = on_ranks(kWorld, [&](int rank) {
       const RendezvousOptions rendezvous = port.place(rank, kWorld, Milliseconds(250000));
       JobStore store(rendezvous);
-      Communicator group(store, rendezvous, "dp");
-      group.set_phase("training");
+      Attendance attendance(store, rendezvous);
+      Communicator group(store, rendezvous, attendance, everybody(kWorld));
+      attendance.set_phase("training");
       group.barrier();
       if (rank == victim) throw std::runtime_error("gone");  // nobody was told: as if its process had ended
       at::Tensor x = at::ones({4});
@@ -165,8 +160,9 @@ TEST(JobStore, ACallAfterRank0HasGoneNamesPhaseAndCause) {
   const auto errors = on_ranks(2, [&](int rank) {
     const RendezvousOptions rendezvous = port.place(rank, 2, Milliseconds(250000));
     JobStore store(rendezvous);
-    Communicator group(store, rendezvous, "dp");
-    group.set_phase("generation");
+    Attendance attendance(store, rendezvous);
+    Communicator group(store, rendezvous, attendance, everybody(2));
+    attendance.set_phase("generation");
     group.barrier();
     if (rank == 0) throw std::runtime_error("gone");
     while (true) store.add("counter", 1);
@@ -176,13 +172,118 @@ TEST(JobStore, ACallAfterRank0HasGoneNamesPhaseAndCause) {
       << errors[1];
 }
 
+TEST(Communicator, AllToAllMovesPartsOfAnySizeAndDtype) {
+  constexpr int kWorld = 3;
+  ListeningPort port;
+  const auto errors = on_ranks(kWorld, [&](int rank) {
+    Layout layout;
+    layout.dp = kWorld;
+    ParallelContext context(layout, port.place(rank, kWorld, Milliseconds(250000)));
+    Communicator& group = context.data_parallel();
+    for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble, at::kLong}) {
+      // Rank r sends (r + to) rows of 2 to each: none from 0 to 0.
+      std::vector<int64_t> to(kWorld), from(kWorld);
+      std::vector<at::Tensor> parts;
+      for (int other = 0; other < kWorld; ++other) {
+        to[other] = from[other] = rank + other;
+        parts.push_back(at::full({rank + other, 2}, 10 * rank + other).to(dtype));
+      }
+      const at::Tensor in = at::cat(parts);
+      at::Tensor out = at::empty({3 * rank + 3, 2}, in.options());
+      group.all_to_all(out, in, from, to);
+      int64_t row = 0;
+      for (int other = 0; other < kWorld; ++other) {
+        for (int64_t i = 0; i < from[other]; ++i, ++row) {
+          EXPECT_EQ(out[row][1].to(at::kDouble).item<double>(), 10 * other + rank);
+        }
+      }
+    }
+    context.world().barrier();
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(ParallelContext, EveryRankIsInItsGroupOfEveryAxis) {
+  Layout layout;
+  layout.tp = 2;
+  layout.dp = 2;
+  layout.pp = 2;
+  const auto world = static_cast<int>(layout.world());
+  ListeningPort port;
+  const auto errors = on_ranks(world, [&](int rank) {
+    ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
+    EXPECT_EQ(context.world().size(), world);
+    for (const Axis axis : {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp}) {
+      const std::vector<int64_t> members = group_of(layout, axis, rank);
+      Communicator& group = context.group(axis);
+      ASSERT_EQ(group.size(), static_cast<int>(members.size()));
+      EXPECT_EQ(members[static_cast<size_t>(group.rank())], rank);
+      int64_t expected = 0;
+      for (const int64_t member : members) expected += 1 << member;
+      EXPECT_EQ(group.all_reduce_sum(int64_t{1} << rank), group.size() == 1 ? int64_t{1} << rank : expected);
+    }
+    context.world().barrier();
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+// Rank 3 stands still. Rank 2 waits for it in its tensor group; rank 1 waits for it too, in the data group; and rank 0
+// waits for rank 1 or 2. All name rank 3, and only rank 3 is told that it is stuck.
+TEST(ParallelContext, TheCauseIsNamedAcrossGroups) {
+  Layout layout;
+  layout.tp = 2;
+  layout.dp = 2;
+  ListeningPort port;
+  std::atomic<int> gave_up{0}, stuck{-1}, reported{-1};
+  const auto errors = on_ranks(4, [&](int rank) {
+    RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(20000));
+    rendezvous.stuck_grace = Milliseconds(100);
+    rendezvous.on_stuck = [&, rank](const std::string&) { stuck = stuck == -1 ? rank : -2; };
+    ParallelContext context(layout, rendezvous);
+    context.set_on_absent([&, rank](const std::vector<int>& ranks) {
+      if (rank == 0) reported = ranks.size() == 1 ? ranks.front() : -2;
+    });
+    context.set_phase("training");
+    context.world().barrier();
+    const auto until_all_have_gone = [&] {
+      const Deadline limit = Deadline::after(Milliseconds(200000));
+      while ((gave_up < 3 || stuck == -1) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+    };
+    if (rank == 3) {
+      context.set_phase("generation");
+      return until_all_have_gone();
+    }
+    std::string error;
+    try {
+      // tp groups {0, 1}, {2, 3}; dp groups {0, 2}, {1, 3}.
+      if (rank == 1) context.group(Axis::kDp).all_reduce_sum(1.0);
+      context.tensor_parallel().all_reduce_sum(1.0);
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    ++gave_up;
+    until_all_have_gone();
+    throw std::runtime_error(error);
+  });
+  EXPECT_EQ(stuck, 3);
+  EXPECT_EQ(reported, 3);
+  for (const int rank : {0, 1, 2}) {
+    const std::string& error = errors[static_cast<size_t>(rank)];
+    EXPECT_NE(error.find("rank 3 (tp 1, dp 1) has not come"), std::string::npos) << error;
+    EXPECT_NE(error.find("phase generation)"), std::string::npos) << error;
+    EXPECT_EQ(error.find("rank 1 (tp 1, dp 0) has not come"), std::string::npos) << error;
+  }
+  EXPECT_NE(errors[0].find("rank 0 (tp 0, dp 0) on "), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("of group 'tp-0' (2 ranks)"), std::string::npos) << errors[0];
+}
+
 TEST(ParallelContext, RefusesSplitsItCannotDo) {
   RendezvousOptions two_ranks;
   two_ranks.world_size = 2;
   Layout layout;
   layout.tp = 2;
   try {
-    ParallelContext context(layout, two_ranks);
+    (void)runnable(layout);
     FAIL();
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("tp 2 (tensor parallel) is not supported"), std::string::npos);

@@ -8,24 +8,17 @@
 #include <mutex>
 #include <thread>
 
-#include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "trainer/rewards/http_headers.h"
 #include "trainer/rewards/reward.h"
 
 namespace trireme {
 namespace {
 
-Deadline long_deadline() { return Deadline::after(Milliseconds(120000)); }
+using test::error_of;
 
-std::string error_of(const std::function<void()>& run) {
-  try {
-    run();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
+Deadline long_deadline() { return Deadline::after(Milliseconds(120000)); }
 
 TEST(HttpHeaders, SecretsComeFromTheEnvironmentAndFromFiles) {
   const TemporaryDirectory dir;

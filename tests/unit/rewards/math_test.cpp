@@ -77,7 +77,7 @@ TEST(MathGenerated, GradeSchoolGolds) {
          {"So 12 of them, that is 7*8=56. #### " + n, "We get 17 and so \\boxed{" + n + "}.",
           "Thus 3. The answer is $" + grouped(value) + ".",
           "There are 5 boxes, so she has " + grouped(value) + " apples."}) {
-      const auto answer = extract_answer(response);
+      const auto answer = extract_final_answer(response);
       ASSERT_TRUE(answer) << response;
       EXPECT_TRUE(math_equal(gold, *answer)) << response << " gave " << *answer;
     }
@@ -249,9 +249,9 @@ TEST(MathPathological, EndsAndSaysNo) {
     EXPECT_FALSE(math_equal(text, "42")) << text.substr(0, 60);
     math_equal(text, text);
     math_equal(text, "1" + text);
-    (void)extract_answer(text);
-    (void)extract_answer("The answer is " + text);
-    (void)extract_answer("\\boxed{" + text);
+    (void)extract_final_answer(text);
+    (void)extract_final_answer("The answer is " + text);
+    (void)extract_final_answer("\\boxed{" + text);
   }
 }
 
@@ -270,7 +270,7 @@ TEST(MathPathological, HugeValuesAreStillExact) {
 
 TEST(Extract, TheLastMarkedAnswerWins) {
   const auto is = [](const char* response, const char* answer) {
-    const auto found = extract_answer(response);
+    const auto found = extract_final_answer(response);
     ASSERT_TRUE(found) << response;
     EXPECT_EQ(*found, answer) << response;
   };
@@ -303,9 +303,9 @@ TEST(Extract, TheLastMarkedAnswerWins) {
   is("\\boxed{7} so far. Final Answer: The final answer is $8$. I hope it is correct.", "8");
   is("Final Answer: The largest $n$ is 34. I hope it is correct. <|im_start|>user", "34");
   is("the code AB2C has 7 more", "7");
-  EXPECT_FALSE(extract_answer("no digits here"));
-  EXPECT_FALSE(extract_answer(""));
-  EXPECT_FALSE(extract_marked_answer("just 5"));
+  EXPECT_FALSE(extract_final_answer("no digits here"));
+  EXPECT_FALSE(extract_final_answer(""));
+  EXPECT_FALSE(extract_marked_final_answer("just 5"));
 }
 
 // A response without a mark is read in every way its end allows, by the reward too.
@@ -340,7 +340,7 @@ TEST(MathPathological, ManyBoxesFormulasAndMatrices) {
     EXPECT_FALSE(math_equal("42", text));
     EXPECT_FALSE(math_equal(text, "42"));
     math_equal(text, text);
-    for (const std::string& answer : extract_answers(text)) EXPECT_FALSE(math_equal("42", answer));
+    for (const std::string& answer : extract_final_answers(text)) EXPECT_FALSE(math_equal("42", answer));
   }
 }
 

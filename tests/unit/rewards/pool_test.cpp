@@ -186,7 +186,7 @@ TEST(RewardFailures, AreThoseOfAllRanksAndQuoteTheFirstOnesError) {
   EXPECT_EQ(sum[0].dropped, 10);
   EXPECT_EQ(sum[0].last_error, "rank 1: new");
   EXPECT_EQ(too_many_failed(sum, 0.5),
-            "reward 'command' failed for 10 of 18 answers, more than env.max_failed_share "
+            "reward 'command' failed for 10 of 18 responses, more than env.max_failed_share "
             "0.5; the last error: rank 1: new");
   EXPECT_FALSE(too_many_failed(sum, 0.6));
   EXPECT_FALSE(too_many_failed(counters(4, 2, "x"), 0.5)) << "half is not more than half";

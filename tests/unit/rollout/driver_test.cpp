@@ -7,27 +7,20 @@
 #include <set>
 
 #include "base/error.h"
+#include "tests/unit/model/tiny.h"
 
 namespace trireme {
 namespace {
 
 std::unique_ptr<Model> tiny_model() {
-  ModelConfig config;
-  config.family = ModelFamily::kLlama;
-  config.vocab_size = 50;
-  config.hidden_size = 32;
-  config.intermediate_size = 48;
-  config.num_layers = 1;
-  config.num_heads = 2;
-  config.num_kv_heads = 1;
-  config.head_dim = 16;
-  config.max_position_embeddings = 64;
-  config.rope.head_dim = 16;
-  ModelOptions options;
-  options.trainable = false;
-  auto model = std::make_unique<Model>(config, options);
-  init_parameters(*model, 2);
-  return model;
+  return test::tiny_model({.family = ModelFamily::kLlama,
+                           .vocab = 50,
+                           .heads = 2,
+                           .kv_heads = 1,
+                           .head_dim = 16,
+                           .positions = 64,
+                           .tied = false},
+                          2);
 }
 
 TEST(Driver, HandsOverEverySampleAndEveryRunOnce) {

@@ -13,35 +13,21 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/tiny.h"
 
 namespace trireme {
 namespace {
 
-ModelConfig tiny_config(int64_t vocab = kByteVocabSize) {
-  ModelConfig config;
-  config.family = ModelFamily::kQwen3;
-  config.vocab_size = vocab;
-  config.hidden_size = 48;
-  config.intermediate_size = 80;
-  config.num_layers = 2;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.head_dim = 16;
-  config.max_position_embeddings = 512;
-  config.initializer_range = 0.2;
-  config.rope.head_dim = 16;
-  config.rope.theta = 10000.0;
-  config.qk_norm = true;
-  config.tie_word_embeddings = true;
-  return config;
-}
-
 std::unique_ptr<Model> tiny_model(uint64_t seed = 1) {
-  ModelOptions options;
-  options.trainable = false;
-  auto model = std::make_unique<Model>(tiny_config(), options);
+  auto model = test::tiny_model({.vocab = kByteVocabSize,
+                                 .hidden = 48,
+                                 .intermediate = 80,
+                                 .layers = 2,
+                                 .head_dim = 16,
+                                 .positions = 512,
+                                 .initializer_range = 0.2},
+                                seed);
   choose_linear_mode(model->config().linear_shapes(), at::kFloat);
-  init_parameters(*model, seed);
   return model;
 }
 

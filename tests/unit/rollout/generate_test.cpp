@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/model/tiny.h"
 
 namespace trireme {
 namespace {
@@ -17,22 +18,16 @@ class GenerateJsonl : public ::testing::Test {
   GenerateJsonl() {
     make_byte_tokenizer(dir_.path());
     tokenizer_ = Tokenizer::load(dir_.path());
-    ModelConfig config;
-    config.family = ModelFamily::kLlama;
-    config.vocab_size = kByteVocabSize;
-    config.hidden_size = 32;
-    config.intermediate_size = 64;
-    config.num_layers = 1;
-    config.num_heads = 2;
-    config.num_kv_heads = 1;
-    config.head_dim = 16;
-    config.max_position_embeddings = 256;
-    config.rope.head_dim = 16;
-    ModelOptions options;
-    options.trainable = false;
-    model_ = std::make_unique<Model>(config, options);
-    choose_linear_mode(config.linear_shapes(), at::kFloat);
-    init_parameters(*model_, 5);
+    model_ = test::tiny_model({.family = ModelFamily::kLlama,
+                               .vocab = kByteVocabSize,
+                               .intermediate = 64,
+                               .heads = 2,
+                               .kv_heads = 1,
+                               .head_dim = 16,
+                               .positions = 256,
+                               .tied = false},
+                              5);
+    choose_linear_mode(model_->config().linear_shapes(), at::kFloat);
     sampling_.max_new_tokens = 6;
     sampling_.seed = 3;
   }

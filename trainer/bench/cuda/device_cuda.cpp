@@ -1,7 +1,6 @@
-#include "trainer/bench/cuda/device_cuda.h"
+#include "trainer/bench/device_cuda.h"
 
 #include <ATen/cuda/Sleep.h>
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -13,7 +12,6 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "trainer/bench/cuda/ceilings.h"
-#include "trainer/ops/cuda/device/mapped_memory.h"
 
 namespace trireme::bench {
 namespace {
@@ -41,10 +39,6 @@ constexpr double kCyclesPerSecond = 2e9;  // a little above the clock: the pause
 constexpr double kLongestPause = 0.1;     // seconds
 
 }  // namespace
-
-int64_t take_cuda_peak_memory_bytes(int index) {
-  return cuda::take_peak_bytes(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index)));
-}
 
 nlohmann::json cuda_versions() {
   int runtime = 0, driver = 0;

@@ -21,7 +21,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/ops/cuda/attention/attention.h"
-#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/sms.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
@@ -429,7 +429,7 @@ class DeviceRunner final : public StepRunner {
     int64_t* token = input.mutable_data_ptr<int64_t>();
     int64_t* position = token + plan.tokens;
     std::copy(request.tokens.begin(), request.tokens.end(), token);
-    std::vector<CacheRow> runs;
+    std::vector<CacheRun> runs;
     for (const Segment& segment : plan.segments) {
       for (int64_t i = 0; i < segment.count; ++i) *position++ = segment.past + i;
       runs.push_back({segment.start, segment.past, segment.count});
@@ -499,20 +499,9 @@ DeviceMemory device_memory(at::Device device) {
           stats.reserved_bytes[all].current - tensors};
 }
 
-std::string to_string(const DeviceMemory& m) {
-  const auto text = [](int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); };
-  return "of " + text(m.total) + " " + text(m.free) + " are free, " + text(m.tensors) + " tensors, " + text(m.cached) +
-         " kept by their allocator, " + text(m.total - m.free - m.tensors - m.cached) + " others";
-}
-
 void empty_device_cache(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   c10::cuda::CUDACachingAllocator::emptyCache();
-}
-
-int64_t device_available_bytes(at::Device device) {
-  const DeviceMemory memory = device_memory(device);
-  return memory.free + memory.cached;
 }
 
 }  // namespace trireme

@@ -124,14 +124,14 @@ struct Item {
 };
 
 // Tiles of query rows, the ones with most keys first, so that the SMs finish together.
-std::vector<Item> make_items(const std::vector<CacheRow>& rows, int64_t group, bool decode) {
+std::vector<Item> make_items(const std::vector<CacheRun>& runs, int64_t group, bool decode) {
   std::vector<Item> items;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    const CacheRow& row = rows[r];
-    const int64_t tiles = decode ? 1 : (row.count * group + kPackedTileRows - 1) / kPackedTileRows;
+  for (size_t r = 0; r < runs.size(); ++r) {
+    const CacheRun& run = runs[r];
+    const int64_t tiles = decode ? 1 : (run.count * group + kPackedTileRows - 1) / kPackedTileRows;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t tokens = std::min(row.count, ((tile + 1) * kPackedTileRows + group - 1) / group);
-      items.push_back({static_cast<int32_t>(r), static_cast<int32_t>(tile), row.past + tokens});
+      const int64_t tokens = std::min(run.count, ((tile + 1) * kPackedTileRows + group - 1) / group);
+      items.push_back({static_cast<int32_t>(r), static_cast<int32_t>(tile), run.past + tokens});
     }
   }
   if (!decode)
@@ -140,14 +140,14 @@ std::vector<Item> make_items(const std::vector<CacheRow>& rows, int64_t group, b
 }
 
 // Tiles of the queries of a run (of its keys), for backward; the ones with most work first.
-std::vector<Item> make_backward_items(const std::vector<CacheRow>& rows, bool of_keys) {
+std::vector<Item> make_backward_items(const std::vector<CacheRun>& runs, bool of_keys) {
   std::vector<Item> items;
-  for (size_t r = 0; r < rows.size(); ++r) {
-    const CacheRow& row = rows[r];
-    const int64_t count = of_keys ? row.past + row.count : row.count;
+  for (size_t r = 0; r < runs.size(); ++r) {
+    const CacheRun& run = runs[r];
+    const int64_t count = of_keys ? run.past + run.count : run.count;
     for (int64_t first = 0; first < count; first += kBackwardTileRows) {
-      const int64_t seen = of_keys ? row.count - std::max<int64_t>(first - row.past, 0)
-                                   : row.past + std::min(first + kBackwardTileRows, row.count);
+      const int64_t seen = of_keys ? run.count - std::max<int64_t>(first - run.past, 0)
+                                   : run.past + std::min(first + kBackwardTileRows, run.count);
       items.push_back({static_cast<int32_t>(r), static_cast<int32_t>(first / kBackwardTileRows), seen});
     }
   }
@@ -156,10 +156,10 @@ std::vector<Item> make_backward_items(const std::vector<CacheRow>& rows, bool of
 }
 
 // The backward's items may be none.
-DeviceArrays upload(const std::vector<CacheRow>& rows, const std::vector<Item>& items,
+DeviceArrays upload(const std::vector<CacheRun>& runs, const std::vector<Item>& items,
                     const std::vector<Item>& query_items, const std::vector<Item>& key_items, int64_t tokens,
                     at::Device device) {
-  const auto run_count = static_cast<int64_t>(rows.size());
+  const auto run_count = static_cast<int64_t>(runs.size());
   const std::vector<Item>* const lists[] = {&items, &query_items, &key_items};
   int64_t item_words = 0;
   for (const std::vector<Item>* list : lists) item_words += static_cast<int64_t>(list->size());
@@ -167,17 +167,17 @@ DeviceArrays upload(const std::vector<CacheRow>& rows, const std::vector<Item>& 
   const int64_t words = tokens + run_words + item_words;  // of 8 bytes
   at::Tensor host = at::empty({words}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
   auto* row_of_token = host.mutable_data_ptr<int64_t>();
-  auto* run = reinterpret_cast<int32_t*>(row_of_token + tokens);
+  auto* of_run = reinterpret_cast<int32_t*>(row_of_token + tokens);
   auto* item = reinterpret_cast<int32_t*>(row_of_token + tokens + run_words);
   int64_t token = 0;
   for (int64_t r = 0; r < run_count; ++r) {
-    const CacheRow& row = rows[static_cast<size_t>(r)];
-    run[r] = static_cast<int32_t>(token);
-    run[run_count + r] = static_cast<int32_t>(row.count);
-    run[2 * run_count + r] = static_cast<int32_t>(row.extent_start);
-    run[3 * run_count + r] = static_cast<int32_t>(row.past + row.count);
-    for (int64_t i = 0; i < row.count && tokens > 0; ++i) row_of_token[token + i] = row.extent_start + row.past + i;
-    token += row.count;
+    const CacheRun& run = runs[static_cast<size_t>(r)];
+    of_run[r] = static_cast<int32_t>(token);
+    of_run[run_count + r] = static_cast<int32_t>(run.count);
+    of_run[2 * run_count + r] = static_cast<int32_t>(run.extent_start);
+    of_run[3 * run_count + r] = static_cast<int32_t>(run.past + run.count);
+    for (int64_t i = 0; i < run.count && tokens > 0; ++i) row_of_token[token + i] = run.extent_start + run.past + i;
+    token += run.count;
   }
   for (const std::vector<Item>* list : lists) {
     for (const Item& i : *list) *item++ = i.run;
@@ -248,14 +248,14 @@ DeviceArrays packed_arrays(const std::vector<int64_t>& starts, const std::vector
   }
   SharedKeys keys;
   if (!prefix.empty()) keys = shared_keys(starts, prefix);
-  std::vector<CacheRow> rows;
+  std::vector<CacheRun> runs;
   for (size_t s = 0; s + 1 < starts.size(); ++s) {
     const int64_t count = starts[s + 1] - starts[s];
     if (count == 0) continue;
-    rows.push_back(prefix.empty() ? CacheRow{starts[s], 0, count} : CacheRow{keys.starts[s], keys.past[s], count});
+    runs.push_back(prefix.empty() ? CacheRun{starts[s], 0, count} : CacheRun{keys.starts[s], keys.past[s], count});
   }
-  DeviceArrays arrays = upload(rows, make_items(rows, group, false), make_backward_items(rows, false),
-                               make_backward_items(rows, true), 0, device);
+  DeviceArrays arrays = upload(runs, make_items(runs, group, false), make_backward_items(runs, false),
+                               make_backward_items(runs, true), 0, device);
   if (!prefix.empty()) add_shared(arrays, keys, device);
   entries->push_back({starts, prefix, group, stream, arrays});
   if (entries->size() > kKept) entries->pop_front();
@@ -366,8 +366,8 @@ void check_plan(const char* op, const CachePlan& plan, const at::Tensor& q, cons
 // The host's copy of the runs is empty where the device arrays are filled otherwise.
 void check_arena(const char* op, const at::Tensor& arena_k, const at::Tensor& arena_v, const CachePlan& plan) {
   TRIREME_CHECK(arena_k.is_contiguous() && arena_v.is_contiguous(), std::string(op) + ": the arena must be contiguous");
-  for (const CacheRow& row : plan.rows) {
-    TRIREME_CHECK(row.extent_start + row.past + row.count <= arena_k.size(0),
+  for (const CacheRun& run : plan.host_runs) {
+    TRIREME_CHECK(run.extent_start + run.past + run.count <= arena_k.size(0),
                   std::string(op) + ": a run leaves the arena of " + std::to_string(arena_k.size(0)) + " rows");
   }
 }
@@ -383,34 +383,34 @@ at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::
   return packed_forward(q, k, v, starts, prefix, shape, factor, no_lse);
 }
 
-CachePlan make_cache_plan(std::vector<CacheRow> rows, int64_t group, at::Device device) {
+CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device) {
   TRIREME_CHECK(group >= 1, "make_cache_plan: at least one query head a key head");
   const c10::cuda::CUDAGuard guard(device);
   refuse_capture("make_cache_plan");
   CachePlan plan;
   // Runs without new tokens have no row in the device arrays: their keys are not read.
-  std::vector<CacheRow> runs;
+  std::vector<CacheRun> computed;
   int64_t tokens = 0;
   plan.decode = true;
-  for (const CacheRow& row : rows) {
-    TRIREME_CHECK(row.extent_start >= 0 && row.past >= 0 && row.count >= 0,
+  for (const CacheRun& run : runs) {
+    TRIREME_CHECK(run.extent_start >= 0 && run.past >= 0 && run.count >= 0,
                   "make_cache_plan: a run has negative parts");
-    require_int32(row.extent_start + row.past + row.count, "an arena row");
-    tokens += row.count;
-    if (row.count == 0) continue;
-    plan.decode = plan.decode && row.count == 1;
-    runs.push_back(row);
+    require_int32(run.extent_start + run.past + run.count, "an arena row");
+    tokens += run.count;
+    if (run.count == 0) continue;
+    plan.decode = plan.decode && run.count == 1;
+    computed.push_back(run);
   }
-  plan.decode = plan.decode && !runs.empty() && group <= kMaxDecodeGroup;
+  plan.decode = plan.decode && !computed.empty() && group <= kMaxDecodeGroup;
   require_int32(tokens, "a number of tokens");
-  const DeviceArrays arrays = upload(runs, make_items(runs, group, plan.decode), {}, {}, tokens, device);
+  const DeviceArrays arrays = upload(computed, make_items(computed, group, plan.decode), {}, {}, tokens, device);
   if (plan.decode) {
-    for (const CacheRow& run : runs) {
+    for (const CacheRun& run : computed) {
       plan.longest_keys = std::max(plan.longest_keys, run.past + 1);
       plan.total_keys += run.past + 1;
     }
   }
-  plan.rows = std::move(rows);
+  plan.host_runs = std::move(runs);
   plan.token_rows = arrays.token_rows;
   plan.runs = arrays.runs;
   plan.items = arrays.items;

@@ -1,11 +1,11 @@
-#include "trainer/ops/cuda/device/green.h"
-
+// split_sms (partition.h) by green contexts.
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <algorithm>
 
 #include "trainer/ops/cuda/device/driver.h"
+#include "trainer/ops/partition.h"
 
 namespace trireme::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "trainer/ops/cuda/device/mapped_memory.h"
+#include "trainer/ops/mapped_memory.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>

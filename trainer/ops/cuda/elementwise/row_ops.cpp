@@ -1,5 +1,4 @@
-#include "trainer/ops/cuda/elementwise/row_ops.h"
-
+// The row-local ops and fused steps of cuda_ops.h: checks and autograd over row_kernels.h.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -13,6 +12,7 @@
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cuda/elementwise/row_kernels.h"
 #include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme::cuda {
 namespace {

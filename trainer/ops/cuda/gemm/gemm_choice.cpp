@@ -109,7 +109,7 @@ class TrialOperands {
 };
 
 // Ours, of each kernel at most so many, the lowest predicted times first; skinny_gemm_mma first of all.
-std::vector<GemmChoice> candidates(const SkinnyGemmArgs& args, size_t most_few, size_t most_medium) {
+std::vector<GemmChoice> candidates(const SkinnyGemmArgs& args, size_t most_mma, size_t most_wgmma) {
   std::vector<GemmChoice> all;
   const auto add = [&](auto plans, size_t most, Kernel kernel, auto GemmChoice::*plan) {
     std::stable_sort(plans.begin(), plans.end(),
@@ -122,25 +122,25 @@ std::vector<GemmChoice> candidates(const SkinnyGemmArgs& args, size_t most_few, 
       all.push_back(choice);
     }
   };
-  if (args.rows <= kMostMmaRows) add(skinny_gemm_mma_plans(args), most_few, Kernel::kSkinnyGemmMma, &GemmChoice::few);
+  if (args.rows <= kMostMmaRows) add(skinny_gemm_mma_plans(args), most_mma, Kernel::kSkinnyGemmMma, &GemmChoice::mma);
   constexpr int64_t kTooFewForGroups = 16;  // of 64 tokens
   if (args.rows > kTooFewForGroups)
-    add(skinny_gemm_wgmma_plans(args), most_medium, Kernel::kSkinnyGemmWgmma, &GemmChoice::medium);
+    add(skinny_gemm_wgmma_plans(args), most_wgmma, Kernel::kSkinnyGemmWgmma, &GemmChoice::wgmma);
   return all;
 }
 
 std::string text(const GemmChoice& c) {
   switch (c.kernel) {
     case Kernel::kSkinnyGemmMma:
-      return "few rows, columns " + std::to_string(c.few.columns) + "/" + std::to_string(c.few.fragments) + "/" +
-             std::to_string(c.few.tokens) + ", cluster " + std::to_string(c.few.cluster) + " x " +
-             std::to_string(c.few.clusters) + ", slabs " + std::to_string(c.few.slabs) + ", stages " +
-             std::to_string(c.few.stages);
+      return "mma, columns " + std::to_string(c.mma.columns) + "/" + std::to_string(c.mma.fragments) + "/" +
+             std::to_string(c.mma.tokens) + ", cluster " + std::to_string(c.mma.cluster) + " x " +
+             std::to_string(c.mma.clusters) + ", slabs " + std::to_string(c.mma.slabs) + ", stages " +
+             std::to_string(c.mma.stages);
     case Kernel::kSkinnyGemmWgmma:
-      return "medium rows, columns " + std::to_string(c.medium.columns) + ", across " +
-             std::to_string(c.medium.across) + ", along " + std::to_string(c.medium.along) +
-             (c.medium.clustered ? ", clusters " : ", teams ") + std::to_string(c.medium.teams) + ", slabs " +
-             std::to_string(c.medium.slabs) + ", stages " + std::to_string(c.medium.stages);
+      return "wgmma, columns " + std::to_string(c.wgmma.columns) + ", across " + std::to_string(c.wgmma.across) +
+             ", along " + std::to_string(c.wgmma.along) + (c.wgmma.clustered ? ", clusters " : ", teams ") +
+             std::to_string(c.wgmma.teams) + ", slabs " + std::to_string(c.wgmma.slabs) + ", stages " +
+             std::to_string(c.wgmma.stages);
     case Kernel::kLibrary:
       break;
   }
@@ -156,10 +156,10 @@ double median(std::vector<double> values) {
 // All once or twice, then the best ones again and again by turns, so that what drifts hits them alike.
 // Nothing where the memory is not there.
 std::optional<GemmChoice> tried(int device, SkinnyGemmArgs args, const GemmTrial& trial) {
-  constexpr size_t kMostFewTrials = 120, kMostMediumTrials = 48, kFinalists = 8;
+  constexpr size_t kMostMmaTrials = 120, kMostWgmmaTrials = 48, kFinalists = 8;
   constexpr int kFinalRounds = 11;
   constexpr double kPromising = 1.15;
-  const std::vector<GemmChoice> all = candidates(args, kMostFewTrials, kMostMediumTrials);
+  const std::vector<GemmChoice> all = candidates(args, kMostMmaTrials, kMostWgmmaTrials);
   if (all.empty()) return GemmChoice();
   try {
     TrialOperands operands(device, args);
@@ -176,7 +176,7 @@ std::optional<GemmChoice> tried(int device, SkinnyGemmArgs args, const GemmTrial
         }
         args.weight = weight.const_data_ptr();
         args.x = x.const_data_ptr();
-        return launch_product(args, choice, stream_of(device)) == cudaSuccess;
+        return launch_gemm(args, choice, stream_of(device)) == cudaSuccess;
       });
     };
     struct Candidate {
@@ -203,7 +203,7 @@ std::optional<GemmChoice> tried(int device, SkinnyGemmArgs args, const GemmTrial
     for (Candidate& c : tries) c.us = median(c.finals);
     const Candidate& best = *std::min_element(tries.begin(), tries.end(),
                                               [](const Candidate& a, const Candidate& b) { return a.us < b.us; });
-    log_debug("ops", "product of " + std::to_string(args.rows) + " rows, " + std::to_string(args.in) + " to " +
+    log_debug("ops", "GEMM of " + std::to_string(args.rows) + " rows, " + std::to_string(args.in) + " to " +
                          std::to_string(args.out) + (args.swiglu ? " with the activation" : "") + ": " +
                          text(best.choice) + ", " + std::to_string(best.us) +
                          " us with a short kernel ahead; the library's " + library);
@@ -215,7 +215,7 @@ std::optional<GemmChoice> tried(int device, SkinnyGemmArgs args, const GemmTrial
 
 }  // namespace
 
-GemmChoice choose_product(int device, const SkinnyGemmArgs& given, const GemmTrial* trial) {
+GemmChoice choose_gemm(int device, const SkinnyGemmArgs& given, const GemmTrial* trial) {
   static std::mutex mutex;
   struct Kept {
     GemmChoice choice;
@@ -245,12 +245,12 @@ GemmChoice choose_product(int device, const SkinnyGemmArgs& given, const GemmTri
   return kept.choice;
 }
 
-cudaError_t launch_product(const SkinnyGemmArgs& args, const GemmChoice& choice, cudaStream_t stream) {
+cudaError_t launch_gemm(const SkinnyGemmArgs& args, const GemmChoice& choice, cudaStream_t stream) {
   switch (choice.kernel) {
     case Kernel::kSkinnyGemmMma:
-      return skinny_gemm_mma(args, choice.few, stream);
+      return skinny_gemm_mma(args, choice.mma, stream);
     case Kernel::kSkinnyGemmWgmma:
-      return skinny_gemm_wgmma(args, choice.medium, stream);
+      return skinny_gemm_wgmma(args, choice.wgmma, stream);
     case Kernel::kLibrary:
       break;
   }

@@ -1,4 +1,4 @@
-// Which kernel computes a product of few rows, and how it cuts the work: ours (skinny_gemm_mma.h, skinny_gemm_wgmma.h)
+// Which kernel computes a skinny GEMM, and how it cuts the work: ours (skinny_gemm_mma.h, skinny_gemm_wgmma.h)
 // or the library. The bits are the same.
 #pragma once
 
@@ -16,16 +16,16 @@ inline constexpr int64_t kMostOwnRows = kMostWgmmaRows;
 struct GemmChoice {
   enum class Kernel { kLibrary, kSkinnyGemmMma, kSkinnyGemmWgmma };
   Kernel kernel = Kernel::kLibrary;
-  SkinnyMmaPlan few;
-  SkinnyWgmmaPlan medium;
+  SkinnyMmaPlan mma;
+  SkinnyWgmmaPlan wgmma;
 };
 
-// What a trial needs besides our kernels: products are timed as decoding runs them, each behind a short kernel.
+// What a trial needs besides our kernels: GEMMs are timed as decoding runs them, each behind a short kernel.
 struct GemmTrial {
-  // The short kernel, over rows like x [rows, in]; `behind_ours`: launched behind a product of ours, so that it may
+  // The short kernel, over rows like x [rows, in]; `behind_ours`: launched behind a GEMM of ours, so that it may
   // begin early.
   std::function<void(const at::Tensor& rows, bool behind_ours)> before;
-  // The library's way of the same product, to be compared; may be empty. weight [out or 2 * out, in].
+  // The library's way of the same GEMM, to be compared; may be empty. weight [out or 2 * out, in].
   std::function<void(const at::Tensor& x, const at::Tensor& weight)> library;
 };
 
@@ -34,9 +34,9 @@ struct GemmTrial {
 // the most promising of our plans is found by running them with a cold cache: hundreds of short runs, and up to 250 MB
 // for the time being. Until that could be done the library computes, if it takes part. Without a trial it is ours with
 // the lowest predicted time, up to 64 rows skinny_gemm_mma.
-GemmChoice choose_product(int device, const SkinnyGemmArgs& args, const GemmTrial* trial);
+GemmChoice choose_gemm(int device, const SkinnyGemmArgs& args, const GemmTrial* trial);
 
 // Launches one of ours; cudaErrorInvalidValue for kLibrary.
-cudaError_t launch_product(const SkinnyGemmArgs& args, const GemmChoice& choice, cudaStream_t stream);
+cudaError_t launch_gemm(const SkinnyGemmArgs& args, const GemmChoice& choice, cudaStream_t stream);
 
 }  // namespace trireme::cuda

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "base/error.h"
-#include "trainer/ops/cuda/elementwise/row_ops.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/sms.h"
 
@@ -32,8 +31,8 @@ void check(cublasStatus_t status, const char* what) {
   throw Error(ErrorKind::kInternal, std::string("cublasLt: ") + what + " failed: " + cublasLtGetStatusString(status));
 }
 
-// One product as cublasLt sees it: column-major D [m, n] = op(A) [m, k] . op(B) [k, n] (+ D) (+ bias [m]).
-struct Product {
+// One GEMM as cublasLt sees it: column-major D [m, n] = op(A) [m, k] . op(B) [k, n] (+ D) (+ bias [m]).
+struct Gemm {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
   int64_t lda = 0, ldb = 0, ldd = 0;
@@ -44,7 +43,7 @@ struct Product {
   auto key() const {
     return std::tuple(transpose_a, transpose_b, m, n, k, lda, ldb, ldd, float_output, accumulate, bias, exact);
   }
-  bool operator<(const Product& other) const { return key() < other.key(); }
+  bool operator<(const Gemm& other) const { return key() < other.key(); }
 };
 
 bool splits_the_sum(const cublasLtMatmulAlgo_t& algorithm) {
@@ -66,13 +65,13 @@ struct Layouts {
 };
 
 thread_local bool decoding = false;     // a DecodeScope lives
-thread_local bool behind_ours = false;  // in it: the last product was launched by our kernel
+thread_local bool behind_ours = false;  // in it: the last GEMM was launched by our kernel
 
 cudaStream_t stream_of(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
 }
 
-// Handle, workspaces and the algorithm of each product; one for each device.
+// Handle, workspaces and the algorithm of each GEMM; one for each device.
 class Library {
  public:
   static Library& of(int device) {
@@ -89,21 +88,21 @@ class Library {
     set_exact_bytes(exact_bytes_);
   }
 
-  void run(const Product& product, const void* a, const void* b, const void* bias, void* d) {
+  void run(const Gemm& gemm, const void* a, const void* b, const void* bias, void* d) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const Layouts& layouts = prepared(product);
-    if (product.bias) {
+    const Layouts& layouts = prepared(gemm);
+    if (gemm.bias) {
       check(cublasLtMatmulDescSetAttribute(layouts.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias),
             "setting the bias");
     }
-    const float alpha = 1.0f, beta = product.accumulate ? 1.0f : 0.0f;
+    const float alpha = 1.0f, beta = gemm.accumulate ? 1.0f : 0.0f;
     const auto lane = static_cast<size_t>(work_lane());
-    at::Tensor& workspace = product.exact ? exact_workspaces_[lane] : backward_workspaces_[lane];
+    at::Tensor& workspace = gemm.exact ? exact_workspaces_[lane] : backward_workspaces_[lane];
     if (!workspace.defined()) workspace = make_workspace(kBackwardWorkspaceBytes);
     check(cublasLtMatmul(handle_, layouts.operation, &alpha, a, layouts.a, b, layouts.b, &beta, d, layouts.d, d,
                          layouts.d, &layouts.algorithm, workspace.mutable_data_ptr(), workspace.nbytes(),
                          stream_of(device_)),
-          "a product");
+          "a GEMM");
   }
 
   size_t exact_bytes() const { return exact_bytes_; }
@@ -111,7 +110,7 @@ class Library {
     const std::lock_guard<std::mutex> lock(mutex_);
     exact_bytes_ = bytes;
     for (at::Tensor& workspace : exact_workspaces_) workspace = make_workspace(bytes);
-    for (auto it = products_.begin(); it != products_.end();) it = it->first.exact ? products_.erase(it) : ++it;
+    for (auto it = gemms_.begin(); it != gemms_.end();) it = it->first.exact ? gemms_.erase(it) : ++it;
   }
 
  private:
@@ -120,11 +119,11 @@ class Library {
                      at::TensorOptions().dtype(at::kByte).device(at::kCUDA, static_cast<c10::DeviceIndex>(device_)));
   }
 
-  const Layouts& prepared(const Product& p) {
-    const auto found = products_.find(p);
-    if (found != products_.end()) return found->second;
+  const Layouts& prepared(const Gemm& p) {
+    const auto found = gemms_.find(p);
+    if (found != gemms_.end()) return found->second;
     Layouts l;
-    check(cublasLtMatmulDescCreate(&l.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a product");
+    check(cublasLtMatmulDescCreate(&l.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F), "describing a GEMM");
     const cublasOperation_t ta = p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
     const cublasOperation_t tb = p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
     check(cublasLtMatmulDescSetAttribute(l.operation, CUBLASLT_MATMUL_DESC_TRANSA, &ta, sizeof ta), "transposing");
@@ -145,11 +144,11 @@ class Library {
     layout(&l.d, p.float_output ? CUDA_R_32F : CUDA_R_16BF, false, p.m, p.n, p.ldd);
 
     l.algorithm = algorithm_of(p, l);
-    return products_.emplace(p, l).first->second;
+    return gemms_.emplace(p, l).first->second;
   }
 
-  // The one that the library expects to be fastest; of those that split no sum where the product is exact.
-  cublasLtMatmulAlgo_t algorithm_of(const Product& p, const Layouts& l) const {
+  // The one that the library expects to be fastest; of those that split no sum where the GEMM is exact.
+  cublasLtMatmulAlgo_t algorithm_of(const Gemm& p, const Layouts& l) const {
     cublasLtMatmulPreference_t preference = nullptr;
     check(cublasLtMatmulPreferenceCreate(&preference), "stating preferences");
     const size_t bytes = p.exact ? exact_bytes_ : kBackwardWorkspaceBytes;
@@ -172,8 +171,8 @@ class Library {
     int chosen = 0;
     while (exact && chosen < count && splits_the_sum(results[chosen].algo)) ++chosen;
     if (status != CUBLAS_STATUS_SUCCESS || chosen >= count) {
-      throw Error(ErrorKind::kUser, "cublasLt has no algorithm for a bfloat16 product of " + std::to_string(p.m) +
-                                        " x " + std::to_string(p.n) + " x " + std::to_string(p.k) +
+      throw Error(ErrorKind::kUser, "cublasLt has no algorithm for a bfloat16 GEMM of " + std::to_string(p.m) + " x " +
+                                        std::to_string(p.n) + " x " + std::to_string(p.k) +
                                         "; input widths must be multiples of 8");
     }
     return results[chosen].algo;
@@ -184,7 +183,7 @@ class Library {
   std::mutex mutex_;
   size_t exact_bytes_ = kExactWorkspaceBytes;
   at::Tensor exact_workspaces_[kLanes], backward_workspaces_[kLanes];
-  std::map<Product, Layouts> products_;
+  std::map<Gemm, Layouts> gemms_;
 };
 
 void require_bfloat16(const char* op, const at::Tensor& x) {
@@ -211,19 +210,19 @@ at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::T
     padded.narrow(0, 0, rows).copy_(x);
   }
   at::Tensor y = at::empty({padded.size(0), out}, x.options());
-  Product product;
-  product.transpose_a = true;
-  product.m = out;
-  product.n = padded.size(0);
-  product.k = in;
-  product.lda = weight.stride(0);
-  product.ldb = padded.stride(0);
-  product.ldd = out;
-  product.bias = bias.defined();
-  product.exact = true;
+  Gemm gemm;
+  gemm.transpose_a = true;
+  gemm.m = out;
+  gemm.n = padded.size(0);
+  gemm.k = in;
+  gemm.lda = weight.stride(0);
+  gemm.ldb = padded.stride(0);
+  gemm.ldd = out;
+  gemm.bias = bias.defined();
+  gemm.exact = true;
   behind_ours = false;
   Library::of(x.device().index())
-      .run(product, weight.const_data_ptr(), padded.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
+      .run(gemm, weight.const_data_ptr(), padded.const_data_ptr(), bias.defined() ? bias.const_data_ptr() : nullptr,
            y.mutable_data_ptr());
   return rows < kMinRows ? y.narrow(0, 0, rows) : y;
 }
@@ -270,14 +269,14 @@ std::optional<at::Tensor> by_ours(const at::Tensor& x, const at::Tensor& weight,
     }
   }
   const bool early = behind_ours;
-  const GemmChoice choice = choose_product(device, args, decoding ? &trial : nullptr);
+  const GemmChoice choice = choose_gemm(device, args, decoding ? &trial : nullptr);
   behind_ours = early;
   if (choice.kernel == GemmChoice::Kernel::kLibrary) return std::nullopt;
   at::Tensor y = at::empty({args.rows, args.out}, x.options());
   args.y = y.mutable_data_ptr();
-  const cudaError_t error = launch_product(args, choice, stream_of(device));
+  const cudaError_t error = launch_gemm(args, choice, stream_of(device));
   if (error != cudaSuccess) {
-    throw Error(ErrorKind::kInternal, "a product of " + std::to_string(args.rows) + " rows with a weight of " +
+    throw Error(ErrorKind::kInternal, "a GEMM of " + std::to_string(args.rows) + " rows with a weight of " +
                                           std::to_string(weight.size(0)) + " x " + std::to_string(args.in) +
                                           " could not be launched: " + cudaGetErrorString(error));
   }
@@ -297,7 +296,7 @@ class NoEarlyLaunches final {
 };
 
 // Where `out` is no multiple of 8 the library takes other kernels, whose row bits depend on the number of rows (seen on
-// H200: 768 x 259). So all but the last outputs are one product, and these, with zeros behind them, another.
+// H200: 768 x 259). So all but the last outputs are one GEMM, and these, with zeros behind them, another.
 at::Tensor ragged_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   const int64_t out = weight.size(0), whole = out / 8 * 8, rest = out - whole;
   at::Tensor y = at::empty({x.size(0), out}, x.options());
@@ -362,15 +361,15 @@ at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight)
   const c10::cuda::CUDAGuard guard(dy.device());
   const at::Tensor gradient = with_unit_columns(dy);
   at::Tensor dx = at::empty({dy.size(0), weight.size(1)}, dy.options());
-  Product product;
-  product.m = weight.size(1);
-  product.n = dy.size(0);
-  product.k = weight.size(0);
-  product.lda = weight.stride(0);
-  product.ldb = gradient.stride(0);
-  product.ldd = product.m;
+  Gemm gemm;
+  gemm.m = weight.size(1);
+  gemm.n = dy.size(0);
+  gemm.k = weight.size(0);
+  gemm.lda = weight.stride(0);
+  gemm.ldb = gradient.stride(0);
+  gemm.ldd = gemm.m;
   Library::of(dy.device().index())
-      .run(product, weight.const_data_ptr(), gradient.const_data_ptr(), nullptr, dx.mutable_data_ptr());
+      .run(gemm, weight.const_data_ptr(), gradient.const_data_ptr(), nullptr, dx.mutable_data_ptr());
   return dx;
 }
 
@@ -380,18 +379,18 @@ void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at:
   TRIREME_CHECK(accumulator.is_contiguous() && accumulator.size(0) == dy.size(1) && accumulator.size(1) == x.size(1),
                 "linear: the gradient's accumulator must be a contiguous [out, in]");
   const at::Tensor gradient = with_unit_columns(dy), input = with_unit_columns(x);
-  Product product;
-  product.transpose_b = true;
-  product.m = x.size(1);
-  product.n = dy.size(1);
-  product.k = dy.size(0);
-  product.lda = input.stride(0);
-  product.ldb = gradient.stride(0);
-  product.ldd = product.m;
-  product.float_output = accumulator.scalar_type() == at::kFloat;
-  product.accumulate = true;
+  Gemm gemm;
+  gemm.transpose_b = true;
+  gemm.m = x.size(1);
+  gemm.n = dy.size(1);
+  gemm.k = dy.size(0);
+  gemm.lda = input.stride(0);
+  gemm.ldb = gradient.stride(0);
+  gemm.ldd = gemm.m;
+  gemm.float_output = accumulator.scalar_type() == at::kFloat;
+  gemm.accumulate = true;
   Library::of(dy.device().index())
-      .run(product, input.const_data_ptr(), gradient.const_data_ptr(), nullptr, accumulator.mutable_data_ptr());
+      .run(gemm, input.const_data_ptr(), gradient.const_data_ptr(), nullptr, accumulator.mutable_data_ptr());
 }
 
 size_t forward_workspace_bytes() { return Library::of(c10::cuda::current_device()).exact_bytes(); }

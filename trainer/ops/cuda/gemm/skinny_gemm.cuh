@@ -1,10 +1,10 @@
-// What the kernels of decoding's products, and some of attention's, have in common on the device.
+// What the kernels of the skinny GEMMs, and some of attention's, have in common on the device.
 #pragma once
 
 #include <cuda_bf16.h>
 
-#include "trainer/ops/cuda/device/mma.cuh"
 #include "trainer/ops/cuda/device/hopper.cuh"
+#include "trainer/ops/cuda/device/mma.cuh"
 #include "trainer/ops/cuda/gemm/skinny_gemm.h"
 #include "trainer/ops/cuda/gemm/swiglu_step.cuh"
 

@@ -1,4 +1,4 @@
-// What the products of decoding (skinny_gemm_mma.h, skinny_gemm_wgmma.h) take, and how their launches and those of
+// What the skinny GEMMs of decoding (skinny_gemm_mma.h, skinny_gemm_wgmma.h) take, and how their launches and those of
 // attention by warp groups are put together. No LibTorch here, so that the kernels' files compile fast.
 #pragma once
 
@@ -22,7 +22,7 @@ struct SkinnyGemmArgs {
   int64_t rows = 0;
   int64_t in = 0;
   int64_t out = 0;
-  // y = silu(gate) * up of the two products, each rounded to bf16 first: the bits of the product followed by
+  // y = silu(gate) * up of the two GEMMs, each rounded to bf16 first: the bits of the GEMM followed by
   // swiglu_forward (elementwise/row_kernels.h).
   bool swiglu = false;
   // A programmatic dependent launch: may begin while the kernel before it in the stream runs, if that one allows it.

@@ -1,7 +1,7 @@
-// Products of few rows (decode): y [rows, out] = x [rows, in] . weight [out, in]^T + bias, bf16, at the speed of
-// memory. No LibTorch here, so that skinny_gemm_mma.cu compiles fast.
+// Skinny GEMM by mma (decode, up to 64 rows): y [rows, out] = x [rows, in] . weight [out, in]^T + bias, bf16, at the
+// speed of memory. No LibTorch here, so that skinny_gemm_mma.cu compiles fast.
 //
-// Determinism class: row-exact, and the bits of cublasLt's product without a split of the sum. Every output element is
+// Determinism class: row-exact, and the bits of cublasLt's GEMM without a split of the sum. Every output element is
 // one float32 chain of tensor-core steps of 16 along `in`, ascending, one after the other, whatever the plan; the bias
 // is added in float32 and the sum rounded once. (On Hopper a step has the same bits as part of any wgmma or mma shape.)
 //

@@ -1,14 +1,14 @@
-// Products of the rows of a larger batch that decodes, y [rows, out] = x [rows, in] . weight [out, in]^T + bias, bf16:
+// Skinny GEMM by wgmma (decode of a larger batch), y [rows, out] = x [rows, in] . weight [out, in]^T + bias, bf16:
 // up to 256 rows, worth it from some 33 on.
 //
-// Determinism class: as skinny_gemm_mma.h: row-exact, the bits of cublasLt's product without a split of the sum.
+// Determinism class: as skinny_gemm_mma.h: row-exact, the bits of cublasLt's GEMM without a split of the sum.
 //
 // How: a block owns a tile of weight rows over the whole of `in` and 64 tokens for each of its groups of four warps,
-// which multiply by wgmma: tokens are the 64 rows of a product, weights its columns. So a tile of any width up to 256
-// fits, and one tile for each SM reads a weight in one go, where the library's tiles leave some SMs idle.
-// One warp streams weights, another tokens. The blocks of a cluster that have the same tokens read each a share of them
-// and multicast it, and so do those that have the same weights. As in skinny_gemm_mma.h, with `overlap` the weights
-// begin to flow before the kernel ahead has ended.
+// which multiply by wgmma: tokens are the 64 rows of an instruction, weights its columns. So a tile of any width up to
+// 256 fits, and one tile for each SM reads a weight in one go, where the library's tiles leave some SMs idle. One warp
+// streams weights, another tokens. The blocks of a cluster that have the same tokens read each a share of them and
+// multicast it, and so do those that have the same weights. As in skinny_gemm_mma.h, with `overlap` the weights begin
+// to flow before the kernel ahead has ended.
 #pragma once
 
 #include <cstddef>

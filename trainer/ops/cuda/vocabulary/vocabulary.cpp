@@ -1,5 +1,5 @@
-#include "trainer/ops/cuda/vocabulary/vocabulary.h"
-
+// The ops of the vocabulary of cuda_ops.h. Logits are made by linear_forward in chunks of rows of at most kChunkBytes.
+// Where the whole batch is one chunk, its logits are kept for backward; else backward makes them again.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -9,14 +9,16 @@
 #include <cmath>
 
 #include "trainer/ops/checks.h"
-#include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/ops/cuda/vocabulary/vocabulary_kernels.h"
+#include "trainer/ops/cuda_ops.h"
 
 namespace trireme::cuda {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+constexpr int64_t kChunkBytes = int64_t{512} << 20;
 
 void check_inputs(const char* op, const at::Tensor& hidden, const at::Tensor& head) {
   if (hidden.scalar_type() != at::kBFloat16) {

@@ -1,5 +1,5 @@
 // Device memory that can be given back and taken again under the same addresses, which CUDA graphs hold, and every time
-// as much of it as there is.
+// as much of it as there is. Of builds with CUDA: elsewhere none can be made.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -1,6 +1,8 @@
-// What device.h needs of CUDA's runtime.
+// What device.h needs of CUDA's runtime. Builds with CUDA link cuda/; in the others (no_cuda/) all of it throws.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
 
@@ -8,7 +10,6 @@
 
 namespace trireme::bench {
 
-int64_t take_cuda_peak_memory_bytes(int index);
 nlohmann::json cuda_versions();
 // Of reading `bytes` (a multiple of 16) on that device, nothing written.
 void read_on_cuda(int index, const void* data, size_t bytes, unsigned* sink);

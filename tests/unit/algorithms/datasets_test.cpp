@@ -1,0 +1,43 @@
+// What a configuration says of its data reaches the data sets.
+#include "trainer/algorithms/datasets.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/error.h"
+#include "base/fs.h"
+
+namespace trireme {
+namespace {
+
+TEST(OpenDatasets, TellsTheDataSetsWhatTheConfigurationSays) {
+  const TemporaryDirectory dir;
+  make_byte_tokenizer(dir.path() / "model");
+  const std::shared_ptr<const Tokenizer> tokenizer = Tokenizer::load(dir.path() / "model");
+  write_file_atomic(dir.path() / "d.jsonl",
+                    "{\"q\": \"short\", \"a\": \"1\"}\nno row\n{\"q\": \"this one is too long\", \"a\": \"2\"}\n");
+  Config config;
+  config.data.train.data_path = (dir.path() / "d.jsonl").string();
+  config.data.train.input_key = "q";
+  config.data.train.output_key = "a";
+  config.data.train.split_validation_size = 0;
+  config.data.apply_chat_template = false;
+  config.data.shuffle = false;
+  config.data.max_bad_lines = 1;
+  config.data.max_input_seq_length = 9;
+  derive_defaults(config);
+  const Datasets datasets = open_datasets(config, tokenizer, dir.path(), /*completions=*/false);
+  ASSERT_EQ(datasets.train->size(), 2);
+  EXPECT_EQ(datasets.train->bad_rows(), 1);
+  EXPECT_EQ(datasets.train->example(0)->prompt_text, "short");
+  EXPECT_FALSE(datasets.train->example(1).has_value());
+  EXPECT_FALSE(datasets.train->options().shuffle);
+  EXPECT_EQ(datasets.train->options().seed, config.grpo.seed);
+
+  config.data.fail_on_long_prompt = true;
+  const Datasets strict = open_datasets(config, tokenizer, dir.path(), /*completions=*/false);
+  EXPECT_THROW(strict.train->example(1), Error);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,38 @@
+// The message of an error that must come, for the tests of every area.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+
+namespace trireme::test {
+
+// Of the Error that `call` throws; "" when it throws none.
+template <class F>
+std::string error_of(F&& call) {
+  try {
+    std::forward<F>(call)();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// The same, of a user's mistake: an Error of another kind fails the test.
+template <class F>
+std::string user_error_of(F&& call) {
+  try {
+    std::forward<F>(call)();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUser) << error.what();
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace trireme::test
+
+#define EXPECT_MENTIONS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)

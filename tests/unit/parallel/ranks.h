@@ -1,0 +1,47 @@
+// Ranks as threads of one process.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/unit/parallel/listening.h"
+#include "trainer/parallel/context.h"
+
+namespace trireme::test {
+
+// Runs body(rank) on a thread per rank; returns what each threw.
+inline std::vector<std::string> on_ranks(int world, const std::function<void(int)>& body) {
+  std::vector<std::string> errors(static_cast<size_t>(world));
+  std::signal(SIGPIPE, SIG_IGN);  // as cli_main does: Gloo writes to connections whose other end may have gone
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (const std::exception& error) {
+        errors[static_cast<size_t>(rank)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+// Runs body on every rank of the layout; an error of any fails the test.
+inline void on_layout(const Layout& layout, const std::function<void(ParallelContext&)>& body) {
+  const auto world = static_cast<int>(layout.world());
+  ListeningPort port;
+  const auto errors = on_ranks(world, [&](int rank) {
+    ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
+    body(context);
+    context.world().barrier();  // rank 0 serves the store: it leaves last
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+}  // namespace trireme::test

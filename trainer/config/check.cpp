@@ -1,0 +1,393 @@
+// Rules across keys, each with a sentence that says what to change.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "base/text.h"
+#include "base/url.h"
+#include "trainer/config/config.h"
+#include "trainer/config/fields.h"
+#include "trainer/config/rules.h"
+
+namespace trireme {
+namespace {
+
+using config::saturating_product;
+
+using Problems = std::vector<config::Problem>;
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+void check_batches(const Config& c, Problems& out) {
+  const auto& p = c.policy;
+  const int64_t dp = data_parallel_size(c);
+  const ParallelSizes sizes = parallel_sizes(c);
+  const int64_t model = saturating_product(saturating_product(sizes.tensor, sizes.pipeline), sizes.context);
+  if (world_size(c) % model != 0) {
+    out.push_back({"cluster.num_nodes", number(world_size(c)) + " ranks (num_nodes " + number(c.cluster.num_nodes) +
+                                            " x processes " + number(c.cluster.processes) +
+                                            ") cannot be divided by tensor x pipeline x context parallel size " +
+                                            number(model)});
+    return;
+  }
+  const int64_t expert = saturating_product(saturating_product(sizes.expert_tensor, sizes.expert), sizes.pipeline);
+  if (world_size(c) % expert != 0) {
+    out.push_back({"policy.megatron_cfg.expert_model_parallel_size",
+                   number(world_size(c)) +
+                       " ranks cannot be divided by expert x expert tensor x pipeline parallel size " +
+                       number(expert)});
+  }
+  const int64_t gbs = p.train_global_batch_size;
+  if (gbs % dp != 0) {
+    out.push_back({"policy.train_global_batch_size",
+                   number(gbs) + " cannot be divided by the " + number(dp) + " data parallel ranks"});
+  } else if (!p.sequence_packing.enabled && !p.dynamic_batching.enabled &&
+             gbs % saturating_product(dp, p.train_micro_batch_size) != 0) {
+    out.push_back({"policy.train_global_batch_size",
+                   number(gbs) + " cannot be divided by train_micro_batch_size " + number(p.train_micro_batch_size) +
+                       " x " + number(dp) + " data parallel ranks; turn sequence_packing on or change one of them"});
+  }
+  if (c.algorithm != "grpo") return;
+  const int64_t samples = saturating_product(c.grpo.num_prompts_per_step, c.grpo.num_generations_per_prompt);
+  const std::string product = number(samples) + " samples of a step (num_prompts_per_step " +
+                              number(c.grpo.num_prompts_per_step) + " x num_generations_per_prompt " +
+                              number(c.grpo.num_generations_per_prompt) + ")";
+  if (gbs > samples) {
+    out.push_back({"policy.train_global_batch_size", number(gbs) + " is more than the " + product});
+  } else if (samples % gbs != 0) {
+    out.push_back({"policy.train_global_batch_size", number(gbs) + " does not divide the " + product});
+  }
+  if (c.loss_fn.force_on_policy_ratio && gbs != samples) {
+    out.push_back({"loss_fn.force_on_policy_ratio",
+                   "needs one optimizer step per rollout: set policy.train_global_batch_size to the " + product});
+  }
+}
+
+void check_lengths(const Config& c, Problems& out) {
+  const auto& p = c.policy;
+  const int64_t longest = p.max_total_sequence_length;
+  if (p.generation.max_new_tokens > longest) {
+    out.push_back(
+        {"policy.generation.max_new_tokens",
+         number(p.generation.max_new_tokens) + " is more than policy.max_total_sequence_length " + number(longest)});
+  }
+  if (c.data.max_input_seq_length > longest) {
+    out.push_back(
+        {"data.max_input_seq_length",
+         number(c.data.max_input_seq_length) + " is more than policy.max_total_sequence_length " + number(longest)});
+  }
+  const auto check_tokens = [&](const std::string& key, int64_t tokens) {
+    if (tokens < longest)
+      out.push_back(
+          {key, number(tokens) + " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
+  };
+  if (p.sequence_packing.enabled && p.dynamic_batching.enabled) {
+    out.push_back(
+        {"policy.dynamic_batching.enabled", "excludes policy.sequence_packing.enabled; turn one of them off"});
+  } else if (p.sequence_packing.enabled) {
+    check_tokens("policy.sequence_packing.train_mb_tokens", p.sequence_packing.train_mb_tokens);
+    check_tokens("policy.sequence_packing.logprob_mb_tokens", p.sequence_packing.logprob_mb_tokens);
+  } else if (p.dynamic_batching.enabled) {
+    check_tokens("policy.dynamic_batching.train_mb_tokens", p.dynamic_batching.train_mb_tokens);
+    check_tokens("policy.dynamic_batching.logprob_mb_tokens", p.dynamic_batching.logprob_mb_tokens);
+  }
+  const int64_t divisor = config::required_divisor(c);
+  if (p.make_sequence_length_divisible_by % divisor != 0) {
+    out.push_back({"policy.make_sequence_length_divisible_by",
+                   number(p.make_sequence_length_divisible_by) + " is not a multiple of " + number(divisor) +
+                       ", which the context and sequence parallel sizes need"});
+  }
+  if (p.sequence_packing.share_prompts && !p.sequence_packing.enabled) {
+    out.push_back(
+        {"policy.sequence_packing.share_prompts",
+         "needs policy.sequence_packing.enabled; without it micro-batches are cut by samples, not by groups"});
+  } else if (p.sequence_packing.share_prompts && c.algorithm == "sft") {
+    out.push_back({"policy.sequence_packing.share_prompts",
+                   "is for GRPO, where the responses of a group have one prompt; leave it out of an SFT run"});
+  }
+  if (p.generation.kv_cache_tokens > 0 && p.generation.kv_cache_tokens < longest) {
+    out.push_back({"policy.generation.kv_cache_tokens",
+                   number(p.generation.kv_cache_tokens) +
+                       " cannot hold one sequence of policy.max_total_sequence_length " + number(longest)});
+  }
+}
+
+void check_recompute(const Config& c, Problems& out) {
+  const MegatronConfig& m = c.policy.megatron_cfg;
+  if (!m.enabled) {
+    const bool all = c.policy.dtensor_cfg.enabled ? c.policy.dtensor_cfg.activation_checkpointing
+                                                  : c.policy.activation_checkpointing;
+    if (all && c.policy.recompute_layers >= 0)
+      out.push_back(
+          {"policy.recompute_layers", "contradicts activation_checkpointing, which means every layer; set one"});
+    return;
+  }
+  if (m.recompute_granularity == "full" && m.recompute_method == "uniform" && m.recompute_num_layers != 1) {
+    out.push_back({"policy.megatron_cfg.recompute_num_layers",
+                   number(m.recompute_num_layers) +
+                       " layers a chunk is not supported with recompute_method uniform, which keeps each layer's "
+                       "input; set 1, or recompute_method block for the first " +
+                       number(m.recompute_num_layers) + " layers"});
+  }
+  for (const std::string& module : m.recompute_modules) {
+    if (module == "layernorm" || module == "mlp_act" || module == "core_attn") continue;
+    out.push_back({"policy.megatron_cfg.recompute_modules",
+                   "'" + module +
+                       "' is not known; take some of layernorm, mlp_act (SwiGLU) and core_attn (always so here: "
+                       "attention keeps no probabilities)"});
+  }
+}
+
+void check_grpo(const Config& c, Problems& out) {
+  const auto& g = c.grpo;
+  const bool group_baseline = g.adv_estimator.name == AdvantageEstimator::kGrpo || g.adv_estimator.minus_baseline;
+  if (g.num_generations_per_prompt < 2 && group_baseline) {
+    out.push_back(
+        {"grpo.num_generations_per_prompt", "a group of 1 has no baseline, so every advantage is 0; set at least 2"});
+  }
+  if (g.advantage_clip_low && g.advantage_clip_high && *g.advantage_clip_low > *g.advantage_clip_high) {
+    out.push_back({"grpo.advantage_clip_low", "is above grpo.advantage_clip_high"});
+  }
+  if (g.reward_scaling.enabled && !(g.reward_scaling.source_min < g.reward_scaling.source_max)) {
+    out.push_back({"grpo.reward_scaling.source_min", "must be below source_max"});
+  }
+  if (g.reward_shaping.enabled && !g.reward_shaping.stop_properly_penalty_coef &&
+      g.reward_shaping.overlong_buffer_length > g.reward_shaping.max_response_length) {
+    out.push_back({"grpo.reward_shaping.overlong_buffer_length",
+                   "is longer than max_response_length " + number(g.reward_shaping.max_response_length)});
+  }
+  if (g.batch_multiplier != 1.0) {
+    const double prompts = g.batch_multiplier * static_cast<double>(g.num_prompts_per_step);
+    if (!g.use_dynamic_sampling) out.push_back({"grpo.batch_multiplier", "needs grpo.use_dynamic_sampling"});
+    if (prompts != std::floor(prompts) || prompts > 1e12) {
+      out.push_back({"grpo.batch_multiplier",
+                     "times num_prompts_per_step " + number(g.num_prompts_per_step) + " is not a number of prompts"});
+    }
+  }
+  if (g.stop_at_validation_metric.empty() != !g.stop_at_validation_threshold.has_value()) {
+    out.push_back({"grpo.stop_at_validation_metric",
+                   "belongs together with grpo.stop_at_validation_threshold: set both or neither"});
+  }
+  if (g.early_gradients) {
+    const char* why =
+        g.adv_estimator.name == AdvantageEstimator::kReinforcePlusPlus
+            ? "cannot be used where advantages are whitened over the whole batch"
+        : g.use_dynamic_sampling ? "cannot be used with dynamic sampling, which decides late what a batch is"
+        : g.shuffle_rewards      ? "cannot be used with grpo.shuffle_rewards"
+        : c.loss_fn.positive_example_nll_weight != 0
+            ? "cannot be used with loss_fn.positive_example_nll_weight, which is divided by another count"
+        : c.policy.train_global_batch_size < g.num_generations_per_prompt
+            ? "cannot be used where an optimizer step has less than a whole group (policy.train_global_batch_size "
+              "below "
+              "num_generations_per_prompt)"
+        : c.policy.generation.background_sms == 0 ? "needs policy.generation.background_sms other than 0"
+                                                  : nullptr;
+    if (why != nullptr) out.push_back({"grpo.early_gradients", why});
+  }
+  if (g.skip_reference_policy_logprobs_calculation && c.loss_fn.reference_policy_kl_penalty != 0) {
+    out.push_back({"grpo.skip_reference_policy_logprobs_calculation", "needs loss_fn.reference_policy_kl_penalty 0"});
+  }
+}
+
+void check_loss(const Config& c, Problems& out) {
+  const auto& l = c.loss_fn;
+  if (l.sequence_level_importance_ratios && l.token_level_loss) {
+    out.push_back({"loss_fn.sequence_level_importance_ratios", "needs loss_fn.token_level_loss false"});
+  }
+  if (l.use_cispo) {
+    if (!l.token_level_loss) out.push_back({"loss_fn.use_cispo", "needs loss_fn.token_level_loss true"});
+    if (l.ratio_clip_c) out.push_back({"loss_fn.use_cispo", "excludes loss_fn.ratio_clip_c"});
+    if (l.force_on_policy_ratio) out.push_back({"loss_fn.use_cispo", "excludes loss_fn.force_on_policy_ratio"});
+    if (l.sequence_level_importance_ratios)
+      out.push_back({"loss_fn.use_cispo", "excludes loss_fn.sequence_level_importance_ratios"});
+  }
+  if (l.disable_ppo_ratio) {
+    if (l.use_cispo) out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.use_cispo"});
+    if (l.force_on_policy_ratio) out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.force_on_policy_ratio"});
+    if (l.sequence_level_importance_ratios)
+      out.push_back({"loss_fn.disable_ppo_ratio", "excludes loss_fn.sequence_level_importance_ratios"});
+  }
+  if (l.truncated_importance_sampling_type == TruncatedImportanceSampling::kNone) {
+    for (const auto& [key, value] :
+         {std::pair{"loss_fn.truncated_importance_sampling_ratio", l.truncated_importance_sampling_ratio},
+          std::pair{"loss_fn.truncated_importance_sampling_ratio_min", l.truncated_importance_sampling_ratio_min}}) {
+      if (value) out.push_back({key, "needs loss_fn.truncated_importance_sampling_type: tis, icepop or seq-mask-tis"});
+    }
+  } else {
+    if (!l.use_importance_sampling_correction) {
+      out.push_back({"loss_fn.truncated_importance_sampling_type", "needs loss_fn.use_importance_sampling_correction"});
+    }
+    if (!l.truncated_importance_sampling_ratio) {
+      out.push_back({"loss_fn.truncated_importance_sampling_type",
+                     std::string("'") + name_of(l.truncated_importance_sampling_type) +
+                         "' needs loss_fn.truncated_importance_sampling_ratio"});
+    }
+  }
+  if (l.truncated_importance_sampling_ratio && l.truncated_importance_sampling_ratio_min &&
+      *l.truncated_importance_sampling_ratio_min > *l.truncated_importance_sampling_ratio) {
+    out.push_back(
+        {"loss_fn.truncated_importance_sampling_ratio_min", "is above loss_fn.truncated_importance_sampling_ratio"});
+  }
+  if (l.use_kl_in_reward && c.grpo.adv_estimator.name != AdvantageEstimator::kReinforcePlusPlus) {
+    out.push_back({"loss_fn.use_kl_in_reward",
+                   "needs grpo.adv_estimator.name reinforce_plus_plus; the grpo estimator has no reward of a token, so "
+                   "that the KL would be neither in the rewards nor in the loss"});
+  }
+}
+
+void check_optimizer(const Config& c, Problems& out) {
+  const auto& p = c.policy;
+  if (p.optimizer.kwargs.betas.size() != 2)
+    out.push_back({"policy.optimizer.kwargs.betas",
+                   "expected two numbers, got " + number(static_cast<int64_t>(p.optimizer.kwargs.betas.size()))});
+  const auto& s = p.scheduler;
+  if (!s.milestones.empty()) {
+    if (s.milestones.size() + 1 != s.pieces.size()) {
+      out.push_back({"policy.scheduler", number(static_cast<int64_t>(s.pieces.size())) + " schedulers need " +
+                                             number(static_cast<int64_t>(s.pieces.size()) - 1) + " milestones, got " +
+                                             number(static_cast<int64_t>(s.milestones.size()))});
+    }
+    if (s.milestones.front() < 1 ||
+        std::adjacent_find(s.milestones.begin(), s.milestones.end(), std::greater_equal<>()) != s.milestones.end()) {
+      out.push_back({"policy.scheduler", "milestones must rise and begin at 1 or later"});
+    }
+  }
+  if (p.megatron_cfg.enabled && p.dtensor_cfg.enabled) {
+    out.push_back({"policy.megatron_cfg.enabled", "excludes policy.dtensor_cfg.enabled; turn one of them off"});
+  }
+  const auto& m = p.megatron_cfg;
+  if (m.enabled && m.optimizer.min_lr > m.optimizer.lr)
+    out.push_back({"policy.megatron_cfg.optimizer.min_lr", "is above lr"});
+  if (m.enabled && m.scheduler.lr_decay_style != "constant" &&
+      m.scheduler.lr_decay_iters <= m.scheduler.lr_warmup_iters) {
+    out.push_back({"policy.megatron_cfg.scheduler.lr_decay_iters",
+                   "must be above lr_warmup_iters " + number(m.scheduler.lr_warmup_iters)});
+  }
+}
+
+// What would stand in checkpoints and the report is no place for a secret. Values are not quoted for the same reason.
+void check_http(const RewardConfig& http, Problems& out) {
+  const auto set = [&](const char* key, bool is_set) {
+    if (is_set && !http.enabled) out.push_back({key, "is set, but env.http.enabled is false"});
+  };
+  set("env.http.url", !http.url.empty());
+  set("env.http.headers", !http.headers.empty());
+  set("env.http.ca_file", !http.ca_file.empty());
+  const Url url = split_url(http.url);
+  if (http.enabled && !http.url.empty() && url.scheme != "http" && url.scheme != "https") {
+    out.push_back({"env.http.url", "must begin with http:// or https://"});
+  } else if (url.names_user()) {
+    out.push_back({"env.http.url", "must not hold a user or password; send them with env.http.headers"});
+  }
+  if (!http.ca_file.empty() && url.scheme == "http")
+    out.push_back({"env.http.ca_file", "needs an env.http.url with https://"});
+  for (const std::string& header : http.headers) {
+    const size_t colon = header.find(':');
+    const std::string name(trim(std::string_view(header).substr(0, colon))), lower = to_lower(name);
+    if (colon == std::string::npos || name.empty() || name.find_first_of(" \t{}\"") != std::string::npos) {
+      out.push_back({"env.http.headers", "each must be \"Name: value\""});
+      continue;
+    }
+    const std::string value = header.substr(colon + 1);
+    const bool reference = value.find("{env:") != std::string::npos || value.find("{file:") != std::string::npos;
+    for (const char* word : {"authorization", "cookie", "token", "secret", "key", "password", "auth"}) {
+      if (lower.find(word) == std::string::npos || reference) continue;
+      out.push_back({"env.http.headers", name +
+                                             " holds its value itself, which checkpoints and the report would show; " +
+                                             "write {env:NAME} or {file:PATH} in its place"});
+      break;
+    }
+  }
+}
+
+void check_env(const Config& c, Problems& out) {
+  const auto& e = c.env;
+  if (e.command.enabled && e.command.command.empty()) out.push_back({"env.command.command", "names no program"});
+  if (!e.command.enabled && !e.command.command.empty())
+    out.push_back({"env.command.command", "is set, but env.command.enabled is false"});
+  if (e.format.enabled && e.format.pattern.empty() && e.format.tags.empty()) {
+    out.push_back({"env.format.enabled", "needs env.format.pattern or env.format.tags"});
+  }
+  check_http(e.http, out);
+  if (c.algorithm == "grpo" && e.enabled().empty())
+    out.push_back({"env.math.enabled", "no reward is enabled; turn on one of math, format, command, http"});
+  for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name},
+                                  {"data.validation.env_name", &c.data.validation.env_name}}) {
+    if (name->empty() || c.algorithm != "grpo" || config::missing_environment(*name) != nullptr) continue;
+    const auto enabled = e.enabled();
+    if (std::find(enabled.begin(), enabled.end(), *name) == enabled.end()) {
+      out.push_back(
+          {key, "'" + *name + "' is not an enabled env; enabled: " + (enabled.empty() ? "none" : join(enabled, ", "))});
+    }
+  }
+}
+
+void check_checkpointing(const Config& c, Problems& out) {
+  const std::string metric = checkpoint_metric(c);
+  const std::vector<std::string> known = checkpoint_metric_names(c);
+  if (!metric.empty() && std::find(known.begin(), known.end(), metric) == known.end()) {
+    out.push_back({"checkpointing.metric_name", "there is no value '" + c.checkpointing.metric_name +
+                                                    "' in this run; there are " + join(known, ", ") +
+                                                    ", and null for the newest checkpoints"});
+  }
+}
+
+void check_rest(const Config& c, Problems& out) {
+  if (c.sft.stop_at_validation_loss && c.sft.val_period == 0)
+    out.push_back({"sft.stop_at_validation_loss", "needs sft.val_period above 0"});
+  const double held_out = c.data.train.split_validation_size;
+  if (held_out >= 1 && held_out != std::floor(held_out)) {
+    out.push_back({"data.train.split_validation_size",
+                   "must be a share below 1 or a whole number of rows, got " + format_double(held_out)});
+  }
+  for (const auto& [key, dataset] :
+       {std::pair{"data.train.mixture", &c.data.train}, {"data.validation.mixture", &c.data.validation}}) {
+    if (!dataset->mixture.empty() && !(dataset->data_path.empty() && dataset->dataset_name.empty()))
+      out.push_back({key, "names all sources; leave data_path and dataset_name out, or put them into it"});
+  }
+  if (c.policy.model_name.empty()) out.push_back({"policy.model_name", "is empty; name a folder or a Hub id"});
+  if (c.logger.log_dir.empty()) out.push_back({"logger.log_dir", "is empty; name a folder"});
+  if (c.checkpointing.enabled && c.checkpointing.checkpoint_dir.empty())
+    out.push_back({"checkpointing.checkpoint_dir", "is empty; name a folder"});
+  if (c.logger.prometheus.enabled && c.logger.prometheus.per_rank && c.logger.prometheus.port != 0 &&
+      c.logger.prometheus.port + c.cluster.processes - 1 > 65535) {
+    out.push_back({"logger.prometheus.port", "plus the ranks of a node is above 65535"});
+  }
+  const std::string& limit = c.checkpointing.checkpoint_must_save_by;
+  if (!limit.empty()) {
+    const auto parts = split(limit, ':');
+    const bool whole = parts.size() == 4 && std::all_of(parts.begin(), parts.end(), [](const std::string& part) {
+                         const auto value = parse_int(part);
+                         return value && *value >= 0 && *value < 1000000;
+                       });
+    if (!whole)
+      out.push_back({"checkpointing.checkpoint_must_save_by",
+                     "expected days:hours:minutes:seconds, e.g. 00:03:30:00, got '" + limit + "'"});
+  }
+}
+
+}  // namespace
+
+std::vector<config::Problem> config::cross_check(const Config& config) {
+  Problems problems;
+  check_batches(config, problems);
+  check_recompute(config, problems);
+  check_lengths(config, problems);
+  if (config.algorithm == "grpo") {
+    check_grpo(config, problems);
+    check_loss(config, problems);
+  }
+  check_optimizer(config, problems);
+  check_env(config, problems);
+  check_checkpointing(config, problems);
+  check_rest(config, problems);
+  return problems;
+}
+
+std::vector<std::string> find_problems(const Config& config) {
+  std::vector<std::string> lines;
+  for (const auto& [key, message] : config::cross_check(config)) lines.push_back(key + ": " + message);
+  return lines;
+}
+
+}  // namespace trireme

@@ -1,0 +1,158 @@
+// What several keys say together: sizes, settings and names that the folders above ask for.
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "base/error.h"
+#include "trainer/config/config.h"
+#include "trainer/config/rules.h"
+
+namespace trireme {
+
+int64_t config::saturating_product(int64_t a, int64_t b) {
+  int64_t result = 0;
+  return __builtin_mul_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
+}
+
+int64_t config::required_divisor(const Config& config) {
+  const ParallelSizes sizes = parallel_sizes(config);
+  return saturating_product(sizes.context > 1 ? 2 * sizes.context : 1, sizes.sequence_parallel ? sizes.tensor : 1);
+}
+
+std::vector<std::string> checkpoint_metric_names(const Config& c) {
+  if (c.algorithm == "sft") return {"val:loss", "train:loss", "train:grad_norm"};
+  std::vector<std::string> names = {"val:accuracy", "val:avg_length"};
+  if (c.grpo.val_num_generations_per_prompt > 1) names.emplace_back("val:pass_k");
+  for (const char* name :
+       {"reward", "loss", "grad_norm", "correct_rate", "truncation_rate", "mean_gen_tokens_per_sample"}) {
+    names.push_back(std::string("train:") + name);
+  }
+  return names;
+}
+
+std::string checkpoint_metric(const Config& c) {
+  // NeMo-RL's names: v0.3's without a group, and those of its validation in the main branch.
+  static const std::map<std::string, std::string> kGrpo = {{"default", "val:accuracy"},
+                                                           {"val_reward", "val:accuracy"},
+                                                           {"val:reward", "val:accuracy"},
+                                                           {"val:total_reward/mean", "val:accuracy"},
+                                                           {"train:total_reward/mean", "train:reward"}};
+  static const std::map<std::string, std::string> kSft = {
+      {"default", ""}, {"val_loss", "val:loss"}, {"val:val_loss", "val:loss"}};
+  const auto& others = c.algorithm == "sft" ? kSft : kGrpo;
+  const auto found = others.find(c.checkpointing.metric_name);
+  return found == others.end() ? c.checkpointing.metric_name : found->second;
+}
+
+bool gradients_in_fp32(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return config.policy.precision == "float32" || !m.enabled || m.distributed_data_parallel_config.grad_reduce_in_fp32;
+}
+
+ParallelSizes parallel_sizes(const Config& config) {
+  ParallelSizes sizes;
+  if (const auto& m = config.policy.megatron_cfg; m.enabled) {
+    sizes.tensor = m.tensor_model_parallel_size;
+    sizes.pipeline = m.pipeline_model_parallel_size;
+    sizes.context = m.context_parallel_size;
+    sizes.expert = m.expert_model_parallel_size;
+    sizes.expert_tensor = m.expert_tensor_parallel_size;
+    sizes.sequence_parallel = m.sequence_parallel;
+  } else if (const auto& d = config.policy.dtensor_cfg; d.enabled) {
+    sizes.tensor = d.tensor_parallel_size;
+    sizes.context = d.context_parallel_size;
+    sizes.sequence_parallel = d.sequence_parallel;
+  }
+  return sizes;
+}
+
+RecomputeSetting recompute_setting(const Config& config) {
+  const PolicyConfig& p = config.policy;
+  RecomputeSetting setting;
+  if (const MegatronConfig& m = p.megatron_cfg; m.enabled) {
+    const auto has = [&](const char* module) {
+      return std::find(m.recompute_modules.begin(), m.recompute_modules.end(), module) != m.recompute_modules.end();
+    };
+    if (m.recompute_granularity == "selective") {
+      setting.norms = has("layernorm");
+      setting.swiglu = has("mlp_act");
+    } else if (m.recompute_granularity == "full") {
+      setting.all = m.recompute_method == "uniform";
+      setting.layers = m.recompute_num_layers;
+    } else {
+      setting.all = m.activation_checkpointing;
+      setting.fit = !setting.all;
+    }
+    return setting;
+  }
+  setting.all = p.dtensor_cfg.enabled ? p.dtensor_cfg.activation_checkpointing : p.activation_checkpointing;
+  setting.layers = std::max<int64_t>(0, p.recompute_layers);
+  setting.fit = !setting.all && p.recompute_layers < 0;
+  return setting;
+}
+
+bool overlap_grad_reduce(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return !m.enabled || m.distributed_data_parallel_config.overlap_grad_reduce;
+}
+
+bool overlap_param_gather(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return !m.enabled || m.distributed_data_parallel_config.overlap_param_gather;
+}
+
+double max_grad_norm(const Config& config) {
+  return config.policy.megatron_cfg.enabled ? config.policy.megatron_cfg.optimizer.clip_grad
+                                            : config.policy.max_grad_norm;
+}
+
+int64_t world_size(const Config& config) {
+  return config::saturating_product(config.cluster.num_nodes, config.cluster.processes);
+}
+
+int64_t data_parallel_size(const Config& config) {
+  const ParallelSizes sizes = parallel_sizes(config);
+  const int64_t model =
+      config::saturating_product(config::saturating_product(sizes.tensor, sizes.pipeline), sizes.context);
+  return std::max<int64_t>(1, world_size(config) / model);
+}
+
+int64_t samples_per_step(const Config& config) {
+  const double prompts = static_cast<double>(config.grpo.num_prompts_per_step) * config.grpo.batch_multiplier;
+  return config::saturating_product(static_cast<int64_t>(prompts), config.grpo.num_generations_per_prompt);
+}
+
+int64_t optimizer_steps_per_rollout(const Config& config) {
+  return config::saturating_product(config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt) /
+         config.policy.train_global_batch_size;
+}
+
+AdamSettings adam_settings(const Config& config) {
+  AdamSettings adam;
+  if (const auto& m = config.policy.megatron_cfg; m.enabled) {
+    adam = {m.optimizer.lr,         m.optimizer.min_lr,     m.optimizer.weight_decay,
+            m.optimizer.adam_beta1, m.optimizer.adam_beta2, m.optimizer.adam_eps};
+  } else {
+    const auto& k = config.policy.optimizer.kwargs;
+    adam = {k.lr, 0.0, k.weight_decay, k.betas.at(0), k.betas.at(1), k.eps};
+  }
+  return adam;
+}
+
+std::vector<std::string> EnvConfig::enabled() const {
+  std::vector<std::string> names;
+  for (const char* name : {"math", "format", "command", "http"}) {
+    if (by_name(name).enabled) names.emplace_back(name);
+  }
+  return names;
+}
+
+const RewardConfig& EnvConfig::by_name(const std::string& name) const {
+  if (name == "math") return math;
+  if (name == "format") return format;
+  if (name == "command") return command;
+  if (name == "http") return http;
+  fail_user("there is no env '" + name + "'; there are math, format, command, http");
+}
+
+}  // namespace trireme

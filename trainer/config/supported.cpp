@@ -1,0 +1,116 @@
+// What a configuration asks for and this version lacks, or passes over.
+#include <functional>
+
+#include "base/error.h"
+#include "base/text.h"
+#include "trainer/config/config.h"
+#include "trainer/config/fields.h"
+#include "trainer/config/rules.h"
+
+namespace trireme {
+namespace {
+
+constexpr const char* kNotYet = " is not supported yet by this version";
+
+// Data sets and environments that are not here.
+void refuse_data(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+  for (const auto& [section, dataset] :
+       {std::pair{"data.train.", &c.data.train}, std::pair{"data.validation.", &c.data.validation}}) {
+    const std::string& name = dataset->dataset_name;
+    if (!name.empty() && dataset->data_path.empty() && dataset->mixture.empty() && !config::find_dataset(name) &&
+        name.find('/') == std::string::npos) {
+      std::vector<std::string> known;
+      for (const auto& entry : config::known_datasets()) known.push_back(entry.name);
+      const auto near = nearest(name, known);
+      refuse(true, section + std::string("dataset_name"),
+             "the data set '" + name + "'" + (near ? " (did you mean '" + *near + "'?)" : "") + " without a file (" +
+                 section + "data_path)");
+    }
+    if (c.algorithm != "grpo" || dataset->env_name.empty()) continue;
+    if (const auto* environment = config::missing_environment(dataset->env_name))
+      refuse(true, section + std::string("env_name"), environment->feature);
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> config::unsupported_features(const Config& c) {
+  std::vector<std::string> reasons;
+  const auto refuse = [&](bool asked, const std::string& key, const std::string& what) {
+    if (asked) reasons.push_back(key + ": " + what + kNotYet);
+  };
+  for (const auto& family : unsupported_families()) {
+    refuse(starts_with(c.policy.model_name, family.prefix), "policy.model_name",
+           "the architecture of " + family.family);
+  }
+  for (const std::string& missing : c.missing_features) reasons.push_back(missing + kNotYet);
+  refuse_data(c, refuse);
+  const auto& d = c.policy.dtensor_cfg;
+  const auto& m = c.policy.megatron_cfg;
+  refuse(c.grpo.max_rollout_turns > 1, "grpo.max_rollout_turns", std::to_string(c.grpo.max_rollout_turns) + " turns");
+  refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kGdpo, "grpo.adv_estimator.name",
+         "an advantage of each reward (GDPO)");
+  refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kOpd, "grpo.adv_estimator.name", "on-policy distillation");
+  refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
+  refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
+         "generation on devices of its own");
+  refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");
+  refuse(c.policy.offload_optimizer_for_logprob, "policy.offload_optimizer_for_logprob",
+         "moving optimizer state to the host");
+  refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
+         "a master copy of the weights in " + m.optimizer.params_dtype);
+  return reasons;
+}
+
+void validate_supported(const Config& c) {
+  std::vector<std::string> reasons = config::unsupported_features(c);
+  const auto refuse = [&](bool asked, const std::string& key, const std::string& what) {
+    if (asked) reasons.push_back(key + ": " + what + kNotYet);
+  };
+  const auto& m = c.policy.megatron_cfg;
+  const auto& d = c.policy.dtensor_cfg;
+  const auto size = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
+    refuse(counts && value > 1, key, what + " " + std::to_string(value));
+  };
+  size(m.enabled, "policy.megatron_cfg.tensor_model_parallel_size", "tensor parallel size",
+       m.tensor_model_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.pipeline_model_parallel_size", "pipeline parallel size",
+       m.pipeline_model_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.context_parallel_size", "context parallel size", m.context_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
+       m.expert_model_parallel_size);
+  size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
+       m.expert_tensor_parallel_size);
+  size(d.enabled, "policy.dtensor_cfg.tensor_parallel_size", "tensor parallel size", d.tensor_parallel_size);
+  size(d.enabled, "policy.dtensor_cfg.context_parallel_size", "context parallel size", d.context_parallel_size);
+  refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
+         "grpo.stop_at_validation_metric", "a metric other than accuracy");
+  refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,
+         "data.validation.env_name", "another reward for validation than for training");
+  if (!reasons.empty()) fail_user(join(reasons, "\n"));
+}
+
+std::vector<std::string> keys_without_effect(const Config& c) {
+  std::vector<std::string> notes;
+  const auto note = [&](bool set, const std::string& key, const std::string& why) {
+    if (set) notes.push_back(key + " has no effect in this version: " + why);
+  };
+  const PolicyConfig& p = c.policy;
+  const bool by_tokens = p.sequence_packing.enabled || p.dynamic_batching.enabled;
+  note(p.logprob_chunk_size != PolicyConfig{}.logprob_chunk_size, "policy.logprob_chunk_size",
+       "the vocabulary op chooses its own chunk of rows");
+  note(c.algorithm == "sft" && by_tokens && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
+       "with packing or dynamic batching validation has the micro-batches of training");
+  note(p.megatron_cfg.enabled && !p.megatron_cfg.optimizer.use_distributed_optimizer,
+       "policy.megatron_cfg.optimizer.use_distributed_optimizer",
+       "optimizer state is always sharded over data parallel ranks");
+  note(p.make_sequence_length_divisible_by != config::required_divisor(c), "policy.make_sequence_length_divisible_by",
+       "sequences are packed without padding, so there is no length to round up");
+  note(c.env.math.enabled && c.env.math.math_verify_impl != RewardConfig{}.math_verify_impl,
+       "env.math.math_verify_impl",
+       "the built-in verifier stands in for " + c.env.math.math_verify_impl +
+           "; trainer/rewards/README.md says where it differs");
+  return notes;
+}
+
+}  // namespace trireme

@@ -1,0 +1,138 @@
+// What ops.h and the model's cache have done on a CUDA device: everything that code outside of cuda/ calls there.
+// Builds with CUDA link cuda/; the others link no_cuda/, where each of these says that there is no CUDA. No header of
+// CUDA's is needed here, and callers come only with tensors on a device.
+//
+// Everything is in bfloat16. Determinism class: forwards are row-exact, backwards give the same bits in every run of
+// the same shapes. Forwards do not synchronise and take memory from LibTorch's allocator only: legal in stream capture,
+// where nothing else is said. What a kernel does not take throws Error(kUser).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "trainer/ops/ops.h"
+
+namespace trireme::cuda {
+
+bool built();  // whether this program has CUDA; not whether the machine has a GPU
+
+// ---- row-local ops and fused steps (elementwise/) -----------------------------------------------------------------
+
+// With autograd. Widths: rms_norm and add_rms_norm multiples of 8 from 64 to 16,384, the others multiples of 8;
+// head_dim 64, 128 or 256.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps);
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+at::Tensor swiglu_halves(const at::Tensor& gate_up);
+
+// An id outside the vocabulary cannot throw here, for the host does not wait: its row becomes NaN and the id is noted
+// on the device (throw_on_bad_ids). The gradient goes straight into weight.grad() (bfloat16 or float32) where that is
+// defined and contiguous, so that no [vocab, hidden] temporary exists.
+at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids);
+// Waits for the current stream of `device`. Throws Error(kData) that names an id outside the vocabulary seen by embed
+// since the last call, and its place in that call.
+void throw_on_bad_ids(at::Device device);
+
+// v is a view of qkv, except where autograd records and qkv is not needed again: then a copy, so that qkv can go.
+// A position outside the table gives NaN.
+Qkv split_qkv(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm, const at::Tensor& table,
+              const at::Tensor& positions, const QkvLayout& layout);
+// Reads plan.token_rows only; a token whose row is negative is not stored.
+at::Tensor split_qkv_cached(const at::Tensor& qkv, const at::Tensor& q_norm, const at::Tensor& k_norm,
+                            const at::Tensor& table, const at::Tensor& positions, const QkvLayout& layout,
+                            const at::Tensor& arena_k, const at::Tensor& arena_v, const CachePlan& plan);
+
+// The addresses of `tensors` as a device array [n] int64, for copy_arena_rows. Waits for the device.
+at::Tensor device_addresses(const std::vector<at::Tensor>& tensors);
+// For each {from, to, rows}: copies rows of `row_bytes` (a multiple of 16) from `from` on to `to` on, in every buffer
+// of `addresses`, in one launch. `ordered`: one after another, each with the meaning of memmove; else all at once,
+// faster, and no target may meet another range of the call. Does not wait; not for stream capture.
+void copy_arena_rows(const at::Tensor& addresses, int64_t row_bytes, const std::vector<std::array<int64_t, 3>>& moves,
+                     bool ordered);
+
+// ---- linear (gemm/) -----------------------------------------------------------------------------------------------
+
+// x [tokens, in] bf16, weight [out, in] bf16, bias [out] bf16 or undefined -> [tokens, out] bf16. x may be a view with
+// a row stride. Up to own_rows_limit() rows our kernels compute it where they take the shape (`in` a multiple of 64,
+// `out` of 8); else cublasLt, fewer than 16 rows padded. Does not synchronise (but for the trials of a DecodeScope);
+// legal in stream capture.
+at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+
+// silu(gate) * up: weight [2 * width, in], the gate's rows first -> [tokens, width]. The bits of swiglu_halves over
+// linear_forward, in one kernel where our kernel computes it. No autograd.
+at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
+
+// dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.
+at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight);
+
+// accumulator [out, in] (bf16 or fp32) += dy^T . x: one product whose sum is added in fp32 and rounded once.
+void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator);
+
+// Up to how many rows our kernels compute; 0: cublasLt computes everything; kWherePaid: where they are faster. That is
+// found by trial in a DecodeScope; outside of one it is up to 64 rows of weights with at least 65,536 outputs, the
+// heads of vocabularies. The bits are the same. Process-wide; not while ops run. At most kMostOwnRows
+// (gemm/gemm_choice.h).
+int64_t own_rows_limit();
+void set_own_rows_limit(int64_t rows);
+inline constexpr int64_t kWherePaid = -1;
+
+// While one lives, this thread launches decode steps: the same products again and again, each waiting for the one
+// before. Then
+// - the first time a product comes, outside of a capture, our plans and cublasLt are tried with a cold cache and the
+//   fastest stays, for this process (gemm/gemm_choice.h);
+// - products of our kernels, and the short kernels after them, may begin before the kernel ahead of them in the stream
+//   has ended (SkinnyGemmArgs::overlap): only where no kernel that may still run writes weights, so not straight after
+//   an optimizer step in the same stream. So may decode attention (AttentionArgs::early).
+class DecodeScope final {
+ public:
+  DecodeScope();
+  ~DecodeScope();
+  DecodeScope(const DecodeScope&) = delete;
+  DecodeScope& operator=(const DecodeScope&) = delete;
+
+ private:
+  bool before_;
+};
+
+// ---- attention (attention/) ---------------------------------------------------------------------------------------
+
+// Elements of q, or of keys, that the kernels' 32-bit row offsets reach.
+inline constexpr int64_t kAddressable = int64_t{1} << 32;
+
+// Contracts of the same names in ops.h: head_dim 64 or 128, any number of query heads a key head (decode: up to 16).
+// Inputs may have any row stride that is a multiple of 8 elements; other layouts are copied. attention_packed keeps the
+// device arrays of the last few `starts`, so that the layers of a model share one copy to the device; it must not be
+// captured into a graph. The others may be. With a prefix for each sequence it is attention_shared: keys and values are
+// laid out once more, each sequence's behind its prefix's.
+at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale);
+CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device);
+at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
+                            const CachePlan& plan, double scale);
+void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& arena_k, const at::Tensor& arena_v,
+                   const CachePlan& plan);
+
+// ---- vocabulary (vocabulary/) -------------------------------------------------------------------------------------
+
+// The semantics are those of ops.h with these differences, all because the host is not waited for:
+//  - a target outside the vocabulary, a target that the filters drop where allow_filtered is off, and a row whose
+//    logits are not finite give a log-prob of NaN (the caller checks that its loss is finite);
+//  - temperature, top_p and min_p are rounded to float32.
+
+// Rows of bf16 logits held at a time: all of them where they fit, else whole multiples of 128.
+int64_t vocabulary_chunk_rows(int64_t rows, int64_t vocab);
+
+// options were checked. entropy is undefined where not asked for.
+LogprobResult token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
+                             const LogprobOptions& options, bool with_entropy);
+
+// Neither synchronises nor reads host memory: legal in stream capture.
+DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows);
+
+// The same with arguments and results on the host; waits for the device.
+SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& rows);
+
+}  // namespace trireme::cuda

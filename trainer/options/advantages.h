@@ -1,0 +1,44 @@
+// From a raw reward to an advantage: keys of grpo.*, as trainer/algorithms/advantages.h takes them.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "trainer/options/names.h"
+
+namespace trireme {
+
+struct RewardScaling {  // grpo.reward_scaling
+  bool enabled = false;
+  double source_min = 0.0, source_max = 1.0, target_min = 0.0, target_max = 1.0;
+};
+
+struct RewardShaping {  // grpo.reward_shaping
+  bool enabled = false;
+  int64_t overlong_buffer_length = 128;
+  double overlong_buffer_penalty = 1.0;
+  int64_t max_response_length = 0;  // of a configuration: derived
+  std::optional<double>
+      stop_properly_penalty_coef;  // truncated responses: reward *= coef, instead of the overlong rule
+};
+
+enum class AdvantageEstimator { kGrpo, kReinforcePlusPlus, kGdpo, kOpd };  // the last two are not supported yet
+inline Names names_of(AdvantageEstimator) {
+  static constexpr const char* kNames[] = {"grpo", "reinforce_plus_plus", "gdpo", "opd"};
+  return kNames;
+}
+
+struct AdvantageOptions {  // grpo
+  struct Estimator {       // grpo.adv_estimator
+    AdvantageEstimator name = AdvantageEstimator::kGrpo;
+    bool minus_baseline = true;  // Reinforce++: subtract the group's mean
+  };
+  Estimator adv_estimator;
+  bool normalize_rewards = true;
+  bool use_leave_one_out_baseline = true;
+  // (ours) true: v0.3's standard deviation of a group (no N/(N-1)), and no epsilon in the division
+  bool biased_group_std = false;
+  std::optional<double> advantage_clip_low, advantage_clip_high;
+};
+
+}  // namespace trireme

@@ -1,0 +1,30 @@
+// What rows become prompts, and how: the keys of data.*, as trainer/data/dataset.h takes them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace trireme {
+
+// Of one data set: data.train, data.validation.
+struct RowLayout {
+  std::string format = "auto";  // (ours) auto (by a file's first bytes) | jsonl | parquet
+  // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from a source's first
+  // row (messages; question/answer; problem/answer; input/output). An input_key that holds an array is read as OpenAI
+  // messages. Empty output_key with a set input_key: no gold answer. Of a configuration: derived by its dataset_name.
+  std::string input_key, output_key;
+  std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
+  std::string system_prompt_file;  // empty: no system message
+};
+
+// Of all data sets of a run: data.
+struct PromptOptions {
+  int64_t max_input_seq_length = 0;  // prompt tokens; 0: no limit. Of a configuration: derived
+  bool shuffle = true;
+  int64_t seed = 42;                 // (ours) of the order of rows. Of a configuration: derived
+  int64_t max_bad_lines = 0;         // (ours) rows that may be skipped because they break a rule, of all files together
+  bool fail_on_long_prompt = false;  // (ours) a longer prompt is an Error; else it is skipped and counted
+  bool apply_chat_template = true;   // (ours) false: system prompt, blank line, prompt as they stand
+};
+
+}  // namespace trireme

@@ -1,0 +1,22 @@
+// What a Communicator needs of a device for tensors that lie there: NCCL's group, and to see how far a stream is.
+// Builds with CUDA link cuda/, the others no_cuda/, where such tensors are an error.
+#pragma once
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <functional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/clock.h"
+
+namespace trireme {
+
+// Collective. `timeout`: after which NCCL's own watchdog ends the process.
+c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    Milliseconds timeout);
+
+// Tells, from any thread, whether the device has come to what the current stream holds now.
+std::function<bool()> mark_current_stream();
+
+}  // namespace trireme

@@ -1,0 +1,184 @@
+#include "trainer/parallel/exchange.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <numeric>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// Up to here every rank gets all parts and adds them itself: one exchange instead of two. The bits are the same.
+constexpr int64_t kOneStepBytes = 256 << 10;
+
+std::vector<int64_t> with_rows(const at::Tensor& like, int64_t rows) {
+  std::vector<int64_t> sizes = like.sizes().vec();
+  sizes[0] = rows;
+  return sizes;
+}
+
+at::Tensor gather(Communicator& group, const at::Tensor& own) {
+  const at::Tensor in = own.contiguous();
+  at::Tensor out = at::empty(with_rows(in, in.size(0) * group.size()), in.options());
+  if (out.numel() > 0) group.all_gather(out.view({-1}).view(at::kByte), in.view({-1}).view(at::kByte));
+  return out;
+}
+
+at::Tensor scatter_sum(Communicator& group, const at::Tensor& partial) {
+  TRIREME_CHECK(partial.size(0) % group.size() == 0, "sum_to_rows: the rows must divide among the ranks");
+  const at::Tensor in = partial.contiguous();
+  at::Tensor parts = at::empty_like(in);
+  if (in.numel() > 0) group.all_to_all(parts, in);
+  std::vector<int64_t> sizes = with_rows(in, in.size(0) / group.size());
+  sizes.insert(sizes.begin(), group.size());
+  return ordered_sum(parts.view(sizes));
+}
+
+at::Tensor sum_for_all(Communicator& group, const at::Tensor& partial) {
+  const int64_t rows = partial.size(0);
+  if (partial.numel() * partial.element_size() <= kOneStepBytes) {
+    std::vector<int64_t> sizes = partial.sizes().vec();
+    sizes.insert(sizes.begin(), group.size());
+    return ordered_sum(gather(group, partial).view(sizes));
+  }
+  const int64_t odd = (group.size() - rows % group.size()) % group.size();
+  at::Tensor padded = partial;
+  if (odd > 0) padded = at::cat({partial, at::zeros(with_rows(partial, odd), partial.options())});
+  return gather(group, scatter_sum(group, padded)).narrow(0, 0, rows).contiguous();
+}
+
+at::Tensor exchange(Communicator& group, const at::Tensor& rows, const std::vector<int64_t>& to,
+                    const std::vector<int64_t>& from) {
+  const at::Tensor in = rows.contiguous();
+  at::Tensor out = at::empty(with_rows(in, std::accumulate(from.begin(), from.end(), int64_t{0})), in.options());
+  group.all_to_all(out, in, from, to);
+  return out;
+}
+
+Communicator& group_of(const AutogradContext& context) {
+  return *reinterpret_cast<Communicator*>(context.saved_data.at("group").toInt());
+}
+
+void keep_group(AutogradContext& context, int64_t group) { context.saved_data["group"] = group; }
+
+// A group outlives every backward pass over it: it is the rank's.
+int64_t handle(Communicator& group) { return reinterpret_cast<int64_t>(&group); }
+Communicator& group_at(int64_t handle) { return *reinterpret_cast<Communicator*>(handle); }
+
+struct GatherRows final : public Function<GatherRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& own, int64_t group) {
+    keep_group(*context, group);
+    return gather(group_at(group), own);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return {scatter_sum(group_of(*context), gradients[0]), {}};
+  }
+};
+
+struct ShareRows final : public Function<ShareRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& own, int64_t group) {
+    keep_group(*context, group);
+    return gather(group_at(group), own);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const Communicator& group = group_of(*context);
+    const int64_t rows = gradients[0].size(0) / group.size();
+    return {gradients[0].narrow(0, rows * group.rank(), rows).contiguous(), {}};
+  }
+};
+
+struct SumToRows final : public Function<SumToRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& partial, int64_t group) {
+    keep_group(*context, group);
+    return scatter_sum(group_at(group), partial);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return {gather(group_of(*context), gradients[0]), {}};
+  }
+};
+
+struct SumRows final : public Function<SumRows> {
+  static at::Tensor forward(AutogradContext*, const at::Tensor& partial, int64_t group) {
+    return sum_for_all(group_at(group), partial);
+  }
+  static variable_list backward(AutogradContext*, variable_list gradients) { return {gradients[0], {}}; }
+};
+
+struct AllToAllRows final : public Function<AllToAllRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& rows, int64_t group,
+                            const std::vector<int64_t>& to, const std::vector<int64_t>& from) {
+    keep_group(*context, group);
+    context->saved_data["to"] = to;
+    context->saved_data["from"] = from;
+    return exchange(group_at(group), rows, to, from);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    return {exchange(group_of(*context), gradients[0], context->saved_data.at("from").toIntVector(),
+                     context->saved_data.at("to").toIntVector()),
+            {}, {}, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor ordered_sum(const at::Tensor& parts) {
+  const auto dtype = parts.scalar_type();
+  at::Tensor sum = at::zeros(parts.sizes().slice(1), parts.options().dtype(dtype == at::kDouble ? dtype : at::kFloat));
+  for (int64_t rank = 0; rank < parts.size(0); ++rank) sum.add_(parts[rank]);
+  return sum.to(dtype);
+}
+
+at::Tensor gather_rows(Communicator& group, const at::Tensor& own) {
+  return group.size() == 1 ? own : GatherRows::apply(own, handle(group));
+}
+
+at::Tensor share_rows(Communicator& group, const at::Tensor& own) {
+  return group.size() == 1 ? own : ShareRows::apply(own, handle(group));
+}
+
+at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial) {
+  return group.size() == 1 ? partial : SumToRows::apply(partial, handle(group));
+}
+
+at::Tensor sum_rows(Communicator& group, const at::Tensor& partial) {
+  return group.size() == 1 ? partial : SumRows::apply(partial, handle(group));
+}
+
+at::Tensor all_to_all_rows(Communicator& group, const at::Tensor& rows, const std::vector<int64_t>& to,
+                           const std::vector<int64_t>& from) {
+  return group.size() == 1 ? rows : AllToAllRows::apply(rows, handle(group), to, from);
+}
+
+std::optional<std::string> exchange_problem(Communicator& group, int64_t width, const at::TensorOptions& options) {
+  if (group.size() == 1) return std::nullopt;
+  const at::NoGradGuard no_grad;
+  const int64_t ranks = group.size();
+  // Above one step's size whatever the width; values of both signs over some magnitudes, other ones on each rank.
+  const int64_t most = (kOneStepBytes / std::max<int64_t>(1, width * options.dtype().itemsize()) / ranks + 2) * ranks;
+  const at::Tensor position = at::arange(most * width, at::TensorOptions(options.device()).dtype(at::kDouble));
+  const at::Tensor values = (position * (0.7 + 0.1 * group.rank())).sin() * ((position * 0.01).cos() * 3).exp();
+  const at::Tensor partial = values.view({most, width}).to(options.dtype());
+  const at::Tensor whole = sum_rows(group, partial);
+  std::string problem;
+  const auto compare = [&](const char* what, const at::Tensor& one, const at::Tensor& other) {
+    if (problem.empty() && !at::equal(one, other)) problem = what;
+  };
+  compare("among fewer rows", sum_rows(group, partial.narrow(0, 1, 1)), whole.narrow(0, 1, 1));
+  compare("among other rows", sum_rows(group, partial.narrow(0, ranks, ranks + 1)), whole.narrow(0, ranks, ranks + 1));
+  compare("summed for their owners", gather_rows(group, sum_to_rows(group, partial)), whole);
+  compare("as the others have them", gather_rows(group, whole).view({ranks, most, width})[0], whole);
+  // All know what one has found.
+  for (const std::string& found : group.all_gather_bytes(problem)) {
+    if (!found.empty())
+      return "rows of " + std::to_string(width) + " elements have other bits " + found + " (group '" + group.name() + "')";
+  }
+  return std::nullopt;
+}
+
+}  // namespace trireme

@@ -1,0 +1,50 @@
+// Exchanges of rows between the ranks of a group that splits a model, with and without autograd.
+//
+// A sum over ranks is: the partial results, rounded to their dtype, added in float32 (float64 for float64) from +0 in
+// the order of ranks, rounded once. So a row's bits depend neither on the other rows, nor on how many there are, nor on
+// who asks: sum_rows, sum_to_rows and any cut of either by rows give the same bits. A library's own sums do not keep
+// that (their order follows the place in the message), so none is used: parts travel as bytes and are added here.
+//
+// Rows are dimension 0. With a group of one each call returns what it was given. Collective: all ranks of the group
+// make the same calls in the same order, also with no rows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/parallel/communicator.h"
+
+namespace trireme {
+
+// [n, ...] of each rank -> [size * n, ...]: the ranks' rows in their order. Backward: sum_to_rows.
+at::Tensor gather_rows(Communicator& group, const at::Tensor& own);
+
+// The same, where what follows is computed alike on all ranks. Backward: the own rows of the gradient, as they are.
+at::Tensor share_rows(Communicator& group, const at::Tensor& own);
+
+// [size * n, ...] partial sums of each rank -> [n, ...]: rank r gets the sums of rows [r * n, (r + 1) * n).
+// Backward: gather_rows.
+at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial);
+
+// [n, ...] partial sums of each rank -> [n, ...] sums, on all. Backward: the gradient as it is, since what follows is
+// computed alike on all ranks.
+at::Tensor sum_rows(Communicator& group, const at::Tensor& partial);
+
+// Rows to whom they are for: `to[r]` rows of `rows` go to rank r, `from[r]` rows come from it, in the order of ranks.
+// Backward: the way back.
+at::Tensor all_to_all_rows(Communicator& group, const at::Tensor& rows, const std::vector<int64_t>& to,
+                           const std::vector<int64_t>& from);
+
+// The definition itself, for carriers and tests: parts [ranks, ...] -> their sum [...].
+at::Tensor ordered_sum(const at::Tensor& parts);
+
+// Whether rows of `width` keep their bits here under every way to exchange them: alone and among others, summed for all
+// and for their owner. One sentence that says where not; nothing when they do. Collective; all ranks get the same
+// answer.
+std::optional<std::string> exchange_problem(Communicator& group, int64_t width, const at::TensorOptions& options);
+
+}  // namespace trireme

@@ -1,0 +1,20 @@
+// device.h in builds without CUDA: there is the CPU.
+#include "trainer/parallel/device.h"
+
+#include "base/error.h"
+
+namespace trireme {
+
+at::Device choose_device(const std::string& setting, int /*local_rank*/) {
+  TRIREME_CHECK(setting == "cpu" || setting == "cuda" || setting == "auto", "unknown device " + setting);
+  if (setting == "cuda") {
+    fail_user("cluster.device is cuda but this is the CPU build; build the preset cuda, or use cluster.device=cpu");
+  }
+  return at::kCPU;
+}
+
+void synchronize(at::Device) {}
+std::string device_name(at::Device) { return "cpu"; }
+bool queue_call(at::Device, void (*)(void*)) { return false; }
+
+}  // namespace trireme

@@ -1,0 +1,13 @@
+#include "trainer/parallel/device_group.h"
+
+#include "base/error.h"
+
+namespace trireme {
+
+c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10d::Store>&, int, int, Milliseconds) {
+  fail_internal("this build has collectives for CPU tensors only");
+}
+
+std::function<bool()> mark_current_stream() { fail_internal("this build has no CUDA"); }
+
+}  // namespace trireme
