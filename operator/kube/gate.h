@@ -1,6 +1,7 @@
-// Gate: takes connections and lets whole requests in. One thread reads all connections and waits for none of them, so a
-// peer that sends slowly, or nothing, costs a socket and a little memory but no thread; only what scan_request finds
-// whole and within its limits reaches the threads that answer. Internal to HttpServer.
+// Gate: what stands in front of a server's threads, as a buffering reverse proxy would: it takes connections and lets
+// whole requests in. One thread reads all connections and waits for none of them, so a peer that sends slowly, or
+// nothing, costs a socket and a little memory but no thread; only what scan_request finds whole and within its limits
+// reaches the threads that answer. Internal to HttpServer.
 #pragma once
 
 #include <httplib.h>

@@ -90,7 +90,7 @@ struct Findings {
   const std::vector<Issue>& errors() const { return unreadable.empty() ? wrong : unreadable; }
 };
 
-Findings look_at(const Request& request, const Json& object) {
+Findings findings_of(const Request& request, const Json& object) {
   Findings found;
   try {
     const RLJob job = rljob_from_json(object, found.unreadable, {.strict = false});
@@ -125,7 +125,7 @@ AdmissionAnswer review_validating(const std::string& body) {
   }
   Json response = {{"uid", request.uid}};
   if (!request.concerns_us() || request.changes_nothing()) return respond(std::move(response), true);
-  const Findings found = look_at(request, request.object);
+  const Findings found = findings_of(request, request.object);
   if (!found.warnings.empty()) response["warnings"] = warnings_json(found.warnings);
   return found.errors().empty() ? respond(std::move(response), true) : refuse(std::move(response), found.errors());
 }
@@ -172,7 +172,7 @@ AdmissionAnswer review_defaulting(const std::string& body, const DefaultingOptio
       patch = additions(spec, spec_to_json(job.spec), "/spec");
       if (!replacement.is_null()) patch.push_back(std::move(replacement));
       if (!request.changes_nothing()) {
-        const Findings found = look_at(request, request.object.patch(patch));
+        const Findings found = findings_of(request, request.object.patch(patch));
         if (!found.wrong.empty()) return refuse(std::move(response), found.wrong);
       }
     }

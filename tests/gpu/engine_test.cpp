@@ -225,9 +225,11 @@ TEST(Engine, APartitionedDeviceChangesNoBit) {
   for (int round = 0; round < 3; ++round) {
     Groups groups;
     DriverHooks hooks;
-    hooks.request = [&](const SampleRun& run) { return wanted[static_cast<size_t>(run.group)]; };
+    hooks.request = [&](const SampleSpan& span) { return wanted[static_cast<size_t>(span.group)]; };
     hooks.finished = [&](const FinishedSample& sample) { stream.add(sample); };
-    hooks.complete = [&](const SampleRun& run, GeneratedGroup group) { groups.emplace(run.group, std::move(group)); };
+    hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) {
+      groups.emplace(span.group, std::move(group));
+    };
     hooks.between_steps = [&] { stream.after_step(engine); };
     LocalCounter counter;
     SampleQueue queue({.groups = static_cast<int64_t>(wanted.size()), .samples = 8}, counter, "rollout");

@@ -48,13 +48,13 @@ class GrpoLoop final {
       reference_ = load_or_draw_model(config_, session_.model_dir, frozen);
     }
     force_lengths();
-    exact_ = session_.exact_linear;
-    early_gradients_ = config_.grpo.early_gradients && exact_;
+    row_exact_ = session_.linear_is_row_exact;
+    early_gradients_ = config_.grpo.early_gradients && row_exact_;
     if (reference_ != nullptr || early_gradients_) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
                                                 partition_, options.rendezvous.on_stuck);
     }
-    if (config_.grpo.early_gradients && !exact_ && session_.context.is_main())
+    if (config_.grpo.early_gradients && !row_exact_ && session_.context.is_main())
       log_warn("grpo", "grpo.early_gradients is off: it needs linear layers that keep row bits");
     if (early_gradients_ && reference_stream_ == nullptr) {
       fail_user(
@@ -64,11 +64,11 @@ class GrpoLoop final {
               : "grpo.early_gradients needs a part of the GPU of its own, and this one cannot be divided (see the "
                 "warning above): set it to false");
     }
-    if (!exact_ && session_.context.is_main()) {
+    if (!row_exact_ && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
     }
     trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
-                                               session_.context, session_.timer, exact_);
+                                               session_.context, session_.timer, row_exact_);
     if (early_gradients_)
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) {
@@ -370,7 +370,7 @@ class GrpoLoop final {
   std::unique_ptr<PolicyTrainer> trainer_;
   std::unique_ptr<GrpoValidation> validation_;         // null: nothing to validate with
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
-  bool exact_ = true;
+  bool row_exact_ = true;
   bool early_gradients_ = false;
   int64_t step_ = 0;
   int64_t optimizer_steps_ = 0;  // of the whole run

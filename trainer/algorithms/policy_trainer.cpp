@@ -43,7 +43,7 @@ void check_finite(const at::Tensor& logprobs, const at::Tensor& mask, const Micr
 }  // namespace
 
 PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* reference, DistributedAdamW& optimizer,
-                             ParallelContext& context, PhaseTimer& timer, bool exact)
+                             ParallelContext& context, PhaseTimer& timer, bool row_exact)
     : config_(config),
       policy_(policy),
       reference_(reference),
@@ -53,7 +53,7 @@ PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* r
       loss_(loss_options(config)),
       reward_kl_(reward_kl_penalty(config)),
       distribution_(sampling_distribution(config)),
-      exact_(exact) {
+      row_exact_(row_exact) {
   validate(loss_);
   if (needs_reference(config)) TRIREME_CHECK(reference != nullptr, "the KL needs a reference model");
 }
@@ -138,7 +138,7 @@ PolicyTrainer::Trained PolicyTrainer::train_micro_batch(const TrainingBatch& bat
 }
 
 void PolicyTrainer::train_early(const std::vector<Sample>& samples) {
-  TRIREME_CHECK(exact_, "early gradients need the sampler's log-probs to be those of the loss");
+  TRIREME_CHECK(row_exact_, "early gradients need the sampler's log-probs to be those of the loss");
   const c10::DeviceGuard device(policy_.options().device);  // the calling thread may never have had one
   int64_t rows = 0;
   for (const Sample& sample : samples) rows += sample.length();
@@ -170,7 +170,7 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
   for (int64_t begin = 0; begin < total; begin += size) {
     const int64_t end = std::min(total, begin + size);
     for (int64_t i = begin; i < end; ++i) {
-      TRIREME_CHECK(!samples[static_cast<size_t>(i)].trained_early || (begin == 0 && exact_ && !dumped),
+      TRIREME_CHECK(!samples[static_cast<size_t>(i)].trained_early || (begin == 0 && row_exact_ && !dumped),
                     "a sample was trained early that must not be");
     }
     members.push_back(own_micro_batches(samples, begin, end));
@@ -188,14 +188,14 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
       reference =
           logprob_pass(*reference_, samples, members[s], reference_distribution(config_), &Sample::reference_logprobs);
     }
-    if (!exact_) previous = logprob_pass(policy_, samples, members[s], distribution_);
+    if (!row_exact_) previous = logprob_pass(policy_, samples, members[s], distribution_);
     OptimizerBatch with_responses;
     for (size_t b = 0; b < steps[s].size(); ++b) {
       TrainingBatch& batch = steps[s][b];
       if (batch.micro_batch.response_tokens() == 0) continue;
       if (!reference.empty()) batch.reference = reference[b];
-      batch.previous = exact_ ? batch.generation : previous[b];
-      if (!exact_ && config_.grpo.seq_logprob_error_threshold)
+      batch.previous = row_exact_ ? batch.generation : previous[b];
+      if (!row_exact_ && config_.grpo.seq_logprob_error_threshold)
         mask_mismatched_sequences(batch, *config_.grpo.seq_logprob_error_threshold);
       with_responses.push_back(std::move(batch));
     }

@@ -19,10 +19,10 @@ namespace trireme {
 
 class PolicyTrainer final {
  public:
-  // `reference` may be null (no KL). `exact`: the sampler's log-probs are the previous log-probs. `timer` gets the
-  // phases logprobs and training. All outlive the trainer.
+  // `reference` may be null (no KL). `row_exact`: linear layers are, so that the sampler's log-probs are the previous
+  // log-probs. `timer` gets the phases logprobs and training. All outlive the trainer.
   PolicyTrainer(const Config& config, Model& policy, const Model* reference, DistributedAdamW& optimizer,
-                ParallelContext& context, PhaseTimer& timer, bool exact);
+                ParallelContext& context, PhaseTimer& timer, bool row_exact);
 
   // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch
   // arithmetic says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first
@@ -83,7 +83,7 @@ class PolicyTrainer final {
   LossOptions loss_;
   double reward_kl_ = 0;
   LogprobOptions distribution_;
-  bool exact_ = true;  // linear layers keep a row's bits: the sampler's log-probs are those of the loss
+  bool row_exact_ = true;  // linear layers keep a row's bits: the sampler's log-probs are those of the loss
   int64_t rollouts_done_ = 0;
   EarlyGradients early_;
 };

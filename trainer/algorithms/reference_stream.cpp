@@ -67,7 +67,7 @@ ReferenceStream::~ReferenceStream() {
 void ReferenceStream::add(const FinishedSample& finished) {
   if (model_ == nullptr || finished.generated.response.empty()) return;
   Sample sample;
-  sample.group = finished.run.group;
+  sample.group = finished.span.group;
   sample.index = finished.index;
   sample.prompt = SharedTokens(finished.request.prompt);
   sample.response = finished.generated.response;

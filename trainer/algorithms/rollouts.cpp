@@ -40,7 +40,7 @@ double drawn_reward(uint64_t seed, int64_t group, int64_t index, int64_t group_s
   return philox_uniform(seed, static_cast<uint64_t>(group), static_cast<uint64_t>(index), /*stream=*/7) < 0.5 ? 0 : 1;
 }
 
-// A rank's finished samples and their rewards. A run's samples lie next to each other; the reward pool's group id is
+// A rank's finished samples and their rewards. A span's samples lie next to each other; the reward pool's group id is
 // the place of the first.
 class RolloutCollector::Scoring final {
  public:
@@ -52,16 +52,16 @@ class RolloutCollector::Scoring final {
 
   const std::vector<SharedTokens>& prompts() const { return prompts_; }
 
-  void add(const SampleRun& run, GeneratedGroup generated) {
-    const PromptExample& example = (*request_.prompts)[static_cast<size_t>(run.group)];
+  void add(const SampleSpan& span, GeneratedGroup generated) {
+    const PromptExample& example = (*request_.prompts)[static_cast<size_t>(span.group)];
     const size_t first = own_.size();
     std::vector<RewardRequest> requests;
     for (size_t i = 0; i < generated.samples.size(); ++i) {
       GeneratedSample& made = generated.samples[i];
       Sample sample;
-      sample.group = run.group;
-      sample.index = run.first_sample + static_cast<int64_t>(i);
-      sample.prompt = prompts_[static_cast<size_t>(run.group)];
+      sample.group = span.group;
+      sample.index = span.first_sample + static_cast<int64_t>(i);
+      sample.prompt = prompts_[static_cast<size_t>(span.group)];
       sample.truncated = made.finish == FinishReason::kLength;
       if (rewards_ != nullptr) requests.push_back(to_score(example, made, sample.truncated));
       sample.response = std::move(made.response);
@@ -76,7 +76,7 @@ class RolloutCollector::Scoring final {
     }
   }
 
-  // The next run's rewards, if they come before the deadline.
+  // The next span's rewards, if they come before the deadline.
   bool take(const Deadline& deadline) {
     const auto group = rewards_->wait_any(deadline);
     if (!group) return false;
@@ -95,7 +95,7 @@ class RolloutCollector::Scoring final {
     }
   }
 
-  int64_t waiting() const { return waiting_; }  // runs without rewards
+  int64_t waiting() const { return waiting_; }  // spans without rewards
   std::vector<Sample>& own() { return own_; }
 
  private:
@@ -158,19 +158,19 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
 
   ReferenceStream* reference = request.reference;
   DriverHooks hooks;
-  hooks.request = [&](const SampleRun& run) {
+  hooks.request = [&](const SampleSpan& span) {
     GroupRequest group;
-    group.prompt = (*request.prompts)[static_cast<size_t>(run.group)].prompt;
+    group.prompt = (*request.prompts)[static_cast<size_t>(span.group)].prompt;
     group.first_sample_id =
-        request.first_sample_id + static_cast<uint64_t>(run.group * shape.samples + run.first_sample);
-    for (int64_t i = 0; request.forced_lengths != nullptr && i < run.count; ++i)
-      group.forced_lengths.push_back(request.forced_lengths->output_of(run.group, run.first_sample + i));
+        request.first_sample_id + static_cast<uint64_t>(span.group * shape.samples + span.first_sample);
+    for (int64_t i = 0; request.forced_lengths != nullptr && i < span.count; ++i)
+      group.forced_lengths.push_back(request.forced_lengths->output_of(span.group, span.first_sample + i));
     group.ends_known = request.ends_known;
     group.sampling = request.sampling;
     return group;
   };
   if (reference != nullptr) hooks.finished = [&](const FinishedSample& sample) { reference->add(sample); };
-  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) { scoring.add(run, std::move(group)); };
+  hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) { scoring.add(span, std::move(group)); };
   hooks.between_steps = [&] {
     if (reference != nullptr) reference->after_step(engine_);
     scoring.take_what_is_ready();

@@ -172,11 +172,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
   // Of all ranks, since how they share the samples depends on it.
-  exact_linear = context.world().all_reduce_max(linear_rows_are_exact(policy->config().linear_shapes(),
-                                                                              model_options.dtype, model_options.device,
-                                                                              most_rows_of_a_pass(config))
-                                                            ? 0
-                                                            : 1) == 0;
+  linear_is_row_exact =
+      context.world().all_reduce_max(linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype,
+                                                           model_options.device, most_rows_of_a_pass(config))
+                                         ? 0
+                                         : 1) == 0;
   const AdamSettings adam = adam_settings(config);
   AdamWOptions adam_options;
   adam_options.beta1 = adam.beta1;

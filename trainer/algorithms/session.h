@@ -63,7 +63,7 @@ class Session final {
   std::filesystem::path model_dir;
   std::shared_ptr<const Tokenizer> tokenizer;
   std::unique_ptr<Model> policy;
-  bool exact_linear = true;
+  bool linear_is_row_exact = true;
   std::unique_ptr<DistributedAdamW> optimizer;
   std::unique_ptr<CheckpointManager> checkpoints;
   std::optional<CheckpointInfo> resumed;

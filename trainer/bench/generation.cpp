@@ -88,10 +88,10 @@ TimedRollout timed_rollout(Engine& engine, const RolloutLengths& lengths,
   EngineStats before = engine.stats();
   double carried = 0;  // of calls that began no step
   DriverHooks hooks;
-  hooks.request = [&](const SampleRun& run) {
-    return forced_group(lengths, prompts, run.group, run.first_sample, run.count, /*base=*/0, ends_known);
+  hooks.request = [&](const SampleSpan& span) {
+    return forced_group(lengths, prompts, span.group, span.first_sample, span.count, /*base=*/0, ends_known);
   };
-  hooks.complete = [&](const SampleRun&, GeneratedGroup group) { result.groups.push_back(std::move(group)); };
+  hooks.complete = [&](const SampleSpan&, GeneratedGroup group) { result.groups.push_back(std::move(group)); };
   hooks.between_steps = [&] {
     const EngineStats& now = engine.stats();
     carried += step_watch.lap();

@@ -132,22 +132,22 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
 
   timed_rollout(engine, staircase(lengths), prompts, target.device);
   std::vector<double> seconds;
-  std::vector<TimedRollout> runs;
+  std::vector<TimedRollout> rollouts;
   std::vector<Sample> samples;
   int64_t repeat_mismatches = 0;
   for (int64_t r = 0; r < options.common.repeats; ++r) {
-    TimedRollout run = timed_rollout(engine, lengths, prompts, target.device, !options.generation.unknown_ends);
-    std::vector<Sample> made = as_samples(run.groups);
-    run.groups.clear();
+    TimedRollout rollout = timed_rollout(engine, lengths, prompts, target.device, !options.generation.unknown_ends);
+    std::vector<Sample> made = as_samples(rollout.groups);
+    rollout.groups.clear();
     if (r > 0) repeat_mismatches += differing_tokens(samples, made);
     samples = std::move(made);
-    seconds.push_back(run.seconds);
-    runs.push_back(std::move(run));
+    seconds.push_back(rollout.seconds);
+    rollouts.push_back(std::move(rollout));
   }
   engine.release_cache();
   const double middle = median(seconds);
-  // The run whose time is nearest to the median stands for the steps.
-  const TimedRollout& typical = *std::min_element(runs.begin(), runs.end(), [&](const auto& a, const auto& b) {
+  // The rollout whose time is nearest to the median stands for the steps.
+  const TimedRollout& typical = *std::min_element(rollouts.begin(), rollouts.end(), [&](const auto& a, const auto& b) {
     return std::abs(a.seconds - middle) < std::abs(b.seconds - middle);
   });
   const EngineStats& stats = typical.stats;

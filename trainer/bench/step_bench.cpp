@@ -61,14 +61,14 @@ class StepBench final {
     adam_options.eps = adam.eps;
     adam_options.reduce_in_fp32 = trainable.gradient_dtype == at::kFloat;
     optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
-    const bool exact =
+    const bool row_exact =
         linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device, options.train_tokens);
-    exact_ = context.world().all_reduce_max(exact ? 0 : 1) == 0;
+    row_exact_ = context.world().all_reduce_max(row_exact ? 0 : 1) == 0;
     trainer_ =
-        std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, exact_);
+        std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, row_exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
     engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
-    if (options.early_gradients && !exact_)
+    if (options.early_gradients && !row_exact_)
       fail_user("--early-gradients needs linear layers that keep row bits; see the log");
     if (options.reference || options.early_gradients) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), target_.device, engine_settings_.partition,
@@ -220,7 +220,7 @@ class StepBench final {
          {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
          {"share_prompts", options_.share_prompts},
          {"gradient_dtype", options_.gradient_dtype},
-         {"linear_rows_exact", exact_},
+         {"linear_rows_exact", row_exact_},
          {"micro_batch_tokens", config_.policy.sequence_packing.train_mb_tokens},
          {"seconds", middle},
          {"seconds_of_repeats", seconds},
@@ -293,7 +293,7 @@ class StepBench final {
   int64_t compared_tokens_ = 0;   // of all repeats
   int64_t early_references_ = 0;  // of the last step, all ranks
   int64_t early_gradients_ = 0;
-  bool exact_ = true;  // else a pass for the previous log-probs runs
+  bool row_exact_ = true;  // else a pass for the previous log-probs runs
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Attendance: which collective each rank has come to, so that a rank that does not come is named, and leaves.
+// Attendance: which collective each rank has come to, so that a rank that does not come is named, and leaves. A roll
+// call; elsewhere a collective watchdog, which knows that somebody is missing and not who.
 #pragma once
 
 #include <atomic>

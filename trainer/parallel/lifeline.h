@@ -1,4 +1,5 @@
 // Lifeline: which ranks' processes are still there, seen by connections that the kernel closes with a process.
+// Named after a diver's line to the boat: that it parts is the news. Elsewhere: a failure detector.
 #pragma once
 
 #include <condition_variable>

@@ -77,7 +77,7 @@ class Lines {
 };
 
 // The prompts of a file as groups, in the order of its lines; a long file is not read at once.
-class LineSource final : public RunSource {
+class LineSource final : public SampleSource {
  public:
   LineSource(Lines& lines, const Tokenizer& tokenizer, const GenerateOptions& options, int64_t vocab_size,
              int64_t places, const std::string& name)
@@ -89,8 +89,8 @@ class LineSource final : public RunSource {
         name_(name) {}
 
   int64_t places() const override { return places_; }
-  std::vector<SampleRun> take(int64_t room) override {
-    std::vector<SampleRun> runs;
+  std::vector<SampleSpan> take(int64_t room) override {
+    std::vector<SampleSpan> spans;
     std::string line;
     // Responses wait for those of earlier prompts, which bounds how far ahead prompts are taken.
     while (room > 0 && (read_ - written) * options_.samples < 2 * places_ + options_.samples && lines_.next(line)) {
@@ -106,10 +106,10 @@ class LineSource final : public RunSource {
         throw Error(error.kind(), at_line(line_number_) + error.what());
       }
       pending_.emplace(read_, std::move(pending));
-      runs.push_back({read_++, 0, options_.samples});
+      spans.push_back({read_++, 0, options_.samples});
       room -= options_.samples;
     }
-    return runs;
+    return spans;
   }
 
   const std::vector<int32_t>& prompt(int64_t group) const { return pending_.at(group).ids; }
@@ -216,15 +216,15 @@ int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const Eng
   LineSource source(lines, tokenizer, options, model.config().vocab_size, settings.max_sequences, input_name);
   Responses responses(tokenizer, options, output);
   DriverHooks hooks;
-  hooks.request = [&](const SampleRun& run) {
+  hooks.request = [&](const SampleSpan& span) {
     GroupRequest request;
-    request.prompt = source.prompt(run.group);
-    request.first_sample_id = static_cast<uint64_t>(run.group * options.samples);
+    request.prompt = source.prompt(span.group);
+    request.first_sample_id = static_cast<uint64_t>(span.group * options.samples);
     return request;
   };
-  hooks.origin = [&](const SampleRun& run) { return source.place(run.group); };
-  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) {
-    responses.add(run.group, source.forget(run.group), std::move(group));
+  hooks.origin = [&](const SampleSpan& span) { return source.place(span.group); };
+  hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) {
+    responses.add(span.group, source.forget(span.group), std::move(group));
     source.written = responses.written_groups();
   };
   drive_rollout(engine, source, hooks);

@@ -23,10 +23,10 @@ int64_t block_of(int64_t samples, int64_t ranks) {
 
 }  // namespace
 
-bool take_and_step(RunEngine& engine, RunSource& source) {
+bool take_and_step(QueueEngine& engine, SampleSource& source) {
   const int64_t room = source.places() - engine.unfinished();
   if (room > 0 && !(engine.crowded() && engine.unfinished() > 0)) {
-    for (const SampleRun& run : source.take(room)) engine.submit(run);
+    for (const SampleSpan& span : source.take(room)) engine.submit(span);
   }
   if (engine.unfinished() == 0) return false;
   engine.step();
@@ -82,9 +82,9 @@ int64_t SampleQueue::amount(int64_t room) const {
   return count + (shape_.whole_groups ? 0 : (shape_.samples - end % shape_.samples) % shape_.samples);
 }
 
-std::vector<SampleRun> SampleQueue::take(int64_t room) {
-  std::vector<SampleRun> runs;
-  if (room < 1 || places_ == 0 || seen_ >= total_) return runs;
+std::vector<SampleSpan> SampleQueue::take(int64_t room) {
+  std::vector<SampleSpan> spans;
+  if (room < 1 || places_ == 0 || seen_ >= total_) return spans;
   const int64_t count = amount(room);
   const int64_t first = store_.add(key_, count) - count;
   seen_ = first + count;
@@ -92,14 +92,14 @@ std::vector<SampleRun> SampleQueue::take(int64_t room) {
     ++taken_;
     const int64_t sample = sample_at(ticket);
     const int64_t group = sample / shape_.samples, index = sample % shape_.samples;
-    SampleRun* last = runs.empty() ? nullptr : &runs.back();
+    SampleSpan* last = spans.empty() ? nullptr : &spans.back();
     if (last != nullptr && last->group == group && last->first_sample + last->count == index) {
       last->count += unit_;
     } else {
-      runs.push_back({group, index, unit_});
+      spans.push_back({group, index, unit_});
     }
   }
-  return runs;
+  return spans;
 }
 
 }  // namespace trireme

@@ -9,38 +9,38 @@
 
 namespace trireme {
 
-// Samples [first_sample, first_sample + count) of group `group`. A run never crosses groups; its samples share the
+// Samples [first_sample, first_sample + count) of group `group`. A span never crosses groups; its samples share the
 // prompt's prefill.
-struct SampleRun {
+struct SampleSpan {
   int64_t group = 0;
   int64_t first_sample = 0;
   int64_t count = 0;
-  bool operator==(const SampleRun&) const = default;
+  bool operator==(const SampleSpan&) const = default;
 };
 
 // Where an engine's work comes from.
-class RunSource {
+class SampleSource {
  public:
-  virtual ~RunSource() = default;
+  virtual ~SampleSource() = default;
   // Samples that the engine should have unfinished, while there are as many.
   virtual int64_t places() const = 0;
   // For an engine with room for `room` >= 1 more. None: nothing is left, or nothing may begin before something ends.
-  virtual std::vector<SampleRun> take(int64_t room) = 0;
+  virtual std::vector<SampleSpan> take(int64_t room) = 0;
 };
 
 // What a queue's engine must be able to say and do.
-class RunEngine {
+class QueueEngine {
  public:
-  virtual ~RunEngine() = default;
+  virtual ~QueueEngine() = default;
   virtual int64_t unfinished() const = 0;
   // What it has could not all begin in its last step: more would only wait.
   virtual bool crowded() const = 0;
-  virtual void submit(const SampleRun& run) = 0;
+  virtual void submit(const SampleSpan& span) = 0;
   virtual void step() = 0;
 };
 
 // One turn of a rollout: what there is room for is taken, then the engine steps. False: nothing is left.
-bool take_and_step(RunEngine& engine, RunSource& source);
+bool take_and_step(QueueEngine& engine, SampleSource& source);
 
 // What a queue needs of a key-value store. add() is atomic over all ranks, starts at 0 and returns the new value.
 class CounterStore {
@@ -60,13 +60,13 @@ struct QueueShape {
 // The samples of one rollout, shared by the ranks through one counter. A rank first takes its even share, or what its
 // places hold if that is less; then whoever has room takes of what is left, whole groups at first and single samples
 // towards the end. A call of take() is at most one addition in the store, and none after all are taken.
-class SampleQueue final : public RunSource {
+class SampleQueue final : public SampleSource {
  public:
   // All ranks give the same shape, but for `rank`, and the same key, which is never used again. Throws Error(kUser).
   SampleQueue(const QueueShape& shape, CounterStore& store, std::string key);
 
   int64_t places() const override { return places_; }
-  std::vector<SampleRun> take(int64_t room) override;
+  std::vector<SampleSpan> take(int64_t room) override;
 
  private:
   int64_t amount(int64_t room) const;

@@ -27,7 +27,7 @@ struct Rollout {
   int64_t filled = 0;
 };
 
-// 3 prompts of 14 answers, of 1 to 40 tokens. Waits in mid-generation until the stream has got to one of them.
+// 3 prompts of 14 responses, of 1 to 40 tokens. Waits in mid-generation until the stream has got to one of them.
 Rollout generate(const Model& policy, ReferenceStream* stream) {
   SamplingOptions sampling;
   sampling.seed = 9;
@@ -44,11 +44,11 @@ Rollout generate(const Model& policy, ReferenceStream* stream) {
   }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   DriverHooks hooks;
-  hooks.request = [&](const SampleRun& run) { return groups[static_cast<size_t>(run.group)]; };
-  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) {
+  hooks.request = [&](const SampleSpan& span) { return groups[static_cast<size_t>(span.group)]; };
+  hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) {
     for (size_t i = 0; i < group.samples.size(); ++i) {
       Sample sample;
-      sample.group = run.group;
+      sample.group = span.group;
       sample.index = static_cast<int64_t>(i);
       sample.prompt = SharedTokens(group.prompt);
       sample.response = group.samples[i].response;
@@ -109,12 +109,12 @@ INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
 TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
   const std::unique_ptr<Model> policy = model_of(1), reference = model_of(2);
   ReferenceStream stream(reference.get(), SamplingOptions().logprob_options(), false, nullptr, 60, nullptr);
-  const SampleRun run{0, 0, 1};
+  const SampleSpan span{0, 0, 1};
   GroupRequest request;
   request.prompt = {1, 2};
   GeneratedSample bad;
   bad.response = {3, kVocabulary + 5, 4};  // no such row of the embedding
-  stream.add({run, 0, request, bad});
+  stream.add({span, 0, request, bad});
   Engine engine(*policy, nullptr, {.cache_rows = 400, .max_sequences = 4}, SamplingOptions());
   GroupRequest group;
   group.prompt = {1};

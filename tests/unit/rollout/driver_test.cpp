@@ -1,4 +1,4 @@
-// The driver: every sample of a source through the engine, with its hooks in order; a refused run is named.
+// The driver: every sample of a source through the engine, with its hooks in order; a refused span is named.
 #include "trainer/rollout/driver.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ std::unique_ptr<Model> tiny_model() {
                           2);
 }
 
-TEST(Driver, HandsOverEverySampleAndEveryRunOnce) {
+TEST(Driver, HandsOverEverySampleAndEverySpanOnce) {
   const std::unique_ptr<Model> model = tiny_model();
   Engine engine(*model, nullptr, {.cache_rows = 400, .max_sequences = 5}, {});
   LocalCounter counter;
@@ -32,24 +32,24 @@ TEST(Driver, HandsOverEverySampleAndEveryRunOnce) {
   std::set<int64_t> complete;
   int64_t steps = 0;
   DriverHooks hooks;
-  hooks.request = [](const SampleRun& run) {
+  hooks.request = [](const SampleSpan& span) {
     GroupRequest request;
-    request.prompt = {1, static_cast<int32_t>(run.group)};
-    request.first_sample_id = static_cast<uint64_t>(100 + run.group * 3 + run.first_sample);
-    for (int64_t i = 0; i < run.count; ++i) request.forced_lengths.push_back(run.first_sample + i + 2);
+    request.prompt = {1, static_cast<int32_t>(span.group)};
+    request.first_sample_id = static_cast<uint64_t>(100 + span.group * 3 + span.first_sample);
+    for (int64_t i = 0; i < span.count; ++i) request.forced_lengths.push_back(span.first_sample + i + 2);
     return request;
   };
   hooks.finished = [&](const FinishedSample& sample) {
-    EXPECT_EQ(sample.request.prompt[1], sample.run.group);
+    EXPECT_EQ(sample.request.prompt[1], sample.span.group);
     EXPECT_EQ(static_cast<int64_t>(sample.generated.response.size()), sample.index + 2);
-    EXPECT_FALSE(complete.count(sample.run.group)) << "a run was complete before its last sample";
-    EXPECT_TRUE(finished.emplace(sample.run.group, sample.index).second);
+    EXPECT_FALSE(complete.count(sample.span.group)) << "a span was complete before its last sample";
+    EXPECT_TRUE(finished.emplace(sample.span.group, sample.index).second);
   };
-  hooks.complete = [&](const SampleRun& run, GeneratedGroup group) {
-    EXPECT_EQ(group.group_id, run.group);
-    EXPECT_EQ(static_cast<int64_t>(group.samples.size()), run.count);
-    for (int64_t i = 0; i < run.count; ++i) EXPECT_TRUE(finished.count({run.group, run.first_sample + i}));
-    EXPECT_TRUE(complete.insert(run.group).second);
+  hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) {
+    EXPECT_EQ(group.group_id, span.group);
+    EXPECT_EQ(static_cast<int64_t>(group.samples.size()), span.count);
+    for (int64_t i = 0; i < span.count; ++i) EXPECT_TRUE(finished.count({span.group, span.first_sample + i}));
+    EXPECT_TRUE(complete.insert(span.group).second);
   };
   hooks.between_steps = [&] { ++steps; };
   drive_rollout(engine, queue, hooks);
@@ -65,15 +65,15 @@ TEST(Driver, NamesTheRunThatTheEngineRefuses) {
   LocalCounter counter;
   SampleQueue queue({.groups = 1, .samples = 1, .places = 5}, counter, "q");
   DriverHooks hooks;
-  hooks.request = [](const SampleRun&) {
+  hooks.request = [](const SampleSpan&) {
     GroupRequest request;
     request.prompt.assign(64, 1);
     return request;
   };
-  hooks.origin = [](const SampleRun&) { return std::string("prompts.jsonl:7: "); };
+  hooks.origin = [](const SampleSpan&) { return std::string("prompts.jsonl:7: "); };
   try {
     drive_rollout(engine, queue, hooks);
-    FAIL() << "a prompt without room for an answer was taken";
+    FAIL() << "a prompt without room for a response was taken";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kUser);
     EXPECT_EQ(std::string(error.what()).rfind("prompts.jsonl:7: ", 0), 0u) << error.what();
@@ -90,15 +90,15 @@ TEST(Driver, ForcedEndsThatTheSchedulerDoesNotKnowChangeNoBit) {
     LocalCounter counter;
     SampleQueue queue({.groups = 5, .samples = 4, .places = 6}, counter, "q");
     DriverHooks hooks;
-    hooks.request = [&](const SampleRun& run) {
+    hooks.request = [&](const SampleSpan& span) {
       GroupRequest request;
-      request.prompt = {1, static_cast<int32_t>(run.group)};
-      request.first_sample_id = static_cast<uint64_t>(run.group * 4 + run.first_sample);
-      for (int64_t i = 0; i < run.count; ++i) request.forced_lengths.push_back(1 + 9 * (run.first_sample + i));
+      request.prompt = {1, static_cast<int32_t>(span.group)};
+      request.first_sample_id = static_cast<uint64_t>(span.group * 4 + span.first_sample);
+      for (int64_t i = 0; i < span.count; ++i) request.forced_lengths.push_back(1 + 9 * (span.first_sample + i));
       request.ends_known = known;
       return request;
     };
-    hooks.complete = [&](const SampleRun&, GeneratedGroup group) { groups[known].push_back(std::move(group)); };
+    hooks.complete = [&](const SampleSpan&, GeneratedGroup group) { groups[known].push_back(std::move(group)); };
     drive_rollout(engine, queue, hooks);
     std::sort(groups[known].begin(), groups[known].end(),
               [](const GeneratedGroup& a, const GeneratedGroup& b) { return a.group_id < b.group_id; });

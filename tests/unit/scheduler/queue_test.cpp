@@ -30,23 +30,23 @@ class MapStore final : public CounterStore {
   int64_t calls_ = 0;
 };
 
-using Runs = std::vector<SampleRun>;
+using Spans = std::vector<SampleSpan>;
 
 TEST(SampleQueue, OneRankTakesWholeGroupsInOrder) {
   LocalCounter counter;
   SampleQueue queue({.groups = 4, .samples = 5, .places = 7}, counter, "q");
   EXPECT_EQ(queue.places(), 7);
-  EXPECT_EQ(queue.take(7), (Runs{{0, 0, 5}, {1, 0, 5}}));
-  EXPECT_EQ(queue.take(1), (Runs{{2, 0, 5}}));
-  EXPECT_EQ(queue.take(2), (Runs{{3, 0, 5}}));
-  EXPECT_EQ(queue.take(2), Runs{});
+  EXPECT_EQ(queue.take(7), (Spans{{0, 0, 5}, {1, 0, 5}}));
+  EXPECT_EQ(queue.take(1), (Spans{{2, 0, 5}}));
+  EXPECT_EQ(queue.take(2), (Spans{{3, 0, 5}}));
+  EXPECT_EQ(queue.take(2), Spans{});
 }
 
 TEST(SampleQueue, EmptyAndWrongShapes) {
   LocalCounter counter;
   SampleQueue empty({.groups = 0, .samples = 4}, counter, "q");
   EXPECT_EQ(empty.places(), 0);
-  EXPECT_EQ(empty.take(4), Runs{});
+  EXPECT_EQ(empty.take(4), Spans{});
   const auto make = [&](const QueueShape& shape) { SampleQueue(shape, counter, "q"); };
   EXPECT_THROW(make({.groups = 1, .samples = 0}), Error);
   EXPECT_THROW(make({.groups = -1, .samples = 1}), Error);
@@ -66,20 +66,20 @@ TEST(SampleQueue, FewSamplesAreSharedEvenlyByWhoeverComesFirst) {
       for (const int64_t samples : {1, 3, 8, 13, 16, 32}) {
         MapStore store;
         std::set<std::pair<int64_t, int64_t>> seen;
-        int64_t fewest = groups * samples, most = 0, runs = 0;
+        int64_t fewest = groups * samples, most = 0, spans = 0;
         for (int64_t rank = 0; rank < ranks; ++rank) {  // each takes all it can before the next has begun
           SampleQueue queue({groups, samples, false, ranks, rank, 1024}, store, "q");
           int64_t own = 0;
           while (queue.places() > own) {
-            const Runs taken = queue.take(queue.places() - own);
+            const Spans taken = queue.take(queue.places() - own);
             if (taken.empty()) break;
-            for (const SampleRun& run : taken) {
-              for (int64_t i = 0; i < run.count; ++i) {
-                EXPECT_LT(run.first_sample + i, samples);
-                EXPECT_TRUE(seen.emplace(run.group, run.first_sample + i).second);
+            for (const SampleSpan& span : taken) {
+              for (int64_t i = 0; i < span.count; ++i) {
+                EXPECT_LT(span.first_sample + i, samples);
+                EXPECT_TRUE(seen.emplace(span.group, span.first_sample + i).second);
               }
-              own += run.count;
-              ++runs;
+              own += span.count;
+              ++spans;
             }
           }
           fewest = std::min(fewest, own);
@@ -88,7 +88,7 @@ TEST(SampleQueue, FewSamplesAreSharedEvenlyByWhoeverComesFirst) {
         EXPECT_EQ(static_cast<int64_t>(seen.size()), groups * samples);
         EXPECT_LE(most - fewest, 1) << ranks << " ranks, " << groups << " x " << samples;
         EXPECT_LE(store.calls(), ranks * (1 + groups * samples / ranks / 64));
-        EXPECT_TRUE(ranks > 1 || runs == groups) << "a group was divided for nobody";
+        EXPECT_TRUE(ranks > 1 || spans == groups) << "a group was divided for nobody";
       }
     }
   }
@@ -99,7 +99,7 @@ TEST(SampleQueue, AShareComesFromManyPrompts) {
   for (int64_t rank = 0; rank < 4; ++rank) {
     SampleQueue queue({.groups = 8, .samples = 32, .ranks = 4, .rank = rank, .places = 256}, store, "q");
     std::map<int64_t, int64_t> of_group;
-    for (const SampleRun& run : queue.take(64)) of_group[run.group] += run.count;
+    for (const SampleSpan& span : queue.take(64)) of_group[span.group] += span.count;
     EXPECT_EQ(of_group.size(), 8u);
     for (const auto& [group, count] : of_group) EXPECT_EQ(count, 8) << "siblings that share a prefill";
   }
@@ -117,11 +117,11 @@ TEST(SampleQueue, WholeGroupsAreNeverDivided) {
     for (bool any = true; any;) {
       any = false;
       for (auto& queue : queues) {
-        for (const SampleRun& run : queue->take(1)) {
+        for (const SampleSpan& span : queue->take(1)) {
           any = true;
-          EXPECT_EQ(run.first_sample, 0);
-          EXPECT_EQ(run.count, 6);
-          EXPECT_TRUE(seen.insert(run.group).second);
+          EXPECT_EQ(span.first_sample, 0);
+          EXPECT_EQ(span.count, 6);
+          EXPECT_TRUE(seen.insert(span.group).second);
         }
       }
     }
@@ -134,25 +134,25 @@ TEST(SampleQueue, ThreadsShareAStoreAndAnExhaustedQueueLeavesItAlone) {
   MapStore store;
   for (const std::string key : {"rollout/1", "rollout/2"}) {
     std::vector<std::unique_ptr<SampleQueue>> queues;
-    std::vector<Runs> taken(6);
+    std::vector<Spans> taken(6);
     std::vector<std::thread> threads;
     for (int64_t t = 0; t < 6; ++t)
       queues.push_back(std::make_unique<SampleQueue>(QueueShape{300, 7, false, 6, t, 32}, store, key));
     for (size_t t = 0; t < 6; ++t) {
       threads.emplace_back([&, t] {
         for (int64_t room = 1;; room = room % 9 + 1) {
-          const Runs runs = queues[t]->take(room);
-          if (runs.empty()) break;
-          taken[t].insert(taken[t].end(), runs.begin(), runs.end());
+          const Spans spans = queues[t]->take(room);
+          if (spans.empty()) break;
+          taken[t].insert(taken[t].end(), spans.begin(), spans.end());
         }
       });
     }
     for (std::thread& thread : threads) thread.join();
     std::vector<int> count(300 * 7, 0);
-    for (const Runs& runs : taken) {
-      for (const SampleRun& run : runs) {
-        ASSERT_LE(run.first_sample + run.count, 7);
-        for (int64_t i = 0; i < run.count; ++i) ++count[static_cast<size_t>(run.group * 7 + run.first_sample + i)];
+    for (const Spans& spans : taken) {
+      for (const SampleSpan& span : spans) {
+        ASSERT_LE(span.first_sample + span.count, 7);
+        for (int64_t i = 0; i < span.count; ++i) ++count[static_cast<size_t>(span.group * 7 + span.first_sample + i)];
       }
     }
     for (size_t i = 0; i < count.size(); ++i) EXPECT_EQ(count[i], 1) << "sample " << i;

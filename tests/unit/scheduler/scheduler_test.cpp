@@ -67,7 +67,7 @@ class Simulation {
       ASSERT_LE(s.sampled, s.max_new);
     }
     if (late_stops_) std::swap(plan_.outputs, unseen_);
-    look_at(plan_.outputs);
+    take_outputs(plan_.outputs);
   }
 
   void run(int64_t max_steps) {
@@ -75,7 +75,7 @@ class Simulation {
       step();
       if (::testing::Test::HasFatalFailure()) return;
     }
-    look_at(unseen_);
+    take_outputs(unseen_);
     ASSERT_TRUE(scheduler_.idle()) << "not done after " << max_steps << " steps";
     ASSERT_EQ(finished_, static_cast<int64_t>(sequences_.size()));
     ASSERT_EQ(scheduler_.used_rows(), 0);
@@ -99,7 +99,7 @@ class Simulation {
     int64_t produced = 0;  // of those, kept
     bool done = false;
   };
-  void look_at(const std::vector<Output>& outputs) {
+  void take_outputs(const std::vector<Output>& outputs) {
     for (const Output& o : outputs) {
       Sequence& s = sequences_.at(o.sequence);
       if (s.done) {  // only a late stop leaves a surplus, and only one token

@@ -49,24 +49,24 @@ MakeSource queue_of(const SimulatedWork& work, int64_t ranks, int64_t places, bo
   };
 }
 
-// The rule before: each rank fills its engine and a group more, in runs of eight.
-class FillFirst final : public RunSource {
+// The rule before: each rank fills its engine and a group more, in spans of eight.
+class FillFirst final : public SampleSource {
  public:
   FillFirst(const SimulatedWork& work, int64_t places, CounterStore& store)
       : work_(work), places_(places + work.samples), store_(store) {}
   int64_t places() const override { return places_; }
-  std::vector<SampleRun> take(int64_t room) override {
-    std::vector<SampleRun> runs;
+  std::vector<SampleSpan> take(int64_t room) override {
+    std::vector<SampleSpan> spans;
     const int64_t size = std::min<int64_t>(8, work_.samples), pieces = (work_.samples + size - 1) / size;
     while (room > 0 && !exhausted_) {
       const int64_t ticket = store_.add("q", 1) - 1;
       exhausted_ = ticket >= work_.groups * pieces;
       if (exhausted_) break;
       const int64_t first = ticket % pieces * size;
-      runs.push_back({ticket / pieces, first, std::min(size, work_.samples - first)});
-      room -= runs.back().count;
+      spans.push_back({ticket / pieces, first, std::min(size, work_.samples - first)});
+      room -= spans.back().count;
     }
-    return runs;
+    return spans;
   }
 
  private:
@@ -86,8 +86,8 @@ std::vector<double> staggered(int64_t ranks) {
 void expect_each_sample_once(const SimulatedRollout& rollout, const SimulatedWork& work) {
   std::set<std::pair<int64_t, int64_t>> seen;
   for (const auto& engine : rollout.engines) {
-    for (const SampleRun& run : engine->runs) {
-      for (int64_t i = 0; i < run.count; ++i) EXPECT_TRUE(seen.emplace(run.group, run.first_sample + i).second);
+    for (const SampleSpan& span : engine->spans) {
+      for (int64_t i = 0; i < span.count; ++i) EXPECT_TRUE(seen.emplace(span.group, span.first_sample + i).second);
     }
   }
   EXPECT_EQ(static_cast<int64_t>(seen.size()), work.total());
@@ -177,7 +177,7 @@ TEST(Sharing, WholeGroupsStayWhole) {
     expect_each_sample_once(rollout, work);
     for (const auto& engine : rollout.engines) {
       EXPECT_GE(engine->ended, 6 * (10 / ranks - 2));
-      for (const SampleRun& run : engine->runs) EXPECT_EQ(run.count, 6);
+      for (const SampleSpan& span : engine->spans) EXPECT_EQ(span.count, 6);
     }
   }
 }

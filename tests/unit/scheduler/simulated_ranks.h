@@ -14,7 +14,7 @@ namespace trireme {
 
 struct SimulatedWork {
   int64_t groups = 0, samples = 0;  // of a group
-  std::vector<int64_t> lengths;     // of every answer, in data order
+  std::vector<int64_t> lengths;     // of every response, in data order
   int64_t prompt = 200, longest = 3800;
   int64_t total() const { return groups * samples; }
 };
@@ -25,21 +25,21 @@ inline double step_seconds(int64_t decoding, int64_t prefill) {
   return 3.9e-3 + 25.5e-6 * static_cast<double>(decoding) + 27e-6 * static_cast<double>(prefill);
 }
 
-class SimulatedEngine final : public RunEngine {
+class SimulatedEngine final : public QueueEngine {
  public:
   SimulatedEngine(const SimulatedWork& work, const SchedulerOptions& options) : work_(work), scheduler_(options) {}
 
   int64_t unfinished() const override { return scheduler_.unfinished(); }
   bool crowded() const override { return plan_.crowded; }
-  void submit(const SampleRun& run) override {
-    runs.push_back(run);
+  void submit(const SampleSpan& span) override {
+    spans.push_back(span);
     const int64_t first =
-        scheduler_.add_group(work_.prompt, std::vector<int64_t>(static_cast<size_t>(run.count), work_.longest));
-    made_.resize(static_cast<size_t>(first + run.count), 0);
-    for (int64_t i = 0; i < run.count; ++i)
-      wanted_.push_back(work_.lengths[static_cast<size_t>(run.group * work_.samples + run.first_sample + i)]);
+        scheduler_.add_group(work_.prompt, std::vector<int64_t>(static_cast<size_t>(span.count), work_.longest));
+    made_.resize(static_cast<size_t>(first + span.count), 0);
+    for (int64_t i = 0; i < span.count; ++i)
+      wanted_.push_back(work_.lengths[static_cast<size_t>(span.group * work_.samples + span.first_sample + i)]);
   }
-  // The scheduler does not know where an answer ends: it is stopped there.
+  // The scheduler does not know where a response ends: it is stopped there.
   void step() override {
     scheduler_.plan(plan_);
     scheduler_.commit(plan_);
@@ -57,7 +57,7 @@ class SimulatedEngine final : public RunEngine {
 
   double clock = 0, busy_places = 0;
   int64_t ended = 0, prefill_tokens = 0;
-  std::vector<SampleRun> runs;
+  std::vector<SampleSpan> spans;
 
  private:
   const SimulatedWork& work_;
@@ -112,14 +112,14 @@ inline int64_t SimulatedRollout::prefill_tokens() const {
   return result;
 }
 
-using MakeSource = std::function<std::unique_ptr<RunSource>(int64_t rank, CounterStore& store)>;
+using MakeSource = std::function<std::unique_ptr<SampleSource>(int64_t rank, CounterStore& store)>;
 
 // The rank whose clock is behind takes the next turn. Ranks begin `late[rank]` seconds late (empty: all at once).
 inline SimulatedRollout simulate(const SimulatedWork& work, int64_t ranks, const SchedulerOptions& options,
                                  const MakeSource& make, const std::vector<double>& late = {}) {
   SimulatedRollout result;
   CountingStore store;
-  std::vector<std::unique_ptr<RunSource>> sources;
+  std::vector<std::unique_ptr<SampleSource>> sources;
   std::vector<bool> running(static_cast<size_t>(ranks), true);
   for (int64_t rank = 0; rank < ranks; ++rank) {
     result.engines.push_back(std::make_unique<SimulatedEngine>(work, options));

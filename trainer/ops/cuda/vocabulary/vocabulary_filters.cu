@@ -13,7 +13,7 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBins = 1 << 15;
-constexpr int kOwnBins = kBins / kThreads;
+constexpr int kBinsOfThread = kBins / kThreads;
 // Thread t reads bins t * 32 .. t * 32 + 31 from the top: one unused word after every 32 keeps them in distinct banks.
 constexpr int kWords = kBins + kBins / 32;
 constexpr size_t kSharedBytes = kWords * sizeof(int32_t);
@@ -75,9 +75,9 @@ __device__ void make_histogram(const Row& row, Half half) {
 
 // f(bin, count) for this thread's bins that are not empty, from the top down; f returns false to stop.
 template <class F>
-__device__ void for_own_bins(const Row& row, F&& f) {
-  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kOwnBins;
-  for (int i = 0; i < kOwnBins; ++i) {
+__device__ void for_bins_of_thread(const Row& row, F&& f) {
+  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kBinsOfThread;
+  for (int i = 0; i < kBinsOfThread; ++i) {
     const int count = row.words[word_of(top - i)];
     if (count > 0 && !f(top - i, count)) return;
   }
@@ -86,14 +86,14 @@ __device__ void for_own_bins(const Row& row, F&& f) {
 // The bin in which the running count from the top reaches k; 1 <= k <= elements of this half.
 __device__ int bin_of_kth(const Row& row, int k) {
   int own = 0;
-  for_own_bins(row, [&](int, int count) {
+  for_bins_of_thread(row, [&](int, int count) {
     own += count;
     return true;
   });
   const Scan<int> scan = block_scan<kWarps>(own, row.shared->counts);
   if (scan.before < k && k <= scan.after) {
     int running = scan.before;
-    for_own_bins(row, [&](int bin, int count) {
+    for_bins_of_thread(row, [&](int bin, int count) {
       running += count;
       row.shared->bin = bin;
       return running < k;
@@ -112,7 +112,7 @@ __device__ double mass_of_bin(const Row& row, Half half, int bin, int count) {
 // Masses of this half's bins from `lowest` up, running from the top.
 __device__ Scan<double> scan_masses(const Row& row, Half half, int lowest) {
   double own = 0.0;
-  for_own_bins(row, [&](int bin, int count) {
+  for_bins_of_thread(row, [&](int bin, int count) {
     if (bin < lowest) return false;
     own = __dadd_rn(own, mass_of_bin(row, half, bin, count));
     return true;
@@ -141,7 +141,7 @@ __device__ Crossing find_crossing(const Row& row, Half half, int lowest, const S
   __syncthreads();
   if (thread == shared.thread) {
     double running = __dadd_rn(above, scan.before);
-    for_own_bins(row, [&](int bin, int count) {
+    for_bins_of_thread(row, [&](int bin, int count) {
       if (bin < lowest) return false;
       const double mass = mass_of_bin(row, half, bin, count);
       if (!(mass > 0.0)) return false;
