@@ -65,7 +65,7 @@ struct RewardSet {
 #undef TRIREME_MEMBER
 
   std::vector<const RewardOptions*> all() const {
-#define TRIREME_ADDRESS(name, ...) &name,
+#define TRIREME_ADDRESS(name, ...) &(name),
     return {TRIREME_REWARDS(TRIREME_ADDRESS)};
 #undef TRIREME_ADDRESS
   }
