@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "operator/controller/reconciler.h"
 #include "operator/kube/api_error.h"
+#include "operator/kube/events.h"
 
 namespace trireme::controller {
 namespace {
@@ -121,11 +122,11 @@ void Reconciler::complete_observation(const ObjectKey& key, Observed& observed, 
     observed.policy = {policy->uid, policy->spec};
   observed.report = reports_.get(key, uid);
   observed.rejection.reset();
-  if (memory.rejected_attempt == attempt) {
-    observed.rejection = memory.rejection;
-    observed.rejection_final = memory.rejection_final;
+  if (const auto& refusal = writer_.refusal(key); refusal && refusal->attempt == attempt) {
+    observed.rejection = refusal->message;
+    observed.rejection_final = refusal->is_final;
     observed.rejection_wait =
-        std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(memory.retry_at - SteadyClock::now()));
+        std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(refusal->retry_at - SteadyClock::now()));
   }
   look_up_claims(key, observed, memory, deadline);
   look_at_nodes(observed, memory);
