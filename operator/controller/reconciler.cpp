@@ -1,6 +1,9 @@
 #include "operator/controller/reconciler.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "api/runtime.h"
 #include "base/error.h"
@@ -12,15 +15,16 @@ namespace {
 using kube::ObjectKey;
 using kube::Priority;
 
-constexpr Milliseconds kLongestEcho{60000};  // of ReconcilerOptions::create_echo, doubled while the watch is late
-constexpr int kMaxRounds = 8;                // decisions in one reconcile; more go back to the queue
+constexpr int kMaxRounds = 8;  // decisions in one reconcile; more go back to the queue
 
-// Every pod of an attempt that waits for nodes is there, and none is going.
-bool whole(const Observed& observed) {
-  const int64_t pods = std::count_if(observed.pods.begin(), observed.pods.end(), [&](const ObservedPod& pod) {
-    return pod.attempt == observed.job.status.attempt && !pod.deleting;
-  });
-  return observed.job.status.phase == phase::kQueued && pods >= total_pods(observed.job.spec);
+kube::ControllerOptions controller_options(const ReconcilerOptions& options) {
+  return {.queue = {.name = "rljob",
+                    .backoff_min = options.queue_backoff_min,
+                    .backoff_max = options.queue_backoff_max,
+                    .low_limit = std::max(1, options.workers / 16),
+                    .metrics = options.metrics},
+          .workers = options.workers,
+          .reconcile_timeout = options.reconcile_timeout};
 }
 
 WatchOptions watch_options(const ReconcilerOptions& options) {
@@ -29,32 +33,33 @@ WatchOptions watch_options(const ReconcilerOptions& options) {
   return watch;
 }
 
+std::optional<scheduling::Backend> kueue_of(const scheduling::Discovery& discovery) {
+  try {
+    return scheduling::choose_backend("kueue", true, discovery);
+  } catch (const Error&) {
+    return std::nullopt;  // there is none
+  }
+}
+
 }  // namespace
 
-Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, ReportStore& reports)
-    : client_(client),
-      options_(std::move(options)),
-      reports_(reports),
-      controller_({.queue = {.name = "rljob",
-                             .backoff_min = options_.queue_backoff_min,
-                             .backoff_max = options_.queue_backoff_max,
-                             .low_limit = std::max(1, options_.workers / 16),
-                             .metrics = options_.metrics},
-                   .workers = options_.workers,
-                   .reconcile_timeout = options_.reconcile_timeout},
+Reconciler::Reconciler(const kube::Client& client, const ReconcilerOptions& options, ReportStore& reports)
+    : reports_(reports),
+      controller_(controller_options(options),
                   [this](const std::string& key, const Deadline& deadline) {
                     return reconcile(ObjectKey::parse(key), deadline);
                   }),
-      pool_(options_.write_threads),
-      watches_(client, watch_options(options_), options_.plan,
+      pool_(options.write_threads),
+      watches_(client, watch_options(options), options.plan,
                [this](const ObjectKey& job, Milliseconds after, Priority priority) {
                  controller_.add(job.str(), after, priority);
                }),
-      writer_(client, options_, pool_,
+      observer_(client, options, watches_, reports, pool_),
+      writer_(client, options, pool_,
               [this] {
                 return Load{job_count(), queue().size()};
               }),
-      plan_(std::make_shared<const PlanOptions>(options_.plan)) {
+      plan_(std::make_shared<const PlanOptions>(options.plan)) {
   reports_.set_listener([this](const ObjectKey& job, bool urgent) {
     if (urgent) {
       enqueue(job, Priority::kHigh);
@@ -66,20 +71,18 @@ Reconciler::Reconciler(const kube::Client& client, ReconcilerOptions options, Re
 
 Reconciler::~Reconciler() { stop(); }
 
-void Reconciler::enqueue(const ObjectKey& job, Priority priority) {
-  controller_.add(job.str(), Milliseconds(0), priority);
-}
-
 void Reconciler::start_workers() {
   controller_.start([this] { watches_.enqueue_all(); });
 }
-
-void Reconciler::stop_workers() { controller_.stop(); }
 
 void Reconciler::stop() {
   stop_workers();
   reports_.set_listener({});
   watches_.stop();
+}
+
+void Reconciler::enqueue(const ObjectKey& job, Priority priority) {
+  controller_.add(job.str(), Milliseconds(0), priority);
 }
 
 void Reconciler::set_discovery(scheduling::Discovery discovery) {
@@ -94,93 +97,60 @@ std::shared_ptr<const PlanOptions> Reconciler::plan_options() const {
   return plan_;
 }
 
-// ---- the loop
-// --------------------------------------------------------------------------------------------------------
-
 kube::Result Reconciler::reconcile(const ObjectKey& key, const Deadline& deadline) {
-  Memory& memory = memory_of(key.str());
-  std::optional<Observed> observed = observe_cached(key, memory);
+  std::optional<Snapshot> seen = observer_.cached(key);
   for (int round = 0; round < kMaxRounds; ++round) {
-    if (!observed) {
-      release_orphans(key, deadline);
-      forget(key.str());
-      return {};
-    }
-    complete_observation(key, *observed, memory, deadline);
-    Plan next = plan(*observed, *plan_options());
+    if (!seen) return gone(key, deadline);
+    Observed observed = observer_.observe(key, std::move(*seen), writer_.refusal(key), deadline);
+    Plan next = plan(observed, *plan_options());
     if (next.needs_live) {
-      TRIREME_CHECK(!observed->live, "the planner asked twice for the live state of " + key.str());
-      // We made the pods, or saw all of them, just now and the watch has not told of them yet.
-      const auto since = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - memory.created_at);
-      const RLJobStatus& cached = observed->job.status;
-      const bool known = cached.phase == phase::kQueued && memory.created_attempt == cached.attempt;
-      if (known && since < memory.echo) return {memory.echo - since};
-      observed = observe_live(key, memory, deadline);
-      if (observed && whole(*observed)) {
-        // The watch is late. Waiting as long again as before keeps each news of the job from making another look.
-        const int64_t attempt = observed->job.status.attempt;
-        memory.echo =
-            known && memory.created_attempt == attempt ? std::min(2 * memory.echo, kLongestEcho) : options_.create_echo;
-        memory.created_attempt = attempt;
-        memory.created_at = SteadyClock::now();
-      }
-      continue;
+      TRIREME_CHECK(!observed.live, "the planner asked twice for the live state of " + key.str());
+      if (const auto wait = observer_.wait_for_watch(key, observed.job.status)) return {wait};
+      seen = observer_.live(key, observed.job.status, deadline);
+    } else if (next.decision) {
+      seen = decide(key, std::move(observed), next, deadline);
+    } else {
+      return act(key, observed.job, std::move(next), deadline);
     }
-    if (next.decision) {
-      const int64_t before = observed->job.status.attempt;
-      if (next.decision->attempt != before) memory.created_attempt = -1;
-      const bool ends = is_terminal(next.decision->phase);
-      observed->job = writer_.decide(key, observed->job, *next.decision, next.events, deadline);
-      if (before == 0 && observed->job.status.attempt == 1) memory.names.begin(observed->job);
-      memory.written = std::make_unique<RLJob>(observed->job);
-      if (ends) reports_.forget(key);  // nobody waits for its reports any more
-      // A first attempt has no predecessors whose pods the cache may not show yet.
-      observed->live = observed->live || observed->job.status.attempt == 1;
-      continue;
-    }
-    const Writer::Described described = writer_.describe(key, observed->job, next.status, next.events, deadline);
-    if (described.job) memory.written = std::make_unique<RLJob>(*described.job);
-    if (!next.actions.empty()) {
-      const bool pods = makes_pods(next.actions);
-      if (pods) memory.created_attempt = -1;  // until all are made
-      if (!writer_.carry_out(key, observed->job, std::move(next.actions), deadline)) return {Milliseconds(1)};
-      if (pods) {
-        memory.created_attempt = observed->job.status.attempt;
-        memory.created_at = SteadyClock::now();
-        memory.echo = options_.create_echo;
-      }
-    }
-    const auto& late = described.wait;
-    if (late && (!next.requeue_after || *late < *next.requeue_after)) return {late, Priority::kLow};
-    return {next.requeue_after};
   }
   throw kube::Requeue{"more than " + std::to_string(kMaxRounds) + " decisions in a row"};
 }
 
-void Reconciler::release_orphans(const ObjectKey& key, const Deadline& deadline) {
-  const auto options = plan_options();
-  scheduling::Backend kueue;
-  try {
-    kueue = scheduling::choose_backend("kueue", true, options->discovery);
-  } catch (const Error&) {
-    return;  // there is none
+kube::Result Reconciler::gone(const ObjectKey& key, const Deadline& deadline) {
+  if (const auto kueue = kueue_of(plan_options()->discovery)) {
+    for (const Action& action : orphan_actions(*kueue, key.name, watches_.last_attempt_going(key)))
+      writer_.remove(key, "", action, deadline);
   }
-  const int64_t last = watches_.last_attempt_going(key);
-  for (const Action& action : orphan_actions(kueue, key.name, last)) writer_.remove(key, "", action, deadline);
+  reports_.forget(key);
+  observer_.forget(key);
+  writer_.forget(key);
+  return {};
 }
 
-Reconciler::Memory& Reconciler::memory_of(const std::string& key) {
-  std::lock_guard lock(memory_mutex_);
-  auto& memory = memory_[key];
-  if (!memory) memory = std::make_unique<Memory>();
-  return *memory;
+Snapshot Reconciler::decide(const ObjectKey& key, Observed observed, const Plan& next, const Deadline& deadline) {
+  const int64_t before = observed.job.status.attempt;
+  if (next.decision->attempt != before) observer_.expect_no_pods(key);
+  RLJob job = writer_.decide(key, observed.job, *next.decision, next.events, deadline);
+  if (before == 0 && job.status.attempt == 1) observer_.first_attempt_begins(key, job);
+  observer_.wrote(key, job);
+  if (is_terminal(next.decision->phase)) reports_.forget(key);  // nobody waits for its reports any more
+  // A first attempt has no predecessors whose pods the cache may not show yet.
+  const bool live = observed.live || job.status.attempt == 1;
+  return {std::move(job), std::move(observed.issues), std::move(observed.pods), live};
 }
 
-void Reconciler::forget(const std::string& key) {
-  reports_.forget(ObjectKey::parse(key));
-  writer_.forget(ObjectKey::parse(key));
-  std::lock_guard lock(memory_mutex_);
-  memory_.erase(key);
+kube::Result Reconciler::act(const ObjectKey& key, const RLJob& job, Plan next, const Deadline& deadline) {
+  const Writer::Described described = writer_.describe(key, job, next.status, next.events, deadline);
+  if (described.job) observer_.wrote(key, *described.job);
+  if (!next.actions.empty()) {
+    const bool pods = makes_pods(next.actions);
+    if (pods) observer_.expect_no_pods(key);  // until all are made
+    if (!writer_.carry_out(key, job, std::move(next.actions), deadline)) return {Milliseconds(1)};
+    if (pods) observer_.made_pods(key, job.status.attempt);
+  }
+  const auto& late = described.wait;
+  if (late && (!next.requeue_after || *late < *next.requeue_after)) return {late, Priority::kLow};
+  return {next.requeue_after};
 }
 
 }  // namespace trireme::controller
