@@ -23,7 +23,7 @@ const std::vector<std::string>& phase_names() {
   return names;
 }
 
-std::string shown(const std::string& text) { return "\"" + text.substr(0, 64) + (text.size() > 64 ? "...\"" : "\""); }
+std::string quoted(const std::string& text) { return "\"" + text.substr(0, 64) + (text.size() > 64 ? "...\"" : "\""); }
 
 bool only(std::string_view text, std::string_view allowed) {
   return text.find_first_not_of(allowed) == std::string_view::npos;
@@ -153,38 +153,38 @@ class Validator final {
       error("metadata.name", "is missing");
     } else if (!is_dns_label(name)) {
       error("metadata.name",
-            shown(name) + " must be lower-case letters, digits and '-', start with a letter and not end with '-'");
+            quoted(name) + " must be lower-case letters, digits and '-', start with a letter and not end with '-'");
     } else if (name.size() > kMaxNameLength) {
       error("metadata.name", "is " + std::to_string(name.size()) + " characters long; at most " +
                                  std::to_string(kMaxNameLength) + ", so that the names of its pods stay below 64");
     }
     if (const std::string& space = job_.metadata.namespace_; !space.empty()) {
       if (space.size() > 63 || !only(space, kLowerLabel) || space.front() == '-' || space.back() == '-') {
-        error("metadata.namespace", shown(space) + " is not a namespace name");
+        error("metadata.namespace", quoted(space) + " is not a namespace name");
       }
     }
   }
 
   void check_name(const std::string& path, const std::string& value) {
-    if (!value.empty() && !is_dns_subdomain(value)) error(path, shown(value) + " is not an object name");
+    if (!value.empty() && !is_dns_subdomain(value)) error(path, quoted(value) + " is not an object name");
   }
 
   void check_image(const std::string& path, const std::string& image) {
     if (image.empty()) return error(path, "is empty");
-    if (image.find_first_of(" \t\r\n") != std::string::npos) error(path, shown(image) + " contains blanks");
+    if (image.find_first_of(" \t\r\n") != std::string::npos) error(path, quoted(image) + " contains blanks");
   }
 
   void check_scalars() {
     if (spec_.managed_by != kDefaultManager && spec_.managed_by != kMultiKueue) {
       error("spec.managedBy",
-            "must be " + std::string(kDefaultManager) + " or " + kMultiKueue + ", not " + shown(spec_.managed_by));
+            "must be " + std::string(kDefaultManager) + " or " + kMultiKueue + ", not " + quoted(spec_.managed_by));
     }
     check_name("spec.queueName", spec_.queue_name);
     check_name("spec.priorityClassName", spec_.priority_class_name);
     check_image("spec.image", spec_.image);
     static const std::vector<std::string> policies = {"", "Always", "IfNotPresent", "Never"};
     if (std::find(policies.begin(), policies.end(), spec_.image_pull_policy) == policies.end()) {
-      error("spec.imagePullPolicy", "must be Always, IfNotPresent or Never, not " + shown(spec_.image_pull_policy));
+      error("spec.imagePullPolicy", "must be Always, IfNotPresent or Never, not " + quoted(spec_.image_pull_policy));
     }
   }
 
@@ -206,7 +206,7 @@ class Validator final {
     for (const RoleRef& role : roles_of(spec_)) {
       const std::string path = "spec.roles." + role.name;
       if (!is_qualified_name(role.spec->gpu_resource)) {
-        error(path + ".gpuResource", shown(role.spec->gpu_resource) + " is not a resource name such as nvidia.com/gpu");
+        error(path + ".gpuResource", quoted(role.spec->gpu_resource) + " is not a resource name such as nvidia.com/gpu");
       }
       if (role.name == "reward") {
         check_reward(*role.spec, path);
@@ -275,7 +275,7 @@ class Validator final {
     if (pod_template.is_null()) return;
     for (const auto& [key, value] : pod_template.items()) {
       if (key != "metadata" && key != "spec")
-        error(path, "unknown field " + shown(key) + "; a pod template has metadata and spec");
+        error(path, "unknown field " + quoted(key) + "; a pod template has metadata and spec");
       if (!value.is_object() && !value.is_null()) error(path + "." + key.substr(0, 64), "must be an object");
     }
     const auto metadata = pod_template.find("metadata");
@@ -293,9 +293,9 @@ class Validator final {
         continue;
       }
       for (const auto& [key, value] : it->items()) {
-        if (!value.is_string()) error(path + "." + section, shown(key) + " must be a string");
+        if (!value.is_string()) error(path + "." + section, quoted(key) + " must be a string");
         if (starts_with(key, "trireme.dev/"))
-          error(path + "." + section, shown(key) + " is set by the operator; names under trireme.dev/ are reserved");
+          error(path + "." + section, quoted(key) + " is set by the operator; names under trireme.dev/ are reserved");
       }
     }
     for (const char* key : {"name", "generateName", "namespace"}) {
@@ -333,7 +333,7 @@ class Validator final {
           continue;
         }
         if (!seen.insert(name->get<std::string>()).second)
-          error(item_path + ".name", shown(name->get<std::string>()) + " appears twice");
+          error(item_path + ".name", quoted(name->get<std::string>()) + " appears twice");
         if (std::string_view(list) != "volumes") check_container(item, role, item_path, *name == main_container, pod);
       }
     }
@@ -365,7 +365,7 @@ class Validator final {
           if (!item.is_object() || name == item.end() || !name->is_string()) {
             error(at, "must be an object with a name");
           } else if (is_reserved_env(name->get<std::string>())) {
-            error(at, shown(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
+            error(at, quoted(name->get<std::string>()) + " is set by Trireme and may not be set in the template");
           } else if (const auto value = item.find("value");
                      value != item.end() && !value->is_string() && !value->is_null()) {
             error(at + ".value", "must be a string (write it in quotes)");
@@ -405,12 +405,12 @@ class Validator final {
       }
       const std::string& name = item["name"].get_ref<const std::string&>();
       if (std::find(volumes.begin(), volumes.end(), name) == volumes.end()) {
-        error(at + ".name", "there is no volume " + shown(name) + " in the template; volumes: " +
+        error(at + ".name", "there is no volume " + quoted(name) + " in the template; volumes: " +
                                 (volumes.empty() ? "none" : join(volumes, ", ").substr(0, 200)));
       }
       const std::string& mount_path = item["mountPath"].get_ref<const std::string&>();
       if (mount_path.empty() || mount_path[0] != '/')
-        error(at + ".mountPath", shown(mount_path) + " must be an absolute path");
+        error(at + ".mountPath", quoted(mount_path) + " must be an absolute path");
     }
   }
 
@@ -424,7 +424,7 @@ class Validator final {
       if (value == it->end()) continue;
       const std::string count = value->is_string() ? value->get<std::string>() : value->dump();
       if (count != std::to_string(role.gpus_per_pod)) {
-        error(path + ".resources." + section, role.gpu_resource + " is " + shown(count) + ", but gpusPerPod is " +
+        error(path + ".resources." + section, role.gpu_resource + " is " + quoted(count) + ", but gpusPerPod is " +
                                                   std::to_string(role.gpus_per_pod) + "; leave it out of the template");
       }
     }
@@ -434,7 +434,7 @@ class Validator final {
     if (role.replicas < 2) return;
     for (const VolumeView& volume : pod_view(spec_, role, main_container).volumes) {
       if (volume.kind != VolumeKind::kClaim) continue;
-      warn(path + ".volumes", "the claim " + shown(volume.source) + " is used by " + std::to_string(role.replicas) +
+      warn(path + ".volumes", "the claim " + quoted(volume.source) + " is used by " + std::to_string(role.replicas) +
                                   " pods: it must be ReadWriteMany unless they share a node");
     }
   }
@@ -460,10 +460,10 @@ class Validator final {
     if (sources > 1) error("spec.config", "may have only one of inline, configMapRef, path");
     if (config.config_map_ref) {
       if (!is_dns_subdomain(config.config_map_ref->name)) {
-        error("spec.config.configMapRef.name", shown(config.config_map_ref->name) + " is not an object name");
+        error("spec.config.configMapRef.name", quoted(config.config_map_ref->name) + " is not an object name");
       }
       if (config.config_map_ref->key.empty() || !only(config.config_map_ref->key, kNameChars)) {
-        error("spec.config.configMapRef.key", shown(config.config_map_ref->key) + " is not a key of a config map");
+        error("spec.config.configMapRef.key", quoted(config.config_map_ref->key) + " is not a key of a config map");
       }
     }
     if (!spec_.roles.actor) return;
@@ -503,8 +503,8 @@ class Validator final {
   void check_text_setting(const std::string& key, const std::string& expected, const std::string& field) {
     const Json* value = config_value(key);
     if (expected.empty() || !value || !value->is_string() || *value == expected) return;
-    error("spec.config.inline." + key, "is " + shown(value->get<std::string>()) + ", but " + field + " is " +
-                                           shown(expected) + "; leave one of them out");
+    error("spec.config.inline." + key, "is " + quoted(value->get<std::string>()) + ", but " + field + " is " +
+                                           quoted(expected) + "; leave one of them out");
   }
 
   void check_overrides(const std::vector<std::pair<std::string, std::pair<int64_t, std::string>>>& sizes) {
@@ -513,13 +513,13 @@ class Validator final {
       const std::string& text = spec_.config.overrides[i];
       const size_t equals = text.find('=');
       if (equals == std::string::npos || equals == 0 || text[0] == '-') {
-        error(path, shown(text) + " must have the form key.sub=value");
+        error(path, quoted(text) + " must have the form key.sub=value");
         continue;
       }
       const std::string key = text.substr(0, equals);
       for (const auto& [name, expected] : sizes) {
         if (key != name || parse_int(text.substr(equals + 1)) == expected.first) continue;
-        error(path, shown(text) + " contradicts " + expected.second + ", which is " + std::to_string(expected.first));
+        error(path, quoted(text) + " contradicts " + expected.second + ", which is " + std::to_string(expected.first));
       }
       if (key == "policy.model_name" && !spec_.model.source.empty()) error(path, "contradicts spec.model.source");
       if (key == "checkpointing.checkpoint_dir" && !spec_.checkpoint.directory.empty())
@@ -535,7 +535,7 @@ class Validator final {
     for (const auto& [path, key] : {std::pair{"spec.scheduling.requiredTopology", &scheduling.required_topology},
                                     std::pair{"spec.scheduling.preferredTopology", &scheduling.preferred_topology}}) {
       if (!key->empty() && !is_qualified_name(*key))
-        error(path, shown(*key) + " is not a node label such as topology.kubernetes.io/zone");
+        error(path, quoted(*key) + " is not a node label such as topology.kubernetes.io/zone");
     }
     if (scheduling.backend == GangBackend::kKueue && spec_.queue_name.empty()) {
       error("spec.queueName", "is missing; the Kueue backend needs it");
@@ -543,13 +543,13 @@ class Validator final {
     const Network& network = spec_.network;
     if (network.master_port == network.metrics_port) error("spec.network.metricsPort", "is the same as masterPort");
     if (!is_quantity(network.shared_memory))
-      error("spec.network.sharedMemory", shown(network.shared_memory) + " is not a quantity such as 8Gi");
+      error("spec.network.sharedMemory", quoted(network.shared_memory) + " is not a quantity such as 8Gi");
     if (!only(network.socket_interface, std::string(kNameChars) + "^=,:@")) {
-      error("spec.network.socketInterface", shown(network.socket_interface) + " is not an interface name");
+      error("spec.network.socketInterface", quoted(network.socket_interface) + " is not an interface name");
     }
     if (network.rdma && !is_qualified_name(network.rdma->resource_name)) {
       error("spec.network.rdma.resourceName",
-            shown(network.rdma->resource_name) + " is not a resource name such as rdma/ib");
+            quoted(network.rdma->resource_name) + " is not a resource name such as rdma/ib");
     }
     check_fabric(network);
   }
@@ -572,7 +572,7 @@ class Validator final {
             "is for pods with GPUs, and no role of the trainer has gpusPerPod above 0: only NCCL uses RDMA");
     }
     if (!only(rdma.devices, std::string(kNameChars) + "^=,:"))
-      error("spec.network.rdma.devices", shown(rdma.devices) + " is not a list of devices such as mlx5_0,mlx5_1");
+      error("spec.network.rdma.devices", quoted(rdma.devices) + " is not a list of devices such as mlx5_0,mlx5_1");
     if (rdma.gid_index && network.fabric != Fabric::kRoce)
       error("spec.network.rdma.gidIndex", "is for RoCE, but spec.network.fabric is " + fabric);
   }
@@ -597,7 +597,7 @@ class Validator final {
       for (const std::string& role : rule.roles) {
         if (std::find(role_names.begin(), role_names.end(), role) != role_names.end()) continue;
         const auto near = role.size() <= 64 ? nearest(role, role_names) : std::nullopt;
-        error(path + ".roles", "unknown role " + shown(role) +
+        error(path + ".roles", "unknown role " + quoted(role) +
                                    (near ? "; did you mean \"" + *near + "\"?" : "; roles: " + join(role_names, ", ")));
       }
       const bool matches_all =
@@ -613,7 +613,7 @@ class Validator final {
       if (std::find(phase_names().begin(), phase_names().end(), phase) == phase_names().end()) {
         const auto near = phase.size() <= 64 ? nearest(phase, phase_names()) : std::nullopt;
         error(path + "." + phase.substr(0, 64),
-              "unknown phase " + shown(phase) +
+              "unknown phase " + quoted(phase) +
                   (near ? "; did you mean \"" + *near + "\"?" : "; phases: " + join(phase_names(), ", ")));
       } else if (seconds < 1) {
         error(path + "." + phase, "must be at least 1");

@@ -12,11 +12,10 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 
 namespace trireme {
 namespace {
-
-std::string reason() { return std::strerror(errno); }
 
 std::string temporary_name(const std::filesystem::path& path) {
   static std::atomic<uint64_t> counter{0};
@@ -36,7 +35,7 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::fail(const char* what) const {
-  fail_io(std::string("cannot ") + what + " " + path_.string() + ": " + reason());
+  fail_io(std::string("cannot ") + what + " " + path_.string() + ": " + errno_text());
 }
 
 void AtomicFile::write(const void* data, size_t bytes) {
@@ -68,7 +67,7 @@ void AtomicFile::finish() {
 
 FileLock::FileLock(const std::filesystem::path& path, const Deadline& deadline) {
   fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  if (fd_ < 0) fail_io("cannot create " + path.string() + ": " + reason());
+  if (fd_ < 0) fail_io("cannot create " + path.string() + ": " + errno_text());
   while (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EINTR) continue;
     supported_ = errno == EWOULDBLOCK;

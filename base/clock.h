@@ -39,4 +39,9 @@ class Stopwatch final {
   SteadyClock::time_point start_ = SteadyClock::now();
 };
 
+// Seconds since 1970 of the wall clock: for what others write down, never for a wait.
+inline double unix_now_s() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace trireme

@@ -86,7 +86,7 @@ std::string some(const std::vector<int64_t>& values) {
 
 // The values from 1 on that `fits` says yes to.
 template <typename Fits>
-std::vector<int64_t> legal_values(int64_t layers, const Fits& fits) {
+std::vector<int64_t> legal_sizes(int64_t layers, const Fits& fits) {
   std::vector<int64_t> legal;
   for (int64_t value = 1; value <= std::min(layers, kMostLayers); ++value) {
     if (fits(value)) legal.push_back(value);
@@ -109,9 +109,9 @@ std::optional<std::string> stage_error(int64_t layers, int64_t pp, const StageOp
   const auto hint = [&](const char* key, const std::vector<int64_t>& legal) {
     if (!legal.empty()) hints.push_back(std::string(key) + " can be " + some(legal));
   };
-  hint(kStages, legal_values(layers, [&](int64_t value) { return stages_fit(layers, value, options); }));
+  hint(kStages, legal_sizes(layers, [&](int64_t value) { return stages_fit(layers, value, options); }));
   const auto hint_option = [&](const char* key, int64_t StageOptions::*member) {
-    hint(key, legal_values(layers, [&](int64_t value) {
+    hint(key, legal_sizes(layers, [&](int64_t value) {
            StageOptions other = options;
            other.*member = value;
            return stages_fit(layers, pp, other);
@@ -121,7 +121,7 @@ std::optional<std::string> stage_error(int64_t layers, int64_t pp, const StageOp
   hint_option(kLast, &StageOptions::last_layers);
   hint_option(kVirtual, &StageOptions::virtual_stages);
   if (!hints.empty()) return sentence + "; with the others as they are, " + join(hints, ", or ");
-  hint(kStages, legal_values(layers, [&](int64_t value) { return stages_fit(layers, value); }));
+  hint(kStages, legal_sizes(layers, [&](int64_t value) { return stages_fit(layers, value); }));
   return sentence + (hints.empty() ? "" : "; with nothing else set, " + hints.front());
 }
 

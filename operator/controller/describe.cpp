@@ -9,7 +9,7 @@
 namespace trireme::controller {
 namespace {
 
-constexpr size_t kMaxMessageBytes = 1024;
+constexpr size_t kMostStatusBytes = 1024;
 
 double five_digits(double value) {
   char text[32];
@@ -22,8 +22,8 @@ double five_digits(double value) {
 std::string part_of(size_t part, size_t whole) { return std::to_string(part) + " of " + std::to_string(whole); }
 
 std::string shorten(const std::string& message) {
-  if (message.size() <= kMaxMessageBytes) return message;
-  size_t at = kMaxMessageBytes;
+  if (message.size() <= kMostStatusBytes) return message;
+  size_t at = kMostStatusBytes;
   while (at > 0 && (static_cast<unsigned char>(message[at]) & 0xC0) == 0x80) --at;
   return message.substr(0, at);
 }

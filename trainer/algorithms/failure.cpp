@@ -3,13 +3,13 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <unistd.h>
 
 #include <limits>
 #include <new>
 #include <thread>
 
 #include "base/error.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/parallel/device.h"
@@ -50,9 +50,7 @@ bool is_echo(const std::exception& error) {
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 std::string place(const ParallelContext& context) {
-  char host[256] = "unknown";
-  ::gethostname(host, sizeof host - 1);
-  return context.name() + " on " + host;
+  return context.name() + " on " + host_name();
 }
 
 [[noreturn]] void stand_still() {

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/bench/work.h"
 #include "trainer/ops/ops.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/communicator.h"
@@ -18,8 +19,6 @@ namespace {
 constexpr double kCacheBytes = 256e6;
 constexpr int64_t kMostCopies = 16;
 constexpr int64_t kAdamLayers = 2;
-
-double real(int64_t value) { return static_cast<double>(value); }
 
 class OpsBench final {
  public:

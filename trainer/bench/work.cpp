@@ -7,8 +7,6 @@
 namespace trireme::bench {
 namespace {
 
-double real(int64_t value) { return static_cast<double>(value); }
-
 }  // namespace
 
 double layer_matrix_elements(const ModelConfig& c) {

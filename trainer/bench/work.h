@@ -27,6 +27,8 @@
 
 namespace trireme::bench {
 
+inline double real(int64_t value) { return static_cast<double>(value); }
+
 double layer_matrix_elements(const ModelConfig& config);  // P
 // `tokens` of a sequence that are computed over `prefix` tokens whose keys and values are there.
 struct Piece {

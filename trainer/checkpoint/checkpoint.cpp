@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/model/model_folder.h"
@@ -41,12 +42,6 @@ void sync_tree(const fs::path& root) {
   for (const auto& entry : fs::recursive_directory_iterator(root)) {
     if (entry.is_directory()) sync_directory(entry.path());
   }
-}
-
-std::string host_name() {
-  char name[256] = "unknown";
-  ::gethostname(name, sizeof name - 1);
-  return name;
 }
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }

@@ -10,6 +10,7 @@
 #include "base/atomic_file.h"
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 #include "base/log.h"
 
 namespace trireme {
@@ -42,12 +43,6 @@ std::optional<Holder> read_holder(const fs::path& directory) {
     log_warn("checkpoint", file_of(directory).string() + " is damaged and counts as absent: " + error.what());
     return std::nullopt;
   }
-}
-
-std::string host_name() {
-  char name[256] = "unknown";
-  ::gethostname(name, sizeof name - 1);
-  return name;
 }
 
 fs::path lock_of(const fs::path& directory) { return directory / ".fence.lock"; }

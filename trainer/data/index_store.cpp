@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 #include "base/log.h"
 
 namespace trireme {
@@ -19,8 +20,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr char kMagic[8] = {'T', 'R', 'I', 'R', 'I', 'D', 'X', '1'};
-
-std::string errno_text() { return std::strerror(errno); }
 
 // The lock file of a key, held shared or alone until destruction.
 class KeyLock final {

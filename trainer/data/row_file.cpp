@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 
@@ -15,8 +16,6 @@ namespace trireme {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string errno_text() { return std::strerror(errno); }
 
 size_t read_at(int fd, char* buffer, size_t size, int64_t offset, const fs::path& path) {
   while (true) {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/host.h"
 #include "base/text.h"
 #include "rust_bridge.h"
 
@@ -22,8 +23,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr size_t kChunkBytes = size_t{1} << 20;
-
-std::string errno_text() { return std::strerror(errno); }
 
 struct Descriptor {
   int fd = -1;

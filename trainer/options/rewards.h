@@ -15,19 +15,19 @@ namespace trireme {
 
 // X(name, defaults that differ from those of RewardOptions), in the order in which rewards are summed and documented.
 // A machine that is broken is no wrong answer: for programs and services its sample is left out.
-#define TRIREME_REWARDS(X)                           \
-  X(math, .enabled = true)                           \
-  X(format)                                          \
-  X(command, .failure_policy = FailurePolicy::kDrop) \
-  X(http, .failure_policy = FailurePolicy::kDrop)
+#define TRIREME_REWARDS(X)                                 \
+  X(math, .enabled = true)                                 \
+  X(format)                                                \
+  X(command, .failure_policy = RewardFailurePolicy::kDrop) \
+  X(http, .failure_policy = RewardFailurePolicy::kDrop)
 
 // What happens to a sample whose reward failed. Each failure is counted and logged whatever the policy.
-enum class FailurePolicy {
+enum class RewardFailurePolicy {
   kZero,   // it counts as 0
   kDrop,   // the sample is marked as dropped: no loss, no part in the baseline
   kError,  // RewardPool::wait_any throws
 };
-inline Names names_of(FailurePolicy) {
+inline Names names_of(RewardFailurePolicy) {
   static constexpr const char* kNames[] = {"zero", "drop", "error"};
   return kNames;
 }
@@ -40,7 +40,7 @@ struct RewardOptions {
   double weight = 1.0;        // in the sum
   int64_t num_workers = 8;    // threads (and child processes or connections) of this reward
   double timeout_s = 60.0;    // for the group of one prompt, restarts and retries included
-  FailurePolicy failure_policy = FailurePolicy::kZero;
+  RewardFailurePolicy failure_policy = RewardFailurePolicy::kZero;
 
   std::string math_verify_impl = "trireme";  // math: hf_math_verify and dapo_math_verify mean the same here
 

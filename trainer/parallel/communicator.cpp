@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/error.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "trainer/parallel/attendance.h"
 #include "trainer/parallel/device_group.h"
@@ -25,12 +26,6 @@
 
 namespace trireme {
 namespace {
-
-std::string host_name() {
-  char name[256] = "unknown";
-  ::gethostname(name, sizeof name - 1);
-  return name;
-}
 
 // The local address that reaches `peer`: the one other ranks can reach us at. No packet is sent.
 std::string own_address_towards(const std::string& peer) {

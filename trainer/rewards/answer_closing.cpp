@@ -5,14 +5,12 @@
 #include <vector>
 
 #include "base/text.h"
+#include "trainer/rewards/characters.h"
 
 namespace trireme {
 namespace {
 
 constexpr int kMaxWordsBack = 8;  // words looked at between a value and the verb before it
-
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
 struct Formula {
   size_t begin = 0, end = 0;      // with the delimiters

@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "trainer/rewards/answer_closing.h"
 #include "trainer/rewards/answer_lexer.h"
+#include "trainer/rewards/characters.h"
 #include "trainer/rewards/math.h"
 
 namespace trireme {
@@ -16,9 +17,6 @@ constexpr size_t kMaxBoxGap = 80;         // bytes between two boxes of one answ
 constexpr size_t kMaxJoinedBoxes = 32;    // boxes of one answer
 constexpr size_t kMaxJoinedBytes = 2048;  // how far before a box its neighbour is looked for
 constexpr size_t kMaxWholeAnswer = 200;   // a response of one line and no more may be the answer itself
-
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
 // What follows the reasoning: the text behind the last </think>, or all of it.
 std::string_view after_thinking(std::string_view text) {

@@ -6,6 +6,7 @@
 
 #include "base/text.h"
 #include "trainer/rewards/answer_units.h"
+#include "trainer/rewards/characters.h"
 
 namespace trireme {
 namespace {
@@ -13,8 +14,6 @@ namespace {
 constexpr size_t kMaxTokens = 3000;
 constexpr int kMaxTextDepth = 8;
 
-bool is_digit(char c) { return c >= '0' && c <= '9'; }
-bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 bool is_blank(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 
 // Unicode signs, rewritten to what a person without them would have typed.

@@ -16,8 +16,6 @@ size_t node_count(const Node& node) {
   return count;
 }
 
-NodePtr copy(const Node& node) { return with_sign(node, true); }
-
 bool is_matrix(const NodePtr& node) { return node->kind == NodeKind::kMatrix; }
 
 // Rows of the same length, with expressions for entries.

@@ -18,6 +18,7 @@ NodePtr number(int64_t value);
 bool has_either_sign(const Node& node);
 // A copy with every plus-minus settled: the upper signs or the lower ones.
 NodePtr with_sign(const Node& node, bool upper);
+inline NodePtr copy(const Node& node) { return with_sign(node, true); }
 // Whether a letter stands for an unknown (pi, e, i and infinity do not).
 bool has_symbols(const Node& node);
 // x, x_1, f(x), AB, (x, y): a left side that only says what the right side is called. Empty when it is something else.

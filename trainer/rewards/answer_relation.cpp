@@ -74,7 +74,6 @@ bool is_positive(const Node& n) {
 }
 
 NodePtr infinity() { return make(NodeKind::kSymbol, "infty"); }
-NodePtr copy(const Node& n) { return with_sign(n, true); }
 
 NodePtr interval(const std::string& name, char low_sign, NodePtr low, char high_sign, NodePtr high) {
   auto node = make(NodeKind::kGroup, std::move(low), std::move(high));

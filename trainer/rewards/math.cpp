@@ -10,6 +10,7 @@
 #include "trainer/rewards/answer_lexer.h"
 #include "trainer/rewards/answer_parser.h"
 #include "trainer/rewards/answer_units.h"
+#include "trainer/rewards/characters.h"
 
 namespace trireme {
 namespace {
@@ -19,8 +20,6 @@ constexpr size_t kMaxFinalAnswerBytes = 4096;  // longer answers are right only 
 // What may mark the answer inside a text given as gold or as an answer.
 constexpr std::array<std::string_view, 6> kMarks = {"\\boxed",   "\\fbox",        "####",
                                                     "answer is", "Final Answer:", "final answer:"};
-
-bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
 // Without what surrounds an answer and means nothing: $...$, **...**, a full stop, "approximately".
 std::string_view bare(std::string_view text) {

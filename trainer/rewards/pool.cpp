@@ -146,11 +146,11 @@ void RewardPool::finish_part(Lane& lane, Job& job, std::vector<RewardResult> res
       ++counters.failed;
       ++job.group.failures;
       counters.last_error = result.error;
-      if (lane.options.failure_policy == FailurePolicy::kDrop && job.group.dropped[k] == 0) {
+      if (lane.options.failure_policy == RewardFailurePolicy::kDrop && job.group.dropped[k] == 0) {
         job.group.dropped[k] = 1;
         ++counters.dropped;
       }
-      if (lane.options.failure_policy == FailurePolicy::kError && job.fatal.empty()) {
+      if (lane.options.failure_policy == RewardFailurePolicy::kError && job.fatal.empty()) {
         job.fatal = "reward '" + counters.name + "' failed for group " + std::to_string(job.group.group_id) +
                     ", sample " + std::to_string(k) + ": " + result.error;
       }

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/url.h"
@@ -18,8 +19,6 @@ namespace fs = std::filesystem;
 constexpr size_t kMostMetrics = 1000, kMostParams = 100, kLongestParam = 500;
 
 int64_t ms(double seconds) { return static_cast<int64_t>(seconds * 1000); }
-
-double now_s() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 // {"a": {"b": 1}} -> "a.b": "1".
 void flatten(const nlohmann::json& value, const std::string& path, std::map<std::string, std::string>& flat) {
@@ -78,7 +77,7 @@ class Mlflow final : public Tracker {
 
   void end(bool succeeded) override {
     call("POST", "runs/update",
-         {{"run_id", run_id_}, {"status", succeeded ? "FINISHED" : "FAILED"}, {"end_time", ms(now_s())}});
+         {{"run_id", run_id_}, {"status", succeeded ? "FINISHED" : "FAILED"}, {"end_time", ms(unix_now_s())}});
   }
 
  private:
@@ -104,7 +103,7 @@ class Mlflow final : public Tracker {
                        .at("experiment_id")
                        .get<std::string>();
     }
-    nlohmann::json body = {{"experiment_id", experiment}, {"start_time", ms(now_s())}};
+    nlohmann::json body = {{"experiment_id", experiment}, {"start_time", ms(unix_now_s())}};
     if (!options_.run_name.empty()) body["run_name"] = options_.run_name;
     run_id_ = call("POST", "runs/create", body).at("run").at("info").at("run_id").get<std::string>();
     write_file_atomic(options_.state_file,

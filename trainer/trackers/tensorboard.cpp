@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 
+#include "base/clock.h"
 #include "trainer/trackers/append_file.h"
 #include "trainer/trackers/wire.h"
 
@@ -25,8 +26,6 @@ std::string record(const std::string& event) {
   const std::string length = little_endian(event.size(), 8);
   return length + little_endian(masked(crc32c(length)), 4) + event + little_endian(masked(crc32c(event)), 4);
 }
-
-double now_s() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
 // Markdown: the page shows text summaries as such.
 WireMessage text_value(const std::string& tag, const std::string& text) {
@@ -49,17 +48,17 @@ class Tensorboard final : public Tracker {
     char host[256] = "host";
     ::gethostname(host, sizeof host - 1);
     file_ =
-        std::make_unique<AppendFile>(folder_ / ("events.out.tfevents." + std::to_string(static_cast<int64_t>(now_s())) +
+        std::make_unique<AppendFile>(folder_ / ("events.out.tfevents." + std::to_string(static_cast<int64_t>(unix_now_s())) +
                                                 "." + host + "." + std::to_string(::getpid())));
-    std::string bytes = record(WireMessage().fixed64(kWallTime, now_s()).bytes(kFileVersion, "brain.Event:2").text());
+    std::string bytes = record(WireMessage().fixed64(kWallTime, unix_now_s()).bytes(kFileVersion, "brain.Event:2").text());
     if (run.resumed_step > 0) {
       WireMessage session;
       session.varint(1, kSessionStart);
-      bytes += record(event(now_s(), run.resumed_step + 1).message(kSessionLog, session).text());
+      bytes += record(event(unix_now_s(), run.resumed_step + 1).message(kSessionLog, session).text());
     }
     WireMessage summary;
     summary.message(kValue, text_value("config", "```\n" + run.config.dump(2) + "\n```"));
-    bytes += record(event(now_s(), run.resumed_step).message(kSummary, summary).text());
+    bytes += record(event(unix_now_s(), run.resumed_step).message(kSummary, summary).text());
     file_->append(bytes);
   }
 

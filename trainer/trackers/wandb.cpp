@@ -9,6 +9,7 @@
 #include <optional>
 #include <random>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "trainer/trackers/append_file.h"
@@ -61,8 +62,6 @@ class TransactionLog final {
   AppendFile file_;
 };
 
-double now_s() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
-
 std::string local_stamp() {
   const std::time_t now = std::time(nullptr);
   std::tm parts{};
@@ -88,7 +87,7 @@ class Wandb final : public Tracker {
   void begin(const TrackedRun& run) override {
     id_ = random_id();
     if (run.resumed_step > 0) read_state();
-    started_s_ = now_s();
+    started_s_ = unix_now_s();
     const fs::path folder = options_.folder / ("offline-run-" + local_stamp() + "-" + id_);
     log_ = std::make_unique<TransactionLog>(folder / ("run-" + id_ + ".wandb"));
     fs::create_directories(folder / "files");  // `wandb sync` expects it
@@ -114,7 +113,7 @@ class Wandb final : public Tracker {
   void end(bool succeeded) override {
     if (row_) write_row();
     WireMessage exit;
-    exit.varint(1, succeeded ? 0 : 1).varint(2, static_cast<uint64_t>(now_s() - started_s_));
+    exit.varint(1, succeeded ? 0 : 1).varint(2, static_cast<uint64_t>(unix_now_s() - started_s_));
     append(kExit, exit);
     log_.reset();
   }

@@ -18,7 +18,7 @@ std::vector<RewardRequest> group(std::initializer_list<const char*> responses) {
   return requests;
 }
 
-RewardOptions shell(const std::string& script, FailurePolicy policy = FailurePolicy::kZero) {
+RewardOptions shell(const std::string& script, RewardFailurePolicy policy = RewardFailurePolicy::kZero) {
   RewardOptions options{.type = "command"};
   options.failure_policy = policy;
   options.command = {"sh", "-c", script};
@@ -77,7 +77,7 @@ TEST(RewardPool, EmptyGroupsComeBackToo) {
 }
 
 TEST(RewardPool, DropMarksTheSample) {
-  RewardPool pool({RewardOptions{}, shell(kCrashing, FailurePolicy::kDrop)});
+  RewardPool pool({RewardOptions{}, shell(kCrashing, RewardFailurePolicy::kDrop)});
   pool.submit(1, group({"7", "CRASH 7", "8"}));
   const auto done = pool.wait_any(long_deadline());
   ASSERT_TRUE(done);
@@ -87,7 +87,7 @@ TEST(RewardPool, DropMarksTheSample) {
 }
 
 TEST(RewardPool, ErrorThrowsOnceAndNamesTheGroup) {
-  RewardPool pool({shell(kCrashing, FailurePolicy::kError)});
+  RewardPool pool({shell(kCrashing, RewardFailurePolicy::kError)});
   pool.submit(42, group({"7", "CRASH"}));
   try {
     pool.wait_any(long_deadline());

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int64_t kPart = int64_t{1} << 30;  // of one allocation
 
-struct Driver {
+struct MappingDriver {
   decltype(cuMemGetAllocationGranularity)* granularity =
       driver_function<decltype(cuMemGetAllocationGranularity)>("cuMemGetAllocationGranularity", 10020);
   decltype(cuMemAddressReserve)* reserve = driver_function<decltype(cuMemAddressReserve)>("cuMemAddressReserve", 10020);
@@ -33,9 +33,9 @@ struct Driver {
   decltype(cuMemSetAccess)* set_access = driver_function<decltype(cuMemSetAccess)>("cuMemSetAccess", 10020);
 };
 
-const Driver& driver() {
-  static const Driver functions = [] {
-    const Driver found;
+const MappingDriver& driver() {
+  static const MappingDriver functions = [] {
+    const MappingDriver found;
     TRIREME_CHECK(found.granularity != nullptr && found.reserve != nullptr && found.free_addresses != nullptr &&
                       found.create != nullptr && found.release != nullptr && found.map != nullptr &&
                       found.unmap != nullptr && found.set_access != nullptr,

@@ -21,13 +21,14 @@
 #include "trainer/ops/sms.h"
 
 namespace trireme::cuda {
-namespace {
-
-using Kernel = GemmChoice::Kernel;
 
 cudaStream_t stream_of(int device) {
   return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
 }
+
+namespace {
+
+using Kernel = GemmChoice::Kernel;
 
 bool capturing(int device) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -67,10 +67,6 @@ struct Layouts {
 thread_local bool decoding = false;     // a DecodeScope lives
 thread_local bool behind_ours = false;  // in it: the last GEMM was launched by our kernel
 
-cudaStream_t stream_of(int device) {
-  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
-}
-
 // Handle, workspaces and the algorithm of each GEMM; one for each device.
 class Library {
  public:

@@ -1,0 +1,9 @@
+// Characters of ASCII, whatever the locale says.
+#pragma once
+
+namespace trireme {
+
+constexpr bool is_digit(char c) { return c >= '0' && c <= '9'; }
+constexpr bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
+
+}  // namespace trireme
