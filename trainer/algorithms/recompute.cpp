@@ -9,7 +9,6 @@
 namespace trireme {
 namespace {
 
-constexpr int64_t kLogitsBytes = int64_t{512} << 20;  // of a chunk
 // Of what is free, left for the allocator's rounding and fragments.
 constexpr double kUsable = 0.95;
 
@@ -22,38 +21,17 @@ Recompute at_level(int64_t level, int64_t layers) {
 
 }  // namespace
 
-ActivationBytes activation_bytes(const ModelConfig& c, int64_t element) {
-  const int64_t hidden = c.hidden_size, wide = c.intermediate_size;
-  const int64_t q = c.num_heads * c.head_dim, kv = c.num_kv_heads * c.head_dim;
-  // Attention keeps q, k, v and its result; with head norms v is a part of qkv, which is kept for them.
-  const int64_t attention = c.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv;
-  const int64_t log_sums = 4 * c.num_heads;
-  ActivationBytes bytes;
-  bytes.whole = element * (4 * hidden + attention + 3 * wide) + log_sums;
-  bytes.cheap = element * (2 * hidden + attention + 2 * wide) + log_sums;
-  bytes.input = element * hidden;
-  // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
-  // each row.
-  const int64_t in_attention = element * (3 * q + 4 * kv) + 8 * c.num_heads;
-  const int64_t in_mlp = element * (2 * hidden + 4 * wide);
-  bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
-  bytes.fixed = 3 * kLogitsBytes + 4 * c.vocab_size * hidden;
-  return bytes;
-}
-
-Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_t tokens, int64_t free_bytes,
+Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, int64_t tokens, int64_t free_bytes,
                         int64_t* needed) {
-  const ActivationBytes bytes = activation_bytes(config, element_bytes);
-  const int64_t layers = config.num_layers;
+  const ActivationBytes bytes = activation_bytes(shape, element_bytes);
+  const int64_t layers = shape.layers;
   const auto room = static_cast<int64_t>(static_cast<double>(free_bytes) * kUsable);
   for (int64_t level = 0;; ++level) {
     const Recompute recompute = at_level(level, layers);
-    const int64_t kept = layers - recompute.whole_layers - recompute.cheap_layers;
-    // A layer that is computed again has all of its own for a while. That is when what the layers behind it kept is
-    // free again, since the first ones are chosen.
-    const int64_t behind = std::max(recompute.cheap_layers * bytes.cheap + kept * bytes.whole,
-                                    recompute.whole_layers > 0 ? bytes.whole : 0);
-    const int64_t total = tokens * (recompute.whole_layers * bytes.input + behind + bytes.passing) + bytes.fixed;
+    const KeptLayers kept{.input = recompute.whole_layers,
+                          .cheap = recompute.cheap_layers,
+                          .whole = layers - recompute.whole_layers - recompute.cheap_layers};
+    const int64_t total = activation_total(bytes, kept, tokens);
     if (total > room && level < 2 * layers) continue;
     if (needed != nullptr) *needed = total;
     return recompute;
@@ -63,7 +41,7 @@ Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
-  model.set_recompute(fit_recompute(model.config(), element, tokens, device_available_bytes(model.options().device)));
+  model.set_recompute(fit_recompute(model.local(), element, tokens, device_available_bytes(model.options().device)));
 }
 
 void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
@@ -79,7 +57,7 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
     const auto fit = [&] {
       const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
       free = device_available_bytes(model.options().device);
-      own = fit_recompute(shape, element, tokens, free, &needed);
+      own = fit_recompute(model.local(), element, tokens, free, &needed);
     };
     fit();
     if (make_room != nullptr && own.whole_layers + own.cheap_layers > 0) {

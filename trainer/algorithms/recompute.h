@@ -4,26 +4,16 @@
 #include <cstdint>
 #include <functional>
 
+#include "topology/activations.h"
 #include "trainer/config/config.h"
 #include "trainer/model/model.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
 
-// Bytes of one token. What a layer keeps between forward and backward, and what backward needs besides: counted from
-// the tensors that the layer's operations save (model.cpp, ops).
-struct ActivationBytes {
-  int64_t whole = 0;    // of a layer that keeps everything
-  int64_t cheap = 0;    // of one that computes norms and SwiGLU again
-  int64_t input = 0;    // of one that keeps its input only
-  int64_t passing = 0;  // once: gradients and temporaries of the layer that is being differentiated, the final norm
-  int64_t fixed = 0;    // once, whatever the number of tokens: chunks of logits, the head's gradient
-};
-ActivationBytes activation_bytes(const ModelConfig& config, int64_t element_bytes);
-
 // The least of it that fits: first norms and SwiGLU of more and more layers, then whole layers. The most there is where
 // nothing fits. `needed` is what the choice is expected to take; null: not asked.
-Recompute fit_recompute(const ModelConfig& config, int64_t element_bytes, int64_t tokens, int64_t free_bytes,
+Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, int64_t tokens, int64_t free_bytes,
                         int64_t* needed = nullptr);
 
 // Collective. Sets it for micro-batches of at most `tokens` rows (of this rank) as the configuration says. Where that

@@ -1,0 +1,67 @@
+#include "topology/activations.h"
+
+#include <gtest/gtest.h>
+
+namespace trireme {
+namespace {
+
+LocalShape local(const char* model, const Layout& layout, int64_t rank = 0) {
+  const ModelShape shape = *known_model_shape(model);
+  return local_shape(shape, model_split(shape, layout, rank));
+}
+
+TEST(Activations, BytesOfALayerAreCountedByHand) {
+  const ActivationBytes llama = activation_bytes(local("Llama-3.1-8B", {}), 2);
+  // Two sums and two norms of 4096, q and the result of 4096, k and v of 1024, gate, up and their product of 14336;
+  // 32 sums of exponentials in float32.
+  EXPECT_EQ(llama.whole, 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14'336) + 4 * 32);
+  EXPECT_EQ(llama.whole - llama.cheap, 2 * (2 * 4096 + 14'336));
+  EXPECT_EQ(llama.input, 2 * 4096);
+  // The MLP's backward: gradients of the down product's input, gate and up, and their product again, of 14336; of its
+  // own input and output. Around it the residual stream's six.
+  EXPECT_EQ(llama.passing, 2 * (6 * 4096 + 2 * 4096 + 4 * 14'336));
+  // Three chunks of logits of half a GiB, and the head's gradient in float32.
+  EXPECT_EQ(llama.fixed, (int64_t{3} << 29) + int64_t{4} * 128'256 * 4096);
+  // Head norms keep the products besides: q 2048, k and v 1024 each.
+  const ActivationBytes qwen = activation_bytes(local("Qwen3-1.7B", {}), 4);
+  EXPECT_EQ(qwen.whole, 4 * (4 * 2048 + (2048 + 2 * 1024) + 2 * 2048 + 1024 + 3 * 6144) + 4 * 16);
+}
+
+TEST(Activations, AreSharedByTensorRanks) {
+  for (const char* model : {"Llama-3.1-70B", "Qwen3-32B", "Qwen2.5-7B"}) {
+    const ActivationBytes one = activation_bytes(local(model, {}), 2);
+    for (const int64_t tp : {2, 4}) {
+      const ActivationBytes part = activation_bytes(local(model, {.tp = tp}, 1), 2);
+      EXPECT_EQ(part.whole * tp, one.whole);
+      EXPECT_EQ(part.cheap * tp, one.cheap);
+      EXPECT_EQ(part.input * tp, one.input);
+      // Inputs and gradients are gathered while a layer is differentiated.
+      EXPECT_GT(part.passing * tp, one.passing);
+      EXPECT_LT(part.passing, one.passing);
+      EXPECT_LT(part.fixed, one.fixed);
+    }
+  }
+}
+
+TEST(Activations, OfAStageHaveNoLogitsBeforeTheLast) {
+  const Layout layout{.pp = 4};
+  for (int64_t stage = 0; stage < 4; ++stage)
+    EXPECT_EQ(activation_bytes(local("Llama-3.1-70B", layout, stage), 2).fixed > 0, stage == 3);
+}
+
+TEST(Activations, TotalsAreWhatLayersKeep) {
+  const ActivationBytes bytes{.whole = 1000, .cheap = 600, .input = 10, .passing = 70, .fixed = 5};
+  EXPECT_EQ(activation_total(bytes, {.whole = 4}, 3), 3 * (4000 + 70) + 5);
+  EXPECT_EQ(activation_total(bytes, {.cheap = 1, .whole = 3}, 3), 3 * (3600 + 70) + 5);
+  // All computed again: one at a time is whole.
+  EXPECT_EQ(activation_total(bytes, {.input = 4}, 3), 3 * (40 + 1000 + 70) + 5);
+  // Once what the layers behind keep is free, the first one fits where they were.
+  EXPECT_EQ(activation_total(bytes, {.input = 1, .cheap = 3}, 3), 3 * (10 + 1800 + 70) + 5);
+  EXPECT_EQ(activation_total(bytes, {.input = 3, .cheap = 1}, 3), 3 * (30 + 1000 + 70) + 5);
+  // Micro-batches in flight keep; only one is differentiated.
+  EXPECT_EQ(activation_total(bytes, {.whole = 4}, 3, 5) - activation_total(bytes, {.whole = 4}, 3, 1), 4 * 3 * 4000);
+  EXPECT_EQ(activation_total(bytes, {.input = 4}, 3, 2) - activation_total(bytes, {.input = 4}, 3, 1), 3 * 40);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,43 @@
+#include "topology/activations.h"
+
+#include <algorithm>
+
+namespace trireme {
+
+namespace {
+
+constexpr int64_t kLogitsBytes = int64_t{512} << 20;  // of a chunk
+
+}  // namespace
+
+ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes) {
+  const int64_t element = element_bytes, wide = shape.intermediate;
+  const int64_t hidden = (shape.hidden + shape.tp - 1) / shape.tp;  // of a tensor rank's share of the rows
+  const int64_t gathered = shape.tp > 1 ? shape.hidden : 0;         // a product's input, again
+  const int64_t q = shape.query_width(), kv = shape.key_width();
+  // Attention keeps q, k, v and its result; with head norms v is a part of qkv, which is kept for them.
+  const int64_t attention = shape.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv;
+  const int64_t log_sums = 4 * shape.heads;
+  ActivationBytes bytes;
+  bytes.whole = element * (4 * hidden + attention + 3 * wide) + log_sums;
+  bytes.cheap = element * (2 * hidden + attention + 2 * wide) + log_sums;
+  bytes.input = element * hidden;
+  // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
+  // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks.
+  const int64_t in_attention = element * (3 * q + 4 * kv + 2 * gathered) + 8 * shape.heads;
+  const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered);
+  bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
+  if (shape.head) bytes.fixed = 3 * kLogitsBytes + 4 * shape.vocab * shape.hidden;
+  return bytes;
+}
+
+int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers, int64_t tokens, int64_t in_flight) {
+  const int64_t kept = layers.cheap * bytes.cheap + layers.whole * bytes.whole;
+  const int64_t inputs = layers.input * bytes.input;
+  // A layer that is computed again has all of its own for a while. That is when what the layers behind it kept is free
+  // again, since the first ones are chosen.
+  const int64_t behind = std::max(kept, layers.input > 0 ? bytes.whole : 0);
+  return tokens * (inputs + behind + bytes.passing + (in_flight - 1) * (inputs + kept)) + bytes.fixed;
+}
+
+}  // namespace trireme

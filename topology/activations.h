@@ -1,0 +1,31 @@
+// What the activations of a micro-batch take on a rank: one formula, for what backward computes again and for planning.
+#pragma once
+
+#include <cstdint>
+
+#include "topology/split.h"
+
+namespace trireme {
+
+// Bytes of one token of the micro-batch. What a layer keeps between forward and backward, and what backward needs
+// besides: counted from the tensors that the layer's operations save (trainer/model/model.cpp, trainer/ops). Under
+// tensor parallelism what is not of heads or of the MLP is kept for every tp-th row only, and the inputs of products,
+// which are gathered, are gathered again.
+struct ActivationBytes {
+  int64_t whole = 0;    // of a layer that keeps everything
+  int64_t cheap = 0;    // of one that computes norms and SwiGLU again
+  int64_t input = 0;    // of one that keeps its input only
+  int64_t passing = 0;  // once: gradients and temporaries of the layer that is being differentiated, the final norm
+  int64_t fixed = 0;    // once, whatever the number of tokens: chunks of logits, the head's gradient; where the head is
+};
+ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes);
+
+// Layers of the rank (of one piece of it, where it has several) by what they keep; those that keep less come first.
+struct KeptLayers {
+  int64_t input = 0, cheap = 0, whole = 0;
+};
+// Of micro-batches of `tokens` tokens, `in_flight` of them at once (PipelineTable::most_in_flight; at least 1), of
+// which one is being differentiated.
+int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers, int64_t tokens, int64_t in_flight = 1);
+
+}  // namespace trireme
