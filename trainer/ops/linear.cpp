@@ -196,7 +196,7 @@ bool rows_are_exact(const std::vector<LinearShape>& shapes, at::ScalarType dtype
                                  192, 224, 256, 288, 320, 448, 512, 1000, 2048, 3333};
   for (const LinearShape& shape : shapes) {
     const at::Tensor x = mixed_numbers(rows, shape.in, 0.7311, dtype, device);
-    // A head is multiplied with the rows that fill up eight (cuda/vocabulary.cpp).
+    // A head is multiplied with the rows that fill up eight (cuda/vocabulary/vocabulary.cpp).
     const int64_t out = !cpu && shape.head ? (shape.out + 7) / 8 * 8 : shape.out;
     const at::Tensor weight = mixed_numbers(out, shape.in, 0.4177, dtype, device);
     const at::Tensor bias = shape.bias ? mixed_numbers(1, shape.out, 0.2719, dtype, device).view({-1}) : at::Tensor();
