@@ -1,55 +1,37 @@
-// Reconciler: informers and a controller around the pure planner. The only place that writes to the API server for
-// jobs.
+// Reconciler: what is watched, observed, planned and written, put together: the pure planner between an observer and a
+// writer, for each key that the controller's workers take.
 #pragma once
 
-#include <atomic>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <string>
-#include <unordered_map>
-#include <vector>
 
-#include "operator/controller/ages.h"
+#include "operator/controller/observer.h"
 #include "operator/controller/plan.h"
-#include "operator/controller/pod_names.h"
 #include "operator/controller/pool.h"
 #include "operator/controller/reports.h"
 #include "operator/controller/watches.h"
+#include "operator/controller/writer.h"
 #include "operator/kube/client.h"
 #include "operator/kube/controller.h"
-#include "operator/kube/events.h"
 #include "operator/kube/metrics.h"
 
 namespace trireme::controller {
 
-struct ReconcilerOptions : WatchOptions {
+struct ReconcilerOptions : WatchOptions, ObserverOptions, WriterOptions {
   int workers = 64;        // they wait for the API server most of the time
   int write_threads = 64;  // beside the workers, for the parallel writes of a wave and the reads of a live look
-  Milliseconds status_interval{1000};     // between two status writes of a job that decide nothing
-  Milliseconds progress_interval{10000};  // between two that only carry progress; grows with the number of jobs
-  int64_t pods_a_get = 150;               // a list by label walks so many pods in the time of a GET by name
-  Milliseconds create_echo{5000};         // the watch tells of our creates by then; if not, we look ourselves
-  Milliseconds refusal_min{1000};         // before objects that were refused (a quota) are asked for again; doubles
-  Milliseconds refusal_max{30000};
-  Milliseconds unknown_node{10000};  // a pod's node that the cache does not hold: for so long it is news on its way
-  Milliseconds least_silence = ReportStore::kLeastGap;  // of all jobs together, before it counts as our own outage
   Milliseconds reconcile_timeout{60000};
   Milliseconds queue_backoff_min{5};
   Milliseconds queue_backoff_max{60000};
   PlanOptions plan;
-  kube::Metrics* metrics = nullptr;       // required; outlives this
-  kube::EventRecorder* events = nullptr;  // may be null
-  std::function<bool()> may_write;        // asked before every write; empty: always (no leader election)
-  std::function<bool()> path_broken;      // nothing answers where trainers report; empty: not known
-  std::function<int64_t()> now_ms;        // wall clock; empty: the system's
+  kube::Metrics* metrics = nullptr;  // required; outlives the reconciler
 };
 
 class Reconciler final {
  public:
-  Reconciler(const kube::Client& client, ReconcilerOptions options, ReportStore& reports);
+  Reconciler(const kube::Client& client, const ReconcilerOptions& options, ReportStore& reports);
   ~Reconciler();  // stops
   Reconciler(const Reconciler&) = delete;
   Reconciler& operator=(const Reconciler&) = delete;
@@ -61,7 +43,7 @@ class Reconciler final {
   // Call once we lead and the informers are synced.
   void start_workers();
   // Workers end after the reconcile they are in. Then the lease may be given up.
-  void stop_workers();
+  void stop_workers() { controller_.stop(); }
   // Workers, then informers.
   void stop();
 
@@ -79,69 +61,20 @@ class Reconciler final {
   size_t pod_count() const { return watches_.pods().size(); }
 
  private:
-  // What we remember of a job between reconciles; none of it is needed for correctness.
-  struct Memory {
-    std::unique_ptr<RLJob> written;  // as the last status write answered, until the informer has it too
-    Ages ages;
-    std::map<std::string, SteadyClock::time_point> unknown_nodes;
-    SteadyClock::time_point status_written{};
-    int64_t claims_attempt = -1;
-    std::map<std::string, std::vector<std::string>> claims;
-    int64_t created_attempt = -1;  // whose pods we made, or saw all of in a live look, at created_at
-    SteadyClock::time_point created_at{};
-    Milliseconds echo{0};  // the watch has this long from then on
-    PodNames names;
-    int64_t rejected_attempt = -1;
-    std::string rejection;
-    bool rejection_final = false;
-    int rejections = 0;  // in a row
-    SteadyClock::time_point retry_at{};
-  };
-
   kube::Result reconcile(const kube::ObjectKey& key, const Deadline& deadline);
-
-  std::optional<Observed> observe_cached(const kube::ObjectKey& key, Memory& memory);
-  std::optional<Observed> observe_live(const kube::ObjectKey& key, Memory& memory, const Deadline& deadline);
-  std::vector<ObservedPod> list_pods(const kube::ObjectKey& job, const std::string& uid,
-                                     const Deadline& deadline) const;
-  std::vector<ObservedPod> get_pods(const kube::ObjectKey& job, const std::string& uid,
-                                    const std::vector<std::string>& names, const Deadline& deadline);
-  bool keep_rejection(const kube::ObjectKey& key, int64_t attempt, Memory& memory, const kube::ApiError& error);
-  void complete_observation(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
-  void look_up_claims(const kube::ObjectKey& key, Observed& observed, Memory& memory, const Deadline& deadline);
-  void look_at_nodes(Observed& observed, Memory& memory);
-  void look_at_reports(Observed& observed);
-
-  RLJob write_status(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status, const Deadline& deadline);
-  std::optional<Milliseconds> write_status_late(const kube::ObjectKey& key, const RLJob& job, const Plan& plan,
-                                                Memory& memory, const Deadline& deadline);
-  void emit(const RLJob& job, const std::vector<EventNote>& notes);
-  void carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
-  void create(const RLJob& job, Action& action, const Deadline& deadline);  // takes the body
-  void make_so(const Action& action, const Json& existing, const Deadline& deadline);
-  void remove(const kube::ObjectKey& key, const std::string& job_uid, const Action& action, const Deadline& deadline);
-  void release_orphans(const kube::ObjectKey& key, const Deadline& deadline);
-  void check_may_write() const;
-  int64_t now_ms() const { return options_.now_ms ? options_.now_ms() : kube::unix_now_ms(); }
+  kube::Result gone(const kube::ObjectKey& key, const Deadline& deadline);
+  Snapshot decide(const kube::ObjectKey& key, Observed observed, const Plan& next, const Deadline& deadline);
+  kube::Result act(const kube::ObjectKey& key, const RLJob& job, Plan next, const Deadline& deadline);
   std::shared_ptr<const PlanOptions> plan_options() const;
-  Memory& memory_of(const std::string& key);
-  void forget(const std::string& key);
 
-  const kube::Client& client_;
-  ReconcilerOptions options_;
   ReportStore& reports_;
   kube::Controller controller_;
   Pool pool_;
   Watches watches_;
+  Observer observer_;
+  Writer writer_;
   mutable std::mutex plan_mutex_;
   std::shared_ptr<const PlanOptions> plan_;
-  std::mutex memory_mutex_;
-  std::unordered_map<std::string, std::unique_ptr<Memory>> memory_;
-  std::atomic<int64_t> running_jobs_{0};  // as counted at counted_ns_
-  std::atomic<int64_t> counted_ns_{0};
 };
-
-// RFC 7386: the merge patch that turns `from` into `to`.
-Json merge_diff(const Json& from, const Json& to);
 
 }  // namespace trireme::controller

@@ -296,105 +296,115 @@ bool ListSplitter::scan_value(std::string_view chunk, size_t& at, bool capture) 
 }
 
 void ListSplitter::feed(std::string_view chunk) {
-  constexpr size_t kMaxKey = 4096;
   size_t at = 0;
   while (at < chunk.size()) {
-    const char c = chunk[at];
-    if (state_ != State::kKey && state_ != State::kValue && state_ != State::kItem && is_space(c)) {
-      ++at;
-      continue;
-    }
     switch (state_) {
-      case State::kStart:
-        if (c != '{') fail_data("the answer to a list is no JSON object");
-        ++at;
-        state_ = State::kKeyOrEnd;
-        break;
-      case State::kKeyOrEnd:
-        ++at;
-        if (c == '"') {
-          key_.clear();
-          escaped_ = false;
-          state_ = State::kKey;
-        } else if (c == '}') {
-          state_ = State::kDone;
-        } else {
-          fail_data("a JSON key was expected in a list");
-        }
-        break;
       case State::kKey:
-        ++at;
-        if (!escaped_ && c == '"') {
-          state_ = State::kColon;
-        } else {
-          escaped_ = !escaped_ && c == '\\';
-          key_ += c;
-          if (key_.size() > kMaxKey) fail_data("a JSON key in a list is too long");
-        }
+        scan_key(chunk, at);
         break;
-      case State::kColon:
-        if (c != ':') fail_data("a colon was expected after a JSON key in a list");
-        ++at;
-        state_ = State::kBeforeValue;
-        break;
-      case State::kBeforeValue:
-        if (key_ == "items" && c == '[') {
-          ++at;
-          state_ = State::kItemOrEnd;
-        } else {
-          begin_value(c);
-          state_ = State::kValue;
-        }
-        break;
-      case State::kValue: {
-        const bool is_metadata = key_ == "metadata";
-        if (scan_value(chunk, at, is_metadata)) {
-          if (is_metadata) metadata_ = value_;
-          state_ = State::kAfterValue;
-        }
-        break;
-      }
-      case State::kItemOrEnd:
-        if (c == ']') {
-          ++at;
-          state_ = State::kAfterValue;
-        } else if (c == '{') {
-          begin_value(c);
-          state_ = State::kItem;
-        } else {
-          fail_data("an item of a list is no JSON object");
-        }
+      case State::kValue:
+        scan_member(chunk, at);
         break;
       case State::kItem:
-        if (scan_value(chunk, at, true)) {
-          state_ = State::kAfterItem;
-          on_item_(value_);
-        }
+        scan_item(chunk, at);
         break;
-      case State::kAfterItem:
-        ++at;
-        if (c == ']') {
-          state_ = State::kAfterValue;
-        } else if (c == ',') {
-          state_ = State::kItemOrEnd;
-        } else {
-          fail_data("a comma was expected between items of a list");
-        }
-        break;
-      case State::kAfterValue:
-        ++at;
-        if (c == '}') {
-          state_ = State::kDone;
-        } else if (c == ',') {
-          state_ = State::kKeyOrEnd;
-        } else {
-          fail_data("a comma was expected in a list");
-        }
-        break;
-      case State::kDone:
-        fail_data("text follows the end of a list");
+      default:
+        if (is_space(chunk[at]) || step(chunk[at])) ++at;
     }
   }
+}
+
+bool ListSplitter::step(char c) {
+  switch (state_) {
+    case State::kStart:
+      if (c != '{') fail_data("the answer to a list is no JSON object");
+      state_ = State::kKeyOrEnd;
+      return true;
+    case State::kKeyOrEnd:
+      begin_key(c);
+      return true;
+    case State::kColon:
+      if (c != ':') fail_data("a colon was expected after a JSON key in a list");
+      state_ = State::kBeforeValue;
+      return true;
+    case State::kBeforeValue:
+      return begin_member(c);
+    case State::kItemOrEnd:
+      return begin_item(c);
+    case State::kAfterItem:
+      separate(c, ']', State::kAfterValue, State::kItemOrEnd, "a comma was expected between items of a list");
+      return true;
+    case State::kAfterValue:
+      separate(c, '}', State::kDone, State::kKeyOrEnd, "a comma was expected in a list");
+      return true;
+    default:
+      fail_data("text follows the end of a list");
+  }
+}
+
+void ListSplitter::begin_key(char c) {
+  if (c == '"') {
+    key_.clear();
+    escaped_ = false;
+    state_ = State::kKey;
+  } else if (c == '}') {
+    state_ = State::kDone;
+  } else {
+    fail_data("a JSON key was expected in a list");
+  }
+}
+
+bool ListSplitter::begin_member(char c) {
+  if (key_ == "items" && c == '[') {
+    state_ = State::kItemOrEnd;
+    return true;
+  }
+  begin_value(c);
+  state_ = State::kValue;
+  return false;
+}
+
+bool ListSplitter::begin_item(char c) {
+  if (c == ']') {
+    state_ = State::kAfterValue;
+    return true;
+  }
+  if (c != '{') fail_data("an item of a list is no JSON object");
+  begin_value(c);
+  state_ = State::kItem;
+  return false;
+}
+
+void ListSplitter::separate(char c, char end, State ended, State next, const char* otherwise) {
+  if (c != end && c != ',') fail_data(otherwise);
+  state_ = c == end ? ended : next;
+}
+
+void ListSplitter::scan_key(std::string_view chunk, size_t& at) {
+  constexpr size_t kMaxKey = 4096;
+  while (at < chunk.size()) {
+    const char c = chunk[at++];
+    if (!escaped_ && c == '"') {
+      state_ = State::kColon;
+      return;
+    }
+    escaped_ = !escaped_ && c == '\\';
+    key_ += c;
+    if (key_.size() > kMaxKey) fail_data("a JSON key in a list is too long");
+  }
+}
+
+void ListSplitter::scan_member(std::string_view chunk, size_t& at) {
+  const bool is_metadata = key_ == "metadata";
+  if (!scan_value(chunk, at, is_metadata)) return;
+  if (is_metadata) metadata_ = value_;
+  state_ = State::kAfterValue;
+}
+
+void ListSplitter::scan_item(std::string_view chunk, size_t& at) {
+  if (!scan_value(chunk, at, true)) return;
+  state_ = State::kAfterItem;
+  on_item_(value_);
 }
 
 void ListSplitter::finish() {

@@ -68,7 +68,17 @@ class ListSplitter final {
     kAfterValue,
     kDone
   };
+  // Between two tokens: what `c`, which is no space, begins or ends. False leaves it to the value whose first it is.
+  bool step(char c);
+  void begin_key(char c);
+  bool begin_member(char c);
+  bool begin_item(char c);
+  void separate(char c, char end, State ended, State next, const char* otherwise);
   void begin_value(char first);
+  // Inside a token: as far as the chunk goes.
+  void scan_key(std::string_view chunk, size_t& at);
+  void scan_member(std::string_view chunk, size_t& at);
+  void scan_item(std::string_view chunk, size_t& at);
   bool scan_value(std::string_view chunk, size_t& at, bool capture);
   std::function<void(std::string_view)> on_item_;
   size_t max_item_bytes_;

@@ -33,7 +33,7 @@ class GrpoLoop final {
         config_(session_.config),
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
-        rewards_(reward_options(config_, options.rewards), 4),
+        rewards_(reward_options(config_, options.rewards)),
         partition_(partition_for(config_, session_.policy->options().device,
                                  needs_reference(config_) || config_.grpo.early_gradients)),
         engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_, partition_),

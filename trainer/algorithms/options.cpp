@@ -94,25 +94,11 @@ std::vector<RewardOptions> reward_options(const Config& config, const RewardPlac
     names = {only};
   }
   for (const std::string& name : names) {
-    const RewardConfig& c = config.env.by_name(name);
-    RewardOptions o;
-    o.type = name;
-    o.weight = c.weight;
-    o.timeout_s = c.timeout_s;
-    o.failure_policy = parse_failure_policy(c.failure_policy);
-    o.workers = static_cast<int>(c.num_workers);
-    o.pattern = c.pattern;
-    o.command = c.command;
-    o.tags = c.tags;
-    o.answer_timeout_s = c.answer_timeout_s;
-    o.url = c.url.empty() ? place.url : c.url;
+    RewardOptions o = config.env.by_name(name);
+    if (o.url.empty()) o.url = place.url;
     if (name == "http" && o.url.empty())
       fail_user("env.http.url is empty, and so is TRIREME_REWARD_URL, which the operator sets: name a URL");
-    o.headers = c.headers;
     o.environment = place.environment;
-    o.ca_file = c.ca_file;
-    o.max_batch = static_cast<int>(c.max_batch);
-    o.max_attempts = static_cast<int>(c.max_attempts);
     all.push_back(o);
   }
   return all;

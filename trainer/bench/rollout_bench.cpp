@@ -114,6 +114,141 @@ void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, doub
   }
 }
 
+namespace {
+
+struct Repeats {
+  std::vector<double> seconds;
+  std::vector<TimedRollout> rollouts;
+  std::vector<Sample> samples;  // of the last one
+  int64_t repeat_mismatches = 0;
+  double middle = 0;  // the median of the seconds
+
+  // The rollout whose time is nearest to the median stands for the steps.
+  const TimedRollout& typical() const {
+    return *std::min_element(rollouts.begin(), rollouts.end(), [&](const auto& a, const auto& b) {
+      return std::abs(a.seconds - middle) < std::abs(b.seconds - middle);
+    });
+  }
+};
+
+Repeats repeat_rollouts(Engine& engine, const RolloutBenchOptions& options, const RolloutLengths& lengths,
+                            const std::vector<std::vector<int32_t>>& prompts, at::Device device) {
+  timed_rollout(engine, staircase(lengths), prompts, device);
+  Repeats result;
+  for (int64_t r = 0; r < options.common.repeats; ++r) {
+    TimedRollout run = timed_rollout(engine, lengths, prompts, device, !options.generation.unknown_ends);
+    std::vector<Sample> made = as_samples(run.groups);
+    run.groups.clear();
+    if (r > 0) result.repeat_mismatches += differing_tokens(result.samples, made);
+    result.samples = std::move(made);
+    result.seconds.push_back(run.seconds);
+    result.rollouts.push_back(std::move(run));
+  }
+  engine.release_cache();
+  result.middle = median(result.seconds);
+  return result;
+}
+
+// What the typical run did against what it had to.
+struct RolloutFigures {
+  RolloutWork work;
+  double bytes = 0;  // that its steps read
+  double floor = 0;  // seconds
+  double tokens_per_second = 0;
+  double mean_batch = 0;
+  double prefill_seconds = 0;
+  std::vector<AliveBin> bins;
+};
+
+RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths, const Target& target,
+                          const Ceilings& ceilings, int64_t max_sequences) {
+  const TimedRollout& typical = repeats.typical();
+  const EngineStats& stats = typical.stats;
+  RolloutFigures f;
+  f.work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs, target.element_bytes,
+                        max_sequences);
+  f.bytes = static_cast<double>(stats.steps) * f.work.weight_bytes + f.work.context_bytes;
+  f.floor = f.work.bytes() / ceilings.bytes_per_second();
+  f.tokens_per_second = static_cast<double>(lengths.output_tokens()) / repeats.middle;
+  f.mean_batch = static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps);
+  for (const TimedStep& step : typical.steps) f.prefill_seconds += step.prefill ? step.seconds : 0;
+  f.bins = alive_bins(typical.steps);
+  if (lengths.samples() <= max_sequences) {
+    add_floors(f.bins, lengths, f.work.weight_bytes, context_bytes_per_token(target.config, target.element_bytes),
+               ceilings.bytes_per_second());
+  }
+  return f;
+}
+
+nlohmann::json rollout_report(const RolloutBenchOptions& options, const Target& target, const RolloutLengths& lengths,
+                              const Repeats& repeats, const RolloutFigures& f, const Ceilings& ceilings,
+                              const EngineOptions& engine) {
+  const EngineStats& stats = repeats.typical().stats;
+  nlohmann::json report = report_header("rollout", options.common, target);
+  report.update({{"lengths", lengths.name},
+                 {"samples", lengths.samples()},
+                 {"tokens", lengths.output_tokens()},
+                 {"seconds", repeats.middle},
+                 {"seconds_of_repeats", repeats.seconds},
+                 {"tokens_per_second", f.tokens_per_second},
+                 {"floor_seconds", f.floor},
+                 {"floor_steps", f.work.steps},
+                 {"steps", stats.steps},
+                 {"mean_batch", f.mean_batch},
+                 {"prefill_seconds", f.prefill_seconds},
+                 {"weight_bytes", f.work.weight_bytes},
+                 {"context_bytes", f.work.context_bytes},
+                 {"bytes_per_second", f.bytes / repeats.middle},
+                 {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
+                 {"read_bytes_per_second", ceilings.read_bytes_per_second},
+                 {"matmul_flops_per_second", ceilings.flops_per_second},
+                 {"max_sequences", engine.max_sequences},
+                 {"cache_rows", engine.cache_rows},
+                 {"peak_cache_rows", stats.peak_cache_rows},
+                 {"preemptions", stats.preemptions},
+                 {"ends_known", !options.generation.unknown_ends},
+                 {"surplus_tokens", stats.surplus_tokens},
+                 {"repeat_mismatched_tokens", repeats.repeat_mismatches},
+                 {"steps_by_alive", bins_json(f.bins)}});
+  return report;
+}
+
+Table rollout_table(const RolloutBenchOptions& options, const RolloutLengths& lengths, const Repeats& repeats,
+                    const RolloutFigures& f, const Ceilings& ceilings) {
+  const EngineStats& stats = repeats.typical().stats;
+  Table table({"rollout", options.common.shape});
+  table.add({"samples, tokens", std::to_string(lengths.samples()) + ", " + std::to_string(lengths.output_tokens())});
+  table.add({"seconds (median of " + std::to_string(options.common.repeats) + ")", format_fixed(repeats.middle, 3)});
+  table.add({"tokens/s", format_fixed(f.tokens_per_second, 1)});
+  table.add({"floor seconds", format_fixed(f.floor, 3) + " (" + percent(f.floor, repeats.middle) + ")"});
+  table.add({"bytes read", terabytes(f.bytes / repeats.middle) + " of " + terabytes(ceilings.bytes_per_second()) + " (" +
+                               percent(f.bytes / repeats.middle, ceilings.bytes_per_second()) + ")"});
+  table.add({"steps, at best", std::to_string(stats.steps) + ", " + std::to_string(f.work.steps)});
+  table.add({"mean batch", format_fixed(f.mean_batch, 1)});
+  table.add({"seconds in steps that prefill", format_fixed(f.prefill_seconds, 3)});
+  table.add({"preemptions", std::to_string(stats.preemptions)});
+  table.add({"tokens that differ between repeats", std::to_string(repeats.repeat_mismatches)});
+  return table;
+}
+
+// The sampler's log-probs against the loss's.
+void compare_with_the_loss(const RolloutBenchOptions& options, const Model& model, const std::vector<Sample>& samples,
+                           const LogprobOptions& distribution, at::Device device, nlohmann::json& report,
+                           Table& table) {
+  synchronize(device);
+  Stopwatch watch;
+  const LogprobComparison compared = compare_logprobs(model, samples, distribution, options.score_tokens);
+  report.update({{"mismatched_tokens", compared.mismatched},
+                 {"scored_tokens", compared.tokens},
+                 {"largest_logprob_difference", compared.largest_difference},
+                 {"scoring_seconds", watch.seconds()}});
+  table.add({"tokens whose log-prob bits differ from the loss's",
+             std::to_string(compared.mismatched) + " of " + std::to_string(compared.tokens)});
+  table.add({"largest log-prob difference", format_double(compared.largest_difference)});
+}
+
+}  // namespace
+
 nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& out) {
   const Target target = resolve(options.common);
   const RolloutLengths lengths = load_lengths(options.lengths);
@@ -130,98 +265,92 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
   const EngineOptions engine_settings = engine_options(options.generation, lengths, 1);
   Engine engine(*model, nullptr, engine_settings, sampling);
 
-  timed_rollout(engine, staircase(lengths), prompts, target.device);
-  std::vector<double> seconds;
-  std::vector<TimedRollout> rollouts;
-  std::vector<Sample> samples;
-  int64_t repeat_mismatches = 0;
-  for (int64_t r = 0; r < options.common.repeats; ++r) {
-    TimedRollout rollout = timed_rollout(engine, lengths, prompts, target.device, !options.generation.unknown_ends);
-    std::vector<Sample> made = as_samples(rollout.groups);
-    rollout.groups.clear();
-    if (r > 0) repeat_mismatches += differing_tokens(samples, made);
-    samples = std::move(made);
-    seconds.push_back(rollout.seconds);
-    rollouts.push_back(std::move(rollout));
-  }
-  engine.release_cache();
-  const double middle = median(seconds);
-  // The rollout whose time is nearest to the median stands for the steps.
-  const TimedRollout& typical = *std::min_element(rollouts.begin(), rollouts.end(), [&](const auto& a, const auto& b) {
-    return std::abs(a.seconds - middle) < std::abs(b.seconds - middle);
-  });
-  const EngineStats& stats = typical.stats;
-
-  const RolloutWork work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs,
-                                        target.element_bytes, engine_settings.max_sequences);
-  const double bytes = static_cast<double>(stats.steps) * work.weight_bytes + work.context_bytes;
-  const double floor = work.bytes() / ceilings.bytes_per_second();
-  const auto tokens = static_cast<double>(lengths.output_tokens());
-  double prefill_seconds = 0;
-  for (const TimedStep& step : typical.steps) prefill_seconds += step.prefill ? step.seconds : 0;
-  std::vector<AliveBin> bins = alive_bins(typical.steps);
-  if (lengths.samples() <= engine_settings.max_sequences) {
-    add_floors(bins, lengths, work.weight_bytes, context_bytes_per_token(target.config, target.element_bytes),
-               ceilings.bytes_per_second());
-  }
-
-  nlohmann::json report = report_header("rollout", options.common, target);
-  report.update({{"lengths", lengths.name},
-                 {"samples", lengths.samples()},
-                 {"tokens", lengths.output_tokens()},
-                 {"seconds", middle},
-                 {"seconds_of_repeats", seconds},
-                 {"tokens_per_second", tokens / middle},
-                 {"floor_seconds", floor},
-                 {"floor_steps", work.steps},
-                 {"steps", stats.steps},
-                 {"mean_batch", static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps)},
-                 {"prefill_seconds", prefill_seconds},
-                 {"weight_bytes", work.weight_bytes},
-                 {"context_bytes", work.context_bytes},
-                 {"bytes_per_second", bytes / middle},
-                 {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
-                 {"read_bytes_per_second", ceilings.read_bytes_per_second},
-                 {"matmul_flops_per_second", ceilings.flops_per_second},
-                 {"max_sequences", engine_settings.max_sequences},
-                 {"cache_rows", engine_settings.cache_rows},
-                 {"peak_cache_rows", stats.peak_cache_rows},
-                 {"preemptions", stats.preemptions},
-                 {"ends_known", !options.generation.unknown_ends},
-                 {"surplus_tokens", stats.surplus_tokens},
-                 {"repeat_mismatched_tokens", repeat_mismatches},
-                 {"steps_by_alive", bins_json(bins)}});
-  Table table({"rollout", options.common.shape});
-  table.add({"samples, tokens", std::to_string(lengths.samples()) + ", " + std::to_string(lengths.output_tokens())});
-  table.add({"seconds (median of " + std::to_string(options.common.repeats) + ")", format_fixed(middle, 3)});
-  table.add({"tokens/s", format_fixed(tokens / middle, 1)});
-  table.add({"floor seconds", format_fixed(floor, 3) + " (" + percent(floor, middle) + ")"});
-  table.add({"bytes read", terabytes(bytes / middle) + " of " + terabytes(ceilings.bytes_per_second()) + " (" +
-                               percent(bytes / middle, ceilings.bytes_per_second()) + ")"});
-  table.add({"steps, at best", std::to_string(stats.steps) + ", " + std::to_string(work.steps)});
-  table.add({"mean batch", format_fixed(report["mean_batch"].get<double>(), 1)});
-  table.add({"seconds in steps that prefill", format_fixed(prefill_seconds, 3)});
-  table.add({"preemptions", std::to_string(stats.preemptions)});
-  table.add({"tokens that differ between repeats", std::to_string(repeat_mismatches)});
-  if (options.score_tokens > 0) {
-    synchronize(target.device);
-    Stopwatch watch;
-    const LogprobComparison compared =
-        compare_logprobs(*model, samples, sampling.logprob_options(), options.score_tokens);
-    report.update({{"mismatched_tokens", compared.mismatched},
-                   {"scored_tokens", compared.tokens},
-                   {"largest_logprob_difference", compared.largest_difference},
-                   {"scoring_seconds", watch.seconds()}});
-    table.add({"tokens whose log-prob bits differ from the loss's",
-               std::to_string(compared.mismatched) + " of " + std::to_string(compared.tokens)});
-    table.add({"largest log-prob difference", format_double(compared.largest_difference)});
-  }
+  const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device);
+  const RolloutFigures figures = figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences);
+  nlohmann::json report = rollout_report(options, target, lengths, repeats, figures, ceilings, engine_settings);
+  Table table = rollout_table(options, lengths, repeats, figures, ceilings);
+  if (options.score_tokens > 0)
+    compare_with_the_loss(options, *model, repeats.samples, sampling.logprob_options(), target.device, report, table);
   table.print(out);
   out << "\n";
-  print_bins(bins, out);
+  print_bins(figures.bins, out);
   write_report(options.common, report);
   return report;
 }
+
+namespace {
+
+// Fills the engine and warms it up: after it all samples are decoded together.
+void begin_decoding(Engine& engine, GroupRequest group, int64_t alive, bool shares_device) {
+  engine.submit(std::move(group));
+  engine.share_device(shares_device);
+  int64_t decoded = engine.stats().decode_tokens;
+  while (!engine.idle()) {  // until all samples are in
+    engine.step();
+    const int64_t now = engine.stats().decode_tokens;
+    if (now - decoded == alive) break;
+    decoded = now;
+  }
+  for (int64_t i = 1; i < kDecodeWarmUpSteps; ++i) engine.step();
+}
+
+// Seconds of one of options.steps steps.
+double time_decode_steps(Engine& engine, const DecodeBenchOptions& options, at::Device device) {
+  synchronize(device);
+  const int64_t before = engine.stats().steps;
+  Stopwatch watch;
+  for (int64_t i = 0; i < options.steps; ++i) engine.step();
+  synchronize(device);
+  const double elapsed = watch.seconds();
+  const int64_t steps = engine.stats().steps - before;
+  TRIREME_CHECK(steps == options.steps && !engine.idle(), "samples ended while decode steps were measured");
+  return elapsed / static_cast<double>(steps);
+}
+
+void trace_decode_steps(Engine& engine, const DecodeBenchOptions& options, int64_t alive, at::Device device,
+                        std::ostream& out) {
+  const std::string file = options.batch_sizes.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
+  const Trace trace = trace_device(device, file, [&] {
+    for (int64_t i = 0; i < kTracedSteps; ++i) engine.step();
+  });
+  if (!trace.kernels.empty()) out << alive << " samples alive\n";
+  print_trace(trace, kTracedSteps, out);
+}
+
+// Median seconds of a decode step of `alive` samples that began with `prompt` tokens each.
+double decode_seconds(const Model& model, const DecodeBenchOptions& options, const Target& target, int64_t prompt,
+                      int64_t alive, std::ostream& out) {
+  if (alive < 1) fail_user("--batch-size " + std::to_string(alive) + " is not a number of samples");
+  RolloutLengths lengths;
+  lengths.prompts = {prompt};
+  // Nobody ends while the clock runs.
+  lengths.outputs.assign(static_cast<size_t>(alive), kDecodeWarmUpSteps + options.steps + kTracedSteps + 4);
+  const std::vector<std::vector<int32_t>> prompts =
+      random_prompts(lengths, target.config.vocab_size, options.common.seed);
+  GenerationOptions generation = options.generation;
+  generation.max_sequences = alive;
+  EngineOptions settings = engine_options(generation, lengths, 1);
+  settings.headroom_rows = lengths.longest();  // nobody's rows move either
+  settings.partition = split_device(target.device, options.background_sms);
+  if (options.background_sms > 0 && (settings.partition == nullptr || alive > kSharedDeviceSamples)) {
+    fail_user("--background-sms needs a GPU that can be divided and at most " + std::to_string(kSharedDeviceSamples) +
+              " samples; here are " + std::to_string(alive) + " on " + target.device.str());
+  }
+  Engine engine(model, nullptr, settings, sampling_options(generation, options.common.seed));
+  std::vector<double> seconds;
+  for (int64_t r = 0; r < options.common.repeats + 1; ++r) {  // the first one warms up
+    begin_decoding(engine, forced_group(lengths, prompts, 0, 0, alive), alive, settings.partition != nullptr);
+    const double of_a_step = time_decode_steps(engine, options, target.device);
+    if (!options.trace.empty() && r == options.common.repeats)
+      trace_decode_steps(engine, options, alive, target.device, out);
+    engine.run();
+    if (r > 0) seconds.push_back(of_a_step);
+  }
+  engine.release_cache();
+  return median(seconds);
+}
+
+}  // namespace
 
 nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out) {
   const Target target = resolve(options.common);
@@ -236,66 +365,16 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
   const std::unique_ptr<Model> model =
       make_random_model(target.config, target.model_options(/*trainable=*/false), options.common.seed);
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
+  // Contexts grow by one a step; the mean over the measured ones.
+  const double context = static_cast<double>(prompt + kDecodeWarmUpSteps) + static_cast<double>(options.steps + 1) / 2;
   nlohmann::json rows = nlohmann::json::array();
   Table table({"samples alive", "ms a step", "floor ms", "of the floor", "bytes read"});
   for (const int64_t alive : options.batch_sizes) {
-    if (alive < 1) fail_user("--batch-size " + std::to_string(alive) + " is not a number of samples");
-    RolloutLengths lengths;
-    lengths.prompts = {prompt};
-    // Nobody ends while the clock runs.
-    lengths.outputs.assign(static_cast<size_t>(alive), kDecodeWarmUpSteps + options.steps + kTracedSteps + 4);
-    const std::vector<std::vector<int32_t>> prompts =
-        random_prompts(lengths, target.config.vocab_size, options.common.seed);
-    GenerationOptions generation = options.generation;
-    generation.max_sequences = alive;
-    EngineOptions settings = engine_options(generation, lengths, 1);
-    settings.headroom_rows = lengths.longest();  // nobody's rows move either
-    settings.partition = split_device(target.device, options.background_sms);
-    if (options.background_sms > 0 && (settings.partition == nullptr || alive > kSharedDeviceSamples)) {
-      fail_user("--background-sms needs a GPU that can be divided and at most " + std::to_string(kSharedDeviceSamples) +
-                " samples; here are " + std::to_string(alive) + " on " + target.device.str());
-    }
-    Engine engine(*model, nullptr, settings, sampling_options(generation, options.common.seed));
-    std::vector<double> seconds;
-    for (int64_t r = 0; r < options.common.repeats + 1; ++r) {  // the first one warms up
-      engine.submit(forced_group(lengths, prompts, 0, 0, alive));
-      engine.share_device(settings.partition != nullptr);
-      int64_t decoded = engine.stats().decode_tokens;
-      while (!engine.idle()) {  // until all samples are in
-        engine.step();
-        const int64_t now = engine.stats().decode_tokens;
-        if (now - decoded == alive) break;
-        decoded = now;
-      }
-      for (int64_t i = 1; i < kDecodeWarmUpSteps; ++i) engine.step();
-      synchronize(target.device);
-      const int64_t before = engine.stats().steps;
-      Stopwatch watch;
-      for (int64_t i = 0; i < options.steps; ++i) engine.step();
-      synchronize(target.device);
-      const double elapsed = watch.seconds();
-      const int64_t steps = engine.stats().steps - before;
-      TRIREME_CHECK(steps == options.steps && !engine.idle(), "samples ended while decode steps were measured");
-      if (!options.trace.empty() && r == options.common.repeats) {
-        const std::string file =
-            options.batch_sizes.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
-        const Trace trace = trace_device(target.device, file, [&] {
-          for (int64_t i = 0; i < kTracedSteps; ++i) engine.step();
-        });
-        if (!trace.kernels.empty()) out << alive << " samples alive\n";
-        print_trace(trace, kTracedSteps, out);
-      }
-      engine.run();
-      if (r > 0) seconds.push_back(elapsed / static_cast<double>(steps));
-    }
-    engine.release_cache();
-    // Contexts grow by one a step; the mean over the measured ones.
-    const double context =
-        static_cast<double>(prompt + kDecodeWarmUpSteps) + static_cast<double>(options.steps + 1) / 2;
+    const double middle = decode_seconds(*model, options, target, prompt, alive, out);
     const double bytes =
         decode_weight_bytes(target.config, target.element_bytes) +
         context * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes);
-    const double floor = bytes / ceilings.bytes_per_second(), middle = median(seconds);
+    const double floor = bytes / ceilings.bytes_per_second();
     rows.push_back({{"alive", alive},
                     {"context", context},
                     {"milliseconds", middle * 1e3},

@@ -92,139 +92,176 @@ struct Split {
   double forward = 0, backward = 0, optimizer = 0;
 };
 
-}  // namespace
+void check_length(const TrainBenchOptions& options, const Target& target) {
+  const int64_t length = options.tokens / options.sequences;
+  if (length <= target.config.positions()) return;
+  fail_user("a sequence of " + std::to_string(length) + " tokens is longer than the " +
+            std::to_string(target.config.positions()) + " positions of " + options.common.shape +
+            "; raise --sequences");
+}
 
-nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& context, std::ostream& out) {
-  if (options.sequences < 1 || options.tokens < 2 * options.sequences)
-    fail_user("--tokens must be at least 2 for each of --sequences");
-  if (options.micro_batches < 1) fail_user("--micro-batches must be at least 1");
-  const Target target = resolve(options.common);
-  const int64_t ranks = context.data_parallel().size();
-  if (options.tokens / options.sequences > target.config.positions()) {
-    fail_user("a sequence of " + std::to_string(options.tokens / options.sequences) + " tokens is longer than the " +
-              std::to_string(target.config.positions()) + " positions of " + options.common.shape +
-              "; raise --sequences");
+ModelOptions model_options(const TrainBenchOptions& options, const Target& target) {
+  ModelOptions model = target.model_options(/*trainable=*/true);
+  model.gradient_dtype = parse_dtype(options.gradient_dtype);
+  return model;
+}
+
+// A model, its optimizer and the micro-batches of one optimizer step of this rank.
+class TrainStep final {
+ public:
+  TrainStep(const TrainBenchOptions& options, const Target& target, ParallelContext& context)
+      : options_(options),
+        device_(target.device),
+        model_(make_random_model(target.config, model_options(options, target), options.common.seed)) {
+    if (options.optimizer) {
+      AdamWOptions adam;
+      adam.reduce_in_fp32 = parse_dtype(options.gradient_dtype) == at::kFloat;
+      optimizer_ = std::make_unique<DistributedAdamW>(*model_, context.data_parallel(), adam);
+    }
+    for (int64_t m = 0; m < options.micro_batches; ++m) {
+      const int64_t id = context.rank() * options.micro_batches + m;
+      batches_.push_back(make_batch(options, target, static_cast<uint64_t>(id)));
+      scored_ += batches_.back().micro.response_tokens();
+      flops_ += batches_.back().flops;
+    }
+    const int64_t ranks = context.data_parallel().size();
+    global_tokens_ = static_cast<double>(scored_ * ranks);
+    global_sequences_ = static_cast<double>(options.sequences * options.micro_batches * ranks);
+    loss_.kl_score_function_gradient = false;  // as in the results there are
+    Config config;
+    config.policy.activation_checkpointing = options.checkpoint_activations;
+    config.policy.recompute_layers = options.recompute_layers;
+    set_recompute(*model_, config, options.tokens, context.world());
   }
-  const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
-  ModelOptions model_options = target.model_options(/*trainable=*/true);
-  model_options.gradient_dtype = parse_dtype(options.gradient_dtype);
-  const std::unique_ptr<Model> model = make_random_model(target.config, model_options, options.common.seed);
-  std::unique_ptr<DistributedAdamW> optimizer;
-  AdamWOptions adam;
-  adam.reduce_in_fp32 = model_options.gradient_dtype == at::kFloat;
-  if (options.optimizer) optimizer = std::make_unique<DistributedAdamW>(*model, context.data_parallel(), adam);
-  std::vector<Batch> batches;
-  int64_t scored = 0;
-  double flops = 0;
-  for (int64_t m = 0; m < options.micro_batches; ++m) {
-    batches.push_back(make_batch(options, target, static_cast<uint64_t>(context.rank() * options.micro_batches + m)));
-    scored += batches.back().micro.response_tokens();
-    flops += batches.back().flops;
-  }
-  const double global_tokens = static_cast<double>(scored * ranks);
-  const double global_sequences = static_cast<double>(options.sequences * options.micro_batches * ranks);
-  LossOptions loss;
-  loss.kl_score_function_gradient = false;  // as in the results there are
-  const LogprobOptions distribution;
-  int64_t reduced_early = 0;
 
-  Config config;
-  config.policy.activation_checkpointing = options.checkpoint_activations;
-  config.policy.recompute_layers = options.recompute_layers;
-  set_recompute(*model, config, options.tokens, context.world());
-
-  const auto forward = [&](Batch& batch) {
-    batch.inputs.current = response_logprobs(*model, batch.micro, distribution);
-    batch.inputs.global_valid_tokens = global_tokens;
-    batch.inputs.global_valid_sequences = global_sequences;
-    return policy_loss(batch.inputs, loss).loss;
-  };
-  const auto finish = [&] {
-    if (optimizer != nullptr)
-      reduced_early = optimizer
-                          ->step(kLearningRate, kWeightDecay, kMaxGradNorm,
-                                 options.overlap ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow)
-                          .reduced_early;
-    else
-      model->zero_gradients();
-  };
-  const auto whole_step = [&] {
-    for (Batch& batch : batches) {
-      if (optimizer != nullptr && options.overlap && &batch == &batches.back()) optimizer->reduce_in_next_backward();
+  void whole() {
+    for (Batch& batch : batches_) {
+      if (optimizer_ != nullptr && options_.overlap && &batch == &batches_.back())
+        optimizer_->reduce_in_next_backward();
       forward(batch).backward();
       batch.inputs.current = at::Tensor();
     }
     finish();
-  };
-  const auto split_step = [&] {
+  }
+
+  // The same with the device awaited between its parts.
+  Split in_parts() {
     Split split;
-    synchronize(target.device);
+    synchronize(device_);
     Stopwatch watch;
-    for (Batch& batch : batches) {
+    for (Batch& batch : batches_) {
       const at::Tensor value = forward(batch);
-      synchronize(target.device);
+      synchronize(device_);
       split.forward += watch.lap();
       value.backward();
       batch.inputs.current = at::Tensor();
-      synchronize(target.device);
+      synchronize(device_);
       split.backward += watch.lap();
     }
     finish();
-    synchronize(target.device);
+    synchronize(device_);
     split.optimizer += watch.lap();
     return split;
-  };
+  }
 
-  context.set_phase("benchmark");
-  take_peak_memory_bytes(target.device);
-  whole_step();
-  std::vector<double> seconds, forward_seconds, backward_seconds, optimizer_seconds;
-  Communicator& group = context.data_parallel();
+  std::string weights_fingerprint() {
+    if (optimizer_ != nullptr) optimizer_->finish_gather();
+    return fingerprint(model_->flat_parameters().detach());
+  }
+
+  const Model& model() const { return *model_; }
+  int64_t scored() const { return scored_; }
+  double flops() const { return flops_; }
+  int64_t reduced_early() const { return reduced_early_; }
+
+ private:
+  at::Tensor forward(Batch& batch) {
+    batch.inputs.current = response_logprobs(*model_, batch.micro, LogprobOptions());
+    batch.inputs.global_valid_tokens = global_tokens_;
+    batch.inputs.global_valid_sequences = global_sequences_;
+    return policy_loss(batch.inputs, loss_).loss;
+  }
+
+  void finish() {
+    if (optimizer_ == nullptr) {
+      model_->zero_gradients();
+      return;
+    }
+    const auto gather = options_.overlap ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow;
+    reduced_early_ = optimizer_->step(kLearningRate, kWeightDecay, kMaxGradNorm, gather).reduced_early;
+  }
+
+  const TrainBenchOptions& options_;
+  at::Device device_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<DistributedAdamW> optimizer_;
+  std::vector<Batch> batches_;
+  LossOptions loss_;
+  int64_t scored_ = 0;  // tokens
+  double flops_ = 0;
+  double global_tokens_ = 0, global_sequences_ = 0;
+  int64_t reduced_early_ = 0;  // buckets, in the last step
+};
+
+struct TrainTimes {
+  std::vector<double> seconds;  // of whole steps
+  double middle = 0;            // their median
+  Split split;                  // medians of steps in parts
+  int64_t peak_bytes = 0;
+};
+
+TrainTimes time_steps(TrainStep& step, const TrainBenchOptions& options, at::Device device, Communicator& group) {
+  take_peak_memory_bytes(device);
+  step.whole();
+  TrainTimes times;
   for (int64_t r = 0; r < options.common.repeats; ++r) {
-    synchronize(target.device);
+    synchronize(device);
     group.barrier();
     Stopwatch watch;
-    whole_step();
-    synchronize(target.device);
-    seconds.push_back(group.all_reduce_max(watch.seconds()));
+    step.whole();
+    synchronize(device);
+    times.seconds.push_back(group.all_reduce_max(watch.seconds()));
   }
+  std::vector<double> forward, backward, optimizer;
   for (int64_t r = 0; r < options.common.repeats; ++r) {
     group.barrier();
-    const Split split = split_step();
-    forward_seconds.push_back(group.all_reduce_max(split.forward));
-    backward_seconds.push_back(group.all_reduce_max(split.backward));
-    optimizer_seconds.push_back(group.all_reduce_max(split.optimizer));
+    const Split split = step.in_parts();
+    forward.push_back(group.all_reduce_max(split.forward));
+    backward.push_back(group.all_reduce_max(split.backward));
+    optimizer.push_back(group.all_reduce_max(split.optimizer));
   }
-  const int64_t peak = take_peak_memory_bytes(target.device);
-  if (optimizer != nullptr) optimizer->finish_gather();
-  const std::string weights = fingerprint(model->flat_parameters().detach());
-  if (!options.trace.empty()) {
-    const std::string file = ranks == 1 ? options.trace : options.trace + "." + std::to_string(context.rank());
-    const Trace trace = trace_device(target.device, file, whole_step);
-    if (context.is_main()) print_trace(trace, 1, out);
-  }
+  times.peak_bytes = take_peak_memory_bytes(device);
+  times.middle = median(times.seconds);
+  times.split = {median(forward), median(backward), median(optimizer)};
+  return times;
+}
 
-  const double middle = median(seconds);
-  const Split split{median(forward_seconds), median(backward_seconds), median(optimizer_seconds)};
-  const double ceiling = ceilings.flops_per_second;
+double tokens_per_second(const TrainBenchOptions& options, const TrainTimes& times) {
   const int64_t tokens = options.tokens / options.sequences * options.sequences * options.micro_batches;
+  return static_cast<double>(tokens) / times.middle;
+}
+
+nlohmann::json train_report(const TrainBenchOptions& options, const Target& target, const TrainStep& step,
+                            const TrainTimes& times, const Ceilings& ceilings, int64_t ranks) {
+  const Split& split = times.split;
+  const double flops = step.flops(), ceiling = ceilings.flops_per_second;
   nlohmann::json report = report_header("train", options.common, target);
   report.update({{"ranks", ranks},
                  {"micro_batch_tokens", options.tokens},
                  {"sequences", options.sequences},
                  {"micro_batches", options.micro_batches},
-                 {"scored_tokens", scored},
+                 {"scored_tokens", step.scored()},
                  {"optimizer", options.optimizer},
                  {"gradient_dtype", options.gradient_dtype},
-                 {"recomputed_layers", model->recompute().whole_layers},
-                 {"cheaply_recomputed_layers", model->recompute().cheap_layers},
+                 {"recomputed_layers", step.model().recompute().whole_layers},
+                 {"cheaply_recomputed_layers", step.model().recompute().cheap_layers},
                  {"overlap", options.overlap},
-                 {"buckets_reduced_in_backward", reduced_early},
-                 {"seconds", middle},
-                 {"seconds_of_repeats", seconds},
-                 {"tokens_per_second_per_device", static_cast<double>(tokens) / middle},
+                 {"buckets_reduced_in_backward", step.reduced_early()},
+                 {"seconds", times.middle},
+                 {"seconds_of_repeats", times.seconds},
+                 {"tokens_per_second_per_device", tokens_per_second(options, times)},
                  {"model_flops_per_device", flops},
-                 {"flops_per_second", flops / middle},
+                 {"flops_per_second", flops / times.middle},
                  {"floor_seconds", flops / ceiling},
                  {"split",
                   {{"forward_seconds", split.forward},
@@ -233,12 +270,16 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
                    {"forward_flops_per_second", flops / 3 / split.forward},
                    {"backward_flops_per_second", flops * 2 / 3 / split.backward},
                    {"forward_backward_flops_per_second", flops / (split.forward + split.backward)}}},
-                 {"peak_memory_bytes", peak},
-                 {"weights_fingerprint", weights},
+                 {"peak_memory_bytes", times.peak_bytes},
                  {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
                  {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceiling}});
-  if (!context.is_main()) return report;
+  return report;
+}
+
+void print_train(const TrainBenchOptions& options, const TrainTimes& times, double flops, double ceiling, int64_t ranks,
+                 std::ostream& out) {
+  const Split& split = times.split;
   Table table({"train " + options.common.shape + ", " + std::to_string(ranks) + " ranks", "seconds", "model flops/s",
                "of the product's " + teraflops(ceiling)});
   const auto add = [&](const std::string& name, double elapsed, double operations) {
@@ -247,14 +288,39 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   };
   add(options.optimizer ? "optimizer step of " + std::to_string(options.micro_batches) + " micro-batches"
                         : std::to_string(options.micro_batches) + " micro-batches, no optimizer",
-      middle, flops);
+      times.middle, flops);
   add("  forward", split.forward, flops / 3);
   add("  backward", split.backward, flops * 2 / 3);
   add("  forward + backward", split.forward + split.backward, flops);
   add(options.optimizer ? "  optimizer" : "  zeroing gradients", split.optimizer, 0);
   table.print(out);
-  out << "tokens/s of a device: " << format_fixed(static_cast<double>(tokens) / middle, 1) << "\n";
-  if (peak > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(peak)) << "\n";
+  out << "tokens/s of a device: " << format_fixed(tokens_per_second(options, times), 1) << "\n";
+  if (times.peak_bytes > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(times.peak_bytes)) << "\n";
+}
+
+}  // namespace
+
+nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& context, std::ostream& out) {
+  if (options.sequences < 1 || options.tokens < 2 * options.sequences)
+    fail_user("--tokens must be at least 2 for each of --sequences");
+  if (options.micro_batches < 1) fail_user("--micro-batches must be at least 1");
+  const Target target = resolve(options.common);
+  check_length(options, target);
+  const int64_t ranks = context.data_parallel().size();
+  const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
+  TrainStep step(options, target, context);
+  context.set_phase("benchmark");
+  const TrainTimes times = time_steps(step, options, target.device, context.data_parallel());
+  const std::string weights = step.weights_fingerprint();
+  if (!options.trace.empty()) {
+    const std::string file = ranks == 1 ? options.trace : options.trace + "." + std::to_string(context.rank());
+    const Trace trace = trace_device(target.device, file, [&] { step.whole(); });
+    if (context.is_main()) print_trace(trace, 1, out);
+  }
+  nlohmann::json report = train_report(options, target, step, times, ceilings, ranks);
+  report["weights_fingerprint"] = weights;
+  if (!context.is_main()) return report;
+  print_train(options, times, step.flops(), ceilings.flops_per_second, ranks, out);
   out << "fingerprint of the weights: " << weights << "\n";
   write_report(options.common, report);
   return report;

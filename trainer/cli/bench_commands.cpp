@@ -64,146 +64,148 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   return 0;
 }
 
+void add_rollout(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::RolloutBenchOptions>();
+  CLI::App* verb = bench.add_subcommand("rollout", "generation with forced lengths, its log-probs against the loss's");
+  add_common(verb, o->common, context);
+  add_generation(verb, o->generation);
+  verb->add_option("--lengths", o->lengths, "file, or synthetic:8x32:mean=794:max=3800:seed=1")->required();
+  verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
+  verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
+  verb->callback([o, &context] {
+    context.run = [o] {
+      set_up(o->common, /*collective=*/false);
+      bench::bench_rollout(*o, std::cout);
+      return 0;
+    };
+  });
+}
+
+void add_decode(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::DecodeBenchOptions>();
+  CLI::App* verb = bench.add_subcommand("decode", "decode steps with so many samples alive");
+  add_common(verb, o->common, context);
+  add_generation(verb, o->generation);
+  verb->add_option("--batch-size,--alive", o->batch_sizes, "numbers of samples, e.g. 16,64")->delimiter(',');
+  verb->add_option("--context", o->context, "mean tokens of a sample");
+  verb->add_option("--steps", o->steps, "measured steps");
+  verb->add_option("--background-sms,--background-processors", o->background_sms,
+                   "decode without so many SMs, as while reference log-probs are computed (CUDA, up to 32 "
+                   "samples)")
+      ->check(CLI::Range(int64_t{0}, int64_t{1024}));
+  verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
+  verb->callback([o, &context] {
+    context.run = [o] {
+      set_up(o->common, /*collective=*/false);
+      bench::bench_decode(*o, std::cout);
+      return 0;
+    };
+  });
+}
+
+void add_train(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::TrainBenchOptions>();
+  auto timeout_s = std::make_shared<double>(600);
+  CLI::App* verb = bench.add_subcommand("train", "forward, loss, backward, optimizer; alone or under trireme launch");
+  add_common(verb, o->common, context);
+  verb->add_option("--tokens", o->tokens, "of a micro-batch of one rank");
+  verb->add_option("--sequences", o->sequences, "in a micro-batch");
+  verb->add_option("--prompt-tokens", o->prompt_tokens, "of each sequence, not scored (default: 200 or half)");
+  verb->add_option("--micro-batches", o->micro_batches, "of a rank in an optimizer step");
+  verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  verb->add_flag("!--no-optimizer", o->optimizer, "forward and backward only");
+  verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
+  verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
+  verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward");
+  verb->add_option("--trace", o->trace, "file for the kernels of one more step, in Chrome's trace format");
+  verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+  verb->callback([=, &context] {
+    context.run = [=] {
+      return on_ranks(o->common, *timeout_s, [&](ParallelContext& ranks) { bench::bench_train(*o, ranks, std::cout); });
+    };
+  });
+}
+
+void add_step(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::StepBenchOptions>();
+  CLI::App* verb = bench.add_subcommand("step", "a whole GRPO step; alone or under trireme launch");
+  add_common(verb, o->common, context);
+  add_generation(verb, o->generation);
+  auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
+  verb->add_option("--prompts", o->prompts)->excludes(lengths);
+  verb->add_option("--samples", o->samples, "responses for each prompt")->excludes(lengths);
+  verb->add_option("--response-tokens,--answer-tokens", o->response_tokens)->excludes(lengths);
+  verb->add_option("--prompt-tokens", o->prompt_tokens)->excludes(lengths);
+  verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
+  verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
+  verb->add_flag("--reference", o->reference, "a reference model and the KL term");
+  verb->add_option("--train-tokens", o->train_tokens, "of a packed micro-batch");
+  verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
+  verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
+  verb->add_flag("--share-prompts", o->share_prompts, "a group's prompt once in a micro-batch");
+  verb->add_option("--background-sms,--background-processors", o->background_sms,
+                   "policy.generation.background_sms (default: -1)")
+      ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
+  verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
+  verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+  verb->callback([o, &context] {
+    context.run = [o] {
+      o->on_stuck = rendezvous_from_environment(o->collective_timeout_s).on_stuck;
+      return on_ranks(o->common, o->collective_timeout_s,
+                      [&](ParallelContext& ranks) { bench::bench_step(*o, ranks, std::cout); });
+    };
+  });
+}
+
+void add_checkpoint(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::CheckpointBenchOptions>();
+  auto timeout_s = std::make_shared<double>(600);
+  CLI::App* verb = bench.add_subcommand(
+      "checkpoint",
+      "what a step waits for its checkpoint, and how fast that is written; alone or under trireme launch");
+  add_common(verb, o->common, context);
+  verb->add_option("--directory", o->directory, "where to write; emptied afterwards (default: a temporary folder)");
+  verb->add_option("--generation-seconds", o->generation_seconds,
+                   "of forward passes between a save and the optimizer step that follows")
+      ->check(CLI::PositiveNumber);
+  verb->add_option("--staging-gib", o->staging_gib, "checkpointing.staging_gib")->check(CLI::NonNegativeNumber);
+  verb->add_option("--disk-rate", o->disk_gigabytes_per_second,
+                   "GB/s of a disk that is only imagined, per rank: nothing is kept of the weights and the state")
+      ->check(CLI::PositiveNumber);
+  verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+  verb->callback([=, &context] {
+    context.run = [=] {
+      return on_ranks(o->common, *timeout_s,
+                      [&](ParallelContext& ranks) { bench::bench_checkpoint(*o, ranks, std::cout); });
+    };
+  });
+}
+
+void add_ops(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::OpsBenchOptions>();
+  CLI::App* verb = bench.add_subcommand("ops", "single operations of a shape");
+  add_common(verb, o->common, context);
+  verb->add_option("--rows", o->rows, "of the linear layers, e.g. 16,64,256")->delimiter(',');
+  verb->add_option("--decode-samples", o->decode_samples)->delimiter(',');
+  verb->add_option("--decode-context", o->decode_context);
+  verb->add_option("--packed-tokens", o->packed_tokens, "of packed attention");
+  verb->callback([o, &context] {
+    context.run = [o] {
+      set_up(o->common, /*collective=*/false);
+      bench::bench_ops(*o, std::cout);
+      return 0;
+    };
+  });
+}
+
 }  // namespace
 
 void add_bench_commands(CLI::App& app, CommandContext& context) {
   CLI::App* bench = app.add_subcommand("bench", "measure against what the device can do; random weights, no files");
   bench->require_subcommand(1);
-  {
-    auto o = std::make_shared<bench::RolloutBenchOptions>();
-    CLI::App* verb =
-        bench->add_subcommand("rollout", "generation with forced lengths, its log-probs against the loss's");
-    add_common(verb, o->common, context);
-    add_generation(verb, o->generation);
-    verb->add_option("--lengths", o->lengths, "file, or synthetic:8x32:mean=794:max=3800:seed=1")->required();
-    verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
-    verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
-    verb->callback([o, &context] {
-      context.run = [o] {
-        set_up(o->common, /*collective=*/false);
-        bench::bench_rollout(*o, std::cout);
-        return 0;
-      };
-    });
-  }
-  {
-    auto o = std::make_shared<bench::DecodeBenchOptions>();
-    CLI::App* verb = bench->add_subcommand("decode", "decode steps with so many samples alive");
-    add_common(verb, o->common, context);
-    add_generation(verb, o->generation);
-    verb->add_option("--batch-size,--alive", o->batch_sizes, "numbers of samples, e.g. 16,64")->delimiter(',');
-    verb->add_option("--context", o->context, "mean tokens of a sample");
-    verb->add_option("--steps", o->steps, "measured steps");
-    verb->add_option("--background-sms,--background-processors", o->background_sms,
-                     "decode without so many SMs, as while reference log-probs are computed (CUDA, up to 32 "
-                     "samples)")
-        ->check(CLI::Range(int64_t{0}, int64_t{1024}));
-    verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
-    verb->callback([o, &context] {
-      context.run = [o] {
-        set_up(o->common, /*collective=*/false);
-        bench::bench_decode(*o, std::cout);
-        return 0;
-      };
-    });
-  }
-  {
-    auto o = std::make_shared<bench::TrainBenchOptions>();
-    auto timeout_s = std::make_shared<double>(600);
-    CLI::App* verb =
-        bench->add_subcommand("train", "forward, loss, backward, optimizer; alone or under trireme launch");
-    add_common(verb, o->common, context);
-    verb->add_option("--tokens", o->tokens, "of a micro-batch of one rank");
-    verb->add_option("--sequences", o->sequences, "in a micro-batch");
-    verb->add_option("--prompt-tokens", o->prompt_tokens, "of each sequence, not scored (default: 200 or half)");
-    verb->add_option("--micro-batches", o->micro_batches, "of a rank in an optimizer step");
-    verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->add_flag("!--no-optimizer", o->optimizer, "forward and backward only");
-    verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
-    verb->add_option("--recompute-layers", o->recompute_layers,
-                     "the first so many; -1: as many as the memory asks for");
-    verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward");
-    verb->add_option("--trace", o->trace, "file for the kernels of one more step, in Chrome's trace format");
-    verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
-    verb->callback([=, &context] {
-      context.run = [=] {
-        return on_ranks(o->common, *timeout_s,
-                        [&](ParallelContext& ranks) { bench::bench_train(*o, ranks, std::cout); });
-      };
-    });
-  }
-  {
-    auto o = std::make_shared<bench::StepBenchOptions>();
-    CLI::App* verb = bench->add_subcommand("step", "a whole GRPO step; alone or under trireme launch");
-    add_common(verb, o->common, context);
-    add_generation(verb, o->generation);
-    auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
-    verb->add_option("--prompts", o->prompts)->excludes(lengths);
-    verb->add_option("--samples", o->samples, "responses for each prompt")->excludes(lengths);
-    verb->add_option("--response-tokens,--answer-tokens", o->response_tokens)->excludes(lengths);
-    verb->add_option("--prompt-tokens", o->prompt_tokens)->excludes(lengths);
-    verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
-    verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
-    verb->add_flag("--reference", o->reference, "a reference model and the KL term");
-    verb->add_option("--train-tokens", o->train_tokens, "of a packed micro-batch");
-    verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
-    verb->add_option("--recompute-layers", o->recompute_layers,
-                     "the first so many; -1: as many as the memory asks for");
-    verb->add_flag("--share-prompts", o->share_prompts, "a group's prompt once in a micro-batch");
-    verb->add_option("--background-sms,--background-processors", o->background_sms,
-                     "policy.generation.background_sms (default: -1)")
-        ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
-    verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
-    verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
-    verb->callback([o, &context] {
-      context.run = [o] {
-        o->on_stuck = rendezvous_from_environment(o->collective_timeout_s).on_stuck;
-        return on_ranks(o->common, o->collective_timeout_s,
-                        [&](ParallelContext& ranks) { bench::bench_step(*o, ranks, std::cout); });
-      };
-    });
-  }
-  {
-    auto o = std::make_shared<bench::CheckpointBenchOptions>();
-    auto timeout_s = std::make_shared<double>(600);
-    CLI::App* verb = bench->add_subcommand(
-        "checkpoint",
-        "what a step waits for its checkpoint, and how fast that is written; alone or under trireme launch");
-    add_common(verb, o->common, context);
-    verb->add_option("--directory", o->directory, "where to write; emptied afterwards (default: a temporary folder)");
-    verb->add_option("--generation-seconds", o->generation_seconds,
-                     "of forward passes between a save and the optimizer step that follows")
-        ->check(CLI::PositiveNumber);
-    verb->add_option("--staging-gib", o->staging_gib, "checkpointing.staging_gib")->check(CLI::NonNegativeNumber);
-    verb->add_option("--disk-rate", o->disk_gigabytes_per_second,
-                     "GB/s of a disk that is only imagined, per rank: nothing is kept of the weights and the state")
-        ->check(CLI::PositiveNumber);
-    verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
-    verb->callback([=, &context] {
-      context.run = [=] {
-        return on_ranks(o->common, *timeout_s,
-                        [&](ParallelContext& ranks) { bench::bench_checkpoint(*o, ranks, std::cout); });
-      };
-    });
-  }
-  {
-    auto o = std::make_shared<bench::OpsBenchOptions>();
-    CLI::App* verb = bench->add_subcommand("ops", "single operations of a shape");
-    add_common(verb, o->common, context);
-    verb->add_option("--rows", o->rows, "of the linear layers, e.g. 16,64,256")->delimiter(',');
-    verb->add_option("--decode-samples", o->decode_samples)->delimiter(',');
-    verb->add_option("--decode-context", o->decode_context);
-    verb->add_option("--packed-tokens", o->packed_tokens, "of packed attention");
-    verb->callback([o, &context] {
-      context.run = [o] {
-        set_up(o->common, /*collective=*/false);
-        bench::bench_ops(*o, std::cout);
-        return 0;
-      };
-    });
-  }
+  for (const auto add : {add_rollout, add_decode, add_train, add_step, add_checkpoint, add_ops}) add(*bench, context);
 }
 
 }  // namespace trireme

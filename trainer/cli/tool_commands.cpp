@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/text.h"
 #include "trainer/algorithms/replay.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
@@ -57,7 +58,7 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     auto options = std::make_shared<RewardOptions>();
     CLI::App* verb = app.add_subcommand("grade", "check a reward on pairs of gold and final answer");
     verb->add_option("--pairs", *pairs, "JSONL of {\"gold\", \"answer\"}")->required();
-    verb->add_option("--reward", options->type, "math, format, command or http");
+    verb->add_option("--reward", options->type, join(reward_names(), ", "));
     verb->add_option("--command", options->command, "program and arguments of a command reward");
     verb->add_option("--url", options->url, "of an http reward");
     verb->add_option("--header", options->headers,

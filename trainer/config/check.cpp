@@ -266,7 +266,7 @@ void check_optimizer(const Config& c, Problems& out) {
 }
 
 // What would stand in checkpoints and the report is no place for a secret. Values are not quoted for the same reason.
-void check_http(const RewardConfig& http, Problems& out) {
+void check_http(const RewardOptions& http, Problems& out) {
   const auto set = [&](const char* key, bool is_set) {
     if (is_set && !http.enabled) out.push_back({key, "is set, but env.http.enabled is false"});
   };
@@ -310,7 +310,7 @@ void check_env(const Config& c, Problems& out) {
   }
   check_http(e.http, out);
   if (c.algorithm == "grpo" && e.enabled().empty())
-    out.push_back({"env.math.enabled", "no reward is enabled; turn on one of math, format, command, http"});
+    out.push_back({"env.math.enabled", "no reward is enabled; turn on one of " + join(reward_names(), ", ")});
   for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name},
                                   {"data.validation.env_name", &c.data.validation.env_name}}) {
     if (name->empty() || c.algorithm != "grpo" || config::missing_environment(*name) != nullptr) continue;

@@ -18,6 +18,7 @@
 #include "trainer/options/advantages.h"
 #include "trainer/options/data.h"
 #include "trainer/options/loss.h"
+#include "trainer/options/rewards.h"
 
 namespace trireme {
 
@@ -251,34 +252,11 @@ struct DataConfig : PromptOptions {
   DatasetConfig validation;  // data_path empty: split from train
 };
 
-// One reward. The reward of a sample is the sum over enabled ones of weight * reward.
-struct RewardConfig {
-  bool enabled = false;
-  double weight = 1.0;
-  int64_t num_workers = 8;
-  double timeout_s = 60.0;                   // for the group of one prompt
-  std::string failure_policy = "zero";       // zero | drop (the sample is left out) | error (the run stops)
-  std::string math_verify_impl = "trireme";  // env.math; hf_math_verify and dapo_math_verify mean the same here
-  std::string pattern;                       // env.format: RE2 expression that must be found in the response
-  std::vector<std::string> tags;             // env.format: <tag>...</tag> blocks, once each, in this order
-  std::vector<std::string> command;          // env.command: program and arguments, fed JSON lines
-  double answer_timeout_s = 0;               // env.command: for one response; 0: only timeout_s
-  std::string url;  // env.http: responses are POSTed here; empty: to what the operator says (TRIREME_REWARD_URL)
-  std::vector<std::string> headers;  // env.http: "Name: value", with {env:NAME} and {file:PATH} for what is secret
-  std::string ca_file;               // env.http: certificates that may sign the server's; empty: the system's
-  int64_t max_batch = 64;            // env.http: responses per POST
-  int64_t max_attempts = 3;          // env.http: tries of one POST
-};
-struct EnvConfig {
-  double max_failed_share = 0.5;     // (ours) of a step's responses, for each reward; more stops the run
-  double startup_timeout_s = 300.0;  // (ours) until each reward has answered a probe; 0: none is made
-  RewardConfig math{.enabled = true};
-  RewardConfig format;
-  // A machine that is broken is no wrong answer.
-  RewardConfig command{.failure_policy = "drop"}, http{.failure_policy = "drop"};
-  // Names of the enabled ones: math, format, command, http.
-  std::vector<std::string> enabled() const;
-  const RewardConfig& by_name(const std::string& name) const;
+struct EnvConfig : RewardSet {
+  double max_failed_share = 0.5;             // (ours) of a step's responses, for each reward; more stops the run
+  double startup_timeout_s = 300.0;          // (ours) until each reward has answered a probe; 0: none is made
+  std::vector<std::string> enabled() const;  // their names, in the order of all()
+  const RewardOptions& by_name(const std::string& name) const;
 };
 
 struct PrometheusConfig {  // (ours)

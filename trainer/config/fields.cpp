@@ -371,7 +371,7 @@ void add_data(std::vector<Field>& table) {
   KEY(env.which.num_workers)("responses to prompts graded at once").at_least(1);             \
   OURS(env.which.timeout_s)("seconds the responses to a prompt may take together").above(0); \
   OURS(env.which.failure_policy)                                                             \
-  ("a reward that fails counts 0, leaves its sample out, or stops the run").one_of({"zero", "drop", "error"})
+  ("a reward that fails counts 0, leaves its sample out, or stops the run")
 
 void add_env(std::vector<Field>& table) {
   OURS(env.max_failed_share)

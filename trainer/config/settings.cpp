@@ -4,6 +4,7 @@
 #include <map>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "trainer/config/config.h"
 #include "trainer/config/rules.h"
 
@@ -141,18 +142,17 @@ AdamSettings adam_settings(const Config& config) {
 
 std::vector<std::string> EnvConfig::enabled() const {
   std::vector<std::string> names;
-  for (const char* name : {"math", "format", "command", "http"}) {
-    if (by_name(name).enabled) names.emplace_back(name);
+  for (const RewardOptions* reward : all()) {
+    if (reward->enabled) names.push_back(reward->type);
   }
   return names;
 }
 
-const RewardConfig& EnvConfig::by_name(const std::string& name) const {
-  if (name == "math") return math;
-  if (name == "format") return format;
-  if (name == "command") return command;
-  if (name == "http") return http;
-  fail_user("there is no env '" + name + "'; there are math, format, command, http");
+const RewardOptions& EnvConfig::by_name(const std::string& name) const {
+  for (const RewardOptions* reward : all()) {
+    if (reward->type == name) return *reward;
+  }
+  fail_user("there is no env '" + name + "'; there are " + join(reward_names(), ", "));
 }
 
 }  // namespace trireme

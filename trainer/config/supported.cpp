@@ -106,7 +106,7 @@ std::vector<std::string> keys_without_effect(const Config& c) {
        "optimizer state is always sharded over data parallel ranks");
   note(p.make_sequence_length_divisible_by != config::required_divisor(c), "policy.make_sequence_length_divisible_by",
        "sequences are packed without padding, so there is no length to round up");
-  note(c.env.math.enabled && c.env.math.math_verify_impl != RewardConfig{}.math_verify_impl,
+  note(c.env.math.enabled && c.env.math.math_verify_impl != RewardOptions{}.math_verify_impl,
        "env.math.math_verify_impl",
        "the built-in verifier stands in for " + c.env.math.math_verify_impl +
            "; trainer/rewards/README.md says where it differs");

@@ -115,6 +115,89 @@ void run_init_container(const PodView& pod, const ContainerView& container, cons
   }
 }
 
+RLJob read_job(const RunOptions& options) {
+  RLJob job = parse_rljob(read_file(options.manifest), options.manifest.string());
+  const Validation validation = validate(job);
+  if (!validation.ok()) fail_user(to_string(validation.errors, options.manifest.string()));
+  for (const Issue& warning : validation.warnings) log_warn("run", warning.path + ": " + warning.message);
+  if (job.spec.roles.reward)
+    fail_user("spec.roles.reward: reward pods need a cluster; `trireme run` starts only the actor");
+  if (job.spec.config.config_map_ref)
+    fail_user("spec.config.configMapRef needs a cluster; use spec.config.inline or spec.config.path");
+  return job;
+}
+
+// The job's paths become those of this machine; an inline configuration becomes the file `config_path`.
+void map_job(RLJob& job, const LocalPod& local, const fs::path& config_path) {
+  if (!job.spec.config.inline_config.is_null()) {
+    Json config = job.spec.config.inline_config;
+    map_strings(config, [&](const std::string& text) { return map_paths(text, local.mappings); });
+    write_file_atomic(config_path, config.dump(2));  // JSON is YAML
+  }
+  for (std::string& override_text : job.spec.config.overrides) override_text = map_paths(override_text, local.mappings);
+  job.spec.model.source = map_paths(job.spec.model.source, local.mappings);
+  job.spec.checkpoint.directory = map_paths(job.spec.checkpoint.directory, local.mappings);
+}
+
+std::vector<Subprocess> start_pods(const RLJob& job, const LocalPod& local, const std::vector<std::string>& command) {
+  PodPlace place;
+  place.master_address = "127.0.0.1";
+  place.master_port = free_port();
+  std::vector<Subprocess> pods;
+  for (int64_t index = 0; index < job.spec.roles.actor->replicas; ++index) {
+    place.index = index;
+    SpawnOptions spawn;
+    spawn.argv = command;
+    spawn.set_env = local.environment;
+    for (const auto& [name, value] : pod_environment(job, place)) {
+      // As in a cluster: the template's word counts for what is not reserved.
+      if (is_reserved_env(name) || local.environment.count(name) == 0) spawn.set_env[name] = value;
+    }
+    if (spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0 && index == 0)
+      log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
+    spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
+    spawn.own_group = true;
+    pods.push_back(Subprocess::spawn(spawn));
+  }
+  return pods;
+}
+
+// Until all have ended: the first failure's exit code, which the others are given a minute after. A signal is handed on
+// once; `grace` later they are killed.
+int wait_for_pods(std::vector<Subprocess>& pods, const std::atomic<int>* signal, Milliseconds grace) {
+  int exit_code = 0;
+  bool forwarded = false;
+  size_t running = pods.size();
+  std::vector<bool> ended(pods.size(), false);
+  const Deadline never(SteadyClock::time_point::max());
+  Deadline kill_at = never;
+  while (running > 0) {
+    for (size_t i = 0; i < pods.size(); ++i) {
+      if (ended[i]) continue;
+      const auto status = pods[i].poll();
+      if (!status) continue;
+      ended[i] = true;
+      --running;
+      if (status->ok() || exit_code != 0) continue;
+      exit_code = status->signal != 0 ? 128 + status->signal : status->code;
+      if (pods.size() > 1) log_error("run", "pod " + std::to_string(i) + " ended with " + status->describe());
+      if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
+    }
+    const int number = signal == nullptr ? 0 : signal->load();
+    if (number != 0 && !forwarded) {
+      forwarded = true;
+      for (Subprocess& child : pods) child.signal(SIGTERM);
+      kill_at = Deadline::after(grace);
+    }
+    if (kill_at.passed()) {
+      for (Subprocess& child : pods) child.signal_group(SIGKILL);
+      kill_at = never;
+    }
+    std::this_thread::sleep_for(Milliseconds(10));
+  }
+  return exit_code;
+}
+
 }  // namespace
 
 std::string map_paths(const std::string& text, const std::vector<PathMapping>& mappings) {
@@ -145,17 +228,8 @@ std::string map_paths(const std::string& text, const std::vector<PathMapping>& m
 }
 
 int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
-  RLJob job = parse_rljob(read_file(options.manifest), options.manifest.string());
-  const Validation validation = validate(job);
-  if (!validation.ok()) fail_user(to_string(validation.errors, options.manifest.string()));
-  for (const Issue& warning : validation.warnings) log_warn("run", warning.path + ": " + warning.message);
-  const RoleSpec& actor = *job.spec.roles.actor;
-  if (job.spec.roles.reward)
-    fail_user("spec.roles.reward: reward pods need a cluster; `trireme run` starts only the actor");
-  if (job.spec.config.config_map_ref)
-    fail_user("spec.config.configMapRef needs a cluster; use spec.config.inline or spec.config.path");
-
-  const PodView pod = pod_view(job.spec, actor);
+  RLJob job = read_job(options);
+  const PodView pod = pod_view(job.spec, *job.spec.roles.actor);
   for (const ContainerView& init : pod.init_containers)
     run_init_container(pod, init, options, job.metadata.name, signal);
 
@@ -164,67 +238,11 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
   const LocalPod local = map_volumes(pod, *trainer, options, job.metadata.name);
   const TemporaryDirectory scratch;
   const fs::path config_path = scratch.path() / "config.yaml";
-  if (!job.spec.config.inline_config.is_null()) {
-    Json config = job.spec.config.inline_config;
-    map_strings(config, [&](const std::string& text) { return map_paths(text, local.mappings); });
-    write_file_atomic(config_path, config.dump(2));  // JSON is YAML
-  }
-  for (std::string& override_text : job.spec.config.overrides) override_text = map_paths(override_text, local.mappings);
-  job.spec.model.source = map_paths(job.spec.model.source, local.mappings);
-  job.spec.checkpoint.directory = map_paths(job.spec.checkpoint.directory, local.mappings);
-
+  map_job(job, local, config_path);
   std::vector<std::string> command = local_command(trainer_command(job, config_path.string()), local, options.program);
   for (const std::string& text : options.overrides) command.push_back(map_paths(text, local.mappings));
-  PodPlace place;
-  place.master_address = "127.0.0.1";
-  place.master_port = free_port();
-  std::vector<Subprocess> pods;
-  for (int64_t index = 0; index < actor.replicas; ++index) {
-    place.index = index;
-    SpawnOptions spawn;
-    spawn.argv = command;
-    spawn.set_env = local.environment;
-    for (const auto& [name, value] : pod_environment(job, place)) {
-      // As in a cluster: the template's word counts for what is not reserved.
-      if (is_reserved_env(name) || local.environment.count(name) == 0) spawn.set_env[name] = value;
-    }
-    if (spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0 && index == 0)
-      log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
-    spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
-    spawn.own_group = true;
-    pods.push_back(Subprocess::spawn(spawn));
-  }
-  int exit_code = 0;
-  bool forwarded = false;
-  size_t running = pods.size();
-  std::vector<bool> ended(pods.size(), false);
-  const Deadline never(SteadyClock::time_point::max());
-  Deadline kill_at = never;
-  while (running > 0) {
-    for (size_t i = 0; i < pods.size(); ++i) {
-      if (ended[i]) continue;
-      const auto status = pods[i].poll();
-      if (!status) continue;
-      ended[i] = true;
-      --running;
-      if (status->ok() || exit_code != 0) continue;
-      exit_code = status->signal != 0 ? 128 + status->signal : status->code;
-      if (pods.size() > 1) log_error("run", "pod " + std::to_string(i) + " ended with " + status->describe());
-      if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
-    }
-    const int number = signal == nullptr ? 0 : signal->load();
-    if (number != 0 && !forwarded) {
-      forwarded = true;
-      for (Subprocess& child : pods) child.signal(SIGTERM);
-      kill_at = Deadline::after(Milliseconds(1000 * (job.spec.checkpoint.timeout_seconds + 30)));
-    }
-    if (kill_at.passed()) {
-      for (Subprocess& child : pods) child.signal_group(SIGKILL);
-      kill_at = never;
-    }
-    std::this_thread::sleep_for(Milliseconds(10));
-  }
-  return exit_code;
+  std::vector<Subprocess> pods = start_pods(job, local, command);
+  return wait_for_pods(pods, signal, Milliseconds(1000 * (job.spec.checkpoint.timeout_seconds + 30)));
 }
 
 }  // namespace trireme

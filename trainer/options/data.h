@@ -11,7 +11,7 @@ struct RowLayout {
   std::string format = "auto";  // (ours) auto (by a file's first bytes) | jsonl | parquet
   // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from a source's first
   // row (messages; question/answer; problem/answer; input/output). An input_key that holds an array is read as OpenAI
-  // messages. Empty output_key with a set input_key: no gold answer. Of a configuration: derived by its dataset_name.
+  // messages. Empty output_key with a set input_key: no gold. Of a configuration: derived by its dataset_name.
   std::string input_key, output_key;
   std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
   std::string system_prompt_file;  // empty: no system message

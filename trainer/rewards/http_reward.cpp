@@ -199,7 +199,7 @@ class HttpReward final : public Reward {
   std::string name_, url_;  // url_: for messages, without a query, which may hold a key
   std::string origin_, path_, ca_file_;
   HttpHeaders headers_;
-  int max_batch_, max_attempts_;
+  int64_t max_batch_, max_attempts_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<bool> cancelled_{false};

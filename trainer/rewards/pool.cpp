@@ -30,15 +30,14 @@ struct RewardPool::Lane {
   std::vector<std::thread> threads;
 };
 
-RewardPool::RewardPool(std::vector<RewardOptions> options, int workers) {
+RewardPool::RewardPool(std::vector<RewardOptions> options) {
   if (options.empty())
-    fail_user("no reward is configured: enable at least one of env.math, env.format, env.command, env.http");
+    fail_user("no reward is configured: enable at least one of env." + join(reward_names(), ", env."));
   for (RewardOptions& one : options) {
     auto lane = std::make_unique<Lane>();
     lane->index = lanes_.size();
     lane->counters.name = one.name.empty() ? one.type : one.name;
-    const int threads = one.workers > 0 ? one.workers : std::max(1, workers);
-    for (int k = 0; k < threads; ++k) lane->rewards.push_back(make_reward(one));
+    for (int64_t k = 0; k < std::max<int64_t>(1, one.num_workers); ++k) lane->rewards.push_back(make_reward(one));
     lane->options = std::move(one);
     lanes_.push_back(std::move(lane));
   }

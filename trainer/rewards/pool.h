@@ -39,8 +39,8 @@ struct RewardCounters {
 // submit, wait_any, pending and counters may be called from any thread. The destructor cancels what runs and joins.
 class RewardPool final {
  public:
-  // `workers`: threads of each reward that does not say its own number. Throws Error(kUser) for bad options.
-  RewardPool(std::vector<RewardOptions> options, int workers);
+  // Throws Error(kUser) for bad options.
+  explicit RewardPool(std::vector<RewardOptions> options);
   ~RewardPool();
   RewardPool(const RewardPool&) = delete;
   RewardPool& operator=(const RewardPool&) = delete;

@@ -38,13 +38,6 @@ class MathReward final : public Reward {
 
 }  // namespace
 
-FailurePolicy parse_failure_policy(const std::string& text) {
-  if (text == "zero") return FailurePolicy::kZero;
-  if (text == "drop") return FailurePolicy::kDrop;
-  if (text == "error") return FailurePolicy::kError;
-  fail_user("failure_policy '" + text + "' is not one of zero, drop, error");
-}
-
 nlohmann::json request_json(const RewardRequest& request) {
   return {{"prompt", request.prompt},
           {"response", request.response},
@@ -69,13 +62,14 @@ std::unique_ptr<Reward> make_reward(const RewardOptions& options) {
   if (!(options.timeout_s > 0) || options.timeout_s > 86400)
     fail_user("reward '" + name + "': timeout_s must be above 0 and at most 86400 s");
   if (!(options.answer_timeout_s >= 0)) fail_user("reward '" + name + "': answer_timeout_s must not be negative");
-  if (options.workers < 0) fail_user("reward '" + name + "': workers must not be negative");
-  if (options.type == "math") return make_math_reward(options);
-  if (options.type == "format") return make_format_reward(options);
-  if (options.type == "command") return make_command_reward(options);
-  if (options.type == "http") return make_http_reward(options);
-  const auto close = nearest(options.type, {"math", "format", "command", "http"});
-  fail_user("reward type '" + options.type + "' is not one of math, format, command, http" +
+  if (options.num_workers < 1) fail_user("reward '" + name + "': num_workers must be at least 1");
+#define TRIREME_MAKE(kind, ...) \
+  if (options.type == #kind) return make_##kind##_reward(options);
+  TRIREME_REWARDS(TRIREME_MAKE)
+#undef TRIREME_MAKE
+  const std::vector<std::string> names = reward_names();
+  const auto close = nearest(options.type, names);
+  fail_user("reward type '" + options.type + "' is not one of " + join(names, ", ") +
             (close ? " (did you mean " + *close + "?)" : ""));
 }
 

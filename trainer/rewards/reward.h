@@ -2,13 +2,13 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "trainer/options/rewards.h"
 
 namespace trireme {
 
@@ -28,37 +28,6 @@ struct RewardResult {
   bool declined = false;
   // ... or it is one that another try will not mend: no such program, one that ends without an answer, a bad URL.
   bool hopeless = false;
-};
-
-// What happens to a sample whose reward failed. Each failure is counted and logged whatever the policy.
-enum class FailurePolicy {
-  kZero,   // it counts as 0
-  kDrop,   // the sample is marked as dropped: no loss, no part in the baseline
-  kError,  // RewardPool::wait_any throws
-};
-
-FailurePolicy parse_failure_policy(const std::string& text);  // "zero" | "drop" | "error", else Error(kUser)
-
-struct RewardOptions {
-  std::string type = "math";  // math | format | command | http
-  std::string name;           // for metrics and messages; empty: the type
-  double weight = 1;          // of this reward in the sum
-  double timeout_s = 60;      // for one group, restarts and retries included
-  FailurePolicy failure_policy = FailurePolicy::kZero;
-  int workers = 0;  // threads (and child processes or connections) of this reward; 0: the pool's default
-
-  std::string pattern;            // format: RE2 expression that must be found in the response (anchor it yourself)
-  std::vector<std::string> tags;  // format: <tag>...</tag> blocks that must stand exactly once each, in this order
-
-  std::vector<std::string> command;  // command: program and arguments, no shell
-  double answer_timeout_s = 0;       // command: for one response; 0: only timeout_s
-
-  std::string url;                                 // http: http(s)://host[:port]/path
-  std::vector<std::string> headers;                // http: see http_headers.h
-  std::map<std::string, std::string> environment;  // http: the variables that `headers` ask for
-  std::string ca_file;                             // http: PEM; empty: the system's authorities
-  int max_batch = 64;                              // http: responses per POST
-  int max_attempts = 3;  // http: tries of one POST (refused connections, 429 and 5xx are tried again)
 };
 
 class Reward {

@@ -1,4 +1,4 @@
-// The four kinds of reward; callers use make_reward.
+// How the kinds of reward are made, and what they share; callers use make_reward.
 #pragma once
 
 #include <memory>
@@ -7,10 +7,10 @@
 
 namespace trireme {
 
-std::unique_ptr<Reward> make_math_reward(const RewardOptions& options);
-std::unique_ptr<Reward> make_format_reward(const RewardOptions& options);
-std::unique_ptr<Reward> make_command_reward(const RewardOptions& options);
-std::unique_ptr<Reward> make_http_reward(const RewardOptions& options);
+// make_math_reward, make_format_reward, ...: each is beside its class.
+#define TRIREME_MAKE(name, ...) std::unique_ptr<Reward> make_##name##_reward(const RewardOptions& options);
+TRIREME_REWARDS(TRIREME_MAKE)
+#undef TRIREME_MAKE
 
 // {"prompt", "response", "gold", "extra", "truncated"}: what command and http rewards are sent.
 nlohmann::json request_json(const RewardRequest& request);

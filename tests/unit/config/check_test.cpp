@@ -89,9 +89,9 @@ TEST(ConfigCheck, SecretsOfTheRewardServiceAreRefusedAndNotQuoted) {
   EXPECT_THAT(load_error({"env.http.enabled=true", "env.http.url=http://a", "env.http.ca_file=ca.pem"}),
               HasSubstr("env.http.ca_file: needs an env.http.url with https://"));
   EXPECT_THAT(load_error({"env.http.headers=[\"A: b\"]"}), HasSubstr("is set, but env.http.enabled is false"));
-  EXPECT_EQ(load_config_text("").env.command.failure_policy, "drop");
-  EXPECT_EQ(load_config_text("").env.http.failure_policy, "drop");
-  EXPECT_EQ(load_config_text("").env.math.failure_policy, "zero");
+  EXPECT_EQ(load_config_text("").env.command.failure_policy, FailurePolicy::kDrop);
+  EXPECT_EQ(load_config_text("").env.http.failure_policy, FailurePolicy::kDrop);
+  EXPECT_EQ(load_config_text("").env.math.failure_policy, FailurePolicy::kZero);
 }
 
 TEST(ConfigCheck, Lengths) {

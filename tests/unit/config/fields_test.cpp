@@ -181,6 +181,16 @@ TEST(Fields, PathsAreUniqueAndSectionsAreTogether) {
   }
 }
 
+TEST(Fields, EveryRewardHasItsKeys) {
+  std::set<std::string> paths;
+  for (const Field& field : config::fields()) paths.insert(field.path);
+  for (const std::string& name : reward_names()) {
+    for (const char* key : {"enabled", "weight", "num_workers", "timeout_s", "failure_policy"})
+      EXPECT_EQ(paths.count("env." + name + "." + key), 1u) << name << " " << key;
+    EXPECT_EQ(Config{}.env.by_name(name).type, name);
+  }
+}
+
 TEST(Fields, EveryIgnoredKeyWarnsOnce) {
   for (const auto& ignored : config::ignored_keys()) {
     for (const char* value : {"1", "{a: 1, b: {c: 2}}"}) {

@@ -8,7 +8,7 @@
 #include "operator/controller/actions.h"
 #include "operator/controller/cache.h"
 #include "tests/unit/controller/cluster.h"
-#include "tests/unit/controller/world.h"
+#include "tests/unit/controller/manifests.h"
 
 namespace trireme::controller {
 namespace {
@@ -17,7 +17,10 @@ using testing::Cluster;
 using testing::eventually;
 using testing::fast_options;
 using ::testing::HasSubstr;
+using testing::kModelAndConfig;
+using testing::kRewardRole;
 using testing::kTwoPods;
+using testing::Made;
 using testing::make_job;
 using testing::ObjectKey;
 using testing::World;
@@ -25,19 +28,7 @@ namespace resources = kube::resources;
 
 const char* kMonitoring = R"([{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":"monitoring"}}}])";
 
-struct Made {
-  RLJob job;
-  scheduling::Backend backend;
-  ObjectOptions options;
-  AttemptContext context() const { return {job, 2, backend, options}; }
-};
-
-Made made(const std::string& yaml) {
-  Made m{make_job(yaml), {}, {}};
-  m.options.network_policies = true;
-  m.options.scraped_by = parse_policy_peers(kMonitoring);
-  return m;
-}
+Made made(const std::string& yaml) { return testing::made(yaml, kMonitoring); }
 
 TEST(NetworkPolicy, OwnPodsEverywhereAndScrapersAtTheMetricsPort) {
   const Made m = made(std::string(kTwoPods) + "  network: {metricsPort: 9500}\n");
@@ -71,9 +62,8 @@ TEST(NetworkPolicy, JobsInTheNodesNetworkGetNone) {
   Made m = made(kTwoPods);
   EXPECT_TRUE(wants_network_policy(m.job, m.options));
   EXPECT_FALSE(wants_network_policy(made(std::string(kTwoPods) + "  network: {hostNetwork: true}\n").job, m.options));
-  const Made one_role = made(
-      "  model: {source: /m}\n  config: {path: c.yaml}\n  roles:\n    actor: {template: {spec: {hostNetwork: true}}}\n"
-      "    reward: {port: 8000, template: {spec: {containers: [{name: reward, image: r}]}}}\n");
+  const Made one_role =
+      made(kModelAndConfig + "  roles:\n    actor: {template: {spec: {hostNetwork: true}}}\n" + kRewardRole);
   EXPECT_FALSE(wants_network_policy(one_role.job, m.options)) << "the reward pod would hear the node's address";
   m.options.network_policies = false;
   EXPECT_FALSE(wants_network_policy(m.job, m.options));

@@ -6,26 +6,15 @@
 
 #include "operator/controller/actions.h"
 #include "operator/controller/cache.h"
-#include "tests/unit/controller/world.h"
+#include "tests/unit/controller/manifests.h"
 
 namespace trireme::controller {
 namespace {
 
+using testing::kModelAndConfig;
 using testing::kTwoPods;
-using testing::make_job;
-
-struct Made {
-  RLJob job;
-  scheduling::Backend backend;
-  ObjectOptions options;
-  AttemptContext context() const { return {job, 2, backend, options}; }
-};
-
-Made made(const std::string& yaml) {
-  Made m{make_job(yaml), {}, {}};
-  m.options.status_url = "http://status.trireme-system:8090";
-  return m;
-}
+using testing::Made;
+using testing::made;
 
 const Json* named(const Json& list, const std::string& name) {
   for (const Json& entry : list) {
@@ -110,7 +99,8 @@ TEST(Objects, PodsOfARoleDifferOnlyInTheirPlace) {
 
 TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
   const Made m = made(
-      "  model: {source: /m}\n  config: {path: c.yaml}\n  image: default:1\n"
+      kModelAndConfig +
+      "  image: default:1\n"
       "  roles:\n    actor:\n      gpusPerPod: 4\n      template:\n        metadata: {labels: {team: blue}, "
       "annotations: {note: x}}\n"
       "        spec:\n          nodeSelector: {pool: gpu}\n          containers:\n          - name: sidecar\n          "
@@ -139,8 +129,8 @@ TEST(Objects, TemplateIsKeptAndReservedNamesAreOurs) {
   EXPECT_EQ(p["spec"]["tolerations"][0]["key"], "nvidia.com/gpu");
 }
 
-const char* kRdmaJob =
-    "  model: {source: /m}\n  config: {path: c.yaml}\n"
+const std::string kRdmaJob =
+    kModelAndConfig +
     "  network: {fabric: RoCE, socketInterface: eth0, rdma: {resourceName: rdma/roce, count: 8, devices: mlx5, "
     "gidIndex: 3}}\n"
     "  roles:\n"
@@ -202,9 +192,8 @@ TEST(Objects, TheTemplatesSettingsOfNcclWin) {
 }
 
 TEST(Objects, AutoscalersAreAskedToLeavePodsWhereTheyAre) {
-  Made m = made(
-      "  model: {source: /m}\n  config: {path: c.yaml}\n"
-      "  roles: {actor: {template: {metadata: {annotations: {karpenter.sh/do-not-disrupt: 'false'}}}}}\n");
+  Made m = made(kModelAndConfig +
+                "  roles: {actor: {template: {metadata: {annotations: {karpenter.sh/do-not-disrupt: 'false'}}}}}\n");
   const Json asked = pod(m.context(), "actor", 0)["metadata"]["annotations"];
   EXPECT_EQ(asked["cluster-autoscaler.kubernetes.io/safe-to-evict"], "false");
   EXPECT_EQ(asked["karpenter.sh/do-not-disrupt"], "false") << "the template's own word";
@@ -232,7 +221,8 @@ TEST(Objects, InlineConfigurationLiesInTheConfigMap) {
 
 TEST(Objects, AvoidedNodesAreExcludedInEveryTerm) {
   Made m = made(
-      "  model: {source: /m}\n  config: {path: c.yaml}\n  roles:\n    actor:\n      template:\n        spec:\n         "
+      kModelAndConfig +
+      "  roles:\n    actor:\n      template:\n        spec:\n         "
       " affinity:\n"
       "            nodeAffinity:\n              requiredDuringSchedulingIgnoredDuringExecution:\n                "
       "nodeSelectorTerms:\n"

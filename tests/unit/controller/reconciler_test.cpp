@@ -521,15 +521,6 @@ TEST(Reconciler, StandbyWritesNothing) {
   EXPECT_EQ(c.server.count("PATCH", ""), 0);
 }
 
-TEST(MergeDiff, PatchTurnsOneIntoTheOther) {
-  const Json from = Json::parse(R"({"a":1,"b":{"c":2,"d":3},"e":[1,2],"f":"x"})");
-  const Json to = Json::parse(R"({"a":1,"b":{"c":5},"e":[1],"g":{"h":1}})");
-  Json copy = from;
-  copy.merge_patch(merge_diff(from, to));
-  EXPECT_EQ(copy, to);
-  EXPECT_EQ(merge_diff(from, from), Json::object());
-}
-
 TEST(Pool, RunsAllAndThrowsTheFirstFailure) {
   Pool pool(3);
   std::atomic<int> done{0};

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include "base/fs.h"
+#include "base/text.h"
 #include "tests/unit/model/testing.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/model/model.h"

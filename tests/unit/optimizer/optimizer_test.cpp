@@ -4,13 +4,12 @@
 
 #include <cmath>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "tests/unit/model/tiny.h"
-#include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/optimizer/lr_schedule.h"
 
@@ -146,30 +145,24 @@ TEST(AdamW, NonFiniteGradientNamesTheParameterAndChangesNothing) {
 }
 
 TEST(AdamW, EveryRankNamesTheOneWhoseGradientIsNotFinite) {
-  ListeningPort port;
   std::vector<std::string> said(2);
   std::vector<ErrorKind> kinds(2, ErrorKind::kInternal);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      const RendezvousOptions rendezvous = port.place(rank, 2, Milliseconds(250000));
-      JobStore store(rendezvous);
-      Communicator group(store, rendezvous, "dp");
-      Model model(tiny(), {});
-      init_parameters(model, 3);
-      DistributedAdamW optimizer(model, group, options());
-      fill_gradients(model, 1);
-      if (rank == 1) model.flat_gradients()[model.find("model.layers.0.mlp.down_proj.weight")->offset] = std::nan("");
-      try {
-        optimizer.step(0.01, 0, 1);
-      } catch (const Error& error) {
-        said[static_cast<size_t>(rank)] = error.what();
-        kinds[static_cast<size_t>(rank)] = error.kind();
-      }
-      group.barrier();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  Layout layout;
+  layout.dp = 2;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    const auto rank = static_cast<size_t>(context.rank());
+    Model model(tiny(), {});
+    init_parameters(model, 3);
+    DistributedAdamW optimizer(model, context.data_parallel(), options());
+    fill_gradients(model, 1);
+    if (rank == 1) model.flat_gradients()[model.find("model.layers.0.mlp.down_proj.weight")->offset] = std::nan("");
+    try {
+      optimizer.step(0.01, 0, 1);
+    } catch (const Error& error) {
+      said[rank] = error.what();
+      kinds[rank] = error.kind();
+    }
+  });
   EXPECT_NE(said[0].find("the gradient of rank 1 at optimizer step 1 is not finite"), std::string::npos) << said[0];
   EXPECT_EQ(kinds[0], ErrorKind::kUnavailable);  // the echo of another's failure
   EXPECT_NE(said[1].find("rank 1: the gradient of model.layers.0.mlp.down_proj.weight"), std::string::npos) << said[1];

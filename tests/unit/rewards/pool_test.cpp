@@ -22,7 +22,7 @@ RewardOptions shell(const std::string& script, FailurePolicy policy = FailurePol
   RewardOptions options{.type = "command"};
   options.failure_policy = policy;
   options.command = {"sh", "-c", script};
-  options.workers = 1;
+  options.num_workers = 1;
   return options;
 }
 const char* const kCrashing =
@@ -31,7 +31,7 @@ const char* const kCrashing =
 TEST(RewardPool, WeightedSumOfAllRewards) {
   RewardOptions format{.type = "format", .weight = 0.25};
   format.tags = {"answer"};
-  RewardPool pool({RewardOptions{}, format}, 2);
+  RewardPool pool({RewardOptions{}, format});
   pool.submit(5, group({"<answer>7</answer>", "<answer>8</answer>", "7", "8"}));
   const auto done = pool.wait_any(long_deadline());
   ASSERT_TRUE(done);
@@ -43,7 +43,7 @@ TEST(RewardPool, WeightedSumOfAllRewards) {
 }
 
 TEST(RewardPool, EveryGroupComesBackOnce) {
-  RewardPool pool({RewardOptions{}, shell(kCrashing)}, 4);
+  RewardPool pool({RewardOptions{}, shell(kCrashing)});
   std::set<int64_t> open;
   for (int64_t id = 0; id < 200; ++id) {
     pool.submit(id, group({"\\boxed{7}", id % 10 == 0 ? "CRASH" : "6"}));
@@ -69,7 +69,7 @@ TEST(RewardPool, EveryGroupComesBackOnce) {
 }
 
 TEST(RewardPool, EmptyGroupsComeBackToo) {
-  RewardPool pool({RewardOptions{}}, 1);
+  RewardPool pool({RewardOptions{}});
   pool.submit(1, {});
   const auto done = pool.wait_any(long_deadline());
   ASSERT_TRUE(done);
@@ -77,7 +77,7 @@ TEST(RewardPool, EmptyGroupsComeBackToo) {
 }
 
 TEST(RewardPool, DropMarksTheSample) {
-  RewardPool pool({RewardOptions{}, shell(kCrashing, FailurePolicy::kDrop)}, 1);
+  RewardPool pool({RewardOptions{}, shell(kCrashing, FailurePolicy::kDrop)});
   pool.submit(1, group({"7", "CRASH 7", "8"}));
   const auto done = pool.wait_any(long_deadline());
   ASSERT_TRUE(done);
@@ -87,7 +87,7 @@ TEST(RewardPool, DropMarksTheSample) {
 }
 
 TEST(RewardPool, ErrorThrowsOnceAndNamesTheGroup) {
-  RewardPool pool({shell(kCrashing, FailurePolicy::kError)}, 1);
+  RewardPool pool({shell(kCrashing, FailurePolicy::kError)});
   pool.submit(42, group({"7", "CRASH"}));
   try {
     pool.wait_any(long_deadline());
@@ -108,7 +108,7 @@ TEST(RewardPool, ErrorThrowsOnceAndNamesTheGroup) {
 TEST(RewardPool, ASlowRewardEndsAtItsLimitAndHoldsUpNoOther) {
   RewardOptions slow = shell("while read -r line; do sleep 600; done");
   slow.timeout_s = 0.3;
-  RewardPool pool({slow, RewardOptions{}}, 1);
+  RewardPool pool({slow, RewardOptions{}});
   pool.submit(1, group({"7"}));
   const auto done = pool.wait_any(long_deadline());
   ASSERT_TRUE(done);
@@ -119,14 +119,14 @@ TEST(RewardPool, ASlowRewardEndsAtItsLimitAndHoldsUpNoOther) {
 TEST(RewardPool, DestructionDoesNotWaitForAHang) {
   RewardOptions hanging = shell("while read -r line; do sleep 3600; done");
   hanging.timeout_s = 3600;
-  RewardPool pool({hanging}, 1);
+  RewardPool pool({hanging});
   for (int64_t id = 0; id < 5; ++id) pool.submit(id, group({"7"}));
   EXPECT_FALSE(pool.wait_any(Deadline::after(Milliseconds(50))));
   EXPECT_EQ(pool.pending(), 5);
 }  // a wait of an hour here would trip the test's own time limit
 
 ErrorKind probe_error(std::vector<RewardOptions> options, Milliseconds limit, std::string& text) {
-  RewardPool pool(std::move(options), 1);
+  RewardPool pool(std::move(options));
   try {
     pool.probe({.prompt = "p", .response = "7", .gold = "7"}, limit);
   } catch (const Error& error) {
@@ -156,7 +156,7 @@ TEST(RewardPool, AProbeWaitsForWhatMayStillCome) {
   RewardOptions nobody{.type = "http", .url = "http://127.0.0.1:1/score"};
   EXPECT_EQ(probe_error({nobody}, Milliseconds(1200), text), ErrorKind::kIo);
   // Whoever answers works, if only to say that it has nothing for this one; then groups are scored as ever.
-  RewardPool pool({RewardOptions{}, shell("while read -r line; do echo '{\"error\": \"not this one\"}'; done")}, 1);
+  RewardPool pool({RewardOptions{}, shell("while read -r line; do echo '{\"error\": \"not this one\"}'; done")});
   pool.probe({.prompt = "p", .response = "7", .gold = "7"}, Milliseconds(60000));
   EXPECT_EQ(pool.counters()[1].failed, 0) << "the probe is not counted";
   pool.submit(1, group({"7"}));
@@ -198,8 +198,8 @@ TEST(RewardFailures, AreThoseOfAllRanksAndQuoteTheFirstOnesError) {
 }
 
 TEST(RewardPool, BadOptionsStartNothing) {
-  EXPECT_THROW(RewardPool({}, 1), Error);
-  EXPECT_THROW(RewardPool({RewardOptions{}, RewardOptions{.type = "http", .url = "x"}}, 1), Error);
+  EXPECT_THROW(RewardPool({}), Error);
+  EXPECT_THROW(RewardPool({RewardOptions{}, RewardOptions{.type = "http", .url = "x"}}), Error);
 }
 
 }  // namespace

@@ -43,8 +43,7 @@ TEST(Rewards, BadOptionsAreNamed) {
   EXPECT_NE(message_of({.type = "http", .url = "localhost:80"}).find("url"), std::string::npos);
   EXPECT_NE(message_of({.type = "http", .url = "http://"}).find("url"), std::string::npos);
   EXPECT_NE(message_of({.timeout_s = 0}).find("timeout_s"), std::string::npos);
-  EXPECT_THROW(parse_failure_policy("ignore"), Error);
-  EXPECT_EQ(parse_failure_policy("drop"), FailurePolicy::kDrop);
+  EXPECT_NE(message_of({.num_workers = 0}).find("num_workers"), std::string::npos);
 }
 
 TEST(MathReward, ScoresWholeResponses) {

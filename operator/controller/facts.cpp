@@ -1,0 +1,84 @@
+#include "operator/controller/facts.h"
+
+#include <algorithm>
+
+#include "base/text.h"
+
+namespace trireme::controller {
+namespace {
+
+void observe_services(const Facts& facts, Observed& observed) {
+  observed.services_known = facts.services_known;
+  for (const auto& [name, service] : facts.services) {
+    if (is_own(name, *service, facts.key)) observed.services[service->attempt] = {service->uid, service->gang};
+  }
+}
+
+void observe_policy(const Facts& facts, Observed& observed) {
+  observed.policies_known = facts.policies_known;
+  if (facts.policy && facts.policy->job_uid == hash64(observed.job.metadata.uid))
+    observed.policy = {facts.policy->uid, facts.policy->spec};
+}
+
+void observe_refusal(const Facts& facts, Observed& observed) {
+  if (!facts.refusal || facts.refusal->attempt != observed.job.status.attempt) return;
+  observed.rejection = facts.refusal->message;
+  observed.rejection_final = facts.refusal->is_final;
+  observed.rejection_wait =
+      std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(facts.refusal->retry_at - facts.now));
+}
+
+void observe_nodes(const Facts& facts, Observed& observed, Sightings& sightings, Milliseconds unknown_node) {
+  if (!facts.nodes_known) return;
+  const auto since = [&](SteadyClock::time_point at) {
+    return std::chrono::duration_cast<Milliseconds>(facts.now - at);
+  };
+  std::map<std::string, SteadyClock::time_point> unknown;
+  for (ObservedPod& pod : observed.pods) {
+    if (pod.node.empty() || pod.ended()) continue;
+    const auto found = facts.nodes.find(pod.node);
+    const NodeFact node = found == facts.nodes.end() ? NodeFact{} : found->second;
+    pod.node_state = node.cached.value_or(NodeState::kGone);
+    if (pod.node_state == NodeState::kReady) continue;
+    observed.nodes_in_doubt = facts.nodes_in_doubt;
+    if (node.bad_since) pod.node_bad_for = since(*node.bad_since);
+    // The pod may be known before its node is: that is news on its way, not a loss.
+    if (!node.cached && !node.bad_since) {
+      const auto before = sightings.unknown_nodes.find(pod.node);
+      const auto at = before == sightings.unknown_nodes.end() ? facts.now : before->second;
+      unknown.emplace(pod.node, at);
+      if (since(at) < unknown_node) pod.node_state = NodeState::kUnknown;
+    }
+  }
+  sightings.unknown_nodes = std::move(unknown);
+}
+
+}  // namespace
+
+Observed observe(Facts facts, Sightings& sightings, Milliseconds unknown_node) {
+  Observed observed;
+  observed.job = std::move(facts.snapshot.job);
+  observed.issues = std::move(facts.snapshot.issues);
+  observed.pods = std::move(facts.snapshot.pods);
+  observed.live = facts.snapshot.live;
+  observed.now_ms = facts.now_ms;
+  observed.report = std::move(facts.report);
+  observed.claim_modes = std::move(facts.claim_modes);
+  observed.reports_out = facts.path.out;
+  observed.reports_quiet_for = facts.path.quiet_for;
+  observed.reports_back_for = facts.path.back_for;
+  observe_services(facts, observed);
+  observe_policy(facts, observed);
+  observe_refusal(facts, observed);
+  observe_nodes(facts, observed, sightings, unknown_node);
+  sightings.ages.fill(observed, std::chrono::duration_cast<Milliseconds>(facts.now.time_since_epoch()).count());
+  return observed;
+}
+
+Milliseconds silence_window(const Health& health, Milliseconds least) {
+  int64_t limit_s = health.heartbeat_timeout_seconds;
+  for (const auto& [phase, seconds] : health.phase_timeout_seconds) limit_s = std::min(limit_s, seconds);
+  return std::clamp(Milliseconds(limit_s * 500), least, Milliseconds(60000));
+}
+
+}  // namespace trireme::controller

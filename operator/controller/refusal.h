@@ -1,0 +1,36 @@
+// Refusal: that the API server would not take an attempt's objects (a quota, a policy), and when to ask again. Pure.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/clock.h"
+#include "operator/kube/api_error.h"
+
+namespace trireme::controller {
+
+struct Refusal {
+  int64_t attempt = 0;
+  std::string message;
+  bool is_final = false;  // asking again is pointless
+  int in_a_row = 0;
+  SteadyClock::time_point retry_at{};
+};
+
+inline bool is_refusal(const kube::ApiError& error) {
+  return error.kind() == kube::ApiErrorKind::kInvalid || error.kind() == kube::ApiErrorKind::kForbidden;
+}
+
+// A quota may come back, so it is asked again: after `least`, twice as long each time up to `most`, and not before the
+// time that the server named.
+inline Refusal refused(const std::optional<Refusal>& before, int64_t attempt, const kube::ApiError& error,
+                       SteadyClock::time_point now, Milliseconds least, Milliseconds most) {
+  const int again = before && before->attempt == attempt ? before->in_a_row : 0;
+  const Milliseconds wait = std::min(least * (1 << std::min(again, 10)), most);
+  return {attempt, error.what(), error.kind() == kube::ApiErrorKind::kInvalid, again + 1,
+          now + std::max(wait, error.retry_after().value_or(Milliseconds(0)))};
+}
+
+}  // namespace trireme::controller
