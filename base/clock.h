@@ -1,8 +1,10 @@
-// Deadlines on the steady clock: every wait in the project takes one.
+// Deadlines on the steady clock: every wait in the project takes one. The time of day as text.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <string>
 
 namespace trireme {
 
@@ -38,5 +40,9 @@ class Stopwatch final {
  private:
   SteadyClock::time_point start_ = SteadyClock::now();
 };
+
+// Seconds since 1970, and now, as RFC 3339: "2026-01-02T03:04:05Z".
+std::string utc_time(int64_t unix_s);
+std::string utc_now();
 
 }  // namespace trireme
