@@ -2,12 +2,13 @@
 #   docker build --target operator -t docker.io/trireme/operator:0.1.0 .
 #   docker build --target trainer  -t docker.io/trireme/trainer:0.1.0 .
 # The operator is for amd64 and arm64, the trainer (LibTorch's wheel) for amd64:
-#   docker buildx build --platform linux/amd64,linux/arm64 --target operator -t docker.io/trireme/operator:0.1.0 --push .
-# BASE: Debian 12 or Ubuntu 24.04. BASE_DIGEST: sha256:... of it (docker buildx imagetools inspect debian:12-slim); with RELEASE=1 a base
-#   without one is refused:
+#   docker buildx build --platform linux/amd64,linux/arm64 --target operator -t ... --push .
+# BASE: Debian 12 or Ubuntu 24.04. BASE_DIGEST: sha256:... of it (docker buildx imagetools inspect debian:12-slim); with
+#   RELEASE=1 a base without one is refused:
 #   docker build --build-arg RELEASE=1 --build-arg BASE_DIGEST=sha256:... --target operator ...
 # PRESET: of the trainer, cpu or cuda.
-# PREBUILT: a folder in the context with operator/ and trainer/ as scripts/image_files.sh makes them on the same BASE; nothing is built then.
+# PREBUILT: a folder in the context with operator/ and trainer/ as scripts/image_files.sh makes them on the same BASE;
+#   nothing is built then.
 # What an image holds over its base is in its /usr/share/doc/trireme/sbom.cdx.json (scripts/sbom.py).
 ARG BASE=debian:12-slim
 ARG BASE_DIGEST=""

@@ -1,8 +1,10 @@
-// Deadlines on the steady clock: every wait in the project takes one.
+// Deadlines on the steady clock: every wait in the project takes one. The time of day as text.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <string>
 
 namespace trireme {
 
@@ -43,5 +45,9 @@ class Stopwatch final {
 inline double unix_now_s() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
+
+// Seconds since 1970, and now, as RFC 3339: "2026-01-02T03:04:05Z".
+std::string utc_time(int64_t unix_s);
+std::string utc_now();
 
 }  // namespace trireme

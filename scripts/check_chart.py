@@ -15,7 +15,10 @@ chart = root / "charts/trireme"
 operator = sys.argv[2]
 passed = failed = 0
 
-CLUSTER_SCOPED = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration", "MutatingWebhookConfiguration"}
+CLUSTER_SCOPED = {
+    "ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "ValidatingWebhookConfiguration",
+    "MutatingWebhookConfiguration"
+}
 
 
 class Loader(yaml.SafeLoader):
@@ -40,7 +43,8 @@ def check(what, problem):
 
 
 def sources(*folders):
-    return "\n".join(p.read_text() for f in folders for p in sorted((root / f).rglob("*")) if p.suffix in (".cpp", ".h"))
+    return "\n".join(p.read_text() for f in folders for p in sorted((root / f).rglob("*"))
+                     if p.suffix in (".cpp", ".h"))
 
 
 OPERATOR = sources("operator", "api")
@@ -85,24 +89,41 @@ def check_deployment(where, docs):
     container = pod["containers"][0]
     if operator:
         # Exit code 2 means that it did not take its flags; with them all right it misses the kubeconfig.
-        ran = subprocess.run([operator, *container["args"], "--kubeconfig=/nonexistent"], capture_output=True, text=True, env={}, timeout=60)
-        check(f"{where}: the operator takes its flags", (ran.returncode != 1 or "/nonexistent" not in ran.stderr) and ran.stderr)
+        ran = subprocess.run([operator, *container["args"], "--kubeconfig=/nonexistent"], capture_output=True,
+                             text=True, env={}, timeout=60)
+        check(f"{where}: the operator takes its flags", (ran.returncode != 1 or "/nonexistent" not in ran.stderr)
+              and ran.stderr)
     ports = {p["name"]: p["containerPort"] for p in container["ports"]}
     values = dict(a.split("=", 1) for a in container["args"] if "=" in a)
     for name in ("health", "metrics", "status", "webhook"):
         told = int(values[f"--{name}-port"])
-        check(f"{where}: port {name}", told != ports.get(name, -1) and f"the flag says {told}, the pod {ports.get(name)}")
-    check(f"{where}: selector", not matches(deployment["spec"]["selector"]["matchLabels"], labels) and "does not match the pods")
+        check(f"{where}: port {name}", told != ports.get(name, -1)
+              and f"the flag says {told}, the pod {ports.get(name)}")
+    check(f"{where}: selector", not matches(deployment["spec"]["selector"]["matchLabels"], labels)
+          and "does not match the pods")
     context = container["securityContext"]
-    check(f"{where}: restricted", not (context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
-                                       and context["capabilities"] == {"drop": ["ALL"]} and pod["securityContext"]["runAsNonRoot"]) and context)
+    check(
+        f"{where}: restricted",
+        not (
+            context["readOnlyRootFilesystem"]
+            and not context["allowPrivilegeEscalation"]
+            and context["capabilities"] == {"drop": ["ALL"]}
+            and pod["securityContext"]["runAsNonRoot"]
+        )
+        and context,
+    )
     mounted = {v["name"] for v in pod.get("volumes", [])}
     check(f"{where}: volumes", {m["name"] for m in container.get("volumeMounts", [])} ^ mounted)
 
     for service in find(docs, "Service"):
         name = service["metadata"]["name"]
         port = service["spec"]["ports"][0]
-        problem = not matches(service["spec"]["selector"], labels) and "selects no operator pod" or port["targetPort"] not in ports and f"leads to no port: {port}"
+        problem = (
+            not matches(service["spec"]["selector"], labels)
+            and "selects no operator pod"
+            or port["targetPort"] not in ports
+            and f"leads to no port: {port}"
+        )
         if not problem and port["name"] == "status" and port["port"] != ports["status"]:
             problem = "has another port than trainers are told"
         check(f"{where}: Service {name}", problem)
@@ -110,7 +131,11 @@ def check_deployment(where, docs):
     for flag in ("--status-service", "--webhook-service"):
         if flag in values:
             check(f"{where}: {flag}", values[flag] not in services and f"no Service {values[flag]}")
-    for flag, kind in (("--webhook-validating", "ValidatingWebhookConfiguration"), ("--webhook-mutating", "MutatingWebhookConfiguration"), ("--webhook-secret", "Secret")):
+    for flag, kind in (
+        ("--webhook-validating", "ValidatingWebhookConfiguration"),
+        ("--webhook-mutating", "MutatingWebhookConfiguration"),
+        ("--webhook-secret", "Secret"),
+    ):
         if flag in values:
             check(f"{where}: {flag}", not find(docs, kind, values[flag]) and f"no {kind} {values[flag]}")
     for policy in find(docs, "NetworkPolicy"):
@@ -118,26 +143,45 @@ def check_deployment(where, docs):
         check(f"{where}: NetworkPolicy", opened ^ set(ports))
         check_policy(where, policy, values)
     for monitor in find(docs, "ServiceMonitor"):
-        hit = [s for s in services.values() if matches(monitor["spec"]["selector"]["matchLabels"], s["metadata"]["labels"])]
+        hit = [
+            s for s in services.values() if matches(monitor["spec"]["selector"]["matchLabels"], s["metadata"]["labels"])
+        ]
         port = monitor["spec"]["endpoints"][0]["port"]
-        check(f"{where}: ServiceMonitor", [s["metadata"]["name"] for s in hit if port in [p["name"] for p in s["spec"]["ports"]]] != ["trireme-metrics"] and f"finds {hit}")
+        check(
+            f"{where}: ServiceMonitor",
+            [s["metadata"]["name"] for s in hit if port in [p["name"] for p in s["spec"]["ports"]]]
+            != ["trireme-metrics"]
+            and f"finds {hit}",
+        )
     for monitor in find(docs, "PodMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
-        check(f"{where}: PodMonitor", [t for pair in wanted.items() for t in pair if t != "0" and f'"{t}"' not in OPERATOR])
+        check(f"{where}: PodMonitor",
+              [t for pair in wanted.items() for t in pair if t != "0" and f'"{t}"' not in OPERATOR])
     return values, services
 
 
 def check_policy(where, policy, values):
-    """The API server and kubelets have no addresses of pods; what is let in by label has to be a label that pods get."""
+    """API server and kubelets have no addresses of pods; what is let in by label has to be a label that pods get."""
     rules = policy["spec"]["ingress"]
     closed = {p["port"] for rule in rules if "from" in rule for p in rule["ports"]}
     check(f"{where}: NetworkPolicy lets the API server and kubelets in", closed & {"health", "webhook"})
-    check(f"{where}: NetworkPolicy has no rule that lets in everybody by an empty list", [r for r in rules if "from" in r and not r["from"]])
-    keys = {e["key"] for rule in rules for peer in rule.get("from", []) for e in peer.get("podSelector", {}).get("matchExpressions", []) if "trireme" in e["key"]}
-    check(f"{where}: NetworkPolicy knows pods of jobs by a label that they have", {k for k in keys if f'"{k}"' not in OPERATOR})
+    check(f"{where}: NetworkPolicy has no rule that lets in everybody by an empty list",
+          [r for r in rules if "from" in r and not r["from"]])
+    keys = {
+        e["key"]
+        for rule in rules
+        for peer in rule.get("from", [])
+        for e in peer.get("podSelector", {}).get("matchExpressions", [])
+        if "trireme" in e["key"]
+    }
+    check(
+        f"{where}: NetworkPolicy knows pods of jobs by a label that they have",
+        {k for k in keys if f'"{k}"' not in OPERATOR},
+    )
     scrapers = [peer for rule in rules if {"port": "metrics"} in rule["ports"] for peer in rule["from"][1:]]
     if "--scraped-by" in values:
-        check(f"{where}: the same may scrape jobs and the operator", scrapers != json.loads(values["--scraped-by"]) and scrapers)
+        check(f"{where}: the same may scrape jobs and the operator", scrapers != json.loads(values["--scraped-by"])
+              and scrapers)
 
 
 def check_webhooks(where, docs, services):
@@ -148,7 +192,10 @@ def check_webhooks(where, docs, services):
             problem = None
             if "caBundle" in hook["clientConfig"]:
                 problem = "writes caBundle, which is the operator's"
-            elif service["name"] not in services or services[service["name"]]["spec"]["ports"][0]["port"] != service["port"]:
+            elif (
+                service["name"] not in services
+                or services[service["name"]]["spec"]["ports"][0]["port"] != service["port"]
+            ):
                 problem = f"no such Service and port: {service}"
             elif f'"{service["path"]}"' not in OPERATOR:
                 problem = f"the operator does not serve {service['path']}"
@@ -180,9 +227,13 @@ def check_rights(where, docs, arguments):
         off |= {"nodes"}
     named = set(re.findall(r'inline const Resource k\w+\{"([^"]*)", "[^"]*", "([^"]*)"', OPERATOR))
     gangs = {g for g in re.findall(r'"([a-z0-9.-]+)/v[0-9a-z]+"', sources("operator/scheduling"))}
-    needed = {(g, r) for g, r in named if r not in off} | {("scheduling.k8s.io", "workloads"), ("kueue.x-k8s.io", "workloads")}
+    needed = {(g, r) for g, r in named if r not in off} | {
+        ("scheduling.k8s.io", "workloads"),
+        ("kueue.x-k8s.io", "workloads"),
+    }
     needed |= {(g, "podgroups") for g in gangs - {"kueue.x-k8s.io"}}
-    check(f"{where}: rights for every kind in the code", len(named) < 10 and "kinds not found in the code" or needed - granted)
+    check(f"{where}: rights for every kind in the code",
+          len(named) < 10 and "kinds not found in the code" or needed - granted)
     check(f"{where}: no rights to what is off", {r for _, r in granted} & off)
     accounts = {d["metadata"]["name"] for d in find(docs, "ServiceAccount")}
     pod_account = find(docs, "Deployment")[0]["spec"]["template"]["spec"]["serviceAccountName"]
@@ -204,8 +255,10 @@ def check_crd(where, docs):
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
-FUNCTIONS = set("""absent abs avg avg_over_time changes clamp_max count histogram_quantile increase label_values max max_over_time min quantile_over_time
-rate round sum time topk vector by without on ignoring group_left group_right and or unless offset bool""".split())
+FUNCTIONS = set(
+    """absent abs avg avg_over_time changes clamp_max count histogram_quantile increase label_values max max_over_time
+min quantile_over_time rate round sum time topk vector by without on ignoring group_left group_right and or unless
+offset bool""".split())
 
 
 def metric_names(expression, more_labels=()):
@@ -245,18 +298,28 @@ def check_boards():
         board = json.loads(path.read_text())
         uids.append(board["uid"])
         variables = {v["name"] for v in board["templating"]["list"]}
-        check(f"{path.name}: data source is a variable", not ({"datasource"} <= variables and board["templating"]["list"][0]["type"] == "datasource") and variables)
+        check(
+            f"{path.name}: data source is a variable",
+            not ({"datasource"} <= variables and board["templating"]["list"][0]["type"] == "datasource") and variables)
         panels = [p for p in board["panels"] if p["type"] != "row"]
         ids = [p["id"] for p in board["panels"]]
         check(f"{path.name}: panel ids", {i for i in ids if ids.count(i) > 1})
-        cells = [(x, y) for p in board["panels"] for g in [p["gridPos"]] for x in range(g["x"], g["x"] + g["w"]) for y in range(g["y"], g["y"] + g["h"])]
+        cells = [(x, y) for p in board["panels"] for g in [p["gridPos"]] for x in range(g["x"], g["x"] + g["w"])
+                 for y in range(g["y"], g["y"] + g["h"])]
         check(f"{path.name}: panels do not overlap", len(cells) != len(set(cells)) or any(x > 23 for x, _ in cells))
-        expressions = [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"] + [a["expr"] for a in board["annotations"]["list"]]
+        expressions = [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"] + [
+            a["expr"] for a in board["annotations"]["list"]
+        ]
         for panel in panels:
             own = [t["expr"] for t in panel["targets"]]
             problem = panel["type"] not in ("timeseries", "stat", "table") and f"type {panel['type']}"
-            problem = problem or [t for t in [panel, *panel["targets"]] if t["datasource"] != {"type": "prometheus", "uid": "${datasource}"}]
-            problem = problem or {v for e in own for v in re.findall(r"\$\{?(\w+)", e)} - variables - {"__rate_interval"}
+            problem = problem or [
+                t for t in [panel, *panel["targets"]]
+                if t["datasource"] != {"type": "prometheus", "uid": "${datasource}"}
+            ]
+            problem = problem or {v for e in own for v in re.findall(r"\$\{?(\w+)", e)} - variables - {
+                "__rate_interval"
+            }
             problem = problem or unknown_metrics(set().union(*(metric_names(e) for e in own)), records)
             check(f"{path.name}: {panel['title']}", problem)
         for expression in expressions:
@@ -279,12 +342,16 @@ for file in sys.argv[3:]:
         continue
     check_objects(where, docs)
     values, services = check_deployment(where, docs)
-    values.update({a: "" for a in find(docs, "Deployment")[0]["spec"]["template"]["spec"]["containers"][0]["args"] if "=" not in a})
+    values.update({
+        a: ""
+        for a in find(docs, "Deployment")[0]["spec"]["template"]["spec"]["containers"][0]["args"] if "=" not in a
+    })
     check_webhooks(where, docs, services)
     check_rights(where, docs, values)
     check_rules(where, docs)
     check_crd(where, docs)
-check("files/ holds the CRD", (chart / "files/trireme.dev_rljobs.yaml").read_bytes() != (root / "crds/trireme.dev_rljobs.yaml").read_bytes()
+check("files/ holds the CRD",
+      (chart / "files/trireme.dev_rljobs.yaml").read_bytes() != (root / "crds/trireme.dev_rljobs.yaml").read_bytes()
       and "differs from crds/: cp crds/trireme.dev_rljobs.yaml charts/trireme/files/")
 check_boards()
 print(f"count {passed} {failed}")

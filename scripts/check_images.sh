@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# check_images.sh [PRESET]: what goes into the images, without a registry or a container: the folders of image_files.sh for what
-# PRESET (cpu) has built are made and hold what their bill of materials says, and trees and bills that were tampered with are refused.
+# check_images.sh [PRESET]: what goes into the images, without a registry or a container: the folders of image_files.sh
+# for what PRESET (cpu) has built are made and hold what their bill of materials says, and trees and bills that were
+# tampered with are refused.
 . "$(dirname "$0")/lib.sh"
 preset=${1:-cpu}
 need_packages binutils python3
@@ -12,16 +13,32 @@ ok() { passed=$((passed + 1)); }
 bad() { failed=$((failed + 1)); printf 'FAILED: %s\n' "$1" >&2; tail -5 "$work/log" | sed 's/^/    /' >&2; }
 # check WHAT COMMAND...; refused WHAT TEXT COMMAND...: fails and says TEXT.
 check() { local what=$1; shift; if "$@" >"$work/log" 2>&1; then ok; else bad "$what"; fi; }
-refused() { local what=$1 text=$2; shift 2; if "$@" >"$work/log" 2>&1; then bad "$what was taken"; elif grep -qF -- "$text" "$work/log"; then ok; else bad "$what: another reason than '$text'"; fi; }
+refused() {
+  local what=$1 text=$2
+  shift 2
+  if "$@" >"$work/log" 2>&1; then
+    bad "$what was taken"
+  elif grep -qF -- "$text" "$work/log"; then
+    ok
+  else
+    bad "$what: another reason than '$text'"
+  fi
+}
 # copy: a fresh tree to tamper with. Links to the files, so write none of them in place.
 copy() { rm -rf "$work/bad"; cp -al "$tree" "$work/bad"; cp --remove-destination "$tree/$bill" "$work/bad/$bill"; }
 # edit CODE: changes the bill `b` of the copy.
-edit() { copy; python3 -c 'import json, sys; b = json.load(open(sys.argv[1])); exec(sys.argv[2]); json.dump(b, open(sys.argv[1], "w"))' "$work/bad/$bill" "$1"; }
+edit() {
+  copy
+  python3 \
+    -c 'import json, sys; b = json.load(open(sys.argv[1])); exec(sys.argv[2]); json.dump(b, open(sys.argv[1], "w"))' \
+      "$work/bad/$bill" "$1"
+}
 
 for kind in operator trainer; do
   case $kind in operator) program=operator/cli/trireme-operator ;; trainer) program=trainer/cli/trireme ;; esac
   if [ ! -x "$ROOT/build/$preset/$program" ]; then
-    [ "$kind/$preset" = trainer/operator ] || die "build/$preset/$program is not built: scripts/build.sh $preset $(basename "$program")"
+    [ "$kind/$preset" = trainer/operator ] ||
+      die "build/$preset/$program is not built: scripts/build.sh $preset $(basename "$program")"
     continue
   fi
   tree=$work/$kind
@@ -29,23 +46,29 @@ for kind in operator trainer; do
   check "image_files.sh $kind" "$ROOT/scripts/image_files.sh" "$kind" "$preset" "$tree"
   check "the bill of the $kind's image" "$sbom" check "$tree"
   cp "$tree/$bill" "$work/first"
-  check "the same tree has the same bill" bash -c '"$1" make "$2" "$3" "$4" && cmp "$4/$5" "$6"' - "$sbom" $kind "$preset" "$tree" $bill "$work/first"
+  check "the same tree has the same bill" bash -c '"$1" make "$2" "$3" "$4" && cmp "$4/$5" "$6"' - "$sbom" $kind \
+    "$preset" "$tree" $bill "$work/first"
   library=usr/local/lib/trireme/$(ls "$tree/usr/local/lib/trireme" | grep -m 1 '\.so')
 
   copy; cp "$(type -P true)" "$work/bad/usr/local/lib/trireme/libextra.so"
   refused "a library of nobody" "libextra.so: of no component" "$sbom" check "$work/bad"
-  refused "a library of nobody, in a new bill" "libextra.so: is of no package or wheel" "$sbom" make $kind "$preset" "$work/bad"
+  refused "a library of nobody, in a new bill" "libextra.so: is of no package or wheel" "$sbom" make $kind "$preset" \
+    "$work/bad"
   copy; cp "$(type -P true)" "$work/bad/usr/local/bin/helper"
-  refused "a second program of ours" "usr/local/bin/helper: is of no package or wheel" "$sbom" make $kind "$preset" "$work/bad"
+  refused "a second program of ours" "usr/local/bin/helper: is of no package or wheel" "$sbom" make $kind "$preset" \
+    "$work/bad"
   copy; cp "$(type -P true)" "$work/bad/usr/share/doc/zlib1g/true"
-  refused "a program among the licences" "usr/share/doc/zlib1g/true: is of no package or wheel" "$sbom" make $kind "$preset" "$work/bad"
+  refused "a program among the licences" "usr/share/doc/zlib1g/true: is of no package or wheel" "$sbom" make $kind \
+    "$preset" "$work/bad"
   copy; { cat "$tree/$library"; echo; } >"$work/changed"; mv "$work/changed" "$work/bad/$library"
   refused "a library with one byte more" "$library: has another content" "$sbom" check "$work/bad"
-  refused "a library with one byte more, in a new bill" "$library: is of no package or wheel" "$sbom" make $kind "$preset" "$work/bad"
+  refused "a library with one byte more, in a new bill" "$library: is of no package or wheel" "$sbom" make $kind \
+    "$preset" "$work/bad"
   copy; mkdir -p "$work/bad/usr/bin"; cp "$(type -P true)" "$work/bad/usr/bin/true"
   check "a program of the base, in an image" "$sbom" check-image "$work/bad"
   copy; rm "$work/bad/$library"
-  refused "a library that is gone from an image" "$library: in the bill, not in the image" "$sbom" check-image "$work/bad"
+  refused "a library that is gone from an image" "$library: in the bill, not in the image" "$sbom" check-image \
+    "$work/bad"
   refused "a library that is gone" "$library: in the bill, not in the image" "$sbom" check "$work/bad"
   copy; rm "$work/bad/usr/share/doc/zlib1g/copyright"
   refused "a licence that is gone" "usr/share/doc/zlib1g/copyright is missing" "$sbom" check "$work/bad"
@@ -71,7 +94,8 @@ for kind in operator trainer; do
     edit 'next(c for c in b["components"] if c["purl"].startswith("pkg:cargo/"))["hashes"] = []'
     refused "a crate without its sum" "no hash of what was fetched" "$sbom" check "$work/bad"
     copy; rm -r "$work"/bad/usr/local/lib/trireme/torch-*.dist-info
-    refused "a wheel without its metadata" "libtorch_cpu.so: is of no package or wheel" "$sbom" make $kind "$preset" "$work/bad"
+    refused "a wheel without its metadata" "libtorch_cpu.so: is of no package or wheel" "$sbom" make $kind "$preset" \
+      "$work/bad"
   fi
 done
 
@@ -91,8 +115,10 @@ by_digest = [name for image, name in first if image == "${BASE}${BASE_DIGEST:+@$
 assert by_digest == ["base"], f"one stage is made of BASE and BASE_DIGEST, not {by_digest}"
 stages = {name for _, name in first}
 assert all(image in stages for image, name in first if name != "base"), f"every other stage stands on one of {stages}"
-assert re.search(r'RUN \[ -z "\$RELEASE" \] \|\| \S*check_base\.sh "\$BASE" "\$BASE_DIGEST"', text), "RELEASE asks check_base.sh"
-assert not re.search(r"x86_64|amd64", "".join(line for line in text.splitlines(True) if not line.startswith("#"))), "no machine is named"
+asks = r'RUN \[ -z "\$RELEASE" \] \|\| \S*check_base\.sh "\$BASE" "\$BASE_DIGEST"'
+assert re.search(asks, text), "RELEASE asks check_base.sh"
+commands = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+assert not re.search(r"x86_64|amd64", commands), "no machine is named"
 P
 
 echo "$passed passed, $failed failed"

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """check_includes.py: a folder includes only from folders whose libraries its CMakeLists.txt names, and what
 docs/architecture.md says of it ("What may include what") is what it does include. And device code is chosen by linking:
-outside of folders cuda/ and no_cuda/ no preprocessor line asks for CUDA, and outside of cuda/ nothing includes headers of
-CUDA's or of a cuda/ folder. Prints one line a mistake; part of lint.sh."""
+outside of folders cuda/ and no_cuda/ no preprocessor line asks for CUDA, and outside of cuda/ nothing includes headers
+of CUDA's or of a cuda/ folder. Prints one line a mistake; part of lint.sh."""
 import pathlib
 import re
 import sys
@@ -69,8 +69,9 @@ def device_lines():
             device = "cuda" in parts or any(path.startswith(folder + "/") for folder in GPU_PROGRAMS)
             for number, line in enumerate(source.read_text().splitlines(), 1):
                 if not {"cuda", "no_cuda"} & parts and ASKS_FOR_CUDA.match(line):
-                    found.append(f"{path}:{number}: asks for CUDA; what differs with it belongs in a function of cuda/ and "
-                                 "no_cuda/, of which CMake links one")
+                    found.append(
+                        f"{path}:{number}: asks for CUDA; what differs with it belongs in a function of cuda/ and "
+                        "no_cuda/, of which CMake links one")
                 if not device and INCLUDES_CUDA.match(line):
                     found.append(f"{path}:{number}: only cuda/ includes this; declare what is wanted of it in a header "
                                  "beside that folder")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""check_pages.py [FILE.md...]: lines of at most 120 columns outside tables, table cells of at most 200 characters, links
-to files that exist. Pages that programs write are not looked at. Prints one line a mistake; part of lint.sh."""
+"""check_pages.py [FILE.md...]: lines of at most 120 columns outside tables, table cells of at most 200 characters,
+links to files that exist. Pages that programs write are not looked at. Prints one line a mistake; part of lint.sh."""
 import pathlib
 import re
 import subprocess

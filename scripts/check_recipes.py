@@ -16,7 +16,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROGRAM = os.environ.get("TRIREME", str(ROOT / "build/cpu/trainer/cli/trireme"))
 NOT_YET = " is not supported yet by this version"
 # Rules across keys that NeMo-RL asserts as well: the file contradicts itself.
-SHARED_RULES = {"grpo.batch_multiplier: needs grpo.use_dynamic_sampling": "sets grpo.batch_multiplier without grpo.use_dynamic_sampling, which NeMo-RL refuses too"}
+SHARED_RULES = {
+    "grpo.batch_multiplier: needs grpo.use_dynamic_sampling":
+        "sets grpo.batch_multiplier without grpo.use_dynamic_sampling, which NeMo-RL refuses too"
+}
 
 
 def name_of(argument):
@@ -69,11 +72,15 @@ def main():
     arguments = parser.parse_args()
     if not pathlib.Path(PROGRAM).exists():
         sys.exit(f"error: there is no program {PROGRAM}; build it (scripts/build.sh cpu trireme) or set TRIREME")
-    page = ["# NeMo-RL's recipes", "",
-            "Made by `scripts/check_recipes.py --write docs/recipes.md NAME=CHECKOUT...`; do not edit. Each file below",
-            "`examples/configs` went through `trireme train --config FILE --print-config`. *loads*: resolved, with the number of its",
-            "keys that have no effect here (said once at start; why is in [configuration.md](configuration.md)). *refused*: by the",
-            "features it needs, named; *other*: by its algorithm. No file fails on a key.", ""]
+    page = [
+        "# NeMo-RL's recipes", "",
+        "Made by `scripts/check_recipes.py --write docs/recipes.md NAME=CHECKOUT...`; do not edit. Each file below",
+        "`examples/configs` went through `trireme train --config FILE --print-config`. *loads*: resolved, with the "
+        "number of its",
+        "keys that have no effect here (said once at start; why is in [configuration.md](configuration.md)). "
+        "*refused*: by the",
+        "features it needs, named; *other*: by its algorithm. No file fails on a key.", ""
+    ]
     errors = 0
     for argument in arguments.folders:
         name, folder = name_of(argument)
@@ -89,10 +96,14 @@ def main():
             print(f"{result:8} {shown}: {'; '.join(reasons) or f'{idle} keys without effect'}", flush=True)
             rows.append(f"| `{shown}` | {result} | {'; '.join(reasons)} | {idle or ''} |")
         errors += counts["error"]
-        summary = (f"Of {len(files) - counts['other']} GRPO and SFT files {counts['loads']} load, {counts['refused']} are refused by a feature, "
-                   f"{counts['error']} fail; {counts['other']} files are for other algorithms.")
+        summary = (
+            f"Of {len(files) - counts['other']} GRPO and SFT files {counts['loads']} load, {counts['refused']} are "
+            f"refused by a feature, {counts['error']} fail; {counts['other']} files are for other algorithms.")
         print(f"==> {name}: {summary}")
-        page += [f"## {name}", "", summary, "", "| file | result | needs | keys without effect |", "|---|---|---|---|", *rows, ""]
+        page += [
+            f"## {name}", "", summary, "", "| file | result | needs | keys without effect |", "|---|---|---|---|",
+            *rows, ""
+        ]
     if arguments.write:
         pathlib.Path(arguments.write).write_text("\n".join(page))
     sys.exit(1 if errors else 0)

@@ -5,20 +5,22 @@
 . "$(dirname "$0")/lib.sh"
 flavour=${1:-cpu}
 wheels=$ROOT/scripts/wheels
-[ "$(uname -m)" = x86_64 ] || die "the wheels of scripts/wheels are for x86_64, this machine is $(uname -m): only the operator can be built here (make operator)"
+[ "$(uname -m)" = x86_64 ] ||
+  die "the wheels of scripts/wheels are for x86_64, not $(uname -m): only the operator can be built (make operator)"
 [ -f "$wheels/$flavour.txt" ] || die "get_torch.sh: unknown flavour '$flavour' (cpu or cuda)"
 # pins FILE: "NAME==VERSION ..." of a list of wheels.
 pins() { sed -n 's/^\([^# ]*==[^ ]*\) .*/\1/p' "$1" | tr '\n' ' '; }
 key=$(pins "$wheels/$flavour.txt" | sha256sum | cut -c1-12)
 dest=$CACHE/torch-$flavour-$key
 if [ ! -e "$dest/.complete" ]; then
-  say "fetching $(pins "$wheels/$flavour.txt" | cut -d" " -f1) and CUDA companions (about 0.6 GB for cpu, 1.5 GB for cuda)"
+  say "fetching $(pins "$wheels/$flavour.txt" | cut -d" " -f1) and CUDA companions (0.6 GB for cpu, 1.5 GB for cuda)"
   rm -rf "$dest.tmp"; mkdir -p "$dest.tmp/wheels"
   platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform any)
   for minor in $(seq 17 28); do platforms+=(--platform "manylinux_2_${minor}_x86_64"); done
-  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 \
+    --abi abi3 --abi none \
     "${platforms[@]}" -d "$dest.tmp/wheels" --require-hashes -r "$wheels/$flavour.txt" \
-    || die "pip could not download the wheels of scripts/wheels/$flavour.txt, or one has another hash; check the network and try again"
+    || die "pip could not download the wheels of scripts/wheels/$flavour.txt, or one has another hash: no network?"
   for wheel in "$dest.tmp"/wheels/*.whl; do unzip -q -o "$wheel" -d "$dest.tmp"; done
   rm -rf "$dest.tmp/wheels"
   if [ "$flavour" = cuda ]; then
@@ -42,12 +44,14 @@ ln -sfn "$dest" "$ROOT/build/deps/$flavour"
 
 if [ "$flavour" = cuda ]; then
   FLASHINFER=$(pins "$wheels/flashinfer.txt" | sed "s/ $//")
-  files=('flashinfer/data/include/flashinfer/*' 'flashinfer/data/cccl/libcudacxx/include/*' '*.dist-info/METADATA' '*.dist-info/licenses/*')
+  files=('flashinfer/data/include/flashinfer/*' 'flashinfer/data/cccl/libcudacxx/include/*' '*.dist-info/METADATA' \
+    '*.dist-info/licenses/*')
   dest=$CACHE/flashinfer-$(echo "$FLASHINFER ${files[*]}" | sha256sum | cut -c1-12)
   if [ ! -e "$dest/.complete" ]; then
     say "fetching headers of $FLASHINFER (62 MB, of which 19 MB stay)"
     rm -rf "$dest.tmp"; mkdir -p "$dest.tmp/wheels"
-    python3 -m pip download -q --no-deps --only-binary=:all: -d "$dest.tmp/wheels" --require-hashes -r "$wheels/flashinfer.txt" \
+    python3 -m pip download -q --no-deps --only-binary=:all: -d "$dest.tmp/wheels" --require-hashes \
+      -r "$wheels/flashinfer.txt" \
       || die "pip could not download $FLASHINFER, or it has another hash; check the network and try again"
     # libcudacxx: the headers use cuda::fast_mod_div, which is newer than the CUDA toolkit's own copy.
     unzip -q -o "$dest.tmp"/wheels/*.whl "${files[@]}" -d "$dest.tmp"

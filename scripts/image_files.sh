@@ -15,17 +15,22 @@ esac
 dest=$3
 rm -rf "$dest"
 libs=$dest/usr/local/lib/trireme
-mkdir -p "$dest/usr/local/bin" "$libs" "$dest/etc/ld.so.conf.d" "$dest/usr/share/doc/trireme" "$dest/var/lib/dpkg/status.d"
+mkdir -p "$dest/usr/local/bin" "$libs" "$dest/etc/ld.so.conf.d" "$dest/usr/share/doc/trireme" \
+  "$dest/var/lib/dpkg/status.d"
 
-# copyright_folder PACKAGE: the name of the package in whose folder its copyright file is. Packages of one source share one, by
-# a link, which slim images leave out: then it is that of one of its source that it depends on.
+# copyright_folder PACKAGE: the name of the package in whose folder its copyright file is. Packages of one source share
+# one, by a link, which slim images leave out: then it is that of one of its source that it depends on.
 copyright_folder() {
   local name=${1%%:*} source mate
   if [ -L "/usr/share/doc/$name" ]; then readlink "/usr/share/doc/$name"; return; fi
   if [ -e "/usr/share/doc/$name/copyright" ]; then echo "$name"; return; fi
   source=$(dpkg-query -W -f '${source:Package}' "$1")
   for mate in $(dpkg-query -W -f '${Depends}' "$1" | tr ',|' '\n\n' | awk '{print $1}'); do
-    [ "$(dpkg-query -W -f '${source:Package}' "$mate" 2>/dev/null)" != "$source" ] || [ ! -e "/usr/share/doc/$mate/copyright" ] || { echo "$mate"; return; }
+    [ "$(dpkg-query -W -f '${source:Package}' "$mate" 2>/dev/null)" != "$source" ] ||
+      [ ! -e "/usr/share/doc/$mate/copyright" ] || {
+      echo "$mate"
+      return
+    }
   done
   die "/usr/share/doc/$name/copyright is missing: this system's dpkg leaves licences out"
 }

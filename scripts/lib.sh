@@ -15,7 +15,8 @@ as_root() {
 
 # need_packages NAME...: installs the missing Debian or Ubuntu packages.
 need_packages() {
-  command -v dpkg-query >/dev/null || die "this script installs packages with apt (Debian 12 or Ubuntu 24.04); install the equivalents of: $*"
+  command -v dpkg-query >/dev/null ||
+    die "this script installs packages with apt (Debian 12 or Ubuntu 24.04); install the equivalents of: $*"
   local missing=() name
   for name in "$@"; do
     [ "$(dpkg-query -W -f='${db:Status-Status}' "$name" 2>/dev/null)" = installed ] || missing+=("$name")
@@ -23,7 +24,8 @@ need_packages() {
   [ ${#missing[@]} -gt 0 ] || return 0
   say "installing ${#missing[@]} packages: ${missing[*]}"
   local log; log=$(mktemp)
-  as_root env DEBIAN_FRONTEND=noninteractive sh -c "apt-get update -q && apt-get install -y -q --no-install-recommends ${missing[*]}" >"$log" 2>&1 \
+  as_root env DEBIAN_FRONTEND=noninteractive sh \
+    -c "apt-get update -q && apt-get install -y -q --no-install-recommends ${missing[*]}" >"$log" 2>&1 \
     || { tail -20 "$log" >&2; die "apt-get could not install: ${missing[*]}"; }
   rm -f "$log"
 }
@@ -40,7 +42,10 @@ go_tool() {
   say "building $1 (minutes)"
   local made; made=$(mktemp -d)
   mkdir -p "$CACHE/bin"
-  GOBIN=$made GOFLAGS=-mod=mod go install "$2" >"$made/log" 2>&1 || { tail -5 "$made/log" >&2; die "go install $2 failed"; }
+  GOBIN=$made GOFLAGS=-mod=mod go install "$2" >"$made/log" 2>&1 || {
+    tail -5 "$made/log" >&2
+    die "go install $2 failed"
+  }
   rm "$made/log"
   mv "$made"/* "$CACHE/bin/$1"
   rm -rf "$made"

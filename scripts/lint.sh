@@ -39,7 +39,8 @@ if [ -n "$fix" ]; then
 fi
 say "clang-format: ${#files[@]} files"
 clang-format --dry-run "${files[@]}" 2>"$work/format" || true
-grep -oE '^[^: ]+:[0-9]+:[0-9]+: (warning|error)' "$work/format" | cut -d: -f1 | sort | uniq -c | sort -rn >"$work/misformatted" || true
+grep -oE '^[^: ]+:[0-9]+:[0-9]+: (warning|error)' "$work/format" | cut -d: -f1 | sort | uniq -c |
+  sort -rn >"$work/misformatted" || true
 head -20 "$work/misformatted" | awk '{printf "  %s: %s places\n", $2, $1}'
 misformatted=$(wc -l <"$work/misformatted")
 [ "$misformatted" -le 20 ] || echo "  and $((misformatted - 20)) more files"
@@ -62,6 +63,7 @@ fi
 scripts/check_bench_results.py && benches=0 || benches=1
 scripts/check_includes.py && includes=0 || includes=1
 scripts/check_pages.py && pages=0 || pages=1
-echo "clang-format: $misformatted of ${#files[@]} files differ$([ "$misformatted" = 0 ] || echo ' (scripts/lint.sh --fix formats them)')"
+hint=$([ "$misformatted" = 0 ] || echo ' (scripts/lint.sh --fix formats them)')
+echo "clang-format: $misformatted of ${#files[@]} files differ$hint"
 echo "clang-tidy: $findings findings in ${#sources[@]} sources"
 [ "$misformatted" = 0 ] && [ "$findings" = 0 ] && [ "$benches" = 0 ] && [ "$includes" = 0 ] && [ "$pages" = 0 ]

@@ -9,7 +9,11 @@
 cd "$ROOT"
 device=${DEVICE:-}
 if [ -z "$device" ]; then
-  if [ -e /dev/nvidiactl ] && [ -z "${TRIREME:-}" ] && [ -x build/cuda/trainer/cli/trireme ]; then device=cuda; else device=cpu; fi
+  if [ -e /dev/nvidiactl ] && [ -z "${TRIREME:-}" ] && [ -x build/cuda/trainer/cli/trireme ]; then
+    device=cuda
+  else
+    device=cpu
+  fi
 fi
 case $device in cpu|cuda) ;; *) die "DEVICE is '$device', not cpu or cuda" ;; esac
 if [ "${1:-}" = --device ]; then echo "$device"; exit 0; fi
@@ -21,7 +25,8 @@ overrides=("$@")
 [ -z "${SHUFFLE_REWARDS:-}" ] || overrides+=(grpo.shuffle_rewards=true)
 mkdir -p .trireme
 manifest=.trireme/quickstart-seed$seed.rljob.yaml
-sed -E "s/(grpo|sft)\.seed=1\b/\1.seed=$seed/; s/--seed, \"1\"/--seed, \"$seed\"/" examples/quickstart.rljob.yaml >"$manifest"
+sed -E "s/(grpo|sft)\.seed=1\b/\1.seed=$seed/; s/--seed, \"1\"/--seed, \"$seed\"/" examples/quickstart.rljob.yaml \
+  >"$manifest"
 if [ "$device" = cuda ]; then
   # The kernels know head sizes of 64 and 128 and compute in bfloat16: another model, the rest as on the CPU.
   on_cuda="cluster.device=cuda, policy.precision=bfloat16"
@@ -35,7 +40,8 @@ rm -rf "$volumes/quickstart"
 log=.trireme/quickstart-seed$seed.log
 start=$(date +%s)
 say "running $manifest on $device (seed $seed); metrics: http://127.0.0.1:9400/metrics"
-"$trireme" run -f "$manifest" --volumes "$volumes" "${overrides[@]}" 2> >(tee "$log.err" >&2) | tee "$log" || die "the run failed; its output: $log and $log.err"
+"$trireme" run -f "$manifest" --volumes "$volumes" "${overrides[@]}" 2> >(tee "$log.err" >&2) | tee "$log" ||
+  die "the run failed; its output: $log and $log.err"
 seconds=$(($(date +%s) - start))
 before=$(sed -n 's/.*validation after step 0: accuracy \([0-9.]*\),.*/\1/p' "$log" | head -1)
 after=$(sed -n 's/.*validation after step [0-9]*: accuracy \([0-9.]*\),.*/\1/p' "$log" | tail -1)
@@ -43,4 +49,6 @@ after=$(sed -n 's/.*validation after step [0-9]*: accuracy \([0-9.]*\),.*/\1/p' 
 echo
 echo "quickstart: $seconds s on $device; held-out accuracy after the warm start $before, after GRPO $after"
 echo "quickstart: curves: file://$ROOT/$volumes/quickstart/logs/report.html"
-echo "quickstart: ask the model: echo '{\"prompt\": \"27+58=\"}' | $trireme generate --temperature 0 --max-new-tokens 8 --model $(ls -d "$volumes"/quickstart/grpo/step_*/policy/weights | sort -V | tail -1)"
+weights=$(ls -d "$volumes"/quickstart/grpo/step_*/policy/weights | sort -V | tail -1 || true)
+generate="$trireme generate --temperature 0 --max-new-tokens 8 --model $weights"
+echo "quickstart: ask the model: echo '{\"prompt\": \"27+58=\"}' | $generate"

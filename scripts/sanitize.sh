@@ -7,7 +7,8 @@
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 stages=("$@"); [ $# -gt 0 ] || stages=(asan fuzz tsan)
-TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test lifeline_test kube_test controller_test webhook_test)
+TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test lifeline_test kube_test controller_test \
+  webhook_test)
 
 scripts/setup.sh operator
 need_packages clang libclang-rt-dev
@@ -24,11 +25,13 @@ tests() {
   ctest --test-dir "build/$preset" --output-on-failure -j 2 "$@" >"$work/ctest" 2>&1 || ended=$?
   grep -vE '^ *(Start |[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed )' "$work/ctest" | sed 's/^/    /' >&2
   while read -r name result seconds; do row "$label $name" "$result" "$seconds"; done < <(
-    awk '/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: .* sec *$/ {print $4, / Passed /? "passed" : "FAILED", $(NF - 1)}' "$work/ctest")
+    awk '/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: .* sec *$/ {print $4, / Passed /? "passed" : "FAILED", $(NF - 1)}' \
+      "$work/ctest")
   [ $ended = 0 ] || [ "$failed" != "$before" ] || row "$label ctest (code $ended)" FAILED 0
 }
 
-export ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:detect_stack_use_after_return=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+export ASAN_OPTIONS=detect_leaks=1:abort_on_error=0:detect_stack_use_after_return=1 \
+  UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export LSAN_OPTIONS=suppressions=$ROOT/tests/lsan.supp
 export TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1:suppressions=$ROOT/tests/tsan.supp
 

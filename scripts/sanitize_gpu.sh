@@ -2,17 +2,19 @@
 # sanitize_gpu.sh [FOLDER]: the kernels' tests with small sizes (gpu_small_test of FOLDER; default:
 # build/cuda/tests/gpu) under compute-sanitizer, once with each of TOOLS (memcheck). Looks at the project's own
 # kernels; the library's are not checked. racecheck reports "potential" hazards where one lane arrives at a barrier for
-# its warp, behind a __syncwarp() that it does not follow: those are to be read by hand. Needs a GPU, and compute-sanitizer: COMPUTE_SANITIZER, on PATH, or in the
-# CUDA toolkit (package cuda-sanitizer-13-0, or the wheel nvidia-cuda-sanitizer-api).
+# its warp, behind a __syncwarp() that it does not follow: those are to be read by hand. Needs a GPU, and
+# compute-sanitizer: COMPUTE_SANITIZER, on PATH, or in the CUDA toolkit (package cuda-sanitizer-13-0, or the wheel
+# nvidia-cuda-sanitizer-api).
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 program=${1:-build/cuda/tests/gpu}/gpu_small_test
 [ -x "$program" ] || die "$program is not there: scripts/build.sh cuda gpu_small_test"
-sanitizer=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | tail -1 || true)}
+sanitizer=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null \
+  | tail -1 || true)}
 [ -x "$sanitizer" ] || die "compute-sanitizer is not there; install it, or say where it is: COMPUTE_SANITIZER=PATH"
 export TRIREME_REQUIRE_GPU=1
-# One memory block a tensor, so that an access behind one is outside of any; but while a graph is captured nothing may be
-# allocated past LibTorch's pools.
+# One memory block a tensor, so that an access behind one is outside of any; but while a graph is captured nothing may
+# be allocated past LibTorch's pools.
 pooled='^Small\.AModelGenerates'
 log=$(mktemp); trap 'rm -f "$log"' EXIT
 passed=0 failed=0
@@ -23,7 +25,11 @@ for tool in ${TOOLS:-memcheck}; do
   [ "$tool" != memcheck ] || options+=(--report-api-errors no)
   for test in $("$program" --gtest_list_tests | awk '/^[^ ]/ {suite = $1} /^ / {print suite $1}'); do
     SECONDS=0
-    if [[ $test =~ $pooled ]]; then unset PYTORCH_NO_CUDA_MEMORY_CACHING; else export PYTORCH_NO_CUDA_MEMORY_CACHING=1; fi
+    if [[ $test =~ $pooled ]]; then
+      unset PYTORCH_NO_CUDA_MEMORY_CACHING
+    else
+      export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    fi
     if timeout 900 "$sanitizer" "${options[@]}" "$program" --gtest_filter="$test" >"$log" 2>&1; then
       passed=$((passed + 1)); echo "ok    $tool $test ($SECONDS s)"
     else

@@ -8,7 +8,8 @@ RUST_WANTED=1.85
 RUSTUP=1.28.2
 RUST_TAKEN=1.95.0
 
-need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip procps python3 python3-pip \
+need_packages build-essential cmake ninja-build ccache pkg-config git curl ca-certificates unzip procps python3 \
+  python3-pip \
   nlohmann-json3-dev prometheus-cpp-dev libyaml-cpp-dev libgtest-dev libgmock-dev libspdlog-dev libfmt-dev \
   libcli11-dev libssl-dev zlib1g-dev libzstd-dev libre2-dev
 
@@ -21,11 +22,15 @@ if [ -z "$have" ] || ! version_at_least "$have" "$RUST_WANTED"; then
     *) die "no Rust installer is known for $(uname -m); install Rust $RUST_WANTED or newer and run this again" ;;
   esac
   installer=$(mktemp -d)/rustup-init
-  curl -fsS --proto '=https' --tlsv1.2 "https://static.rust-lang.org/rustup/archive/$RUSTUP/$(uname -m)-unknown-linux-gnu/rustup-init" -o "$installer" 2>/dev/null \
-    || die "Rust $RUST_WANTED or newer is needed and its installer cannot be reached; install it from https://rustup.rs and run this again"
-  echo "$sum  $installer" | sha256sum --check --status || die "the Rust installer $RUSTUP has another SHA-256 than it should have; nothing was run"
+  curl -fsS --proto '=https' --tlsv1.2 \
+    "https://static.rust-lang.org/rustup/archive/$RUSTUP/$(uname -m)-unknown-linux-gnu/rustup-init" -o "$installer" \
+      2>/dev/null \
+    || die "Rust $RUST_WANTED or newer is needed and its installer cannot be reached; install it from https://rustup.rs"
+  echo "$sum  $installer" | sha256sum --check --status ||
+    die "the Rust installer $RUSTUP has another SHA-256 than it should have; nothing was run"
   chmod +x "$installer"
-  "$installer" -y -q --profile minimal --no-modify-path --default-toolchain "$RUST_TAKEN" >/dev/null || die "the Rust installer failed"
+  "$installer" -y -q --profile minimal --no-modify-path --default-toolchain "$RUST_TAKEN" >/dev/null ||
+    die "the Rust installer failed"
   rm -r "$(dirname "$installer")"
 fi
 

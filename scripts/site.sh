@@ -12,7 +12,7 @@ if [ ! -e "$venv/.complete" ]; then
   rm -rf "$venv"; mkdir -p "$CACHE"
   python3 -m venv "$venv"
   "$venv/bin/pip" install -q --only-binary=:all: --require-hashes -r docs/site/requirements.txt \
-    || die "pip could not install docs/site/requirements.txt, or a wheel has another hash; check the network and try again"
+    || die "pip could not install docs/site/requirements.txt, or a wheel has another hash; is there a network?"
   touch "$venv/.complete"
 fi
 scripts/site.py build/site-src build/site.yml || die "a page links to what is not in the tree (above)"

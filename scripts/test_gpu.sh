@@ -16,7 +16,12 @@ table="" failed=0
 for program in "$folder"/gpu_*_test; do
   [ -x "$program" ] || die "no GPU test programs in $folder"
   SECONDS=0
-  if "$program" ${GTEST_FILTER:+--gtest_filter="$GTEST_FILTER"} >"$log" 2>&1; then state=passed; else state=FAILED; failed=$((failed + 1)); fi
+  if "$program" ${GTEST_FILTER:+--gtest_filter="$GTEST_FILTER"} >"$log" 2>&1; then
+    state=passed
+  else
+    state=FAILED
+    failed=$((failed + 1))
+  fi
   grep -E '^\[  (FAILED|PASSED)|error|Failure' "$log" | head -40 || true
   [ $state = passed ] || tail -60 "$log"
   tests=$(sed -n 's/^\[==========\] \([0-9]*\) tests\{0,1\} from .* ran.*/\1/p' "$log")
@@ -28,7 +33,12 @@ trireme=$folder/trireme
 if [ -x "$trireme" ] && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && [ -z "${GTEST_FILTER:-}" ]; then
   for script in overlap failures; do
     SECONDS=0
-    if TRIREME=$trireme bash tests/gpu/${script}_test.sh >"$log" 2>&1; then state=passed; else state=FAILED; failed=$((failed + 1)); fi
+    if TRIREME=$trireme bash tests/gpu/${script}_test.sh >"$log" 2>&1; then
+      state=passed
+    else
+      state=FAILED
+      failed=$((failed + 1))
+    fi
     [ $state = passed ] || cat "$log"
     table+=$(printf '%-28s %-7s %4s tests %4s s' ${script}_test.sh "$state" "$(grep -c '^ok' "$log")" "$SECONDS")$'\n'
   done

@@ -20,23 +20,41 @@ class Prometheus:
         self.folder = STATE / "prometheus"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir()
-        rendered = run(COMPONENTS / "bin/helm", "template", "trireme", ROOT / "charts/trireme", "--namespace", SYSTEM, "--kube-version", "1.34.0",
-                       "--set", "rules.enabled=true", "--show-only", "templates/prometheusrule.yaml").stdout
+        rendered = run(COMPONENTS / "bin/helm", "template", "trireme", ROOT / "charts/trireme", "--namespace", SYSTEM,
+                       "--kube-version", "1.34.0", "--set", "rules.enabled=true", "--show-only",
+                       "templates/prometheusrule.yaml").stdout
         rules = yaml.safe_load(rendered)["spec"]
         for group in rules["groups"]:
             group["interval"] = "2s"
         (self.folder / "rules.yaml").write_text(yaml.safe_dump(rules, sort_keys=False, width=1000))
-        (self.folder / "config.yaml").write_text(yaml.safe_dump({
-            "global": {"scrape_interval": "1s", "evaluation_interval": "2s"}, "rule_files": ["rules.yaml"],
-            "scrape_configs": [{"job_name": OPERATOR_JOB, "honor_labels": True, "file_sd_configs": [{"files": ["operator.json"], "refresh_interval": "1s"}]},
-                               {"job_name": "trireme-trainers", "file_sd_configs": [{"files": ["trainers.json"], "refresh_interval": "1s"}]}]}))
+        (self.folder / "config.yaml").write_text(
+            yaml.safe_dump(
+                {
+                    "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
+                    "rule_files": ["rules.yaml"],
+                    "scrape_configs": [
+                        {
+                            "job_name": OPERATOR_JOB,
+                            "honor_labels": True,
+                            "file_sd_configs": [{"files": ["operator.json"], "refresh_interval": "1s"}],
+                        },
+                        {
+                            "job_name": "trireme-trainers",
+                            "file_sd_configs": [{"files": ["trainers.json"], "refresh_interval": "1s"}],
+                        },
+                    ],
+                }
+            )
+        )
         self.write_targets()
         self.stopped = threading.Event()
         self.thread = threading.Thread(target=self.follow, daemon=True)
         self.thread.start()
         log = open(STATE / "logs/prometheus.log", "w")
-        self.process = subprocess.Popen([os.environ["PROMETHEUS"], f"--config.file={self.folder}/config.yaml", f"--storage.tsdb.path={self.folder}/data",
-                                         "--web.listen-address=127.0.0.1:9090"], stdout=log, stderr=log)
+        self.process = subprocess.Popen([
+            os.environ["PROMETHEUS"], f"--config.file={self.folder}/config.yaml",
+            f"--storage.tsdb.path={self.folder}/data", "--web.listen-address=127.0.0.1:9090"
+        ], stdout=log, stderr=log)
         wait("Prometheus", self.ready, 60)
 
     def ready(self):
@@ -46,11 +64,23 @@ class Prometheus:
             return False
 
     def write_targets(self):
-        operator = [{"targets": [f"{p['status']['podIP']}:8080"], "labels": {"namespace": SYSTEM, "pod": p["metadata"]["name"]}}
-                    for p in kube.list("pods", SYSTEM) if p["status"].get("podIP")]
-        trainers = [{"targets": [f"{p['status']['podIP']}:9400"], "labels": {
-            "namespace": "default", "job": p["metadata"]["labels"]["trireme.dev/job"], "attempt": p["metadata"]["labels"]["trireme.dev/attempt"]}}
-            for p in kube.list("pods", selector="trireme.dev/role=actor,trireme.dev/rank=0") if p["status"].get("podIP") and p["status"]["phase"] == "Running"]
+        operator = [
+            {"targets": [f"{p['status']['podIP']}:8080"], "labels": {"namespace": SYSTEM, "pod": p["metadata"]["name"]}}
+            for p in kube.list("pods", SYSTEM)
+            if p["status"].get("podIP")
+        ]
+        trainers = [
+            {
+                "targets": [f"{p['status']['podIP']}:9400"],
+                "labels": {
+                    "namespace": "default",
+                    "job": p["metadata"]["labels"]["trireme.dev/job"],
+                    "attempt": p["metadata"]["labels"]["trireme.dev/attempt"],
+                },
+            }
+            for p in kube.list("pods", selector="trireme.dev/role=actor,trireme.dev/rank=0")
+            if p["status"].get("podIP") and p["status"]["phase"] == "Running"
+        ]
         for name, targets in (("operator", operator), ("trainers", trainers)):
             path = self.folder / f"{name}.json"
             path.with_suffix(".new").write_text(json.dumps(targets))
@@ -93,8 +123,10 @@ def live_run(records, prometheus, results_out):
     """A run with everything that a board shows: a reference model for KL, validation, checkpoints, a restart of each
     sort."""
     begin = time.time()
-    submit(small_job("charted", steps=60, overrides=["loss_fn.reference_policy_kl_penalty=0.01", "checkpointing.save_period=5"]),
-           like="calm" if volume_folder("calm").exists() else None)
+    submit(
+        small_job("charted", steps=60,
+                  overrides=["loss_fn.reference_policy_kl_penalty=0.01", "checkpointing.save_period=5"]),
+        like="calm" if volume_folder("calm").exists() else None)
     wait_step("charted", 8)
     kill(rank_process("charted-actor-1-a1"))
     records.wait_attempt("charted", 2, "Running")
@@ -124,7 +156,9 @@ def figures(prometheus, window, records):
     """What Prometheus, the status and the run's own log say is the same."""
     last = [json.loads(line) for line in (volume_folder("charted") / "logs/train.jsonl").read_text().splitlines()][-1]
     status = kube.get("rljobs", "charted")["status"]["progress"]
-    step = max(float(v[1]) for s in prometheus.query_range('max(trireme_job_step{job="charted"})', *window) for v in s["values"])
+    step = max(
+        float(v[1]) for s in prometheus.query_range('max(trireme_job_step{job="charted"})', *window)
+        for v in s["values"])
     need(step == status["step"] == 60, f"step: Prometheus {step}, status {status['step']}")
     reward = next((v for k, v in last.items() if k.endswith("reward") or k.endswith("reward_mean")), None)
     need(reward is None or abs(reward - status["reward"]) < 1e-4, f"reward: log {reward}, status {status['reward']}")

@@ -14,7 +14,8 @@ def install():
     helm = COMPONENTS / "bin/helm"
     if "REUSE" in os.environ:
         run(helm, "uninstall", "trireme", "--namespace", SYSTEM, "--wait", ok=False)
-    run(helm, "install", "trireme", ROOT / "charts/trireme", "--namespace", SYSTEM, "--create-namespace", "--wait", "--timeout", "240s", timeout=300)
+    run(helm, "install", "trireme", ROOT / "charts/trireme", "--namespace", SYSTEM, "--create-namespace", "--wait",
+        "--timeout", "240s", timeout=300)
     pods = kube.list("pods", SYSTEM, "app.kubernetes.io/component!=test")
     need(len(pods) == 2, f"{len(pods)} operator pods")
     return f"{len(pods)} replicas on {sorted(p['spec']['nodeName'] for p in pods)}"
@@ -26,7 +27,10 @@ def helm_test():
 
 def one_leader():
     name = wait("a leader", leader)
-    text = [kubectl("get", "--raw", f"/api/v1/namespaces/{SYSTEM}/pods/{p['metadata']['name']}:8080/proxy/metrics").stdout for p in kube.list("pods", SYSTEM)]
+    text = [
+        kubectl("get", "--raw", f"/api/v1/namespaces/{SYSTEM}/pods/{p['metadata']['name']}:8080/proxy/metrics").stdout
+        for p in kube.list("pods", SYSTEM)
+    ]
     need(sum("\ntrireme_job_" in t for t in text) <= 1, "several replicas say that they lead")
     return name
 
@@ -56,9 +60,11 @@ def quickstart_manifest(steps):
     warm = pod_spec["initContainers"][2]["command"]
     warm += ["sft.max_num_steps=40"]
     spec["config"]["overrides"][0] = "policy.model_name=/data/sft/step_40/policy/weights"
-    spec["config"]["overrides"] += [f"grpo.max_num_steps={steps}", "grpo.use_dynamic_sampling=false", "grpo.batch_multiplier=1", "grpo.val_period=4",
-                                    "grpo.max_val_samples=64", "checkpointing.save_period=4", "grpo.num_prompts_per_step=16",
-                                    "policy.train_global_batch_size=64"]
+    spec["config"]["overrides"] += [
+        f"grpo.max_num_steps={steps}", "grpo.use_dynamic_sampling=false", "grpo.batch_multiplier=1",
+        "grpo.val_period=4", "grpo.max_val_samples=64", "checkpointing.save_period=4", "grpo.num_prompts_per_step=16",
+        "policy.train_global_batch_size=64"
+    ]
     documents[1]["spec"]["accessModes"] = ["ReadWriteMany"]
     path = STATE / "quickstart.yaml"
     path.write_text(yaml.safe_dump_all(documents))
@@ -74,12 +80,17 @@ def quickstart(records, steps=12):
     second = rank_process("quickstart-actor-1-a1")
     kill(second, signal.SIGSTOP)
     try:
-        records.jobs.wait("a step between the first and the last in the status", lambda k, o: o["metadata"]["name"] == "quickstart" and
-                          0 < o.get("status", {}).get("progress", {}).get("step", 0) < steps, 90)
+        records.jobs.wait(
+            "a step between the first and the last in the status",
+            lambda k, o: o["metadata"]["name"] == "quickstart"
+            and 0 < o.get("status", {}).get("progress", {}).get("step", 0) < steps,
+            90,
+        )
     finally:
         kill(second, signal.SIGCONT)
     job = records.wait_end("quickstart", 900)
-    need(job["status"]["attempt"] == 1, f"it took {job['status']['attempt']} attempts: {job['status'].get('lastFailure')}")
+    need(job["status"]["attempt"] == 1,
+         f"it took {job['status']['attempt']} attempts: {job['status'].get('lastFailure')}")
     return f"reward {job['status']['progress'].get('reward'):.3f}, step {job['status']['progress']['step']}"
 
 
@@ -95,10 +106,12 @@ def quickstart_progress(records, steps=12):
     need(seen == sorted(seen), f"steps went back: {seen}")
     need([s for s in seen if 0 < s < steps] and seen[-1] == steps, f"steps seen in the status: {sorted(set(seen))}")
     last = rows[-1]
-    for field in ("reward", "stepSeconds", "tokensPerSecond", "responseLength", "lastCheckpointStep", "validationAccuracy"):
+    for field in ("reward", "stepSeconds", "tokensPerSecond", "responseLength", "lastCheckpointStep",
+                  "validationAccuracy"):
         need(isinstance(last.get(field), (int, float)), f"status.progress.{field} is {last.get(field)}")
     need(last["lastCheckpointStep"] == steps and last["maxSteps"] == steps, f"progress at the end: {last}")
-    need(last["stepSeconds"] > 0 and last["tokensPerSecond"] > 0 and last["phaseSeconds"], f"progress at the end: {last}")
+    need(last["stepSeconds"] > 0 and last["tokensPerSecond"] > 0 and last["phaseSeconds"],
+         f"progress at the end: {last}")
     return f"steps {sorted(set(seen))}"
 
 
@@ -113,9 +126,12 @@ def quickstart_columns(records):
 def quickstart_conditions(records):
     job = kube.get("rljobs", "quickstart")
     got = {c["type"]: c["status"] for c in job["status"]["conditions"]}
-    wanted = {"Accepted": "True", "GangScheduled": "True", "Running": "False", "Progressing": "False", "Complete": "True"}
+    wanted = {
+        "Accepted": "True", "GangScheduled": "True", "Running": "False", "Progressing": "False", "Complete": "True"
+    }
     need({k: got.get(k) for k in wanted} == wanted and got.get("Failed") != "True", f"conditions {got}")
-    need(job["status"]["observedGeneration"] == job["metadata"]["generation"] and job["status"]["completionTime"], f"status {job['status']}")
+    need(job["status"]["observedGeneration"] == job["metadata"]["generation"] and job["status"]["completionTime"],
+         f"status {job['status']}")
     roles = job["status"]["roles"][0]
     need(roles["desired"] == 2 and roles["succeeded"] == 2 and roles["worldSize"] == 2, f"roles {roles}")
 
@@ -125,7 +141,10 @@ def quickstart_pods(records):
     need(sorted(made) == ["quickstart-actor-0-a1", "quickstart-actor-1-a1"], f"pods made: {made}")
     nodes = {o["spec"].get("nodeName") for _, _, o in records.pods.of(lambda o: o["metadata"]["name"] in made)} - {None}
     need(len(nodes) == 2, f"on {nodes}")
-    ready = [o for _, _, o in records.pods.of(made[0]) if any(c["type"] == "Ready" and c["status"] == "True" for c in o.get("status", {}).get("conditions", []))]
+    ready = [
+        o for _, _, o in records.pods.of(made[0])
+        if any(c["type"] == "Ready" and c["status"] == "True" for c in o.get("status", {}).get("conditions", []))
+    ]
     need(ready, "never ready")
     return f"two pods, each made once, on {sorted(nodes)}"
 
@@ -133,9 +152,14 @@ def quickstart_pods(records):
 def quickstart_model(records):
     path = volume_folder("quickstart") / "grpo/step_12/policy/weights"
     need((path / "model.safetensors").stat().st_size > 0 and (path / "config.json").exists(), f"{path} is not a model")
-    done = [str(p.relative_to(volume_folder("quickstart"))) for p in sorted(volume_folder("quickstart").glob("*/.done"))]
+    done = [
+        str(p.relative_to(volume_folder("quickstart"))) for p in sorted(volume_folder("quickstart").glob("*/.done"))
+    ]
     need(done == ["model/.done", "sft/.done", "task/.done"], f"markers {done}")
-    logs = kubectl("logs", "quickstart-actor-1-a1", "-c", "task").stdout + kubectl("logs", "quickstart-actor-1-a1", "-c", "task").stderr
+    logs = (
+        kubectl("logs", "quickstart-actor-1-a1", "-c", "task").stdout
+        + kubectl("logs", "quickstart-actor-1-a1", "-c", "task").stderr
+    )
     need("problems" not in logs, "the second pod prepared the task, too")
     return f"{(path / 'model.safetensors').stat().st_size} bytes"
 
@@ -144,7 +168,8 @@ def quickstart_tidy(records):
     """What an attempt needed goes with its end; what ended well keeps its logs."""
     gone = lambda: not [s for s in kube.list("services") if s["metadata"]["name"].startswith("quickstart-")]
     wait("the attempt's Service to go", gone)
-    need(not [c for c in kube.list("configmaps") if c["metadata"]["name"].startswith("quickstart-")], "its ConfigMap is still there")
+    need(not [c for c in kube.list("configmaps") if c["metadata"]["name"].startswith("quickstart-")],
+         "its ConfigMap is still there")
     need(len(kube.list("pods", selector="trireme.dev/job=quickstart")) == 2, "the logs of the pods are gone")
     for reason in ("Accepted", "Starting", "Running", "Complete"):
         need(reason in records.reasons("quickstart"), f"no event {reason}: {records.reasons('quickstart')}")
@@ -157,7 +182,9 @@ def leaves_nothing(records, name):
         found = []
         for kind in ("rljobs", "pods", "services", "configmaps", "networkpolicies", "podgroups", "workloads"):
             try:
-                found += [f"{kind}/{o['metadata']['name']}" for o in kube.list(kind) if o["metadata"]["name"].startswith(name)]
+                found += [
+                    f"{kind}/{o['metadata']['name']}" for o in kube.list(kind) if o["metadata"]["name"].startswith(name)
+                ]
             except ApiError as error:
                 need(error.status == 404, str(error))
         return found
@@ -174,14 +201,22 @@ class Faults:
     def undisturbed(self):
         submit(small_job("calm"))
         self.records.wait_end("calm")
-        need(self.records.phases("calm") == ["Queued", "Starting", "Running", "Complete"], f"phases {self.records.phases('calm')}")
+        need(
+            self.records.phases("calm") == ["Queued", "Starting", "Running", "Complete"],
+            f"phases {self.records.phases('calm')}")
         self.reference = result_of("calm")
         return self.reference
 
     def begin(self, name, step=6, **changes):
         need(self.reference, "the undisturbed run has no result")
         # One that lost its lease has left and starts again: admission is served by those that are ready.
-        wait("the operator's replicas to be ready", lambda: (kube.get("deployments", "trireme-operator", "trireme-system").get("status") or {}).get("readyReplicas") == 2)
+        wait(
+            "the operator's replicas to be ready",
+            lambda: (kube.get("deployments", "trireme-operator", "trireme-system").get("status") or {}).get(
+                "readyReplicas"
+            )
+            == 2,
+        )
         submit(small_job(name, **changes), like="calm")
         wait_step(name, step)
         need(logged_steps(name) < STEPS, "the run was over before it could be disturbed")
@@ -191,7 +226,9 @@ class Faults:
         status = job["status"]
         need(result_of(name) == self.reference, f"result {result_of(name)}, undisturbed {self.reference}")
         got = (status["attempt"], status.get("restarts", 0), status.get("freeRestarts", 0))
-        need(got == (attempts, counted, free), f"attempt, restarts, free restarts: {got}, wanted {(attempts, counted, free)}; {status.get('lastFailure')}")
+        need(
+            got == (attempts, counted, free),
+            f"attempt, restarts, free restarts: {got}, wanted {(attempts, counted, free)}; {status.get('lastFailure')}")
         if reason:
             need(status["lastFailure"]["reason"] == reason, f"lastFailure {status['lastFailure']}")
         wanted = sorted(f"{name}-actor-{rank}-a{attempt}" for attempt in range(1, attempts + 1) for rank in (0, 1))
@@ -202,7 +239,8 @@ class Faults:
     def overlap(self, name):
         """No pod of an attempt is made before every pod of the one before has ended or gone."""
         alive, uid_attempt = {}, {}
-        for _, kind, o in self.records.pods.of(lambda o: o["metadata"].get("labels", {}).get("trireme.dev/job") == name):
+        for _, kind, o in self.records.pods.of(
+                lambda o: o["metadata"].get("labels", {}).get("trireme.dev/job") == name):
             uid, attempt = o["metadata"]["uid"], int(o["metadata"]["labels"]["trireme.dev/attempt"])
             uid_attempt[uid] = attempt
             alive[uid] = kind != "DELETED" and o["status"].get("phase") not in ("Succeeded", "Failed")
@@ -215,7 +253,8 @@ class Faults:
         self.records.wait_attempt("killed", 2, "Running")
         status = self.end("killed", 2, 1, 0)
         failure = status["lastFailure"]
-        need((failure["role"], failure["rank"], failure.get("exitCode"), failure["attempt"]) == ("actor", 1, 137, 1), f"lastFailure {failure}")
+        need((failure["role"], failure["rank"], failure.get("exitCode"), failure["attempt"]) == ("actor", 1, 137, 1),
+             f"lastFailure {failure}")
         self.overlap("killed")
         return f"{failure['message']}"
 
@@ -239,17 +278,26 @@ class Faults:
         off = {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
         try:
             cluster("stop-node", node[-1])
-            held = self.records.jobs.wait("the pod that does not go in the status", lambda k, o: o["metadata"]["name"] == "nodeless" and
-                                          o.get("status", {}).get("waiting") == "PodNotGone", 180)[2]
+            held = self.records.jobs.wait(
+                "the pod that does not go in the status",
+                lambda k, o: o["metadata"]["name"] == "nodeless" and o.get("status", {}).get("waiting") == "PodNotGone",
+                180)[2]
             said = condition(held, "Terminating")
-            need(said["status"] == "True" and "nodeless-actor-1-a1" in said["message"] and node in said["message"], f"condition {said}")
+            need(said["status"] == "True" and "nodeless-actor-1-a1" in said["message"] and node in said["message"],
+                 f"condition {said}")
             time.sleep(15)
-            need(not [n for n in self.records.made_pods("nodeless") if n.endswith("-a2")], "a second writer was started")
-            kube.merge("nodes", node, {"spec": {"taints": kube.get("nodes", node, None)["spec"].get("taints", []) + [off]}}, None)
+            need(not [n for n in self.records.made_pods("nodeless") if n.endswith("-a2")],
+                 "a second writer was started")
+            kube.merge("nodes", node,
+                       {"spec": {"taints": kube.get("nodes", node, None)["spec"].get("taints", []) + [off]}}, None)
             self.records.wait_attempt("nodeless", 2, "Running")
             status = self.end("nodeless", 2, 0, 1, "NodeLost")
             need(status["lastFailure"]["node"] == node, f"lastFailure {status['lastFailure']}")
-            used = {o["spec"].get("nodeName") for _, _, o in self.records.pods.of(lambda o: o["metadata"]["name"].startswith("nodeless-") and o["metadata"]["name"].endswith("a2"))} - {None}
+            used = {
+                o["spec"].get("nodeName")
+                for _, _, o in self.records.pods.of(
+                    lambda o: o["metadata"]["name"].startswith("nodeless-") and o["metadata"]["name"].endswith("a2"))
+            } - {None}
             need(node not in used and len(used) == 2, f"attempt 2 ran on {used}")
         finally:
             taints = [t for t in kube.get("nodes", node, None)["spec"].get("taints", []) if t["key"] != off["key"]]
@@ -259,10 +307,18 @@ class Faults:
 
     def takeover(self, since):
         """Seconds from `since` to the next holder of the lease."""
-        before = [o["spec"].get("holderIdentity") for t, _, o in self.records.leases.of("trireme-operator") if t <= since][-1]
+        before = [
+            o["spec"].get("holderIdentity") for t, _, o in self.records.leases.of("trireme-operator") if t <= since
+        ][-1]
         def other(kind, lease):
-            return lease["metadata"]["name"] == "trireme-operator" and lease["spec"].get("holderIdentity") not in ("", None, before)
-        change = next(((t, k, o) for t, k, o in self.records.leases.of("trireme-operator") if t > since and other(k, o)), None)
+            return lease["metadata"]["name"] == "trireme-operator" and lease["spec"].get("holderIdentity") not in (
+                "",
+                None,
+                before,
+            )
+
+        change = next(
+            ((t, k, o) for t, k, o in self.records.leases.of("trireme-operator") if t > since and other(k, o)), None)
         if change is None:
             mark = time.monotonic()
             change = self.records.leases.wait("a new leader", lambda k, o: other(k, o), 90)
@@ -273,11 +329,21 @@ class Faults:
         self.begin("steady")
         begin = time.monotonic()
         kube.delete("pods", leader(), SYSTEM)
-        wait("another leader", lambda: any(t > begin and k == "MODIFIED" and o["spec"].get("holderIdentity") for t, k, o in self.records.leases.of("trireme-operator")))
+        wait(
+            "another leader",
+            lambda: any(
+                t > begin and k == "MODIFIED" and o["spec"].get("holderIdentity")
+                for t, k, o in self.records.leases.of("trireme-operator")
+            ),
+        )
         self.end("steady", 1, 0, 0)
-        released = [t for t, _, o in self.records.leases.of("trireme-operator") if t > begin and not o["spec"].get("holderIdentity")]
+        released = [
+            t for t, _, o in self.records.leases.of("trireme-operator")
+            if t > begin and not o["spec"].get("holderIdentity")
+        ]
         need(released, "the lease was not given up")
-        taken = next(t for t, _, o in self.records.leases.of("trireme-operator") if t > released[0] and o["spec"].get("holderIdentity"))
+        taken = next(t for t, _, o in self.records.leases.of("trireme-operator")
+                     if t > released[0] and o["spec"].get("holderIdentity"))
         need(taken - released[0] < 30, f"taken over {taken - released[0]:.1f} s after the release")
         return f"lease taken {taken - released[0]:.2f} s after its release"
 
@@ -288,7 +354,8 @@ class Faults:
         victims = processes(pod(name, SYSTEM), "trireme-operator")
         need(victims, f"no process of {name}")
         submit(small_job("orphan"), like="calm")
-        self.records.jobs.wait("a status of orphan", lambda k, o: o["metadata"]["name"] == "orphan" and o.get("status", {}).get("phase"), 60)
+        self.records.jobs.wait("a status of orphan",
+                               lambda k, o: o["metadata"]["name"] == "orphan" and o.get("status", {}).get("phase"), 60)
         begin = time.monotonic()
         for victim in victims:
             kill(victim)
@@ -319,7 +386,10 @@ class Faults:
             kill(etcd, signal.SIGCONT)
         wait("a leader", leader)
         self.end("stalled", 1, 0, 0)
-        renewed = [t for t, _, o in self.records.leases.of("trireme-operator") if t > begin + 18 and o["spec"].get("holderIdentity")]
+        renewed = [
+            t for t, _, o in self.records.leases.of("trireme-operator")
+            if t > begin + 18 and o["spec"].get("holderIdentity")
+        ]
         need(renewed, "nobody leads")
         return f"a leader {renewed[0] - begin - 18:.1f} s after the 18 s"
 
@@ -349,8 +419,10 @@ class Faults:
         submit(job)
         job = self.records.wait_phase("typo", ("Failed", "Complete"))
         failure = job["status"]["lastFailure"]
-        need(job["status"]["phase"] == "Failed" and job["status"]["attempt"] == 1, f"phase {job['status']['phase']}, attempt {job['status']['attempt']}")
-        need(failure["exitCode"] == 10 and "num_prompts_per_stepp" in failure.get("logTail", ""), f"lastFailure {failure}")
+        need(job["status"]["phase"] == "Failed" and job["status"]["attempt"] == 1,
+             f"phase {job['status']['phase']}, attempt {job['status']['attempt']}")
+        need(failure["exitCode"] == 10 and "num_prompts_per_stepp" in failure.get("logTail", ""),
+             f"lastFailure {failure}")
         leaves_nothing(self.records, "typo")
         return failure["logTail"].strip().splitlines()[-1][:160]
 
@@ -377,7 +449,8 @@ class Faults:
         job = small_job("shortlived", steps=2, ttlSecondsAfterFinished=1)
         submit(job, like="calm")
         self.records.wait_end("shortlived")
-        self.records.jobs.wait("the deletion of shortlived", lambda k, o: k == "DELETED" and o["metadata"]["name"] == "shortlived", 120)
+        self.records.jobs.wait("the deletion of shortlived",
+                               lambda k, o: k == "DELETED" and o["metadata"]["name"] == "shortlived", 120)
 
 
 # ---- admission
@@ -402,14 +475,16 @@ def impossible_layout():
 def wide_tensor_parallel():
     """A rule of the schema forbids this too; the user is told more than the rule can say."""
     job = small_job("bad")
-    job["spec"]["roles"]["actor"].update({"replicas": 2, "gpusPerPod": 4, "processesPerPod": 4, "parallelism": {"tp": 8}})
+    job["spec"]["roles"]["actor"].update(
+        {"replicas": 2, "gpusPerPod": 4, "processesPerPod": 4, "parallelism": {"tp": 8}})
     return refused(job, "denied the request", "legal values of tp here: 1, 2, 4")[:300]
 
 
 def unknown_field():
     job = small_job("bad")
     job["spec"]["roles"]["actor"]["replica"] = 2
-    done = subprocess.run([COMPONENTS / "bin/kubectl", "create", "--validate=strict", "-f", "-"], input=yaml.safe_dump(job), capture_output=True, text=True, timeout=60)
+    done = subprocess.run([COMPONENTS / "bin/kubectl", "create", "--validate=strict", "-f", "-"],
+                          input=yaml.safe_dump(job), capture_output=True, text=True, timeout=60)
     need(done.returncode != 0 and "replica" in done.stderr, f"accepted: {done.stdout}{done.stderr}")
     return done.stderr.strip()[:200]
 
@@ -417,7 +492,8 @@ def unknown_field():
 def not_supported():
     told = []
     for name in ("ppo-critic", "dedicated-generation"):
-        job = next(d for d in yaml.safe_load_all((ROOT / f"examples/{name}.rljob.yaml").read_text()) if d["kind"] == "RLJob")
+        job = next(d for d in yaml.safe_load_all((ROOT / f"examples/{name}.rljob.yaml").read_text())
+                   if d["kind"] == "RLJob")
         told.append(refused(job, "not supported"))
     return told[0][:200]
 
@@ -442,7 +518,8 @@ def examples_accepted():
 
 
 def running_unchangeable():
-    submit(small_job("fixed", scheduling={"schedulingTimeoutSeconds": 0}), like="calm" if volume_folder("calm").exists() else None)
+    submit(small_job("fixed", scheduling={"schedulingTimeoutSeconds": 0}),
+           like="calm" if volume_folder("calm").exists() else None)
     try:
         kube.merge("rljobs", "fixed", {"spec": {"roles": {"actor": {"replicas": 3}}}})
     except ApiError as error:
@@ -455,7 +532,9 @@ def running_unchangeable():
 
 def rules_without_webhook():
     """The schema's own rules hold when the webhooks are not there."""
-    kinds = {"validatingwebhookconfigurations": "trireme-validating", "mutatingwebhookconfigurations": "trireme-mutating"}
+    kinds = {
+        "validatingwebhookconfigurations": "trireme-validating", "mutatingwebhookconfigurations": "trireme-mutating"
+    }
     saved = {kind: kube.get(kind, name, None) for kind, name in kinds.items()}
     for kind, name in kinds.items():
         kube.delete(kind, name, None)
@@ -463,7 +542,11 @@ def rules_without_webhook():
         job = small_job("bad")
         job["spec"]["roles"]["actor"].update({"gpusPerPod": 4, "processesPerPod": 4, "parallelism": {"tp": 8}})
         # The API server may ask a webhook for a moment after it was deleted.
-        message = wait("the schema's own answer", lambda: (lambda said: "denied the request" not in said and said)(refused(job, "tp")), 30)
+        message = wait(
+            "the schema's own answer",
+            lambda: (lambda said: "denied the request" not in said and said)(refused(job, "tp")),
+            30,
+        )
         need("legal values" not in message, f"who said that? {message}")
         return message[:200]
     finally:
@@ -477,8 +560,18 @@ def rules_without_webhook():
 
 def gang_objects(records):
     submit(small_job("ganged", steps=4), like="calm" if volume_folder("calm").exists() else None)
-    group = wait("its PodGroup", lambda: next((o for o in kube.list("podgroups") if o["metadata"]["name"].startswith("ganged")), None), 60)
-    pods = wait("its pods", lambda: (lambda found: found if len(found) == 2 else None)(kube.list("pods", selector="trireme.dev/job=ganged")), 60)
+    group = wait(
+        "its PodGroup",
+        lambda: next((o for o in kube.list("podgroups") if o["metadata"]["name"].startswith("ganged")), None),
+        60,
+    )
+    pods = wait(
+        "its pods",
+        lambda: (lambda found: found if len(found) == 2 else None)(
+            kube.list("pods", selector="trireme.dev/job=ganged")
+        ),
+        60,
+    )
     for p in pods:
         need(p["spec"].get("schedulingGroup"), f"{p['metadata']['name']} is in no group")
     records.wait_end("ganged")
@@ -493,7 +586,9 @@ def gang_or_nothing(records):
     cpu = min(float(n["status"]["allocatable"]["cpu"]) for n in nodes)
     def big(name):
         job = small_job(name, steps=10, scheduling={"schedulingTimeoutSeconds": 0})
-        job["spec"]["roles"]["actor"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"] = f"{int(cpu * 600)}m"
+        job["spec"]["roles"]["actor"]["template"]["spec"]["containers"][0]["resources"]["requests"][
+            "cpu"
+        ] = f"{int(cpu * 600)}m"
         return job
     for name in ("first", "second"):
         submit(big(name), like="calm" if volume_folder("calm").exists() else None)
@@ -516,7 +611,9 @@ def gang_or_nothing(records):
 
 
 def main():
-    groups = sys.argv[1:] or ["install", "quickstart", "faults", "admission", "gangs", "neighbours", "reports", "boards"]
+    groups = sys.argv[1:] or [
+        "install", "quickstart", "faults", "admission", "gangs", "neighbours", "reports", "boards"
+    ]
     if "install" in groups:
         if check("helm install: two replicas become ready", install):
             check("helm test", helm_test)
@@ -529,28 +626,50 @@ def main():
     records = Records()
     if "quickstart" in groups:
         check("quickstart as two pods: Complete", quickstart, records)
-        for name, function in (("phases in order", quickstart_phases), ("progress moves, all fields", quickstart_progress), ("printer columns", quickstart_columns),
-                               ("conditions", quickstart_conditions), ("pods", quickstart_pods), ("model on the volume, prepared once", quickstart_model),
-                               ("tidy end, events", quickstart_tidy)):
+        for name, function in (
+            ("phases in order", quickstart_phases),
+            ("progress moves, all fields", quickstart_progress),
+            ("printer columns", quickstart_columns),
+            ("conditions", quickstart_conditions),
+            ("pods", quickstart_pods),
+            ("model on the volume, prepared once", quickstart_model),
+            ("tidy end, events", quickstart_tidy),
+        ):
             check(f"quickstart: {name}", function, records)
         check("quickstart: deletion leaves nothing", leaves_nothing, records, "quickstart")
     faults = Faults(records)
     if "faults" in groups:
         check("undisturbed run", faults.undisturbed)
-        for name, function in (("kill -9 of a worker", faults.worker_killed), ("a pod deleted", faults.pod_deleted), ("rank 0's pod deleted by force", faults.pod_deleted_hard),
-                               ("the operator's leader deleted", faults.operator_restarted), ("kill -9 of the leader while it creates", faults.leader_killed),
-                               ("a node stopped", faults.node_lost), ("the API server killed", faults.apiserver_restarted),
-                               ("etcd stands still for 18 s", faults.etcd_stalled), ("a rank stopped: hang", faults.hang),
-                               ("suspend and resume", faults.suspended)):
+        for name, function in (
+            ("kill -9 of a worker", faults.worker_killed),
+            ("a pod deleted", faults.pod_deleted),
+            ("rank 0's pod deleted by force", faults.pod_deleted_hard),
+            ("the operator's leader deleted", faults.operator_restarted),
+            ("kill -9 of the leader while it creates", faults.leader_killed),
+            ("a node stopped", faults.node_lost),
+            ("the API server killed", faults.apiserver_restarted),
+            ("etcd stands still for 18 s", faults.etcd_stalled),
+            ("a rank stopped: hang", faults.hang),
+            ("suspend and resume", faults.suspended),
+        ):
             check(f"{name}: same weights", function)
-        for name, function in (("a mistake in the configuration fails at once", faults.bad_configuration), ("a running job deleted leaves nothing", faults.running_deleted),
-                               ("a gang that cannot be placed is released", faults.unplaceable), ("time to live", faults.expired)):
+        for name, function in (
+            ("a mistake in the configuration fails at once", faults.bad_configuration),
+            ("a running job deleted leaves nothing", faults.running_deleted),
+            ("a gang that cannot be placed is released", faults.unplaceable),
+            ("time to live", faults.expired),
+        ):
             check(name, function)
     if "admission" in groups:
-        for name, function in (("an impossible layout is refused", impossible_layout), ("tensor parallel over pods is refused", wide_tensor_parallel),
-                               ("an unknown field is refused", unknown_field), ("what is not supported yet is refused", not_supported),
-                               ("the examples are accepted", examples_accepted), ("a running job keeps its size", running_unchangeable),
-                               ("the schema's rules hold without the webhook", rules_without_webhook)):
+        for name, function in (
+            ("an impossible layout is refused", impossible_layout),
+            ("tensor parallel over pods is refused", wide_tensor_parallel),
+            ("an unknown field is refused", unknown_field),
+            ("what is not supported yet is refused", not_supported),
+            ("the examples are accepted", examples_accepted),
+            ("a running job keeps its size", running_unchangeable),
+            ("the schema's rules hold without the webhook", rules_without_webhook),
+        ):
             check(f"admission: {name}", function)
     if "gangs" in groups:
         check("gangs: objects of Kubernetes' own gang scheduling", gang_objects, records)

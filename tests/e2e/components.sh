@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# components.sh [NAME...]: builds or unpacks the programs of a cluster into the cache and links them in $CACHE/e2e/bin. A component is made again when
-# its recipe below, its version or the Go release changes. Without names: what `make test-cluster` needs.
+# components.sh [NAME...]: builds or unpacks the programs of a cluster into the cache and links them in $CACHE/e2e/bin.
+# A component is made again when its recipe below, its version or the Go release changes. Without names: what `make
+# test-cluster` needs.
 . "$(dirname "$0")/lib.sh"
 KUBERNETES=v1.36.3
 ETCD=v3.7.3
@@ -17,9 +18,11 @@ export GOTOOLCHAIN=local GOFLAGS="-mod=mod -buildvcs=false" CGO_ENABLED=0
 # go_build OUT LDFLAGS PACKAGE...: in the module of the current folder.
 go_build() { local out=$1 flags=$2; shift 2; nice -n 10 go build -trimpath -ldflags "-s -w $flags" -o "$out/" "$@"; }
 
-# Kubernetes' modules replace their staging folders, which `go install` refuses: a module around it names the published ones.
+# Kubernetes' modules replace their staging folders, which `go install` refuses: a module around it names the published
+# ones.
 recipe_kubernetes() {
-  local version=$KUBERNETES out=$1 staging=v0.${KUBERNETES#v1.} mod component=k8s.io/component-base/version flags packages=() name
+  local version=$KUBERNETES out=$1 staging=v0.${KUBERNETES#v1.} mod component=k8s.io/component-base/version flags \
+    packages=() name
   mod=$(go mod download -json "k8s.io/kubernetes@$version" | sed -n 's/.*"GoMod": "\(.*\)".*/\1/p')
   [ -f "$mod" ] || die "the Go proxy does not serve k8s.io/kubernetes@$version"
   {
@@ -29,7 +32,9 @@ recipe_kubernetes() {
     sed -n 's#^[[:space:]]*\(k8s\.io/[a-z0-9./-]*\) => \./staging/.*#replace \1 => \1 '"$staging"'#p' "$mod"
   } >go.mod
   echo "package wrapper" >wrapper.go
-  for name in kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl; do packages+=("k8s.io/kubernetes/cmd/$name"); done
+  for name in kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl; do
+    packages+=("k8s.io/kubernetes/cmd/$name")
+  done
   flags="-X $component.gitVersion=$version -X $component.gitMajor=1 -X $component.gitMinor=$(cut -d. -f2 <<<"$version") -X $component.gitTreeState=clean"
   flags+=" -X $component.gitCommit=unknown -X $component.buildDate=1970-01-01T00:00:00Z"
   go_build "$out" "$flags" "${packages[@]}"
@@ -56,7 +61,9 @@ recipe_coredns() {
     echo 'import ('
     echo '	"github.com/coredns/coredns/core/dnsserver"'
     echo '	"github.com/coredns/coredns/coremain"'
-    for name in bind errors kubernetes log ready template; do echo "	_ \"github.com/coredns/coredns/plugin/$name\""; done
+    for name in bind errors kubernetes log ready template; do
+      echo "	_ \"github.com/coredns/coredns/plugin/$name\""
+    done
     echo ')'
     echo 'func init() { dnsserver.Directives = []string{"bind", "ready", "errors", "log", "template", "kubernetes"} }'
     echo 'func main() { coremain.Run() }'
@@ -91,7 +98,11 @@ recipe_kueue() {
 
 # Debian's packages, unpacked and not installed: installing would start daemons.
 recipe_debian() {
-  (cd "$work" && { apt-get download -q containerd runc containernetworking-plugins || { as_root apt-get update -q && apt-get download -q containerd runc containernetworking-plugins; }; })
+  (cd "$work" && {
+    apt-get download -q containerd runc containernetworking-plugins || {
+      as_root apt-get update -q && apt-get download -q containerd runc containernetworking-plugins
+    }
+  })
   for package in "$work"/*.deb; do dpkg -x "$package" "$1/root"; done
   mv "$1"/root/usr/bin/{containerd,containerd-shim-runc-v2,ctr} "$1"/root/usr/sbin/runc "$1/"
   mv "$1/root/usr/lib/cni" "$1/cni"
@@ -99,7 +110,9 @@ recipe_debian() {
 }
 
 recipe_prometheus() {
-  (cd "$work" && { apt-get download -q prometheus || { as_root apt-get update -q && apt-get download -q prometheus; }; })
+  (cd "$work" && {
+    apt-get download -q prometheus || { as_root apt-get update -q && apt-get download -q prometheus; }
+  })
   dpkg -x "$work"/prometheus_*.deb "$work/root"
   mv "$work"/root/usr/bin/{prometheus,promtool} "$1/"
 }
@@ -109,9 +122,11 @@ recipe_base() {
   need_packages debootstrap
   local mirror
   mirror=$(awk '/^URIs:/ {print $2; exit}' /etc/apt/sources.list.d/debian.sources 2>/dev/null || true)
-  [ -n "$mirror" ] || mirror=$(awk '$1 == "deb" {for (i = 2; i <= NF; i++) if ($i ~ /^http/) {print $i; exit}}' /etc/apt/sources.list)
+  [ -n "$mirror" ] || mirror=$(awk '$1 == "deb" {for (i = 2; i <= NF; i++) if ($i ~ /^http/) {print $i; exit}}' \
+    /etc/apt/sources.list)
   debootstrap --variant=minbase $DEBIAN "$work/rootfs" "$mirror"
-  rm -rf "$work"/rootfs/var/cache/apt/archives/*.deb "$work"/rootfs/var/lib/apt/lists/* "$work"/rootfs/usr/share/{doc,man,locale}/*
+  rm -rf "$work"/rootfs/var/cache/apt/archives/*.deb "$work"/rootfs/var/lib/apt/lists/* \
+    "$work"/rootfs/usr/share/{doc,man,locale}/*
   tar -C "$work/rootfs" -cf "$1/base.tar" .
 }
 
@@ -120,13 +135,19 @@ go_components=" kubernetes etcd coredns kwok kueue load "
 component() {
   local name=$1 key folder log start=$SECONDS
   declare -F "recipe_$name" >/dev/null || die "components.sh: no recipe '$name'"
-  key=$({ declare -f "recipe_$name" go_build; echo "$KUBERNETES $ETCD $COREDNS $KWOK $KUEUE $DEBIAN" | tr ' ' '\n' | grep -n . |
-    case $name in kubernetes) sed -n 1p ;; etcd) sed -n 2p ;; coredns) sed -n 3p ;; kwok) sed -n 4p ;; kueue) sed -n 5p ;; *) sed -n 6p ;; esac
+  key=$({ declare -f "recipe_$name" go_build
+    echo "$KUBERNETES $ETCD $COREDNS $KWOK $KUEUE $DEBIAN" | tr ' ' '\n' | grep -n . | case $name in
+      kubernetes) sed -n 1p ;; etcd) sed -n 2p ;; coredns) sed -n 3p ;; kwok) sed -n 4p ;; kueue) sed -n 5p ;;
+      *) sed -n 6p ;;
+    esac
     [ $name != load ] || cat "$E2E/load/main.go"
     case $go_components in *" $name "*) go version ;; esac; } | sha256sum | cut -c1-12)
   folder=$COMPONENTS/$name-$key
   if [ ! -d "$folder" ]; then
-    case $go_components in *" $name "*) command -v go >/dev/null || die "$name is built with Go, which is missing: install Go 1.26 or newer" ;; esac
+    case $go_components in
+      *" $name "*)
+        command -v go >/dev/null || die "$name is built with Go, which is missing: install Go 1.26 or newer" ;;
+    esac
     say "$name: making it (the first time takes minutes)"
     log=$COMPONENTS/$name.log
     rm -rf "$work"; mkdir -p "$work/module" "$work/made"

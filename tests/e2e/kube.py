@@ -26,13 +26,28 @@ class ApiError(Exception):
 
 
 KINDS = {
-    "pods": "/api/v1", "services": "/api/v1", "configmaps": "/api/v1", "events": "/api/v1", "nodes": "/api/v1", "secrets": "/api/v1",
-    "persistentvolumes": "/api/v1", "persistentvolumeclaims": "/api/v1", "namespaces": "/api/v1", "resourcequotas": "/api/v1",
-    "rljobs": "/apis/trireme.dev/v1alpha1", "leases": "/apis/coordination.k8s.io/v1", "networkpolicies": "/apis/networking.k8s.io/v1", "deployments": "/apis/apps/v1",
-    "workloads": "/apis/scheduling.k8s.io/v1alpha2", "podgroups": "/apis/scheduling.k8s.io/v1alpha2",
-    "validatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
+    "pods": "/api/v1",
+    "services": "/api/v1",
+    "configmaps": "/api/v1",
+    "events": "/api/v1",
+    "nodes": "/api/v1",
+    "secrets": "/api/v1",
+    "persistentvolumes": "/api/v1",
+    "persistentvolumeclaims": "/api/v1",
+    "namespaces": "/api/v1",
+    "resourcequotas": "/api/v1",
+    "rljobs": "/apis/trireme.dev/v1alpha1",
+    "leases": "/apis/coordination.k8s.io/v1",
+    "networkpolicies": "/apis/networking.k8s.io/v1",
+    "deployments": "/apis/apps/v1",
+    "workloads": "/apis/scheduling.k8s.io/v1alpha2",
+    "podgroups": "/apis/scheduling.k8s.io/v1alpha2",
+    "validatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
+    "mutatingwebhookconfigurations": "/apis/admissionregistration.k8s.io/v1",
 }
-CLUSTER_WIDE = {"nodes", "persistentvolumes", "namespaces", "validatingwebhookconfigurations", "mutatingwebhookconfigurations"}
+CLUSTER_WIDE = {
+    "nodes", "persistentvolumes", "namespaces", "validatingwebhookconfigurations", "mutatingwebhookconfigurations"
+}
 
 
 class Kube:
@@ -40,7 +55,8 @@ class Kube:
         config = yaml.safe_load(open(kubeconfig))
         cluster, user = config["clusters"][0]["cluster"], config["users"][0]["user"]
         self.host = urllib.parse.urlparse(cluster["server"])
-        self.context = ssl.create_default_context(cadata=base64.b64decode(cluster["certificate-authority-data"]).decode())
+        self.context = ssl.create_default_context(
+            cadata=base64.b64decode(cluster["certificate-authority-data"]).decode())
         with tempfile.NamedTemporaryFile() as cert, tempfile.NamedTemporaryFile() as key:
             cert.write(base64.b64decode(user["client-certificate-data"])), cert.flush()
             key.write(base64.b64decode(user["client-key-data"])), key.flush()
@@ -69,7 +85,8 @@ class Kube:
                     raise
                 if not fresh:
                     connection = self.local.connection = self.connect()
-                    connection.request(method, path, payload, {"Content-Type": content_type, "Accept": "application/json"})
+                    connection.request(method, path, payload,
+                                       {"Content-Type": content_type, "Accept": "application/json"})
                     response = connection.getresponse()
                     return response.status, response.read().decode()
         raise AssertionError("unreachable")
@@ -106,7 +123,8 @@ class Kube:
 
     def delete(self, kind, name, namespace="default", **options):
         try:
-            return self.call("DELETE", self.path(kind, name, namespace), {"kind": "DeleteOptions", "apiVersion": "v1", **options})
+            return self.call("DELETE", self.path(kind, name, namespace),
+                             {"kind": "DeleteOptions", "apiVersion": "v1", **options})
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -139,7 +157,9 @@ class Recorder:
     def _watch(self):
         connection = self.kube.connect(timeout=900)
         query = f"?watch=1&allowWatchBookmarks=true&timeoutSeconds=3600&resourceVersion={self.version}"
-        connection.request("GET", self.kube.path(self.kind, "", self.namespace) + query, headers={"Accept": "application/json"})
+        connection.request("GET",
+                           self.kube.path(self.kind, "", self.namespace) + query,
+                           headers={"Accept": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             response.read()

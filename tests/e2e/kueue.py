@@ -16,13 +16,28 @@ def configure(pki, address):
     folder.mkdir(exist_ok=True)
     shutil.copy(f"{pki}/apiserver.crt", folder / "tls.crt")  # names the same address
     shutil.copy(f"{pki}/apiserver.key", folder / "tls.key")
-    (folder / "config.yaml").write_text(yaml.safe_dump({
-        "apiVersion": "config.kueue.x-k8s.io/v1beta1", "kind": "Configuration", "namespace": "default", "health": {"healthProbeBindAddress": "127.0.0.1:19081"},
-        "metrics": {"bindAddress": "127.0.0.1:19080"}, "leaderElection": {"leaderElect": False}, "internalCertManagement": {"enable": False},
-        "webhook": {"host": address, "port": PORT, "certDir": str(folder)}, "clientConnection": {"qps": 500, "burst": 1000},
-        "integrations": {"frameworks": ["pod"], "podOptions": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "queued"}}}}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "config.kueue.x-k8s.io/v1beta1",
+                "kind": "Configuration",
+                "namespace": "default",
+                "health": {"healthProbeBindAddress": "127.0.0.1:19081"},
+                "metrics": {"bindAddress": "127.0.0.1:19080"},
+                "leaderElection": {"leaderElect": False},
+                "internalCertManagement": {"enable": False},
+                "webhook": {"host": address, "port": PORT, "certDir": str(folder)},
+                "clientConnection": {"qps": 500, "burst": 1000},
+                "integrations": {
+                    "frameworks": ["pod"],
+                    "podOptions": {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "queued"}}},
+                },
+            }
+        )
+    )
     shipped = COMPONENTS / "bin/kueue-config/components"
-    kubectl("apply", "--server-side", *[a for path in sorted((shipped / "crd/bases").glob("*.yaml")) for a in ("-f", path)])
+    kubectl("apply", "--server-side",
+            *[a for path in sorted((shipped / "crd/bases").glob("*.yaml")) for a in ("-f", path)])
     kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
     authority = base64.b64encode(open(f"{pki}/ca.crt", "rb").read()).decode()
     hooks = []
@@ -32,7 +47,9 @@ def configure(pki, address):
             groups = {g for rule in hook["rules"] for g in rule["apiGroups"]}
             if not groups <= {"", "kueue.x-k8s.io"}:
                 continue  # of kinds that no integration is on for
-            hook["clientConfig"] = {"url": f"https://{address}:{PORT}{hook['clientConfig']['service']['path']}", "caBundle": authority}
+            hook["clientConfig"] = {
+                "url": f"https://{address}:{PORT}{hook['clientConfig']['service']['path']}", "caBundle": authority
+            }
             if "" in groups:
                 hook["namespaceSelector"] = {"matchLabels": {"kubernetes.io/metadata.name": "queued"}}
             mine.append(hook)
@@ -48,12 +65,25 @@ def queues():
     def make(kind, body, namespace=None):
         place = f"/namespaces/{namespace}" if namespace else ""
         kube.call("POST", f"{KUEUE}{place}/{kind}", {"apiVersion": "kueue.x-k8s.io/v1beta1", **body})
-    make("resourceflavors", {"kind": "ResourceFlavor", "metadata": {"name": "any"}, "spec": {"tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}]}})
-    make("clusterqueues", {"kind": "ClusterQueue", "metadata": {"name": "all"}, "spec": {
-        "namespaceSelector": {}, "preemption": {"withinClusterQueue": "LowerPriority"},
-        "resourceGroups": [{"coveredResources": ["cpu"], "flavors": [{"name": "any", "resources": [{"name": "cpu", "nominalQuota": "400m"}]}]}]}})
+
+    make(
+        "resourceflavors", {
+            "kind": "ResourceFlavor", "metadata": {"name": "any"},
+            "spec": {"tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}]}
+        })
+    make(
+        "clusterqueues", {
+            "kind": "ClusterQueue", "metadata": {"name": "all"}, "spec": {
+                "namespaceSelector": {}, "preemption": {"withinClusterQueue": "LowerPriority"}, "resourceGroups": [{
+                    "coveredResources": ["cpu"],
+                    "flavors": [{"name": "any", "resources": [{"name": "cpu", "nominalQuota": "400m"}]}]
+                }]
+            }
+        })
     make("localqueues", {"kind": "LocalQueue", "metadata": {"name": "team"}, "spec": {"clusterQueue": "all"}}, "queued")
-    kube.call("POST", "/apis/scheduling.k8s.io/v1/priorityclasses", {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "urgent"}, "value": 1000})
+    kube.call(
+        "POST", "/apis/scheduling.k8s.io/v1/priorityclasses",
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": "urgent"}, "value": 1000})
 
 
 def phase(name):
@@ -75,7 +105,8 @@ def waits(name):
         pods = pods_of(name)
         job = kube.get("rljobs", name, "queued")
         said = condition(job, "Admitted") if job.get("status") else None
-        return (len(pods) == 4 and all(p["spec"].get("schedulingGates") for p in pods) and job["status"]["phase"] == "Queued" and said and said["status"] == "False" and said["message"])
+        return (len(pods) == 4 and all(p["spec"].get("schedulingGates") for p in pods)
+                and job["status"]["phase"] == "Queued" and said and said["status"] == "False" and said["message"])
     return wait(f"{name} to wait in the queue", held, 120)
 
 
@@ -90,7 +121,8 @@ def admitted(name):
 def in_turn(rljob):
     kube.create("rljobs", rljob("first", "queued", 4, queueName="team"), "queued")
     admitted("first")
-    labels = [(p["metadata"]["labels"].get("kueue.x-k8s.io/queue-name"), p["metadata"]["labels"].get("kueue.x-k8s.io/pod-group-name")) for p in pods_of("first")]
+    labels = [(p["metadata"]["labels"].get("kueue.x-k8s.io/queue-name"),
+               p["metadata"]["labels"].get("kueue.x-k8s.io/pod-group-name")) for p in pods_of("first")]
     need(set(labels) == {("team", "first-a1")}, f"labels {labels}")
     kube.create("rljobs", rljob("second", "queued", 4, queueName="team"), "queued")
     message = waits("second")
@@ -120,7 +152,8 @@ def preempted(rljob):
     waits("first")
     job = kube.get("rljobs", "first", "queued")
     failure = job["status"]["lastFailure"]
-    need(job["status"]["attempt"] == 3 and job["status"].get("freeRestarts") == 1 and not job["status"].get("restarts"), f"status {job['status']}")
+    need(job["status"]["attempt"] == 3 and job["status"].get("freeRestarts") == 1 and not job["status"].get("restarts"),
+         f"status {job['status']}")
     kube.delete("rljobs", "urgent", "queued")
     admitted("first")
     return f"{failure['reason']}: {failure['message'][:120]}"
@@ -128,5 +161,6 @@ def preempted(rljob):
 
 def nothing_left():
     kube.delete("rljobs", "first", "queued")
-    left = lambda: [o for kind in ("pods", "services") for o in kube.list(kind, "queued")] + kube.call("GET", f"{KUEUE}/namespaces/queued/workloads")["items"]
+    left = lambda: [o for kind in ("pods", "services") for o in kube.list(kind, "queued")] + kube.call(
+        "GET", f"{KUEUE}/namespaces/queued/workloads")["items"]
     wait("everything of the jobs to go", lambda: not left(), 120)

@@ -1,4 +1,5 @@
-# Shared by the scripts of this folder: source it. Names of everything the cluster makes, processes with a log and a pid file, waits with a deadline.
+# Shared by the scripts of this folder: source it. Names of everything the cluster makes, processes with a log and a pid
+# file, waits with a deadline.
 . "$(dirname "${BASH_SOURCE[0]}")/../../scripts/lib.sh"
 E2E=$ROOT/tests/e2e
 COMPONENTS=$CACHE/e2e                              # what is built or unpacked once, a folder for each content hash

@@ -28,7 +28,9 @@ def status_of(name):
 def untouched(name):
     """Still in its first attempt, and nothing has happened to it."""
     status = status_of(name)
-    need(status["attempt"] == 1 and not status.get("lastFailure") and not status.get("restarts") and not status.get("freeRestarts"), f"{name}: {status}")
+    need(
+        status["attempt"] == 1 and not status.get("lastFailure") and not status.get("restarts")
+        and not status.get("freeRestarts"), f"{name}: {status}")
     return status
 
 
@@ -44,11 +46,19 @@ def foreign_labels(records):
     begin("copied")
     mine = pod("copied-actor-1-a1")
     container = mine["spec"]["containers"][0]
-    for name, attempt, command in (("copied-actor-1-a9999", "9999", "sleep 600"), ("copied-actor-1-a1", "1", "exit 10")):
-        kube.create("pods", {
-            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": {**mine["metadata"]["labels"], "trireme.dev/attempt": attempt}},
-            "spec": {"restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [
-                {"name": "trainer", "image": container["image"], "imagePullPolicy": "IfNotPresent", "command": ["sh", "-c", command]}]}}, "others")
+    for name, attempt, command in (("copied-actor-1-a9999", "9999", "sleep 600"),
+                                   ("copied-actor-1-a1", "1", "exit 10")):
+        kube.create(
+            "pods", {
+                "apiVersion": "v1", "kind": "Pod", "metadata": {
+                    "name": name, "labels": {**mine["metadata"]["labels"], "trireme.dev/attempt": attempt}
+                }, "spec": {
+                    "restartPolicy": "Never", "terminationGracePeriodSeconds": 0, "containers": [{
+                        "name": "trainer", "image": container["image"], "imagePullPolicy": "IfNotPresent",
+                        "command": ["sh", "-c", command]
+                    }]
+                }
+            }, "others")
     wait("the foreign pod to fail", lambda: pod("copied-actor-1-a1", "others")["status"].get("phase") == "Failed", 120)
     time.sleep(10)
     status = untouched("copied")
@@ -63,26 +73,37 @@ def quota(records):
     """Six pods may be; two jobs of four have three each. They fit one after the other, and both end without a
     restart."""
     def limit(pods):
-        return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"}, "spec": {"hard": {"pods": str(pods)}}}
+        return {
+            "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"},
+            "spec": {"hard": {"pods": str(pods)}}
+        }
     def job(name):
         made = small_job(name, steps=4, scheduling={"backend": "None", "schedulingTimeoutSeconds": 20})
         made["spec"]["roles"]["actor"]["replicas"] = 4
         made["spec"]["roles"]["actor"]["template"]["spec"].pop("affinity")
         return made
-    wait("the pods of earlier checks to go", lambda: not [p for p in kube.list("pods") if p["status"].get("phase") in ("Pending", "Running")], 120)
+
+    wait("the pods of earlier checks to go",
+         lambda: not [p for p in kube.list("pods") if p["status"].get("phase") in ("Pending", "Running")], 120)
     kube.create("resourcequotas", limit(3))
     try:
         submit(job("half"), like=like())
         wait("three of four pods", lambda: len(kube.list("pods", selector="trireme.dev/job=half")) == 3, 60)
-        told = records.jobs.wait("the refusal in the status", lambda k, o: o["metadata"]["name"] == "half" and o.get("status", {}).get("waiting") == "QuotaExceeded", 60)
+        told = records.jobs.wait(
+            "the refusal in the status",
+            lambda k, o: o["metadata"]["name"] == "half" and o.get("status", {}).get("waiting") == "QuotaExceeded", 60)
         kube.merge("resourcequotas", "pods", {"spec": {"hard": {"pods": "6"}}})
         submit(job("other"), like=like())
         for name in ("half", "other"):
             status = records.wait_end(name, 600)["status"]
             need(not status.get("restarts") and not status.get("freeRestarts"), f"{name}: {status}")
         need("QuotaExceeded" in records.reasons("half"), f"events {records.reasons('half')}")
-        logs = "".join(kubectl("-n", SYSTEM, "logs", p["metadata"]["name"], "--since=15m").stdout for p in kube.list("pods", SYSTEM))
-        need(logs.count("exceeded quota") < 40, f"{logs.count('exceeded quota')} lines about the quota in the operator's logs")
+        logs = "".join(
+            kubectl("-n", SYSTEM, "logs", p["metadata"]["name"], "--since=15m").stdout
+            for p in kube.list("pods", SYSTEM))
+        need(
+            logs.count("exceeded quota") < 40,
+            f"{logs.count('exceeded quota')} lines about the quota in the operator's logs")
     finally:
         kube.delete("resourcequotas", "pods")
     for name in ("half", "other"):
@@ -103,7 +124,8 @@ class NoReports:
 def reports_never(records):
     """Limits of 20 s, and no report ever arrives: the run goes on, and the status says why it shows no step."""
     with NoReports():
-        submit(small_job("mute", steps=10 * LONG, health={"startupDeadlineSeconds": 20, "heartbeatTimeoutSeconds": 20}), like=like())
+        submit(small_job("mute", steps=10 * LONG, health={"startupDeadlineSeconds": 20, "heartbeatTimeoutSeconds": 20}),
+               like=like())
         records.wait_attempt("mute", 1, "Running")
         steps = logged_steps("mute")
         time.sleep(60)
@@ -126,13 +148,15 @@ def reports_cut(records):
         wait(f"a report of {name}", lambda: (status_of(name).get("progress") or {}).get("step"), 60)
     with NoReports():
         for name in ("left", "right"):
-            wait(f"ReportsLost of {name}", lambda: (condition(kube.get("rljobs", name), "Progressing") or {}).get("reason") == "ReportsLost", 90,
+            wait(f"ReportsLost of {name}", lambda:
+                 (condition(kube.get("rljobs", name), "Progressing") or {}).get("reason") == "ReportsLost", 90,
                  lambda: status_of(name))
         time.sleep(40)
         for name in ("left", "right"):
             untouched(name)
     for name in ("left", "right"):
-        wait(f"reports of {name} again", lambda: condition(kube.get("rljobs", name), "Progressing")["reason"] == "Reporting", 60)
+        wait(f"reports of {name} again",
+             lambda: condition(kube.get("rljobs", name), "Progressing")["reason"] == "Reporting", 60)
         untouched(name)
         remove(name)
 
@@ -142,7 +166,8 @@ def kubelet(node, signal_name):
 
 
 def node_ready(name):
-    return next(c["status"] for c in kube.get("nodes", name, None)["status"]["conditions"] if c["type"] == "Ready") == "True"
+    return next(c["status"] for c in kube.get("nodes", name, None)["status"]["conditions"]
+                if c["type"] == "Ready") == "True"
 
 
 def silent_kubelet(records):
@@ -172,7 +197,9 @@ def image_typo(records):
         container["imagePullPolicy"] = "IfNotPresent"
     submit(job, like=like())
     begun = time.monotonic()
-    records.jobs.wait("the reason in the status", lambda k, o: o["metadata"]["name"] == "misspelt" and o.get("status", {}).get("waiting") == "ErrImagePull", 60)
+    records.jobs.wait(
+        "the reason in the status",
+        lambda k, o: o["metadata"]["name"] == "misspelt" and o.get("status", {}).get("waiting") == "ErrImagePull", 60)
     table = kubectl("get", "rljob", "misspelt").stdout.splitlines()
     need("WAITING" in table[0] and "ErrImagePull" in table[1], "\n".join(table))
     status = records.wait_phase("misspelt", ("Failed", "Complete"), 300)["status"]
@@ -190,8 +217,16 @@ def image_typo(records):
 def crashing_rewards(records):
     job = small_job("crashy", steps=10 * LONG)
     image = job["spec"].get("image") or pod_image()
-    job["spec"]["roles"]["reward"] = {"replicas": 1, "port": 8000, "template": {"spec": {"containers": [
-        {"name": "reward", "image": image, "imagePullPolicy": "IfNotPresent", "command": ["sh", "-c", "sleep 5; echo last words; exit 3"]}]}}}
+    job["spec"]["roles"]["reward"] = {
+        "replicas": 1, "port": 8000, "template": {
+            "spec": {
+                "containers": [{
+                    "name": "reward", "image": image, "imagePullPolicy": "IfNotPresent",
+                    "command": ["sh", "-c", "sleep 5; echo last words; exit 3"]
+                }]
+            }
+        }
+    }
     submit(job, like=like())
     wait_step("crashy", 3)
     name = "crashy-reward-0-a1"
@@ -202,24 +237,35 @@ def crashing_rewards(records):
     rewards = next(r for r in status["roles"] if r["name"] == "reward")
     need(rewards.get("restarts", 0) >= 2, f"roles {status['roles']}")
     failure = status["lastFailure"]
-    need((failure["action"], failure["exitCode"], failure["logTail"].strip()) == ("ReplacePod", 3, "last words"), f"lastFailure {failure}")
+    need((failure["action"], failure["exitCode"], failure["logTail"].strip()) == ("ReplacePod", 3, "last words"),
+         f"lastFailure {failure}")
     need("PodReplaced" in records.reasons("crashy"), f"events {records.reasons('crashy')}")
-    need(sorted(n for n in records.made_pods("crashy") if "actor" in n) == ["crashy-actor-0-a1", "crashy-actor-1-a1"], f"pods made: {records.made_pods('crashy')}")
+    need(
+        sorted(n for n in records.made_pods("crashy") if "actor" in n) == ["crashy-actor-0-a1", "crashy-actor-1-a1"],
+        f"pods made: {records.made_pods('crashy')}")
     remove("crashy")
     return f"{made()} reward pods, one attempt"
 
 
 def pod_image():
-    return QUICKSTART[0]["spec"]["roles"]["actor"]["template"]["spec"]["containers"][0].get("image") or "docker.io/trireme/trainer:0.1.0"
+    return QUICKSTART[0]["spec"]["roles"]["actor"]["template"]["spec"]["containers"][0].get(
+        "image") or "docker.io/trireme/trainer:0.1.0"
 
 
 def neighbours(records):
-    for name, function in (("foreign pods under a job's labels", foreign_labels), ("two jobs and a quota for one and a half", quota),
-                           ("a kubelet silent for 60 s", silent_kubelet), ("an image that does not exist", image_typo),
-                           ("a reward pod that crashes", crashing_rewards)):
+    for name, function in (
+        ("foreign pods under a job's labels", foreign_labels),
+        ("two jobs and a quota for one and a half", quota),
+        ("a kubelet silent for 60 s", silent_kubelet),
+        ("an image that does not exist", image_typo),
+        ("a reward pod that crashes", crashing_rewards),
+    ):
         check(f"neighbours: {name}", function, records)
 
 
 def reports(records):
-    for name, function in (("reports that never come", reports_never), ("the report path cut under two runs", reports_cut)):
+    for name, function in (
+        ("reports that never come", reports_never),
+        ("the report path cut under two runs", reports_cut),
+    ):
         check(f"reports: {name}", function, records)

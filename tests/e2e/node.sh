@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# node.sh N: the first process of a node, started by cluster.sh in the node's namespaces: containerd, images, kubelet, kube-proxy.
+# node.sh N: the first process of a node, started by cluster.sh in the node's namespaces: containerd, images, kubelet,
+# kube-proxy.
 . "$(dirname "$0")/lib.sh"
 set +e
 i=$1 folder=$STATE/nodes/node$1
@@ -16,7 +17,8 @@ mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns
 containerd --config "$folder/containerd.toml" >>"$LOGS/node$i-containerd.log" 2>&1 &
 for _ in $(seq 300); do ctr version >/dev/null 2>&1 && break; sleep 0.1; done
 import_images "$i"
-kubelet --config "$folder/kubelet.yaml" --kubeconfig "$PKI/node$i.kubeconfig" --hostname-override "node$i" --node-ip "10.200.0.$((10 + i))" --v=2 \
+kubelet --config "$folder/kubelet.yaml" --kubeconfig "$PKI/node$i.kubeconfig" --hostname-override "node$i" --node-ip \
+  "10.200.0.$((10 + i))" --v=2 \
   >>"$LOGS/node$i-kubelet.log" 2>&1 &
 kube-proxy --config "$folder/proxy.yaml" >>"$LOGS/node$i-proxy.log" 2>&1 &
 while :; do sleep 3600 & wait $!; done

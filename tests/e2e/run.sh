@@ -18,7 +18,13 @@ else
   "$E2E/cluster.sh" import-images
 fi
 # Out here: the control plane's namespace has no way to a registry.
-{ if command -v npm >/dev/null; then "$E2E/board_schema.sh"; else echo "npm is missing: not checked"; fi; } >"$STATE/board_schema" 2>&1 || true
+{
+  if command -v npm >/dev/null; then
+    "$E2E/board_schema.sh"
+  else
+    echo "npm is missing: not checked"
+  fi
+} >"$STATE/board_schema" 2>&1 || true
 python=/usr/bin/python3
 PROMETHEUS=$(command -v prometheus || true)
 [ -n "$PROMETHEUS" ] || { "$E2E/components.sh" prometheus; PROMETHEUS=$COMPONENTS/bin/prometheus; }

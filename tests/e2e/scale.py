@@ -26,11 +26,22 @@ def say(text):
 
 
 def rljob(name, namespace, replicas=PODS, **more):
-    return {"apiVersion": "trireme.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": name, "namespace": namespace},
-            "spec": {**more, "algorithm": "GRPO", "model": {"source": "/data/model"}, "config": {"path": "configs/quickstart.yaml"},
-                     "health": {"startupDeadlineSeconds": 86400}, "roles": {"actor": {"replicas": replicas, "gpusPerPod": 0, "processesPerPod": 1, "template": {
-                         "spec": {"tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
-                                  "containers": [{"name": "trainer", "resources": {"requests": {"cpu": "100m"}}}]}}}}}}
+    return {
+        "apiVersion": "trireme.dev/v1alpha1", "kind": "RLJob", "metadata": {"name": name, "namespace": namespace},
+        "spec": {
+            **more, "algorithm": "GRPO", "model": {"source": "/data/model"},
+            "config": {"path": "configs/quickstart.yaml"}, "health": {"startupDeadlineSeconds": 86400}, "roles": {
+                "actor": {
+                    "replicas": replicas, "gpusPerPod": 0, "processesPerPod": 1, "template": {
+                        "spec": {
+                            "tolerations": [{"key": "kwok.x-k8s.io/node", "operator": "Exists"}],
+                            "containers": [{"name": "trainer", "resources": {"requests": {"cpu": "100m"}}}]
+                        }
+                    }
+                }
+            }
+        }
+    }
 
 
 def load(lines, name):
@@ -38,7 +49,8 @@ def load(lines, name):
     with open(path, "w") as out:
         for line in lines:
             out.write(json.dumps(line) + "\n")
-    done = run(COMPONENTS / "bin/load", "-server", f"https://{ADDRESS}:6443", "-pki", PKI, "-connections", "64", path, timeout=3600)
+    done = run(COMPONENTS / "bin/load", "-server", f"https://{ADDRESS}:6443", "-pki", PKI, "-connections", "64", path,
+               timeout=3600)
     return json.loads(done.stdout)
 
 
@@ -50,18 +62,25 @@ def namespace(name):
 def nodes(count):
     resources = {"cpu": "96", "memory": "1Ti", "pods": "250"}
     there = {n["metadata"]["name"] for n in kube.list("nodes", None)}
-    body = lambda i: {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"fake-{i:04}", "annotations": {"kwok.x-k8s.io/node": "fake", "node.alpha.kubernetes.io/ttl": "0"},
-                      "labels": {"kubernetes.io/hostname": f"fake-{i:04}", "type": "kwok"}},
-                      "spec": {"taints": [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}]}, "status": {"allocatable": resources, "capacity": resources}}
+    body = lambda i: {
+        "apiVersion": "v1", "kind": "Node", "metadata": {
+            "name": f"fake-{i:04}", "annotations": {"kwok.x-k8s.io/node": "fake", "node.alpha.kubernetes.io/ttl": "0"},
+            "labels": {"kubernetes.io/hostname": f"fake-{i:04}", "type": "kwok"}
+        }, "spec": {"taints": [{"key": "kwok.x-k8s.io/node", "value": "fake", "effect": "NoSchedule"}]},
+        "status": {"allocatable": resources, "capacity": resources}
+    }
     load(({"path": "/api/v1/nodes", "body": body(i)} for i in range(count) if f"fake-{i:04}" not in there), "nodes")
-    ready = lambda: sum(any(c["type"] == "Ready" and c["status"] == "True" for c in n["status"].get("conditions", [])) for n in kube.list("nodes", None)) >= count
+    ready = lambda: sum(
+        any(c["type"] == "Ready" and c["status"] == "True" for c in n["status"].get("conditions", []))
+        for n in kube.list("nodes", None)) >= count
     wait(f"{count} nodes", ready, 600)
 
 
 class Process:
     def __init__(self, name, *command):
         self.log = open(f"{LOGS}/{name}.log", "a")
-        self.process = subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=self.log, start_new_session=True)
+        self.process = subprocess.Popen([str(c) for c in command], stdout=self.log, stderr=self.log,
+                                        start_new_session=True)
         (STATE / f"{name}.pid").write_text(str(self.process.pid))
         self.name = name
 
@@ -70,7 +89,8 @@ class Process:
         return (int(fields[11]) + int(fields[12])) / TICK
 
     def memory(self, key):
-        return int(re.search(rf"^{key}:\s+(\d+) kB", open(f"/proc/{self.process.pid}/status").read(), re.M).group(1)) / 1024
+        return int(re.search(rf"^{key}:\s+(\d+) kB",
+                             open(f"/proc/{self.process.pid}/status").read(), re.M).group(1)) / 1024
 
     def stop(self):
         begin = time.monotonic()
@@ -81,8 +101,10 @@ class Process:
 
 
 def start_operator(*flags):
-    return Process("operator", OPERATOR, "--kubeconfig", KUBECONFIG, "--operator-namespace", "default", "--pod-name", "scale", "--address", "127.0.0.1", "--metrics-port", "18080",
-                   "--health-port", "18081", "--status-port", "18090", "--webhook-port", "-1", "--no-leader-elect", *flags, *os.environ.get("OPERATOR_FLAGS", "").split())
+    return Process("operator", OPERATOR, "--kubeconfig", KUBECONFIG, "--operator-namespace", "default", "--pod-name",
+                   "scale", "--address", "127.0.0.1", "--metrics-port", "18080", "--health-port", "18081",
+                   "--status-port", "18090", "--webhook-port", "-1", "--no-leader-elect", *flags,
+                   *os.environ.get("OPERATOR_FLAGS", "").split())
 
 
 def metrics():
@@ -91,20 +113,25 @@ def metrics():
 
 
 def metric(text, name, labels=""):
-    return sum(float(m) for m in re.findall(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} ([0-9.e+-]+)$|^{name} ([0-9.e+-]+)$", text, re.M) for m in m if m)
+    return sum(
+        float(m)
+        for m in re.findall(rf"^{name}\{{[^}}]*{labels}[^}}]*\}} ([0-9.e+-]+)$|^{name} ([0-9.e+-]+)$", text, re.M)
+        for m in m if m)
 
 
 def quantile(text, name, q):
     buckets = {}
     for bound, value in re.findall(rf'^{name}_bucket\{{[^}}]*le="([^"]+)"[^}}]*\}} ([0-9.e+-]+)$', text, re.M):
-        buckets[float(bound.replace("+Inf", "inf"))] = buckets.get(float(bound.replace("+Inf", "inf")), 0) + float(value)
+        buckets[float(bound.replace("+Inf",
+                                    "inf"))] = buckets.get(float(bound.replace("+Inf", "inf")), 0) + float(value)
     total = buckets[float("inf")]
     return next(bound for bound, value in sorted(buckets.items()) if value >= q * total)
 
 
 def stored(resource):
     text = kube.raw("GET", "/metrics")[1]
-    found = re.search(rf'^apiserver_(?:storage|resource)_objects\{{[^}}]*resource="{resource}"[^}}]*\}} (\S+)', text, re.M)
+    found = re.search(rf'^apiserver_(?:storage|resource)_objects\{{[^}}]*resource="{resource}"[^}}]*\}} (\S+)', text,
+                      re.M)
     return int(float(found.group(1))) if found else 0
 
 
@@ -117,7 +144,11 @@ def count(kind, ns):
 def strip(o, ns, owners):
     meta = {k: v for k, v in o["metadata"].items() if k in ("name", "labels", "annotations")}
     meta["namespace"] = ns
-    spec = {k: v for k, v in o.get("spec", {}).items() if k not in ("nodeName", "clusterIP", "clusterIPs", "serviceAccount", "ipFamilies", "ipFamilyPolicy")}
+    spec = {
+        k: v
+        for k, v in o.get("spec", {}).items()
+        if k not in ("nodeName", "clusterIP", "clusterIPs", "serviceAccount", "ipFamilies", "ipFamilyPolicy")
+    }
     if o["kind"] == "Service":
         spec["clusterIP"] = "None"
     body = {"apiVersion": "v1", "kind": o["kind"], "metadata": meta}
@@ -144,7 +175,8 @@ def objects_of(ns):
 
 def post_jobs(ns, jobs, replicas, **more):
     namespace(ns)
-    return load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns, replicas, **more)} for i in range(jobs)), f"rljobs-{ns}")
+    return load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns, replicas, **more)}
+                 for i in range(jobs)), f"rljobs-{ns}")
 
 
 def by_operator(ns, jobs, replicas):
@@ -159,7 +191,8 @@ def by_operator(ns, jobs, replicas):
         time.sleep(0.5 if there < 0.8 * jobs * replicas else 0.1)  # each look costs the API server some milliseconds
     end, cpu = time.time(), operator.cpu()
     text = metrics()
-    requests = ", ".join(f"{int(metric(text, 'rest_client_requests_total', f'method=.{verb}.'))} {verb}" for verb in ("GET", "POST", "PATCH"))
+    requests = ", ".join(f"{int(metric(text, 'rest_client_requests_total', f'method=.{verb}.'))} {verb}"
+                         for verb in ("GET", "POST", "PATCH"))
     line = re.search(r"^(\S+Z) .*leading as", open(f"{LOGS}/operator.log").read(), re.M)
     seconds = end - datetime.datetime.fromisoformat(line.group(1).replace("Z", "+00:00")).timestamp()
     in_flight = metric(text, "rest_client_request_duration_seconds_sum") / seconds
@@ -172,7 +205,8 @@ def by_loop(made, ns, jobs, replicas):
     """Seconds of the loop for the same objects, of jobs that are nobody's work."""
     post_jobs(ns, jobs, replicas, managedBy="kueue.x-k8s.io/multikueue")
     owners = {o["metadata"]["name"]: o["metadata"]["uid"] for o in kube.list("rljobs", ns)}
-    return load(({"path": Kube.path(kind, "", ns), "wave": wave, "body": strip(o, ns, owners)} for kind, wave, o in made), f"bare-{ns}")
+    return load(({"path": Kube.path(kind, "", ns), "wave": wave, "body": strip(o, ns, owners)}
+                 for kind, wave, o in made), f"bare-{ns}")
 
 
 def create_rate(jobs, replicas, label):
@@ -190,7 +224,8 @@ def create_rate(jobs, replicas, label):
             loop = by_loop(made, theirs, jobs, replicas)
             settle(replicas * jobs, theirs)
         ratios.append(seconds / loop["seconds"])
-        say(f"  {label}: operator {seconds:.2f} s ({cost}), loop of the same {loop['objects']} objects {loop['seconds']:.2f} s, ratio {ratios[-1]:.2f}")
+        say(f"  {label}: operator {seconds:.2f} s ({cost}), loop of the same {loop['objects']} objects "
+            f"{loop['seconds']:.2f} s, ratio {ratios[-1]:.2f}")
     return ratios
 
 
@@ -204,10 +239,14 @@ def settle(pods, ns):
 
 
 def clear():
-    mine = [n["metadata"]["name"] for n in kube.list("namespaces", None) if re.match("many-|wide-|made|held", n["metadata"]["name"])]
+    mine = [
+        n["metadata"]["name"] for n in kube.list("namespaces", None)
+        if re.match("many-|wide-|made|held", n["metadata"]["name"])
+    ]
     for ns in mine:
         kube.delete("namespaces", ns, None)
-    wait("the namespaces of the other groups to go", lambda: not any(kube.get("namespaces", ns, None) for ns in mine), 2400)
+    wait("the namespaces of the other groups to go", lambda: not any(kube.get("namespaces", ns, None) for ns in mine),
+         2400)
 
 
 def wanted(what, value, limit, unit=""):
@@ -231,7 +270,8 @@ def made():
     begin = time.monotonic()
     # One scheduler is slower than the operator here: gangs wait for it as long as it takes.
     waits = {"scheduling": {"schedulingTimeoutSeconds": 0}}
-    posted = load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns, **waits)} for i in range(JOBS)), "rljobs-made")
+    posted = load(({"path": Kube.path("rljobs", "", ns), "body": rljob(f"job-{i}", ns, **waits)} for i in range(JOBS)),
+                  "rljobs-made")
     say(f"  {posted['objects']} RLJobs posted in {posted['seconds']:.1f} s")
     while True:
         there = count("pods", ns)
@@ -241,9 +281,10 @@ def made():
         time.sleep(0.5)
     seconds = time.monotonic() - begin
     text = metrics()
-    say(f"  {JOBS * PODS} pods created after {seconds:.1f} s ({JOBS * PODS / seconds:.0f} pods/s), operator CPU {operator.cpu():.1f} s")
-    say(f"  reconcile time: p50 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.5):g} s, p95 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.95):g} s, "
-        f"p99 <= {quantile(text, 'controller_runtime_reconcile_time_seconds', 0.99):g} s")
+    say(f"  {JOBS * PODS} pods created after {seconds:.1f} s ({JOBS * PODS / seconds:.0f} pods/s), "
+        f"operator CPU {operator.cpu():.1f} s")
+    p50, p95, p99 = (quantile(text, "controller_runtime_reconcile_time_seconds", q) for q in (0.5, 0.95, 0.99))
+    say(f"  reconcile time: p50 <= {p50:g} s, p95 <= {p95:g} s, p99 <= {p99:g} s")
     wait("every job to be placed", lambda: metric(metrics(), "trireme_jobs", 'phase="Starting"') >= JOBS, 3000)
     seconds, peak = time.monotonic() - begin, operator.memory("VmHWM")
     operator.stop()
@@ -254,7 +295,8 @@ def made():
 
 def etcd(verb, body):
     import urllib.request
-    request = urllib.request.Request(f"http://127.0.0.1:2379/v3/kv/{verb}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(f"http://127.0.0.1:2379/v3/kv/{verb}",
+                                     json.dumps(body).encode(), {"Content-Type": "application/json"})
     return json.loads(urllib.request.urlopen(request, timeout=60).read())
 
 
@@ -274,7 +316,11 @@ def copy_jobs(ns, name, copies):
         for pair in etcd("range", {"key": coded(prefix), "range_end": coded(prefix + "\x7f")})["kvs"]:
             stored[base64.b64decode(pair["key"])] = base64.b64decode(pair["value"])
     need(len(stored) == PODS + 3, f"a job has {sorted(stored)}")
-    uids = {o["metadata"]["uid"] for kind in ("rljobs", "pods", "services", "configmaps") for o in kube.list(kind, ns) if o["metadata"]["name"].startswith(name)}
+    uids = {
+        o["metadata"]["uid"]
+        for kind in ("rljobs", "pods", "services", "configmaps")
+        for o in kube.list(kind, ns) if o["metadata"]["name"].startswith(name)
+    }
     jobs = {key: value for key, value in stored.items() if b"/rljobs/" in key}
     def put(i, part):
         changes = {u.encode(): str(uuid.uuid5(uuid.UUID(u), str(i))).encode() for u in uids}
@@ -282,7 +328,11 @@ def copy_jobs(ns, name, copies):
         pattern = re.compile(b"|".join(map(re.escape, changes)))
         for key, value in part.items():
             # One revision each, as every object of an API server has: a watch goes on after a revision.
-            etcd("put", {"key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(pattern.sub(lambda m: changes[m.group()], value))})
+            etcd(
+                "put", {
+                    "key": coded(pattern.sub(lambda m: changes[m.group()], key)), "value": coded(
+                        pattern.sub(lambda m: changes[m.group()], value))
+                })
     # A job whose pods are not there has lost them: they come first.
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         for part in ({key: value for key, value in stored.items() if key not in jobs}, jobs):
@@ -306,13 +356,15 @@ def held():
     try:
         begin = time.monotonic()
         copy_jobs(ns, first, JOBS - 1)
-        wait("the operator to know all", lambda: time.sleep(3) or metric(metrics(), "trireme_jobs", 'phase="Starting"') >= JOBS, 1200)
+        wait("the operator to know all",
+             lambda: time.sleep(3) or metric(metrics(), "trireme_jobs", 'phase="Starting"') >= JOBS, 1200)
         say(f"  {JOBS} RLJobs with {JOBS * PODS} pods there after {time.monotonic() - begin:.0f} s")
         quiet(operator)
         return measure_held(operator)
     finally:
         for folder in FOLDERS:
-            etcd("deleterange", {"key": coded(f"/registry/{folder}/{ns}/"), "range_end": coded(f"/registry/{folder}/{ns}0")})
+            etcd("deleterange",
+                 {"key": coded(f"/registry/{folder}/{ns}/"), "range_end": coded(f"/registry/{folder}/{ns}0")})
 
 
 def measure_held(operator):
@@ -320,24 +372,29 @@ def measure_held(operator):
     before, began = operator.cpu(), time.monotonic()
     time.sleep(60)
     idle = (operator.cpu() - before) / (time.monotonic() - began)
-    missed = wanted("steady RSS", steady, 80, " MiB") + wanted("peak RSS", peak, 120, " MiB") + wanted("idle CPU", idle, 0.2, " cores")
+    missed = wanted("steady RSS", steady, 80, " MiB") + wanted("peak RSS", peak, 120, " MiB") + wanted(
+        "idle CPU", idle, 0.2, " cores")
     operator.stop()
     # From start to synced, against curl of the same lists, alternating.
     ratios = []
     for _ in range(3):
         begin = time.monotonic()
-        for path in ("/apis/trireme.dev/v1alpha1/rljobs", "/api/v1/pods?labelSelector=trireme.dev/job-uid", "/api/v1/services?labelSelector=trireme.dev/job-uid", "/api/v1/nodes"):
-            run("curl", "-sf", "-o", "/dev/null", "--cacert", f"{PKI}/ca.crt", "--cert", f"{PKI}/admin.crt", "--key", f"{PKI}/admin.key", f"https://{ADDRESS}:6443{path}")
+        for path in ("/apis/trireme.dev/v1alpha1/rljobs", "/api/v1/pods?labelSelector=trireme.dev/job-uid",
+                     "/api/v1/services?labelSelector=trireme.dev/job-uid", "/api/v1/nodes"):
+            run("curl", "-sf", "-o", "/dev/null", "--cacert", f"{PKI}/ca.crt", "--cert", f"{PKI}/admin.crt", "--key",
+                f"{PKI}/admin.key", f"https://{ADDRESS}:6443{path}")
         curl = time.monotonic() - begin
         open(f"{LOGS}/operator.log", "w").close()
         begin = time.time()
         operator = start_operator()
-        line = wait("the operator's lists", lambda: re.search(r"^(\S+Z) .*informers hold", open(f"{LOGS}/operator.log").read(), re.M), 300)
+        line = wait("the operator's lists",
+                    lambda: re.search(r"^(\S+Z) .*informers hold", open(f"{LOGS}/operator.log").read(), re.M), 300)
         synced = datetime.datetime.fromisoformat(line.group(1).replace("Z", "+00:00")).timestamp() - begin
         quiet(operator)
         ratios.append(synced / curl)
         say(f"  start to synced {synced:.2f} s, curl of the same lists {curl:.2f} s, ratio {ratios[-1]:.2f}")
-        missed += wanted("RSS after that start", operator.memory("VmRSS"), 80, " MiB") + wanted("its peak", operator.memory("VmHWM"), 120, " MiB")
+        missed += wanted("RSS after that start", operator.memory("VmRSS"), 80, " MiB") + wanted(
+            "its peak", operator.memory("VmHWM"), 120, " MiB")
         operator.stop()
     missed += wanted("median ratio of start to curl", sorted(ratios)[1], 1.3)
     need(not missed, "; ".join(missed))
@@ -347,10 +404,14 @@ def measure_held(operator):
 def queue():
     namespace("queued")
     folder = kueue.configure(PKI, ADDRESS)
-    manager = Process("kueue", COMPONENTS / "bin/kueue", "--kubeconfig", KUBECONFIG, "--config", folder / "config.yaml", "--feature-gates=VisibilityOnDemand=false")
+    manager = Process("kueue", COMPONENTS / "bin/kueue", "--kubeconfig", KUBECONFIG, "--config", folder / "config.yaml",
+                      "--feature-gates=VisibilityOnDemand=false")
     operator = None
     try:
-        wait("Kueue's webhooks", lambda: run("curl", "-sk", "-o", "/dev/null", f"https://{ADDRESS}:{kueue.PORT}/", ok=False).returncode == 0, 120)
+        wait(
+            "Kueue's webhooks",
+            lambda: run("curl", "-sk", "-o", "/dev/null", f"https://{ADDRESS}:{kueue.PORT}/", ok=False).returncode == 0,
+            120)
         kubectl("apply", "--server-side", "-f", folder / "webhooks.yaml")
         kueue.queues()
         operator = start_operator("--namespace", "queued")
@@ -387,7 +448,8 @@ def quiet(operator, seconds=300):
 def main():
     say(f"scale: {JOBS} RLJobs of {PODS} pods on kwok's nodes; load average {os.getloadavg()[0]:.1f}")
     stages = [a for path in sorted((COMPONENTS / "bin/kwok-stages").glob("*.yaml")) for a in ("--config", path)]
-    kwok = Process("kwok", COMPONENTS / "bin/kwok", "--kubeconfig", KUBECONFIG, "--manage-all-nodes=false", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
+    kwok = Process("kwok", COMPONENTS / "bin/kwok", "--kubeconfig", KUBECONFIG, "--manage-all-nodes=false",
+                   "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
                    "--node-lease-duration-seconds=40", "--server-address", "127.0.0.1:10247", *stages)
     kubectl("apply", "--server-side", "-f", ROOT / "crds/trireme.dev_rljobs.yaml")
     clear()

@@ -58,9 +58,11 @@ def finish():
 
 
 def run(*command, ok=True, **options):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=options.pop("timeout", 300), **options)
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True,
+                          timeout=options.pop("timeout", 300), **options)
     if ok and done.returncode != 0:
-        raise AssertionError(f"{' '.join(map(str, command))[:200]}: exit code {done.returncode}: {(done.stderr + done.stdout)[-600:]}")
+        raise AssertionError(
+            f"{' '.join(map(str, command))[:200]}: exit code {done.returncode}: {(done.stderr + done.stdout)[-600:]}")
     return done
 
 
@@ -118,11 +120,14 @@ def clean():
             kube.delete(kind, o["metadata"]["name"])
     for o in kube.list("persistentvolumes", None):
         kube.delete("persistentvolumes", o["metadata"]["name"], None)
-    wait("the volumes of an earlier run to go", lambda: not kube.list("persistentvolumes", None) and not kube.list("pods") and not kube.list("rljobs"))
+    wait("the volumes of an earlier run to go",
+         lambda: not kube.list("persistentvolumes", None) and not kube.list("pods") and not kube.list("rljobs"))
     shutil.rmtree(STATE / "volumes", ignore_errors=True)
 
 
-TINY_MODEL = ["--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--intermediate", "48"]
+TINY_MODEL = [
+    "--hidden", "32", "--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--intermediate", "48"
+]
 TINY_TASK = ["--smallest", "0", "--largest", "19", "--warm-start", "50", "--held-out", "20"]
 STEPS = 40
 
@@ -133,18 +138,25 @@ def small_job(name, steps=STEPS, overrides=(), **changes):
     job["metadata"]["name"] = name
     spec = job["spec"]
     spec["config"]["overrides"] = [
-        "policy.model_name=/data/model", "data.train.data_path=/data/task/train.jsonl", "data.validation.data_path=/data/task/held_out.jsonl",
-        "logger.log_dir=/data/logs", "grpo.seed=1", f"grpo.max_num_steps={steps}", "grpo.use_dynamic_sampling=false", "grpo.batch_multiplier=1",
-        "grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=64", "policy.train_micro_batch_size=8",
-        "grpo.val_period=10", "grpo.max_val_samples=20", "checkpointing.save_period=2", "checkpointing.keep_top_k=0",
-        "policy.generation.max_running_samples=32", "policy.generation.kv_cache_tokens=4096", "policy.generation.max_new_tokens=24",
-        "logger.report=false", *overrides]
+        "policy.model_name=/data/model", "data.train.data_path=/data/task/train.jsonl",
+        "data.validation.data_path=/data/task/held_out.jsonl", "logger.log_dir=/data/logs", "grpo.seed=1",
+        f"grpo.max_num_steps={steps}", "grpo.use_dynamic_sampling=false", "grpo.batch_multiplier=1",
+        "grpo.num_prompts_per_step=32", "grpo.num_generations_per_prompt=8", "policy.train_global_batch_size=64",
+        "policy.train_micro_batch_size=8", "grpo.val_period=10", "grpo.max_val_samples=20",
+        "checkpointing.save_period=2", "checkpointing.keep_top_k=0", "policy.generation.max_running_samples=32",
+        "policy.generation.kv_cache_tokens=4096", "policy.generation.max_new_tokens=24", "logger.report=false",
+        *overrides
+    ]
     actor = spec["roles"]["actor"]
     actor["replicas"] = 2
     pod = actor["template"]["spec"]
     pod["initContainers"] = pod["initContainers"][:2]
-    pod["initContainers"][0]["command"] = ["trireme", "once", "/data/task/.done", "--", "init-task", "addition", "--out", "/data/task", *TINY_TASK]
-    pod["initContainers"][1]["command"] = ["trireme", "once", "/data/model/.done", "--", "init-model", "--out", "/data/model", *TINY_MODEL]
+    pod["initContainers"][0]["command"] = [
+        "trireme", "once", "/data/task/.done", "--", "init-task", "addition", "--out", "/data/task", *TINY_TASK
+    ]
+    pod["initContainers"][1]["command"] = [
+        "trireme", "once", "/data/model/.done", "--", "init-model", "--out", "/data/model", *TINY_MODEL
+    ]
     pod["containers"][0]["resources"] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
     pod["volumes"][0]["persistentVolumeClaim"]["claimName"] = name
     spread_over_nodes(pod, name)
@@ -193,8 +205,9 @@ class Records:
     """Everything that happens to the kinds the checks talk about, from now on."""
 
     def __init__(self):
-        self.jobs, self.pods, self.services = Recorder(kube, "rljobs"), Recorder(kube, "pods"), Recorder(kube, "services")
-        self.configmaps, self.events, self.leases = Recorder(kube, "configmaps"), Recorder(kube, "events"), Recorder(kube, "leases", SYSTEM)
+        self.jobs, self.pods = Recorder(kube, "rljobs"), Recorder(kube, "pods")
+        self.services, self.configmaps = Recorder(kube, "services"), Recorder(kube, "configmaps")
+        self.events, self.leases = Recorder(kube, "events"), Recorder(kube, "leases", SYSTEM)
 
     def phases(self, name):
         """Phases in order, without repetition of neighbours."""
@@ -208,8 +221,11 @@ class Records:
     def wait_phase(self, name, phases, seconds=300):
         phases = (phases,) if isinstance(phases, str) else phases
         def reached(kind, job):
-            return job["metadata"]["name"] == name and kind != "DELETED" and job.get("status", {}).get("phase") in phases
-        return self.jobs.wait(f"phase {' or '.join(phases)} of {name} ({' '.join(self.phases(name)) or 'nothing yet'} so far)", reached, seconds)[2]
+            phase = job.get("status", {}).get("phase")
+            return job["metadata"]["name"] == name and kind != "DELETED" and phase in phases
+        return self.jobs.wait(
+            f"phase {' or '.join(phases)} of {name} ({' '.join(self.phases(name)) or 'nothing yet'} so far)", reached,
+            seconds)[2]
 
     def wait_attempt(self, name, attempt, phase, seconds=300):
         def reached(kind, job):
@@ -219,11 +235,16 @@ class Records:
 
     def wait_end(self, name, seconds=420):
         job = self.wait_phase(name, ("Complete", "Failed"), seconds)
-        need(job["status"]["phase"] == "Complete", f"{name} failed: {[c for c in job['status']['conditions'] if c['type'] == 'Failed']}")
+        need(job["status"]["phase"] == "Complete",
+             f"{name} failed: {[c for c in job['status']['conditions'] if c['type'] == 'Failed']}")
         return job
 
     def made_pods(self, name):
-        return [o["metadata"]["name"] for _, kind, o in self.pods.of(lambda o: o["metadata"].get("labels", {}).get("trireme.dev/job") == name) if kind == "ADDED"]
+        return [
+            o["metadata"]["name"]
+            for _, kind, o in self.pods.of(lambda o: o["metadata"].get("labels", {}).get("trireme.dev/job") == name)
+            if kind == "ADDED"
+        ]
 
     def reasons(self, name):
         return [e["reason"] for _, _, e in self.events.of(lambda e: e["involvedObject"]["name"] == name)]
@@ -247,7 +268,8 @@ def processes(pod_object, word):
         if not folder.name.isdigit():
             continue
         try:
-            if uid in (folder / "cgroup").read_text() and word in (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode():
+            command = lambda: (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if uid in (folder / "cgroup").read_text() and word in command():
                 found.append(int(folder.name))
         except (OSError, UnicodeDecodeError):
             pass
@@ -256,8 +278,8 @@ def processes(pod_object, word):
 
 def rank_process(pod_name):
     """The one rank's process of a pod: the launcher's child."""
-    found = wait(f"the trainer of {pod_name}", lambda: [p for p in processes(pod(pod_name), "trireme train ") + processes(pod(pod_name), "/trireme train")
-                                                        if p])
+    trainers = lambda: processes(pod(pod_name), "trireme train ") + processes(pod(pod_name), "/trireme train")
+    found = wait(f"the trainer of {pod_name}", lambda: [p for p in trainers() if p])
     return found[-1]
 
 

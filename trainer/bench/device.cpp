@@ -4,7 +4,6 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <ctime>
 #include <fstream>
 
 #include "base/clock.h"
@@ -74,15 +73,6 @@ nlohmann::json versions(at::Device device) {
   nlohmann::json json = {{"trireme", TRIREME_VERSION}, {"libtorch", TORCH_VERSION}, {"compiler", "g++ " __VERSION__}};
   if (device.is_cuda()) json.update(cuda_versions());
   return json;
-}
-
-std::string utc_date() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  ::gmtime_r(&now, &parts);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
 }
 
 double median(std::vector<double> values) {

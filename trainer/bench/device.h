@@ -17,7 +17,6 @@ int64_t take_peak_memory_bytes(at::Device device);
 
 std::string machine_name(at::Device device);  // "NVIDIA H200", or the CPU's model
 nlohmann::json versions(at::Device device);   // trireme, libtorch, compiler, on CUDA runtime and driver
-std::string utc_date();                       // 2026-01-31T12:34:56Z
 
 double median(std::vector<double> values);  // of at least one
 

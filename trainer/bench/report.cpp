@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/text.h"
@@ -40,7 +41,7 @@ nlohmann::json report_header(const std::string& benchmark, const CommonOptions& 
           {"device_kind", target.device.is_cuda() ? "cuda" : "cpu"},
           {"seed", options.seed},
           {"repeats", options.repeats},
-          {"date", utc_date()},
+          {"date", utc_now()},
           {"versions", versions(target.device)}};
 }
 

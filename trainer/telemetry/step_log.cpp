@@ -6,9 +6,9 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
-#include <ctime>
 #include <nlohmann/json.hpp>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/log.h"
@@ -205,15 +205,6 @@ std::string phase_table_markdown(const std::vector<LoggedStep>& steps, int64_t f
                      " |";
   }
   return head + "\n" + rule + "\n" + row + "\n";
-}
-
-std::string utc_now() {
-  const std::time_t now = std::time(nullptr);
-  std::tm parts{};
-  ::gmtime_r(&now, &parts);
-  char text[32];
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
 }
 
 }  // namespace trireme

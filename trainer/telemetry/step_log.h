@@ -76,6 +76,4 @@ class StepLog final {
 // tokens generated per sample; as a Markdown table.
 std::string phase_table_markdown(const std::vector<LoggedStep>& steps, int64_t first, int64_t last);
 
-std::string utc_now();
-
 }  // namespace trireme

@@ -6,6 +6,7 @@
 #include <cerrno>
 
 #include "base/atomic_file.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/sigpipe.h"
@@ -36,6 +37,12 @@ TEST(Text, Utf8) {
   EXPECT_FALSE(is_valid_utf8("\xC0\x80"));      // overlong
   EXPECT_FALSE(is_valid_utf8("\xED\xA0\x80"));  // surrogate
   EXPECT_FALSE(is_valid_utf8("\xE2\x82"));      // cut
+}
+
+TEST(Clock, TimesOfDayAreRfc3339) {
+  EXPECT_EQ(utc_time(0), "1970-01-01T00:00:00Z");
+  EXPECT_EQ(utc_time(1'767'323'045), "2026-01-02T03:04:05Z");
+  EXPECT_EQ(utc_now().size(), utc_time(0).size());
 }
 
 TEST(Urls, AreSplitIntoWhereAndWhat) {

@@ -89,12 +89,6 @@ struct TestRank {
   std::unique_ptr<CheckpointManager> manager;
 };
 
-std::vector<int64_t> steps(const fs::path& dir) {
-  std::vector<int64_t> found;
-  for (const CheckpointInfo& info : list_checkpoints(dir)) found.push_back(info.step);
-  return found;
-}
-
 std::vector<std::string> names(const fs::path& dir) {
   std::vector<std::string> found;
   for (const auto& entry : fs::directory_iterator(dir)) {

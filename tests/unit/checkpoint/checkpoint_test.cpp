@@ -34,12 +34,6 @@ struct TestRun {
   std::unique_ptr<CheckpointManager> manager;
 };
 
-std::vector<int64_t> steps(const fs::path& dir) {
-  std::vector<int64_t> found;
-  for (const CheckpointInfo& info : list_checkpoints(dir)) found.push_back(info.step);
-  return found;
-}
-
 TEST(Checkpoint, RoundTrip) {
   const TemporaryDirectory dir;
   TestRun first(dir.path());
