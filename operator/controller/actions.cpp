@@ -57,7 +57,8 @@ std::optional<Action> policy_action(const Observed& observed, const AttemptConte
     return action;
   }
   Json wanted = network_policy(context);
-  if (observed.policy && observed.policy->spec == policy_fingerprint(wanted["spec"])) return std::nullopt;
+  const uint64_t right = policy_fingerprint(wanted["spec"]);
+  if (observed.policy && (observed.policy->spec == right || observed.policy->stands_for == right)) return std::nullopt;
   Action action = create(kube::resources::kNetworkPolicies, std::move(wanted), wave);
   action.kind = Action::Kind::kApply;
   return action;

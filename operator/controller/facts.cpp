@@ -16,16 +16,19 @@ void observe_services(const Facts& facts, Observed& observed) {
 
 void observe_policy(const Facts& facts, Observed& observed) {
   observed.policies_known = facts.policies_known;
-  if (facts.policy && facts.policy->job_uid == hash64(observed.job.metadata.uid))
-    observed.policy = {facts.policy->uid, facts.policy->spec};
+  if (!facts.policy || facts.policy->job_uid != hash64(observed.job.metadata.uid)) return;
+  const Rewrite& rewrite = facts.answers.policy;
+  const uint64_t stands_for = facts.policy->spec == rewrite.got ? rewrite.wanted : 0;
+  observed.policy = {facts.policy->uid, facts.policy->spec, stands_for};
 }
 
 void observe_refusal(const Facts& facts, Observed& observed) {
-  if (!facts.refusal || facts.refusal->attempt != observed.job.status.attempt) return;
-  observed.rejection = facts.refusal->message;
-  observed.rejection_final = facts.refusal->is_final;
+  const std::optional<Refusal>& refusal = facts.answers.refusal;
+  if (!refusal || refusal->attempt != observed.job.status.attempt) return;
+  observed.rejection = refusal->message;
+  observed.rejection_final = refusal->is_final;
   observed.rejection_wait =
-      std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(facts.refusal->retry_at - facts.now));
+      std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(refusal->retry_at - facts.now));
 }
 
 void observe_nodes(const Facts& facts, Observed& observed, Sightings& sightings, Milliseconds unknown_node) {

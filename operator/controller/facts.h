@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "operator/controller/ages.h"
+#include "operator/controller/answers.h"
 #include "operator/controller/cache.h"
 #include "operator/controller/observed.h"
-#include "operator/controller/refusal.h"
 #include "operator/controller/reports.h"
 #include "operator/kube/resource.h"
 
@@ -42,8 +42,8 @@ struct Facts {
   std::shared_ptr<const CachedPolicy> policy;  // whatever has the name of the job's; null: nothing
   std::map<std::string, std::vector<std::string>> claim_modes;
   std::optional<Report> report;
-  ReportStore::Path path;          // of everybody's reports
-  std::optional<Refusal> refusal;  // of the last pods that were asked for
+  ReportStore::Path path;  // of everybody's reports
+  Answers answers;
   bool nodes_known = false;
   bool nodes_in_doubt = false;
   std::map<std::string, NodeFact> nodes;  // that pods which have not ended are on

@@ -91,7 +91,8 @@ struct ObservedService {
 
 struct ObservedPolicy {
   std::string uid;
-  uint64_t spec = 0;  // policy_fingerprint
+  uint64_t spec = 0;        // policy_fingerprint
+  uint64_t stands_for = 0;  // the spec of ours that admission made this one of; 0: of none
 };
 
 struct Observed {

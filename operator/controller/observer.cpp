@@ -132,8 +132,7 @@ std::optional<Milliseconds> Observer::wait_for_watch(const ObjectKey& key, const
 // ---- what is around them
 // ---------------------------------------------------------------------------------------------
 
-Observed Observer::observe(const ObjectKey& key, Snapshot snapshot, const std::optional<Refusal>& refusal,
-                           const Deadline& deadline) {
+Observed Observer::observe(const ObjectKey& key, Snapshot snapshot, const Answers& answers, const Deadline& deadline) {
   Memory& memory = memory_.of(key);
   const RLJob& job = snapshot.job;
   read_claims(key, job, memory, deadline);
@@ -147,7 +146,7 @@ Observed Observer::observe(const ObjectKey& key, Snapshot snapshot, const std::o
     facts.policy = policies->get({key.ns, network_policy_name(key.name)});
   }
   if (memory.claims_attempt == job.status.attempt) facts.claim_modes = memory.claims;
-  facts.refusal = refusal;
+  facts.answers = answers;
   facts.report = reports_.get(key, job.metadata.uid);
   const size_t expected = running_jobs();
   const bool broken = options_.path_broken && options_.path_broken();

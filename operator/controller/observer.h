@@ -44,8 +44,7 @@ class Observer final {
   // So long the watch still has to tell of the pods that we made, or saw all of, just now; nothing: look live.
   std::optional<Milliseconds> wait_for_watch(const kube::ObjectKey& key, const RLJobStatus& cached);
   // What a plan is made from.
-  Observed observe(const kube::ObjectKey& key, Snapshot snapshot, const std::optional<Refusal>& refusal,
-                   const Deadline& deadline);
+  Observed observe(const kube::ObjectKey& key, Snapshot snapshot, const Answers& answers, const Deadline& deadline);
 
   // What the others tell, since the watch will only do so later:
   void wrote(const kube::ObjectKey& key, const RLJob& job);  // the job, as a write of its status answered

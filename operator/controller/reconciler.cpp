@@ -101,7 +101,7 @@ kube::Result Reconciler::reconcile(const ObjectKey& key, const Deadline& deadlin
   std::optional<Snapshot> seen = observer_.cached(key);
   for (int round = 0; round < kMaxRounds; ++round) {
     if (!seen) return gone(key, deadline);
-    Observed observed = observer_.observe(key, std::move(*seen), writer_.refusal(key), deadline);
+    Observed observed = observer_.observe(key, std::move(*seen), writer_.answers(key), deadline);
     Plan next = plan(observed, *plan_options());
     if (next.needs_live) {
       TRIREME_CHECK(!observed.live, "the planner asked twice for the live state of " + key.str());

@@ -6,6 +6,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "operator/controller/cache.h"
+#include "operator/controller/network_policy.h"
 #include "operator/kube/api_error.h"
 #include "operator/kube/controller.h"
 
@@ -134,7 +135,7 @@ void Writer::emit(const RLJob& job, const std::vector<EventNote>& notes) const {
 // The user has to see what the API server would not take; each other answer is logged once.
 bool Writer::carry_out(const ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline) {
   const bool pods = makes_pods(actions);
-  std::optional<Refusal>& refusal = memory_.of(key).refusal;
+  std::optional<Refusal>& refusal = memory_.of(key).answers.refusal;
   try {
     run_waves(key, job, std::move(actions), deadline);
     if (pods) refusal.reset();
@@ -158,7 +159,7 @@ void Writer::run_waves(const ObjectKey& key, const RLJob& job, std::vector<Actio
         if (action.kind == Action::Kind::kDelete) {
           remove(key, job.metadata.uid, action, deadline);
         } else {
-          create(job, action, deadline);
+          create(key, job, action, deadline);
         }
       });
     }
@@ -167,11 +168,15 @@ void Writer::run_waves(const ObjectKey& key, const RLJob& job, std::vector<Actio
   }
 }
 
-void Writer::create(const RLJob& job, Action& action, const Deadline& deadline) const {
+void Writer::create(const ObjectKey& key, const RLJob& job, Action& action, const Deadline& deadline) {
   check_may_write();
   const bool apply = action.kind == Action::Kind::kApply;
   try {
-    client_.post(action.resource, apply ? action.body : std::move(action.body), deadline);
+    if (apply) {
+      compare(key, job, action, client_.create(action.resource, action.body, deadline));
+    } else {
+      client_.post(action.resource, std::move(action.body), deadline);
+    }
     return;
   } catch (const ApiError& e) {
     if (!e.already_exists()) throw;
@@ -183,7 +188,7 @@ void Writer::create(const RLJob& job, Action& action, const Deadline& deadline) 
   if (metadata.contains("deletionTimestamp"))
     throw kube::Requeue{action.resource.plural + " " + name.str() + " is still being deleted"};
   if (controlled_by(*existing, job.metadata.uid)) {
-    if (apply) make_so(action, *existing, deadline);
+    if (apply) make_so(key, job, action, *existing, deadline);
     return;
   }
   // Of an earlier job of the same name: the garbage collector is on its way. Anybody else's: the user has to act.
@@ -194,18 +199,34 @@ void Writer::create(const RLJob& job, Action& action, const Deadline& deadline) 
 }
 
 // In one write, without a moment in which the object is not there. Labels of others stay.
-void Writer::make_so(const Action& action, const Json& existing, const Deadline& deadline) const {
+void Writer::make_so(const ObjectKey& key, const RLJob& job, const Action& action, const Json& existing,
+                     const Deadline& deadline) {
   const Json& metadata = existing["metadata"];
   Json labels = metadata.value("labels", Json::object());
   labels.update(action.body["metadata"]["labels"]);
   const Json spec = existing.value("spec", Json::object());
-  if (spec == action.body["spec"] && labels == metadata.value("labels", Json::object())) return;
-  const ObjectKey key{metadata["namespace"].get<std::string>(), action.name};
+  const Rewrite seen{policy_fingerprint(action.body["spec"]), policy_fingerprint(spec)};
+  const bool right = seen.wanted == seen.got || seen == memory_.of(key).answers.policy;
+  if (right && labels == metadata.value("labels", Json::object())) return;
+  const ObjectKey name{metadata["namespace"].get<std::string>(), action.name};
   const Json patch = {{"metadata", {{"resourceVersion", metadata["resourceVersion"]}, {"labels", labels}}},
                       {"spec", merge_diff(spec, action.body["spec"])}};
   check_may_write();
-  log_info("controller", action.resource.plural + " " + key.str() + " was changed by somebody else; it is put right");
-  client_.patch(action.resource, key, patch, kube::PatchType::kMerge, "", deadline);
+  log_info("controller", action.resource.plural + " " + name.str() + " was changed by somebody else; it is put right");
+  compare(key, job, action, client_.patch(action.resource, name, patch, kube::PatchType::kMerge, "", deadline));
+}
+
+// What an admission webhook makes of our spec it would make of it again: it is told once, and stays until we want
+// another spec or somebody else changes it. (Of a job's actions one at most applies, so nobody else has its memory.)
+void Writer::compare(const ObjectKey& key, const RLJob& job, const Action& action, const Json& answer) {
+  const Rewrite seen{policy_fingerprint(action.body["spec"]), policy_fingerprint(answer.value("spec", Json::object()))};
+  Rewrite& known = memory_.of(key).answers.policy;
+  const bool told = known == seen;
+  known = seen.wanted == seen.got ? Rewrite{} : seen;
+  if (seen.wanted == seen.got || told) return;
+  emit(job, {{true, "PolicyRewritten",
+              "an admission webhook of this cluster rewrites the spec of " + action.resource.kind + " " + action.name +
+                  "; it is left as the webhook made it"}});
 }
 
 void Writer::remove(const ObjectKey& key, const std::string& job_uid, const Action& action, const Deadline& deadline) {

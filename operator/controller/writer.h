@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "operator/controller/action.h"
+#include "operator/controller/answers.h"
 #include "operator/controller/per_job.h"
 #include "operator/controller/pool.h"
-#include "operator/controller/refusal.h"
 #include "operator/kube/client.h"
 #include "operator/kube/events.h"
 
@@ -56,10 +56,9 @@ class Writer final {
   Described describe(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status,
                      const std::vector<EventNote>& events, const Deadline& deadline);
 
-  // Wave after wave. False: the API server would not take pods; refusal() says why, for the planner to decide about.
+  // Wave after wave. False: the API server would not take pods; answers() says why, for the planner to decide about.
   bool carry_out(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
-  // Of the attempt whose pods were asked for last, until they are taken.
-  const std::optional<Refusal>& refusal(const kube::ObjectKey& key) { return memory_.of(key).refusal; }
+  const Answers& answers(const kube::ObjectKey& key) { return memory_.of(key).answers; }
   // By UID, so that what somebody else made under the name meanwhile stays. job_uid "": of whatever RLJob.
   void remove(const kube::ObjectKey& key, const std::string& job_uid, const Action& action, const Deadline& deadline);
   void forget(const kube::ObjectKey& key) { memory_.forget(key); }
@@ -67,13 +66,16 @@ class Writer final {
  private:
   struct Memory {
     SteadyClock::time_point status_written{};
-    std::optional<Refusal> refusal;
+    Answers answers;
   };
   RLJob write_status(const kube::ObjectKey& key, const RLJob& job, const RLJobStatus& status,
                      const Deadline& deadline) const;
   void run_waves(const kube::ObjectKey& key, const RLJob& job, std::vector<Action> actions, const Deadline& deadline);
-  void create(const RLJob& job, Action& action, const Deadline& deadline) const;  // takes the body
-  void make_so(const Action& action, const Json& existing, const Deadline& deadline) const;
+  void create(const kube::ObjectKey& key, const RLJob& job, Action& action,
+              const Deadline& deadline);  // takes the body
+  void make_so(const kube::ObjectKey& key, const RLJob& job, const Action& action, const Json& existing,
+               const Deadline& deadline);
+  void compare(const kube::ObjectKey& key, const RLJob& job, const Action& action, const Json& answer);
   void emit(const RLJob& job, const std::vector<EventNote>& notes) const;
   void check_may_write() const;
 

@@ -69,6 +69,11 @@ TEST(Facts, OnlyTheJobsOwnObjectsAreSeen) {
   EXPECT_EQ(o.services.at(1).uid, "service-1");
   ASSERT_TRUE(o.policy);
   EXPECT_EQ(o.policy->spec, 7u);
+  EXPECT_EQ(o.policy->stands_for, 0u);
+  look.facts.answers.policy = {5, 7};
+  EXPECT_EQ(look.at(0).policy->stands_for, 5u) << "admission made it of what we asked for";
+  look.facts.answers.policy = {5, 6};
+  EXPECT_EQ(look.at(0).policy->stands_for, 0u) << "somebody else did";
   policy.job_uid = hash64("an earlier job of the name");
   look.facts.policy = std::make_shared<const CachedPolicy>(policy);
   EXPECT_FALSE(look.at(0).policy);
@@ -76,7 +81,7 @@ TEST(Facts, OnlyTheJobsOwnObjectsAreSeen) {
 
 TEST(Facts, ARefusalHoldsForItsAttemptAndRunsOut) {
   Look look;
-  look.facts.refusal = Refusal{1, "exceeded quota", false, 1, look.facts.now + seconds(4)};
+  look.facts.answers.refusal = Refusal{1, "exceeded quota", false, 1, look.facts.now + seconds(4)};
   EXPECT_EQ(look.at(1).rejection, "exceeded quota");
   EXPECT_EQ(look.at(1).rejection_wait, seconds(3));
   EXPECT_EQ(look.at(9).rejection_wait, seconds(0));

@@ -142,6 +142,16 @@ TEST(NetworkPolicy, IsPutRightWhenTakenAwayOrChanged) {
   EXPECT_TRUE(p.actions.empty());
 }
 
+TEST(NetworkPolicy, WhatAdmissionMadeOfItIsLeftUntilWeWantAnother) {
+  World w = running();
+  w.policy->stands_for = w.policy->spec;
+  w.policy->spec = 1;
+  EXPECT_TRUE(plan(w.observe(), w.options).actions.empty());
+  EXPECT_FALSE(plan(w.observe(), w.options).needs_live);
+  w.options.objects.scraped_by = parse_policy_peers(R"([{"podSelector":{}}])");
+  EXPECT_TRUE(plan(w.observe(), w.options).needs_live);
+}
+
 TEST(NetworkPolicy, OtherScrapersReachJobsThatRun) {
   World w = running();
   const uint64_t before = w.policy->spec;
@@ -213,6 +223,52 @@ TEST(NetworkPolicy, ALoosenedOneIsPutRightInOneWrite) {
   c.server.erase(resources::kNetworkPolicies, {"team", "quick-network"});
   ASSERT_TRUE(eventually([&] { return c.policy("quick").is_object() && c.policy("quick")["spec"] == right["spec"]; }));
   EXPECT_EQ(c.attempt(job), 1);
+}
+
+TEST(NetworkPolicy, OneThatAdmissionRewritesIsToldOfOnceAndLeft) {
+  Cluster c;
+  c.server.admit(resources::kNetworkPolicies, [](Json& p) { p["spec"]["policyTypes"] = {"Egress", "Ingress"}; });
+  kube::EventRecorder events(c.client);
+  struct Stop {  // before the events go
+    Cluster& c;
+    ~Stop() { c.stop_operator(); }
+  } stop{c};
+  ReconcilerOptions options = fast_options();
+  options.events = &events;
+  c.start_operator(-1, options);
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  const auto told = [&] {
+    int64_t times = 0;
+    for (const Json& event : c.server.list(resources::kEvents)) {
+      if (event["reason"] == "PolicyRewritten") times += event.value("count", int64_t{1});
+    }
+    return times;
+  };
+  ASSERT_TRUE(eventually([&] { return told() > 0; }));
+  const auto writes = [&] {
+    return c.server.count("POST", "/networkpolicies") + c.server.count("PATCH", "/networkpolicies");
+  };
+  const auto look_often = [&] {
+    for (int i = 0; i < 20; ++i) {
+      c.op->enqueue(job);
+      std::this_thread::sleep_for(Milliseconds(10));
+    }
+  };
+  look_often();  // the watch has told of it by then
+  const int before = writes();
+  EXPECT_EQ(c.server.count("PATCH", "/networkpolicies"), 0);
+  look_often();
+  EXPECT_EQ(writes(), before);
+  // A change that is not the webhook's is put right as ever, into what the webhook makes of it.
+  const Json rewritten = c.policy("quick")["spec"];
+  ASSERT_TRUE(c.server.modify(resources::kNetworkPolicies, {"team", "quick-network"},
+                              [](Json& p) { p["spec"]["ingress"].push_back(Json::object()); }));
+  ASSERT_TRUE(eventually([&] { return c.policy("quick")["spec"] == rewritten; }));
+  look_often();
+  EXPECT_EQ(c.server.count("PATCH", "/networkpolicies"), 1);
+  EXPECT_TRUE(events.flush(Deadline::after(Milliseconds(60000))));
+  EXPECT_EQ(told(), 1);
 }
 
 TEST(NetworkPolicy, ForeignOneInTheWayIsNotTouched) {

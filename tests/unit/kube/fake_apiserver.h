@@ -89,6 +89,12 @@ class FakeApiServer final {
     reviewers_[kind_id(resource)] = std::move(answer);
   }
 
+  // What clients create or change of this kind goes through the function, as through a mutating webhook.
+  void admit(const Resource& resource, std::function<void(Json&)> change) {
+    std::lock_guard lock(mutex_);
+    admission_[kind_id(resource)] = std::move(change);
+  }
+
   // A quota: so many pods of a namespace that have not ended; more are refused with 403.
   void limit_pods(const std::string& ns, size_t most) {
     std::lock_guard lock(mutex_);
@@ -561,6 +567,7 @@ class FakeApiServer final {
         if (found->at("metadata").contains(field)) next["metadata"][field] = found->at("metadata")[field];
       }
       for (const char* field : {"kind", "apiVersion"}) next[field] = (*found)[field];
+      admit_locked(target->id, next);
     }
     return json_answer(200, replace_locked(resource, key, std::move(next)));
   }
@@ -594,12 +601,17 @@ class FakeApiServer final {
     }
     if (target.kind.status_subresource) object.erase("status");
     if (resource.kind == "Pod") object["status"] = {{"phase", "Pending"}};
+    admit_locked(target.id, object);
     const Json made = insert_locked(resource, key, std::move(object));
     // The garbage collector's other half: what is made for an owner that has gone.
     for (const Json& owner : made["metadata"].value("ownerReferences", Json::array())) {
       if (collected_.count(owner.value("uid", "")) > 0) delete_locked(resource, key);
     }
     return json_answer(201, made);
+  }
+
+  void admit_locked(const std::string& kind, Json& object) {
+    if (const auto it = admission_.find(kind); it != admission_.end()) it->second(object);
   }
 
   bool quota_is_used_locked(const std::string& ns) {
@@ -769,6 +781,7 @@ class FakeApiServer final {
   std::condition_variable changed_;
   std::map<std::string, Kind> kinds_;
   std::map<std::string, std::function<Json(const Json&)>> reviewers_;
+  std::map<std::string, std::function<void(Json&)>> admission_;
   std::map<std::string, std::map<ObjectKey, Json>> store_;
   std::set<std::string> collected_;  // uids of objects that are gone
   std::map<std::string, size_t> pod_limits_;

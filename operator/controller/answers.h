@@ -1,4 +1,5 @@
-// Refusal: that the API server would not take an attempt's objects (a quota, a policy), and when to ask again. Pure.
+// Answers: what the API server's answers to our writes tell of a job: what it would not take (a quota, a policy) and
+// when to ask again; what admission made of what it took. Pure.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +18,18 @@ struct Refusal {
   bool is_final = false;  // asking again is pointless
   int in_a_row = 0;
   SteadyClock::time_point retry_at{};
+};
+
+// A spec that we asked for, and the one that admission webhooks made of it; fingerprints (network_policy.h).
+struct Rewrite {
+  uint64_t wanted = 0;
+  uint64_t got = 0;
+  bool operator==(const Rewrite&) const = default;
+};
+
+struct Answers {
+  std::optional<Refusal> refusal;  // of the attempt whose pods were asked for last, until they are taken
+  Rewrite policy;                  // of the job's NetworkPolicy; 0: it is as we asked for it
 };
 
 inline bool is_refusal(const kube::ApiError& error) {
