@@ -48,11 +48,13 @@ misformatted=$(wc -l <"$work/misformatted")
 findings=0
 if [ ${#sources[@]} -gt 0 ]; then
   # Its own configuration, since a unity build's commands name no source; nothing is built there.
-  cmake --preset cpu -B build/tidy -DTRIREME_UNITY=OFF >"$work/cmake" 2>&1 || { tail -5 "$work/cmake" >&2; die "cmake failed: make setup"; }
+  cmake --preset cpu -B build/tidy -DTRIREME_UNITY=OFF >"$work/cmake" 2>&1 \
+    || { tail -5 "$work/cmake" >&2; die "cmake failed: make setup"; }
   say "clang-tidy: ${#sources[@]} files (minutes)"
   broken=0
   printf '%s\0' "${sources[@]}" | xargs -0 -n 1 -P "$(nproc)" \
-    clang-tidy -p build/tidy --quiet --extra-arg=-Wno-unknown-warning-option >"$work/tidy" 2>"$work/tidy.log" || broken=1
+    clang-tidy -p build/tidy --quiet --extra-arg=-Wno-unknown-warning-option >"$work/tidy" 2>"$work/tidy.log" \
+    || broken=1
   # A finding in a header comes once for each source that includes it.
   grep -E '^[^ ]+:[0-9]+:[0-9]+: (warning|error): ' "$work/tidy" | sed "s#^$ROOT/##" | sort -u >"$work/findings" || true
   sed 's/^/  /' "$work/findings"

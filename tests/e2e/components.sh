@@ -35,7 +35,8 @@ recipe_kubernetes() {
   for name in kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl; do
     packages+=("k8s.io/kubernetes/cmd/$name")
   done
-  flags="-X $component.gitVersion=$version -X $component.gitMajor=1 -X $component.gitMinor=$(cut -d. -f2 <<<"$version") -X $component.gitTreeState=clean"
+  flags="-X $component.gitVersion=$version -X $component.gitTreeState=clean"
+  flags+=" -X $component.gitMajor=1 -X $component.gitMinor=$(cut -d. -f2 <<<"$version")"
   flags+=" -X $component.gitCommit=unknown -X $component.buildDate=1970-01-01T00:00:00Z"
   go_build "$out" "$flags" "${packages[@]}"
   # What keeps a pod's namespaces: the one C file of Kubernetes.
