@@ -21,7 +21,7 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kRows = 16'384;
-constexpr int64_t kSkinnyGemmMma = 64;
+constexpr int64_t kRows = 64;
 constexpr double kEps = 1e-6;
 
 at::TensorOptions device(at::ScalarType type) {
@@ -146,8 +146,8 @@ void bench_large(const Shape& shape, const Report& report) {
 
 void bench_small(const Shape& shape, const Report& report) {
   const at::NoGradGuard no_grad;
-  const Inputs in(shape, kSkinnyGemmMma);
-  std::printf("%s, %ld rows, in a graph\n", shape.name, static_cast<long>(kSkinnyGemmMma));
+  const Inputs in(shape, kRows);
+  std::printf("%s, %ld rows, in a graph\n", shape.name, static_cast<long>(kRows));
   report.small("rms_norm", [&] { trireme::rms_norm(in.x, in.norm, kEps); });
   report.small("add_rms_norm", [&] { add_rms_norm(in.x, in.delta, in.norm, kEps); });
   report.small("swiglu_halves", [&] { swiglu_halves(in.gate_up); });

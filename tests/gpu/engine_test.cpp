@@ -529,7 +529,7 @@ TEST(Engine, SharedPromptsHaveTheBitsOfTheSampler) {
 TEST(Linear, TheDefaultWorkspaceIsNotExact) {
   const at::Device device = choose_device("cuda", 0);
   const std::vector<LinearShape> shapes = {{4096, 4096}, {14336, 4096}, {2048, 6144}};
-  const int64_t skinny_gemm_mma = cuda::own_rows_limit();
+  const int64_t limit = cuda::own_rows_limit();
   cuda::set_own_rows_limit(0);  // the library alone
   EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
   const size_t bytes = cuda::forward_workspace_bytes();
@@ -537,7 +537,7 @@ TEST(Linear, TheDefaultWorkspaceIsNotExact) {
   EXPECT_FALSE(linear_rows_are_exact(shapes, at::kBFloat16, device));
   cuda::set_forward_workspace_bytes(bytes);
   EXPECT_TRUE(linear_rows_are_exact(shapes, at::kBFloat16, device));
-  cuda::set_own_rows_limit(skinny_gemm_mma);
+  cuda::set_own_rows_limit(limit);
 }
 
 // Small layers too, whose sums are short: every number of rows that a batch may have.

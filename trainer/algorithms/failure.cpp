@@ -49,9 +49,7 @@ bool is_echo(const std::exception& error) {
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-std::string place(const ParallelContext& context) {
-  return context.name() + " on " + host_name();
-}
+std::string place(const ParallelContext& context) { return context.name() + " on " + host_name(); }
 
 [[noreturn]] void stand_still() {
   while (true) std::this_thread::sleep_for(std::chrono::seconds(1));

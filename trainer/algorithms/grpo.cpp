@@ -91,7 +91,7 @@ class GrpoLoop final {
     if (datasets_.validation != nullptr) {
       validation_ = std::make_unique<GrpoValidation>(session_, *datasets_.validation, [this](const RolloutRequest& r) {
         RankShares shares;
-        return collect(r, shares);
+        return collect(r, shares, validated_rewards_);
       });
     }
     run_and_report(session_.context, [this] { probe_rewards(); });
@@ -177,15 +177,20 @@ class GrpoLoop final {
     rewards_.probe(probe, Milliseconds(static_cast<int64_t>(config_.env.startup_timeout_s * 1000)));
   }
 
-  // A rollout with its rewards. Ends the run on all ranks when a reward failed for too many of its responses on them.
-  std::vector<Sample> collect(const RolloutRequest& request, RankShares& shares) {
+  // A rollout with its rewards, which `counted` gets of all ranks.
+  std::vector<Sample> collect(const RolloutRequest& request, RankShares& shares, std::vector<RewardCounters>& counted) {
     const std::vector<RewardCounters> before = rewards_.counters();
     std::vector<Sample> samples = collector_.collect(request, shares);
-    const std::vector<RewardCounters> counted = sum_counters(
+    const std::vector<RewardCounters> of_rollout = sum_counters(
         session_.context.world().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
-    for (const RewardCounters& one : counted) reward_failures_[one.name] += one.failed;
-    if (const auto problem = too_many_failed(counted, config_.env.max_failed_share)) fail_io(*problem);
+    for (const RewardCounters& one : of_rollout) reward_failures_[one.name] += one.failed;
+    add_counters(counted, of_rollout);
     return samples;
+  }
+
+  // Ends the run on all ranks when a reward failed for too many responses of a step, or of a validation.
+  void judge_rewards(const std::vector<RewardCounters>& counted) const {
+    if (const auto problem = too_many_failed(counted, config_.env.max_failed_share)) fail_io(*problem);
   }
 
   nlohmann::json state() const {
@@ -226,7 +231,8 @@ class GrpoLoop final {
       };
     }
     next_sample_id_ += static_cast<uint64_t>(groups * g.num_generations_per_prompt);
-    std::vector<Sample> samples = collect(request, shares);
+    std::vector<Sample> samples = collect(request, shares, step_rewards_);
+    judge_rewards(step_rewards_);
     if (g.shuffle_rewards) shuffle_rewards(samples);
     return samples;
   }
@@ -234,6 +240,7 @@ class GrpoLoop final {
   // One or, under dynamic sampling, several generation batches. Samples in data order, group by group.
   std::vector<Sample> generate(RankShares& shares, GeneratedTotals& generated, std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
+    step_rewards_.clear();
     if (!g.use_dynamic_sampling) {
       std::vector<Sample> samples = generate_batch(g.num_prompts_per_step, shares);
       generated.add(samples, g.num_generations_per_prompt);
@@ -263,8 +270,11 @@ class GrpoLoop final {
   // The control experiment: rewards that say nothing about the responses.
   void shuffle_rewards(std::vector<Sample>& samples) const {
     std::mt19937_64 generator(static_cast<uint64_t>(config_.grpo.seed) * 1000003 + next_sample_id_);
-    for (size_t i = samples.size(); i > 1; --i)
-      std::swap(samples[i - 1].raw_reward, samples[generator() % i].raw_reward);
+    for (size_t i = samples.size(); i > 1; --i) {
+      Sample& other = samples[generator() % i];
+      std::swap(samples[i - 1].raw_reward, other.raw_reward);
+      std::swap(samples[i - 1].dropped, other.dropped);  // a reward that failed goes with its number
+    }
   }
 
   bool dumps(int64_t step) const {
@@ -349,7 +359,9 @@ class GrpoLoop final {
 
   // Returns what came, by its names in the log.
   std::map<std::string, double> validate() {
+    validated_rewards_.clear();
     const ValidationResult result = validation_->validate(step_);
+    judge_rewards(validated_rewards_);
     last_accuracy_ = result.accuracy;
     validated_step_ = step_;
     const std::map<std::string, double> values = result.values(config_.grpo.val_num_generations_per_prompt);
@@ -379,6 +391,7 @@ class GrpoLoop final {
   int64_t validated_step_ = -1;
   std::map<std::string, double> measured_;          // of step_, by their names in the log; empty after a resume
   std::map<std::string, int64_t> reward_failures_;  // by reward, of all ranks since the start
+  std::vector<RewardCounters> step_rewards_, validated_rewards_;  // of all ranks in this step, in the last validation
 };
 
 }  // namespace

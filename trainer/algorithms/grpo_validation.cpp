@@ -28,14 +28,14 @@ std::map<std::string, double> ValidationResult::values(int64_t responses_per_pro
 GrpoValidation::GrpoValidation(Session& session, const Dataset& examples, Collect collect)
     : session_(session), examples_(examples), collect_(std::move(collect)) {}
 
-void GrpoValidation::add(const std::vector<PromptExample>& examples, int64_t step, int64_t end, Sums& sums) {
+void GrpoValidation::add(const std::vector<PromptExample>& examples, int64_t step, int64_t first, Sums& sums) {
   if (examples.empty()) return;
   const Config& config = session_.config;
   RolloutRequest request;
   request.prompts = &examples;
   request.samples_per_prompt = config.grpo.val_num_generations_per_prompt;
-  request.first_sample_id = static_cast<uint64_t>(end) * static_cast<uint64_t>(request.samples_per_prompt);
-  request.name = "validation-" + std::to_string(step) + "-" + std::to_string(end);
+  request.first_sample_id = static_cast<uint64_t>(first) * static_cast<uint64_t>(request.samples_per_prompt);
+  request.name = "validation-" + std::to_string(step) + "-" + std::to_string(first);
   request.sampling = validation_sampling(config, *session_.tokenizer);
   int64_t prompt = -1;
   for (const Sample& s : collect_(request)) {
@@ -60,13 +60,15 @@ ValidationResult GrpoValidation::validate(int64_t step) {
   const int64_t count = std::min(g.max_val_samples, examples_.size());
   Sums sums;
   std::vector<PromptExample> batch;
+  int64_t first = 0;  // row of the batch's first prompt: no two batches draw the same random numbers
   for (int64_t i = 0; i < count; ++i) {
+    if (batch.empty()) first = i;
     if (auto example = examples_.example(i)) batch.push_back(std::move(*example));
     if (static_cast<int64_t>(batch.size()) < g.val_batch_size) continue;
-    add(batch, step, i, sums);
+    add(batch, step, first, sums);
     batch.clear();
   }
-  add(batch, step, count, sums);
+  add(batch, step, first, sums);
   const ValidationResult result{mean(sums.rewards), mean(sums.lengths), mean(sums.passed), watch.seconds()};
   session_.reporting.validation(step, result.accuracy, result.length, result.seconds);
   return result;

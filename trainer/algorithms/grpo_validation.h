@@ -39,7 +39,7 @@ class GrpoValidation final {
     int64_t printed = 0;
   };
   // `examples` that end before `end` in the data set: their place there makes the samples' ids.
-  void add(const std::vector<PromptExample>& examples, int64_t step, int64_t end, Sums& sums);
+  void add(const std::vector<PromptExample>& examples, int64_t step, int64_t first, Sums& sums);
 
   Session& session_;
   const Dataset& examples_;

@@ -92,10 +92,12 @@ class ReferenceStream final {
 };
 
 // One rollout of a stream (nothing when null): at its end the stream forgets what finish() has not taken, however the
-// rollout ended.
+// rollout ended, and at its beginning what came to it after the one before.
 class ReferenceRollout final {
  public:
-  explicit ReferenceRollout(ReferenceStream* stream) : stream_(stream) {}
+  explicit ReferenceRollout(ReferenceStream* stream) : stream_(stream) {
+    if (stream_ != nullptr) stream_->forget();
+  }
   ~ReferenceRollout() {
     if (stream_ != nullptr) stream_->forget();
   }

@@ -95,6 +95,9 @@ class RolloutCollector::Scoring final {
     }
   }
 
+  // Nothing is generated any more: groups whose rewards come now are announced to nobody.
+  void generation_ended() { generating_ = false; }
+
   int64_t waiting() const { return waiting_; }  // spans without rewards
   std::vector<Sample>& own() { return own_; }
 
@@ -116,7 +119,7 @@ class RolloutCollector::Scoring final {
           drawn_reward(*request_.drawn_rewards, own_[i].group, own_[i].index, request_.samples_per_prompt);
       own_[i].dropped = false;
     }
-    if (!request_.on_group || count == 0) return;
+    if (!request_.on_group || !generating_ || count == 0) return;
     std::vector<size_t>& places = places_[own_[first].group];
     for (size_t i = first; i < first + count; ++i) places.push_back(i);
     if (static_cast<int64_t>(places.size()) < request_.samples_per_prompt) return;
@@ -132,6 +135,7 @@ class RolloutCollector::Scoring final {
   std::vector<SharedTokens> prompts_;
   std::vector<Sample> own_;
   int64_t waiting_ = 0;
+  bool generating_ = true;
   std::map<int64_t, std::vector<size_t>> places_;  // in own_, of a prompt's rewarded samples
 };
 
@@ -180,6 +184,7 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
   const Stopwatch watch;
   drive_rollout(engine_, queue, hooks);
   const double seconds = watch.seconds();
+  scoring.generation_ended();
   if (reference != nullptr) (void)reference->finish(engine_, scoring.own());
   return seconds;
 }

@@ -266,6 +266,14 @@ void check_optimizer(const Config& c, Problems& out) {
 }
 
 // What would stand in checkpoints and the report is no place for a secret. Values are not quoted for the same reason.
+// Whether what has this name, in lower case, is likely a secret.
+bool names_secret(const std::string& name) {
+  for (const char* word : {"authorization", "cookie", "token", "secret", "key", "password", "auth"}) {
+    if (name.find(word) != std::string::npos) return true;
+  }
+  return false;
+}
+
 void check_http(const RewardOptions& http, Problems& out) {
   const auto set = [&](const char* key, bool is_set) {
     if (is_set && !http.enabled) out.push_back({key, "is set, but env.http.enabled is false"});
@@ -279,6 +287,12 @@ void check_http(const RewardOptions& http, Problems& out) {
   } else if (url.names_user()) {
     out.push_back({"env.http.url", "must not hold a user or password; send them with env.http.headers"});
   }
+  // A query's values would be shown with the URL.
+  for (const std::string& part : split(http.url.substr(std::min(http.url.find('?'), http.url.size())), '&')) {
+    const std::string name(trim(std::string_view(part).substr(0, part.find('='))));
+    if (!names_secret(to_lower(name))) continue;
+    out.push_back({"env.http.url", "must not hold a secret in its query; send it with env.http.headers"});
+  }
   if (!http.ca_file.empty() && url.scheme == "http")
     out.push_back({"env.http.ca_file", "needs an env.http.url with https://"});
   for (const std::string& header : http.headers) {
@@ -290,13 +304,9 @@ void check_http(const RewardOptions& http, Problems& out) {
     }
     const std::string value = header.substr(colon + 1);
     const bool reference = value.find("{env:") != std::string::npos || value.find("{file:") != std::string::npos;
-    for (const char* word : {"authorization", "cookie", "token", "secret", "key", "password", "auth"}) {
-      if (lower.find(word) == std::string::npos || reference) continue;
-      out.push_back({"env.http.headers", name +
-                                             " holds its value itself, which checkpoints and the report would show; " +
-                                             "write {env:NAME} or {file:PATH} in its place"});
-      break;
-    }
+    if (reference || !names_secret(lower)) continue;
+    out.push_back({"env.http.headers", name + " holds its value itself, which checkpoints and the report would show; " +
+                                           "write {env:NAME} or {file:PATH} in its place"});
   }
 }
 

@@ -94,7 +94,7 @@ void add_grpo(std::vector<Field>& table) {
    "GPU of reference log-probs (policy.generation.background_sms). Strictly on-policy; sums are equal within "
    "rounding, since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one "
    "GPU with "
-   "long-tailed responses and no reference model, and costs 8 % on four (docs/performance.md)");
+   "long-tailed responses and no reference model, and costs 8 % on four (docs/lab/013-gradients-under-generation.md)");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
   KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);

@@ -215,7 +215,10 @@ class Loader final {
       for (const std::string& target : alias.targets) {
         if (root.at(target) && alias.old)
           add_problem(value.origin, alias.path, "is the older name of " + target + ", which is set too: leave out one");
-        if (root.at(target) && !alias.wins) continue;
+        // What was typed after a file says more than the file, whichever of its names was used.
+        const Node* there = root.at(target);
+        const bool typed = config::is_override(value.origin) && there && !config::is_override(there->origin);
+        if (there && !alias.wins && !typed) continue;
         const Node* section = root.at(target.substr(0, target.rfind('.')));
         if (section && section->kind != Node::Kind::kMap && section->kind != Node::Kind::kNull) continue;  // see visit
         root.make(target, value.origin) = value;
@@ -346,8 +349,8 @@ class Loader final {
     std::string wrong;
     std::visit([&](const auto& to) { wrong = read_into(field, node, to); }, ref);
     if (wrong == "type") {
-      add_problem(node.origin, field.path,
-                  std::string("expected ") + config::type_name(ref) + ", got " + describe(node));
+      const std::string got = starts_with(field.path, config::kSecretKeys) ? "something else" : describe(node);
+      add_problem(node.origin, field.path, std::string("expected ") + config::type_name(ref) + ", got " + got);
     } else if (!wrong.empty()) {
       add_problem(node.origin, field.path, wrong);
     }

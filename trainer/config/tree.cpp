@@ -13,6 +13,7 @@ namespace {
 
 constexpr size_t kMaxFileBytes = 1 << 20;
 constexpr int kMaxDepth = 64;
+const std::string kOverride = "override '";
 constexpr size_t kMaxNodes = 100000;  // aliases can blow a small file up
 constexpr size_t kMaxInherited = 32;
 
@@ -232,14 +233,16 @@ Node load_tree_text(const std::string& text, const std::filesystem::path& origin
   return node;
 }
 
+bool is_override(const std::string& origin) { return starts_with(origin, kOverride); }
+
 void apply_override(Node& root, const std::string& text) {
-  // A secret that was put where none belongs is not repeated.
-  const bool hidden = starts_with(text, "env.http.");
-  const std::string origin = "override '" + (hidden ? text.substr(0, text.find('=')) + "=..." : text) + "'";
   const size_t equals = text.find('=');
-  if (equals == std::string::npos) fail_user(origin + ": expected key.sub=value");
   std::string_view key = trim(std::string_view(text).substr(0, equals));
   for (int i = 0; i < 2 && starts_with(key, "+"); ++i) key.remove_prefix(1);
+  // A secret that was put where none belongs is not repeated.
+  const bool hidden = starts_with(key, kSecretKeys);
+  const std::string origin = kOverride + (hidden ? text.substr(0, equals) + "=..." : text) + "'";
+  if (equals == std::string::npos) fail_user(origin + ": expected key.sub=value");
   const std::string value = text.substr(equals + 1);
   Node node;
   if (trim(value).empty()) {

@@ -10,6 +10,12 @@
 
 namespace trireme::config {
 
+// Of keys whose values may be secrets, which no message repeats.
+inline constexpr const char* kSecretKeys = "env.http.";
+
+// Whether a node's origin is an override, not a file.
+bool is_override(const std::string& origin);
+
 struct NodeEntry;
 
 struct Node {

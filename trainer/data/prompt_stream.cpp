@@ -1,3 +1,5 @@
+#include <set>
+
 #include "base/error.h"
 #include "trainer/data/dataset.h"
 
@@ -107,11 +109,15 @@ void PromptStream::restore(const json& state) {
     fail_data("the saved data position has a version this program does not know");
   const json mine = dataset_->identity();
   const json saved = state.value("data", json::object());
-  for (const auto& [key, value] : mine.items()) {
-    const json other = saved.value(key, json());
-    if (other != value) {
+  std::set<std::string> keys;  // a mixture's weights are in one of them only where the other is none
+  for (const json* one : {&mine, &saved}) {
+    for (const auto& [key, unused] : one->items()) keys.insert(key);
+  }
+  for (const std::string& key : keys) {
+    const json was = saved.value(key, json()), is = mine.value(key, json());
+    if (was != is) {
       fail_user("the checkpoint's data position is of other data than " + dataset_->name() + ": " + key + " was " +
-                other.dump() + ", is " + value.dump());
+                was.dump() + ", is " + is.dump());
     }
   }
   const int64_t position = number("position");

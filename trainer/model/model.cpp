@@ -305,6 +305,9 @@ at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
 // only make their number a multiple of tp.
 at::Tensor Model::embed_rows(const at::Tensor& ids) const {
   if (split_.tp == 1) return embed(embedding_, ids);
+  // No rank would know an id of nobody: it would count as a row of zeros.
+  if (ids.size(0) > 0 && (ids.min().item<int64_t>() < 0 || ids.max().item<int64_t>() >= config_.vocab_size))
+    fail_data("a token id is outside the vocabulary of " + std::to_string(config_.vocab_size));
   const int64_t rows = (ids.size(0) + split_.tp - 1) / split_.tp * split_.tp;
   at::Tensor partial;
   if (local_.vocab == 0) {

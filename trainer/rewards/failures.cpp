@@ -50,6 +50,21 @@ std::vector<RewardCounters> sum_counters(const std::vector<std::string>& of_rank
   return sum;
 }
 
+void add_counters(std::vector<RewardCounters>& sum, const std::vector<RewardCounters>& more) {
+  if (sum.empty()) {
+    sum = more;
+    return;
+  }
+  TRIREME_CHECK(sum.size() == more.size(), "counters of two pools");
+  for (size_t i = 0; i < sum.size(); ++i) {
+    sum[i].scored += more[i].scored;
+    sum[i].failed += more[i].failed;
+    sum[i].dropped += more[i].dropped;
+    sum[i].busy_seconds += more[i].busy_seconds;
+    if (!more[i].last_error.empty()) sum[i].last_error = more[i].last_error;
+  }
+}
+
 std::optional<std::string> too_many_failed(const std::vector<RewardCounters>& counted, double share) {
   for (const RewardCounters& one : counted) {
     if (static_cast<double>(one.failed) <= share * static_cast<double>(one.scored)) continue;

@@ -18,6 +18,9 @@ std::vector<RewardCounters> counted_since(const std::vector<RewardCounters>& now
 std::string pack_counters(const std::vector<RewardCounters>& counters);
 std::vector<RewardCounters> sum_counters(const std::vector<std::string>& of_ranks);
 
+// Into `sum`, which is empty or of the same rewards.
+void add_counters(std::vector<RewardCounters>& sum, const std::vector<RewardCounters>& more);
+
 // A sentence when a reward failed for more than `share` of what it scored: training would go on with what is left.
 std::optional<std::string> too_many_failed(const std::vector<RewardCounters>& counted, double share);
 

@@ -87,8 +87,8 @@ class Mlflow final : public Tracker {
     if (!state.is_object() || state.value("tracking_uri", "") != options_.tracking_uri) return;
     const std::string id = state.value("run_id", "");
     if (id.empty()) return;
-    call("POST", "runs/update", {{"run_id", id}, {"status", "RUNNING"}});
-    run_id_ = id;
+    // Somebody may have deleted it there: then the run goes on as another.
+    if (!call("POST", "runs/update", {{"run_id", id}, {"status", "RUNNING"}}, true).is_null()) run_id_ = id;
   }
 
   void create_run() {

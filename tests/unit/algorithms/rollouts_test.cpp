@@ -165,5 +165,34 @@ TEST(Rollouts, DrawnRewardsLeaveNoGroupWithoutVariance) {
   }
 }
 
+// Whoever trains groups early has no time left for those whose rewards come after generation.
+TEST(Rollouts, AnnounceNoGroupAfterGeneration) {
+  const TemporaryDirectory dir;
+  make_byte_tokenizer(dir.path());
+  const auto tokenizer = Tokenizer::load(dir.path());
+  const auto model = test::tiny_model({.vocab = tokenizer->vocab_size(), .initializer_range = 0.3});
+  SamplingOptions sampling;
+  sampling.max_new_tokens = 3;
+  ParallelContext alone;
+  PhaseTimer timer;
+  std::vector<PromptExample> prompts(2);
+  for (PromptExample& prompt : prompts) prompt.prompt = {7, 9};
+  RewardOptions slow{.type = "command"};
+  slow.command = {"sh", "-c", "while read -r line; do sleep 2; echo '{\"reward\": 1}'; done"};
+  RewardPool rewards({slow});
+  Engine engine(*model, tokenizer.get(), {.cache_rows = 400}, sampling);
+  RolloutCollector collector(engine, tokenizer.get(), &rewards, alone, timer, 100);
+  RolloutRequest request;
+  request.prompts = &prompts;
+  request.samples_per_prompt = 2;
+  request.name = "test";
+  request.sampling = sampling;
+  int64_t groups = 0;
+  request.on_group = [&](const std::vector<Sample>&) { ++groups; };
+  RankShares shares;
+  for (const Sample& sample : collector.collect(request, shares)) EXPECT_EQ(sample.raw_reward, 1);
+  EXPECT_EQ(groups, 0);
+}
+
 }  // namespace
 }  // namespace trireme

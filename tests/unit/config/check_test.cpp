@@ -86,6 +86,15 @@ TEST(ConfigCheck, SecretsOfTheRewardServiceAreRefusedAndNotQuoted) {
   const std::string error = with("env.http.url=https://me:hunter2@a/score");
   EXPECT_THAT(error, HasSubstr("must not hold a user or password"));
   EXPECT_EQ(error.find("hunter2"), std::string::npos) << error;
+  for (const char* form :
+       {"env.http.headers=Authorization:hunter2", "+env.http.headers=[\"Authorization: hunter2\"]",
+        " ++env.http.headers=[\"Authorization: hunter2\"]", "env.http.url=https://a/s?api_key=hunter2",
+        "+env.http.headers={a: hunter2}", "env.http.timeout_s=hunter2"}) {
+    const std::string of_form = with(form);
+    EXPECT_THAT(of_form, HasSubstr("env.http.")) << form;
+    EXPECT_EQ(of_form.find("hunter2"), std::string::npos) << of_form;
+  }
+  EXPECT_EQ(with("env.http.url=https://a/s?model=judge"), "");
   EXPECT_THAT(load_error({"env.http.enabled=true", "env.http.url=http://a", "env.http.ca_file=ca.pem"}),
               HasSubstr("env.http.ca_file: needs an env.http.url with https://"));
   EXPECT_THAT(load_error({"env.http.headers=[\"A: b\"]"}), HasSubstr("is set, but env.http.enabled is false"));

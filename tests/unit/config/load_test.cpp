@@ -291,5 +291,16 @@ TEST(ConfigText, Schedulers) {
   EXPECT_THAT(scheduler_error("[{milestones: [5]}, {name: LinearLR}]"), HasSubstr("milestones must be the last entry"));
 }
 
+// A resolved file has the newer names: what is typed under an older one still counts.
+TEST(Load, AnOverrideByAnAliasWinsOverTheFile) {
+  const std::string file = "data: {train: {prompt_file: a.txt}, validation: {prompt_file: a.txt}}\n";
+  const Config config = load_config_text(file, {"data.prompt_file=b.txt"});
+  EXPECT_EQ(config.data.train.prompt_file, "b.txt");
+  EXPECT_EQ(config.data.validation.prompt_file, "b.txt");
+  const Config both = load_config_text(file, {"data.prompt_file=b.txt", "data.validation.prompt_file=c.txt"});
+  EXPECT_EQ(both.data.train.prompt_file, "b.txt");
+  EXPECT_EQ(both.data.validation.prompt_file, "c.txt");
+}
+
 }  // namespace
 }  // namespace trireme

@@ -551,6 +551,9 @@ TEST_F(DatasetTest, RestoreRefusesOtherData) {
   split.split = DataOptions::Split::kTrain;
   EXPECT_THAT(error(split, state), HasSubstr("of other data"));
   EXPECT_THAT(error(raw(write("e.jsonl", rows(21))), state), HasSubstr("e.jsonl"));
+  json of_mixture = state;
+  of_mixture["data"]["weights"] = {0.5, 0.5};
+  EXPECT_THAT(error(options, of_mixture), HasSubstr("weights was [0.5,0.5], is null"));
   json bad = state;
   bad["position"] = 21;
   EXPECT_THAT(error(options, bad), HasSubstr("beyond the 20 rows"));

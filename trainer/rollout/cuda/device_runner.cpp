@@ -33,7 +33,7 @@ namespace {
 constexpr int64_t kSlots = 3;
 
 // Most samples of a step that leaves a part of the device to others. There every product is our own kernel's, which is
-// cut for the SMs it has (cuda/linear.cpp).
+// cut for the SMs it has (ops/cuda/gemm/linear.cpp).
 constexpr int64_t kSharedRows = kSharedDeviceSamples;
 
 // First tokens of a step's new groups: at most this many samples. Their buffers are 2 MB.

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 
 #include "base/error.h"
 #include "trainer/ops/checks.h"
+#include "trainer/ops/cuda/device/stream.h"
 #include "trainer/ops/cuda/elementwise/row_kernels.h"
 #include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/ops/cuda_ops.h"
@@ -21,8 +21,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr uintptr_t kAlignment = 16;
-
-cudaStream_t stream_of(const at::Tensor& x) { return c10::cuda::getCurrentCUDAStream(x.device().index()).stream(); }
 
 // Contiguous, and where the kernels can read it in 16-byte pieces.
 at::Tensor ready(const at::Tensor& x) {
@@ -373,7 +371,7 @@ at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids) {
 void throw_on_bad_ids(at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
   BadId found;
-  C10_CUDA_CHECK(take_bad_id(&found, c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+  C10_CUDA_CHECK(take_bad_id(&found, stream_of(device.index())));
   if (found.token < 0) return;
   fail_data("token " + std::to_string(found.token) + " of a batch has id " + std::to_string(found.id) +
             ", which is outside the model's vocabulary (is this the tokenizer of another model?)");

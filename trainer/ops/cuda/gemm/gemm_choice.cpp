@@ -4,7 +4,6 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,13 +17,10 @@
 #include <vector>
 
 #include "base/log.h"
+#include "trainer/ops/cuda/device/stream.h"
 #include "trainer/ops/sms.h"
 
 namespace trireme::cuda {
-
-cudaStream_t stream_of(int device) {
-  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
-}
 
 namespace {
 

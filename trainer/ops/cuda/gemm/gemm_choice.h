@@ -36,8 +36,6 @@ struct GemmTrial {
 // the lowest predicted time, up to 64 rows skinny_gemm_mma.
 GemmChoice choose_gemm(int device, const SkinnyGemmArgs& args, const GemmTrial* trial);
 
-cudaStream_t stream_of(int device);  // LibTorch's current one on this thread
-
 // Launches one of ours; cudaErrorInvalidValue for kLibrary.
 cudaError_t launch_gemm(const SkinnyGemmArgs& args, const GemmChoice& choice, cudaStream_t stream);
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "trainer/ops/cuda/device/stream.h"
 #include "trainer/ops/cuda/gemm/gemm_choice.h"
 #include "trainer/ops/sms.h"
 

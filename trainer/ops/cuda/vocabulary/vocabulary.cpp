@@ -2,13 +2,13 @@
 // Where the whole batch is one chunk, its logits are kept for backward; else backward makes them again.
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "trainer/ops/checks.h"
+#include "trainer/ops/cuda/device/stream.h"
 #include "trainer/ops/cuda/vocabulary/vocabulary_kernels.h"
 #include "trainer/ops/cuda_ops.h"
 
@@ -37,8 +37,6 @@ void check_array(const char* name, const at::Tensor& array, const at::Tensor& hi
                 std::string("sample_tokens_on_device: ") + name + " must be contiguous, of the stated shape and type " +
                     "and on the device of hidden");
 }
-
-cudaStream_t stream_of(const at::Tensor& x) { return c10::cuda::getCurrentCUDAStream(x.device().index()).stream(); }
 
 RowOptions row_options(const LogprobOptions& options) {
   RowOptions rows;
