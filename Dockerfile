@@ -1,6 +1,7 @@
 # Images of the operator and the trainer:
 #   docker build --target operator -t docker.io/trireme/operator:0.1.0 .
-#   docker build --target trainer  -t docker.io/trireme/trainer:0.1.0 .
+#   docker build --target trainer  -t docker.io/trireme/trainer:0.1.0-cpu .
+#   docker build --target trainer  -t docker.io/trireme/trainer:0.1.0-cuda --build-arg PRESET=cuda .
 # The operator is for amd64 and arm64, the trainer (LibTorch's wheel) for amd64:
 #   docker buildx build --platform linux/amd64,linux/arm64 --target operator -t ... --push .
 # BASE: Debian 12 or Ubuntu 24.04. BASE_DIGEST: sha256:... of it (docker buildx imagetools inspect debian:12-slim); with
