@@ -256,7 +256,7 @@ class Validator final {
     for (const std::string& message : report.errors) error(axis_path(path, message), message);
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
     if (!report.ok()) return;
-    for (const std::string& message : unsupported_splits(layout)) error(axis_path(path, message), message);
+    for (const std::string& message : unsupported_splits(layout, role.gpus_per_pod > 0)) error(axis_path(path, message), message);
   }
 
   // The messages of topology start with the axis they are about, or with a product ("tp 4 x ...").

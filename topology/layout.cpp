@@ -128,7 +128,7 @@ std::vector<int64_t> divisors(int64_t number) {
   return low;
 }
 
-std::vector<std::string> unsupported_splits(const Layout& layout) {
+std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   static constexpr std::pair<Field, const char*> kNotYet[] = {{{"tp", &Layout::tp}, "tensor"},
                                                               {{"cp", &Layout::cp}, "context"},
                                                               {{"ep", &Layout::ep}, "expert"},
@@ -138,8 +138,11 @@ std::vector<std::string> unsupported_splits(const Layout& layout) {
   for (const auto& [field, name] : kNotYet) {
     const int64_t size = layout.*field.member;
     if (size <= 1) continue;
+    const bool tensor = field.member == &Layout::tp;
+    if (tensor && !gpus) continue;
     sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
-                        " parallel) is not supported yet by the trainer of this version; only dp may be above 1");
+                        " parallel) is not supported yet by the trainer of this version" +
+                        (tensor ? " on GPUs" : "") + "; only dp may be above 1" + (gpus ? "" : ", and tp"));
   }
   return sentences;
 }

@@ -27,13 +27,16 @@ def tensors(path):
         out[name] = values
     return out, meta
 def moments(n, step):
-    flat = None
+    pieces = {}
     for rank in range(n):
         t, meta = tensors(f"{folder}/on{n}/step_{step}/policy/optimizer/rank_{rank:05d}.safetensors")
-        flat = flat or [None] * int(meta["elements"])
-        for begin, size, at in json.loads(meta["segments"]):
-            flat[begin:begin + size] = t["exp_avg"][at:at + size]
-    assert None not in flat
+        for name, _, _, _, first, count, at in json.loads(meta["pieces"]):
+            pieces[name, first] = t["exp_avg"][at:at + count]
+    flat, ends = [], {}
+    for name, first in sorted(pieces):
+        assert ends.get(name, 0) == first, (name, first)
+        ends[name] = first + len(pieces[name, first])
+        flat += pieces[name, first]
     return flat
 logs = [[x for x in map(json.loads, open(f"{folder}/on{n}-logs/train.jsonl")) if "train/loss" in x] for n in (1, ranks)]
 worst = 0
@@ -46,7 +49,7 @@ difference = 0
 for step in (1, 2, 3):
     one, many = moments(1, step), moments(ranks, step)
     largest = max(map(abs, one))
-    assert largest > 0
+    assert largest > 0 and len(one) == len(many)
     difference = max(difference, max(abs(x - y) for x, y in zip(one, many)) / largest)
 print(f"{ranks} processes: log {worst:.2g}, gradients {difference:.2g} of the largest")
 sys.exit(0 if worst <= 1e-5 and difference <= 1e-5 else 1)

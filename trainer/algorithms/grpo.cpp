@@ -34,9 +34,11 @@ class GrpoLoop final {
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
         rewards_(reward_options(config_, options.rewards)),
+        // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
+        split_(session_.context.replica_group().size() > 1),
         partition_(partition_for(config_, session_.policy->options().device,
-                                 needs_reference(config_) || config_.grpo.early_gradients)),
-        engine_(*session_.policy, session_.tokenizer.get(), engine_options(config_, partition_),
+                                 !split_ && (needs_reference(config_) || config_.grpo.early_gradients))),
+        engine_(*session_.policy, session_.tokenizer.get(), options_of_engine(),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
                    config_.cluster.collective_timeout_s) {
@@ -49,12 +51,14 @@ class GrpoLoop final {
     }
     force_lengths();
     row_exact_ = session_.linear_is_row_exact;
-    early_gradients_ = config_.grpo.early_gradients && row_exact_;
-    if (reference_ != nullptr || early_gradients_) {
+    early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_;
+    if (split_ && session_.context.is_main() && (reference_ != nullptr || config_.grpo.early_gradients))
+      log_info("grpo", "the model is split: reference log-probs follow generation, grpo.early_gradients is off");
+    if (!split_ && (reference_ != nullptr || early_gradients_)) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
                                                 partition_, options.rendezvous.on_stuck);
     }
-    if (config_.grpo.early_gradients && !row_exact_ && session_.context.is_main())
+    if (config_.grpo.early_gradients && !split_ && !row_exact_ && session_.context.is_main())
       log_warn("grpo", "grpo.early_gradients is off: it needs linear layers that keep row bits");
     if (early_gradients_ && reference_stream_ == nullptr) {
       fail_user(
@@ -105,6 +109,16 @@ class GrpoLoop final {
   }
 
  private:
+  // The ranks of a replica make the same plans.
+  EngineOptions options_of_engine() {
+    EngineOptions options = engine_options(config_, partition_);
+    if (split_)
+      options.least_of_ranks = [&ranks = session_.context.replica_group()](int64_t rows) {
+        return static_cast<int64_t>(-ranks.all_reduce_max(static_cast<double>(-rows)));
+      };
+    return options;
+  }
+
   // policy.generation.forced_lengths, checked against what a rollout is.
   void force_lengths() {
     const std::string& source = config_.policy.generation.forced_lengths;
@@ -165,7 +179,7 @@ class GrpoLoop final {
 
   // Before anything is trained: rewards that cannot work are said, services that still start are waited for.
   void probe_rewards() {
-    if (config_.env.startup_timeout_s <= 0) return;
+    if (config_.env.startup_timeout_s <= 0 || !session_.context.leads_replica()) return;
     session_.context.set_phase("rewards");
     RewardRequest probe;
     for (int64_t i = 0; i < datasets_.train->size(); ++i) {
@@ -282,9 +296,10 @@ class GrpoLoop final {
     return std::find(steps.begin(), steps.end(), step) != steps.end();
   }
 
-  // Where this rank's first optimizer step is written to be computed again; empty: nowhere.
+  // Where this rank's first optimizer step is written to be computed again; empty: nowhere. One file a replica: its
+  // ranks train the same.
   std::string dump_path(int64_t step) const {
-    if (!dumps(step)) return "";
+    if (!dumps(step) || !session_.context.leads_replica()) return "";
     std::filesystem::create_directories(config_.logger.log_dir);
     const ParallelContext& ranks = session_.context;
     const std::string of_rank = ranks.world_size() > 1 ? "_rank_" + std::to_string(ranks.rank()) : "";
@@ -374,6 +389,7 @@ class GrpoLoop final {
   Datasets datasets_;
   PromptStream prompts_;
   RewardPool rewards_;
+  const bool split_;  // over the ranks of a replica
   const std::shared_ptr<const DevicePartition> partition_;
   std::optional<RolloutLengths> forced_lengths_;  // for measurements
   Engine engine_;

@@ -22,6 +22,37 @@ class JobCounter final : public CounterStore {
   JobStore& store_;
 };
 
+// The queue of a replica's ranks, which generate the same samples: the leader takes, and all have what it took. Once
+// there was nothing left for it nobody asks again.
+class ReplicaQueue final : public SampleSource {
+ public:
+  ReplicaQueue(SampleQueue& queue, Communicator& ranks) : queue_(queue), ranks_(ranks) {}
+
+  int64_t places() const override { return queue_.places(); }
+
+  std::vector<SampleSpan> take(int64_t room) override {
+    if (ranks_.size() == 1) return queue_.take(room);
+    std::vector<SampleSpan> spans;
+    if (over_) return spans;
+    std::string packed;
+    if (ranks_.rank() == 0) {
+      spans = queue_.take(room);
+      packed.assign(reinterpret_cast<const char*>(spans.data()), spans.size() * sizeof(SampleSpan));
+    }
+    packed = ranks_.all_gather_bytes(packed).front();
+    spans.resize(packed.size() / sizeof(SampleSpan));
+    if (!spans.empty()) std::memcpy(spans.data(), packed.data(), packed.size());
+    over_ = spans.empty();
+    return spans;
+  }
+
+ private:
+  SampleQueue& queue_;
+  Communicator& ranks_;
+  bool over_ = false;
+};
+static_assert(std::is_trivially_copyable_v<SampleSpan>);
+
 }  // namespace
 
 std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
@@ -153,12 +184,13 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
   shape.groups = static_cast<int64_t>(request.prompts->size());
   shape.samples = request.samples_per_prompt;
   shape.whole_groups = request.on_group != nullptr;
-  shape.ranks = context_.world_size();
-  shape.rank = context_.rank();
+  shape.ranks = context_.replicas();
+  shape.rank = context_.replica();
   shape.places = engine_.options().max_sequences;
   std::unique_ptr<CounterStore> counter = std::make_unique<LocalCounter>();
   if (context_.store() != nullptr) counter = std::make_unique<JobCounter>(*context_.store());
-  SampleQueue queue(shape, *counter, "rollout-" + request.name);
+  SampleQueue samples(shape, *counter, "rollout-" + request.name);
+  ReplicaQueue queue(samples, context_.replica_group());
 
   ReferenceStream* reference = request.reference;
   DriverHooks hooks;
@@ -174,7 +206,8 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
     return group;
   };
   if (reference != nullptr) hooks.finished = [&](const FinishedSample& sample) { reference->add(sample); };
-  hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) { scoring.add(span, std::move(group)); };
+  if (context_.leads_replica())
+    hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) { scoring.add(span, std::move(group)); };
   hooks.between_steps = [&] {
     if (reference != nullptr) reference->after_step(engine_);
     scoring.take_what_is_ready();
@@ -217,31 +250,38 @@ std::vector<Sample> RolloutCollector::collect(const RolloutRequest& request, Ran
   return all;
 }
 
-// Every rank's samples in data order.
+// All replicas' samples in data order, on every rank.
 std::vector<Sample> RolloutCollector::exchange(std::vector<Sample> own, const std::vector<SharedTokens>& prompts,
                                                double generated_after, RankShares& shares) {
-  const auto ranks = static_cast<size_t>(context_.world_size());
-  shares.idle_seconds.resize(ranks, 0);
-  shares.samples.resize(ranks, 0);
+  const auto replicas = static_cast<size_t>(context_.replicas());
+  shares.idle_seconds.resize(replicas, 0);
+  shares.samples.resize(replicas, 0);
   std::vector<Sample> all;
-  if (ranks == 1) {
+  if (context_.world_size() == 1) {
     shares.samples[0] += static_cast<int64_t>(own.size());
     all = std::move(own);
   } else {
-    std::string part(sizeof generated_after, '\0');
-    std::memcpy(part.data(), &generated_after, sizeof generated_after);
-    const std::vector<std::string> parts = context_.data_parallel().all_gather_bytes(part + pack_samples(own));
+    std::string part;
+    if (context_.leads_replica()) {
+      part.assign(sizeof generated_after, '\0');
+      std::memcpy(part.data(), &generated_after, sizeof generated_after);
+      part += pack_samples(own);
+    }
+    const std::vector<std::string> parts = context_.world().all_gather_bytes(part);
     own.clear();
-    std::vector<double> seconds(ranks, 0);
-    for (size_t rank = 0; rank < ranks; ++rank) {
-      TRIREME_CHECK(parts[rank].size() >= sizeof(double), "a rank's samples have no beginning");
-      std::memcpy(&seconds[rank], parts[rank].data(), sizeof(double));
-      std::vector<Sample> theirs = unpack_samples(std::string_view(parts[rank]).substr(sizeof(double)), prompts);
-      shares.samples[rank] += static_cast<int64_t>(theirs.size());
+    std::vector<double> seconds;
+    for (const std::string& of_rank : parts) {
+      if (of_rank.empty()) continue;  // of none that leads
+      const size_t replica = seconds.size();
+      TRIREME_CHECK(of_rank.size() >= sizeof(double) && replica < replicas, "a rank's samples have no beginning");
+      std::memcpy(&seconds.emplace_back(), of_rank.data(), sizeof(double));
+      std::vector<Sample> theirs = unpack_samples(std::string_view(of_rank).substr(sizeof(double)), prompts);
+      shares.samples[replica] += static_cast<int64_t>(theirs.size());
       all.insert(all.end(), std::make_move_iterator(theirs.begin()), std::make_move_iterator(theirs.end()));
     }
     const double slowest = *std::max_element(seconds.begin(), seconds.end());
-    for (size_t rank = 0; rank < ranks; ++rank) shares.idle_seconds[rank] += slowest - seconds[rank];
+    for (size_t replica = 0; replica < seconds.size(); ++replica)
+      shares.idle_seconds[replica] += slowest - seconds[replica];
   }
   std::sort(all.begin(), all.end(), [](const Sample& a, const Sample& b) {
     return a.group != b.group ? a.group < b.group : a.index < b.index;

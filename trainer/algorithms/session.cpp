@@ -11,15 +11,20 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/parallel/device.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 namespace {
 
-ModelOptions policy_options(const Config& config, int local_rank) {
+ModelOptions policy_options(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context) {
   ModelOptions options;
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
   if (options.dtype == at::kBFloat16 && gradients_in_fp32(config)) options.gradient_dtype = at::kFloat;
+  if (context.replica_group().size() > 1) {
+    options.split = model_split(model.shape(), context.layout(), context.rank());
+    options.tensor = &context.tensor_parallel();
+  }
   return options;
 }
 
@@ -59,6 +64,25 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
             " but the model of " + dir.string() + " has " + std::to_string(model.positions()) +
             " positions (max_position_embeddings and rope scaling in its config.json); set a smaller length, or "
             "another model");
+}
+
+// Before the weights are read, too: what tensor ranks share must divide among them.
+void check_split(const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout) {
+  const ModelShape shape = model.shape();
+  const LayoutReport report = check_layout(layout, {.shape = &shape});
+  if (!report.ok()) fail_user("the model of " + dir.string() + " cannot be split so: " + report.errors.front());
+}
+
+// Whether log-probs of the sampler are those of the loss: products and exchanges keep a row's bits, whatever the other
+// rows. Of all ranks, since how they share the samples depends on it. Collective.
+bool rows_are_exact(const Model& model, int64_t most_rows, ParallelContext& context) {
+  const ModelOptions& options = model.options();
+  const bool products = linear_rows_are_exact(model.linear_shapes(), options.dtype, options.device, most_rows);
+  const std::optional<std::string> exchanges =
+      exchange_problem(context.replica_group(), model.config().hidden_size,
+                       at::TensorOptions().dtype(options.dtype).device(options.device));
+  if (exchanges) log_warn("parallel", *exchanges);
+  return context.world().all_reduce_max(products && !exchanges ? 0 : 1) == 0;
 }
 
 // Another model, algorithm or data set was refused before; the rest goes on, but not as the run that was interrupted.
@@ -144,13 +168,14 @@ std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::files
   if (!config.policy.random_weights) return load_model(dir, options);
   auto model = std::make_unique<Model>(ModelConfig::load(dir), options);
   draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed));
-  if (options.device.is_cpu()) choose_linear_mode(model->config().linear_shapes(), options.dtype);
+  if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);
   return model;
 }
 
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
     : config(with_its_device(given, options)),
-      context(runnable(options.layout), options.rendezvous),
+      context(runnable(options.layout, choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda()),
+              options.rendezvous),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
@@ -161,9 +186,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
   context.set_on_absent([this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); });
   reporting.phase("start", 0);
-  const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank);
+  const ModelConfig model = ModelConfig::load(model_dir);
+  check_split(model, model_dir, context.layout());
+  const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
-  check_length(config, ModelConfig::load(model_dir), model_dir);
+  check_length(config, model, model_dir);
   if (config.policy.random_weights && context.is_main())
     log_warn("train", "policy.random_weights: the model is drawn, not loaded; this run is a measurement");
   policy = load_or_draw_model(config, model_dir, model_options);
@@ -171,12 +198,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
-  // Of all ranks, since how they share the samples depends on it.
-  linear_is_row_exact =
-      context.world().all_reduce_max(linear_rows_are_exact(policy->config().linear_shapes(), model_options.dtype,
-                                                           model_options.device, most_rows_of_a_pass(config))
-                                         ? 0
-                                         : 1) == 0;
+  linear_is_row_exact = rows_are_exact(*policy, most_rows_of_a_pass(config), context);
   const AdamSettings adam = adam_settings(config);
   AdamWOptions adam_options;
   adam_options.beta1 = adam.beta1;

@@ -112,7 +112,7 @@ class SftLoop final {
     Members all(batch.samples.size());
     std::iota(all.begin(), all.end(), int64_t{0});
     return make_micro_batches(batch.samples, all, sft_micro_batches(config_, train),
-                              session_.context.world_size())[static_cast<size_t>(session_.context.rank())];
+                              session_.context.replicas())[static_cast<size_t>(session_.context.replica())];
   }
 
   static at::Tensor token_mask(const SftBatch& batch, const Members& members) {

@@ -8,9 +8,9 @@
 
 namespace trireme {
 
-// How the ranks shared one or more rollouts; of each rank, the same on all.
+// How the model replicas shared one or more rollouts; of each replica, the same on all ranks.
 struct RankShares {
-  std::vector<double> idle_seconds;  // between its last sample and the last rank's
+  std::vector<double> idle_seconds;  // between its last sample and the last replica's
   std::vector<int64_t> samples;      // it generated
 };
 

@@ -29,7 +29,7 @@ CheckpointInfo read_checkpoint(const fs::path& path) {
     manifest = nlohmann::json::parse(read_file(manifest_path));
     CheckpointInfo info;
     info.path = path;
-    if (manifest.at("format").get<int>() != kCheckpointFormat)
+    if (const int format = manifest.at("format").get<int>(); format < 1 || format > kCheckpointFormat)
       fail_data(manifest_path.string() + " has another format version");
     info.step = manifest.at("step").get<int64_t>();
     info.state = manifest.at("state");

@@ -10,7 +10,8 @@
 
 namespace trireme {
 
-inline constexpr int kCheckpointFormat = 1;  // of manifest.json
+// Of manifest.json. Since 2 optimizer state names its parameters (optimizer/state_pieces.h); 1 is still read.
+inline constexpr int kCheckpointFormat = 2;
 
 struct CheckpointInfo {
   std::filesystem::path path;

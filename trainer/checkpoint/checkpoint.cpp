@@ -46,10 +46,50 @@ void sync_tree(const fs::path& root) {
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
+// The files of the weights. Of a split model without their tensors: only names, shapes and sizes.
 ShardPlan weights_of(const Model& model) {
   NamedTensors tensors;
-  for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());
+  if (model.options().split) {
+    const auto options = model.flat_parameters().options().device(at::kMeta).requires_grad(false);
+    for (const ModelParameter& parameter : model_parameters(model.config().shape()))
+      tensors.emplace_back(parameter.name, at::empty(parameter.shape, options));
+  } else {
+    for (const Parameter& parameter : model.parameters())
+      tensors.emplace_back(parameter.name, parameter.tensor.detach());
+  }
   return plan_shards(tensors, SaveOptions{}.max_shard_bytes);
+}
+
+// Which rank writes a file of the weights: of a whole model the first, else all in turn, replica by replica.
+struct FileOwner {
+  int replica = 0, rank = 0;  // of the replica
+};
+FileOwner owner_of(size_t file, const Model& model, ParallelContext& context) {
+  if (!model.options().split) return {};
+  const auto replicas = static_cast<size_t>(context.replicas());
+  return {static_cast<int>(file % replicas),
+          static_cast<int>(file / replicas % static_cast<size_t>(context.replica_group().size()))};
+}
+
+bool is_mine(const FileOwner& owner, ParallelContext& context) {
+  return owner.replica == context.replica() && owner.rank == context.replica_group().rank();
+}
+
+// This rank's files. A split model's are gathered inside each replica, tensor by tensor: the state of now, so that
+// nobody needs to wait for them. Collective then.
+std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, ParallelContext& context) {
+  std::vector<TensorFile> own;
+  for (size_t i = 0; i < plan.files.size(); ++i) {
+    const FileOwner owner = owner_of(i, model, context);
+    TensorFile& file = plan.files[i];
+    if (model.options().split && owner.replica == context.replica()) {
+      for (auto& [name, tensor] : file.tensors) tensor = gather_parameter(model, name, owner.rank);
+    }
+    if (!is_mine(owner, context)) continue;
+    file.name = "policy/weights/" + file.name;
+    own.push_back(std::move(file));
+  }
+  return own;
 }
 
 std::string key(int64_t number, const std::string& what) { return "checkpoint-" + std::to_string(number) + "-" + what; }
@@ -159,11 +199,11 @@ void CheckpointManager::open(const Model& model, const DistributedAdamW& optimiz
   owner_ = context_.world().all_gather_bytes(owner).front();
 
   int64_t own = options_.save_optimizer ? optimizer.saved().tensor_bytes() : 0, files = 1;
-  if (context_.is_main()) {
-    for (const TensorFile& file : weights_of(model).files) {
-      own += file.tensor_bytes();
-      ++files;
-    }
+  const ShardPlan weights = weights_of(model);
+  for (size_t i = 0; i < weights.files.size(); ++i) {
+    if (!is_mine(owner_of(i, model, context_), context_)) continue;
+    own += weights.files[i].tensor_bytes();
+    ++files;
   }
   int64_t limit = options_.staging_bytes;
   const std::string host = host_name() + " ";
@@ -215,20 +255,16 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
   BackgroundSave::Work work;
   work.folder = p.temporary;
   work.open = options_.open_file;
-  if (context_.is_main()) {
-    ShardPlan weights = weights_of(model);
-    p.index = std::move(weights.index);
-    for (TensorFile& file : weights.files) {
-      file.name = "policy/weights/" + file.name;
-      work.files.push_back(std::move(file));
-    }
-  }
+  ShardPlan weights = weights_of(model);
+  p.index = weights.index;
+  work.files = own_weights(std::move(weights), model, context_);
   if (options_.save_optimizer) {
     work.files.push_back(optimizer.saved());
     work.files.back().name = "policy/optimizer/" + work.files.back().name;
   }
   work.prepare = [this, &p, &model, config_yaml] {
     fs::create_directories(p.temporary / "policy" / "optimizer");
+    fs::create_directories(p.temporary / "policy" / "weights");
     if (!context_.is_main()) return;
     SaveOptions save;
     save.source_dir = options_.source_dir;

@@ -59,7 +59,7 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   const RendezvousOptions rendezvous = rendezvous_from_environment(timeout_s);
   Layout layout;
   layout.dp = rendezvous.world_size;
-  ParallelContext context(runnable(layout), rendezvous);
+  ParallelContext context(layout, rendezvous);
   run(context);
   return 0;
 }

@@ -348,11 +348,17 @@ json ModelConfig::to_json() const {
 }
 
 std::vector<LinearShape> ModelConfig::linear_shapes() const {
-  return {{.in = hidden_size, .out = (num_heads + 2 * num_kv_heads) * head_dim, .bias = qkv_bias},
-          {.in = num_heads * head_dim, .out = hidden_size, .bias = output_bias},
-          {.in = hidden_size, .out = 2 * intermediate_size, .gate_up = !mlp_bias, .bias = mlp_bias},
-          {.in = intermediate_size, .out = hidden_size, .bias = mlp_bias},
-          {.in = hidden_size, .out = vocab_size, .head = true}};
+  return linear_shapes(local_shape(shape(), model_split(shape(), {}, 0)));
+}
+
+std::vector<LinearShape> ModelConfig::linear_shapes(const LocalShape& own) const {
+  std::vector<LinearShape> shapes = {
+      {.in = own.hidden, .out = own.query_width() + 2 * own.key_width(), .bias = qkv_bias},
+      {.in = own.query_width(), .out = own.hidden, .bias = output_bias},
+      {.in = own.hidden, .out = 2 * own.intermediate, .gate_up = !mlp_bias, .bias = mlp_bias},
+      {.in = own.intermediate, .out = own.hidden, .bias = mlp_bias}};
+  if (own.vocab > 0) shapes.push_back({.in = own.hidden, .out = own.vocab, .head = true});
+  return shapes;
 }
 
 ModelShape ModelConfig::shape() const {

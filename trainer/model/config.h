@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "topology/split.h"
 #include "topology/topology.h"
 #include "trainer/ops/ops.h"
 
@@ -51,7 +52,8 @@ struct ModelConfig {
   int64_t parameter_count() const;  // a tied head counted once
   ModelShape shape() const;         // what layouts depend on
   // Every (in, out) of its linears with the head, for the exactness self-test.
-  std::vector<LinearShape> linear_shapes() const;
+  std::vector<LinearShape> linear_shapes() const;                       // of the whole model
+  std::vector<LinearShape> linear_shapes(const LocalShape& own) const;  // of a rank's part
   // Floating point operations of one forward for one token after `context` earlier ones (multiply and add count 2).
   double forward_flops_per_token(double context) const;
   bool operator==(const ModelConfig& other) const { return to_json() == other.to_json(); }

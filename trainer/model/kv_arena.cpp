@@ -14,14 +14,14 @@
 
 namespace trireme {
 
-KvArena::KvArena(const ModelConfig& config, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows)
-    : config_(config),
+KvArena::KvArena(const KvShape& shape, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows)
+    : shape_(shape),
       most_rows_(std::max(rows, most_rows)),
       options_(at::TensorOptions().dtype(dtype).device(device)) {
   if (device.is_cuda()) {
-    const int64_t sections = 2 * config.num_layers;
+    const int64_t sections = 2 * shape.layers;
     memory_ =
-        std::make_unique<cuda::MappedMemory>(device, sections, most_rows_ * bytes_per_row(config, dtype) / sections);
+        std::make_unique<cuda::MappedMemory>(device, sections, most_rows_ * bytes_per_row(shape, dtype) / sections);
   }
   restore(rows);
 }
@@ -29,13 +29,13 @@ KvArena::KvArena(const ModelConfig& config, int64_t rows, at::ScalarType dtype, 
 KvArena::~KvArena() = default;
 
 void KvArena::make_tensors() {
-  const std::vector<int64_t> shape = {rows_, config_.num_kv_heads, config_.head_dim};
+  const std::vector<int64_t> shape = {rows_, shape_.kv_heads, shape_.head_dim};
   keys_.clear();
   values_.clear();
-  for (int64_t section = 0; section < 2 * config_.num_layers; ++section) {
+  for (int64_t section = 0; section < 2 * shape_.layers; ++section) {
     at::Tensor made =
         memory_ != nullptr ? at::from_blob(memory_->address(section), shape, options_) : at::zeros(shape, options_);
-    (section < config_.num_layers ? keys_ : values_).push_back(std::move(made));
+    (section < shape_.layers ? keys_ : values_).push_back(std::move(made));
   }
 }
 
@@ -52,7 +52,7 @@ void KvArena::restore(int64_t rows) {
   TRIREME_CHECK(rows > 0 && rows <= most_rows_,
                 "an arena of at most " + std::to_string(most_rows_) + " rows cannot have " + std::to_string(rows));
   if (memory_ != nullptr)
-    memory_->map(rows * bytes_per_row(config_, c10::typeMetaToScalarType(options_.dtype())) / (2 * config_.num_layers));
+    memory_->map(rows * bytes_per_row(shape_, c10::typeMetaToScalarType(options_.dtype())) / (2 * shape_.layers));
   rows_ = rows;
   make_tensors();
   resident_ = true;
@@ -122,8 +122,8 @@ void KvArena::move_all(const std::vector<RowMove>& moves) {
   for (const RowMove& m : moves) move(m.from, m.to, m.rows);
 }
 
-int64_t KvArena::bytes_per_row(const ModelConfig& config, at::ScalarType dtype) {
-  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * static_cast<int64_t>(c10::elementSize(dtype));
+int64_t KvArena::bytes_per_row(const KvShape& shape, at::ScalarType dtype) {
+  return 2 * shape.layers * shape.kv_heads * shape.head_dim * static_cast<int64_t>(c10::elementSize(dtype));
 }
 
 }  // namespace trireme

@@ -15,6 +15,15 @@ namespace cuda {
 class MappedMemory;
 }
 
+// What of a model the rows hold: of a split one this rank's key heads.
+struct KvShape {
+  KvShape(const ModelConfig& config)  // NOLINT(google-explicit-constructor): the whole model's
+      : layers(config.num_layers), kv_heads(config.num_kv_heads), head_dim(config.head_dim) {}
+  KvShape(const LocalShape& local)  // NOLINT(google-explicit-constructor)
+      : layers(local.layers), kv_heads(local.kv_heads), head_dim(local.head_dim) {}
+  int64_t layers, kv_heads, head_dim;
+};
+
 // `rows` rows from row `from` to row `to`, in every layer.
 struct RowMove {
   int64_t from = 0;
@@ -26,7 +35,7 @@ struct RowMove {
 class KvArena final {
  public:
   // `rows` of at most `most_rows` (0: no more than `rows`), which restore() may give it later.
-  KvArena(const ModelConfig& config, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows = 0);
+  KvArena(const KvShape& shape, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows = 0);
   ~KvArena();
   KvArena(const KvArena&) = delete;
   KvArena& operator=(const KvArena&) = delete;
@@ -38,7 +47,7 @@ class KvArena final {
   bool resident() const { return resident_; }
 
   int64_t rows() const { return rows_; }  // those of before while released
-  int64_t num_layers() const { return config_.num_layers; }
+  int64_t num_layers() const { return shape_.layers; }
   const at::Tensor& keys(int64_t layer) const { return keys_[layer]; }      // [rows, kv_heads, head_dim], rotated
   const at::Tensor& values(int64_t layer) const { return values_[layer]; }  // [rows, kv_heads, head_dim]
 
@@ -51,14 +60,14 @@ class KvArena final {
   void move_all(const std::vector<RowMove>& moves);
 
   // Memory of one row over all layers.
-  static int64_t bytes_per_row(const ModelConfig& config, at::ScalarType dtype);
+  static int64_t bytes_per_row(const KvShape& shape, at::ScalarType dtype);
 
  private:
   void check_range(int64_t from, int64_t to, int64_t rows) const;
 
   void make_tensors();
 
-  ModelConfig config_;
+  KvShape shape_;
   int64_t rows_ = 0, most_rows_ = 0;
   at::TensorOptions options_;
   bool resident_ = false;

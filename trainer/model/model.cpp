@@ -68,7 +68,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
       options.dtype != at::kDouble) {
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
-  split_ = options.split ? *options.split : model_split(config.shape(), {}, 0);
+  split_ = options.split ? *options.split : whole_model(config);
   local_ = local_shape(config.shape(), split_);
   TRIREME_CHECK(split_.pp == 1, "a model of several pipeline stages cannot be run yet");
   TRIREME_CHECK(split_.tp == (options.tensor == nullptr ? 1 : options.tensor->size()),
@@ -82,64 +82,26 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
 Model::~Model() = default;
 
 void Model::allocate_parameters() {
-  const ModelConfig& c = config_;
-  const ModelShape shape = c.shape();
-  std::vector<std::vector<int64_t>> shapes;
-  int64_t total = 0;
-  // The members of a block have no gaps between them. Of what other ranks hold there is nothing.
-  const auto add = [&](const std::vector<std::string>& block) {
-    for (const std::string& name : block) {
-      const std::optional<ParameterSlice> slice = parameter_slice(shape, split_, name);
-      if (!slice) continue;
-      Parameter parameter;
-      parameter.name = name;
-      parameter.slice = *slice;
-      parameter.trainable = options_.trainable;
-      parameter.offset = total;
-      parameter.size = slice->elements();
-      parameter.decay = slice->shape.size() > 1;
-      total += parameter.size;
-      shapes.push_back(slice->shape);
-      shapes.back()[static_cast<size_t>(slice->dimension)] = slice->range.size();
-      by_name_[name] = parameters_.size();
-      parameters_.push_back(std::move(parameter));
-    }
-    total = (total + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
-  };
-  const auto add_linears = [&](const std::vector<std::string>& outputs, bool bias) {
-    std::vector<std::string> weights, biases;
-    for (const std::string& output : outputs) weights.push_back(output + ".weight");
-    for (const std::string& output : outputs) biases.push_back(output + ".bias");
-    add(weights);
-    if (bias) add(biases);
-  };
-  add({"model.embed_tokens.weight"});
-  for (int64_t i = 0; i < c.num_layers; ++i) {
-    const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
-    add({at + "input_layernorm.weight"});
-    add_linears({attention + "q_proj", attention + "k_proj", attention + "v_proj"}, c.qkv_bias);
-    if (c.qk_norm) add({attention + "q_norm.weight"});
-    if (c.qk_norm) add({attention + "k_norm.weight"});
-    add_linears({attention + "o_proj"}, c.output_bias);
-    add({at + "post_attention_layernorm.weight"});
-    add_linears({mlp + "gate_proj", mlp + "up_proj"}, c.mlp_bias);
-    add_linears({mlp + "down_proj"}, c.mlp_bias);
-  }
-  add({"model.norm.weight"});
-  if (!c.tie_word_embeddings) add({"lm_head.weight"});
-
+  ParameterLayout layout = parameter_layout(config_, split_);
+  const int64_t total = layout.elements;
+  alike_elements_ = layout.alike_elements;
+  layer_begins_ = std::move(layout.layer_begins);
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   // Behind the last one there is room for the rows by which the head's number becomes a multiple of 8 (kHeadRows); no
   // part of the buffer: never trained, sampled or saved. A tied head has the layers behind it.
-  const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * c.hidden_size;
+  const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * config_.hidden_size;
   flat_parameters_ = at::zeros({total + more}, options).narrow(0, 0, total);
   if (options_.trainable) {
     flat_gradients_ = at::zeros({total}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
-    parameter.tensor = leaf(parameter.offset, shapes[i]);
+  for (PlacedParameter& placed : layout.parameters) {
+    by_name_[placed.name] = parameters_.size();
+    Parameter& parameter = parameters_.emplace_back();
+    static_cast<PlacedParameter&>(parameter) = std::move(placed);
+    parameter.trainable = options_.trainable;
+    parameter.decay = parameter.slice.shape.size() > 1;
+    parameter.tensor = leaf(parameter.offset, parameter.shape());
   }
 }
 
@@ -171,7 +133,6 @@ void Model::bind_layers() {
   };
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
-    layer_begins_.push_back(find(at + "input_layernorm.weight")->offset);
     Layer layer;
     layer.input_norm = tensor(at + "input_layernorm.weight");
     layer.post_norm = tensor(at + "post_attention_layernorm.weight");
@@ -188,7 +149,6 @@ void Model::bind_layers() {
     layers_.push_back(std::move(layer));
   }
   embedding_ = tensor("model.embed_tokens.weight");
-  layer_begins_.push_back(find("model.norm.weight")->offset);
   final_norm_ = tensor("model.norm.weight");
   head_ = config_.tie_word_embeddings ? embedding_ : tensor("lm_head.weight");
 }
@@ -263,13 +223,13 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   TRIREME_CHECK(batch.ids.defined() && batch.positions.defined() && batch.ids.size(0) == batch.positions.size(0),
                 "forward_cached: ids and positions must have the same length");
   TRIREME_CHECK(arena.num_layers() == config_.num_layers, "forward_cached: the arena belongs to another model");
-  TRIREME_CHECK(split_.tp == 1, "a model split over tensor ranks cannot generate yet");
   const at::NoGradGuard no_grad;
   Context context;
   context.rope = rope_rows(rope_extent(batch.positions, 0));
   context.positions = batch.positions;
   context.cached = &batch;
   context.arena = &arena;
+  context.tokens = batch.ids.size(0);
   return run(batch.ids, context);
 }
 
@@ -372,31 +332,37 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined()) {
-    const at::Tensor active = cuda::gate_up_swiglu(x.value, layer.gate_up);
-    return trireme::linear(active, layer.down, layer.down_bias);
+  const Activation all = all_rows(x, context);
+  if (context.arena != nullptr && all.value.is_cuda() && !layer.gate_up_bias.defined()) {
+    const at::Tensor active = cuda::gate_up_swiglu(all.value, layer.gate_up);
+    return own_rows(trireme::linear(active, layer.down, layer.down_bias));
   }
-  const at::Tensor gate_up = product(all_rows(x, context), layer.gate_up, layer.gate_up_bias);
+  const at::Tensor gate_up = product(all, layer.gate_up, layer.gate_up_bias);
   return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias));
 }
 
 // Of a split head each rank makes the logits of its part of the vocabulary, and then takes the whole rows of every
-// tp-th part of the rows: the same function as on one rank reads them, filters included.
-at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const {
-  if (split_.tp == 1) return token_logprobs(hidden, head_, targets, options);
-  Communicator& group = *options_.tensor;
+// tp-th part of the rows, the last of which may belong to nobody: the same function as on one rank reads them, filters
+// included.
+at::Tensor Model::whole_logits(const at::Tensor& hidden) const {
   const int64_t rows = hidden.size(0), own = (rows + split_.tp - 1) / split_.tp, width = split_.vocab.size();
   const at::Tensor even = at::constant_pad_nd(hidden, {0, 0, 0, own * split_.tp - rows});
   // A rank may hold padding only; all record the same exchanges.
-  at::Tensor logits = local_.vocab > 0 ? trireme::linear(even, head_, {})
-                                       : even.narrow(1, 0, 1).narrow(1, 0, 0);
+  at::Tensor logits = local_.vocab > 0 ? trireme::linear(even, head_, {}) : even.narrow(1, 0, 1).narrow(1, 0, 0);
   logits = at::constant_pad_nd(logits, {0, width - local_.vocab});
   const std::vector<int64_t> counts(static_cast<size_t>(split_.tp), own);
-  const at::Tensor whole = all_to_all_rows(group, logits, counts, counts)
-                               .view({split_.tp, own, width})
-                               .permute({1, 0, 2})
-                               .reshape({own, split_.tp * width})
-                               .narrow(1, 0, config_.vocab_size);
+  return all_to_all_rows(*options_.tensor, logits, counts, counts)
+      .view({split_.tp, own, width})
+      .permute({1, 0, 2})
+      .reshape({own, split_.tp * width})
+      .narrow(1, 0, config_.vocab_size);
+}
+
+at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const {
+  if (split_.tp == 1) return token_logprobs(hidden, head_, targets, options);
+  Communicator& group = *options_.tensor;
+  const at::Tensor whole = whole_logits(hidden);
+  const int64_t rows = hidden.size(0), own = whole.size(0);
   const at::Tensor ids = at::constant_pad_nd(targets, {0, own * split_.tp - rows}).narrow(0, own * group.rank(), own);
   LogprobOptions lenient = options;  // padding's target may be filtered
   lenient.allow_filtered = true;
@@ -404,6 +370,23 @@ at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, 
   if (!options.allow_filtered && at::isinf(all.detach()).any().item<bool>())
     fail_data("a target token has probability 0 under top_k, top_p or min_p");
   return all;
+}
+
+SampleResult Model::sample(const at::Tensor& hidden, const std::vector<SampleRow>& rows) const {
+  if (split_.tp == 1) return sample_tokens(hidden, head_, rows);
+  const at::NoGradGuard no_grad;
+  Communicator& group = *options_.tensor;
+  const at::Tensor whole = whole_logits(hidden);
+  const auto count = static_cast<int64_t>(rows.size()), own = whole.size(0);
+  const int64_t begin = std::min(count, own * group.rank()), end = std::min(count, begin + own);
+  const SampleResult mine = sample_logits(whole.narrow(0, 0, end - begin), {rows.begin() + begin, rows.begin() + end});
+  const at::Tensor ids = at::zeros({own}, at::kLong), logprobs = at::zeros({own}, at::kFloat);
+  std::copy(mine.ids.begin(), mine.ids.end(), ids.mutable_data_ptr<int64_t>());
+  std::copy(mine.logprobs.begin(), mine.logprobs.end(), logprobs.mutable_data_ptr<float>());
+  const at::Tensor all_ids = share_rows(group, ids), all_logprobs = share_rows(group, logprobs);
+  const auto* id = all_ids.const_data_ptr<int64_t>();
+  const auto* logprob = all_logprobs.const_data_ptr<float>();
+  return {{id, id + count}, {logprob, logprob + count}};
 }
 
 // Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give.

@@ -17,6 +17,7 @@
 #include "topology/split.h"
 #include "trainer/model/config.h"
 #include "trainer/model/kv_arena.h"
+#include "trainer/model/parameter_layout.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
@@ -46,20 +47,12 @@ struct CachedBatch {
   CachePlan plan;        // counts add up to tokens
 };
 
-// A named slice of the flat buffer.
-struct Parameter {
-  std::string name;      // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
-  ParameterSlice slice;  // the whole model's shape, and what of it this rank holds
-  at::Tensor tensor;     // that part: a leaf; a view of flat_parameters(); requires_grad when trainable
+// A named slice of the flat buffers.
+struct Parameter : PlacedParameter {
+  at::Tensor tensor;  // a leaf; a view of flat_parameters(); requires_grad when trainable
   bool trainable = true;
-  int64_t offset = 0;  // first element in flat_parameters() and flat_gradients()
-  int64_t size = 0;    // elements
-  bool decay = true;   // false for norms and biases (one-dimensional): no weight decay
+  bool decay = true;  // false for norms and biases (one-dimensional): no weight decay
 };
-// Parameters lie in blocks: q, k and v of a layer (weights; biases), gate and up, else one each. A block begins at a
-// multiple of this many elements (at least 64 bytes in every dtype) and has no gaps inside; gaps behind it hold zeros
-// for ever.
-inline constexpr int64_t kParameterAlignment = 64;
 // A head of a vocabulary that is no multiple of so many is read, on CUDA, together with the rows of memory behind it
 // that make one. There always are some: zeros, or the first layer where the head is tied.
 inline constexpr int64_t kHeadRows = 8;
@@ -98,6 +91,7 @@ class Model final {
   const ModelOptions& options() const { return options_; }
   // Sizes of what this rank holds: whoever sizes tensors asks these, not the configuration's.
   const LocalShape& local() const { return local_; }
+  std::vector<LinearShape> linear_shapes() const { return config_.linear_shapes(local_); }  // of its products
 
   const Recompute& recompute() const { return recompute_; }
   // For the forward passes that follow. More layers than there are: all.
@@ -109,8 +103,8 @@ class Model final {
   // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs may
   // read it. Collective over options().tensor.
   at::Tensor forward(const PackedBatch& batch) const;
-  // The same for new tokens against the arena, into which their keys and values are written. Row bits equal forward's.
-  // No autograd.
+  // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits equal
+  // forward's. No autograd.
   at::Tensor forward_cached(const CachedBatch& batch, KvArena& arena) const;
 
   // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
@@ -119,9 +113,11 @@ class Model final {
   // log p(targets[i] | hidden[i]) of rows of forward's result: token_logprobs over the head. Split over tensor ranks:
   // alike on all of them, and so must be what is computed from it.
   at::Tensor logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const;
+  // A token for each of some rows of forward_cached's result; its log-prob has the bits of logprobs on the same row.
+  // Split over tensor ranks: the same on all of them; collective, also without rows.
+  SampleResult sample(const at::Tensor& hidden, const std::vector<SampleRow>& rows) const;
 
-  // In registration order, which is stable for a configuration: embedding, layers, final norm, head. A tied head is
-  // absent.
+  // In the order of ParameterLayout.
   std::vector<Parameter>& parameters() { return parameters_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
   const Parameter* find(const std::string& name) const;  // null when absent
@@ -132,6 +128,9 @@ class Model final {
   // Undefined when not trainable.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
+  // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there is
+  // the ranks' sum. 0 where the model is not split over them.
+  int64_t alike_elements() const { return alike_elements_; }
 
   // Called in the backward pass of every forward that began to record while it was set, from the thread of that pass:
   // no gradient at or behind element `from` of flat_gradients() will change any more in it. `from` falls layer by
@@ -163,6 +162,7 @@ class Model final {
   at::Tensor attention(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
+  at::Tensor whole_logits(const at::Tensor& hidden) const;
   Activation all_rows(const Activation& x, const Context& context) const;
   at::Tensor own_rows(const at::Tensor& partial) const;
 
@@ -174,7 +174,8 @@ class Model final {
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, size_t> by_name_;
   std::vector<Layer> layers_;
-  std::vector<int64_t> layer_begins_;  // first element of each layer in the flat buffers, then the final norm's
+  std::vector<int64_t> layer_begins_;  // ParameterLayout's
+  int64_t alike_elements_ = 0;
   at::Tensor embedding_, final_norm_, head_;
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
@@ -193,6 +194,10 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source);
 
 // Overwrites `model`'s parameters from a folder of the same configuration.
 void load_parameters(Model& model, const std::filesystem::path& dir);
+
+// A parameter of a model that is split over tensor ranks, whole and on the host, on rank `to` of them; undefined on the
+// others. Collective over options().tensor.
+at::Tensor gather_parameter(const Model& model, const std::string& name, int to);
 
 struct SaveOptions {
   // Folder whose tokenizer files, generation_config.json and unknown keys of config.json go along; empty: none.

@@ -14,6 +14,7 @@
 #include "trainer/model/safetensors.h"
 #include "trainer/ops/parallel.h"
 #include "trainer/ops/philox.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 namespace {
@@ -126,7 +127,7 @@ std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelO
   if (options.device.is_cuda()) require_cuda_kernels(config, (dir / "config.json").string());
   auto model = std::make_unique<Model>(config, options);
   load_parameters(*model, dir);
-  if (options.device.is_cpu()) choose_linear_mode(model->config().linear_shapes(), options.dtype);
+  if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);
   return model;
 }
 
@@ -148,8 +149,39 @@ void save_model_description(const Model& model, const std::filesystem::path& dir
   }
 }
 
+at::Tensor gather_parameter(const Model& model, const std::string& name, int to) {
+  const at::NoGradGuard no_grad;
+  TRIREME_CHECK(model.options().split && model.options().tensor != nullptr, "the model is whole on each rank");
+  Communicator& ranks = *model.options().tensor;
+  const ModelShape shape = model.config().shape();
+  const Parameter* own = model.find(name);
+  std::vector<int64_t> whole, rows_of_ranks;
+  int64_t dimension = 0;
+  for (int rank = 0; rank < ranks.size(); ++rank) {
+    const ModelSplit split = model_split(shape, Layout{.tp = ranks.size()}, rank);
+    const std::optional<ParameterSlice> slice = parameter_slice(shape, split, name);
+    const bool first = whole.empty();
+    rows_of_ranks.push_back(slice && (first || !slice->alike) ? slice->range.size() : 0);
+    if (!slice) continue;
+    whole = slice->shape;
+    dimension = slice->dimension;
+  }
+  // Along the cut, which comes first: of what all hold alike the first rank's.
+  std::vector<int64_t> sizes = whole;
+  std::swap(sizes.front(), sizes[static_cast<size_t>(dimension)]);
+  const int64_t mine = rows_of_ranks[static_cast<size_t>(ranks.rank())];
+  sizes.front() = mine;
+  const at::Tensor part = mine > 0 ? own->tensor.detach().transpose(0, dimension).contiguous()
+                                   : at::empty(sizes, model.flat_parameters().options());
+  std::vector<int64_t> sent(static_cast<size_t>(ranks.size()), 0), received(sent);
+  sent[static_cast<size_t>(to)] = mine;
+  if (ranks.rank() == to) received = rows_of_ranks;
+  const at::Tensor all = all_to_all_rows(ranks, part, sent, received);
+  return ranks.rank() == to ? all.transpose(0, dimension).contiguous().cpu() : at::Tensor();
+}
+
 void save_model(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {
-  TRIREME_CHECK(!model.options().split, "a model that is split over ranks cannot be saved yet");
+  TRIREME_CHECK(!model.options().split, "a split model is saved by its checkpoints");
   save_model_description(model, dir, options);
   NamedTensors tensors;
   for (const Parameter& parameter : model.parameters()) tensors.emplace_back(parameter.name, parameter.tensor.detach());

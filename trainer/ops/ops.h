@@ -218,6 +218,8 @@ struct SampleResult {
 // hidden [rows, hidden], head [vocab, hidden], one SampleRow per row. Inverse CDF in id order. A greedy token that the
 // filters drop cannot happen (the largest logit is always kept).
 SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& rows);
+// The same of logits [rows, vocab] that are there whole; the log-probs have the bits of logprobs_of_logits. CPU only.
+SampleResult sample_logits(const at::Tensor& logits, const std::vector<SampleRow>& rows);
 
 // Sampling that never waits for the host: the arguments of each row as device arrays, the results as device tensors.
 // CUDA only; a captured graph may be replayed over new contents.

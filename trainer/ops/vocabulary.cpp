@@ -350,6 +350,31 @@ int64_t inverse_cdf(const T* e, int64_t vocab, double u, std::vector<double>& bl
   return last;
 }
 
+// Of rows [from, from + count) of a batch, whose logits are `z`: in place.
+template <class T>
+void sample_of(T* z, int64_t from, int64_t count, int64_t vocab, const std::vector<SampleRow>& options,
+               SampleResult& result) {
+  parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
+    Workspace<T> work(vocab);
+    std::vector<double> blocks;
+    for (int64_t r = begin; r < end; ++r) {
+      const SampleRow& row = options[static_cast<size_t>(from + r)];
+      T* logit = z + r * vocab;
+      const Distribution<T> d = distribution(logit, vocab, row.options, work);
+      if (!std::isfinite(d.sum)) fail_data("row " + std::to_string(from + r) + ": the model's logits are not finite");
+      int64_t id = 0;
+      if (row.greedy) {
+        id = std::find(logit, logit + vocab, d.max) - logit;
+      } else {
+        id = inverse_cdf(work.e.data(), vocab, philox_uniform(row.key.seed, row.key.sample_id, row.key.position),
+                         blocks);
+      }
+      result.ids[static_cast<size_t>(from + r)] = id;
+      result.logprobs[static_cast<size_t>(from + r)] = static_cast<float>(d.logprob(logit[id]));
+    }
+  });
+}
+
 template <class T>
 void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& options,
                  SampleResult& result) {
@@ -357,26 +382,7 @@ void sample_rows(const at::Tensor& hidden, const at::Tensor& head, const std::ve
   for (int64_t from = 0; from < rows; from += step) {
     const int64_t count = std::min(step, rows - from);
     at::Tensor logits = chunk_logits(hidden, head, from, count);
-    T* z = logits.mutable_data_ptr<T>();
-    parallel_tasks(count, std::max<int64_t>(1, 16'384 / vocab), [&](int64_t begin, int64_t end) {
-      Workspace<T> work(vocab);
-      std::vector<double> blocks;
-      for (int64_t r = begin; r < end; ++r) {
-        const SampleRow& row = options[static_cast<size_t>(from + r)];
-        T* logit = z + r * vocab;
-        const Distribution<T> d = distribution(logit, vocab, row.options, work);
-        if (!std::isfinite(d.sum)) fail_data("row " + std::to_string(from + r) + ": the model's logits are not finite");
-        int64_t id = 0;
-        if (row.greedy) {
-          id = std::find(logit, logit + vocab, d.max) - logit;
-        } else {
-          id = inverse_cdf(work.e.data(), vocab, philox_uniform(row.key.seed, row.key.sample_id, row.key.position),
-                           blocks);
-        }
-        result.ids[static_cast<size_t>(from + r)] = id;
-        result.logprobs[static_cast<size_t>(from + r)] = static_cast<float>(d.logprob(logit[id]));
-      }
-    });
+    sample_of(logits.mutable_data_ptr<T>(), from, count, vocab, options, result);
   }
 }
 
@@ -421,6 +427,20 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
   const at::NoGradGuard no_grad;
   SampleResult result{std::vector<int64_t>(rows.size()), std::vector<float>(rows.size())};
   with_compute_type(hidden, [&](auto zero) { sample_rows<decltype(zero)>(hidden, head, rows, result); });
+  return result;
+}
+
+SampleResult sample_logits(const at::Tensor& logits, const std::vector<SampleRow>& rows) {
+  TRIREME_CHECK(logits.dim() == 2 && static_cast<int64_t>(rows.size()) == logits.size(0),
+                "sample_logits: one SampleRow per row expected");
+  for (const SampleRow& row : rows) check_options(row.options);
+  require_supported("sample_logits", logits);
+  const at::Tensor work = logits.detach().to(compute_type(logits), /*non_blocking=*/false, /*copy=*/true).contiguous();
+  SampleResult result{std::vector<int64_t>(rows.size()), std::vector<float>(rows.size())};
+  with_compute_type(work, [&](auto zero) {
+    using T = decltype(zero);
+    sample_of(work.mutable_data_ptr<T>(), 0, work.size(0), work.size(1), rows, result);
+  });
   return result;
 }
 

@@ -5,15 +5,19 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "base/error.h"
+#include "base/text.h"
 #include "trainer/model/safetensors.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 
 DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options)
-    : model_(model), group_(data_parallel), options_(options) {
+    : model_(model), group_(data_parallel), options_(options), tensor_(model.options().tensor) {
   TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
   elements_ = model.flat_parameters().numel();
   const int64_t ranks = group_.size();
@@ -27,6 +31,8 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
     slice.size = std::clamp<int64_t>(elements_ - slice.begin, 0, part);
     slice.at = b * part;
     slices_.push_back(slice);
+    const int64_t alike = std::clamp<int64_t>(model.alike_elements() - slice.begin, 0, slice.size);
+    if (alike > 0) owned_alike_ = slice.at + alike;
   }
   owned_ = buckets_ * part;
   unreduced_ = buckets_;
@@ -72,10 +78,14 @@ void DistributedAdamW::check_finite(double squares) const {
     if (!at::isfinite(gradient).all().item<bool>()) name = parameter.name;
   }
   // Every rank comes here: the sum is the same on all.
-  const auto culprit = static_cast<int64_t>(group_.all_reduce_max(name.empty() ? -1.0 : group_.rank()));
+  const int64_t ranks = tensor_ == nullptr ? 1 : tensor_->size();
+  const int64_t own = group_.rank() * ranks + (tensor_ == nullptr ? 0 : tensor_->rank());
+  double last = group_.all_reduce_max(name.empty() ? -1.0 : static_cast<double>(own));
+  if (tensor_ != nullptr) last = tensor_->all_reduce_max(last);
+  const auto culprit = static_cast<int64_t>(last);
   const std::string rest =
       " at optimizer step " + std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed";
-  if (!name.empty()) fail_data("rank " + std::to_string(group_.rank()) + ": the gradient of " + name + rest);
+  if (!name.empty()) fail_data("rank " + std::to_string(own) + ": the gradient of " + name + rest);
   if (culprit < 0) fail_data("the ranks' sum of gradients" + rest);
   throw Error(ErrorKind::kUnavailable, "the gradient of rank " + std::to_string(culprit) + rest);
 }
@@ -151,8 +161,10 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   armed_ = false;
   OptimizerStep result;
   result.reduced_early = buckets_ - unreduced_;
+  sum_alike();
   if (grads_.defined()) finish_reduction();
-  const double squares = group_.all_reduce_sum(sum_of_squares());
+  double squares = group_.all_reduce_sum(sum_of_squares());
+  if (tensor_ != nullptr) squares = tensor_->all_reduce_sum(squares);
   check_finite(squares);
   result.grad_norm = std::sqrt(squares);
   if (max_grad_norm > 0) result.clip_factor = std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6));
@@ -239,8 +251,19 @@ void DistributedAdamW::finish_gather() {
   watching_ = false;
 }
 
+// Each tensor rank has the gradients of its own rows. The buckets they lie in are reduced after this: no reduction that
+// began in a backward pass reaches them.
+void DistributedAdamW::sum_alike() {
+  if (tensor_ == nullptr || model_.alike_elements() == 0) return;
+  const at::Tensor own = model_.flat_gradients().narrow(0, 0, model_.alike_elements());
+  own.copy_(sum_rows(*tensor_, own));
+}
+
+// What other tensor ranks have too counts on their first one.
 double DistributedAdamW::sum_of_squares() const {
-  const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
+  at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
+  if (tensor_ != nullptr && tensor_->rank() > 0)
+    gradients = gradients.narrow(0, owned_alike_, gradients.size(0) - owned_alike_);
   if (gradients.is_cuda()) return sum_of_squares_on_device(gradients);
   return gradients.to(at::kDouble).square().sum().item<double>();
 }
@@ -253,14 +276,21 @@ std::string part_name(int rank) {
 }
 }  // namespace
 
+std::vector<StatePiece> DistributedAdamW::own_pieces() const {
+  std::vector<OwnedRun> runs;
+  for (const Slice& slice : slices_) runs.push_back({slice.begin, slice.size, slice.at});
+  const ModelOptions& options = model_.options();
+  return state_pieces(
+      parameter_layout(model_.config(), options.split ? *options.split : whole_model(model_.config())), runs);
+}
+
 TensorFile DistributedAdamW::saved() const {
-  nlohmann::json segments = nlohmann::json::array();
-  for (const Slice& slice : slices_) segments.push_back({slice.begin, slice.size, slice.at});
-  return {part_name(group_.rank()),
+  const int ranks = tensor_ == nullptr ? 1 : tensor_->size(), rank = tensor_ == nullptr ? 0 : tensor_->rank();
+  return {part_name(group_.rank() * ranks + rank),
           {{"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}},
-          {{"segments", segments.dump()},
-           {"ranks", std::to_string(group_.size())},
-           {"elements", std::to_string(elements_)},
+          {{"format", "2"},
+           {"pieces", to_json(own_pieces()).dump()},
+           {"ranks", std::to_string(group_.size() * ranks)},
            {"steps_done", std::to_string(steps_done_)}}};
 }
 
@@ -269,45 +299,87 @@ void DistributedAdamW::save(const std::filesystem::path& dir) const {
   write_safetensors(dir / file.name, file.tensors, file.metadata);
 }
 
+namespace {
+
+// Of a file of format 1, which had no names: runs of the flat buffer of the whole model.
+std::vector<StatePiece> pieces_by_place(const std::map<std::string, std::string>& metadata, const ModelConfig& config) {
+  const ParameterLayout layout = parameter_layout(config, whole_model(config));
+  if (std::stoll(metadata.at("elements")) != layout.elements) {
+    fail_data("holds the state of " + metadata.at("elements") + " parameter elements, the model has " +
+              std::to_string(layout.elements));
+  }
+  std::vector<OwnedRun> runs;
+  for (const auto& segment : nlohmann::json::parse(metadata.at("segments")))
+    runs.push_back({segment.at(0), segment.at(1), segment.at(2)});
+  return state_pieces(layout, runs);
+}
+
+// The first element of a piece, in its slice, that no copy reaches; nothing: all are there.
+std::optional<int64_t> first_missing(const StatePiece& piece, std::vector<StateCopy> copies) {
+  std::sort(copies.begin(), copies.end(), [](const StateCopy& a, const StateCopy& b) { return a.to < b.to; });
+  int64_t next = piece.at;
+  for (const StateCopy& copy : copies) {
+    if (copy.to > next) break;
+    next = std::max(next, copy.to + copy.count);
+  }
+  if (next >= piece.at + piece.count) return std::nullopt;
+  return piece.first + next - piece.at;
+}
+
+}  // namespace
+
+void DistributedAdamW::take_state(const SafetensorsFile& file, const std::filesystem::path& path,
+                                  std::vector<Taken>& taken) {
+  std::vector<StatePiece> saved;
+  try {
+    const auto& metadata = file.header().metadata;
+    steps_done_ = std::stoll(metadata.at("steps_done"));
+    saved = metadata.count("pieces") > 0 ? state_pieces_from_json(nlohmann::json::parse(metadata.at("pieces")))
+                                         : pieces_by_place(metadata, model_.config());
+  } catch (const std::exception& error) {
+    fail_data(path.string() + " is not an optimizer state of this model: " + error.what());
+  }
+  std::multimap<std::string, const StatePiece*> by_name;
+  for (const StatePiece& piece : saved) by_name.emplace(piece.parameter, &piece);
+  const std::pair<const char*, at::Tensor> states[] = {
+      {"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}};
+  for (const auto& [name, target] : states) {
+    const at::Tensor source = file.tensor(name);
+    for (Taken& own : taken) {
+      const auto [begin, end] = by_name.equal_range(own.piece.parameter);
+      for (auto it = begin; it != end; ++it) {
+        for (const StateCopy& copy : common_state(model_.find(own.piece.parameter)->slice.shape, *it->second, own.piece)) {
+          if (copy.from + copy.count > source.numel()) fail_data(path.string() + ": " + name + " is too short");
+          target.narrow(0, copy.to, copy.count).copy_(source.narrow(0, copy.from, copy.count));
+          if (target.is_same(master_)) own.copies.push_back(copy);
+        }
+      }
+    }
+  }
+}
+
 void DistributedAdamW::load(const std::filesystem::path& dir) {
   const c10::NoGradGuard no_grad;
+  std::vector<Taken> taken;
+  for (StatePiece& piece : own_pieces()) taken.push_back({std::move(piece), {}});
   int ranks = 1;
-  int64_t covered = 0;
   for (int saved = 0; saved < ranks; ++saved) {
     const std::filesystem::path path = dir / part_name(saved);
     const SafetensorsFile file(path);
     const auto& metadata = file.header().metadata;
-    try {
-      if (std::stoll(metadata.at("elements")) != elements_) {
-        fail_data(path.string() + " holds the state of " + metadata.at("elements") +
-                  " parameter elements, the model has " + std::to_string(elements_));
-      }
-      ranks = std::stoi(metadata.at("ranks"));
-      steps_done_ = std::stoll(metadata.at("steps_done"));
-      for (const auto& segment : nlohmann::json::parse(metadata.at("segments"))) {
-        const int64_t begin = segment.at(0), size = segment.at(1), at = segment.at(2);
-        for (const Slice& slice : slices_) {
-          const int64_t from = std::max(begin, slice.begin), to = std::min(begin + size, slice.begin + slice.size);
-          if (from >= to) continue;
-          const auto copy = [&](at::Tensor target, const char* name) {
-            target.narrow(0, slice.at + from - slice.begin, to - from)
-                .copy_(file.tensor(name).narrow(0, at + from - begin, to - from));
-          };
-          copy(exp_avg_, "exp_avg");
-          copy(exp_avg_sq_, "exp_avg_sq");
-          copy(master_, "master");
-          covered += to - from;
-        }
-      }
-    } catch (const Error&) {
-      throw;
-    } catch (const std::exception& error) {
-      fail_data(path.string() + " is not an optimizer state: " + error.what());
+    const auto said = metadata.find("ranks");
+    ranks = said == metadata.end() ? 0 : static_cast<int>(parse_int(said->second).value_or(0));
+    if (ranks < 1) fail_data(path.string() + " is not an optimizer state: it does not say of how many ranks it is one");
+    take_state(file, path, taken);
+  }
+  for (const Taken& own : taken) {
+    if (const std::optional<int64_t> missing = first_missing(own.piece, own.copies)) {
+      fail_data(dir.string() + " does not hold the whole optimizer state: of " + own.piece.parameter +
+                " (slice " + std::to_string(own.piece.range.begin) + " to " + std::to_string(own.piece.range.end) +
+                " of dimension " + std::to_string(own.piece.dimension) + ") element " + std::to_string(*missing) +
+                " is the first that is missing");
     }
   }
-  int64_t wanted = 0;
-  for (const Slice& slice : slices_) wanted += slice.size;
-  if (covered != wanted) fail_data(dir.string() + " does not hold the whole optimizer state");
   write_weights();
   finish_gather();
 }

@@ -11,6 +11,7 @@
 
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
+#include "trainer/optimizer/state_pieces.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
@@ -32,7 +33,9 @@ struct OptimizerStep {
 
 class DistributedAdamW final {
  public:
-  // The model's buffers must outlive the optimizer. `data_parallel` likewise.
+  // The model's buffers must outlive the optimizer. `data_parallel` likewise: the ranks with the same part of the model.
+  // Where the model is split over tensor ranks its own group of these counts too: gradients of what they hold alike are
+  // summed over it, and the norm is that of the whole model.
   DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options);
 
   ~DistributedAdamW();
@@ -63,11 +66,13 @@ class DistributedAdamW final {
   // training thread is waited for there. May be empty; what it throws, step() throws, with nothing changed.
   std::function<void()> before_update;
 
-  // This rank's part, rank_00000.safetensors: views of the live state, valid until the next step().
+  // This rank's part, rank_00000.safetensors: views of the live state, valid until the next step(). Its metadata name
+  // what of which parameter lies where (state_pieces.h).
   TensorFile saved() const;
   // Writes it into the folder (crash-safe).
   void save(const std::filesystem::path& dir) const;
-  // Reads what any number of ranks have saved and takes this rank's part. Throws Error(kData) when parts are missing.
+  // Reads what the ranks of any layout have saved and takes this rank's part. Throws Error(kData) that names the first
+  // elements that are missing.
   void load(const std::filesystem::path& dir);
   // After the live weights were loaded from elsewhere.
   void reset_master_from_weights();
@@ -103,12 +108,20 @@ class DistributedAdamW final {
     at::Tensor padded;  // of the last bucket: gathered here first
     at::Tensor mine;
   };
+  std::vector<StatePiece> own_pieces() const;
+  // What one file of a folder gives this rank: adds to `taken`, the elements of each of own_pieces() that are there.
+  struct Taken {
+    StatePiece piece;
+    std::vector<StateCopy> copies;
+  };
+  void take_state(const SafetensorsFile& file, const std::filesystem::path& path, std::vector<Taken>& taken);
   int64_t bucket_begin(int64_t bucket) const { return bucket * bucket_; }
   // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
   void reduce_from(int64_t from);
   void finish_oldest_reduction();
   at::Tensor take_received(int64_t part, const at::TensorOptions& options);
   void finish_reduction();
+  void sum_alike();
   double sum_of_squares() const;
   void check_finite(double squares) const;
   void update(const Factors& factors);
@@ -128,6 +141,8 @@ class DistributedAdamW final {
   int64_t bucket_ = 0;  // elements, a multiple of the number of ranks
   int64_t buckets_ = 0;
   int64_t owned_ = 0;
+  int64_t owned_alike_ = 0;  // the first of the owned elements: what other tensor ranks have too
+  Communicator* tensor_ = nullptr;  // null: the model is not split over tensor ranks
   std::vector<Slice> slices_;
   std::vector<Decayed> decayed_;
   at::Tensor master_;   // [owned] fp32; with one rank and fp32 weights a view of them

@@ -26,8 +26,9 @@ RankGroup own_group(const Layout& layout, Axis axis, int64_t rank) {
 
 }  // namespace
 
-const Layout& runnable(const Layout& layout) {
-  if (const std::vector<std::string> refused = unsupported_splits(layout); !refused.empty()) fail_user(refused.front());
+const Layout& runnable(const Layout& layout, bool gpus) {
+  const std::vector<std::string> refused = unsupported_splits(layout, gpus);
+  if (!refused.empty()) fail_user(refused.front());
   return layout;
 }
 

@@ -15,8 +15,8 @@ namespace trireme {
 
 class Attendance;
 
-// The layout, if a model can be split so. Throws Error(kUser) that names the size.
-const Layout& runnable(const Layout& layout);
+// The layout, if a model can be split so on this kind of device. Throws Error(kUser) that names the size.
+const Layout& runnable(const Layout& layout, bool gpus);
 
 class ParallelContext final {
  public:
@@ -41,6 +41,13 @@ class ParallelContext final {
   // Who holds the same weights and other samples: gradients, optimizer slices, sums over samples.
   Communicator& data_parallel() { return group(Axis::kDpCp); }
   Communicator& tensor_parallel() { return group(Axis::kTp); }
+
+  // Model replicas: the ranks that hold one model together, take the same samples and generate them together. A rank
+  // is in replica() of replicas(); its first one, the leader, speaks for it.
+  int replicas() const { return static_cast<int>(layout_.dp * layout_.cp); }
+  int replica() const { return groups_.at(Axis::kDpCp)->rank(); }
+  Communicator& replica_group() { return tensor_parallel(); }
+  bool leads_replica() const { return groups_.at(Axis::kTp)->rank() == 0; }
 
   // Null with one process.
   JobStore* store() { return store_.get(); }

@@ -122,7 +122,7 @@ struct Engine::Impl {
   }
 
   bool on_cuda() const { return model.options().device.is_cuda(); }
-  int64_t row_bytes() const { return KvArena::bytes_per_row(model.config(), model.options().dtype); }
+  int64_t row_bytes() const { return KvArena::bytes_per_row(model.local(), model.options().dtype); }
   int64_t most_rows() const { return options.max_sequences * options.max_total_length; }
   std::unique_ptr<KvArena> make_arena(int64_t rows, int64_t most) const;
   std::unique_ptr<StepRunner> make_runner(KvArena& over) const;
@@ -131,6 +131,9 @@ struct Engine::Impl {
   void use_rows(int64_t rows);
   void allocate_measured();
   int64_t rows_that_fit();
+  int64_t least_of_ranks(int64_t rows) const {
+    return options.least_of_ranks ? options.least_of_ranks(rows) : rows;
+  }
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   std::vector<Complete> step(const Engine& engine);
@@ -196,7 +199,7 @@ std::vector<int64_t> Engine::Impl::sample_limits(const GroupRequest& request, co
 
 std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) const {
   const int64_t scratch = on_cuda() ? kDeviceScratchRows : 0;
-  return std::make_unique<KvArena>(model.config(), rows + scratch, model.options().dtype, model.options().device,
+  return std::make_unique<KvArena>(model.local(), rows + scratch, model.options().dtype, model.options().device,
                                    most + scratch);
 }
 
@@ -216,6 +219,7 @@ void Engine::Impl::allocate() {
   if (rows == 0) {
     rows = host_cache_rows(available_memory_bytes(), options.cache_memory_fraction, {row_bytes(), most_rows()});
   }
+  rows = least_of_ranks(rows);
   auto made = make_arena(rows, rows);
   runner = make_runner(*made);
   arena = std::move(made);
@@ -226,7 +230,7 @@ void Engine::Impl::restore() {
   int64_t rows = scheduler->options().cache_rows;
   if (on_cuda())
     log_debug("rollout", "the cache takes its memory again: " + to_string(device_memory(model.options().device)));
-  if (measured_rows > 0) rows = rows_that_fit();
+  if (measured_rows > 0) rows = least_of_ranks(rows_that_fit());
   arena->restore(rows + (on_cuda() ? kDeviceScratchRows : 0));
   use_rows(rows);
 }
@@ -243,7 +247,7 @@ void Engine::Impl::allocate_measured() {
   const at::Device device = model.options().device;
   Stopwatch watch;
   empty_device_cache(device);
-  const int64_t row_elements = model.config().num_kv_heads * model.config().head_dim;
+  const int64_t row_elements = model.local().key_width();
   const int64_t reachable = cuda::kAddressable / row_elements - 1 - kDeviceScratchRows;
   const int64_t most = mapped_cache_rows(device_memory(device).total, reachable, {row_bytes(), most_rows()});
   const int64_t widest = std::min(most, options.prefill_chunk_tokens + options.max_sequences);
@@ -255,7 +259,7 @@ void Engine::Impl::allocate_measured() {
   const DeviceMemory memory = device_memory(device);
   made->release();
   const int64_t left = device_memory(device).free;
-  const int64_t rows = device_cache_rows(left, options.cache_memory_fraction, {row_bytes(), most});
+  const int64_t rows = least_of_ranks(device_cache_rows(left, options.cache_memory_fraction, {row_bytes(), most}));
   made->restore(rows + kDeviceScratchRows);
   log_info("rollout", "the largest step keeps " + gibibytes(memory.cached) + " and " + gibibytes(left) +
                           " of the GPU's memory are left beside it: the cache has " + std::to_string(rows) + " rows, " +

@@ -42,6 +42,9 @@ struct EngineOptions {
   // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is
   // dropped. For devices that run ahead of the host (always on CUDA); the samples are the same.
   bool late_stops = false;
+  // Of ranks that generate together with the same model: the least of their numbers of cache rows, so that their plans
+  // are alike. Collective; called in submit(). Empty: this one's own.
+  std::function<int64_t(int64_t rows)> least_of_ranks;
   // Of the model's device, for share_device; null: it is never shared.
   std::shared_ptr<const DevicePartition> partition;
 };

@@ -33,7 +33,7 @@ class HostRunner final : public StepRunner {
     batch_.positions = input.select(0, 1);
     const at::Tensor hidden = model_.forward_cached(batch_, arena_);
     SampleResult result;
-    if (!plan.outputs.empty()) result = sample_tokens(output_rows(hidden, plan), model_.head_weight(), request.rows);
+    if (!plan.outputs.empty()) result = model_.sample(output_rows(hidden, plan), request.rows);
     previous_ = result.ids;
     results_.push_back(std::move(result));
   }

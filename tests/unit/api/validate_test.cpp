@@ -66,12 +66,14 @@ TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
 }
 
 TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
-  const std::string rest = " parallel) is not supported yet by the trainer of this version; only dp may be above 1";
+  const std::string not_yet = " parallel) is not supported yet by the trainer of this version";
+  const std::string rest = not_yet + "; only dp may be above 1";
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")),
-            "spec.roles.actor.parallelism.tp: tp 4 (tensor" + rest +
+            "spec.roles.actor.parallelism.tp: tp 4 (tensor" + not_yet + " on GPUs; only dp may be above 1" +
                 "\nspec.roles.actor.parallelism.pp: pp 4 (pipeline" + rest);
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {cp: 2}")),
-            "spec.roles.actor.parallelism.cp: cp 2 (context" + rest);
+            "spec.roles.actor.parallelism.cp: cp 2 (context" + rest + ", and tp");
+  EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {tp: 2}")), "");  // on CPUs
   EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 8, etp: 1}")),
             "spec.roles.actor.parallelism.ep: ep 8 (expert" + rest);
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {dp: 64}")), "");

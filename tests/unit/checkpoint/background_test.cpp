@@ -77,7 +77,7 @@ struct TestRank {
     return options;
   }
   void step() {
-    model.flat_gradients().fill_(0.5);
+    for (Parameter& parameter : model.parameters()) parameter.tensor.mutable_grad().fill_(0.5);
     optimizer.step(0.1, 0.01, 1);
   }
   void begin(int64_t step) { manager->begin_save(step, model, optimizer, {{"position", step}}, {}, "a: 1\n"); }

@@ -3,7 +3,7 @@
 
 #include "base/fs.h"
 #include "base/text.h"
-#include "tests/unit/model/testing.h"
+#include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/model/model.h"
 
@@ -13,36 +13,10 @@ namespace {
 using testing::random_tokens;
 using testing::same_bits;
 
-ModelConfig eight_heads(ModelFamily family, bool tied) {
-  ModelConfig config = testing::small_config(family, tied);
-  config.num_heads = 8;
-  config.num_kv_heads = 4;
-  return config;
-}
-
-// Norms and biases must matter; a value depends on the parameter and the place in the whole of it only.
-void fill(Model& model) {
-  init_parameters(model, 11);
-  const at::NoGradGuard no_grad;
-  for (Parameter& parameter : model.parameters()) {
-    if (parameter.tensor.dim() != 1) continue;
-    for (int64_t i = 0; i < parameter.size; ++i) {
-      parameter.tensor[i] +=
-          0.2 * philox_normal(5, hash64(parameter.name), static_cast<uint64_t>(parameter.slice.range.begin + i));
-    }
-  }
-}
-
-at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {
-  return whole.narrow(parameter.slice.dimension, parameter.slice.range.begin, parameter.slice.range.size());
-}
-
-ModelOptions split_options(ParallelContext& context, const ModelConfig& config) {
-  ModelOptions options;
-  options.split = model_split(config.shape(), context.layout(), context.rank());
-  options.tensor = &context.tensor_parallel();
-  return options;
-}
+using testing::eight_heads;
+using testing::fill;
+using testing::part_of;
+using testing::split_options;
 
 Layout tensor_parallel(int64_t tp) {
   Layout layout;

@@ -283,11 +283,15 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
   Layout layout;
   layout.tp = 2;
   try {
-    (void)runnable(layout);
+    (void)runnable(layout, /*gpus=*/true);
     FAIL();
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("tp 2 (tensor parallel) is not supported"), std::string::npos);
   }
+  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
+  layout = {};
+  layout.pp = 2;
+  EXPECT_THROW((void)runnable(layout, /*gpus=*/false), Error);
   layout = {};
   layout.dp = 3;
   EXPECT_THROW(ParallelContext(layout, two_ranks), Error);

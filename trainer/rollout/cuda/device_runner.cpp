@@ -85,10 +85,10 @@ class DeviceRunner final : public StepRunner {
         arena_(arena),
         partition_(std::move(partition)),
         device_(model.options().device),
-        group_(model.config().num_heads / model.config().num_kv_heads),
+        group_(model.local().heads / model.local().kv_heads),
         max_rows_(max_rows),
-        room_(cuda::decode_room(device_, model.config().num_heads, model.config().num_kv_heads,
-                                model.config().head_dim)),  // of the whole device
+        room_(cuda::decode_room(device_, model.local().heads, model.local().kv_heads,
+                                model.local().head_dim)),  // of the whole device
         pool_(at::cuda::graph_pool_handle()),
         capture_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
     const c10::cuda::CUDAGuard guard(device_);
@@ -376,7 +376,7 @@ class DeviceRunner final : public StepRunner {
   // The kernel of attention that a step's lengths ask for, and its graph is captured with.
   DecodeKernel kernel_for(int64_t runs, const Keys& keys) const {
     const DecodeRoom room = sm_limit() > 0 ? room_.of(sm_limit()) : room_;
-    return choose_decode_kernel({runs, model_.config().num_kv_heads, keys.longest, keys.total}, room);
+    return choose_decode_kernel({runs, model_.local().kv_heads, keys.longest, keys.total}, room);
   }
 
   void run_decode(int64_t bucket, int64_t runs, bool filters, const Keys& keys) {

@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Whole runs of a model that is split over tensor ranks: log-probs of sampler and loss with equal bits, resumes, other
+# layouts going on, a rank that dies, and what cannot be split.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 2 --heads 4 --kv-heads 4 --head-dim 16 --intermediate 64 \
+  >/dev/null
+# run NAME RANKS TP [overrides...]
+run() {
+  local name=$1 ranks=$2 tp=$3; shift 3
+  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=0 grpo.val_at_start=false \
+    cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
+    policy.megatron_cfg.tensor_model_parallel_size="$tp" grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
+    policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
+}
+# What the log of NAME says: STEPS steps, no token with other bits, gradients that are some.
+sound() {
+  python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+compared = sum(x["train/logprob_compared_tokens"] for x in rows)
+differing = sum(x["train/logprob_mismatch_tokens"] for x in rows)
+print(f"{len(rows)} steps, {differing} of {compared} tokens with other bits")
+sys.exit(0 if len(rows) == int(sys.argv[2]) and compared > 300 and differing == 0 and
+         all(x["train/grad_norm"] > 0 for x in rows) else 1)
+PY
+}
+
+for layout in "tp2 2 2" "tp4 4 4" "tp2dp2 4 2"; do
+  set -- $layout
+  check "GRPO on $1" run "$@"
+  out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
+done
+[ "$(ls "$dir/tp2dp2/step_4/policy/optimizer" | wc -l)" = 4 ] && ok "four ranks saved their part" ||
+  bad "what four ranks saved"
+echo '{"prompt": "1+2="}' | "$TRIREME" generate --model "$dir/tp2dp2/step_4/policy/weights" --temperature 0 \
+  >"$dir/out" 2>"$dir/err" && ok "the saved weights are a model" || bad "the saved weights" "$(cat "$dir/err")"
+
+# Two steps, then the rest: in the same layout bit for bit, in others at all.
+check "two steps" run again 4 2 grpo.max_num_steps=2
+cp -r "$dir/again" "$dir/alone"
+check "the rest of them" run again 4 2
+[ "$(weights again 4)" = "$(weights tp2dp2 4)" ] && ok "resumed on tp2 dp2: weights and moments bit for bit" ||
+  bad "a resume on tp2 dp2"
+check "the rest of them on one rank" run alone 1 1
+cp -r "$dir/alone" "$dir/four"; rm -rf "$dir/four/step_4"
+check "the last step on tp4" run four 4 4
+sound four 1 >/dev/null; [ -d "$dir/four/step_4" ] && ok "one rank and tp4 went on with what tp2 dp2 had" ||
+  bad "other layouts went on"
+
+# A rank that dies is named with its place.
+run killed 4 2 grpo.max_num_steps=200 >"$dir/out" 2>&1 & launcher=$!
+for _ in $(seq 1 1200); do [ -d "$dir/killed/step_2" ] && break; sleep 0.1; done
+victim=$(pgrep -f "logger.log_dir=$dir/killed-logs" | while read -r pid; do
+  grep -qz '^RANK=3$' "/proc/$pid/environ" 2>/dev/null && echo "$pid"; done | head -1)
+kill -9 "$victim"; SECONDS=0; wait $launcher
+[ $SECONDS -le 20 ] && grep -q "rank 3 (tp 1, dp 1)" "$dir/out" && ok "a killed rank is named with its place" ||
+  bad "a killed rank ($SECONDS s)" "$(cat "$dir/out")"
+
+# What cannot be, in one sentence before any weight is read.
+refused() { # refused NAME WORDS COMMAND...
+  local name=$1 words=$2; shift 2
+  "$@" >"$dir/out" 2>&1 && { bad "$name was accepted"; return; }
+  grep -q "$words" "$dir/out" && ok "$name" || bad "$name" "$(cat "$dir/out")"
+}
+refused "heads that do not divide" "cannot be split so: tp 3" run odd 3 3 grpo.num_prompts_per_step=6 \
+  policy.train_global_batch_size=24
+refused "tensor parallel on GPUs" "not supported yet by this version on GPUs" "$TRIREME" train cluster.gpus_per_node=2 \
+  --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
+  policy.megatron_cfg.tensor_model_parallel_size=2
+finish

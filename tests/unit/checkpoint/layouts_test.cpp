@@ -1,0 +1,189 @@
+// Training and checkpoints under layouts: one answer, and any layout goes on where any other has stopped.
+#include <ATen/ATen.h>
+
+#include "base/fs.h"
+#include "tests/unit/model/split_models.h"
+#include "tests/unit/parallel/ranks.h"
+#include "trainer/checkpoint/checkpoint.h"
+
+namespace trireme {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::eight_heads;
+using testing::fill;
+using testing::part_of;
+using testing::random_tokens;
+using testing::same_bits;
+using testing::split_options;
+
+Layout layout_of(int64_t tp, int64_t dp) {
+  Layout layout;
+  layout.tp = tp;
+  layout.dp = dp;
+  return layout;
+}
+
+// Each token's is the next one of its sequence, the last one's the first.
+at::Tensor targets(const PackedBatch& batch) {
+  std::vector<at::Tensor> parts;
+  for (size_t s = 0; s + 1 < batch.starts.size(); ++s)
+    parts.push_back(batch.ids.narrow(0, batch.starts[s], batch.starts[s + 1] - batch.starts[s]).roll(-1));
+  return at::cat(parts);
+}
+
+struct Step {
+  double loss = 0, grad_norm = 0;
+};
+
+// One rank's model and optimizer, and how it trains: each replica its share of the same eight sequences.
+struct TrainedRank {
+  TrainedRank(ParallelContext& ranks, const ModelConfig& config)
+      : context(ranks), model(config, split_options(ranks, config)), optimizer(model, ranks.data_parallel(), options()) {
+    fill(model);
+    optimizer.reset_master_from_weights();
+  }
+  static AdamWOptions options() {
+    AdamWOptions options;
+    options.bucket_elements = 3000;
+    options.eps = 1e-4;  // where gradients are almost 0 their sign is chance
+    options.decay_all = false;
+    return options;
+  }
+
+  Step train(int step) {
+    std::vector<std::vector<int32_t>> own;
+    for (int s = 0; s < 8; ++s) {
+      if (s % context.replicas() == context.replica()) own.push_back(random_tokens(9 + 3 * s, 100 * step + s));
+    }
+    // Two micro-batches where there are as many sequences.
+    double loss = 0;
+    const size_t half = (own.size() + 1) / 2;
+    for (size_t begin = 0; begin < own.size(); begin += half) {
+      const size_t end = std::min(own.size(), begin + half);
+      const PackedBatch batch = PackedBatch::from_sequences({own.begin() + begin, own.begin() + end});
+      if (end == own.size()) optimizer.reduce_in_next_backward();
+      const at::Tensor logprobs = model.logprobs(model.forward(batch), targets(batch), {});
+      const at::Tensor sum = -logprobs.sum() / 100;
+      sum.backward();
+      loss += sum.item<double>();
+    }
+    const OptimizerStep done = optimizer.step(0.01, 0.1, 0.5);
+    return {context.data_parallel().all_reduce_sum(loss), done.grad_norm};
+  }
+
+  std::unique_ptr<CheckpointManager> checkpoints(const fs::path& dir) {
+    CheckpointOptions options;
+    options.directory = dir;
+    options.keep_top_k = 0;
+    auto manager = std::make_unique<CheckpointManager>(options, nlohmann::json{{"model", 1}}, context);
+    optimizer.before_update = [manager = manager.get()] { manager->wait_copied(); };
+    return manager;
+  }
+
+  ParallelContext& context;
+  Model model;
+  DistributedAdamW optimizer;
+};
+
+void expect_near(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {
+  ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
+  if (wanted.numel() == 0) return;
+  const double largest = wanted.abs().max().item<double>();
+  EXPECT_LE((got - wanted).abs().max().item<double>(), 1e-5 * std::max(largest, 1e-3)) << what;
+}
+
+void expect_near(const Step& got, const Step& wanted) {
+  EXPECT_NEAR(got.loss, wanted.loss, 1e-5 * std::abs(wanted.loss));
+  EXPECT_NEAR(got.grad_norm, wanted.grad_norm, 1e-5 * wanted.grad_norm);
+}
+
+using Sizes = std::pair<int64_t, int64_t>;  // tp, dp
+const std::vector<Sizes> kLayouts = {{1, 1}, {2, 1}, {4, 1}, {1, 4}, {2, 2}};
+
+class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer,
+                         ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
+
+TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
+  const ModelConfig config = eight_heads(GetParam(), /*tied=*/GetParam() == ModelFamily::kQwen3);
+  ParallelContext alone;
+  TrainedRank whole(alone, config);
+  std::vector<Step> wanted;
+  for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
+  for (const auto& [tp, dp] : kLayouts) {
+    test::on_layout(layout_of(tp, dp), [&](ParallelContext& context) {
+      TrainedRank rank(context, config);
+      for (int step = 0; step < 3; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
+      for (const Parameter& parameter : rank.model.parameters()) {
+        expect_near(parameter.tensor.detach(), part_of(parameter, whole.model.find(parameter.name)->tensor.detach()),
+                    to_string(context.layout()) + " " + parameter.name);
+      }
+    });
+  }
+}
+
+// Saved under each, loaded under each other.
+TEST(Layouts, GoOnWhereAnotherHasStopped) {
+  const ModelConfig config = eight_heads(ModelFamily::kQwen2, false);
+  for (const auto& [tp, dp] : kLayouts) {
+    const TemporaryDirectory dir;
+    Step next;  // of the undisturbed run
+    std::vector<at::Tensor> weights(4);
+    test::on_layout(layout_of(tp, dp), [&](ParallelContext& context) {
+      TrainedRank rank(context, config);
+      const auto manager = rank.checkpoints(dir.path());
+      for (int step = 0; step < 2; ++step) (void)rank.train(step);
+      manager->save(2, rank.model, rank.optimizer, {{"a", 1}}, {}, "b: 2\n");
+      const Step third = rank.train(2);
+      if (context.is_main()) next = third;
+      weights[static_cast<size_t>(context.rank())] = rank.model.flat_parameters().detach().clone();
+    });
+    const fs::path policy = dir.path() / "step_2" / "policy";
+    Model exported(config, {});
+    load_parameters(exported, policy / "weights");
+    for (const auto& [other_tp, other_dp] : kLayouts) {
+      const bool same = other_tp == tp && other_dp == dp;
+      test::on_layout(layout_of(other_tp, other_dp), [&](ParallelContext& context) {
+        TrainedRank rank(context, config);
+        const auto manager = rank.checkpoints(dir.path());
+        const auto found = manager->load_latest(rank.model, rank.optimizer);
+        ASSERT_TRUE(found);
+        EXPECT_EQ(found->step, 2);
+        EXPECT_EQ(rank.optimizer.steps_done(), 2);
+        for (const Parameter& parameter : rank.model.parameters()) {
+          EXPECT_TRUE(same_bits(parameter.tensor.detach(),
+                                part_of(parameter, exported.find(parameter.name)->tensor.detach())))
+              << parameter.name;
+        }
+        expect_near(rank.train(2), next);
+        if (same) {
+          EXPECT_TRUE(same_bits(rank.model.flat_parameters().detach(), weights[static_cast<size_t>(context.rank())]));
+        }
+      });
+    }
+  }
+}
+
+TEST(Layouts, AStateThatLacksAPieceSaysWhich) {
+  const ModelConfig config = eight_heads(ModelFamily::kLlama, false);
+  const TemporaryDirectory dir;
+  test::on_layout(layout_of(2, 1), [&](ParallelContext& context) {
+    TrainedRank rank(context, config);
+    (void)rank.train(0);
+    rank.optimizer.save(dir.path());
+  });
+  // The second rank's file in the first one's place: of cut parameters the first slice is missing.
+  fs::copy_file(dir.path() / "rank_00001.safetensors", dir.path() / "rank_00000.safetensors",
+                fs::copy_options::overwrite_existing);
+  ParallelContext alone;
+  TrainedRank rank(alone, config);
+  const std::string error = test::error_of([&] { rank.optimizer.load(dir.path()); });
+  EXPECT_NE(error.find("of model.embed_tokens.weight (slice 0 to 61 of dimension 0) element 0 is the first"),
+            std::string::npos)
+      << error;
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,46 @@
+// Models that divide among tensor ranks, and their whole.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include "base/text.h"
+#include "tests/unit/model/testing.h"
+#include "trainer/model/model.h"
+#include "trainer/ops/philox.h"
+#include "trainer/parallel/context.h"
+
+namespace trireme::testing {
+
+inline ModelConfig eight_heads(ModelFamily family, bool tied) {
+  ModelConfig config = small_config(family, tied);
+  config.num_heads = 8;
+  config.num_kv_heads = 4;
+  return config;
+}
+
+// Norms and biases must matter; a value depends on the parameter and the place in the whole of it only.
+inline void fill(Model& model) {
+  init_parameters(model, 11);
+  const at::NoGradGuard no_grad;
+  for (Parameter& parameter : model.parameters()) {
+    if (parameter.tensor.dim() != 1) continue;
+    for (int64_t i = 0; i < parameter.size; ++i) {
+      parameter.tensor[i] +=
+          0.2 * philox_normal(5, hash64(parameter.name), static_cast<uint64_t>(parameter.slice.range.begin + i));
+    }
+  }
+}
+
+inline at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {
+  return whole.narrow(parameter.slice.dimension, parameter.slice.range.begin, parameter.slice.range.size());
+}
+
+inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config) {
+  ModelOptions options;
+  if (context.layout().tp == 1) return options;
+  options.split = model_split(config.shape(), context.layout(), context.rank());
+  options.tensor = &context.tensor_parallel();
+  return options;
+}
+
+}  // namespace trireme::testing

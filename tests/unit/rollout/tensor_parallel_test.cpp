@@ -1,0 +1,178 @@
+// The engine over a model that is split over tensor ranks: all ranks have the same samples, whatever the batching, and
+// the sampler's log-probs have the bits of the loss's.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstring>
+#include <set>
+
+#include "tests/unit/model/split_models.h"
+#include "tests/unit/parallel/ranks.h"
+#include "trainer/rollout/engine.h"
+
+namespace trireme {
+namespace {
+
+using testing::eight_heads;
+using testing::fill;
+using testing::random_tokens;
+using testing::split_options;
+
+std::vector<GroupRequest> requests() {
+  std::vector<GroupRequest> all;
+  for (int64_t g = 0; g < 5; ++g) {
+    GroupRequest request;
+    request.group_id = g;
+    request.prompt = random_tokens(3 + 7 * g, static_cast<uint64_t>(g + 1));
+    request.samples = 3;
+    request.first_sample_id = static_cast<uint64_t>(10 * g);
+    all.push_back(request);
+  }
+  return all;
+}
+
+struct Way {
+  const char* name;
+  EngineOptions options;
+};
+// Room for all at once; for a few, so that samples wait, move and are preempted; prompts in pieces; a step ahead.
+std::vector<Way> ways() {
+  EngineOptions roomy{.cache_rows = 4000}, tight{.cache_rows = 130, .max_sequences = 4, .headroom_rows = 2};
+  EngineOptions pieces{.cache_rows = 4000, .prefill_chunk_tokens = 5}, ahead{.cache_rows = 4000, .late_stops = true};
+  return {{"roomy", roomy}, {"tight", tight}, {"pieces", pieces}, {"ahead", ahead}};
+}
+
+std::vector<GeneratedGroup> generate(const Model& model, const EngineOptions& options,
+                                     const SamplingOptions& sampling) {
+  Engine engine(model, nullptr, options, sampling);
+  for (GroupRequest& request : requests()) engine.submit(std::move(request));
+  return engine.run();
+}
+
+// Samples as bytes, to be compared between ranks.
+std::string bytes_of(const std::vector<GeneratedGroup>& groups) {
+  std::string bytes;
+  const auto add = [&bytes](const auto& values) {
+    bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(values[0]));
+  };
+  for (const GeneratedGroup& group : groups) {
+    for (const GeneratedSample& sample : group.samples) {
+      add(sample.response);
+      add(sample.logprobs);
+    }
+  }
+  return bytes;
+}
+
+int64_t mismatches(const Model& model, const std::vector<GeneratedGroup>& groups, const LogprobOptions& options) {
+  const at::NoGradGuard no_grad;
+  int64_t count = 0;
+  for (const GeneratedGroup& group : groups) {
+    for (const GeneratedSample& sample : group.samples) {
+      std::vector<int32_t> tokens = group.prompt;
+      tokens.insert(tokens.end(), sample.response.begin(), sample.response.end());
+      // Beside another sequence, as in a micro-batch.
+      const PackedBatch batch = PackedBatch::from_sequences({random_tokens(11, 3), tokens});
+      const auto first = 11 + static_cast<int64_t>(group.prompt.size()) - 1;
+      const auto made = static_cast<int64_t>(sample.response.size());
+      const at::Tensor hidden = model.forward(batch).narrow(0, first, made);
+      const at::Tensor of_loss =
+          model.logprobs(hidden, batch.ids.narrow(0, first + 1, made), options).to(at::kFloat).contiguous();
+      for (int64_t i = 0; i < made; ++i)
+        count += std::memcmp(of_loss.const_data_ptr<float>() + i, &sample.logprobs[static_cast<size_t>(i)], 4) != 0;
+    }
+  }
+  return count;
+}
+
+class SplitEngine : public ::testing::TestWithParam<std::tuple<ModelFamily, bool, int, at::ScalarType>> {};
+INSTANTIATE_TEST_SUITE_P(TensorParallel, SplitEngine,
+                         ::testing::Values(std::tuple{ModelFamily::kLlama, false, 2, at::kFloat},
+                                           std::tuple{ModelFamily::kQwen2, false, 4, at::kBFloat16},
+                                           std::tuple{ModelFamily::kQwen3, true, 2, at::kBFloat16},
+                                           std::tuple{ModelFamily::kQwen3, true, 4, at::kFloat}),
+                         [](const auto& info) {
+                           return std::string(to_string(std::get<0>(info.param))) + "_tp" +
+                                  std::to_string(std::get<2>(info.param)) +
+                                  (std::get<3>(info.param) == at::kFloat ? "_float32" : "_bfloat16");
+                         });
+
+TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
+  const auto [family, tied, tp, dtype] = GetParam();
+  const ModelConfig config = eight_heads(family, tied);
+  Layout layout;
+  layout.tp = tp;
+  test::on_layout(layout, [&, &config = config, dtype = dtype](ParallelContext& context) {
+    ModelOptions options = split_options(context, config);
+    options.dtype = dtype;
+    options.trainable = false;
+    Model model(config, options);
+    fill(model);
+    SamplingOptions plain;
+    plain.seed = 7;
+    plain.temperature = 0.8;
+    plain.max_new_tokens = 13;
+    plain.stop_ids = {5};
+    SamplingOptions filtered = plain;
+    filtered.top_k = 20;
+    filtered.top_p = 0.9;
+    for (const SamplingOptions& sampling : {plain, filtered}) {
+      std::set<std::string> seen;
+      for (const Way& way : ways()) {
+        const auto groups = generate(model, way.options, sampling);
+        ASSERT_EQ(groups.size(), 5u);
+        EXPECT_EQ(mismatches(model, groups, sampling.logprob_options()), 0) << way.name;
+        for (const std::string& of_rank : context.world().all_gather_bytes(bytes_of(groups))) seen.insert(of_rank);
+      }
+      EXPECT_EQ(seen.size(), 1u) << "samples depend on the rank or on how they were batched";
+    }
+  });
+}
+
+// Other tokens than those of one rank may be drawn where two are all but equally likely; the likeliest rarely change.
+TEST(SplitEngine, GreedySamplesAreThoseOfOneRank) {
+  const ModelConfig config = eight_heads(ModelFamily::kLlama, false);
+  SamplingOptions greedy;
+  greedy.temperature = 0;
+  greedy.max_new_tokens = 12;
+  ModelOptions frozen;
+  frozen.trainable = false;
+  Model whole(config, frozen);
+  fill(whole);
+  const auto wanted = generate(whole, {.cache_rows = 2000}, greedy);
+  Layout layout;
+  layout.tp = 4;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    Model model(config, split_options(context, config));
+    fill(model);
+    const auto groups = generate(model, {.cache_rows = 2000}, greedy);
+    for (size_t g = 0; g < groups.size(); ++g) {
+      for (size_t i = 0; i < groups[g].samples.size(); ++i)
+        EXPECT_EQ(groups[g].samples[i].response, wanted[g].samples[i].response);
+    }
+  });
+}
+
+// Memory differs between machines: the ranks plan for the least.
+TEST(SplitEngine, RanksAgreeOnTheCache) {
+  const ModelConfig config = eight_heads(ModelFamily::kLlama, false);
+  Layout layout;
+  layout.tp = 2;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    Model model(config, split_options(context, config));
+    fill(model);
+    EngineOptions options;
+    options.max_sequences = 3;
+    const bool poor = context.rank() == 1;
+    options.least_of_ranks = [&](int64_t rows) {
+      return static_cast<int64_t>(-context.tensor_parallel().all_reduce_max(-static_cast<double>(poor ? 200 : rows)));
+    };
+    Engine engine(model, nullptr, options, {.max_new_tokens = 4});
+    for (GroupRequest& request : requests()) engine.submit(std::move(request));
+    EXPECT_EQ(engine.stats().cache_rows, 200);
+    EXPECT_EQ(engine.run().size(), 5u);
+  });
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,40 @@
+// Where the parameters of a rank lie in its flat buffers. Pure.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "topology/split.h"
+#include "trainer/model/config.h"
+
+namespace trireme {
+
+// Parameters lie in blocks: q, k and v of a layer (weights; biases), gate and up, else one each. A block begins at a
+// multiple of this many elements (at least 64 bytes in every dtype) and has no gaps inside; gaps behind it hold zeros
+// for ever.
+inline constexpr int64_t kParameterAlignment = 64;
+
+struct PlacedParameter {
+  std::string name;      // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
+  ParameterSlice slice;  // the whole model's shape, and what of it this rank holds
+  int64_t offset = 0;    // first element in the flat buffers
+  int64_t size = 0;      // elements
+  std::vector<int64_t> shape() const;  // of what this rank holds
+};
+
+// In registration order, which is stable for a configuration and a split: embedding, layers, final norm, head; a tied
+// head is absent. Of a model split over tensor ranks, first what all of these hold alike (norms): read first, complete
+// last, summed over the ranks before anything else is done with it.
+struct ParameterLayout {
+  std::vector<PlacedParameter> parameters;
+  int64_t elements = 0;
+  int64_t alike_elements = 0;         // the first of them
+  std::vector<int64_t> layer_begins;  // first element of each layer, then of what follows them; alike ones lie before
+};
+ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split);
+
+// Of a model on one rank.
+inline ModelSplit whole_model(const ModelConfig& config) { return model_split(config.shape(), {}, 0); }
+
+}  // namespace trireme

@@ -1,0 +1,103 @@
+#include "trainer/optimizer/state_pieces.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace trireme {
+namespace {
+
+// A slice as rows of the whole parameter: of a cut along dimension 0 the one row of all elements.
+struct Rows {
+  int64_t rows = 1;
+  int64_t begin = 0, end = 0;  // columns
+  int64_t width() const { return end - begin; }
+};
+
+Rows rows_of(const std::vector<int64_t>& shape, const StatePiece& piece) {
+  int64_t inner = 1;
+  for (size_t d = static_cast<size_t>(piece.dimension) + 1; d < shape.size(); ++d) inner *= shape[d];
+  Rows rows{.rows = 1, .begin = piece.range.begin * inner, .end = piece.range.end * inner};
+  for (int64_t d = 0; d < piece.dimension; ++d) rows.rows *= shape[static_cast<size_t>(d)];
+  return rows;
+}
+
+}  // namespace
+
+std::vector<StatePiece> state_pieces(const ParameterLayout& layout, const std::vector<OwnedRun>& runs) {
+  std::vector<StatePiece> pieces;
+  for (const OwnedRun& run : runs) {
+    for (const PlacedParameter& parameter : layout.parameters) {
+      const int64_t begin = std::max(run.begin, parameter.offset);
+      const int64_t end = std::min(run.begin + run.size, parameter.offset + parameter.size);
+      if (begin >= end) continue;
+      pieces.push_back({.parameter = parameter.name,
+                        .dimension = parameter.slice.dimension,
+                        .range = parameter.slice.range,
+                        .first = begin - parameter.offset,
+                        .count = end - begin,
+                        .at = run.at + begin - run.begin});
+    }
+  }
+  return pieces;
+}
+
+std::vector<StateCopy> common_state(const std::vector<int64_t>& shape, const StatePiece& saved,
+                                    const StatePiece& wanted) {
+  std::vector<StateCopy> copies;
+  TRIREME_CHECK(saved.dimension == wanted.dimension, "a parameter is cut along one dimension");
+  const Rows from = rows_of(shape, saved), to = rows_of(shape, wanted);
+  if (from.width() <= 0 || to.width() <= 0 || saved.count <= 0 || wanted.count <= 0) return copies;
+  const int64_t first = std::max(saved.first / from.width(), wanted.first / to.width());
+  const int64_t last =
+      std::min((saved.first + saved.count - 1) / from.width(), (wanted.first + wanted.count - 1) / to.width());
+  for (int64_t row = first; row <= last; ++row) {
+    // Columns that a piece has of this row.
+    const auto columns = [row](const Rows& rows, const StatePiece& piece) {
+      const int64_t begin = std::max<int64_t>(0, piece.first - row * rows.width());
+      const int64_t end = std::min(rows.width(), piece.first + piece.count - row * rows.width());
+      return Range{rows.begin + begin, rows.begin + end};
+    };
+    const Range there = columns(from, saved), here = columns(to, wanted);
+    const int64_t begin = std::max(there.begin, here.begin), end = std::min(there.end, here.end);
+    if (begin >= end) continue;
+    const StateCopy copy{.from = saved.at + row * from.width() + begin - from.begin - saved.first,
+                         .to = wanted.at + row * to.width() + begin - to.begin - wanted.first,
+                         .count = end - begin};
+    StateCopy* before = copies.empty() ? nullptr : &copies.back();
+    if (before != nullptr && before->from + before->count == copy.from && before->to + before->count == copy.to) {
+      before->count += copy.count;
+    } else {
+      copies.push_back(copy);
+    }
+  }
+  return copies;
+}
+
+nlohmann::json to_json(const std::vector<StatePiece>& pieces) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const StatePiece& piece : pieces) {
+    list.push_back({piece.parameter, piece.dimension, piece.range.begin, piece.range.end, piece.first, piece.count,
+                    piece.at});
+  }
+  return list;
+}
+
+std::vector<StatePiece> state_pieces_from_json(const nlohmann::json& json) {
+  std::vector<StatePiece> pieces;
+  try {
+    for (const nlohmann::json& one : json) {
+      pieces.push_back({.parameter = one.at(0).get<std::string>(),
+                        .dimension = one.at(1).get<int64_t>(),
+                        .range = {one.at(2).get<int64_t>(), one.at(3).get<int64_t>()},
+                        .first = one.at(4).get<int64_t>(),
+                        .count = one.at(5).get<int64_t>(),
+                        .at = one.at(6).get<int64_t>()});
+    }
+  } catch (const nlohmann::json::exception& error) {
+    fail_data(std::string("no list of pieces of optimizer state: ") + error.what());
+  }
+  return pieces;
+}
+
+}  // namespace trireme
