@@ -206,7 +206,8 @@ class Validator final {
     for (const RoleRef& role : roles_of(spec_)) {
       const std::string path = "spec.roles." + role.name;
       if (!is_qualified_name(role.spec->gpu_resource)) {
-        error(path + ".gpuResource", quoted(role.spec->gpu_resource) + " is not a resource name such as nvidia.com/gpu");
+        error(path + ".gpuResource",
+              quoted(role.spec->gpu_resource) + " is not a resource name such as nvidia.com/gpu");
       }
       if (role.name == "reward") {
         check_reward(*role.spec, path);
@@ -256,7 +257,8 @@ class Validator final {
     for (const std::string& message : report.errors) error(axis_path(path, message), message);
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
     if (!report.ok()) return;
-    for (const std::string& message : unsupported_splits(layout, role.gpus_per_pod > 0)) error(axis_path(path, message), message);
+    for (const std::string& message : unsupported_splits(layout, role.gpus_per_pod > 0))
+      error(axis_path(path, message), message);
   }
 
   // The messages of topology start with the axis they are about, or with a product ("tp 4 x ...").

@@ -57,7 +57,8 @@ void write_file_atomic(const std::filesystem::path& path, std::string_view bytes
 
 TemporaryDirectory::TemporaryDirectory() {
   std::string pattern = (std::filesystem::temp_directory_path() / "trireme-XXXXXX").string();
-  if (::mkdtemp(pattern.data()) == nullptr) fail_io("cannot make a temporary folder like " + pattern + ": " + errno_text());
+  if (::mkdtemp(pattern.data()) == nullptr)
+    fail_io("cannot make a temporary folder like " + pattern + ": " + errno_text());
   path_ = pattern;
 }
 

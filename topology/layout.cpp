@@ -141,8 +141,8 @@ std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
     const bool tensor = field.member == &Layout::tp;
     if (tensor && !gpus) continue;
     sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
-                        " parallel) is not supported yet by the trainer of this version" +
-                        (tensor ? " on GPUs" : "") + "; only dp may be above 1" + (gpus ? "" : ", and tp"));
+                        " parallel) is not supported yet by the trainer of this version" + (tensor ? " on GPUs" : "") +
+                        "; only dp may be above 1" + (gpus ? "" : ", and tp"));
   }
   return sentences;
 }

@@ -132,7 +132,7 @@ struct Repeats {
 };
 
 Repeats repeat_rollouts(Engine& engine, const RolloutBenchOptions& options, const RolloutLengths& lengths,
-                            const std::vector<std::vector<int32_t>>& prompts, at::Device device) {
+                        const std::vector<std::vector<int32_t>>& prompts, at::Device device) {
   timed_rollout(engine, staircase(lengths), prompts, device);
   Repeats result;
   for (int64_t r = 0; r < options.common.repeats; ++r) {
@@ -221,8 +221,8 @@ Table rollout_table(const RolloutBenchOptions& options, const RolloutLengths& le
   table.add({"seconds (median of " + std::to_string(options.common.repeats) + ")", format_fixed(repeats.middle, 3)});
   table.add({"tokens/s", format_fixed(f.tokens_per_second, 1)});
   table.add({"floor seconds", format_fixed(f.floor, 3) + " (" + percent(f.floor, repeats.middle) + ")"});
-  table.add({"bytes read", terabytes(f.bytes / repeats.middle) + " of " + terabytes(ceilings.bytes_per_second()) + " (" +
-                               percent(f.bytes / repeats.middle, ceilings.bytes_per_second()) + ")"});
+  table.add({"bytes read", terabytes(f.bytes / repeats.middle) + " of " + terabytes(ceilings.bytes_per_second()) +
+                               " (" + percent(f.bytes / repeats.middle, ceilings.bytes_per_second()) + ")"});
   table.add({"steps, at best", std::to_string(stats.steps) + ", " + std::to_string(f.work.steps)});
   table.add({"mean batch", format_fixed(f.mean_batch, 1)});
   table.add({"seconds in steps that prefill", format_fixed(f.prefill_seconds, 3)});
@@ -309,7 +309,8 @@ double time_decode_steps(Engine& engine, const DecodeBenchOptions& options, at::
 
 void trace_decode_steps(Engine& engine, const DecodeBenchOptions& options, int64_t alive, at::Device device,
                         std::ostream& out) {
-  const std::string file = options.batch_sizes.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
+  const std::string file =
+      options.batch_sizes.size() == 1 ? options.trace : options.trace + "." + std::to_string(alive);
   const Trace trace = trace_device(device, file, [&] {
     for (int64_t i = 0; i < kTracedSteps; ++i) engine.step();
   });

@@ -5,9 +5,7 @@
 #include "base/error.h"
 
 namespace trireme::bench {
-namespace {
-
-}  // namespace
+namespace {}  // namespace
 
 double layer_matrix_elements(const ModelConfig& c) {
   const double h = real(c.hidden_size), q = real(c.num_heads * c.head_dim), kv = real(c.num_kv_heads * c.head_dim);

@@ -15,9 +15,7 @@
 namespace trireme {
 
 KvArena::KvArena(const KvShape& shape, int64_t rows, at::ScalarType dtype, at::Device device, int64_t most_rows)
-    : shape_(shape),
-      most_rows_(std::max(rows, most_rows)),
-      options_(at::TensorOptions().dtype(dtype).device(device)) {
+    : shape_(shape), most_rows_(std::max(rows, most_rows)), options_(at::TensorOptions().dtype(dtype).device(device)) {
   if (device.is_cuda()) {
     const int64_t sections = 2 * shape.layers;
     memory_ =

@@ -276,7 +276,8 @@ at::Tensor Model::embed_rows(const at::Tensor& ids) const {
     const at::Tensor padded = at::constant_pad_nd(ids, {0, rows - ids.size(0)}, -1);
     const int64_t begin = split_.vocab.begin;
     const at::Tensor own = (padded >= begin).logical_and_(padded < begin + local_.vocab);
-    partial = embed(embedding_, (padded - begin).clamp_(0, local_.vocab - 1)).masked_fill(own.logical_not().unsqueeze(1), 0);
+    partial =
+        embed(embedding_, (padded - begin).clamp_(0, local_.vocab - 1)).masked_fill(own.logical_not().unsqueeze(1), 0);
   }
   return sum_to_rows(*options_.tensor, partial);
 }
@@ -424,8 +425,7 @@ std::vector<std::vector<float>> score(const Model& model, const std::vector<std:
       batch.ids = batch.ids.to(model.options().device);
       batch.positions = batch.positions.to(model.options().device);
       const at::Tensor hidden = model.forward(batch).index_select(0, index.to(model.options().device));
-      const at::Tensor values =
-          model.logprobs(hidden, targets, options).to(at::kCPU, at::kFloat).contiguous();
+      const at::Tensor values = model.logprobs(hidden, targets, options).to(at::kCPU, at::kFloat).contiguous();
       const float* value = values.const_data_ptr<float>();
       for (size_t s = 0; s < batch_sequences.size(); ++s) {
         const size_t count = batch_sequences[s].empty() ? 0 : batch_sequences[s].size() - 1;

@@ -100,11 +100,11 @@ class Model final {
   // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
   // trainable. Split over tensor ranks: the same tokens and the same result on all of them; between products a rank has
   // every tp-th part of the rows only (sequence parallel). Gradients of what all hold alike (norms) are of a rank's own
-  // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs may
-  // read it. Collective over options().tensor.
+  // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs
+  // may read it. Collective over options().tensor.
   at::Tensor forward(const PackedBatch& batch) const;
-  // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits equal
-  // forward's. No autograd.
+  // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits
+  // equal forward's. No autograd.
   at::Tensor forward_cached(const CachedBatch& batch, KvArena& arena) const;
 
   // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
@@ -128,8 +128,8 @@ class Model final {
   // Undefined when not trainable.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
-  // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there is
-  // the ranks' sum. 0 where the model is not split over them.
+  // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there
+  // is the ranks' sum. 0 where the model is not split over them.
   int64_t alike_elements() const { return alike_elements_; }
 
   // Called in the backward pass of every forward that began to record while it was set, from the thread of that pass:

@@ -16,10 +16,10 @@ namespace trireme {
 inline constexpr int64_t kParameterAlignment = 64;
 
 struct PlacedParameter {
-  std::string name;      // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
-  ParameterSlice slice;  // the whole model's shape, and what of it this rank holds
-  int64_t offset = 0;    // first element in the flat buffers
-  int64_t size = 0;      // elements
+  std::string name;                    // Hugging Face's, e.g. "model.layers.0.self_attn.q_proj.weight"
+  ParameterSlice slice;                // the whole model's shape, and what of it this rank holds
+  int64_t offset = 0;                  // first element in the flat buffers
+  int64_t size = 0;                    // elements
   std::vector<int64_t> shape() const;  // of what this rank holds
 };
 

@@ -245,8 +245,8 @@ class LogprobFunction final : public torch::autograd::Function<LogprobFunction> 
       at::Tensor logits = chunk_logits(hidden, head, from, count);
       with_compute_type(hidden, [&](auto zero) {
         using T = decltype(zero);
-        gradients_of(logits.mutable_data_ptr<T>(), from, count, vocab, targets, options,
-                     dlogprobs.const_data_ptr<T>(), dentropies.const_data_ptr<T>(), with_entropy);
+        gradients_of(logits.mutable_data_ptr<T>(), from, count, vocab, targets, options, dlogprobs.const_data_ptr<T>(),
+                     dentropies.const_data_ptr<T>(), with_entropy);
       });
       if (want_hidden) dhidden.narrow(0, from, count).copy_(logits.mm(head_compute));
       if (want_head) dhead.addmm_(logits.t(), hidden.narrow(0, from, count).to(dhead.scalar_type()));

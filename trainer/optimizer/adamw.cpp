@@ -280,8 +280,8 @@ std::vector<StatePiece> DistributedAdamW::own_pieces() const {
   std::vector<OwnedRun> runs;
   for (const Slice& slice : slices_) runs.push_back({slice.begin, slice.size, slice.at});
   const ModelOptions& options = model_.options();
-  return state_pieces(
-      parameter_layout(model_.config(), options.split ? *options.split : whole_model(model_.config())), runs);
+  return state_pieces(parameter_layout(model_.config(), options.split ? *options.split : whole_model(model_.config())),
+                      runs);
 }
 
 TensorFile DistributedAdamW::saved() const {
@@ -348,7 +348,8 @@ void DistributedAdamW::take_state(const SafetensorsFile& file, const std::filesy
     for (Taken& own : taken) {
       const auto [begin, end] = by_name.equal_range(own.piece.parameter);
       for (auto it = begin; it != end; ++it) {
-        for (const StateCopy& copy : common_state(model_.find(own.piece.parameter)->slice.shape, *it->second, own.piece)) {
+        for (const StateCopy& copy :
+             common_state(model_.find(own.piece.parameter)->slice.shape, *it->second, own.piece)) {
           if (copy.from + copy.count > source.numel()) fail_data(path.string() + ": " + name + " is too short");
           target.narrow(0, copy.to, copy.count).copy_(source.narrow(0, copy.from, copy.count));
           if (target.is_same(master_)) own.copies.push_back(copy);
@@ -374,8 +375,8 @@ void DistributedAdamW::load(const std::filesystem::path& dir) {
   }
   for (const Taken& own : taken) {
     if (const std::optional<int64_t> missing = first_missing(own.piece, own.copies)) {
-      fail_data(dir.string() + " does not hold the whole optimizer state: of " + own.piece.parameter +
-                " (slice " + std::to_string(own.piece.range.begin) + " to " + std::to_string(own.piece.range.end) +
+      fail_data(dir.string() + " does not hold the whole optimizer state: of " + own.piece.parameter + " (slice " +
+                std::to_string(own.piece.range.begin) + " to " + std::to_string(own.piece.range.end) +
                 " of dimension " + std::to_string(own.piece.dimension) + ") element " + std::to_string(*missing) +
                 " is the first that is missing");
     }

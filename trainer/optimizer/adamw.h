@@ -33,9 +33,9 @@ struct OptimizerStep {
 
 class DistributedAdamW final {
  public:
-  // The model's buffers must outlive the optimizer. `data_parallel` likewise: the ranks with the same part of the model.
-  // Where the model is split over tensor ranks its own group of these counts too: gradients of what they hold alike are
-  // summed over it, and the norm is that of the whole model.
+  // The model's buffers must outlive the optimizer. `data_parallel` likewise: the ranks with the same part of the
+  // model. Where the model is split over tensor ranks its own group of these counts too: gradients of what they hold
+  // alike are summed over it, and the norm is that of the whole model.
   DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options);
 
   ~DistributedAdamW();
@@ -141,7 +141,7 @@ class DistributedAdamW final {
   int64_t bucket_ = 0;  // elements, a multiple of the number of ranks
   int64_t buckets_ = 0;
   int64_t owned_ = 0;
-  int64_t owned_alike_ = 0;  // the first of the owned elements: what other tensor ranks have too
+  int64_t owned_alike_ = 0;         // the first of the owned elements: what other tensor ranks have too
   Communicator* tensor_ = nullptr;  // null: the model is not split over tensor ranks
   std::vector<Slice> slices_;
   std::vector<Decayed> decayed_;

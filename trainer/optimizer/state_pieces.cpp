@@ -77,8 +77,8 @@ std::vector<StateCopy> common_state(const std::vector<int64_t>& shape, const Sta
 nlohmann::json to_json(const std::vector<StatePiece>& pieces) {
   nlohmann::json list = nlohmann::json::array();
   for (const StatePiece& piece : pieces) {
-    list.push_back({piece.parameter, piece.dimension, piece.range.begin, piece.range.end, piece.first, piece.count,
-                    piece.at});
+    list.push_back(
+        {piece.parameter, piece.dimension, piece.range.begin, piece.range.end, piece.first, piece.count, piece.at});
   }
   return list;
 }

@@ -295,7 +295,8 @@ bool Attendance::look() {
   if (!group) return false;
   const auto place = [&] {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = std::find_if(groups_.begin(), groups_.end(), [&](const Group& g) { return g.who.name == *group; });
+    const auto found =
+        std::find_if(groups_.begin(), groups_.end(), [&](const Group& g) { return g.who.name == *group; });
     return std::pair(place_now(*found), phase_);
   };
   const auto [before, phase] = place();
@@ -338,8 +339,7 @@ bool Attendance::look_at_device(const Front& front) {
   const Absence absence = missing(front.group, sequence);
   if (stopping() || !still_pending(front.group, sequence)) return false;
   tell_absent(absence.ranks);
-  leave(on_deadline_,
-        "leaves: " + named(front) + " has not ended within " + seconds + describe(absence, front.group));
+  leave(on_deadline_, "leaves: " + named(front) + " has not ended within " + seconds + describe(absence, front.group));
   return true;
 }
 
@@ -381,8 +381,10 @@ Absence Attendance::cause(Absence absence) {
     Waits next;
     for (const int rank : absence.ranks) {
       const Waits waits = waits_of(rank);
-      if (waits.group.empty()) idle.push_back(rank);
-      else if (next.group.empty()) next = waits;
+      if (waits.group.empty())
+        idle.push_back(rank);
+      else if (next.group.empty())
+        next = waits;
     }
     if (!idle.empty()) {
       absence.ranks = idle;

@@ -122,10 +122,10 @@ class Attendance final {
   std::optional<std::string> accused();
   // Those that have not come to `sequence` once all have had the time to say so; tells them.
   Absence missing(int group, int64_t sequence);
-  Absence cause(Absence absence);       // follows who waits for whom
+  Absence cause(Absence absence);         // follows who waits for whom
   int64_t place_now(const Group& group);  // under mutex_
-  Waits waits_now();                    // under mutex_
-  bool look();                          // the thread's turn; true when one of the callbacks was called
+  Waits waits_now();                      // under mutex_
+  bool look();                            // the thread's turn; true when one of the callbacks was called
   bool look_at_device(const Front& front);
   void look_for_failures();
   std::optional<std::string> reported_failure();  // of another rank, in the store

@@ -88,8 +88,8 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
   const auto fail = [&](ErrorKind kind, const char* why) {
-    throw Error(kind, name_of_rank(rendezvous.layout, rendezvous.rank) + " on " + host_name() + ": rendezvous at " + where +
-                          " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
+    throw Error(kind, name_of_rank(rendezvous.layout, rendezvous.rank) + " on " + host_name() + ": rendezvous at " +
+                          where + " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
   };
   try {
     impl_->tcp = c10::make_intrusive<c10d::TCPStore>(
@@ -251,8 +251,8 @@ PendingCollective Communicator::begin(const char* operation, const at::Tensor& t
     if (tensor.is_cuda()) {
       std::function<bool()> come = mark_current_stream();
       work = start(backend);
-      attendance_->note_queued(
-          place_, {sequence_, operation, phase, std::move(come), [work] { return work->isCompleted(); }});
+      attendance_->note_queued(place_,
+                               {sequence_, operation, phase, std::move(come), [work] { return work->isCompleted(); }});
       return;
     }
     work = start(backend);
@@ -342,9 +342,8 @@ void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::v
   };
   at::Tensor flat_out = bytes(out), flat_in = bytes(in);
   std::vector<int64_t> sizes_out = counts(out, out_rows), sizes_in = counts(in, in_rows);
-  run("all-to-all", in, [&](c10d::Backend& backend) {
-    return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in);
-  });
+  run("all-to-all", in,
+      [&](c10d::Backend& backend) { return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in); });
 }
 
 void Communicator::barrier() {

@@ -56,7 +56,9 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
   std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
   world_ = make_group(everybody);
   for (const Axis axis : kAxes) {
-    const Axis twin = axis == Axis::kDpCp && layout.cp == 1 ? Axis::kDp : axis == Axis::kDpCp && layout.dp == 1 ? Axis::kCp : axis;
+    const Axis twin = axis == Axis::kDpCp && layout.cp == 1   ? Axis::kDp
+                      : axis == Axis::kDpCp && layout.dp == 1 ? Axis::kCp
+                                                              : axis;
     groups_[axis] = twin == axis ? make_group(own_group(layout, axis, rendezvous.rank)) : groups_.at(twin);
   }
 }

@@ -72,7 +72,7 @@ class ParallelContext final {
   std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
   std::shared_ptr<Communicator> world_;
   std::map<Axis, std::shared_ptr<Communicator>> groups_;  // axes of the same ranks share one
-  std::string phase_ = "start";  // with one process
+  std::string phase_ = "start";                           // with one process
 };
 
 }  // namespace trireme

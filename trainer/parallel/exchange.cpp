@@ -121,7 +121,9 @@ struct AllToAllRows final : public Function<AllToAllRows> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     return {exchange(group_of(*context), gradients[0], context->saved_data.at("from").toIntVector(),
                      context->saved_data.at("to").toIntVector()),
-            {}, {}, {}};
+            {},
+            {},
+            {}};
   }
 };
 
@@ -176,7 +178,8 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
   // All know what one has found.
   for (const std::string& found : group.all_gather_bytes(problem)) {
     if (!found.empty())
-      return "rows of " + std::to_string(width) + " elements have other bits " + found + " (group '" + group.name() + "')";
+      return "rows of " + std::to_string(width) + " elements have other bits " + found + " (group '" + group.name() +
+             "')";
   }
   return std::nullopt;
 }

@@ -131,9 +131,7 @@ struct Engine::Impl {
   void use_rows(int64_t rows);
   void allocate_measured();
   int64_t rows_that_fit();
-  int64_t least_of_ranks(int64_t rows) const {
-    return options.least_of_ranks ? options.least_of_ranks(rows) : rows;
-  }
+  int64_t least_of_ranks(int64_t rows) const { return options.least_of_ranks ? options.least_of_ranks(rows) : rows; }
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   std::vector<Complete> step(const Engine& engine);

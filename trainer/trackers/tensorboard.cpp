@@ -47,10 +47,11 @@ class Tensorboard final : public Tracker {
   void begin(const TrackedRun& run) override {
     char host[256] = "host";
     ::gethostname(host, sizeof host - 1);
-    file_ =
-        std::make_unique<AppendFile>(folder_ / ("events.out.tfevents." + std::to_string(static_cast<int64_t>(unix_now_s())) +
-                                                "." + host + "." + std::to_string(::getpid())));
-    std::string bytes = record(WireMessage().fixed64(kWallTime, unix_now_s()).bytes(kFileVersion, "brain.Event:2").text());
+    file_ = std::make_unique<AppendFile>(folder_ /
+                                         ("events.out.tfevents." + std::to_string(static_cast<int64_t>(unix_now_s())) +
+                                          "." + host + "." + std::to_string(::getpid())));
+    std::string bytes =
+        record(WireMessage().fixed64(kWallTime, unix_now_s()).bytes(kFileVersion, "brain.Event:2").text());
     if (run.resumed_step > 0) {
       WireMessage session;
       session.varint(1, kSessionStart);

@@ -39,7 +39,9 @@ struct Step {
 // One rank's model and optimizer, and how it trains: each replica its share of the same eight sequences.
 struct TrainedRank {
   TrainedRank(ParallelContext& ranks, const ModelConfig& config)
-      : context(ranks), model(config, split_options(ranks, config)), optimizer(model, ranks.data_parallel(), options()) {
+      : context(ranks),
+        model(config, split_options(ranks, config)),
+        optimizer(model, ranks.data_parallel(), options()) {
     fill(model);
     optimizer.reset_master_from_weights();
   }
@@ -153,8 +155,8 @@ TEST(Layouts, GoOnWhereAnotherHasStopped) {
         EXPECT_EQ(found->step, 2);
         EXPECT_EQ(rank.optimizer.steps_done(), 2);
         for (const Parameter& parameter : rank.model.parameters()) {
-          EXPECT_TRUE(same_bits(parameter.tensor.detach(),
-                                part_of(parameter, exported.find(parameter.name)->tensor.detach())))
+          EXPECT_TRUE(
+              same_bits(parameter.tensor.detach(), part_of(parameter, exported.find(parameter.name)->tensor.detach())))
               << parameter.name;
         }
         expect_near(rank.train(2), next);

@@ -81,8 +81,8 @@ TEST_P(Split, SlicesAreDrawnAndReadAsTheWholeIs) {
     load_parameters(read, dir.path());
     for (const Model* model : {&drawn, &read}) {
       for (const Parameter& parameter : model->parameters()) {
-        EXPECT_TRUE(same_bits(parameter.tensor.detach(),
-                              part_of(parameter, whole.find(parameter.name)->tensor.detach())))
+        EXPECT_TRUE(
+            same_bits(parameter.tensor.detach(), part_of(parameter, whole.find(parameter.name)->tensor.detach())))
             << parameter.name;
       }
     }
@@ -158,7 +158,8 @@ TEST(TensorParallel, RowsAreExact) {
         return std::pair(hidden.narrow(0, begin, count), logprobs.narrow(0, begin, count - 1));
       };
       const auto [hidden, logprobs] = rows({own}, 0);
-      for (const auto& others : {std::vector{random_tokens(9, 6), own}, {random_tokens(40, 7), own, random_tokens(3, 8)}}) {
+      for (const auto& others :
+           {std::vector{random_tokens(9, 6), own}, {random_tokens(40, 7), own, random_tokens(3, 8)}}) {
         const auto [again, of_them] = rows(others, 1);
         EXPECT_TRUE(same_bits(again, hidden));
         EXPECT_TRUE(same_bits(of_them, logprobs));

@@ -86,7 +86,8 @@ TEST(StatePieces, OfAllRanksAreTheWholeModelOnce) {
           alike[p.name] = p.slice.alike;
         }
         for (const StatePiece& piece : state_pieces(layout, runs)) {
-          for (const auto& [element, place] : places(shapes.at(piece.parameter), piece)) ++seen[piece.parameter][element];
+          for (const auto& [element, place] : places(shapes.at(piece.parameter), piece))
+            ++seen[piece.parameter][element];
         }
       }
       for (const ModelParameter& parameter : model_parameters(config.shape())) {

@@ -62,9 +62,9 @@ class TwoRanks {
   void queue(int r, int64_t sequence) {
     Rank& rank = ranks[r];
     rank.attendance->note(rank.group, sequence);
-    rank.attendance->note_queued(rank.group, {sequence, "all-reduce", "training",
-                                              [&rank] { return rank.device.come.load(); },
-                                              [&rank] { return rank.device.done.load(); }});
+    rank.attendance->note_queued(rank.group,
+                                 {sequence, "all-reduce", "training", [&rank] { return rank.device.come.load(); },
+                                  [&rank] { return rank.device.done.load(); }});
   }
   // As if its process had ended: by an exception that nobody was told of.
   void die(int r) {
