@@ -1,6 +1,7 @@
 """The operator and the trainer on a live cluster. checks.py [GROUP...]: started by run.sh.
 
-Groups: install, quickstart, faults, admission, gangs, neighbours, reports, boards; all of them without arguments."""
+Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, boards; all of them without
+arguments."""
 import sys
 
 from boards import boards
@@ -455,6 +456,45 @@ class Faults:
 
 # ---- admission
 
+# ---- a model split over the two processes of a pod, and its data over two pods
+
+SPLIT_STEPS = 8
+
+
+def split_job(name):
+    job = small_job(name, SPLIT_STEPS, (
+        "cluster.device=cpu", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "grpo.num_prompts_per_step=8", "grpo.val_period=0", "policy.train_global_batch_size=32"))
+    actor = job["spec"]["roles"]["actor"]
+    actor.update({"processesPerPod": 2, "parallelism": {"tp": 2}})
+    init_model = actor["template"]["spec"]["initContainers"][1]["command"]
+    init_model[init_model.index("--kv-heads") + 1] = "2"
+    return job
+
+
+def split_run(records):
+    submit(split_job("split"))
+    records.wait_end("split")
+    need(records.phases("split")[-1] == "Complete", f"phases {records.phases('split')}")
+    rows = [json.loads(line) for line in (volume_folder("split") / "logs/train.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "train/loss" in row]
+    compared = sum(row["train/logprob_compared_tokens"] for row in rows)
+    differing = sum(row["train/logprob_mismatch_tokens"] for row in rows)
+    need(len(rows) == SPLIT_STEPS and compared > 0 and differing == 0,
+         f"{len(rows)} steps, {differing} of {compared} tokens with other bits")
+    return f"tp 2 x dp 2, {int(differing)} of {int(compared)} tokens with other bits"
+
+
+def split_rank_killed(records):
+    submit(split_job("split-killed"), like="split")
+    wait_step("split-killed", 4)
+    kill(rank_process("split-killed-actor-1-a1"))
+    job = records.wait_end("split-killed")
+    need(job["status"]["phase"] == "Complete" and job["status"]["attempt"] == 2, f"status {job['status']}")
+    need(result_of("split-killed", SPLIT_STEPS) == result_of("split", SPLIT_STEPS), "other weights or moments")
+    return job["status"]["lastFailure"]["message"]
+
+
 def refused(job, *words):
     try:
         kube.call("POST", Kube.path("rljobs") + "?dryRun=All", job)
@@ -612,7 +652,7 @@ def gang_or_nothing(records):
 
 def main():
     groups = sys.argv[1:] or [
-        "install", "quickstart", "faults", "admission", "gangs", "neighbours", "reports", "boards"
+        "install", "quickstart", "faults", "layouts", "admission", "gangs", "neighbours", "reports", "boards"
     ]
     if "install" in groups:
         if check("helm install: two replicas become ready", install):
@@ -660,6 +700,9 @@ def main():
             ("time to live", faults.expired),
         ):
             check(name, function)
+    if "layouts" in groups:
+        check("a split model on two nodes: equal bits", split_run, records)
+        check("kill -9 of one of its ranks: same weights", split_rank_killed, records)
     if "admission" in groups:
         for name, function in (
             ("an impossible layout is refused", impossible_layout),
