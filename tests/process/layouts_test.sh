@@ -68,4 +68,13 @@ refused "heads that do not divide" "cannot be split so: tp 3" run odd 3 3 grpo.n
 refused "tensor parallel on GPUs" "not supported yet by this version on GPUs" "$TRIREME" train cluster.gpus_per_node=2 \
   --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
   policy.megatron_cfg.tensor_model_parallel_size=2
+# Ranks that would compute something else.
+port=$((20000 + RANDOM % 10000)) pids=""
+for rank in 0 1; do
+  RANK=$rank WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$TRIREME" \
+    $(run_args unlike cluster.gpus_per_node=2 grpo.seed=$((rank + 5))) >"$dir/out.$rank" 2>&1 & pids="$pids $!"
+done
+codes=""; for pid in $pids; do wait "$pid"; codes="$codes $?"; done
+[ "$codes" = " 10 10" ] && grep -q "rank 1 has other settings than rank 0: there grpo.seed was 5, is 6 here" "$dir/out.0" &&
+  ok "ranks with other settings are refused" || bad "ranks with other settings: codes$codes" "$(cat "$dir/out.0")"
 finish

@@ -66,6 +66,28 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
             "another model");
 }
 
+// A rank of another build, or with other settings that count, would compute something else than the others wait for.
+// The same error on all ranks. Collective.
+void check_agreement(const Config& config, ParallelContext& context) {
+  if (context.world_size() == 1) return;
+  const std::string program = std::to_string(hash64(read_file("/proc/self/exe")));
+  const std::string own = context.is_main() ? program + "\n" + to_yaml(config) : "";
+  const std::string first = context.world().all_gather_bytes(own).front();
+  const size_t line = first.find('\n');
+  std::string problem;
+  if (first.substr(0, line) != program) {
+    problem = "runs another program than rank 0, of another version or build";
+  } else {
+    std::vector<std::string> ignored;
+    const Config of_first = load_config_text(first.substr(line + 1), {}, &ignored, "the configuration of rank 0");
+    const std::vector<std::string> changes = changes_since(of_first, config);
+    if (!changes.empty()) problem = "has other settings than rank 0: there " + changes.front() + " here";
+  }
+  const std::vector<std::string> problems = context.world().all_gather_bytes(problem);
+  for (size_t rank = 0; rank < problems.size(); ++rank)
+    if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + " " + problems[rank]);
+}
+
 // Before the weights are read, too: what tensor ranks share must divide among them.
 void check_split(const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout) {
   const ModelShape shape = model.shape();
@@ -186,6 +208,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
   context.set_on_absent([this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); });
   reporting.phase("start", 0);
+  check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);

@@ -23,7 +23,8 @@ namespace trireme {
 namespace {
 
 ModelConfig tiny(ModelFamily family = ModelFamily::kQwen3) {
-  return test::tiny_config({.family = family, .vocab = 60, .layers = 2, .tied = family == ModelFamily::kQwen3});
+  return test::tiny_config(
+      {.family = family, .vocab = 60, .layers = 2, .heads = 8, .kv_heads = 4, .tied = family == ModelFamily::kQwen3});
 }
 
 Config settings(bool dynamic) {
@@ -76,6 +77,8 @@ struct RunSetup {
   int64_t bucket_elements = 4096;
   ModelOptions model;
   bool reduce_in_fp32 = true;
+  int64_t tp = 1;  // tensor ranks; the rest of the world are replicas
+  ModelFamily family = ModelFamily::kQwen3;
 };
 
 Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {}, const RunSetup& setup = {}) {
@@ -91,13 +94,20 @@ Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change 
         if (change) change(config);
         const RendezvousOptions rendezvous = port.place(rank, world, Milliseconds(250000));
         Layout layout;
-        layout.dp = world;
+        layout.tp = setup.tp;
+        layout.dp = world / setup.tp;
         ParallelContext context(layout, rendezvous);
-        Model policy(tiny(), setup.model);
+        const ModelConfig shape = tiny(setup.family);
+        ModelOptions options = setup.model;
+        if (setup.tp > 1) {
+          options.split = model_split(shape.shape(), layout, rank);
+          options.tensor = &context.tensor_parallel();
+        }
+        Model policy(shape, options);
         init_parameters(policy, 5);
-        ModelOptions frozen = setup.model;
+        ModelOptions frozen = options;
         frozen.trainable = false;
-        Model reference(tiny(), frozen);
+        Model reference(shape, frozen);
         init_parameters(reference, 6);
         AdamWOptions adam;
         adam.bucket_elements = setup.bucket_elements;
@@ -111,10 +121,7 @@ Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change 
         const TrainResult result = trainer.train(samples);
         optimizer.save(dir.path());
         context.world().barrier();
-        if (rank == 0) {
-          outcome.result = result;
-          outcome.weights = policy.flat_parameters().detach().clone();
-        }
+        if (rank == 0) outcome.result = result;
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
       }
@@ -123,10 +130,11 @@ Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change 
   for (std::thread& thread : ranks) thread.join();
   for (const std::string& error : errors) EXPECT_EQ(error, "");
   // One rank reads what all wrote, and gives it back as one file.
-  Model model(tiny(), setup.model);
+  Model model(tiny(setup.family), setup.model);
   Communicator alone;
   DistributedAdamW whole(model, alone, {});
   whole.load(dir.path());
+  outcome.weights = model.flat_parameters().detach().clone();
   const TemporaryDirectory merged;
   whole.save(merged.path());
   outcome.moments = SafetensorsFile(merged.path() / "rank_00000.safetensors").tensor("exp_avg").clone();
@@ -154,6 +162,49 @@ TEST(Ranks, OneTwoAndFourGiveTheSameLossAndGradients) {
                 1e-5 * largest)
           << world << " ranks";
       EXPECT_EQ(many.result.metrics.at("global_valid_toks"), one.result.metrics.at("global_valid_toks"));
+    }
+  }
+}
+
+// What a recipe may ask for, with each family: the answer of one rank, whoever holds which slice.
+TEST(Ranks, TensorRanksGiveTheAnswerOfOne) {
+  struct Recipe {
+    const char* name;
+    ModelFamily family;
+    bool dynamic;
+    std::function<void(Config&)> change;
+  };
+  const std::vector<Recipe> recipes = {{"packed, KL", ModelFamily::kLlama, false, {}},
+                                       {"dynamic", ModelFamily::kQwen2, true, {}},
+                                       {"shared prompts", ModelFamily::kQwen3, false,
+                                        [](Config& c) {
+                                          c.policy.sequence_packing.share_prompts = true;
+                                          c.policy.sequence_packing.train_mb_tokens = 128;
+                                        }},
+                                       {"GSPO", ModelFamily::kQwen3, false, [](Config& c) {
+                                          c.loss_fn.sequence_level_importance_ratios = true;
+                                          c.loss_fn.token_level_loss = false;
+                                          c.loss_fn.reference_policy_kl_penalty = 0;
+                                        }}};
+  for (const Recipe& recipe : recipes) {
+    RunSetup setup;
+    setup.family = recipe.family;
+    const Outcome one = run(1, recipe.dynamic, recipe.change, setup);
+    const double largest = one.moments.abs().max().item<double>();
+    ASSERT_GT(largest, 0) << recipe.name;
+    for (const auto& [world, tp] : {std::pair{2, 2}, {4, 4}, {4, 2}, {8, 4}}) {
+      setup.tp = tp;
+      const Outcome many = run(world, recipe.dynamic, recipe.change, setup);
+      const std::string where =
+          std::string(recipe.name) + ", " + std::to_string(world) + " ranks, tp " + std::to_string(tp);
+      for (const char* key : {"loss", "grad_norm", "global_valid_toks"}) {
+        const double wanted = one.result.metrics.at(key);
+        EXPECT_NEAR(many.result.metrics.at(key), wanted, 1e-5 * std::max(key[0] == 'l' ? 1.0 : 0.0, std::abs(wanted)))
+            << where << ": " << key;
+      }
+      EXPECT_LE((many.moments - one.moments).abs().max().item<double>(), 1e-5 * largest) << where;
+      EXPECT_LE((many.weights - one.weights).abs().max().item<double>(), 1e-5 * one.weights.abs().max().item<double>())
+          << where;
     }
   }
 }

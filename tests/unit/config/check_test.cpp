@@ -176,11 +176,14 @@ TEST(ConfigCheck, BackEndChoosesSizesAndOptimizer) {
 
 TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
   EXPECT_NO_THROW(validate_supported(load_config_text("", {"cluster.gpus_per_node=8"})));
-  const Config config = load_config_text("", {"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",
-                                              "policy.megatron_cfg.tensor_model_parallel_size=4"});
+  std::vector<std::string> four = {"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",
+                                   "policy.megatron_cfg.tensor_model_parallel_size=4"};
   EXPECT_EQ(
-      error_of([&] { validate_supported(config); }),
-      "policy.megatron_cfg.tensor_model_parallel_size: tensor parallel size 4 is not supported yet by this version");
+      error_of([&] { validate_supported(load_config_text("", four)); }),
+      "policy.megatron_cfg.tensor_model_parallel_size: tensor parallel size 4 is not supported yet by this version "
+      "on GPUs (cluster.device=cpu has it)");
+  four.push_back("cluster.device=cpu");
+  EXPECT_NO_THROW(validate_supported(load_config_text("", four)));
   for (const char* ask : {"policy.generation.colocated.enabled=false", "grpo.max_rollout_turns=2",
                           "grpo.async_grpo.enabled=true", "policy.offload_optimizer_for_logprob=true"}) {
     EXPECT_THAT(error_of([&] { validate_supported(load_config_text("", {ask})); }), HasSubstr("not supported yet"));
