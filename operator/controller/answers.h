@@ -46,4 +46,10 @@ inline Refusal refused(const std::optional<Refusal>& before, int64_t attempt, co
           now + std::max(wait, error.retry_after().value_or(Milliseconds(0)))};
 }
 
+// How long until the next look at a job after a refusal: none after the first in a row, so that the status says why.
+inline Milliseconds look_after(const Refusal& refusal, SteadyClock::time_point now) {
+  if (refusal.in_a_row == 1) return Milliseconds(1);
+  return std::max(Milliseconds(1), std::chrono::ceil<Milliseconds>(refusal.retry_at - now));
+}
+
 }  // namespace trireme::controller

@@ -45,9 +45,12 @@ TEST(Refusal, IsAskedAboutMoreAndMoreSeldom) {
   };
   std::optional<Refusal> refusal;
   for (const int wait : {1000, 2000, 4000, 8000, 16000, 30000, 30000}) {
+    const bool first = !refusal;
     refusal = next(refusal, 2, quota);
     EXPECT_EQ(refusal->retry_at - now, Milliseconds(wait));
+    EXPECT_EQ(look_after(*refusal, now), Milliseconds(first ? 1 : wait)) << "the status has to say why, once";
   }
+  EXPECT_EQ(look_after(*refusal, now + std::chrono::hours(1)), Milliseconds(1));
   EXPECT_EQ(refusal->in_a_row, 7);
   EXPECT_EQ(refusal->message, "exceeded quota");
   EXPECT_FALSE(refusal->is_final);
