@@ -9,11 +9,13 @@
 
 #include "base/clock.h"
 #include "operator/kube/api_error.h"
+#include "operator/kube/resource.h"
 
 namespace trireme::controller {
 
 struct Refusal {
   int64_t attempt = 0;
+  std::string kind;  // of the object that was refused
   std::string message;
   bool is_final = false;  // asking again is pointless
   int in_a_row = 0;
@@ -36,14 +38,23 @@ inline bool is_refusal(const kube::ApiError& error) {
   return error.kind() == kube::ApiErrorKind::kInvalid || error.kind() == kube::ApiErrorKind::kForbidden;
 }
 
-// A quota may come back, so it is asked again: after `least`, twice as long each time up to `most`, and not before the
-// time that the server named.
-inline Refusal refused(const std::optional<Refusal>& before, int64_t attempt, const kube::ApiError& error,
-                       SteadyClock::time_point now, Milliseconds least, Milliseconds most) {
+// A quota may come back and a webhook be mended, so it is asked again: after `least`, twice as long each time up to
+// `most`, and not before the time that the server named. Only a pod that is no valid pod (422) will never be taken;
+// whatever else our objects are refused for is not the job's fault, and a webhook that names no code denies with 400.
+inline Refusal refused(const std::optional<Refusal>& before, int64_t attempt, const std::string& kind,
+                       const kube::ApiError& error, SteadyClock::time_point now, Milliseconds least,
+                       Milliseconds most) {
   const int again = before && before->attempt == attempt ? before->in_a_row : 0;
   const Milliseconds wait = std::min(least * (1 << std::min(again, 10)), most);
-  return {attempt, error.what(), error.kind() == kube::ApiErrorKind::kInvalid, again + 1,
-          now + std::max(wait, error.retry_after().value_or(Milliseconds(0)))};
+  const bool is_final = kind == kube::resources::kPods.kind && error.status() == 422;
+  return {attempt,  kind,      error.what(),
+          is_final, again + 1, now + std::max(wait, error.retry_after().value_or(Milliseconds(0)))};
+}
+
+// How long until the next look at a job after a refusal: none after the first in a row, so that the status says why.
+inline Milliseconds look_after(const Refusal& refusal, SteadyClock::time_point now) {
+  if (refusal.in_a_row == 1) return Milliseconds(1);
+  return std::max(Milliseconds(1), std::chrono::ceil<Milliseconds>(refusal.retry_at - now));
 }
 
 }  // namespace trireme::controller

@@ -114,12 +114,7 @@ void Planner::queued() {
   const size_t wanted = static_cast<size_t>(total_pods(job_.spec));
   if (const std::vector<WantedPod> missing = missing_pods(); !missing.empty()) {
     if (o_.rejection) {
-      const bool quota = o_.rejection->find("exceeded quota") != std::string::npos;
-      const std::string reason = quota ? "QuotaExceeded" : "PodsRejected";
-      const std::string message = part_of(wanted - missing.size(), wanted) + " pods could be made: " + *o_.rejection;
-      note_once("GangScheduled", reason, message);
-      condition("GangScheduled", false, reason, message);
-      waits_for(reason);
+      describe_refusal("GangScheduled", missing.size());
       if (o_.rejection_final) return fail("PodsRejected", *o_.rejection, "PodsRejected");
     }
     if (overdue) return release_gang(waited);
@@ -193,6 +188,15 @@ bool Planner::stays_whole() {
   std::vector<WantedPod> missing = missing_pods();
   const bool no_service = o_.services_known && o_.services.count(job_.status.attempt) == 0;
   std::optional<Action> policy = policy_action(o_, context(), 0);
+  const bool ranks_there =
+      std::all_of(missing.begin(), missing.end(), [](const WantedPod& pod) { return is_service_role(pod.role); });
+  if (!missing.empty() && ranks_there && o_.rejection) {
+    describe_refusal("PodsReady", missing.size());
+    if (o_.rejection_wait > Milliseconds(0)) {
+      requeue(o_.rejection_wait);
+      missing.clear();
+    }
+  }
   if (missing.empty() && !no_service && !policy) return true;
   // The cache may be behind; and the Service may have gone with the whole job, whose deletion our copy does not show.
   if (!o_.live) {

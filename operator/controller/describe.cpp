@@ -145,6 +145,17 @@ void Planner::describe_stuck(const ObservedPod* stuck) {
   condition("Terminating", true, "PodNotGone", message);
 }
 
+void Planner::describe_refusal(const char* type, size_t missing) {
+  const bool quota = o_.rejection->find("exceeded quota") != std::string::npos;
+  const bool of_pods = o_.rejection_kind == kube::resources::kPods.kind;
+  const std::string reason = quota ? "QuotaExceeded" : of_pods ? "PodsRejected" : o_.rejection_kind + "Rejected";
+  const size_t wanted = static_cast<size_t>(total_pods(job_.spec));
+  const std::string message = part_of(wanted - missing, wanted) + " pods could be made: " + *o_.rejection;
+  note_once(type, reason, message);
+  condition(type, false, reason, message);
+  waits_for(reason);
+}
+
 void Planner::close_conditions(const std::string& reason) {
   next_.waiting.clear();
   for (const char* type : {"Admitted", "GangScheduled", "PodsReady"}) {

@@ -26,6 +26,7 @@ void observe_refusal(const Facts& facts, Observed& observed) {
   const std::optional<Refusal>& refusal = facts.answers.refusal;
   if (!refusal || refusal->attempt != observed.job.status.attempt) return;
   observed.rejection = refusal->message;
+  observed.rejection_kind = refusal->kind;
   observed.rejection_final = refusal->is_final;
   observed.rejection_wait =
       std::max(Milliseconds(0), std::chrono::duration_cast<Milliseconds>(refusal->retry_at - facts.now));

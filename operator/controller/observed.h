@@ -108,8 +108,10 @@ struct Observed {
   bool live = false;
   std::optional<Report> report;
   int64_t now_ms = 0;  // wall clock, unix
-  // The API server would not take the attempt's objects: why, and whether asking again is pointless.
+  // The API server would not take the attempt's objects: why, the kind of the first, and whether asking again is
+  // pointless.
   std::optional<std::string> rejection;
+  std::string rejection_kind;
   bool rejection_final = false;
   Milliseconds rejection_wait{0};  // so long nothing is asked for again
   // So many nodes are NotReady at once that it is the cluster's trouble, not theirs.

@@ -78,6 +78,8 @@ class Planner final {
   void describe_progress();
   void describe_rendezvous();
   void describe_stuck(const ObservedPod* stuck);
+  // In the condition `type`: the API server would not take so many pods that are missing, or what they need.
+  void describe_refusal(const char* type, size_t missing);
   // What an ended job's conditions may still say of waiting.
   void close_conditions(const std::string& reason);
   // The one word of status.waiting; the first one that is said stays.

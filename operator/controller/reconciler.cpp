@@ -145,8 +145,12 @@ kube::Result Reconciler::act(const ObjectKey& key, const RLJob& job, Plan next, 
   if (!next.actions.empty()) {
     const bool pods = makes_pods(next.actions);
     if (pods) observer_.expect_no_pods(key);  // until all are made
-    if (!writer_.carry_out(key, job, std::move(next.actions), deadline)) return {Milliseconds(1)};
-    if (pods) observer_.made_pods(key, job.status.attempt);
+    if (!writer_.carry_out(key, job, std::move(next.actions), deadline)) {
+      const Milliseconds look = look_after(*writer_.answers(key).refusal, SteadyClock::now());
+      next.requeue_after = std::min(look, next.requeue_after.value_or(look));
+    } else if (pods) {
+      observer_.made_pods(key, job.status.attempt);
+    }
   }
   const auto& late = described.wait;
   if (late && (!next.requeue_after || *late < *next.requeue_after)) return {late, Priority::kLow};

@@ -16,6 +16,12 @@ namespace {
 using kube::ApiError;
 using kube::ObjectKey;
 
+// What became of one write: the API server understood it and would not.
+struct Refused {
+  std::string kind;
+  ApiError error;
+};
+
 // Kueue makes a group's Workload itself; its owners are the group's pods.
 bool owned_by_pods(const Json& object, const std::string& job) {
   const Json metadata = object.value("metadata", Json::object());
@@ -140,10 +146,11 @@ bool Writer::carry_out(const ObjectKey& key, const RLJob& job, std::vector<Actio
     run_waves(key, job, std::move(actions), deadline);
     if (pods) refusal.reset();
     return true;
-  } catch (const ApiError& e) {
-    if (!pods || !is_refusal(e)) throw;
-    refusal = refused(refusal, job.status.attempt, e, SteadyClock::now(), options_.refusal_min, options_.refusal_max);
-    if (refusal->in_a_row == 1) log_warn("controller", key.str() + ": " + e.what());
+  } catch (const Refused& e) {
+    if (!pods) throw ApiError(e.error);
+    refusal = refused(refusal, job.status.attempt, e.kind, e.error, SteadyClock::now(), options_.refusal_min,
+                      options_.refusal_max);
+    if (refusal->in_a_row == 1) log_warn("controller", key.str() + ": " + e.error.what());
     return false;
   }
 }
@@ -155,16 +162,23 @@ void Writer::run_waves(const ObjectKey& key, const RLJob& job, std::vector<Actio
     std::vector<std::function<void()>> wave;
     while (end < actions.size() && actions[end].wave == actions[begin].wave) {
       Action& action = actions[end++];
-      wave.push_back([&, this] {
-        if (action.kind == Action::Kind::kDelete) {
-          remove(key, job.metadata.uid, action, deadline);
-        } else {
-          create(key, job, action, deadline);
-        }
-      });
+      wave.push_back([&, this] { carry_out_one(key, job, action, deadline); });
     }
     pool_.run(std::move(wave));
     begin = end;
+  }
+}
+
+void Writer::carry_out_one(const ObjectKey& key, const RLJob& job, Action& action, const Deadline& deadline) {
+  try {
+    if (action.kind == Action::Kind::kDelete) {
+      remove(key, job.metadata.uid, action, deadline);
+    } else {
+      create(key, job, action, deadline);
+    }
+  } catch (const ApiError& e) {
+    if (is_refusal(e)) throw Refused{action.resource.kind, e};
+    throw;
   }
 }
 

@@ -16,7 +16,7 @@ enum class ApiErrorKind {
   kConflict,       // 409: the object changed since it was read; read again and retry
   kAlreadyExists,  // 409 on create: somebody (perhaps we, before a lost answer) made it
   kGone,           // 410: resourceVersion or continue token too old; list again
-  kInvalid,        // 400, 405, 413, 415, 422: the request itself is wrong; retrying cannot help
+  kInvalid,        // any other 4xx: the request itself is wrong (422), or admission denied it and named no code (400)
   kForbidden,      // 401, 403
   kUnavailable,    // 429, 5xx, connection refused or cut: try again later
   kTimeout,        // our deadline passed; whether the server acted is not known

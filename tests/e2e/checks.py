@@ -306,26 +306,6 @@ class Faults:
             cluster("start-node", node[-1])
         return f"{node} stopped; attempt 2 on {sorted(used)}"
 
-    def takeover(self, since):
-        """Seconds from `since` to the next holder of the lease."""
-        before = [
-            o["spec"].get("holderIdentity") for t, _, o in self.records.leases.of("trireme-operator") if t <= since
-        ][-1]
-        def other(kind, lease):
-            return lease["metadata"]["name"] == "trireme-operator" and lease["spec"].get("holderIdentity") not in (
-                "",
-                None,
-                before,
-            )
-
-        change = next(
-            ((t, k, o) for t, k, o in self.records.leases.of("trireme-operator") if t > since and other(k, o)), None)
-        if change is None:
-            mark = time.monotonic()
-            change = self.records.leases.wait("a new leader", lambda k, o: other(k, o), 90)
-            need(change[0] > since or mark, "the lease was never taken over")
-        return change[0] - since
-
     def operator_restarted(self):
         self.begin("steady")
         begin = time.monotonic()

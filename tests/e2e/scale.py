@@ -304,7 +304,7 @@ def coded(text):
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()
 
 
-FOLDERS = ("trireme.dev/rljobs", "pods", "services/specs", "configmaps")
+FOLDERS = ("trireme.dev/rljobs", "pods", "services/specs", "configmaps", "networkpolicies")
 
 
 def copy_jobs(ns, name, copies):
@@ -315,10 +315,10 @@ def copy_jobs(ns, name, copies):
         prefix = f"/registry/{folder}/{ns}/{name}"
         for pair in etcd("range", {"key": coded(prefix), "range_end": coded(prefix + "\x7f")})["kvs"]:
             stored[base64.b64decode(pair["key"])] = base64.b64decode(pair["value"])
-    need(len(stored) == PODS + 3, f"a job has {sorted(stored)}")
+    need(len(stored) == PODS + 4, f"a job has {sorted(stored)}")
     uids = {
         o["metadata"]["uid"]
-        for kind in ("rljobs", "pods", "services", "configmaps")
+        for kind in ("rljobs", "pods", "services", "configmaps", "networkpolicies")
         for o in kube.list(kind, ns) if o["metadata"]["name"].startswith(name)
     }
     jobs = {key: value for key, value in stored.items() if b"/rljobs/" in key}
@@ -380,7 +380,8 @@ def measure_held(operator):
     for _ in range(3):
         begin = time.monotonic()
         for path in ("/apis/trireme.dev/v1alpha1/rljobs", "/api/v1/pods?labelSelector=trireme.dev/job-uid",
-                     "/api/v1/services?labelSelector=trireme.dev/job-uid", "/api/v1/nodes"):
+                     "/api/v1/services?labelSelector=trireme.dev/job-uid",
+                     "/apis/networking.k8s.io/v1/networkpolicies?labelSelector=trireme.dev/job-uid", "/api/v1/nodes"):
             run("curl", "-sf", "-o", "/dev/null", "--cacert", f"{PKI}/ca.crt", "--cert", f"{PKI}/admin.crt", "--key",
                 f"{PKI}/admin.key", f"https://{ADDRESS}:6443{path}")
         curl = time.monotonic() - begin

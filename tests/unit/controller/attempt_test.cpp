@@ -544,6 +544,38 @@ TEST(RewardPod, DeletedByHandIsMadeAgain) {
   EXPECT_EQ(w.job.status.phase, phase::kRunning);
 }
 
+TEST(RewardPod, ThatAQuotaKeepsAwayIsAskedForSeldom) {
+  World w = with_rewards();
+  w.run();
+  w.room = [] { return 0; };
+  w.pods.erase("quick-reward-0-a1");
+  w.ever["quick-reward-0-a1"] = true;
+  w.reconcile();
+  Plan p = plan(w.observe(), w.options);
+  EXPECT_TRUE(p.actions.empty());
+  EXPECT_FALSE(p.needs_live) << "nor is the API server asked what there is";
+  ASSERT_TRUE(p.requeue_after);
+  EXPECT_LE(p.requeue_after->count(), 5000);
+  EXPECT_EQ(p.status.waiting, "QuotaExceeded");
+  EXPECT_EQ(find_condition(p.status, "PodsReady")->reason, "QuotaExceeded");
+  EXPECT_NE(find_condition(p.status, "PodsReady")->message.find("2 of 3 pods could be made"), std::string::npos);
+  EXPECT_EQ(p.status.phase, phase::kRunning);
+  World broken = w;
+  broken.pods.erase(broken.actor(1));
+  EXPECT_TRUE(plan(broken.observe(), broken.options).needs_live) << "a rank that goes meanwhile is a failure";
+  w.now_ms += 6000;
+  EXPECT_TRUE(plan(w.observe(), w.options).needs_live);
+  EXPECT_FALSE(plan(w.observe(w.job, w.pods, true), w.options).actions.empty());
+  w.room = {};
+  w.reconcile();
+  EXPECT_NE(pod_of(w, "quick-reward-0-a1"), nullptr);
+  w.place_all();
+  w.reconcile();
+  EXPECT_EQ(w.condition("PodsReady")->reason, "Ready");
+  EXPECT_EQ(w.job.status.waiting, "");
+  EXPECT_EQ(w.job.status.attempt, 1);
+}
+
 TEST(RewardPod, ARuleDecidesFirst) {
   World w = with_rewards("  failurePolicy: {rules: [{roles: [reward], action: Restart}]}\n");
   w.run();

@@ -286,18 +286,21 @@ TEST(NetworkPolicy, ForeignOneInTheWayIsNotTouched) {
 }
 
 TEST(NetworkPolicy, ARefusedOneHoldsThePodsBackAndIsSaid) {
-  Cluster c;
-  c.server.inject(
-      {.method = "POST", .path_part = "/networkpolicies", .status = 403, .reason = "Forbidden", .times = -1});
-  c.start_operator();
-  const ObjectKey job = c.add_job("quick");
-  ASSERT_TRUE(eventually([&] {
-    const Json j = c.job(job);
-    return j.is_object() && j.contains("status") && j["status"].value("waiting", "") == "PodsRejected";
-  }));
-  EXPECT_TRUE(c.pods().empty());
-  c.server.clear_faults();
-  EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
+  // 400: of an admission webhook that names no code.
+  for (const auto& [status, why] : {std::pair{403, "Forbidden"}, {400, ""}, {422, "Invalid"}}) {
+    SCOPED_TRACE(status);
+    Cluster c;
+    c.server.inject({.method = "POST", .path_part = "/networkpolicies", .status = status, .reason = why, .times = -1});
+    c.start_operator();
+    const ObjectKey job = c.add_job("quick");
+    ASSERT_TRUE(eventually([&] { return c.server.count("POST", "/networkpolicies") >= 3; }, Milliseconds(10000)));
+    EXPECT_EQ(c.phase(job), phase::kQueued);
+    EXPECT_EQ(c.job(job)["status"].value("waiting", ""), "NetworkPolicyRejected");
+    EXPECT_TRUE(c.pods().empty());
+    c.server.clear_faults();
+    EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
+    EXPECT_EQ(c.attempt(job), 1);
+  }
 }
 
 TEST(NetworkPolicy, OffAsksForNoRights) {

@@ -311,6 +311,20 @@ TEST(Reconciler, PodsThatTheServerRefusesFailTheJob) {
   EXPECT_TRUE(eventually([&] { return c.clean(); }));
 }
 
+// A webhook that names no code denies with 400, and may be mended or be gone in a minute.
+TEST(Reconciler, PodsThatAWebhookDeniesAreAskedForAgain) {
+  Cluster c;
+  c.server.inject({.method = "POST", .path_part = "/pods", .status = 400, .times = -1});
+  c.start_operator();
+  const ObjectKey job = c.add_job("quick");
+  ASSERT_TRUE(eventually([&] { return pod_creates(c) >= 6; }, Milliseconds(10000)));
+  EXPECT_EQ(c.phase(job), phase::kQueued);
+  EXPECT_EQ(c.job(job)["status"].value("waiting", ""), "PodsRejected");
+  c.server.clear_faults();
+  EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
+  EXPECT_EQ(c.attempt(job), 1);
+}
+
 TEST(Reconciler, InvalidJobIsRefusedWithoutAWebhook) {
   Cluster c;
   c.start_operator();

@@ -20,6 +20,15 @@ Json condition(const Json& job, const std::string& type) {
 }
 void settle() { std::this_thread::sleep_for(Milliseconds(300)); }
 
+Json with_reward_pod(const std::string& name) {
+  Json object = testing::job_object(name);
+  object["spec"]["roles"]["reward"] = {
+      {"replicas", 1},
+      {"port", 8000},
+      {"template", {{"spec", {{"containers", Json::array({{{"name", "reward"}, {"image", "r"}}})}}}}}};
+  return object;
+}
+
 // A pod as somebody else makes it, with the labels of a job's own.
 Json copy_of(const Json& pod, const std::string& ns, const std::string& name, const std::string& attempt) {
   Json copy = {{"metadata", {{"name", name}, {"namespace", ns}, {"labels", pod["metadata"]["labels"]}}},
@@ -135,6 +144,35 @@ TEST(Quota, ARefusalIsToldAndAskedAboutSeldom) {
   EXPECT_TRUE(c.wait_phase(job, phase::kRunning));
 }
 
+// Its place is taken while it crashes.
+TEST(Quota, AServicePodThatItKeepsAwayIsAskedForSeldom) {
+  Cluster c;
+  ReconcilerOptions options = fast_options();
+  options.refusal_min = Milliseconds(500);
+  options.refusal_max = Milliseconds(1000);
+  c.start_operator(-1, options);
+  c.server.put(resources::kRlJobs, with_reward_pod("quick"));
+  const ObjectKey job{"team", "quick"}, reward{"team", "quick-reward-0-a1"};
+  ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
+  c.server.limit_pods("team", 2);
+  const auto asked = [&] { return c.server.count("POST", "/pods?"); };
+  const auto looked = [&] { return c.server.count("GET", "/rljobs/quick?"); };
+  const int made = asked();
+  c.fail_pod(reward.name, 1);
+  ASSERT_TRUE(eventually([&] { return asked() > made; }));
+  const int asks = asked(), looks = looked();
+  std::this_thread::sleep_for(Milliseconds(1000));  // trainers report all the while
+  EXPECT_LE(asked() - asks, 3);
+  EXPECT_LE(looked() - looks, 3);
+  EXPECT_TRUE(eventually([&] { return c.job(job)["status"].value("waiting", "") == "QuotaExceeded"; }));
+  EXPECT_NE(condition(c.job(job), "PodsReady")["message"].get<std::string>().find("exceeded quota"), std::string::npos);
+  EXPECT_EQ(c.phase(job), phase::kRunning);
+  c.server.limit_pods("team", 10);
+  EXPECT_TRUE(eventually([&] { return condition(c.job(job), "PodsReady").value("reason", "") == "Ready"; }));
+  EXPECT_TRUE(c.server.get(resources::kPods, reward));
+  EXPECT_EQ(c.attempt(job), 1);
+}
+
 TEST(Patience, RetryAfterDecidesWhenAKeyComesAgain) {
   Cluster c;
   c.server.inject({.method = "POST", .path_part = "/services", .status = 429, .retry_after_s = 2});
@@ -221,12 +259,7 @@ TEST(Nodes, ManyThatAreSilentAtOnceTakeNobodyAlong) {
 TEST(RewardPod, IsMadeAgainInTheSameAttempt) {
   Cluster c;
   c.start_operator();
-  Json object = testing::job_object("quick");
-  object["spec"]["roles"]["reward"] = {
-      {"replicas", 1},
-      {"port", 8000},
-      {"template", {{"spec", {{"containers", Json::array({{{"name", "reward"}, {"image", "r"}}})}}}}}};
-  c.server.put(resources::kRlJobs, object);
+  c.server.put(resources::kRlJobs, with_reward_pod("quick"));
   const ObjectKey job{"team", "quick"}, reward{"team", "quick-reward-0-a1"};
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   const std::string first = (*c.server.get(resources::kPods, reward))["metadata"]["uid"];

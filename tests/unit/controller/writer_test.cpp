@@ -40,21 +40,28 @@ TEST(Writer, DescribingWaitsForThoseWhoAreBusy) {
 TEST(Refusal, IsAskedAboutMoreAndMoreSeldom) {
   const SteadyClock::time_point now{};
   const ApiError quota(ApiErrorKind::kForbidden, 403, "Forbidden", "exceeded quota");
-  const auto next = [&](const std::optional<Refusal>& before, int64_t attempt, const ApiError& error) {
-    return refused(before, attempt, error, now, Milliseconds(1000), Milliseconds(30000));
+  const auto next = [&](const std::optional<Refusal>& before, int64_t attempt, const ApiError& error,
+                        const char* kind = "Pod") {
+    return refused(before, attempt, kind, error, now, Milliseconds(1000), Milliseconds(30000));
   };
   std::optional<Refusal> refusal;
   for (const int wait : {1000, 2000, 4000, 8000, 16000, 30000, 30000}) {
+    const bool first = !refusal;
     refusal = next(refusal, 2, quota);
     EXPECT_EQ(refusal->retry_at - now, Milliseconds(wait));
+    EXPECT_EQ(look_after(*refusal, now), Milliseconds(first ? 1 : wait)) << "the status has to say why, once";
   }
+  EXPECT_EQ(look_after(*refusal, now + std::chrono::hours(1)), Milliseconds(1));
   EXPECT_EQ(refusal->in_a_row, 7);
   EXPECT_EQ(refusal->message, "exceeded quota");
   EXPECT_FALSE(refusal->is_final);
   EXPECT_EQ(next(refusal, 3, quota).retry_at - now, Milliseconds(1000)) << "another attempt begins anew";
   const ApiError patient(ApiErrorKind::kForbidden, 403, "", "later", Milliseconds(5000));
   EXPECT_EQ(next({}, 1, patient).retry_at - now, Milliseconds(5000));
-  EXPECT_TRUE(next({}, 1, ApiError(ApiErrorKind::kInvalid, 422, "Invalid", "no such field")).is_final);
+  const ApiError invalid(ApiErrorKind::kInvalid, 422, "Invalid", "no such field");
+  EXPECT_TRUE(next({}, 1, invalid).is_final);
+  EXPECT_FALSE(next({}, 1, invalid, "NetworkPolicy").is_final) << "it is ours, and not what the user wrote";
+  EXPECT_FALSE(next({}, 1, ApiError(ApiErrorKind::kInvalid, 400, "", "admission webhook denied")).is_final);
   EXPECT_TRUE(is_refusal(quota));
   EXPECT_FALSE(is_refusal(ApiError(ApiErrorKind::kUnavailable, 503, "", "")));
 }
