@@ -55,25 +55,76 @@ struct BackwardParams {
 __device__ __forceinline__ void copy_word(uint32_t target, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
-// kOfKeys: the pass of dK and dV; otherwise that of dQ.
-template <int kHeadDim, bool kOfKeys>
-__global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_constant__ BackwardParams p) {
-  using Shape = Plan<kHeadDim>;
-  constexpr int kStages = Shape::kStages, kSteps = kHeadDim / 16;
-  extern __shared__ uint8_t shared[];
-  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+__device__ __forceinline__ float2 load_pair(uint32_t address) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address));
+  return pair;
+}
 
-  const int heads = kOfKeys ? p.kv_heads : p.q_heads;
-  const int pieces = p.item_count * heads, blocks = static_cast<int>(gridDim.x);
-  struct Piece {
-    int head, first_query, queries, first_key, keys, past;
-    int row;    // of the run: the first of the piece's 128 staged rows
-    int begin;  // the first streamed tile
-    int tiles;  // from there, of a query head
-    int turns;  // tiles of all query heads
-  };
-  const auto piece_of = [&](int index) {
+struct Piece {
+  int head, first_query, queries, first_key, keys, past;
+  int row;    // of the run: the first of the piece's 128 staged rows
+  int begin;  // the first streamed tile
+  int tiles;  // from there, of a query head
+  int turns;  // tiles of all query heads
+};
+
+// A streamed tile of a piece: those of its first query head come first.
+struct StreamedTile {
+  int head, tile = 0;  // tile: from the piece's first streamed tile on
+  __device__ __forceinline__ explicit StreamedTile(int first_head) : head(first_head) {}
+  __device__ __forceinline__ void advance(const Piece& piece) {
+    if (++tile == piece.tiles) {
+      tile = 0;
+      ++head;
+    }
+  }
+};
+
+// What the warps of a block share: its pieces, and the addresses of tiles and barriers in shared memory.
+// kOfKeys, here and below: the pass of dK and dV; otherwise that of dQ.
+template <int kHeadDim, bool kOfKeys>
+struct Block {
+  using Shape = Plan<kHeadDim>;
+  static constexpr int kStages = Shape::kStages;
+
+  const BackwardParams& p;
+  int heads, pieces, blocks;
+  uint32_t staged, streamed, statistics;
+  uint32_t full, free;  // a barrier each stage
+  uint32_t staged_full, staged_free, landed;
+
+  __device__ __forceinline__ Block(const BackwardParams& params, const uint8_t* shared) : p(params) {
+    heads = kOfKeys ? p.kv_heads : p.q_heads;
+    pieces = p.item_count * heads;
+    blocks = static_cast<int>(gridDim.x);
+    staged = (shared_address(shared) + 1023) & ~1023u;
+    streamed = staged + Shape::kStagedBytes;
+    statistics = streamed + kStages * 2 * Shape::kTileBytes;
+    full = statistics + kStages * Shape::kStatisticsBytes;
+    free = full + 8 * kStages;
+    staged_full = free + 8 * kStages;
+    staged_free = staged_full + 8;
+    landed = staged_full + 16;
+  }
+
+  // By one thread, before any other uses a barrier.
+  __device__ __forceinline__ void init_barriers() const {
+    for (int i = 0; i < 2; ++i) {
+      prefetch_map(&p.staged[i]);
+      prefetch_map(&p.streamed[i]);
+    }
+    for (int s = 0; s < kStages; ++s) {
+      init_barrier(full + 8 * s, kOfKeys ? 1 + 32 : 1);
+      init_barrier(free + 8 * s, kGroups * 4);
+    }
+    init_barrier(staged_full, 1);
+    init_barrier(staged_free, kGroups * 4);
+    init_barrier(landed, 1);
+    publish_barriers();
+  }
+
+  __device__ __forceinline__ Piece piece_of(int index) const {
     Piece w;
     const int taken = dealt(index, pieces, blocks), item = taken / heads, run = p.items[item];
     w.head = taken - item * heads;
@@ -93,157 +144,174 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
       w.turns = w.tiles;
     }
     return w;
-  };
-
-  const uint32_t staged = (shared_address(shared) + 1023) & ~1023u;
-  const uint32_t streamed = staged + Shape::kStagedBytes;
-  const uint32_t statistics = streamed + kStages * 2 * Shape::kTileBytes;
-  const uint32_t full = statistics + kStages * Shape::kStatisticsBytes, free = full + 8 * kStages;
-  const uint32_t staged_full = free + 8 * kStages, staged_free = staged_full + 8, landed = staged_full + 16;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
-      prefetch_map(&p.staged[i]);
-      prefetch_map(&p.streamed[i]);
-    }
-    for (int s = 0; s < kStages; ++s) {
-      init_barrier(full + 8 * s, kOfKeys ? 1 + 32 : 1);
-      init_barrier(free + 8 * s, kGroups * 4);
-    }
-    init_barrier(staged_full, 1);
-    init_barrier(staged_free, kGroups * 4);
-    init_barrier(landed, 1);
-    publish_barriers();
   }
-  __syncthreads();
+};
 
-  if (group == 0) {
-    give_registers_away<kLoadingRegisters>();
-    if (warp == 0) {
-      const uint64_t policy = evict_last_policy();
-      skinny_gemm::Ring ring(kStages);
-      uint32_t phase = 0, landed_phase = 0;
-      for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks, phase ^= 1) {
-        const Piece w = piece_of(index);
-        wait(staged_free, phase ^ 1);
-        __syncwarp();
-        if (lane == 0) {
-          const int first_staged = (kOfKeys ? w.first_key : w.first_query) + w.row;
-          arrive_expecting(staged_full, Shape::kStagedBytes);
-          for (int operand = 0; operand < 2; ++operand) {
-            for (int half = 0; half < kGroups; ++half) {
-              for (int box = 0; box < Shape::kBoxes; ++box) {
-                load_box(staged + static_cast<uint32_t>((operand * kGroups + half) * Shape::kBoxes + box) * kBoxBytes,
-                         &p.staged[operand], w.head * kHeadDim + box * 64, first_staged + half * kGroupRows,
-                         staged_full, policy);
-              }
-            }
-          }
-        }
-        int head = kOfKeys ? w.head * p.group : w.head / p.group, tile = 0;
-        for (int turn = 0; turn < w.turns; ++turn, ring.advance()) {
-          const int first = (w.begin + tile) * kTile, rest = (kOfKeys ? w.queries : w.keys) - first;
-          const uint32_t there = full + 8 * ring.stage, barrier = rest >= kTile ? there : landed;
-          const uint32_t target = streamed + static_cast<uint32_t>(ring.stage) * 2 * Shape::kTileBytes;
-          wait(free + 8 * ring.stage, ring.phase ^ 1);
-          __syncwarp();
-          if (lane == 0) {
-            arrive_expecting(barrier, 2 * Shape::kTileBytes);
-            for (int operand = 0; operand < 2; ++operand) {
-              for (int box = 0; box < Shape::kBoxes; ++box) {
-                load_box(target + static_cast<uint32_t>(operand * Shape::kBoxes + box) * kBoxBytes,
-                         &p.streamed[operand], head * kHeadDim + box * 64,
-                         (kOfKeys ? w.first_query : w.first_key) + first, barrier, policy);
-              }
-            }
-          }
-          if (rest < kTile) {
-            __syncwarp();
-            wait(landed, landed_phase);
-            landed_phase ^= 1;
-            zero_rows<2 * Shape::kBoxes>(target, rest, lane);
-            if (lane == 0) arrive(there);
-          }
-          if (++tile == w.tiles) {
-            tile = 0;
-            ++head;
-          }
-        }
+// The warp that copies staged rows and streamed tiles.
+template <int kHeadDim, bool kOfKeys>
+struct Producer {
+  using Shape = Plan<kHeadDim>;
+
+  const Block<kHeadDim, kOfKeys>& block;
+  int lane;
+  uint64_t policy = evict_last_policy();
+  skinny_gemm::Ring ring;
+  uint32_t phase = 0, landed_phase = 0;
+
+  __device__ __forceinline__ Producer(const Block<kHeadDim, kOfKeys>& of, int own_lane)
+      : block(of), lane(own_lane), ring(Shape::kStages) {}
+
+  __device__ __forceinline__ void load() {
+    for (int index = static_cast<int>(blockIdx.x); index < block.pieces; index += block.blocks, phase ^= 1) {
+      const Piece w = block.piece_of(index);
+      load_staged(w);
+      StreamedTile from(kOfKeys ? w.head * block.p.group : w.head / block.p.group);
+      for (int turn = 0; turn < w.turns; ++turn, ring.advance()) {
+        load_streamed(w, from);
+        from.advance(w);
       }
-    } else if (kOfKeys && warp == 1) {
-      skinny_gemm::Ring ring(kStages);
-      for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks) {
-        const Piece w = piece_of(index);
-        int head = w.head * p.group, tile = 0;
-        for (int turn = 0; turn < w.turns; ++turn, ring.advance()) {
-          wait(free + 8 * ring.stage, ring.phase ^ 1);
-          __syncwarp();
-          const uint32_t target = statistics + static_cast<uint32_t>(ring.stage) * Shape::kStatisticsBytes;
-          for (int i = lane; i < kTile; i += 32) {
-            // Past the last query any one will do: its weights are 0.
-            const int query = min((w.begin + tile) * kTile + i, w.queries - 1);
-            const int64_t from = int64_t{head} * p.tokens + w.first_query + query;
-            copy_word(target + static_cast<uint32_t>(i) * 4, p.minus_lse + from);
-            copy_word(target + static_cast<uint32_t>(kTile + i) * 4, p.sums + from);
-          }
-          arrive_when_copied(full + 8 * ring.stage);
-          if (++tile == w.tiles) {
-            tile = 0;
-            ++head;
+    }
+  }
+
+  __device__ __forceinline__ void load_staged(const Piece& w) {
+    wait(block.staged_free, phase ^ 1);
+    __syncwarp();
+    if (lane == 0) {
+      const int first_staged = (kOfKeys ? w.first_key : w.first_query) + w.row;
+      arrive_expecting(block.staged_full, Shape::kStagedBytes);
+      for (int operand = 0; operand < 2; ++operand) {
+        for (int half = 0; half < kGroups; ++half) {
+          for (int box = 0; box < Shape::kBoxes; ++box) {
+            load_box(block.staged + static_cast<uint32_t>((operand * kGroups + half) * Shape::kBoxes + box) * kBoxBytes,
+                     &block.p.staged[operand], w.head * kHeadDim + box * 64, first_staged + half * kGroupRows,
+                     block.staged_full, policy);
           }
         }
       }
     }
-    return;
   }
 
-  take_registers<kRegisters>();
-  const float scale_log2 = p.scale_log2;
-  const int half = group - 1, first_row = half * kGroupRows + warp * 16;  // of the warp
-  const uint32_t own[2] = {swizzled_rows(staged + static_cast<uint32_t>(half) * Shape::kTileBytes),
-                           swizzled_rows(staged + static_cast<uint32_t>(kGroups + half) * Shape::kTileBytes)};
-  const uint32_t tile_rows = swizzled_rows(streamed), tile_columns = swizzled_columns(streamed);
+  __device__ __forceinline__ void load_streamed(const Piece& w, const StreamedTile& from) {
+    const int first = (w.begin + from.tile) * kTile, rest = (kOfKeys ? w.queries : w.keys) - first;
+    const uint32_t there = block.full + 8 * ring.stage, barrier = rest >= kTile ? there : block.landed;
+    const uint32_t target = block.streamed + static_cast<uint32_t>(ring.stage) * 2 * Shape::kTileBytes;
+    wait(block.free + 8 * ring.stage, ring.phase ^ 1);
+    __syncwarp();
+    if (lane == 0) {
+      arrive_expecting(barrier, 2 * Shape::kTileBytes);
+      for (int operand = 0; operand < 2; ++operand) {
+        for (int box = 0; box < Shape::kBoxes; ++box) {
+          load_box(target + static_cast<uint32_t>(operand * Shape::kBoxes + box) * kBoxBytes,
+                   &block.p.streamed[operand], from.head * kHeadDim + box * 64,
+                   (kOfKeys ? w.first_query : w.first_key) + first, barrier, policy);
+        }
+      }
+    }
+    if (rest < kTile) {
+      __syncwarp();
+      wait(block.landed, landed_phase);
+      landed_phase ^= 1;
+      zero_rows<2 * Shape::kBoxes>(target, rest, lane);
+      if (lane == 0) arrive(there);
+    }
+  }
+};
+
+// The pass of keys: the warp that copies the statistics of streamed queries.
+template <int kHeadDim>
+struct StatisticsProducer {
+  using Shape = Plan<kHeadDim>;
+
+  const Block<kHeadDim, true>& block;
+  int lane;
+
+  __device__ __forceinline__ void load() const {
+    skinny_gemm::Ring ring(Shape::kStages);
+    for (int index = static_cast<int>(blockIdx.x); index < block.pieces; index += block.blocks) {
+      const Piece w = block.piece_of(index);
+      StreamedTile from(w.head * block.p.group);
+      for (int turn = 0; turn < w.turns; ++turn, ring.advance()) {
+        load_tile(w, from, ring);
+        from.advance(w);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_tile(const Piece& w, const StreamedTile& tile,
+                                            const skinny_gemm::Ring& ring) const {
+    wait(block.free + 8 * ring.stage, ring.phase ^ 1);
+    __syncwarp();
+    const uint32_t target = block.statistics + static_cast<uint32_t>(ring.stage) * Shape::kStatisticsBytes;
+    for (int i = lane; i < kTile; i += 32) {
+      // Past the last query any one will do: its weights are 0.
+      const int query = min((w.begin + tile.tile) * kTile + i, w.queries - 1);
+      const int64_t from = int64_t{tile.head} * block.p.tokens + w.first_query + query;
+      copy_word(target + static_cast<uint32_t>(i) * 4, block.p.minus_lse + from);
+      copy_word(target + static_cast<uint32_t>(kTile + i) * 4, block.p.sums + from);
+    }
+    arrive_when_copied(block.full + 8 * ring.stage);
+  }
+};
+
+// A group of four warps that multiplies: 64 of a piece's 128 rows. All of it lives in registers: arrays are indexed by
+// constants only.
+template <int kHeadDim, bool kOfKeys>
+struct Consumer {
+  using Shape = Plan<kHeadDim>;
+  static constexpr int kSteps = kHeadDim / 16;
+
+  const Block<kHeadDim, kOfKeys>& block;
+  int lane, first_row;  // first_row: of the warp
+  float scale_log2;
+  uint32_t own[2];
+  uint32_t tile_rows, tile_columns;
+  skinny_gemm::Ring ring;
+  uint32_t phase = 0;
 
   float scores[kTile / 2], gradients[kTile / 2];  // S and dP, [64 rows, 64 streamed rows]
   float first[kHeadDim / 2], second[kOfKeys ? kHeadDim / 2 : 1];
   uint32_t weights[kTile / 16][4], changes[kTile / 16][4];  // P and dS as operands
 
-  // S or dP: rows of the piece times streamed rows.
-  const auto issue_rows = [&](float(&sum)[kTile / 2], int operand, int stage) {
-    const uint32_t b = further(tile_rows, static_cast<uint32_t>(2 * stage + operand) * Shape::kTileBytes),
-                   a = own[operand];
-    multiply_first_group(sum, a, b);
-#pragma unroll
-    for (uint32_t step = 1; step < kSteps; ++step) {
-      const uint32_t at = step / 4 * kBoxBytes + step % 4 * 32;
-      multiply_group<kTile>(sum, further(a, at), further(b, at));
-    }
-    end_of_group();
-  };
-  // sum += a [64, 64] times streamed rows [64, head_dim].
-  const auto issue_columns = [&](float(&sum)[kHeadDim / 2], const uint32_t(&a)[kTile / 16][4], int operand, int stage) {
-    const uint32_t b = further(tile_columns, static_cast<uint32_t>(2 * stage + operand) * Shape::kTileBytes);
-#pragma unroll
-    for (uint32_t step = 0; step < kTile / 16; ++step) {
-      multiply_rows<kHeadDim, true, false>(sum, a[step], further(b, step * 16 * 128));
-    }
-    end_of_group();
-  };
-  skinny_gemm::Ring ring(kStages);
-  uint32_t phase = 0;
+  // Of the piece.
+  Piece w;
+  int row;  // of the run, and the one 8 further
+  // Of queries: the rows' statistics and the last key that each sees.
+  float minus_lse[2], sums[2];
+  int last[2], seen_by_all;
+  int tile;  // that streams by
+
+  __device__ __forceinline__ Consumer(const Block<kHeadDim, kOfKeys>& of, int half, int warp, int own_lane)
+      : block(of), lane(own_lane), ring(Shape::kStages) {
+    scale_log2 = block.p.scale_log2;
+    first_row = half * kGroupRows + warp * 16;
+    own[0] = swizzled_rows(block.staged + static_cast<uint32_t>(half) * Shape::kTileBytes);
+    own[1] = swizzled_rows(block.staged + static_cast<uint32_t>(kGroups + half) * Shape::kTileBytes);
+    tile_rows = swizzled_rows(block.streamed);
+    tile_columns = swizzled_columns(block.streamed);
+    // Opaque, so that the compiler keeps them and does not find them again from addresses in every turn: the pass of
+    // keys has no registers left for that and would spill.
+    asm volatile("" : "+r"(own[0]), "+r"(own[1]));
+  }
+
+  __device__ __forceinline__ void run() {
 #pragma unroll 1
-  for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks, phase ^= 1) {
-    const Piece w = piece_of(index);
-    const int row = w.row + first_row + lane / 4;  // of the run, and the one 8 further
-    // Of queries: the rows' statistics and the last key that each sees.
-    float minus_lse[2] = {}, sums[2] = {};
-    int last[2] = {}, seen_by_all = 0;
+    for (int index = static_cast<int>(blockIdx.x); index < block.pieces; index += block.blocks, phase ^= 1) {
+      begin_piece(index);
+      sum_piece();
+      write();
+    }
+  }
+
+  __device__ __forceinline__ void begin_piece(int index) {
+    w = block.piece_of(index);
+    row = w.row + first_row + lane / 4;
     if constexpr (!kOfKeys) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int query = min(row + 8 * h, w.queries - 1);
-        const int64_t from = int64_t{w.head} * p.tokens + w.first_query + query;
-        minus_lse[h] = p.minus_lse[from];
-        sums[h] = p.sums[from];
+        const int64_t from = int64_t{w.head} * block.p.tokens + w.first_query + query;
+        minus_lse[h] = block.p.minus_lse[from];
+        sums[h] = block.p.sums[from];
         last[h] = w.past + query;
       }
       seen_by_all = w.past + min(w.row + first_row, w.queries - 1);
@@ -254,104 +322,13 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) second[i] = 0;
     }
+    tile = w.begin;
+  }
 
-    int tile = w.begin;
-    // Scores become weights.
-    const auto weigh = [&](uint32_t lse_at) {
-#pragma unroll
-      for (int b = 0; b < kTile / 8; ++b) {
-        float from[2][2];  // [row][column]
-        if constexpr (kOfKeys) {
-          float2 pair;
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                       : "=f"(pair.x), "=f"(pair.y)
-                       : "r"(lse_at + static_cast<uint32_t>(8 * b + 2 * (lane % 4)) * 4));
-          from[0][0] = from[1][0] = pair.x;
-          from[0][1] = from[1][1] = pair.y;
-        } else {
-          from[0][0] = from[0][1] = minus_lse[0];
-          from[1][0] = from[1][1] = minus_lse[1];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          scores[4 * b + i] = steps::exp2_approx(__fmaf_rn(scores[4 * b + i], scale_log2, from[i / 2][i % 2]));
-        }
-      }
-      const int column = tile * kTile + 2 * (lane % 4);
-      if constexpr (kOfKeys) {
-        // Rows are keys, columns queries.
-        if (w.row + first_row + 15 > w.past + tile * kTile || tile * kTile + kTile > w.queries) {
-#pragma unroll
-          for (int i = 0; i < kTile / 2; ++i) {
-            const int query = column + i / 4 * 8 + i % 2;
-            if (row + 8 * (i / 2 % 2) > w.past + query || query >= w.queries) scores[i] = 0;
-          }
-        }
-      } else if (tile * kTile + kTile - 1 > seen_by_all) {
-#pragma unroll
-        for (int i = 0; i < kTile / 2; ++i) {
-          if (column + i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = 0;
-        }
-      }
-      pin(scores);
-    };
-    // dP becomes dS.
-    const auto change = [&](uint32_t sums_at) {
-#pragma unroll
-      for (int b = 0; b < kTile / 8; ++b) {
-        float from[2][2];
-        if constexpr (kOfKeys) {
-          float2 pair;
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                       : "=f"(pair.x), "=f"(pair.y)
-                       : "r"(sums_at + static_cast<uint32_t>(8 * b + 2 * (lane % 4)) * 4));
-          from[0][0] = from[1][0] = pair.x;
-          from[0][1] = from[1][1] = pair.y;
-        } else {
-          from[0][0] = from[0][1] = sums[0];
-          from[1][0] = from[1][1] = sums[1];
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          gradients[4 * b + i] = __fmul_rn(scores[4 * b + i], __fsub_rn(gradients[4 * b + i], from[i / 2][i % 2]));
-        }
-      }
-      pin(gradients);
-    };
-    const auto wait_for_tile = [&] {
-      wait(full + 8 * ring.stage, ring.phase);
-      __syncwarp();
-    };
-    // A tile's scores and the last product with the changes of the tile before, if there is one, are under way. Then
-    // the tile's changes are ready. In the pass of keys dP begins late and the values' product at once, since there are
-    // no registers for more; in that of queries dP is under way from the beginning.
-    const auto finish_turn = [&] {
-      const uint32_t at = statistics + static_cast<uint32_t>(ring.stage) * Shape::kStatisticsBytes;
-      pin(scores);
-      weigh(at);
-      wait_for_tile();  // It has come. But ptxas does not move the next wait over a branch, ahead of the weights.
-      wait_for_products<0>();
-      pin(first);
-      if constexpr (kOfKeys) {
-        round_sums(weights, scores);
-        pin(second);
-        pin(weights);
-        begin_products();
-        issue_rows(gradients, 1, ring.stage);
-        issue_columns(second, weights, 1, ring.stage);
-        wait_for_products<1>();
-      }
-      pin(gradients);
-      change(at + kTile * 4);
-      if constexpr (kOfKeys) {
-        wait_for_tile();
-        wait_for_products<0>();
-        pin(second);
-      }
-      round_sums(changes, gradients);
-    };
-
-    wait(staged_full, phase);
+  // One turn a streamed tile. A tile's scores and the last product with the changes of the tile before, if there is
+  // one, are under way when finish_turn begins.
+  __device__ __forceinline__ void sum_piece() {
+    wait(block.staged_full, phase);
     __syncwarp();
     wait_for_tile();
     begin_products();
@@ -381,43 +358,184 @@ __global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_cons
         wait_for_products<2>();
       }
       finish_turn();
-      release(free + 8 * before, lane);
+      release(block.free + 8 * before, lane);
     }
-    release(staged_free, lane);
+    release(block.staged_free, lane);
     pin(first);
     pin(changes);
     begin_products();
     issue_columns(first, changes, 0, ring.stage);
     wait_for_products<0>();
     pin(first);
-    release(free + 8 * ring.stage, lane);
+    release(block.free + 8 * ring.stage, lane);
     ring.advance();
+  }
 
+  // Afterwards the tile's changes are ready. In the pass of keys dP begins late and the values' product at once, since
+  // there are no registers for more; in that of queries dP is under way from the beginning.
+  __device__ __forceinline__ void finish_turn() {
+    const uint32_t at = block.statistics + static_cast<uint32_t>(ring.stage) * Shape::kStatisticsBytes;
+    pin(scores);
+    weigh(at);
+    wait_for_tile();  // It has come. But ptxas does not move the next wait over a branch, ahead of the weights.
+    wait_for_products<0>();
+    pin(first);
+    if constexpr (kOfKeys) {
+      round_sums(weights, scores);
+      pin(second);
+      pin(weights);
+      begin_products();
+      issue_rows(gradients, 1, ring.stage);
+      issue_columns(second, weights, 1, ring.stage);
+      wait_for_products<1>();
+    }
+    pin(gradients);
+    change(at + kTile * 4);
+    if constexpr (kOfKeys) {
+      wait_for_tile();
+      wait_for_products<0>();
+      pin(second);
+    }
+    round_sums(changes, gradients);
+  }
+
+  __device__ __forceinline__ void wait_for_tile() const {
+    wait(block.full + 8 * ring.stage, ring.phase);
+    __syncwarp();
+  }
+
+  // S or dP: rows of the piece times streamed rows.
+  __device__ __forceinline__ void issue_rows(float (&sum)[kTile / 2], int operand, int stage) const {
+    const uint32_t b = further(tile_rows, static_cast<uint32_t>(2 * stage + operand) * Shape::kTileBytes),
+                   a = own[operand];
+    multiply_first_group(sum, a, b);
+#pragma unroll
+    for (uint32_t step = 1; step < kSteps; ++step) {
+      const uint32_t at = step / 4 * kBoxBytes + step % 4 * 32;
+      multiply_group<kTile>(sum, further(a, at), further(b, at));
+    }
+    end_of_group();
+  }
+
+  // sum += a [64, 64] times streamed rows [64, head_dim].
+  __device__ __forceinline__ void issue_columns(float (&sum)[kHeadDim / 2], const uint32_t (&a)[kTile / 16][4],
+                                                int operand, int stage) const {
+    const uint32_t b = further(tile_columns, static_cast<uint32_t>(2 * stage + operand) * Shape::kTileBytes);
+#pragma unroll
+    for (uint32_t step = 0; step < kTile / 16; ++step) {
+      multiply_rows<kHeadDim, true, false>(sum, a[step], further(b, step * 16 * 128));
+    }
+    end_of_group();
+  }
+
+  // A statistic of the queries that sums [row][column] of block b of columns belong to: in the pass of keys those at
+  // `at`, else those of the thread's rows.
+  __device__ __forceinline__ void get_statistic(float (&of)[2][2], const float (&of_rows)[2], uint32_t at,
+                                                int b) const {
+    if constexpr (kOfKeys) {
+      const float2 pair = load_pair(at + static_cast<uint32_t>(8 * b + 2 * (lane % 4)) * 4);
+      of[0][0] = of[1][0] = pair.x;
+      of[0][1] = of[1][1] = pair.y;
+    } else {
+      of[0][0] = of[0][1] = of_rows[0];
+      of[1][0] = of[1][1] = of_rows[1];
+    }
+  }
+
+  // Scores become weights.
+  __device__ __forceinline__ void weigh(uint32_t lse_at) {
+#pragma unroll
+    for (int b = 0; b < kTile / 8; ++b) {
+      float from[2][2];
+      get_statistic(from, minus_lse, lse_at, b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scores[4 * b + i] = steps::exp2_approx(__fmaf_rn(scores[4 * b + i], scale_log2, from[i / 2][i % 2]));
+      }
+    }
+    const int column = tile * kTile + 2 * (lane % 4);
+    if constexpr (kOfKeys) {
+      // Rows are keys, columns queries.
+      if (w.row + first_row + 15 > w.past + tile * kTile || tile * kTile + kTile > w.queries) {
+#pragma unroll
+        for (int i = 0; i < kTile / 2; ++i) {
+          const int query = column + i / 4 * 8 + i % 2;
+          if (row + 8 * (i / 2 % 2) > w.past + query || query >= w.queries) scores[i] = 0;
+        }
+      }
+    } else if (tile * kTile + kTile - 1 > seen_by_all) {
+#pragma unroll
+      for (int i = 0; i < kTile / 2; ++i) {
+        if (column + i / 4 * 8 + i % 2 > last[i / 2 % 2]) scores[i] = 0;
+      }
+    }
+    pin(scores);
+  }
+
+  // dP becomes dS.
+  __device__ __forceinline__ void change(uint32_t sums_at) {
+#pragma unroll
+    for (int b = 0; b < kTile / 8; ++b) {
+      float from[2][2];
+      get_statistic(from, sums, sums_at, b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        gradients[4 * b + i] = __fmul_rn(scores[4 * b + i], __fsub_rn(gradients[4 * b + i], from[i / 2][i % 2]));
+      }
+    }
+    pin(gradients);
+  }
+
+  __device__ __forceinline__ void write() const {
+    const int own_lane = lane;  // read once, so that the columns of all rows are found once
     const int end = kOfKeys ? w.keys : w.queries;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const bool inside = row + 8 * h < end;
-      const int64_t to = (int64_t{(kOfKeys ? w.first_key : w.first_query) + row + 8 * h} * heads + w.head) * kHeadDim;
+      const int64_t to =
+          (int64_t{(kOfKeys ? w.first_key : w.first_query) + row + 8 * h} * block.heads + w.head) * kHeadDim;
 #pragma unroll
       for (int b = 0; b < kHeadDim / 8; b += 4) {
         uint32_t word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 4 * (b + i) + 2 * h;
-          word[i] = pack_pair(__fmul_rn(first[at], p.scale), __fmul_rn(first[at + 1], p.scale));
+          word[i] = pack_pair(__fmul_rn(first[at], block.p.scale), __fmul_rn(first[at + 1], block.p.scale));
         }
-        skinny_gemm::write_row(word, p.first + to + 8 * b, kHeadDim, inside, lane);
+        skinny_gemm::write_row(word, block.p.first + to + 8 * b, kHeadDim, inside, own_lane);
         if constexpr (kOfKeys) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int at = 4 * (b + i) + 2 * h;
             word[i] = pack_pair(second[at], second[at + 1]);
           }
-          skinny_gemm::write_row(word, p.second + to + 8 * b, kHeadDim, inside, lane);
+          skinny_gemm::write_row(word, block.p.second + to + 8 * b, kHeadDim, inside, own_lane);
         }
       }
     }
   }
+};
+
+template <int kHeadDim, bool kOfKeys>
+__global__ void __launch_bounds__(kThreads, 1) attend_backward(const __grid_constant__ BackwardParams p) {
+  extern __shared__ uint8_t shared[];
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const Block<kHeadDim, kOfKeys> block(p, shared);
+  if (threadIdx.x == 0) block.init_barriers();
+  __syncthreads();
+
+  if (group == 0) {
+    give_registers_away<kLoadingRegisters>();
+    if (warp == 0) {
+      Producer<kHeadDim, kOfKeys>(block, lane).load();
+    } else if constexpr (kOfKeys) {
+      if (warp == 1) StatisticsProducer<kHeadDim>{block, lane}.load();
+    }
+    return;
+  }
+  take_registers<kRegisters>();
+  Consumer<kHeadDim, kOfKeys>(block, group - 1, warp, lane).run();
 }
 
 // A warp has a head of 32 tokens.

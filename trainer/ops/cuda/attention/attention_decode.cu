@@ -50,179 +50,253 @@ __device__ __forceinline__ void load_tile(uint32_t target, const bf16* base, int
   }
 }
 
+// What a thread is, the run and key head of its block, and where things lie in shared memory.
 template <int kHeadDim, int kStages>
-__global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_constant__ DecodeParams params) {
-  constexpr int kSteps = kHeadDim / 16;              // of a score's chain
-  constexpr int kColumns = kHeadDim / kSharedWarps;  // of the output, of one warp
-  constexpr int kBlocks = kColumns / 8;
-  extern __shared__ __align__(128) uint8_t shared[];
-  const auto shared_base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t weights = shared_base;
-  float* maxima = reinterpret_cast<float*>(shared + kRows * kKeyTile * 2);
-  const uint32_t key_tiles = weights + kRows * kKeyTile * 2 + kSharedWarps * kRows * 4;
-  const auto value_tiles = static_cast<uint32_t>(key_tiles + kStages * tile_bytes<kHeadDim>());
+struct Block {
+  const DecodeParams& params;
+  float scale;
+  int thread, warp, lane;
+  int head;
+  int64_t q_row, first_key;
+  int keys, tiles;
+  uint32_t weights;
+  float* maxima;
+  uint32_t key_tiles, value_tiles;
 
-  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int run = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
-  hopper::let_successors_begin();  // the next product's weights flow meanwhile
-  const int64_t q_row = params.runs[run];
-  const int64_t first_key = params.runs[2 * params.run_count + run];
-  const int keys = params.runs[3 * params.run_count + run];
-  const int tiles = (keys + kKeyTile - 1) / kKeyTile;
-  const bf16* k = params.k + first_key * params.k_stride + head * kHeadDim;
-  const bf16* v = params.v + first_key * params.v_stride + head * kHeadDim;
-  const int q_heads = params.group * params.kv_heads;
+  __device__ __forceinline__ Block(const DecodeParams& of, uint8_t* shared) : params(of) {
+    scale = params.scale_log2;
+    weights = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    maxima = reinterpret_cast<float*>(shared + kRows * kKeyTile * 2);
+    key_tiles = weights + kRows * kKeyTile * 2 + kSharedWarps * kRows * 4;
+    value_tiles = static_cast<uint32_t>(key_tiles + kStages * tile_bytes<kHeadDim>());
+    thread = static_cast<int>(threadIdx.x);
+    warp = thread / 32;
+    lane = thread % 32;
+    const int run = static_cast<int>(blockIdx.x);
+    head = static_cast<int>(blockIdx.y);
+    q_row = params.runs[run];
+    first_key = params.runs[2 * params.run_count + run];
+    keys = params.runs[3 * params.run_count + run];
+    tiles = (keys + kKeyTile - 1) / kKeyTile;
+  }
 
-  const auto load_keys = [&](int tile) {
-    load_tile<kHeadDim>(key_tiles + static_cast<uint32_t>(tile % kStages * tile_bytes<kHeadDim>()), k, params.k_stride,
-                        tile * kKeyTile, keys, thread);
-  };
-  const auto load_values = [&](int tile) {
-    load_tile<kHeadDim>(value_tiles + static_cast<uint32_t>(tile % kStages * tile_bytes<kHeadDim>()), v,
-                        params.v_stride, tile * kKeyTile, keys, thread);
-  };
-  // Only the last key's row is written by the kernel ahead, and q.
-  const bool last_is_later = tiles > kStages;
-  if (!last_is_later) hopper::wait_for_predecessors();
-  // Group 0 of copies: key tile 0. Group i + 1: value tile i and key tile i + 1.
-  load_keys(0);
-  commit();
-  const auto load_group = [&](int tile) {
-    if (tile < tiles) load_values(tile);
-    if (tile + 1 < tiles) load_keys(tile + 1);
+  __device__ __forceinline__ uint32_t key_tile(int tile) const {
+    return static_cast<uint32_t>(key_tiles + tile % kStages * tile_bytes<kHeadDim>());
+  }
+  __device__ __forceinline__ uint32_t value_tile(int tile) const {
+    return static_cast<uint32_t>(value_tiles + tile % kStages * tile_bytes<kHeadDim>());
+  }
+};
+
+// What a thread copies of the tiles. Group 0 of copies: key tile 0. Group i + 1: value tile i and key tile i + 1.
+template <int kHeadDim, int kStages>
+struct Producer {
+  const Block<kHeadDim, kStages>& block;
+  const bf16* k;
+  const bf16* v;
+
+  __device__ __forceinline__ explicit Producer(const Block<kHeadDim, kStages>& of) : block(of) {
+    k = block.params.k + block.first_key * block.params.k_stride + block.head * kHeadDim;
+    v = block.params.v + block.first_key * block.params.v_stride + block.head * kHeadDim;
+  }
+
+  // The groups that are under way before the first turn.
+  __device__ __forceinline__ void begin() const {
+    load_keys(0);
     commit();
-  };
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) load_group(i);
+    for (int i = 0; i < kStages - 1; ++i) load_group(i);
+  }
+  __device__ __forceinline__ void load_group(int tile) const {
+    if (tile < block.tiles) load_values(tile);
+    if (tile + 1 < block.tiles) load_keys(tile + 1);
+    commit();
+  }
 
-  if (last_is_later) hopper::wait_for_predecessors();
-  uint32_t q_fragments[kSteps][4];  // rows beyond the group are zero
-  {
-    const bf16* q = params.q + q_row * params.q_stride + int64_t{head} * params.group * kHeadDim;
+  __device__ __forceinline__ void load_keys(int tile) const {
+    load_tile<kHeadDim>(block.key_tile(tile), k, block.params.k_stride, tile * kKeyTile, block.keys, block.thread);
+  }
+  __device__ __forceinline__ void load_values(int tile) const {
+    load_tile<kHeadDim>(block.value_tile(tile), v, block.params.v_stride, tile * kKeyTile, block.keys, block.thread);
+  }
+};
+
+// What a thread computes: of every key tile its warp's 16 scores a row, and of the output its warp's columns; two rows
+// a thread, lane / 4 and 8 further. All of it lives in registers: arrays are indexed by constants only, and what is not
+// changed stays in Block, which the compiler takes apart before it has unrolled the loops over these arrays.
+template <int kHeadDim, int kStages>
+struct Consumer {
+  static constexpr int kSteps = kHeadDim / 16;              // of a score's chain
+  static constexpr int kColumns = kHeadDim / kSharedWarps;  // of the output, of one warp
+  static constexpr int kBlocks = kColumns / 8;
+
+  uint32_t q[kSteps][4];  // fragments; rows beyond the group are zero
+  // Of this warp's 16 keys: [block of 8 keys][row lane / 4: 2 keys, row lane / 4 + 8: 2 keys].
+  float scores[2][4];
+  float out[kBlocks][4] = {};
+  float max[2] = {-INFINITY, -INFINITY};
+  float sum[2] = {1.0F, 1.0F};  // of the rows' weights; its first factor is 0
+  float factor[2];
+
+  __device__ __forceinline__ void load_queries(const Block<kHeadDim, kStages>& block) {
+    const auto& params = block.params;
+    const bf16* from = params.q + block.q_row * params.q_stride + int64_t{block.head} * params.group * kHeadDim;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i % 2 * 8;
-        q_fragments[step][i] =
+        const int row = block.lane / 4 + i % 2 * 8;
+        q[step][i] =
             row < params.group
-                ? *reinterpret_cast<const uint32_t*>(q + row * kHeadDim + step * 16 + i / 2 * 8 + lane % 4 * 2)
+                ? *reinterpret_cast<const uint32_t*>(from + row * kHeadDim + step * 16 + i / 2 * 8 + block.lane % 4 * 2)
                 : 0;
       }
     }
   }
-  wait<kStages - 1>();
-  __syncthreads();
 
-  // Scores of this warp's 16 keys: [block of 8 keys][row lane / 4: 2 keys, row lane / 4 + 8: 2 keys].
-  float scores[2][4];
-  const auto score_tile = [&](int tile) {
-    const auto base = static_cast<uint32_t>(key_tiles + tile % kStages * tile_bytes<kHeadDim>());
-    const int row = warp * 16 + lane / 16 * 8 + lane % 8;
+  __device__ __forceinline__ void score(const Block<kHeadDim, kStages>& block, int tile) {
+    const uint32_t base = block.key_tile(tile);
+    const int row = block.warp * 16 + block.lane / 16 * 8 + block.lane % 8;
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
+    for (int b = 0; b < 2; ++b) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[block][i] = 0.0F;
+      for (int i = 0; i < 4; ++i) scores[b][i] = 0.0F;
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t b[4];
-      load_matrices(b, base + tile_offset<kHeadDim>(row, 2 * step + lane / 8 % 2));
-      multiply(scores[0], q_fragments[step], b[0], b[1]);
-      multiply(scores[1], q_fragments[step], b[2], b[3]);
+      load_matrices(b, base + tile_offset<kHeadDim>(row, 2 * step + block.lane / 8 % 2));
+      multiply(scores[0], q[step], b[0], b[1]);
+      multiply(scores[1], q[step], b[2], b[3]);
     }
-    const int key = tile * kKeyTile + warp * 16 + lane % 4 * 2;
-    if (tile == tiles - 1) {
+    const int key = tile * kKeyTile + block.warp * 16 + block.lane % 4 * 2;
+    if (tile == block.tiles - 1) {
 #pragma unroll
-      for (int block = 0; block < 2; ++block) {
+      for (int b = 0; b < 2; ++b) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (key + block * 8 + i % 2 >= keys) scores[block][i] = -INFINITY;
+          if (key + b * 8 + i % 2 >= block.keys) scores[b][i] = -INFINITY;
         }
       }
     }
-  };
-  score_tile(0);
+  }
 
-  float out[kBlocks][4] = {};
-  float max[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {1.0F, 1.0F};  // of the weights of row lane / 4 and of row lane / 4 + 8; its first factor is 0
-  const float scale = params.scale_log2;
-#pragma unroll 1
-  for (int tile = 0; tile < tiles; ++tile) {
+  // The maxima of this warp's scores, for all warps.
+  __device__ __forceinline__ void write_maxima(const Block<kHeadDim, kStages>& block) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       float top = fmaxf(fmaxf(scores[0][2 * j], scores[0][2 * j + 1]), fmaxf(scores[1][2 * j], scores[1][2 * j + 1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffU, top, 2));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffU, top, 1));
-      if (lane % 4 == 0) maxima[warp * kRows + lane / 4 + 8 * j] = top;
+      if (block.lane % 4 == 0) block.maxima[block.warp * kRows + block.lane / 4 + 8 * j] = top;
     }
-    wait<kStages - 2>();  // value tile `tile` and key tile `tile + 1` are there
-    __syncthreads();      // for everyone; and all warps are done with value tile `tile - 1` and key tile `tile`
-    load_group(tile + kStages - 1);
+  }
 
-    float factor[2];
+  // Where all maxima are there: this warp's weights, for all warps, and the factor of what is summed so far.
+  __device__ __forceinline__ void weigh(const Block<kHeadDim, kStages>& block) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const int row = lane / 4 + 8 * j;
+      const int row = block.lane / 4 + 8 * j;
       float now = max[j];
 #pragma unroll
-      for (int other = 0; other < kSharedWarps; ++other) now = fmaxf(now, maxima[other * kRows + row]);
-      factor[j] = steps::rescale(max[j], now, scale);
+      for (int other = 0; other < kSharedWarps; ++other) now = fmaxf(now, block.maxima[other * kRows + row]);
+      factor[j] = steps::rescale(max[j], now, block.scale);
       max[j] = now;
-      const float top = steps::scaled_max(now, scale);
+      const float top = steps::scaled_max(now, block.scale);
 #pragma unroll
-      for (int block = 0; block < 2; ++block) {
-        const uint32_t pair = pack_pair(steps::weight(scores[block][2 * j], top, scale),
-                                        steps::weight(scores[block][2 * j + 1], top, scale));
-        const uint32_t target = weights + tile_offset<kKeyTile>(row, warp * 2 + block) + lane % 4 * 4;
+      for (int b = 0; b < 2; ++b) {
+        const uint32_t pair = pack_pair(steps::weight(scores[b][2 * j], top, block.scale),
+                                        steps::weight(scores[b][2 * j + 1], top, block.scale));
+        const uint32_t target = block.weights + tile_offset<kKeyTile>(row, block.warp * 2 + b) + block.lane % 4 * 4;
         asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(target), "r"(pair) : "memory");
       }
     }
-    if (tile + 1 < tiles) score_tile(tile + 1);
-    __syncthreads();  // all weights of the tile are there
+  }
 
+  __device__ __forceinline__ void rescale_sums() {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       sum[j] = __fmul_rn(sum[j], factor[j]);
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        out[block][2 * j] = __fmul_rn(out[block][2 * j], factor[j]);
-        out[block][2 * j + 1] = __fmul_rn(out[block][2 * j + 1], factor[j]);
+      for (int b = 0; b < kBlocks; ++b) {
+        out[b][2 * j] = __fmul_rn(out[b][2 * j], factor[j]);
+        out[b][2 * j + 1] = __fmul_rn(out[b][2 * j + 1], factor[j]);
       }
     }
+  }
+
+  // Where all weights are there: adds them, and their products with values.
+  __device__ __forceinline__ void add_values(const Block<kHeadDim, kStages>& block, int tile) {
     uint32_t p[kKeyTile / 16][4];
 #pragma unroll
     for (int step = 0; step < kKeyTile / 16; ++step) {
-      load_matrices(p[step], weights + tile_offset<kKeyTile>(lane % 16, 2 * step + lane / 16));
+      load_matrices(p[step], block.weights + tile_offset<kKeyTile>(block.lane % 16, 2 * step + block.lane / 16));
       flashinfer::mma::m16k16_rowsum_f16f16f32(sum, reinterpret_cast<bf16*>(p[step]));
     }
-    const auto base = static_cast<uint32_t>(value_tiles + tile % kStages * tile_bytes<kHeadDim>());
+    const uint32_t base = block.value_tile(tile);
 #pragma unroll
     for (int step = 0; step < kKeyTile / 16; ++step) {
 #pragma unroll
       for (int pair = 0; pair < kBlocks / 2; ++pair) {
         uint32_t b[4];
-        load_matrices_transposed(
-            b, base + tile_offset<kHeadDim>(step * 16 + lane % 16, warp * kBlocks + pair * 2 + lane / 16));
+        load_matrices_transposed(b, base + tile_offset<kHeadDim>(step * 16 + block.lane % 16,
+                                                                 block.warp * kBlocks + pair * 2 + block.lane / 16));
         multiply(out[2 * pair], p[step], b[0], b[1]);
         multiply(out[2 * pair + 1], p[step], b[2], b[3]);
       }
     }
   }
 
+  __device__ __forceinline__ void write(const Block<kHeadDim, kStages>& block) const {
+    const auto& params = block.params;
+    const int q_heads = params.group * params.kv_heads;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    const int row = lane / 4 + 8 * j;
-    if (row >= params.group) continue;
-    const float inverse = flashinfer::math::ptx_rcp(sum[j]);
-    bf16* target = params.out + (q_row * q_heads + int64_t{head} * params.group + row) * kHeadDim + warp * kColumns;
+    for (int j = 0; j < 2; ++j) {
+      const int row = block.lane / 4 + 8 * j;
+      if (row >= params.group) continue;
+      const float inverse = flashinfer::math::ptx_rcp(sum[j]);
+      bf16* target = params.out + (block.q_row * q_heads + int64_t{block.head} * params.group + row) * kHeadDim +
+                     block.warp * kColumns;
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      *reinterpret_cast<uint32_t*>(target + block * 8 + lane % 4 * 2) =
-          pack_pair(__fmul_rn(out[block][2 * j], inverse), __fmul_rn(out[block][2 * j + 1], inverse));
+      for (int b = 0; b < kBlocks; ++b) {
+        *reinterpret_cast<uint32_t*>(target + b * 8 + block.lane % 4 * 2) =
+            pack_pair(__fmul_rn(out[b][2 * j], inverse), __fmul_rn(out[b][2 * j + 1], inverse));
+      }
     }
   }
+};
+
+template <int kHeadDim, int kStages>
+__global__ void __launch_bounds__(kSharedThreads) attend_shared(const __grid_constant__ DecodeParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  hopper::let_successors_begin();  // the next product's weights flow meanwhile
+  const Block<kHeadDim, kStages> block(params, shared);
+  const Producer<kHeadDim, kStages> producer(block);
+  Consumer<kHeadDim, kStages> consumer;
+
+  // Only the last key's row is written by the kernel ahead, and q.
+  const bool last_is_later = block.tiles > kStages;
+  if (!last_is_later) hopper::wait_for_predecessors();
+  producer.begin();
+  if (last_is_later) hopper::wait_for_predecessors();
+  consumer.load_queries(block);
+  wait<kStages - 1>();
+  __syncthreads();
+
+  consumer.score(block, 0);
+#pragma unroll 1
+  for (int tile = 0; tile < block.tiles; ++tile) {
+    consumer.write_maxima(block);
+    wait<kStages - 2>();  // value tile `tile` and key tile `tile + 1` are there
+    __syncthreads();      // for everyone; and all warps are done with value tile `tile - 1` and key tile `tile`
+    producer.load_group(tile + kStages - 1);
+    consumer.weigh(block);
+    if (tile + 1 < block.tiles) consumer.score(block, tile + 1);
+    __syncthreads();  // all weights of the tile are there
+    consumer.rescale_sums();
+    consumer.add_values(block, tile);
+  }
+  consumer.write(block);
 }
 
 template <int kHeadDim, int kStages>

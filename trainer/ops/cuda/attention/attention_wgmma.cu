@@ -3,8 +3,8 @@
 //
 // Why the bits are those of the other kernels: a score is one chain of steps of 16 along head_dim, an element of the
 // output one chain of steps of 16 along the keys, tile by tile, ascending; a step has the same bits as part of any
-// tensor-core instruction (skinny_gemm_mma.h). A maximum has no rounding; factors and weights are computed by the operations
-// of attention_steps.cuh; sums of weights are products with ones in all kernels.
+// tensor-core instruction (skinny_gemm_mma.h). A maximum has no rounding; factors and weights are computed by the
+// operations of attention_steps.cuh; sums of weights are products with ones in all kernels.
 //
 // A group's time line: it turns the scores of tile j into weights while the products of values with the weights of tile
 // j - 1 run, and its rescaling and rounding fall under the products of the other group. Blocks stay and take pieces
@@ -58,19 +58,66 @@ struct WgmmaParams {
 __device__ __forceinline__ void copy_async(uint32_t target, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
-template <int kHeadDim>
-__global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_constant__ WgmmaParams p) {
-  using Shape = Plan<kHeadDim>;
-  constexpr int kStages = Shape::kStages, kSteps = kHeadDim / 16;
-  extern __shared__ uint8_t shared[];
-  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
-  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
 
-  const int pieces = p.item_count * p.kv_heads, blocks = static_cast<int>(gridDim.x);
-  struct Piece {
-    int tile, head, first_query, queries, first_key, keys, past, tiles;
-  };
-  const auto piece_of = [&](int index) {
+struct Piece {
+  int tile, head, first_query, queries, first_key, keys, past, tiles;
+};
+
+// What the warps of a block share: its pieces, and the addresses of tiles and barriers in shared memory.
+template <int kHeadDim>
+struct Block {
+  using Shape = Plan<kHeadDim>;
+  static constexpr int kStages = Shape::kStages;
+
+  const WgmmaParams& p;
+  int pieces, blocks;
+  uint32_t key_tiles, value_tiles, queries;
+  uint32_t key_full, key_free, value_full, value_free;  // a barrier each stage
+  uint32_t landed, query_full, query_free;
+
+  __device__ __forceinline__ Block(const WgmmaParams& params, const uint8_t* shared) : p(params) {
+    pieces = p.item_count * p.kv_heads;
+    blocks = static_cast<int>(gridDim.x);
+    key_tiles = (shared_address(shared) + 1023) & ~1023u;
+    value_tiles = key_tiles + kStages * Shape::kTileBytes;
+    queries = value_tiles + kStages * Shape::kValueBytes;
+    key_full = queries + Shape::kQueryBytes;
+    key_free = key_full + 8 * kStages;
+    value_full = key_free + 8 * kStages;
+    value_free = value_full + 8 * kStages;
+    landed = value_free + 8 * kStages;
+    query_full = landed + 8;
+    query_free = landed + 16;
+  }
+
+  // By one thread, before any other uses a barrier.
+  __device__ __forceinline__ void init_barriers() const {
+    prefetch_map(&p.k_map);
+    prefetch_map(&p.v_map);
+    for (int s = 0; s < kStages; ++s) {
+      init_barrier(key_full + 8 * s, 1);
+      init_barrier(value_full + 8 * s, 1);
+      init_barrier(key_free + 8 * s, kGroups * 4);
+      init_barrier(value_free + 8 * s, kGroups * 4);
+    }
+    init_barrier(landed, 1);
+    init_barrier(query_full, kQueryWarps * 32);
+    init_barrier(query_free, kGroups * 4);
+    publish_barriers();
+  }
+
+  // By all threads. Products may read the ones after a barrier of the block.
+  __device__ __forceinline__ void write_ones() const {
+    for (int stage = 0; stage < kStages; ++stage) {
+      const uint32_t ones = value_tiles + static_cast<uint32_t>(stage) * Shape::kValueBytes + Shape::kTileBytes;
+      for (uint32_t at = threadIdx.x * 16; at < kBoxBytes; at += kThreads * 16) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(ones + at), "r"(0x3f803f80) : "memory");
+      }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
+
+  __device__ __forceinline__ Piece piece_of(int index) const {
     Piece w;
     const int taken = dealt(index, pieces, blocks), item = taken / p.kv_heads;
     const int run = p.items[item];
@@ -85,113 +132,212 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
         min(w.queries, (w.tile * kPackedTileRows + kPackedTileRows - 1) / p.group + 1);  // to the tile's end
     w.tiles = (w.past + tokens + kKeyTile - 1) / kKeyTile;
     return w;
-  };
+  }
+
   // Where row `row` of a piece's queries stands, 16-byte chunk `chunk` of it: eight rows' same chunks on different
   // banks.
-  const auto query_at = [&](uint32_t row, uint32_t chunk) { return row * kHeadDim * 2 + (chunk ^ row % 8) * 16; };
-
-  const uint32_t key_tiles = (shared_address(shared) + 1023) & ~1023u;
-  const uint32_t value_tiles = key_tiles + kStages * Shape::kTileBytes;
-  const uint32_t queries = value_tiles + kStages * Shape::kValueBytes;
-  const uint32_t key_full = queries + Shape::kQueryBytes;
-  const uint32_t key_free = key_full + 8 * kStages, value_full = key_free + 8 * kStages;
-  const uint32_t value_free = value_full + 8 * kStages, landed = value_free + 8 * kStages;
-  const uint32_t query_full = landed + 8, query_free = landed + 16;
-  if (threadIdx.x == 0) {
-    prefetch_map(&p.k_map);
-    prefetch_map(&p.v_map);
-    for (int s = 0; s < kStages; ++s) {
-      init_barrier(key_full + 8 * s, 1);
-      init_barrier(value_full + 8 * s, 1);
-      init_barrier(key_free + 8 * s, kGroups * 4);
-      init_barrier(value_free + 8 * s, kGroups * 4);
-    }
-    init_barrier(landed, 1);
-    init_barrier(query_full, kQueryWarps * 32);
-    init_barrier(query_free, kGroups * 4);
-    publish_barriers();
+  __device__ __forceinline__ uint32_t query_at(uint32_t row, uint32_t chunk) const {
+    return queries + (row * kHeadDim * 2 + (chunk ^ row % 8) * 16);
   }
-  for (int stage = 0; stage < kStages; ++stage) {
-    const uint32_t ones = value_tiles + static_cast<uint32_t>(stage) * Shape::kValueBytes + Shape::kTileBytes;
-    for (uint32_t at = threadIdx.x * 16; at < kBoxBytes; at += kThreads * 16) {
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(ones + at), "r"(0x3f803f80) : "memory");
-    }
-  }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
+};
 
-  if (group == 0) {
-    give_registers_away<kLoadingRegisters>();
-    if (warp > kQueryWarps) return;
-    if (warp != 0) {
-      constexpr int kChunks = kHeadDim / 8, kRowsAtOnce = kQueryWarps * 32 / kChunks;
-      const int thread = (warp - 1) * 32 + lane, chunk = thread % kChunks;
-      uint32_t phase = 0;
-      for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks, phase ^= 1) {
-        const Piece w = piece_of(index);
-        wait(query_free, phase ^ 1);
-#pragma unroll 4
-        for (int row = thread / kChunks; row < kPackedTileRows; row += kRowsAtOnce) {
-          const int pair = w.tile * kPackedTileRows + row, token = pair / p.group;
-          const bf16* const from = p.q + (w.first_query + min(token, w.queries - 1)) * p.q_stride +
-                                   (w.head * p.group + pair - token * p.group) * kHeadDim + chunk * 8;
-          copy_async(queries + query_at(static_cast<uint32_t>(row), static_cast<uint32_t>(chunk)), from);
-        }
-        arrive_when_copied(query_full);
+// The warp that copies key and value tiles.
+template <int kHeadDim>
+struct Producer {
+  using Shape = Plan<kHeadDim>;
+
+  const Block<kHeadDim>& block;
+  int lane;
+  uint64_t policy = evict_last_policy();
+  skinny_gemm::Ring ring;
+  uint32_t landed_phase = 0;
+
+  __device__ __forceinline__ Producer(const Block<kHeadDim>& of, int own_lane)
+      : block(of), lane(own_lane), ring(Shape::kStages) {}
+
+  __device__ __forceinline__ void load() {
+    for (int index = static_cast<int>(blockIdx.x); index < block.pieces; index += block.blocks) {
+      const Piece w = block.piece_of(index);
+      for (int j = 0; j < w.tiles; ++j, ring.advance()) {
+        load_keys(w, j);
+        load_values(w, j);
       }
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const Piece& w, int j) const {
+    wait(block.key_free + 8 * ring.stage, ring.phase ^ 1);
+    __syncwarp();
+    load_boxes(w, j, block.key_tiles + static_cast<uint32_t>(ring.stage) * Shape::kTileBytes, &block.p.k_map,
+               block.key_full + 8 * ring.stage);
+  }
+
+  __device__ __forceinline__ void load_values(const Piece& w, int j) {
+    wait(block.value_free + 8 * ring.stage, ring.phase ^ 1);
+    __syncwarp();
+    const uint32_t values = block.value_tiles + static_cast<uint32_t>(ring.stage) * Shape::kValueBytes;
+    const int rest = w.keys - j * kKeyTile;
+    if (rest >= kKeyTile) {
+      load_boxes(w, j, values, &block.p.v_map, block.value_full + 8 * ring.stage);
       return;
     }
-    const uint64_t policy = evict_last_policy();
-    skinny_gemm::Ring ring(kStages);
-    uint32_t landed_phase = 0;
-    for (int index = static_cast<int>(blockIdx.x); index < pieces; index += blocks) {
-      const Piece w = piece_of(index);
-      for (int j = 0; j < w.tiles; ++j, ring.advance()) {
-        const auto load = [&](uint32_t target, const CUtensorMap* map, uint32_t barrier) {
-          if (lane != 0) return;
-          arrive_expecting(barrier, Shape::kTileBytes);
-#pragma unroll
-          for (int box = 0; box < Shape::kBoxes; ++box) {
-            load_box(target + box * kBoxBytes, map, w.head * kHeadDim + box * 64, w.first_key + j * kKeyTile, barrier,
-                     policy);
-          }
-        };
-        wait(key_free + 8 * ring.stage, ring.phase ^ 1);
-        __syncwarp();
-        load(key_tiles + static_cast<uint32_t>(ring.stage) * Shape::kTileBytes, &p.k_map, key_full + 8 * ring.stage);
-        wait(value_free + 8 * ring.stage, ring.phase ^ 1);
-        __syncwarp();
-        const uint32_t values = value_tiles + static_cast<uint32_t>(ring.stage) * Shape::kValueBytes;
-        const int rest = w.keys - j * kKeyTile;
-        if (rest >= kKeyTile) {
-          load(values, &p.v_map, value_full + 8 * ring.stage);
-          continue;
-        }
-        load(values, &p.v_map, landed);
-        __syncwarp();
-        wait(landed, landed_phase);
-        landed_phase ^= 1;
-        zero_rows<Shape::kBoxes>(values, rest, lane);
-        if (lane == 0) arrive(value_full + 8 * ring.stage);
-      }
-    }
-    return;
+    load_boxes(w, j, values, &block.p.v_map, block.landed);
+    __syncwarp();
+    wait(block.landed, landed_phase);
+    landed_phase ^= 1;
+    zero_rows<Shape::kBoxes>(values, rest, lane);
+    if (lane == 0) arrive(block.value_full + 8 * ring.stage);
   }
 
-  take_registers<kRegisters>();
-  const float scale = p.scale_log2;
-  const uint32_t key_rows = swizzled_rows(key_tiles), value_columns = swizzled_columns(value_tiles);
-  const int first_row = (group - 1) * kGroupRows + warp * 16;  // of the warp in a tile's pairs of token and query head
+  __device__ __forceinline__ void load_boxes(const Piece& w, int j, uint32_t target, const CUtensorMap* map,
+                                             uint32_t barrier) const {
+    if (lane != 0) return;
+    arrive_expecting(barrier, Shape::kTileBytes);
+#pragma unroll
+    for (int box = 0; box < Shape::kBoxes; ++box) {
+      load_box(target + box * kBoxBytes, map, w.head * kHeadDim + box * 64, w.first_key + j * kKeyTile, barrier,
+               policy);
+    }
+  }
+};
 
-  // What a thread knows of a piece: two rows, lane / 4 and 8 further.
-  struct Rows {
-    int tiles;
-    int seen_by_all;  // up to this key every row of the warp sees all
-    int last[2];      // the last key a row sees
-    int row[2];       // of out and lse; -1: past the last
-  };
-  const auto rows_of = [&](int index) {
-    const Piece w = piece_of(index);
+// A warp of those that copy queries.
+template <int kHeadDim>
+struct QueryProducer {
+  static constexpr int kChunks = kHeadDim / 8, kRowsAtOnce = kQueryWarps * 32 / kChunks;
+
+  const Block<kHeadDim>& block;
+  int thread;  // of these warps
+
+  __device__ __forceinline__ void load() const {
+    const int chunk = thread % kChunks;
+    const auto& p = block.p;
+    uint32_t phase = 0;
+    for (int index = static_cast<int>(blockIdx.x); index < block.pieces; index += block.blocks, phase ^= 1) {
+      const Piece w = block.piece_of(index);
+      wait(block.query_free, phase ^ 1);
+#pragma unroll 4
+      for (int row = thread / kChunks; row < kPackedTileRows; row += kRowsAtOnce) {
+        const int pair = w.tile * kPackedTileRows + row, token = pair / p.group;
+        const bf16* const from = p.q + (w.first_query + min(token, w.queries - 1)) * p.q_stride +
+                                 (w.head * p.group + pair - token * p.group) * kHeadDim + chunk * 8;
+        copy_async(block.query_at(static_cast<uint32_t>(row), static_cast<uint32_t>(chunk)), from);
+      }
+      arrive_when_copied(block.query_full);
+    }
+  }
+};
+
+// What a thread that multiplies knows of a piece: two rows, lane / 4 and 8 further.
+struct Rows {
+  int tiles;
+  int seen_by_all;  // up to this key every row of the warp sees all
+  int last[2];      // the last key a row sees
+  int row[2];       // of out and lse; -1: past the last
+};
+
+// A group of four warps that multiplies: 64 of a piece's 128 rows. All of it lives in registers: arrays are indexed by
+// constants only.
+template <int kHeadDim>
+struct Consumer {
+  using Shape = Plan<kHeadDim>;
+  static constexpr int kSteps = kHeadDim / 16;
+
+  const Block<kHeadDim>& block;
+  int lane, first_row;  // first_row: of the warp in a tile's pairs of token and query head
+  float scale;
+  uint32_t key_rows, value_columns;
+  skinny_gemm::Ring key_ring, value_ring;
+  uint32_t query_phase = 0;
+
+  uint32_t q[kSteps][4], weights[kKeyTile / 16][4];
+  float out[Shape::kOutColumns / 2];  // the last 4: the sums of weights, twice a row
+  float scores[kKeyTile / 2], max[2], factor[2];
+
+  __device__ __forceinline__ Consumer(const Block<kHeadDim>& of, int half, int warp, int own_lane)
+      : block(of), lane(own_lane), key_ring(Shape::kStages), value_ring(Shape::kStages) {
+    scale = block.p.scale_log2;
+    key_rows = swizzled_rows(block.key_tiles);
+    value_columns = swizzled_columns(block.value_tiles);
+    first_row = half * kGroupRows + warp * 16;
+  }
+
+  __device__ __forceinline__ void run() {
+    int index = static_cast<int>(blockIdx.x);
+    Rows rows = rows_of(index);
+    begin(rows);
+    for (;;) {
+      const bool more = index + block.blocks < block.pieces;
+      const Rows following = more ? rows_of(index + block.blocks) : rows;
+#pragma unroll 1
+      for (int j = 1; j < rows.tiles; ++j) {
+        turn(rows, j);
+        rescale_sums();
+        round_sums(weights, scores);
+      }
+      const float last_max[2] = {max[0], max[1]};
+      if (!more) break;
+      load_queries();
+      max[0] = max[1] = -INFINITY;
+      turn(following, 0);
+      write(rows, last_max);
+      begin_sums();
+      round_sums(weights, scores);
+      index += block.blocks;
+      rows = following;
+    }
+    pin(out);
+    pin(weights);
+    begin_products();
+    issue_values();
+    wait_for_products<0>();
+    pin(out);
+    release(block.value_free + 8 * value_ring.stage, lane);
+    write(rows, max);
+  }
+
+  // The weights of the first tile of the first piece.
+  __device__ __forceinline__ void begin(const Rows& rows) {
+    load_queries();
+    wait_for_keys();
+    begin_products();
+    issue_scores();
+    begin_sums();
+    max[0] = max[1] = -INFINITY;
+    wait_for_products<0>();
+    pin(scores);
+    release_keys();
+    weigh(rows, 0);
+    round_sums(weights, scores);
+    wait_for_values();
+  }
+
+  // Every further turn: the scores of tile j, be it this piece's or the first of the next one's, and the products with
+  // the weights of the tile before.
+  __device__ __forceinline__ void turn(const Rows& of, int j) {
+    wait_for_keys();
+    pin(out);
+    pin(weights);
+    begin_products();
+    issue_scores();
+    issue_values();
+    wait_for_products<1>();
+    pin(scores);
+    release_keys();
+    weigh(of, j);
+    const uint32_t read = block.value_free + 8 * value_ring.stage;
+    value_ring.advance();
+    // The values of tile j. The branch in it keeps ptxas from moving the next wait ahead of the weights, which would
+    // leave nothing to run beside the products.
+    wait_for_values();
+    wait_for_products<0>();
+    pin(out);
+    release(read, lane);
+  }
+
+  __device__ __forceinline__ Rows rows_of(int index) const {
+    const auto& p = block.p;
+    const Piece w = block.piece_of(index);
     Rows rows;
     rows.tiles = w.tiles;
     const int first = w.tile * kPackedTileRows + first_row;
@@ -204,45 +350,56 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
           token < w.queries ? (w.first_query + token) * p.q_heads + w.head * p.group + pair - token * p.group : -1;
     }
     return rows;
-  };
+  }
 
-  uint32_t q[kSteps][4], weights[kKeyTile / 16][4];
-  float out[Shape::kOutColumns / 2];  // the last 4: the sums of weights, twice a row
-  float scores[kKeyTile / 2], max[2], factor[2];
-  uint32_t query_phase = 0;
-
-  const auto load_queries = [&] {
-    wait(query_full, query_phase);
+  __device__ __forceinline__ void load_queries() {
+    wait(block.query_full, query_phase);
     __syncwarp();
     query_phase ^= 1;
 #pragma unroll
     for (uint32_t step = 0; step < kSteps; ++step) {
       const auto row = static_cast<uint32_t>(first_row + lane % 16),
                  chunk = 2 * step + static_cast<uint32_t>(lane) / 16;
-      load_matrices_in_order(q[step], queries + query_at(row, chunk));
+      load_matrices_in_order(q[step], block.query_at(row, chunk));
     }
-    release(query_free, lane);
-  };
-  const auto issue_scores = [&](int stage) {
-    const uint32_t from = further(key_rows, static_cast<uint32_t>(stage) * Shape::kTileBytes);
+    release(block.query_free, lane);
+  }
+
+  __device__ __forceinline__ void wait_for_keys() const {
+    wait(block.key_full + 8 * key_ring.stage, key_ring.phase);
+    __syncwarp();
+  }
+  __device__ __forceinline__ void wait_for_values() const {
+    wait(block.value_full + 8 * value_ring.stage, value_ring.phase);
+    __syncwarp();
+  }
+  __device__ __forceinline__ void release_keys() {
+    release(block.key_free + 8 * key_ring.stage, lane);
+    key_ring.advance();
+  }
+
+  __device__ __forceinline__ void issue_scores() {
+    const uint32_t from = further(key_rows, static_cast<uint32_t>(key_ring.stage) * Shape::kTileBytes);
     multiply_rows<kKeyTile, false, true>(scores, q[0], from);
 #pragma unroll
     for (uint32_t step = 1; step < kSteps; ++step) {
       multiply_rows<kKeyTile, false, false>(scores, q[step], further(from, step / 4 * kBoxBytes + step % 4 * 32));
     }
     end_of_group();
-  };
-  const auto issue_values = [&](int stage) {
-    const uint32_t from = further(value_columns, static_cast<uint32_t>(stage) * Shape::kValueBytes);
+  }
+
+  __device__ __forceinline__ void issue_values() {
+    const uint32_t from = further(value_columns, static_cast<uint32_t>(value_ring.stage) * Shape::kValueBytes);
 #pragma unroll
     for (uint32_t step = 0; step < kKeyTile / 16; ++step) {
       multiply_rows<Shape::kOutColumns, true, false>(out, weights[step], further(from, step * 16 * 128));
     }
     end_of_group();
-  };
+  }
+
   // Scores of key tile j become weights, still in float32 (registers that products under way read must not be written
   // meanwhile), and the factor of what is summed so far is found.
-  const auto weigh = [&](const Rows& rows, int j) {
+  __device__ __forceinline__ void weigh(const Rows& rows, int j) {
     if (j * kKeyTile + kKeyTile - 1 > rows.seen_by_all) {
       const int key = j * kKeyTile + 2 * (lane % 4);
 #pragma unroll
@@ -267,8 +424,21 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
       }
     }
     pin(scores);  // before the products under way are waited for
-  };
-  const auto write = [&](const Rows& rows, const float(&last_max)[2]) {
+  }
+
+  __device__ __forceinline__ void begin_sums() {
+#pragma unroll
+    for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = 0;
+  }
+  __device__ __forceinline__ void rescale_sums() {
+    if (__any_sync(0xffffffffU, factor[0] != 1.0F || factor[1] != 1.0F)) {
+#pragma unroll
+      for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = __fmul_rn(out[i], factor[i / 2 % 2]);
+    }
+  }
+
+  __device__ __forceinline__ void write(const Rows& rows, const float (&last_max)[2]) const {
+    const auto& p = block.p;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float sum = out[kHeadDim / 2 + 2 * h], inverse = flashinfer::math::ptx_rcp(sum);
@@ -287,95 +457,31 @@ __global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_consta
         p.lse[rows.row[h]] = __fadd_rn(flashinfer::math::ptx_log2(sum), __fmul_rn(last_max[h], scale));
       }
     }
-  };
-
-  const auto begin_sums = [&] {
-#pragma unroll
-    for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = 0;
-  };
-  const auto rescale_sums = [&] {
-    if (__any_sync(0xffffffffU, factor[0] != 1.0F || factor[1] != 1.0F)) {
-#pragma unroll
-      for (int i = 0; i < Shape::kOutColumns / 2; ++i) out[i] = __fmul_rn(out[i], factor[i / 2 % 2]);
-    }
-  };
-  int index = static_cast<int>(blockIdx.x);
-  Rows rows = rows_of(index);
-  skinny_gemm::Ring key_ring(kStages), value_ring(kStages);
-  const auto wait_for_keys = [&] {
-    wait(key_full + 8 * key_ring.stage, key_ring.phase);
-    __syncwarp();
-  };
-  const auto wait_for_values = [&] {
-    wait(value_full + 8 * value_ring.stage, value_ring.phase);
-    __syncwarp();
-  };
-  const auto release_keys = [&] {
-    release(key_free + 8 * key_ring.stage, lane);
-    key_ring.advance();
-  };
-  load_queries();
-  wait_for_keys();
-  begin_products();
-  issue_scores(key_ring.stage);
-  begin_sums();
-  max[0] = max[1] = -INFINITY;
-  wait_for_products<0>();
-  pin(scores);
-  release_keys();
-  weigh(rows, 0);
-  round_sums(weights, scores);
-  wait_for_values();
-  // Every further turn: the scores of tile j, be it this piece's or the first of the next one's, and the products with
-  // the weights of the tile before.
-  const auto turn = [&](const Rows& of, int j) {
-    wait_for_keys();
-    pin(out);
-    pin(weights);
-    begin_products();
-    issue_scores(key_ring.stage);
-    issue_values(value_ring.stage);
-    wait_for_products<1>();
-    pin(scores);
-    release_keys();
-    weigh(of, j);
-    const uint32_t read = value_free + 8 * value_ring.stage;
-    value_ring.advance();
-    // The values of tile j. The branch in it keeps ptxas from moving the next wait ahead of the weights, which would
-    // leave nothing to run beside the products.
-    wait_for_values();
-    wait_for_products<0>();
-    pin(out);
-    release(read, lane);
-  };
-  for (;;) {
-    const bool more = index + blocks < pieces;
-    const Rows following = more ? rows_of(index + blocks) : rows;
-#pragma unroll 1
-    for (int j = 1; j < rows.tiles; ++j) {
-      turn(rows, j);
-      rescale_sums();
-      round_sums(weights, scores);
-    }
-    const float last_max[2] = {max[0], max[1]};
-    if (!more) break;
-    load_queries();
-    max[0] = max[1] = -INFINITY;
-    turn(following, 0);
-    write(rows, last_max);
-    begin_sums();
-    round_sums(weights, scores);
-    index += blocks;
-    rows = following;
   }
-  pin(out);
-  pin(weights);
-  begin_products();
-  issue_values(value_ring.stage);
-  wait_for_products<0>();
-  pin(out);
-  release(value_free + 8 * value_ring.stage, lane);
-  write(rows, max);
+};
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(kThreads, 1) attend_packed(const __grid_constant__ WgmmaParams p) {
+  extern __shared__ uint8_t shared[];
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4, lane = static_cast<int>(threadIdx.x) % 32;
+  const Block<kHeadDim> block(p, shared);
+  if (threadIdx.x == 0) block.init_barriers();
+  block.write_ones();
+  __syncthreads();
+
+  if (group == 0) {
+    give_registers_away<kLoadingRegisters>();
+    if (warp > kQueryWarps) return;
+    if (warp != 0) {
+      QueryProducer<kHeadDim>{block, (warp - 1) * 32 + lane}.load();
+    } else {
+      Producer<kHeadDim>(block, lane).load();
+    }
+    return;
+  }
+  take_registers<kRegisters>();
+  Consumer<kHeadDim>(block, group - 1, warp, lane).run();
 }
 
 template <int kHeadDim>

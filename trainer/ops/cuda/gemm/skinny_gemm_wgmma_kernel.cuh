@@ -8,8 +8,8 @@
 //   x_free   the same for its share of the tokens.
 #pragma once
 
-#include "trainer/ops/cuda/gemm/skinny_gemm.cuh"
 #include "trainer/ops/cuda/device/wgmma.cuh"
+#include "trainer/ops/cuda/gemm/skinny_gemm.cuh"
 
 namespace trireme::cuda {
 
@@ -32,6 +32,9 @@ struct SkinnyGemmWgmmaParams {
 };
 
 namespace skinny_gemm_wgmma_detail {
+
+using namespace hopper;
+using namespace skinny_gemm;
 
 inline constexpr int kGroupRows = 64;
 inline constexpr int kGroupWarps = 4;
@@ -56,7 +59,8 @@ inline constexpr int kTogether = kColumns == 224 ? 112 : kColumns;
 
 // A group of warps clears those of its 64 tokens, from `first` on, that nothing is loaded for, in all `slabs` of all
 // stages. No bit of a result depends on them, but the device's power does: at its limit, where decoding is from some 32
-// samples on, products of zeros let the clock rise. Before this group's first product; `barrier`: a free one of the block.
+// samples on, products of zeros let the clock rise. Before this group's first product; `barrier`: a free one of the
+// block.
 __device__ __forceinline__ void clear_rows(uint32_t x_base, int first, int block_rows, uint32_t slab_bytes, int slabs,
                                            int barrier) {
   const int rows = min(kGroupRows, first + kGroupRows - block_rows);  // the last ones of the group
@@ -73,45 +77,51 @@ __device__ __forceinline__ void clear_rows(uint32_t x_base, int first, int block
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "n"(kGroupWarps * 32) : "memory");
 }
 
-}  // namespace skinny_gemm_wgmma_detail
-
-// kColumns: of weights in a tile; with kSwiglu half of them of the gate, half of up. kSlabs: of 64 elements of `in`, in
-// a stage; where a product is short, several make the way round to the next stage worth it.
+// What a thread is, the tiles and the place of its block in the team, and where things lie in shared memory.
 template <int kColumns, bool kSwiglu, int kSlabs>
-__global__ void __launch_bounds__(skinny_gemm_wgmma_detail::most_threads(kColumns), 1)
-    skinny_gemm_wgmma_kernel(const __grid_constant__ SkinnyGemmWgmmaParams p) {
-  using namespace skinny_gemm_wgmma_detail;
-  using namespace hopper;
-  using namespace skinny_gemm;
-  constexpr int kParts = kSwiglu ? 2 : 1;
-  constexpr int kPartColumns = kColumns / kParts;
-  constexpr uint32_t kColumnBytes = kColumns * kSlabRowBytes;  // of a slab
-  constexpr uint32_t kWeightBytes = kColumnBytes * kSlabs;     // of a stage
+struct Block {
+  static constexpr int kParts = kSwiglu ? 2 : 1;
+  static constexpr int kPartColumns = kColumns / kParts;
+  static constexpr uint32_t kColumnBytes = kColumns * kSlabRowBytes;  // of a slab
+  static constexpr uint32_t kWeightBytes = kColumnBytes * kSlabs;     // of a stage
 
-  extern __shared__ uint8_t shared[];
-  // The first group of warps loads, the others multiply.
-  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / (kGroupWarps * 32), 0);
-  const int warp = static_cast<int>(threadIdx.x) / 32 % kGroupWarps;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int cluster = p.x_share * p.w_share, warps = p.groups * kGroupWarps;
-  const int team = p.across * p.along;
-  const int rank = static_cast<int>(blockIdx.x) % team;
-  const int place_across = rank % p.across, place_along = rank / p.across;
-  const int x_place = cluster == 1 ? 0 : place_across, w_place = cluster == 1 ? 0 : place_along;
-  const int first_tile = static_cast<int>(blockIdx.x) / team * p.across;
-  const int tile_step = static_cast<int>(gridDim.x) / team * p.across;
-  const int first_row = place_along * p.block_rows;  // of this block's tokens
+  const SkinnyGemmWgmmaParams& p;
+  int group, warp, lane;  // the first group of warps loads, the others multiply
+  int cluster;
+  int place_across, place_along, x_place, w_place;
+  int first_tile, tile_step;
+  int first_row;         // of this block's tokens
+  uint32_t token_bytes;  // of a slab
+  uint32_t x_bytes;      // of a stage
+  uint32_t x_base, w_base;
+  uint32_t full, w_free, x_free;  // a barrier each stage
 
-  const uint32_t token_bytes = static_cast<uint32_t>(p.groups * kGroupRows * kSlabRowBytes);  // of a slab
-  const uint32_t x_bytes = token_bytes * kSlabs;                                              // of a stage
-  const uint32_t x_base = (shared_address(shared) + kSharedAlignment - 1) & ~(kSharedAlignment - 1u);
-  const uint32_t w_base = x_base + static_cast<uint32_t>(p.stages) * x_bytes;
-  const uint32_t full = w_base + static_cast<uint32_t>(p.stages) * kWeightBytes;
-  const uint32_t w_free = full + static_cast<uint32_t>(p.stages) * 8;
-  const uint32_t x_free = w_free + static_cast<uint32_t>(p.stages) * 8;
+  __device__ __forceinline__ Block(const SkinnyGemmWgmmaParams& of, const uint8_t* shared) : p(of) {
+    group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / (kGroupWarps * 32), 0);
+    warp = static_cast<int>(threadIdx.x) / 32 % kGroupWarps;
+    lane = static_cast<int>(threadIdx.x) % 32;
+    cluster = p.x_share * p.w_share;
+    const int team = p.across * p.along;
+    const int rank = static_cast<int>(blockIdx.x) % team;
+    place_across = rank % p.across;
+    place_along = rank / p.across;
+    x_place = cluster == 1 ? 0 : place_across;
+    w_place = cluster == 1 ? 0 : place_along;
+    first_tile = static_cast<int>(blockIdx.x) / team * p.across;
+    tile_step = static_cast<int>(gridDim.x) / team * p.across;
+    first_row = place_along * p.block_rows;
+    token_bytes = static_cast<uint32_t>(p.groups * kGroupRows * kSlabRowBytes);
+    x_bytes = token_bytes * kSlabs;
+    x_base = (shared_address(shared) + kSharedAlignment - 1) & ~(kSharedAlignment - 1u);
+    w_base = x_base + static_cast<uint32_t>(p.stages) * x_bytes;
+    full = w_base + static_cast<uint32_t>(p.stages) * kWeightBytes;
+    w_free = full + static_cast<uint32_t>(p.stages) * 8;
+    x_free = w_free + static_cast<uint32_t>(p.stages) * 8;
+  }
 
-  if (threadIdx.x == 0) {
-    let_successors_begin();
+  // By one thread, before any other uses a barrier.
+  __device__ __forceinline__ void init_barriers() const {
+    const int warps = p.groups * kGroupWarps;
     prefetch_map(&p.w_map);
     prefetch_map(&p.x_map);
     for (int s = 0; s < p.stages; ++s) {
@@ -121,192 +131,270 @@ __global__ void __launch_bounds__(skinny_gemm_wgmma_detail::most_threads(kColumn
     }
     publish_barriers();
   }
-  __syncwarp();
+
   // The barriers are ready, of this block and of those that copies go to. Where the weights are this block's alone,
-  // their warp begins without waiting for the others.
-  bool waits_at_end = false;
-  if (cluster > 1) {
-    cluster_arrive();
-    waits_at_end = group == 0 && warp == 0 && p.w_share == 1;
-    if (!waits_at_end) cluster_wait();
-  } else if (group == 0 && warp == 0) {
-    asm volatile("barrier.cta.arrive.aligned 1, %0;" ::"r"(blockDim.x) : "memory");
-  } else {
-    asm volatile("barrier.cta.sync.aligned 1, %0;" ::"r"(blockDim.x) : "memory");
+  // their warp begins without waiting for the others: true where it has to wait for the cluster at its end.
+  __device__ __forceinline__ bool meet() const {
+    bool waits_at_end = false;
+    if (cluster > 1) {
+      cluster_arrive();
+      waits_at_end = group == 0 && warp == 0 && p.w_share == 1;
+      if (!waits_at_end) cluster_wait();
+    } else if (group == 0 && warp == 0) {
+      asm volatile("barrier.cta.arrive.aligned 1, %0;" ::"r"(blockDim.x) : "memory");
+    } else {
+      asm volatile("barrier.cta.sync.aligned 1, %0;" ::"r"(blockDim.x) : "memory");
+    }
+    return waits_at_end;
   }
 
   // No block leaves while another may still copy into its memory or arrive at its barriers.
-  const auto leave = [&] {
+  __device__ __forceinline__ void leave() const {
     if (cluster == 1) return;
     __syncwarp();
     cluster_arrive_release();
     cluster_wait();
-  };
+  }
+};
 
-  if (group == 0) {
-    give_registers_away<kLoadingRegisters>();
-    if (warp == 0 && lane == 0) {
-      const uint64_t policy = evict_first_policy();
-      const uint32_t bytes = static_cast<uint32_t>(p.block_rows * kSlabRowBytes * kSlabs) + kWeightBytes;
-      // The blocks with the same tile: every `across`th.
-      uint32_t same_tile = 0;
-      for (int i = 0; i < p.w_share; ++i) same_tile |= 1u << (i * p.across + place_across);
-      Ring ring(p.stages);
-      for (int base = first_tile; base < p.tiles; base += tile_step) {
-        const int tile = base + place_across;
-        // A tile past the last one (the cluster's other blocks have work) lies outside the weight and comes as zeros.
-        const int row = (tile < p.tiles ? tile * kPartColumns : p.weight_rows) + w_place * p.w_box;
-        for (int i = 0; i < p.stages_of_in; ++i, ring.advance()) {
-          wait(w_free + 8 * ring.stage, ring.phase ^ 1);
-          const uint32_t barrier = full + 8 * ring.stage;
-          arrive_expecting(barrier, bytes);
+// One thread of the weights' warp, and one of the tokens'.
+template <int kColumns, bool kSwiglu, int kSlabs>
+struct Producer {
+  using Of = Block<kColumns, kSwiglu, kSlabs>;
+
+  const Of& block;
+
+  __device__ __forceinline__ void load_weights() const {
+    const auto& p = block.p;
+    const uint64_t policy = evict_first_policy();
+    const uint32_t bytes = static_cast<uint32_t>(p.block_rows * kSlabRowBytes * kSlabs) + Of::kWeightBytes;
+    // The blocks with the same tile: every `across`th.
+    uint32_t same_tile = 0;
+    for (int i = 0; i < p.w_share; ++i) same_tile |= 1u << (i * p.across + block.place_across);
+    Ring ring(p.stages);
+    for (int base = block.first_tile; base < p.tiles; base += block.tile_step) {
+      const int tile = base + block.place_across;
+      // A tile past the last one (the cluster's other blocks have work) lies outside the weight and comes as zeros.
+      const int row = (tile < p.tiles ? tile * Of::kPartColumns : p.weight_rows) + block.w_place * p.w_box;
+      for (int i = 0; i < p.stages_of_in; ++i, ring.advance()) {
+        wait(block.w_free + 8 * ring.stage, ring.phase ^ 1);
+        const uint32_t barrier = block.full + 8 * ring.stage;
+        arrive_expecting(barrier, bytes);
 #pragma unroll
-          for (int j = 0; j < kSlabs; ++j) {
-            uint32_t target = w_base + static_cast<uint32_t>(ring.stage) * kWeightBytes + j * kColumnBytes +
-                              static_cast<uint32_t>(w_place * p.w_box * kSlabRowBytes);
-            const int column = (i * kSlabs + j) * kSlab;
+        for (int j = 0; j < kSlabs; ++j) {
+          uint32_t target = block.w_base + static_cast<uint32_t>(ring.stage) * Of::kWeightBytes + j * Of::kColumnBytes +
+                            static_cast<uint32_t>(block.w_place * p.w_box * kSlabRowBytes);
+          const int column = (i * kSlabs + j) * kSlab;
 #pragma unroll
-            for (int part = 0; part < kParts; ++part, target += kPartColumns * kSlabRowBytes) {
-              if (p.w_share == 1) {
-                load_box(target, &p.w_map, column, row + part * p.out, barrier, policy);
-              } else {
-                load_box_to(target, &p.w_map, column, row + part * p.out, barrier, static_cast<uint16_t>(same_tile),
-                            policy);
-              }
-            }
-          }
-        }
-      }
-    }
-    __syncwarp();
-    if (waits_at_end) cluster_wait();  // of the arrival above
-    if (warp == 1 && lane == 0) {
-      const uint64_t policy = evict_last_policy();
-      const uint32_t same_tokens = ((1u << p.x_share) - 1) << (place_along * p.across);
-      Ring ring(p.stages);
-      wait_for_predecessors();
-      for (int base = first_tile; base < p.tiles; base += tile_step) {
-        for (int i = 0; i < p.stages_of_in; ++i, ring.advance()) {
-          wait(x_free + 8 * ring.stage, ring.phase ^ 1);
-          const uint32_t barrier = full + 8 * ring.stage;
-          const int row = first_row + x_place * p.x_box;
-#pragma unroll
-          for (int j = 0; j < kSlabs; ++j) {
-            const uint32_t target = x_base + static_cast<uint32_t>(ring.stage) * x_bytes +
-                                    static_cast<uint32_t>(j) * token_bytes +
-                                    static_cast<uint32_t>(x_place * p.x_box * kSlabRowBytes);
-            const int column = (i * kSlabs + j) * kSlab;
-            if (p.x_share == 1) {
-              load_box(target, &p.x_map, column, row, barrier, policy);
+          for (int part = 0; part < Of::kParts; ++part, target += Of::kPartColumns * kSlabRowBytes) {
+            if (p.w_share == 1) {
+              load_box(target, &p.w_map, column, row + part * p.out, barrier, policy);
             } else {
-              load_box_to(target, &p.x_map, column, row, barrier, static_cast<uint16_t>(same_tokens), policy);
+              load_box_to(target, &p.w_map, column, row + part * p.out, barrier, static_cast<uint16_t>(same_tile),
+                          policy);
             }
           }
         }
       }
     }
-    leave();
+  }
+
+  __device__ __forceinline__ void load_tokens() const {
+    const auto& p = block.p;
+    const uint64_t policy = evict_last_policy();
+    const uint32_t same_tokens = ((1u << p.x_share) - 1) << (block.place_along * p.across);
+    Ring ring(p.stages);
+    wait_for_predecessors();
+    for (int base = block.first_tile; base < p.tiles; base += block.tile_step) {
+      for (int i = 0; i < p.stages_of_in; ++i, ring.advance()) {
+        wait(block.x_free + 8 * ring.stage, ring.phase ^ 1);
+        const uint32_t barrier = block.full + 8 * ring.stage;
+        const int row = block.first_row + block.x_place * p.x_box;
+#pragma unroll
+        for (int j = 0; j < kSlabs; ++j) {
+          const uint32_t target = block.x_base + static_cast<uint32_t>(ring.stage) * block.x_bytes +
+                                  static_cast<uint32_t>(j) * block.token_bytes +
+                                  static_cast<uint32_t>(block.x_place * p.x_box * kSlabRowBytes);
+          const int column = (i * kSlabs + j) * kSlab;
+          if (p.x_share == 1) {
+            load_box(target, &p.x_map, column, row, barrier, policy);
+          } else {
+            load_box_to(target, &p.x_map, column, row, barrier, static_cast<uint16_t>(same_tokens), policy);
+          }
+        }
+      }
+    }
+  }
+};
+
+// A group of warps that multiplies. Its sums live in registers: they are indexed by constants only. They stand apart
+// from the rest, which the compiler takes apart before it has unrolled the loops over them.
+template <int kColumns, bool kSwiglu, int kSlabs>
+struct Consumer {
+  using Of = Block<kColumns, kSwiglu, kSlabs>;
+  using Sums = float[kColumns / 2];
+
+  const Of& block;
+  const SkinnyGemmWgmmaParams& p;
+  int lane;
+  uint32_t x_rows, w_rows;
+  uint32_t given_back;  // the barrier of stage 0 that this lane gives a stage back at, if any
+  bool gives_back;
+  int stages, stages_of_in;
+  int loads;  // stages that are still to be loaded after the present one
+  Ring ring;
+
+  __device__ __forceinline__ explicit Consumer(const Of& of) : block(of), p(of.p), lane(of.lane), ring(of.p.stages) {
+    x_rows = swizzled_rows(block.x_base + static_cast<uint32_t>((block.group - 1) * kGroupRows * kSlabRowBytes));
+    w_rows = swizzled_rows(block.w_base);
+    const bool for_weights = lane < p.w_share, for_tokens = lane >= 8 && lane < 8 + p.x_share;
+    const bool alone = block.cluster == 1;
+    const int place_across = block.place_across, place_along = block.place_along;
+    given_back =
+        for_weights  ? barrier_of(block.w_free, static_cast<uint32_t>(alone ? 0 : lane * p.across + place_across))
+        : for_tokens ? barrier_of(block.x_free, static_cast<uint32_t>(alone ? 0 : place_along * p.across + lane - 8))
+                     : 0;
+    gives_back = for_weights || for_tokens;
+    stages = p.stages;
+    stages_of_in = p.stages_of_in;
+    loads = ((p.tiles - block.first_tile + block.tile_step - 1) / block.tile_step) * stages_of_in - stages;
+  }
+
+  __device__ __forceinline__ void run() {
+    clear_rows(block.x_base, (block.group - 1) * kGroupRows, p.block_rows, block.token_bytes, stages * kSlabs,
+               block.group + 1);
+    Sums sum;
+    wait_for_predecessors();
+    for (int base = block.first_tile; base < p.tiles; base += block.tile_step) {
+      sum_tile(sum);
+      const int tile = base + block.place_across;
+      if (tile >= p.tiles) continue;
+      const int first_column = tile * Of::kPartColumns, limit = p.out - first_column;
+      if (!kSwiglu && p.bias != nullptr) add_bias(sum, first_column, limit);
+      write(sum, first_column, limit);
+    }
+  }
+
+  __device__ __forceinline__ void sum_tile(Sums& sum) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0;
+    int before = -1;  // the stage to be given back
+#pragma unroll 1
+    for (int left = stages_of_in; left > 0; --left, ring.advance()) {
+      const uint32_t x = further(x_rows, static_cast<uint32_t>(ring.stage) * block.x_bytes);
+      const uint32_t w = further(w_rows, static_cast<uint32_t>(ring.stage) * Of::kWeightBytes);
+      wait(block.full + 8 * ring.stage, ring.phase);
+      __syncwarp();
+      pin(sum);
+      begin_products();
+#pragma unroll
+      for (uint32_t step = 0; step < kSlabs * kSlab / 16; ++step) {
+        const uint32_t slab = step / (kSlab / 16), turn = 32 * (step % (kSlab / 16));
+#pragma unroll
+        for (uint32_t from = 0; from < kColumns; from += kTogether<kColumns>) {
+          multiply_group<kTogether<kColumns>>(reinterpret_cast<float(&)[kTogether<kColumns> / 2]>(sum[from / 2]),
+                                              further(x, slab * block.token_bytes + turn),
+                                              further(w, slab * Of::kColumnBytes + turn + from * kSlabRowBytes));
+        }
+      }
+      end_of_group();
+      pin(sum);
+      wait_for_products<1>();
+      if (before >= 0) release(before);
+      before = ring.stage;
+    }
+    wait_for_products<0>();
+    pin(sum);
+    release(before);
+  }
+
+  // Nobody waits for a last arrival, and one under way to a block that has ended would be an error.
+  __device__ __forceinline__ void release(int stage) {
+    __syncwarp();
+    if (gives_back && loads > 0) arrive_at(given_back + 8 * static_cast<uint32_t>(stage));
+    --loads;
+  }
+
+  __device__ __forceinline__ void add_bias(Sums& sum, int first_column, int limit) const {
+#pragma unroll
+    for (int b = 0; b < kColumns / 8; ++b) {
+      const int column = 8 * b + 2 * (lane % 4);
+      if (column < limit) {
+        const float2 pair =
+            __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p.bias + first_column + column));
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          sum[4 * b + 2 * h] = __fadd_rn(sum[4 * b + 2 * h], pair.x);
+          sum[4 * b + 2 * h + 1] = __fadd_rn(sum[4 * b + 2 * h + 1], pair.y);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(const Sums& sum, int first_column, int limit) const {
+    constexpr int kBlocks = Of::kPartColumns / 8;  // of 8 columns of y
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int in_block = (block.group - 1) * kGroupRows + block.warp * 16 + lane / 4 + 8 * h;
+      const int row = block.first_row + in_block;
+      const bool inside = in_block < p.block_rows && row < p.rows;
+      __nv_bfloat16* const to = p.y + static_cast<int64_t>(row) * p.out + first_column;
+#pragma unroll
+      for (int b = 0; b + 4 <= kBlocks; b += 4) {
+        const uint32_t word[4] = {word_of(sum, b, h), word_of(sum, b + 1, h), word_of(sum, b + 2, h),
+                                  word_of(sum, b + 3, h)};
+        write_row(word, to + 8 * b, limit - 8 * b, inside, lane);
+      }
+#pragma unroll
+      for (int b = kBlocks / 4 * 4; b < kBlocks; ++b) {
+        const int column = 8 * b + 2 * (lane % 4);
+        const uint32_t word = word_of(sum, b, h);
+        if (inside && column < limit) *reinterpret_cast<uint32_t*>(to + column) = word;
+      }
+    }
+  }
+
+  // Two columns of y, of block b of 8 and of the thread's row h.
+  static __device__ __forceinline__ uint32_t word_of(const Sums& sum, int b, int h) {
+    constexpr int kBlocks = Of::kPartColumns / 8;
+    float low = sum[4 * b + 2 * h], high = sum[4 * b + 2 * h + 1];
+    if constexpr (kSwiglu) {
+      low = steps::swiglu(rounded(low), rounded(sum[4 * (b + kBlocks) + 2 * h]));
+      high = steps::swiglu(rounded(high), rounded(sum[4 * (b + kBlocks) + 2 * h + 1]));
+    }
+    return pack_pair(low, high);
+  }
+};
+
+}  // namespace skinny_gemm_wgmma_detail
+
+// kColumns: of weights in a tile; with kSwiglu half of them of the gate, half of up. kSlabs: of 64 elements of `in`, in
+// a stage; where a product is short, several make the way round to the next stage worth it.
+template <int kColumns, bool kSwiglu, int kSlabs>
+__global__ void __launch_bounds__(skinny_gemm_wgmma_detail::most_threads(kColumns), 1)
+    skinny_gemm_wgmma_kernel(const __grid_constant__ SkinnyGemmWgmmaParams p) {
+  using namespace skinny_gemm_wgmma_detail;
+  extern __shared__ uint8_t shared[];
+  const Block<kColumns, kSwiglu, kSlabs> block(p, shared);
+  if (threadIdx.x == 0) {
+    let_successors_begin();
+    block.init_barriers();
+  }
+  __syncwarp();
+  const bool waits_at_end = block.meet();
+
+  if (block.group == 0) {
+    give_registers_away<kLoadingRegisters>();
+    const Producer<kColumns, kSwiglu, kSlabs> producer{block};
+    if (block.warp == 0 && block.lane == 0) producer.load_weights();
+    __syncwarp();
+    if (waits_at_end) cluster_wait();  // of the arrival in meet()
+    if (block.warp == 1 && block.lane == 0) producer.load_tokens();
+    block.leave();
   } else {
     take_registers<kRegisters<kColumns>>();
-    const uint32_t x_rows = swizzled_rows(x_base + static_cast<uint32_t>((group - 1) * kGroupRows * kSlabRowBytes));
-    const uint32_t w_rows = swizzled_rows(w_base);
-    // The barrier of stage 0 that this lane gives a stage back at, if any.
-    const bool for_weights = lane < p.w_share, for_tokens = lane >= 8 && lane < 8 + p.x_share;
-    const uint32_t given_back =
-        for_weights  ? barrier_of(w_free, static_cast<uint32_t>(cluster == 1 ? 0 : lane * p.across + place_across))
-        : for_tokens ? barrier_of(x_free, static_cast<uint32_t>(cluster == 1 ? 0 : place_along * p.across + lane - 8))
-                     : 0;
-    const bool gives_back = for_weights || for_tokens;
-    // Stages that are still to be loaded after the present one. Nobody waits for a last arrival, and one under way to a
-    // block that has ended would be an error.
-    const int stages = p.stages, stages_of_in = p.stages_of_in;
-    int loads = ((p.tiles - first_tile + tile_step - 1) / tile_step) * stages_of_in - stages;
-    const auto release = [&](int stage) {
-      __syncwarp();
-      if (gives_back && loads > 0) arrive_at(given_back + 8 * static_cast<uint32_t>(stage));
-      --loads;
-    };
-    clear_rows(x_base, (group - 1) * kGroupRows, p.block_rows, token_bytes, stages * kSlabs, group + 1);
-    float sum[kColumns / 2];
-    Ring ring(stages);
-    wait_for_predecessors();
-    for (int base = first_tile; base < p.tiles; base += tile_step) {
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0;
-      int before = -1;  // the stage to be given back
-#pragma unroll 1
-      for (int left = stages_of_in; left > 0; --left, ring.advance()) {
-        const uint32_t x = further(x_rows, static_cast<uint32_t>(ring.stage) * x_bytes);
-        const uint32_t w = further(w_rows, static_cast<uint32_t>(ring.stage) * kWeightBytes);
-        wait(full + 8 * ring.stage, ring.phase);
-        __syncwarp();
-        pin(sum);
-        begin_products();
-#pragma unroll
-        for (uint32_t step = 0; step < kSlabs * kSlab / 16; ++step) {
-          const uint32_t slab = step / (kSlab / 16), turn = 32 * (step % (kSlab / 16));
-#pragma unroll
-          for (uint32_t from = 0; from < kColumns; from += kTogether<kColumns>) {
-            multiply_group<kTogether<kColumns>>(reinterpret_cast<float(&)[kTogether<kColumns> / 2]>(sum[from / 2]),
-                                                further(x, slab * token_bytes + turn),
-                                                further(w, slab * kColumnBytes + turn + from * kSlabRowBytes));
-          }
-        }
-        end_of_group();
-        pin(sum);
-        wait_for_products<1>();
-        if (before >= 0) release(before);
-        before = ring.stage;
-      }
-      wait_for_products<0>();
-      pin(sum);
-      release(before);
-      const int tile = base + place_across;
-      if (tile >= p.tiles) continue;
-      const int first_column = tile * kPartColumns, limit = p.out - first_column;
-      if (!kSwiglu && p.bias != nullptr) {
-#pragma unroll
-        for (int b = 0; b < kColumns / 8; ++b) {
-          const int column = 8 * b + 2 * (lane % 4);
-          if (column < limit) {
-            const float2 pair =
-                __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p.bias + first_column + column));
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              sum[4 * b + 2 * h] = __fadd_rn(sum[4 * b + 2 * h], pair.x);
-              sum[4 * b + 2 * h + 1] = __fadd_rn(sum[4 * b + 2 * h + 1], pair.y);
-            }
-          }
-        }
-      }
-      constexpr int kBlocks = kPartColumns / 8;  // of 8 columns of y
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int in_block = (group - 1) * kGroupRows + warp * 16 + lane / 4 + 8 * h, row = first_row + in_block;
-        const bool inside = in_block < p.block_rows && row < p.rows;
-        __nv_bfloat16* const to = p.y + static_cast<int64_t>(row) * p.out + first_column;
-        const auto word_of = [&](int b) {
-          float low = sum[4 * b + 2 * h], high = sum[4 * b + 2 * h + 1];
-          if constexpr (kSwiglu) {
-            low = steps::swiglu(rounded(low), rounded(sum[4 * (b + kBlocks) + 2 * h]));
-            high = steps::swiglu(rounded(high), rounded(sum[4 * (b + kBlocks) + 2 * h + 1]));
-          }
-          return pack_pair(low, high);
-        };
-#pragma unroll
-        for (int b = 0; b + 4 <= kBlocks; b += 4) {
-          const uint32_t word[4] = {word_of(b), word_of(b + 1), word_of(b + 2), word_of(b + 3)};
-          write_row(word, to + 8 * b, limit - 8 * b, inside, lane);
-        }
-#pragma unroll
-        for (int b = kBlocks / 4 * 4; b < kBlocks; ++b) {
-          const int column = 8 * b + 2 * (lane % 4);
-          const uint32_t word = word_of(b);
-          if (inside && column < limit) *reinterpret_cast<uint32_t*>(to + column) = word;
-        }
-      }
-    }
-    leave();
+    Consumer<kColumns, kSwiglu, kSlabs>(block).run();
+    block.leave();
   }
 }
 
