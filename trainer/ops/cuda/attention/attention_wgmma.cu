@@ -3,8 +3,8 @@
 //
 // Why the bits are those of the other kernels: a score is one chain of steps of 16 along head_dim, an element of the
 // output one chain of steps of 16 along the keys, tile by tile, ascending; a step has the same bits as part of any
-// tensor-core instruction (skinny_gemm_mma.h). A maximum has no rounding; factors and weights are computed by the operations
-// of attention_steps.cuh; sums of weights are products with ones in all kernels.
+// tensor-core instruction (skinny_gemm_mma.h). A maximum has no rounding; factors and weights are computed by the
+// operations of attention_steps.cuh; sums of weights are products with ones in all kernels.
 //
 // A group's time line: it turns the scores of tile j into weights while the products of values with the weights of tile
 // j - 1 run, and its rescaling and rounding fall under the products of the other group. Blocks stay and take pieces

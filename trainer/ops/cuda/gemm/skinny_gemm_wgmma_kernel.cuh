@@ -56,7 +56,8 @@ inline constexpr int kTogether = kColumns == 224 ? 112 : kColumns;
 
 // A group of warps clears those of its 64 tokens, from `first` on, that nothing is loaded for, in all `slabs` of all
 // stages. No bit of a result depends on them, but the device's power does: at its limit, where decoding is from some 32
-// samples on, products of zeros let the clock rise. Before this group's first product; `barrier`: a free one of the block.
+// samples on, products of zeros let the clock rise. Before this group's first product; `barrier`: a free one of the
+// block.
 __device__ __forceinline__ void clear_rows(uint32_t x_base, int first, int block_rows, uint32_t slab_bytes, int slabs,
                                            int barrier) {
   const int rows = min(kGroupRows, first + kGroupRows - block_rows);  // the last ones of the group
