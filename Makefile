@@ -1,7 +1,8 @@
 # The commands people type. Each does its own set-up and says what it is doing.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart images test-cluster test-scale lint site clean
+.PHONY: help setup build test test-gpu sanitize quickstart operator parity chart images test-cluster \
+  test-scale lint site clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -46,7 +47,7 @@ test-cluster: build  ## operator and trainer on a real Kubernetes on this machin
 test-scale: build  ## many RLJobs on kwok's nodes: memory, CPU, rates (root, Go); JOBS=10000 for all of it
 	@tests/e2e/scale.sh $(or $(JOBS),1000)
 
-lint: setup  ## clang-format, clang-tidy, includes, pages, kept results
+lint: setup  ## clang-format, clang-tidy, columns, includes, pages, kept results
 	@scripts/lint.sh
 
 site:  ## the pages as a web site in build/site, to be looked at without a network

@@ -1,5 +1,6 @@
 # FindLibTorch: imported targets over the PyPI torch wheel, with no CUDA toolkit needed for the CPU part.
-#   LIBTORCH_ROOT  the wheel's "torch" folder (…/site-packages/torch). Default: asked from ${Python3_EXECUTABLE}/python3.
+#   LIBTORCH_ROOT  the wheel's "torch" folder (…/site-packages/torch). Default: asked from
+#                  ${Python3_EXECUTABLE}/python3.
 #   CUDA_WHEEL_ROOT  the "nvidia" folder beside it (default ${LIBTORCH_ROOT}/../nvidia); a toolkit prefix works too,
 #                    through CMAKE_CUDA_COMPILER / CUDAToolkit_ROOT.
 # Targets: LibTorch::cpu  LibTorch::gloo (adds the header shim)  LibTorch::cuda (GPU; only if headers are there)
@@ -10,7 +11,8 @@ if(NOT LIBTORCH_ROOT)
   else()
     find_program(LIBTORCH_PYTHON NAMES python3 python)
     execute_process(  # locates the package without importing it (an import costs seconds)
-      COMMAND ${LIBTORCH_PYTHON} -c "import importlib.util as u,os;s=u.find_spec('torch');print(os.path.dirname(s.origin) if s else '')"
+      COMMAND ${LIBTORCH_PYTHON} -c "import importlib.util as u,os;s=u.find_spec('torch');\
+print(os.path.dirname(s.origin) if s else '')"
       OUTPUT_VARIABLE LIBTORCH_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   endif()
 endif()
@@ -39,7 +41,8 @@ add_library(LibTorch::cpu SHARED IMPORTED)
 set_target_properties(LibTorch::cpu PROPERTIES IMPORTED_LOCATION "${LIBTORCH_CPU_LIB}" IMPORTED_SONAME libtorch_cpu.so
   INTERFACE_LINK_LIBRARIES LibTorch::c10
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED")
-# libtorch_cpu.so needs libcudart.so.13 and libcupti.so.13; ld finds them by its DT_RPATH ($ORIGIN/../../nvidia/cu13/lib).
+# libtorch_cpu.so needs libcudart.so.13 and libcupti.so.13; ld finds them by its DT_RPATH
+# ($ORIGIN/../../nvidia/cu13/lib).
 # Where the wheels are laid out otherwise, still let the link pass (the loader gets LD_LIBRARY_PATH at run time):
 set_property(TARGET LibTorch::cpu APPEND PROPERTY INTERFACE_LINK_OPTIONS "-Wl,--allow-shlib-undefined")
 
@@ -55,18 +58,25 @@ if(LIBTORCH_CUDA_LIB)
       list(APPEND _cuinc "${CUDA_WHEEL_ROOT}/${d}/include")
     endif()
   endforeach()
-  find_path(LIBTORCH_CUDART_INC cuda_runtime_api.h PATHS "${CUDA_WHEEL_ROOT}/cu13/include" ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
-  find_path(LIBTORCH_CUBLAS_INC cublas_v2.h PATHS "${CUDA_WHEEL_ROOT}/cu13/include" ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
-  find_library(LIBTORCH_CUDART_LIB NAMES cudart libcudart.so.13 PATHS "${CUDA_WHEEL_ROOT}/cu13/lib" ${CUDAToolkit_LIBRARY_DIR} NO_DEFAULT_PATH)
-  find_library(LIBTORCH_CUBLASLT_LIB NAMES cublasLt libcublasLt.so.13 PATHS "${CUDA_WHEEL_ROOT}/cu13/lib" ${CUDAToolkit_LIBRARY_DIR} NO_DEFAULT_PATH)
+  find_path(LIBTORCH_CUDART_INC cuda_runtime_api.h
+    PATHS "${CUDA_WHEEL_ROOT}/cu13/include" ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
+  find_path(LIBTORCH_CUBLAS_INC cublas_v2.h
+    PATHS "${CUDA_WHEEL_ROOT}/cu13/include" ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
+  find_library(LIBTORCH_CUDART_LIB NAMES cudart libcudart.so.13
+    PATHS "${CUDA_WHEEL_ROOT}/cu13/lib" ${CUDAToolkit_LIBRARY_DIR} NO_DEFAULT_PATH)
+  find_library(LIBTORCH_CUBLASLT_LIB NAMES cublasLt libcublasLt.so.13
+    PATHS "${CUDA_WHEEL_ROOT}/cu13/lib" ${CUDAToolkit_LIBRARY_DIR} NO_DEFAULT_PATH)
   if(LIBTORCH_CUDART_INC AND LIBTORCH_CUBLAS_INC AND LIBTORCH_CUDART_LIB AND LIBTORCH_CUBLASLT_LIB)
     add_library(LibTorch::cudart SHARED IMPORTED)
-    set_target_properties(LibTorch::cudart PROPERTIES IMPORTED_LOCATION "${LIBTORCH_CUDART_LIB}" IMPORTED_SONAME libcudart.so.13
-      INTERFACE_INCLUDE_DIRECTORIES "${LIBTORCH_CUDART_INC};${_cuinc}" INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${LIBTORCH_CUDART_INC};${_cuinc}")
+    set_target_properties(LibTorch::cudart PROPERTIES
+      IMPORTED_LOCATION "${LIBTORCH_CUDART_LIB}" IMPORTED_SONAME libcudart.so.13
+      INTERFACE_INCLUDE_DIRECTORIES "${LIBTORCH_CUDART_INC};${_cuinc}"
+      INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${LIBTORCH_CUDART_INC};${_cuinc}")
     add_library(LibTorch::cuda INTERFACE IMPORTED)
     # --no-as-needed: nothing in our objects may reference libtorch_cuda.so, yet its static registrations must load
     set_target_properties(LibTorch::cuda PROPERTIES
-      INTERFACE_LINK_LIBRARIES "LibTorch::cpu;LibTorch::cudart;-Wl,--push-state,--no-as-needed;${LIBTORCH_CUDA_LIB};${LIBTORCH_C10_CUDA_LIB};-Wl,--pop-state;${LIBTORCH_CUBLASLT_LIB}"
+      INTERFACE_LINK_LIBRARIES "LibTorch::cpu;LibTorch::cudart;-Wl,--push-state,--no-as-needed;\
+${LIBTORCH_CUDA_LIB};${LIBTORCH_C10_CUDA_LIB};-Wl,--pop-state;${LIBTORCH_CUBLASLT_LIB}"
       INTERFACE_COMPILE_DEFINITIONS "USE_C10D_NCCL")
   endif()
 endif()

@@ -1,11 +1,13 @@
-# httplib: cpp-httplib as a static library. Its one header (third_party/httplib, unchanged) is cut in two at the lines that
-# upstream marks for it, declarations and code, so that the code is compiled once and not in every file that includes it.
+# httplib: cpp-httplib as a static library. Its one header (third_party/httplib, unchanged) is cut in two at the lines
+# that upstream marks for it, declarations and code, so that the code is compiled once and not in every file that
+# includes it.
 set(_httplib_sha256 e9112546cbae828180f72c2ae6da4bfd8d15ae38138bd99b898e5e30128acc28)
 set(_httplib_from "${CMAKE_SOURCE_DIR}/third_party/httplib/httplib.h")
 set(_httplib_to "${CMAKE_BINARY_DIR}/httplib")
 file(SHA256 "${_httplib_from}" _httplib_found)
 if(NOT _httplib_found STREQUAL _httplib_sha256)
-  message(FATAL_ERROR "third_party/httplib/httplib.h is not the file that its README names (SHA-256 ${_httplib_found}): restore it, "
+  message(FATAL_ERROR
+    "third_party/httplib/httplib.h is not the file that its README names (SHA-256 ${_httplib_found}): restore it, "
     "or write the new sum into cmake/Httplib.cmake and the README when it was updated on purpose")
 endif()
 file(READ "${_httplib_from}" _httplib_text)

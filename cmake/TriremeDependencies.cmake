@@ -14,7 +14,8 @@ include(RustBridge)
 add_library(trireme_torch INTERFACE)
 if(NOT TRIREME_TORCH STREQUAL "none")
   if(NOT LIBTORCH_ROOT)
-    set(LIBTORCH_ROOT "${CMAKE_SOURCE_DIR}/build/deps/${TRIREME_TORCH}/torch" CACHE PATH "torch folder of the wheel (scripts/get_torch.sh)" FORCE)
+    set(LIBTORCH_ROOT "${CMAKE_SOURCE_DIR}/build/deps/${TRIREME_TORCH}/torch" CACHE PATH
+      "torch folder of the wheel (scripts/get_torch.sh)" FORCE)
   endif()
   if(TRIREME_TORCH STREQUAL "cuda")
     set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)  # else libcudart_static.a is linked beside libtorch's libcudart.so.13
@@ -48,5 +49,6 @@ if(NOT TRIREME_TORCH STREQUAL "none")
   add_library(trireme_torch_pch OBJECT "${CMAKE_BINARY_DIR}/torch_pch.cpp")
   target_link_libraries(trireme_torch_pch PUBLIC trireme_flags trireme_torch)
   target_compile_options(trireme_torch_pch PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
-  target_precompile_headers(trireme_torch_pch PRIVATE <ATen/ATen.h> <string> <vector> <functional> <memory> <unordered_map>)
+  target_precompile_headers(trireme_torch_pch PRIVATE
+    <ATen/ATen.h> <string> <vector> <functional> <memory> <unordered_map>)
 endif()

@@ -3,12 +3,15 @@
 add_library(trireme_flags INTERFACE)
 target_include_directories(trireme_flags INTERFACE "${CMAKE_SOURCE_DIR}")
 set(_cxx "$<COMPILE_LANGUAGE:CXX>")
-target_compile_options(trireme_flags INTERFACE "$<${_cxx}:-Wall;-Wextra;-Wno-unused-parameter;-Wno-missing-field-initializers>")
+target_compile_options(trireme_flags INTERFACE
+  "$<${_cxx}:-Wall;-Wextra;-Wno-unused-parameter;-Wno-missing-field-initializers>")
 # GCC 13 takes any function that gets a temporary and returns a reference for a dangling one; 14 looks closer.
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13 AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_GREATER_EQUAL 13
+   AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 14)
   target_compile_options(trireme_flags INTERFACE "$<${_cxx}:-Wno-dangling-reference>")
 endif()
-# Says of a class that it has a member from an unnamed namespace where the file is included, as a unity build includes all.
+# Says of a class that it has a member from an unnamed namespace where the file is included, as a unity build includes
+# all.
 if(TRIREME_UNITY AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   target_compile_options(trireme_flags INTERFACE "$<${_cxx}:-Wno-subobject-linkage>")
 endif()
@@ -26,8 +29,9 @@ if(TRIREME_FUZZ)
   target_compile_options(trireme_flags INTERFACE -fsanitize=fuzzer-no-link -Wno-unknown-warning-option)
 endif()
 
-# trireme_device_sources(OUT): the sources of this folder that differ with and without CUDA: all below cuda/, or all below
-# no_cuda/, which has the same functions and says that there is no device. This is the only place where that is chosen.
+# trireme_device_sources(OUT): the sources of this folder that differ with and without CUDA: all below cuda/, or all
+# below no_cuda/, which has the same functions and says that there is no device. This is the only place where that is
+# chosen.
 function(trireme_device_sources out)
   if(TRIREME_TORCH STREQUAL "cuda")
     set(_side "${CMAKE_CURRENT_SOURCE_DIR}/cuda")
@@ -91,8 +95,9 @@ function(trireme_test name)
   if(TRIREME_SANITIZE)
     math(EXPR A_TIMEOUT "${A_TIMEOUT} * 3")
   endif()
-  # LibTorch's flight recorder is one map of the process that no lock guards when several Gloo groups record: tests whose
-  # ranks are threads would crash in it now and then. A rank of a run is a process of its own.
+  # LibTorch's flight recorder is one map of the process that no lock guards when several Gloo groups record: tests
+  # whose ranks are threads would crash in it now and then. A rank of a run is a process of its own.
   set_tests_properties(${name} PROPERTIES TIMEOUT ${A_TIMEOUT}
-    ENVIRONMENT "OMP_WAIT_POLICY=passive;TORCH_FR_BUFFER_SIZE=0;TORCH_NCCL_TRACE_BUFFER_SIZE=0;TRIREME_BUILD_DIR=${CMAKE_BINARY_DIR};TRIREME_SOURCE_DIR=${CMAKE_SOURCE_DIR}")
+    ENVIRONMENT "OMP_WAIT_POLICY=passive;TORCH_FR_BUFFER_SIZE=0;TORCH_NCCL_TRACE_BUFFER_SIZE=0;\
+TRIREME_BUILD_DIR=${CMAKE_BINARY_DIR};TRIREME_SOURCE_DIR=${CMAKE_SOURCE_DIR}")
 endfunction()

@@ -16,7 +16,8 @@ if (location.protocol === "file:") {
           script.src = source;
           inside.document.head.append(script);
         });
-      inside.importScripts = (...sources) => sources.reduce((before, one) => before.then(() => load(one)), Promise.resolve());
+      inside.importScripts = (...sources) =>
+        sources.reduce((before, one) => before.then(() => load(one)), Promise.resolve());
       inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", {data}));
       this.ready = load(url);
     }

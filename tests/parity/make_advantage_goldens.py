@@ -1,6 +1,6 @@
-"""Writes tests/data/advantage_goldens.json: rewards to advantages with every option, in exact fractions (roots to 50 digits),
-from the definitions as sums over sets; shares nothing with trainer/algorithms/advantages.cpp. Run by hand when options are
-added:
+"""Writes tests/data/advantage_goldens.json: rewards to advantages with every option, in exact fractions (roots to 50
+digits), from the definitions as sums over sets; shares nothing with trainer/algorithms/advantages.cpp. Run by hand when
+options are added:
     python3 tests/parity/make_advantage_goldens.py
 """
 import decimal

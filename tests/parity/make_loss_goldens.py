@@ -1,5 +1,6 @@
-"""Writes tests/data/loss_goldens.json: loss and gradient of every option of the policy loss, float64, computed on padded
-[sequences, tokens] arrays by code that shares nothing with trainer/algorithms/loss.cpp. Run by hand when options are added:
+"""Writes tests/data/loss_goldens.json: loss and gradient of every option of the policy loss, float64, computed on
+padded [sequences, tokens] arrays by code that shares nothing with trainer/algorithms/loss.cpp. Run by hand when options
+are added:
     python3 tests/parity/make_loss_goldens.py
 """
 import itertools
@@ -83,9 +84,10 @@ def loss_of(d, o):
     return loss
 
 
-DEFAULT = dict(kl_penalty=0.1, kl_estimator="k3", kl_input_clamp=20.0, kl_output_clamp=10.0, kl_score_function_gradient=False,
-               on_policy_kl_approximation=False, clip_min=0.2, clip_max=0.3, clip_c=None, importance_sampling_correction=False,
-               truncated_is="", truncated_is_ratio=None, truncated_is_ratio_min=None, sequence_level_ratios=False,
+DEFAULT = dict(kl_penalty=0.1, kl_estimator="k3", kl_input_clamp=20.0, kl_output_clamp=10.0,
+               kl_score_function_gradient=False, on_policy_kl_approximation=False, clip_min=0.2, clip_max=0.3,
+               clip_c=None, importance_sampling_correction=False, truncated_is="", truncated_is_ratio=None,
+               truncated_is_ratio_min=None, sequence_level_ratios=False,
                token_level_loss=True, force_on_policy_ratio=False, cispo=False, disable_ppo_ratio=False,
                positive_example_nll_weight=0.0)
 
@@ -94,7 +96,8 @@ def cases():
     one = lambda **k: dict(DEFAULT, **k)
     for token in (True, False):
         for k, score, approx in itertools.product(("k1", "k2", "k3"), (False, True), (False, True)):
-            yield one(token_level_loss=token, kl_estimator=k, kl_score_function_gradient=score, on_policy_kl_approximation=approx)
+            yield one(token_level_loss=token, kl_estimator=k, kl_score_function_gradient=score,
+                      on_policy_kl_approximation=approx)
         yield one(token_level_loss=token, kl_input_clamp=0.2, kl_output_clamp=0.05)
         yield one(token_level_loss=token, kl_input_clamp=0.2, kl_score_function_gradient=True)
         yield one(token_level_loss=token, kl_input_clamp=None, kl_output_clamp=None)
@@ -107,8 +110,8 @@ def cases():
         yield one(token_level_loss=token, importance_sampling_correction=True)
         for kind in ("tis", "icepop", "seq-mask-tis"):
             for low in (None, 0.9):
-                yield one(token_level_loss=token, importance_sampling_correction=True, truncated_is=kind, truncated_is_ratio=1.2,
-                          truncated_is_ratio_min=low)
+                yield one(token_level_loss=token, importance_sampling_correction=True, truncated_is=kind,
+                          truncated_is_ratio=1.2, truncated_is_ratio_min=low)
     yield one(cispo=True)
     yield one(cispo=True, importance_sampling_correction=True)
     for corrected in (False, True):
@@ -126,9 +129,11 @@ def main():
         loss.backward()
         flat = lambda x: [float(x[i, t]) for i, n in enumerate(LENGTHS) for t in range(n)]
         goldens.append(dict(options=options, lengths=LENGTHS, sequence_mask=SEQUENCE_MASK,
-                            global_valid_tokens=float(d["mask"].sum()) + 3.0, global_valid_sequences=sum(SEQUENCE_MASK) + 1.0,
+                            global_valid_tokens=float(d["mask"].sum()) + 3.0,
+                            global_valid_sequences=sum(SEQUENCE_MASK) + 1.0,
                             global_positive_tokens=float((d["mask"] * d["positive"]).sum()) + 2.0,
-                            inputs={k: flat(v.detach()) for k, v in d.items()}, loss=float(loss), gradient=flat(d["current"].grad)))
+                            inputs={k: flat(v.detach()) for k, v in d.items()}, loss=float(loss),
+                            gradient=flat(d["current"].grad)))
     path = pathlib.Path(__file__).resolve().parents[1] / "data" / "loss_goldens.json"
     path.write_text(json.dumps(goldens))
     print(len(goldens), "cases in", path)

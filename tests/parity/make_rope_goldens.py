@@ -1,8 +1,8 @@
-"""Writes tests/data/rope_goldens.json: how fast each pair of a head's elements turns, and cos and sin at some positions,
-for every kind of rope scaling. From the definitions (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large
-Language Models"; "The Llama 3 Herd of Models"; linear interpolation: Chen et al. 2023) in 50 digits; shares nothing with
-trainer/ops/rope_frequencies.cpp. Run by hand when a kind is added; with transformers there, the same configurations are
-also put to it, and a difference is an error:
+"""Writes tests/data/rope_goldens.json: how fast each pair of a head's elements turns, and cos and sin at some
+positions, for every kind of rope scaling. From the definitions (Peng et al. 2023, "YaRN: Efficient Context Window
+Extension of Large Language Models"; "The Llama 3 Herd of Models"; linear interpolation: Chen et al. 2023) in 50 digits;
+shares nothing with trainer/ops/rope_frequencies.cpp. Run by hand when a kind is added; with transformers there, the
+same configurations are also put to it, and a difference is an error:
     python3 tests/parity/make_rope_goldens.py
 """
 import decimal
@@ -94,15 +94,16 @@ CASES = [
     (128, 4096, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
     (128, 131072, {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}),
-    (128, 40960, {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 32768}),
+    (128, 40960, {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
+                  "original_max_position_embeddings": 32768}),
     (128, 32768, {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 4096,
                   "beta_fast": 16.0, "beta_slow": 2.0}),
     (64, 8192, {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.5, "original_max_position_embeddings": 2048,
                 "attention_factor": 1.5}),
     (64, 163840, {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 4096,
                   "mscale": 1.0, "mscale_all_dim": 0.7}),
-    (128, 131072, {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-                   "truncate": False}),
+    (128, 131072, {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0,
+                   "original_max_position_embeddings": 4096, "truncate": False}),
     (16, 64, {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 64}),
 ]
 POSITIONS = [0, 1, 63, 1000, 4095, 32767, 131071]

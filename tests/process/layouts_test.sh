@@ -75,6 +75,7 @@ for rank in 0 1; do
     $(run_args unlike cluster.gpus_per_node=2 grpo.seed=$((rank + 5))) >"$dir/out.$rank" 2>&1 & pids="$pids $!"
 done
 codes=""; for pid in $pids; do wait "$pid"; codes="$codes $?"; done
-[ "$codes" = " 10 10" ] && grep -q "rank 1 has other settings than rank 0: there grpo.seed was 5, is 6 here" "$dir/out.0" &&
+[ "$codes" = " 10 10" ] &&
+  grep -q "rank 1 has other settings than rank 0: there grpo.seed was 5, is 6 here" "$dir/out.0" &&
   ok "ranks with other settings are refused" || bad "ranks with other settings: codes$codes" "$(cat "$dir/out.0")"
 finish

@@ -5,31 +5,40 @@ export OMP_WAIT_POLICY=passive
 dir=$(mktemp -d); trap 'rm -rf "$dir"' EXIT
 passed=0 failed=0
 ok() { passed=$((passed + 1)); echo "ok    $1"; }
-bad() { failed=$((failed + 1)); echo "FAIL  $1"; [ $# -lt 2 ] || printf '%s\n' "$2" | tail -15 | sed 's/^/      /'; return 1; }
+bad() {
+  failed=$((failed + 1)); echo "FAIL  $1"
+  [ $# -lt 2 ] || printf '%s\n' "$2" | tail -15 | sed 's/^/      /'
+  return 1
+}
 # check NAME COMMAND...: passes when the command does.
 check() { local name=$1 out; shift; if out=$("$@" 2>&1); then ok "$name"; else bad "$name" "$out"; fi; }
 finish() { echo "$passed passed, $failed failed"; [ "$failed" = 0 ]; }
 
 # A tiny model and task in $dir, and the overrides of a run that takes a second.
 make_fixture() {
-  "$TRIREME" init-model --out "$dir/model" --hidden 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 --intermediate 48 >/dev/null
+  "$TRIREME" init-model --out "$dir/model" --hidden 32 --layers 2 --heads 2 --kv-heads 1 --head-dim 16 \
+    --intermediate 48 >/dev/null
   "$TRIREME" init-task addition --out "$dir/task" --smallest 0 --largest 19 --warm-start 50 --held-out 20 >/dev/null
 }
-# run_args NAME [overrides...]: the arguments of a run with its own folders. A random model solves nothing, so the format of
-# an answer is rewarded too: without rewards that differ every gradient would be zero.
+# run_args NAME [overrides...]: the arguments of a run with its own folders. A random model solves nothing, so the
+# format of an answer is rewarded too: without rewards that differ every gradient would be zero.
 run_args() {
   local name=$1; shift
-  echo train --config configs/quickstart.yaml policy.model_name="$dir/model" data.train.data_path="$dir/task/train.jsonl" \
-    data.validation.data_path="$dir/task/held_out.jsonl" checkpointing.checkpoint_dir="$dir/$name" logger.log_dir="$dir/$name-logs" \
-    grpo.use_dynamic_sampling=false grpo.batch_multiplier=1 grpo.num_prompts_per_step=8 grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16 policy.train_micro_batch_size=4 \
-    grpo.max_num_steps=6 grpo.val_period=3 grpo.max_val_samples=20 grpo.stop_at_validation_metric=null grpo.stop_at_validation_threshold=null checkpointing.save_period=1 checkpointing.keep_top_k=0 \
-    policy.generation.max_running_samples=16 policy.generation.kv_cache_tokens=4096 policy.generation.max_new_tokens=12 \
-    env.format.enabled=true "env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3)" \
+  echo train --config configs/quickstart.yaml policy.model_name="$dir/model" \
+    data.train.data_path="$dir/task/train.jsonl" data.validation.data_path="$dir/task/held_out.jsonl" \
+    checkpointing.checkpoint_dir="$dir/$name" logger.log_dir="$dir/$name-logs" \
+    grpo.use_dynamic_sampling=false grpo.batch_multiplier=1 grpo.num_prompts_per_step=8 \
+    grpo.num_generations_per_prompt=4 policy.train_global_batch_size=16 policy.train_micro_batch_size=4 \
+    grpo.max_num_steps=6 grpo.val_period=3 grpo.max_val_samples=20 grpo.stop_at_validation_metric=null \
+    grpo.stop_at_validation_threshold=null checkpointing.save_period=1 checkpointing.keep_top_k=0 \
+    policy.generation.max_running_samples=16 policy.generation.kv_cache_tokens=4096 \
+    policy.generation.max_new_tokens=12 env.format.enabled=true "env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3)" \
     logger.prometheus.enabled=false logger.report=false cluster.collective_timeout_s=120 "$@"
 }
 weights() {
   [ -f "$dir/$1/step_$2/policy/weights/model.safetensors" ] || { echo "no weights of $1 step $2 ($RANDOM)"; return; }
-  sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors | awk '{print $1}' | sha256sum
+  sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors |
+    awk '{print $1}' | sha256sum
 }
 # Logged values that may not depend on time.
 values() { sed 's/"time":"[^"]*"//; s/"timing[^,}]*//g; s/"performance[^,}]*//g' "$dir/$1-logs/train.jsonl"; }

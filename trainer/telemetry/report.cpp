@@ -17,28 +17,37 @@ const char* const kUplotStyle =
 #include "uPlot.min.css.inc"
     ;
 
-const char* const kStyle = R"css(
+const char* const kStyle =
+    R"css(
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5c6570; --line: #d8dde3; --page: #ffffff; --card: #f6f8fa; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa4af; --line: #363d46; --page: #14171b; --card: #1c2127; } }
-body { margin: 0 auto; padding: 24px; max-width: 1240px; font: 14px/1.5 system-ui, "DejaVu Sans", sans-serif; color: var(--ink); background: var(--page); }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #9aa4af; --line: #363d46; )css"
+    R"css(--page: #14171b; --card: #1c2127; } }
+body { margin: 0 auto; padding: 24px; max-width: 1240px; font: 14px/1.5 system-ui, "DejaVu Sans", sans-serif; )css"
+    R"css(color: var(--ink); background: var(--page); }
 h1 { font-size: 22px; margin: 0 0 4px; } .soft { color: var(--soft); }
 .figures { display: flex; flex-wrap: wrap; gap: 12px; margin: 18px 0; }
-.figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 16px; min-width: 120px; }
+.figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; )css"
+    R"css(padding: 10px 16px; min-width: 120px; }
 .figure b { display: block; font-size: 20px; font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 16px; }
-.chart { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 8px 4px; overflow: hidden; }
+.chart { background: var(--card); border: 1px solid var(--line); border-radius: 8px; )css"
+    R"css(padding: 12px 8px 4px; overflow: hidden; }
 .chart h2 { font-size: 15px; margin: 0 0 4px 12px; } .wide { grid-column: 1 / -1; }
 .u-legend { font-size: 12px; text-align: left; } .u-legend .u-value { min-width: 4.5em; display: inline-block; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; overflow: auto; }
 details { margin-top: 18px; } summary { cursor: pointer; }
-.phases { border-collapse: collapse; margin-top: 18px; } .phases td, .phases th { border: 1px solid var(--line); padding: 4px 10px; text-align: right; }
+.phases { border-collapse: collapse; margin-top: 18px; } )css"
+    R"css(.phases td, .phases th { border: 1px solid var(--line); padding: 4px 10px; text-align: right; }
 )css";
 
-const char* const kCode = R"js(
+const char* const kCode =
+    R"js(
 const data = JSON.parse(document.getElementById('data').textContent);
-const ink = getComputedStyle(document.body).color, grid = getComputedStyle(document.documentElement).getPropertyValue('--line');
+const ink = getComputedStyle(document.body).color, )js"
+    R"js(grid = getComputedStyle(document.documentElement).getPropertyValue('--line');
 const axis = () => ({stroke: ink, grid: {stroke: grid, width: 1}, ticks: {stroke: grid}});
-const shown = v => v == null ? '-' : Math.abs(v) >= 1000 ? v.toFixed(0) : Math.abs(v) >= 0.01 || v === 0 ? v.toFixed(3) : v.toExponential(2);
+const shown = v => v == null ? '-' : Math.abs(v) >= 1000 ? v.toFixed(0) : )js"
+    R"js(Math.abs(v) >= 0.01 || v === 0 ? v.toFixed(3) : v.toExponential(2);
 const plots = [];
 function chart(title, series, options = {}) {
   const some = series.filter(s => s.values.some(v => v != null));
@@ -49,7 +58,8 @@ function chart(title, series, options = {}) {
   box.firstChild.textContent = title;
   document.getElementById('charts').append(box);
   let columns = some.map(s => s.values), order = some;
-  if (options.stacked) {  // drawn from the whole down to the first part, so that each part shows above the ones below it
+  if (options.stacked) {  // drawn from the whole down to the first part, )js"
+    R"js(so that each part shows above the ones below it
     const sums = data.step.map(() => 0);
     columns = some.map(s => s.values.map((v, i) => v == null ? null : sums[i] += v)).reverse();
     order = some.slice().reverse();
@@ -59,13 +69,15 @@ function chart(title, series, options = {}) {
     scales: {x: {time: false}, y: options.range ? {range: options.range} : {}},
     axes: [axis(), {...axis(), size: 60}],
     series: [{label: 'step'}, ...order.map(s => ({
-      label: s.name, stroke: s.color, width: options.stacked ? 1 : 1.5, fill: options.stacked ? s.color : undefined, spanGaps: true,
+      label: s.name, stroke: s.color, width: options.stacked ? 1 : 1.5, )js"
+    R"js(fill: options.stacked ? s.color : undefined, spanGaps: true,
       points: {show: s.values.filter(v => v != null).length < 60 && !options.stacked},
       value: (u, v, k, i) => shown(i == null ? s.values[s.values.length - 1] : s.values[i])}))]
   }, [data.step, ...columns], box);
   plots.push([plot, box]);
 }
-const line = (name, title, color, options) => chart(title, [{name: title, color, values: data.values[name] || []}], options);
+const line = (name, title, color, options) => )js"
+    R"js(chart(title, [{name: title, color, values: data.values[name] || []}], options);
 line('train/reward', 'reward', '#0072b2');
 line('validation/accuracy', 'validation accuracy', '#009e73', {range: [0, 1]});
 line('train/mean_gen_tokens_per_sample', 'response length (tokens)', '#cc79a7');
@@ -77,7 +89,8 @@ line('train/grad_norm', 'gradient norm', '#56b4e9');
 line('train/kl_penalty', 'KL to the reference', '#666699');
 line('train/approx_entropy', 'entropy', '#8c6d31');
 line('train/truncation_rate', 'share of truncated responses', '#999999', {range: [0, 1]});
-addEventListener('resize', () => { for (const [plot, box] of plots) plot.setSize({width: box.clientWidth - 16, height: plot.height}); });
+addEventListener('resize', () => { )js"
+    R"js(for (const [plot, box] of plots) plot.setSize({width: box.clientWidth - 16, height: plot.height}); });
 )js";
 
 const char* phase_color(Phase phase) {

@@ -53,11 +53,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{- define "trireme.certManager" -}}
-{{- if and (or .Values.webhook.enabled (include "trireme.statusTls" .)) (eq .Values.webhook.certificates.mode "certManager") }}true{{ end }}
+{{- $served := or .Values.webhook.enabled (include "trireme.statusTls" .) }}
+{{- if and $served (eq .Values.webhook.certificates.mode "certManager") }}true{{ end }}
 {{- end }}
 
 {{- define "trireme.ownCertificates" -}}
-{{- if and (or .Values.webhook.enabled (include "trireme.statusTls" .)) (eq .Values.webhook.certificates.mode "internal") }}true{{ end }}
+{{- $served := or .Values.webhook.enabled (include "trireme.statusTls" .) }}
+{{- if and $served (eq .Values.webhook.certificates.mode "internal") }}true{{ end }}
 {{- end }}
 
 {{- /* What values.schema.json cannot say. */}}
@@ -66,7 +68,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and (gt (int .Values.replicaCount) 1) (not $election.enabled) }}
 {{- fail "replicaCount above 1 needs config.leaderElection.enabled: two operators would act on the same jobs" }}
 {{- end }}
-{{- if not (and (gt (int $election.leaseDuration) (int $election.renewDeadline)) (gt (int $election.renewDeadline) (int $election.retryPeriod))) }}
+{{- $renew := int $election.renewDeadline }}
+{{- if not (and (gt (int $election.leaseDuration) $renew) (gt $renew (int $election.retryPeriod))) }}
 {{- fail "config.leaderElection: leaseDuration must be above renewDeadline, and renewDeadline above retryPeriod" }}
 {{- end }}
 {{- if and (include "trireme.statusTls" .) (hasPrefix "http://" .Values.status.url) }}

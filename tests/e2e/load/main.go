@@ -1,8 +1,10 @@
-// load: posts the objects of a file as fast as the API server takes them, over a fixed number of connections. What the operator is compared with.
+// load: posts the objects of a file as fast as the API server takes them, over a fixed number of connections. What
+// the operator is compared with.
 //
 //	load -server https://10.200.0.1:6443 -pki FOLDER -connections 64 FILE
 //
-// Each line of the file is {"path": "/api/v1/namespaces/x/pods", "body": {...}}. Lines with a lower "wave" are done before any of a higher one.
+// Each line of the file is {"path": "/api/v1/namespaces/x/pods", "body": {...}}. Lines with a lower "wave" are done
+// before any of a higher one.
 // Prints one JSON line: {"objects": N, "seconds": S, "failed": F}.
 package main
 
@@ -107,7 +109,8 @@ func main() {
 		close(queue)
 		workers.Wait()
 	}
-	fmt.Printf("{\"objects\": %d, \"seconds\": %.3f, \"failed\": %d}\n", done.Load(), time.Since(begin).Seconds(), failed.Load())
+	fmt.Printf("{\"objects\": %d, \"seconds\": %.3f, \"failed\": %d}\n",
+		done.Load(), time.Since(begin).Seconds(), failed.Load())
 	if failed.Load() > 0 {
 		os.Exit(1)
 	}

@@ -1,5 +1,6 @@
-// The oracle of attention's bits: FlashInfer's FA2 kernel for ragged batches with tile traits pinned by us, over runs in flat arenas. Pinned are: the
-// key tile (64), that no two warps share the keys of a row, and the softmax update (ours, attention_steps.cuh).
+// The oracle of attention's bits: FlashInfer's FA2 kernel for ragged batches with tile traits pinned by us, over runs
+// in flat arenas. Pinned are: the key tile (64), that no two warps share the keys of a row, and the softmax update
+// (ours, attention_steps.cuh).
 #pragma once
 
 #include <flashinfer/attention/prefill.cuh>

@@ -126,7 +126,8 @@ TEST(Parse, YamlErrorsNameTheLine) {
 
 TEST(Parse, ScalarsAreReadAsKubectlDoes) {
   const RLJob job = parse_rljob(job_yaml(R"(  config:
-    inline: {a: yes, b: "yes", c: 0644, d: 0x10, e: 1e3, f: ~, g: 1.50, h: '1', i: 12abc, j: -5, k: +7, l: 2024-01-01, m: .5,
+    inline: {a: yes, b: "yes", c: 0644, d: 0x10, e: 1e3, f: ~, g: 1.50, h: '1', i: 12abc, )"
+                                         R"(j: -5, k: +7, l: 2024-01-01, m: .5,
              n: 9223372036854775807, o: !!str 5, p: Off, q: 08}
 )"),
                                 "f");

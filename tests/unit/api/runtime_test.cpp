@@ -146,12 +146,14 @@ TEST(PodView, SeesWhatTheLocalRunnerNeeds) {
     actor:
       template:
         spec:
-          initContainers: [{name: data, image: other, command: [trireme, x], args: [--y], workingDir: /w}, {name: second}]
+          initContainers: [{name: data, image: other, command: [trireme, x], )"
+                                         R"(args: [--y], workingDir: /w}, {name: second}]
           containers:
             - name: trainer
               env: [{name: A, value: "1"}, {name: B, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}]
               volumeMounts: [{name: data, mountPath: /data, subPath: s, readOnly: true}]
-          volumes: [{name: data, persistentVolumeClaim: {claimName: c}}, {name: tmp, emptyDir: {}}, {name: cfg, configMap: {name: m}},
+          volumes: [{name: data, persistentVolumeClaim: {claimName: c}}, {name: tmp, emptyDir: {}}, )"
+                                         R"({name: cfg, configMap: {name: m}},
                     {name: sec, secret: {secretName: n}}, {name: host, hostPath: {path: /h}}, {name: nfs, nfs: {}}]
 )"),
                                 "f");

@@ -23,8 +23,8 @@ Gang a_gang() {
 
 json with_meta(const char* text) {
   json j = json::parse(text);
-  j["metadata"] = json::parse(
-      R"({"name":"quick-a1","namespace":"team","labels":{"trireme.dev/job":"quick"},"ownerReferences":[{"kind":"RLJob","uid":"u"}]})");
+  j["metadata"] = json::parse(R"({"name":"quick-a1","namespace":"team","labels":{"trireme.dev/job":"quick"},)"
+                              R"("ownerReferences":[{"kind":"RLJob","uid":"u"}]})");
   return j;
 }
 
@@ -62,10 +62,8 @@ TEST(Gang, KubernetesV1Alpha2) {
     "schedulingPolicy":{"gang":{"minCount":4}}}})"));
   json pod = bare_pod();
   join_gang(backend, a_gang(), "actor", pod);
-  EXPECT_EQ(
-      pod,
-      json::parse(
-          R"({"metadata":{"labels":{"a":"b"}},"spec":{"containers":[],"schedulingGroup":{"podGroupName":"quick-a1"}}})"));
+  EXPECT_EQ(pod, json::parse(R"({"metadata":{"labels":{"a":"b"}},)"
+                             R"("spec":{"containers":[],"schedulingGroup":{"podGroupName":"quick-a1"}}})"));
 }
 
 TEST(Gang, KubernetesV1Beta1) {
@@ -130,10 +128,8 @@ TEST(Gang, Coscheduling) {
   const Backend backend{BackendKind::kCoscheduling, "v1alpha1"};
   const auto objects = gang_objects(backend, a_gang());
   ASSERT_EQ(objects.size(), 1u);
-  EXPECT_EQ(
-      objects[0].body,
-      with_meta(
-          R"({"apiVersion":"scheduling.x-k8s.io/v1alpha1","kind":"PodGroup","spec":{"minMember":4,"scheduleTimeoutSeconds":600}})"));
+  EXPECT_EQ(objects[0].body, with_meta(R"({"apiVersion":"scheduling.x-k8s.io/v1alpha1","kind":"PodGroup",)"
+                                       R"("spec":{"minMember":4,"scheduleTimeoutSeconds":600}})"));
   json pod = bare_pod();
   pod["spec"]["schedulerName"] = "mine";
   join_gang(backend, a_gang(), "actor", pod);

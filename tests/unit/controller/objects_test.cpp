@@ -271,9 +271,11 @@ CachedPod pod_of(const char* json) { return read_pod(pod_fields().parse(json)); 
 TEST(Cache, FailedPodTellsWhy) {
   const CachedPod p =
       pod_of(R"({"metadata":{"name":"x","uid":"u","labels":{"trireme.dev/job":"j","trireme.dev/role":"actor",
-    "trireme.dev/rank":"3","trireme.dev/attempt":"2"}},"spec":{"nodeName":"n1"},"status":{"phase":"Failed","containerStatuses":[
+    "trireme.dev/rank":"3","trireme.dev/attempt":"2"}},"spec":{"nodeName":"n1"},"status":{"phase":"Failed",)"
+             R"("containerStatuses":[
     {"name":"side","state":{"terminated":{"exitCode":1,"reason":"Error"}}},
-    {"name":"trainer","state":{"terminated":{"exitCode":137,"signal":9,"reason":"OOMKilled","message":"log","finishedAt":"2026-01-01T00:00:01Z"}}}]}})");
+    {"name":"trainer","state":{"terminated":{"exitCode":137,"signal":9,"reason":"OOMKilled",)"
+             R"("message":"log","finishedAt":"2026-01-01T00:00:01Z"}}}]}})");
   EXPECT_EQ(p.phase, PodPhase::kFailed);
   EXPECT_EQ(p.rank, 3);
   EXPECT_EQ(p.attempt, 2);
@@ -344,14 +346,12 @@ TEST(Cache, DisruptionsHaveOneVocabulary) {
     const CachedPod p = pod_of(("{\"metadata\":{\"name\":\"x\"},\"status\":" + status + "}").c_str());
     return p.trouble ? p.trouble->reason : "";
   };
-  EXPECT_EQ(
-      reason(
-          R"({"phase":"Failed","conditions":[{"type":"DisruptionTarget","status":"True","reason":"PreemptionByScheduler"}]})"),
-      "Preempted");
-  EXPECT_EQ(
-      reason(
-          R"({"phase":"Running","conditions":[{"type":"DisruptionTarget","status":"True","reason":"DeletionByTaintManager"}]})"),
-      "NodeLost");
+  EXPECT_EQ(reason(R"({"phase":"Failed","conditions":[{"type":"DisruptionTarget","status":"True",)"
+                   R"("reason":"PreemptionByScheduler"}]})"),
+            "Preempted");
+  EXPECT_EQ(reason(R"({"phase":"Running","conditions":[{"type":"DisruptionTarget","status":"True",)"
+                   R"("reason":"DeletionByTaintManager"}]})"),
+            "NodeLost");
   EXPECT_EQ(reason(R"({"phase":"Failed","reason":"Evicted","message":"disk"})"), "Evicted");
   EXPECT_EQ(reason(R"({"phase":"Failed","reason":"OutOfcpu"})"), "AdmissionRejected");
   EXPECT_EQ(reason(R"({"phase":"Failed","reason":"UnexpectedAdmissionError"})"), "AdmissionRejected");
@@ -365,8 +365,10 @@ TEST(Cache, PendingPodTellsWhatItWaitsFor) {
     "conditions":[{"type":"PodScheduled","status":"False","reason":"Unschedulable","message":"0/3 nodes"}]}})");
   EXPECT_TRUE(unplaced.gated);
   EXPECT_EQ(unplaced.trouble->message, "0/3 nodes");
-  const CachedPod pulling = pod_of(R"({"metadata":{"name":"x"},"spec":{"nodeName":"n"},"status":{"phase":"Pending",
-    "conditions":[{"type":"PodScheduled","status":"True"}],"containerStatuses":[{"name":"trainer","state":{"waiting":{"reason":"ErrImagePull","message":"no"}}}]}})");
+  const CachedPod pulling = pod_of(
+      R"({"metadata":{"name":"x"},"spec":{"nodeName":"n"},"status":{"phase":"Pending",
+    "conditions":[{"type":"PodScheduled","status":"True"}],)"
+      R"("containerStatuses":[{"name":"trainer","state":{"waiting":{"reason":"ErrImagePull","message":"no"}}}]}})");
   EXPECT_EQ(pulling.trouble->message, "ErrImagePull: no");
   EXPECT_EQ(pulling.trouble->waiting, "ErrImagePull");
   const CachedPod waits = pod_of(R"({"metadata":{"name":"x"},"status":{"phase":"Pending","containerStatuses":[
@@ -390,11 +392,10 @@ TEST(Cache, JobsArePackedAndComeBackAsTheyWere) {
 }
 
 TEST(Cache, HostileObjectsDoNotThrow) {
-  for (
-      const char* text :
-      {R"({})", R"({"metadata":[],"status":7})",
-       R"({"metadata":{"labels":{"trireme.dev/rank":5}},"status":{"conditions":{"a":1}}})",
-       R"({"metadata":{"labels":{"trireme.dev/rank":"99999999999999999999"}},"status":{"containerStatuses":[[],3,null]}})"}) {
+  for (const char* text : {R"({})", R"({"metadata":[],"status":7})",
+                           R"({"metadata":{"labels":{"trireme.dev/rank":5}},"status":{"conditions":{"a":1}}})",
+                           R"({"metadata":{"labels":{"trireme.dev/rank":"99999999999999999999"}},)"
+                           R"("status":{"containerStatuses":[[],3,null]}})"}) {
     EXPECT_NO_THROW(read_pod(Json::parse(text)));
     EXPECT_NO_THROW(read_job(Json::parse(text), "m"));
     EXPECT_NO_THROW(read_node(Json::parse(text)));

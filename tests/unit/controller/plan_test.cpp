@@ -560,8 +560,9 @@ TEST(Plan, RejectedPodsFailOrWait) {
 
 TEST(Plan, ClaimOfOneWriterForSeveralPodsIsAWarning) {
   World w = two_pods();
-  w.job.spec.roles.actor->pod_template = Json::parse(
-      R"({"spec":{"containers":[{"name":"trainer"}],"volumes":[{"name":"w","persistentVolumeClaim":{"claimName":"out"}}]}})");
+  w.job.spec.roles.actor->pod_template =
+      Json::parse(R"({"spec":{"containers":[{"name":"trainer"}],)"
+                  R"("volumes":[{"name":"w","persistentVolumeClaim":{"claimName":"out"}}]}})");
   w.reconcile();
   Observed o = w.observe();
   o.claim_modes["out"] = {"ReadWriteOnce"};

@@ -399,10 +399,8 @@ TEST_F(DatasetTest, Parquet) {
   }
   PromptStream stream(raw((kFixtures / "numbers_snappy.parquet").string()), tokenizer_);
   const auto examples = stream.take(4);
-  EXPECT_EQ(
-      examples[1].extra,
-      json::parse(
-          R"({"answer": "2", "level": 1, "weight": 0.25, "hard": true, "tags": ["a", "t1"], "source": {"name": "made", "page": 1}})"));
+  EXPECT_EQ(examples[1].extra, json::parse(R"({"answer": "2", "level": 1, "weight": 0.25, "hard": true, )"
+                                           R"("tags": ["a", "t1"], "source": {"name": "made", "page": 1}})"));
   EXPECT_TRUE(examples[3].extra["tags"].is_null());
 
   DataOptions chats = raw((kFixtures / "chats.parquet").string());
@@ -617,9 +615,9 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
 }
 
 TEST_F(DatasetTest, CompletionsOfConversations) {
-  DataOptions options = raw(write(
-      "d.jsonl",
-      R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})"));
+  DataOptions options =
+      raw(write("d.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, )"
+                           R"({"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]})"));
   options.completions = true;
   EXPECT_THAT(open_error(options), HasSubstr("holds conversations, which need the chat template"));
   options.apply_chat_template = true;

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the Parquet files of dataset_test.cpp beside itself (needs pyarrow). They are checked in; run it to change them."""
+"""Writes the Parquet files of dataset_test.cpp beside itself (needs pyarrow). They are checked in; run it to change
+them."""
 import pathlib
 
 import pyarrow as pa
@@ -18,7 +19,9 @@ table = pa.table({
 })
 pq.write_table(table, HERE / "numbers_snappy.parquet", row_group_size=4, compression="snappy")
 pq.write_table(table.select(["problem", "answer"]), HERE / "numbers_gzip.parquet", compression="gzip")
-pq.write_table(table.select(["problem", "answer"]), HERE / "numbers_lz4.parquet", compression="lz4", use_dictionary=False)
+pq.write_table(table.select(["problem", "answer"]), HERE / "numbers_lz4.parquet", compression="lz4",
+               use_dictionary=False)
 pq.write_table(table.select(["problem", "answer"]), HERE / "numbers_zstd.parquet", compression="zstd")
-chats = pa.table({"messages": [[{"role": "user", "content": f"question {i}"}, {"role": "assistant", "content": f"answer {i}"}] for i in range(3)]})
+chats = pa.table({"messages": [[{"role": "user", "content": f"question {i}"},
+                                {"role": "assistant", "content": f"answer {i}"}] for i in range(3)]})
 pq.write_table(chats, HERE / "chats.parquet", compression="none")

@@ -99,7 +99,8 @@ TEST(Row, GoldAnswers) {
 TEST(Row, ConversationAndExtra) {
   const Row row =
       parse_row(parse_json_object(R"({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"},
-      {"role": "assistant", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}], "level": 3, "tools": [{"z": 1, "a": 2}]})"),
+      {"role": "assistant", "content": [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]}], )"
+                                  R"("level": 3, "tools": [{"z": 1, "a": 2}]})"),
                 {"messages", ""});
   EXPECT_EQ(row.messages.size(), 2u);
   EXPECT_EQ(row.output, "abc");

@@ -196,7 +196,8 @@ TEST(WebhookServer, AnswersOverTlsAndSwapsCertificates) {
     return result ? result->status : -1;
   };
   const std::string review =
-      R"({"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u","operation":"DELETE","kind":{"group":"trireme.dev","kind":"RLJob"}}})";
+      R"({"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview",)"
+      R"("request":{"uid":"u","operation":"DELETE","kind":{"group":"trireme.dev","kind":"RLJob"}}})";
   EXPECT_EQ(post("/validate", review), 200);
   EXPECT_EQ(post("/default", review), 200);
   EXPECT_EQ(post("/validate", "{"), 400);

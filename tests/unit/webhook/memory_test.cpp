@@ -52,8 +52,8 @@ json crd_that_knows_everything() {
   if (::write(to_parent, &port, sizeof port) != sizeof port) ::_exit(1);
   char go = 0;
   if (::read(from_parent, &go, 1) != 1) ::_exit(1);
-  const json spec = json::parse(
-      R"({"model":{"source":"/m"},"config":{"path":"c.yaml"},"roles":{"actor":{"replicas":2,"template":{"spec":{"containers":[
+  const json spec = json::parse(R"({"model":{"source":"/m"},"config":{"path":"c.yaml"},)"
+                                R"("roles":{"actor":{"replicas":2,"template":{"spec":{"containers":[
          {"name":"trainer","resources":{"requests":{"cpu":"100m"}}}]}}}}})");
   const auto run_pods = [&] {
     for (const json& pod : server.list(resources::kPods)) {

@@ -167,11 +167,10 @@ struct Place {
                {{"metadata", {{"name", "trireme-mutating"}}}, {"webhooks", json::array()}});
   }
   void add_job(const std::string& name) {
-    server.put(
-        resources::kRlJobs,
-        json::parse(
-            R"({"apiVersion":"trireme.dev/v1alpha1","kind":"RLJob","metadata":{"name":")" + name +
-            R"(","namespace":"team"},"spec":{"model":{"source":"/m"},"config":{"path":"c.yaml"},"roles":{"actor":{"replicas":2}}}})"));
+    server.put(resources::kRlJobs,
+               json::parse(R"({"apiVersion":"trireme.dev/v1alpha1","kind":"RLJob","metadata":{"name":")" + name +
+                           R"(","namespace":"team"},"spec":{"model":{"source":"/m"},"config":{"path":"c.yaml"},)"
+                           R"("roles":{"actor":{"replicas":2}}}})"));
   }
   size_t pods() const { return server.list(resources::kPods).size(); }
 };

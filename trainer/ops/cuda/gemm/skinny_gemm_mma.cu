@@ -34,7 +34,8 @@ int token_groups(const SkinnyMmaPlan& plan, int64_t rows) {
   return static_cast<int>(divide_up(token_fragments(rows), plan.tokens));
 }
 int x_rows(const SkinnyMmaPlan& plan, int64_t rows) { return token_groups(plan, rows) * plan.tokens * kFragmentRows; }
-int tile_rows(const SkinnyMmaPlan& plan, bool swiglu) { return swiglu ? 2 * plan.columns : plan.columns; }  // of weights
+// Of weights.
+int tile_rows(const SkinnyMmaPlan& plan, bool swiglu) { return swiglu ? 2 * plan.columns : plan.columns; }
 int side_by_side(const SkinnyMmaPlan& plan, bool swiglu) {
   return tile_rows(plan, swiglu) / kFragmentRows / plan.fragments;
 }

@@ -10,7 +10,8 @@ namespace trireme::cuda {
 namespace {
 
 using namespace skinny_gemm;
-using skinny_gemm_wgmma_detail::kGroupRows, skinny_gemm_wgmma_detail::kGroupWarps, skinny_gemm_wgmma_detail::most_groups;
+using skinny_gemm_wgmma_detail::kGroupRows, skinny_gemm_wgmma_detail::kGroupWarps,
+    skinny_gemm_wgmma_detail::most_groups;
 
 constexpr int kColumnStep = 16, kMostColumns = 256;
 constexpr int kMostStages = 24;

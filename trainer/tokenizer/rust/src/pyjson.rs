@@ -1,5 +1,5 @@
-//! JSON as Python's json.dumps prints it. Hugging Face replaces Jinja's tojson filter by json.dumps(ensure_ascii=False);
-//! minijinja's own escapes for HTML and is compact, so prompts with tools would differ.
+//! JSON as Python's json.dumps prints it. Hugging Face replaces Jinja's tojson filter by
+//! json.dumps(ensure_ascii=False); minijinja's own escapes for HTML and is compact, so prompts with tools would differ.
 use serde_json::Value;
 
 pub struct Style {

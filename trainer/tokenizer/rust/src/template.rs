@@ -1,5 +1,5 @@
-//! Chat templates as transformers renders them: trim_blocks, lstrip_blocks, loop controls, no auto-escape, Python string
-//! methods, tojson like json.dumps, raise_exception, strftime_now, and {% generation %} as a transparent block.
+//! Chat templates as transformers renders them: trim_blocks, lstrip_blocks, loop controls, no auto-escape, Python
+//! string methods, tojson like json.dumps, raise_exception, strftime_now, and {% generation %} as a transparent block.
 use crate::pyjson::Style;
 use crate::{give_text, guard, text};
 use minijinja::value::Kwargs;
@@ -65,8 +65,8 @@ fn strftime_now(format: String) -> Result<String, Error> {
     Ok(String::from_utf8_lossy(&buffer[..written]).into_owned())
 }
 
-/// Python's string methods. pycompat's title() is Jinja's filter of that name, which takes a word to begin after a space
-/// only; Python's after every character that has no case.
+/// Python's string methods. pycompat's title() is Jinja's filter of that name, which takes a word to begin after a
+/// space only; Python's after every character that has no case.
 fn python_method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     match value.as_str() {
         Some(text) if method == "title" && args.is_empty() => {
