@@ -65,7 +65,9 @@ fi
 scripts/check_bench_results.py && benches=0 || benches=1
 scripts/check_includes.py && includes=0 || includes=1
 scripts/check_pages.py && pages=0 || pages=1
+scripts/check_functions.py && functions=0 || functions=1
 hint=$([ "$misformatted" = 0 ] || echo ' (scripts/lint.sh --fix formats them)')
 echo "clang-format: $misformatted of ${#files[@]} files differ$hint"
 echo "clang-tidy: $findings findings in ${#sources[@]} sources"
-[ "$misformatted" = 0 ] && [ "$findings" = 0 ] && [ "$benches" = 0 ] && [ "$includes" = 0 ] && [ "$pages" = 0 ]
+[ "$misformatted" = 0 ] && [ "$findings" = 0 ] && [ "$benches" = 0 ] && [ "$includes" = 0 ] \
+  && [ "$pages" = 0 ] && [ "$functions" = 0 ]

@@ -43,6 +43,75 @@ void check_together(const OperatorOptions& o) {
     throw CLI::ValidationError("--renew-deadline must be less than --lease-duration");
 }
 
+// Whose jobs, as whom, and when this replica acts.
+void add_identity_flags(CLI::App& app, OperatorOptions& o) {
+  app.add_option("--kubeconfig", o.kubeconfig, "kubeconfig file; without it the pod's service account is used");
+  app.add_option("--context", o.context, "context of the kubeconfig");
+  app.add_option("--namespace", o.watch_namespace, "look after RLJobs of this namespace only");
+  app.add_option("--operator-namespace", o.operator_namespace,
+                 "namespace of the lease, the webhook's Secret and the Services");
+  app.add_option("--pod-name", o.pod_name, "this replica's identity");
+  app.add_flag("--leader-elect,!--no-leader-elect", o.leader_elect, "act only while holding the lease");
+  app.add_option("--lease-name", o.lease_name, "name of the lease");
+  app.add_option("--lease-duration", o.lease_duration_s, "seconds")->check(CLI::Range(2, 3600));
+  app.add_option("--renew-deadline", o.renew_deadline_s, "seconds")->check(CLI::Range(1, 3600));
+  app.add_option("--retry-period", o.retry_period_s, "seconds")->check(CLI::Range(1, 3600));
+}
+
+void add_server_flags(CLI::App& app, OperatorOptions& o) {
+  const CLI::Range port(-1, 65535);
+  app.add_option("--address", o.address, "address that all servers listen on");
+  app.add_option("--metrics-port", o.metrics_port, "/metrics; -1: off")->check(port);
+  app.add_option("--health-port", o.health_port, "/healthz and /readyz; -1: off")->check(port);
+  app.add_option("--status-port", o.status_port, "status reports of trainers; -1: off")->check(port);
+  app.add_option("--webhook-port", o.webhook_port, "admission webhooks; -1: off")->check(port);
+  app.add_flag("--status-tls,!--no-status-tls", o.status_tls,
+               "take reports over TLS with the webhook's certificate; pods get its CA");
+  app.add_option("--status-url", o.status_url, "base URL that pods report to");
+  app.add_option("--status-service", o.status_service, "Service of the status port, for the default of --status-url");
+  app.add_option("--webhook-service", o.webhook_service, "Service in front of the webhook port");
+  app.add_option("--webhook-secret", o.webhook_secret, "Secret that the own certificate is kept in");
+  app.add_option("--webhook-validating", o.validating_configuration,
+                 "ValidatingWebhookConfiguration whose caBundle is kept right; empty: none");
+  app.add_option("--webhook-mutating", o.mutating_configuration,
+                 "MutatingWebhookConfiguration whose caBundle is kept right; empty: none");
+  app.add_option("--webhook-cert-file", o.webhook_cert_file,
+                 "certificate file (cert-manager); with --webhook-key-file");
+  app.add_option("--webhook-key-file", o.webhook_key_file, "key file");
+  app.add_option("--webhook-ca-file", o.webhook_ca_file,
+                 "CA of the certificate file, which pods verify the status server by; not there: the system's");
+}
+
+void add_work_flags(CLI::App& app, OperatorOptions& o) {
+  app.add_option("--workers", o.workers, "jobs reconciled at once")->check(CLI::Range(1, 256));
+  app.add_option("--write-threads", o.write_threads, "threads for parallel writes")->check(CLI::Range(1, 256));
+  app.add_option("--qps", o.qps, "API requests per second; 0: no limit")->check(CLI::Range(0.0, 1e6));
+  app.add_option("--burst", o.burst, "API requests in a burst")->check(CLI::Range(1, 1000000));
+  app.add_flag("--watch-nodes,!--no-watch-nodes", o.watch_nodes,
+               "notice lost nodes early; needs get, list and watch on nodes");
+  add_job_flags(app, o);
+  app.add_option("--scheduling-backend", o.backend,
+                 "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
+  app.add_option("--default-image", o.default_image, "trainer image of jobs that name none or the API's default one");
+  app.add_option("--sync-timeout", o.sync_timeout_s, "seconds for the first lists")->check(CLI::Range(1, 86400));
+  app.add_option("--shutdown-timeout", o.shutdown_timeout_s, "seconds for a graceful end")->check(CLI::Range(1, 3600));
+}
+
+// Flags win over the environment: what the command line names is not taken from there.
+std::vector<std::string> with_environment(const CLI::App& app, const std::vector<std::string>& arguments,
+                                          const std::function<std::string(const std::string&)>& environment) {
+  std::vector<std::string> all = arguments;
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->get_lnames().empty() || option->get_lnames()[0] == "help") continue;
+    const std::string flag = "--" + option->get_lnames()[0];
+    const std::string value = environment(environment_name(flag));
+    const bool named = std::any_of(arguments.begin(), arguments.end(),
+                                   [&](const std::string& a) { return a == flag || a.rfind(flag + "=", 0) == 0; });
+    if (!value.empty() && !named) all.push_back(flag + "=" + value);
+  }
+  return all;
+}
+
 }  // namespace
 
 ParsedOptions parse_options(const std::vector<std::string>& arguments,
@@ -56,64 +125,14 @@ ParsedOptions parse_options(const std::vector<std::string>& arguments,
 
   CLI::App app{"Trireme's operator: runs RLJobs (trireme.dev/v1alpha1) on Kubernetes.", "trireme-operator"};
   std::string log_format = "text", log_level = "info";
-  const CLI::Range port(-1, 65535);
-  app.add_option("--kubeconfig", o.kubeconfig, "kubeconfig file; without it the pod's service account is used");
-  app.add_option("--context", o.context, "context of the kubeconfig");
-  app.add_option("--namespace", o.watch_namespace, "look after RLJobs of this namespace only");
-  app.add_option("--operator-namespace", o.operator_namespace,
-                 "namespace of the lease, the webhook's Secret and the Services");
-  app.add_option("--pod-name", o.pod_name, "this replica's identity");
-  app.add_flag("--leader-elect,!--no-leader-elect", o.leader_elect, "act only while holding the lease");
-  app.add_option("--lease-name", o.lease_name, "name of the lease");
-  app.add_option("--lease-duration", o.lease_duration_s, "seconds")->check(CLI::Range(2, 3600));
-  app.add_option("--renew-deadline", o.renew_deadline_s, "seconds")->check(CLI::Range(1, 3600));
-  app.add_option("--retry-period", o.retry_period_s, "seconds")->check(CLI::Range(1, 3600));
-  app.add_option("--address", o.address, "address that all servers listen on");
-  app.add_option("--metrics-port", o.metrics_port, "/metrics; -1: off")->check(port);
-  app.add_option("--health-port", o.health_port, "/healthz and /readyz; -1: off")->check(port);
-  app.add_option("--status-port", o.status_port, "status reports of trainers; -1: off")->check(port);
-  app.add_option("--webhook-port", o.webhook_port, "admission webhooks; -1: off")->check(port);
-  app.add_flag("--status-tls,!--no-status-tls", o.status_tls,
-               "take reports over TLS with the webhook's certificate; pods get its CA");
-  app.add_option("--status-url", o.status_url, "base URL that pods report to");
-  app.add_option("--status-service", o.status_service, "Service of the status port, for the default of --status-url");
-  app.add_option("--workers", o.workers, "jobs reconciled at once")->check(CLI::Range(1, 256));
-  app.add_option("--write-threads", o.write_threads, "threads for parallel writes")->check(CLI::Range(1, 256));
-  app.add_option("--qps", o.qps, "API requests per second; 0: no limit")->check(CLI::Range(0.0, 1e6));
-  app.add_option("--burst", o.burst, "API requests in a burst")->check(CLI::Range(1, 1000000));
-  app.add_flag("--watch-nodes,!--no-watch-nodes", o.watch_nodes,
-               "notice lost nodes early; needs get, list and watch on nodes");
-  add_job_flags(app, o);
-  app.add_option("--scheduling-backend", o.backend,
-                 "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
-  app.add_option("--default-image", o.default_image, "trainer image of jobs that name none or the API's default one");
-  app.add_option("--webhook-service", o.webhook_service, "Service in front of the webhook port");
-  app.add_option("--webhook-secret", o.webhook_secret, "Secret that the own certificate is kept in");
-  app.add_option("--webhook-validating", o.validating_configuration,
-                 "ValidatingWebhookConfiguration whose caBundle is kept right; empty: none");
-  app.add_option("--webhook-mutating", o.mutating_configuration,
-                 "MutatingWebhookConfiguration whose caBundle is kept right; empty: none");
-  app.add_option("--webhook-cert-file", o.webhook_cert_file,
-                 "certificate file (cert-manager); with --webhook-key-file");
-  app.add_option("--webhook-key-file", o.webhook_key_file, "key file");
-  app.add_option("--webhook-ca-file", o.webhook_ca_file,
-                 "CA of the certificate file, which pods verify the status server by; not there: the system's");
-  app.add_option("--sync-timeout", o.sync_timeout_s, "seconds for the first lists")->check(CLI::Range(1, 86400));
-  app.add_option("--shutdown-timeout", o.shutdown_timeout_s, "seconds for a graceful end")->check(CLI::Range(1, 3600));
+  add_identity_flags(app, o);
+  add_server_flags(app, o);
+  add_work_flags(app, o);
   app.add_option("--log-format", log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
   app.add_option("--log-level", log_level, "debug, info, warn or error")
       ->check(CLI::IsMember({"debug", "info", "warn", "error"}));
 
-  // Flags win over the environment: what the command line names is not taken from there.
-  std::vector<std::string> all = arguments;
-  for (const CLI::Option* option : app.get_options()) {
-    if (option->get_lnames().empty() || option->get_lnames()[0] == "help") continue;
-    const std::string flag = "--" + option->get_lnames()[0];
-    const std::string value = environment(environment_name(flag));
-    const bool named = std::any_of(arguments.begin(), arguments.end(),
-                                   [&](const std::string& a) { return a == flag || a.rfind(flag + "=", 0) == 0; });
-    if (!value.empty() && !named) all.push_back(flag + "=" + value);
-  }
+  std::vector<std::string> all = with_environment(app, arguments, environment);
   std::reverse(all.begin(), all.end());  // CLI11 takes them from the back
   try {
     app.parse(all);

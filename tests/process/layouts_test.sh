@@ -76,6 +76,6 @@ for rank in 0 1; do
 done
 codes=""; for pid in $pids; do wait "$pid"; codes="$codes $?"; done
 [ "$codes" = " 10 10" ] &&
-  grep -q "rank 1 has other settings than rank 0: there grpo.seed was 5, is 6 here" "$dir/out.0" &&
+  grep -q "rank 1 has other settings than rank 0: grpo.seed is 5 there and 6 here" "$dir/out.0" &&
   ok "ranks with other settings are refused" || bad "ranks with other settings: codes$codes" "$(cat "$dir/out.0")"
 finish

@@ -16,6 +16,85 @@
 
 namespace trireme {
 
+namespace {
+
+// Reads what a dump holds of micro-batch `index`.
+class DumpedBatch final {
+ public:
+  DumpedBatch(const SafetensorsFile& file, int64_t index)
+      : file_(file), prefix_("micro_batch." + std::to_string(index) + ".") {}
+
+  at::Tensor get(const char* name) const { return file_.tensor(prefix_ + name).clone(); }
+
+  LossInputs loss_inputs() const {
+    const auto& metadata = file_.header().metadata;
+    LossInputs in;
+    in.current = get("current_logprobs");
+    in.previous = get("previous_logprobs");
+    in.generation = get("generation_logprobs");
+    if (has("reference_logprobs")) in.reference = get("reference_logprobs");
+    if (has("positive")) in.positive = get("positive");
+    in.advantages = get("advantages");
+    in.mask = get("mask");
+    in.sequence = get("sequence");
+    in.sequence_mask = get("sequence_mask");
+    in.global_valid_tokens = parse_double(metadata.at("global_valid_tokens")).value_or(0);
+    in.global_valid_sequences = parse_double(metadata.at("global_valid_sequences")).value_or(0);
+    // Dumps without this count are of a program that divided by all valid tokens.
+    const auto positive = metadata.find("global_positive_tokens");
+    in.global_positive_tokens =
+        positive == metadata.end() ? in.global_valid_tokens : parse_double(positive->second).value_or(0);
+    return in;
+  }
+
+  MicroBatch micro_batch() const {
+    const auto numbers = [this](const char* name) {
+      const at::Tensor list = get(name);
+      return std::vector<int64_t>(list.const_data_ptr<int64_t>(), list.const_data_ptr<int64_t>() + list.numel());
+    };
+    MicroBatch batch;
+    batch.input.ids = get("ids");
+    batch.input.starts = numbers("starts");
+    if (has("prefix")) batch.input.prefix = numbers("prefix");
+    const std::vector<int64_t>& begin = batch.input.starts;
+    std::vector<int64_t> positions;
+    for (size_t s = 0; s + 1 < begin.size(); ++s) {
+      const int64_t shared = batch.input.prefix.empty() ? -1 : batch.input.prefix.at(s);
+      const int64_t past =
+          shared < 0 ? 0 : begin.at(static_cast<size_t>(shared) + 1) - begin.at(static_cast<size_t>(shared));
+      for (int64_t p = begin[s]; p < begin[s + 1]; ++p) positions.push_back(past + p - begin[s]);
+    }
+    batch.input.positions = at::tensor(positions, at::kLong);
+    batch.rows = get("rows");
+    batch.targets = get("targets");
+    return batch;
+  }
+
+ private:
+  bool has(const char* name) const { return file_.contains(prefix_ + name); }
+
+  const SafetensorsFile& file_;
+  const std::string prefix_;
+};
+
+// The model's log-probs in place of the dumped ones, and how they differ from these and from the sampler's.
+void compute_again(const Model& model, const MicroBatch& batch, const LogprobOptions& distribution, LossInputs& in,
+                   ReplayResult& result) {
+  const at::Tensor recomputed = response_logprobs(model, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
+  result.largest_logprob_error =
+      std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
+  const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
+  for (int64_t i = 0; i < recomputed.numel(); ++i) {
+    result.differing_tokens +=
+        std::memcmp(recomputed.const_data_ptr<float>() + i, sampled.const_data_ptr<float>() + i, sizeof(float)) != 0
+            ? 1
+            : 0;
+  }
+  in.current = recomputed;
+}
+
+}  // namespace
+
 ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir,
                     const std::string& device, std::ostream& out) {
   const SafetensorsFile file(dump);
@@ -38,61 +117,12 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
   ReplayResult result;
   result.micro_batches = parse_int(metadata.at("micro_batches")).value_or(0);
   for (int64_t m = 0; m < result.micro_batches; ++m) {
-    const std::string prefix = "micro_batch." + std::to_string(m) + ".";
-    const auto get = [&](const char* name) { return file.tensor(prefix + name).clone(); };
-    LossInputs in;
-    in.current = get("current_logprobs");
-    in.previous = get("previous_logprobs");
-    in.generation = get("generation_logprobs");
-    if (file.contains(prefix + "reference_logprobs")) in.reference = get("reference_logprobs");
-    if (file.contains(prefix + "positive")) in.positive = get("positive");
-    in.advantages = get("advantages");
-    in.mask = get("mask");
-    in.sequence = get("sequence");
-    in.sequence_mask = get("sequence_mask");
-    in.global_valid_tokens = parse_double(metadata.at("global_valid_tokens")).value_or(0);
-    in.global_valid_sequences = parse_double(metadata.at("global_valid_sequences")).value_or(0);
-    // Dumps without this count are of a program that divided by all valid tokens.
-    const auto positive = metadata.find("global_positive_tokens");
-    in.global_positive_tokens =
-        positive == metadata.end() ? in.global_valid_tokens : parse_double(positive->second).value_or(0);
-    if (model) {
-      MicroBatch batch;
-      batch.input.ids = get("ids");
-      const at::Tensor starts = get("starts");
-      batch.input.starts.assign(starts.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>() + starts.numel());
-      if (file.contains(prefix + "prefix")) {
-        const at::Tensor prefixes = get("prefix");
-        batch.input.prefix.assign(prefixes.const_data_ptr<int64_t>(),
-                                  prefixes.const_data_ptr<int64_t>() + prefixes.numel());
-      }
-      const std::vector<int64_t>& begin = batch.input.starts;
-      std::vector<int64_t> positions;
-      for (size_t s = 0; s + 1 < begin.size(); ++s) {
-        const int64_t shared = batch.input.prefix.empty() ? -1 : batch.input.prefix.at(s);
-        const int64_t past =
-            shared < 0 ? 0 : begin.at(static_cast<size_t>(shared) + 1) - begin.at(static_cast<size_t>(shared));
-        for (int64_t p = begin[s]; p < begin[s + 1]; ++p) positions.push_back(past + p - begin[s]);
-      }
-      batch.input.positions = at::tensor(positions, at::kLong);
-      batch.rows = get("rows");
-      batch.targets = get("targets");
-      const at::Tensor recomputed =
-          response_logprobs(*model, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
-      result.largest_logprob_error =
-          std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
-      const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
-      for (int64_t i = 0; i < recomputed.numel(); ++i) {
-        result.differing_tokens +=
-            std::memcmp(recomputed.const_data_ptr<float>() + i, sampled.const_data_ptr<float>() + i, sizeof(float)) != 0
-                ? 1
-                : 0;
-      }
-      in.current = recomputed;
-    }
+    const DumpedBatch batch(file, m);
+    LossInputs in = batch.loss_inputs();
+    if (model) compute_again(*model, batch.micro_batch(), distribution, in, result);
     const LossOutput output = policy_loss(in, options);
     const double loss = output.loss.item<double>();
-    const double dumped = get("loss").item<double>();
+    const double dumped = batch.get("loss").item<double>();
     out << "micro-batch " << m << ": " << in.current.numel() << " tokens, loss " << format_double(loss) << ", dumped "
         << format_double(dumped) << "\n";
     result.tokens += in.current.numel();

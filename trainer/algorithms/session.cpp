@@ -66,7 +66,7 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
             "another model");
 }
 
-// A rank of another build, or with other settings that count, would compute something else than the others wait for.
+// A rank of another build, or with other settings, would compute something else than the others wait for.
 // The same error on all ranks. Collective.
 void check_agreement(const Config& config, ParallelContext& context) {
   if (context.world_size() == 1) return;
@@ -80,8 +80,8 @@ void check_agreement(const Config& config, ParallelContext& context) {
   } else {
     std::vector<std::string> ignored;
     const Config of_first = load_config_text(first.substr(line + 1), {}, &ignored, "the configuration of rank 0");
-    const std::vector<std::string> changes = changes_since(of_first, config);
-    if (!changes.empty()) problem = "has other settings than rank 0: there " + changes.front() + " here";
+    if (const auto difference = first_difference(of_first, config))
+      problem = "has other settings than rank 0: " + *difference;
   }
   const std::vector<std::string> problems = context.world().all_gather_bytes(problem);
   for (size_t rank = 0; rank < problems.size(); ++rank)

@@ -243,34 +243,43 @@ class StepBench final {
          {"read_bytes_per_second", ceilings_.read_bytes_per_second},
          {"matmul_flops_per_second", ceilings_.flops_per_second}});
     if (!context_.is_main()) return json;
-    Table table({"step " + options_.common.shape + ", " + std::to_string(group.size()) + " ranks", "seconds",
-                 "slowest rank", "floor"});
+    print(json, typical, out);
+    write_report(options_.common, json);
+    return json;
+  }
+
+  // What `json` and the step say, for people.
+  void print(const nlohmann::json& json, const StepTimes& typical, std::ostream& out) const {
+    const auto number = [&json](const char* key) { return json.at(key).get<double>(); };
+    const int64_t ranks = json.at("ranks"), peak = json.at("peak_memory_bytes");
+    const double middle = number("seconds");
+    const nlohmann::json &floor = json.at("floors"), &slowest = json.at("phases_of_slowest_rank");
+    Table table({"step " + options_.common.shape + ", " + std::to_string(ranks) + " ranks", "seconds", "slowest rank",
+                 "floor"});
     for (const Phase phase : all_phases()) {
       const std::string name = to_string(phase);
-      const auto found = floor.find(name);
-      table.add({"  " + name, format_fixed(typical.phases.at(name), 3), format_fixed(slowest.at(name), 3),
-                 found == floor.end() ? "-" : format_fixed(found->second, 3)});
+      table.add({"  " + name, format_fixed(typical.phases.at(name), 3), format_fixed(slowest.at(name).get<double>(), 3),
+                 floor.contains(name) ? format_fixed(floor.at(name).get<double>(), 3) : "-"});
     }
-    table.add({"step (median of " + std::to_string(seconds.size()) + ")", format_fixed(middle, 3),
-               format_fixed(middle, 3), format_fixed(floor_total, 3)});
+    table.add({"step (median of " + std::to_string(json.at("seconds_of_repeats").size()) + ")", format_fixed(middle, 3),
+               format_fixed(middle, 3), format_fixed(number("floor_seconds"), 3)});
     table.print(out);
     if (reference_stream_ != nullptr)
       out << "reference log-probs computed under generation: of " << early_references_ << " samples\n";
     if (options_.early_gradients) out << "gradients computed under generation: of " << early_gradients_ << " samples\n";
-    if (group.size() > 1) {
+    if (ranks > 1) {
       const auto [least, most] =
           std::minmax_element(typical.shares.idle_seconds.begin(), typical.shares.idle_seconds.end());
       out << "idle after its last sample: the fastest rank " << format_fixed(*most, 3) << " s, the slowest "
           << format_fixed(*least, 3) << " s\n";
     }
-    out << "samples/s: " << format_fixed(samples / middle, 2) << ", of a device "
-        << format_fixed(samples / middle / static_cast<double>(group.size()), 2) << "\n"
-        << "tokens whose log-prob bits differ between sampler and loss: " << mismatched << " of " << compared_tokens_
-        << " (of the first " << typical.trained.compared_optimizer_steps << " of " << typical.trained.optimizer_steps
+    out << "samples/s: " << format_fixed(number("samples_per_second"), 2) << ", of a device "
+        << format_fixed(number("samples_per_second_per_device"), 2) << "\n"
+        << "tokens whose log-prob bits differ between sampler and loss: " << json.at("mismatched_tokens") << " of "
+        << compared_tokens_ << " (of the first " << typical.trained.compared_optimizer_steps << " of "
+        << typical.trained.optimizer_steps
         << " optimizer steps a rollout, whose weights had sampled them; of all repeats)\n";
     if (peak > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(peak)) << "\n";
-    write_report(options_.common, json);
-    return json;
   }
 
   const StepBenchOptions& options_;

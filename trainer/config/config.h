@@ -373,6 +373,9 @@ nlohmann::json to_json(const Config& config);
 // (logging, checkpoints, validation, machines, cache sizes, when to end), and the algorithm (another one is refused
 // before).
 std::vector<std::string> changes_since(const Config& saved, const Config& now);
+// Where the settings of two ranks of one run differ, which must be alike but for logs and the reward service:
+// "grpo.seed is 5 there and 6 here". Nothing: nowhere.
+std::optional<std::string> first_difference(const Config& of_first, const Config& own);
 // Text of docs/configuration.md.
 std::string config_reference_markdown();
 

@@ -2,6 +2,7 @@
 #include "base/text.h"
 #include "trainer/config/config.h"
 #include "trainer/config/fields.h"
+#include "trainer/config/tree.h"
 
 namespace trireme {
 namespace {
@@ -59,6 +60,16 @@ std::vector<std::string> changes_since(const Config& saved, const Config& now) {
     if (was != is) changes.push_back(field.path + " was " + was + ", is " + is);
   }
   return changes;
+}
+
+std::optional<std::string> first_difference(const Config& of_first, const Config& own) {
+  Config first = of_first, other = own;
+  for (const config::Field& field : config::fields()) {
+    if (starts_with(field.path, "logger.") || starts_with(field.path, config::kSecretKeys)) continue;
+    const std::string there = config::flow_text(field.get(first)), here = config::flow_text(field.get(other));
+    if (there != here) return field.path + " is " + there + " there and " + here + " here";
+  }
+  return std::nullopt;
 }
 
 }  // namespace trireme

@@ -376,15 +376,7 @@ ModelShape ModelConfig::shape() const {
           .qk_norm = qk_norm};
 }
 
-int64_t ModelConfig::parameter_count() const {
-  const int64_t q = num_heads * head_dim, kv = num_kv_heads * head_dim;
-  int64_t layer = 2 * hidden_size + hidden_size * (q + 2 * kv) + q * hidden_size + 3 * hidden_size * intermediate_size;
-  if (qkv_bias) layer += q + 2 * kv;
-  if (output_bias) layer += hidden_size;
-  if (mlp_bias) layer += 2 * intermediate_size + hidden_size;
-  if (qk_norm) layer += 2 * head_dim;
-  return num_layers * layer + hidden_size + vocab_size * hidden_size * (tie_word_embeddings ? 1 : 2);
-}
+int64_t ModelConfig::parameter_count() const { return trireme::parameter_count(shape()); }
 
 double ModelConfig::forward_flops_per_token(double context) const {
   const double q = static_cast<double>(num_heads * head_dim), kv = static_cast<double>(num_kv_heads * head_dim);

@@ -65,7 +65,7 @@ struct ModelOptions {
   std::optional<at::ScalarType> gradient_dtype;
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, which outlives the
-  // model. Only tensor parallel splits run, and only on CPU (forward).
+  // model. Only tensor parallel splits run, and only on CPU.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
 };

@@ -524,55 +524,11 @@ class Lexer final {
       add(TokenKind::kFunction, name);
   }
 
+  // What begins with a backslash at text[i]; i ends behind it. False: no answer is written so.
   bool command(std::string_view text, size_t& i, int text_depth) {
     ++i;
     if (i >= text.size()) return false;
-    if (!is_letter(text[i])) {
-      const char c = text[i++];
-      switch (c) {
-        case '{':
-          add_sign(sign::kSetOpen);
-          return true;
-        case '}':
-          add_sign(sign::kSetClose);
-          return true;
-        case '%':
-          add_sign('%');
-          return true;
-        case '$':
-          currency_ = "dollars";
-          return true;
-        case '|':
-          add_sign('|');
-          return true;
-        case '\\':
-          add_sign(sign::kRowBreak);
-          return true;
-        case '(':
-        case ')':
-        case '[':
-        case ']':
-          return true;  // maths delimiters
-        case '&':
-          add(TokenKind::kWord, "and");
-          return true;
-        case '!':
-          return true;
-        case ',':
-        case ';':
-        case ':':
-        case '>':
-        case ' ':
-        case '\n':
-          space_ = true;
-          return true;
-        case '#':
-        case '_':
-          return true;
-        default:
-          return false;
-      }
-    }
+    if (!is_letter(text[i])) return escaped(text[i++]);
     const size_t start = i;
     while (i < text.size() && is_letter(text[i])) ++i;
     std::string name(text.substr(start, i - start));
@@ -588,37 +544,108 @@ class Lexer final {
     }
     if (name == "sqrt") return add(TokenKind::kRoot, ""), true;
     if (name == "binom" || name == "dbinom" || name == "tbinom") return add(TokenKind::kBinomial, ""), true;
-    if (name == "begin" || name == "end") {
-      const size_t open = text.find_first_not_of(' ', i);
-      if (open == std::string_view::npos || text[open] != '{') return false;
-      const size_t close = matching_brace(text, open);
-      if (close == std::string_view::npos) return false;
-      const std::string_view environment = text.substr(open + 1, close - open - 1);
-      i = close + 1;
-      if (environment == "array" && name == "begin" && i < text.size() && text[i] == '{') {
-        const size_t columns = matching_brace(text, i);
-        if (columns == std::string_view::npos) return false;
-        i = columns + 1;
-      }
-      if (environment != "array" && environment.find("matrix") == std::string_view::npos)
-        return environment == "aligned" || environment == "align*";
-      add(name == "begin" ? TokenKind::kMatrixBegin : TokenKind::kMatrixEnd, std::string(environment));
-      return true;
-    }
-    if (name == "mathbb" || name == "Bbb") {
-      const size_t open = text.find_first_not_of(' ', i);
-      if (open == std::string_view::npos) return false;
-      const bool braced = text[open] == '{';
-      const size_t at = braced ? open + 1 : open;
-      if (at >= text.size() || !is_letter(text[at])) return false;
-      add(TokenKind::kSymbol, std::string("mathbb") + text[at]);
-      i = at + 1;
-      if (braced && i < text.size() && text[i] == '}') ++i;
-      return true;
-    }
+    if (name == "begin" || name == "end") return environment(name == "begin", text, i);
+    if (name == "mathbb" || name == "Bbb") return blackboard(text, i);
     const auto found = commands().find(name);
     if (found == commands().end()) return add(TokenKind::kSymbol, std::move(name)), true;
-    const Command& command = found->second;
+    return known(found->second, name, text, i, text_depth);
+  }
+
+  // A backslash before what is no letter.
+  bool escaped(char c) {
+    switch (c) {
+      case '{':
+        add_sign(sign::kSetOpen);
+        return true;
+      case '}':
+        add_sign(sign::kSetClose);
+        return true;
+      case '%':
+        add_sign('%');
+        return true;
+      case '$':
+        currency_ = "dollars";
+        return true;
+      case '|':
+        add_sign('|');
+        return true;
+      case '\\':
+        add_sign(sign::kRowBreak);
+        return true;
+      case '(':
+      case ')':
+      case '[':
+      case ']':
+        return true;  // maths delimiters
+      case '&':
+        add(TokenKind::kWord, "and");
+        return true;
+      case '!':
+        return true;
+      case ',':
+      case ';':
+      case ':':
+      case '>':
+      case ' ':
+      case '\n':
+        space_ = true;
+        return true;
+      case '#':
+      case '_':
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  // {name} behind \begin or \end.
+  bool environment(bool begins, std::string_view text, size_t& i) {
+    const size_t open = text.find_first_not_of(' ', i);
+    if (open == std::string_view::npos || text[open] != '{') return false;
+    const size_t close = matching_brace(text, open);
+    if (close == std::string_view::npos) return false;
+    const std::string_view name = text.substr(open + 1, close - open - 1);
+    i = close + 1;
+    if (name == "array" && begins && i < text.size() && text[i] == '{') {
+      const size_t columns = matching_brace(text, i);
+      if (columns == std::string_view::npos) return false;
+      i = columns + 1;
+    }
+    if (name != "array" && name.find("matrix") == std::string_view::npos) return name == "aligned" || name == "align*";
+    add(begins ? TokenKind::kMatrixBegin : TokenKind::kMatrixEnd, std::string(name));
+    return true;
+  }
+
+  // {R} or R behind \mathbb.
+  bool blackboard(std::string_view text, size_t& i) {
+    const size_t open = text.find_first_not_of(' ', i);
+    if (open == std::string_view::npos) return false;
+    const bool braced = text[open] == '{';
+    const size_t at = braced ? open + 1 : open;
+    if (at >= text.size() || !is_letter(text[at])) return false;
+    add(TokenKind::kSymbol, std::string("mathbb") + text[at]);
+    i = at + 1;
+    if (braced && i < text.size() && text[i] == '}') ++i;
+    return true;
+  }
+
+  // {words} behind \text and its kin.
+  bool words(std::string_view name, std::string_view text, size_t& i, int text_depth) {
+    if (i < text.size() && text[i] == '*') ++i;
+    const size_t open = text.find_first_not_of(' ', i);
+    if (open == std::string_view::npos || text[open] != '{') return true;
+    const size_t close = matching_brace(text, open);
+    if (close == std::string_view::npos || text_depth >= kMaxTextDepth) return false;
+    i = close + 1;
+    const std::string_view inside = text.substr(open + 1, close - open - 1);
+    if (name == "operatorname" && plain_functions().count(inside) > 0) return function(std::string(inside)), true;
+    space_ = true;
+    if (!run(inside, text_depth + 1)) return false;
+    space_ = true;
+    return true;
+  }
+
+  bool known(const Command& command, std::string_view name, std::string_view text, size_t& i, int text_depth) {
     switch (command.kind) {
       case CommandKind::kSkip:
       case CommandKind::kTransparent:
@@ -631,20 +658,8 @@ class Lexer final {
         i = close + 1;
         return true;
       }
-      case CommandKind::kText: {
-        if (i < text.size() && text[i] == '*') ++i;
-        const size_t open = text.find_first_not_of(' ', i);
-        if (open == std::string_view::npos || text[open] != '{') return true;
-        const size_t close = matching_brace(text, open);
-        if (close == std::string_view::npos || text_depth >= kMaxTextDepth) return false;
-        i = close + 1;
-        const std::string_view inside = text.substr(open + 1, close - open - 1);
-        if (name == "operatorname" && plain_functions().count(inside) > 0) return function(std::string(inside)), true;
-        space_ = true;
-        if (!run(inside, text_depth + 1)) return false;
-        space_ = true;
-        return true;
-      }
+      case CommandKind::kText:
+        return words(name, text, i, text_depth);
       case CommandKind::kSign:
         add_sign(command.sign);
         return true;
