@@ -14,6 +14,7 @@
 #include "operator/controller/job_metrics.h"
 #include "operator/controller/network_policy.h"
 #include "operator/kube/api_error.h"
+#include "operator/kube/heap.h"
 
 namespace trireme::cli {
 namespace {
@@ -22,6 +23,7 @@ using nlohmann::json;
 
 constexpr Milliseconds kPoll{50};
 constexpr Milliseconds kStuck{300000};  // a reconcile ends long before
+constexpr Milliseconds kHeapLook{5000};
 
 std::string make_identity(const std::string& pod_name) {
   char host[256] = "operator";
@@ -411,12 +413,16 @@ int Operator::run(const std::atomic<bool>& stop) {
   // Whoever has no copy of the cluster yet does not ask for the lease.
   if (elector_ && !stop) elector_->start();
   SteadyClock::time_point look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
-  SteadyClock::time_point trim_again = SteadyClock::now();
+  kube::HeapTrims trims(options_.trim_above_bytes);
+  SteadyClock::time_point heap_again = SteadyClock::now();
   while (!stop && !lost_) {
     // Thousands of jobs made in a row leave more freed memory between what stays than all that stays.
-    if (SteadyClock::now() >= trim_again) {
-      kube::trim_heap(options_.trim_above_bytes);
-      trim_again = SteadyClock::now() + std::chrono::seconds(1);
+    if (const auto now = SteadyClock::now(); now >= heap_again) {
+      if (trims.due(kube::heap_size(), now)) {
+        kube::trim_heap();
+        trims.trimmed(kube::heap_size(), now);
+      }
+      heap_again = now + kHeapLook;
     }
     if (SteadyClock::now() >= look_again) {
       rediscover();

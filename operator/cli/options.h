@@ -51,7 +51,7 @@ struct OperatorOptions {
 
   int sync_timeout_s = 300;
   int discovery_interval_s = 60;       // between two looks at which gang back-ends the cluster serves (no flag)
-  size_t trim_above_bytes = 8u << 20;  // freed memory that goes back to the system, looked at every second (no flag)
+  size_t trim_above_bytes = 8u << 20;  // freed memory that is worth giving back to the system (no flag)
   int shutdown_timeout_s = 25;
   LogOptions log;
 };

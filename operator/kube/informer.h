@@ -16,13 +16,11 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "operator/kube/heap.h"
 #include "operator/kube/json_scan.h"
 #include "operator/kube/reflector.h"
 
 namespace trireme::kube {
-
-// Gives freed pages back to the system, if at least `worth` bytes are free: after a first list, and now and then.
-void trim_heap(size_t worth = 0);
 
 template <class T>
 struct InformerHandlers {

@@ -1,7 +1,5 @@
 #include "operator/kube/reflector.h"
 
-#include <malloc.h>
-
 #include <random>
 
 #include "base/error.h"
@@ -25,20 +23,6 @@ Milliseconds jittered(Milliseconds base) {
 }
 
 }  // namespace
-
-// Sanitizers put an allocator of their own before glibc's, whose heaps then do not exist.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define TRIREME_OWN_ALLOCATOR
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define TRIREME_OWN_ALLOCATOR
-#endif
-#endif
-void trim_heap([[maybe_unused]] size_t worth) {
-#ifndef TRIREME_OWN_ALLOCATOR
-  if (worth == 0 || mallinfo2().fordblks >= worth) malloc_trim(0);
-#endif
-}
 
 Reflector::Reflector(const Client& client, ReflectorOptions options, ReflectorSink& sink)
     : client_(client), options_(std::move(options)), sink_(sink), cancel_(std::make_unique<Client::Cancel>()) {}
