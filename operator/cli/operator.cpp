@@ -238,7 +238,7 @@ void Operator::make_reconciler() {
       options.plan.objects.status_ca = [this] { return certificates_ ? certificates_->ca_pem() : std::string(); };
     }
     status_url_ = options.plan.objects.status_url;
-    options.path_broken = [this] { return path_probe_ && path_probe_->broken(); };
+    options.own_path = [this] { return path_probe_ ? path_probe_->found() : controller::OwnPath{}; };
   }
   if (tune_) tune_(options);
   discovery_ = options.plan.discovery;

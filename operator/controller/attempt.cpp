@@ -12,6 +12,13 @@ namespace {
 
 constexpr const char* kByReport = "RendezvousDone";  // of condition Running: rank 0 said so
 constexpr const char* kByPods = "PodsReady";         // of condition Running: no report came, all pods are ready
+constexpr int kDoubtLimits = 4;                      // so many limits long nobody's silence may be our own trouble
+
+// When a job that is silent is held to hang although nobody else is heard. Trainers speak every 10 s, whatever the
+// limit.
+Milliseconds doubt_of(Milliseconds limit) { return kDoubtLimits * std::max(limit, ReportStore::kLeastGap); }
+
+std::string in_seconds(Milliseconds time) { return std::to_string(time.count() / 1000) + " s"; }
 
 }  // namespace
 
@@ -297,11 +304,6 @@ void Planner::running() {
   } else if (o_.report->rendezvous_done) {
     condition("Running", true, kByReport, "all ranks of attempt " + std::to_string(job_.status.attempt) + " have met");
   }
-  if (o_.reports_out) {
-    unknown("Progressing", "ReportsLost",
-            "no job's reports reach this operator: that is its own trouble, and hang limits begin anew afterwards");
-    return requeue(Milliseconds(10000));
-  }
   // After an outage of ours everybody gets the whole limit again.
   const Milliseconds age = heard() ? o_.report->age : o_.silent_for;
   const Milliseconds silent = std::min(age, o_.reports_back_for);
@@ -311,8 +313,18 @@ void Planner::running() {
       own != job_.spec.health.phase_timeout_seconds.end()) {
     limit_s = own->second;
   }
-  if (limit_s == 0) return;
   const Milliseconds limit{limit_s * 1000};
+  // The silence of all is taken for our own trouble, but not for ever: they may all hang, or there is no other left.
+  const bool doubt = limit_s == 0 || std::min(silent, o_.reports_served_for) < doubt_of(limit);
+  if (o_.reports_out && doubt) {
+    unknown("Progressing", "ReportsLost",
+            "no job's reports reach this operator: that is its own trouble, and hang limits begin anew afterwards" +
+                (limit_s == 0
+                     ? ""
+                     : "; silence of " + in_seconds(doubt_of(limit)) + " while its address answers counts as a hang"));
+    return requeue(Milliseconds(10000));
+  }
+  if (limit_s == 0) return;
   if (silent < limit) {
     condition("Progressing", true, "Reporting");
     requeue(limit - silent);
@@ -320,18 +332,25 @@ void Planner::running() {
   }
   // One path cut under two runs ends for one of them some seconds earlier. Only a report of another job, from when this
   // one's was overdue, shows that the path is whole; or it is found broken meanwhile.
-  if (o_.reports_quiet_for > Milliseconds(0) && o_.reports_quiet_for + ReportStore::kLeastGap >= silent) {
-    return requeue(Milliseconds(1000));
-  }
+  const bool unheard = o_.reports_out || (o_.reports_quiet_for > Milliseconds(0) &&
+                                          o_.reports_quiet_for + ReportStore::kLeastGap >= silent);
+  if (unheard && doubt) return requeue(Milliseconds(1000));
+  overdue(hang(age, step_phase, unheard));
+}
+
+Failure Planner::hang(Milliseconds age, const std::string& step_phase, bool unheard) const {
   const bool names = heard() && o_.report->stuck_rank;
   Failure failure;
   failure.role = "actor";
   failure.rank = names ? *o_.report->stuck_rank : 0;
   failure.reason = kReasonHung;
-  failure.message = "no heartbeat for " + std::to_string(age.count() / 1000) + " s" +
-                    (step_phase.empty() ? "" : " in phase " + step_phase) +
+  failure.message = "no heartbeat for " + in_seconds(age) + (step_phase.empty() ? "" : " in phase " + step_phase) +
                     (names ? "; rank " + std::to_string(*o_.report->stuck_rank) + " is late" : "");
-  overdue(failure);
+  if (unheard) {
+    failure.message += "; no other job is heard either, but this operator has been ready to take reports for " +
+                       in_seconds(o_.reports_served_for);
+  }
+  return failure;
 }
 
 }  // namespace trireme::controller

@@ -70,6 +70,7 @@ Observed observe(Facts facts, Sightings& sightings, Milliseconds unknown_node) {
   observed.claim_modes = std::move(facts.claim_modes);
   observed.reports_out = facts.path.out;
   observed.reports_quiet_for = facts.path.quiet_for;
+  observed.reports_served_for = facts.path.served_for;
   observed.reports_back_for = facts.path.back_for;
   observe_services(facts, observed);
   observe_policy(facts, observed);

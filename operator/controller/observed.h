@@ -117,9 +117,10 @@ struct Observed {
   // So many nodes are NotReady at once that it is the cluster's trouble, not theirs.
   bool nodes_in_doubt = false;
   // No job's reports come, though several did or should: our own outage. And how long it has been over. Before it is
-  // called one: for how long none of several has been heard.
+  // called one: for how long none of several has been heard. And how long nothing of ours has kept reports away.
   bool reports_out = false;
   Milliseconds reports_quiet_for{0};
+  Milliseconds reports_served_for{0};
   Milliseconds reports_back_for{Milliseconds::max()};
   // Filled in by Ages:
   Milliseconds unplaced_for{0};  // in phase Queued, not every wanted pod has a node, and it is no queue that holds them

@@ -149,8 +149,8 @@ Observed Observer::observe(const ObjectKey& key, Snapshot snapshot, const Answer
   facts.answers = answers;
   facts.report = reports_.get(key, job.metadata.uid);
   const size_t expected = running_jobs();
-  const bool broken = options_.path_broken && options_.path_broken();
-  facts.path = reports_.path(silence_window(job.spec.health, options_.least_silence), expected, broken);
+  const OwnPath own = options_.own_path ? options_.own_path() : OwnPath{};
+  facts.path = reports_.path(silence_window(job.spec.health, options_.least_silence), expected, own);
   facts.snapshot = std::move(snapshot);
   read_nodes(facts);
   facts.now = SteadyClock::now();  // last: nothing that was read is younger

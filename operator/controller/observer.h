@@ -26,7 +26,7 @@ struct ObserverOptions {
   Milliseconds create_echo{5000};    // the watch tells of our creates by then; if not, we look ourselves
   Milliseconds unknown_node{10000};  // a pod's node that the cache does not hold: for so long it is news on its way
   Milliseconds least_silence = ReportStore::kLeastGap;  // of all jobs together, before it counts as our own outage
-  std::function<bool()> path_broken;                    // nothing answers where trainers report; empty: not known
+  std::function<OwnPath()> own_path;                    // what is found where trainers report; empty: not known
   std::function<int64_t()> now_ms;                      // wall clock; empty: the system's
 };
 

@@ -55,6 +55,7 @@ class Planner final {
   bool stays_whole();
   // A start or a run that takes too long: what health.action says.
   void overdue(const Failure& failure);
+  Failure hang(Milliseconds age, const std::string& step_phase, bool unheard) const;
   std::vector<WantedPod> missing_pods() const;
   bool heard() const { return o_.report && o_.report->attempt == job_.status.attempt; }
   bool all_ready() const;

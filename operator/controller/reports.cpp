@@ -56,7 +56,15 @@ size_t ReportStore::talkers() const {
                                            [&](const auto& entry) { return last_ - entry.second.at <= kTalking; }));
 }
 
+void ReportStore::turned_away() {
+  std::lock_guard lock(mutex_);
+  turned_away_ = SteadyClock::now();
+}
+
 void ReportStore::hear(SteadyClock::time_point now) {
+  // One may be faster than our next look at a path that is whole again; not a second one some looks later.
+  if (broken_ && heard_broken_ && now - *heard_broken_ > 4 * least_gap_) contradicted_ = true;
+  if (broken_ && !heard_broken_) heard_broken_ = now;
   const auto gap = std::chrono::duration_cast<Milliseconds>(now - last_);
   if (gap > least_gap_ && (!heard_ || was_broken_ || talkers() >= 2)) {
     // A short silence right after a long one does not hide it.
@@ -68,15 +76,26 @@ void ReportStore::hear(SteadyClock::time_point now) {
   was_broken_ = false;
 }
 
-ReportStore::Path ReportStore::path(Milliseconds window, size_t expected, bool broken) const {
+void ReportStore::look(bool broken) const {
+  broken_ = broken;
+  if (broken) return;
+  heard_broken_.reset();
+  contradicted_ = false;
+}
+
+ReportStore::Path ReportStore::path(Milliseconds window, size_t expected, OwnPath own) const {
   std::lock_guard lock(mutex_);
   const auto now = SteadyClock::now();
+  look(own.broken);
+  const bool broken = own.broken && !contradicted_;
   Path path;
   const auto quiet = std::chrono::duration_cast<Milliseconds>(now - last_);
   if (quiet > Milliseconds(0) && (broken || (heard_ ? talkers() : expected) >= 2)) path.quiet_for = quiet;
   path.out = path.quiet_for > window;
   was_broken_ |= broken;
   if (gap_ > window) path.back_for = std::chrono::duration_cast<Milliseconds>(now - back_);
+  path.served_for = std::chrono::duration_cast<Milliseconds>(now - turned_away_);
+  if (!contradicted_) path.served_for = std::min(path.served_for, own.answers_for);
   return path;
 }
 

@@ -12,6 +12,12 @@
 
 namespace trireme::controller {
 
+// What we find at the address that trainers report to (operator/telemetry/path_probe.h).
+struct OwnPath {
+  bool broken = false;          // nothing answers there
+  Milliseconds answers_for{0};  // so long it has answered without a break; 0: it does not, or it is not known
+};
+
 class ReportStore final {
  public:
   // Called after every put; must not call back. An empty one ends it: none runs any more when this returns.
@@ -21,6 +27,8 @@ class ReportStore final {
   // Of this incarnation of the job, with its age.
   std::optional<Report> get(const kube::ObjectKey& job, const std::string& uid) const;
   void forget(const kube::ObjectKey& job);
+  // A report was not taken, and that was our own trouble: the API server did not say whose it was.
+  void turned_away();
   size_t size() const;
 
   // Silence of everybody at once is ours, not theirs.
@@ -28,11 +36,12 @@ class ReportStore final {
     bool out = false;                             // for longer than `window` none of several jobs has been heard
     Milliseconds back_for = Milliseconds::max();  // since such a time ended
     Milliseconds quiet_for{0};                    // so long none of several jobs has been heard; 0: only one reports
+    Milliseconds served_for{0};                   // so long any report that reached us would have been taken
   };
   // Several: of the jobs that reported within the minute before the last report of all; or `expected`, when none has
-  // come since we began. One is enough when `broken`: nothing answers where trainers report. `window` is at least
-  // kLeastGap.
-  Path path(Milliseconds window, size_t expected = 0, bool broken = false) const;
+  // come since we began. One is enough when nothing answers where trainers report; but what we find there is left out
+  // while reports come all the same. `window` is at least kLeastGap.
+  Path path(Milliseconds window, size_t expected = 0, OwnPath own = {}) const;
   // No shorter silence of all is remembered; a trainer reports every 10 s.
   static constexpr Milliseconds kLeastGap{15000};
   explicit ReportStore(Milliseconds least_gap = kLeastGap) : least_gap_(least_gap) {}
@@ -45,15 +54,20 @@ class ReportStore final {
   };
   size_t talkers() const;
   void hear(SteadyClock::time_point now);  // a report, whosesoever
+  void look(bool broken) const;
 
   const Milliseconds least_gap_;
   mutable std::mutex mutex_;
   std::unordered_map<kube::ObjectKey, Entry> entries_;
-  SteadyClock::time_point last_ = SteadyClock::now();  // report of any job, or our beginning
+  SteadyClock::time_point last_ = SteadyClock::now();         // report of any job, or our beginning
+  SteadyClock::time_point turned_away_ = SteadyClock::now();  // when one last was, or our beginning
   bool heard_ = false;
-  mutable bool was_broken_ = false;  // since the last report
-  SteadyClock::time_point back_{};   // end of the last silence of all
-  Milliseconds gap_{0};              // and its length; 0: there was none
+  mutable bool was_broken_ = false;                                // since the last report
+  mutable bool broken_ = false;                                    // at the last look
+  mutable bool contradicted_ = false;                              // reports came although it was broken all the time
+  mutable std::optional<SteadyClock::time_point> heard_broken_{};  // the first of them
+  SteadyClock::time_point back_{};                                 // end of the last silence of all
+  Milliseconds gap_{0};                                            // and its length; 0: there was none
   std::mutex listener_mutex_;
   std::function<void(const kube::ObjectKey&, bool)> listener_;
 };

@@ -1,16 +1,33 @@
-// PathProbe: asks the address that trainers report to, as they do, whether anything answers there. When nobody is heard
-// of, that tells a broken path from trainers that hang.
+// PathProbe: asks the address that trainers report to, as they do, whether anything answers there, again and again.
+// When nobody is heard of, that tells a broken path from trainers that hang.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
 #include "base/clock.h"
+#include "operator/controller/reports.h"
 
 namespace trireme::telemetry {
+
+// What a row of such questions tells. Pure: the time is an argument.
+class PathAnswers final {
+ public:
+  // An answer older than `patience` says nothing of now: the asker stood still.
+  explicit PathAnswers(Milliseconds patience) : patience_(patience) {}
+  void note(bool answered, SteadyClock::time_point now);
+  // Broken, and with it the end of answering: two questions in a row without an answer of any kind.
+  controller::OwnPath at(SteadyClock::time_point now) const;
+
+ private:
+  const Milliseconds patience_;
+  int failures_ = 0;
+  SteadyClock::time_point since_;
+  std::optional<SteadyClock::time_point> last_;  // answer
+};
 
 class PathProbe final {
  public:
@@ -21,8 +38,7 @@ class PathProbe final {
   PathProbe(const PathProbe&) = delete;
   PathProbe& operator=(const PathProbe&) = delete;
 
-  // The last two questions had no answer of any kind. Any thread.
-  bool broken() const { return failures_ >= 2; }
+  controller::OwnPath found() const;  // any thread
 
  private:
   void run();
@@ -30,8 +46,8 @@ class PathProbe final {
 
   const std::string origin_;
   const Milliseconds interval_, timeout_;
-  std::atomic<int> failures_{0};
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
+  PathAnswers answers_;
   std::condition_variable wake_;
   bool stopping_ = false;
   std::thread thread_;

@@ -232,6 +232,7 @@ HttpResponse StatusServer::take(const HttpRequest& request) {
     identity = identify(token);
   } catch (const kube::ApiError& e) {
     log_warn("status", std::string("token review: ") + e.what());
+    reports_.turned_away();
     return answer(503, "the token cannot be checked now");
   }
   if (!identity) return answer(401, "the token is not valid for this audience or names no pod");

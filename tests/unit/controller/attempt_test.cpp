@@ -223,6 +223,48 @@ TEST(Reports, NobodyHangsUntilAnotherIsHeard) {
   EXPECT_TRUE(plan(o, w.options).decision) << "there is no other";
 }
 
+// All jobs hang at once, or the only other one has ended: nobody will be heard again.
+TEST(Reports, TheDoubtAboutASilenceOfAllEnds) {
+  World w = two_pods("  health: {heartbeatTimeoutSeconds: 20, phaseTimeoutSeconds: {checkpoint: 2}}\n");
+  w.run();
+  const auto decides = [&](bool out, int silent_s, int served_s, int back_s = 1'000'000) {
+    World later = w;
+    later.now_ms += silent_s * 1000;
+    Observed o = later.observe();
+    o.reports_out = out;
+    o.reports_quiet_for = Milliseconds(silent_s * 1000 - 1000);
+    o.reports_served_for = Milliseconds(served_s * 1000);
+    o.reports_back_for = Milliseconds(back_s * 1000);
+    const Plan p = plan(o, w.options);
+    EXPECT_TRUE(p.decision || p.requeue_after) << "it is looked at again";
+    return p.decision ? p.decision->last_failure->message : std::string();
+  };
+  for (const bool out : {false, true}) {
+    EXPECT_EQ(decides(out, 79, 1000), "") << "not before four limits";
+    EXPECT_EQ(decides(out, 1000, 79), "") << "during all of which reports would have been taken";
+    EXPECT_EQ(decides(out, 1000, 0), "") << "nothing answers at our own address";
+    EXPECT_EQ(decides(out, 1000, 1000, 79), "") << "limits begin anew after an outage";
+    const std::string why = decides(out, 81, 90);
+    EXPECT_NE(why.find("no heartbeat for 81 s"), std::string::npos) << why;
+    EXPECT_NE(why.find("no other job is heard either, but this operator has been ready to take reports for 90 s"),
+              std::string::npos)
+        << why;
+  }
+  w.report->progress.phase = "checkpoint";
+  EXPECT_EQ(decides(true, 59, 1000), "") << "trainers speak every 10 s, however short the limit is";
+  EXPECT_NE(decides(true, 61, 1000), "");
+}
+
+TEST(Reports, TheDoubtSaysWhenItEnds) {
+  World w = two_pods("  health: {heartbeatTimeoutSeconds: 100}\n");
+  w.run();
+  w.now_ms += 390'000;
+  Observed o = w.observe();
+  o.reports_out = true;
+  const Plan p = plan(o, w.options);
+  EXPECT_NE(find_condition(p.status, "Progressing")->message.find("silence of 400 s"), std::string::npos);
+}
+
 TEST(Reports, StoreTellsASilenceOfAllFromOneJobs) {
   const kube::ObjectKey a{"team", "a"}, b{"team", "b"};
   ReportStore store(Milliseconds(30));
@@ -247,12 +289,52 @@ TEST(Reports, StoreTellsASilenceOfAllFromOneJobs) {
   EXPECT_LT(path.back_for.count(), 60'000);
   ReportStore alone(Milliseconds(30));
   alone.put(a, "a", {});
-  EXPECT_FALSE(alone.path(window, 0, true).out) << "reports come, whatever else does not";
+  const OwnPath broken{.broken = true};
+  EXPECT_FALSE(alone.path(window, 0, broken).out) << "reports come, whatever else does not";
   pause(80);
   EXPECT_FALSE(alone.path(window).out);
-  EXPECT_TRUE(alone.path(window, 0, true).out) << "nothing answers where it would report";
+  EXPECT_TRUE(alone.path(window, 0, broken).out) << "nothing answers where it would report";
   alone.put(a, "a", {});
   EXPECT_LT(alone.path(window).back_for.count(), 60'000);
+}
+
+TEST(Reports, StoreTellsForHowLongItWouldHaveTakenThem) {
+  const Milliseconds window(60);
+  ReportStore store(Milliseconds(30));
+  std::this_thread::sleep_for(Milliseconds(50));
+  EXPECT_EQ(store.path(window).served_for.count(), 0) << "whether anything answers is not known";
+  EXPECT_EQ(store.path(window, 0, {.answers_for = Milliseconds(7)}).served_for.count(), 7);
+  const OwnPath long_since{.answers_for = Milliseconds(3'600'000)};
+  EXPECT_GE(store.path(window, 0, long_since).served_for.count(), 50) << "since it began";
+  EXPECT_LT(store.path(window, 0, long_since).served_for.count(), 600'000);
+  const auto before = SteadyClock::now();
+  store.turned_away();
+  const auto served = store.path(window, 0, long_since).served_for;
+  EXPECT_LE(served, std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - before));
+}
+
+// Its own address is one that the operator itself cannot reach.
+TEST(Reports, WhatReportsContradictIsLeftOut) {
+  const kube::ObjectKey a{"team", "a"};
+  const OwnPath broken{.broken = true}, whole{.answers_for = Milliseconds(10)};
+  const Milliseconds window(60);
+  ReportStore store(Milliseconds(20));
+  const auto hear = [&](const OwnPath& own) {
+    store.path(window, 0, own);
+    store.put(a, "a", {});
+  };
+  const auto out = [&] {
+    std::this_thread::sleep_for(Milliseconds(100));
+    return store.path(window, 0, broken).out;
+  };
+  hear(broken);
+  EXPECT_TRUE(out()) << "the path may have been whole again for less than a question's time";
+  hear(broken);
+  EXPECT_FALSE(out()) << "reports come for long although nothing answers: one job's silence is its own";
+  EXPECT_GE(store.path(window, 0, broken).served_for.count(), 100) << "and it is no word against ending a doubt";
+  hear(whole);
+  hear(broken);
+  EXPECT_TRUE(out()) << "it answered, so that it does not is news";
 }
 
 TEST(Health, ActionEventCoversTheStart) {

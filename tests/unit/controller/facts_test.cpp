@@ -138,6 +138,16 @@ TEST(Facts, DurationsAreMeasuredFromTheFirstSight) {
   EXPECT_TRUE(look.at(7).issues.empty());
 }
 
+TEST(Facts, WhatIsKnownOfTheReportPathIsPassedOn) {
+  Look look;
+  look.facts.path = {true, seconds(1), seconds(2), seconds(3)};
+  const Observed o = look.at(0);
+  EXPECT_TRUE(o.reports_out);
+  EXPECT_EQ(o.reports_back_for, seconds(1));
+  EXPECT_EQ(o.reports_quiet_for, seconds(2));
+  EXPECT_EQ(o.reports_served_for, seconds(3));
+}
+
 TEST(Facts, SilenceIsJudgedByTheShortestLimit) {
   Health health;
   health.heartbeat_timeout_seconds = 60;

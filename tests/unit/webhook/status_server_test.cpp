@@ -263,7 +263,11 @@ TEST(StatusServer, TheTrainersReporterPushesOverTlsAndVerifies) {
 TEST(StatusServer, ApiServerDownIsTryAgain) {
   Place p;
   p.api.inject({.method = "POST", .path_part = "tokenreviews", .status = 503});
+  std::this_thread::sleep_for(Milliseconds(20));
+  const auto before = SteadyClock::now();
   EXPECT_EQ(p.post(kToken, kBody), 503);
+  const auto served = p.reports.path(Milliseconds(60000), 0, {.answers_for = Milliseconds(3'600'000)}).served_for;
+  EXPECT_LE(served, SteadyClock::now() - before) << "silence that follows is ours";
   EXPECT_EQ(p.post(kToken, kBody), 204);
 }
 
