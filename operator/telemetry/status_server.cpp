@@ -21,6 +21,7 @@ constexpr size_t kMaxBodyBytes = 64 << 10;
 constexpr size_t kMaxTokenBytes = 8 << 10;
 constexpr const char* kForwarded = "x-trireme-forwarded";
 constexpr const char* kServiceAccountPrefix = "system:serviceaccount:";
+constexpr const char* kUnproven = "it is not proven that this comes from rank 0 of such a job and attempt";
 
 HttpResponse answer(int status, const std::string& message) {
   HttpResponse response;
@@ -213,48 +214,55 @@ HttpResponse StatusServer::handle(const HttpRequest& request) {
   return response;
 }
 
-// What costs nothing comes first: a TokenReview is asked for only when everything else is right.
 HttpResponse StatusServer::take(const HttpRequest& request) {
-  const kube::ObjectKey job_key{request.parameters.at("namespace"), request.parameters.at("job")};
-  const auto header = request.headers.find("authorization");
-  if (header == request.headers.end() || !starts_with(header->second, "Bearer ")) {
-    return answer(401, "a bearer token is needed");
+  const kube::ObjectKey job{request.parameters.at("namespace"), request.parameters.at("job")};
+  const ParsedReport parsed = parse_report(request.body);
+  std::string job_uid;
+  if (const std::string why = unproven(request, job, parsed, job_uid); !why.empty()) {
+    log_debug("status", "a report is refused: " + why);
+    return answer(403, kUnproven);
   }
+  if (!parsed.error.empty()) return answer(400, parsed.error);
+  if (!reports_.put(job, job_uid, parsed.report)) return answer(409, "this attempt is over");
+  return answer(204, "");
+}
+
+// What costs nothing comes first: a TokenReview is asked for only when everything else is right.
+std::string StatusServer::unproven(const HttpRequest& request, const kube::ObjectKey& job, const ParsedReport& parsed,
+                                   std::string& job_uid) {
+  const auto header = request.headers.find("authorization");
+  if (header == request.headers.end() || !starts_with(header->second, "Bearer ")) return "it has no bearer token";
   const std::string token = header->second.substr(7);
   const std::optional<PodIdentity> claimed = claimed_identity(token);
-  if (!claimed) return answer(401, "the token is no service account token of a pod");
-  const ParsedReport parsed = parse_report(request.body);
-  if (!parsed.error.empty()) return answer(400, parsed.error);
-  std::string job_uid;
-  if (auto refusal = refuse(*claimed, job_key, parsed.report.attempt, job_uid)) return *refusal;
+  if (!claimed) return "its token is no service account token of a pod";
+  if (std::string why = misfit(*claimed, job, parsed, job_uid); !why.empty()) return why;
   std::optional<PodIdentity> identity;
   try {
     identity = identify(token);
   } catch (const kube::ApiError& e) {
     log_warn("status", std::string("token review: ") + e.what());
     reports_.turned_away();
-    return answer(503, "the token cannot be checked now");
+    return "its token cannot be checked now";
   }
-  if (!identity) return answer(401, "the token is not valid for this audience or names no pod");
-  if (!(*identity == *claimed)) return answer(403, "the token is another pod's");
-  if (!reports_.put(job_key, job_uid, parsed.report)) return answer(409, "this attempt is over");
-  return answer(204, "");
+  if (!identity) return "its token is not valid for this audience or names no pod";
+  return *identity == *claimed ? "" : "its token is another pod's";
 }
 
-std::optional<HttpResponse> StatusServer::refuse(const PodIdentity& claimed, const kube::ObjectKey& job_key,
-                                                 int64_t attempt, std::string& job_uid) const {
-  if (claimed.ns != job_key.ns) return answer(403, "the pod is of another namespace");
+std::string StatusServer::misfit(const PodIdentity& claimed, const kube::ObjectKey& job_key, const ParsedReport& parsed,
+                                 std::string& job_uid) const {
   const auto pod = find_pod_({claimed.ns, claimed.pod});
   const auto job = find_job_(job_key);
-  if (!pod || !job) return answer(503, "the pod or the job is not known here yet");
+  if (claimed.ns != job_key.ns) return "the pod is of another namespace";
+  if (!pod || !job) return "the pod or the job is not known here yet";
   if (pod->uid != claimed.uid || pod->job != job_key.name || pod->job_uid != hash64(job->uid) || !pod->owned)
-    return answer(403, "the pod is none of this job's");
-  if (pod->role != "actor" || pod->rank != 0) return answer(403, "only rank 0 of the actor reports");
-  if (pod->attempt != attempt) return answer(403, "the pod is of another attempt than it says");
-  if (claimed.pod != pod_name(job_key.name, "actor", 0, attempt))
-    return answer(403, "the pod does not have the name of rank 0");
+    return "the pod is none of this job's";
+  if (pod->role != "actor" || pod->rank != 0) return "only rank 0 of the actor reports";
+  // A body that cannot be read names none; whose token is proven is told so.
+  if (parsed.error.empty() && pod->attempt != parsed.report.attempt)
+    return "the pod is of another attempt than it says";
+  if (claimed.pod != pod_name(job_key.name, "actor", 0, pod->attempt)) return "the pod does not have rank 0's name";
   job_uid = job->uid;
-  return std::nullopt;
+  return "";
 }
 
 HttpResponse StatusServer::pass_on(const HttpRequest& request) {

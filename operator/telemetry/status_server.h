@@ -3,7 +3,8 @@
 //
 // POST /v1/status/{namespace}/{job}, Authorization: Bearer <projected token of audience trireme.dev/status>, over TLS
 //   {"attempt": 1, "rendezvousDone": true, "stuckRank": 3, "progress": {fields of RLJob status.progress}}
-// 204 taken; 400 body; 401 token; 403 another pod; 409 an attempt that is over; 503 with Retry-After: come back.
+// 204 taken; 400 body; 409 an attempt that is over; 503 with Retry-After: no leader is known, come back.
+// 403, one text, whatever else is wrong or missing: before the token is proven nobody is told what there is.
 // A standby passes the request on to the leader, because a Service does not know who leads.
 #pragma once
 
@@ -49,6 +50,12 @@ struct PodIdentity {
 // What a service account token says of itself, unproven; nothing where it names no pod. Pure.
 std::optional<PodIdentity> claimed_identity(const std::string& token);
 
+struct ParsedReport {
+  controller::Report report;
+  std::string error;  // not empty: the body is no report
+};
+ParsedReport parse_report(const std::string& body);
+
 class StatusServer final {
  public:
   using FindPod = std::function<std::shared_ptr<const controller::CachedPod>(const kube::ObjectKey&)>;
@@ -72,9 +79,12 @@ class StatusServer final {
   kube::HttpResponse take(const kube::HttpRequest& request);
   kube::HttpResponse pass_on(const kube::HttpRequest& request);
   void serve(std::optional<kube::KeyPair> certificate);
-  // Why this pod may not report on this job, from what the informers know; nothing: it may.
-  std::optional<kube::HttpResponse> refuse(const PodIdentity& claimed, const kube::ObjectKey& job, int64_t attempt,
-                                           std::string& job_uid) const;
+  // Why it is not proven that this comes from rank 0 of the job; empty: it is, and `job_uid` is the job's.
+  std::string unproven(const kube::HttpRequest& request, const kube::ObjectKey& job, const ParsedReport& parsed,
+                       std::string& job_uid);
+  // Why this pod may not report on this job, from what the informers know; empty: it may.
+  std::string misfit(const PodIdentity& claimed, const kube::ObjectKey& job, const ParsedReport& parsed,
+                     std::string& job_uid) const;
   // Nothing when the API server does not believe the token. Throws ApiError.
   std::optional<PodIdentity> identify(const std::string& token);
 
@@ -94,11 +104,5 @@ class StatusServer final {
   bool stopped_ = false;
   std::unique_ptr<kube::HttpServer> server_;
 };
-
-struct ParsedReport {
-  controller::Report report;
-  std::string error;  // not empty: the body is no report
-};
-ParsedReport parse_report(const std::string& body);
 
 }  // namespace trireme::telemetry

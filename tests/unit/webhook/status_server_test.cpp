@@ -89,12 +89,18 @@ struct Place {
     server->start();
   }
   int post(const std::string& token, const std::string& body, const std::string& path = "/v1/status/team/quick") {
+    return answer(token, body, path).first;
+  }
+  // Status and body.
+  std::pair<int, std::string> answer(const std::string& token, const std::string& body,
+                                     const std::string& path = "/v1/status/team/quick") {
     httplib::Client http("127.0.0.1", server->port());
     http.set_read_timeout(60, 0);
     httplib::Headers headers;
     if (!token.empty()) headers.emplace("Authorization", "Bearer " + token);
     const auto result = http.Post(path.c_str(), headers, body, "application/json");
-    return result ? result->status : -1;
+    if (!result) return {-1, ""};
+    return {result->status, result->body};
   }
 };
 
@@ -116,14 +122,14 @@ TEST(StatusServer, TakesTheReportOfRankZero) {
 
 TEST(StatusServer, BelievesOnlyThePodItself) {
   Place p;
-  EXPECT_EQ(p.post("", kBody), 401);
-  EXPECT_EQ(p.post("nonsense", kBody), 401);
-  EXPECT_EQ(p.post("a.b.c", kBody), 401);
+  EXPECT_EQ(p.post("", kBody), 403);
+  EXPECT_EQ(p.post("nonsense", kBody), 403);
+  EXPECT_EQ(p.post("a.b.c", kBody), 403);
   EXPECT_EQ(p.post(token_of("else", "quick-actor-0-a2", "pod-uid"), kBody), 403) << "another namespace";
   EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "older-uid"), kBody), 403) << "an earlier pod of that name";
   EXPECT_EQ(p.post(token_of("team", "copy", "pod-uid"), kBody), 403) << "its labels under another name";
   EXPECT_EQ(p.post(kToken, kBody, "/v1/status/team/other"), 403) << "another job";
-  EXPECT_EQ(p.post(token_of("team", "unknown", "pod-uid"), kBody), 503) << "the informer may be behind";
+  EXPECT_EQ(p.post(token_of("team", "unknown", "pod-uid"), kBody), 403) << "the informer may be behind";
   EXPECT_EQ(p.post(kToken, R"({"attempt":1})"), 403) << "not the attempt of this pod";
   p.rank = 1;
   EXPECT_EQ(p.post(kToken, kBody), 403) << "not rank 0";
@@ -132,10 +138,40 @@ TEST(StatusServer, BelievesOnlyThePodItself) {
   EXPECT_EQ(p.post(kToken, kBody), 403) << "another job's uid";
   p.job_uid = "job-uid";
   EXPECT_EQ(p.reviews, 0) << "none of these is worth a TokenReview";
-  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "forged"), kBody), 401);
+  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "forged"), kBody), 403);
   EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "liar"), kBody), 403) << "the review names another";
   EXPECT_EQ(p.reviews, 2);
   EXPECT_EQ(p.reports.size(), 0u);
+}
+
+// Else anybody in the cluster could ask which jobs and pods there are, in whatever namespace.
+TEST(StatusServer, WithoutAProvenTokenAllRefusalsAreOne) {
+  Place p;
+  const auto refusal = p.answer("", kBody);
+  EXPECT_EQ(refusal.first, 403);
+  const auto forged = [](const std::string& ns, const std::string& pod, const std::string& uid) {
+    return token_of(ns, pod, uid, "forged");
+  };
+  const std::string right = forged("team", "quick-actor-0-a2", "pod-uid");
+  const std::string missing = "/v1/status/team/missing", far = "/v1/status/nowhere/quick";
+  EXPECT_EQ(p.answer("nonsense", kBody), refusal);
+  EXPECT_EQ(p.answer(right, kBody), refusal) << "everything is there but the proof";
+  EXPECT_EQ(p.answer(right, kBody, missing), refusal) << "no such job";
+  EXPECT_EQ(p.answer(right, kBody, far), refusal) << "no such namespace";
+  EXPECT_EQ(p.answer(right, R"({"attempt":1})"), refusal) << "another attempt";
+  EXPECT_EQ(p.answer(right, "{"), refusal) << "no report";
+  EXPECT_EQ(p.answer(right, "{", missing), refusal);
+  EXPECT_EQ(p.answer(forged("team", "missing-actor-0-a2", "pod-uid"), kBody), refusal) << "no such pod";
+  EXPECT_EQ(p.answer(forged("team", "quick-actor-0-a2", "other-uid"), kBody), refusal) << "another pod of the name";
+  EXPECT_EQ(p.answer(token_of("team", "quick-actor-0-a2", "pod-uid", "liar"), kBody), refusal);
+  p.rank = 1;
+  EXPECT_EQ(p.answer(right, kBody), refusal) << "a pod that does not report";
+  p.rank = 0;
+  p.api.inject({.method = "POST", .path_part = "tokenreviews", .status = 503});
+  EXPECT_EQ(p.answer(forged("team", "quick-actor-0-a1", "pod-uid"), R"({"attempt":2})"), refusal);
+  EXPECT_EQ(p.answer(kToken, kBody), refusal) << "the API server does not say whose the token is";
+  EXPECT_EQ(p.post(kToken, kBody), 204);
+  EXPECT_EQ(p.answer(kToken, "{").first, 400) << "who has proven it is told";
 }
 
 TEST(StatusServer, ClaimsOfATokenAreReadWithCare) {
@@ -158,24 +194,25 @@ TEST(StatusServer, ReviewsThatHangLeaveThreadsForTokensThatAreKnown) {
   EXPECT_EQ(p.post(kToken, kBody), 204);
   p.hold = true;
   std::vector<std::thread> others;
-  std::atomic<int> refused{0}, unbelieved{0};
+  std::atomic<int> refused{0};
   for (int i = 0; i < 8; ++i) {
     others.emplace_back([&, i] {
-      const int status = p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "x" + std::to_string(i)), kBody);
-      (status == 503 ? refused : unbelieved) += status == 503 || status == 401;
+      refused += p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "x" + std::to_string(i)), kBody) == 403;
     });
   }
   EXPECT_TRUE(kube::testing::eventually([&] { return refused == 6; })) << "two reviews hang, more are not begun";
+  EXPECT_EQ(p.reviews, 1);
   EXPECT_EQ(p.post(kToken, kBody), 204);
   p.hold = false;
   for (std::thread& thread : others) thread.join();
-  EXPECT_EQ(unbelieved, 2);
+  EXPECT_EQ(refused, 8);
+  EXPECT_EQ(p.reviews, 3);
 }
 
 TEST(StatusServer, TokenOfAnotherAudienceIsNone) {
   Place p;
   p.audience = "https://kubernetes.default.svc";
-  EXPECT_EQ(p.post(kToken, kBody), 401);
+  EXPECT_EQ(p.post(kToken, kBody), 403);
 }
 
 TEST(StatusServer, HostileBodiesAreRefused) {
@@ -265,7 +302,7 @@ TEST(StatusServer, ApiServerDownIsTryAgain) {
   p.api.inject({.method = "POST", .path_part = "tokenreviews", .status = 503});
   std::this_thread::sleep_for(Milliseconds(20));
   const auto before = SteadyClock::now();
-  EXPECT_EQ(p.post(kToken, kBody), 503);
+  EXPECT_EQ(p.post(kToken, kBody), 403);
   const auto served = p.reports.path(Milliseconds(60000), 0, {.answers_for = Milliseconds(3'600'000)}).served_for;
   EXPECT_LE(served, SteadyClock::now() - before) << "silence that follows is ours";
   EXPECT_EQ(p.post(kToken, kBody), 204);
@@ -284,7 +321,7 @@ TEST(StatusServer, StandbyPassesOn) {
   const std::string address = "127.0.0.1:" + std::to_string(leader.server->port());
   Place standby({.is_leader = [] { return false; }, .leader_address = [&] { return address; }});
   EXPECT_EQ(standby.post(kToken, kBody), 204);
-  EXPECT_EQ(standby.post("nonsense", kBody), 401);
+  EXPECT_EQ(standby.post("nonsense", kBody), 403);
   EXPECT_EQ(leader.reports.size(), 1u);
   EXPECT_EQ(standby.reports.size(), 0u);
   // Two standbys that each take the other for the leader do not play ping-pong.
