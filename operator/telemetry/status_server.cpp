@@ -159,7 +159,8 @@ StatusServer::StatusServer(const kube::Client& reviewer, controller::ReportStore
       reports_(reports),
       find_pod_(std::move(find_pod)),
       find_job_(std::move(find_job)),
-      options_(std::move(options)) {}
+      options_(std::move(options)),
+      shares_(options_.review_share) {}
 
 StatusServer::~StatusServer() { stop(); }
 
@@ -238,13 +239,13 @@ std::string StatusServer::unproven(const HttpRequest& request, const kube::Objec
   if (std::string why = misfit(*claimed, job, parsed, job_uid); !why.empty()) return why;
   std::optional<PodIdentity> identity;
   try {
-    identity = identify(token);
+    identity = identify(token, claimed->uid);
   } catch (const kube::ApiError& e) {
     log_warn("status", std::string("token review: ") + e.what());
     reports_.turned_away();
     return "its token cannot be checked now";
   }
-  if (!identity) return "its token is not valid for this audience or names no pod";
+  if (!identity) return "its token is not valid for this audience, or is one of too many in its pod's name";
   return *identity == *claimed ? "" : "its token is another pod's";
 }
 
@@ -286,17 +287,30 @@ HttpResponse StatusServer::pass_on(const HttpRequest& request) {
   return response;
 }
 
-std::optional<PodIdentity> StatusServer::identify(const std::string& token) {
+std::optional<PodIdentity> StatusServer::identify(const std::string& token, const std::string& pod_uid) {
   const std::string digest = sha256(token);
   const auto now = SteadyClock::now();
   {
     std::lock_guard lock(mutex_);
     const auto known = tokens_.find(digest);
     if (known != tokens_.end() && known->second.until > now) return known->second.identity;
+    // Junk in a pod's name does not keep the pod's own token, once it was believed, from being believed again.
+    const bool believed = known != tokens_.end() && known->second.identity;
+    if (!shares_.take(believed ? digest : pod_uid, now)) return std::nullopt;
   }
   const Place place(reviews_, options_.max_reviews);
   if (!place.got())
     throw kube::ApiError(kube::ApiErrorKind::kTimeout, 0, "Busy", "too many tokens are being checked already");
+  std::optional<PodIdentity> identity = review(token);
+  std::lock_guard lock(mutex_);
+  if (tokens_.size() >= options_.max_tokens)
+    std::erase_if(tokens_, [&](const auto& entry) { return entry.second.until <= now; });
+  if (tokens_.size() >= options_.max_tokens) tokens_.clear();
+  tokens_[digest] = {identity, now + options_.token_lifetime};
+  return identity;
+}
+
+std::optional<PodIdentity> StatusServer::review(const std::string& token) const {
   const json review =
       reviewer_.create(kube::resources::kTokenReviews,
                        {{"apiVersion", "authentication.k8s.io/v1"},
@@ -320,11 +334,6 @@ std::optional<PodIdentity> StatusServer::identify(const std::string& token) {
     }
     if (!found.pod.empty() && !found.uid.empty() && !found.ns.empty()) identity = std::move(found);
   }
-  std::lock_guard lock(mutex_);
-  if (tokens_.size() >= options_.max_tokens)
-    std::erase_if(tokens_, [&](const auto& entry) { return entry.second.until <= now; });
-  if (tokens_.size() >= options_.max_tokens) tokens_.clear();
-  tokens_[digest] = {identity, now + options_.token_lifetime};
   return identity;
 }
 

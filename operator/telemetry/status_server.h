@@ -21,6 +21,7 @@
 #include "operator/kube/client.h"
 #include "operator/kube/http_server.h"
 #include "operator/kube/metrics.h"
+#include "operator/telemetry/review_shares.h"
 
 namespace trireme::telemetry {
 
@@ -30,6 +31,7 @@ struct StatusServerOptions {
   bool tls = false;  // serve nothing before set_certificate, then HTTPS
   int max_threads = 16;
   int max_reviews = 8;  // TokenReviews at once, fewer than threads: a token that is known never waits for one
+  ReviewShareOptions review_share;     // of one pod, by the uid that a token claims
   Milliseconds token_lifetime{60000};  // how long a reviewed token is believed
   size_t max_tokens = 20000;
   Milliseconds request_timeout{10000};          // of a TokenReview or a hand-on to the leader
@@ -85,8 +87,10 @@ class StatusServer final {
   // Why this pod may not report on this job, from what the informers know; empty: it may.
   std::string misfit(const PodIdentity& claimed, const kube::ObjectKey& job, const ParsedReport& parsed,
                      std::string& job_uid) const;
-  // Nothing when the API server does not believe the token. Throws ApiError.
-  std::optional<PodIdentity> identify(const std::string& token);
+  // Nothing when the API server does not believe the token, or is not asked because too many came in the name of this
+  // pod. Throws ApiError.
+  std::optional<PodIdentity> identify(const std::string& token, const std::string& pod_uid);
+  std::optional<PodIdentity> review(const std::string& token) const;
 
   struct Known {
     std::optional<PodIdentity> identity;
@@ -99,6 +103,7 @@ class StatusServer final {
   StatusServerOptions options_;
   std::mutex mutex_;
   std::map<std::string, Known> tokens_;  // by SHA-256 of the token
+  ReviewShares shares_;                  // by pod uid, or SHA-256 of a token that was believed before
   std::atomic<int> reviews_{0};
   mutable std::mutex server_mutex_;
   bool stopped_ = false;

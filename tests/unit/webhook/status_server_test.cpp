@@ -67,11 +67,12 @@ struct Place {
     server = std::make_unique<StatusServer>(
         client, reports,
         [this](const kube::ObjectKey& key) -> std::shared_ptr<const CachedPod> {
+          const bool other = key.name == "other-actor-0-a2";
           const bool known = key.name == "quick-actor-0-a1" || key.name == "quick-actor-0-a2" || key.name == "copy";
-          if (!known || key.ns != "team") return nullptr;
+          if (!(known || other) || key.ns != "team") return nullptr;
           auto pod = std::make_shared<CachedPod>();
-          pod->uid = "pod-uid";
-          pod->job = "quick";
+          pod->uid = other ? "other-uid" : "pod-uid";
+          pod->job = other ? "other" : "quick";
           pod->job_uid = hash64(job_uid.load());
           pod->owned = true;
           pod->role = "actor";
@@ -207,6 +208,24 @@ TEST(StatusServer, ReviewsThatHangLeaveThreadsForTokensThatAreKnown) {
   for (std::thread& thread : others) thread.join();
   EXPECT_EQ(refused, 8);
   EXPECT_EQ(p.reviews, 3);
+}
+
+TEST(StatusServer, JunkInAPodsNameUsesUpThatPodsReviewsOnly) {
+  StatusServerOptions options;
+  options.token_lifetime = Milliseconds(0);  // each report needs a review
+  options.review_share = {.per_second = 1e-6, .burst = 3};
+  Place p(std::move(options));
+  EXPECT_EQ(p.post(kToken, kBody), 204);
+  for (int i = 0; i < 30; ++i) {
+    EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "junk" + std::to_string(i)), kBody), 403);
+  }
+  EXPECT_EQ(p.reviews, 3) << "one pod's junk costs no more than its share";
+  const std::string other = token_of("team", "other-actor-0-a2", "other-uid");
+  EXPECT_EQ(p.post(other, kBody, "/v1/status/team/other"), 204) << "others are reviewed still";
+  EXPECT_EQ(p.post(kToken, kBody), 204) << "and a token of its own that was believed before";
+  EXPECT_EQ(p.reviews, 5);
+  EXPECT_GT(p.reports.path(Milliseconds(60000), 0, {.answers_for = Milliseconds(3'600'000)}).served_for.count(), 0)
+      << "none of that is an outage of ours";
 }
 
 TEST(StatusServer, TokenOfAnotherAudienceIsNone) {
