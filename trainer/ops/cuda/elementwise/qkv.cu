@@ -111,6 +111,37 @@ __global__ void __launch_bounds__(kSplitThreads)
   to[at.lane + kGroup] = second;
 }
 
+// What a block's threads have of the head norms' gradients, summed over its heads in their order: query's, then key's.
+template <int kGroup>
+__device__ __forceinline__ void sum_norm_gradients(const QkvRows& in, const float (&da)[kChunk],
+                                                   const float (&db)[kChunk], float* __restrict__ partial) {
+  constexpr int kHeadDim = 2 * kGroup * kChunk;
+  __shared__ float sums[2 * kChunk][kSplitThreads / 2];
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    sums[i][threadIdx.x] = da[i];
+    sums[kChunk + i][threadIdx.x] = db[i];
+  }
+  __syncthreads();
+  const int heads = blockDim.x / kGroup, first_head = blockIdx.y * heads, rotated = in.q_heads + in.kv_heads;
+  float* to = partial + (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * 2 * kHeadDim;
+  for (int column = threadIdx.x; column < kHeadDim; column += blockDim.x) {
+    const int half = column / (kHeadDim / 2), within = column % (kHeadDim / 2);
+    const int lane = within / kChunk, element = half * kChunk + within % kChunk;
+    float q_total = 0, k_total = 0;
+    for (int head = 0; head < heads; ++head) {
+      const float value = sums[element][head * kGroup + lane];
+      if (first_head + head < in.q_heads) {
+        q_total += value;
+      } else if (first_head + head < rotated) {
+        k_total += value;
+      }
+    }
+    to[column] = q_total;
+    to[kHeadDim + column] = k_total;
+  }
+}
+
 // With a norm each thread keeps its head and walks over tokens, so that the weights' gradients stay in registers.
 template <int kGroup, bool kNorm>
 __global__ void __launch_bounds__(kSplitThreads / 2, 3)
@@ -124,9 +155,7 @@ __global__ void __launch_bounds__(kSplitThreads / 2, 3)
   const Chunk* source = is_q ? dq : is_k ? dk : dv;
   const int64_t source_head = at.head - (is_q ? 0 : is_k ? in.q_heads : rotated);
   const int64_t source_heads = is_q ? in.q_heads : in.kv_heads;
-  float da[kChunk], db[kChunk];
-#pragma unroll
-  for (int i = 0; i < kChunk; ++i) da[i] = db[i] = 0;
+  float da[kChunk] = {}, db[kChunk] = {};
   const Chunk* norm = reinterpret_cast<const Chunk*>(is_q ? in.q_norm : in.k_norm) + at.lane;
   int64_t position = in.positions[blockIdx.x];
   for (int64_t token = blockIdx.x; token < in.tokens && at.head < all_heads; token += gridDim.x) {
@@ -191,32 +220,7 @@ __global__ void __launch_bounds__(kSplitThreads / 2, 3)
     dqkv[place] = first;
     dqkv[place + kGroup] = second;
   }
-  if constexpr (kNorm) {
-    __shared__ float sums[2 * kChunk][kSplitThreads / 2];
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      sums[i][threadIdx.x] = da[i];
-      sums[kChunk + i][threadIdx.x] = db[i];
-    }
-    __syncthreads();
-    const int heads = blockDim.x / kGroup, first_head = blockIdx.y * heads;
-    float* to = partial + (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * 2 * kHeadDim;
-    for (int column = threadIdx.x; column < kHeadDim; column += blockDim.x) {
-      const int half = column / (kHeadDim / 2), within = column % (kHeadDim / 2);
-      const int lane = within / kChunk, element = half * kChunk + within % kChunk;
-      float q_total = 0, k_total = 0;
-      for (int head = 0; head < heads; ++head) {
-        const float value = sums[element][head * kGroup + lane];
-        if (first_head + head < in.q_heads) {
-          q_total += value;
-        } else if (first_head + head < rotated) {
-          k_total += value;
-        }
-      }
-      to[column] = q_total;
-      to[kHeadDim + column] = k_total;
-    }
-  }
+  if constexpr (kNorm) sum_norm_gradients<kGroup>(in, da, db, partial);
 }
 
 // Threads of a token's block and blocks of a token.

@@ -276,6 +276,52 @@ __device__ int slice_of_largest(const SlicePartial* partials, int slices, float 
   return 0;
 }
 
+// By a whole warp: the slice of the row's draw, or of its largest logit.
+__device__ Choice choose_row(const SlicePartial* partials, int slices, const RowTotal& total, bool greedy,
+                             const int64_t* key) {
+  if (greedy) return {slice_of_largest(partials, slices, total.max), 0.0};
+  const double u =
+      philox_uniform(static_cast<uint64_t>(key[0]), static_cast<uint64_t>(key[1]), static_cast<uint64_t>(key[2]));
+  return choose_slice(partials, slices, total, u);
+}
+
+// The scaled logits that a thread looks at, kOwn of them from `first` on; what a filter drops is -infinity.
+template <bool kAligned, bool kFilter, int kOwn>
+struct OwnLogits {
+  Eight eights[kOwn / 8];
+  RowFilter filter;
+  float inverse;
+  int first;
+
+  __device__ __forceinline__ void load(const uint16_t* logits, int vocab) {
+#pragma unroll
+    for (int k = 0; k < kOwn / 8; ++k) eights[k] = load_eight<kAligned>(logits, first + 8 * k, vocab);
+  }
+  __device__ __forceinline__ float operator()(int j) const {
+    const float z = scaled(eights[j / 8].value(j % 8), inverse);
+    if constexpr (kFilter) return dropped(filter, z, first + j) ? -kInfinity : z;
+    return z;
+  }
+};
+
+// The first element at which the running mass passes `target`; the last that has any where none does.
+template <int kOwn, class Logits>
+__device__ __forceinline__ int passes_target(const Logits& logit, float shift, double before, double target) {
+  int hit = -1;
+  double running = before;
+  bool passed = false;
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) {
+    const float e = weight(logit(j), shift);
+    running = __dadd_rn(running, e);
+    if (e > 0.0f && !passed) {
+      hit = j;
+      passed = running > target;
+    }
+  }
+  return hit;
+}
+
 // One block a row. Thread t looks at the elements 32 t .. 32 t + 31 of the chosen slice.
 template <bool kAligned, bool kFilter>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -295,14 +341,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool greedy = options.parameters[4 * row + 3] != 0.0f;
   if (thread < 32) {
     const RowTotal total = combine(of_row, slices);
-    Choice choice = {0, 0.0};
-    if (greedy) {
-      choice.slice = slice_of_largest(of_row, slices, total.max);
-    } else {
-      const double u = philox_uniform(static_cast<uint64_t>(keys[3 * row]), static_cast<uint64_t>(keys[3 * row + 1]),
-                                      static_cast<uint64_t>(keys[3 * row + 2]));
-      choice = choose_slice(of_row, slices, total, u);
-    }
+    const Choice choice = choose_row(of_row, slices, total, greedy, keys + 3 * row);
     if (thread == 0) {
       shared.choice = choice;
       shared.total = total;
@@ -321,19 +360,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  const float inverse = inverse_temperature(options, row);
-  const int first = choice.slice * kSliceElements + thread * kOwn;
   const float shift = of_row[choice.slice].max;
-  RowFilter filter;
-  if constexpr (kFilter) filter = filters[row];
-  Eight eights[kOwn / 8];
-#pragma unroll
-  for (int k = 0; k < kOwn / 8; ++k) eights[k] = load_eight<kAligned>(logits + row * stride, first + 8 * k, vocab);
-  const auto logit = [&](int j) {
-    const float z = scaled(eights[j / 8].value(j % 8), inverse);
-    if constexpr (kFilter) return dropped(filter, z, first + j) ? -kInfinity : z;
-    return z;
-  };
+  OwnLogits<kAligned, kFilter, kOwn> logit;
+  logit.inverse = inverse_temperature(options, row);
+  logit.first = choice.slice * kSliceElements + thread * kOwn;
+  if constexpr (kFilter) logit.filter = filters[row];
+  logit.load(logits + row * stride, vocab);
 
   int hit = -1;  // among this thread's elements
   double before = 0.0, target = 0.0;
@@ -358,25 +390,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int winner = shared.first_hit != INT_MAX ? shared.first_hit : shared.last_positive;
   if (thread != winner) return;
-  if (!greedy) {
-    double running = before;
-    bool passed = false;
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      const float e = weight(logit(j), shift);
-      running = __dadd_rn(running, e);
-      if (e > 0.0f && !passed) {
-        hit = j;
-        passed = running > target;
-      }
-    }
-  }
+  if (!greedy) hit = passes_target<kOwn>(logit, shift, before, target);
   float z = 0.0f;
 #pragma unroll
   for (int j = 0; j < kOwn; ++j) {
     if (j == hit) z = logit(j);
   }
-  ids[row] = first + hit;
+  ids[row] = logit.first + hit;
   logprobs[row] = distribution.of(z);
 }
 
