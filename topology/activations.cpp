@@ -11,7 +11,11 @@ constexpr int64_t kLogitsBytes = int64_t{512} << 20;  // of a chunk
 }  // namespace
 
 ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes) {
-  const int64_t element = element_bytes, wide = shape.intermediate;
+  const int64_t element = element_bytes;
+  // Of a layer with experts: what its MLPs are as wide as for a token together, and the rows that are sent to them.
+  const bool mixture = shape.experts > 0;
+  const int64_t chosen = mixture ? shape.experts_per_token : 0;
+  const int64_t wide = std::max(chosen * shape.moe_intermediate, shape.intermediate);
   const int64_t hidden = (shape.hidden + shape.tp - 1) / shape.tp;  // of a tensor rank's share of the rows
   const int64_t gathered = shape.tp > 1 ? shape.hidden : 0;         // a product's input, again
   const int64_t q = shape.query_width(), kv = shape.key_width();
@@ -25,7 +29,8 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes)
   // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
   // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks.
   const int64_t in_attention = element * (3 * q + 4 * kv + 2 * gathered) + 8 * shape.heads;
-  const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered);
+  // Rows of all choices: their inputs, the gradients of their results and of their inputs.
+  const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered + 3 * chosen * shape.hidden) + 24 * chosen;
   bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
   if (shape.head) bytes.fixed = 3 * kLogitsBytes + 4 * shape.vocab * shape.hidden;
   return bytes;

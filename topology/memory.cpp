@@ -16,7 +16,7 @@ struct Params {
 
 // One decoder layer as one rank holds it: heads and MLP rows over TP, experts over EP and ETP, norms and router whole,
 // biases of what is summed over TP on its first rank.
-Params layer_params(const ModelShape& m, int64_t tp, int64_t tensor_rank, int64_t ep, int64_t etp) {
+Params layer_params(const ModelShape& m, int64_t layer, int64_t tp, int64_t tensor_rank, int64_t ep, int64_t etp) {
   Params p;
   const int64_t q = m.heads * m.head_dim;
   const int64_t kv = m.kv_heads * m.head_dim;
@@ -25,7 +25,7 @@ Params layer_params(const ModelShape& m, int64_t tp, int64_t tensor_rank, int64_
   if (m.output_bias && tensor_rank == 0) p.dense += m.hidden;
   if (m.qk_norm) p.dense += 2 * m.head_dim;
   p.dense += 2 * m.hidden;
-  if (m.experts > 0) {
+  if (m.has_experts(layer)) {
     p.dense += m.hidden * m.experts;
     p.expert += m.experts / ep * (3 * m.hidden * m.moe_intermediate / etp);
   } else {
@@ -68,6 +68,12 @@ ModelShape with_experts(ModelShape shape, int64_t experts, int64_t per_token, in
   return shape;
 }
 
+ModelShape mixtral(ModelShape shape, int64_t width) {
+  shape = with_experts(shape, 8, 2, width);
+  shape.mixtral_names = true;
+  return shape;
+}
+
 // From the models' published config.json files.
 const std::vector<KnownModel>& known_models() {
   static const std::vector<KnownModel> models = {
@@ -95,6 +101,7 @@ const std::vector<KnownModel>& known_models() {
       {"qwen3-8b", with_qk_norm(dense(36, 4096, 32, 8, 128, 12288, 151936, false))},
       {"qwen3-14b", with_qk_norm(dense(40, 5120, 40, 8, 128, 17408, 151936, false))},
       {"qwen3-32b", with_qk_norm(dense(64, 5120, 64, 8, 128, 25600, 151936, false))},
+      {"mixtral-8x7b", mixtral(dense(32, 4096, 32, 8, 128, 0, 32000, false), 14336)},
       {"qwen3-30b-a3b", with_experts(with_qk_norm(dense(48, 2048, 32, 4, 128, 0, 151936, false)), 128, 8, 768)},
       {"qwen3-235b-a22b", with_experts(with_qk_norm(dense(94, 4096, 64, 4, 128, 0, 151936, false)), 128, 8, 1536)},
   };
@@ -103,9 +110,18 @@ const std::vector<KnownModel>& known_models() {
 
 }  // namespace
 
+bool ModelShape::has_experts(int64_t layer) const {
+  return experts > 0 && (layer + 1) % sparse_step == 0 &&
+         std::find(dense_layers.begin(), dense_layers.end(), layer) == dense_layers.end();
+}
+
 int64_t parameter_count(const ModelShape& shape) {
-  const Params layer = layer_params(shape, 1, 0, 1, 1);
-  return shape.layers * (layer.dense + layer.expert) + shape.vocab * shape.hidden * (shape.tied ? 1 : 2) + shape.hidden;
+  int64_t layers = 0;
+  for (int64_t i = 0; i < shape.layers; ++i) {
+    const Params layer = layer_params(shape, i, 1, 0, 1, 1);
+    layers += layer.dense + layer.expert;
+  }
+  return layers + shape.vocab * shape.hidden * (shape.tied ? 1 : 2) + shape.hidden;
 }
 
 int64_t padded_vocab(int64_t vocab, int64_t tp) { return ceil_div(vocab, kHeadRows * tp) * kHeadRows * tp; }
@@ -125,12 +141,14 @@ std::optional<ModelShape> known_model_shape(std::string_view source) {
 
 RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t rank, const MemoryOptions& options) {
   const Coordinates at = coordinates(layout, rank);
-  int64_t layers = 0;
-  for (const Range& piece : stage_pieces(shape.layers, layout.pp, at.pp, options.stages)) layers += piece.size();
-  const Params layer = layer_params(shape, layout.tp, at.tp, layout.ep, layout.etp);
   RankMemory memory;
-  memory.dense_params = layer.dense * layers;
-  memory.expert_params = layer.expert * layers;
+  for (const Range& piece : stage_pieces(shape.layers, layout.pp, at.pp, options.stages)) {
+    for (int64_t i = piece.begin; i < piece.end; ++i) {
+      const Params layer = layer_params(shape, i, layout.tp, at.tp, layout.ep, layout.etp);
+      memory.dense_params += layer.dense;
+      memory.expert_params += layer.expert;
+    }
+  }
   const bool first = at.pp == 0;
   const bool last = at.pp == layout.pp - 1;
   const int64_t embedding = padded_vocab(shape.vocab, layout.tp) / layout.tp * shape.hidden;

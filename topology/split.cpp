@@ -16,8 +16,9 @@ enum class Cut {
   kVocabulary,
   kQueryColumns,
   kMlpColumns,
-  kAlike,  // each has all of it
-  kFirst,  // their first one has it
+  kAlike,   // each has all of it
+  kExpert,  // likewise: experts are not split yet
+  kFirst,   // their first one has it
 };
 
 struct Part {
@@ -31,8 +32,48 @@ constexpr std::string_view kEmbedding = "model.embed_tokens.weight";
 constexpr std::string_view kHead = "lm_head.weight";
 constexpr std::string_view kFinalNorm = "model.norm.weight";
 
-// The parameters of a layer, in order. Names are those behind "model.layers.N.".
-std::vector<Part> layer_parts(const ModelShape& m) {
+std::string_view expert_prefix(const ModelShape& m) {
+  return m.mixtral_names ? "block_sparse_moe.experts." : "mlp.experts.";
+}
+
+constexpr ExpertMatrix kExpertMatrices[] = {ExpertMatrix::kGate, ExpertMatrix::kUp, ExpertMatrix::kDown};
+
+std::string_view expert_suffix(const ModelShape& m, ExpertMatrix matrix) {
+  switch (matrix) {
+    case ExpertMatrix::kGate:
+      return m.mixtral_names ? ".w1.weight" : ".gate_proj.weight";
+    case ExpertMatrix::kUp:
+      return m.mixtral_names ? ".w3.weight" : ".up_proj.weight";
+    case ExpertMatrix::kDown:
+      return m.mixtral_names ? ".w2.weight" : ".down_proj.weight";
+  }
+  fail_internal("unknown matrix of an expert");
+}
+
+Part expert_part(const ModelShape& m, int64_t expert, ExpertMatrix matrix) {
+  const bool down = matrix == ExpertMatrix::kDown;
+  return {expert_name(m, expert, matrix),
+          {down ? m.hidden : m.moe_intermediate, down ? m.moe_intermediate : m.hidden},
+          Cut::kExpert};
+}
+
+// A matrix of an expert by its name behind "model.layers.N.": no list of thousands of names is made to find one.
+std::optional<Part> find_expert_part(const ModelShape& m, std::string_view name) {
+  const std::string_view prefix = expert_prefix(m);
+  if (!starts_with(name, prefix)) return std::nullopt;
+  const std::string_view rest = name.substr(prefix.size());
+  const size_t dot = std::min(rest.find('.'), rest.size());
+  const auto expert = parse_int(rest.substr(0, dot));
+  if (!expert || *expert < 0 || *expert >= m.experts || std::to_string(*expert) != rest.substr(0, dot))
+    return std::nullopt;
+  for (const ExpertMatrix matrix : kExpertMatrices) {
+    if (rest.substr(dot) == expert_suffix(m, matrix)) return expert_part(m, *expert, matrix);
+  }
+  return std::nullopt;
+}
+
+// The parameters of a layer but for its experts' matrices, in order. Names are those behind "model.layers.N.".
+std::vector<Part> layer_parts(const ModelShape& m, int64_t layer) {
   const int64_t q = m.heads * m.head_dim, kv = m.kv_heads * m.head_dim;
   std::vector<Part> parts;
   const auto norm = [&](const char* name, int64_t size) { parts.push_back({name, {size}, Cut::kAlike}); };
@@ -61,6 +102,10 @@ std::vector<Part> layer_parts(const ModelShape& m) {
   if (m.qk_norm) norm("self_attn.k_norm.weight", m.head_dim);
   by_columns("self_attn.o_proj", q, Cut::kQueryColumns, m.output_bias);
   norm("post_attention_layernorm.weight", m.hidden);
+  if (m.has_experts(layer)) {
+    parts.push_back({router_name(m), {m.experts, m.hidden}, Cut::kAlike});
+    return parts;
+  }
   by_rows({{"mlp.gate_proj", m.intermediate, Cut::kMlp}, {"mlp.up_proj", m.intermediate, Cut::kMlp}}, m.mlp_bias);
   by_columns("mlp.down_proj", m.intermediate, Cut::kMlpColumns, m.mlp_bias);
   return parts;
@@ -89,6 +134,7 @@ std::optional<ParameterSlice> slice_of(const ModelShape& m, const ModelSplit& sp
     case Cut::kMlpColumns:
       return cut(1, split.mlp);
     case Cut::kAlike:
+    case Cut::kExpert:
     case Cut::kFirst:
       break;
   }
@@ -98,8 +144,8 @@ std::optional<ParameterSlice> slice_of(const ModelShape& m, const ModelSplit& sp
   return whole;
 }
 
-void require_dense(const ModelShape& shape) {
-  TRIREME_CHECK(shape.experts == 0, "a model with experts is not split here");
+void require_splittable(const ModelShape& shape, int64_t tp, int64_t pp) {
+  TRIREME_CHECK(shape.experts == 0 || (tp == 1 && pp == 1), "a model with experts is whole on each rank");
 }
 
 [[noreturn]] void unknown(std::string_view name) { fail_internal(std::string(name) + " is no parameter of the model"); }
@@ -112,8 +158,8 @@ bool ModelSplit::has_layer(int64_t layer) const {
 }
 
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages) {
-  require_dense(shape);
   const int64_t tp = layout.tp;
+  require_splittable(shape, tp, layout.pp);
   TRIREME_CHECK(shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 && shape.kv_heads % tp == 0 &&
                     shape.intermediate % tp == 0,
                 "heads and MLP of the model in " + to_string(layout));
@@ -136,6 +182,9 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
   local.heads = split.query_heads.size();
   local.kv_heads = split.key_heads.size();
   local.intermediate = split.mlp.size();
+  local.experts = shape.experts;
+  local.experts_per_token = shape.experts_per_token;
+  local.moe_intermediate = shape.moe_intermediate;
   local.vocab = std::min(split.vocab.end, shape.vocab) - std::min(split.vocab.begin, shape.vocab);
   local.padded_vocab = split.vocab.size();
   local.embedding = split.first_stage();
@@ -145,16 +194,29 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
 }
 
 std::vector<ModelParameter> model_parameters(const ModelShape& shape) {
-  require_dense(shape);
   std::vector<ModelParameter> parameters{{std::string(kEmbedding), {shape.vocab, shape.hidden}}};
-  const std::vector<Part> parts = layer_parts(shape);
   for (int64_t layer = 0; layer < shape.layers; ++layer) {
     const std::string prefix = std::string(kLayers) + std::to_string(layer) + ".";
-    for (const Part& part : parts) parameters.push_back({prefix + part.name, part.shape});
+    const auto add = [&](const Part& part) { parameters.push_back({prefix + part.name, part.shape}); };
+    for (const Part& part : layer_parts(shape, layer)) add(part);
+    if (!shape.has_experts(layer)) continue;
+    for (int64_t e = 0; e < shape.experts; ++e) {
+      add(expert_part(shape, e, ExpertMatrix::kGate));
+      add(expert_part(shape, e, ExpertMatrix::kUp));
+    }
+    for (int64_t e = 0; e < shape.experts; ++e) add(expert_part(shape, e, ExpertMatrix::kDown));
   }
   parameters.push_back({std::string(kFinalNorm), {shape.hidden}});
   if (!shape.tied) parameters.push_back({std::string(kHead), {shape.vocab, shape.hidden}});
   return parameters;
+}
+
+std::string router_name(const ModelShape& shape) {
+  return shape.mixtral_names ? "block_sparse_moe.gate.weight" : "mlp.gate.weight";
+}
+
+std::string expert_name(const ModelShape& shape, int64_t expert, ExpertMatrix matrix) {
+  return std::string(expert_prefix(shape)) + std::to_string(expert) + std::string(expert_suffix(shape, matrix));
 }
 
 int64_t ParameterSlice::elements() const {
@@ -164,7 +226,7 @@ int64_t ParameterSlice::elements() const {
 }
 
 std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const ModelSplit& split, std::string_view name) {
-  require_dense(shape);
+  require_splittable(shape, split.tp, split.pp);
   if (name == kEmbedding || (name == kHead && !shape.tied)) {
     const bool here = name == kEmbedding ? split.first_stage() : split.last_stage();
     const bool copy = name == kEmbedding && shape.tied && split.last_stage() && !here;
@@ -185,9 +247,14 @@ std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const Mod
       std::to_string(*layer) != rest.substr(0, dot)) {
     unknown(name);
   }
-  for (const Part& part : layer_parts(shape)) {
-    if (part.name != rest.substr(dot + 1)) continue;
+  const auto slice = [&](const Part& part) {
     return split.has_layer(*layer) ? slice_of(shape, split, part) : std::nullopt;
+  };
+  if (shape.has_experts(*layer)) {
+    if (const auto expert = find_expert_part(shape, rest.substr(dot + 1))) return slice(*expert);
+  }
+  for (const Part& part : layer_parts(shape, *layer)) {
+    if (part.name == rest.substr(dot + 1)) return slice(part);
   }
   unknown(name);
 }

@@ -1,4 +1,4 @@
-// What of a dense model a rank holds under tensor and pipeline parallelism: layers, heads, MLP, vocabulary; the slice
+// What of a model a rank holds under tensor and pipeline parallelism: layers, heads, MLP, vocabulary; the slice
 // of a parameter by its Hugging Face name; and the sizes of the rank's own part. Context and data parallel ranks hold
 // the same as each other.
 #pragma once
@@ -27,7 +27,7 @@ struct ModelSplit {
   bool last_stage() const { return stage == pp - 1; }  // has the final norm and the head, behind its last piece
   bool has_layer(int64_t layer) const;
 };
-// The layout must be legal for the shape, which must have no experts.
+// The layout must be legal for the shape; with experts it must not split a replica (they are whole on each rank).
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});
 
 // Sizes of a rank's own part, made once. Whoever sizes tensors asks these; whoever speaks of the model to a user asks
@@ -39,7 +39,10 @@ struct LocalShape {
   int64_t head_dim = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;
-  int64_t intermediate = 0;
+  int64_t intermediate = 0;  // of a dense MLP
+  int64_t experts = 0;       // of each layer that has experts; 0: none has
+  int64_t experts_per_token = 0;
+  int64_t moe_intermediate = 0;
   int64_t vocab = 0;         // rows of embedding and head that are tokens
   int64_t padded_vocab = 0;  // and those there are
   bool embedding = false;    // a first stage's
@@ -55,8 +58,14 @@ struct ModelParameter {
   std::string name;            // Hugging Face's
   std::vector<int64_t> shape;  // of the whole model's
 };
-// All of a dense model's, in the model's order: embedding, layers, final norm, head unless it is tied.
+// All of a model's, in the model's order: embedding, layers, final norm, head unless it is tied. Of a layer with
+// experts the router, gate and up of each expert, then down of each.
 std::vector<ModelParameter> model_parameters(const ModelShape& shape);
+
+// Names of a layer with experts behind "model.layers.N.".
+enum class ExpertMatrix { kGate, kUp, kDown };
+std::string router_name(const ModelShape& shape);
+std::string expert_name(const ModelShape& shape, int64_t expert, ExpertMatrix matrix);
 
 struct ParameterSlice {
   std::vector<int64_t> shape;  // of the whole parameter

@@ -52,6 +52,10 @@ struct ModelShape {
   int64_t experts = 0;   // 0: dense model
   int64_t experts_per_token = 0;
   int64_t moe_intermediate = 0;
+  int64_t sparse_step = 1;            // layers sparse_step - 1, 2 sparse_step - 1, ... have experts,
+  std::vector<int64_t> dense_layers;  // but not these: the others a dense MLP
+  bool mixtral_names = false;         // of the experts' parameters; else Qwen's
+  bool has_experts(int64_t layer) const;
 };
 
 int64_t parameter_count(const ModelShape& shape);
