@@ -13,6 +13,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "trainer/ops/expert_rows.h"
+#include "trainer/ops/experts.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme::cuda {
@@ -96,6 +98,26 @@ class DecodeScope final {
  private:
   bool before_;
 };
+
+// ---- experts (experts/) -------------------------------------------------------------------------------------------
+
+// Contracts of the same names in experts.h and expert_rows.h, in bf16. `hidden` is a multiple of 128, the experts'
+// width of 64; up to 512 experts, 16 a row. Forwards are legal in stream capture.
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities);
+at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
+at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape);
+at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places);
+ExpertGradients expert_gradients(const at::Tensor& gate_up, const at::Tensor& upstream, const Routes& routes);
+// `most`: rows of an expert, at most. Few by our kernel, which reads only experts that have any; more by the library's
+// grouped GEMM.
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most);
+// silu(gate) * up of grouped_linear, its bits. weight [experts * 2 * width, in].
+at::Tensor grouped_gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets,
+                                  int64_t most);
+at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets);
+at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
+                                   const at::Tensor& weight, const at::Tensor& accumulator);
+bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device);
 
 // ---- attention (attention/) ---------------------------------------------------------------------------------------
 

@@ -149,6 +149,10 @@ at::Tensor linear_again(const at::Tensor& x, const at::Tensor& weight, const at:
   return LinearFunction::apply(x, weight, bias.defined() ? std::optional<at::Tensor>(bias) : std::nullopt, held);
 }
 
+at::Tensor linear_by_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  return by_rows(x, weight, bias);
+}
+
 LinearMode linear_mode() { return current_mode; }
 void set_linear_mode(LinearMode mode) { current_mode = mode; }
 

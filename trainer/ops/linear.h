@@ -6,5 +6,7 @@
 namespace trireme {
 
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+// On the host by our kernel, whatever linear_mode() is.
+at::Tensor linear_by_rows(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 }  // namespace trireme

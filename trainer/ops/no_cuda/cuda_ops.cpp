@@ -39,6 +39,20 @@ void set_own_rows_limit(int64_t) { none(); }
 DecodeScope::DecodeScope() : before_(false) { none(); }
 DecodeScope::~DecodeScope() = default;
 
+Routes route(const at::Tensor&, const at::Tensor&, const ExpertShape&, bool) { none(); }
+at::Tensor gather_rows_by(const at::Tensor&, const at::Tensor&) { none(); }
+at::Tensor combine(const at::Tensor&, const Routes&, const ExpertShape&) { none(); }
+at::Tensor sum_places(const at::Tensor&, const at::Tensor&) { none(); }
+ExpertGradients expert_gradients(const at::Tensor&, const at::Tensor&, const Routes&) { none(); }
+at::Tensor grouped_linear(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { none(); }
+at::Tensor grouped_gate_up_swiglu(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { none(); }
+at::Tensor grouped_backward_input(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
+at::Tensor grouped_backward_weight(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&) {
+  none();
+}
+bool grouped_rows_are_exact(int64_t, int64_t, int64_t, at::Device) { none(); }
+
 at::Tensor attention_packed(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::vector<int64_t>&,
                             const std::vector<int64_t>&, double) {
   none();

@@ -1,0 +1,201 @@
+// Mixtures of experts on a device: grouped products against the plain one by memcmp, routing against the host's, the
+// whole MLP and its gradients against the host in float64.
+#include "trainer/ops/experts.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "tests/gpu/device.h"
+#include "trainer/ops/cuda/experts/expert_kernels.h"
+#include "trainer/ops/cuda_ops.h"
+#include "trainer/ops/expert_rows.h"
+
+namespace trireme {
+namespace {
+
+at::TensorOptions on_device(at::ScalarType type = at::kBFloat16) {
+  return at::TensorOptions().dtype(type).device(at::kCUDA, 0);
+}
+
+at::Tensor random(std::vector<int64_t> shape, double scale = 1.0) {
+  return (at::randn(shape, on_device(at::kFloat)) * scale).to(at::kBFloat16);
+}
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && at::equal(a.view(at::kShort), b.view(at::kShort));
+}
+
+at::Tensor offsets_of(const std::vector<int64_t>& sizes) {
+  std::vector<int32_t> offsets{0};
+  for (const int64_t size : sizes) offsets.push_back(offsets.back() + static_cast<int32_t>(size));
+  return at::tensor(offsets, at::TensorOptions().dtype(at::kInt)).to(on_device(at::kInt));
+}
+
+at::Tensor by_plain_products(const at::Tensor& x, const at::Tensor& weight, const std::vector<int64_t>& sizes) {
+  std::vector<at::Tensor> parts;
+  const int64_t out = weight.size(0) / static_cast<int64_t>(sizes.size());
+  int64_t first = 0;
+  for (size_t e = 0; e < sizes.size(); ++e) {
+    parts.push_back(
+        cuda::linear_forward(x.narrow(0, first, sizes[e]), weight.narrow(0, static_cast<int64_t>(e) * out, out), {}));
+    first += sizes[e];
+  }
+  return at::cat(parts);
+}
+
+class Groups : public ::testing::TestWithParam<std::vector<int64_t>> {};
+INSTANTIATE_TEST_SUITE_P(Experts, Groups,
+                         ::testing::Values(std::vector<int64_t>{1, 7, 0, 3}, std::vector<int64_t>{0, 0, 0, 5},
+                                           std::vector<int64_t>{16, 0, 17, 1}, std::vector<int64_t>{64, 65, 1, 0},
+                                           std::vector<int64_t>{0, 256, 0, 0}, std::vector<int64_t>{31, 32, 33, 200},
+                                           std::vector<int64_t>{1000, 0, 7, 16}));
+
+TEST_P(Groups, ProductsHaveTheBitsOfPlainOnes) {
+  at::manual_seed(3);
+  const std::vector<int64_t>& sizes = GetParam();
+  const int64_t rows = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  const int64_t most = *std::max_element(sizes.begin(), sizes.end());
+  for (const auto& [in, width] : {std::pair<int64_t, int64_t>{2048, 768}, {768, 1024}, {1024, 384}, {128, 64}}) {
+    const at::Tensor weight = random({4 * 2 * width, in}, 0.05), x = random({rows, in}), offsets = offsets_of(sizes);
+    const at::Tensor expected = by_plain_products(x, weight, sizes);
+    EXPECT_TRUE(same_bits(cuda::grouped_linear(x, weight, offsets, most), expected)) << in << " " << width;
+    EXPECT_TRUE(same_bits(cuda::grouped_linear(x, weight, offsets, 100'000), expected)) << "by the library";
+    EXPECT_TRUE(same_bits(cuda::grouped_gate_up_swiglu(x, weight, offsets, most), cuda::swiglu_halves(expected)));
+  }
+}
+
+// The kernel itself, for every way to cut the work.
+TEST_P(Groups, HowTheWorkIsCutShowsInNoBit) {
+  at::manual_seed(4);
+  const std::vector<int64_t>& sizes = GetParam();
+  const int64_t rows = std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+  const int64_t largest = *std::max_element(sizes.begin(), sizes.end());
+  const at::Tensor weight = random({4 * 2048, 768}, 0.05), x = random({rows, 768}), offsets = offsets_of(sizes);
+  const at::Tensor expected = by_plain_products(x, weight, sizes);
+  for (const int64_t most : {16, 32, 64, 256}) {
+    if (most < std::min<int64_t>(largest, 64)) continue;
+    cuda::GroupedGemmArgs args;
+    args.x = x.const_data_ptr();
+    args.weight = weight.const_data_ptr();
+    args.offsets = offsets.const_data_ptr<int32_t>();
+    const at::Tensor y = at::zeros({rows, 2048}, x.options());
+    args.y = y.mutable_data_ptr();
+    args.rows = rows;
+    args.experts = 4;
+    args.in = 768;
+    args.out = 2048;
+    args.most = most;
+    ASSERT_EQ(cuda::grouped_gemm(args, nullptr), cudaSuccess);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_TRUE(same_bits(y, expected)) << most;
+  }
+}
+
+TEST(Experts, TheStartUpTestPasses) {
+  EXPECT_TRUE(cuda::grouped_rows_are_exact(128, 2048, 768, at::Device(at::kCUDA, 0)));
+}
+
+ExpertShape shape_of(int64_t experts, int64_t per_token, bool normalize, bool wide) {
+  return {.experts = experts,
+          .per_token = per_token,
+          .normalize = normalize,
+          .wide_router = wide,
+          .combine_blocks = combine_blocks(experts, 0)};
+}
+
+TEST(Routes, AreTheHostsAndRowExact) {
+  at::manual_seed(5);
+  for (const auto& [experts, per_token] : {std::pair<int64_t, int64_t>{128, 8}, {8, 2}, {60, 4}, {512, 16}, {33, 1}}) {
+    for (const bool wide : {false, true}) {
+      const ExpertShape shape = shape_of(experts, per_token, true, wide);
+      const at::Tensor x = random({1500, 1024}), router = random({experts, 1024}, 0.05);
+      const Routes all = route(x, router, shape, true);
+      const Routes host = route(x.cpu(), router.cpu(), shape, true);
+      EXPECT_LT((all.probabilities.cpu() - host.probabilities).abs().max().item<double>(), 1e-5);
+      // Ties within rounding may fall otherwise than on the host, but hardly ever.
+      EXPECT_LT((all.experts.cpu() != host.experts).sum().item<int64_t>(), wide ? 1 : 40) << experts;
+      for (const int64_t count : {1, 16, 100, 256, 257, 1000}) {
+        const Routes some = route(x.narrow(0, 300, count), router, shape);
+        EXPECT_TRUE(at::equal(some.experts, all.experts.narrow(0, 300, count)));
+        EXPECT_TRUE(at::equal(some.weights, all.weights.narrow(0, 300, count)));
+        // Sorted as the host sorts them.
+        const at::Tensor flat = some.experts.flatten().cpu();
+        const at::Tensor order = std::get<1>(at::sort(flat.to(at::kLong), /*stable=*/true, 0, false));
+        EXPECT_TRUE(at::equal(some.rows.cpu().to(at::kLong), at::floor_divide(order, per_token)));
+        EXPECT_TRUE(at::equal(some.places.flatten().cpu().to(at::kLong).index_select(0, order),
+                              at::arange(order.numel(), at::kLong)));
+        const at::Tensor counts = at::bincount(flat.to(at::kLong), {}, experts).cumsum(0);
+        EXPECT_TRUE(at::equal(some.offsets.cpu().narrow(0, 1, experts).to(at::kLong), counts));
+        EXPECT_EQ(some.offsets[0].item<int32_t>(), 0);
+      }
+    }
+  }
+}
+
+TEST(Routes, OfEqualLogitsTheLowerIdIsTakenAndBadRowsGiveNaN) {
+  const ExpertShape shape = shape_of(128, 8, true, false);
+  at::Tensor x = at::ones({3, 128}, on_device());
+  x[1].fill_(std::numeric_limits<float>::quiet_NaN());
+  const Routes routes = route(x, at::zeros({128, 128}, on_device()), shape);
+  const at::Tensor first = at::arange(8, at::kInt);
+  for (const int64_t row : {0, 2}) EXPECT_TRUE(at::equal(routes.experts[row].cpu(), first));
+  EXPECT_TRUE(at::isnan(routes.weights[1]).all().item<bool>());
+  EXPECT_FALSE(at::isnan(routes.weights[2]).any().item<bool>());
+}
+
+TEST(Experts, ValuesAndGradientsAreThoseOfFloat64) {
+  at::manual_seed(6);
+  for (const auto& [rows, experts, per_token, normalize] :
+       {std::tuple<int64_t, int64_t, int64_t, bool>{300, 16, 4, true}, {300, 16, 4, false}, {33, 8, 2, true}}) {
+    const ExpertShape shape = shape_of(experts, per_token, normalize, true);
+    const int64_t hidden = 256, width = 128;
+    std::vector<at::Tensor> device = {random({rows, hidden}), random({experts, hidden}, 0.2),
+                                      random({experts * 2 * width, hidden}, 0.05),
+                                      random({experts * hidden, width}, 0.05)};
+    std::vector<at::Tensor> host;
+    for (at::Tensor& t : device) {
+      host.push_back(t.cpu().to(at::kDouble).set_requires_grad(true));
+      t.set_requires_grad(true);
+    }
+    const at::AutoGradMode record(true);
+    const auto run = [&](const std::vector<at::Tensor>& t) {
+      return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape, nullptr);
+    };
+    const at::Tensor y = run(device), expected = run(host);
+    const auto error = [](const at::Tensor& a, const at::Tensor& e) {
+      return ((a.detach().cpu().to(at::kDouble) - e.detach()).abs().max() / e.detach().abs().max()).item<double>();
+    };
+    EXPECT_LT(error(y, expected), 0.02);
+    const at::Tensor upstream = random({rows, hidden});
+    const auto own = torch::autograd::grad({y}, device, {upstream});
+    const auto oracle = torch::autograd::grad({expected}, host, {upstream.cpu().to(at::kDouble)});
+    for (size_t i = 0; i < own.size(); ++i) EXPECT_LT(error(own[i], oracle[i]), 0.03) << "input " << i;
+  }
+}
+
+TEST(Experts, RowsHaveTheSameBitsInEveryBatchAndInTraining) {
+  at::manual_seed(7);
+  const ExpertShape shape = shape_of(32, 4, true, true);
+  const at::Tensor x = random({2000, 1024}), router = random({32, 1024}, 0.05);
+  ExpertWeights weights{router, random({32 * 2 * 384, 1024}, 0.05), random({32 * 1024, 384}, 0.05)};
+  const at::NoGradGuard no_grad;
+  const at::Tensor whole = mixture_of_experts(x, weights, shape, nullptr);
+  for (const int64_t count : {1, 7, 16, 64, 256, 300, 1024}) {
+    for (const int64_t from : {int64_t{0}, int64_t{11}, 2000 - count}) {
+      EXPECT_TRUE(same_bits(mixture_of_experts(x.narrow(0, from, count), weights, shape, nullptr),
+                            whole.narrow(0, from, count)))
+          << count << " from " << from;
+    }
+  }
+  const at::AutoGradMode record(true);
+  weights.down.set_requires_grad(true);
+  EXPECT_TRUE(same_bits(mixture_of_experts(x, weights, shape, nullptr).detach(), whole));
+}
+
+}  // namespace
+}  // namespace trireme

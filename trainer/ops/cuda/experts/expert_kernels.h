@@ -1,0 +1,81 @@
+// Kernels of mixtures of experts on raw device pointers: routing, grouped GEMMs of decoding, what lies between them. No
+// LibTorch here, so that the kernels compile fast.
+//
+// Determinism class: forwards are row-exact (a row's sums have a shape fixed by its width), backwards give the same
+// bits in every run. Nothing allocates or waits: legal in stream capture. Launch errors stay in cudaGetLastError().
+//
+// Elements are bf16 unless a type says otherwise; matrices are contiguous, pointers multiples of 16 bytes. `early` as
+// of row_kernels.h: no kernel here touches anything before the one ahead has ended.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "trainer/ops/cuda/elementwise/row_kernels.h"
+
+namespace trireme::cuda {
+
+inline constexpr int kMostExperts = 512, kMostPerToken = 16;
+
+// ---- routing (router.cu)
+
+// logits [rows, experts] = x [rows, hidden] . router [experts, hidden]^T. A sum over `hidden` (a multiple of 64) is
+// that that of eight equal parts in order, each one chain of fused multiply-adds, ascending, in float32 or with `wide`
+// in float64.
+void router_logits(const Bf16* x, const Bf16* router, int64_t rows, int64_t hidden, int64_t experts, bool wide,
+                   float* logits, cudaStream_t stream, bool early);
+
+struct RoutePlace {  // Routes of experts.h
+  int32_t* experts = nullptr;
+  float* weights = nullptr;
+  float* probabilities = nullptr;  // or null
+  int32_t* offsets = nullptr;
+  int32_t* rows = nullptr;
+  int32_t* places = nullptr;
+};
+// Bytes of scratch that choose_and_sort takes for so many rows.
+int64_t sort_scratch_bytes(int64_t rows, int64_t experts);
+void choose_and_sort(const float* logits, int64_t rows, int64_t experts, int64_t per_token, bool normalize,
+                     const RoutePlace& to, void* scratch, cudaStream_t stream, bool early);
+
+// ---- rows between products (expert_rows.cu); widths are multiples of 8
+
+void gather_rows(const Bf16* x, const int32_t* rows, int64_t count, int64_t width, Bf16* out, cudaStream_t stream,
+                 bool early = false);
+
+// out [rows, width]: combine of experts.h, blocks of `of_block` experts.
+void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, const int32_t* places, int64_t rows,
+                  int64_t per_token, int64_t of_block, int64_t width, Bf16* out, cudaStream_t stream,
+                  bool early = false);
+
+void sum_rows_of_places(const Bf16* y, const int32_t* places, int64_t rows, int64_t per_token, int64_t width, Bf16* out,
+                        cudaStream_t stream);
+
+// expert_gradients of expert_rows.h; row_weights [rows] and dots [rows] are of sorted rows.
+void expert_gradient_rows(const Bf16* gate_up, const Bf16* upstream, const float* row_weights, int64_t rows,
+                          int64_t width, Bf16* weighted, Bf16* dgate_up, float* dots, cudaStream_t stream);
+
+// ---- grouped GEMM of few rows (grouped_gemm.cu)
+
+// Of each expert e the rows offsets[e] .. offsets[e + 1] of x times its matrix: y [rows, out], or with swiglu
+// silu(gate)
+// * up of the two products, each rounded to bf16 first: y [rows, out], matrices [2 * out, in]. Reads only matrices of
+// experts that have rows. Bits: one chain of tensor-core steps of 16 along `in`, ascending, as skinny_gemm_mma.h.
+struct GroupedGemmArgs {
+  const void* x = nullptr;       // [rows, in]
+  const void* weight = nullptr;  // [experts * weight_rows, in]
+  const int32_t* offsets = nullptr;
+  void* y = nullptr;
+  int64_t rows = 0, experts = 0;
+  int64_t in = 0;    // a multiple of 64
+  int64_t out = 0;   // a multiple of 128, with swiglu of 64
+  int64_t most = 0;  // rows of an expert, at most: decides how the work is cut, and no bit
+  bool swiglu = false;
+  bool early = false;  // as of row_kernels.h
+};
+inline constexpr int64_t kMostGroupedRows = 4096;
+bool grouped_gemm_supported(const GroupedGemmArgs& args);
+cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
+
+}  // namespace trireme::cuda

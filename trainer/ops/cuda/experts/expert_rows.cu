@@ -1,0 +1,149 @@
+#include "trainer/ops/cuda/device/hopper.cuh"
+#include "trainer/ops/cuda/elementwise/rows.cuh"
+#include "trainer/ops/cuda/experts/expert_kernels.h"
+#include "trainer/ops/cuda/gemm/swiglu_step.cuh"
+
+namespace trireme::cuda {
+namespace {
+
+using namespace rows;
+using hopper::let_successors_begin, hopper::wait_for_predecessors;
+
+__global__ void __launch_bounds__(kFlatThreads)
+    gather_kernel(const Chunk* __restrict__ x, const int32_t* __restrict__ rows, int blocks_per_row, int row_chunks,
+                  Chunk* __restrict__ out) {
+  let_successors_begin();
+  wait_for_predecessors();
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks) return;
+  out[at.row * row_chunks + at.chunk] = x[static_cast<int64_t>(rows[at.row]) * row_chunks + at.chunk];
+}
+
+__device__ __forceinline__ void add_rounded(float (&total)[kChunk], const float (&block)[kChunk]) {
+  const Chunk packed = pack(block);
+  float value[kChunk];
+  unpack(packed, value);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) total[i] = __fadd_rn(total[i], value[i]);
+}
+
+__global__ void __launch_bounds__(kFlatThreads)
+    combine_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ experts, const float* __restrict__ weights,
+                   const int32_t* __restrict__ places, int per_token, int of_block, int blocks_per_row, int row_chunks,
+                   Chunk* __restrict__ out) {
+  let_successors_begin();
+  wait_for_predecessors();
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks) return;
+  float total[kChunk] = {}, block[kChunk] = {};
+  int current = -1;
+#pragma unroll 4
+  for (int j = 0; j < per_token; ++j) {
+    const int64_t choice = at.row * per_token + j;
+    const int of = experts[choice] / of_block;
+    const float weight = weights[choice];
+    float value[kChunk];
+    unpack(y[static_cast<int64_t>(places[choice]) * row_chunks + at.chunk], value);
+    if (of != current) {
+      if (current >= 0) add_rounded(total, block);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) block[i] = 0;
+      current = of;
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) block[i] = __fmaf_rn(weight, value[i], block[i]);
+  }
+  add_rounded(total, block);
+  out[at.row * row_chunks + at.chunk] = pack(total);
+}
+
+__global__ void __launch_bounds__(kFlatThreads)
+    sum_places_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ places, int per_token,
+                      int blocks_per_row, int row_chunks, Chunk* __restrict__ out) {
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks) return;
+  float total[kChunk] = {};
+#pragma unroll 4
+  for (int j = 0; j < per_token; ++j) {
+    float value[kChunk];
+    unpack(y[static_cast<int64_t>(places[at.row * per_token + j]) * row_chunks + at.chunk], value);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) total[i] = __fadd_rn(total[i], value[i]);
+  }
+  out[at.row * row_chunks + at.chunk] = pack(total);
+}
+
+// A warp a row.
+__global__ void __launch_bounds__(kFlatThreads)
+    gradient_kernel(const Chunk* __restrict__ gate_up, const Chunk* __restrict__ upstream,
+                    const float* __restrict__ row_weights, int64_t rows, int row_chunks, Chunk* __restrict__ weighted,
+                    Chunk* __restrict__ dgate_up, float* __restrict__ dots) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * (kFlatThreads / kWarp) + threadIdx.x / kWarp;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  if (row >= rows) return;
+  const float weight = row_weights[row];
+  float dot = 0;
+  for (int c = lane; c < row_chunks; c += kWarp) {
+    float g[kChunk], u[kChunk], dy[kChunk], act[kChunk];
+    unpack(gate_up[2 * row * row_chunks + c], g);
+    unpack(gate_up[(2 * row + 1) * row_chunks + c], u);
+    unpack(upstream[row * row_chunks + c], dy);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) act[i] = steps::swiglu(g[i], u[i]);
+    const Chunk rounded = pack(act);
+    unpack(rounded, act);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      dot = fmaf(dy[i], act[i], dot);
+      const float s = steps::sigmoid(g[i]), d = dy[i] * weight;
+      act[i] *= weight;
+      const float gate = g[i];
+      g[i] = d * u[i] * s * (1.0f + gate * (1.0f - s));
+      u[i] = d * gate * s;
+    }
+    weighted[row * row_chunks + c] = pack(act);
+    dgate_up[2 * row * row_chunks + c] = pack(g);
+    dgate_up[(2 * row + 1) * row_chunks + c] = pack(u);
+  }
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) dot += __shfl_xor_sync(0xffffffffu, dot, step);
+  if (lane == 0) dots[row] = dot;
+}
+
+}  // namespace
+
+void gather_rows(const Bf16* x, const int32_t* rows, int64_t count, int64_t width, Bf16* out, cudaStream_t stream,
+                 bool early) {
+  if (count == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  launch(gather_kernel, static_cast<unsigned>(count * shape.blocks_per_row), shape.threads, stream, early, chunks(x),
+         rows, shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
+}
+
+void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, const int32_t* places, int64_t rows,
+                  int64_t per_token, int64_t of_block, int64_t width, Bf16* out, cudaStream_t stream, bool early) {
+  if (rows == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  launch(combine_kernel, static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, stream, early, chunks(y),
+         experts, weights, places, static_cast<int>(per_token), static_cast<int>(of_block), shape.blocks_per_row,
+         static_cast<int>(width / kChunk), chunks(out));
+}
+
+void sum_rows_of_places(const Bf16* y, const int32_t* places, int64_t rows, int64_t per_token, int64_t width, Bf16* out,
+                        cudaStream_t stream) {
+  if (rows == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  sum_places_kernel<<<static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, 0, stream>>>(
+      chunks(y), places, static_cast<int>(per_token), shape.blocks_per_row, static_cast<int>(width / kChunk),
+      chunks(out));
+}
+
+void expert_gradient_rows(const Bf16* gate_up, const Bf16* upstream, const float* row_weights, int64_t rows,
+                          int64_t width, Bf16* weighted, Bf16* dgate_up, float* dots, cudaStream_t stream) {
+  if (rows == 0) return;
+  gradient_kernel<<<static_cast<unsigned>(divide_up(rows, kFlatThreads / kWarp)), kFlatThreads, 0, stream>>>(
+      chunks(gate_up), chunks(upstream), row_weights, rows, static_cast<int>(width / kChunk), chunks(weighted),
+      chunks(dgate_up), dots);
+}
+
+}  // namespace trireme::cuda

@@ -1,0 +1,255 @@
+// Mixtures of experts on a device: LibTorch's tensors around expert_kernels.h, and which grouped GEMM computes what.
+#include <ATen/ATen.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <atomic>
+#include <vector>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "trainer/ops/cuda/device/stream.h"
+#include "trainer/ops/cuda/experts/expert_kernels.h"
+#include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/ops/cuda_ops.h"
+
+namespace trireme::cuda {
+namespace {
+
+// What grouped_rows_are_exact found to have the bits of linear. Our kernel where there are few rows, the library's
+// grouped GEMM where there are more, and without it linear for one expert after the other.
+std::atomic<bool> ours_is_exact{true}, library_is_exact{true};
+
+// Up to so many rows our kernel is asked first.
+constexpr int64_t kFewRows = 256;
+
+const Bf16* elements_of(const at::Tensor& x) { return static_cast<const Bf16*>(x.const_data_ptr()); }
+Bf16* mutable_elements_of(const at::Tensor& x) { return static_cast<Bf16*>(x.mutable_data_ptr()); }
+const int32_t* ints_of(const at::Tensor& x) { return x.const_data_ptr<int32_t>(); }
+
+void check_launched() { C10_CUDA_CHECK(cudaGetLastError()); }
+
+int64_t experts_of(const at::Tensor& offsets) { return offsets.size(0) - 1; }
+
+at::Tensor matrices(const at::Tensor& weight, const at::Tensor& offsets) {
+  return weight.view({experts_of(offsets), weight.size(0) / experts_of(offsets), weight.size(1)});
+}
+
+// f(matrix of the expert, first row, rows) for each that has rows. Waits for the device.
+template <class F>
+void for_groups(const at::Tensor& weight, const at::Tensor& offsets, F&& f) {
+  const at::Tensor all = matrices(weight, offsets), host = offsets.cpu();
+  const int32_t* offset = ints_of(host);
+  for (int64_t e = 0; e < experts_of(offsets); ++e) {
+    if (offset[e + 1] > offset[e]) f(all[e], int64_t{offset[e]}, int64_t{offset[e + 1]} - offset[e]);
+  }
+}
+
+at::Tensor by_grouped_mm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets) {
+  return at::_grouped_mm(x, matrices(weight, offsets).transpose(1, 2), offsets.narrow(0, 1, experts_of(offsets)));
+}
+
+at::Tensor one_by_one(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets) {
+  at::Tensor y = at::empty({x.size(0), weight.size(0) / experts_of(offsets)}, x.options());
+  for_groups(weight, offsets, [&](const at::Tensor& matrix, int64_t first, int64_t count) {
+    y.narrow(0, first, count).copy_(linear_forward(x.narrow(0, first, count), matrix, {}));
+  });
+  return y;
+}
+
+// Undefined: not a shape for our kernel.
+at::Tensor by_our_kernel(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most,
+                         bool swiglu) {
+  GroupedGemmArgs args;
+  args.x = x.const_data_ptr();
+  args.weight = weight.const_data_ptr();
+  args.offsets = ints_of(offsets);
+  args.rows = x.size(0);
+  args.experts = experts_of(offsets);
+  args.in = x.size(1);
+  args.out = weight.size(0) / args.experts / (swiglu ? 2 : 1);
+  args.most = most;
+  args.swiglu = swiglu;
+  args.early = may_begin_early();
+  if (!grouped_gemm_supported(args)) return {};
+  at::Tensor y = at::empty({args.rows, args.out}, x.options());
+  args.y = y.mutable_data_ptr();
+  C10_CUDA_CHECK(grouped_gemm(args, stream_of(x)));
+  return y;
+}
+
+at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (x.size(0) == 0) return at::empty({0, weight.size(0) / experts_of(offsets)}, x.options());
+  if (most <= kFewRows && ours_is_exact) {
+    if (at::Tensor y = by_our_kernel(x, weight, offsets, most, /*swiglu=*/false); y.defined()) return y;
+  }
+  return library_is_exact ? by_grouped_mm(x, weight, offsets) : one_by_one(x, weight, offsets);
+}
+
+}  // namespace
+
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const int64_t rows = x.size(0), k = shape.per_token, experts = shape.experts;
+  TRIREME_CHECK(experts <= kMostExperts && k <= kMostPerToken && x.size(1) % 64 == 0 && x.is_contiguous(),
+                "route: a shape without kernels");
+  const auto ints = x.options().dtype(at::kInt), floats = x.options().dtype(at::kFloat);
+  const at::Tensor logits = at::empty({rows, experts}, floats);
+  Routes routes{at::empty({rows, k}, ints),     at::empty({rows, k}, floats),
+                at::empty({experts + 1}, ints), at::empty({rows * k}, ints),
+                at::empty({rows, k}, ints),     probabilities ? at::empty({rows, experts}, floats) : at::Tensor()};
+  if (rows == 0) {
+    routes.offsets.zero_();
+    return routes;
+  }
+  const at::Tensor scratch = at::empty({sort_scratch_bytes(rows, experts)}, x.options().dtype(at::kByte));
+  const cudaStream_t stream = stream_of(x);
+  const bool early = may_begin_early();
+  router_logits(elements_of(x), elements_of(router), rows, x.size(1), experts, shape.wide_router,
+                logits.mutable_data_ptr<float>(), stream, early);
+  const RoutePlace to{routes.experts.mutable_data_ptr<int32_t>(),
+                      routes.weights.mutable_data_ptr<float>(),
+                      probabilities ? routes.probabilities.mutable_data_ptr<float>() : nullptr,
+                      routes.offsets.mutable_data_ptr<int32_t>(),
+                      routes.rows.mutable_data_ptr<int32_t>(),
+                      routes.places.mutable_data_ptr<int32_t>()};
+  choose_and_sort(logits.const_data_ptr<float>(), rows, experts, k, shape.normalize, to, scratch.mutable_data_ptr(),
+                  stream, early);
+  check_launched();
+  return routes;
+}
+
+at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  at::Tensor out = at::empty({rows.size(0), x.size(1)}, x.options());
+  gather_rows(elements_of(x.contiguous()), ints_of(rows), rows.size(0), x.size(1), mutable_elements_of(out),
+              stream_of(x), may_begin_early());
+  check_launched();
+  return out;
+}
+
+at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape) {
+  const c10::cuda::CUDAGuard guard(y.device());
+  at::Tensor out = at::empty({routes.experts.size(0), y.size(1)}, y.options());
+  combine_rows(elements_of(y), ints_of(routes.experts), routes.weights.const_data_ptr<float>(), ints_of(routes.places),
+               out.size(0), shape.per_token, shape.experts / shape.combine_blocks, y.size(1), mutable_elements_of(out),
+               stream_of(y), may_begin_early());
+  check_launched();
+  return out;
+}
+
+at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places) {
+  const c10::cuda::CUDAGuard guard(y.device());
+  at::Tensor out = at::empty({places.size(0), y.size(1)}, y.options());
+  sum_rows_of_places(elements_of(y), ints_of(places), places.size(0), places.size(1), y.size(1),
+                     mutable_elements_of(out), stream_of(y));
+  check_launched();
+  return out;
+}
+
+ExpertGradients expert_gradients(const at::Tensor& gate_up, const at::Tensor& upstream, const Routes& routes) {
+  const c10::cuda::CUDAGuard guard(gate_up.device());
+  const int64_t rows = gate_up.size(0), width = upstream.size(1);
+  const at::Tensor place = routes.places.flatten().to(at::kLong);
+  const at::Tensor of_rows =
+      at::empty({rows}, routes.weights.options()).index_copy_(0, place, routes.weights.flatten());
+  ExpertGradients result{at::empty({rows, width}, gate_up.options()), at::empty_like(gate_up), {}};
+  const at::Tensor dots = at::empty_like(of_rows);
+  expert_gradient_rows(elements_of(gate_up), elements_of(upstream), of_rows.const_data_ptr<float>(), rows, width,
+                       mutable_elements_of(result.weighted), mutable_elements_of(result.gate_up),
+                       dots.mutable_data_ptr<float>(), stream_of(gate_up));
+  check_launched();
+  result.weights = dots.index_select(0, place).view(routes.weights.sizes());
+  return result;
+}
+
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most) {
+  return grouped_product(x, weight, offsets, most);
+}
+
+at::Tensor grouped_gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets,
+                                  int64_t most) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  if (x.size(0) > 0 && most <= kFewRows && ours_is_exact) {
+    if (at::Tensor y = by_our_kernel(x, weight, offsets, most, /*swiglu=*/true); y.defined()) return y;
+  }
+  return swiglu_halves(grouped_product(x, weight, offsets, most));
+}
+
+at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets) {
+  const c10::cuda::CUDAGuard guard(dy.device());
+  if (dy.size(0) == 0) return at::empty({0, weight.size(1)}, dy.options());
+  return at::_grouped_mm(dy, matrices(weight, offsets), offsets.narrow(0, 1, experts_of(offsets)));
+}
+
+at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
+                                   const at::Tensor& weight, const at::Tensor& accumulator) {
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const at::Tensor target = accumulator.defined() ? accumulator : at::zeros_like(weight);
+  for_groups(target, offsets, [&](const at::Tensor& matrix, int64_t first, int64_t count) {
+    linear_backward_weight(dy.narrow(0, first, count), x.narrow(0, first, count), matrix);
+  });
+  return target;
+}
+
+namespace {
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) { return at::equal(a.view(at::kShort), b.view(at::kShort)); }
+
+// Numbers of mixed size: another order of additions shows in the last bits.
+at::Tensor mixed_numbers(int64_t rows, int64_t columns, double step, at::Device device) {
+  return at::arange(rows * columns, at::TensorOptions().dtype(at::kDouble).device(device))
+      .mul_(step)
+      .sin_()
+      .mul_(3.0)
+      .to(at::kBFloat16)
+      .view({rows, columns});
+}
+
+at::Tensor offsets_of(const std::vector<int64_t>& sizes, at::Device device) {
+  std::vector<int32_t> offsets{0};
+  for (const int64_t size : sizes) offsets.push_back(offsets.back() + static_cast<int32_t>(size));
+  return at::tensor(offsets, at::TensorOptions().dtype(at::kInt)).to(device);
+}
+
+}  // namespace
+
+bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device) {
+  const at::NoGradGuard no_grad;
+  const c10::cuda::CUDAGuard guard(device);
+  const std::vector<std::vector<int64_t>> cases = {{1, 0, 7, 16, 3, 0, 2, 5},
+                                                   {17, 64, 0, 33, 1, 48, 65, 31},
+                                                   {256, 0, 0, 0, 0, 0, 0, 0},
+                                                   {1000, 130, 0, 7, 1, 2049, 16, 64}};
+  const auto tried = static_cast<int64_t>(cases.front().size());
+  bool ours = true, library = true;
+  for (const auto& [in, out, gate_up] : {std::tuple{hidden, 2 * width, true}, std::tuple{width, hidden, false}}) {
+    const at::Tensor weight = mixed_numbers(tried * out, in, 0.4177, device);
+    for (const std::vector<int64_t>& sizes : cases) {
+      const at::Tensor offsets = offsets_of(sizes, device);
+      const int64_t rows = offsets[tried].item<int32_t>(), most = *std::max_element(sizes.begin(), sizes.end());
+      const at::Tensor x = mixed_numbers(rows, in, 0.7311, device), expected = one_by_one(x, weight, offsets);
+      library = library && same_bits(by_grouped_mm(x, weight, offsets), expected);
+      if (most > kFewRows) continue;
+      const at::Tensor plain = by_our_kernel(x, weight, offsets, most, false);
+      ours = ours && (!plain.defined() || same_bits(plain, expected));
+      if (!gate_up) continue;
+      const at::Tensor active = by_our_kernel(x, weight, offsets, most, true);
+      ours = ours && (!active.defined() || same_bits(active, swiglu_halves(expected)));
+    }
+  }
+  ours_is_exact = ours;
+  library_is_exact = library;
+  if (!ours)
+    log_warn("ops", "our grouped GEMM has other bits than cublasLt on this machine; it is not used (slower decoding)");
+  if (!library) {
+    log_warn("ops",
+             "the library's grouped GEMM has other bits than cublasLt on this machine; experts are computed one after "
+             "the other (slower)");
+  }
+  return true;
+}
+
+}  // namespace trireme::cuda

@@ -1,0 +1,32 @@
+// The steps of mixture_of_experts and of its backward between the products. On CUDA they are cuda_ops.h's.
+#pragma once
+
+#include "trainer/ops/experts.h"
+
+namespace trireme {
+
+// Rows of x by index [n] int32 -> [n, width].
+at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
+
+// For each row the sum over its places of y, by ascending expert, in float32, rounded once: [rows, width].
+at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places);
+
+// Of sorted rows: gate_up [n, 2 width] before the activation, `upstream` [n, width] the gradient of the activation's
+// result without the routes' weights.
+struct ExpertGradients {
+  at::Tensor weighted;  // [n, width]: the activation's result times the row's weight
+  at::Tensor gate_up;   // [n, 2 width]: gradient
+  at::Tensor weights;   // [rows, per_token]: gradient of the routes' weights, in their dtype
+};
+ExpertGradients expert_gradients(const at::Tensor& gate_up, const at::Tensor& upstream, const Routes& routes);
+
+// Gradient of the router's logits [rows, experts] in the weights' dtype from that of the weights.
+at::Tensor router_gradient(const at::Tensor& weights_gradient, const Routes& routes, const ExpertShape& shape);
+
+// dy [n, out] of sorted rows times the experts' matrices [experts * out, in] -> [n, in]. Deterministic.
+at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets);
+// Of each expert dy^T . x -> [experts * out, in], added to `accumulator` where that is defined (CUDA), else a new one.
+at::Tensor grouped_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& offsets,
+                                   const at::Tensor& weight, const at::Tensor& accumulator);
+
+}  // namespace trireme

@@ -1,0 +1,63 @@
+// Mixtures of experts, alone on a device: a router sends each row to a few of many small MLPs and adds up what these
+// give. Row-exact like every op: a row's result depends neither on the other rows nor on how many an expert gets.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+
+namespace trireme {
+
+struct ExpertShape {
+  int64_t experts = 0;
+  int64_t per_token = 0;       // experts that a row is sent to
+  bool normalize = true;       // their weights add up to 1; else they are the probabilities among all experts
+  bool wide_router = false;    // logits are summed in float64, not float32
+  int64_t combine_blocks = 0;  // runs of experts by id whose results are added up and rounded together; divides experts
+};
+// As many as asked for, 0: derived: 8, or the largest divisor of the experts below that.
+int64_t combine_blocks(int64_t experts, int64_t asked);
+
+struct ExpertWeights {
+  at::Tensor router;   // [experts, hidden]
+  at::Tensor gate_up;  // [experts * 2 * width, hidden]: of each expert the gate's rows, then up's
+  at::Tensor down;     // [experts * hidden, width]
+};
+
+// Where rows go. A row's choices are in the order of the experts' ids; sorted rows are by expert, then by row.
+struct Routes {
+  at::Tensor experts;        // [rows, per_token] int32
+  at::Tensor weights;        // [rows, per_token] float32 (float64 for float64)
+  at::Tensor offsets;        // [experts + 1] int32: the first sorted row of each expert
+  at::Tensor rows;           // [rows * per_token] int32: the row that each sorted row is
+  at::Tensor places;         // [rows, per_token] int32: the sorted row of each choice
+  at::Tensor probabilities;  // [rows, experts] float32 (float64 for float64); only where asked for
+};
+
+// x [rows, hidden] in the model's dtype. Logits are sums over `hidden` in one fixed order; softmax over all experts;
+// the largest `per_token` of them, of equal ones those of lower id. Not finite logits: Error(kData) that names the row
+// (CUDA: weights of NaN). No autograd.
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities = false);
+
+// x [offsets.back(), in] . weight [experts * out, in]: rows offsets[e] .. offsets[e + 1] times expert e's matrix ^T ->
+// [offsets.back(), out]. A row has the bits of linear with that matrix. `most`: rows of an expert, at most; no bit
+// depends on it. No autograd.
+at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most);
+
+// y [rows * per_token, hidden] of sorted rows -> [rows, hidden]: in each block of experts, weight times result is added
+// from +0 by ascending id in float32 and rounded to y's dtype; these are added in order in float32 and rounded. A block
+// without a choice adds nothing, so the sum is the same wherever blocks were made. No autograd.
+at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape);
+
+// The whole MLP: x [rows, hidden] -> [rows, hidden]. Backward reaches x through experts and router; the router's own
+// gradient where it is a leaf that wants one. Kept for backward: x, the routes, and gate and up before the activation.
+// `again` as in linear_again; may be empty.
+at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
+                              std::function<at::Tensor()> again);
+
+// Start-up self-test on CUDA: whether grouped products give the bits of linear for matrices [out, in] and groups of
+// many sizes, by the library and by our kernels. Switches off what does not, with a warning; false: nothing is left.
+bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device);
+
+}  // namespace trireme
