@@ -36,7 +36,9 @@ at::Tensor continue_greedily(const Model& model, std::vector<int64_t> prompt, in
 
 void dump(const std::filesystem::path& dir, const std::filesystem::path& input, const std::filesystem::path& output,
           const std::filesystem::path& exported) {
-  const auto model = load_model(dir, {});
+  ModelOptions all_trained;
+  all_trained.freeze_router = false;
+  const auto model = load_model(dir, all_trained);
   const SafetensorsFile file(input);
   PackedBatch batch;
   batch.ids = file.tensor("ids").clone();
@@ -85,6 +87,12 @@ void init_families(const std::filesystem::path& dir) {
   config.family = ModelFamily::kQwen3, config.qkv_bias = false, config.qk_norm = true;
   config.head_dim = config.rope.head_dim = 16;
   init_model(dir / "qwen3", config, 4);
+  config.family = ModelFamily::kQwen3Moe, config.tie_word_embeddings = false;
+  config.num_experts = 8, config.experts_per_token = 2, config.moe_intermediate_size = 24, config.dense_layers = {0};
+  init_model(dir / "qwen3_moe", config, 5);
+  config.family = ModelFamily::kMixtral, config.qk_norm = false, config.dense_layers = {};
+  config.moe_intermediate_size = config.intermediate_size;
+  init_model(dir / "mixtral", config, 6);
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const
 
 void StepDump::write(Model& policy, const ValidCounts& valid, const Config& config) {
   for (const Parameter& parameter : policy.parameters()) {
+    if (!parameter.trainable) continue;
     const at::Tensor gradient = policy.flat_gradients().narrow(0, parameter.offset, parameter.size);
     tensors_.emplace_back("grad_norm." + parameter.name, gradient.to(at::kDouble).norm().reshape({1}).to(at::kCPU));
   }

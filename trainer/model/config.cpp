@@ -62,12 +62,16 @@ class Reader final {
   const std::string& source_;
 };
 
-constexpr const char* kKnown = "llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM)";
+constexpr const char* kKnown =
+    "llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM), qwen3_moe (Qwen3MoeForCausalLM), "
+    "mixtral (MixtralForCausalLM)";
 
 constexpr std::tuple<ModelFamily, const char*, const char*> kFamilies[] = {
     {ModelFamily::kLlama, "llama", "LlamaForCausalLM"},
     {ModelFamily::kQwen2, "qwen2", "Qwen2ForCausalLM"},
-    {ModelFamily::kQwen3, "qwen3", "Qwen3ForCausalLM"}};
+    {ModelFamily::kQwen3, "qwen3", "Qwen3ForCausalLM"},
+    {ModelFamily::kQwen3Moe, "qwen3_moe", "Qwen3MoeForCausalLM"},
+    {ModelFamily::kMixtral, "mixtral", "MixtralForCausalLM"}};
 
 // The first of "architectures": what the weights are for. Two models of one type differ by it, e.g. a classifier.
 std::string first_architecture(const Reader& reader) {
@@ -83,14 +87,6 @@ ModelFamily parse_family(const Reader& reader, const std::string& source) {
   const std::string architecture = first_architecture(reader);
   if (type.empty() && architecture.empty())
     fail_user(source + ": neither model_type nor architectures says what model this is; known are " + kKnown);
-  const std::string lower = to_lower(type + " " + architecture);
-  const bool experts = lower.find("moe") != std::string::npos || lower.find("mixtral") != std::string::npos ||
-                       lower.find("deepseek") != std::string::npos || reader.has("num_experts") ||
-                       reader.has("num_local_experts") || reader.has("n_routed_experts");
-  if (experts) {
-    fail_user(source + ": " + (type.empty() ? architecture : type) +
-              " is a mixture of experts, which is not supported yet; known are " + kKnown);
-  }
   for (const auto& [family, its_type, its_architecture] : kFamilies) {
     if ((type.empty() || type == its_type) && (architecture.empty() || architecture == its_architecture)) return family;
   }
@@ -102,6 +98,58 @@ ModelFamily parse_family(const Reader& reader, const std::string& source) {
     fail_user(source + ": model_type " + type + " and architecture " + architecture + " do not belong together");
   fail_user(source + ": unknown architecture " + (architecture.empty() || known(architecture) ? type : architecture) +
             "; known are " + kKnown);
+}
+
+// What Qwen3's and Mixtral's own files never say otherwise. Each of it would change the model, so none is passed over.
+void require_plain_routing(const Reader& reader) {
+  for (const char* key : {"shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts"}) {
+    if (reader.integer(key, 0) != 0) reader.fail(key, "is not 0: shared experts are not supported");
+  }
+  for (const char* key : {"n_group", "num_expert_group", "topk_group"}) {
+    if (reader.integer(key, 1) > 1) reader.fail(key, "is above 1: routing by groups of experts is not supported");
+  }
+  for (const char* key : {"scoring_func", "router_scoring_func"}) {
+    if (const std::string score = reader.text(key, "softmax"); score != "softmax")
+      reader.fail(key, score + " is not supported; softmax is");
+  }
+  for (const char* key : {"moe_router_enable_expert_bias", "use_expert_bias", "router_bias"}) {
+    if (reader.flag(key, false)) reader.fail(key, "true is not supported: experts are chosen without a bias");
+  }
+  if (reader.number("routed_scaling_factor", 1.0) != 1.0)
+    reader.fail("routed_scaling_factor", "other than 1 is not supported");
+  if (reader.number("router_jitter_noise", 0.0) != 0.0)
+    reader.fail("router_jitter_noise", "other than 0 is not supported: routing must be the same in every pass");
+}
+
+// Both spellings: Qwen's num_experts and Mixtral's num_local_experts.
+void parse_experts(ModelConfig& config, const Reader& reader) {
+  const bool mixtral = config.family == ModelFamily::kMixtral;
+  require_plain_routing(reader);
+  const char* const count = reader.has("num_experts") ? "num_experts" : "num_local_experts";
+  config.num_experts = reader.positive(count, mixtral ? 8 : 128);
+  config.experts_per_token = reader.positive("num_experts_per_tok", mixtral ? 2 : 8);
+  if (config.experts_per_token > config.num_experts) {
+    reader.fail("num_experts_per_tok", std::to_string(config.experts_per_token) + " is more than " + count + " " +
+                                           std::to_string(config.num_experts));
+  }
+  if (mixtral) {
+    config.moe_intermediate_size = config.intermediate_size;
+    config.normalize_experts = true;
+    config.router_aux_loss_coef = reader.number("router_aux_loss_coef", 0.001);
+    return;
+  }
+  config.moe_intermediate_size = reader.positive("moe_intermediate_size", 768);
+  config.normalize_experts = reader.flag("norm_topk_prob", false);
+  config.router_aux_loss_coef = reader.number("router_aux_loss_coef", 0.001);
+  config.sparse_step = reader.positive("decoder_sparse_step", 1);
+  if (!reader.has("mlp_only_layers")) return;
+  const json& layers = reader.at("mlp_only_layers");
+  if (!layers.is_array()) reader.fail("mlp_only_layers", "must be a list of layers");
+  for (const json& layer : layers) {
+    if (!layer.is_number_integer() || layer.get<int64_t>() < 0 || layer.get<int64_t>() >= config.num_layers)
+      reader.fail("mlp_only_layers", "names " + layer.dump() + ", which is none of the layers");
+    config.dense_layers.push_back(layer.get<int64_t>());
+  }
 }
 
 // As transformers reads it: without a factor it is the ratio of the two lengths, and a length beside rope_scaling comes
@@ -176,8 +224,11 @@ RopeOptions parse_rope(const Reader& reader, const json& values, const std::stri
   inner.fail("rope_type", type + " is not supported; known are default, linear, dynamic, llama3, yarn");
 }
 
-void require_plain_attention(const Reader& reader) {
+void require_plain_attention(const Reader& reader, ModelFamily family) {
   if (reader.flag("use_sliding_window", false)) reader.fail("use_sliding_window", "true is not supported");
+  // Mixtral's is on wherever it has a value.
+  if (family == ModelFamily::kMixtral && reader.has("sliding_window"))
+    reader.fail("sliding_window", reader.at("sliding_window").dump() + " is not supported; null is");
   if (!reader.has("layer_types")) return;
   for (const json& type : reader.at("layer_types")) {
     if (!type.is_string() || type.get<std::string>() != "full_attention") {
@@ -207,6 +258,10 @@ const char* to_string(ModelFamily family) {
       return "qwen2";
     case ModelFamily::kQwen3:
       return "qwen3";
+    case ModelFamily::kQwen3Moe:
+      return "qwen3_moe";
+    case ModelFamily::kMixtral:
+      return "mixtral";
   }
   return "unknown";
 }
@@ -236,6 +291,7 @@ ModelConfig ModelConfig::from_json(const json& values, const std::string& source
   config.num_layers = reader.positive("num_hidden_layers");
   config.num_heads = reader.positive("num_attention_heads");
   config.num_kv_heads = reader.positive("num_key_value_heads", config.num_heads);
+  const bool mixture = config.family == ModelFamily::kQwen3Moe || config.family == ModelFamily::kMixtral;
   // Qwen3's default is a constant, the others' follows from the sizes.
   const bool qwen3 = config.family == ModelFamily::kQwen3;
   config.head_dim =
@@ -256,14 +312,19 @@ ModelConfig ModelConfig::from_json(const json& values, const std::string& source
   const std::string activation = reader.text("hidden_act", "silu");
   if (activation != "silu" && activation != "swish")
     reader.fail("hidden_act", activation + " is not supported; silu is");
-  require_plain_attention(reader);
+  require_plain_attention(reader, config.family);
   config.rope = parse_rope(reader, values, source, config.head_dim, config.max_position_embeddings);
   config.tie_word_embeddings = reader.flag("tie_word_embeddings", false);
   const bool attention_bias = reader.flag("attention_bias", false);
   config.qkv_bias = config.family == ModelFamily::kQwen2 || attention_bias;
   config.output_bias = config.family != ModelFamily::kQwen2 && attention_bias;
   config.mlp_bias = config.family == ModelFamily::kLlama && reader.flag("mlp_bias", false);
-  config.qk_norm = qwen3;
+  config.qk_norm = qwen3 || config.family == ModelFamily::kQwen3Moe;
+  if (mixture) parse_experts(config, reader);
+  for (const char* key : {"num_experts", "num_local_experts", "n_routed_experts"}) {
+    if (!mixture && reader.integer(key, 0) > 0)
+      reader.fail(key, "makes it a mixture of experts, which " + std::string(to_string(config.family)) + " is not");
+  }
   config.eos_token_ids = parse_token_ids(reader, "eos_token_id");
   const std::vector<int32_t> bos = parse_token_ids(reader, "bos_token_id");
   config.bos_token_id = bos.empty() ? -1 : bos[0];
@@ -295,6 +356,23 @@ json scaling_json(const RopeOptions& rope) {
   return scaling;
 }
 
+json experts_json(const ModelConfig& config) {
+  json values = {{"num_experts_per_tok", config.experts_per_token},
+                 {"router_aux_loss_coef", config.router_aux_loss_coef},
+                 {"output_router_logits", false}};
+  if (config.family == ModelFamily::kMixtral) {
+    values["num_local_experts"] = config.num_experts;
+    values["sliding_window"] = nullptr;
+    return values;
+  }
+  values["num_experts"] = config.num_experts;
+  values["moe_intermediate_size"] = config.moe_intermediate_size;
+  values["norm_topk_prob"] = config.normalize_experts;
+  values["decoder_sparse_step"] = config.sparse_step;
+  values["mlp_only_layers"] = config.dense_layers;
+  return values;
+}
+
 }  // namespace
 
 int64_t ModelConfig::positions() const {
@@ -308,9 +386,10 @@ int64_t ModelConfig::positions() const {
 }
 
 json ModelConfig::to_json() const {
-  static const char* const kArchitectures[] = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"};
+  const auto* known = std::find_if(std::begin(kFamilies), std::end(kFamilies),
+                                   [this](const auto& its) { return std::get<0>(its) == family; });
   json values = {
-      {"architectures", {kArchitectures[static_cast<int>(family)]}},
+      {"architectures", {std::get<2>(*known)}},
       {"model_type", to_string(family)},
       {"vocab_size", vocab_size},
       {"hidden_size", hidden_size},
@@ -337,9 +416,11 @@ json ModelConfig::to_json() const {
     rope_values.update(scaling);
   }
   values["rope_parameters"] = rope_values;
-  if (family != ModelFamily::kQwen2) values["attention_bias"] = qkv_bias;
+  const bool mixtral = family == ModelFamily::kMixtral;
+  if (family != ModelFamily::kQwen2 && !mixtral) values["attention_bias"] = qkv_bias;
   if (family == ModelFamily::kLlama) values["mlp_bias"] = mlp_bias;
-  if (family != ModelFamily::kLlama) values["use_sliding_window"] = false;
+  if (family != ModelFamily::kLlama && !mixtral) values["use_sliding_window"] = false;
+  if (num_experts > 0) values.update(experts_json(*this));
   if (eos_token_ids.size() == 1) values["eos_token_id"] = eos_token_ids[0];
   if (eos_token_ids.size() > 1) values["eos_token_id"] = eos_token_ids;
   if (eos_token_ids.empty()) values["eos_token_id"] = nullptr;
@@ -354,26 +435,45 @@ std::vector<LinearShape> ModelConfig::linear_shapes() const {
 std::vector<LinearShape> ModelConfig::linear_shapes(const LocalShape& own) const {
   std::vector<LinearShape> shapes = {
       {.in = own.hidden, .out = own.query_width() + 2 * own.key_width(), .bias = qkv_bias},
-      {.in = own.query_width(), .out = own.hidden, .bias = output_bias},
-      {.in = own.hidden, .out = 2 * own.intermediate, .gate_up = !mlp_bias, .bias = mlp_bias},
-      {.in = own.intermediate, .out = own.hidden, .bias = mlp_bias}};
+      {.in = own.query_width(), .out = own.hidden, .bias = output_bias}};
+  if (layers_with_experts() < num_layers) {
+    shapes.push_back({.in = own.hidden, .out = 2 * own.intermediate, .gate_up = !mlp_bias, .bias = mlp_bias});
+    shapes.push_back({.in = own.intermediate, .out = own.hidden, .bias = mlp_bias});
+  }
   if (own.vocab > 0) shapes.push_back({.in = own.hidden, .out = own.vocab, .head = true});
   return shapes;
 }
 
 ModelShape ModelConfig::shape() const {
-  return {.layers = num_layers,
-          .hidden = hidden_size,
-          .heads = num_heads,
-          .kv_heads = num_kv_heads,
-          .head_dim = head_dim,
-          .intermediate = intermediate_size,
-          .vocab = vocab_size,
-          .tied = tie_word_embeddings,
-          .qkv_bias = qkv_bias,
-          .output_bias = output_bias,
-          .mlp_bias = mlp_bias,
-          .qk_norm = qk_norm};
+  ModelShape shape{.layers = num_layers,
+                   .hidden = hidden_size,
+                   .heads = num_heads,
+                   .kv_heads = num_kv_heads,
+                   .head_dim = head_dim,
+                   .intermediate = intermediate_size,
+                   .vocab = vocab_size,
+                   .tied = tie_word_embeddings,
+                   .qkv_bias = qkv_bias,
+                   .output_bias = output_bias,
+                   .mlp_bias = mlp_bias,
+                   .qk_norm = qk_norm,
+                   .experts = num_experts,
+                   .experts_per_token = experts_per_token,
+                   .moe_intermediate = moe_intermediate_size,
+                   .sparse_step = sparse_step,
+                   .dense_layers = dense_layers,
+                   .mixtral_names = family == ModelFamily::kMixtral};
+  bool dense = false;
+  for (int64_t layer = 0; layer < num_layers; ++layer) dense = dense || !shape.has_experts(layer);
+  if (!dense) shape.intermediate = 0;
+  return shape;
+}
+
+int64_t ModelConfig::layers_with_experts() const {
+  const ModelShape own = shape();
+  int64_t count = 0;
+  for (int64_t layer = 0; layer < num_layers; ++layer) count += own.has_experts(layer) ? 1 : 0;
+  return count;
 }
 
 int64_t ModelConfig::parameter_count() const { return trireme::parameter_count(shape()); }
@@ -381,8 +481,12 @@ int64_t ModelConfig::parameter_count() const { return trireme::parameter_count(s
 double ModelConfig::forward_flops_per_token(double context) const {
   const double q = static_cast<double>(num_heads * head_dim), kv = static_cast<double>(num_kv_heads * head_dim);
   const double hidden = static_cast<double>(hidden_size);
-  const double products = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * static_cast<double>(intermediate_size);
-  return static_cast<double>(num_layers) * (2 * products + 4 * q * context) +
+  const auto sparse = static_cast<double>(layers_with_experts()), layers = static_cast<double>(num_layers);
+  const double attention = hidden * (q + 2 * kv) + q * hidden;
+  const double dense = 3 * hidden * static_cast<double>(intermediate_size);
+  const double experts = hidden * static_cast<double>(num_experts) +
+                         3 * hidden * static_cast<double>(experts_per_token * moe_intermediate_size);
+  return 2 * (layers * attention + (layers - sparse) * dense + sparse * experts) + layers * 4 * q * context +
          2 * hidden * static_cast<double>(vocab_size);
 }
 

@@ -13,8 +13,9 @@
 
 namespace trireme {
 
-enum class ModelFamily { kLlama, kQwen2, kQwen3 };
-const char* to_string(ModelFamily family);  // the model_type of config.json: "llama", "qwen2", "qwen3"
+enum class ModelFamily { kLlama, kQwen2, kQwen3, kQwen3Moe, kMixtral };
+const char* to_string(
+    ModelFamily family);  // the model_type of config.json: "llama", "qwen2", "qwen3", "qwen3_moe", ...
 
 struct ModelConfig {
   ModelFamily family = ModelFamily::kLlama;
@@ -34,12 +35,20 @@ struct ModelConfig {
   bool output_bias = false;  // of o_proj
   bool mlp_bias = false;
   bool qk_norm = false;
+  // Mixtures of experts; num_experts 0: none. A layer has experts where shape().has_experts(layer).
+  int64_t num_experts = 0;
+  int64_t experts_per_token = 0;
+  int64_t moe_intermediate_size = 0;  // of an expert
+  bool normalize_experts = true;      // norm_topk_prob: the weights of the chosen experts add up to 1
+  int64_t sparse_step = 1;            // decoder_sparse_step
+  std::vector<int64_t> dense_layers;  // mlp_only_layers
+  double router_aux_loss_coef = 0.001;
   std::vector<int32_t> eos_token_ids;  // one or many; empty when the file names none
   int32_t bos_token_id = -1;           // -1: none
   std::string dtype = "float32";       // what the checkpoint was saved in: float32, bfloat16, float16
 
   // Reads dir/config.json. Throws Error(kUser) that names file and key: unknown architectures (with the known ones),
-  // mixtures of experts, sizes that do not divide, scalings that are not implemented.
+  // kinds of experts and routing that are not implemented, sizes that do not divide, scalings.
   static ModelConfig load(const std::filesystem::path& dir);
   static ModelConfig from_json(const nlohmann::json& json, const std::string& source);
 
@@ -51,6 +60,7 @@ struct ModelConfig {
   int64_t positions() const;
   int64_t parameter_count() const;  // a tied head counted once
   ModelShape shape() const;         // what layouts depend on
+  int64_t layers_with_experts() const;
   // Every (in, out) of its linears with the head, for the exactness self-test.
   std::vector<LinearShape> linear_shapes() const;                       // of the whole model
   std::vector<LinearShape> linear_shapes(const LocalShape& own) const;  // of a rank's part

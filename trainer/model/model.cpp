@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "trainer/model/recomputation.h"
 #include "trainer/ops/cuda_ops.h"
+#include "trainer/ops/experts.h"
 #include "trainer/parallel/exchange.h"
 
 namespace trireme {
@@ -20,6 +21,7 @@ struct Model::Layer {
   at::Tensor q_norm, k_norm;    // undefined: none
   at::Tensor gate_up, down;     // [2 * intermediate, hidden], [hidden, intermediate]
   at::Tensor gate_up_bias, down_bias;
+  ExpertWeights experts;  // undefined: the layer has a dense MLP
 };
 
 // What differs between packed and cached passes: rotation table and where keys live.
@@ -82,8 +84,9 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
 Model::~Model() = default;
 
 void Model::allocate_parameters() {
-  ParameterLayout layout = parameter_layout(config_, split_);
-  const int64_t total = layout.elements;
+  ParameterLayout layout = parameter_layout(config_, split_, options_.freeze_router);
+  const int64_t total = layout.elements + layout.frozen_elements;
+  trained_elements_ = layout.elements;
   alike_elements_ = layout.alike_elements;
   layer_begins_ = std::move(layout.layer_begins);
   const at::NoGradGuard no_grad;
@@ -93,25 +96,25 @@ void Model::allocate_parameters() {
   const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * config_.hidden_size;
   flat_parameters_ = at::zeros({total + more}, options).narrow(0, 0, total);
   if (options_.trainable) {
-    flat_gradients_ = at::zeros({total}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
+    flat_gradients_ = at::zeros({trained_elements_}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
   }
   for (PlacedParameter& placed : layout.parameters) {
     by_name_[placed.name] = parameters_.size();
     Parameter& parameter = parameters_.emplace_back();
     static_cast<PlacedParameter&>(parameter) = std::move(placed);
-    parameter.trainable = options_.trainable;
+    parameter.trainable = options_.trainable && !parameter.frozen;
     parameter.decay = parameter.slice.shape.size() > 1;
-    parameter.tensor = leaf(parameter.offset, parameter.shape());
+    parameter.tensor = leaf(parameter.offset, parameter.shape(), parameter.trainable);
   }
 }
 
 // A leaf over the flat buffers from element `offset` on.
-at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape) const {
+at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape, bool trainable) const {
   int64_t size = 1;
   for (const int64_t extent : shape) size *= extent;
   const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(shape).detach(); };
   at::Tensor tensor = slice(flat_parameters_);
-  if (options_.trainable) {
+  if (trainable) {
     tensor.set_requires_grad(true);
     tensor.set_grad_dtype(flat_gradients_.scalar_type());
     tensor.mutable_grad() = slice(flat_gradients_);
@@ -127,10 +130,11 @@ void Model::bind_layers() {
     const Parameter* end = find(last);
     if (begin == nullptr) return at::Tensor();
     const int64_t elements = end->offset + end->size - begin->offset;
-    if (begin->tensor.dim() == 1) return leaf(begin->offset, {elements});
+    if (begin->tensor.dim() == 1) return leaf(begin->offset, {elements}, begin->trainable);
     const int64_t in = begin->tensor.size(1);
-    return leaf(begin->offset, {elements / in, in});
+    return leaf(begin->offset, {elements / in, in}, begin->trainable);
   };
+  const ModelShape shape = config_.shape();
   for (int64_t i = 0; i < config_.num_layers; ++i) {
     const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
     Layer layer;
@@ -142,6 +146,12 @@ void Model::bind_layers() {
     layer.o_bias = tensor(attention + "o_proj.bias");
     layer.q_norm = tensor(attention + "q_norm.weight");
     layer.k_norm = tensor(attention + "k_norm.weight");
+    if (shape.has_experts(i)) {
+      const auto name = [&](int64_t expert, ExpertMatrix matrix) { return at + expert_name(shape, expert, matrix); };
+      layer.experts.router = tensor(at + router_name(shape));
+      layer.experts.gate_up = block(name(0, ExpertMatrix::kGate), name(shape.experts - 1, ExpertMatrix::kUp));
+      layer.experts.down = block(name(0, ExpertMatrix::kDown), name(shape.experts - 1, ExpertMatrix::kDown));
+    }
     layer.gate_up = block(mlp + "gate_proj.weight", mlp + "up_proj.weight");
     layer.gate_up_bias = block(mlp + "gate_proj.bias", mlp + "up_proj.bias");
     layer.down = tensor(mlp + "down_proj.weight");
@@ -333,6 +343,7 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
+  if (layer.experts.router.defined()) return experts(index, x);
   const Activation all = all_rows(x, context);
   if (context.arena != nullptr && all.value.is_cuda() && !layer.gate_up_bias.defined()) {
     const at::Tensor active = cuda::gate_up_swiglu(all.value, layer.gate_up);
@@ -340,6 +351,15 @@ at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context
   }
   const at::Tensor gate_up = product(all, layer.gate_up, layer.gate_up_bias);
   return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias));
+}
+
+at::Tensor Model::experts(int64_t index, const Activation& x) const {
+  const ExpertShape shape{.experts = config_.num_experts,
+                          .per_token = config_.experts_per_token,
+                          .normalize = config_.normalize_experts,
+                          .wide_router = options_.wide_router,
+                          .combine_blocks = combine_blocks(config_.num_experts, options_.combine_blocks)};
+  return mixture_of_experts(x.value, layers_[static_cast<size_t>(index)].experts, shape, x.again);
 }
 
 // Of a split head each rank makes the logits of its part of the vocabulary, and then takes the whole rows of every
@@ -399,6 +419,12 @@ at::Tensor Model::own_rows(const at::Tensor& partial) const {
   if (split_.tp == 1) return partial;
   const int64_t odd = (split_.tp - partial.size(0) % split_.tp) % split_.tp;
   return sum_to_rows(*options_.tensor, odd == 0 ? partial : at::constant_pad_nd(partial, {0, 0, 0, odd}));
+}
+
+bool products_are_exact(const ModelConfig& config, const LocalShape& own, at::ScalarType dtype, at::Device device,
+                        int64_t most_rows) {
+  return linear_rows_are_exact(config.linear_shapes(own), dtype, device, most_rows) &&
+         (own.experts == 0 || grouped_rows_are_exact(own.experts, own.hidden, own.moe_intermediate, device));
 }
 
 std::vector<std::vector<float>> score(const Model& model, const std::vector<std::vector<int32_t>>& sequences,

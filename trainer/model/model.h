@@ -1,4 +1,5 @@
-// Model: one dense decoder for the Llama, Qwen2 and Qwen3 families; the same layer code trains, prefills and decodes.
+// Model: one decoder for the Llama, Qwen2 and Qwen3 families and mixtures of experts of theirs (Qwen3-MoE, Mixtral);
+// the same layer code trains, prefills and decodes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -63,6 +64,10 @@ struct ModelOptions {
   bool trainable = true;  // false: no gradient buffer, nothing requires grad (a reference model)
   // In which backward adds up gradients; the parameters' own when absent.
   std::optional<at::ScalarType> gradient_dtype;
+  // Routers of experts: no gradients and no optimizer state (policy.megatron_cfg.freeze_moe_router).
+  bool freeze_router = true;
+  bool wide_router = true;              // their logits are summed in float64 (moe_router_dtype fp64), else in float32
+  int64_t combine_blocks = 0;           // ExpertShape's; 0: derived
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, which outlives the
   // model. Only tensor parallel splits run, and only on CPU.
@@ -122,9 +127,11 @@ class Model final {
   const std::vector<Parameter>& parameters() const { return parameters_; }
   const Parameter* find(const std::string& name) const;  // null when absent
 
-  // All parameters, one contiguous tensor [elements], 64-byte aligned, gaps zero. Write it under at::NoGradGuard.
+  // All parameters, one contiguous tensor, 64-byte aligned, gaps zero: trained_elements() that are trained, then frozen
+  // ones. Write it under at::NoGradGuard.
   const at::Tensor& flat_parameters() const { return flat_parameters_; }
-  // Same layout, in options().gradient_dtype; the parameters' .grad are views of it, so backward adds into it.
+  int64_t trained_elements() const { return trained_elements_; }
+  // [trained_elements()], in options().gradient_dtype; the parameters' .grad are views of it, so backward adds into it.
   // Undefined when not trainable.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
   void zero_gradients();
@@ -150,7 +157,7 @@ class Model final {
   void allocate_parameters();
   void bind_layers();
   const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
-  at::Tensor leaf(int64_t offset, const std::vector<int64_t>& shape) const;
+  at::Tensor leaf(int64_t offset, const std::vector<int64_t>& shape, bool trainable) const;
   at::Tensor embed_rows(const at::Tensor& ids) const;
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
@@ -162,6 +169,7 @@ class Model final {
   at::Tensor attention(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
+  at::Tensor experts(int64_t index, const Activation& x) const;
   at::Tensor whole_logits(const at::Tensor& hidden) const;
   Activation all_rows(const Activation& x, const Context& context) const;
   at::Tensor own_rows(const at::Tensor& partial) const;
@@ -175,7 +183,7 @@ class Model final {
   std::unordered_map<std::string, size_t> by_name_;
   std::vector<Layer> layers_;
   std::vector<int64_t> layer_begins_;  // ParameterLayout's
-  int64_t alike_elements_ = 0;
+  int64_t trained_elements_ = 0, alike_elements_ = 0;
   at::Tensor embedding_, final_norm_, head_;
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
@@ -187,6 +195,10 @@ class Model final {
 // names the file and the tensor: missing, unexpected, wrong shape, truncated, overlapping. Also runs
 // choose_linear_mode.
 std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options);
+
+// Start-up self-test of every product of a rank's part (linear_rows_are_exact, grouped_rows_are_exact).
+bool products_are_exact(const ModelConfig& config, const LocalShape& own, at::ScalarType dtype, at::Device device,
+                        int64_t most_rows);
 
 // Throws Error(kUser) that names `source` and the size where CUDA has no kernels for the shape. load_model asks it
 // there, before any weight is read.
@@ -212,8 +224,8 @@ void save_model(const Model& model, const std::filesystem::path& dir, const Save
 // Random weights: normal(0, initializer_range), norms 1, biases 0. A value depends on (seed, parameter name, index)
 // only.
 void init_parameters(Model& model, uint64_t seed);
-// The same distribution drawn on the model's device, for measurements: seconds at 8 G parameters. Values depend on
-// seed, shape, dtype and kind of device.
+// The same distribution (with experts another one, so that rows choose evenly) drawn on the model's device, for
+// measurements: seconds at 8 G parameters. Values depend on seed, shape, dtype and kind of device.
 void draw_parameters(Model& model, uint64_t seed);
 // Writes config.json, generation_config.json and random float32 (or config.dtype) weights into `dir`.
 void init_model(const std::filesystem::path& dir, const ModelConfig& config, uint64_t seed);

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 
+#include <cmath>
 #include <mutex>
 #include <set>
 
@@ -115,6 +116,15 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source) 
   };
   if (config.head_dim != 64 && config.head_dim != 128)
     refuse("head_dim " + std::to_string(config.head_dim) + " has no kernels on CUDA, 64 and 128 have");
+  if (config.num_experts > 0) {
+    if (config.hidden_size % 128 != 0)
+      refuse("hidden_size " + std::to_string(config.hidden_size) +
+             " is no multiple of 128, which experts on CUDA need");
+    if (config.moe_intermediate_size % 64 != 0)
+      refuse("an expert's width " + std::to_string(config.moe_intermediate_size) + " is no multiple of 64");
+    if (config.num_experts > 512 || config.experts_per_token > 16)
+      refuse("there are kernels for up to 512 experts and 16 of them a token");
+  }
   for (const auto& [key, width] :
        {std::pair{"hidden_size", config.hidden_size}, std::pair{"intermediate_size", config.intermediate_size}}) {
     if (width % 8 != 0)
@@ -215,6 +225,22 @@ void init_parameters(Model& model, uint64_t seed) {
   }
 }
 
+namespace {
+
+// Rows choose experts by what they are. With small embeddings, and outputs of attention and MLP as large as what they
+// read, all rows of a context would be alike behind a few layers and choose the same experts, which no trained model
+// does: so embeddings of 1, and outputs smaller by the root of twice the layers, as Megatron draws them.
+double deviation_of_draw(const ModelConfig& config, const std::string& name) {
+  const double range = config.initializer_range;
+  if (config.num_experts == 0 || config.tie_word_embeddings) return range;
+  if (name == "model.embed_tokens.weight") return 1.0;
+  const bool output =
+      ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight") || ends_with(name, "w2.weight");
+  return output ? range / std::sqrt(2.0 * static_cast<double>(config.num_layers)) : range;
+}
+
+}  // namespace
+
 void draw_parameters(Model& model, uint64_t seed) {
   const at::NoGradGuard no_grad;
   at::Generator shared = at::globalContext().defaultGenerator(model.options().device);
@@ -226,7 +252,7 @@ void draw_parameters(Model& model, uint64_t seed) {
   for (Parameter& parameter : model.parameters()) {
     at::Tensor values = parameter.tensor.detach();
     if (values.dim() > 1)
-      values.normal_(0.0, model.config().initializer_range, generator);
+      values.normal_(0.0, deviation_of_draw(model.config(), parameter.name), generator);
     else
       values.fill_(ends_with(parameter.name, ".bias") ? 0.0 : 1.0);
   }

@@ -7,8 +7,12 @@ namespace {
 
 class Placing final {
  public:
-  Placing(const ModelConfig& config, const ModelSplit& split)
-      : config_(config), shape_(config.shape()), split_(split), norms_first_(split.tp > 1) {}
+  Placing(const ModelConfig& config, const ModelSplit& split, bool freeze_router)
+      : config_(config),
+        shape_(config.shape()),
+        split_(split),
+        norms_first_(split.tp > 1),
+        freeze_router_(freeze_router) {}
 
   ParameterLayout run() {
     if (norms_first_) {
@@ -19,10 +23,11 @@ class Placing final {
       layout_.alike_elements = layout_.elements;
     }
     add({"model.embed_tokens.weight"});
-    for (int64_t i = 0; i < config_.num_layers; ++i) add_layer("model.layers." + std::to_string(i) + ".");
+    for (int64_t i = 0; i < config_.num_layers; ++i) add_layer(i);
     layout_.layer_begins.push_back(layout_.elements);
     add_norm("model.norm.weight");
     if (!config_.tie_word_embeddings) add({"lm_head.weight"});
+    if (freeze_router_) add_frozen_routers();
     return std::move(layout_);
   }
 
@@ -50,7 +55,8 @@ class Placing final {
     if (bias) add(biases);
   }
 
-  void add_layer(const std::string& at) {
+  void add_layer(int64_t index) {
+    const std::string at = layer_name(index);
     const std::string attention = at + "self_attn.", mlp = at + "mlp.";
     layout_.layer_begins.push_back(layout_.elements);
     add_norm(at + "input_layernorm.weight");
@@ -59,14 +65,43 @@ class Placing final {
     if (config_.qk_norm) add_norm(attention + "k_norm.weight");
     add_products({attention + "o_proj"}, config_.output_bias);
     add_norm(at + "post_attention_layernorm.weight");
+    if (shape_.has_experts(index)) {
+      add_experts(at);
+      return;
+    }
     add_products({mlp + "gate_proj", mlp + "up_proj"}, config_.mlp_bias);
     add_products({mlp + "down_proj"}, config_.mlp_bias);
   }
 
+  void add_experts(const std::string& at) {
+    if (!freeze_router_) add({at + router_name(shape_)});
+    std::vector<std::string> gate_up, down;
+    for (int64_t e = 0; e < shape_.experts; ++e) {
+      gate_up.push_back(at + expert_name(shape_, e, ExpertMatrix::kGate));
+      gate_up.push_back(at + expert_name(shape_, e, ExpertMatrix::kUp));
+      down.push_back(at + expert_name(shape_, e, ExpertMatrix::kDown));
+    }
+    add(gate_up);
+    add(down);
+  }
+
+  void add_frozen_routers() {
+    const int64_t trained = layout_.elements;
+    const size_t first = layout_.parameters.size();
+    for (int64_t i = 0; i < config_.num_layers; ++i) {
+      if (shape_.has_experts(i)) add({layer_name(i) + router_name(shape_)});
+    }
+    for (size_t i = first; i < layout_.parameters.size(); ++i) layout_.parameters[i].frozen = true;
+    layout_.frozen_elements = layout_.elements - trained;
+    layout_.elements = trained;
+  }
+
+  static std::string layer_name(int64_t index) { return "model.layers." + std::to_string(index) + "."; }
+
   const ModelConfig& config_;
   const ModelShape shape_;
   const ModelSplit& split_;
-  const bool norms_first_;
+  const bool norms_first_, freeze_router_;
   ParameterLayout layout_;
 };
 
@@ -78,8 +113,8 @@ std::vector<int64_t> PlacedParameter::shape() const {
   return own;
 }
 
-ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split) {
-  return Placing(config, split).run();
+ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router) {
+  return Placing(config, split, freeze_router).run();
 }
 
 }  // namespace trireme

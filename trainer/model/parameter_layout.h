@@ -10,7 +10,8 @@
 
 namespace trireme {
 
-// Parameters lie in blocks: q, k and v of a layer (weights; biases), gate and up, else one each. A block begins at a
+// Parameters lie in blocks: q, k and v of a layer (weights; biases), gate and up, gate and up of all experts one after
+// another, down of all experts, else one each. A block begins at a
 // multiple of this many elements (at least 64 bytes in every dtype) and has no gaps inside; gaps behind it hold zeros
 // for ever.
 inline constexpr int64_t kParameterAlignment = 64;
@@ -20,19 +21,21 @@ struct PlacedParameter {
   ParameterSlice slice;                // the whole model's shape, and what of it this rank holds
   int64_t offset = 0;                  // first element in the flat buffers
   int64_t size = 0;                    // elements
+  bool frozen = false;                 // has no gradient and no optimizer state
   std::vector<int64_t> shape() const;  // of what this rank holds
 };
 
 // In registration order, which is stable for a configuration and a split: embedding, layers, final norm, head; a tied
 // head is absent. Of a model split over tensor ranks, first what all of these hold alike (norms): read first, complete
-// last, summed over the ranks before anything else is done with it.
+// last, summed over the ranks before anything else is done with it. Frozen routers come last of all.
 struct ParameterLayout {
   std::vector<PlacedParameter> parameters;
-  int64_t elements = 0;
+  int64_t elements = 0;  // that are trained; those of frozen parameters follow
+  int64_t frozen_elements = 0;
   int64_t alike_elements = 0;         // the first of them
   std::vector<int64_t> layer_begins;  // first element of each layer, then of what follows them; alike ones lie before
 };
-ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split);
+ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router = true);
 
 // Of a model on one rank.
 inline ModelSplit whole_model(const ModelConfig& config) { return model_split(config.shape(), {}, 0); }

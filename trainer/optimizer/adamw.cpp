@@ -19,7 +19,7 @@ namespace trireme {
 DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options)
     : model_(model), group_(data_parallel), options_(options), tensor_(model.options().tensor) {
   TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
-  elements_ = model.flat_parameters().numel();
+  elements_ = model.trained_elements();
   const int64_t ranks = group_.size();
   bucket_ = std::min(options_.bucket_elements, elements_);
   bucket_ = (bucket_ + ranks - 1) / ranks * ranks;
@@ -52,7 +52,7 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   const bool in_place =
       ranks == 1 && buckets_ * bucket_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
   if (in_place) {
-    master_ = model.flat_parameters().detach();
+    master_ = model.flat_parameters().detach().narrow(0, 0, elements_);
   } else {
     master_ = at::zeros({owned_}, fp32);
     reset_master_from_weights();
@@ -215,7 +215,9 @@ void DistributedAdamW::write_weights() {
 
 // A bucket may be written while a forward pass holds others for its backward. It is read by none before it is there,
 // so the version counter, which all parameters share and which guards what was saved, is not moved.
-at::Tensor DistributedAdamW::weights() const { return model_.flat_parameters().variable_data(); }
+at::Tensor DistributedAdamW::weights() const {
+  return model_.flat_parameters().variable_data().narrow(0, 0, elements_);
+}
 
 void DistributedAdamW::gather_bucket(int64_t b) {
   const at::Tensor weights = this->weights();
@@ -280,8 +282,8 @@ std::vector<StatePiece> DistributedAdamW::own_pieces() const {
   std::vector<OwnedRun> runs;
   for (const Slice& slice : slices_) runs.push_back({slice.begin, slice.size, slice.at});
   const ModelOptions& options = model_.options();
-  return state_pieces(parameter_layout(model_.config(), options.split ? *options.split : whole_model(model_.config())),
-                      runs);
+  const ModelSplit split = options.split ? *options.split : whole_model(model_.config());
+  return state_pieces(parameter_layout(model_.config(), split, options.freeze_router), runs);
 }
 
 TensorFile DistributedAdamW::saved() const {

@@ -102,10 +102,13 @@ void expect_near(const Step& got, const Step& wanted) {
 
 using Sizes = std::pair<int64_t, int64_t>;  // tp, dp
 const std::vector<Sizes> kLayouts = {{1, 1}, {2, 1}, {4, 1}, {1, 4}, {2, 2}};
+// Experts are whole on each rank.
+std::vector<Sizes> layouts_for(const ModelConfig& config) {
+  return config.num_experts > 0 ? std::vector<Sizes>{{1, 1}, {1, 2}, {1, 4}} : kLayouts;
+}
 
 class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer,
-                         ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3),
+INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer, ::testing::ValuesIn(testing::kAllFamilies),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
@@ -114,7 +117,7 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
   TrainedRank whole(alone, config);
   std::vector<Step> wanted;
   for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
-  for (const auto& [tp, dp] : kLayouts) {
+  for (const auto& [tp, dp] : layouts_for(config)) {
     test::on_layout(layout_of(tp, dp), [&](ParallelContext& context) {
       TrainedRank rank(context, config);
       for (int step = 0; step < 3; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
@@ -127,9 +130,13 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
 }
 
 // Saved under each, loaded under each other.
-TEST(Layouts, GoOnWhereAnotherHasStopped) {
-  const ModelConfig config = eight_heads(ModelFamily::kQwen2, false);
-  for (const auto& [tp, dp] : kLayouts) {
+class GoingOn : public ::testing::TestWithParam<ModelFamily> {};
+INSTANTIATE_TEST_SUITE_P(Layouts, GoingOn, ::testing::Values(ModelFamily::kQwen2, ModelFamily::kQwen3Moe),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
+
+TEST_P(GoingOn, WhereAnotherHasStopped) {
+  const ModelConfig config = eight_heads(GetParam(), false);
+  for (const auto& [tp, dp] : layouts_for(config)) {
     const TemporaryDirectory dir;
     Step next;  // of the undisturbed run
     std::vector<at::Tensor> weights(4);
@@ -145,7 +152,7 @@ TEST(Layouts, GoOnWhereAnotherHasStopped) {
     const fs::path policy = dir.path() / "step_2" / "policy";
     Model exported(config, {});
     load_parameters(exported, policy / "weights");
-    for (const auto& [other_tp, other_dp] : kLayouts) {
+    for (const auto& [other_tp, other_dp] : layouts_for(config)) {
       const bool same = other_tp == tp && other_dp == dp;
       test::on_layout(layout_of(other_tp, other_dp), [&](ParallelContext& context) {
         TrainedRank rank(context, config);

@@ -57,7 +57,7 @@ TEST(ModelConfig, BothSpellingsMeanTheSame) {
 }
 
 TEST(ModelConfig, WhatIsWrittenIsReadBack) {
-  for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+  for (const auto family : testing::kAllFamilies) {
     ModelConfig config = small_config(family, true);
     EXPECT_EQ(parse(config.to_json()), config);
     config.eos_token_ids = {4, 5};
@@ -93,6 +93,59 @@ TEST(ModelConfig, ScalingSaysHowFarPositionsReach) {
   EXPECT_EQ(with({{"rope_type", "dynamic"}, {"factor", 4.0}}), 40960);
 }
 
+TEST(ModelConfig, ExpertsAreReadInBothSpellings) {
+  json qwen = base_json();
+  qwen.update({{"model_type", "qwen3_moe"},
+               {"num_experts", 16},
+               {"num_experts_per_tok", 4},
+               {"moe_intermediate_size", 24},
+               {"norm_topk_prob", true},
+               {"decoder_sparse_step", 2},
+               {"mlp_only_layers", {1}},
+               {"num_hidden_layers", 4}});
+  const ModelConfig config = parse(qwen);
+  EXPECT_EQ(config.num_experts, 16);
+  EXPECT_EQ(config.experts_per_token, 4);
+  EXPECT_EQ(config.moe_intermediate_size, 24);
+  EXPECT_TRUE(config.qk_norm && config.normalize_experts);
+  const ModelShape shape = config.shape();
+  // Every second layer, but layer 1 is named as dense.
+  for (int64_t layer = 0; layer < 4; ++layer) EXPECT_EQ(shape.has_experts(layer), layer == 3) << layer;
+  EXPECT_EQ(router_name(shape), "mlp.gate.weight");
+  EXPECT_EQ(expert_name(shape, 3, ExpertMatrix::kUp), "mlp.experts.3.up_proj.weight");
+  json mixtral = base_json();
+  mixtral.update({{"model_type", "mixtral"}, {"num_local_experts", 4}, {"sliding_window", nullptr}});
+  const ModelConfig other = parse(mixtral);
+  EXPECT_EQ(other.num_experts, 4);
+  EXPECT_EQ(other.experts_per_token, 2);
+  EXPECT_EQ(other.moe_intermediate_size, 128);
+  EXPECT_TRUE(other.normalize_experts);
+  EXPECT_EQ(other.layers_with_experts(), 2);
+  EXPECT_EQ(router_name(other.shape()), "block_sparse_moe.gate.weight");
+  EXPECT_EQ(expert_name(other.shape(), 3, ExpertMatrix::kUp), "block_sparse_moe.experts.3.w3.weight");
+  // Qwen's default, as transformers reads a file that does not say.
+  qwen.erase("norm_topk_prob");
+  EXPECT_FALSE(parse(qwen).normalize_experts);
+}
+
+TEST(ModelConfig, RoutingOfOtherKindsIsRefusedByName) {
+  const auto with = [](const char* key, const json& value) {
+    json values = base_json();
+    values["model_type"] = "qwen3_moe";
+    values[key] = value;
+    return error_of([&] { parse(values); });
+  };
+  EXPECT_MENTIONS(with("shared_expert_intermediate_size", 512), "shared experts are not supported");
+  EXPECT_MENTIONS(with("n_group", 8), "routing by groups of experts is not supported");
+  EXPECT_MENTIONS(with("scoring_func", "sigmoid"), "sigmoid is not supported; softmax is");
+  EXPECT_MENTIONS(with("use_expert_bias", true), "chosen without a bias");
+  EXPECT_MENTIONS(with("num_experts_per_tok", 200), "num_experts_per_tok 200 is more than");
+  EXPECT_MENTIONS(with("mlp_only_layers", {7}), "names 7, which is none of the layers");
+  json mixtral = base_json();
+  mixtral.update({{"model_type", "mixtral"}, {"sliding_window", 4096}});
+  EXPECT_MENTIONS(error_of([&] { parse(mixtral); }), "sliding_window 4096 is not supported; null is");
+}
+
 TEST(ModelConfig, MistakesAreNamed) {
   const auto with = [](const char* key, const json& value) {
     json values = base_json();
@@ -100,8 +153,8 @@ TEST(ModelConfig, MistakesAreNamed) {
     return error_of([&] { parse(values); });
   };
   EXPECT_MENTIONS(with("model_type", "gpt2"), "unknown architecture gpt2; known are llama");
-  EXPECT_MENTIONS(with("model_type", "qwen3_moe"), "mixture of experts, which is not supported yet");
-  EXPECT_MENTIONS(with("num_experts", 8), "not supported yet");
+  EXPECT_MENTIONS(with("model_type", "qwen2_moe"), "unknown architecture qwen2_moe; known are llama");
+  EXPECT_MENTIONS(with("num_experts", 8), "num_experts makes it a mixture of experts, which llama is not");
   EXPECT_MENTIONS(with("hidden_size", "big"), "hidden_size must be an integer");
   EXPECT_MENTIONS(with("hidden_size", -4), "hidden_size must be positive");
   EXPECT_MENTIONS(with("num_key_value_heads", 3), "num_attention_heads 4 is not a multiple");

@@ -69,7 +69,7 @@ TEST(Safetensors, UnwritableFolderIsAnIoError) {
 std::vector<float> logprobs_of(const Model& model) { return score(model, {random_tokens(20, 3)})[0]; }
 
 TEST(ModelFiles, SavedModelsLoadWithTheSameBits) {
-  for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {
+  for (const auto family : testing::kAllFamilies) {
     for (const bool tied : {false, true}) {
       const auto model = small_model(family, tied);
       const TemporaryDirectory dir;

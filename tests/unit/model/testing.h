@@ -29,11 +29,21 @@ inline ModelConfig small_config(ModelFamily family, bool tied = false) {
   config.rope.head_dim = 12;
   config.tie_word_embeddings = tied;
   config.qkv_bias = family == ModelFamily::kQwen2;
-  config.qk_norm = family == ModelFamily::kQwen3;
+  config.qk_norm = family == ModelFamily::kQwen3 || family == ModelFamily::kQwen3Moe;
+  const bool mixture = family == ModelFamily::kQwen3Moe || family == ModelFamily::kMixtral;
+  if (mixture) {
+    config.num_experts = 8;
+    config.experts_per_token = 2;
+    config.moe_intermediate_size = family == ModelFamily::kMixtral ? config.intermediate_size : 24;
+  }
+  if (family == ModelFamily::kQwen3Moe) config.dense_layers = {1};
   config.rope.original_max_position = 512;
   config.eos_token_ids = {2};
   return config;
 }
+
+inline constexpr ModelFamily kAllFamilies[] = {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3,
+                                               ModelFamily::kQwen3Moe, ModelFamily::kMixtral};
 
 inline std::unique_ptr<Model> small_model(ModelFamily family, bool tied = false, ModelOptions options = {}) {
   auto model = std::make_unique<Model>(small_config(family, tied), options);

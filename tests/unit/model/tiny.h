@@ -35,7 +35,13 @@ inline ModelConfig tiny_config(const Tiny& tiny = {}) {
   config.max_position_embeddings = config.rope.original_max_position = tiny.positions;
   config.initializer_range = tiny.initializer_range;
   config.qkv_bias = tiny.family == ModelFamily::kQwen2;
-  config.qk_norm = tiny.family == ModelFamily::kQwen3;
+  config.qk_norm = tiny.family == ModelFamily::kQwen3 || tiny.family == ModelFamily::kQwen3Moe;
+  const bool mixture = tiny.family == ModelFamily::kQwen3Moe || tiny.family == ModelFamily::kMixtral;
+  if (mixture) {
+    config.num_experts = 8;
+    config.experts_per_token = 2;
+    config.moe_intermediate_size = tiny.family == ModelFamily::kMixtral ? tiny.intermediate : 24;
+  }
   config.tie_word_embeddings = tiny.tied;
   return config;
 }

@@ -46,6 +46,36 @@ AdamWOptions options() {
   return o;
 }
 
+// Frozen routers lie behind what is trained: no gradient, no state, no decay.
+TEST(AdamW, FrozenRoutersAreLeftAlone) {
+  ModelConfig config = test::tiny_config({.family = ModelFamily::kQwen3Moe,
+                                          .vocab = 50,
+                                          .hidden = 16,
+                                          .layers = 2,
+                                          .heads = 2,
+                                          .kv_heads = 1,
+                                          .positions = 64});
+  for (const bool frozen : {true, false}) {
+    ModelOptions model_options;
+    model_options.freeze_router = frozen;
+    Model model(config, model_options);
+    init_parameters(model, 3);
+    Communicator alone;
+    DistributedAdamW optimizer(model, alone, options());
+    const std::string name = "model.layers.0.mlp.gate.weight";
+    const at::Tensor before = model.find(name)->tensor.detach().clone();
+    model.flat_gradients().detach().fill_(0.5);
+    const OptimizerStep step = optimizer.step(0.01, 0.1, 0.0);
+    EXPECT_NEAR(step.grad_norm, 0.5 * std::sqrt(static_cast<double>(model.trained_elements())), 1e-3);
+    EXPECT_EQ(model.find(name)->trainable, !frozen);
+    EXPECT_EQ(at::equal(model.find(name)->tensor.detach(), before), frozen);
+    EXPECT_EQ(model.flat_gradients().numel(), model.trained_elements());
+    const TensorFile saved = optimizer.saved();
+    EXPECT_EQ(saved.metadata.at("pieces").find(name) == std::string::npos, frozen);
+    EXPECT_NE(saved.metadata.at("pieces").find("model.layers.0.mlp.experts.7.down_proj.weight"), std::string::npos);
+  }
+}
+
 TEST(AdamW, MatchesTheFormulaElementByElement) {
   Model model(tiny(), {});
   init_parameters(model, 3);
