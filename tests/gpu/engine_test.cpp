@@ -45,7 +45,13 @@ ModelConfig config_of(ModelFamily family, int64_t heads = 16, int64_t kv_heads =
   config.initializer_range = 0.05;
   config.rope.head_dim = head_dim;
   config.rope.theta = 1e6;
-  config.qk_norm = family == ModelFamily::kQwen3;
+  config.qk_norm = family == ModelFamily::kQwen3 || family == ModelFamily::kQwen3Moe;
+  if (family == ModelFamily::kQwen3Moe || family == ModelFamily::kMixtral) {
+    config.num_experts = family == ModelFamily::kMixtral ? 8 : 32;
+    config.experts_per_token = family == ModelFamily::kMixtral ? 2 : 4;
+    config.moe_intermediate_size = family == ModelFamily::kMixtral ? config.intermediate_size : 384;
+    if (family == ModelFamily::kQwen3Moe) config.dense_layers = {1};
+  }
   config.qkv_bias = family == ModelFamily::kQwen2;
   config.tie_word_embeddings = family == ModelFamily::kQwen3;
   config.dtype = "bfloat16";
@@ -168,7 +174,8 @@ const std::vector<int64_t> kPrompts = {5, 300, 64, 129, 17, 700, 128, 33};
 
 class Families : public ::testing::TestWithParam<ModelFamily> {};
 INSTANTIATE_TEST_SUITE_P(All, Families,
-                         ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3));
+                         ::testing::Values(ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3,
+                                           ModelFamily::kQwen3Moe, ModelFamily::kMixtral));
 
 TEST_P(Families, SamplerAndLossAgreeToTheBitBeforeAndAfterAnOptimizerStep) {
   const auto model = gpu_model(config_of(GetParam()), /*trainable=*/true);
@@ -184,8 +191,11 @@ TEST_P(Families, SamplerAndLossAgreeToTheBitBeforeAndAfterAnOptimizerStep) {
   }
 }
 
-TEST(Engine, BitsDoNotDependOnHowSamplesAreBatched) {
-  const auto model = gpu_model(config_of(ModelFamily::kQwen3));
+class Batching : public ::testing::TestWithParam<ModelFamily> {};
+INSTANTIATE_TEST_SUITE_P(Engine, Batching, ::testing::Values(ModelFamily::kQwen3, ModelFamily::kQwen3Moe));
+
+TEST_P(Batching, BitsDoNotDependOnHowSamplesAreBatched) {
+  const auto model = gpu_model(config_of(GetParam()));
   const auto wanted = requests(kPrompts, 8);
   const Groups whole = generate(*model, {.max_sequences = 256}, sampling_options(), wanted);
   for (const int64_t sequences : {1, 3, 16, 40, 64}) {

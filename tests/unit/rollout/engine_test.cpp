@@ -18,8 +18,9 @@
 namespace trireme {
 namespace {
 
-std::unique_ptr<Model> tiny_model(uint64_t seed = 1) {
-  auto model = test::tiny_model({.vocab = kByteVocabSize,
+std::unique_ptr<Model> tiny_model(uint64_t seed = 1, ModelFamily family = ModelFamily::kQwen3) {
+  auto model = test::tiny_model({.family = family,
+                                 .vocab = kByteVocabSize,
                                  .hidden = 48,
                                  .intermediate = 80,
                                  .layers = 2,
@@ -118,13 +119,18 @@ void expect_log_probs_of_the_loss(const Model& model, const std::map<int64_t, Ge
   ASSERT_EQ(0, std::memcmp(logprobs.data_ptr<float>(), expected.data(), expected.size() * sizeof(float)));
 }
 
-TEST(Engine, LogProbsHaveTheBitsOfTheLoss) {
-  const auto model = tiny_model();
+class EngineOf : public ::testing::TestWithParam<ModelFamily> {};
+INSTANTIATE_TEST_SUITE_P(Families, EngineOf,
+                         ::testing::Values(ModelFamily::kQwen3, ModelFamily::kQwen3Moe, ModelFamily::kMixtral),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
+
+TEST_P(EngineOf, LogProbsHaveTheBitsOfTheLoss) {
+  const auto model = tiny_model(1, GetParam());
   Engine engine(*model, nullptr, {.max_sequences = 24}, sampling_options());
   const auto groups = generate(engine, requests(12, 4));
   expect_log_probs_of_the_loss(*model, groups, engine.sampling().logprob_options());
   // And they do depend on the weights.
-  const auto other = tiny_model(2);
+  const auto other = tiny_model(2, GetParam());
   Engine second(*other, nullptr, {.max_sequences = 24}, sampling_options());
   EXPECT_NE(generate(second, requests(12, 4)).at(0).samples[0].response, groups.at(0).samples[0].response);
 }
@@ -142,8 +148,8 @@ TEST(Engine, FilteredLogProbsHaveTheBitsOfTheLoss) {
 }
 
 // Each variant changes how the work is cut into steps; the reference is one sample at a time.
-TEST(Engine, SamplesDoNotDependOnHowTheyAreBatched) {
-  const auto model = tiny_model();
+TEST_P(EngineOf, SamplesDoNotDependOnHowTheyAreBatched) {
+  const auto model = tiny_model(1, GetParam());
   const std::vector<GroupRequest> groups = requests(10, 4);
   std::map<int64_t, GeneratedGroup> reference;
   for (const GroupRequest& request : groups) {

@@ -39,15 +39,13 @@ constexpr int64_t kSharedRows = kSharedDeviceSamples;
 // First tokens of a step's new groups: at most this many samples. Their buffers are 2 MB.
 constexpr int64_t kMaxOutputs = int64_t{1} << 17;
 
-// Rows of a graph: the work of padded rows costs less than a graph for every count.
-int64_t bucket_of(int64_t rows) {
-  const int64_t step = rows <= 64 ? 16 : rows <= 256 ? 32 : 64;
+// Rows of a graph: the work of padded rows costs less than a graph for every count. Where a row chooses experts a
+// padded one may choose some that nobody else does, whose matrices are then read: few rows are not padded.
+int64_t rows_of_graph(int64_t rows, bool experts) {
+  const int64_t few = experts ? (rows <= 16 ? 1 : 8) : 16;
+  const int64_t step = rows <= 64 ? few : rows <= 256 ? 32 : 64;
   return (rows + step - 1) / step * step;
 }
-
-// Runs of attention in it: products want 16 rows, attention gives few samples more of the chip each, and one sample
-// more may be one too many for the larger share.
-int64_t runs_of(int64_t rows) { return rows <= 16 ? rows : bucket_of(rows); }
 
 // The inputs of a decode step of `rows` rows inside one buffer, host and device alike.
 class DecodeInputs {
@@ -87,6 +85,7 @@ class DeviceRunner final : public StepRunner {
         device_(model.options().device),
         group_(model.local().heads / model.local().kv_heads),
         max_rows_(max_rows),
+        experts_(model.local().experts > 0),
         room_(cuda::decode_room(device_, model.local().heads, model.local().kv_heads,
                                 model.local().head_dim)),  // of the whole device
         pool_(at::cuda::graph_pool_handle()),
@@ -99,7 +98,7 @@ class DeviceRunner final : public StepRunner {
     begun_ = at::zeros({1}, on_device.dtype(at::kLong));
     uploads_ = pinned(kSlots * inputs_.nbytes(), at::kByte);
     ring_.input_stride = static_cast<int64_t>(inputs_.nbytes());
-    ring_.result_rows = bucket_of(max_rows);
+    ring_.result_rows = (bucket_of(max_rows) + 15) / 16 * 16;  // the places' ids begin at whole numbers
     downloads_ = pinned(kSlots * result_bytes(), at::kByte);
     ring_.inputs = device_address(uploads_);
     ring_.results = device_address(downloads_);
@@ -202,6 +201,11 @@ class DeviceRunner final : public StepRunner {
   }
 
  private:
+  int64_t bucket_of(int64_t rows) const { return rows_of_graph(rows, experts_); }
+  // Runs of attention in it: products want 16 rows, attention gives few samples more of the chip each, and one sample
+  // more may be one too many for the larger share.
+  int64_t runs_of(int64_t rows) const { return rows <= 16 ? rows : bucket_of(rows); }
+
   struct Slot {
     at::Tensor ids, logprobs;     // pinned: results of a step that is not a graph
     const int64_t* id = nullptr;  // the results, wherever they are
@@ -461,6 +465,7 @@ class DeviceRunner final : public StepRunner {
   const at::Device device_;
   const int64_t group_;
   const int64_t max_rows_;
+  const bool experts_;  // the model has some
   const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   const c10::cuda::CUDAStream capture_stream_;
