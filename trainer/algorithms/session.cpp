@@ -21,6 +21,9 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
   if (options.dtype == at::kBFloat16 && gradients_in_fp32(config)) options.gradient_dtype = at::kFloat;
+  options.freeze_router = config.policy.megatron_cfg.freeze_moe_router;
+  options.wide_router = config.policy.megatron_cfg.moe_router_dtype == "fp64";
+  options.combine_blocks = config.policy.moe_combine_blocks;
   if (context.replica_group().size() > 1) {
     options.split = model_split(model.shape(), context.layout(), context.rank());
     options.tensor = &context.tensor_parallel();
@@ -95,11 +98,39 @@ void check_split(const ModelConfig& model, const std::filesystem::path& dir, con
   if (!report.ok()) fail_user("the model of " + dir.string() + " cannot be split so: " + report.errors.front());
 }
 
+// Likewise, of a mixture of experts: what is asked for and cannot be.
+void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
+                   const Layout& layout) {
+  if (model.num_experts == 0) return;
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
+  const int64_t blocks = config.policy.moe_combine_blocks;
+  if (blocks > 0 && model.num_experts % blocks != 0) {
+    fail_user("policy.moe_combine_blocks is " + std::to_string(blocks) + ", which does not divide them: " + experts);
+  }
+  if (layout.world() != layout.dp) {
+    fail_user(experts +
+              ", which are whole on each rank yet: tensor, pipeline, context and expert parallel sizes must " +
+              "be 1, not " + to_string(layout));
+  }
+  if (m.moe_router_load_balancing_type != "none") {
+    const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
+    if (m.freeze_moe_router)
+      fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
+    fail_user(key + ": balancing losses are not supported yet; set none");
+  }
+  if (m.moe_router_bias_update_rate > 0) {
+    fail_user(
+        "policy.megatron_cfg.moe_router_bias_update_rate above 0 is not supported: experts are chosen without a "
+        "bias");
+  }
+}
+
 // Whether log-probs of the sampler are those of the loss: products and exchanges keep a row's bits, whatever the other
 // rows. Of all ranks, since how they share the samples depends on it. Collective.
 bool rows_are_exact(const Model& model, int64_t most_rows, ParallelContext& context) {
   const ModelOptions& options = model.options();
-  const bool products = linear_rows_are_exact(model.linear_shapes(), options.dtype, options.device, most_rows);
+  const bool products = products_are_exact(model.config(), model.local(), options.dtype, options.device, most_rows);
   const std::optional<std::string> exchanges =
       exchange_problem(context.replica_group(), model.config().hidden_size,
                        at::TensorOptions().dtype(options.dtype).device(options.device));
@@ -211,6 +242,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout());
+  check_experts(config, model, model_dir, context.layout());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);

@@ -27,6 +27,7 @@ struct InitModelArguments {
   std::string family = "qwen3";
   int64_t hidden = 128, layers = 4, heads = 4, kv_heads = 2, head_dim = 32, intermediate = 384, context = 1024,
           seed = 0;
+  int64_t experts = 8, experts_per_token = 2, expert_width = 64;  // of families with experts
   bool untied = false;
   std::string shape;  // of bench/shapes.h, instead of the sizes
   int64_t shape_layers = 0;
@@ -56,10 +57,6 @@ int init_model_verb(const InitModelArguments& a) {
   }
   make_byte_tokenizer(a.out);
   nlohmann::json json = {{"model_type", a.family},
-                         {"architectures",
-                          {a.family == "llama"   ? "LlamaForCausalLM"
-                           : a.family == "qwen2" ? "Qwen2ForCausalLM"
-                                                 : "Qwen3ForCausalLM"}},
                          {"vocab_size", kByteVocabSize},
                          {"hidden_size", a.hidden},
                          {"intermediate_size", a.intermediate},
@@ -75,6 +72,16 @@ int init_model_verb(const InitModelArguments& a) {
                          {"initializer_range", 0.02},
                          {"eos_token_id", kByteImEnd},
                          {"torch_dtype", "float32"}};
+  if (a.family == "qwen3_moe") {
+    json.update({{"num_experts", a.experts},
+                 {"num_experts_per_tok", a.experts_per_token},
+                 {"moe_intermediate_size", a.expert_width},
+                 {"norm_topk_prob", true}});
+  }
+  if (a.family == "mixtral") {
+    json.update({{"num_local_experts", a.experts}, {"num_experts_per_tok", a.experts_per_token}});
+    json["intermediate_size"] = a.expert_width;
+  }
   const ModelConfig config = ModelConfig::from_json(json, "init-model");
   init_model(a.out, config, static_cast<uint64_t>(a.seed));
   std::cout << a.out << ": " << a.family << " with " << config.parameter_count()
@@ -222,7 +229,11 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     auto a = std::make_shared<InitModelArguments>();
     CLI::App* verb = app.add_subcommand("init-model", "write a small random model with a byte-level tokenizer");
     verb->add_option("--out", a->out, "folder")->required();
-    verb->add_option("--family", a->family, "llama, qwen2 or qwen3")->check(CLI::IsMember({"llama", "qwen2", "qwen3"}));
+    verb->add_option("--family", a->family, "llama, qwen2, qwen3, qwen3_moe or mixtral")
+        ->check(CLI::IsMember({"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}));
+    verb->add_option("--experts", a->experts, "of qwen3_moe and mixtral, with the next two");
+    verb->add_option("--experts-per-token", a->experts_per_token);
+    verb->add_option("--expert-width", a->expert_width);
     verb->add_option("--hidden", a->hidden);
     CLI::Option* layers = verb->add_option("--layers", a->layers, "with --shape: only so many of its layers");
     verb->add_option("--heads", a->heads);

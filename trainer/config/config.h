@@ -224,6 +224,7 @@ struct PolicyConfig {
   bool activation_checkpointing = false;  // (ours) for runs without dtensor_cfg or megatron_cfg
   int64_t recompute_layers = -1;          // (ours) for runs without megatron_cfg; -1: as many as must be
   bool random_weights = false;            // (ours) for measurements: drawn instead of loaded
+  int64_t moe_combine_blocks = 0;         // (ours) runs of experts summed and rounded together; 0: derived
   DynamicBatchingConfig dynamic_batching;
   SequencePackingConfig sequence_packing;
   OptimizerConfig optimizer;

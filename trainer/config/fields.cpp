@@ -170,6 +170,10 @@ void add_policy(std::vector<Field>& table) {
    "asks for, "
    "after the norms and SwiGLU of all, on CPU none")
       .at_least(-1);
+  OURS(policy.moe_combine_blocks)
+  ("mixtures of experts: in so many runs of experts by id the results of a token are added up and rounded, then those; "
+   "0: 8, or the most below it that divides the experts. Expert parallel ranks must divide it")
+      .at_least(0);
   OURS(policy.random_weights)
   ("for measurements only: policy and reference model have weights drawn with grpo.seed; of policy.model_name's folder "
    "only config.json and the tokenizer are read (trireme init-model --shape NAME --no-weights)");

@@ -22,7 +22,8 @@ void feature(std::vector<FeatureKey>& table, const std::string& section, const s
 // Reasons of several keys.
 constexpr const char* kEngine = "a setting of another generation engine";
 constexpr const char* kBackend = "an internal of another training back-end";
-constexpr const char* kExperts = "an internal of mixtures of experts, which are not here yet";
+constexpr const char* kExperts = "an internal of another implementation of experts";
+constexpr const char* kRouting = "the model's config.json says how rows are routed";
 constexpr const char* kShared = "trainer and engine share the weights";
 constexpr const char* kPorts = "the system chooses ports";
 constexpr const char* kLogs = "logs go to the step log, Prometheus and the report";
@@ -73,10 +74,11 @@ void ignore_back_ends(std::vector<IgnoredKey>& keys) {
          {"moe_permute_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep",
           "moe_shared_expert_overlap", "moe_flex_dispatcher_backend", "moe_per_layer_logging", "moe_hybridep_num_sms",
           "hybridep_num_ranks_per_nvlink_domain", "hybridep_use_mnnvl", "inference_moe_token_dispatcher_type",
-          "inference_grouped_gemm_backend", "moe_router_num_groups", "moe_router_group_topk",
-          "moe_pad_experts_for_cuda_graph_inference", "moe_router_enable_expert_bias", "moe_aux_loss_coeff",
-          "track_moe_metrics"},
+          "inference_grouped_gemm_backend", "moe_pad_experts_for_cuda_graph_inference", "track_moe_metrics"},
          kExperts);
+  ignore(keys, "policy.megatron_cfg.",
+         {"moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"}, kRouting);
+  ignore(keys, "policy.megatron_cfg.", {"moe_aux_loss_coeff"}, "it belongs to a balancing loss");
   ignore(keys, "policy.megatron_cfg.", {"use_fused_linear_logprobs"}, "log-probs are always chunked and fused");
   ignore(keys, "policy.megatron_cfg.", {"fused_linear_logprobs_chunk_size"}, "see policy.logprob_chunk_size");
   ignore(keys, "policy.megatron_cfg.", {"checkpoint"}, "see checkpointing");
@@ -286,9 +288,6 @@ const std::vector<ModelFamily>& unsupported_families() {
   static const std::vector<ModelFamily> kFamilies = {
       {"google/gemma-", "Gemma"},
       {"google/gemma2", "Gemma"},
-      {"Qwen/Qwen3-30B-A3B", "Qwen3 with a mixture of experts"},
-      {"Qwen/Qwen3-235B-A22B", "Qwen3 with a mixture of experts"},
-      {"Qwen/Qwen3-Coder", "Qwen3 with a mixture of experts"},
       {"Qwen/Qwen3-Next", "Qwen3-Next"},
       {"Qwen/Qwen3-Omni", "Qwen3-Omni"},
       {"Qwen/Qwen3-VL", "Qwen3-VL"},

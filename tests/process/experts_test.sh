@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Whole runs of mixtures of experts, data parallel: log-probs of sampler and loss with equal bits, resumes on another
+# number of ranks, frozen and trained routers, and what cannot be.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+for family in qwen3_moe mixtral; do
+  "$TRIREME" init-model --out "$dir/$family" --family $family --hidden 64 --layers 2 --heads 4 --kv-heads 2 \
+    --head-dim 16 --intermediate 64 --experts 8 --experts-per-token 2 --expert-width 32 >/dev/null
+done
+rm -rf "$dir/model"; cp -r "$dir/qwen3_moe" "$dir/model"
+# run NAME RANKS [overrides...]
+run() {
+  local name=$1 ranks=$2; shift 2
+  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=0 grpo.val_at_start=false \
+    cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true grpo.max_num_steps=4 \
+    loss_fn.reference_policy_kl_penalty=0.05 policy.generation.max_running_samples=8 \
+    policy.generation.kv_cache_tokens=400 "$@")
+}
+# What the log of NAME says: STEPS steps, no token with other bits, gradients that are some.
+sound() {
+  python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+compared = sum(x["train/logprob_compared_tokens"] for x in rows)
+differing = sum(x["train/logprob_mismatch_tokens"] for x in rows)
+print(f"{len(rows)} steps, {differing} of {compared} tokens with other bits")
+sys.exit(0 if len(rows) == int(sys.argv[2]) and compared > 300 and differing == 0 and
+         all(x["train/grad_norm"] > 0 for x in rows) else 1)
+PY
+}
+# The routers of two folders of weights: "same" or "other".
+routers() {
+  python3 - "$1" "$2" <<'PY'
+import json, pathlib, struct, sys
+def routers(folder):
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        data = path.read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        for name, entry in json.loads(data[8:8 + size]).items():
+            if name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+                begin, end = entry["data_offsets"]
+                found[name] = data[8 + size + begin:8 + size + end]
+    return found
+first, second = routers(sys.argv[1]), routers(sys.argv[2])
+print("same" if first and first == second else "other")
+PY
+}
+
+check "GRPO on one rank" run one 1
+out=$(sound one 4) && ok "one rank: $out" || bad "one rank: $out"
+check "GRPO on two ranks" run two 2
+out=$(sound two 4) && ok "two ranks: $out" || bad "two ranks: $out"
+[ "$(routers "$dir/model" "$dir/two/step_4/policy/weights")" = same ] && ok "routers stay as they are" ||
+  bad "frozen routers"
+check "routers that are trained" run routed 2 policy.megatron_cfg.freeze_moe_router=false
+[ "$(routers "$dir/model" "$dir/routed/step_4/policy/weights")" = other ] && ok "and then they change" ||
+  bad "trained routers"
+check "Mixtral" run mixtral 2 policy.model_name="$dir/mixtral" policy.megatron_cfg.moe_router_dtype=fp32
+out=$(sound mixtral 4) && ok "Mixtral: $out" || bad "Mixtral: $out"
+echo '{"prompt": "1+2="}' | "$TRIREME" generate --model "$dir/two/step_4/policy/weights" --temperature 0 \
+  >"$dir/out" 2>"$dir/err" && ok "the saved weights are a model" || bad "the saved weights" "$(cat "$dir/err")"
+
+check "two steps" run again 2 grpo.max_num_steps=2
+cp -r "$dir/again" "$dir/alone"
+check "the rest of them" run again 2
+[ "$(weights again 4)" = "$(weights two 4)" ] && ok "resumed: weights and moments bit for bit" || bad "a resume"
+check "the rest of them on one rank" run alone 1
+sound alone 2 >/dev/null; [ -d "$dir/alone/step_4" ] && ok "one rank went on with what two had" ||
+  bad "another number of ranks"
+
+# What cannot be, in one sentence before any weight is read.
+refused() {
+  local name=$1 words=$2; shift 2
+  run refused "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
+  grep -qF "$words" "$dir/out" && ok "$name is refused" || bad "$name" "$(tail -3 "$dir/out")"
+}
+refused "tensor parallel" "8 experts, which are whole on each rank yet" 2 \
+  policy.megatron_cfg.tensor_model_parallel_size=2
+refused "blocks that do not divide" "policy.moe_combine_blocks is 3, which does not divide them" 1 \
+  policy.moe_combine_blocks=3
+refused "a balancing loss with frozen routers" "freeze_moe_router keeps routers from being trained" 1 \
+  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss
+refused "a bias of the loss-free kind" "experts are chosen without a bias" 1 \
+  policy.megatron_cfg.moe_router_bias_update_rate=0.001
+finish
