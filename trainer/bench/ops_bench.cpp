@@ -1,6 +1,7 @@
 #include "trainer/bench/ops_bench.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "trainer/bench/work.h"
+#include "trainer/ops/expert_rows.h"
+#include "trainer/ops/experts.h"
 #include "trainer/ops/ops.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/communicator.h"
@@ -49,6 +52,7 @@ class OpsBench final {
       vocabulary();
       decode_attention();
     }
+    if (c_.num_experts > 0) experts();
     packed_attention();
     adamw();
     nlohmann::json report = report_header("ops", options_.common, target_);
@@ -95,13 +99,15 @@ class OpsBench final {
   }
 
   void linears() {
-    const struct {
+    struct Product {
       const char* name;
       int64_t in, out;
-    } shapes[] = {{"qkv", c_.hidden_size, q_ + 2 * kv_},
-                  {"output", q_, c_.hidden_size},
-                  {"gate_up", c_.hidden_size, 2 * c_.intermediate_size},
-                  {"down", c_.intermediate_size, c_.hidden_size}};
+    };
+    std::vector<Product> shapes = {{"qkv", c_.hidden_size, q_ + 2 * kv_}, {"output", q_, c_.hidden_size}};
+    if (c_.layers_with_experts() < c_.num_layers) {
+      shapes.push_back({"gate_up", c_.hidden_size, 2 * c_.intermediate_size});
+      shapes.push_back({"down", c_.intermediate_size, c_.hidden_size});
+    }
     for (const auto& shape : shapes) {
       const std::vector<at::Tensor> weights = copies({shape.out, shape.in});
       for (const int64_t rows : options_.rows) {
@@ -112,6 +118,59 @@ class OpsBench final {
             2 * real(rows) * real(shape.in) * real(shape.out),
             [&](int64_t i) { trireme::linear(x, weights[static_cast<size_t>(i) % weights.size()], at::Tensor()); });
       }
+    }
+  }
+
+  // The parts of a layer's experts for rows that choose evenly, then all of it. Bytes: matrices of the experts that
+  // were chosen, and rows; operations of the chosen experts.
+  void experts() {
+    const int64_t hidden = c_.hidden_size, width = c_.moe_intermediate_size, k = c_.experts_per_token;
+    const ExpertShape shape{.experts = c_.num_experts,
+                            .per_token = k,
+                            .normalize = c_.normalize_experts,
+                            .wide_router = true,
+                            .combine_blocks = combine_blocks(c_.num_experts, 0)};
+    ExpertWeights weights{random({c_.num_experts, hidden}), random({c_.num_experts * 2 * width, hidden}),
+                          random({c_.num_experts * hidden, width})};
+    std::vector<int64_t> counts = options_.rows;
+    counts.push_back(options_.packed_tokens);
+    for (const int64_t rows : counts) {
+      const std::string suffix = ", " + std::to_string(rows) + " rows";
+      at::Tensor x = random({rows, hidden});
+      const at::AutoGradMode record(rows == options_.packed_tokens);
+      const Routes routes = route(x, weights.router, shape);
+      const double matrix = real(std::get<0>(at::_unique(routes.experts)).numel() * width * hidden),
+                   sorted = real(rows * k);
+      const at::Tensor gathered = gather_rows_by(x, routes.rows), active = random({rows * k, width});
+      const at::Tensor y = grouped_linear(active, weights.down, routes.offsets, rows);
+      add("route" + suffix, element_ * real(rows * hidden + c_.num_experts * hidden), 0,
+          [&](int64_t) { (void)route(x, weights.router, shape); });
+      add("gather" + suffix, 2 * element_ * sorted * real(hidden), 0,
+          [&](int64_t) { (void)gather_rows_by(x, routes.rows); });
+      add("combine" + suffix, element_ * (sorted + real(rows)) * real(hidden), 0,
+          [&](int64_t) { (void)combine(y, routes, shape); });
+      const double products = 2 * sorted * real(hidden * width);
+      add("experts gate_up" + suffix, element_ * (2 * matrix + sorted * real(hidden + 2 * width)), 2 * products,
+          [&](int64_t) { (void)grouped_linear(gathered, weights.gate_up, routes.offsets, rows); });
+      add("experts down" + suffix, element_ * (matrix + sorted * real(hidden + width)), products,
+          [&](int64_t) { (void)grouped_linear(active, weights.down, routes.offsets, rows); });
+      const double bytes = element_ * (3 * matrix + 2 * real(rows * hidden));
+      {
+        const at::NoGradGuard no_grad;
+        add("mixture of experts" + suffix, bytes, 3 * products,
+            [&](int64_t) { (void)mixture_of_experts(x, weights, shape, nullptr); });
+      }
+      if (rows != options_.packed_tokens) continue;
+      x.set_requires_grad(true);
+      weights.gate_up.set_requires_grad(true);
+      weights.down.set_requires_grad(true);
+      for (at::Tensor* weight : {&weights.gate_up, &weights.down}) {
+        weight->set_grad_dtype(at::kFloat);
+        weight->mutable_grad() = at::zeros(weight->sizes(), weight->options().dtype(at::kFloat));
+      }
+      const at::Tensor upstream = random({rows, hidden});
+      add("mixture of experts, forward and backward" + suffix, 3 * bytes, 9 * products,
+          [&](int64_t) { torch::autograd::backward({mixture_of_experts(x, weights, shape, nullptr)}, {upstream}); });
     }
   }
 

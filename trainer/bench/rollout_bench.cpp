@@ -93,8 +93,9 @@ std::vector<AliveBin> alive_bins(const std::vector<TimedStep>& steps) {
   return bins;
 }
 
-void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, double weight_bytes,
-                double context_bytes_per_token, double bytes_per_second) {
+void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, const ModelConfig& config,
+                int64_t element_bytes, double bytes_per_second) {
+  const double of_token = context_bytes_per_token(config, element_bytes);
   const int64_t longest = *std::max_element(lengths.outputs.begin(), lengths.outputs.end());
   const auto samples = static_cast<size_t>(lengths.samples());
   // Step t makes token t + 1 of every response longer than t from prompt + t tokens.
@@ -106,11 +107,12 @@ void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, doub
     }
   }
   for (int64_t t = 1; t < longest; ++t) {
-    AliveBin& bin = bins[bin_of(alive[static_cast<size_t>(t)])];
+    const int64_t samples_of_step = alive[static_cast<size_t>(t)];
+    AliveBin& bin = bins[bin_of(samples_of_step)];
     ++bin.floor_steps;
-    bin.floor_seconds +=
-        (weight_bytes + context_bytes_per_token * static_cast<double>(context[static_cast<size_t>(t)])) /
-        bytes_per_second;
+    bin.floor_seconds += (decode_weight_bytes(config, element_bytes, real(samples_of_step)) +
+                          of_token * real(context[static_cast<size_t>(t)])) /
+                         bytes_per_second;
   }
 }
 
@@ -167,15 +169,14 @@ RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths,
   RolloutFigures f;
   f.work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs, target.element_bytes,
                         max_sequences);
-  f.bytes = static_cast<double>(stats.steps) * f.work.weight_bytes + f.work.context_bytes;
+  f.bytes = real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes;
   f.floor = f.work.bytes() / ceilings.bytes_per_second();
   f.tokens_per_second = static_cast<double>(lengths.output_tokens()) / repeats.middle;
   f.mean_batch = static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps);
   for (const TimedStep& step : typical.steps) f.prefill_seconds += step.prefill ? step.seconds : 0;
   f.bins = alive_bins(typical.steps);
   if (lengths.samples() <= max_sequences) {
-    add_floors(f.bins, lengths, f.work.weight_bytes, context_bytes_per_token(target.config, target.element_bytes),
-               ceilings.bytes_per_second());
+    add_floors(f.bins, lengths, target.config, target.element_bytes, ceilings.bytes_per_second());
   }
   return f;
 }
@@ -196,7 +197,7 @@ nlohmann::json rollout_report(const RolloutBenchOptions& options, const Target& 
                  {"steps", stats.steps},
                  {"mean_batch", f.mean_batch},
                  {"prefill_seconds", f.prefill_seconds},
-                 {"weight_bytes", f.work.weight_bytes},
+                 {"weight_bytes", f.work.weight_bytes / real(f.work.steps)},
                  {"context_bytes", f.work.context_bytes},
                  {"bytes_per_second", f.bytes / repeats.middle},
                  {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
@@ -373,7 +374,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
   for (const int64_t alive : options.batch_sizes) {
     const double middle = decode_seconds(*model, options, target, prompt, alive, out);
     const double bytes =
-        decode_weight_bytes(target.config, target.element_bytes) +
+        decode_weight_bytes(target.config, target.element_bytes, real(alive)) +
         context * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes);
     const double floor = bytes / ceilings.bytes_per_second();
     rows.push_back({{"alive", alive},

@@ -39,8 +39,8 @@ struct AliveBin {
   double floor_seconds = 0;
 };
 std::vector<AliveBin> alive_bins(const std::vector<TimedStep>& steps);  // without those that prefill
-// Fills the floors: each step reads `weight_bytes` and every alive sample's context.
-void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, double weight_bytes,
-                double context_bytes_per_token, double bytes_per_second);
+// Fills the floors: each step reads the weights that its samples need, and every alive sample's context.
+void add_floors(std::vector<AliveBin>& bins, const RolloutLengths& lengths, const ModelConfig& config,
+                int64_t element_bytes, double bytes_per_second);
 
 }  // namespace trireme::bench

@@ -17,6 +17,7 @@ struct Sizes {
   int64_t vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, positions;
   double theta, eps;
   bool tied;
+  int64_t experts = 0, per_token = 0, expert_width = 0;
 };
 
 // From the models' config.json on the Hub.
@@ -26,6 +27,11 @@ constexpr Sizes kShapes[] = {
     {"qwen3-8b", ModelFamily::kQwen3, 151936, 4096, 12288, 36, 32, 8, 128, 40960, 1000000.0, 1e-6, false},
     {"qwen3-32b", ModelFamily::kQwen3, 151936, 5120, 25600, 64, 64, 8, 128, 40960, 1000000.0, 1e-6, false},
     {"qwen2.5-1.5b", ModelFamily::kQwen2, 151936, 1536, 8960, 28, 12, 2, 128, 131072, 1000000.0, 1e-6, true},
+    {"qwen3-30b-a3b", ModelFamily::kQwen3Moe, 151936, 2048, 6144, 48, 32, 4, 128, 40960, 1000000.0, 1e-6, false, 128, 8,
+     768},
+    {"mixtral-8x7b", ModelFamily::kMixtral, 32000, 4096, 14336, 32, 32, 8, 128, 32768, 1000000.0, 1e-5, false, 8, 2,
+     14336},
+    {"tiny-moe", ModelFamily::kQwen3Moe, 512, 128, 256, 2, 4, 2, 64, 4096, 10000.0, 1e-6, true, 8, 2, 64},
     {"tiny", ModelFamily::kQwen3, 512, 128, 256, 2, 4, 2, 64, 4096, 10000.0, 1e-6, true},
 };
 
@@ -51,7 +57,10 @@ ModelConfig config_of(const Sizes& s) {
   }
   c.tie_word_embeddings = s.tied;
   c.qkv_bias = s.family == ModelFamily::kQwen2;
-  c.qk_norm = s.family == ModelFamily::kQwen3;
+  c.qk_norm = s.family == ModelFamily::kQwen3 || s.family == ModelFamily::kQwen3Moe;
+  c.num_experts = s.experts;
+  c.experts_per_token = s.per_token;
+  c.moe_intermediate_size = s.expert_width;
   c.dtype = "bfloat16";
   return c;
 }

@@ -62,7 +62,7 @@ class StepBench final {
     adam_options.reduce_in_fp32 = trainable.gradient_dtype == at::kFloat;
     optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
     const bool row_exact =
-        linear_rows_are_exact(target_.config.linear_shapes(), target_.dtype, target_.device, options.train_tokens);
+        products_are_exact(target_.config, policy_->local(), target_.dtype, target_.device, options.train_tokens);
     row_exact_ = context.world().all_reduce_max(row_exact ? 0 : 1) == 0;
     trainer_ =
         std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, row_exact_);
@@ -180,12 +180,11 @@ class StepBench final {
     const auto ranks = static_cast<double>(context_.data_parallel().size());
     const RolloutWork work =
         rollout_work(target_.config, lengths_.prompt_of_each_sample(), lengths_.outputs, target_.element_bytes,
-                     engine_settings_.max_sequences * context_.data_parallel().size());
+                     engine_settings_.max_sequences * context_.data_parallel().size(), context_.data_parallel().size());
     const std::vector<Piece> rows = training_pieces(lengths_.prompts, lengths_.outputs, options_.share_prompts);
     const int64_t scored = lengths_.output_tokens();
     const double flops = ranks * ceilings_.flops_per_second;
-    return {{"generation", (static_cast<double>(work.steps) * work.weight_bytes + work.context_bytes / ranks) /
-                               ceilings_.bytes_per_second()},
+    return {{"generation", (work.weight_bytes + work.context_bytes / ranks) / ceilings_.bytes_per_second()},
             {"logprobs", options_.reference ? forward_flops(target_.config, rows, scored) / flops : 0.0},
             {"training", training_flops(target_.config, rows, scored) / flops}};
   }

@@ -1,15 +1,17 @@
 #include "trainer/bench/work.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 
 namespace trireme::bench {
-namespace {}  // namespace
-
 double layer_matrix_elements(const ModelConfig& c) {
   const double h = real(c.hidden_size), q = real(c.num_heads * c.head_dim), kv = real(c.num_kv_heads * c.head_dim);
-  return h * (q + 2 * kv) + q * h + 3 * h * real(c.intermediate_size);
+  const double sparse = real(c.layers_with_experts()) / real(c.num_layers);
+  const double dense = 3 * h * real(c.intermediate_size);
+  const double experts = 3 * h * real(c.experts_per_token * c.moe_intermediate_size) + h * real(c.num_experts);
+  return h * (q + 2 * kv) + q * h + (1 - sparse) * dense + sparse * experts;
 }
 
 double forward_flops(const ModelConfig& c, const std::vector<Piece>& pieces, int64_t scored_rows) {
@@ -52,10 +54,16 @@ std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const st
   return pieces;
 }
 
-double decode_weight_bytes(const ModelConfig& c, int64_t element_bytes) {
+double decode_weight_bytes(const ModelConfig& c, int64_t element_bytes, double alive) {
   // All parameters but the embedding's table, which as the head is read when it is tied.
   const int64_t table = c.tie_word_embeddings ? 0 : c.vocab_size * c.hidden_size;
-  return real((c.parameter_count() - table) * element_bytes);
+  double elements = real(c.parameter_count() - table);
+  if (c.num_experts > 0) {
+    const double unread = std::pow(1 - real(c.experts_per_token) / real(c.num_experts), alive);
+    elements -=
+        unread * real(c.layers_with_experts() * c.num_experts) * real(3 * c.hidden_size * c.moe_intermediate_size);
+  }
+  return elements * real(element_bytes);
 }
 
 double context_bytes_per_token(const ModelConfig& c, int64_t element_bytes) {
@@ -63,10 +71,10 @@ double context_bytes_per_token(const ModelConfig& c, int64_t element_bytes) {
 }
 
 RolloutWork rollout_work(const ModelConfig& config, const std::vector<int64_t>& prompts,
-                         const std::vector<int64_t>& outputs, int64_t element_bytes, int64_t max_sequences) {
+                         const std::vector<int64_t>& outputs, int64_t element_bytes, int64_t max_sequences,
+                         int64_t devices) {
   TRIREME_CHECK(prompts.size() == outputs.size() && max_sequences > 0, "rollout_work: a prompt for each output");
   RolloutWork work;
-  work.weight_bytes = decode_weight_bytes(config, element_bytes);
   int64_t total = 0;
   double context = 0;  // tokens read
   for (size_t s = 0; s < outputs.size(); ++s) {
@@ -75,7 +83,22 @@ RolloutWork rollout_work(const ModelConfig& config, const std::vector<int64_t>& 
     total += n;
     context += real(n - 1) * real(prompts[s]) + real(n) * real(n - 1) / 2;
   }
+  const int64_t longest = work.steps;
   work.steps = std::max(work.steps, (total + max_sequences - 1) / max_sequences);
+  const auto of_step = [&](double alive) {
+    return decode_weight_bytes(config, element_bytes, std::min(alive, real(max_sequences)) / real(devices));
+  };
+  if (work.steps > longest) {
+    work.weight_bytes = real(work.steps) * of_step(real(total) / real(work.steps));
+  } else {
+    std::vector<int64_t> sorted = outputs;  // how many responses are longer than t: those that step t is for
+    std::sort(sorted.begin(), sorted.end());
+    size_t ended = 0;
+    for (int64_t t = 0; t < longest; ++t) {
+      while (ended < sorted.size() && sorted[ended] <= t) ++ended;
+      work.weight_bytes += of_step(real(static_cast<int64_t>(sorted.size() - ended)));
+    }
+  }
   work.context_bytes = context * context_bytes_per_token(config, element_bytes);
   return work;
 }

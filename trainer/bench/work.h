@@ -2,7 +2,8 @@
 //
 // With h = hidden, q = query heads x head dim, kv = key heads x head dim, i = intermediate, L = layers, V = vocabulary:
 //
-//   matrices of a layer   P = h (q + 2 kv) + q h + 3 h i         (q k v, output, gate up down)
+//   matrices of a layer   P = h (q + 2 kv) + q h + 3 h i         (q k v, output, gate up down; with experts i is the
+//                         chosen experts' width together, and the router's h E is added)
 //   products              2 L P for each token of the input (a multiplication and an addition are 2 operations)
 //   head                  2 h V for each row whose log-prob is taken: prompts' rows are not
 //   attention             a sequence of n tokens has n (n + 1) / 2 pairs of query and key, half of the square: 4 q of
@@ -17,7 +18,8 @@
 //
 //   decode step           reads the layers' matrices, norms and biases, the head, and keys and values of every context:
 //                         2 kv L elements for each token of it. The embedding's few rows, activations and the new rows
-//                         written are not counted.
+//                         written are not counted. Of n tokens' experts, k of E each, E (1 - (1 - k / E)^n) are read:
+//                         as many as are chosen where every choice is as likely as another.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +31,7 @@ namespace trireme::bench {
 
 inline double real(int64_t value) { return static_cast<double>(value); }
 
-double layer_matrix_elements(const ModelConfig& config);  // P
+double layer_matrix_elements(const ModelConfig& config);  // P; of a mixture of experts the mean over its layers
 // `tokens` of a sequence that are computed over `prefix` tokens whose keys and values are there.
 struct Piece {
   int64_t tokens = 0, prefix = 0;
@@ -45,7 +47,8 @@ double training_flops(const ModelConfig& config, const std::vector<int64_t>& len
 std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const std::vector<int64_t>& outputs,
                                    bool share_prompts);
 
-double decode_weight_bytes(const ModelConfig& config, int64_t element_bytes);
+// Of a decode step of `alive` samples.
+double decode_weight_bytes(const ModelConfig& config, int64_t element_bytes, double alive);
 double context_bytes_per_token(const ModelConfig& config, int64_t element_bytes);
 
 // Samples of `prompts[s]` and `outputs[s]` tokens: the first token of a response comes from the prompt's pass, each
@@ -53,11 +56,13 @@ double context_bytes_per_token(const ModelConfig& config, int64_t element_bytes)
 struct RolloutWork {
   int64_t steps = 0;  // passes over the weights at best: the longest response, or tokens / max_sequences if that is
                       // more
-  double weight_bytes = 0;   // of one pass
-  double context_bytes = 0;  // of the whole rollout
-  double bytes() const { return static_cast<double>(steps) * weight_bytes + context_bytes; }
+  double weight_bytes = 0;   // of the whole rollout, on each device
+  double context_bytes = 0;  // of the whole rollout, of all devices
+  double bytes() const { return weight_bytes + context_bytes; }
 };
+// `devices` share the samples evenly, `max_sequences` places of all together.
 RolloutWork rollout_work(const ModelConfig& config, const std::vector<int64_t>& prompts,
-                         const std::vector<int64_t>& outputs, int64_t element_bytes, int64_t max_sequences);
+                         const std::vector<int64_t>& outputs, int64_t element_bytes, int64_t max_sequences,
+                         int64_t devices = 1);
 
 }  // namespace trireme::bench

@@ -148,9 +148,9 @@ TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
   EXPECT_NEAR(row.at("context").get<double>(), 40, 1);
   EXPECT_GT(row.at("milliseconds"), 0);
   const ModelConfig config = find_shape("tiny", 1);
-  EXPECT_NEAR(row.at("bytes").get<double>(),
-              decode_weight_bytes(config, 4) + 3 * row.at("context").get<double>() * context_bytes_per_token(config, 4),
-              1);
+  EXPECT_NEAR(
+      row.at("bytes").get<double>(),
+      decode_weight_bytes(config, 4, 3) + 3 * row.at("context").get<double>() * context_bytes_per_token(config, 4), 1);
   options.context = 10;
   EXPECT_THROW(bench_decode(options, out), Error);
 }

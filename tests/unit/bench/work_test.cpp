@@ -86,7 +86,8 @@ TEST(Work, DecodeReadsEveryParameterButTheEmbedding) {
     for (const Parameter& parameter : model.parameters()) {
       if (tied || parameter.name != "model.embed_tokens.weight") read += static_cast<double>(2 * parameter.size);
     }
-    EXPECT_EQ(decode_weight_bytes(config, 2), read);
+    EXPECT_EQ(decode_weight_bytes(config, 2, 1), read);
+    EXPECT_EQ(decode_weight_bytes(config, 2, 64), read);
   }
   EXPECT_EQ(context_bytes_per_token(config, 2), 2 * 2 * 1 * 2 * 2);  // k and v, layers, heads, head dim, bytes
 }
@@ -101,7 +102,7 @@ TEST(Work, RolloutCountsStepsAndContextsAsDecodingDoes) {
   const RolloutWork work = rollout_work(config, prompts, outputs, 2, 8);
   EXPECT_EQ(work.steps, 6);
   EXPECT_EQ(work.context_bytes, static_cast<double>(rows) * context_bytes_per_token(config, 2));
-  EXPECT_EQ(work.bytes(), 6 * decode_weight_bytes(config, 2) + work.context_bytes);
+  EXPECT_EQ(work.bytes(), 6 * decode_weight_bytes(config, 2, 1) + work.context_bytes);
   EXPECT_EQ(rollout_work(config, prompts, outputs, 2, 1).steps, 11);
 }
 
@@ -112,7 +113,7 @@ TEST(AliveBins, FloorsAddUpToTheRolloutsBytes) {
   EXPECT_EQ(bins[1].steps, 1);
   EXPECT_DOUBLE_EQ(bins[0].seconds, 1.0);  // the step that prefilled is not there
   const ModelConfig config = by_hand();
-  add_floors(bins, lengths, decode_weight_bytes(config, 2), context_bytes_per_token(config, 2), 100.0);
+  add_floors(bins, lengths, config, 2, 100.0);
   double seconds = 0;
   int64_t steps = 0;
   for (const AliveBin& bin : bins) {
@@ -121,7 +122,7 @@ TEST(AliveBins, FloorsAddUpToTheRolloutsBytes) {
   }
   const RolloutWork work = rollout_work(config, lengths.prompt_of_each_sample(), lengths.outputs, 2, 120);
   EXPECT_EQ(steps, work.steps - 1);  // the first pass is the prompts'
-  EXPECT_NEAR(seconds * 100.0, work.bytes() - work.weight_bytes, 1e-6 * work.bytes());
+  EXPECT_NEAR(seconds * 100.0, work.bytes() - decode_weight_bytes(config, 2, 1), 1e-6 * work.bytes());
 }
 
 TEST(Lengths, TheFilesOfTheRepositoryHoldWhatTheirReadmeSays) {
@@ -202,7 +203,7 @@ TEST(Lengths, CacheRowsHoldTheLongestTogetherOrAnEvenShare) {
 
 TEST(Shapes, HaveThePublishedParameterCounts) {
   for (const std::string& name : shape_names()) {
-    if (name == "tiny") continue;
+    if (name == "tiny" || name == "tiny-moe") continue;
     const auto known = known_model_shape(name);
     ASSERT_TRUE(known.has_value()) << name;
     EXPECT_EQ(find_shape(name).parameter_count(), parameter_count(*known)) << name;
@@ -259,6 +260,19 @@ TEST(Shapes, AnyConfigJsonIsAShape) {
   write_file_atomic(dir.path() / "bad.json", "{");
   EXPECT_NE(problem((dir.path() / "bad.json").string()).find("not valid JSON"), std::string::npos);
   EXPECT_NE(problem((dir.path() / "none.json").string()).find("none.json"), std::string::npos);
+}
+
+// Of 8 experts, 2 a token: one sample reads 2 of them, many samples all.
+TEST(Work, DecodeReadsTheExpertsThatAreChosen) {
+  const ModelConfig config = find_shape("tiny-moe", 0);
+  const double expert = 3.0 * 128 * 64 * 2 * 2;  // of both layers, bf16
+  const double all = decode_weight_bytes(config, 2, 1e6);
+  EXPECT_DOUBLE_EQ(decode_weight_bytes(config, 2, 1), all - 6 * expert);
+  EXPECT_DOUBLE_EQ(decode_weight_bytes(config, 2, 2), all - 4.5 * expert);
+  const RolloutWork work = rollout_work(config, {4, 4}, {1, 3}, 2, 16);
+  EXPECT_EQ(work.steps, 3);
+  EXPECT_DOUBLE_EQ(work.weight_bytes, decode_weight_bytes(config, 2, 2) + 2 * decode_weight_bytes(config, 2, 1));
+  EXPECT_DOUBLE_EQ(layer_matrix_elements(config), 128.0 * (256 + 2 * 128) + 256 * 128 + 3.0 * 128 * 2 * 64 + 128 * 8);
 }
 
 }  // namespace
