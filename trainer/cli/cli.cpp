@@ -15,6 +15,7 @@
 #include "trainer/algorithms/failure.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/exit_codes.h"
+#include "trainer/parallel/communicator.h"
 
 namespace trireme {
 namespace {
@@ -38,6 +39,7 @@ int cli_main(int argc, char** argv) {
   ::sigaction(SIGTERM, &action, nullptr);
   ::sigaction(SIGINT, &action, nullptr);
   ignore_sigpipe();
+  disable_flight_recorder();
 
   CLI::App app{"Trireme: reinforcement learning of language models", "trireme"};
   app.require_subcommand(1);

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -350,6 +351,8 @@ void Communicator::barrier() {
   if (size_ == 1) return;
   call("barrier", [&] { impl_->gloo->barrier()->wait(); });
 }
+
+void disable_flight_recorder() { ::setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/0); }
 
 std::vector<std::string> Communicator::all_gather_bytes(const std::string& bytes) {
   if (size_ == 1) return {bytes};

@@ -80,6 +80,11 @@ class PendingCollective final {
   std::function<void()> finish_;
 };
 
+// LibTorch's flight recorder of collectives adds to a map of its own without a lock: two threads that begin collectives
+// of two groups at once may end the process. For the whole process, before the first group is made and while no other
+// thread runs.
+void disable_flight_recorder();
+
 // Collectives over `size()` ranks. All ranks of the group call the same operations in the same order, and a rank that
 // is in several groups makes them in one order on all ranks. Tensors are contiguous.
 class Communicator final {

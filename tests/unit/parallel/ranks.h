@@ -18,6 +18,7 @@ namespace trireme::test {
 inline std::vector<std::string> on_ranks(int world, const std::function<void(int)>& body) {
   std::vector<std::string> errors(static_cast<size_t>(world));
   std::signal(SIGPIPE, SIG_IGN);  // as cli_main does: Gloo writes to connections whose other end may have gone
+  disable_flight_recorder();
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
