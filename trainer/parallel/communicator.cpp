@@ -181,7 +181,7 @@ Communicator::~Communicator() {
 
 Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous, Attendance& attendance,
                            const RankGroup& group)
-    : job_rank_(rendezvous.rank), size_(static_cast<int>(group.ranks.size())), name_(group.name) {
+    : ranks_(group.ranks), job_rank_(rendezvous.rank), size_(static_cast<int>(group.ranks.size())), name_(group.name) {
   const auto own = std::find(group.ranks.begin(), group.ranks.end(), rendezvous.rank);
   TRIREME_CHECK(own != group.ranks.end(), "a rank makes only groups that it is in");
   rank_ = static_cast<int>(own - group.ranks.begin());
@@ -202,6 +202,21 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
       return make_device_group(scoped, rank, size, timeout + Milliseconds(120000));
     };
   });
+}
+
+Communicator::Communicator(Communicator& group, int from, int to, int number)
+    : impl_(std::make_unique<Impl>()),
+      attendance_(group.attendance_),
+      ranks_({group.ranks_.at(static_cast<size_t>(from)), group.ranks_.at(static_cast<size_t>(to))}),
+      peer_(group.rank() == from ? to : from),
+      tag_(number),
+      job_rank_(group.job_rank_),
+      rank_(group.rank() == from ? 0 : 1),
+      size_(2),
+      name_(group.name_ + "-line-" + std::to_string(number)) {
+  TRIREME_CHECK(from != to && (group.rank() == from || group.rank() == to), "a line is between this rank and another");
+  impl_->gloo = group.impl_->gloo;
+  place_ = attendance_->open({name_, ranks_});
 }
 
 void PendingCollective::wait() {
@@ -345,6 +360,23 @@ void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::v
   std::vector<int64_t> sizes_out = counts(out, out_rows), sizes_in = counts(in, in_rows);
   run("all-to-all", in,
       [&](c10d::Backend& backend) { return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in); });
+}
+
+// As bytes, as in all_to_all.
+PendingCollective Communicator::begin_send(const at::Tensor& tensor) {
+  TRIREME_CHECK(tensor.is_cpu() && tensor.is_contiguous() && rank_ == 0,
+                "send: a contiguous tensor of the host from a line's first rank");
+  if (tensor.numel() == 0) return {};
+  std::vector<at::Tensor> bytes{tensor.detach().view({-1}).view(at::kByte)};
+  return begin("send", tensor, [&](c10d::Backend& backend) { return backend.send(bytes, peer_, tag_); });
+}
+
+PendingCollective Communicator::begin_receive(at::Tensor tensor) {
+  TRIREME_CHECK(tensor.is_cpu() && tensor.is_contiguous() && rank_ == 1,
+                "receive: a contiguous tensor of the host on a line's last rank");
+  if (tensor.numel() == 0) return {};
+  std::vector<at::Tensor> bytes{tensor.detach().view({-1}).view(at::kByte)};
+  return begin("receive", tensor, [&](c10d::Backend& backend) { return backend.recv(bytes, peer_, tag_); });
 }
 
 void Communicator::barrier() {

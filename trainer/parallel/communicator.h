@@ -93,6 +93,9 @@ class Communicator final {
   Communicator();
   // This rank (rendezvous.rank) must be in the group. `attendance` is the rank's, and outlives the group.
   Communicator(JobStore& store, const RendezvousOptions& rendezvous, Attendance& attendance, const RankGroup& group);
+  // A line from rank `from` of `group` to its rank `to`, this rank one of the two: a group of them, for begin_send and
+  // begin_receive only, over the connections of `group`, which outlives it. `number`: the line's own in `group`.
+  Communicator(Communicator& group, int from, int to, int number);
   ~Communicator();
 
   int rank() const { return rank_; }  // in the group
@@ -116,6 +119,10 @@ class Communicator final {
   // result.
   [[nodiscard]] PendingCollective begin_all_gather(at::Tensor out, const at::Tensor& in);
   [[nodiscard]] PendingCollective begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
+  // Of a line: what is sent first is received first, into a tensor of its size and dtype. On the CPU. A send ends when
+  // the other rank receives; several may be under way, and calls of both kinds are in any order on a rank.
+  [[nodiscard]] PendingCollective begin_send(const at::Tensor& tensor);
+  [[nodiscard]] PendingCollective begin_receive(at::Tensor tensor);
   void barrier();
   // Any length per rank; result[r] is rank r's.
   std::vector<std::string> all_gather_bytes(const std::string& bytes);
@@ -138,6 +145,8 @@ class Communicator final {
   struct Impl;
   std::unique_ptr<Impl> impl_;
   Attendance* attendance_ = nullptr;  // null with one rank
+  std::vector<int> ranks_;            // of the job
+  int peer_ = 0, tag_ = 0;            // a line's: the other rank in the group that carries it, and its number there
   int place_ = 0;                     // the group's number in attendance_
   int job_rank_ = 0;
   int rank_ = 0;

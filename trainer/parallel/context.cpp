@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "trainer/parallel/attendance.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme {
 namespace {
@@ -24,6 +25,15 @@ RankGroup own_group(const Layout& layout, Axis axis, int64_t rank) {
   TRIREME_CHECK(false, "a rank is in a group of every axis");
 }
 
+RankGroup own_replica(const Layout& layout, const Coordinates& at) {
+  RankGroup group{"replica-" + std::to_string(at.cp + layout.cp * at.dp), {}};
+  for (int64_t stage = 0; stage < layout.pp; ++stage) {
+    for (int64_t tensor = 0; tensor < layout.tp; ++tensor)
+      group.ranks.push_back(static_cast<int>(rank_of(layout, tensor, at.cp, at.dp, stage)));
+  }
+  return group;
+}
+
 }  // namespace
 
 const Layout& runnable(const Layout& layout, bool gpus) {
@@ -34,6 +44,7 @@ const Layout& runnable(const Layout& layout, bool gpus) {
 
 ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
   for (const Axis axis : kAxes) groups_[axis] = std::make_shared<Communicator>();
+  replica_ = groups_.at(Axis::kTp);
 }
 
 ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
@@ -61,6 +72,10 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
                                                               : axis;
     groups_[axis] = twin == axis ? make_group(own_group(layout, axis, rendezvous.rank)) : groups_.at(twin);
   }
+  replica_ = layout.pp == 1   ? groups_.at(Axis::kTp)
+             : layout.tp == 1 ? groups_.at(Axis::kPp)
+                              : make_group(own_replica(layout, coordinates_));
+  if (layout.pp > 1) links_ = std::make_unique<StageLinks>(group(Axis::kPp));
 }
 
 ParallelContext::~ParallelContext() = default;

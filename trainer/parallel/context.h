@@ -14,6 +14,7 @@
 namespace trireme {
 
 class Attendance;
+class StageLinks;
 
 // The layout, if a model can be split so on this kind of device. Throws Error(kUser) that names the size.
 const Layout& runnable(const Layout& layout, bool gpus);
@@ -42,12 +43,18 @@ class ParallelContext final {
   Communicator& data_parallel() { return group(Axis::kDpCp); }
   Communicator& tensor_parallel() { return group(Axis::kTp); }
 
-  // Model replicas: the ranks that hold one model together, take the same samples and generate them together. A rank
-  // is in replica() of replicas(); its first one, the leader, speaks for it.
+  // What this rank's pipeline sends from stage to stage; null where the model has one.
+  StageLinks* stage_links() { return links_.get(); }
+
+  // Model replicas: the ranks that hold one model together, take the same samples and generate them together: tensor
+  // ranks of the first stage, then of the next ones. A rank is in replica() of replicas(); its first one, the leader,
+  // speaks for it.
   int replicas() const { return static_cast<int>(layout_.dp * layout_.cp); }
   int replica() const { return groups_.at(Axis::kDpCp)->rank(); }
-  Communicator& replica_group() { return tensor_parallel(); }
-  bool leads_replica() const { return groups_.at(Axis::kTp)->rank() == 0; }
+  Communicator& replica_group() { return *replica_; }
+  bool leads_replica() const { return replica_->rank() == 0; }
+  // The replica's first rank that has the results of a forward pass: log-probs, the loss.
+  bool has_results() const { return coordinates_.tp == 0 && coordinates_.pp == layout_.pp - 1; }
 
   // Null with one process.
   JobStore* store() { return store_.get(); }
@@ -72,7 +79,9 @@ class ParallelContext final {
   std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
   std::shared_ptr<Communicator> world_;
   std::map<Axis, std::shared_ptr<Communicator>> groups_;  // axes of the same ranks share one
-  std::string phase_ = "start";                           // with one process
+  std::shared_ptr<Communicator> replica_;                 // likewise
+  std::unique_ptr<StageLinks> links_;
+  std::string phase_ = "start";  // with one process
 };
 
 }  // namespace trireme

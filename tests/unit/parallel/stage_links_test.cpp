@@ -1,0 +1,129 @@
+// What stages send each other: in order on each line, whatever the other lines do; who is absent is named.
+#include <ATen/ATen.h>
+
+#include <atomic>
+
+#include "tests/unit/parallel/ranks.h"
+#include "trainer/parallel/stage_links.h"
+
+namespace trireme {
+namespace {
+
+using test::on_ranks;
+
+Layout stages_of(int64_t pp, int64_t tp = 1) {
+  Layout layout;
+  layout.pp = pp;
+  layout.tp = tp;
+  return layout;
+}
+
+TEST(StageLinks, EachLineKeepsItsOrderWhateverTheOthersDo) {
+  for (const int64_t pp : {2, 3, 4}) {
+    test::on_layout(stages_of(pp), [&](ParallelContext& context) {
+      StageLinks& links = *context.stage_links();
+      ASSERT_EQ(links.stages(), pp);
+      const auto value = [](int stage, bool backward, int number) { return 100 * stage + 10 * number + backward; };
+      std::vector<PendingCollective> sends;
+      for (const bool backward : {false, true}) {
+        for (int number = 0; number < 4; ++number) {
+          // Messages of other sizes, one without a row.
+          const at::Tensor rows = at::full({number, 3}, value(links.stage(), backward, number), at::kBFloat16);
+          sends.push_back(links.begin_send(rows, backward));
+        }
+      }
+      // Of the line that was written last first, one ahead.
+      for (const bool backward : {true, false}) {
+        const int from = (links.stage() + (backward ? 1 : links.stages() - 1)) % links.stages();
+        std::vector<at::Tensor> rows;
+        std::vector<PendingCollective> pending;
+        for (int number = 0; number < 4; ++number) {
+          rows.push_back(at::zeros({number, 3}, at::kBFloat16));
+          pending.push_back(links.begin_receive(rows.back(), backward));
+        }
+        for (size_t i = 0; i < pending.size(); ++i) {
+          pending[i].wait();
+          EXPECT_TRUE(at::equal(rows[i], at::full_like(rows[i], value(from, backward, static_cast<int>(i)))));
+        }
+      }
+      for (PendingCollective& sent : sends) sent.wait();
+    });
+  }
+}
+
+TEST(StageLinks, EndsSwapAndTheLastSharesWithAll) {
+  for (const int64_t pp : {2, 4}) {
+    test::on_layout(stages_of(pp), [&](ParallelContext& context) {
+      StageLinks& links = *context.stage_links();
+      const int last = links.stages() - 1;
+      if (links.stage() == 0 || links.stage() == last) {
+        const at::Tensor other = links.swap_ends(at::full({5}, links.stage(), at::kFloat));
+        EXPECT_TRUE(at::equal(other, at::full({5}, last - links.stage(), at::kFloat)));
+      }
+      const at::Tensor values = at::full({7}, 10 + links.stage(), at::kDouble);
+      links.share_last(values);
+      EXPECT_TRUE(at::equal(values, at::full({7}, 10 + last, at::kDouble)));
+      EXPECT_EQ(links.share_last("stage " + std::to_string(links.stage())), "stage " + std::to_string(last));
+    });
+  }
+}
+
+TEST(ParallelContext, TheRanksOfAReplicaAreThoseOfItsStages) {
+  Layout layout = stages_of(2, 2);
+  layout.dp = 2;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    const Coordinates& at = context.coordinates();
+    EXPECT_EQ(context.replicas(), 2);
+    EXPECT_EQ(context.replica(), at.dp);
+    EXPECT_EQ(context.replica_group().size(), 4);
+    EXPECT_EQ(context.replica_group().rank(), at.tp + 2 * at.pp);
+    EXPECT_EQ(context.leads_replica(), at.tp == 0 && at.pp == 0);
+    EXPECT_EQ(context.has_results(), at.tp == 0 && at.pp == 1);
+    EXPECT_EQ(context.replica_group().all_reduce_sum(int64_t{context.rank()}),
+              at.dp == 0 ? 0 + 1 + 4 + 5 : 2 + 3 + 6 + 7);
+  });
+}
+
+// Stage 1 stands still: the one before it waits to be received from, the one behind it for rows, and the last one for
+// that one. All name stage 1.
+TEST(StageLinks, AMiddleStageThatStandsStillIsNamedByAll) {
+  const Layout layout = stages_of(4);
+  ListeningPort port;
+  std::atomic<int> gave_up{0}, stuck{-1};
+  const auto errors = on_ranks(4, [&](int rank) {
+    RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(5000));
+    rendezvous.stuck_grace = Milliseconds(100);
+    rendezvous.on_stuck = [&, rank](const std::string&) { stuck = stuck == -1 ? rank : -2; };
+    ParallelContext context(layout, rendezvous);
+    context.set_phase("training");
+    context.world().barrier();
+    const auto until_all_have_gone = [&] {
+      const Deadline limit = Deadline::after(Milliseconds(100000));
+      while ((gave_up < 3 || stuck == -1) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+    };
+    if (rank == 1) return until_all_have_gone();
+    std::string error;
+    try {
+      at::Tensor rows = at::zeros({4, 2});
+      if (rank == 0) context.stage_links()->begin_send(rows, false).wait();
+      if (rank > 1) context.stage_links()->begin_receive(rows, false).wait();
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    ++gave_up;
+    until_all_have_gone();
+    throw std::runtime_error(error);
+  });
+  EXPECT_EQ(stuck, 1);
+  for (const int rank : {0, 2, 3}) {
+    const std::string& error = errors[static_cast<size_t>(rank)];
+    EXPECT_NE(error.find("rank 1 has not come"), std::string::npos) << error;
+    EXPECT_NE(error.find(rank == 0 ? ": send number 1 of group 'pp-line-0' (2 ranks) in phase training failed"
+                                   : ": receive number 1 of group 'pp-line-"),
+              std::string::npos)
+        << error;
+  }
+}
+
+}  // namespace
+}  // namespace trireme
