@@ -165,6 +165,7 @@ ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t ra
                 "heads and MLP of the model in " + to_string(layout));
   const Coordinates at = coordinates(layout, rank);
   ModelSplit split{.tp = tp, .tensor_rank = at.tp, .pp = layout.pp, .stage = at.pp};
+  split.stages = stages;
   split.layers = stage_pieces(shape.layers, layout.pp, at.pp, stages);
   split.key_heads = share(shape.kv_heads, tp, at.tp);
   split.query_heads = times(split.key_heads, shape.heads / shape.kv_heads);

@@ -18,6 +18,7 @@ namespace trireme {
 struct ModelSplit {
   int64_t tp = 1, tensor_rank = 0;
   int64_t pp = 1, stage = 0;
+  StageOptions stages;        // how the layers are dealt, of all stages
   std::vector<Range> layers;  // of each piece of the stage, ascending
   Range query_heads, key_heads;
   Range mlp;    // of the MLP's intermediate rows
@@ -25,6 +26,9 @@ struct ModelSplit {
 
   bool first_stage() const { return stage == 0; }      // has the embedding, before its first piece
   bool last_stage() const { return stage == pp - 1; }  // has the final norm and the head, behind its last piece
+  // Whether a piece of this stage is the model's first one, behind the embedding; its last one, before the final norm.
+  bool begins(int64_t piece) const { return first_stage() && piece == 0; }
+  bool ends(int64_t piece) const { return last_stage() && piece + 1 == static_cast<int64_t>(layers.size()); }
   bool has_layer(int64_t layer) const;
 };
 // The layout must be legal for the shape; with experts it must not split a replica (they are whole on each rank).

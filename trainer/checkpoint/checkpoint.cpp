@@ -83,7 +83,8 @@ std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, Parallel
     const FileOwner owner = owner_of(i, model, context);
     TensorFile& file = plan.files[i];
     if (model.options().split && owner.replica == context.replica()) {
-      for (auto& [name, tensor] : file.tensors) tensor = gather_parameter(model, name, owner.rank);
+      for (auto& [name, tensor] : file.tensors)
+        tensor = gather_parameter(model, context.replica_group(), name, owner.rank);
     }
     if (!is_mine(owner, context)) continue;
     file.name = "policy/weights/" + file.name;

@@ -9,6 +9,7 @@
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/exchange.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme {
 
@@ -72,7 +73,8 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
   }
   split_ = options.split ? *options.split : whole_model(config);
   local_ = local_shape(config.shape(), split_);
-  TRIREME_CHECK(split_.pp == 1, "a model of several pipeline stages cannot be run yet");
+  TRIREME_CHECK(split_.pp == (options.links == nullptr ? 1 : options.links->stages()),
+                "a model of several pipeline stages needs the links between them");
   TRIREME_CHECK(split_.tp == (options.tensor == nullptr ? 1 : options.tensor->size()),
                 "a model split over tensor ranks needs their group");
   TRIREME_CHECK(split_.tp == 1 || options.device.is_cpu(), "tensor parallel models run on CPU only yet");
@@ -135,7 +137,13 @@ void Model::bind_layers() {
     return leaf(begin->offset, {elements / in, in}, begin->trainable);
   };
   const ModelShape shape = config_.shape();
-  for (int64_t i = 0; i < config_.num_layers; ++i) {
+  std::vector<int64_t> own;
+  for (const Range& piece : split_.layers) {
+    const auto first = static_cast<int64_t>(own.size());
+    for (int64_t layer = piece.begin; layer < piece.end; ++layer) own.push_back(layer);
+    pieces_.push_back({first, static_cast<int64_t>(own.size())});
+  }
+  for (const int64_t i : own) {
     const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
     Layer layer;
     layer.input_norm = tensor(at + "input_layernorm.weight");
@@ -214,7 +222,7 @@ int64_t Model::rope_extent(const at::Tensor& positions, int64_t longest) const {
   return positions.size(0) == 0 ? 1 : positions.max().item<int64_t>() + 1;
 }
 
-at::Tensor Model::forward(const PackedBatch& batch) const {
+Model::Context Model::packed_context(const PackedBatch& batch) const {
   TRIREME_CHECK(batch.ids.defined() && batch.positions.defined() && batch.ids.size(0) == batch.positions.size(0),
                 "forward: ids and positions must have the same length");
   Context context;
@@ -226,13 +234,32 @@ at::Tensor Model::forward(const PackedBatch& batch) const {
   context.starts = batch.starts;
   context.prefix = batch.prefix;
   context.tokens = batch.tokens();
-  return run(batch.ids, context);
+  return context;
+}
+
+at::Tensor Model::forward(const PackedBatch& batch) const {
+  TRIREME_CHECK(split_.pp == 1, "forward: the model has several pipeline stages");
+  return run(0, batch.ids, packed_context(batch), {});
+}
+
+at::Tensor Model::forward_piece(int64_t piece, const PackedBatch& batch, const at::Tensor& input) const {
+  return run(piece, batch.ids, packed_context(batch), input);
 }
 
 at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const {
+  TRIREME_CHECK(split_.pp == 1, "forward_cached: the model has several pipeline stages");
+  return forward_cached_piece(0, batch, arena, {});
+}
+
+at::Tensor Model::make_residual(int64_t tokens) const {
+  return at::empty({(tokens + split_.tp - 1) / split_.tp, local_.hidden}, flat_parameters_.options());
+}
+
+at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, KvArena& arena,
+                                       const at::Tensor& input) const {
   TRIREME_CHECK(batch.ids.defined() && batch.positions.defined() && batch.ids.size(0) == batch.positions.size(0),
                 "forward_cached: ids and positions must have the same length");
-  TRIREME_CHECK(arena.num_layers() == config_.num_layers, "forward_cached: the arena belongs to another model");
+  TRIREME_CHECK(arena.num_layers() == local_.layers, "forward_cached: the arena belongs to another model");
   const at::NoGradGuard no_grad;
   Context context;
   context.rope = rope_rows(rope_extent(batch.positions, 0));
@@ -240,10 +267,10 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   context.cached = &batch;
   context.arena = &arena;
   context.tokens = batch.ids.size(0);
-  return run(batch.ids, context);
+  return run(piece, batch.ids, context, input);
 }
 
-at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
+at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& received) const {
   const auto reading = [&](int64_t end) {
     if (before_reading) before_reading(end);
   };
@@ -255,17 +282,25 @@ at::Tensor Model::run(const at::Tensor& ids, const Context& context) const {
       if (on_gradients_final) on_gradients_final(from);
     });
   };
-  reading(layer_begins_.front());
-  Residual x{embed_rows(ids), {}};
-  for (int64_t i = 0; i < config_.num_layers; ++i) {
+  const Range own = pieces_.at(static_cast<size_t>(piece));
+  Residual x;
+  if (split_.begins(piece)) {
+    reading(layer_begins_.front());
+    x.sum = embed_rows(ids);
+  } else {
+    // No leaf: a leaf's hook may come before the gradients of the parameters beside it are added.
+    x.sum = received.view_as(received);
+  }
+  for (int64_t i = own.begin; i < own.end; ++i) {
     watch(x.delta.defined() ? x.delta : x.sum, i);
     reading(layer_begins_[static_cast<size_t>(i + 1)]);
     const NormResult input =
         add_rms_norm(x.sum, x.delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
-    const Again again = again_of(i, context);
+    const Again again = again_of(i - own.begin, context);
     x = again.layer ? run_layer_again(i, input, context) : run_layer(i, input, context, again);
   }
-  watch(x.delta, config_.num_layers);
+  if (!split_.ends(piece)) return at::add(x.sum, x.delta);  // one addition, rounded once: add_rms_norm's sum
+  watch(x.delta, local_.layers);
   reading(flat_parameters_.numel());
   const at::Tensor hidden = add_rms_norm(x.sum, x.delta, final_norm_, config_.rms_norm_eps).normed;
   return split_.tp == 1 ? hidden : gather_rows(*options_.tensor, hidden).narrow(0, 0, ids.size(0));
@@ -292,6 +327,7 @@ at::Tensor Model::embed_rows(const at::Tensor& ids) const {
   return sum_to_rows(*options_.tensor, partial);
 }
 
+// Of the layer that is `index` in its piece.
 Model::Again Model::again_of(int64_t index, const Context& context) const {
   Again again;
   if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return again;

@@ -26,6 +26,7 @@ namespace trireme {
 struct Activation;
 class Communicator;
 struct Residual;
+class StageLinks;
 
 // Flat tokens of whole sequences; no padding.
 struct PackedBatch {
@@ -69,13 +70,15 @@ struct ModelOptions {
   bool wide_router = true;              // their logits are summed in float64 (moe_router_dtype fp64), else in float32
   int64_t combine_blocks = 0;           // ExpertShape's; 0: derived
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
-  // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, which outlives the
-  // model. Only tensor parallel splits run, and only on CPU.
+  // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
+  // split->pp stages, null where it is one. They outlive the model. Splits run on CPU only.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
+  StageLinks* links = nullptr;
 };
 
-// Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient.
+// Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient. Layers are
+// counted in each piece of a pipeline stage.
 struct Recompute {
   int64_t whole_layers = 0;  // of the first so many layers only the input is kept
   int64_t cheap_layers = 0;  // of the first so many layers behind those, not kept are the results of:
@@ -107,12 +110,25 @@ class Model final {
   // every tp-th part of the rows only (sequence parallel). Gradients of what all hold alike (norms) are of a rank's own
   // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs
   // may read it. Collective over options().tensor.
+  // Of a model with one pipeline stage; of several each rank calls forward_piece for its own.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits
   // equal forward's. No autograd.
   at::Tensor forward_cached(const CachedBatch& batch, KvArena& arena) const;
 
-  // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied.
+  // One piece of this rank's stage (split().layers), for all tokens of the batch. `input`: what the piece before gave,
+  // of make_residual's sizes; undefined for the model's first piece, which embeds. The result is the residual stream
+  // between two layers, rounded as the next norm rounds it, or, of the model's last piece, that of forward. With the
+  // pieces in turn every row has forward's bits, and so has every gradient, given that of the piece's result.
+  at::Tensor forward_piece(int64_t piece, const PackedBatch& batch, const at::Tensor& input) const;
+  // The same of forward_cached. `arena` has the layers of all of the rank's pieces.
+  at::Tensor forward_cached_piece(int64_t piece, const CachedBatch& batch, KvArena& arena,
+                                  const at::Tensor& input) const;
+  // For what a piece gives to the next: [tokens / tp rounded up, hidden], not initialised.
+  at::Tensor make_residual(int64_t tokens) const;
+  const ModelSplit& split() const { return split_; }
+
+  // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied. A last stage's, as the next two.
   const at::Tensor& head_weight() const;
 
   // log p(targets[i] | hidden[i]) of rows of forward's result: token_logprobs over the head. Split over tensor ranks:
@@ -161,7 +177,8 @@ class Model final {
   at::Tensor embed_rows(const at::Tensor& ids) const;
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
-  at::Tensor run(const at::Tensor& ids, const Context& context) const;
+  Context packed_context(const PackedBatch& batch) const;
+  at::Tensor run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& input) const;
   Again again_of(int64_t index, const Context& context) const;
   // A layer behind its first norm, whose results `x` holds.
   Residual run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const;
@@ -181,7 +198,8 @@ class Model final {
   Recompute recompute_;
   std::vector<Parameter> parameters_;
   std::unordered_map<std::string, size_t> by_name_;
-  std::vector<Layer> layers_;
+  std::vector<Layer> layers_;          // this rank's
+  std::vector<Range> pieces_;          // of layers_
   std::vector<int64_t> layer_begins_;  // ParameterLayout's
   int64_t trained_elements_ = 0, alike_elements_ = 0;
   at::Tensor embedding_, final_norm_, head_;
@@ -207,9 +225,9 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source);
 // Overwrites `model`'s parameters from a folder of the same configuration.
 void load_parameters(Model& model, const std::filesystem::path& dir);
 
-// A parameter of a model that is split over tensor ranks, whole and on the host, on rank `to` of them; undefined on the
-// others. Collective over options().tensor.
-at::Tensor gather_parameter(const Model& model, const std::string& name, int to);
+// A parameter of a split model, whole and on the host, on rank `to` of `replica`, the ranks that hold the model
+// together: tensor ranks of the first stage, then of the next ones. Undefined on the others. Collective over `replica`.
+at::Tensor gather_parameter(const Model& model, Communicator& replica, const std::string& name, int to);
 
 struct SaveOptions {
   // Folder whose tokenizer files, generation_config.json and unknown keys of config.json go along; empty: none.

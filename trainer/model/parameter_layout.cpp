@@ -23,7 +23,9 @@ class Placing final {
       layout_.alike_elements = layout_.elements;
     }
     add({"model.embed_tokens.weight"});
-    for (int64_t i = 0; i < config_.num_layers; ++i) add_layer(i);
+    for (const Range& piece : split_.layers) {
+      for (int64_t i = piece.begin; i < piece.end; ++i) add_layer(i);
+    }
     layout_.layer_begins.push_back(layout_.elements);
     add_norm("model.norm.weight");
     if (!config_.tie_word_embeddings) add({"lm_head.weight"});

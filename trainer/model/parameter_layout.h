@@ -26,14 +26,16 @@ struct PlacedParameter {
 };
 
 // In registration order, which is stable for a configuration and a split: embedding, layers, final norm, head; a tied
-// head is absent. Of a model split over tensor ranks, first what all of these hold alike (norms): read first, complete
-// last, summed over the ranks before anything else is done with it. Frozen routers come last of all.
+// head is absent, but the last of several pipeline stages has a copy of the embedding in its place. Of a model split
+// over tensor ranks, first what all of these hold alike (norms): read first, complete last, summed over the ranks
+// before anything else is done with it. Frozen routers come last of all.
 struct ParameterLayout {
   std::vector<PlacedParameter> parameters;
   int64_t elements = 0;  // that are trained; those of frozen parameters follow
   int64_t frozen_elements = 0;
-  int64_t alike_elements = 0;         // the first of them
-  std::vector<int64_t> layer_begins;  // first element of each layer, then of what follows them; alike ones lie before
+  int64_t alike_elements = 0;  // the first of them
+  // First element of each layer that the rank has, then of what follows them; alike ones lie before.
+  std::vector<int64_t> layer_begins;
 };
 ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router = true);
 

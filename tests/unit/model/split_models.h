@@ -1,4 +1,4 @@
-// Models that divide among tensor ranks, and their whole.
+// Models that divide among tensor ranks and pipeline stages, and their whole.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -35,11 +35,13 @@ inline at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {
   return whole.narrow(parameter.slice.dimension, parameter.slice.range.begin, parameter.slice.range.size());
 }
 
-inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config) {
+inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config,
+                                  const StageOptions& stages = {}) {
   ModelOptions options;
-  if (context.layout().tp == 1) return options;
-  options.split = model_split(config.shape(), context.layout(), context.rank());
+  if (context.layout().tp == 1 && context.layout().pp == 1) return options;
+  options.split = model_split(config.shape(), context.layout(), context.rank(), stages);
   options.tensor = &context.tensor_parallel();
+  options.links = context.stage_links();
   return options;
 }
 
