@@ -17,7 +17,11 @@
 namespace trireme {
 
 DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options)
-    : model_(model), group_(data_parallel), options_(options), tensor_(model.options().tensor) {
+    : model_(model),
+      group_(data_parallel),
+      options_(options),
+      tensor_(model.options().tensor),
+      links_(model.options().links) {
   TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
   elements_ = model.trained_elements();
   const int64_t ranks = group_.size();
@@ -31,8 +35,6 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
     slice.size = std::clamp<int64_t>(elements_ - slice.begin, 0, part);
     slice.at = b * part;
     slices_.push_back(slice);
-    const int64_t alike = std::clamp<int64_t>(model.alike_elements() - slice.begin, 0, slice.size);
-    if (alike > 0) owned_alike_ = slice.at + alike;
   }
   owned_ = buckets_ * part;
   unreduced_ = buckets_;
@@ -44,6 +46,7 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
       if (begin < end) decayed_.push_back({slice.at + begin - slice.begin, end - begin});
     }
   }
+  count_elements();
   const c10::NoGradGuard no_grad;
   const auto fp32 = model.flat_parameters().options().dtype(at::kFloat).requires_grad(false);
   exp_avg_ = at::zeros({owned_}, fp32);
@@ -58,6 +61,26 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
     reset_master_from_weights();
   }
   if (master_.is_cuda()) mark_decayed_groups();
+}
+
+// Not what tensor ranks hold alike, but on their first one, and not the last stage's copy of an embedding.
+void DistributedAdamW::count_elements() {
+  std::vector<Range> elsewhere;  // in the flat buffer, ascending
+  if (tensor_ != nullptr && tensor_->rank() > 0) elsewhere.push_back({0, model_.alike_elements()});
+  for (const Parameter& parameter : model_.parameters()) {
+    if (parameter.slice.tied_copy) elsewhere.push_back({parameter.offset, parameter.offset + parameter.size});
+  }
+  int64_t from = 0;  // of the owned elements
+  for (const Slice& slice : slices_) {
+    for (const Range& run : elsewhere) {
+      const int64_t begin = std::max(run.begin, slice.begin), end = std::min(run.end, slice.begin + slice.size);
+      if (begin >= end) continue;
+      const int64_t at = slice.at + begin - slice.begin;
+      if (at > from) counted_.push_back({from, at - from});
+      from = at + end - begin;
+    }
+  }
+  if (owned_ > from) counted_.push_back({from, owned_ - from});
 }
 
 void DistributedAdamW::reset_master_from_weights() {
@@ -78,10 +101,10 @@ void DistributedAdamW::check_finite(double squares) const {
     if (!at::isfinite(gradient).all().item<bool>()) name = parameter.name;
   }
   // Every rank comes here: the sum is the same on all.
-  const int64_t ranks = tensor_ == nullptr ? 1 : tensor_->size();
-  const int64_t own = group_.rank() * ranks + (tensor_ == nullptr ? 0 : tensor_->rank());
+  const int own = job_rank();
   double last = group_.all_reduce_max(name.empty() ? -1.0 : static_cast<double>(own));
   if (tensor_ != nullptr) last = tensor_->all_reduce_max(last);
+  if (links_ != nullptr) last = links_->group().all_reduce_max(last);
   const auto culprit = static_cast<int64_t>(last);
   const std::string rest =
       " at optimizer step " + std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed";
@@ -162,9 +185,11 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   OptimizerStep result;
   result.reduced_early = buckets_ - unreduced_;
   sum_alike();
+  sum_tied();
   if (grads_.defined()) finish_reduction();
   double squares = group_.all_reduce_sum(sum_of_squares());
   if (tensor_ != nullptr) squares = tensor_->all_reduce_sum(squares);
+  if (links_ != nullptr) squares = links_->group().all_reduce_sum(squares);
   check_finite(squares);
   result.grad_norm = std::sqrt(squares);
   if (max_grad_norm > 0) result.clip_factor = std::min(1.0, max_grad_norm / (result.grad_norm + 1e-6));
@@ -197,7 +222,7 @@ void DistributedAdamW::update(const Factors& factors) {
   if (factors.clip < 1) grads_.mul_(factors.clip);
   if (factors.weight_decay != 0) {
     const double keep = 1 - factors.learning_rate * factors.weight_decay;
-    for (const Decayed& run : decayed_) master_.narrow(0, run.at, run.size).mul_(keep);
+    for (const OwnedElements& run : decayed_) master_.narrow(0, run.at, run.size).mul_(keep);
   }
   exp_avg_.mul_(options_.beta1).add_(grads_, 1 - options_.beta1);
   exp_avg_sq_.mul_(options_.beta2).addcmul_(grads_, grads_, 1 - options_.beta2);
@@ -261,13 +286,37 @@ void DistributedAdamW::sum_alike() {
   own.copy_(sum_rows(*tensor_, own));
 }
 
-// What other tensor ranks have too counts on their first one.
+// Of a tied embedding the first and the last stage each have the gradients of their own use; the sum has the same bits
+// on both, as have their weights after it. No reduction that began in a backward pass reaches it: it lies before the
+// layers.
+void DistributedAdamW::sum_tied() {
+  const ModelSplit& split = model_.split();
+  if (links_ == nullptr || !model_.config().tie_word_embeddings || !(split.first_stage() || split.last_stage())) return;
+  const Parameter& embedding = *model_.find("model.embed_tokens.weight");
+  const at::Tensor own = model_.flat_gradients().narrow(0, embedding.offset, embedding.size);
+  own.add_(links_->swap_ends(own));
+}
+
 double DistributedAdamW::sum_of_squares() const {
-  at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
-  if (tensor_ != nullptr && tensor_->rank() > 0)
-    gradients = gradients.narrow(0, owned_alike_, gradients.size(0) - owned_alike_);
-  if (gradients.is_cuda()) return sum_of_squares_on_device(gradients);
-  return gradients.to(at::kDouble).square().sum().item<double>();
+  const at::Tensor all = grads_.defined() ? grads_ : model_.flat_gradients();
+  double squares = 0;
+  for (const OwnedElements& run : counted_) {
+    // Of one rank's gradients, read in place, there is no more than the buffer.
+    const at::Tensor gradients = all.narrow(0, run.at, std::min(run.size, all.size(0) - run.at));
+    squares += gradients.is_cuda() ? sum_of_squares_on_device(gradients)
+                                   : gradients.to(at::kDouble).square().sum().item<double>();
+  }
+  return squares;
+}
+
+int DistributedAdamW::ranks_of_model() const {
+  return (tensor_ == nullptr ? 1 : tensor_->size()) * (links_ == nullptr ? 1 : links_->stages());
+}
+
+// Tensor ranks are next to each other, stages furthest apart (topology.h).
+int DistributedAdamW::job_rank() const {
+  const int tensor = tensor_ == nullptr ? 0 : tensor_->rank(), stage = links_ == nullptr ? 0 : links_->stage();
+  return tensor + (tensor_ == nullptr ? 1 : tensor_->size()) * (group_.rank() + group_.size() * stage);
 }
 
 namespace {
@@ -281,18 +330,15 @@ std::string part_name(int rank) {
 std::vector<StatePiece> DistributedAdamW::own_pieces() const {
   std::vector<OwnedRun> runs;
   for (const Slice& slice : slices_) runs.push_back({slice.begin, slice.size, slice.at});
-  const ModelOptions& options = model_.options();
-  const ModelSplit split = options.split ? *options.split : whole_model(model_.config());
-  return state_pieces(parameter_layout(model_.config(), split, options.freeze_router), runs);
+  return state_pieces(parameter_layout(model_.config(), model_.split(), model_.options().freeze_router), runs);
 }
 
 TensorFile DistributedAdamW::saved() const {
-  const int ranks = tensor_ == nullptr ? 1 : tensor_->size(), rank = tensor_ == nullptr ? 0 : tensor_->rank();
-  return {part_name(group_.rank() * ranks + rank),
+  return {part_name(job_rank()),
           {{"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}},
           {{"format", "2"},
            {"pieces", to_json(own_pieces()).dump()},
-           {"ranks", std::to_string(group_.size() * ranks)},
+           {"ranks", std::to_string(group_.size() * ranks_of_model())},
            {"steps_done", std::to_string(steps_done_)}}};
 }
 

@@ -13,6 +13,7 @@
 #include "trainer/model/safetensors.h"
 #include "trainer/optimizer/state_pieces.h"
 #include "trainer/parallel/communicator.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme {
 
@@ -34,8 +35,8 @@ struct OptimizerStep {
 class DistributedAdamW final {
  public:
   // The model's buffers must outlive the optimizer. `data_parallel` likewise: the ranks with the same part of the
-  // model. Where the model is split over tensor ranks its own group of these counts too: gradients of what they hold
-  // alike are summed over it, and the norm is that of the whole model.
+  // model. Where the model is split its own groups count too: gradients of what tensor ranks hold alike are summed over
+  // these, those of a tied embedding over the pipeline's ends, and the norm is that of the whole model.
   DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options);
 
   ~DistributedAdamW();
@@ -85,7 +86,7 @@ class DistributedAdamW final {
     int64_t size = 0;   // inside the buffer; the padded part is longer at the end
     int64_t at = 0;     // in the owned tensors
   };
-  struct Decayed {  // a run of owned elements with weight decay
+  struct OwnedElements {  // a run of them
     int64_t at = 0;
     int64_t size = 0;
   };
@@ -122,6 +123,10 @@ class DistributedAdamW final {
   at::Tensor take_received(int64_t part, const at::TensorOptions& options);
   void finish_reduction();
   void sum_alike();
+  void sum_tied();
+  int ranks_of_model() const;  // that share it, and this one's number among all ranks
+  int job_rank() const;
+  void count_elements();
   double sum_of_squares() const;
   void check_finite(double squares) const;
   void update(const Factors& factors);
@@ -141,12 +146,13 @@ class DistributedAdamW final {
   int64_t bucket_ = 0;  // elements, a multiple of the number of ranks
   int64_t buckets_ = 0;
   int64_t owned_ = 0;
-  int64_t owned_alike_ = 0;         // the first of the owned elements: what other tensor ranks have too
-  Communicator* tensor_ = nullptr;  // null: the model is not split over tensor ranks
+  std::vector<OwnedElements> counted_;  // in the norm: what no other rank of the model has counted
+  Communicator* tensor_ = nullptr;      // null: the model is not split over tensor ranks
+  StageLinks* links_ = nullptr;         // null: it has one pipeline stage
   std::vector<Slice> slices_;
-  std::vector<Decayed> decayed_;
-  at::Tensor master_;   // [owned] fp32; with one rank and fp32 weights a view of them
-  at::Tensor exp_avg_;  // [owned] fp32
+  std::vector<OwnedElements> decayed_;  // with weight decay
+  at::Tensor master_;                   // [owned] fp32; with one rank and fp32 weights a view of them
+  at::Tensor exp_avg_;                  // [owned] fp32
   at::Tensor exp_avg_sq_;
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
   std::deque<Reduction> reductions_;
