@@ -134,13 +134,14 @@ void cause_fault(const Fault& fault, int64_t step, const ParallelContext& contex
       return;
     case Fault::Kind::kNan:
       policy.flat_parameters().detach().narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
-      // The first element may belong to no token of the batch: the last norm's weight reaches all.
-      for (const Parameter& parameter : policy.parameters()) {
-        if (parameter.name != "model.norm.weight") continue;
+      // The first element may belong to no token of the batch: this rank's last norm reaches all.
+      for (auto parameter = policy.parameters().rbegin(); parameter != policy.parameters().rend(); ++parameter) {
+        if (!ends_with(parameter->name, "layernorm.weight") && parameter->name != "model.norm.weight") continue;
         policy.flat_parameters()
             .detach()
-            .narrow(0, parameter.offset, parameter.size)
+            .narrow(0, parameter->offset, parameter->size)
             .fill_(std::numeric_limits<double>::quiet_NaN());
+        return;
       }
       return;
     case Fault::Kind::kMemory: {

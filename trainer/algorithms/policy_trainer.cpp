@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "base/error.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/algorithms/pipeline_step.h"
 #include "trainer/algorithms/recompute.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/ops/device_state.h"
@@ -86,20 +88,35 @@ std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const st
       }
     }
   }
-  std::vector<Members> passes;
+  std::vector<MicroBatch> passes;
+  PipelineWork work;
   const MicroBatchOptions size = logprob_micro_batches(config_);
-  if (!own.empty()) passes = make_micro_batches(samples, own, size, /*ranks=*/1).front();
-  for (const Members& members : passes) {
-    const MicroBatch batch = make_micro_batch(samples, members, size.share_prompts);
+  int64_t tokens = 0;
+  std::vector<Members> of_passes;
+  if (!own.empty()) of_passes = make_micro_batches(samples, own, size, /*ranks=*/1).front();
+  for (const Members& members : of_passes) {
+    MicroBatch batch = make_micro_batch(samples, members, size.share_prompts);
     if (batch.response_tokens() == 0) continue;
-    const at::Tensor all = response_logprobs(model, batch, options).to(at::kCPU);
-    int64_t from = 0;
-    for (const int64_t i : members) {
-      const auto tokens = static_cast<int64_t>(samples[static_cast<size_t>(i)].response.size());
-      of_sample[i] = all.narrow(0, from, tokens);
-      from += tokens;
+    tokens += batch.response_tokens();
+    passes.push_back(std::move(batch));
+  }
+  for (const MicroBatch& batch : passes) work.inputs.push_back(&batch.input);
+  std::vector<at::Tensor> found_here;
+  work.finish = [&](size_t index, const at::Tensor& hidden) {
+    return found_here.emplace_back(response_logprobs(model, hidden, passes[index], options).to(at::kCPU, at::kFloat));
+  };
+  work.on_progress = on_progress;
+  forward_passes(model, work);
+  // What the last stage has found, on all.
+  const at::Tensor all = found_here.empty() ? at::empty({tokens}, at::kFloat) : at::cat(found_here);
+  share_result(model, all);
+  int64_t from = 0;
+  for (const MicroBatch& batch : passes) {
+    for (const int64_t i : batch.members) {
+      const auto length = static_cast<int64_t>(samples[static_cast<size_t>(i)].response.size());
+      of_sample[i] = all.narrow(0, from, length);
+      from += length;
     }
-    if (on_progress) on_progress();
   }
   std::vector<at::Tensor> result;
   for (const Members& members : micro_batches) {
@@ -113,9 +130,10 @@ std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const st
   return result;
 }
 
-PolicyTrainer::Trained PolicyTrainer::train_micro_batch(const TrainingBatch& batch, const ValidCounts& valid) {
+PolicyTrainer::Trained PolicyTrainer::loss_of(const TrainingBatch& batch, const at::Tensor& hidden,
+                                              const ValidCounts& valid) const {
   const at::Device device = policy_.options().device;
-  const at::Tensor current = response_logprobs(policy_, batch.micro_batch, distribution_);
+  const at::Tensor current = response_logprobs(policy_, hidden, batch.micro_batch, distribution_);
   check_finite(current, batch.mask.to(device), batch.micro_batch);
   LossInputs inputs;
   inputs.current = current;
@@ -132,7 +150,6 @@ PolicyTrainer::Trained PolicyTrainer::train_micro_batch(const TrainingBatch& bat
   inputs.global_positive_tokens = valid.positive_tokens;
   Trained trained;
   trained.output = policy_loss(inputs, loss_);
-  trained.output.loss.backward();
   trained.logprobs = current.detach();
   return trained;
 }
@@ -155,7 +172,14 @@ void PolicyTrainer::train_early(const std::vector<Sample>& samples) {
       reference.insert(reference.end(), sample.reference_logprobs.begin(), sample.reference_logprobs.end());
     batch.reference = at::tensor(reference, at::kFloat);
   }
-  const Trained trained = train_micro_batch(batch, {1, 1, 1});
+  Trained trained;
+  PipelineWork work;
+  work.inputs = {&batch.micro_batch.input};
+  work.finish = [&](size_t, const at::Tensor& hidden) {
+    trained = loss_of(batch, hidden, {1, 1, 1});
+    return trained.output.loss;
+  };
+  train_passes(policy_, work);
   early_.add(batch, trained.output.metrics, differing_bits(trained.logprobs, batch.generation, batch.mask));
   (void)policy_.flat_gradients()[0].item<double>();  // waits for what this thread has queued
 }
@@ -166,7 +190,7 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
   const int64_t size = config_.policy.train_global_batch_size;
   std::vector<std::vector<Members>> members;  // of each micro-batch of each step
   std::vector<OptimizerBatch> steps;
-  int64_t most_rows = 0;
+  int64_t most_rows = 0, most_batches = 0;
   for (int64_t begin = 0; begin < total; begin += size) {
     const int64_t end = std::min(total, begin + size);
     for (int64_t i = begin; i < end; ++i) {
@@ -180,8 +204,9 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
                                          loss_.positive_example_nll_weight != 0));
       most_rows = std::max(most_rows, step.back().micro_batch.input.tokens());
     }
+    most_batches = std::max(most_batches, static_cast<int64_t>(step.size()));
   }
-  set_recompute(policy_, config_, most_rows, context_.world(), make_room);
+  set_recompute(policy_, config_, kept_activations(policy_.split(), most_rows, most_batches), context_, make_room);
   for (size_t s = 0; s < steps.size(); ++s) {
     std::vector<at::Tensor> reference, previous;
     if (loss_.reference_policy_kl_penalty != 0 || reward_kl_ != 0) {
@@ -218,33 +243,49 @@ ValidCounts PolicyTrainer::count_valid(const OptimizerBatch& batch, bool first) 
   return valid;
 }
 
+void PolicyTrainer::backward_passes(const OptimizerBatch& batch, const ValidCounts& valid, bool sampled_these,
+                                    StepDump& dump, StepSums& sums) {
+  PipelineWork work;
+  for (const TrainingBatch& one : batch) work.inputs.push_back(&one.micro_batch.input);
+  work.finish = [&](size_t index, const at::Tensor& hidden) {
+    const TrainingBatch& one = batch[index];
+    const Trained trained = loss_of(one, hidden, valid);
+    add_metrics(sums.metrics, trained.output.metrics);
+    if (sampled_these) {
+      sums.compared_tokens += (one.mask > 0).sum().item<int64_t>();
+      sums.mismatched_tokens += differing_bits(trained.logprobs, one.generation, one.mask);
+    }
+    if (dump.wanted()) dump.add(one, trained.logprobs, trained.output.loss);
+    return trained.output.loss;
+  };
+  if (overlap_grad_reduce(config_)) work.before_last = [this] { optimizer_.reduce_in_next_backward(); };
+  work.on_progress = on_progress;
+  train_passes(policy_, work);
+  if (policy_.split().pp == 1) return;
+  const nlohmann::json of_last = {sums.metrics, sums.compared_tokens, sums.mismatched_tokens};
+  const nlohmann::json shared = nlohmann::json::parse(share_result(policy_, of_last.dump()));
+  sums = {shared.at(0).get<MetricSums>(), shared.at(1).get<int64_t>(), shared.at(2).get<int64_t>()};
+}
+
 void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& schedule, bool first, bool last,
                                bool sampled_these, const std::string& dump_to, TrainResult& result) {
   const ValidCounts valid = count_valid(batch, first);
-  MetricSums own;
+  StepSums own;
   if (first) {
-    result.compared_tokens += static_cast<int64_t>(early_.counts().tokens);
-    result.mismatched_tokens += early_.mismatched_tokens();
-    own = early_.finish(valid, loss_.token_level_loss, policy_.flat_gradients());
+    own.compared_tokens = static_cast<int64_t>(early_.counts().tokens);
+    own.mismatched_tokens = early_.mismatched_tokens();
+    own.metrics = early_.finish(valid, loss_.token_level_loss, policy_.flat_gradients());
   }
   StepDump dump(first ? dump_to : "");
-  for (const TrainingBatch& one : batch) {
-    if (&one == &batch.back() && overlap_grad_reduce(config_)) optimizer_.reduce_in_next_backward();
-    const Trained trained = train_micro_batch(one, valid);
-    if (on_progress) on_progress();
-    add_metrics(own, trained.output.metrics);
-    if (sampled_these) {
-      result.compared_tokens += (one.mask > 0).sum().item<int64_t>();
-      result.mismatched_tokens += differing_bits(trained.logprobs, one.generation, one.mask);
-    }
-    if (dump.wanted()) dump.add(one, trained.logprobs, trained.output.loss);
-  }
+  backward_passes(batch, valid, sampled_these, dump, own);
   if (dump.wanted()) dump.write(policy_, valid, config_);
+  result.compared_tokens += own.compared_tokens;
+  result.mismatched_tokens += own.mismatched_tokens;
   const OptimizerStep step = optimizer_.step(
       schedule.learning_rate, schedule.weight_decay, max_grad_norm(config_),
       !last && overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
   result.buckets_reduced_in_backward += step.reduced_early;
-  add_metrics(result.metrics, reduce_metrics(own, context_.data_parallel()));
+  add_metrics(result.metrics, reduce_metrics(own.metrics, context_.data_parallel()));
   result.metrics["grad_norm"] += step.grad_norm;
   result.metrics["global_valid_toks"] += valid.tokens;
   result.metrics["global_valid_seqs"] += valid.sequences;

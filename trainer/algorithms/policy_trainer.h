@@ -26,7 +26,7 @@ class PolicyTrainer final {
 
   // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch
   // arithmetic says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first
-  // optimizer step are written there as safetensors.
+  // optimizer step are written there as safetensors; only on a pipeline's last stage, which has them.
   TrainResult train(const std::vector<Sample>& samples, const std::string& dump = {});
   // How many rollouts were trained before: where the schedules of learning rate and weight decay are, which move once a
   // train(). For a resumed run.
@@ -62,15 +62,22 @@ class PolicyTrainer final {
     at::Tensor logprobs;  // [T], detached
     LossOutput output;
   };
-  // Forward and backward of a micro-batch.
-  Trained train_micro_batch(const TrainingBatch& batch, const ValidCounts& valid);
+  // The loss of a micro-batch from its hidden states, not differentiated yet.
+  Trained loss_of(const TrainingBatch& batch, const at::Tensor& hidden, const ValidCounts& valid) const;
   // Sums over ranks of what the batch and, in the first step, what was trained early count.
   ValidCounts count_valid(const OptimizerBatch& batch, bool first);
   struct Schedule {
     double learning_rate = 0, weight_decay = 0;
   };
-  // One optimizer step: backward of all micro-batches, then the update. Metrics are added to `result`. `last`: no
-  // forward follows before the rollout.
+  struct StepSums {  // over the micro-batches of this rank's pipeline
+    MetricSums metrics;
+    int64_t compared_tokens = 0, mismatched_tokens = 0;
+  };
+  // Backward of all micro-batches of an optimizer step, added to `sums`, on all stages of a pipeline.
+  void backward_passes(const OptimizerBatch& batch, const ValidCounts& valid, bool sampled_these, StepDump& dump,
+                       StepSums& sums);
+  // One optimizer step: these, then the update. Metrics are added to `result`. `last`: no forward follows before the
+  // rollout.
   void train_step(const OptimizerBatch& batch, const Schedule& schedule, bool first, bool last, bool sampled_these,
                   const std::string& dump, TrainResult& result);
 

@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "topology/pipeline.h"
 #include "trainer/rollout/step_runner.h"
 
 namespace trireme {
@@ -21,17 +22,24 @@ Recompute at_level(int64_t level, int64_t layers) {
 
 }  // namespace
 
-Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, int64_t tokens, int64_t free_bytes,
-                        int64_t* needed) {
+KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_t micro_batches) {
+  const auto pieces = static_cast<int64_t>(split.layers.size());
+  const PipelineTable table = training_passes(split.pp, pieces, micro_batches);
+  const int64_t in_flight = table.most_in_flight.at(static_cast<size_t>(split.stage));
+  return {tokens, pieces, std::max<int64_t>(1, in_flight)};
+}
+
+Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once,
+                        int64_t free_bytes, int64_t* needed) {
   const ActivationBytes bytes = activation_bytes(shape, element_bytes);
-  const int64_t layers = shape.layers;
+  const int64_t layers = shape.layers / at_once.pieces;
   const auto room = static_cast<int64_t>(static_cast<double>(free_bytes) * kUsable);
   for (int64_t level = 0;; ++level) {
     const Recompute recompute = at_level(level, layers);
     const KeptLayers kept{.input = recompute.whole_layers,
                           .cheap = recompute.cheap_layers,
                           .whole = layers - recompute.whole_layers - recompute.cheap_layers};
-    const int64_t total = activation_total(bytes, kept, tokens);
+    const int64_t total = activation_total(bytes, kept, at_once.tokens, at_once.in_flight);
     if (total > room && level < 2 * layers) continue;
     if (needed != nullptr) *needed = total;
     return recompute;
@@ -41,13 +49,14 @@ Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, int64_t 
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
-  model.set_recompute(fit_recompute(model.local(), element, tokens, device_available_bytes(model.options().device)));
+  model.set_recompute(fit_recompute(model.local(), element, kept_activations(model.split(), tokens, 1),
+                                    device_available_bytes(model.options().device)));
 }
 
-void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
+void set_recompute(Model& model, const Config& config, const KeptActivations& kept, ParallelContext& ranks,
                    const std::function<void()>& make_room) {
   const RecomputeSetting setting = recompute_setting(config);
-  const ModelConfig& shape = model.config();
+  const int64_t layers = model.local().layers / kept.pieces;
   Recompute recompute;
   std::string why;
   Recompute own;
@@ -57,7 +66,7 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
     const auto fit = [&] {
       const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
       free = device_available_bytes(model.options().device);
-      own = fit_recompute(model.local(), element, tokens, free, &needed);
+      own = fit_recompute(model.local(), element, kept, free, &needed);
     };
     fit();
     if (make_room != nullptr && own.whole_layers + own.cheap_layers > 0) {
@@ -68,25 +77,27 @@ void set_recompute(Model& model, const Config& config, int64_t tokens, Communica
   if (setting.fit) {
     if (on_cuda) {
       // As the number of layers and of whole ones: more of either is more recomputation.
-      recompute.whole_layers = static_cast<int64_t>(ranks.all_reduce_max(static_cast<double>(own.whole_layers)));
-      const auto touched =
-          static_cast<int64_t>(ranks.all_reduce_max(static_cast<double>(own.whole_layers + own.cheap_layers)));
-      recompute.cheap_layers = touched - recompute.whole_layers;
-      why = ": " + std::to_string(tokens) + " tokens a micro-batch take " +
+      const auto most = [&](int64_t number) {
+        const double of_replicas = ranks.data_parallel().all_reduce_max(static_cast<double>(number));
+        return static_cast<int64_t>(ranks.tensor_parallel().all_reduce_max(of_replicas));
+      };
+      recompute.whole_layers = most(own.whole_layers);
+      recompute.cheap_layers = most(own.whole_layers + own.cheap_layers) - recompute.whole_layers;
+      why = ": " + std::to_string(kept.in_flight) + " x " + std::to_string(kept.tokens) + " tokens take " +
             format_bytes(static_cast<uint64_t>(needed)) + " of " + format_bytes(static_cast<uint64_t>(free)) + " free";
     }
   } else {
-    recompute.whole_layers = setting.all ? shape.num_layers : std::min(setting.layers, shape.num_layers);
+    recompute.whole_layers = setting.all ? layers : std::min(setting.layers, layers);
     recompute.norms = setting.norms;
     recompute.swiglu = setting.swiglu;
-    if (setting.norms || setting.swiglu) recompute.cheap_layers = shape.num_layers - recompute.whole_layers;
+    if (setting.norms || setting.swiglu) recompute.cheap_layers = layers - recompute.whole_layers;
   }
   const Recompute before = model.recompute();
   model.set_recompute(recompute);
   const bool same = before.whole_layers == recompute.whole_layers && before.cheap_layers == recompute.cheap_layers;
-  if (same || ranks.rank() != 0) return;
+  if (same || !ranks.is_main()) return;
   log_info("train", "backward computes again " + std::to_string(recompute.whole_layers) + " of " +
-                        std::to_string(shape.num_layers) + " layers, and norms and SwiGLU of " +
+                        std::to_string(layers) + " layers, and norms and SwiGLU of " +
                         std::to_string(recompute.cheap_layers) + why);
 }
 

@@ -7,20 +7,29 @@
 #include "topology/activations.h"
 #include "trainer/config/config.h"
 #include "trainer/model/model.h"
-#include "trainer/parallel/communicator.h"
+#include "trainer/parallel/context.h"
 
 namespace trireme {
 
+// What is kept between forward and backward on a rank.
+struct KeptActivations {
+  int64_t tokens = 0;     // of the largest micro-batch
+  int64_t pieces = 1;     // of the rank's stage, which share its layers
+  int64_t in_flight = 1;  // pairs of piece and micro-batch that are kept at once
+};
+// Of an optimizer step (train_passes).
+KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_t micro_batches);
+
 // The least of it that fits: first norms and SwiGLU of more and more layers, then whole layers. The most there is where
 // nothing fits. `needed` is what the choice is expected to take; null: not asked.
-Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, int64_t tokens, int64_t free_bytes,
+Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& kept, int64_t free_bytes,
                         int64_t* needed = nullptr);
 
-// Collective. Sets it for micro-batches of at most `tokens` rows (of this rank) as the configuration says. Where that
-// leaves it to the memory (on CUDA; on CPU nothing is computed again), all ranks take what the one with the least room
-// needs. Says so in rank 0's log when it changes. `make_room` is called where something would have to be computed again
-// and may free memory of the device first; null: nothing can be freed.
-void set_recompute(Model& model, const Config& config, int64_t tokens, Communicator& ranks,
+// Collective. Sets it for this rank's micro-batches as the configuration says. Where that leaves it to the memory (on
+// CUDA; on CPU nothing is computed again), all ranks of a pipeline stage take what the one with the least room needs.
+// Says so in rank 0's log when it changes. `make_room` is called where something would have to be computed again and
+// may free memory of the device first; null: nothing can be freed.
+void set_recompute(Model& model, const Config& config, const KeptActivations& kept, ParallelContext& ranks,
                    const std::function<void()>& make_room = nullptr);
 // The same for this rank alone and what is free now: gradients do not depend on it.
 void set_own_recompute(Model& model, const Config& config, int64_t tokens);

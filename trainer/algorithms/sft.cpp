@@ -1,7 +1,6 @@
 #include "trainer/algorithms/sft.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <numeric>
@@ -11,6 +10,7 @@
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/algorithms/pipeline_step.h"
 #include "trainer/algorithms/recompute.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/optimizer/lr_schedule.h"
@@ -125,15 +125,13 @@ class SftLoop final {
   }
 
   // This rank's part of the loss: the sum over its micro-batches, divided by the global token count; backward when
-  // `train`. Its sum over ranks is the caller's, after the optimizer step: backward may have begun collectives, which
-  // come in one order on all ranks, also on one without a micro-batch.
+  // `train`. Alike on all ranks of a split model. Its sum over replicas is the caller's, after the optimizer step:
+  // backward may have begun collectives, which come in one order on all ranks, also on one without a micro-batch.
   double forward(const SftBatch& batch, bool train) {
     double tokens = 0;
     for (const auto& mask : batch.loss_mask)
       tokens += static_cast<double>(std::count(mask.begin(), mask.end(), uint8_t{1}));
-    double loss = 0;
-    const c10::AutoGradMode grad(train);
-    const at::Device device = session_.policy->options().device;
+    Model& policy = *session_.policy;
     std::vector<MicroBatch> micro_batches;
     for (const Members& members : own_micro_batches(batch, train)) {
       MicroBatch micro = make_micro_batch(batch.samples, members);
@@ -142,18 +140,28 @@ class SftLoop final {
     if (train) {
       int64_t most_rows = 0;
       for (const MicroBatch& micro : micro_batches) most_rows = std::max(most_rows, micro.input.tokens());
-      set_recompute(*session_.policy, config_, most_rows, session_.context.world());
+      const auto batches = static_cast<int64_t>(micro_batches.size());
+      set_recompute(policy, config_, kept_activations(policy.split(), most_rows, batches), session_.context);
     }
-    for (const MicroBatch& micro : micro_batches) {
-      const bool last = &micro == &micro_batches.back();
-      if (train && last && overlap_grad_reduce(config_)) session_.optimizer->reduce_in_next_backward();
-      const at::Tensor logprobs = response_logprobs(*session_.policy, micro, LogprobOptions{});
-      LossOutput output = sft_loss(logprobs, token_mask(batch, micro.members).to(device), tokens);
-      if (train) output.loss.backward();
-      session_.reporting.heartbeat();
+    PipelineWork work;
+    for (const MicroBatch& micro : micro_batches) work.inputs.push_back(&micro.input);
+    at::Tensor loss = at::zeros({1}, at::kDouble);
+    work.finish = [&](size_t index, const at::Tensor& hidden) {
+      const MicroBatch& micro = micro_batches[index];
+      const at::Tensor mask = token_mask(batch, micro.members).to(policy.options().device);
+      LossOutput output = sft_loss(response_logprobs(policy, hidden, micro, LogprobOptions{}), mask, tokens);
       loss += output.metrics.at("loss");
+      return output.loss;
+    };
+    if (overlap_grad_reduce(config_)) work.before_last = [this] { session_.optimizer->reduce_in_next_backward(); };
+    work.on_progress = [this] { session_.reporting.heartbeat(); };
+    if (train) {
+      train_passes(policy, work);
+    } else {
+      forward_passes(policy, work);
     }
-    return loss;
+    share_result(policy, loss);
+    return loss.item<double>();
   }
 
   // A step lasts from the end of the one before, saving included, to the end of its optimizer step.

@@ -90,10 +90,16 @@ at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const 
   PackedBatch input = batch.input;
   input.ids = input.ids.to(device);
   input.positions = input.positions.to(device);
-  const at::Tensor all = model.forward(input), rows = batch.rows.to(device);
+  return response_logprobs(model, model.forward(input), batch, options);
+}
+
+at::Tensor response_logprobs(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
+                             const LogprobOptions& options) {
+  const at::Device device = model.options().device;
+  const at::Tensor rows = batch.rows.to(device);
   // Where prompts are shared a row may be taken several times: embed adds its gradients in one order.
-  const at::Tensor hidden = input.prefix.empty() ? all.index_select(0, rows) : embed(all, rows);
-  return model.logprobs(hidden, batch.targets.to(device), options);
+  const at::Tensor taken = batch.input.prefix.empty() ? hidden.index_select(0, rows) : embed(hidden, rows);
+  return model.logprobs(taken, batch.targets.to(device), options);
 }
 
 }  // namespace trireme

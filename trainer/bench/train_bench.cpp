@@ -131,7 +131,7 @@ class TrainStep final {
     Config config;
     config.policy.activation_checkpointing = options.checkpoint_activations;
     config.policy.recompute_layers = options.recompute_layers;
-    set_recompute(*model_, config, options.tokens, context.world());
+    set_recompute(*model_, config, {.tokens = options.tokens}, context);
   }
 
   void whole() {

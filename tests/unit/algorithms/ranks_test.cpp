@@ -11,8 +11,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
-#include "tests/unit/model/tiny.h"
-#include "tests/unit/parallel/listening.h"
+#include "tests/unit/algorithms/recorded_rollout.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/replay.h"
@@ -22,124 +21,12 @@
 namespace trireme {
 namespace {
 
-ModelConfig tiny(ModelFamily family = ModelFamily::kQwen3) {
-  return test::tiny_config(
-      {.family = family, .vocab = 60, .layers = 2, .heads = 8, .kv_heads = 4, .tied = family == ModelFamily::kQwen3});
-}
-
-Config settings(bool dynamic) {
-  Config c;
-  c.grpo.num_prompts_per_step = 6;
-  c.grpo.num_generations_per_prompt = 4;
-  c.policy.train_global_batch_size = 12;  // two optimizer steps
-  c.policy.train_micro_batch_size = 2;
-  c.policy.max_total_sequence_length = 64;
-  c.policy.precision = "float32";
-  c.policy.dynamic_batching.enabled = dynamic;
-  c.policy.dynamic_batching.sequence_length_round = 4;
-  c.policy.sequence_packing.enabled = !dynamic;
-  c.policy.optimizer.kwargs.lr = 1e-4;
-  c.loss_fn.reference_policy_kl_penalty = 0.05;
-  derive_defaults(c);
-  return c;
-}
-
-std::vector<Sample> recorded() {
-  std::mt19937 random(17);
-  std::vector<Sample> samples;
-  for (int64_t g = 0; g < 6; ++g) {
-    for (int64_t i = 0; i < 4; ++i) {
-      Sample s;
-      s.group = g;
-      s.index = i;
-      std::vector<int32_t> prompt;
-      for (int64_t t = 0; t < 3 + g; ++t) prompt.push_back(static_cast<int32_t>((g * 7 + t) % 60));
-      s.prompt = SharedTokens(std::move(prompt));
-      for (size_t t = 1 + random() % 20; t > 0; --t) {
-        s.response.push_back(static_cast<int32_t>(random() % 60));
-        s.generation_logprobs.push_back(-3.5f - 0.01f * static_cast<float>(random() % 50));
-      }
-      s.raw_reward = static_cast<double>(random() % 3);
-      samples.push_back(std::move(s));
-    }
-  }
-  return samples;
-}
-
-struct Outcome {
-  TrainResult result;
-  at::Tensor moments;  // exp_avg after two optimizer steps: a weighted sum of both gradients
-  at::Tensor weights;
-  int64_t micro_batches = 0;  // of rank 0: forward passes, with and without a gradient
-};
-
-struct RunSetup {
-  int64_t bucket_elements = 4096;
-  ModelOptions model;
-  bool reduce_in_fp32 = true;
-  int64_t tp = 1;  // tensor ranks; the rest of the world are replicas
-  ModelFamily family = ModelFamily::kQwen3;
-};
-
-Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {}, const RunSetup& setup = {}) {
-  const TemporaryDirectory dir;
-  ListeningPort port;
-  Outcome outcome;
-  std::vector<std::thread> ranks;
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  for (int rank = 0; rank < world; ++rank) {
-    ranks.emplace_back([&, rank] {
-      try {
-        Config config = settings(dynamic);
-        if (change) change(config);
-        const RendezvousOptions rendezvous = port.place(rank, world, Milliseconds(250000));
-        Layout layout;
-        layout.tp = setup.tp;
-        layout.dp = world / setup.tp;
-        ParallelContext context(layout, rendezvous);
-        const ModelConfig shape = tiny(setup.family);
-        ModelOptions options = setup.model;
-        if (setup.tp > 1) {
-          options.split = model_split(shape.shape(), layout, rank);
-          options.tensor = &context.tensor_parallel();
-        }
-        Model policy(shape, options);
-        init_parameters(policy, 5);
-        ModelOptions frozen = options;
-        frozen.trainable = false;
-        Model reference(shape, frozen);
-        init_parameters(reference, 6);
-        AdamWOptions adam;
-        adam.bucket_elements = setup.bucket_elements;
-        adam.reduce_in_fp32 = setup.reduce_in_fp32;
-        DistributedAdamW optimizer(policy, context.data_parallel(), adam);
-        PhaseTimer timer;
-        PolicyTrainer trainer(config, policy, &reference, optimizer, context, timer, /*exact=*/true);
-        if (rank == 0) trainer.on_progress = [&] { ++outcome.micro_batches; };
-        std::vector<Sample> samples = recorded();
-        assign_advantages(samples, 4, config);
-        const TrainResult result = trainer.train(samples);
-        optimizer.save(dir.path());
-        context.world().barrier();
-        if (rank == 0) outcome.result = result;
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : ranks) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
-  // One rank reads what all wrote, and gives it back as one file.
-  Model model(tiny(setup.family), setup.model);
-  Communicator alone;
-  DistributedAdamW whole(model, alone, {});
-  whole.load(dir.path());
-  outcome.weights = model.flat_parameters().detach().clone();
-  const TemporaryDirectory merged;
-  whole.save(merged.path());
-  outcome.moments = SafetensorsFile(merged.path() / "rank_00000.safetensors").tensor("exp_avg").clone();
-  return outcome;
-}
+using test::Outcome;
+using test::recorded;
+using test::run;
+using test::RunSetup;
+using test::settings;
+using test::tiny;
 
 TEST(Ranks, OneTwoAndFourGiveTheSameLossAndGradients) {
   for (const bool dynamic : {false, true}) {

@@ -27,7 +27,7 @@ TEST(Recompute, AsLittleAsFits) {
   int64_t before = 0;
   for (int64_t gib = 140; gib >= 0; --gib) {
     int64_t needed = 0;
-    const Recompute recompute = fit_recompute(config, 2, kTokens, gib * kGiB, &needed);
+    const Recompute recompute = fit_recompute(config, 2, {.tokens = kTokens}, gib * kGiB, &needed);
     EXPECT_GE(level(recompute), before) << "less room, less recomputation at " << gib << " GiB";
     before = level(recompute);
     if (level(recompute) < 64) {
@@ -38,12 +38,40 @@ TEST(Recompute, AsLittleAsFits) {
       EXPECT_EQ(recompute.whole_layers + recompute.cheap_layers, 32);
     }
   }
-  EXPECT_EQ(level(fit_recompute(config, 2, kTokens, 140 * kGiB)), 0);
-  EXPECT_EQ(fit_recompute(config, 2, kTokens, 0).whole_layers, 32);
-  const Recompute middle = fit_recompute(config, 2, kTokens, 70 * kGiB);
+  EXPECT_EQ(level(fit_recompute(config, 2, {.tokens = kTokens}, 140 * kGiB)), 0);
+  EXPECT_EQ(fit_recompute(config, 2, {.tokens = kTokens}, 0).whole_layers, 32);
+  const Recompute middle = fit_recompute(config, 2, {.tokens = kTokens}, 70 * kGiB);
   EXPECT_GT(middle.cheap_layers, 0);
   EXPECT_EQ(middle.whole_layers, 0);
-  EXPECT_GT(fit_recompute(config, 2, kTokens, 40 * kGiB).whole_layers, 0);
+  EXPECT_GT(fit_recompute(config, 2, {.tokens = kTokens}, 40 * kGiB).whole_layers, 0);
+}
+
+// The first stage keeps as many micro-batches as there are stages, the last one; pieces share a stage's layers.
+TEST(Recompute, CountsWhatIsInFlightOnAStage) {
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  const ModelShape shape = llama_8b().shape();
+  const auto stage_of = [&](int64_t stage, int64_t pieces) {
+    Layout layout;
+    layout.pp = 4;
+    const ModelSplit split = model_split(shape, layout, stage, {.virtual_stages = pieces});
+    KeptActivations kept = kept_activations(split, 8192, 16);
+    EXPECT_EQ(kept.pieces, pieces);
+    return std::pair(local_shape(shape, split), kept);
+  };
+  const auto level = [&](int64_t stage, int64_t pieces) {
+    const auto [local, kept] = stage_of(stage, pieces);
+    const Recompute recompute = fit_recompute(local, 2, kept, 20 * kGiB);
+    EXPECT_LE(recompute.whole_layers + recompute.cheap_layers, 8 / pieces);
+    return 2 * recompute.whole_layers + recompute.cheap_layers;
+  };
+  for (int64_t stage = 0; stage < 4; ++stage) EXPECT_EQ(stage_of(stage, 1).second.in_flight, 4 - stage);
+  EXPECT_EQ(stage_of(3, 2).second.in_flight, 5);
+  EXPECT_GT(level(0, 1), level(3, 1));
+  EXPECT_EQ(level(3, 1), 0);
+  EXPECT_GT(level(0, 2), 0);
+  // Without micro-batches, and on one stage, one at a time.
+  EXPECT_EQ(kept_activations(model_split(shape, {}, 0), 8192, 5).in_flight, 1);
+  EXPECT_EQ(kept_activations(model_split(shape, {}, 0), 8192, 0).in_flight, 1);
 }
 
 TEST(Recompute, TheConfigurationDecides) {
@@ -54,10 +82,10 @@ TEST(Recompute, TheConfigurationDecides) {
   small.num_heads = small.num_kv_heads = 1;
   small.head_dim = 8;
   Model model(small, {});
-  Communicator alone;
+  ParallelContext alone;
   const auto with = [&](const std::vector<std::string>& overrides) {
     std::vector<std::string> warnings;
-    set_recompute(model, load_config_text("", overrides, &warnings), 100, alone);
+    set_recompute(model, load_config_text("", overrides, &warnings), {.tokens = 100}, alone);
     EXPECT_TRUE(warnings.empty());
     return model.recompute();
   };

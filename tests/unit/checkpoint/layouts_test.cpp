@@ -4,7 +4,9 @@
 #include "base/fs.h"
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
+#include "trainer/algorithms/pipeline_step.h"
 #include "trainer/checkpoint/checkpoint.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme {
 namespace {
@@ -17,11 +19,24 @@ using testing::random_tokens;
 using testing::same_bits;
 using testing::split_options;
 
-Layout layout_of(int64_t tp, int64_t dp) {
+struct Sizes {
+  int64_t tp, pp, dp;
+  StageOptions stages = {};
+  bool operator==(const Sizes&) const = default;
+};
+
+Layout layout_of(const Sizes& sizes) {
   Layout layout;
-  layout.tp = tp;
-  layout.dp = dp;
+  layout.tp = sizes.tp;
+  layout.pp = sizes.pp;
+  layout.dp = sizes.dp;
   return layout;
+}
+
+ModelConfig four_layers(ModelFamily family) {
+  ModelConfig config = eight_heads(family, /*tied=*/family == ModelFamily::kQwen3);
+  config.num_layers = 4;
+  return config;
 }
 
 // Each token's is the next one of its sequence, the last one's the first.
@@ -38,9 +53,9 @@ struct Step {
 
 // One rank's model and optimizer, and how it trains: each replica its share of the same eight sequences.
 struct TrainedRank {
-  TrainedRank(ParallelContext& ranks, const ModelConfig& config)
+  TrainedRank(ParallelContext& ranks, const ModelConfig& config, const StageOptions& stages = {})
       : context(ranks),
-        model(config, split_options(ranks, config)),
+        model(config, split_options(ranks, config, stages)),
         optimizer(model, ranks.data_parallel(), options()) {
     fill(model);
     optimizer.reset_master_from_weights();
@@ -59,19 +74,25 @@ struct TrainedRank {
       if (s % context.replicas() == context.replica()) own.push_back(random_tokens(9 + 3 * s, 100 * step + s));
     }
     // Two micro-batches where there are as many sequences.
-    double loss = 0;
+    std::vector<PackedBatch> batches;
     const size_t half = (own.size() + 1) / 2;
     for (size_t begin = 0; begin < own.size(); begin += half) {
       const size_t end = std::min(own.size(), begin + half);
-      const PackedBatch batch = PackedBatch::from_sequences({own.begin() + begin, own.begin() + end});
-      if (end == own.size()) optimizer.reduce_in_next_backward();
-      const at::Tensor logprobs = model.logprobs(model.forward(batch), targets(batch), {});
-      const at::Tensor sum = -logprobs.sum() / 100;
-      sum.backward();
-      loss += sum.item<double>();
+      batches.push_back(PackedBatch::from_sequences({own.begin() + begin, own.begin() + end}));
     }
+    const at::Tensor loss = at::zeros({1}, at::kDouble);
+    PipelineWork work;
+    for (const PackedBatch& batch : batches) work.inputs.push_back(&batch);
+    work.before_last = [this] { optimizer.reduce_in_next_backward(); };
+    work.finish = [&](size_t index, const at::Tensor& hidden) {
+      const at::Tensor sum = -model.logprobs(hidden, targets(batches[index]), {}).sum() / 100;
+      loss.add_(sum.item<double>());
+      return sum;
+    };
+    train_passes(model, work);
+    share_result(model, loss);
     const OptimizerStep done = optimizer.step(0.01, 0.1, 0.5);
-    return {context.data_parallel().all_reduce_sum(loss), done.grad_norm};
+    return {context.data_parallel().all_reduce_sum(loss.item<double>()), done.grad_norm};
   }
 
   std::unique_ptr<CheckpointManager> checkpoints(const fs::path& dir) {
@@ -100,11 +121,12 @@ void expect_near(const Step& got, const Step& wanted) {
   EXPECT_NEAR(got.grad_norm, wanted.grad_norm, 1e-5 * wanted.grad_norm);
 }
 
-using Sizes = std::pair<int64_t, int64_t>;  // tp, dp
-const std::vector<Sizes> kLayouts = {{1, 1}, {2, 1}, {4, 1}, {1, 4}, {2, 2}};
+const std::vector<Sizes> kLayouts = {{1, 1, 1}, {2, 1, 1}, {4, 1, 1},
+                                     {1, 1, 4}, {2, 1, 2}, {1, 4, 1},
+                                     {2, 2, 1}, {1, 2, 2}, {1, 2, 1, {.virtual_stages = 2}}};
 // Experts are whole on each rank.
 std::vector<Sizes> layouts_for(const ModelConfig& config) {
-  return config.num_experts > 0 ? std::vector<Sizes>{{1, 1}, {1, 2}, {1, 4}} : kLayouts;
+  return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1}, {1, 1, 2}, {1, 1, 4}} : kLayouts;
 }
 
 class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
@@ -112,36 +134,48 @@ INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer, ::testing::ValuesIn(testing::kAllFa
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
-  const ModelConfig config = eight_heads(GetParam(), /*tied=*/GetParam() == ModelFamily::kQwen3);
+  const ModelConfig config = four_layers(GetParam());
   ParallelContext alone;
   TrainedRank whole(alone, config);
   std::vector<Step> wanted;
   for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
-  for (const auto& [tp, dp] : layouts_for(config)) {
-    test::on_layout(layout_of(tp, dp), [&](ParallelContext& context) {
-      TrainedRank rank(context, config);
+  for (const Sizes& sizes : layouts_for(config)) {
+    test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
+      TrainedRank rank(context, config, sizes.stages);
       for (int step = 0; step < 3; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
       for (const Parameter& parameter : rank.model.parameters()) {
         expect_near(parameter.tensor.detach(), part_of(parameter, whole.model.find(parameter.name)->tensor.detach()),
                     to_string(context.layout()) + " " + parameter.name);
+        // Both ends of a pipeline train a tied embedding: alike.
+        if (context.layout().pp > 1 && config.tie_word_embeddings && parameter.name == "model.embed_tokens.weight") {
+          const at::Tensor other = context.stage_links()->swap_ends(parameter.tensor.detach());
+          EXPECT_TRUE(same_bits(other, parameter.tensor.detach()));
+        }
       }
     });
   }
 }
 
-// Saved under each, loaded under each other.
+// Whether a state that one has saved is loaded under another: one of each kind is enough where pipelines are among
+// them.
+bool meet(const Sizes& saved, const Sizes& loaded) {
+  const Sizes both{2, 2, 1};
+  return saved == loaded || loaded == both || (saved.pp == 1 ? loaded.pp == 1 : loaded == kLayouts.front());
+}
+
+// Saved under each, loaded under others.
 class GoingOn : public ::testing::TestWithParam<ModelFamily> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, GoingOn, ::testing::Values(ModelFamily::kQwen2, ModelFamily::kQwen3Moe),
+INSTANTIATE_TEST_SUITE_P(Layouts, GoingOn, ::testing::Values(ModelFamily::kQwen3, ModelFamily::kQwen3Moe),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST_P(GoingOn, WhereAnotherHasStopped) {
-  const ModelConfig config = eight_heads(GetParam(), false);
-  for (const auto& [tp, dp] : layouts_for(config)) {
+  const ModelConfig config = four_layers(GetParam());
+  for (const Sizes& sizes : layouts_for(config)) {
     const TemporaryDirectory dir;
     Step next;  // of the undisturbed run
     std::vector<at::Tensor> weights(4);
-    test::on_layout(layout_of(tp, dp), [&](ParallelContext& context) {
-      TrainedRank rank(context, config);
+    test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
+      TrainedRank rank(context, config, sizes.stages);
       const auto manager = rank.checkpoints(dir.path());
       for (int step = 0; step < 2; ++step) (void)rank.train(step);
       manager->save(2, rank.model, rank.optimizer, {{"a", 1}}, {}, "b: 2\n");
@@ -152,10 +186,10 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
     const fs::path policy = dir.path() / "step_2" / "policy";
     Model exported(config, {});
     load_parameters(exported, policy / "weights");
-    for (const auto& [other_tp, other_dp] : layouts_for(config)) {
-      const bool same = other_tp == tp && other_dp == dp;
-      test::on_layout(layout_of(other_tp, other_dp), [&](ParallelContext& context) {
-        TrainedRank rank(context, config);
+    for (const Sizes& other : layouts_for(config)) {
+      if (!meet(sizes, other)) continue;
+      test::on_layout(layout_of(other), [&](ParallelContext& context) {
+        TrainedRank rank(context, config, other.stages);
         const auto manager = rank.checkpoints(dir.path());
         const auto found = manager->load_latest(rank.model, rank.optimizer);
         ASSERT_TRUE(found);
@@ -167,7 +201,7 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
               << parameter.name;
         }
         expect_near(rank.train(2), next);
-        if (same) {
+        if (other == sizes) {
           EXPECT_TRUE(same_bits(rank.model.flat_parameters().detach(), weights[static_cast<size_t>(context.rank())]));
         }
       });
@@ -178,7 +212,7 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
 TEST(Layouts, AStateThatLacksAPieceSaysWhich) {
   const ModelConfig config = eight_heads(ModelFamily::kLlama, false);
   const TemporaryDirectory dir;
-  test::on_layout(layout_of(2, 1), [&](ParallelContext& context) {
+  test::on_layout(layout_of({2, 1, 1}), [&](ParallelContext& context) {
     TrainedRank rank(context, config);
     (void)rank.train(0);
     rank.optimizer.save(dir.path());
