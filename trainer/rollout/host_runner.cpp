@@ -1,8 +1,10 @@
 #include <ATen/ATen.h>
 
+#include <cstring>
 #include <deque>
 
 #include "base/error.h"
+#include "trainer/parallel/stage_links.h"
 #include "trainer/rollout/step_runner.h"
 
 namespace trireme {
@@ -31,9 +33,12 @@ class HostRunner final : public StepRunner {
     }
     batch_.ids = input.select(0, 0);
     batch_.positions = input.select(0, 1);
-    const at::Tensor hidden = model_.forward_cached(batch_, arena_);
+    const at::Tensor hidden = through_stages();
     SampleResult result;
-    if (!plan.outputs.empty()) result = model_.sample(output_rows(hidden, plan), request.rows);
+    if (!plan.outputs.empty()) {
+      if (hidden.defined()) result = model_.sample(output_rows(hidden, plan), request.rows);
+      share(result, plan.outputs.size());
+    }
     previous_ = result.ids;
     results_.push_back(std::move(result));
   }
@@ -46,6 +51,46 @@ class HostRunner final : public StepRunner {
   }
 
  private:
+  // The batch through all pieces of this rank's stage, with those of the others between them. Hidden states on the last
+  // stage; undefined on the others.
+  at::Tensor through_stages() {
+    StageLinks* links = model_.options().links;
+    if (links == nullptr) return model_.forward_cached(batch_, arena_);
+    const ModelSplit& split = model_.split();
+    at::Tensor out;
+    PendingCollective sent;
+    for (int64_t piece = 0; piece < static_cast<int64_t>(split.layers.size()); ++piece) {
+      at::Tensor in;
+      if (!split.begins(piece)) {
+        in = model_.make_residual(batch_.ids.size(0));
+        links->begin_receive(in, /*backward=*/false).wait();
+      }
+      sent.wait();  // of the piece before: it has come round
+      out = model_.forward_cached_piece(piece, batch_, arena_, in);
+      if (!split.ends(piece)) sent = links->begin_send(out, /*backward=*/false);
+    }
+    sent.wait();
+    return split.last_stage() ? out : at::Tensor();
+  }
+
+  // What the last stage has sampled, on all: each keeps the samples and plans the next step by itself.
+  void share(SampleResult& result, size_t count) {
+    StageLinks* links = model_.options().links;
+    if (links == nullptr) return;
+    const size_t ids = count * sizeof(int64_t), logprobs = count * sizeof(float);
+    const at::Tensor packed = at::empty({static_cast<int64_t>(ids + logprobs)}, at::kByte);
+    auto* bytes = packed.mutable_data_ptr<uint8_t>();
+    if (model_.split().last_stage()) {
+      std::memcpy(bytes, result.ids.data(), ids);
+      std::memcpy(bytes + ids, result.logprobs.data(), logprobs);
+    }
+    links->share_last(packed);
+    result.ids.resize(count);
+    result.logprobs.resize(count);
+    std::memcpy(result.ids.data(), bytes, ids);
+    std::memcpy(result.logprobs.data(), bytes + ids, logprobs);
+  }
+
   const Model& model_;
   KvArena& arena_;
   CachedBatch batch_;

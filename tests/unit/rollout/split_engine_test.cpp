@@ -1,5 +1,5 @@
-// The engine over a model that is split over tensor ranks: all ranks have the same samples, whatever the batching, and
-// the sampler's log-probs have the bits of the loss's.
+// The engine over a model that is split over tensor ranks and pipeline stages: all ranks have the same samples,
+// whatever the batching, and the sampler's log-probs have the bits of the loss's.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
@@ -8,6 +8,7 @@
 
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
+#include "trainer/parallel/stage_links.h"
 #include "trainer/rollout/engine.h"
 
 namespace trireme {
@@ -64,6 +65,24 @@ std::string bytes_of(const std::vector<GeneratedGroup>& groups) {
   return bytes;
 }
 
+// Hidden states of a batch as the loss has them, on the last stage; undefined on the others.
+at::Tensor forward_all(const Model& model, const PackedBatch& batch) {
+  StageLinks* links = model.options().links;
+  if (links == nullptr) return model.forward(batch);
+  at::Tensor out;
+  for (int64_t piece = 0; piece < static_cast<int64_t>(model.split().layers.size()); ++piece) {
+    at::Tensor in;
+    if (!model.split().begins(piece)) {
+      in = model.make_residual(batch.tokens());
+      links->begin_receive(in, false).wait();
+    }
+    out = model.forward_piece(piece, batch, in);
+    if (!model.split().ends(piece)) links->begin_send(out, false).wait();
+  }
+  return model.split().last_stage() ? out : at::Tensor();
+}
+
+// 0 where another stage has the log-probs.
 int64_t mismatches(const Model& model, const std::vector<GeneratedGroup>& groups, const LogprobOptions& options) {
   const at::NoGradGuard no_grad;
   int64_t count = 0;
@@ -75,9 +94,12 @@ int64_t mismatches(const Model& model, const std::vector<GeneratedGroup>& groups
       const PackedBatch batch = PackedBatch::from_sequences({random_tokens(11, 3), tokens});
       const auto first = 11 + static_cast<int64_t>(group.prompt.size()) - 1;
       const auto made = static_cast<int64_t>(sample.response.size());
-      const at::Tensor hidden = model.forward(batch).narrow(0, first, made);
+      const at::Tensor hidden = forward_all(model, batch);
+      if (!hidden.defined()) continue;
       const at::Tensor of_loss =
-          model.logprobs(hidden, batch.ids.narrow(0, first + 1, made), options).to(at::kFloat).contiguous();
+          model.logprobs(hidden.narrow(0, first, made), batch.ids.narrow(0, first + 1, made), options)
+              .to(at::kFloat)
+              .contiguous();
       for (int64_t i = 0; i < made; ++i)
         count += std::memcmp(of_loss.const_data_ptr<float>() + i, &sample.logprobs[static_cast<size_t>(i)], 4) != 0;
     }
@@ -85,26 +107,42 @@ int64_t mismatches(const Model& model, const std::vector<GeneratedGroup>& groups
   return count;
 }
 
-class SplitEngine : public ::testing::TestWithParam<std::tuple<ModelFamily, bool, int, at::ScalarType>> {};
+struct SplitWay {
+  ModelFamily family;
+  bool tied;
+  int64_t tp, pp;
+  at::ScalarType dtype;
+  StageOptions stages = {};
+};
+
+class SplitEngine : public ::testing::TestWithParam<SplitWay> {};
 INSTANTIATE_TEST_SUITE_P(TensorParallel, SplitEngine,
-                         ::testing::Values(std::tuple{ModelFamily::kLlama, false, 2, at::kFloat},
-                                           std::tuple{ModelFamily::kQwen2, false, 4, at::kBFloat16},
-                                           std::tuple{ModelFamily::kQwen3, true, 2, at::kBFloat16},
-                                           std::tuple{ModelFamily::kQwen3, true, 4, at::kFloat}),
+                         ::testing::Values(SplitWay{ModelFamily::kLlama, false, 2, 1, at::kFloat},
+                                           SplitWay{ModelFamily::kQwen2, false, 4, 1, at::kBFloat16},
+                                           SplitWay{ModelFamily::kQwen3, true, 2, 1, at::kBFloat16},
+                                           SplitWay{ModelFamily::kQwen3, true, 4, 1, at::kFloat},
+                                           SplitWay{ModelFamily::kLlama, false, 1, 2, at::kBFloat16},
+                                           SplitWay{ModelFamily::kQwen3, true, 1, 4, at::kFloat},
+                                           SplitWay{ModelFamily::kQwen2, false, 2, 2, at::kBFloat16},
+                                           SplitWay{
+                                               ModelFamily::kQwen3, true, 1, 2, at::kFloat, {.virtual_stages = 2}}),
                          [](const auto& info) {
-                           return std::string(to_string(std::get<0>(info.param))) + "_tp" +
-                                  std::to_string(std::get<2>(info.param)) +
-                                  (std::get<3>(info.param) == at::kFloat ? "_float32" : "_bfloat16");
+                           const SplitWay& way = info.param;
+                           return std::string(to_string(way.family)) + "_tp" + std::to_string(way.tp) + "_pp" +
+                                  std::to_string(way.pp) + (way.stages.virtual_stages > 1 ? "_virtual" : "") +
+                                  (way.dtype == at::kFloat ? "_float32" : "_bfloat16");
                          });
 
 TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
-  const auto [family, tied, tp, dtype] = GetParam();
-  const ModelConfig config = eight_heads(family, tied);
+  const SplitWay& way = GetParam();
+  ModelConfig config = eight_heads(way.family, way.tied);
+  if (way.pp > 1) config.num_layers = 4;
   Layout layout;
-  layout.tp = tp;
-  test::on_layout(layout, [&, &config = config, dtype = dtype](ParallelContext& context) {
-    ModelOptions options = split_options(context, config);
-    options.dtype = dtype;
+  layout.tp = way.tp;
+  layout.pp = way.pp;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    ModelOptions options = split_options(context, config, way.stages);
+    options.dtype = way.dtype;
     options.trainable = false;
     Model model(config, options);
     fill(model);
@@ -118,14 +156,35 @@ TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
     filtered.top_p = 0.9;
     for (const SamplingOptions& sampling : {plain, filtered}) {
       std::set<std::string> seen;
-      for (const Way& way : ways()) {
-        const auto groups = generate(model, way.options, sampling);
+      for (const Way& batching : ways()) {
+        const auto groups = generate(model, batching.options, sampling);
         ASSERT_EQ(groups.size(), 5u);
-        EXPECT_EQ(mismatches(model, groups, sampling.logprob_options()), 0) << way.name;
+        EXPECT_EQ(mismatches(model, groups, sampling.logprob_options()), 0) << batching.name;
         for (const std::string& of_rank : context.world().all_gather_bytes(bytes_of(groups))) seen.insert(of_rank);
       }
       EXPECT_EQ(seen.size(), 1u) << "samples depend on the rank or on how they were batched";
     }
+  });
+}
+
+// Stages change no bit: neither of tokens nor of log-probs.
+TEST(SplitEngine, StagesGenerateWhatOneRankDoes) {
+  ModelConfig config = eight_heads(ModelFamily::kLlama, false);
+  config.num_layers = 4;
+  SamplingOptions sampling;
+  sampling.seed = 3;
+  sampling.max_new_tokens = 12;
+  ModelOptions frozen;
+  frozen.trainable = false;
+  Model whole(config, frozen);
+  fill(whole);
+  const std::string wanted = bytes_of(generate(whole, {.cache_rows = 2000}, sampling));
+  Layout layout;
+  layout.pp = 4;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    Model model(config, split_options(context, config));
+    fill(model);
+    for (const Way& batching : ways()) EXPECT_EQ(bytes_of(generate(model, batching.options, sampling)), wanted);
   });
 }
 
