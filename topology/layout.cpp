@@ -138,11 +138,11 @@ std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   for (const auto& [field, name] : kNotYet) {
     const int64_t size = layout.*field.member;
     if (size <= 1) continue;
-    const bool tensor = field.member == &Layout::tp;
-    if (tensor && !gpus) continue;
+    const bool on_cpus = field.member == &Layout::tp || field.member == &Layout::pp;
+    if (on_cpus && !gpus) continue;
     sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
-                        " parallel) is not supported yet by the trainer of this version" + (tensor ? " on GPUs" : "") +
-                        "; only dp may be above 1" + (gpus ? "" : ", and tp"));
+                        " parallel) is not supported yet by the trainer of this version" + (on_cpus ? " on GPUs" : "") +
+                        "; only dp may be above 1" + (gpus ? "" : ", and tp and pp"));
   }
   return sentences;
 }

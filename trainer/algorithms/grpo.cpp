@@ -297,9 +297,9 @@ class GrpoLoop final {
   }
 
   // Where this rank's first optimizer step is written to be computed again; empty: nowhere. One file a replica: its
-  // ranks train the same.
+  // ranks train the same, and the last stage has the results.
   std::string dump_path(int64_t step) const {
-    if (!dumps(step) || !session_.context.leads_replica()) return "";
+    if (!dumps(step) || !session_.context.has_results()) return "";
     std::filesystem::create_directories(config_.logger.log_dir);
     const ParallelContext& ranks = session_.context;
     const std::string of_rank = ranks.world_size() > 1 ? "_rank_" + std::to_string(ranks.rank()) : "";

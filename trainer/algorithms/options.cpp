@@ -139,6 +139,15 @@ LogprobOptions reference_distribution(const Config& config) {
   return o;
 }
 
+StageOptions stage_options(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  if (!m.enabled) return {};
+  const auto named = [](int64_t layers) { return layers == kDerived ? 0 : layers; };
+  return {.first_layers = named(m.num_layers_in_first_pipeline_stage),
+          .last_layers = named(m.num_layers_in_last_pipeline_stage),
+          .virtual_stages = m.virtual_pipeline_model_parallel_size};
+}
+
 MicroBatchOptions training_micro_batches(const Config& config) {
   const PolicyConfig& p = config.policy;
   return micro_batch_options(config, p.train_micro_batch_size, p.sequence_packing.train_mb_tokens,

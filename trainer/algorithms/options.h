@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "topology/stages.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/batch/packing.h"
 #include "trainer/config/config.h"
@@ -36,6 +37,9 @@ double reward_kl_penalty(const Config& config);
 bool needs_reference(const Config& config);                   // a reference model, for the loss or the rewards
 LogprobOptions sampling_distribution(const Config& config);   // what the sampler drew from, replayed in the loss
 LogprobOptions reference_distribution(const Config& config);  // the same without filters
+
+// How the layers are dealt to the stages of a pipeline.
+StageOptions stage_options(const Config& config);
 
 // Micro-batches: of training, of passes for log-probs, of SFT's training and validation.
 MicroBatchOptions training_micro_batches(const Config& config);

@@ -10,6 +10,7 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
 
@@ -25,8 +26,9 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.wide_router = config.policy.megatron_cfg.moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;
   if (context.replica_group().size() > 1) {
-    options.split = model_split(model.shape(), context.layout(), context.rank());
+    options.split = model_split(model.shape(), context.layout(), context.rank(), stage_options(config));
     options.tensor = &context.tensor_parallel();
+    options.links = context.stage_links();
   }
   return options;
 }
@@ -91,10 +93,11 @@ void check_agreement(const Config& config, ParallelContext& context) {
     if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + " " + problems[rank]);
 }
 
-// Before the weights are read, too: what tensor ranks share must divide among them.
-void check_split(const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout) {
+// Before the weights are read, too: what tensor ranks share must divide among them, and layers among stages.
+void check_split(const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
+                 const StageOptions& stages) {
   const ModelShape shape = model.shape();
-  const LayoutReport report = check_layout(layout, {.shape = &shape});
+  const LayoutReport report = check_layout(layout, {.shape = &shape, .stages = stages});
   if (!report.ok()) fail_user("the model of " + dir.string() + " cannot be split so: " + report.errors.front());
 }
 
@@ -132,7 +135,7 @@ bool rows_are_exact(const Model& model, int64_t most_rows, ParallelContext& cont
   const ModelOptions& options = model.options();
   const bool products = products_are_exact(model.config(), model.local(), options.dtype, options.device, most_rows);
   const std::optional<std::string> exchanges =
-      exchange_problem(context.replica_group(), model.config().hidden_size,
+      exchange_problem(context.tensor_parallel(), model.config().hidden_size,
                        at::TensorOptions().dtype(options.dtype).device(options.device));
   if (exchanges) log_warn("parallel", *exchanges);
   return context.world().all_reduce_max(products && !exchanges ? 0 : 1) == 0;
@@ -241,7 +244,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   reporting.phase("start", 0);
   check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
-  check_split(model, model_dir, context.layout());
+  check_split(model, model_dir, context.layout(), stage_options(config));
   check_experts(config, model, model_dir, context.layout());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);

@@ -7,6 +7,7 @@
 #include "base/fs.h"
 #include "base/text.h"
 #include "topology/topology.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
 #include "trainer/config/config.h"
@@ -46,6 +47,7 @@ int plan(const std::string& path, const std::vector<std::string>& overrides) {
   check.world = world;
   check.gpus_per_node = config.cluster.processes;
   check.shape = &shape;
+  check.stages = stage_options(config);
   const LayoutReport report = check_layout(layout, check);
   line("model", config.policy.model_name + ", " + format_fixed(static_cast<double>(parameter_count(shape)) / 1e9, 3) +
                     " G parameters");
@@ -58,6 +60,7 @@ int plan(const std::string& path, const std::vector<std::string>& overrides) {
   if (!report.ok()) return 1;
   const bool whole = config.policy.precision == "float32";
   MemoryOptions memory;
+  memory.stages = check.stages;
   memory.weight_bytes = whole ? 4 : 2;
   memory.grad_bytes = gradients_in_fp32(config) ? 4 : 2;
   memory.optimizer_bytes = whole ? 8 : 12;  // in float32 the weights are their own master copy

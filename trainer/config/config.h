@@ -154,6 +154,7 @@ struct MegatronConfig {
   bool sequence_parallel = false;
   int64_t num_layers_in_first_pipeline_stage = kDerived;  // derived: null, layers divided evenly
   int64_t num_layers_in_last_pipeline_stage = kDerived;
+  int64_t virtual_pipeline_model_parallel_size = 1;
   bool activation_checkpointing = false;
   std::string recompute_granularity = "auto";  // null | full | selective
   std::string recompute_method = "uniform";    // | block

@@ -272,6 +272,10 @@ void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
   KEY(policy.megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
   KEY(policy.megatron_cfg.num_layers_in_last_pipeline_stage)("layers of the last stage").from("evenly").at_least(1);
+  OURS(policy.megatron_cfg.virtual_pipeline_model_parallel_size)
+  ("pieces of each stage, which take turns (Megatron's interleaved schedule): less waiting, more messages")
+      .at_least(1)
+      .null_as("1");
   KEY(policy.megatron_cfg.activation_checkpointing)
   ("keep only the input of each layer for backward; counts where recompute_granularity is null");
   KEY(policy.megatron_cfg.recompute_granularity)

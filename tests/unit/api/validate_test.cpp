@@ -70,10 +70,11 @@ TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
   const std::string rest = not_yet + "; only dp may be above 1";
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")),
             "spec.roles.actor.parallelism.tp: tp 4 (tensor" + not_yet + " on GPUs; only dp may be above 1" +
-                "\nspec.roles.actor.parallelism.pp: pp 4 (pipeline" + rest);
+                "\nspec.roles.actor.parallelism.pp: pp 4 (pipeline" + not_yet + " on GPUs; only dp may be above 1");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {cp: 2}")),
-            "spec.roles.actor.parallelism.cp: cp 2 (context" + rest + ", and tp");
+            "spec.roles.actor.parallelism.cp: cp 2 (context" + rest + ", and tp and pp");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {tp: 2}")), "");  // on CPUs
+  EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {pp: 2, tp: 2}")), "");
   EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 8, etp: 1}")),
             "spec.roles.actor.parallelism.ep: ep 8 (expert" + rest);
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {dp: 64}")), "");

@@ -184,6 +184,8 @@ TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
       "on GPUs (cluster.device=cpu has it)");
   four.push_back("cluster.device=cpu");
   EXPECT_NO_THROW(validate_supported(load_config_text("", four)));
+  four[2] = "policy.megatron_cfg.pipeline_model_parallel_size=4";
+  EXPECT_NO_THROW(validate_supported(load_config_text("", four)));
   for (const char* ask : {"policy.generation.colocated.enabled=false", "grpo.max_rollout_turns=2",
                           "grpo.async_grpo.enabled=true", "policy.offload_optimizer_for_logprob=true"}) {
     EXPECT_THAT(error_of([&] { validate_supported(load_config_text("", {ask})); }), HasSubstr("not supported yet"));

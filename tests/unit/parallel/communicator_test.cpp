@@ -291,6 +291,10 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
   EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
   layout = {};
   layout.pp = 2;
+  EXPECT_THROW((void)runnable(layout, /*gpus=*/true), Error);
+  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
+  layout = {};
+  layout.cp = 2;
   EXPECT_THROW((void)runnable(layout, /*gpus=*/false), Error);
   layout = {};
   layout.dp = 3;
