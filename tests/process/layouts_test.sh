@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Whole runs of a model that is split over tensor ranks: log-probs of sampler and loss with equal bits, resumes, other
-# layouts going on, a rank that dies, and what cannot be split.
+# Whole runs of a model that is split over tensor ranks and pipeline stages: log-probs of sampler and loss with equal
+# bits, resumes, other layouts going on, a rank that dies, and what cannot be split.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
-"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 2 --heads 4 --kv-heads 4 --head-dim 16 --intermediate 64 \
+"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 --intermediate 64 \
   >/dev/null
-# run NAME RANKS TP [overrides...]
+# run NAME RANKS TP PP [overrides...]
 run() {
-  local name=$1 ranks=$2 tp=$3; shift 3
+  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
   "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=0 grpo.val_at_start=false \
     cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
-    policy.megatron_cfg.tensor_model_parallel_size="$tp" grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
+    policy.megatron_cfg.tensor_model_parallel_size="$tp" policy.megatron_cfg.pipeline_model_parallel_size="$pp" \
+    grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
     policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
 }
 # What the log of NAME says: STEPS steps, no token with other bits, gradients that are some.
@@ -26,7 +27,8 @@ sys.exit(0 if len(rows) == int(sys.argv[2]) and compared > 300 and differing == 
 PY
 }
 
-for layout in "tp2 2 2" "tp4 4 4" "tp2dp2 4 2"; do
+for layout in "tp2 2 2 1" "tp4 4 4 1" "tp2dp2 4 2 1" "pp2 2 1 2" "pp4 4 1 4" "tp2pp2 4 2 2" \
+  "virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"; do
   set -- $layout
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
@@ -37,25 +39,73 @@ echo '{"prompt": "1+2="}' | "$TRIREME" generate --model "$dir/tp2dp2/step_4/poli
   >"$dir/out" 2>"$dir/err" && ok "the saved weights are a model" || bad "the saved weights" "$(cat "$dir/err")"
 
 # Two steps, then the rest: in the same layout bit for bit, in others at all.
-check "two steps" run again 4 2 grpo.max_num_steps=2
+check "two steps" run again 4 2 1 grpo.max_num_steps=2
 cp -r "$dir/again" "$dir/alone"
-check "the rest of them" run again 4 2
+check "the rest of them" run again 4 2 1
 [ "$(weights again 4)" = "$(weights tp2dp2 4)" ] && ok "resumed on tp2 dp2: weights and moments bit for bit" ||
   bad "a resume on tp2 dp2"
-check "the rest of them on one rank" run alone 1 1
+check "the rest of them on one rank" run alone 1 1 1
 cp -r "$dir/alone" "$dir/four"; rm -rf "$dir/four/step_4"
-check "the last step on tp4" run four 4 4
+check "the last step on tp4" run four 4 4 1
 sound four 1 >/dev/null; [ -d "$dir/four/step_4" ] && ok "one rank and tp4 went on with what tp2 dp2 had" ||
   bad "other layouts went on"
+check "two steps on tp2 pp2" run stages 4 2 2 grpo.max_num_steps=2
+cp -r "$dir/stages" "$dir/deeper"
+check "the rest of them on tp2 pp2" run stages 4 2 2
+[ "$(weights stages 4)" = "$(weights tp2pp2 4)" ] && ok "resumed on tp2 pp2: weights and moments bit for bit" ||
+  bad "a resume on tp2 pp2"
+check "the rest of them on pp4" run deeper 4 1 4
+[ -d "$dir/deeper/step_4" ] && ok "pp4 went on with what tp2 pp2 had" || bad "pp4 went on"
+
+# Fine-tuning: the losses of one rank.
+sft() {
+  local name=$1 ranks=$2 pp=$3; shift 3
+  "$TRIREME" launch --nproc-per-node "$ranks" -- train --config configs/quickstart_sft.yaml \
+    policy.model_name="$dir/model" data.train.data_path="$dir/task/warm_start.jsonl" \
+    data.train.split_validation_size=10 checkpointing.enabled=false \
+    logger.log_dir="$dir/$name-logs" logger.prometheus.enabled=false logger.report=false cluster.device=cpu \
+    cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
+    policy.megatron_cfg.pipeline_model_parallel_size="$pp" sft.max_num_steps=3 sft.val_period=3 sft.val_batches=1 \
+    policy.train_global_batch_size=16 policy.train_micro_batch_size=4 "$@"
+}
+check "SFT on one rank" sft sft1 1 1
+check "SFT on pp4" sft sft4 4 4
+python3 - "$dir" <<'PY' && ok "SFT on pp4: loss, gradient norm and validation of one rank" || bad "the losses of SFT"
+import json, sys
+def rows(name):
+    return [x for x in map(json.loads, open(f"{sys.argv[1]}/{name}-logs/train.jsonl"))
+            if "train/loss" in x or "validation/loss" in x]
+one, four = rows("sft1"), rows("sft4")
+keys = ["train/loss", "train/grad_norm", "validation/loss"]
+pairs = [(a[k], b[k]) for a, b in zip(one, four) for k in keys if k in a]
+sys.exit(0 if len(one) == len(four) >= 3 and len(pairs) >= 7 and
+         all(abs(a - b) <= 1e-5 * abs(a) for a, b in pairs) else 1)
+PY
 
 # A rank that dies is named with its place.
-run killed 4 2 grpo.max_num_steps=200 >"$dir/out" 2>&1 & launcher=$!
-for _ in $(seq 1 1200); do [ -d "$dir/killed/step_2" ] && break; sleep 0.1; done
-victim=$(pgrep -f "logger.log_dir=$dir/killed-logs" | while read -r pid; do
-  grep -qz '^RANK=3$' "/proc/$pid/environ" 2>/dev/null && echo "$pid"; done | head -1)
-kill -9 "$victim"; SECONDS=0; wait $launcher
-[ $SECONDS -le 20 ] && grep -q "rank 3 (tp 1, dp 1)" "$dir/out" && ok "a killed rank is named with its place" ||
-  bad "a killed rank ($SECONDS s)" "$(cat "$dir/out")"
+killed() { # killed NAME RANKS TP PP RANK PLACE [overrides...]
+  local name=$1 ranks=$2 tp=$3 pp=$4 rank=$5 place=$6 launcher victim; shift 6
+  run "$name" "$ranks" "$tp" "$pp" grpo.max_num_steps=200 "$@" >"$dir/out" 2>&1 & launcher=$!
+  for _ in $(seq 1 1200); do [ -d "$dir/$name/step_2" ] && break; sleep 0.1; done
+  victim=$(pgrep -f "logger.log_dir=$dir/$name-logs" | while read -r pid; do
+    grep -qz "^RANK=$rank\$" "/proc/$pid/environ" 2>/dev/null && echo "$pid"; done | head -1)
+  kill -9 "$victim"; SECONDS=0; wait $launcher
+  [ $SECONDS -le 20 ] && grep -q "$place" "$dir/out" && ok "a killed rank is named: $place" ||
+    bad "a killed rank ($SECONDS s)" "$(cat "$dir/out")"
+}
+killed killed 4 2 1 3 "rank 3 (tp 1, dp 1)"
+killed middle 6 2 3 3 "rank 3 (tp 1, pp 1)" policy.megatron_cfg.num_layers_in_first_pipeline_stage=2
+# A middle stage that computes nonsense is seen where the loss is; one that stands still is named by its neighbours.
+faulty() { # faulty FAULT CODE WORDS [overrides...]
+  local fault=$1 expected=$2 words=$3 code; shift 3
+  TRIREME_FAULT=$fault run "${fault%%@*}" 3 1 3 policy.megatron_cfg.num_layers_in_first_pipeline_stage=2 \
+    checkpointing.enabled=false grpo.num_prompts_per_step=6 policy.train_global_batch_size=24 "$@" \
+    >"$dir/out" 2>&1; code=$?
+  [ $code = "$expected" ] && grep -q -- "$words" "$dir/out" && ok "$fault: code $code" ||
+    bad "$fault: code $code" "$(cat "$dir/out")"
+}
+faulty nan@2:1 21 "rank 2 .*in phase training: the log-prob of a token of sample .* is not finite in the loss"
+faulty hang@2:1 30 "rank 1 has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=8
 
 # What cannot be, in one sentence before any weight is read.
 refused() { # refused NAME WORDS COMMAND...
@@ -63,11 +113,19 @@ refused() { # refused NAME WORDS COMMAND...
   "$@" >"$dir/out" 2>&1 && { bad "$name was accepted"; return; }
   grep -q "$words" "$dir/out" && ok "$name" || bad "$name" "$(cat "$dir/out")"
 }
-refused "heads that do not divide" "cannot be split so: tp 3" run odd 3 3 grpo.num_prompts_per_step=6 \
+refused "heads that do not divide" "cannot be split so: tp 3" run odd 3 3 1 grpo.num_prompts_per_step=6 \
   policy.train_global_batch_size=24
 refused "tensor parallel on GPUs" "not supported yet by this version on GPUs" "$TRIREME" train cluster.gpus_per_node=2 \
   --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
   policy.megatron_cfg.tensor_model_parallel_size=2
+refused "layers that do not divide" "cannot be split so: pp 3 does not divide the 4 layers" run uneven 3 1 3 \
+  grpo.num_prompts_per_step=6 policy.train_global_batch_size=24
+refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2" \
+  run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
+  policy.megatron_cfg.num_layers_in_last_pipeline_stage=2
+refused "pipelines on GPUs" "pipeline parallel size 2 is not supported yet by this version on GPUs" "$TRIREME" train \
+  cluster.gpus_per_node=2 --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
+  policy.megatron_cfg.pipeline_model_parallel_size=2
 # Ranks that would compute something else.
 port=$((20000 + RANDOM % 10000)) pids=""
 for rank in 0 1; do
