@@ -172,7 +172,7 @@ def node_ready(name):
 
 def silent_kubelet(records):
     """A kubelet stands still for 60 s, the ranks do not."""
-    begin("patient", steps=2 * LONG)
+    begin("patient", steps=10 * LONG)
     node = pod("patient-actor-1-a1")["spec"]["nodeName"]
     kubelet(node, "STOP")
     try:
