@@ -3,8 +3,8 @@
 #pragma once
 
 #include "trainer/ops/cuda/attention/attention_kernels.h"
-#include "trainer/ops/cuda/gemm/skinny_gemm.cuh"
 #include "trainer/ops/cuda/device/wgmma.cuh"
+#include "trainer/ops/cuda/gemm/skinny_gemm.cuh"
 
 namespace trireme::cuda::groups {
 

@@ -34,9 +34,8 @@ __global__ void __launch_bounds__(kFlatThreads)
 // nobody waits for anybody; a move down the buffer goes from its first row on, one up it from its last, and what is
 // written before a read lies behind it.
 constexpr int kColumnThreads = 32;  // small, so that few columns find all SMs
-__global__ void __launch_bounds__(kColumnThreads)
-    move_rows_kernel(void* const* __restrict__ buffers, int row_chunks, const int64_t* __restrict__ moves,
-                     int64_t count) {
+__global__ void __launch_bounds__(kColumnThreads) move_rows_kernel(void* const* __restrict__ buffers, int row_chunks,
+                                                                   const int64_t* __restrict__ moves, int64_t count) {
   const int column = static_cast<int>(blockIdx.x) * kColumnThreads + static_cast<int>(threadIdx.x);
   if (column >= row_chunks) return;
   Chunk* const base = static_cast<Chunk*>(buffers[blockIdx.y]) + column;

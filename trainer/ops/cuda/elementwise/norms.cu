@@ -9,7 +9,7 @@ namespace {
 
 using namespace rows;
 
-constexpr int kNormThreads = 512;   // most threads of a norm's block
+constexpr int kNormThreads = 512;  // most threads of a norm's block
 
 // Sum over the block; every thread gets the same bits. `shared` has a place for each warp and must not be written again
 // before all threads have passed another barrier.

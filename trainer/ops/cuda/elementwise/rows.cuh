@@ -11,7 +11,7 @@
 namespace trireme::cuda::rows {
 
 inline constexpr int kWarp = 32;
-inline constexpr int kFlatThreads = 256;   // of kernels without sums over a row
+inline constexpr int kFlatThreads = 256;  // of kernels without sums over a row
 // Parts that sums over rows are cut into, as many as an H200 has SMs. A constant: the bits of a gradient do not
 // depend on the device, which may have more or fewer.
 inline constexpr int kSumParts = 132;
