@@ -168,4 +168,9 @@ MicroBatchOptions sft_micro_batches(const Config& config, bool train) {
   return o;
 }
 
+const MegatronConfig& router_settings(const Config& config) {
+  static const MegatronConfig none;
+  return config.policy.megatron_cfg.enabled ? config.policy.megatron_cfg : none;
+}
+
 }  // namespace trireme

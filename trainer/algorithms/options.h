@@ -45,5 +45,7 @@ StageOptions stage_options(const Config& config);
 MicroBatchOptions training_micro_batches(const Config& config);
 MicroBatchOptions logprob_micro_batches(const Config& config);
 MicroBatchOptions sft_micro_batches(const Config& config, bool train);
+// What says how experts are routed: policy.megatron_cfg where it is enabled, else its defaults.
+const MegatronConfig& router_settings(const Config& config);
 
 }  // namespace trireme

@@ -111,6 +111,8 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
     frozen.dtype = parse_dtype(config.policy.precision);
     frozen.trainable = false;
     frozen.device = choose_device(device, 0);
+    frozen.wide_router = router_settings(config).moe_router_dtype == "fp64";
+    frozen.combine_blocks = config.policy.moe_combine_blocks;
     model = load_model(model_dir, frozen);
   }
   const c10::NoGradGuard no_grad;

@@ -22,8 +22,8 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
   if (options.dtype == at::kBFloat16 && gradients_in_fp32(config)) options.gradient_dtype = at::kFloat;
-  options.freeze_router = config.policy.megatron_cfg.freeze_moe_router;
-  options.wide_router = config.policy.megatron_cfg.moe_router_dtype == "fp64";
+  options.freeze_router = router_settings(config).freeze_moe_router;
+  options.wide_router = router_settings(config).moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;
   if (context.replica_group().size() > 1) {
     options.split = model_split(model.shape(), context.layout(), context.rank(), stage_options(config));
@@ -105,7 +105,7 @@ void check_split(const ModelConfig& model, const std::filesystem::path& dir, con
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
                    const Layout& layout) {
   if (model.num_experts == 0) return;
-  const MegatronConfig& m = config.policy.megatron_cfg;
+  const MegatronConfig& m = router_settings(config);
   const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
   const int64_t blocks = config.policy.moe_combine_blocks;
   if (blocks > 0 && model.num_experts % blocks != 0) {
