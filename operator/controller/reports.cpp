@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/log.h"
+
 namespace trireme::controller {
 namespace {
 
@@ -42,7 +44,8 @@ std::optional<Report> ReportStore::get(const kube::ObjectKey& job, const std::st
   const auto found = entries_.find(job);
   if (found == entries_.end() || found->second.uid != uid) return std::nullopt;
   Report report = found->second.report;
-  report.age = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - found->second.at);
+  const auto since = std::max(found->second.at, found->second.crowded_out);
+  report.age = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - since);
   return report;
 }
 
@@ -59,6 +62,18 @@ size_t ReportStore::talkers() const {
 void ReportStore::turned_away() {
   std::lock_guard lock(mutex_);
   turned_away_ = SteadyClock::now();
+}
+
+void ReportStore::crowded_out(const kube::ObjectKey& job, const std::string& uid) {
+  std::lock_guard lock(mutex_);
+  const auto found = entries_.find(job);
+  if (found == entries_.end() || found->second.uid != uid) return;
+  const auto now = SteadyClock::now();
+  if (now - found->second.crowded_out > kTalking) {
+    log_warn("status", job.ns + "/" + job.name +
+                           ": more tokens come in its rank 0's name than are looked at; silence does not count as a hang");
+  }
+  found->second.crowded_out = now;
 }
 
 void ReportStore::hear(SteadyClock::time_point now) {

@@ -29,6 +29,9 @@ class ReportStore final {
   void forget(const kube::ObjectKey& job);
   // A report was not taken, and that was our own trouble: the API server did not say whose it was.
   void turned_away();
+  // A report that may be this job's was not looked at, since others use up what its pod may ask: until it is heard
+  // again its age counts from here, for its silence is not its own. What does not fit the last report's job is ignored.
+  void crowded_out(const kube::ObjectKey& job, const std::string& uid);
   size_t size() const;
 
   // Silence of everybody at once is ours, not theirs.
@@ -51,6 +54,7 @@ class ReportStore final {
     std::string uid;
     Report report;
     SteadyClock::time_point at;
+    SteadyClock::time_point crowded_out{};  // last time, or never
   };
   size_t talkers() const;
   void hear(SteadyClock::time_point now);  // a report, whosesoever

@@ -38,8 +38,9 @@ HeapSize heap_size() {
   return size;
 }
 
-bool HeapTrims::due(const HeapSize& size, SteadyClock::time_point now) const {
+bool HeapTrims::due(const HeapSize& size, SteadyClock::time_point now) {
   const size_t now_unused = unused(size);
+  kept_ = std::min(kept_, now_unused);
   const size_t freed = now_unused > kept_ ? now_unused - kept_ : 0;
   if (freed < worth_) return false;
   if (!last_) return true;

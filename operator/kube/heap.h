@@ -23,14 +23,14 @@ class HeapTrims final {
   // Not for less than `worth` bytes that became free but stayed resident since the last trim, and once a minute; four
   // times as much goes after five seconds, so that a burst does not pile up.
   explicit HeapTrims(size_t worth) : worth_(worth) {}
-  bool due(const HeapSize& size, SteadyClock::time_point now) const;
+  bool due(const HeapSize& size, SteadyClock::time_point now);
   void trimmed(const HeapSize& after, SteadyClock::time_point now);
 
  private:
   static size_t unused(const HeapSize& size) { return size.resident > size.in_use ? size.resident - size.in_use : 0; }
 
   const size_t worth_;
-  size_t kept_ = 0;  // what the last trim could not give back: code, stacks, pages with something in use on them
+  size_t kept_ = 0;  // the least unused since the last trim: code, stacks, pages with something in use on them
   std::optional<SteadyClock::time_point> last_;
 };
 

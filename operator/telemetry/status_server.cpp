@@ -86,6 +86,12 @@ class Place final {
 }  // namespace
 
 std::optional<PodIdentity> claimed_identity(const std::string& token) {
+  // What else stands in a token, in a part that is not read here either, would be found out later, and by another answer.
+  constexpr std::string_view kBesides = "-_.=";
+  for (const char c : token) {
+    if (std::isalnum(static_cast<unsigned char>(c)) == 0 && kBesides.find(c) == std::string_view::npos)
+      return std::nullopt;
+  }
   const std::vector<std::string> parts = split(token, '.');
   if (parts.size() != 3 || token.size() > kMaxTokenBytes) return std::nullopt;
   std::string claims = replace_all(replace_all(parts[1], "-", "+"), "_", "/");
@@ -220,7 +226,7 @@ HttpResponse StatusServer::take(const HttpRequest& request) {
   const ParsedReport parsed = parse_report(request.body);
   std::string job_uid;
   if (const std::string why = unproven(request, job, parsed, job_uid); !why.empty()) {
-    log_debug("status", "a report is refused: " + why);
+    log_debug("status", "a report on " + job.ns + "/" + job.name + " is refused: " + why);
     return answer(403, kUnproven);
   }
   if (!parsed.error.empty()) return answer(400, parsed.error);
@@ -237,16 +243,20 @@ std::string StatusServer::unproven(const HttpRequest& request, const kube::Objec
   const std::optional<PodIdentity> claimed = claimed_identity(token);
   if (!claimed) return "its token is no service account token of a pod";
   if (std::string why = misfit(*claimed, job, parsed, job_uid); !why.empty()) return why;
-  std::optional<PodIdentity> identity;
+  Reviewed reviewed;
   try {
-    identity = identify(token, claimed->uid);
-  } catch (const kube::ApiError& e) {
+    reviewed = identify(token, claimed->uid);
+  } catch (const std::exception& e) {
     log_warn("status", std::string("token review: ") + e.what());
     reports_.turned_away();
     return "its token cannot be checked now";
   }
-  if (!identity) return "its token is not valid for this audience, or is one of too many in its pod's name";
-  return *identity == *claimed ? "" : "its token is another pod's";
+  if (reviewed.crowded_out) {
+    reports_.crowded_out(job, job_uid);
+    return "its token is one of too many in its pod's name";
+  }
+  if (!reviewed.identity) return "its token is not valid for this audience";
+  return *reviewed.identity == *claimed ? "" : "its token is another pod's";
 }
 
 std::string StatusServer::misfit(const PodIdentity& claimed, const kube::ObjectKey& job_key, const ParsedReport& parsed,
@@ -287,27 +297,30 @@ HttpResponse StatusServer::pass_on(const HttpRequest& request) {
   return response;
 }
 
-std::optional<PodIdentity> StatusServer::identify(const std::string& token, const std::string& pod_uid) {
+StatusServer::Reviewed StatusServer::identify(const std::string& token, const std::string& pod_uid) {
   const std::string digest = sha256(token);
   const auto now = SteadyClock::now();
   {
     std::lock_guard lock(mutex_);
     const auto known = tokens_.find(digest);
-    if (known != tokens_.end() && known->second.until > now) return known->second.identity;
+    if (known != tokens_.end() && known->second.until > now) return {known->second.identity};
     // Junk in a pod's name does not keep the pod's own token, once it was believed, from being believed again.
     const bool believed = known != tokens_.end() && known->second.identity;
-    if (!shares_.take(believed ? digest : pod_uid, now)) return std::nullopt;
+    if (!shares_.take(believed ? digest : pod_uid, now)) return {std::nullopt, /*crowded_out=*/true};
   }
   const Place place(reviews_, options_.max_reviews);
   if (!place.got())
     throw kube::ApiError(kube::ApiErrorKind::kTimeout, 0, "Busy", "too many tokens are being checked already");
   std::optional<PodIdentity> identity = review(token);
   std::lock_guard lock(mutex_);
-  if (tokens_.size() >= options_.max_tokens)
-    std::erase_if(tokens_, [&](const auto& entry) { return entry.second.until <= now; });
+  // Junk goes first: a token that was believed has a share of its own.
+  for (const bool junk : {true, false}) {
+    if (tokens_.size() >= options_.max_tokens)
+      std::erase_if(tokens_, [&](const auto& e) { return e.second.until <= now && junk == !e.second.identity; });
+  }
   if (tokens_.size() >= options_.max_tokens) tokens_.clear();
   tokens_[digest] = {identity, now + options_.token_lifetime};
-  return identity;
+  return {identity};
 }
 
 std::optional<PodIdentity> StatusServer::review(const std::string& token) const {

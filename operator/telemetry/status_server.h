@@ -89,7 +89,11 @@ class StatusServer final {
                      std::string& job_uid) const;
   // Nothing when the API server does not believe the token, or is not asked because too many came in the name of this
   // pod. Throws ApiError.
-  std::optional<PodIdentity> identify(const std::string& token, const std::string& pod_uid);
+  struct Reviewed {
+    std::optional<PodIdentity> identity;
+    bool crowded_out = false;  // not looked at: too many tokens in the pod's name
+  };
+  Reviewed identify(const std::string& token, const std::string& pod_uid);
   std::optional<PodIdentity> review(const std::string& token) const;
 
   struct Known {

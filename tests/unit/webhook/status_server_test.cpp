@@ -165,6 +165,7 @@ TEST(StatusServer, WithoutAProvenTokenAllRefusalsAreOne) {
   EXPECT_EQ(p.answer(forged("team", "missing-actor-0-a2", "pod-uid"), kBody), refusal) << "no such pod";
   EXPECT_EQ(p.answer(forged("team", "quick-actor-0-a2", "other-uid"), kBody), refusal) << "another pod of the name";
   EXPECT_EQ(p.answer(token_of("team", "quick-actor-0-a2", "pod-uid", "liar"), kBody), refusal);
+  EXPECT_EQ(p.answer(token_of("team", "quick-actor-0-a2", "pod-uid", "\xff"), kBody), refusal) << "no token at all";
   p.rank = 1;
   EXPECT_EQ(p.answer(right, kBody), refusal) << "a pod that does not report";
   p.rank = 0;
@@ -220,6 +221,9 @@ TEST(StatusServer, JunkInAPodsNameUsesUpThatPodsReviewsOnly) {
     EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "junk" + std::to_string(i)), kBody), 403);
   }
   EXPECT_EQ(p.reviews, 3) << "one pod's junk costs no more than its share";
+  std::this_thread::sleep_for(Milliseconds(50));
+  EXPECT_EQ(p.post(token_of("team", "quick-actor-0-a2", "pod-uid", "more"), kBody), 403);
+  EXPECT_LT(p.reports.get({"team", "quick"}, "job-uid")->age, Milliseconds(50)) << "nor does the job look silent";
   const std::string other = token_of("team", "other-actor-0-a2", "other-uid");
   EXPECT_EQ(p.post(other, kBody, "/v1/status/team/other"), 204) << "others are reviewed still";
   EXPECT_EQ(p.post(kToken, kBody), 204) << "and a token of its own that was believed before";
