@@ -263,7 +263,8 @@ void PolicyTrainer::backward_passes(const OptimizerBatch& batch, const ValidCoun
   train_passes(policy_, work);
   if (policy_.split().pp == 1) return;
   const nlohmann::json of_last = {sums.metrics, sums.compared_tokens, sums.mismatched_tokens};
-  const nlohmann::json shared = nlohmann::json::parse(share_result(policy_, of_last.dump()));
+  const std::vector<uint8_t> bytes = nlohmann::json::to_cbor(of_last);  // as text a number that is not finite is lost
+  const auto shared = nlohmann::json::from_cbor(share_result(policy_, std::string(bytes.begin(), bytes.end())));
   sums = {shared.at(0).get<MetricSums>(), shared.at(1).get<int64_t>(), shared.at(2).get<int64_t>()};
 }
 

@@ -288,13 +288,19 @@ void DistributedAdamW::sum_alike() {
 
 // Of a tied embedding the first and the last stage each have the gradients of their own use; the sum has the same bits
 // on both, as have their weights after it. No reduction that began in a backward pass reaches it: it lies before the
-// layers.
+// layers. From three replicas on the order of a sum shows in its bits, and a bucket's follows from the place in it, which
+// is another one on each stage: the replicas' sum is made here, in their order, and the first one brings it in.
 void DistributedAdamW::sum_tied() {
   const ModelSplit& split = model_.split();
   if (links_ == nullptr || !model_.config().tie_word_embeddings || !(split.first_stage() || split.last_stage())) return;
   const Parameter& embedding = *model_.find("model.embed_tokens.weight");
   const at::Tensor own = model_.flat_gradients().narrow(0, embedding.offset, embedding.size);
   own.add_(links_->swap_ends(own));
+  if (group_.size() <= 2) return;
+  // Some replicas may have begun these in backward: all begin them before the sum.
+  reduce_from(embedding.offset + embedding.size);
+  own.copy_(sum_rows(group_, own));
+  if (group_.rank() > 0) own.zero_();
 }
 
 double DistributedAdamW::sum_of_squares() const {

@@ -156,6 +156,21 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
   }
 }
 
+// From three replicas on a sum's bits follow from its order: that of the two copies must be one.
+TEST(TiedEmbedding, ItsTwoCopiesStayEqualOverThreeReplicas) {
+  const ModelConfig config = four_layers(ModelFamily::kQwen3);
+  ASSERT_TRUE(config.tie_word_embeddings);
+  std::vector<at::Tensor> copies(6);
+  test::on_layout(layout_of({1, 2, 3}), [&](ParallelContext& context) {
+    TrainedRank rank(context, config);
+    for (int step = 0; step < 3; ++step) (void)rank.train(step);
+    copies[static_cast<size_t>(context.rank())] =
+        rank.model.find("model.embed_tokens.weight")->tensor.detach().clone();
+  });
+  for (size_t replica = 0; replica < 3; ++replica) EXPECT_TRUE(same_bits(copies[replica], copies[replica + 3]));
+}
+
+
 // Whether a state that one has saved is loaded under another: one of each kind is enough where pipelines are among
 // them.
 bool meet(const Sizes& saved, const Sizes& loaded) {
