@@ -23,8 +23,10 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes)
   const int64_t attention = shape.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv;
   const int64_t log_sums = 4 * shape.heads;
   ActivationBytes bytes;
-  bytes.whole = element * (4 * hidden + attention + 3 * wide) + log_sums;
-  bytes.cheap = element * (2 * hidden + attention + 2 * wide) + log_sums;
+  // Of experts the activation's result is always computed again; their routes are kept.
+  const int64_t mlp = std::max(2 * chosen * shape.moe_intermediate, 3 * shape.intermediate);
+  bytes.whole = element * (4 * hidden + attention + mlp) + log_sums + 16 * chosen;
+  bytes.cheap = element * (2 * hidden + attention + 2 * wide) + log_sums + 16 * chosen;
   bytes.input = element * hidden;
   // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
   // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks.

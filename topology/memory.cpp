@@ -130,7 +130,7 @@ std::optional<ModelShape> known_model_shape(std::string_view source) {
   while (ends_with(source, "/")) source.remove_suffix(1);
   std::string name = to_lower(source.substr(source.rfind('/') + 1));
   if (starts_with(name, "meta-")) name.erase(0, 5);
-  for (const std::string_view suffix : {"-instruct", "-base", "-2507", "-instruct"}) {
+  for (const std::string_view suffix : {"-v0.1", "-2507", "-instruct", "-thinking", "-base"}) {
     if (ends_with(name, suffix)) name.erase(name.size() - suffix.size());
   }
   for (const KnownModel& model : known_models()) {

@@ -98,6 +98,7 @@ TEST_P(Groups, HowTheWorkIsCutShowsInNoBit) {
 
 TEST(Experts, TheStartUpTestPasses) {
   EXPECT_TRUE(cuda::grouped_rows_are_exact(128, 2048, 768, at::Device(at::kCUDA, 0)));
+  EXPECT_TRUE(cuda::grouped_gemm_in_use());
 }
 
 ExpertShape shape_of(int64_t experts, int64_t per_token, bool normalize, bool wide) {
@@ -146,6 +147,17 @@ TEST(Routes, OfEqualLogitsTheLowerIdIsTakenAndBadRowsGiveNaN) {
   for (const int64_t row : {0, 2}) EXPECT_TRUE(at::equal(routes.experts[row].cpu(), first));
   EXPECT_TRUE(at::isnan(routes.weights[1]).all().item<bool>());
   EXPECT_FALSE(at::isnan(routes.weights[2]).any().item<bool>());
+}
+
+// It would send rows elsewhere without a word.
+TEST(Routes, ARouterThatIsNotFiniteGivesNaN) {
+  for (const bool wide : {false, true}) {
+    const ExpertShape shape = shape_of(16, 2, true, wide);
+    at::Tensor router = random({16, 256}, 0.05);
+    router[3][77].fill_(std::numeric_limits<float>::quiet_NaN());
+    const Routes routes = route(random({20, 256}, 0.1), router, shape);
+    EXPECT_TRUE(at::isnan(routes.weights).all().item<bool>()) << wide;
+  }
 }
 
 TEST(Experts, ValuesAndGradientsAreThoseOfFloat64) {

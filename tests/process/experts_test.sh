@@ -82,6 +82,8 @@ refused() {
 }
 refused "tensor parallel" "8 experts, which are whole on each rank yet" 2 \
   policy.megatron_cfg.tensor_model_parallel_size=2
+refused "pipeline stages" "8 experts, which are whole on each rank yet" 2 \
+  policy.megatron_cfg.pipeline_model_parallel_size=2
 refused "blocks that do not divide" "policy.moe_combine_blocks is 3, which does not divide them" 1 \
   policy.moe_combine_blocks=3
 refused "a balancing loss with frozen routers" "freeze_moe_router keeps routers from being trained" 1 \

@@ -28,6 +28,7 @@ struct InitModelArguments {
   int64_t hidden = 128, layers = 4, heads = 4, kv_heads = 2, head_dim = 32, intermediate = 384, context = 1024,
           seed = 0;
   int64_t experts = 8, experts_per_token = 2, expert_width = 64;  // of families with experts
+  bool experts_given = false;
   bool untied = false;
   std::string shape;  // of bench/shapes.h, instead of the sizes
   int64_t shape_layers = 0;
@@ -55,6 +56,8 @@ int init_model_verb(const InitModelArguments& a) {
       a.context < 1) {
     fail_user("init-model: every size must be positive");
   }
+  const bool mixture = a.family == "qwen3_moe" || a.family == "mixtral";
+  if (a.experts_given && !mixture) fail_user("init-model: --experts and its kin are of qwen3_moe and mixtral");
   make_byte_tokenizer(a.out);
   nlohmann::json json = {{"model_type", a.family},
                          {"vocab_size", kByteVocabSize},
@@ -80,7 +83,7 @@ int init_model_verb(const InitModelArguments& a) {
   }
   if (a.family == "mixtral") {
     json.update({{"num_local_experts", a.experts}, {"num_experts_per_tok", a.experts_per_token}});
-    json["intermediate_size"] = a.expert_width;
+    json["intermediate_size"] = a.expert_width;  // there is no other MLP
   }
   const ModelConfig config = ModelConfig::from_json(json, "init-model");
   init_model(a.out, config, static_cast<uint64_t>(a.seed));
@@ -245,11 +248,14 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_flag("--untied", a->untied, "an output head of its own");
     CLI::Option* shape = verb->add_option("--shape", a->shape, "of `trireme bench`, instead of the sizes");
     for (const char* size :
-         {"--family", "--hidden", "--heads", "--kv-heads", "--head-dim", "--intermediate", "--context", "--untied"})
+         {"--family", "--experts", "--experts-per-token", "--expert-width", "--hidden", "--heads", "--kv-heads",
+          "--head-dim", "--intermediate", "--context", "--untied"})
       shape->excludes(verb->get_option(size));
     verb->add_flag("--no-weights", a->no_weights, "only config.json and tokenizer, for policy.random_weights")
         ->needs(shape);
-    verb->callback([a, shape, layers, &context] {
+    verb->callback([a, shape, layers, verb, &context] {
+      for (const char* option : {"--experts", "--experts-per-token", "--expert-width"})
+        a->experts_given = a->experts_given || verb->count(option) > 0;
       if (shape->count() > 0) a->shape_layers = layers->count() > 0 ? a->layers : 0;
       context.run = [a] { return init_model_verb(*a); };
     });

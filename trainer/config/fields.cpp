@@ -287,7 +287,7 @@ void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.recompute_method)
   ("with full: every layer (uniform), or the first recompute_num_layers (block)").one_of({"uniform", "block"});
   KEY(policy.megatron_cfg.recompute_num_layers)
-  ("layers computed again with block; 1 with uniform").at_least(0);
+  ("layers of each piece of a stage computed again with block; 1 with uniform").at_least(0);
   KEY(policy.megatron_cfg.recompute_modules)
   ("with selective: layernorm, mlp_act (SwiGLU), core_attn (always so here)").null_default();
   KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");

@@ -23,7 +23,6 @@ void feature(std::vector<FeatureKey>& table, const std::string& section, const s
 constexpr const char* kEngine = "a setting of another generation engine";
 constexpr const char* kBackend = "an internal of another training back-end";
 constexpr const char* kExperts = "an internal of another implementation of experts";
-constexpr const char* kRouting = "the model's config.json says how rows are routed";
 constexpr const char* kShared = "trainer and engine share the weights";
 constexpr const char* kPorts = "the system chooses ports";
 constexpr const char* kLogs = "logs go to the step log, Prometheus and the report";
@@ -76,8 +75,6 @@ void ignore_back_ends(std::vector<IgnoredKey>& keys) {
           "hybridep_num_ranks_per_nvlink_domain", "hybridep_use_mnnvl", "inference_moe_token_dispatcher_type",
           "inference_grouped_gemm_backend", "moe_pad_experts_for_cuda_graph_inference", "track_moe_metrics"},
          kExperts);
-  ignore(keys, "policy.megatron_cfg.",
-         {"moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias"}, kRouting);
   ignore(keys, "policy.megatron_cfg.", {"moe_aux_loss_coeff"}, "it belongs to a balancing loss");
   ignore(keys, "policy.megatron_cfg.", {"use_fused_linear_logprobs"}, "log-probs are always chunked and fused");
   ignore(keys, "policy.megatron_cfg.", {"fused_linear_logprobs_chunk_size"}, "see policy.logprob_chunk_size");
@@ -198,6 +195,10 @@ void features_of_models(std::vector<FeatureKey>& keys) {
 void features_of_back_ends(std::vector<FeatureKey>& keys) {
   feature(keys, "policy.dtensor_cfg.", {"lora_cfg"}, When::kEnabled, kLora);
   feature(keys, "policy.dtensor_cfg.", {"expert_parallel_size"}, When::kAboveOne, "expert parallelism");
+  feature(keys, "policy.megatron_cfg.", {"moe_router_enable_expert_bias"}, When::kSet,
+          "choosing experts by a bias besides their logits");
+  feature(keys, "policy.megatron_cfg.", {"moe_router_num_groups", "moe_router_group_topk"}, When::kAboveOne,
+          "routing by groups of experts");
   feature(keys, "policy.megatron_cfg.", {"peft"}, When::kEnabled, kLora);
   feature(keys, "policy.megatron_cfg.", {"fp8_cfg"}, When::kEnabled, kFp8);
   feature(keys, "policy.megatron_cfg.",
@@ -300,7 +301,12 @@ const std::vector<ModelFamily>& unsupported_families() {
       {"nvidia/NVIDIA-Nemotron-", "Nemotron"},
       {"nvidia/Nemotron-", "Nemotron"},
       {"nvidia/Llama-3_3-Nemotron-Super", "Nemotron"},
-      {"mistralai/", "Mistral"},
+      {"mistralai/Mistral", "Mistral"},
+      {"mistralai/Ministral", "Mistral"},
+      {"mistralai/Magistral", "Mistral"},
+      {"mistralai/Devstral", "Mistral"},
+      {"mistralai/Codestral", "Mistral"},
+      {"mistralai/Pixtral", "Mistral"},
       {"zai-org/GLM", "GLM"},
       {"MiniMaxAI/", "MiniMax"},
       {"HuggingFaceTB/SmolVLM", "SmolVLM"},

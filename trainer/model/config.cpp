@@ -108,13 +108,19 @@ void require_plain_routing(const Reader& reader) {
   for (const char* key : {"n_group", "num_expert_group", "topk_group"}) {
     if (reader.integer(key, 1) > 1) reader.fail(key, "is above 1: routing by groups of experts is not supported");
   }
-  for (const char* key : {"scoring_func", "router_scoring_func"}) {
+  for (const char* key : {"scoring_func", "router_scoring_func", "moe_router_activation_func"}) {
     if (const std::string score = reader.text(key, "softmax"); score != "softmax")
       reader.fail(key, score + " is not supported; softmax is");
   }
   for (const char* key : {"moe_router_enable_expert_bias", "use_expert_bias", "router_bias"}) {
     if (reader.flag(key, false)) reader.fail(key, "true is not supported: experts are chosen without a bias");
   }
+  if (const std::string method = reader.text("topk_method", "greedy"); method != "greedy")
+    reader.fail("topk_method", method + " is not supported; greedy is");
+  if (reader.integer("first_k_dense_replace", 0) != 0)
+    reader.fail("first_k_dense_replace", "is not 0: layers without experts are named by mlp_only_layers");
+  if (reader.integer("moe_layer_freq", 1) != 1)
+    reader.fail("moe_layer_freq", "is not 1: layers with experts are named by decoder_sparse_step");
   if (reader.number("routed_scaling_factor", 1.0) != 1.0)
     reader.fail("routed_scaling_factor", "other than 1 is not supported");
   if (reader.number("router_jitter_noise", 0.0) != 0.0)
@@ -127,6 +133,8 @@ void parse_experts(ModelConfig& config, const Reader& reader) {
   require_plain_routing(reader);
   const char* const count = reader.has("num_experts") ? "num_experts" : "num_local_experts";
   config.num_experts = reader.positive(count, mixtral ? 8 : 128);
+  if (reader.has("num_local_experts") && reader.integer("num_local_experts") != config.num_experts)
+    reader.fail("num_local_experts", "is another number than num_experts");
   config.experts_per_token = reader.positive("num_experts_per_tok", mixtral ? 2 : 8);
   if (config.experts_per_token > config.num_experts) {
     reader.fail("num_experts_per_tok", std::to_string(config.experts_per_token) + " is more than " + count + " " +

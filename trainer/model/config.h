@@ -14,8 +14,8 @@
 namespace trireme {
 
 enum class ModelFamily { kLlama, kQwen2, kQwen3, kQwen3Moe, kMixtral };
-const char* to_string(
-    ModelFamily family);  // the model_type of config.json: "llama", "qwen2", "qwen3", "qwen3_moe", ...
+// The model_type of config.json: "llama", "qwen2", "qwen3", "qwen3_moe", "mixtral".
+const char* to_string(ModelFamily family);
 
 struct ModelConfig {
   ModelFamily family = ModelFamily::kLlama;

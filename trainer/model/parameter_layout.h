@@ -11,9 +11,8 @@
 namespace trireme {
 
 // Parameters lie in blocks: q, k and v of a layer (weights; biases), gate and up, gate and up of all experts one after
-// another, down of all experts, else one each. A block begins at a
-// multiple of this many elements (at least 64 bytes in every dtype) and has no gaps inside; gaps behind it hold zeros
-// for ever.
+// another, down of all experts, else one each. A block begins at a multiple of this many elements (at least 64 bytes in
+// every dtype) and has no gaps inside; gaps behind it hold zeros for ever.
 inline constexpr int64_t kParameterAlignment = 64;
 
 struct PlacedParameter {

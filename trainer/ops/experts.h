@@ -56,8 +56,8 @@ at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape&
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                               std::function<at::Tensor()> again);
 
-// Start-up self-test on CUDA: whether grouped products give the bits of linear for matrices [out, in] and groups of
-// many sizes, by the library and by our kernels. Switches off what does not, with a warning; false: nothing is left.
+// Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Where our
+// kernel has other bits it is switched off, with a warning; false: the library has, and rows are not exact.
 bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device);
 
 }  // namespace trireme

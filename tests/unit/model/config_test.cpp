@@ -123,6 +123,16 @@ TEST(ModelConfig, ExpertsAreReadInBothSpellings) {
   EXPECT_EQ(other.layers_with_experts(), 2);
   EXPECT_EQ(router_name(other.shape()), "block_sparse_moe.gate.weight");
   EXPECT_EQ(expert_name(other.shape(), 3, ExpertMatrix::kUp), "block_sparse_moe.experts.3.w3.weight");
+  // transformers 5 knows either name of the count for both.
+  qwen.erase("num_experts");
+  qwen["num_local_experts"] = 16;
+  EXPECT_EQ(parse(qwen).num_experts, 16);
+  qwen["num_experts"] = 12;
+  EXPECT_MENTIONS(error_of([&] { parse(qwen); }), "num_local_experts is another number than num_experts");
+  qwen.erase("num_local_experts");
+  mixtral.erase("num_local_experts");
+  mixtral["num_experts"] = 4;
+  EXPECT_EQ(parse(mixtral).num_experts, 4);
   // Qwen's default, as transformers reads a file that does not say.
   qwen.erase("norm_topk_prob");
   EXPECT_FALSE(parse(qwen).normalize_experts);
@@ -139,6 +149,10 @@ TEST(ModelConfig, RoutingOfOtherKindsIsRefusedByName) {
   EXPECT_MENTIONS(with("n_group", 8), "routing by groups of experts is not supported");
   EXPECT_MENTIONS(with("scoring_func", "sigmoid"), "sigmoid is not supported; softmax is");
   EXPECT_MENTIONS(with("use_expert_bias", true), "chosen without a bias");
+  EXPECT_MENTIONS(with("topk_method", "noaux_tc"), "noaux_tc is not supported; greedy is");
+  EXPECT_MENTIONS(with("moe_router_activation_func", "sigmoid"), "sigmoid is not supported");
+  EXPECT_MENTIONS(with("first_k_dense_replace", 1), "mlp_only_layers");
+  EXPECT_MENTIONS(with("moe_layer_freq", 2), "decoder_sparse_step");
   EXPECT_MENTIONS(with("num_experts_per_tok", 200), "num_experts_per_tok 200 is more than");
   EXPECT_MENTIONS(with("mlp_only_layers", {7}), "names 7, which is none of the layers");
   json mixtral = base_json();

@@ -151,17 +151,22 @@ TEST(Routes, SortedRowsAreByExpertThenByRowAndPlacesLeadBack) {
   }
 }
 
-// Logits that differ by less than float32 can tell are told apart where they are summed in float64.
+// A sum that cancels: what is left is lost in float32, and found in float64.
+// A term that float32 loses between two large ones: 64 apart, so that one lane of any vector adds all three.
 TEST(Routes, WideLogitsAreSummedInFloat64) {
-  const int64_t hidden = 4096;
-  const at::Tensor x = random({1, hidden}, 1), noise = random({1, hidden}, 2);
-  const at::Tensor router = at::cat({noise, noise, noise});
-  router[2][hidden - 1] += x[0][hidden - 1].item<float>() > 0 ? 1e-6 : -1e-6;  // a little more, in exact arithmetic
-  ExpertShape shape = shape_of(3, 1);
+  at::Tensor x = at::zeros({1, 192});
+  x[0][0] = 1e8f, x[0][64] = 1.0f, x[0][128] = -1e8f;
+  ExpertShape shape = shape_of(2, 1);
+  const at::Tensor with = at::ones({192}), without = at::ones({192});
+  without[64] = 0.0f;
+  const auto chosen = [&](const at::Tensor& first, const at::Tensor& second) {
+    return route(x, at::stack({first, second}), shape).experts[0][0].item<int32_t>();
+  };
   shape.wide_router = true;
-  const at::Tensor exact = at::linear(x.to(at::kDouble), router.to(at::kDouble));
-  ASSERT_EQ(exact.argmax(1).item<int64_t>(), 2);
-  EXPECT_LT(relative_error(route(x, router, shape, true).probabilities, at::softmax(exact, 1)), 1e-6);
+  EXPECT_EQ(chosen(with, without), 0);
+  EXPECT_EQ(chosen(without, with), 1);
+  shape.wide_router = false;
+  EXPECT_EQ(chosen(without, with), 0) << "float32 can tell them apart: this test shows nothing";
 }
 
 TEST(Routes, LogitsThatAreNotFiniteNameTheRow) {

@@ -249,6 +249,10 @@ TEST(Memory, ParameterCountsAreThePublishedOnes) {
     EXPECT_EQ(parameter_count(*known_model_shape(name)), count) << name;
   }
   EXPECT_FALSE(known_model_shape("someone/else"));
+  for (const char* name : {"mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1",
+                           "Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-30B-A3B-Instruct-2507"}) {
+    EXPECT_TRUE(known_model_shape(name)) << name;
+  }
   EXPECT_FALSE(known_model_shape(""));
   EXPECT_FALSE(known_model_shape("///"));
 }

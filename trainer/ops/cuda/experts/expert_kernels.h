@@ -20,9 +20,10 @@ inline constexpr int kMostExperts = 512, kMostPerToken = 16;
 
 // ---- routing (router.cu)
 
-// logits [rows, experts] = x [rows, hidden] . router [experts, hidden]^T. A sum over `hidden` (a multiple of 64) is
-// that that of eight equal parts in order, each one chain of fused multiply-adds, ascending, in float32 or with `wide`
-// in float64.
+// logits [rows, experts] = x [rows, hidden] . router [experts, hidden]^T. A sum over `hidden` (a multiple of 64) is that
+// of eight equal parts in order; each part one chain of fused multiply-adds, ascending, in float32, or with `wide` one
+// chain of tensor-core steps in float64, each of four elements that lie eight apart. Numbers that are not finite, in a
+// row or in the router, make logits of NaN.
 void router_logits(const Bf16* x, const Bf16* router, int64_t rows, int64_t hidden, int64_t experts, bool wide,
                    float* logits, cudaStream_t stream, bool early);
 
@@ -58,10 +59,10 @@ void expert_gradient_rows(const Bf16* gate_up, const Bf16* upstream, const float
 
 // ---- grouped GEMM of few rows (grouped_gemm.cu)
 
-// Of each expert e the rows offsets[e] .. offsets[e + 1] of x times its matrix: y [rows, out], or with swiglu
-// silu(gate)
-// * up of the two products, each rounded to bf16 first: y [rows, out], matrices [2 * out, in]. Reads only matrices of
-// experts that have rows. Bits: one chain of tensor-core steps of 16 along `in`, ascending, as skinny_gemm_mma.h.
+// Of each expert e the rows offsets[e] .. offsets[e + 1] of x times its matrix: y [rows, out]; with swiglu the product
+// of up times silu of that of the gate, each rounded to bf16 first: y [rows, out], matrices [2 * out, in]. Reads only
+// matrices of experts that have rows. Bits: one chain of tensor-core steps of 16 along `in`, ascending, as
+// skinny_gemm_mma.h.
 struct GroupedGemmArgs {
   const void* x = nullptr;       // [rows, in]
   const void* weight = nullptr;  // [experts * weight_rows, in]
@@ -77,5 +78,7 @@ struct GroupedGemmArgs {
 inline constexpr int64_t kMostGroupedRows = 4096;
 bool grouped_gemm_supported(const GroupedGemmArgs& args);
 cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
+// Whether the start-up test left it in use (cuda_ops.h, grouped_rows_are_exact).
+bool grouped_gemm_in_use();
 
 }  // namespace trireme::cuda

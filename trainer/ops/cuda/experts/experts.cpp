@@ -17,9 +17,9 @@
 namespace trireme::cuda {
 namespace {
 
-// What grouped_rows_are_exact found to have the bits of linear. Our kernel where there are few rows, the library's
-// grouped GEMM where there are more, and without it linear for one expert after the other.
-std::atomic<bool> ours_is_exact{true}, library_is_exact{true};
+// What grouped_rows_are_exact found: whether our kernel has the bits of linear. The library's grouped GEMM serves where
+// there are more rows, or where ours does not.
+std::atomic<bool> ours_is_exact{true};
 
 // Up to so many rows our kernel is asked first.
 constexpr int64_t kFewRows = 256;
@@ -50,6 +50,7 @@ at::Tensor by_grouped_mm(const at::Tensor& x, const at::Tensor& weight, const at
   return at::_grouped_mm(x, matrices(weight, offsets).transpose(1, 2), offsets.narrow(0, 1, experts_of(offsets)));
 }
 
+// What the others are compared with. Waits for the device.
 at::Tensor one_by_one(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets) {
   at::Tensor y = at::empty({x.size(0), weight.size(0) / experts_of(offsets)}, x.options());
   for_groups(weight, offsets, [&](const at::Tensor& matrix, int64_t first, int64_t count) {
@@ -85,7 +86,7 @@ at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& weight, const 
   if (most <= kFewRows && ours_is_exact) {
     if (at::Tensor y = by_our_kernel(x, weight, offsets, most, /*swiglu=*/false); y.defined()) return y;
   }
-  return library_is_exact ? by_grouped_mm(x, weight, offsets) : one_by_one(x, weight, offsets);
+  return by_grouped_mm(x, weight, offsets);
 }
 
 }  // namespace
@@ -220,6 +221,7 @@ bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::
   const at::NoGradGuard no_grad;
   const c10::cuda::CUDAGuard guard(device);
   const std::vector<std::vector<int64_t>> cases = {{1, 0, 7, 16, 3, 0, 2, 5},
+                                                   {17, 1, 0, 32, 2, 0, 9, 31},
                                                    {17, 64, 0, 33, 1, 48, 65, 31},
                                                    {256, 0, 0, 0, 0, 0, 0, 0},
                                                    {1000, 130, 0, 7, 1, 2049, 16, 64}};
@@ -241,15 +243,12 @@ bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::
     }
   }
   ours_is_exact = ours;
-  library_is_exact = library;
   if (!ours)
     log_warn("ops", "our grouped GEMM has other bits than cublasLt on this machine; it is not used (slower decoding)");
-  if (!library) {
-    log_warn("ops",
-             "the library's grouped GEMM has other bits than cublasLt on this machine; experts are computed one after "
-             "the other (slower)");
-  }
-  return true;
+  if (!library) log_warn("ops", "the library's grouped GEMM has other bits than cublasLt on this machine");
+  return library;
 }
+
+bool grouped_gemm_in_use() { return ours_is_exact; }
 
 }  // namespace trireme::cuda

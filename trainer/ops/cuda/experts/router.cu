@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kParts* kWarp)
   let_successors_begin();
   wait_for_predecessors();
   double sum[kR][kE][2] = {};
-  bool finite[kR];
+  bool finite[kR], router_finite = true;
 #pragma unroll
   for (int r = 0; r < kR; ++r) finite[r] = true;
 #pragma unroll 2
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kParts* kWarp)
 #pragma unroll
     for (int r = 0; r < kR; ++r) finite[r] = widen(inside ? of_row[r][c] : zeros(), a[r]) && finite[r];
 #pragma unroll
-    for (int e = 0; e < kE; ++e) widen(inside ? of_expert[e][c] : zeros(), b[e]);
+    for (int e = 0; e < kE; ++e) router_finite = widen(inside ? of_expert[e][c] : zeros(), b[e]) && router_finite;
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) {
 #pragma unroll
@@ -162,10 +162,11 @@ __global__ void __launch_bounds__(kParts* kWarp)
       }
     }
   }
+  router_finite = __all_sync(kAllLanes, router_finite);  // else every row's choice would be another one
 #pragma unroll
   for (int r = 0; r < kR; ++r) {
     // The lanes of a quad have the same row, in the sums too.
-    bool all = finite[r];
+    bool all = finite[r] && router_finite;
     all = __shfl_xor_sync(kAllLanes, static_cast<int>(all), 1) != 0 && all;
     all = __shfl_xor_sync(kAllLanes, static_cast<int>(all), 2) != 0 && all;
 #pragma unroll
