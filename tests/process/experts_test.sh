@@ -57,6 +57,28 @@ check "routers that are trained" run routed 2 policy.megatron_cfg.freeze_moe_rou
 [ "$(routers "$dir/model" "$dir/routed/step_4/policy/weights")" = other ] && ok "and then they change" ||
   bad "trained routers"
 out=$(sound routed 4) && ok "trained routers: $out" || bad "trained routers: $out"
+# What the routers of NAME did: values that a mixture of 8 experts can have, and with a balancing loss a fuller expert
+# than the mean costs more than 1, Switch's value of even shares, times its weight.
+balance() {
+  python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
+import json, math, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+weight = float(sys.argv[2])
+for x in rows:
+    assert 1 <= x["train/moe/expert_load"] <= x["train/moe/expert_load_max"] <= 8 / 2, x
+    assert 0 <= x["train/moe/unused_experts"] <= 2 * 6 and 0 < x["train/moe/router_entropy"] <= math.log(8), x
+    losses = [x[name] for name in x if name.endswith("load_balancing_loss")]
+    assert len(losses) == (weight > 0) and all(0.99 * weight <= loss <= 4 * weight for loss in losses), x
+last = rows[-1]
+print(f"{len(rows)} steps, load {rows[0]['train/moe/expert_load']:.3f} to {last['train/moe/expert_load']:.3f}")
+PY
+}
+out=$(balance routed 0) && ok "what routers do is in the log: $out" || bad "router metrics: $out"
+for kind in aux_loss seq_aux_loss; do
+  check "$kind" run "$kind" 2 policy.megatron_cfg.freeze_moe_router=false \
+    policy.megatron_cfg.moe_router_load_balancing_type=$kind policy.megatron_cfg.moe_aux_loss_coeff=0.5
+  out=$(balance "$kind" 0.5) && ok "$kind: $out" || bad "$kind: $out"
+done
 # A back-end that is off says nothing about routers.
 check "a Megatron section that is off" run off 1 policy.megatron_cfg.enabled=false grpo.max_num_steps=1 \
   policy.megatron_cfg.freeze_moe_router=false policy.megatron_cfg.moe_router_load_balancing_type=aux_loss

@@ -33,8 +33,9 @@ void divide_metrics(MetricSums& sums, double by) {
 MetricSums reduce_metrics(const MetricSums& own, Communicator& ranks) {
   if (ranks.size() == 1) return own;
   MetricSums all;
-  for (const std::string& text : ranks.all_gather_bytes(nlohmann::json(own).dump()))
-    add_metrics(all, nlohmann::json::parse(text).get<MetricSums>());
+  const std::vector<uint8_t> bytes = nlohmann::json::to_cbor(own);  // as text a number that is not finite is lost
+  for (const std::string& of_rank : ranks.all_gather_bytes(std::string(bytes.begin(), bytes.end())))
+    add_metrics(all, nlohmann::json::from_cbor(of_rank).get<MetricSums>());
   return all;
 }
 

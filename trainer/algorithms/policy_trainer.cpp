@@ -14,6 +14,7 @@
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/pipeline_step.h"
 #include "trainer/algorithms/recompute.h"
+#include "trainer/algorithms/router_metrics.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/ops/device_state.h"
 #include "trainer/optimizer/lr_schedule.h"
@@ -55,7 +56,8 @@ PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* r
       loss_(loss_options(config)),
       reward_kl_(reward_kl_penalty(config)),
       distribution_(sampling_distribution(config)),
-      row_exact_(row_exact) {
+      row_exact_(row_exact),
+      routers_(watch_routers(policy, config)) {
   validate(loss_);
   if (needs_reference(config)) TRIREME_CHECK(reference != nullptr, "the KL needs a reference model");
 }
@@ -271,6 +273,7 @@ void PolicyTrainer::backward_passes(const OptimizerBatch& batch, const ValidCoun
 void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& schedule, bool first, bool last,
                                bool sampled_these, const std::string& dump_to, TrainResult& result) {
   const ValidCounts valid = count_valid(batch, first);
+  if (routers_ != nullptr) routers_->set_valid_tokens(valid.tokens);
   StepSums own;
   if (first) {
     own.compared_tokens = static_cast<int64_t>(early_.counts().tokens);
@@ -287,6 +290,7 @@ void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& sche
       !last && overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
   result.buckets_reduced_in_backward += step.reduced_early;
   add_metrics(result.metrics, reduce_metrics(own.metrics, context_.data_parallel()));
+  if (routers_ != nullptr) add_metrics(result.metrics, router_metrics(*routers_, context_.data_parallel()));
   result.metrics["grad_norm"] += step.grad_norm;
   result.metrics["global_valid_toks"] += valid.tokens;
   result.metrics["global_valid_seqs"] += valid.sequences;

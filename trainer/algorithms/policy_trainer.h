@@ -93,6 +93,7 @@ class PolicyTrainer final {
   bool row_exact_ = true;  // linear layers keep a row's bits: the sampler's log-probs are those of the loss
   int64_t rollouts_done_ = 0;
   EarlyGradients early_;
+  std::shared_ptr<RouterWatch> routers_;  // null: the model has no experts
 };
 
 }  // namespace trireme

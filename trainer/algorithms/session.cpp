@@ -120,7 +120,8 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
     const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
     if (m.freeze_moe_router)
       fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
-    fail_user(key + ": balancing losses are not supported yet; set none");
+    if (config.grpo.early_gradients)
+      fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
   }
   if (m.moe_router_bias_update_rate > 0) {
     fail_user(

@@ -12,6 +12,7 @@
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/pipeline_step.h"
 #include "trainer/algorithms/recompute.h"
+#include "trainer/algorithms/router_metrics.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/optimizer/lr_schedule.h"
 
@@ -44,6 +45,7 @@ class SftLoop final {
     }
     check_validation_data(datasets_, "sft", config_.sft.val_period, config_.sft.max_num_steps, config_.sft.val_at_start,
                           config_.sft.val_at_end);
+    routers_ = watch_routers(*session_.policy, config_);
     session_.ready(step_);
   }
 
@@ -156,6 +158,7 @@ class SftLoop final {
     if (overlap_grad_reduce(config_)) work.before_last = [this] { session_.optimizer->reduce_in_next_backward(); };
     work.on_progress = [this] { session_.reporting.heartbeat(); };
     if (train) {
+      if (routers_ != nullptr) routers_->set_valid_tokens(tokens);
       train_passes(policy, work);
     } else {
       forward_passes(policy, work);
@@ -184,6 +187,10 @@ class SftLoop final {
     ++step_;
     for (const Sample& s : batch.samples) report.tokens += static_cast<double>(s.length());
     report.samples = static_cast<double>(batch.samples.size());
+    if (routers_ != nullptr) {
+      for (const auto& [name, value] : router_metrics(*routers_, session_.context.data_parallel()))
+        report.values["train/" + name] = value;
+    }
     report.values["train/loss"] = loss;
     report.values["train/grad_norm"] = step.grad_norm;
     report.values["train/lr"] = rate;
@@ -234,6 +241,7 @@ class SftLoop final {
   int64_t step_ = 0;
   std::optional<double> last_validation_;
   int64_t validated_step_ = -1;
+  std::shared_ptr<RouterWatch> routers_;  // null: the model has no experts
   std::map<std::string, double> measured_;  // of step_, by their names in the log; empty after a resume
 };
 

@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/algorithms/recompute.h"
+#include "trainer/algorithms/router_metrics.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/bench/trace.h"
 #include "trainer/bench/work.h"
@@ -112,6 +113,7 @@ class TrainStep final {
   TrainStep(const TrainBenchOptions& options, const Target& target, ParallelContext& context)
       : options_(options),
         device_(target.device),
+        ranks_(context.data_parallel()),
         model_(make_random_model(target.config, model_options(options, target), options.common.seed)) {
     if (options.optimizer) {
       AdamWOptions adam;
@@ -132,6 +134,7 @@ class TrainStep final {
     config.policy.activation_checkpointing = options.checkpoint_activations;
     config.policy.recompute_layers = options.recompute_layers;
     set_recompute(*model_, config, {.tokens = options.tokens}, context);
+    watch_routers(*model_, config);
   }
 
   void whole() {
@@ -183,6 +186,7 @@ class TrainStep final {
   }
 
   void finish() {
+    if (model_->router_watch != nullptr) (void)router_metrics(*model_->router_watch, ranks_);
     if (optimizer_ == nullptr) {
       model_->zero_gradients();
       return;
@@ -193,6 +197,7 @@ class TrainStep final {
 
   const TrainBenchOptions& options_;
   at::Device device_;
+  Communicator& ranks_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<DistributedAdamW> optimizer_;
   std::vector<Batch> batches_;

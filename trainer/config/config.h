@@ -163,6 +163,7 @@ struct MegatronConfig {
   bool freeze_moe_router = true;
   std::string moe_router_dtype = "fp64";
   std::string moe_router_load_balancing_type = "none";
+  double moe_aux_loss_coeff = 0.0;
   double moe_router_bias_update_rate = 0.0;
   bool defer_fp32_logits = false;
   MegatronOptimizerConfig optimizer;

@@ -293,7 +293,9 @@ void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");
   KEY(policy.megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
   KEY(policy.megatron_cfg.moe_router_load_balancing_type)
-  ("auxiliary load-balancing loss").one_of({"none", "aux_loss", "seq_aux_loss"});
+  ("loss that balances experts: of a micro-batch's tokens (aux_loss), of each sample's (seq_aux_loss)")
+      .one_of({"none", "aux_loss", "seq_aux_loss"});
+  KEY(policy.megatron_cfg.moe_aux_loss_coeff)("its weight").at_least(0);
   KEY(policy.megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
   KEY(policy.megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
 }

@@ -73,9 +73,9 @@ void ignore_back_ends(std::vector<IgnoredKey>& keys) {
          {"moe_permute_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep",
           "moe_shared_expert_overlap", "moe_flex_dispatcher_backend", "moe_per_layer_logging", "moe_hybridep_num_sms",
           "hybridep_num_ranks_per_nvlink_domain", "hybridep_use_mnnvl", "inference_moe_token_dispatcher_type",
-          "inference_grouped_gemm_backend", "moe_pad_experts_for_cuda_graph_inference", "track_moe_metrics"},
+          "inference_grouped_gemm_backend", "moe_pad_experts_for_cuda_graph_inference"},
          kExperts);
-  ignore(keys, "policy.megatron_cfg.", {"moe_aux_loss_coeff"}, "it belongs to a balancing loss");
+  ignore(keys, "policy.megatron_cfg.", {"track_moe_metrics"}, "routers are always measured (train/moe/...)");
   ignore(keys, "policy.megatron_cfg.", {"use_fused_linear_logprobs"}, "log-probs are always chunked and fused");
   ignore(keys, "policy.megatron_cfg.", {"fused_linear_logprobs_chunk_size"}, "see policy.logprob_chunk_size");
   ignore(keys, "policy.megatron_cfg.", {"checkpoint"}, "see checkpointing");

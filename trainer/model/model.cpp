@@ -8,6 +8,7 @@
 #include "trainer/model/recomputation.h"
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/experts.h"
+#include "trainer/ops/router_watch.h"
 #include "trainer/parallel/exchange.h"
 #include "trainer/parallel/stage_links.h"
 
@@ -34,6 +35,7 @@ struct Model::Context {
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
   int64_t tokens = 0;
+  std::shared_ptr<const WatchedRows> watched;  // packed, where routers are watched
 };
 
 // What backward computes again of a layer.
@@ -234,6 +236,9 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.starts = batch.starts;
   context.prefix = batch.prefix;
   context.tokens = batch.tokens();
+  if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
+    context.watched =
+        std::make_shared<const WatchedRows>(WatchedRows::of(batch.starts, batch.prefix, options_.device));
   return context;
 }
 
@@ -379,7 +384,7 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  if (layer.experts.router.defined()) return experts(index, x);
+  if (layer.experts.router.defined()) return experts(index, x, context);
   const Activation all = all_rows(x, context);
   if (context.arena != nullptr && all.value.is_cuda() && !layer.gate_up_bias.defined()) {
     const at::Tensor active = cuda::gate_up_swiglu(all.value, layer.gate_up);
@@ -389,13 +394,16 @@ at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context
   return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias));
 }
 
-at::Tensor Model::experts(int64_t index, const Activation& x) const {
+at::Tensor Model::experts(int64_t index, const Activation& x, const Context& context) const {
   const ExpertShape shape{.experts = config_.num_experts,
                           .per_token = config_.experts_per_token,
                           .normalize = config_.normalize_experts,
                           .wide_router = options_.wide_router,
                           .combine_blocks = combine_blocks(config_.num_experts, options_.combine_blocks)};
-  return mixture_of_experts(x.value, layers_[static_cast<size_t>(index)].experts, shape, x.again);
+  std::shared_ptr<const RouterCall> watch;
+  if (context.watched != nullptr)
+    watch = std::make_shared<const RouterCall>(RouterCall{router_watch, index, context.watched});
+  return mixture_of_experts(x.value, layers_[static_cast<size_t>(index)].experts, shape, x.again, std::move(watch));
 }
 
 // Of a split head each rank makes the logits of its part of the vocabulary, and then takes the whole rows of every

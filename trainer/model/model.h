@@ -26,7 +26,9 @@ namespace trireme {
 struct Activation;
 class Communicator;
 struct Residual;
+class RouterWatch;
 class StageLinks;
+struct WatchedRows;
 
 // Flat tokens of whole sequences; no padding.
 struct PackedBatch {
@@ -162,6 +164,8 @@ class Model final {
   // Called before forward and forward_cached read parameters before element `end` of flat_parameters(); `end` rises
   // layer by layer to all of them. May be empty. Not called where a captured graph is replayed.
   std::function<void(int64_t end)> before_reading;
+  // Is told the routes of every packed pass that records gradients. May be null.
+  std::shared_ptr<RouterWatch> router_watch;
 
   // Copies another model's parameters (same configuration); dtypes may differ.
   void copy_parameters_from(const Model& other);
@@ -186,7 +190,7 @@ class Model final {
   at::Tensor attention(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
-  at::Tensor experts(int64_t index, const Activation& x) const;
+  at::Tensor experts(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor whole_logits(const at::Tensor& hidden) const;
   Activation all_rows(const Activation& x, const Context& context) const;
   at::Tensor own_rows(const at::Tensor& partial) const;

@@ -11,6 +11,7 @@
 #include "trainer/ops/expert_rows.h"
 #include "trainer/ops/linear.h"
 #include "trainer/ops/ops.h"
+#include "trainer/ops/router_watch.h"
 
 namespace trireme {
 namespace {
@@ -20,21 +21,29 @@ using torch::autograd::variable_list;
 
 // What does not depend on a tensor, carried through the autograd graph.
 struct ExpertCall final : torch::CustomClassHolder {
-  ExpertCall(const ExpertShape& s, std::function<at::Tensor()> f) : shape(s), again(std::move(f)) {}
+  ExpertCall(const ExpertShape& s, std::function<at::Tensor()> f, std::shared_ptr<const RouterCall> w)
+      : shape(s), again(std::move(f)), watch(std::move(w)) {}
   ExpertShape shape;
   std::function<at::Tensor()> again;  // gives x; empty: x was kept
+  std::shared_ptr<const RouterCall> watch;
 };
 
 struct ForwardResult {
   at::Tensor y;
   Routes routes;
   at::Tensor gate_up;  // before the activation
+  at::Tensor balance;  // RouterWatch::add's; undefined without a balancing loss
 };
 
 // `keep`: gate and up are wanted before their activation.
-ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape, bool keep) {
+ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape, bool keep,
+                  const RouterCall* watch = nullptr) {
   ForwardResult result;
-  result.routes = route(x, weights.router, shape, keep && !shape.normalize);
+  result.routes = route(x, weights.router, shape, keep && (!shape.normalize || watch != nullptr));
+  if (watch != nullptr) {
+    result.balance = watch->watch->add(watch->layer, result.routes, shape, *watch->rows);
+    if (shape.normalize && !result.balance.defined()) result.routes.probabilities = at::Tensor();
+  }
   const Routes& routes = result.routes;
   const at::Tensor sorted = gather_rows_by(x, routes.rows);
   at::Tensor active;
@@ -53,10 +62,10 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& router,
                             const at::Tensor& gate_up, const at::Tensor& down,
                             const c10::intrusive_ptr<ExpertCall>& call) {
-    const ForwardResult result = run(x, {router, gate_up, down}, call->shape, /*keep=*/true);
+    const ForwardResult result = run(x, {router, gate_up, down}, call->shape, /*keep=*/true, call->watch.get());
     const Routes& r = result.routes;
     context->save_for_backward({call->again ? at::Tensor() : x, router, gate_up, down, result.gate_up, r.experts,
-                                r.weights, r.offsets, r.rows, r.places, r.probabilities});
+                                r.weights, r.offsets, r.rows, r.places, r.probabilities, result.balance});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     return result.y;
   }
@@ -85,7 +94,9 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
     const bool input_too = context->needs_input_grad(0), router_too = context->needs_input_grad(1);
     if (input_too) dx = sum_places(grouped_backward_input(gradients.gate_up, gate_up, routes.offsets), routes.places);
     if (input_too || router_too) {
-      const at::Tensor dlogits = router_gradient(gradients.weights, routes, call->shape);
+      at::Tensor dlogits = router_gradient(gradients.weights, routes, call->shape);
+      if (const at::Tensor& balance = saved[11]; balance.defined())
+        dlogits += balance_by_logits(balance, call->watch->rows->sequence, routes.probabilities);
       const at::ScalarType type = dlogits.scalar_type();
       if (input_too) dx = dx.to(type).addmm_(dlogits, router.to(type)).to(x.scalar_type());
       if (router_too) drouter = dlogits.t().mm(x.to(type)).to(router.scalar_type());
@@ -104,7 +115,7 @@ int64_t combine_blocks(int64_t experts, int64_t asked) {
 }
 
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                              std::function<at::Tensor()> again) {
+                              std::function<at::Tensor()> again, std::shared_ptr<const RouterCall> watch) {
   require_supported("mixture_of_experts", x);
   require_same("mixture_of_experts", x, weights.router, "router");
   require_same("mixture_of_experts", x, weights.gate_up, "gate_up");
@@ -122,7 +133,7 @@ at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights,
       wants_grad(x) || wants_grad(weights.router) || wants_grad(weights.gate_up) || wants_grad(weights.down);
   if (!record) return run(x, weights, shape, /*keep=*/false).y;
   return ExpertsFunction::apply(x, weights.router, weights.gate_up, weights.down,
-                                c10::make_intrusive<ExpertCall>(shape, std::move(again)));
+                                c10::make_intrusive<ExpertCall>(shape, std::move(again), std::move(watch)));
 }
 
 }  // namespace trireme

@@ -6,8 +6,11 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 
 namespace trireme {
+
+struct RouterCall;
 
 struct ExpertShape {
   int64_t experts = 0;
@@ -52,9 +55,9 @@ at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape&
 
 // The whole MLP: x [rows, hidden] -> [rows, hidden]. Backward reaches x through experts and router; the router's own
 // gradient where it is a leaf that wants one. Kept for backward: x, the routes, and gate and up before the activation.
-// `again` as in linear_again; may be empty.
+// `again` as in linear_again; may be empty. `watch` is told the routes of a call that records gradients; may be null.
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                              std::function<at::Tensor()> again);
+                              std::function<at::Tensor()> again, std::shared_ptr<const RouterCall> watch = nullptr);
 
 // Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Where our
 // kernel has other bits it is switched off, with a warning; false: the library has, and rows are not exact.
