@@ -17,7 +17,7 @@ enum class Cut {
   kQueryColumns,
   kMlpColumns,
   kAlike,   // each has all of it
-  kExpert,  // likewise: experts are not split yet
+  kExpert,  // likewise, on the ranks that hold the expert
   kFirst,   // their first one has it
 };
 
@@ -25,6 +25,7 @@ struct Part {
   std::string name;
   std::vector<int64_t> shape;
   Cut cut = Cut::kAlike;
+  int64_t expert = -1;  // whose it is
 };
 
 constexpr std::string_view kLayers = "model.layers.";
@@ -54,7 +55,8 @@ Part expert_part(const ModelShape& m, int64_t expert, ExpertMatrix matrix) {
   const bool down = matrix == ExpertMatrix::kDown;
   return {expert_name(m, expert, matrix),
           {down ? m.hidden : m.moe_intermediate, down ? m.moe_intermediate : m.hidden},
-          Cut::kExpert};
+          Cut::kExpert,
+          expert};
 }
 
 // A matrix of an expert by its name behind "model.layers.N.": no list of thousands of names is made to find one.
@@ -145,7 +147,7 @@ std::optional<ParameterSlice> slice_of(const ModelShape& m, const ModelSplit& sp
 }
 
 void require_splittable(const ModelShape& shape, int64_t tp, int64_t pp) {
-  TRIREME_CHECK(shape.experts == 0 || (tp == 1 && pp == 1), "a model with experts is whole on each rank");
+  TRIREME_CHECK(shape.experts == 0 || (tp == 1 && pp == 1), "a model with experts has one tensor rank and one stage");
 }
 
 [[noreturn]] void unknown(std::string_view name) { fail_internal(std::string(name) + " is no parameter of the model"); }
@@ -170,6 +172,10 @@ ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t ra
   split.key_heads = share(shape.kv_heads, tp, at.tp);
   split.query_heads = times(split.key_heads, shape.heads / shape.kv_heads);
   split.mlp = share(shape.intermediate, tp, at.tp);
+  TRIREME_CHECK(shape.experts % layout.ep == 0, "experts of the model in " + to_string(layout));
+  split.ep = shape.experts > 0 ? layout.ep : 1;
+  split.expert_rank = shape.experts > 0 ? at.ep : 0;
+  split.experts = share(shape.experts, split.ep, split.expert_rank);
   split.vocab = share(padded_vocab(shape.vocab, tp), tp, at.tp);
   return split;
 }
@@ -183,7 +189,7 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
   local.heads = split.query_heads.size();
   local.kv_heads = split.key_heads.size();
   local.intermediate = split.mlp.size();
-  local.experts = shape.experts;
+  local.experts = split.experts.size();
   local.experts_per_token = shape.experts_per_token;
   local.moe_intermediate = shape.moe_intermediate;
   local.vocab = std::min(split.vocab.end, shape.vocab) - std::min(split.vocab.begin, shape.vocab);
@@ -252,7 +258,9 @@ std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const Mod
     return split.has_layer(*layer) ? slice_of(shape, split, part) : std::nullopt;
   };
   if (shape.has_experts(*layer)) {
-    if (const auto expert = find_expert_part(shape, rest.substr(dot + 1))) return slice(*expert);
+    if (const auto expert = find_expert_part(shape, rest.substr(dot + 1)))
+      return split.experts.begin <= expert->expert && expert->expert < split.experts.end ? slice(*expert)
+                                                                                         : std::nullopt;
   }
   for (const Part& part : layer_parts(shape, *layer)) {
     if (part.name == rest.substr(dot + 1)) return slice(part);

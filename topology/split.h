@@ -1,6 +1,6 @@
-// What of a model a rank holds under tensor and pipeline parallelism: layers, heads, MLP, vocabulary; the slice
-// of a parameter by its Hugging Face name; and the sizes of the rank's own part. Context and data parallel ranks hold
-// the same as each other.
+// What of a model a rank holds under tensor, pipeline and expert parallelism: layers, heads, MLP, vocabulary, experts;
+// the slice of a parameter by its Hugging Face name; and the sizes of the rank's own part. Context and data parallel
+// ranks hold the same as each other, but for experts where these are split.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,13 @@ namespace trireme {
 struct ModelSplit {
   int64_t tp = 1, tensor_rank = 0;
   int64_t pp = 1, stage = 0;
+  int64_t ep = 1, expert_rank = 0;
   StageOptions stages;        // how the layers are dealt, of all stages
   std::vector<Range> layers;  // of each piece of the stage, ascending
   Range query_heads, key_heads;
-  Range mlp;    // of the MLP's intermediate rows
-  Range vocab;  // rows of embedding and head, padding included: the last ones may be no tokens
+  Range mlp;      // of the MLP's intermediate rows
+  Range experts;  // by id, of each layer that has some
+  Range vocab;    // rows of embedding and head, padding included: the last ones may be no tokens
 
   bool first_stage() const { return stage == 0; }      // has the embedding, before its first piece
   bool last_stage() const { return stage == pp - 1; }  // has the final norm and the head, behind its last piece
@@ -31,7 +33,7 @@ struct ModelSplit {
   bool ends(int64_t piece) const { return last_stage() && piece + 1 == static_cast<int64_t>(layers.size()); }
   bool has_layer(int64_t layer) const;
 };
-// The layout must be legal for the shape; with experts it must not split a replica (they are whole on each rank).
+// The layout must be legal for the shape; with experts it must not split a replica by tp or pp.
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});
 
 // Sizes of a rank's own part, made once. Whoever sizes tensors asks these; whoever speaks of the model to a user asks
@@ -44,7 +46,7 @@ struct LocalShape {
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t intermediate = 0;  // of a dense MLP
-  int64_t experts = 0;       // of each layer that has experts; 0: none has
+  int64_t experts = 0;       // own ones of each layer that has experts; 0: none has
   int64_t experts_per_token = 0;
   int64_t moe_intermediate = 0;
   int64_t vocab = 0;         // rows of embedding and head that are tokens
@@ -79,8 +81,8 @@ struct ParameterSlice {
   bool tied_copy = false;  // the last stage's copy of an embedding that the first one has too
   int64_t elements() const;
 };
-// Nothing where the rank has no part of it: it is another stage's, or a bias of what is summed over tensor ranks, which
-// their first one adds. Error(kInternal) for a name that is no parameter of the model.
+// Nothing where the rank has no part of it: it is another stage's, another rank's expert, or a bias of what is summed
+// over tensor ranks, which their first one adds. Error(kInternal) for a name that is no parameter of the model.
 std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const ModelSplit& split, std::string_view name);
 
 }  // namespace trireme

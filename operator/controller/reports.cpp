@@ -70,8 +70,9 @@ void ReportStore::crowded_out(const kube::ObjectKey& job, const std::string& uid
   if (found == entries_.end() || found->second.uid != uid) return;
   const auto now = SteadyClock::now();
   if (now - found->second.crowded_out > kTalking) {
-    log_warn("status", job.ns + "/" + job.name +
-                           ": more tokens come in its rank 0's name than are looked at; silence does not count as a hang");
+    log_warn("status",
+             job.ns + "/" + job.name +
+                 ": more tokens come in its rank 0's name than are looked at; silence does not count as a hang");
   }
   found->second.crowded_out = now;
 }

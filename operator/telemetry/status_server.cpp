@@ -86,7 +86,8 @@ class Place final {
 }  // namespace
 
 std::optional<PodIdentity> claimed_identity(const std::string& token) {
-  // What else stands in a token, in a part that is not read here either, would be found out later, and by another answer.
+  // What else stands in a token, in a part that is not read here either, would be found out later, and by another
+  // answer.
   constexpr std::string_view kBesides = "-_.=";
   for (const char c : token) {
     if (std::isalnum(static_cast<unsigned char>(c)) == 0 && kBesides.find(c) == std::string_view::npos)

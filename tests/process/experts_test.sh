@@ -79,6 +79,10 @@ for kind in aux_loss seq_aux_loss; do
     policy.megatron_cfg.moe_router_load_balancing_type=$kind policy.megatron_cfg.moe_aux_loss_coeff=0.5
   out=$(balance "$kind" 0.5) && ok "$kind: $out" || bad "$kind: $out"
 done
+check "seq_aux_loss over expert parallel ranks" run balanced_ep 2 policy.megatron_cfg.freeze_moe_router=false \
+  policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.5 \
+  policy.megatron_cfg.expert_model_parallel_size=2
+out=$(balance balanced_ep 0.5) && ok "over expert parallel ranks: $out" || bad "over expert parallel ranks: $out"
 # A back-end that is off says nothing about routers.
 check "a Megatron section that is off" run off 1 policy.megatron_cfg.enabled=false grpo.max_num_steps=1 \
   policy.megatron_cfg.freeze_moe_router=false policy.megatron_cfg.moe_router_load_balancing_type=aux_loss
@@ -96,16 +100,40 @@ check "the rest of them" run again 2
 check "the rest of them on one rank" run alone 1
 [ -d "$dir/alone/step_4" ] && ok "one rank went on with what two had" || bad "another number of ranks"
 
+# Experts split over ranks: the same bits of sampler and loss, each other's checkpoints, a whole model at the end.
+check "EP2" run ep2 2 policy.megatron_cfg.expert_model_parallel_size=2
+out=$(sound ep2 4) && ok "EP2: $out" || bad "EP2: $out"
+check "EP2 on four ranks" run ep2dp4 4 policy.megatron_cfg.expert_model_parallel_size=2
+out=$(sound ep2dp4 4) && ok "EP2 on four ranks: $out" || bad "EP2 on four ranks: $out"
+check "EP4 with trained routers" run ep4 4 policy.megatron_cfg.expert_model_parallel_size=4 \
+  policy.megatron_cfg.freeze_moe_router=false
+out=$(sound ep4 4) && ok "EP4: $out" || bad "EP4: $out"
+[ "$(routers "$dir/model" "$dir/ep4/step_4/policy/weights")" = other ] && ok "EP4: routers change" ||
+  bad "trained routers under EP4"
+echo '{"prompt": "1+2="}' | "$TRIREME" generate --model "$dir/ep2dp4/step_4/policy/weights" --temperature 0 \
+  >"$dir/out" 2>"$dir/err" && ok "EP2 saves a whole model" || bad "weights of EP2" "$(cat "$dir/err")"
+check "two steps of EP2" run epagain 2 grpo.max_num_steps=2 policy.megatron_cfg.expert_model_parallel_size=2
+cp -r "$dir/epagain" "$dir/epalone"
+check "the rest of them" run epagain 2 policy.megatron_cfg.expert_model_parallel_size=2
+[ "$(weights epagain 4)" = "$(weights ep2 4)" ] && ok "EP2 resumed: weights and moments bit for bit" ||
+  bad "a resume of EP2"
+check "the rest of them on one rank" run epalone 1
+[ -d "$dir/epalone/step_4" ] && ok "one rank went on with what EP2 had" || bad "EP2 to one rank"
+
 # What cannot be, in one sentence before any weight is read.
 refused() {
   local name=$1 words=$2; shift 2
   run refused "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
   grep -qF "$words" "$dir/out" && ok "$name is refused" || bad "$name" "$(tail -3 "$dir/out")"
 }
-refused "tensor parallel" "8 experts, which are whole on each rank yet" 2 \
+refused "tensor parallel" "8 experts, which tensor, pipeline and context parallel ranks cannot have yet" 2 \
   policy.megatron_cfg.tensor_model_parallel_size=2
-refused "pipeline stages" "8 experts, which are whole on each rank yet" 2 \
+refused "pipeline stages" "8 experts, which tensor, pipeline and context parallel ranks cannot have yet" 2 \
   policy.megatron_cfg.pipeline_model_parallel_size=2
+refused "EP with TP" "ep 2 together with tp 2" 2 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.expert_model_parallel_size=2
+refused "ep that does not divide the blocks" "expert parallel size 4 does not divide the 2 blocks" 4 \
+  policy.megatron_cfg.expert_model_parallel_size=4 policy.moe_combine_blocks=2
 refused "blocks that do not divide" "policy.moe_combine_blocks is 3, which does not divide them" 1 \
   policy.moe_combine_blocks=3
 refused "a balancing loss with frozen routers" "freeze_moe_router keeps routers from being trained" 1 \

@@ -18,12 +18,26 @@ namespace {
 
 int64_t pieces_of(const Model& model) { return static_cast<int64_t>(model.split().layers.size()); }
 
+// As many inputs as the ranks of the expert group have at most, which make their passes together: behind its own ones a
+// rank makes passes without rows.
+std::vector<const PackedBatch*> with_empty_ones(const Model& model, const PipelineWork& work) {
+  std::vector<const PackedBatch*> inputs = work.inputs;
+  Communicator* group = model.options().experts;
+  if (group == nullptr) return inputs;
+  static const PackedBatch none = PackedBatch::from_sequences({});
+  const auto most = static_cast<size_t>(group->all_reduce_max(static_cast<double>(inputs.size())));
+  inputs.resize(most, &none);
+  return inputs;
+}
+
 // One rank's turn of a table.
 class StageRun final {
  public:
-  StageRun(const Model& model, const PipelineWork& work, const PipelineTable& table, bool train)
+  StageRun(const Model& model, const PipelineWork& work, const std::vector<const PackedBatch*>& inputs,
+           const PipelineTable& table, bool train)
       : model_(model),
         work_(work),
+        inputs_(inputs),
         table_(table),
         passes_(table.stages.at(static_cast<size_t>(model.split().stage))),
         links_(model.options().links),
@@ -62,7 +76,7 @@ class StageRun final {
   };
 
   const PackedBatch& batch_of(const PipelinePass& pass) const {
-    return *work_.inputs.at(static_cast<size_t>(pass.micro_batch));
+    return *inputs_.at(static_cast<size_t>(pass.micro_batch));
   }
 
   // Of pass `i`, where another stage makes its input.
@@ -115,7 +129,7 @@ class StageRun final {
   }
 
   void forward(const PipelinePass& pass) {
-    const bool last_batch = pass.micro_batch + 1 == static_cast<int64_t>(work_.inputs.size());
+    const bool last_batch = pass.micro_batch + 1 == static_cast<int64_t>(inputs_.size());
     if (train_ && last_batch && pieces_of(model_) == 1 && work_.before_last) work_.before_last();
     Kept kept;
     if (!model_.split().begins(pass.piece)) {
@@ -128,7 +142,9 @@ class StageRun final {
     batch.positions = batch.positions.to(device);
     kept.output = model_.forward_piece(pass.piece, batch, kept.input);
     if (model_.split().ends(pass.piece)) {
-      kept.output = work_.finish(static_cast<size_t>(pass.micro_batch), kept.output);
+      const auto index = static_cast<size_t>(pass.micro_batch);
+      // Of no rows: its backward reaches the experts all the same, which others' rows have gone through.
+      kept.output = index < work_.inputs.size() ? work_.finish(index, kept.output) : kept.output.sum();
     } else {
       send(kept.output, pass);
     }
@@ -152,6 +168,7 @@ class StageRun final {
 
   const Model& model_;
   const PipelineWork& work_;
+  const std::vector<const PackedBatch*>& inputs_;
   const PipelineTable& table_;
   const std::vector<PipelinePass>& passes_;
   StageLinks* links_;
@@ -164,16 +181,18 @@ class StageRun final {
 }  // namespace
 
 void train_passes(const Model& model, const PipelineWork& work) {
-  const auto micro_batches = static_cast<int64_t>(work.inputs.size());
+  const std::vector<const PackedBatch*> inputs = with_empty_ones(model, work);
+  const auto micro_batches = static_cast<int64_t>(inputs.size());
   const PipelineTable table = training_passes(model.split().pp, pieces_of(model), micro_batches);
-  StageRun(model, work, table, /*train=*/true).run();
+  StageRun(model, work, inputs, table, /*train=*/true).run();
 }
 
 void forward_passes(const Model& model, const PipelineWork& work) {
   const at::NoGradGuard no_grad;
-  const auto micro_batches = static_cast<int64_t>(work.inputs.size());
+  const std::vector<const PackedBatch*> inputs = with_empty_ones(model, work);
+  const auto micro_batches = static_cast<int64_t>(inputs.size());
   const PipelineTable table = forward_passes(model.split().pp, pieces_of(model), micro_batches);
-  StageRun(model, work, table, /*train=*/false).run();
+  StageRun(model, work, inputs, table, /*train=*/false).run();
 }
 
 void share_result(const Model& model, at::Tensor values) {

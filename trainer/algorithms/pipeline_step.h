@@ -1,6 +1,7 @@
 // Passes of micro-batches through the pieces of a model: an optimizer step's forward and backward ones, and forward
 // ones alone. With one pipeline stage that is one micro-batch after the other; with several the tables of
-// topology/pipeline.h are carried out, what goes between stages is sent beside the next pass.
+// topology/pipeline.h are carried out, what goes between stages is sent beside the next pass. Where experts are split
+// over ranks all of an expert group call these together: who has fewer micro-batches adds passes without rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -11,6 +11,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
 
@@ -25,10 +26,11 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.freeze_router = router_settings(config).freeze_moe_router;
   options.wide_router = router_settings(config).moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;
-  if (context.replica_group().size() > 1) {
+  if (context.holders().size() > 1) {
     options.split = model_split(model.shape(), context.layout(), context.rank(), stage_options(config));
     options.tensor = &context.tensor_parallel();
     options.links = context.stage_links();
+    if (context.layout().ep > 1) options.experts = &context.group(Axis::kEp);
   }
   return options;
 }
@@ -111,10 +113,17 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
   if (blocks > 0 && model.num_experts % blocks != 0) {
     fail_user("policy.moe_combine_blocks is " + std::to_string(blocks) + ", which does not divide them: " + experts);
   }
-  if (layout.world() != layout.dp) {
-    fail_user(experts +
-              ", which are whole on each rank yet: tensor, pipeline, context and expert parallel sizes must " +
-              "be 1, not " + to_string(layout));
+  if (layout.world() != layout.dp || layout.etp > 1) {
+    fail_user(
+        experts +
+        ", which tensor, pipeline and context parallel ranks cannot have yet: these sizes and the expert tensor " +
+        "parallel one must be 1, not " + to_string(layout) + "; expert parallel ranks can");
+  }
+  const int64_t in_blocks = combine_blocks(model.num_experts, blocks, layout.ep);
+  if (in_blocks % layout.ep != 0) {
+    fail_user("the expert parallel size " + std::to_string(layout.ep) + " does not divide the " +
+              std::to_string(in_blocks) + " blocks that experts are combined in: set policy.moe_combine_blocks to a " +
+              "multiple of it that divides the " + std::to_string(model.num_experts) + " experts, or another size");
   }
   if (m.moe_router_load_balancing_type != "none") {
     const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
@@ -265,7 +274,8 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   adam_options.eps = adam.eps;
   adam_options.decay_all = !config.policy.megatron_cfg.enabled;
   adam_options.reduce_in_fp32 = gradients_in_fp32(config);
-  optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options);
+  optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options,
+                                                 context.layout().ep > 1 ? &context.group(Axis::kEdp) : nullptr);
 
   nlohmann::json model_fingerprint = policy->config().to_json();
   CheckpointOptions checkpoint;

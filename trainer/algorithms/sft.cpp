@@ -241,7 +241,7 @@ class SftLoop final {
   int64_t step_ = 0;
   std::optional<double> last_validation_;
   int64_t validated_step_ = -1;
-  std::shared_ptr<RouterWatch> routers_;  // null: the model has no experts
+  std::shared_ptr<RouterWatch> routers_;    // null: the model has no experts
   std::map<std::string, double> measured_;  // of step_, by their names in the log; empty after a resume
 };
 

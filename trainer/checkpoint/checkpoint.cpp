@@ -60,31 +60,31 @@ ShardPlan weights_of(const Model& model) {
   return plan_shards(tensors, SaveOptions{}.max_shard_bytes);
 }
 
-// Which rank writes a file of the weights: of a whole model the first, else all in turn, replica by replica.
+// Which rank writes a file of the weights: of a whole model the first, else all in turn, one copy of them after the
+// other.
 struct FileOwner {
-  int replica = 0, rank = 0;  // of the replica
+  int copy = 0, rank = 0;  // of those that hold it
 };
 FileOwner owner_of(size_t file, const Model& model, ParallelContext& context) {
   if (!model.options().split) return {};
-  const auto replicas = static_cast<size_t>(context.replicas());
-  return {static_cast<int>(file % replicas),
-          static_cast<int>(file / replicas % static_cast<size_t>(context.replica_group().size()))};
+  const auto copies = static_cast<size_t>(context.copies());
+  return {static_cast<int>(file % copies),
+          static_cast<int>(file / copies % static_cast<size_t>(context.holders().size()))};
 }
 
 bool is_mine(const FileOwner& owner, ParallelContext& context) {
-  return owner.replica == context.replica() && owner.rank == context.replica_group().rank();
+  return owner.copy == context.copy() && owner.rank == context.holders().rank();
 }
 
-// This rank's files. A split model's are gathered inside each replica, tensor by tensor: the state of now, so that
-// nobody needs to wait for them. Collective then.
+// This rank's files. A split model's are gathered among those that hold it together, tensor by tensor: the state of
+// now, so that nobody needs to wait for them. Collective then.
 std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, ParallelContext& context) {
   std::vector<TensorFile> own;
   for (size_t i = 0; i < plan.files.size(); ++i) {
     const FileOwner owner = owner_of(i, model, context);
     TensorFile& file = plan.files[i];
-    if (model.options().split && owner.replica == context.replica()) {
-      for (auto& [name, tensor] : file.tensors)
-        tensor = gather_parameter(model, context.replica_group(), name, owner.rank);
+    if (model.options().split && owner.copy == context.copy()) {
+      for (auto& [name, tensor] : file.tensors) tensor = gather_parameter(model, context.holders(), name, owner.rank);
     }
     if (!is_mine(owner, context)) continue;
     file.name = "policy/weights/" + file.name;

@@ -225,6 +225,12 @@ int score_verb(const ScoreArguments& a) {
   return 0;
 }
 
+void exclude_sizes(CLI::App& verb, CLI::Option& shape) {
+  for (const char* size : {"--family", "--experts", "--experts-per-token", "--expert-width", "--hidden", "--heads",
+                           "--kv-heads", "--head-dim", "--intermediate", "--context", "--untied"})
+    shape.excludes(verb.get_option(size));
+}
+
 }  // namespace
 
 void add_model_commands(CLI::App& app, CommandContext& context) {
@@ -247,10 +253,7 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--seed", a->seed);
     verb->add_flag("--untied", a->untied, "an output head of its own");
     CLI::Option* shape = verb->add_option("--shape", a->shape, "of `trireme bench`, instead of the sizes");
-    for (const char* size :
-         {"--family", "--experts", "--experts-per-token", "--expert-width", "--hidden", "--heads", "--kv-heads",
-          "--head-dim", "--intermediate", "--context", "--untied"})
-      shape->excludes(verb->get_option(size));
+    exclude_sizes(*verb, *shape);
     verb->add_flag("--no-weights", a->no_weights, "only config.json and tokenizer, for policy.random_weights")
         ->needs(shape);
     verb->callback([a, shape, layers, verb, &context] {

@@ -82,8 +82,8 @@ void validate_supported(const Config& c) {
   on_cpu(m.enabled, "policy.megatron_cfg.pipeline_model_parallel_size", "pipeline parallel size",
          m.pipeline_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.context_parallel_size", "context parallel size", m.context_parallel_size);
-  size(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
-       m.expert_model_parallel_size);
+  on_cpu(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
+         m.expert_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
        m.expert_tensor_parallel_size);
   on_cpu(d.enabled, "policy.dtensor_cfg.tensor_parallel_size", "tensor parallel size", d.tensor_parallel_size);

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "trainer/model/recomputation.h"
+#include "trainer/model/split_experts.h"
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/experts.h"
 #include "trainer/ops/router_watch.h"
@@ -79,6 +80,9 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model of several pipeline stages needs the links between them");
   TRIREME_CHECK(split_.tp == (options.tensor == nullptr ? 1 : options.tensor->size()),
                 "a model split over tensor ranks needs their group");
+  TRIREME_CHECK(split_.ep == (options.experts == nullptr ? 1 : options.experts->size()),
+                "a model whose experts are split needs their group");
+  TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
   TRIREME_CHECK(split_.tp == 1 || options.device.is_cpu(), "tensor parallel models run on CPU only yet");
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
@@ -92,6 +96,7 @@ void Model::allocate_parameters() {
   const int64_t total = layout.elements + layout.frozen_elements;
   trained_elements_ = layout.elements;
   alike_elements_ = layout.alike_elements;
+  split_experts_ = layout.split_experts;
   layer_begins_ = std::move(layout.layer_begins);
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
@@ -158,9 +163,10 @@ void Model::bind_layers() {
     layer.k_norm = tensor(attention + "k_norm.weight");
     if (shape.has_experts(i)) {
       const auto name = [&](int64_t expert, ExpertMatrix matrix) { return at + expert_name(shape, expert, matrix); };
+      const int64_t first = split_.experts.begin, last = split_.experts.end - 1;
       layer.experts.router = tensor(at + router_name(shape));
-      layer.experts.gate_up = block(name(0, ExpertMatrix::kGate), name(shape.experts - 1, ExpertMatrix::kUp));
-      layer.experts.down = block(name(0, ExpertMatrix::kDown), name(shape.experts - 1, ExpertMatrix::kDown));
+      layer.experts.gate_up = block(name(first, ExpertMatrix::kGate), name(last, ExpertMatrix::kUp));
+      layer.experts.down = block(name(first, ExpertMatrix::kDown), name(last, ExpertMatrix::kDown));
     }
     layer.gate_up = block(mlp + "gate_proj.weight", mlp + "up_proj.weight");
     layer.gate_up_bias = block(mlp + "gate_proj.bias", mlp + "up_proj.bias");
@@ -237,8 +243,7 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.prefix = batch.prefix;
   context.tokens = batch.tokens();
   if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
-    context.watched =
-        std::make_shared<const WatchedRows>(WatchedRows::of(batch.starts, batch.prefix, options_.device));
+    context.watched = std::make_shared<const WatchedRows>(WatchedRows::of(batch.starts, batch.prefix, options_.device));
   return context;
 }
 
@@ -363,7 +368,7 @@ at::Tensor Model::attention(int64_t index, const Activation& x, const Context& c
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const at::Tensor qkv = product(all_rows(x, context), layer.qkv, layer.qkv_bias);
   const at::Tensor mixed = attend(index, qkv, context);
-  return own_rows(trireme::linear(mixed.view({qkv.size(0), -1}), layer.o, layer.o_bias));
+  return own_rows(trireme::linear(mixed.view({qkv.size(0), local_.query_width()}), layer.o, layer.o_bias));
 }
 
 // Queries over the keys and values before them: the batch's own, or the arena's, where the new ones go first.
@@ -399,11 +404,14 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
                           .per_token = config_.experts_per_token,
                           .normalize = config_.normalize_experts,
                           .wide_router = options_.wide_router,
-                          .combine_blocks = combine_blocks(config_.num_experts, options_.combine_blocks)};
+                          .combine_blocks = combine_blocks(config_.num_experts, options_.combine_blocks, split_.ep)};
+  const ExpertWeights& weights = layers_[static_cast<size_t>(index)].experts;
   std::shared_ptr<const RouterCall> watch;
   if (context.watched != nullptr)
     watch = std::make_shared<const RouterCall>(RouterCall{router_watch, index, context.watched});
-  return mixture_of_experts(x.value, layers_[static_cast<size_t>(index)].experts, shape, x.again, std::move(watch));
+  if (options_.experts == nullptr) return mixture_of_experts(x.value, weights, shape, x.again, std::move(watch));
+  return split_mixture_of_experts(x.value, weights, shape, {.group = options_.experts, .experts = local_.experts},
+                                  std::move(watch));
 }
 
 // Of a split head each rank makes the logits of its part of the vocabulary, and then takes the whole rows of every

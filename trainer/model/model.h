@@ -73,10 +73,12 @@ struct ModelOptions {
   int64_t combine_blocks = 0;           // ExpertShape's; 0: derived
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
-  // split->pp stages, null where it is one. They outlive the model. Splits run on CPU only.
+  // split->pp stages, `experts` that of the split->ep ranks that share each layer's experts, null where it is one. They
+  // outlive the model. Splits run on CPU only.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
   StageLinks* links = nullptr;
+  Communicator* experts = nullptr;
 };
 
 // Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient. Layers are
@@ -112,6 +114,8 @@ class Model final {
   // every tp-th part of the rows only (sequence parallel). Gradients of what all hold alike (norms) are of a rank's own
   // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs
   // may read it. Collective over options().tensor.
+  // Experts split over ranks change no bit, but then every pass, backward too, is collective over options().experts:
+  // each rank makes as many, with tokens of its own or none.
   // Of a model with one pipeline stage; of several each rank calls forward_piece for its own.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits
@@ -156,6 +160,9 @@ class Model final {
   // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there
   // is the ranks' sum. 0 where the model is not split over them.
   int64_t alike_elements() const { return alike_elements_; }
+  // From here to trained_elements() lie experts that only the rank's expert data parallel group holds; nothing where
+  // experts are not split.
+  int64_t split_experts() const { return split_experts_; }
 
   // Called in the backward pass of every forward that began to record while it was set, from the thread of that pass:
   // no gradient at or behind element `from` of flat_gradients() will change any more in it. `from` falls layer by
@@ -205,7 +212,7 @@ class Model final {
   std::vector<Layer> layers_;          // this rank's
   std::vector<Range> pieces_;          // of layers_
   std::vector<int64_t> layer_begins_;  // ParameterLayout's
-  int64_t trained_elements_ = 0, alike_elements_ = 0;
+  int64_t trained_elements_ = 0, alike_elements_ = 0, split_experts_ = 0;
   at::Tensor embedding_, final_norm_, head_;
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
@@ -229,9 +236,10 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source);
 // Overwrites `model`'s parameters from a folder of the same configuration.
 void load_parameters(Model& model, const std::filesystem::path& dir);
 
-// A parameter of a split model, whole and on the host, on rank `to` of `replica`, the ranks that hold the model
-// together: tensor ranks of the first stage, then of the next ones. Undefined on the others. Collective over `replica`.
-at::Tensor gather_parameter(const Model& model, Communicator& replica, const std::string& name, int to);
+// A parameter of a split model, whole and on the host, on rank `to` of `holders`, the ranks that hold the model
+// together: tensor ranks of the first stage, then of the next ones, or an expert group. Undefined on the others.
+// Collective over `holders`.
+at::Tensor gather_parameter(const Model& model, Communicator& holders, const std::string& name, int to);
 
 struct SaveOptions {
   // Folder whose tokenizer files, generation_config.json and unknown keys of config.json go along; empty: none.

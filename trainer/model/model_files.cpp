@@ -162,15 +162,17 @@ void save_model_description(const Model& model, const std::filesystem::path& dir
 at::Tensor gather_parameter(const Model& model, Communicator& ranks, const std::string& name, int to) {
   const at::NoGradGuard no_grad;
   const ModelSplit& held = model.split();
-  TRIREME_CHECK(held.tp * held.pp == ranks.size(), "the ranks of a replica hold the model together");
+  TRIREME_CHECK(held.tp * held.pp * held.ep == ranks.size(), "ranks hold the model together");
   const ModelShape shape = model.config().shape();
   const Parameter* own = model.find(name);
+  // Expert ranks are data parallel ones: all but the experts each of them holds.
+  const Layout layout{.tp = held.tp, .ep = held.ep, .dp = held.ep, .pp = held.pp};
   std::vector<int64_t> whole, rows_of_ranks;
   int64_t dimension = 0;
   for (int rank = 0; rank < ranks.size(); ++rank) {
-    const ModelSplit split = model_split(shape, Layout{.tp = held.tp, .pp = held.pp}, rank, held.stages);
+    const ModelSplit split = model_split(shape, layout, rank, held.stages);
     const std::optional<ParameterSlice> slice = parameter_slice(shape, split, name);
-    const bool again = slice && ((slice->alike && !whole.empty()) || slice->tied_copy);
+    const bool again = slice && (((slice->alike || held.ep > 1) && !whole.empty()) || slice->tied_copy);
     rows_of_ranks.push_back(slice && !again ? slice->range.size() : 0);
     if (!slice) continue;
     whole = slice->shape;
@@ -250,8 +252,8 @@ void draw_parameters(Model& model, uint64_t seed) {
   }();
   generator.set_current_seed(seed);
   for (Parameter& parameter : model.parameters()) {
-    // Two stages of a pipeline may hold one parameter: each is drawn by its name there.
-    if (model.split().pp > 1) generator.set_current_seed(seed ^ hash64(parameter.name));
+    // Two stages of a pipeline may hold one parameter, ranks other experts: each is drawn by its name there.
+    if (model.split().pp > 1 || model.split().ep > 1) generator.set_current_seed(seed ^ hash64(parameter.name));
     at::Tensor values = parameter.tensor.detach();
     if (values.dim() > 1)
       values.normal_(0.0, deviation_of_draw(model.config(), parameter.name), generator);

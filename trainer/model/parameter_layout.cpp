@@ -29,6 +29,10 @@ class Placing final {
     layout_.layer_begins.push_back(layout_.elements);
     add_norm("model.norm.weight");
     if (!config_.tie_word_embeddings) add({"lm_head.weight"});
+    layout_.split_experts = layout_.elements;
+    for (int64_t i = 0; split_.ep > 1 && i < config_.num_layers; ++i) {
+      if (shape_.has_experts(i)) add_matrices(layer_name(i));
+    }
     if (freeze_router_) add_frozen_routers();
     return std::move(layout_);
   }
@@ -68,17 +72,18 @@ class Placing final {
     add_products({attention + "o_proj"}, config_.output_bias);
     add_norm(at + "post_attention_layernorm.weight");
     if (shape_.has_experts(index)) {
-      add_experts(at);
+      if (!freeze_router_) add({at + router_name(shape_)});
+      if (split_.ep == 1) add_matrices(at);
       return;
     }
     add_products({mlp + "gate_proj", mlp + "up_proj"}, config_.mlp_bias);
     add_products({mlp + "down_proj"}, config_.mlp_bias);
   }
 
-  void add_experts(const std::string& at) {
-    if (!freeze_router_) add({at + router_name(shape_)});
+  // Of the layer's experts, as far as the rank has them.
+  void add_matrices(const std::string& at) {
     std::vector<std::string> gate_up, down;
-    for (int64_t e = 0; e < shape_.experts; ++e) {
+    for (int64_t e = split_.experts.begin; e < split_.experts.end; ++e) {
       gate_up.push_back(at + expert_name(shape_, e, ExpertMatrix::kGate));
       gate_up.push_back(at + expert_name(shape_, e, ExpertMatrix::kUp));
       down.push_back(at + expert_name(shape_, e, ExpertMatrix::kDown));

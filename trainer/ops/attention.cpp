@@ -322,7 +322,8 @@ at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, cons
     if (run.count > 0) runs.push_back({token, run.past, run.count, run.extent_start});
     token += run.count;
   }
-  if (compute_type(q) != q.scalar_type() && !runs.empty()) {
+  if (runs.empty()) return at::zeros_like(q);  // no rows
+  if (compute_type(q) != q.scalar_type()) {
     // The kernel reads float32: convert the extents in use, one after another.
     std::vector<at::Tensor> some_keys, some_values;
     int64_t at = 0;

@@ -61,26 +61,6 @@ void choose_rows(const at::Tensor& logits, const ExpertShape& shape, Routes& rou
   });
 }
 
-// offsets, rows and places from the choices.
-void sort_by_expert(Routes& routes, int64_t experts) {
-  const int64_t rows = routes.experts.size(0), k = routes.experts.size(1);
-  const int32_t* chosen = routes.experts.const_data_ptr<int32_t>();
-  std::vector<int32_t> next(static_cast<size_t>(experts) + 1, 0);
-  for (int64_t i = 0; i < rows * k; ++i) ++next[static_cast<size_t>(chosen[i]) + 1];
-  for (size_t e = 1; e < next.size(); ++e) next[e] += next[e - 1];
-  routes.offsets = int_tensor({experts + 1});
-  std::copy(next.begin(), next.end(), routes.offsets.mutable_data_ptr<int32_t>());
-  routes.rows = int_tensor({rows * k});
-  routes.places = int_tensor({rows, k});
-  int32_t* sorted = routes.rows.mutable_data_ptr<int32_t>();
-  int32_t* places = routes.places.mutable_data_ptr<int32_t>();
-  for (int64_t i = 0; i < rows * k; ++i) {
-    const int32_t place = next[static_cast<size_t>(chosen[i])]++;
-    places[i] = place;
-    sorted[place] = static_cast<int32_t>(i / k);
-  }
-}
-
 // f(expert, first sorted row, rows) of every expert that has any.
 template <class F>
 void for_groups(const at::Tensor& offsets, F&& f) {
@@ -93,6 +73,17 @@ void for_groups(const at::Tensor& offsets, F&& f) {
 at::Tensor matrix_of(const at::Tensor& weights, int64_t expert, const at::Tensor& offsets) {
   const int64_t out = weights.size(0) / (offsets.size(0) - 1);
   return weights.narrow(0, expert * out, out);
+}
+
+// One inner loop for combine and for its two steps: however a compiler adds, both get the same bits.
+template <class T>
+void add_weighted(T* sum, const T* row, T weight, int64_t width) {
+  for (int64_t c = 0; c < width; ++c) sum[c] += weight * row[c];
+}
+
+template <class T>
+T rounded(T value, bool to_bf16) {
+  return to_bf16 ? static_cast<T>(static_cast<float>(c10::BFloat16(static_cast<float>(value)))) : value;
 }
 
 template <class T>
@@ -117,12 +108,9 @@ void combine_rows(const at::Tensor& y, const Routes& routes, const ExpertShape& 
         std::fill(block.begin(), block.end(), T{0});
         for (; j < k && experts[r * k + j] / of_block == of; ++j) {
           const T* row = from + places[r * k + j] * width;
-          for (int64_t c = 0; c < width; ++c) block[static_cast<size_t>(c)] += weights[r * k + j] * row[c];
+          add_weighted(block.data(), row, weights[r * k + j], width);
         }
-        for (int64_t c = 0; c < width; ++c) {
-          const T value = block[static_cast<size_t>(c)];
-          total[c] += round ? static_cast<T>(static_cast<float>(c10::BFloat16(static_cast<float>(value)))) : value;
-        }
+        for (int64_t c = 0; c < width; ++c) total[c] += rounded(block[static_cast<size_t>(c)], round);
       }
     }
   });
@@ -130,6 +118,66 @@ void combine_rows(const at::Tensor& y, const Routes& routes, const ExpertShape& 
 }
 
 }  // namespace
+
+void sort_by_expert(Routes& routes, int64_t experts) {
+  const int64_t rows = routes.experts.size(0), k = routes.experts.size(1);
+  const int32_t* chosen = routes.experts.const_data_ptr<int32_t>();
+  std::vector<int32_t> next(static_cast<size_t>(experts) + 1, 0);
+  for (int64_t i = 0; i < rows * k; ++i) ++next[static_cast<size_t>(chosen[i]) + 1];
+  for (size_t e = 1; e < next.size(); ++e) next[e] += next[e - 1];
+  routes.offsets = int_tensor({experts + 1});
+  std::copy(next.begin(), next.end(), routes.offsets.mutable_data_ptr<int32_t>());
+  routes.rows = int_tensor({rows * k});
+  routes.places = int_tensor({rows, k});
+  int32_t* sorted = routes.rows.mutable_data_ptr<int32_t>();
+  int32_t* places = routes.places.mutable_data_ptr<int32_t>();
+  for (int64_t i = 0; i < rows * k; ++i) {
+    const int32_t place = next[static_cast<size_t>(chosen[i])]++;
+    places[i] = place;
+    sorted[place] = static_cast<int32_t>(i / k);
+  }
+}
+
+at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
+                      const at::Tensor& begins) {
+  const int64_t sums = begins.size(0) - 1, width = y.size(1);
+  const at::Tensor in = for_compute(y);
+  const at::Tensor out = at::zeros({sums, width}, in.options());
+  const int32_t* place = places.const_data_ptr<int32_t>();
+  const int32_t* begin = begins.const_data_ptr<int32_t>();
+  with_compute_type(y, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = in.const_data_ptr<T>();
+    const T* weight = weights.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    parallel_tasks(sums, grain_rows(width * 2), [&](int64_t first, int64_t last) {
+      for (int64_t s = first; s < last; ++s) {
+        for (int32_t i = begin[s]; i < begin[s + 1]; ++i)
+          add_weighted(to + s * width, from + place[i] * width, weight[i], width);
+      }
+    });
+  });
+  return out.to(y.scalar_type());
+}
+
+at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins) {
+  const int64_t rows = begins.size(0) - 1, width = blocks.size(1);
+  const at::Tensor in = for_compute(blocks);
+  const at::Tensor out = at::zeros({rows, width}, in.options());
+  const int32_t* place = places.const_data_ptr<int32_t>();
+  const int32_t* begin = begins.const_data_ptr<int32_t>();
+  with_compute_type(blocks, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = in.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int32_t i = begin[r]; i < begin[r + 1]; ++i) {
+        for (int64_t c = 0; c < width; ++c) to[r * width + c] += from[place[i] * width + c];
+      }
+    }
+  });
+  return out.to(blocks.scalar_type());
+}
 
 Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities) {
   if (x.is_cuda()) return cuda::route(x, router, shape, probabilities);

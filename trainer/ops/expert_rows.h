@@ -5,6 +5,17 @@
 
 namespace trireme {
 
+// offsets, rows and places of routes whose choices are `experts` of these many. On the host.
+void sort_by_expert(Routes& routes, int64_t experts);
+
+// combine in two steps, with its bits; on CPU. `begins` [sums + 1] int32: sum i is of choices begins[i] .. begins[i+1],
+// which are y's rows places[...] int32 with weights[...]: weight times row from +0 in float32, rounded to y's dtype ->
+// [sums, hidden].
+at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
+                      const at::Tensor& begins);
+// Row i: blocks' rows places[begins[i]], ..., added in order from +0 in float32 and rounded -> [rows, hidden].
+at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins);
+
 // Rows of x by index [n] int32 -> [n, width].
 at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
 

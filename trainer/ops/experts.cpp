@@ -107,8 +107,9 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
 
 }  // namespace
 
-int64_t combine_blocks(int64_t experts, int64_t asked) {
+int64_t combine_blocks(int64_t experts, int64_t asked, int64_t ranks) {
   if (asked > 0) return asked;
+  if (ranks > 8) return ranks;
   int64_t blocks = std::min<int64_t>(8, experts);
   while (experts % blocks != 0) --blocks;
   return blocks;

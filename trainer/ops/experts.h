@@ -19,8 +19,8 @@ struct ExpertShape {
   bool wide_router = false;    // logits are summed in float64, not float32
   int64_t combine_blocks = 0;  // runs of experts by id whose results are added up and rounded together; divides experts
 };
-// As many as asked for, 0: derived: 8, or the largest divisor of the experts below that.
-int64_t combine_blocks(int64_t experts, int64_t asked);
+// As many as asked for, 0: derived: 8, or the largest divisor of the experts below that; `ranks` where more share them.
+int64_t combine_blocks(int64_t experts, int64_t asked, int64_t ranks = 1);
 
 struct ExpertWeights {
   at::Tensor router;   // [experts, hidden]
@@ -59,8 +59,8 @@ at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape&
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                               std::function<at::Tensor()> again, std::shared_ptr<const RouterCall> watch = nullptr);
 
-// Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Where our
-// kernel has other bits it is switched off, with a warning; false: the library has, and rows are not exact.
+// Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Where
+// our kernel has other bits it is switched off, with a warning; false: the library has, and rows are not exact.
 bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device);
 
 }  // namespace trireme

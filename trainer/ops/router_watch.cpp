@@ -29,8 +29,9 @@ at::Tensor balance_gradient(const BalanceOptions& balance, const Routes& routes,
 }  // namespace
 
 WatchedRows WatchedRows::of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, at::Device device) {
-  const auto sequences = static_cast<int64_t>(starts.size()) - 1;
-  const at::Tensor of_row = at::empty({starts.back()}, at::kLong), of_samples = at::eye(sequences, at::kDouble);
+  const int64_t sequences = starts.empty() ? 0 : static_cast<int64_t>(starts.size()) - 1;
+  const at::Tensor of_row = at::empty({starts.empty() ? 0 : starts.back()}, at::kLong),
+                   of_samples = at::eye(sequences, at::kDouble);
   const at::Tensor lengths = at::empty({sequences}, at::kDouble);
   for (int64_t s = 0; s < sequences; ++s) {
     const auto index = static_cast<size_t>(s);
@@ -44,12 +45,14 @@ WatchedRows WatchedRows::of(const std::vector<int64_t>& starts, const std::vecto
 }
 
 RouterWatch::RouterWatch(int64_t layers, int64_t experts, const BalanceOptions& balance, at::Device device)
-    : balance_(balance), sums_{at::zeros({layers, experts + 4}, at::TensorOptions().dtype(at::kDouble).device(device))} {}
+    : balance_(balance),
+      sums_{at::zeros({layers, experts + 4}, at::TensorOptions().dtype(at::kDouble).device(device))} {}
 
 at::Tensor RouterWatch::add(int64_t layer, const Routes& routes, const ExpertShape& shape, const WatchedRows& rows) {
   const at::NoGradGuard no_grad;
   const at::Tensor& p = routes.probabilities;
-  TRIREME_CHECK(p.defined() && rows.sequence.size(0) == p.size(0), "router watch: the rows are others than the routes'");
+  TRIREME_CHECK(p.defined() && rows.sequence.size(0) == p.size(0),
+                "router watch: the rows are others than the routes'");
   const at::Tensor chosen = routes.experts.flatten().to(at::kLong);
   const at::Tensor counts = at::zeros({shape.experts}, chosen.options()).scatter_add_(0, chosen, at::ones_like(chosen));
   const at::Tensor of_layer = sums_.of_layers[layer];

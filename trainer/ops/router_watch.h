@@ -13,10 +13,10 @@
 
 namespace trireme {
 
-// The loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6) for `per_token` choices, as Megatron-Core has it:
-// coefficient * experts / per_token * sum over experts of the share of tokens that chose it times its mean probability.
-// Each token weighs as in the policy's loss: what is trained is the sum over micro-batches or samples of this times their
-// tokens, divided by the valid tokens of the step (as NeMo-RL scales it).
+// The loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6) for `per_token` choices, as Megatron-Core has
+// it: coefficient * experts / per_token * sum over experts of the share of tokens that chose it times its mean
+// probability. Each token weighs as in the policy's loss: what is trained is the sum over micro-batches or samples of
+// this times their tokens, divided by the valid tokens of the step (as NeMo-RL scales it).
 struct BalanceOptions {
   enum class Kind {
     kNone,

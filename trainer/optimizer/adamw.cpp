@@ -16,28 +16,22 @@
 
 namespace trireme {
 
-DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options)
+DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options,
+                                   Communicator* expert_data_parallel)
     : model_(model),
       group_(data_parallel),
       options_(options),
+      experts_(expert_data_parallel),
       tensor_(model.options().tensor),
       links_(model.options().links) {
   TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
+  TRIREME_CHECK((experts_ != nullptr) == (model.split().ep > 1),
+                "split experts need the group that holds the same ones");
   elements_ = model.trained_elements();
   const int64_t ranks = group_.size();
-  bucket_ = std::min(options_.bucket_elements, elements_);
-  bucket_ = (bucket_ + ranks - 1) / ranks * ranks;
-  buckets_ = (elements_ + bucket_ - 1) / bucket_;
-  const int64_t part = bucket_ / ranks;
-  for (int64_t b = 0; b < buckets_; ++b) {
-    Slice slice;
-    slice.begin = bucket_begin(b) + group_.rank() * part;
-    slice.size = std::clamp<int64_t>(elements_ - slice.begin, 0, part);
-    slice.at = b * part;
-    slices_.push_back(slice);
-  }
-  owned_ = buckets_ * part;
-  unreduced_ = buckets_;
+  add_buckets(0, model.split_experts(), group_);
+  if (experts_ != nullptr) add_buckets(model.split_experts(), elements_, *experts_);
+  unreduced_ = static_cast<int64_t>(buckets_.size());
   for (const Parameter& parameter : model.parameters()) {
     if (!parameter.trainable || !(options_.decay_all || parameter.decay)) continue;
     for (const Slice& slice : slices_) {
@@ -52,8 +46,7 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   exp_avg_ = at::zeros({owned_}, fp32);
   exp_avg_sq_ = at::zeros({owned_}, fp32);
   if (ranks > 1 || !fp32.device().is_cuda()) grads_ = at::zeros({owned_}, fp32);
-  const bool in_place =
-      ranks == 1 && buckets_ * bucket_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
+  const bool in_place = ranks == 1 && owned_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
   if (in_place) {
     master_ = model.flat_parameters().detach().narrow(0, 0, elements_);
   } else {
@@ -61,6 +54,21 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
     reset_master_from_weights();
   }
   if (master_.is_cuda()) mark_decayed_groups();
+}
+
+void DistributedAdamW::add_buckets(int64_t begin, int64_t end, Communicator& group) {
+  const int64_t ranks = group.size();
+  const int64_t width = (std::min(options_.bucket_elements, end - begin) + ranks - 1) / ranks * ranks;
+  for (; begin < end; begin += width) {
+    const Bucket& bucket = buckets_.emplace_back(
+        Bucket{.begin = begin, .size = std::min(width, end - begin), .width = width, .at = owned_, .group = &group});
+    Slice slice;
+    slice.begin = begin + group.rank() * bucket.part();
+    slice.size = std::clamp<int64_t>(end - slice.begin, 0, bucket.part());
+    slice.at = bucket.at;
+    slices_.push_back(slice);
+    owned_ += bucket.part();
+  }
 }
 
 // Not what tensor ranks hold alike, but on their first one, and not the last stage's copy of an embedding.
@@ -119,7 +127,7 @@ DistributedAdamW::~DistributedAdamW() {
 }
 
 void DistributedAdamW::reduce_in_next_backward() {
-  if (group_.size() == 1) return;
+  if (group_.size() == 1 || experts_ != nullptr) return;
   armed_ = true;
   model_.on_gradients_final = [this](int64_t from) { reduce_from(from); };
 }
@@ -132,31 +140,30 @@ void DistributedAdamW::reduce_from(int64_t from) {
   const c10::NoGradGuard no_grad;
   const at::Tensor gradients = model_.flat_gradients();
   const at::ScalarType wire = options_.reduce_in_fp32 ? at::kFloat : gradients.scalar_type();
-  const int64_t part = bucket_ / group_.size();
-  while (unreduced_ > 0 && bucket_begin(unreduced_ - 1) >= from) {
+  while (unreduced_ > 0 && buckets_[static_cast<size_t>(unreduced_ - 1)].begin >= from) {
     Reduction reduction;
     reduction.bucket = --unreduced_;
-    const int64_t begin = bucket_begin(reduction.bucket), size = std::min(bucket_, elements_ - begin);
-    reduction.sent = gradients.narrow(0, begin, size);
-    if (size < bucket_ || wire != gradients.scalar_type()) {
-      const at::Tensor padded = at::zeros({bucket_}, gradients.options().dtype(wire));
-      padded.narrow(0, 0, size).copy_(reduction.sent);
+    const Bucket& bucket = buckets_[static_cast<size_t>(reduction.bucket)];
+    reduction.sent = gradients.narrow(0, bucket.begin, bucket.size);
+    if (bucket.size < bucket.width || wire != gradients.scalar_type()) {
+      const at::Tensor padded = at::zeros({bucket.width}, gradients.options().dtype(wire));
+      padded.narrow(0, 0, bucket.size).copy_(reduction.sent);
       reduction.sent = padded;
     }
-    at::Tensor mine = grads_.narrow(0, reduction.bucket * part, part);
-    if (wire != at::kFloat) mine = reduction.received = take_received(part, reduction.sent.options());
-    reduction.pending = group_.begin_reduce_scatter_sum(mine, reduction.sent);
+    at::Tensor mine = grads_.narrow(0, bucket.at, bucket.part());
+    if (wire != at::kFloat) mine = reduction.received = take_received(bucket.part(), reduction.sent.options());
+    reduction.pending = bucket.group->begin_reduce_scatter_sum(mine, reduction.sent);
     reductions_.push_back(std::move(reduction));
     if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
   }
 }
 
 void DistributedAdamW::finish_oldest_reduction() {
-  const int64_t part = bucket_ / group_.size();
   Reduction& reduction = reductions_.front();
   reduction.pending.wait();
   if (reduction.received.defined()) {
-    grads_.narrow(0, reduction.bucket * part, part).copy_(reduction.received);
+    const Bucket& bucket = buckets_[static_cast<size_t>(reduction.bucket)];
+    grads_.narrow(0, bucket.at, bucket.part()).copy_(reduction.received);
     received_.push_back(reduction.received);
   }
   reductions_.pop_front();
@@ -165,7 +172,8 @@ void DistributedAdamW::finish_oldest_reduction() {
 // Whoever watches a collective holds its result for a while after its end: always the same ones, so that this is no
 // memory besides.
 at::Tensor DistributedAdamW::take_received(int64_t part, const at::TensorOptions& options) {
-  if (received_.empty()) return at::empty({part}, options);
+  // Buckets of experts may have another size.
+  if (received_.empty() || received_.back().size(0) != part) return at::empty({part}, options);
   at::Tensor result = std::move(received_.back());
   received_.pop_back();
   return result;
@@ -174,7 +182,7 @@ at::Tensor DistributedAdamW::take_received(int64_t part, const at::TensorOptions
 void DistributedAdamW::finish_reduction() {
   reduce_from(0);
   while (!reductions_.empty()) finish_oldest_reduction();
-  unreduced_ = buckets_;
+  unreduced_ = static_cast<int64_t>(buckets_.size());
 }
 
 OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm, Gather gather) {
@@ -183,7 +191,7 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   if (armed_) model_.on_gradients_final = nullptr;
   armed_ = false;
   OptimizerStep result;
-  result.reduced_early = buckets_ - unreduced_;
+  result.reduced_early = static_cast<int64_t>(buckets_.size()) - unreduced_;
   sum_alike();
   sum_tied();
   if (grads_.defined()) finish_reduction();
@@ -208,7 +216,7 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
     update(factors);
     write_weights();
   }
-  if (gather == Gather::kNow) {
+  if (gather == Gather::kNow || experts_ != nullptr) {
     finish_gather();
   } else if (!gatherings_.empty()) {
     watching_ = true;
@@ -235,7 +243,7 @@ void DistributedAdamW::update(const Factors& factors) {
 // Begins to gather every bucket into the live weights.
 void DistributedAdamW::write_weights() {
   if (master_.data_ptr() == model_.flat_parameters().data_ptr()) return;
-  for (int64_t b = 0; b < buckets_; ++b) gather_bucket(b);
+  for (const Bucket& bucket : buckets_) gather_bucket(bucket);
 }
 
 // A bucket may be written while a forward pass holds others for its backward. It is read by none before it is there,
@@ -244,18 +252,17 @@ at::Tensor DistributedAdamW::weights() const {
   return model_.flat_parameters().variable_data().narrow(0, 0, elements_);
 }
 
-void DistributedAdamW::gather_bucket(int64_t b) {
+void DistributedAdamW::gather_bucket(const Bucket& bucket) {
   const at::Tensor weights = this->weights();
-  const int64_t part = bucket_ / group_.size();
   Gathering gathering;
-  gathering.mine = master_.narrow(0, b * part, part).to(weights.scalar_type());
-  gathering.begin = bucket_begin(b);
-  gathering.size = std::min(bucket_, elements_ - gathering.begin);
-  if (gathering.size == bucket_) {
-    gathering.pending = group_.begin_all_gather(weights.narrow(0, gathering.begin, bucket_), gathering.mine);
+  gathering.mine = master_.narrow(0, bucket.at, bucket.part()).to(weights.scalar_type());
+  gathering.begin = bucket.begin;
+  gathering.size = bucket.size;
+  if (bucket.size == bucket.width) {
+    gathering.pending = bucket.group->begin_all_gather(weights.narrow(0, bucket.begin, bucket.width), gathering.mine);
   } else {
-    gathering.padded = at::empty({bucket_}, weights.options());
-    gathering.pending = group_.begin_all_gather(gathering.padded, gathering.mine);
+    gathering.padded = at::empty({bucket.width}, weights.options());
+    gathering.pending = bucket.group->begin_all_gather(gathering.padded, gathering.mine);
   }
   gatherings_.push_back(std::move(gathering));
 }
@@ -288,8 +295,8 @@ void DistributedAdamW::sum_alike() {
 
 // Of a tied embedding the first and the last stage each have the gradients of their own use; the sum has the same bits
 // on both, as have their weights after it. No reduction that began in a backward pass reaches it: it lies before the
-// layers. From three replicas on the order of a sum shows in its bits, and a bucket's follows from the place in it, which
-// is another one on each stage: the replicas' sum is made here, in their order, and the first one brings it in.
+// layers. From three replicas on the order of a sum shows in its bits, and a bucket's follows from the place in it,
+// which is another one on each stage: the replicas' sum is made here, in their order, and the first one brings it in.
 void DistributedAdamW::sum_tied() {
   const ModelSplit& split = model_.split();
   if (links_ == nullptr || !model_.config().tie_word_embeddings || !(split.first_stage() || split.last_stage())) return;

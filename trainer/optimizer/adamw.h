@@ -37,7 +37,9 @@ class DistributedAdamW final {
   // The model's buffers must outlive the optimizer. `data_parallel` likewise: the ranks with the same part of the
   // model. Where the model is split its own groups count too: gradients of what tensor ranks hold alike are summed over
   // these, those of a tied embedding over the pipeline's ends, and the norm is that of the whole model.
-  DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options);
+  // `expert_data_parallel`: where experts are split, the ranks of data_parallel that hold the same ones; else null.
+  DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options,
+                   Communicator* expert_data_parallel = nullptr);
 
   ~DistributedAdamW();
   DistributedAdamW(const DistributedAdamW&) = delete;
@@ -45,7 +47,8 @@ class DistributedAdamW final {
 
   // Call before the forward pass of the last micro-batch of an optimizer step: its backward pass then begins to reduce
   // each bucket when no gradient in it will change any more; step() does the rest. The sums are those of a reduction
-  // after the backward pass, bit for bit. A rank without a micro-batch does not call it. Nothing with one rank.
+  // after the backward pass, bit for bit. A rank without a micro-batch does not call it. Nothing with one rank, nor
+  // where experts are split: their exchanges would meet the reductions.
   void reduce_in_next_backward();
 
   enum class Gather {
@@ -81,6 +84,13 @@ class DistributedAdamW final {
   int64_t owned_elements() const { return owned_; }
 
  private:
+  struct Bucket {  // a part of the flat buffer that is reduced, and gathered, at once
+    int64_t begin = 0, size = 0;
+    int64_t width = 0;  // size made a multiple of the group's
+    int64_t at = 0;     // of this rank's part in the owned tensors
+    Communicator* group = nullptr;
+    int64_t part() const { return width / group->size(); }
+  };
   struct Slice {        // one bucket's part of this rank
     int64_t begin = 0;  // in the flat buffer
     int64_t size = 0;   // inside the buffer; the padded part is longer at the end
@@ -116,7 +126,7 @@ class DistributedAdamW final {
     std::vector<StateCopy> copies;
   };
   void take_state(const SafetensorsFile& file, const std::filesystem::path& path, std::vector<Taken>& taken);
-  int64_t bucket_begin(int64_t bucket) const { return bucket * bucket_; }
+  void add_buckets(int64_t begin, int64_t end, Communicator& group);
   // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
   void reduce_from(int64_t from);
   void finish_oldest_reduction();
@@ -131,7 +141,7 @@ class DistributedAdamW final {
   void check_finite(double squares) const;
   void update(const Factors& factors);
   void write_weights();
-  void gather_bucket(int64_t bucket);
+  void gather_bucket(const Bucket& bucket);
   at::Tensor weights() const;
   void finish_gather_before(int64_t end);
   // On CUDA: cuda/adamw_device.cpp, and no_cuda/adamw_device.cpp in builds without.
@@ -143,8 +153,8 @@ class DistributedAdamW final {
   Communicator& group_;
   AdamWOptions options_;
   int64_t elements_ = 0;
-  int64_t bucket_ = 0;  // elements, a multiple of the number of ranks
-  int64_t buckets_ = 0;
+  Communicator* experts_ = nullptr;  // null: experts are not split
+  std::vector<Bucket> buckets_;      // ascending
   int64_t owned_ = 0;
   std::vector<OwnedElements> counted_;  // in the norm: what no other rank of the model has counted
   Communicator* tensor_ = nullptr;      // null: the model is not split over tensor ranks

@@ -10,8 +10,8 @@
 namespace trireme {
 namespace {
 
-// That a dense model is split over. One that nothing splits yet has groups of one, which cost nothing.
-constexpr Axis kAxes[] = {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp};
+// That a model is split over. One that nothing splits has groups of one, which cost nothing.
+constexpr Axis kAxes[] = {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp, Axis::kEp, Axis::kEdp};
 
 // "dp" where there is one group, "dp-3" where there are several.
 RankGroup own_group(const Layout& layout, Axis axis, int64_t rank) {
@@ -70,6 +70,10 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
     const Axis twin = axis == Axis::kDpCp && layout.cp == 1   ? Axis::kDp
                       : axis == Axis::kDpCp && layout.dp == 1 ? Axis::kCp
                                                               : axis;
+    if (axis == Axis::kEdp && layout.ep == 1) {  // nobody asks: experts are reduced as all the rest is
+      groups_[axis] = std::make_shared<Communicator>();
+      continue;
+    }
     groups_[axis] = twin == axis ? make_group(own_group(layout, axis, rendezvous.rank)) : groups_.at(twin);
   }
   replica_ = layout.pp == 1   ? groups_.at(Axis::kTp)

@@ -52,6 +52,11 @@ class ParallelContext final {
   int replicas() const { return static_cast<int>(layout_.dp * layout_.cp); }
   int replica() const { return groups_.at(Axis::kDpCp)->rank(); }
   Communicator& replica_group() { return *replica_; }
+  // Ranks that hold the weights together, each once: a replica's, or where experts are split an expert group, whose
+  // ranks each are a replica. This rank is in copy() of copies() such groups.
+  Communicator& holders() { return layout_.ep > 1 ? group(Axis::kEp) : *replica_; }
+  int copies() const { return static_cast<int>(layout_.ep > 1 ? layout_.expert_dp() : replicas()); }
+  int copy() const { return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : replica()); }
   bool leads_replica() const { return replica_->rank() == 0; }
   // The replica's first rank that has the results of a forward pass: log-probs, the loss.
   bool has_results() const { return coordinates_.tp == 0 && coordinates_.pp == layout_.pp - 1; }

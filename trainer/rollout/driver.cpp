@@ -23,6 +23,7 @@ class DrivenEngine final : public QueueEngine {
 
   int64_t unfinished() const override { return engine_.unfinished_samples(); }
   bool crowded() const override { return engine_.crowded(); }
+  bool somebody_unfinished() override { return engine_.somebody_unfinished(); }
 
   void submit(const SampleSpan& span) override {
     GroupRequest request = hooks_.request(span);

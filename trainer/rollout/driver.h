@@ -30,7 +30,8 @@ struct DriverHooks {
   std::function<void()> between_steps;
 };
 
-// Returns when `source` gives no more and the engine is idle. Errors of engine and hooks go through.
+// Returns when `source` gives no more and the engine is idle, and where experts are split (engine.h) so are those of
+// the expert group, all of which drive their rollouts at once. Errors of engine and hooks go through.
 void drive_rollout(Engine& engine, SampleSource& source, const DriverHooks& hooks);
 
 }  // namespace trireme

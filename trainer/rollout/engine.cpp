@@ -14,6 +14,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/ops/cuda_ops.h"
+#include "trainer/parallel/communicator.h"
 #include "trainer/rollout/cache_size.h"
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
@@ -121,11 +122,13 @@ struct Engine::Impl {
     scheduler.emplace(scheduling);
   }
 
+  bool together() const { return model.options().experts != nullptr; }
   bool on_cuda() const { return model.options().device.is_cuda(); }
   int64_t row_bytes() const { return KvArena::bytes_per_row(model.local(), model.options().dtype); }
   int64_t most_rows() const { return options.max_sequences * options.max_total_length; }
   std::unique_ptr<KvArena> make_arena(int64_t rows, int64_t most) const;
   std::unique_ptr<StepRunner> make_runner(KvArena& over) const;
+  void take_cache();
   void allocate();
   void restore();
   void use_rows(int64_t rows);
@@ -286,12 +289,16 @@ int64_t Engine::Impl::rows_that_fit() {
   return rows;
 }
 
-void Engine::Impl::submit(GroupRequest request) {
+void Engine::Impl::take_cache() {
   if (arena == nullptr) {
     allocate();
   } else if (!arena->resident()) {
     restore();
   }
+}
+
+void Engine::Impl::submit(GroupRequest request) {
+  take_cache();
   auto group = std::make_unique<Group>();
   int64_t first = 0;
   try {
@@ -338,7 +345,13 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
 
 // Starts the planned step. Nothing where there is nothing to do.
 std::optional<Engine::Impl::Outputs> Engine::Impl::launch() {
-  if (plan.empty()) return std::nullopt;
+  if (plan.empty()) {
+    if (together()) {
+      take_cache();  // one that has never had a sample has none
+      runner->start_without_rows();
+    }
+    return std::nullopt;
+  }
   Stopwatch watch;
   fill_request();
   stats.host_seconds += watch.lap();
@@ -479,7 +492,7 @@ void Engine::submit(GroupRequest request) { impl_->submit(std::move(request)); }
 
 std::vector<GeneratedGroup> Engine::step() {
   std::vector<GeneratedGroup> result;
-  if (idle()) return result;
+  if (idle() && !impl_->together()) return result;
   for (auto& [order, group] : impl_->step(*this)) result.push_back(std::move(group));
   return result;
 }
@@ -492,11 +505,16 @@ int64_t Engine::unfinished_samples() const {
   return count;
 }
 
+bool Engine::somebody_unfinished() const {
+  if (!impl_->together()) return !idle();
+  return impl_->model.options().experts->all_reduce_sum(unfinished_samples()) > 0;
+}
+
 bool Engine::crowded() const { return impl_->plan.crowded; }
 
 std::vector<GeneratedGroup> Engine::run() {
   std::vector<Impl::Complete> complete;
-  while (!idle()) {
+  while (somebody_unfinished()) {
     for (Impl::Complete& group : impl_->step(*this)) complete.push_back(std::move(group));
   }
   std::sort(complete.begin(), complete.end(), [](const auto& a, const auto& b) { return a.first < b.first; });

@@ -97,6 +97,10 @@ struct EngineStats {
   double occupancy(int64_t max_sequences) const;  // mean part of max_sequences in use
 };
 
+// Engines over a model whose experts are split (ModelOptions::experts) step together: step() and run() are collective
+// over the expert group, with rows of an engine's own or none. Before each step() all of them ask
+// somebody_unfinished(), and step, or not, by its answer. Samples, stops and preemption are each engine's own.
+//
 // One thread owns an engine. It reads the model's live weights: nobody may write them during step(), and after a write
 // weights_changed() comes before the next step().
 class Engine final {
@@ -109,10 +113,13 @@ class Engine final {
 
   // Throws Error(kUser) that names the group when it can never be generated; the engine is unchanged then.
   void submit(GroupRequest request);
-  // One batch through the model. Returns the groups that became complete. Nothing happens when idle.
+  // One batch through the model. Returns the groups that became complete. Nothing happens when idle, but for a batch
+  // without rows where engines step together.
   std::vector<GeneratedGroup> step();
   bool idle() const;
   int64_t unfinished_samples() const;
+  // Of this engine or of one that it steps together with. Collective over these.
+  bool somebody_unfinished() const;
   // In the last step a sample that could have begun found no room: prefill budget, cache rows or places.
   bool crowded() const;
   // Steps until idle; groups in the order in which they were submitted.

@@ -43,6 +43,13 @@ class HostRunner final : public StepRunner {
     results_.push_back(std::move(result));
   }
 
+  void start_without_rows() override {
+    CachedBatch none;
+    none.ids = at::empty({0}, at::kLong);
+    none.positions = at::empty({0}, at::kLong);
+    (void)model_.forward_cached(none, arena_);
+  }
+
   SampleResult take() override {
     TRIREME_CHECK(!results_.empty(), "no step was started");
     SampleResult result = std::move(results_.front());
@@ -99,6 +106,8 @@ class HostRunner final : public StepRunner {
 };
 
 }  // namespace
+
+void StepRunner::start_without_rows() { fail_internal("this device has no steps without rows"); }
 
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena) {
   return std::make_unique<HostRunner>(model, arena);

@@ -28,7 +28,7 @@ bool take_and_step(QueueEngine& engine, SampleSource& source) {
   if (room > 0 && !(engine.crowded() && engine.unfinished() > 0)) {
     for (const SampleSpan& span : source.take(room)) engine.submit(span);
   }
-  if (engine.unfinished() == 0) return false;
+  if (!engine.somebody_unfinished()) return false;
   engine.step();
   return true;
 }

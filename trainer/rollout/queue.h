@@ -35,11 +35,15 @@ class QueueEngine {
   virtual int64_t unfinished() const = 0;
   // What it has could not all begin in its last step: more would only wait.
   virtual bool crowded() const = 0;
+  // Whether it, or an engine that it steps together with, has unfinished samples. Asked once a turn; of engines that
+  // step together all then know the same.
+  virtual bool somebody_unfinished() { return unfinished() > 0; }
   virtual void submit(const SampleSpan& span) = 0;
   virtual void step() = 0;
 };
 
-// One turn of a rollout: what there is room for is taken, then the engine steps. False: nothing is left.
+// One turn of a rollout: what there is room for is taken, then the engine steps. False: nothing is left, for it and for
+// those it steps together with.
 bool take_and_step(QueueEngine& engine, SampleSource& source);
 
 // What a queue needs of a key-value store. add() is atomic over all ranks, starts at 0 and returns the new value.

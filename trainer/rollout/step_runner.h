@@ -26,6 +26,9 @@ class StepRunner {
   // Moves and copies cache rows, runs the model, samples. May return before the device is done; the request may change
   // afterwards.
   virtual void start(const StepRequest& request) = 0;
+  // A step of those this rank steps together with, in which it has no rows; it has no results. Only where experts are
+  // split, which is on CPU.
+  virtual void start_without_rows();
   // The results of the oldest step that was not taken yet; waits for it.
   virtual SampleResult take() = 0;
   // Runs the largest step there can be, prompts of `prefill_tokens` beside a token of every sequence, and captures all

@@ -22,6 +22,7 @@ using testing::split_options;
 struct Sizes {
   int64_t tp, pp, dp;
   StageOptions stages = {};
+  int64_t ep = 1;
   bool operator==(const Sizes&) const = default;
 };
 
@@ -30,6 +31,7 @@ Layout layout_of(const Sizes& sizes) {
   layout.tp = sizes.tp;
   layout.pp = sizes.pp;
   layout.dp = sizes.dp;
+  layout.ep = sizes.ep;
   return layout;
 }
 
@@ -56,7 +58,7 @@ struct TrainedRank {
   TrainedRank(ParallelContext& ranks, const ModelConfig& config, const StageOptions& stages = {})
       : context(ranks),
         model(config, split_options(ranks, config, stages)),
-        optimizer(model, ranks.data_parallel(), options()) {
+        optimizer(model, ranks.data_parallel(), options(), ranks.layout().ep > 1 ? &ranks.group(Axis::kEdp) : nullptr) {
     fill(model);
     optimizer.reset_master_from_weights();
   }
@@ -124,9 +126,14 @@ void expect_near(const Step& got, const Step& wanted) {
 const std::vector<Sizes> kLayouts = {{1, 1, 1}, {2, 1, 1}, {4, 1, 1},
                                      {1, 1, 4}, {2, 1, 2}, {1, 4, 1},
                                      {2, 2, 1}, {1, 2, 2}, {1, 2, 1, {.virtual_stages = 2}}};
-// Experts are whole on each rank.
+// Experts are on data parallel ranks, whole or split.
 std::vector<Sizes> layouts_for(const ModelConfig& config) {
-  return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1}, {1, 1, 2}, {1, 1, 4}} : kLayouts;
+  return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1},
+                                                     {1, 1, 2},
+                                                     {.tp = 1, .pp = 1, .dp = 2, .ep = 2},
+                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2},
+                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 4}}
+                                : kLayouts;
 }
 
 class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
@@ -164,12 +171,10 @@ TEST(TiedEmbedding, ItsTwoCopiesStayEqualOverThreeReplicas) {
   test::on_layout(layout_of({1, 2, 3}), [&](ParallelContext& context) {
     TrainedRank rank(context, config);
     for (int step = 0; step < 3; ++step) (void)rank.train(step);
-    copies[static_cast<size_t>(context.rank())] =
-        rank.model.find("model.embed_tokens.weight")->tensor.detach().clone();
+    copies[static_cast<size_t>(context.rank())] = rank.model.find("model.embed_tokens.weight")->tensor.detach().clone();
   });
   for (size_t replica = 0; replica < 3; ++replica) EXPECT_TRUE(same_bits(copies[replica], copies[replica + 3]));
 }
-
 
 // Whether a state that one has saved is loaded under another: one of each kind is enough where pipelines are among
 // them.

@@ -38,10 +38,11 @@ inline at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {
 inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config,
                                   const StageOptions& stages = {}) {
   ModelOptions options;
-  if (context.layout().tp == 1 && context.layout().pp == 1) return options;
+  if (context.holders().size() == 1) return options;
   options.split = model_split(config.shape(), context.layout(), context.rank(), stages);
   options.tensor = &context.tensor_parallel();
   options.links = context.stage_links();
+  if (context.layout().ep > 1) options.experts = &context.group(Axis::kEp);
   return options;
 }
 

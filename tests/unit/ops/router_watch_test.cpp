@@ -47,7 +47,8 @@ std::vector<at::Tensor> gradients(const Mixture& m, bool normalize, const std::s
   return {x.grad(), router.grad()};
 }
 
-// Switch's loss of the rows of each unit, which weighs as many tokens: experts / choices * sum of (share of rows that chose e) * (mean probability).
+// Switch's loss of the rows of each unit, which weighs as many tokens: experts / choices * sum over experts of the
+// share of rows that chose it times its mean probability.
 at::Tensor switch_loss(const at::Tensor& x, const at::Tensor& router, const std::vector<std::vector<int64_t>>& units) {
   at::Tensor sum = at::zeros({}, at::kDouble);
   for (const auto& rows : units) {

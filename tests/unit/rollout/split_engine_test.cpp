@@ -188,6 +188,54 @@ TEST(SplitEngine, StagesGenerateWhatOneRankDoes) {
   });
 }
 
+// Ranks whose experts are split step together, each with requests of its own: some, all, or none. Neither the tokens
+// nor their log-probs are others than alone.
+TEST(SplitEngine, ExpertGroupsStepTogetherWithUnevenQueues) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    ModelConfig config = testing::small_config(ModelFamily::kQwen3Moe);
+    SamplingOptions sampling;
+    sampling.seed = 3;
+    sampling.max_new_tokens = 12;
+    sampling.stop_ids = {5};
+    ModelOptions frozen;
+    frozen.trainable = false;
+    frozen.dtype = dtype;
+    Model whole(config, frozen);
+    fill(whole);
+    const auto some = [](int64_t rank) {  // 5, 0, 1, 2 of them
+      std::vector<GroupRequest> all = requests();
+      all.resize(rank == 0 ? 5 : static_cast<size_t>(rank - 1));
+      return all;
+    };
+    const auto run = [&](const Model& model, const EngineOptions& options, int64_t rank) {
+      Engine engine(model, nullptr, options, sampling);
+      for (GroupRequest& request : some(rank)) engine.submit(std::move(request));
+      std::vector<GeneratedGroup> groups = engine.run();
+      EXPECT_TRUE(engine.idle());
+      return groups;
+    };
+    std::vector<std::string> wanted;
+    for (int64_t rank = 0; rank < 4; ++rank) wanted.push_back(bytes_of(run(whole, {.cache_rows = 2000}, rank)));
+    for (const int64_t ep : {2, 4}) {
+      test::on_layout({.ep = ep, .dp = 4}, [&](ParallelContext& context) {
+        ModelOptions options = split_options(context, config);
+        options.dtype = dtype;
+        options.trainable = false;
+        Model model(config, options);
+        fill(model);
+        for (const Way& batching : ways()) {
+          const auto groups = run(model, batching.options, context.rank());
+          EXPECT_EQ(bytes_of(groups), wanted[static_cast<size_t>(context.rank())]) << batching.name;
+        }
+      });
+    }
+    // One of the group alone: mismatches() is no matter of the others, so the whole model says what the loss gives.
+    for (int64_t rank = 0; rank < 4; ++rank) {
+      EXPECT_EQ(mismatches(whole, run(whole, {.cache_rows = 2000}, rank), sampling.logprob_options()), 0);
+    }
+  }
+}
+
 // Other tokens than those of one rank may be drawn where two are all but equally likely; the likeliest rarely change.
 TEST(SplitEngine, GreedySamplesAreThoseOfOneRank) {
   const ModelConfig config = eight_heads(ModelFamily::kLlama, false);

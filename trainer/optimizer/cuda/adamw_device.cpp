@@ -63,11 +63,11 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
   const at::Tensor weights = this->weights();
   const bool own_master = master_.data_ptr() != weights.data_ptr();
   const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
-  const int64_t part = bucket_ / group_.size();
-  for (int64_t b = 0; b < buckets_; ++b) {
-    const Slice& slice = slices_[static_cast<size_t>(b)];
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const Bucket& bucket = buckets_[b];
+    const Slice& slice = slices_[b];
     // The rounded weights go straight into the live ones, except into a bucket whose padding has to be gathered too.
-    const bool whole = elements_ - bucket_begin(b) >= bucket_;
+    const bool whole = bucket.size == bucket.width;
     const bool direct = own_master && (whole || group_.size() == 1);
     if (slice.size > 0) {
       const int64_t from = grads_.defined() ? slice.at : slice.begin;
@@ -87,13 +87,13 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
     if (!own_master || group_.size() == 1) continue;
     if (direct) {
       Gathering gathering;
-      gathering.begin = bucket_begin(b);
-      gathering.size = bucket_;
-      gathering.mine = weights.narrow(0, slice.begin, part);
-      gathering.pending = group_.begin_all_gather(weights.narrow(0, bucket_begin(b), bucket_), gathering.mine);
+      gathering.begin = bucket.begin;
+      gathering.size = bucket.size;
+      gathering.mine = weights.narrow(0, slice.begin, bucket.part());
+      gathering.pending = group_.begin_all_gather(weights.narrow(0, bucket.begin, bucket.width), gathering.mine);
       gatherings_.push_back(std::move(gathering));
     } else {
-      gather_bucket(b);
+      gather_bucket(bucket);
     }
   }
 }

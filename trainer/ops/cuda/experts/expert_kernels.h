@@ -20,10 +20,10 @@ inline constexpr int kMostExperts = 512, kMostPerToken = 16;
 
 // ---- routing (router.cu)
 
-// logits [rows, experts] = x [rows, hidden] . router [experts, hidden]^T. A sum over `hidden` (a multiple of 64) is that
-// of eight equal parts in order; each part one chain of fused multiply-adds, ascending, in float32, or with `wide` one
-// chain of tensor-core steps in float64, each of four elements that lie eight apart. Numbers that are not finite, in a
-// row or in the router, make logits of NaN.
+// logits [rows, experts] = x [rows, hidden] . router [experts, hidden]^T. A sum over `hidden` (a multiple of 64) is
+// that of eight equal parts in order; each part one chain of fused multiply-adds, ascending, in float32, or with `wide`
+// one chain of tensor-core steps in float64, each of four elements that lie eight apart. Numbers that are not finite,
+// in a row or in the router, make logits of NaN.
 void router_logits(const Bf16* x, const Bf16* router, int64_t rows, int64_t hidden, int64_t experts, bool wide,
                    float* logits, cudaStream_t stream, bool early);
 

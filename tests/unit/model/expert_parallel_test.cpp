@@ -1,0 +1,334 @@
+// A mixture of experts split over ranks against the whole one, bit for bit: dispatch and combine by a loop over tokens,
+// hidden states, log-probs; gradients, ranks and passes without rows.
+#include <ATen/ATen.h>
+
+#include "base/fs.h"
+#include "tests/unit/model/split_models.h"
+#include "tests/unit/parallel/ranks.h"
+#include "trainer/model/model.h"
+#include "trainer/model/split_experts.h"
+#include "trainer/parallel/dispatch.h"
+
+namespace trireme {
+namespace {
+
+using testing::fill;
+using testing::part_of;
+using testing::random_tokens;
+using testing::same_bits;
+using testing::small_config;
+using testing::split_options;
+
+constexpr int64_t kWide = 12, kNarrow = 8, kExperts = 8;
+
+Layout expert_parallel(int64_t ep, int64_t dp = 0) { return {.ep = ep, .dp = dp == 0 ? ep : dp}; }
+
+void expect_close(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {
+  ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
+  if (wanted.numel() == 0) return;
+  const double largest = wanted.abs().max().item<double>();
+  EXPECT_LE((got - wanted).abs().max().item<double>(), 1e-5 * std::max(largest, 1e-3)) << what;
+}
+
+struct Mixture {
+  at::Tensor router, gate_up, down;
+};
+
+at::Tensor drawn(std::vector<int64_t> sizes, double scale, uint64_t seed, at::ScalarType dtype) {
+  at::Tensor values = at::empty(sizes, at::kFloat);
+  for (int64_t i = 0; i < values.numel(); ++i)
+    values.mutable_data_ptr<float>()[i] = static_cast<float>(scale * philox_normal(seed, 3, static_cast<uint64_t>(i)));
+  return values.to(dtype);
+}
+
+Mixture mixture(at::ScalarType dtype) {
+  return {drawn({kExperts, kWide}, 1, 1, dtype), drawn({kExperts * 2 * kNarrow, kWide}, 0.4, 2, dtype),
+          drawn({kExperts * kWide, kNarrow}, 0.4, 3, dtype)};
+}
+
+// What each of `ranks` ranks has of rows: kinds of work that a run can meet.
+struct Work {
+  const char* name;
+  std::function<at::Tensor(int64_t rank, at::ScalarType dtype)> rows;
+  std::function<void(Mixture&)> change = nullptr;
+};
+
+std::vector<Work> works() {
+  const auto plenty = [](int64_t rank, at::ScalarType dtype) {
+    return drawn({17 + 5 * rank, kWide}, 1, static_cast<uint64_t>(10 + rank), dtype);
+  };
+  const auto none_first = [plenty](int64_t rank, at::ScalarType dtype) {
+    return rank == 0 ? plenty(0, dtype).narrow(0, 0, 0) : plenty(rank, dtype);
+  };
+  const auto one_last = [plenty](int64_t rank, at::ScalarType dtype) {
+    return plenty(rank, dtype).narrow(0, 0, rank == 1 ? 1 : 0);
+  };
+  const auto nothing = [plenty](int64_t rank, at::ScalarType dtype) { return plenty(rank, dtype).narrow(0, 0, 0); };
+  return {{"plenty", plenty},
+          {"a rank with none", none_first},
+          {"one row", one_last},
+          {"no rows", nothing},
+          // Equal logits: the experts of lowest id, which lie on one rank.
+          {"ties", plenty, [](Mixture& m) { m.router.zero_(); }},
+          {"two equal experts", plenty, [](Mixture& m) { m.router[7].copy_(m.router[1]); }}};
+}
+
+// By its own arithmetic: for each token, of each block the weighted outputs by ascending expert, then the blocks.
+at::Tensor by_tokens(const at::Tensor& x, const Mixture& m, const ExpertShape& shape) {
+  const at::Tensor logits = at::linear(x.to(at::kDouble), m.router.to(at::kDouble));
+  at::Tensor y = at::zeros({x.size(0), kWide}, at::kDouble);
+  const int64_t of_block = shape.experts / shape.combine_blocks;
+  for (int64_t token = 0; token < x.size(0); ++token) {
+    std::vector<int64_t> order(static_cast<size_t>(shape.experts));
+    for (size_t e = 0; e < order.size(); ++e) order[e] = static_cast<int64_t>(e);
+    const at::Tensor row = logits[token];
+    const auto* logit = row.const_data_ptr<double>();
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logit[a] > logit[b]; });
+    order.resize(static_cast<size_t>(shape.per_token));
+    std::sort(order.begin(), order.end());
+    double sum = 0;
+    for (const int64_t e : order) sum += std::exp(logit[e] - logit[order[0]]);
+    std::vector<at::Tensor> blocks(static_cast<size_t>(shape.combine_blocks), at::zeros({kWide}, at::kDouble));
+    for (const int64_t e : order) {
+      const at::Tensor both = at::linear(x[token].to(at::kDouble).unsqueeze(0),
+                                         m.gate_up.narrow(0, e * 2 * kNarrow, 2 * kNarrow).to(at::kDouble));
+      const at::Tensor active = at::silu(both.narrow(1, 0, kNarrow)) * both.narrow(1, kNarrow, kNarrow);
+      const at::Tensor out = at::linear(active, m.down.narrow(0, e * kWide, kWide).to(at::kDouble))[0];
+      at::Tensor& block = blocks[static_cast<size_t>(e / of_block)];
+      block = block + out * (std::exp(logit[e] - logit[order[0]]) / sum);
+    }
+    for (const at::Tensor& block : blocks) y[token] += block;
+  }
+  return y;
+}
+
+Mixture own_part(const Mixture& m, int64_t rank, int64_t experts) {
+  return {m.router.clone(), m.gate_up.narrow(0, rank * experts * 2 * kNarrow, experts * 2 * kNarrow).clone(),
+          m.down.narrow(0, rank * experts * kWide, experts * kWide).clone()};
+}
+
+Mixture& record(Mixture& m) {
+  for (at::Tensor* tensor : {&m.router, &m.gate_up, &m.down}) tensor->set_requires_grad(true);
+  return m;
+}
+
+TEST(Dispatch, RowsGoOnceToEachRankThatWantsThemAndComeBackInOrder) {
+  test::on_layout(expert_parallel(4), [&](ParallelContext& context) {
+    Communicator& group = context.group(Axis::kEp);
+    const int64_t rank = group.rank(), rows = rank == 2 ? 0 : 5 + rank;
+    at::Tensor wanted = at::zeros({rows, 4}, at::kBool);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t to = 0; to < 4; ++to) wanted[r][to] = (r + rank) % (to + 1) == 0;
+    const Dispatch plan = plan_dispatch(group, wanted);
+    const at::Tensor own = at::arange(rows, at::kLong) + 100 * rank;
+    std::vector<int64_t> expected;
+    for (int64_t from = 0; from < 4; ++from) {
+      const int64_t theirs = from == 2 ? 0 : 5 + from;
+      int64_t count = 0;
+      for (int64_t r = 0; r < theirs; ++r) {
+        if ((r + from) % (rank + 1) != 0) continue;
+        expected.push_back(100 * from + r);
+        ++count;
+      }
+      EXPECT_EQ(plan.from[static_cast<size_t>(from)], count);
+    }
+    const at::Tensor got = dispatch_rows(group, plan, own.unsqueeze(1)).view({-1});
+    EXPECT_TRUE(at::equal(got, at::tensor(expected, at::kLong)));
+    // Each rank gives its number plus one back: a row's sum says who had it.
+    const at::Tensor back = return_rows(group, plan, at::full({got.size(0), 1}, double(1 << rank), at::kDouble));
+    const at::Tensor sums = add_returned(plan, back, rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      double all = 0;
+      for (int64_t to = 0; to < 4; ++to) all += (r + rank) % (to + 1) == 0 ? 1 << to : 0;
+      EXPECT_EQ(sums[r].item<double>(), all);
+    }
+  });
+}
+
+class SplitExperts : public ::testing::TestWithParam<std::tuple<int, at::ScalarType>> {};
+INSTANTIATE_TEST_SUITE_P(ExpertParallel, SplitExperts,
+                         ::testing::Combine(::testing::Values(2, 4), ::testing::Values(at::kFloat, at::kBFloat16)),
+                         [](const auto& info) {
+                           return "ep" + std::to_string(std::get<0>(info.param)) +
+                                  (std::get<1>(info.param) == at::kFloat ? "_float32" : "_bfloat16");
+                         });
+
+TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
+  const auto [ep, dtype] = GetParam();
+  const ExpertShape shape{.experts = kExperts, .per_token = 3, .combine_blocks = 4};
+  test::on_layout(expert_parallel(ep), [&, dtype = dtype, ep = int64_t{ep}](ParallelContext& context) {
+    for (const Work& work : works()) {
+      Mixture whole = mixture(dtype);
+      if (work.change) work.change(whole);
+      const int64_t rank = context.group(Axis::kEp).rank();
+      const Mixture own = own_part(whole, rank, kExperts / ep);
+      const at::Tensor x = work.rows(rank, dtype);
+      const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
+      if (dtype == at::kFloat) expect_close(wanted.to(at::kDouble), by_tokens(x, whole, shape), work.name);
+      for (const int64_t at_once : {1 << 13, 3, 1}) {
+        const at::Tensor got = split_mixture_of_experts(
+            x, {own.router, own.gate_up, own.down}, shape,
+            {.group = &context.group(Axis::kEp), .experts = kExperts / ep, .rows_at_once = at_once});
+        EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", " << at_once << " rows at once";
+      }
+    }
+  });
+}
+
+// Each rank's own rows, inputs' gradients from them, experts' from everybody's.
+TEST_P(SplitExperts, HaveTheGradientsOfOneRank) {
+  const auto [ep, dtype] = GetParam();
+  if (dtype != at::kFloat) GTEST_SKIP() << "gradients are compared in float32";
+  for (const bool normalize : {true, false}) {
+    const ExpertShape shape{.experts = kExperts, .per_token = 3, .normalize = normalize, .combine_blocks = 4};
+    test::on_layout(expert_parallel(ep), [&, ep = int64_t{ep}](ParallelContext& context) {
+      Communicator& group = context.group(Axis::kEp);
+      for (const Work& work : works()) {
+        Mixture whole = mixture(at::kFloat);
+        if (work.change) work.change(whole);
+        Mixture own = own_part(whole, group.rank(), kExperts / ep);
+        record(whole);
+        record(own);
+        at::Tensor wanted_x;
+        for (int64_t rank = 0; rank < ep; ++rank) {
+          const at::Tensor x = work.rows(rank, at::kFloat).clone().set_requires_grad(true);
+          const at::Tensor y = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
+          (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
+          if (rank == group.rank()) wanted_x = x.grad();
+        }
+        std::vector<at::Tensor> first;
+        for (const int64_t at_once : {1 << 13, 4}) {
+          for (at::Tensor* tensor : {&own.router, &own.gate_up, &own.down}) tensor->mutable_grad().reset();
+          const at::Tensor x = work.rows(group.rank(), at::kFloat).clone().set_requires_grad(true);
+          const at::Tensor y =
+              split_mixture_of_experts(x, {own.router, own.gate_up, own.down}, shape,
+                                       {.group = &group, .experts = kExperts / ep, .rows_at_once = at_once});
+          (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
+          expect_close(x.grad(), wanted_x, work.name);
+          const auto or_zeros = [](const at::Tensor& t) { return t.grad().defined() ? t.grad() : at::zeros_like(t); };
+          at::Tensor router = or_zeros(own.router).detach().clone();
+          group.all_reduce_sum(router);
+          expect_close(router, or_zeros(whole.router), work.name);
+          const int64_t part = kExperts / ep;
+          expect_close(or_zeros(own.gate_up),
+                       or_zeros(whole.gate_up).narrow(0, group.rank() * part * 2 * kNarrow, part * 2 * kNarrow),
+                       work.name);
+          expect_close(or_zeros(own.down), or_zeros(whole.down).narrow(0, group.rank() * part * kWide, part * kWide),
+                       work.name);
+        }
+      }
+    });
+  }
+}
+
+ModelConfig with_experts(ModelFamily family) {
+  ModelConfig config = small_config(family);
+  return config;
+}
+
+class SplitMixture : public ::testing::TestWithParam<std::tuple<ModelFamily, int, at::ScalarType>> {};
+INSTANTIATE_TEST_SUITE_P(ExpertParallel, SplitMixture,
+                         ::testing::Combine(::testing::Values(ModelFamily::kQwen3Moe, ModelFamily::kMixtral),
+                                            ::testing::Values(1, 2, 4, 8),
+                                            ::testing::Values(at::kFloat, at::kBFloat16)),
+                         [](const auto& info) {
+                           return std::string(to_string(std::get<0>(info.param))) + "_ep" +
+                                  std::to_string(std::get<1>(info.param)) +
+                                  (std::get<2>(info.param) == at::kFloat ? "_float32" : "_bfloat16");
+                         });
+
+PackedBatch batch_of(int64_t rank, bool none) {
+  if (none) return PackedBatch::from_sequences({});
+  return PackedBatch::from_sequences(
+      {random_tokens(17, static_cast<uint64_t>(2 * rank + 1)), random_tokens(9 + rank, static_cast<uint64_t>(rank))});
+}
+
+struct Passed {
+  at::Tensor hidden, logprobs;
+};
+
+Passed pass(Model& model, const PackedBatch& batch) {
+  const at::Tensor hidden = model.forward(batch);
+  if (batch.tokens() == 0) {
+    hidden.sum().backward();
+    return {hidden.detach(), {}};
+  }
+  const at::Tensor logprobs = model.logprobs(hidden, batch.ids.roll(1), {});
+  (logprobs * at::linspace(-1, 2, logprobs.size(0))).sum().backward();
+  return {hidden.detach(), logprobs.detach()};
+}
+
+TEST_P(SplitMixture, HasTheBitsOfTheWholeOne) {
+  const auto [family, ep, dtype] = GetParam();
+  const ModelConfig config = with_experts(family);
+  ModelOptions plain;
+  plain.dtype = dtype;
+  plain.freeze_router = false;
+  Model whole(config, plain);
+  fill(whole);
+  TemporaryDirectory dir;
+  save_model(whole, dir.path(), {});
+  const auto none = [ep = ep](int64_t rank) { return ep > 1 && rank == 1; };  // a rank without rows
+  std::vector<Passed> wanted;
+  for (int64_t rank = 0; rank < ep; ++rank) {
+    const PackedBatch batch = batch_of(rank, false);
+    wanted.push_back(none(rank) ? Passed{} : pass(whole, batch));
+  }
+  test::on_layout(expert_parallel(ep), [&, &config = config, dtype = dtype](ParallelContext& context) {
+    ModelOptions options = split_options(context, config);
+    options.dtype = dtype;
+    options.freeze_router = false;
+    Model model(config, options);
+    load_parameters(model, dir.path());
+    const int64_t held = std::count_if(model.parameters().begin(), model.parameters().end(), [](const Parameter& p) {
+      return p.name.find(".experts.") != std::string::npos;
+    });
+    EXPECT_EQ(held, config.layers_with_experts() * 3 * config.num_experts / context.layout().ep);
+    const PackedBatch batch = batch_of(context.rank(), none(context.rank()));
+    const Passed got = pass(model, batch);
+    if (batch.tokens() > 0) {
+      EXPECT_TRUE(same_bits(got.hidden, wanted[static_cast<size_t>(context.rank())].hidden));
+      EXPECT_TRUE(same_bits(got.logprobs, wanted[static_cast<size_t>(context.rank())].logprobs));
+    }
+    // Dense parameters: the ranks' sum. Experts: already everybody's.
+    for (const Parameter& parameter : model.parameters()) {
+      if (dtype != at::kFloat) break;
+      at::Tensor gradient = parameter.tensor.grad().clone();
+      if (parameter.name.find(".experts.") == std::string::npos) context.data_parallel().all_reduce_sum(gradient);
+      expect_close(gradient, part_of(parameter, whole.find(parameter.name)->tensor.grad()), parameter.name);
+    }
+    const at::Tensor gradients = model.flat_gradients().clone();
+    model.zero_gradients();
+    model.set_recompute({1, 1});
+    (void)pass(model, batch);
+    EXPECT_TRUE(same_bits(model.flat_gradients(), gradients)) << "recomputed";
+  });
+}
+
+// As many groups as there are copies of the experts; each has its own exchanges.
+TEST(ExpertParallel, GroupsAreIndependent) {
+  const ModelConfig config = with_experts(ModelFamily::kQwen3Moe);
+  Model whole(config, {});
+  fill(whole);
+  std::vector<at::Tensor> wanted;
+  for (int64_t rank = 0; rank < 4; ++rank) wanted.push_back(whole.forward(batch_of(rank, false)).detach());
+  test::on_layout(expert_parallel(2, 4), [&](ParallelContext& context) {
+    Model model(config, split_options(context, config));
+    fill(model);
+    EXPECT_EQ(model.split().experts.begin, context.rank() % 2 * 4);
+    EXPECT_TRUE(same_bits(model.forward(batch_of(context.rank(), false)).detach(),
+                          wanted[static_cast<size_t>(context.rank())]));
+    // Another number of passes in the other group.
+    for (int i = 0; i < context.rank() / 2; ++i) (void)model.forward(batch_of(i, i == 0));
+    for (const char* name : {"model.layers.0.mlp.experts.5.up_proj.weight", "model.layers.0.mlp.gate.weight",
+                             "model.layers.1.self_attn.q_proj.weight"}) {
+      const at::Tensor gathered = gather_parameter(model, context.holders(), name, 1);
+      ASSERT_EQ(gathered.defined(), context.holders().rank() == 1);
+      if (!gathered.defined()) continue;
+      EXPECT_TRUE(same_bits(gathered, whole.find(name)->tensor.detach())) << name;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,29 @@
+// A mixture of experts whose experts lie on several ranks: rows go to the ranks that hold experts they chose, and a row
+// for each block of experts comes back. The bits are those of mixture_of_experts, whatever the number of ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "topology/stages.h"
+#include "trainer/ops/experts.h"
+#include "trainer/ops/router_watch.h"
+#include "trainer/parallel/communicator.h"
+
+namespace trireme {
+
+// An expert group, whose ranks hold as many experts each, by id in the order of ranks. It outlives every backward pass.
+struct ExpertRanks {
+  Communicator* group = nullptr;
+  int64_t experts = 0;             // of this rank; a multiple of a block's
+  int64_t rows_at_once = 1 << 13;  // received rows that are worked off together: bounds memory, changes no forward bit
+};
+
+// mixture_of_experts for own rows x [rows, hidden], of which there may be none; `weights` has the whole router and the
+// rank's own experts. Backward: gradients of own experts from the rows of all ranks; of the router from own rows. Rows
+// and their gradients are added in the order of ranks and rows. Kept for backward: received rows, routes, and x where
+// the router is trained; gate and up are computed again. `watch`: mixture_of_experts'. On CPU. Collective over the
+// group, in forward and in backward.
+at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
+                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch = nullptr);
+
+}  // namespace trireme
