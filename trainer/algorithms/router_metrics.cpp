@@ -15,7 +15,7 @@ BalanceOptions balance_options(const Config& config) {
   const Kind kind = m.moe_router_load_balancing_type == "aux_loss"       ? Kind::kMicroBatch
                     : m.moe_router_load_balancing_type == "seq_aux_loss" ? Kind::kSample
                                                                          : Kind::kNone;
-  return {kind, m.moe_aux_loss_coeff};
+  return {m.moe_aux_loss_coeff > 0 ? kind : Kind::kNone, m.moe_aux_loss_coeff};
 }
 
 std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config) {

@@ -105,7 +105,7 @@ void check_split(const ModelConfig& model, const std::filesystem::path& dir, con
 
 // Likewise, of a mixture of experts: what is asked for and cannot be.
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
-                   const Layout& layout) {
+                   const Layout& layout, bool main) {
   if (model.num_experts == 0) return;
   const MegatronConfig& m = router_settings(config);
   const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
@@ -131,6 +131,11 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
       fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
     if (config.grpo.early_gradients)
       fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
+  }
+  if (main && (m.moe_router_load_balancing_type == "none") != (m.moe_aux_loss_coeff == 0)) {
+    log_warn("train", "experts are not balanced: policy.megatron_cfg.moe_router_load_balancing_type is " +
+                          m.moe_router_load_balancing_type + ", moe_aux_loss_coeff " +
+                          std::to_string(m.moe_aux_loss_coeff) + "; a loss takes both");
   }
   if (m.moe_router_bias_update_rate > 0) {
     fail_user(
@@ -255,7 +260,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout(), stage_options(config));
-  check_experts(config, model, model_dir, context.layout());
+  check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);

@@ -243,7 +243,7 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.prefix = batch.prefix;
   context.tokens = batch.tokens();
   if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
-    context.watched = std::make_shared<const WatchedRows>(WatchedRows::of(batch.starts, batch.prefix, options_.device));
+    context.watched = router_watch->rows_of(batch.starts, batch.prefix);
   return context;
 }
 

@@ -197,7 +197,10 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
   ForwardResult result;
   const RouterCall* const watch = keep ? call.watch.get() : nullptr;
   result.routes = route(x, weights.router, call.shape, keep && (!call.shape.normalize || watch != nullptr));
-  if (watch != nullptr) result.balance = watch->watch->add(watch->layer, result.routes, call.shape, *watch->rows);
+  if (watch != nullptr) {
+    result.balance = watch->watch->add(watch->layer, result.routes, call.shape, *watch->rows);
+    if (call.shape.normalize && !result.balance.defined()) result.routes.probabilities = at::Tensor();
+  }
   result.received = send_rows(x, result.routes, call);
   std::vector<at::Tensor> sums{at::empty({0, x.size(1)}, x.options())};
   for_chunks(result.received, call, [&](const Chunk& chunk) {

@@ -51,7 +51,8 @@ RouterWatch::RouterWatch(int64_t layers, int64_t experts, const BalanceOptions& 
 at::Tensor RouterWatch::add(int64_t layer, const Routes& routes, const ExpertShape& shape, const WatchedRows& rows) {
   const at::NoGradGuard no_grad;
   const at::Tensor& p = routes.probabilities;
-  TRIREME_CHECK(p.defined() && rows.sequence.size(0) == p.size(0),
+  const bool balanced = balance_.kind != BalanceOptions::Kind::kNone;
+  TRIREME_CHECK(p.defined() && (!balanced || rows.sequence.size(0) == p.size(0)),
                 "router watch: the rows are others than the routes'");
   const at::Tensor chosen = routes.experts.flatten().to(at::kLong);
   const at::Tensor counts = at::zeros({shape.experts}, chosen.options()).scatter_add_(0, chosen, at::ones_like(chosen));
@@ -59,11 +60,17 @@ at::Tensor RouterWatch::add(int64_t layer, const Routes& routes, const ExpertSha
   of_layer.narrow(0, 0, shape.experts) += counts;
   of_layer[shape.experts] += static_cast<double>(p.size(0));
   of_layer[shape.experts + 1] += at::special_entr(p).sum(at::kDouble);
-  if (balance_.kind == BalanceOptions::Kind::kNone) return {};
+  if (!balanced) return {};
   const at::Tensor gradient = balance_gradient(balance_, routes, shape, rows);
   of_layer[shape.experts + 2] += (p * gradient.index_select(0, rows.sequence)).sum(at::kDouble);
   of_layer[shape.experts + 3] += at::mv(rows.of_samples, rows.lengths).sum();
   return (gradient / valid_tokens_).to(p.scalar_type());
+}
+
+std::shared_ptr<const WatchedRows> RouterWatch::rows_of(const std::vector<int64_t>& starts,
+                                                        const std::vector<int64_t>& prefix) const {
+  if (balance_.kind == BalanceOptions::Kind::kNone) return std::make_shared<const WatchedRows>();
+  return std::make_shared<const WatchedRows>(WatchedRows::of(starts, prefix, sums_.of_layers.device()));
 }
 
 RouterSums RouterWatch::take() {

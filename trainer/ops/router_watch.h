@@ -27,7 +27,8 @@ struct BalanceOptions {
   double coefficient = 0;
 };
 
-// Which rows of a micro-batch make samples. A prompt that several responses share counts as often as it is shared.
+// Which rows of a micro-batch make samples, for a balancing loss. A prompt that several responses share counts as often
+// as it is shared.
 struct WatchedRows {
   at::Tensor sequence;    // [rows] int64
   at::Tensor of_samples;  // [sequences, sequences] float64: 1 where the row's sample has the column's sequence
@@ -54,8 +55,11 @@ class RouterWatch final {
   // Of the optimizer step that follows, over all ranks.
   void set_valid_tokens(double tokens) { valid_tokens_ = std::max(1.0, tokens); }
 
+  // Of a pass: `starts` and `prefix` are PackedBatch's. Empty where there is no balancing loss.
+  std::shared_ptr<const WatchedRows> rows_of(const std::vector<int64_t>& starts,
+                                             const std::vector<int64_t>& prefix) const;
   // routes.probabilities are there. With a balancing loss its gradient by the probabilities, in their dtype, of each
-  // sequence: [sequences, experts]; else undefined. `rows` fit routes.
+  // sequence: [sequences, experts]; else undefined. `rows`: rows_of the pass.
   at::Tensor add(int64_t layer, const Routes& routes, const ExpertShape& shape, const WatchedRows& rows);
 
   RouterSums take();

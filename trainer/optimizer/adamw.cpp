@@ -172,10 +172,11 @@ void DistributedAdamW::finish_oldest_reduction() {
 // Whoever watches a collective holds its result for a while after its end: always the same ones, so that this is no
 // memory besides.
 at::Tensor DistributedAdamW::take_received(int64_t part, const at::TensorOptions& options) {
-  // Buckets of experts may have another size.
-  if (received_.empty() || received_.back().size(0) != part) return at::empty({part}, options);
-  at::Tensor result = std::move(received_.back());
-  received_.pop_back();
+  const auto same = [part](const at::Tensor& tensor) { return tensor.size(0) == part; };  // experts' may be others
+  const auto found = std::find_if(received_.begin(), received_.end(), same);
+  if (found == received_.end()) return at::empty({part}, options);
+  at::Tensor result = std::move(*found);
+  received_.erase(found);
   return result;
 }
 

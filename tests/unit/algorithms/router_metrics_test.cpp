@@ -34,6 +34,9 @@ TEST(RouterMetrics, BalancingIsAsConfigured) {
     EXPECT_EQ(balance_options(config).kind, kind);
     EXPECT_EQ(balance_options(config).coefficient, 0.25);
   }
+  config.policy.megatron_cfg.moe_aux_loss_coeff = 0;
+  EXPECT_EQ(balance_options(config).kind, Kind::kNone) << "a loss that weighs nothing";
+  config.policy.megatron_cfg.moe_aux_loss_coeff = 0.25;
   config.policy.megatron_cfg.enabled = false;
   EXPECT_EQ(balance_options(config).kind, Kind::kNone) << "a back-end that is off says nothing";
 }
