@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "trainer/model/context_rows.h"
 #include "trainer/model/recomputation.h"
 #include "trainer/model/split_experts.h"
 #include "trainer/ops/cuda_ops.h"
@@ -29,10 +30,11 @@ struct Model::Layer {
 
 // What differs between packed and cached passes: rotation table and where keys live.
 struct Model::Context {
-  at::Tensor rope;              // [positions, 2, head_dim / 2]
-  at::Tensor positions;         // [tokens]
-  std::vector<int64_t> starts;  // packed
-  std::vector<int64_t> prefix;  // packed; empty: nothing is shared
+  at::Tensor rope;                            // [positions, 2, head_dim / 2]
+  at::Tensor positions;                       // [tokens]
+  std::vector<int64_t> starts;                // packed
+  std::vector<int64_t> prefix;                // packed; empty: nothing is shared
+  std::shared_ptr<const ContextRows> pieces;  // packed, a context parallel rank's part
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
   int64_t tokens = 0;
@@ -82,6 +84,8 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model split over tensor ranks needs their group");
   TRIREME_CHECK(split_.ep == (options.experts == nullptr ? 1 : options.experts->size()),
                 "a model whose experts are split needs their group");
+  TRIREME_CHECK(options.context == nullptr || (options.device.is_cpu() && config.num_experts == 0),
+                "context parallel models are dense and run on CPU only yet");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
   TRIREME_CHECK(split_.tp == 1 || options.device.is_cpu(), "tensor parallel models run on CPU only yet");
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
@@ -233,6 +237,8 @@ int64_t Model::rope_extent(const at::Tensor& positions, int64_t longest) const {
 Model::Context Model::packed_context(const PackedBatch& batch) const {
   TRIREME_CHECK(batch.ids.defined() && batch.positions.defined() && batch.ids.size(0) == batch.positions.size(0),
                 "forward: ids and positions must have the same length");
+  TRIREME_CHECK((options_.context != nullptr) == (batch.context != nullptr),
+                "forward: a model over context parallel ranks takes each rank's part of a batch (context_part)");
   Context context;
   int64_t longest = 0;
   for (size_t s = 0; s + 1 < batch.starts.size(); ++s)
@@ -241,6 +247,7 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.positions = batch.positions;
   context.starts = batch.starts;
   context.prefix = batch.prefix;
+  context.pieces = batch.context;
   context.tokens = batch.tokens();
   if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
     context.watched = router_watch->rows_of(batch.starts, batch.prefix);
@@ -371,12 +378,23 @@ at::Tensor Model::attention(int64_t index, const Activation& x, const Context& c
   return own_rows(trireme::linear(mixed.view({qkv.size(0), local_.query_width()}), layer.o, layer.o_bias));
 }
 
+// Of pieces of sequences: keys and values that other ranks need go to all, once a layer.
+at::Tensor Model::attend_pieces(const Qkv& parts, const ContextRows& rows) const {
+  if (!rows.exchanges()) return attention_runs(parts.q, parts.k, parts.v, rows.attention);
+  const at::Tensor own = at::cat({parts.k.index_select(0, rows.shared), parts.v.index_select(0, rows.shared)}, 1);
+  const at::Tensor all = gather_rows(*options_.context, own, rows.shared_counts);
+  const int64_t heads = local_.kv_heads;
+  return attention_runs(parts.q, at::cat({parts.k, all.narrow(1, 0, heads)}),
+                        at::cat({parts.v, all.narrow(1, heads, heads)}), rows.attention);
+}
+
 // Queries over the keys and values before them: the batch's own, or the arena's, where the new ones go first.
 at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& context) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const QkvLayout layout{local_.heads, local_.kv_heads, local_.head_dim, config_.rms_norm_eps};
   if (context.arena == nullptr) {
     const Qkv parts = split_qkv(qkv, layer.q_norm, layer.k_norm, context.rope, context.positions, layout);
+    if (context.pieces != nullptr) return attend_pieces(parts, *context.pieces);
     return context.prefix.empty() ? attention_packed(parts.q, parts.k, parts.v, context.starts)
                                   : attention_shared(parts.q, parts.k, parts.v, context.starts, context.prefix);
   }

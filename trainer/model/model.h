@@ -25,6 +25,7 @@ namespace trireme {
 
 struct Activation;
 class Communicator;
+struct ContextRows;
 struct Residual;
 class RouterWatch;
 class StageLinks;
@@ -38,6 +39,9 @@ struct PackedBatch {
   // Empty, or for each sequence the earlier one whose tokens come before its own, -1: none (attention_shared).
   // Positions count from the first token of all.
   std::vector<int64_t> prefix;
+  // One context parallel rank's part of a batch (context_part); null: whole sequences. Then starts are those of its
+  // pieces, and prefix is empty.
+  std::shared_ptr<const ContextRows> context;
 
   // Sequences one after another, each at positions 0, 1, ...
   static PackedBatch from_sequences(const std::vector<std::vector<int32_t>>& sequences);
@@ -79,6 +83,9 @@ struct ModelOptions {
   Communicator* tensor = nullptr;
   StageLinks* links = nullptr;
   Communicator* experts = nullptr;
+  // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one; CPU, and dense
+  // models. Packed passes take parts and are collective over it; cached ones know nothing of it.
+  Communicator* context = nullptr;
 };
 
 // Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient. Layers are
@@ -195,6 +202,7 @@ class Model final {
   Residual run_layer(int64_t index, const NormResult& x, const Context& context, const Again& again) const;
   Residual run_layer_again(int64_t index, const NormResult& x, const Context& context) const;
   at::Tensor attention(int64_t index, const Activation& x, const Context& context) const;
+  at::Tensor attend_pieces(const Qkv& parts, const ContextRows& rows) const;
   at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
   at::Tensor experts(int64_t index, const Activation& x, const Context& context) const;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "trainer/ops/attention_runs.h"
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cpu_kernels.h"
 #include "trainer/ops/cuda_ops.h"
@@ -40,13 +41,8 @@ double softmax_scale(double scale, const Shape& shape) {
   return scale != 0.0 ? scale : 1.0 / std::sqrt(static_cast<double>(shape.head_dim));
 }
 
-// Consecutive query positions of one sequence whose key 0 is `keys` rows into k and v.
-struct Run {
-  int64_t q_row;  // of the first query
-  int64_t past;   // keys before it
-  int64_t count;
-  int64_t keys;
-};
+using Run = AttentionRun;
+using Packing = AttentionRuns;  // the runs of a packed pass, and which rows of k and v they find where
 
 // One task: some positions of a run, one key head.
 struct Task {
@@ -114,12 +110,6 @@ void attend_runs(const T* q, const T* k, const T* v, const std::vector<Run>& run
     }
   });
 }
-
-// The runs of a packed pass, and which rows of k and v they find where.
-struct Packing {
-  std::vector<Run> runs;
-  std::vector<int64_t> key_rows;  // of k and v, in the order in which the runs find them; empty: as they are
-};
 
 // prefix empty: nothing is shared.
 Packing packing_of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix) {
@@ -218,24 +208,29 @@ void backward_runs(const BackwardInput& in, const std::vector<Run>& runs, const 
   });
 }
 
+// A packing, carried through the autograd graph.
+struct KeptPacking final : torch::CustomClassHolder {
+  explicit KeptPacking(std::shared_ptr<const Packing> p) : packing(std::move(p)) {}
+  std::shared_ptr<const Packing> packing;
+};
+
 class AttentionFunction final : public torch::autograd::Function<AttentionFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
+                            const c10::intrusive_ptr<KeptPacking>& kept, double scale) {
     const Shape shape = shape_of(q, k, v, "attention_packed");
     at::Tensor lse = at::empty({q.size(0), shape.q_heads}, q.options().dtype(compute_type(q)));
-    const at::Tensor out = packed_forward(q, k, v, packing_of(starts, prefix), shape, scale, lse);
+    const at::Tensor out = packed_forward(q, k, v, *kept->packing, shape, scale, lse);
     context->save_for_backward({q, k, v, out, lse});
-    context->saved_data["starts"] = starts;
-    context->saved_data["prefix"] = prefix;
+    context->saved_data["packing"] = c10::IValue::make_capsule(kept);
     context->saved_data["scale"] = scale;
     return out;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const Packing packing =
-        packing_of(context->saved_data["starts"].toIntVector(), context->saved_data["prefix"].toIntVector());
+    const auto kept = c10::static_intrusive_pointer_cast<KeptPacking>(context->saved_data["packing"].toCapsule());
+    const Packing& packing = *kept->packing;
     const BackwardInput in{for_compute(saved[0]),
                            take_rows(for_compute(saved[1]), packing.key_rows),
                            take_rows(for_compute(saved[2]), packing.key_rows),
@@ -248,12 +243,8 @@ class AttentionFunction final : public torch::autograd::Function<AttentionFuncti
       backward_runs<decltype(zero)>(in, packing.runs, shape, context->saved_data["scale"].toDouble(), dq, dk, dv);
     });
     const at::ScalarType type = saved[0].scalar_type();
-    return {dq.to(type),
-            add_rows(dk, packing.key_rows, saved[1].size(0)).to(type),
-            add_rows(dv, packing.key_rows, saved[1].size(0)).to(type),
-            at::Tensor(),
-            at::Tensor(),
-            at::Tensor()};
+    return {dq.to(type), add_rows(dk, packing.key_rows, saved[1].size(0)).to(type),
+            add_rows(dv, packing.key_rows, saved[1].size(0)).to(type), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -273,6 +264,16 @@ void check_runs(const std::vector<CacheRun>& runs, int64_t tokens, int64_t capac
 
 namespace {
 
+at::Tensor attend_packing(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          std::shared_ptr<const Packing> packing, double scale) {
+  const Shape shape = shape_of(q, k, v, "attention_packed");
+  const double factor = softmax_scale(scale, shape);
+  if (wants_grad(q) || wants_grad(k) || wants_grad(v))
+    return AttentionFunction::apply(q, k, v, c10::make_intrusive<KeptPacking>(std::move(packing)), factor);
+  at::Tensor no_lse;
+  return packed_forward(q, k, v, *packing, shape, factor, no_lse);
+}
+
 at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::vector<int64_t>& starts,
                   const std::vector<int64_t>& prefix, double scale) {
   TRIREME_CHECK(k.size(0) == q.size(0) && !starts.empty() && starts.front() == 0 && starts.back() == q.size(0),
@@ -280,11 +281,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   for (size_t i = 0; i + 1 < starts.size(); ++i)
     TRIREME_CHECK(starts[i] <= starts[i + 1], "attention_packed: starts must ascend");
   if (q.is_cuda()) return cuda::attention_packed(q, k, v, starts, prefix, scale);
-  const Shape shape = shape_of(q, k, v, "attention_packed");
-  const double factor = softmax_scale(scale, shape);
-  if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return AttentionFunction::apply(q, k, v, starts, prefix, factor);
-  at::Tensor no_lse;
-  return packed_forward(q, k, v, packing_of(starts, prefix), shape, factor, no_lse);
+  return attend_packing(q, k, v, std::make_shared<const Packing>(packing_of(starts, prefix)), scale);
 }
 
 }  // namespace
@@ -298,6 +295,20 @@ at::Tensor attention_shared(const at::Tensor& q, const at::Tensor& k, const at::
                             const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
   TRIREME_CHECK(prefix.size() + 1 == starts.size(), "attention_shared: one prefix for each sequence expected");
   return attend(q, k, v, starts, prefix, scale);
+}
+
+at::Tensor attention_runs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::shared_ptr<const AttentionRuns>& runs, double scale) {
+  const int64_t keys = runs->key_rows.empty() ? k.size(0) : static_cast<int64_t>(runs->key_rows.size());
+  int64_t rows = 0;
+  for (const AttentionRun& run : runs->runs) {
+    TRIREME_CHECK(
+        run.q_row == rows && run.past >= 0 && run.count > 0 && run.keys >= 0 && run.keys + run.past + run.count <= keys,
+        "attention_runs: a run leaves the keys, or the order of the rows");
+    rows += run.count;
+  }
+  TRIREME_CHECK(rows == q.size(0), "attention_runs: the runs have other rows than q");
+  return attend_packing(q, k, v, runs, scale);
 }
 
 CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device) {

@@ -61,6 +61,17 @@ at::Tensor exchange(Communicator& group, const at::Tensor& rows, const std::vect
   return out;
 }
 
+// Each rank's rows to all of them.
+at::Tensor gather(Communicator& group, const at::Tensor& own, const std::vector<int64_t>& counts) {
+  TRIREME_CHECK(
+      static_cast<int>(counts.size()) == group.size() && own.size(0) == counts[static_cast<size_t>(group.rank())],
+      "gather_rows: a number of rows for each rank expected");
+  const std::vector<at::Tensor> copies(counts.size(), own);
+  return exchange(group, at::cat(copies), std::vector<int64_t>(counts.size(), own.size(0)), counts);
+}
+
+int64_t sum_of(const std::vector<int64_t>& counts) { return std::accumulate(counts.begin(), counts.end(), int64_t{0}); }
+
 Communicator& group_of(const AutogradContext& context) {
   return *reinterpret_cast<Communicator*>(context.saved_data.at("group").toInt());
 }
@@ -90,6 +101,39 @@ struct ShareRows final : public Function<ShareRows> {
     const Communicator& group = group_of(*context);
     const int64_t rows = gradients[0].size(0) / group.size();
     return {gradients[0].narrow(0, rows * group.rank(), rows).contiguous(), {}};
+  }
+};
+
+struct GatherUnevenRows final : public Function<GatherUnevenRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& own, int64_t group,
+                            const std::vector<int64_t>& counts) {
+    keep_group(*context, group);
+    context->saved_data["counts"] = counts;
+    return gather(group_at(group), own, counts);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    Communicator& group = group_of(*context);
+    const std::vector<int64_t> counts = context->saved_data.at("counts").toIntVector();
+    const int64_t own = counts[static_cast<size_t>(group.rank())];
+    std::vector<int64_t> sizes = with_rows(gradients[0], own);
+    sizes.insert(sizes.begin(), group.size());
+    const at::Tensor parts = exchange(group, gradients[0], counts, std::vector<int64_t>(counts.size(), own));
+    return {ordered_sum(parts.view(sizes)), {}, {}};
+  }
+};
+
+struct ShareUnevenRows final : public Function<ShareUnevenRows> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& own, int64_t group,
+                            const std::vector<int64_t>& counts) {
+    keep_group(*context, group);
+    context->saved_data["counts"] = counts;
+    return gather(group_at(group), own, counts);
+  }
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto rank = static_cast<size_t>(group_of(*context).rank());
+    const std::vector<int64_t> counts = context->saved_data.at("counts").toIntVector();
+    const int64_t begin = sum_of({counts.begin(), counts.begin() + static_cast<int64_t>(rank)});
+    return {gradients[0].narrow(0, begin, counts[rank]).contiguous(), {}, {}};
   }
 };
 
@@ -142,6 +186,14 @@ at::Tensor gather_rows(Communicator& group, const at::Tensor& own) {
 
 at::Tensor share_rows(Communicator& group, const at::Tensor& own) {
   return group.size() == 1 ? own : ShareRows::apply(own, handle(group));
+}
+
+at::Tensor gather_rows(Communicator& group, const at::Tensor& own, const std::vector<int64_t>& counts) {
+  return group.size() == 1 || sum_of(counts) == 0 ? own : GatherUnevenRows::apply(own, handle(group), counts);
+}
+
+at::Tensor share_rows(Communicator& group, const at::Tensor& own, const std::vector<int64_t>& counts) {
+  return group.size() == 1 || sum_of(counts) == 0 ? own : ShareUnevenRows::apply(own, handle(group), counts);
 }
 
 at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial) {

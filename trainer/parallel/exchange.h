@@ -26,6 +26,11 @@ at::Tensor gather_rows(Communicator& group, const at::Tensor& own);
 // The same, where what follows is computed alike on all ranks. Backward: the own rows of the gradient, as they are.
 at::Tensor share_rows(Communicator& group, const at::Tensor& own);
 
+// The same two where ranks have different numbers of rows: counts[r] of rank r, known to all. Ranks that have none take
+// part; where nobody has any nothing is exchanged. The sum that gather_rows' backward takes is ordered_sum's.
+at::Tensor gather_rows(Communicator& group, const at::Tensor& own, const std::vector<int64_t>& counts);
+at::Tensor share_rows(Communicator& group, const at::Tensor& own, const std::vector<int64_t>& counts);
+
 // [size * n, ...] partial sums of each rank -> [n, ...]: rank r gets the sums of rows [r * n, (r + 1) * n).
 // Backward: gather_rows.
 at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial);

@@ -38,6 +38,7 @@ inline at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {
 inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config,
                                   const StageOptions& stages = {}) {
   ModelOptions options;
+  if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   if (context.holders().size() == 1) return options;
   options.split = model_split(config.shape(), context.layout(), context.rank(), stages);
   options.tensor = &context.tensor_parallel();
