@@ -138,16 +138,17 @@ std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   for (const auto& [field, name] : kNotYet) {
     const int64_t size = layout.*field.member;
     if (size <= 1) continue;
-    const bool on_cpus = field.member == &Layout::tp || field.member == &Layout::pp || field.member == &Layout::ep;
+    const bool on_cpus = field.member != &Layout::etp;
     if (on_cpus && !gpus) continue;
     sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
                         " parallel) is not supported yet by the trainer of this version" + (on_cpus ? " on GPUs" : "") +
-                        "; only dp may be above 1" + (gpus ? "" : ", and tp and pp, or ep"));
+                        "; only dp may be above 1" + (gpus ? "" : ", and tp, cp and pp, or ep"));
   }
-  if (!gpus && layout.ep > 1 && (layout.tp > 1 || layout.pp > 1)) {
-    sentences.push_back("ep " + std::to_string(layout.ep) + " together with tp " + std::to_string(layout.tp) +
-                        " and pp " + std::to_string(layout.pp) +
-                        " is not supported yet by the trainer of this version; with ep above 1 tp and pp must be 1");
+  if (!gpus && layout.ep > 1 && (layout.tp > 1 || layout.cp > 1 || layout.pp > 1)) {
+    sentences.push_back(
+        "ep " + std::to_string(layout.ep) + " together with tp " + std::to_string(layout.tp) + ", cp " +
+        std::to_string(layout.cp) + " and pp " + std::to_string(layout.pp) +
+        " is not supported yet by the trainer of this version; with ep above 1 tp, cp and pp must be 1");
   }
   return sentences;
 }

@@ -28,7 +28,9 @@ PY
 }
 
 for layout in "tp2 2 2 1" "tp4 4 4 1" "tp2dp2 4 2 1" "pp2 2 1 2" "pp4 4 1 4" "tp2pp2 4 2 2" \
-  "virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2"; do
+  "virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2" \
+  "cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2" \
+  "tp2pp2cp2 8 2 2 policy.megatron_cfg.context_parallel_size=2 policy.sequence_packing.share_prompts=true"; do
   set -- $layout
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
@@ -69,18 +71,21 @@ sft() {
     policy.train_global_batch_size=16 policy.train_micro_batch_size=4 "$@"
 }
 check "SFT on one rank" sft sft1 1 1
+check "SFT on cp2" sft sft2 2 1 policy.megatron_cfg.context_parallel_size=2
 check "SFT on pp4" sft sft4 4 4
-python3 - "$dir" <<'PY' && ok "SFT on pp4: loss, gradient norm and validation of one rank" || bad "the losses of SFT"
+for many in sft2 sft4; do
+python3 - "$dir" $many <<'PY' && ok "$many: loss, gradient norm and validation of one rank" || bad "the losses of $many"
 import json, sys
 def rows(name):
     return [x for x in map(json.loads, open(f"{sys.argv[1]}/{name}-logs/train.jsonl"))
             if "train/loss" in x or "validation/loss" in x]
-one, four = rows("sft1"), rows("sft4")
+one, four = rows("sft1"), rows(sys.argv[2])
 keys = ["train/loss", "train/grad_norm", "validation/loss"]
 pairs = [(a[k], b[k]) for a, b in zip(one, four) for k in keys if k in a]
 sys.exit(0 if len(one) == len(four) >= 3 and len(pairs) >= 7 and
          all(abs(a - b) <= 1e-5 * abs(a) for a, b in pairs) else 1)
 PY
+done
 
 # A rank that dies is named with its place.
 killed() { # killed NAME RANKS TP PP RANK PLACE [overrides...]
@@ -126,6 +131,9 @@ refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and nu
 refused "pipelines on GPUs" "pipeline parallel size 2 is not supported yet by this version on GPUs" "$TRIREME" train \
   cluster.gpus_per_node=2 --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
   policy.megatron_cfg.pipeline_model_parallel_size=2
+refused "context parallel on GPUs" "context parallel size 2 is not supported yet by this version on GPUs" "$TRIREME" \
+  train cluster.gpus_per_node=2 --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
+  policy.megatron_cfg.context_parallel_size=2
 # Ranks that would compute something else.
 port=$((20000 + RANDOM % 10000)) pids=""
 for rank in 0 1; do

@@ -35,7 +35,7 @@ class GrpoLoop final {
         prompts_(datasets_.train),
         rewards_(reward_options(config_, options.rewards)),
         // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
-        split_(session_.context.holders().size() > 1),
+        split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1),
         partition_(partition_for(config_, session_.policy->options().device,
                                  !split_ && (needs_reference(config_) || config_.grpo.early_gradients))),
         engine_(*session_.policy, session_.tokenizer.get(), options_of_engine(),
@@ -389,7 +389,7 @@ class GrpoLoop final {
   Datasets datasets_;
   PromptStream prompts_;
   RewardPool rewards_;
-  const bool split_;  // over the ranks of a replica
+  const bool split_;  // the model over ranks, or its passes over context parallel ones
   const std::shared_ptr<const DevicePartition> partition_;
   std::optional<RolloutLengths> forced_lengths_;  // for measurements
   Engine engine_;

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "topology/pipeline.h"
+#include "trainer/model/context_rows.h"
 #include "trainer/parallel/stage_links.h"
 
 namespace trireme {
@@ -29,6 +30,17 @@ std::vector<const PackedBatch*> with_empty_ones(const Model& model, const Pipeli
   inputs.resize(most, &none);
   return inputs;
 }
+
+// What this rank computes of the inputs: over context parallel ranks its parts of them.
+struct OwnInputs {
+  OwnInputs(const Model& model, const PipelineWork& work) : inputs(with_empty_ones(model, work)) {
+    if (model.options().context == nullptr) return;
+    for (const PackedBatch* whole : inputs) parts.push_back(context_part(model, *whole));
+    for (size_t i = 0; i < inputs.size(); ++i) inputs[i] = &parts[i];
+  }
+  std::vector<PackedBatch> parts;
+  std::vector<const PackedBatch*> inputs;
+};
 
 // One rank's turn of a table.
 class StageRun final {
@@ -181,7 +193,8 @@ class StageRun final {
 }  // namespace
 
 void train_passes(const Model& model, const PipelineWork& work) {
-  const std::vector<const PackedBatch*> inputs = with_empty_ones(model, work);
+  const OwnInputs own(model, work);
+  const std::vector<const PackedBatch*>& inputs = own.inputs;
   const auto micro_batches = static_cast<int64_t>(inputs.size());
   const PipelineTable table = training_passes(model.split().pp, pieces_of(model), micro_batches);
   StageRun(model, work, inputs, table, /*train=*/true).run();
@@ -189,7 +202,8 @@ void train_passes(const Model& model, const PipelineWork& work) {
 
 void forward_passes(const Model& model, const PipelineWork& work) {
   const at::NoGradGuard no_grad;
-  const std::vector<const PackedBatch*> inputs = with_empty_ones(model, work);
+  const OwnInputs own(model, work);
+  const std::vector<const PackedBatch*>& inputs = own.inputs;
   const auto micro_batches = static_cast<int64_t>(inputs.size());
   const PipelineTable table = forward_passes(model.split().pp, pieces_of(model), micro_batches);
   StageRun(model, work, inputs, table, /*train=*/false).run();

@@ -69,7 +69,7 @@ std::vector<Members> PolicyTrainer::own_micro_batches(const std::vector<Sample>&
     if (!samples[static_cast<size_t>(i)].trained_early) members.push_back(i);
   }
   if (members.empty()) return {};
-  const Communicator& ranks = context_.data_parallel();
+  const Communicator& ranks = context_.group(Axis::kDp);
   return make_micro_batches(samples, members, training_micro_batches(config_),
                             ranks.size())[static_cast<size_t>(ranks.rank())];
 }
@@ -238,7 +238,7 @@ ValidCounts PolicyTrainer::count_valid(const OptimizerBatch& batch, bool first) 
     valid.tokens += early_.counts().tokens;
     valid.sequences += early_.counts().sequences;
   }
-  Communicator& ranks = context_.data_parallel();
+  Communicator& ranks = context_.group(Axis::kDp);
   valid.tokens = ranks.all_reduce_sum(valid.tokens);
   valid.sequences = ranks.all_reduce_sum(valid.sequences);
   if (loss_.positive_example_nll_weight != 0) valid.positive_tokens = ranks.all_reduce_sum(valid.positive_tokens);
@@ -289,8 +289,8 @@ void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& sche
       schedule.learning_rate, schedule.weight_decay, max_grad_norm(config_),
       !last && overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
   result.buckets_reduced_in_backward += step.reduced_early;
-  add_metrics(result.metrics, reduce_metrics(own.metrics, context_.data_parallel()));
-  if (routers_ != nullptr) add_metrics(result.metrics, router_metrics(*routers_, context_.data_parallel()));
+  add_metrics(result.metrics, reduce_metrics(own.metrics, context_.group(Axis::kDp)));
+  if (routers_ != nullptr) add_metrics(result.metrics, router_metrics(*routers_, context_.group(Axis::kDp)));
   result.metrics["grad_norm"] += step.grad_norm;
   result.metrics["global_valid_toks"] += valid.tokens;
   result.metrics["global_valid_seqs"] += valid.sequences;
@@ -310,7 +310,7 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
       for (TrainingBatch& batch : step) batches.push_back(&batch);
     }
     of_advantages =
-        take_kl_off_advantages(batches, reward_kl_, loss_.reference_policy_kl_type, config_, context_.data_parallel());
+        take_kl_off_advantages(batches, reward_kl_, loss_.reference_policy_kl_type, config_, context_.group(Axis::kDp));
   }
   logprobs.end();
 
@@ -326,8 +326,8 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
   if (result.optimizer_steps > 0) divide_metrics(result.metrics, static_cast<double>(result.optimizer_steps));
   result.metrics["lr"] = schedule.learning_rate;
   for (const auto& [name, value] : of_advantages) result.metrics[name] = value;
-  result.compared_tokens = context_.data_parallel().all_reduce_sum(result.compared_tokens);
-  result.mismatched_tokens = context_.data_parallel().all_reduce_sum(result.mismatched_tokens);
+  result.compared_tokens = context_.group(Axis::kDp).all_reduce_sum(result.compared_tokens);
+  result.mismatched_tokens = context_.group(Axis::kDp).all_reduce_sum(result.mismatched_tokens);
   return result;
 }
 

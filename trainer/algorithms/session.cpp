@@ -32,6 +32,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
     options.links = context.stage_links();
     if (context.layout().ep > 1) options.experts = &context.group(Axis::kEp);
   }
+  if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   return options;
 }
 

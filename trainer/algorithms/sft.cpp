@@ -110,11 +110,12 @@ class SftLoop final {
     batch.loss_mask.push_back(std::move(mask));
   }
 
-  std::vector<Members> own_micro_batches(const SftBatch& batch, bool train) const {
+  std::vector<Members> own_micro_batches(const SftBatch& batch, bool train) {
     Members all(batch.samples.size());
     std::iota(all.begin(), all.end(), int64_t{0});
+    const Communicator& ranks = session_.context.group(Axis::kDp);
     return make_micro_batches(batch.samples, all, sft_micro_batches(config_, train),
-                              session_.context.replicas())[static_cast<size_t>(session_.context.replica())];
+                              ranks.size())[static_cast<size_t>(ranks.rank())];
   }
 
   static at::Tensor token_mask(const SftBatch& batch, const Members& members) {
@@ -182,13 +183,13 @@ class SftLoop final {
     const OptimizerStep step = session_.optimizer->step(
         rate, weight_decay(config_, step_), max_grad_norm(config_),
         overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
-    const double loss = session_.context.data_parallel().all_reduce_sum(own_loss);
+    const double loss = session_.context.group(Axis::kDp).all_reduce_sum(own_loss);
     training.end();
     ++step_;
     for (const Sample& s : batch.samples) report.tokens += static_cast<double>(s.length());
     report.samples = static_cast<double>(batch.samples.size());
     if (routers_ != nullptr) {
-      for (const auto& [name, value] : router_metrics(*routers_, session_.context.data_parallel()))
+      for (const auto& [name, value] : router_metrics(*routers_, session_.context.group(Axis::kDp)))
         report.values["train/" + name] = value;
     }
     report.values["train/loss"] = loss;
@@ -224,7 +225,7 @@ class SftLoop final {
              next < datasets_.validation->size()) {
         if (auto example = datasets_.validation->example(next++)) add(batch, std::move(*example));
       }
-      sum += session_.context.data_parallel().all_reduce_sum(forward(batch, false));
+      sum += session_.context.group(Axis::kDp).all_reduce_sum(forward(batch, false));
     }
     last_validation_ = batches > 0 ? sum / static_cast<double>(batches) : 0;
     validated_step_ = step_;

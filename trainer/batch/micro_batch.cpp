@@ -2,9 +2,12 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <map>
 
 #include "base/error.h"
+#include "trainer/model/context_rows.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 
@@ -85,9 +88,41 @@ at::Tensor spread(const std::vector<Sample>& samples, const Members& members, co
   return at::tensor(flat, at::kFloat);
 }
 
+namespace {
+
+// Each rank computes those of its rows, all get all, back in the order of the micro-batch.
+at::Tensor logprobs_of_parts(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
+                             const LogprobOptions& options) {
+  Communicator& group = *model.options().context;
+  const PackedBatch part = context_part(model, batch.input);
+  const ContextRows& context = *part.context;
+  const auto ranks = static_cast<size_t>(group.size()), own = static_cast<size_t>(group.rank());
+  std::vector<int64_t> begins(ranks + 1, 0), counts(ranks, 0), owner, number, taken, which;
+  for (size_t r = 0; r < ranks; ++r) begins[r + 1] = begins[r] + context.counts[r];
+  const auto* rows = batch.rows.const_data_ptr<int64_t>();
+  for (int64_t t = 0; t < batch.rows.size(0); ++t) {
+    const int64_t place = context.places[static_cast<size_t>(rows[t])];
+    const auto r = static_cast<size_t>(std::upper_bound(begins.begin(), begins.end(), place) - begins.begin() - 1);
+    owner.push_back(static_cast<int64_t>(r));
+    number.push_back(counts[r]++);
+    if (r != own) continue;
+    taken.push_back(place - begins[r]);
+    which.push_back(t);
+  }
+  std::vector<int64_t> order, before(ranks, 0);
+  for (size_t r = 1; r < ranks; ++r) before[r] = before[r - 1] + counts[r - 1];
+  for (size_t t = 0; t < owner.size(); ++t) order.push_back(before[static_cast<size_t>(owner[t])] + number[t]);
+  const at::Tensor at_rows = at::tensor(taken, at::kLong), index = at::tensor(which, at::kLong);
+  const at::Tensor states = batch.input.prefix.empty() ? hidden.index_select(0, at_rows) : embed(hidden, at_rows);
+  const at::Tensor found = model.logprobs(states, batch.targets.index_select(0, index), options);
+  return share_rows(group, found, counts).index_select(0, at::tensor(order, at::kLong));
+}
+
+}  // namespace
+
 at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options) {
   const at::Device device = model.options().device;
-  PackedBatch input = batch.input;
+  PackedBatch input = context_part(model, batch.input);
   input.ids = input.ids.to(device);
   input.positions = input.positions.to(device);
   return response_logprobs(model, model.forward(input), batch, options);
@@ -95,6 +130,7 @@ at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const 
 
 at::Tensor response_logprobs(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
                              const LogprobOptions& options) {
+  if (model.options().context != nullptr) return logprobs_of_parts(model, hidden, batch, options);
   const at::Device device = model.options().device;
   const at::Tensor rows = batch.rows.to(device);
   // Where prompts are shared a row may be taken several times: embed adds its gradients in one order.

@@ -33,7 +33,8 @@ at::Tensor spread(const std::vector<Sample>& samples, const Members& members, co
 
 // Log-probs [T] of the response tokens under `model`; with grad mode on they carry the gradient.
 at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options);
-// The same of hidden states that Model::forward gave for batch.input.
+// The same of hidden states that Model::forward gave for batch.input. Over context parallel ranks these are of the
+// rank's own rows; the log-probs of all rows go to all ranks, and so must what is computed from them.
 at::Tensor response_logprobs(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
                              const LogprobOptions& options);
 

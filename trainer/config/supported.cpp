@@ -81,13 +81,13 @@ void validate_supported(const Config& c) {
          m.tensor_model_parallel_size);
   on_cpu(m.enabled, "policy.megatron_cfg.pipeline_model_parallel_size", "pipeline parallel size",
          m.pipeline_model_parallel_size);
-  size(m.enabled, "policy.megatron_cfg.context_parallel_size", "context parallel size", m.context_parallel_size);
+  on_cpu(m.enabled, "policy.megatron_cfg.context_parallel_size", "context parallel size", m.context_parallel_size);
   on_cpu(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
          m.expert_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
        m.expert_tensor_parallel_size);
   on_cpu(d.enabled, "policy.dtensor_cfg.tensor_parallel_size", "tensor parallel size", d.tensor_parallel_size);
-  size(d.enabled, "policy.dtensor_cfg.context_parallel_size", "context parallel size", d.context_parallel_size);
+  on_cpu(d.enabled, "policy.dtensor_cfg.context_parallel_size", "context parallel size", d.context_parallel_size);
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,

@@ -39,7 +39,8 @@ class ParallelContext final {
   Communicator& world() { return *world_; }
   // The group of the axis that this rank is in. Groups are made at the start, in one order on all ranks.
   Communicator& group(Axis axis) { return *groups_.at(axis); }
-  // Who holds the same weights and other samples: gradients, optimizer slices, sums over samples.
+  // Who holds the same weights: gradients, optimizer slices. Context parallel ranks among them train on the same
+  // samples: what is counted over samples is summed over group(Axis::kDp).
   Communicator& data_parallel() { return group(Axis::kDpCp); }
   Communicator& tensor_parallel() { return group(Axis::kTp); }
 
@@ -58,8 +59,9 @@ class ParallelContext final {
   int copies() const { return static_cast<int>(layout_.ep > 1 ? layout_.expert_dp() : replicas()); }
   int copy() const { return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : replica()); }
   bool leads_replica() const { return replica_->rank() == 0; }
-  // The replica's first rank that has the results of a forward pass: log-probs, the loss.
-  bool has_results() const { return coordinates_.tp == 0 && coordinates_.pp == layout_.pp - 1; }
+  // The first of the ranks that train on the same samples and have the results of a forward pass: log-probs, the loss.
+  // A replica's, or of context parallel ones together.
+  bool has_results() const { return coordinates_.tp == 0 && coordinates_.cp == 0 && coordinates_.pp == layout_.pp - 1; }
 
   // Null with one process.
   JobStore* store() { return store_.get(); }

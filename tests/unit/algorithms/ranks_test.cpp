@@ -96,6 +96,59 @@ TEST(Ranks, TensorRanksGiveTheAnswerOfOne) {
   }
 }
 
+// Whole micro-batches go to context ranks, whose losses see whole sequences: the answer of one rank, also where prompts
+// are shared over ranks, and where most ranks have no rows.
+TEST(Ranks, ContextRanksGiveTheAnswerOfOne) {
+  struct Recipe {
+    const char* name;
+    bool dynamic;
+    std::function<void(Config&)> change;
+  };
+  const std::vector<Recipe> recipes = {{"packed, KL", false, {}},
+                                       {"one sample each", true,
+                                        [](Config& c) {
+                                          c.policy.dynamic_batching.enabled = false;
+                                          c.policy.train_micro_batch_size = 1;
+                                        }},
+                                       {"shared prompts", false,
+                                        [](Config& c) {
+                                          c.policy.sequence_packing.share_prompts = true;
+                                          c.policy.sequence_packing.train_mb_tokens = 128;
+                                        }},
+                                       {"GSPO", false, [](Config& c) {
+                                          c.loss_fn.sequence_level_importance_ratios = true;
+                                          c.loss_fn.token_level_loss = false;
+                                          c.loss_fn.reference_policy_kl_penalty = 0;
+                                        }}};
+  for (const Recipe& recipe : recipes) {
+    const Outcome one = run(1, recipe.dynamic, recipe.change);
+    const double largest = one.moments.abs().max().item<double>();
+    ASSERT_GT(largest, 0) << recipe.name;
+    struct Sizes {
+      int world, tp, pp, cp;
+    };
+    for (const auto& [world, tp, pp, cp] :
+         {Sizes{2, 1, 1, 2}, {4, 1, 1, 2}, {4, 2, 1, 2}, {4, 1, 2, 2}, {4, 1, 1, 4}}) {
+      RunSetup setup;
+      setup.tp = tp;
+      setup.pp = pp;
+      setup.cp = cp;
+      const Outcome many = run(world, recipe.dynamic, recipe.change, setup);
+      const std::string where = std::string(recipe.name) + ", " + std::to_string(world) + " ranks, tp " +
+                                std::to_string(tp) + " pp " + std::to_string(pp) + " cp " + std::to_string(cp);
+      for (const char* key : {"loss", "grad_norm", "global_valid_toks"}) {
+        const double wanted = one.result.metrics.at(key);
+        EXPECT_NEAR(many.result.metrics.at(key), wanted, 1e-5 * std::max(key[0] == 'l' ? 1.0 : 0.0, std::abs(wanted)))
+            << where << ": " << key;
+      }
+      EXPECT_EQ(many.result.compared_tokens, one.result.compared_tokens) << where;
+      EXPECT_LE((many.moments - one.moments).abs().max().item<double>(), 1e-5 * largest) << where;
+      EXPECT_LE((many.weights - one.weights).abs().max().item<double>(), 1e-5 * one.weights.abs().max().item<double>())
+          << where;
+    }
+  }
+}
+
 TEST(EarlyGradients, ABatchWithoutAValidTokenTrainsNothing) {
   for (const bool by_tokens : {true, false}) {
     Config config = settings(false);

@@ -77,7 +77,7 @@ struct RunSetup {
   int64_t bucket_elements = 4096;
   ModelOptions model;
   bool reduce_in_fp32 = true;
-  int64_t tp = 1, pp = 1;  // the rest of the world are replicas
+  int64_t tp = 1, pp = 1, cp = 1;  // the rest of the world are replicas
   StageOptions stages;
   ModelFamily family = ModelFamily::kQwen3;
   int64_t layers = 2;
@@ -99,7 +99,8 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
         Layout layout;
         layout.tp = setup.tp;
         layout.pp = setup.pp;
-        layout.dp = world / setup.tp / setup.pp;
+        layout.cp = setup.cp;
+        layout.dp = world / setup.tp / setup.pp / setup.cp;
         ParallelContext context(layout, rendezvous);
         const ModelConfig shape = tiny(setup.family, setup.layers);
         ModelOptions options = setup.model;
@@ -108,6 +109,7 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
           options.tensor = &context.tensor_parallel();
           options.links = context.stage_links();
         }
+        if (setup.cp > 1) options.context = &context.group(Axis::kCp);
         Model policy(shape, options);
         init_parameters(policy, 5);
         ModelOptions frozen = options;

@@ -6,6 +6,7 @@
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/algorithms/pipeline_step.h"
 #include "trainer/checkpoint/checkpoint.h"
+#include "trainer/model/context_rows.h"
 #include "trainer/parallel/stage_links.h"
 
 namespace trireme {
@@ -22,7 +23,7 @@ using testing::split_options;
 struct Sizes {
   int64_t tp, pp, dp;
   StageOptions stages = {};
-  int64_t ep = 1;
+  int64_t ep = 1, cp = 1;
   bool operator==(const Sizes&) const = default;
 };
 
@@ -32,6 +33,7 @@ Layout layout_of(const Sizes& sizes) {
   layout.pp = sizes.pp;
   layout.dp = sizes.dp;
   layout.ep = sizes.ep;
+  layout.cp = sizes.cp;
   return layout;
 }
 
@@ -71,9 +73,10 @@ struct TrainedRank {
   }
 
   Step train(int step) {
+    const Communicator& samples = context.group(Axis::kDp);
     std::vector<std::vector<int32_t>> own;
     for (int s = 0; s < 8; ++s) {
-      if (s % context.replicas() == context.replica()) own.push_back(random_tokens(9 + 3 * s, 100 * step + s));
+      if (s % samples.size() == samples.rank()) own.push_back(random_tokens(9 + 3 * s, 100 * step + s));
     }
     // Two micro-batches where there are as many sequences.
     std::vector<PackedBatch> batches;
@@ -87,7 +90,10 @@ struct TrainedRank {
     for (const PackedBatch& batch : batches) work.inputs.push_back(&batch);
     work.before_last = [this] { optimizer.reduce_in_next_backward(); };
     work.finish = [&](size_t index, const at::Tensor& hidden) {
-      const at::Tensor sum = -model.logprobs(hidden, targets(batches[index]), {}).sum() / 100;
+      at::Tensor wanted = targets(batches[index]);
+      const PackedBatch part = context_part(model, batches[index]);
+      if (part.context) wanted = wanted.index_select(0, at::tensor(part.context->rows, at::kLong));
+      const at::Tensor sum = -model.logprobs(hidden, wanted, {}).sum() / 100;
       loss.add_(sum.item<double>());
       return sum;
     };
@@ -123,9 +129,16 @@ void expect_near(const Step& got, const Step& wanted) {
   EXPECT_NEAR(got.grad_norm, wanted.grad_norm, 1e-5 * wanted.grad_norm);
 }
 
-const std::vector<Sizes> kLayouts = {{1, 1, 1}, {2, 1, 1}, {4, 1, 1},
-                                     {1, 1, 4}, {2, 1, 2}, {1, 4, 1},
-                                     {2, 2, 1}, {1, 2, 2}, {1, 2, 1, {.virtual_stages = 2}}};
+const std::vector<Sizes> kLayouts = {{1, 1, 1},
+                                     {2, 1, 1},
+                                     {4, 1, 1},
+                                     {1, 1, 4},
+                                     {2, 1, 2},
+                                     {1, 4, 1},
+                                     {2, 2, 1},
+                                     {1, 2, 2},
+                                     {1, 2, 1, {.virtual_stages = 2}},
+                                     {.tp = 1, .pp = 2, .dp = 1, .cp = 2}};
 // Experts are on data parallel ranks, whole or split.
 std::vector<Sizes> layouts_for(const ModelConfig& config) {
   return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1},

@@ -295,6 +295,9 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
   EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
   layout = {};
   layout.cp = 2;
+  EXPECT_THROW((void)runnable(layout, /*gpus=*/true), Error);
+  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
+  layout.cp = layout.ep = 2;
   EXPECT_THROW((void)runnable(layout, /*gpus=*/false), Error);
   layout = {};
   layout.dp = 3;
