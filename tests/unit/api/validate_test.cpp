@@ -81,7 +81,7 @@ TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
   EXPECT_EQ(
       errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {ep: 2, tp: 2}")),
       "spec.roles.actor.parallelism.ep: ep 2 together with tp 2, cp 1 and pp 1 is not supported yet by the trainer of "
-      "this version; with ep above 1 tp and pp must be 1");
+      "this version; with ep above 1 tp, cp and pp must be 1");
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {dp: 64}")), "");
 }
 
