@@ -6,6 +6,7 @@
 #include "api/fields.h"
 #include "api/runtime.h"
 #include "base/text.h"
+#include "topology/combine_blocks.h"
 #include "topology/topology.h"
 
 namespace trireme {
@@ -258,6 +259,11 @@ class Validator final {
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
     if (!report.ok()) return;
     for (const std::string& message : unsupported_splits(layout, role.gpus_per_pod > 0))
+      error(axis_path(path, message), message);
+    if (!shape || shape->experts == 0) return;
+    const Json* blocks = config_value("policy.moe_combine_blocks");
+    const int64_t asked = blocks != nullptr && blocks->is_number_integer() ? blocks->get<int64_t>() : 0;
+    for (const std::string& message : combine_block_problems(shape->experts, asked, layout.ep))
       error(axis_path(path, message), message);
   }
 

@@ -40,5 +40,17 @@ weights() {
   sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors |
     awk '{print $1}' | sha256sum
 }
+# What the log of NAME says: STEPS steps, no token with other bits, gradients that are some.
+sound() {
+  python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+compared = sum(x["train/logprob_compared_tokens"] for x in rows)
+differing = sum(x["train/logprob_mismatch_tokens"] for x in rows)
+print(f"{len(rows)} steps, {differing} of {compared} tokens with other bits")
+sys.exit(0 if len(rows) == int(sys.argv[2]) and compared > 300 and differing == 0 and
+         all(x["train/grad_norm"] > 0 for x in rows) else 1)
+PY
+}
 # Logged values that may not depend on time.
 values() { sed 's/"time":"[^"]*"//; s/"timing[^,}]*//g; s/"performance[^,}]*//g' "$dir/$1-logs/train.jsonl"; }

@@ -10,6 +10,8 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "topology/combine_blocks.h"
+#include "topology/context_split.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
@@ -104,28 +106,32 @@ void check_split(const ModelConfig& model, const std::filesystem::path& dir, con
   if (!report.ok()) fail_user("the model of " + dir.string() + " cannot be split so: " + report.errors.front());
 }
 
+// A sequence is cut at multiples of kPieceAlignment rows: over more ranks than pieces some wait while one is trained.
+void warn_of_idle_context(const Config& config, const Layout& layout) {
+  const int64_t longest = config.policy.max_total_sequence_length;
+  const int64_t pieces = (longest + kPieceAlignment - 1) / kPieceAlignment;
+  if (layout.cp <= pieces) return;
+  log_warn("parallel", "policy.max_total_sequence_length is " + std::to_string(longest) +
+                           " and a sequence is cut every " + std::to_string(kPieceAlignment) + " tokens: at most " +
+                           std::to_string(pieces) + " of the " + std::to_string(layout.cp) +
+                           " context parallel ranks compute one");
+}
+
 // Likewise, of a mixture of experts: what is asked for and cannot be.
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
                    const Layout& layout, bool main) {
   if (model.num_experts == 0) return;
   const MegatronConfig& m = router_settings(config);
   const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
-  const int64_t blocks = config.policy.moe_combine_blocks;
-  if (blocks > 0 && model.num_experts % blocks != 0) {
-    fail_user("policy.moe_combine_blocks is " + std::to_string(blocks) + ", which does not divide them: " + experts);
-  }
   if (layout.world() != layout.dp || layout.etp > 1) {
     fail_user(
         experts +
         ", which tensor, pipeline and context parallel ranks cannot have yet: these sizes and the expert tensor " +
         "parallel one must be 1, not " + to_string(layout) + "; expert parallel ranks can");
   }
-  const int64_t in_blocks = combine_blocks(model.num_experts, blocks, layout.ep);
-  if (in_blocks % layout.ep != 0) {
-    fail_user("the expert parallel size " + std::to_string(layout.ep) + " does not divide the " +
-              std::to_string(in_blocks) + " blocks that experts are combined in: set policy.moe_combine_blocks to a " +
-              "multiple of it that divides the " + std::to_string(model.num_experts) + " experts, or another size");
-  }
+  for (const std::string& problem :
+       combine_block_problems(model.num_experts, config.policy.moe_combine_blocks, layout.ep))
+    fail_user("the model of " + dir.string() + " cannot be split so: " + problem);
   if (m.moe_router_load_balancing_type != "none") {
     const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
     if (m.freeze_moe_router)
@@ -261,6 +267,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout(), stage_options(config));
+  if (context.is_main()) warn_of_idle_context(config, context.layout());
   check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);

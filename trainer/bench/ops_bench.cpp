@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "topology/combine_blocks.h"
 #include "trainer/bench/work.h"
 #include "trainer/ops/expert_rows.h"
 #include "trainer/ops/experts.h"

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "topology/combine_blocks.h"
 #include "trainer/model/context_rows.h"
 #include "trainer/model/recomputation.h"
 #include "trainer/model/split_experts.h"

@@ -107,13 +107,6 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
 
 }  // namespace
 
-int64_t combine_blocks(int64_t experts, int64_t asked, int64_t ranks) {
-  if (asked > 0) return asked;
-  if (ranks > 8) return ranks;
-  int64_t blocks = std::min<int64_t>(8, experts);
-  while (experts % blocks != 0) --blocks;
-  return blocks;
-}
 
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                               std::function<at::Tensor()> again, std::shared_ptr<const RouterCall> watch) {

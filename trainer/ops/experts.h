@@ -19,8 +19,6 @@ struct ExpertShape {
   bool wide_router = false;    // logits are summed in float64, not float32
   int64_t combine_blocks = 0;  // runs of experts by id whose results are added up and rounded together; divides experts
 };
-// As many as asked for, 0: derived: 8, or the largest divisor of the experts below that; `ranks` where more share them.
-int64_t combine_blocks(int64_t experts, int64_t asked, int64_t ranks = 1);
 
 struct ExpertWeights {
   at::Tensor router;   // [experts, hidden]

@@ -437,10 +437,16 @@ void DistributedAdamW::load(const std::filesystem::path& dir) {
   }
   for (const Taken& own : taken) {
     if (const std::optional<int64_t> missing = first_missing(own.piece, own.copies)) {
+      const std::string router = ".gate.weight";  // its name in every family with experts
+      const std::string& name = own.piece.parameter;
+      const bool of_router = name.size() > router.size() && name.substr(name.size() - router.size()) == router;
       fail_data(dir.string() + " does not hold the whole optimizer state: of " + own.piece.parameter + " (slice " +
                 std::to_string(own.piece.range.begin) + " to " + std::to_string(own.piece.range.end) +
                 " of dimension " + std::to_string(own.piece.dimension) + ") element " + std::to_string(*missing) +
-                " is the first that is missing");
+                " is the first that is missing" +
+                (of_router && own.copies.empty() ? "; a run with policy.megatron_cfg.freeze_moe_router=true, the "
+                                                   "default, keeps no state of routers: set it again"
+                                                 : ""));
     }
   }
   write_weights();

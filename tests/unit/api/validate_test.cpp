@@ -85,6 +85,18 @@ TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {dp: 64}")), "");
 }
 
+TEST(Validate, ExpertParallelRanksHoldWholeBlocksOfExperts) {
+  const auto with_blocks = [](const std::string& blocks) {
+    return errors_of(
+        actor("processesPerPod: 4, parallelism: {ep: 4}") +
+        "  model: {source: Qwen/Qwen3-30B-A3B}\n  config: {inline: {policy: {moe_combine_blocks: " + blocks + "}}}\n");
+  };
+  EXPECT_EQ(with_blocks("0"), "");
+  EXPECT_EQ(with_blocks("16"), "");
+  EXPECT_THAT(with_blocks("2"), HasSubstr("spec.roles.actor.parallelism.ep: ep 4 does not divide the 2 blocks"));
+  EXPECT_THAT(with_blocks("3"), HasSubstr("policy.moe_combine_blocks is 3, which does not divide the model's 128"));
+}
+
 TEST(Validate, WhatIsNotSupportedYetIsSaid) {
   EXPECT_EQ(errors_of("  algorithm: PPO\n"), "spec.roles.critic: is missing; PPO needs it");
   EXPECT_THAT(errors_of("  algorithm: PPO\n  roles: {actor: {}, critic: {}}\n"),

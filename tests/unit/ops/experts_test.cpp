@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "tests/unit/errors.h"
 #include "tests/unit/ops/testing.h"
+#include "topology/combine_blocks.h"
 
 namespace trireme {
 namespace {
@@ -191,14 +192,6 @@ TEST(Combine, BlocksAreSummedAndRoundedInOrder) {
   const at::Tensor first = (scaled(2, 0.5f) + scaled(0, 0.3f)).to(at::kBFloat16).to(at::kFloat);
   const at::Tensor second = scaled(1, 0.2f).to(at::kBFloat16).to(at::kFloat);
   EXPECT_TRUE(same_bits(combine(y, routes, shape)[0], (first + second).to(at::kBFloat16)));
-}
-
-TEST(Combine, DerivedBlocksDivideTheExperts) {
-  EXPECT_EQ(combine_blocks(128, 0), 8);
-  EXPECT_EQ(combine_blocks(60, 0), 6);
-  EXPECT_EQ(combine_blocks(7, 0), 7);
-  EXPECT_EQ(combine_blocks(4, 0), 4);
-  EXPECT_EQ(combine_blocks(128, 16), 16);
 }
 
 // One choice that is all of the weight: nothing that the router could learn.
