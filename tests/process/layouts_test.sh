@@ -64,7 +64,9 @@ sft() {
 check "SFT on one rank" sft sft1 1 1
 check "SFT on cp2" sft sft2 2 1 policy.megatron_cfg.context_parallel_size=2
 check "SFT on pp4" sft sft4 4 4
-for many in sft2 sft4; do
+check "SFT on tp2 pp2 cp2" sft sft8 8 2 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.context_parallel_size=2
+for many in sft2 sft4 sft8; do
 python3 - "$dir" $many <<'PY' && ok "$many: loss, gradient norm and validation of one rank" || bad "the losses of $many"
 import json, sys
 def rows(name):
