@@ -138,11 +138,11 @@ std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   for (const auto& [field, name] : kNotYet) {
     const int64_t size = layout.*field.member;
     if (size <= 1) continue;
-    const bool on_cpus = field.member != &Layout::etp;
-    if (on_cpus && !gpus) continue;
+    const bool on_cpus = field.member != &Layout::etp, on_gpus = on_cpus && field.member != &Layout::ep;
+    if (gpus ? on_gpus : on_cpus) continue;
     sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
                         " parallel) is not supported yet by the trainer of this version" + (on_cpus ? " on GPUs" : "") +
-                        "; only dp may be above 1" + (gpus ? "" : ", and tp, cp and pp, or ep"));
+                        "; only dp may be above 1, and " + (gpus ? "tp, cp and pp" : "tp, cp and pp, or ep"));
   }
   if (!gpus && layout.ep > 1 && (layout.tp > 1 || layout.cp > 1 || layout.pp > 1)) {
     sentences.push_back(

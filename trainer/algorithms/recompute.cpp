@@ -69,7 +69,9 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
       own = fit_recompute(model.local(), element, kept, free, &needed);
     };
     fit();
-    if (make_room != nullptr && own.whole_layers + own.cheap_layers > 0) {
+    // Ranks that hold the model together take their caches back together, too.
+    const bool tight = make_room != nullptr && own.whole_layers + own.cheap_layers > 0;
+    if (ranks.replica_group().all_reduce_max(tight ? 1.0 : 0.0) > 0) {
       make_room();
       fit();
     }

@@ -177,6 +177,7 @@ void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
 
 // A device that cannot run this is refused before tokenizer, rendezvous and weights.
 const Config& with_its_device(const Config& config, const TrainOptions& options) {
+  prepare_devices(options.layout);
   const at::Device device = choose_device(config.cluster.device, options.rendezvous.local_rank);
   if (options.transport.required && !device.is_cuda()) {
     fail_user(

@@ -112,10 +112,11 @@ at::Tensor logprobs_of_parts(const Model& model, const at::Tensor& hidden, const
   std::vector<int64_t> order, before(ranks, 0);
   for (size_t r = 1; r < ranks; ++r) before[r] = before[r - 1] + counts[r - 1];
   for (size_t t = 0; t < owner.size(); ++t) order.push_back(before[static_cast<size_t>(owner[t])] + number[t]);
-  const at::Tensor at_rows = at::tensor(taken, at::kLong), index = at::tensor(which, at::kLong);
+  const at::Device device = hidden.device();
+  const at::Tensor at_rows = at::tensor(taken, at::kLong).to(device), index = at::tensor(which, at::kLong);
   const at::Tensor states = batch.input.prefix.empty() ? hidden.index_select(0, at_rows) : embed(hidden, at_rows);
-  const at::Tensor found = model.logprobs(states, batch.targets.index_select(0, index), options);
-  return share_rows(group, found, counts).index_select(0, at::tensor(order, at::kLong));
+  const at::Tensor found = model.logprobs(states, batch.targets.index_select(0, index).to(device), options);
+  return share_rows(group, found, counts).index_select(0, at::tensor(order, at::kLong).to(device));
 }
 
 }  // namespace

@@ -87,6 +87,19 @@ double seconds_per_call(at::Device device, const std::function<void(int64_t)>& c
   return cpu_seconds_per_call(call, options);
 }
 
+double counted_seconds_per_call(at::Device device, const std::function<void()>& call, int64_t in_graph) {
+  if (device.is_cuda()) return cuda_counted_seconds(device.index(), call, in_graph);
+  constexpr int kSamples = 5, kCalls = 10;
+  call();
+  std::vector<double> samples;
+  for (int s = 0; s < kSamples; ++s) {
+    Stopwatch watch;
+    for (int i = 0; i < kCalls; ++i) call();
+    samples.push_back(watch.seconds() / kCalls);
+  }
+  return median(samples);
+}
+
 Ceilings measure_ceilings(at::Device device, at::ScalarType dtype) {
   Ceilings ceilings;
   {

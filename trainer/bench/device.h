@@ -30,6 +30,10 @@ struct TimingOptions {
 // queued while the device is kept busy: launching is hidden as it is in a graph, unless the call waits for the device.
 double seconds_per_call(at::Device device, const std::function<void(int64_t)>& call, const TimingOptions& options = {});
 
+// Seconds of one call, where ranks must make the same number of calls: the median of some samples of a fixed number.
+// `in_graph` above 0: on CUDA so many calls are captured into a graph, which is replayed.
+double counted_seconds_per_call(at::Device device, const std::function<void()>& call, int64_t in_graph);
+
 // What the device reaches in plain work, measured now: a copy of a large buffer (bytes read and written), a plain read
 // of one, and a large square product in `dtype`.
 struct Ceilings {

@@ -18,6 +18,19 @@ ModelOptions Target::model_options(bool trainable) const {
   return options;
 }
 
+ModelOptions Target::model_options(bool trainable, ParallelContext& context) const {
+  ModelOptions options = model_options(trainable);
+  if (context.holders().size() > 1) {
+    const ModelShape shape = config.shape();
+    const LayoutReport report = check_layout(context.layout(), {.shape = &shape});
+    if (!report.ok()) fail_user(report.errors.front());
+    options.split = model_split(shape, context.layout(), context.rank());
+    options.tensor = &context.tensor_parallel();
+  }
+  if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
+  return options;
+}
+
 Target resolve(const CommonOptions& options) {
   if (options.repeats < 1) fail_user("--repeats must be at least 1");
   Target target;
@@ -40,6 +53,8 @@ nlohmann::json report_header(const std::string& benchmark, const CommonOptions& 
           {"device", machine_name(target.device)},
           {"device_kind", target.device.is_cuda() ? "cuda" : "cpu"},
           {"seed", options.seed},
+          {"tp", options.tp},
+          {"cp", options.cp},
           {"repeats", options.repeats},
           {"date", utc_now()},
           {"versions", versions(target.device)}};

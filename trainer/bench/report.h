@@ -9,6 +9,7 @@
 
 #include "trainer/bench/device.h"
 #include "trainer/bench/shapes.h"
+#include "trainer/parallel/context.h"
 
 namespace trireme::bench {
 
@@ -23,6 +24,8 @@ struct CommonOptions {
   std::string command;   // the command line, kept in the file
   bool verbose = false;  // logs what is chosen by trial
   int local_rank = 0;
+  int64_t tp = 1;  // tensor parallel ranks of a replica
+  int64_t cp = 1;  // context parallel ranks, which share each micro-batch
 };
 
 // The options resolved.
@@ -33,6 +36,8 @@ struct Target {
   int64_t element_bytes = 4;
 
   ModelOptions model_options(bool trainable) const;
+  // Of this rank's part of the model.
+  ModelOptions model_options(bool trainable, ParallelContext& context) const;
 };
 Target resolve(const CommonOptions& options);  // throws Error(kUser)
 

@@ -133,11 +133,20 @@ struct Repeats {
   }
 };
 
+// One that several replicas share is bench step's.
+void require_one_replica(const ParallelContext& context) {
+  if (context.replicas() == 1) return;
+  fail_user("this benchmark generates with one replica, but " + std::to_string(context.world_size()) +
+            " ranks with --tp " + std::to_string(context.layout().tp) + " are " + std::to_string(context.replicas()) +
+            "; bench step generates with several");
+}
+
 Repeats repeat_rollouts(Engine& engine, const RolloutBenchOptions& options, const RolloutLengths& lengths,
-                        const std::vector<std::vector<int32_t>>& prompts, at::Device device) {
+                        const std::vector<std::vector<int32_t>>& prompts, at::Device device, ParallelContext& context) {
   timed_rollout(engine, staircase(lengths), prompts, device);
   Repeats result;
   for (int64_t r = 0; r < options.common.repeats; ++r) {
+    context.world().barrier();
     TimedRollout run = timed_rollout(engine, lengths, prompts, device, !options.generation.unknown_ends);
     std::vector<Sample> made = as_samples(run.groups);
     run.groups.clear();
@@ -162,21 +171,22 @@ struct RolloutFigures {
   std::vector<AliveBin> bins;
 };
 
+// Of each of `tp` devices, which share what is read.
 RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths, const Target& target,
-                          const Ceilings& ceilings, int64_t max_sequences) {
+                          const Ceilings& ceilings, int64_t max_sequences, int64_t tp) {
   const TimedRollout& typical = repeats.typical();
   const EngineStats& stats = typical.stats;
   RolloutFigures f;
   f.work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs, target.element_bytes,
                         max_sequences);
-  f.bytes = real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes;
-  f.floor = f.work.bytes() / ceilings.bytes_per_second();
+  f.bytes = (real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes) / real(tp);
+  f.floor = f.work.bytes() / real(tp) / ceilings.bytes_per_second();
   f.tokens_per_second = static_cast<double>(lengths.output_tokens()) / repeats.middle;
   f.mean_batch = static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps);
   for (const TimedStep& step : typical.steps) f.prefill_seconds += step.prefill ? step.seconds : 0;
   f.bins = alive_bins(typical.steps);
   if (lengths.samples() <= max_sequences) {
-    add_floors(f.bins, lengths, target.config, target.element_bytes, ceilings.bytes_per_second());
+    add_floors(f.bins, lengths, target.config, target.element_bytes, real(tp) * ceilings.bytes_per_second());
   }
   return f;
 }
@@ -250,7 +260,8 @@ void compare_with_the_loss(const RolloutBenchOptions& options, const Model& mode
 
 }  // namespace
 
-nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& out) {
+nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext& context, std::ostream& out) {
+  require_one_replica(context);
   const Target target = resolve(options.common);
   const RolloutLengths lengths = load_lengths(options.lengths);
   if (lengths.longest() > target.config.positions()) {
@@ -258,7 +269,7 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
               " knows only " + std::to_string(target.config.positions()) + " positions");
   }
   const std::unique_ptr<Model> model =
-      make_random_model(target.config, target.model_options(/*trainable=*/false), options.common.seed);
+      make_random_model(target.config, target.model_options(/*trainable=*/false, context), options.common.seed);
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
   const std::vector<std::vector<int32_t>> prompts =
       random_prompts(lengths, target.config.vocab_size, options.common.seed);
@@ -266,12 +277,14 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& o
   const EngineOptions engine_settings = engine_options(options.generation, lengths, 1);
   Engine engine(*model, nullptr, engine_settings, sampling);
 
-  const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device);
-  const RolloutFigures figures = figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences);
+  const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device, context);
+  const RolloutFigures figures =
+      figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences, context.layout().tp);
   nlohmann::json report = rollout_report(options, target, lengths, repeats, figures, ceilings, engine_settings);
   Table table = rollout_table(options, lengths, repeats, figures, ceilings);
   if (options.score_tokens > 0)
     compare_with_the_loss(options, *model, repeats.samples, sampling.logprob_options(), target.device, report, table);
+  if (!context.is_main()) return report;
   table.print(out);
   out << "\n";
   print_bins(figures.bins, out);
@@ -321,7 +334,7 @@ void trace_decode_steps(Engine& engine, const DecodeBenchOptions& options, int64
 
 // Median seconds of a decode step of `alive` samples that began with `prompt` tokens each.
 double decode_seconds(const Model& model, const DecodeBenchOptions& options, const Target& target, int64_t prompt,
-                      int64_t alive, std::ostream& out) {
+                      int64_t alive, ParallelContext& context, std::ostream& out) {
   if (alive < 1) fail_user("--batch-size " + std::to_string(alive) + " is not a number of samples");
   RolloutLengths lengths;
   lengths.prompts = {prompt};
@@ -341,20 +354,22 @@ double decode_seconds(const Model& model, const DecodeBenchOptions& options, con
   Engine engine(model, nullptr, settings, sampling_options(generation, options.common.seed));
   std::vector<double> seconds;
   for (int64_t r = 0; r < options.common.repeats + 1; ++r) {  // the first one warms up
+    context.world().barrier();
     begin_decoding(engine, forced_group(lengths, prompts, 0, 0, alive), alive, settings.partition != nullptr);
     const double of_a_step = time_decode_steps(engine, options, target.device);
-    if (!options.trace.empty() && r == options.common.repeats)
+    if (!options.trace.empty() && r == options.common.repeats && context.is_main())
       trace_decode_steps(engine, options, alive, target.device, out);
     engine.run();
     if (r > 0) seconds.push_back(of_a_step);
   }
   engine.release_cache();
-  return median(seconds);
+  return context.world().all_reduce_max(median(seconds));
 }
 
 }  // namespace
 
-nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out) {
+nlohmann::json bench_decode(const DecodeBenchOptions& options, ParallelContext& context, std::ostream& out) {
+  require_one_replica(context);
   const Target target = resolve(options.common);
   if (options.batch_sizes.empty()) fail_user("--batch-size needs at least one number of samples");
   if (options.steps < 1) fail_user("--steps must be at least 1");
@@ -365,20 +380,21 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
               std::to_string(kDecodeWarmUpSteps + options.steps / 2 + 1));
   }
   const std::unique_ptr<Model> model =
-      make_random_model(target.config, target.model_options(/*trainable=*/false), options.common.seed);
+      make_random_model(target.config, target.model_options(/*trainable=*/false, context), options.common.seed);
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
   // Contexts grow by one a step; the mean over the measured ones.
-  const double context = static_cast<double>(prompt + kDecodeWarmUpSteps) + static_cast<double>(options.steps + 1) / 2;
+  const double tokens = static_cast<double>(prompt + kDecodeWarmUpSteps) + static_cast<double>(options.steps + 1) / 2;
   nlohmann::json rows = nlohmann::json::array();
   Table table({"samples alive", "ms a step", "floor ms", "of the floor", "bytes read"});
   for (const int64_t alive : options.batch_sizes) {
-    const double middle = decode_seconds(*model, options, target, prompt, alive, out);
+    const double middle = decode_seconds(*model, options, target, prompt, alive, context, out);
     const double bytes =
-        decode_weight_bytes(target.config, target.element_bytes, real(alive)) +
-        context * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes);
+        (decode_weight_bytes(target.config, target.element_bytes, real(alive)) +
+         tokens * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes)) /
+        real(context.layout().tp);
     const double floor = bytes / ceilings.bytes_per_second();
     rows.push_back({{"alive", alive},
-                    {"context", context},
+                    {"context", tokens},
                     {"milliseconds", middle * 1e3},
                     {"floor_milliseconds", floor * 1e3},
                     {"bytes", bytes},
@@ -392,6 +408,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out
                  {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceilings.flops_per_second},
                  {"rows", rows}});
+  if (!context.is_main()) return report;
   out << "decode steps of " << options.common.shape << ", mean context " << options.context << ", copy "
       << terabytes(ceilings.bytes_per_second()) << "\n";
   table.print(out);

@@ -16,8 +16,9 @@ struct RolloutBenchOptions {
   std::string lengths;           // see load_lengths
   int64_t score_tokens = 16384;  // of a packed batch of the comparison with the loss; 0: no comparison
 };
-// Prints its tables to `out`, writes and returns its JSON.
-nlohmann::json bench_rollout(const RolloutBenchOptions& options, std::ostream& out);
+// Of one replica, whose ranks are those of `context`; collective over them. The first one prints its tables to `out`
+// and writes its JSON, all return theirs.
+nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext& context, std::ostream& out);
 
 struct DecodeBenchOptions {
   CommonOptions common;
@@ -28,7 +29,7 @@ struct DecodeBenchOptions {
   int64_t background_sms = 0;  // left to somebody else (who does nothing); steps of few samples only
   std::string trace;  // file for the kernels of some more steps; with several batch sizes NAME.N each; empty: none
 };
-nlohmann::json bench_decode(const DecodeBenchOptions& options, std::ostream& out);
+nlohmann::json bench_decode(const DecodeBenchOptions& options, ParallelContext& context, std::ostream& out);
 
 // Decode steps by how many samples were alive in them.
 struct AliveBin {

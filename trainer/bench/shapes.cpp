@@ -23,6 +23,7 @@ struct Sizes {
 // From the models' config.json on the Hub.
 constexpr Sizes kShapes[] = {
     {"llama-3.1-8b", ModelFamily::kLlama, 128256, 4096, 14336, 32, 32, 8, 128, 131072, 500000.0, 1e-5, false},
+    {"llama-3.1-70b", ModelFamily::kLlama, 128256, 8192, 28672, 80, 64, 8, 128, 131072, 500000.0, 1e-5, false},
     {"qwen3-1.7b", ModelFamily::kQwen3, 151936, 2048, 6144, 28, 16, 8, 128, 40960, 1000000.0, 1e-6, true},
     {"qwen3-8b", ModelFamily::kQwen3, 151936, 4096, 12288, 36, 32, 8, 128, 40960, 1000000.0, 1e-6, false},
     {"qwen3-32b", ModelFamily::kQwen3, 151936, 5120, 25600, 64, 64, 8, 128, 40960, 1000000.0, 1e-6, false},

@@ -10,7 +10,7 @@
 
 namespace trireme::bench {
 
-// llama-3.1-8b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen2.5-1.5b, and tiny (a model for tests).
+// llama-3.1-8b, llama-3.1-70b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen2.5-1.5b, and tiny (a model for tests).
 std::vector<std::string> shape_names();
 // The shape with `layers` of its layers (0: all): one of these names, a config.json (any file whose name ends in
 // .json), or a folder that has one. Throws Error(kUser) that names the known shapes, the mistake in the file, or the

@@ -45,13 +45,13 @@ class StepBench final {
         context_(context),
         target_(resolve(options.common)),
         lengths_(lengths_of(options)),
-        config_(step_config(options, target_, lengths_, context.data_parallel().size())),
+        config_(step_config(options, target_, lengths_, context.world_size())),
         ceilings_(measure_ceilings(target_.device, target_.dtype)) {
-    ModelOptions trainable = target_.model_options(/*trainable=*/true);
+    ModelOptions trainable = target_.model_options(/*trainable=*/true, context);
     trainable.gradient_dtype = parse_dtype(options.gradient_dtype);
     policy_ = make_random_model(target_.config, trainable, options.common.seed);
     if (options.reference) {
-      reference_ = std::make_unique<Model>(target_.config, target_.model_options(/*trainable=*/false));
+      reference_ = std::make_unique<Model>(target_.config, target_.model_options(/*trainable=*/false, context));
       reference_->copy_parameters_from(*policy_);
     }
     const AdamSettings adam = adam_settings(config_);
@@ -67,10 +67,13 @@ class StepBench final {
     trainer_ =
         std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, row_exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
-    engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
+    const bool split = context.holders().size() > 1 || context.layout().cp > 1;
+    if (split && options.early_gradients) fail_user("--early-gradients needs a model that is not split (--tp 1)");
+    if (!split)
+      engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
     if (options.early_gradients && !row_exact_)
       fail_user("--early-gradients needs linear layers that keep row bits; see the log");
-    if (options.reference || options.early_gradients) {
+    if (!split && (options.reference || options.early_gradients)) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), target_.device, engine_settings_.partition,
                                                 options.on_stuck);
     }
@@ -177,21 +180,21 @@ class StepBench final {
   // even share of the contexts; the reference's forward, and forward and backward, have an even share of the
   // operations.
   std::map<std::string, double> floors() const {
-    const auto ranks = static_cast<double>(context_.data_parallel().size());
+    const auto ranks = static_cast<double>(context_.world_size()), tp = static_cast<double>(context_.layout().tp);
     const RolloutWork work =
         rollout_work(target_.config, lengths_.prompt_of_each_sample(), lengths_.outputs, target_.element_bytes,
                      engine_settings_.max_sequences * context_.data_parallel().size(), context_.data_parallel().size());
     const std::vector<Piece> rows = training_pieces(lengths_.prompts, lengths_.outputs, options_.share_prompts);
     const int64_t scored = lengths_.output_tokens();
     const double flops = ranks * ceilings_.flops_per_second;
-    return {{"generation", (work.weight_bytes + work.context_bytes / ranks) / ceilings_.bytes_per_second()},
+    return {{"generation", (work.weight_bytes / tp + work.context_bytes / ranks) / ceilings_.bytes_per_second()},
             {"logprobs", options_.reference ? forward_flops(target_.config, rows, scored) / flops : 0.0},
             {"training", training_flops(target_.config, rows, scored) / flops}};
   }
 
   nlohmann::json report(const std::vector<double>& seconds, double middle, const StepTimes& typical, int64_t mismatched,
                         std::ostream& out) {
-    Communicator& group = context_.data_parallel();
+    Communicator& group = context_.world();
     std::map<std::string, double> slowest;
     for (const Phase phase : all_phases())
       slowest[to_string(phase)] = group.all_reduce_max(typical.phases.at(to_string(phase)));
@@ -342,6 +345,11 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.generation.background_sms = options.background_sms;
   config.grpo.early_gradients = options.early_gradients;
   config.cluster.processes = ranks;
+  if (options.common.tp * options.common.cp > 1) {
+    policy.megatron_cfg.enabled = true;
+    policy.megatron_cfg.tensor_model_parallel_size = options.common.tp;
+    policy.megatron_cfg.context_parallel_size = options.common.cp;
+  }
   config.cluster.collective_timeout_s = options.collective_timeout_s;
   derive_defaults(config);
   const std::vector<std::string> problems = find_problems(config);

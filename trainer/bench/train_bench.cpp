@@ -101,8 +101,8 @@ void check_length(const TrainBenchOptions& options, const Target& target) {
             "; raise --sequences");
 }
 
-ModelOptions model_options(const TrainBenchOptions& options, const Target& target) {
-  ModelOptions model = target.model_options(/*trainable=*/true);
+ModelOptions model_options(const TrainBenchOptions& options, const Target& target, ParallelContext& context) {
+  ModelOptions model = target.model_options(/*trainable=*/true, context);
   model.gradient_dtype = parse_dtype(options.gradient_dtype);
   return model;
 }
@@ -114,19 +114,19 @@ class TrainStep final {
       : options_(options),
         device_(target.device),
         ranks_(context.data_parallel()),
-        model_(make_random_model(target.config, model_options(options, target), options.common.seed)) {
+        model_(make_random_model(target.config, model_options(options, target, context), options.common.seed)) {
     if (options.optimizer) {
       AdamWOptions adam;
       adam.reduce_in_fp32 = parse_dtype(options.gradient_dtype) == at::kFloat;
       optimizer_ = std::make_unique<DistributedAdamW>(*model_, context.data_parallel(), adam);
     }
     for (int64_t m = 0; m < options.micro_batches; ++m) {
-      const int64_t id = context.rank() * options.micro_batches + m;
+      const int64_t id = context.coordinates().dp * options.micro_batches + m;
       batches_.push_back(make_batch(options, target, static_cast<uint64_t>(id)));
       scored_ += batches_.back().micro.response_tokens();
-      flops_ += batches_.back().flops;
+      flops_ += batches_.back().flops / static_cast<double>(context.layout().tp * context.layout().cp);
     }
-    const int64_t ranks = context.data_parallel().size();
+    const int64_t ranks = context.layout().dp;
     global_tokens_ = static_cast<double>(scored_ * ranks);
     global_sequences_ = static_cast<double>(options.sequences * options.micro_batches * ranks);
     loss_.kl_score_function_gradient = false;  // as in the results there are
@@ -135,6 +135,12 @@ class TrainStep final {
     config.policy.recompute_layers = options.recompute_layers;
     set_recompute(*model_, config, {.tokens = options.tokens}, context);
     watch_routers(*model_, config);
+  }
+
+  // Of the first micro-batch's log-probs: alike under every layout but another tp.
+  std::string logprobs_fingerprint() {
+    const at::NoGradGuard no_grad;
+    return fingerprint(response_logprobs(*model_, batches_.front().micro, LogprobOptions()));
   }
 
   void whole() {
@@ -241,9 +247,10 @@ TrainTimes time_steps(TrainStep& step, const TrainBenchOptions& options, at::Dev
   return times;
 }
 
+// Of each device: tensor and context ranks share a micro-batch.
 double tokens_per_second(const TrainBenchOptions& options, const TrainTimes& times) {
   const int64_t tokens = options.tokens / options.sequences * options.sequences * options.micro_batches;
-  return static_cast<double>(tokens) / times.middle;
+  return static_cast<double>(tokens) / static_cast<double>(options.common.tp * options.common.cp) / times.middle;
 }
 
 nlohmann::json train_report(const TrainBenchOptions& options, const Target& target, const TrainStep& step,
@@ -285,8 +292,9 @@ nlohmann::json train_report(const TrainBenchOptions& options, const Target& targ
 void print_train(const TrainBenchOptions& options, const TrainTimes& times, double flops, double ceiling, int64_t ranks,
                  std::ostream& out) {
   const Split& split = times.split;
-  Table table({"train " + options.common.shape + ", " + std::to_string(ranks) + " ranks", "seconds", "model flops/s",
-               "of the product's " + teraflops(ceiling)});
+  Table table({"train " + options.common.shape + ", " + std::to_string(ranks) + " ranks (tp " +
+                   std::to_string(options.common.tp) + ", cp " + std::to_string(options.common.cp) + ")",
+               "seconds", "model flops/s", "of the product's " + teraflops(ceiling)});
   const auto add = [&](const std::string& name, double elapsed, double operations) {
     table.add({name, format_fixed(elapsed, 4), operations > 0 ? teraflops(operations / elapsed) : "-",
                operations > 0 ? percent(operations / elapsed, ceiling) : "-"});
@@ -311,11 +319,12 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   if (options.micro_batches < 1) fail_user("--micro-batches must be at least 1");
   const Target target = resolve(options.common);
   check_length(options, target);
-  const int64_t ranks = context.data_parallel().size();
+  const int64_t ranks = context.world_size();
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
   TrainStep step(options, target, context);
   context.set_phase("benchmark");
-  const TrainTimes times = time_steps(step, options, target.device, context.data_parallel());
+  const std::string logprobs = step.logprobs_fingerprint();
+  const TrainTimes times = time_steps(step, options, target.device, context.world());
   const std::string weights = step.weights_fingerprint();
   if (!options.trace.empty()) {
     const std::string file = ranks == 1 ? options.trace : options.trace + "." + std::to_string(context.rank());
@@ -324,9 +333,10 @@ nlohmann::json bench_train(const TrainBenchOptions& options, ParallelContext& co
   }
   nlohmann::json report = train_report(options, target, step, times, ceilings, ranks);
   report["weights_fingerprint"] = weights;
+  report["logprobs_fingerprint"] = logprobs;
   if (!context.is_main()) return report;
   print_train(options, times, step.flops(), ceilings.flops_per_second, ranks, out);
-  out << "fingerprint of the weights: " << weights << "\n";
+  out << "fingerprint of the weights: " << weights << ", of the first log-probs: " << logprobs << "\n";
   write_report(options.common, report);
   return report;
 }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/error.h"
 
@@ -76,7 +77,10 @@ void BackgroundSave::copy_file(size_t index) {
         if (piece.block == nullptr) piece.block = pool_.acquire(cancelled_);
         if (piece.block == nullptr) return;
         const int64_t bytes = std::min(size - at, pool_.block_bytes() - piece.bytes);
-        reader_.read(piece.block + piece.bytes, from + at, bytes);
+        if (tensor.is_cpu())  // of a split model, gathered already
+          std::memcpy(piece.block + piece.bytes, from + at, static_cast<size_t>(bytes));
+        else
+          reader_.read(piece.block + piece.bytes, from + at, bytes);
         piece.bytes += bytes;
         at += bytes;
       }

@@ -5,12 +5,14 @@
 #include "base/text.h"
 #include "trainer/algorithms/threads.h"
 #include "trainer/bench/checkpoint_bench.h"
+#include "trainer/bench/exchange_bench.h"
 #include "trainer/bench/ops_bench.h"
 #include "trainer/bench/rollout_bench.h"
 #include "trainer/bench/step_bench.h"
 #include "trainer/bench/train_bench.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
+#include "trainer/parallel/device.h"
 
 namespace trireme {
 namespace {
@@ -38,12 +40,20 @@ void add_generation(CLI::App* verb, bench::GenerationOptions& o) {
   verb->add_option("--temperature", o.temperature)->check(CLI::PositiveNumber);
 }
 
+void add_split(CLI::App* verb, bench::CommonOptions& o) {
+  verb->add_option("--tp", o.tp, "tensor parallel ranks of a replica")->check(CLI::PositiveNumber);
+}
+
+void add_context(CLI::App* verb, bench::CommonOptions& o) {
+  verb->add_option("--cp", o.cp, "context parallel ranks, which share each micro-batch")->check(CLI::PositiveNumber);
+}
+
 // Threads and log of a rank; single benchmarks run alone.
 void set_up(bench::CommonOptions& o, bool collective) {
   const int64_t world = environment_int("WORLD_SIZE", 1);
   if (world > 1 && !collective) {
     fail_user("this benchmark runs on one rank; WORLD_SIZE is " + std::to_string(world) +
-              " (bench train, bench step and bench checkpoint run on several)");
+              " (all but bench ops run on several)");
   }
   o.local_rank = static_cast<int>(environment_int("LOCAL_RANK", 0));
   LogOptions log;
@@ -58,10 +68,24 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   set_up(common, /*collective=*/true);
   const RendezvousOptions rendezvous = rendezvous_from_environment(timeout_s);
   Layout layout;
-  layout.dp = rendezvous.world_size;
-  ParallelContext context(layout, rendezvous);
+  layout.tp = common.tp;
+  layout.cp = common.cp;
+  if (rendezvous.world_size % (layout.tp * layout.cp) != 0) {
+    fail_user("--tp " + std::to_string(layout.tp) + " times --cp " + std::to_string(layout.cp) +
+              " does not divide the " + std::to_string(rendezvous.world_size) + " ranks");
+  }
+  layout.dp = rendezvous.world_size / layout.tp / layout.cp;
+  prepare_devices(layout);
+  const bool gpus = choose_device(common.device, common.local_rank).is_cuda();
+  ParallelContext context(runnable(layout, gpus), rendezvous);
   run(context);
   return 0;
+}
+
+std::shared_ptr<double> add_timeout(CLI::App* verb) {
+  auto timeout_s = std::make_shared<double>(600);
+  verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+  return timeout_s;
 }
 
 void add_rollout(CLI::App& bench, CommandContext& context) {
@@ -72,11 +96,12 @@ void add_rollout(CLI::App& bench, CommandContext& context) {
   verb->add_option("--lengths", o->lengths, "file, or synthetic:8x32:mean=794:max=3800:seed=1")->required();
   verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
   verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
-  verb->callback([o, &context] {
-    context.run = [o] {
-      set_up(o->common, /*collective=*/false);
-      bench::bench_rollout(*o, std::cout);
-      return 0;
+  add_split(verb, o->common);
+  auto timeout_s = add_timeout(verb);
+  verb->callback([=, &context] {
+    context.run = [=] {
+      return on_ranks(o->common, *timeout_s,
+                      [&](ParallelContext& ranks) { bench::bench_rollout(*o, ranks, std::cout); });
     };
   });
 }
@@ -94,18 +119,18 @@ void add_decode(CLI::App& bench, CommandContext& context) {
                    "samples)")
       ->check(CLI::Range(int64_t{0}, int64_t{1024}));
   verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
-  verb->callback([o, &context] {
-    context.run = [o] {
-      set_up(o->common, /*collective=*/false);
-      bench::bench_decode(*o, std::cout);
-      return 0;
+  add_split(verb, o->common);
+  auto timeout_s = add_timeout(verb);
+  verb->callback([=, &context] {
+    context.run = [=] {
+      return on_ranks(o->common, *timeout_s,
+                      [&](ParallelContext& ranks) { bench::bench_decode(*o, ranks, std::cout); });
     };
   });
 }
 
 void add_train(CLI::App& bench, CommandContext& context) {
   auto o = std::make_shared<bench::TrainBenchOptions>();
-  auto timeout_s = std::make_shared<double>(600);
   CLI::App* verb = bench.add_subcommand("train", "forward, loss, backward, optimizer; alone or under trireme launch");
   add_common(verb, o->common, context);
   verb->add_option("--tokens", o->tokens, "of a micro-batch of one rank");
@@ -118,7 +143,9 @@ void add_train(CLI::App& bench, CommandContext& context) {
   verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
   verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward");
   verb->add_option("--trace", o->trace, "file for the kernels of one more step, in Chrome's trace format");
-  verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+  add_split(verb, o->common);
+  add_context(verb, o->common);
+  auto timeout_s = add_timeout(verb);
   verb->callback([=, &context] {
     context.run = [=] {
       return on_ranks(o->common, *timeout_s, [&](ParallelContext& ranks) { bench::bench_train(*o, ranks, std::cout); });
@@ -148,6 +175,8 @@ void add_step(CLI::App& bench, CommandContext& context) {
                    "policy.generation.background_sms (default: -1)")
       ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
   verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
+  add_split(verb, o->common);
+  add_context(verb, o->common);
   verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
   verb->callback([o, &context] {
     context.run = [o] {
@@ -160,7 +189,6 @@ void add_step(CLI::App& bench, CommandContext& context) {
 
 void add_checkpoint(CLI::App& bench, CommandContext& context) {
   auto o = std::make_shared<bench::CheckpointBenchOptions>();
-  auto timeout_s = std::make_shared<double>(600);
   CLI::App* verb = bench.add_subcommand(
       "checkpoint",
       "what a step waits for its checkpoint, and how fast that is written; alone or under trireme launch");
@@ -174,11 +202,27 @@ void add_checkpoint(CLI::App& bench, CommandContext& context) {
                    "GB/s of a disk that is only imagined, per rank: nothing is kept of the weights and the state")
       ->check(CLI::PositiveNumber);
   verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
-  verb->add_option("--timeout", *timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
+  auto timeout_s = add_timeout(verb);
   verb->callback([=, &context] {
     context.run = [=] {
       return on_ranks(o->common, *timeout_s,
                       [&](ParallelContext& ranks) { bench::bench_checkpoint(*o, ranks, std::cout); });
+    };
+  });
+}
+
+void add_exchange(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::ExchangeBenchOptions>();
+  CLI::App* verb = bench.add_subcommand("exchange", "exchanges of rows between tensor parallel ranks: times and bits");
+  add_common(verb, o->common, context);
+  add_split(verb, o->common);
+  verb->add_option("--rows", o->rows, "of a decode step, e.g. 16,64,256")->delimiter(',');
+  verb->add_option("--large-mib", o->large_mebibytes, "of a training exchange")->check(CLI::PositiveNumber);
+  auto timeout_s = add_timeout(verb);
+  verb->callback([=, &context] {
+    context.run = [=] {
+      return on_ranks(o->common, *timeout_s,
+                      [&](ParallelContext& ranks) { bench::bench_exchange(*o, ranks, std::cout); });
     };
   });
 }
@@ -205,7 +249,8 @@ void add_ops(CLI::App& bench, CommandContext& context) {
 void add_bench_commands(CLI::App& app, CommandContext& context) {
   CLI::App* bench = app.add_subcommand("bench", "measure against what the device can do; random weights, no files");
   bench->require_subcommand(1);
-  for (const auto add : {add_rollout, add_decode, add_train, add_step, add_checkpoint, add_ops}) add(*bench, context);
+  for (const auto add : {add_rollout, add_decode, add_train, add_step, add_checkpoint, add_exchange, add_ops})
+    add(*bench, context);
 }
 
 }  // namespace trireme

@@ -68,7 +68,6 @@ void validate_supported(const Config& c) {
     if (asked) reasons.push_back(key + ": " + what + kNotYet);
   };
   const auto& m = c.policy.megatron_cfg;
-  const auto& d = c.policy.dtensor_cfg;
   const auto size = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
     refuse(counts && value > 1, key, what + " " + std::to_string(value));
   };
@@ -77,17 +76,12 @@ void validate_supported(const Config& c) {
       reasons.push_back(key + ": " + what + " " + std::to_string(value) + kNotYet +
                         " on GPUs (cluster.device=cpu has it)");
   };
-  on_cpu(m.enabled, "policy.megatron_cfg.tensor_model_parallel_size", "tensor parallel size",
-         m.tensor_model_parallel_size);
-  on_cpu(m.enabled, "policy.megatron_cfg.pipeline_model_parallel_size", "pipeline parallel size",
-         m.pipeline_model_parallel_size);
-  on_cpu(m.enabled, "policy.megatron_cfg.context_parallel_size", "context parallel size", m.context_parallel_size);
+  on_cpu(m.enabled, "policy.megatron_cfg.virtual_pipeline_model_parallel_size", "virtual pipeline parallel size",
+         m.virtual_pipeline_model_parallel_size);
   on_cpu(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
          m.expert_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
        m.expert_tensor_parallel_size);
-  on_cpu(d.enabled, "policy.dtensor_cfg.tensor_parallel_size", "tensor parallel size", d.tensor_parallel_size);
-  on_cpu(d.enabled, "policy.dtensor_cfg.context_parallel_size", "context parallel size", d.context_parallel_size);
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,

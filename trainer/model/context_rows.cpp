@@ -51,7 +51,8 @@ bool ContextRows::exchanges() const {
   return std::any_of(shared_counts.begin(), shared_counts.end(), [](int64_t count) { return count > 0; });
 }
 
-PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank) {
+PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank,
+                         at::Device device) {
   std::vector<int64_t> lengths;
   for (size_t s = 0; s + 1 < whole.starts.size(); ++s) lengths.push_back(whole.starts[s + 1] - whole.starts[s]);
   const ContextSplit split = split_context(lengths, whole.prefix, ranks, work);
@@ -82,9 +83,9 @@ PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int6
     context->shared_counts.push_back(gathered - shared_before);
   }
   const auto own = static_cast<size_t>(rank);
-  context->shared = at::tensor(shared, at::kLong);
+  context->shared = at::tensor(shared, at::kLong).to(device);
   context->attention = runs_of(split.ranks[own], rank, context->counts[own], places);
-  const at::Tensor rows = at::tensor(context->rows, at::kLong);
+  const at::Tensor rows = at::tensor(context->rows, at::kLong).to(whole.ids.device());
   part.ids = whole.ids.index_select(0, rows);
   part.positions = whole.positions.index_select(0, rows);
   part.context = std::move(context);
@@ -94,7 +95,8 @@ PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int6
 PackedBatch context_part(const Model& model, const PackedBatch& whole) {
   const Communicator* group = model.options().context;
   if (group == nullptr) return whole;
-  return context_part(whole, context_work(model.config().shape()), group->size(), group->rank());
+  return context_part(whole, context_work(model.config().shape()), group->size(), group->rank(),
+                      model.options().device);
 }
 
 }  // namespace trireme

@@ -22,7 +22,7 @@ struct ContextRows {
   std::vector<int64_t> counts;  // rows of each rank
   // Of each row of the micro-batch: where it is when the ranks' rows come one after another.
   std::vector<int64_t> places;
-  at::Tensor shared;                   // [s] int64: own rows whose keys other ranks need
+  at::Tensor shared;                   // [s] int64, on the model's device: own rows whose keys other ranks need
   std::vector<int64_t> shared_counts;  // s of each rank
   // Over own rows; keys are the own ones and behind them the shared ones of all ranks.
   std::shared_ptr<const AttentionRuns> attention;
@@ -32,8 +32,9 @@ struct ContextRows {
 };
 
 // What rank `rank` of `ranks` computes of `whole`: its rows as a batch with `context`, empty where it has none. The
-// same split on every rank.
-PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank);
+// same split on every rank. `device`: the model's; ids and positions stay on theirs.
+PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int64_t ranks, int64_t rank,
+                         at::Device device = at::kCPU);
 // For this rank of the model; the batch as it is where the model is not split so.
 PackedBatch context_part(const Model& model, const PackedBatch& whole);
 

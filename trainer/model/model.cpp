@@ -39,7 +39,12 @@ struct Model::Context {
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
   int64_t tokens = 0;
+  int64_t tp = 1;
   std::shared_ptr<const WatchedRows> watched;  // packed, where routers are watched
+
+  // Which rows of the residual stream a tensor rank has.
+  bool whole_rows() const { return tp > 1 && arena != nullptr; }
+  bool sharded_rows() const { return tp > 1 && arena == nullptr; }
 };
 
 // What backward computes again of a layer.
@@ -85,13 +90,13 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model split over tensor ranks needs their group");
   TRIREME_CHECK(split_.ep == (options.experts == nullptr ? 1 : options.experts->size()),
                 "a model whose experts are split needs their group");
-  TRIREME_CHECK(options.context == nullptr || (options.device.is_cpu() && config.num_experts == 0),
-                "context parallel models are dense and run on CPU only yet");
+  TRIREME_CHECK(options.context == nullptr || config.num_experts == 0, "context parallel models are dense");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
-  TRIREME_CHECK(split_.tp == 1 || options.device.is_cpu(), "tensor parallel models run on CPU only yet");
+  if (options.links != nullptr) options.links->connect(options.device);
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
   bind_layers();
+  if (split_.tp > 1) share_head();
 }
 
 Model::~Model() = default;
@@ -184,6 +189,18 @@ void Model::bind_layers() {
   head_ = config_.tie_word_embeddings ? embedding_ : tensor("lm_head.weight");
 }
 
+void Model::share_head() {
+  Communicator* group = options_.tensor;
+  split_logits_.vocabulary = config_.vocab_size;
+  split_logits_.width = split_.vocab.size();
+  split_logits_.rank = group->rank();
+  split_logits_.ranks = group->size();
+  split_logits_.whole_rows = [group](const at::Tensor& columns) { return trireme::whole_rows(*group, columns); };
+  split_logits_.own_columns = [group](const at::Tensor& rows) { return trireme::own_columns(*group, rows); };
+  split_logits_.gather = [group](const at::Tensor& own) { return share_rows(*group, own); };
+  split_logits_.gather_samples = [group](const DeviceSamples& own) { return trireme::gather_samples(*group, own); };
+}
+
 const Parameter* Model::find(const std::string& name) const {
   const auto found = by_name_.find(name);
   return found == by_name_.end() ? nullptr : &parameters_[found->second];
@@ -250,6 +267,7 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.prefix = batch.prefix;
   context.pieces = batch.context;
   context.tokens = batch.tokens();
+  context.tp = split_.tp;
   if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
     context.watched = router_watch->rows_of(batch.starts, batch.prefix);
   return context;
@@ -285,6 +303,7 @@ at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, 
   context.cached = &batch;
   context.arena = &arena;
   context.tokens = batch.ids.size(0);
+  context.tp = split_.tp;
   return run(piece, batch.ids, context, input);
 }
 
@@ -304,7 +323,9 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
   Residual x;
   if (split_.begins(piece)) {
     reading(layer_begins_.front());
-    x.sum = embed_rows(ids);
+    x.sum = embed_rows(ids, context);
+  } else if (context.whole_rows()) {
+    x.sum = share_rows(*options_.tensor, received).narrow(0, 0, context.tokens);
   } else {
     // No leaf: a leaf's hook may come before the gradients of the parameters beside it are added.
     x.sum = received.view_as(received);
@@ -312,37 +333,42 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
   for (int64_t i = own.begin; i < own.end; ++i) {
     watch(x.delta.defined() ? x.delta : x.sum, i);
     reading(layer_begins_[static_cast<size_t>(i + 1)]);
-    const NormResult input =
-        add_rms_norm(x.sum, x.delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
+    const NormResult input = next_norm(x, layers_[static_cast<size_t>(i)].input_norm, context);
     const Again again = again_of(i - own.begin, context);
     x = again.layer ? run_layer_again(i, input, context) : run_layer(i, input, context, again);
   }
-  if (!split_.ends(piece)) return at::add(x.sum, x.delta);  // one addition, rounded once: add_rms_norm's sum
+  if (!split_.ends(piece)) return end_of_piece(x, context);
   watch(x.delta, local_.layers);
   reading(flat_parameters_.numel());
-  const at::Tensor hidden = add_rms_norm(x.sum, x.delta, final_norm_, config_.rms_norm_eps).normed;
-  return split_.tp == 1 ? hidden : gather_rows(*options_.tensor, hidden).narrow(0, 0, ids.size(0));
+  const at::Tensor hidden = next_norm(x, final_norm_, context).normed;
+  return context.sharded_rows() ? gather_rows(*options_.tensor, hidden).narrow(0, 0, ids.size(0)) : hidden;
+}
+
+// Where each rank has all rows the last product's sum over ranks is still to come: it is this norm's first step.
+NormResult Model::next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const {
+  if (context.whole_rows() && x.delta.defined())
+    return sum_add_rms_norm(*options_.tensor, x.sum, x.delta, scale, config_.rms_norm_eps);
+  return add_rms_norm(x.sum, x.delta, scale, config_.rms_norm_eps);
+}
+
+// What goes to the next piece: one addition, rounded once, add_rms_norm's sum, of every tp-th part of the rows.
+at::Tensor Model::end_of_piece(const Residual& x, const Context& context) const {
+  if (!context.whole_rows()) return at::add(x.sum, x.delta);
+  const at::Tensor sum = at::add(x.sum, sum_rows(*options_.tensor, x.delta));
+  const int64_t own = (context.tokens + split_.tp - 1) / split_.tp;
+  return at::constant_pad_nd(sum, {0, 0, 0, own * split_.tp - context.tokens})
+      .narrow(0, own * split_.tensor_rank, own)
+      .contiguous();
 }
 
 // Of a split vocabulary each rank knows its own rows; the others' are zero in its part of the sum, as are the rows that
 // only make their number a multiple of tp.
-at::Tensor Model::embed_rows(const at::Tensor& ids) const {
+at::Tensor Model::embed_rows(const at::Tensor& ids, const Context& context) const {
   if (split_.tp == 1) return embed(embedding_, ids);
-  // No rank would know an id of nobody: it would count as a row of zeros.
-  if (ids.size(0) > 0 && (ids.min().item<int64_t>() < 0 || ids.max().item<int64_t>() >= config_.vocab_size))
-    fail_data("a token id is outside the vocabulary of " + std::to_string(config_.vocab_size));
-  const int64_t rows = (ids.size(0) + split_.tp - 1) / split_.tp * split_.tp;
-  at::Tensor partial;
-  if (local_.vocab == 0) {
-    partial = at::zeros({rows, local_.hidden}, embedding_.options());
-  } else {
-    const at::Tensor padded = at::constant_pad_nd(ids, {0, rows - ids.size(0)}, -1);
-    const int64_t begin = split_.vocab.begin;
-    const at::Tensor own = (padded >= begin).logical_and_(padded < begin + local_.vocab);
-    partial =
-        embed(embedding_, (padded - begin).clamp_(0, local_.vocab - 1)).masked_fill(own.logical_not().unsqueeze(1), 0);
-  }
-  return sum_to_rows(*options_.tensor, partial);
+  EmbeddingPart part{split_.vocab.begin, config_.vocab_size, ids.size(0)};
+  if (context.whole_rows()) return sum_rows(*options_.tensor, embed_part(embedding_, ids, part));
+  part.rows = (ids.size(0) + split_.tp - 1) / split_.tp * split_.tp;
+  return sum_to_rows(*options_.tensor, embed_part(embedding_, ids, part));
 }
 
 // Of the layer that is `index` in its piece.
@@ -368,7 +394,7 @@ Residual Model::run_layer(int64_t index, const NormResult& x, const Context& con
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const double eps = config_.rms_norm_eps;
   const at::Tensor attended = attention(index, normed(x, layer.input_norm, eps, again.norms), context);
-  const NormResult h = add_rms_norm(x.sum, attended, layer.post_norm, eps);
+  const NormResult h = next_norm({x.sum, attended}, layer.post_norm, context);
   return {h.sum, mlp(index, normed(h, layer.post_norm, eps, again.norms), context, again)};
 }
 
@@ -376,7 +402,7 @@ at::Tensor Model::attention(int64_t index, const Activation& x, const Context& c
   const Layer& layer = layers_[static_cast<size_t>(index)];
   const at::Tensor qkv = product(all_rows(x, context), layer.qkv, layer.qkv_bias);
   const at::Tensor mixed = attend(index, qkv, context);
-  return own_rows(trireme::linear(mixed.view({qkv.size(0), local_.query_width()}), layer.o, layer.o_bias));
+  return own_rows(trireme::linear(mixed.view({qkv.size(0), local_.query_width()}), layer.o, layer.o_bias), context);
 }
 
 // Of pieces of sequences: keys and values that other ranks need go to all, once a layer.
@@ -412,10 +438,10 @@ at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context
   const Activation all = all_rows(x, context);
   if (context.arena != nullptr && all.value.is_cuda() && !layer.gate_up_bias.defined()) {
     const at::Tensor active = cuda::gate_up_swiglu(all.value, layer.gate_up);
-    return own_rows(trireme::linear(active, layer.down, layer.down_bias));
+    return own_rows(trireme::linear(active, layer.down, layer.down_bias), context);
   }
   const at::Tensor gate_up = product(all, layer.gate_up, layer.gate_up_bias);
-  return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias));
+  return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias), context);
 }
 
 at::Tensor Model::experts(int64_t index, const Activation& x, const Context& context) const {
@@ -452,6 +478,7 @@ at::Tensor Model::whole_logits(const at::Tensor& hidden) const {
 
 at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const {
   if (split_.tp == 1) return token_logprobs(hidden, head_, targets, options);
+  if (hidden.is_cuda()) return split_token_logprobs(hidden, head_, targets, options, split_logits_);
   Communicator& group = *options_.tensor;
   const at::Tensor whole = whole_logits(hidden);
   const int64_t rows = hidden.size(0), own = whole.size(0);
@@ -481,13 +508,23 @@ SampleResult Model::sample(const at::Tensor& hidden, const std::vector<SampleRow
   return {{id, id + count}, {logprob, logprob + count}};
 }
 
-// Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give.
-Activation Model::all_rows(const Activation& x, const Context& context) const {
-  return split_.tp == 1 ? x : gathered(*options_.tensor, x, context.tokens);
+DeviceSamples Model::sample_on_device(const at::Tensor& hidden, const DeviceSampling& rows) const {
+  return split_.tp == 1 ? sample_tokens_on_device(hidden, head_, rows)
+                        : sample_split_tokens_on_device(hidden, head_, rows, split_logits_);
 }
 
-at::Tensor Model::own_rows(const at::Tensor& partial) const {
-  if (split_.tp == 1) return partial;
+bool Model::graphs_allowed() const {
+  return split_.pp == 1 && (split_.tp == 1 || options_.tensor->peers(options_.device) != nullptr);
+}
+
+// Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give, which
+// next_norm makes where each rank has all rows.
+Activation Model::all_rows(const Activation& x, const Context& context) const {
+  return context.sharded_rows() ? gathered(*options_.tensor, x, context.tokens) : x;
+}
+
+at::Tensor Model::own_rows(const at::Tensor& partial, const Context& context) const {
+  if (!context.sharded_rows()) return partial;
   const int64_t odd = (split_.tp - partial.size(0) % split_.tp) % split_.tp;
   return sum_to_rows(*options_.tensor, odd == 0 ? partial : at::constant_pad_nd(partial, {0, 0, 0, odd}));
 }

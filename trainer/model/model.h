@@ -78,13 +78,13 @@ struct ModelOptions {
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
   // split->pp stages, `experts` that of the split->ep ranks that share each layer's experts, null where it is one. They
-  // outlive the model. Splits run on CPU only.
+  // outlive the model. Experts are split on CPU only.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
   StageLinks* links = nullptr;
   Communicator* experts = nullptr;
-  // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one; CPU, and dense
-  // models. Packed passes take parts and are collective over it; cached ones know nothing of it.
+  // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one; dense models
+  // only. Packed passes take parts and are collective over it; cached ones know nothing of it.
   Communicator* context = nullptr;
 };
 
@@ -101,6 +101,7 @@ struct Recompute {
 // parameters needs everything else still.
 class Model final {
  public:
+  // Collective over the pipeline's ranks where there are several on CUDA.
   Model(const ModelConfig& config, const ModelOptions& options);  // parameters are zero until loaded or initialised
   ~Model();
   Model(const Model&) = delete;
@@ -118,9 +119,10 @@ class Model final {
 
   // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
   // trainable. Split over tensor ranks: the same tokens and the same result on all of them; between products a rank has
-  // every tp-th part of the rows only (sequence parallel). Gradients of what all hold alike (norms) are of a rank's own
-  // rows: their sum over the ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs
-  // may read it. Collective over options().tensor.
+  // every tp-th part of the rows only (sequence parallel), but in passes against an arena: there each has all rows, and
+  // one exchange does for two. Gradients of what all hold alike (norms) are of a rank's own rows: their sum over the
+  // ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs may read it. Collective
+  // over options().tensor.
   // Experts split over ranks change no bit, but then every pass, backward too, is collective over options().experts:
   // each rank makes as many, with tokens of its own or none.
   // Of a model with one pipeline stage; of several each rank calls forward_piece for its own.
@@ -150,6 +152,12 @@ class Model final {
   // A token for each of some rows of forward_cached's result; its log-prob has the bits of logprobs on the same row.
   // Split over tensor ranks: the same on all of them; collective, also without rows.
   SampleResult sample(const at::Tensor& hidden, const std::vector<SampleRow>& rows) const;
+  // The same on CUDA without waiting for the host (sample_tokens_on_device); legal in stream capture where the tensor
+  // ranks' devices see each other's memory (graphs_allowed).
+  DeviceSamples sample_on_device(const at::Tensor& hidden, const DeviceSampling& rows) const;
+  // Whether passes against an arena may be captured into graphs: those of one stage, whose tensor ranks' devices see
+  // each other's memory. Collective over options().tensor at the first call.
+  bool graphs_allowed() const;
 
   // In the order of ParameterLayout.
   std::vector<Parameter>& parameters() { return parameters_; }
@@ -190,9 +198,10 @@ class Model final {
   struct Again;
   void allocate_parameters();
   void bind_layers();
+  void share_head();
   const at::Tensor& tensor(const std::string& name) const;  // undefined when the configuration has no such parameter
   at::Tensor leaf(int64_t offset, const std::vector<int64_t>& shape, bool trainable) const;
-  at::Tensor embed_rows(const at::Tensor& ids) const;
+  at::Tensor embed_rows(const at::Tensor& ids, const Context& context) const;
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   Context packed_context(const PackedBatch& batch) const;
@@ -207,8 +216,10 @@ class Model final {
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
   at::Tensor experts(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor whole_logits(const at::Tensor& hidden) const;
+  NormResult next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const;
+  at::Tensor end_of_piece(const Residual& x, const Context& context) const;
   Activation all_rows(const Activation& x, const Context& context) const;
-  at::Tensor own_rows(const at::Tensor& partial) const;
+  at::Tensor own_rows(const at::Tensor& partial, const Context& context) const;
 
   ModelConfig config_;
   ModelOptions options_;
@@ -222,6 +233,7 @@ class Model final {
   std::vector<int64_t> layer_begins_;  // ParameterLayout's
   int64_t trained_elements_ = 0, alike_elements_ = 0, split_experts_ = 0;
   at::Tensor embedding_, final_norm_, head_;
+  SplitLogits split_logits_;  // of a head that tensor ranks share
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
   mutable std::mutex rope_mutex_;

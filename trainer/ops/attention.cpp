@@ -308,6 +308,7 @@ at::Tensor attention_runs(const at::Tensor& q, const at::Tensor& k, const at::Te
     rows += run.count;
   }
   TRIREME_CHECK(rows == q.size(0), "attention_runs: the runs have other rows than q");
+  if (q.is_cuda()) return cuda::attention_runs(q, k, v, runs, scale);
   return attend_packing(q, k, v, runs, scale);
 }
 

@@ -21,7 +21,8 @@ struct AttentionRuns {
   std::vector<int64_t> key_rows;   // rows of k and v in the order in which the runs count keys; empty: as they are
 };
 // Attention where the keys of a run's rows lie anywhere in k and v [rows, kv_heads, head_dim], which may have other
-// rows than q. Row bits are those of attention_packed over the same keys. CPU only.
+// rows than q. Row bits are those of attention_packed over the same keys; on CUDA where `past` is a multiple of
+// kChunkAlignment, and with key_rows given, the rows of no two runs in common there.
 at::Tensor attention_runs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::shared_ptr<const AttentionRuns>& runs, double scale = 0.0);
 

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "trainer/ops/attention_runs.h"
 #include "trainer/ops/expert_rows.h"
 #include "trainer/ops/experts.h"
 #include "trainer/ops/ops.h"
@@ -30,10 +31,15 @@ NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 at::Tensor swiglu_halves(const at::Tensor& gate_up);
 
+// parts [ranks, ...] -> their sum in float32 from +0 in the order of ranks, rounded once [...]: the definition of
+// trainer/parallel/exchange.h. A row has a multiple of 8 elements. No autograd.
+at::Tensor ordered_sum(const at::Tensor& parts);
+
 // An id outside the vocabulary cannot throw here, for the host does not wait: its row becomes NaN and the id is noted
 // on the device (throw_on_bad_ids). The gradient goes straight into weight.grad() (bfloat16 or float32) where that is
 // defined and contiguous, so that no [vocab, hidden] temporary exists.
 at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids);
+at::Tensor embed_part(const at::Tensor& weight, const at::Tensor& ids, const EmbeddingPart& part);
 // Waits for the current stream of `device`. Throws Error(kData) that names an id outside the vocabulary seen by embed
 // since the last call, and its place in that call.
 void throw_on_bad_ids(at::Device device);
@@ -131,6 +137,8 @@ inline constexpr int64_t kAddressable = int64_t{1} << 32;
 // laid out once more, each sequence's behind its prefix's.
 at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale);
+at::Tensor attention_runs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::shared_ptr<const AttentionRuns>& runs, double scale);
 CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device);
 at::Tensor attention_cached(const at::Tensor& q, const at::Tensor& arena_k, const at::Tensor& arena_v,
                             const CachePlan& plan, double scale);
@@ -147,12 +155,13 @@ void append_cached(const at::Tensor& k, const at::Tensor& v, const at::Tensor& a
 // Rows of bf16 logits held at a time: all of them where they fit, else whole multiples of 128.
 int64_t vocabulary_chunk_rows(int64_t rows, int64_t vocab);
 
-// options were checked. entropy is undefined where not asked for.
+// options were checked. entropy is undefined where not asked for. `split`: the head is a part of one (SplitLogits).
 LogprobResult token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
-                             const LogprobOptions& options, bool with_entropy);
+                             const LogprobOptions& options, bool with_entropy, const SplitLogits* split = nullptr);
 
 // Neither synchronises nor reads host memory: legal in stream capture.
-DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows);
+DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows,
+                                      const SplitLogits* split = nullptr);
 
 // The same with arguments and results on the host; waits for the device.
 SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, const std::vector<SampleRow>& rows);

@@ -59,6 +59,14 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 // weight [vocab, hidden], ids [tokens] int64 -> [tokens, hidden]. An id outside the vocabulary throws and names it.
 // Rows of any matrix may be taken so; gradients of equal ids are added in the order of the tokens, in float32 at least.
 at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids);
+// Of an embedding that is split over ranks, the part with ids [first, first + weight rows): rows of other ids are
+// zeros, and so are those behind the ids, up to `rows`. An id outside the whole vocabulary is an error as in embed.
+struct EmbeddingPart {
+  int64_t first = 0;
+  int64_t vocabulary = 0;  // of the whole
+  int64_t rows = 0;        // of the result, at least as many as ids
+};
+at::Tensor embed_part(const at::Tensor& weight, const at::Tensor& ids, const EmbeddingPart& part);
 
 struct RopeOptions {
   int64_t head_dim = 0;
@@ -234,6 +242,26 @@ struct DeviceSamples {
   at::Tensor logprobs;  // [rows] float32; NaN where the row's logits are not finite
 };
 DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows);
+
+// A head that ranks share, each some columns of the logits, and how these become whole rows: every rank gets every
+// ranks-th part of a chunk's rows, and the same functions read them as on one rank, filters included. All of it is
+// collective over the ranks, also without rows.
+struct SplitLogits {
+  int64_t vocabulary = 0;  // of the whole
+  int64_t width = 0;       // columns of a rank, padding included: a multiple of 8
+  int64_t rank = 0, ranks = 1;
+  // [ranks * n, width], own columns of all rows -> [n, ranks * width], own rows whole; and back.
+  std::function<at::Tensor(const at::Tensor& columns)> whole_rows;
+  std::function<at::Tensor(const at::Tensor& rows)> own_columns;
+  std::function<at::Tensor(const at::Tensor& own)> gather;  // [n] -> [ranks * n]
+  std::function<DeviceSamples(const DeviceSamples& own)> gather_samples;
+};
+// token_logprobs and sample_tokens_on_device of a part of a head, on CUDA. `hidden`, targets and results are alike on
+// all ranks; of hidden's gradient each rank gives a part, whose sum it is. `split` outlives the backward pass.
+at::Tensor split_token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
+                                const LogprobOptions& options, const SplitLogits& split);
+DeviceSamples sample_split_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head,
+                                            const DeviceSampling& rows, const SplitLogits& split);
 
 // Logits [rows, vocab] float32, for tests and tools; materialises them.
 at::Tensor head_logits(const at::Tensor& hidden, const at::Tensor& head);

@@ -250,6 +250,18 @@ at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids) {
   return embed_forward(weight, ids);
 }
 
+at::Tensor embed_part(const at::Tensor& weight, const at::Tensor& ids, const EmbeddingPart& part) {
+  if (weight.is_cuda()) return cuda::embed_part(weight, ids, part);
+  // No rank would know an id of nobody: it would count as a row of zeros.
+  if (ids.size(0) > 0 && (ids.min().item<int64_t>() < 0 || ids.max().item<int64_t>() >= part.vocabulary))
+    fail_data("a token id is outside the vocabulary of " + std::to_string(part.vocabulary));
+  const int64_t own = weight.size(0);
+  if (own == 0) return at::zeros({part.rows, weight.size(1)}, weight.options());
+  const at::Tensor shifted = at::constant_pad_nd(ids - part.first, {0, part.rows - ids.size(0)}, -1);
+  const at::Tensor others = (shifted < 0).logical_or_(shifted >= own);
+  return embed(weight, shifted.clamp(0, own - 1)).masked_fill(others.unsqueeze(1), 0);
+}
+
 at::Tensor rope_table(const at::Tensor& positions, const RopeOptions& options, at::ScalarType dtype) {
   TRIREME_CHECK(positions.dim() == 1 && positions.scalar_type() == at::kLong,
                 "rope_table: positions [tokens] int64 expected");

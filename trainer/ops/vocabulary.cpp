@@ -444,6 +444,19 @@ SampleResult sample_logits(const at::Tensor& logits, const std::vector<SampleRow
   return result;
 }
 
+at::Tensor split_token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
+                                const LogprobOptions& options, const SplitLogits& split) {
+  TRIREME_CHECK(hidden.is_cuda(), "split_token_logprobs is for CUDA");
+  check_options(options);
+  return cuda::token_logprobs(hidden, head, targets, options, /*with_entropy=*/false, &split).logprobs;
+}
+
+DeviceSamples sample_split_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head,
+                                            const DeviceSampling& rows, const SplitLogits& split) {
+  TRIREME_CHECK(hidden.is_cuda(), "sample_split_tokens_on_device is for CUDA");
+  return cuda::sample_tokens_on_device(hidden, head, rows, &split);
+}
+
 DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& rows) {
   if (hidden.is_cuda()) return cuda::sample_tokens_on_device(hidden, head, rows);
   fail_user("sample_tokens_on_device has no implementation for " + hidden.device().str() +

@@ -24,6 +24,7 @@
 #include "trainer/parallel/attendance.h"
 #include "trainer/parallel/device_group.h"
 #include "trainer/parallel/lifeline.h"
+#include "trainer/parallel/peer_exchange.h"
 
 namespace trireme {
 namespace {
@@ -153,10 +154,22 @@ struct Communicator::Impl {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
   // Made when the first CUDA tensor comes: all ranks call the same operations, and a CPU run needs no NCCL.
   c10::intrusive_ptr<c10d::Backend> device;
-  std::function<c10::intrusive_ptr<c10d::Backend>()> make_device;
+  c10::intrusive_ptr<c10d::Store> store;  // keys of the job's attempt
+  Milliseconds timeout{0};                // of the collectives
+  std::string name;
+  int rank = 0, size = 1;
+  std::unique_ptr<PeerExchange> peers;
+  bool peers_known = false;
+
+  c10::intrusive_ptr<c10d::Store> keys(const std::string& purpose) const {
+    return c10::make_intrusive<c10d::PrefixStore>(purpose + "-" + name, store);
+  }
+  // Attendance keeps the deadline and names who is missing; what waits on a device by itself, only when that fails.
+  Milliseconds patience() const { return timeout + Milliseconds(120000); }
+
   c10d::Backend& backend(const at::Tensor& tensor) {
     if (tensor.is_cuda()) {
-      if (device == nullptr) device = make_device();
+      if (device == nullptr) device = make_device_group(keys("nccl"), rank, size, patience());
       return *device;
     }
     TRIREME_CHECK(tensor.is_cpu(), "this build has collectives for CPU tensors only");
@@ -187,6 +200,11 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
   rank_ = static_cast<int>(own - group.ranks.begin());
   if (size_ == 1) return;
   impl_ = std::make_unique<Impl>();
+  impl_->store = store.impl().scoped;
+  impl_->timeout = rendezvous.timeout;
+  impl_->name = name_;
+  impl_->rank = rank_;
+  impl_->size = size_;
   attendance_ = &attendance;
   place_ = attendance.open(group);
   call("connect", [&] {
@@ -194,13 +212,7 @@ Communicator::Communicator(JobStore& store, const RendezvousOptions& rendezvous,
     options->devices.push_back(
         c10d::ProcessGroupGloo::createDeviceForHostname(own_address_towards(rendezvous.master_address)));
     options->threads = 1;
-    auto prefix = c10::make_intrusive<c10d::PrefixStore>("gloo-" + name_, store.impl().scoped);
-    impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(prefix, rank_, size_, options);
-    auto scoped = c10::make_intrusive<c10d::PrefixStore>("nccl-" + name_, store.impl().scoped);
-    impl_->make_device = [scoped, timeout = rendezvous.timeout, rank = rank_, size = size_] {
-      // Attendance keeps the deadline and names who is missing; NCCL's watchdog, which aborts, only when that fails.
-      return make_device_group(scoped, rank, size, timeout + Milliseconds(120000));
-    };
+    impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(impl_->keys("gloo"), rank_, size_, options);
   });
 }
 
@@ -216,6 +228,11 @@ Communicator::Communicator(Communicator& group, int from, int to, int number)
       name_(group.name_ + "-line-" + std::to_string(number)) {
   TRIREME_CHECK(from != to && (group.rank() == from || group.rank() == to), "a line is between this rank and another");
   impl_->gloo = group.impl_->gloo;
+  impl_->store = group.impl_->store;
+  impl_->timeout = group.impl_->timeout;
+  impl_->name = name_;
+  impl_->rank = rank_;
+  impl_->size = size_;
   place_ = attendance_->open({name_, ranks_});
 }
 
@@ -362,21 +379,50 @@ void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::v
       [&](c10d::Backend& backend) { return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in); });
 }
 
-// As bytes, as in all_to_all.
+// As bytes, as in all_to_all. A line's device group has its two ranks only.
 PendingCollective Communicator::begin_send(const at::Tensor& tensor) {
-  TRIREME_CHECK(tensor.is_cpu() && tensor.is_contiguous() && rank_ == 0,
-                "send: a contiguous tensor of the host from a line's first rank");
+  TRIREME_CHECK(tensor.is_contiguous() && rank_ == 0, "send: a contiguous tensor from a line's first rank");
   if (tensor.numel() == 0) return {};
   std::vector<at::Tensor> bytes{tensor.detach().view({-1}).view(at::kByte)};
-  return begin("send", tensor, [&](c10d::Backend& backend) { return backend.send(bytes, peer_, tag_); });
+  const int to = tensor.is_cuda() ? 1 : peer_, tag = tensor.is_cuda() ? 0 : tag_;
+  return begin("send", tensor, [&](c10d::Backend& backend) { return backend.send(bytes, to, tag); });
 }
 
 PendingCollective Communicator::begin_receive(at::Tensor tensor) {
-  TRIREME_CHECK(tensor.is_cpu() && tensor.is_contiguous() && rank_ == 1,
-                "receive: a contiguous tensor of the host on a line's last rank");
+  TRIREME_CHECK(tensor.is_contiguous() && rank_ == 1, "receive: a contiguous tensor on a line's last rank");
   if (tensor.numel() == 0) return {};
   std::vector<at::Tensor> bytes{tensor.detach().view({-1}).view(at::kByte)};
-  return begin("receive", tensor, [&](c10d::Backend& backend) { return backend.recv(bytes, peer_, tag_); });
+  const int from = tensor.is_cuda() ? 0 : peer_, tag = tensor.is_cuda() ? 0 : tag_;
+  return begin("receive", tensor, [&](c10d::Backend& backend) { return backend.recv(bytes, from, tag); });
+}
+
+PeerExchange* Communicator::peers(at::Device device) {
+  if (size_ == 1 || !device.is_cuda()) return nullptr;
+  if (!impl_->peers_known) {
+    impl_->peers_known = true;
+    impl_->peers =
+        PeerExchange::make({.name = name_,
+                            .rank = rank_,
+                            .size = size_,
+                            .all_gather_bytes = [this](const std::string& own) { return all_gather_bytes(own); },
+                            .patience = impl_->patience()},
+                           device);
+  }
+  return impl_->peers.get();
+}
+
+void Communicator::queue(const char* operation, const std::function<void()>& launch) {
+  if (capturing()) {
+    launch();
+    return;
+  }
+  const std::string phase = attendance_->phase();
+  call(operation, [&] {
+    impl_->peers->throw_if_absent();
+    std::function<bool()> come = mark_current_stream();
+    launch();
+    attendance_->note_queued(place_, {sequence_, operation, phase, std::move(come), mark_current_stream()});
+  });
 }
 
 void Communicator::barrier() {

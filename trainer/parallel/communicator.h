@@ -60,6 +60,7 @@ class JobStore final {
 };
 
 class Attendance;
+class PeerExchange;
 
 // Some of the job's ranks, in the order that counts in the group. Its name is unique in the job ("dp-3").
 struct RankGroup {
@@ -119,10 +120,17 @@ class Communicator final {
   // result.
   [[nodiscard]] PendingCollective begin_all_gather(at::Tensor out, const at::Tensor& in);
   [[nodiscard]] PendingCollective begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
-  // Of a line: what is sent first is received first, into a tensor of its size and dtype. On the CPU. A send ends when
-  // the other rank receives; several may be under way, and calls of both kinds are in any order on a rank.
+  // Of a line: what is sent first is received first, into a tensor of its size and dtype. A send ends when the other
+  // rank receives; several may be under way, and calls of both kinds are in any order on a rank. On CUDA the two ranks'
+  // first call of a line makes NCCL's group of them, and waits for the other's.
   [[nodiscard]] PendingCollective begin_send(const at::Tensor& tensor);
   [[nodiscard]] PendingCollective begin_receive(at::Tensor tensor);
+  // Exchanges over the memory of the group's devices; null where there are none: one rank, the CPU, devices that cannot
+  // see each other. Collective at the first call.
+  PeerExchange* peers(at::Device device);
+  // `launch` queues kernels with exchanges over peers() on the current stream. They count, are named and watched as one
+  // collective, but not in stream capture: whoever replays a graph of them calls this for it.
+  void queue(const char* operation, const std::function<void()>& launch);
   void barrier();
   // Any length per rank; result[r] is rank r's.
   std::vector<std::string> all_gather_bytes(const std::string& bytes);

@@ -5,7 +5,13 @@
 
 #include <string>
 
+#include "topology/topology.h"
+
 namespace trireme {
+
+// What the driver must be told before a device is used first, through its environment variables; those that are set
+// stay. Nothing on CPU, and where no stages send each other anything.
+void prepare_devices(const Layout& layout);
 
 // `setting`: "cpu", "cuda" or "auto" (CUDA where this build and this machine have it). On CUDA local rank i takes GPU i
 // and makes it the process's current device. Throws Error(kUser) that says what is missing; a GPU without kernels here

@@ -18,5 +18,7 @@ c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10
 
 // Tells, from any thread, whether the device has come to what the current stream holds now.
 std::function<bool()> mark_current_stream();
+// Whether the current stream is being captured into a graph.
+bool capturing();
 
 }  // namespace trireme

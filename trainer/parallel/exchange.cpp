@@ -6,6 +6,8 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "trainer/ops/cuda_ops.h"
+#include "trainer/parallel/peer_exchange.h"
 
 namespace trireme {
 namespace {
@@ -14,8 +16,25 @@ using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
 
-// Up to here every rank gets all parts and adds them itself: one exchange instead of two. The bits are the same.
+// Up to here every rank gets all parts and adds them itself: one exchange instead of two. The bits are the same. Over
+// peer memory two ranks always do: either way as many bytes travel.
 constexpr int64_t kOneStepBytes = 256 << 10;
+bool in_one_step(const Communicator& group, const at::Tensor& partial, bool over_memory) {
+  return partial.numel() * partial.element_size() <= kOneStepBytes || (over_memory && group.size() == 2);
+}
+
+// The carrier: devices that see each other's memory, where the group has them, else what the communicator has.
+PeerExchange* peers_for(Communicator& group, const at::Tensor& rows) {
+  return PeerExchange::takes(rows) ? group.peers(rows.device()) : nullptr;
+}
+
+// `launch` of the carrier `peers`, counted as a collective.
+template <typename Fn>
+auto over_memory(Communicator& group, const char* operation, Fn&& launch) {
+  decltype(launch()) result;
+  group.queue(operation, [&] { result = launch(); });
+  return result;
+}
 
 std::vector<int64_t> with_rows(const at::Tensor& like, int64_t rows) {
   std::vector<int64_t> sizes = like.sizes().vec();
@@ -24,6 +43,8 @@ std::vector<int64_t> with_rows(const at::Tensor& like, int64_t rows) {
 }
 
 at::Tensor gather(Communicator& group, const at::Tensor& own) {
+  if (PeerExchange* peers = peers_for(group, own))
+    return over_memory(group, "gather of rows", [&] { return peers->gather(own); });
   const at::Tensor in = own.contiguous();
   at::Tensor out = at::empty(with_rows(in, in.size(0) * group.size()), in.options());
   if (out.numel() > 0) group.all_gather(out.view({-1}).view(at::kByte), in.view({-1}).view(at::kByte));
@@ -32,6 +53,8 @@ at::Tensor gather(Communicator& group, const at::Tensor& own) {
 
 at::Tensor scatter_sum(Communicator& group, const at::Tensor& partial) {
   TRIREME_CHECK(partial.size(0) % group.size() == 0, "sum_to_rows: the rows must divide among the ranks");
+  if (PeerExchange* peers = peers_for(group, partial))
+    return over_memory(group, "sum of rows", [&] { return peers->scatter_sum(partial); });
   const at::Tensor in = partial.contiguous();
   at::Tensor parts = at::empty_like(in);
   if (in.numel() > 0) group.all_to_all(parts, in);
@@ -42,7 +65,9 @@ at::Tensor scatter_sum(Communicator& group, const at::Tensor& partial) {
 
 at::Tensor sum_for_all(Communicator& group, const at::Tensor& partial) {
   const int64_t rows = partial.size(0);
-  if (partial.numel() * partial.element_size() <= kOneStepBytes) {
+  PeerExchange* peers = peers_for(group, partial);
+  if (in_one_step(group, partial, peers != nullptr)) {
+    if (peers != nullptr) return over_memory(group, "sum of rows", [&] { return peers->sum(partial); });
     std::vector<int64_t> sizes = partial.sizes().vec();
     sizes.insert(sizes.begin(), group.size());
     return ordered_sum(gather(group, partial).view(sizes));
@@ -174,6 +199,7 @@ struct AllToAllRows final : public Function<AllToAllRows> {
 }  // namespace
 
 at::Tensor ordered_sum(const at::Tensor& parts) {
+  if (PeerExchange::takes(parts)) return cuda::ordered_sum(parts);
   const auto dtype = parts.scalar_type();
   at::Tensor sum = at::zeros(parts.sizes().slice(1), parts.options().dtype(dtype == at::kDouble ? dtype : at::kFloat));
   for (int64_t rank = 0; rank < parts.size(0); ++rank) sum.add_(parts[rank]);
@@ -204,6 +230,44 @@ at::Tensor sum_rows(Communicator& group, const at::Tensor& partial) {
   return group.size() == 1 ? partial : SumRows::apply(partial, handle(group));
 }
 
+NormResult sum_add_rms_norm(Communicator& group, const at::Tensor& x, const at::Tensor& partial,
+                            const at::Tensor& weight, double eps) {
+  PeerExchange* peers = group.size() > 1 ? peers_for(group, partial) : nullptr;
+  if (peers == nullptr || !in_one_step(group, partial, true))
+    return add_rms_norm(x, sum_rows(group, partial), weight, eps);
+  const at::NoGradGuard no_grad;
+  return over_memory(group, "sum of rows", [&] { return peers->sum_add_rms_norm(x, partial, weight, eps); });
+}
+
+at::Tensor whole_rows(Communicator& group, const at::Tensor& columns) {
+  const at::NoGradGuard no_grad;
+  if (PeerExchange* peers = peers_for(group, columns))
+    return over_memory(group, "exchange of columns", [&] { return peers->whole_rows(columns); });
+  const int64_t ranks = group.size(), rows = columns.size(0) / ranks, width = columns.size(1);
+  const std::vector<int64_t> counts(static_cast<size_t>(ranks), rows);
+  return exchange(group, columns, counts, counts)
+      .view({ranks, rows, width})
+      .permute({1, 0, 2})
+      .reshape({rows, ranks * width});
+}
+
+at::Tensor own_columns(Communicator& group, const at::Tensor& rows) {
+  const at::NoGradGuard no_grad;
+  if (PeerExchange* peers = peers_for(group, rows))
+    return over_memory(group, "exchange of columns", [&] { return peers->own_columns(rows); });
+  const int64_t ranks = group.size(), own = rows.size(0), width = rows.size(1) / ranks;
+  const std::vector<int64_t> counts(static_cast<size_t>(ranks), own);
+  const at::Tensor parts = rows.view({own, ranks, width}).permute({1, 0, 2}).reshape({ranks * own, width});
+  return exchange(group, parts, counts, counts);
+}
+
+DeviceSamples gather_samples(Communicator& group, const DeviceSamples& own) {
+  const at::NoGradGuard no_grad;
+  if (PeerExchange* peers = group.peers(own.ids.device()))
+    return over_memory(group, "gather of samples", [&] { return peers->gather_samples(own); });
+  return {gather(group, own.ids), gather(group, own.logprobs)};
+}
+
 at::Tensor all_to_all_rows(Communicator& group, const at::Tensor& rows, const std::vector<int64_t>& to,
                            const std::vector<int64_t>& from) {
   return group.size() == 1 ? rows : AllToAllRows::apply(rows, handle(group), to, from);
@@ -226,6 +290,13 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
   compare("among fewer rows", sum_rows(group, partial.narrow(0, 1, 1)), whole.narrow(0, 1, 1));
   compare("among other rows", sum_rows(group, partial.narrow(0, ranks, ranks + 1)), whole.narrow(0, ranks, ranks + 1));
   compare("summed for their owners", gather_rows(group, sum_to_rows(group, partial)), whole);
+  if (PeerExchange::takes(partial)) {
+    // The other carrier.
+    std::vector<int64_t> sizes{ranks, most, width};
+    at::Tensor parts = at::empty(sizes, partial.options());
+    group.all_gather(parts.view({-1}).view(at::kByte), partial.view({-1}).view(at::kByte));
+    compare("over the other carrier", ordered_sum(parts), whole);
+  }
   compare("as the others have them", gather_rows(group, whole).view({ranks, most, width})[0], whole);
   // All know what one has found.
   for (const std::string& found : group.all_gather_bytes(problem)) {

@@ -5,6 +5,10 @@
 // who asks: sum_rows, sum_to_rows and any cut of either by rows give the same bits. A library's own sums do not keep
 // that (their order follows the place in the message), so none is used: parts travel as bytes and are added here.
 //
+// Two carriers, the same bits: the group's communicator, anywhere; between devices that see each other's memory kernels
+// that store into it and add what has come (peer_exchange.h), for bfloat16 in rows of a multiple of 8 elements. Only
+// the latter may be captured into a graph.
+//
 // Rows are dimension 0. With a group of one each call returns what it was given. Collective: all ranks of the group
 // make the same calls in the same order, also with no rows.
 #pragma once
@@ -16,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "trainer/ops/ops.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
@@ -38,6 +43,18 @@ at::Tensor sum_to_rows(Communicator& group, const at::Tensor& partial);
 // [n, ...] partial sums of each rank -> [n, ...] sums, on all. Backward: the gradient as it is, since what follows is
 // computed alike on all ranks.
 at::Tensor sum_rows(Communicator& group, const at::Tensor& partial);
+
+// sum_rows and add_rms_norm with the result as delta; one launch over peer memory, with the same bits. No autograd.
+NormResult sum_add_rms_norm(Communicator& group, const at::Tensor& x, const at::Tensor& partial,
+                            const at::Tensor& weight, double eps);
+
+// Of a matrix whose columns are split: [size * n, width], each rank's own columns of all rows -> [n, size * width], the
+// own rows whole; and back. No autograd.
+at::Tensor whole_rows(Communicator& group, const at::Tensor& columns);
+at::Tensor own_columns(Communicator& group, const at::Tensor& rows);
+
+// Tokens that the ranks have drawn, [n] each, on all [size * n].
+DeviceSamples gather_samples(Communicator& group, const DeviceSamples& own);
 
 // Rows to whom they are for: `to[r]` rows of `rows` go to rank r, `from[r]` rows come from it, in the order of ranks.
 // Backward: the way back.

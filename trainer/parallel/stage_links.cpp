@@ -16,6 +16,14 @@ StageLinks::StageLinks(Communicator& group) : group_(group) {
   }
 }
 
+void StageLinks::connect(at::Device device) {
+  if (connected_ || !device.is_cuda()) return;
+  connected_ = true;
+  const at::Tensor byte = at::zeros({16}, at::TensorOptions(device).dtype(at::kByte));
+  for (const auto& [key, line] : lines_)  // by direction, then by the stage that they leave
+    (key.second == stage() ? line->begin_send(byte) : line->begin_receive(byte)).wait();
+}
+
 PendingCollective StageLinks::begin_send(const at::Tensor& tensor, bool backward) {
   return line(stage(), backward).begin_send(tensor);
 }

@@ -22,6 +22,10 @@ class StageLinks final {
   // `group`: a rank of each stage, in their order, at least two; it outlives the links. All of them make theirs.
   explicit StageLinks(Communicator& group);
 
+  // Before tensors of this device are sent: NCCL makes a line's group when it is used first, which both its ranks must
+  // then do, so all lines are used once, in one order. Collective; the second call does nothing.
+  void connect(at::Device device);
+
   Communicator& group() { return group_; }
   int stages() const { return group_.size(); }
   int stage() const { return group_.rank(); }
@@ -45,6 +49,7 @@ class StageLinks final {
   int next(int stage, bool backward) const { return (stage + (backward ? stages() - 1 : 1)) % stages(); }
 
   Communicator& group_;
+  bool connected_ = false;
   std::map<std::pair<bool, int>, std::unique_ptr<Communicator>> lines_;
 };
 

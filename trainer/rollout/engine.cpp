@@ -250,7 +250,8 @@ void Engine::Impl::allocate_measured() {
   empty_device_cache(device);
   const int64_t row_elements = model.local().key_width();
   const int64_t reachable = cuda::kAddressable / row_elements - 1 - kDeviceScratchRows;
-  const int64_t most = mapped_cache_rows(device_memory(device).total, reachable, {row_bytes(), most_rows()});
+  const int64_t most =
+      least_of_ranks(mapped_cache_rows(device_memory(device).total, reachable, {row_bytes(), most_rows()}));
   const int64_t widest = std::min(most, options.prefill_chunk_tokens + options.max_sequences);
   auto made = make_arena(widest, most);
   auto steps = make_runner(*made);

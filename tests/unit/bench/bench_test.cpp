@@ -52,7 +52,8 @@ TEST(RolloutBench, ReportsTheWorkloadItRanAndNoMismatch) {
   options.lengths = "synthetic:2x3:mean=12:max=30:prompt=9:seed=5";
   options.score_tokens = 40;
   std::ostringstream out;
-  const nlohmann::json report = bench_rollout(options, out);
+  ParallelContext alone;
+  const nlohmann::json report = bench_rollout(options, alone, out);
   EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "rollout.json")), report);
   expect_header(report, "rollout");
   const RolloutLengths lengths = load_lengths(options.lengths);
@@ -87,11 +88,12 @@ TEST(RolloutBench, AdmitsWhileItGeneratesAndEndsAsByAStopToken) {
   options.lengths = "synthetic:4x3:mean=12:max=30:prompt=9:seed=5";
   options.score_tokens = 100;
   std::ostringstream out;
+  ParallelContext alone;
   for (const int64_t places : {3, 5}) {
     for (const bool unknown : {false, true}) {
       options.generation.max_sequences = places;
       options.generation.unknown_ends = unknown;
-      const nlohmann::json report = bench_rollout(options, out);
+      const nlohmann::json report = bench_rollout(options, alone, out);
       const int64_t tokens = load_lengths(options.lengths).output_tokens();
       EXPECT_EQ(report.at("tokens"), tokens);
       EXPECT_EQ(report.at("scored_tokens"), report.at("tokens"));
@@ -110,7 +112,8 @@ TEST(RolloutBench, RefusesSamplesLongerThanTheShapeKnows) {
   options.common = tiny();
   options.lengths = "synthetic:1x1:mean=5000:max=5000";
   std::ostringstream out;
-  EXPECT_THROW(bench_rollout(options, out), Error);
+  ParallelContext alone;
+  EXPECT_THROW(bench_rollout(options, alone, out), Error);
 }
 
 TEST(CompareLogprobs, CountsEveryTokenWhoseBitsDiffer) {
@@ -140,7 +143,8 @@ TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
   options.context = 40;
   options.steps = 6;
   std::ostringstream out;
-  const nlohmann::json report = bench_decode(options, out);
+  ParallelContext alone;
+  const nlohmann::json report = bench_decode(options, alone, out);
   expect_header(report, "decode");
   ASSERT_EQ(report.at("rows").size(), 2u);
   const nlohmann::json& row = report.at("rows")[0];
@@ -152,7 +156,7 @@ TEST(DecodeBench, ReportsARowForEachNumberOfSamples) {
       row.at("bytes").get<double>(),
       decode_weight_bytes(config, 4, 3) + 3 * row.at("context").get<double>() * context_bytes_per_token(config, 4), 1);
   options.context = 10;
-  EXPECT_THROW(bench_decode(options, out), Error);
+  EXPECT_THROW(bench_decode(options, alone, out), Error);
 }
 
 TEST(DecodeBench, WritesATraceForEachNumberOfSamples) {
@@ -165,13 +169,14 @@ TEST(DecodeBench, WritesATraceForEachNumberOfSamples) {
   options.steps = 2;
   options.trace = (folder.path() / "trace.json").string();
   std::ostringstream out;
-  bench_decode(options, out);
+  ParallelContext alone;
+  bench_decode(options, alone, out);
   for (const char* ending : {".2", ".1"}) {
     const nlohmann::json trace = nlohmann::json::parse(read_file(options.trace + ending));
     EXPECT_GT(trace.at("traceEvents").size(), 10u) << ending;
   }
   options.trace = (folder.path() / "nowhere" / "trace.json").string();
-  EXPECT_THROW(bench_decode(options, out), Error);
+  EXPECT_THROW(bench_decode(options, alone, out), Error);
 }
 
 TEST(Trace, WhatAKernelAddsIsWhatRanBesideNothingBefore) {

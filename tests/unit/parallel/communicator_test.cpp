@@ -281,21 +281,20 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
   RendezvousOptions two_ranks;
   two_ranks.world_size = 2;
   Layout layout;
-  layout.tp = 2;
+  for (int64_t Layout::*axis : {&Layout::tp, &Layout::pp, &Layout::cp}) {
+    layout = {};
+    layout.*axis = 2;
+    EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/true));
+    EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
+  }
+  layout = {};
+  layout.ep = 2;
   try {
     (void)runnable(layout, /*gpus=*/true);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("tp 2 (tensor parallel) is not supported"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("ep 2 (expert parallel) is not supported"), std::string::npos);
   }
-  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
-  layout = {};
-  layout.pp = 2;
-  EXPECT_THROW((void)runnable(layout, /*gpus=*/true), Error);
-  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
-  layout = {};
-  layout.cp = 2;
-  EXPECT_THROW((void)runnable(layout, /*gpus=*/true), Error);
   EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
   layout.cp = layout.ep = 2;
   EXPECT_THROW((void)runnable(layout, /*gpus=*/false), Error);

@@ -1,5 +1,6 @@
 #include "trainer/bench/device_cuda.h"
 
+#include <ATen/cuda/CUDAGraph.h>
 #include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -50,6 +51,38 @@ nlohmann::json cuda_versions() {
 void read_on_cuda(int index, const void* data, size_t bytes, unsigned* sink) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
   launch_read(data, bytes, sink, c10::cuda::getCurrentCUDAStream().stream());
+}
+
+double cuda_counted_seconds(int index, const std::function<void()>& call, int64_t in_graph) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(index));
+  const c10::cuda::CUDAStream side =
+      c10::cuda::getStreamFromPool(/*isHighPriority=*/false, guard.current_device().index());
+  constexpr int kWarmUp = 4, kSamples = 9, kCalls = 20;
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  for (int i = 0; i < kWarmUp; ++i) call();
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  const c10::cuda::CUDAStreamGuard on_side(side);
+  at::cuda::CUDAGraph graph;
+  if (in_graph > 0) {
+    graph.capture_begin();
+    for (int64_t i = 0; i < in_graph; ++i) call();
+    graph.capture_end();
+  }
+  const auto once = [&] { in_graph > 0 ? graph.replay() : call(); };
+  const Event begin = make_event(), end = make_event();
+  std::vector<double> samples;
+  for (int s = 0; s < kSamples + 1; ++s) {  // the first one warms up
+    check(cudaEventRecord(begin.get(), side.stream()), "cudaEventRecord");
+    for (int i = 0; i < kCalls; ++i) once();
+    check(cudaEventRecord(end.get(), side.stream()), "cudaEventRecord");
+    check(cudaEventSynchronize(end.get()), "cudaEventSynchronize");
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, begin.get(), end.get()), "cudaEventElapsedTime");
+    if (s > 0)
+      samples.push_back(static_cast<double>(milliseconds) / 1e3 / kCalls /
+                        std::max<double>(1, static_cast<double>(in_graph)));
+  }
+  return median(samples);
 }
 
 double cuda_seconds_per_call(int index, const std::function<void(int64_t)>& call, const TimingOptions& options) {

@@ -16,6 +16,8 @@ at::Tensor rms_norm(const at::Tensor&, const at::Tensor&, double) { none(); }
 NormResult add_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) { none(); }
 at::Tensor swiglu(const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor swiglu_halves(const at::Tensor&) { none(); }
+at::Tensor ordered_sum(const at::Tensor&) { none(); }
+at::Tensor embed_part(const at::Tensor&, const at::Tensor&, const EmbeddingPart&) { none(); }
 at::Tensor embed(const at::Tensor&, const at::Tensor&) { none(); }
 void throw_on_bad_ids(at::Device) { none(); }
 Qkv split_qkv(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -57,6 +59,10 @@ at::Tensor attention_packed(const at::Tensor&, const at::Tensor&, const at::Tens
                             const std::vector<int64_t>&, double) {
   none();
 }
+at::Tensor attention_runs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                          const std::shared_ptr<const AttentionRuns>&, double) {
+  none();
+}
 CachePlan make_cache_plan(std::vector<CacheRun>, int64_t, at::Device) { none(); }
 at::Tensor attention_cached(const at::Tensor&, const at::Tensor&, const at::Tensor&, const CachePlan&, double) {
   none();
@@ -66,10 +72,13 @@ void append_cached(const at::Tensor&, const at::Tensor&, const at::Tensor&, cons
 }
 
 int64_t vocabulary_chunk_rows(int64_t, int64_t) { none(); }
-LogprobResult token_logprobs(const at::Tensor&, const at::Tensor&, const at::Tensor&, const LogprobOptions&, bool) {
+LogprobResult token_logprobs(const at::Tensor&, const at::Tensor&, const at::Tensor&, const LogprobOptions&, bool,
+                             const SplitLogits*) {
   none();
 }
-DeviceSamples sample_tokens_on_device(const at::Tensor&, const at::Tensor&, const DeviceSampling&) { none(); }
+DeviceSamples sample_tokens_on_device(const at::Tensor&, const at::Tensor&, const DeviceSampling&, const SplitLogits*) {
+  none();
+}
 SampleResult sample_tokens(const at::Tensor&, const at::Tensor&, const std::vector<SampleRow>&) { none(); }
 
 }  // namespace trireme::cuda

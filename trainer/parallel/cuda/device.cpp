@@ -6,9 +6,21 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
+
 #include "base/error.h"
 
 namespace trireme {
+
+void prepare_devices(const Layout& layout) {
+  if (layout.pp == 1) return;
+  // Streams that share one of the device's queues wait for each other: what a stage receives must not stand before what
+  // it computes.
+  ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+  // A kernel that is loaded when it is first launched may wait for what runs on the device: a receive that is posted
+  // ahead, and so for another stage, which may wait for this one likewise.
+  ::setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+}
 
 at::Device choose_device(const std::string& setting, int local_rank) {
   if (setting == "cpu") return at::kCPU;

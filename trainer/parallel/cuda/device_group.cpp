@@ -1,6 +1,7 @@
 #include "trainer/parallel/device_group.h"
 
 #include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -19,5 +20,7 @@ std::function<bool()> mark_current_stream() {
   come->record();
   return [come] { return come->query(); };
 }
+
+bool capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 
 }  // namespace trireme

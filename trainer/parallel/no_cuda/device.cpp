@@ -5,6 +5,8 @@
 
 namespace trireme {
 
+void prepare_devices(const Layout&) {}
+
 at::Device choose_device(const std::string& setting, int /*local_rank*/) {
   TRIREME_CHECK(setting == "cpu" || setting == "cuda" || setting == "auto", "unknown device " + setting);
   if (setting == "cuda") {

@@ -10,4 +10,6 @@ c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10
 
 std::function<bool()> mark_current_stream() { fail_internal("this build has no CUDA"); }
 
+bool capturing() { return false; }
+
 }  // namespace trireme

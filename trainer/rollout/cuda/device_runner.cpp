@@ -23,6 +23,8 @@
 #include "trainer/ops/cuda/attention/attention.h"
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/sms.h"
+#include "trainer/parallel/communicator.h"
+#include "trainer/parallel/stage_links.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -86,6 +88,7 @@ class DeviceRunner final : public StepRunner {
         group_(model.local().heads / model.local().kv_heads),
         max_rows_(max_rows),
         experts_(model.local().experts > 0),
+        graphs_allowed_(model.graphs_allowed()),
         room_(cuda::decode_room(device_, model.local().heads, model.local().kv_heads,
                                 model.local().head_dim)),  // of the whole device
         pool_(at::cuda::graph_pool_handle()),
@@ -251,6 +254,7 @@ class DeviceRunner final : public StepRunner {
 
   // Those of 1 to `most_rows` sequences, the largest first: the others' memory is a part of its.
   void prepare_graphs(int64_t most_rows, bool filters, bool shared) {
+    if (!graphs_allowed_) return;
     for (int64_t rows = most_rows; rows > 0; --rows) {
       const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
       const Keys keys;
@@ -327,14 +331,22 @@ class DeviceRunner final : public StepRunner {
       keys.longest = std::max(keys.longest, segment.past + 1);
       keys.total += segment.past + 1;
     }
+    if (!graphs_allowed_) return run_decode(bucket, runs, filters, keys);
     Graph& graph = graphs_[{bucket, runs, filters, shared, kernel_for(runs, keys)}];
     if (graph) {
-      graph->replay();
+      replay(*graph);
       return;
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
     run_decode(bucket, runs, filters, keys);
     graph = capture(bucket, runs, filters, shared, keys);
+  }
+
+  // With its exchanges, if it has some, as one collective of the tensor ranks.
+  void replay(at::cuda::CUDAGraph& graph) {
+    Communicator* group = model_.options().tensor;
+    if (group == nullptr || group->size() == 1) return graph.replay();
+    group->queue("decode step", [&] { graph.replay(); });
   }
 
   void* upload_of(int64_t place) const {
@@ -397,17 +409,48 @@ class DeviceRunner final : public StepRunner {
     batch.plan.decode = true;
     batch.plan.longest_keys = keys.longest;
     batch.plan.total_keys = keys.total;
-    const DeviceSamples samples = sample_tokens_on_device(model_.forward_cached(batch, arena_), model_.head_weight(),
-                                                          {in.keys, in.parameters, in.top_k, filters});
+    const DeviceSamples samples = sample(through_stages(batch), {in.keys, in.parameters, in.top_k, filters});
     cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
                              ids_.mutable_data_ptr<int64_t>(), bucket, stream());
     C10_CUDA_CHECK(cudaGetLastError());
   }
 
-  void sample(const at::Tensor& hidden, const DeviceSampling& sampling) {
-    const DeviceSamples samples = sample_tokens_on_device(hidden, model_.head_weight(), sampling);
-    ids_.narrow(0, 0, samples.ids.size(0)).copy_(samples.ids);
-    logprobs_.narrow(0, 0, samples.logprobs.size(0)).copy_(samples.logprobs);
+  // The batch through all pieces of this rank's stage, with those of the others between them. Hidden states on the last
+  // stage; undefined on the others.
+  at::Tensor through_stages(const CachedBatch& batch) {
+    StageLinks* links = model_.options().links;
+    if (links == nullptr) return model_.forward_cached(batch, arena_);
+    const ModelSplit& split = model_.split();
+    at::Tensor out;
+    std::vector<PendingCollective> sent;
+    for (int64_t piece = 0; piece < static_cast<int64_t>(split.layers.size()); ++piece) {
+      at::Tensor in;
+      if (!split.begins(piece)) {
+        in = model_.make_residual(batch.ids.size(0));
+        links->begin_receive(in, /*backward=*/false).wait();
+      }
+      out = model_.forward_cached_piece(piece, batch, arena_, in);
+      if (!split.ends(piece)) sent.push_back(links->begin_send(out, /*backward=*/false));
+    }
+    for (PendingCollective& pending : sent) pending.wait();
+    return split.last_stage() ? out : at::Tensor();
+  }
+
+  // Tokens of the rows that are sampled from, `hidden` as through_stages gave it, on all stages: each keeps the samples
+  // and plans the next step by itself.
+  DeviceSamples sample(const at::Tensor& hidden, const DeviceSampling& sampling) {
+    DeviceSamples samples;
+    if (hidden.defined()) {
+      samples = model_.sample_on_device(hidden, sampling);
+    } else {
+      const int64_t rows = sampling.keys.size(0);
+      samples = {at::empty({rows}, sampling.keys.options()), at::empty({rows}, sampling.parameters.options())};
+    }
+    if (StageLinks* links = model_.options().links) {
+      links->share_last(samples.ids);
+      links->share_last(samples.logprobs);
+    }
+    return samples;
   }
 
   // Kernels of a graph run on the SMs of the stream that it was captured on. All graphs are captured on one
@@ -446,7 +489,7 @@ class DeviceRunner final : public StepRunner {
     batch.ids = ids;
     batch.positions = on_device.narrow(0, plan.tokens, plan.tokens);
     batch.plan = make_cache_plan(std::move(runs), group_, device_);
-    const at::Tensor hidden = model_.forward_cached(batch, arena_);
+    const at::Tensor hidden = through_stages(batch);
     if (outputs == 0) return;
     const at::Tensor keys = pinned(3 * outputs, at::kLong), parameters = pinned(4 * outputs, at::kFloat),
                      top_k = pinned(outputs, at::kInt);
@@ -456,7 +499,10 @@ class DeviceRunner final : public StepRunner {
       const at::Tensor moved = t.to(device_, /*non_blocking=*/true);
       return columns == 1 ? moved : moved.view({outputs, columns});
     };
-    sample(output_rows(hidden, plan), {upload(keys, 3), upload(parameters, 4), upload(top_k, 1), filters});
+    const DeviceSamples samples = sample(hidden.defined() ? output_rows(hidden, plan) : hidden,
+                                         {upload(keys, 3), upload(parameters, 4), upload(top_k, 1), filters});
+    ids_.narrow(0, 0, outputs).copy_(samples.ids);
+    logprobs_.narrow(0, 0, outputs).copy_(samples.logprobs);
   }
 
   const Model& model_;
@@ -466,6 +512,7 @@ class DeviceRunner final : public StepRunner {
   const int64_t group_;
   const int64_t max_rows_;
   const bool experts_;  // the model has some
+  const bool graphs_allowed_;
   const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   const c10::cuda::CUDAStream capture_stream_;

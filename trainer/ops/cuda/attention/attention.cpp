@@ -210,13 +210,13 @@ void refuse_capture(const char* op) {
                 std::string(op) + " copies from host memory and cannot be captured into a graph");
 }
 
-void add_shared(DeviceArrays& arrays, const SharedKeys& keys, at::Device device) {
-  const auto count = static_cast<int64_t>(keys.rows.size());
+void add_shared(DeviceArrays& arrays, const std::vector<int64_t>& key_rows, at::Device device) {
+  const auto count = static_cast<int64_t>(key_rows.size());
   require_int32(count, "a number of keys");
   at::Tensor host = at::empty({3 * count}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
   auto* row = host.mutable_data_ptr<int64_t>();
   int64_t* order = row + 2 * count;
-  std::copy(keys.rows.begin(), keys.rows.end(), row);
+  std::copy(key_rows.begin(), key_rows.end(), row);
   std::iota(order, order + count, int64_t{0});
   std::stable_sort(order, order + count, [&](int64_t a, int64_t b) { return row[a] < row[b]; });
   for (int64_t i = 0; i < count; ++i) row[count + i] = row[order[i]];
@@ -226,12 +226,38 @@ void add_shared(DeviceArrays& arrays, const SharedKeys& keys, at::Device device)
   arrays.order = all.narrow(0, 2 * count, count);
 }
 
+// Which rows attend to which keys: whole sequences one after another, with those before theirs or without, or runs of
+// rows anywhere.
+struct PackedRows {
+  std::vector<int64_t> starts, prefix;  // prefix empty: nothing is shared
+  std::shared_ptr<const AttentionRuns> runs;
+
+  bool operator==(const PackedRows& other) const {
+    return runs == other.runs && starts == other.starts && prefix == other.prefix;
+  }
+  // And the order of the keys, empty: as they are.
+  std::pair<std::vector<CacheRun>, std::vector<int64_t>> cache_runs() const {
+    std::vector<CacheRun> found;
+    if (runs != nullptr) {
+      for (const AttentionRun& run : runs->runs) found.push_back({run.keys, run.past, run.count});
+      return {found, runs->key_rows};
+    }
+    SharedKeys keys;
+    if (!prefix.empty()) keys = shared_keys(starts, prefix);
+    for (size_t s = 0; s + 1 < starts.size(); ++s) {
+      const int64_t count = starts[s + 1] - starts[s];
+      if (count == 0) continue;
+      found.push_back(prefix.empty() ? CacheRun{starts[s], 0, count} : CacheRun{keys.starts[s], keys.past[s], count});
+    }
+    return {found, keys.rows};
+  }
+};
+
 // The arrays of a packed batch: all layers, forward and backward, ask for the same ones. Kept by stream, because the
-// copy and later reuse of the memory are ordered on the stream that made them. prefix empty: nothing is shared.
-DeviceArrays packed_arrays(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, int64_t group,
-                           at::Device device) {
+// copy and later reuse of the memory are ordered on the stream that made them.
+DeviceArrays packed_arrays(const PackedRows& rows, int64_t group, at::Device device) {
   struct Entry {
-    std::vector<int64_t> starts, prefix;
+    PackedRows rows;
     int64_t group;
     c10::cuda::CUDAStream stream;
     DeviceArrays arrays;
@@ -243,21 +269,13 @@ DeviceArrays packed_arrays(const std::vector<int64_t>& starts, const std::vector
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream(device.index());
   const std::lock_guard<std::mutex> lock(mutex);
   for (const Entry& entry : *entries) {
-    if (entry.stream == stream && entry.group == group && entry.starts == starts && entry.prefix == prefix)
-      return entry.arrays;
+    if (entry.stream == stream && entry.group == group && entry.rows == rows) return entry.arrays;
   }
-  SharedKeys keys;
-  if (!prefix.empty()) keys = shared_keys(starts, prefix);
-  std::vector<CacheRun> runs;
-  for (size_t s = 0; s + 1 < starts.size(); ++s) {
-    const int64_t count = starts[s + 1] - starts[s];
-    if (count == 0) continue;
-    runs.push_back(prefix.empty() ? CacheRun{starts[s], 0, count} : CacheRun{keys.starts[s], keys.past[s], count});
-  }
+  const auto [runs, key_rows] = rows.cache_runs();
   DeviceArrays arrays = upload(runs, make_items(runs, group, false), make_backward_items(runs, false),
                                make_backward_items(runs, true), 0, device);
-  if (!prefix.empty()) add_shared(arrays, keys, device);
-  entries->push_back({starts, prefix, group, stream, arrays});
+  if (!rows.prefix.empty() || !key_rows.empty()) add_shared(arrays, key_rows, device);
+  entries->push_back({rows, group, stream, arrays});
   if (entries->size() > kKept) entries->pop_front();
   return arrays;
 }
@@ -279,14 +297,13 @@ at::Tensor add_rows(const at::Tensor& dx, const DeviceArrays& arrays, int64_t co
 }
 
 // out [tokens, q_heads, head_dim]; lse [tokens, q_heads] filled when defined.
-at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                          const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, const Shape& shape,
-                          double scale, at::Tensor& lse) {
+at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const PackedRows& rows,
+                          const Shape& shape, double scale, at::Tensor& lse) {
   const c10::cuda::CUDAGuard guard(q.device());
   at::Tensor out = at::empty(q.sizes(), q.options());
   if (q.size(0) == 0) return out;
   require_int32(q.size(0), "a number of tokens");
-  const DeviceArrays arrays = packed_arrays(starts, prefix, shape.group, q.device());
+  const DeviceArrays arrays = packed_arrays(rows, shape.group, q.device());
   const at::Tensor qr = with_rows(q), kr = take_rows(k, arrays.key_rows), vr = take_rows(v, arrays.key_rows);
   AttentionArgs args = arguments("attention_packed", qr, kr, vr, out, shape, scale, arrays.runs, arrays.items);
   if (lse.defined()) args.lse = lse.mutable_data_ptr<float>();
@@ -294,16 +311,21 @@ at::Tensor packed_forward(const at::Tensor& q, const at::Tensor& k, const at::Te
   return out;
 }
 
+// Carried through the autograd graph.
+struct RowsOfCall final : torch::CustomClassHolder {
+  explicit RowsOfCall(PackedRows r) : rows(std::move(r)) {}
+  const PackedRows rows;
+};
+
 class PackedFunction final : public torch::autograd::Function<PackedFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
+                            const c10::intrusive_ptr<RowsOfCall>& call, double scale) {
     const Shape shape = shape_of("attention_packed", q, k, v);
     at::Tensor lse = at::empty({q.size(0), shape.q_heads}, q.options().dtype(at::kFloat));
-    const at::Tensor out = packed_forward(q, k, v, starts, prefix, shape, scale, lse);
+    const at::Tensor out = packed_forward(q, k, v, call->rows, shape, scale, lse);
     context->save_for_backward({q, k, v, out, lse});
-    context->saved_data["starts"] = starts;
-    context->saved_data["prefix"] = prefix;
+    context->saved_data["rows"] = c10::IValue::make_capsule(call);
     context->saved_data["scale"] = scale;
     return out;
   }
@@ -311,13 +333,11 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &out = saved[3], &lse = saved[4];
-    if (q.size(0) == 0)
-      return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor(), at::Tensor()};
+    if (q.size(0) == 0) return {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::Tensor(), at::Tensor()};
     const c10::cuda::CUDAGuard guard(q.device());
     const Shape shape = shape_of("attention_packed", q, k, v);
-    const std::vector<int64_t> starts = context->saved_data["starts"].toIntVector();
-    const DeviceArrays arrays =
-        packed_arrays(starts, context->saved_data["prefix"].toIntVector(), shape.group, q.device());
+    const auto call = c10::static_intrusive_pointer_cast<RowsOfCall>(context->saved_data["rows"].toCapsule());
+    const DeviceArrays arrays = packed_arrays(call->rows, shape.group, q.device());
     const double scale = context->saved_data["scale"].toDouble();
     const at::Tensor dout = without_strides(grads[0]), keys = take_rows(k, arrays.key_rows),
                      values = take_rows(v, arrays.key_rows);
@@ -342,8 +362,7 @@ class PackedFunction final : public torch::autograd::Function<PackedFunction> {
     args.key_items = arrays.key_items.const_data_ptr<int32_t>();
     args.key_item_count = static_cast<int>(arrays.key_items.size(1));
     check_launch(launch_attention_backward(args, c10::cuda::getCurrentCUDAStream()), "attention_packed's backward");
-    return {dq,          add_rows(dk, arrays, k.size(0)), add_rows(dv, arrays, k.size(0)), at::Tensor(), at::Tensor(),
-            at::Tensor()};
+    return {dq, add_rows(dk, arrays, k.size(0)), add_rows(dv, arrays, k.size(0)), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -374,13 +393,27 @@ void check_arena(const char* op, const at::Tensor& arena_k, const at::Tensor& ar
 
 }  // namespace
 
-at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
+namespace {
+
+at::Tensor attend_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, PackedRows rows, double scale) {
   const Shape shape = shape_of("attention_packed", q, k, v);
   const double factor = softmax_scale(scale, shape);
-  if (wants_grad(q) || wants_grad(k) || wants_grad(v)) return PackedFunction::apply(q, k, v, starts, prefix, factor);
+  if (wants_grad(q) || wants_grad(k) || wants_grad(v))
+    return PackedFunction::apply(q, k, v, c10::make_intrusive<RowsOfCall>(std::move(rows)), factor);
   at::Tensor no_lse;
-  return packed_forward(q, k, v, starts, prefix, shape, factor, no_lse);
+  return packed_forward(q, k, v, rows, shape, factor, no_lse);
+}
+
+}  // namespace
+
+at::Tensor attention_packed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, double scale) {
+  return attend_packed(q, k, v, {starts, prefix, nullptr}, scale);
+}
+
+at::Tensor attention_runs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::shared_ptr<const AttentionRuns>& runs, double scale) {
+  return attend_packed(q, k, v, {{}, {}, runs}, scale);
 }
 
 CachePlan make_cache_plan(std::vector<CacheRun> runs, int64_t group, at::Device device) {

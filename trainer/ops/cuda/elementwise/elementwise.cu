@@ -51,16 +51,22 @@ __device__ unsigned long long bad_token;  // of the first bad id, plus one; 0: n
 __device__ long long bad_id;
 
 __global__ void __launch_bounds__(kFlatThreads)
-    embed_forward_kernel(const Chunk* __restrict__ table, const int64_t* __restrict__ ids, int64_t vocab,
-                         int row_chunks, int blocks_per_row, Chunk* __restrict__ out) {
+    embed_forward_kernel(const Chunk* __restrict__ table, const int64_t* __restrict__ ids, EmbedRange range,
+                         int64_t tokens, int row_chunks, int blocks_per_row, Chunk* __restrict__ out) {
   const FlatPlace at = flat_place(blocks_per_row);
   if (at.chunk >= row_chunks) return;
-  const int64_t id = ids[at.row];
-  const bool inside = id >= 0 && id < vocab;
+  if (at.row >= tokens) {
+    out[at.row * row_chunks + at.chunk] = zeros();
+    return;
+  }
+  const int64_t id = ids[at.row], row = id - range.first;
+  const bool inside = id >= 0 && id < range.vocabulary;
   if (!inside && at.chunk == 0 && atomicCAS(&bad_token, 0ull, static_cast<unsigned long long>(at.row) + 1) == 0)
     bad_id = id;
   const uint32_t nan = 0x7fc07fc0u;
-  out[at.row * row_chunks + at.chunk] = inside ? table[id * row_chunks + at.chunk] : make_uint4(nan, nan, nan, nan);
+  Chunk value = inside ? zeros() : make_uint4(nan, nan, nan, nan);
+  if (inside && row >= 0 && row < range.count) value = table[row * row_chunks + at.chunk];
+  out[at.row * row_chunks + at.chunk] = value;
 }
 
 // Block x: a place in sorted_ids, at work only where an id begins; block y: 64 chunks of the row.
@@ -138,12 +144,12 @@ void swiglu_backward(const Bf16* gate, const Bf16* up, const Bf16* dy, int64_t s
       chunks(dgate), chunks(dup));
 }
 
-void embed_forward(const Bf16* table, const int64_t* ids, int64_t vocab, int64_t tokens, int64_t width, Bf16* out,
-                   cudaStream_t stream) {
-  if (tokens == 0) return;
+void embed_forward(const Bf16* table, const int64_t* ids, const EmbedRange& range, int64_t tokens, int64_t rows,
+                   int64_t width, Bf16* out, cudaStream_t stream) {
+  if (rows == 0) return;
   const FlatShape shape = flat_shape(width / kChunk);
-  embed_forward_kernel<<<static_cast<unsigned>(tokens * shape.blocks_per_row), shape.threads, 0, stream>>>(
-      chunks(table), ids, vocab, static_cast<int>(width / kChunk), shape.blocks_per_row, chunks(out));
+  embed_forward_kernel<<<static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, 0, stream>>>(
+      chunks(table), ids, range, tokens, static_cast<int>(width / kChunk), shape.blocks_per_row, chunks(out));
 }
 
 cudaError_t take_bad_id(BadId* found, cudaStream_t stream) {

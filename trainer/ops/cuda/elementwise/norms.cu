@@ -2,30 +2,14 @@
 #include <algorithm>
 
 #include "trainer/ops/cuda/device/hopper.cuh"
-#include "trainer/ops/cuda/elementwise/rows.cuh"
+#include "trainer/ops/cuda/elementwise/norm.cuh"
 
 namespace trireme::cuda {
 namespace {
 
 using namespace rows;
 
-constexpr int kNormThreads = 512;  // most threads of a norm's block
-
-// Sum over the block; every thread gets the same bits. `shared` has a place for each warp and must not be written again
-// before all threads have passed another barrier.
-__device__ __forceinline__ float block_sum(float value, float* shared) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2)
-    value = __fadd_rn(value, __shfl_xor_sync(0xffffffffu, value, offset));
-  if (blockDim.x == kWarp) return value;
-  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  float total = shared[0];
-  for (int warp = 1; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) total = __fadd_rn(total, shared[warp]);
-  return total;
-}
-
-__device__ __forceinline__ float2 block_sum(float2 value, float2* shared) {
+__device__ __forceinline__ float2 block_sums(float2 value, float2* shared) {
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     value.x += __shfl_xor_sync(0xffffffffu, value.x, offset);
@@ -40,17 +24,6 @@ __device__ __forceinline__ float2 block_sum(float2 value, float2* shared) {
     total.y += shared[warp].y;
   }
   return total;
-}
-
-// Threads of a row's block and chunks of each thread (2 or 4): functions of the width alone.
-struct NormShape {
-  int threads;
-  int vectors;
-};
-NormShape norm_shape(int64_t width) {
-  const int64_t count = width / kChunk;
-  const int vectors = count > 2 * kNormThreads ? 4 : 2;
-  return {whole_warps(divide_up(count, vectors)), vectors};
 }
 
 template <int kVectors, bool kAdd>
@@ -78,31 +51,19 @@ __global__ void __launch_bounds__(kNormThreads)
   float squares = 0;
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    float a[kChunk];
-    unpack(value[v], a);
-    if (kAdd) {
-      const int c = threadIdx.x + v * blockDim.x;
-      float b[kChunk];
-      unpack(other[v], b);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) a[i] = __fadd_rn(a[i], b[i]);
-      value[v] = pack(a);
+    const int c = threadIdx.x + v * blockDim.x;
+    if constexpr (kAdd) {
+      value[v] = added(value[v], other[v], squares);
       if (c < row_chunks) sum[base + c] = value[v];
-      unpack(value[v], a);
+    } else {
+      add_squares(value[v], squares);
     }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) squares = __fmaf_rn(a[i], a[i], squares);
   }
   const float inverse = inverse_rms(block_sum(squares, shared), one_over_width, eps);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int c = threadIdx.x + v * blockDim.x;
-    float a[kChunk], w[kChunk];
-    unpack(value[v], a);
-    unpack(scale[v], w);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) a[i] = __fmul_rn(w[i], __fmul_rn(a[i], inverse));
-    if (c < row_chunks) normed[base + c] = pack(a);
+    if (c < row_chunks) normed[base + c] = scaled(value[v], scale[v], inverse);
   }
 }
 
@@ -147,7 +108,7 @@ __global__ void __maxnreg__(kVectors == 2 ? 80 : 128)
         sums.y = fmaf(w[i] * g[i], a[i], sums.y);
       }
     }
-    sums = block_sum(sums, shared[turn]);
+    sums = block_sums(sums, shared[turn]);
     const float inverse = inverse_rms(sums.x, one_over_width, eps);
     const float pull = sums.y * one_over_width * inverse * inverse * inverse;
 #pragma unroll

@@ -48,9 +48,14 @@ void swiglu_forward(const Bf16* gate, const Bf16* up, int64_t stride, int64_t ro
 void swiglu_backward(const Bf16* gate, const Bf16* up, const Bf16* dy, int64_t stride, int64_t rows, int64_t width,
                      Bf16* dgate, Bf16* dup, cudaStream_t stream);
 
-// out[t] = table[ids[t]]. An id outside the vocabulary gives a row of NaN and is noted for take_bad_id.
-void embed_forward(const Bf16* table, const int64_t* ids, int64_t vocab, int64_t tokens, int64_t width, Bf16* out,
-                   cudaStream_t stream);
+// Which ids a table has: [first, first + count) of `vocabulary`.
+struct EmbedRange {
+  int64_t first = 0, count = 0, vocabulary = 0;
+};
+// out[t] = table[ids[t] - first], or zeros where another table has the id, and for t from `tokens` to `rows`. An id
+// outside the vocabulary gives a row of NaN and is noted for take_bad_id.
+void embed_forward(const Bf16* table, const int64_t* ids, const EmbedRange& range, int64_t tokens, int64_t rows,
+                   int64_t width, Bf16* out, cudaStream_t stream);
 struct BadId {
   int64_t token = -1;  // -1: none
   int64_t id = 0;

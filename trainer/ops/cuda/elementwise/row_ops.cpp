@@ -11,6 +11,7 @@
 #include "trainer/ops/checks.h"
 #include "trainer/ops/cuda/device/stream.h"
 #include "trainer/ops/cuda/elementwise/row_kernels.h"
+#include "trainer/ops/cuda/exchange/peer_kernels.h"
 #include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/ops/cuda_ops.h"
 
@@ -188,21 +189,22 @@ class SwigluHalvesFunction final : public torch::autograd::Function<SwigluHalves
 
 // ---- embed
 
-at::Tensor embed_rows(const at::Tensor& weight, const at::Tensor& ids) {
+at::Tensor embed_rows(const at::Tensor& weight, const at::Tensor& ids, const EmbeddingPart& part) {
   const c10::cuda::CUDAGuard guard(weight.device());
   const at::Tensor table = ready(weight), index = ids.contiguous();
-  at::Tensor out = at::empty({ids.size(0), weight.size(1)}, weight.options());
-  cuda::embed_forward(data(table), index.const_data_ptr<int64_t>(), weight.size(0), ids.size(0), weight.size(1),
-                      mutable_data(out), stream_of(weight));
+  at::Tensor out = at::empty({part.rows, weight.size(1)}, weight.options());
+  cuda::embed_forward(data(table), index.const_data_ptr<int64_t>(), {part.first, weight.size(0), part.vocabulary},
+                      ids.size(0), part.rows, weight.size(1), mutable_data(out), stream_of(weight));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 
 class EmbedFunction final : public torch::autograd::Function<EmbedFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& ids) {
-    context->save_for_backward({weight, ids});
-    return embed_rows(weight, ids);
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight, const at::Tensor& ids, int64_t first,
+                            int64_t vocabulary, int64_t rows) {
+    context->save_for_backward({weight, first == 0 ? ids : ids - first});  // others' ids are outside of `weight`
+    return embed_rows(weight, ids, {first, vocabulary, rows});
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
@@ -217,11 +219,11 @@ class EmbedFunction final : public torch::autograd::Function<EmbedFunction> {
     if (!direct) dweight = accumulator = at::zeros(weight.sizes(), weight.options());
     const at::Tensor dy = ready(grads[0]);
     const auto [sorted, order] = at::sort(saved[1], /*stable=*/true, /*dim=*/0, /*descending=*/false);
-    cuda::embed_backward(data(dy), sorted.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(), dy.size(0),
+    cuda::embed_backward(data(dy), sorted.const_data_ptr<int64_t>(), order.const_data_ptr<int64_t>(), sorted.size(0),
                          weight.size(0), weight.size(1), accumulator.mutable_data_ptr(),
                          accumulator.scalar_type() == at::kFloat, stream_of(weight));
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    return {dweight, at::Tensor()};
+    return {dweight, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -350,6 +352,15 @@ NormResult add_rms_norm(const at::Tensor& x, const at::Tensor& delta, const at::
   return {out[0], out[1]};
 }
 
+at::Tensor ordered_sum(const at::Tensor& parts) {
+  const c10::cuda::CUDAGuard guard(parts.device());
+  const at::Tensor in = ready(parts);
+  at::Tensor sum = at::empty(in.sizes().slice(1), in.options());
+  ordered_sum(data(in), static_cast<int>(in.size(0)), sum.numel(), mutable_data(sum), stream_of(in));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return sum;
+}
+
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   require_width("swiglu", gate.size(-1));
   if (wants_grad(gate) || wants_grad(up)) return SwigluFunction::apply(gate, up);
@@ -363,9 +374,14 @@ at::Tensor swiglu_halves(const at::Tensor& gate_up) {
 }
 
 at::Tensor embed(const at::Tensor& weight, const at::Tensor& ids) {
+  return embed_part(weight, ids, {0, weight.size(0), ids.size(0)});
+}
+
+at::Tensor embed_part(const at::Tensor& weight, const at::Tensor& ids, const EmbeddingPart& part) {
   require_width("embed", weight.size(1));
-  if (wants_grad(weight)) return EmbedFunction::apply(weight, ids);
-  return embed_rows(weight, ids);
+  TRIREME_CHECK(part.rows >= ids.size(0), "embed_part: fewer rows than ids");
+  if (wants_grad(weight)) return EmbedFunction::apply(weight, ids, part.first, part.vocabulary, part.rows);
+  return embed_rows(weight, ids, part);
 }
 
 void throw_on_bad_ids(at::Device device) {

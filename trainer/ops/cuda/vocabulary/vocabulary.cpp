@@ -25,7 +25,7 @@ void check_inputs(const char* op, const at::Tensor& hidden, const at::Tensor& he
     fail_user(std::string(op) + " on cuda takes bfloat16, not " + c10::toString(hidden.scalar_type()));
   }
   require_same(op, hidden, head, "head");
-  TRIREME_CHECK(hidden.dim() == 2 && head.dim() == 2 && hidden.size(1) == head.size(1) && head.size(0) > 0,
+  TRIREME_CHECK(hidden.dim() == 2 && head.dim() == 2 && hidden.size(1) == head.size(1),
                 std::string(op) + ": hidden [rows, hidden] and head [vocab, hidden] expected");
   TRIREME_CHECK(head.size(0) < (int64_t{1} << 30), std::string(op) + ": the vocabulary is too large");
 }
@@ -64,6 +64,50 @@ at::Tensor chunk_logits(const at::Tensor& hidden, const at::Tensor& head, int64_
   logits.copy_(linear_forward(rows, head, {}));
   return logits;
 }
+
+// Of a chunk of `count` rows those whose logits this rank reads: all of them, or a part where the head is split. The
+// last parts may be smaller than `each`, or empty.
+struct OwnRows {
+  int64_t first, count, each;
+};
+OwnRows own_rows(int64_t count, const SplitLogits* split) {
+  if (split == nullptr) return {0, count, count};
+  const int64_t each = (count + split->ranks - 1) / split->ranks, first = std::min(count, each * split->rank);
+  return {first, std::min(each, count - first), each};
+}
+int64_t vocabulary_of(const at::Tensor& head, const SplitLogits* split) {
+  return split == nullptr ? head.size(0) : split->vocabulary;
+}
+int64_t chunk_rows(int64_t rows, const at::Tensor& head, const SplitLogits* split) {
+  return vocabulary_chunk_rows(rows, split == nullptr ? head.size(0) : split->width);
+}
+
+// Whole logits of a chunk's own rows [own count, vocabulary].
+at::Tensor own_logits(const at::Tensor& hidden, const at::Tensor& head, int64_t from, int64_t count,
+                      const SplitLogits* split) {
+  if (split == nullptr) return chunk_logits(hidden, head, from, count);
+  const OwnRows own = own_rows(count, split);
+  const int64_t even = own.each * split->ranks, width = split->width, vocab = head.size(0);
+  at::Tensor rows = hidden.narrow(0, from, count);
+  if (even > count) rows = at::constant_pad_nd(rows, {0, 0, 0, even - count});
+  at::Tensor part;
+  if (vocab == 0) {
+    part = at::zeros({even, width}, rows.options().requires_grad(false));
+  } else {
+    part = chunk_logits(rows, head, 0, even);
+    // What lies between rows is read by nobody: only the vocabulary's last columns are padding.
+    part = (vocab + 7) / 8 * 8 == width ? part.as_strided({even, width}, {part.stride(0), 1})
+                                        : at::constant_pad_nd(part, {0, width - vocab});
+  }
+  return split->whole_rows(part).narrow(0, 0, own.count).narrow(1, 0, split->vocabulary);
+}
+
+// The own columns of a chunk's `count` rows, of what lies where own_logits put logits.
+at::Tensor own_columns(const at::Tensor& rows, const at::Tensor& head, int64_t count, const SplitLogits& split) {
+  const int64_t each = own_rows(count, &split).each, width = split.ranks * split.width;
+  return split.own_columns(rows.as_strided({each, width}, {width, 1})).narrow(0, 0, count).narrow(1, 0, head.size(0));
+}
+
 uint16_t* bits_of(const at::Tensor& logits) { return static_cast<uint16_t*>(logits.mutable_data_ptr()); }
 Logits view_of(const at::Tensor& logits) { return {bits_of(logits), logits.size(0), logits.size(1), logits.stride(0)}; }
 
@@ -98,9 +142,9 @@ struct Forward {
 };
 
 Forward forward_rows(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
-                     const LogprobOptions& options, bool with_entropy, bool keep_logits) {
+                     const LogprobOptions& options, bool with_entropy, bool keep_logits, const SplitLogits* split) {
   const c10::cuda::CUDAGuard guard(hidden.device());
-  const int64_t rows = hidden.size(0), vocab = head.size(0), step = vocabulary_chunk_rows(rows, vocab);
+  const int64_t rows = hidden.size(0), vocab = vocabulary_of(head, split), step = chunk_rows(rows, head, split);
   const auto floats = hidden.options().dtype(at::kFloat).requires_grad(false);
   Forward out;
   out.logprobs = at::empty({rows}, floats);
@@ -111,18 +155,33 @@ Forward forward_rows(const at::Tensor& hidden, const at::Tensor& head, const at:
   const cudaStream_t stream = stream_of(hidden);
   for (int64_t from = 0; from < rows; from += step) {
     const int64_t count = std::min(step, rows - from);
-    const at::Tensor z = chunk_logits(hidden, head, from, count);
-    const Logits logits = view_of(z);
-    RowFilter* filters = filter_data(out.filters, from);
-    if (filters != nullptr) find_filters(logits, of_rows, filters, stream);
-    const Partials partials(count, vocab, with_entropy, hidden);
-    slice_partials(logits, of_rows, filters, partials.slice_data(), partials.dot_data(), stream);
-    LogprobOutputs outputs;
-    outputs.logprobs = out.logprobs.mutable_data_ptr<float>() + from;
-    outputs.entropies = with_entropy ? out.entropies.mutable_data_ptr<float>() + from : nullptr;
-    outputs.statistics = statistics_data(out.statistics, from);
-    finish_logprobs(logits, of_rows, filters, targets.const_data_ptr<int64_t>() + from, options.allow_filtered,
-                    partials.slice_data(), partials.dot_data(), outputs, stream);
+    const OwnRows own = own_rows(count, split);
+    const int64_t first = from + own.first;
+    const at::Tensor z = own_logits(hidden, head, from, count, split);
+    // A split chunk's results are gathered from what each rank has found of its own rows.
+    at::Tensor logprobs = out.logprobs.narrow(0, from, count), entropies = out.entropies;
+    if (with_entropy) entropies = entropies.narrow(0, from, count);
+    if (split != nullptr) {
+      logprobs = at::zeros({own.each}, floats);
+      if (with_entropy) entropies = at::zeros({own.each}, floats);
+    }
+    if (own.count > 0) {
+      const Logits logits = view_of(z);
+      RowFilter* filters = filter_data(out.filters, first);
+      if (filters != nullptr) find_filters(logits, of_rows, filters, stream);
+      const Partials partials(own.count, vocab, with_entropy, hidden);
+      slice_partials(logits, of_rows, filters, partials.slice_data(), partials.dot_data(), stream);
+      LogprobOutputs outputs;
+      outputs.logprobs = logprobs.mutable_data_ptr<float>();
+      outputs.entropies = with_entropy ? entropies.mutable_data_ptr<float>() : nullptr;
+      outputs.statistics = statistics_data(out.statistics, first);
+      finish_logprobs(logits, of_rows, filters, targets.const_data_ptr<int64_t>() + first, options.allow_filtered,
+                      partials.slice_data(), partials.dot_data(), outputs, stream);
+    }
+    if (split != nullptr) {
+      out.logprobs.narrow(0, from, count).copy_(split->gather(logprobs).narrow(0, 0, count));
+      if (with_entropy) out.entropies.narrow(0, from, count).copy_(split->gather(entropies).narrow(0, 0, count));
+    }
     if (keep_logits && count == rows) out.logits = z;
   }
   return out;
@@ -138,9 +197,11 @@ at::Tensor gradient_buffer(const at::Tensor& head) {
 class DeviceLogprobFunction final : public torch::autograd::Function<DeviceLogprobFunction> {
  public:
   static variable_list forward(AutogradContext* context, const at::Tensor& hidden, const at::Tensor& head,
-                               const at::Tensor& targets, const LogprobOptions& options, bool with_entropy) {
-    Forward out = forward_rows(hidden, head, targets, options, with_entropy, /*keep_logits=*/true);
+                               const at::Tensor& targets, const LogprobOptions& options, bool with_entropy,
+                               const SplitLogits* split) {
+    Forward out = forward_rows(hidden, head, targets, options, with_entropy, /*keep_logits=*/true, split);
     context->save_for_backward({hidden, head, targets});
+    context->saved_data["split"] = reinterpret_cast<int64_t>(split);
     context->saved_data["statistics"] = out.statistics;
     context->saved_data["temperature"] = options.temperature;
     if (out.filters.defined()) context->saved_data["filters"] = out.filters;
@@ -155,7 +216,8 @@ class DeviceLogprobFunction final : public torch::autograd::Function<DeviceLogpr
     const at::Tensor& head = saved[1];
     const at::Tensor& targets = saved[2];
     const c10::cuda::CUDAGuard guard(hidden.device());
-    const int64_t rows = hidden.size(0), vocab = head.size(0), step = vocabulary_chunk_rows(rows, vocab);
+    const auto* split = reinterpret_cast<const SplitLogits*>(context->saved_data["split"].toInt());
+    const int64_t rows = hidden.size(0), vocab = vocabulary_of(head, split), step = chunk_rows(rows, head, split);
     const auto take = [&](const char* name) {
       const auto found = context->saved_data.find(name);
       return found == context->saved_data.end() ? at::Tensor() : found->second.toTensor();
@@ -186,12 +248,21 @@ class DeviceLogprobFunction final : public torch::autograd::Function<DeviceLogpr
     const cudaStream_t stream = stream_of(hidden);
     for (int64_t from = 0; from < rows; from += step) {
       const int64_t count = std::min(step, rows - from);
-      at::Tensor z = kept.defined() ? kept : chunk_logits(hidden, head, from, count);
+      const OwnRows own = own_rows(count, split);
+      const int64_t first = from + own.first;
+      at::Tensor z = kept.defined() ? kept : own_logits(hidden, head, from, count, split);
       kept.reset();
-      logits_gradient(bits_of(z), count, vocab, view_of(z).stride, of_rows, filter_data(filters, from),
-                      targets.const_data_ptr<int64_t>() + from, statistics_data(statistics, from),
-                      dlogprobs.const_data_ptr<float>() + from,
-                      with_entropy ? dentropies.const_data_ptr<float>() + from : nullptr, stream);
+      if (own.count > 0) {
+        logits_gradient(bits_of(z), own.count, vocab, view_of(z).stride, of_rows, filter_data(filters, first),
+                        targets.const_data_ptr<int64_t>() + first, statistics_data(statistics, first),
+                        dlogprobs.const_data_ptr<float>() + first,
+                        with_entropy ? dentropies.const_data_ptr<float>() + first : nullptr, stream);
+      }
+      if (split != nullptr) z = own_columns(z, head, count, *split);
+      if (z.size(1) == 0) {  // a part of padding only
+        if (want_hidden) dhidden.narrow(0, from, count).zero_();
+        continue;
+      }
       if (want_hidden) dhidden.narrow(0, from, count).copy_(linear_backward_input(z, head));
       if (want_head) linear_backward_weight(z, hidden.narrow(0, from, count), sum);
     }
@@ -202,7 +273,7 @@ class DeviceLogprobFunction final : public torch::autograd::Function<DeviceLogpr
         dhead = sum.to(head.scalar_type());
       }
     }
-    return {dhidden, dhead, at::Tensor(), at::Tensor(), at::Tensor()};
+    return {dhidden, dhead, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
@@ -215,25 +286,26 @@ int64_t vocabulary_chunk_rows(int64_t rows, int64_t vocab) {
 }
 
 LogprobResult token_logprobs(const at::Tensor& hidden, const at::Tensor& head, const at::Tensor& targets,
-                             const LogprobOptions& options, bool with_entropy) {
+                             const LogprobOptions& options, bool with_entropy, const SplitLogits* split) {
   check_inputs("token_logprobs", hidden, head);
   TRIREME_CHECK(targets.dim() == 1 && targets.size(0) == hidden.size(0) && targets.scalar_type() == at::kLong &&
                     targets.device() == hidden.device(),
                 "token_logprobs: targets [rows] int64 on the device of hidden expected");
   const at::Tensor ids = targets.contiguous();
   if (wants_grad(hidden) || wants_grad(head)) {
-    const variable_list both = DeviceLogprobFunction::apply(hidden, head, ids, options, with_entropy);
+    const variable_list both = DeviceLogprobFunction::apply(hidden, head, ids, options, with_entropy, split);
     return {both[0], with_entropy ? both[1] : at::Tensor()};
   }
-  const Forward out = forward_rows(hidden, head, ids, options, with_entropy, /*keep_logits=*/false);
+  const Forward out = forward_rows(hidden, head, ids, options, with_entropy, /*keep_logits=*/false, split);
   return {out.logprobs, out.entropies};
 }
 
-DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& given) {
+DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor& head, const DeviceSampling& given,
+                                      const SplitLogits* split) {
   check_inputs("sample_tokens_on_device", hidden, head);
   const at::NoGradGuard no_grad;
   const c10::cuda::CUDAGuard guard(hidden.device());
-  const int64_t rows = hidden.size(0), vocab = head.size(0), step = vocabulary_chunk_rows(rows, vocab);
+  const int64_t rows = hidden.size(0), vocab = vocabulary_of(head, split), step = chunk_rows(rows, head, split);
   check_array("keys [rows, 3] int64", given.keys, hidden, {rows, 3}, at::kLong);
   check_array("parameters [rows, 4] float32", given.parameters, hidden, {rows, 4}, at::kFloat);
   check_array("top_k [rows] int32", given.top_k, hidden, {rows}, at::kInt);
@@ -241,21 +313,33 @@ DeviceSamples sample_tokens_on_device(const at::Tensor& hidden, const at::Tensor
   const cudaStream_t stream = stream_of(hidden);
   for (int64_t from = 0; from < rows; from += step) {
     const int64_t count = std::min(step, rows - from);
-    const at::Tensor z = chunk_logits(hidden, head, from, count);
-    const Logits logits = view_of(z);
-    RowOptions options;
-    options.parameters = given.parameters.const_data_ptr<float>() + 4 * from;
-    options.top_ks = given.top_k.const_data_ptr<int32_t>() + from;
-    at::Tensor filters;
-    if (given.any_filter) {
-      filters = at::empty({count, 2}, given.parameters.options());
-      find_filters(logits, options, filter_data(filters, 0), stream);
+    const OwnRows own = own_rows(count, split);
+    const int64_t first = from + own.first;
+    const at::Tensor z = own_logits(hidden, head, from, count, split);
+    DeviceSamples drawn{out.ids.narrow(0, from, count), out.logprobs.narrow(0, from, count)};
+    if (split != nullptr)
+      drawn = {at::zeros({own.each}, out.ids.options()), at::zeros({own.each}, out.logprobs.options())};
+    if (own.count > 0) {
+      const Logits logits = view_of(z);
+      RowOptions options;
+      options.parameters = given.parameters.const_data_ptr<float>() + 4 * first;
+      options.top_ks = given.top_k.const_data_ptr<int32_t>() + first;
+      at::Tensor filters;
+      if (given.any_filter) {
+        filters = at::empty({own.count, 2}, given.parameters.options());
+        find_filters(logits, options, filter_data(filters, 0), stream);
+      }
+      const Partials partials(own.count, vocab, /*with_dots=*/false, hidden);
+      slice_partials(logits, options, filter_data(filters, 0), partials.slice_data(), nullptr, stream);
+      finish_samples(logits, options, filter_data(filters, 0), given.keys.const_data_ptr<int64_t>() + 3 * first,
+                     partials.slice_data(), drawn.ids.mutable_data_ptr<int64_t>(),
+                     drawn.logprobs.mutable_data_ptr<float>(), stream);
     }
-    const Partials partials(count, vocab, /*with_dots=*/false, hidden);
-    slice_partials(logits, options, filter_data(filters, 0), partials.slice_data(), nullptr, stream);
-    finish_samples(logits, options, filter_data(filters, 0), given.keys.const_data_ptr<int64_t>() + 3 * from,
-                   partials.slice_data(), out.ids.mutable_data_ptr<int64_t>() + from,
-                   out.logprobs.mutable_data_ptr<float>() + from, stream);
+    if (split == nullptr) continue;
+    drawn = split->gather_samples(drawn);
+    if (step >= rows) return {drawn.ids.narrow(0, 0, rows), drawn.logprobs.narrow(0, 0, rows)};
+    out.ids.narrow(0, from, count).copy_(drawn.ids.narrow(0, 0, count));
+    out.logprobs.narrow(0, from, count).copy_(drawn.logprobs.narrow(0, 0, count));
   }
   return out;
 }

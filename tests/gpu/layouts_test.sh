@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# A model split over two GPUs, by tensor ranks and by pipeline stages: exchanges bit for bit as they are defined, whole
+# runs with no token of other bits, one rank's answers, resumes, and a rank that dies.
+#   TRIREME=build/cuda/trainer/cli/trireme tests/gpu/layouts_test.sh
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+"$TRIREME" init-model --out "$dir/model" --hidden 512 --layers 4 --heads 8 --kv-heads 4 --head-dim 64 \
+  --intermediate 1024 >/dev/null
+"$TRIREME" init-task addition --out "$dir/task" --smallest 0 --largest 19 --warm-start 50 --held-out 20 >/dev/null
+# run NAME RANKS TP PP [overrides...]
+run() {
+  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
+  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=0 grpo.val_at_start=false \
+    cluster.device=cuda policy.precision=bfloat16 cluster.gpus_per_node="$ranks" policy.dtensor_cfg.enabled=false \
+    policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size="$tp" \
+    policy.megatron_cfg.pipeline_model_parallel_size="$pp" grpo.max_num_steps=4 \
+    loss_fn.reference_policy_kl_penalty=0.05 cluster.collective_timeout_s=40 "$@")
+}
+exchange() { # exchange SHAPE: elements that differ from the definition
+  "$TRIREME" launch --nproc-per-node 2 -- bench exchange --tp 2 --shape "$1" --rows 1,3,16,64,250 --large-mib 16 \
+    --json "$dir/exchange.json" >"$dir/out" 2>"$dir/err" &&
+    python3 -c 'import json, sys; r = json.load(open(sys.argv[1])); print(sum(x["differing"] for x in r["small"] +
+      r["large"]), "over memory" if r["over_memory"] else "over the communicator")' "$dir/exchange.json"
+}
+for shape in tiny llama-3.1-8b; do
+  out=$(exchange $shape) || out=$(cat "$dir/err")
+  [ "$out" = "0 over memory" ] && ok "exchanges of $shape: $out" || bad "exchanges of $shape: $out"
+done
+for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" \
+  "shared 2 2 1 policy.sequence_packing.share_prompts=true" \
+  "cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2" \
+  "filters 2 2 1 policy.generation.top_k=20 policy.generation.top_p=0.9"; do
+  set -- $layout
+  check "GRPO on $1" run "$@"
+  out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
+done
+# Stages change no bit of a log-prob, so the first step has one rank's samples and loss.
+first() {
+  python3 -c 'import json, sys
+row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
+print(*(f"{row[key]:.4g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
+        if key in row))' "$dir/$1-logs/train.jsonl"
+}
+[ -n "$(first one)" ] && [ "$(first pp2)" = "$(first one)" ] &&
+  ok "the first step on two stages is one rank's: $(first pp2)" ||
+  bad "the first step on two stages: $(first pp2), one rank's $(first one)"
+# Long sequences, cut over context ranks: the bits of the log-probs are one rank's.
+logprobs() { # logprobs NAME RANKS [options...]
+  local name=$1 ranks=$2; shift 2
+  "$TRIREME" launch --nproc-per-node "$ranks" -- bench train --shape llama-3.1-8b --layers 2 --tokens 4096 \
+    --sequences 2 --micro-batches 1 --repeats 1 --no-optimizer --json "$dir/$name.json" "$@" >"$dir/out" 2>&1 &&
+    python3 -c 'import json, sys; print(json.load(open(sys.argv[1]))["logprobs_fingerprint"])' "$dir/$name.json"
+}
+one=$(logprobs one 1) && two=$(logprobs two 2 --cp 2) && [ "$one" = "$two" ] &&
+  ok "log-probs of long sequences on two context ranks are one rank's: $two" ||
+  bad "log-probs of long sequences on two context ranks: $two, one rank's $one" "$(cat "$dir/out")"
+# Fine-tuning needs no samples: the losses are one rank's within bfloat16's rounding.
+sft() {
+  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
+  "$TRIREME" launch --nproc-per-node "$ranks" -- train --config configs/quickstart_sft.yaml \
+    policy.model_name="$dir/model" data.train.data_path="$dir/task/warm_start.jsonl" \
+    data.train.split_validation_size=10 checkpointing.enabled=false logger.log_dir="$dir/$name-logs" \
+    logger.prometheus.enabled=false logger.report=false cluster.device=cuda policy.precision=bfloat16 \
+    cluster.gpus_per_node="$ranks" policy.dtensor_cfg.enabled=false policy.megatron_cfg.enabled=true \
+    policy.megatron_cfg.tensor_model_parallel_size="$tp" policy.megatron_cfg.pipeline_model_parallel_size="$pp" \
+    sft.max_num_steps=6 "$@"
+}
+check "fine-tuning on one rank" sft sft-one 1 1 1
+check "fine-tuning on tp2" sft sft-tp2 2 2 1
+check "fine-tuning on pp2" sft sft-pp2 2 1 2
+check "fine-tuning on cp2" sft sft-cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2
+near() {
+  python3 - "$dir/$1-logs/train.jsonl" "$dir/sft-one-logs/train.jsonl" <<'PY'
+import json, sys
+own, one = ([x["train/loss"] for x in map(json.loads, open(p)) if "train/loss" in x] for p in sys.argv[1:])
+furthest = max((abs(a - b) / abs(b) for a, b in zip(own, one)), default=1)
+print(f"{len(own)} losses, at most {furthest:.1e} from one rank's")
+sys.exit(0 if len(own) == len(one) == 6 and furthest < 0.01 else 1)
+PY
+}
+for name in sft-tp2 sft-pp2 sft-cp2; do out=$(near $name) && ok "$name: $out" || bad "$name: $out"; done
+# Two steps, then the rest, in the same layout bit for bit and in another at all.
+check "two steps on tp2" run again 2 2 1 grpo.max_num_steps=2
+cp -r "$dir/again" "$dir/stages"
+check "the rest of them" run again 2 2 1
+[ "$(weights again 4)" = "$(weights tp2 4)" ] && ok "resumed on tp2: weights and moments bit for bit" ||
+  bad "a resume on tp2"
+check "the rest of them on pp2" run stages 2 1 2
+[ -d "$dir/stages/step_4" ] && ok "pp2 went on with what tp2 had" || bad "pp2 went on"
+# A rank that dies.
+children() {
+  awk -v parent="$1" '$1 == "Pid:" {pid = $2} $1 == "PPid:" && $2 == parent {print pid}' /proc/[0-9]*/status 2>/dev/null
+}
+for layout in "2 1" "1 2"; do
+  set -- $layout; name="tp$1 pp$2"
+  : >"$dir/out"
+  run killed 2 "$1" "$2" grpo.max_num_steps=100000 checkpointing.enabled=false cluster.collective_timeout_s=900 \
+    >"$dir/out" 2>"$dir/err" & pid=$!
+  for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.1; done
+  grep -q "step 2/" "$dir/out" || bad "a run on $name takes two steps" "$(cat "$dir/err")"
+  for launcher in $(children $pid); do for child in $(children "$launcher"); do
+    tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && kill -9 "$child"
+  done; done
+  SECONDS=0; wait $pid; code=$?
+  [ $code = 137 ] && [ $SECONDS -le 30 ] && grep -q "rank 0 .*rank 1 .*has died in phase .*: signal 9" "$dir/err" &&
+    ok "kill -9 on $name: code $code, $SECONDS s" || bad "kill -9 on $name: code $code, $SECONDS s" "$(cat "$dir/err")"
+done
+finish
