@@ -93,6 +93,7 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
   }
   ListeningPort port;
   std::vector<std::string> errors(static_cast<size_t>(world));
+  disable_flight_recorder();
   std::vector<std::thread> threads;
   std::barrier all_began(world);
   for (int rank = 0; rank < world; ++rank) {
