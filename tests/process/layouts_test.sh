@@ -23,6 +23,10 @@ for layout in "tp2 2 2 1" "tp4 4 4 1" "tp2dp2 4 2 1" "pp2 2 1 2" "pp4 4 1 4" "tp
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+# Stages generate in as many lanes as they are; one lane has the same bits.
+check "GRPO on pp4 in one lane" run onelane 4 1 4 policy.generation.pipeline_lanes=1
+[ "$(weights onelane 4)" = "$(weights pp4 4)" ] && ok "four lanes and one: weights and moments bit for bit" ||
+  bad "four lanes and one"
 out=$(run idle 2 1 1 policy.megatron_cfg.context_parallel_size=2 grpo.max_num_steps=1 2>&1)
 [[ "$out" == *"at most 1 of the 2 context parallel ranks compute one"* ]] &&
   ok "a cp above a sequence's pieces is said" || bad "a cp above a sequence's pieces" "$out"
@@ -92,6 +96,8 @@ killed() { # killed NAME RANKS TP PP RANK PLACE [overrides...]
     bad "a killed rank ($SECONDS s)" "$(cat "$dir/out")"
 }
 killed killed 4 2 1 3 "rank 3 (tp 1, dp 1)"
+killed lanes 4 1 4 2 "rank 2 has died in phase generation" policy.max_total_sequence_length=256 \
+  policy.generation.kv_cache_tokens=2048 policy.generation.forced_lengths=synthetic:8x4:mean=200:max=240:prompt=6
 killed middle 6 2 3 3 "rank 3 (tp 1, pp 1)" policy.megatron_cfg.num_layers_in_first_pipeline_stage=2
 # A middle stage that computes nonsense is seen where the loss is; one that stands still is named by its neighbours.
 faulty() { # faulty FAULT CODE WORDS [overrides...]
@@ -118,6 +124,8 @@ refused "tensor parallel on GPUs" "not supported yet by this version on GPUs" "$
   policy.megatron_cfg.tensor_model_parallel_size=2
 refused "layers that do not divide" "cannot be split so: pp 3 does not divide the 4 layers" run uneven 3 1 3 \
   grpo.num_prompts_per_step=6 policy.train_global_batch_size=24
+refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pipeline_model_parallel_size" \
+  run laneless 1 1 1 policy.generation.pipeline_lanes=2
 refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2" \
   run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
   policy.megatron_cfg.num_layers_in_last_pipeline_stage=2

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/ops/philox.h"
+#include "trainer/parallel/stage_links.h"
 #include "trainer/rollout/queue.h"
 
 namespace trireme {
@@ -22,24 +23,27 @@ class JobCounter final : public CounterStore {
   JobStore& store_;
 };
 
-// The queue of a replica's ranks, which generate the same samples: the leader takes, and all have what it took. Once
-// there was nothing left for it nobody asks again.
+// The queue of a replica's ranks, which generate the same samples: the leader takes, and all have what it took: the
+// tensor ranks beside it at once, the other stages when they come to it. Once there was nothing left for it nobody asks
+// again.
 class ReplicaQueue final : public SampleSource {
  public:
-  ReplicaQueue(SampleQueue& queue, Communicator& ranks) : queue_(queue), ranks_(ranks) {}
+  ReplicaQueue(SampleQueue& queue, ParallelContext& context) : queue_(queue), context_(context) {}
 
   int64_t places() const override { return queue_.places(); }
 
   std::vector<SampleSpan> take(int64_t room) override {
-    if (ranks_.size() == 1) return queue_.take(room);
+    if (context_.replica_group().size() == 1) return queue_.take(room);
     std::vector<SampleSpan> spans;
     if (over_) return spans;
     std::string packed;
-    if (ranks_.rank() == 0) {
+    if (context_.leads_replica()) {
       spans = queue_.take(room);
       packed.assign(reinterpret_cast<const char*>(spans.data()), spans.size() * sizeof(SampleSpan));
     }
-    packed = ranks_.all_gather_bytes(packed).front();
+    StageLinks* links = context_.stage_links();
+    if (links == nullptr || links->stage() == 0) packed = context_.tensor_parallel().all_gather_bytes(packed).front();
+    if (links != nullptr) packed = links->pass_on(packed);
     spans.resize(packed.size() / sizeof(SampleSpan));
     if (!spans.empty()) std::memcpy(spans.data(), packed.data(), packed.size());
     over_ = spans.empty();
@@ -48,7 +52,7 @@ class ReplicaQueue final : public SampleSource {
 
  private:
   SampleQueue& queue_;
-  Communicator& ranks_;
+  ParallelContext& context_;
   bool over_ = false;
 };
 static_assert(std::is_trivially_copyable_v<SampleSpan>);
@@ -190,7 +194,7 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
   std::unique_ptr<CounterStore> counter = std::make_unique<LocalCounter>();
   if (context_.store() != nullptr) counter = std::make_unique<JobCounter>(*context_.store());
   SampleQueue samples(shape, *counter, "rollout-" + request.name);
-  ReplicaQueue queue(samples, context_.replica_group());
+  ReplicaQueue queue(samples, context_);
 
   ReferenceStream* reference = request.reference;
   DriverHooks hooks;

@@ -112,6 +112,14 @@ void check_lengths(const Config& c, Problems& out) {
   }
 }
 
+void check_generation(const Config& c, Problems& out) {
+  if (c.policy.generation.pipeline_lanes > 0 && parallel_sizes(c).pipeline == 1) {
+    out.push_back({"policy.generation.pipeline_lanes",
+                   number(c.policy.generation.pipeline_lanes) +
+                       " lanes need stages: set policy.megatron_cfg.pipeline_model_parallel_size above 1, or 0 lanes"});
+  }
+}
+
 void check_recompute(const Config& c, Problems& out) {
   const MegatronConfig& m = c.policy.megatron_cfg;
   if (!m.enabled) {
@@ -383,6 +391,7 @@ std::vector<config::Problem> config::cross_check(const Config& config) {
   check_batches(config, problems);
   check_recompute(config, problems);
   check_lengths(config, problems);
+  check_generation(config, problems);
   if (config.algorithm == "grpo") {
     check_grpo(config, problems);
     check_loss(config, problems);

@@ -205,6 +205,7 @@ struct GenerationConfig {
   int64_t prefill_chunk_tokens = 2048;    // (ours) prompt tokens prefilled in one engine step
   int64_t kv_cache_tokens = 0;            // (ours) rows of the KV cache, per rank; 0: from free memory
   double kv_cache_memory_fraction = 0.6;  // (ours) of the device's memory, when kv_cache_tokens is 0
+  int64_t pipeline_lanes = 0;             // (ours) of pipeline stages; 0: as many as stages
   int64_t background_sms = -1;  // (ours) for reference log-probs beside the last responses; -1: see fields.cpp
   // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: responses end by themselves
   std::string forced_lengths;

@@ -244,6 +244,10 @@ void add_generation(std::vector<Field>& table) {
    "largest step included")
       .above(0)
       .below(1);
+  OURS(policy.generation.pipeline_lanes)
+  ("under pipeline parallelism: schedulers that take turns, so that stages compute at the same time; 0: as many as "
+   "stages. Fewer where the cache has no room for so many of the longest sequences. No sample depends on it")
+      .at_least(0);
   OURS(policy.generation.background_sms)
   ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished responses while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "

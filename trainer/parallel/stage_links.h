@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -40,6 +41,9 @@ class StageLinks final {
   void share_last(at::Tensor tensor);
   // The last stage's, of any size. Collective.
   std::string share_last(const std::string& bytes);
+  // The first stage's bytes, of any size, on all, by the lines forward: each stage has them from the one before, and
+  // waits for none behind it. All stages call it at the same place among what they send and receive on those lines.
+  std::string pass_on(const std::string& bytes);
   // On the first stage the last one's tensor, on the last the first one's, of own's size. Collective of those two.
   at::Tensor swap_ends(const at::Tensor& own);
 
@@ -48,9 +52,16 @@ class StageLinks final {
   Communicator& line(int from, bool backward) { return *lines_.at({backward, from}); }
   int next(int stage, bool backward) const { return (stage + (backward ? stages() - 1 : 1)) % stages(); }
 
+  struct Passed {  // under way to the next stage
+    at::Tensor bytes;
+    PendingCollective sent;
+  };
+  void pass(at::Tensor bytes);
+
   Communicator& group_;
   bool connected_ = false;
   std::map<std::pair<bool, int>, std::unique_ptr<Communicator>> lines_;
+  std::deque<Passed> passed_;  // oldest first
 };
 
 }  // namespace trireme

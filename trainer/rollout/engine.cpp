@@ -16,6 +16,7 @@
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/parallel/communicator.h"
 #include "trainer/rollout/cache_size.h"
+#include "trainer/rollout/lanes.h"
 #include "trainer/rollout/scheduler.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -71,7 +72,8 @@ LogprobOptions SamplingOptions::logprob_options() const {
 const char* to_string(FinishReason reason) { return reason == FinishReason::kStop ? "stop" : "length"; }
 
 double EngineStats::occupancy(int64_t max_sequences) const {
-  return steps == 0 ? 0.0 : static_cast<double>(sequence_steps) / static_cast<double>(steps * max_sequences);
+  const auto places = static_cast<double>(max_sequences) / static_cast<double>(lanes);  // of a step
+  return steps == 0 ? 0.0 : static_cast<double>(sequence_steps) / (static_cast<double>(steps) * places);
 }
 
 struct Engine::Impl {
@@ -81,18 +83,29 @@ struct Engine::Impl {
     std::shared_ptr<const SamplingOptions> sampling;
     LogprobOptions logprob;
     std::vector<int64_t> limits;    // new tokens of each sample
+    int64_t order = 0;              // of submission
     size_t longest_stop_bytes = 0;  // 0: no stop strings
     int64_t unfinished = 0;
   };
   struct LiveSample {
     Group* group = nullptr;
     int64_t index = 0;    // in the group
-    int64_t unseen = -1;  // its entry of `unseen`, or -1
+    int64_t unseen = -1;  // its entry of the lane's `launched`, or -1
     bool finished = false;
     GeneratedSample& result() const { return group->result.samples[index]; }
   };
   using Outputs = std::vector<Output>;                  // of one step
-  using Complete = std::pair<int64_t, GeneratedGroup>;  // with its first sequence id: the order of submission
+  using Complete = std::pair<int64_t, GeneratedGroup>;  // with Group::order
+  struct Lane {
+    explicit Lane(const SchedulerOptions& scheduling) : scheduler(scheduling) {}
+    LiveSample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
+    Scheduler scheduler;
+    std::deque<LiveSample> samples;  // of sequence ids first_sequence, first_sequence + 1, ...
+    int64_t first_sequence = 0;
+    StepPlan plan;  // reused from step to step
+    // Of steps whose tokens are still the runner's: the last one, and, with late_stops, the one before for a moment.
+    std::optional<Outputs> launched, earlier;
+  };
 
   Impl(const Model& m, const Tokenizer* t, const EngineOptions& o, const SamplingOptions& s)
       : model(m), tokenizer(t), options(o), sampling(std::make_shared<SamplingOptions>(checked(s, t))) {
@@ -106,12 +119,10 @@ struct Engine::Impl {
     }
     if (options.max_total_length < 2) fail_user("rollout: max_total_length must be at least 2");
     if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
+    TRIREME_CHECK(options.lanes >= 1 && (options.lanes == 1 || pipelined()), "lanes are those of a pipeline");
     if (!(options.cache_memory_fraction > 0.0 && options.cache_memory_fraction <= 1.0)) {
       fail_user("rollout: cache_memory_fraction must be in (0, 1]");
     }
-    SchedulerOptions scheduling;
-    scheduling.cache_rows = options.cache_rows == 0 ? 1 : options.cache_rows;  // allocate() finds it
-    scheduling.max_sequences = options.max_sequences;
     scheduling.prefill_chunk_tokens = options.prefill_chunk_tokens;
     scheduling.headroom_rows = options.headroom_rows;
     scheduling.grow_factor = options.grow_factor;
@@ -119,10 +130,11 @@ struct Engine::Impl {
       options.late_stops = true;
       scheduling.chunk_alignment = kChunkAlignment;
     }
-    scheduler.emplace(scheduling);
+    make_lanes(options.cache_rows == 0 ? 1 : options.cache_rows);  // allocate() finds it
   }
 
   bool together() const { return model.options().experts != nullptr; }
+  bool pipelined() const { return model.options().links != nullptr; }
   bool on_cuda() const { return model.options().device.is_cuda(); }
   int64_t row_bytes() const { return KvArena::bytes_per_row(model.local(), model.options().dtype); }
   int64_t most_rows() const { return options.max_sequences * options.max_total_length; }
@@ -131,43 +143,45 @@ struct Engine::Impl {
   void take_cache();
   void allocate();
   void restore();
+  void make_lanes(int64_t rows);
   void use_rows(int64_t rows);
   void allocate_measured();
   int64_t rows_that_fit();
   int64_t least_of_ranks(int64_t rows) const { return options.least_of_ranks ? options.least_of_ranks(rows) : rows; }
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
+  void deal();
+  void add(Group& group, const LanePart& part);
   std::vector<Complete> step(const Engine& engine);
-  std::optional<Outputs> launch();
-  void process(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete);
-  void fill_request();
+  void launch(int64_t index);
+  std::optional<Outputs> start(int64_t index);
+  void look(const Engine& engine, Lane& lane, std::vector<Complete>& complete);
+  void process(const Engine& engine, Lane& lane, const Outputs& outputs, std::vector<Complete>& complete);
+  void drop_steps();
+  void fill_request(int64_t index);
   int64_t token(const LiveSample& sample, int64_t position) const;
-  void expect_unseen();
+  static void expect_unseen(Lane& lane);
   std::optional<FinishReason> ended(const LiveSample& sample) const;
   bool stops(const Group& group, const GeneratedSample& sample) const;
-  void finish(const Engine& engine, int64_t sequence, FinishReason reason, std::vector<Complete>& complete);
-  void forget_finished();
-  LiveSample& at(int64_t sequence) { return samples[sequence - first_sequence]; }
+  void finish(const Engine& engine, Lane& lane, int64_t sequence, FinishReason reason, std::vector<Complete>& complete);
 
   const Model& model;
   const Tokenizer* tokenizer;
   EngineOptions options;
   std::shared_ptr<const SamplingOptions> sampling;
-  std::optional<Scheduler> scheduler;
+  SchedulerOptions scheduling;  // of every lane, but for what is its share
+  int64_t cache_rows = 0;       // of all lanes
+  int64_t fewer_lanes = 0;      // than wanted, as was said
+  std::vector<Lane> lanes;
   std::unique_ptr<KvArena> arena;
   std::unique_ptr<StepRunner> runner;                // over the arena
-  std::map<int64_t, std::unique_ptr<Group>> groups;  // by their first sequence id
-  std::deque<LiveSample> samples;                    // of sequence ids first_sequence, first_sequence + 1, ...
-  int64_t first_sequence = 0;
-  // With late_stops, of the step that was launched last: its tokens are still the runner's.
-  std::optional<Outputs> unseen;
-  int64_t measured_rows = 0;  // of the cache, where the engine found its size itself; else 0
-  int64_t step_bytes = 0;     // then: what steps want of LibTorch's allocator
+  std::map<int64_t, std::unique_ptr<Group>> groups;  // unfinished ones, by Group::order
+  int64_t next_order = 0;
+  std::vector<Group*> arrivals;  // in no lane yet
+  int64_t measured_rows = 0;     // of the cache, where the engine found its size itself; else 0
+  int64_t step_bytes = 0;        // then: what steps want of LibTorch's allocator
   EngineStats stats;
-
-  // Reused from step to step.
-  StepPlan plan;
-  StepRequest request;
+  StepRequest request;  // reused from step to step
 };
 
 // Each sample's limit of new tokens.
@@ -209,8 +223,29 @@ std::unique_ptr<StepRunner> Engine::Impl::make_runner(KvArena& over) const {
   return make_host_runner(model, over);
 }
 
+// Only when idle.
+void Engine::Impl::make_lanes(int64_t rows) {
+  TRIREME_CHECK(groups.empty(), "the cache's size was changed under samples");
+  lanes.clear();
+  for (const LaneShare& share : lane_shares(options.lanes, rows, options.max_sequences, options.max_total_length)) {
+    scheduling.first_row = share.first_row;
+    scheduling.cache_rows = share.rows;
+    scheduling.max_sequences = share.max_sequences;
+    lanes.emplace_back(scheduling);
+  }
+  cache_rows = rows;
+  stats.lanes = static_cast<int64_t>(lanes.size());
+}
+
 void Engine::Impl::use_rows(int64_t rows) {
-  if (rows != scheduler->options().cache_rows) scheduler->set_cache_rows(rows);
+  if (rows != cache_rows) make_lanes(rows);
+  if (stats.lanes < options.lanes && stats.lanes != fewer_lanes) {
+    fewer_lanes = stats.lanes;
+    log_info("rollout", "generation has " + std::to_string(stats.lanes) + " of " + std::to_string(options.lanes) +
+                            " lanes: " + std::to_string(rows) + " cache rows and " +
+                            std::to_string(options.max_sequences) + " places are for as many sequences of " +
+                            std::to_string(options.max_total_length) + " tokens");
+  }
   stats.cache_rows = rows;
 }
 
@@ -228,7 +263,7 @@ void Engine::Impl::allocate() {
 }
 
 void Engine::Impl::restore() {
-  int64_t rows = scheduler->options().cache_rows;
+  int64_t rows = cache_rows;
   if (on_cuda())
     log_debug("rollout", "the cache takes its memory again: " + to_string(device_memory(model.options().device)));
   if (measured_rows > 0) rows = least_of_ranks(rows_that_fit());
@@ -282,7 +317,7 @@ int64_t Engine::Impl::rows_that_fit() {
   const DeviceMemory memory = device_memory(device);
   // What steps had of the allocator's went with it, but for the graphs' part.
   const int64_t rows = returning_cache_rows(memory.free, std::max<int64_t>(0, step_bytes - memory.cached), limits);
-  if (rows < measured_rows && rows != scheduler->options().cache_rows) {
+  if (rows < measured_rows && rows != cache_rows) {
     log_warn("rollout", "only " + gibibytes(memory.free) + " of the GPU's memory are free: the cache has " +
                             std::to_string(rows) + " rows instead of " + std::to_string(measured_rows) +
                             "; a lower policy.generation.kv_cache_memory_fraction leaves more to training");
@@ -300,52 +335,95 @@ void Engine::Impl::take_cache() {
 
 void Engine::Impl::submit(GroupRequest request) {
   take_cache();
+  const std::string name = "group " + std::to_string(request.group_id);
   auto group = std::make_unique<Group>();
-  int64_t first = 0;
   try {
     group->sampling = sampling;
     if (request.sampling)
       group->sampling = std::make_shared<const SamplingOptions>(checked(*request.sampling, tokenizer));
     group->limits = sample_limits(request, *group->sampling);
-    first = scheduler->add_group(static_cast<int64_t>(request.prompt.size()), group->limits);
+    group->request = std::move(request);
+    // Several lanes each have room for whatever keeps the limits.
+    if (lanes.size() == 1) add(*group, {0, 0, group->request.samples, 0});
   } catch (const Error& e) {
-    throw Error(e.kind(), "group " + std::to_string(request.group_id) + ": " + e.what());
+    throw Error(e.kind(), name + ": " + e.what());
   }
-  if (samples.empty()) first_sequence = first;
+  const GroupRequest& kept = group->request;
+  group->order = next_order++;
   group->logprob = group->sampling->logprob_options();
   for (const std::string& text : group->sampling->stop_strings) {
     group->longest_stop_bytes = std::max(group->longest_stop_bytes, text.size());
   }
-  group->unfinished = request.samples;
-  group->result.group_id = request.group_id;
-  group->result.first_sample_id = request.first_sample_id;
-  group->result.samples.resize(request.samples);
-  for (int64_t i = 0; i < request.samples; ++i) samples.push_back({group.get(), i, -1, false});
-  group->request = std::move(request);
-  groups.emplace(first, std::move(group));
+  group->unfinished = kept.samples;
+  group->result.group_id = kept.group_id;
+  group->result.first_sample_id = kept.first_sample_id;
+  group->result.samples.resize(kept.samples);
+  if (lanes.size() > 1) arrivals.push_back(group.get());
+  groups.emplace(group->order, std::move(group));
 }
 
-// One turn of the loop, behind submit(): plan, launch, and last the tokens of the step before, so that a device has its
-// next step while the host looks at them. Without late_stops they are this step's.
+// What was submitted since the last step, to lanes.
+void Engine::Impl::deal() {
+  if (arrivals.empty()) return;
+  std::vector<LaneLoad> loads;
+  for (const Lane& lane : lanes)
+    loads.push_back({lane.scheduler.unfinished(), lane.scheduler.options().max_sequences, lane.plan.crowded});
+  std::vector<int64_t> sizes;
+  for (const Group* group : arrivals) sizes.push_back(group->request.samples);
+  for (const LanePart& part : deal_to_lanes(std::move(loads), sizes))
+    add(*arrivals[static_cast<size_t>(part.group)], part);
+  arrivals.clear();
+}
+
+void Engine::Impl::add(Group& group, const LanePart& part) {
+  Lane& lane = lanes[static_cast<size_t>(part.lane)];
+  const auto limits = group.limits.begin() + part.first;
+  const int64_t first =
+      lane.scheduler.add_group(static_cast<int64_t>(group.request.prompt.size()), {limits, limits + part.count});
+  if (lane.samples.empty()) lane.first_sequence = first;
+  for (int64_t i = part.first; i < part.first + part.count; ++i) lane.samples.push_back({&group, i, -1, false});
+}
+
+// One turn of the loop, behind submit(): each lane's plan and launch, and, when its next plan wants them, the tokens of
+// its last step; with late_stops of the one before, so that a device has its next step while the host looks at them.
 std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
   const at::NoGradGuard no_grad;
   const Stopwatch watch;
   std::vector<Complete> complete;
-  scheduler->plan(plan);
-  std::optional<Outputs> launched = launch();
-  if (options.late_stops) {
-    if (unseen) process(engine, *unseen, complete);
-    unseen = std::move(launched);
-    expect_unseen();
-  } else if (launched) {
-    process(engine, *launched, complete);
+  deal();
+  LaneOrder order;
+  order.lanes = static_cast<int64_t>(lanes.size());
+  order.late = options.late_stops;
+  if (pipelined()) order.pieces = static_cast<int64_t>(model.split().layers.size());
+  for (int64_t piece = 0; piece < order.pieces; ++piece) {
+    for (int64_t index = 0; index < order.lanes; ++index) {
+      if (piece == 0) {
+        launch(index);
+      } else if (lanes[static_cast<size_t>(index)].launched) {
+        const Stopwatch forward;
+        runner->proceed(index);
+        stats.forward_seconds += forward.seconds();
+      }
+      if (const auto seen = order.looks_at(piece, index)) look(engine, lanes[static_cast<size_t>(*seen)], complete);
+    }
   }
+  // Nobody waits for what a stopped sample got besides, and the stages' lines are others' now.
+  if (pipelined() && groups.empty()) drop_steps();
   stats.seconds += watch.seconds();
   return complete;
 }
 
-// Starts the planned step. Nothing where there is nothing to do.
-std::optional<Engine::Impl::Outputs> Engine::Impl::launch() {
+void Engine::Impl::launch(int64_t index) {
+  Lane& lane = lanes[static_cast<size_t>(index)];
+  lane.scheduler.plan(lane.plan);
+  lane.earlier = std::move(lane.launched);
+  lane.launched = start(index);
+}
+
+// Starts the lane's planned step. Nothing where there is nothing to do.
+std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
+  Lane& lane = lanes[static_cast<size_t>(index)];
+  const StepPlan& plan = lane.plan;
   if (plan.empty()) {
     if (together()) {
       take_cache();  // one that has never had a sample has none
@@ -354,13 +432,15 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::launch() {
     return std::nullopt;
   }
   Stopwatch watch;
-  fill_request();
+  fill_request(index);
   stats.host_seconds += watch.lap();
   runner->start(request);
   stats.forward_seconds += watch.lap();
-  scheduler->commit(plan);
+  lane.scheduler.commit(plan);
   ++stats.steps;
-  stats.peak_cache_rows = std::max(stats.peak_cache_rows, plan.cache_rows);
+  int64_t used = 0;
+  for (const Lane& each : lanes) used += each.plan.cache_rows;
+  stats.peak_cache_rows = std::max(stats.peak_cache_rows, used);
   stats.prefill_tokens += plan.prefill_tokens;
   stats.decode_tokens += plan.decode_tokens;
   stats.preemptions += static_cast<int64_t>(plan.preempted.size());
@@ -371,39 +451,60 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::launch() {
   return plan.outputs;
 }
 
-// Takes the tokens of the oldest step, whose outputs these are.
-void Engine::Impl::process(const Engine& engine, const Outputs& outputs, std::vector<Complete>& complete) {
+// At the tokens of the lane's last step; with late_stops of the one before.
+void Engine::Impl::look(const Engine& engine, Lane& lane, std::vector<Complete>& complete) {
+  std::optional<Outputs>& step = options.late_stops ? lane.earlier : lane.launched;
+  if (step) process(engine, lane, *step, complete);
+  step.reset();
+  expect_unseen(lane);
+}
+
+// Takes the tokens of the oldest step, which is this lane's and has these outputs.
+void Engine::Impl::process(const Engine& engine, Lane& lane, const Outputs& outputs, std::vector<Complete>& complete) {
   Stopwatch watch;
   const SampleResult sampled = runner->take();
   stats.waiting_seconds += watch.lap();
   for (size_t i = 0; i < outputs.size(); ++i) {
     const int64_t sequence = outputs[i].sequence;
-    if (sequence < first_sequence || at(sequence).finished) {
+    if (sequence < lane.first_sequence || lane.at(sequence).finished) {
       ++stats.surplus_tokens;
       continue;
     }
-    LiveSample& sample = at(sequence);
+    LiveSample& sample = lane.at(sequence);
     sample.unseen = -1;
     sample.result().response.push_back(static_cast<int32_t>(sampled.ids[i]));
     sample.result().logprobs.push_back(sampled.logprobs[i]);
     ++stats.sampled_tokens;
-    if (const std::optional<FinishReason> reason = ended(sample)) finish(engine, sequence, *reason, complete);
+    if (const std::optional<FinishReason> reason = ended(sample)) finish(engine, lane, sequence, *reason, complete);
   }
-  forget_finished();
+  while (!lane.samples.empty() && lane.samples.front().finished) {
+    lane.samples.pop_front();
+    ++lane.first_sequence;
+  }
   stats.host_seconds += watch.lap();
 }
 
-// Everything the runner needs of the plan's step.
-void Engine::Impl::fill_request() {
-  request.plan = &plan;
+// Takes the tokens that nobody needs of steps which may still be under way.
+void Engine::Impl::drop_steps() {
+  for (Lane& lane : lanes) {
+    if (lane.launched) (void)runner->take();
+    lane.launched.reset();
+  }
+}
+
+// Everything the runner needs of the lane's planned step.
+void Engine::Impl::fill_request(int64_t index) {
+  Lane& lane = lanes[static_cast<size_t>(index)];
+  request.plan = &lane.plan;
+  request.lane = index;
   request.tokens.clear();
   request.rows.clear();
-  for (const Segment& segment : plan.segments) {
-    const LiveSample& sample = at(segment.sequence);
+  for (const Segment& segment : lane.plan.segments) {
+    const LiveSample& sample = lane.at(segment.sequence);
     for (int64_t i = 0; i < segment.count; ++i) request.tokens.push_back(token(sample, segment.past + i));
   }
-  for (const Output& output : plan.outputs) {
-    const LiveSample& sample = at(output.sequence);
+  for (const Output& output : lane.plan.outputs) {
+    const LiveSample& sample = lane.at(output.sequence);
     const Group& group = *sample.group;
     SampleRow row;
     row.options = group.logprob;
@@ -428,12 +529,12 @@ int64_t Engine::Impl::token(const LiveSample& sample, int64_t position) const {
   return -(sample.unseen + 1);
 }
 
-// The next step may read these tokens, which the host does not know yet.
-void Engine::Impl::expect_unseen() {
-  if (!unseen) return;
-  for (size_t i = 0; i < unseen->size(); ++i) {
-    const int64_t sequence = (*unseen)[i].sequence;
-    if (sequence >= first_sequence) at(sequence).unseen = static_cast<int64_t>(i);
+// The lane's next step may read the tokens of its last one, which the host does not know yet.
+void Engine::Impl::expect_unseen(Lane& lane) {
+  if (!lane.launched) return;
+  for (size_t i = 0; i < lane.launched->size(); ++i) {
+    const int64_t sequence = (*lane.launched)[i].sequence;
+    if (sequence >= lane.first_sequence) lane.at(sequence).unseen = static_cast<int64_t>(i);
   }
 }
 
@@ -462,26 +563,18 @@ bool Engine::Impl::stops(const Group& group, const GeneratedSample& sample) cons
 }
 
 // The last one completes its group.
-void Engine::Impl::finish(const Engine& engine, int64_t sequence, FinishReason reason,
+void Engine::Impl::finish(const Engine& engine, Lane& lane, int64_t sequence, FinishReason reason,
                           std::vector<Complete>& complete) {
-  LiveSample& sample = at(sequence);
+  LiveSample& sample = lane.at(sequence);
   Group& group = *sample.group;
   sample.result().finish = reason;
   sample.finished = true;
-  if (reason == FinishReason::kStop) scheduler->stop(sequence);
+  if (reason == FinishReason::kStop) lane.scheduler.stop(sequence);
   if (engine.on_sample) engine.on_sample(group.request, sample.index, sample.result());
   if (--group.unfinished > 0) return;
-  const auto entry = groups.find(sequence - sample.index);
   group.result.prompt = std::move(group.request.prompt);
-  complete.emplace_back(entry->first, std::move(group.result));
-  groups.erase(entry);
-}
-
-void Engine::Impl::forget_finished() {
-  while (!samples.empty() && samples.front().finished) {
-    samples.pop_front();
-    ++first_sequence;
-  }
+  complete.emplace_back(group.order, std::move(group.result));
+  groups.erase(group.order);
 }
 
 Engine::Engine(const Model& model, const Tokenizer* tokenizer, const EngineOptions& options,
@@ -511,7 +604,10 @@ bool Engine::somebody_unfinished() const {
   return impl_->model.options().experts->all_reduce_sum(unfinished_samples()) > 0;
 }
 
-bool Engine::crowded() const { return impl_->plan.crowded; }
+bool Engine::crowded() const {
+  return std::all_of(impl_->lanes.begin(), impl_->lanes.end(),
+                     [](const Impl::Lane& lane) { return lane.plan.crowded; });
+}
 
 std::vector<GeneratedGroup> Engine::run() {
   std::vector<Impl::Complete> complete;
@@ -528,14 +624,14 @@ void Engine::share_device(bool on) {
   if (impl_->runner != nullptr) impl_->runner->share_device(on);
 }
 
-void Engine::weights_changed() { impl_->scheduler->drop_cache(); }
+void Engine::weights_changed() {
+  for (Impl::Lane& lane : impl_->lanes) lane.scheduler.drop_cache();
+}
 
 void Engine::release_cache() {
   TRIREME_CHECK(idle(), "the rollout cache was released while samples are unfinished");
-  impl_->scheduler->drop_cache();
-  // A step whose tokens nobody needs may still be under way.
-  if (impl_->unseen) (void)impl_->runner->take();
-  impl_->unseen.reset();
+  weights_changed();
+  impl_->drop_steps();
   if (impl_->arena != nullptr) impl_->arena->release();
   impl_->stats.cache_rows = 0;
   if (impl_->on_cuda())
@@ -548,9 +644,10 @@ const SamplingOptions& Engine::sampling() const { return *impl_->sampling; }
 const EngineStats& Engine::stats() const { return impl_->stats; }
 
 void Engine::reset_stats() {
-  const int64_t rows = impl_->stats.cache_rows;
+  const int64_t rows = impl_->stats.cache_rows, lanes = impl_->stats.lanes;
   impl_->stats = EngineStats();
   impl_->stats.cache_rows = rows;
+  impl_->stats.lanes = lanes;
 }
 
 }  // namespace trireme

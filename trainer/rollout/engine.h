@@ -42,6 +42,9 @@ struct EngineOptions {
   // A step's tokens are looked at after the next step was started; the token that a stopped sample got meanwhile is
   // dropped. For devices that run ahead of the host (always on CUDA); the samples are the same.
   bool late_stops = false;
+  // Of a model with several stages: so many schedulers take turns at most (lanes.h), as many as have places and room
+  // for the longest sequence. No sample depends on it. Ranks that generate together say the same.
+  int64_t lanes = 1;
   // Of ranks that generate together with the same model: the least of their numbers of cache rows, so that their plans
   // are alike. Collective; called in submit(). Empty: this one's own.
   std::function<int64_t(int64_t rows)> least_of_ranks;
@@ -89,6 +92,7 @@ struct EngineStats {
   int64_t copied_rows = 0;  // prompts copied, extents moved
   int64_t cache_rows = 0;   // capacity; 0 while there is no cache
   int64_t peak_cache_rows = 0;
+  int64_t lanes = 1;                              // schedulers that take turns
   int64_t sequence_steps = 0;                     // sequences in a step, summed over steps
   double seconds = 0.0;                           // in step(), all of the following and planning
   double forward_seconds = 0.0;                   // starting steps; on CPU their computation
@@ -100,6 +104,9 @@ struct EngineStats {
 // Engines over a model whose experts are split (ModelOptions::experts) step together: step() and run() are collective
 // over the expert group, with rows of an engine's own or none. Before each step() all of them ask
 // somebody_unfinished(), and step, or not, by its answer. Samples, stops and preemption are each engine's own.
+//
+// Engines over a model with several stages (ModelOptions::links) are collective over the pipeline: the same submits and
+// steps on all stages. A stage is ahead of the next one by a turn of a lane or some.
 //
 // One thread owns an engine. It reads the model's live weights: nobody may write them during step(), and after a write
 // weights_changed() comes before the next step().
@@ -113,14 +120,15 @@ class Engine final {
 
   // Throws Error(kUser) that names the group when it can never be generated; the engine is unchanged then.
   void submit(GroupRequest request);
-  // One batch through the model. Returns the groups that became complete. Nothing happens when idle, but for a batch
-  // without rows where engines step together.
+  // One batch through the model, of each lane. Returns the groups that became complete. Nothing happens when idle, but
+  // for a batch without rows where engines step together.
   std::vector<GeneratedGroup> step();
   bool idle() const;
   int64_t unfinished_samples() const;
   // Of this engine or of one that it steps together with. Collective over these.
   bool somebody_unfinished() const;
-  // In the last step a sample that could have begun found no room: prefill budget, cache rows or places.
+  // In the last step a sample that could have begun found no room: prefill budget, cache rows or places. Of lanes: in
+  // each of them.
   bool crowded() const;
   // Steps until idle; groups in the order in which they were submitted.
   std::vector<GeneratedGroup> run();

@@ -41,9 +41,8 @@ bool take_gap(std::vector<Gap>& gaps, int64_t rows, int64_t& start) {
   return false;
 }
 
-// Everything from row 0 on in its present order, then the admitted.
-void compact(std::vector<Candidate>& candidates, const std::vector<int32_t>& by_start) {
-  int64_t next = 0;
+// Everything from row `next` on in its present order, then the admitted.
+void compact(std::vector<Candidate>& candidates, const std::vector<int32_t>& by_start, int64_t next) {
   for (const int32_t i : by_start) {
     candidates[i].start = next;
     next += candidates[i].rows;
@@ -76,6 +75,7 @@ void StepPlan::clear() {
 
 Scheduler::Scheduler(const SchedulerOptions& options) : options_(options) {
   if (options.cache_rows < 1) fail_user("rollout: the cache has no rows; give it more memory or a larger cache_rows");
+  TRIREME_CHECK(options.first_row >= 0, "a scheduler's rows begin ahead of the arena");
   if (options.max_sequences < 1) fail_user("rollout: max_sequences must be at least 1");
   if (options.prefill_chunk_tokens < 1) fail_user("rollout: prefill_chunk_tokens must be at least 1");
   if (options.chunk_alignment < 1 || options.prefill_chunk_tokens < options.chunk_alignment) {
@@ -275,19 +275,20 @@ void Scheduler::place(Draft& draft, StepPlan& out) const {
   // Who fits where it is, stays. Rows that a mover leaves stay untouched in this step, so that the order of the moves
   // does not matter.
   std::vector<Gap> gaps;
-  int64_t free_from = 0;
+  const int64_t end = options_.first_row + options_.cache_rows;
+  int64_t free_from = options_.first_row;
   for (size_t i = 0; i < by_start.size(); ++i) {
     Candidate& c = candidates[by_start[i]];
-    const int64_t next = i + 1 < by_start.size() ? candidates[by_start[i + 1]].old_start : options_.cache_rows;
+    const int64_t next = i + 1 < by_start.size() ? candidates[by_start[i + 1]].old_start : end;
     const bool stays = c.old_start + c.rows <= next;
     if (stays) c.start = c.old_start;
     if (c.old_start > free_from) gaps.push_back({free_from, c.old_start - free_from});
     free_from = c.old_start + (stays ? c.rows : c.old_rows);
   }
-  if (free_from < options_.cache_rows) gaps.push_back({free_from, options_.cache_rows - free_from});
+  if (free_from < end) gaps.push_back({free_from, end - free_from});
   const bool fits = std::all_of(candidates.begin(), candidates.end(),
                                 [&](Candidate& c) { return c.start >= 0 || take_gap(gaps, c.rows, c.start); });
-  if (!fits) compact(candidates, by_start);
+  if (!fits) compact(candidates, by_start, options_.first_row);
 
   for (const Candidate& c : candidates) {
     if (c.start != c.old_start || c.rows != c.old_rows) out.placements.push_back({c.id, c.start, c.rows, c.cached});
@@ -455,13 +456,6 @@ void Scheduler::drop_cache() {
   residents_.clear();
 }
 
-void Scheduler::set_cache_rows(int64_t rows) {
-  TRIREME_CHECK(idle() && residents_.empty(), "the cache's size was changed under residents");
-  if (rows < 1) fail_user("rollout: the cache has no rows; give it more memory or a larger cache_rows");
-  ++version_;
-  options_.cache_rows = rows;
-}
-
 void Scheduler::forget_done() {
   while (!sequences_.empty() && sequences_.front().state == State::kDone) {
     sequences_.pop_front();
@@ -498,12 +492,12 @@ void Scheduler::check() const {
     if (holds) extents.emplace_back(s.start, s.rows);
   }
   std::sort(extents.begin(), extents.end());
-  int64_t end = 0;
+  int64_t end = options_.first_row;
   for (const auto& [start, count] : extents) {
-    TRIREME_CHECK(start >= end, "extents overlap");
+    TRIREME_CHECK(start >= end, "extents overlap, or begin ahead of the cache");
     end = start + count;
   }
-  TRIREME_CHECK(end <= options_.cache_rows, "an extent ends after the cache");
+  TRIREME_CHECK(end <= options_.first_row + options_.cache_rows, "an extent ends after the cache");
   TRIREME_CHECK(rows == used_rows_, "used rows do not add up");
   TRIREME_CHECK(unfinished == unfinished_, "unfinished sequences do not add up");
   TRIREME_CHECK(resident == residents(), "residents do not add up");

@@ -11,7 +11,8 @@
 namespace trireme {
 
 struct SchedulerOptions {
-  int64_t cache_rows = 0;               // rows (token positions) of the cache arena
+  int64_t cache_rows = 0;               // rows (token positions) of the cache arena that are this scheduler's
+  int64_t first_row = 0;                // the first of them; plans speak of rows of the whole arena
   int64_t max_sequences = 256;          // resident at once
   int64_t prefill_chunk_tokens = 2048;  // budget of a step for everything but the one next token of each sequence
   int64_t headroom_rows = 64;  // a new extent has this many rows beyond the known tokens (capped by the sequence's end)
@@ -94,8 +95,6 @@ class Scheduler final {
   void stop(int64_t sequence);
   // Forgets all cached rows: residents are computed again (weights changed).
   void drop_cache();
-  // The arena has another number of rows from now on. Only when idle.
-  void set_cache_rows(int64_t rows);
 
   bool idle() const { return unfinished_ == 0; }
   int64_t unfinished() const { return unfinished_; }

@@ -13,19 +13,24 @@ namespace trireme {
 
 struct StepRequest {
   const StepPlan* plan = nullptr;
-  // [plan.tokens]: the token's id, or -(i + 1) for the one that output i of the previous step samples: its id may not
-  // have reached the host yet.
+  int64_t lane = 0;  // whose step it is (lanes.h); 0 where there is one
+  // [plan.tokens]: the token's id, or -(i + 1) for the one that output i of the lane's previous step samples: its id
+  // may not have reached the host yet.
   std::vector<int64_t> tokens;
   std::vector<SampleRow> rows;  // one for each output of the plan
 };
 
-// One thread owns it. Steps are started in order; their results are taken in the same order, at most one step late.
+// One thread owns it. Steps are started in order; their results are taken in the same order, of each lane at most one
+// step late. Where the model has several stages, start(), proceed() and take() are collective over them: each stage
+// makes the same calls, whenever it comes to them.
 class StepRunner {
  public:
   virtual ~StepRunner() = default;
-  // Moves and copies cache rows, runs the model, samples. May return before the device is done; the request may change
-  // afterwards.
+  // Moves and copies cache rows, runs the first of the stage's pieces, samples behind the model's last one. May return
+  // before the device is done; the request may change afterwards.
   virtual void start(const StepRequest& request) = 0;
+  // The next piece of the step that the lane started last. Only where stages have several pieces, which is on CPU.
+  virtual void proceed(int64_t lane);
   // A step of those this rank steps together with, in which it has no rows; it has no results. Only where experts are
   // split, which is on CPU.
   virtual void start_without_rows();

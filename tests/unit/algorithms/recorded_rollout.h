@@ -88,6 +88,7 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
   const TemporaryDirectory dir;
   ListeningPort port;
   Outcome outcome;
+  disable_flight_recorder();
   std::vector<std::thread> ranks;
   std::vector<std::string> errors(static_cast<size_t>(world));
   for (int rank = 0; rank < world; ++rank) {

@@ -14,6 +14,7 @@
 #include "base/fs.h"
 #include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/listening.h"
+#include "topology/split.h"
 
 namespace trireme {
 namespace {
@@ -25,6 +26,7 @@ struct Case {
   bool whole_groups = false;
   int rollouts = 1;       // one after another, as under dynamic sampling
   bool together = false;  // nobody takes a second step before all have taken their first
+  Layout model = {};      // that each replica's model is split over
 };
 
 struct Seen {
@@ -34,10 +36,20 @@ struct Seen {
 };
 
 Seen collect(ParallelContext& context, const Case& setup, std::barrier<>* all_began = nullptr) {
-  const std::unique_ptr<Model> model = test::tiny_model({.vocab = kVocabulary, .initializer_range = 0.3});
+  const ModelConfig config = test::tiny_config({.vocab = kVocabulary, .layers = 2, .initializer_range = 0.3});
+  ModelOptions options;
+  options.trainable = false;
+  if (context.holders().size() > 1) {
+    options.split = model_split(config.shape(), context.layout(), context.rank());
+    options.tensor = &context.tensor_parallel();
+    options.links = context.stage_links();
+  }
+  const auto model = std::make_unique<Model>(config, options);
+  init_parameters(*model, 1);
   SamplingOptions sampling;
   sampling.seed = 4;
-  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling);
+  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places, .lanes = context.layout().pp},
+                sampling);
   PhaseTimer timer;
   RolloutCollector collector(engine, nullptr, nullptr, context, timer, 100);
   std::vector<PromptExample> prompts(static_cast<size_t>(setup.groups));
@@ -81,13 +93,14 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
   }
   ListeningPort port;
   std::vector<std::string> errors(static_cast<size_t>(world));
+  disable_flight_recorder();
   std::vector<std::thread> threads;
   std::barrier all_began(world);
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        Layout layout;
-        layout.dp = world;
+        Layout layout = setup.model;
+        layout.dp = world / (layout.tp * layout.pp);
         ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
         seen[static_cast<size_t>(rank)] = collect(context, setup, setup.together ? &all_began : nullptr);
         context.world().barrier();
@@ -131,6 +144,28 @@ TEST(Rollouts, AreTheSameOnAnyNumberOfRanksAndSharedEvenly) {
       EXPECT_EQ(seen.shares.samples, std::vector<int64_t>(static_cast<size_t>(world), 2 * 48 / world));
       EXPECT_EQ(seen.shares.idle_seconds, ranks.front().shares.idle_seconds);
       EXPECT_GE(*std::min_element(seen.shares.idle_seconds.begin(), seen.shares.idle_seconds.end()), 0);
+    }
+  }
+}
+
+// Pipelines generate in lanes and are given what their leader took when they come to it; tensor ranks beside it at
+// once.
+TEST(Rollouts, OfPipelinesAreThoseOfOneRank) {
+  const Case few{.groups = 1, .samples = 2}, many{.groups = 12, .samples = 4, .places = 8, .rollouts = 2};
+  for (Case setup : {few, many}) {
+    const Seen alone = on_ranks(1, setup).front();
+    for (const auto& [tp, pp] : {std::pair<int64_t, int64_t>{1, 2}, {2, 2}}) {
+      setup.model.tp = tp;
+      setup.model.pp = pp;
+      for (const Seen& seen : on_ranks(static_cast<int>(2 * tp * pp), setup)) {
+        ASSERT_EQ(seen.rollouts.size(), alone.rollouts.size());
+        EXPECT_EQ(seen.shares.samples.size(), 2u);  // replicas
+        for (size_t r = 0; r < alone.rollouts.size(); ++r) {
+          // A tp has bits of its own.
+          if (tp == 1) expect_same(seen.rollouts[r], alone.rollouts[r]);
+          EXPECT_EQ(seen.rollouts[r].size(), alone.rollouts[r].size());
+        }
+      }
     }
   }
 }

@@ -271,6 +271,7 @@ std::vector<std::string> two_ranks(const fs::path& dir, std::vector<Disk>& disks
                                    const std::function<void(TestRank&, int rank)>& work) {
   ListeningPort port;
   std::vector<std::string> errors(2);
+  disable_flight_recorder();
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {

@@ -84,6 +84,30 @@ TEST(ParallelContext, TheRanksOfAReplicaAreThoseOfItsStages) {
   });
 }
 
+// Messages of any size, among others on the same lines; nobody waits for a stage behind it.
+TEST(StageLinks, WhatTheFirstPassesOnReachesAllInItsPlace) {
+  for (const int64_t pp : {2, 4}) {
+    test::on_layout(stages_of(pp), [&](ParallelContext& context) {
+      StageLinks& links = *context.stage_links();
+      const bool first = links.stage() == 0, last = links.stage() + 1 == links.stages();
+      std::vector<PendingCollective> sends;
+      for (int number = 0; number < 200; ++number) {
+        const std::string words(static_cast<size_t>(number % 7 == 3 ? 0 : number),
+                                static_cast<char>('a' + number % 26));
+        EXPECT_EQ(links.pass_on(first ? words : "not mine"), words);
+        const at::Tensor rows = at::full({2}, number, at::kLong);
+        if (!first) {
+          const at::Tensor received = at::empty({2}, at::kLong);
+          links.begin_receive(received, /*backward=*/false).wait();
+          EXPECT_TRUE(at::equal(received, rows));
+        }
+        if (!last) sends.push_back(links.begin_send(rows, /*backward=*/false));
+      }
+      for (PendingCollective& sent : sends) sent.wait();
+    });
+  }
+}
+
 // Stage 1 stands still: the one before it waits to be received from, the one behind it for rows, and the last one for
 // that one. All name stage 1.
 TEST(StageLinks, AMiddleStageThatStandsStillIsNamedByAll) {

@@ -33,7 +33,7 @@ class Simulation {
  public:
   // late_stops: what a step sampled is looked at after the next step was committed, as with a device that runs ahead.
   explicit Simulation(const SchedulerOptions& options, bool late_stops = false)
-      : scheduler_(options), late_stops_(late_stops), arena_(options.cache_rows) {}
+      : scheduler_(options), late_stops_(late_stops), arena_(options.first_row + options.cache_rows) {}
 
   void add(const Group& group) {
     const int64_t first = scheduler_.add_group(group.prompt, group.max_new);
@@ -83,11 +83,6 @@ class Simulation {
     for (const auto& [id, s] : sequences_) ASSERT_EQ(s.produced, s.stop_after) << id;
   }
 
-  void set_cache_rows(int64_t rows) {
-    scheduler_.set_cache_rows(rows);
-    arena_.assign(static_cast<size_t>(rows), {});
-  }
-
   Scheduler& scheduler() { return scheduler_; }
   const StepPlan& plan() const { return plan_; }
   int64_t steps_ = 0, preemptions_ = 0, prefill_tokens_ = 0, finished_ = 0, moves_ = 0;
@@ -120,7 +115,7 @@ class Simulation {
     return {s.group, position < s.prompt ? -1 : id, position};
   }
   void move(const RowCopy& c) {
-    ASSERT_GE(std::min(c.from, c.to), 0);
+    ASSERT_GE(std::min(c.from, c.to), scheduler_.options().first_row);
     ASSERT_LE(std::max(c.from, c.to) + c.rows, static_cast<int64_t>(arena_.size()));
     const std::vector<Label> rows(arena_.begin() + c.from, arena_.begin() + c.from + c.rows);
     std::copy(rows.begin(), rows.end(), arena_.begin() + c.to);
@@ -130,6 +125,8 @@ class Simulation {
     for (const RowCopy& c : plan_.copies) move(c);
     int64_t tokens = 0;
     for (const Segment& segment : plan_.segments) {
+      ASSERT_GE(segment.start, scheduler_.options().first_row);
+      ASSERT_LE(segment.start + segment.past + segment.count, static_cast<int64_t>(arena_.size()));
       for (int64_t i = 0; i < segment.past; ++i) {
         ASSERT_EQ(arena_[segment.start + i], label(segment.sequence, i))
             << "sequence " << segment.sequence << " row " << i;
@@ -247,26 +244,6 @@ TEST(Scheduler, RefusesWhatCanNeverFit) {
   EXPECT_THROW(Scheduler({.cache_rows = 8, .grow_factor = 0.5}), Error);
 }
 
-TEST(Scheduler, TheCacheChangesItsSizeBetweenRollouts) {
-  Simulation s({.cache_rows = 40, .max_sequences = 8, .prefill_chunk_tokens = 64, .headroom_rows = 4});
-  std::map<int64_t, int64_t> steps;
-  for (const int64_t rows : {40, 400, 31}) {
-    s.set_cache_rows(rows);
-    const int64_t before = s.steps_;
-    s.add(uniform_group(11, 6, 20));
-    EXPECT_THROW(s.scheduler().set_cache_rows(1000), Error);  // somebody waits
-    EXPECT_THROW(s.scheduler().add_group(11, {rows - 9}), Error);
-    s.step();
-    EXPECT_THROW(s.scheduler().set_cache_rows(1000), Error);  // and has rows
-    s.run(10000);
-    steps[rows] = s.steps_ - before;
-  }
-  EXPECT_EQ(steps.at(400), 20);  // all at once
-  EXPECT_GT(steps.at(40), 60);
-  EXPECT_GE(steps.at(31), steps.at(40));
-  EXPECT_THROW(s.scheduler().set_cache_rows(0), Error);
-}
-
 TEST(Scheduler, AStalePlanIsRefused) {
   Scheduler scheduler({.cache_rows = 50});
   scheduler.add_group(5, {3});
@@ -309,6 +286,7 @@ TEST(Scheduler, RandomWorkloadsKeepEveryInvariant) {
     };
     SchedulerOptions options;
     options.cache_rows = draw(8, 200);
+    options.first_row = draw(0, 2) == 0 ? draw(1, 50) : 0;
     options.max_sequences = draw(1, 24);
     options.prefill_chunk_tokens = draw(1, 60);
     options.chunk_alignment = draw(1, std::min<int64_t>(16, options.prefill_chunk_tokens));
