@@ -77,6 +77,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
       options.dtype != at::kDouble) {
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
+  if (!options.trainable) options_.sharding.gradients = false;
   split_ = options.split ? *options.split : whole_model(config);
   local_ = local_shape(config.shape(), split_);
   TRIREME_CHECK(split_.pp == (options.links == nullptr ? 1 : options.links->stages()),
@@ -88,6 +89,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
   TRIREME_CHECK(options.context == nullptr || (options.device.is_cpu() && config.num_experts == 0),
                 "context parallel models are dense and run on CPU only yet");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
+  TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   TRIREME_CHECK(split_.tp == 1 || options.device.is_cpu(), "tensor parallel models run on CPU only yet");
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
@@ -102,16 +104,26 @@ void Model::allocate_parameters() {
   trained_elements_ = layout.elements;
   alike_elements_ = layout.alike_elements;
   split_experts_ = layout.split_experts;
-  layer_begins_ = std::move(layout.layer_begins);
+  layer_begins_ = layout.layer_begins;
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   // Behind the last one there is room for the rows by which the head's number becomes a multiple of 8 (kHeadRows); no
   // part of the buffer: never trained, sampled or saved. A tied head has the layers behind it.
   const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * config_.hidden_size;
-  flat_parameters_ = at::zeros({total + more}, options).narrow(0, 0, total);
-  if (options_.trainable) {
-    flat_gradients_ = at::zeros({trained_elements_}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
+  const at::ScalarType of_gradients = options_.gradient_dtype.value_or(options_.dtype);
+  if (options_.sharding.any()) {
+    units_ = std::make_unique<ShardedUnits>(options_.sharding, ShardedUnits::Shape{.layout = layout,
+                                                                                   .weights = options,
+                                                                                   .gradients = of_gradients,
+                                                                                   .trainable = options_.trainable,
+                                                                                   .tied = config_.tie_word_embeddings,
+                                                                                   .spare_elements = more});
+    flat_gradients_ = units_->alike_gradients();
+  } else if (options_.trainable) {
+    flat_gradients_ = at::zeros({trained_elements_}, options.dtype(of_gradients));
   }
+  flat_parameters_ =
+      options_.sharding.weights ? units_->flat_weights() : at::zeros({total + more}, options).narrow(0, 0, total);
   for (PlacedParameter& placed : layout.parameters) {
     by_name_[placed.name] = parameters_.size();
     Parameter& parameter = parameters_.emplace_back();
@@ -127,11 +139,11 @@ at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape, bool t
   int64_t size = 1;
   for (const int64_t extent : shape) size *= extent;
   const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(shape).detach(); };
-  at::Tensor tensor = slice(flat_parameters_);
+  at::Tensor tensor = options_.sharding.weights ? units_->weights(offset, shape).detach() : slice(flat_parameters_);
   if (trainable) {
     tensor.set_requires_grad(true);
     tensor.set_grad_dtype(flat_gradients_.scalar_type());
-    tensor.mutable_grad() = slice(flat_gradients_);
+    tensor.mutable_grad() = units_ ? units_->gradients(offset, shape).detach() : slice(flat_gradients_);
   }
   return tensor;
 }
@@ -289,21 +301,24 @@ at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, 
 }
 
 at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& received) const {
-  const auto reading = [&](int64_t end) {
+  const bool records = at::GradMode::is_enabled() && options_.trainable;
+  const auto reading = [&](int64_t place, int64_t end) {
+    if (units_) units_->read(place);
     if (before_reading) before_reading(end);
   };
   // Their gradient is there when everything behind them has been differentiated. A parameter's gradient is added before
   // any other work of the pass goes on.
   const auto watch = [&](const at::Tensor& input, int64_t index) {
-    if (!on_gradients_final || !at::GradMode::is_enabled() || !input.requires_grad()) return;
-    input.register_hook([this, from = layer_begins_[static_cast<size_t>(index)]](const at::Tensor&) {
-      if (on_gradients_final) on_gradients_final(from);
+    if ((!on_gradients_final && !units_) || !at::GradMode::is_enabled() || !input.requires_grad()) return;
+    input.register_hook([this, index](const at::Tensor&) {
+      if (units_) units_->differentiated(index + 1);
+      if (on_gradients_final) on_gradients_final(layer_begins_[static_cast<size_t>(index)]);
     });
   };
   const Range own = pieces_.at(static_cast<size_t>(piece));
   Residual x;
   if (split_.begins(piece)) {
-    reading(layer_begins_.front());
+    reading(0, layer_begins_.front());
     x.sum = embed_rows(ids);
   } else {
     // No leaf: a leaf's hook may come before the gradients of the parameters beside it are added.
@@ -311,7 +326,7 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
   }
   for (int64_t i = own.begin; i < own.end; ++i) {
     watch(x.delta.defined() ? x.delta : x.sum, i);
-    reading(layer_begins_[static_cast<size_t>(i + 1)]);
+    reading(i + 1, layer_begins_[static_cast<size_t>(i + 1)]);
     const NormResult input =
         add_rms_norm(x.sum, x.delta, layers_[static_cast<size_t>(i)].input_norm, config_.rms_norm_eps);
     const Again again = again_of(i - own.begin, context);
@@ -319,8 +334,9 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
   }
   if (!split_.ends(piece)) return at::add(x.sum, x.delta);  // one addition, rounded once: add_rms_norm's sum
   watch(x.delta, local_.layers);
-  reading(flat_parameters_.numel());
+  reading(local_.layers + 1, flat_parameters_.numel());
   const at::Tensor hidden = add_rms_norm(x.sum, x.delta, final_norm_, config_.rms_norm_eps).normed;
+  if (units_) units_->end_forward(records);
   return split_.tp == 1 ? hidden : gather_rows(*options_.tensor, hidden).narrow(0, 0, ids.size(0));
 }
 
