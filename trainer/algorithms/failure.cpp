@@ -133,6 +133,10 @@ void cause_fault(const Fault& fault, int64_t step, const ParallelContext& contex
     case Fault::Kind::kNone:
       return;
     case Fault::Kind::kNan:
+      if (policy.options().sharding.weights) {
+        policy.units()->parts().fill_(std::numeric_limits<double>::quiet_NaN());
+        return;
+      }
       policy.flat_parameters().detach().narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
       // The first element may belong to no token of the batch: this rank's last norm reaches all.
       for (auto parameter = policy.parameters().rbegin(); parameter != policy.parameters().rend(); ++parameter) {

@@ -35,7 +35,8 @@ class GrpoLoop final {
         prompts_(datasets_.train),
         rewards_(reward_options(config_, options.rewards)),
         // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
-        split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1),
+        split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 ||
+               session_.policy->options().sharding.weights),
         partition_(partition_for(config_, session_.policy->options().device,
                                  !split_ && (needs_reference(config_) || config_.grpo.early_gradients))),
         engine_(*session_.policy, session_.tokenizer.get(), options_of_engine(),
@@ -48,12 +49,16 @@ class GrpoLoop final {
       ModelOptions frozen = session_.policy->options();
       frozen.trainable = false;
       reference_ = load_or_draw_model(config_, session_.model_dir, frozen);
+      if (reference_->units() != nullptr) reference_->units()->release();
     }
     force_lengths();
     row_exact_ = session_.linear_is_row_exact;
-    early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_;
+    const bool shared_gradients = session_.policy->options().sharding.gradients;
+    early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_ && !shared_gradients;
     if (split_ && session_.context.is_main() && (reference_ != nullptr || config_.grpo.early_gradients))
       log_info("grpo", "the model is split: reference log-probs follow generation, grpo.early_gradients is off");
+    if (config_.grpo.early_gradients && shared_gradients && !split_ && session_.context.is_main())
+      log_info("grpo", "every backward pass reduces gradients over the ranks: grpo.early_gradients is off");
     if (!split_ && (reference_ != nullptr || early_gradients_)) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
                                                 partition_, options.rendezvous.on_stuck);
@@ -389,7 +394,7 @@ class GrpoLoop final {
   Datasets datasets_;
   PromptStream prompts_;
   RewardPool rewards_;
-  const bool split_;  // the model over ranks, or its passes over context parallel ones
+  const bool split_;  // the model over ranks, or what its passes read or compute
   const std::shared_ptr<const DevicePartition> partition_;
   std::optional<RolloutLengths> forced_lengths_;  // for measurements
   Engine engine_;

@@ -19,11 +19,18 @@ namespace {
 
 int64_t pieces_of(const Model& model) { return static_cast<int64_t>(model.split().layers.size()); }
 
-// As many inputs as the ranks of the expert group have at most, which make their passes together: behind its own ones a
-// rank makes passes without rows.
-std::vector<const PackedBatch*> with_empty_ones(const Model& model, const PipelineWork& work) {
+// Whose ranks make their passes together: those that exchange rows in them, sum gradients or gather weights. Null: each
+// for itself.
+Communicator* group_of_passes(const Model& model, bool train) {
+  const Sharding& sharding = model.options().sharding;
+  return sharding.weights || (sharding.gradients && train) ? sharding.ranks : model.options().experts;
+}
+
+// As many inputs as the ranks that make their passes together have at most: behind its own ones a rank makes passes
+// without rows.
+std::vector<const PackedBatch*> with_empty_ones(const Model& model, const PipelineWork& work, bool train) {
   std::vector<const PackedBatch*> inputs = work.inputs;
-  Communicator* group = model.options().experts;
+  Communicator* group = group_of_passes(model, train);
   if (group == nullptr) return inputs;
   static const PackedBatch none = PackedBatch::from_sequences({});
   const auto most = static_cast<size_t>(group->all_reduce_max(static_cast<double>(inputs.size())));
@@ -33,7 +40,7 @@ std::vector<const PackedBatch*> with_empty_ones(const Model& model, const Pipeli
 
 // What this rank computes of the inputs: over context parallel ranks its parts of them.
 struct OwnInputs {
-  OwnInputs(const Model& model, const PipelineWork& work) : inputs(with_empty_ones(model, work)) {
+  OwnInputs(const Model& model, const PipelineWork& work, bool train) : inputs(with_empty_ones(model, work, train)) {
     if (model.options().context == nullptr) return;
     for (const PackedBatch* whole : inputs) parts.push_back(context_part(model, *whole));
     for (size_t i = 0; i < inputs.size(); ++i) inputs[i] = &parts[i];
@@ -193,20 +200,22 @@ class StageRun final {
 }  // namespace
 
 void train_passes(const Model& model, const PipelineWork& work) {
-  const OwnInputs own(model, work);
+  const OwnInputs own(model, work, /*train=*/true);
   const std::vector<const PackedBatch*>& inputs = own.inputs;
   const auto micro_batches = static_cast<int64_t>(inputs.size());
   const PipelineTable table = training_passes(model.split().pp, pieces_of(model), micro_batches);
   StageRun(model, work, inputs, table, /*train=*/true).run();
+  if (model.units() != nullptr) model.units()->end_passes();
 }
 
 void forward_passes(const Model& model, const PipelineWork& work) {
   const at::NoGradGuard no_grad;
-  const OwnInputs own(model, work);
+  const OwnInputs own(model, work, /*train=*/false);
   const std::vector<const PackedBatch*>& inputs = own.inputs;
   const auto micro_batches = static_cast<int64_t>(inputs.size());
   const PipelineTable table = forward_passes(model.split().pp, pieces_of(model), micro_batches);
   StageRun(model, work, inputs, table, /*train=*/false).run();
+  if (model.units() != nullptr) model.units()->end_passes();
 }
 
 void share_result(const Model& model, at::Tensor values) {

@@ -300,6 +300,7 @@ void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& sche
 
 TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::string& dump) {
   TrainResult result;
+  if (policy_.units() != nullptr) policy_.units()->release();
   PhaseTimer::Scope logprobs = timer_.enter(Phase::kLogprobs);
   context_.set_phase("logprobs");
   std::vector<OptimizerBatch> steps = prepare_steps(samples, !dump.empty());
@@ -314,7 +315,7 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
   }
   logprobs.end();
 
-  const PhaseTimer::Scope training = timer_.enter(Phase::kTraining);
+  PhaseTimer::Scope training = timer_.enter(Phase::kTraining);
   context_.set_phase("training");
   const Schedule schedule{learning_rate(config_, rollouts_done_), weight_decay(config_, rollouts_done_)};
   ++rollouts_done_;
@@ -328,6 +329,11 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
   for (const auto& [name, value] : of_advantages) result.metrics[name] = value;
   result.compared_tokens = context_.group(Axis::kDp).all_reduce_sum(result.compared_tokens);
   result.mismatched_tokens = context_.group(Axis::kDp).all_reduce_sum(result.mismatched_tokens);
+  training.end();
+  if (policy_.units() != nullptr) {
+    const PhaseTimer::Scope refit = timer_.enter(Phase::kRefit);
+    policy_.units()->gather();
+  }
   return result;
 }
 

@@ -25,7 +25,8 @@ class PolicyTrainer final {
                 ParallelContext& context, PhaseTimer& timer, bool row_exact);
 
   // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch
-  // arithmetic says. Advantages must have been assigned. When `dump` is given, the tensors of this rank's first
+  // arithmetic says. Weights that ranks share are whole before and after, not in between. Advantages must have been
+  // assigned. When `dump` is given, the tensors of this rank's first
   // optimizer step are written there as safetensors; only on a pipeline's last stage, which has them.
   TrainResult train(const std::vector<Sample>& samples, const std::string& dump = {});
   // How many rollouts were trained before: where the schedules of learning rate and weight decay are, which move once a

@@ -35,6 +35,12 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
     if (context.layout().ep > 1) options.experts = &context.group(Axis::kEp);
   }
   if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
+  const StateSharding shared = state_sharding(config);
+  if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return options;
+  options.sharding = {.gradients = true,
+                      .weights = shared == StateSharding::kWeights,
+                      .ranks = &context.data_parallel(),
+                      .experts = context.layout().ep > 1 ? &context.group(Axis::kEdp) : nullptr};
   return options;
 }
 
@@ -115,6 +121,15 @@ void warn_of_idle_context(const Config& config, const Layout& layout) {
                            " and a sequence is cut every " + std::to_string(kPieceAlignment) + " tokens: at most " +
                            std::to_string(pieces) + " of the " + std::to_string(layout.cp) +
                            " context parallel ranks compute one");
+}
+
+// Stages have several micro-batches under way, each at a place of its own: they would free nothing.
+void check_sharding(const Config& config, const Layout& layout) {
+  if (layout.pp == 1 || state_sharding(config) < StateSharding::kGradients) return;
+  fail_user("optim_grads and optim_grads_params (policy.dtensor_cfg.enabled means the latter) share no state over " +
+            std::to_string(layout.pp) +
+            " pipeline stages; set policy.megatron_cfg.distributed_data_parallel_config."
+            "data_parallel_sharding_strategy to no_shard or optim");
 }
 
 // Likewise, of a mixture of experts: what is asked for and cannot be.
@@ -244,10 +259,15 @@ std::map<std::string, double> metrics_of_step(const Config& config, const std::m
 
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
                                           const ModelOptions& options) {
-  if (!config.policy.random_weights) return load_model(dir, options);
-  auto model = std::make_unique<Model>(ModelConfig::load(dir), options);
-  draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed));
-  if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);
+  std::unique_ptr<Model> model;
+  if (config.policy.random_weights) {
+    model = std::make_unique<Model>(ModelConfig::load(dir), options);
+    draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed));
+    if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);
+  } else {
+    model = load_model(dir, options);
+  }
+  if (options.sharding.weights) model->units()->cut();
   return model;
 }
 
@@ -268,6 +288,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout(), stage_options(config));
+  check_sharding(config, context.layout());
   if (context.is_main()) warn_of_idle_context(config, context.layout());
   check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
@@ -288,6 +309,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   adam_options.eps = adam.eps;
   adam_options.decay_all = !config.policy.megatron_cfg.enabled;
   adam_options.reduce_in_fp32 = gradients_in_fp32(config);
+  adam_options.shard_state = state_sharding(config) != StateSharding::kNothing;
   optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options,
                                                  context.layout().ep > 1 ? &context.group(Axis::kEdp) : nullptr);
 
@@ -310,6 +332,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
     checkpoints->wait_copied();
   };
+  if (ShardedUnits* units = policy->units()) units->before_release = optimizer->before_update;
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
   if (context.is_main()) {
     log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
@@ -359,6 +382,7 @@ void Session::save(int64_t step, const nlohmann::json& state, const std::map<std
   const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
   optimizer->finish_gather();
   context.set_phase("checkpoint");
+  if (ShardedUnits* units = policy->units()) units->gather();
   reporting.phase("checkpoint", step);
   checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config));
   tell_saved();  // the one before, if it had to be waited for

@@ -175,6 +175,7 @@ class SftLoop final {
     session_.reporting.phase("training", report.step);
     session_.context.set_phase("training");
     session_.cause_fault(report.step);
+    if (ShardedUnits* units = session_.policy->units()) units->release();  // a save had them whole
     PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
     SftBatch batch;
     for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));

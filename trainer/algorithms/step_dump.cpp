@@ -29,7 +29,7 @@ void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const
 
 void StepDump::write(Model& policy, const ValidCounts& valid, const Config& config) {
   for (const Parameter& parameter : policy.parameters()) {
-    if (!parameter.trainable) continue;
+    if (!parameter.trainable || policy.units() != nullptr) continue;  // shared gradients are not this rank's any more
     const at::Tensor gradient = policy.flat_gradients().narrow(0, parameter.offset, parameter.size);
     tensors_.emplace_back("grad_norm." + parameter.name, gradient.to(at::kDouble).norm().reshape({1}).to(at::kCPU));
   }

@@ -264,6 +264,12 @@ void check_optimizer(const Config& c, Problems& out) {
     out.push_back({"policy.megatron_cfg.enabled", "excludes policy.dtensor_cfg.enabled; turn one of them off"});
   }
   const auto& m = p.megatron_cfg;
+  if (m.enabled && m.pipeline_model_parallel_size > 1 && state_sharding(c) > StateSharding::kOptimizer) {
+    out.push_back({"policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
+                   m.distributed_data_parallel_config.data_parallel_sharding_strategy +
+                       " needs policy.megatron_cfg.pipeline_model_parallel_size 1, not " +
+                       number(m.pipeline_model_parallel_size) + "; pipeline stages take no_shard or optim"});
+  }
   if (m.enabled && m.optimizer.min_lr > m.optimizer.lr)
     out.push_back({"policy.megatron_cfg.optimizer.min_lr", "is above lr"});
   if (m.enabled && m.scheduler.lr_decay_style != "constant" &&

@@ -142,6 +142,8 @@ struct DdpConfig {
   bool grad_reduce_in_fp32 = false;
   bool overlap_grad_reduce = true;
   bool overlap_param_gather = true;
+  bool use_custom_fsdp = true;  // false: the next key counts as optim
+  std::string data_parallel_sharding_strategy = "optim";
 };
 
 struct MegatronConfig {
@@ -403,6 +405,10 @@ struct RecomputeSetting {
   bool swiglu = false;  //   and SwiGLU's
 };
 RecomputeSetting recompute_setting(const Config& config);
+// What data parallel ranks share of the training state; each includes those before.
+enum class StateSharding { kNothing, kOptimizer, kGradients, kWeights };
+// The Megatron back-end's data_parallel_sharding_strategy; kWeights for the DTensor one, else kOptimizer.
+StateSharding state_sharding(const Config& config);
 // Whether gradients are reduced while backward runs, and weights gathered while the next forward does: the Megatron
 // back-end's keys where it is enabled, else yes (neither changes a bit).
 bool overlap_grad_reduce(const Config& config);

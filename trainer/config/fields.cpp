@@ -315,7 +315,7 @@ void add_megatron_optimizer(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.optimizer.params_dtype)
   ("dtype of the master weights; bfloat16 is not supported yet").one_of({"float32", "bfloat16"});
   KEY(policy.megatron_cfg.optimizer.use_distributed_optimizer)
-  ("optimizer state sharded over data parallel ranks (always so here)");
+  ("optimizer state sharded over data parallel ranks; here data_parallel_sharding_strategy decides");
   KEY(policy.megatron_cfg.optimizer.clip_grad)
   ("gradients are scaled down to this norm; 0: never").from("policy.max_grad_norm").at_least(0);
   KEY(policy.megatron_cfg.scheduler.start_weight_decay)
@@ -336,10 +336,16 @@ void add_megatron_optimizer(std::vector<Field>& table) {
   ("gradients are summed over ranks bucket by bucket while the backward pass runs; the bits are the same");
   KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
   ("weights are gathered bucket by bucket while the next forward pass runs; the bits are the same");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp)
+  ("whether data_parallel_sharding_strategy counts; false, as in NeMo-RL's files: optim, whatever it says");
+  KEY(policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy)
+  ("what data parallel ranks share: nothing, optimizer state, gradients too, weights too (layouts.md)")
+      .one_of({"no_shard", "optim", "optim_grads", "optim_grads_params"});
 }
 
 void add_dtensor(std::vector<Field>& table) {
-  KEY(policy.dtensor_cfg.enabled)("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count");
+  KEY(policy.dtensor_cfg.enabled)
+  ("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count; state is optim_grads_params");
   KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
   KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
   KEY(policy.dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");

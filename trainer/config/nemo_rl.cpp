@@ -59,7 +59,7 @@ void ignore_back_ends(std::vector<IgnoredKey>& keys) {
          {"_v2", "custom_parallel_plan", "clear_cache_every_n_steps", "env_vars", "automodel_kwargs",
           "defer_fsdp_grad_sync", "moe_parallelizer"},
          kBackend);
-  ignore(keys, "policy.dtensor_cfg.", {"dp_replicate_size"}, "every rank has the whole weights");
+  ignore(keys, "policy.dtensor_cfg.", {"dp_replicate_size"}, "state is shared by all data parallel ranks");
 
   ignore(keys, "policy.megatron_cfg.", {"converter_type", "force_reconvert_from_hf"}, "models need no conversion");
   ignore(keys, "policy.megatron_cfg.", {"pipeline_dtype"}, "stages hand over policy.precision");
@@ -91,8 +91,6 @@ void ignore_back_ends(std::vector<IgnoredKey>& keys) {
          {"optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"}, kOffload);
   ignore(keys, "policy.megatron_cfg.distributed_data_parallel_config.", {"average_in_collective"},
          "gradients are sums over global counts");
-  ignore(keys, "policy.megatron_cfg.distributed_data_parallel_config.",
-         {"use_custom_fsdp", "data_parallel_sharding_strategy"}, kBackend);
 }
 
 void ignore_runs(std::vector<IgnoredKey>& keys) {

@@ -92,6 +92,18 @@ RecomputeSetting recompute_setting(const Config& config) {
   return setting;
 }
 
+StateSharding state_sharding(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  if (!m.enabled) return config.policy.dtensor_cfg.enabled ? StateSharding::kWeights : StateSharding::kOptimizer;
+  const DdpConfig& ddp = m.distributed_data_parallel_config;
+  if (!ddp.use_custom_fsdp) return StateSharding::kOptimizer;
+  static const std::map<std::string, StateSharding> strategies = {{"no_shard", StateSharding::kNothing},
+                                                                  {"optim", StateSharding::kOptimizer},
+                                                                  {"optim_grads", StateSharding::kGradients},
+                                                                  {"optim_grads_params", StateSharding::kWeights}};
+  return strategies.at(ddp.data_parallel_sharding_strategy);
+}
+
 bool overlap_grad_reduce(const Config& config) {
   const MegatronConfig& m = config.policy.megatron_cfg;
   return !m.enabled || m.distributed_data_parallel_config.overlap_grad_reduce;

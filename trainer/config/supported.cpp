@@ -102,7 +102,11 @@ std::vector<std::string> keys_without_effect(const Config& c) {
        "with packing or dynamic batching validation has the micro-batches of training");
   note(p.megatron_cfg.enabled && !p.megatron_cfg.optimizer.use_distributed_optimizer,
        "policy.megatron_cfg.optimizer.use_distributed_optimizer",
-       "optimizer state is always sharded over data parallel ranks");
+       "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy decides");
+  const DdpConfig& ddp = p.megatron_cfg.distributed_data_parallel_config;
+  note(p.megatron_cfg.enabled && !ddp.use_custom_fsdp && ddp.data_parallel_sharding_strategy != "optim",
+       "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
+       "use_custom_fsdp beside it is false, so that it counts as optim");
   note(p.make_sequence_length_divisible_by != config::required_divisor(c), "policy.make_sequence_length_divisible_by",
        "sequences are packed without padding, so there is no length to round up");
   note(c.env.math.enabled && c.env.math.math_verify_impl != RewardOptions{}.math_verify_impl,

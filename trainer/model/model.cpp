@@ -82,6 +82,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
       options.dtype != at::kDouble) {
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
+  if (!options.trainable) options_.sharding.gradients = false;
   split_ = options.split ? *options.split : whole_model(config);
   local_ = local_shape(config.shape(), split_);
   TRIREME_CHECK(split_.pp == (options.links == nullptr ? 1 : options.links->stages()),
@@ -92,6 +93,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model whose experts are split needs their group");
   TRIREME_CHECK(options.context == nullptr || config.num_experts == 0, "context parallel models are dense");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
+  TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   if (options.links != nullptr) options.links->connect(options.device);
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
@@ -107,16 +109,26 @@ void Model::allocate_parameters() {
   trained_elements_ = layout.elements;
   alike_elements_ = layout.alike_elements;
   split_experts_ = layout.split_experts;
-  layer_begins_ = std::move(layout.layer_begins);
+  layer_begins_ = layout.layer_begins;
   const at::NoGradGuard no_grad;
   const auto options = at::TensorOptions().dtype(options_.dtype).device(options_.device);
   // Behind the last one there is room for the rows by which the head's number becomes a multiple of 8 (kHeadRows); no
   // part of the buffer: never trained, sampled or saved. A tied head has the layers behind it.
   const int64_t more = (kHeadRows - local_.vocab % kHeadRows) % kHeadRows * config_.hidden_size;
-  flat_parameters_ = at::zeros({total + more}, options).narrow(0, 0, total);
-  if (options_.trainable) {
-    flat_gradients_ = at::zeros({trained_elements_}, options.dtype(options_.gradient_dtype.value_or(options_.dtype)));
+  const at::ScalarType of_gradients = options_.gradient_dtype.value_or(options_.dtype);
+  if (options_.sharding.any()) {
+    units_ = std::make_unique<ShardedUnits>(options_.sharding, ShardedUnits::Shape{.layout = layout,
+                                                                                   .weights = options,
+                                                                                   .gradients = of_gradients,
+                                                                                   .trainable = options_.trainable,
+                                                                                   .tied = config_.tie_word_embeddings,
+                                                                                   .spare_elements = more});
+    flat_gradients_ = units_->alike_gradients();
+  } else if (options_.trainable) {
+    flat_gradients_ = at::zeros({trained_elements_}, options.dtype(of_gradients));
   }
+  flat_parameters_ =
+      options_.sharding.weights ? units_->flat_weights() : at::zeros({total + more}, options).narrow(0, 0, total);
   for (PlacedParameter& placed : layout.parameters) {
     by_name_[placed.name] = parameters_.size();
     Parameter& parameter = parameters_.emplace_back();
@@ -132,11 +144,11 @@ at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape, bool t
   int64_t size = 1;
   for (const int64_t extent : shape) size *= extent;
   const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(shape).detach(); };
-  at::Tensor tensor = slice(flat_parameters_);
+  at::Tensor tensor = options_.sharding.weights ? units_->weights(offset, shape).detach() : slice(flat_parameters_);
   if (trainable) {
     tensor.set_requires_grad(true);
     tensor.set_grad_dtype(flat_gradients_.scalar_type());
-    tensor.mutable_grad() = slice(flat_gradients_);
+    tensor.mutable_grad() = units_ ? units_->gradients(offset, shape).detach() : slice(flat_gradients_);
   }
   return tensor;
 }
@@ -308,21 +320,24 @@ at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, 
 }
 
 at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& received) const {
-  const auto reading = [&](int64_t end) {
+  const bool records = at::GradMode::is_enabled() && options_.trainable;
+  const auto reading = [&](int64_t place, int64_t end) {
+    if (units_) units_->read(place);
     if (before_reading) before_reading(end);
   };
   // Their gradient is there when everything behind them has been differentiated. A parameter's gradient is added before
   // any other work of the pass goes on.
   const auto watch = [&](const at::Tensor& input, int64_t index) {
-    if (!on_gradients_final || !at::GradMode::is_enabled() || !input.requires_grad()) return;
-    input.register_hook([this, from = layer_begins_[static_cast<size_t>(index)]](const at::Tensor&) {
-      if (on_gradients_final) on_gradients_final(from);
+    if ((!on_gradients_final && !units_) || !at::GradMode::is_enabled() || !input.requires_grad()) return;
+    input.register_hook([this, index](const at::Tensor&) {
+      if (units_) units_->differentiated(index + 1);
+      if (on_gradients_final) on_gradients_final(layer_begins_[static_cast<size_t>(index)]);
     });
   };
   const Range own = pieces_.at(static_cast<size_t>(piece));
   Residual x;
   if (split_.begins(piece)) {
-    reading(layer_begins_.front());
+    reading(0, layer_begins_.front());
     x.sum = embed_rows(ids, context);
   } else if (context.whole_rows()) {
     x.sum = share_rows(*options_.tensor, received).narrow(0, 0, context.tokens);
@@ -332,15 +347,16 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
   }
   for (int64_t i = own.begin; i < own.end; ++i) {
     watch(x.delta.defined() ? x.delta : x.sum, i);
-    reading(layer_begins_[static_cast<size_t>(i + 1)]);
+    reading(i + 1, layer_begins_[static_cast<size_t>(i + 1)]);
     const NormResult input = next_norm(x, layers_[static_cast<size_t>(i)].input_norm, context);
     const Again again = again_of(i - own.begin, context);
     x = again.layer ? run_layer_again(i, input, context) : run_layer(i, input, context, again);
   }
   if (!split_.ends(piece)) return end_of_piece(x, context);
   watch(x.delta, local_.layers);
-  reading(flat_parameters_.numel());
+  reading(local_.layers + 1, flat_parameters_.numel());
   const at::Tensor hidden = next_norm(x, final_norm_, context).normed;
+  if (units_) units_->end_forward(records);
   return context.sharded_rows() ? gather_rows(*options_.tensor, hidden).narrow(0, 0, ids.size(0)) : hidden;
 }
 

@@ -19,6 +19,7 @@
 #include "trainer/model/config.h"
 #include "trainer/model/kv_arena.h"
 #include "trainer/model/parameter_layout.h"
+#include "trainer/model/sharded_units.h"
 #include "trainer/ops/ops.h"
 
 namespace trireme {
@@ -86,6 +87,8 @@ struct ModelOptions {
   // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one; dense models
   // only. Packed passes take parts and are collective over it; cached ones know nothing of it.
   Communicator* context = nullptr;
+  // What ranks that hold the same share of it; not with several pipeline stages.
+  Sharding sharding;
 };
 
 // Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient. Layers are
@@ -169,8 +172,12 @@ class Model final {
   const at::Tensor& flat_parameters() const { return flat_parameters_; }
   int64_t trained_elements() const { return trained_elements_; }
   // [trained_elements()], in options().gradient_dtype; the parameters' .grad are views of it, so backward adds into it.
-  // Undefined when not trainable.
+  // Undefined when not trainable. Where gradients are sharded it is the first alike_elements() only: the others go to
+  // units()->on_gradients in every backward pass, in which all ranks of options().sharding take part.
   const at::Tensor& flat_gradients() const { return flat_gradients_; }
+  // Null where nothing is sharded. Where weights are, flat_parameters() and the parameters' tensors may be read and
+  // written while units()->whole(), and written ones count from cut() on.
+  ShardedUnits* units() const { return units_.get(); }
   void zero_gradients();
   // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there
   // is the ranks' sum. 0 where the model is not split over them.
@@ -236,6 +243,7 @@ class Model final {
   SplitLogits split_logits_;  // of a head that tensor ranks share
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
+  std::unique_ptr<ShardedUnits> units_;
   mutable std::mutex rope_mutex_;
   mutable at::Tensor rope_cache_;  // [positions, 2, head_dim / 2], grown when a batch reaches further
 };

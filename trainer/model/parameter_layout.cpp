@@ -31,7 +31,9 @@ class Placing final {
     if (!config_.tie_word_embeddings) add({"lm_head.weight"});
     layout_.split_experts = layout_.elements;
     for (int64_t i = 0; split_.ep > 1 && i < config_.num_layers; ++i) {
+      const int64_t begin = layout_.elements;
       if (shape_.has_experts(i)) add_matrices(layer_name(i));
+      layout_.expert_layers.push_back({begin, layout_.elements});
     }
     if (freeze_router_) add_frozen_routers();
     return std::move(layout_);

@@ -37,6 +37,7 @@ struct ParameterLayout {
   int64_t split_experts = 0;   // the first of those that an expert group shares; `elements` where it does not
   // First element of each layer that the rank has, then of what follows them; alike ones lie before.
   std::vector<int64_t> layer_begins;
+  std::vector<Range> expert_layers;  // of each layer, what lies behind split_experts; nothing: experts are not split
 };
 ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router = true);
 

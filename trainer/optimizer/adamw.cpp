@@ -27,12 +27,45 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
   TRIREME_CHECK((experts_ != nullptr) == (model.split().ep > 1),
                 "split experts need the group that holds the same ones");
+  TRIREME_CHECK(model.units() == nullptr || (options.shard_state && model.options().sharding.ranks == &group_ &&
+                                             model.options().sharding.experts == experts_),
+                "a model that shares gradients has its optimizer's groups");
   elements_ = model.trained_elements();
-  const int64_t ranks = group_.size();
-  add_buckets(0, model.split_experts(), group_);
-  if (experts_ != nullptr) add_buckets(model.split_experts(), elements_, *experts_);
+  make_buckets();
   unreduced_ = static_cast<int64_t>(buckets_.size());
-  for (const Parameter& parameter : model.parameters()) {
+  add_decayed();
+  count_elements();
+  make_state();
+  if (master_.is_cuda()) mark_decayed_groups();
+  if (ShardedUnits* units = model.units())
+    units->on_gradients = [this](int64_t begin, const at::Tensor& gradients) { reduce_unit(begin, gradients); };
+}
+
+void DistributedAdamW::make_buckets() {
+  ShardLayout layout;
+  if (const ShardedUnits* units = model_.units()) {
+    layout = units->shards();
+  } else {
+    const auto ranks = [this](Communicator& group) { return int64_t{options_.shard_state ? group.size() : 1}; };
+    layout.add(0, model_.split_experts(), ranks(group_), options_.bucket_elements, false);
+    if (experts_ != nullptr)
+      layout.add(model_.split_experts(), elements_, ranks(*experts_), options_.bucket_elements, true);
+  }
+  owned_ = layout.owned;
+  for (const FlatBucket& flat : layout.buckets) {
+    Bucket& bucket = buckets_.emplace_back();
+    static_cast<FlatBucket&>(bucket) = flat;
+    bucket.group = flat.experts ? experts_ : &group_;
+    Slice slice;
+    slice.begin = bucket.begin + (bucket.sharded() ? bucket.group->rank() * bucket.part() : 0);
+    slice.size = std::clamp<int64_t>(bucket.begin + bucket.size - slice.begin, 0, bucket.part());
+    slice.at = bucket.at;
+    slices_.push_back(slice);
+  }
+}
+
+void DistributedAdamW::add_decayed() {
+  for (const Parameter& parameter : model_.parameters()) {
     if (!parameter.trainable || !(options_.decay_all || parameter.decay)) continue;
     for (const Slice& slice : slices_) {
       const int64_t begin = std::max(parameter.offset, slice.begin);
@@ -40,35 +73,42 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
       if (begin < end) decayed_.push_back({slice.at + begin - slice.begin, end - begin});
     }
   }
-  count_elements();
-  const c10::NoGradGuard no_grad;
-  const auto fp32 = model.flat_parameters().options().dtype(at::kFloat).requires_grad(false);
-  exp_avg_ = at::zeros({owned_}, fp32);
-  exp_avg_sq_ = at::zeros({owned_}, fp32);
-  if (ranks > 1 || !fp32.device().is_cuda()) grads_ = at::zeros({owned_}, fp32);
-  const bool in_place = ranks == 1 && owned_ == elements_ && model.flat_parameters().scalar_type() == at::kFloat;
-  if (in_place) {
-    master_ = model.flat_parameters().detach().narrow(0, 0, elements_);
-  } else {
-    master_ = at::zeros({owned_}, fp32);
-    reset_master_from_weights();
-  }
-  if (master_.is_cuda()) mark_decayed_groups();
 }
 
-void DistributedAdamW::add_buckets(int64_t begin, int64_t end, Communicator& group) {
-  const int64_t ranks = group.size();
-  const int64_t width = (std::min(options_.bucket_elements, end - begin) + ranks - 1) / ranks * ranks;
-  for (; begin < end; begin += width) {
-    const Bucket& bucket = buckets_.emplace_back(
-        Bucket{.begin = begin, .size = std::min(width, end - begin), .width = width, .at = owned_, .group = &group});
-    Slice slice;
-    slice.begin = begin + group.rank() * bucket.part();
-    slice.size = std::clamp<int64_t>(end - slice.begin, 0, bucket.part());
-    slice.at = bucket.at;
-    slices_.push_back(slice);
-    owned_ += bucket.part();
+bool DistributedAdamW::shares_weights() const { return model_.options().sharding.weights; }
+
+void DistributedAdamW::make_state() {
+  const c10::NoGradGuard no_grad;
+  const at::TensorOptions options = model_.flat_parameters().options().requires_grad(false);
+  const auto fp32 = options.dtype(at::kFloat);
+  const bool in_fp32 = options.dtype() == fp32.dtype();
+  exp_avg_ = at::zeros({owned_}, fp32);
+  exp_avg_sq_ = at::zeros({owned_}, fp32);
+  if (group_.size() > 1 || !fp32.device().is_cuda() || model_.units() != nullptr) grads_ = at::zeros({owned_}, fp32);
+  const bool all = group_.size() == 1 || !options_.shard_state;
+  if (in_fp32 && shares_weights()) {
+    master_ = model_.units()->parts();
+  } else if (in_fp32 && all && owned_ == elements_) {
+    master_ = model_.flat_parameters().detach().narrow(0, 0, elements_);
+    return;
+  } else {
+    master_ = at::zeros({owned_}, fp32);
   }
+  reset_master_from_weights();
+}
+
+DistributedAdamW::Slice DistributedAdamW::share_of(const Bucket& bucket) const {
+  const int64_t ranks = bucket.group->size(), rank = bucket.group->rank();
+  if (bucket.sharded()) return {bucket.begin + rank * bucket.part(), bucket.part(), bucket.at};
+  const int64_t from = bucket.size * rank / ranks, to = bucket.size * (rank + 1) / ranks;
+  return {bucket.begin + from, to - from, bucket.at + from};
+}
+
+DistributedAdamW::OwnedElements DistributedAdamW::saved_elements() const {
+  if (options_.shard_state) return {0, owned_};
+  const Communicator& same = experts_ != nullptr ? *experts_ : group_;
+  const int64_t from = owned_ * same.rank() / same.size();
+  return {from, owned_ * (same.rank() + 1) / same.size() - from};
 }
 
 // Not what tensor ranks hold alike, but on their first one, and not the last stage's copy of an embedding.
@@ -78,21 +118,34 @@ void DistributedAdamW::count_elements() {
   for (const Parameter& parameter : model_.parameters()) {
     if (parameter.slice.tied_copy) elsewhere.push_back({parameter.offset, parameter.offset + parameter.size});
   }
-  int64_t from = 0;  // of the owned elements
-  for (const Slice& slice : slices_) {
-    for (const Range& run : elsewhere) {
-      const int64_t begin = std::max(run.begin, slice.begin), end = std::min(run.end, slice.begin + slice.size);
-      if (begin >= end) continue;
-      const int64_t at = slice.at + begin - slice.begin;
-      if (at > from) counted_.push_back({from, at - from});
-      from = at + end - begin;
+  const auto count = [this](int64_t from, int64_t to) {  // of the owned elements
+    if (from >= to) return;
+    if (!counted_.empty() && counted_.back().at + counted_.back().size == from) {
+      counted_.back().size += to - from;
+    } else {
+      counted_.push_back({from, to - from});
     }
+  };
+  for (const Bucket& bucket : buckets_) {
+    const Slice share = share_of(bucket);
+    int64_t from = share.at;
+    for (const Range& run : elsewhere) {
+      const int64_t begin = std::max(run.begin, share.begin), end = std::min(run.end, share.begin + share.size);
+      if (begin >= end) continue;
+      count(from, share.at + begin - share.begin);
+      from = share.at + end - share.begin;
+    }
+    count(from, share.at + share.size);
   }
-  if (owned_ > from) counted_.push_back({from, owned_ - from});
 }
 
 void DistributedAdamW::reset_master_from_weights() {
   const c10::NoGradGuard no_grad;
+  if (shares_weights()) {
+    model_.units()->cut();
+    if (!master_.is_same(model_.units()->parts())) master_.copy_(model_.units()->parts());
+    return;
+  }
   const at::Tensor weights = model_.flat_parameters().detach();
   if (master_.data_ptr() == weights.data_ptr()) return;
   for (const Slice& slice : slices_) {
@@ -100,22 +153,43 @@ void DistributedAdamW::reset_master_from_weights() {
   }
 }
 
+// Of what this rank has of the gradients; empty: all are finite.
+std::string DistributedAdamW::first_not_finite() const {
+  const auto finite = [](const at::Tensor& gradient) { return at::isfinite(gradient).all().item<bool>(); };
+  for (const Parameter& parameter : model_.parameters()) {
+    if (!parameter.trainable) continue;
+    if (model_.units() == nullptr) {
+      if (!finite(model_.flat_gradients().narrow(0, parameter.offset, parameter.size))) return parameter.name;
+      continue;
+    }
+    for (const Slice& slice : slices_) {
+      const int64_t begin = std::max(parameter.offset, slice.begin);
+      const int64_t end = std::min(parameter.offset + parameter.size, slice.begin + slice.size);
+      if (begin < end && !finite(grads_.narrow(0, slice.at + begin - slice.begin, end - begin))) return parameter.name;
+    }
+  }
+  return "";
+}
+
 void DistributedAdamW::check_finite(double squares) const {
   if (std::isfinite(squares)) return;
-  std::string name;
-  for (const Parameter& parameter : model_.parameters()) {
-    if (!parameter.trainable || !name.empty()) continue;
-    const at::Tensor gradient = model_.flat_gradients().narrow(0, parameter.offset, parameter.size);
-    if (!at::isfinite(gradient).all().item<bool>()) name = parameter.name;
-  }
+  std::string name = first_not_finite();
+  const std::string rest =
+      " at optimizer step " + std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed";
   // Every rank comes here: the sum is the same on all.
+  if (model_.units() != nullptr) {  // whose micro-batch it was is not known any more
+    for (Communicator* group : {&group_, tensor_}) {
+      if (group == nullptr) continue;
+      for (const std::string& other : group->all_gather_bytes(name))
+        if (name.empty()) name = other;
+    }
+    fail_data("the ranks' sum of gradients" + (name.empty() ? "" : " of " + name) + rest);
+  }
   const int own = job_rank();
   double last = group_.all_reduce_max(name.empty() ? -1.0 : static_cast<double>(own));
   if (tensor_ != nullptr) last = tensor_->all_reduce_max(last);
   if (links_ != nullptr) last = links_->group().all_reduce_max(last);
   const auto culprit = static_cast<int64_t>(last);
-  const std::string rest =
-      " at optimizer step " + std::to_string(steps_done_ + 1) + " is not finite; the weights were not changed";
   if (!name.empty()) fail_data("rank " + std::to_string(own) + ": the gradient of " + name + rest);
   if (culprit < 0) fail_data("the ranks' sum of gradients" + rest);
   throw Error(ErrorKind::kUnavailable, "the gradient of rank " + std::to_string(culprit) + rest);
@@ -124,10 +198,11 @@ void DistributedAdamW::check_finite(double squares) const {
 DistributedAdamW::~DistributedAdamW() {
   if (armed_) model_.on_gradients_final = nullptr;
   if (watching_) model_.before_reading = nullptr;
+  if (ShardedUnits* units = model_.units()) units->on_gradients = nullptr;
 }
 
 void DistributedAdamW::reduce_in_next_backward() {
-  if (group_.size() == 1 || experts_ != nullptr) return;
+  if (group_.size() == 1 || experts_ != nullptr || model_.units() != nullptr) return;
   armed_ = true;
   model_.on_gradients_final = [this](int64_t from) { reduce_from(from); };
 }
@@ -139,22 +214,47 @@ constexpr size_t kMostUnderWay = 8;
 void DistributedAdamW::reduce_from(int64_t from) {
   const c10::NoGradGuard no_grad;
   const at::Tensor gradients = model_.flat_gradients();
-  const at::ScalarType wire = options_.reduce_in_fp32 ? at::kFloat : gradients.scalar_type();
   while (unreduced_ > 0 && buckets_[static_cast<size_t>(unreduced_ - 1)].begin >= from) {
-    Reduction reduction;
-    reduction.bucket = --unreduced_;
-    const Bucket& bucket = buckets_[static_cast<size_t>(reduction.bucket)];
-    reduction.sent = gradients.narrow(0, bucket.begin, bucket.size);
-    if (bucket.size < bucket.width || wire != gradients.scalar_type()) {
-      const at::Tensor padded = at::zeros({bucket.width}, gradients.options().dtype(wire));
-      padded.narrow(0, 0, bucket.size).copy_(reduction.sent);
-      reduction.sent = padded;
-    }
-    at::Tensor mine = grads_.narrow(0, bucket.at, bucket.part());
-    if (wire != at::kFloat) mine = reduction.received = take_received(bucket.part(), reduction.sent.options());
-    reduction.pending = bucket.group->begin_reduce_scatter_sum(mine, reduction.sent);
-    reductions_.push_back(std::move(reduction));
+    const Bucket& bucket = buckets_[static_cast<size_t>(--unreduced_)];
+    begin_reduction(unreduced_, gradients.narrow(0, bucket.begin, bucket.size), /*adds=*/false);
     if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
+  }
+}
+
+// `gradients`: the bucket's, with its padding or without.
+void DistributedAdamW::begin_reduction(int64_t index, const at::Tensor& gradients, bool adds) {
+  const Bucket& bucket = buckets_[static_cast<size_t>(index)];
+  const at::ScalarType wire = options_.reduce_in_fp32 ? at::kFloat : gradients.scalar_type();
+  const at::TensorOptions options = gradients.options().dtype(wire);
+  Reduction reduction;
+  reduction.bucket = index;
+  reduction.adds = adds;
+  at::Tensor mine = grads_.narrow(0, bucket.at, bucket.sharded() ? bucket.part() : bucket.size);
+  if (wire != at::kFloat || adds) mine = reduction.received = take_received(mine.size(0), options);
+  if (!bucket.sharded()) {
+    mine.copy_(gradients);
+    reduction.sent = mine;
+    reduction.pending = bucket.group->begin_all_reduce_sum(mine);
+  } else {
+    reduction.sent = gradients;
+    if (gradients.size(0) < bucket.width || wire != gradients.scalar_type()) {
+      reduction.sent = at::zeros({bucket.width}, options);
+      reduction.sent.narrow(0, 0, gradients.size(0)).copy_(gradients);
+    }
+    reduction.pending = bucket.group->begin_reduce_scatter_sum(mine, reduction.sent);
+  }
+  reductions_.push_back(std::move(reduction));
+}
+
+// One unit's are under way at a time, beside the computation of the next one's: so many whole gradients there are.
+void DistributedAdamW::reduce_unit(int64_t begin, const at::Tensor& gradients) {
+  const c10::NoGradGuard no_grad;
+  while (!reductions_.empty()) finish_oldest_reduction();
+  auto bucket = std::lower_bound(buckets_.begin(), buckets_.end(), begin,
+                                 [](const Bucket& one, int64_t at) { return one.begin < at; });
+  for (int64_t at = 0; at < gradients.size(0); at += bucket++->width) {
+    begin_reduction(bucket - buckets_.begin(), gradients.narrow(0, at, bucket->width), /*adds=*/true);
+    ++reduced_early_;
   }
 }
 
@@ -163,7 +263,12 @@ void DistributedAdamW::finish_oldest_reduction() {
   reduction.pending.wait();
   if (reduction.received.defined()) {
     const Bucket& bucket = buckets_[static_cast<size_t>(reduction.bucket)];
-    grads_.narrow(0, bucket.at, bucket.part()).copy_(reduction.received);
+    const at::Tensor own = grads_.narrow(0, bucket.at, reduction.received.size(0));
+    if (reduction.adds) {
+      own.add_(reduction.received);
+    } else {
+      own.copy_(reduction.received);
+    }
     received_.push_back(reduction.received);
   }
   reductions_.pop_front();
@@ -181,6 +286,11 @@ at::Tensor DistributedAdamW::take_received(int64_t part, const at::TensorOptions
 }
 
 void DistributedAdamW::finish_reduction() {
+  if (model_.units() != nullptr) {  // what tensor ranks hold alike is left
+    unreduced_ = std::lower_bound(buckets_.begin(), buckets_.end(), model_.alike_elements(),
+                                  [](const Bucket& bucket, int64_t end) { return bucket.begin < end; }) -
+                 buckets_.begin();
+  }
   reduce_from(0);
   while (!reductions_.empty()) finish_oldest_reduction();
   unreduced_ = static_cast<int64_t>(buckets_.size());
@@ -192,7 +302,8 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   if (armed_) model_.on_gradients_final = nullptr;
   armed_ = false;
   OptimizerStep result;
-  result.reduced_early = static_cast<int64_t>(buckets_.size()) - unreduced_;
+  result.reduced_early = reduced_early_ + static_cast<int64_t>(buckets_.size()) - unreduced_;
+  reduced_early_ = 0;
   sum_alike();
   sum_tied();
   if (grads_.defined()) finish_reduction();
@@ -217,6 +328,7 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
     update(factors);
     write_weights();
   }
+  if (model_.units() != nullptr) grads_.zero_();  // the next passes add to them
   if (gather == Gather::kNow || experts_ != nullptr) {
     finish_gather();
   } else if (!gatherings_.empty()) {
@@ -243,6 +355,11 @@ void DistributedAdamW::update(const Factors& factors) {
 
 // Begins to gather every bucket into the live weights.
 void DistributedAdamW::write_weights() {
+  if (shares_weights()) {
+    if (!master_.is_same(model_.units()->parts())) model_.units()->parts().copy_(master_);
+    model_.units()->refresh();
+    return;
+  }
   if (master_.data_ptr() == model_.flat_parameters().data_ptr()) return;
   for (const Bucket& bucket : buckets_) gather_bucket(bucket);
 }
@@ -255,6 +372,10 @@ at::Tensor DistributedAdamW::weights() const {
 
 void DistributedAdamW::gather_bucket(const Bucket& bucket) {
   const at::Tensor weights = this->weights();
+  if (!bucket.sharded()) {
+    weights.narrow(0, bucket.begin, bucket.size).copy_(master_.narrow(0, bucket.at, bucket.size));
+    return;
+  }
   Gathering gathering;
   gathering.mine = master_.narrow(0, bucket.at, bucket.part()).to(weights.scalar_type());
   gathering.begin = bucket.begin;
@@ -341,17 +462,22 @@ std::string part_name(int rank) {
 }
 }  // namespace
 
-std::vector<StatePiece> DistributedAdamW::own_pieces() const {
+std::vector<StatePiece> DistributedAdamW::own_pieces(const OwnedElements& part) const {
   std::vector<OwnedRun> runs;
-  for (const Slice& slice : slices_) runs.push_back({slice.begin, slice.size, slice.at});
+  for (const Slice& slice : slices_) {
+    const int64_t begin = std::max(slice.at, part.at), end = std::min(slice.at + slice.size, part.at + part.size);
+    if (begin < end) runs.push_back({slice.begin + begin - slice.at, end - begin, begin - part.at});
+  }
   return state_pieces(parameter_layout(model_.config(), model_.split(), model_.options().freeze_router), runs);
 }
 
 TensorFile DistributedAdamW::saved() const {
+  const OwnedElements part = saved_elements();
+  const auto of = [&](const at::Tensor& state) { return state.narrow(0, part.at, part.size); };
   return {part_name(job_rank()),
-          {{"exp_avg", exp_avg_}, {"exp_avg_sq", exp_avg_sq_}, {"master", master_}},
+          {{"exp_avg", of(exp_avg_)}, {"exp_avg_sq", of(exp_avg_sq_)}, {"master", of(master_)}},
           {{"format", "2"},
-           {"pieces", to_json(own_pieces()).dump()},
+           {"pieces", to_json(own_pieces(part)).dump()},
            {"ranks", std::to_string(group_.size() * ranks_of_model())},
            {"steps_done", std::to_string(steps_done_)}}};
 }
@@ -424,7 +550,7 @@ void DistributedAdamW::take_state(const SafetensorsFile& file, const std::filesy
 void DistributedAdamW::load(const std::filesystem::path& dir) {
   const c10::NoGradGuard no_grad;
   std::vector<Taken> taken;
-  for (StatePiece& piece : own_pieces()) taken.push_back({std::move(piece), {}});
+  for (StatePiece& piece : own_pieces({0, owned_})) taken.push_back({std::move(piece), {}});
   int ranks = 1;
   for (int saved = 0; saved < ranks; ++saved) {
     const std::filesystem::path path = dir / part_name(saved);

@@ -1,4 +1,5 @@
-// DistributedAdamW: AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on fp32 master slices, ZeRO stage 1.
+// DistributedAdamW: AdamW with decoupled weight decay (Loshchilov and Hutter 2019) on fp32 master slices: ZeRO stages 0
+// to 3 (Rajbhandari et al. 2020).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +24,8 @@ struct AdamWOptions {
   double eps = 1e-8;
   bool decay_all = true;  // false: no decay on norms and biases (Megatron's rule)
   bool reduce_in_fp32 = true;
-  int64_t bucket_elements = int64_t{1} << 24;
+  int64_t bucket_elements = int64_t{1} << 24;  // where a model shares gradients or weights, its Sharding's count
+  bool shard_state = true;  // false: every rank has all of its part of the model; not where the model shares anything
 };
 
 struct OptimizerStep {
@@ -35,9 +37,11 @@ struct OptimizerStep {
 class DistributedAdamW final {
  public:
   // The model's buffers must outlive the optimizer. `data_parallel` likewise: the ranks with the same part of the
-  // model. Where the model is split its own groups count too: gradients of what tensor ranks hold alike are summed over
-  // these, those of a tied embedding over the pipeline's ends, and the norm is that of the whole model.
-  // `expert_data_parallel`: where experts are split, the ranks of data_parallel that hold the same ones; else null.
+  // model, which are those of its Sharding, where it has one: then every backward pass reduces each unit's gradients,
+  // and step() only what is left. Where the model is split its own groups count too: gradients of what tensor ranks
+  // hold alike are summed over these, those of a tied embedding over the pipeline's ends, and the norm is that of the
+  // whole model. `expert_data_parallel`: where experts are split, the ranks of data_parallel that hold the same ones;
+  // else null.
   DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options,
                    Communicator* expert_data_parallel = nullptr);
 
@@ -84,12 +88,9 @@ class DistributedAdamW final {
   int64_t owned_elements() const { return owned_; }
 
  private:
-  struct Bucket {  // a part of the flat buffer that is reduced, and gathered, at once
-    int64_t begin = 0, size = 0;
-    int64_t width = 0;  // size made a multiple of the group's
-    int64_t at = 0;     // of this rank's part in the owned tensors
+  struct Bucket : FlatBucket {  // a part of the flat buffer that is reduced, and gathered, at once
     Communicator* group = nullptr;
-    int64_t part() const { return width / group->size(); }
+    bool sharded() const { return group->size() == ranks; }
   };
   struct Slice {        // one bucket's part of this rank
     int64_t begin = 0;  // in the flat buffer
@@ -112,6 +113,7 @@ class DistributedAdamW final {
     PendingCollective pending;
     at::Tensor sent;      // what is summed: a view of the gradients or a copy
     at::Tensor received;  // undefined: it goes into grads_ directly
+    bool adds = false;    // to what grads_ holds
   };
   struct Gathering {
     int64_t begin = 0, size = 0;  // of the bucket, in the flat buffer
@@ -119,16 +121,26 @@ class DistributedAdamW final {
     at::Tensor padded;  // of the last bucket: gathered here first
     at::Tensor mine;
   };
-  std::vector<StatePiece> own_pieces() const;
+  std::vector<StatePiece> own_pieces(const OwnedElements& part) const;
   // What one file of a folder gives this rank: adds to `taken`, the elements of each of own_pieces() that are there.
   struct Taken {
     StatePiece piece;
     std::vector<StateCopy> copies;
   };
   void take_state(const SafetensorsFile& file, const std::filesystem::path& path, std::vector<Taken>& taken);
-  void add_buckets(int64_t begin, int64_t end, Communicator& group);
+  void make_buckets();
+  void make_state();
+  void add_decayed();
+  bool shares_weights() const;
+  // What of a bucket this rank counts, and of its state saves: its slice, also of state that it has whole.
+  Slice share_of(const Bucket& bucket) const;
+  // Where the elements lie that saved() gives.
+  OwnedElements saved_elements() const;
   // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
   void reduce_from(int64_t from);
+  void begin_reduction(int64_t index, const at::Tensor& gradients, bool adds);
+  // A backward pass has all gradients of a unit that begins there: ShardedUnits::on_gradients.
+  void reduce_unit(int64_t begin, const at::Tensor& gradients);
   void finish_oldest_reduction();
   at::Tensor take_received(int64_t part, const at::TensorOptions& options);
   void finish_reduction();
@@ -139,6 +151,7 @@ class DistributedAdamW final {
   void count_elements();
   double sum_of_squares() const;
   void check_finite(double squares) const;
+  std::string first_not_finite() const;
   void update(const Factors& factors);
   void write_weights();
   void gather_bucket(const Bucket& bucket);
@@ -156,18 +169,19 @@ class DistributedAdamW final {
   Communicator* experts_ = nullptr;  // null: experts are not split
   std::vector<Bucket> buckets_;      // ascending
   int64_t owned_ = 0;
-  std::vector<OwnedElements> counted_;  // in the norm: what no other rank of the model has counted
+  std::vector<OwnedElements> counted_;  // in the norm: what no other rank has counted
   Communicator* tensor_ = nullptr;      // null: the model is not split over tensor ranks
   StageLinks* links_ = nullptr;         // null: it has one pipeline stage
   std::vector<Slice> slices_;
   std::vector<OwnedElements> decayed_;  // with weight decay
-  at::Tensor master_;                   // [owned] fp32; with one rank and fp32 weights a view of them
+  at::Tensor master_;                   // [owned] fp32; a view of fp32 weights that are this rank's to write
   at::Tensor exp_avg_;                  // [owned] fp32
   at::Tensor exp_avg_sq_;
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
   std::deque<Reduction> reductions_;
   std::vector<at::Tensor> received_;  // free ones
   int64_t unreduced_ = 0;             // buckets 0 .. unreduced_ - 1 of this step have not begun
+  int64_t reduced_early_ = 0;         // by reduce_unit since the last step
   bool armed_ = false;                // the model calls reduce_from
   std::deque<Gathering> gatherings_;
   bool watching_ = false;  // the model calls finish_gather_before

@@ -302,11 +302,13 @@ void Communicator::run(const char* operation, const at::Tensor& tensor, Fn&& sta
   begin(operation, tensor, std::forward<Fn>(start)).wait();
 }
 
-void Communicator::all_reduce_sum(at::Tensor tensor) {
-  if (size_ == 1) return;
+PendingCollective Communicator::begin_all_reduce_sum(at::Tensor tensor) {
+  if (size_ == 1) return {};
   std::vector<at::Tensor> list{tensor};
-  run("all-reduce", tensor, [&](c10d::Backend& backend) { return backend.allreduce(list); });
+  return begin("all-reduce", tensor, [&](c10d::Backend& backend) { return backend.allreduce(list); });
 }
+
+void Communicator::all_reduce_sum(at::Tensor tensor) { begin_all_reduce_sum(std::move(tensor)).wait(); }
 
 void Communicator::all_reduce_max(at::Tensor tensor) {
   if (size_ == 1) return;

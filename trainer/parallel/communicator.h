@@ -114,10 +114,11 @@ class Communicator final {
   // their order. Sizes: rows of each part; empty: equal parts. All dtypes; parts may be empty.
   void all_to_all(at::Tensor out, const at::Tensor& in, const std::vector<int64_t>& out_rows = {},
                   const std::vector<int64_t>& in_rows = {});
-  // all_gather and reduce_scatter_sum, begun and not waited for. CPU: on a thread of Gloo's, which takes them in order;
-  // CUDA: on NCCL's own stream, behind what the current stream holds now. They count as come to when begun. May be
-  // called from the thread of a backward pass while the thread that started it waits. The group must outlive the
-  // result.
+  // all_reduce_sum, all_gather and reduce_scatter_sum, begun and not waited for. CPU: on a thread of Gloo's, which
+  // takes them in order; CUDA: on NCCL's own stream, behind what the current stream holds now. They count as come to
+  // when begun. May be called from the thread of a backward pass while the thread that started it waits. The group must
+  // outlive the result.
+  [[nodiscard]] PendingCollective begin_all_reduce_sum(at::Tensor tensor);
   [[nodiscard]] PendingCollective begin_all_gather(at::Tensor out, const at::Tensor& in);
   [[nodiscard]] PendingCollective begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
   // Of a line: what is sent first is received first, into a tensor of its size and dtype. A send ends when the other

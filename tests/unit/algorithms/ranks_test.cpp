@@ -149,6 +149,59 @@ TEST(Ranks, ContextRanksGiveTheAnswerOfOne) {
   }
 }
 
+// Whatever of the training state ranks share: the answer of one rank, also where some have fewer micro-batches than
+// others, or none.
+TEST(Ranks, SharedStateGivesTheAnswerOfOne) {
+  struct Recipe {
+    const char* name;
+    std::function<void(Config&)> change;
+  };
+  const std::vector<Recipe> recipes = {{"packed, KL", {}},
+                                       {"four samples a step",
+                                        [](Config& c) {
+                                          c.policy.train_global_batch_size = 4;
+                                          c.policy.sequence_packing.train_mb_tokens = 64;
+                                        }},
+                                       {"everything again", [](Config& c) {
+                                          c.policy.activation_checkpointing = true;
+                                          c.loss_fn.token_level_loss = false;
+                                        }}};
+  struct Sizes {
+    int world, tp, pp, cp;
+  };
+  for (const Recipe& recipe : recipes) {
+    const Outcome one = run(1, false, recipe.change);
+    const double largest = one.moments.abs().max().item<double>();
+    ASSERT_GT(largest, 0) << recipe.name;
+    for (const StateSharding shared : {StateSharding::kNothing, StateSharding::kGradients, StateSharding::kWeights}) {
+      const bool stages = shared == StateSharding::kNothing;
+      for (const auto& [world, tp, pp, cp] :
+           {Sizes{2, 1, 1, 1}, {4, 1, 1, 1}, {4, 2, 1, 1}, {4, 1, 1, 2}, {4, 1, 2, 1}}) {
+        if (pp > 1 && !stages) continue;
+        RunSetup setup;
+        setup.tp = tp;
+        setup.pp = pp;
+        setup.cp = cp;
+        setup.shared = shared;
+        const Outcome many = run(world, false, recipe.change, setup);
+        const std::string where = std::string(recipe.name) + ", " + std::to_string(world) + " ranks, tp " +
+                                  std::to_string(tp) + " pp " + std::to_string(pp) + " cp " + std::to_string(cp) +
+                                  ", sharing " + std::to_string(static_cast<int>(shared));
+        for (const char* key : {"loss", "grad_norm", "global_valid_toks"}) {
+          const double wanted = one.result.metrics.at(key);
+          EXPECT_NEAR(many.result.metrics.at(key), wanted, 1e-5 * std::max(key[0] == 'l' ? 1.0 : 0.0, std::abs(wanted)))
+              << where << ": " << key;
+        }
+        EXPECT_EQ(many.result.compared_tokens, one.result.compared_tokens) << where;
+        EXPECT_LE((many.moments - one.moments).abs().max().item<double>(), 1e-5 * largest) << where;
+        EXPECT_LE((many.weights - one.weights).abs().max().item<double>(),
+                  1e-5 * one.weights.abs().max().item<double>())
+            << where;
+      }
+    }
+  }
+}
+
 TEST(EarlyGradients, ABatchWithoutAValidTokenTrainsNothing) {
   for (const bool by_tokens : {true, false}) {
     Config config = settings(false);

@@ -81,6 +81,7 @@ struct RunSetup {
   StageOptions stages;
   ModelFamily family = ModelFamily::kQwen3;
   int64_t layers = 2;
+  StateSharding shared = StateSharding::kOptimizer;
 };
 
 inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {},
@@ -111,15 +112,26 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
           options.links = context.stage_links();
         }
         if (setup.cp > 1) options.context = &context.group(Axis::kCp);
+        if (setup.shared >= StateSharding::kGradients) {
+          options.sharding = {.gradients = true,
+                              .weights = setup.shared == StateSharding::kWeights,
+                              .ranks = &context.data_parallel(),
+                              .bucket_elements = setup.bucket_elements};
+        }
         Model policy(shape, options);
         init_parameters(policy, 5);
         ModelOptions frozen = options;
         frozen.trainable = false;
         Model reference(shape, frozen);
         init_parameters(reference, 6);
+        if (ShardedUnits* units = reference.units()) {
+          units->cut();
+          units->release();
+        }
         AdamWOptions adam;
         adam.bucket_elements = setup.bucket_elements;
         adam.reduce_in_fp32 = setup.reduce_in_fp32;
+        adam.shard_state = setup.shared != StateSharding::kNothing;
         DistributedAdamW optimizer(policy, context.data_parallel(), adam);
         PhaseTimer timer;
         PolicyTrainer trainer(config, policy, &reference, optimizer, context, timer, /*exact=*/true);

@@ -20,10 +20,13 @@ using testing::random_tokens;
 using testing::same_bits;
 using testing::split_options;
 
+enum class Shared { kNothing, kState, kGradients, kWeights };
+
 struct Sizes {
   int64_t tp, pp, dp;
   StageOptions stages = {};
   int64_t ep = 1, cp = 1;
+  Shared shared = Shared::kState;
   bool operator==(const Sizes&) const = default;
 };
 
@@ -51,21 +54,38 @@ at::Tensor targets(const PackedBatch& batch) {
   return at::cat(parts);
 }
 
+std::string name_of(const Sizes& sizes) {
+  const char* names[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
+  return to_string(layout_of(sizes)) + " " + names[static_cast<size_t>(sizes.shared)];
+}
+
 struct Step {
   double loss = 0, grad_norm = 0;
 };
 
 // One rank's model and optimizer, and how it trains: each replica its share of the same eight sequences.
 struct TrainedRank {
-  TrainedRank(ParallelContext& ranks, const ModelConfig& config, const StageOptions& stages = {})
+  TrainedRank(ParallelContext& ranks, const ModelConfig& config, const Sizes& sizes = {1, 1, 1})
       : context(ranks),
-        model(config, split_options(ranks, config, stages)),
-        optimizer(model, ranks.data_parallel(), options(), ranks.layout().ep > 1 ? &ranks.group(Axis::kEdp) : nullptr) {
+        model(config, model_options(ranks, config, sizes)),
+        optimizer(model, ranks.data_parallel(), options(sizes.shared),
+                  ranks.layout().ep > 1 ? &ranks.group(Axis::kEdp) : nullptr) {
     fill(model);
     optimizer.reset_master_from_weights();
   }
-  static AdamWOptions options() {
+  static ModelOptions model_options(ParallelContext& ranks, const ModelConfig& config, const Sizes& sizes) {
+    ModelOptions options = split_options(ranks, config, sizes.stages);
+    if (sizes.shared < Shared::kGradients) return options;
+    options.sharding = {.gradients = true,
+                        .weights = sizes.shared == Shared::kWeights,
+                        .ranks = &ranks.data_parallel(),
+                        .experts = ranks.layout().ep > 1 ? &ranks.group(Axis::kEdp) : nullptr,
+                        .bucket_elements = 3000};
+    return options;
+  }
+  static AdamWOptions options(Shared shared) {
     AdamWOptions options;
+    options.shard_state = shared != Shared::kNothing;
     options.bucket_elements = 3000;
     options.eps = 1e-4;  // where gradients are almost 0 their sign is chance
     options.decay_all = false;
@@ -97,9 +117,11 @@ struct TrainedRank {
       loss.add_(sum.item<double>());
       return sum;
     };
+    if (model.units() != nullptr) model.units()->release();
     train_passes(model, work);
     share_result(model, loss);
     const OptimizerStep done = optimizer.step(0.01, 0.1, 0.5);
+    if (model.units() != nullptr) model.units()->gather();
     return {context.data_parallel().all_reduce_sum(loss.item<double>()), done.grad_norm};
   }
 
@@ -138,14 +160,28 @@ const std::vector<Sizes> kLayouts = {{1, 1, 1},
                                      {2, 2, 1},
                                      {1, 2, 2},
                                      {1, 2, 1, {.virtual_stages = 2}},
-                                     {.tp = 1, .pp = 2, .dp = 1, .cp = 2}};
+                                     {.tp = 1, .pp = 2, .dp = 1, .cp = 2},
+                                     {.tp = 1, .pp = 1, .dp = 4, .shared = Shared::kNothing},
+                                     {.tp = 1, .pp = 2, .dp = 2, .shared = Shared::kNothing},
+                                     {.tp = 1, .pp = 1, .dp = 2, .shared = Shared::kGradients},
+                                     {.tp = 1, .pp = 1, .dp = 4, .shared = Shared::kGradients},
+                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kGradients},
+                                     {.tp = 1, .pp = 1, .dp = 2, .cp = 2, .shared = Shared::kGradients},
+                                     {.tp = 1, .pp = 1, .dp = 2, .shared = Shared::kWeights},
+                                     {.tp = 1, .pp = 1, .dp = 4, .shared = Shared::kWeights},
+                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kWeights},
+                                     {.tp = 1, .pp = 1, .dp = 2, .cp = 2, .shared = Shared::kWeights}};
 // Experts are on data parallel ranks, whole or split.
 std::vector<Sizes> layouts_for(const ModelConfig& config) {
   return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1},
                                                      {1, 1, 2},
                                                      {.tp = 1, .pp = 1, .dp = 2, .ep = 2},
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 2},
-                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 4}}
+                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 4},
+                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kNothing},
+                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kGradients},
+                                                     {.tp = 1, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
+                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kWeights}}
                                 : kLayouts;
 }
 
@@ -161,11 +197,11 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
   for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
   for (const Sizes& sizes : layouts_for(config)) {
     test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
-      TrainedRank rank(context, config, sizes.stages);
+      TrainedRank rank(context, config, sizes);
       for (int step = 0; step < 3; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
       for (const Parameter& parameter : rank.model.parameters()) {
         expect_near(parameter.tensor.detach(), part_of(parameter, whole.model.find(parameter.name)->tensor.detach()),
-                    to_string(context.layout()) + " " + parameter.name);
+                    name_of(sizes) + " " + parameter.name);
         // Both ends of a pipeline train a tied embedding: alike.
         if (context.layout().pp > 1 && config.tie_word_embeddings && parameter.name == "model.embed_tokens.weight") {
           const at::Tensor other = context.stage_links()->swap_ends(parameter.tensor.detach());
@@ -193,6 +229,11 @@ TEST(TiedEmbedding, ItsTwoCopiesStayEqualOverThreeReplicas) {
 // them.
 bool meet(const Sizes& saved, const Sizes& loaded) {
   const Sizes both{2, 2, 1};
+  // Where another sharing than today's is among them: one rank and four replicas.
+  if (saved != loaded && (saved.shared != Shared::kState || loaded.shared != Shared::kState)) {
+    const auto stands_for_all = [](const Sizes& sizes) { return sizes == kLayouts.front() || sizes.dp == 4; };
+    return stands_for_all(saved) && stands_for_all(loaded);
+  }
   return saved == loaded || loaded == both || (saved.pp == 1 ? loaded.pp == 1 : loaded == kLayouts.front());
 }
 
@@ -208,7 +249,7 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
     Step next;  // of the undisturbed run
     std::vector<at::Tensor> weights(4);
     test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
-      TrainedRank rank(context, config, sizes.stages);
+      TrainedRank rank(context, config, sizes);
       const auto manager = rank.checkpoints(dir.path());
       for (int step = 0; step < 2; ++step) (void)rank.train(step);
       manager->save(2, rank.model, rank.optimizer, {{"a", 1}}, {}, "b: 2\n");
@@ -222,7 +263,7 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
     for (const Sizes& other : layouts_for(config)) {
       if (!meet(sizes, other)) continue;
       test::on_layout(layout_of(other), [&](ParallelContext& context) {
-        TrainedRank rank(context, config, other.stages);
+        TrainedRank rank(context, config, other);
         const auto manager = rank.checkpoints(dir.path());
         const auto found = manager->load_latest(rank.model, rank.optimizer);
         ASSERT_TRUE(found);

@@ -174,6 +174,31 @@ TEST(ConfigCheck, BackEndChoosesSizesAndOptimizer) {
               HasSubstr("excludes policy.dtensor_cfg.enabled"));
 }
 
+TEST(ConfigCheck, WhatRanksShareFollowsFromTheBackEnd) {
+  const std::string ddp = "policy.megatron_cfg.distributed_data_parallel_config.";
+  const auto shared = [&](std::vector<std::string> overrides) {
+    return state_sharding(load_config_text("", overrides));
+  };
+  const std::string megatron = "policy.megatron_cfg.enabled=true", strategy = ddp + "data_parallel_sharding_strategy=";
+  EXPECT_EQ(shared({}), StateSharding::kOptimizer);
+  EXPECT_EQ(shared({strategy + "no_shard"}), StateSharding::kOptimizer) << "the back-end is off";
+  EXPECT_EQ(shared({"policy.dtensor_cfg.enabled=true"}), StateSharding::kWeights);
+  EXPECT_EQ(shared({megatron}), StateSharding::kOptimizer);
+  EXPECT_EQ(shared({megatron, strategy + "no_shard"}), StateSharding::kNothing);
+  EXPECT_EQ(shared({megatron, strategy + "optim"}), StateSharding::kOptimizer);
+  EXPECT_EQ(shared({megatron, strategy + "optim_grads"}), StateSharding::kGradients);
+  EXPECT_EQ(shared({megatron, strategy + "optim_grads_params"}), StateSharding::kWeights);
+  const std::vector<std::string> nemo_rl = {megatron, strategy + "optim_grads_params", ddp + "use_custom_fsdp=false"};
+  EXPECT_EQ(shared(nemo_rl), StateSharding::kOptimizer);
+  EXPECT_THAT(keys_without_effect(load_config_text("", nemo_rl)),
+              testing::ElementsAre(HasSubstr("data_parallel_sharding_strategy has no effect")));
+  const std::string stages = "policy.megatron_cfg.pipeline_model_parallel_size=2";
+  EXPECT_THAT(load_error({megatron, stages, "cluster.gpus_per_node=2", strategy + "optim_grads"}),
+              HasSubstr("optim_grads needs policy.megatron_cfg.pipeline_model_parallel_size 1, not 2; pipeline stages "
+                        "take no_shard or optim"));
+  EXPECT_EQ(shared({megatron, stages, "cluster.gpus_per_node=2", strategy + "no_shard"}), StateSharding::kNothing);
+}
+
 TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
   EXPECT_NO_THROW(validate_supported(load_config_text("", {"cluster.gpus_per_node=8"})));
   std::vector<std::string> four = {"cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",

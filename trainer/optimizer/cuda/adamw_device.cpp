@@ -60,7 +60,8 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
   step.root_correction2 = static_cast<float>(std::sqrt(factors.correction2));
   step.eps = static_cast<float>(options_.eps);
 
-  const at::Tensor weights = this->weights();
+  const bool shares = shares_weights();  // then what is written are this rank's parts
+  const at::Tensor weights = shares ? model_.units()->parts() : this->weights();
   const bool own_master = master_.data_ptr() != weights.data_ptr();
   const at::Tensor gradients = grads_.defined() ? grads_ : model_.flat_gradients();
   for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -68,7 +69,7 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
     const Slice& slice = slices_[b];
     // The rounded weights go straight into the live ones, except into a bucket whose padding has to be gathered too.
     const bool whole = bucket.size == bucket.width;
-    const bool direct = own_master && (whole || group_.size() == 1);
+    const bool direct = own_master && (whole || bucket.ranks == 1 || shares);
     if (slice.size > 0) {
       const int64_t from = grads_.defined() ? slice.at : slice.begin;
       cuda::AdamWRun run;
@@ -77,14 +78,14 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
       run.master = master_.mutable_data_ptr<float>() + slice.at;
       run.exp_avg = exp_avg_.mutable_data_ptr<float>() + slice.at;
       run.exp_avg_sq = exp_avg_sq_.mutable_data_ptr<float>() + slice.at;
-      if (direct) run.weights = weights.narrow(0, slice.begin, slice.size).mutable_data_ptr();
+      if (direct) run.weights = weights.narrow(0, shares ? slice.at : slice.begin, slice.size).mutable_data_ptr();
       run.weight_type = element_of(weights);
       run.n = slice.size;
       if (factors.weight_decay != 0) run.decay_bits = static_cast<const uint32_t*>(decay_bits_.const_data_ptr());
       run.begin = slice.begin;
       cuda::adamw_update(run, step, stream_of(master_));
     }
-    if (!own_master || group_.size() == 1) continue;
+    if (!own_master || bucket.ranks == 1 || shares) continue;
     if (direct) {
       Gathering gathering;
       gathering.begin = bucket.begin;
@@ -96,6 +97,7 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
       gather_bucket(bucket);
     }
   }
+  if (shares) model_.units()->refresh();
 }
 
 }  // namespace trireme
