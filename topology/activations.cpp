@@ -47,4 +47,14 @@ int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers,
   return tokens * (inputs + behind + bytes.passing + (in_flight - 1) * (inputs + kept)) + bytes.fixed;
 }
 
+FittedLayers fit_layers(const ActivationBytes& bytes, int64_t layers, int64_t tokens, int64_t in_flight, int64_t room) {
+  const auto usable = static_cast<int64_t>(static_cast<double>(room) * kUsableForActivations);
+  for (int64_t level = 0;; ++level) {
+    const int64_t input = std::max<int64_t>(0, level - layers), cheap = std::min(level, layers) - input;
+    FittedLayers fitted{.kept = {.input = input, .cheap = cheap, .whole = layers - input - cheap}};
+    fitted.bytes = activation_total(bytes, fitted.kept, tokens, in_flight);
+    if (fitted.bytes <= usable || level >= 2 * layers) return fitted;
+  }
+}
+
 }  // namespace trireme

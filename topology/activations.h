@@ -28,4 +28,15 @@ struct KeptLayers {
 // which one is being differentiated.
 int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers, int64_t tokens, int64_t in_flight = 1);
 
+// Of room for activations, what may be used: the rest is for the allocator's rounding and fragments.
+inline constexpr double kUsableForActivations = 0.95;
+
+struct FittedLayers {
+  KeptLayers kept;
+  int64_t bytes = 0;  // activation_total
+};
+// The least recomputation of `layers` layers that fits `room` bytes: first norms and SwiGLU of more and more layers,
+// then whole layers. The most there is where nothing fits.
+FittedLayers fit_layers(const ActivationBytes& bytes, int64_t layers, int64_t tokens, int64_t in_flight, int64_t room);
+
 }  // namespace trireme

@@ -56,11 +56,19 @@ refuses 10 "spec.network.rdma.require) but this run is on the CPU" env TRIREME_R
   "$TRIREME" $(run_args a cluster.device=cpu)
 
 # A plan is one of the configuration's devices, wherever it is made: 8.03 G parameters, gradients as the recipe holds
-# them.
-refuses 0 "15.0 GiB, bfloat16" "$TRIREME" plan --config configs/llama3.1_8b.yaml
+# them and an eighth of them in float32.
+refuses 0 "gradients                  18.7        18.7  bfloat16" "$TRIREME" plan --config configs/llama3.1_8b.yaml
 refuses 0 "1 nodes of 8 (cluster.gpus_per_node)" "$TRIREME" plan --config configs/llama3.1_8b.yaml
-refuses 0 "29.9 GiB, float32" "$TRIREME" plan --config configs/llama3.1_8b.yaml \
+refuses 0 "gradients                  33.7        33.7  float32" "$TRIREME" plan --config configs/llama3.1_8b.yaml \
   policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true
+refuses 0 "tp=1,cp=1,ep=1,dp=2,pp=1,etp=1" "$TRIREME" plan --config configs/llama3.1_8b.yaml --gpus 2
+refuses 1 "wants least" "$TRIREME" plan --config configs/llama3.1_70b.yaml --gpus 8 --gpu-memory 80
+refuses 0 "is the fastest of" "$TRIREME" plan --config configs/qwen3_32b.yaml \
+  policy.megatron_cfg.tensor_model_parallel_size=auto policy.megatron_cfg.pipeline_model_parallel_size=auto
+refuses 10 "policy.megatron_cfg.tensor_model_parallel_size: auto is for trireme plan" "$TRIREME" train \
+  --config configs/qwen3_32b.yaml policy.megatron_cfg.tensor_model_parallel_size=auto
+refuses 10 "it is one of no_shard, optim, optim_grads, optim_grads_params" "$TRIREME" plan \
+  --config configs/llama3.1_8b.yaml --sharding zero3
 
 # A signal before the loop begins ends a rank at once: here one that waits for a peer that never comes. Afterwards the
 # step is finished and saved (resume_test.sh).

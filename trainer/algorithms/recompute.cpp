@@ -8,20 +8,6 @@
 #include "trainer/rollout/step_runner.h"
 
 namespace trireme {
-namespace {
-
-// Of what is free, left for the allocator's rounding and fragments.
-constexpr double kUsable = 0.95;
-
-Recompute at_level(int64_t level, int64_t layers) {
-  Recompute recompute;
-  recompute.whole_layers = std::max<int64_t>(0, level - layers);
-  recompute.cheap_layers = std::min(level, layers) - recompute.whole_layers;
-  return recompute;
-}
-
-}  // namespace
-
 KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_t micro_batches) {
   const auto pieces = static_cast<int64_t>(split.layers.size());
   const PipelineTable table = training_passes(split.pp, pieces, micro_batches);
@@ -31,19 +17,13 @@ KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_
 
 Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once,
                         int64_t free_bytes, int64_t* needed) {
-  const ActivationBytes bytes = activation_bytes(shape, element_bytes);
-  const int64_t layers = shape.layers / at_once.pieces;
-  const auto room = static_cast<int64_t>(static_cast<double>(free_bytes) * kUsable);
-  for (int64_t level = 0;; ++level) {
-    const Recompute recompute = at_level(level, layers);
-    const KeptLayers kept{.input = recompute.whole_layers,
-                          .cheap = recompute.cheap_layers,
-                          .whole = layers - recompute.whole_layers - recompute.cheap_layers};
-    const int64_t total = activation_total(bytes, kept, at_once.tokens, at_once.in_flight);
-    if (total > room && level < 2 * layers) continue;
-    if (needed != nullptr) *needed = total;
-    return recompute;
-  }
+  const FittedLayers fitted = fit_layers(activation_bytes(shape, element_bytes), shape.layers / at_once.pieces,
+                                         at_once.tokens, at_once.in_flight, free_bytes);
+  if (needed != nullptr) *needed = fitted.bytes;
+  Recompute recompute;
+  recompute.whole_layers = fitted.kept.input;
+  recompute.cheap_layers = fitted.kept.cheap;
+  return recompute;
 }
 
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {

@@ -1,15 +1,18 @@
-#include <cstdio>
+#include <algorithm>
 #include <iostream>
+#include <numeric>
 
 #include "api/rljob.h"
 #include "api/validate.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/text.h"
-#include "topology/topology.h"
-#include "trainer/algorithms/options.h"
+#include "topology/combine_blocks.h"
+#include "topology/plan.h"
+#include "trainer/algorithms/plan_inputs.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
+#include "trainer/cli/plan_report.h"
 #include "trainer/config/config.h"
 #include "trainer/model/config.h"
 
@@ -23,68 +26,209 @@ ModelShape find_shape(const std::string& model_name) {
   return ModelConfig::load(resolve_model(model_name, hf_home_from_environment())).shape();
 }
 
-void line(const std::string& what, const std::string& value) { std::printf("%-34s %s\n", what.c_str(), value.c_str()); }
+constexpr int64_t kUsualNode = 8;  // GPUs of a node, where the configuration is one of a single rank
 
-int plan(const std::string& path, const std::vector<std::string>& overrides) {
+struct PlanArguments {
+  std::string path;
+  std::vector<std::string> overrides;
+  int64_t gpus = 0;           // 0: the configuration's ranks
+  double gpu_memory_gib = 0;  // 0: that of `gpu`
+  int64_t gpus_per_node = 0;  // 0: the configuration's
+  std::string gpu = "h200";
+  std::string sharding = "optim";
+  PlannedLengths lengths;
+};
+
+// What all layouts of a call have in common.
+struct PlanContext {
+  Config config;
+  ModelShape shape;
+  Workload work;
+  PlanOptions options;
+  PlanDevices devices;
+  LayoutCheck check;
+};
+
+PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string>& warnings) {
+  PlanContext context;
+  context.config = load_config(arguments.path, arguments.overrides, &warnings, environment_variable);
+  const Config& config = context.config;
+  context.shape = find_shape(config.policy.model_name);
+  context.work = planned_work(config, arguments.lengths);
+  context.options = plan_options(config);
+  const auto sharding = parse_sharding(arguments.sharding);
+  if (!sharding) fail_user("--sharding " + arguments.sharding + ": it is one of " + join(sharding_names(), ", "));
+  context.options.sharding = *sharding;
+  const auto rates = device_rates(arguments.gpu);
+  if (!rates) fail_user("--gpu " + arguments.gpu + ": rates are known of " + join(known_device_rates(), ", "));
+  context.devices.rates = *rates;
+  context.devices.memory_bytes = static_cast<int64_t>(arguments.gpu_memory_gib * 1024 * 1024 * 1024);
+  context.check.world = arguments.gpus > 0 ? arguments.gpus : world_size(config);
+  int64_t of_node = arguments.gpus_per_node > 0 ? arguments.gpus_per_node : config.cluster.processes;
+  if (arguments.gpus > 0 && arguments.gpus_per_node == 0 && of_node == 1) of_node = kUsualNode;
+  context.devices.of_node = context.check.gpus_per_node = std::min(of_node, context.check.world);
+  context.check.shape = &context.shape;
+  context.check.stages = context.options.stages;
+  return context;
+}
+
+Layout layout_of(const ParallelSizes& sizes) {
+  return {
+      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
+}
+
+// Whether the samples of an optimizer step can be dealt to the data parallel ranks.
+bool deals_batches(const Config& config, const Workload& work, const Layout& layout) {
+  const int64_t of_batch = work.train_samples > 0 ? work.train_samples : 1;
+  return config.policy.train_global_batch_size % (layout.dp * of_batch) == 0;
+}
+
+// All legal layouts, ranked. Only those with the sizes that the configuration names where `named`, which is where
+// others of it are auto.
+std::vector<LayoutPlan> legal_plans(const PlanContext& context, bool named) {
+  const Config& config = context.config;
+  const std::vector<std::string> open = auto_sizes(config);
+  const Layout fixed = layout_of(parallel_sizes(config));
+  const auto is_open = [&](const char* part) {
+    return std::any_of(open.begin(), open.end(), [part](const std::string& key) { return ends_with(key, part); });
+  };
+  const auto agrees = [&](const Layout& l) {
+    return (l.tp == fixed.tp || is_open("tensor_model_parallel_size") || is_open(".tensor_parallel_size")) &&
+           (l.pp == fixed.pp || is_open("pipeline_model_parallel_size")) &&
+           (l.cp == fixed.cp || is_open("context_parallel_size")) &&
+           (l.ep == fixed.ep || is_open("expert_model_parallel_size"));
+  };
+  std::vector<Layout> layouts;
+  for (const Layout& layout : legal_layouts(context.check)) {
+    const bool blocks =
+        context.shape.experts == 0 ||
+        combine_block_problems(context.shape.experts, config.policy.moe_combine_blocks, layout.ep).empty();
+    if (blocks && deals_batches(config, context.work, layout) && (!named || agrees(layout))) layouts.push_back(layout);
+  }
+  return rank_layouts(context.shape, layouts, context.work, context.options, context.devices);
+}
+
+std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
+
+void print_setting(const PlanContext& context, const PlanArguments& arguments) {
+  const Config& config = context.config;
+  const Workload& work = context.work;
+  print_line(std::cout, "model",
+             config.policy.model_name + ", " +
+                 format_fixed(static_cast<double>(parameter_count(context.shape)) / 1e9, 3) + " G parameters");
+  const std::string device =
+      to_lower(config.cluster.device) == "cpu"
+          ? "planned as if each had a GPU"
+          : context.devices.rates.name + (context.devices.rates.measured ? "" : ", not measured");
+  if (arguments.gpus > 0) {
+    print_line(std::cout, "devices",
+               std::to_string(arguments.gpus) + " GPUs, " + std::to_string(context.check.gpus_per_node) +
+                   " of a node, " + gibibytes(context.devices.memory()) + " each (" + device + ")");
+  } else {
+    print_line(std::cout, "devices",
+               std::to_string(config.cluster.num_nodes) + " nodes of " + std::to_string(config.cluster.gpus_per_node) +
+                   " (cluster.gpus_per_node), " + std::to_string(config.cluster.processes) + " ranks on each, " +
+                   gibibytes(context.devices.memory()) + " a device (" + device + ")");
+  }
+  const auto mean = [](const std::vector<int64_t>& lengths) {
+    return std::to_string(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) /
+                          static_cast<int64_t>(lengths.size()));
+  };
+  const bool forced = !config.policy.generation.forced_lengths.empty();
+  print_line(std::cout, work.generates ? "samples of a rollout" : "samples of an optimizer step",
+             std::to_string(work.outputs.size()) + ", of " + mean(work.prompts) + " and " + mean(work.outputs) +
+                 " tokens in the mean" + (forced ? "" : " (assumed: --prompt-tokens, --response-tokens)") +
+                 ", at most " + std::to_string(work.longest));
+  if (work.generates) print_line(std::cout, "optimizer steps of a rollout", std::to_string(work.optimizer_steps));
+}
+
+// What the trainer of this version lacks for the layout.
+std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
+  std::vector<std::string> reasons = unsupported_splits(layout, context.config.cluster.device != "cpu");
+  if (context.shape.experts > 0 && layout.world() != layout.dp)
+    reasons.emplace_back("tp, cp and pp must be 1 for a mixture of experts: they are not supported yet for it");
+  if (context.options.sharding != Sharding::kOptimizer) {
+    reasons.push_back(std::string(to_string(context.options.sharding)) +
+                      " is not supported yet by the trainer of this version, which shards optimizer state (optim)");
+  }
+  return reasons;
+}
+
+int print_ranking(const PlanContext& context) {
+  std::vector<RankedPlan> ranked;
+  bool fits = false;
+  for (LayoutPlan& plan : legal_plans(context, !auto_sizes(context.config).empty())) {
+    fits = fits || plan.fits();
+    const bool runs = missing(context, plan.layout).empty();
+    ranked.push_back({std::move(plan), runs});
+  }
+  if (ranked.empty()) fail_user("there is no legal layout of " + std::to_string(context.check.world) + " ranks");
+  print_plans(std::cout, ranked, context.devices);
+  if (fits) return 0;
+  print_line(std::cout, "fits",
+             "nothing; " + to_string(ranked.front().plan.layout) + " wants least, " +
+                 gibibytes(ranked.front().plan.least_memory) + " a device");
+  return 1;
+}
+
+// The sizes that are auto become those of the fastest layout that fits.
+void settle_sizes(PlanContext& context) {
+  const std::vector<std::string> open = auto_sizes(context.config);
+  if (open.empty()) return;
+  const std::vector<LayoutPlan> plans = legal_plans(context, true);
+  if (plans.empty() || !plans.front().fits()) {
+    fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks fits" +
+              (plans.empty() ? ""
+                             : "; " + to_string(plans.front().layout) + " wants least, " +
+                                   gibibytes(plans.front().least_memory) + " a device"));
+  }
+  const Layout& best = plans.front().layout;
+  ParallelSizes sizes = parallel_sizes(context.config);
+  sizes.tensor = best.tp;
+  sizes.pipeline = best.pp;
+  sizes.context = best.cp;
+  sizes.expert = best.ep;
+  set_parallel_sizes(context.config, sizes);
+  const auto fitting = std::count_if(plans.begin(), plans.end(), [](const LayoutPlan& plan) { return plan.fits(); });
+  print_line(std::cout, "auto",
+             to_string(best) + " is the fastest of " + std::to_string(fitting) +
+                 " layouts that fit; a run takes these sizes from the configuration");
+}
+
+void print_whether_it_runs(const PlanContext& context, const Layout& layout) {
+  try {
+    validate_supported(context.config);
+    const std::vector<std::string> reasons = missing(context, layout);
+    if (!reasons.empty()) fail_user(join(reasons, "; "));
+    print_line(std::cout, "this version", "can run it");
+  } catch (const Error& error) {
+    print_line(std::cout, "this version", std::string("cannot run it: ") + error.what());
+  }
+}
+
+int plan_verb(const PlanArguments& arguments) {
   std::vector<std::string> warnings;
-  const Config config = load_config(path, overrides, &warnings, environment_variable);
-  const ModelShape shape = find_shape(config.policy.model_name);
-  const ParallelSizes sizes = parallel_sizes(config);
-  Layout layout;
-  layout.tp = sizes.tensor;
-  layout.pp = sizes.pipeline;
-  layout.cp = sizes.context;
-  layout.ep = sizes.expert;
-  layout.etp = sizes.expert_tensor;
-  const int64_t world = world_size(config);
-  const auto dp = derive_dp(layout, world);
+  PlanContext context = plan_context(arguments, warnings);
+  print_setting(context, arguments);
+  if (arguments.gpus > 0) return print_ranking(context);
+  settle_sizes(context);
+  Layout layout = layout_of(parallel_sizes(context.config));
+  const auto dp = derive_dp(layout, context.check.world);
   if (!dp) {
-    fail_user("a world of " + std::to_string(world) +
+    fail_user("a world of " + std::to_string(context.check.world) +
               " ranks is not divisible by tp * cp * pp = " + std::to_string(layout.tp * layout.cp * layout.pp));
   }
   layout.dp = *dp;
-  LayoutCheck check;
-  check.world = world;
-  check.gpus_per_node = config.cluster.processes;
-  check.shape = &shape;
-  check.stages = stage_options(config);
-  const LayoutReport report = check_layout(layout, check);
-  line("model", config.policy.model_name + ", " + format_fixed(static_cast<double>(parameter_count(shape)) / 1e9, 3) +
-                    " G parameters");
-  line("devices", std::to_string(config.cluster.num_nodes) + " nodes of " +
-                      std::to_string(config.cluster.gpus_per_node) + " (cluster.gpus_per_node), " +
-                      std::to_string(config.cluster.processes) + " ranks on each");
-  line("layout", to_string(layout) + " (" + std::to_string(world) + " ranks)");
-  for (const std::string& error : report.errors) line("  impossible", error);
-  for (const std::string& warning : report.warnings) line("  slow", warning);
+  const LayoutReport report = check_layout(layout, context.check);
+  print_line(std::cout, "layout", to_string(layout) + " (" + std::to_string(context.check.world) + " ranks)");
+  for (const std::string& error : report.errors) print_line(std::cout, "  impossible", error);
+  for (const std::string& warning : report.warnings) print_line(std::cout, "  slow", warning);
   if (!report.ok()) return 1;
-  const bool whole = config.policy.precision == "float32";
-  MemoryOptions memory;
-  memory.stages = check.stages;
-  memory.weight_bytes = whole ? 4 : 2;
-  memory.grad_bytes = gradients_in_fp32(config) ? 4 : 2;
-  memory.optimizer_bytes = whole ? 8 : 12;  // in float32 the weights are their own master copy
-  memory.reference_weights = config.algorithm == "grpo" && config.loss_fn.reference_policy_kl_penalty != 0;
-  const RankMemory peak = peak_memory(shape, layout, memory);
-  line("weights of a rank", format_bytes(static_cast<uint64_t>(peak.weights_bytes)) + ", " + config.policy.precision +
-                                (memory.reference_weights ? ", with the reference model's" : ""));
-  line("gradients of a rank", format_bytes(static_cast<uint64_t>(peak.grads_bytes)) +
-                                  (memory.grad_bytes == 4 ? ", float32" : ", " + config.policy.precision));
-  line("optimizer of a rank (ZeRO-1)", format_bytes(static_cast<uint64_t>(peak.optimizer_bytes)));
-  line("in all, without activations and KV", format_bytes(static_cast<uint64_t>(peak.total_bytes())));
-  if (config.algorithm == "grpo") {
-    line("samples of a rollout", std::to_string(samples_per_step(config)));
-    line("optimizer steps of a rollout", std::to_string(optimizer_steps_per_rollout(config)));
-  }
-  line("samples of an optimizer step", std::to_string(config.policy.train_global_batch_size));
-  for (const std::string& warning : warnings) line("warning", warning);
-  try {
-    validate_supported(config);
-    line("this version", "can run it");
-  } catch (const Error& error) {
-    line("this version", std::string("cannot run it: ") + error.what());
-  }
-  return 0;
+  const LayoutPlan plan = plan_layout(context.shape, layout, context.work, context.options, context.devices);
+  print_plan(std::cout, plan, context.shape, context.work, context.options, context.devices);
+  for (const std::string& warning : warnings) print_line(std::cout, "warning", warning);
+  print_whether_it_runs(context, layout);
+  return plan.fits() ? 0 : 1;
 }
 
 int validate_verb(const std::string& path) {
@@ -112,13 +256,23 @@ int validate_verb(const std::string& path) {
 
 void add_plan_commands(CLI::App& app, CommandContext& context) {
   {
-    auto path = std::make_shared<std::string>();
-    auto overrides = std::make_shared<std::vector<std::string>>();
-    CLI::App* verb =
-        app.add_subcommand("plan", "layout, memory and batch arithmetic of a configuration, without running it");
-    verb->add_option("--config", *path, "YAML file")->required();
-    verb->add_option("overrides", *overrides, "key.sub=value");
-    verb->callback([=, &context] { context.run = [=] { return plan(*path, *overrides); }; });
+    auto arguments = std::make_shared<PlanArguments>();
+    CLI::App* verb = app.add_subcommand(
+        "plan", "memory and time of a configuration's layout, or of all layouts, without running it");
+    verb->add_option("--config", arguments->path, "YAML file")->required();
+    verb->add_option("overrides", arguments->overrides, "key.sub=value");
+    verb->add_option("--gpus", arguments->gpus, "rank all legal layouts of so many GPUs")->check(CLI::PositiveNumber);
+    verb->add_option("--gpu-memory", arguments->gpu_memory_gib, "GiB of each; default: that of --gpu")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--gpus-per-node", arguments->gpus_per_node, "default: the configuration's, or 8 where that is 1")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--gpu", arguments->gpu, "whose rates count: " + join(known_device_rates(), ", "));
+    verb->add_option("--sharding", arguments->sharding, "of training state: " + join(sharding_names(), ", "));
+    verb->add_option("--prompt-tokens", arguments->lengths.prompt, "tokens of a prompt in the mean")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--response-tokens", arguments->lengths.response, "tokens of a response in the mean")
+        ->check(CLI::PositiveNumber);
+    verb->callback([=, &context] { context.run = [=] { return plan_verb(*arguments); }; });
   }
   {
     auto path = std::make_shared<std::string>();

@@ -20,7 +20,8 @@ std::string number(int64_t value) { return std::to_string(value); }
 
 void check_batches(const Config& c, Problems& out) {
   const auto& p = c.policy;
-  const int64_t dp = data_parallel_size(c);
+  const bool sized = auto_sizes(c).empty();  // else nobody knows how many data parallel ranks there are
+  const int64_t dp = sized ? data_parallel_size(c) : 1;
   const ParallelSizes sizes = parallel_sizes(c);
   const int64_t model = saturating_product(saturating_product(sizes.tensor, sizes.pipeline), sizes.context);
   if (world_size(c) % model != 0) {

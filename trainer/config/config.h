@@ -23,6 +23,7 @@
 namespace trireme {
 
 inline constexpr int64_t kDerived = -1;
+inline constexpr int64_t kAutoSize = 0;  // of a parallel size: "auto", which trireme plan resolves and a run refuses
 
 struct AsyncGrpoConfig {
   bool enabled = false;
@@ -395,7 +396,12 @@ struct ParallelSizes {
   int64_t tensor = 1, pipeline = 1, context = 1, expert = 1, expert_tensor = 1;
   bool sequence_parallel = false;
 };
+// A size that is auto counts as 1.
 ParallelSizes parallel_sizes(const Config& config);
+// Keys of those that are auto. Rules of sizes do not judge such a configuration before set_parallel_sizes.
+std::vector<std::string> auto_sizes(const Config& config);
+// Sets the sizes of the back-end that is enabled; those that it does not have must be 1.
+void set_parallel_sizes(Config& config, const ParallelSizes& sizes);
 // What backward computes again instead of keeping it, by the keys of the back-end that is enabled.
 struct RecomputeSetting {
   bool fit = false;     // as little as makes the activations fit into the device's memory; else what follows

@@ -268,10 +268,14 @@ void add_generation(std::vector<Field>& table) {
 
 void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
-  KEY(policy.megatron_cfg.tensor_model_parallel_size)("ranks that share each layer").at_least(1);
-  KEY(policy.megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1);
-  KEY(policy.megatron_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
-  KEY(policy.megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1);
+  KEY(policy.megatron_cfg.tensor_model_parallel_size)
+  ("ranks that share each layer. A size that is auto is chosen by `trireme plan` (docs/layouts.md) and refused by a "
+   "run")
+      .at_least(1)
+      .or_auto();
+  KEY(policy.megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1).or_auto();
+  KEY(policy.megatron_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
+  KEY(policy.megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1).or_auto();
   KEY(policy.megatron_cfg.expert_tensor_parallel_size)("ranks that share each expert").at_least(1);
   KEY(policy.megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
   KEY(policy.megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
@@ -346,8 +350,8 @@ void add_megatron_optimizer(std::vector<Field>& table) {
 void add_dtensor(std::vector<Field>& table) {
   KEY(policy.dtensor_cfg.enabled)
   ("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count; state is optim_grads_params");
-  KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1);
-  KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1);
+  KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1).or_auto();
+  KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
   KEY(policy.dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
   KEY(policy.dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");
   KEY(policy.dtensor_cfg.activation_checkpointing)("keep only the input of each layer for backward");
@@ -592,6 +596,13 @@ std::string flow_text(const FieldRef& ref) {
     std::string operator()(const ChoiceRef& v) const { return quote(v.name()); }
   };
   return std::visit(Visitor{}, ref);
+}
+
+std::string file_text(const Field& field, const FieldRef& ref) {
+  if (is_derived_mark(field, ref)) return "null";
+  const auto* number = std::get_if<int64_t*>(&ref);
+  if (field.may_be_auto && number != nullptr && **number == kAutoSize) return "auto";
+  return flow_text(ref);
 }
 
 bool is_derived_mark(const Field& field, const FieldRef& ref) {

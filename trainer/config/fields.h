@@ -47,6 +47,7 @@ struct Field {
   std::string derived;                    // how an unset value is found; empty: it has a plain default
   std::optional<std::string> null_means;  // the scalar that null stands for
   bool null_is_default = false;
+  bool may_be_auto = false;  // "auto" is kAutoSize
 
   Field& at_least(double value) {
     minimum = value;
@@ -77,6 +78,10 @@ struct Field {
   }
   Field& null_as(std::string text) {
     null_means = std::move(text);
+    return *this;
+  }
+  Field& or_auto() {
+    may_be_auto = true;
     return *this;
   }
   Field& null_default() {
@@ -144,6 +149,8 @@ const std::vector<AliasKey>& alias_keys();
 const char* type_name(const FieldRef& ref);
 // The value as one YAML flow scalar or list, e.g. 3, true, "text", [1, 2], null.
 std::string flow_text(const FieldRef& ref);
+// As a file says it: null of a derived one that is unset, auto of a size that is.
+std::string file_text(const Field& field, const FieldRef& ref);
 // Whether the value is the "derived" mark.
 bool is_derived_mark(const Field& field, const FieldRef& ref);
 

@@ -383,6 +383,10 @@ class Loader final {
     return "";
   }
   static std::string read(const Field& field, const Node& node, int64_t& value) {
+    if (field.may_be_auto && node.kind == Node::Kind::kScalar && node.text == "auto") {
+      value = kAutoSize;
+      return "";
+    }
     const auto parsed = parse_whole(node);
     if (!parsed) return "type";
     value = *parsed;

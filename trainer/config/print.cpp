@@ -51,7 +51,7 @@ std::string limits_text(const Field& field) {
   if (field.maximum < 1e300) parts.push_back((field.below_maximum ? "< " : "<= ") + format_double(field.maximum));
   Config defaults;
   const std::string type = config::type_name(field.get(defaults));
-  return type + (parts.empty() ? "" : ", " + join(parts, ", "));
+  return type + (field.may_be_auto ? " or `auto`" : "") + (parts.empty() ? "" : ", " + join(parts, ", "));
 }
 
 std::string switch_text(const config::FeatureKey& key) {
@@ -113,7 +113,7 @@ std::string to_yaml(const Config& config) {
   std::vector<std::pair<std::string, std::string>> rows;
   for (const Field& field : config::fields()) {
     const FieldRef ref = field.get(copy);
-    rows.emplace_back(field.path, config::is_derived_mark(field, ref) ? "null" : config::flow_text(ref));
+    rows.emplace_back(field.path, config::file_text(field, ref));
   }
   std::string out;
   print_section(out, std::move(rows), 0);

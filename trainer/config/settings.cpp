@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <type_traits>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -50,21 +51,56 @@ bool gradients_in_fp32(const Config& config) {
   return config.policy.precision == "float32" || !m.enabled || m.distributed_data_parallel_config.grad_reduce_in_fp32;
 }
 
+namespace {
+
+template <typename Value>
+struct SizeKey {
+  const char* key;
+  Value* value;
+  int64_t ParallelSizes::*size;
+};
+
+// Of the back-end that is enabled; of a Config or a const one.
+template <typename Any>
+auto size_keys(Any& config) {
+  using Keys = std::vector<SizeKey<std::conditional_t<std::is_const_v<Any>, const int64_t, int64_t>>>;
+  if (auto& m = config.policy.megatron_cfg; m.enabled) {
+    return Keys{
+        {"policy.megatron_cfg.tensor_model_parallel_size", &m.tensor_model_parallel_size, &ParallelSizes::tensor},
+        {"policy.megatron_cfg.pipeline_model_parallel_size", &m.pipeline_model_parallel_size, &ParallelSizes::pipeline},
+        {"policy.megatron_cfg.context_parallel_size", &m.context_parallel_size, &ParallelSizes::context},
+        {"policy.megatron_cfg.expert_model_parallel_size", &m.expert_model_parallel_size, &ParallelSizes::expert},
+        {"policy.megatron_cfg.expert_tensor_parallel_size", &m.expert_tensor_parallel_size,
+         &ParallelSizes::expert_tensor}};
+  }
+  if (auto& d = config.policy.dtensor_cfg; d.enabled) {
+    return Keys{{"policy.dtensor_cfg.tensor_parallel_size", &d.tensor_parallel_size, &ParallelSizes::tensor},
+                {"policy.dtensor_cfg.context_parallel_size", &d.context_parallel_size, &ParallelSizes::context}};
+  }
+  return Keys{};
+}
+
+}  // namespace
+
 ParallelSizes parallel_sizes(const Config& config) {
   ParallelSizes sizes;
-  if (const auto& m = config.policy.megatron_cfg; m.enabled) {
-    sizes.tensor = m.tensor_model_parallel_size;
-    sizes.pipeline = m.pipeline_model_parallel_size;
-    sizes.context = m.context_parallel_size;
-    sizes.expert = m.expert_model_parallel_size;
-    sizes.expert_tensor = m.expert_tensor_parallel_size;
-    sizes.sequence_parallel = m.sequence_parallel;
-  } else if (const auto& d = config.policy.dtensor_cfg; d.enabled) {
-    sizes.tensor = d.tensor_parallel_size;
-    sizes.context = d.context_parallel_size;
-    sizes.sequence_parallel = d.sequence_parallel;
-  }
+  for (const auto& at : size_keys(config)) sizes.*at.size = *at.value == kAutoSize ? 1 : *at.value;
+  const auto& m = config.policy.megatron_cfg;
+  const auto& d = config.policy.dtensor_cfg;
+  sizes.sequence_parallel = m.enabled ? m.sequence_parallel : d.enabled && d.sequence_parallel;
   return sizes;
+}
+
+std::vector<std::string> auto_sizes(const Config& config) {
+  std::vector<std::string> keys;
+  for (const auto& at : size_keys(config)) {
+    if (*at.value == kAutoSize) keys.emplace_back(at.key);
+  }
+  return keys;
+}
+
+void set_parallel_sizes(Config& config, const ParallelSizes& sizes) {
+  for (const auto& at : size_keys(config)) *at.value = sizes.*at.size;
 }
 
 RecomputeSetting recompute_setting(const Config& config) {

@@ -67,6 +67,11 @@ void validate_supported(const Config& c) {
   const auto refuse = [&](bool asked, const std::string& key, const std::string& what) {
     if (asked) reasons.push_back(key + ": " + what + kNotYet);
   };
+  for (const std::string& key : auto_sizes(c)) {
+    reasons.push_back(key +
+                      ": auto is for trireme plan, which says what it comes to; a run takes that size from the "
+                      "configuration");
+  }
   const auto& m = c.policy.megatron_cfg;
   const auto size = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
     refuse(counts && value > 1, key, what + " " + std::to_string(value));

@@ -157,6 +157,33 @@ TEST(ConfigCheck, GrpoAndEnv) {
               HasSubstr("expected days:hours:minutes:seconds"));
 }
 
+TEST(ConfigCheck, ASizeThatIsAutoIsForPlanOnly) {
+  const std::vector<std::string> open = {"policy.megatron_cfg.enabled=true", "cluster.gpus_per_node=48",
+                                         "policy.megatron_cfg.tensor_model_parallel_size=auto",
+                                         "policy.megatron_cfg.context_parallel_size=3",
+                                         "policy.dtensor_cfg.tensor_parallel_size=auto"};
+  Config config = load_config_text("", open);  // 16 data parallel ranks: whether they divide the batch is not known
+  EXPECT_THAT(auto_sizes(config), ElementsAre("policy.megatron_cfg.tensor_model_parallel_size"));
+  EXPECT_EQ(parallel_sizes(config).tensor, 1);
+  EXPECT_EQ(parallel_sizes(config).context, 3);
+  EXPECT_THAT(to_yaml(config), HasSubstr("tensor_model_parallel_size: auto\n"));
+  EXPECT_EQ(to_yaml(load_config_text(to_yaml(config))), to_yaml(config));
+  EXPECT_THAT(error_of([&] { validate_supported(config); }),
+              HasSubstr("policy.megatron_cfg.tensor_model_parallel_size: auto is for trireme plan"));
+  EXPECT_THAT(load_error({"policy.megatron_cfg.expert_tensor_parallel_size=auto"}), HasSubstr("expected an integer"));
+  EXPECT_THAT(load_error({"policy.megatron_cfg.tensor_model_parallel_size=0"}), HasSubstr("must be at least 1"));
+
+  ParallelSizes sizes = parallel_sizes(config);
+  sizes.tensor = 2;
+  sizes.pipeline = 4;
+  set_parallel_sizes(config, sizes);
+  EXPECT_THAT(auto_sizes(config), IsEmpty());
+  EXPECT_EQ(parallel_sizes(config).tensor, 2);
+  EXPECT_EQ(parallel_sizes(config).pipeline, 4);
+  EXPECT_EQ(data_parallel_size(config), 2);
+  EXPECT_EQ(config.policy.dtensor_cfg.tensor_parallel_size, kAutoSize);  // the other back-end's
+}
+
 TEST(ConfigCheck, BackEndChoosesSizesAndOptimizer) {
   Config config = load_config_text(
       "", {"policy.optimizer.kwargs.lr=1e-3", "policy.megatron_cfg.optimizer.lr=2e-3", "policy.max_grad_norm=3"});

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 namespace trireme {
 namespace {
 
@@ -61,6 +63,26 @@ TEST(Activations, TotalsAreWhatLayersKeep) {
   // Micro-batches in flight keep; only one is differentiated.
   EXPECT_EQ(activation_total(bytes, {.whole = 4}, 3, 5) - activation_total(bytes, {.whole = 4}, 3, 1), 4 * 3 * 4000);
   EXPECT_EQ(activation_total(bytes, {.input = 4}, 3, 2) - activation_total(bytes, {.input = 4}, 3, 1), 3 * 40);
+}
+
+TEST(Activations, TheLeastRecomputationThatFitsIsChosen) {
+  const ActivationBytes bytes{.whole = 1000, .cheap = 600, .input = 10, .passing = 70, .fixed = 5};
+  // In the order in which more is computed again, of three layers.
+  const std::vector<KeptLayers> order = {{.whole = 3}, {.cheap = 1, .whole = 2}, {.cheap = 2, .whole = 1},
+                                         {.cheap = 3}, {.input = 1, .cheap = 2}, {.input = 2, .cheap = 1},
+                                         {.input = 3}};
+  for (int64_t room = 0; room < 40'000; room += 50) {
+    size_t expected = 0;
+    while (expected + 1 < order.size() && static_cast<double>(activation_total(bytes, order[expected], 7, 2)) >
+                                              kUsableForActivations * static_cast<double>(room)) {
+      ++expected;
+    }
+    const FittedLayers fitted = fit_layers(bytes, 3, 7, 2, room);
+    EXPECT_EQ(fitted.kept.input, order[expected].input) << room;
+    EXPECT_EQ(fitted.kept.cheap, order[expected].cheap) << room;
+    EXPECT_EQ(fitted.kept.whole, order[expected].whole) << room;
+    EXPECT_EQ(fitted.bytes, activation_total(bytes, order[expected], 7, 2));
+  }
 }
 
 }  // namespace

@@ -1,0 +1,89 @@
+#include "trainer/algorithms/plan_inputs.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "tests/unit/errors.h"
+
+namespace trireme {
+namespace {
+
+using test::error_of;
+using testing::Each;
+using testing::HasSubstr;
+
+int64_t sum(const std::vector<int64_t>& values) { return std::accumulate(values.begin(), values.end(), int64_t{0}); }
+
+TEST(PlanInputs, AStepIsWhatTheConfigurationSays) {
+  const Config config = load_config_text(
+      "", {"grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=16",
+           "policy.max_total_sequence_length=1000", "policy.sequence_packing.train_mb_tokens=3000",
+           "policy.sequence_packing.share_prompts=true", "policy.generation.max_running_samples=7",
+           "loss_fn.reference_policy_kl_penalty=0.1"});
+  const Workload work = planned_work(config, {.prompt = 100, .response = 300});
+  EXPECT_TRUE(work.generates);
+  EXPECT_TRUE(work.reference);
+  EXPECT_TRUE(work.share_prompts);
+  EXPECT_EQ(work.prompts.size(), 8U);
+  EXPECT_EQ(work.outputs.size(), 32U);
+  EXPECT_NEAR(sum(work.outputs) / 32.0, 300, 1);
+  EXPECT_NEAR(sum(work.prompts) / 8.0, 100, 40);
+  EXPECT_EQ(work.longest, 1000);
+  EXPECT_EQ(work.optimizer_steps, 2);
+  EXPECT_EQ(work.train_tokens, 3000);
+  EXPECT_EQ(work.train_samples, 0);
+  EXPECT_EQ(work.places, 7);
+  // Of a quarter where nothing is said.
+  EXPECT_NEAR(sum(planned_work(config, {}).outputs) / 32.0, 200, 1);
+  EXPECT_THAT(error_of([&] { planned_work(config, {.prompt = 1000}); }), HasSubstr("leave no room for a response"));
+  EXPECT_THAT(error_of([&] { planned_work(config, {.response = 900}); }), HasSubstr("are more than the 800"));
+}
+
+TEST(PlanInputs, ForcedLengthsCount) {
+  const Config config = load_config_text(
+      "", {"grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2", "policy.train_global_batch_size=8",
+           "policy.generation.forced_lengths=synthetic:2x2:mean=50:max=50:prompt=10"});
+  const Workload work = planned_work(config, {.prompt = 99, .response = 99});
+  EXPECT_EQ(work.prompts.size(), 4U);
+  EXPECT_EQ(work.outputs.size(), 8U);
+  EXPECT_THAT(work.outputs, Each(50));
+  EXPECT_THAT(work.prompts, Each(10));
+}
+
+TEST(PlanInputs, FineTuningGeneratesNothing) {
+  const Config config =
+      load_config_text("", {"algorithm=sft", "policy.train_global_batch_size=16", "policy.train_micro_batch_size=2",
+                            "policy.sequence_packing.enabled=false"});
+  const Workload work = planned_work(config, {});
+  EXPECT_FALSE(work.generates);
+  EXPECT_FALSE(work.reference);
+  EXPECT_EQ(work.outputs.size(), 16U);
+  EXPECT_EQ(work.optimizer_steps, 1);
+  EXPECT_EQ(work.train_samples, 2);
+}
+
+TEST(PlanInputs, OptionsFollowTheKeys) {
+  const PlanOptions plain = plan_options(load_config_text("", {}));
+  EXPECT_EQ(plain.element_bytes, 2);
+  EXPECT_EQ(plain.gradient_bytes, 4);
+  EXPECT_TRUE(plain.fit_recompute);
+  const PlanOptions megatron = plan_options(
+      load_config_text("", {"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.recompute_granularity=full",
+                            "policy.megatron_cfg.recompute_method=block", "policy.megatron_cfg.recompute_num_layers=3",
+                            "policy.megatron_cfg.virtual_pipeline_model_parallel_size=2",
+                            "policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2",
+                            "policy.generation.kv_cache_tokens=5000"}));
+  EXPECT_EQ(megatron.gradient_bytes, 2);
+  EXPECT_FALSE(megatron.fit_recompute);
+  EXPECT_EQ(megatron.recomputed_layers, 3);
+  EXPECT_EQ(megatron.stages.virtual_stages, 2);
+  EXPECT_EQ(megatron.cache_rows, 5000);
+  const PlanOptions all = plan_options(load_config_text("", {"policy.activation_checkpointing=true"}));
+  EXPECT_EQ(all.recomputed_layers, kEveryLayer);
+  EXPECT_EQ(plan_options(load_config_text("", {"policy.precision=float32"})).element_bytes, 4);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,169 @@
+// What trireme plan predicts against what was measured: every kept file of a rollout, a training step and a whole step.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "base/fs.h"
+#include "base/text.h"
+#include "topology/plan.h"
+#include "trainer/bench/shapes.h"
+#include "trainer/rollout/lengths.h"
+
+namespace trireme {
+namespace {
+
+struct Comparison {
+  std::string what;
+  double measured = 0, planned = 0;
+  double limit = 0;  // of the difference; 0: told only
+  double off() const { return planned / measured - 1; }
+};
+
+using Json = nlohmann::json;
+
+RolloutLengths lengths_of(const Json& json) {
+  const std::string text = json.at("lengths");
+  const size_t space = text.find(' ');
+  if (space == std::string::npos) return load_lengths(text);
+  // "8x32 answers of 794 tokens": prompts of 200.
+  std::string count = text.substr(text.find(" of ") + 4);
+  count = count.substr(0, count.find(' '));
+  return synthetic_lengths("synthetic:" + text.substr(0, space) + ":mean=" + count + ":max=" + count);
+}
+
+PlanOptions options_of(const Json& json) {
+  PlanOptions options;
+  if (json.value("gradient_dtype", "float32") == "bfloat16") options.gradient_bytes = 2;
+  options.cache_rows = json.value("cache_rows", int64_t{0});
+  return options;
+}
+
+Workload workload_of(const Json& json) {
+  const RolloutLengths lengths = lengths_of(json);
+  Workload work;
+  work.prompts = lengths.prompts;
+  work.outputs = lengths.outputs;
+  work.longest = lengths.longest();
+  work.reference = json.value("reference", false);
+  work.share_prompts = json.value("share_prompts", false);
+  work.optimizer_steps = json.value("optimizer_steps", int64_t{1});
+  work.train_tokens = work.logprob_tokens = std::max(json.value("micro_batch_tokens", int64_t{1}), work.longest);
+  work.places = json.value("max_sequences", int64_t{256});
+  return work;
+}
+
+LayoutPlan planned(const Json& json, const Workload& work, const PlanOptions& options) {
+  const ModelShape shape = bench::find_shape(json.at("shape"), json.at("layers")).shape();
+  const Layout layout{.dp = json.value("ranks", int64_t{1})};
+  return plan_layout(shape, layout, work, options, {.rates = *device_rates("h200")});
+}
+
+void compare_rollout(const std::string& name, const Json& json, std::vector<Comparison>& rows) {
+  const LayoutPlan plan = planned(json, workload_of(json), options_of(json));
+  rows.push_back({name + " seconds", json.at("seconds"), plan.time.prefill + plan.time.decode, 0.2});
+}
+
+void compare_step(const std::string& name, const Json& json, std::vector<Comparison>& rows) {
+  const LayoutPlan plan = planned(json, workload_of(json), options_of(json));
+  const Json& phases = json.at("phases");
+  const double passes = plan.time.training + plan.time.optimizer + plan.time.gradient_exchanges;
+  rows.push_back({name + " seconds", json.at("seconds"), plan.time.step(), 0.2});
+  // Under generation reference log-probs and early gradients make one phase longer and another shorter.
+  const bool apart =
+      json.value("references_under_generation", 0.0) + json.value("gradients_under_generation", 0.0) == 0;
+  const auto phase = [&](const char* key, double value) {
+    rows.push_back({name + " " + key, phases.at(key), value, apart ? 0.2 : 0});
+  };
+  phase("generation", plan.time.prefill + plan.time.decode);
+  if (apart && json.at("reference").get<bool>()) phase("logprobs", plan.time.reference);
+  phase("training", passes);
+  // Files of the day on which the peak did not count the cache (docs/lab/016-shared-prompts.md).
+  const bool without_cache = name == "step-llama-3.1-8b-x4" || name == "step-llama-3.1-8b-x4-12288" ||
+                             name == "step-llama-3.1-8b-x4-reference-after" ||
+                             name == "step-llama-3.1-8b-x4-shared-uneven";
+  const int64_t bytes = without_cache ? plan.memory.training.total() : plan.memory.peak();
+  rows.push_back({name + " bytes", json.at("peak_memory_bytes"), static_cast<double>(bytes), 0.15});
+}
+
+void compare_train(const std::string& name, const Json& json, std::vector<Comparison>& rows) {
+  const int64_t tokens = json.at("micro_batch_tokens"), sequences = json.at("sequences");
+  const int64_t batches = json.at("micro_batches"), ranks = json.at("ranks");
+  const int64_t all = sequences * batches * ranks, length = tokens / sequences;
+  Workload work;
+  work.generates = false;
+  const int64_t scored = json.at("scored_tokens").get<int64_t>() / (sequences * batches);
+  work.prompts.assign(static_cast<size_t>(all), length + 1 - scored);  // the last token of each is a target only
+  work.outputs.assign(static_cast<size_t>(all), scored);
+  work.longest = length;
+  work.train_tokens = tokens;
+  PlanOptions options = options_of(json);
+  options.fit_recompute = false;
+  options.recomputed_layers = json.at("recomputed_layers");
+  const LayoutPlan plan = planned(json, work, options);
+  const bool optimizer = json.at("optimizer");
+  rows.push_back({name + " seconds", json.at("seconds"), optimizer ? plan.time.step() : plan.time.training, 0.2});
+  const int64_t bytes = plan.memory.peak() - (optimizer ? 0 : plan.memory.training.optimizer);
+  rows.push_back({name + " bytes", json.at("peak_memory_bytes"), static_cast<double>(bytes), 0.15});
+}
+
+void compare_decode(const std::string& name, const Json& json, std::vector<Comparison>& rows) {
+  const ModelShape shape = bench::find_shape(json.at("shape"), json.at("layers")).shape();
+  for (const Json& row : json.at("rows")) {
+    // One token more of as many samples: two rollouts of that context differ by a step of it.
+    const auto seconds = [&](int64_t output) {
+      Workload work;
+      work.places = row.at("alive");
+      work.prompts = {static_cast<int64_t>(row.at("context").get<double>())};
+      work.outputs.assign(row.at("alive").get<size_t>(), output);
+      PlanOptions options;
+      options.cache_rows = int64_t{1} << 20;
+      return plan_layout(shape, {}, work, options, {.rates = *device_rates("h200")}).time.decode;
+    };
+    rows.push_back({name + " " + row.at("alive").dump() + " alive", row.at("milliseconds").get<double>() / 1e3,
+                    seconds(2) - seconds(1), 0.2});
+  }
+}
+
+// What the rates were fitted to (topology/rates.cpp).
+bool fitted(const std::string& what) {
+  for (const char* source :
+       {"decode-", "train-llama-3.1-8b seconds", "train-llama-3.1-8b-x2 seconds", "step-qwen3-1.7b-shared logprobs",
+        "step-qwen3-1.7b-shared training", "train-qwen3-30b-a3b-6-layers seconds"}) {
+    if (starts_with(what, source)) return true;
+  }
+  return false;
+}
+
+TEST(PlanResults, ThePlanIsNearWhatWasMeasured) {
+  std::map<std::string, std::filesystem::path> files;
+  for (const auto& entry : std::filesystem::directory_iterator("bench/results/h200"))
+    files[entry.path().stem()] = entry.path();
+  std::vector<Comparison> rows;
+  for (const auto& [name, path] : files) {
+    const Json json = Json::parse(read_file(path));
+    const std::string kind = json.at("benchmark");
+    if (kind == "rollout") compare_rollout(name, json, rows);
+    if (kind == "step") compare_step(name, json, rows);
+    if (kind == "train") compare_train(name, json, rows);
+    if (kind == "decode") compare_decode(name, json, rows);
+  }
+  ASSERT_GT(rows.size(), 50U);
+  for (const Comparison& row : rows) {
+    const bool bytes = ends_with(row.what, " bytes");
+    const double unit = bytes ? 1 << 30 : 1;
+    std::printf("%-64s %9.3f %9.3f %s %+6.1f %%%s\n", row.what.c_str(), row.measured / unit, row.planned / unit,
+                bytes ? "GiB" : "s  ", 100 * row.off(),
+                row.limit == 0     ? "  (told only)"
+                : fitted(row.what) ? "  (fitted)"
+                                   : "");
+    if (row.limit > 0) {
+      EXPECT_LT(std::abs(row.off()), row.limit) << row.what;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,50 @@
+#include "trainer/cli/plan_report.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+namespace trireme {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+
+Workload work_of_a_step() {
+  Workload work;
+  work.prompts.assign(8, 200);
+  work.outputs.assign(64, 700);
+  work.longest = work.train_tokens = work.logprob_tokens = 4096;
+  work.reference = true;
+  return work;
+}
+
+TEST(PlanReport, SaysBothPhasesAndWhatALayoutExchanges) {
+  const ModelShape shape = *known_model_shape("llama-3.1-8b");
+  const PlanDevices devices{.rates = *device_rates("h200")};
+  std::ostringstream out;
+  const LayoutPlan plan = plan_layout(shape, {.tp = 2, .dp = 2}, work_of_a_step(), {}, devices);
+  print_plan(out, plan, shape, work_of_a_step(), {}, devices);
+  for (const char* line : {"training  generation", "reference model", "float32, with their sum over ranks",
+                           "32 layers whole", "of the longest", "samples alive", "exchanges of passes", "of 139.8"})
+    EXPECT_THAT(out.str(), HasSubstr(line));
+  EXPECT_THAT(out.str(), Not(HasSubstr("bubble")));
+  EXPECT_THAT(out.str(), Not(HasSubstr("does not fit")));
+}
+
+TEST(PlanReport, ListsWhatFitsAndWhatTheOthersWant) {
+  const ModelShape shape = *known_model_shape("llama-3.1-70b");
+  const PlanDevices devices{.rates = *device_rates("h100")};
+  std::vector<RankedPlan> plans;
+  for (LayoutPlan& plan : rank_layouts(shape, {{.dp = 64}, {.tp = 4, .dp = 4, .pp = 4}}, work_of_a_step(), {}, devices))
+    plans.push_back({std::move(plan), false});
+  std::ostringstream out;
+  print_plans(out, plans, devices);
+  EXPECT_THAT(out.str(), HasSubstr("\ntp=4,cp=1,ep=1,dp=4,pp=4,etp=1"));
+  EXPECT_THAT(out.str(), HasSubstr("not yet\nrefused: 1 of 2\n"));
+  EXPECT_THAT(out.str(), HasSubstr("tp=1,cp=1,ep=1,dp=64,pp=1,etp=1  wants "));
+}
+
+}  // namespace
+}  // namespace trireme

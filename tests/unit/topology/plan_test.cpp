@@ -1,0 +1,429 @@
+#include "topology/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+#include "topology/combine_blocks.h"
+#include "topology/pipeline.h"
+#include "topology/plan_parts.h"
+#include "topology/split.h"
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kGiB = int64_t{1} << 30;
+
+ModelShape shape_of_eight_layers() {
+  return {.layers = 8, .hidden = 256, .heads = 8, .kv_heads = 4, .head_dim = 32, .intermediate = 512, .vocab = 1000};
+}
+
+ModelShape mixture_of_four_layers() {
+  ModelShape shape = shape_of_eight_layers();
+  shape.layers = 4;
+  shape.intermediate = 0;
+  shape.experts = 16;
+  shape.experts_per_token = 3;
+  shape.moe_intermediate = 64;
+  return shape;
+}
+
+Workload small_work() {
+  Workload work;
+  work.prompts = {30, 17};
+  work.outputs = {5, 60, 33, 8, 90, 12, 41, 77};
+  work.longest = 128;
+  work.optimizer_steps = 2;
+  work.train_tokens = work.logprob_tokens = 256;
+  work.places = 3;
+  work.reference = true;
+  work.prefill_tokens = 64;
+  return work;
+}
+
+PlanDevices devices_of(int64_t bytes) {
+  PlanDevices devices{.rates = *device_rates("h200")};
+  devices.memory_bytes = bytes;
+  return devices;
+}
+
+// Elements of a rank, counted from the names of the model's parameters.
+int64_t elements_of(const ModelShape& shape, const Layout& layout, int64_t rank) {
+  const ModelSplit split = model_split(shape, layout, rank);
+  int64_t elements = 0;
+  for (const ModelParameter& parameter : model_parameters(shape)) {
+    if (const auto slice = parameter_slice(shape, split, parameter.name)) elements += slice->elements();
+  }
+  return elements;
+}
+
+const std::vector<Layout>& dense_layouts() {
+  static const std::vector<Layout> layouts = {{},
+                                              {.dp = 4},
+                                              {.tp = 2, .dp = 2},
+                                              {.tp = 4, .cp = 2},
+                                              {.pp = 4},
+                                              {.tp = 2, .cp = 2, .dp = 3, .pp = 2},
+                                              {.dp = 2, .pp = 8}};
+  return layouts;
+}
+
+TEST(Plan, StateIsThatOfTheSlicesOfTheNamedParameters) {
+  for (const bool tied : {false, true}) {
+    ModelShape shape = shape_of_eight_layers();
+    shape.tied = tied;
+    for (const Layout& layout : dense_layouts()) {
+      for (const Sharding sharding :
+           {Sharding::kNone, Sharding::kOptimizer, Sharding::kGradients, Sharding::kWeights}) {
+        PlanOptions options;
+        options.gradient_bytes = 2;
+        options.sharding = sharding;
+        const LayoutPlan plan = plan_layout(shape, layout, small_work(), options, devices_of(80 * kGiB));
+        const int64_t rank = rank_of(layout, 0, 0, 0, plan.memory.stage);
+        const int64_t all = elements_of(shape, layout, rank), ranks = layout.dp * layout.cp;
+        const int64_t own = (all + ranks - 1) / ranks;
+        const MemoryParts& training = plan.memory.training;
+        const bool weights = sharding == Sharding::kWeights && ranks > 1;
+        EXPECT_EQ(training.weights, 2 * (weights ? own : all));
+        EXPECT_EQ(training.reference, training.weights);
+        EXPECT_EQ(plan.memory.generation.weights, 2 * all);
+        EXPECT_EQ(training.optimizer, 12 * (sharding == Sharding::kNone ? all : own));
+        const bool gradients = sharding >= Sharding::kGradients && ranks > 1;
+        const bool reduced = sharding >= Sharding::kOptimizer && ranks > 1;
+        EXPECT_EQ(training.gradients, (gradients ? 0 : 2 * all) + (reduced ? 4 * own : 0));
+      }
+    }
+  }
+}
+
+TEST(Plan, ALocalShapeIsThatOfTheModel) {
+  const ModelShape shape = shape_of_eight_layers();
+  const Workload work = small_work();
+  const PlanOptions options;
+  const PlanDevices devices = devices_of(80 * kGiB);
+  for (const Layout& layout : dense_layouts()) {
+    for (int64_t stage = 0; stage < layout.pp; ++stage) {
+      const LocalShape own = planning::shape_of({shape, layout, work, options, devices}, stage);
+      const LocalShape theirs = local_shape(shape, model_split(shape, layout, rank_of(layout, 0, 0, 0, stage)));
+      EXPECT_EQ(own.tp, theirs.tp);
+      EXPECT_EQ(own.layers, theirs.layers);
+      EXPECT_EQ(own.heads, theirs.heads);
+      EXPECT_EQ(own.kv_heads, theirs.kv_heads);
+      EXPECT_EQ(own.intermediate, theirs.intermediate);
+      EXPECT_EQ(own.padded_vocab, theirs.padded_vocab);
+      EXPECT_EQ(own.head, theirs.head);
+      const ActivationBytes a = activation_bytes(own, 2), b = activation_bytes(theirs, 2);
+      EXPECT_EQ(a.whole, b.whole);
+      EXPECT_EQ(a.passing, b.passing);
+      EXPECT_EQ(a.fixed, b.fixed);
+    }
+  }
+}
+
+TEST(Plan, ActivationsAreOfTheMicroBatchesInFlight) {
+  const ModelShape shape = shape_of_eight_layers();
+  Workload work = small_work();
+  work.outputs.assign(64, 40);  // some 2,240 tokens an optimizer step: nine micro-batches
+  work.generates = false;
+  const Layout layout{.tp = 2, .pp = 4};
+  const LayoutPlan plan = plan_layout(shape, layout, work, {}, devices_of(80 * kGiB));
+  EXPECT_EQ(plan.memory.micro_batches, 8);
+  const LocalShape local = local_shape(shape, model_split(shape, layout, rank_of(layout, 0, 0, 0, plan.memory.stage)));
+  const int64_t flying = layout.pp - plan.memory.stage;
+  EXPECT_EQ(plan.memory.in_flight, flying);
+  EXPECT_EQ(plan.memory.kept.whole, 2);
+  const ActivationBytes bytes = activation_bytes(local, 2);
+  EXPECT_EQ(plan.memory.training.activations, 256 * (flying * 2 * bytes.whole + bytes.passing));
+}
+
+TEST(Plan, ThePhasesDoNotAddUp) {
+  const ModelShape shape = *known_model_shape("llama-3.1-8b");
+  Workload work = small_work();
+  work.longest = work.train_tokens = 16'384;
+  work.places = 256;
+  PlanOptions options;
+  options.gradient_bytes = 2;
+  options.cache_fraction = 0.5;
+  const LayoutPlan roomy = plan_layout(shape, {.dp = 8}, work, options, devices_of(400 * kGiB));
+  EXPECT_FALSE(roomy.memory.lends_cache);
+  EXPECT_EQ(roomy.memory.peak(), roomy.memory.training.total() + roomy.memory.generation.cache);
+  EXPECT_EQ(roomy.memory.kept.whole, 32);
+  const LayoutPlan tight = plan_layout(shape, {.dp = 8}, work, options, devices_of(140 * kGiB));
+  EXPECT_TRUE(tight.memory.lends_cache);
+  EXPECT_EQ(tight.memory.peak(), std::max(tight.memory.training.total(), tight.memory.generation.total()));
+  EXPECT_LE(tight.memory.peak(), 140 * kGiB - devices_of(0).rates.outside_bytes);
+  EXPECT_LT(tight.memory.cache_rows, roomy.memory.cache_rows);
+}
+
+TEST(Plan, TheLeastMemoryIsTheFirstThatFits) {
+  ModelShape shape = shape_of_eight_layers();
+  std::vector<PlanOptions> choices(5);
+  choices[1].fit_recompute = false;
+  choices[2].fit_recompute = false;
+  choices[2].recomputed_layers = kEveryLayer;
+  choices[3].cache_rows = 5000;
+  choices[4].cache_fraction = 0.05;
+  for (const Layout& layout : dense_layouts()) {
+    for (const PlanOptions& options : choices) {
+      const int64_t least = plan_layout(shape, layout, small_work(), options, devices_of(kGiB)).least_memory;
+      EXPECT_TRUE(plan_layout(shape, layout, small_work(), options, devices_of(least)).fits());
+      const LayoutPlan small = plan_layout(shape, layout, small_work(), options, devices_of(least - 1));
+      EXPECT_FALSE(small.fits());
+      EXPECT_EQ(small.least_memory, least);
+      // What it says of the device that just does holds there.
+      const PlannedMemory memory = plan_layout(shape, layout, small_work(), options, devices_of(least)).memory;
+      EXPECT_LE(memory.peak() + devices_of(0).rates.outside_bytes, least);
+      EXPECT_GE(memory.cache_rows, small_work().longest);
+    }
+  }
+}
+
+// A rollout, one step after the other, with nothing but the definition.
+double decoded_step_by_step(const Workload& work, const std::function<double(double alive, double tokens)>& step) {
+  struct Alive {
+    int64_t tokens, left;
+  };
+  std::vector<Alive> alive;
+  size_t next = 0;
+  double seconds = 0;
+  while (next < work.outputs.size() || !alive.empty()) {
+    while (next < work.outputs.size() && static_cast<int64_t>(alive.size()) < work.places) {
+      alive.push_back({work.prompts[next / (work.outputs.size() / work.prompts.size())], work.outputs[next]});
+      ++next;
+    }
+    double tokens = 0;
+    for (const Alive& sample : alive) tokens += static_cast<double>(sample.tokens);
+    seconds += step(static_cast<double>(alive.size()), tokens);
+    for (Alive& sample : alive) {
+      ++sample.tokens;
+      --sample.left;
+    }
+    std::erase_if(alive, [](const Alive& sample) { return sample.left == 0; });
+  }
+  return seconds;
+}
+
+TEST(Plan, ARolloutTakesWhatItsStepsTake) {
+  const ModelShape shape = mixture_of_four_layers();
+  const DeviceRates rates = *device_rates("h200");
+  for (const Layout& layout : {Layout{}, Layout{.tp = 2, .dp = 2}, Layout{.ep = 2, .dp = 2},
+                               Layout{.tp = 2, .ep = 4, .dp = 2}, Layout{.cp = 2, .ep = 4, .dp = 2}}) {
+    const double tp = static_cast<double>(layout.tp), ep = static_cast<double>(layout.ep);
+    const auto step = [&](double alive, double tokens) {
+      // Of the rank's experts of each layer those that somebody in its group chose.
+      const double chosen = 16 / ep * (1 - std::pow(1 - 3.0 / 16, alive * std::max(1.0, ep / tp)));
+      const double dense = 256 * (256 + 2 * 128) + 256 * 256 + 2 * 256 + 256 * 16;
+      const double bytes = 2 * (4 * (dense / tp + chosen * 3 * 256 * 64) + (256 + 1000 * 256) / tp);
+      return (bytes + tokens * 4 * 2 * 128 / tp * 2) / rates.decode_read +
+             4 * (rates.decode_layer_s + rates.decode_sample_s * alive + rates.decode_experts_s);
+    };
+    for (const int64_t places : {1, 3, 8}) {
+      Workload work = small_work();
+      work.places = places;
+      PlanOptions options;
+      options.cache_rows = 1 << 20;
+      const LayoutPlan plan = plan_layout(shape, layout, work, options, devices_of(80 * kGiB));
+      // Each replica has every so-manieth response.
+      const auto replicas = static_cast<size_t>(layout.dp * layout.cp);
+      double slowest = 0;
+      for (size_t replica = 0; replica < replicas; ++replica) {
+        Workload own = work;
+        own.prompts.clear();
+        own.outputs.clear();
+        for (size_t i = replica; i < work.outputs.size(); i += replicas) {
+          own.prompts.push_back(work.prompts[i / 4]);
+          own.outputs.push_back(work.outputs[i]);
+        }
+        slowest = std::max(slowest, decoded_step_by_step(own, step));
+      }
+      EXPECT_NEAR(plan.time.decode / slowest, 1, 1e-9);
+      EXPECT_EQ(plan.time.tail, plan.time.decode);  // never more than 16 alive
+    }
+  }
+}
+
+TEST(Plan, ACacheThatHoldsFewSamplesMakesMoreSteps) {
+  Workload work = small_work();
+  work.places = 8;
+  PlanOptions options;
+  options.cache_rows = 1 << 20;
+  const double all = plan_layout(shape_of_eight_layers(), {}, work, options, devices_of(80 * kGiB)).time.decode;
+  options.cache_rows = 140;  // two of the mean length
+  const double two = plan_layout(shape_of_eight_layers(), {}, work, options, devices_of(80 * kGiB)).time.decode;
+  EXPECT_GT(two, 1.5 * all);
+}
+
+TEST(Plan, WorkIsCountedTokenByToken) {
+  for (const bool shared : {false, true}) {
+    const Workload work = small_work();
+    double tokens = 0, pairs = 0;
+    for (size_t i = 0; i < work.outputs.size(); ++i) {
+      const int64_t prompt = work.prompts[i / 4];
+      const bool computed = !shared || i % 4 == 0;
+      for (int64_t at = computed ? 0 : prompt; at < prompt + work.outputs[i] - 1; ++at) {
+        ++tokens;
+        pairs += static_cast<double>(at + 1);
+      }
+    }
+    const planning::PassWork counted = planning::work_of_step(work, shared);
+    EXPECT_EQ(counted.tokens, tokens);
+    EXPECT_EQ(counted.pairs, pairs);
+    EXPECT_EQ(counted.scored, 5 + 60 + 33 + 8 + 90 + 12 + 41 + 77);
+  }
+}
+
+TEST(Plan, EveryRankComputesItsShareOfTheStep) {
+  Workload work = small_work();
+  work.train_tokens = 100;
+  const double all = planning::work_of_step(work, false).tokens / 2;
+  const PlanOptions options;
+  const PlanDevices devices = devices_of(kGiB);
+  const ModelShape shape = shape_of_eight_layers();
+  for (const Layout& layout : {Layout{}, Layout{.dp = 2}, Layout{.cp = 2}}) {
+    const auto passes = planning::training_passes_of({shape, layout, work, options, devices});
+    EXPECT_NEAR(passes.each.tokens * static_cast<double>(passes.micro_batches * layout.dp * layout.cp), all, 1e-9);
+    EXPECT_LE(passes.each.tokens * static_cast<double>(layout.cp), 100);
+  }
+  // More ranks than micro-batches: nobody has less than one, some have none.
+  const Layout many{.dp = 64};
+  const auto passes = planning::training_passes_of({shape, many, work, options, devices});
+  EXPECT_EQ(passes.micro_batches, 1);
+  EXPECT_NEAR(passes.each.tokens, all / std::ceil(all / 100), 1e-9);
+}
+
+// Parts that get any of `chosen` draws, in the mean over all ways to draw.
+double reached_parts(int64_t parts, int64_t chosen) {
+  int64_t ways = 1, reached = 0;
+  for (int64_t i = 0; i < chosen; ++i) ways *= parts;
+  for (int64_t way = 0; way < ways; ++way) {
+    std::vector<bool> seen(static_cast<size_t>(parts));
+    for (int64_t i = 0, rest = way; i < chosen; ++i, rest /= parts) seen[static_cast<size_t>(rest % parts)] = true;
+    reached += std::count(seen.begin(), seen.end(), true);
+  }
+  return static_cast<double>(reached) / static_cast<double>(ways);
+}
+
+TEST(Plan, RowsForExpertsAreCountedOverAllChoices) {
+  const ModelShape shape = mixture_of_four_layers();
+  const Workload work = small_work();
+  const PlanOptions options;
+  const PlanDevices devices = devices_of(kGiB);
+  for (const int64_t ep : {2, 4, 8}) {
+    const Layout layout{.ep = ep, .dp = ep};
+    const planning::ExpertRows rows = planning::expert_rows({shape, layout, work, options, devices});
+    EXPECT_NEAR(rows.out, reached_parts(ep, 3), 1e-12);
+    EXPECT_NEAR(rows.back, reached_parts(combine_blocks(16, 0, ep), 3), 1e-12);
+  }
+}
+
+TEST(Plan, ExpertsAreReadByTheRankThatHoldsThem) {
+  const ModelShape shape = *known_model_shape("qwen3-30b-a3b");
+  Workload work = small_work();
+  work.prompts.assign(8, 100);
+  work.outputs.assign(8 * 64, 200);
+  work.places = 256;
+  const LayoutPlan whole = plan_layout(shape, {.dp = 8}, work, {}, devices_of(400 * kGiB));
+  const LayoutPlan split = plan_layout(shape, {.ep = 8, .dp = 8}, work, {}, devices_of(400 * kGiB));
+  EXPECT_LT(split.time.decode, 0.6 * whole.time.decode);
+  EXPECT_EQ(whole.time.decode_exchanges, 0);
+  EXPECT_GT(split.time.decode_exchanges, 0);
+  EXPECT_LT(split.memory.generation.weights * 4, whole.memory.generation.weights);
+  EXPECT_LT(split.least_memory, whole.least_memory);
+}
+
+TEST(Plan, StagesWaitForEachOther) {
+  ModelShape shape = shape_of_eight_layers();
+  shape.vocab = 8;  // no head to speak of
+  Workload work = small_work();
+  work.reference = work.generates = false;
+  work.optimizer_steps = 1;
+  work.prompts.assign(64, 1);
+  work.outputs.assign(64, 128);
+  work.train_samples = 4;  // sixteen micro-batches
+  PlanDevices devices = devices_of(80 * kGiB);
+  devices.rates.in_node = {.latency_s = 0, .first_bytes = 0, .first_rate = 1e30, .further_rate = 1e30};
+  EXPECT_EQ(plan_layout(shape, {}, work, {}, devices).time.bubble, 0);
+  const PlannedTime four = plan_layout(shape, {.pp = 4}, work, {}, devices).time;
+  EXPECT_NEAR(four.bubble / four.training, 3.0 / 16, 0.002);
+  PlanOptions pieces;
+  pieces.stages.virtual_stages = 2;
+  const PlannedTime interleaved = plan_layout(shape, {.pp = 4}, work, pieces, devices).time;
+  EXPECT_NEAR(interleaved.bubble / interleaved.training, 3.0 / 32, 0.002);
+  // Of very many micro-batches the first ones are run and the others go on at their pace.
+  work.prompts.assign(4096, 1);
+  work.outputs.assign(4096, 128);
+  const PlannedTime many = plan_layout(shape, {.pp = 4}, work, {}, devices).time;
+  EXPECT_NEAR(many.bubble / many.training, 3.0 / 1024, 0.002);
+}
+
+TEST(Plan, PartsOfTheTimeAddUp) {
+  for (const Layout& layout : dense_layouts()) {
+    const PlannedTime t = plan_layout(shape_of_eight_layers(), layout, small_work(), {}, devices_of(80 * kGiB)).time;
+    const double sum = t.prefill + t.decode + t.reference + t.training + t.bubble + t.optimizer + t.decode_exchanges +
+                       t.pass_exchanges + t.gradient_exchanges;
+    EXPECT_NEAR(t.step(), sum, 1e-12);
+    EXPECT_LE(t.tail, t.decode);
+    EXPECT_EQ(t.bubble > 0, layout.pp > 1);
+    EXPECT_EQ(t.decode_exchanges > 0, layout.tp > 1 || layout.pp > 1);
+    EXPECT_EQ(t.gradient_exchanges > 0, layout.dp * layout.cp > 1);
+  }
+}
+
+TEST(Plan, FasterLayoutsThatFitComeFirst) {
+  const ModelShape shape = *known_model_shape("qwen3-32b");
+  Workload work = small_work();
+  work.longest = work.train_tokens = 4096;
+  const std::vector<Layout> layouts = legal_layouts({.world = 8, .gpus_per_node = 8, .shape = &shape});
+  const std::vector<LayoutPlan> plans = rank_layouts(shape, layouts, work, {}, devices_of(140 * kGiB));
+  ASSERT_EQ(plans.size(), layouts.size());
+  for (size_t i = 1; i < plans.size(); ++i) {
+    const LayoutPlan &before = plans[i - 1], &here = plans[i];
+    EXPECT_GE(before.fits(), here.fits());
+    if (here.fits()) {
+      EXPECT_LE(before.time.step(), here.time.step());
+    } else if (!before.fits()) {
+      EXPECT_LE(before.least_memory, here.least_memory);
+    }
+  }
+  EXPECT_TRUE(plans.front().fits());
+  EXPECT_FALSE(plans.back().fits());
+  EXPECT_NE(plans.back().problems.front().find("a device must have"), std::string::npos);
+}
+
+TEST(Plan, GradientsAndWeightsAreNotShardedUnderAPipeline) {
+  for (const std::string& name : sharding_names()) {
+    PlanOptions options;
+    options.sharding = *parse_sharding(name);
+    EXPECT_EQ(to_string(options.sharding), name);
+    const bool fits =
+        plan_layout(shape_of_eight_layers(), {.dp = 2, .pp = 2}, small_work(), options, devices_of(80 * kGiB)).fits();
+    EXPECT_EQ(fits, name == "no_shard" || name == "optim") << name;
+  }
+  EXPECT_FALSE(parse_sharding("zero3"));
+}
+
+TEST(Plan, LinksBetweenNodesAreSlower) {
+  Workload work = small_work();
+  PlanDevices devices = devices_of(80 * kGiB);
+  const Layout layout{.tp = 2, .dp = 4};
+  devices.of_node = 8;
+  const double inside = plan_layout(shape_of_eight_layers(), layout, work, {}, devices).time.gradient_exchanges;
+  devices.of_node = 2;
+  const PlannedTime across = plan_layout(shape_of_eight_layers(), layout, work, {}, devices).time;
+  EXPECT_GT(across.gradient_exchanges, inside);
+}
+
+TEST(Rates, ALongMessageGoesOnFaster) {
+  const LinkRates link{.latency_s = 1, .first_bytes = 10, .first_rate = 5, .further_rate = 10};
+  EXPECT_EQ(link.seconds(0), 1);
+  EXPECT_EQ(link.seconds(5), 2);
+  EXPECT_EQ(link.seconds(30), 1 + 2 + 2);
+  for (const std::string& name : known_device_rates()) EXPECT_EQ(device_rates(name)->name, name);
+  EXPECT_FALSE(device_rates("a100"));
+  EXPECT_TRUE(device_rates("h200")->measured);
+}
+
+}  // namespace
+}  // namespace trireme

@@ -1,0 +1,169 @@
+#include "topology/plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/error.h"
+#include "topology/combine_blocks.h"
+#include "topology/plan_parts.h"
+
+namespace trireme {
+namespace {
+
+constexpr std::pair<Sharding, const char*> kShardings[] = {{Sharding::kNone, "no_shard"},
+                                                           {Sharding::kOptimizer, "optim"},
+                                                           {Sharding::kGradients, "optim_grads"},
+                                                           {Sharding::kWeights, "optim_grads_params"}};
+
+}  // namespace
+
+const char* to_string(Sharding sharding) {
+  for (const auto& [value, name] : kShardings) {
+    if (value == sharding) return name;
+  }
+  fail_internal("unknown sharding");
+}
+
+std::optional<Sharding> parse_sharding(std::string_view name) {
+  for (const auto& [value, known] : kShardings) {
+    if (name == known) return value;
+  }
+  return std::nullopt;
+}
+
+std::vector<std::string> sharding_names() {
+  std::vector<std::string> names;
+  for (const auto& [value, name] : kShardings) names.emplace_back(name);
+  return names;
+}
+
+int64_t MemoryParts::total() const {
+  return weights + reference + gradients + optimizer + activations + logits + exchange + cache;
+}
+
+int64_t PlannedMemory::peak() const {
+  return std::max(generation.total(), training.total() + (lends_cache ? 0 : generation.cache));
+}
+
+namespace planning {
+
+std::vector<Range> layers_of(const Case& c, int64_t stage) {
+  return stage_pieces(c.shape.layers, c.layout.pp, stage, c.options.stages);
+}
+
+LocalShape shape_of(const Case& c, int64_t stage) {
+  const ModelShape& m = c.shape;
+  LocalShape local;
+  local.tp = c.layout.tp;
+  for (const Range& piece : layers_of(c, stage)) local.layers += piece.size();
+  local.hidden = m.hidden;
+  local.head_dim = m.head_dim;
+  local.heads = m.heads / local.tp;
+  local.kv_heads = m.kv_heads / local.tp;
+  local.intermediate = m.intermediate / local.tp;
+  local.experts = m.experts / c.layout.ep;
+  local.experts_per_token = m.experts_per_token;
+  local.moe_intermediate = m.moe_intermediate / local.tp;
+  local.padded_vocab = padded_vocab(m.vocab, local.tp) / local.tp;
+  local.vocab = std::min(local.padded_vocab, m.vocab);
+  local.embedding = stage == 0;
+  local.head = stage == c.layout.pp - 1;
+  local.qk_norm = m.qk_norm;
+  return local;
+}
+
+Held held(const Case& c, int64_t stage) {
+  const RankMemory of_rank =
+      rank_memory(c.shape, c.layout, rank_of(c.layout, 0, 0, 0, stage), {.stages = c.options.stages});
+  return {of_rank.dense_params + of_rank.expert_params,
+          up(of_rank.dense_params, group_size(c.layout, Axis::kDpCp)) +
+              up(of_rank.expert_params, group_size(c.layout, Axis::kEdp))};
+}
+
+PassWork work_of_step(const Workload& work, bool shared) {
+  PassWork all;
+  const size_t of_prompt = work.outputs.size() / work.prompts.size();
+  const auto add = [&all](double tokens, double before) {
+    all.tokens += tokens;
+    all.pairs += tokens * (tokens + 1) / 2 + tokens * before;
+  };
+  for (size_t p = 0; p < work.prompts.size(); ++p) {
+    const double prompt = real(work.prompts[p]);
+    if (shared) add(prompt, 0);
+    for (size_t i = p * of_prompt; i < (p + 1) * of_prompt; ++i) {
+      const double output = real(work.outputs[i]);
+      shared ? add(output - 1, prompt) : add(prompt + output - 1, 0);
+      all.scored += output;
+    }
+  }
+  return all;
+}
+
+namespace {
+
+// `share` of a step's samples is dealt to the data parallel ranks in micro-batches of so many samples, or tokens.
+RankPasses deal_passes(const Case& c, double share, int64_t of_samples, int64_t of_tokens) {
+  const PassWork all = work_of_step(c.work, c.work.share_prompts) * share;
+  const double samples = real(static_cast<int64_t>(c.work.outputs.size())) * share;
+  const double count = of_samples > 0 ? samples / real(of_samples) : all.tokens / real(of_tokens);
+  const double batches = std::max(1.0, std::ceil(count));
+  const double of_rank = std::max(1.0, batches / real(c.layout.dp));
+  RankPasses passes;
+  passes.micro_batches = static_cast<int64_t>(std::ceil(of_rank));
+  passes.each = all * (of_rank / batches / real(passes.micro_batches) / real(c.layout.cp));
+  return passes;
+}
+
+}  // namespace
+
+RankPasses training_passes_of(const Case& c) {
+  return deal_passes(c, 1 / real(c.work.optimizer_steps), c.work.train_samples, c.work.train_tokens);
+}
+
+RankPasses logprob_passes_of(const Case& c) { return deal_passes(c, 1, c.work.logprob_samples, c.work.logprob_tokens); }
+
+ExpertRows expert_rows(const Case& c) {
+  if (c.layout.ep == 1) return {};
+  const double chosen = real(c.shape.experts_per_token);
+  const auto reached = [chosen](int64_t parts) { return real(parts) * (1 - std::pow(1 - 1 / real(parts), chosen)); };
+  return {reached(c.layout.ep), reached(combine_blocks(c.shape.experts, c.options.combine_blocks, c.layout.ep))};
+}
+
+const LinkRates& link(const Case& c, Axis axis) {
+  const bool inside = c.devices.of_node <= 0 || inside_node(c.layout, axis, c.devices.of_node);
+  return inside ? c.devices.rates.in_node : c.devices.rates.between_nodes;
+}
+
+}  // namespace planning
+
+LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Workload& work, const PlanOptions& options,
+                       const PlanDevices& devices) {
+  TRIREME_CHECK(!work.prompts.empty() && !work.outputs.empty() && work.outputs.size() % work.prompts.size() == 0,
+                "plan_layout: as many responses for each prompt");
+  const planning::Case c{shape, layout, work, options, devices};
+  LayoutPlan plan;
+  plan.layout = layout;
+  const bool needs_whole = options.sharding == Sharding::kGradients || options.sharding == Sharding::kWeights;
+  if (layout.pp > 1 && needs_whole) {
+    plan.problems.push_back(std::string(to_string(options.sharding)) + " with pp " + std::to_string(layout.pp) +
+                            " would reduce every gradient in each micro-batch of each stage; with a pipeline only "
+                            "no_shard and optim");
+  }
+  planning::plan_memory(c, plan);
+  plan.time = planning::plan_time(c, plan.memory);
+  return plan;
+}
+
+std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,
+                                     const PlanOptions& options, const PlanDevices& devices) {
+  std::vector<LayoutPlan> plans;
+  plans.reserve(layouts.size());
+  for (const Layout& layout : layouts) plans.push_back(plan_layout(shape, layout, work, options, devices));
+  std::stable_sort(plans.begin(), plans.end(), [](const LayoutPlan& a, const LayoutPlan& b) {
+    if (a.fits() != b.fits()) return a.fits();
+    return a.fits() ? a.time.step() < b.time.step() : a.least_memory < b.least_memory;
+  });
+  return plans;
+}
+
+}  // namespace trireme

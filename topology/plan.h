@@ -1,0 +1,128 @@
+// What a layout takes: memory of its fullest rank, time of a step. Counted from the model's shape and the work of a
+// step; only rates.h is measured. trireme plan prints it.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "topology/activations.h"
+#include "topology/rates.h"
+#include "topology/topology.h"
+
+namespace trireme {
+
+// What of a replica's training state its data parallel ranks share. The names are Megatron's
+// data_parallel_sharding_strategy. The trainer has kOptimizer.
+enum class Sharding {
+  kNone,       // no_shard
+  kOptimizer,  // optim: ZeRO-1
+  kGradients,  // optim_grads: a bucket is reduced into its owner's slice in every backward; not with pp
+  kWeights,    // optim_grads_params: weights are gathered layer by layer, whole for generation; not with pp
+};
+const char* to_string(Sharding sharding);
+std::optional<Sharding> parse_sharding(std::string_view name);
+std::vector<std::string> sharding_names();
+
+// Of one step.
+struct Workload {
+  bool generates = true;   // GRPO; else the sequences are there
+  bool reference = false;  // log-probs of a reference model
+  // Response i belongs to prompt i / (outputs / prompts).
+  std::vector<int64_t> prompts, outputs;  // tokens
+  int64_t longest = 1;                    // tokens of a sample, at most: for which the cache must do
+  int64_t optimizer_steps = 1;
+  int64_t train_tokens = 1;    // rows of a micro-batch of training, at most
+  int64_t logprob_tokens = 1;  // of a pass for log-probs
+  int64_t train_samples = 0;   // instead, samples of a micro-batch; 0: by tokens
+  int64_t logprob_samples = 0;
+  bool share_prompts = false;  // a group's prompt is computed once a micro-batch
+  int64_t places = 256;        // samples alive at once, of a replica
+  int64_t prefill_tokens = 8192;
+};
+
+inline constexpr int64_t kEveryLayer = int64_t{1} << 20;
+
+struct PlanOptions {
+  int64_t element_bytes = 2;   // of weights and activations
+  int64_t gradient_bytes = 4;  // as they are summed up and reduced
+  Sharding sharding = Sharding::kOptimizer;
+  StageOptions stages;
+  // What backward computes again: as little as fits, or whole layers and of the others norms and SwiGLU.
+  bool fit_recompute = true;
+  int64_t recomputed_layers = 0;
+  bool cheap_recompute = false;
+  int64_t cache_rows = 0;       // of a rank; 0: by the fraction
+  double cache_fraction = 0.8;  // of what is free beside the rest
+  int64_t combine_blocks = 0;   // of experts; 0: derived
+};
+
+struct PlanDevices {
+  DeviceRates rates;
+  int64_t memory_bytes = 0;  // 0: that of the rates
+  int64_t of_node = 0;       // 0: one node
+  int64_t memory() const { return memory_bytes > 0 ? memory_bytes : rates.memory_bytes; }
+};
+
+// Bytes of tensors on a rank.
+struct MemoryParts {
+  int64_t weights = 0, reference = 0;
+  int64_t gradients = 0;    // and of the rank's own slices their sum over ranks
+  int64_t optimizer = 0;    // master copy and moments
+  int64_t activations = 0;  // of micro-batches in flight; of an engine step
+  int64_t logits = 0;       // with the head's gradient
+  int64_t exchange = 0;     // buffers of what goes between ranks
+  int64_t cache = 0;        // keys and values
+  int64_t total() const;
+};
+
+struct PlannedMemory {
+  int64_t stage = 0;  // of the rank that is nearest to its end
+  MemoryParts training, generation;
+  bool lends_cache = false;   // the cache gives its memory back while training
+  KeptLayers kept;            // of the layers (of one piece): what backward has of each
+  int64_t in_flight = 1;      // pairs of piece and micro-batch whose activations are kept
+  int64_t micro_batches = 1;  // of an optimizer step, on a rank
+  int64_t cache_rows = 0;     // tokens: the least of all ranks
+  // The larger phase: they do not add up. Without what is outside of tensors.
+  int64_t peak() const;
+};
+
+// Seconds of a step on the rank that has most to do. The parts add up to it.
+struct PlannedTime {
+  double prefill = 0, decode = 0;
+  double tail = 0;  // of decode: with at most kTailSamples alive
+  double reference = 0;
+  double training = 0;   // forward and backward, with what is computed again
+  double bubble = 0;     // that stages wait for each other there
+  double optimizer = 0;  // the update itself
+  // Between ranks; none is taken to be hidden but gathered weights (kWeights).
+  double decode_exchanges = 0, pass_exchanges = 0, gradient_exchanges = 0;
+  double exchanges() const { return decode_exchanges + pass_exchanges + gradient_exchanges; }
+  double generation() const { return prefill + decode + decode_exchanges; }
+  double step() const {
+    return generation() + reference + training + bubble + optimizer + pass_exchanges + gradient_exchanges;
+  }
+};
+inline constexpr int64_t kTailSamples = 16;
+
+struct LayoutPlan {
+  Layout layout;
+  PlannedMemory memory;
+  PlannedTime time;
+  int64_t least_memory = 0;           // of a device on which it would fit
+  std::vector<std::string> problems;  // why it cannot be: one sentence each; empty: it fits
+  bool fits() const { return problems.empty(); }
+};
+
+// The layout must be legal for the shape (check_layout).
+LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Workload& work, const PlanOptions& options,
+                       const PlanDevices& devices);
+
+// Those that fit first, the fastest first; then those that do not, the one that wants least memory first.
+std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,
+                                     const PlanOptions& options, const PlanDevices& devices);
+
+}  // namespace trireme

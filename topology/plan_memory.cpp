@@ -1,0 +1,210 @@
+// Memory of the ranks of a layout, stage by stage.
+#include <algorithm>
+#include <cmath>
+
+#include "base/text.h"
+#include "topology/pipeline.h"
+#include "topology/plan_parts.h"
+
+namespace trireme::planning {
+namespace {
+
+constexpr int64_t kReductions = 9;  // under way at once: the optimizer waits for the oldest of more than eight
+constexpr int64_t kCacheLeaves = int64_t{1} << 30;  // what the cache leaves free in any case (kDriverBytes)
+constexpr int64_t kLinkRows = 4;                    // a stage sends and awaits one of each direction
+constexpr int64_t kTableBatches = 64;  // with more micro-batches than several rounds of all stages nothing more is kept
+
+std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
+
+int64_t bytes_of(double value) { return static_cast<int64_t>(value); }
+
+bool shards(const Case& c, Sharding at_least) { return c.options.sharding >= at_least; }
+
+// Rows of the largest micro-batch of training on a rank. Samples are dealt as if each had its prompt, so that shared
+// ones make them smaller.
+int64_t training_rows(const Case& c) {
+  const Workload& work = c.work;
+  int64_t tokens = work.train_samples > 0 ? work.train_samples * work.longest : work.train_tokens;
+  if (work.share_prompts) {
+    const double share = work_of_step(work, true).tokens / work_of_step(work, false).tokens;
+    tokens = std::max(std::min(work.longest, tokens), bytes_of(std::ceil(share * real(tokens))));
+  }
+  return up(tokens, c.layout.cp);
+}
+
+// What is there whatever is computed.
+void add_state(const Case& c, int64_t stage, MemoryParts& training, MemoryParts& generation) {
+  const auto [params, owned] = held(c, stage);
+  const PlanOptions& o = c.options;
+  const bool shared = owned < params;
+  const int64_t state = shards(c, Sharding::kOptimizer) ? owned : params;
+  training.weights = (shards(c, Sharding::kWeights) ? owned : params) * o.element_bytes;
+  generation.weights = params * o.element_bytes;
+  if (c.work.reference) training.reference = generation.reference = training.weights;
+  // In float32 the weights of the only rank are their own master copy.
+  training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
+  training.gradients = shared && shards(c, Sharding::kGradients) ? 0 : params * o.gradient_bytes;
+  if (shared && shards(c, Sharding::kOptimizer)) training.gradients += 4 * owned;
+  generation.optimizer = training.optimizer;
+  generation.gradients = training.gradients;
+}
+
+// Buffers while training.
+int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
+  const auto [params, owned] = held(c, stage);
+  const int64_t element = c.options.element_bytes, rows = training_rows(c);
+  int64_t bytes = 0;
+  if (owned < params && shards(c, Sharding::kOptimizer)) {
+    const int64_t bucket = std::min(kBucketElements, params);
+    if (c.options.gradient_bytes != 4) bytes += kReductions * up(bucket * owned, params) * c.options.gradient_bytes;
+    if (shards(c, Sharding::kGradients)) bytes += kReductions * bucket * c.options.gradient_bytes;
+    if (shards(c, Sharding::kWeights)) {
+      // Two layers, and embedding and head, which are there from the first to the last layer.
+      const int64_t tables = (c.shape.tied ? 1 : 2) * local.padded_vocab * local.hidden;
+      bytes += element * (2 * (params - tables) / std::max<int64_t>(1, local.layers) + tables);
+    }
+  }
+  if (c.layout.tp > 1) bytes += rows * local.hidden * element;                         // parts of a sum
+  if (c.layout.cp > 1) bytes += rows * c.layout.cp * 4 * local.key_width() * element;  // keys, values, their gradients
+  if (c.layout.pp > 1) bytes += kLinkRows * up(rows, local.tp) * local.hidden * element;
+  const ExpertRows sent = expert_rows(c);  // both ways, of values and of gradients
+  bytes += bytes_of(2 * (sent.out + sent.back) * real(rows * local.hidden * element));
+  return bytes;
+}
+
+// What an engine step wants besides weights and cache.
+void add_engine_step(const Case& c, const LocalShape& local, MemoryParts& generation) {
+  const int64_t rows = c.work.prefill_tokens + c.work.places;
+  const int64_t wide = std::max(local.intermediate, local.experts_per_token * (local.moe_intermediate + local.hidden));
+  generation.activations = rows * c.options.element_bytes *
+                           (8 * local.hidden + 2 * (local.query_width() + 2 * local.key_width()) + 3 * wide);
+  if (local.head) generation.logits = 4 * c.work.places * local.padded_vocab;
+}
+
+struct StageMemory {
+  MemoryParts training, generation;
+  ActivationBytes bytes;
+  int64_t layers = 0;  // of one piece
+  int64_t rows = 0, in_flight = 1;
+  int64_t row_bytes = 0;   // of the cache
+  int64_t cache_rows = 0;  // that it has room for
+  KeptLayers kept;
+  bool lends_cache = false;
+};
+
+// Tokens that a stage's cache holds beside the rest of `memory`.
+int64_t room_for_rows(const Case& c, const StageMemory& s, int64_t memory) {
+  if (c.options.cache_rows > 0) return c.options.cache_rows;
+  const int64_t left = memory - s.generation.total();
+  const int64_t bytes = std::min(bytes_of(c.options.cache_fraction * real(left)), left - kCacheLeaves);
+  return std::clamp<int64_t>(bytes / std::max<int64_t>(1, s.row_bytes), 0, c.work.places * c.work.longest);
+}
+
+StageMemory stage_memory(const Case& c, int64_t stage, const PipelineTable& table, int64_t memory) {
+  StageMemory s;
+  const LocalShape local = shape_of(c, stage);
+  s.bytes = activation_bytes(local, c.options.element_bytes);
+  s.layers = local.layers / c.pieces();
+  s.rows = training_rows(c);
+  s.in_flight = std::max<int64_t>(1, table.most_in_flight.at(static_cast<size_t>(stage)));
+  add_state(c, stage, s.training, s.generation);
+  s.training.exchange = exchange_bytes(c, stage, local);
+  s.training.logits = s.bytes.fixed;
+  if (!c.work.generates) {
+    s.generation = {};
+    return s;
+  }
+  add_engine_step(c, local, s.generation);
+  s.row_bytes = 2 * local.layers * local.key_width() * c.options.element_bytes;
+  s.cache_rows = room_for_rows(c, s, memory);
+  return s;
+}
+
+// Of one piece's layers, when nothing or all that may be is computed again.
+KeptLayers kept_at_most(const Case& c, int64_t layers) {
+  if (c.options.fit_recompute) return {.whole = layers};
+  const int64_t again = std::min(c.options.recomputed_layers, layers);
+  const int64_t others = layers - again;
+  return {
+      .input = again, .cheap = c.options.cheap_recompute ? others : 0, .whole = c.options.cheap_recompute ? 0 : others};
+}
+KeptLayers kept_at_least(const Case& c, int64_t layers) {
+  return c.options.fit_recompute ? KeptLayers{.input = layers} : kept_at_most(c, layers);
+}
+
+// Activations that stay beside the rest of `memory`; the cache lends its own where something would be computed again.
+void keep_activations(const Case& c, StageMemory& s, int64_t memory) {
+  s.training.activations = 0;
+  const int64_t room = memory - s.training.total() + s.training.logits;
+  const auto fit = [&](int64_t bytes) { return fit_layers(s.bytes, s.layers, s.rows, s.in_flight, bytes); };
+  const FittedLayers beside = fit(room - s.generation.cache);
+  s.lends_cache = beside.kept.whole < s.layers;
+  if (c.options.fit_recompute) {
+    s.kept = s.lends_cache ? fit(room).kept : beside.kept;
+  } else {
+    s.kept = kept_at_most(c, s.layers);
+  }
+  s.training.activations = activation_total(s.bytes, s.kept, s.rows, s.in_flight) - s.bytes.fixed;
+}
+
+// Of a device, for this stage: the training with all computed again that may be, and a cache for the longest sample.
+int64_t least_memory(const Case& c, const StageMemory& s) {
+  MemoryParts training = s.training, generation = s.generation;
+  training.activations = training.logits = generation.cache = 0;
+  const int64_t most = activation_total(s.bytes, kept_at_least(c, s.layers), s.rows, s.in_flight);
+  const int64_t with_room = c.options.fit_recompute ? bytes_of(real(most) / kUsableForActivations) + 1 : most;
+  int64_t least = training.total() + with_room;
+  if (c.work.generates) {
+    const int64_t cache = std::max(c.options.cache_rows, c.work.longest) * s.row_bytes;
+    const int64_t beside = c.options.cache_rows > 0
+                               ? cache
+                               : std::max(cache + kCacheLeaves, bytes_of(real(cache) / c.options.cache_fraction) + 1);
+    least = std::max(least, generation.total() + beside);
+  }
+  return least + c.devices.rates.outside_bytes;
+}
+
+// Why the device does not do, by the stage that wants most.
+void add_problem(const Case& c, const std::vector<StageMemory>& stages, int64_t memory, LayoutPlan& plan) {
+  if (plan.least_memory <= c.devices.memory()) return;
+  size_t stage = 0;
+  for (size_t s = 0; s < stages.size(); ++s) {
+    if (least_memory(c, stages[s]) == plan.least_memory) stage = s;
+  }
+  const std::string where = c.layout.pp > 1 ? " on stage " + std::to_string(stage) : "";
+  plan.problems.push_back("a device must have " + size_text(plan.least_memory) + " at the least" + where + ", not " +
+                          size_text(c.devices.memory()) + " (" + size_text(memory) +
+                          " for tensors): for everything computed again that may be and a cache for one sample of " +
+                          std::to_string(c.work.longest) + " tokens");
+}
+
+}  // namespace
+
+void plan_memory(const Case& c, LayoutPlan& plan) {
+  const int64_t memory = c.devices.memory() - c.devices.rates.outside_bytes;
+  PlannedMemory& m = plan.memory;
+  m.micro_batches = training_passes_of(c).micro_batches;
+  std::vector<StageMemory> stages;
+  const PipelineTable table = training_passes(
+      c.layout.pp, c.pieces(), std::min(m.micro_batches, std::max(kTableBatches, 4 * c.layout.pp * c.pieces())));
+  for (int64_t stage = 0; stage < c.layout.pp; ++stage) stages.push_back(stage_memory(c, stage, table, memory));
+  m.cache_rows = stages.front().cache_rows;
+  for (const StageMemory& s : stages) m.cache_rows = std::min(m.cache_rows, s.cache_rows);
+  for (size_t stage = 0; stage < stages.size(); ++stage) {
+    StageMemory& s = stages[stage];
+    s.generation.cache = m.cache_rows * s.row_bytes;
+    keep_activations(c, s, memory);
+    plan.least_memory = std::max(plan.least_memory, least_memory(c, s));
+    PlannedMemory of_stage = m;
+    of_stage.stage = static_cast<int64_t>(stage);
+    of_stage.training = s.training;
+    of_stage.generation = s.generation;
+    of_stage.lends_cache = s.lends_cache;
+    of_stage.kept = s.kept;
+    of_stage.in_flight = s.in_flight;
+    if (stage == 0 || of_stage.peak() > m.peak()) m = of_stage;
+  }
+  add_problem(c, stages, memory, plan);
+}
+
+}  // namespace trireme::planning

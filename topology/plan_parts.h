@@ -1,0 +1,72 @@
+// The parts of a plan: memory and time of a layout, each from a rank's sizes. Internal to plan.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "topology/plan.h"
+
+namespace trireme::planning {
+
+inline double real(int64_t value) { return static_cast<double>(value); }
+inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline constexpr int64_t kBucketElements = int64_t{1} << 24;  // AdamWOptions::bucket_elements
+
+// What is planned; all of it outlives the call.
+struct Case {
+  const ModelShape& shape;
+  const Layout& layout;
+  const Workload& work;
+  const PlanOptions& options;
+  const PlanDevices& devices;
+  int64_t replicas() const { return layout.dp * layout.cp; }  // in generation
+  int64_t pieces() const { return layout.pp > 1 ? options.stages.virtual_stages : 1; }
+};
+
+// Layers of each piece of a stage.
+std::vector<Range> layers_of(const Case& c, int64_t stage);
+// Sizes by which a stage's activations are counted. The width of experts is that of a token's row, whether tensor ranks
+// share the rows or the width.
+LocalShape shape_of(const Case& c, int64_t stage);
+
+// Parameters of a stage's first rank, and those whose optimizer state it has under kOptimizer.
+struct Held {
+  int64_t params = 0, owned = 0;
+};
+Held held(const Case& c, int64_t stage);
+
+// Sequences of a pass.
+struct PassWork {
+  double tokens = 0;
+  double pairs = 0;   // of query and key
+  double scored = 0;  // rows that go through the head
+  PassWork operator*(double share) const { return {tokens * share, pairs * share, scored * share}; }
+};
+// Of all samples of a step: all but the last token of each. `shared`: a group's prompt once for all its responses.
+PassWork work_of_step(const Workload& work, bool shared);
+// What a data parallel rank has of a step in passes of as many micro-batches. None has less than a micro-batch.
+struct RankPasses {
+  int64_t micro_batches = 1;
+  PassWork each;  // of one of them, shared by the context ranks
+};
+RankPasses training_passes_of(const Case& c);  // of an optimizer step
+RankPasses logprob_passes_of(const Case& c);   // of all samples
+
+// Rows of a token's that leave for experts and that come back where these are split: one for each rank, and each block
+// of experts, that has any of its choices. Every choice is as likely.
+struct ExpertRows {
+  double out = 0, back = 0;
+};
+ExpertRows expert_rows(const Case& c);
+
+// Fills memory, problems and the least that would do.
+void plan_memory(const Case& c, LayoutPlan& plan);
+PlannedTime plan_time(const Case& c, const PlannedMemory& memory);
+// Its part of generation.
+void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
+// Forward of one layer over so many rows, by the rates of passes.
+double forward_seconds(const Case& c, const LocalShape& local, int64_t layer, const PassWork& work);
+const LinkRates& link(const Case& c, Axis axis);
+
+}  // namespace trireme::planning

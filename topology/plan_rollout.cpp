@@ -1,0 +1,149 @@
+// Seconds of a rollout: what is alive when, from the lengths of the responses.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <queue>
+
+#include "topology/plan_parts.h"
+
+namespace trireme::planning {
+namespace {
+
+// What steps of a replica cost.
+class DecodeSteps final {
+ public:
+  explicit DecodeSteps(const Case& c) : c_(c), element_(real(c.options.element_bytes)) {
+    for (int64_t layer = 0; layer < c.shape.layers; ++layer) sparse_ += c.shape.has_experts(layer) ? 1 : 0;
+    const ModelShape& m = c.shape;
+    const double experts = sparse_ * real(m.experts) * real(3 * m.hidden * m.moe_intermediate);
+    const double table = m.tied ? 0 : real(m.vocab * m.hidden);
+    dense_bytes_ = (real(parameter_count(m)) - experts - table) * element_ / real(c.layout.tp);
+    expert_bytes_ = experts * element_ / real(c.layout.ep * c.layout.etp);
+    sent_ = expert_rows(c);
+    tensor_link_ = link(c, Axis::kTp);
+    stage_link_ = link(c, Axis::kPp);
+    expert_link_ = link(c, Axis::kEp);
+    token_bytes_ = real(2 * m.layers * m.kv_heads * m.head_dim) * element_ / real(c.layout.tp);
+  }
+
+  // Of one step with `alive` samples, without their keys and values.
+  double seconds(double alive) const {
+    const DeviceRates& rates = c_.devices.rates;
+    const double layers = real(c_.shape.layers) * (rates.decode_layer_s + rates.decode_sample_s * alive);
+    return (dense_bytes_ + read_share(alive) * expert_bytes_) / rates.decode_read + layers +
+           sparse_ * rates.decode_experts_s;
+  }
+  double keys_seconds(double tokens) const { return tokens * token_bytes_ / c_.devices.rates.decode_read; }
+
+  // Between ranks: sums over tensor ranks behind attention and MLP, embedding and head; from stage to stage and the
+  // tokens back; rows to experts and back.
+  double exchange_seconds(double alive) const {
+    const Layout& l = c_.layout;
+    const double row = real(c_.shape.hidden) * element_;
+    double seconds = 0;
+    if (l.tp > 1) {
+      const double bytes = 2 * alive * row * real(l.tp - 1) / real(l.tp);
+      seconds += real(2 * c_.shape.layers + 2) * tensor_link_.seconds(bytes);
+    }
+    if (l.pp > 1) seconds += real(l.pp) * stage_link_.seconds(alive * row / real(l.tp));
+    if (l.ep > 1) {
+      const double away = alive / real(l.tp) * row * real(l.ep - 1) / real(l.ep);
+      seconds += sparse_ * (expert_link_.seconds(away * sent_.out) + expert_link_.seconds(away * sent_.back));
+    }
+    return seconds;
+  }
+
+ private:
+  // Of a rank's experts, the share that any sample of its group chooses: of as many replicas as the group has ranks,
+  // less those that are one replica's tensor ranks.
+  double read_share(double alive) const {
+    if (c_.shape.experts == 0) return 0;
+    const double unchosen = 1 - real(c_.shape.experts_per_token) / real(c_.shape.experts);
+    const double replicas = std::max(1.0, real(c_.layout.ep * c_.layout.etp) / real(c_.layout.tp));
+    return 1 - std::pow(unchosen, alive * replicas);
+  }
+
+  const Case& c_;
+  double element_ = 0, sparse_ = 0;
+  double dense_bytes_ = 0, expert_bytes_ = 0, token_bytes_ = 0;
+  ExpertRows sent_;
+  LinkRates tensor_link_, stage_link_, expert_link_;  // found once: that looks at all groups
+};
+
+struct Response {
+  double prompt = 0, output = 0;
+};
+
+struct RolloutTime {
+  double decode = 0, tail = 0, exchanges = 0;
+  double total() const { return decode + exchanges; }
+};
+
+// All responses through `places`, in their order: whenever one ends the next begins.
+RolloutTime decode_all(const DecodeSteps& steps, const std::vector<Response>& responses, size_t places) {
+  struct Alive {
+    double end, tokens;  // the step behind its last, its tokens by then
+    bool operator>(const Alive& other) const { return end > other.end; }
+  };
+  std::priority_queue<Alive, std::vector<Alive>, std::greater<>> alive;
+  RolloutTime time;
+  double now = 0, context = 0;  // tokens of all that are alive
+  size_t next = 0;
+  while (next < responses.size() || !alive.empty()) {
+    for (; next < responses.size() && alive.size() < places; ++next) {
+      const Response& begun = responses[next];
+      alive.push({now + begun.output, begun.prompt + begun.output});
+      context += begun.prompt;
+    }
+    const double count = static_cast<double>(alive.size()), run = alive.top().end - now;
+    const double spent = run * steps.seconds(count) + steps.keys_seconds(run * context + count * run * (run - 1) / 2);
+    time.decode += spent;
+    if (alive.size() <= static_cast<size_t>(kTailSamples)) time.tail += spent;
+    time.exchanges += run * steps.exchange_seconds(count);
+    now += run;
+    context += count * run;
+    for (; !alive.empty() && alive.top().end <= now; alive.pop()) context -= alive.top().tokens;
+  }
+  return time;
+}
+
+}  // namespace
+
+void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time) {
+  const Workload& work = c.work;
+  const size_t of_prompt = work.outputs.size() / work.prompts.size(), replicas = static_cast<size_t>(c.replicas());
+  std::vector<std::vector<Response>> dealt(replicas);
+  double tokens = 0;
+  for (size_t i = 0; i < work.outputs.size(); ++i) {
+    const Response response{real(work.prompts[i / of_prompt]), real(work.outputs[i])};
+    dealt[i % replicas].push_back(response);
+    tokens += response.prompt + response.output;
+  }
+  // As many at once as the cache has room for in the mean.
+  const double mean = tokens / real(static_cast<int64_t>(work.outputs.size()));
+  const auto room = static_cast<int64_t>(real(cache_rows) / mean);
+  const auto places = static_cast<size_t>(std::clamp<int64_t>(room, 1, work.places));
+  const DecodeSteps steps(c);
+  RolloutTime slowest;
+  for (const std::vector<Response>& responses : dealt) {
+    const RolloutTime one = decode_all(steps, responses, places);
+    if (one.total() > slowest.total()) slowest = one;
+  }
+  time.decode = slowest.decode;
+  time.tail = slowest.tail;
+  time.decode_exchanges = slowest.exchanges;
+  // A prompt is computed once on a replica that has responses to it.
+  const auto prompts = real(static_cast<int64_t>(work.prompts.size()));
+  const double own = std::max(1.0, prompts / real(c.replicas()));
+  const double length = real(std::accumulate(work.prompts.begin(), work.prompts.end(), int64_t{0})) / prompts;
+  const PassWork prefill{.tokens = own * length, .pairs = own * length * (length + 1) / 2};
+  for (int64_t stage = 0; stage < c.layout.pp; ++stage) {
+    const LocalShape local = shape_of(c, stage);
+    for (const Range& piece : layers_of(c, stage)) {
+      for (int64_t layer = piece.begin; layer < piece.end; ++layer)
+        time.prefill += forward_seconds(c, local, layer, prefill);
+    }
+  }
+}
+
+}  // namespace trireme::planning

@@ -1,0 +1,96 @@
+#include "trainer/algorithms/plan_inputs.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "trainer/algorithms/options.h"
+#include "trainer/rollout/lengths.h"
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kUsualPrompt = 200;
+
+RolloutLengths drawn_lengths(const Config& config, const PlannedLengths& asked, int64_t prompts, int64_t responses) {
+  const int64_t longest = config.policy.max_total_sequence_length;
+  const int64_t prompt = asked.prompt > 0 ? asked.prompt : std::max<int64_t>(1, std::min(kUsualPrompt, longest / 4));
+  const int64_t new_tokens = config.algorithm == "grpo" ? config.policy.generation.max_new_tokens : longest;
+  const int64_t most = std::min(new_tokens, longest - prompt);
+  if (most < 1) {
+    fail_user("prompts of " + std::to_string(prompt) + " tokens leave no room for a response in the " +
+              std::to_string(longest) + " of policy.max_total_sequence_length");
+  }
+  const int64_t mean = asked.response > 0 ? asked.response : std::max<int64_t>(1, most / 4);
+  if (mean > most) {
+    fail_user("responses of " + std::to_string(mean) + " tokens in the mean are more than the " + std::to_string(most) +
+              " that a prompt of " + std::to_string(prompt) + " leaves");
+  }
+  if (prompts * responses == 1) {  // one draw has no mean and longest of its own
+    RolloutLengths one;
+    one.prompts = {prompt};
+    one.outputs = {mean};
+    return one;
+  }
+  // Prompts vary by 0.4 of their mean: the longest sample is then a little above what is allowed, as the mean is what
+  // counts.
+  return synthetic_lengths("synthetic:" + std::to_string(prompts) + "x" + std::to_string(responses) + ":mean=" +
+                           std::to_string(mean) + ":max=" + std::to_string(most) + ":prompt=" + std::to_string(prompt));
+}
+
+}  // namespace
+
+PlanOptions plan_options(const Config& config) {
+  PlanOptions options;
+  const bool whole = config.policy.precision == "float32";
+  options.element_bytes = whole ? 4 : 2;
+  options.gradient_bytes = gradients_in_fp32(config) ? 4 : 2;
+  options.stages = stage_options(config);
+  const RecomputeSetting setting = recompute_setting(config);
+  options.fit_recompute = setting.fit;
+  options.recomputed_layers = setting.all ? kEveryLayer : setting.layers;
+  options.cheap_recompute = setting.norms && setting.swiglu;
+  options.cache_rows = config.policy.generation.kv_cache_tokens;
+  options.cache_fraction = config.policy.generation.kv_cache_memory_fraction;
+  options.combine_blocks = config.policy.moe_combine_blocks;
+  return options;
+}
+
+Workload planned_work(const Config& config, const PlannedLengths& asked) {
+  Workload work;
+  const bool sft = config.algorithm == "sft";
+  const int64_t batch = config.policy.train_global_batch_size;
+  const int64_t prompts = sft ? batch : config.grpo.num_prompts_per_step;
+  const int64_t responses = sft ? 1 : config.grpo.num_generations_per_prompt;
+  const std::string& forced = config.policy.generation.forced_lengths;
+  RolloutLengths lengths =
+      forced.empty() || sft ? drawn_lengths(config, asked, prompts, responses) : load_lengths(forced);
+  work.generates = !sft;
+  work.reference = !sft && needs_reference(config);
+  if (forced.empty() || sft) {
+    work.prompts = std::move(lengths.prompts);
+    work.outputs = std::move(lengths.outputs);
+  } else {
+    for (int64_t p = 0; p < prompts; ++p) {
+      const auto of_file = static_cast<size_t>(p) % lengths.prompts.size();
+      work.prompts.push_back(lengths.prompts[of_file]);
+      for (int64_t i = 0; i < responses; ++i)
+        work.outputs.push_back(lengths.output_of(p, i % lengths.samples_per_prompt()));
+    }
+  }
+  work.longest = config.policy.max_total_sequence_length;
+  work.optimizer_steps = sft ? 1 : std::max<int64_t>(1, optimizer_steps_per_rollout(config));
+  const MicroBatchOptions train = sft ? sft_micro_batches(config, true) : training_micro_batches(config);
+  const MicroBatchOptions logprobs = logprob_micro_batches(config);
+  work.share_prompts = train.share_prompts;
+  if (train.rule == MicroBatchOptions::Rule::kFixed) {
+    work.train_samples = train.samples;
+    work.logprob_samples = logprobs.samples;
+  }
+  work.train_tokens = std::max<int64_t>({train.tokens, work.longest, 1});
+  work.logprob_tokens = std::max<int64_t>({logprobs.tokens, work.longest, 1});
+  work.places = config.policy.generation.max_running_samples;
+  work.prefill_tokens = config.policy.generation.prefill_chunk_tokens;
+  return work;
+}
+
+}  // namespace trireme

@@ -1,0 +1,22 @@
+// From the configuration to what a plan is made of.
+#pragma once
+
+#include <cstdint>
+
+#include "topology/plan.h"
+#include "trainer/config/config.h"
+
+namespace trireme {
+
+PlanOptions plan_options(const Config& config);
+
+// How long prompts and responses are, which a configuration does not say. 0: derived. Where
+// policy.generation.forced_lengths is set it counts instead.
+struct PlannedLengths {
+  int64_t prompt = 0;    // in the mean; 0: 200, or a quarter of the longest sample
+  int64_t response = 0;  // in the mean; 0: a quarter of the longest response
+};
+// Of one step; responses vary as those of bench's synthetic lengths, the longest is as long as it may be.
+Workload planned_work(const Config& config, const PlannedLengths& lengths);
+
+}  // namespace trireme
