@@ -10,21 +10,21 @@
 namespace trireme {
 namespace {
 
-constexpr std::pair<Sharding, const char*> kShardings[] = {{Sharding::kNone, "no_shard"},
-                                                           {Sharding::kOptimizer, "optim"},
-                                                           {Sharding::kGradients, "optim_grads"},
-                                                           {Sharding::kWeights, "optim_grads_params"}};
+constexpr std::pair<StateSharding, const char*> kShardings[] = {{StateSharding::kNothing, "no_shard"},
+                                                                {StateSharding::kOptimizer, "optim"},
+                                                                {StateSharding::kGradients, "optim_grads"},
+                                                                {StateSharding::kWeights, "optim_grads_params"}};
 
 }  // namespace
 
-const char* to_string(Sharding sharding) {
+const char* to_string(StateSharding sharding) {
   for (const auto& [value, name] : kShardings) {
     if (value == sharding) return name;
   }
   fail_internal("unknown sharding");
 }
 
-std::optional<Sharding> parse_sharding(std::string_view name) {
+std::optional<StateSharding> parse_sharding(std::string_view name) {
   for (const auto& [value, known] : kShardings) {
     if (name == known) return value;
   }
@@ -143,7 +143,7 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
   const planning::Case c{shape, layout, work, options, devices};
   LayoutPlan plan;
   plan.layout = layout;
-  const bool needs_whole = options.sharding == Sharding::kGradients || options.sharding == Sharding::kWeights;
+  const bool needs_whole = options.sharding == StateSharding::kGradients || options.sharding == StateSharding::kWeights;
   if (layout.pp > 1 && needs_whole) {
     plan.problems.push_back(std::string(to_string(options.sharding)) + " with pp " + std::to_string(layout.pp) +
                             " would reduce every gradient in each micro-batch of each stage; with a pipeline only "

@@ -10,21 +10,10 @@
 
 #include "topology/activations.h"
 #include "topology/rates.h"
+#include "topology/sharding.h"
 #include "topology/topology.h"
 
 namespace trireme {
-
-// What of a replica's training state its data parallel ranks share. The names are Megatron's
-// data_parallel_sharding_strategy. The trainer has kOptimizer.
-enum class Sharding {
-  kNone,       // no_shard
-  kOptimizer,  // optim: ZeRO-1
-  kGradients,  // optim_grads: a bucket is reduced into its owner's slice in every backward; not with pp
-  kWeights,    // optim_grads_params: weights are gathered layer by layer, whole for generation; not with pp
-};
-const char* to_string(Sharding sharding);
-std::optional<Sharding> parse_sharding(std::string_view name);
-std::vector<std::string> sharding_names();
 
 // Of one step.
 struct Workload {
@@ -48,7 +37,7 @@ inline constexpr int64_t kEveryLayer = int64_t{1} << 20;
 struct PlanOptions {
   int64_t element_bytes = 2;   // of weights and activations
   int64_t gradient_bytes = 4;  // as they are summed up and reduced
-  Sharding sharding = Sharding::kOptimizer;
+  StateSharding sharding = StateSharding::kOptimizer;
   StageOptions stages;
   // What backward computes again: as little as fits, or whole layers and of the others norms and SwiGLU.
   bool fit_recompute = true;

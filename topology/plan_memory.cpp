@@ -18,7 +18,7 @@ std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>
 
 int64_t bytes_of(double value) { return static_cast<int64_t>(value); }
 
-bool shards(const Case& c, Sharding at_least) { return c.options.sharding >= at_least; }
+bool shards(const Case& c, StateSharding at_least) { return c.options.sharding >= at_least; }
 
 // Rows of the largest micro-batch of training on a rank. Samples are dealt as if each had its prompt, so that shared
 // ones make them smaller.
@@ -37,14 +37,14 @@ void add_state(const Case& c, int64_t stage, MemoryParts& training, MemoryParts&
   const auto [params, owned] = held(c, stage);
   const PlanOptions& o = c.options;
   const bool shared = owned < params;
-  const int64_t state = shards(c, Sharding::kOptimizer) ? owned : params;
-  training.weights = (shards(c, Sharding::kWeights) ? owned : params) * o.element_bytes;
+  const int64_t state = shards(c, StateSharding::kOptimizer) ? owned : params;
+  training.weights = (shards(c, StateSharding::kWeights) ? owned : params) * o.element_bytes;
   generation.weights = params * o.element_bytes;
   if (c.work.reference) training.reference = generation.reference = training.weights;
   // In float32 the weights of the only rank are their own master copy.
   training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
-  training.gradients = shared && shards(c, Sharding::kGradients) ? 0 : params * o.gradient_bytes;
-  if (shared && shards(c, Sharding::kOptimizer)) training.gradients += 4 * owned;
+  training.gradients = shared && shards(c, StateSharding::kGradients) ? 0 : params * o.gradient_bytes;
+  if (shared && shards(c, StateSharding::kOptimizer)) training.gradients += 4 * owned;
   generation.optimizer = training.optimizer;
   generation.gradients = training.gradients;
 }
@@ -54,11 +54,11 @@ int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
   const auto [params, owned] = held(c, stage);
   const int64_t element = c.options.element_bytes, rows = training_rows(c);
   int64_t bytes = 0;
-  if (owned < params && shards(c, Sharding::kOptimizer)) {
+  if (owned < params && shards(c, StateSharding::kOptimizer)) {
     const int64_t bucket = std::min(kBucketElements, params);
     if (c.options.gradient_bytes != 4) bytes += kReductions * up(bucket * owned, params) * c.options.gradient_bytes;
-    if (shards(c, Sharding::kGradients)) bytes += kReductions * bucket * c.options.gradient_bytes;
-    if (shards(c, Sharding::kWeights)) {
+    if (shards(c, StateSharding::kGradients)) bytes += kReductions * bucket * c.options.gradient_bytes;
+    if (shards(c, StateSharding::kWeights)) {
       // Two layers, and embedding and head, which are there from the first to the last layer.
       const int64_t tables = (c.shape.tied ? 1 : 2) * local.padded_vocab * local.hidden;
       bytes += element * (2 * (params - tables) / std::max<int64_t>(1, local.layers) + tables);

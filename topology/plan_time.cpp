@@ -143,16 +143,16 @@ OptimizerSeconds optimizer_seconds(const Case& c, int64_t micro_batches, double 
   for (int64_t stage = 0; stage < c.layout.pp; ++stage) {
     const auto [params, owned] = held(c, stage);
     const int64_t ranks = group_size(c.layout, Axis::kDpCp);
-    const int64_t state = o.sharding == Sharding::kNone ? params : owned;
+    const int64_t state = o.sharding == StateSharding::kNothing ? params : owned;
     // Master copy and moments are read and written, the gradient read, the weight written, gradients zeroed.
     const double update =
         (real(state) * real(28 + o.element_bytes) + real(params * o.gradient_bytes)) / c.devices.rates.copy;
     const double reduce = bucket_seconds(c, params, o.gradient_bytes, ranks);
     const double gather = bucket_seconds(c, params, o.element_bytes, ranks);
-    double exchanges = reduce + (o.sharding == Sharding::kNone ? reduce : gather);
-    if (o.sharding >= Sharding::kGradients) exchanges += real(micro_batches - 1) * reduce;
+    double exchanges = reduce + (o.sharding == StateSharding::kNothing ? reduce : gather);
+    if (o.sharding >= StateSharding::kGradients) exchanges += real(micro_batches - 1) * reduce;
     // Weights come ahead of forward and of backward; what products do not hide remains.
-    if (o.sharding == Sharding::kWeights)
+    if (o.sharding == StateSharding::kWeights)
       exchanges += std::max(0.0, 2 * real(micro_batches) * gather - compute) - gather;
     if (update + exchanges > worst.update + worst.exchanges) worst = {update, exchanges};
   }

@@ -28,16 +28,17 @@ done
 for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" \
   "shared 2 2 1 policy.sequence_packing.share_prompts=true" \
   "cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2" \
-  "filters 2 2 1 policy.generation.top_k=20 policy.generation.top_p=0.9"; do
+  "filters 2 2 1 policy.generation.top_k=20 policy.generation.top_p=0.9 policy.train_global_batch_size=32"; do
   set -- $layout
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
-# Stages change no bit of a log-prob, so the first step has one rank's samples and loss.
+# Stages change no bit of a log-prob, so the first step has one rank's samples and loss; a tied embedding's gradient is
+# a sum of two.
 first() {
   python3 -c 'import json, sys
 row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
-print(*(f"{row[key]:.4g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
+print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
         if key in row))' "$dir/$1-logs/train.jsonl"
 }
 [ -n "$(first one)" ] && [ "$(first pp2)" = "$(first one)" ] &&

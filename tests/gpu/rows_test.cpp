@@ -228,6 +228,44 @@ TEST_F(GpuRows, AnIdOutsideTheVocabularyIsNaNAndNamedLater) {
   EXPECT_THROW(cuda::throw_on_bad_ids(gpu()), Error);
 }
 
+// The parts of an embedding add up to the whole, padded rows are zeros, and each part gets its own rows' gradient.
+TEST_F(GpuRows, PartsOfAnEmbedding) {
+  const at::Tensor weight = gpu_randn({300, 256});
+  const at::Tensor ids = at::randint(0, 300, {777}, at::TensorOptions().device(gpu()).dtype(at::kLong));
+  const at::Tensor dout = gpu_randn({780, 256});
+  const auto whole = [&](const Tensors& leaves) -> Tensors { return {embed(leaves[0], ids)}; };
+  const at::Tensor expected = gradients({weight}, {dout.narrow(0, 0, 777)}, whole)[0];
+  at::Tensor sum = at::zeros({780, 256}, weight.options());
+  for (const auto& [first, count] : {std::pair<int64_t, int64_t>{0, 104}, {104, 196}}) {
+    const EmbeddingPart part{first, 300, 780};
+    const at::Tensor own = weight.narrow(0, first, count);
+    {
+      const at::NoGradGuard no_grad;
+      sum.add_(embed_part(own, ids, part));
+    }
+    const auto op = [&](const Tensors& leaves) -> Tensors { return {embed_part(leaves[0], ids, part)}; };
+    EXPECT_TRUE(equal_bits(gradients({own}, {dout}, op)[0], expected.narrow(0, first, count))) << first;
+  }
+  EXPECT_TRUE(equal_bits(sum.narrow(0, 0, 777), weight.index_select(0, ids)));
+  EXPECT_EQ(sum.narrow(0, 777, 3).abs().max().item<double>(), 0.0);
+}
+
+TEST_F(GpuRows, SumsInTheOrderOfRanks) {
+  const at::Tensor parts = gpu_randn({3, 17, 264});
+  at::Tensor expected = at::zeros({17, 264}, parts.options().dtype(at::kFloat));
+  for (int64_t rank = 0; rank < 3; ++rank) expected.add_(parts[rank]);
+  EXPECT_TRUE(equal_bits(cuda::ordered_sum(parts), expected.to(at::kBFloat16)));
+}
+
+// A rank may have none of a micro-batch.
+TEST_F(GpuRows, ProductsOfNoRows) {
+  const at::Tensor weight = gpu_randn({96, 64}), none = gpu_randn({0, 64});
+  const auto op = [&](const Tensors& leaves) -> Tensors { return {trireme::linear(leaves[0], leaves[1], {})}; };
+  const Tensors found = gradients({none, weight}, {gpu_randn({0, 96})}, op);
+  EXPECT_EQ(found[0].sizes(), none.sizes());
+  EXPECT_EQ(found[1].abs().max().item<double>(), 0.0);
+}
+
 TEST_F(GpuRows, EmbedGradient) {
   for (const int64_t width : {64, 520, 4096}) {
     const at::Tensor weight = gpu_randn({101, width});

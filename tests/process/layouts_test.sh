@@ -119,9 +119,6 @@ refused() { # refused NAME WORDS COMMAND...
 }
 refused "heads that do not divide" "cannot be split so: tp 3" run odd 3 3 1 grpo.num_prompts_per_step=6 \
   policy.train_global_batch_size=24
-refused "tensor parallel on GPUs" "not supported yet by this version on GPUs" "$TRIREME" train cluster.gpus_per_node=2 \
-  --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
-  policy.megatron_cfg.tensor_model_parallel_size=2
 refused "layers that do not divide" "cannot be split so: pp 3 does not divide the 4 layers" run uneven 3 1 3 \
   grpo.num_prompts_per_step=6 policy.train_global_batch_size=24
 refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pipeline_model_parallel_size" \
@@ -129,12 +126,16 @@ refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pip
 refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2" \
   run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
   policy.megatron_cfg.num_layers_in_last_pipeline_stage=2
-refused "pipelines on GPUs" "pipeline parallel size 2 is not supported yet by this version on GPUs" "$TRIREME" train \
-  cluster.gpus_per_node=2 --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
-  policy.megatron_cfg.pipeline_model_parallel_size=2
-refused "context parallel on GPUs" "context parallel size 2 is not supported yet by this version on GPUs" "$TRIREME" \
-  train cluster.gpus_per_node=2 --config configs/quickstart.yaml cluster.device=cuda policy.megatron_cfg.enabled=true \
-  policy.megatron_cfg.context_parallel_size=2
+on_gpus() { # on_gpus NAME WORDS [overrides...]
+  local name=$1 words=$2; shift 2
+  refused "$name on GPUs" "$words is not supported yet by this version on GPUs" "$TRIREME" train \
+    --config configs/quickstart.yaml cluster.gpus_per_node=2 cluster.device=cuda policy.megatron_cfg.enabled=true "$@"
+}
+pp2=policy.megatron_cfg.pipeline_model_parallel_size=2
+on_gpus "virtual stages" "virtual pipeline parallel size 2" $pp2 \
+  policy.megatron_cfg.virtual_pipeline_model_parallel_size=2
+on_gpus "lanes" "a number of lanes of 2" $pp2 policy.generation.pipeline_lanes=2
+on_gpus "expert parallel ranks" "expert parallel size 2" policy.megatron_cfg.expert_model_parallel_size=2
 # Ranks that would compute something else.
 port=$((20000 + RANDOM % 10000)) pids=""
 for rank in 0 1; do

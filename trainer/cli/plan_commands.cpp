@@ -35,7 +35,7 @@ struct PlanArguments {
   double gpu_memory_gib = 0;  // 0: that of `gpu`
   int64_t gpus_per_node = 0;  // 0: the configuration's
   std::string gpu = "h200";
-  std::string sharding = "optim";
+  std::string sharding;  // empty: the configuration's
   PlannedLengths lengths;
 };
 
@@ -56,7 +56,8 @@ PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string
   context.shape = find_shape(config.policy.model_name);
   context.work = planned_work(config, arguments.lengths);
   context.options = plan_options(config);
-  const auto sharding = parse_sharding(arguments.sharding);
+  const auto sharding =
+      arguments.sharding.empty() ? std::optional(state_sharding(config)) : parse_sharding(arguments.sharding);
   if (!sharding) fail_user("--sharding " + arguments.sharding + ": it is one of " + join(sharding_names(), ", "));
   context.options.sharding = *sharding;
   const auto rates = device_rates(arguments.gpu);
@@ -147,10 +148,6 @@ std::vector<std::string> missing(const PlanContext& context, const Layout& layou
   std::vector<std::string> reasons = unsupported_splits(layout, context.config.cluster.device != "cpu");
   if (context.shape.experts > 0 && layout.world() != layout.dp)
     reasons.emplace_back("tp, cp and pp must be 1 for a mixture of experts: they are not supported yet for it");
-  if (context.options.sharding != Sharding::kOptimizer) {
-    reasons.push_back(std::string(to_string(context.options.sharding)) +
-                      " is not supported yet by the trainer of this version, which shards optimizer state (optim)");
-  }
   return reasons;
 }
 
@@ -267,7 +264,8 @@ void add_plan_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--gpus-per-node", arguments->gpus_per_node, "default: the configuration's, or 8 where that is 1")
         ->check(CLI::PositiveNumber);
     verb->add_option("--gpu", arguments->gpu, "whose rates count: " + join(known_device_rates(), ", "));
-    verb->add_option("--sharding", arguments->sharding, "of training state: " + join(sharding_names(), ", "));
+    verb->add_option("--sharding", arguments->sharding,
+                     "of training state, instead of the configuration's: " + join(sharding_names(), ", "));
     verb->add_option("--prompt-tokens", arguments->lengths.prompt, "tokens of a prompt in the mean")
         ->check(CLI::PositiveNumber);
     verb->add_option("--response-tokens", arguments->lengths.response, "tokens of a response in the mean")

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "topology/sharding.h"
 #include "trainer/options/advantages.h"
 #include "trainer/options/data.h"
 #include "trainer/options/loss.h"
@@ -411,8 +412,6 @@ struct RecomputeSetting {
   bool swiglu = false;  //   and SwiGLU's
 };
 RecomputeSetting recompute_setting(const Config& config);
-// What data parallel ranks share of the training state; each includes those before.
-enum class StateSharding { kNothing, kOptimizer, kGradients, kWeights };
 // The Megatron back-end's data_parallel_sharding_strategy; kWeights for the DTensor one, else kOptimizer.
 StateSharding state_sharding(const Config& config);
 // Whether gradients are reduced while backward runs, and weights gathered while the next forward does: the Megatron

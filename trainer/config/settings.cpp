@@ -133,11 +133,7 @@ StateSharding state_sharding(const Config& config) {
   if (!m.enabled) return config.policy.dtensor_cfg.enabled ? StateSharding::kWeights : StateSharding::kOptimizer;
   const DdpConfig& ddp = m.distributed_data_parallel_config;
   if (!ddp.use_custom_fsdp) return StateSharding::kOptimizer;
-  static const std::map<std::string, StateSharding> strategies = {{"no_shard", StateSharding::kNothing},
-                                                                  {"optim", StateSharding::kOptimizer},
-                                                                  {"optim_grads", StateSharding::kGradients},
-                                                                  {"optim_grads_params", StateSharding::kWeights}};
-  return strategies.at(ddp.data_parallel_sharding_strategy);
+  return parse_sharding(ddp.data_parallel_sharding_strategy).value();  // fields.cpp knows these names only
 }
 
 bool overlap_grad_reduce(const Config& config) {

@@ -128,6 +128,7 @@ struct Engine::Impl {
     scheduling.grow_factor = options.grow_factor;
     if (on_cuda()) {
       options.late_stops = true;
+      options.lanes = 1;  // its runner takes a step through all stages at once
       scheduling.chunk_alignment = kChunkAlignment;
     }
     make_lanes(options.cache_rows == 0 ? 1 : options.cache_rows);  // allocate() finds it

@@ -63,6 +63,36 @@ TEST(Exchange, SumsAreTheOrderedOnesWhateverTheRows) {
   }
 }
 
+TEST(Exchange, TheNormOfASumIsThatOfTheSumByItself) {
+  for (const int world : {2, 3}) {
+    on_tensor_ranks(world, [&](Communicator& group, int rank) {
+      for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{4000}}) {
+        const at::Tensor x = values(99, rows, 64, at::kBFloat16), scale = values(98, 1, 64, at::kBFloat16).view({64});
+        const at::Tensor sum = oracle(world, rows, 64, at::kBFloat16);
+        const NormResult expected = add_rms_norm(x, sum, scale, 1e-6);
+        const NormResult found = sum_add_rms_norm(group, x, values(rank, rows, 64, at::kBFloat16), scale, 1e-6);
+        EXPECT_TRUE(at::equal(found.sum, expected.sum) && at::equal(found.normed, expected.normed)) << rows;
+      }
+    });
+  }
+}
+
+TEST(Exchange, ColumnsBecomeWholeRowsAndRowsColumns) {
+  constexpr int kWorld = 3;
+  constexpr int64_t kOwn = 4, kWidth = 8;
+  const at::Tensor whole = values(5, kWorld * kOwn, kWorld * kWidth, at::kFloat);
+  on_tensor_ranks(kWorld, [&](Communicator& group, int rank) {
+    const at::Tensor columns = whole.narrow(1, rank * kWidth, kWidth), rows = whole.narrow(0, rank * kOwn, kOwn);
+    EXPECT_TRUE(at::equal(whole_rows(group, columns), rows));
+    EXPECT_TRUE(at::equal(own_columns(group, rows.contiguous()), columns));
+    EXPECT_EQ(whole_rows(group, columns.narrow(0, 0, 0)).sizes(), (std::vector<int64_t>{0, kWorld * kWidth}));
+    const DeviceSamples drawn{at::full({2}, int64_t{10 + rank}, at::kLong), at::full({2}, -0.5f * rank)};
+    const DeviceSamples all = gather_samples(group, drawn);
+    EXPECT_TRUE(at::equal(all.ids, at::tensor({10, 10, 11, 11, 12, 12}, at::kLong)));
+    EXPECT_TRUE(at::equal(all.logprobs, at::tensor({0.0f, 0.0f, -0.5f, -0.5f, -1.0f, -1.0f})));
+  });
+}
+
 // y = sum_to_rows(gather_rows(x) * w_rank): against the same on one rank.
 TEST(Exchange, GradientsAreThoseOfOneRank) {
   constexpr int kWorld = 3;

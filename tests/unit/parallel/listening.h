@@ -31,7 +31,7 @@ class ListeningPort final {
         ::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
       throw std::runtime_error("cannot listen on a port");
     }
-    disable_flight_recorder();  // whose ranks are threads
+    disable_flight_recorder();         // whose ranks are threads
     port_ = ntohs(address.sin6_port);  // sin_port lies at the same place
   }
   ~ListeningPort() {

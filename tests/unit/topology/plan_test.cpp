@@ -75,8 +75,8 @@ TEST(Plan, StateIsThatOfTheSlicesOfTheNamedParameters) {
     ModelShape shape = shape_of_eight_layers();
     shape.tied = tied;
     for (const Layout& layout : dense_layouts()) {
-      for (const Sharding sharding :
-           {Sharding::kNone, Sharding::kOptimizer, Sharding::kGradients, Sharding::kWeights}) {
+      for (const StateSharding sharding :
+           {StateSharding::kNothing, StateSharding::kOptimizer, StateSharding::kGradients, StateSharding::kWeights}) {
         PlanOptions options;
         options.gradient_bytes = 2;
         options.sharding = sharding;
@@ -85,13 +85,13 @@ TEST(Plan, StateIsThatOfTheSlicesOfTheNamedParameters) {
         const int64_t all = elements_of(shape, layout, rank), ranks = layout.dp * layout.cp;
         const int64_t own = (all + ranks - 1) / ranks;
         const MemoryParts& training = plan.memory.training;
-        const bool weights = sharding == Sharding::kWeights && ranks > 1;
+        const bool weights = sharding == StateSharding::kWeights && ranks > 1;
         EXPECT_EQ(training.weights, 2 * (weights ? own : all));
         EXPECT_EQ(training.reference, training.weights);
         EXPECT_EQ(plan.memory.generation.weights, 2 * all);
-        EXPECT_EQ(training.optimizer, 12 * (sharding == Sharding::kNone ? all : own));
-        const bool gradients = sharding >= Sharding::kGradients && ranks > 1;
-        const bool reduced = sharding >= Sharding::kOptimizer && ranks > 1;
+        EXPECT_EQ(training.optimizer, 12 * (sharding == StateSharding::kNothing ? all : own));
+        const bool gradients = sharding >= StateSharding::kGradients && ranks > 1;
+        const bool reduced = sharding >= StateSharding::kOptimizer && ranks > 1;
         EXPECT_EQ(training.gradients, (gradients ? 0 : 2 * all) + (reduced ? 4 * own : 0));
       }
     }

@@ -320,6 +320,7 @@ at::Tensor ragged_forward(const at::Tensor& x, const at::Tensor& weight, const a
 at::Tensor linear_forward(const at::Tensor& given, const at::Tensor& weight, const at::Tensor& bias) {
   require_bfloat16("linear", given);
   const c10::cuda::CUDAGuard guard(given.device());
+  if (given.size(0) == 0) return at::empty({0, weight.size(0)}, given.options());  // the library takes no empty product
   if (weight.size(0) % 8 != 0) return ragged_forward(given, weight, bias);
   const at::Tensor x = with_unit_columns(given);
   if (std::optional<at::Tensor> y = by_ours(x, weight, bias, /*swiglu=*/false)) return *std::move(y);
@@ -358,6 +359,7 @@ at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight)
   const c10::cuda::CUDAGuard guard(dy.device());
   const at::Tensor gradient = with_unit_columns(dy);
   at::Tensor dx = at::empty({dy.size(0), weight.size(1)}, dy.options());
+  if (dy.size(0) == 0) return dx;
   Gemm gemm;
   gemm.m = weight.size(1);
   gemm.n = dy.size(0);
@@ -375,6 +377,7 @@ void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at:
   const c10::cuda::CUDAGuard guard(dy.device());
   TRIREME_CHECK(accumulator.is_contiguous() && accumulator.size(0) == dy.size(1) && accumulator.size(1) == x.size(1),
                 "linear: the gradient's accumulator must be a contiguous [out, in]");
+  if (dy.size(0) == 0) return;
   const at::Tensor gradient = with_unit_columns(dy), input = with_unit_columns(x);
   Gemm gemm;
   gemm.transpose_b = true;
