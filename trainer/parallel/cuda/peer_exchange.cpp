@@ -118,7 +118,7 @@ PeerExchange::~PeerExchange() {
   const c10::cuda::CUDAGuard guard(impl_->device);
   (void)cudaDeviceSynchronize();  // kernels may still read what goes now
   for (void* of_another : impl_->mapped) (void)cudaIpcCloseMemHandle(of_another);
-  (void)cudaFree(impl_->memory);
+  // The own buffers go with the process: others may still have them mapped, and a group ends when its run does.
 }
 
 // The own buffers, empty; the result lets the others map them.
