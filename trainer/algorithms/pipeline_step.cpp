@@ -65,13 +65,17 @@ class StageRun final {
   void run() {
     for (size_t i = 0; i < passes_.size(); ++i) {
       if (i == 0) begin_receive(0);
-      begin_receive(i + 1);  // comes in beside this one
+      // The next one's input comes in beside this pass. On a device a receive that waits would stand before whatever
+      // of this pass waits for the whole device, as an allocator that gives memory back, so it begins behind it.
+      const bool on_device = model_.options().device.is_cuda();
+      if (!on_device) begin_receive(i + 1);
       const PipelinePass& pass = passes_[i];
       if (pass.backward) {
         backward(pass);
       } else {
         forward(pass);
       }
+      if (on_device) begin_receive(i + 1);
       if (work_.on_progress && pass.piece == (train_ ? 0 : pieces_of(model_) - 1) && pass.backward == train_)
         work_.on_progress();
     }

@@ -160,6 +160,7 @@ struct Communicator::Impl {
   int rank = 0, size = 1;
   std::unique_ptr<PeerExchange> peers;
   bool peers_known = false;
+  bool queueing = false;  // within queue()
 
   c10::intrusive_ptr<c10d::Store> keys(const std::string& purpose) const {
     return c10::make_intrusive<c10d::PrefixStore>(purpose + "-" + name, store);
@@ -414,17 +415,23 @@ PeerExchange* Communicator::peers(at::Device device) {
 }
 
 void Communicator::queue(const char* operation, const std::function<void()>& launch) {
-  if (capturing()) {
+  if (capturing() || impl_->queueing) {
     launch();
     return;
   }
   const std::string phase = attendance_->phase();
-  call(operation, [&] {
-    impl_->peers->throw_if_absent();
-    std::function<bool()> come = mark_current_stream();
+  call(operation, [&] { impl_->peers->throw_if_absent(); });
+  // What fails here is this rank's own failure, no echo of another's.
+  std::function<bool()> come = mark_current_stream();
+  impl_->queueing = true;
+  try {
     launch();
-    attendance_->note_queued(place_, {sequence_, operation, phase, std::move(come), mark_current_stream()});
-  });
+  } catch (...) {
+    impl_->queueing = false;
+    throw;
+  }
+  impl_->queueing = false;
+  attendance_->note_queued(place_, {sequence_, operation, phase, std::move(come), mark_current_stream()});
 }
 
 void Communicator::barrier() {

@@ -130,7 +130,8 @@ class Communicator final {
   // see each other. Collective at the first call.
   PeerExchange* peers(at::Device device);
   // `launch` queues kernels with exchanges over peers() on the current stream. They count, are named and watched as one
-  // collective, but not in stream capture: whoever replays a graph of them calls this for it.
+  // collective, those of calls within it too; in stream capture not at all: whoever replays a graph of them calls this
+  // for it.
   void queue(const char* operation, const std::function<void()>& launch);
   void barrier();
   // Any length per rank; result[r] is rank r's.

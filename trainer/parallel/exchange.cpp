@@ -290,6 +290,12 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
   compare("among fewer rows", sum_rows(group, partial.narrow(0, 1, 1)), whole.narrow(0, 1, 1));
   compare("among other rows", sum_rows(group, partial.narrow(0, ranks, ranks + 1)), whole.narrow(0, ranks, ranks + 1));
   compare("summed for their owners", gather_rows(group, sum_to_rows(group, partial)), whole);
+  // In decode norm and sum are one launch, in the loss two.
+  const at::Tensor scale = partial.narrow(0, 0, 1).view({width}), residual = partial.narrow(0, 0, ranks + 1);
+  const NormResult fused = sum_add_rms_norm(group, residual, residual, scale, 1e-6);
+  const NormResult plain = add_rms_norm(residual, whole.narrow(0, 0, ranks + 1), scale, 1e-6);
+  compare("in their norm", fused.normed, plain.normed);
+  compare("added to the residual", fused.sum, plain.sum);
   if (PeerExchange::takes(partial)) {
     // The other carrier.
     std::vector<int64_t> sizes{ranks, most, width};

@@ -7,7 +7,8 @@
 //
 // Two carriers, the same bits: the group's communicator, anywhere; between devices that see each other's memory kernels
 // that store into it and add what has come (peer_exchange.h), for bfloat16 in rows of a multiple of 8 elements. Only
-// the latter may be captured into a graph.
+// the latter may be captured into a graph. Copies over memory may lose the sign of a negative zero on the way, which no
+// sum keeps either.
 //
 // Rows are dimension 0. With a group of one each call returns what it was given. Collective: all ranks of the group
 // make the same calls in the same order, also with no rows.

@@ -26,8 +26,8 @@ struct PeerGroup {
 
 // One thread owns it, and its calls are on one stream at a time. Tensors are bfloat16 in rows of a multiple of 8
 // elements; sums are those of exchange.h. No autograd. Every call is legal in stream capture but for the first of a
-// size that the allocator does not have yet. A call returns at once; whether all have come is known where the stream is
-// waited for: throw_if_absent().
+// size that the allocator does not have yet. A call returns at once; whether somebody did not come
+// throw_if_absent() knows, which every Communicator::queue asks and who waits for results should.
 class PeerExchange final {
  public:
   // Null where some of the devices cannot map each other's memory: on several hosts, without NVLink or in containers of

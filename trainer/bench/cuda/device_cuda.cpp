@@ -64,7 +64,7 @@ double cuda_counted_seconds(int index, const std::function<void()>& call, int64_
   const c10::cuda::CUDAStreamGuard on_side(side);
   at::cuda::CUDAGraph graph;
   if (in_graph > 0) {
-    graph.capture_begin();
+    graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);  // Attendance's thread looks at events meanwhile
     for (int64_t i = 0; i < in_graph; ++i) call();
     graph.capture_end();
   }

@@ -36,7 +36,7 @@ at::Tensor ready(const at::Tensor& x) {
 
 int64_t width_of(const at::Tensor& x) { return x.size(0) == 0 ? 0 : x.numel() / x.size(0); }
 
-std::vector<int64_t> with_rows(const at::Tensor& like, int64_t rows) {
+std::vector<int64_t> sized_like(const at::Tensor& like, int64_t rows) {
   std::vector<int64_t> sizes = like.sizes().vec();
   sizes[0] = rows;
   return sizes;
@@ -74,7 +74,9 @@ std::string obstacle(const std::vector<std::string>& introductions, int rank, in
     if (theirs.where != own.where) return "its ranks are on several hosts, or in network namespaces of their own";
     if (theirs.device == device) return "two of its ranks share a GPU";
     int can = 0;
-    if (cudaDeviceCanAccessPeer(&can, device, theirs.device) != cudaSuccess || can == 0)
+    const bool known = cudaDeviceCanAccessPeer(&can, device, theirs.device) == cudaSuccess;
+    if (!known) (void)cudaGetLastError();  // or the next launch would be blamed
+    if (!known || can == 0)
       return "GPU " + std::to_string(device) + " cannot reach the memory of GPU " + std::to_string(theirs.device);
   }
   return "";
@@ -92,6 +94,8 @@ struct PeerExchange::Impl {
 
   std::string allocate();
   void open(const std::vector<std::string>& handles);
+  void close();
+  void free();
   // Rows in as many parts as exchanges take. `part(from, count)`.
   template <typename Fn>
   void in_parts(int64_t rows, int64_t width, Fn&& part) const {
@@ -117,8 +121,19 @@ PeerExchange::~PeerExchange() {
   if (impl_ == nullptr || !impl_->device.is_cuda()) return;
   const c10::cuda::CUDAGuard guard(impl_->device);
   (void)cudaDeviceSynchronize();  // kernels may still read what goes now
-  for (void* of_another : impl_->mapped) (void)cudaIpcCloseMemHandle(of_another);
+  impl_->close();
   // The own buffers go with the process: others may still have them mapped, and a group ends when its run does.
+}
+
+void PeerExchange::Impl::close() {
+  for (void* of_another : mapped) (void)cudaIpcCloseMemHandle(of_another);
+  mapped.clear();
+}
+
+void PeerExchange::Impl::free() {
+  const c10::cuda::CUDAGuard guard(device);
+  if (memory != nullptr) (void)cudaFree(memory);
+  memory = nullptr;
 }
 
 // The own buffers, empty; the result lets the others map them.
@@ -191,6 +206,9 @@ std::unique_ptr<PeerExchange> PeerExchange::make(const PeerGroup& group, at::Dev
   const std::vector<std::string> handles = group.all_gather_bytes(handle);
   step([&] { made->impl_->open(handles); });
   if (problem.empty()) return made;
+  made->impl_->close();
+  (void)group.all_gather_bytes("");  // nobody has another's buffers mapped
+  made->impl_->free();
   if (group.rank == 0)
     log_warn("parallel", "group '" + group.name + "' exchanges rows by NCCL, slower and without graphs: " +
                              problem.substr(0, problem.find('\n')));
@@ -205,7 +223,7 @@ at::Tensor PeerExchange::gather(const at::Tensor& own) {
   const c10::cuda::CUDAGuard guard(own.device());
   const at::Tensor in = ready(own);
   const int64_t rows = in.size(0), width = width_of(in);
-  at::Tensor out = at::empty(with_rows(in, rows * impl_->group.size), in.options());
+  at::Tensor out = at::empty(sized_like(in, rows * impl_->group.size), in.options());
   impl_->run(/*sums=*/false, {.in = data(in),
                               .in_row = width,
                               .out = mutable_data(out),
@@ -220,7 +238,7 @@ at::Tensor PeerExchange::scatter_sum(const at::Tensor& partial) {
   const c10::cuda::CUDAGuard guard(partial.device());
   const at::Tensor in = ready(partial);
   const int64_t rows = in.size(0) / impl_->group.size, width = width_of(in);
-  at::Tensor out = at::empty(with_rows(in, rows), in.options());
+  at::Tensor out = at::empty(sized_like(in, rows), in.options());
   impl_->run(/*sums=*/true, {.in = data(in),
                              .in_rank = rows * width,
                              .in_row = width,

@@ -24,6 +24,7 @@
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/sms.h"
 #include "trainer/parallel/communicator.h"
+#include "trainer/parallel/peer_exchange.h"
 #include "trainer/parallel/stage_links.h"
 #include "trainer/rollout/cuda/step_io.h"
 #include "trainer/rollout/step_runner.h"
@@ -89,6 +90,7 @@ class DeviceRunner final : public StepRunner {
         max_rows_(max_rows),
         experts_(model.local().experts > 0),
         graphs_allowed_(model.graphs_allowed()),
+        peers_(model.split().tp > 1 ? model.options().tensor->peers(device_) : nullptr),
         room_(cuda::decode_room(device_, model.local().heads, model.local().kv_heads,
                                 model.local().head_dim)),  // of the whole device
         pool_(at::cuda::graph_pool_handle()),
@@ -194,6 +196,7 @@ class DeviceRunner final : public StepRunner {
     Slot& slot = *pending_.front();
     pending_.pop_front();
     C10_CUDA_CHECK(cudaEventSynchronize(slot.done));
+    if (peers_ != nullptr) peers_->throw_if_absent();
     SampleResult result{{slot.id, slot.id + slot.rows}, {slot.logprob, slot.logprob + slot.rows}};
     for (int64_t row = 0; row < slot.rows; ++row) {
       if (!(slot.logprob[row] == slot.logprob[row])) {
@@ -262,7 +265,7 @@ class DeviceRunner final : public StepRunner {
       if (graph) continue;
       const int64_t place = decode_steps_++ % kSlots;
       (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
-      run_decode(bucket, runs, filters, keys);
+      queue([&] { run_decode(bucket, runs, filters, keys); });
       graph = capture(bucket, runs, filters, shared, keys);  // waits: the place is free again
     }
   }
@@ -334,19 +337,19 @@ class DeviceRunner final : public StepRunner {
     if (!graphs_allowed_) return run_decode(bucket, runs, filters, keys);
     Graph& graph = graphs_[{bucket, runs, filters, shared, kernel_for(runs, keys)}];
     if (graph) {
-      replay(*graph);
+      queue([&] { graph->replay(); });
       return;
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
-    run_decode(bucket, runs, filters, keys);
+    queue([&] { run_decode(bucket, runs, filters, keys); });
     graph = capture(bucket, runs, filters, shared, keys);
   }
 
-  // With its exchanges, if it has some, as one collective of the tensor ranks.
-  void replay(at::cuda::CUDAGraph& graph) {
-    Communicator* group = model_.options().tensor;
-    if (group == nullptr || group->size() == 1) return graph.replay();
-    group->queue("decode step", [&] { graph.replay(); });
+  // A decode step with its exchanges, if it has some, as one collective of the tensor ranks: whether a rank replays a
+  // graph or runs eagerly is its own matter.
+  void queue(const std::function<void()>& step) {
+    if (peers_ == nullptr) return step();
+    model_.options().tensor->queue("decode step", step);
   }
 
   void* upload_of(int64_t place) const {
@@ -513,6 +516,7 @@ class DeviceRunner final : public StepRunner {
   const int64_t max_rows_;
   const bool experts_;  // the model has some
   const bool graphs_allowed_;
+  const PeerExchange* const peers_;  // of the tensor ranks, or null
   const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   const c10::cuda::CUDAStream capture_stream_;

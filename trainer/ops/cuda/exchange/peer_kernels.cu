@@ -16,7 +16,7 @@ constexpr int kAtOnce = 4;      // pieces that a thread has under way
 constexpr uint32_t kAhead = 2;  // groups of pieces that it has sent before it takes the first
 
 // Positions in `state`.
-constexpr int kEpoch = 0, kEnded = 1, kUsed = 2, kGivenUp = kUsed + kPeerBuffers;
+constexpr int kLast = 0, kEnded = 1, kUsed = 2, kGivenUp = kUsed + kPeerBuffers;
 static_assert(kGivenUp + 1 == kPeerStateWords);
 
 __device__ __forceinline__ Chunk look(const Chunk* p) {
@@ -44,22 +44,22 @@ __device__ __forceinline__ bool has_come(const Chunk& v) {
 // One exchange as a thread sees it.
 struct Turn {
   const PeerMemoryView& peers;
-  uint32_t epoch;
+  uint32_t buffer;  // this exchange's; those of the ones before are the next lower ones
   uint64_t began = 0;
   uint32_t tries = 0;
 
   // After wait_for_predecessors.
   __device__ __forceinline__ explicit Turn(const PeerMemoryView& view)
-      : peers(view), epoch(*reinterpret_cast<volatile uint32_t*>(view.state + kEpoch) + 1) {}
+      : peers(view), buffer((*reinterpret_cast<volatile uint32_t*>(view.state + kLast) + 1) % kPeerBuffers) {}
 
-  __device__ __forceinline__ int64_t slot(uint32_t buffer, int from) const {
-    return (static_cast<int64_t>(buffer % kPeerBuffers) * peers.ranks + from) * (peers.slot_bytes / sizeof(Chunk));
+  __device__ __forceinline__ int64_t slot(uint32_t of, int from) const {
+    return (static_cast<int64_t>(of) * peers.ranks + from) * (peers.slot_bytes / sizeof(Chunk));
   }
   __device__ __forceinline__ Chunk* to(int rank) const {
-    return static_cast<Chunk*>(peers.receive[rank]) + slot(epoch, peers.rank);
+    return static_cast<Chunk*>(peers.receive[rank]) + slot(buffer, peers.rank);
   }
   __device__ __forceinline__ const Chunk* from(int rank) const {
-    return static_cast<const Chunk*>(peers.receive[peers.rank]) + slot(epoch, rank);
+    return static_cast<const Chunk*>(peers.receive[peers.rank]) + slot(buffer, rank);
   }
   // The `step`-th rank behind the own one: all ranks begin with another.
   __device__ __forceinline__ int behind(int step) const {
@@ -76,11 +76,12 @@ struct Turn {
 
   // What the exchange before this one used, emptied by all threads together.
   __device__ void empty_last(int64_t thread, int64_t threads) const {
-    const uint32_t used = *reinterpret_cast<volatile uint32_t*>(peers.state + kUsed + (epoch - 1) % kPeerBuffers);
+    const uint32_t last = (buffer + kPeerBuffers - 1) % kPeerBuffers;
+    const uint32_t used = *reinterpret_cast<volatile uint32_t*>(peers.state + kUsed + last);
     const Chunk nothing = make_uint4(kNothing, kNothing, kNothing, kNothing);
     for (int step = 1; step < peers.ranks; ++step) {
-      Chunk* buffer = static_cast<Chunk*>(peers.receive[peers.rank]) + slot(epoch - 1, behind(step));
-      for (int64_t i = thread; i < used; i += threads) buffer[i] = nothing;
+      Chunk* pieces = static_cast<Chunk*>(peers.receive[peers.rank]) + slot(last, behind(step));
+      for (int64_t i = thread; i < used; i += threads) pieces[i] = nothing;
     }
   }
 
@@ -88,8 +89,8 @@ struct Turn {
   __device__ void end(uint32_t used) const {
     __syncthreads();
     if (threadIdx.x != 0 || atomicInc(peers.state + kEnded, gridDim.x - 1) != gridDim.x - 1) return;
-    *reinterpret_cast<volatile uint32_t*>(peers.state + kUsed + epoch % kPeerBuffers) = used;
-    *reinterpret_cast<volatile uint32_t*>(peers.state + kEpoch) = epoch;
+    *reinterpret_cast<volatile uint32_t*>(peers.state + kUsed + buffer) = used;
+    *reinterpret_cast<volatile uint32_t*>(peers.state + kLast) = buffer;
   }
 
  private:

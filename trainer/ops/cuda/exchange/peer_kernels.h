@@ -4,7 +4,7 @@
 // word that is never sent, kNothing, until something has come: no flag and no fence stand between (push with a
 // sentinel). The word is two negative zeros of bfloat16; such a pair is sent as positive ones. Three receive buffers
 // take turns: what an exchange has used is emptied in the next one and filled again two later, when nobody can still be
-// reading it. The number of the exchange counts on the device, so that a captured graph may be replayed.
+// reading it. Whose turn it is stands on the device, so that a captured graph may be replayed.
 //
 // All ranks make the same exchanges, each with the same sizes, in one order; a rank's are on one stream at a time. A
 // wait ends at `patience_ns`: then `absent` says who has not come, and what follows computes with what there is.
@@ -24,8 +24,8 @@ namespace trireme::cuda {
 inline constexpr int kMostPeers = 8;
 inline constexpr uint32_t kNothing = 0x80008000u;
 inline constexpr int kPeerBuffers = 3;
-// Of `state`, 32 bits each: the number of the last exchange, blocks that have ended, what each buffer holds (16-byte
-// pieces from each rank), whether a wait has ended without end.
+// Of `state`, 32 bits each, zeros at first: the last exchange's buffer, blocks of this one that have ended, what each
+// buffer holds (16-byte pieces from each rank), whether a wait was given up.
 inline constexpr int kPeerStateWords = 6;
 
 struct PeerMemoryView {
