@@ -47,11 +47,11 @@ Observer::Observer(const kube::Client& client, ObserverOptions options, const Wa
 std::optional<Snapshot> Observer::cached(const ObjectKey& key) {
   const std::shared_ptr<const CachedJob> cached = watches_.jobs().get(key);
   if (!cached) return std::nullopt;
-  std::unique_ptr<RLJob>& written = memory_.of(key).written;
+  std::unique_ptr<const CachedJob>& written = memory_.of(key).written;
   Snapshot seen;
-  if (written && written->metadata.uid == cached->uid &&
-      newer(written->metadata.resource_version, cached->resource_version)) {
-    seen.job = *written;
+  if (written && written->uid == cached->uid && newer(written->resource_version, cached->resource_version)) {
+    std::vector<Issue> ignored;
+    seen.job = rljob_from_json(written->json(), ignored, {.strict = false});
   } else {
     written.reset();
     seen.job = rljob_from_json(cached->json(), seen.issues, {.strict = false});
@@ -209,7 +209,9 @@ size_t Observer::running_jobs() {
 // ---- what the others tell
 // --------------------------------------------------------------------------------------------
 
-void Observer::wrote(const ObjectKey& key, const RLJob& job) { memory_.of(key).written = std::make_unique<RLJob>(job); }
+void Observer::wrote(const ObjectKey& key, const RLJob& job) {
+  memory_.of(key).written = std::make_unique<const CachedJob>(read_job(to_json(job), ""));
+}
 
 void Observer::first_attempt_begins(const ObjectKey& key, const RLJob& job) { memory_.of(key).names.begin(job); }
 

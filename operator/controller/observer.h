@@ -55,7 +55,9 @@ class Observer final {
 
  private:
   struct Memory {
-    std::unique_ptr<RLJob> written;  // as the last status write answered, until the informer has it too
+    // As the last status write answered, until a look finds that the informer has it too. Small: while thousands of
+    // jobs are made, those that are only to be described wait for that look until all are made.
+    std::unique_ptr<const CachedJob> written;
     Sightings sightings;
     Echo echo;
     PodNames names;
