@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "tests/gpu/device.h"
+#include "topology/combine_blocks.h"
 #include "trainer/ops/cuda/experts/expert_kernels.h"
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/expert_rows.h"

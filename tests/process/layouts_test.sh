@@ -131,10 +131,6 @@ on_gpus() { # on_gpus NAME WORDS [overrides...]
   refused "$name on GPUs" "$words is not supported yet by this version on GPUs" "$TRIREME" train \
     --config configs/quickstart.yaml cluster.gpus_per_node=2 cluster.device=cuda policy.megatron_cfg.enabled=true "$@"
 }
-pp2=policy.megatron_cfg.pipeline_model_parallel_size=2
-on_gpus "virtual stages" "virtual pipeline parallel size 2" $pp2 \
-  policy.megatron_cfg.virtual_pipeline_model_parallel_size=2
-on_gpus "lanes" "a number of lanes of 2" $pp2 policy.generation.pipeline_lanes=2
 on_gpus "expert parallel ranks" "expert parallel size 2" policy.megatron_cfg.expert_model_parallel_size=2
 # Ranks that would compute something else.
 port=$((20000 + RANDOM % 10000)) pids=""

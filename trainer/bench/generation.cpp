@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "trainer/algorithms/pipeline_step.h"
 #include "trainer/ops/philox.h"
 #include "trainer/parallel/device.h"
 #include "trainer/rollout/driver.h"
@@ -140,12 +141,16 @@ LogprobComparison compare_logprobs(const Model& model, const std::vector<Sample>
     lengths.push_back(sample.length());
     tokens = std::max(tokens, sample.length());
   }
+  std::vector<MicroBatch> batches;
+  for (const Members& members : pack_bins(lengths, tokens, PackingAlgorithm::kFirstFitDecreasing, 0))
+    batches.push_back(make_micro_batch(samples, members));
   LogprobComparison result;
-  for (const Members& members : pack_bins(lengths, tokens, PackingAlgorithm::kFirstFitDecreasing, 0)) {
-    const at::Tensor theirs = generation_logprobs(samples, members).contiguous();
-    const at::Tensor ours = response_logprobs(model, make_micro_batch(samples, members), distribution)
-                                .to(at::kCPU, at::kFloat)
-                                .contiguous();
+  PipelineWork work;
+  for (const MicroBatch& batch : batches) work.inputs.push_back(&batch.input);
+  work.finish = [&](size_t index, const at::Tensor& hidden) {
+    const MicroBatch& batch = batches[index];
+    const at::Tensor theirs = generation_logprobs(samples, batch.members).contiguous();
+    const at::Tensor ours = response_logprobs(model, hidden, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
     const float* a = theirs.const_data_ptr<float>();
     const float* b = ours.const_data_ptr<float>();
     for (int64_t i = 0; i < ours.numel(); ++i) {
@@ -154,8 +159,17 @@ LogprobComparison compare_logprobs(const Model& model, const std::vector<Sample>
       if (!(difference <= result.largest_difference)) result.largest_difference = difference;  // NaN too
     }
     result.tokens += ours.numel();
-  }
-  return result;
+    return ours;
+  };
+  forward_passes(model, work);
+  at::Tensor found = at::tensor(
+      {static_cast<double>(result.mismatched), static_cast<double>(result.tokens), result.largest_difference},
+      at::kDouble);
+  share_result(model, found);  // the last stage's
+  const double* values = found.const_data_ptr<double>();
+  return {.tokens = static_cast<int64_t>(values[1]),
+          .mismatched = static_cast<int64_t>(values[0]),
+          .largest_difference = values[2]};
 }
 
 }  // namespace trireme::bench

@@ -24,8 +24,10 @@ ModelOptions Target::model_options(bool trainable, ParallelContext& context) con
     const ModelShape shape = config.shape();
     const LayoutReport report = check_layout(context.layout(), {.shape = &shape});
     if (!report.ok()) fail_user(report.errors.front());
-    options.split = model_split(shape, context.layout(), context.rank());
+    if (const auto problem = stage_error(config.num_layers, context.layout().pp, stages)) fail_user(*problem);
+    options.split = model_split(shape, context.layout(), context.rank(), stages);
     options.tensor = &context.tensor_parallel();
+    options.links = context.stage_links();
   }
   if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   return options;
@@ -39,6 +41,7 @@ Target resolve(const CommonOptions& options) {
   target.dtype = options.dtype != "auto"   ? parse_dtype(options.dtype)
                  : target.device.is_cuda() ? at::kBFloat16
                                            : at::kFloat;
+  target.stages = options.stages;
   target.element_bytes = static_cast<int64_t>(c10::elementSize(target.dtype));
   return target;
 }
@@ -55,6 +58,8 @@ nlohmann::json report_header(const std::string& benchmark, const CommonOptions& 
           {"seed", options.seed},
           {"tp", options.tp},
           {"cp", options.cp},
+          {"pp", options.pp},
+          {"virtual_stages", options.stages.virtual_stages},
           {"repeats", options.repeats},
           {"date", utc_now()},
           {"versions", versions(target.device)}};

@@ -26,6 +26,9 @@ struct CommonOptions {
   int local_rank = 0;
   int64_t tp = 1;  // tensor parallel ranks of a replica
   int64_t cp = 1;  // context parallel ranks, which share each micro-batch
+  int64_t pp = 1;  // pipeline stages
+  StageOptions stages;
+  int64_t devices_of_replica() const { return tp * cp * pp; }
 };
 
 // The options resolved.
@@ -34,6 +37,7 @@ struct Target {
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
   int64_t element_bytes = 4;
+  StageOptions stages;
 
   ModelOptions model_options(bool trainable) const;
   // Of this rank's part of the model.

@@ -171,22 +171,22 @@ struct RolloutFigures {
   std::vector<AliveBin> bins;
 };
 
-// Of each of `tp` devices, which share what is read.
+// Of each of so many devices, which share what is read.
 RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths, const Target& target,
-                          const Ceilings& ceilings, int64_t max_sequences, int64_t tp) {
+                          const Ceilings& ceilings, int64_t max_sequences, int64_t devices) {
   const TimedRollout& typical = repeats.typical();
   const EngineStats& stats = typical.stats;
   RolloutFigures f;
   f.work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs, target.element_bytes,
                         max_sequences);
-  f.bytes = (real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes) / real(tp);
-  f.floor = f.work.bytes() / real(tp) / ceilings.bytes_per_second();
+  f.bytes = (real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes) / real(devices);
+  f.floor = f.work.bytes() / real(devices) / ceilings.bytes_per_second();
   f.tokens_per_second = static_cast<double>(lengths.output_tokens()) / repeats.middle;
   f.mean_batch = static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps);
   for (const TimedStep& step : typical.steps) f.prefill_seconds += step.prefill ? step.seconds : 0;
   f.bins = alive_bins(typical.steps);
   if (lengths.samples() <= max_sequences) {
-    add_floors(f.bins, lengths, target.config, target.element_bytes, real(tp) * ceilings.bytes_per_second());
+    add_floors(f.bins, lengths, target.config, target.element_bytes, real(devices) * ceilings.bytes_per_second());
   }
   return f;
 }
@@ -215,6 +215,7 @@ nlohmann::json rollout_report(const RolloutBenchOptions& options, const Target& 
                  {"matmul_flops_per_second", ceilings.flops_per_second},
                  {"max_sequences", engine.max_sequences},
                  {"cache_rows", engine.cache_rows},
+                 {"lanes", stats.lanes},
                  {"peak_cache_rows", stats.peak_cache_rows},
                  {"preemptions", stats.preemptions},
                  {"ends_known", !options.generation.unknown_ends},
@@ -278,8 +279,8 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext
   Engine engine(*model, nullptr, engine_settings, sampling);
 
   const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device, context);
-  const RolloutFigures figures =
-      figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences, context.layout().tp);
+  const RolloutFigures figures = figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences,
+                                            options.common.tp * options.common.pp);
   nlohmann::json report = rollout_report(options, target, lengths, repeats, figures, ceilings, engine_settings);
   Table table = rollout_table(options, lengths, repeats, figures, ceilings);
   if (options.score_tokens > 0)
@@ -391,7 +392,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, ParallelContext& 
     const double bytes =
         (decode_weight_bytes(target.config, target.element_bytes, real(alive)) +
          tokens * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes)) /
-        real(context.layout().tp);
+        real(options.common.tp * options.common.pp);
     const double floor = bytes / ceilings.bytes_per_second();
     rows.push_back({{"alive", alive},
                     {"context", tokens},

@@ -14,6 +14,7 @@ struct RolloutBenchOptions {
   CommonOptions common;
   GenerationOptions generation;
   std::string lengths;           // see load_lengths
+  int64_t lanes = 0;             // of a pipeline; 0: as many as stages
   int64_t score_tokens = 16384;  // of a packed batch of the comparison with the loss; 0: no comparison
 };
 // Of one replica, whose ranks are those of `context`; collective over them. The first one prints its tables to `out`

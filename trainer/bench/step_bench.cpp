@@ -345,10 +345,12 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.generation.background_sms = options.background_sms;
   config.grpo.early_gradients = options.early_gradients;
   config.cluster.processes = ranks;
-  if (options.common.tp * options.common.cp > 1) {
+  if (options.common.devices_of_replica() > 1) {
     policy.megatron_cfg.enabled = true;
     policy.megatron_cfg.tensor_model_parallel_size = options.common.tp;
     policy.megatron_cfg.context_parallel_size = options.common.cp;
+    policy.megatron_cfg.pipeline_model_parallel_size = options.common.pp;
+    policy.megatron_cfg.virtual_pipeline_model_parallel_size = options.common.stages.virtual_stages;
   }
   config.cluster.collective_timeout_s = options.collective_timeout_s;
   derive_defaults(config);

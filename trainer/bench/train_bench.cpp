@@ -5,16 +5,19 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <optional>
 
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
 #include "trainer/algorithms/loss.h"
+#include "trainer/algorithms/pipeline_step.h"
 #include "trainer/algorithms/recompute.h"
 #include "trainer/algorithms/router_metrics.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/bench/trace.h"
 #include "trainer/bench/work.h"
+#include "trainer/model/context_rows.h"
 #include "trainer/ops/philox.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/device.h"
@@ -124,7 +127,7 @@ class TrainStep final {
       const int64_t id = context.coordinates().dp * options.micro_batches + m;
       batches_.push_back(make_batch(options, target, static_cast<uint64_t>(id)));
       scored_ += batches_.back().micro.response_tokens();
-      flops_ += batches_.back().flops / static_cast<double>(context.layout().tp * context.layout().cp);
+      flops_ += batches_.back().flops / static_cast<double>(options.common.devices_of_replica());
     }
     const int64_t ranks = context.layout().dp;
     global_tokens_ = static_cast<double>(scored_ * ranks);
@@ -133,37 +136,45 @@ class TrainStep final {
     Config config;
     config.policy.activation_checkpointing = options.checkpoint_activations;
     config.policy.recompute_layers = options.recompute_layers;
-    set_recompute(*model_, config, {.tokens = options.tokens}, context);
+    const KeptActivations kept = kept_activations(model_->split(), options.tokens, options.micro_batches);
+    set_recompute(*model_, config, kept, context);
     watch_routers(*model_, config);
   }
 
   // Of the first micro-batch's log-probs: alike under every layout but another tp.
   std::string logprobs_fingerprint() {
     const at::NoGradGuard no_grad;
-    return fingerprint(response_logprobs(*model_, batches_.front().micro, LogprobOptions()));
+    const MicroBatch& batch = batches_.front().micro;
+    at::Tensor found = at::empty({batch.response_tokens()}, at::TensorOptions(device_).dtype(at::kFloat));
+    PipelineWork work;
+    work.inputs = {&batch.input};
+    work.finish = [&](size_t, const at::Tensor& hidden) {
+      return found = response_logprobs(*model_, hidden, batch, LogprobOptions());
+    };
+    forward_passes(*model_, work);
+    share_result(*model_, found);
+    return fingerprint(found);
   }
 
   void whole() {
-    for (Batch& batch : batches_) {
-      if (optimizer_ != nullptr && options_.overlap && &batch == &batches_.back())
-        optimizer_->reduce_in_next_backward();
-      forward(batch).backward();
-      batch.inputs.current = at::Tensor();
-    }
+    PipelineWork work;
+    for (const Batch& batch : batches_) work.inputs.push_back(&batch.micro.input);
+    work.finish = [this](size_t index, const at::Tensor& hidden) { return loss_of(batches_[index], hidden); };
+    if (optimizer_ != nullptr && options_.overlap) work.before_last = [this] { optimizer_->reduce_in_next_backward(); };
+    train_passes(*model_, work);
     finish();
   }
 
-  // The same with the device awaited between its parts.
+  // The same with the device awaited between its parts. Of one stage.
   Split in_parts() {
     Split split;
     synchronize(device_);
     Stopwatch watch;
     for (Batch& batch : batches_) {
-      const at::Tensor value = forward(batch);
+      const at::Tensor value = loss_of(batch, model_->forward(on_device(context_part(*model_, batch.micro.input))));
       synchronize(device_);
       split.forward += watch.lap();
       value.backward();
-      batch.inputs.current = at::Tensor();
       synchronize(device_);
       split.backward += watch.lap();
     }
@@ -184,11 +195,18 @@ class TrainStep final {
   int64_t reduced_early() const { return reduced_early_; }
 
  private:
-  at::Tensor forward(Batch& batch) {
-    batch.inputs.current = response_logprobs(*model_, batch.micro, LogprobOptions());
-    batch.inputs.global_valid_tokens = global_tokens_;
-    batch.inputs.global_valid_sequences = global_sequences_;
-    return policy_loss(batch.inputs, loss_).loss;
+  PackedBatch on_device(PackedBatch input) const {
+    input.ids = input.ids.to(device_);
+    input.positions = input.positions.to(device_);
+    return input;
+  }
+
+  at::Tensor loss_of(const Batch& batch, const at::Tensor& hidden) const {
+    LossInputs inputs = batch.inputs;
+    inputs.current = response_logprobs(*model_, hidden, batch.micro, LogprobOptions());
+    inputs.global_valid_tokens = global_tokens_;
+    inputs.global_valid_sequences = global_sequences_;
+    return policy_loss(inputs, loss_).loss;
   }
 
   void finish() {
@@ -217,7 +235,7 @@ class TrainStep final {
 struct TrainTimes {
   std::vector<double> seconds;  // of whole steps
   double middle = 0;            // their median
-  Split split;                  // medians of steps in parts
+  std::optional<Split> split;   // medians of steps in parts; nothing of several stages, where there is no such order
   int64_t peak_bytes = 0;
 };
 
@@ -234,7 +252,7 @@ TrainTimes time_steps(TrainStep& step, const TrainBenchOptions& options, at::Dev
     times.seconds.push_back(group.all_reduce_max(watch.seconds()));
   }
   std::vector<double> forward, backward, optimizer;
-  for (int64_t r = 0; r < options.common.repeats; ++r) {
+  for (int64_t r = 0; r < options.common.repeats && options.common.pp == 1; ++r) {
     group.barrier();
     const Split split = step.in_parts();
     forward.push_back(group.all_reduce_max(split.forward));
@@ -243,19 +261,18 @@ TrainTimes time_steps(TrainStep& step, const TrainBenchOptions& options, at::Dev
   }
   times.peak_bytes = take_peak_memory_bytes(device);
   times.middle = median(times.seconds);
-  times.split = {median(forward), median(backward), median(optimizer)};
+  if (!forward.empty()) times.split = {median(forward), median(backward), median(optimizer)};
   return times;
 }
 
-// Of each device: tensor and context ranks share a micro-batch.
+// Of each device: the ranks of a replica, and context ranks, share a micro-batch.
 double tokens_per_second(const TrainBenchOptions& options, const TrainTimes& times) {
   const int64_t tokens = options.tokens / options.sequences * options.sequences * options.micro_batches;
-  return static_cast<double>(tokens) / static_cast<double>(options.common.tp * options.common.cp) / times.middle;
+  return static_cast<double>(tokens) / static_cast<double>(options.common.devices_of_replica()) / times.middle;
 }
 
 nlohmann::json train_report(const TrainBenchOptions& options, const Target& target, const TrainStep& step,
                             const TrainTimes& times, const Ceilings& ceilings, int64_t ranks) {
-  const Split& split = times.split;
   const double flops = step.flops(), ceiling = ceilings.flops_per_second;
   nlohmann::json report = report_header("train", options.common, target);
   report.update({{"ranks", ranks},
@@ -275,25 +292,26 @@ nlohmann::json train_report(const TrainBenchOptions& options, const Target& targ
                  {"model_flops_per_device", flops},
                  {"flops_per_second", flops / times.middle},
                  {"floor_seconds", flops / ceiling},
-                 {"split",
-                  {{"forward_seconds", split.forward},
-                   {"backward_seconds", split.backward},
-                   {"optimizer_seconds", split.optimizer},
-                   {"forward_flops_per_second", flops / 3 / split.forward},
-                   {"backward_flops_per_second", flops * 2 / 3 / split.backward},
-                   {"forward_backward_flops_per_second", flops / (split.forward + split.backward)}}},
                  {"peak_memory_bytes", times.peak_bytes},
                  {"copy_bytes_per_second", ceilings.copy_bytes_per_second},
                  {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceiling}});
+  if (const std::optional<Split>& split = times.split) {
+    report["split"] = {{"forward_seconds", split->forward},
+                       {"backward_seconds", split->backward},
+                       {"optimizer_seconds", split->optimizer},
+                       {"forward_flops_per_second", flops / 3 / split->forward},
+                       {"backward_flops_per_second", flops * 2 / 3 / split->backward},
+                       {"forward_backward_flops_per_second", flops / (split->forward + split->backward)}};
+  }
   return report;
 }
 
 void print_train(const TrainBenchOptions& options, const TrainTimes& times, double flops, double ceiling, int64_t ranks,
                  std::ostream& out) {
-  const Split& split = times.split;
   Table table({"train " + options.common.shape + ", " + std::to_string(ranks) + " ranks (tp " +
-                   std::to_string(options.common.tp) + ", cp " + std::to_string(options.common.cp) + ")",
+                   std::to_string(options.common.tp) + ", cp " + std::to_string(options.common.cp) + ", pp " +
+                   std::to_string(options.common.pp) + ")",
                "seconds", "model flops/s", "of the product's " + teraflops(ceiling)});
   const auto add = [&](const std::string& name, double elapsed, double operations) {
     table.add({name, format_fixed(elapsed, 4), operations > 0 ? teraflops(operations / elapsed) : "-",
@@ -302,10 +320,12 @@ void print_train(const TrainBenchOptions& options, const TrainTimes& times, doub
   add(options.optimizer ? "optimizer step of " + std::to_string(options.micro_batches) + " micro-batches"
                         : std::to_string(options.micro_batches) + " micro-batches, no optimizer",
       times.middle, flops);
-  add("  forward", split.forward, flops / 3);
-  add("  backward", split.backward, flops * 2 / 3);
-  add("  forward + backward", split.forward + split.backward, flops);
-  add(options.optimizer ? "  optimizer" : "  zeroing gradients", split.optimizer, 0);
+  if (const std::optional<Split>& split = times.split) {
+    add("  forward", split->forward, flops / 3);
+    add("  backward", split->backward, flops * 2 / 3);
+    add("  forward + backward", split->forward + split->backward, flops);
+    add(options.optimizer ? "  optimizer" : "  zeroing gradients", split->optimizer, 0);
+  }
   table.print(out);
   out << "tokens/s of a device: " << format_fixed(tokens_per_second(options, times), 1) << "\n";
   if (times.peak_bytes > 0) out << "peak memory: " << format_bytes(static_cast<uint64_t>(times.peak_bytes)) << "\n";

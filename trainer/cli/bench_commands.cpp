@@ -42,6 +42,10 @@ void add_generation(CLI::App* verb, bench::GenerationOptions& o) {
 
 void add_split(CLI::App* verb, bench::CommonOptions& o) {
   verb->add_option("--tp", o.tp, "tensor parallel ranks of a replica")->check(CLI::PositiveNumber);
+  verb->add_option("--pp", o.pp, "pipeline stages of a replica")->check(CLI::PositiveNumber);
+  verb->add_option("--virtual-stages", o.stages.virtual_stages, "pieces of each stage")->check(CLI::PositiveNumber);
+  verb->add_option("--first-stage-layers", o.stages.first_layers, "default: an even share");
+  verb->add_option("--last-stage-layers", o.stages.last_layers, "default: an even share");
 }
 
 void add_context(CLI::App* verb, bench::CommonOptions& o) {
@@ -70,11 +74,12 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   Layout layout;
   layout.tp = common.tp;
   layout.cp = common.cp;
-  if (rendezvous.world_size % (layout.tp * layout.cp) != 0) {
-    fail_user("--tp " + std::to_string(layout.tp) + " times --cp " + std::to_string(layout.cp) +
-              " does not divide the " + std::to_string(rendezvous.world_size) + " ranks");
+  layout.pp = common.pp;
+  if (rendezvous.world_size % common.devices_of_replica() != 0) {
+    fail_user("--tp " + std::to_string(layout.tp) + " times --cp " + std::to_string(layout.cp) + " times --pp " +
+              std::to_string(layout.pp) + " does not divide the " + std::to_string(rendezvous.world_size) + " ranks");
   }
-  layout.dp = rendezvous.world_size / layout.tp / layout.cp;
+  layout.dp = rendezvous.world_size / common.devices_of_replica();
   prepare_devices(layout);
   const bool gpus = choose_device(common.device, common.local_rank).is_cuda();
   ParallelContext context(runnable(layout, gpus), rendezvous);
@@ -95,6 +100,7 @@ void add_rollout(CLI::App& bench, CommandContext& context) {
   add_generation(verb, o->generation);
   verb->add_option("--lengths", o->lengths, "file, or synthetic:8x32:mean=794:max=3800:seed=1")->required();
   verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
+  verb->add_option("--lanes", o->lanes, "of pipeline stages; 0: as many as stages")->check(CLI::NonNegativeNumber);
   verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
   add_split(verb, o->common);
   auto timeout_s = add_timeout(verb);

@@ -81,9 +81,6 @@ void validate_supported(const Config& c) {
       reasons.push_back(key + ": " + what + " " + std::to_string(value) + kNotYet +
                         " on GPUs (cluster.device=cpu has it)");
   };
-  on_cpu(true, "policy.generation.pipeline_lanes", "a number of lanes of", c.policy.generation.pipeline_lanes);
-  on_cpu(m.enabled, "policy.megatron_cfg.virtual_pipeline_model_parallel_size", "virtual pipeline parallel size",
-         m.virtual_pipeline_model_parallel_size);
   on_cpu(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
          m.expert_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",

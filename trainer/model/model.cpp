@@ -300,7 +300,7 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
 }
 
 at::Tensor Model::make_residual(int64_t tokens) const {
-  return at::empty({(tokens + split_.tp - 1) / split_.tp, local_.hidden}, flat_parameters_.options());
+  return at::empty({residual_rows(tokens), local_.hidden}, flat_parameters_.options());
 }
 
 at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, KvArena& arena,
@@ -317,6 +317,8 @@ at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, 
   context.tokens = batch.ids.size(0);
   context.tp = split_.tp;
   return run(piece, batch.ids, context, input);
+int64_t Model::residual_rows(int64_t tokens) const { return (tokens + split_.tp - 1) / split_.tp; }
+
 }
 
 at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& received) const {
@@ -371,7 +373,7 @@ NormResult Model::next_norm(const Residual& x, const at::Tensor& scale, const Co
 at::Tensor Model::end_of_piece(const Residual& x, const Context& context) const {
   if (!context.whole_rows()) return at::add(x.sum, x.delta);
   const at::Tensor sum = at::add(x.sum, sum_rows(*options_.tensor, x.delta));
-  const int64_t own = (context.tokens + split_.tp - 1) / split_.tp;
+  const int64_t own = residual_rows(context.tokens);
   return at::constant_pad_nd(sum, {0, 0, 0, own * split_.tp - context.tokens})
       .narrow(0, own * split_.tensor_rank, own)
       .contiguous();
@@ -529,9 +531,7 @@ DeviceSamples Model::sample_on_device(const at::Tensor& hidden, const DeviceSamp
                         : sample_split_tokens_on_device(hidden, head_, rows, split_logits_);
 }
 
-bool Model::graphs_allowed() const {
-  return split_.pp == 1 && (split_.tp == 1 || options_.tensor->peers(options_.device) != nullptr);
-}
+bool Model::graphs_allowed() const { return split_.tp == 1 || options_.tensor->peers(options_.device) != nullptr; }
 
 // Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give, which
 // next_norm makes where each rank has all rows.

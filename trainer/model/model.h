@@ -142,11 +142,13 @@ class Model final {
   // The same of forward_cached. `arena` has the layers of all of the rank's pieces.
   at::Tensor forward_cached_piece(int64_t piece, const CachedBatch& batch, KvArena& arena,
                                   const at::Tensor& input) const;
-  // For what a piece gives to the next: [tokens / tp rounded up, hidden], not initialised.
+  // For what a piece gives to the next: [residual_rows(tokens), hidden], not initialised.
   at::Tensor make_residual(int64_t tokens) const;
   const ModelSplit& split() const { return split_; }
 
   // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied. A last stage's, as the next two.
+  // This rank's part of so many tokens' rows: tokens / tp rounded up.
+  int64_t residual_rows(int64_t tokens) const;
   const at::Tensor& head_weight() const;
 
   // log p(targets[i] | hidden[i]) of rows of forward's result: token_logprobs over the head. Split over tensor ranks:
@@ -158,8 +160,8 @@ class Model final {
   // The same on CUDA without waiting for the host (sample_tokens_on_device); legal in stream capture where the tensor
   // ranks' devices see each other's memory (graphs_allowed).
   DeviceSamples sample_on_device(const at::Tensor& hidden, const DeviceSampling& rows) const;
-  // Whether passes against an arena may be captured into graphs: those of one stage, whose tensor ranks' devices see
-  // each other's memory. Collective over options().tensor at the first call.
+  // Whether passes against an arena may be captured into graphs: where the tensor ranks' devices see each other's
+  // memory. Collective over options().tensor at the first call.
   bool graphs_allowed() const;
 
   // In the order of ParameterLayout.

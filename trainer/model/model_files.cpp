@@ -250,10 +250,9 @@ void draw_parameters(Model& model, uint64_t seed) {
     const std::lock_guard<std::mutex> lock(shared.mutex());
     return shared.clone();
   }();
-  generator.set_current_seed(seed);
   for (Parameter& parameter : model.parameters()) {
-    // Two stages of a pipeline may hold one parameter, ranks other experts: each is drawn by its name there.
-    if (model.split().pp > 1 || model.split().ep > 1) generator.set_current_seed(seed ^ hash64(parameter.name));
+    // By its name: two stages of a pipeline may hold one parameter, ranks other experts.
+    generator.set_current_seed(seed ^ hash64(parameter.name));
     at::Tensor values = parameter.tensor.detach();
     if (values.dim() > 1)
       values.normal_(0.0, deviation_of_draw(model.config(), parameter.name), generator);

@@ -364,7 +364,7 @@ void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::v
                 "all_to_all: contiguous tensors of one dtype");
   if (size_ == 1) {
     out.copy_(in);
-    return;
+    return {};
   }
   // As bytes, so that no backend has a say in the dtype; one row of them is `width`.
   const auto bytes = [&](const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); };
@@ -378,8 +378,9 @@ void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::v
   };
   at::Tensor flat_out = bytes(out), flat_in = bytes(in);
   std::vector<int64_t> sizes_out = counts(out, out_rows), sizes_in = counts(in, in_rows);
-  run("all-to-all", in,
-      [&](c10d::Backend& backend) { return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in); });
+  return begin("all-to-all", in, [&](c10d::Backend& backend) {
+    return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in);
+  });
 }
 
 // As bytes, as in all_to_all. A line's device group has its two ranks only.
@@ -403,13 +404,7 @@ PeerExchange* Communicator::peers(at::Device device) {
   if (size_ == 1 || !device.is_cuda()) return nullptr;
   if (!impl_->peers_known) {
     impl_->peers_known = true;
-    impl_->peers =
-        PeerExchange::make({.name = name_,
-                            .rank = rank_,
-                            .size = size_,
-                            .all_gather_bytes = [this](const std::string& own) { return all_gather_bytes(own); },
-                            .patience = impl_->patience()},
-                           device);
+    impl_->peers = PeerExchange::make(peer_group(), device);
   }
   return impl_->peers.get();
 }
@@ -420,6 +415,37 @@ void Communicator::queue(const char* operation, const std::function<void()>& lau
     return;
   }
   const std::string phase = attendance_->phase();
+PeerGroup Communicator::peer_group() {
+  return {.name = name_,
+          .rank = rank_,
+          .size = size_,
+          .all_gather_bytes = [this](const std::string& own) { return all_gather_bytes(own); },
+          .patience = impl_->patience()};
+}
+
+PendingCollective Communicator::begin_send(const std::function<PeerLines::Copy()>& launch) {
+  const std::string phase = attendance_->phase();
+  call("send", [] {});
+  std::function<bool()> come = mark_current_stream();
+  PeerLines::Copy copy = launch();
+  attendance_->note_queued(place_, {sequence_, "send", phase, std::move(come), std::move(copy.done)});
+  PendingCollective pending;
+  pending.finish_ = std::move(copy.wait);
+  return pending;
+}
+
+PendingCollective Communicator::begin_receive(std::function<void()> launch) {
+  const std::string phase = attendance_->phase();
+  call("receive", [] {});
+  PendingCollective pending;
+  pending.finish_ = [this, launch = std::move(launch), phase, sequence = sequence_] {
+    std::function<bool()> come = mark_current_stream();
+    launch();
+    attendance_->note_queued(place_, {sequence, "receive", phase, std::move(come), mark_current_stream()});
+  };
+  return pending;
+}
+
   call(operation, [&] { impl_->peers->throw_if_absent(); });
   // What fails here is this rank's own failure, no echo of another's.
   std::function<bool()> come = mark_current_stream();

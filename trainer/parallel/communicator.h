@@ -12,6 +12,8 @@
 
 #include "base/clock.h"
 #include "topology/topology.h"
+#include "trainer/parallel/peer_group.h"
+#include "trainer/parallel/peer_lines.h"
 
 namespace trireme {
 
@@ -133,10 +135,16 @@ class Communicator final {
   // collective, those of calls within it too; in stream capture not at all: whoever replays a graph of them calls this
   // for it.
   void queue(const char* operation, const std::function<void()>& launch);
+  // What makes peers() and PeerLines of this group. Of a group of several ranks.
+  PeerGroup peer_group();
   void barrier();
   // Any length per rank; result[r] is rank r's.
   std::vector<std::string> all_gather_bytes(const std::string& bytes);
   double all_reduce_sum(double value);
+  // A message of a line between devices that goes by PeerLines: counted now, watched from when it is queued. Of a send
+  // that is now; `launch` of a receive is called by the result's wait(), on the stream that is current then.
+  [[nodiscard]] PendingCollective begin_send(const std::function<PeerLines::Copy()>& launch);
+  [[nodiscard]] PendingCollective begin_receive(std::function<void()> launch);
   double all_reduce_max(double value);
   int64_t all_reduce_sum(int64_t value);
 

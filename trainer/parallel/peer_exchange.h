@@ -5,24 +5,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <string>
-#include <vector>
 
-#include "base/clock.h"
 #include "trainer/ops/ops.h"
+#include "trainer/parallel/peer_group.h"
 
 namespace trireme {
-
-// What PeerExchange must know of its group.
-struct PeerGroup {
-  std::string name;
-  int rank = 0, size = 1;
-  // Any bytes of each rank on all, by the host. Collective.
-  std::function<std::vector<std::string>(const std::string&)> all_gather_bytes;
-  Milliseconds patience{0};  // after which a kernel waits no more
-};
 
 // One thread owns it, and its calls are on one stream at a time. Tensors are bfloat16 in rows of a multiple of 8
 // elements; sums are those of exchange.h. No autograd. Every call is legal in stream capture but for the first of a

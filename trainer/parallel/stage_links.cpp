@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/log.h"
 
 namespace trireme {
 namespace {
@@ -27,17 +28,28 @@ StageLinks::StageLinks(Communicator& group) : group_(group) {
 void StageLinks::connect(at::Device device) {
   if (connected_ || !device.is_cuda()) return;
   connected_ = true;
+  std::string problem;
+  peers_ = PeerLines::make(group_.peer_group(), device, problem);
+  if (peers_ != nullptr) return;
+  if (stage() == 0)
+    log_warn("parallel", "the stages of group '" + group_.name() + "' send rows by NCCL, slower: " + problem);
   const at::Tensor byte = at::zeros({16}, at::TensorOptions(device).dtype(at::kByte));
   for (const auto& [key, line] : lines_)  // by direction, then by the stage that they leave
     (key.second == stage() ? line->begin_send(byte) : line->begin_receive(byte)).wait();
 }
 
 PendingCollective StageLinks::begin_send(const at::Tensor& tensor, bool backward) {
-  return line(stage(), backward).begin_send(tensor);
+  Communicator& to = line(stage(), backward);
+  if (peers_ == nullptr || !tensor.is_cuda() || tensor.numel() == 0) return to.begin_send(tensor);
+  TRIREME_CHECK(tensor.is_contiguous(), "send: a contiguous tensor");
+  return to.begin_send([&] { return peers_->send(tensor.detach(), backward); });
 }
 
 PendingCollective StageLinks::begin_receive(at::Tensor tensor, bool backward) {
-  return line(next(stage(), !backward), backward).begin_receive(std::move(tensor));
+  Communicator& from = line(next(stage(), !backward), backward);
+  if (peers_ == nullptr || !tensor.is_cuda() || tensor.numel() == 0) return from.begin_receive(std::move(tensor));
+  TRIREME_CHECK(tensor.is_contiguous(), "receive: a contiguous tensor");
+  return from.begin_receive([this, backward, into = tensor.detach()] { peers_->receive(into, backward); });
 }
 
 void StageLinks::share_last(at::Tensor tensor) {

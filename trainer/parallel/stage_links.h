@@ -23,8 +23,9 @@ class StageLinks final {
   // `group`: a rank of each stage, in their order, at least two; it outlives the links. All of them make theirs.
   explicit StageLinks(Communicator& group);
 
-  // Before tensors of this device are sent: NCCL makes a line's group when it is used first, which both its ranks must
-  // then do, so all lines are used once, in one order. Collective; the second call does nothing.
+  // Before tensors of this device are sent: they go by the devices' own memory, or, where that cannot be mapped (a
+  // warning says why), by NCCL, which makes a line's group when it is used first, so all lines are used once, in one
+  // order. Collective; the second call does nothing.
   void connect(at::Device device);
 
   Communicator& group() { return group_; }
@@ -60,6 +61,7 @@ class StageLinks final {
 
   Communicator& group_;
   bool connected_ = false;
+  std::unique_ptr<PeerLines> peers_;  // between devices that see each other's memory
   std::map<std::pair<bool, int>, std::unique_ptr<Communicator>> lines_;
   std::deque<Passed> passed_;  // oldest first
 };

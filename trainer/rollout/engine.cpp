@@ -128,7 +128,6 @@ struct Engine::Impl {
     scheduling.grow_factor = options.grow_factor;
     if (on_cuda()) {
       options.late_stops = true;
-      options.lanes = 1;  // its runner takes a step through all stages at once
       scheduling.chunk_alignment = kChunkAlignment;
     }
     make_lanes(options.cache_rows == 0 ? 1 : options.cache_rows);  // allocate() finds it
@@ -220,7 +219,7 @@ std::unique_ptr<KvArena> Engine::Impl::make_arena(int64_t rows, int64_t most) co
 }
 
 std::unique_ptr<StepRunner> Engine::Impl::make_runner(KvArena& over) const {
-  if (on_cuda()) return make_device_runner(model, over, options.max_sequences, options.partition);
+  if (on_cuda()) return make_device_runner(model, over, options.max_sequences, options.lanes, options.partition);
   return make_host_runner(model, over);
 }
 

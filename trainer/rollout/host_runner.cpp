@@ -183,8 +183,6 @@ class HostRunner final : public StepRunner {
 
 }  // namespace
 
-void StepRunner::proceed(int64_t /*lane*/) { fail_internal("this device has no stages of several pieces"); }
-
 void StepRunner::start_without_rows() { fail_internal("this device has no steps without rows"); }
 
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena) {

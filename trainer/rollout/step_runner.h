@@ -29,8 +29,8 @@ class StepRunner {
   // Moves and copies cache rows, runs the first of the stage's pieces, samples behind the model's last one. May return
   // before the device is done; the request may change afterwards.
   virtual void start(const StepRequest& request) = 0;
-  // The next piece of the step that the lane started last. Only where stages have several pieces, which is on CPU.
-  virtual void proceed(int64_t lane);
+  // The next piece of the step that the lane started last. Only where stages have several pieces.
+  virtual void proceed(int64_t lane) = 0;
   // A step of those this rank steps together with, in which it has no rows; it has no results. Only where experts are
   // split, which is on CPU.
   virtual void start_without_rows();
@@ -50,8 +50,9 @@ inline constexpr int64_t kSharedDeviceSamples = 32;
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena);
 
 // CUDA: start() only queues work. Pure decode steps are CUDA graphs, by bucket of rows and number of samples. The last
-// row of `arena` is none that the scheduler knows of: padded rows write to it. `partition` may be null.
-std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows,
+// row of `arena` is none that the scheduler knows of: padded rows write to it. `max_rows`: most sequences of a step;
+// `lanes`: most lanes there will be. `partition` may be null.
+std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows, int64_t lanes,
                                                std::shared_ptr<const DevicePartition> partition);
 inline constexpr int64_t kDeviceScratchRows = 1;
 

@@ -3,19 +3,15 @@
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 
 #include "base/error.h"
-#include "base/fs.h"
-#include "base/host.h"
 #include "base/log.h"
 #include "trainer/ops/cuda/device/stream.h"
 #include "trainer/ops/cuda/exchange/peer_kernels.h"
 #include "trainer/ops/cuda/gemm/linear.h"
+#include "trainer/parallel/cuda/peer_memory.h"
 
 namespace trireme {
 namespace {
@@ -42,60 +38,15 @@ std::vector<int64_t> sized_like(const at::Tensor& like, int64_t rows) {
   return sizes;
 }
 
-// Processes of which this says the same can hand each other memory: one machine, one network namespace.
-std::string neighbourhood() {
-  struct stat status {};
-  const std::string network = ::stat("/proc/self/ns/net", &status) == 0 ? std::to_string(status.st_ino) : "?";
-  std::string boot = "?";
-  try {
-    boot = read_file("/proc/sys/kernel/random/boot_id");
-  } catch (const Error&) {
-    boot = host_name();
-  }
-  return boot + "/" + network;
-}
-
-// What every rank says before memory is mapped.
-struct Introduction {
-  std::string where;
-  int device = 0;
-};
-
-// Why this rank's device cannot be reached by the others', or cannot reach them; nothing when they can.
-std::string obstacle(const std::vector<std::string>& introductions, int rank, int device) {
-  const auto parse = [](const std::string& text) {
-    const size_t end = text.find('\n');
-    return Introduction{text.substr(end + 1), std::atoi(text.c_str())};
-  };
-  const Introduction own = parse(introductions[static_cast<size_t>(rank)]);
-  for (size_t other = 0; other < introductions.size(); ++other) {
-    if (static_cast<int>(other) == rank) continue;
-    const Introduction theirs = parse(introductions[other]);
-    if (theirs.where != own.where) return "its ranks are on several hosts, or in network namespaces of their own";
-    if (theirs.device == device) return "two of its ranks share a GPU";
-    int can = 0;
-    const bool known = cudaDeviceCanAccessPeer(&can, device, theirs.device) == cudaSuccess;
-    if (!known) (void)cudaGetLastError();  // or the next launch would be blamed
-    if (!known || can == 0)
-      return "GPU " + std::to_string(device) + " cannot reach the memory of GPU " + std::to_string(theirs.device);
-  }
-  return "";
-}
-
 }  // namespace
 
 struct PeerExchange::Impl {
   PeerGroup group;
   at::Device device = at::kCPU;
-  void* memory = nullptr;     // the own receive buffers
-  std::vector<void*> mapped;  // the others'
-  at::Tensor state, absent;   // the latter pinned
+  std::unique_ptr<PeerMemory> memory;  // receive buffers
+  at::Tensor state, absent;            // the latter pinned
   cuda::PeerMemoryView view;
 
-  std::string allocate();
-  void open(const std::vector<std::string>& handles);
-  void close();
-  void free();
   // Rows in as many parts as exchanges take. `part(from, count)`.
   template <typename Fn>
   void in_parts(int64_t rows, int64_t width, Fn&& part) const {
@@ -117,102 +68,44 @@ struct PeerExchange::Impl {
 };
 
 PeerExchange::PeerExchange() : impl_(std::make_unique<Impl>()) {}
-PeerExchange::~PeerExchange() {
-  if (impl_ == nullptr || !impl_->device.is_cuda()) return;
-  const c10::cuda::CUDAGuard guard(impl_->device);
-  (void)cudaDeviceSynchronize();  // kernels may still read what goes now
-  impl_->close();
-  // The own buffers go with the process: others may still have them mapped, and a group ends when its run does.
-}
+PeerExchange::~PeerExchange() = default;
 
-void PeerExchange::Impl::close() {
-  for (void* of_another : mapped) (void)cudaIpcCloseMemHandle(of_another);
-  mapped.clear();
-}
-
-void PeerExchange::Impl::free() {
+std::unique_ptr<PeerExchange> PeerExchange::make(const PeerGroup& group, at::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  if (memory != nullptr) (void)cudaFree(memory);
-  memory = nullptr;
-}
-
-// The own buffers, empty; the result lets the others map them.
-std::string PeerExchange::Impl::allocate() {
-  const c10::cuda::CUDAGuard guard(device);
+  std::unique_ptr<PeerExchange> made(new PeerExchange());
+  Impl& impl = *made->impl_;
+  impl.group = group;
+  cuda::PeerMemoryView& view = impl.view;
   view.rank = group.rank;
   view.ranks = group.size;
   view.slot_bytes = kReceiveBytes / cuda::kPeerBuffers / group.size / 4096 * 4096;
   view.patience_ns = static_cast<uint64_t>(group.patience.count()) * 1'000'000;
-  state = at::zeros({cuda::kPeerStateWords}, at::TensorOptions(device).dtype(at::kInt));
-  absent = at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
-  view.state = static_cast<uint32_t*>(state.mutable_data_ptr());
-  void* word = nullptr;
-  C10_CUDA_CHECK(cudaHostGetDevicePointer(&word, absent.mutable_data_ptr(), 0));
-  view.absent = static_cast<uint32_t*>(word);
-  // No memory of LibTorch's allocator, whose segments cannot be mapped elsewhere.
-  const int64_t bytes = view.slot_bytes * cuda::kPeerBuffers * group.size;
-  C10_CUDA_CHECK(cudaMalloc(&memory, static_cast<size_t>(bytes)));
-  cuda::empty_receive_buffers(memory, bytes / 4, cuda::stream_of(device.index()));
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  C10_CUDA_CHECK(cudaDeviceSynchronize());
-  cudaIpcMemHandle_t handle;
-  C10_CUDA_CHECK(cudaIpcGetMemHandle(&handle, memory));
-  return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
-}
-
-void PeerExchange::Impl::open(const std::vector<std::string>& handles) {
-  const c10::cuda::CUDAGuard guard(device);
-  for (int rank = 0; rank < group.size; ++rank) {
-    view.receive[rank] = memory;
-    if (rank == group.rank) continue;
-    cudaIpcMemHandle_t handle;
-    std::memcpy(&handle, handles[static_cast<size_t>(rank)].data(), sizeof handle);
-    C10_CUDA_CHECK(cudaIpcOpenMemHandle(&view.receive[rank], handle, cudaIpcMemLazyEnablePeerAccess));
-    mapped.push_back(view.receive[rank]);
-  }
-}
-
-std::unique_ptr<PeerExchange> PeerExchange::make(const PeerGroup& group, at::Device device) {
   std::string problem;
-  const std::vector<std::string> introductions =
-      group.all_gather_bytes(std::to_string(device.index()) + "\n" + neighbourhood());
   if (group.size > cuda::kMostPeers) {
     problem = "it has more than " + std::to_string(cuda::kMostPeers) + " ranks";
   } else {
-    problem = obstacle(introductions, group.rank, device.index());
+    const int64_t bytes = view.slot_bytes * cuda::kPeerBuffers * group.size;
+    impl.memory = PeerMemory::make(
+        group, device, bytes,
+        [&](void* memory) {
+          cuda::empty_receive_buffers(memory, bytes / 4, cuda::stream_of(device.index()));
+          C10_CUDA_KERNEL_LAUNCH_CHECK();
+        },
+        problem);
   }
-  const auto agreed = [&](const std::string& own) {
-    for (const std::string& theirs : group.all_gather_bytes(own))
-      if (!theirs.empty()) return theirs;
-    return std::string();
-  };
-  problem = agreed(problem);
-  std::unique_ptr<PeerExchange> made(new PeerExchange());
-  made->impl_->group = group;
-  // One step on every rank: what fails on one is known to all before the next.
-  const auto step = [&](const std::function<void()>& run) {
-    if (!problem.empty()) return;
-    std::string failed;
-    try {
-      made->impl_->device = device;
-      run();
-    } catch (const std::exception& error) {
-      failed = std::string("mapping their memory failed: ") + error.what();
-    }
-    problem = agreed(failed);
-  };
-  std::string handle;
-  step([&] { handle = made->impl_->allocate(); });
-  const std::vector<std::string> handles = group.all_gather_bytes(handle);
-  step([&] { made->impl_->open(handles); });
-  if (problem.empty()) return made;
-  made->impl_->close();
-  (void)group.all_gather_bytes("");  // nobody has another's buffers mapped
-  made->impl_->free();
-  if (group.rank == 0)
-    log_warn("parallel", "group '" + group.name + "' exchanges rows by NCCL, slower and without graphs: " +
-                             problem.substr(0, problem.find('\n')));
-  return nullptr;
+  if (!problem.empty()) {
+    if (group.rank == 0)
+      log_warn("parallel", "group '" + group.name + "' exchanges rows by NCCL, slower and without graphs: " + problem);
+    return nullptr;
+  }
+  for (int rank = 0; rank < group.size; ++rank) view.receive[rank] = impl.memory->of(rank);
+  impl.state = at::zeros({cuda::kPeerStateWords}, at::TensorOptions(device).dtype(at::kInt));
+  impl.absent = at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true));
+  view.state = static_cast<uint32_t*>(impl.state.mutable_data_ptr());
+  void* word = nullptr;
+  C10_CUDA_CHECK(cudaHostGetDevicePointer(&word, impl.absent.mutable_data_ptr(), 0));
+  view.absent = static_cast<uint32_t*>(word);
+  return made;
 }
 
 bool PeerExchange::takes(const at::Tensor& rows) {

@@ -3,6 +3,9 @@
 // A pure decode step (one new token for each sequence) is a CUDA graph over fixed addresses: its first kernel fetches
 // the inputs from a ring in host memory, its last writes ids and log-probs there (step_io.h). Steps that prefill run
 // eagerly through the same functions, so that a row has the same bits on both ways.
+//
+// Of a model of several stages a graph has one piece of this rank's. Rows come in before it and leave behind it, by
+// the devices themselves: a stage's device waits for the rows of a lane, its host for nobody but the lane's last step.
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -31,9 +34,6 @@
 
 namespace trireme {
 namespace {
-
-// Steps whose uploads or results may be under way at once: the one running, the one before it, and the next.
-constexpr int64_t kSlots = 3;
 
 // Most samples of a step that leaves a part of the device to others. There every product is our own kernel's, which is
 // cut for the SMs it has (ops/cuda/gemm/linear.cpp).
@@ -81,9 +81,14 @@ class DecodeInputs {
 
 class DeviceRunner final : public StepRunner {
  public:
-  DeviceRunner(const Model& model, KvArena& arena, int64_t max_rows, std::shared_ptr<const DevicePartition> partition)
+  DeviceRunner(const Model& model, KvArena& arena, int64_t max_rows, int64_t lanes,
+               std::shared_ptr<const DevicePartition> partition)
       : model_(model),
         arena_(arena),
+        links_(model.options().links),
+        pieces_(static_cast<int64_t>(model.split().layers.size())),
+        lanes_(static_cast<size_t>(lanes)),
+        slots_(lanes_.size() + 2),
         partition_(std::move(partition)),
         device_(model.options().device),
         group_(model.local().heads / model.local().kv_heads),
@@ -94,24 +99,26 @@ class DeviceRunner final : public StepRunner {
         room_(cuda::decode_room(device_, model.local().heads, model.local().kv_heads,
                                 model.local().head_dim)),  // of the whole device
         pool_(at::cuda::graph_pool_handle()),
-        capture_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
+        capture_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())),
+        results_stream_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index())) {
     const c10::cuda::CUDAGuard guard(device_);
     const auto on_device = at::TensorOptions().device(device_);
     inputs_ = at::empty({DecodeInputs::bytes_for(bucket_of(max_rows))}, on_device.dtype(at::kByte));
-    ids_ = at::zeros({kMaxOutputs}, on_device.dtype(at::kLong));
+    ids_ = at::zeros({kMaxOutputs * (embeds() ? lanes : 1)}, on_device.dtype(at::kLong));
     logprobs_ = at::zeros({kMaxOutputs}, on_device.dtype(at::kFloat));
     begun_ = at::zeros({1}, on_device.dtype(at::kLong));
-    uploads_ = pinned(kSlots * inputs_.nbytes(), at::kByte);
+    if (links_ != nullptr) residual_in_ = model.make_residual(bucket_of(max_rows)).zero_();
+    if (links_ != nullptr) residual_out_ = at::zeros_like(residual_in_);
+    uploads_ = pinned(places() * static_cast<int64_t>(inputs_.nbytes()), at::kByte);
     ring_.input_stride = static_cast<int64_t>(inputs_.nbytes());
     ring_.result_rows = (bucket_of(max_rows) + 15) / 16 * 16;  // the places' ids begin at whole numbers
-    downloads_ = pinned(kSlots * result_bytes(), at::kByte);
+    downloads_ = pinned(places() * result_bytes(), at::kByte);
     ring_.inputs = device_address(uploads_);
     ring_.results = device_address(downloads_);
-    ring_.slots = kSlots;
+    ring_.slots = static_cast<int>(places());
     ring_.begun = begun_.mutable_data_ptr<int64_t>();
     for (Slot& slot : slots_) {
-      slot.ids = pinned(kMaxOutputs, at::kLong);
-      slot.logprobs = pinned(kMaxOutputs, at::kFloat);
+      slot.results = pinned(kMaxOutputs * kResultBytes, at::kByte);
       C10_CUDA_CHECK(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming));
     }
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&turn_, cudaEventDisableTiming));
@@ -137,23 +144,37 @@ class DeviceRunner final : public StepRunner {
       fail_user("rollout: one step would start " + std::to_string(plan.outputs.size()) +
                 " samples; lower policy.generation.prefill_chunk_tokens");
     }
-    TRIREME_CHECK(pending_.size() + 1 < kSlots, "a step was started before the results of earlier ones were taken");
+    TRIREME_CHECK(pending_.size() + 1 < slots_.size(),
+                  "a step was started before the results of earlier ones were taken");
     std::optional<PartitionScope> part;
     if (shared_ && plan.tokens <= kSharedRows && is_decode(plan))
       part.emplace(*partition_, PartitionScope::Part::kForeground);
     take_turn();
     move_rows(plan);
-    Slot& slot = slots_[static_cast<size_t>(next_slot_)];
-    next_slot_ = (next_slot_ + 1) % kSlots;
+    Lane& lane = lanes_.at(static_cast<size_t>(request.lane));
+    // With late stops the lane's last step was not taken yet: it is the oldest.
+    if (embeds() && links_ != nullptr && !pending_.empty() && pending_.front() == lane.step) receive(*lane.step);
+    Slot& slot = slots_[next_slot_];
+    next_slot_ = (next_slot_ + 1) % slots_.size();
     slot.rows = static_cast<int64_t>(plan.outputs.size());
-    if (is_decode(plan)) {
-      decode(request, slot);
-    } else {
-      mixed(request);
-      fetch(slot);
+    slot.lane = &lane;
+    slot.known = false;
+    lane.step = &slot;
+    lane.piece = 0;
+    if (pieces_ > 1) {
+      lane.plan = plan;
+      lane.request = request;
+      lane.request.plan = &lane.plan;
     }
-    C10_CUDA_CHECK(cudaEventRecord(slot.done, stream()));
     pending_.push_back(&slot);
+    run_piece(request, lane);
+  }
+
+  void proceed(int64_t lane) override {
+    const c10::cuda::CUDAGuard guard(device_);
+    take_turn();
+    Lane& own = lanes_.at(static_cast<size_t>(lane));
+    run_piece(own.request, own);
   }
 
   void warm_up(int64_t prefill_tokens, const SampleRow& like) override {
@@ -172,15 +193,19 @@ class DeviceRunner final : public StepRunner {
     request.plan = &plan;
     request.tokens.assign(static_cast<size_t>(plan.tokens), 0);
     request.rows.assign(plan.outputs.size(), like);
-    mixed(request);
+    for (int64_t piece = 0; piece < pieces_; ++piece) {  // with rows of zeros where another stage makes them
+      const at::Tensor in = model_.split().begins(piece) ? at::Tensor() : model_.make_residual(plan.tokens).zero_();
+      mixed(request, piece, in);
+    }
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     const int64_t before = device_memory(device_).tensors + device_memory(device_).cached;
     const size_t graphs = graphs_.size();
-    prepare_graphs(max_rows_, like.options.filters(), /*shared=*/false);
+    const auto lanes = static_cast<int64_t>(lanes_.size()), most_rows = (max_rows_ + lanes - 1) / lanes;
+    prepare_graphs(most_rows, like.options.filters(), /*shared=*/false);
     if (graphs_.size() == graphs) return;
     const int64_t bytes = device_memory(device_).tensors + device_memory(device_).cached - before;
     log_info("rollout", std::to_string(graphs_.size() - graphs) + " graphs of decode steps of up to " +
-                            std::to_string(max_rows_) + " samples hold " +
+                            std::to_string(most_rows) + " samples hold " +
                             format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))) + " of device memory");
   }
 
@@ -194,9 +219,20 @@ class DeviceRunner final : public StepRunner {
   SampleResult take() override {
     TRIREME_CHECK(!pending_.empty(), "no step was started");
     Slot& slot = *pending_.front();
+    if (links_ != nullptr && !model_.split().last_stage()) {
+      const c10::cuda::CUDAGuard guard(device_);
+      receive(slot);
+      pass_on(slot);
+    }
     pending_.pop_front();
     C10_CUDA_CHECK(cudaEventSynchronize(slot.done));
     if (peers_ != nullptr) peers_->throw_if_absent();
+    if (pending_.empty()) {  // the lines are somebody else's until the next step
+      for (Lane& lane : lanes_) {
+        lane.sent.wait();
+        lane.passed_on.wait();
+      }
+    }
     SampleResult result{{slot.id, slot.id + slot.rows}, {slot.logprob, slot.logprob + slot.rows}};
     for (int64_t row = 0; row < slot.rows; ++row) {
       if (!(slot.logprob[row] == slot.logprob[row])) {
@@ -207,21 +243,50 @@ class DeviceRunner final : public StepRunner {
   }
 
  private:
+  struct Lane;
+  struct Slot {
+    at::Tensor results;           // pinned: ids, then log-probs, of a step that is not a graph of the last stage
+    const int64_t* id = nullptr;  // the results, wherever they are
+    const float* logprob = nullptr;
+    int64_t rows = 0;
+    cudaEvent_t done = nullptr;
+    Lane* lane = nullptr;
+    bool known = false;  // the results are here, or on their way from the own device
+    at::Tensor packed;   // on the device: results of another stage, as they travel
+  };
+  struct Lane {
+    Slot* step = nullptr;    // its last one
+    int64_t piece = 0;       // that comes next
+    StepPlan plan;           // of `step`, where more than one piece needs them
+    StepRequest request;     //
+    PendingCollective sent;  // to the next stage: rows, or what was sampled
+    PendingCollective passed_on;
+    at::Tensor in_flight;  // what `sent` sends
+  };
+  static constexpr int64_t kResultBytes = sizeof(int64_t) + sizeof(float);  // of a row
+
+  // Decode steps whose uploads or results may be under way at once: of each lane the one running, of one the one before
+  // it too, and the next. Each piece has its own.
+  int64_t places() const { return static_cast<int64_t>(slots_.size()) * pieces_; }
+  // The first stage, or the only one.
+  bool embeds() const { return links_ == nullptr || links_->stage() == 0; }
+  // Of the token that output i of the lane's last step samples, in ids_ of the stage that embeds it.
+  int64_t place_of_ids(const Lane& lane) const { return embeds() ? kMaxOutputs * (&lane - lanes_.data()) : 0; }
   int64_t bucket_of(int64_t rows) const { return rows_of_graph(rows, experts_); }
   // Runs of attention in it: products want 16 rows, attention gives few samples more of the chip each, and one sample
   // more may be one too many for the larger share.
   int64_t runs_of(int64_t rows) const { return rows <= 16 ? rows : bucket_of(rows); }
 
-  struct Slot {
-    at::Tensor ids, logprobs;     // pinned: results of a step that is not a graph
-    const int64_t* id = nullptr;  // the results, wherever they are
-    const float* logprob = nullptr;
-    int64_t rows = 0;
-    cudaEvent_t done = nullptr;
-  };
   using Graph = std::unique_ptr<at::cuda::CUDAGraph>;
+
   struct Keys {  // of a decode step; 0: not known
     int64_t longest = 0, total = 0;
+  };
+  // What a graph of a decode step is for.
+  struct DecodeShape {
+    int64_t piece = 0, bucket = 0, runs = 0;
+    bool filters = false;
+    Keys keys;
   };
 
   static at::Tensor pinned(int64_t elements, at::ScalarType type) {
@@ -258,15 +323,16 @@ class DeviceRunner final : public StepRunner {
   // Those of 1 to `most_rows` sequences, the largest first: the others' memory is a part of its.
   void prepare_graphs(int64_t most_rows, bool filters, bool shared) {
     if (!graphs_allowed_) return;
-    for (int64_t rows = most_rows; rows > 0; --rows) {
-      const int64_t bucket = bucket_of(rows), runs = runs_of(rows);
-      const Keys keys;
-      Graph& graph = graphs_[{bucket, runs, filters, shared, kernel_for(runs, keys)}];
-      if (graph) continue;
-      const int64_t place = decode_steps_++ % kSlots;
-      (void)fill(StepRequest(), DecodeInputs(upload_of(place), bucket, runs, at::kCPU), 0, bucket, runs);
-      queue([&] { run_decode(bucket, runs, filters, keys); });
-      graph = capture(bucket, runs, filters, shared, keys);  // waits: the place is free again
+    for (int64_t piece = 0; piece < pieces_; ++piece) {
+      for (int64_t rows = most_rows; rows > 0; --rows) {
+        const DecodeShape shape{piece, bucket_of(rows), runs_of(rows), filters, {}};
+        Graph& graph = graph_of(shape, shared);
+        if (graph) continue;
+        const int64_t place = decode_steps_++ % places();
+        (void)fill(StepRequest(), DecodeInputs(upload_of(place), shape.bucket, shape.runs, at::kCPU), 0, shape);
+        queue([&] { run_decode(shape); });
+        graph = capture(shape, shared);  // waits: the place is free again
+      }
     }
   }
 
@@ -307,42 +373,128 @@ class DeviceRunner final : public StepRunner {
     return filters;
   }
 
+  // The slot's results are in its pinned memory when the current stream has come this far.
+  void place_results(Slot& slot) {
+    slot.id = reinterpret_cast<const int64_t*>(slot.results.const_data_ptr());
+    slot.logprob = reinterpret_cast<const float*>(slot.id + slot.rows);
+  }
+  at::Tensor pinned_bytes(const Slot& slot, int64_t first, int64_t count) const {
+    return slot.results.narrow(0, first, count);
+  }
+  static at::Tensor bytes(const at::Tensor& values, int64_t rows) { return values.narrow(0, 0, rows).view(at::kByte); }
+
   void fetch(Slot& slot) {
-    slot.id = slot.ids.const_data_ptr<int64_t>();
-    slot.logprob = slot.logprobs.const_data_ptr<float>();
+    place_results(slot);
+    const auto ids = static_cast<int64_t>(sizeof(int64_t)) * slot.rows;
     if (slot.rows == 0) return;
-    const auto copy = [&](const at::Tensor& from, const at::Tensor& to) {
-      to.narrow(0, 0, slot.rows).copy_(from.narrow(0, 0, slot.rows), /*non_blocking=*/true);
-    };
-    copy(ids_, slot.ids);
-    copy(logprobs_, slot.logprobs);
+    pinned_bytes(slot, 0, ids).copy_(bytes(ids_, slot.rows), /*non_blocking=*/true);
+    pinned_bytes(slot, ids, kResultBytes * slot.rows - ids).copy_(bytes(logprobs_, slot.rows), /*non_blocking=*/true);
   }
 
-  void decode(const StepRequest& request, Slot& slot) {
+  // The lane's next piece on this stage: rows from the stage before, through the layers, to the next stage; behind the
+  // model's last piece it samples.
+  void run_piece(const StepRequest& request, Lane& lane) {
+    const ModelSplit& split = model_.split();
+    const int64_t piece = lane.piece++;
+    const bool decoding = is_decode(*request.plan), last = split.ends(piece);
+    Slot& slot = *lane.step;
+    at::Tensor out;
+    if (decoding) {
+      out = decode(request, piece, slot);
+    } else {
+      at::Tensor in;
+      if (!split.begins(piece)) in = received(model_.make_residual(request.plan->tokens));
+      out = mixed(request, piece, in);
+      if (last) fetch(slot);
+    }
+    if (!last) return send(lane, out);
+    slot.known = true;
+    C10_CUDA_CHECK(cudaEventRecord(slot.done, stream()));
+    if (links_ != nullptr && slot.rows > 0) send(lane, at::cat({bytes(ids_, slot.rows), bytes(logprobs_, slot.rows)}));
+  }
+
+  at::Tensor received(at::Tensor rows) {
+    links_->begin_receive(rows, /*backward=*/false).wait();
+    return rows;
+  }
+
+  // What the lane sent a round ago was received long since: nothing waits.
+  void send(Lane& lane, at::Tensor tensor) {
+    lane.sent.wait();
+    lane.in_flight = std::move(tensor);
+    lane.sent = links_->begin_send(lane.in_flight, /*backward=*/false);
+  }
+
+  // What a step has sampled comes to the first stage from the last, to the others from the one before. The first one
+  // embeds it in what it computes next; the others' hosts need not wait for that.
+  void receive(Slot& slot) {
+    if (slot.known) return;
+    slot.known = true;
+    place_results(slot);
+    std::optional<c10::cuda::CUDAStreamGuard> beside;
+    if (!embeds()) beside.emplace(results_stream_);
+    if (slot.rows > 0) {
+      const auto ids = static_cast<int64_t>(sizeof(int64_t)) * slot.rows;
+      slot.packed = received(at::empty({kResultBytes * slot.rows}, inputs_.options()));
+      if (embeds())
+        ids_.narrow(0, place_of_ids(*slot.lane), slot.rows).view(at::kByte).copy_(slot.packed.narrow(0, 0, ids));
+      pinned_bytes(slot, 0, kResultBytes * slot.rows).copy_(slot.packed, /*non_blocking=*/true);
+    }
+    C10_CUDA_CHECK(cudaEventRecord(slot.done, stream()));
+  }
+
+  // To the next stage, where that is not the one that has sampled.
+  void pass_on(Slot& slot) {
+    if (slot.rows == 0 || links_->stage() + 2 >= links_->stages()) return;
+    std::optional<c10::cuda::CUDAStreamGuard> beside;
+    if (!embeds()) beside.emplace(results_stream_);
+    slot.lane->passed_on.wait();
+    slot.lane->passed_on = links_->begin_send(slot.packed, /*backward=*/false);
+  }
+
+  // This rank's part of the bucket's rows.
+  at::Tensor of_bucket(const at::Tensor& residual, const DecodeShape& shape) const {
+    return residual.narrow(0, 0, model_.residual_rows(shape.bucket));
+  }
+
+  Graph& graph_of(const DecodeShape& shape, bool shared) {
+    return graphs_[{shape.piece, shape.bucket, shape.runs, shape.filters, shared, kernel_for(shape.runs, shape.keys)}];
+  }
+
+  // Rows for the next stage; of the model's last piece nothing, the results are the slot's.
+  at::Tensor decode(const StepRequest& request, int64_t piece, Slot& slot) {
     const StepPlan& plan = *request.plan;
-    const int64_t rows = plan.tokens, bucket = bucket_of(rows), runs = runs_of(rows);
+    const int64_t rows = plan.tokens;
+    DecodeShape shape{piece, bucket_of(rows), runs_of(rows), false, {}};
     // Free: the step that used it last was taken before this one was started.
-    const int64_t place = decode_steps_++ % kSlots;
+    const int64_t place = decode_steps_++ % places();
+    const DecodeInputs host(upload_of(place), shape.bucket, shape.runs, at::kCPU);
+    shape.filters = fill(request, host, rows, shape);
+    for (const Segment& segment : plan.segments) {
+      shape.keys.longest = std::max(shape.keys.longest, segment.past + 1);
+      shape.keys.total += segment.past + 1;
+    }
+    const ModelSplit& split = model_.split();
+    if (!split.begins(piece)) (void)received(of_bucket(residual_in_, shape));
+    replay(shape);
+    if (!split.ends(piece)) return of_bucket(residual_out_, shape).clone();
     char* results = static_cast<char*>(downloads_.mutable_data_ptr()) + place * result_bytes();
     slot.id = reinterpret_cast<const int64_t*>(results);
     slot.logprob = reinterpret_cast<const float*>(slot.id + ring_.result_rows);
-    const DecodeInputs host(upload_of(place), bucket, runs, at::kCPU);
-    const bool filters = fill(request, host, rows, bucket, runs);
+    return {};
+  }
+
+  void replay(const DecodeShape& shape) {
+    if (!graphs_allowed_) return run_decode(shape);
     const bool shared = partition_ != nullptr && sm_limit() > 0;
-    Keys keys;
-    for (const Segment& segment : plan.segments) {
-      keys.longest = std::max(keys.longest, segment.past + 1);
-      keys.total += segment.past + 1;
-    }
-    if (!graphs_allowed_) return run_decode(bucket, runs, filters, keys);
-    Graph& graph = graphs_[{bucket, runs, filters, shared, kernel_for(runs, keys)}];
+    Graph& graph = graph_of(shape, shared);
     if (graph) {
       queue([&] { graph->replay(); });
       return;
     }
     // The first time everything runs eagerly: libraries choose algorithms and kernels are loaded outside of a capture.
-    queue([&] { run_decode(bucket, runs, filters, keys); });
-    graph = capture(bucket, runs, filters, shared, keys);
+    queue([&] { run_decode(shape); });
+    graph = capture(shape, shared);
   }
 
   // A decode step with its exchanges, if it has some, as one collective of the tensor ranks: whether a rank replays a
@@ -358,7 +510,8 @@ class DeviceRunner final : public StepRunner {
 
   // Inputs of `rows` sequences; the other rows of the bucket read and write the scratch row. Returns whether any of
   // them has a filter.
-  bool fill(const StepRequest& request, const DecodeInputs& host, int64_t rows, int64_t bucket, int64_t runs) const {
+  bool fill(const StepRequest& request, const DecodeInputs& host, int64_t rows, const DecodeShape& shape) const {
+    const int64_t bucket = shape.bucket, runs = shape.runs;
     int64_t* token = host.tokens.mutable_data_ptr<int64_t>();
     int64_t* position = host.positions.mutable_data_ptr<int64_t>();
     int64_t* token_row = host.token_rows.mutable_data_ptr<int64_t>();
@@ -371,7 +524,7 @@ class DeviceRunner final : public StepRunner {
     for (int64_t i = 0; i < bucket; ++i) {
       const bool used = i < rows;
       const Segment segment = used ? request.plan->segments[static_cast<size_t>(i)] : Segment{0, scratch_row, 0, 1};
-      token[i] = used ? request.tokens[static_cast<size_t>(i)] : 0;
+      token[i] = used ? embedded(request, request.tokens[static_cast<size_t>(i)]) : 0;
       position[i] = segment.past;
       token_row[i] = segment.start + segment.past;
       if (i >= runs) continue;
@@ -392,13 +545,20 @@ class DeviceRunner final : public StepRunner {
     return filters;
   }
 
+  // A token of the request, as this rank's embedding finds it; nothing where others embed.
+  int64_t embedded(const StepRequest& request, int64_t token) const {
+    if (token >= 0) return token;
+    return embeds() ? token - place_of_ids(lanes_[static_cast<size_t>(request.lane)]) : 0;
+  }
+
   // The kernel of attention that a step's lengths ask for, and its graph is captured with.
   DecodeKernel kernel_for(int64_t runs, const Keys& keys) const {
     const DecodeRoom room = sm_limit() > 0 ? room_.of(sm_limit()) : room_;
     return choose_decode_kernel({runs, model_.local().kv_heads, keys.longest, keys.total}, room);
   }
 
-  void run_decode(int64_t bucket, int64_t runs, bool filters, const Keys& keys) {
+  void run_decode(const DecodeShape& shape) {
+    const int64_t bucket = shape.bucket, runs = shape.runs;
     const cuda::DecodeScope scope;
     const DecodeInputs in(inputs_.mutable_data_ptr(), bucket, runs, device_);
     cuda::begin_decode_step(ring_, inputs_.mutable_data_ptr(), in.bytes, ids_.const_data_ptr<int64_t>(), bucket,
@@ -410,75 +570,46 @@ class DeviceRunner final : public StepRunner {
     batch.plan.runs = in.runs;
     batch.plan.items = in.items;
     batch.plan.decode = true;
-    batch.plan.longest_keys = keys.longest;
-    batch.plan.total_keys = keys.total;
-    const DeviceSamples samples = sample(through_stages(batch), {in.keys, in.parameters, in.top_k, filters});
+    batch.plan.longest_keys = shape.keys.longest;
+    batch.plan.total_keys = shape.keys.total;
+    const ModelSplit& split = model_.split();
+    const at::Tensor rows = split.begins(shape.piece) ? at::Tensor() : of_bucket(residual_in_, shape);
+    const at::Tensor out = model_.forward_cached_piece(shape.piece, batch, arena_, rows);
+    if (!split.ends(shape.piece)) {
+      of_bucket(residual_out_, shape).copy_(out);
+      return;
+    }
+    const DeviceSamples samples = model_.sample_on_device(out, {in.keys, in.parameters, in.top_k, shape.filters});
+    if (links_ != nullptr) logprobs_.narrow(0, 0, bucket).copy_(samples.logprobs);
     cuda::finish_decode_step(ring_, samples.ids.const_data_ptr<int64_t>(), samples.logprobs.const_data_ptr<float>(),
                              ids_.mutable_data_ptr<int64_t>(), bucket, stream());
     C10_CUDA_CHECK(cudaGetLastError());
   }
 
-  // The batch through all pieces of this rank's stage, with those of the others between them. Hidden states on the last
-  // stage; undefined on the others.
-  at::Tensor through_stages(const CachedBatch& batch) {
-    StageLinks* links = model_.options().links;
-    if (links == nullptr) return model_.forward_cached(batch, arena_);
-    const ModelSplit& split = model_.split();
-    at::Tensor out;
-    std::vector<PendingCollective> sent;
-    for (int64_t piece = 0; piece < static_cast<int64_t>(split.layers.size()); ++piece) {
-      at::Tensor in;
-      if (!split.begins(piece)) {
-        in = model_.make_residual(batch.ids.size(0));
-        links->begin_receive(in, /*backward=*/false).wait();
-      }
-      out = model_.forward_cached_piece(piece, batch, arena_, in);
-      if (!split.ends(piece)) sent.push_back(links->begin_send(out, /*backward=*/false));
-    }
-    for (PendingCollective& pending : sent) pending.wait();
-    return split.last_stage() ? out : at::Tensor();
-  }
-
-  // Tokens of the rows that are sampled from, `hidden` as through_stages gave it, on all stages: each keeps the samples
-  // and plans the next step by itself.
-  DeviceSamples sample(const at::Tensor& hidden, const DeviceSampling& sampling) {
-    DeviceSamples samples;
-    if (hidden.defined()) {
-      samples = model_.sample_on_device(hidden, sampling);
-    } else {
-      const int64_t rows = sampling.keys.size(0);
-      samples = {at::empty({rows}, sampling.keys.options()), at::empty({rows}, sampling.parameters.options())};
-    }
-    if (StageLinks* links = model_.options().links) {
-      links->share_last(samples.ids);
-      links->share_last(samples.logprobs);
-    }
-    return samples;
-  }
-
   // Kernels of a graph run on the SMs of the stream that it was captured on. All graphs are captured on one
   // stream (those of a part of the device on that part's): the allocator gives what one of them used to the next only
   // there.
-  Graph capture(int64_t bucket, int64_t runs, bool filters, bool shared, const Keys& keys) {
+  Graph capture(const DecodeShape& shape, bool shared) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     const c10::cuda::CUDAStream side = shared ? c10::cuda::getCurrentCUDAStream(device_.index()) : capture_stream_;
     const c10::cuda::CUDAStreamGuard guard(side);
     auto graph = std::make_unique<at::cuda::CUDAGraph>();
     graph->capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
-    run_decode(bucket, runs, filters, keys);
+    run_decode(shape);
     graph->capture_end();
     C10_CUDA_CHECK(cudaStreamSynchronize(side.stream()));
     return graph;
   }
 
-  // A step with runs of several tokens.
-  void mixed(const StepRequest& request) {
+  // A piece of a step with runs of several tokens, `in` from the stage before. Rows for the next stage; of the model's
+  // last piece nothing, what it samples is in ids_ and logprobs_.
+  at::Tensor mixed(const StepRequest& request, int64_t piece, const at::Tensor& in) {
     const StepPlan& plan = *request.plan;
     const auto outputs = static_cast<int64_t>(plan.outputs.size());
     const at::Tensor input = pinned(2 * plan.tokens, at::kLong);
     int64_t* token = input.mutable_data_ptr<int64_t>();
     int64_t* position = token + plan.tokens;
-    std::copy(request.tokens.begin(), request.tokens.end(), token);
+    for (const int64_t each : request.tokens) *token++ = embedded(request, each);
     std::vector<CacheRun> runs;
     for (const Segment& segment : plan.segments) {
       for (int64_t i = 0; i < segment.count; ++i) *position++ = segment.past + i;
@@ -492,8 +623,9 @@ class DeviceRunner final : public StepRunner {
     batch.ids = ids;
     batch.positions = on_device.narrow(0, plan.tokens, plan.tokens);
     batch.plan = make_cache_plan(std::move(runs), group_, device_);
-    const at::Tensor hidden = through_stages(batch);
-    if (outputs == 0) return;
+    const at::Tensor hidden = model_.forward_cached_piece(piece, batch, arena_, in);
+    if (!model_.split().ends(piece)) return hidden;
+    if (outputs == 0) return {};
     const at::Tensor keys = pinned(3 * outputs, at::kLong), parameters = pinned(4 * outputs, at::kFloat),
                      top_k = pinned(outputs, at::kInt);
     const bool filters = fill_sampling(request.rows, keys.mutable_data_ptr<int64_t>(),
@@ -502,14 +634,20 @@ class DeviceRunner final : public StepRunner {
       const at::Tensor moved = t.to(device_, /*non_blocking=*/true);
       return columns == 1 ? moved : moved.view({outputs, columns});
     };
-    const DeviceSamples samples = sample(hidden.defined() ? output_rows(hidden, plan) : hidden,
-                                         {upload(keys, 3), upload(parameters, 4), upload(top_k, 1), filters});
+    const DeviceSamples samples = model_.sample_on_device(
+        output_rows(hidden, plan), {upload(keys, 3), upload(parameters, 4), upload(top_k, 1), filters});
     ids_.narrow(0, 0, outputs).copy_(samples.ids);
     logprobs_.narrow(0, 0, outputs).copy_(samples.logprobs);
+    return {};
   }
 
   const Model& model_;
   KvArena& arena_;
+  StageLinks* const links_;  // null: the model has one stage
+  const int64_t pieces_;     // of this stage
+  std::vector<Lane> lanes_;
+  std::vector<Slot> slots_;
+  size_t next_slot_ = 0;
   const std::shared_ptr<const DevicePartition> partition_;  // or null
   const at::Device device_;
   const int64_t group_;
@@ -520,17 +658,18 @@ class DeviceRunner final : public StepRunner {
   const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   const c10::cuda::CUDAStream capture_stream_;
-  at::Tensor inputs_;               // bytes of DecodeInputs
-  at::Tensor ids_, logprobs_;       // [kMaxOutputs], of the last step; log-probs of one that is not a graph
-  at::Tensor uploads_, downloads_;  // pinned, kSlots each: inputs and results of decode steps
+  const c10::cuda::CUDAStream results_stream_;  // results of other stages on their way to the host
+  at::Tensor inputs_;                           // bytes of DecodeInputs
+  at::Tensor residual_in_, residual_out_;       // of bucket_of(max_rows) tokens: rows of a graph that is a piece
+  at::Tensor ids_;                  // [kMaxOutputs], of the last step; on the first stage of several, of every lane's
+  at::Tensor logprobs_;             // [kMaxOutputs], of the last step, if it is none of a graph or of several stages
+  at::Tensor uploads_, downloads_;  // pinned, places() each: inputs and results of decode steps
   at::Tensor begun_;                // decode steps that the device began
   cuda::StepRing ring_;
-  int64_t decode_steps_ = 0;  // that the host started
-  Slot slots_[kSlots];
-  int64_t next_slot_ = 0;
+  int64_t decode_steps_ = 0;  // pieces of them that the host started
   std::deque<Slot*> pending_;
-  // By rows, runs, filters, whether shared, kernel of attention.
-  std::map<std::tuple<int64_t, int64_t, bool, bool, DecodeKernel>, Graph> graphs_;
+  // By piece, rows, runs, filters, whether shared, kernel of attention.
+  std::map<std::tuple<int64_t, int64_t, int64_t, bool, bool, DecodeKernel>, Graph> graphs_;
   bool shared_ = false;
   cudaStream_t last_ = nullptr;  // that a step was queued on
   cudaEvent_t turn_ = nullptr;
@@ -539,9 +678,9 @@ class DeviceRunner final : public StepRunner {
 
 }  // namespace
 
-std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows,
+std::unique_ptr<StepRunner> make_device_runner(const Model& model, KvArena& arena, int64_t max_rows, int64_t lanes,
                                                std::shared_ptr<const DevicePartition> partition) {
-  return std::make_unique<DeviceRunner>(model, arena, max_rows, std::move(partition));
+  return std::make_unique<DeviceRunner>(model, arena, max_rows, lanes, std::move(partition));
 }
 
 DeviceMemory device_memory(at::Device device) {

@@ -9,7 +9,7 @@ namespace {
 
 }  // namespace
 
-std::unique_ptr<StepRunner> make_device_runner(const Model&, KvArena&, int64_t,
+std::unique_ptr<StepRunner> make_device_runner(const Model&, KvArena&, int64_t, int64_t,
                                                std::shared_ptr<const DevicePartition>) {
   none();
 }
