@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "topology/combine_blocks.h"
 #include "topology/plan_parts.h"
+#include "topology/refit.h"
 
 namespace trireme {
 namespace {
@@ -38,7 +39,7 @@ std::vector<std::string> sharding_names() {
 }
 
 int64_t MemoryParts::total() const {
-  return weights + reference + gradients + optimizer + activations + logits + exchange + cache;
+  return weights + reference + copy + gradients + optimizer + activations + logits + exchange + cache;
 }
 
 int64_t PlannedMemory::peak() const {
@@ -141,6 +142,11 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
   TRIREME_CHECK(!work.prompts.empty() && !work.outputs.empty() && work.outputs.size() % work.prompts.size() == 0,
                 "plan_layout: as many responses for each prompt");
   const planning::Case c{shape, layout, work, options, devices};
+  PlanOptions of_generation = options;
+  if (options.fold_pipeline) of_generation.stages = {};
+  const Layout other = generation_layout(layout, options.generation_tp, options.fold_pipeline);
+  const bool apart = options.fold_pipeline || (options.generation_tp > 0 && options.generation_tp != layout.tp);
+  const planning::Case g{shape, apart ? other : layout, work, of_generation, devices};
   LayoutPlan plan;
   plan.layout = layout;
   const bool needs_whole = options.sharding == StateSharding::kGradients || options.sharding == StateSharding::kWeights;
@@ -149,8 +155,11 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
                             " would reduce every gradient in each micro-batch of each stage; with a pipeline only "
                             "no_shard and optim");
   }
-  planning::plan_memory(c, plan);
+  planning::plan_memory(c, g, plan);
   plan.time = planning::plan_time(c, plan.memory);
+  if (!work.generates) return plan;
+  planning::plan_rollout(g, plan.memory.cache_rows, plan.time);
+  if (apart) plan.time.refit = planning::refit_seconds(c, g);
   return plan;
 }
 

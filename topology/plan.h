@@ -46,6 +46,10 @@ struct PlanOptions {
   int64_t cache_rows = 0;       // of a rank; 0: by the fraction
   double cache_fraction = 0.8;  // of what is free beside the rest
   int64_t combine_blocks = 0;   // of experts; 0: derived
+  int64_t lanes = 0;            // of generation over stages; 0: as many as stages
+  // Of generation_layout: another one than training's has a second copy of the weights.
+  int64_t generation_tp = 0;
+  bool fold_pipeline = false;
 };
 
 struct PlanDevices {
@@ -58,6 +62,7 @@ struct PlanDevices {
 // Bytes of tensors on a rank.
 struct MemoryParts {
   int64_t weights = 0, reference = 0;
+  int64_t copy = 0;         // the weights in generation's own layout
   int64_t gradients = 0;    // and of the rank's own slices their sum over ranks
   int64_t optimizer = 0;    // master copy and moments
   int64_t activations = 0;  // of micro-batches in flight; of an engine step
@@ -81,6 +86,7 @@ struct PlannedMemory {
 
 // Seconds of a step on the rank that has most to do. The parts add up to it.
 struct PlannedTime {
+  double refit = 0;  // the weights into generation's own layout
   double prefill = 0, decode = 0;
   double tail = 0;  // of decode: with at most kTailSamples alive
   double reference = 0;
@@ -92,7 +98,7 @@ struct PlannedTime {
   double exchanges() const { return decode_exchanges + pass_exchanges + gradient_exchanges; }
   double generation() const { return prefill + decode + decode_exchanges; }
   double step() const {
-    return generation() + reference + training + bubble + optimizer + pass_exchanges + gradient_exchanges;
+    return refit + generation() + reference + training + bubble + optimizer + pass_exchanges + gradient_exchanges;
   }
 };
 inline constexpr int64_t kTailSamples = 16;

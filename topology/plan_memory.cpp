@@ -10,8 +10,9 @@ namespace trireme::planning {
 namespace {
 
 constexpr int64_t kReductions = 9;  // under way at once: the optimizer waits for the oldest of more than eight
-constexpr int64_t kCacheLeaves = int64_t{1} << 30;  // what the cache leaves free in any case (kDriverBytes)
-constexpr int64_t kLinkRows = 4;                    // a stage sends and awaits one of each direction
+constexpr int64_t kCacheLeaves = int64_t{1} << 30;   // what the cache leaves free in any case (kDriverBytes)
+constexpr int64_t kRefitBytes = int64_t{512} << 20;  // of buckets under way (Refit)
+constexpr int64_t kLinkRows = 4;                     // a stage sends and awaits one of each direction
 constexpr int64_t kTableBatches = 64;  // with more micro-batches than several rounds of all stages nothing more is kept
 
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
@@ -32,14 +33,21 @@ int64_t training_rows(const Case& c) {
   return up(tokens, c.layout.cp);
 }
 
+// Stages are the same ones, or all are folded into one.
+int64_t stage_of_generation(const Case& g, int64_t stage) { return g.layout.pp == 1 ? 0 : stage; }
+
 // What is there whatever is computed.
-void add_state(const Case& c, int64_t stage, MemoryParts& training, MemoryParts& generation) {
+void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& training, MemoryParts& generation) {
   const auto [params, owned] = held(c, stage);
   const PlanOptions& o = c.options;
   const bool shared = owned < params;
   const int64_t state = shards(c, StateSharding::kOptimizer) ? owned : params;
   training.weights = (shards(c, StateSharding::kWeights) ? owned : params) * o.element_bytes;
   generation.weights = params * o.element_bytes;
+  if (g.layout != c.layout) {
+    generation.copy = held(g, stage_of_generation(g, stage)).params * o.element_bytes;
+    generation.exchange = kRefitBytes;
+  }
   if (c.work.reference) training.reference = generation.reference = training.weights;
   // In float32 the weights of the only rank are their own master copy.
   training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
@@ -100,22 +108,23 @@ int64_t room_for_rows(const Case& c, const StageMemory& s, int64_t memory) {
   return std::clamp<int64_t>(bytes / std::max<int64_t>(1, s.row_bytes), 0, c.work.places * c.work.longest);
 }
 
-StageMemory stage_memory(const Case& c, int64_t stage, const PipelineTable& table, int64_t memory) {
+StageMemory stage_memory(const Case& c, const Case& g, int64_t stage, const PipelineTable& table, int64_t memory) {
   StageMemory s;
   const LocalShape local = shape_of(c, stage);
   s.bytes = activation_bytes(local, c.options.element_bytes);
   s.layers = local.layers / c.pieces();
   s.rows = training_rows(c);
   s.in_flight = std::max<int64_t>(1, table.most_in_flight.at(static_cast<size_t>(stage)));
-  add_state(c, stage, s.training, s.generation);
+  add_state(c, g, stage, s.training, s.generation);
   s.training.exchange = exchange_bytes(c, stage, local);
   s.training.logits = s.bytes.fixed;
   if (!c.work.generates) {
     s.generation = {};
     return s;
   }
-  add_engine_step(c, local, s.generation);
-  s.row_bytes = 2 * local.layers * local.key_width() * c.options.element_bytes;
+  const LocalShape of_generation = shape_of(g, stage_of_generation(g, stage));
+  add_engine_step(c, of_generation, s.generation);
+  s.row_bytes = 2 * of_generation.layers * of_generation.key_width() * c.options.element_bytes;
   s.cache_rows = room_for_rows(c, s, memory);
   return s;
 }
@@ -180,14 +189,15 @@ void add_problem(const Case& c, const std::vector<StageMemory>& stages, int64_t 
 
 }  // namespace
 
-void plan_memory(const Case& c, LayoutPlan& plan) {
+void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan) {
   const int64_t memory = c.devices.memory() - c.devices.rates.outside_bytes;
   PlannedMemory& m = plan.memory;
   m.micro_batches = training_passes_of(c).micro_batches;
   std::vector<StageMemory> stages;
   const PipelineTable table = training_passes(
       c.layout.pp, c.pieces(), std::min(m.micro_batches, std::max(kTableBatches, 4 * c.layout.pp * c.pieces())));
-  for (int64_t stage = 0; stage < c.layout.pp; ++stage) stages.push_back(stage_memory(c, stage, table, memory));
+  for (int64_t stage = 0; stage < c.layout.pp; ++stage)
+    stages.push_back(stage_memory(c, generation, stage, table, memory));
   m.cache_rows = stages.front().cache_rows;
   for (const StageMemory& s : stages) m.cache_rows = std::min(m.cache_rows, s.cache_rows);
   for (size_t stage = 0; stage < stages.size(); ++stage) {

@@ -60,11 +60,15 @@ struct ExpertRows {
 };
 ExpertRows expert_rows(const Case& c);
 
-// Fills memory, problems and the least that would do.
-void plan_memory(const Case& c, LayoutPlan& plan);
+// Fills memory, problems and the least that would do. `generation`: the same in the layout of generation, which may be
+// training's own.
+void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan);
+// All but generation and refit.
 PlannedTime plan_time(const Case& c, const PlannedMemory& memory);
-// Its part of generation.
+// Of generation's layout.
 void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
+// Of the rank that fetches most (topology/refit.h).
+double refit_seconds(const Case& c, const Case& generation);
 // Forward of one layer over so many rows, by the rates of passes.
 double forward_seconds(const Case& c, const LocalShape& local, int64_t layer, const PassWork& work);
 const LinkRates& link(const Case& c, Axis axis);

@@ -5,6 +5,7 @@
 #include <queue>
 
 #include "topology/plan_parts.h"
+#include "topology/refit.h"
 
 namespace trireme::planning {
 namespace {
@@ -79,8 +80,10 @@ struct RolloutTime {
   double total() const { return decode + exchanges; }
 };
 
-// All responses through `places`, in their order: whenever one ends the next begins.
-RolloutTime decode_all(const DecodeSteps& steps, const std::vector<Response>& responses, size_t places) {
+// All responses through `places`, in their order: whenever one ends the next begins. Over stages in as many lanes: all
+// have their step while each stage takes one of every lane.
+RolloutTime decode_all(const DecodeSteps& steps, const std::vector<Response>& responses, size_t places,
+                       double most_lanes) {
   struct Alive {
     double end, tokens;  // the step behind its last, its tokens by then
     bool operator>(const Alive& other) const { return end > other.end; }
@@ -96,10 +99,12 @@ RolloutTime decode_all(const DecodeSteps& steps, const std::vector<Response>& re
       context += begun.prompt;
     }
     const double count = static_cast<double>(alive.size()), run = alive.top().end - now;
-    const double spent = run * steps.seconds(count) + steps.keys_seconds(run * context + count * run * (run - 1) / 2);
+    const double lanes = std::min(most_lanes, count), of_lane = count / lanes;
+    const double spent =
+        run * steps.seconds(of_lane) + steps.keys_seconds((run * context + count * run * (run - 1) / 2) / lanes);
     time.decode += spent;
     if (alive.size() <= static_cast<size_t>(kTailSamples)) time.tail += spent;
-    time.exchanges += run * steps.exchange_seconds(count);
+    time.exchanges += run * steps.exchange_seconds(of_lane);
     now += run;
     context += count * run;
     for (; !alive.empty() && alive.top().end <= now; alive.pop()) context -= alive.top().tokens;
@@ -124,9 +129,10 @@ void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time) {
   const auto room = static_cast<int64_t>(real(cache_rows) / mean);
   const auto places = static_cast<size_t>(std::clamp<int64_t>(room, 1, work.places));
   const DecodeSteps steps(c);
+  const int64_t lanes = c.options.lanes > 0 ? std::min(c.options.lanes, c.layout.pp) : c.layout.pp;
   RolloutTime slowest;
   for (const std::vector<Response>& responses : dealt) {
-    const RolloutTime one = decode_all(steps, responses, places);
+    const RolloutTime one = decode_all(steps, responses, places, real(lanes));
     if (one.total() > slowest.total()) slowest = one;
   }
   time.decode = slowest.decode;
@@ -144,6 +150,30 @@ void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time) {
         time.prefill += forward_seconds(c, local, layer, prefill);
     }
   }
+}
+
+double refit_seconds(const Case& c, const Case& generation) {
+  const RefitPlan plan = refit_plan(c.shape, model_parameters(c.shape),
+                                    {.training = c.layout,
+                                     .generation = generation.layout,
+                                     .training_stages = c.options.stages,
+                                     .generation_stages = generation.options.stages,
+                                     .of_node = c.devices.of_node},
+                                    c.options.element_bytes);
+  std::vector<double> near(static_cast<size_t>(plan.ranks), 0), far(near);  // bytes that come to each rank
+  const int64_t of_node = c.devices.of_node > 0 ? c.devices.of_node : plan.ranks;
+  for (const RefitCopy& copy : plan.copies) {
+    if (copy.from == copy.to) continue;
+    (copy.from / of_node == copy.to / of_node ? near : far)[static_cast<size_t>(copy.to)] += real(copy.bytes());
+  }
+  double slowest = 0;
+  for (size_t rank = 0; rank < near.size(); ++rank) {
+    slowest = std::max(slowest, c.devices.rates.in_node.seconds(near[rank]) +
+                                    (far[rank] > 0 ? c.devices.rates.between_nodes.seconds(far[rank]) : 0));
+  }
+  // Packed, unpacked, and the own part copied: each byte of the copy is read and written twice at the most.
+  const double bytes = real(held(generation, 0).params * c.options.element_bytes);
+  return slowest + 2 * bytes / c.devices.rates.copy;
 }
 
 }  // namespace trireme::planning

@@ -167,7 +167,6 @@ double forward_seconds(const Case& c, const LocalShape& local, int64_t layer, co
 
 PlannedTime plan_time(const Case& c, const PlannedMemory& memory) {
   PlannedTime time;
-  if (c.work.generates) plan_rollout(c, memory.cache_rows, time);
   if (c.work.reference) {
     const RankPasses passes = logprob_passes_of(c);
     const Passes reference = run_passes(c, pass_costs(c, passes.each, 0), passes.micro_batches, false);

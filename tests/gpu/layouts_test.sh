@@ -34,6 +34,14 @@ for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" "onelane 2 1 2 policy.generati
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+# Generation in a layout of its own: folded stages have the run in place, other tensor ranks are said.
+for layout in "folded 2 1 2 policy.generation.fold_pipeline=true" "dp2 2 1 1" \
+  "dp2-tp2 2 1 1 policy.generation.tensor_parallel_size=2" "tp2-tp1 2 2 1 policy.generation.tensor_parallel_size=1"; do
+  set -- $layout
+  check "GRPO on $1" run "$@"
+done
+for name in folded dp2; do out=$(sound $name 4) && ok "$name: $out" || bad "$name: $out"; done
+[ "$(weights folded 4)" = "$(weights pp2 4)" ] && ok "folded: weights and moments of pp2" || bad "folded against pp2"
 # Where devices may not map each other's memory NCCL carries all of it.
 export NCCL_P2P_DISABLE=1
 for layout in "nccl-tp2 2 2 1" "nccl-pp2 2 1 2"; do

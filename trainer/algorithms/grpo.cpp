@@ -6,11 +6,13 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "topology/exactness.h"
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/dynamic_sampling.h"
 #include "trainer/algorithms/grpo_validation.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/refit.h"
 #include "trainer/algorithms/rollout_metrics.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/sample_advantages.h"
@@ -35,11 +37,12 @@ class GrpoLoop final {
         prompts_(datasets_.train),
         rewards_(reward_options(config_, options.rewards)),
         // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
-        split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 ||
+        refit_(make_refit()),
+        split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 || refit_ != nullptr ||
                session_.policy->options().sharding.weights),
         partition_(partition_for(config_, session_.policy->options().device,
                                  !split_ && (needs_reference(config_) || config_.grpo.early_gradients))),
-        engine_(*session_.policy, session_.tokenizer.get(), options_of_engine(),
+        engine_(refit_ ? refit_->model() : *session_.policy, session_.tokenizer.get(), options_of_engine(),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
                    config_.cluster.collective_timeout_s) {
@@ -52,7 +55,7 @@ class GrpoLoop final {
       if (reference_->units() != nullptr) reference_->units()->release();
     }
     force_lengths();
-    row_exact_ = session_.linear_is_row_exact;
+    row_exact_ = session_.linear_is_row_exact && generation_is_exact();
     const bool shared_gradients = session_.policy->options().sharding.gradients;
     early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_ && !shared_gradients;
     if (split_ && session_.context.is_main() && (reference_ != nullptr || config_.grpo.early_gradients))
@@ -73,7 +76,7 @@ class GrpoLoop final {
               : "grpo.early_gradients needs a part of the GPU of its own, and this one cannot be divided (see the "
                 "warning above): set it to false");
     }
-    if (!row_exact_ && session_.context.is_main()) {
+    if (!session_.linear_is_row_exact && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
     }
     trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
@@ -114,11 +117,45 @@ class GrpoLoop final {
   }
 
  private:
+  std::unique_ptr<Refit> make_refit() {
+    if (!session_.context.generation().apart) return nullptr;
+    return std::make_unique<Refit>(*session_.policy, stage_options(config_), session_.context,
+                                   config_.cluster.processes);
+  }
+
+  // Whether the sampler's log-probs have the loss's bits although generation has a layout of its own.
+  bool generation_is_exact() {
+    if (refit_ == nullptr) return true;
+    const auto arithmetic = [&](const Layout& layout) {
+      return Arithmetic{.dtype = config_.policy.precision, .tp = layout.tp, .etp = layout.etp};
+    };
+    const Exactness found =
+        exactness(arithmetic(session_.context.generation().layout), arithmetic(session_.context.layout()));
+    const bool exact = rows_are_exact(refit_->model(), config_, session_.context);
+    if (!session_.context.is_main()) return found.equal && exact;
+    if (!found.equal)
+      log_warn("grpo", found.difference +
+                           ": log-probs differ in their last bits, a previous-log-prob pass runs every "
+                           "step");
+    else if (!exact)
+      log_warn("grpo",
+               "products of generation's layout do not keep row bits: a previous-log-prob pass runs every step");
+    return found.equal && exact;
+  }
+
+  // The weights of this moment, for whatever generates next.
+  void fill() {
+    if (refit_ == nullptr) return;
+    const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
+    session_.context.set_phase("refit");
+    if (refit_->fill()) engine_.weights_changed();
+  }
+
   // The ranks of a replica make the same plans.
   EngineOptions options_of_engine() {
     EngineOptions options = engine_options(config_, partition_);
     if (split_)
-      options.least_of_ranks = [&ranks = session_.context.replica_group()](int64_t rows) {
+      options.least_of_ranks = [&ranks = *session_.context.generation().replica](int64_t rows) {
         return static_cast<int64_t>(-ranks.all_reduce_max(static_cast<double>(-rows)));
       };
     return options;
@@ -184,7 +221,7 @@ class GrpoLoop final {
 
   // Before anything is trained: rewards that cannot work are said, services that still start are waited for.
   void probe_rewards() {
-    if (config_.env.startup_timeout_s <= 0 || !session_.context.leads_replica()) return;
+    if (config_.env.startup_timeout_s <= 0 || !session_.context.generation().leads()) return;
     session_.context.set_phase("rewards");
     RewardRequest probe;
     for (int64_t i = 0; i < datasets_.train->size(); ++i) {
@@ -198,6 +235,7 @@ class GrpoLoop final {
 
   // A rollout with its rewards, which `counted` gets of all ranks.
   std::vector<Sample> collect(const RolloutRequest& request, RankShares& shares, std::vector<RewardCounters>& counted) {
+    fill();
     const std::vector<RewardCounters> before = rewards_.counters();
     std::vector<Sample> samples = collector_.collect(request, shares);
     const std::vector<RewardCounters> of_rollout = sum_counters(
@@ -318,11 +356,14 @@ class GrpoLoop final {
     session_.reporting.phase("training", report.step);
     session_.context.set_phase("training");
     session_.cause_fault(report.step);
+    if (refit_ != nullptr) refit_->release();
     const TrainResult trained = trainer_->train(samples, dump_path(report.step));
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
       engine_.weights_changed();
     }
+    fill();  // now, in this step's time: the next rollout may be a validation's
+    if (refit_ != nullptr) report.values["performance/refit_bytes"] = static_cast<double>(refit_->most_bytes());
     optimizer_steps_ += trained.optimizer_steps;
     describe_training(trained, report.values);
     report.values["train/optimizer_steps"] = static_cast<double>(optimizer_steps_);
@@ -394,7 +435,8 @@ class GrpoLoop final {
   Datasets datasets_;
   PromptStream prompts_;
   RewardPool rewards_;
-  const bool split_;  // the model over ranks, or what its passes read or compute
+  const std::unique_ptr<Refit> refit_;  // null: generation has training's layout
+  const bool split_;                    // the model over ranks, or what its passes read or compute
   const std::shared_ptr<const DevicePartition> partition_;
   std::optional<RolloutLengths> forced_lengths_;  // for measurements
   Engine engine_;

@@ -74,7 +74,7 @@ EngineOptions engine_options(const Config& config, std::shared_ptr<const DeviceP
   o.max_sequences = g.max_running_samples;
   o.prefill_chunk_tokens = g.prefill_chunk_tokens;
   o.max_total_length = config.policy.max_total_sequence_length;
-  o.lanes = g.pipeline_lanes > 0 ? g.pipeline_lanes : parallel_sizes(config).pipeline;
+  o.lanes = g.pipeline_lanes > 0 ? g.pipeline_lanes : g.fold_pipeline ? 1 : parallel_sizes(config).pipeline;
   o.partition = std::move(partition);
   return o;
 }

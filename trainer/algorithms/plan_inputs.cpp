@@ -52,6 +52,9 @@ PlanOptions plan_options(const Config& config) {
   options.cache_rows = config.policy.generation.kv_cache_tokens;
   options.cache_fraction = config.policy.generation.kv_cache_memory_fraction;
   options.combine_blocks = config.policy.moe_combine_blocks;
+  options.lanes = config.policy.generation.pipeline_lanes;
+  options.generation_tp = config.policy.generation.tensor_parallel_size;
+  options.fold_pipeline = config.policy.generation.fold_pipeline;
   return options;
 }
 

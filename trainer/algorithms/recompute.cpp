@@ -49,9 +49,9 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
       own = fit_recompute(model.local(), element, kept, free, &needed);
     };
     fit();
-    // Ranks that hold the model together take their caches back together, too.
+    // Ranks that generate together take their caches back together, too; they may be others than those that train so.
     const bool tight = make_room != nullptr && own.whole_layers + own.cheap_layers > 0;
-    if (ranks.replica_group().all_reduce_max(tight ? 1.0 : 0.0) > 0) {
+    if (ranks.world().all_reduce_max(tight ? 1.0 : 0.0) > 0) {
       make_room();
       fit();
     }

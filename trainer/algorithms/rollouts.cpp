@@ -33,16 +33,17 @@ class ReplicaQueue final : public SampleSource {
   int64_t places() const override { return queue_.places(); }
 
   std::vector<SampleSpan> take(int64_t room) override {
-    if (context_.replica_group().size() == 1) return queue_.take(room);
+    if (context_.generation().replica->size() == 1) return queue_.take(room);
     std::vector<SampleSpan> spans;
     if (over_) return spans;
     std::string packed;
-    if (context_.leads_replica()) {
+    const GenerationRanks& ranks = context_.generation();
+    if (ranks.leads()) {
       spans = queue_.take(room);
       packed.assign(reinterpret_cast<const char*>(spans.data()), spans.size() * sizeof(SampleSpan));
     }
-    StageLinks* links = context_.stage_links();
-    if (links == nullptr || links->stage() == 0) packed = context_.tensor_parallel().all_gather_bytes(packed).front();
+    StageLinks* links = ranks.links;
+    if (links == nullptr || links->stage() == 0) packed = ranks.tensor->all_gather_bytes(packed).front();
     if (links != nullptr) packed = links->pass_on(packed);
     spans.resize(packed.size() / sizeof(SampleSpan));
     if (!spans.empty()) std::memcpy(spans.data(), packed.data(), packed.size());
@@ -188,8 +189,8 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
   shape.groups = static_cast<int64_t>(request.prompts->size());
   shape.samples = request.samples_per_prompt;
   shape.whole_groups = request.on_group != nullptr;
-  shape.ranks = context_.replicas();
-  shape.rank = context_.replica();
+  shape.ranks = context_.generation().replicas;
+  shape.rank = context_.generation().number;
   shape.places = engine_.options().max_sequences;
   std::unique_ptr<CounterStore> counter = std::make_unique<LocalCounter>();
   if (context_.store() != nullptr) counter = std::make_unique<JobCounter>(*context_.store());
@@ -210,7 +211,7 @@ double RolloutCollector::generate(const RolloutRequest& request, Scoring& scorin
     return group;
   };
   if (reference != nullptr) hooks.finished = [&](const FinishedSample& sample) { reference->add(sample); };
-  if (context_.leads_replica())
+  if (context_.generation().leads())
     hooks.complete = [&](const SampleSpan& span, GeneratedGroup group) { scoring.add(span, std::move(group)); };
   hooks.between_steps = [&] {
     if (reference != nullptr) reference->after_step(engine_);
@@ -257,7 +258,7 @@ std::vector<Sample> RolloutCollector::collect(const RolloutRequest& request, Ran
 // All replicas' samples in data order, on every rank.
 std::vector<Sample> RolloutCollector::exchange(std::vector<Sample> own, const std::vector<SharedTokens>& prompts,
                                                double generated_after, RankShares& shares) {
-  const auto replicas = static_cast<size_t>(context_.replicas());
+  const auto replicas = static_cast<size_t>(context_.generation().replicas);
   shares.idle_seconds.resize(replicas, 0);
   shares.samples.resize(replicas, 0);
   std::vector<Sample> all;
@@ -266,7 +267,7 @@ std::vector<Sample> RolloutCollector::exchange(std::vector<Sample> own, const st
     all = std::move(own);
   } else {
     std::string part;
-    if (context_.leads_replica()) {
+    if (context_.generation().leads()) {
       part.assign(sizeof generated_after, '\0');
       std::memcpy(part.data(), &generated_after, sizeof generated_after);
       part += pack_samples(own);

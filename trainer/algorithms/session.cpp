@@ -13,6 +13,7 @@
 #include "topology/combine_blocks.h"
 #include "topology/context_split.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/algorithms/refit.h"
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
@@ -132,6 +133,30 @@ void check_sharding(const Config& config, const Layout& layout) {
             "data_parallel_sharding_strategy to no_shard or optim");
 }
 
+// Likewise, of a layout of generation's own.
+void check_generation(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
+                      const ParallelContext& context) {
+  const GenerationRanks& ranks = context.generation();
+  if (!ranks.apart) return;
+  const std::string key = config.policy.generation.tensor_parallel_size > 0
+                              ? "policy.generation.tensor_parallel_size " + std::to_string(ranks.layout.tp)
+                              : "policy.generation.fold_pipeline";
+  if (model.num_experts > 0) {
+    fail_user(key + ": the model of " + dir.string() + " has " + std::to_string(model.num_experts) +
+              " experts, which generate as they are trained; leave it out");
+  }
+  if (state_sharding(config) == StateSharding::kWeights) {
+    fail_user(key +
+              ": weights that ranks share (optim_grads_params, or policy.dtensor_cfg.enabled) are generated with "
+              "as they are trained; leave it out, or set policy.megatron_cfg.distributed_data_parallel_config."
+              "data_parallel_sharding_strategy to optim_grads");
+  }
+  const ModelShape shape = model.shape();
+  const StageOptions stages = ranks.links == nullptr ? StageOptions{} : stage_options(config);
+  const LayoutReport report = check_layout(ranks.layout, {.shape = &shape, .stages = stages});
+  if (!report.ok()) fail_user(key + ": the model of " + dir.string() + " cannot generate so: " + report.errors.front());
+}
+
 // Likewise, of a mixture of experts: what is asked for and cannot be.
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
                    const Layout& layout, bool main) {
@@ -164,18 +189,6 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
         "policy.megatron_cfg.moe_router_bias_update_rate above 0 is not supported: experts are chosen without a "
         "bias");
   }
-}
-
-// Whether log-probs of the sampler are those of the loss: products and exchanges keep a row's bits, whatever the other
-// rows. Of all ranks, since how they share the samples depends on it. Collective.
-bool rows_are_exact(const Model& model, int64_t most_rows, ParallelContext& context) {
-  const ModelOptions& options = model.options();
-  const bool products = products_are_exact(model.config(), model.local(), options.dtype, options.device, most_rows);
-  const std::optional<std::string> exchanges =
-      exchange_problem(context.tensor_parallel(), model.config().hidden_size,
-                       at::TensorOptions().dtype(options.dtype).device(options.device));
-  if (exchanges) log_warn("parallel", *exchanges);
-  return context.world().all_reduce_max(products && !exchanges ? 0 : 1) == 0;
 }
 
 // Another model, algorithm or data set was refused before; the rest goes on, but not as the run that was interrupted.
@@ -247,6 +260,19 @@ int64_t most_rows_of_a_pass(const Config& config) {
 
 }  // namespace
 
+bool rows_are_exact(const Model& model, const Config& config, ParallelContext& context) {
+  const ModelOptions& options = model.options();
+  const bool products =
+      products_are_exact(model.config(), model.local(), options.dtype, options.device, most_rows_of_a_pass(config));
+  std::optional<std::string> exchanges;
+  if (options.tensor != nullptr) {
+    exchanges = exchange_problem(*options.tensor, model.config().hidden_size,
+                                 at::TensorOptions().dtype(options.dtype).device(options.device));
+  }
+  if (exchanges) log_warn("parallel", *exchanges);
+  return context.world().all_reduce_max(products && !exchanges ? 0 : 1) == 0;
+}
+
 std::map<std::string, double> metrics_of_step(const Config& config, const std::map<std::string, double>& measured) {
   std::map<std::string, double> metrics;
   for (const std::string& name : checkpoint_metric_names(config)) {
@@ -274,7 +300,7 @@ std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::files
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
     : config(with_its_device(given, options)),
       context(runnable(options.layout, choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda()),
-              options.rendezvous),
+              options.rendezvous, generation_layout(config, options.layout)),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
@@ -289,6 +315,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout(), stage_options(config));
   check_sharding(config, context.layout());
+  check_generation(config, model, model_dir, context);
   if (context.is_main()) warn_of_idle_context(config, context.layout());
   check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
@@ -301,7 +328,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     fail_user("the tokenizer of " + model_dir.string() + " has " + std::to_string(tokenizer->vocab_size()) +
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
-  linear_is_row_exact = rows_are_exact(*policy, most_rows_of_a_pass(config), context);
+  linear_is_row_exact = rows_are_exact(*policy, config, context);
   const AdamSettings adam = adam_settings(config);
   AdamWOptions adam_options;
   adam_options.beta1 = adam.beta1;

@@ -135,10 +135,11 @@ struct Repeats {
 
 // One that several replicas share is bench step's.
 void require_one_replica(const ParallelContext& context) {
-  if (context.replicas() == 1) return;
+  if (context.generation().replicas == 1) return;
+  const Layout& layout = context.layout();
   fail_user("this benchmark generates with one replica, but " + std::to_string(context.world_size()) +
-            " ranks with --tp " + std::to_string(context.layout().tp) + " are " + std::to_string(context.replicas()) +
-            "; bench step generates with several");
+            " ranks with --tp " + std::to_string(layout.tp) + " and --pp " + std::to_string(layout.pp) + " are " +
+            std::to_string(context.generation().replicas) + "; bench step generates with several");
 }
 
 Repeats repeat_rollouts(Engine& engine, const RolloutBenchOptions& options, const RolloutLengths& lengths,
@@ -214,8 +215,8 @@ nlohmann::json rollout_report(const RolloutBenchOptions& options, const Target& 
                  {"read_bytes_per_second", ceilings.read_bytes_per_second},
                  {"matmul_flops_per_second", ceilings.flops_per_second},
                  {"max_sequences", engine.max_sequences},
-                 {"cache_rows", engine.cache_rows},
                  {"lanes", stats.lanes},
+                 {"cache_rows", engine.cache_rows},
                  {"peak_cache_rows", stats.peak_cache_rows},
                  {"preemptions", stats.preemptions},
                  {"ends_known", !options.generation.unknown_ends},
@@ -275,7 +276,8 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext
   const std::vector<std::vector<int32_t>> prompts =
       random_prompts(lengths, target.config.vocab_size, options.common.seed);
   const SamplingOptions sampling = sampling_options(options.generation, options.common.seed);
-  const EngineOptions engine_settings = engine_options(options.generation, lengths, 1);
+  EngineOptions engine_settings = engine_options(options.generation, lengths, 1);
+  engine_settings.lanes = options.lanes > 0 ? options.lanes : options.common.pp;
   Engine engine(*model, nullptr, engine_settings, sampling);
 
   const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device, context);

@@ -37,6 +37,7 @@ void print_memory(std::ostream& out, const LayoutPlan& plan, const PlanOptions& 
   const auto& m = plan.memory;
   add("weights", train.weights, generate.weights, dtype);
   add("reference model", train.reference, generate.reference);
+  add("copy for generation", train.copy, generate.copy);
   add("gradients", train.gradients, generate.gradients,
       (options.gradient_bytes == 4 ? "float32" : dtype) +
           std::string(train.gradients > 0 && plan.layout.dp * plan.layout.cp > 1 ? ", with their sum over ranks" : ""));
@@ -56,6 +57,7 @@ void print_time(std::ostream& out, const PlannedTime& time) {
   const auto add = [&](const std::string& what, double value, const std::string& note = "") {
     if (value > 0) print_line(out, "  " + what, time_text(value) + note);
   };
+  add("refit", time.refit);
   add("prefill", time.prefill);
   add("decode", time.decode,
       ", of it " + time_text(time.tail) + " with at most " + std::to_string(kTailSamples) + " samples alive");

@@ -114,9 +114,29 @@ void check_lengths(const Config& c, Problems& out) {
 }
 
 void check_generation(const Config& c, Problems& out) {
-  if (c.policy.generation.pipeline_lanes > 0 && parallel_sizes(c).pipeline == 1) {
+  const GenerationConfig& g = c.policy.generation;
+  if (g.fold_pipeline && parallel_sizes(c).pipeline == 1 && auto_sizes(c).empty()) {
+    out.push_back({"policy.generation.fold_pipeline",
+                   "folds pipeline stages, and policy.megatron_cfg.pipeline_model_parallel_size is 1: leave it false"});
+  }
+  if (g.fold_pipeline && g.pipeline_lanes > 0) {
+    out.push_back({"policy.generation.pipeline_lanes", number(g.pipeline_lanes) +
+                                                           " lanes need stages, and policy.generation.fold_pipeline "
+                                                           "generates without: leave one of them out"});
+  }
+  const int64_t stages = g.fold_pipeline ? 1 : parallel_sizes(c).pipeline;
+  if (g.tensor_parallel_size > 1 && world_size(c) % saturating_product(g.tensor_parallel_size, stages) != 0) {
+    out.push_back({"policy.generation.tensor_parallel_size",
+                   number(g.tensor_parallel_size) + " x " + number(stages) + " stages do not divide the " +
+                       number(world_size(c)) + " ranks"});
+  } else if (g.tensor_parallel_size > 1 && c.cluster.processes % g.tensor_parallel_size != 0) {
+    out.push_back({"policy.generation.tensor_parallel_size",
+                   number(g.tensor_parallel_size) + " does not divide the " + number(c.cluster.processes) +
+                       " ranks of a node (cluster.processes), and tensor parallel ranks share one"});
+  }
+  if (g.pipeline_lanes > 0 && parallel_sizes(c).pipeline == 1) {
     out.push_back({"policy.generation.pipeline_lanes",
-                   number(c.policy.generation.pipeline_lanes) +
+                   number(g.pipeline_lanes) +
                        " lanes need stages: set policy.megatron_cfg.pipeline_model_parallel_size above 1, or 0 lanes"});
   }
 }

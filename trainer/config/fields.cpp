@@ -248,6 +248,14 @@ void add_generation(std::vector<Field>& table) {
   ("under pipeline parallelism: schedulers that take turns, so that stages compute at the same time; 0: as many as "
    "stages. Fewer where the cache has no room for so many of the longest sequences. No sample depends on it")
       .at_least(0);
+  OURS(policy.generation.tensor_parallel_size)
+  ("tensor parallel ranks of generation; 0: as in training. Another number takes memory for a second copy of the "
+   "weights while generating, filled before each rollout (phase refit), and makes previous log-probs a pass of their "
+   "own")
+      .at_least(0);
+  OURS(policy.generation.fold_pipeline)
+  ("generate without the pipeline stages of training: each rank has its part of all layers, in a second copy of the "
+   "weights, filled before each rollout (phase refit). No sample depends on it");
   OURS(policy.generation.background_sms)
   ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished responses while "
    "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "

@@ -20,10 +20,14 @@ void feature(std::vector<FeatureKey>& table, const std::string& section, const s
 }
 
 // Reasons of several keys.
-constexpr const char* kEngine = "a setting of another generation engine";
+constexpr const char* kEngine =
+    "a setting of another generation engine; for the layout of generation see policy.generation.tensor_parallel_size "
+    "and fold_pipeline";
 constexpr const char* kBackend = "an internal of another training back-end";
 constexpr const char* kExperts = "an internal of another implementation of experts";
-constexpr const char* kShared = "trainer and engine share the weights";
+constexpr const char* kShared =
+    "trainer and engine share the weights, or, where generation has a layout of its own, "
+    "fill a second copy in buckets of one size";
 constexpr const char* kPorts = "the system chooses ports";
 constexpr const char* kLogs = "logs go to the step log, Prometheus and the report";
 constexpr const char* kColumns = "columns decide how a row is read";

@@ -127,8 +127,14 @@ void Model::allocate_parameters() {
   } else if (options_.trainable) {
     flat_gradients_ = at::zeros({trained_elements_}, options.dtype(of_gradients));
   }
-  flat_parameters_ =
-      options_.sharding.weights ? units_->flat_weights() : at::zeros({total + more}, options).narrow(0, 0, total);
+  if (options_.releasable) {
+    TRIREME_CHECK(!options_.trainable && !options_.sharding.any(), "only weights that are not trained come and go");
+    memory_ = std::make_unique<WholeMemory>(total + more, options);
+    values_ = UnitMemory(total, options);
+  }
+  flat_parameters_ = options_.sharding.weights ? units_->flat_weights()
+                     : options_.releasable     ? values_.view(0, {total})
+                                               : at::zeros({total + more}, options).narrow(0, 0, total);
   for (PlacedParameter& placed : layout.parameters) {
     by_name_[placed.name] = parameters_.size();
     Parameter& parameter = parameters_.emplace_back();
@@ -139,12 +145,25 @@ void Model::allocate_parameters() {
   }
 }
 
+void Model::take_memory() {
+  TRIREME_CHECK(options_.releasable, "the weights of this model stay");
+  if (!values_.here()) values_.set(memory_->map());
+}
+
+void Model::release_memory() {
+  if (!values_.here()) return;
+  values_.reset();
+  memory_->unmap();
+}
+
 // A leaf over the flat buffers from element `offset` on.
 at::Tensor Model::leaf(int64_t offset, const std::vector<int64_t>& shape, bool trainable) const {
   int64_t size = 1;
   for (const int64_t extent : shape) size *= extent;
   const auto slice = [&](const at::Tensor& flat) { return flat.narrow(0, offset, size).view(shape).detach(); };
-  at::Tensor tensor = options_.sharding.weights ? units_->weights(offset, shape).detach() : slice(flat_parameters_);
+  at::Tensor tensor = options_.sharding.weights ? units_->weights(offset, shape).detach()
+                      : options_.releasable     ? values_.view(offset, shape).detach()
+                                                : slice(flat_parameters_);
   if (trainable) {
     tensor.set_requires_grad(true);
     tensor.set_grad_dtype(flat_gradients_.scalar_type());
@@ -299,6 +318,8 @@ at::Tensor Model::forward_cached(const CachedBatch& batch, KvArena& arena) const
   return forward_cached_piece(0, batch, arena, {});
 }
 
+int64_t Model::residual_rows(int64_t tokens) const { return (tokens + split_.tp - 1) / split_.tp; }
+
 at::Tensor Model::make_residual(int64_t tokens) const {
   return at::empty({residual_rows(tokens), local_.hidden}, flat_parameters_.options());
 }
@@ -317,8 +338,6 @@ at::Tensor Model::forward_cached_piece(int64_t piece, const CachedBatch& batch, 
   context.tokens = batch.ids.size(0);
   context.tp = split_.tp;
   return run(piece, batch.ids, context, input);
-int64_t Model::residual_rows(int64_t tokens) const { return (tokens + split_.tp - 1) / split_.tp; }
-
 }
 
 at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& received) const {

@@ -89,6 +89,9 @@ struct ModelOptions {
   Communicator* context = nullptr;
   // What ranks that hold the same share of it; not with several pipeline stages.
   Sharding sharding;
+  // Its weights begin without memory, and have some between take_memory() and release_memory(): on CUDA at the same
+  // addresses every time. Of one that is not trained, with no sharding.
+  bool releasable = false;
 };
 
 // Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient. Layers are
@@ -144,11 +147,11 @@ class Model final {
                                   const at::Tensor& input) const;
   // For what a piece gives to the next: [residual_rows(tokens), hidden], not initialised.
   at::Tensor make_residual(int64_t tokens) const;
+  // This rank's part of so many tokens' rows: tokens / tp rounded up.
+  int64_t residual_rows(int64_t tokens) const;
   const ModelSplit& split() const { return split_; }
 
   // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied. A last stage's, as the next two.
-  // This rank's part of so many tokens' rows: tokens / tp rounded up.
-  int64_t residual_rows(int64_t tokens) const;
   const at::Tensor& head_weight() const;
 
   // log p(targets[i] | hidden[i]) of rows of forward's result: token_logprobs over the head. Split over tensor ranks:
@@ -180,6 +183,9 @@ class Model final {
   // Null where nothing is sharded. Where weights are, flat_parameters() and the parameters' tensors may be read and
   // written while units()->whole(), and written ones count from cut() on.
   ShardedUnits* units() const { return units_.get(); }
+  // Of a releasable one. What it gets is zeros; nothing when it has some, or none.
+  void take_memory();
+  void release_memory();
   void zero_gradients();
   // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there
   // is the ranks' sum. 0 where the model is not split over them.
@@ -246,6 +252,8 @@ class Model final {
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
   std::unique_ptr<ShardedUnits> units_;
+  std::unique_ptr<WholeMemory> memory_;  // of weights that come and go, which are values_
+  UnitMemory values_;
   mutable std::mutex rope_mutex_;
   mutable at::Tensor rope_cache_;  // [positions, 2, head_dim / 2], grown when a batch reaches further
 };

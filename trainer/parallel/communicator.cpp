@@ -360,6 +360,12 @@ void Communicator::reduce_scatter_sum(at::Tensor out, const at::Tensor& in) {
 
 void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::vector<int64_t>& out_rows,
                               const std::vector<int64_t>& in_rows) {
+  begin_all_to_all(std::move(out), in, out_rows, in_rows).wait();
+}
+
+PendingCollective Communicator::begin_all_to_all(at::Tensor out, const at::Tensor& in,
+                                                 const std::vector<int64_t>& out_rows,
+                                                 const std::vector<int64_t>& in_rows) {
   TRIREME_CHECK(out.scalar_type() == in.scalar_type() && out.is_contiguous() && in.is_contiguous(),
                 "all_to_all: contiguous tensors of one dtype");
   if (size_ == 1) {
@@ -378,9 +384,8 @@ void Communicator::all_to_all(at::Tensor out, const at::Tensor& in, const std::v
   };
   at::Tensor flat_out = bytes(out), flat_in = bytes(in);
   std::vector<int64_t> sizes_out = counts(out, out_rows), sizes_in = counts(in, in_rows);
-  return begin("all-to-all", in, [&](c10d::Backend& backend) {
-    return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in);
-  });
+  return begin("all-to-all", in,
+               [&](c10d::Backend& backend) { return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in); });
 }
 
 // As bytes, as in all_to_all. A line's device group has its two ranks only.
@@ -409,12 +414,6 @@ PeerExchange* Communicator::peers(at::Device device) {
   return impl_->peers.get();
 }
 
-void Communicator::queue(const char* operation, const std::function<void()>& launch) {
-  if (capturing() || impl_->queueing) {
-    launch();
-    return;
-  }
-  const std::string phase = attendance_->phase();
 PeerGroup Communicator::peer_group() {
   return {.name = name_,
           .rank = rank_,
@@ -446,6 +445,12 @@ PendingCollective Communicator::begin_receive(std::function<void()> launch) {
   return pending;
 }
 
+void Communicator::queue(const char* operation, const std::function<void()>& launch) {
+  if (capturing() || impl_->queueing) {
+    launch();
+    return;
+  }
+  const std::string phase = attendance_->phase();
   call(operation, [&] { impl_->peers->throw_if_absent(); });
   // What fails here is this rank's own failure, no echo of another's.
   std::function<bool()> come = mark_current_stream();

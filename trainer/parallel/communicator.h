@@ -103,6 +103,7 @@ class Communicator final {
 
   int rank() const { return rank_; }  // in the group
   int size() const { return size_; }
+  const std::vector<int>& ranks() const { return ranks_; }  // of the job; none of a group of one
   const std::string& name() const { return name_; }
 
   void all_reduce_sum(at::Tensor tensor);
@@ -116,13 +117,16 @@ class Communicator final {
   // their order. Sizes: rows of each part; empty: equal parts. All dtypes; parts may be empty.
   void all_to_all(at::Tensor out, const at::Tensor& in, const std::vector<int64_t>& out_rows = {},
                   const std::vector<int64_t>& in_rows = {});
-  // all_reduce_sum, all_gather and reduce_scatter_sum, begun and not waited for. CPU: on a thread of Gloo's, which
-  // takes them in order; CUDA: on NCCL's own stream, behind what the current stream holds now. They count as come to
-  // when begun. May be called from the thread of a backward pass while the thread that started it waits. The group must
-  // outlive the result.
+  // all_reduce_sum, all_gather, reduce_scatter_sum and all_to_all, begun and not waited for. CPU: on a thread of
+  // Gloo's, which takes them in order; CUDA: on NCCL's own stream, behind what the current stream holds now. They count
+  // as come to when begun. May be called from the thread of a backward pass while the thread that started it waits. The
+  // group must outlive the result.
   [[nodiscard]] PendingCollective begin_all_reduce_sum(at::Tensor tensor);
   [[nodiscard]] PendingCollective begin_all_gather(at::Tensor out, const at::Tensor& in);
   [[nodiscard]] PendingCollective begin_reduce_scatter_sum(at::Tensor out, const at::Tensor& in);
+  [[nodiscard]] PendingCollective begin_all_to_all(at::Tensor out, const at::Tensor& in,
+                                                   const std::vector<int64_t>& out_rows,
+                                                   const std::vector<int64_t>& in_rows);
   // Of a line: what is sent first is received first, into a tensor of its size and dtype. A send ends when the other
   // rank receives; several may be under way, and calls of both kinds are in any order on a rank. On CUDA the two ranks'
   // first call of a line makes NCCL's group of them, and waits for the other's.
@@ -131,20 +135,20 @@ class Communicator final {
   // Exchanges over the memory of the group's devices; null where there are none: one rank, the CPU, devices that cannot
   // see each other. Collective at the first call.
   PeerExchange* peers(at::Device device);
+  // What makes peers() and PeerLines of this group. Of a group of several ranks.
+  PeerGroup peer_group();
   // `launch` queues kernels with exchanges over peers() on the current stream. They count, are named and watched as one
   // collective, those of calls within it too; in stream capture not at all: whoever replays a graph of them calls this
   // for it.
   void queue(const char* operation, const std::function<void()>& launch);
-  // What makes peers() and PeerLines of this group. Of a group of several ranks.
-  PeerGroup peer_group();
-  void barrier();
-  // Any length per rank; result[r] is rank r's.
-  std::vector<std::string> all_gather_bytes(const std::string& bytes);
-  double all_reduce_sum(double value);
   // A message of a line between devices that goes by PeerLines: counted now, watched from when it is queued. Of a send
   // that is now; `launch` of a receive is called by the result's wait(), on the stream that is current then.
   [[nodiscard]] PendingCollective begin_send(const std::function<PeerLines::Copy()>& launch);
   [[nodiscard]] PendingCollective begin_receive(std::function<void()> launch);
+  void barrier();
+  // Any length per rank; result[r] is rank r's.
+  std::vector<std::string> all_gather_bytes(const std::string& bytes);
+  double all_reduce_sum(double value);
   double all_reduce_max(double value);
   int64_t all_reduce_sum(int64_t value);
 

@@ -45,9 +45,11 @@ const Layout& runnable(const Layout& layout, bool gpus) {
 ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
   for (const Axis axis : kAxes) groups_[axis] = std::make_shared<Communicator>();
   replica_ = groups_.at(Axis::kTp);
+  generation_ = {.layout = layout_, .tensor = replica_.get(), .replica = replica_.get()};
 }
 
-ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
+ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous,
+                                 const std::optional<Layout>& generation)
     : layout_(layout), rendezvous_(rendezvous) {
   LayoutCheck check;
   check.world = rendezvous.world_size;
@@ -80,9 +82,51 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
              : layout.tp == 1 ? groups_.at(Axis::kPp)
                               : make_group(own_replica(layout, coordinates_));
   if (layout.pp > 1) links_ = std::make_unique<StageLinks>(group(Axis::kPp));
+  generation_ = {.layout = layout,
+                 .tensor = &tensor_parallel(),
+                 .links = links_.get(),
+                 .replica = replica_.get(),
+                 .replicas = static_cast<int>(layout.dp * layout.cp),
+                 .number = groups_.at(Axis::kDpCp)->rank()};
+  if (generation && *generation != layout) set_generation(*generation);
 }
 
 ParallelContext::~ParallelContext() = default;
+
+// Ranks keep their numbers: stages are the same where there are as many, and so are the lines between them.
+void ParallelContext::set_generation(const Layout& layout) {
+  TRIREME_CHECK(layout.world() == rendezvous_.world_size && (layout.pp == 1 || layout.pp == layout_.pp),
+                "generation has training's ranks, and its stages or none");
+  const auto named = [](RankGroup group) {
+    group.name = "generation-" + group.name;
+    return group;
+  };
+  const Coordinates at = trireme::coordinates(layout, rendezvous_.rank);
+  const std::shared_ptr<Communicator> tensor = make(named(own_group(layout, Axis::kTp, rendezvous_.rank)));
+  const std::shared_ptr<Communicator> replica = layout.pp == 1 ? tensor : make(named(own_replica(layout, at)));
+  more_ = {tensor, replica};
+  generation_ = {.layout = layout,
+                 .tensor = tensor.get(),
+                 .links = layout.pp == 1 ? nullptr : links_.get(),
+                 .replica = replica.get(),
+                 .replicas = static_cast<int>(layout.dp * layout.cp),
+                 .number = static_cast<int>(at.cp + layout.cp * at.dp),
+                 .apart = true};
+}
+
+bool GenerationRanks::leads() const { return replica->rank() == 0; }
+
+std::shared_ptr<Communicator> ParallelContext::make(const RankGroup& group) {
+  const auto same = [&](const std::shared_ptr<Communicator>& other) { return other->ranks() == group.ranks; };
+  for (const Axis axis : {Axis::kTp, Axis::kPp}) {
+    if (same(groups_.at(axis))) return groups_.at(axis);
+  }
+  if (same(replica_)) return replica_;
+  for (const std::shared_ptr<Communicator>& other : more_) {
+    if (same(other)) return other;
+  }
+  return make_group(group);
+}
 
 std::shared_ptr<Communicator> ParallelContext::make_group(const RankGroup& group) {
   return group.ranks.size() == 1 ? std::make_shared<Communicator>()

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,13 +20,27 @@ class StageLinks;
 // The layout, if a model can be split so on this kind of device. Throws Error(kUser) that names the size.
 const Layout& runnable(const Layout& layout, bool gpus);
 
+// The ranks that generate with one model, take the same samples and generate them together, and how many such replicas
+// there are. They are training's, unless generation has a layout of its own.
+struct GenerationRanks {
+  Layout layout;
+  Communicator* tensor = nullptr;   // of the layout's tensor ranks
+  StageLinks* links = nullptr;      // null: one stage
+  Communicator* replica = nullptr;  // tensor ranks of the first stage, then of the next ones
+  int replicas = 1, number = 0;     // how many there are, which this one is
+  bool apart = false;               // not training's
+  bool leads() const;               // its first rank, the leader, speaks for it
+};
+
 class ParallelContext final {
  public:
   // One process, no store: tests and the inspection verbs.
   ParallelContext();
   // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout does
   // not fit the world. What a model can be split over is the caller's to know.
-  ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
+  // `generation`: the layout that the same ranks generate in (generation_layout), if it is another than `layout`.
+  ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous,
+                  const std::optional<Layout>& generation = {});
   ~ParallelContext();
 
   const Layout& layout() const { return layout_; }
@@ -47,21 +62,21 @@ class ParallelContext final {
   // What this rank's pipeline sends from stage to stage; null where the model has one.
   StageLinks* stage_links() { return links_.get(); }
 
-  // Model replicas: the ranks that hold one model together, take the same samples and generate them together: tensor
-  // ranks of the first stage, then of the next ones. A rank is in replica() of replicas(); its first one, the leader,
-  // speaks for it.
-  int replicas() const { return static_cast<int>(layout_.dp * layout_.cp); }
-  int replica() const { return groups_.at(Axis::kDpCp)->rank(); }
-  Communicator& replica_group() { return *replica_; }
-  // Ranks that hold the weights together, each once: a replica's, or where experts are split an expert group, whose
-  // ranks each are a replica. This rank is in copy() of copies() such groups.
+  const GenerationRanks& generation() const { return generation_; }
+  // Ranks that hold the weights of training together, each once: tensor ranks of the first stage, then of the next
+  // ones, or where experts are split an expert group. This rank is in copy() of copies() such groups.
   Communicator& holders() { return layout_.ep > 1 ? group(Axis::kEp) : *replica_; }
-  int copies() const { return static_cast<int>(layout_.ep > 1 ? layout_.expert_dp() : replicas()); }
-  int copy() const { return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : replica()); }
-  bool leads_replica() const { return replica_->rank() == 0; }
+  int copies() const { return static_cast<int>(layout_.ep > 1 ? layout_.expert_dp() : layout_.dp * layout_.cp); }
+  int copy() const {
+    return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : groups_.at(Axis::kDpCp)->rank());
+  }
   // The first of the ranks that train on the same samples and have the results of a forward pass: log-probs, the loss.
   // A replica's, or of context parallel ones together.
   bool has_results() const { return coordinates_.tp == 0 && coordinates_.cp == 0 && coordinates_.pp == layout_.pp - 1; }
+
+  // A further group; one that is there already where its ranks are the same. Who is in it makes it, and a rank that is
+  // in several makes them in one order on all ranks.
+  std::shared_ptr<Communicator> make(const RankGroup& group);
 
   // Null with one process.
   JobStore* store() { return store_.get(); }
@@ -78,6 +93,7 @@ class ParallelContext final {
 
  private:
   std::shared_ptr<Communicator> make_group(const RankGroup& group);
+  void set_generation(const Layout& layout);
 
   Layout layout_;
   RendezvousOptions rendezvous_;
@@ -86,8 +102,10 @@ class ParallelContext final {
   std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
   std::shared_ptr<Communicator> world_;
   std::map<Axis, std::shared_ptr<Communicator>> groups_;  // axes of the same ranks share one
-  std::shared_ptr<Communicator> replica_;                 // likewise
+  std::shared_ptr<Communicator> replica_;                 // likewise; of training
   std::unique_ptr<StageLinks> links_;
+  GenerationRanks generation_;
+  std::vector<std::shared_ptr<Communicator>> more_;  // groups of generation's own layout
   std::string phase_ = "start";  // with one process
 };
 

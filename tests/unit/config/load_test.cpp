@@ -209,7 +209,8 @@ TEST(ConfigText, EngineInternalsAreAcceptedWithOneWarningEach) {
   EXPECT_EQ(config.policy.generation.backend, "vllm");
   EXPECT_THAT(
       warnings,
-      ElementsAre("run.yaml:4: policy.generation.vllm_cfg has no effect here: a setting of another generation engine",
+      ElementsAre("run.yaml:4: policy.generation.vllm_cfg has no effect here: a setting of another generation engine; "
+                  "for the layout of generation see policy.generation.tensor_parallel_size and fold_pipeline",
                   HasSubstr("run.yaml:5: logger.swanlab_enabled has no effect here")));
 }
 

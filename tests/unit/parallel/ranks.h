@@ -5,6 +5,7 @@
 
 #include <csignal>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,11 +35,12 @@ inline std::vector<std::string> on_ranks(int world, const std::function<void(int
 }
 
 // Runs body on every rank of the layout; an error of any fails the test.
-inline void on_layout(const Layout& layout, const std::function<void(ParallelContext&)>& body) {
+inline void on_layout(const Layout& layout, const std::function<void(ParallelContext&)>& body,
+                      const std::optional<Layout>& generation = {}) {
   const auto world = static_cast<int>(layout.world());
   ListeningPort port;
   const auto errors = on_ranks(world, [&](int rank) {
-    ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
+    ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)), generation);
     body(context);
     context.world().barrier();  // rank 0 serves the store: it leaves last
   });

@@ -73,14 +73,52 @@ TEST(ParallelContext, TheRanksOfAReplicaAreThoseOfItsStages) {
   layout.dp = 2;
   test::on_layout(layout, [&](ParallelContext& context) {
     const Coordinates& at = context.coordinates();
-    EXPECT_EQ(context.replicas(), 2);
-    EXPECT_EQ(context.replica(), at.dp);
-    EXPECT_EQ(context.replica_group().size(), 4);
-    EXPECT_EQ(context.replica_group().rank(), at.tp + 2 * at.pp);
-    EXPECT_EQ(context.leads_replica(), at.tp == 0 && at.pp == 0);
+    EXPECT_EQ(context.generation().replicas, 2);
+    EXPECT_EQ(context.generation().number, at.dp);
+    EXPECT_EQ(context.generation().replica->size(), 4);
+    EXPECT_EQ(context.generation().replica->rank(), at.tp + 2 * at.pp);
+    EXPECT_EQ(context.generation().leads(), at.tp == 0 && at.pp == 0);
     EXPECT_EQ(context.has_results(), at.tp == 0 && at.pp == 1);
-    EXPECT_EQ(context.replica_group().all_reduce_sum(int64_t{context.rank()}),
+    EXPECT_EQ(context.generation().replica->all_reduce_sum(int64_t{context.rank()}),
               at.dp == 0 ? 0 + 1 + 4 + 5 : 2 + 3 + 6 + 7);
+  });
+}
+
+// Generation in another layout: ranks keep their numbers, so lines are training's, and groups where they are the same.
+TEST(ParallelContext, GenerationMayHaveALayoutOfItsOwn) {
+  Layout layout = stages_of(2, 2);
+  layout.dp = 2;
+  const auto check = [&](const Layout& other, const std::function<void(ParallelContext&, const GenerationRanks&)>& of) {
+    test::on_layout(
+        layout,
+        [&](ParallelContext& context) {
+          const GenerationRanks& ranks = context.generation();
+          EXPECT_TRUE(ranks.apart);
+          EXPECT_EQ(ranks.layout, other);
+          EXPECT_EQ(ranks.replicas, other.dp);
+          EXPECT_EQ(ranks.replica->size(), other.tp * other.pp);
+          EXPECT_EQ(ranks.leads(), ranks.replica->rank() == 0);
+          EXPECT_EQ(context.holders().size(), 4);  // training's
+          EXPECT_EQ(context.copies(), 2);
+          of(context, ranks);
+        },
+        other);
+  };
+  check({.tp = 2, .dp = 4}, [](ParallelContext& context, const GenerationRanks& ranks) {
+    EXPECT_EQ(ranks.tensor, &context.tensor_parallel());
+    EXPECT_EQ(ranks.replica, ranks.tensor);
+    EXPECT_EQ(ranks.links, nullptr);
+    EXPECT_EQ(ranks.number, context.rank() / 2);
+  });
+  check({.tp = 4, .dp = 2}, [](ParallelContext& context, const GenerationRanks& ranks) {
+    EXPECT_EQ(ranks.number, context.rank() / 4);
+    EXPECT_EQ(ranks.tensor->all_reduce_sum(int64_t{context.rank()}), context.rank() < 4 ? 6 : 22);
+    EXPECT_EQ(ranks.links, nullptr);
+  });
+  check({.tp = 1, .dp = 4, .pp = 2}, [](ParallelContext& context, const GenerationRanks& ranks) {
+    EXPECT_EQ(ranks.links, context.stage_links());
+    EXPECT_EQ(ranks.number, context.rank() % 4);
+    EXPECT_EQ(ranks.replica, &context.group(Axis::kPp));
   });
 }
 

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Generation in another layout than training: folded stages give the run in place bit for bit, another number of tensor
+# ranks makes previous log-probs a pass of their own; what cannot be is refused before weights load.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 --intermediate 64 \
+  >/dev/null
+# run NAME RANKS TP PP [overrides...]
+run() {
+  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
+  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=2 grpo.val_at_start=true \
+    cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
+    policy.megatron_cfg.tensor_model_parallel_size="$tp" policy.megatron_cfg.pipeline_model_parallel_size="$pp" \
+    grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
+    policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
+}
+fold=policy.generation.fold_pipeline=true
+size=policy.generation.tensor_parallel_size
+# What the steps' log says: seconds of the phase, bytes that the fullest rank fetched, tokens with other bits.
+refits() {
+  python3 - "$dir/$1-logs/train.jsonl" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+seconds = [x["timing/train/prepare_for_generation/total"] for x in rows]
+print(len(rows), all(0 < s < 5 for s in seconds), rows[-1]["performance/refit_bytes"],
+      "equal bits" if all(x["train/logprob_mismatch_tokens"] == 0 for x in rows) else "other bits")
+PY
+}
+# Folded: layouts of (name, ranks, tp, pp, overrides), each against the same run in place.
+while read -r name ranks tp pp more; do
+  check "GRPO on $name" run "$name" "$ranks" "$tp" "$pp" $more
+  check "GRPO on $name, folded" run "$name-folded" "$ranks" "$tp" "$pp" $fold $more
+  [ -n "$(weights "$name" 4)" ] && [ "$(weights "$name-folded" 4)" = "$(weights "$name" 4)" ] &&
+    ok "$name folded: weights and moments of the run in place" || bad "$name folded"
+  out=$(refits "$name-folded"); [[ "$out" == "4 True "*" equal bits" ]] && ok "$name folded: $out" ||
+    bad "$name folded: $out"
+done <<'EOF'
+pp4 4 1 4
+tp2pp2 4 2 2
+virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2
+uneven 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3
+pp2cp2 4 1 2 policy.megatron_cfg.context_parallel_size=2
+EOF
+check "two steps folded" run again 4 2 2 $fold grpo.max_num_steps=2
+check "the rest of them in place" run again 4 2 2
+[ "$(weights again 4)" = "$(weights tp2pp2 4)" ] && ok "a folded run goes on in place, bit for bit" ||
+  bad "a folded run that went on in place"
+
+# Another number of tensor ranks: other bits, said once, and a pass of their own.
+while read -r name ranks tp pp more; do
+  run "$name" "$ranks" "$tp" "$pp" $more >"$dir/out" 2>&1 && ok "GRPO on $name" || bad "GRPO on $name" "$(cat "$dir/out")"
+  grep -q "generation has tp .*, training tp .* a previous-log-prob pass runs every step" "$dir/out" &&
+    ok "$name: says why log-probs have a pass of their own" || bad "$name: what it says" "$(cat "$dir/out")"
+  out=$(refits "$name"); [[ "$out" == "4 True "* ]] && ok "$name: $out" || bad "$name: $out"
+done <<EOF
+dp2-tp2 2 1 1 $size=2
+tp2-tp1 2 2 1 $size=1
+tp2pp2-tp4 4 2 2 $size=4 $fold
+tp2pp2-tp1 4 2 2 $size=1
+EOF
+[[ "$(refits dp2-tp2)" == "4 True 0.0 "* ]] && ok "ranks that have all weights fetch nothing" || bad "what dp2-tp2 fetched"
+
+refused() {
+  local name=$1 words=$2; shift 2
+  "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
+  grep -q "$words" "$dir/out" && ok "$name: refused" || bad "$name" "$(tail -3 "$dir/out")"
+}
+refused "folding without stages" "folds pipeline stages" run no-stages 2 2 1 $fold
+refused "lanes of folded stages" "lanes need stages" run lanes 2 1 2 $fold policy.generation.pipeline_lanes=2
+refused "sizes that do not divide" "4 x 2 stages do not divide the 4 ranks" run uneven-ranks 4 2 2 $size=4
+refused "heads that do not divide" "policy.generation.tensor_parallel_size 8: .* cannot generate so" run heads 8 1 1 \
+  $size=8
+refused "shared weights" "weights that ranks share" run shared 2 1 1 $size=2 \
+  policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy=optim_grads_params
+finish

@@ -1,0 +1,61 @@
+// Refit: the model that generation runs on where its layout is another than training's.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "topology/refit.h"
+#include "trainer/config/config.h"
+#include "trainer/model/model.h"
+#include "trainer/parallel/context.h"
+
+namespace trireme {
+
+// The layout that the ranks of `training` generate in, where policy.generation asks for another one.
+std::optional<Layout> generation_layout(const Config& config, const Layout& training);
+
+// A second model without gradients, in the layout of generation. It has memory from fill() to release(), and then the
+// weights of the first one, byte for byte: each rank fetches what it has not from the nearest rank that has it, by the
+// plan of topology/refit.h. One thread calls it; what is collective is so over all ranks.
+class Refit final {
+ public:
+  // What a rank sends at once, and receives: four such buffers are there while weights travel. NCCL is at its rate from
+  // a few MiB for each pair on.
+  static constexpr int64_t kBucketBytes = int64_t{128} << 20;
+  // `policy` outlives it. `of_node`: ranks of a host. Collective.
+  Refit(const Model& policy, const StageOptions& stages, ParallelContext& context, int64_t of_node,
+        int64_t bucket_bytes = kBucketBytes);
+
+  const Model& model() const { return *model_; }
+  // Bytes that the rank which fetches most fetches from others at each fill, and that this one does.
+  int64_t most_bytes() const { return most_bytes_; }
+  int64_t own_bytes() const { return own_bytes_; }
+
+  // The policy's weights as they are now; nothing while they are there already. Returns whether it has copied, and then
+  // when the device has. Collective.
+  bool fill();
+  // Gives the memory back: before training.
+  void release();
+
+ private:
+  struct Turn {  // of a bucket that is under way
+    at::Tensor in, out;
+    PendingCollective pending;
+  };
+  at::Tensor part(const Model& model, const RefitCopy& copy) const;
+  void begin(size_t bucket);
+  void finish(size_t bucket);
+
+  const Model& policy_;
+  std::unique_ptr<Model> model_;
+  std::vector<ModelParameter> parameters_;
+  RankRefit plan_;
+  std::shared_ptr<Communicator> group_;
+  std::array<Turn, 2> turns_;
+  int64_t most_bytes_ = 0, own_bytes_ = 0;
+  bool filled_ = false;
+};
+
+}  // namespace trireme
