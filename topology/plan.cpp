@@ -142,13 +142,22 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
   TRIREME_CHECK(!work.prompts.empty() && !work.outputs.empty() && work.outputs.size() % work.prompts.size() == 0,
                 "plan_layout: as many responses for each prompt");
   const planning::Case c{shape, layout, work, options, devices};
+  LayoutPlan plan;
+  plan.layout = layout;
   PlanOptions of_generation = options;
   if (options.fold_pipeline) of_generation.stages = {};
   const Layout other = generation_layout(layout, options.generation_tp, options.fold_pipeline);
-  const bool apart = options.fold_pipeline || (options.generation_tp > 0 && options.generation_tp != layout.tp);
+  const bool asked = options.fold_pipeline || (options.generation_tp > 0 && options.generation_tp != layout.tp);
+  bool apart = asked && other != layout;
+  if (apart) {
+    const LayoutReport report = check_layout(
+        other,
+        {.world = layout.world(), .gpus_per_node = devices.of_node, .shape = &shape, .stages = of_generation.stages});
+    if (!report.ok()) plan.problems.push_back("generation in a layout of its own: " + report.errors.front());
+    if (shape.experts > 0) plan.problems.push_back("experts generate as they are trained, in no layout of its own");
+    apart = plan.problems.empty();
+  }
   const planning::Case g{shape, apart ? other : layout, work, of_generation, devices};
-  LayoutPlan plan;
-  plan.layout = layout;
   const bool needs_whole = options.sharding == StateSharding::kGradients || options.sharding == StateSharding::kWeights;
   if (layout.pp > 1 && needs_whole) {
     plan.problems.push_back(std::string(to_string(options.sharding)) + " with pp " + std::to_string(layout.pp) +

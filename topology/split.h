@@ -33,7 +33,7 @@ struct ModelSplit {
   bool ends(int64_t piece) const { return last_stage() && piece + 1 == static_cast<int64_t>(layers.size()); }
   bool has_layer(int64_t layer) const;
 };
-// The layout must be legal for the shape; with experts it must not split a replica by tp or pp.
+// The layout must be legal for the shape; with experts it must not split a replica by tp.
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});
 
 // Sizes of a rank's own part, made once. Whoever sizes tensors asks these; whoever speaks of the model to a user asks

@@ -41,6 +41,26 @@ check "GRPO on two ranks" run two 2
 out=$(sound two 4) && ok "two ranks: $out" || bad "two ranks: $out"
 [ "$(routers "$dir/model" "$dir/two/step_4/policy/weights")" = same ] && ok "routers stay as they are" ||
   bad "frozen routers"
+# Stages and context ranks change no bit of a log-prob: the first step is one rank's.
+first() {
+  python3 -c 'import json, sys
+row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
+print(*(f"{row[key]:.6g}" for key in ("train/reward", "train/loss", "train/grad_norm", "train/moe/expert_load",
+  "train/moe/unused_experts", "train/moe/router_entropy")))' "$dir/$1-logs/train.jsonl"
+}
+for layout in "pp2 2 policy.megatron_cfg.pipeline_model_parallel_size=2" \
+  "pp2cp2 4 policy.megatron_cfg.pipeline_model_parallel_size=2 policy.megatron_cfg.context_parallel_size=2" \
+  "cp2 2 policy.megatron_cfg.context_parallel_size=2"; do
+  set -- $layout
+  check "GRPO on $1" run "$@"
+  out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
+  [ -n "$(first one)" ] && [ "$(first "$1")" = "$(first one)" ] &&
+    ok "$1: the first step is one rank's: $(first "$1")" ||
+    bad "$1: the first step is $(first "$1"), one rank's $(first one)"
+done
+check "two steps on pp2" run deeper 2 policy.megatron_cfg.pipeline_model_parallel_size=2 grpo.max_num_steps=2
+check "the rest of them on one rank" run deeper 1
+[ -d "$dir/deeper/step_4" ] && ok "one rank went on with what two stages had" || bad "one rank went on"
 check "routers that are trained" run routed 2 policy.megatron_cfg.freeze_moe_router=false
 [ "$(routers "$dir/model" "$dir/routed/step_4/policy/weights")" = other ] && ok "and then they change" ||
   bad "trained routers"
@@ -114,10 +134,11 @@ refused() {
   run refused "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
   grep -qF "$words" "$dir/out" && ok "$name is refused" || bad "$name" "$(tail -3 "$dir/out")"
 }
-refused "tensor parallel" "8 experts, which tensor, pipeline and context parallel ranks cannot have yet" 2 \
+refused "tensor parallel" "8 experts, which tensor parallel ranks cannot share yet" 2 \
   policy.megatron_cfg.tensor_model_parallel_size=2
-refused "pipeline stages" "8 experts, which tensor, pipeline and context parallel ranks cannot have yet" 2 \
-  policy.megatron_cfg.pipeline_model_parallel_size=2
+refused "a balancing loss over context parallel ranks" "whose counts are of whole micro-batches" 2 \
+  policy.megatron_cfg.context_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false \
+  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.01
 refused "EP with TP" "ep 2 together with tp 2" 2 policy.megatron_cfg.tensor_model_parallel_size=2 \
   policy.megatron_cfg.expert_model_parallel_size=2
 refused "ep that does not divide the blocks" "ep 4 does not divide the 2 blocks" 4 \

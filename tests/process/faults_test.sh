@@ -322,4 +322,16 @@ for ranks in 1 2; do
     umount "$dir/small"
   fi
 done
+# A model that cannot fit is refused before its weights are drawn, or looked for, with what would want least.
+cp -r "$dir/model" "$dir/huge"
+python3 - "$dir/huge/config.json" <<'PY'
+import json, sys
+config = json.load(open(sys.argv[1]))
+config.update(hidden_size=16384, num_hidden_layers=400, intermediate_size=65536)
+json.dump(config, open(sys.argv[1], "w"))
+PY
+SECONDS=0
+out=$("$TRIREME" $(run_args huge policy.model_name="$dir/huge" policy.random_weights=true) 2>&1); code=$?
+[ $code = 10 ] && [ $SECONDS -le 20 ] && [[ "$out" == *"of a device at the least, and there are"*"wants least"* ]] &&
+  ok "a model that cannot fit is refused in $SECONDS s" || bad "a model that cannot fit: code $code, $SECONDS s" "$out"
 finish

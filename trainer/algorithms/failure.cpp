@@ -32,6 +32,10 @@ std::string remedy(const std::string& phase) {
   if (phase == "generation") {
     return "lower " + cache + ", policy.generation.max_running_samples or policy.generation.prefill_chunk_tokens";
   }
+  if (phase == "refit") {
+    return "generation has a second copy of the weights: lower " + cache +
+           ", or leave policy.generation.tensor_parallel_size and policy.generation.fold_pipeline out";
+  }
   if (phase == "logprobs") {
     return "lower the micro-batch of log-prob passes (policy.sequence_packing.logprob_mb_tokens, "
            "policy.dynamic_batching.logprob_mb_tokens or policy.logprob_batch_size) or " +

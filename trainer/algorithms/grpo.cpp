@@ -36,8 +36,8 @@ class GrpoLoop final {
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
         rewards_(reward_options(config_, options.rewards)),
-        // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
         refit_(make_refit()),
+        // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
         split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 || refit_ != nullptr ||
                session_.policy->options().sharding.weights),
         partition_(partition_for(config_, session_.policy->options().device,
@@ -59,7 +59,9 @@ class GrpoLoop final {
     const bool shared_gradients = session_.policy->options().sharding.gradients;
     early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_ && !shared_gradients;
     if (split_ && session_.context.is_main() && (reference_ != nullptr || config_.grpo.early_gradients))
-      log_info("grpo", "the model is split: reference log-probs follow generation, grpo.early_gradients is off");
+      log_info("grpo",
+               "the model is split, or generation has its own layout: reference log-probs follow generation, "
+               "grpo.early_gradients is off");
     if (config_.grpo.early_gradients && shared_gradients && !split_ && session_.context.is_main())
       log_info("grpo", "every backward pass reduces gradients over the ranks: grpo.early_gradients is off");
     if (!split_ && (reference_ != nullptr || early_gradients_)) {
@@ -147,8 +149,10 @@ class GrpoLoop final {
   void fill() {
     if (refit_ == nullptr) return;
     const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
+    const std::string before = session_.context.phase();
     session_.context.set_phase("refit");
     if (refit_->fill()) engine_.weights_changed();
+    session_.context.set_phase(before);
   }
 
   // The ranks of a replica make the same plans.
@@ -357,13 +361,17 @@ class GrpoLoop final {
     session_.context.set_phase("training");
     session_.cause_fault(report.step);
     if (refit_ != nullptr) refit_->release();
+    session_.forget_waits();
     const TrainResult trained = trainer_->train(samples, dump_path(report.step));
+    session_.describe_waits(report.values);
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
       engine_.weights_changed();
     }
     fill();  // now, in this step's time: the next rollout may be a validation's
-    if (refit_ != nullptr) report.values["performance/refit_bytes"] = static_cast<double>(refit_->most_bytes());
+    report.values["performance/generation_group_ranks"] =
+        static_cast<double>(session_.context.generation().replica->size());
+    report.values["performance/refit_bytes"] = refit_ != nullptr ? static_cast<double>(refit_->most_bytes()) : 0;
     optimizer_steps_ += trained.optimizer_steps;
     describe_training(trained, report.values);
     report.values["train/optimizer_steps"] = static_cast<double>(optimizer_steps_);

@@ -290,7 +290,7 @@ void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& sche
       !last && overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
   result.buckets_reduced_in_backward += step.reduced_early;
   add_metrics(result.metrics, reduce_metrics(own.metrics, context_.group(Axis::kDp)));
-  if (routers_ != nullptr) add_metrics(result.metrics, router_metrics(*routers_, context_.group(Axis::kDp)));
+  if (routers_ != nullptr) add_metrics(result.metrics, router_metrics(*routers_, context_));
   result.metrics["grad_norm"] += step.grad_norm;
   result.metrics["global_valid_toks"] += valid.tokens;
   result.metrics["global_valid_seqs"] += valid.sequences;

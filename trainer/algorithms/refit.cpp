@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/stage_links.h"
 
@@ -50,6 +51,30 @@ std::optional<Layout> generation_layout(const Config& config, const Layout& trai
   if (config.algorithm != "grpo") return std::nullopt;
   if (!g.fold_pipeline && (g.tensor_parallel_size == 0 || g.tensor_parallel_size == training.tp)) return std::nullopt;
   return generation_layout(training, g.tensor_parallel_size, g.fold_pipeline);
+}
+
+std::optional<std::string> generation_problem(const Config& config, const ModelShape& shape, const std::string& model,
+                                              const Layout& training) {
+  const std::optional<Layout> layout = generation_layout(config, training);
+  if (!layout) return std::nullopt;
+  const GenerationConfig& g = config.policy.generation;
+  const std::string key = g.tensor_parallel_size > 0
+                              ? "policy.generation.tensor_parallel_size " + std::to_string(layout->tp)
+                              : "policy.generation.fold_pipeline";
+  if (shape.experts > 0) {
+    return key + ": the model of " + model + " has " + std::to_string(shape.experts) +
+           " experts, which generate as they are trained; leave it out";
+  }
+  if (state_sharding(config) == StateSharding::kWeights) {
+    return key +
+           ": weights that ranks share (optim_grads_params, or policy.dtensor_cfg.enabled) are generated with as they "
+           "are trained; leave it out, or set policy.megatron_cfg.distributed_data_parallel_config."
+           "data_parallel_sharding_strategy to optim_grads";
+  }
+  const StageOptions stages = layout->pp == 1 ? StageOptions{} : stage_options(config);
+  const LayoutReport report = check_layout(*layout, {.world = training.world(), .shape = &shape, .stages = stages});
+  if (report.ok()) return std::nullopt;
+  return key + ": the model of " + model + " cannot generate so: " + report.errors.front();
 }
 
 Refit::Refit(const Model& policy, const StageOptions& stages, ParallelContext& context, int64_t of_node,

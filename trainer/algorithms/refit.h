@@ -16,6 +16,10 @@ namespace trireme {
 // The layout that the ranks of `training` generate in, where policy.generation asks for another one.
 std::optional<Layout> generation_layout(const Config& config, const Layout& training);
 
+// Why that cannot be: one sentence that begins with the key; nothing where it can.
+std::optional<std::string> generation_problem(const Config& config, const ModelShape& shape, const std::string& model,
+                                              const Layout& training);
+
 // A second model without gradients, in the layout of generation. It has memory from fill() to release(), and then the
 // weights of the first one, byte for byte: each rank fetches what it has not from the nearest rank that has it, by the
 // plan of topology/refit.h. One thread calls it; what is collective is so over all ranks.

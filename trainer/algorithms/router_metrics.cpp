@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "trainer/algorithms/options.h"
-#include "trainer/parallel/communicator.h"
+#include "trainer/parallel/context.h"
 
 namespace trireme {
 
@@ -21,15 +21,16 @@ BalanceOptions balance_options(const Config& config) {
 std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config) {
   const ModelConfig& shape = model.config();
   if (shape.num_experts == 0) return nullptr;
-  model.router_watch = std::make_shared<RouterWatch>(model.local().layers, shape.num_experts, balance_options(config),
+  model.router_watch = std::make_shared<RouterWatch>(shape.num_layers, shape.num_experts, balance_options(config),
                                                      model.options().device);
   return model.router_watch;
 }
 
-MetricSums router_metrics(RouterWatch& watch, Communicator& ranks) {
+MetricSums router_metrics(RouterWatch& watch, ParallelContext& ranks) {
   RouterSums sums = watch.take();
-  ranks.all_reduce_sum(sums.of_layers);
+  ranks.data_parallel().all_reduce_sum(sums.of_layers);
   sums.of_layers = sums.of_layers.to(at::kCPU);
+  ranks.group(Axis::kPp).all_reduce_sum(sums.of_layers);  // each stage has watched its own layers
   return router_metrics(sums, watch.balance());
 }
 

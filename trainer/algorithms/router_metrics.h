@@ -10,7 +10,7 @@
 
 namespace trireme {
 
-class Communicator;
+class ParallelContext;
 
 BalanceOptions balance_options(const Config& config);
 
@@ -24,7 +24,7 @@ std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config);
 //   moe/router_entropy         of a token's probabilities of all experts, nats, mean over tokens and layers
 //   moe/load_balancing_loss    mean over tokens and layers, for seq_aux_loss moe/seq_load_balancing_loss; only where
 //                              there is one
-MetricSums router_metrics(RouterWatch& watch, Communicator& ranks);
+MetricSums router_metrics(RouterWatch& watch, ParallelContext& ranks);
 // The same from sums over all ranks, on the host.
 MetricSums router_metrics(const RouterSums& sums, const BalanceOptions& balance);
 

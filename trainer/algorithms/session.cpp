@@ -2,21 +2,25 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cstdio>
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "topology/combine_blocks.h"
 #include "topology/context_split.h"
+#include "trainer/algorithms/fit.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/refit.h"
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
+#include "trainer/rollout/step_runner.h"
 
 namespace trireme {
 namespace {
@@ -133,41 +137,17 @@ void check_sharding(const Config& config, const Layout& layout) {
             "data_parallel_sharding_strategy to no_shard or optim");
 }
 
-// Likewise, of a layout of generation's own.
-void check_generation(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
-                      const ParallelContext& context) {
-  const GenerationRanks& ranks = context.generation();
-  if (!ranks.apart) return;
-  const std::string key = config.policy.generation.tensor_parallel_size > 0
-                              ? "policy.generation.tensor_parallel_size " + std::to_string(ranks.layout.tp)
-                              : "policy.generation.fold_pipeline";
-  if (model.num_experts > 0) {
-    fail_user(key + ": the model of " + dir.string() + " has " + std::to_string(model.num_experts) +
-              " experts, which generate as they are trained; leave it out");
-  }
-  if (state_sharding(config) == StateSharding::kWeights) {
-    fail_user(key +
-              ": weights that ranks share (optim_grads_params, or policy.dtensor_cfg.enabled) are generated with "
-              "as they are trained; leave it out, or set policy.megatron_cfg.distributed_data_parallel_config."
-              "data_parallel_sharding_strategy to optim_grads");
-  }
-  const ModelShape shape = model.shape();
-  const StageOptions stages = ranks.links == nullptr ? StageOptions{} : stage_options(config);
-  const LayoutReport report = check_layout(ranks.layout, {.shape = &shape, .stages = stages});
-  if (!report.ok()) fail_user(key + ": the model of " + dir.string() + " cannot generate so: " + report.errors.front());
-}
-
 // Likewise, of a mixture of experts: what is asked for and cannot be.
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
                    const Layout& layout, bool main) {
   if (model.num_experts == 0) return;
   const MegatronConfig& m = router_settings(config);
   const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
-  if (layout.world() != layout.dp || layout.etp > 1) {
-    fail_user(
-        experts +
-        ", which tensor, pipeline and context parallel ranks cannot have yet: these sizes and the expert tensor " +
-        "parallel one must be 1, not " + to_string(layout) + "; expert parallel ranks can");
+  if (layout.tp > 1 || layout.etp > 1) {
+    fail_user(experts +
+              ", which tensor parallel ranks cannot share yet: this size and the expert tensor parallel one "
+              "must be 1, not " +
+              to_string(layout) + "; expert parallel ranks, pipeline stages and context parallel ranks can");
   }
   for (const std::string& problem :
        combine_block_problems(model.num_experts, config.policy.moe_combine_blocks, layout.ep))
@@ -176,6 +156,9 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
     const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
     if (m.freeze_moe_router)
       fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
+    if (layout.cp > 1)
+      fail_user(key + ", whose counts are of whole micro-batches: context parallel ranks must be 1, not " +
+                std::to_string(layout.cp));
     if (config.grpo.early_gradients)
       fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
   }
@@ -258,6 +241,10 @@ int64_t most_rows_of_a_pass(const Config& config) {
                    p.generation.prefill_chunk_tokens + p.generation.max_running_samples});
 }
 
+int64_t memory_of_a_rank(const Config& config, at::Device device) {
+  return device.is_cuda() ? device_memory(device).total : total_memory_bytes() / config.cluster.processes;
+}
+
 }  // namespace
 
 bool rows_are_exact(const Model& model, const Config& config, ParallelContext& context) {
@@ -300,7 +287,7 @@ std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::files
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
     : config(with_its_device(given, options)),
       context(runnable(options.layout, choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda()),
-              options.rendezvous, generation_layout(config, options.layout)),
+              options.rendezvous),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
@@ -315,12 +302,16 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   const ModelConfig model = ModelConfig::load(model_dir);
   check_split(model, model_dir, context.layout(), stage_options(config));
   check_sharding(config, context.layout());
-  check_generation(config, model, model_dir, context);
+  if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
+    fail_user(*problem);
+  if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
   if (context.is_main()) warn_of_idle_context(config, context.layout());
   check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);
+  check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),
+             context.is_main());
   if (config.policy.random_weights && context.is_main())
     log_warn("train", "policy.random_weights: the model is drawn, not loaded; this run is a measurement");
   policy = load_or_draw_model(config, model_dir, model_options);
@@ -413,6 +404,16 @@ void Session::save(int64_t step, const nlohmann::json& state, const std::map<std
   reporting.phase("checkpoint", step);
   checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config));
   tell_saved();  // the one before, if it had to be waited for
+}
+
+void Session::describe_waits(std::map<std::string, double>& values) {
+  if (context.world_size() == 1) return;
+  const ExposedWaits::Seconds own = context.take_waits();
+  at::Tensor all = at::tensor({own.exchange, own.stage}, at::kDouble);
+  context.world().all_reduce_sum(all);
+  all /= context.world_size();
+  values["performance/exposed_exchange_s"] = all[0].item<double>();
+  values["performance/pipeline_bubble_s"] = all[1].item<double>();
 }
 
 void Session::finish_saves() {

@@ -87,6 +87,10 @@ class Session final {
   void save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics);
   // Returns when what is under way is durable. Collective; at the end of a run, however it ends.
   void finish_saves();
+  // Around training: what ranks wait for each other there, in the mean, by its names in the log. Nothing of one rank.
+  // Collective.
+  void forget_waits() { (void)context.take_waits(); }
+  void describe_waits(std::map<std::string, double>& values);
   // For tests: what TrainOptions::fault says, when it is due.
   void cause_fault(int64_t step) {
     if (fault_.kind != Fault::Kind::kNone && fault_.step == step) checkpoints->wait_copied();

@@ -179,18 +179,20 @@ class SftLoop final {
     PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
     SftBatch batch;
     for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));
+    session_.forget_waits();
     const double own_loss = forward(batch, true);
     const double rate = learning_rate(config_, step_);
     const OptimizerStep step = session_.optimizer->step(
         rate, weight_decay(config_, step_), max_grad_norm(config_),
         overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);
     const double loss = session_.context.group(Axis::kDp).all_reduce_sum(own_loss);
+    session_.describe_waits(report.values);
     training.end();
     ++step_;
     for (const Sample& s : batch.samples) report.tokens += static_cast<double>(s.length());
     report.samples = static_cast<double>(batch.samples.size());
     if (routers_ != nullptr) {
-      for (const auto& [name, value] : router_metrics(*routers_, session_.context.group(Axis::kDp)))
+      for (const auto& [name, value] : router_metrics(*routers_, session_.context))
         report.values["train/" + name] = value;
     }
     report.values["train/loss"] = loss;

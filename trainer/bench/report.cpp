@@ -60,6 +60,8 @@ nlohmann::json report_header(const std::string& benchmark, const CommonOptions& 
           {"cp", options.cp},
           {"pp", options.pp},
           {"virtual_stages", options.stages.virtual_stages},
+          {"first_stage_layers", options.stages.first_layers},
+          {"last_stage_layers", options.stages.last_layers},
           {"repeats", options.repeats},
           {"date", utc_now()},
           {"versions", versions(target.device)}};

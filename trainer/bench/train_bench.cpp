@@ -104,9 +104,19 @@ void check_length(const TrainBenchOptions& options, const Target& target) {
             "; raise --sequences");
 }
 
+StateSharding sharding_of(const TrainBenchOptions& options) {
+  const auto found = parse_sharding(options.sharding);
+  if (!found) fail_user("--sharding " + options.sharding + ": it is one of " + join(sharding_names(), ", "));
+  return *found;
+}
+
 ModelOptions model_options(const TrainBenchOptions& options, const Target& target, ParallelContext& context) {
   ModelOptions model = target.model_options(/*trainable=*/true, context);
   model.gradient_dtype = parse_dtype(options.gradient_dtype);
+  const StateSharding shared = sharding_of(options);
+  if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return model;
+  if (options.common.pp > 1) fail_user("--sharding " + options.sharding + " needs a model of one stage (--pp 1)");
+  model.sharding = {.gradients = true, .weights = shared == StateSharding::kWeights, .ranks = &context.data_parallel()};
   return model;
 }
 
@@ -116,10 +126,15 @@ class TrainStep final {
   TrainStep(const TrainBenchOptions& options, const Target& target, ParallelContext& context)
       : options_(options),
         device_(target.device),
-        ranks_(context.data_parallel()),
+        context_(context),
         model_(make_random_model(target.config, model_options(options, target, context), options.common.seed)) {
+    if (model_->options().sharding.weights) {
+      model_->units()->cut();
+      model_->units()->release();
+    }
     if (options.optimizer) {
       AdamWOptions adam;
+      adam.shard_state = sharding_of(options) != StateSharding::kNothing;
       adam.reduce_in_fp32 = parse_dtype(options.gradient_dtype) == at::kFloat;
       optimizer_ = std::make_unique<DistributedAdamW>(*model_, context.data_parallel(), adam);
     }
@@ -186,6 +201,7 @@ class TrainStep final {
 
   std::string weights_fingerprint() {
     if (optimizer_ != nullptr) optimizer_->finish_gather();
+    if (model_->options().sharding.weights) model_->units()->gather();
     return fingerprint(model_->flat_parameters().detach());
   }
 
@@ -210,7 +226,7 @@ class TrainStep final {
   }
 
   void finish() {
-    if (model_->router_watch != nullptr) (void)router_metrics(*model_->router_watch, ranks_);
+    if (model_->router_watch != nullptr) (void)router_metrics(*model_->router_watch, context_);
     if (optimizer_ == nullptr) {
       model_->zero_gradients();
       return;
@@ -221,7 +237,7 @@ class TrainStep final {
 
   const TrainBenchOptions& options_;
   at::Device device_;
-  Communicator& ranks_;
+  ParallelContext& context_;
   std::unique_ptr<Model> model_;
   std::unique_ptr<DistributedAdamW> optimizer_;
   std::vector<Batch> batches_;
@@ -282,6 +298,7 @@ nlohmann::json train_report(const TrainBenchOptions& options, const Target& targ
                  {"scored_tokens", step.scored()},
                  {"optimizer", options.optimizer},
                  {"gradient_dtype", options.gradient_dtype},
+                 {"sharding", options.sharding},
                  {"recomputed_layers", step.model().recompute().whole_layers},
                  {"cheaply_recomputed_layers", step.model().recompute().cheap_layers},
                  {"overlap", options.overlap},

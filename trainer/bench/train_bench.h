@@ -17,6 +17,7 @@ struct TrainBenchOptions {
   int64_t prompt_tokens = 0;               // of each sequence, not scored; 0: 200, or half a sequence if that is less
   int64_t micro_batches = 4;               // of a rank in one optimizer step
   std::string gradient_dtype = "float32";  // in which backward adds up and ranks reduce
+  std::string sharding = "optim";          // what data parallel ranks share (topology/sharding.h)
   bool optimizer = true;
   bool checkpoint_activations = false;
   int64_t recompute_layers = -1;  // policy.recompute_layers

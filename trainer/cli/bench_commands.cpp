@@ -40,8 +40,12 @@ void add_generation(CLI::App* verb, bench::GenerationOptions& o) {
   verb->add_option("--temperature", o.temperature)->check(CLI::PositiveNumber);
 }
 
-void add_split(CLI::App* verb, bench::CommonOptions& o) {
+void add_tensor(CLI::App* verb, bench::CommonOptions& o) {
   verb->add_option("--tp", o.tp, "tensor parallel ranks of a replica")->check(CLI::PositiveNumber);
+}
+
+void add_split(CLI::App* verb, bench::CommonOptions& o) {
+  add_tensor(verb, o);
   verb->add_option("--pp", o.pp, "pipeline stages of a replica")->check(CLI::PositiveNumber);
   verb->add_option("--virtual-stages", o.stages.virtual_stages, "pieces of each stage")->check(CLI::PositiveNumber);
   verb->add_option("--first-stage-layers", o.stages.first_layers, "default: an even share");
@@ -144,6 +148,7 @@ void add_train(CLI::App& bench, CommandContext& context) {
   verb->add_option("--prompt-tokens", o->prompt_tokens, "of each sequence, not scored (default: 200 or half)");
   verb->add_option("--micro-batches", o->micro_batches, "of a rank in an optimizer step");
   verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
+  verb->add_option("--sharding", o->sharding, "what data parallel ranks share: no_shard, optim, optim_grads, ...");
   verb->add_flag("!--no-optimizer", o->optimizer, "forward and backward only");
   verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
   verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
@@ -221,7 +226,7 @@ void add_exchange(CLI::App& bench, CommandContext& context) {
   auto o = std::make_shared<bench::ExchangeBenchOptions>();
   CLI::App* verb = bench.add_subcommand("exchange", "exchanges of rows between tensor parallel ranks: times and bits");
   add_common(verb, o->common, context);
-  add_split(verb, o->common);
+  add_tensor(verb, o->common);
   verb->add_option("--rows", o->rows, "of a decode step, e.g. 16,64,256")->delimiter(',');
   verb->add_option("--large-mib", o->large_mebibytes, "of a training exchange")->check(CLI::PositiveNumber);
   auto timeout_s = add_timeout(verb);

@@ -10,6 +10,7 @@
 #include "topology/combine_blocks.h"
 #include "topology/plan.h"
 #include "trainer/algorithms/plan_inputs.h"
+#include "trainer/algorithms/refit.h"
 #include "trainer/cli/commands.h"
 #include "trainer/cli/environment.h"
 #include "trainer/cli/plan_report.h"
@@ -146,8 +147,10 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
 // What the trainer of this version lacks for the layout.
 std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
   std::vector<std::string> reasons = unsupported_splits(layout, context.config.cluster.device != "cpu");
-  if (context.shape.experts > 0 && layout.world() != layout.dp)
-    reasons.emplace_back("tp, cp and pp must be 1 for a mixture of experts: they are not supported yet for it");
+  if (context.shape.experts > 0 && layout.tp > 1)
+    reasons.emplace_back("tp must be 1 for a mixture of experts: it is not supported yet for it");
+  if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
+    reasons.push_back(*problem);
   return reasons;
 }
 

@@ -20,6 +20,7 @@ namespace trireme {
 // The weights of products that share their input lie one after another in the flat buffer and are used as one matrix:
 // `qkv` and `gate_up` are leaves of their own over the memory of the named parameters.
 struct Model::Layer {
+  int64_t number = 0;  // in the model
   at::Tensor input_norm, post_norm;
   at::Tensor qkv, o;            // [(q_heads + 2 kv_heads) * head_dim, hidden], [hidden, q_heads * head_dim]
   at::Tensor qkv_bias, o_bias;  // undefined: none
@@ -91,10 +92,15 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model split over tensor ranks needs their group");
   TRIREME_CHECK(split_.ep == (options.experts == nullptr ? 1 : options.experts->size()),
                 "a model whose experts are split needs their group");
-  TRIREME_CHECK(options.context == nullptr || config.num_experts == 0, "context parallel models are dense");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   if (options.links != nullptr) options.links->connect(options.device);
+  if (options.device.is_cuda() && split_.layers.size() > 1 && !options.links->over_memory()) {
+    fail_user(
+        "virtual pipeline stages need GPUs that see each other's memory, as those of one host over NVLink: between "
+        "these NCCL's kernels would wait for each other; set policy.megatron_cfg."
+        "virtual_pipeline_model_parallel_size to 1");
+  }
   if (options.checkpoint_activations) recompute_.whole_layers = config.num_layers;
   allocate_parameters();
   bind_layers();
@@ -194,6 +200,7 @@ void Model::bind_layers() {
   for (const int64_t i : own) {
     const std::string at = layer_name(i), attention = at + "self_attn.", mlp = at + "mlp.";
     Layer layer;
+    layer.number = i;
     layer.input_norm = tensor(at + "input_layernorm.weight");
     layer.post_norm = tensor(at + "post_attention_layernorm.weight");
     layer.qkv = block(attention + "q_proj.weight", attention + "v_proj.weight");
@@ -490,7 +497,8 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
   const ExpertWeights& weights = layers_[static_cast<size_t>(index)].experts;
   std::shared_ptr<const RouterCall> watch;
   if (context.watched != nullptr)
-    watch = std::make_shared<const RouterCall>(RouterCall{router_watch, index, context.watched});
+    watch = std::make_shared<const RouterCall>(
+        RouterCall{router_watch, layers_[static_cast<size_t>(index)].number, context.watched});
   if (options_.experts == nullptr) return mixture_of_experts(x.value, weights, shape, x.again, std::move(watch));
   return split_mixture_of_experts(x.value, weights, shape, {.group = options_.experts, .experts = local_.experts},
                                   std::move(watch));

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "trainer/parallel/communicator.h"
+#include "trainer/parallel/exposed_waits.h"
 
 namespace trireme {
 
@@ -69,6 +70,9 @@ class Attendance final {
   std::string phase();
   // After note() of the same sequence: a device has it to do.
   void note_queued(int group, QueuedCollective collective);
+  // What this rank has waited for others, of all its groups but the world's.
+  ExposedWaits waits;
+
   // After collective `sequence` has failed here. When its deadline had passed: the ranks that have not come, once those
   // that have had the time to say so (seconds); tells them. When it failed earlier, since a peer left: what a peer
   // whose deadline had passed says. Calls on_absent.

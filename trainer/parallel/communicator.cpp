@@ -221,6 +221,7 @@ Communicator::Communicator(Communicator& group, int from, int to, int number)
     : impl_(std::make_unique<Impl>()),
       attendance_(group.attendance_),
       ranks_({group.ranks_.at(static_cast<size_t>(from)), group.ranks_.at(static_cast<size_t>(to))}),
+      line_(true),
       peer_(group.rank() == from ? to : from),
       tag_(number),
       job_rank_(group.job_rank_),
@@ -277,6 +278,15 @@ void Communicator::call(const char* operation, Fn&& fn) {
 }
 
 template <typename Fn>
+void Communicator::exposed(bool on_device, Fn&& fn) {
+  const auto kind = line_ ? ExposedWaits::Kind::kStage : ExposedWaits::Kind::kExchange;
+  if (on_device) return attendance_->waits.queue(kind, std::forward<Fn>(fn));
+  const Stopwatch watch;
+  fn();
+  if (name_ != kWorld) attendance_->waits.add(kind, watch.seconds());
+}
+
+template <typename Fn>
 PendingCollective Communicator::begin(const char* operation, const at::Tensor& tensor, Fn&& start) {
   c10::intrusive_ptr<c10d::Work> work;
   const std::string phase = attendance_->phase();
@@ -292,8 +302,9 @@ PendingCollective Communicator::begin(const char* operation, const at::Tensor& t
     work = start(backend);
   });
   PendingCollective pending;
-  pending.finish_ = [this, operation, work, sequence = sequence_, phase] {
-    wait(operation, sequence, phase, [&] { work->wait(); });  // on a device of the current stream, not of the host
+  pending.finish_ = [this, operation, work, sequence = sequence_, phase, on_device = tensor.is_cuda()] {
+    // On a device of the current stream, not of the host.
+    exposed(on_device, [&] { wait(operation, sequence, phase, [&] { work->wait(); }); });
   };
   return pending;
 }
@@ -439,7 +450,7 @@ PendingCollective Communicator::begin_receive(std::function<void()> launch) {
   PendingCollective pending;
   pending.finish_ = [this, launch = std::move(launch), phase, sequence = sequence_] {
     std::function<bool()> come = mark_current_stream();
-    launch();
+    exposed(/*on_device=*/true, launch);
     attendance_->note_queued(place_, {sequence, "receive", phase, std::move(come), mark_current_stream()});
   };
   return pending;
@@ -456,7 +467,7 @@ void Communicator::queue(const char* operation, const std::function<void()>& lau
   std::function<bool()> come = mark_current_stream();
   impl_->queueing = true;
   try {
-    launch();
+    exposed(/*on_device=*/true, launch);
   } catch (...) {
     impl_->queueing = false;
     throw;

@@ -64,6 +64,7 @@ class JobStore final {
 class Attendance;
 class PeerExchange;
 
+inline constexpr const char* kWorld = "world";  // name of the group of everybody
 // Some of the job's ranks, in the order that counts in the group. Its name is unique in the job ("dp-3").
 struct RankGroup {
   std::string name;
@@ -157,6 +158,9 @@ class Communicator final {
   void wait(const char* operation, int64_t sequence, const std::string& phase, Fn&& fn);
   template <typename Fn>
   void call(const char* operation, Fn&& fn);
+  // `fn` lets the host wait, or the current stream: that counts as this rank's waiting for others.
+  template <typename Fn>
+  void exposed(bool on_device, Fn&& fn);
   // `start` begins the operation on the backend of `tensor` and returns its c10d::Work.
   template <typename Fn>
   PendingCollective begin(const char* operation, const at::Tensor& tensor, Fn&& start);
@@ -168,6 +172,7 @@ class Communicator final {
   std::unique_ptr<Impl> impl_;
   Attendance* attendance_ = nullptr;  // null with one rank
   std::vector<int> ranks_;            // of the job
+  bool line_ = false;                 // between two stages
   int peer_ = 0, tag_ = 0;            // a line's: the other rank in the group that carries it, and its number there
   int place_ = 0;                     // the group's number in attendance_
   int job_rank_ = 0;

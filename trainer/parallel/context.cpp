@@ -48,8 +48,7 @@ ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
   generation_ = {.layout = layout_, .tensor = replica_.get(), .replica = replica_.get()};
 }
 
-ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous,
-                                 const std::optional<Layout>& generation)
+ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
     : layout_(layout), rendezvous_(rendezvous) {
   LayoutCheck check;
   check.world = rendezvous.world_size;
@@ -65,7 +64,7 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
     store_ = std::make_unique<JobStore>(rendezvous_);
     attendance_ = std::make_unique<Attendance>(*store_, rendezvous_);
   }
-  RankGroup everybody{"world", std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
+  RankGroup everybody{kWorld, std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
   std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
   world_ = make_group(everybody);
   for (const Axis axis : kAxes) {
@@ -88,7 +87,6 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
                  .replica = replica_.get(),
                  .replicas = static_cast<int>(layout.dp * layout.cp),
                  .number = groups_.at(Axis::kDpCp)->rank()};
-  if (generation && *generation != layout) set_generation(*generation);
 }
 
 ParallelContext::~ParallelContext() = default;
@@ -142,6 +140,10 @@ std::string ParallelContext::phase() const { return phase_; }
 
 void ParallelContext::set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent) {
   if (attendance_) attendance_->set_on_absent(std::move(on_absent));
+}
+
+ExposedWaits::Seconds ParallelContext::take_waits() {
+  return attendance_ ? attendance_->waits.take() : ExposedWaits::Seconds{};
 }
 
 void ParallelContext::report_failure(const std::string& what) {

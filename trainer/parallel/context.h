@@ -5,12 +5,12 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "topology/topology.h"
 #include "trainer/parallel/communicator.h"
+#include "trainer/parallel/exposed_waits.h"
 
 namespace trireme {
 
@@ -38,9 +38,7 @@ class ParallelContext final {
   ParallelContext();
   // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout does
   // not fit the world. What a model can be split over is the caller's to know.
-  // `generation`: the layout that the same ranks generate in (generation_layout), if it is another than `layout`.
-  ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous,
-                  const std::optional<Layout>& generation = {});
+  ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
   ~ParallelContext();
 
   const Layout& layout() const { return layout_; }
@@ -63,19 +61,19 @@ class ParallelContext final {
   StageLinks* stage_links() { return links_.get(); }
 
   const GenerationRanks& generation() const { return generation_; }
+  // The same ranks generate in a legal layout of their own (generation_layout). Collective, once.
+  void set_generation(const Layout& layout);
   // Ranks that hold the weights of training together, each once: tensor ranks of the first stage, then of the next
   // ones, or where experts are split an expert group. This rank is in copy() of copies() such groups.
   Communicator& holders() { return layout_.ep > 1 ? group(Axis::kEp) : *replica_; }
   int copies() const { return static_cast<int>(layout_.ep > 1 ? layout_.expert_dp() : layout_.dp * layout_.cp); }
-  int copy() const {
-    return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : groups_.at(Axis::kDpCp)->rank());
-  }
+  int copy() const { return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : groups_.at(Axis::kDpCp)->rank()); }
   // The first of the ranks that train on the same samples and have the results of a forward pass: log-probs, the loss.
   // A replica's, or of context parallel ones together.
   bool has_results() const { return coordinates_.tp == 0 && coordinates_.cp == 0 && coordinates_.pp == layout_.pp - 1; }
 
-  // A further group; one that is there already where its ranks are the same. Who is in it makes it, and a rank that is
-  // in several makes them in one order on all ranks.
+  // A further group; the tensor group, the pipeline's, a replica's or one of generation's where its ranks are theirs.
+  // Who is in it makes it, and a rank that is in several makes them in one order on all ranks.
   std::shared_ptr<Communicator> make(const RankGroup& group);
 
   // Null with one process.
@@ -83,6 +81,8 @@ class ParallelContext final {
   // Shown in errors; the training loop sets it ("generation", "training", ...).
   void set_phase(const std::string& phase);
   std::string phase() const;
+  // What this rank has waited for others since the last call, in all groups but the world's.
+  ExposedWaits::Seconds take_waits();
   // Called when a collective has failed, with the ranks of the job that have not come, before the error is thrown.
   void set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent);
   // This rank leaves with an error of its own, which is none of a collective: the others are told what it was, and
@@ -93,7 +93,6 @@ class ParallelContext final {
 
  private:
   std::shared_ptr<Communicator> make_group(const RankGroup& group);
-  void set_generation(const Layout& layout);
 
   Layout layout_;
   RendezvousOptions rendezvous_;
@@ -106,7 +105,7 @@ class ParallelContext final {
   std::unique_ptr<StageLinks> links_;
   GenerationRanks generation_;
   std::vector<std::shared_ptr<Communicator>> more_;  // groups of generation's own layout
-  std::string phase_ = "start";  // with one process
+  std::string phase_ = "start";                      // with one process
 };
 
 }  // namespace trireme

@@ -5,6 +5,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <functional>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -18,6 +19,10 @@ c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10
 
 // Tells, from any thread, whether the device has come to what the current stream holds now.
 std::function<bool()> mark_current_stream();
+// A moment of the current stream, and the seconds between two of one device; waits until it has come to the later one.
+using TimeMark = std::shared_ptr<void>;
+TimeMark mark_time();
+double seconds_between(const TimeMark& begin, const TimeMark& end);
 // Whether the current stream is being captured into a graph.
 bool capturing();
 

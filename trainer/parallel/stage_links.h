@@ -28,6 +28,9 @@ class StageLinks final {
   // order. Collective; the second call does nothing.
   void connect(at::Device device);
 
+  // Whether tensors on the connected device go by its own memory.
+  bool over_memory() const { return peers_ != nullptr; }
+
   Communicator& group() { return group_; }
   int stages() const { return group_.size(); }
   int stage() const { return group_.rank(); }

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <deque>
-#include <fstream>
 #include <map>
 #include <utility>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/ops/cuda_ops.h"
@@ -27,17 +27,6 @@ namespace {
 // Tokens of context before the longest stop string when the tail of an answer is decoded: a tokenizer may treat the
 // first tokens of a text differently.
 constexpr size_t kTailMarginTokens = 8;
-
-int64_t available_memory_bytes() {
-  std::ifstream file("/proc/meminfo");
-  std::string key;
-  int64_t kib = 0;
-  std::string unit;
-  while (file >> key >> kib >> unit) {
-    if (key == "MemAvailable:") return kib * 1024;
-  }
-  return int64_t{1} << 30;
-}
 
 // Checks them and brings them into one form: greedy is a flag, the temperature positive.
 SamplingOptions checked(SamplingOptions s, const Tokenizer* tokenizer) {

@@ -116,6 +116,7 @@ TEST(ContextParallel, TwoAndFourRanksGiveTheBitsOfOne) {
   check_context(eight_heads(ModelFamily::kQwen3, true), 1, 2);
   check_context(eight_heads(ModelFamily::kLlama, false), 1, 4);
   check_context(eight_heads(ModelFamily::kQwen2, false), 1, 4);
+  check_context(eight_heads(ModelFamily::kQwen3Moe, false), 1, 2);
 }
 
 TEST(ContextParallel, WithTensorRanksTheBitsAreTheirs) { check_context(eight_heads(ModelFamily::kQwen3, false), 2, 2); }

@@ -40,7 +40,8 @@ inline void on_layout(const Layout& layout, const std::function<void(ParallelCon
   const auto world = static_cast<int>(layout.world());
   ListeningPort port;
   const auto errors = on_ranks(world, [&](int rank) {
-    ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)), generation);
+    ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
+    if (generation) context.set_generation(*generation);
     body(context);
     context.world().barrier();  // rank 0 serves the store: it leaves last
   });

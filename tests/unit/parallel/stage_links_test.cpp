@@ -97,7 +97,8 @@ TEST(ParallelContext, GenerationMayHaveALayoutOfItsOwn) {
           EXPECT_EQ(ranks.layout, other);
           EXPECT_EQ(ranks.replicas, other.dp);
           EXPECT_EQ(ranks.replica->size(), other.tp * other.pp);
-          EXPECT_EQ(ranks.leads(), ranks.replica->rank() == 0);
+          const Coordinates at = coordinates(other, context.rank());
+          EXPECT_EQ(ranks.leads(), at.tp == 0 && at.pp == 0);
           EXPECT_EQ(context.holders().size(), 4);  // training's
           EXPECT_EQ(context.copies(), 2);
           of(context, ranks);

@@ -9,6 +9,7 @@
 #include "topology/combine_blocks.h"
 #include "topology/pipeline.h"
 #include "topology/plan_parts.h"
+#include "topology/refit.h"
 #include "topology/split.h"
 
 namespace trireme {
@@ -423,6 +424,41 @@ TEST(Rates, ALongMessageGoesOnFaster) {
   for (const std::string& name : known_device_rates()) EXPECT_EQ(device_rates(name)->name, name);
   EXPECT_FALSE(device_rates("a100"));
   EXPECT_TRUE(device_rates("h200")->measured);
+}
+
+// Generation in a layout of its own: one copy more in memory, none while training, and its time.
+TEST(Plan, GenerationInAnotherLayout) {
+  const ModelShape shape = shape_of_eight_layers();
+  const Layout training{.tp = 2, .dp = 2, .pp = 2};
+  const PlanDevices devices = devices_of(64 * kGiB);
+  const PlanOptions in_place;
+  const LayoutPlan plain = plan_layout(shape, training, small_work(), in_place, devices);
+  EXPECT_EQ(plain.memory.generation.copy, 0);
+  EXPECT_EQ(plain.time.refit, 0);
+  for (const auto& [tp, fold] : {std::pair<int64_t, bool>{0, true}, {1, true}, {4, true}, {1, false}, {4, false}}) {
+    PlanOptions options;
+    options.generation_tp = tp;
+    options.fold_pipeline = fold;
+    const LayoutPlan plan = plan_layout(shape, training, small_work(), options, devices);
+    ASSERT_TRUE(plan.fits()) << plan.problems.front();
+    const Layout own = generation_layout(training, tp, fold);
+    int64_t most = 0;
+    for (int64_t rank = 0; rank < own.world(); ++rank) most = std::max(most, elements_of(shape, own, rank));
+    EXPECT_LE(plan.memory.generation.copy, 2 * most);
+    EXPECT_GE(plan.memory.generation.copy, most);
+    EXPECT_EQ(plan.memory.training.copy, 0);
+    EXPECT_GT(plan.time.refit, 0);
+    EXPECT_EQ(plan.time.training, plain.time.training);
+  }
+  // Named, but training's own.
+  PlanOptions same;
+  same.generation_tp = 2;
+  EXPECT_EQ(plan_layout(shape, training, small_work(), same, devices).time.step(), plain.time.step());
+  // What cannot be is a problem, not a plan.
+  PlanOptions uneven;
+  uneven.generation_tp = 8;
+  EXPECT_FALSE(plan_layout(shape, training, small_work(), uneven, devices).fits());
+  EXPECT_FALSE(plan_layout(mixture_of_four_layers(), {.dp = 4}, small_work(), {.generation_tp = 2}, devices).fits());
 }
 
 }  // namespace

@@ -17,8 +17,8 @@ void prepare_devices(const Layout& layout) {
   // Streams that share one of the device's queues wait for each other: what a stage receives must not stand before what
   // it computes.
   ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
-  // A kernel that is loaded when it is first launched may wait for what runs on the device: a receive that is posted
-  // ahead, and so for another stage, which may wait for this one likewise.
+  // A kernel that is loaded when it is first launched may wait for what runs on the device: another stream that waits
+  // for another stage, which may wait for this one likewise.
   ::setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
 }
 

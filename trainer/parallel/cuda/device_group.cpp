@@ -21,6 +21,18 @@ std::function<bool()> mark_current_stream() {
   return [come] { return come->query(); };
 }
 
+TimeMark mark_time() {
+  const auto mark = std::make_shared<at::cuda::CUDAEvent>(cudaEventDefault);
+  mark->record();
+  return mark;
+}
+
+double seconds_between(const TimeMark& begin, const TimeMark& end) {
+  const auto& last = *static_cast<const at::cuda::CUDAEvent*>(end.get());
+  last.synchronize();
+  return 1e-3 * static_cast<const at::cuda::CUDAEvent*>(begin.get())->elapsed_time(last);
+}
+
 bool capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 
 }  // namespace trireme

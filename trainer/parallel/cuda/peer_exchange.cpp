@@ -43,9 +43,9 @@ std::vector<int64_t> sized_like(const at::Tensor& like, int64_t rows) {
 struct PeerExchange::Impl {
   PeerGroup group;
   at::Device device = at::kCPU;
-  std::unique_ptr<PeerMemory> memory;  // receive buffers
-  at::Tensor state, absent;            // the latter pinned
+  at::Tensor state, absent;  // the latter pinned
   cuda::PeerMemoryView view;
+  std::unique_ptr<PeerMemory> memory;  // receive buffers; goes first, and waits for kernels that write the others
 
   // Rows in as many parts as exchanges take. `part(from, count)`.
   template <typename Fn>
@@ -75,6 +75,7 @@ std::unique_ptr<PeerExchange> PeerExchange::make(const PeerGroup& group, at::Dev
   std::unique_ptr<PeerExchange> made(new PeerExchange());
   Impl& impl = *made->impl_;
   impl.group = group;
+  impl.device = device;
   cuda::PeerMemoryView& view = impl.view;
   view.rank = group.rank;
   view.ranks = group.size;

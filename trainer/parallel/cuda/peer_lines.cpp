@@ -17,7 +17,9 @@ namespace trireme {
 namespace {
 
 // A mailbox: chunks that are written and read in turn. One is large enough that copying it takes much longer than
-// asking for it.
+// asking for it. A message that a mailbox has no room for keeps the sender's stream waiting until the receiver takes it
+// out. That must not stand before what the receiver waits for: nothing may wait for the whole device between a send and
+// the receive that the other side answers it with.
 constexpr int64_t kChunkBytes = int64_t{4} << 20;
 constexpr uint32_t kChunks = 16;
 constexpr int64_t kMailboxBytes = kChunkBytes * kChunks;

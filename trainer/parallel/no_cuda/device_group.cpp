@@ -10,6 +10,9 @@ c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10
 
 std::function<bool()> mark_current_stream() { fail_internal("this build has no CUDA"); }
 
+TimeMark mark_time() { fail_internal("this build has no CUDA"); }
+double seconds_between(const TimeMark&, const TimeMark&) { fail_internal("this build has no CUDA"); }
+
 bool capturing() { return false; }
 
 }  // namespace trireme

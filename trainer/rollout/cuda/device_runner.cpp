@@ -153,7 +153,8 @@ class DeviceRunner final : public StepRunner {
     move_rows(plan);
     Lane& lane = lanes_.at(static_cast<size_t>(request.lane));
     // With late stops the lane's last step was not taken yet: it is the oldest.
-    if (embeds() && links_ != nullptr && !pending_.empty() && pending_.front() == lane.step) receive(*lane.step);
+    if (embeds() && links_ != nullptr && !pending_.empty() && pending_.front()->lane == &lane)
+      receive(*pending_.front());
     Slot& slot = slots_[next_slot_];
     next_slot_ = (next_slot_ + 1) % slots_.size();
     slot.rows = static_cast<int64_t>(plan.outputs.size());
@@ -200,12 +201,12 @@ class DeviceRunner final : public StepRunner {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream()));
     const int64_t before = device_memory(device_).tensors + device_memory(device_).cached;
     const size_t graphs = graphs_.size();
-    const auto lanes = static_cast<int64_t>(lanes_.size()), most_rows = (max_rows_ + lanes - 1) / lanes;
-    prepare_graphs(most_rows, like.options.filters(), /*shared=*/false);
+    // Of all rows: there may be fewer lanes than wanted, which have more each.
+    prepare_graphs(max_rows_, like.options.filters(), /*shared=*/false);
     if (graphs_.size() == graphs) return;
     const int64_t bytes = device_memory(device_).tensors + device_memory(device_).cached - before;
     log_info("rollout", std::to_string(graphs_.size() - graphs) + " graphs of decode steps of up to " +
-                            std::to_string(most_rows) + " samples hold " +
+                            std::to_string(max_rows_) + " samples hold " +
                             format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))) + " of device memory");
   }
 
