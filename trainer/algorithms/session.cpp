@@ -9,7 +9,6 @@
 
 #include "base/error.h"
 #include "base/fs.h"
-#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "topology/combine_blocks.h"
@@ -20,7 +19,6 @@
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
-#include "trainer/rollout/step_runner.h"
 
 namespace trireme {
 namespace {
@@ -242,7 +240,7 @@ int64_t most_rows_of_a_pass(const Config& config) {
 }
 
 int64_t memory_of_a_rank(const Config& config, at::Device device) {
-  return device.is_cuda() ? device_memory(device).total : total_memory_bytes() / config.cluster.processes;
+  return device.is_cuda() ? memory_bytes_of(device) : memory_bytes_of(device) / config.cluster.processes;
 }
 
 }  // namespace

@@ -128,16 +128,14 @@ class TrainStep final {
         device_(target.device),
         context_(context),
         model_(make_random_model(target.config, model_options(options, target, context), options.common.seed)) {
-    if (model_->options().sharding.weights) {
-      model_->units()->cut();
-      model_->units()->release();
-    }
+    if (model_->options().sharding.weights) model_->units()->cut();
     if (options.optimizer) {
       AdamWOptions adam;
       adam.shard_state = sharding_of(options) != StateSharding::kNothing;
       adam.reduce_in_fp32 = parse_dtype(options.gradient_dtype) == at::kFloat;
       optimizer_ = std::make_unique<DistributedAdamW>(*model_, context.data_parallel(), adam);
     }
+    if (model_->units() != nullptr) model_->units()->release();
     for (int64_t m = 0; m < options.micro_batches; ++m) {
       const int64_t id = context.coordinates().dp * options.micro_batches + m;
       batches_.push_back(make_batch(options, target, static_cast<uint64_t>(id)));

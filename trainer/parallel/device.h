@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <string>
 
 #include "topology/topology.h"
@@ -24,6 +25,9 @@ void require_hopper(const std::string& name, int major, int minor);
 
 // Waits until the device has done everything that was queued; nothing on CPU.
 void synchronize(at::Device device);
+
+// Bytes of the device's memory; of a CPU the machine's. Before anything has used it, too.
+int64_t memory_bytes_of(at::Device device);
 
 // "NVIDIA H200", or "cpu".
 std::string device_name(at::Device device);

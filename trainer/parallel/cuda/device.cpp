@@ -9,6 +9,7 @@
 #include <cstdlib>
 
 #include "base/error.h"
+#include "base/host.h"
 
 namespace trireme {
 
@@ -43,6 +44,13 @@ at::Device choose_device(const std::string& setting, int local_rank) {
 
 void synchronize(at::Device device) {
   if (device.is_cuda()) c10::cuda::device_synchronize();
+}
+
+int64_t memory_bytes_of(at::Device device) {
+  if (!device.is_cuda()) return total_memory_bytes();
+  cudaDeviceProp properties{};
+  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index()));
+  return static_cast<int64_t>(properties.totalGlobalMem);
 }
 
 std::string device_name(at::Device device) {

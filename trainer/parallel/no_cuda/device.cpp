@@ -2,6 +2,7 @@
 #include "trainer/parallel/device.h"
 
 #include "base/error.h"
+#include "base/host.h"
 
 namespace trireme {
 
@@ -16,6 +17,7 @@ at::Device choose_device(const std::string& setting, int /*local_rank*/) {
 }
 
 void synchronize(at::Device) {}
+int64_t memory_bytes_of(at::Device) { return total_memory_bytes(); }
 std::string device_name(at::Device) { return "cpu"; }
 bool queue_call(at::Device, void (*)(void*)) { return false; }
 
