@@ -332,6 +332,6 @@ json.dump(config, open(sys.argv[1], "w"))
 PY
 SECONDS=0
 out=$("$TRIREME" $(run_args huge policy.model_name="$dir/huge" policy.random_weights=true) 2>&1); code=$?
-[ $code = 10 ] && [ $SECONDS -le 20 ] && [[ "$out" == *"of a device at the least, and there are"*"wants least"* ]] &&
+[ $code = 10 ] && [ $SECONDS -le 20 ] && [[ "$out" == *"of the host for a rank at the least"*"wants least"* ]] &&
   ok "a model that cannot fit is refused in $SECONDS s" || bad "a model that cannot fit: code $code, $SECONDS s" "$out"
 finish

@@ -2,18 +2,8 @@
 # Whole runs of a model that is split over tensor ranks and pipeline stages: log-probs of sampler and loss with equal
 # bits, resumes, other layouts going on, a rank that dies, and what cannot be split.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
-make_fixture
-"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 --intermediate 64 \
-  >/dev/null
-# run NAME RANKS TP PP [overrides...]
-run() {
-  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
-  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=0 grpo.val_at_start=false \
-    cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
-    policy.megatron_cfg.tensor_model_parallel_size="$tp" policy.megatron_cfg.pipeline_model_parallel_size="$pp" \
-    grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
-    policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
-}
+make_split_fixture
+run() { run_split "$@"; }
 
 for layout in "tp2 2 2 1" "tp4 4 4 1" "tp2dp2 4 2 1" "pp2 2 1 2" "pp4 4 1 4" "tp2pp2 4 2 2" \
   "virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2" \
@@ -23,6 +13,19 @@ for layout in "tp2 2 2 1" "tp4 4 4 1" "tp2dp2 4 2 1" "pp2 2 1 2" "pp4 4 1 4" "tp
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+# What ranks stand still for: stages for each other's rows, tensor ranks for their exchanges.
+waits() { # waits NAME TEST: of each step e, seconds of exchanges, and b, of the bubble
+  python3 -c 'import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+print([(round(e, 4), round(b, 4)) for e, b in
+       ((x["performance/exposed_exchange_s"], x["performance/pipeline_bubble_s"]) for x in rows)])
+sys.exit(0 if len(rows) == 4 and all(eval(sys.argv[2], {"e": x["performance/exposed_exchange_s"],
+  "b": x["performance/pipeline_bubble_s"], "t": x["timing/train/policy_training"] +
+  x["timing/train/policy_and_reference_logprobs"]}) for x in rows) else 1)' "$dir/$1-logs/train.jsonl" "$2"
+}
+out=$(waits tp2 "0 < e < t and b == 0") && ok "tp2: exchanges are waited for: $out" || bad "what tp2 waits for: $out"
+out=$(waits pp4 "0 < b < t and 0 < e < t") && ok "pp4: stages wait for each other: $out" ||
+  bad "what pp4 waits for: $out"
 # Stages generate in as many lanes as they are; one lane has the same bits.
 check "GRPO on pp4 in one lane" run onelane 4 1 4 policy.generation.pipeline_lanes=1
 [ "$(weights onelane 4)" = "$(weights pp4 4)" ] && ok "four lanes and one: weights and moments bit for bit" ||

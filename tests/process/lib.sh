@@ -35,6 +35,21 @@ run_args() {
     policy.generation.max_new_tokens=12 env.format.enabled=true "env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3)" \
     logger.prometheus.enabled=false logger.report=false cluster.collective_timeout_s=120 "$@"
 }
+# A model that four tensor ranks and four stages can share, and a run of four steps over them on CPU.
+make_split_fixture() {
+  make_fixture
+  "$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 \
+    --intermediate 64 >/dev/null
+}
+# run_split NAME RANKS TP PP [overrides...]
+run_split() {
+  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
+  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=0 grpo.val_at_start=false \
+    cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
+    policy.megatron_cfg.tensor_model_parallel_size="$tp" policy.megatron_cfg.pipeline_model_parallel_size="$pp" \
+    grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
+    policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
+}
 weights() {
   [ -f "$dir/$1/step_$2/policy/weights/model.safetensors" ] || { echo "no weights of $1 step $2 ($RANDOM)"; return; }
   sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors |

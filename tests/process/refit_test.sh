@@ -2,18 +2,9 @@
 # Generation in another layout than training: folded stages give the run in place bit for bit, another number of tensor
 # ranks makes previous log-probs a pass of their own; what cannot be is refused before weights load.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
-make_fixture
-"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 --intermediate 64 \
-  >/dev/null
-# run NAME RANKS TP PP [overrides...]
-run() {
-  local name=$1 ranks=$2 tp=$3 pp=$4; shift 4
-  "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.val_period=2 grpo.val_at_start=true \
-    cluster.device=cpu cluster.gpus_per_node="$ranks" policy.megatron_cfg.enabled=true \
-    policy.megatron_cfg.tensor_model_parallel_size="$tp" policy.megatron_cfg.pipeline_model_parallel_size="$pp" \
-    grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
-    policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
-}
+make_split_fixture
+# run NAME RANKS TP PP [overrides...], validated too: generation fills its weights for that.
+run() { run_split "$1" "$2" "$3" "$4" grpo.val_period=2 grpo.val_at_start=true "${@:5}"; }
 fold=policy.generation.fold_pipeline=true
 size=policy.generation.tensor_parallel_size
 # What the steps' log says: whether the phase takes time, bytes that the fullest rank fetched, tokens with other bits,

@@ -15,27 +15,32 @@ namespace {
 // Measured runs are within 12 % of the formula (docs/layouts.md): below so much of what it says nothing fits.
 constexpr double kSurely = 0.8;
 
+// Of a device what the plan says, of a host what is there whatever is computed.
+int64_t least_of(const LayoutPlan& plan, bool gpu) {
+  const MemoryParts& state = plan.memory.training;
+  return gpu ? plan.least_memory : state.weights + state.reference + state.gradients + state.optimizer;
+}
+
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
 
 }  // namespace
 
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                int64_t device_bytes, bool main) {
+                const MemoryLimit& memory, bool main) {
   const ModelShape shape = model.shape();
   PlanOptions options = plan_options(config);
   options.sharding = state_sharding(config);
   const Workload work = planned_work(config, {});
   PlanDevices devices;
   devices.rates = *device_rates("h200");  // only memory is asked for
-  devices.memory_bytes = device_bytes;
+  devices.memory_bytes = memory.bytes;
   devices.of_node = config.cluster.processes;
-  if (config.cluster.device == "cpu") devices.rates.outside_bytes = 0;
-  const LayoutPlan plan = plan_layout(shape, layout, work, options, devices);
-  if (plan.least_memory <= device_bytes) return;
+  const int64_t wanted = least_of(plan_layout(shape, layout, work, options, devices), memory.gpu);
+  if (wanted <= memory.bytes) return;
   const std::string wants = "the model of " + dir.string() + " in " + to_string(layout) + " wants " +
-                            size_text(plan.least_memory) + " of a device at the least, and there are " +
-                            size_text(device_bytes);
-  if (kSurely * static_cast<double>(plan.least_memory) <= static_cast<double>(device_bytes)) {
+                            size_text(wanted) + (memory.gpu ? " of a GPU" : " of the host for a rank") +
+                            " at the least, and there are " + size_text(memory.bytes);
+  if (kSurely * static_cast<double>(wanted) <= static_cast<double>(memory.bytes)) {
     if (main) log_warn("train", wants + ": it may end for lack of memory; see trireme plan");
     return;
   }
@@ -45,13 +50,13 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   check.shape = &shape;
   check.stages = options.stages;
   const std::vector<LayoutPlan> others = rank_layouts(shape, legal_layouts(check), work, options, devices);
-  const auto least = std::min_element(others.begin(), others.end(), [](const LayoutPlan& a, const LayoutPlan& b) {
-    return a.least_memory < b.least_memory;
+  const auto least = std::min_element(others.begin(), others.end(), [&](const LayoutPlan& a, const LayoutPlan& b) {
+    return least_of(a, memory.gpu) < least_of(b, memory.gpu);
   });
   std::string advice = "; more ranks, or less of policy.sequence_packing and policy.generation, make it smaller";
   if (least != others.end()) {
     advice = "; of all layouts of " + std::to_string(check.world) + " ranks " + to_string(least->layout) +
-             " wants least, " + size_text(least->least_memory);
+             " wants least, " + size_text(least_of(*least, memory.gpu));
   }
   fail_user(wants + advice + " (trireme plan --gpus N shows them all)");
 }

@@ -9,10 +9,16 @@
 
 namespace trireme {
 
-// By the formula of `trireme plan` for the configuration's layout, devices of `device_bytes` each (of a CPU: what a
-// rank may have of the host's). Throws Error(kUser) that says how much it wants at the least, and which layout of as
-// many ranks wants least, where it cannot be whatever the formula's error is; warns, where `main`, in between.
+// What a rank's tensors may have.
+struct MemoryLimit {
+  int64_t bytes = 0;
+  bool gpu = false;  // of a device; else its share of the host's, of which others may take some
+};
+
+// By the formula of `trireme plan` for the configuration's layout; of a host by weights and training state alone.
+// Throws Error(kUser) that says how much it wants at the least, and which layout of as many ranks wants least, where it
+// cannot be whatever the formula's error is; warns, where `main`, in between.
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                int64_t device_bytes, bool main);
+                const MemoryLimit& memory, bool main);
 
 }  // namespace trireme

@@ -361,7 +361,7 @@ class GrpoLoop final {
     session_.context.set_phase("training");
     session_.cause_fault(report.step);
     if (refit_ != nullptr) refit_->release();
-    session_.forget_waits();
+    session_.start_waits();
     const TrainResult trained = trainer_->train(samples, dump_path(report.step));
     session_.describe_waits(report.values);
     {

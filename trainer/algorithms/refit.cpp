@@ -100,7 +100,6 @@ Refit::Refit(const Model& policy, const StageOptions& stages, ParallelContext& c
   for (const RefitCopy& copy : whole.copies)
     if (copy.from != copy.to) fetched[static_cast<size_t>(copy.to)] += copy.bytes();
   most_bytes_ = *std::max_element(fetched.begin(), fetched.end());
-  own_bytes_ = fetched[static_cast<size_t>(context.rank())];
   if (context.is_main()) {
     log_info("refit", "generation runs in " + to_string(ranks.layout) + ", training in " + to_string(context.layout()) +
                           ": a second copy of the weights takes " +

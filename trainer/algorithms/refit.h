@@ -33,9 +33,8 @@ class Refit final {
         int64_t bucket_bytes = kBucketBytes);
 
   const Model& model() const { return *model_; }
-  // Bytes that the rank which fetches most fetches from others at each fill, and that this one does.
+  // Bytes that the rank which fetches most fetches from others at each fill.
   int64_t most_bytes() const { return most_bytes_; }
-  int64_t own_bytes() const { return own_bytes_; }
 
   // The policy's weights as they are now; nothing while they are there already. Returns whether it has copied, and then
   // when the device has. Collective.
@@ -58,7 +57,7 @@ class Refit final {
   RankRefit plan_;
   std::shared_ptr<Communicator> group_;
   std::array<Turn, 2> turns_;
-  int64_t most_bytes_ = 0, own_bytes_ = 0;
+  int64_t most_bytes_ = 0;
   bool filled_ = false;
 };
 

@@ -239,8 +239,8 @@ int64_t most_rows_of_a_pass(const Config& config) {
                    p.generation.prefill_chunk_tokens + p.generation.max_running_samples});
 }
 
-int64_t memory_of_a_rank(const Config& config, at::Device device) {
-  return device.is_cuda() ? memory_bytes_of(device) : memory_bytes_of(device) / config.cluster.processes;
+MemoryLimit memory_of_a_rank(const Config& config, at::Device device) {
+  return {memory_bytes_of(device) / (device.is_cuda() ? 1 : config.cluster.processes), device.is_cuda()};
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ class Session final {
   void finish_saves();
   // Around training: what ranks wait for each other there, in the mean, by its names in the log. Nothing of one rank.
   // Collective.
-  void forget_waits() { (void)context.take_waits(); }
+  void start_waits() { context.start_waits(); }
   void describe_waits(std::map<std::string, double>& values);
   // For tests: what TrainOptions::fault says, when it is due.
   void cause_fault(int64_t step) {

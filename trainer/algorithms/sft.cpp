@@ -179,7 +179,7 @@ class SftLoop final {
     PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
     SftBatch batch;
     for (PromptExample& example : stream_.take(config_.policy.train_global_batch_size)) add(batch, std::move(example));
-    session_.forget_waits();
+    session_.start_waits();
     const double own_loss = forward(batch, true);
     const double rate = learning_rate(config_, step_);
     const OptimizerStep step = session_.optimizer->step(

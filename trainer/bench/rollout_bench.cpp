@@ -172,22 +172,24 @@ struct RolloutFigures {
   std::vector<AliveBin> bins;
 };
 
-// Of each of so many devices, which share what is read.
+// Of each device. Tensor ranks share all that is read. Stages share the cache, but a token passes through all of them,
+// one after the other: in a step of every sample the weights are read once, whoever reads them.
 RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths, const Target& target,
-                          const Ceilings& ceilings, int64_t max_sequences, int64_t devices) {
+                          const Ceilings& ceilings, int64_t max_sequences, const CommonOptions& split) {
+  const double tp = real(split.tp), devices = real(split.tp * split.pp);
   const TimedRollout& typical = repeats.typical();
   const EngineStats& stats = typical.stats;
   RolloutFigures f;
   f.work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs, target.element_bytes,
                         max_sequences);
-  f.bytes = (real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes) / real(devices);
-  f.floor = f.work.bytes() / real(devices) / ceilings.bytes_per_second();
+  f.bytes = (real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes) / devices;
+  f.floor = (f.work.weight_bytes / tp + f.work.context_bytes / devices) / ceilings.bytes_per_second();
   f.tokens_per_second = static_cast<double>(lengths.output_tokens()) / repeats.middle;
   f.mean_batch = static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps);
   for (const TimedStep& step : typical.steps) f.prefill_seconds += step.prefill ? step.seconds : 0;
   f.bins = alive_bins(typical.steps);
-  if (lengths.samples() <= max_sequences) {
-    add_floors(f.bins, lengths, target.config, target.element_bytes, real(devices) * ceilings.bytes_per_second());
+  if (lengths.samples() <= max_sequences && split.pp == 1) {  // else a step is one lane's
+    add_floors(f.bins, lengths, target.config, target.element_bytes, tp * ceilings.bytes_per_second());
   }
   return f;
 }
@@ -281,8 +283,8 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext
   Engine engine(*model, nullptr, engine_settings, sampling);
 
   const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device, context);
-  const RolloutFigures figures = figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences,
-                                            options.common.tp * options.common.pp);
+  const RolloutFigures figures =
+      figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences, options.common);
   nlohmann::json report = rollout_report(options, target, lengths, repeats, figures, ceilings, engine_settings);
   Table table = rollout_table(options, lengths, repeats, figures, ceilings);
   if (options.score_tokens > 0)
@@ -394,7 +396,7 @@ nlohmann::json bench_decode(const DecodeBenchOptions& options, ParallelContext& 
     const double bytes =
         (decode_weight_bytes(target.config, target.element_bytes, real(alive)) +
          tokens * static_cast<double>(alive) * context_bytes_per_token(target.config, target.element_bytes)) /
-        real(options.common.tp * options.common.pp);
+        real(options.common.tp);
     const double floor = bytes / ceilings.bytes_per_second();
     rows.push_back({{"alive", alive},
                     {"context", tokens},

@@ -67,6 +67,7 @@ class StepBench final {
     trainer_ =
         std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, row_exact_);
     engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
+    engine_settings_.lanes = options.common.pp;
     const bool split = context.holders().size() > 1 || context.layout().cp > 1;
     if (split && options.early_gradients) fail_user("--early-gradients needs a model that is not split (--tp 1)");
     if (!split)
@@ -350,7 +351,10 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
     policy.megatron_cfg.tensor_model_parallel_size = options.common.tp;
     policy.megatron_cfg.context_parallel_size = options.common.cp;
     policy.megatron_cfg.pipeline_model_parallel_size = options.common.pp;
-    policy.megatron_cfg.virtual_pipeline_model_parallel_size = options.common.stages.virtual_stages;
+    const StageOptions& stages = options.common.stages;
+    policy.megatron_cfg.virtual_pipeline_model_parallel_size = stages.virtual_stages;
+    if (stages.first_layers > 0) policy.megatron_cfg.num_layers_in_first_pipeline_stage = stages.first_layers;
+    if (stages.last_layers > 0) policy.megatron_cfg.num_layers_in_last_pipeline_stage = stages.last_layers;
   }
   config.cluster.collective_timeout_s = options.collective_timeout_s;
   derive_defaults(config);

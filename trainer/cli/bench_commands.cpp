@@ -129,7 +129,7 @@ void add_decode(CLI::App& bench, CommandContext& context) {
                    "samples)")
       ->check(CLI::Range(int64_t{0}, int64_t{1024}));
   verb->add_option("--trace", o->trace, "file for the kernels of eight more steps, in Chrome's trace format");
-  add_split(verb, o->common);
+  add_tensor(verb, o->common);
   auto timeout_s = add_timeout(verb);
   verb->callback([=, &context] {
     context.run = [=] {

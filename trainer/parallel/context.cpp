@@ -142,6 +142,10 @@ void ParallelContext::set_on_absent(std::function<void(const std::vector<int>& r
   if (attendance_) attendance_->set_on_absent(std::move(on_absent));
 }
 
+void ParallelContext::start_waits() {
+  if (attendance_) attendance_->waits.start();
+}
+
 ExposedWaits::Seconds ParallelContext::take_waits() {
   return attendance_ ? attendance_->waits.take() : ExposedWaits::Seconds{};
 }

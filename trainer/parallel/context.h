@@ -81,7 +81,8 @@ class ParallelContext final {
   // Shown in errors; the training loop sets it ("generation", "training", ...).
   void set_phase(const std::string& phase);
   std::string phase() const;
-  // What this rank has waited for others since the last call, in all groups but the world's.
+  // What this rank waits for others from the one call to the other, in all groups but the world's.
+  void start_waits();
   ExposedWaits::Seconds take_waits();
   // Called when a collective has failed, with the ranks of the job that have not come, before the error is thrown.
   void set_on_absent(std::function<void(const std::vector<int>& ranks)> on_absent);

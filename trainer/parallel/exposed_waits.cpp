@@ -2,13 +2,19 @@
 
 namespace trireme {
 
+void ExposedWaits::start() {
+  (void)take();
+  counts_ = true;
+}
+
 void ExposedWaits::add(Kind kind, double seconds) {
+  if (!counts_) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   of(kind) += seconds;
 }
 
 void ExposedWaits::queue(Kind kind, const std::function<void()>& launch) {
-  if (capturing()) return launch();
+  if (!counts_ || capturing()) return launch();
   TimeMark begin = mark_time();
   launch();
   TimeMark end = mark_time();
@@ -17,6 +23,7 @@ void ExposedWaits::queue(Kind kind, const std::function<void()>& launch) {
 }
 
 ExposedWaits::Seconds ExposedWaits::take() {
+  counts_ = false;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const Queued& one : queued_) of(one.kind) += seconds_between(one.begin, one.end);
   queued_.clear();

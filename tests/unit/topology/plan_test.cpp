@@ -461,5 +461,20 @@ TEST(Plan, GenerationInAnotherLayout) {
   EXPECT_FALSE(plan_layout(mixture_of_four_layers(), {.dp = 4}, small_work(), {.generation_tp = 2}, devices).fits());
 }
 
+// In lanes a stage has a part of the samples at a time: a round of all lanes costs no more than all samples in turn.
+TEST(Plan, LanesAreOfFewerSamples) {
+  const ModelShape shape = shape_of_eight_layers();
+  Workload work = small_work();
+  work.places = 8;
+  PlanOptions one;
+  one.lanes = 1;
+  const PlanDevices devices = devices_of(64 * kGiB);
+  const LayoutPlan in_turn = plan_layout(shape, {.pp = 2}, work, one, devices);
+  const LayoutPlan in_lanes = plan_layout(shape, {.pp = 2}, work, {}, devices);
+  ASSERT_TRUE(in_turn.fits() && in_lanes.fits());
+  EXPECT_LT(in_lanes.time.decode, in_turn.time.decode);
+  EXPECT_GT(2 * in_lanes.time.decode, in_turn.time.decode);
+}
+
 }  // namespace
 }  // namespace trireme
