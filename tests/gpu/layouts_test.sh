@@ -34,6 +34,14 @@ for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" "onelane 2 1 2 policy.generati
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+# A mixture of experts over stages and over context ranks.
+"$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
+  --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 >/dev/null
+for layout in "moe 1 1 1" "moe-pp2 2 1 2" "moe-cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2"; do
+  set -- $layout
+  check "GRPO on $1" run "$@" policy.model_name="$dir/mixture"
+  out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
+done
 # Generation in a layout of its own: folded stages have the run in place, other tensor ranks are said.
 for layout in "folded 2 1 2 policy.generation.fold_pipeline=true" "dp2 2 1 1" \
   "dp2-tp2 2 1 1 policy.generation.tensor_parallel_size=2" "tp2-tp1 2 2 1 policy.generation.tensor_parallel_size=1"; do
