@@ -1,5 +1,6 @@
 // Ranks, coordinates, groups, placement.
 #include <algorithm>
+#include <numeric>
 
 #include "base/error.h"
 #include "topology/topology.h"
@@ -54,6 +55,12 @@ std::vector<Dim> dims_of(const Layout& layout, Axis axis) {
       return {grid.etp, grid.ep};
     case Axis::kEtpEpPp:
       return {grid.etp, grid.ep, grid.pp};
+    case Axis::kCopy:
+      return {{layout.copy_ranks(), 1}};
+    case Axis::kCopyPp:
+      return {{layout.copy_ranks(), 1}, grid.pp};
+    case Axis::kPasses:
+      return {{std::lcm(layout.tp * layout.cp, layout.etp * layout.ep), 1}};
   }
   fail_internal("unknown axis");
 }
@@ -99,6 +106,12 @@ const char* to_string(Axis axis) {
       return "etp-ep";
     case Axis::kEtpEpPp:
       return "etp-ep-pp";
+    case Axis::kCopy:
+      return "copy";
+    case Axis::kCopyPp:
+      return "copy-pp";
+    case Axis::kPasses:
+      return "passes";
   }
   return "?";
 }

@@ -32,6 +32,9 @@ struct ModelSplit {
   bool begins(int64_t piece) const { return first_stage() && piece == 0; }
   bool ends(int64_t piece) const { return last_stage() && piece + 1 == static_cast<int64_t>(layers.size()); }
   bool has_layer(int64_t layer) const;
+  // Whether other ranks hold the same experts than hold the same of the rest: experts take the rows of tensor ranks as
+  // those of data parallel ones, and have flat buffers, reductions and optimizer slices of their own.
+  bool experts_apart() const { return experts.size() > 0 && (tp > 1 || ep > 1); }
 };
 // The layout must be legal for the shape; with experts it must not split a replica by tp.
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});

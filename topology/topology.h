@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -27,6 +28,8 @@ struct Layout {
 
   int64_t world() const { return tp * cp * dp * pp; }
   int64_t expert_dp() const { return world() / (etp * ep * pp); }  // only of a valid layout
+  // Of a stage, that hold all of its weights together, experts too: whole tensor groups and whole expert groups.
+  int64_t copy_ranks() const { return std::lcm(tp, etp * ep); }
   bool operator==(const Layout&) const = default;
 };
 
@@ -129,9 +132,14 @@ enum class Axis {
   kTpPp,     // one copy of the dense weights
   kEtpEp,    // one copy of a stage's experts
   kEtpEpPp,  // one copy of all experts
+  // Runs of a stage's ranks that neither grid has: the smallest that no group of what they are named for leaves.
+  kCopy,    // one copy of a stage's weights: tp and etp-ep. Who steps together in generation
+  kCopyPp,  // one copy of all weights: the same of every stage
+  kPasses,  // tp-cp and etp-ep. Who makes the passes of training together
 };
-inline constexpr Axis kAllAxes[] = {Axis::kTp,  Axis::kCp,   Axis::kDp,   Axis::kPp,   Axis::kEtp,   Axis::kEp,
-                                    Axis::kEdp, Axis::kDpCp, Axis::kTpCp, Axis::kTpPp, Axis::kEtpEp, Axis::kEtpEpPp};
+inline constexpr Axis kAllAxes[] = {Axis::kTp,    Axis::kCp,      Axis::kDp,   Axis::kPp,     Axis::kEtp,
+                                    Axis::kEp,    Axis::kEdp,     Axis::kDpCp, Axis::kTpCp,   Axis::kTpPp,
+                                    Axis::kEtpEp, Axis::kEtpEpPp, Axis::kCopy, Axis::kCopyPp, Axis::kPasses};
 const char* to_string(Axis axis);  // "tp", "dp-cp", ...
 
 int64_t group_size(const Layout& layout, Axis axis);

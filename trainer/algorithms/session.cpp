@@ -35,7 +35,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
     options.split = model_split(model.shape(), context.layout(), context.rank(), stage_options(config));
     options.tensor = &context.tensor_parallel();
     options.links = context.stage_links();
-    if (context.layout().ep > 1) options.experts = &context.group(Axis::kEp);
+    if (context.layout().ep > 1) options.experts = &context.group(Axis::kEtpEp);
   }
   if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   const StateSharding shared = state_sharding(config);

@@ -275,8 +275,8 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source);
 void load_parameters(Model& model, const std::filesystem::path& dir);
 
 // A parameter of a split model, whole and on the host, on rank `to` of `holders`, the ranks that hold the model
-// together: tensor ranks of the first stage, then of the next ones, or an expert group. Undefined on the others.
-// Collective over `holders`.
+// together (Axis::kCopyPp): those of the first stage, then of the next ones. Undefined on the others. Collective over
+// `holders`.
 at::Tensor gather_parameter(const Model& model, Communicator& holders, const std::string& name, int to);
 
 struct SaveOptions {

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 
+#include <algorithm>
 #include <cmath>
 #include <mutex>
 #include <set>
@@ -162,23 +163,27 @@ void save_model_description(const Model& model, const std::filesystem::path& dir
 at::Tensor gather_parameter(const Model& model, Communicator& ranks, const std::string& name, int to) {
   const at::NoGradGuard no_grad;
   const ModelSplit& held = model.split();
-  TRIREME_CHECK(held.tp * held.pp * held.ep == ranks.size(), "ranks hold the model together");
   const ModelShape shape = model.config().shape();
   const Parameter* own = model.find(name);
-  // Expert ranks are data parallel ones: all but the experts each of them holds.
-  const Layout layout{.tp = held.tp, .ep = held.ep, .dp = held.ep, .pp = held.pp};
+  // One copy of the weights: of expert ranks those beyond the tensor ones are data parallel.
+  const Layout layout{.tp = held.tp, .ep = held.ep, .dp = ranks.size() / (held.tp * held.pp), .pp = held.pp};
+  TRIREME_CHECK(layout.copy_ranks() * held.pp == ranks.size(), "ranks hold the model together");
   std::vector<int64_t> whole, rows_of_ranks;
+  std::vector<Range> known;
   int64_t dimension = 0;
   for (int rank = 0; rank < ranks.size(); ++rank) {
     const ModelSplit split = model_split(shape, layout, rank, held.stages);
     const std::optional<ParameterSlice> slice = parameter_slice(shape, split, name);
-    const bool again = slice && (((slice->alike || held.ep > 1) && !whole.empty()) || slice->tied_copy);
+    // An earlier rank has the same of it: tensor ranks what all hold alike, data parallel ones all but split experts.
+    const bool again =
+        slice && (slice->tied_copy || std::find(known.begin(), known.end(), slice->range) != known.end());
     rows_of_ranks.push_back(slice && !again ? slice->range.size() : 0);
     if (!slice) continue;
+    known.push_back(slice->range);
     whole = slice->shape;
     dimension = slice->dimension;
   }
-  // Along the cut, which comes first: of what all hold alike the first rank's.
+  // Along the cut, which comes first.
   std::vector<int64_t> sizes = whole;
   std::swap(sizes.front(), sizes[static_cast<size_t>(dimension)]);
   const int64_t mine = rows_of_ranks[static_cast<size_t>(ranks.rank())];

@@ -25,8 +25,8 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
       tensor_(model.options().tensor),
       links_(model.options().links) {
   TRIREME_CHECK(model.flat_gradients().defined(), "the optimizer needs a trainable model");
-  TRIREME_CHECK((experts_ != nullptr) == (model.split().ep > 1),
-                "split experts need the group that holds the same ones");
+  TRIREME_CHECK((experts_ != nullptr) == model.split().experts_apart(),
+                "experts that others hold than the rest need the group that holds the same ones");
   TRIREME_CHECK(model.units() == nullptr || (options.shard_state && model.options().sharding.ranks == &group_ &&
                                              model.options().sharding.experts == experts_),
                 "a model that shares gradients has its optimizer's groups");
@@ -84,7 +84,8 @@ void DistributedAdamW::make_state() {
   const bool in_fp32 = options.dtype() == fp32.dtype();
   exp_avg_ = at::zeros({owned_}, fp32);
   exp_avg_sq_ = at::zeros({owned_}, fp32);
-  if (group_.size() > 1 || !fp32.device().is_cuda() || model_.units() != nullptr) grads_ = at::zeros({owned_}, fp32);
+  const bool sums = group_.size() > 1 || (experts_ != nullptr && experts_->size() > 1);
+  if (sums || !fp32.device().is_cuda() || model_.units() != nullptr) grads_ = at::zeros({owned_}, fp32);
   const bool all = group_.size() == 1 || !options_.shard_state;
   if (in_fp32 && shares_weights()) {
     master_ = model_.units()->parts();
@@ -106,9 +107,13 @@ DistributedAdamW::Slice DistributedAdamW::share_of(const Bucket& bucket) const {
 
 DistributedAdamW::OwnedElements DistributedAdamW::saved_elements() const {
   if (options_.shard_state) return {0, owned_};
-  const Communicator& same = experts_ != nullptr ? *experts_ : group_;
-  const int64_t from = owned_ * same.rank() / same.size();
-  return {from, owned_ * (same.rank() + 1) / same.size() - from};
+  // Each copy of the weights a part of all that its ranks own: ranks at the same place in two copies hold the same.
+  const ModelSplit& split = model_.split();
+  const int64_t of_copy = Layout{.tp = split.tp, .ep = split.ep}.copy_ranks();
+  const int64_t copies = split.tp * group_.size() / of_copy,
+                copy = (split.tensor_rank + split.tp * group_.rank()) / of_copy;
+  const int64_t from = owned_ * copy / copies;
+  return {from, owned_ * (copy + 1) / copies - from};
 }
 
 // Not what tensor ranks hold alike, but on their first one, and not the last stage's copy of an embedding.

@@ -40,7 +40,7 @@ class DistributedAdamW final {
   // model, which are those of its Sharding, where it has one: then every backward pass reduces each unit's gradients,
   // and step() only what is left. Where the model is split its own groups count too: gradients of what tensor ranks
   // hold alike are summed over these, those of a tied embedding over the pipeline's ends, and the norm is that of the
-  // whole model. `expert_data_parallel`: where experts are split, the ranks of data_parallel that hold the same ones;
+  // whole model. `expert_data_parallel`: where experts are apart (ModelSplit), the ranks that hold the same ones;
   // else null.
   DistributedAdamW(Model& model, Communicator& data_parallel, const AdamWOptions& options,
                    Communicator* expert_data_parallel = nullptr);
@@ -52,7 +52,7 @@ class DistributedAdamW final {
   // Call before the forward pass of the last micro-batch of an optimizer step: its backward pass then begins to reduce
   // each bucket when no gradient in it will change any more; step() does the rest. The sums are those of a reduction
   // after the backward pass, bit for bit. A rank without a micro-batch does not call it. Nothing with one rank, nor
-  // where experts are split: their exchanges would meet the reductions.
+  // where experts are apart: their exchanges would meet the reductions.
   void reduce_in_next_backward();
 
   enum class Gather {
@@ -166,7 +166,7 @@ class DistributedAdamW final {
   Communicator& group_;
   AdamWOptions options_;
   int64_t elements_ = 0;
-  Communicator* experts_ = nullptr;  // null: experts are not split
+  Communicator* experts_ = nullptr;  // null: experts are not apart
   std::vector<Bucket> buckets_;      // ascending
   int64_t owned_ = 0;
   std::vector<OwnedElements> counted_;  // in the norm: what no other rank has counted

@@ -22,6 +22,17 @@ Rows rows_of(const std::vector<int64_t>& shape, const StatePiece& piece) {
   return rows;
 }
 
+// Of a parameter that is not cut. Its elements are in the same order along whichever dimension.
+bool is_whole(const std::vector<int64_t>& shape, const StatePiece& piece) {
+  return piece.range == Range{0, shape[static_cast<size_t>(piece.dimension)]};
+}
+
+StatePiece whole_along(const std::vector<int64_t>& shape, StatePiece piece, int64_t dimension) {
+  piece.dimension = dimension;
+  piece.range = {0, shape[static_cast<size_t>(dimension)]};
+  return piece;
+}
+
 }  // namespace
 
 std::vector<StatePiece> state_pieces(const ParameterLayout& layout, const std::vector<OwnedRun>& runs) {
@@ -44,8 +55,12 @@ std::vector<StatePiece> state_pieces(const ParameterLayout& layout, const std::v
 
 std::vector<StateCopy> common_state(const std::vector<int64_t>& shape, const StatePiece& saved,
                                     const StatePiece& wanted) {
+  if (saved.dimension != wanted.dimension) {
+    TRIREME_CHECK(is_whole(shape, saved) || is_whole(shape, wanted), "a parameter is cut along one dimension");
+    return is_whole(shape, saved) ? common_state(shape, whole_along(shape, saved, wanted.dimension), wanted)
+                                  : common_state(shape, saved, whole_along(shape, wanted, saved.dimension));
+  }
   std::vector<StateCopy> copies;
-  TRIREME_CHECK(saved.dimension == wanted.dimension, "a parameter is cut along one dimension");
   const Rows from = rows_of(shape, saved), to = rows_of(shape, wanted);
   if (from.width() <= 0 || to.width() <= 0 || saved.count <= 0 || wanted.count <= 0) return copies;
   const int64_t first = std::max(saved.first / from.width(), wanted.first / to.width());

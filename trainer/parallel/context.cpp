@@ -11,7 +11,8 @@ namespace trireme {
 namespace {
 
 // That a model is split over. One that nothing splits has groups of one, which cost nothing.
-constexpr Axis kAxes[] = {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp, Axis::kEp, Axis::kEdp};
+constexpr Axis kAxes[] = {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp};
+constexpr Axis kExpertAxes[] = {Axis::kEtpEp, Axis::kEdp, Axis::kCopy, Axis::kCopyPp, Axis::kPasses};
 
 // "dp" where there is one group, "dp-3" where there are several.
 RankGroup own_group(const Layout& layout, Axis axis, int64_t rank) {
@@ -67,19 +68,12 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
   RankGroup everybody{kWorld, std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
   std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
   world_ = make_group(everybody);
-  for (const Axis axis : kAxes) {
-    const Axis twin = axis == Axis::kDpCp && layout.cp == 1   ? Axis::kDp
-                      : axis == Axis::kDpCp && layout.dp == 1 ? Axis::kCp
-                                                              : axis;
-    if (axis == Axis::kEdp && layout.ep == 1) {  // nobody asks: experts are reduced as all the rest is
-      groups_[axis] = std::make_shared<Communicator>();
-      continue;
-    }
-    groups_[axis] = twin == axis ? make_group(own_group(layout, axis, rendezvous.rank)) : groups_.at(twin);
-  }
+  for (const Axis axis : kAxes) add_group(axis);
   replica_ = layout.pp == 1   ? groups_.at(Axis::kTp)
              : layout.tp == 1 ? groups_.at(Axis::kPp)
                               : make_group(own_replica(layout, coordinates_));
+  groups_[Axis::kTpPp] = replica_;
+  if (layout.ep * layout.etp > 1) make_expert_groups();
   if (layout.pp > 1) links_ = std::make_unique<StageLinks>(group(Axis::kPp));
   generation_ = {.layout = layout,
                  .tensor = &tensor_parallel(),
@@ -90,6 +84,19 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
 }
 
 ParallelContext::~ParallelContext() = default;
+
+// All groups of an axis are one of them, moved: where two axes have the same group on one rank, they have on all.
+void ParallelContext::add_group(Axis axis) {
+  const std::vector<int64_t> ranks = group_of(layout_, axis, rank());
+  const auto twin = std::find_if(groups_.begin(), groups_.end(),
+                                 [&](const auto& other) { return group_of(layout_, other.first, rank()) == ranks; });
+  groups_[axis] = twin != groups_.end() ? twin->second : make_group(own_group(layout_, axis, rank()));
+}
+
+void ParallelContext::make_expert_groups() {
+  if (groups_.count(Axis::kCopyPp) > 0) return;
+  for (const Axis axis : kExpertAxes) add_group(axis);
+}
 
 // Ranks keep their numbers: stages are the same where there are as many, and so are the lines between them.
 void ParallelContext::set_generation(const Layout& layout) {

@@ -50,12 +50,20 @@ class ParallelContext final {
 
   // Everybody, for control: stop, barriers, errors, decisions on checkpoints. Numbers and bytes of the host only.
   Communicator& world() { return *world_; }
-  // The group of the axis that this rank is in. Groups are made at the start, in one order on all ranks.
+  // The group of the axis that this rank is in. Groups are made at the start, in one order on all ranks; axes of the
+  // same ranks share one.
   Communicator& group(Axis axis) { return *groups_.at(axis); }
   // Who holds the same weights: gradients, optimizer slices. Context parallel ranks among them train on the same
   // samples: what is counted over samples is summed over group(Axis::kDp).
   Communicator& data_parallel() { return group(Axis::kDpCp); }
   Communicator& tensor_parallel() { return group(Axis::kTp); }
+
+  // The further groups of a mixture of experts: kEtpEp, kEdp, kCopy, kCopyPp, kPasses. The constructor makes them where
+  // the layout splits experts; whoever has a mixture calls this, since with tensor ranks its experts are reduced apart,
+  // and a dense model shall not pay for that. Collective; a second call does nothing.
+  void make_expert_groups();
+  // Who holds the same experts.
+  Communicator& expert_data_parallel() { return group(Axis::kEdp); }
 
   // What this rank's pipeline sends from stage to stage; null where the model has one.
   StageLinks* stage_links() { return links_.get(); }
@@ -63,11 +71,11 @@ class ParallelContext final {
   const GenerationRanks& generation() const { return generation_; }
   // The same ranks generate in a legal layout of their own (generation_layout). Collective, once.
   void set_generation(const Layout& layout);
-  // Ranks that hold the weights of training together, each once: tensor ranks of the first stage, then of the next
-  // ones, or where experts are split an expert group. This rank is in copy() of copies() such groups.
-  Communicator& holders() { return layout_.ep > 1 ? group(Axis::kEp) : *replica_; }
-  int copies() const { return static_cast<int>(layout_.ep > 1 ? layout_.expert_dp() : layout_.dp * layout_.cp); }
-  int copy() const { return static_cast<int>(layout_.ep > 1 ? coordinates_.edp : groups_.at(Axis::kDpCp)->rank()); }
+  // Ranks that hold the weights of training together (Axis::kCopyPp): those of the first stage, then of the next ones.
+  // Without split experts a replica's. This rank is in copy() of copies() such groups.
+  Communicator& holders() { return groups_.count(Axis::kCopyPp) > 0 ? group(Axis::kCopyPp) : *replica_; }
+  int copies() const { return static_cast<int>(ranks_of_stage() / layout_.copy_ranks()); }
+  int copy() const { return static_cast<int>(rank() % ranks_of_stage() / layout_.copy_ranks()); }
   // The first of the ranks that train on the same samples and have the results of a forward pass: log-probs, the loss.
   // A replica's, or of context parallel ones together.
   bool has_results() const { return coordinates_.tp == 0 && coordinates_.cp == 0 && coordinates_.pp == layout_.pp - 1; }
@@ -94,6 +102,8 @@ class ParallelContext final {
 
  private:
   std::shared_ptr<Communicator> make_group(const RankGroup& group);
+  void add_group(Axis axis);
+  int64_t ranks_of_stage() const { return layout_.tp * layout_.cp * layout_.dp; }
 
   Layout layout_;
   RendezvousOptions rendezvous_;
@@ -102,7 +112,7 @@ class ParallelContext final {
   std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
   std::shared_ptr<Communicator> world_;
   std::map<Axis, std::shared_ptr<Communicator>> groups_;  // axes of the same ranks share one
-  std::shared_ptr<Communicator> replica_;                 // likewise; of training
+  std::shared_ptr<Communicator> replica_;                 // of training: groups_' kTpPp
   std::unique_ptr<StageLinks> links_;
   GenerationRanks generation_;
   std::vector<std::shared_ptr<Communicator>> more_;  // groups of generation's own layout

@@ -114,7 +114,7 @@ Mixture& record(Mixture& m) {
 
 TEST(Dispatch, RowsGoOnceToEachRankThatWantsThemAndComeBackInOrder) {
   test::on_layout(expert_parallel(4), [&](ParallelContext& context) {
-    Communicator& group = context.group(Axis::kEp);
+    Communicator& group = context.group(Axis::kEtpEp);
     const int64_t rank = group.rank(), rows = rank == 2 ? 0 : 5 + rank;
     at::Tensor wanted = at::zeros({rows, 4}, at::kBool);
     for (int64_t r = 0; r < rows; ++r)
@@ -160,7 +160,7 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
     for (const Work& work : works()) {
       Mixture whole = mixture(dtype);
       if (work.change) work.change(whole);
-      const int64_t rank = context.group(Axis::kEp).rank();
+      const int64_t rank = context.group(Axis::kEtpEp).rank();
       const Mixture own = own_part(whole, rank, kExperts / ep);
       const at::Tensor x = work.rows(rank, dtype);
       const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
@@ -168,7 +168,7 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
       for (const int64_t at_once : {1 << 13, 3, 1}) {
         const at::Tensor got = split_mixture_of_experts(
             x, {own.router, own.gate_up, own.down}, shape,
-            {.group = &context.group(Axis::kEp), .experts = kExperts / ep, .rows_at_once = at_once});
+            {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep, .rows_at_once = at_once});
         EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", " << at_once << " rows at once";
       }
     }
@@ -184,7 +184,7 @@ TEST_P(SplitExpertGradients, AreThoseOfOneRank) {
   const auto [ep, normalize] = GetParam();
   const ExpertShape shape{.experts = kExperts, .per_token = 3, .normalize = normalize, .combine_blocks = 4};
   test::on_layout(expert_parallel(ep), [&, ep = int64_t{ep}](ParallelContext& context) {
-    Communicator& group = context.group(Axis::kEp);
+    Communicator& group = context.group(Axis::kEtpEp);
     for (const Work& work : works()) {
       Mixture whole = mixture(at::kFloat);
       if (work.change) work.change(whole);

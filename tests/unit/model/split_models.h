@@ -43,7 +43,7 @@ inline ModelOptions split_options(ParallelContext& context, const ModelConfig& c
   options.split = model_split(config.shape(), context.layout(), context.rank(), stages);
   options.tensor = &context.tensor_parallel();
   options.links = context.stage_links();
-  if (context.layout().ep > 1) options.experts = &context.group(Axis::kEp);
+  if (context.layout().ep > 1) options.experts = &context.group(Axis::kEtpEp);
   return options;
 }
 

@@ -65,6 +65,35 @@ TEST(StatePieces, CommonElementsAreThoseOfBruteForce) {
   EXPECT_GT(met, 1000);
 }
 
+// What was saved whole names another dimension than a slice that is wanted, and the other way round.
+TEST(StatePieces, WholePiecesMeetAnyCut) {
+  const std::vector<int64_t> shape = {5, 6};
+  for (const int64_t cut : {0, 1}) {
+    const int64_t extent = shape[static_cast<size_t>(cut)], inner = 30 / extent;
+    for (int64_t begin = 0; begin < extent; ++begin) {
+      for (int64_t end = begin + 1; end <= extent; ++end) {
+        const int64_t elements = (end - begin) * inner;
+        const StatePiece part{"w", cut, {begin, end}, elements / 3, elements - elements / 3, 11};
+        const StatePiece whole{"w", 1 - cut, {0, shape[static_cast<size_t>(1 - cut)]}, 4, 23, 7};
+        for (const bool saves_whole : {false, true}) {
+          const StatePiece &saved = saves_whole ? whole : part, &wanted = saves_whole ? part : whole;
+          std::map<int64_t, int64_t> expected, copied;
+          const std::map<Element, int64_t> there = places(shape, saved);
+          for (const auto& [element, place] : places(shape, wanted)) {
+            if (const auto found = there.find(element); found != there.end()) expected[place] = found->second;
+          }
+          for (const StateCopy& copy : common_state(shape, saved, wanted)) {
+            for (int64_t i = 0; i < copy.count; ++i)
+              EXPECT_TRUE(copied.emplace(copy.to + i, copy.from + i).second) << "copied twice";
+          }
+          EXPECT_EQ(copied, expected) << "cut " << cut << " from " << begin << " to " << end;
+        }
+      }
+    }
+  }
+  EXPECT_THROW(common_state(shape, {"w", 0, {0, 2}, 0, 12, 0}, {"w", 1, {0, 3}, 0, 15, 0}), Error);
+}
+
 // Whatever the split and the cut of its flat buffer: each element is in one piece of one rank, and no gap is in any.
 TEST(StatePieces, OfAllRanksAreTheWholeModelOnce) {
   for (const auto family : {ModelFamily::kLlama, ModelFamily::kQwen2, ModelFamily::kQwen3}) {

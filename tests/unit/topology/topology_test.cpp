@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <set>
@@ -113,6 +114,65 @@ TEST(Topology, EveryLayoutOfWorldsUpTo64MatchesTheNaiveConstruction) {
     }
   }
   EXPECT_GT(checked, 3000u);
+}
+
+// Whether no group of the axis has ranks both inside and outside of the set.
+bool holds_whole_groups(const Group& ranks, const std::vector<Group>& groups) {
+  return std::all_of(groups.begin(), groups.end(), [&](const Group& group) {
+    const auto inside = std::count_if(
+        group.begin(), group.end(), [&](int64_t rank) { return std::binary_search(ranks.begin(), ranks.end(), rank); });
+    return inside == 0 || inside == static_cast<int64_t>(group.size());
+  });
+}
+
+// The ranks that are reached from `rank` by going from group to group: by the naive construction's groups.
+Group closure(int64_t rank, const std::vector<std::vector<Group>>& axes) {
+  std::set<int64_t> reached{rank};
+  for (size_t before = 0; before != reached.size();) {
+    before = reached.size();
+    for (const std::vector<Group>& groups : axes) {
+      for (const Group& group : groups) {
+        if (std::any_of(group.begin(), group.end(), [&](int64_t one) { return reached.count(one) > 0; }))
+          reached.insert(group.begin(), group.end());
+      }
+    }
+  }
+  return {reached.begin(), reached.end()};
+}
+
+// Who makes passes or steps together leaves nobody waiting outside, and is no larger than that takes.
+TEST(Topology, PassesAndCopiesAreClosed) {
+  constexpr AxisNames kTensor{Axis::kTp, false, {true, false, false, false}},
+      kContext{Axis::kTpCp, false, {true, true, false, false}},
+      kExperts{Axis::kEtpEp, true, {true, true, false, false}};
+  for (const int64_t world : {1, 2, 6, 8, 12, 16, 18, 24}) {
+    for (const Layout& layout : every_layout(world)) {
+      const std::vector<NaiveRank> ranks = naive(layout);
+      const auto tensor = naive_groups(ranks, kTensor), context = naive_groups(ranks, kContext),
+                 experts = naive_groups(ranks, kExperts);
+      for (const auto& [axis, inner] : {std::pair{Axis::kCopy, &tensor}, std::pair{Axis::kPasses, &context}}) {
+        std::vector<int> seen(static_cast<size_t>(world), 0);
+        for (const Group& group : groups(layout, axis)) {
+          ASSERT_EQ(static_cast<int64_t>(group.size()), group_size(layout, axis));
+          ASSERT_TRUE(holds_whole_groups(group, *inner) && holds_whole_groups(group, experts)) << to_string(layout);
+          for (const int64_t rank : group) ++seen[static_cast<size_t>(rank)];
+          ASSERT_EQ(group_of(layout, axis, group.back()), group);
+          ASSERT_EQ(coordinates(layout, group.front()).pp, coordinates(layout, group.back()).pp);
+          ASSERT_EQ(group, closure(group[group.size() / 2], {*inner, experts}))
+              << to_string(layout) << " " << to_string(axis);
+        }
+        ASSERT_EQ(seen, std::vector<int>(static_cast<size_t>(world), 1)) << "not a partition: " << to_string(layout);
+      }
+      for (int64_t rank = 0; rank < world; ++rank) {  // the same run of every stage
+        Group whole;
+        for (const int64_t stage : group_of(layout, Axis::kPp, rank)) {
+          const Group of_stage = group_of(layout, Axis::kCopy, stage);
+          whole.insert(whole.end(), of_stage.begin(), of_stage.end());
+        }
+        ASSERT_EQ(group_of(layout, Axis::kCopyPp, rank), whole) << to_string(layout);
+      }
+    }
+  }
 }
 
 TEST(Topology, AxesOfOneGridAreOrthogonal) {

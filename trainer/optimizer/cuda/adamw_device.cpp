@@ -91,7 +91,7 @@ void DistributedAdamW::update_on_device(const Factors& factors) {
       gathering.begin = bucket.begin;
       gathering.size = bucket.size;
       gathering.mine = weights.narrow(0, slice.begin, bucket.part());
-      gathering.pending = group_.begin_all_gather(weights.narrow(0, bucket.begin, bucket.width), gathering.mine);
+      gathering.pending = bucket.group->begin_all_gather(weights.narrow(0, bucket.begin, bucket.width), gathering.mine);
       gatherings_.push_back(std::move(gathering));
     } else {
       gather_bucket(bucket);
