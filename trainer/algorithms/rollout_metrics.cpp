@@ -34,7 +34,7 @@ std::vector<RolloutLine> rollout_lines(const std::vector<Sample>& samples, int64
     line.reward = sample.reward;
     for (size_t k = 0; k < std::min(reward_names.size(), sample.reward_parts.size()); ++k)
       line.rewards.emplace_back(reward_names[k], sample.reward_parts[k]);
-    line.advantage = sample.advantage;
+    line.advantage = sample.mean_advantage();
     line.truncated = sample.truncated;
     line.dropped = sample.dropped;
     line.prompt_tokens = static_cast<int64_t>(sample.prompt.size());
@@ -77,6 +77,7 @@ void describe_rollout(const GeneratedTotals& generated, const std::vector<Sample
   values["train/num_generated_samples"] = static_cast<double>(generated.samples);
   double reward = 0, rewards = 0, lengths = 0, longest = 0, prompts = 0, truncated = 0, valid = 0;
   double advantages = 0, least = 0, most = 0;
+  bool any = false;
   for (const Sample& s : trained) {
     const auto length = static_cast<double>(s.response.size());
     if (!s.dropped) {
@@ -88,10 +89,12 @@ void describe_rollout(const GeneratedTotals& generated, const std::vector<Sample
     prompts += static_cast<double>(s.prompt.size());
     truncated += s.truncated ? 1 : 0;
     valid += s.loss_multiplier > 0 ? 1 : 0;
-    const bool first = &s == &trained.front();
-    advantages += s.advantage;
-    least = first ? s.advantage : std::min(least, s.advantage);
-    most = first ? s.advantage : std::max(most, s.advantage);
+    advantages += s.mean_advantage();
+    for (size_t t = 0; t < s.advantages.size(); ++t) {
+      least = any ? std::min(least, s.advantages[t]) : s.advantages[t];
+      most = any ? std::max(most, s.advantages[t]) : s.advantages[t];
+      any = true;
+    }
   }
   const auto count = static_cast<double>(trained.size());
   if (filtered) values["train/filtered_reward"] = share(reward, rewards);

@@ -17,7 +17,7 @@ void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const C
     s.reward = shape_reward(scale_reward(s.raw_reward, config.grpo.reward_scaling),
                             static_cast<int64_t>(s.response.size()), s.truncated, config.grpo.reward_shaping);
     s.loss_multiplier = s.dropped || (config.grpo.overlong_filtering && s.truncated) ? 0 : 1;
-    s.advantage = 0;
+    s.set_advantage(0);
   }
   const AdvantageOptions& options = config.grpo;
   for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(group_size)) {
@@ -29,17 +29,17 @@ void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const C
       members.push_back(i);
     }
     const std::vector<double> advantages = group_advantages(rewards, options);
-    for (size_t k = 0; k < members.size(); ++k) samples[members[k]].advantage = advantages[k];
+    for (size_t k = 0; k < members.size(); ++k) samples[members[k]].set_advantage(advantages[k]);
   }
   if (options.adv_estimator.name != AdvantageEstimator::kReinforcePlusPlus || reward_kl_penalty(config) != 0) return;
-  std::vector<double> advantages, tokens;
+  std::vector<double> advantages, tokens;  // of each sample, whose tokens are still alike
   for (const Sample& s : samples) {
-    advantages.push_back(s.advantage);
-    tokens.push_back(s.loss_multiplier * static_cast<double>(s.response.size()));
+    advantages.push_back(s.mean_advantage());
+    tokens.push_back(static_cast<double>(s.valid_tokens()));
   }
   const std::vector<double> whitened = whiten(std::move(advantages), tokens);
   for (size_t i = 0; i < samples.size(); ++i) {
-    if (samples[i].loss_multiplier > 0) samples[i].advantage = clip_advantage(whitened[i], options);
+    if (samples[i].loss_multiplier > 0) samples[i].set_advantage(clip_advantage(whitened[i], options));
   }
 }
 

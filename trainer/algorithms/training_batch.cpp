@@ -15,16 +15,16 @@ TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Memb
   TrainingBatch batch;
   batch.micro_batch = make_micro_batch(samples, members, share_prompts);
   batch.generation = generation_logprobs(samples, members);
-  std::vector<double> advantages, mask, correct;
+  std::vector<float> sequences;
+  std::vector<double> correct;
   for (const int64_t i : members) {
     const Sample& s = samples[static_cast<size_t>(i)];
-    advantages.push_back(s.advantage);
-    mask.push_back(s.loss_multiplier);
+    sequences.push_back(static_cast<float>(s.loss_multiplier));
     correct.push_back(s.raw_reward > 0 ? 1 : 0);
   }
-  batch.advantages = spread(samples, members, advantages);
-  batch.mask = spread(samples, members, mask);
-  batch.sequence_mask = at::tensor(std::vector<float>(mask.begin(), mask.end()), at::kFloat);
+  batch.advantages = of_tokens(samples, members, &Sample::advantages);
+  batch.mask = loss_mask(samples, members);
+  batch.sequence_mask = at::tensor(sequences, at::kFloat);
   if (positive) batch.positive = spread(samples, members, correct);
   return batch;
 }

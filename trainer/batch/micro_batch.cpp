@@ -90,6 +90,41 @@ at::Tensor spread(const std::vector<Sample>& samples, const Members& members, co
 
 namespace {
 
+template <typename T>
+at::Tensor flat_numbers(const std::vector<Sample>& samples, const Members& members, std::vector<T> Sample::*numbers) {
+  std::vector<float> flat;
+  for (const int64_t i : members) {
+    const Sample& sample = samples[static_cast<size_t>(i)];
+    TRIREME_CHECK((sample.*numbers).size() == sample.response.size(), "sample " + std::to_string(sample.index) +
+                                                                          " of group " + std::to_string(sample.group) +
+                                                                          " lacks a number of its tokens");
+    for (const T number : sample.*numbers) flat.push_back(static_cast<float>(number));
+  }
+  return at::tensor(flat, at::kFloat);
+}
+
+}  // namespace
+
+at::Tensor of_tokens(const std::vector<Sample>& samples, const Members& members, std::vector<double> Sample::*numbers) {
+  return flat_numbers(samples, members, numbers);
+}
+
+at::Tensor of_tokens(const std::vector<Sample>& samples, const Members& members, std::vector<float> Sample::*numbers) {
+  return flat_numbers(samples, members, numbers);
+}
+
+at::Tensor loss_mask(const std::vector<Sample>& samples, const Members& members) {
+  std::vector<float> flat;
+  for (const int64_t i : members) {
+    const Sample& sample = samples[static_cast<size_t>(i)];
+    for (size_t t = 0; t < sample.response.size(); ++t)
+      flat.push_back(sample.counts(t) ? static_cast<float>(sample.loss_multiplier) : 0.0F);
+  }
+  return at::tensor(flat, at::kFloat);
+}
+
+namespace {
+
 // Each rank computes those of its rows, all get all, back in the order of the micro-batch.
 at::Tensor logprobs_of_parts(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
                              const LogprobOptions& options) {

@@ -30,6 +30,11 @@ MicroBatch make_micro_batch(const std::vector<Sample>& samples, const Members& m
 // [T] float32: the sampler's log-probs, or one number per member spread over its response tokens.
 at::Tensor generation_logprobs(const std::vector<Sample>& samples, const Members& members);
 at::Tensor spread(const std::vector<Sample>& samples, const Members& members, const std::vector<double>& per_member);
+// [T] float32: numbers that every token has (Sample::advantages, ...), which all members must have; 1 where the token
+// is in the loss, else 0.
+at::Tensor of_tokens(const std::vector<Sample>& samples, const Members& members, std::vector<double> Sample::*numbers);
+at::Tensor of_tokens(const std::vector<Sample>& samples, const Members& members, std::vector<float> Sample::*numbers);
+at::Tensor loss_mask(const std::vector<Sample>& samples, const Members& members);
 
 // Log-probs [T] of the response tokens under `model`; with grad mode on they carry the gradient.
 at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options);

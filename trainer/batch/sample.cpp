@@ -55,6 +55,19 @@ class Unpacker final {
 
 }  // namespace
 
+int64_t Sample::valid_tokens() const {
+  int64_t count = 0;
+  for (size_t t = 0; t < response.size(); ++t) count += counts(t) ? 1 : 0;
+  return count;
+}
+
+double Sample::mean_advantage() const {
+  if (advantages.empty()) return 0;
+  double above_first = 0;
+  for (const double advantage : advantages) above_first += advantage - advantages.front();
+  return advantages.front() + above_first / static_cast<double>(advantages.size());
+}
+
 std::string pack_samples(const std::vector<Sample>& samples) {
   Packer out;
   for (const Sample& s : samples) {
@@ -68,9 +81,13 @@ std::string pack_samples(const std::vector<Sample>& samples) {
     out.number(s.raw_reward);
     out.numbers(s.reward_parts);
     out.number(s.reward);
-    out.number(s.advantage);
     out.number(s.loss_multiplier);
     out.number(static_cast<uint8_t>(s.trained_early));
+    out.numbers(s.loss_mask);
+    out.numbers(s.values);
+    out.numbers(s.rewards);
+    out.numbers(s.advantages);
+    out.numbers(s.returns);
   }
   return out.take();
 }
@@ -93,12 +110,19 @@ std::vector<Sample> unpack_samples(std::string_view bytes, const std::vector<Sha
     s.raw_reward = in.number<double>();
     s.reward_parts = in.numbers<double>();
     s.reward = in.number<double>();
-    s.advantage = in.number<double>();
     s.loss_multiplier = in.number<double>();
     s.trained_early = in.number<uint8_t>() != 0;
-    if (s.generation_logprobs.size() != s.response.size() ||
-        (!s.reference_logprobs.empty() && s.reference_logprobs.size() != s.response.size()))
+    s.loss_mask = in.numbers<uint8_t>();
+    s.values = in.numbers<float>();
+    s.rewards = in.numbers<double>();
+    s.advantages = in.numbers<double>();
+    s.returns = in.numbers<double>();
+    const auto of_tokens = [&](const auto& numbers) { return numbers.empty() || numbers.size() == s.response.size(); };
+    if (s.generation_logprobs.size() != s.response.size() || !of_tokens(s.reference_logprobs))
       fail_data("a packed sample has another number of log-probs than tokens");
+    if (!of_tokens(s.loss_mask) || !of_tokens(s.values) || !of_tokens(s.rewards) || !of_tokens(s.advantages) ||
+        !of_tokens(s.returns))
+      fail_data("a packed sample has numbers of tokens for other tokens than its own");
     samples.push_back(std::move(s));
   }
   return samples;

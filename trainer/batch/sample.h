@@ -44,12 +44,24 @@ struct Sample {
   bool dropped = false;                    // its reward failed under the policy "drop"
   double raw_reward = 0;                   // as the rewards gave it: the weighted sum of the parts
   std::vector<double> reward_parts;        // of each reward, in the configuration's order, before weighting
-  double reward = 0;                       // after scaling and shaping
-  double advantage = 0;
-  double loss_multiplier = 1;  // 0: stays in the baseline, not in the loss
-  bool trained_early = false;  // its gradient is in the sums of the first optimizer step already
+  double reward = 0;                       // of the whole response, after scaling and shaping
+  double loss_multiplier = 1;              // 0: stays in the baseline, not in the loss
+  bool trained_early = false;              // its gradient is in the sums of the first optimizer step already
+  // One for each token of the response; empty: not made (of a GRPO run only the advantages are).
+  std::vector<uint8_t> loss_mask;  // 0: the token is none of the policy's. Empty: all are
+  std::vector<float> values;       // of the state before the token, from the critic
+  std::vector<double> rewards;     // the response's own at its last valid token; a KL taken off
+  std::vector<double> advantages;
+  std::vector<double> returns;  // what the critic learns
 
   int64_t length() const { return static_cast<int64_t>(prompt.size() + response.size()); }
+  // Whether token t of the response is in the loss.
+  bool counts(size_t t) const { return loss_multiplier > 0 && (loss_mask.empty() || loss_mask[t] != 0); }
+  int64_t valid_tokens() const;
+  // The mean over its tokens; where they are equal, exactly that. 0 without tokens.
+  double mean_advantage() const;
+  // Of each token the same.
+  void set_advantage(double advantage) { advantages.assign(response.size(), advantage); }
 };
 
 // The wire form between ranks: binary, little-endian, without prompts, which every rank has. unpack takes prompts[i]

@@ -44,6 +44,55 @@ TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
   EXPECT_THROW(unpack_samples(bytes, {prompts[0], prompts[1]}), Error);  // no prompt of group 2
 }
 
+TEST(Samples, NumbersOfTokensTravelWithThem) {
+  Sample full = sample(0, {1, 2}, {3, 4, 5});
+  full.loss_mask = {1, 0, 1};
+  full.values = {0.5F, -1, 2};
+  full.rewards = {0, -0.25, 1};
+  full.advantages = {0.1, 0.2, 0.3};
+  full.returns = {1, 2, 3};
+  const std::vector<SharedTokens> prompts = {{1, 2}};
+  const Sample back = unpack_samples(pack_samples({full}), prompts).front();
+  EXPECT_EQ(back.loss_mask, full.loss_mask);
+  EXPECT_EQ(back.values, full.values);
+  EXPECT_EQ(back.rewards, full.rewards);
+  EXPECT_EQ(back.advantages, full.advantages);
+  EXPECT_EQ(back.returns, full.returns);
+  for (const auto spoil : {+[](Sample& s) { s.loss_mask.pop_back(); }, +[](Sample& s) { s.values.push_back(0); },
+                           +[](Sample& s) { s.rewards.pop_back(); }, +[](Sample& s) { s.advantages.pop_back(); },
+                           +[](Sample& s) { s.returns.push_back(0); }}) {
+    Sample spoilt = full;
+    spoil(spoilt);
+    EXPECT_THROW(unpack_samples(pack_samples({spoilt}), prompts), Error);
+  }
+}
+
+TEST(Samples, AMaskedTokenOrSampleIsOutOfTheLoss) {
+  std::vector<Sample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {8, 9}), sample(2, {1}, {2})};
+  samples[0].loss_mask = {1, 0, 1};
+  samples[1].loss_multiplier = 0;
+  for (Sample& s : samples) s.set_advantage(static_cast<double>(s.group) - 0.7);
+  samples[0].advantages[2] = 5;
+  EXPECT_TRUE(at::equal(loss_mask(samples, {2, 0, 1}), at::tensor(std::vector<float>{1, 1, 0, 1, 0, 0}, at::kFloat)));
+  EXPECT_TRUE(at::equal(of_tokens(samples, {2, 0, 1}, &Sample::advantages),
+                        at::tensor(std::vector<float>{1.3F, -0.7F, -0.7F, 5, 0.3F, 0.3F}, at::kFloat)));
+  EXPECT_EQ(samples[0].valid_tokens(), 2);
+  EXPECT_EQ(samples[1].valid_tokens(), 0);
+  EXPECT_EQ(samples[2].valid_tokens(), 1);
+  EXPECT_THROW(of_tokens(samples, {0}, &Sample::returns), Error);  // nobody has made them
+}
+
+TEST(Samples, TheMeanOfEqualAdvantagesIsOneOfThem) {
+  Sample s = sample(0, {1}, {2, 3, 4, 5, 6, 7, 8});
+  for (const double advantage : {0.1, -1.0 / 3, 1e-17, 123456.789}) {
+    s.set_advantage(advantage);
+    EXPECT_EQ(s.mean_advantage(), advantage);
+  }
+  s.advantages = {1, 2, 3, 4, 5, 6, 7};
+  EXPECT_DOUBLE_EQ(s.mean_advantage(), 4);
+  EXPECT_EQ(sample(0, {1}, {}).mean_advantage(), 0);
+}
+
 TEST(Samples, MicroBatchPicksTheRowBeforeEachResponseToken) {
   const std::vector<Sample> samples = {sample(0, {1, 2}, {3, 4, 5}), sample(1, {7}, {}), sample(2, {9, 8, 7}, {6})};
   const MicroBatch batch = make_micro_batch(samples, {2, 1, 0});
