@@ -271,7 +271,7 @@ TEST(Engine, APartitionedDeviceChangesNoBit) {
       }
       value += sample.response.size();
     }
-    engine.weights_changed();
+    engine.weights_changed(round + 1);
   }
 }
 

@@ -87,7 +87,8 @@ class GrpoLoop final {
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) {
       const nlohmann::json& state = session_.resumed->state;
-      step_ = session_.resumed->step;
+      step_ = trained_steps_ = session_.resumed->step;
+      engine_.weights_changed(weights_version());
       prompts_.restore(state.at("prompts"));
       next_sample_id_ = state.at("next_sample_id").get<uint64_t>();
       if (state.contains("validation")) last_accuracy_ = state.at("validation").get<double>();
@@ -145,13 +146,16 @@ class GrpoLoop final {
     return found.equal && exact;
   }
 
+  // Every step trains the policy.
+  int64_t weights_version() const { return trained_steps_; }
+
   // The weights of this moment, for whatever generates next.
   void fill() {
     if (refit_ == nullptr) return;
     const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
     const std::string before = session_.context.phase();
     session_.context.set_phase("refit");
-    if (refit_->fill()) engine_.weights_changed();
+    if (refit_->fill()) engine_.weights_changed(weights_version());
     session_.context.set_phase(before);
   }
 
@@ -366,7 +370,8 @@ class GrpoLoop final {
     session_.describe_waits(report.values);
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
-      engine_.weights_changed();
+      ++trained_steps_;
+      engine_.weights_changed(weights_version());
     }
     fill();  // now, in this step's time: the next rollout may be a validation's
     report.values["performance/generation_group_ranks"] =
@@ -456,6 +461,7 @@ class GrpoLoop final {
   bool row_exact_ = true;
   bool early_gradients_ = false;
   int64_t step_ = 0;
+  int64_t trained_steps_ = 0;    // one ahead of step_ while a trained step is told
   int64_t optimizer_steps_ = 0;  // of the whole run
   uint64_t next_sample_id_ = 0;
   std::optional<double> last_accuracy_;  // of the last validation

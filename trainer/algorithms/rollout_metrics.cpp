@@ -39,6 +39,8 @@ std::vector<RolloutLine> rollout_lines(const std::vector<Sample>& samples, int64
     line.dropped = sample.dropped;
     line.prompt_tokens = static_cast<int64_t>(sample.prompt.size());
     line.response_tokens = static_cast<int64_t>(sample.response.size());
+    for (const VersionSpan& span : sample.weight_versions)
+      line.weight_versions.push_back({span.version, span.from, span.to});
     lines.push_back(std::move(line));
   }
   return lines;

@@ -102,6 +102,7 @@ class RolloutCollector::Scoring final {
       if (rewards_ != nullptr) requests.push_back(to_score(example, made, sample.truncated));
       sample.response = std::move(made.response);
       sample.generation_logprobs = std::move(made.logprobs);
+      sample.weight_versions = std::move(made.versions);
       own_.push_back(std::move(sample));
     }
     if (rewards_ != nullptr) {

@@ -18,6 +18,7 @@ void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const
   keep("mask", batch.mask);
   keep("sequence_mask", batch.sequence_mask);
   keep("advantages", batch.advantages);
+  keep("weight_versions", batch.versions);
   keep("generation_logprobs", batch.generation);
   keep("previous_logprobs", batch.previous);
   keep("current_logprobs", logprobs.to(at::kCPU));

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 namespace trireme {
 
 void TrainingBatch::count(ValidCounts& counts) const {
@@ -9,6 +11,22 @@ void TrainingBatch::count(ValidCounts& counts) const {
   counts.sequences += sequence_mask.sum().item<double>();
   if (positive.defined()) counts.positive_tokens += (mask * positive).sum().item<double>();
 }
+
+namespace {
+
+at::Tensor token_versions(const std::vector<Sample>& samples, const Members& members) {
+  std::vector<int64_t> versions;
+  for (const int64_t i : members) {
+    const Sample& sample = samples[static_cast<size_t>(i)];
+    const size_t begin = versions.size();
+    versions.resize(begin + sample.response.size(), -1);
+    for (const VersionSpan& span : sample.weight_versions)
+      std::fill_n(versions.begin() + static_cast<int64_t>(begin) + span.from, span.to - span.from, span.version);
+  }
+  return at::tensor(versions, at::kLong);
+}
+
+}  // namespace
 
 TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Members& members, bool share_prompts,
                                   bool positive) {
@@ -26,6 +44,7 @@ TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Memb
   batch.mask = loss_mask(samples, members);
   batch.sequence_mask = at::tensor(sequences, at::kFloat);
   if (positive) batch.positive = spread(samples, members, correct);
+  batch.versions = token_versions(samples, members);
   return batch;
 }
 

@@ -22,6 +22,7 @@ struct TrainingBatch {
   at::Tensor advantages, mask;
   at::Tensor sequence_mask;
   at::Tensor positive;  // 1 in correct responses; undefined when the loss has no term for them
+  at::Tensor versions;  // int64: of the weights that drew the token; -1 where nobody said
 
   // Adds this batch's to `counts`.
   void count(ValidCounts& counts) const;

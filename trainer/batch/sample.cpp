@@ -76,6 +76,8 @@ std::string pack_samples(const std::vector<Sample>& samples) {
     out.numbers(s.response);
     out.numbers(s.generation_logprobs);
     out.numbers(s.reference_logprobs);
+    out.numbers(s.weight_versions);
+    out.number(static_cast<uint8_t>(s.mixed_context));
     out.number(static_cast<uint8_t>(s.truncated));
     out.number(static_cast<uint8_t>(s.dropped));
     out.number(s.raw_reward);
@@ -105,6 +107,8 @@ std::vector<Sample> unpack_samples(std::string_view bytes, const std::vector<Sha
     s.response = in.numbers<int32_t>();
     s.generation_logprobs = in.numbers<float>();
     s.reference_logprobs = in.numbers<float>();
+    s.weight_versions = in.numbers<VersionSpan>();
+    s.mixed_context = in.number<uint8_t>() != 0;
     s.truncated = in.number<uint8_t>() != 0;
     s.dropped = in.number<uint8_t>() != 0;
     s.raw_reward = in.number<double>();
@@ -123,6 +127,8 @@ std::vector<Sample> unpack_samples(std::string_view bytes, const std::vector<Sha
     if (!of_tokens(s.loss_mask) || !of_tokens(s.values) || !of_tokens(s.rewards) || !of_tokens(s.advantages) ||
         !of_tokens(s.returns))
       fail_data("a packed sample has numbers of tokens for other tokens than its own");
+    if (!s.weight_versions.empty() && !spans_tile(s.weight_versions, static_cast<int64_t>(s.response.size())))
+      fail_data("a packed sample has weight versions that are not those of its tokens");
     samples.push_back(std::move(s));
   }
   return samples;

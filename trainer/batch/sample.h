@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "trainer/batch/packing.h"
+#include "trainer/batch/versions.h"
 
 namespace trireme {
 
@@ -40,6 +41,8 @@ struct Sample {
   std::vector<int32_t> response;           // its stop token included
   std::vector<float> generation_logprobs;  // one per token of the response, from the sampler
   std::vector<float> reference_logprobs;   // the same under the reference model; empty: not computed yet
+  VersionSpans weight_versions;            // of the weights that drew it
+  bool mixed_context = false;              // some of its log-probs were computed over keys and values of older weights
   bool truncated = false;                  // ended at a length limit
   bool dropped = false;                    // its reward failed under the policy "drop"
   double raw_reward = 0;                   // as the rewards gave it: the weighted sum of the parts
@@ -54,6 +57,8 @@ struct Sample {
   std::vector<double> advantages;
   std::vector<double> returns;  // what the critic learns
 
+  // Its log-probs are those of weights of `version`, bit for bit where rows are exact.
+  bool is_of(int64_t version) const { return !mixed_context && all_of_version(weight_versions, version); }
   int64_t length() const { return static_cast<int64_t>(prompt.size() + response.size()); }
   // Whether token t of the response is in the loss.
   bool counts(size_t t) const { return loss_multiplier > 0 && (loss_mask.empty() || loss_mask[t] != 0); }

@@ -143,7 +143,7 @@ class StepBench final {
     }
     {
       const auto scope = timer_.enter(Phase::kRefit);
-      engine_->weights_changed();
+      engine_->weights_changed(steps_done_ + 1);
     }
     context_.world().barrier();
     const PhaseTimes measured = timer_.finish_step();

@@ -83,7 +83,10 @@ struct Engine::Impl {
     bool finished = false;
     GeneratedSample& result() const { return group->result.samples[index]; }
   };
-  using Outputs = std::vector<Output>;                  // of one step
+  struct Outputs {  // of one step
+    std::vector<Output> list;
+    int64_t version = 0;  // of the weights that it read
+  };
   using Complete = std::pair<int64_t, GeneratedGroup>;  // with Group::order
   struct Lane {
     explicit Lane(const SchedulerOptions& scheduling) : scheduler(scheduling) {}
@@ -147,6 +150,7 @@ struct Engine::Impl {
   void look(const Engine& engine, Lane& lane, std::vector<Complete>& complete);
   void process(const Engine& engine, Lane& lane, const Outputs& outputs, std::vector<Complete>& complete);
   void drop_steps();
+  void forget_cached();
   void fill_request(int64_t index);
   int64_t token(const LiveSample& sample, int64_t position) const;
   static void expect_unseen(Lane& lane);
@@ -167,6 +171,7 @@ struct Engine::Impl {
   std::map<int64_t, std::unique_ptr<Group>> groups;  // unfinished ones, by Group::order
   int64_t next_order = 0;
   std::vector<Group*> arrivals;  // in no lane yet
+  int64_t weights_version = 0;   // that the next step reads
   int64_t measured_rows = 0;     // of the cache, where the engine found its size itself; else 0
   int64_t step_bytes = 0;        // then: what steps want of LibTorch's allocator
   EngineStats stats;
@@ -437,7 +442,7 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
     for (const RowCopy& copy : *list) stats.copied_rows += copy.rows;
   }
-  return plan.outputs;
+  return Outputs{plan.outputs, weights_version};
 }
 
 // At the tokens of the lane's last step; with late_stops of the one before.
@@ -453,8 +458,8 @@ void Engine::Impl::process(const Engine& engine, Lane& lane, const Outputs& outp
   Stopwatch watch;
   const SampleResult sampled = runner->take();
   stats.waiting_seconds += watch.lap();
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    const int64_t sequence = outputs[i].sequence;
+  for (size_t i = 0; i < outputs.list.size(); ++i) {
+    const int64_t sequence = outputs.list[i].sequence;
     if (sequence < lane.first_sequence || lane.at(sequence).finished) {
       ++stats.surplus_tokens;
       continue;
@@ -463,6 +468,7 @@ void Engine::Impl::process(const Engine& engine, Lane& lane, const Outputs& outp
     sample.unseen = -1;
     sample.result().response.push_back(static_cast<int32_t>(sampled.ids[i]));
     sample.result().logprobs.push_back(sampled.logprobs[i]);
+    append_version(sample.result().versions, outputs.version);
     ++stats.sampled_tokens;
     if (const std::optional<FinishReason> reason = ended(sample)) finish(engine, lane, sequence, *reason, complete);
   }
@@ -479,6 +485,10 @@ void Engine::Impl::drop_steps() {
     if (lane.launched) (void)runner->take();
     lane.launched.reset();
   }
+}
+
+void Engine::Impl::forget_cached() {
+  for (Lane& lane : lanes) lane.scheduler.drop_cache();
 }
 
 // Everything the runner needs of the lane's planned step.
@@ -521,8 +531,8 @@ int64_t Engine::Impl::token(const LiveSample& sample, int64_t position) const {
 // The lane's next step may read the tokens of its last one, which the host does not know yet.
 void Engine::Impl::expect_unseen(Lane& lane) {
   if (!lane.launched) return;
-  for (size_t i = 0; i < lane.launched->size(); ++i) {
-    const int64_t sequence = (*lane.launched)[i].sequence;
+  for (size_t i = 0; i < lane.launched->list.size(); ++i) {
+    const int64_t sequence = lane.launched->list[i].sequence;
     if (sequence >= lane.first_sequence) lane.at(sequence).unseen = static_cast<int64_t>(i);
   }
 }
@@ -613,13 +623,17 @@ void Engine::share_device(bool on) {
   if (impl_->runner != nullptr) impl_->runner->share_device(on);
 }
 
-void Engine::weights_changed() {
-  for (Impl::Lane& lane : impl_->lanes) lane.scheduler.drop_cache();
+void Engine::weights_changed(int64_t version) {
+  TRIREME_CHECK(version >= impl_->weights_version, "an engine was given older weights than it had");
+  impl_->weights_version = version;
+  impl_->forget_cached();
 }
+
+int64_t Engine::weights_version() const { return impl_->weights_version; }
 
 void Engine::release_cache() {
   TRIREME_CHECK(idle(), "the rollout cache was released while samples are unfinished");
-  weights_changed();
+  impl_->forget_cached();
   impl_->drop_steps();
   if (impl_->arena != nullptr) impl_->arena->release();
   impl_->stats.cache_rows = 0;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "trainer/batch/versions.h"
 #include "trainer/model/model.h"
 #include "trainer/ops/partition.h"
 #include "trainer/tokenizer/tokenizer.h"
@@ -72,6 +73,7 @@ const char* to_string(FinishReason reason);  // "stop", "length"
 struct GeneratedSample {
   std::vector<int32_t> response;
   std::vector<float> logprobs;  // one a token, of the distribution it was drawn from
+  VersionSpans versions;        // of the weights that drew the tokens
   FinishReason finish = FinishReason::kLength;
 };
 
@@ -109,7 +111,7 @@ struct EngineStats {
 // steps on all stages. A stage is ahead of the next one by a turn of a lane or some.
 //
 // One thread owns an engine. It reads the model's live weights: nobody may write them during step(), and after a write
-// weights_changed() comes before the next step().
+// weights_changed() comes before the next step(). Until the first one the weights' version is 0.
 class Engine final {
  public:
   // `tokenizer` is needed for stop strings only. Both outlive the engine. Throws Error(kUser) on impossible options.
@@ -140,8 +142,10 @@ class Engine final {
   // EngineOptions::partition. Switched off again before anything else reads or writes what the engine does.
   void share_device(bool on);
 
-  // Everything cached is forgotten; unfinished samples go on with the new weights.
-  void weights_changed();
+  // The weights are those of `version` from the next step on. Everything cached is forgotten; unfinished samples go on
+  // with the new weights.
+  void weights_changed(int64_t version);
+  int64_t weights_version() const;
   // Gives the cache's memory back; the next submit takes it again (captured graphs stay): where others have taken some
   // of it meanwhile and the engine found its size itself, as much as there is. Only when idle.
   void release_cache();

@@ -165,6 +165,9 @@ class Responses final {
       json["tokens"] = sample.response;
       if (options_.logprobs) json["logprobs"] = sample.logprobs;
       json["finish_reason"] = to_string(sample.finish);
+      json["weight_versions"] = Json::array();
+      for (const VersionSpan& span : sample.versions)
+        json["weight_versions"].push_back(Json{{"version", span.version}, {"from", span.from}, {"to", span.to}});
       output_ << json.dump(-1, ' ', false, Json::error_handler_t::replace) << '\n';
     }
   }

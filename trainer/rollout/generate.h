@@ -27,8 +27,9 @@ std::vector<int32_t> tokens_of_line(const nlohmann::ordered_json& line, const ch
 // Reads {"prompt": text}, {"ids": [...]} or {"messages": [...]} (rendered by the chat template, which writes special
 // tokens itself) a line; blank lines are skipped. For ids the output's "prompt" is their text.
 // Writes, in the order of the input, one line a sample: {"prompt", "sample", "text", "tokens", "logprobs",
-// "finish_reason"}. Sample s of input n is drawn as sample id n * samples + s. `input_name` is for messages: a bad line
-// throws Error(kData) with its number. Returns the number of lines written.
+// "finish_reason", "weight_versions"}, the last a list of {"version", "from", "to"}: which weights drew which tokens.
+// Sample s of input n is drawn as sample id n * samples + s. `input_name` is for messages: a bad line throws
+// Error(kData) with its number. Returns the number of lines written.
 int64_t generate_jsonl(const Model& model, const Tokenizer& tokenizer, const EngineOptions& engine_options,
                        const SamplingOptions& sampling, const GenerateOptions& options, std::istream& input,
                        const std::string& input_name, std::ostream& output);

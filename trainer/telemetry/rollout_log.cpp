@@ -40,6 +40,9 @@ std::string rollout_line(int64_t step, const RolloutLine& line, size_t max_text_
   json["dropped"] = line.dropped;
   json["prompt_tokens"] = line.prompt_tokens;
   json["response_tokens"] = line.response_tokens;
+  json["weight_versions"] = nlohmann::ordered_json::array();
+  for (const auto& [version, from, to] : line.weight_versions)
+    json["weight_versions"].push_back({{"version", version}, {"from", from}, {"to", to}});
   return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 

@@ -2,6 +2,7 @@
 // kept.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <string>
@@ -20,6 +21,7 @@ struct RolloutLine {
   double advantage = 0;
   bool truncated = false, dropped = false;
   int64_t prompt_tokens = 0, response_tokens = 0;
+  std::vector<std::array<int64_t, 3>> weight_versions;  // version, and its tokens [from, to) of the response
 };
 
 // A JSON object without a newline. Texts longer than `max_text_bytes` are cut, which a key "cut" says; bytes that are

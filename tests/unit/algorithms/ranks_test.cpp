@@ -304,6 +304,7 @@ TEST(KlInReward, IsTakenOffEveryTokenBeforeWhitening) {
     return std::vector<double>(flat.const_data_ptr<double>(), flat.const_data_ptr<double>() + flat.numel());
   };
   const std::vector<double> previous = get("previous_logprobs"), other = get("reference_logprobs");
+  EXPECT_EQ(get("weight_versions"), std::vector<double>(previous.size(), -1)) << "nobody said";
   std::vector<double> tokens;
   std::vector<bool> valid;
   double kl_sum = 0;

@@ -121,6 +121,7 @@ void expect_same(const std::vector<Sample>& a, const std::vector<Sample>& b) {
     EXPECT_EQ(a[s].index, b[s].index);
     EXPECT_EQ(a[s].response, b[s].response);
     EXPECT_EQ(a[s].raw_reward, b[s].raw_reward);
+    EXPECT_EQ(a[s].weight_versions, b[s].weight_versions);
     ASSERT_EQ(a[s].generation_logprobs.size(), b[s].generation_logprobs.size());
     EXPECT_EQ(0, std::memcmp(a[s].generation_logprobs.data(), b[s].generation_logprobs.data(),
                              a[s].generation_logprobs.size() * sizeof(float)));
@@ -135,6 +136,7 @@ TEST(Rollouts, AreTheSameOnAnyNumberOfRanksAndSharedEvenly) {
     const Sample& sample = alone.rollouts.front()[s];
     EXPECT_EQ(sample.group * 8 + sample.index, static_cast<int64_t>(s));
     EXPECT_EQ(sample.response.size(), 1 + s * 7 % 23) << "not the forced length";
+    EXPECT_EQ(sample.weight_versions, (VersionSpans{{0, 0, static_cast<int64_t>(sample.response.size())}}));
   }
   for (const int world : {2, 4}) {
     const std::vector<Seen> ranks = on_ranks(world, {.rollouts = 2, .together = true});

@@ -17,6 +17,8 @@ Sample sample(int64_t group, std::vector<int32_t> prompt, std::vector<int32_t> t
   s.raw_reward = 0.25 * static_cast<double>(group);
   s.reward_parts = {1.5, 0.25 * static_cast<double>(group)};
   s.truncated = group == 1;
+  s.mixed_context = group == 2;
+  for (size_t i = 0; i < s.response.size(); ++i) append_version(s.weight_versions, static_cast<int64_t>(i / 2));
   return s;
 }
 
@@ -33,6 +35,8 @@ TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
     EXPECT_EQ(back[i].raw_reward, samples[i].raw_reward);
     EXPECT_EQ(back[i].reward_parts, samples[i].reward_parts);
     EXPECT_EQ(back[i].truncated, samples[i].truncated);
+    EXPECT_EQ(back[i].weight_versions, samples[i].weight_versions);
+    EXPECT_EQ(back[i].mixed_context, samples[i].mixed_context);
   }
   for (size_t cut = 1; cut < bytes.size(); ++cut) {
     try {
@@ -91,6 +95,37 @@ TEST(Samples, TheMeanOfEqualAdvantagesIsOneOfThem) {
   s.advantages = {1, 2, 3, 4, 5, 6, 7};
   EXPECT_DOUBLE_EQ(s.mean_advantage(), 4);
   EXPECT_EQ(sample(0, {1}, {}).mean_advantage(), 0);
+}
+
+TEST(Samples, WeightVersionsAreThoseOfTheTokens) {
+  Sample s = sample(0, {1}, {3, 4, 5});
+  EXPECT_EQ(s.weight_versions, (VersionSpans{{0, 0, 2}, {1, 2, 3}}));
+  EXPECT_FALSE(s.is_of(0));
+  EXPECT_FALSE(s.is_of(1));
+  const auto refused = [&](VersionSpans spans) {
+    s.weight_versions = std::move(spans);
+    try {
+      unpack_samples(pack_samples({s}), {{1}});
+      return false;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kData);
+      return true;
+    }
+  };
+  EXPECT_TRUE(refused({{0, 0, 2}}));             // a token of nobody
+  EXPECT_TRUE(refused({{0, 0, 2}, {1, 2, 4}}));  // one too many
+  EXPECT_TRUE(refused({{0, 1, 3}}));
+  EXPECT_TRUE(refused({{0, 0, 2}, {1, 1, 3}}));
+  EXPECT_TRUE(refused({{1, 0, 2}, {0, 2, 3}}));  // weights do not become older
+  EXPECT_TRUE(refused({{0, 0, 2}, {1, 2, 2}, {2, 2, 3}}));
+  EXPECT_TRUE(refused({{-1, 0, 3}}));
+  EXPECT_FALSE(refused({{7, 0, 3}}));
+  EXPECT_TRUE(s.is_of(7));
+  s.mixed_context = true;
+  EXPECT_FALSE(s.is_of(7));
+  EXPECT_FALSE(refused({}));  // nobody said
+  s.mixed_context = false;
+  EXPECT_TRUE(s.is_of(3));
 }
 
 TEST(Samples, MicroBatchPicksTheRowBeforeEachResponseToken) {

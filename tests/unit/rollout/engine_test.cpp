@@ -372,15 +372,27 @@ TEST(Engine, GreedyTakesTheLargestLogit) {
 }
 
 TEST(Engine, NewWeightsAreUsedFromTheNextTokenOn) {
-  const auto model = tiny_model(1);
-  SamplingOptions sampling = sampling_options();
-  sampling.stop_ids.clear();
-  Engine engine(*model, nullptr, {}, sampling);
-  for (const GroupRequest& request : requests(3, 2)) engine.submit(request);
-  for (int i = 0; i < 5; ++i) EXPECT_TRUE(engine.step().empty());
-  init_parameters(*model, 9);
-  engine.weights_changed();
-  expect_log_probs_of_the_loss(*model, by_id(engine.run()), engine.sampling().logprob_options(), /*from=*/5);
+  for (const bool late : {false, true}) {
+    const auto model = tiny_model(1);
+    SamplingOptions sampling = sampling_options();
+    sampling.stop_ids.clear();
+    Engine engine(*model, nullptr, {.late_stops = late}, sampling);
+    for (const GroupRequest& request : requests(3, 2)) engine.submit(request);
+    for (int i = 0; i < 5; ++i) EXPECT_TRUE(engine.step().empty());
+    init_parameters(*model, 9);
+    engine.weights_changed(3);
+    EXPECT_EQ(engine.weights_version(), 3);
+    const auto groups = by_id(engine.run());
+    expect_log_probs_of_the_loss(*model, groups, engine.sampling().logprob_options(), /*from=*/5);
+    // A token is of the weights that its step was begun with, whenever it was looked at.
+    for (const auto& [id, group] : groups) {
+      for (const GeneratedSample& sample : group.samples)
+        EXPECT_EQ(sample.versions, (VersionSpans{{0, 0, 5}, {3, 5, 24}}));
+    }
+    const auto later = generate(engine, requests(1, 1));
+    EXPECT_EQ(later.at(0).samples[0].versions, (VersionSpans{{3, 0, 24}}));
+    EXPECT_THROW(engine.weights_changed(2), Error);
+  }
 }
 
 TEST(Engine, TheCacheCanBeGivenBack) {

@@ -71,6 +71,7 @@ TEST_F(GenerateJsonl, AnswersComeInTheOrderOfTheInput) {
     EXPECT_EQ(lines[i]["tokens"].size(), 6u);
     EXPECT_EQ(lines[i]["logprobs"].size(), 6u);
     EXPECT_EQ(lines[i]["finish_reason"], "length");
+    EXPECT_EQ(lines[i]["weight_versions"], nlohmann::json::parse(R"([{"version": 0, "from": 0, "to": 6}])"));
     EXPECT_EQ(lines[i]["text"], tokenizer_->decode(lines[i]["tokens"].get<std::vector<int32_t>>()));
   }
   for (const int64_t places : {1, 3, 20, 40, 41}) EXPECT_EQ(run(text, {.max_sequences = places}), lines) << places;

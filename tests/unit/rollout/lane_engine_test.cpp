@@ -262,7 +262,7 @@ TEST(LaneEngine, RefillsTakesNewWeightsAndLeavesTheLinesEmpty) {
         }
         for (int i = 0; i < 5; ++i) EXPECT_TRUE(engine.step().empty());
         init_parameters(model, 12);
-        engine.weights_changed();
+        engine.weights_changed(1);
         std::string bytes;
         for (const GeneratedGroup& group : engine.run()) {
           for (const GeneratedSample& sample : group.samples) add_bytes(bytes, sample);

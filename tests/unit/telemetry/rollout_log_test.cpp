@@ -24,6 +24,7 @@ RolloutLine line() {
   line.truncated = true;
   line.prompt_tokens = 4;
   line.response_tokens = 2;
+  line.weight_versions = {{4, 0, 1}, {5, 1, 2}};
   return line;
 }
 
@@ -43,6 +44,8 @@ TEST(RolloutLog, ALineHasPromptResponseRewardsByNameAndAdvantage) {
   EXPECT_EQ(json.at("truncated"), true);
   EXPECT_EQ(json.at("dropped"), false);
   EXPECT_EQ(json.at("response_tokens"), 2);
+  EXPECT_EQ(json.at("weight_versions"), nlohmann::json::parse(R"([{"version": 4, "from": 0, "to": 1},
+                                                                  {"version": 5, "from": 1, "to": 2}])"));
   EXPECT_FALSE(json.contains("cut"));
 }
 
