@@ -93,4 +93,78 @@ std::vector<double> whiten(std::vector<double> advantages, const std::vector<dou
   return advantages;
 }
 
+double token_kl(double logprob, double reference, KlEstimator estimator) {
+  constexpr double kInputClamp = 20, kOutputClamp = 10;
+  const double log_ratio = std::clamp(reference - logprob, -kInputClamp, kInputClamp);
+  double kl = 0;
+  switch (estimator) {
+    case KlEstimator::kK1:
+      kl = -log_ratio;
+      break;
+    case KlEstimator::kK2:
+      kl = log_ratio * log_ratio / 2;
+      break;
+    case KlEstimator::kK3:
+      kl = std::exp(log_ratio) - 1 - log_ratio;
+      break;
+  }
+  return std::clamp(kl, -kOutputClamp, kOutputClamp);
+}
+
+std::vector<double> token_rewards(double reward, const std::vector<uint8_t>& mask, const std::vector<double>& kl,
+                                  double penalty) {
+  TRIREME_CHECK(kl.empty() || kl.size() == mask.size(), "token_rewards: a KL of each token expected");
+  std::vector<double> rewards(mask.size(), 0.0);
+  bool last = true;
+  for (size_t t = mask.size(); t-- > 0;) {
+    if (mask[t] == 0) continue;
+    if (!kl.empty()) rewards[t] = -penalty * kl[t];
+    if (last) rewards[t] += reward;
+    last = false;
+  }
+  return rewards;
+}
+
+double policy_lambda(int64_t valid_tokens, const GaeOptions& options) {
+  if (options.length_adaptive_alpha <= 0) return options.gae_lambda_policy.value_or(options.gae_lambda);
+  return 1 - 1 / std::max(options.length_adaptive_alpha * static_cast<double>(valid_tokens), 1.0);
+}
+
+TokenAdvantages generalized_advantages(const std::vector<double>& rewards, const std::vector<float>& values,
+                                       const std::vector<uint8_t>& mask, const GaeOptions& options) {
+  const size_t tokens = mask.size();
+  TRIREME_CHECK(rewards.size() == tokens && values.size() == tokens,
+                "generalized_advantages: a reward and a value of each token expected");
+  const auto valid = std::count_if(mask.begin(), mask.end(), [](uint8_t token) { return token != 0; });
+  const double of_policy = options.gae_gamma * policy_lambda(static_cast<int64_t>(valid), options);
+  const double of_value = options.gae_gamma * options.gae_lambda_value.value_or(options.gae_lambda);
+  TokenAdvantages result{std::vector<double>(tokens, 0.0), std::vector<double>(tokens, 0.0)};
+  double next_value = 0, advantage = 0, to_return = 0;
+  for (size_t t = tokens; t-- > 0;) {
+    if (mask[t] == 0) continue;
+    const double value = values[t];
+    const double delta = rewards[t] + options.gae_gamma * next_value - value;
+    advantage = delta + of_policy * advantage;
+    to_return = delta + of_value * to_return;
+    next_value = value;
+    result.advantages[t] = advantage;
+    result.returns[t] = to_return + value;
+  }
+  return result;
+}
+
+void whiten_unbiased(std::vector<double>& advantages) {
+  if (advantages.empty()) return;
+  const auto count = static_cast<double>(advantages.size());
+  const double first = advantages.front();  // differences from it: no digits lost where all are large and close
+  double mean = 0, variance = 0;
+  for (double& advantage : advantages) advantage -= first;
+  for (const double advantage : advantages) mean += advantage;
+  mean /= count;
+  for (const double advantage : advantages) variance += (advantage - mean) * (advantage - mean);
+  variance = count > 1 ? variance / (count - 1) : 0;
+  const double deviation = std::sqrt(variance + 1e-8);
+  for (double& advantage : advantages) advantage = (advantage - mean) / deviation;
+}
+
 }  // namespace trireme

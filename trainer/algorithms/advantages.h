@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "trainer/options/advantages.h"
+#include "trainer/options/loss.h"
 
 namespace trireme {
 
@@ -27,5 +28,31 @@ bool all_equal(const std::vector<double>& rewards);
 std::vector<double> whiten(std::vector<double> advantages, const std::vector<double>& tokens);
 
 double clip_advantage(double advantage, const AdvantageOptions& options);
+
+// ---- PPO: of one response, token by token. `mask`: 0 where a token is not in the loss -------------------------------
+
+// Estimate of the KL of the policy to the reference at a token (Schulman 2020), clamped as NeMo-RL clamps a KL that is
+// taken off rewards whatever the configuration says: the log-ratio to +-20, the estimate to +-10.
+double token_kl(double logprob, double reference, KlEstimator estimator);
+
+// `reward` at the last token of the mask, less `penalty` times the KL (empty: none) of each; 0 where masked.
+std::vector<double> token_rewards(double reward, const std::vector<uint8_t>& mask, const std::vector<double>& kl = {},
+                                  double penalty = 0);
+
+// Lambda of the advantages of a response with so many valid tokens: the length-adaptive one (VAPO, Yue et al. 2025,
+// arXiv 2504.05118), else gae_lambda_policy, else gae_lambda.
+double policy_lambda(int64_t valid_tokens, const GaeOptions& options);
+
+// Generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438). values[t]: of the state before token t;
+// behind the last one it is 0. Masked tokens are skipped, they are no step in time; both numbers of theirs are 0.
+struct TokenAdvantages {
+  std::vector<double> advantages;  // with policy_lambda, not whitened
+  std::vector<double> returns;     // advantages with gae_lambda_value, plus values
+};
+TokenAdvantages generalized_advantages(const std::vector<double>& rewards, const std::vector<float>& values,
+                                       const std::vector<uint8_t>& mask, const GaeOptions& options);
+
+// (A - mean) / sqrt(variance + 1e-8) of all valid tokens of a batch, unbiased variance. One token alone becomes 0.
+void whiten_unbiased(std::vector<double>& advantages);
 
 }  // namespace trireme

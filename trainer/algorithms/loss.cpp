@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "base/error.h"
@@ -235,6 +236,43 @@ LossOutput policy_loss(const LossInputs& in, const LossOptions& o) {
   output.metrics["loss"] = number(loss);
   describe(tokens, surrogate, importance, mean, output.metrics);
   return output;
+}
+
+LossOutput value_loss(const ValueLossInputs& in, const ValueLossOptions& o) {
+  const at::Tensor valid = in.mask > 0, zero = at::zeros_like(in.mask);
+  const auto masked = [&](const at::Tensor& x) { return at::where(valid, x, zero); };
+  const at::Tensor values = masked(in.values), returns = masked(in.returns);
+  at::Tensor squares = (values - returns).square(), clipped_more = zero;
+  if (o.cliprange.value_or(0) > 0) {
+    const at::Tensor old_values = masked(in.old_values);
+    const at::Tensor clipped = values.clamp(old_values - *o.cliprange, old_values + *o.cliprange);
+    const at::Tensor of_clipped = (clipped - returns).square();
+    clipped_more = (of_clipped > squares).to(in.mask.scalar_type());
+    squares = at::maximum(squares, of_clipped);
+  }
+  LossOutput output;
+  output.loss = 0.5 * o.scale * (squares * in.mask).sum() / (in.global_valid_tokens + kEpsilon);
+  // Moments in float64 and of the exact count: a variance is the difference of two of them.
+  const double tokens = std::max(in.global_valid_tokens, 1.0);
+  const at::Tensor v = values.detach().to(at::kDouble), r = returns.to(at::kDouble), m = in.mask.to(at::kDouble);
+  const auto mean = [&](const at::Tensor& x) { return number((x * m).sum()) / tokens; };
+  output.metrics["loss"] = number(output.loss);
+  output.metrics["vf_clipfrac"] = mean(clipped_more.detach().to(at::kDouble));
+  output.metrics["values_mean"] = mean(v);
+  output.metrics["returns_mean"] = mean(r);
+  output.metrics["returns_sq_mean"] = mean(r.square());
+  output.metrics["residual_sq_mean"] = mean((r - v).square());
+  if (!valid.any().item<bool>()) return output;
+  const at::Tensor picked = values.detach().masked_select(valid);
+  output.metrics["values_min"] = number(picked.min());
+  output.metrics["values_max"] = number(picked.max());
+  return output;
+}
+
+double explained_variance(double values_mean, double returns_mean, double returns_sq_mean, double residual_sq_mean) {
+  const double bias = returns_mean - values_mean;
+  const double residual = residual_sq_mean - bias * bias, whole = returns_sq_mean - returns_mean * returns_mean;
+  return 1 - residual / std::max(whole, 1e-8);
 }
 
 LossOutput sft_loss(const at::Tensor& current, const at::Tensor& mask, double global_valid_tokens) {

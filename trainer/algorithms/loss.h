@@ -47,6 +47,22 @@ at::Tensor kl_estimate(const at::Tensor& current, const at::Tensor& reference, K
 
 LossOutput policy_loss(const LossInputs& inputs, const LossOptions& options);
 
+// T response tokens, in any floating dtype.
+struct ValueLossInputs {
+  at::Tensor values;      // [T] they carry the gradient
+  at::Tensor old_values;  // [T] of the weights before the first optimizer step of this rollout
+  at::Tensor returns;     // [T]
+  at::Tensor mask;        // [T] 0 or 1
+  double global_valid_tokens = 0;
+};
+
+// PPO's value loss: scale / 2 times the mean over global valid tokens of max((V - R)^2, (clip(V, V_old - e, V_old + e)
+// - R)^2). Of the metrics, explained_variance() needs values_mean, returns_mean, returns_sq_mean and residual_sq_mean.
+LossOutput value_loss(const ValueLossInputs& inputs, const ValueLossOptions& options);
+
+// 1 - Var(returns - values) / Var(returns), of means over all tokens of a step; the denominator is at least 1e-8.
+double explained_variance(double values_mean, double returns_mean, double returns_sq_mean, double residual_sq_mean);
+
 // Sum of -log-prob over masked tokens divided by the global count.
 LossOutput sft_loss(const at::Tensor& current, const at::Tensor& mask, double global_valid_tokens);
 

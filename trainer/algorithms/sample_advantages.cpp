@@ -5,20 +5,85 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
+#include "base/error.h"
 #include "trainer/algorithms/advantages.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/parallel/communicator.h"
 
 namespace trireme {
 
-void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const Config& config) {
+namespace {
+
+// The log-probs before the rollout's first optimizer step: the sampler's, where those are exact.
+const std::vector<float>& previous_logprobs(const Sample& s) {
+  return s.previous_logprobs.empty() ? s.generation_logprobs : s.previous_logprobs;
+}
+
+// Of each token; empty without a penalty. `sum` gets those of valid tokens.
+std::vector<double> kls_of_tokens(const Sample& s, const std::vector<uint8_t>& mask, double penalty,
+                                  KlEstimator estimator, double& sum) {
+  std::vector<double> kl;
+  if (penalty == 0) return kl;
+  const std::vector<float>& previous = previous_logprobs(s);
+  TRIREME_CHECK(s.reference_logprobs.size() == mask.size() && previous.size() == mask.size(),
+                "a KL in rewards needs reference log-probs of every sample");
+  for (size_t t = 0; t < mask.size(); ++t) {
+    kl.push_back(mask[t] != 0 ? token_kl(previous[t], s.reference_logprobs[t], estimator) : 0);
+    sum += kl.back();
+  }
+  return kl;
+}
+
+}  // namespace
+
+void assign_rewards(std::vector<Sample>& samples, const Config& config) {
   for (Sample& s : samples) {
     s.reward = shape_reward(scale_reward(s.raw_reward, config.grpo.reward_scaling),
                             static_cast<int64_t>(s.response.size()), s.truncated, config.grpo.reward_shaping);
     s.loss_multiplier = s.dropped || (config.grpo.overlong_filtering && s.truncated) ? 0 : 1;
-    s.set_advantage(0);
   }
+}
+
+MetricSums assign_token_advantages(std::vector<Sample>& samples, const GaeOptions& options, double kl_penalty,
+                                   KlEstimator estimator) {
+  const bool gae = options.name == PpoEstimator::kGae;
+  std::vector<double> valid;  // advantages of valid tokens, in the order of the samples
+  double kl_sum = 0;
+  for (Sample& s : samples) {
+    std::vector<uint8_t> mask;
+    for (size_t t = 0; t < s.response.size(); ++t) mask.push_back(s.counts(t) ? 1 : 0);
+    s.rewards = token_rewards(s.reward, mask, kls_of_tokens(s, mask, kl_penalty, estimator, kl_sum), kl_penalty);
+    if (gae) {
+      TokenAdvantages made = generalized_advantages(s.rewards, s.values, mask, options);
+      s.advantages = std::move(made.advantages);
+      s.returns = std::move(made.returns);
+    } else {
+      s.set_advantage(s.reward);
+    }
+    for (size_t t = 0; t < mask.size(); ++t) {
+      if (mask[t] != 0) valid.push_back(s.advantages[t]);
+    }
+  }
+  const auto tokens = static_cast<double>(valid.size());
+  if (options.normalize_advantages && gae) whiten_unbiased(valid);
+  if (options.normalize_advantages && !gae) valid = whiten(std::move(valid), std::vector<double>(valid.size(), 1.0));
+  MetricSums metrics;
+  if (kl_penalty != 0) metrics["kl_penalty"] = kl_sum / std::max(tokens, 1.0);
+  metrics["advantages/mean"] = std::accumulate(valid.begin(), valid.end(), 0.0) / std::max(tokens, 1.0);
+  metrics["advantages/min"] = valid.empty() ? 0 : *std::min_element(valid.begin(), valid.end());
+  metrics["advantages/max"] = valid.empty() ? 0 : *std::max_element(valid.begin(), valid.end());
+  auto next = valid.begin();
+  for (Sample& s : samples) {
+    for (size_t t = 0; t < s.response.size(); ++t) s.advantages[t] = s.counts(t) ? *next++ : 0;
+  }
+  return metrics;
+}
+
+void assign_advantages(std::vector<Sample>& samples, int64_t group_size, const Config& config) {
+  assign_rewards(samples, config);
+  for (Sample& s : samples) s.set_advantage(0);
   const AdvantageOptions& options = config.grpo;
   for (size_t begin = 0; begin < samples.size(); begin += static_cast<size_t>(group_size)) {
     std::vector<double> rewards;

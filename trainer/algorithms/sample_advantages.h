@@ -12,6 +12,16 @@
 
 namespace trireme {
 
+// Raw rewards -> scaled and shaped rewards, loss multipliers. Pure.
+void assign_rewards(std::vector<Sample>& samples, const Config& config);
+
+// PPO, behind assign_rewards: rewards of tokens, advantages and, with GAE, returns of all samples of a rollout, which
+// must then have values, and with a `kl_penalty` reference log-probs. Advantages are whitened over all valid tokens
+// where the options say so. Pure, in float64: the same on all ranks. Returns advantages/{mean,min,max} over valid
+// tokens, and with a penalty the mean KL as kl_penalty.
+MetricSums assign_token_advantages(std::vector<Sample>& samples, const GaeOptions& options, double kl_penalty,
+                                   KlEstimator estimator);
+
 // Raw rewards -> scaled and shaped rewards, advantages, loss multipliers. Pure; samples in data order, `group_size`
 // apart. With a KL in the rewards of tokens the advantages are left as they are before whitening and clipping, since
 // they then differ from token to token: take_kl_off_advantages() finishes them.

@@ -78,6 +78,7 @@ std::string pack_samples(const std::vector<Sample>& samples) {
     out.numbers(s.reference_logprobs);
     out.numbers(s.weight_versions);
     out.number(static_cast<uint8_t>(s.mixed_context));
+    out.numbers(s.previous_logprobs);
     out.number(static_cast<uint8_t>(s.truncated));
     out.number(static_cast<uint8_t>(s.dropped));
     out.number(s.raw_reward);
@@ -109,6 +110,7 @@ std::vector<Sample> unpack_samples(std::string_view bytes, const std::vector<Sha
     s.reference_logprobs = in.numbers<float>();
     s.weight_versions = in.numbers<VersionSpan>();
     s.mixed_context = in.number<uint8_t>() != 0;
+    s.previous_logprobs = in.numbers<float>();
     s.truncated = in.number<uint8_t>() != 0;
     s.dropped = in.number<uint8_t>() != 0;
     s.raw_reward = in.number<double>();
@@ -122,7 +124,8 @@ std::vector<Sample> unpack_samples(std::string_view bytes, const std::vector<Sha
     s.advantages = in.numbers<double>();
     s.returns = in.numbers<double>();
     const auto of_tokens = [&](const auto& numbers) { return numbers.empty() || numbers.size() == s.response.size(); };
-    if (s.generation_logprobs.size() != s.response.size() || !of_tokens(s.reference_logprobs))
+    if (s.generation_logprobs.size() != s.response.size() || !of_tokens(s.reference_logprobs) ||
+        !of_tokens(s.previous_logprobs))
       fail_data("a packed sample has another number of log-probs than tokens");
     if (!of_tokens(s.loss_mask) || !of_tokens(s.values) || !of_tokens(s.rewards) || !of_tokens(s.advantages) ||
         !of_tokens(s.returns))

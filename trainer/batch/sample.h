@@ -43,6 +43,7 @@ struct Sample {
   std::vector<float> reference_logprobs;   // the same under the reference model; empty: not computed yet
   VersionSpans weight_versions;            // of the weights that drew it
   bool mixed_context = false;              // some of its log-probs were computed over keys and values of older weights
+  std::vector<float> previous_logprobs;    // the same under the policy before this rollout's first optimizer step
   bool truncated = false;                  // ended at a length limit
   bool dropped = false;                    // its reward failed under the policy "drop"
   double raw_reward = 0;                   // as the rewards gave it: the weighted sum of the parts

@@ -1,4 +1,4 @@
-// From a raw reward to an advantage: keys of grpo.*, as trainer/algorithms/advantages.h takes them.
+// From a raw reward to an advantage: keys of grpo.* and ppo.*, as trainer/algorithms/advantages.h takes them.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,21 @@ inline Names names_of(AdvantageEstimator) {
   static constexpr const char* kNames[] = {"grpo", "reinforce_plus_plus", "gdpo", "opd"};
   return kNames;
 }
+
+enum class PpoEstimator { kGae, kRawReward };
+inline Names names_of(PpoEstimator) {
+  static constexpr const char* kNames[] = {"gae", "raw_reward"};
+  return kNames;
+}
+
+struct GaeOptions {  // ppo.adv_estimator
+  PpoEstimator name = PpoEstimator::kGae;
+  double gae_lambda = 0.95;
+  double gae_gamma = 1.0;
+  bool normalize_advantages = true;
+  std::optional<double> gae_lambda_value, gae_lambda_policy;  // of returns, of advantages; absent: gae_lambda
+  double length_adaptive_alpha = 0.0;  // above 0: lambda of advantages is 1 - 1 / (alpha * length)
+};
 
 struct AdvantageOptions {  // grpo
   struct Estimator {       // grpo.adv_estimator

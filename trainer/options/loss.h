@@ -19,6 +19,11 @@ inline Names names_of(TruncatedImportanceSampling) {
   return kNames;
 }
 
+struct ValueLossOptions {  // value_loss_fn
+  double scale = 1.0;
+  std::optional<double> cliprange;  // 0 or absent: values are not clipped
+};
+
 struct LossOptions {
   double reference_policy_kl_penalty = 0.01;  // beta; 0: no KL term, no reference model
   KlEstimator reference_policy_kl_type = KlEstimator::kK3;

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/fs.h"
+#include "trainer/algorithms/sample_advantages.h"
 
 namespace trireme {
 namespace {
@@ -156,6 +157,157 @@ TEST(Whiten, MatchesTheDefinition) {
   EXPECT_NEAR(a[0], 0.5 / std::sqrt(0.75), 1e-12);
   EXPECT_NEAR(a[1], -1.5 / std::sqrt(0.75), 1e-12);
   EXPECT_EQ(whiten({2, 3}, {0, 0}), std::vector<double>(2, 0.0));
+}
+
+// From tests/parity/make_value_goldens.py: sums over the tokens that follow, no recursion, no code shared.
+nlohmann::json token_goldens() { return nlohmann::json::parse(read_file("tests/data/value_goldens.json")).at("gae"); }
+
+GaeOptions gae_options(const nlohmann::json& given) {
+  GaeOptions o;
+  o.gae_lambda = given.at("lambda");
+  o.gae_gamma = given.at("gamma");
+  o.gae_lambda_value = optional_of(given.at("lambda_value"));
+  o.gae_lambda_policy = optional_of(given.at("lambda_policy"));
+  o.length_adaptive_alpha = given.at("alpha");
+  return o;
+}
+
+KlEstimator kl_named(const std::string& name) {
+  return name == "k1" ? KlEstimator::kK1 : name == "k2" ? KlEstimator::kK2 : KlEstimator::kK3;
+}
+
+void expect_near(const std::vector<double>& values, const nlohmann::json& expected, const std::string& what) {
+  ASSERT_EQ(values.size(), expected.size()) << what;
+  for (size_t i = 0; i < values.size(); ++i) {
+    const double golden = expected[i].get<double>();
+    EXPECT_NEAR(values[i], golden, 1e-10 * std::max(1.0, std::abs(golden))) << what << " token " << i;
+  }
+}
+
+TEST(TokenAdvantages, MatchTheIndependentImplementation) {
+  const nlohmann::json all = token_goldens();
+  ASSERT_GE(all.size(), 160u);
+  for (const auto& golden : all) {
+    const nlohmann::json& given = golden.at("options");
+    const GaeOptions options = gae_options(given);
+    const double penalty = given.at("penalty");
+    std::vector<double> valid, whitened;
+    for (size_t i = 0; i < golden.at("batch").size(); ++i) {
+      const nlohmann::json& sample = golden.at("batch")[i];
+      const std::string what = golden.at("kind").get<std::string>() + " " + given.dump() + " " + std::to_string(i);
+      const auto mask = sample.at("mask").get<std::vector<uint8_t>>();
+      std::vector<double> kl;
+      for (size_t t = 0; t < mask.size() && penalty != 0; ++t)
+        kl.push_back(token_kl(sample.at("logprobs")[t], sample.at("reference")[t], kl_named(given.at("kl"))));
+      const std::vector<double> rewards = token_rewards(sample.at("reward"), mask, kl, penalty);
+      expect_near(rewards, golden.at("rewards")[i], "rewards " + what);
+      const TokenAdvantages made =
+          generalized_advantages(rewards, sample.at("values").get<std::vector<float>>(), mask, options);
+      expect_near(made.advantages, golden.at("advantages")[i], "advantages " + what);
+      expect_near(made.returns, golden.at("returns")[i], "returns " + what);
+      for (size_t t = 0; t < mask.size(); ++t) {
+        if (mask[t] == 0) continue;
+        valid.push_back(made.advantages[t]);
+        whitened.push_back(golden.at("whitened")[i][t]);
+      }
+    }
+    whiten_unbiased(valid);
+    // An advantage is divided by what may be as small as 1e-4.
+    for (size_t k = 0; k < valid.size(); ++k) EXPECT_NEAR(valid[k], whitened[k], 1e-9) << given.dump();
+  }
+}
+
+TEST(TokenAdvantages, OfSamplesAreThoseOfTheirTokens) {
+  for (const auto& golden : token_goldens()) {
+    const nlohmann::json& given = golden.at("options");
+    std::vector<Sample> samples;
+    for (const auto& from : golden.at("batch")) {
+      Sample& s = samples.emplace_back();
+      s.loss_mask = from.at("mask").get<std::vector<uint8_t>>();
+      s.response.assign(s.loss_mask.size(), 1);
+      s.values = from.at("values").get<std::vector<float>>();
+      s.generation_logprobs = from.at("logprobs").get<std::vector<float>>();
+      s.reference_logprobs = from.at("reference").get<std::vector<float>>();
+      s.reward = from.at("reward");
+    }
+    // A sample that is out of the loss changes nothing, and its tokens count nothing.
+    samples.push_back(samples.front());
+    samples.back().loss_multiplier = 0;
+    samples.back().reward = 100;
+    const MetricSums metrics =
+        assign_token_advantages(samples, gae_options(given), given.at("penalty"), kl_named(given.at("kl")));
+    double sum = 0, count = 0;
+    for (size_t i = 0; i + 1 < samples.size(); ++i) {
+      const std::string what = golden.at("kind").get<std::string>() + " " + given.dump() + " " + std::to_string(i);
+      expect_near(samples[i].returns, golden.at("returns")[i], what);
+      expect_near(samples[i].rewards, golden.at("rewards")[i], what);
+      for (size_t t = 0; t < samples[i].advantages.size(); ++t) {
+        EXPECT_NEAR(samples[i].advantages[t], golden.at("whitened")[i][t].get<double>(), 1e-9) << what;
+        sum += samples[i].advantages[t];
+        count += samples[i].counts(t) ? 1 : 0;
+      }
+    }
+    for (const double advantage : samples.back().advantages) EXPECT_EQ(advantage, 0);
+    EXPECT_NEAR(metrics.at("advantages/mean"), sum / std::max(1.0, count), 1e-12);
+    EXPECT_EQ(metrics.count("kl_penalty"), given.at("penalty").get<double>() != 0 ? 1u : 0u);
+  }
+}
+
+TEST(TokenAdvantages, KlIsAgainstTheLogProbsBeforeTheStepWhereThereAreSome) {
+  Sample s;
+  s.response = {1};
+  s.values = {0};
+  s.generation_logprobs = {-1};
+  s.reference_logprobs = {-3};
+  std::vector<Sample> samples = {s, s};
+  samples[1].previous_logprobs = {-2};
+  assign_token_advantages(samples, {}, 0.5, KlEstimator::kK1);
+  EXPECT_DOUBLE_EQ(samples[0].rewards[0], -0.5 * 2);
+  EXPECT_DOUBLE_EQ(samples[1].rewards[0], -0.5 * 1);
+}
+
+TEST(TokenAdvantages, RawRewardsNeedNoValues) {
+  Sample s;
+  s.response = {1, 2, 3};
+  std::vector<Sample> samples = {s, s};
+  samples[0].reward = 1;
+  samples[1].response = {4};
+  GaeOptions options;
+  options.name = PpoEstimator::kRawReward;
+  options.normalize_advantages = false;
+  assign_token_advantages(samples, options, 0, KlEstimator::kK1);
+  EXPECT_EQ(samples[0].advantages, (std::vector<double>{1, 1, 1}));
+  EXPECT_EQ(samples[1].advantages, (std::vector<double>{0}));
+  EXPECT_TRUE(samples[0].returns.empty());
+  options.normalize_advantages = true;  // biased, over tokens: mean 3/4, variance 3/16
+  assign_token_advantages(samples, options, 0, KlEstimator::kK1);
+  for (const double advantage : samples[0].advantages) EXPECT_NEAR(advantage, 0.25 / std::sqrt(3.0 / 16), 1e-12);
+  EXPECT_NEAR(samples[1].advantages[0], -0.75 / std::sqrt(3.0 / 16), 1e-12);
+}
+
+TEST(TokenAdvantages, WorkedExample) {
+  // gamma 0.5, lambda 0.5, the middle token masked: deltas 0.5 * 3 - 1 = 0.5, and 8 - 3 = 5.
+  GaeOptions options;
+  options.gae_gamma = options.gae_lambda = 0.5;
+  const TokenAdvantages made = generalized_advantages({0, 0, 8}, {1, 7, 3}, {1, 0, 1}, options);
+  EXPECT_EQ(made.advantages, (std::vector<double>{0.5 + 0.25 * 5, 0, 5}));
+  EXPECT_EQ(made.returns, (std::vector<double>{1.75 + 1, 0, 8}));
+  options.length_adaptive_alpha = 1;  // two valid tokens: lambda 1/2 again; returns have gae_lambda
+  options.gae_lambda_policy = 1;
+  EXPECT_EQ(generalized_advantages({0, 0, 8}, {1, 7, 3}, {1, 0, 1}, options).advantages, made.advantages);
+  EXPECT_EQ(policy_lambda(1, options), 0);
+}
+
+TEST(TokenAdvantages, OneTokenAndNoneAreWhitenedToZero) {
+  std::vector<double> one = {7};
+  whiten_unbiased(one);
+  EXPECT_EQ(one, std::vector<double>{0});
+  std::vector<double> none;
+  whiten_unbiased(none);
+  EXPECT_TRUE(none.empty());
+  std::vector<double> equal(5, 1e6 + 0.1);
+  whiten_unbiased(equal);
+  for (const double advantage : equal) EXPECT_EQ(advantage, 0);
 }
 
 }  // namespace

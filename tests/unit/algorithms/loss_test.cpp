@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -89,6 +91,79 @@ void compare(at::ScalarType dtype, double tolerance) {
 
 TEST(Loss, MatchesTheIndependentImplementationInFloat64) { compare(at::kDouble, 1e-10); }
 TEST(Loss, MatchesTheIndependentImplementationInFloat32) { compare(at::kFloat, 1e-5); }
+
+// tests/data/value_goldens.json comes from tests/parity/make_value_goldens.py, which shares no code with the loss.
+void compare_values(at::ScalarType dtype, double tolerance) {
+  const nlohmann::json goldens = nlohmann::json::parse(read_file("tests/data/value_goldens.json")).at("value_loss");
+  ASSERT_GE(goldens.size(), 24u);
+  for (const auto& golden : goldens) {
+    const auto get = [&](const char* name) {
+      return at::tensor(golden.at(name).get<std::vector<double>>(), at::kDouble).to(dtype);
+    };
+    ValueLossInputs in;
+    in.values = get("values").set_requires_grad(true);
+    in.old_values = get("old_values");
+    in.returns = get("returns");
+    in.mask = get("mask");
+    in.global_valid_tokens = golden.at("global_valid_tokens");
+    ValueLossOptions options;
+    options.scale = golden.at("scale");
+    options.cliprange = optional_number(golden.at("cliprange"));
+    const LossOutput out = value_loss(in, options);
+    out.loss.backward();
+    const double loss = golden.at("loss");
+    EXPECT_NEAR(out.loss.item<double>(), loss, tolerance * std::max(1.0, std::abs(loss)));
+    const at::Tensor expected = get("gradient").to(at::kDouble);
+    const double largest = expected.abs().max().item<double>();
+    EXPECT_LE((in.values.grad().to(at::kDouble) - expected).abs().max().item<double>(),
+              tolerance * std::max(largest, 1e-3));
+    for (const char* name : {"vf_clipfrac", "values_mean", "returns_mean", "returns_sq_mean", "residual_sq_mean",
+                             "values_min", "values_max"}) {
+      if (golden.at(name).is_null()) {
+        EXPECT_EQ(out.metrics.count(name), 0u);
+        continue;
+      }
+      EXPECT_NEAR(out.metrics.at(name), golden.at(name).get<double>(), 10 * tolerance) << name;
+    }
+  }
+}
+
+TEST(ValueLoss, MatchesTheIndependentImplementationInFloat64) { compare_values(at::kDouble, 1e-10); }
+TEST(ValueLoss, MatchesTheIndependentImplementationInFloat32) { compare_values(at::kFloat, 1e-5); }
+
+TEST(ValueLoss, NothingOfAMaskedTokenReachesIt) {
+  ValueLossInputs in;
+  const double infinity = std::numeric_limits<double>::infinity();
+  in.values = at::tensor({1.0, infinity, 3.0}, at::kDouble).set_requires_grad(true);
+  in.old_values = at::tensor({1.0, std::nan(""), 2.0}, at::kDouble);
+  in.returns = at::tensor({2.0, std::nan(""), 2.0}, at::kDouble);
+  in.mask = at::tensor({1.0, 0.0, 1.0}, at::kDouble);
+  in.global_valid_tokens = 2;
+  const LossOutput out = value_loss(in, {.scale = 1, .cliprange = 0.25});
+  out.loss.backward();
+  EXPECT_NEAR(out.loss.item<double>(), 0.5 * (1 + 1) / 2, 1e-8);
+  EXPECT_TRUE(at::isfinite(in.values.grad()).all().item<bool>());
+  EXPECT_EQ(in.values.grad()[1].item<double>(), 0);
+  EXPECT_EQ(out.metrics.at("values_max"), 3);
+}
+
+TEST(ValueLoss, ExplainedVarianceComesFromMoments) {
+  const nlohmann::json goldens =
+      nlohmann::json::parse(read_file("tests/data/value_goldens.json")).at("explained_variance");
+  for (const auto& golden : goldens) {
+    ValueLossInputs in;
+    in.values = at::tensor(golden.at("values").get<std::vector<double>>(), at::kDouble);
+    in.returns = at::tensor(golden.at("returns").get<std::vector<double>>(), at::kDouble);
+    in.old_values = in.values;
+    in.mask = at::ones_like(in.values);
+    in.global_valid_tokens = static_cast<double>(in.values.size(0));
+    const std::map<std::string, double> m = value_loss(in, {}).metrics;
+    const double expected = golden.at("expected");
+    EXPECT_NEAR(explained_variance(m.at("values_mean"), m.at("returns_mean"), m.at("returns_sq_mean"),
+                                   m.at("residual_sq_mean")),
+                expected, 1e-7 * std::max(1.0, std::abs(expected)));
+  }
+}
 
 TEST(Loss, InfinityOnAMaskedTokenDoesNotPoison) {
   const nlohmann::json golden = nlohmann::json::parse(read_file("tests/data/loss_goldens.json")).at(0);
