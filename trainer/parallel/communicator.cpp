@@ -295,8 +295,7 @@ PendingCollective Communicator::begin(const char* operation, const at::Tensor& t
     if (tensor.is_cuda()) {
       std::function<bool()> come = mark_current_stream();
       work = start(backend);
-      attendance_->note_queued(place_,
-                               {sequence_, operation, phase, std::move(come), [work] { return work->isCompleted(); }});
+      attendance_->note_queued(place_, {sequence_, operation, phase, std::move(come), end_of(work)});
       return;
     }
     work = start(backend);

@@ -8,6 +8,7 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/clock.h"
 
@@ -16,6 +17,10 @@ namespace trireme {
 // Collective. `timeout`: after which NCCL's own watchdog ends the process.
 c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     Milliseconds timeout);
+
+// Tells, from any thread, whether a collective of such a group has ended. Holds none of its tensors, as `work` itself
+// does with the results for as long as it lives.
+std::function<bool()> end_of(const c10::intrusive_ptr<c10d::Work>& work);
 
 // Tells, from any thread, whether the device has come to what the current stream holds now.
 std::function<bool()> mark_current_stream();

@@ -6,6 +6,8 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
+#include "base/error.h"
+
 namespace trireme {
 
 c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -13,6 +15,15 @@ c10::intrusive_ptr<c10d::Backend> make_device_group(const c10::intrusive_ptr<c10
   auto options = c10d::ProcessGroupNCCL::Options::create();
   options->timeout = timeout;
   return c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
+}
+
+// NCCL's watchdog keeps such a copy too, for the same reason: it shares the events, and has no results.
+std::function<bool()> end_of(const c10::intrusive_ptr<c10d::Work>& work) {
+  using NcclWork = c10d::ProcessGroupNCCL::WorkNCCL;
+  const auto* own = dynamic_cast<const NcclWork*>(work.get());
+  TRIREME_CHECK(own != nullptr, "a collective of a device that is none of NCCL's");
+  const auto watched = c10::make_intrusive<NcclWork>(*own);
+  return [watched] { return watched->isCompleted(); };
 }
 
 std::function<bool()> mark_current_stream() {
