@@ -63,14 +63,15 @@ int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
   const int64_t element = c.options.element_bytes, rows = training_rows(c);
   int64_t bytes = 0;
   if (owned < params && shards(c, StateSharding::kOptimizer)) {
-    const int64_t bucket = std::min(kBucketElements, params);
-    if (c.options.gradient_bytes != 4) bytes += kReductions * up(bucket * owned, params) * c.options.gradient_bytes;
-    if (shards(c, StateSharding::kGradients)) bytes += kReductions * bucket * c.options.gradient_bytes;
-    if (shards(c, StateSharding::kWeights)) {
-      // Two layers, and embedding and head, which are there from the first to the last layer.
-      const int64_t tables = (c.shape.tied ? 1 : 2) * local.padded_vocab * local.hidden;
-      bytes += element * (2 * (params - tables) / std::max<int64_t>(1, local.layers) + tables);
-    }
+    // Units are there whole while a pass needs them: at the head, when all activations are kept, the head's and a
+    // layer's or two.
+    const int64_t table = local.padded_vocab * local.hidden;
+    const int64_t layer = (params - (c.shape.tied ? 1 : 2) * table) / std::max<int64_t>(1, local.layers);
+    const bool units = shards(c, StateSharding::kGradients);
+    const int64_t summed = units ? table : kReductions * std::min(kBucketElements, params);
+    if (c.options.gradient_bytes != 4) bytes += up(summed * owned, params) * c.options.gradient_bytes;
+    if (units) bytes += (table + layer) * c.options.gradient_bytes;
+    if (shards(c, StateSharding::kWeights)) bytes += (table + 2 * layer) * element;
   }
   if (c.layout.tp > 1) bytes += rows * local.hidden * element;                         // parts of a sum
   if (c.layout.cp > 1) bytes += rows * c.layout.cp * 4 * local.key_width() * element;  // keys, values, their gradients

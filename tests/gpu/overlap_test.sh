@@ -30,4 +30,18 @@ check "the same weights and moments" [ "$(weights overlapped 6)" = "$(weights pl
 log() { values "$1" | tr -s ,; }
 [ -n "$(log plain)" ] && [ "$(log overlapped)" = "$(log plain)" ] && ok "the same log" ||
   bad "the same log" "$(diff <(log overlapped | tr , "\n") <(log plain | tr , "\n"))"
+# Shared gradients and weights: the bits of shared state with one micro-batch, and less memory, whatever is on its way.
+if [ "$device" = cuda ]; then
+  shared() { # shared STRATEGY MICRO-BATCHES: bytes at the most and what the weights are
+    "$TRIREME" launch --nproc-per-node 2 -- bench train --shape qwen3-1.7b --layers 8 --sharding "$1" --tokens 2048 \
+      --sequences 4 --micro-batches "$2" --repeats 3 --json "$dir/$1-$2.json" >"$dir/out" 2>"$dir/err" &&
+      python3 -c 'import json, sys; r = json.load(open(sys.argv[1]))
+print(r["peak_memory_bytes"], r["weights_fingerprint"])' "$dir/$1-$2.json"
+  }
+  whole=$(shared optim 1) && parts=$(shared optim_grads_params 1) || bad "one micro-batch" "$(cat "$dir/err")"
+  [ "${whole#* }" = "${parts#* }" ] && ok "shared weights: the same weights" || bad "shared weights: $parts, not $whole"
+  whole=$(shared optim 4) && parts=$(shared optim_grads_params 4) || bad "micro-batches" "$(cat "$dir/err")"
+  [ "${parts% *}" -lt "${whole% *}" ] && ok "shared weights: ${parts% *} bytes, less than ${whole% *}" ||
+    bad "shared weights take ${parts% *} bytes, not less than ${whole% *}"
+fi
 finish

@@ -71,6 +71,7 @@ class StageRun final {
       if (!on_device) begin_receive(i + 1);
       const PipelinePass& pass = passes_[i];
       if (pass.backward) {
+        if (ShardedUnits* units = model_.units()) units->expect_forward(i + 1 < passes_.size());
         backward(pass);
       } else {
         forward(pass);

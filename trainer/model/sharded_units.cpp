@@ -135,30 +135,37 @@ void ShardedUnits::end_forward(bool backward) {
   if (!backward) return;
   make_gradients(last_place_);
   if (shape_.tied) make_gradients(0);
+  if (last_place_ > 1) ahead(last_place_ - 1);  // what backward reads behind the head
 }
 
 void ShardedUnits::make_gradients(int64_t place) {
   for (Unit& unit : units_) {
-    if (unit.place == place && !unit.gradients.here())
-      unit.gradients.set(at::zeros({unit.width}, shape_.weights.dtype(shape_.gradients)));
+    if (unit.place != place || unit.gradients.here()) continue;
+    unit.gradients.set(at::zeros({unit.width}, shape_.weights.dtype(shape_.gradients)));
+    if (before_gradients) before_gradients(unit.begin, unit.gradients.memory());
   }
 }
 
 void ShardedUnits::differentiated(int64_t place) {
   const c10::NoGradGuard no_grad;
+  const bool kept = forward_follows_ && place == 1;  // the next pass reads it soon
+  std::vector<std::pair<int64_t, at::Tensor>> complete;
   for (auto unit = units_.rbegin(); unit != units_.rend(); ++unit) {
     if (unit->place == place) {
-      const at::Tensor gradients = unit->gradients.memory();
+      complete.emplace_back(unit->begin, unit->gradients.memory());
       unit->gradients.reset();
-      if (on_gradients) on_gradients(unit->begin, gradients);
     }
-    if (unit->place == place || (place == last_place_ && stays(*unit))) leave(*unit);
+    if (unit->place == place ? !kept : place == last_place_ && stays(*unit)) leave(*unit);
   }
+  // Collectives of a group run in the order they are begun in. What is read next goes before sums that nobody waits
+  // for: the layers before this one, and in the end what the next forward pass begins with.
+  if (place > 1) have(place - 1);
+  if (place > 2) ahead(place - 2);
+  if (place == 2 && forward_follows_) ahead(0);
+  if (kept) ahead(2);
+  for (const auto& [begin, gradients] : complete)
+    if (on_gradients) on_gradients(begin, gradients);
   if (place == 0) return;
-  if (place > 1) {
-    have(place - 1);
-    if (place > 2) ahead(place - 2);
-  }
   make_gradients(place - 1);
   // The embedding's are complete when everything is.
   if (place == 1) torch::autograd::Engine::get_default_engine().queue_callback([this] { differentiated(0); });

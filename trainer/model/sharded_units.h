@@ -24,7 +24,8 @@ struct Sharding {
   // the model.
   Communicator* ranks = nullptr;
   Communicator* experts = nullptr;
-  int64_t bucket_elements = int64_t{1} << 24;
+  // Most of what is gathered or summed at once: a unit is complete when its last bucket is, so few large ones are best.
+  int64_t bucket_elements = int64_t{1} << 28;
   bool any() const { return gradients || weights; }
 };
 
@@ -69,12 +70,18 @@ class ShardedUnits final {
   // Called in every backward pass when the gradients of a unit are complete: the flat element that the first one is of,
   // and all of them, behind them zeros up to the width of the unit's buckets. May be empty.
   std::function<void(int64_t begin, const at::Tensor& gradients)> on_gradients;
+  // Called with the same before the pass adds to them, when they are zeros: what is written there is in the sum. May be
+  // empty.
+  std::function<void(int64_t begin, const at::Tensor& gradients)> before_gradients;
 
   // Before a forward pass reads what is at `place`, and behind its last place. `backward`: one follows.
   void read(int64_t place);
   void end_forward(bool backward);
   // In backward: everything at `place` is differentiated.
   void differentiated(int64_t place);
+  // Before a backward pass: whether a forward pass follows it. What that reads first is then gathered, or kept, while
+  // the first layers are differentiated. False until it is said.
+  void expect_forward(bool follows) { forward_follows_ = follows; }
   // No pass reads any more.
   void end_passes();
 
@@ -115,6 +122,7 @@ class ShardedUnits final {
   const Sharding sharding_;
   const Shape shape_;
   int64_t last_place_ = 0;
+  bool forward_follows_ = false;
   ShardLayout shards_;
   std::vector<Unit> units_;
   at::Tensor parts_, alike_gradients_;

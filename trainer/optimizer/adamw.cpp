@@ -33,12 +33,15 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
   elements_ = model.trained_elements();
   make_buckets();
   unreduced_ = static_cast<int64_t>(buckets_.size());
+  summed_.assign(buckets_.size(), false);
   add_decayed();
   count_elements();
   make_state();
   if (master_.is_cuda()) mark_decayed_groups();
-  if (ShardedUnits* units = model.units())
+  if (ShardedUnits* units = model.units()) {
+    units->before_gradients = [this](int64_t begin, const at::Tensor& gradients) { continue_sums(begin, gradients); };
     units->on_gradients = [this](int64_t begin, const at::Tensor& gradients) { reduce_unit(begin, gradients); };
+  }
 }
 
 void DistributedAdamW::make_buckets() {
@@ -203,7 +206,7 @@ void DistributedAdamW::check_finite(double squares) const {
 DistributedAdamW::~DistributedAdamW() {
   if (armed_) model_.on_gradients_final = nullptr;
   if (watching_) model_.before_reading = nullptr;
-  if (ShardedUnits* units = model_.units()) units->on_gradients = nullptr;
+  if (ShardedUnits* units = model_.units()) units->before_gradients = units->on_gradients = nullptr;
 }
 
 void DistributedAdamW::reduce_in_next_backward() {
@@ -235,7 +238,7 @@ void DistributedAdamW::begin_reduction(int64_t index, const at::Tensor& gradient
   reduction.bucket = index;
   reduction.adds = adds;
   at::Tensor mine = grads_.narrow(0, bucket.at, bucket.sharded() ? bucket.part() : bucket.size);
-  if (wire != at::kFloat || adds) mine = reduction.received = take_received(mine.size(0), options);
+  if (wire != at::kFloat || adds) mine = reduction.received = at::empty({mine.size(0)}, options);
   if (!bucket.sharded()) {
     mine.copy_(gradients);
     reduction.sent = mine;
@@ -251,14 +254,43 @@ void DistributedAdamW::begin_reduction(int64_t index, const at::Tensor& gradient
   reductions_.push_back(std::move(reduction));
 }
 
+size_t DistributedAdamW::first_bucket_from(int64_t begin) const {
+  return static_cast<size_t>(std::lower_bound(buckets_.begin(), buckets_.end(), begin,
+                                              [](const Bucket& one, int64_t at) { return one.begin < at; }) -
+                             buckets_.begin());
+}
+
+// Whether what a backward pass adds up has the precision of the sums over micro-batches.
+bool DistributedAdamW::gradients_carry_sums() const {
+  return options_.reduce_in_fp32 && model_.flat_gradients().scalar_type() == at::kFloat;
+}
+
+// Earlier micro-batches' sums go into this rank's own part of the next one's gradients and come out of the reduction
+// with them: a third of the traffic of an addition behind it, and no memory for what is added.
+void DistributedAdamW::continue_sums(int64_t begin, const at::Tensor& gradients) {
+  if (!gradients_carry_sums()) return;
+  const c10::NoGradGuard no_grad;
+  size_t index = first_bucket_from(begin);
+  for (int64_t at = 0; at < gradients.size(0); at += buckets_[index++].width) {
+    if (!summed_[index]) continue;
+    const Bucket& bucket = buckets_[index];
+    const auto of_bucket = [&](const Reduction& one) { return one.bucket == static_cast<int64_t>(index); };
+    while (std::any_of(reductions_.begin(), reductions_.end(), of_bucket)) finish_oldest_reduction();
+    gradients.narrow(0, at + bucket.group->rank() * bucket.part(), bucket.part())
+        .copy_(grads_.narrow(0, bucket.at, bucket.part()));
+  }
+}
+
 // One unit's are under way at a time, beside the computation of the next one's: so many whole gradients there are.
 void DistributedAdamW::reduce_unit(int64_t begin, const at::Tensor& gradients) {
   const c10::NoGradGuard no_grad;
   while (!reductions_.empty()) finish_oldest_reduction();
-  auto bucket = std::lower_bound(buckets_.begin(), buckets_.end(), begin,
-                                 [](const Bucket& one, int64_t at) { return one.begin < at; });
-  for (int64_t at = 0; at < gradients.size(0); at += bucket++->width) {
-    begin_reduction(bucket - buckets_.begin(), gradients.narrow(0, at, bucket->width), /*adds=*/true);
+  const bool carried = gradients_carry_sums();
+  size_t index = first_bucket_from(begin);
+  for (int64_t at = 0; at < gradients.size(0); at += buckets_[index++].width) {
+    begin_reduction(static_cast<int64_t>(index), gradients.narrow(0, at, buckets_[index].width),
+                    /*adds=*/summed_[index] && !carried);
+    summed_[index] = true;
     ++reduced_early_;
   }
 }
@@ -274,27 +306,17 @@ void DistributedAdamW::finish_oldest_reduction() {
     } else {
       own.copy_(reduction.received);
     }
-    received_.push_back(reduction.received);
   }
   reductions_.pop_front();
 }
 
-// Whoever watches a collective holds its result for a while after its end: always the same ones, so that this is no
-// memory besides.
-at::Tensor DistributedAdamW::take_received(int64_t part, const at::TensorOptions& options) {
-  const auto same = [part](const at::Tensor& tensor) { return tensor.size(0) == part; };  // experts' may be others
-  const auto found = std::find_if(received_.begin(), received_.end(), same);
-  if (found == received_.end()) return at::empty({part}, options);
-  at::Tensor result = std::move(*found);
-  received_.erase(found);
-  return result;
-}
-
 void DistributedAdamW::finish_reduction() {
   if (model_.units() != nullptr) {  // what tensor ranks hold alike is left
-    unreduced_ = std::lower_bound(buckets_.begin(), buckets_.end(), model_.alike_elements(),
-                                  [](const Bucket& bucket, int64_t end) { return bucket.begin < end; }) -
-                 buckets_.begin();
+    const size_t first = first_bucket_from(model_.alike_elements());
+    unreduced_ = static_cast<int64_t>(first);
+    for (size_t index = first; index < buckets_.size(); ++index)  // which no pass came by
+      if (!summed_[index]) grads_.narrow(0, buckets_[index].at, buckets_[index].part()).zero_();
+    summed_.assign(buckets_.size(), false);
   }
   reduce_from(0);
   while (!reductions_.empty()) finish_oldest_reduction();
@@ -333,7 +355,6 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
     update(factors);
     write_weights();
   }
-  if (model_.units() != nullptr) grads_.zero_();  // the next passes add to them
   if (gather == Gather::kNow || experts_ != nullptr) {
     finish_gather();
   } else if (!gatherings_.empty()) {

@@ -139,10 +139,13 @@ class DistributedAdamW final {
   // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
   void reduce_from(int64_t from);
   void begin_reduction(int64_t index, const at::Tensor& gradients, bool adds);
-  // A backward pass has all gradients of a unit that begins there: ShardedUnits::on_gradients.
+  // A backward pass begins to add to a unit's gradients, and has all of them: ShardedUnits::before_gradients and
+  // on_gradients.
+  void continue_sums(int64_t begin, const at::Tensor& gradients);
   void reduce_unit(int64_t begin, const at::Tensor& gradients);
+  bool gradients_carry_sums() const;
+  size_t first_bucket_from(int64_t begin) const;  // of the flat buffer
   void finish_oldest_reduction();
-  at::Tensor take_received(int64_t part, const at::TensorOptions& options);
   void finish_reduction();
   void sum_alike();
   void sum_tied();
@@ -179,10 +182,10 @@ class DistributedAdamW final {
   at::Tensor exp_avg_sq_;
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
   std::deque<Reduction> reductions_;
-  std::vector<at::Tensor> received_;  // free ones
-  int64_t unreduced_ = 0;             // buckets 0 .. unreduced_ - 1 of this step have not begun
-  int64_t reduced_early_ = 0;         // by reduce_unit since the last step
-  bool armed_ = false;                // the model calls reduce_from
+  std::vector<bool> summed_;   // by bucket: reduce_unit has begun to sum it since the last step
+  int64_t unreduced_ = 0;      // buckets 0 .. unreduced_ - 1 of this step have not begun
+  int64_t reduced_early_ = 0;  // by reduce_unit since the last step
+  bool armed_ = false;         // the model calls reduce_from
   std::deque<Gathering> gatherings_;
   bool watching_ = false;  // the model calls finish_gather_before
   at::Tensor decay_bits_;  // CUDA: int32, a bit for each 64 elements of the flat buffer

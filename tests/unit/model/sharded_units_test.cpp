@@ -71,7 +71,8 @@ struct Result {
   std::vector<at::Tensor> gradients;  // of each unit, as backward gave them, the last one first
 };
 
-Result passes(Model& model, const PackedBatch& batch) {
+// `follows`: another one comes behind it.
+Result passes(Model& model, const PackedBatch& batch, bool follows = false) {
   Result result;
   if (model.units() != nullptr) {
     model.units()->on_gradients = [&](int64_t, const at::Tensor& gradients) {
@@ -80,10 +81,11 @@ Result passes(Model& model, const PackedBatch& batch) {
   }
   result.hidden = model.forward(batch);
   result.logprobs = model.logprobs(result.hidden, batch.ids.roll(-1), {});
+  if (model.units() != nullptr) model.units()->expect_forward(follows);
   result.logprobs.sum().backward();
   result.hidden = result.hidden.detach();
   result.logprobs = result.logprobs.detach();
-  if (model.units() != nullptr) model.units()->end_passes();
+  if (model.units() != nullptr && !follows) model.units()->end_passes();
   return result;
 }
 
@@ -144,6 +146,56 @@ TEST_P(SharedWeights, ChangeNoBitOfAPass) {
     for (const Parameter& parameter : model.parameters())
       EXPECT_TRUE(same_bits(parameter.tensor.detach(), plain.find(parameter.name)->tensor.detach())) << parameter.name;
   });
+}
+
+// What a pass begins to gather, or keeps, for the next one: the bits of passes by themselves, and nothing is left.
+TEST_P(SharedWeights, ChangeNoBitOfPassesInARow) {
+  const auto [family, tied, dtype] = GetParam();
+  for (const int layers : {1, 2, 3}) {
+    ModelConfig config = eight_heads(family, tied);
+    config.num_layers = layers;
+    ModelOptions options;
+    options.dtype = dtype;
+    if (dtype == at::kBFloat16) options.gradient_dtype = at::kFloat;
+    Model plain(config, options);
+    fill(plain);
+    std::vector<PackedBatch> batches;
+    std::vector<Result> wanted;
+    std::vector<at::Tensor> gradients;
+    for (int i = 0; i < 3; ++i) {
+      batches.push_back(PackedBatch::from_sequences({random_tokens(5 + 4 * i, 3), random_tokens(7, 4 + i)}));
+      plain.zero_gradients();
+      wanted.push_back(passes(plain, batches.back()));
+      gradients.push_back(plain.flat_gradients().clone());
+    }
+    test::on_layout(Layout{.dp = 2}, [&, &config = config](ParallelContext& context) {
+      ModelOptions own = options;
+      own.sharding = {.gradients = true, .weights = true, .ranks = &context.data_parallel(), .bucket_elements = 1000};
+      Model model(config, own);
+      fill(model);
+      model.units()->cut();
+      model.units()->release();
+      const std::vector<WeightUnit> all = weight_units(parameter_layout(config, model.split()));
+      for (int round = 0; round < 2; ++round) {
+        for (size_t i = 0; i < batches.size(); ++i) {
+          const Result got = passes(model, batches[i], /*follows=*/i + 1 < batches.size());
+          EXPECT_TRUE(same_bits(got.hidden, wanted[i].hidden)) << layers << " layers, pass " << i;
+          EXPECT_TRUE(same_bits(got.logprobs, wanted[i].logprobs)) << layers << " layers, pass " << i;
+          ASSERT_EQ(got.gradients.size(), all.size());
+          for (size_t u = 0; u < all.size(); ++u) {
+            const WeightUnit& unit = all[all.size() - 1 - u];
+            const int64_t size = unit.end - unit.begin;
+            EXPECT_TRUE(same_bits(got.gradients[u].narrow(0, 0, size), gradients[i].narrow(0, unit.begin, size)))
+                << layers << " layers, pass " << i << ", the unit at place " << unit.place;
+          }
+        }
+        for (const Parameter& parameter : model.parameters()) {
+          if (parameter.frozen) continue;
+          EXPECT_EQ(parameter.tensor.storage().data(), nullptr) << parameter.name << " is still there";
+        }
+      }
+    });
+  }
 }
 
 TEST(SharedWeights, ThatAreNotThereHaveNoAddress) {

@@ -39,12 +39,14 @@ ModelOptions options_of(Shared shared, ParallelContext& context, int64_t bucket_
 
 // A rank's model and optimizer.
 struct Rank {
-  Rank(Shared shared, ParallelContext& context, const ModelConfig& config, int64_t bucket_elements = 1000)
+  Rank(Shared shared, ParallelContext& context, const ModelConfig& config, int64_t bucket_elements = 1000,
+       bool reduce_in_fp32 = true)
       : model(config, options_of(shared, context, bucket_elements)) {
     init_parameters(model, 3);
     AdamWOptions adam;
     adam.shard_state = shared != Shared::kNothing;
     adam.bucket_elements = bucket_elements;
+    adam.reduce_in_fp32 = reduce_in_fp32;
     optimizer = std::make_unique<DistributedAdamW>(model, context.data_parallel(), adam);
     if (model.units() != nullptr) model.units()->release();
   }
@@ -69,11 +71,12 @@ struct Trained {
   double grad_norm = 0;
 };
 
-// Three steps of `passes` micro-batches on each of `ranks`.
-Trained train(Shared shared, int ranks, int passes) {
+// Three steps of `passes` micro-batches on each of `ranks`. `carried`: sums over micro-batches go through the
+// reductions; else they are added behind them.
+Trained train(Shared shared, int ranks, int passes, bool carried = true) {
   Trained trained;
   test::on_layout(Layout{.dp = ranks}, [&](ParallelContext& context) {
-    Rank rank(shared, context, small());
+    Rank rank(shared, context, small(), 1000, /*reduce_in_fp32=*/carried);
     OptimizerStep done;
     for (int step = 0; step < 3; ++step) {
       for (int i = 0; i < passes; ++i) {
@@ -108,9 +111,24 @@ TEST(Sharding, MoreRanksAndMicroBatchesDifferByRounding) {
   const Trained wanted = train(Shared::kState, 3, 3);
   const double largest = wanted.weights.abs().max().item<double>();
   for (const Shared shared : {Shared::kNothing, Shared::kGradients, Shared::kWeights}) {
-    const Trained got = train(shared, 3, 3);
-    EXPECT_LE((got.weights - wanted.weights).abs().max().item<double>(), 1e-5 * largest) << static_cast<int>(shared);
-    EXPECT_NEAR(got.grad_norm, wanted.grad_norm, 1e-5 * wanted.grad_norm);
+    for (const bool carried : {true, false}) {
+      const Trained got = train(shared, 3, 3, carried);
+      EXPECT_LE((got.weights - wanted.weights).abs().max().item<double>(), 1e-5 * largest) << static_cast<int>(shared);
+      EXPECT_NEAR(got.grad_norm, wanted.grad_norm, 1e-5 * wanted.grad_norm);
+    }
+  }
+}
+
+// A step's sums begin with its first micro-batch: none of the step before is in them.
+TEST(Sharding, AStepWithoutAPassHasNoGradients) {
+  for (const Shared shared : {Shared::kGradients, Shared::kWeights}) {
+    test::on_layout(Layout{.dp = 2}, [&](ParallelContext& context) {
+      Rank rank(shared, context, small());
+      rank.pass({1, 2, 3});
+      const double norm = rank.step().grad_norm;
+      EXPECT_GT(norm, 0);
+      EXPECT_EQ(rank.step().grad_norm, 0);
+    });
   }
 }
 
