@@ -97,6 +97,7 @@ Subprocess Subprocess::spawn(const SpawnOptions& options) {
       ::dup2(1, 2);
     else if (options.pipe_stderr)
       ::dup2(err.write, 2);
+    if (options.keep_fd >= 0) ::fcntl(options.keep_fd, F_SETFD, 0);
     if (!options.working_directory.empty() && ::chdir(options.working_directory.c_str()) != 0) {
       const int code = errno;
       (void)!::write(failure.write, &code, sizeof code);

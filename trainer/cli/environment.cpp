@@ -1,5 +1,6 @@
 #include "trainer/cli/environment.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -40,6 +41,8 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
   r.master_port = static_cast<int>(environment_int("MASTER_PORT", 0));
   r.attempt = environment("TRIREME_ATTEMPT", "0");
   r.launcher_fd = static_cast<int>(environment_int("TRIREME_LAUNCHER_FD", -1));
+  r.listen_fd = static_cast<int>(environment_int("TRIREME_LISTEN_FD", -1));
+  if (r.listen_fd >= 0) ::fcntl(r.listen_fd, F_SETFD, FD_CLOEXEC);  // what this process starts has no part in it
   r.timeout = Milliseconds(static_cast<int64_t>(timeout_s * 1000));
   if (r.world_size > 1 && r.master_port == 0)
     fail_user("WORLD_SIZE is " + std::to_string(r.world_size) + " but MASTER_PORT is not set");

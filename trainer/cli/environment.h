@@ -21,9 +21,9 @@ std::optional<std::string> environment_variable(const std::string& name);
 // Throws Error(kUser) that names the variable when it is not a number.
 int64_t environment_int(const char* name, int64_t otherwise);
 
-// RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TRIREME_ATTEMPT, TRIREME_LAUNCHER_FD. A rank that is stuck
-// ends the process with the code of a node at fault, one whose device waits in vain, or one whose peer has died, with
-// that of a failed peer.
+// RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TRIREME_ATTEMPT, TRIREME_LAUNCHER_FD, TRIREME_LISTEN_FD. A
+// rank that is stuck ends the process with the code of a node at fault, one whose device waits in vain, or one whose
+// peer has died, with that of a failed peer.
 RendezvousOptions rendezvous_from_environment(double timeout_s);
 // TRIREME_FAULT: a failure on purpose, for tests (parse_fault).
 Fault fault_from_environment();

@@ -138,6 +138,7 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
       !arguments.master_address.empty() ? arguments.master_address : environment("MASTER_ADDR", "127.0.0.1");
   options.master_port =
       arguments.master_port >= 0 ? arguments.master_port : static_cast<int>(environment_int("MASTER_PORT", 0));
+  if (options.master_port > 0) options.listen_fd = static_cast<int>(environment_int("TRIREME_LISTEN_FD", -1));
   if (options.processes < 1) fail_user("launch: --nproc-per-node must be at least 1");
   if (options.node_rank >= options.nodes) {
     fail_user("launch: node rank " + std::to_string(options.node_rank) + " is outside the " +

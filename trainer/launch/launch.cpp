@@ -1,13 +1,10 @@
 #include "trainer/launch/launch.h"
 
-#include <arpa/inet.h>
+#include <fcntl.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -20,6 +17,7 @@
 #include "base/text.h"
 #include "trainer/launch/orphans.h"
 #include "trainer/launch/output_tail.h"
+#include "trainer/launch/reserved_port.h"
 #include "trainer/parallel/lifeline.h"
 
 namespace trireme {
@@ -59,8 +57,10 @@ void write_termination_log(const LaunchOptions& options, const LaunchResult& res
 // The ranks of this node, from their start to the end of the last one.
 class Ranks final {
  public:
-  Ranks(const LaunchOptions& options, int port) : options_(options), world_(options.processes * options.nodes) {
-    for (int local = 0; local < options.processes; ++local) start(local, port);
+  // `listen_fd`: rank 0's socket of the port; -1: it makes its own.
+  Ranks(const LaunchOptions& options, int port, int listen_fd)
+      : options_(options), world_(options.processes * options.nodes) {
+    for (int local = 0; local < options.processes; ++local) start(local, port, listen_fd);
   }
 
   // Passes `number` on, once, and lets the ranks end by it within the grace period.
@@ -123,7 +123,7 @@ class Ranks final {
   }
 
  private:
-  void start(int local, int port) {
+  void start(int local, int port, int listen_fd) {
     const int rank = options_.node_rank * options_.processes + local;
     SpawnOptions spawn;
     spawn.argv = options_.command;
@@ -134,6 +134,11 @@ class Ranks final {
     spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.processes);
     spawn.set_env["MASTER_ADDR"] = options_.master_address;
     spawn.set_env["MASTER_PORT"] = std::to_string(port);
+    spawn.set_env["TRIREME_LISTEN_FD"] = "";  // nobody else's: it would hold the port of a rank 0 that has died
+    if (rank == 0 && listen_fd >= 0) {
+      spawn.set_env["TRIREME_LISTEN_FD"] = std::to_string(listen_fd);
+      spawn.keep_fd = listen_fd;
+    }
     spawn.pipe_stderr = true;
     if (options_.processes > 1) {
       spawn.pipe_stdin = true;
@@ -204,27 +209,22 @@ class Ranks final {
 
 }  // namespace
 
-int free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  const bool ok = fd >= 0 && ::bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-                  ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0;
-  const int code = errno;
-  if (fd >= 0) ::close(fd);
-  if (!ok) fail_io(std::string("cannot find a free port: ") + std::strerror(code));
-  return ntohs(address.sin_port);
-}
-
 LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal) {
   const int world = options.processes * options.nodes;
   int port = options.master_port;
   if (port == 0 && options.nodes > 1) fail_user("several nodes need a master port: set MASTER_PORT or --master-port");
-  if (port == 0 && world > 1) port = free_port();
-
-  Ranks ranks(options, port);
+  int listen_fd = options.listen_fd;
+  if (listen_fd >= 0) ::fcntl(listen_fd, F_SETFD, FD_CLOEXEC);
+  std::optional<ReservedPort> reserved;
+  if (port == 0 && world > 1) {
+    reserved.emplace();
+    port = reserved->port();
+    listen_fd = reserved->fd();
+  }
+  Ranks ranks(options, port, listen_fd);
+  // Rank 0 has it now: the port ends with it, and whoever comes then is refused.
+  reserved.reset();
+  if (options.listen_fd >= 0) ::close(options.listen_fd);
   while (!ranks.all_ended()) {
     // Before ranks are looked at: who sends it to all at once ends those that have not begun by it.
     ranks.forward(signal == nullptr ? 0 : signal->load());

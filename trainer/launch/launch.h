@@ -12,13 +12,15 @@ namespace trireme {
 
 struct LaunchOptions {
   // One rank's argv; the environment tells it its rank and, in TRIREME_LAUNCHER_FD, where it can read which ranks of
-  // this node have failed ("died RANK HOW", a line each).
+  // this node have failed ("died RANK HOW", a line each); rank 0, in TRIREME_LISTEN_FD, the socket of MASTER_PORT,
+  // where the port was chosen here.
   std::vector<std::string> command;
   int processes = 1;  // ranks of this node
   int nodes = 1;
   int node_rank = 0;
   std::string master_address = "127.0.0.1";
   int master_port = 0;  // 0: a free port (one node only)
+  int listen_fd = -1;   // a socket bound to master_port, for rank 0, closed here; -1: rank 0 makes its own
   std::map<std::string, std::string> environment;
   Milliseconds grace{300000};         // after a forwarded SIGTERM, until SIGKILL
   Milliseconds failure_grace{20000};  // after the first failure: the others may notice and leave by themselves
@@ -39,8 +41,5 @@ struct LaunchResult {
 
 // Set by the caller's signal handler: the signal's number, forwarded once. May be null.
 LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal);
-
-// A TCP port on the loopback interface that was free a moment ago.
-int free_port();
 
 }  // namespace trireme

@@ -13,7 +13,7 @@
 #include "base/log.h"
 #include "base/subprocess.h"
 #include "base/text.h"
-#include "trainer/launch/launch.h"
+#include "trainer/launch/reserved_port.h"
 
 namespace trireme {
 namespace {
@@ -142,7 +142,8 @@ void map_job(RLJob& job, const LocalPod& local, const fs::path& config_path) {
 std::vector<Subprocess> start_pods(const RLJob& job, const LocalPod& local, const std::vector<std::string>& command) {
   PodPlace place;
   place.master_address = "127.0.0.1";
-  place.master_port = free_port();
+  const ReservedPort reserved;  // the first pod, whose rank 0 listens, has its socket
+  place.master_port = reserved.port();
   std::vector<Subprocess> pods;
   for (int64_t index = 0; index < job.spec.roles.actor->replicas; ++index) {
     place.index = index;
@@ -157,6 +158,10 @@ std::vector<Subprocess> start_pods(const RLJob& job, const LocalPod& local, cons
       log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
     spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
     spawn.own_group = true;
+    if (index == 0) {
+      spawn.set_env["TRIREME_LISTEN_FD"] = std::to_string(reserved.fd());
+      spawn.keep_fd = reserved.fd();
+    }
     pods.push_back(Subprocess::spawn(spawn));
   }
   return pods;

@@ -23,7 +23,7 @@ struct RendezvousOptions {
   int local_rank = 0;
   std::string master_address = "127.0.0.1";
   int master_port = 0;  // rank 0 listens here; 0 with one rank: no store is opened
-  int listen_fd = -1;   // rank 0: a socket that listens on master_port already, which the store takes over; -1: none
+  int listen_fd = -1;   // rank 0: a socket bound to master_port already, which the store takes over; -1: none
   std::string attempt = "0";
   Layout layout;  // names a rank's place in messages
   Milliseconds timeout{600000};

@@ -1,15 +1,20 @@
 #include "trainer/launch/launch.h"
 
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <thread>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "trainer/launch/once.h"
+#include "trainer/launch/reserved_port.h"
 #include "trainer/launch/run_manifest.h"
 
 namespace trireme {
@@ -183,6 +188,65 @@ TEST(Launch, KillsWhoIgnoresTermination) {
   sender.join();
 }
 
+// Whether this process could have the port now.
+bool is_free(int port) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  const bool bound = ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address) == 0;
+  ::close(fd);
+  return bound;
+}
+
+// Waits for a file and gives what is in it.
+std::string when_there(const std::filesystem::path& path) {
+  const Deadline deadline = Deadline::after(Milliseconds(60000));
+  while (!deadline.passed() && (!std::filesystem::exists(path) || read_file(path).empty()))
+    std::this_thread::sleep_for(Milliseconds(10));
+  return read_file(path);
+}
+
+TEST(Launch, TheChosenPortIsRankZerosFromItsStartToItsEnd) {
+  const TemporaryDirectory dir;
+  const std::string at = dir.path().string() + "/";
+  LaunchOptions options = shell("echo \"$MASTER_PORT [$TRIREME_LISTEN_FD]\" > " + at +
+                                    "$RANK; [ $RANK = 1 ] || readlink /proc/$$/fd/$TRIREME_LISTEN_FD > " + at +
+                                    "link; until [ -e " + at + "end$RANK ]; do sleep 0.05; done",
+                                2);
+  LaunchResult result;
+  std::thread launcher([&] { result = launch(options, nullptr); });
+  const std::string first = when_there(dir.path() / "0"), second = when_there(dir.path() / "1");
+  const int port = std::stoi(first);
+  EXPECT_EQ(std::stoi(second), port);
+  EXPECT_NE(second.find("[]"), std::string::npos) << "rank 1 has no part in it: " << second;
+  EXPECT_EQ(when_there(dir.path() / "link").rfind("socket:", 0), 0u) << first;
+  EXPECT_FALSE(is_free(port)) << "before rank 0 has listened";
+  write_file_atomic(dir.path() / "end0", "");
+  const Deadline deadline = Deadline::after(Milliseconds(60000));
+  while (!is_free(port) && !deadline.passed()) std::this_thread::sleep_for(Milliseconds(10));
+  EXPECT_TRUE(is_free(port)) << "neither the launcher nor rank 1 holds the port of a rank 0 that is gone";
+  write_file_atomic(dir.path() / "end1", "");
+  launcher.join();
+  EXPECT_EQ(result.exit_code, 0);
+}
+
+TEST(Launch, ASocketThatItWasGivenGoesToRankZero) {
+  const TemporaryDirectory dir;
+  const std::string file = (dir.path() / "seen").string();
+  LaunchOptions options = shell("[ $RANK = 1 ] || echo \"$MASTER_PORT $(readlink /proc/$$/fd/$TRIREME_LISTEN_FD)\" > " +
+                                    file,
+                                2);
+  std::optional<ReservedPort> reserved(std::in_place);
+  options.master_port = reserved->port();
+  options.listen_fd = ::dup(reserved->fd());
+  reserved.reset();
+  EXPECT_FALSE(is_free(options.master_port));
+  EXPECT_EQ(launch(options, nullptr).exit_code, 0);
+  EXPECT_EQ(read_file(file).rfind(std::to_string(options.master_port) + " socket:", 0), 0u) << read_file(file);
+  EXPECT_TRUE(is_free(options.master_port)) << "closed in the launcher";
+}
+
 TEST(Launch, SeveralNodesNeedAPort) {
   LaunchOptions options = shell("true", 1);
   options.nodes = 2;
@@ -249,8 +313,8 @@ spec:
 TEST(RunManifest, PodsOnOneMachineNeedNoRdma) {
   const TemporaryDirectory dir;
   const auto program = dir.path() / "trireme";
-  std::ofstream(program) << "#!/bin/sh\necho \"require [$TRIREME_REQUIRE_RDMA]\" >> " << dir.path().string()
-                         << "/calls\n";
+  std::ofstream(program) << "#!/bin/sh\necho \"require [$TRIREME_REQUIRE_RDMA] ${TRIREME_LISTEN_FD:+socket}\" >> "
+                         << dir.path().string() << "/calls\n";
   std::filesystem::permissions(program, std::filesystem::perms::owner_all);
   const auto manifest = dir.path() / "job.yaml";
   std::ofstream(manifest) << R"(apiVersion: trireme.dev/v1alpha1
@@ -277,7 +341,9 @@ spec:
   options.volumes = dir.path() / "volumes";
   options.program = program;
   EXPECT_EQ(run_manifest(options, nullptr), 0);
-  EXPECT_EQ(read_file(dir.path() / "calls"), "require []\nrequire []\n");
+  const std::string calls = read_file(dir.path() / "calls");  // in any order
+  EXPECT_TRUE(calls == "require [] socket\nrequire [] \n" || calls == "require [] \nrequire [] socket\n")
+      << "the first pod has the socket of the rendezvous: " << calls;
 }
 
 TEST(Once, NodeZeroRunsAndTheOthersWait) {
