@@ -17,7 +17,7 @@ enum class Cut {
   kQueryColumns,
   kMlpColumns,
   kAlike,   // each has all of it
-  kExpert,  // likewise, on the ranks that hold the expert
+  kExpert,  // whole, on the ranks that hold the expert
   kFirst,   // their first one has it
 };
 
@@ -146,10 +146,6 @@ std::optional<ParameterSlice> slice_of(const ModelShape& m, const ModelSplit& sp
   return whole;
 }
 
-void require_splittable(const ModelShape& shape, int64_t tp) {
-  TRIREME_CHECK(shape.experts == 0 || tp == 1, "a model with experts has one tensor rank");
-}
-
 [[noreturn]] void unknown(std::string_view name) { fail_internal(std::string(name) + " is no parameter of the model"); }
 
 }  // namespace
@@ -161,7 +157,6 @@ bool ModelSplit::has_layer(int64_t layer) const {
 
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages) {
   const int64_t tp = layout.tp;
-  require_splittable(shape, tp);
   TRIREME_CHECK(shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 && shape.kv_heads % tp == 0 &&
                     shape.intermediate % tp == 0,
                 "heads and MLP of the model in " + to_string(layout));
@@ -233,7 +228,6 @@ int64_t ParameterSlice::elements() const {
 }
 
 std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const ModelSplit& split, std::string_view name) {
-  require_splittable(shape, split.tp);
   if (name == kEmbedding || (name == kHead && !shape.tied)) {
     const bool here = name == kEmbedding ? split.first_stage() : split.last_stage();
     const bool copy = name == kEmbedding && shape.tied && split.last_stage() && !here;

@@ -36,13 +36,13 @@ struct ModelSplit {
   // those of data parallel ones, and have flat buffers, reductions and optimizer slices of their own.
   bool experts_apart() const { return experts.size() > 0 && (tp > 1 || ep > 1); }
 };
-// The layout must be legal for the shape; with experts it must not split a replica by tp.
+// The layout must be legal for the shape.
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});
 
 // Sizes of a rank's own part, made once. Whoever sizes tensors asks these; whoever speaks of the model to a user asks
 // its ModelShape.
 struct LocalShape {
-  int64_t tp = 1;      // outside of attention and MLP a rank has every tp-th row of a micro-batch only
+  int64_t tp = 1;      // outside of attention and a dense MLP a rank has every tp-th row of a micro-batch only
   int64_t layers = 0;  // of all pieces
   int64_t hidden = 0;  // whole, as head_dim
   int64_t head_dim = 0;

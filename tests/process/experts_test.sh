@@ -58,6 +58,21 @@ for layout in "pp2 2 policy.megatron_cfg.pipeline_model_parallel_size=2" \
     ok "$1: the first step is one rank's: $(first "$1")" ||
     bad "$1: the first step is $(first "$1"), one rank's $(first one)"
 done
+# Tensor ranks add up in another order, but sampler and loss in the same.
+check "GRPO on tp2" run tp2 2 policy.megatron_cfg.tensor_model_parallel_size=2
+out=$(sound tp2 4) && ok "tp2: $out" || bad "tp2: $out"
+check "GRPO on tp2 and pp2, routers that are trained" run tp2pp2 4 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.pipeline_model_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false
+out=$(sound tp2pp2 4) && ok "tp2 and pp2: $out" || bad "tp2 and pp2: $out"
+[ "$(routers "$dir/model" "$dir/tp2pp2/step_4/policy/weights")" = other ] && ok "tp2 and pp2: routers change" ||
+  bad "trained routers over tensor ranks"
+check "two steps on tp2" run wider 2 policy.megatron_cfg.tensor_model_parallel_size=2 grpo.max_num_steps=2
+cp -r "$dir/wider" "$dir/narrower"
+check "the rest of them on tp2" run wider 2 policy.megatron_cfg.tensor_model_parallel_size=2
+[ "$(weights wider 4)" = "$(weights tp2 4)" ] && ok "tp2 resumed: weights and moments bit for bit" ||
+  bad "a resume of tp2"
+check "the rest of them on one rank" run narrower 1
+[ -d "$dir/narrower/step_4" ] && ok "one rank went on with what two tensor ranks had" || bad "tp2 to one rank"
 check "two steps on pp2" run deeper 2 policy.megatron_cfg.pipeline_model_parallel_size=2 grpo.max_num_steps=2
 check "the rest of them on one rank" run deeper 1
 [ -d "$dir/deeper/step_4" ] && ok "one rank went on with what two stages had" || bad "one rank went on"
@@ -134,8 +149,9 @@ refused() {
   run refused "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
   grep -qF "$words" "$dir/out" && ok "$name is refused" || bad "$name" "$(tail -3 "$dir/out")"
 }
-refused "tensor parallel" "8 experts, which tensor parallel ranks cannot share yet" 2 \
-  policy.megatron_cfg.tensor_model_parallel_size=2
+refused "a balancing loss over tensor parallel ranks" "whose counts are of whole micro-batches" 2 \
+  policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false \
+  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.01
 refused "a balancing loss over context parallel ranks" "whose counts are of whole micro-batches" 2 \
   policy.megatron_cfg.context_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false \
   policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.01

@@ -26,10 +26,22 @@ Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const Ke
   return recompute;
 }
 
+namespace {
+
+// By which activations are counted: of tensor ranks each takes its part of the rows through experts of whole width,
+// which is as much of a row as a part of the width of all rows.
+LocalShape counted_shape(const Model& model) {
+  LocalShape shape = model.local();
+  shape.moe_intermediate = model.config().moe_intermediate_size / shape.tp;
+  return shape;
+}
+
+}  // namespace
+
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
-  model.set_recompute(fit_recompute(model.local(), element, kept_activations(model.split(), tokens, 1),
+  model.set_recompute(fit_recompute(counted_shape(model), element, kept_activations(model.split(), tokens, 1),
                                     device_available_bytes(model.options().device)));
 }
 
@@ -46,7 +58,7 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
     const auto fit = [&] {
       const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
       free = device_available_bytes(model.options().device);
-      own = fit_recompute(model.local(), element, kept, free, &needed);
+      own = fit_recompute(counted_shape(model), element, kept, free, &needed);
     };
     fit();
     // Ranks that generate together take their caches back together, too; they may be others than those that train so.

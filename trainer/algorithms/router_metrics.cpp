@@ -30,7 +30,8 @@ MetricSums router_metrics(RouterWatch& watch, ParallelContext& ranks) {
   RouterSums sums = watch.take();
   ranks.data_parallel().all_reduce_sum(sums.of_layers);
   sums.of_layers = sums.of_layers.to(at::kCPU);
-  ranks.group(Axis::kPp).all_reduce_sum(sums.of_layers);  // each stage has watched its own layers
+  ranks.tensor_parallel().all_reduce_sum(sums.of_layers);  // each tensor rank has watched its own rows,
+  ranks.group(Axis::kPp).all_reduce_sum(sums.of_layers);   // each stage its own layers
   return router_metrics(sums, watch.balance());
 }
 

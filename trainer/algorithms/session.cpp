@@ -35,7 +35,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
     options.split = model_split(model.shape(), context.layout(), context.rank(), stage_options(config));
     options.tensor = &context.tensor_parallel();
     options.links = context.stage_links();
-    if (context.layout().ep > 1) options.experts = &context.group(Axis::kEtpEp);
+    if (options.split->ep > 1) options.experts = &context.group(Axis::kEtpEp);
   }
   if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   const StateSharding shared = state_sharding(config);
@@ -43,7 +43,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.sharding = {.gradients = true,
                       .weights = shared == StateSharding::kWeights,
                       .ranks = &context.data_parallel(),
-                      .experts = context.layout().ep > 1 ? &context.group(Axis::kEdp) : nullptr};
+                      .experts = context.expert_data_parallel(options.split)};
   return options;
 }
 
@@ -141,11 +141,9 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
   if (model.num_experts == 0) return;
   const MegatronConfig& m = router_settings(config);
   const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
-  if (layout.tp > 1 || layout.etp > 1) {
-    fail_user(experts +
-              ", which tensor parallel ranks cannot share yet: this size and the expert tensor parallel one "
-              "must be 1, not " +
-              to_string(layout) + "; expert parallel ranks, pipeline stages and context parallel ranks can");
+  if (layout.etp > 1) {
+    fail_user(experts + ", which expert tensor parallel ranks cannot share yet: this size must be 1, not " +
+              std::to_string(layout.etp));
   }
   for (const std::string& problem :
        combine_block_problems(model.num_experts, config.policy.moe_combine_blocks, layout.ep))
@@ -154,9 +152,9 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
     const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
     if (m.freeze_moe_router)
       fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
-    if (layout.cp > 1)
-      fail_user(key + ", whose counts are of whole micro-batches: context parallel ranks must be 1, not " +
-                std::to_string(layout.cp));
+    if (layout.tp > 1 || layout.cp > 1)
+      fail_user(key + ", whose counts are of whole micro-batches: tensor and context parallel ranks must be 1, not " +
+                std::to_string(layout.tp) + " and " + std::to_string(layout.cp));
     if (config.grpo.early_gradients)
       fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
   }
@@ -305,6 +303,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
   if (context.is_main()) warn_of_idle_context(config, context.layout());
   check_experts(config, model, model_dir, context.layout(), context.is_main());
+  if (model.num_experts > 0) context.make_expert_groups();
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);
@@ -327,7 +326,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   adam_options.reduce_in_fp32 = gradients_in_fp32(config);
   adam_options.shard_state = state_sharding(config) != StateSharding::kNothing;
   optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options,
-                                                 context.layout().ep > 1 ? &context.group(Axis::kEdp) : nullptr);
+                                                 context.expert_data_parallel(model_options.split));
 
   nlohmann::json model_fingerprint = policy->config().to_json();
   CheckpointOptions checkpoint;

@@ -29,6 +29,7 @@ ModelOptions Target::model_options(bool trainable, ParallelContext& context) con
     options.tensor = &context.tensor_parallel();
     options.links = context.stage_links();
   }
+  if (config.num_experts > 0) context.make_expert_groups();
   if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   return options;
 }

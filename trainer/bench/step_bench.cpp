@@ -60,7 +60,8 @@ class StepBench final {
     adam_options.beta2 = adam.beta2;
     adam_options.eps = adam.eps;
     adam_options.reduce_in_fp32 = trainable.gradient_dtype == at::kFloat;
-    optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options);
+    optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options,
+                                                    context.expert_data_parallel(trainable.split));
     const bool row_exact =
         products_are_exact(target_.config, policy_->local(), target_.dtype, target_.device, options.train_tokens);
     row_exact_ = context.world().all_reduce_max(row_exact ? 0 : 1) == 0;

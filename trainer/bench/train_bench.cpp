@@ -116,7 +116,10 @@ ModelOptions model_options(const TrainBenchOptions& options, const Target& targe
   const StateSharding shared = sharding_of(options);
   if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return model;
   if (options.common.pp > 1) fail_user("--sharding " + options.sharding + " needs a model of one stage (--pp 1)");
-  model.sharding = {.gradients = true, .weights = shared == StateSharding::kWeights, .ranks = &context.data_parallel()};
+  model.sharding = {.gradients = true,
+                    .weights = shared == StateSharding::kWeights,
+                    .ranks = &context.data_parallel(),
+                    .experts = context.expert_data_parallel(model.split)};
   return model;
 }
 
@@ -133,7 +136,8 @@ class TrainStep final {
       AdamWOptions adam;
       adam.shard_state = sharding_of(options) != StateSharding::kNothing;
       adam.reduce_in_fp32 = parse_dtype(options.gradient_dtype) == at::kFloat;
-      optimizer_ = std::make_unique<DistributedAdamW>(*model_, context.data_parallel(), adam);
+      optimizer_ = std::make_unique<DistributedAdamW>(*model_, context.data_parallel(), adam,
+                                                      context.expert_data_parallel(model_->options().split));
     }
     if (model_->units() != nullptr) model_->units()->release();
     for (int64_t m = 0; m < options.micro_batches; ++m) {

@@ -147,8 +147,6 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
 // What the trainer of this version lacks for the layout.
 std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
   std::vector<std::string> reasons = unsupported_splits(layout, context.config.cluster.device != "cpu");
-  if (context.shape.experts > 0 && layout.tp > 1)
-    reasons.emplace_back("tp must be 1 for a mixture of experts: it is not supported yet for it");
   if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
     reasons.push_back(*problem);
   return reasons;

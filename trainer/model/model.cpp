@@ -488,6 +488,16 @@ at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context
   return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias), context);
 }
 
+// Of the pass, which this rank's experts take: of tensor ranks each its part, without the rows that only make their
+// number a multiple of tp. Those would choose experts too.
+Range Model::expert_rows(const Context& context) const {
+  const int64_t own = residual_rows(context.tokens);
+  const int64_t begin = std::min(context.tokens, own * split_.tensor_rank);
+  return {begin, std::min(context.tokens, begin + own)};
+}
+
+// Over tensor ranks the result of own rows is whole and needs no sum. Where each rank has all rows it is a part of one:
+// zeros elsewhere, with which a sum gives back its bits, since combine gives no negative zero.
 at::Tensor Model::experts(int64_t index, const Activation& x, const Context& context) const {
   const ExpertShape shape{.experts = config_.num_experts,
                           .per_token = config_.experts_per_token,
@@ -499,9 +509,19 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
   if (context.watched != nullptr)
     watch = std::make_shared<const RouterCall>(
         RouterCall{router_watch, layers_[static_cast<size_t>(index)].number, context.watched});
-  if (options_.experts == nullptr) return mixture_of_experts(x.value, weights, shape, x.again, std::move(watch));
-  return split_mixture_of_experts(x.value, weights, shape, {.group = options_.experts, .experts = local_.experts},
-                                  std::move(watch));
+  const auto mixture = [&](const Activation& rows) {
+    if (options_.experts == nullptr)
+      return mixture_of_experts(rows.value, weights, shape, rows.again, std::move(watch));
+    return split_mixture_of_experts(rows.value, weights, shape, {.group = options_.experts, .experts = local_.experts},
+                                    std::move(watch));
+  };
+  if (split_.tp == 1) return mixture(x);
+  const Range own = expert_rows(context);
+  const int64_t first = context.whole_rows() ? own.begin : 0, rows = x.value.size(0);
+  // Cut and padded also by nothing: all ranks record the same.
+  Activation mine{x.value.narrow(0, first, own.size()), {}};
+  if (x.again) mine.again = [again = x.again, first, count = own.size()] { return again().narrow(0, first, count); };
+  return at::constant_pad_nd(mixture(mine), {0, 0, first, rows - first - own.size()});
 }
 
 // Of a split head each rank makes the logits of its part of the vocabulary, and then takes the whole rows of every

@@ -126,9 +126,10 @@ class Model final {
   // Hidden states after the final norm [tokens, hidden]. Differentiable when grad mode is on and the model is
   // trainable. Split over tensor ranks: the same tokens and the same result on all of them; between products a rank has
   // every tp-th part of the rows only (sequence parallel), but in passes against an arena: there each has all rows, and
-  // one exchange does for two. Gradients of what all hold alike (norms) are of a rank's own rows: their sum over the
-  // ranks is the parameter's. Of the result's gradient each rank gives a part: only logprobs may read it. Collective
-  // over options().tensor.
+  // one exchange does for two; each part of the rows goes through a mixture's experts on its own rank. Gradients of
+  // what all hold alike (norms, routers), and of experts, are of a rank's own rows: their sum over the ranks is the
+  // parameter's. Of the result's gradient each rank gives a part: only logprobs may read it. Collective over
+  // options().tensor.
   // Experts split over ranks change no bit, but then every pass, backward too, is collective over options().experts:
   // each rank makes as many, with tokens of its own or none.
   // Of a model with one pipeline stage; of several each rank calls forward_piece for its own.
@@ -190,8 +191,8 @@ class Model final {
   // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there
   // is the ranks' sum. 0 where the model is not split over them.
   int64_t alike_elements() const { return alike_elements_; }
-  // From here to trained_elements() lie experts that only the rank's expert data parallel group holds; nothing where
-  // experts are not split.
+  // From here to trained_elements() lie experts that the rank's expert data parallel group shares, which is not its
+  // data parallel one; nothing where experts are not apart (ModelSplit).
   int64_t split_experts() const { return split_experts_; }
 
   // Called in the backward pass of every forward that began to record while it was set, from the thread of that pass:
@@ -229,6 +230,7 @@ class Model final {
   at::Tensor attend_pieces(const Qkv& parts, const ContextRows& rows) const;
   at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
+  Range expert_rows(const Context& context) const;
   at::Tensor experts(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor whole_logits(const at::Tensor& hidden) const;
   NormResult next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const;

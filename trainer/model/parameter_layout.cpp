@@ -2,6 +2,8 @@
 
 #include <optional>
 
+#include "base/text.h"
+
 namespace trireme {
 namespace {
 
@@ -11,29 +13,29 @@ class Placing final {
       : config_(config),
         shape_(config.shape()),
         split_(split),
-        norms_first_(split.tp > 1),
+        alike_first_(split.tp > 1),
         freeze_router_(freeze_router) {}
 
   ParameterLayout run() {
-    if (norms_first_) {
+    if (alike_first_) {
       for (const ModelParameter& parameter : model_parameters(shape_)) {
         const std::optional<ParameterSlice> slice = parameter_slice(shape_, split_, parameter.name);
-        if (slice && slice->alike) add({parameter.name});
+        if (slice && slice->alike && !is_frozen_router(parameter.name)) add({parameter.name});
       }
       layout_.alike_elements = layout_.elements;
     }
     add({"model.embed_tokens.weight"});
-    for (const Range& piece : split_.layers) {
-      for (int64_t i = piece.begin; i < piece.end; ++i) add_layer(i);
-    }
+    for_layers([&](int64_t i) { add_layer(i); });
     layout_.layer_begins.push_back(layout_.elements);
-    add_norm("model.norm.weight");
+    add_alike("model.norm.weight");
     if (!config_.tie_word_embeddings) add({"lm_head.weight"});
     layout_.split_experts = layout_.elements;
-    for (int64_t i = 0; split_.ep > 1 && i < config_.num_layers; ++i) {
-      const int64_t begin = layout_.elements;
-      if (shape_.has_experts(i)) add_matrices(layer_name(i));
-      layout_.expert_layers.push_back({begin, layout_.elements});
+    if (split_.experts_apart()) {
+      for_layers([&](int64_t i) {
+        const int64_t begin = layout_.elements;
+        if (shape_.has_experts(i)) add_matrices(layer_name(i));
+        layout_.expert_layers.push_back({begin, layout_.elements});
+      });
     }
     if (freeze_router_) add_frozen_routers();
     return std::move(layout_);
@@ -51,8 +53,21 @@ class Placing final {
     layout_.elements = (layout_.elements + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
   }
 
-  void add_norm(const std::string& name) {
-    if (!norms_first_) add({name});
+  // Norms and trained routers.
+  void add_alike(const std::string& name) {
+    if (!alike_first_) add({name});
+  }
+
+  bool is_frozen_router(const std::string& name) const {
+    return freeze_router_ && shape_.experts > 0 && ends_with(name, "." + router_name(shape_));
+  }
+
+  // Of the rank.
+  template <class F>
+  void for_layers(F&& f) const {
+    for (const Range& piece : split_.layers) {
+      for (int64_t i = piece.begin; i < piece.end; ++i) f(i);
+    }
   }
 
   void add_products(const std::vector<std::string>& outputs, bool bias) {
@@ -67,15 +82,15 @@ class Placing final {
     const std::string at = layer_name(index);
     const std::string attention = at + "self_attn.", mlp = at + "mlp.";
     layout_.layer_begins.push_back(layout_.elements);
-    add_norm(at + "input_layernorm.weight");
+    add_alike(at + "input_layernorm.weight");
     add_products({attention + "q_proj", attention + "k_proj", attention + "v_proj"}, config_.qkv_bias);
-    if (config_.qk_norm) add_norm(attention + "q_norm.weight");
-    if (config_.qk_norm) add_norm(attention + "k_norm.weight");
+    if (config_.qk_norm) add_alike(attention + "q_norm.weight");
+    if (config_.qk_norm) add_alike(attention + "k_norm.weight");
     add_products({attention + "o_proj"}, config_.output_bias);
-    add_norm(at + "post_attention_layernorm.weight");
+    add_alike(at + "post_attention_layernorm.weight");
     if (shape_.has_experts(index)) {
-      if (!freeze_router_) add({at + router_name(shape_)});
-      if (split_.ep == 1) add_matrices(at);
+      if (!freeze_router_) add_alike(at + router_name(shape_));
+      if (!split_.experts_apart()) add_matrices(at);
       return;
     }
     add_products({mlp + "gate_proj", mlp + "up_proj"}, config_.mlp_bias);
@@ -97,9 +112,9 @@ class Placing final {
   void add_frozen_routers() {
     const int64_t trained = layout_.elements;
     const size_t first = layout_.parameters.size();
-    for (int64_t i = 0; i < config_.num_layers; ++i) {
+    for_layers([&](int64_t i) {
       if (shape_.has_experts(i)) add({layer_name(i) + router_name(shape_)});
-    }
+    });
     for (size_t i = first; i < layout_.parameters.size(); ++i) layout_.parameters[i].frozen = true;
     layout_.frozen_elements = layout_.elements - trained;
     layout_.elements = trained;
@@ -110,7 +125,7 @@ class Placing final {
   const ModelConfig& config_;
   const ModelShape shape_;
   const ModelSplit& split_;
-  const bool norms_first_, freeze_router_;
+  const bool alike_first_, freeze_router_;
   ParameterLayout layout_;
 };
 

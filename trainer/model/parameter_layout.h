@@ -26,18 +26,18 @@ struct PlacedParameter {
 
 // In registration order, which is stable for a configuration and a split: embedding, layers, final norm, head; a tied
 // head is absent, but the last of several pipeline stages has a copy of the embedding in its place. Of a model split
-// over tensor ranks, first what all of these hold alike (norms): read first, complete last, summed over the ranks
-// before anything else is done with it. Of a model whose experts are split, these come behind everything else that is
-// trained: other ranks hold them alike. Frozen routers come last of all.
+// over tensor ranks, first what all of these hold alike (norms, trained routers): read first, complete last, summed
+// over the ranks before anything else is done with it. Experts that are apart (ModelSplit) come behind everything else
+// that is trained. Frozen routers come last of all.
 struct ParameterLayout {
   std::vector<PlacedParameter> parameters;
   int64_t elements = 0;  // that are trained; those of frozen parameters follow
   int64_t frozen_elements = 0;
   int64_t alike_elements = 0;  // the first of them
-  int64_t split_experts = 0;   // the first of those that an expert group shares; `elements` where it does not
+  int64_t split_experts = 0;   // the first of experts that are apart; `elements` where they are not
   // First element of each layer that the rank has, then of what follows them; alike ones lie before.
   std::vector<int64_t> layer_begins;
-  std::vector<Range> expert_layers;  // of each layer, what lies behind split_experts; nothing: experts are not split
+  std::vector<Range> expert_layers;  // of each layer, what lies behind split_experts; nothing: experts are not apart
 };
 ParameterLayout parameter_layout(const ModelConfig& config, const ModelSplit& split, bool freeze_router = true);
 

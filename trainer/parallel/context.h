@@ -5,9 +5,11 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "topology/split.h"
 #include "topology/topology.h"
 #include "trainer/parallel/communicator.h"
 #include "trainer/parallel/exposed_waits.h"
@@ -62,8 +64,10 @@ class ParallelContext final {
   // the layout splits experts; whoever has a mixture calls this, since with tensor ranks its experts are reduced apart,
   // and a dense model shall not pay for that. Collective; a second call does nothing.
   void make_expert_groups();
-  // Who holds the same experts.
-  Communicator& expert_data_parallel() { return group(Axis::kEdp); }
+  // Who holds the same experts, where these are apart from the rest of the rank's part; else null.
+  Communicator* expert_data_parallel(const std::optional<ModelSplit>& split) {
+    return split && split->experts_apart() ? &group(Axis::kEdp) : nullptr;
+  }
 
   // What this rank's pipeline sends from stage to stage; null where the model has one.
   StageLinks* stage_links() { return links_.get(); }

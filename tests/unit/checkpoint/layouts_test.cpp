@@ -69,17 +69,18 @@ struct TrainedRank {
       : context(ranks),
         model(config, model_options(ranks, config, sizes)),
         optimizer(model, ranks.data_parallel(), options(sizes.shared),
-                  ranks.layout().ep > 1 ? &ranks.group(Axis::kEdp) : nullptr) {
+                  ranks.expert_data_parallel(model.options().split)) {
     fill(model);
     optimizer.reset_master_from_weights();
   }
   static ModelOptions model_options(ParallelContext& ranks, const ModelConfig& config, const Sizes& sizes) {
     ModelOptions options = split_options(ranks, config, sizes.stages);
+    options.freeze_router = config.family != ModelFamily::kMixtral;
     if (sizes.shared < Shared::kGradients) return options;
     options.sharding = {.gradients = true,
                         .weights = sizes.shared == Shared::kWeights,
                         .ranks = &ranks.data_parallel(),
-                        .experts = ranks.layout().ep > 1 ? &ranks.group(Axis::kEdp) : nullptr,
+                        .experts = ranks.expert_data_parallel(options.split),
                         .bucket_elements = 3000};
     return options;
   }
@@ -171,13 +172,20 @@ const std::vector<Sizes> kLayouts = {{1, 1, 1},
                                      {.tp = 1, .pp = 1, .dp = 4, .shared = Shared::kWeights},
                                      {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kWeights},
                                      {.tp = 1, .pp = 1, .dp = 2, .cp = 2, .shared = Shared::kWeights}};
-// Experts are on data parallel ranks, whole or split.
+// Experts are whole or split, and take the rows of tensor ranks as those of data parallel ones.
 std::vector<Sizes> layouts_for(const ModelConfig& config) {
   return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1},
                                                      {1, 1, 2},
                                                      {1, 2, 1},
                                                      {1, 2, 2},
                                                      {.tp = 1, .pp = 1, .dp = 1, .cp = 2},
+                                                     {2, 1, 1},
+                                                     {2, 1, 2},
+                                                     {2, 2, 1},
+                                                     {.tp = 2, .pp = 1, .dp = 1, .cp = 2},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kNothing},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kGradients},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kWeights},
                                                      {.tp = 1, .pp = 1, .dp = 2, .ep = 2},
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 2},
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 4},
@@ -229,15 +237,22 @@ TEST(TiedEmbedding, ItsTwoCopiesStayEqualOverThreeReplicas) {
 }
 
 // Whether a state that one has saved is loaded under another: one of each kind is enough where pipelines are among
-// them.
-bool meet(const Sizes& saved, const Sizes& loaded) {
-  const Sizes both{2, 2, 1};
-  // Where another sharing than today's is among them: one rank and four replicas.
-  if (saved != loaded && (saved.shared != Shared::kState || loaded.shared != Shared::kState)) {
-    const auto stands_for_all = [](const Sizes& sizes) { return sizes == kLayouts.front() || sizes.dp == 4; };
-    return stands_for_all(saved) && stands_for_all(loaded);
+// them, or experts, of which there are many.
+bool meet(const ModelConfig& config, const Sizes& saved, const Sizes& loaded) {
+  const Sizes one{1, 1, 1}, both{2, 2, 1};
+  if (saved == loaded) return true;
+  // Where another sharing than today's is among them: one rank and four ranks of one stage.
+  if (saved.shared != Shared::kState || loaded.shared != Shared::kState) {
+    const auto stands_for_all = [&](const Sizes& sizes) {
+      return sizes == one || (sizes.pp == 1 && sizes.cp == 1 && sizes.tp * sizes.dp == 4);
+    };
+    return stands_for_all(saved) && stands_for_all(loaded) && (saved == one || loaded == one || saved.tp == loaded.tp);
   }
-  return saved == loaded || loaded == both || (saved.pp == 1 ? loaded.pp == 1 : loaded == kLayouts.front());
+  if (loaded == both) return true;
+  if (saved.pp > 1) return loaded == one;
+  if (loaded.pp > 1) return false;
+  const auto stands_for_all = [&](const Sizes& sizes) { return sizes == one || (sizes.tp == 2 && sizes.dp == 2); };
+  return config.num_experts == 0 || stands_for_all(saved) || stands_for_all(loaded);
 }
 
 // Saved under each, loaded under others.
@@ -250,7 +265,7 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
   for (const Sizes& sizes : layouts_for(config)) {
     const TemporaryDirectory dir;
     Step next;  // of the undisturbed run
-    std::vector<at::Tensor> weights(4);
+    std::vector<at::Tensor> weights(static_cast<size_t>(layout_of(sizes).world()));
     test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
       TrainedRank rank(context, config, sizes);
       const auto manager = rank.checkpoints(dir.path());
@@ -264,7 +279,7 @@ TEST_P(GoingOn, WhereAnotherHasStopped) {
     Model exported(config, {});
     load_parameters(exported, policy / "weights");
     for (const Sizes& other : layouts_for(config)) {
-      if (!meet(sizes, other)) continue;
+      if (!meet(config, sizes, other)) continue;
       test::on_layout(layout_of(other), [&](ParallelContext& context) {
         TrainedRank rank(context, config, other);
         const auto manager = rank.checkpoints(dir.path());

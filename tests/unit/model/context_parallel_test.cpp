@@ -20,6 +20,7 @@ using testing::part_of;
 using testing::random_tokens;
 using testing::same_bits;
 using testing::split_options;
+using testing::sum_over_tensor_ranks;
 
 struct ContextCase {
   const char* name;
@@ -95,8 +96,7 @@ void check_context(const ModelConfig& config, int64_t tp, int64_t cp) {
       const at::Tensor own = model.flat_gradients().clone();
       for (const Parameter& parameter : model.parameters()) {
         if (!parameter.trainable) continue;  // a frozen router
-        at::Tensor gradient = parameter.tensor.grad().clone();
-        if (parameter.slice.alike) context.tensor_parallel().all_reduce_sum(gradient);
+        at::Tensor gradient = sum_over_tensor_ranks(context, parameter);
         context.data_parallel().all_reduce_sum(gradient);
         const at::Tensor expected = part_of(parameter, whole.find(parameter.name)->tensor.grad());
         if (expected.numel() == 0) continue;
@@ -120,7 +120,10 @@ TEST(ContextParallel, TwoAndFourRanksGiveTheBitsOfOne) {
   check_context(eight_heads(ModelFamily::kQwen3Moe, false), 1, 2);
 }
 
-TEST(ContextParallel, WithTensorRanksTheBitsAreTheirs) { check_context(eight_heads(ModelFamily::kQwen3, false), 2, 2); }
+TEST(ContextParallel, WithTensorRanksTheBitsAreTheirs) {
+  check_context(eight_heads(ModelFamily::kQwen3, false), 2, 2);
+  check_context(eight_heads(ModelFamily::kQwen3Moe, false), 2, 2);
+}
 
 TEST(ContextParallel, RowsAreOfOneRankEach) {
   for (const ContextCase& which : kContextCases) {

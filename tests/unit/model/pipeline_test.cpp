@@ -79,6 +79,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Way{"pp3_uneven", ModelFamily::kLlama, at::kFloat, 3, 1, {.first_layers = 1, .last_layers = 3}},
                       Way{"pp2_virtual4", ModelFamily::kQwen2, at::kFloat, 2, 1, {.virtual_stages = 4}},
                       Way{"pp4_experts", ModelFamily::kQwen3Moe, at::kBFloat16, 4, 1, {}},
+                      Way{"pp2_tp2_experts", ModelFamily::kQwen3Moe, at::kBFloat16, 2, 2, {}},
                       Way{"pp2_virtual2_experts", ModelFamily::kMixtral, at::kFloat, 2, 1, {.virtual_stages = 2}}),
     [](const auto& info) { return info.param.name; });
 

@@ -34,7 +34,8 @@ TEST(ShardLayout, UnitsTileWhatIsTrainedAndNoBucketCrossesTheirBorders) {
     for (const bool tied : {false, true}) {
       const ModelConfig config = eight_heads(family, tied);
       const bool dense = config.num_experts == 0;
-      for (const Layout& sizes : {Layout{.dp = 4}, dense ? Layout{.tp = 2, .dp = 2} : Layout{.ep = 2, .dp = 4}}) {
+      for (const Layout& sizes : {Layout{.dp = 4}, Layout{.tp = 2, .dp = 2}, Layout{.ep = 2, .dp = 4}}) {
+        if (dense && sizes.ep > 1) continue;
         const ParameterLayout layout = parameter_layout(config, model_split(config.shape(), sizes, 1), true);
         const std::vector<WeightUnit> units = weight_units(layout);
         int64_t next = layout.alike_elements;

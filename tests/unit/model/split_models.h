@@ -35,15 +35,27 @@ inline at::Tensor part_of(const Parameter& parameter, const at::Tensor& whole) {
   return whole.narrow(parameter.slice.dimension, parameter.slice.range.begin, parameter.slice.range.size());
 }
 
+inline bool is_expert(const Parameter& parameter) { return parameter.name.find(".experts.") != std::string::npos; }
+
+// Adds up a gradient that is of a rank's own rows: over tensor ranks norms, routers and, where they are whole on each
+// of these, experts.
+inline at::Tensor sum_over_tensor_ranks(ParallelContext& context, const Parameter& parameter) {
+  at::Tensor gradient = parameter.tensor.grad().clone();
+  const bool own_rows = parameter.slice.alike || (is_expert(parameter) && context.layout().ep == 1);
+  if (own_rows) context.tensor_parallel().all_reduce_sum(gradient);
+  return gradient;
+}
+
 inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config,
                                   const StageOptions& stages = {}) {
   ModelOptions options;
+  if (config.num_experts > 0) context.make_expert_groups();
   if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
   if (context.holders().size() == 1) return options;
   options.split = model_split(config.shape(), context.layout(), context.rank(), stages);
   options.tensor = &context.tensor_parallel();
   options.links = context.stage_links();
-  if (context.layout().ep > 1) options.experts = &context.group(Axis::kEtpEp);
+  if (options.split->ep > 1) options.experts = &context.group(Axis::kEtpEp);
   return options;
 }
 

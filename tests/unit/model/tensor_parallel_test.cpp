@@ -1,6 +1,8 @@
 // A model split over tensor ranks against the whole one: slices, hidden states, log-probs, gradients.
 #include <ATen/ATen.h>
 
+#include <set>
+
 #include "base/fs.h"
 #include "base/text.h"
 #include "tests/unit/model/split_models.h"
@@ -17,6 +19,7 @@ using testing::eight_heads;
 using testing::fill;
 using testing::part_of;
 using testing::split_options;
+using testing::sum_over_tensor_ranks;
 
 Layout tensor_parallel(int64_t tp) {
   Layout layout;
@@ -56,17 +59,16 @@ void expect_near(const at::Tensor& got, const at::Tensor& wanted, const std::str
 }
 
 class Split : public ::testing::TestWithParam<std::tuple<ModelFamily, bool, int>> {};
-INSTANTIATE_TEST_SUITE_P(TensorParallel, Split,
-                         ::testing::Values(std::tuple{ModelFamily::kLlama, false, 2},
-                                           std::tuple{ModelFamily::kLlama, false, 4},
-                                           std::tuple{ModelFamily::kQwen2, false, 4},
-                                           std::tuple{ModelFamily::kQwen3, true, 2},
-                                           std::tuple{ModelFamily::kQwen3, true, 4}),
-                         [](const auto& info) {
-                           return std::string(to_string(std::get<0>(info.param))) +
-                                  (std::get<1>(info.param) ? "_tied" : "") + "_tp" +
-                                  std::to_string(std::get<2>(info.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    TensorParallel, Split,
+    ::testing::Values(std::tuple{ModelFamily::kLlama, false, 2}, std::tuple{ModelFamily::kLlama, false, 4},
+                      std::tuple{ModelFamily::kQwen2, false, 4}, std::tuple{ModelFamily::kQwen3, true, 2},
+                      std::tuple{ModelFamily::kQwen3, true, 4}, std::tuple{ModelFamily::kQwen3Moe, false, 2},
+                      std::tuple{ModelFamily::kQwen3Moe, false, 4}, std::tuple{ModelFamily::kMixtral, false, 4}),
+    [](const auto& info) {
+      return std::string(to_string(std::get<0>(info.param))) + (std::get<1>(info.param) ? "_tied" : "") + "_tp" +
+             std::to_string(std::get<2>(info.param));
+    });
 
 TEST_P(Split, SlicesAreDrawnAndReadAsTheWholeIs) {
   const auto [family, tied, tp] = GetParam();
@@ -80,7 +82,12 @@ TEST_P(Split, SlicesAreDrawnAndReadAsTheWholeIs) {
     fill(drawn);
     load_parameters(read, dir.path());
     for (const Model* model : {&drawn, &read}) {
+      std::set<std::string> names;
+      int64_t elements = 0;  // each lies once, frozen routers behind all others
       for (const Parameter& parameter : model->parameters()) {
+        EXPECT_TRUE(names.insert(parameter.name).second) << parameter.name;
+        EXPECT_GE(parameter.offset, elements) << parameter.name;
+        elements = parameter.offset + parameter.size;
         EXPECT_TRUE(
             same_bits(parameter.tensor.detach(), part_of(parameter, whole.find(parameter.name)->tensor.detach())))
             << parameter.name;
@@ -100,12 +107,16 @@ TEST_P(Split, GivesTheAnswerOfTheWhole) {
       sampling.top_k = 40;
       sampling.allow_filtered = true;
     }
-    Model whole(config, {});
+    ModelOptions trained;
+    trained.freeze_router = false;
+    Model whole(config, trained);
     fill(whole);
     // A filtered target has log-prob -inf: it counts in no loss.
     const Result wanted = forward_and_backward(whole, batch, sampling);
     test::on_layout(tensor_parallel(tp), [&, &config = config](ParallelContext& context) {
-      Model model(config, split_options(context, config));
+      ModelOptions options = split_options(context, config);
+      options.freeze_router = false;
+      Model model(config, options);
       fill(model);
       const Result got = forward_and_backward(model, batch, sampling);
       expect_near(got.hidden, wanted.hidden, "hidden");
@@ -121,8 +132,7 @@ TEST_P(Split, GivesTheAnswerOfTheWhole) {
         for (const std::string& other : context.world().all_gather_bytes(bytes(x))) EXPECT_EQ(other, bytes(x));
       }
       for (const Parameter& parameter : model.parameters()) {
-        at::Tensor gradient = parameter.tensor.grad().clone();
-        if (parameter.slice.alike) context.tensor_parallel().all_reduce_sum(gradient);
+        const at::Tensor gradient = sum_over_tensor_ranks(context, parameter);
         expect_near(gradient, part_of(parameter, whole.find(parameter.name)->tensor.grad()), parameter.name);
       }
       // What backward computes again changes no bit.
@@ -138,33 +148,54 @@ TEST_P(Split, GivesTheAnswerOfTheWhole) {
   }
 }
 
-// A row's bits do not depend on what else is in the micro-batch, nor on how many rows it has.
+// A row's bits do not depend on what else is in the micro-batch, nor on how many rows it has, nor on whether it is
+// computed against an arena: one to three rows there, of which some ranks have none to send to experts.
 TEST(TensorParallel, RowsAreExact) {
-  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    const ModelConfig config = eight_heads(ModelFamily::kQwen3, false);
-    test::on_layout(tensor_parallel(2), [&](ParallelContext& context) {
-      ModelOptions options = split_options(context, config);
-      options.dtype = dtype;
-      options.trainable = false;
-      Model model(config, options);
-      fill(model);
-      const at::NoGradGuard no_grad;
-      const auto own = random_tokens(23, 5);
-      const auto rows = [&](const std::vector<std::vector<int32_t>>& sequences, size_t which) {
-        const PackedBatch batch = PackedBatch::from_sequences(sequences);
-        const at::Tensor hidden = model.forward(batch);
-        const at::Tensor logprobs = model.logprobs(hidden, batch.ids.roll(-1), {});
-        const int64_t begin = batch.starts[which], count = batch.starts[which + 1] - begin;
-        return std::pair(hidden.narrow(0, begin, count), logprobs.narrow(0, begin, count - 1));
-      };
-      const auto [hidden, logprobs] = rows({own}, 0);
-      for (const auto& others :
-           {std::vector{random_tokens(9, 6), own}, {random_tokens(40, 7), own, random_tokens(3, 8)}}) {
-        const auto [again, of_them] = rows(others, 1);
-        EXPECT_TRUE(same_bits(again, hidden));
-        EXPECT_TRUE(same_bits(of_them, logprobs));
-      }
-    });
+  struct Case {
+    ModelFamily family;
+    int64_t tp;
+  };
+  for (const Case& which : {Case{ModelFamily::kQwen3, 2},
+                            {ModelFamily::kQwen3Moe, 2},
+                            {ModelFamily::kQwen3Moe, 4},
+                            {ModelFamily::kMixtral, 4}}) {
+    const ModelConfig config = eight_heads(which.family, false);
+    for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+      test::on_layout(tensor_parallel(which.tp), [&](ParallelContext& context) {
+        ModelOptions options = split_options(context, config);
+        options.dtype = dtype;
+        options.trainable = false;
+        Model model(config, options);
+        fill(model);
+        const at::NoGradGuard no_grad;
+        const auto own = random_tokens(23, 5);
+        const auto rows = [&](const std::vector<std::vector<int32_t>>& sequences, size_t which_one) {
+          const PackedBatch batch = PackedBatch::from_sequences(sequences);
+          const at::Tensor hidden = model.forward(batch);
+          const at::Tensor logprobs = model.logprobs(hidden, batch.ids.roll(-1), {});
+          const int64_t begin = batch.starts[which_one], count = batch.starts[which_one + 1] - begin;
+          return std::pair(hidden.narrow(0, begin, count), logprobs.narrow(0, begin, count - 1));
+        };
+        const auto [hidden, logprobs] = rows({own}, 0);
+        for (const auto& others :
+             {std::vector{random_tokens(9, 6), own}, {random_tokens(40, 7), own, random_tokens(3, 8)}}) {
+          const auto [again, of_them] = rows(others, 1);
+          EXPECT_TRUE(same_bits(again, hidden));
+          EXPECT_TRUE(same_bits(of_them, logprobs));
+        }
+        KvArena arena(model.local(), 40, dtype, at::kCPU);
+        const PackedBatch packed = PackedBatch::from_sequences({own});
+        const int64_t parts[] = {7, 1, 2, 3, 1, 9};
+        int64_t past = 0;
+        for (const int64_t count : parts) {
+          const CachedBatch batch{
+              packed.ids.narrow(0, past, count), packed.positions.narrow(0, past, count), {{{5, past, count}}}};
+          EXPECT_TRUE(same_bits(model.forward_cached(batch, arena), hidden.narrow(0, past, count))) << count << " rows";
+          past += count;
+        }
+        EXPECT_EQ(past, 23);
+      });
+    }
   }
 }
 

@@ -125,6 +125,9 @@ INSTANTIATE_TEST_SUITE_P(TensorParallel, SplitEngine,
                                            SplitWay{ModelFamily::kQwen3, true, 1, 4, at::kFloat},
                                            SplitWay{ModelFamily::kQwen2, false, 2, 2, at::kBFloat16},
                                            SplitWay{ModelFamily::kQwen3Moe, false, 1, 2, at::kBFloat16},
+                                           SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16},
+                                           SplitWay{ModelFamily::kQwen3Moe, false, 4, 1, at::kFloat},
+                                           SplitWay{ModelFamily::kMixtral, false, 2, 2, at::kBFloat16},
                                            SplitWay{
                                                ModelFamily::kQwen3, true, 1, 2, at::kFloat, {.virtual_stages = 2}}),
                          [](const auto& info) {

@@ -25,13 +25,28 @@ ModelShape small(bool tied, bool qkv_bias, bool qk_norm, bool other_biases, int6
   return shape;
 }
 
+// Layers 1, 5 and 7 have a dense MLP, or, of Mixtral's, none.
+ModelShape small_mixture(bool mixtral) {
+  ModelShape shape = small(false, false, !mixtral, false, 41);
+  shape.experts = 4;
+  shape.experts_per_token = 2;
+  shape.moe_intermediate = 8;
+  shape.mixtral_names = mixtral;
+  if (mixtral) {
+    shape.intermediate = 0;
+  } else {
+    shape.dense_layers = {1, 5, 7};
+  }
+  return shape;
+}
+
 std::vector<ModelShape> small_shapes() {
   return {small(false, false, false, false, 64),  // Llama
           small(true, false, false, true, 50),    // Llama with all biases
           small(true, true, false, false, 33),    // Qwen2, tied
           small(false, true, false, false, 10),   // fewer tokens than the padding of 4 ranks
           small(false, false, true, false, 41),   // Qwen3
-          small(true, false, true, false, 96)};
+          small(true, false, true, false, 96),   small_mixture(false), small_mixture(true)};
 }
 
 struct Dealt {
@@ -39,7 +54,8 @@ struct Dealt {
   StageOptions stages;
 };
 
-// Every legal (tp, pp) of the shape, and some with stages of other sizes or in pieces.
+// Every legal (tp, pp) of the shape, and some with stages of other sizes or in pieces; of mixtures also those with
+// experts over ranks.
 std::vector<Dealt> every_split(const ModelShape& shape) {
   std::vector<Dealt> all;
   for (int64_t tp = 1; tp <= 8; ++tp) {
@@ -53,10 +69,16 @@ std::vector<Dealt> every_split(const ModelShape& shape) {
       }
     }
   }
+  if (shape.experts == 0) return all;
+  for (const Layout& layout : {Layout{.ep = 2, .dp = 2}, Layout{.ep = 4, .dp = 8}, Layout{.cp = 2, .ep = 2},
+                               Layout{.tp = 2, .ep = 2}, Layout{.tp = 2, .ep = 4, .dp = 2, .pp = 2},
+                               Layout{.tp = 4, .ep = 2, .dp = 2}, Layout{.tp = 2, .cp = 2, .ep = 4}}) {
+    all.push_back({layout, {}});
+  }
   return all;
 }
 
-enum class Kind { kQuery, kKey, kMlp, kVocab, kQueryColumn, kMlpColumn, kAlike, kFirst };
+enum class Kind { kQuery, kKey, kMlp, kVocab, kQueryColumn, kMlpColumn, kAlike, kFirst, kExpert };
 const std::map<std::string, Kind> kKinds = {
     {"self_attn.q_proj.weight", Kind::kQuery},
     {"self_attn.q_proj.bias", Kind::kQuery},
@@ -81,6 +103,12 @@ const std::map<std::string, Kind> kKinds = {
     {"lm_head.weight", Kind::kVocab},
 };
 
+Kind kind_of(const std::string& name) {
+  if (name.find(".experts.") != std::string::npos) return Kind::kExpert;
+  if (name == "mlp.gate.weight" || name == "block_sparse_moe.gate.weight") return Kind::kAlike;
+  return kKinds.at(name);
+}
+
 // The layer of a name, -1 for the others; `kind` of what is left of it.
 int64_t layer_of(const std::string& name, Kind& kind) {
   const std::string prefix = "model.layers.";
@@ -89,7 +117,7 @@ int64_t layer_of(const std::string& name, Kind& kind) {
     return -1;
   }
   const size_t dot = name.find('.', prefix.size());
-  kind = kKinds.at(name.substr(dot + 1));
+  kind = kind_of(name.substr(dot + 1));
   return std::stoll(name.substr(prefix.size(), dot - prefix.size()));
 }
 
@@ -111,6 +139,7 @@ int64_t owner(const ModelShape& m, Kind kind, int64_t tp, int64_t row, int64_t c
     case Kind::kVocab:
       return row * tp / padded;
     case Kind::kAlike:
+    case Kind::kExpert:
       return -1;
     case Kind::kFirst:
       return 0;
@@ -148,9 +177,11 @@ void expect_tiled(const ModelShape& shape, const Dealt& dealt, const ModelParame
     ASSERT_EQ(slice->elements(), elements);
   }
   const bool tied = shape.tied && parameter.name == "model.embed_tokens.weight" && dealt.layout.pp > 1;
-  const int times = kind == Kind::kAlike ? static_cast<int>(dealt.layout.tp) : 1;
-  ASSERT_EQ(held, std::vector<int>(held.size(), times));
-  ASSERT_EQ(copied, std::vector<int>(copied.size(), tied ? 1 : 0));
+  const Layout& layout = dealt.layout;
+  const int64_t ranks = layout.tp * layout.cp * layout.dp;  // of a stage
+  const int64_t sharing = kind == Kind::kAlike ? 1 : kind == Kind::kExpert ? layout.ep * layout.etp : layout.tp;
+  ASSERT_EQ(held, std::vector<int>(held.size(), static_cast<int>(ranks / sharing)));
+  ASSERT_EQ(copied, std::vector<int>(copied.size(), tied ? static_cast<int>(ranks / layout.tp) : 0));
 }
 
 TEST(Split, EveryElementIsHeldOnceOrByAllAlike) {
@@ -187,7 +218,8 @@ TEST(Split, LayersAreWholeOnOneStage) {
             EXPECT_TRUE(split.has_layer(layer));
             stages_of[layer].insert(split.stage);
           } else {
-            EXPECT_TRUE(!split.has_layer(layer) || (kind == Kind::kFirst && split.tensor_rank > 0));
+            EXPECT_TRUE(!split.has_layer(layer) || (kind == Kind::kFirst && split.tensor_rank > 0) ||
+                        (kind == Kind::kExpert && split.ep > 1));
           }
         }
       }
@@ -197,6 +229,11 @@ TEST(Split, LayersAreWholeOnOneStage) {
   }
 }
 
+bool first_replica(const Layout& layout, int64_t rank) {
+  const Coordinates at = coordinates(layout, rank);
+  return at.cp == 0 && at.dp == 0;
+}
+
 TEST(Split, LocalSizesAreThoseOfTheSlices) {
   for (const ModelShape& shape : small_shapes()) {
     for (const Dealt& dealt : every_split(shape)) {
@@ -204,17 +241,24 @@ TEST(Split, LocalSizesAreThoseOfTheSlices) {
       for (int64_t rank = 0; rank < dealt.layout.world(); ++rank) {
         const ModelSplit split = model_split(shape, dealt.layout, rank, dealt.stages);
         const LocalShape local = local_shape(shape, split);
+        const int64_t first = split.layers.front().begin;
         const auto rows = [&](const std::string& name) {
-          return parameter_slice(shape, split,
-                                 "model.layers." + std::to_string(split.layers.front().begin) + "." + name)
-              ->range.size();
+          return parameter_slice(shape, split, "model.layers." + std::to_string(first) + "." + name)->range.size();
         };
         EXPECT_EQ(rows("self_attn.q_proj.weight"), local.query_width());
         EXPECT_EQ(rows("self_attn.o_proj.weight"), local.query_width());
         EXPECT_EQ(rows("self_attn.k_proj.weight"), local.key_width());
         EXPECT_EQ(rows("self_attn.v_proj.weight"), local.key_width());
-        EXPECT_EQ(rows("mlp.gate_proj.weight"), local.intermediate);
-        EXPECT_EQ(rows("mlp.down_proj.weight"), local.intermediate);
+        if (shape.has_experts(first)) {
+          EXPECT_EQ(split.experts.size(), local.experts);
+          const auto own = [&](ExpertMatrix matrix) { return rows(expert_name(shape, split.experts.begin, matrix)); };
+          EXPECT_EQ(own(ExpertMatrix::kGate), local.moe_intermediate);
+          EXPECT_EQ(own(ExpertMatrix::kUp), local.moe_intermediate);
+          EXPECT_EQ(own(ExpertMatrix::kDown), local.hidden);
+        } else {
+          EXPECT_EQ(rows("mlp.gate_proj.weight"), local.intermediate);
+          EXPECT_EQ(rows("mlp.down_proj.weight"), local.intermediate);
+        }
         EXPECT_EQ(rows("input_layernorm.weight"), local.hidden);
         EXPECT_EQ(local.heads * shape.kv_heads, local.kv_heads * shape.heads);
         EXPECT_EQ(local.padded_vocab % 8, 0);
@@ -222,10 +266,10 @@ TEST(Split, LocalSizesAreThoseOfTheSlices) {
         EXPECT_EQ(local.head, split.last_stage());
         if (local.embedding) {
           EXPECT_EQ(parameter_slice(shape, split, "model.embed_tokens.weight")->range.size(), local.vocab);
-          vocab += local.vocab;
-          padded += local.padded_vocab;
+          if (first_replica(dealt.layout, rank)) vocab += local.vocab;
+          if (first_replica(dealt.layout, rank)) padded += local.padded_vocab;
         }
-        if (split.tensor_rank == 0) layers += local.layers;
+        if (split.tensor_rank == 0 && first_replica(dealt.layout, rank)) layers += local.layers;
       }
       EXPECT_EQ(layers, shape.layers);
       EXPECT_EQ(vocab, shape.vocab);
@@ -238,7 +282,7 @@ TEST(Split, LocalSizesAreThoseOfTheSlices) {
 // Published models: parts that all have are counted once, and the memory of a rank counts what it holds.
 TEST(Split, ParametersAddUpToTheModel) {
   for (const char* name : {"Llama-3.1-8B", "Llama-3.3-70B", "Llama-3.1-405B", "Llama-3.2-1B", "Qwen2.5-0.5B",
-                           "Qwen2.5-7B", "Qwen2.5-72B", "Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B"}) {
+                           "Qwen2.5-7B", "Qwen2.5-72B", "Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Mixtral-8x7B"}) {
     const ModelShape shape = *known_model_shape(name);
     const std::vector<ModelParameter> parameters = model_parameters(shape);
     std::set<std::string> names;
@@ -263,12 +307,14 @@ TEST(Split, ParametersAddUpToTheModel) {
             const auto slice = parameter_slice(shape, split, parameter.name);
             if (!slice) continue;
             held += slice->elements();
-            if (!slice->tied_copy && (!slice->alike || split.tensor_rank == 0)) once += slice->elements();
+            const bool all_have = slice->alike || parameter.name.find(".experts.") != std::string::npos;
+            if (!slice->tied_copy && (!all_have || split.tensor_rank == 0)) once += slice->elements();
           }
           const LocalShape local = local_shape(shape, split);
           const int64_t copies = (local.embedding ? 1 : 0) + (local.head && !(shape.tied && local.embedding) ? 1 : 0);
           const int64_t padding = copies * (local.padded_vocab - local.vocab) * shape.hidden;
-          EXPECT_EQ(rank_memory(shape, layout, rank).dense_params, held + padding) << name << " " << to_string(layout);
+          const RankMemory memory = rank_memory(shape, layout, rank);
+          EXPECT_EQ(memory.dense_params + memory.expert_params, held + padding) << name << " " << to_string(layout);
         }
         EXPECT_EQ(once, parameter_count(shape)) << name << " " << to_string(layout);
       }
@@ -289,7 +335,8 @@ TEST(Split, MemoryCountsBiasesOfEveryKind) {
           const bool vocabulary = slice->shape[0] == shape.vocab;
           held += slice->elements() + (vocabulary ? (local.padded_vocab - local.vocab) * shape.hidden : 0);
         }
-        EXPECT_EQ(rank_memory(shape, dealt.layout, rank, {.stages = dealt.stages}).dense_params, held);
+        const RankMemory memory = rank_memory(shape, dealt.layout, rank, {.stages = dealt.stages});
+        EXPECT_EQ(memory.dense_params + memory.expert_params, held);
       }
     }
   }
@@ -316,7 +363,7 @@ TEST(Split, ByHand) {
   EXPECT_EQ(padded_vocab(10, 4), 32);
 }
 
-// Experts are whole on each rank; their matrices are found by name without a list of all.
+// Experts are whole on a rank that has them; their matrices are found by name without a list of all.
 TEST(Split, ExpertsAreParametersOfTheirLayers) {
   ModelShape shape = *known_model_shape("Qwen3-30B-A3B");
   const ModelSplit whole = model_split(shape, {.dp = 8}, 3);
@@ -356,7 +403,7 @@ TEST(Split, RefusesWhatIsNoParameter) {
   }
   EXPECT_THROW(model_split(shape, {.tp = 3}, 0), Error);
   EXPECT_THROW(model_split(shape, {.pp = 3}, 0), Error);
-  EXPECT_THROW(model_split(*known_model_shape("Qwen3-30B-A3B"), {.tp = 2}, 0), Error);
+  EXPECT_THROW(model_split(*known_model_shape("Qwen3-30B-A3B"), {.tp = 8}, 0), Error);  // of 4 key heads
   // Names of other stages are no mistake.
   EXPECT_FALSE(parameter_slice(shape, split, "model.layers.7.mlp.up_proj.weight"));
 }
