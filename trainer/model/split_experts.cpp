@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <numeric>
+#include <tuple>
 #include <vector>
 
 #include "base/error.h"
@@ -17,18 +19,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Rows of several tensors [rows, ...] as rows of bytes, so that one exchange carries them.
-at::Tensor pack_rows(const at::Tensor& a, const at::Tensor& b) {
-  return at::cat({a.contiguous().view(at::kByte), b.contiguous().view(at::kByte)}, 1);
-}
-
-at::Tensor unpack_rows(const at::Tensor& packed, int64_t first, int64_t columns, at::ScalarType dtype) {
-  const auto bytes = columns * static_cast<int64_t>(c10::elementSize(dtype));
-  return packed.narrow(1, first, bytes).clone(at::MemoryFormat::Contiguous).view(dtype);
-}
-
-int64_t row_bytes(const at::Tensor& rows) { return rows.size(1) * rows.element_size(); }
 
 // Rows that came to this rank, and what they want of its experts.
 struct ReceivedRows {
@@ -44,7 +34,12 @@ struct Chunk {
   at::Tensor rows;               // [choices] int32, in sorted order: the row in the chunk
   at::Tensor slots;              // [choices] int64: row in the chunk times per_token, plus the choice's place in it
   at::Tensor blocks;             // [pairs of row and block + 1] int32: the first choice of each
+  at::Tensor begins;             // [rows + 1] int32: the first choice of each
 };
+
+int64_t sum_of(const std::vector<int64_t>& numbers) {
+  return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
+}
 
 // What backward needs besides tensors, carried through the autograd graph.
 struct SplitCall final : torch::CustomClassHolder {
@@ -56,41 +51,59 @@ struct SplitCall final : torch::CustomClassHolder {
   ExpertRanks ranks;
   std::shared_ptr<const RouterCall> watch;
   Dispatch plan;
+  int64_t choices_here = 0;                           // of received rows, among this rank's experts
   std::vector<int64_t> sent_blocks, returned_blocks;  // rows of block sums, to and from each rank
 };
 
-at::Tensor int32_tensor(const std::vector<int32_t>& values) {
-  at::Tensor tensor = at::empty({static_cast<int64_t>(values.size())}, at::kInt);
-  std::copy(values.begin(), values.end(), tensor.mutable_data_ptr<int32_t>());
-  return tensor;
+at::Tensor from_zero(const at::Tensor& counts) {  // [n] -> [n + 1] int32: sums of those before
+  return at::constant_pad_nd(counts.cumsum(0, at::kInt), {1, 0});
 }
 
+// [rows, per_token] bool: whether a choice is its row's first in a block of experts. Choices ascend.
+at::Tensor first_of_block(const at::Tensor& experts, int64_t block_size) {
+  const at::Tensor block = experts.div(block_size, "floor");
+  at::Tensor first = at::ones(block.sizes(), block.options().dtype(at::kBool));
+  const int64_t others = block.size(1) - 1;
+  first.narrow(1, 1, others).copy_(block.narrow(1, 1, others).ne(block.narrow(1, 0, others)));
+  return first;
+}
+
+// Of [n] keys, `count` of which are below `groups`: these' places, by key, then ascending. int64.
+at::Tensor places_by_key(const at::Tensor& keys, int64_t count) {
+  return std::get<1>(keys.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false)).narrow(0, 0, count);
+}
+
+// How many choices and pairs of a row and a block the chunk has are known where it has all rows; else the host waits
+// for the device to tell.
 Chunk make_chunk(const ReceivedRows& received, int64_t first, const SplitCall& call) {
-  const int64_t k = received.experts.size(1), begin = call.first_expert(), end = begin + call.ranks.experts;
+  const int64_t k = received.experts.size(1), own = call.ranks.experts;
   Chunk chunk{.first = first, .count = std::min(call.ranks.rows_at_once, received.x.size(0) - first)};
-  const int32_t* chosen = received.experts.const_data_ptr<int32_t>() + first * k;
-  std::vector<int32_t> experts, rows, blocks;
-  std::vector<int64_t> slots;
-  for (int64_t row = 0; row < chunk.count; ++row) {
-    int64_t block = -1;
-    for (int64_t j = 0; j < k; ++j) {
-      const int64_t expert = chosen[row * k + j];
-      if (expert < begin || expert >= end) continue;
-      if (expert / call.block_size() != block) blocks.push_back(static_cast<int32_t>(experts.size()));
-      block = expert / call.block_size();
-      experts.push_back(static_cast<int32_t>(expert - begin));
-      rows.push_back(static_cast<int32_t>(row));
-      slots.push_back(row * k + j);
-    }
+  const at::Tensor experts = received.experts.narrow(0, first, chunk.count);
+  const at::Tensor local = experts - call.first_expert();
+  const at::Tensor here = local.ge(0).logical_and_(local.lt(own));
+  const at::Tensor starts = here.logical_and(first_of_block(experts, call.block_size()));
+  int64_t choices = call.choices_here, pairs = sum_of(call.sent_blocks);
+  if (chunk.count < received.x.size(0)) {
+    const at::Tensor counts = at::stack({here.sum(), starts.sum()}).cpu();
+    choices = counts[0].item<int64_t>();
+    pairs = counts[1].item<int64_t>();
   }
-  blocks.push_back(static_cast<int32_t>(experts.size()));
-  chunk.routes.experts = int32_tensor(experts).unsqueeze(1);
-  chunk.slots = at::tensor(slots, at::kLong);
-  chunk.routes.weights = received.weights.narrow(0, first, chunk.count).reshape({-1}).index_select(0, chunk.slots);
+  const at::Tensor keys = at::where(here, local, own).flatten();
+  const at::Tensor order = places_by_key(keys, choices);
+  at::Tensor places;
+  std::tie(chunk.slots, places) = order.sort();
+  const auto ints = received.experts.options();
+  chunk.routes.places = places.to(at::kInt).unsqueeze_(1);
+  chunk.routes.offsets = at::searchsorted(keys.index_select(0, order), at::arange(own + 1, ints), /*out_int32=*/true);
+  chunk.routes.weights = received.weights.narrow(0, first, chunk.count).flatten().index_select(0, chunk.slots);
   chunk.routes.weights.unsqueeze_(1);
-  sort_by_expert(chunk.routes, call.ranks.experts);
-  chunk.rows = int32_tensor(rows).index_select(0, chunk.routes.rows);
-  chunk.blocks = int32_tensor(blocks);
+  chunk.rows = order.div(k, "floor").to(at::kInt);
+  chunk.begins = from_zero(here.sum(1));
+  // Each pair's first choice; all others' go to the last place, which is the end.
+  const at::Tensor starting = starts.flatten().index_select(0, chunk.slots);
+  const at::Tensor pair = at::where(starting, starting.cumsum(0) - 1, pairs);
+  chunk.blocks = at::empty({pairs + 1}, ints).scatter_(0, pair, at::arange(choices, ints));
+  chunk.blocks.narrow(0, pairs, 1).fill_(choices);
   return chunk;
 }
 
@@ -100,58 +113,27 @@ void for_chunks(const ReceivedRows& received, const SplitCall& call, F&& f) {
     f(make_chunk(received, first, call));
 }
 
-// Numbers of pairs of a row and a block of experts [begin, end) that it chose, of rows first, first + 1, ...
-int64_t count_blocks(const at::Tensor& experts, int64_t first, int64_t count, int64_t begin, int64_t end,
-                     int64_t block_size) {
-  const int64_t k = experts.size(1);
-  const int32_t* chosen = experts.const_data_ptr<int32_t>() + first * k;
-  int64_t blocks = 0;
-  for (int64_t row = 0; row < count; ++row) {
-    int64_t block = -1;
-    for (int64_t j = 0; j < k; ++j) {
-      const int64_t expert = chosen[row * k + j];
-      if (expert < begin || expert >= end) continue;
-      if (expert / block_size != block) ++blocks;
-      block = expert / block_size;
-    }
+// Which rows go where, and how many choices and block sums: whoever sends a row tells whoever gets it.
+void make_plan(const at::Tensor& experts, SplitCall& call) {
+  const int64_t ranks = call.ranks.group->size();
+  const at::Tensor each = at::arange(ranks, experts.options());
+  const at::Tensor theirs = experts.div(call.ranks.experts, "floor").unsqueeze(2).eq(each);  // [rows, per_token, ranks]
+  const at::Tensor blocks = theirs.logical_and(first_of_block(experts, call.block_size()).unsqueeze(2));
+  const at::Tensor numbers = at::stack({theirs.flatten(0, 1).sum(0), blocks.flatten(0, 1).sum(0)}, 1);
+  std::vector<std::vector<int64_t>> told;
+  call.plan = plan_dispatch(*call.ranks.group, theirs.any(1), numbers, &told);
+  for (const std::vector<int64_t>& number : told) {
+    call.choices_here += number[0];
+    call.sent_blocks.push_back(number[1]);
+    call.returned_blocks.push_back(number[3]);
   }
-  return blocks;
-}
-
-Dispatch plan_of(const at::Tensor& experts, const SplitCall& call) {
-  const int64_t rows = experts.size(0), k = experts.size(1), ranks = call.ranks.group->size();
-  at::Tensor wanted = at::zeros({rows, ranks}, at::kBool);
-  const int32_t* chosen = experts.const_data_ptr<int32_t>();
-  bool* want = wanted.mutable_data_ptr<bool>();
-  for (int64_t i = 0; i < rows * k; ++i) want[i / k * ranks + chosen[i] / call.ranks.experts] = true;
-  return plan_dispatch(*call.ranks.group, wanted);
 }
 
 ReceivedRows send_rows(const at::Tensor& x, const Routes& routes, SplitCall& call) {
-  Communicator& group = *call.ranks.group;
-  call.plan = plan_of(routes.experts, call);
-  const at::Tensor packed =
-      dispatch_rows(group, call.plan, at::cat({pack_rows(x, routes.weights), routes.experts.view(at::kByte)}, 1));
-  const int64_t k = call.shape.per_token;
-  ReceivedRows received{
-      unpack_rows(packed, 0, x.size(1), x.scalar_type()),
-      unpack_rows(packed, row_bytes(x) + row_bytes(routes.weights), k, at::kInt),
-      unpack_rows(packed, row_bytes(x), k, routes.weights.scalar_type()),
-  };
-  // Who sends and who gets a row know which blocks it chose.
-  const at::Tensor sent = routes.experts.index_select(0, call.plan.rows);
-  int64_t to = 0, from = 0;
-  for (int64_t rank = 0; rank < group.size(); ++rank) {
-    const int64_t mine = call.first_expert(), theirs = rank * call.ranks.experts;
-    const int64_t gets = call.plan.from[static_cast<size_t>(rank)], gave = call.plan.to[static_cast<size_t>(rank)];
-    call.sent_blocks.push_back(
-        count_blocks(received.experts, from, gets, mine, mine + call.ranks.experts, call.block_size()));
-    call.returned_blocks.push_back(
-        count_blocks(sent, to, gave, theirs, theirs + call.ranks.experts, call.block_size()));
-    from += gets;
-    to += gave;
-  }
-  return received;
+  make_plan(routes.experts, call);
+  const std::vector<at::Tensor> got =
+      dispatch_rows(*call.ranks.group, call.plan, {x, routes.experts, routes.weights});
+  return {got[0], got[1], got[2]};
 }
 
 // For each own row the places of its block sums among the returned ones, by ascending block: ranks hold experts by id.
@@ -161,29 +143,10 @@ struct BlockPlaces {
 };
 
 BlockPlaces block_places(const at::Tensor& experts, const SplitCall& call) {
-  const int64_t rows = experts.size(0), k = experts.size(1);
-  const int32_t* chosen = experts.const_data_ptr<int32_t>();
-  const int64_t* sent = call.plan.rows.const_data_ptr<int64_t>();
-  std::vector<std::vector<int32_t>> of_row(static_cast<size_t>(rows));
-  int32_t next = 0;
-  for (size_t rank = 0; rank < call.plan.to.size(); ++rank) {
-    const int64_t begin = static_cast<int64_t>(rank) * call.ranks.experts, end = begin + call.ranks.experts;
-    for (int64_t i = 0; i < call.plan.to[rank]; ++i, ++sent) {
-      int64_t block = -1;
-      for (int64_t j = 0; j < k; ++j) {
-        const int64_t expert = chosen[*sent * k + j];
-        if (expert < begin || expert >= end) continue;
-        if (expert / call.block_size() != block) of_row[static_cast<size_t>(*sent)].push_back(next++);
-        block = expert / call.block_size();
-      }
-    }
-  }
-  std::vector<int32_t> places, begins{0};
-  for (const std::vector<int32_t>& row : of_row) {
-    places.insert(places.end(), row.begin(), row.end());
-    begins.push_back(static_cast<int32_t>(places.size()));
-  }
-  return {int32_tensor(places), int32_tensor(begins)};
+  const at::Tensor starts = first_of_block(experts, call.block_size());
+  const at::Tensor rank = at::where(starts, experts.div(call.ranks.experts, "floor"), call.ranks.group->size());
+  const at::Tensor returned = places_by_key(rank.flatten(), sum_of(call.returned_blocks));
+  return {std::get<1>(returned.sort()).to(at::kInt), from_zero(starts.sum(1))};
 }
 
 struct ForwardResult {
@@ -210,7 +173,8 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
     const at::Tensor y = grouped_linear(swiglu_halves(gate_up), weights.down, offsets, chunk.count);
     sums.push_back(block_sums(y, chunk.routes.places, chunk.routes.weights, chunk.blocks));
   });
-  const at::Tensor returned = exchange_rows(*call.ranks.group, at::cat(sums), call.sent_blocks, call.returned_blocks);
+  const at::Tensor all = sums.size() == 2 ? sums.back() : at::cat(sums);
+  const at::Tensor returned = exchange_rows(*call.ranks.group, all, call.sent_blocks, call.returned_blocks);
   const BlockPlaces blocks = block_places(result.routes.experts, call);
   result.y = sum_blocks(returned, blocks.places, blocks.begins);
   return result;
@@ -218,15 +182,19 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
 
 // Gradients of what came, from those of what it gave, `upstream` [received rows, hidden].
 struct ReceivedGradients {
-  at::Tensor x;        // [rows, hidden]
-  at::Tensor weights;  // [rows, per_token]; 0 where the choice is another rank's
-  at::Tensor gate_up, down;
+  at::Tensor x;              // [rows, hidden]
+  at::Tensor weights;        // [rows, per_token]; 0 where the choice is another rank's
+  at::Tensor gate_up, down;  // of own experts; undefined where a parameter's own buffer took them
 };
 
 ReceivedGradients backward_of_received(const ReceivedRows& received, const at::Tensor& upstream,
                                        const ExpertWeights& weights, const SplitCall& call) {
   ReceivedGradients gradients{at::empty_like(received.x), at::zeros_like(received.weights), {}, {}};
-  const auto add = [](at::Tensor& sum, const at::Tensor& part) {
+  const auto add = [](at::Tensor& sum, const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
+                      const at::Tensor& offsets) {
+    const at::Tensor accumulator = weight.is_cuda() ? weight.grad() : at::Tensor();
+    const at::Tensor part = grouped_backward_weight(dy, x, offsets, weight, accumulator);
+    if (accumulator.defined()) return;
     if (sum.defined())
       sum.add_(part);
     else
@@ -239,14 +207,12 @@ ReceivedGradients backward_of_received(const ReceivedRows& received, const at::T
     const at::Tensor dy = gather_rows_by(upstream.narrow(0, chunk.first, chunk.count), chunk.rows);
     const ExpertGradients own =
         expert_gradients(gate_up, grouped_backward_input(dy, weights.down, offsets), chunk.routes);
-    add(gradients.down, grouped_backward_weight(dy, own.weighted, offsets, weights.down, {}));
-    add(gradients.gate_up, grouped_backward_weight(own.gate_up, sorted, offsets, weights.gate_up, {}));
+    add(gradients.down, weights.down, dy, own.weighted, offsets);
+    add(gradients.gate_up, weights.gate_up, own.gate_up, sorted, offsets);
+    // Of a row by ascending expert.
     const at::Tensor dx = grouped_backward_input(own.gate_up, weights.gate_up, offsets);
-    // Sorted rows are by expert: of a row they are added by ascending id.
-    const auto wide = compute_type(dx);
-    const at::Tensor sum = at::zeros({chunk.count, dx.size(1)}, dx.options().dtype(wide));
-    sum.index_add_(0, chunk.rows, dx.to(wide));
-    gradients.x.narrow(0, chunk.first, chunk.count).copy_(sum);
+    gradients.x.narrow(0, chunk.first, chunk.count)
+        .copy_(sum_blocks(dx, chunk.routes.places.view({-1}), chunk.begins));
     gradients.weights.narrow(0, chunk.first, chunk.count)
         .view({-1})
         .index_copy_(0, chunk.slots, own.weights.reshape({-1}));
@@ -278,16 +244,15 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
     routes.experts = saved[4];
     routes.weights = saved[5];
     routes.probabilities = saved[6];
-    const at::Tensor upstream = dispatch_rows(group, call->plan, grads[0].contiguous());
+    const at::Tensor upstream = dispatch_rows(group, call->plan, {grads[0].contiguous()}).front();
     const ReceivedGradients here =
         backward_of_received({saved[7], saved[8], saved[9]}, upstream, {router, saved[2], saved[3]}, *call);
-    const at::Tensor back = return_rows(group, call->plan, pack_rows(here.x, here.weights));
+    const std::vector<at::Tensor> back = return_rows(group, call->plan, {here.x, here.weights});
     const auto dtype = grads[0].scalar_type();
-    const int64_t rows = grads[0].size(0), hidden = grads[0].size(1);
+    const int64_t rows = grads[0].size(0);
     const auto type = routes.weights.scalar_type();
-    at::Tensor dx = add_returned(call->plan, unpack_rows(back, 0, hidden, dtype).to(type), rows);
-    const at::Tensor dweights =
-        add_returned(call->plan, unpack_rows(back, row_bytes(here.x), call->shape.per_token, type), rows);
+    at::Tensor dx = add_returned(call->plan, back[0].to(type), rows);
+    const at::Tensor dweights = add_returned(call->plan, back[1], rows);
     at::Tensor dlogits = router_gradient(dweights, routes, call->shape);
     if (const at::Tensor& balance = saved[10]; balance.defined())
       dlogits += balance_by_logits(balance, call->watch->rows->sequence, routes.probabilities);
@@ -303,7 +268,7 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
 at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                                     const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch) {
   const int64_t hidden = x.size(1), size = ranks.group->size();
-  TRIREME_CHECK(x.is_cpu() && x.dim() == 2 && ranks.experts * size == shape.experts && ranks.rows_at_once > 0 &&
+  TRIREME_CHECK(x.dim() == 2 && ranks.experts * size == shape.experts && ranks.rows_at_once > 0 &&
                     shape.combine_blocks % size == 0 && shape.experts % shape.combine_blocks == 0,
                 "split_mixture_of_experts: experts and blocks must divide among the ranks");
   const int64_t width = weights.down.size(1);

@@ -112,6 +112,9 @@ class DecodeScope final {
 Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities);
 at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
 at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape);
+at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
+                      const at::Tensor& begins);
+at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins);
 at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places);
 ExpertGradients expert_gradients(const at::Tensor& gate_up, const at::Tensor& upstream, const Routes& routes);
 // `most`: rows of an expert, at most. Few by our kernel, which reads only experts that have any; more by the library's

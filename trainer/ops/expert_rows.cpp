@@ -140,6 +140,7 @@ void sort_by_expert(Routes& routes, int64_t experts) {
 
 at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
                       const at::Tensor& begins) {
+  if (y.is_cuda()) return cuda::block_sums(y, places, weights, begins);
   const int64_t sums = begins.size(0) - 1, width = y.size(1);
   const at::Tensor in = for_compute(y);
   const at::Tensor out = at::zeros({sums, width}, in.options());
@@ -161,6 +162,7 @@ at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::T
 }
 
 at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins) {
+  if (blocks.is_cuda()) return cuda::sum_blocks(blocks, places, begins);
   const int64_t rows = begins.size(0) - 1, width = blocks.size(1);
   const at::Tensor in = for_compute(blocks);
   const at::Tensor out = at::zeros({rows, width}, in.options());

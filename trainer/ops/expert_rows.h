@@ -1,4 +1,5 @@
-// The steps of mixture_of_experts and of its backward between the products. On CUDA they are cuda_ops.h's.
+// The steps of mixture_of_experts, of its backward and of split_mixture_of_experts between the products. On CUDA they
+// are cuda_ops.h's.
 #pragma once
 
 #include "trainer/ops/experts.h"
@@ -8,7 +9,7 @@ namespace trireme {
 // offsets, rows and places of routes whose choices are `experts` of these many. On the host.
 void sort_by_expert(Routes& routes, int64_t experts);
 
-// combine in two steps, with its bits; on CPU. `begins` [sums + 1] int32: sum i is of choices begins[i] .. begins[i+1],
+// combine in two steps, with its bits. `begins` [sums + 1] int32: sum i is of choices begins[i] .. begins[i+1],
 // which are y's rows places[...] int32 with weights[...]: weight times row from +0 in float32, rounded to y's dtype ->
 // [sums, hidden].
 at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,

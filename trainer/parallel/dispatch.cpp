@@ -8,22 +8,68 @@
 
 namespace trireme {
 
-Dispatch plan_dispatch(Communicator& group, const at::Tensor& wanted) {
-  const int64_t ranks = group.size();
-  TRIREME_CHECK(wanted.dim() == 2 && wanted.size(1) == ranks && wanted.scalar_type() == at::kBool && wanted.is_cpu(),
-                "plan_dispatch: whether each rank of the group gets a row");
-  Dispatch plan;
-  std::vector<at::Tensor> rows;
-  at::Tensor counts = at::empty({ranks}, at::kLong), theirs = at::empty({ranks}, at::kLong);
-  for (int64_t rank = 0; rank < ranks; ++rank) {
-    rows.push_back(wanted.select(1, rank).nonzero().view({-1}));  // ascending
-    plan.to.push_back(rows.back().size(0));
-    counts[rank] = plan.to.back();
+namespace {
+
+using Rows = std::vector<at::Tensor>;
+
+int64_t row_elements(const at::Tensor& rows) { return c10::multiply_integers(rows.sizes().slice(1)); }
+
+// Rows of several tensors [rows, ...] as rows of bytes, so that one exchange carries them.
+at::Tensor pack_rows(const Rows& tensors) {
+  Rows bytes;
+  for (const at::Tensor& rows : tensors)
+    bytes.push_back(rows.contiguous().view({rows.size(0), row_elements(rows)}).view(at::kByte));
+  return at::cat(bytes, 1);
+}
+
+Rows unpack_rows(const at::Tensor& packed, const Rows& like) {
+  Rows tensors;
+  int64_t first = 0;
+  for (const at::Tensor& each : like) {
+    const int64_t bytes = row_elements(each) * each.element_size();
+    std::vector<int64_t> sizes = each.sizes().vec();
+    sizes[0] = packed.size(0);
+    const at::Tensor own = packed.narrow(1, first, bytes).clone(at::MemoryFormat::Contiguous);
+    tensors.push_back(own.view(each.scalar_type()).view(sizes));
+    first += bytes;
   }
-  plan.rows = at::cat(rows);
-  group.all_to_all(theirs, counts);
-  const auto* from = theirs.const_data_ptr<int64_t>();
-  plan.from.assign(from, from + ranks);
+  return tensors;
+}
+
+// By one exchange on the host, where each costs a wait; on a device bytes are not copied once more for it.
+Rows exchange_all(Communicator& group, const Rows& rows, const std::vector<int64_t>& to,
+                  const std::vector<int64_t>& from) {
+  if (rows.size() > 1 && rows.front().is_cpu())
+    return unpack_rows(exchange_rows(group, pack_rows(rows), to, from), rows);
+  Rows out;
+  for (const at::Tensor& each : rows) out.push_back(exchange_rows(group, each, to, from));
+  return out;
+}
+
+}  // namespace
+
+Dispatch plan_dispatch(Communicator& group, const at::Tensor& wanted, const at::Tensor& numbers,
+                       std::vector<std::vector<int64_t>>* told) {
+  const int64_t ranks = group.size();
+  TRIREME_CHECK(wanted.dim() == 2 && wanted.size(1) == ranks && wanted.scalar_type() == at::kBool,
+                "plan_dispatch: whether each rank of the group gets a row");
+  Rows columns{wanted.sum(0).unsqueeze_(1)};
+  if (numbers.defined()) columns.push_back(numbers);
+  const at::Tensor ours = at::cat(columns, 1).cpu();
+  at::Tensor theirs = at::empty_like(ours);
+  group.all_to_all(theirs, ours);
+  Dispatch plan;
+  const int64_t n = ours.size(1);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const auto* sent = ours.const_data_ptr<int64_t>() + rank * n;
+    const auto* got = theirs.const_data_ptr<int64_t>() + rank * n;
+    plan.to.push_back(sent[0]);
+    plan.from.push_back(got[0]);
+    if (told == nullptr) continue;
+    std::vector<int64_t>& both = told->emplace_back(got + 1, got + n);
+    both.insert(both.end(), sent + 1, sent + n);
+  }
+  plan.rows = wanted.t().nonzero().select(1, 1).contiguous();  // by rank, then ascending
   return plan;
 }
 
@@ -37,12 +83,14 @@ at::Tensor exchange_rows(Communicator& group, const at::Tensor& rows, const std:
   return out;
 }
 
-at::Tensor dispatch_rows(Communicator& group, const Dispatch& plan, const at::Tensor& own) {
-  return exchange_rows(group, own.index_select(0, plan.rows), plan.to, plan.from);
+std::vector<at::Tensor> dispatch_rows(Communicator& group, const Dispatch& plan, const std::vector<at::Tensor>& own) {
+  Rows sent;
+  for (const at::Tensor& rows : own) sent.push_back(rows.index_select(0, plan.rows));
+  return exchange_all(group, sent, plan.to, plan.from);
 }
 
-at::Tensor return_rows(Communicator& group, const Dispatch& plan, const at::Tensor& given) {
-  return exchange_rows(group, given, plan.from, plan.to);
+std::vector<at::Tensor> return_rows(Communicator& group, const Dispatch& plan, const std::vector<at::Tensor>& given) {
+  return exchange_all(group, given, plan.from, plan.to);
 }
 
 at::Tensor add_returned(const Dispatch& plan, const at::Tensor& returned, int64_t rows) {

@@ -119,7 +119,11 @@ TEST(Dispatch, RowsGoOnceToEachRankThatWantsThemAndComeBackInOrder) {
     at::Tensor wanted = at::zeros({rows, 4}, at::kBool);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t to = 0; to < 4; ++to) wanted[r][to] = (r + rank) % (to + 1) == 0;
-    const Dispatch plan = plan_dispatch(group, wanted);
+    const at::Tensor numbers = at::tensor({10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3}, at::kLong);
+    std::vector<std::vector<int64_t>> told;
+    const Dispatch plan = plan_dispatch(group, wanted, numbers.unsqueeze(1), &told);
+    for (int64_t from = 0; from < 4; ++from)
+      EXPECT_EQ(told[static_cast<size_t>(from)], (std::vector<int64_t>{10 * from + rank, 10 * rank + from}));
     const at::Tensor own = at::arange(rows, at::kLong) + 100 * rank;
     std::vector<int64_t> expected;
     for (int64_t from = 0; from < 4; ++from) {
@@ -132,10 +136,12 @@ TEST(Dispatch, RowsGoOnceToEachRankThatWantsThemAndComeBackInOrder) {
       }
       EXPECT_EQ(plan.from[static_cast<size_t>(from)], count);
     }
-    const at::Tensor got = dispatch_rows(group, plan, own.unsqueeze(1)).view({-1});
+    const std::vector<at::Tensor> both = dispatch_rows(group, plan, {own.unsqueeze(1), own.to(at::kInt)});
+    const at::Tensor got = both[0].view({-1});
     EXPECT_TRUE(at::equal(got, at::tensor(expected, at::kLong)));
+    EXPECT_TRUE(at::equal(both[1], got.to(at::kInt)));
     // Each rank gives its number plus one back: a row's sum says who had it.
-    const at::Tensor back = return_rows(group, plan, at::full({got.size(0), 1}, double(1 << rank), at::kDouble));
+    const at::Tensor back = return_rows(group, plan, {at::full({got.size(0), 1}, double(1 << rank), at::kDouble)})[0];
     const at::Tensor sums = add_returned(plan, back, rows);
     for (int64_t r = 0; r < rows; ++r) {
       double all = 0;

@@ -57,6 +57,26 @@ __global__ void __launch_bounds__(kFlatThreads)
   out[at.row * row_chunks + at.chunk] = pack(total);
 }
 
+// combine_kernel's sums, of any number of rows each.
+template <bool kWeighted>
+__global__ void __launch_bounds__(kFlatThreads)
+    sums_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ places, const float* __restrict__ weights,
+                const int32_t* __restrict__ begins, int blocks_per_row, int row_chunks, Chunk* __restrict__ out) {
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks) return;
+  float total[kChunk] = {};
+  const int end = begins[at.row + 1];
+#pragma unroll 4
+  for (int j = begins[at.row]; j < end; ++j) {
+    float value[kChunk];
+    unpack(y[static_cast<int64_t>(places[j]) * row_chunks + at.chunk], value);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+      total[i] = kWeighted ? __fmaf_rn(weights[j], value[i], total[i]) : __fadd_rn(total[i], value[i]);
+  }
+  out[at.row * row_chunks + at.chunk] = pack(total);
+}
+
 __global__ void __launch_bounds__(kFlatThreads)
     sum_places_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ places, int per_token,
                       int blocks_per_row, int row_chunks, Chunk* __restrict__ out) {
@@ -127,6 +147,22 @@ void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, c
   launch(combine_kernel, static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, stream, early, chunks(y),
          experts, weights, places, static_cast<int>(per_token), static_cast<int>(of_block), shape.blocks_per_row,
          static_cast<int>(width / kChunk), chunks(out));
+}
+
+void weighted_sums(const Bf16* y, const int32_t* places, const float* weights, const int32_t* begins, int64_t sums,
+                   int64_t width, Bf16* out, cudaStream_t stream) {
+  if (sums == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  sums_kernel<true><<<static_cast<unsigned>(sums * shape.blocks_per_row), shape.threads, 0, stream>>>(
+      chunks(y), places, weights, begins, shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
+}
+
+void plain_sums(const Bf16* y, const int32_t* places, const int32_t* begins, int64_t sums, int64_t width, Bf16* out,
+                cudaStream_t stream) {
+  if (sums == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  sums_kernel<false><<<static_cast<unsigned>(sums * shape.blocks_per_row), shape.threads, 0, stream>>>(
+      chunks(y), places, nullptr, begins, shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
 }
 
 void sum_rows_of_places(const Bf16* y, const int32_t* places, int64_t rows, int64_t per_token, int64_t width, Bf16* out,

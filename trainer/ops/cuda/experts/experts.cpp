@@ -141,6 +141,25 @@ at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape&
   return out;
 }
 
+at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
+                      const at::Tensor& begins) {
+  const c10::cuda::CUDAGuard guard(y.device());
+  at::Tensor out = at::empty({begins.size(0) - 1, y.size(1)}, y.options());
+  weighted_sums(elements_of(y), ints_of(places), weights.const_data_ptr<float>(), ints_of(begins), out.size(0),
+                y.size(1), mutable_elements_of(out), stream_of(y));
+  check_launched();
+  return out;
+}
+
+at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins) {
+  const c10::cuda::CUDAGuard guard(blocks.device());
+  at::Tensor out = at::empty({begins.size(0) - 1, blocks.size(1)}, blocks.options());
+  plain_sums(elements_of(blocks), ints_of(places), ints_of(begins), out.size(0), blocks.size(1),
+             mutable_elements_of(out), stream_of(blocks));
+  check_launched();
+  return out;
+}
+
 at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places) {
   const c10::cuda::CUDAGuard guard(y.device());
   at::Tensor out = at::empty({places.size(0), y.size(1)}, y.options());
