@@ -142,13 +142,11 @@ std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
     if (gpus ? on_gpus : on_cpus) continue;
     sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
                         " parallel) is not supported yet by the trainer of this version" + (on_cpus ? " on GPUs" : "") +
-                        "; only dp may be above 1, and " + (gpus ? "tp, cp and pp" : "tp, cp and pp, or ep"));
+                        "; only dp may be above 1, and " + (gpus ? "tp, cp and pp" : "tp, cp, and pp or ep"));
   }
-  if (!gpus && layout.ep > 1 && (layout.tp > 1 || layout.cp > 1 || layout.pp > 1)) {
-    sentences.push_back(
-        "ep " + std::to_string(layout.ep) + " together with tp " + std::to_string(layout.tp) + ", cp " +
-        std::to_string(layout.cp) + " and pp " + std::to_string(layout.pp) +
-        " is not supported yet by the trainer of this version; with ep above 1 tp, cp and pp must be 1");
+  if (!gpus && layout.ep > 1 && layout.pp > 1) {
+    sentences.push_back("ep " + std::to_string(layout.ep) + " together with pp " + std::to_string(layout.pp) +
+                        " is not supported yet by the trainer of this version; one of the two must be 1");
   }
   return sentences;
 }

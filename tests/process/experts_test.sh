@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Whole runs of mixtures of experts, data parallel: log-probs of sampler and loss with equal bits, resumes on another
-# number of ranks, frozen and trained routers, and what cannot be.
+# Whole runs of mixtures of experts, whole on each rank and split: log-probs of sampler and loss with equal bits, resumes
+# in other layouts, frozen and trained routers, and what cannot be.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 for family in qwen3_moe mixtral; do
@@ -143,6 +143,44 @@ check "the rest of them" run epagain 2 policy.megatron_cfg.expert_model_parallel
 check "the rest of them on one rank" run epalone 1
 [ -d "$dir/epalone/step_4" ] && ok "one rank went on with what EP2 had" || bad "EP2 to one rank"
 
+# With tensor and context ranks: expert groups of tensor ranks of one replica, and of several.
+for layout in "tp2ep2 2 policy.megatron_cfg.tensor_model_parallel_size=2" \
+  "tp2ep2dp2 4 policy.megatron_cfg.tensor_model_parallel_size=2" \
+  "cp2ep2 2 policy.megatron_cfg.context_parallel_size=2"; do
+  set -- $layout policy.megatron_cfg.expert_model_parallel_size=2
+  check "GRPO on $1" run "$@"
+  out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
+done
+# ep changes no bit of a log-prob: the first step is that of tensor ranks alone, and of one rank.
+[ -n "$(first tp2)" ] && [ "$(first tp2ep2)" = "$(first tp2)" ] && ok "tp2ep2: the first step is tp2's" ||
+  bad "tp2ep2: the first step is $(first tp2ep2), tp2's $(first tp2)"
+[ -n "$(first one)" ] && [ "$(first cp2ep2)" = "$(first one)" ] && ok "cp2ep2: the first step is one rank's" ||
+  bad "cp2ep2: the first step is $(first cp2ep2), one rank's $(first one)"
+check "two steps of tp2ep2" run mixed 4 grpo.max_num_steps=2 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.expert_model_parallel_size=2
+cp -r "$dir/mixed" "$dir/unmixed"
+check "the rest of them" run mixed 4 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.expert_model_parallel_size=2
+[ "$(weights mixed 4)" = "$(weights tp2ep2dp2 4)" ] && ok "tp2ep2 resumed: weights and moments bit for bit" ||
+  bad "a resume of tp2ep2"
+check "the rest of them under EP4" run unmixed 4 policy.megatron_cfg.expert_model_parallel_size=4
+[ -d "$dir/unmixed/step_4" ] && ok "EP4 went on with what tp2ep2 had" || bad "tp2ep2 to EP4"
+# What configs/qwen3_30b_a3b.yaml says, but for EP4 instead of 8: TP2 on eight processes.
+check "the recipe's splits on eight processes" run recipe 8 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.expert_model_parallel_size=4 policy.megatron_cfg.expert_tensor_parallel_size=1 \
+  policy.megatron_cfg.sequence_parallel=true policy.megatron_cfg.activation_checkpointing=true \
+  policy.megatron_cfg.freeze_moe_router=true policy.megatron_cfg.moe_router_dtype=fp64
+out=$(sound recipe 4) && ok "the recipe's splits: $out" || bad "the recipe's splits: $out"
+# A rank that dies is named with its place, by whoever waits for its rows.
+run killed 4 policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.expert_model_parallel_size=4 \
+  grpo.max_num_steps=200 >"$dir/out" 2>&1 & launcher=$!
+for _ in $(seq 1 1200); do [ -d "$dir/killed/step_2" ] && break; sleep 0.1; done
+victim=$(pgrep -f "logger.log_dir=$dir/killed-logs" | while read -r pid; do
+  grep -qz "^RANK=3\$" "/proc/$pid/environ" 2>/dev/null && echo "$pid"; done | head -1)
+kill -9 "$victim"; SECONDS=0; wait $launcher
+[ $SECONDS -le 20 ] && grep -q "rank 3 (tp 1, dp 1, ep 3)" "$dir/out" && ok "a killed rank of an expert group is named" ||
+  bad "a killed rank of an expert group ($SECONDS s)" "$(tail -5 "$dir/out")"
+
 # What cannot be, in one sentence before any weight is read.
 refused() {
   local name=$1 words=$2; shift 2
@@ -155,7 +193,7 @@ refused "a balancing loss over tensor parallel ranks" "whose counts are of whole
 refused "a balancing loss over context parallel ranks" "whose counts are of whole micro-batches" 2 \
   policy.megatron_cfg.context_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false \
   policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.01
-refused "EP with TP" "ep 2 together with tp 2" 2 policy.megatron_cfg.tensor_model_parallel_size=2 \
+refused "EP with PP" "ep 2 together with pp 2" 4 policy.megatron_cfg.pipeline_model_parallel_size=2 \
   policy.megatron_cfg.expert_model_parallel_size=2
 refused "ep that does not divide the blocks" "ep 4 does not divide the 2 blocks" 4 \
   policy.megatron_cfg.expert_model_parallel_size=4 policy.moe_combine_blocks=2

@@ -159,11 +159,13 @@ class GrpoLoop final {
     session_.context.set_phase(before);
   }
 
-  // The ranks of a replica make the same plans.
+  // The ranks of a replica make the same plans, and with split experts several replicas take their caches together.
   EngineOptions options_of_engine() {
     EngineOptions options = engine_options(config_, partition_);
+    const GenerationRanks& generation = session_.context.generation();
     if (split_)
-      options.least_of_ranks = [&ranks = *session_.context.generation().replica](int64_t rows) {
+      options.least_of_ranks = [&ranks =
+                                    generation.apart ? *generation.replica : session_.context.holders()](int64_t rows) {
         return static_cast<int64_t>(-ranks.all_reduce_max(static_cast<double>(-rows)));
       };
     return options;

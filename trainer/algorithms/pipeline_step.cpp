@@ -19,11 +19,11 @@ namespace {
 
 int64_t pieces_of(const Model& model) { return static_cast<int64_t>(model.split().layers.size()); }
 
-// Whose ranks make their passes together: those that exchange rows in them, sum gradients or gather weights. Null: each
-// for itself.
+// Whose ranks make their passes together: those that sum gradients or gather weights in them, which all replicas do, or
+// exchange rows. Null: each for itself.
 Communicator* group_of_passes(const Model& model, bool train) {
   const Sharding& sharding = model.options().sharding;
-  return sharding.weights || (sharding.gradients && train) ? sharding.ranks : model.options().experts;
+  return sharding.weights || (sharding.gradients && train) ? sharding.ranks : model.options().passes;
 }
 
 // As many inputs as the ranks that make their passes together have at most: behind its own ones a rank makes passes

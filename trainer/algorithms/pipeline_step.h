@@ -1,8 +1,8 @@
 // Passes of micro-batches through the pieces of a model: an optimizer step's forward and backward ones, and forward
 // ones alone. With one pipeline stage that is one micro-batch after the other; with several the tables of
 // topology/pipeline.h are carried out, what goes between stages is sent beside the next pass. Where experts are split
-// over ranks all of an expert group call these together, where weights (or in training gradients) are shared all that
-// share them: who has fewer micro-batches adds passes without rows.
+// over ranks all of ModelOptions::passes call these together, where weights (or in training gradients) are shared all
+// that share them: who has fewer micro-batches adds passes without rows.
 #pragma once
 
 #include <ATen/core/Tensor.h>

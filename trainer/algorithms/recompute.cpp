@@ -63,7 +63,7 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
     fit();
     // Ranks that generate together take their caches back together, too; they may be others than those that train so.
     const bool tight = make_room != nullptr && own.whole_layers + own.cheap_layers > 0;
-    Communicator& generating = ranks.generation().apart ? ranks.world() : *ranks.generation().replica;
+    Communicator& generating = ranks.generation().apart ? ranks.world() : ranks.holders();
     if (generating.all_reduce_max(tight ? 1.0 : 0.0) > 0) {
       make_room();
       fit();

@@ -31,13 +31,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.freeze_router = router_settings(config).freeze_moe_router;
   options.wide_router = router_settings(config).moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;
-  if (context.holders().size() > 1) {
-    options.split = model_split(model.shape(), context.layout(), context.rank(), stage_options(config));
-    options.tensor = &context.tensor_parallel();
-    options.links = context.stage_links();
-    if (options.split->ep > 1) options.experts = &context.group(Axis::kEtpEp);
-  }
-  if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
+  set_split(options, model.shape(), context, stage_options(config));
   const StateSharding shared = state_sharding(config);
   if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return options;
   options.sharding = {.gradients = true,
@@ -303,7 +297,6 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
   if (context.is_main()) warn_of_idle_context(config, context.layout());
   check_experts(config, model, model_dir, context.layout(), context.is_main());
-  if (model.num_experts > 0) context.make_expert_groups();
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);

@@ -20,17 +20,13 @@ ModelOptions Target::model_options(bool trainable) const {
 
 ModelOptions Target::model_options(bool trainable, ParallelContext& context) const {
   ModelOptions options = model_options(trainable);
+  const ModelShape shape = config.shape();
   if (context.holders().size() > 1) {
-    const ModelShape shape = config.shape();
     const LayoutReport report = check_layout(context.layout(), {.shape = &shape});
     if (!report.ok()) fail_user(report.errors.front());
     if (const auto problem = stage_error(config.num_layers, context.layout().pp, stages)) fail_user(*problem);
-    options.split = model_split(shape, context.layout(), context.rank(), stages);
-    options.tensor = &context.tensor_parallel();
-    options.links = context.stage_links();
   }
-  if (config.num_experts > 0) context.make_expert_groups();
-  if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
+  set_split(options, shape, context, stages);
   return options;
 }
 

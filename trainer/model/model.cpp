@@ -12,6 +12,7 @@
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/experts.h"
 #include "trainer/ops/router_watch.h"
+#include "trainer/parallel/context.h"
 #include "trainer/parallel/exchange.h"
 #include "trainer/parallel/stage_links.h"
 
@@ -78,6 +79,19 @@ PackedBatch PackedBatch::from_sequences(const std::vector<std::vector<int32_t>>&
   return batch;
 }
 
+void set_split(ModelOptions& options, const ModelShape& shape, ParallelContext& ranks, const StageOptions& stages) {
+  if (shape.experts > 0) ranks.make_expert_groups();
+  if (ranks.layout().cp > 1) options.context = &ranks.group(Axis::kCp);
+  if (ranks.holders().size() == 1) return;
+  options.split = model_split(shape, ranks.layout(), ranks.rank(), stages);
+  options.tensor = &ranks.tensor_parallel();
+  options.links = ranks.stage_links();
+  if (options.split->ep == 1) return;
+  options.experts = &ranks.group(Axis::kEtpEp);
+  options.passes = &ranks.group(Axis::kPasses);
+  options.steps = &ranks.group(Axis::kCopy);
+}
+
 Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(config), options_(options) {
   if (options.device.is_cpu() && options.dtype != at::kFloat && options.dtype != at::kBFloat16 &&
       options.dtype != at::kDouble) {
@@ -92,6 +106,9 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model split over tensor ranks needs their group");
   TRIREME_CHECK(split_.ep == (options.experts == nullptr ? 1 : options.experts->size()),
                 "a model whose experts are split needs their group");
+  TRIREME_CHECK((options.experts != nullptr) == (options.passes != nullptr) &&
+                    (options.experts != nullptr) == (options.steps != nullptr),
+                "a model whose experts are split needs the groups that make passes and steps together");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   if (options.links != nullptr) options.links->connect(options.device);

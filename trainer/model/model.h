@@ -27,6 +27,7 @@ namespace trireme {
 struct Activation;
 class Communicator;
 struct ContextRows;
+class ParallelContext;
 struct Residual;
 class RouterWatch;
 class StageLinks;
@@ -79,13 +80,17 @@ struct ModelOptions {
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
   // split->pp stages, `experts` that of the split->ep ranks that share each layer's experts, null where it is one. They
-  // outlive the model. Experts are split on CPU only.
+  // outlive the model. Experts are split on CPU only. set_split fills in all of it.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
   StageLinks* links = nullptr;
   Communicator* experts = nullptr;
-  // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one; dense models
-  // only. Packed passes take parts and are collective over it; cached ones know nothing of it.
+  // With split experts, whose rows meet in a layer: who makes passes with this rank (Axis::kPasses), and in generation
+  // steps (Axis::kCopy). Expert groups may end inside of replicas, hence more than `experts`.
+  Communicator* passes = nullptr;
+  Communicator* steps = nullptr;
+  // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one. Packed passes
+  // take parts and are collective over it; cached ones know nothing of it.
   Communicator* context = nullptr;
   // What ranks that hold the same share of it; not with several pipeline stages.
   Sharding sharding;
@@ -93,6 +98,10 @@ struct ModelOptions {
   // addresses every time. Of one that is not trained, with no sharding.
   bool releasable = false;
 };
+
+// What of a model of this shape the rank holds in its layout, and the groups that passes take: split and the pointers
+// behind it. Collective where the model is a mixture of experts.
+void set_split(ModelOptions& options, const ModelShape& shape, ParallelContext& ranks, const StageOptions& stages = {});
 
 // Which activations backward computes again instead of keeping them. None of it changes a bit of a gradient. Layers are
 // counted in each piece of a pipeline stage.
@@ -131,7 +140,8 @@ class Model final {
   // parameter's. Of the result's gradient each rank gives a part: only logprobs may read it. Collective over
   // options().tensor.
   // Experts split over ranks change no bit, but then every pass, backward too, is collective over options().experts:
-  // each rank makes as many, with tokens of its own or none.
+  // the ranks of options().passes make as many, with tokens of their own or none, those of options().steps as many
+  // against an arena.
   // Of a model with one pipeline stage; of several each rank calls forward_piece for its own.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits

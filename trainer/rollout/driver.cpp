@@ -60,6 +60,7 @@ class DrivenEngine final : public QueueEngine {
 
 void drive_rollout(Engine& engine, SampleSource& source, const DriverHooks& hooks) {
   TRIREME_CHECK(engine.idle(), "a rollout was begun on an engine that is not idle");
+  engine.take_cache();
   DrivenEngine driven(engine, hooks);
   while (take_and_step(driven, source)) {
   }

@@ -328,6 +328,8 @@ void Engine::Impl::take_cache() {
 }
 
 void Engine::Impl::submit(GroupRequest request) {
+  TRIREME_CHECK(!together() || (arena != nullptr && arena->resident()),
+                "engines that step together take their caches together, before they are given work");
   take_cache();
   const std::string name = "group " + std::to_string(request.group_id);
   auto group = std::make_unique<Group>();
@@ -419,10 +421,7 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   Lane& lane = lanes[static_cast<size_t>(index)];
   const StepPlan& plan = lane.plan;
   if (plan.empty()) {
-    if (together()) {
-      take_cache();  // one that has never had a sample has none
-      runner->start_without_rows();
-    }
+    if (together()) runner->start_without_rows();
     return std::nullopt;
   }
   Stopwatch watch;
@@ -600,7 +599,8 @@ int64_t Engine::unfinished_samples() const {
 
 bool Engine::somebody_unfinished() const {
   if (!impl_->together()) return !idle();
-  return impl_->model.options().experts->all_reduce_sum(unfinished_samples()) > 0;
+  // Tensor ranks count the same samples, which makes no difference.
+  return impl_->model.options().steps->all_reduce_sum(unfinished_samples()) > 0;
 }
 
 bool Engine::crowded() const {
@@ -608,7 +608,12 @@ bool Engine::crowded() const {
                      [](const Impl::Lane& lane) { return lane.plan.crowded; });
 }
 
+void Engine::take_cache() {
+  if (impl_->together()) impl_->take_cache();
+}
+
 std::vector<GeneratedGroup> Engine::run() {
+  take_cache();
   std::vector<Impl::Complete> complete;
   while (somebody_unfinished()) {
     for (Impl::Complete& group : impl_->step(*this)) complete.push_back(std::move(group));

@@ -47,7 +47,7 @@ struct EngineOptions {
   // for the longest sequence. No sample depends on it. Ranks that generate together say the same.
   int64_t lanes = 1;
   // Of ranks that generate together with the same model: the least of their numbers of cache rows, so that their plans
-  // are alike. Collective; called in submit(). Empty: this one's own.
+  // are alike. Collective; called in take_cache() or submit(). Empty: this one's own.
   std::function<int64_t(int64_t rows)> least_of_ranks;
   // Of the model's device, for share_device; null: it is never shared.
   std::shared_ptr<const DevicePartition> partition;
@@ -103,9 +103,10 @@ struct EngineStats {
   double occupancy(int64_t max_sequences) const;  // mean part of max_sequences in use
 };
 
-// Engines over a model whose experts are split (ModelOptions::experts) step together: step() and run() are collective
-// over the expert group, with rows of an engine's own or none. Before each step() all of them ask
-// somebody_unfinished(), and step, or not, by its answer. Samples, stops and preemption are each engine's own.
+// Engines over a model whose experts are split step together: take_cache(), step() and run() are collective over
+// ModelOptions::steps, with rows of an engine's own or none. They take their caches before anything is submitted.
+// Before each step() all of them ask somebody_unfinished(), and step, or not, by its answer. Samples, stops and
+// preemption are each engine's own, or its replica's.
 //
 // Engines over a model with several stages (ModelOptions::links) are collective over the pipeline: the same submits and
 // steps on all stages. A stage is ahead of the next one by a turn of a lane or some.
@@ -120,6 +121,9 @@ class Engine final {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
+  // Of engines that step together: takes the cache's memory, where it has none. Nothing for others, whose first submit
+  // does. drive_rollout and run() call it.
+  void take_cache();
   // Throws Error(kUser) that names the group when it can never be generated; the engine is unchanged then.
   void submit(GroupRequest request);
   // One batch through the model, of each lane. Returns the groups that became complete. Nothing happens when idle, but

@@ -99,11 +99,11 @@ struct TrainedRank {
     for (int s = 0; s < 8; ++s) {
       if (s % samples.size() == samples.rank()) own.push_back(random_tokens(9 + 3 * s, 100 * step + s));
     }
-    // Two micro-batches where there are as many sequences.
+    // Two micro-batches where there are as many sequences; the second replica has one of each.
     std::vector<PackedBatch> batches;
-    const size_t half = (own.size() + 1) / 2;
-    for (size_t begin = 0; begin < own.size(); begin += half) {
-      const size_t end = std::min(own.size(), begin + half);
+    const size_t together = samples.rank() == 1 ? 1 : (own.size() + 1) / 2;
+    for (size_t begin = 0; begin < own.size(); begin += together) {
+      const size_t end = std::min(own.size(), begin + together);
       batches.push_back(PackedBatch::from_sequences({own.begin() + begin, own.begin() + end}));
     }
     const at::Tensor loss = at::zeros({1}, at::kDouble);
@@ -191,6 +191,12 @@ std::vector<Sizes> layouts_for(const ModelConfig& config) {
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 4},
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kNothing},
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kGradients},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 2},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 4},
+                                                     {.tp = 1, .pp = 1, .dp = 2, .ep = 4, .cp = 2},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kNothing},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 4, .shared = Shared::kGradients},
+                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
                                                      {.tp = 1, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
                                                      {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kWeights}}
                                 : kLayouts;
@@ -220,6 +226,36 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
         }
       }
     });
+  }
+}
+
+// Tensor groups {0, 1} {2, 3} {4, 5}, expert groups {0, 1, 2} {3, 4, 5}: passes and copies are of all six.
+TEST(Layouts, ExpertGroupsMayEndInsideOfReplicas) {
+  ModelConfig config = four_layers(ModelFamily::kMixtral);
+  config.num_experts = 6;
+  ParallelContext alone;
+  TrainedRank whole(alone, config);
+  std::vector<Step> wanted;
+  for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
+  for (const Shared shared : {Shared::kNothing, Shared::kState, Shared::kWeights}) {
+    const Sizes sizes{.tp = 2, .pp = 1, .dp = 3, .ep = 3, .shared = shared};
+    const TemporaryDirectory dir;
+    test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
+      TrainedRank rank(context, config, sizes);
+      const auto manager = rank.checkpoints(dir.path());
+      for (int step = 0; step < 2; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
+      manager->save(2, rank.model, rank.optimizer, {{"a", 1}}, {}, "b: 2\n");
+      expect_near(rank.train(2), wanted[2]);
+      for (const Parameter& parameter : rank.model.parameters()) {
+        expect_near(parameter.tensor.detach(), part_of(parameter, whole.model.find(parameter.name)->tensor.detach()),
+                    name_of(sizes) + " " + parameter.name);
+      }
+    });
+    ParallelContext again;
+    TrainedRank loaded(again, config);
+    const auto manager = loaded.checkpoints(dir.path());
+    ASSERT_TRUE(manager->load_latest(loaded.model, loaded.optimizer).has_value());
+    expect_near(loaded.train(2), wanted[2]);
   }
 }
 

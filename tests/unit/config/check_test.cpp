@@ -290,6 +290,10 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
+TEST(Recipes, TheMixtureRunsOnCpus) {
+  EXPECT_NO_THROW(validate_supported(load_config("configs/qwen3_30b_a3b.yaml", {"cluster.device=cpu"})));
+}
+
 TEST(Recipes, EveryFileIsTested) {
   size_t files = 0;
   for (const auto& entry : std::filesystem::directory_iterator("configs")) files += entry.path().extension() == ".yaml";

@@ -2,9 +2,12 @@
 // hidden states, log-probs; gradients, ranks and passes without rows.
 #include <ATen/ATen.h>
 
+#include <numeric>
+
 #include "base/fs.h"
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
+#include "trainer/model/context_rows.h"
 #include "trainer/model/model.h"
 #include "trainer/model/split_experts.h"
 #include "trainer/parallel/dispatch.h"
@@ -13,11 +16,13 @@ namespace trireme {
 namespace {
 
 using testing::fill;
+using testing::is_expert;
 using testing::part_of;
 using testing::random_tokens;
 using testing::same_bits;
 using testing::small_config;
 using testing::split_options;
+using testing::sum_over_tensor_ranks;
 
 constexpr int64_t kWide = 12, kNarrow = 8, kExperts = 8;
 
@@ -310,6 +315,130 @@ TEST_P(SplitMixture, HasTheBitsOfTheWholeOne) {
     (void)pass(model, batch);
     EXPECT_TRUE(same_bits(model.flat_gradients(), gradients)) << "recomputed";
   });
+}
+
+// With the other splits: a replica's batch over its tensor and context ranks, against the same layout with whole
+// experts, bit for bit, and the gradients of all replicas together against one rank's. Expert groups that are a part of
+// a replica, several replicas, or end inside of one.
+struct SplitCase {
+  Layout layout;
+  int64_t experts = 8;
+};
+
+class SplitMixtureInLayouts : public ::testing::TestWithParam<SplitCase> {};
+INSTANTIATE_TEST_SUITE_P(ExpertParallel, SplitMixtureInLayouts,
+                         ::testing::Values(SplitCase{{.tp = 2, .ep = 2}}, SplitCase{{.tp = 4, .ep = 2}},
+                                           SplitCase{{.tp = 2, .ep = 4, .dp = 2}}, SplitCase{{.cp = 2, .ep = 2}},
+                                           SplitCase{{.cp = 2, .ep = 4, .dp = 2}},
+                                           SplitCase{{.tp = 2, .cp = 2, .ep = 4}},
+                                           SplitCase{{.tp = 2, .ep = 3, .dp = 3}, 6}),
+                         [](const auto& info) {
+                           const Layout& l = info.param.layout;
+                           return "tp" + std::to_string(l.tp) + "_cp" + std::to_string(l.cp) + "_ep" +
+                                  std::to_string(l.ep) + "_dp" + std::to_string(l.dp);
+                         });
+
+// The rank's part of a replica's batch, every row with another weight, the same one wherever it is computed.
+Passed pass_in(Model& model, const PackedBatch& whole) {
+  const PackedBatch part = context_part(model, whole);
+  const at::Tensor hidden = model.forward(part);
+  if (whole.tokens() == 0) {
+    hidden.sum().backward();
+    return {hidden.detach(), {}};
+  }
+  std::vector<int64_t> all(static_cast<size_t>(whole.tokens()));
+  std::iota(all.begin(), all.end(), int64_t{0});
+  const at::Tensor rows = at::tensor(part.context ? part.context->rows : all, at::kLong);
+  const at::Tensor targets = whole.ids.roll(1).index_select(0, rows);
+  const at::Tensor logprobs = model.logprobs(hidden, targets, {});
+  (logprobs * at::linspace(-1, 2, whole.tokens()).index_select(0, rows)).sum().backward();
+  return {hidden.detach(), logprobs.detach()};
+}
+
+// More rows than a piece of a sequence, so that context ranks cut it; the second replica has none.
+PackedBatch batch_of_replica(int64_t replica) {
+  if (replica == 1) return PackedBatch::from_sequences({});
+  return PackedBatch::from_sequences({random_tokens(300 + replica, static_cast<uint64_t>(2 * replica + 1)),
+                                      random_tokens(9, static_cast<uint64_t>(replica + 40))});
+}
+
+TEST_P(SplitMixtureInLayouts, HasTheBitsOfWholeExperts) {
+  const SplitCase& which = GetParam();
+  ModelConfig config = testing::eight_heads(ModelFamily::kQwen3Moe, false);
+  config.num_experts = which.experts;
+  ModelOptions plain;
+  plain.freeze_router = false;
+  Model one(config, plain);
+  fill(one);
+  for (int64_t replica = 0; replica < which.layout.dp; ++replica) (void)pass_in(one, batch_of_replica(replica));
+  Layout unsplit = which.layout;
+  unsplit.ep = 1;
+  std::vector<Passed> wanted(static_cast<size_t>(unsplit.world()));
+  const auto options_of = [&](ParallelContext& context) {
+    ModelOptions options = split_options(context, config);
+    options.freeze_router = false;
+    return options;
+  };
+  test::on_layout(unsplit, [&](ParallelContext& context) {
+    Model model(config, options_of(context));
+    fill(model);
+    wanted[static_cast<size_t>(context.rank())] = pass_in(model, batch_of_replica(context.coordinates().dp));
+  });
+  test::on_layout(which.layout, [&](ParallelContext& context) {
+    Model model(config, options_of(context));
+    fill(model);
+    const PackedBatch batch = batch_of_replica(context.coordinates().dp);
+    const Passed got = pass_in(model, batch), &want = wanted[static_cast<size_t>(context.rank())];
+    EXPECT_TRUE(same_bits(got.hidden, want.hidden));
+    if (batch.tokens() > 0) {
+      EXPECT_TRUE(same_bits(got.logprobs, want.logprobs));
+    }
+    for (const Parameter& parameter : model.parameters()) {
+      at::Tensor gradient = parameter.tensor.grad().clone();
+      if (is_expert(parameter)) {
+        context.group(Axis::kEdp).all_reduce_sum(gradient);
+      } else {
+        gradient = sum_over_tensor_ranks(context, parameter);
+        context.data_parallel().all_reduce_sum(gradient);
+      }
+      expect_close(gradient, part_of(parameter, one.find(parameter.name)->tensor.grad()), parameter.name);
+    }
+    // What backward computes again, exchanges among it, changes no bit.
+    const at::Tensor gradients = model.flat_gradients().clone();
+    for (const Recompute& recompute : {Recompute{1, 0}, Recompute{0, 2}, Recompute{3, 0}}) {
+      model.zero_gradients();
+      model.set_recompute(recompute);
+      (void)pass_in(model, batch);
+      EXPECT_TRUE(same_bits(model.flat_gradients(), gradients));
+    }
+  });
+}
+
+// One copy of the weights, whose ranks are tensor ranks of several replicas, gathers each parameter once.
+TEST(ExpertParallel, ACopyOfTheWeightsGathersWholeParameters) {
+  const ModelConfig config = testing::eight_heads(ModelFamily::kQwen3Moe, false);
+  Model whole(config, {});
+  fill(whole);
+  for (const Layout& layout : {Layout{.tp = 2, .ep = 2, .dp = 2}, Layout{.tp = 2, .ep = 4, .dp = 2},
+                               Layout{.tp = 4, .ep = 2}, Layout{.tp = 2, .ep = 4, .dp = 4}}) {
+    test::on_layout(layout, [&](ParallelContext& context) {
+      Model model(config, split_options(context, config));
+      fill(model);
+      EXPECT_EQ(context.holders().size(), layout.copy_ranks());
+      EXPECT_EQ(context.copies() * layout.copy_ranks(), layout.world());
+      EXPECT_EQ(context.copy(), context.rank() / layout.copy_ranks());
+      for (const char* name :
+           {"model.layers.0.mlp.experts.5.up_proj.weight", "model.layers.2.mlp.experts.0.down_proj.weight",
+            "model.layers.0.mlp.gate.weight", "model.layers.1.self_attn.q_proj.weight",
+            "model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight",
+            "model.embed_tokens.weight", "model.norm.weight"}) {
+        const at::Tensor gathered = gather_parameter(model, context.holders(), name, 1);
+        ASSERT_EQ(gathered.defined(), context.holders().rank() == 1);
+        if (!gathered.defined()) continue;
+        EXPECT_TRUE(same_bits(gathered, whole.find(name)->tensor.detach())) << to_string(layout) << " " << name;
+      }
+    });
+  }
 }
 
 // As many groups as there are copies of the experts; each has its own exchanges.

@@ -49,13 +49,7 @@ inline at::Tensor sum_over_tensor_ranks(ParallelContext& context, const Paramete
 inline ModelOptions split_options(ParallelContext& context, const ModelConfig& config,
                                   const StageOptions& stages = {}) {
   ModelOptions options;
-  if (config.num_experts > 0) context.make_expert_groups();
-  if (context.layout().cp > 1) options.context = &context.group(Axis::kCp);
-  if (context.holders().size() == 1) return options;
-  options.split = model_split(config.shape(), context.layout(), context.rank(), stages);
-  options.tensor = &context.tensor_parallel();
-  options.links = context.stage_links();
-  if (options.split->ep > 1) options.experts = &context.group(Axis::kEtpEp);
+  set_split(options, config.shape(), context, stages);
   return options;
 }
 

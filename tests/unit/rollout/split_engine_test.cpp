@@ -192,8 +192,8 @@ TEST(SplitEngine, StagesGenerateWhatOneRankDoes) {
   });
 }
 
-// Ranks whose experts are split step together, each with requests of its own: some, all, or none. Neither the tokens
-// nor their log-probs are others than alone.
+// Replicas whose experts are split step together, each with requests of its own: some, all, or none. Neither the tokens
+// nor their log-probs are others than with whole experts. They take their caches together, whoever has none to fill it.
 TEST(SplitEngine, ExpertGroupsStepTogetherWithUnevenQueues) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     ModelConfig config = testing::small_config(ModelFamily::kQwen3Moe);
@@ -201,43 +201,99 @@ TEST(SplitEngine, ExpertGroupsStepTogetherWithUnevenQueues) {
     sampling.seed = 3;
     sampling.max_new_tokens = 12;
     sampling.stop_ids = {5};
-    ModelOptions frozen;
-    frozen.trainable = false;
-    frozen.dtype = dtype;
-    Model whole(config, frozen);
-    fill(whole);
-    const auto some = [](int64_t rank) {  // 5, 0, 1, 2 of them
+    const auto some = [](int64_t replica) {  // 5, 0, 1, 2 of them
       std::vector<GroupRequest> all = requests();
-      all.resize(rank == 0 ? 5 : static_cast<size_t>(rank - 1));
+      all.resize(replica == 0 ? 5 : static_cast<size_t>(replica - 1));
       return all;
     };
-    const auto run = [&](const Model& model, const EngineOptions& options, int64_t rank) {
+    const auto run = [&](const Model& model, const EngineOptions& options, int64_t replica) {
       Engine engine(model, nullptr, options, sampling);
-      for (GroupRequest& request : some(rank)) engine.submit(std::move(request));
+      engine.take_cache();
+      for (GroupRequest& request : some(replica)) engine.submit(std::move(request));
       std::vector<GeneratedGroup> groups = engine.run();
       EXPECT_TRUE(engine.idle());
       return groups;
     };
-    std::vector<std::string> wanted;
-    for (int64_t rank = 0; rank < 4; ++rank) wanted.push_back(bytes_of(run(whole, {.cache_rows = 2000}, rank)));
-    for (const int64_t ep : {2, 4}) {
-      test::on_layout({.ep = ep, .dp = 4}, [&](ParallelContext& context) {
-        ModelOptions options = split_options(context, config);
-        options.dtype = dtype;
-        options.trainable = false;
-        Model model(config, options);
+    const auto frozen = [&](ModelOptions options) {
+      options.trainable = false;
+      options.dtype = dtype;
+      return options;
+    };
+    for (const int64_t tp : {1, 2}) {
+      std::vector<std::string> wanted(4);
+      test::on_layout({.tp = tp}, [&](ParallelContext& context) {
+        Model model(config, frozen(split_options(context, config)));
         fill(model);
-        for (const Way& batching : ways()) {
-          const auto groups = run(model, batching.options, context.rank());
-          EXPECT_EQ(bytes_of(groups), wanted[static_cast<size_t>(context.rank())]) << batching.name;
+        for (int64_t replica = 0; replica < 4; ++replica) {
+          const auto groups = run(model, {.cache_rows = 2000}, replica);
+          EXPECT_EQ(mismatches(model, groups, sampling.logprob_options()), 0);
+          if (context.is_main()) wanted[static_cast<size_t>(replica)] = bytes_of(groups);
         }
       });
-    }
-    // One of the group alone: mismatches() is no matter of the others, so the whole model says what the loss gives.
-    for (int64_t rank = 0; rank < 4; ++rank) {
-      EXPECT_EQ(mismatches(whole, run(whole, {.cache_rows = 2000}, rank), sampling.logprob_options()), 0);
+      const std::vector<Layout> layouts =
+          tp == 1 ? std::vector<Layout>{{.ep = 2, .dp = 4}, {.ep = 4, .dp = 4}, {.cp = 2, .ep = 4, .dp = 2}}
+                  : std::vector<Layout>{{.tp = 2, .ep = 2, .dp = 2}, {.tp = 2, .ep = 4, .dp = 2}, {.tp = 2, .ep = 2}};
+      for (const Layout& layout : layouts) {
+        test::on_layout(layout, [&](ParallelContext& context) {
+          Model model(config, frozen(split_options(context, config)));
+          fill(model);
+          const int replica = context.generation().number;
+          for (const Way& batching : ways()) {
+            EngineOptions options = batching.options;
+            options.least_of_ranks = [&](int64_t rows) {
+              return static_cast<int64_t>(-context.holders().all_reduce_max(-static_cast<double>(rows)));
+            };
+            EXPECT_EQ(bytes_of(run(model, options, replica)), wanted[static_cast<size_t>(replica)])
+                << to_string(layout) << " " << batching.name;
+          }
+        });
+      }
     }
   }
+}
+
+// Three replicas of two tensor ranks, of which each expert group has one and a half.
+TEST(SplitEngine, ExpertGroupsMayEndInsideOfAReplica) {
+  ModelConfig config = testing::small_config(ModelFamily::kQwen3Moe);
+  config.num_experts = 6;
+  SamplingOptions sampling;
+  sampling.seed = 3;
+  sampling.max_new_tokens = 12;
+  const auto run = [&](const Model& model, int64_t replica) {
+    Engine engine(model, nullptr, {.cache_rows = 2000}, sampling);
+    engine.take_cache();
+    std::vector<GroupRequest> all = requests();
+    all.resize(static_cast<size_t>(2 * replica));
+    for (GroupRequest& request : all) engine.submit(std::move(request));
+    return bytes_of(engine.run());
+  };
+  std::vector<std::string> wanted(3);
+  for (const int64_t ep : {1, 3}) {
+    test::on_layout({.tp = 2, .ep = ep, .dp = 3}, [&](ParallelContext& context) {
+      Model model(config, split_options(context, config));
+      fill(model);
+      const auto replica = static_cast<size_t>(context.generation().number);
+      const std::string got = run(model, static_cast<int64_t>(replica));
+      if (ep > 1) {
+        EXPECT_EQ(got, wanted[replica]);
+      } else if (context.coordinates().tp == 0) {
+        wanted[replica] = got;
+      }
+    });
+  }
+}
+
+TEST(SplitEngine, WorkBeforeTheCacheIsTakenTogetherIsOurMistake) {
+  const ModelConfig config = testing::small_config(ModelFamily::kQwen3Moe);
+  test::on_layout({.ep = 2, .dp = 2}, [&](ParallelContext& context) {
+    Model model(config, split_options(context, config));
+    fill(model);
+    Engine engine(model, nullptr, {.cache_rows = 100}, {.max_new_tokens = 2});
+    EXPECT_THROW(engine.submit(requests().front()), Error);
+    engine.take_cache();
+    EXPECT_NO_THROW(engine.submit(requests().front()));
+    EXPECT_EQ(engine.run().size(), 1u);
+  });
 }
 
 // Other tokens than those of one rank may be drawn where two are all but equally likely; the likeliest rarely change.
