@@ -34,7 +34,7 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes)
   // Rows of all choices: their inputs, the gradients of their results and of their inputs.
   const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered + 3 * chosen * shape.hidden) + 24 * chosen;
   bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
-  if (shape.head) bytes.fixed = 3 * kLogitsBytes + 4 * shape.vocab * shape.hidden;
+  if (shape.head && !shape.value_head) bytes.fixed = 3 * kLogitsBytes + 4 * shape.vocab * shape.hidden;
   return bytes;
 }
 

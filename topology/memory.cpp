@@ -121,7 +121,8 @@ int64_t parameter_count(const ModelShape& shape) {
     const Params layer = layer_params(shape, i, 1, 0, 1, 1);
     layers += layer.dense + layer.expert;
   }
-  return layers + shape.vocab * shape.hidden * (shape.tied ? 1 : 2) + shape.hidden;
+  const int64_t head = shape.value_head ? shape.hidden : shape.tied ? 0 : shape.vocab * shape.hidden;
+  return layers + shape.vocab * shape.hidden + head + shape.hidden;
 }
 
 int64_t padded_vocab(int64_t vocab, int64_t tp) { return ceil_div(vocab, kHeadRows * tp) * kHeadRows * tp; }
@@ -153,8 +154,9 @@ RankMemory rank_memory(const ModelShape& shape, const Layout& layout, int64_t ra
   const bool last = at.pp == layout.pp - 1;
   const int64_t embedding = padded_vocab(shape.vocab, layout.tp) / layout.tp * shape.hidden;
   if (first) memory.dense_params += embedding;
-  if (last && !(shape.tied && first)) memory.dense_params += embedding;  // tied with pp > 1: the last stage has a copy
-  if (last) memory.dense_params += shape.hidden;                         // final norm
+  // Tied with pp > 1: the last stage has a copy.
+  if (last && !(shape.tied && first)) memory.dense_params += shape.value_head ? shape.hidden : embedding;
+  if (last) memory.dense_params += shape.hidden;  // final norm
 
   const int64_t params = memory.dense_params + memory.expert_params;
   memory.weights_bytes = params * options.weight_bytes * (options.reference_weights ? 2 : 1);

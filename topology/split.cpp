@@ -31,6 +31,7 @@ struct Part {
 constexpr std::string_view kLayers = "model.layers.";
 constexpr std::string_view kEmbedding = "model.embed_tokens.weight";
 constexpr std::string_view kHead = "lm_head.weight";
+constexpr std::string_view kValueHead = "score.weight";
 constexpr std::string_view kFinalNorm = "model.norm.weight";
 
 std::string_view expert_prefix(const ModelShape& m) {
@@ -191,6 +192,7 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
   local.padded_vocab = split.vocab.size();
   local.embedding = split.first_stage();
   local.head = split.last_stage();
+  local.value_head = shape.value_head;
   local.qk_norm = shape.qk_norm;
   return local;
 }
@@ -209,7 +211,11 @@ std::vector<ModelParameter> model_parameters(const ModelShape& shape) {
     for (int64_t e = 0; e < shape.experts; ++e) add(expert_part(shape, e, ExpertMatrix::kDown));
   }
   parameters.push_back({std::string(kFinalNorm), {shape.hidden}});
-  if (!shape.tied) parameters.push_back({std::string(kHead), {shape.vocab, shape.hidden}});
+  if (shape.value_head) {
+    parameters.push_back({std::string(kValueHead), {1, shape.hidden}});
+  } else if (!shape.tied) {
+    parameters.push_back({std::string(kHead), {shape.vocab, shape.hidden}});
+  }
   return parameters;
 }
 
@@ -228,7 +234,11 @@ int64_t ParameterSlice::elements() const {
 }
 
 std::optional<ParameterSlice> parameter_slice(const ModelShape& shape, const ModelSplit& split, std::string_view name) {
-  if (name == kEmbedding || (name == kHead && !shape.tied)) {
+  if (name == kValueHead && shape.value_head) {
+    if (!split.last_stage()) return std::nullopt;
+    return slice_of(shape, split, {std::string(name), {1, shape.hidden}, Cut::kAlike});
+  }
+  if (name == kEmbedding || (name == kHead && !shape.tied && !shape.value_head)) {
     const bool here = name == kEmbedding ? split.first_stage() : split.last_stage();
     const bool copy = name == kEmbedding && shape.tied && split.last_stage() && !here;
     if (!here && !copy) return std::nullopt;

@@ -56,6 +56,7 @@ struct LocalShape {
   int64_t padded_vocab = 0;  // and those there are
   bool embedding = false;    // a first stage's
   bool head = false;         // a last stage's, with the final norm
+  bool value_head = false;   // and it gives one number a row, no logits
   bool qk_norm = false;
 
   int64_t query_width() const { return heads * head_dim; }

@@ -48,6 +48,7 @@ struct ModelShape {
   int64_t intermediate = 0;  // dense MLP; 0 when every layer has experts
   int64_t vocab = 0;
   bool tied = false;         // input and output embeddings are one tensor
+  bool value_head = false;   // one number of each row in place of the vocabulary's head; never tied
   bool qkv_bias = false;     // Qwen2
   bool output_bias = false;  // of attention's output
   bool mlp_bias = false;

@@ -1,7 +1,8 @@
 // model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR: reads ids [tokens] and starts [sequences + 1] (int64) from INPUT,
 // writes to OUTPUT the logits, the next-token log-probs, the gradients of their mean, and a greedy continuation, and
-// saves the model to EXPORT_DIR. All files are safetensors. model_dump --init DIR: random models of every family, made
-// by init_model alone, below DIR.
+// saves the model to EXPORT_DIR. All files are safetensors. model_dump --values MODEL_DIR INPUT OUTPUT EXPORT_DIR: of a
+// value model the value of each token, and the gradients of their mean. model_dump --init DIR: random models of every
+// family, made by init_model alone, below DIR.
 #include <ATen/ATen.h>
 
 #include <iostream>
@@ -32,6 +33,34 @@ at::Tensor continue_greedily(const Model& model, std::vector<int64_t> prompt, in
     generated.push_back(ids[0]);
   }
   return at::tensor(generated, at::kLong);
+}
+
+PackedBatch read_batch(const SafetensorsFile& file) {
+  PackedBatch batch;
+  batch.ids = file.tensor("ids").clone();
+  batch.starts = values_of(file.tensor("starts"));
+  std::vector<int64_t> positions;
+  for (size_t s = 0; s + 1 < batch.starts.size(); ++s) {
+    for (int64_t t = batch.starts[s]; t < batch.starts[s + 1]; ++t) positions.push_back(t - batch.starts[s]);
+  }
+  batch.positions = at::tensor(positions, at::kLong);
+  return batch;
+}
+
+void dump_values(const std::filesystem::path& dir, const std::filesystem::path& input,
+                 const std::filesystem::path& output, const std::filesystem::path& exported) {
+  ModelOptions all_trained;
+  all_trained.freeze_router = false;
+  const auto model = load_value_model(dir, all_trained);
+  const at::Tensor values = model->values(model->forward(read_batch(SafetensorsFile(input))));
+  values.mean().backward();
+  NamedTensors out = {{"values", values.detach()}};
+  for (const Parameter& parameter : model->parameters())
+    out.emplace_back("grad." + parameter.name, parameter.tensor.grad());
+  write_safetensors(output, out);
+  SaveOptions save;
+  save.source_dir = dir;
+  save_model(*model, exported, save);
 }
 
 void dump(const std::filesystem::path& dir, const std::filesystem::path& input, const std::filesystem::path& output,
@@ -100,13 +129,15 @@ void init_families(const std::filesystem::path& dir) {
 
 int main(int argc, char** argv) {
   const bool init = argc == 3 && std::string(argv[1]) == "--init";
-  if (argc != 5 && !init) {
-    std::cerr << "usage: model_dump MODEL_DIR INPUT OUTPUT EXPORT_DIR | model_dump --init DIR\n";
+  const bool values = argc == 6 && std::string(argv[1]) == "--values";
+  if (argc != 5 && !init && !values) {
+    std::cerr << "usage: model_dump [--values] MODEL_DIR INPUT OUTPUT EXPORT_DIR | model_dump --init DIR\n";
     return 2;
   }
   try {
     if (init) trireme::init_families(argv[2]);
-    if (!init) trireme::dump(argv[1], argv[2], argv[3], argv[4]);
+    if (values) trireme::dump_values(argv[2], argv[3], argv[4], argv[5]);
+    if (!init && !values) trireme::dump(argv[1], argv[2], argv[3], argv[4]);
   } catch (const std::exception& error) {
     std::cerr << "model_dump: " << error.what() << "\n";
     return 1;

@@ -186,6 +186,40 @@ def check_family(family, seed, driver, dir):
         raise SystemExit(f"{family} seed {seed}: beyond the tolerance")
 
 
+def check_values(family, seed, driver, dir):
+    """A ...ForSequenceClassification folder of transformers scores its sequences' last tokens as it does there."""
+    import torch
+    import transformers as tf
+    from safetensors.torch import load_file, save_file
+    kinds = {"llama": (tf.LlamaConfig, tf.LlamaForSequenceClassification),
+             "qwen2": (tf.Qwen2Config, tf.Qwen2ForSequenceClassification),
+             "qwen3": (tf.Qwen3Config, tf.Qwen3ForSequenceClassification),
+             "qwen3_moe": (tf.Qwen3MoeConfig, tf.Qwen3MoeForSequenceClassification),
+             "mixtral": (tf.MixtralConfig, tf.MixtralForSequenceClassification)}
+    config_type, model_type = kinds[family]
+    rng = random.Random(f"values-{family}-{seed}")
+    torch.manual_seed(seed)
+    model = model_type(config_type(**random_config(family, rng), num_labels=1)).eval()
+    model.save_pretrained(dir / "model")
+    lengths = [rng.randint(1, 50) for _ in range(3)]
+    sequences = [torch.randint(0, model.config.vocab_size, (n,)) for n in lengths]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    save_file({"ids": torch.cat(sequences), "starts": starts}, dir / "input.safetensors")
+    run = subprocess.run([driver, "--values", dir / "model", dir / "input.safetensors", dir / "output.safetensors",
+                          dir / "exported"], capture_output=True, text=True, timeout=600)
+    if run.returncode != 0:
+        raise SystemExit(f"{family} values, seed {seed}: {run.stderr}")
+    ours = load_file(dir / "output.safetensors")["values"][starts[1:] - 1]
+    scores = lambda of: torch.cat([of(ids.unsqueeze(0)).logits[0] for ids in sequences])
+    with torch.no_grad():
+        expected = scores(model)
+        again = scores(model_type.from_pretrained(dir / "exported", dtype=torch.float32).eval())
+    error = relative_error(ours, expected)
+    print(f"{family:9} seed {seed}: values {error:.1e}, export reloads equal {torch.equal(again, expected)}")
+    if error > LOGITS_TOLERANCE or not torch.equal(again, expected):
+        raise SystemExit(f"{family} values, seed {seed}: beyond the tolerance")
+
+
 def check_own_export(driver, dir):
     """A folder without a source config.json (init-model's) loads in transformers with the config it stands for."""
     import torch
@@ -214,6 +248,9 @@ def main():
         for family in ("llama", "llama3", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
             with tempfile.TemporaryDirectory() as dir:
                 check_family(family, seed, args.driver, pathlib.Path(dir))
+        for family in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"):
+            with tempfile.TemporaryDirectory() as dir:
+                check_values(family, seed, args.driver, pathlib.Path(dir))
     with tempfile.TemporaryDirectory() as dir:
         subprocess.run([args.driver, "--init", pathlib.Path(dir) / "own"], check=True)
         check_own_export(args.driver, pathlib.Path(dir))

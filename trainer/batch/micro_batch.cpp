@@ -164,14 +164,25 @@ at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const 
   return response_logprobs(model, model.forward(input), batch, options);
 }
 
+namespace {
+
+// The hidden states that predict the response tokens. Where prompts are shared a row may be taken several times: embed
+// adds its gradients in one order.
+at::Tensor predicting_rows(const at::Tensor& hidden, const MicroBatch& batch) {
+  const at::Tensor rows = batch.rows.to(hidden.device());
+  return batch.input.prefix.empty() ? hidden.index_select(0, rows) : embed(hidden, rows);
+}
+
+}  // namespace
+
 at::Tensor response_logprobs(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
                              const LogprobOptions& options) {
   if (model.options().context != nullptr) return logprobs_of_parts(model, hidden, batch, options);
-  const at::Device device = model.options().device;
-  const at::Tensor rows = batch.rows.to(device);
-  // Where prompts are shared a row may be taken several times: embed adds its gradients in one order.
-  const at::Tensor taken = batch.input.prefix.empty() ? hidden.index_select(0, rows) : embed(hidden, rows);
-  return model.logprobs(taken, batch.targets.to(device), options);
+  return model.logprobs(predicting_rows(hidden, batch), batch.targets.to(hidden.device()), options);
+}
+
+at::Tensor response_values(const Model& model, const at::Tensor& hidden, const MicroBatch& batch) {
+  return model.values(predicting_rows(hidden, batch));
 }
 
 }  // namespace trireme

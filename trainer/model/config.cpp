@@ -64,7 +64,7 @@ class Reader final {
 
 constexpr const char* kKnown =
     "llama (LlamaForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 (Qwen3ForCausalLM), qwen3_moe (Qwen3MoeForCausalLM), "
-    "mixtral (MixtralForCausalLM)";
+    "mixtral (MixtralForCausalLM), and each ...ForSequenceClassification with one label";
 
 constexpr std::tuple<ModelFamily, const char*, const char*> kFamilies[] = {
     {ModelFamily::kLlama, "llama", "LlamaForCausalLM"},
@@ -72,6 +72,12 @@ constexpr std::tuple<ModelFamily, const char*, const char*> kFamilies[] = {
     {ModelFamily::kQwen3, "qwen3", "Qwen3ForCausalLM"},
     {ModelFamily::kQwen3Moe, "qwen3_moe", "Qwen3MoeForCausalLM"},
     {ModelFamily::kMixtral, "mixtral", "MixtralForCausalLM"}};
+
+// The value model of a family: LlamaForCausalLM -> LlamaForSequenceClassification.
+std::string classifier_of(std::string_view causal) {
+  constexpr std::string_view kCausal = "CausalLM";
+  return std::string(causal.substr(0, causal.size() - kCausal.size())) + "SequenceClassification";
+}
 
 // The first of "architectures": what the weights are for. Two models of one type differ by it, e.g. a classifier.
 std::string first_architecture(const Reader& reader) {
@@ -88,16 +94,33 @@ ModelFamily parse_family(const Reader& reader, const std::string& source) {
   if (type.empty() && architecture.empty())
     fail_user(source + ": neither model_type nor architectures says what model this is; known are " + kKnown);
   for (const auto& [family, its_type, its_architecture] : kFamilies) {
-    if ((type.empty() || type == its_type) && (architecture.empty() || architecture == its_architecture)) return family;
+    const bool same =
+        architecture.empty() || architecture == its_architecture || architecture == classifier_of(its_architecture);
+    if ((type.empty() || type == its_type) && same) return family;
   }
   const auto known = [](const std::string& name) {
-    return std::any_of(std::begin(kFamilies), std::end(kFamilies),
-                       [&](const auto& family) { return name == std::get<1>(family) || name == std::get<2>(family); });
+    return std::any_of(std::begin(kFamilies), std::end(kFamilies), [&](const auto& family) {
+      return name == std::get<1>(family) || name == std::get<2>(family) || name == classifier_of(std::get<2>(family));
+    });
   };
   if (known(type) && known(architecture))
     fail_user(source + ": model_type " + type + " and architecture " + architecture + " do not belong together");
   fail_user(source + ": unknown architecture " + (architecture.empty() || known(architecture) ? type : architecture) +
             "; known are " + kKnown);
+}
+
+// Whether the model has a value head. transformers names labels in id2label, and means two where a file names none.
+bool parse_value_head(const Reader& reader, const std::string& source) {
+  const std::string architecture = first_architecture(reader);
+  if (!ends_with(architecture, "ForSequenceClassification")) return false;
+  int64_t labels = reader.integer("num_labels", 2);
+  if (reader.has("id2label")) {
+    if (!reader.at("id2label").is_object()) reader.fail("id2label", "must be an object");
+    labels = static_cast<int64_t>(reader.at("id2label").size());
+  }
+  if (labels == 1) return true;
+  fail_user(source + ": " + architecture + " with " + std::to_string(labels) +
+            " labels (id2label, num_labels) is not supported; a value or reward model has one");
 }
 
 // What Qwen3's and Mixtral's own files never say otherwise. Each of it would change the model, so none is passed over.
@@ -322,7 +345,8 @@ ModelConfig ModelConfig::from_json(const json& values, const std::string& source
     reader.fail("hidden_act", activation + " is not supported; silu is");
   require_plain_attention(reader, config.family);
   config.rope = parse_rope(reader, values, source, config.head_dim, config.max_position_embeddings);
-  config.tie_word_embeddings = reader.flag("tie_word_embeddings", false);
+  config.value_head = parse_value_head(reader, source);
+  config.tie_word_embeddings = reader.flag("tie_word_embeddings", false) && !config.value_head;
   const bool attention_bias = reader.flag("attention_bias", false);
   config.qkv_bias = config.family == ModelFamily::kQwen2 || attention_bias;
   config.output_bias = config.family != ModelFamily::kQwen2 && attention_bias;
@@ -364,6 +388,8 @@ json scaling_json(const RopeOptions& rope) {
   return scaling;
 }
 
+json one_label() { return {{"id2label", {{"0", "LABEL_0"}}}, {"label2id", {{"LABEL_0", 0}}}}; }
+
 json experts_json(const ModelConfig& config) {
   json values = {{"num_experts_per_tok", config.experts_per_token},
                  {"router_aux_loss_coef", config.router_aux_loss_coef},
@@ -393,11 +419,18 @@ int64_t ModelConfig::positions() const {
   return max_position_embeddings;
 }
 
+ModelConfig ModelConfig::with_value_head() const {
+  ModelConfig config = *this;
+  config.value_head = true;
+  config.tie_word_embeddings = false;
+  return config;
+}
+
 json ModelConfig::to_json() const {
   const auto* known = std::find_if(std::begin(kFamilies), std::end(kFamilies),
                                    [this](const auto& its) { return std::get<0>(its) == family; });
   json values = {
-      {"architectures", {std::get<2>(*known)}},
+      {"architectures", {value_head ? classifier_of(std::get<2>(*known)) : std::get<2>(*known)}},
       {"model_type", to_string(family)},
       {"vocab_size", vocab_size},
       {"hidden_size", hidden_size},
@@ -429,6 +462,7 @@ json ModelConfig::to_json() const {
   if (family == ModelFamily::kLlama) values["mlp_bias"] = mlp_bias;
   if (family != ModelFamily::kLlama && !mixtral) values["use_sliding_window"] = false;
   if (num_experts > 0) values.update(experts_json(*this));
+  if (value_head) values.update(one_label());
   if (eos_token_ids.size() == 1) values["eos_token_id"] = eos_token_ids[0];
   if (eos_token_ids.size() > 1) values["eos_token_id"] = eos_token_ids;
   if (eos_token_ids.empty()) values["eos_token_id"] = nullptr;
@@ -448,7 +482,7 @@ std::vector<LinearShape> ModelConfig::linear_shapes(const LocalShape& own) const
     shapes.push_back({.in = own.hidden, .out = 2 * own.intermediate, .gate_up = !mlp_bias, .bias = mlp_bias});
     shapes.push_back({.in = own.intermediate, .out = own.hidden, .bias = mlp_bias});
   }
-  if (own.vocab > 0) shapes.push_back({.in = own.hidden, .out = own.vocab, .head = true});
+  if (own.vocab > 0 && !value_head) shapes.push_back({.in = own.hidden, .out = own.vocab, .head = true});
   return shapes;
 }
 
@@ -460,7 +494,8 @@ ModelShape ModelConfig::shape() const {
                    .head_dim = head_dim,
                    .intermediate = intermediate_size,
                    .vocab = vocab_size,
-                   .tied = tie_word_embeddings,
+                   .tied = tie_word_embeddings && !value_head,
+                   .value_head = value_head,
                    .qkv_bias = qkv_bias,
                    .output_bias = output_bias,
                    .mlp_bias = mlp_bias,
@@ -495,7 +530,7 @@ double ModelConfig::forward_flops_per_token(double context) const {
   const double experts = hidden * static_cast<double>(num_experts) +
                          3 * hidden * static_cast<double>(experts_per_token * moe_intermediate_size);
   return 2 * (layers * attention + (layers - sparse) * dense + sparse * experts) + layers * 4 * q * context +
-         2 * hidden * static_cast<double>(vocab_size);
+         2 * hidden * (value_head ? 1 : static_cast<double>(vocab_size));
 }
 
 }  // namespace trireme

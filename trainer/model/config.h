@@ -31,6 +31,9 @@ struct ModelConfig {
   double initializer_range = 0.02;
   RopeOptions rope;
   bool tie_word_embeddings = false;
+  // A value or reward model: score.weight [1, hidden] gives one number of each row, there is no vocabulary's head
+  // (Hugging Face's ...ForSequenceClassification with one label). Nothing is tied then.
+  bool value_head = false;
   bool qkv_bias = false;
   bool output_bias = false;  // of o_proj
   bool mlp_bias = false;
@@ -48,9 +51,12 @@ struct ModelConfig {
   std::string dtype = "float32";       // what the checkpoint was saved in: float32, bfloat16, float16
 
   // Reads dir/config.json. Throws Error(kUser) that names file and key: unknown architectures (with the known ones),
-  // kinds of experts and routing that are not implemented, sizes that do not divide, scalings.
+  // kinds of experts and routing that are not implemented, sizes that do not divide, scalings, more than one label.
   static ModelConfig load(const std::filesystem::path& dir);
   static ModelConfig from_json(const nlohmann::json& json, const std::string& source);
+
+  // This model's layers under a value head.
+  ModelConfig with_value_head() const;
 
   // A complete config.json that transformers 4 and 5 read.
   nlohmann::json to_json() const;

@@ -111,6 +111,8 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model whose experts are split needs the groups that make passes and steps together");
   TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
+  TRIREME_CHECK(!config.value_head || (!options.split && options.context == nullptr),
+                "a value model is split over no ranks");
   if (options.links != nullptr) options.links->connect(options.device);
   if (options.device.is_cuda() && split_.layers.size() > 1 && !options.links->over_memory()) {
     fail_user(
@@ -241,7 +243,9 @@ void Model::bind_layers() {
   }
   embedding_ = tensor("model.embed_tokens.weight");
   final_norm_ = tensor("model.norm.weight");
-  head_ = config_.tie_word_embeddings ? embedding_ : tensor("lm_head.weight");
+  head_ = config_.value_head            ? tensor("score.weight")
+          : config_.tie_word_embeddings ? embedding_
+                                        : tensor("lm_head.weight");
 }
 
 void Model::share_head() {
@@ -558,7 +562,13 @@ at::Tensor Model::whole_logits(const at::Tensor& hidden) const {
       .narrow(1, 0, config_.vocab_size);
 }
 
+at::Tensor Model::values(const at::Tensor& hidden) const {
+  TRIREME_CHECK(config_.value_head, "values of a model that has a vocabulary's head");
+  return token_values(hidden, head_);
+}
+
 at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const {
+  TRIREME_CHECK(!config_.value_head, "log-probs of a value model, which has no vocabulary");
   if (split_.tp == 1) return token_logprobs(hidden, head_, targets, options);
   if (hidden.is_cuda()) return split_token_logprobs(hidden, head_, targets, options, split_logits_);
   Communicator& group = *options_.tensor;
@@ -574,6 +584,7 @@ at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, 
 }
 
 SampleResult Model::sample(const at::Tensor& hidden, const std::vector<SampleRow>& rows) const {
+  TRIREME_CHECK(!config_.value_head, "tokens of a value model, which has no vocabulary");
   if (split_.tp == 1) return sample_tokens(hidden, head_, rows);
   const at::NoGradGuard no_grad;
   Communicator& group = *options_.tensor;

@@ -163,11 +163,15 @@ class Model final {
   const ModelSplit& split() const { return split_; }
 
   // [local().vocab, hidden]: lm_head.weight, or model.embed_tokens.weight when tied. A last stage's, as the next two.
+  // Of a value model score.weight [1, hidden].
   const at::Tensor& head_weight() const;
 
   // log p(targets[i] | hidden[i]) of rows of forward's result: token_logprobs over the head. Split over tensor ranks:
   // alike on all of them, and so must be what is computed from it.
   at::Tensor logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const;
+  // Of a value model, which has no other use of its head: a number [rows] float32 of each of some rows of forward's
+  // result (token_values). Of a value model all ranks that there are hold all of it.
+  at::Tensor values(const at::Tensor& hidden) const;
   // A token for each of some rows of forward_cached's result; its log-prob has the bits of logprobs on the same row.
   // Split over tensor ranks: the same on all of them; collective, also without rows.
   SampleResult sample(const at::Tensor& hidden, const std::vector<SampleRow>& rows) const;
@@ -273,7 +277,10 @@ class Model final {
 // Reads config.json and (sharded or single) safetensors. Converts to options.dtype. Throws Error(kUser | kData) that
 // names the file and the tensor: missing, unexpected, wrong shape, truncated, overlapping. Also runs
 // choose_linear_mode.
+// A value model's folder is refused.
 std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options);
+// The same of a value or reward model. A causal model's folder gives its layers, under a head of zeros.
+std::unique_ptr<Model> load_value_model(const std::filesystem::path& dir, const ModelOptions& options);
 
 // Start-up self-test of every product of a rank's part (linear_rows_are_exact, grouped_rows_are_exact).
 bool products_are_exact(const ModelConfig& config, const LocalShape& own, at::ScalarType dtype, at::Device device,
@@ -283,7 +290,8 @@ bool products_are_exact(const ModelConfig& config, const LocalShape& own, at::Sc
 // there, before any weight is read.
 void require_cuda_kernels(const ModelConfig& config, const std::string& source);
 
-// Overwrites `model`'s parameters from a folder of the same configuration.
+// Overwrites `model`'s parameters from a folder of the same configuration; a value model's from that of a causal one
+// too, then its head becomes zeros.
 void load_parameters(Model& model, const std::filesystem::path& dir);
 
 // A parameter of a split model, whole and on the host, on rank `to` of `holders`, the ranks that hold the model

@@ -29,9 +29,12 @@ std::string shape_text(at::IntArrayRef shape) {
   return "[" + join(sizes, ", ") + "]";
 }
 
+constexpr const char* kHeadName = "lm_head.weight";
+constexpr const char* kValueHeadName = "score.weight";
+
 // Tensors that checkpoints carry although the model has no use for them.
 bool is_redundant(const std::string& name, const ModelConfig& config) {
-  return (config.tie_word_embeddings && name == "lm_head.weight") || ends_with(name, ".rotary_emb.inv_freq");
+  return (config.tie_word_embeddings && name == kHeadName) || ends_with(name, ".rotary_emb.inv_freq");
 }
 
 constexpr const char* kCompanions[] = {"tokenizer.json",
@@ -61,6 +64,11 @@ json config_to_save(const Model& model, const SaveOptions& options, const std::s
   json source = json::parse(read_file(path), nullptr, false);
   if (source.is_discarded() || !source.is_object()) fail_user(path.string() + " is not valid JSON");
   ModelConfig described = ModelConfig::from_json(source, path.string());
+  if (config.value_head && !described.value_head) {  // the causal model that this one began as
+    described = described.with_value_head();
+    for (const char* key : {"architectures", "tie_word_embeddings", "id2label", "label2id"}) source[key] = values[key];
+    source.erase("num_labels");
+  }
   described.dtype = dtype;
   if (!(described == config)) {
     log_warn("model", path.string() + " describes another model than the one being saved; its keys are not copied");
@@ -77,6 +85,7 @@ json config_to_save(const Model& model, const SaveOptions& options, const std::s
 
 void load_parameters(Model& model, const std::filesystem::path& dir) {
   const at::NoGradGuard no_grad;
+  const bool without_values = model.config().value_head && !ModelConfig::load(dir).value_head;
   std::set<std::string> seen, elsewhere;  // elsewhere: what other ranks hold
   for (const ModelParameter& parameter : model_parameters(model.config().shape())) {
     if (model.find(parameter.name) == nullptr) elsewhere.insert(parameter.name);
@@ -85,6 +94,7 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
     const Parameter* parameter = model.find(name);
     if (parameter == nullptr) {
       if (is_redundant(name, model.config()) || elsewhere.count(name) > 0) return;
+      if (without_values && name == kHeadName) return;
       fail_user(file + ": unexpected tensor " + name + " " + shape_text(value.sizes()) + "; config.json (" +
                 to_string(model.config().family) + ") has no place for it");
     }
@@ -100,6 +110,7 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
     if (!seen.insert(name).second) fail_data(file + ": tensor " + name + " occurs twice");
     parameter->tensor.detach().copy_(value.narrow(slice.dimension, slice.range.begin, slice.range.size()));
   });
+  if (without_values && seen.insert(kValueHeadName).second) model.find(kValueHeadName)->tensor.detach().zero_();
   std::vector<std::string> missing;
   for (const Parameter& parameter : model.parameters()) {
     if (seen.count(parameter.name) == 0) missing.push_back(parameter.name);
@@ -133,13 +144,30 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source) 
   }
 }
 
-std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options) {
-  const ModelConfig config = ModelConfig::load(dir);
+namespace {
+
+std::unique_ptr<Model> load_as(const ModelConfig& config, const std::filesystem::path& dir,
+                               const ModelOptions& options) {
   if (options.device.is_cuda()) require_cuda_kernels(config, (dir / "config.json").string());
   auto model = std::make_unique<Model>(config, options);
   load_parameters(*model, dir);
   if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);
   return model;
+}
+
+}  // namespace
+
+std::unique_ptr<Model> load_model(const std::filesystem::path& dir, const ModelOptions& options) {
+  const ModelConfig config = ModelConfig::load(dir);
+  if (config.value_head)
+    fail_user(dir.string() +
+              " is a value or reward model (...ForSequenceClassification): it gives a number for each token, no text; "
+              "name the folder of a causal model");
+  return load_as(config, dir, options);
+}
+
+std::unique_ptr<Model> load_value_model(const std::filesystem::path& dir, const ModelOptions& options) {
+  return load_as(ModelConfig::load(dir).with_value_head(), dir, options);
 }
 
 void save_model_description(const Model& model, const std::filesystem::path& dir, const SaveOptions& options) {

@@ -28,7 +28,11 @@ class Placing final {
     for_layers([&](int64_t i) { add_layer(i); });
     layout_.layer_begins.push_back(layout_.elements);
     add_alike("model.norm.weight");
-    if (!config_.tie_word_embeddings) add({"lm_head.weight"});
+    if (config_.value_head) {
+      add({"score.weight"});
+    } else if (!config_.tie_word_embeddings) {
+      add({"lm_head.weight"});
+    }
     layout_.split_experts = layout_.elements;
     if (split_.experts_apart()) {
       for_layers([&](int64_t i) {

@@ -207,6 +207,11 @@ LogprobResult token_logprobs_and_entropy(const at::Tensor& hidden, const at::Ten
 LogprobResult logprobs_of_logits(const at::Tensor& logits, const at::Tensor& targets, const LogprobOptions& options,
                                  bool with_entropy);
 
+// hidden [rows, hidden] . score [1, hidden] -> [rows] float32 (float64 for float64): products, then halves of the row
+// added to each other, so that every row has one order of additions on every device. The gradient of score is summed in
+// float32.
+at::Tensor token_values(const at::Tensor& hidden, const at::Tensor& score);
+
 // Names one random draw: same key, same number, whatever the batch, rank or order.
 struct SampleKey {
   uint64_t seed = 0;

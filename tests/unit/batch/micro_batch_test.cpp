@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "base/error.h"
+#include "tests/unit/model/testing.h"
 
 namespace trireme {
 namespace {
@@ -157,6 +158,40 @@ TEST(Samples, ASharedPromptIsThereOnce) {
   EXPECT_TRUE(make_micro_batch(samples, {0, 1}).input.prefix.empty());
   const std::vector<Sample> wrong = {sample(0, {1, 2}, {3}), sample(0, {1, 3}, {3})};
   EXPECT_THROW(make_micro_batch(wrong, {0, 1}, true), Error);
+}
+
+TEST(Values, OfAResponseAreThoseOfTheRowsThatPredictIt) {
+  Model model(testing::small_config(ModelFamily::kQwen3).with_value_head(), {});
+  init_parameters(model, 23);
+  const at::NoGradGuard no_grad;
+  std::vector<Sample> samples(3);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    samples[i].group = i < 2 ? 0 : 1;
+    samples[i].index = static_cast<int64_t>(i);
+    samples[i].prompt =
+        SharedTokens(testing::random_tokens(4 + samples[i].group, 50 + static_cast<uint64_t>(samples[i].group)));
+    samples[i].response = testing::random_tokens(3 + static_cast<int64_t>(i), 60 + i);
+    samples[i].generation_logprobs.assign(samples[i].response.size(), -1);
+  }
+  const Members members = {2, 0, 1};
+  std::vector<at::Tensor> of_both;
+  for (const bool shared : {false, true}) {
+    const MicroBatch batch = make_micro_batch(samples, members, shared);
+    of_both.push_back(response_values(model, model.forward(batch.input), batch));
+  }
+  EXPECT_TRUE(testing::same_bits(of_both[0], of_both[1]));
+  int64_t at = 0;
+  for (const int64_t i : members) {
+    const Sample& sample = samples[static_cast<size_t>(i)];
+    std::vector<int32_t> whole = *sample.prompt;
+    whole.insert(whole.end(), sample.response.begin(), sample.response.end());
+    const at::Tensor all = model.values(model.forward(PackedBatch::from_sequences({whole})));
+    const auto length = static_cast<int64_t>(sample.response.size());
+    // Of the state before each token: from the prompt's last row on, without the last token's own.
+    EXPECT_TRUE(testing::same_bits(of_both[0].narrow(0, at, length),
+                                   all.narrow(0, static_cast<int64_t>(sample.prompt.size()) - 1, length)));
+    at += length;
+  }
 }
 
 }  // namespace

@@ -201,8 +201,9 @@ TEST(ModelConfig, AModelForAnotherPurposeIsRefusedByItsArchitecture) {
     plain["architectures"] = architectures;
     EXPECT_EQ(parse(plain).family, ModelFamily::kQwen3);
   }
-  EXPECT_MENTIONS(with("qwen3", {"Qwen3ForSequenceClassification"}), "Qwen3ForSequenceClassification; known are llama");
-  EXPECT_MENTIONS(with("qwen2", {"Qwen2ForSequenceClassification"}), "unknown architecture Qwen2ForSeq");
+  EXPECT_MENTIONS(with("qwen3", {"GemmaForSequenceClassification"}), "GemmaForSequenceClassification; known are llama");
+  EXPECT_MENTIONS(with("qwen2", {"LlamaForSequenceClassification"}),
+                  "model_type qwen2 and architecture LlamaForSequenceClassification");
   EXPECT_MENTIONS(with("llama", {"LlamaForTokenClassification"}), "unknown architecture LlamaForTok");
   EXPECT_MENTIONS(with("llama", {"MistralForCausalLM"}), "unknown architecture MistralForCausalLM");
   EXPECT_MENTIONS(with("qwen2", {"Qwen2Model"}), "unknown architecture Qwen2Model");
