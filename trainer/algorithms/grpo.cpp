@@ -368,7 +368,7 @@ class GrpoLoop final {
     session_.cause_fault(report.step);
     if (refit_ != nullptr) refit_->release();
     session_.start_waits();
-    const TrainResult trained = trainer_->train(samples, dump_path(report.step));
+    const TrainResult trained = trainer_->train(samples, dump_path(report.step), weights_version());
     session_.describe_waits(report.values);
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);

@@ -76,15 +76,14 @@ std::vector<Members> PolicyTrainer::own_micro_batches(const std::vector<Sample>&
 
 std::vector<at::Tensor> PolicyTrainer::logprob_pass(const Model& model, const std::vector<Sample>& samples,
                                                     const std::vector<Members>& micro_batches,
-                                                    const LogprobOptions& options, std::vector<float> Sample::*known) {
+                                                    const LogprobOptions& options, const Known& known) {
   const c10::NoGradGuard no_grad;
   Members own;
   std::map<int64_t, at::Tensor> of_sample;
   for (const Members& members : micro_batches) {
     for (const int64_t i : members) {
-      const Sample& sample = samples[static_cast<size_t>(i)];
-      if (known != nullptr && !(sample.*known).empty()) {
-        of_sample[i] = at::tensor(sample.*known, at::kFloat);
+      if (const std::vector<float>* logprobs = known(samples[static_cast<size_t>(i)])) {
+        of_sample[i] = at::tensor(*logprobs, at::kFloat);
       } else {
         own.push_back(i);
       }
@@ -186,8 +185,21 @@ void PolicyTrainer::train_early(const std::vector<Sample>& samples) {
   (void)policy_.flat_gradients()[0].item<double>();  // waits for what this thread has queued
 }
 
+const std::vector<float>* PolicyTrainer::known_previous(const Sample& sample, int64_t version) const {
+  const bool sampled_by_these = sample.is_of(version);
+  const bool known = sampled_by_these ? row_exact_ : config_.grpo.async_grpo.ratio_from == RatioFrom::kGeneration;
+  return known ? &sample.generation_logprobs : nullptr;
+}
+
 std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const std::vector<Sample>& samples,
-                                                                        bool dumped) {
+                                                                        int64_t version, bool dumped) {
+  const Known previous_of = [&](const Sample& sample) { return known_previous(sample, version); };
+  const Known reference_of = [](const Sample& sample) {
+    return sample.reference_logprobs.empty() ? nullptr : &sample.reference_logprobs;
+  };
+  // The same on all ranks, since passes are collective where ranks share weights or layers.
+  const bool passes = std::any_of(samples.begin(), samples.end(), [&](const Sample& s) { return !previous_of(s); });
+  const bool older = std::any_of(samples.begin(), samples.end(), [&](const Sample& s) { return !s.is_of(version); });
   const auto total = static_cast<int64_t>(samples.size());
   const int64_t size = config_.policy.train_global_batch_size;
   std::vector<std::vector<Members>> members;  // of each micro-batch of each step
@@ -212,17 +224,17 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
   for (size_t s = 0; s < steps.size(); ++s) {
     std::vector<at::Tensor> reference, previous;
     if (loss_.reference_policy_kl_penalty != 0 || reward_kl_ != 0) {
-      reference =
-          logprob_pass(*reference_, samples, members[s], reference_distribution(config_), &Sample::reference_logprobs);
+      reference = logprob_pass(*reference_, samples, members[s], reference_distribution(config_), reference_of);
     }
-    if (!row_exact_) previous = logprob_pass(policy_, samples, members[s], distribution_);
+    if (passes) previous = logprob_pass(policy_, samples, members[s], distribution_, previous_of);
     OptimizerBatch with_responses;
     for (size_t b = 0; b < steps[s].size(); ++b) {
       TrainingBatch& batch = steps[s][b];
       if (batch.micro_batch.response_tokens() == 0) continue;
       if (!reference.empty()) batch.reference = reference[b];
-      batch.previous = row_exact_ ? batch.generation : previous[b];
-      if (!row_exact_ && config_.grpo.seq_logprob_error_threshold)
+      batch.previous = passes ? previous[b] : batch.generation;
+      if (older) batch.sampled_by_these = tokens_of_version(samples, batch.micro_batch.members, version);
+      if (passes && config_.grpo.seq_logprob_error_threshold)
         mask_mismatched_sequences(batch, *config_.grpo.seq_logprob_error_threshold);
       with_responses.push_back(std::move(batch));
     }
@@ -254,8 +266,9 @@ void PolicyTrainer::backward_passes(const OptimizerBatch& batch, const ValidCoun
     const Trained trained = loss_of(one, hidden, valid);
     add_metrics(sums.metrics, trained.output.metrics);
     if (sampled_these) {
-      sums.compared_tokens += (one.mask > 0).sum().item<int64_t>();
-      sums.mismatched_tokens += differing_bits(trained.logprobs, one.generation, one.mask);
+      const at::Tensor compared = one.sampled_by_these.defined() ? one.mask * one.sampled_by_these : one.mask;
+      sums.compared_tokens += (compared > 0).sum().item<int64_t>();
+      sums.mismatched_tokens += differing_bits(trained.logprobs, one.generation, compared);
     }
     if (dump.wanted()) dump.add(one, trained.logprobs, trained.output.loss);
     return trained.output.loss;
@@ -298,12 +311,12 @@ void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& sche
   if (sampled_these) ++result.compared_optimizer_steps;
 }
 
-TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::string& dump) {
+TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::string& dump, int64_t version) {
   TrainResult result;
   if (policy_.units() != nullptr) policy_.units()->release();
   PhaseTimer::Scope logprobs = timer_.enter(Phase::kLogprobs);
   context_.set_phase("logprobs");
-  std::vector<OptimizerBatch> steps = prepare_steps(samples, !dump.empty());
+  std::vector<OptimizerBatch> steps = prepare_steps(samples, version, !dump.empty());
   MetricSums of_advantages;
   if (reward_kl_ != 0) {
     std::vector<TrainingBatch*> batches;

@@ -26,9 +26,11 @@ class PolicyTrainer final {
 
   // Collective: every rank passes the same samples. Trains this rank's share in as many optimizer steps as the batch
   // arithmetic says. Weights that ranks share are whole before and after, not in between. Advantages must have been
-  // assigned. When `dump` is given, the tensors of this rank's first
-  // optimizer step are written there as safetensors; only on a pipeline's last stage, which has them.
-  TrainResult train(const std::vector<Sample>& samples, const std::string& dump = {});
+  // assigned. When `dump` is given, the tensors of this rank's first optimizer step are written there as safetensors;
+  // only on a pipeline's last stage, which has them. `version`: of the weights as they are. Samples of these weights
+  // have the sampler's log-probs as previous ones where rows are exact; for older ones a pass gives them, or, with
+  // grpo.async_grpo.ratio_from generation, they have the sampler's too.
+  TrainResult train(const std::vector<Sample>& samples, const std::string& dump = {}, int64_t version = 0);
   // How many rollouts were trained before: where the schedules of learning rate and weight decay are, which move once a
   // train(). For a resumed run.
   void set_rollouts_done(int64_t rollouts) { rollouts_done_ = rollouts; }
@@ -49,15 +51,17 @@ class PolicyTrainer final {
 
   // Everything that belongs to the weights before the first optimizer step: all micro-batches, with reference and
   // previous log-probs. One for each optimizer step, on every rank as many.
-  std::vector<OptimizerBatch> prepare_steps(const std::vector<Sample>& samples, bool dumped);
+  std::vector<OptimizerBatch> prepare_steps(const std::vector<Sample>& samples, int64_t version, bool dumped);
+  // The log-probs of a sample that need no pass; null: one must compute them.
+  using Known = std::function<const std::vector<float>*(const Sample&)>;
+  const std::vector<float>* known_previous(const Sample& sample, int64_t version) const;
   // This rank's micro-batches of samples [begin, end) that were not trained early.
   std::vector<Members> own_micro_batches(const std::vector<Sample>& samples, int64_t begin, int64_t end) const;
   // Log-probs of the responses of every sample in `micro_batches` under `model`, in micro-batches of the log-prob
-  // passes' own size, given back in the given ones' order: one [T] each. `known`: where a sample has them already, or
-  // null.
+  // passes' own size, given back in the given ones' order: one [T] each.
   std::vector<at::Tensor> logprob_pass(const Model& model, const std::vector<Sample>& samples,
                                        const std::vector<Members>& micro_batches, const LogprobOptions& options,
-                                       std::vector<float> Sample::*known = nullptr);
+                                       const Known& known);
 
   struct Trained {
     at::Tensor logprobs;  // [T], detached

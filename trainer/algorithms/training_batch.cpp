@@ -48,6 +48,12 @@ TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Memb
   return batch;
 }
 
+at::Tensor tokens_of_version(const std::vector<Sample>& samples, const Members& members, int64_t version) {
+  std::vector<double> of;
+  for (const int64_t i : members) of.push_back(samples[static_cast<size_t>(i)].is_of(version) ? 1 : 0);
+  return spread(samples, members, of);
+}
+
 void mask_mismatched_sequences(TrainingBatch& b, double threshold) {
   const at::Tensor& sequence = b.micro_batch.sequence;
   const int64_t count = b.sequence_mask.size(0);

@@ -139,7 +139,7 @@ class StepBench final {
           std::count_if(samples.begin(), samples.end(), [](const Sample& sample) { return sample.trained_early; });
       early_references_ = std::count_if(samples.begin(), samples.end(),
                                         [](const Sample& sample) { return !sample.reference_logprobs.empty(); });
-      times.trained = trainer_->train(samples);
+      times.trained = trainer_->train(samples, {}, steps_done_);
       synchronize(target_.device);
     }
     {

@@ -126,9 +126,9 @@ void check_generation(const Config& c, Problems& out) {
   }
   const int64_t stages = g.fold_pipeline ? 1 : parallel_sizes(c).pipeline;
   if (g.tensor_parallel_size > 1 && world_size(c) % saturating_product(g.tensor_parallel_size, stages) != 0) {
-    out.push_back({"policy.generation.tensor_parallel_size",
-                   number(g.tensor_parallel_size) + " x " + number(stages) + " stages do not divide the " +
-                       number(world_size(c)) + " ranks"});
+    out.push_back({"policy.generation.tensor_parallel_size", number(g.tensor_parallel_size) + " x " + number(stages) +
+                                                                 " stages do not divide the " + number(world_size(c)) +
+                                                                 " ranks"});
   } else if (g.tensor_parallel_size > 1 && c.cluster.processes % g.tensor_parallel_size != 0) {
     out.push_back({"policy.generation.tensor_parallel_size",
                    number(g.tensor_parallel_size) + " does not divide the " + number(c.cluster.processes) +
@@ -215,6 +215,51 @@ void check_grpo(const Config& c, Problems& out) {
   }
   if (g.skip_reference_policy_logprobs_calculation && c.loss_fn.reference_policy_kl_penalty != 0) {
     out.push_back({"grpo.skip_reference_policy_logprobs_calculation", "needs loss_fn.reference_policy_kl_penalty 0"});
+  }
+}
+
+// Carry-over (trainer/algorithms/carry_over.h).
+void check_async(const Config& c, Problems& out) {
+  const auto& g = c.grpo;
+  const AsyncGrpoConfig& a = g.async_grpo;
+  if (!a.enabled) return;
+  if (a.max_trajectory_age_steps == 0) {
+    out.push_back(
+        {"grpo.async_grpo.max_trajectory_age_steps",
+         "0 leaves nothing to carry over where generation and training take turns on the same devices; set at "
+         "least 1, or grpo.async_grpo.enabled to false"});
+    return;
+  }
+  if (!a.in_flight_weight_updates) {
+    out.push_back({"grpo.async_grpo.in_flight_weight_updates",
+                   "must be true for carry-over, whose unfinished responses go on with the new weights; set it, or "
+                   "grpo.async_grpo.enabled to false"});
+  }
+  if (c.loss_fn.force_on_policy_ratio) {
+    out.push_back(
+        {"loss_fn.force_on_policy_ratio",
+         "takes every ratio for 1, and with grpo.async_grpo.enabled older weights draw tokens: switch one off"});
+  }
+  if (g.early_gradients) {
+    out.push_back({"grpo.early_gradients",
+                   "is for strictly on-policy steps; with grpo.async_grpo.enabled the places of its last responses are "
+                   "filled: switch one off"});
+  }
+  if (a.ratio_from == RatioFrom::kTraining && !c.loss_fn.use_importance_sampling_correction) {
+    out.push_back({"loss_fn.use_importance_sampling_correction",
+                   "must be true with grpo.async_grpo.enabled, since older weights draw tokens; or set "
+                   "grpo.async_grpo.ratio_from to generation, whose ratio begins with these"});
+  }
+  if (g.batch_multiplier != 1.0) {
+    out.push_back({"grpo.batch_multiplier",
+                   "is the size of rounds, and with grpo.async_grpo.enabled a group of equal rewards is replaced at "
+                   "once: leave it 1"});
+  }
+  if (g.shuffle_rewards && g.use_dynamic_sampling) {
+    out.push_back(
+        {"grpo.shuffle_rewards",
+         "cannot be used with grpo.async_grpo.enabled and dynamic sampling, which decides by the rewards what "
+         "a batch is before they could be shuffled"});
   }
 }
 
@@ -421,6 +466,7 @@ std::vector<config::Problem> config::cross_check(const Config& config) {
   check_generation(config, problems);
   if (config.algorithm == "grpo") {
     check_grpo(config, problems);
+    check_async(config, problems);
     check_loss(config, problems);
   }
   check_optimizer(config, problems);

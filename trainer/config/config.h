@@ -29,6 +29,9 @@ inline constexpr int64_t kAutoSize = 0;  // of a parallel size: "auto", which tr
 struct AsyncGrpoConfig {
   bool enabled = false;
   int64_t max_trajectory_age_steps = 1;
+  bool in_flight_weight_updates = false;
+  bool recompute_kv_cache_after_weight_updates = true;
+  RatioFrom ratio_from = RatioFrom::kTraining;  // (ours)
 };
 
 struct GrpoConfig : AdvantageOptions {

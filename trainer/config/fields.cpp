@@ -96,8 +96,22 @@ void add_grpo(std::vector<Field>& table) {
    "GPU with "
    "long-tailed responses and no reference model, and costs 8 % on four (docs/lab/013-gradients-under-generation.md)");
   OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
-  KEY(grpo.async_grpo.enabled)("generate while training; not supported yet");
-  KEY(grpo.async_grpo.max_trajectory_age_steps)("steps a sample may be older than the weights it trains").at_least(1);
+  KEY(grpo.async_grpo.enabled)
+  ("carry-over: places that a step's last responses leave free take groups of the next steps, and what is not finished "
+   "when the step is complete goes on with the new weights");
+  KEY(grpo.async_grpo.max_trajectory_age_steps)
+  ("steps that the weights which drew a token may be older than those that its step begins with; a group is begun only "
+   "where this holds, and none is dropped")
+      .at_least(0);
+  KEY(grpo.async_grpo.in_flight_weight_updates)
+  ("unfinished responses go on with new weights; carry-over needs it");
+  KEY(grpo.async_grpo.recompute_kv_cache_after_weight_updates)
+  ("after an update the keys and values of unfinished responses are computed again, so that each token has the "
+   "log-prob "
+   "of its weights exactly; false keeps them, and the memory of the cache is not lent to training");
+  OURS(grpo.async_grpo.ratio_from)
+  ("of tokens that older weights drew, the ratio of the loss begins with the log-prob under: training, the weights "
+   "before the first optimizer step, by a pass over these samples; generation, those that drew them, without a pass");
 }
 
 void add_sft(std::vector<Field>& table) {

@@ -24,6 +24,15 @@ struct ValueLossOptions {  // value_loss_fn
   std::optional<double> cliprange;  // 0 or absent: values are not clipped
 };
 
+// Of a token that older weights drew: which log-prob the ratio of the loss begins with (grpo.async_grpo.ratio_from).
+// kTraining: that of the weights before the first optimizer step; the sampler's is in the importance weight.
+// kGeneration: the sampler's; the importance weight is 1.
+enum class RatioFrom { kTraining, kGeneration };
+inline Names names_of(RatioFrom) {
+  static constexpr const char* kNames[] = {"training", "generation"};
+  return kNames;
+}
+
 struct LossOptions {
   double reference_policy_kl_penalty = 0.01;  // beta; 0: no KL term, no reference model
   KlEstimator reference_policy_kl_type = KlEstimator::kK3;

@@ -27,6 +27,8 @@ const std::map<std::string, Sample>& special_samples() {
   static const std::map<std::string, Sample> kSamples = {
       {"grpo.num_prompts_per_step", {"64", {}}},
       {"grpo.num_generations_per_prompt", {"32", {}}},
+      {"grpo.async_grpo.enabled",
+       {"true", {"grpo.async_grpo.in_flight_weight_updates=true", "loss_fn.use_importance_sampling_correction=true"}}},
       {"grpo.batch_multiplier", {"2", {"grpo.use_dynamic_sampling=true"}}},
       {"grpo.stop_at_validation_metric", {"accuracy", {"grpo.stop_at_validation_threshold=0.5"}}},
       {"grpo.stop_at_validation_threshold", {"0.5", {"grpo.stop_at_validation_metric=accuracy"}}},
