@@ -128,23 +128,13 @@ std::vector<int64_t> divisors(int64_t number) {
   return low;
 }
 
-std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
-  static constexpr std::pair<Field, const char*> kNotYet[] = {{{"tp", &Layout::tp}, "tensor"},
-                                                              {{"cp", &Layout::cp}, "context"},
-                                                              {{"ep", &Layout::ep}, "expert"},
-                                                              {{"pp", &Layout::pp}, "pipeline"},
-                                                              {{"etp", &Layout::etp}, "expert tensor"}};
+std::vector<std::string> unsupported_splits(const Layout& layout, bool /*gpus*/) {
   std::vector<std::string> sentences;
-  for (const auto& [field, name] : kNotYet) {
-    const int64_t size = layout.*field.member;
-    if (size <= 1) continue;
-    const bool on_cpus = field.member != &Layout::etp, on_gpus = on_cpus && field.member != &Layout::ep;
-    if (gpus ? on_gpus : on_cpus) continue;
-    sentences.push_back(std::string(field.name) + " " + std::to_string(size) + " (" + name +
-                        " parallel) is not supported yet by the trainer of this version" + (on_cpus ? " on GPUs" : "") +
-                        "; only dp may be above 1, and " + (gpus ? "tp, cp and pp" : "tp, cp, and pp or ep"));
+  if (layout.etp > 1) {
+    sentences.push_back("etp " + std::to_string(layout.etp) +
+                        " (expert tensor parallel) is not supported yet by the trainer of this version; it must be 1");
   }
-  if (!gpus && layout.ep > 1 && layout.pp > 1) {
+  if (layout.ep > 1 && layout.pp > 1) {
     sentences.push_back("ep " + std::to_string(layout.ep) + " together with pp " + std::to_string(layout.pp) +
                         " is not supported yet by the trainer of this version; one of the two must be 1");
   }

@@ -15,6 +15,12 @@ run() {
     policy.megatron_cfg.pipeline_model_parallel_size="$pp" grpo.max_num_steps=4 \
     loss_fn.reference_policy_kl_penalty=0.05 cluster.collective_timeout_s=40 "$@")
 }
+first() {
+  python3 -c 'import json, sys
+row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
+print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
+        if key in row))' "$dir/$1-logs/train.jsonl"
+}
 exchange() { # exchange SHAPE: elements that differ from the definition
   "$TRIREME" launch --nproc-per-node 2 -- bench exchange --tp 2 --shape "$1" --rows 1,3,16,64,250 --large-mib 16 \
     --json "$dir/exchange.json" >"$dir/out" 2>"$dir/err" &&
@@ -37,11 +43,26 @@ done
 # A mixture of experts over stages and over context ranks.
 "$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
   --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 >/dev/null
-for layout in "moe 1 1 1" "moe-pp2 2 1 2" "moe-cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2"; do
+experts="policy.megatron_cfg.expert_model_parallel_size=2"
+for layout in "moe 1 1 1" "moe-pp2 2 1 2" "moe-cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2" \
+  "moe-tp2 2 2 1" "moe-ep2 2 1 1 $experts" "moe-tp2ep2 2 2 1 $experts"; do
   set -- $layout
   check "GRPO on $1" run "$@" policy.model_name="$dir/mixture"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+# Experts over ranks: as one rank; without peers' memory; two steps, then the rest; a trained router.
+[ "$(first moe-ep2)" = "$(first moe)" ] && ok "the first step of moe-ep2 is one rank's: $(first moe-ep2)" ||
+  bad "the first step of moe-ep2: $(first moe-ep2), one rank's $(first moe)"
+NCCL_P2P_DISABLE=1 check "GRPO on moe-ep2 over NCCL" run moe-ep2-nccl 2 1 1 $experts policy.model_name="$dir/mixture"
+out=$(sound moe-ep2-nccl 4) && ok "moe-ep2 over NCCL: $out" || bad "moe-ep2 over NCCL: $out"
+check "two steps on moe-ep2" run moe-again 2 1 1 $experts policy.model_name="$dir/mixture" grpo.max_num_steps=2
+check "the rest of them" run moe-again 2 1 1 $experts policy.model_name="$dir/mixture"
+[ "$(weights moe-again 4)" = "$(weights moe-ep2 4)" ] && ok "resumed on moe-ep2: weights and moments bit for bit" ||
+  bad "a resume on moe-ep2"
+check "a trained router on moe-ep2" run moe-router 2 1 1 $experts policy.model_name="$dir/mixture" \
+  policy.megatron_cfg.freeze_moe_router=false policy.megatron_cfg.moe_router_load_balancing_type=aux_loss \
+  policy.megatron_cfg.moe_aux_loss_coeff=0.01
+out=$(sound moe-router 4) && ok "moe-router: $out" || bad "moe-router: $out"
 # Generation in a layout of its own: folded stages have the run in place, other tensor ranks are said.
 for layout in "folded 2 1 2 policy.generation.fold_pipeline=true" "dp2 2 1 1" \
   "dp2-tp2 2 1 1 policy.generation.tensor_parallel_size=2" "tp2-tp1 2 2 1 policy.generation.tensor_parallel_size=1"; do
@@ -68,12 +89,6 @@ done
 unset NCCL_P2P_DISABLE
 # Stages change no bit of a log-prob, so the first step has one rank's samples and loss; a tied embedding's gradient is
 # a sum of two.
-first() {
-  python3 -c 'import json, sys
-row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
-print(*(f"{row[key]:.3g}" for key in ("train/reward", "train/mean_generation_length", "train/grad_norm")
-        if key in row))' "$dir/$1-logs/train.jsonl"
-}
 [ -n "$(first one)" ] && [ "$(first pp2)" = "$(first one)" ] &&
   ok "the first step on two stages is one rank's: $(first pp2)" ||
   bad "the first step on two stages: $(first pp2), one rank's $(first one)"

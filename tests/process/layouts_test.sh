@@ -129,12 +129,6 @@ refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pip
 refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2" \
   run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
   policy.megatron_cfg.num_layers_in_last_pipeline_stage=2
-on_gpus() { # on_gpus NAME WORDS [overrides...]
-  local name=$1 words=$2; shift 2
-  refused "$name on GPUs" "$words is not supported yet by this version on GPUs" "$TRIREME" train \
-    --config configs/quickstart.yaml cluster.gpus_per_node=2 cluster.device=cuda policy.megatron_cfg.enabled=true "$@"
-}
-on_gpus "expert parallel ranks" "expert parallel size 2" policy.megatron_cfg.expert_model_parallel_size=2
 # Ranks that would compute something else.
 port=$((20000 + RANDOM % 10000)) pids=""
 for rank in 0 1; do

@@ -76,13 +76,6 @@ void validate_supported(const Config& c) {
   const auto size = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
     refuse(counts && value > 1, key, what + " " + std::to_string(value));
   };
-  const auto on_cpu = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
-    if (counts && value > 1 && c.cluster.device != "cpu")
-      reasons.push_back(key + ": " + what + " " + std::to_string(value) + kNotYet +
-                        " on GPUs (cluster.device=cpu has it)");
-  };
-  on_cpu(m.enabled, "policy.megatron_cfg.expert_model_parallel_size", "expert parallel size",
-         m.expert_model_parallel_size);
   size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
        m.expert_tensor_parallel_size);
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",

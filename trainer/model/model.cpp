@@ -109,7 +109,6 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
   TRIREME_CHECK((options.experts != nullptr) == (options.passes != nullptr) &&
                     (options.experts != nullptr) == (options.steps != nullptr),
                 "a model whose experts are split needs the groups that make passes and steps together");
-  TRIREME_CHECK(split_.ep == 1 || options.device.is_cpu(), "expert parallel models run on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   TRIREME_CHECK(!config.value_head || (!options.split && options.context == nullptr),
                 "a value model is split over no ranks");
@@ -384,6 +383,14 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
     });
   };
   const Range own = pieces_.at(static_cast<size_t>(piece));
+  // A rank that only takes part in what others' rows want of its experts. Kernels take no empty batches.
+  if (context.arena != nullptr && context.tokens == 0 && options_.device.is_cuda()) {
+    const at::Tensor nothing = make_residual(0);
+    for (int64_t i = own.begin; i < own.end; ++i) {
+      if (layers_[static_cast<size_t>(i)].experts.router.defined()) (void)experts(i, {nothing, {}}, context);
+    }
+    return nothing;
+  }
   Residual x;
   if (split_.begins(piece)) {
     reading(0, layer_begins_.front());
@@ -533,8 +540,13 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
   const auto mixture = [&](const Activation& rows) {
     if (options_.experts == nullptr)
       return mixture_of_experts(rows.value, weights, shape, rows.again, std::move(watch));
-    return split_mixture_of_experts(rows.value, weights, shape, {.group = options_.experts, .experts = local_.experts},
-                                    std::move(watch));
+    const ExpertRanks ranks{.group = options_.experts, .experts = local_.experts};
+    if (context.cached == nullptr || !context.cached->alike || !gathers_experts(residual_rows(context.tokens)))
+      return split_mixture_of_experts(rows.value, weights, shape, ranks, std::move(watch));
+    // As many of each rank: of tensor ranks the last may have less.
+    const int64_t own = rows.value.size(0), each = residual_rows(context.tokens);
+    const at::Tensor even = own == each ? rows.value : at::constant_pad_nd(rows.value, {0, 0, 0, each - own});
+    return gathered_mixture_of_experts(even, weights, shape, ranks).narrow(0, 0, own);
   };
   if (split_.tp == 1) return mixture(x);
   const Range own = expert_rows(context);
@@ -606,7 +618,26 @@ DeviceSamples Model::sample_on_device(const at::Tensor& hidden, const DeviceSamp
                         : sample_split_tokens_on_device(hidden, head_, rows, split_logits_);
 }
 
-bool Model::graphs_allowed() const { return split_.tp == 1 || options_.tensor->peers(options_.device) != nullptr; }
+bool Model::graphs_allowed(int64_t tokens) const {
+  const bool tensor = split_.tp == 1 || options_.tensor->peers(options_.device) != nullptr;
+  return (options_.experts == nullptr || gathers_experts(residual_rows(tokens))) && tensor;
+}
+
+// Whether the ranks of the experts' group, with `rows` each, gather them instead of sending each its own.
+bool Model::gathers_experts(int64_t rows) const {
+  if (!options_.device.is_cuda()) return false;
+  if (!gathers_experts_) {
+    // Each rank has tried its own kernels.
+    const bool here = options_.experts->peers(options_.device) != nullptr && grouped_part_here(1);
+    gathers_experts_ = options_.experts->all_reduce_sum(int64_t{here ? 0 : 1}) == 0;
+  }
+  return *gathers_experts_ && grouped_part_here(rows * options_.experts->size());
+}
+
+bool Model::grouped_part_here(int64_t rows) const {
+  return cuda::grouped_part_supported(rows * config_.experts_per_token, local_.experts, local_.hidden,
+                                      local_.moe_intermediate);
+}
 
 // Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give, which
 // next_norm makes where each rank has all rows.

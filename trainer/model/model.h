@@ -55,6 +55,9 @@ struct CachedBatch {
   at::Tensor ids;        // [tokens] int64
   at::Tensor positions;  // [tokens] int64 (past + i for token i of a run), below config().positions() on CUDA
   CachePlan plan;        // counts add up to tokens
+  // With split experts: the ranks of their group have as many tokens each, so that the pass may take gathers_experts'
+  // way.
+  bool alike = false;
 };
 
 // A named slice of the flat buffers.
@@ -178,9 +181,10 @@ class Model final {
   // The same on CUDA without waiting for the host (sample_tokens_on_device); legal in stream capture where the tensor
   // ranks' devices see each other's memory (graphs_allowed).
   DeviceSamples sample_on_device(const at::Tensor& hidden, const DeviceSampling& rows) const;
-  // Whether passes against an arena may be captured into graphs: where the tensor ranks' devices see each other's
-  // memory. Collective over options().tensor at the first call.
-  bool graphs_allowed() const;
+  // Whether passes of so many tokens against an arena may be captured into graphs: where the devices of the tensor ranks
+  // see each other's memory, and those of the experts' ranks too and there are few tokens. Collective over both groups at
+  // the first call.
+  bool graphs_allowed(int64_t tokens) const;
 
   // In the order of ParameterLayout.
   std::vector<Parameter>& parameters() { return parameters_; }
@@ -245,6 +249,8 @@ class Model final {
   at::Tensor attend(int64_t index, const at::Tensor& qkv, const Context& context) const;
   at::Tensor mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const;
   Range expert_rows(const Context& context) const;
+  bool gathers_experts(int64_t rows) const;
+  bool grouped_part_here(int64_t rows) const;
   at::Tensor experts(int64_t index, const Activation& x, const Context& context) const;
   at::Tensor whole_logits(const at::Tensor& hidden) const;
   NormResult next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const;
@@ -271,6 +277,7 @@ class Model final {
   std::unique_ptr<WholeMemory> memory_;  // of weights that come and go, which are values_
   UnitMemory values_;
   mutable std::mutex rope_mutex_;
+  mutable std::optional<bool> gathers_experts_;  // once it was asked
   mutable at::Tensor rope_cache_;  // [positions, 2, head_dim / 2], grown when a batch reaches further
 };
 

@@ -13,6 +13,7 @@
 #include "trainer/ops/expert_rows.h"
 #include "trainer/ops/ops.h"
 #include "trainer/parallel/dispatch.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 namespace {
@@ -263,19 +264,40 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
   }
 };
 
-}  // namespace
-
-at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch) {
-  const int64_t hidden = x.size(1), size = ranks.group->size();
+void check_shapes(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
+                  const ExpertRanks& ranks) {
+  const int64_t hidden = x.size(1), size = ranks.group->size(), width = weights.down.size(1);
   TRIREME_CHECK(x.dim() == 2 && ranks.experts * size == shape.experts && ranks.rows_at_once > 0 &&
                     shape.combine_blocks % size == 0 && shape.experts % shape.combine_blocks == 0,
-                "split_mixture_of_experts: experts and blocks must divide among the ranks");
-  const int64_t width = weights.down.size(1);
+                "split experts: experts and blocks must divide among the ranks");
   TRIREME_CHECK(weights.router.sizes() == at::IntArrayRef({shape.experts, hidden}) &&
                     weights.gate_up.sizes() == at::IntArrayRef({ranks.experts * 2 * width, hidden}) &&
                     weights.down.sizes() == at::IntArrayRef({ranks.experts * hidden, width}),
-                "split_mixture_of_experts: the weights' shapes do not fit x");
+                "split experts: the weights' shapes do not fit x");
+}
+
+}  // namespace
+
+at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
+                                       const ExpertRanks& ranks) {
+  const at::NoGradGuard no_grad;
+  check_shapes(x, weights, shape, ranks);
+  Communicator& group = *ranks.group;
+  const int64_t blocks = shape.combine_blocks / group.size();
+  const at::Tensor all = gather_rows(group, x);
+  const Routes routes = route(all, weights.router, shape);
+  const at::Tensor offsets = routes.offsets.narrow(0, group.rank() * ranks.experts, ranks.experts + 1);
+  const at::Tensor active = grouped_part(gather_rows_by(all, routes.rows), weights.gate_up, offsets, /*swiglu=*/true);
+  const at::Tensor y = grouped_part(active, weights.down, offsets, /*swiglu=*/false);
+  const at::Tensor sums = part_block_sums(y, routes, shape, group.rank() * blocks, blocks);
+  // Ranks hold experts by id: the owner's row has its blocks in order.
+  const at::Tensor own = whole_rows(group, sums.view({all.size(0), blocks * x.size(1)}));
+  return sum_in_order(own.view({x.size(0), shape.combine_blocks, x.size(1)}));
+}
+
+at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
+                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch) {
+  check_shapes(x, weights, shape, ranks);
   auto call = c10::make_intrusive<SplitCall>(shape, ranks, std::move(watch));
   const bool record =
       wants_grad(x) || wants_grad(weights.router) || wants_grad(weights.gate_up) || wants_grad(weights.down);

@@ -15,15 +15,21 @@ namespace trireme {
 struct ExpertRanks {
   Communicator* group = nullptr;
   int64_t experts = 0;             // of this rank; a multiple of a block's
-  int64_t rows_at_once = 1 << 13;  // received rows that are worked off together: bounds memory, changes no forward bit
+  int64_t rows_at_once = 1 << 15;  // received rows that are worked off together: bounds memory, changes no forward bit
 };
 
 // mixture_of_experts for own rows x [rows, hidden], of which there may be none; `weights` has the whole router and the
 // rank's own experts. Backward: gradients of own experts from the rows of all ranks; of the router from own rows. Rows
 // and their gradients are added in the order of ranks and rows. Kept for backward: received rows, routes, and x where
-// the router is trained; gate and up are computed again. `watch`: mixture_of_experts'. On CPU. Collective over the
-// group, in forward and in backward.
+// the router is trained; gate and up are computed again. `watch`: mixture_of_experts'. On CUDA the host waits for the
+// device, for counts. Collective over the group, in forward and in backward.
 at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                                     const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch = nullptr);
+
+// The same for few rows, as many on every rank, with the same bits: everybody gets all rows and routes them, computes its
+// own experts, and block sums go to the rows' owners. Nothing waits for the host: over peer memory it may be captured
+// into a graph. No autograd. On CUDA for as many rows of all ranks as grouped_part_supported takes.
+at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
+                                       const ExpertRanks& ranks);
 
 }  // namespace trireme

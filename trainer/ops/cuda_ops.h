@@ -115,6 +115,12 @@ at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape&
 at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
                       const at::Tensor& begins);
 at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins);
+at::Tensor part_block_sums(const at::Tensor& y, const Routes& routes, const ExpertShape& shape, int64_t first_block,
+                           int64_t blocks);
+at::Tensor sum_in_order(const at::Tensor& blocks);
+at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, bool swiglu);
+// Whether it takes so many sorted rows; not where the start-up test has switched our kernel off.
+bool grouped_part_supported(int64_t sorted_rows, int64_t experts, int64_t hidden, int64_t width);
 at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places);
 ExpertGradients expert_gradients(const at::Tensor& gate_up, const at::Tensor& upstream, const Routes& routes);
 // `most`: rows of an expert, at most. Few by our kernel, which reads only experts that have any; more by the library's

@@ -181,6 +181,45 @@ at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const 
   return out.to(blocks.scalar_type());
 }
 
+at::Tensor part_block_sums(const at::Tensor& y, const Routes& routes, const ExpertShape& shape, int64_t first_block,
+                           int64_t blocks) {
+  if (y.is_cuda()) return cuda::part_block_sums(y, routes, shape, first_block, blocks);
+  const int64_t rows = routes.experts.size(0), k = shape.per_token, width = y.size(1);
+  const int64_t of_block = shape.experts / shape.combine_blocks;
+  const at::Tensor in = for_compute(y);
+  const at::Tensor out = at::zeros({rows, blocks, width}, in.options());
+  const int32_t* experts = routes.experts.const_data_ptr<int32_t>();
+  const int32_t* places = routes.places.const_data_ptr<int32_t>();
+  with_compute_type(y, [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = in.const_data_ptr<T>();
+    const T* weights = routes.weights.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    parallel_tasks(rows, grain_rows(width * k), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin * k; i < end * k; ++i) {
+        const int64_t block = experts[i] / of_block - first_block;
+        if (block < 0 || block >= blocks) continue;
+        add_weighted(to + (i / k * blocks + block) * width, from + places[i] * width, weights[i], width);
+      }
+    });
+  });
+  return out.to(y.scalar_type());
+}
+
+at::Tensor sum_in_order(const at::Tensor& blocks) {
+  if (blocks.is_cuda()) return cuda::sum_in_order(blocks);
+  const int64_t rows = blocks.size(0), of_row = blocks.size(1);
+  const at::Tensor places = at::arange(rows * of_row, at::TensorOptions().dtype(at::kInt));
+  const at::Tensor begins = at::arange(rows + 1, places.options()).mul_(of_row);
+  return sum_blocks(blocks.reshape({rows * of_row, blocks.size(2)}), places, begins);
+}
+
+at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, bool swiglu) {
+  if (x.is_cuda()) return cuda::grouped_part(x, weight, offsets, swiglu);
+  const at::Tensor y = grouped_linear(x, weight, offsets, x.size(0));
+  return swiglu ? swiglu_halves(y) : y;
+}
+
 Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities) {
   if (x.is_cuda()) return cuda::route(x, router, shape, probabilities);
   const at::ScalarType type = compute_type(x);

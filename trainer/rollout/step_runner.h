@@ -32,7 +32,7 @@ class StepRunner {
   // The next piece of the step that the lane started last. Only where stages have several pieces.
   virtual void proceed(int64_t lane) = 0;
   // A step of those this rank steps together with, in which it has no rows; it has no results. Only where experts are
-  // split, which is on CPU.
+  // split: there start() is collective over ModelOptions::steps too.
   virtual void start_without_rows();
   // The results of the oldest step that was not taken yet; waits for it.
   virtual SampleResult take() = 0;

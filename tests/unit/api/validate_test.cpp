@@ -66,15 +66,15 @@ TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
 }
 
 TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
-  const std::string not_yet = " parallel) is not supported yet by the trainer of this version";
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {cp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {cp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {tp: 2}")), "");  // on CPUs
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {pp: 2, tp: 2}")), "");
-  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 8, etp: 1}")),
-            "spec.roles.actor.parallelism.ep: ep 8 (expert" + not_yet +
-                " on GPUs; only dp may be above 1, and tp, cp and pp");
+  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 8, etp: 1}")), "");
+  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 4, etp: 2}")),
+            "spec.roles.actor.parallelism.etp: etp 2 (expert tensor parallel) is not supported yet by the trainer of "
+            "this version; it must be 1");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {ep: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 4, parallelism: {ep: 4, tp: 2, cp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {ep: 2, pp: 2}")),

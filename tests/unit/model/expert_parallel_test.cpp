@@ -182,6 +182,17 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
             {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep, .rows_at_once = at_once});
         EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", " << at_once << " rows at once";
       }
+      // Gathered, as many rows on each rank.
+      std::vector<at::Tensor> all;
+      for (int64_t r = 0; r < ep; ++r) all.push_back(work.rows(r, dtype));
+      int64_t most = 0;
+      for (const at::Tensor& rows : all) most = std::max(most, rows.size(0));
+      const at::Tensor even = at::constant_pad_nd(x, {0, 0, 0, most - x.size(0)});
+      const at::Tensor got = gathered_mixture_of_experts(
+          even, {own.router, own.gate_up, own.down}, shape,
+          {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep});
+      EXPECT_EQ(got.size(0), most);
+      EXPECT_TRUE(same_bits(got.narrow(0, 0, x.size(0)), wanted)) << work.name << ", gathered";
     }
   });
 }

@@ -46,6 +46,10 @@ at::Tensor gather_rows_by(const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor combine(const at::Tensor&, const Routes&, const ExpertShape&) { none(); }
 at::Tensor block_sums(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor sum_blocks(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
+at::Tensor part_block_sums(const at::Tensor&, const Routes&, const ExpertShape&, int64_t, int64_t) { none(); }
+at::Tensor sum_in_order(const at::Tensor&) { none(); }
+at::Tensor grouped_part(const at::Tensor&, const at::Tensor&, const at::Tensor&, bool) { none(); }
+bool grouped_part_supported(int64_t, int64_t, int64_t, int64_t) { return false; }
 at::Tensor sum_places(const at::Tensor&, const at::Tensor&) { none(); }
 ExpertGradients expert_gradients(const at::Tensor&, const at::Tensor&, const Routes&) { none(); }
 at::Tensor grouped_linear(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) { none(); }

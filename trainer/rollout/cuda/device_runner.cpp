@@ -19,6 +19,7 @@
 #include <map>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -94,8 +95,8 @@ class DeviceRunner final : public StepRunner {
         group_(model.local().heads / model.local().kv_heads),
         max_rows_(max_rows),
         experts_(model.local().experts > 0),
-        graphs_allowed_(model.graphs_allowed()),
         peers_(model.split().tp > 1 ? model.options().tensor->peers(device_) : nullptr),
+        expert_peers_(model.options().experts != nullptr ? model.options().experts->peers(device_) : nullptr),
         room_(cuda::decode_room(device_, model.local().heads, model.local().kv_heads,
                                 model.local().head_dim)),  // of the whole device
         pool_(at::cuda::graph_pool_handle()),
@@ -122,6 +123,9 @@ class DeviceRunner final : public StepRunner {
       C10_CUDA_CHECK(cudaEventCreateWithFlags(&slot.done, cudaEventDisableTiming));
     }
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&turn_, cudaEventDisableTiming));
+    idle_.resize(static_cast<size_t>(places()));
+    for (IdleStep& step : idle_) C10_CUDA_CHECK(cudaEventCreateWithFlags(&step.done, cudaEventDisableTiming));
+    (void)model_.graphs_allowed(bucket_of(max_rows));  // all ranks are here
     last_ = stream();
     if (partition_ != nullptr) prepare_shared(std::min(kSharedRows, max_rows));
   }
@@ -130,6 +134,7 @@ class DeviceRunner final : public StepRunner {
     // Kernels of a step that failed half way may still read the pinned ring.
     (void)cudaStreamSynchronize(last_);
     (void)cudaEventDestroy(turn_);
+    for (IdleStep& step : idle_) (void)cudaEventDestroy(step.done);
     for (Slot& slot : slots_) {
       if (slot.done == nullptr) continue;
       (void)cudaEventSynchronize(slot.done);
@@ -151,6 +156,7 @@ class DeviceRunner final : public StepRunner {
       part.emplace(*partition_, PartitionScope::Part::kForeground);
     take_turn();
     move_rows(plan);
+    together_ = agree(plan.tokens, is_decode(plan));
     Lane& lane = lanes_.at(static_cast<size_t>(request.lane));
     // With late stops the lane's last step was not taken yet: it is the oldest.
     if (embeds() && links_ != nullptr && !pending_.empty() && pending_.front()->lane == &lane)
@@ -169,6 +175,26 @@ class DeviceRunner final : public StepRunner {
     }
     pending_.push_back(&slot);
     run_piece(request, lane);
+  }
+
+  void start_without_rows() override {
+    const c10::cuda::CUDAGuard guard(device_);
+    take_turn();
+    together_ = agree(0, /*decode=*/true);
+    if (together_.rows == 0) return;
+    if (!together_.decode) {
+      CachedBatch nothing;
+      nothing.ids = nothing.positions = at::empty({0}, ids_.options());
+      (void)model_.forward_cached_piece(0, nothing, arena_, {});
+      return;
+    }
+    DecodeShape shape = decode_shape(0);
+    const int64_t place = next_place();
+    (void)fill(StepRequest(), DecodeInputs(upload_of(place), shape.bucket, shape.runs, at::kCPU), 0, shape);
+    replay(shape);
+    IdleStep& step = idle_[static_cast<size_t>(place)];
+    step.under_way = true;
+    C10_CUDA_CHECK(cudaEventRecord(step.done, stream()));
   }
 
   void proceed(int64_t lane) override {
@@ -227,7 +253,8 @@ class DeviceRunner final : public StepRunner {
     }
     pending_.pop_front();
     C10_CUDA_CHECK(cudaEventSynchronize(slot.done));
-    if (peers_ != nullptr) peers_->throw_if_absent();
+    for (const PeerExchange* peers : {peers_, expert_peers_})
+      if (peers != nullptr) peers->throw_if_absent();
     if (pending_.empty()) {  // the lines are somebody else's until the next step
       for (Lane& lane : lanes_) {
         lane.sent.wait();
@@ -280,6 +307,17 @@ class DeviceRunner final : public StepRunner {
 
   using Graph = std::unique_ptr<at::cuda::CUDAGraph>;
 
+  // What the ranks that step together have agreed on; alone the own step.
+  struct Together {
+    int64_t rows = 0;     // of the rank that has most
+    bool decode = false;  // nobody has runs of several tokens
+  };
+  // A decode step without rows of its own, whose results nobody takes: whether its place is free the device says.
+  struct IdleStep {
+    cudaEvent_t done = nullptr;
+    bool under_way = false;
+  };
+
   struct Keys {  // of a decode step; 0: not known
     int64_t longest = 0, total = 0;
   };
@@ -323,13 +361,13 @@ class DeviceRunner final : public StepRunner {
 
   // Those of 1 to `most_rows` sequences, the largest first: the others' memory is a part of its.
   void prepare_graphs(int64_t most_rows, bool filters, bool shared) {
-    if (!graphs_allowed_) return;
     for (int64_t piece = 0; piece < pieces_; ++piece) {
       for (int64_t rows = most_rows; rows > 0; --rows) {
         const DecodeShape shape{piece, bucket_of(rows), runs_of(rows), filters, {}};
+        if (!model_.graphs_allowed(shape.bucket)) continue;
         Graph& graph = graph_of(shape, shared);
         if (graph) continue;
-        const int64_t place = decode_steps_++ % places();
+        const int64_t place = next_place();
         (void)fill(StepRequest(), DecodeInputs(upload_of(place), shape.bucket, shape.runs, at::kCPU), 0, shape);
         queue([&] { run_decode(shape); });
         graph = capture(shape, shared);  // waits: the place is free again
@@ -397,7 +435,7 @@ class DeviceRunner final : public StepRunner {
   void run_piece(const StepRequest& request, Lane& lane) {
     const ModelSplit& split = model_.split();
     const int64_t piece = lane.piece++;
-    const bool decoding = is_decode(*request.plan), last = split.ends(piece);
+    const bool decoding = together_.decode, last = split.ends(piece);
     Slot& slot = *lane.step;
     at::Tensor out;
     if (decoding) {
@@ -466,9 +504,8 @@ class DeviceRunner final : public StepRunner {
   at::Tensor decode(const StepRequest& request, int64_t piece, Slot& slot) {
     const StepPlan& plan = *request.plan;
     const int64_t rows = plan.tokens;
-    DecodeShape shape{piece, bucket_of(rows), runs_of(rows), false, {}};
-    // Free: the step that used it last was taken before this one was started.
-    const int64_t place = decode_steps_++ % places();
+    DecodeShape shape = decode_shape(piece);
+    const int64_t place = next_place();
     const DecodeInputs host(upload_of(place), shape.bucket, shape.runs, at::kCPU);
     shape.filters = fill(request, host, rows, shape);
     for (const Segment& segment : plan.segments) {
@@ -485,8 +522,29 @@ class DeviceRunner final : public StepRunner {
     return {};
   }
 
+  DecodeShape decode_shape(int64_t piece) const {
+    return {piece, bucket_of(together_.rows), runs_of(together_.rows), false, {}};
+  }
+
+  // Free: a step with results that used it last was taken before the next one is started.
+  int64_t next_place() {
+    const int64_t place = decode_steps_++ % places();
+    IdleStep& step = idle_[static_cast<size_t>(place)];
+    if (std::exchange(step.under_way, false)) C10_CUDA_CHECK(cudaEventSynchronize(step.done));
+    return place;
+  }
+
+  // Engines over split experts step together: the exchanges of a step are the same on all ranks, whatever their rows.
+  Together agree(int64_t rows, bool decode) const {
+    Communicator* ranks = model_.options().steps;
+    if (ranks == nullptr) return {rows, decode};
+    const at::Tensor numbers = at::tensor({rows, int64_t{decode ? 0 : 1}}, at::kLong);
+    ranks->all_reduce_max(numbers);
+    return {numbers[0].item<int64_t>(), numbers[1].item<int64_t>() == 0};
+  }
+
   void replay(const DecodeShape& shape) {
-    if (!graphs_allowed_) return run_decode(shape);
+    if (!model_.graphs_allowed(shape.bucket)) return run_decode(shape);
     const bool shared = partition_ != nullptr && sm_limit() > 0;
     Graph& graph = graph_of(shape, shared);
     if (graph) {
@@ -498,11 +556,15 @@ class DeviceRunner final : public StepRunner {
     graph = capture(shape, shared);
   }
 
-  // A decode step with its exchanges, if it has some, as one collective of the tensor ranks: whether a rank replays a
-  // graph or runs eagerly is its own matter.
+  // A decode step with its exchanges, if it has some, as one collective of each group that makes them: whether a rank
+  // replays a graph or runs eagerly is its own matter.
   void queue(const std::function<void()>& step) {
-    if (peers_ == nullptr) return step();
-    model_.options().tensor->queue("decode step", step);
+    const auto of_experts = [&] {
+      if (expert_peers_ == nullptr) return step();
+      model_.options().experts->queue("decode step", step);
+    };
+    if (peers_ == nullptr) return of_experts();
+    model_.options().tensor->queue("decode step", of_experts);
   }
 
   void* upload_of(int64_t place) const {
@@ -573,6 +635,7 @@ class DeviceRunner final : public StepRunner {
     batch.plan.decode = true;
     batch.plan.longest_keys = shape.keys.longest;
     batch.plan.total_keys = shape.keys.total;
+    batch.alike = true;
     const ModelSplit& split = model_.split();
     const at::Tensor rows = split.begins(shape.piece) ? at::Tensor() : of_bucket(residual_in_, shape);
     const at::Tensor out = model_.forward_cached_piece(shape.piece, batch, arena_, rows);
@@ -654,8 +717,9 @@ class DeviceRunner final : public StepRunner {
   const int64_t group_;
   const int64_t max_rows_;
   const bool experts_;  // the model has some
-  const bool graphs_allowed_;
-  const PeerExchange* const peers_;  // of the tensor ranks, or null
+  const PeerExchange* const peers_;         // of the tensor ranks, or null
+  const PeerExchange* const expert_peers_;  // of those that share experts, or null
+  Together together_;                       // the step that was started last
   const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   const c10::cuda::CUDAStream capture_stream_;
@@ -667,6 +731,7 @@ class DeviceRunner final : public StepRunner {
   at::Tensor uploads_, downloads_;  // pinned, places() each: inputs and results of decode steps
   at::Tensor begun_;                // decode steps that the device began
   cuda::StepRing ring_;
+  std::vector<IdleStep> idle_;  // of each place
   int64_t decode_steps_ = 0;  // pieces of them that the host started
   std::deque<Slot*> pending_;
   // By piece, rows, runs, filters, whether shared, kernel of attention.

@@ -57,6 +57,19 @@ void weighted_sums(const Bf16* y, const int32_t* places, const float* weights, c
 void plain_sums(const Bf16* y, const int32_t* places, const int32_t* begins, int64_t sums, int64_t width, Bf16* out,
                 cudaStream_t stream);
 
+// part_block_sums of expert_rows.h -> out [rows, blocks, width].
+struct PartShape {
+  int64_t rows = 0, per_token = 0;
+  int64_t of_block = 0;  // experts of a block
+  int64_t first_block = 0, blocks = 0;
+  int64_t width = 0;
+};
+void part_sums(const Bf16* y, const int32_t* experts, const float* weights, const int32_t* places,
+               const PartShape& shape, Bf16* out, cudaStream_t stream, bool early = false);
+// in [rows, blocks, width] -> out [rows, width], each row's in order from +0, rounded once.
+void sums_in_order(const Bf16* in, int64_t rows, int64_t blocks, int64_t width, Bf16* out, cudaStream_t stream,
+                   bool early = false);
+
 void sum_rows_of_places(const Bf16* y, const int32_t* places, int64_t rows, int64_t per_token, int64_t width, Bf16* out,
                         cudaStream_t stream);
 

@@ -77,6 +77,48 @@ __global__ void __launch_bounds__(kFlatThreads)
   out[at.row * row_chunks + at.chunk] = pack(total);
 }
 
+// combine_kernel's sum of one block; a row of `out` is a row and a block.
+__global__ void __launch_bounds__(kFlatThreads)
+    part_sums_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ experts,
+                     const float* __restrict__ weights, const int32_t* __restrict__ places, int per_token, int of_block,
+                     int first_block, int blocks, int blocks_per_row, int row_chunks, Chunk* __restrict__ out) {
+  let_successors_begin();
+  wait_for_predecessors();
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks) return;
+  const int64_t row = at.row / blocks;
+  const int begin = (first_block + static_cast<int>(at.row - row * blocks)) * of_block, end = begin + of_block;
+  float total[kChunk] = {};
+  for (int j = 0; j < per_token; ++j) {
+    const int64_t choice = row * per_token + j;
+    if (experts[choice] < begin || experts[choice] >= end) continue;
+    const float weight = weights[choice];
+    float value[kChunk];
+    unpack(y[static_cast<int64_t>(places[choice]) * row_chunks + at.chunk], value);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) total[i] = __fmaf_rn(weight, value[i], total[i]);
+  }
+  out[at.row * row_chunks + at.chunk] = pack(total);
+}
+
+__global__ void __launch_bounds__(kFlatThreads)
+    sums_in_order_kernel(const Chunk* __restrict__ in, int blocks, int blocks_per_row, int row_chunks,
+                         Chunk* __restrict__ out) {
+  let_successors_begin();
+  wait_for_predecessors();
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks) return;
+  float total[kChunk] = {};
+#pragma unroll 8
+  for (int b = 0; b < blocks; ++b) {
+    float value[kChunk];
+    unpack(in[(at.row * blocks + b) * row_chunks + at.chunk], value);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) total[i] = __fadd_rn(total[i], value[i]);
+  }
+  out[at.row * row_chunks + at.chunk] = pack(total);
+}
+
 __global__ void __launch_bounds__(kFlatThreads)
     sum_places_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ places, int per_token,
                       int blocks_per_row, int row_chunks, Chunk* __restrict__ out) {
@@ -163,6 +205,24 @@ void plain_sums(const Bf16* y, const int32_t* places, const int32_t* begins, int
   const FlatShape shape = flat_shape(width / kChunk);
   sums_kernel<false><<<static_cast<unsigned>(sums * shape.blocks_per_row), shape.threads, 0, stream>>>(
       chunks(y), places, nullptr, begins, shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
+}
+
+void part_sums(const Bf16* y, const int32_t* experts, const float* weights, const int32_t* places,
+               const PartShape& shape, Bf16* out, cudaStream_t stream, bool early) {
+  if (shape.rows == 0) return;
+  const FlatShape flat = flat_shape(shape.width / kChunk);
+  launch(part_sums_kernel, static_cast<unsigned>(shape.rows * shape.blocks * flat.blocks_per_row), flat.threads, stream,
+         early, chunks(y), experts, weights, places, static_cast<int>(shape.per_token),
+         static_cast<int>(shape.of_block), static_cast<int>(shape.first_block), static_cast<int>(shape.blocks),
+         flat.blocks_per_row, static_cast<int>(shape.width / kChunk), chunks(out));
+}
+
+void sums_in_order(const Bf16* in, int64_t rows, int64_t blocks, int64_t width, Bf16* out, cudaStream_t stream,
+                   bool early) {
+  if (rows == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  launch(sums_in_order_kernel, static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, stream, early,
+         chunks(in), static_cast<int>(blocks), shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
 }
 
 void sum_rows_of_places(const Bf16* y, const int32_t* places, int64_t rows, int64_t per_token, int64_t width, Bf16* out,

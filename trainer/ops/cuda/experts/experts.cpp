@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <algorithm>
 #include <atomic>
 #include <vector>
 
@@ -160,6 +161,32 @@ at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const 
   return out;
 }
 
+at::Tensor part_block_sums(const at::Tensor& y, const Routes& routes, const ExpertShape& shape, int64_t first_block,
+                           int64_t blocks) {
+  const c10::cuda::CUDAGuard guard(y.device());
+  at::Tensor out = at::empty({routes.experts.size(0), blocks, y.size(1)}, y.options());
+  part_sums(elements_of(y), ints_of(routes.experts), routes.weights.const_data_ptr<float>(), ints_of(routes.places),
+            {.rows = out.size(0),
+             .per_token = shape.per_token,
+             .of_block = shape.experts / shape.combine_blocks,
+             .first_block = first_block,
+             .blocks = blocks,
+             .width = y.size(1)},
+            mutable_elements_of(out), stream_of(y), may_begin_early());
+  check_launched();
+  return out;
+}
+
+at::Tensor sum_in_order(const at::Tensor& blocks) {
+  const c10::cuda::CUDAGuard guard(blocks.device());
+  const at::Tensor in = blocks.contiguous();
+  at::Tensor out = at::empty({in.size(0), in.size(2)}, in.options());
+  sums_in_order(elements_of(in), in.size(0), in.size(1), in.size(2), mutable_elements_of(out), stream_of(in),
+                may_begin_early());
+  check_launched();
+  return out;
+}
+
 at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places) {
   const c10::cuda::CUDAGuard guard(y.device());
   at::Tensor out = at::empty({places.size(0), y.size(1)}, y.options());
@@ -196,6 +223,19 @@ at::Tensor grouped_gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight,
     if (at::Tensor y = by_our_kernel(x, weight, offsets, most, /*swiglu=*/true); y.defined()) return y;
   }
   return swiglu_halves(grouped_product(x, weight, offsets, most));
+}
+
+at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, bool swiglu) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  at::Tensor y = by_our_kernel(x, weight, offsets, std::min(x.size(0), kFewRows), swiglu);
+  TRIREME_CHECK(y.defined(), "grouped_part: more rows than our kernel takes, or another shape");
+  return y;
+}
+
+bool grouped_part_supported(int64_t sorted_rows, int64_t experts, int64_t hidden, int64_t width) {
+  GroupedGemmArgs gate_up{.rows = sorted_rows, .experts = experts, .in = hidden, .out = width, .swiglu = true};
+  GroupedGemmArgs down{.rows = sorted_rows, .experts = experts, .in = width, .out = hidden};
+  return ours_is_exact && grouped_gemm_supported(gate_up) && grouped_gemm_supported(down);
 }
 
 at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets) {
