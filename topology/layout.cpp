@@ -128,15 +128,15 @@ std::vector<int64_t> divisors(int64_t number) {
   return low;
 }
 
-std::vector<std::string> unsupported_splits(const Layout& layout, bool /*gpus*/) {
+std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   std::vector<std::string> sentences;
   if (layout.etp > 1) {
     sentences.push_back("etp " + std::to_string(layout.etp) +
                         " (expert tensor parallel) is not supported yet by the trainer of this version; it must be 1");
   }
-  if (layout.ep > 1 && layout.pp > 1) {
+  if (gpus && layout.ep > 1 && layout.pp > 1) {
     sentences.push_back("ep " + std::to_string(layout.ep) + " together with pp " + std::to_string(layout.pp) +
-                        " is not supported yet by the trainer of this version; one of the two must be 1");
+                        " is not supported yet by the trainer of this version on GPUs; one of the two must be 1");
   }
   return sentences;
 }

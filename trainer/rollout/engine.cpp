@@ -395,7 +395,7 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
     for (int64_t index = 0; index < order.lanes; ++index) {
       if (piece == 0) {
         launch(index);
-      } else if (lanes[static_cast<size_t>(index)].launched) {
+      } else if (lanes[static_cast<size_t>(index)].launched || together()) {  // no turn is left out
         const Stopwatch forward;
         runner->proceed(index);
         stats.forward_seconds += forward.seconds();
@@ -421,7 +421,7 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   Lane& lane = lanes[static_cast<size_t>(index)];
   const StepPlan& plan = lane.plan;
   if (plan.empty()) {
-    if (together()) runner->start_without_rows();
+    if (together()) runner->start_without_rows(index);
     return std::nullopt;
   }
   Stopwatch watch;
@@ -599,7 +599,8 @@ int64_t Engine::unfinished_samples() const {
 
 bool Engine::somebody_unfinished() const {
   if (!impl_->together()) return !idle();
-  // Tensor ranks count the same samples, which makes no difference.
+  // Tensor ranks count the same samples, which makes no difference. Of a pipeline each stage asks its own: those of a
+  // replica have the same unfinished samples at the same round, so all get the same answer.
   return impl_->model.options().steps->all_reduce_sum(unfinished_samples()) > 0;
 }
 

@@ -109,7 +109,9 @@ struct EngineStats {
 // preemption are each engine's own, or its replica's.
 //
 // Engines over a model with several stages (ModelOptions::links) are collective over the pipeline: the same submits and
-// steps on all stages. A stage is ahead of the next one by a turn of a lane or some.
+// steps on all stages. A stage is ahead of the next one by a turn of a lane or some. With split experts too each stage
+// steps with the same stage of the other replicas, turn by turn: these have as many lanes, and an idle lane takes its
+// turns without rows.
 //
 // One thread owns an engine. It reads the model's live weights: nobody may write them during step(), and after a write
 // weights_changed() comes before the next step(). Until the first one the weights' version is 0.

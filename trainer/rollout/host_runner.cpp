@@ -22,9 +22,7 @@ class HostRunner final : public StepRunner {
     for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
       for (const RowCopy& copy : *list) arena_.move(copy.from, copy.to, copy.rows);
     }
-    const auto index = static_cast<size_t>(request.lane);
-    while (lanes_.size() <= index) lanes_.emplace_back();
-    Lane& lane = lanes_[index];
+    Lane& lane = lane_at(request.lane);
     // With late stops the lane's last step was not taken yet: it is the oldest.
     if (embeds() && !steps_.empty() && steps_.front().lane == &lane) receive(steps_.front());
     fill_batch(request, lane);
@@ -40,11 +38,18 @@ class HostRunner final : public StepRunner {
 
   void proceed(int64_t lane) override { run_piece(lanes_.at(static_cast<size_t>(lane))); }
 
-  void start_without_rows() override {
-    CachedBatch none;
-    none.ids = at::empty({0}, at::kLong);
-    none.positions = at::empty({0}, at::kLong);
-    (void)model_.forward_cached(none, arena_);
+  // The stages of this replica know that nothing comes: only experts are asked, and answer with nothing.
+  void start_without_rows(int64_t index) override {
+    Lane& lane = lane_at(index);
+    lane.batch = CachedBatch();
+    lane.batch.ids = at::empty({0}, at::kLong);
+    lane.batch.positions = at::empty({0}, at::kLong);
+    lane.plan.tokens = 0;
+    lane.plan.outputs.clear();
+    lane.rows.clear();
+    lane.piece = 0;
+    lane.step = nullptr;
+    run_piece(lane);
   }
 
   SampleResult take() override {
@@ -77,12 +82,17 @@ class HostRunner final : public StepRunner {
     StepPlan plan;  // tokens and outputs only
     std::vector<SampleRow> rows;
     int64_t piece = 0;         // that comes next
-    Step* step = nullptr;      // its last one
+    Step* step = nullptr;      // its last one; null: it has no rows
     std::vector<int64_t> ids;  // that its last known step sampled
     PendingCollective sent;    // to the next stage: rows, or what was sampled
     PendingCollective passed_on;
     at::Tensor in_flight;  // what `sent` sends
   };
+
+  Lane& lane_at(int64_t index) {
+    while (static_cast<int64_t>(lanes_.size()) <= index) lanes_.emplace_back();
+    return lanes_[static_cast<size_t>(index)];
+  }
 
   bool embeds() const { return links_ != nullptr && links_->stage() == 0; }
 
@@ -107,16 +117,17 @@ class HostRunner final : public StepRunner {
   }
 
   // The lane's next piece on this stage: rows from the stage before, through the layers, to the next stage; behind the
-  // model's last piece it samples.
+  // model's last piece it samples. Without rows nothing is received, sent or sampled.
   void run_piece(Lane& lane) {
     const ModelSplit& split = model_.split();
     const int64_t piece = lane.piece++;
     at::Tensor in;
     if (!split.begins(piece)) {
       in = model_.make_residual(lane.plan.tokens);
-      links_->begin_receive(in, /*backward=*/false).wait();
+      if (lane.step != nullptr) links_->begin_receive(in, /*backward=*/false).wait();
     }
     const at::Tensor out = model_.forward_cached_piece(piece, lane.batch, arena_, in);
+    if (lane.step == nullptr) return;
     if (!split.ends(piece)) return send(lane, out);
     Step& step = *lane.step;
     if (step.outputs > 0) step.result = model_.sample(output_rows(out, lane.plan), lane.rows);
@@ -183,7 +194,7 @@ class HostRunner final : public StepRunner {
 
 }  // namespace
 
-void StepRunner::start_without_rows() { fail_internal("this device has no steps without rows"); }
+void StepRunner::start_without_rows(int64_t /*lane*/) { fail_internal("this device has no steps without rows"); }
 
 std::unique_ptr<StepRunner> make_host_runner(const Model& model, KvArena& arena) {
   return std::make_unique<HostRunner>(model, arena);

@@ -29,11 +29,11 @@ class StepRunner {
   // Moves and copies cache rows, runs the first of the stage's pieces, samples behind the model's last one. May return
   // before the device is done; the request may change afterwards.
   virtual void start(const StepRequest& request) = 0;
-  // The next piece of the step that the lane started last. Only where stages have several pieces.
+  // The next piece of the step that the lane started last, with rows or without. Only where stages have several pieces.
   virtual void proceed(int64_t lane) = 0;
-  // A step of those this rank steps together with, in which it has no rows; it has no results. Only where experts are
-  // split: there start() is collective over ModelOptions::steps too.
-  virtual void start_without_rows();
+  // A lane's turn of those this rank steps together with, in which it has no rows; it has no results. Only where
+  // experts are split: there start() is collective over ModelOptions::steps too, on CUDA.
+  virtual void start_without_rows(int64_t lane);
   // The results of the oldest step that was not taken yet; waits for it.
   virtual SampleResult take() = 0;
   // Runs the largest step there can be, prompts of `prefill_tokens` beside a token of every sequence, and captures all

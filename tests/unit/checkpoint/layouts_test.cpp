@@ -174,32 +174,37 @@ const std::vector<Sizes> kLayouts = {{1, 1, 1},
                                      {.tp = 1, .pp = 1, .dp = 2, .cp = 2, .shared = Shared::kWeights}};
 // Experts are whole or split, and take the rows of tensor ranks as those of data parallel ones.
 std::vector<Sizes> layouts_for(const ModelConfig& config) {
-  return config.num_experts > 0 ? std::vector<Sizes>{{1, 1, 1},
-                                                     {1, 1, 2},
-                                                     {1, 2, 1},
-                                                     {1, 2, 2},
-                                                     {.tp = 1, .pp = 1, .dp = 1, .cp = 2},
-                                                     {2, 1, 1},
-                                                     {2, 1, 2},
-                                                     {2, 2, 1},
-                                                     {.tp = 2, .pp = 1, .dp = 1, .cp = 2},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kNothing},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kGradients},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kWeights},
-                                                     {.tp = 1, .pp = 1, .dp = 2, .ep = 2},
-                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2},
-                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 4},
-                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kNothing},
-                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kGradients},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 2},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 4},
-                                                     {.tp = 1, .pp = 1, .dp = 2, .ep = 4, .cp = 2},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kNothing},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 4, .shared = Shared::kGradients},
-                                                     {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
-                                                     {.tp = 1, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
-                                                     {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kWeights}}
-                                : kLayouts;
+  return config.num_experts > 0
+             ? std::vector<Sizes>{{1, 1, 1},
+                                  {1, 1, 2},
+                                  {1, 2, 1},
+                                  {1, 2, 2},
+                                  {.tp = 1, .pp = 1, .dp = 1, .cp = 2},
+                                  {2, 1, 1},
+                                  {2, 1, 2},
+                                  {2, 2, 1},
+                                  {.tp = 2, .pp = 1, .dp = 1, .cp = 2},
+                                  {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kNothing},
+                                  {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kGradients},
+                                  {.tp = 2, .pp = 1, .dp = 2, .shared = Shared::kWeights},
+                                  {.tp = 1, .pp = 1, .dp = 2, .ep = 2},
+                                  {.tp = 1, .pp = 1, .dp = 4, .ep = 2},
+                                  {.tp = 1, .pp = 1, .dp = 4, .ep = 4},
+                                  {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kNothing},
+                                  {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kGradients},
+                                  {.tp = 2, .pp = 1, .dp = 2, .ep = 2},
+                                  {.tp = 2, .pp = 1, .dp = 2, .ep = 4},
+                                  {.tp = 1, .pp = 1, .dp = 2, .ep = 4, .cp = 2},
+                                  {.tp = 1, .pp = 2, .dp = 2, .ep = 2},
+                                  {.tp = 1, .pp = 2, .dp = 2, .stages = {.virtual_stages = 2}, .ep = 2},
+                                  {.tp = 2, .pp = 2, .dp = 2, .ep = 4},
+                                  {.tp = 1, .pp = 2, .dp = 2, .ep = 2, .shared = Shared::kNothing},
+                                  {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kNothing},
+                                  {.tp = 2, .pp = 1, .dp = 2, .ep = 4, .shared = Shared::kGradients},
+                                  {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
+                                  {.tp = 1, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kWeights},
+                                  {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kWeights}}
+             : kLayouts;
 }
 
 class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
@@ -226,6 +231,25 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
         }
       }
     });
+  }
+}
+
+// The log-probs of a first step, of replicas with other numbers of micro-batches: a stage of one makes passes without
+// rows.
+TEST(Layouts, ExpertsOverRanksOfAStageHaveTheBitsOfWholeOnes) {
+  const ModelConfig config = four_layers(ModelFamily::kQwen3Moe);
+  for (const StageOptions& stages : {StageOptions{}, StageOptions{.virtual_stages = 2}}) {
+    std::vector<double> losses;
+    for (const int64_t ep : {1, 2}) {
+      const Sizes sizes{.tp = 1, .pp = 2, .dp = 2, .stages = stages, .ep = ep};
+      test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
+        TrainedRank rank(context, config, sizes);
+        const double loss = rank.train(0).loss;
+        if (context.is_main()) losses.push_back(loss);
+      });
+    }
+    ASSERT_EQ(losses.size(), 2u);
+    EXPECT_EQ(losses[0], losses[1]);
   }
 }
 

@@ -296,9 +296,9 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
     EXPECT_NE(std::string(error.what()).find("ep 2 (expert parallel) is not supported"), std::string::npos);
   }
   EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
-  layout.tp = layout.cp = 2;
+  layout.tp = layout.cp = layout.pp = 2;
   EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
-  layout.pp = 2;
+  layout.etp = 2;
   EXPECT_THROW((void)runnable(layout, /*gpus=*/false), Error);
   layout = {};
   layout.dp = 3;

@@ -197,6 +197,7 @@ TEST(SplitEngine, StagesGenerateWhatOneRankDoes) {
 TEST(SplitEngine, ExpertGroupsStepTogetherWithUnevenQueues) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     ModelConfig config = testing::small_config(ModelFamily::kQwen3Moe);
+    config.num_layers = 4;
     SamplingOptions sampling;
     sampling.seed = 3;
     sampling.max_new_tokens = 12;
@@ -230,21 +231,34 @@ TEST(SplitEngine, ExpertGroupsStepTogetherWithUnevenQueues) {
           if (context.is_main()) wanted[static_cast<size_t>(replica)] = bytes_of(groups);
         }
       });
-      const std::vector<Layout> layouts =
-          tp == 1 ? std::vector<Layout>{{.ep = 2, .dp = 4}, {.ep = 4, .dp = 4}, {.cp = 2, .ep = 4, .dp = 2}}
-                  : std::vector<Layout>{{.tp = 2, .ep = 2, .dp = 2}, {.tp = 2, .ep = 4, .dp = 2}, {.tp = 2, .ep = 2}};
-      for (const Layout& layout : layouts) {
-        test::on_layout(layout, [&](ParallelContext& context) {
-          Model model(config, frozen(split_options(context, config)));
+      // Of pipelines with one lane or with as many as there are stages, and a piece or two of each.
+      struct Case {
+        Layout layout;
+        StageOptions stages = {};
+      };
+      const std::vector<Case> cases = tp == 1 ? std::vector<Case>{{{.ep = 2, .dp = 4}},
+                                                                  {{.ep = 4, .dp = 4}},
+                                                                  {{.cp = 2, .ep = 4, .dp = 2}},
+                                                                  {{.ep = 2, .dp = 2, .pp = 2}},
+                                                                  {{.ep = 2, .dp = 2, .pp = 2}, {.virtual_stages = 2}}}
+                                              : std::vector<Case>{{{.tp = 2, .ep = 2, .dp = 2}},
+                                                                  {{.tp = 2, .ep = 4, .dp = 2}},
+                                                                  {{.tp = 2, .ep = 2}},
+                                                                  {{.tp = 2, .ep = 4, .dp = 2, .pp = 2}}};
+      for (const auto& [layout, stages] : cases) {
+        const bool virtual_ones = stages.virtual_stages > 1;
+        test::on_layout(layout, [&, &layout = layout, &stages = stages](ParallelContext& context) {
+          Model model(config, frozen(split_options(context, config, stages)));
           fill(model);
           const int replica = context.generation().number;
           for (const Way& batching : ways()) {
             EngineOptions options = batching.options;
+            options.lanes = layout.pp > 1 && batching.options.cache_rows > 1000 ? layout.pp : 1;
             options.least_of_ranks = [&](int64_t rows) {
               return static_cast<int64_t>(-context.holders().all_reduce_max(-static_cast<double>(rows)));
             };
             EXPECT_EQ(bytes_of(run(model, options, replica)), wanted[static_cast<size_t>(replica)])
-                << to_string(layout) << " " << batching.name;
+                << to_string(layout) << (virtual_ones ? " virtual " : " ") << batching.name;
           }
         });
       }

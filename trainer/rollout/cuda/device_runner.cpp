@@ -177,7 +177,7 @@ class DeviceRunner final : public StepRunner {
     run_piece(request, lane);
   }
 
-  void start_without_rows() override {
+  void start_without_rows(int64_t /*lane*/) override {  // one lane: experts are not split over stages here
     const c10::cuda::CUDAGuard guard(device_);
     take_turn();
     together_ = agree(0, /*decode=*/true);
