@@ -106,6 +106,21 @@ check "seq_aux_loss over expert parallel ranks" run balanced_ep 2 policy.megatro
   policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.5 \
   policy.megatron_cfg.expert_model_parallel_size=2
 out=$(balance balanced_ep 0.5) && ok "over expert parallel ranks: $out" || bad "over expert parallel ranks: $out"
+# Ranks that share a micro-batch count its tokens together: the first loss is that of one rank, within rounding.
+check "aux_loss on one rank" run alone_balanced 1 policy.megatron_cfg.freeze_moe_router=false \
+  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.5
+check "aux_loss over tensor and context ranks" run shared_balanced 4 policy.megatron_cfg.freeze_moe_router=false \
+  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.5 \
+  policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.context_parallel_size=2
+balanced() {
+  python3 -c 'import json, sys
+row = next(x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x)
+print("{:.3g}".format(row["train/moe/load_balancing_loss"]))' "$dir/$1-logs/train.jsonl"
+}
+out=$(balance shared_balanced 0.5) && ok "over tensor and context ranks: $out" || bad "over shared micro-batches: $out"
+[ -n "$(balanced alone_balanced)" ] && [ "$(balanced shared_balanced)" = "$(balanced alone_balanced)" ] &&
+  ok "the first balancing loss is one rank's: $(balanced alone_balanced)" ||
+  bad "the first balancing loss is $(balanced shared_balanced), one rank's $(balanced alone_balanced)"
 # A back-end that is off says nothing about routers.
 check "a Megatron section that is off" run off 1 policy.megatron_cfg.enabled=false grpo.max_num_steps=1 \
   policy.megatron_cfg.freeze_moe_router=false policy.megatron_cfg.moe_router_load_balancing_type=aux_loss
@@ -190,12 +205,6 @@ refused() {
   run refused "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
   grep -qF "$words" "$dir/out" && ok "$name is refused" || bad "$name" "$(tail -3 "$dir/out")"
 }
-refused "a balancing loss over tensor parallel ranks" "whose counts are of whole micro-batches" 2 \
-  policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false \
-  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.01
-refused "a balancing loss over context parallel ranks" "whose counts are of whole micro-batches" 2 \
-  policy.megatron_cfg.context_parallel_size=2 policy.megatron_cfg.freeze_moe_router=false \
-  policy.megatron_cfg.moe_router_load_balancing_type=aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.01
 refused "ep that does not divide the blocks" "ep 4 does not divide the 2 blocks" 4 \
   policy.megatron_cfg.expert_model_parallel_size=4 policy.moe_combine_blocks=2
 refused "blocks that do not divide" "policy.moe_combine_blocks is 3, which does not divide the model's" 1 \

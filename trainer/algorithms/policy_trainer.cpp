@@ -57,7 +57,7 @@ PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* r
       reward_kl_(reward_kl_penalty(config)),
       distribution_(sampling_distribution(config)),
       row_exact_(row_exact),
-      routers_(watch_routers(policy, config)) {
+      routers_(watch_routers(policy, config, context)) {
   validate(loss_);
   if (needs_reference(config)) TRIREME_CHECK(reference != nullptr, "the KL needs a reference model");
 }

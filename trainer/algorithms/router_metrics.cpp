@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "trainer/algorithms/options.h"
 #include "trainer/parallel/context.h"
@@ -18,11 +19,16 @@ BalanceOptions balance_options(const Config& config) {
   return {m.moe_aux_loss_coeff > 0 ? kind : Kind::kNone, m.moe_aux_loss_coeff};
 }
 
-std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config) {
+std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config, ParallelContext& ranks) {
   const ModelConfig& shape = model.config();
   if (shape.num_experts == 0) return nullptr;
   model.router_watch = std::make_shared<RouterWatch>(shape.num_layers, shape.num_experts, balance_options(config),
                                                      model.options().device);
+  if (ranks.layout().tp * ranks.layout().cp > 1) {
+    model.router_watch->over_ranks = [&group = ranks.group(Axis::kTpCp)](at::Tensor counts) {
+      if (counts.numel() > 0) group.all_reduce_sum(std::move(counts));
+    };
+  }
   return model.router_watch;
 }
 

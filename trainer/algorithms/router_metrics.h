@@ -14,8 +14,9 @@ class ParallelContext;
 
 BalanceOptions balance_options(const Config& config);
 
-// Has the model's training passes watched; null for a model without experts. The model shares it.
-std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config);
+// Has the model's training passes watched; null for a model without experts. The model shares it. With a balancing loss
+// these passes are collective over the ranks that share a micro-batch's rows (Axis::kTpCp), once a layer.
+std::shared_ptr<RouterWatch> watch_routers(Model& model, const Config& config, ParallelContext& ranks);
 
 // Of all passes since the last call, over all ranks; layers without experts do not count. Collective.
 //   moe/expert_load            tokens of the fullest expert over the mean, mean over layers; 1 is even

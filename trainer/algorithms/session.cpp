@@ -146,9 +146,6 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
     const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
     if (m.freeze_moe_router)
       fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
-    if (layout.tp > 1 || layout.cp > 1)
-      fail_user(key + ", whose counts are of whole micro-batches: tensor and context parallel ranks must be 1, not " +
-                std::to_string(layout.tp) + " and " + std::to_string(layout.cp));
     if (config.grpo.early_gradients)
       fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
   }

@@ -45,7 +45,7 @@ class SftLoop final {
     }
     check_validation_data(datasets_, "sft", config_.sft.val_period, config_.sft.max_num_steps, config_.sft.val_at_start,
                           config_.sft.val_at_end);
-    routers_ = watch_routers(*session_.policy, config_);
+    routers_ = watch_routers(*session_.policy, config_, session_.context);
     session_.ready(step_);
   }
 

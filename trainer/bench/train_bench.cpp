@@ -155,7 +155,7 @@ class TrainStep final {
     config.policy.recompute_layers = options.recompute_layers;
     const KeptActivations kept = kept_activations(model_->split(), options.tokens, options.micro_batches);
     set_recompute(*model_, config, kept, context);
-    watch_routers(*model_, config);
+    watch_routers(*model_, config, context);
   }
 
   // Of the first micro-batch's log-probs: alike under every layout but another tp.

@@ -57,6 +57,8 @@ PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int6
   for (size_t s = 0; s + 1 < whole.starts.size(); ++s) lengths.push_back(whole.starts[s + 1] - whole.starts[s]);
   const ContextSplit split = split_context(lengths, whole.prefix, ranks, work);
   auto context = std::make_shared<ContextRows>();
+  context->starts = whole.starts;
+  context->prefix = whole.prefix;
   context->places.resize(static_cast<size_t>(whole.tokens()));
   PackedBatch part;
   part.starts = {0};

@@ -18,8 +18,9 @@ struct PackedBatch;
 // One rank's part of a micro-batch that split_context has dealt. Rows of the whole micro-batch are called its rows, a
 // rank's own ones are counted from 0 in their order there.
 struct ContextRows {
-  std::vector<int64_t> rows;    // the micro-batch's rows that are this rank's
-  std::vector<int64_t> counts;  // rows of each rank
+  std::vector<int64_t> starts, prefix;  // the micro-batch's, as PackedBatch has them
+  std::vector<int64_t> rows;            // the micro-batch's rows that are this rank's
+  std::vector<int64_t> counts;          // rows of each rank
   // Of each row of the micro-batch: where it is when the ranks' rows come one after another.
   std::vector<int64_t> places;
   at::Tensor shared;                   // [s] int64, on the model's device: own rows whose keys other ranks need

@@ -327,8 +327,18 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.tokens = batch.tokens();
   context.tp = split_.tp;
   if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
-    context.watched = router_watch->rows_of(batch.starts, batch.prefix);
+    context.watched = watched_rows(batch, context);
   return context;
+}
+
+// The rows of the micro-batch that this rank's routers see: of context ranks their parts, of these each tensor rank's.
+std::shared_ptr<const WatchedRows> Model::watched_rows(const PackedBatch& batch, const Context& context) const {
+  if (batch.context == nullptr && split_.tp == 1) return router_watch->rows_of(batch.starts, batch.prefix, {});
+  at::Tensor rows = batch.context ? at::tensor(batch.context->rows, at::kLong) : at::arange(context.tokens, at::kLong);
+  const Range own = expert_rows(context);
+  if (split_.tp > 1) rows = rows.narrow(0, own.begin, own.size());
+  return batch.context ? router_watch->rows_of(batch.context->starts, batch.context->prefix, rows)
+                       : router_watch->rows_of(batch.starts, batch.prefix, rows);
 }
 
 at::Tensor Model::forward(const PackedBatch& batch) const {

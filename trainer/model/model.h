@@ -220,7 +220,7 @@ class Model final {
   // Called before forward and forward_cached read parameters before element `end` of flat_parameters(); `end` rises
   // layer by layer to all of them. May be empty. Not called where a captured graph is replayed.
   std::function<void(int64_t end)> before_reading;
-  // Is told the routes of every packed pass that records gradients. May be null.
+  // Is told the routes of every packed pass that records gradients, of own rows. May be null.
   std::shared_ptr<RouterWatch> router_watch;
 
   // Copies another model's parameters (same configuration); dtypes may differ.
@@ -239,6 +239,7 @@ class Model final {
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   Context packed_context(const PackedBatch& batch) const;
+  std::shared_ptr<const WatchedRows> watched_rows(const PackedBatch& batch, const Context& context) const;
   at::Tensor run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& input) const;
   Again again_of(int64_t index, const Context& context) const;
   // A layer behind its first norm, whose results `x` holds.

@@ -11,11 +11,12 @@ namespace {
 
 // Of one token's weight: the gradient by the probabilities of each sequence [sequences, experts] float64.
 at::Tensor balance_gradient(const BalanceOptions& balance, const Routes& routes, const ExpertShape& shape,
-                            const WatchedRows& rows) {
+                            const WatchedRows& rows, const std::function<void(at::Tensor)>& over_ranks) {
   const int64_t sequences = rows.lengths.size(0);
   const at::Tensor places = (rows.sequence.unsqueeze(1) * shape.experts + routes.experts).flatten();
   const at::Tensor own = at::zeros({sequences * shape.experts}, places.options());  // whole numbers: in any order
   own.scatter_add_(0, places, at::ones_like(places));
+  if (over_ranks) over_ranks(own);
   at::Tensor chosen = at::mm(rows.of_samples, own.view({sequences, shape.experts}).to(at::kDouble));
   at::Tensor tokens = at::mv(rows.of_samples, rows.lengths);  // of each sample; 0: a prompt alone
   if (balance.kind == BalanceOptions::Kind::kMicroBatch) {
@@ -28,7 +29,8 @@ at::Tensor balance_gradient(const BalanceOptions& balance, const Routes& routes,
 
 }  // namespace
 
-WatchedRows WatchedRows::of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, at::Device device) {
+WatchedRows WatchedRows::of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix,
+                            const at::Tensor& rows, at::Device device) {
   const int64_t sequences = starts.empty() ? 0 : static_cast<int64_t>(starts.size()) - 1;
   const at::Tensor of_row = at::empty({starts.empty() ? 0 : starts.back()}, at::kLong),
                    of_samples = at::eye(sequences, at::kDouble);
@@ -41,7 +43,8 @@ WatchedRows WatchedRows::of(const std::vector<int64_t>& starts, const std::vecto
     of_samples[s][prefix[index]] = 1;
     of_samples[prefix[index]][prefix[index]] = 0;  // a prompt alone is no sample
   }
-  return {of_row.to(device), of_samples.to(device), lengths.to(device)};
+  return {(rows.defined() ? of_row.index_select(0, rows) : of_row).to(device), of_samples.to(device),
+          lengths.to(device)};
 }
 
 RouterWatch::RouterWatch(int64_t layers, int64_t experts, const BalanceOptions& balance, at::Device device)
@@ -61,16 +64,17 @@ at::Tensor RouterWatch::add(int64_t layer, const Routes& routes, const ExpertSha
   of_layer[shape.experts] += static_cast<double>(p.size(0));
   of_layer[shape.experts + 1] += at::special_entr(p).sum(at::kDouble);
   if (!balanced) return {};
-  const at::Tensor gradient = balance_gradient(balance_, routes, shape, rows);
+  const at::Tensor gradient = balance_gradient(balance_, routes, shape, rows, over_ranks);
   of_layer[shape.experts + 2] += (p * gradient.index_select(0, rows.sequence)).sum(at::kDouble);
-  of_layer[shape.experts + 3] += at::mv(rows.of_samples, rows.lengths).sum();
+  of_layer[shape.experts + 3] += rows.of_samples.sum(0).index_select(0, rows.sequence).sum();  // of own rows
   return (gradient / valid_tokens_).to(p.scalar_type());
 }
 
 std::shared_ptr<const WatchedRows> RouterWatch::rows_of(const std::vector<int64_t>& starts,
-                                                        const std::vector<int64_t>& prefix) const {
+                                                        const std::vector<int64_t>& prefix,
+                                                        const at::Tensor& rows) const {
   if (balance_.kind == BalanceOptions::Kind::kNone) return std::make_shared<const WatchedRows>();
-  return std::make_shared<const WatchedRows>(WatchedRows::of(starts, prefix, sums_.of_layers.device()));
+  return std::make_shared<const WatchedRows>(WatchedRows::of(starts, prefix, rows, sums_.of_layers.device()));
 }
 
 RouterSums RouterWatch::take() {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -28,14 +29,16 @@ struct BalanceOptions {
 };
 
 // Which rows of a micro-batch make samples, for a balancing loss. A prompt that several responses share counts as often
-// as it is shared.
+// as it is shared. Sequences are the whole micro-batch's, also where ranks share its rows.
 struct WatchedRows {
-  at::Tensor sequence;    // [rows] int64
+  at::Tensor sequence;    // [own rows] int64
   at::Tensor of_samples;  // [sequences, sequences] float64: 1 where the row's sample has the column's sequence
   at::Tensor lengths;     // [sequences] float64: tokens of the sequence
 
-  // starts, prefix: PackedBatch's.
-  static WatchedRows of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, at::Device device);
+  // starts, prefix: the whole micro-batch's, as PackedBatch has them. `rows` [own rows] int64: its rows that this
+  // rank's routers see; undefined: all.
+  static WatchedRows of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix, const at::Tensor& rows,
+                        at::Device device);
 };
 
 // What was seen since the last take: sums over micro-batches, float64 on the model's device. Of a layer: how often each
@@ -55,9 +58,13 @@ class RouterWatch final {
   // Of the optimizer step that follows, over all ranks.
   void set_valid_tokens(double tokens) { valid_tokens_ = std::max(1.0, tokens); }
 
-  // Of a pass: `starts` and `prefix` are PackedBatch's. Empty where there is no balancing loss.
-  std::shared_ptr<const WatchedRows> rows_of(const std::vector<int64_t>& starts,
-                                             const std::vector<int64_t>& prefix) const;
+  // Adds counts up, in place, over the ranks that share the rows of each micro-batch. These all call add() in the same
+  // order, also without rows. Empty: a rank has all rows of its micro-batches. Only called where there is a loss.
+  std::function<void(at::Tensor counts)> over_ranks;
+
+  // Of a pass: WatchedRows::of. Empty where there is no balancing loss.
+  std::shared_ptr<const WatchedRows> rows_of(const std::vector<int64_t>& starts, const std::vector<int64_t>& prefix,
+                                             const at::Tensor& rows) const;
   // routes.probabilities are there. With a balancing loss its gradient by the probabilities, in their dtype, of each
   // sequence: [sequences, experts]; else undefined. `rows`: rows_of the pass.
   at::Tensor add(int64_t layer, const Routes& routes, const ExpertShape& shape, const WatchedRows& rows);

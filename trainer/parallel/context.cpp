@@ -12,7 +12,7 @@ namespace {
 
 // That a model is split over. One that nothing splits has groups of one, which cost nothing.
 constexpr Axis kAxes[] = {Axis::kTp, Axis::kCp, Axis::kPp, Axis::kDp, Axis::kDpCp};
-constexpr Axis kExpertAxes[] = {Axis::kEtpEp, Axis::kEdp, Axis::kCopy, Axis::kCopyPp, Axis::kPasses};
+constexpr Axis kExpertAxes[] = {Axis::kEtpEp, Axis::kEdp, Axis::kCopy, Axis::kCopyPp, Axis::kPasses, Axis::kTpCp};
 
 // "dp" where there is one group, "dp-3" where there are several.
 RankGroup own_group(const Layout& layout, Axis axis, int64_t rank) {

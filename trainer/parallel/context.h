@@ -60,9 +60,9 @@ class ParallelContext final {
   Communicator& data_parallel() { return group(Axis::kDpCp); }
   Communicator& tensor_parallel() { return group(Axis::kTp); }
 
-  // The further groups of a mixture of experts: kEtpEp, kEdp, kCopy, kCopyPp, kPasses. The constructor makes them where
-  // the layout splits experts; whoever has a mixture calls this, since with tensor ranks its experts are reduced apart,
-  // and a dense model shall not pay for that. Collective; a second call does nothing.
+  // The further groups of a mixture of experts: kEtpEp, kEdp, kCopy, kCopyPp, kPasses, kTpCp. The constructor makes
+  // them where the layout splits experts; whoever has a mixture calls this, since with tensor ranks its experts are
+  // reduced apart, and a dense model shall not pay for that. Collective; a second call does nothing.
   void make_expert_groups();
   // Who holds the same experts, where these are apart from the rest of the rank's part; else null.
   Communicator* expert_data_parallel(const std::optional<ModelSplit>& split) {

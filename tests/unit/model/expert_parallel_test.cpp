@@ -10,6 +10,7 @@
 #include "trainer/model/context_rows.h"
 #include "trainer/model/model.h"
 #include "trainer/model/split_experts.h"
+#include "trainer/ops/router_watch.h"
 #include "trainer/parallel/dispatch.h"
 
 namespace trireme {
@@ -423,6 +424,50 @@ TEST_P(SplitMixtureInLayouts, HasTheBitsOfWholeExperts) {
       EXPECT_TRUE(same_bits(model.flat_gradients(), gradients));
     }
   });
+}
+
+// A balancing loss counts the rows of whole micro-batches, whichever ranks share them.
+TEST(ExpertParallel, BalancingLossesAreThoseOfWholeMicroBatches) {
+  const ModelConfig config = testing::eight_heads(ModelFamily::kQwen3Moe, false);
+  using Kind = BalanceOptions::Kind;
+  for (const Kind kind : {Kind::kMicroBatch, Kind::kSample}) {
+    const auto watch_of = [&] {
+      auto watch =
+          std::make_shared<RouterWatch>(config.num_layers, config.num_experts, BalanceOptions{kind, 3}, at::kCPU);
+      watch->set_valid_tokens(100);
+      return watch;
+    };
+    ModelOptions plain;
+    plain.freeze_router = false;
+    Model one(config, plain);
+    fill(one);
+    one.router_watch = watch_of();
+    for (int64_t replica = 0; replica < 2; ++replica) (void)pass_in(one, batch_of_replica(replica));
+    const at::Tensor sums = one.router_watch->take().of_layers;
+    for (const Layout& layout : {Layout{.tp = 2}, Layout{.cp = 2}, Layout{.tp = 2, .cp = 2},
+                                 Layout{.tp = 2, .ep = 4, .dp = 2}, Layout{.cp = 2, .ep = 2}}) {
+      test::on_layout(layout, [&](ParallelContext& context) {
+        ModelOptions options = split_options(context, config);
+        options.freeze_router = false;
+        Model model(config, options);
+        fill(model);
+        model.router_watch = watch_of();
+        model.router_watch->over_ranks = [&](at::Tensor counts) {
+          if (counts.numel() > 0) context.group(Axis::kTpCp).all_reduce_sum(std::move(counts));
+        };
+        (void)pass_in(model, batch_of_replica(context.coordinates().dp));
+        at::Tensor seen = model.router_watch->take().of_layers;
+        context.world().all_reduce_sum(seen);
+        expect_close(seen, sums, to_string(layout) + " sums");
+        for (const Parameter& parameter : model.parameters()) {
+          if (parameter.name.find("mlp.gate.weight") == std::string::npos) continue;
+          at::Tensor gradient = sum_over_tensor_ranks(context, parameter);
+          context.data_parallel().all_reduce_sum(gradient);
+          expect_close(gradient, one.find(parameter.name)->tensor.grad(), to_string(layout) + " " + parameter.name);
+        }
+      });
+    }
+  }
 }
 
 // One copy of the weights, whose ranks are tensor ranks of several replicas, gathers each parameter once.

@@ -37,7 +37,7 @@ std::shared_ptr<const RouterCall> watched(const BalanceOptions& balance, const s
   auto watch = std::make_shared<RouterWatch>(2, kExperts, balance, at::kCPU);
   watch->set_valid_tokens(kValid);
   return std::make_shared<const RouterCall>(
-      RouterCall{watch, 1, std::make_shared<const WatchedRows>(WatchedRows::of(starts, prefix, at::kCPU))});
+      RouterCall{watch, 1, std::make_shared<const WatchedRows>(WatchedRows::of(starts, prefix, {}, at::kCPU))});
 }
 
 // Gradients of x and router of the sum of the mixture's results, with whatever balancing there is.
@@ -108,6 +108,46 @@ TEST(RouterWatch, BalancingLossesAreSwitchsAndSoAreTheirGradients) {
     size_t tokens = 0;
     for (const auto& unit : c.units) tokens += unit.size();
     EXPECT_EQ(sums[1][kExperts + 3].item<double>(), static_cast<double>(tokens));
+  }
+}
+
+// Ranks that share a micro-batch's rows, one of them without any: what they see and train adds up to the whole.
+TEST(RouterWatch, PartsOfAMicroBatchGiveTheWhole) {
+  const std::vector<std::vector<int64_t>> parts = {
+      joined(range(0, 3), range(12, 18)), {}, joined(range(3, 12), {18, 19})};
+  for (const BalanceCase& c : balance_cases()) {
+    const Mixture m = mixture(20);
+    const auto whole = watched({c.kind, kCoefficient}, c.starts, c.prefix);
+    const auto wanted = gradients(m, c.normalize, whole);
+    const at::Tensor sums = whole->watch->take().of_layers;
+    // The first round learns each part's counts, the second one adds the others' to them.
+    std::vector<at::Tensor> counts(parts.size());
+    for (const bool second : {false, true}) {
+      at::Tensor router = at::zeros_like(wanted[1]), of_layers = at::zeros_like(sums);
+      for (size_t part = 0; part < parts.size(); ++part) {
+        const at::Tensor rows = at::tensor(parts[part], at::kLong);
+        auto watch = std::make_shared<RouterWatch>(2, kExperts, BalanceOptions{c.kind, kCoefficient}, at::kCPU);
+        watch->set_valid_tokens(kValid);
+        watch->over_ranks = [&](at::Tensor own) {
+          if (!second) counts[part] = own.clone();
+          for (size_t other = 0; second && other < parts.size(); ++other)
+            if (other != part) own.add_(counts[other]);
+        };
+        const auto call =
+            std::make_shared<const RouterCall>(RouterCall{watch, 1, watch->rows_of(c.starts, c.prefix, rows)});
+        Mixture own = m;
+        own.x = m.x.index_select(0, rows);
+        const auto got = gradients(own, c.normalize, call);
+        router += got[1];
+        of_layers += watch->take().of_layers;
+        if (second) {
+          EXPECT_LE((got[0] - wanted[0].index_select(0, rows)).abs().sum().item<double>(), 1e-11);
+        }
+      }
+      if (!second) continue;
+      EXPECT_LE(relative_error(router, wanted[1]), 1e-11);
+      EXPECT_LE((of_layers - sums).abs().max().item<double>(), 1e-10);
+    }
   }
 }
 
