@@ -40,6 +40,19 @@ for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" "onelane 2 1 2 policy.generati
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+# Rows travel by copy engines beside products, or are awaited: six steps, the same weights and moments. Of few rows a
+# rank and of more than our own kernels take; over NCCL below.
+for pair in "tp2-six" "tp2-large policy.train_micro_batch_size=32 policy.train_global_batch_size=32"; do
+  set -- $pair
+  name=$1; shift
+  for overlap in true false; do
+    check "GRPO on $name, overlap $overlap" run "$name-$overlap" 2 2 1 grpo.max_num_steps=6 \
+      policy.megatron_cfg.tp_comm_overlap=$overlap "$@"
+  done
+  out=$(sound "$name-true" 6) && ok "$name: $out" || bad "$name: $out"
+  [ -n "$(weights "$name-true" 6)" ] && [ "$(weights "$name-true" 6)" = "$(weights "$name-false" 6)" ] &&
+    ok "$name: overlap changes no bit of weights and moments" || bad "$name: overlap"
+done
 # A mixture of experts over stages and over context ranks.
 "$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
   --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 >/dev/null
@@ -86,6 +99,9 @@ for layout in "nccl-tp2 2 2 1" "nccl-pp2 2 1 2"; do
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
+check "GRPO on nccl-tp2, exchanges awaited" run nccl-tp2-awaited 2 2 1 policy.megatron_cfg.tp_comm_overlap=false
+[ "$(weights nccl-tp2-awaited 4)" = "$(weights nccl-tp2 4)" ] && ok "nccl-tp2: overlap changes no bit" ||
+  bad "nccl-tp2: overlap"
 unset NCCL_P2P_DISABLE
 # Stages change no bit of a log-prob, so the first step has one rank's samples and loss; a tied embedding's gradient is
 # a sum of two.

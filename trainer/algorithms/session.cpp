@@ -32,6 +32,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.wide_router = router_settings(config).moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;
   set_split(options, model.shape(), context, stage_options(config));
+  options.overlap_exchanges = overlap_exchanges(config);
   const StateSharding shared = state_sharding(config);
   if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return options;
   options.sharding = {.gradients = true,

@@ -113,6 +113,7 @@ StateSharding sharding_of(const TrainBenchOptions& options) {
 ModelOptions model_options(const TrainBenchOptions& options, const Target& target, ParallelContext& context) {
   ModelOptions model = target.model_options(/*trainable=*/true, context);
   model.gradient_dtype = parse_dtype(options.gradient_dtype);
+  model.overlap_exchanges = options.overlap;
   const StateSharding shared = sharding_of(options);
   if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return model;
   if (options.common.pp > 1) fail_user("--sharding " + options.sharding + " needs a model of one stage (--pp 1)");

@@ -21,7 +21,9 @@ struct TrainBenchOptions {
   bool optimizer = true;
   bool checkpoint_activations = false;
   int64_t recompute_layers = -1;  // policy.recompute_layers
-  bool overlap = true;  // gradients reduced beside the last backward pass, weights gathered beside the next forward
+  // Gradients reduced beside the last backward pass, weights gathered beside the next forward, rows of tensor ranks
+  // exchanged beside products.
+  bool overlap = true;
   std::string trace;    // file for the kernels of one more step; .RANK is added where there are several; empty: none
 };
 // Collective: ranks train together as they do in a run. Every rank returns the report; rank 0 prints and writes it.

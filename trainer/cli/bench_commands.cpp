@@ -152,7 +152,7 @@ void add_train(CLI::App& bench, CommandContext& context) {
   verb->add_flag("!--no-optimizer", o->optimizer, "forward and backward only");
   verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");
   verb->add_option("--recompute-layers", o->recompute_layers, "the first so many; -1: as many as the memory asks for");
-  verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward");
+  verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward, exchanges awaited");
   verb->add_option("--trace", o->trace, "file for the kernels of one more step, in Chrome's trace format");
   add_split(verb, o->common);
   add_context(verb, o->common);

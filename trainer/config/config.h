@@ -159,6 +159,7 @@ struct MegatronConfig {
   int64_t expert_model_parallel_size = 1;
   int64_t expert_tensor_parallel_size = 1;
   bool sequence_parallel = false;
+  bool tp_comm_overlap = true;
   int64_t num_layers_in_first_pipeline_stage = kDerived;  // derived: null, layers divided evenly
   int64_t num_layers_in_last_pipeline_stage = kDerived;
   int64_t virtual_pipeline_model_parallel_size = 1;
@@ -423,6 +424,7 @@ StateSharding state_sharding(const Config& config);
 // back-end's keys where it is enabled, else yes (neither changes a bit).
 bool overlap_grad_reduce(const Config& config);
 bool overlap_param_gather(const Config& config);
+bool overlap_exchanges(const Config& config);  // of tensor ranks
 double max_grad_norm(const Config& config);
 // Whether gradients are held and summed over ranks in float32; else in policy.precision.
 bool gradients_in_fp32(const Config& config);

@@ -300,6 +300,8 @@ void add_megatron(std::vector<Field>& table) {
   KEY(policy.megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1).or_auto();
   KEY(policy.megatron_cfg.expert_tensor_parallel_size)("ranks that share each expert").at_least(1);
   KEY(policy.megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  OURS(policy.megatron_cfg.tp_comm_overlap)
+  ("tensor-parallel ranks exchange rows while they compute the products around, in training; the bits are the same");
   KEY(policy.megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
   KEY(policy.megatron_cfg.num_layers_in_last_pipeline_stage)("layers of the last stage").from("evenly").at_least(1);
   OURS(policy.megatron_cfg.virtual_pipeline_model_parallel_size)

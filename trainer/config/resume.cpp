@@ -41,6 +41,7 @@ const char* const kNoMatter[] = {"algorithm",
                                  "policy.dtensor_cfg.activation_checkpointing",
                                  "policy.megatron_cfg.activation_checkpointing",
                                  "policy.megatron_cfg.recompute_",
+                                 "policy.megatron_cfg.tp_comm_overlap",
                                  "policy.megatron_cfg.distributed_data_parallel_config.overlap_",
                                  "policy.optimizer.name"};  // two names of one
 

@@ -141,6 +141,11 @@ bool overlap_grad_reduce(const Config& config) {
   return !m.enabled || m.distributed_data_parallel_config.overlap_grad_reduce;
 }
 
+bool overlap_exchanges(const Config& config) {
+  const MegatronConfig& m = config.policy.megatron_cfg;
+  return !m.enabled || m.tp_comm_overlap;
+}
+
 bool overlap_param_gather(const Config& config) {
   const MegatronConfig& m = config.policy.megatron_cfg;
   return !m.enabled || m.distributed_data_parallel_config.overlap_param_gather;

@@ -9,6 +9,7 @@
 #include "trainer/model/context_rows.h"
 #include "trainer/model/recomputation.h"
 #include "trainer/model/split_experts.h"
+#include "trainer/model/split_linear.h"
 #include "trainer/ops/cuda_ops.h"
 #include "trainer/ops/experts.h"
 #include "trainer/ops/router_watch.h"
@@ -482,9 +483,9 @@ Residual Model::run_layer(int64_t index, const NormResult& x, const Context& con
 
 at::Tensor Model::attention(int64_t index, const Activation& x, const Context& context) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  const at::Tensor qkv = product(all_rows(x, context), layer.qkv, layer.qkv_bias);
+  const at::Tensor qkv = first_product(x, layer.qkv, layer.qkv_bias, context);
   const at::Tensor mixed = attend(index, qkv, context);
-  return own_rows(trireme::linear(mixed.view({qkv.size(0), local_.query_width()}), layer.o, layer.o_bias), context);
+  return last_product({mixed.view({qkv.size(0), local_.query_width()}), {}}, layer.o, layer.o_bias, context);
 }
 
 // Of pieces of sequences: keys and values that other ranks need go to all, once a layer.
@@ -517,13 +518,10 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
   if (layer.experts.router.defined()) return experts(index, x, context);
-  const Activation all = all_rows(x, context);
-  if (context.arena != nullptr && all.value.is_cuda() && !layer.gate_up_bias.defined()) {
-    const at::Tensor active = cuda::gate_up_swiglu(all.value, layer.gate_up);
-    return own_rows(trireme::linear(active, layer.down, layer.down_bias), context);
-  }
-  const at::Tensor gate_up = product(all, layer.gate_up, layer.gate_up_bias);
-  return own_rows(product(activated(gate_up, again.swiglu), layer.down, layer.down_bias), context);
+  if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined())
+    return trireme::linear(cuda::gate_up_swiglu(x.value, layer.gate_up), layer.down, layer.down_bias);
+  const at::Tensor gate_up = first_product(x, layer.gate_up, layer.gate_up_bias, context);
+  return last_product(activated(gate_up, again.swiglu), layer.down, layer.down_bias, context);
 }
 
 // Of the pass, which this rank's experts take: of tensor ranks each its part, without the rows that only make their
@@ -649,16 +647,18 @@ bool Model::grouped_part_here(int64_t rows) const {
                                       local_.moe_intermediate);
 }
 
-// Around attention and MLP: what their first product reads, and the sums of what the ranks' last ones give, which
-// next_norm makes where each rank has all rows.
-Activation Model::all_rows(const Activation& x, const Context& context) const {
-  return context.sharded_rows() ? gathered(*options_.tensor, x, context.tokens) : x;
+// The first and the last product of attention and MLP. Of sharded rows all come before the one, and their sums over the
+// ranks go to their owners behind the other; where each rank has all rows next_norm makes the sums.
+at::Tensor Model::first_product(const Activation& x, const at::Tensor& weight, const at::Tensor& bias,
+                                const Context& context) const {
+  if (!context.sharded_rows()) return product(x, weight, bias);
+  return gathered_linear({options_.tensor, context.tokens, options_.overlap_exchanges}, x, weight, bias);
 }
 
-at::Tensor Model::own_rows(const at::Tensor& partial, const Context& context) const {
-  if (!context.sharded_rows()) return partial;
-  const int64_t odd = (split_.tp - partial.size(0) % split_.tp) % split_.tp;
-  return sum_to_rows(*options_.tensor, odd == 0 ? partial : at::constant_pad_nd(partial, {0, 0, 0, odd}));
+at::Tensor Model::last_product(const Activation& x, const at::Tensor& weight, const at::Tensor& bias,
+                               const Context& context) const {
+  if (!context.sharded_rows()) return product(x, weight, bias);
+  return summed_linear({options_.tensor, context.tokens, options_.overlap_exchanges}, x, weight, bias);
 }
 
 bool products_are_exact(const ModelConfig& config, const LocalShape& own, at::ScalarType dtype, at::Device device,

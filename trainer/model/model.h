@@ -83,7 +83,7 @@ struct ModelOptions {
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
   // split->pp stages, `experts` that of the split->ep ranks that share each layer's experts, null where it is one. They
-  // outlive the model. Experts are split on CPU only. set_split fills in all of it.
+  // outlive the model. set_split fills in all of it.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
   StageLinks* links = nullptr;
@@ -92,6 +92,9 @@ struct ModelOptions {
   // steps (Axis::kCopy). Expert groups may end inside of replicas, hence more than `experts`.
   Communicator* passes = nullptr;
   Communicator* steps = nullptr;
+  // In training tensor ranks exchange rows beside the products that these stand between; false: each exchange is
+  // awaited where it begins. The bits are the same.
+  bool overlap_exchanges = true;
   // The ranks that each take a part of every micro-batch's rows (context_part), null where it is one. Packed passes
   // take parts and are collective over it; cached ones know nothing of it.
   Communicator* context = nullptr;
@@ -256,8 +259,10 @@ class Model final {
   at::Tensor whole_logits(const at::Tensor& hidden) const;
   NormResult next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const;
   at::Tensor end_of_piece(const Residual& x, const Context& context) const;
-  Activation all_rows(const Activation& x, const Context& context) const;
-  at::Tensor own_rows(const at::Tensor& partial, const Context& context) const;
+  at::Tensor first_product(const Activation& x, const at::Tensor& weight, const at::Tensor& bias,
+                           const Context& context) const;
+  at::Tensor last_product(const Activation& x, const at::Tensor& weight, const at::Tensor& bias,
+                          const Context& context) const;
 
   ModelConfig config_;
   ModelOptions options_;

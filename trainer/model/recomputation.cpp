@@ -56,12 +56,6 @@ Activation normed(const NormResult& norm, const at::Tensor& scale, double eps, b
   return {norm.normed, [sum = norm.sum.detach(), scale, eps] { return rms_norm(sum, scale, eps); }};
 }
 
-Activation gathered(Communicator& tensor, const Activation& x, int64_t rows) {
-  Activation all{gather_rows(tensor, x.value).narrow(0, 0, rows), {}};
-  if (x.again) all.again = [&tensor, again = x.again, rows] { return gather_rows(tensor, again()).narrow(0, 0, rows); };
-  return all;
-}
-
 Activation activated(const at::Tensor& gate_up, bool again) {
   at::Tensor active = swiglu_halves(gate_up);
   if (!again) return {std::move(active), {}};

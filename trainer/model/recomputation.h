@@ -7,7 +7,6 @@
 #include <functional>
 
 #include "trainer/ops/ops.h"
-#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 
@@ -25,8 +24,6 @@ struct Activation {
 
 // The norm that `norm` holds, of weight `scale`.
 Activation normed(const NormResult& norm, const at::Tensor& scale, double eps, bool again);
-// The rows of all tensor ranks, of which the first `rows` count.
-Activation gathered(Communicator& tensor, const Activation& x, int64_t rows);
 Activation activated(const at::Tensor& gate_up, bool again);  // swiglu_halves
 at::Tensor product(const Activation& x, const at::Tensor& weight, const at::Tensor& bias);
 

@@ -68,6 +68,8 @@ void copy_arena_rows(const at::Tensor& addresses, int64_t row_bytes, const std::
 // `out` of 8); else cublasLt, fewer than 16 rows padded. Does not synchronise (but for the trials of a DecodeScope);
 // legal in stream capture.
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
+// The same into rows of a contiguous [tokens, out].
+void linear_forward_into(const at::Tensor& y, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias);
 
 // silu(gate) * up: weight [2 * width, in], the gate's rows first -> [tokens, width]. The bits of swiglu_halves over
 // linear_forward, in one kernel where our kernel computes it. No autograd.
@@ -75,6 +77,8 @@ at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight);
 
 // dy [tokens, out] . weight [out, in] -> [tokens, in] bf16. Deterministic, not row-exact.
 at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight);
+// The same into rows of a contiguous [tokens, in].
+void linear_backward_input_into(const at::Tensor& dx, const at::Tensor& dy, const at::Tensor& weight);
 
 // accumulator [out, in] (bf16 or fp32) += dy^T . x: one product whose sum is added in fp32 and rounded once.
 void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator);

@@ -99,23 +99,9 @@ class LinearFunction final : public torch::autograd::Function<LinearFunction> {
       return c10::static_intrusive_pointer_cast<InputAgain>(found->second.toCapsule())->call();
     };
     at::Tensor dx, dweight, dbias;
-    if (dy.is_cuda()) {
-      if (context->needs_input_grad(0)) dx = cuda::linear_backward_input(dy, weight);
-      if (context->needs_input_grad(1)) {
-        // A parameter's gradient buffer takes the product directly: no [out, in] temporary, one rounding.
-        at::Tensor accumulator = weight.grad();
-        const bool direct = accumulator.defined() && accumulator.is_contiguous();
-        if (!direct) dweight = accumulator = at::zeros_like(weight);
-        cuda::linear_backward_weight(dy, input(), accumulator);
-      }
-      if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) {
-        dbias = dy.sum(0, /*keepdim=*/false, at::kFloat).to(dy.scalar_type());
-      }
-      return {dx, dweight, dbias, at::Tensor()};
-    }
-    if (context->needs_input_grad(0)) dx = dy.mm(weight);
-    if (context->needs_input_grad(1)) dweight = dy.t().mm(input());
-    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) dbias = dy.sum(0);
+    if (context->needs_input_grad(0)) dx = linear_input_gradient(dy, weight);
+    if (context->needs_input_grad(1)) dweight = linear_weight_gradient(dy, input(), weight);
+    if (context->saved_data["bias"].toBool() && context->needs_input_grad(2)) dbias = linear_bias_gradient(dy);
     return {dx, dweight, dbias, at::Tensor()};
   }
 };
@@ -131,6 +117,33 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 at::Tensor linear_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
   if (x.is_cuda()) return cuda::linear_forward(x, weight, bias);
   return current_mode == LinearMode::kLibrary ? by_library(x, weight, bias) : by_rows(x, weight, bias);
+}
+
+void linear_forward_into(const at::Tensor& out, const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+  if (x.is_cuda()) return cuda::linear_forward_into(out, x, weight, bias);
+  out.copy_(linear_forward(x, weight, bias));
+}
+
+at::Tensor linear_input_gradient(const at::Tensor& dy, const at::Tensor& weight) {
+  return dy.is_cuda() ? cuda::linear_backward_input(dy, weight) : dy.mm(weight);
+}
+
+void linear_input_gradient_into(const at::Tensor& dx, const at::Tensor& dy, const at::Tensor& weight) {
+  if (dy.is_cuda()) return cuda::linear_backward_input_into(dx, dy, weight);
+  dx.copy_(dy.mm(weight));
+}
+
+at::Tensor linear_weight_gradient(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& weight) {
+  if (!dy.is_cuda()) return dy.t().mm(x);
+  // A parameter's gradient buffer takes the product directly: no [out, in] temporary, one rounding.
+  at::Tensor accumulator = weight.grad(), own;
+  if (!accumulator.defined() || !accumulator.is_contiguous()) own = accumulator = at::zeros_like(weight);
+  cuda::linear_backward_weight(dy, x, accumulator);
+  return own;
+}
+
+at::Tensor linear_bias_gradient(const at::Tensor& dy) {
+  return dy.is_cuda() ? dy.sum(0, /*keepdim=*/false, at::kFloat).to(dy.scalar_type()) : dy.sum(0);
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {

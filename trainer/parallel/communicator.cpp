@@ -24,6 +24,7 @@
 #include "trainer/parallel/attendance.h"
 #include "trainer/parallel/device_group.h"
 #include "trainer/parallel/lifeline.h"
+#include "trainer/parallel/peer_copies.h"
 #include "trainer/parallel/peer_exchange.h"
 
 namespace trireme {
@@ -159,7 +160,8 @@ struct Communicator::Impl {
   std::string name;
   int rank = 0, size = 1;
   std::unique_ptr<PeerExchange> peers;
-  bool peers_known = false;
+  std::unique_ptr<PeerCopies> copies;
+  bool peers_known = false, copies_known = false;
   bool queueing = false;  // within queue()
 
   c10::intrusive_ptr<c10d::Store> keys(const std::string& purpose) const {
@@ -424,6 +426,18 @@ PeerExchange* Communicator::peers(at::Device device) {
   return impl_->peers.get();
 }
 
+PeerCopies* Communicator::copies(at::Device device) {
+  if (size_ == 1 || !device.is_cuda()) return nullptr;
+  if (!impl_->copies_known) {
+    impl_->copies_known = true;
+    std::string problem;
+    impl_->copies = PeerCopies::make(peer_group(), device, problem);
+    if (!problem.empty() && rank_ == 0)
+      log_warn("parallel", "group '" + name_ + "' exchanges rows beside products by NCCL, slower: " + problem);
+  }
+  return impl_->copies.get();
+}
+
 PeerGroup Communicator::peer_group() {
   return {.name = name_,
           .rank = rank_,
@@ -452,6 +466,17 @@ PendingCollective Communicator::begin_receive(std::function<void()> launch) {
     exposed(/*on_device=*/true, launch);
     attendance_->note_queued(place_, {sequence, "receive", phase, std::move(come), mark_current_stream()});
   };
+  return pending;
+}
+
+PendingCollective Communicator::begin_copies(const char* operation, const std::function<PeerLines::Copy()>& launch) {
+  const std::string phase = attendance_->phase();
+  call(operation, [] {});
+  std::function<bool()> come = mark_current_stream();
+  PeerLines::Copy copy = launch();
+  attendance_->note_queued(place_, {sequence_, operation, phase, std::move(come), std::move(copy.done)});
+  PendingCollective pending;
+  pending.finish_ = [this, wait = std::move(copy.wait)] { exposed(/*on_device=*/true, wait); };
   return pending;
 }
 

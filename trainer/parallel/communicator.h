@@ -62,6 +62,7 @@ class JobStore final {
 };
 
 class Attendance;
+class PeerCopies;
 class PeerExchange;
 
 inline constexpr const char* kWorld = "world";  // name of the group of everybody
@@ -136,7 +137,9 @@ class Communicator final {
   // Exchanges over the memory of the group's devices; null where there are none: one rank, the CPU, devices that cannot
   // see each other. Collective at the first call.
   PeerExchange* peers(at::Device device);
-  // What makes peers() and PeerLines of this group. Of a group of several ranks.
+  // Copies over the same memory that run beside what the devices compute; null likewise. Collective at the first call.
+  PeerCopies* copies(at::Device device);
+  // What makes peers(), copies() and PeerLines of this group. Of a group of several ranks.
   PeerGroup peer_group();
   // `launch` queues kernels with exchanges over peers() on the current stream. They count, are named and watched as one
   // collective, those of calls within it too; in stream capture not at all: whoever replays a graph of them calls this
@@ -146,6 +149,9 @@ class Communicator final {
   // that is now; `launch` of a receive is called by the result's wait(), on the stream that is current then.
   [[nodiscard]] PendingCollective begin_send(const std::function<PeerLines::Copy()>& launch);
   [[nodiscard]] PendingCollective begin_receive(std::function<void()> launch);
+  // `launch` begins copies() beside the current stream: counted now, watched until they are done. What the result's
+  // wait() lets the stream stand still counts as waiting for others.
+  [[nodiscard]] PendingCollective begin_copies(const char* operation, const std::function<PeerLines::Copy()>& launch);
   void barrier();
   // Any length per rank; result[r] is rank r's.
   std::vector<std::string> all_gather_bytes(const std::string& bytes);

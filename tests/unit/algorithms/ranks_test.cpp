@@ -536,6 +536,33 @@ TEST(Overlap, ReducingAndGatheringBesideTheComputationChangesNoBit) {
   }
 }
 
+// Six optimizer steps: tensor ranks exchange rows beside their products, or wait for each exchange.
+TEST(Overlap, ExchangesBesideProductsChangeNoBitOfWeightsAndMoments) {
+  struct Sizes {
+    int world, tp, pp;
+  };
+  const auto six_steps = [](Config& c) {
+    c.policy.train_global_batch_size = 4;
+    derive_defaults(c);
+  };
+  for (const auto& [world, tp, pp] : {Sizes{2, 2, 1}, {4, 2, 1}, {4, 2, 2}}) {
+    for (const bool again : {false, true}) {
+      RunSetup setup;
+      setup.tp = tp;
+      setup.pp = pp;
+      setup.model.checkpoint_activations = again;
+      const Outcome beside = run(world, false, six_steps, setup);
+      setup.model.overlap_exchanges = false;
+      const Outcome behind = run(world, false, six_steps, setup);
+      ASSERT_TRUE(beside.weights.defined() && behind.weights.defined());
+      EXPECT_EQ(beside.result.optimizer_steps, 6);
+      EXPECT_TRUE(same_bits(beside.weights, behind.weights)) << world << " " << pp << again;
+      EXPECT_TRUE(same_bits(beside.moments, behind.moments)) << world << " " << pp << again;
+      EXPECT_EQ(beside.result.metrics.at("loss"), behind.result.metrics.at("loss"));
+    }
+  }
+}
+
 // More ranks than micro-batches: a rank without one sends zeros, in the order of the others.
 TEST(Overlap, ARankWithoutAMicroBatchTakesPart) {
   const auto few = [](bool overlap) {

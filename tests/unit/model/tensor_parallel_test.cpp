@@ -8,6 +8,9 @@
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/model/model.h"
+#include "trainer/model/split_linear.h"
+#include "trainer/ops/linear.h"
+#include "trainer/parallel/exchange.h"
 
 namespace trireme {
 namespace {
@@ -144,6 +147,113 @@ TEST_P(Split, GivesTheAnswerOfTheWhole) {
         EXPECT_TRUE(same_bits(again.logprobs, got.logprobs));
         EXPECT_TRUE(same_bits(model.flat_gradients(), gradients));
       }
+    });
+  }
+}
+
+at::Tensor numbers(int64_t rows, int64_t columns, double step, at::ScalarType dtype) {
+  return (at::arange(rows * columns, at::kDouble) * step).sin().mul(2).to(dtype).view({rows, columns});
+}
+
+struct ProductResult {
+  at::Tensor out, dx, dweight, dbias;
+};
+
+// `product(x, weight, bias)` and its gradients, each row of the result counting otherwise.
+template <typename Product>
+ProductResult differentiated(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, Product&& product) {
+  const auto leaf = [](const at::Tensor& t) { return t.defined() ? t.detach().clone().set_requires_grad(true) : t; };
+  const at::Tensor a = leaf(x), w = leaf(weight), b = leaf(bias);
+  const at::Tensor out = product(a, w, b);
+  (out * numbers(out.size(0), out.size(1), 0.31, out.scalar_type())).sum().backward();
+  return {out.detach(), a.grad(), w.grad(), b.defined() ? b.grad() : at::Tensor()};
+}
+
+// Cut by rank and overlapped, against whole products between whole exchanges.
+TEST(TensorParallel, ProductsBesideExchangesHaveTheBitsOfThoseBehindThem) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const int tp : {2, 3, 4}) {
+      test::on_layout(tensor_parallel(tp), [&](ParallelContext& context) {
+        Communicator& group = context.tensor_parallel();
+        const int rank = group.rank();
+        // Of some rows a rank has one less, or none.
+        for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{5}, int64_t{36}, int64_t{83}}) {
+          const int64_t each = (rows + tp - 1) / tp, padding = each * tp - rows;
+          const at::Tensor own = numbers(each, 16, 0.7 + 0.1 * rank, dtype);
+          const at::Tensor all = numbers(rows, 24, 0.4 + 0.1 * rank, dtype);
+          const at::Tensor wide = numbers(24, 16, 0.23 + 0.1 * rank, dtype);
+          const at::Tensor flat = numbers(16, 24, 0.19 + 0.1 * rank, dtype);
+          const at::Tensor bias = numbers(1, 24, 0.27, dtype).view({24});
+          const at::Tensor first = rank == 0 ? numbers(1, 16, 0.29, dtype).view({16}) : at::Tensor();
+          const auto gathered = [&](const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
+            return linear(gather_rows(group, x).narrow(0, 0, rows), w, b);
+          };
+          const auto summed = [&](const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
+            return sum_to_rows(group, at::constant_pad_nd(linear(x, w, b), {0, 0, 0, padding}));
+          };
+          const ProductResult wanted_first = differentiated(own, wide, bias, gathered);
+          const ProductResult wanted_last = differentiated(all, flat, first, summed);
+          std::vector<ProductResult> got_first, got_last;
+          for (const bool beside : {true, false}) {
+            for (const bool again : {false, true}) {
+              const SplitRows split{&group, rows, beside};
+              const auto of = [&](const at::Tensor& x) {
+                Activation activation{x, {}};
+                if (again) activation.again = [kept = x.detach()] { return kept.clone(); };
+                return activation;
+              };
+              got_first.push_back(differentiated(own, wide, bias, [&](const auto& x, const auto& w, const auto& b) {
+                return gathered_linear(split, of(x), w, b);
+              }));
+              got_last.push_back(differentiated(all, flat, first, [&](const auto& x, const auto& w, const auto& b) {
+                return summed_linear(split, of(x), w, b);
+              }));
+            }
+          }
+          const double near = dtype == at::kFloat ? 1e-6 : 2e-2;
+          for (const auto& [got, wanted] : {std::pair{&got_first, &wanted_first}, {&got_last, &wanted_last}}) {
+            for (const ProductResult& one : *got) {
+              EXPECT_TRUE(same_bits(one.out, wanted->out)) << "tp " << tp << ", " << rows << " rows";
+              const ProductResult& other = got->front();
+              for (const auto& [a, b, c] : {std::tuple{one.dx, other.dx, wanted->dx},
+                                            {one.dweight, other.dweight, wanted->dweight},
+                                            {one.dbias, other.dbias, wanted->dbias}}) {
+                ASSERT_EQ(a.defined(), c.defined());
+                if (!a.defined() || a.numel() == 0) continue;
+                EXPECT_TRUE(same_bits(a, b)) << "overlap and recomputation change no bit: " << rows << " rows";
+                const double largest = std::max(1.0, c.abs().max().template item<double>());
+                EXPECT_LE((a - c).abs().max().template item<double>(), near * largest) << rows << " rows";
+              }
+            }
+          }
+          const at::NoGradGuard no_grad;
+          const SplitRows split{&group, rows, true};
+          EXPECT_TRUE(same_bits(gathered_linear(split, {own, {}}, wide, bias), wanted_first.out));
+          EXPECT_TRUE(same_bits(summed_linear(split, {all, {}}, flat, first), wanted_last.out));
+        }
+      });
+    }
+  }
+}
+
+TEST(TensorParallel, OverlapChangesNoBitOfAPass) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const ModelConfig config = eight_heads(ModelFamily::kQwen2, false);  // with biases
+    const PackedBatch batch = some_batch(true);
+    test::on_layout(tensor_parallel(4), [&](ParallelContext& context) {
+      ModelOptions options = split_options(context, config);
+      options.dtype = dtype;
+      if (dtype == at::kBFloat16) options.gradient_dtype = at::kFloat;
+      Model beside(config, options);
+      options.overlap_exchanges = false;
+      Model behind(config, options);
+      fill(beside);
+      fill(behind);
+      const Result one = forward_and_backward(beside, batch, {}), other = forward_and_backward(behind, batch, {});
+      EXPECT_TRUE(same_bits(one.hidden, other.hidden));
+      EXPECT_TRUE(same_bits(one.logprobs, other.logprobs));
+      EXPECT_TRUE(same_bits(beside.flat_gradients(), behind.flat_gradients()));
+      EXPECT_GT(beside.flat_gradients().abs().max().item<double>(), 0);
     });
   }
 }

@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "tests/unit/parallel/ranks.h"
+#include "trainer/parallel/rows_beside.h"
 
 namespace trireme {
 namespace {
@@ -59,6 +60,30 @@ TEST(Exchange, SumsAreTheOrderedOnesWhateverTheRows) {
       }
       EXPECT_EQ(exchange_problem(group, 40, at::TensorOptions(at::kBFloat16)), std::nullopt);
       EXPECT_EQ(exchange_problem(group, 40, at::TensorOptions(at::kFloat)), std::nullopt);
+    });
+  }
+}
+
+// In two calls, with others between them: the same rows and the same sums.
+TEST(Exchange, WhatTravelsBesideComputationHasTheBitsOfWhatIsAwaited) {
+  for (const int world : {2, 3, 4}) {
+    on_tensor_ranks(world, [&](Communicator& group, int rank) {
+      for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
+        for (const int64_t each : {int64_t{0}, int64_t{1}, int64_t{5}, int64_t{3000}}) {
+          const at::Tensor own = values(rank, each, 24, dtype);
+          const at::Tensor partial = values(50 + rank, each * world, 24, dtype);
+          const at::Tensor gathered = gather_rows(group, own), summed = sum_to_rows(group, partial);
+          for (const bool beside : {true, false}) {
+            RowsComing rows(group, own, beside);
+            const at::Tensor others = at::cat({partial.narrow(0, 0, rank * each),
+                                               partial.narrow(0, (rank + 1) * each, (world - 1 - rank) * each)});
+            SumsComing sums(group, others, beside);
+            sums.own().copy_(partial.narrow(0, rank * each, each));
+            EXPECT_TRUE(at::equal(sums.finish(), summed)) << world << " " << each;
+            EXPECT_TRUE(at::equal(rows.all(), gathered)) << world << " " << each;
+          }
+        }
+      }
     });
   }
 }

@@ -33,8 +33,10 @@ at::Tensor device_addresses(const std::vector<at::Tensor>&) { none(); }
 void copy_arena_rows(const at::Tensor&, int64_t, const std::vector<std::array<int64_t, 3>>&, bool) { none(); }
 
 at::Tensor linear_forward(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
+void linear_forward_into(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor gate_up_swiglu(const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor linear_backward_input(const at::Tensor&, const at::Tensor&) { none(); }
+void linear_backward_input_into(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 void linear_backward_weight(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 int64_t own_rows_limit() { none(); }
 void set_own_rows_limit(int64_t) { none(); }

@@ -10,8 +10,8 @@
 #include <array>
 
 #include "base/error.h"
-#include "trainer/ops/cuda/device/driver.h"
 #include "trainer/parallel/cuda/peer_memory.h"
+#include "trainer/parallel/cuda/stream_words.h"
 
 namespace trireme {
 namespace {
@@ -27,35 +27,6 @@ constexpr int64_t kMailboxBytes = kChunkBytes * kChunks;
 // A rank's memory: words, each in a cache line of its own, then a mailbox for each direction.
 constexpr int64_t kWordBytes = 256;
 constexpr int64_t kHeadBytes = 4 * kWordBytes;
-
-struct Driver {
-  decltype(cuStreamWaitValue32)* wait =
-      cuda::driver_function<decltype(cuStreamWaitValue32)>("cuStreamWaitValue32", 12000);
-  decltype(cuStreamWriteValue32)* write =
-      cuda::driver_function<decltype(cuStreamWriteValue32)>("cuStreamWriteValue32", 12000);
-};
-
-const Driver& driver() {
-  static const Driver functions;
-  return functions;
-}
-
-void check(CUresult result, const char* what) {
-  if (result != CUDA_SUCCESS)
-    fail_internal(std::string(what) + " gave the CUDA driver's error " + std::to_string(result));
-}
-
-// Counts wrap: a word that is up to 2^31 ahead is behind nobody.
-void wait_for(cudaStream_t stream, void* word, uint32_t count) {
-  check(driver().wait(stream, reinterpret_cast<CUdeviceptr>(word), count, CU_STREAM_WAIT_VALUE_GEQ),
-        "waiting for a word");
-}
-
-// Behind everything that the stream has written, here and in others' memory.
-void write(cudaStream_t stream, void* word, uint32_t count) {
-  check(driver().write(stream, reinterpret_cast<CUdeviceptr>(word), count, CU_STREAM_WRITE_VALUE_DEFAULT),
-        "writing a word");
-}
 
 }  // namespace
 
@@ -100,7 +71,7 @@ std::unique_ptr<PeerLines> PeerLines::make(const PeerGroup& group, at::Device de
   impl.memory = PeerMemory::make(
       group, device, kHeadBytes + 2 * kMailboxBytes,
       [](void* memory) {
-        TRIREME_CHECK(driver().wait != nullptr && driver().write != nullptr, "the driver's streams cannot wait");
+        TRIREME_CHECK(streams_wait_for_words(), "the driver's streams cannot wait");
         C10_CUDA_CHECK(cudaMemset(memory, 0, kHeadBytes));
       },
       problem);
@@ -134,11 +105,11 @@ PeerLines::Copy PeerLines::send(const at::Tensor& tensor, bool backward) {
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   for (int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
     const uint32_t chunk = way.sent++ % kChunks;
-    wait_for(way.stream, way.taken_here, way.sent - kChunks);  // of the first ones nothing has to be taken
+    wait_for_word(way.stream, way.taken_here, way.sent - kChunks);  // of the first ones nothing has to be taken
     C10_CUDA_CHECK(cudaMemcpyAsync(way.to + chunk * kChunkBytes, data + begin,
                                    static_cast<size_t>(std::min(kChunkBytes, bytes - begin)), cudaMemcpyDeviceToDevice,
                                    way.stream));
-    write(way.stream, way.arrived, way.sent);
+    write_word(way.stream, way.arrived, way.sent);
   }
   const auto end = std::make_shared<at::cuda::CUDAEvent>();
   end->record(side);
@@ -155,11 +126,11 @@ void PeerLines::receive(at::Tensor tensor, bool backward) {
   const auto bytes = static_cast<int64_t>(tensor.nbytes());
   for (int64_t begin = 0; begin < bytes; begin += kChunkBytes) {
     const uint32_t chunk = way.received++ % kChunks;
-    wait_for(current.stream(), way.arrived_here, way.received);
+    wait_for_word(current.stream(), way.arrived_here, way.received);
     C10_CUDA_CHECK(cudaMemcpyAsync(data + begin, way.from + chunk * kChunkBytes,
                                    static_cast<size_t>(std::min(kChunkBytes, bytes - begin)), cudaMemcpyDeviceToDevice,
                                    current.stream()));
-    write(current.stream(), way.taken, way.received);
+    write_word(current.stream(), way.taken, way.received);
   }
   way.last.record(current);
 }

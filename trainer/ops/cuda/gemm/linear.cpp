@@ -199,14 +199,16 @@ std::atomic<int64_t> rows_limit{kWherePaid};
 constexpr int64_t kManyOutputs = 65'536;  // heads of vocabularies
 constexpr int64_t kHeadRows = 64;
 
-at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {
+// Into `given`, where it is defined and there are rows enough.
+at::Tensor by_library(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                      const at::Tensor& given = {}) {
   const int64_t rows = x.size(0), in = x.size(1), out = weight.size(0);
   at::Tensor padded = x;
   if (rows < kMinRows) {
     padded = at::zeros({kMinRows, in}, x.options());
     padded.narrow(0, 0, rows).copy_(x);
   }
-  at::Tensor y = at::empty({padded.size(0), out}, x.options());
+  at::Tensor y = given.defined() && rows >= kMinRows ? given : at::empty({padded.size(0), out}, x.options());
   Gemm gemm;
   gemm.transpose_a = true;
   gemm.m = out;
@@ -327,6 +329,20 @@ at::Tensor linear_forward(const at::Tensor& given, const at::Tensor& weight, con
   return by_library(x, weight, bias);
 }
 
+void linear_forward_into(const at::Tensor& y, const at::Tensor& given, const at::Tensor& weight,
+                         const at::Tensor& bias) {
+  // Where neither our kernels nor a padded call could be meant: those give results of their own.
+  const bool direct = given.size(0) > kMostOwnRows && weight.size(0) % 8 == 0 && y.is_contiguous() &&
+                      reinterpret_cast<uintptr_t>(y.const_data_ptr()) % 16 == 0;
+  if (!direct) {
+    y.copy_(linear_forward(given, weight, bias));
+    return;
+  }
+  require_bfloat16("linear", given);
+  const c10::cuda::CUDAGuard guard(given.device());
+  (void)by_library(with_unit_columns(given), weight, bias, y);
+}
+
 at::Tensor gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight) {
   require_bfloat16("gate_up_swiglu", x);
   TRIREME_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) && weight.size(0) % 2 == 0,
@@ -355,11 +371,18 @@ DecodeScope::~DecodeScope() {
 bool may_begin_early() { return decoding && behind_ours; }
 
 at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight) {
+  at::Tensor dx = at::empty({dy.size(0), weight.size(1)}, dy.options());
+  linear_backward_input_into(dx, dy, weight);
+  return dx;
+}
+
+void linear_backward_input_into(const at::Tensor& dx, const at::Tensor& dy, const at::Tensor& weight) {
   require_bfloat16("linear's backward", dy);
   const c10::cuda::CUDAGuard guard(dy.device());
+  TRIREME_CHECK(dx.is_contiguous() && dx.size(0) == dy.size(0) && dx.size(1) == weight.size(1),
+                "linear: the input's gradient must be a contiguous [tokens, in]");
+  if (dy.size(0) == 0) return;
   const at::Tensor gradient = with_unit_columns(dy);
-  at::Tensor dx = at::empty({dy.size(0), weight.size(1)}, dy.options());
-  if (dy.size(0) == 0) return dx;
   Gemm gemm;
   gemm.m = weight.size(1);
   gemm.n = dy.size(0);
@@ -369,7 +392,6 @@ at::Tensor linear_backward_input(const at::Tensor& dy, const at::Tensor& weight)
   gemm.ldd = gemm.m;
   Library::of(dy.device().index())
       .run(gemm, weight.const_data_ptr(), gradient.const_data_ptr(), nullptr, dx.mutable_data_ptr());
-  return dx;
 }
 
 void linear_backward_weight(const at::Tensor& dy, const at::Tensor& x, const at::Tensor& accumulator) {
