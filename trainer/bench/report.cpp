@@ -56,6 +56,7 @@ nlohmann::json report_header(const std::string& benchmark, const CommonOptions& 
           {"tp", options.tp},
           {"cp", options.cp},
           {"pp", options.pp},
+          {"ep", options.ep},
           {"virtual_stages", options.stages.virtual_stages},
           {"first_stage_layers", options.stages.first_layers},
           {"last_stage_layers", options.stages.last_layers},

@@ -27,6 +27,7 @@ struct CommonOptions {
   int64_t tp = 1;  // tensor parallel ranks of a replica
   int64_t cp = 1;  // context parallel ranks, which share each micro-batch
   int64_t pp = 1;  // pipeline stages
+  int64_t ep = 1;  // ranks that share a layer's experts
   StageOptions stages;
   int64_t devices_of_replica() const { return tp * cp * pp; }
 };

@@ -133,12 +133,13 @@ struct Repeats {
   }
 };
 
-// One that several replicas share is bench step's.
-void require_one_replica(const ParallelContext& context) {
-  if (context.generation().replicas == 1) return;
+// One that several replicas share is bench step's, unless they share experts.
+void require_one_replica(const ParallelContext& context, bool experts = false) {
   const Layout& layout = context.layout();
+  if (context.generation().replicas == 1 || (experts && layout.ep > 1 && context.copies() == 1)) return;
   fail_user("this benchmark generates with one replica, but " + std::to_string(context.world_size()) +
-            " ranks with --tp " + std::to_string(layout.tp) + " and --pp " + std::to_string(layout.pp) + " are " +
+            " ranks with --tp " + std::to_string(layout.tp) + ", --pp " + std::to_string(layout.pp) + " and --ep " +
+            std::to_string(layout.ep) + " are " +
             std::to_string(context.generation().replicas) + "; bench step generates with several");
 }
 
@@ -153,6 +154,7 @@ Repeats repeat_rollouts(Engine& engine, const RolloutBenchOptions& options, cons
     run.groups.clear();
     if (r > 0) result.repeat_mismatches += differing_tokens(result.samples, made);
     result.samples = std::move(made);
+    run.seconds = context.world().all_reduce_max(run.seconds);
     result.seconds.push_back(run.seconds);
     result.rollouts.push_back(std::move(run));
   }
@@ -172,23 +174,26 @@ struct RolloutFigures {
   std::vector<AliveBin> bins;
 };
 
-// Of each device. Tensor ranks share all that is read. Stages share the cache, but a token passes through all of them,
+// Of each device. Tensor ranks share all that is read, ranks of experts these. Stages share the cache, but a token passes through all of them,
 // one after the other: in a step of every sample the weights are read once, whoever reads them.
 RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths, const Target& target,
-                          const Ceilings& ceilings, int64_t max_sequences, const CommonOptions& split) {
-  const double tp = real(split.tp), devices = real(split.tp * split.pp);
+                          const Ceilings& ceilings, int64_t max_sequences, const CommonOptions& split,
+                          int64_t replicas) {
+  const double tp = real(split.tp), devices = real(split.tp * split.pp * replicas);
+  const double experts_of = split.ep > 1 ? real(split.ep) : tp;  // how many devices share them
   const TimedRollout& typical = repeats.typical();
   const EngineStats& stats = typical.stats;
   RolloutFigures f;
   f.work = rollout_work(target.config, lengths.prompt_of_each_sample(), lengths.outputs, target.element_bytes,
-                        max_sequences);
-  f.bytes = (real(stats.steps) / real(f.work.steps) * f.work.weight_bytes + f.work.context_bytes) / devices;
-  f.floor = (f.work.weight_bytes / tp + f.work.context_bytes / devices) / ceilings.bytes_per_second();
+                        max_sequences * replicas);
+  const double weights = (f.work.weight_bytes - f.work.expert_bytes) / tp + f.work.expert_bytes / experts_of;
+  f.bytes = real(stats.steps) / real(f.work.steps) * weights / real(split.pp) + f.work.context_bytes / devices;
+  f.floor = (weights + f.work.context_bytes / devices) / ceilings.bytes_per_second();
   f.tokens_per_second = static_cast<double>(lengths.output_tokens()) / repeats.middle;
   f.mean_batch = static_cast<double>(stats.sequence_steps) / static_cast<double>(stats.steps);
   for (const TimedStep& step : typical.steps) f.prefill_seconds += step.prefill ? step.seconds : 0;
   f.bins = alive_bins(typical.steps);
-  if (lengths.samples() <= max_sequences && split.pp == 1) {  // else a step is one lane's
+  if (lengths.samples() <= max_sequences && split.pp == 1 && replicas == 1) {  // else a step is one lane's
     add_floors(f.bins, lengths, target.config, target.element_bytes, tp * ceilings.bytes_per_second());
   }
   return f;
@@ -248,11 +253,17 @@ Table rollout_table(const RolloutBenchOptions& options, const RolloutLengths& le
 
 // The sampler's log-probs against the loss's.
 void compare_with_the_loss(const RolloutBenchOptions& options, const Model& model, const std::vector<Sample>& samples,
-                           const LogprobOptions& distribution, at::Device device, nlohmann::json& report,
-                           Table& table) {
+                           const LogprobOptions& distribution, ParallelContext& context, at::Device device,
+                           nlohmann::json& report, Table& table) {
   synchronize(device);
   Stopwatch watch;
-  const LogprobComparison compared = compare_logprobs(model, samples, distribution, options.score_tokens);
+  LogprobComparison compared = compare_logprobs(model, samples, distribution, options.score_tokens);
+  if (context.generation().replicas > 1) {  // each has its own samples, and its ranks the same
+    const int64_t alike = context.world_size() / context.generation().replicas;
+    compared.tokens = context.world().all_reduce_sum(compared.tokens) / alike;
+    compared.mismatched = context.world().all_reduce_sum(compared.mismatched) / alike;
+    compared.largest_difference = context.world().all_reduce_max(compared.largest_difference);
+  }
   report.update({{"mismatched_tokens", compared.mismatched},
                  {"scored_tokens", compared.tokens},
                  {"largest_logprob_difference", compared.largest_difference},
@@ -265,9 +276,11 @@ void compare_with_the_loss(const RolloutBenchOptions& options, const Model& mode
 }  // namespace
 
 nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext& context, std::ostream& out) {
-  require_one_replica(context);
+  require_one_replica(context, /*experts=*/true);
   const Target target = resolve(options.common);
   const RolloutLengths lengths = load_lengths(options.lengths);
+  const GenerationRanks& ranks = context.generation();
+  const RolloutLengths own = lengths.part(ranks.number, ranks.replicas);
   if (lengths.longest() > target.config.positions()) {
     fail_user("the longest sample has " + std::to_string(lengths.longest()) + " tokens, but " + options.common.shape +
               " knows only " + std::to_string(target.config.positions()) + " positions");
@@ -276,19 +289,20 @@ nlohmann::json bench_rollout(const RolloutBenchOptions& options, ParallelContext
       make_random_model(target.config, target.model_options(/*trainable=*/false, context), options.common.seed);
   const Ceilings ceilings = measure_ceilings(target.device, target.dtype);
   const std::vector<std::vector<int32_t>> prompts =
-      random_prompts(lengths, target.config.vocab_size, options.common.seed);
+      random_prompts(own, target.config.vocab_size, options.common.seed + static_cast<uint64_t>(ranks.number));
   const SamplingOptions sampling = sampling_options(options.generation, options.common.seed);
-  EngineOptions engine_settings = engine_options(options.generation, lengths, 1);
+  EngineOptions engine_settings = engine_options(options.generation, own, 1);
   engine_settings.lanes = options.lanes > 0 ? options.lanes : options.common.pp;
   Engine engine(*model, nullptr, engine_settings, sampling);
 
-  const Repeats repeats = repeat_rollouts(engine, options, lengths, prompts, target.device, context);
+  const Repeats repeats = repeat_rollouts(engine, options, own, prompts, target.device, context);
   const RolloutFigures figures =
-      figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences, options.common);
+      figures_of(repeats, lengths, target, ceilings, engine_settings.max_sequences, options.common, ranks.replicas);
   nlohmann::json report = rollout_report(options, target, lengths, repeats, figures, ceilings, engine_settings);
   Table table = rollout_table(options, lengths, repeats, figures, ceilings);
   if (options.score_tokens > 0)
-    compare_with_the_loss(options, *model, repeats.samples, sampling.logprob_options(), target.device, report, table);
+    compare_with_the_loss(options, *model, repeats.samples, sampling.logprob_options(), context, target.device, report,
+                          table);
   if (!context.is_main()) return report;
   table.print(out);
   out << "\n";

@@ -54,16 +54,25 @@ std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const st
   return pieces;
 }
 
+namespace {
+
+double all_expert_elements(const ModelConfig& c) {
+  return real(c.layers_with_experts() * c.num_experts) * real(3 * c.hidden_size * c.moe_intermediate_size);
+}
+
+}  // namespace
+
+double decode_expert_bytes(const ModelConfig& c, int64_t element_bytes, double alive) {
+  if (c.num_experts == 0) return 0;
+  const double unread = std::pow(1 - real(c.experts_per_token) / real(c.num_experts), alive);
+  return (1 - unread) * all_expert_elements(c) * real(element_bytes);
+}
+
 double decode_weight_bytes(const ModelConfig& c, int64_t element_bytes, double alive) {
   // All parameters but the embedding's table, which as the head is read when it is tied.
   const int64_t table = c.tie_word_embeddings ? 0 : c.vocab_size * c.hidden_size;
-  double elements = real(c.parameter_count() - table);
-  if (c.num_experts > 0) {
-    const double unread = std::pow(1 - real(c.experts_per_token) / real(c.num_experts), alive);
-    elements -=
-        unread * real(c.layers_with_experts() * c.num_experts) * real(3 * c.hidden_size * c.moe_intermediate_size);
-  }
-  return elements * real(element_bytes);
+  const double others = real(c.parameter_count() - table) - (c.num_experts > 0 ? all_expert_elements(c) : 0);
+  return others * real(element_bytes) + decode_expert_bytes(c, element_bytes, alive);
 }
 
 double context_bytes_per_token(const ModelConfig& c, int64_t element_bytes) {
@@ -85,18 +94,20 @@ RolloutWork rollout_work(const ModelConfig& config, const std::vector<int64_t>& 
   }
   const int64_t longest = work.steps;
   work.steps = std::max(work.steps, (total + max_sequences - 1) / max_sequences);
-  const auto of_step = [&](double alive) {
-    return decode_weight_bytes(config, element_bytes, std::min(alive, real(max_sequences)) / real(devices));
+  const auto add_steps = [&](double steps, double alive) {
+    const double each = std::min(alive, real(max_sequences)) / real(devices);
+    work.weight_bytes += steps * decode_weight_bytes(config, element_bytes, each);
+    work.expert_bytes += steps * decode_expert_bytes(config, element_bytes, each);
   };
   if (work.steps > longest) {
-    work.weight_bytes = real(work.steps) * of_step(real(total) / real(work.steps));
+    add_steps(real(work.steps), real(total) / real(work.steps));
   } else {
     std::vector<int64_t> sorted = outputs;  // how many responses are longer than t: those that step t is for
     std::sort(sorted.begin(), sorted.end());
     size_t ended = 0;
     for (int64_t t = 0; t < longest; ++t) {
       while (ended < sorted.size() && sorted[ended] <= t) ++ended;
-      work.weight_bytes += of_step(real(static_cast<int64_t>(sorted.size() - ended)));
+      add_steps(1, real(static_cast<int64_t>(sorted.size() - ended)));
     }
   }
   work.context_bytes = context * context_bytes_per_token(config, element_bytes);

@@ -47,7 +47,8 @@ double training_flops(const ModelConfig& config, const std::vector<int64_t>& len
 std::vector<Piece> training_pieces(const std::vector<int64_t>& prompts, const std::vector<int64_t>& outputs,
                                    bool share_prompts);
 
-// Of a decode step of `alive` samples.
+// Of a decode step of `alive` samples: all weights, and of them the experts'.
+double decode_expert_bytes(const ModelConfig& config, int64_t element_bytes, double alive);
 double decode_weight_bytes(const ModelConfig& config, int64_t element_bytes, double alive);
 double context_bytes_per_token(const ModelConfig& config, int64_t element_bytes);
 
@@ -57,6 +58,7 @@ struct RolloutWork {
   int64_t steps = 0;  // passes over the weights at best: the longest response, or tokens / max_sequences if that is
                       // more
   double weight_bytes = 0;   // of the whole rollout, on each device
+  double expert_bytes = 0;   // of these, experts'
   double context_bytes = 0;  // of the whole rollout, of all devices
   double bytes() const { return weight_bytes + context_bytes; }
 };

@@ -52,6 +52,10 @@ void add_split(CLI::App* verb, bench::CommonOptions& o) {
   verb->add_option("--last-stage-layers", o.stages.last_layers, "default: an even share");
 }
 
+void add_experts(CLI::App* verb, bench::CommonOptions& o) {
+  verb->add_option("--ep", o.ep, "ranks that share a layer's experts")->check(CLI::PositiveNumber);
+}
+
 void add_context(CLI::App* verb, bench::CommonOptions& o) {
   verb->add_option("--cp", o.cp, "context parallel ranks, which share each micro-batch")->check(CLI::PositiveNumber);
 }
@@ -79,6 +83,7 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   layout.tp = common.tp;
   layout.cp = common.cp;
   layout.pp = common.pp;
+  layout.ep = common.ep;
   if (rendezvous.world_size % common.devices_of_replica() != 0) {
     fail_user("--tp " + std::to_string(layout.tp) + " times --cp " + std::to_string(layout.cp) + " times --pp " +
               std::to_string(layout.pp) + " does not divide the " + std::to_string(rendezvous.world_size) + " ranks");
@@ -107,6 +112,7 @@ void add_rollout(CLI::App& bench, CommandContext& context) {
   verb->add_option("--lanes", o->lanes, "of pipeline stages; 0: as many as stages")->check(CLI::NonNegativeNumber);
   verb->add_option("--score-tokens", o->score_tokens, "of a packed batch of the comparison; 0: no comparison");
   add_split(verb, o->common);
+  add_experts(verb, o->common);
   auto timeout_s = add_timeout(verb);
   verb->callback([=, &context] {
     context.run = [=] {
@@ -155,6 +161,7 @@ void add_train(CLI::App& bench, CommandContext& context) {
   verb->add_flag("!--no-overlap", o->overlap, "no reduction in backward, no gathering in forward, exchanges awaited");
   verb->add_option("--trace", o->trace, "file for the kernels of one more step, in Chrome's trace format");
   add_split(verb, o->common);
+  add_experts(verb, o->common);
   add_context(verb, o->common);
   auto timeout_s = add_timeout(verb);
   verb->callback([=, &context] {

@@ -51,6 +51,20 @@ int64_t RolloutLengths::longest() const {
 
 int64_t RolloutLengths::output_tokens() const { return std::accumulate(outputs.begin(), outputs.end(), int64_t{0}); }
 
+RolloutLengths RolloutLengths::part(int64_t part, int64_t parts) const {
+  const auto count = static_cast<int64_t>(prompts.size());
+  if (count % parts != 0) {
+    fail_user(name + ": its " + std::to_string(count) + " prompts are no equal shares of " + std::to_string(parts) +
+              " replicas");
+  }
+  const int64_t own = count / parts, first = part * own, of_prompt = samples_per_prompt();
+  RolloutLengths result;
+  result.name = name;
+  result.prompts.assign(prompts.begin() + first, prompts.begin() + first + own);
+  result.outputs.assign(outputs.begin() + first * of_prompt, outputs.begin() + (first + own) * of_prompt);
+  return result;
+}
+
 std::vector<int64_t> RolloutLengths::prompt_of_each_sample() const {
   std::vector<int64_t> result;
   for (int64_t s = 0; s < samples(); ++s) result.push_back(prompt_of(s));

@@ -24,6 +24,8 @@ struct RolloutLengths {
   int64_t longest() const;        // prompt + response
   int64_t output_tokens() const;  // of all responses
   std::vector<int64_t> prompt_of_each_sample() const;
+  // The `part`-th of as many equal runs of prompts, with their responses. Throws Error(kUser) where they do not divide.
+  RolloutLengths part(int64_t part, int64_t parts) const;
 };
 
 // {"prompt_lengths": [...], "output_lengths": [...], "about": "..."}: positive numbers, as many responses for each
