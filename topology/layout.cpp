@@ -130,9 +130,10 @@ std::vector<int64_t> divisors(int64_t number) {
 
 std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   std::vector<std::string> sentences;
-  if (layout.etp > 1) {
+  if (gpus && layout.etp > 1) {
     sentences.push_back("etp " + std::to_string(layout.etp) +
-                        " (expert tensor parallel) is not supported yet by the trainer of this version; it must be 1");
+                        " (expert tensor parallel) is not supported yet by the trainer of this version on GPUs; it "
+                        "must be 1");
   }
   if (gpus && layout.ep > 1 && layout.pp > 1) {
     sentences.push_back("ep " + std::to_string(layout.ep) + " together with pp " + std::to_string(layout.pp) +

@@ -124,10 +124,11 @@ RankPasses training_passes_of(const Case& c) {
 RankPasses logprob_passes_of(const Case& c) { return deal_passes(c, 1, c.work.logprob_samples, c.work.logprob_tokens); }
 
 ExpertRows expert_rows(const Case& c) {
-  if (c.layout.ep == 1) return {};
-  const double chosen = real(c.shape.experts_per_token);
+  if (c.layout.ep * c.layout.etp == 1) return {};
+  const double chosen = real(c.shape.experts_per_token), tensor = real(c.layout.etp);
   const auto reached = [chosen](int64_t parts) { return real(parts) * (1 - std::pow(1 - 1 / real(parts), chosen)); };
-  return {reached(c.layout.ep), reached(combine_blocks(c.shape.experts, c.options.combine_blocks, c.layout.ep))};
+  return {tensor * reached(c.layout.ep),
+          tensor * reached(combine_blocks(c.shape.experts, c.options.combine_blocks, c.layout.ep))};
 }
 
 const LinkRates& link(const Case& c, Axis axis) {

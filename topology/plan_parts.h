@@ -54,7 +54,8 @@ RankPasses training_passes_of(const Case& c);  // of an optimizer step
 RankPasses logprob_passes_of(const Case& c);   // of all samples
 
 // Rows of a token's that leave for experts and that come back where these are split: one for each rank, and each block
-// of experts, that has any of its choices. Every choice is as likely.
+// of experts, that has any of its choices, and of experts that ranks share for each of these. Every choice is as
+// likely.
 struct ExpertRows {
   double out = 0, back = 0;
 };

@@ -23,7 +23,7 @@ class DecodeSteps final {
     sent_ = expert_rows(c);
     tensor_link_ = link(c, Axis::kTp);
     stage_link_ = link(c, Axis::kPp);
-    expert_link_ = link(c, Axis::kEp);
+    expert_link_ = link(c, Axis::kEtpEp);
     token_bytes_ = real(2 * m.layers * m.kv_heads * m.head_dim) * element_ / real(c.layout.tp);
   }
 
@@ -47,8 +47,8 @@ class DecodeSteps final {
       seconds += real(2 * c_.shape.layers + 2) * tensor_link_.seconds(bytes);
     }
     if (l.pp > 1) seconds += real(l.pp) * stage_link_.seconds(alive * row / real(l.tp));
-    if (l.ep > 1) {
-      const double away = alive / real(l.tp) * row * real(l.ep - 1) / real(l.ep);
+    if (const int64_t ranks = l.ep * l.etp; ranks > 1) {
+      const double away = alive / real(l.tp) * row * real(ranks - 1) / real(ranks);
       seconds += sparse_ * (expert_link_.seconds(away * sent_.out) + expert_link_.seconds(away * sent_.back));
     }
     return seconds;

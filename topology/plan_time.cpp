@@ -116,11 +116,11 @@ double exchange_seconds(const Case& c, const PassWork& work, bool backward, int6
                          real(c.options.element_bytes * (c.layout.cp - 1));
     seconds += (forward + 2 * behind) * link(c, Axis::kCp).seconds(bytes);
   }
-  if (c.layout.ep > 1) {
+  if (const int64_t ranks = c.layout.ep * c.layout.etp; ranks > 1) {
     const ExpertRows sent = expert_rows(c);
-    const double away = work.tokens / real(c.layout.tp) * real(c.layout.ep - 1) / real(c.layout.ep);
+    const double away = work.tokens / real(c.layout.tp) * real(ranks - 1) / real(ranks);
     const double there_and_back =
-        rows_seconds(c, Axis::kEp, away * sent.out) + rows_seconds(c, Axis::kEp, away * sent.back);
+        rows_seconds(c, Axis::kEtpEp, away * sent.out) + rows_seconds(c, Axis::kEtpEp, away * sent.back);
     seconds += (real(experts) + (backward ? real(experts) : 0)) * there_and_back;
   }
   return seconds;

@@ -118,7 +118,8 @@ const char* to_string(Axis axis) {
 
 std::string name_of_rank(const Layout& layout, int64_t rank) {
   const std::string name = "rank " + std::to_string(rank);
-  const bool split = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.dp > 1) + (layout.ep > 1) > 1;
+  const int axes = (layout.tp > 1) + (layout.cp > 1) + (layout.pp > 1) + (layout.dp > 1);
+  const bool split = axes + (layout.ep > 1) + (layout.etp > 1) > 1;
   if (!split || rank < 0 || rank >= layout.world()) return name;
   const Coordinates at = coordinates(layout, rank);
   std::string place;
@@ -130,6 +131,7 @@ std::string name_of_rank(const Layout& layout, int64_t rank) {
   add("pp", layout.pp, at.pp);
   add("dp", layout.dp, at.dp);
   add("ep", layout.ep, at.ep);
+  add("etp", layout.etp, at.etp);
   return name + " (" + place + ")";
 }
 

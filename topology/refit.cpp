@@ -19,10 +19,10 @@ int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 class Places final {
  public:
   Places(const ModelShape& shape, const Layout& layout, const StageOptions& stages) : shape_(shape) {
-    std::map<std::array<int64_t, 3>, size_t> known;
+    std::map<std::array<int64_t, 4>, size_t> known;
     for (int64_t rank = 0; rank < layout.world(); ++rank) {
       const Coordinates at = coordinates(layout, rank);
-      const auto [place, is_new] = known.try_emplace({at.tp, at.pp, at.ep}, splits_.size());
+      const auto [place, is_new] = known.try_emplace({at.tp, at.pp, at.ep, at.etp}, splits_.size());
       if (is_new) splits_.push_back(model_split(shape, layout, rank, stages));
       place_of_.push_back(place->second);
     }

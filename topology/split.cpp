@@ -16,9 +16,10 @@ enum class Cut {
   kVocabulary,
   kQueryColumns,
   kMlpColumns,
-  kAlike,   // each has all of it
-  kExpert,  // whole, on the ranks that hold the expert
-  kFirst,   // their first one has it
+  kAlike,          // each has all of it
+  kExpertRows,     // rows by an expert's width, on the ranks that hold the expert
+  kExpertColumns,  // likewise
+  kFirst,          // their first one has it
 };
 
 struct Part {
@@ -56,7 +57,7 @@ Part expert_part(const ModelShape& m, int64_t expert, ExpertMatrix matrix) {
   const bool down = matrix == ExpertMatrix::kDown;
   return {expert_name(m, expert, matrix),
           {down ? m.hidden : m.moe_intermediate, down ? m.moe_intermediate : m.hidden},
-          Cut::kExpert,
+          down ? Cut::kExpertColumns : Cut::kExpertRows,
           expert};
 }
 
@@ -136,8 +137,12 @@ std::optional<ParameterSlice> slice_of(const ModelShape& m, const ModelSplit& sp
       return cut(1, times(split.query_heads, m.head_dim));
     case Cut::kMlpColumns:
       return cut(1, split.mlp);
+    case Cut::kExpertRows:
+      return cut(0, split.expert_rows);
+    case Cut::kExpertColumns:
+      if (split.etp > 1) return cut(1, split.expert_rows);
+      break;  // whole, as what is not cut is
     case Cut::kAlike:
-    case Cut::kExpert:
     case Cut::kFirst:
       break;
   }
@@ -168,10 +173,14 @@ ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t ra
   split.key_heads = share(shape.kv_heads, tp, at.tp);
   split.query_heads = times(split.key_heads, shape.heads / shape.kv_heads);
   split.mlp = share(shape.intermediate, tp, at.tp);
-  TRIREME_CHECK(shape.experts % layout.ep == 0, "experts of the model in " + to_string(layout));
+  TRIREME_CHECK(shape.experts % layout.ep == 0 && shape.moe_intermediate % layout.etp == 0,
+                "experts of the model in " + to_string(layout));
   split.ep = shape.experts > 0 ? layout.ep : 1;
   split.expert_rank = shape.experts > 0 ? at.ep : 0;
   split.experts = share(shape.experts, split.ep, split.expert_rank);
+  split.etp = shape.experts > 0 ? layout.etp : 1;
+  split.expert_tensor_rank = shape.experts > 0 ? at.etp : 0;
+  split.expert_rows = share(shape.moe_intermediate, split.etp, split.expert_tensor_rank);
   split.vocab = share(padded_vocab(shape.vocab, tp), tp, at.tp);
   return split;
 }
@@ -187,7 +196,7 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
   local.intermediate = split.mlp.size();
   local.experts = split.experts.size();
   local.experts_per_token = shape.experts_per_token;
-  local.moe_intermediate = shape.moe_intermediate;
+  local.moe_intermediate = split.expert_rows.size();
   local.vocab = std::min(split.vocab.end, shape.vocab) - std::min(split.vocab.begin, shape.vocab);
   local.padded_vocab = split.vocab.size();
   local.embedding = split.first_stage();

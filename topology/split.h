@@ -19,12 +19,14 @@ struct ModelSplit {
   int64_t tp = 1, tensor_rank = 0;
   int64_t pp = 1, stage = 0;
   int64_t ep = 1, expert_rank = 0;
+  int64_t etp = 1, expert_tensor_rank = 0;
   StageOptions stages;        // how the layers are dealt, of all stages
   std::vector<Range> layers;  // of each piece of the stage, ascending
   Range query_heads, key_heads;
-  Range mlp;      // of the MLP's intermediate rows
-  Range experts;  // by id, of each layer that has some
-  Range vocab;    // rows of embedding and head, padding included: the last ones may be no tokens
+  Range mlp;          // of the MLP's intermediate rows
+  Range experts;      // by id, of each layer that has some
+  Range expert_rows;  // of an expert's width
+  Range vocab;        // rows of embedding and head, padding included: the last ones may be no tokens
 
   bool first_stage() const { return stage == 0; }      // has the embedding, before its first piece
   bool last_stage() const { return stage == pp - 1; }  // has the final norm and the head, behind its last piece
@@ -34,7 +36,7 @@ struct ModelSplit {
   bool has_layer(int64_t layer) const;
   // Whether other ranks hold the same experts than hold the same of the rest: experts take the rows of tensor ranks as
   // those of data parallel ones, and have flat buffers, reductions and optimizer slices of their own.
-  bool experts_apart() const { return experts.size() > 0 && (tp > 1 || ep > 1); }
+  bool experts_apart() const { return experts.size() > 0 && (tp > 1 || ep > 1 || etp > 1); }
 };
 // The layout must be legal for the shape.
 ModelSplit model_split(const ModelShape& shape, const Layout& layout, int64_t rank, const StageOptions& stages = {});
@@ -51,12 +53,12 @@ struct LocalShape {
   int64_t intermediate = 0;  // of a dense MLP
   int64_t experts = 0;       // own ones of each layer that has experts; 0: none has
   int64_t experts_per_token = 0;
-  int64_t moe_intermediate = 0;
-  int64_t vocab = 0;         // rows of embedding and head that are tokens
-  int64_t padded_vocab = 0;  // and those there are
-  bool embedding = false;    // a first stage's
-  bool head = false;         // a last stage's, with the final norm
-  bool value_head = false;   // and it gives one number a row, no logits
+  int64_t moe_intermediate = 0;  // own part of an expert's width
+  int64_t vocab = 0;             // rows of embedding and head that are tokens
+  int64_t padded_vocab = 0;      // and those there are
+  bool embedding = false;        // a first stage's
+  bool head = false;             // a last stage's, with the final norm
+  bool value_head = false;       // and it gives one number a row, no logits
   bool qk_norm = false;
 
   int64_t query_width() const { return heads * head_dim; }

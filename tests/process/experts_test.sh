@@ -183,6 +183,16 @@ check "the rest of them" run mixed 4 policy.megatron_cfg.tensor_model_parallel_s
   bad "a resume of tp2ep2"
 check "the rest of them under EP4" run unmixed 4 policy.megatron_cfg.expert_model_parallel_size=4
 [ -d "$dir/unmixed/step_4" ] && ok "EP4 went on with what tp2ep2 had" || bad "tp2ep2 to EP4"
+# Experts that ranks share by their width: other bits, of sampler and loss alike.
+check "ETP2" run etp2 2 policy.megatron_cfg.expert_tensor_parallel_size=2
+out=$(sound etp2 4) && ok "ETP2: $out" || bad "ETP2: $out"
+check "two steps of ETP2 EP2 PP2" run cut 8 grpo.max_num_steps=2 policy.megatron_cfg.expert_tensor_parallel_size=2 \
+  policy.megatron_cfg.expert_model_parallel_size=2 policy.megatron_cfg.pipeline_model_parallel_size=2
+check "the rest of them under TP2 EP2" run cut 2 policy.megatron_cfg.tensor_model_parallel_size=2 \
+  policy.megatron_cfg.expert_model_parallel_size=2
+[ -d "$dir/cut/step_4" ] && ok "TP2 EP2 went on with what ETP2 EP2 PP2 had" || bad "ETP2 EP2 PP2 to TP2 EP2"
+echo '{"prompt": "1+2="}' | "$TRIREME" generate --model "$dir/etp2/step_4/policy/weights" --temperature 0 \
+  >"$dir/out" 2>"$dir/err" && ok "ETP2 saves a whole model" || bad "weights of ETP2" "$(cat "$dir/err")"
 # What configs/qwen3_30b_a3b.yaml says, but for EP4 instead of 8: TP2 on eight processes.
 check "the recipe's splits on eight processes" run recipe 8 policy.megatron_cfg.tensor_model_parallel_size=2 \
   policy.megatron_cfg.expert_model_parallel_size=4 policy.megatron_cfg.expert_tensor_parallel_size=1 \

@@ -135,11 +135,6 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
                    const Layout& layout, bool main) {
   if (model.num_experts == 0) return;
   const MegatronConfig& m = router_settings(config);
-  const std::string experts = "the model of " + dir.string() + " has " + std::to_string(model.num_experts) + " experts";
-  if (layout.etp > 1) {
-    fail_user(experts + ", which expert tensor parallel ranks cannot share yet: this size must be 1, not " +
-              std::to_string(layout.etp));
-  }
   for (const std::string& problem :
        combine_block_problems(model.num_experts, config.policy.moe_combine_blocks, layout.ep))
     fail_user("the model of " + dir.string() + " cannot be split so: " + problem);

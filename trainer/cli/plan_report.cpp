@@ -99,9 +99,10 @@ void print_plan(std::ostream& out, const LayoutPlan& plan, const ModelShape& sha
   for (const std::string& problem : plan.problems) print_line(out, "does not fit", problem);
   print_line(out, "a step", time_text(plan.time.step()) + (devices.rates.measured ? "" : ", by rates nobody measured"));
   print_time(out, plan.time);
-  if (shape.experts > 0 && plan.layout.ep > 1)
+  if (const int64_t etp = plan.layout.etp; shape.experts > 0 && plan.layout.ep * etp > 1)
     print_line(out, "experts of a rank",
-               std::to_string(shape.experts / plan.layout.ep) + " of each layer's " + std::to_string(shape.experts));
+               std::to_string(shape.experts / plan.layout.ep) + " of each layer's " + std::to_string(shape.experts) +
+                   (etp > 1 ? ", 1/" + std::to_string(etp) + " of each" : ""));
 }
 
 namespace {

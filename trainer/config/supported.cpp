@@ -73,11 +73,10 @@ void validate_supported(const Config& c) {
                       "configuration");
   }
   const auto& m = c.policy.megatron_cfg;
-  const auto size = [&](bool counts, const std::string& key, const std::string& what, int64_t value) {
-    refuse(counts && value > 1, key, what + " " + std::to_string(value));
-  };
-  size(m.enabled, "policy.megatron_cfg.expert_tensor_parallel_size", "expert tensor parallel size",
-       m.expert_tensor_parallel_size);
+  const int64_t etp = m.expert_tensor_parallel_size;
+  if (m.enabled && etp > 1 && c.cluster.device != "cpu")
+    reasons.push_back("policy.megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size " +
+                      std::to_string(etp) + kNotYet + " on GPUs (cluster.device=cpu has it)");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,

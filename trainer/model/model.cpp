@@ -87,7 +87,7 @@ void set_split(ModelOptions& options, const ModelShape& shape, ParallelContext& 
   options.split = model_split(shape, ranks.layout(), ranks.rank(), stages);
   options.tensor = &ranks.tensor_parallel();
   options.links = ranks.stage_links();
-  if (options.split->ep == 1) return;
+  if (options.split->ep * options.split->etp == 1) return;
   options.experts = &ranks.group(Axis::kEtpEp);
   options.passes = &ranks.group(Axis::kPasses);
   options.steps = &ranks.group(Axis::kCopy);
@@ -105,11 +105,12 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model of several pipeline stages needs the links between them");
   TRIREME_CHECK(split_.tp == (options.tensor == nullptr ? 1 : options.tensor->size()),
                 "a model split over tensor ranks needs their group");
-  TRIREME_CHECK(split_.ep == (options.experts == nullptr ? 1 : options.experts->size()),
+  TRIREME_CHECK(split_.ep * split_.etp == (options.experts == nullptr ? 1 : options.experts->size()),
                 "a model whose experts are split needs their group");
   TRIREME_CHECK((options.experts != nullptr) == (options.passes != nullptr) &&
                     (options.experts != nullptr) == (options.steps != nullptr),
                 "a model whose experts are split needs the groups that make passes and steps together");
+  TRIREME_CHECK(split_.etp == 1 || options.device.is_cpu(), "ranks share the width of experts on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   TRIREME_CHECK(!config.value_head || (!options.split && options.context == nullptr),
                 "a value model is split over no ranks");
@@ -548,8 +549,9 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
   const auto mixture = [&](const Activation& rows) {
     if (options_.experts == nullptr)
       return mixture_of_experts(rows.value, weights, shape, rows.again, std::move(watch));
-    const ExpertRanks ranks{.group = options_.experts, .experts = local_.experts};
-    if (context.cached == nullptr || !context.cached->alike || !gathers_experts(residual_rows(context.tokens)))
+    const ExpertRanks ranks{.group = options_.experts, .experts = local_.experts, .tensor = split_.etp};
+    if (context.cached == nullptr || !context.cached->alike || ranks.tensor > 1 ||
+        !gathers_experts(residual_rows(context.tokens)))
       return split_mixture_of_experts(rows.value, weights, shape, ranks, std::move(watch));
     // As many of each rank: of tensor ranks the last may have less.
     const int64_t own = rows.value.size(0), each = residual_rows(context.tokens);

@@ -82,8 +82,8 @@ struct ModelOptions {
   int64_t combine_blocks = 0;           // ExpertShape's; 0: derived
   bool checkpoint_activations = false;  // recompute().whole_layers begins as all of them, not as none
   // What of the model this rank holds; nothing: all of it. `tensor`: the group of split->tp ranks, `links`: those of
-  // split->pp stages, `experts` that of the split->ep ranks that share each layer's experts, null where it is one. They
-  // outlive the model. set_split fills in all of it.
+  // split->pp stages, `experts` that of the split->ep x etp ranks that share each layer's experts, null where it is
+  // one. They outlive the model. By their width on CPU only. set_split fills in all of it.
   std::optional<ModelSplit> split;
   Communicator* tensor = nullptr;
   StageLinks* links = nullptr;
@@ -145,10 +145,10 @@ class Model final {
   // what all hold alike (norms, routers), and of experts, are of a rank's own rows: their sum over the ranks is the
   // parameter's. Of the result's gradient each rank gives a part: only logprobs may read it. Collective over
   // options().tensor.
-  // Experts split over ranks change no bit, but then every pass, backward too, is collective over options().experts:
-  // the ranks of options().passes make as many, with tokens of their own or none, those of options().steps as many
-  // against an arena.
-  // Of a model with one pipeline stage; of several each rank calls forward_piece for its own.
+  // Experts split over ranks change no bit (but for the width of each, split->etp), but then every pass, backward too,
+  // is collective over options().experts: the ranks of options().passes make as many, with tokens of their own or none,
+  // those of options().steps as many against an arena. Of a model with one pipeline stage; of several each rank calls
+  // forward_piece for its own.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits
   // equal forward's. No autograd.
@@ -184,9 +184,9 @@ class Model final {
   // The same on CUDA without waiting for the host (sample_tokens_on_device); legal in stream capture where the tensor
   // ranks' devices see each other's memory (graphs_allowed).
   DeviceSamples sample_on_device(const at::Tensor& hidden, const DeviceSampling& rows) const;
-  // Whether passes of so many tokens against an arena may be captured into graphs: where the devices of the tensor ranks
-  // see each other's memory, and those of the experts' ranks too and there are few tokens. Collective over both groups at
-  // the first call.
+  // Whether passes of so many tokens against an arena may be captured into graphs: where the devices of the tensor
+  // ranks see each other's memory, and those of the experts' ranks too and there are few tokens. Collective over both
+  // groups at the first call.
   bool graphs_allowed(int64_t tokens) const;
 
   // In the order of ParameterLayout.
@@ -284,7 +284,7 @@ class Model final {
   UnitMemory values_;
   mutable std::mutex rope_mutex_;
   mutable std::optional<bool> gathers_experts_;  // once it was asked
-  mutable at::Tensor rope_cache_;  // [positions, 2, head_dim / 2], grown when a batch reaches further
+  mutable at::Tensor rope_cache_;                // [positions, 2, head_dim / 2], grown when a batch reaches further
 };
 
 // Reads config.json and (sharded or single) safetensors. Converts to options.dtype. Throws Error(kUser | kData) that

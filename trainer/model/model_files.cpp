@@ -194,7 +194,8 @@ at::Tensor gather_parameter(const Model& model, Communicator& ranks, const std::
   const ModelShape shape = model.config().shape();
   const Parameter* own = model.find(name);
   // One copy of the weights: of expert ranks those beyond the tensor ones are data parallel.
-  const Layout layout{.tp = held.tp, .ep = held.ep, .dp = ranks.size() / (held.tp * held.pp), .pp = held.pp};
+  const Layout layout{
+      .tp = held.tp, .ep = held.ep, .dp = ranks.size() / (held.tp * held.pp), .pp = held.pp, .etp = held.etp};
   TRIREME_CHECK(layout.copy_ranks() * held.pp == ranks.size(), "ranks hold the model together");
   std::vector<int64_t> whole, rows_of_ranks;
   std::vector<Range> known;

@@ -46,7 +46,7 @@ int64_t sum_of(const std::vector<int64_t>& numbers) {
 struct SplitCall final : torch::CustomClassHolder {
   SplitCall(const ExpertShape& s, const ExpertRanks& r, std::shared_ptr<const RouterCall> w)
       : shape(s), ranks(r), watch(std::move(w)) {}
-  int64_t first_expert() const { return ranks.group->rank() * ranks.experts; }
+  int64_t first_expert() const { return ranks.group->rank() / ranks.tensor * ranks.experts; }
   int64_t block_size() const { return shape.experts / shape.combine_blocks; }
   ExpertShape shape;
   ExpertRanks ranks;
@@ -117,7 +117,7 @@ void for_chunks(const ReceivedRows& received, const SplitCall& call, F&& f) {
 // Which rows go where, and how many choices and block sums: whoever sends a row tells whoever gets it.
 void make_plan(const at::Tensor& experts, SplitCall& call) {
   const int64_t ranks = call.ranks.group->size();
-  const at::Tensor each = at::arange(ranks, experts.options());
+  const at::Tensor each = at::arange(ranks, experts.options()).div(call.ranks.tensor, "floor");  // whose experts it has
   const at::Tensor theirs = experts.div(call.ranks.experts, "floor").unsqueeze(2).eq(each);  // [rows, per_token, ranks]
   const at::Tensor blocks = theirs.logical_and(first_of_block(experts, call.block_size()).unsqueeze(2));
   const at::Tensor numbers = at::stack({theirs.flatten(0, 1).sum(0), blocks.flatten(0, 1).sum(0)}, 1);
@@ -132,12 +132,25 @@ void make_plan(const at::Tensor& experts, SplitCall& call) {
 
 ReceivedRows send_rows(const at::Tensor& x, const Routes& routes, SplitCall& call) {
   make_plan(routes.experts, call);
-  const std::vector<at::Tensor> got =
-      dispatch_rows(*call.ranks.group, call.plan, {x, routes.experts, routes.weights});
+  const std::vector<at::Tensor> got = dispatch_rows(*call.ranks.group, call.plan, {x, routes.experts, routes.weights});
   return {got[0], got[1], got[2]};
 }
 
-// For each own row the places of its block sums among the returned ones, by ascending block: ranks hold experts by id.
+// What came back; of experts that ranks share, the sums of what each of these gave: they have had the same rows.
+at::Tensor add_parts(const at::Tensor& returned, const SplitCall& call) {
+  const int64_t tensor = call.ranks.tensor;
+  if (tensor == 1) return returned;
+  std::vector<at::Tensor> sums;
+  int64_t first = 0;
+  for (size_t rank = 0; rank < call.returned_blocks.size(); rank += static_cast<size_t>(tensor)) {
+    const int64_t blocks = call.returned_blocks[rank];
+    sums.push_back(ordered_sum(returned.narrow(0, first, tensor * blocks).view({tensor, blocks, returned.size(1)})));
+    first += tensor * blocks;
+  }
+  return at::cat(sums);
+}
+
+// For each own row the places of its block sums in add_parts' result, by ascending block: ranks hold experts by id.
 struct BlockPlaces {
   at::Tensor places;  // [pairs of row and block] int32
   at::Tensor begins;  // [rows + 1] int32
@@ -145,8 +158,8 @@ struct BlockPlaces {
 
 BlockPlaces block_places(const at::Tensor& experts, const SplitCall& call) {
   const at::Tensor starts = first_of_block(experts, call.block_size());
-  const at::Tensor rank = at::where(starts, experts.div(call.ranks.experts, "floor"), call.ranks.group->size());
-  const at::Tensor returned = places_by_key(rank.flatten(), sum_of(call.returned_blocks));
+  const at::Tensor part = at::where(starts, experts.div(call.ranks.experts, "floor"), call.ranks.group->size());
+  const at::Tensor returned = places_by_key(part.flatten(), sum_of(call.returned_blocks) / call.ranks.tensor);
   return {std::get<1>(returned.sort()).to(at::kInt), from_zero(starts.sum(1))};
 }
 
@@ -177,7 +190,7 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
   const at::Tensor all = sums.size() == 2 ? sums.back() : at::cat(sums);
   const at::Tensor returned = exchange_rows(*call.ranks.group, all, call.sent_blocks, call.returned_blocks);
   const BlockPlaces blocks = block_places(result.routes.experts, call);
-  result.y = sum_blocks(returned, blocks.places, blocks.begins);
+  result.y = sum_blocks(add_parts(returned, call), blocks.places, blocks.begins);
   return result;
 }
 
@@ -212,8 +225,7 @@ ReceivedGradients backward_of_received(const ReceivedRows& received, const at::T
     add(gradients.gate_up, weights.gate_up, own.gate_up, sorted, offsets);
     // Of a row by ascending expert.
     const at::Tensor dx = grouped_backward_input(own.gate_up, weights.gate_up, offsets);
-    gradients.x.narrow(0, chunk.first, chunk.count)
-        .copy_(sum_blocks(dx, chunk.routes.places.view({-1}), chunk.begins));
+    gradients.x.narrow(0, chunk.first, chunk.count).copy_(sum_blocks(dx, chunk.routes.places.view({-1}), chunk.begins));
     gradients.weights.narrow(0, chunk.first, chunk.count)
         .view({-1})
         .index_copy_(0, chunk.slots, own.weights.reshape({-1}));
@@ -266,9 +278,10 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
 
 void check_shapes(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                   const ExpertRanks& ranks) {
-  const int64_t hidden = x.size(1), size = ranks.group->size(), width = weights.down.size(1);
-  TRIREME_CHECK(x.dim() == 2 && ranks.experts * size == shape.experts && ranks.rows_at_once > 0 &&
-                    shape.combine_blocks % size == 0 && shape.experts % shape.combine_blocks == 0,
+  const int64_t hidden = x.size(1), parts = ranks.group->size() / ranks.tensor, width = weights.down.size(1);
+  TRIREME_CHECK(x.dim() == 2 && parts * ranks.tensor == ranks.group->size() && ranks.experts * parts == shape.experts &&
+                    ranks.rows_at_once > 0 && shape.combine_blocks % parts == 0 &&
+                    shape.experts % shape.combine_blocks == 0,
                 "split experts: experts and blocks must divide among the ranks");
   TRIREME_CHECK(weights.router.sizes() == at::IntArrayRef({shape.experts, hidden}) &&
                     weights.gate_up.sizes() == at::IntArrayRef({ranks.experts * 2 * width, hidden}) &&
@@ -282,6 +295,7 @@ at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights&
                                        const ExpertRanks& ranks) {
   const at::NoGradGuard no_grad;
   check_shapes(x, weights, shape, ranks);
+  TRIREME_CHECK(ranks.tensor == 1, "gathered experts are whole");
   Communicator& group = *ranks.group;
   const int64_t blocks = shape.combine_blocks / group.size();
   const at::Tensor all = gather_rows(group, x);

@@ -1,5 +1,6 @@
 // A mixture of experts whose experts lie on several ranks: rows go to the ranks that hold experts they chose, and a row
-// for each block of experts comes back. The bits are those of mixture_of_experts, whatever the number of ranks.
+// for each block of experts comes back. The bits are those of mixture_of_experts, whatever the number of ranks, where
+// each expert is on one rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,13 +12,19 @@
 
 namespace trireme {
 
-// An expert group, whose ranks hold as many experts each, by id in the order of ranks. It outlives every backward pass.
+// An expert group, whose ranks hold as many experts each, by id in the order of ranks, `tensor` ranks in a row the same
+// ones: each of these has an equal part of their width, and gets the rows of all. It outlives every backward pass.
 struct ExpertRanks {
   Communicator* group = nullptr;
   int64_t experts = 0;             // of this rank; a multiple of a block's
+  int64_t tensor = 1;              // ranks that share each expert
   int64_t rows_at_once = 1 << 15;  // received rows that are worked off together: bounds memory, changes no forward bit
 };
 
+// Of experts that several ranks share, a block's sum is: each rank's, from its part of the width and rounded, added in
+// the order of these ranks as ordered_sum does. So a row's bits depend on how many share an expert, and on nothing
+// else: not on the number of ranks, the other rows, or who asks.
+//
 // mixture_of_experts for own rows x [rows, hidden], of which there may be none; `weights` has the whole router and the
 // rank's own experts. Backward: gradients of own experts from the rows of all ranks; of the router from own rows. Rows
 // and their gradients are added in the order of ranks and rows. Kept for backward: received rows, routes, and x where
@@ -26,9 +33,9 @@ struct ExpertRanks {
 at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                                     const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch = nullptr);
 
-// The same for few rows, as many on every rank, with the same bits: everybody gets all rows and routes them, computes its
-// own experts, and block sums go to the rows' owners. Nothing waits for the host: over peer memory it may be captured
-// into a graph. No autograd. On CUDA for as many rows of all ranks as grouped_part_supported takes.
+// The same for few rows, as many on every rank, with the same bits: everybody gets all rows and routes them, computes
+// its own experts, and block sums go to the rows' owners. Nothing waits for the host: over peer memory it may be
+// captured into a graph. No autograd. On CUDA for as many rows of all ranks as grouped_part_supported takes.
 at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                                        const ExpertRanks& ranks);
 

@@ -112,7 +112,7 @@ DistributedAdamW::OwnedElements DistributedAdamW::saved_elements() const {
   if (options_.shard_state) return {0, owned_};
   // Each copy of the weights a part of all that its ranks own: ranks at the same place in two copies hold the same.
   const ModelSplit& split = model_.split();
-  const int64_t of_copy = Layout{.tp = split.tp, .ep = split.ep}.copy_ranks();
+  const int64_t of_copy = Layout{.tp = split.tp, .ep = split.ep, .etp = split.etp}.copy_ranks();
   const int64_t copies = split.tp * group_.size() / of_copy,
                 copy = (split.tensor_rank + split.tp * group_.rank()) / of_copy;
   const int64_t from = owned_ * copy / copies;

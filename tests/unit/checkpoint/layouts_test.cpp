@@ -25,7 +25,7 @@ enum class Shared { kNothing, kState, kGradients, kWeights };
 struct Sizes {
   int64_t tp, pp, dp;
   StageOptions stages = {};
-  int64_t ep = 1, cp = 1;
+  int64_t ep = 1, cp = 1, etp = 1;
   Shared shared = Shared::kState;
   bool operator==(const Sizes&) const = default;
 };
@@ -37,6 +37,7 @@ Layout layout_of(const Sizes& sizes) {
   layout.dp = sizes.dp;
   layout.ep = sizes.ep;
   layout.cp = sizes.cp;
+  layout.etp = sizes.etp;
   return layout;
 }
 
@@ -197,7 +198,12 @@ std::vector<Sizes> layouts_for(const ModelConfig& config) {
                                   {.tp = 1, .pp = 1, .dp = 2, .ep = 4, .cp = 2},
                                   {.tp = 1, .pp = 2, .dp = 2, .ep = 2},
                                   {.tp = 1, .pp = 2, .dp = 2, .stages = {.virtual_stages = 2}, .ep = 2},
-                                  {.tp = 2, .pp = 2, .dp = 2, .ep = 4},
+                                  {.tp = 2, .pp = 2, .dp = 2, .ep = 2, .etp = 2},
+                                  {.tp = 1, .pp = 1, .dp = 2, .etp = 2},
+                                  {.tp = 2, .pp = 1, .dp = 1, .etp = 2},
+                                  {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .etp = 2},
+                                  {.tp = 1, .pp = 1, .dp = 4, .etp = 2, .shared = Shared::kNothing},
+                                  {.tp = 1, .pp = 1, .dp = 4, .etp = 2, .shared = Shared::kWeights},
                                   {.tp = 1, .pp = 2, .dp = 2, .ep = 2, .shared = Shared::kNothing},
                                   {.tp = 2, .pp = 1, .dp = 2, .ep = 2, .shared = Shared::kNothing},
                                   {.tp = 2, .pp = 1, .dp = 2, .ep = 4, .shared = Shared::kGradients},
@@ -306,12 +312,16 @@ bool meet(const ModelConfig& config, const Sizes& saved, const Sizes& loaded) {
     const auto stands_for_all = [&](const Sizes& sizes) {
       return sizes == one || (sizes.pp == 1 && sizes.cp == 1 && sizes.tp * sizes.dp == 4);
     };
-    return stands_for_all(saved) && stands_for_all(loaded) && (saved == one || loaded == one || saved.tp == loaded.tp);
+    const bool alone = saved == one || loaded == one;
+    return stands_for_all(saved) && stands_for_all(loaded) &&
+           (alone || (config.num_experts == 0 && saved.tp == loaded.tp));
   }
   if (loaded == both) return true;
   if (saved.pp > 1) return loaded == one;
   if (loaded.pp > 1) return false;
-  const auto stands_for_all = [&](const Sizes& sizes) { return sizes == one || (sizes.tp == 2 && sizes.dp == 2); };
+  const auto stands_for_all = [&](const Sizes& sizes) {
+    return sizes == one || (sizes.tp == 2 && sizes.dp == 2 && (sizes.ep == 4 || sizes.etp == 2));
+  };
   return config.num_experts == 0 || stands_for_all(saved) || stands_for_all(loaded);
 }
 

@@ -2,6 +2,8 @@
 // hidden states, log-probs; gradients, ranks and passes without rows.
 #include <ATen/ATen.h>
 
+#include <map>
+#include <mutex>
 #include <numeric>
 
 #include "base/fs.h"
@@ -108,9 +110,14 @@ at::Tensor by_tokens(const at::Tensor& x, const Mixture& m, const ExpertShape& s
   return y;
 }
 
-Mixture own_part(const Mixture& m, int64_t rank, int64_t experts) {
-  return {m.router.clone(), m.gate_up.narrow(0, rank * experts * 2 * kNarrow, experts * 2 * kNarrow).clone(),
-          m.down.narrow(0, rank * experts * kWide, experts * kWide).clone()};
+// Of a rank's experts, `tensor` ranks in a row share each by its width.
+Mixture own_part(const Mixture& m, int64_t rank, int64_t experts, int64_t tensor = 1) {
+  const int64_t first = rank / tensor * experts, width = kNarrow / tensor, begin = rank % tensor * width;
+  const at::Tensor gate_up =
+      m.gate_up.view({kExperts, 2, kNarrow, kWide}).narrow(0, first, experts).narrow(2, begin, width);
+  const at::Tensor down = m.down.view({kExperts, kWide, kNarrow}).narrow(0, first, experts).narrow(2, begin, width);
+  return {m.router.clone(), gate_up.reshape({experts * 2 * width, kWide}).clone(),
+          down.reshape({experts * kWide, width}).clone()};
 }
 
 Mixture& record(Mixture& m) {
@@ -189,33 +196,76 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
       int64_t most = 0;
       for (const at::Tensor& rows : all) most = std::max(most, rows.size(0));
       const at::Tensor even = at::constant_pad_nd(x, {0, 0, 0, most - x.size(0)});
-      const at::Tensor got = gathered_mixture_of_experts(
-          even, {own.router, own.gate_up, own.down}, shape,
-          {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep});
+      const at::Tensor got =
+          gathered_mixture_of_experts(even, {own.router, own.gate_up, own.down}, shape,
+                                      {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep});
       EXPECT_EQ(got.size(0), most);
       EXPECT_TRUE(same_bits(got.narrow(0, 0, x.size(0)), wanted)) << work.name << ", gathered";
     }
   });
 }
 
+// Experts that ranks share by their width have other bits than whole ones, but the same over one expert part and two.
+TEST(ExpertParallel, SharedWidthsHaveTheSameBitsOverAnyNumberOfExpertRanks) {
+  const ExpertShape shape{.experts = kExperts, .per_token = 3, .combine_blocks = 4};
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const int64_t tensor : {2, 4}) {
+      std::map<std::string, at::Tensor> first;
+      for (const int64_t ep : {1, 2}) {
+        if (ep * tensor > 4) continue;
+        std::mutex mutex;
+        test::on_layout({.ep = ep, .dp = ep * tensor, .etp = tensor}, [&, ep = ep](ParallelContext& context) {
+          Communicator& group = context.group(Axis::kEtpEp);
+          for (const Work& work : works()) {
+            Mixture whole = mixture(dtype);
+            if (work.change) work.change(whole);
+            const Mixture own = own_part(whole, group.rank(), kExperts / ep, tensor);
+            const at::Tensor x = work.rows(group.rank(), dtype);
+            const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
+            at::Tensor got;
+            for (const int64_t at_once : {1 << 13, 3}) {
+              const at::Tensor again = split_mixture_of_experts(
+                  x, {own.router, own.gate_up, own.down}, shape,
+                  {.group = &group, .experts = kExperts / ep, .tensor = tensor, .rows_at_once = at_once});
+              if (got.defined()) {
+                EXPECT_TRUE(same_bits(again, got)) << work.name;
+              }
+              got = again;
+            }
+            if (dtype == at::kFloat) expect_close(got, wanted, work.name);
+            const std::lock_guard<std::mutex> lock(mutex);
+            const auto [known, is_new] = first.emplace(work.name + std::to_string(group.rank()), got);
+            if (!is_new) {
+              EXPECT_TRUE(same_bits(got, known->second)) << work.name << ", ep " << ep;
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
 // Each rank's own rows, inputs' gradients from them, experts' from everybody's.
-class SplitExpertGradients : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+class SplitExpertGradients : public ::testing::TestWithParam<std::tuple<int, int, bool>> {};
 INSTANTIATE_TEST_SUITE_P(ExpertParallel, SplitExpertGradients,
-                         ::testing::Combine(::testing::Values(2, 4), ::testing::Bool()));
+                         ::testing::Values(std::tuple{2, 1, false}, std::tuple{2, 1, true}, std::tuple{4, 1, false},
+                                           std::tuple{4, 1, true}, std::tuple{1, 2, true}, std::tuple{2, 2, false},
+                                           std::tuple{2, 2, true}));
 
 TEST_P(SplitExpertGradients, AreThoseOfOneRank) {
-  const auto [ep, normalize] = GetParam();
+  const auto [ep, etp, normalize] = GetParam();
   const ExpertShape shape{.experts = kExperts, .per_token = 3, .normalize = normalize, .combine_blocks = 4};
-  test::on_layout(expert_parallel(ep), [&, ep = int64_t{ep}](ParallelContext& context) {
+  const Layout layout{.ep = ep, .dp = ep * etp, .etp = etp};
+  test::on_layout(layout, [&, ep = int64_t{ep}, tensor = int64_t{etp}](ParallelContext& context) {
     Communicator& group = context.group(Axis::kEtpEp);
     for (const Work& work : works()) {
       Mixture whole = mixture(at::kFloat);
       if (work.change) work.change(whole);
-      Mixture own = own_part(whole, group.rank(), kExperts / ep);
+      Mixture own = own_part(whole, group.rank(), kExperts / ep, tensor);
       record(whole);
       record(own);
       at::Tensor wanted_x;
-      for (int64_t rank = 0; rank < ep; ++rank) {
+      for (int64_t rank = 0; rank < ep * tensor; ++rank) {
         const at::Tensor x = work.rows(rank, at::kFloat).clone().set_requires_grad(true);
         const at::Tensor y = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
         (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
@@ -225,21 +275,19 @@ TEST_P(SplitExpertGradients, AreThoseOfOneRank) {
       for (const int64_t at_once : {1 << 13, 4}) {
         for (at::Tensor* tensor : {&own.router, &own.gate_up, &own.down}) tensor->mutable_grad().reset();
         const at::Tensor x = work.rows(group.rank(), at::kFloat).clone().set_requires_grad(true);
-        const at::Tensor y =
-            split_mixture_of_experts(x, {own.router, own.gate_up, own.down}, shape,
-                                     {.group = &group, .experts = kExperts / ep, .rows_at_once = at_once});
+        const at::Tensor y = split_mixture_of_experts(
+            x, {own.router, own.gate_up, own.down}, shape,
+            {.group = &group, .experts = kExperts / ep, .tensor = tensor, .rows_at_once = at_once});
         (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
         expect_close(x.grad(), wanted_x, work.name);
         const auto or_zeros = [](const at::Tensor& t) { return t.grad().defined() ? t.grad() : at::zeros_like(t); };
         at::Tensor router = or_zeros(own.router).detach().clone();
         group.all_reduce_sum(router);
         expect_close(router, or_zeros(whole.router), work.name);
-        const int64_t part = kExperts / ep;
-        expect_close(or_zeros(own.gate_up),
-                     or_zeros(whole.gate_up).narrow(0, group.rank() * part * 2 * kNarrow, part * 2 * kNarrow),
-                     work.name);
-        expect_close(or_zeros(own.down), or_zeros(whole.down).narrow(0, group.rank() * part * kWide, part * kWide),
-                     work.name);
+        const Mixture part = own_part({or_zeros(whole.router), or_zeros(whole.gate_up), or_zeros(whole.down)},
+                                      group.rank(), kExperts / ep, tensor);
+        expect_close(or_zeros(own.gate_up), part.gate_up, work.name);
+        expect_close(or_zeros(own.down), part.down, work.name);
       }
     }
   });
@@ -329,9 +377,9 @@ TEST_P(SplitMixture, HasTheBitsOfTheWholeOne) {
   });
 }
 
-// With the other splits: a replica's batch over its tensor and context ranks, against the same layout with whole
-// experts, bit for bit, and the gradients of all replicas together against one rank's. Expert groups that are a part of
-// a replica, several replicas, or end inside of one.
+// With the other splits: a replica's batch over its tensor and context ranks, against the same layout with all experts
+// on each rank, or on the ranks that share their width, bit for bit, and the gradients of all replicas together against
+// one rank's. Expert groups that are a part of a replica, several replicas, or end inside of one.
 struct SplitCase {
   Layout layout;
   int64_t experts = 8;
@@ -343,11 +391,14 @@ INSTANTIATE_TEST_SUITE_P(ExpertParallel, SplitMixtureInLayouts,
                                            SplitCase{{.tp = 2, .ep = 4, .dp = 2}}, SplitCase{{.cp = 2, .ep = 2}},
                                            SplitCase{{.cp = 2, .ep = 4, .dp = 2}},
                                            SplitCase{{.tp = 2, .cp = 2, .ep = 4}},
-                                           SplitCase{{.tp = 2, .ep = 3, .dp = 3}, 6}),
+                                           SplitCase{{.tp = 2, .ep = 3, .dp = 3}, 6}, SplitCase{{.dp = 2, .etp = 2}},
+                                           SplitCase{{.ep = 2, .dp = 4, .etp = 2}}, SplitCase{{.tp = 2, .etp = 2}},
+                                           SplitCase{{.tp = 2, .ep = 2, .dp = 2, .etp = 2}},
+                                           SplitCase{{.dp = 4, .etp = 4}}, SplitCase{{.cp = 2, .etp = 2}}),
                          [](const auto& info) {
                            const Layout& l = info.param.layout;
                            return "tp" + std::to_string(l.tp) + "_cp" + std::to_string(l.cp) + "_ep" +
-                                  std::to_string(l.ep) + "_dp" + std::to_string(l.dp);
+                                  std::to_string(l.ep) + "_dp" + std::to_string(l.dp) + "_etp" + std::to_string(l.etp);
                          });
 
 // The rank's part of a replica's batch, every row with another weight, the same one wherever it is computed.
@@ -382,7 +433,9 @@ TEST_P(SplitMixtureInLayouts, HasTheBitsOfWholeExperts) {
   plain.freeze_router = false;
   Model one(config, plain);
   fill(one);
-  for (int64_t replica = 0; replica < which.layout.dp; ++replica) (void)pass_in(one, batch_of_replica(replica));
+  std::vector<at::Tensor> of_one;  // hidden states
+  for (int64_t replica = 0; replica < which.layout.dp; ++replica)
+    of_one.push_back(pass_in(one, batch_of_replica(replica)).hidden);
   Layout unsplit = which.layout;
   unsplit.ep = 1;
   std::vector<Passed> wanted(static_cast<size_t>(unsplit.world()));
@@ -402,6 +455,9 @@ TEST_P(SplitMixtureInLayouts, HasTheBitsOfWholeExperts) {
     const PackedBatch batch = batch_of_replica(context.coordinates().dp);
     const Passed got = pass_in(model, batch), &want = wanted[static_cast<size_t>(context.rank())];
     EXPECT_TRUE(same_bits(got.hidden, want.hidden));
+    if (which.layout.cp == 1) {
+      expect_close(got.hidden, of_one[static_cast<size_t>(context.coordinates().dp)], "hidden");
+    }
     if (batch.tokens() > 0) {
       EXPECT_TRUE(same_bits(got.logprobs, want.logprobs));
     }

@@ -289,17 +289,19 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
   }
   layout = {};
   layout.ep = 2;
+  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/true));
+  layout.tp = layout.cp = layout.pp = 2;
+  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
+  EXPECT_THROW((void)runnable(layout, /*gpus=*/true), Error);
+  layout = {};
+  layout.etp = 2;
+  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
   try {
     (void)runnable(layout, /*gpus=*/true);
     FAIL();
   } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("ep 2 (expert parallel) is not supported"), std::string::npos);
+    EXPECT_NE(std::string(error.what()).find("etp 2 (expert tensor parallel) is not supported"), std::string::npos);
   }
-  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
-  layout.tp = layout.cp = layout.pp = 2;
-  EXPECT_NO_THROW((void)runnable(layout, /*gpus=*/false));
-  layout.etp = 2;
-  EXPECT_THROW((void)runnable(layout, /*gpus=*/false), Error);
   layout = {};
   layout.dp = 3;
   EXPECT_THROW(ParallelContext(layout, two_ranks), Error);

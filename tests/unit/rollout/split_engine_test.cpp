@@ -46,6 +46,7 @@ std::vector<Way> ways() {
 std::vector<GeneratedGroup> generate(const Model& model, const EngineOptions& options,
                                      const SamplingOptions& sampling) {
   Engine engine(model, nullptr, options, sampling);
+  engine.take_cache();
   for (GroupRequest& request : requests()) engine.submit(std::move(request));
   return engine.run();
 }
@@ -113,6 +114,7 @@ struct SplitWay {
   int64_t tp, pp;
   at::ScalarType dtype;
   StageOptions stages = {};
+  int64_t etp = 1;
 };
 
 class SplitEngine : public ::testing::TestWithParam<SplitWay> {};
@@ -128,12 +130,14 @@ INSTANTIATE_TEST_SUITE_P(TensorParallel, SplitEngine,
                                            SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16},
                                            SplitWay{ModelFamily::kQwen3Moe, false, 4, 1, at::kFloat},
                                            SplitWay{ModelFamily::kMixtral, false, 2, 2, at::kBFloat16},
+                                           SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16, {}, 2},
                                            SplitWay{
                                                ModelFamily::kQwen3, true, 1, 2, at::kFloat, {.virtual_stages = 2}}),
                          [](const auto& info) {
                            const SplitWay& way = info.param;
                            return std::string(to_string(way.family)) + "_tp" + std::to_string(way.tp) + "_pp" +
                                   std::to_string(way.pp) + (way.stages.virtual_stages > 1 ? "_virtual" : "") +
+                                  (way.etp > 1 ? "_etp" + std::to_string(way.etp) : "") +
                                   (way.dtype == at::kFloat ? "_float32" : "_bfloat16");
                          });
 
@@ -144,6 +148,7 @@ TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
   Layout layout;
   layout.tp = way.tp;
   layout.pp = way.pp;
+  layout.etp = way.etp;
   test::on_layout(layout, [&](ParallelContext& context) {
     ModelOptions options = split_options(context, config, way.stages);
     options.dtype = way.dtype;

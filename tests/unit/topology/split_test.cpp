@@ -70,9 +70,11 @@ std::vector<Dealt> every_split(const ModelShape& shape) {
     }
   }
   if (shape.experts == 0) return all;
-  for (const Layout& layout : {Layout{.ep = 2, .dp = 2}, Layout{.ep = 4, .dp = 8}, Layout{.cp = 2, .ep = 2},
-                               Layout{.tp = 2, .ep = 2}, Layout{.tp = 2, .ep = 4, .dp = 2, .pp = 2},
-                               Layout{.tp = 4, .ep = 2, .dp = 2}, Layout{.tp = 2, .cp = 2, .ep = 4}}) {
+  for (const Layout& layout :
+       {Layout{.ep = 2, .dp = 2}, Layout{.ep = 4, .dp = 8}, Layout{.cp = 2, .ep = 2}, Layout{.tp = 2, .ep = 2},
+        Layout{.tp = 2, .ep = 4, .dp = 2, .pp = 2}, Layout{.tp = 4, .ep = 2, .dp = 2},
+        Layout{.tp = 2, .cp = 2, .ep = 4}, Layout{.dp = 2, .etp = 2}, Layout{.tp = 2, .ep = 2, .dp = 2, .etp = 2},
+        Layout{.tp = 2, .ep = 2, .dp = 4, .pp = 2, .etp = 4}}) {
     all.push_back({layout, {}});
   }
   return all;
@@ -158,6 +160,8 @@ void expect_tiled(const ModelShape& shape, const Dealt& dealt, const ModelParame
   layer_of(parameter.name, kind);
   const int64_t rows = parameter.shape[0], columns = parameter.shape.size() > 1 ? parameter.shape[1] : 1;
   std::vector<int> held(static_cast<size_t>(rows * columns), 0), copied(held);
+  const bool down =
+      parameter.name.find(".down_proj.") != std::string::npos || parameter.name.find(".w2.") != std::string::npos;
   for (int64_t rank = 0; rank < dealt.layout.world(); ++rank) {
     const ModelSplit split = model_split(shape, dealt.layout, rank, dealt.stages);
     const auto slice = parameter_slice(shape, split, parameter.name);
@@ -169,7 +173,12 @@ void expect_tiled(const ModelShape& shape, const Dealt& dealt, const ModelParame
       for (int64_t column = 0; column < columns; ++column) {
         const bool has = holds(*slice, row, column);
         const int64_t whose = owner(shape, kind, dealt.layout.tp, row, column);
-        ASSERT_EQ(has, whose < 0 || whose == split.tensor_rank);
+        if (kind == Kind::kExpert) {  // an expert's width is shared
+          const int64_t of_width = down ? column : row;
+          ASSERT_EQ(has, of_width * dealt.layout.etp / shape.moe_intermediate == split.expert_tensor_rank);
+        } else {
+          ASSERT_EQ(has, whose < 0 || whose == split.tensor_rank);
+        }
         elements += has ? 1 : 0;
         (slice->tied_copy ? copied : held)[static_cast<size_t>(row * columns + column)] += has ? 1 : 0;
       }
@@ -254,7 +263,7 @@ TEST(Split, LocalSizesAreThoseOfTheSlices) {
           const auto own = [&](ExpertMatrix matrix) { return rows(expert_name(shape, split.experts.begin, matrix)); };
           EXPECT_EQ(own(ExpertMatrix::kGate), local.moe_intermediate);
           EXPECT_EQ(own(ExpertMatrix::kUp), local.moe_intermediate);
-          EXPECT_EQ(own(ExpertMatrix::kDown), local.hidden);
+          EXPECT_EQ(own(ExpertMatrix::kDown), split.etp > 1 ? local.moe_intermediate : local.hidden);
         } else {
           EXPECT_EQ(rows("mlp.gate_proj.weight"), local.intermediate);
           EXPECT_EQ(rows("mlp.down_proj.weight"), local.intermediate);
