@@ -3,6 +3,11 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <vector>
+
+#include "tests/unit/parallel/ranks.h"
+
 namespace trireme {
 namespace {
 
@@ -21,6 +26,24 @@ TEST(RouterMetrics, LayersWithoutExpertsDoNotCount) {
   EXPECT_DOUBLE_EQ(metrics.at("moe/load_balancing_loss"), 0.3);
   EXPECT_EQ(router_metrics(sums, BalanceOptions{}).count("moe/load_balancing_loss"), 0U);
   EXPECT_TRUE(router_metrics(RouterSums{at::zeros({3, 8}, at::kDouble)}, balance).empty());
+}
+
+// One rank's rows alone would leave two experts of its layer unused, and the other stage's layer out.
+TEST(RouterMetrics, TensorRanksAndStagesAddUpWhatEachHasSeen) {
+  test::on_layout({.tp = 2, .pp = 2}, [](ParallelContext& context) {
+    RouterWatch watch(2, 4, {}, at::kCPU);
+    const int32_t first = context.coordinates().tp == 0 ? 0 : 2;
+    Routes routes;
+    routes.experts = at::tensor(std::vector<int32_t>{first, first + 1}, at::kInt).view({1, 2});
+    routes.probabilities = at::full({1, 4}, 0.25, at::kFloat);
+    const ExpertShape shape{.experts = 4, .per_token = 2};
+    (void)watch.add(context.coordinates().pp, routes, shape, *watch.rows_of({0, 2}, {}, {}));
+    const MetricSums metrics = router_metrics(watch, context);
+    EXPECT_DOUBLE_EQ(metrics.at("moe/expert_load"), 1);
+    EXPECT_DOUBLE_EQ(metrics.at("moe/expert_load_max"), 1);
+    EXPECT_DOUBLE_EQ(metrics.at("moe/unused_experts"), 0);
+    EXPECT_NEAR(metrics.at("moe/router_entropy"), std::log(4.0), 1e-6);
+  });
 }
 
 TEST(RouterMetrics, BalancingIsAsConfigured) {

@@ -316,7 +316,14 @@ TEST(Plan, RowsForExpertsAreCountedOverAllChoices) {
     const planning::ExpertRows rows = planning::expert_rows({shape, layout, work, options, devices});
     EXPECT_NEAR(rows.out, reached_parts(ep, 3), 1e-12);
     EXPECT_NEAR(rows.back, reached_parts(combine_blocks(16, 0, ep), 3), 1e-12);
+    // Ranks that share an expert's width each get the row, and each give something back.
+    const Layout shared{.ep = ep, .dp = 2 * ep, .etp = 2};
+    const planning::ExpertRows twice = planning::expert_rows({shape, shared, work, options, devices});
+    EXPECT_NEAR(twice.out, 2 * rows.out, 1e-12);
+    EXPECT_NEAR(twice.back, 2 * rows.back, 1e-12);
   }
+  const Layout width_only{.dp = 2, .etp = 2};
+  EXPECT_NEAR(planning::expert_rows({shape, width_only, work, options, devices}).out, 2, 1e-12);
 }
 
 TEST(Plan, ExpertsAreReadByTheRankThatHoldsThem) {
@@ -332,6 +339,9 @@ TEST(Plan, ExpertsAreReadByTheRankThatHoldsThem) {
   EXPECT_GT(split.time.decode_exchanges, 0);
   EXPECT_LT(split.memory.generation.weights * 4, whole.memory.generation.weights);
   EXPECT_LT(split.least_memory, whole.least_memory);
+  const LayoutPlan shared = plan_layout(shape, {.ep = 4, .dp = 8, .etp = 2}, work, {}, devices_of(400 * kGiB));
+  EXPECT_EQ(shared.memory.generation.weights, split.memory.generation.weights);
+  EXPECT_GT(shared.time.decode_exchanges, split.time.decode_exchanges);
 }
 
 TEST(Plan, StagesWaitForEachOther) {
