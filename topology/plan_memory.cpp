@@ -43,18 +43,21 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
   const bool shared = owned < params;
   const int64_t state = shards(c, StateSharding::kOptimizer) ? owned : params;
   training.weights = (shards(c, StateSharding::kWeights) ? owned : params) * o.element_bytes;
-  generation.weights = params * o.element_bytes;
-  if (g.layout != c.layout) {
+  const bool apart = g.layout != c.layout;  // then weights that ranks share stay so
+  generation.weights = apart ? training.weights : params * o.element_bytes;
+  if (apart) {
     generation.copy = held(g, stage_of_generation(g, stage)).params * o.element_bytes;
     generation.exchange = kRefitBytes;
   }
   if (c.work.reference) training.reference = generation.reference = training.weights;
   // In float32 the weights of the only rank are their own master copy.
   training.optimizer = state * (o.element_bytes == 4 && !shared ? 8 : 12);
-  training.gradients = shared && shards(c, StateSharding::kGradients) ? 0 : params * o.gradient_bytes;
-  if (shared && shards(c, StateSharding::kOptimizer)) training.gradients += 4 * owned;
+  const int64_t whole = shared && shards(c, StateSharding::kGradients) ? 0 : params * o.gradient_bytes;
+  const int64_t sums = shared && shards(c, StateSharding::kOptimizer) ? 4 * owned : 0;
+  training.gradients = whole + sums;
   generation.optimizer = training.optimizer;
-  generation.gradients = training.gradients;
+  // Whole ones lend their memory to the copy.
+  generation.gradients = sums + std::max<int64_t>(0, whole - generation.copy);
 }
 
 // Buffers while training.

@@ -57,6 +57,19 @@ EOF
 [[ "$(refits dp2-tp2)" == "4 True 0.0 "* ]] && ok "ranks that have all weights fetch nothing" ||
   bad "what dp2-tp2 fetched"
 
+# Of weights that ranks share, unit by unit: the samples, and so the losses, of a run whose policy is whole; a resume.
+strategy=policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy
+check "GRPO on dp2-tp2 with gradients shared" run shared-gradients 2 1 1 $size=2 $strategy=optim_grads
+check "GRPO on dp2-tp2 with weights shared" run shared-weights 2 1 1 $size=2 $strategy=optim_grads_params
+[ -n "$(weights shared-gradients 4)" ] && [ "$(weights shared-weights 4)" = "$(weights shared-gradients 4)" ] &&
+  ok "shared weights, generation on tp 2: weights and moments of shared gradients" || bad "shared weights on tp 2"
+out=$(refits shared-weights); [[ "$out" == "4 True "*" other bits near" ]] && ok "shared weights: $out" ||
+  bad "shared weights: $out"
+check "two steps of it" run shared-again 2 1 1 $size=2 $strategy=optim_grads_params grpo.max_num_steps=2
+check "the rest of them" run shared-again 2 1 1 $size=2 $strategy=optim_grads_params
+[ "$(weights shared-again 4)" = "$(weights shared-weights 4)" ] && ok "resumed with shared weights, bit for bit" ||
+  bad "a resume with shared weights"
+
 refused() {
   local name=$1 words=$2; shift 2
   "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
@@ -67,6 +80,4 @@ refused "lanes of folded stages" "lanes need stages" run lanes 2 1 2 $fold polic
 refused "sizes that do not divide" "4 x 2 stages do not divide the 4 ranks" run uneven-ranks 4 2 2 $size=4
 refused "heads that do not divide" "policy.generation.tensor_parallel_size 8: .* cannot generate so" run heads 8 1 1 \
   $size=8
-refused "shared weights" "weights that ranks share" run shared 2 1 1 $size=2 \
-  policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy=optim_grads_params
 finish

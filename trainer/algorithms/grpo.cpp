@@ -100,9 +100,7 @@ class GrpoLoop final {
       optimizer_steps_ =
           state.value("optimizer_steps", counted > 0 ? counted : step_ * optimizer_steps_per_rollout(config_));
     }
-    collector_.on_progress = [this] { session_.reporting.heartbeat(); };
-    trainer_->on_progress = collector_.on_progress;
-    trainer_->make_room = [this] { engine_.release_cache(); };
+    connect();
     if (datasets_.validation != nullptr) {
       validation_ = std::make_unique<GrpoValidation>(session_, *datasets_.validation, [this](const RolloutRequest& r) {
         RankShares shares;
@@ -120,6 +118,13 @@ class GrpoLoop final {
   }
 
  private:
+  void connect() {
+    collector_.on_progress = [this] { session_.reporting.heartbeat(); };
+    trainer_->on_progress = collector_.on_progress;
+    trainer_->make_room = [this] { engine_.release_cache(); };
+    trainer_->gathers_weights = refit_ == nullptr;
+  }
+
   std::unique_ptr<Refit> make_refit() {
     if (!session_.context.generation().apart) return nullptr;
     return std::make_unique<Refit>(*session_.policy, stage_options(config_), session_.context,
@@ -157,6 +162,16 @@ class GrpoLoop final {
     session_.context.set_phase("refit");
     if (refit_->fill()) engine_.weights_changed(weights_version());
     session_.context.set_phase(before);
+  }
+
+  // A checkpoint wants the policy whole: where ranks share it, in the memory of what generates, which is filled again.
+  void save() {
+    const bool shared = session_.policy->options().sharding.weights;
+    if (refit_ != nullptr && shared && config_.checkpointing.enabled) {
+      engine_.release_cache();
+      refit_->release();
+    }
+    session_.save(step_, state(), checkpoint_metrics());
   }
 
   // The ranks of a replica make the same plans, and with split experts several replicas take their caches together.
@@ -213,14 +228,14 @@ class GrpoLoop final {
     while (step_ < g.max_num_steps && prompts_.epoch() < g.max_num_epochs && !stop_early) {
       stop_early = one_step();
       if (session_.should_stop() && step_ < g.max_num_steps) {
-        if (session_.checkpoint_on_stop()) session_.save(step_, state(), checkpoint_metrics());
+        if (session_.checkpoint_on_stop()) save();
         summary.end = LoopEnd::kStopped;
         break;
       }
     }
     if (summary.end == LoopEnd::kFinished) {
       if (g.val_at_end && validated_step_ != step_) session_.reporting.log_validation(step_, validate());
-      session_.save(step_, state(), checkpoint_metrics());
+      save();
     }
     session_.finish_saves();
     session_.reporting.finish();
@@ -429,7 +444,7 @@ class GrpoLoop final {
     // After the step's record: a run killed in between repeats the step; the other way round it would lack the record.
     const bool last = step_ == g.max_num_steps;
     if (config_.checkpointing.save_period > 0 && step_ % config_.checkpointing.save_period == 0 && !last && !reached)
-      session_.save(step_, state(), checkpoint_metrics());
+      save();
     return reached;
   }
 

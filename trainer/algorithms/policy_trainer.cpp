@@ -343,7 +343,7 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
   result.compared_tokens = context_.group(Axis::kDp).all_reduce_sum(result.compared_tokens);
   result.mismatched_tokens = context_.group(Axis::kDp).all_reduce_sum(result.mismatched_tokens);
   training.end();
-  if (policy_.units() != nullptr) {
+  if (policy_.units() != nullptr && gathers_weights) {
     const PhaseTimer::Scope refit = timer_.enter(Phase::kRefit);
     policy_.units()->gather();
   }

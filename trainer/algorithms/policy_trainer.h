@@ -45,6 +45,8 @@ class PolicyTrainer final {
   std::function<void()> on_progress;
   // Frees memory of the device that training may have until the next rollout (set_recompute). May be empty.
   std::function<void()> make_room;
+  // Whether weights that ranks share are whole behind train(), for whatever generates with them.
+  bool gathers_weights = true;
 
  private:
   using OptimizerBatch = std::vector<TrainingBatch>;  // this rank's micro-batches of one optimizer step

@@ -22,14 +22,15 @@ std::optional<std::string> generation_problem(const Config& config, const ModelS
 
 // A second model without gradients, in the layout of generation. It has memory from fill() to release(), and then the
 // weights of the first one, byte for byte: each rank fetches what it has not from the nearest rank that has it, by the
-// plan of topology/refit.h. One thread calls it; what is collective is so over all ranks.
+// plan of topology/refit.h. The policy's gradients have none meanwhile, where it lends theirs; of a policy whose
+// weights ranks share a few units are whole at a time. One thread calls it; what is collective is so over all ranks.
 class Refit final {
  public:
   // What a rank sends at once, and receives: four such buffers are there while weights travel. NCCL is at its rate from
   // a few MiB for each pair on.
   static constexpr int64_t kBucketBytes = int64_t{128} << 20;
   // `policy` outlives it. `of_node`: ranks of a host. Collective.
-  Refit(const Model& policy, const StageOptions& stages, ParallelContext& context, int64_t of_node,
+  Refit(Model& policy, const StageOptions& stages, ParallelContext& context, int64_t of_node,
         int64_t bucket_bytes = kBucketBytes);
 
   const Model& model() const { return *model_; }
@@ -37,9 +38,9 @@ class Refit final {
   int64_t most_bytes() const { return most_bytes_; }
 
   // The policy's weights as they are now; nothing while they are there already. Returns whether it has copied, and then
-  // when the device has. Collective.
+  // when the device has. Whole weights of a policy that shares them are released. Collective.
   bool fill();
-  // Gives the memory back: before training.
+  // Gives the memory back, and the policy's gradients theirs: before training.
   void release();
 
  private:
@@ -47,15 +48,22 @@ class Refit final {
     at::Tensor in, out;
     PendingCollective pending;
   };
-  at::Tensor part(const Model& model, const RefitCopy& copy) const;
-  void begin(size_t bucket);
-  void finish(size_t bucket);
+  // What is copied while the policy has it: everything, or what lies at one place of its units.
+  struct Part {
+    std::vector<ModelParameter> parameters;
+    RankRefit plan;
+    std::shared_ptr<Communicator> group;
+  };
+  std::vector<Part> parts_of_policy() const;
+  at::Tensor range(const Model& model, const Part& part, const RefitCopy& copy) const;
+  void copy(const Part& part);
+  void begin(const Part& part, size_t bucket);
+  void finish(const Part& part, size_t bucket);
+  ShardedUnits* shared_weights() const;  // null: the policy has all of its own
 
-  const Model& policy_;
+  Model& policy_;
   std::unique_ptr<Model> model_;
-  std::vector<ModelParameter> parameters_;
-  RankRefit plan_;
-  std::shared_ptr<Communicator> group_;
+  std::vector<Part> parts_;
   std::array<Turn, 2> turns_;
   int64_t most_bytes_ = 0;
   bool filled_ = false;

@@ -28,6 +28,7 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   options.dtype = parse_dtype(config.policy.precision);
   options.device = choose_device(config.cluster.device, local_rank);
   if (options.dtype == at::kBFloat16 && gradients_in_fp32(config)) options.gradient_dtype = at::kFloat;
+  options.lends_gradients = generation_layout(config, context.layout()).has_value();
   options.freeze_router = router_settings(config).freeze_moe_router;
   options.wide_router = router_settings(config).moe_router_dtype == "fp64";
   options.combine_blocks = config.policy.moe_combine_blocks;

@@ -99,6 +99,7 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
     fail_user("a model on cpu computes in float32, bfloat16 or float64, not " + dtype_name(options.dtype));
   }
   if (!options.trainable) options_.sharding.gradients = false;
+  if (!options.trainable || options.sharding.gradients) options_.lends_gradients = false;
   split_ = options.split ? *options.split : whole_model(config);
   local_ = local_shape(config.shape(), split_);
   TRIREME_CHECK(split_.pp == (options.links == nullptr ? 1 : options.links->stages()),
@@ -150,12 +151,18 @@ void Model::allocate_parameters() {
                                                                                    .tied = config_.tie_word_embeddings,
                                                                                    .spare_elements = more});
     flat_gradients_ = units_->alike_gradients();
+  } else if (options_.lends_gradients) {
+    gradient_memory_ = std::make_unique<WholeMemory>(trained_elements_, options.dtype(of_gradients));
+    gradient_values_ = UnitMemory(trained_elements_, options.dtype(of_gradients));
+    return_gradients();
+    flat_gradients_ = gradient_values_.view(0, {trained_elements_});
   } else if (options_.trainable) {
     flat_gradients_ = at::zeros({trained_elements_}, options.dtype(of_gradients));
   }
   if (options_.releasable) {
     TRIREME_CHECK(!options_.trainable && !options_.sharding.any(), "only weights that are not trained come and go");
-    memory_ = std::make_unique<WholeMemory>(total + more, options);
+    const auto least = options_.least_bytes / static_cast<int64_t>(options.dtype().itemsize());
+    memory_ = std::make_unique<WholeMemory>(std::max(total + more, least), options);
     values_ = UnitMemory(total, options);
   }
   flat_parameters_ = options_.sharding.weights ? units_->flat_weights()
@@ -180,6 +187,20 @@ void Model::release_memory() {
   if (!values_.here()) return;
   values_.reset();
   memory_->unmap();
+}
+
+void Model::lend_gradients() {
+  if (gradient_memory_ == nullptr || !gradient_values_.here()) return;
+  gradient_values_.reset();
+  gradient_memory_->unmap();
+}
+
+void Model::return_gradients() {
+  if (gradient_memory_ != nullptr && !gradient_values_.here()) gradient_values_.set(gradient_memory_->map());
+}
+
+int64_t Model::lent_bytes() const {
+  return gradient_memory_ == nullptr ? 0 : static_cast<int64_t>(flat_gradients_.nbytes());
 }
 
 // A leaf over the flat buffers from element `offset` on.
@@ -275,7 +296,8 @@ const at::Tensor& Model::tensor(const std::string& name) const {
 const at::Tensor& Model::head_weight() const { return head_; }
 
 void Model::zero_gradients() {
-  if (flat_gradients_.defined()) flat_gradients_.zero_();
+  const bool lent = gradient_memory_ != nullptr && !gradient_values_.here();  // zeros come back
+  if (flat_gradients_.defined() && !lent) flat_gradients_.zero_();
 }
 
 void Model::copy_parameters_from(const Model& other) {

@@ -103,6 +103,9 @@ struct ModelOptions {
   // Its weights begin without memory, and have some between take_memory() and release_memory(): on CUDA at the same
   // addresses every time. Of one that is not trained, with no sharding.
   bool releasable = false;
+  int64_t least_bytes = 0;  // its memory is no less
+  // The gradients' memory may be elsewhere between steps (lend_gradients). Of a trained model that shares none.
+  bool lends_gradients = false;
 };
 
 // What of a model of this shape the rank holds in its layout, and the groups that passes take: split and the pointers
@@ -208,6 +211,11 @@ class Model final {
   // Of a releasable one. What it gets is zeros; nothing when it has some, or none.
   void take_memory();
   void release_memory();
+  // Of one that lends its gradients: without memory until they come back, zeros, at the same addresses on CUDA.
+  // flat_gradients() may be neither read nor written meanwhile. Nothing where none are lent, or they are there.
+  void lend_gradients();
+  void return_gradients();
+  int64_t lent_bytes() const;  // what lend_gradients() gives
   void zero_gradients();
   // The first so many elements of the flat buffers are what all tensor ranks hold alike: a parameter's gradient there
   // is the ranks' sum. 0 where the model is not split over them.
@@ -280,8 +288,8 @@ class Model final {
   at::Tensor flat_parameters_;
   at::Tensor flat_gradients_;
   std::unique_ptr<ShardedUnits> units_;
-  std::unique_ptr<WholeMemory> memory_;  // of weights that come and go, which are values_
-  UnitMemory values_;
+  std::unique_ptr<WholeMemory> memory_, gradient_memory_;  // of what comes and goes:
+  UnitMemory values_, gradient_values_;
   mutable std::mutex rope_mutex_;
   mutable std::optional<bool> gathers_experts_;  // once it was asked
   mutable at::Tensor rope_cache_;                // [positions, 2, head_dim / 2], grown when a batch reaches further

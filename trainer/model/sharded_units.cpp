@@ -64,6 +64,12 @@ bool ShardedUnits::stays(const Unit& unit) const {
   return unit.place == last_place_ || (shape_.tied && unit.place == 0);
 }
 
+int64_t ShardedUnits::place_of(int64_t offset) const {
+  for (const Unit& unit : units_)
+    if (offset >= unit.begin && offset < unit.end) return unit.place;
+  return 0;
+}
+
 at::Tensor ShardedUnits::flat_weights() const { return flat_.view(0, {flat_.elements()}); }
 
 at::Tensor ShardedUnits::weights(int64_t offset, const std::vector<int64_t>& shape) const {

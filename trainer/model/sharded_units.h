@@ -57,6 +57,8 @@ class ShardedUnits final {
   ShardedUnits(const Sharding& sharding, const Shape& shape);
 
   const ShardLayout& shards() const { return shards_; }
+  int64_t places() const { return last_place_ + 1; }
+  int64_t place_of(int64_t offset) const;  // of an element of the flat buffers; 0 where it is always there
   bool shares_weights() const { return sharding_.weights; }
 
   // The flat weights, and from element `offset` of the flat buffers on the weights, where these are shared, or

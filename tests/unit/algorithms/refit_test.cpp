@@ -75,6 +75,95 @@ TEST(Refit, EveryRankHasItsPartOfThePolicyAsItIsNow) {
   }
 }
 
+// Weights that ranks share are never whole together, and each part comes to those who have it in generation.
+TEST(Refit, OfSharedWeightsAFewUnitsAreWholeAtATime) {
+  const Case cases[] = {{{.dp = 4}, {.tp = 4}, {}},
+                        {{.dp = 4}, {.tp = 2, .dp = 2}, {}},
+                        {{.tp = 2, .dp = 2}, {.tp = 4}, {}},
+                        {{.tp = 2, .dp = 2}, {.dp = 4}, {}},
+                        {{.tp = 2, .cp = 2}, {.dp = 4}, {}}};
+  for (const bool tied : {false, true}) {
+    const ModelConfig config = four_layers(ModelFamily::kQwen2, tied);
+    Model whole(config, {});
+    fill(whole);
+    for (const Case& setup : cases) {
+      SCOPED_TRACE(to_string(setup.training) + " to " + to_string(setup.generation));
+      test::on_layout(
+          setup.training,
+          [&](ParallelContext& context) {
+            const at::NoGradGuard no_grad;
+            ModelOptions options = split_options(context, config);
+            options.sharding = {.gradients = true,
+                                .weights = true,
+                                .ranks = &context.data_parallel(),
+                                .bucket_elements = 1000};
+            Model policy(config, options);
+            ShardedUnits& units = *policy.units();
+            const auto set = [&](double factor) {
+              units.gather();
+              for (Parameter& parameter : policy.parameters())
+                parameter.tensor.copy_(part_of(parameter, whole.find(parameter.name)->tensor) * factor);
+              units.cut();
+            };
+            set(1);
+            int released = 0;
+            units.before_release = [&] { ++released; };
+            Refit refit(policy, {}, context, /*of_node=*/2, /*bucket_bytes=*/int64_t{4} << 10);
+            for (int round = 1; round <= 3; ++round) {
+              EXPECT_TRUE(refit.fill());
+              EXPECT_FALSE(units.whole());
+              EXPECT_EQ(released, round);
+              for (const Parameter& parameter : policy.parameters()) {
+                if (parameter.offset < policy.alike_elements()) continue;
+                EXPECT_EQ(parameter.tensor.storage().data(), nullptr) << parameter.name << " is still there";
+              }
+              expect_weights(refit, whole, static_cast<double>(round));
+              refit.release();
+              set(round + 1);
+            }
+          },
+          setup.generation);
+    }
+  }
+}
+
+// The memory of gradients is the second model's while it generates, and they are zeros when it comes back.
+TEST(Refit, GradientsLendTheirMemory) {
+  const ModelConfig config = four_layers(ModelFamily::kQwen3, /*tied=*/false);
+  const PackedBatch batch = PackedBatch::from_sequences({{3, 1, 4, 1, 5}, {9, 2, 6}});
+  test::on_layout(
+      {.tp = 2, .dp = 2},
+      [&](ParallelContext& context) {
+        ModelOptions options = split_options(context, config);
+        Model plain(config, options);
+        options.lends_gradients = true;
+        Model policy(config, options);
+        fill(plain);
+        fill(policy);
+        EXPECT_EQ(plain.lent_bytes(), 0);
+        EXPECT_EQ(policy.lent_bytes(), 4 * policy.trained_elements());
+        const auto backward = [&](Model& model) {
+          const at::Tensor hidden = model.forward(batch);
+          model.logprobs(hidden, batch.ids.roll(-1), {}).sum().backward();
+          return model.flat_gradients().clone();
+        };
+        const at::Tensor wanted = backward(plain);
+        EXPECT_GT(wanted.abs().max().item<double>(), 0);
+        Refit refit(policy, {}, context, /*of_node=*/0);
+        EXPECT_EQ(refit.model().lent_bytes(), 0);
+        for (int round = 0; round < 2; ++round) {
+          EXPECT_TRUE(at::equal(backward(policy), wanted)) << "added up from zeros, in round " << round;
+          refit.fill();
+          EXPECT_EQ(policy.flat_gradients().storage().data(), nullptr) << "they are lent";
+          policy.zero_gradients();  // of none
+          refit.release();
+          EXPECT_EQ(policy.flat_gradients().abs().max().item<double>(), 0);
+          EXPECT_EQ(policy.parameters().front().tensor.grad().data_ptr(), policy.flat_gradients().data_ptr());
+        }
+      },
+      Layout{.tp = 4});
+}
+
 TEST(Refit, FamiliesAndSizesOfBuckets) {
   const Case setup{{.tp = 2, .pp = 2}, {.tp = 4}, {}};
   for (const ModelFamily family : {ModelFamily::kLlama, ModelFamily::kQwen3}) {
