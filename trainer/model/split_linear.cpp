@@ -44,7 +44,7 @@ void make_padded(const at::Tensor& out, int64_t begin, int64_t rows, Make&& make
   if (there < out.size(0)) out.narrow(0, there, out.size(0) - there).zero_();
 }
 
-// Rows that come while the own ones are computed: `make(out, in, from, to)` from `in`, which are rows [from, to) of all.
+// Rows that come while the own ones are computed: `make(out, in)` of the rows of `in`.
 template <typename Make>
 at::Tensor of_coming_rows(const OwnPart& part, const at::Tensor& own, RowsComing& coming, const at::Tensor& out,
                           Make&& make) {
@@ -139,7 +139,8 @@ struct GatheredLinear final : public torch::autograd::Function<GatheredLinear> {
     const at::Tensor dy = gradients[0].contiguous();
     at::Tensor down, dweight, dbias;
     std::optional<RowsComing> coming;
-    if (context->needs_input_grad(1)) coming.emplace(*call->split.tensor, input_of(*call, saved[0]), call->split.beside);
+    if (context->needs_input_grad(1))
+      coming.emplace(*call->split.tensor, input_of(*call, saved[0]), call->split.beside);
     const auto of_weight = [&] {
       if (coming) dweight = linear_weight_gradient(dy, coming->all().narrow(0, 0, dy.size(0)), weight);
       if (call->bias && context->needs_input_grad(2)) dbias = linear_bias_gradient(dy);

@@ -13,9 +13,9 @@
 namespace trireme {
 
 // Copy engines carry the rows, and streams wait for words in memory: nothing here takes a processor from a product, as
-// kernels that exchange would, which get their turn between products only. A rank has a mailbox for each other one; what
-// does not fit waits, on streams of its own, until the receiver has taken something out. One thread owns it at a time.
-// Whoever waits in vain waits for ever: deadlines are the caller's.
+// kernels that exchange would, which get their turn between products only. A rank has a mailbox for each other one;
+// what does not fit waits, on streams of its own, until the receiver has taken something out. One thread owns it at a
+// time. Whoever waits in vain waits for ever: deadlines are the caller's.
 class PeerCopies final {
  public:
   // Null, with `problem` saying why on all ranks, where devices cannot map each other's memory (cuda/peer_memory.h).
@@ -25,9 +25,10 @@ class PeerCopies final {
   PeerCopies(const PeerCopies&) = delete;
   PeerCopies& operator=(const PeerCopies&) = delete;
 
-  // to[r] goes to rank r, from[r] comes from it, both by rank and each undefined where nothing goes; what rank r says of
-  // this one must agree. The own rank's are a copy here. Contiguous. Behind what the current stream holds; the parts are
-  // neither written nor read before the result's wait(), which holds them. All ranks make the same calls in one order.
+  // to[r] goes to rank r, from[r] comes from it, both by rank and each undefined where nothing goes; what rank r says
+  // of this one must agree. The own rank's are a copy here. Contiguous. Behind what the current stream holds; the parts
+  // are neither written nor read before the result's wait(), which holds them. All ranks make the same calls in one
+  // order.
   PeerLines::Copy exchange(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from);
 
  private:

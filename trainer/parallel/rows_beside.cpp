@@ -71,8 +71,8 @@ at::Tensor SumsComing::finish() {
   if (received_.defined()) {
     const int64_t before = group_.rank(), behind = group_.size() - 1 - before, n = parts_.size(1);
     const auto put = [&](int64_t part, int64_t from, int64_t count) {
-      if (count > 0)
-        parts_.narrow(0, part, count).copy_(received_.narrow(0, from * n, count * n).view_as(parts_.narrow(0, part, count)));
+      const at::Tensor to = parts_.narrow(0, part, count);
+      if (count > 0) to.copy_(received_.narrow(0, from * n, count * n).view(to.sizes()));
     };
     put(0, 0, before);
     put(before + 1, before, behind);
