@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <utility>
 
 #include "base/clock.h"
@@ -75,6 +76,7 @@ struct Engine::Impl {
     int64_t order = 0;              // of submission
     size_t longest_stop_bytes = 0;  // 0: no stop strings
     int64_t unfinished = 0;
+    std::vector<int64_t> aside;  // samples, while it is suspended: those that have not ended
   };
   struct LiveSample {
     Group* group = nullptr;
@@ -143,10 +145,16 @@ struct Engine::Impl {
   void submit(GroupRequest request);
   std::vector<int64_t> sample_limits(const GroupRequest& request, const SamplingOptions& s) const;
   void deal();
-  void add(Group& group, const LanePart& part);
+  static std::vector<int64_t> samples_of(const LanePart& part);
+  void add(Group& group, int64_t lane, const std::vector<int64_t>& samples);
+  void settle(const Engine& engine, std::vector<Complete>& complete);
+  void set_aside();
+  void resume();
+  void mark_mixed();
   std::vector<Complete> step(const Engine& engine);
   void launch(int64_t index);
   std::optional<Outputs> start(int64_t index);
+  static int64_t known_rows(Lane& lane, const Segment& segment);
   void look(const Engine& engine, Lane& lane, std::vector<Complete>& complete);
   void process(const Engine& engine, Lane& lane, const Outputs& outputs, std::vector<Complete>& complete);
   void drop_steps();
@@ -170,10 +178,11 @@ struct Engine::Impl {
   std::unique_ptr<StepRunner> runner;                // over the arena
   std::map<int64_t, std::unique_ptr<Group>> groups;  // unfinished ones, by Group::order
   int64_t next_order = 0;
-  std::vector<Group*> arrivals;  // in no lane yet
-  int64_t weights_version = 0;   // that the next step reads
-  int64_t measured_rows = 0;     // of the cache, where the engine found its size itself; else 0
-  int64_t step_bytes = 0;        // then: what steps want of LibTorch's allocator
+  std::map<int64_t, std::unique_ptr<Group>> suspended;  // likewise
+  std::vector<Group*> arrivals;                         // in no lane yet
+  int64_t weights_version = 0;                          // that the next step reads
+  int64_t measured_rows = 0;                            // of the cache, where the engine found its size itself; else 0
+  int64_t step_bytes = 0;                               // then: what steps want of LibTorch's allocator
   EngineStats stats;
   StepRequest request;  // reused from step to step
 };
@@ -340,7 +349,7 @@ void Engine::Impl::submit(GroupRequest request) {
     group->limits = sample_limits(request, *group->sampling);
     group->request = std::move(request);
     // Several lanes each have room for whatever keeps the limits.
-    if (lanes.size() == 1) add(*group, {0, 0, group->request.samples, 0});
+    if (lanes.size() == 1) add(*group, 0, samples_of({0, 0, group->request.samples, 0}));
   } catch (const Error& e) {
     throw Error(e.kind(), name + ": " + e.what());
   }
@@ -367,17 +376,85 @@ void Engine::Impl::deal() {
   std::vector<int64_t> sizes;
   for (const Group* group : arrivals) sizes.push_back(group->request.samples);
   for (const LanePart& part : deal_to_lanes(std::move(loads), sizes))
-    add(*arrivals[static_cast<size_t>(part.group)], part);
+    add(*arrivals[static_cast<size_t>(part.group)], part.lane, samples_of(part));
   arrivals.clear();
 }
 
-void Engine::Impl::add(Group& group, const LanePart& part) {
-  Lane& lane = lanes[static_cast<size_t>(part.lane)];
-  const auto limits = group.limits.begin() + part.first;
+std::vector<int64_t> Engine::Impl::samples_of(const LanePart& part) {
+  std::vector<int64_t> samples(static_cast<size_t>(part.count));
+  std::iota(samples.begin(), samples.end(), part.first);
+  return samples;
+}
+
+// Samples that all have tokens, or all have none.
+void Engine::Impl::add(Group& group, int64_t index, const std::vector<int64_t>& samples) {
+  Lane& lane = lanes[static_cast<size_t>(index)];
+  const auto prompt = static_cast<int64_t>(group.request.prompt.size());
+  std::vector<int64_t> limits, made;
+  for (const int64_t i : samples) {
+    limits.push_back(group.limits[static_cast<size_t>(i)]);
+    if (!group.result.samples.empty() && !group.result.samples[static_cast<size_t>(i)].response.empty())
+      made.push_back(static_cast<int64_t>(group.result.samples[static_cast<size_t>(i)].response.size()));
+  }
   const int64_t first =
-      lane.scheduler.add_group(static_cast<int64_t>(group.request.prompt.size()), {limits, limits + part.count});
+      made.empty() ? lane.scheduler.add_group(prompt, limits) : lane.scheduler.add_begun(prompt, limits, made);
   if (lane.samples.empty()) lane.first_sequence = first;
-  for (int64_t i = part.first; i < part.first + part.count; ++i) lane.samples.push_back({&group, i, -1, false});
+  for (const int64_t i : samples) lane.samples.push_back({&group, i, -1, false});
+}
+
+// The tokens of all steps that were started, in the order in which they were.
+void Engine::Impl::settle(const Engine& engine, std::vector<Complete>& complete) {
+  for (Lane& lane : lanes) {
+    if (lane.launched) process(engine, lane, *lane.launched, complete);
+    lane.launched.reset();
+  }
+}
+
+// Behind settle(). The schedulers begin anew; groups stay where they are, with what their samples have.
+void Engine::Impl::set_aside() {
+  for (Group* group : arrivals) group->aside = samples_of({0, 0, group->request.samples, 0});
+  arrivals.clear();
+  for (Lane& lane : lanes) {
+    for (const LiveSample& sample : lane.samples) {
+      if (!sample.finished) sample.group->aside.push_back(sample.index);
+    }
+  }
+  for (auto& [order, group] : groups) suspended.emplace(order, std::move(group));
+  groups.clear();
+  make_lanes(cache_rows);
+}
+
+// In the order in which they were submitted, each to the lane that has the fewest.
+void Engine::Impl::resume() {
+  if (suspended.empty()) return;
+  TRIREME_CHECK(groups.empty(), "samples were resumed behind others");
+  take_cache();
+  for (auto& [order, group] : suspended) {
+    std::vector<int64_t> begun, others;
+    std::sort(group->aside.begin(), group->aside.end());
+    for (const int64_t i : group->aside)
+      (group->result.samples[static_cast<size_t>(i)].response.empty() ? others : begun).push_back(i);
+    group->aside.clear();
+    for (const std::vector<int64_t>& samples : {begun, others}) {
+      if (samples.empty()) continue;
+      const auto fewest = std::min_element(lanes.begin(), lanes.end(), [](const Lane& a, const Lane& b) {
+        return a.scheduler.unfinished() < b.scheduler.unfinished();
+      });
+      add(*group, fewest - lanes.begin(), samples);
+    }
+  }
+  groups = std::exchange(suspended, {});
+}
+
+// Unfinished samples that go on over cached keys and values.
+void Engine::Impl::mark_mixed() {
+  for (Lane& lane : lanes) {
+    for (size_t i = 0; i < lane.samples.size(); ++i) {
+      const LiveSample& sample = lane.samples[i];
+      if (!sample.finished && lane.scheduler.reads_cached(lane.first_sequence + static_cast<int64_t>(i)))
+        sample.result().mixed_context = true;
+    }
+  }
 }
 
 // One turn of the loop, behind submit(): each lane's plan and launch, and, when its next plan wants them, the tokens of
@@ -426,6 +503,8 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   }
   Stopwatch watch;
   fill_request(index);
+  int64_t again = 0;
+  for (const Segment& segment : plan.segments) again += known_rows(lane, segment);
   stats.host_seconds += watch.lap();
   runner->start(request);
   stats.forward_seconds += watch.lap();
@@ -438,6 +517,7 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   stats.decode_tokens += plan.decode_tokens;
   stats.preemptions += static_cast<int64_t>(plan.preempted.size());
   stats.sequence_steps += static_cast<int64_t>(plan.segments.size());
+  stats.recomputed_rows += again;
   for (const std::vector<RowCopy>* list : {&plan.moves, &plan.copies}) {
     for (const RowCopy& copy : *list) stats.copied_rows += copy.rows;
   }
@@ -488,6 +568,16 @@ void Engine::Impl::drop_steps() {
 
 void Engine::Impl::forget_cached() {
   for (Lane& lane : lanes) lane.scheduler.drop_cache();
+}
+
+// Rows of the segment that were computed before: all but that of the newest token, of a sample that has some.
+int64_t Engine::Impl::known_rows(Lane& lane, const Segment& segment) {
+  if (segment.count == 1) return 0;  // the newest token, or a few rows of no weight
+  const LiveSample& sample = lane.at(segment.sequence);
+  const auto made = static_cast<int64_t>(sample.result().response.size()) + (sample.unseen >= 0 ? 1 : 0);
+  if (made == 0) return 0;
+  const auto known = static_cast<int64_t>(sample.group->request.prompt.size()) + made - 1;
+  return std::max<int64_t>(0, std::min(segment.past + segment.count, known) - segment.past);
 }
 
 // Everything the runner needs of the lane's planned step.
@@ -629,10 +719,33 @@ void Engine::share_device(bool on) {
   if (impl_->runner != nullptr) impl_->runner->share_device(on);
 }
 
-void Engine::weights_changed(int64_t version) {
+void Engine::weights_changed(int64_t version, KeptCache kept) {
   TRIREME_CHECK(version >= impl_->weights_version, "an engine was given older weights than it had");
+  const bool others = version != impl_->weights_version;
   impl_->weights_version = version;
-  impl_->forget_cached();
+  if (kept == KeptCache::kNothing) {
+    impl_->forget_cached();
+  } else if (others) {
+    impl_->mark_mixed();
+  }
+}
+
+std::vector<GeneratedGroup> Engine::suspend() {
+  TRIREME_CHECK(impl_->suspended.empty(), "samples were set aside twice");
+  std::vector<Impl::Complete> complete;
+  impl_->settle(*this, complete);
+  impl_->set_aside();
+  std::vector<GeneratedGroup> result;
+  for (auto& [order, group] : complete) result.push_back(std::move(group));
+  return result;
+}
+
+void Engine::resume() { impl_->resume(); }
+
+int64_t Engine::suspended_samples() const {
+  int64_t count = 0;
+  for (const auto& [order, group] : impl_->suspended) count += group->unfinished;
+  return count;
 }
 
 int64_t Engine::weights_version() const { return impl_->weights_version; }

@@ -67,6 +67,12 @@ struct GroupRequest {
   std::optional<SamplingOptions> sampling;  // instead of the engine's
 };
 
+// What becomes of the keys and values of unfinished samples when the weights change.
+enum class KeptCache {
+  kNothing,  // they are computed again, so that each token's log-prob is that of its weights, bit for bit
+  kKept,     // they stay: samples that go on over them are marked (mixed_context)
+};
+
 enum class FinishReason { kStop, kLength };
 const char* to_string(FinishReason reason);  // "stop", "length"
 
@@ -74,6 +80,7 @@ struct GeneratedSample {
   std::vector<int32_t> response;
   std::vector<float> logprobs;  // one a token, of the distribution it was drawn from
   VersionSpans versions;        // of the weights that drew the tokens
+  bool mixed_context = false;   // some were drawn over keys and values of older weights (KeptCache)
   FinishReason finish = FinishReason::kLength;
 };
 
@@ -91,8 +98,9 @@ struct EngineStats {
   int64_t sampled_tokens = 0;  // kept ones
   int64_t surplus_tokens = 0;  // dropped by late_stops
   int64_t preemptions = 0;
-  int64_t copied_rows = 0;  // prompts copied, extents moved
-  int64_t cache_rows = 0;   // capacity; 0 while there is no cache
+  int64_t copied_rows = 0;      // prompts copied, extents moved
+  int64_t recomputed_rows = 0;  // of samples with tokens: computed again after an update or a preemption
+  int64_t cache_rows = 0;       // capacity; 0 while there is no cache
   int64_t peak_cache_rows = 0;
   int64_t lanes = 1;                              // schedulers that take turns
   int64_t sequence_steps = 0;                     // sequences in a step, summed over steps
@@ -148,12 +156,18 @@ class Engine final {
   // EngineOptions::partition. Switched off again before anything else reads or writes what the engine does.
   void share_device(bool on);
 
-  // The weights are those of `version` from the next step on. Everything cached is forgotten; unfinished samples go on
-  // with the new weights.
-  void weights_changed(int64_t version);
+  // The weights are those of `version` from the next step on. Unfinished samples go on with them.
+  void weights_changed(int64_t version, KeptCache kept = KeptCache::kNothing);
   int64_t weights_version() const;
-  // Gives the cache's memory back; the next submit takes it again (captured graphs stay): where others have taken some
-  // of it meanwhile and the engine found its size itself, as much as there is. Only when idle.
+  // Takes the tokens that are under way, and sets all unfinished samples aside with the tokens they have: nothing is
+  // cached any more, and the engine is idle. Returns the groups that these tokens have completed. Of engines that step
+  // together or over stages, all.
+  std::vector<GeneratedGroup> suspend();
+  // What was set aside goes on. Before anything else is submitted.
+  void resume();
+  int64_t suspended_samples() const;
+  // Gives the cache's memory back; the next submit, or resume, takes it again (captured graphs stay): where others have
+  // taken some of it meanwhile and the engine found its size itself, as much as there is. Only when idle.
   void release_cache();
 
   const EngineOptions& options() const;  // cache_rows as given

@@ -54,39 +54,41 @@ void Ledger::add_group() {
   group.open = options_.samples_per_group;
 }
 
-std::vector<LeasedRun> Ledger::lease(int64_t engine, int64_t places, int64_t version) {
-  TRIREME_CHECK(version <= newest_version_, "an engine has weights that nobody has trained");
-  std::vector<LeasedRun> runs;
+// In data-set order, until the places are full.
+std::vector<SampleSpan> Ledger::open_runs(int64_t places, int64_t version) const {
+  std::vector<SampleSpan> runs;
   int64_t left = places;
-  // First which groups, since the walk may not be changed under its feet.
-  std::vector<int64_t> from;
-  int64_t samples = 0;
   walk([&](int64_t number, const Group* group, int64_t step) {
-    if (samples >= left || number >= end_at_ || !may_begin(step, version)) return false;
-    const int64_t open = group == nullptr ? options_.samples_per_group : group->open;
-    if (open > 0) from.push_back(number);
-    samples += open;
-    return true;
-  });
-  for (const int64_t number : from) {
-    while (number >= end_group()) add_group();
-    Group& group = at(number);
+    if (number >= end_at_ || !may_begin(step, version)) return false;
+    const auto open = [&](int64_t i) { return group == nullptr || group->holder[static_cast<size_t>(i)] == kOpen; };
     for (int64_t i = 0; i < options_.samples_per_group && left > 0;) {
-      if (group.holder[static_cast<size_t>(i)] != kOpen) {
+      if (!open(i)) {
         ++i;
         continue;
       }
       const int64_t end = std::min(options_.samples_per_group, (i / run_samples_ + 1) * run_samples_);
-      LeasedRun run{next_run_++, engine, {number, i, 0}, version};
-      for (; i < end && group.holder[static_cast<size_t>(i)] == kOpen; ++i) {
-        group.holder[static_cast<size_t>(i)] = run.id;
-        ++run.span.count;
-      }
-      group.open -= run.span.count;
-      left -= run.span.count;
-      runs_[run.id] = {engine, run.span, version};
-      runs.push_back(run);
+      SampleSpan& run = runs.emplace_back(SampleSpan{number, i, 0});
+      for (; i < end && open(i); ++i) ++run.count;
+      left -= run.count;
     }
+    return left > 0;
+  });
+  return runs;
+}
+
+std::vector<SampleSpan> Ledger::leasable_runs(int64_t places) const { return open_runs(places, newest_version_); }
+
+std::vector<LeasedRun> Ledger::lease(int64_t engine, int64_t places, int64_t version) {
+  TRIREME_CHECK(version <= newest_version_, "an engine has weights that nobody has trained");
+  std::vector<LeasedRun> runs;
+  for (const SampleSpan& span : open_runs(places, version)) {
+    while (span.group >= end_group()) add_group();
+    Group& group = at(span.group);
+    const int64_t id = next_run_++;
+    std::fill_n(group.holder.begin() + span.first_sample, span.count, id);
+    group.open -= span.count;
+    runs_[id] = {engine, span, version};
+    runs.push_back({id, engine, span, version});
   }
   return runs;
 }
@@ -277,6 +279,25 @@ std::map<int64_t, int64_t> Ledger::held() const {
     }
   }
   return held;
+}
+
+std::vector<LeasedRun> deal_evenly(Ledger& ledger, int64_t engines, int64_t places) {
+  std::vector<int64_t> has(static_cast<size_t>(engines), 0);
+  int64_t total = ledger.leasable();
+  for (const auto& [engine, samples] : ledger.held()) {
+    total += samples;
+    if (engine >= 0 && engine < engines) has[static_cast<size_t>(engine)] = samples;
+  }
+  const int64_t share = std::min(places, (total + engines - 1) / engines);
+  std::vector<LeasedRun> dealt;
+  while (true) {
+    const auto fewest = std::min_element(has.begin(), has.end());
+    if (*fewest >= share) return dealt;
+    const std::vector<LeasedRun> run = ledger.lease(fewest - has.begin(), 1, ledger.newest_version());
+    if (run.empty()) return dealt;
+    *fewest += run.front().span.count;
+    dealt.push_back(run.front());
+  }
 }
 
 std::string describe(const std::vector<MissingGroup>& missing, const std::string& engine) {

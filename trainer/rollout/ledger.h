@@ -94,7 +94,9 @@ class Ledger final {
   // Runs for an engine with weights of `version`, in data-set order, until its `places` are full: the last run may
   // have more samples than places are left. None: nothing may begin.
   std::vector<LeasedRun> lease(int64_t engine, int64_t places, int64_t version);
-  // How many samples lease() would give to an engine with the newest weights and places for all.
+  // What lease() would give to an engine with the newest weights and so many places, one call or several.
+  std::vector<SampleSpan> leasable_runs(int64_t places) const;
+  // How many samples that is with places for all.
   int64_t leasable() const;
   // A run's samples, in their order: group is its number, index that in the group.
   Completion complete(int64_t run, std::vector<Sample> samples);
@@ -149,6 +151,7 @@ class Ledger final {
   Group& at(int64_t number) { return groups_[static_cast<size_t>(number - first_group_)]; }
   bool whole(const Group& group) const { return group.complete == options_.samples_per_group; }
   bool may_begin(int64_t step, int64_t version) const;
+  std::vector<SampleSpan> open_runs(int64_t places, int64_t version) const;
   // Calls visit(number, group, step) for the groups that there are, then for further ones (group null), each with the
   // latest step that it can be of, until visit returns false. Groups left out are passed over.
   template <typename Visit>
@@ -167,6 +170,10 @@ class Ledger final {
   std::map<int64_t, Run> runs_;  // of groups that are there; lost ones too
   int64_t next_run_ = 0;
 };
+
+// Runs for `engines` engines with the newest weights that have `places` each: as many as make what they have even, each
+// to the one that has the fewest. What else could begin stays open, for whoever has room first.
+std::vector<LeasedRun> deal_evenly(Ledger& ledger, int64_t engines, int64_t places);
 
 // "groups 4, 7 (rank 1 has 3 of their samples, nobody has 2)": a few by number. `engine`: what engines are called.
 std::string describe(const std::vector<MissingGroup>& missing, const std::string& engine);

@@ -87,6 +87,32 @@ Scheduler::Scheduler(const SchedulerOptions& options) : options_(options) {
 }
 
 int64_t Scheduler::add_group(int64_t prompt_tokens, const std::vector<int64_t>& max_new) {
+  const int64_t begin = append(prompt_tokens, max_new);
+  // The first sample computes the prompt; the others wait for it.
+  at(begin).state = State::kPending;
+  pending_.insert(begin);
+  return begin;
+}
+
+int64_t Scheduler::add_begun(int64_t prompt_tokens, const std::vector<int64_t>& max_new,
+                             const std::vector<int64_t>& made) {
+  TRIREME_CHECK(made.size() == max_new.size(), "samples that were begun, and others' lengths");
+  for (size_t i = 0; i < made.size(); ++i)
+    TRIREME_CHECK(made[i] >= 1 && made[i] < max_new[i], "a sample that was begun has no token, or has ended");
+  const int64_t begin = append(prompt_tokens, max_new);
+  for (size_t i = 0; i < made.size(); ++i) {
+    const int64_t id = begin + static_cast<int64_t>(i);
+    Sequence& s = at(id);
+    s.length += made[i];
+    s.state = State::kPending;
+    pending_.insert(id);
+    promise(s);
+  }
+  return begin;
+}
+
+// Sequences in no list yet.
+int64_t Scheduler::append(int64_t prompt_tokens, const std::vector<int64_t>& max_new) {
   if (prompt_tokens < 1) fail_user("rollout: a prompt has no tokens");
   if (max_new.empty()) fail_user("rollout: a group has no samples");
   for (const int64_t limit : max_new) {
@@ -111,9 +137,6 @@ int64_t Scheduler::add_group(int64_t prompt_tokens, const std::vector<int64_t>& 
     s.max_length = prompt_tokens + limit;
     sequences_.push_back(s);
   }
-  // The first sample computes the prompt; the others wait for it.
-  at(begin).state = State::kPending;
-  pending_.insert(begin);
   unfinished_ += end - begin;
   ++version_;
   return begin;
@@ -448,6 +471,15 @@ void Scheduler::hand_over(int64_t id) {
   h.cached = s.prompt;
   used_rows_ += h.rows;  // the caller takes s.rows off
   residents_.insert(std::lower_bound(residents_.begin(), residents_.end(), heir), heir);
+}
+
+bool Scheduler::reads_cached(int64_t id) const {
+  const Sequence& s = at(id);
+  for (int64_t each = std::max(s.group_begin, first_id_); each < s.group_end; ++each) {
+    const Sequence& other = at(each);
+    if (other.state == State::kResident && other.cached > 0) return true;
+  }
+  return false;
 }
 
 void Scheduler::drop_cache() {

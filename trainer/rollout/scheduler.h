@@ -85,6 +85,9 @@ class Scheduler final {
   // Returns the first sample's sequence id; the ids of a group are consecutive, ids are never used twice.
   // Throws Error(kUser) when a sample could not fit into the whole cache.
   int64_t add_group(int64_t prompt_tokens, const std::vector<int64_t>& max_new);
+  // Likewise samples that were begun elsewhere: sample i has made[i] tokens, 1 or more and fewer than max_new[i]. They
+  // are computed again, as after a preemption.
+  int64_t add_begun(int64_t prompt_tokens, const std::vector<int64_t>& max_new, const std::vector<int64_t>& made);
 
   // The next step, into a plan whose memory is used again. Changes nothing here; empty only when idle().
   void plan(StepPlan& out) const;
@@ -95,6 +98,9 @@ class Scheduler final {
   void stop(int64_t sequence);
   // Forgets all cached rows: residents are computed again (weights changed).
   void drop_cache();
+
+  // Whether rows are cached that the sequence continues or begins with: its own, or a sibling's with the prompt.
+  bool reads_cached(int64_t sequence) const;
 
   bool idle() const { return unfinished_ == 0; }
   int64_t unfinished() const { return unfinished_; }
@@ -130,6 +136,7 @@ class Scheduler final {
   const Sequence& at(int64_t id) const { return sequences_[id - first_id_]; }
   int64_t first_extent_rows(const Sequence& s) const;
   static int64_t prefill_tokens(const Sequence& s, int64_t cached);
+  int64_t append(int64_t prompt_tokens, const std::vector<int64_t>& max_new);
   void promise(Sequence& s);
   void unpromise(Sequence& s);
   void evict(int64_t id);

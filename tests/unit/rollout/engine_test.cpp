@@ -395,6 +395,133 @@ TEST(Engine, NewWeightsAreUsedFromTheNextTokenOn) {
   }
 }
 
+// Set aside at any step, with the cache's memory given away and others' samples generated meanwhile.
+TEST(Engine, SuspendedSamplesGoOnAsIfNothingHadHappened) {
+  const auto model = tiny_model();
+  const std::vector<GroupRequest> groups = requests(6, 4);
+  Engine whole(*model, nullptr, {}, sampling_options());
+  const auto expected = generate(whole, groups);
+  for (const bool late : {false, true}) {
+    for (const int64_t rows : {int64_t{130}, int64_t{2000}}) {
+      for (const int every : {1, 3, 7}) {
+        SCOPED_TRACE(std::to_string(late) + " " + std::to_string(rows) + " " + std::to_string(every));
+        const EngineOptions options{.cache_rows = rows,
+                                    .max_sequences = 12,
+                                    .prefill_chunk_tokens = 16,
+                                    .headroom_rows = 1,
+                                    .late_stops = late};
+        Engine engine(*model, nullptr, options, sampling_options());
+        for (const GroupRequest& request : groups) engine.submit(request);
+        std::vector<GeneratedGroup> complete;
+        const auto keep = [&](std::vector<GeneratedGroup> more) {
+          for (GeneratedGroup& group : more) complete.push_back(std::move(group));
+        };
+        int64_t suspensions = 0;
+        for (int step = 1; !engine.idle(); ++step) {
+          keep(engine.step());
+          if (step % every != 0) continue;
+          const int64_t unfinished = engine.unfinished_samples();
+          keep(engine.suspend());
+          ++suspensions;
+          EXPECT_TRUE(engine.idle());
+          EXPECT_LE(engine.suspended_samples(), unfinished);
+          engine.release_cache();
+          EXPECT_EQ(engine.stats().cache_rows, 0);
+          if (suspensions % 4 == 1) {  // the same numbers of samples: nothing is mixed up
+            std::vector<GroupRequest> others = {groups[1]};
+            others[0].group_id = 99;
+            EXPECT_EQ(generate(engine, others).at(99).samples[0].response, expected.at(1).samples[0].response);
+          }
+          engine.resume();
+          EXPECT_EQ(engine.suspended_samples(), 0);
+        }
+        EXPECT_GT(suspensions, 2);
+        EXPECT_GT(engine.stats().recomputed_rows, 0);
+        expect_same_bits(expected, by_id(std::move(complete)));
+      }
+    }
+  }
+}
+
+// Samples of two weights: each token has the log-prob that a packed forward under its weights gives, by memcmp. With
+// kept keys some have not, and those samples say so.
+TEST(Engine, EveryTokenHasTheLogProbOfItsWeightsUnlessKeysAreKept) {
+  SamplingOptions sampling = sampling_options();
+  sampling.stop_ids.clear();
+  const auto run = [&](bool suspend, KeptCache kept, bool late) {
+    const auto model = tiny_model(1);
+    Engine engine(*model, nullptr, {.max_sequences = 10, .late_stops = late}, sampling);
+    for (const GroupRequest& request : requests(4, 4)) engine.submit(request);
+    std::vector<GeneratedGroup> complete;
+    const auto keep = [&](std::vector<GeneratedGroup> more) {
+      for (GeneratedGroup& group : more) complete.push_back(std::move(group));
+    };
+    for (int64_t version = 1; !engine.idle(); ++version) {
+      for (int i = 0; i < 9 && !engine.idle(); ++i) keep(engine.step());
+      if (suspend) keep(engine.suspend());
+      init_parameters(*model, 1 + static_cast<uint64_t>(version));
+      engine.weights_changed(version, kept);
+      if (suspend) engine.resume();
+    }
+    return by_id(std::move(complete));
+  };
+  const at::NoGradGuard no_grad;
+  const auto differing = [&](const std::map<int64_t, GeneratedGroup>& groups, bool marked_too) {
+    int64_t tokens = 0;
+    for (const auto& [id, group] : groups) {
+      for (const GeneratedSample& sample : group.samples) {
+        EXPECT_TRUE(spans_tile(sample.versions, static_cast<int64_t>(sample.response.size())));
+        if (sample.mixed_context && !marked_too) continue;
+        std::vector<int32_t> ids = group.prompt;
+        ids.insert(ids.end(), sample.response.begin(), sample.response.end());
+        for (const VersionSpan& span : sample.versions) {
+          const auto of_version = tiny_model(1 + static_cast<uint64_t>(span.version));
+          const at::Tensor hidden = of_version->forward(PackedBatch::from_sequences({ids}));
+          const auto first = static_cast<int64_t>(group.prompt.size()) - 1;
+          const at::Tensor logprobs =
+              token_logprobs(hidden.slice(0, first + span.from, first + span.to), of_version->head_weight(),
+                             at::tensor(std::vector<int64_t>(sample.response.begin() + span.from,
+                                                             sample.response.begin() + span.to),
+                                        at::kLong),
+                             sampling_options().logprob_options())
+                  .contiguous();
+          for (int64_t t = span.from; t < span.to; ++t) {
+            tokens += std::memcmp(logprobs.data_ptr<float>() + t - span.from, &sample.logprobs[static_cast<size_t>(t)],
+                                  sizeof(float)) != 0
+                          ? 1
+                          : 0;
+          }
+        }
+      }
+    }
+    return tokens;
+  };
+  int64_t spanning = 0, marked = 0;
+  for (const bool late : {false, true}) {
+    for (const bool suspend : {false, true}) {
+      const auto exact = run(suspend, KeptCache::kNothing, late);
+      EXPECT_EQ(differing(exact, true), 0) << "late " << late << ", suspended " << suspend;
+      for (const auto& [id, group] : exact) {
+        for (const GeneratedSample& sample : group.samples) {
+          EXPECT_FALSE(sample.mixed_context);
+          spanning += sample.versions.size() > 1 ? 1 : 0;
+        }
+      }
+    }
+    const auto kept = run(false, KeptCache::kKept, late);
+    EXPECT_EQ(differing(kept, false), 0) << "of those that are not marked";
+    EXPECT_GT(differing(kept, true), 0) << "this test would not notice keys of other weights";
+    for (const auto& [id, group] : kept) {
+      for (const GeneratedSample& sample : group.samples) {
+        marked += sample.mixed_context ? 1 : 0;
+        EXPECT_TRUE(sample.mixed_context || sample.versions.size() == 1);
+      }
+    }
+  }
+  EXPECT_GT(spanning, 0);
+  EXPECT_GT(marked, 0);
+}
+
 TEST(Engine, TheCacheCanBeGivenBack) {
   const auto model = tiny_model();
   Engine engine(*model, nullptr, {.cache_rows = 500}, sampling_options());

@@ -208,6 +208,26 @@ TEST(Ledger, ACheckpointHasWhatIsComplete) {
   EXPECT_THROW(resumed.restore(saved), Error);
 }
 
+TEST(Ledger, WhatCanBeginIsDealtEvenlyAndTheRestStaysOpen) {
+  Ledger ledger({.groups_per_step = 3, .samples_per_group = 8, .max_age = 1, .run_samples = 4});
+  const auto carried = ledger.lease(1, 12, 0);  // engine 1 has some already
+  ASSERT_EQ(carried.size(), 3u);
+  const auto expected = ledger.leasable_runs(1000);
+  EXPECT_EQ(expected.size(), 9u);
+  const auto dealt = deal_evenly(ledger, 2, /*places=*/16);
+  ASSERT_EQ(dealt.size(), 5u);
+  EXPECT_EQ(spans_of(dealt), Spans(expected.begin(), expected.begin() + 5)) << "in data-set order";
+  EXPECT_EQ(ledger.held(), (std::map<int64_t, int64_t>{{0, 16}, {1, 16}}));
+  EXPECT_EQ(ledger.leasable_runs(1000), Spans(expected.begin() + 5, expected.end()));
+  for (size_t i = 5; i < expected.size(); ++i) {  // one after the other, by whoever has room
+    EXPECT_EQ(spans_of(ledger.lease(static_cast<int64_t>(i % 2), 1, 0)), Spans{expected[i]});
+  }
+  EXPECT_EQ(ledger.leasable(), 0);
+  Ledger few({.groups_per_step = 1, .samples_per_group = 8, .run_samples = 2});
+  EXPECT_EQ(deal_evenly(few, 3, 1000).size(), 4u) << "nobody gets more than an even share, but for a run's end";
+  EXPECT_EQ(few.held(), (std::map<int64_t, int64_t>{{0, 4}, {1, 2}, {2, 2}}));
+}
+
 TEST(Ledger, RefusesImpossibleOptions) {
   EXPECT_THROW(Ledger({.groups_per_step = 0}), Error);
   EXPECT_THROW(Ledger({.samples_per_group = 0}), Error);

@@ -26,6 +26,7 @@ struct Group {
   int64_t prompt = 0;
   std::vector<int64_t> max_new;
   std::vector<int64_t> stop_after;  // tokens after which it stops by itself, at most max_new
+  std::vector<int64_t> made = {};   // tokens that it has already, of samples that were begun elsewhere
 };
 
 // Drives a scheduler to the end and checks everything on the way.
@@ -36,9 +37,13 @@ class Simulation {
       : scheduler_(options), late_stops_(late_stops), arena_(options.first_row + options.cache_rows) {}
 
   void add(const Group& group) {
-    const int64_t first = scheduler_.add_group(group.prompt, group.max_new);
+    const bool begun = !group.made.empty();
+    const int64_t first = begun ? scheduler_.add_begun(group.prompt, group.max_new, group.made)
+                                : scheduler_.add_group(group.prompt, group.max_new);
     for (size_t i = 0; i < group.max_new.size(); ++i) {
-      sequences_[first + static_cast<int64_t>(i)] = {first, group.prompt, group.max_new[i], group.stop_after[i]};
+      const int64_t made = begun ? group.made[i] : 0;
+      sequences_[first + static_cast<int64_t>(i)] = {first, group.prompt, group.max_new[i], group.stop_after[i],
+                                                     made,  made};
     }
     scheduler_.check();
   }
@@ -256,6 +261,24 @@ TEST(Scheduler, AStalePlanIsRefused) {
   EXPECT_THROW(scheduler.commit(plan), Error);
 }
 
+// The prompt once, and each sample's own tokens but the last.
+TEST(Scheduler, SamplesThatWereBegunElsewhereAreComputedAgain) {
+  Simulation s({.cache_rows = 1000, .max_sequences = 64, .prefill_chunk_tokens = 30});
+  Group group = uniform_group(20, 3, 10);
+  group.made = {4, 1, 9};
+  s.add(group);
+  EXPECT_FALSE(s.scheduler().reads_cached(0));
+  s.step();
+  EXPECT_TRUE(s.scheduler().reads_cached(0));
+  EXPECT_TRUE(s.scheduler().reads_cached(2)) << "the prompt";
+  s.run(1000);
+  EXPECT_EQ(s.prefill_tokens_, 20 + 4 + 9);
+  Scheduler scheduler({.cache_rows = 100});
+  EXPECT_THROW(scheduler.add_begun(5, {3, 3}, {1, 0}), Error);
+  EXPECT_THROW(scheduler.add_begun(5, {3, 3}, {1, 3}), Error);
+  EXPECT_THROW(scheduler.add_begun(5, {3, 3}, {1}), Error);
+}
+
 TEST(Scheduler, DroppedCacheIsComputedAgain) {
   Simulation s({.cache_rows = 1000, .max_sequences = 64, .prefill_chunk_tokens = 30});
   s.add(uniform_group(20, 4, 10));
@@ -304,6 +327,11 @@ TEST(Scheduler, RandomWorkloadsKeepEveryInvariant) {
         group.max_new.push_back(draw(1, std::min<int64_t>(longest, 40)));
         group.stop_after.push_back(draw(0, 2) == 0 ? draw(1, group.max_new.back()) : group.max_new.back());
         total_tokens += group.prompt + group.max_new.back();
+      }
+      const bool goes_on =
+          std::all_of(group.stop_after.begin(), group.stop_after.end(), [](int64_t n) { return n > 1; });
+      for (const int64_t stop : group.stop_after) {
+        if (goes_on && seed % 3 == 0) group.made.push_back(draw(1, stop - 1));
       }
       simulation.add(group);
       for (int64_t i = draw(0, 4); i > 0; --i) {
