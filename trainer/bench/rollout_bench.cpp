@@ -174,8 +174,9 @@ struct RolloutFigures {
   std::vector<AliveBin> bins;
 };
 
-// Of each device. Tensor ranks share all that is read, ranks of experts these. Stages share the cache, but a token passes through all of them,
-// one after the other: in a step of every sample the weights are read once, whoever reads them.
+// Of each device. Tensor ranks share all that is read, ranks of experts these. Stages share the cache, but a token
+// passes through all of them, one after the other: in a step of every sample the weights are read once, whoever reads
+// them.
 RolloutFigures figures_of(const Repeats& repeats, const RolloutLengths& lengths, const Target& target,
                           const Ceilings& ceilings, int64_t max_sequences, const CommonOptions& split,
                           int64_t replicas) {

@@ -17,12 +17,12 @@ at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::T
 // Row i: blocks' rows places[begins[i]], ..., added in order from +0 in float32 and rounded -> [rows, hidden].
 at::Tensor sum_blocks(const at::Tensor& blocks, const at::Tensor& places, const at::Tensor& begins);
 
-// Where a rank routes everybody's rows and computes its own experts', `blocks` blocks from `first_block` on: their sums,
-// of every row [rows, blocks, hidden], +0 where it chose none of a block. y's other rows are not read.
+// Where a rank routes everybody's rows and computes its own experts', `blocks` blocks from `first_block` on: their
+// sums, of every row [rows, blocks, hidden], +0 where it chose none of a block. y's other rows are not read.
 at::Tensor part_block_sums(const at::Tensor& y, const Routes& routes, const ExpertShape& shape, int64_t first_block,
                            int64_t blocks);
-// combine's second step where a row has all of its blocks: [rows, blocks, hidden] -> [rows, hidden]. A sum of zeros adds
-// nothing.
+// combine's second step where a row has all of its blocks: [rows, blocks, hidden] -> [rows, hidden]. A sum of zeros
+// adds nothing.
 at::Tensor sum_in_order(const at::Tensor& blocks);
 
 // grouped_linear of a part of the experts: `offsets` [experts + 1] are those of their rows among all sorted rows; other

@@ -50,8 +50,8 @@ void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, c
                   int64_t per_token, int64_t of_block, int64_t width, Bf16* out, cudaStream_t stream,
                   bool early = false);
 
-// The two steps of combine: out [sums, width], sum i of y's rows places[begins[i]] .. places[begins[i + 1] - 1] in order
-// from +0, weighted or as they are, rounded once.
+// The two steps of combine: out [sums, width], sum i of y's rows places[begins[i]] .. places[begins[i + 1] - 1] in
+// order from +0, weighted or as they are, rounded once.
 void weighted_sums(const Bf16* y, const int32_t* places, const float* weights, const int32_t* begins, int64_t sums,
                    int64_t width, Bf16* out, cudaStream_t stream);
 void plain_sums(const Bf16* y, const int32_t* places, const int32_t* begins, int64_t sums, int64_t width, Bf16* out,
