@@ -1,12 +1,16 @@
 #include "trainer/algorithms/grpo.h"
 
 #include <algorithm>
+#include <cmath>
+#include <map>
 #include <random>
 
 #include "base/error.h"
+#include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "topology/exactness.h"
+#include "trainer/algorithms/carry_over.h"
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/dynamic_sampling.h"
 #include "trainer/algorithms/grpo_validation.h"
@@ -20,6 +24,8 @@
 
 namespace trireme {
 namespace {
+
+constexpr const char* kLedgerFile = "ledger.bin";  // of a checkpoint: samples of complete groups that are not trained
 
 // `ids` cut to `length`, or again and again.
 std::vector<int32_t> repeated_to(const std::vector<int32_t>& ids, int64_t length) {
@@ -41,7 +47,7 @@ class GrpoLoop final {
         split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 || refit_ != nullptr ||
                session_.policy->options().sharding.weights),
         partition_(partition_for(config_, session_.policy->options().device,
-                                 !split_ && (needs_reference(config_) || config_.grpo.early_gradients))),
+                                 !split_ && !carries() && (needs_reference(config_) || config_.grpo.early_gradients))),
         engine_(refit_ ? refit_->model() : *session_.policy, session_.tokenizer.get(), options_of_engine(),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
@@ -64,7 +70,8 @@ class GrpoLoop final {
                "grpo.early_gradients is off");
     if (config_.grpo.early_gradients && shared_gradients && !split_ && session_.context.is_main())
       log_info("grpo", "every backward pass reduces gradients over the ranks: grpo.early_gradients is off");
-    if (!split_ && (reference_ != nullptr || early_gradients_)) {
+    // Under carry-over the places of the last responses are filled: nothing is left to run beside them.
+    if (!split_ && !carries() && (reference_ != nullptr || early_gradients_)) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
                                                 partition_, options.rendezvous.on_stuck);
     }
@@ -101,6 +108,12 @@ class GrpoLoop final {
           state.value("optimizer_steps", counted > 0 ? counted : step_ * optimizer_steps_per_rollout(config_));
     }
     connect();
+    if (carries()) {
+      make_carry_over();
+    } else if (session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
+      log_info("grpo",
+               "grpo.async_grpo.enabled is off: groups of the checkpoint that are not trained are generated anew");
+    }
     if (datasets_.validation != nullptr) {
       validation_ = std::make_unique<GrpoValidation>(session_, *datasets_.validation, [this](const RolloutRequest& r) {
         RankShares shares;
@@ -121,8 +134,116 @@ class GrpoLoop final {
   void connect() {
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
-    trainer_->make_room = [this] { engine_.release_cache(); };
+    if (!keeps_cache()) trainer_->make_room = [this] { engine_.release_cache(); };
     trainer_->gathers_weights = refit_ == nullptr;
+  }
+
+  bool carries() const { return config_.grpo.async_grpo.enabled; }
+  bool keeps_cache() const { return carries() && !config_.grpo.async_grpo.recompute_kv_cache_after_weight_updates; }
+
+  // Behind the restoring of a checkpoint: `prompts_` runs ahead of what is trained from here on.
+  void make_carry_over() {
+    const GrpoConfig& g = config_.grpo;
+    trained_prompts_ = {prompts_.state(), prompts_.epoch()};
+    CarryOverOptions options;
+    options.ledger.groups_per_step = g.num_prompts_per_step;
+    options.ledger.samples_per_group = g.num_generations_per_prompt;
+    options.ledger.max_age = g.async_grpo.max_trajectory_age_steps;
+    options.ledger.last_step = g.max_num_steps;
+    if (g.use_dynamic_sampling) {
+      options.ledger.teaches_nothing = [](const std::vector<Sample>& group) {
+        return is_flat(group.begin(), group.end());
+      };
+      options.ledger.max_groups_of_step = g.num_prompts_per_step * g.dynamic_sampling_max_gen_batches;
+    }
+    options.first_step = step_ + 1;
+    options.first_group = static_cast<int64_t>(next_sample_id_) / g.num_generations_per_prompt;
+    options.first_sample_id = next_sample_id_;
+    options.sampling = engine_.sampling();
+    options.keep_cache = keeps_cache();
+    if (forced_lengths_) options.drawn_rewards = static_cast<uint64_t>(g.seed);
+    options.timeout_s = config_.cluster.collective_timeout_s;
+    options.prompt = [this](int64_t group, bool needed) { return prompt_of(group, needed); };
+    carry_ = std::make_unique<CarryOver>(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
+                                         std::move(options));
+    carry_->on_progress = collector_.on_progress;
+    counted_before_ = rewards_.counters();
+    if (!session_.resumed || !session_.resumed->state.contains("ledger")) return;
+    const nlohmann::json& saved = session_.resumed->state.at("ledger");
+    const auto groups = saved.at("groups").get<std::vector<int64_t>>();
+    const int64_t refused = carry_->restore({groups, read_file(session_.resumed->path / kLedgerFile)});
+    if (!session_.context.is_main()) return;
+    log_info("grpo", std::to_string(groups.size() - static_cast<size_t>(refused)) +
+                         " complete groups of later steps come from the checkpoint" +
+                         (refused > 0 ? "; " + std::to_string(refused) + " others do not fit the settings" : ""));
+  }
+
+  // Of a group of the ledger; nothing where the last epoch has ended, unless a step that was begun wants more.
+  std::optional<CarriedPrompt> prompt_of(int64_t group, bool needed) {
+    if (!needed && prompts_.epoch() >= config_.grpo.max_num_epochs) return std::nullopt;
+    CarriedPrompt prompt;
+    prompt.example = prompts_.next();
+    if (forced_lengths_) {
+      const std::vector<int64_t>& lengths = forced_lengths_->prompts;
+      prompt.example.prompt = repeated_to(prompt.example.prompt, lengths[static_cast<size_t>(group) % lengths.size()]);
+      for (int64_t i = 0; i < config_.grpo.num_generations_per_prompt; ++i)
+        prompt.forced_lengths.push_back(forced_lengths_->output_of(group, i));
+    }
+    prompts_ahead_[group] = {prompts_.state(), prompts_.epoch()};
+    return prompt;
+  }
+
+  // Epoch of the prompt behind those that are trained.
+  int64_t epoch() const { return carry_ ? trained_prompts_.epoch : prompts_.epoch(); }
+
+  // What the rewards of this rank counted since the last look belongs to carry-over.
+  void count_carried_rewards() {
+    add_counters(carried_counts_, counted_since(rewards_.counters(), counted_before_));
+    counted_before_ = rewards_.counters();
+  }
+
+  // The next step's groups by carry-over. Samples in data order, group by group.
+  std::vector<Sample> generate_carried(RankShares& shares, GeneratedTotals& generated,
+                                       std::map<std::string, double>& values) {
+    const GrpoConfig& g = config_.grpo;
+    const int64_t recomputed = engine_.stats().recomputed_rows;
+    CarriedStep step = carry_->collect(shares);
+    count_carried_rewards();
+    const std::vector<RewardCounters> counted =
+        sum_counters(session_.context.world().all_gather_bytes(pack_counters(carried_counts_)));
+    carried_counts_.clear();
+    for (const RewardCounters& one : counted) reward_failures_[one.name] += one.failed;
+    add_counters(step_rewards_, counted);
+    judge_rewards(step_rewards_);
+    std::vector<Sample> kept;
+    int64_t groups = 0;
+    for (LedgerGroup& group : step.groups) {
+      generated.add(group.samples, g.num_generations_per_prompt);
+      if (!group.kept) continue;
+      for (Sample& sample : group.samples) {
+        sample.group = groups;
+        kept.push_back(std::move(sample));
+      }
+      ++groups;
+    }
+    const int64_t last = step.groups.back().number;
+    next_sample_id_ = carry_->sample_id(last + 1);
+    trained_prompts_ = prompts_ahead_.at(last);
+    prompts_ahead_.erase(prompts_ahead_.begin(), prompts_ahead_.upper_bound(last));
+    if (g.shuffle_rewards) shuffle_rewards(kept);
+    if (g.use_dynamic_sampling) {
+      const auto used = static_cast<double>(step.groups.size());
+      values["train/dynamic_sampling_num_gen_batches"] = std::ceil(used / static_cast<double>(g.num_prompts_per_step));
+    }
+    describe_ages(kept, weights_version(), values);
+    values["train/recomputed_rows"] =
+        static_cast<double>(session_.context.world().all_reduce_sum(engine_.stats().recomputed_rows - recomputed));
+    values["train/weight_version"] = static_cast<double>(weights_version());
+    const Ledger::Counts counts = carry_->ledger().counts();
+    values["performance/ledger_groups_leased"] = static_cast<double>(counts.leased);
+    values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);
+    values["performance/ledger_samples_carried"] = static_cast<double>(counts.leased_samples);
+    return kept;
   }
 
   std::unique_ptr<Refit> make_refit() {
@@ -225,7 +346,7 @@ class GrpoLoop final {
     TrainSummary summary;
     bool stop_early = good_enough();  // a run that had ended so, started again
     session_.timer.start_step();
-    while (step_ < g.max_num_steps && prompts_.epoch() < g.max_num_epochs && !stop_early) {
+    while (step_ < g.max_num_steps && epoch() < g.max_num_epochs && !stop_early) {
       stop_early = one_step();
       if (session_.should_stop() && step_ < g.max_num_steps) {
         if (session_.checkpoint_on_stop()) save();
@@ -276,11 +397,24 @@ class GrpoLoop final {
   }
 
   nlohmann::json state() const {
-    nlohmann::json state = {{"prompts", prompts_.state()}, {"next_sample_id", next_sample_id_}};
+    nlohmann::json state = {{"prompts", carry_ ? trained_prompts_.state : prompts_.state()},
+                            {"next_sample_id", next_sample_id_}};
     if (last_accuracy_) state["validation"] = *last_accuracy_;
     state["validated_step"] = validated_step_;
     state["optimizer_steps"] = optimizer_steps_;
     return state;
+  }
+
+  // Every rank knows the whole ledger; rank 0 writes it.
+  void save() {
+    nlohmann::json all = state();
+    std::map<std::string, std::string> files;
+    if (carry_ && session_.context.is_main()) {
+      CarryOver::Saved saved = carry_->saved();
+      all["ledger"] = {{"groups", saved.groups}};
+      files[kLedgerFile] = std::move(saved.samples);
+    }
+    session_.save(step_, all, checkpoint_metrics(), files);
   }
 
   // Whether this step was validated with an accuracy that ends the run.
@@ -323,6 +457,7 @@ class GrpoLoop final {
   std::vector<Sample> generate(RankShares& shares, GeneratedTotals& generated, std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
     step_rewards_.clear();
+    if (carry_) return generate_carried(shares, generated, values);
     if (!g.use_dynamic_sampling) {
       std::vector<Sample> samples = generate_batch(g.num_prompts_per_step, shares);
       generated.add(samples, g.num_generations_per_prompt);
@@ -388,7 +523,8 @@ class GrpoLoop final {
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
       ++trained_steps_;
-      engine_.weights_changed(weights_version());
+      engine_.weights_changed(weights_version(), keeps_cache() ? KeptCache::kKept : KeptCache::kNothing);
+      if (carry_) carry_->trained(report.step);
     }
     fill();  // now, in this step's time: the next rollout may be a validation's
     report.values["performance/generation_group_ranks"] =
@@ -429,6 +565,7 @@ class GrpoLoop final {
     report.trained_tokens = report.values["train/total_num_tokens"];
     report.samples = static_cast<double>(samples.size());
     report.phases = session_.timer.finish_step();
+    if (carry_) report.values["timing/train/exposed_generation"] = report.phases.of(Phase::kGeneration);
 
     if (g.val_period > 0 && step_ >= g.val_start_at && step_ % g.val_period == 0) {
       for (const auto& [name, value] : validate()) report.values[name] = value;
@@ -451,7 +588,12 @@ class GrpoLoop final {
   // Returns what came, by its names in the log.
   std::map<std::string, double> validate() {
     validated_rewards_.clear();
+    if (carry_) {
+      carry_->make_way();
+      count_carried_rewards();
+    }
     const ValidationResult result = validation_->validate(step_);
+    counted_before_ = rewards_.counters();
     judge_rewards(validated_rewards_);
     last_accuracy_ = result.accuracy;
     validated_step_ = step_;
@@ -475,6 +617,14 @@ class GrpoLoop final {
   std::unique_ptr<PolicyTrainer> trainer_;
   std::unique_ptr<GrpoValidation> validation_;         // null: nothing to validate with
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
+  std::unique_ptr<CarryOver> carry_;                   // null: strictly on-policy
+  struct PromptPlace {                                 // of the stream, behind a group's prompt
+    nlohmann::json state;
+    int64_t epoch = 0;
+  };
+  PromptPlace trained_prompts_;  // behind those that are trained; with carry-over
+  std::map<int64_t, PromptPlace> prompts_ahead_;
+  std::vector<RewardCounters> counted_before_, carried_counts_;  // of this rank
   bool row_exact_ = true;
   bool early_gradients_ = false;
   int64_t step_ = 0;

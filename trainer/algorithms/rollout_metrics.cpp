@@ -131,6 +131,25 @@ void describe_training(const TrainResult& trained, std::map<std::string, double>
   values["train/logprob_compared_optimizer_steps"] = static_cast<double>(trained.compared_optimizer_steps);
 }
 
+void describe_ages(const std::vector<Sample>& trained, int64_t version, std::map<std::string, double>& values) {
+  double ages = 0, oldest = 0, stale = 0, spanning = 0, mixed = 0;
+  for (const Sample& s : trained) {
+    const VersionSpans& spans = s.weight_versions;
+    if (!spans.empty()) ages += static_cast<double>(version - spans.front().version);
+    for (const VersionSpan& span : spans) {
+      oldest = std::max(oldest, static_cast<double>(version - span.version));
+      stale += span.version < version ? static_cast<double>(span.to - span.from) : 0;
+    }
+    spanning += spans.size() > 1 ? 1 : 0;
+    mixed += s.mixed_context ? static_cast<double>(s.response.size()) : 0;
+  }
+  values["train/avg_trajectory_age"] = share(ages, static_cast<double>(trained.size()));
+  values["train/max_trajectory_age"] = oldest;
+  values["train/stale_tokens"] = stale;
+  values["train/spanning_samples"] = spanning;
+  values["train/mixed_context_tokens"] = mixed;
+}
+
 double share_trained_early(const std::vector<Sample>& samples) {
   const auto count = std::count_if(samples.begin(), samples.end(), [](const Sample& s) { return s.trained_early; });
   return share(static_cast<double>(count), static_cast<double>(samples.size()));

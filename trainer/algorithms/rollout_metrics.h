@@ -39,6 +39,10 @@ void describe_shares(const RankShares& shares, std::map<std::string, double>& va
 // Adds "train/..." of the optimizer steps: the loss's own metrics, and how many log-probs were compared.
 void describe_training(const TrainResult& trained, std::map<std::string, double>& values);
 
+// Adds "train/..." of how old the tokens of trained samples are: `version` is that of the weights that their step began
+// with. A sample's age is that of its oldest token.
+void describe_ages(const std::vector<Sample>& trained, int64_t version, std::map<std::string, double>& values);
+
 // The part of the samples whose gradients, or reference log-probs, came with them from generation.
 double share_trained_early(const std::vector<Sample>& samples);
 double share_with_reference(const std::vector<Sample>& samples);

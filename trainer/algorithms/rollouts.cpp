@@ -76,6 +76,45 @@ double drawn_reward(uint64_t seed, int64_t group, int64_t index, int64_t group_s
   return philox_uniform(seed, static_cast<uint64_t>(group), static_cast<uint64_t>(index), /*stream=*/7) < 0.5 ? 0 : 1;
 }
 
+RewardRequest reward_request(const PromptExample& example, const std::vector<int32_t>& response, bool truncated,
+                             const Tokenizer& tokenizer) {
+  RewardRequest reward;
+  reward.prompt = example.prompt_text;
+  reward.response = tokenizer.decode(response);
+  reward.gold = example.gold;
+  reward.extra = example.extra;
+  reward.truncated = truncated;
+  return reward;
+}
+
+void fill_rewards(const RewardedGroup& rewarded, Sample* samples) {
+  for (size_t i = 0; i < rewarded.rewards.size(); ++i) {
+    samples[i].raw_reward = rewarded.rewards[i];
+    for (const std::vector<double>& part : rewarded.parts) samples[i].reward_parts.push_back(part[i]);
+    samples[i].dropped = rewarded.dropped[i] != 0;
+  }
+}
+
+void fill_drawn_rewards(uint64_t seed, int64_t group_size, Sample* samples, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    samples[i].raw_reward = drawn_reward(seed, samples[i].group, samples[i].index, group_size);
+    samples[i].dropped = false;
+  }
+}
+
+Sample to_sample(int64_t group, int64_t index, const SharedTokens& prompt, GeneratedSample generated) {
+  Sample sample;
+  sample.group = group;
+  sample.index = index;
+  sample.prompt = prompt;
+  sample.truncated = generated.finish == FinishReason::kLength;
+  sample.response = std::move(generated.response);
+  sample.generation_logprobs = std::move(generated.logprobs);
+  sample.weight_versions = std::move(generated.versions);
+  sample.mixed_context = generated.mixed_context;
+  return sample;
+}
+
 // A rank's finished samples and their rewards. A span's samples lie next to each other; the reward pool's group id is
 // the place of the first.
 class RolloutCollector::Scoring final {
@@ -93,17 +132,11 @@ class RolloutCollector::Scoring final {
     const size_t first = own_.size();
     std::vector<RewardRequest> requests;
     for (size_t i = 0; i < generated.samples.size(); ++i) {
-      GeneratedSample& made = generated.samples[i];
-      Sample sample;
-      sample.group = span.group;
-      sample.index = span.first_sample + static_cast<int64_t>(i);
-      sample.prompt = prompts_[static_cast<size_t>(span.group)];
-      sample.truncated = made.finish == FinishReason::kLength;
-      if (rewards_ != nullptr) requests.push_back(to_score(example, made, sample.truncated));
-      sample.response = std::move(made.response);
-      sample.generation_logprobs = std::move(made.logprobs);
-      sample.weight_versions = std::move(made.versions);
-      own_.push_back(std::move(sample));
+      own_.push_back(to_sample(span.group, span.first_sample + static_cast<int64_t>(i),
+                               prompts_[static_cast<size_t>(span.group)], std::move(generated.samples[i])));
+      const Sample& sample = own_.back();
+      if (rewards_ != nullptr)
+        requests.push_back(reward_request(example, sample.response, sample.truncated, *tokenizer_));
     }
     if (rewards_ != nullptr) {
       rewards_->submit(static_cast<int64_t>(first), std::move(requests));
@@ -118,11 +151,7 @@ class RolloutCollector::Scoring final {
     const auto group = rewards_->wait_any(deadline);
     if (!group) return false;
     const auto first = static_cast<size_t>(group->group_id);
-    for (size_t i = 0; i < group->rewards.size(); ++i) {
-      own_[first + i].raw_reward = group->rewards[i];
-      for (const std::vector<double>& part : group->parts) own_[first + i].reward_parts.push_back(part[i]);
-      own_[first + i].dropped = group->dropped[i] != 0;
-    }
+    fill_rewards(*group, &own_[first]);
     --waiting_;
     rewarded(first, group->rewards.size());
     return true;
@@ -139,23 +168,10 @@ class RolloutCollector::Scoring final {
   std::vector<Sample>& own() { return own_; }
 
  private:
-  RewardRequest to_score(const PromptExample& example, const GeneratedSample& made, bool truncated) const {
-    RewardRequest reward;
-    reward.prompt = example.prompt_text;
-    reward.response = tokenizer_->decode(made.response);
-    reward.gold = example.gold;
-    reward.extra = example.extra;
-    reward.truncated = truncated;
-    return reward;
-  }
-
   // Samples [first, first + count) have their raw rewards.
   void rewarded(size_t first, size_t count) {
-    for (size_t i = first; request_.drawn_rewards && i < first + count; ++i) {
-      own_[i].raw_reward =
-          drawn_reward(*request_.drawn_rewards, own_[i].group, own_[i].index, request_.samples_per_prompt);
-      own_[i].dropped = false;
-    }
+    if (request_.drawn_rewards && count > 0)
+      fill_drawn_rewards(*request_.drawn_rewards, request_.samples_per_prompt, &own_[first], count);
     if (!request_.on_group || !generating_ || count == 0) return;
     std::vector<size_t>& places = places_[own_[first].group];
     for (size_t i = first; i < first + count; ++i) places.push_back(i);

@@ -48,6 +48,14 @@ struct RolloutRequest {
 // 0 or 1, a function of its arguments; in every group of two or more there are both.
 double drawn_reward(uint64_t seed, int64_t group, int64_t index, int64_t group_size);
 
+// What a reward is asked about a response, and what it said of samples next to each other, in their order.
+RewardRequest reward_request(const PromptExample& example, const std::vector<int32_t>& response, bool truncated,
+                             const Tokenizer& tokenizer);
+void fill_rewards(const RewardedGroup& rewarded, Sample* samples);
+void fill_drawn_rewards(uint64_t seed, int64_t group_size, Sample* samples, size_t count);
+// A generated response of group `group` as a sample without rewards.
+Sample to_sample(int64_t group, int64_t index, const SharedTokens& prompt, GeneratedSample generated);
+
 class RolloutCollector final {
  public:
   // All outlive the collector. `timer` gets the phases: generation, rewards (waited for after generation), idle (waited

@@ -379,14 +379,15 @@ void Session::tell_saved() {
                " GB/s) beside the run, which waited " + format_fixed(saved->wait_seconds, 2) + " s for it");
 }
 
-void Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics) {
+void Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics,
+                   const std::map<std::string, std::string>& files) {
   if (!config.checkpointing.enabled || checkpoints->last_saved_step() == step) return;
   const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
   optimizer->finish_gather();
   context.set_phase("checkpoint");
   if (ShardedUnits* units = policy->units()) units->gather();
   reporting.phase("checkpoint", step);
-  checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config));
+  checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config), files);
   tell_saved();  // the one before, if it had to be waited for
 }
 

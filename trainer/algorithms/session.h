@@ -84,7 +84,9 @@ class Session final {
   bool checkpoint_on_stop() const { return checkpoint_on_stop_ || save_by_.has_value(); }
   // Begins to save when checkpointing is enabled and `step` is not saved yet; a save that is still under way is waited
   // for first. Collective. What goes wrong later is thrown by should_stop() of the next step, or by finish_saves().
-  void save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics);
+  // `files`: further ones of rank 0, by their names in the checkpoint's folder.
+  void save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics,
+            const std::map<std::string, std::string>& files = {});
   // Returns when what is under way is durable. Collective; at the end of a run, however it ends.
   void finish_saves();
   // Around training: what ranks wait for each other there, in the mean, by its names in the log. Nothing of one rank.

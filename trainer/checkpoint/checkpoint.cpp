@@ -235,7 +235,7 @@ void CheckpointManager::wait_reserved() {
 
 void CheckpointManager::begin_save(int64_t step, const Model& model, const DistributedAdamW& optimizer,
                                    const nlohmann::json& state, const std::map<std::string, double>& metrics,
-                                   const std::string& config_yaml) {
+                                   const std::string& config_yaml, const std::map<std::string, std::string>& files) {
   if (owner_.empty()) open(model, optimizer);
   Stopwatch watch;
   finish();
@@ -263,7 +263,7 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
     work.files.push_back(optimizer.saved());
     work.files.back().name = "policy/optimizer/" + work.files.back().name;
   }
-  work.prepare = [this, &p, &model, config_yaml] {
+  work.prepare = [this, &p, &model, config_yaml, files] {
     fs::create_directories(p.temporary / "policy" / "optimizer");
     fs::create_directories(p.temporary / "policy" / "weights");
     if (!context_.is_main()) return;
@@ -271,6 +271,7 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
     save.source_dir = options_.source_dir;
     save_model_description(model, p.temporary / "policy" / "weights", save);
     write_file_atomic(p.temporary / "config.yaml", config_yaml);
+    for (const auto& [name, bytes] : files) write_file_atomic(p.temporary / name, bytes);
   };
   work.commit = [this, &p](const std::atomic<bool>& cancelled) {
     report_part(p.number, "");

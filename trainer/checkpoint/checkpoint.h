@@ -65,9 +65,11 @@ class CheckpointManager final {
   void wait_reserved();
 
   // Collective. Returns as soon as the save before has ended and this one is under way: the weights and the optimizer
-  // state must stay as they are until wait_copied(). Throws on every rank what went wrong with the one before.
+  // state must stay as they are until wait_copied(). Throws on every rank what went wrong with the one before. `files`:
+  // further ones, by their names in the checkpoint's folder; rank 0's are written.
   void begin_save(int64_t step, const Model& model, const DistributedAdamW& optimizer, const nlohmann::json& state,
-                  const std::map<std::string, double>& metrics, const std::string& config_yaml);
+                  const std::map<std::string, double>& metrics, const std::string& config_yaml,
+                  const std::map<std::string, std::string>& files = {});
   // Returns when nothing reads weights and optimizer state any more, or reading them has failed. Throws Error(kIo) when
   // nothing has moved for `patience`.
   void wait_copied();

@@ -51,7 +51,9 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kGdpo, "grpo.adv_estimator.name",
          "an advantage of each reward (GDPO)");
   refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kOpd, "grpo.adv_estimator.name", "on-policy distillation");
-  refuse(c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
+  // Beside generation on other devices; on the same ones it is carry-over.
+  refuse(c.grpo.async_grpo.enabled && !c.policy.generation.colocated.enabled, "grpo.async_grpo.enabled",
+         "asynchronous GRPO");
   refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
          "generation on devices of its own");
   refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");
@@ -77,6 +79,12 @@ void validate_supported(const Config& c) {
   if (m.enabled && etp > 1 && c.cluster.device != "cpu")
     reasons.push_back("policy.megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size " +
                       std::to_string(etp) + kNotYet + " on GPUs (cluster.device=cpu has it)");
+  const ParallelSizes sizes = parallel_sizes(c);
+  const GenerationConfig& generation = c.policy.generation;
+  const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || generation.fold_pipeline ||
+                     generation.tensor_parallel_size > 1;
+  refuse(c.grpo.async_grpo.enabled && generation.colocated.enabled && split, "grpo.async_grpo.enabled",
+         "carry-over with a model that tensor, pipeline or expert parallel ranks share");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,

@@ -146,6 +146,108 @@ TEST(GrpoLoop, DynamicSamplingTrainsOnAsManyGroupsAsWanted) {
   }
 }
 
+const std::vector<std::string> kCarryOver = {
+    "grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true",
+    "loss_fn.use_importance_sampling_correction=true", "loss_fn.reference_policy_kl_penalty=0",
+    "policy.generation.max_new_tokens=20",
+    // Responses of many lengths, and fewer places than a step has samples.
+    "policy.generation.stop_token_ids=[200,201,202,203,204,205,206,207,208,"
+    "209,210,211,212,213,214,215,216,217,218,219]",
+    "policy.generation.max_running_samples=10", "grpo.max_num_epochs=50"};
+
+std::vector<std::string> carry_over(const std::vector<std::string>& more) {
+  std::vector<std::string> all = kCarryOver;
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+
+TEST(GrpoLoop, CarriesUnfinishedResponsesOverItsUpdates) {
+  for (const char* ratio : {"training", "generation"}) {
+    const Place place;
+    const TrainSummary summary = place.grpo(
+        carry_over({"grpo.max_num_steps=6", "grpo.val_period=2", std::string("grpo.async_grpo.ratio_from=") + ratio}));
+    EXPECT_EQ(summary.steps, 6);
+    const std::vector<nlohmann::json> log = place.log();
+    ASSERT_EQ(log.size(), 6u);
+    double stale = 0;
+    for (size_t s = 0; s < log.size(); ++s) {
+      EXPECT_EQ(log[s].at("train/logprob_mismatch_tokens"), 0);
+      EXPECT_EQ(log[s].at("train/weight_version"), s);
+      EXPECT_LE(log[s].at("train/max_trajectory_age"), 1);
+      EXPECT_LE(log[s].at("train/avg_trajectory_age"), 1);
+      EXPECT_EQ(log[s].at("train/mixed_context_tokens"), 0);
+      EXPECT_EQ(log[s].at("train/num_generated_samples"), 16);
+      stale += log[s].at("train/stale_tokens").get<double>();
+      double sum = 0;
+      for (const Phase phase : all_phases()) sum += log[s].at(timing_name(phase)).get<double>();
+      EXPECT_NEAR(sum, log[s].at("timing/train/total_step_time").get<double>(), 1e-5);
+      EXPECT_EQ(log[s].at("timing/train/exposed_generation"), log[s].at(timing_name(Phase::kGeneration)));
+    }
+    EXPECT_EQ(log[0].at("train/stale_tokens"), 0);
+    EXPECT_GT(stale, 0);
+    EXPECT_EQ(log.back().at("performance/ledger_groups_leased"), 0) << "nothing is begun behind the last step";
+  }
+}
+
+TEST(GrpoLoop, CarriesOverWithKeptKeysAndWithDynamicSampling) {
+  const Place kept;
+  kept.grpo(carry_over(
+      {"grpo.max_num_steps=5", "grpo.val_period=2", "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false"}));
+  double mixed = 0;
+  for (const nlohmann::json& step : kept.log()) {
+    EXPECT_EQ(step.at("train/logprob_mismatch_tokens"), 0) << "what is marked is not compared";
+    mixed += step.at("train/mixed_context_tokens").get<double>();
+  }
+  EXPECT_GT(mixed, 0);
+  const Place dynamic;
+  dynamic.grpo(carry_over({"grpo.max_num_steps=4", "grpo.use_dynamic_sampling=true",
+                           "grpo.dynamic_sampling_max_gen_batches=50", "policy.generation.max_new_tokens=6"}));
+  const std::vector<nlohmann::json> log = dynamic.log();
+  ASSERT_EQ(log.size(), 4u);
+  for (const nlohmann::json& step : log) {
+    EXPECT_EQ(step.at("train/num_valid_samples"), 16);
+    EXPECT_GE(step.at("train/num_generated_samples"), 16);
+    EXPECT_EQ(step.at("train/logprob_mismatch_tokens"), 0);
+    EXPECT_LE(step.at("train/max_trajectory_age"), 1);
+  }
+  const Place flat;
+  try {
+    flat.grpo(carry_over({"grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2",
+                          "env.format.pattern=nothing that a model of bytes writes"}));
+    FAIL() << "trained on groups that teach nothing";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("of the 8 groups that step 1 may use up only 0 of 4"), std::string::npos)
+        << error.what();
+  }
+}
+
+TEST(GrpoLoop, CarryOverGoesOnFromItsCheckpointOrWithoutIt) {
+  const Place place;
+  const std::vector<std::string> saving =
+      carry_over({"checkpointing.enabled=true", "checkpointing.save_period=1", "grpo.max_num_steps=3"});
+  std::atomic<int> stop{0};
+  TrainOptions interrupted;
+  interrupted.stop_signal = &stop;
+  interrupted.on_ready = [&] { stop = 15; };
+  EXPECT_EQ(place.grpo(saving, interrupted).steps, 1);
+  EXPECT_TRUE(fs::exists(place.checkpoints() / "step_1" / "ledger.bin"));
+  EXPECT_EQ(place.grpo(saving).steps, 3);
+  std::vector<nlohmann::json> log = place.log();
+  ASSERT_EQ(log.size(), 3u);
+  for (const nlohmann::json& step : log) EXPECT_EQ(step.at("train/logprob_mismatch_tokens"), 0);
+  // On-policy from there: the groups that are not trained are generated again.
+  EXPECT_EQ(place
+                .grpo({"checkpointing.enabled=true", "grpo.max_num_steps=4", "grpo.max_num_epochs=50",
+                       "loss_fn.reference_policy_kl_penalty=0", "policy.generation.max_new_tokens=20"})
+                .steps,
+            4);
+  log = place.log();
+  ASSERT_EQ(log.size(), 4u);
+  EXPECT_EQ(log.back().count("train/stale_tokens"), 0u);
+  // And back: a checkpoint without a ledger loads.
+  EXPECT_EQ(place.grpo(carry_over({"checkpointing.enabled=true", "grpo.max_num_steps=5"})).steps, 5);
+}
+
 TEST(GrpoLoop, EndsEarlyAtItsThresholdAndStaysEnded) {
   const Place place;
   const std::vector<std::string> run = {"grpo.max_num_steps=6", "grpo.val_period=2", "checkpointing.enabled=true",

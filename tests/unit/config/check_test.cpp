@@ -243,11 +243,42 @@ TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
   four[2] = "policy.megatron_cfg.pipeline_model_parallel_size=4";
   EXPECT_NO_THROW(validate_supported(load_config_text("", four)));
   for (const char* ask : {"policy.generation.colocated.enabled=false", "grpo.max_rollout_turns=2",
-                          "grpo.async_grpo.enabled=true", "policy.offload_optimizer_for_logprob=true"}) {
+                          "policy.offload_optimizer_for_logprob=true"}) {
     EXPECT_THAT(error_of([&] { validate_supported(load_config_text("", {ask})); }), HasSubstr("not supported yet"));
   }
   // Sizes of a back-end that is off mean nothing.
   EXPECT_NO_THROW(validate_supported(load_config_text("", {"policy.megatron_cfg.tensor_model_parallel_size=4"})));
+}
+
+TEST(ConfigCheck, CarryOver) {
+  const std::vector<std::string> carry = {"grpo.async_grpo.enabled=true",
+                                          "grpo.async_grpo.in_flight_weight_updates=true",
+                                          "loss_fn.use_importance_sampling_correction=true"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), carry.begin(), carry.end());
+    return load_error(more);
+  };
+  EXPECT_EQ(with({}), "");
+  EXPECT_NO_THROW(validate_supported(load_config_text("", carry)));
+  EXPECT_THAT(with({"grpo.async_grpo.max_trajectory_age_steps=0"}), HasSubstr("0 leaves nothing to carry over"));
+  EXPECT_THAT(with({"grpo.async_grpo.in_flight_weight_updates=false"}), HasSubstr("must be true for carry-over"));
+  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true"}), HasSubstr("takes every ratio for 1"));
+  EXPECT_THAT(with({"grpo.early_gradients=true"}), HasSubstr("is for strictly on-policy steps"));
+  EXPECT_THAT(with({"loss_fn.use_importance_sampling_correction=false"}), HasSubstr("since older weights draw tokens"));
+  EXPECT_EQ(with({"loss_fn.use_importance_sampling_correction=false", "grpo.async_grpo.ratio_from=generation"}), "");
+  EXPECT_THAT(with({"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"}), HasSubstr("replaced at once"));
+  EXPECT_THAT(with({"grpo.use_dynamic_sampling=true", "grpo.shuffle_rewards=true"}),
+              HasSubstr("decides by the rewards"));
+  EXPECT_EQ(with({"grpo.shuffle_rewards=true"}), "");
+  EXPECT_EQ(load_error({"grpo.async_grpo.max_trajectory_age_steps=0"}), "") << "where it is off";
+  std::vector<std::string> split = carry;
+  split.insert(split.end(), {"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                             "policy.megatron_cfg.tensor_model_parallel_size=2"});
+  EXPECT_EQ(error_of([&] { validate_supported(load_config_text("", split)); }),
+            "grpo.async_grpo.enabled: carry-over with a model that tensor, pipeline or expert parallel ranks share is "
+            "not supported yet by this version");
+  split.back() = "policy.megatron_cfg.context_parallel_size=2";
+  EXPECT_NO_THROW(validate_supported(load_config_text("", split)));
 }
 
 struct Recipe {

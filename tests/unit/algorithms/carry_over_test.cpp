@@ -1,0 +1,324 @@
+// Carry-over on one and on several ranks: which groups a step has, how old its tokens are, and that every log-prob is
+// that of the weights which drew it.
+#include "trainer/algorithms/carry_over.h"
+
+#include <gtest/gtest.h>
+
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+#include <map>
+#include <optional>
+#include <thread>
+
+#include "base/error.h"
+#include "tests/unit/model/tiny.h"
+#include "tests/unit/parallel/listening.h"
+#include "trainer/batch/micro_batch.h"
+
+namespace trireme {
+namespace {
+
+struct Case {
+  int64_t groups = 3, samples = 4, places = 8, age = 1, steps = 5;
+  bool keep_cache = false;
+  bool lend_cache = false;     // given away while others train
+  int64_t restart_behind = 0;  // step; 0: none
+};
+
+struct Seen {
+  std::vector<std::vector<Sample>> steps;
+  std::vector<int64_t> versions;  // of the weights that each step began with
+  RankShares shares;
+  int64_t carried = 0;  // samples that were unfinished when a step was complete
+};
+
+// Responses of a step have very different lengths, so that places become free long before it is complete.
+int64_t length_of(int64_t group, int64_t index) { return 1 + (group * 5 + index * 11) % 37; }
+
+PromptExample prompt_of(int64_t group) {
+  PromptExample example;
+  example.prompt = {static_cast<int32_t>(group % 60 + 1), 7, 9};
+  return example;
+}
+
+const ModelConfig& config() {
+  static const ModelConfig kConfig = test::tiny_config({.vocab = 90, .layers = 2, .initializer_range = 0.3});
+  return kConfig;
+}
+
+SamplingOptions sampling_options() {
+  SamplingOptions sampling;
+  sampling.seed = 4;
+  return sampling;
+}
+
+Seen run(ParallelContext& context, const Case& setup) {
+  ModelOptions frozen;
+  frozen.trainable = false;
+  const auto model = std::make_unique<Model>(config(), frozen);
+  init_parameters(*model, 1);
+  Seen seen;
+  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
+  PhaseTimer timer;
+  CarryOverOptions options;
+  options.ledger = {.groups_per_step = setup.groups, .samples_per_group = setup.samples, .max_age = setup.age};
+  options.ledger.last_step = setup.steps;
+  options.first_sample_id = 1000;
+  options.sampling = sampling_options();
+  options.keep_cache = setup.keep_cache;
+  options.drawn_rewards = 3;
+  options.timeout_s = 100;
+  options.prompt = [&](int64_t group, bool) {
+    CarriedPrompt prompt{prompt_of(group), {}};
+    for (int64_t i = 0; i < setup.samples; ++i) prompt.forced_lengths.push_back(length_of(group, i));
+    return prompt;
+  };
+  auto carry = std::make_unique<CarryOver>(engine, nullptr, nullptr, context, timer, options);
+  for (int64_t s = 1; s <= setup.steps; ++s) {
+    seen.versions.push_back(carry->ledger().newest_version());
+    CarriedStep step = carry->collect(seen.shares);
+    seen.carried += carry->ledger().counts().leased_samples;
+    std::vector<Sample>& samples = seen.steps.emplace_back();
+    for (LedgerGroup& group : step.groups) {
+      EXPECT_TRUE(group.kept);
+      for (Sample& sample : group.samples) samples.push_back(std::move(sample));
+    }
+    if (setup.lend_cache) engine.release_cache();
+    init_parameters(*model, static_cast<uint64_t>(1 + s));
+    engine.weights_changed(s, setup.keep_cache ? KeptCache::kKept : KeptCache::kNothing);
+    carry->trained(s);
+    if (setup.restart_behind != s) continue;
+    const CarryOver::Saved saved = carry->saved();
+    carry->make_way();
+    carry.reset();
+    // What was set aside is the engine's: a restarted run has another one.
+    options.first_step = s + 1;
+    options.first_sample_id += static_cast<uint64_t>((s * setup.groups - options.first_group) * setup.samples);
+    options.first_group = s * setup.groups;
+    Engine other(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
+    other.weights_changed(s);
+    CarryOver resumed(other, nullptr, nullptr, context, timer, options);
+    EXPECT_EQ(resumed.restore(saved), 0);
+    EXPECT_EQ(resumed.ledger().counts().complete, static_cast<int64_t>(saved.groups.size()));
+    for (++s; s <= setup.steps; ++s) {
+      seen.versions.push_back(resumed.ledger().newest_version());
+      std::vector<Sample>& rest = seen.steps.emplace_back();
+      for (LedgerGroup& group : resumed.collect(seen.shares).groups) {
+        for (Sample& sample : group.samples) rest.push_back(std::move(sample));
+      }
+      init_parameters(*model, static_cast<uint64_t>(1 + s));
+      other.weights_changed(s);
+      resumed.trained(s);
+    }
+    return seen;
+  }
+  return seen;
+}
+
+std::vector<Seen> on_ranks(int world, const Case& setup) {
+  std::vector<Seen> seen(static_cast<size_t>(world));
+  if (world == 1) {
+    ParallelContext alone;
+    seen[0] = run(alone, setup);
+    return seen;
+  }
+  ListeningPort port;
+  std::vector<std::string> errors(static_cast<size_t>(world));
+  disable_flight_recorder();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < world; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        Layout layout;
+        layout.dp = world;
+        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
+        seen[static_cast<size_t>(rank)] = run(context, setup);
+        context.world().barrier();
+      } catch (const std::exception& error) {
+        errors[static_cast<size_t>(rank)] = error.what();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  return seen;
+}
+
+void expect_same(const std::vector<Sample>& a, const std::vector<Sample>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t s = 0; s < a.size(); ++s) {
+    EXPECT_EQ(a[s].group, b[s].group);
+    EXPECT_EQ(a[s].index, b[s].index);
+    EXPECT_EQ(a[s].response, b[s].response);
+    EXPECT_EQ(a[s].raw_reward, b[s].raw_reward);
+    EXPECT_EQ(a[s].weight_versions, b[s].weight_versions);
+    ASSERT_EQ(a[s].generation_logprobs.size(), b[s].generation_logprobs.size());
+    EXPECT_EQ(0, std::memcmp(a[s].generation_logprobs.data(), b[s].generation_logprobs.data(),
+                             a[s].generation_logprobs.size() * sizeof(float)));
+  }
+}
+
+// Tokens whose log-prob a packed forward under their weights gives otherwise.
+int64_t differing(const std::vector<Sample>& samples, bool marked_too) {
+  const c10::NoGradGuard no_grad;
+  ModelOptions frozen;
+  frozen.trainable = false;
+  std::map<int64_t, std::unique_ptr<Model>> models;
+  int64_t tokens = 0;
+  for (const Sample& sample : samples) {
+    if (sample.mixed_context && !marked_too) continue;
+    for (const VersionSpan& span : sample.weight_versions) {
+      std::unique_ptr<Model>& model = models[span.version];
+      if (model == nullptr) {
+        model = std::make_unique<Model>(config(), frozen);
+        init_parameters(*model, static_cast<uint64_t>(1 + span.version));
+      }
+      const at::Tensor logprobs =
+          response_logprobs(*model, make_micro_batch({sample}, {0}), sampling_options().logprob_options()).contiguous();
+      for (int64_t t = span.from; t < span.to; ++t) {
+        tokens += std::memcmp(logprobs.const_data_ptr<float>() + t, &sample.generation_logprobs[static_cast<size_t>(t)],
+                              sizeof(float)) != 0
+                      ? 1
+                      : 0;
+      }
+    }
+  }
+  return tokens;
+}
+
+// The right groups in data order, whole, of the right lengths; no token too old. Returns how many samples span updates.
+int64_t check(const Seen& seen, const Case& setup) {
+  EXPECT_EQ(static_cast<int64_t>(seen.steps.size()), setup.steps);
+  int64_t spanning = 0;
+  for (size_t s = 0; s < seen.steps.size(); ++s) {
+    EXPECT_EQ(seen.versions[s], static_cast<int64_t>(s));
+    const std::vector<Sample>& samples = seen.steps[s];
+    EXPECT_EQ(static_cast<int64_t>(samples.size()), setup.groups * setup.samples);
+    for (size_t i = 0; i < samples.size(); ++i) {
+      const Sample& sample = samples[i];
+      const auto number = static_cast<int64_t>(s) * setup.groups * setup.samples + static_cast<int64_t>(i);
+      EXPECT_EQ(sample.group, number / setup.samples);
+      EXPECT_EQ(sample.index, number % setup.samples);
+      EXPECT_EQ(*sample.prompt, prompt_of(sample.group).prompt);
+      EXPECT_EQ(static_cast<int64_t>(sample.response.size()), length_of(sample.group, sample.index));
+      EXPECT_EQ(sample.raw_reward, drawn_reward(3, sample.group, sample.index, setup.samples));
+      EXPECT_TRUE(spans_tile(sample.weight_versions, static_cast<int64_t>(sample.response.size())));
+      EXPECT_LE(sample.weight_versions.back().version, seen.versions[s]);
+      EXPECT_GE(sample.weight_versions.front().version, seen.versions[s] - setup.age);
+      spanning += sample.weight_versions.size() > 1 ? 1 : 0;
+    }
+  }
+  return spanning;
+}
+
+TEST(CarryOver, WithoutAnAgeIsTheSynchronousRollout) {
+  const Case setup{.age = 0, .steps = 1};
+  const Seen alone = on_ranks(1, setup).front();
+  EXPECT_EQ(check(alone, setup), 0);
+  EXPECT_EQ(alone.carried, 0);
+  // The collector's own, with the same numbers.
+  ParallelContext context;
+  ModelOptions frozen;
+  frozen.trainable = false;
+  const auto model = std::make_unique<Model>(config(), frozen);
+  init_parameters(*model, 1);
+  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = 8}, sampling_options());
+  PhaseTimer timer;
+  RolloutCollector collector(engine, nullptr, nullptr, context, timer, 100);
+  std::vector<PromptExample> prompts;
+  RolloutLengths lengths;
+  for (int64_t g = 0; g < setup.groups; ++g) {
+    prompts.push_back(prompt_of(g));
+    lengths.prompts.push_back(3);
+    for (int64_t i = 0; i < setup.samples; ++i) lengths.outputs.push_back(length_of(g, i));
+  }
+  RolloutRequest request;
+  request.prompts = &prompts;
+  request.samples_per_prompt = setup.samples;
+  request.first_sample_id = 1000;
+  request.name = "test";
+  request.sampling = sampling_options();
+  request.forced_lengths = &lengths;
+  request.drawn_rewards = 3;
+  RankShares shares;
+  expect_same(alone.steps.front(), collector.collect(request, shares));
+  for (const Seen& seen : on_ranks(3, setup)) expect_same(seen.steps.front(), alone.steps.front());
+}
+
+TEST(CarryOver, StepsHaveTheirGroupsAndEveryTokenTheLogProbOfItsWeights) {
+  for (const int64_t age : {1, 2}) {
+    const Case setup{.age = age, .lend_cache = age == 1};
+    const Seen seen = on_ranks(1, setup).front();
+    EXPECT_GT(check(seen, setup), 0) << "no response was carried over";
+    EXPECT_GT(seen.carried, 0);
+    for (const std::vector<Sample>& samples : seen.steps) EXPECT_EQ(differing(samples, true), 0);
+    // On one rank with drawn rewards nothing depends on time.
+    const Seen again = on_ranks(1, setup).front();
+    for (size_t s = 0; s < seen.steps.size(); ++s) expect_same(seen.steps[s], again.steps[s]);
+  }
+}
+
+TEST(CarryOver, RanksAgreeOnEveryStep) {
+  for (const Case& setup :
+       {Case{}, Case{.groups = 4, .samples = 10, .places = 6, .age = 2}, Case{.groups = 1, .places = 64}}) {
+    for (const int world : {2, 3}) {
+      const std::vector<Seen> ranks = on_ranks(world, setup);
+      check(ranks.front(), setup);
+      for (const std::vector<Sample>& samples : ranks.front().steps) EXPECT_EQ(differing(samples, true), 0);
+      for (const Seen& seen : ranks) {
+        ASSERT_EQ(seen.steps.size(), ranks.front().steps.size());
+        for (size_t s = 0; s < seen.steps.size(); ++s) expect_same(seen.steps[s], ranks.front().steps[s]);
+        EXPECT_EQ(seen.shares.samples, ranks.front().shares.samples);
+        EXPECT_EQ(seen.carried, ranks.front().carried);
+      }
+    }
+  }
+}
+
+TEST(CarryOver, KeptKeysAreMarked) {
+  const Case setup{.keep_cache = true};
+  const Seen seen = on_ranks(1, setup).front();
+  EXPECT_GT(check(seen, setup), 0);
+  int64_t marked = 0, off = 0;
+  for (const std::vector<Sample>& samples : seen.steps) {
+    EXPECT_EQ(differing(samples, false), 0);
+    off += differing(samples, true);
+    for (const Sample& sample : samples) marked += sample.mixed_context ? 1 : 0;
+  }
+  EXPECT_GT(marked, 0);
+  EXPECT_GT(off, 0) << "this test would not notice keys of other weights";
+}
+
+TEST(CarryOver, GoesOnFromACheckpoint) {
+  for (const int world : {1, 2}) {
+    const Case setup{.groups = 2, .places = 24, .age = 2, .steps = 6, .restart_behind = 3};
+    const std::vector<Seen> ranks = on_ranks(world, setup);
+    check(ranks.front(), setup);
+    for (const std::vector<Sample>& samples : ranks.front().steps) EXPECT_EQ(differing(samples, true), 0);
+    for (size_t s = 0; s < ranks.front().steps.size(); ++s) expect_same(ranks.back().steps[s], ranks.front().steps[s]);
+  }
+}
+
+TEST(CarryOver, AStepThatWasBegunGetsItsPrompts) {
+  ParallelContext context;
+  ModelOptions frozen;
+  frozen.trainable = false;
+  const auto model = std::make_unique<Model>(config(), frozen);
+  init_parameters(*model, 1);
+  Engine engine(*model, nullptr, {.cache_rows = 400}, sampling_options());
+  PhaseTimer timer;
+  CarryOverOptions options;
+  options.ledger = {.groups_per_step = 1, .samples_per_group = 2};
+  options.drawn_rewards = 3;
+  options.prompt = [](int64_t, bool needed) -> std::optional<CarriedPrompt> {
+    EXPECT_TRUE(needed);
+    return std::nullopt;
+  };
+  CarryOver carry(engine, nullptr, nullptr, context, timer, options);
+  RankShares shares;
+  EXPECT_THROW(carry.collect(shares), Error);
+}
+
+}  // namespace
+}  // namespace trireme
