@@ -51,6 +51,10 @@ const GaugeName kGauges[] = {
      "Tokens of the last step whose sampled and trained log-probs differ, of those compared."},
     {"trireme_logprob_compared_tokens", "train/logprob_compared_tokens",
      "Tokens of the last step that were trained with the weights that sampled them."},
+    {"trireme_weight_version", "train/weight_version",
+     "Version of the weights that the last step began with, where steps overlap."},
+    {"trireme_trajectory_age", "train/avg_trajectory_age",
+     "Steps by which the weights of a sample's oldest token were older than its step's, in the mean."},
     {"trireme_logprob_mult_error", "train/token_mult_prob_error",
      "Mean exp(|sampled - trained log-prob|); 1 is perfect."},
     {"trireme_grad_norm", "train/grad_norm", "Gradient norm before clipping."},
@@ -80,6 +84,11 @@ struct MetricsServer::Impl {
                                .Help("Exposed wall time of the last step's phases.")
                                .Labels(labels)
                                .Register(registry)),
+        ledger_groups(prometheus::BuildGauge()
+                          .Name("trireme_ledger_groups")
+                          .Help("Groups of later steps when the last one was complete: begun, or complete already.")
+                          .Labels(labels)
+                          .Register(registry)),
         reward_failures(counter("trireme_reward_failures_total", "Rewards that could not be had.")),
         samples(counter("trireme_samples_total", "Samples trained on.")),
         tokens(counter("trireme_tokens_total", "Prompt and response tokens trained on.")) {
@@ -173,6 +182,7 @@ struct MetricsServer::Impl {
   prometheus::Histogram& step_seconds;
   prometheus::Family<prometheus::Histogram>& phase_seconds;
   prometheus::Family<prometheus::Gauge>& last_phase_seconds;
+  prometheus::Family<prometheus::Gauge>& ledger_groups;
   prometheus::Counter& reward_failures;
   prometheus::Counter& samples;
   prometheus::Counter& tokens;
@@ -204,6 +214,10 @@ void MetricsServer::observe(const StepRecord& record) {
   for (size_t i = 0; i < std::size(kGauges); ++i) {
     if (const auto found = flat.find(kGauges[i].logged); found != flat.end())
       impl.values[i]->Add({}).Set(found->second);
+  }
+  for (const char* state : {"leased", "complete"}) {
+    const auto found = flat.find(std::string("performance/ledger_groups_") + state);
+    if (found != flat.end()) impl.ledger_groups.Add({{"state", state}}).Set(found->second);
   }
   const auto add = [&](prometheus::Counter& counter, const char* name) {
     const auto found = flat.find(name);

@@ -28,7 +28,7 @@ StepRecord record(int64_t step) {
   r.phases.seconds[static_cast<size_t>(Phase::kIdle)] = 1;
   r.train = {{"reward", 0.25}, {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
              {"loss", -0.5},   {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100}};
-  r.performance = {{"tokens_per_sec", 250}};
+  r.performance = {{"tokens_per_sec", 250}, {"ledger_groups_leased", 3}, {"ledger_groups_complete", 1}};
   return r;
 }
 
@@ -56,18 +56,27 @@ TEST(MetricsServer, ServesStepsAndPhases) {
   server.count_reward_failures(5);
   server.set_checkpoint_step(2);
   const std::string text = get(server.port(), "/metrics");
-  for (const char* line :
-       {"trireme_step{rank=\"3\"} 2\n", "trireme_max_steps{rank=\"3\"} 20\n",
-        "trireme_step_seconds_count{rank=\"3\"} 2\n", "trireme_step_seconds_sum{rank=\"3\"} 8\n",
-        "trireme_last_step_seconds{rank=\"3\"} 4\n", "trireme_phase_seconds_sum{rank=\"3\",phase=\"generation\"} 6\n",
-        "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"2.5\"} 0\n",
-        "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"5\"} 2\n",
-        "trireme_last_phase_seconds{rank=\"3\",phase=\"generation\"} 3\n",
-        "trireme_last_phase_seconds{rank=\"3\",phase=\"checkpoint\"} 0\n", "trireme_reward_mean{rank=\"3\"} 0.25\n",
-        "trireme_response_length_mean{rank=\"3\"} 12.5\n", "trireme_tokens_per_second{rank=\"3\"} 250\n",
-        "trireme_grad_norm{rank=\"3\"} 2\n", "trireme_loss{rank=\"3\"} -0.5\n",
-        "trireme_logprob_mismatch_tokens{rank=\"3\"} 0\n", "trireme_reward_failures_total{rank=\"3\"} 5\n",
-        "trireme_tokens_total{rank=\"3\"} 200\n", "trireme_checkpoint_step{rank=\"3\"} 2\n"}) {
+  for (const char* line : {"trireme_step{rank=\"3\"} 2\n",
+                           "trireme_max_steps{rank=\"3\"} 20\n",
+                           "trireme_step_seconds_count{rank=\"3\"} 2\n",
+                           "trireme_step_seconds_sum{rank=\"3\"} 8\n",
+                           "trireme_last_step_seconds{rank=\"3\"} 4\n",
+                           "trireme_phase_seconds_sum{rank=\"3\",phase=\"generation\"} 6\n",
+                           "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"2.5\"} 0\n",
+                           "trireme_phase_seconds_bucket{rank=\"3\",phase=\"generation\",le=\"5\"} 2\n",
+                           "trireme_last_phase_seconds{rank=\"3\",phase=\"generation\"} 3\n",
+                           "trireme_last_phase_seconds{rank=\"3\",phase=\"checkpoint\"} 0\n",
+                           "trireme_reward_mean{rank=\"3\"} 0.25\n",
+                           "trireme_response_length_mean{rank=\"3\"} 12.5\n",
+                           "trireme_tokens_per_second{rank=\"3\"} 250\n",
+                           "trireme_grad_norm{rank=\"3\"} 2\n",
+                           "trireme_loss{rank=\"3\"} -0.5\n",
+                           "trireme_logprob_mismatch_tokens{rank=\"3\"} 0\n",
+                           "trireme_reward_failures_total{rank=\"3\"} 5\n",
+                           "trireme_tokens_total{rank=\"3\"} 200\n",
+                           "trireme_checkpoint_step{rank=\"3\"} 2\n",
+                           "trireme_ledger_groups{rank=\"3\",state=\"leased\"} 3\n",
+                           "trireme_ledger_groups{rank=\"3\",state=\"complete\"} 1\n"}) {
     EXPECT_THAT(text, HasSubstr(line));
   }
   EXPECT_THAT(text, Not(HasSubstr("trireme_validation_accuracy{")));  // no value yet: no series
