@@ -7,8 +7,10 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/algorithms/carry_over.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/rollout_metrics.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/bench/work.h"
@@ -30,12 +32,23 @@ RolloutLengths lengths_of(const StepBenchOptions& options) {
   return lengths;
 }
 
+// Of so many steps, whose responses may be alive at once.
+RolloutLengths repeated(RolloutLengths lengths, int64_t times) {
+  const RolloutLengths once = lengths;
+  for (int64_t i = 1; i < times; ++i) {
+    lengths.prompts.insert(lengths.prompts.end(), once.prompts.begin(), once.prompts.end());
+    lengths.outputs.insert(lengths.outputs.end(), once.outputs.begin(), once.outputs.end());
+  }
+  return lengths;
+}
+
 // One measured step.
 struct StepTimes {
   double seconds = 0;
   std::map<std::string, double> phases;  // exposed seconds of this rank; they add up to `seconds`
   TrainResult trained;
   RankShares shares;
+  std::map<std::string, double> ages;  // with carry-over
 };
 
 class StepBench final {
@@ -67,15 +80,19 @@ class StepBench final {
     row_exact_ = context.world().all_reduce_max(row_exact ? 0 : 1) == 0;
     trainer_ =
         std::make_unique<PolicyTrainer>(config_, *policy_, reference_.get(), *optimizer_, context, timer_, row_exact_);
-    engine_settings_ = engine_options(options.generation, lengths_, context.data_parallel().size());
+    engine_settings_ =
+        engine_options(options.generation, repeated(lengths_, 1 + options.carry_over), context.data_parallel().size());
     engine_settings_.lanes = options.common.pp;
     const bool split = context.holders().size() > 1 || context.layout().cp > 1;
     if (split && options.early_gradients) fail_user("--early-gradients needs a model that is not split (--tp 1)");
-    if (!split)
+    const bool beside = options.carry_over == 0;  // the last responses leave room for something
+    if (options.carry_over > 0 && context.holders().size() > 1)
+      fail_user("--carry-over needs a model that is not split (--tp 1 --pp 1)");
+    if (!split && beside)
       engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
     if (options.early_gradients && !row_exact_)
       fail_user("--early-gradients needs linear layers that keep row bits; see the log");
-    if (!split && (options.reference || options.early_gradients)) {
+    if (!split && beside && (options.reference || options.early_gradients)) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), target_.device, engine_settings_.partition,
                                                 options.on_stuck);
     }
@@ -88,17 +105,24 @@ class StepBench final {
     }
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
-    trainer_->make_room = [this] { engine_->release_cache(); };
+    if (!options.keep_cache) trainer_->make_room = [this] { engine_->release_cache(); };
     for (std::vector<int32_t>& ids : random_prompts(lengths_, target_.config.vocab_size, options.common.seed)) {
       prompts_.emplace_back();
       prompts_.back().prompt = std::move(ids);
     }
     collector_ =
         std::make_unique<RolloutCollector>(*engine_, nullptr, nullptr, context, timer_, options.collective_timeout_s);
+    if (options.carry_over > 0) make_carry_over();
   }
 
   nlohmann::json run(std::ostream& out) {
-    one_step(staircase(lengths_));
+    // Under carry-over a step is what the ones before left to it: two lead in.
+    if (carry_) {
+      one_step(lengths_);
+      one_step(lengths_);
+    } else {
+      one_step(staircase(lengths_));
+    }
     take_peak_memory_bytes(target_.device);
     std::vector<StepTimes> steps;
     std::vector<double> seconds;
@@ -117,6 +141,42 @@ class StepBench final {
   }
 
  private:
+  void make_carry_over() {
+    CarryOverOptions carry;
+    carry.ledger.groups_per_step = config_.grpo.num_prompts_per_step;
+    carry.ledger.samples_per_group = lengths_.samples_per_prompt();
+    carry.ledger.max_age = options_.carry_over;
+    carry.sampling = engine_->sampling();
+    carry.keep_cache = options_.keep_cache;
+    carry.ends_known = !options_.generation.unknown_ends;
+    carry.drawn_rewards = options_.common.seed;
+    carry.timeout_s = options_.collective_timeout_s;
+    carry.prompt = [this](int64_t group, bool) {
+      CarriedPrompt prompt{prompts_[static_cast<size_t>(group) % prompts_.size()], {}};
+      for (int64_t i = 0; i < lengths_.samples_per_prompt(); ++i)
+        prompt.forced_lengths.push_back(lengths_.output_of(group, i));
+      return prompt;
+    };
+    carry_ = std::make_unique<CarryOver>(*engine_, nullptr, nullptr, context_, timer_, std::move(carry));
+  }
+
+  std::vector<Sample> generate_carried(StepTimes& times) {
+    const int64_t recomputed = engine_->stats().recomputed_rows;
+    CarriedStep step = carry_->collect(times.shares);
+    std::vector<Sample> samples;
+    for (size_t g = 0; g < step.groups.size(); ++g) {
+      for (Sample& sample : step.groups[g].samples) {
+        sample.group = static_cast<int64_t>(g);
+        samples.push_back(std::move(sample));
+      }
+    }
+    describe_ages(samples, steps_done_, times.ages);
+    times.ages["train/recomputed_rows"] =
+        static_cast<double>(context_.world().all_reduce_sum(engine_->stats().recomputed_rows - recomputed));
+    times.ages["performance/ledger_samples_carried"] = static_cast<double>(carry_->ledger().counts().leased_samples);
+    return samples;
+  }
+
   StepTimes one_step(const RolloutLengths& lengths) {
     StepTimes times;
     synchronize(target_.device);
@@ -126,7 +186,7 @@ class StepBench final {
     std::vector<Sample> samples;
     {
       const auto scope = timer_.enter(Phase::kGeneration);
-      samples = generate(lengths, times.shares);
+      samples = carry_ ? generate_carried(times) : generate(lengths, times.shares);
       synchronize(target_.device);
     }
     {
@@ -144,7 +204,8 @@ class StepBench final {
     }
     {
       const auto scope = timer_.enter(Phase::kRefit);
-      engine_->weights_changed(steps_done_ + 1);
+      engine_->weights_changed(steps_done_ + 1, options_.keep_cache ? KeptCache::kKept : KeptCache::kNothing);
+      if (carry_) carry_->trained(steps_done_ + 1);
     }
     context_.world().barrier();
     const PhaseTimes measured = timer_.finish_step();
@@ -219,6 +280,10 @@ class StepBench final {
                             : engine_settings_.partition == nullptr ? -1
                                                                     : engine_settings_.partition->background_sms},
          {"references_under_generation", early_references_},
+         {"carry_over", options_.carry_over},
+         {"keep_cache", options_.keep_cache},
+         {"ratio_from", options_.ratio_from},
+         {"ages", typical.ages},
          {"gradients_under_generation", early_gradients_},
          {"recomputed_layers", policy_->recompute().whole_layers},
          {"cheaply_recomputed_layers", policy_->recompute().cheap_layers},
@@ -270,6 +335,13 @@ class StepBench final {
     table.print(out);
     if (reference_stream_ != nullptr)
       out << "reference log-probs computed under generation: of " << early_references_ << " samples\n";
+    if (carry_) {
+      const auto age = [&](const char* name) { return format_fixed(typical.ages.at(name), 0); };
+      out << "older tokens: " << age("train/stale_tokens")
+          << ", samples over an update: " << age("train/spanning_samples")
+          << ", rows computed again: " << age("train/recomputed_rows")
+          << ", carried on: " << age("performance/ledger_samples_carried") << " samples\n";
+    }
     if (options_.early_gradients) out << "gradients computed under generation: of " << early_gradients_ << " samples\n";
     if (ranks > 1) {
       const auto [least, most] =
@@ -300,6 +372,7 @@ class StepBench final {
   std::unique_ptr<Engine> engine_;
   PhaseTimer timer_;
   std::unique_ptr<RolloutCollector> collector_;
+  std::unique_ptr<CarryOver> carry_;  // null: strictly on-policy
   std::vector<PromptExample> prompts_;
   uint64_t next_sample_id_ = 0;
   int64_t steps_done_ = 0;
@@ -346,6 +419,14 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   policy.generation.prefill_chunk_tokens = options.generation.prefill_chunk_tokens;
   policy.generation.background_sms = options.background_sms;
   config.grpo.early_gradients = options.early_gradients;
+  if (options.carry_over > 0) {
+    AsyncGrpoConfig& async = config.grpo.async_grpo;
+    async.enabled = async.in_flight_weight_updates = true;
+    async.max_trajectory_age_steps = options.carry_over;
+    async.recompute_kv_cache_after_weight_updates = !options.keep_cache;
+    async.ratio_from = options.ratio_from == "generation" ? RatioFrom::kGeneration : RatioFrom::kTraining;
+    config.loss_fn.use_importance_sampling_correction = true;
+  }
   config.cluster.processes = ranks;
   if (options.common.devices_of_replica() > 1) {
     policy.megatron_cfg.enabled = true;

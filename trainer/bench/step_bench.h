@@ -23,10 +23,13 @@ struct StepBenchOptions {
   int64_t train_tokens = 16384;            // of a packed micro-batch; raised to the longest sample
   std::string gradient_dtype = "float32";  // in which backward adds up and ranks reduce
   bool checkpoint_activations = false;
-  int64_t recompute_layers = -1;  // policy.recompute_layers
-  bool share_prompts = false;     // policy.sequence_packing.share_prompts
-  int64_t background_sms = -1;    // policy.generation.background_sms
-  bool early_gradients = false;   // grpo.early_gradients
+  int64_t recompute_layers = -1;        // policy.recompute_layers
+  bool share_prompts = false;           // policy.sequence_packing.share_prompts
+  int64_t background_sms = -1;          // policy.generation.background_sms
+  bool early_gradients = false;         // grpo.early_gradients
+  int64_t carry_over = 0;               // grpo.async_grpo with this age; 0: off
+  bool keep_cache = false;              // then: recompute_kv_cache_after_weight_updates false
+  std::string ratio_from = "training";  // then: ratio_from
   double collective_timeout_s = 600;
   std::function<void(const std::string&)> on_stuck;  // ends the process (ReferenceStream)
 };

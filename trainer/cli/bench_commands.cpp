@@ -193,6 +193,15 @@ void add_step(CLI::App& bench, CommandContext& context) {
                    "policy.generation.background_sms (default: -1)")
       ->check(CLI::Range(int64_t{-1}, int64_t{1024}));
   verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
+  auto* carry =
+      verb->add_option("--carry-over", o->carry_over,
+                       "grpo.async_grpo with this age (1 without a number): responses of next steps in places "
+                       "that are free");
+  carry->expected(0, 1)->default_str("1")->check(CLI::Range(int64_t{1}, int64_t{100}));
+  verb->add_flag("--keep-cache", o->keep_cache, "with --carry-over: keys and values stay over updates")->needs(carry);
+  verb->add_option("--ratio-from", o->ratio_from, "with --carry-over: grpo.async_grpo.ratio_from")
+      ->check(CLI::IsMember({"training", "generation"}))
+      ->needs(carry);
   add_split(verb, o->common);
   add_context(verb, o->common);
   verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);

@@ -322,6 +322,27 @@ TEST(StepBench, TwoRanksShareOneStep) {
   EXPECT_EQ(nlohmann::json::parse(read_file(dir.path() / "step.json")), reports[0]);
 }
 
+TEST(StepBench, CarryOverFillsThePlacesOfTheLastResponses) {
+  ParallelContext alone;
+  for (const bool keep : {false, true}) {
+    std::ostringstream out;
+    StepBenchOptions options = small_step();
+    options.generation.max_sequences = 6;  // of 8 samples
+    options.carry_over = 1;
+    options.keep_cache = keep;
+    options.ratio_from = keep ? "generation" : "training";
+    const nlohmann::json report = bench_step(options, alone, out);
+    EXPECT_EQ(report.at("carry_over"), 1);
+    EXPECT_EQ(report.at("mismatched_tokens"), 0);
+    const nlohmann::json& ages = report.at("ages");
+    EXPECT_GT(ages.at("train/stale_tokens"), 0);
+    EXPECT_LE(ages.at("train/max_trajectory_age"), 1);
+    EXPECT_EQ(ages.at("train/mixed_context_tokens").get<double>() > 0, keep);
+    EXPECT_EQ(ages.at("train/recomputed_rows").get<double>() > 0, !keep);
+    EXPECT_NE(out.str().find("older tokens: "), std::string::npos);
+  }
+}
+
 TEST(StepBench, ImpossibleArithmeticIsNamed) {
   ParallelContext alone;
   std::ostringstream out;
