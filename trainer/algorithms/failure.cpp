@@ -4,9 +4,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
+#include <csignal>
 #include <limits>
 #include <new>
 #include <thread>
+#include <vector>
 
 #include "base/error.h"
 #include "base/host.h"
@@ -113,28 +115,42 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
 Fault parse_fault(const std::string& text) {
   Fault fault;
   if (text.empty()) return fault;
-  const size_t at = text.find('@'), colon = text.find(':');
+  const size_t at = text.find('@');
   const std::string kind = text.substr(0, at);
-  const int64_t step = at == std::string::npos ? -1 : parse_int(text.substr(at + 1, colon - at - 1)).value_or(-1);
-  const int64_t rank = colon == std::string::npos ? 0 : parse_int(text.substr(colon + 1)).value_or(-1);
+  const std::vector<std::string> rest = split(at == std::string::npos ? "" : text.substr(at + 1), ':');
+  const auto number = [&](size_t i) { return parse_int(rest[i]).value_or(-1); };
+  const int64_t step = rest.empty() ? -1 : number(0), rank = rest.size() > 1 ? number(1) : 0;
   if (kind == "nan") fault.kind = Fault::Kind::kNan;
   if (kind == "memory") fault.kind = Fault::Kind::kMemory;
   if (kind == "hang") fault.kind = Fault::Kind::kHang;
   if (kind == "device-hang") fault.kind = Fault::Kind::kDeviceHang;
-  if (fault.kind == Fault::Kind::kNone || step < 1 || rank < 0) {
-    fail_user("the fault '" + text + "' is not KIND@STEP:RANK with a kind of nan, memory, hang, device-hang");
+  if (kind == "kill") fault.kind = Fault::Kind::kKill;
+  const bool phase = rest.size() == 3 && kind == "kill" && !rest[2].empty();
+  if (fault.kind == Fault::Kind::kNone || step < 1 || rank < 0 || (rest.size() > 2 && !phase)) {
+    fail_user("the fault '" + text +
+              "' is not KIND@STEP:RANK with a kind of nan, memory, hang, device-hang, nor kill@STEP:RANK:PHASE");
   }
   fault.step = step;
   fault.rank = static_cast<int>(rank);
+  if (phase) fault.phase = rest[2];
   return fault;
 }
 
+void cause_kill(const Fault& fault, int64_t step, const std::string& phase, const ParallelContext& context) {
+  if (fault.kind != Fault::Kind::kKill || fault.step != step || fault.rank != context.rank() || fault.phase != phase)
+    return;
+  log_warn("fault", "is killed on purpose in phase " + phase + " of step " + std::to_string(step));
+  (void)std::raise(SIGKILL);
+}
+
 void cause_fault(const Fault& fault, int64_t step, const ParallelContext& context, Model& policy) {
-  if (fault.kind == Fault::Kind::kNone || fault.step != step || fault.rank != context.rank()) return;
+  if (fault.kind == Fault::Kind::kNone || fault.kind == Fault::Kind::kKill) return;
+  if (fault.step != step || fault.rank != context.rank()) return;
   log_warn("fault", "fails on purpose before the training of step " + std::to_string(step));
   const c10::NoGradGuard no_grad;
   switch (fault.kind) {
     case Fault::Kind::kNone:
+    case Fault::Kind::kKill:
       return;
     case Fault::Kind::kNan:
       if (policy.options().sharding.weights) {

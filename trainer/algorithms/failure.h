@@ -20,7 +20,7 @@ std::optional<std::string> describe_memory_shortage(const std::exception& error,
 // with rank, host and phase before it (with one rank as it is). A memory shortage becomes its sentence, as Error(kIo).
 void run_and_report(ParallelContext& context, const std::function<void()>& loop);
 
-// A failure on purpose, on one rank before the training phase of one step.
+// A failure on purpose, on one rank in one step: before its training phase, or for a kill when it enters `phase`.
 struct Fault {
   enum class Kind {
     kNone,
@@ -28,13 +28,18 @@ struct Fault {
     kMemory,      // more memory is asked for than there is
     kHang,        // the training thread stops for good
     kDeviceHang,  // the current stream stops for good; on CPU as kHang
+    kKill,        // the process ends by SIGKILL
   };
   Kind kind = Kind::kNone;
   int64_t step = 0;
   int rank = 0;
+  std::string phase = "training";
 };
-// "nan@2:1" (kind, step, rank), kinds nan, memory, hang, device-hang; "": none. Throws Error(kUser) otherwise.
+// "nan@2:1" (kind, step, rank), kinds nan, memory, hang, device-hang; "kill@2:1:generation", with a phase; "": none.
+// Throws Error(kUser) otherwise.
 Fault parse_fault(const std::string& text);
 void cause_fault(const Fault& fault, int64_t step, const ParallelContext& context, Model& policy);
+// A kill, when `phase` of the step begins.
+void cause_kill(const Fault& fault, int64_t step, const std::string& phase, const ParallelContext& context);
 
 }  // namespace trireme

@@ -544,6 +544,7 @@ class GrpoLoop final {
     const GrpoConfig& g = config_.grpo;
     StepReport report;
     report.step = step_ + 1;
+    session_.begin_step(report.step);
     session_.reporting.phase("generation", report.step);
     RankShares shares;
     GeneratedTotals generated;

@@ -280,6 +280,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       on_ready_(options.on_ready),
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
+  watch_phases();
   context.set_on_absent([this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); });
   reporting.phase("start", 0);
   check_agreement(config, context);

@@ -93,16 +93,24 @@ class Session final {
   // Collective.
   void start_waits() { context.start_waits(); }
   void describe_waits(std::map<std::string, double>& values);
+  // The step that phases belong to from now on.
+  void begin_step(int64_t step) { step_ = step; }
   // For tests: what TrainOptions::fault says, when it is due.
   void cause_fault(int64_t step) {
-    if (fault_.kind != Fault::Kind::kNone && fault_.step == step) checkpoints->wait_copied();
+    if (fault_.kind != Fault::Kind::kNone && fault_.kind != Fault::Kind::kKill && fault_.step == step)
+      checkpoints->wait_copied();
     trireme::cause_fault(fault_, step, context, *policy);
   }
 
  private:
   void tell_saved();
+  void watch_phases() {
+    if (fault_.kind != Fault::Kind::kKill) return;
+    context.set_on_phase([this](const std::string& phase) { cause_kill(fault_, step_, phase, context); });
+  }
 
   const Fault fault_;
+  int64_t step_ = 0;
   const std::atomic<int>* stop_signal_;
   const std::function<void()> on_ready_;
   bool checkpoint_on_stop_ = true;

@@ -172,6 +172,7 @@ class SftLoop final {
   void one_step() {
     StepReport report;
     report.step = step_ + 1;
+    session_.begin_step(report.step);
     session_.reporting.phase("training", report.step);
     session_.context.set_phase("training");
     session_.cause_fault(report.step);

@@ -141,6 +141,7 @@ std::shared_ptr<Communicator> ParallelContext::make_group(const RankGroup& group
 void ParallelContext::set_phase(const std::string& phase) {
   phase_ = phase;
   if (attendance_) attendance_->set_phase(phase);
+  if (on_phase_) on_phase_(phase);
 }
 
 std::string ParallelContext::phase() const { return phase_; }

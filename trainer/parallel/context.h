@@ -92,6 +92,8 @@ class ParallelContext final {
   JobStore* store() { return store_.get(); }
   // Shown in errors; the training loop sets it ("generation", "training", ...).
   void set_phase(const std::string& phase);
+  // Called by set_phase, behind it. May be empty.
+  void set_on_phase(std::function<void(const std::string& phase)> on_phase) { on_phase_ = std::move(on_phase); }
   std::string phase() const;
   // What this rank waits for others from the one call to the other, in all groups but the world's.
   void start_waits();
@@ -121,6 +123,7 @@ class ParallelContext final {
   GenerationRanks generation_;
   std::vector<std::shared_ptr<Communicator>> more_;  // groups of generation's own layout
   std::string phase_ = "start";                      // with one process
+  std::function<void(const std::string&)> on_phase_;
 };
 
 }  // namespace trireme
