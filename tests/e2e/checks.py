@@ -195,17 +195,19 @@ def leaves_nothing(records, name):
 # ---- faults: every disturbed run ends with the weights of the undisturbed one
 
 class Faults:
+    calm, steps, job = "calm", STEPS, staticmethod(small_job)
+
     def __init__(self, records):
         self.records = records
         self.reference = None
 
     def undisturbed(self):
-        submit(small_job("calm"))
-        self.records.wait_end("calm")
+        submit(self.job(self.calm))
+        self.records.wait_end(self.calm)
         need(
-            self.records.phases("calm") == ["Queued", "Starting", "Running", "Complete"],
-            f"phases {self.records.phases('calm')}")
-        self.reference = result_of("calm")
+            self.records.phases(self.calm) == ["Queued", "Starting", "Running", "Complete"],
+            f"phases {self.records.phases(self.calm)}")
+        self.reference = result_of(self.calm, self.steps)
         return self.reference
 
     def begin(self, name, step=6, **changes):
@@ -218,14 +220,15 @@ class Faults:
             )
             == 2,
         )
-        submit(small_job(name, **changes), like="calm")
+        submit(self.job(name, **changes), like=self.calm)
         wait_step(name, step)
-        need(logged_steps(name) < STEPS, "the run was over before it could be disturbed")
+        need(logged_steps(name) < self.steps, "the run was over before it could be disturbed")
 
     def end(self, name, attempts, counted, free, reason=None):
         job = self.records.wait_end(name)
         status = job["status"]
-        need(result_of(name) == self.reference, f"result {result_of(name)}, undisturbed {self.reference}")
+        result = result_of(name, self.steps)
+        need(result == self.reference, f"result {result}, undisturbed {self.reference}")
         got = (status["attempt"], status.get("restarts", 0), status.get("freeRestarts", 0))
         need(
             got == (attempts, counted, free),
@@ -259,11 +262,11 @@ class Faults:
         self.overlap("killed")
         return f"{failure['message']}"
 
-    def pod_deleted(self):
-        self.begin("deleted")
-        kube.delete("pods", "deleted-actor-1-a1")
-        status = self.end("deleted", 2, 0, 1)
-        self.overlap("deleted")
+    def pod_deleted(self, name="deleted"):
+        self.begin(name)
+        kube.delete("pods", f"{name}-actor-1-a1")
+        status = self.end(name, 2, 0, 1)
+        self.overlap(name)
         return status["lastFailure"]["message"]
 
     def pod_deleted_hard(self):
@@ -272,32 +275,32 @@ class Faults:
         status = self.end("forced", 2, 0, 1)
         return status["lastFailure"]["message"]
 
-    def node_lost(self):
+    def node_lost(self, name="nodeless"):
         """A node loses power: nothing is started beside the pod on it before somebody says that it is off."""
-        self.begin("nodeless", failurePolicy={"terminationTimeoutSeconds": 10}, health={"nodeNotReadyGraceSeconds": 20})
-        node = pod("nodeless-actor-1-a1")["spec"]["nodeName"]
+        self.begin(name, failurePolicy={"terminationTimeoutSeconds": 10}, health={"nodeNotReadyGraceSeconds": 20})
+        node = pod(f"{name}-actor-1-a1")["spec"]["nodeName"]
         off = {"key": "node.kubernetes.io/out-of-service", "value": "nodeshutdown", "effect": "NoExecute"}
         try:
             cluster("stop-node", node[-1])
             held = self.records.jobs.wait(
                 "the pod that does not go in the status",
-                lambda k, o: o["metadata"]["name"] == "nodeless" and o.get("status", {}).get("waiting") == "PodNotGone",
+                lambda k, o: o["metadata"]["name"] == name and o.get("status", {}).get("waiting") == "PodNotGone",
                 180)[2]
             said = condition(held, "Terminating")
-            need(said["status"] == "True" and "nodeless-actor-1-a1" in said["message"] and node in said["message"],
+            need(said["status"] == "True" and f"{name}-actor-1-a1" in said["message"] and node in said["message"],
                  f"condition {said}")
             time.sleep(15)
-            need(not [n for n in self.records.made_pods("nodeless") if n.endswith("-a2")],
+            need(not [n for n in self.records.made_pods(name) if n.endswith("-a2")],
                  "a second writer was started")
             kube.merge("nodes", node,
                        {"spec": {"taints": kube.get("nodes", node, None)["spec"].get("taints", []) + [off]}}, None)
-            self.records.wait_attempt("nodeless", 2, "Running")
-            status = self.end("nodeless", 2, 0, 1, "NodeLost")
+            self.records.wait_attempt(name, 2, "Running")
+            status = self.end(name, 2, 0, 1, "NodeLost")
             need(status["lastFailure"]["node"] == node, f"lastFailure {status['lastFailure']}")
             used = {
                 o["spec"].get("nodeName")
                 for _, _, o in self.records.pods.of(
-                    lambda o: o["metadata"]["name"].startswith("nodeless-") and o["metadata"]["name"].endswith("a2"))
+                    lambda o: o["metadata"]["name"].startswith(f"{name}-") and o["metadata"]["name"].endswith("a2"))
             } - {None}
             need(node not in used and len(used) == 2, f"attempt 2 ran on {used}")
         finally:
@@ -434,15 +437,13 @@ class Faults:
                                lambda k, o: k == "DELETED" and o["metadata"]["name"] == "shortlived", 120)
 
 
-# ---- admission
-
 # ---- a model split over the two processes of a pod, and its data over two pods
 
 SPLIT_STEPS = 8
 
 
-def split_job(name):
-    job = small_job(name, SPLIT_STEPS, (
+def split_job(name, steps=SPLIT_STEPS):
+    job = small_job(name, steps, (
         "cluster.device=cpu", "policy.megatron_cfg.enabled=true", "policy.megatron_cfg.tensor_model_parallel_size=2",
         "grpo.num_prompts_per_step=8", "grpo.val_period=0", "policy.train_global_batch_size=32"))
     actor = job["spec"]["roles"]["actor"]
@@ -474,6 +475,47 @@ def split_rank_killed(records):
     need(result_of("split-killed", SPLIT_STEPS) == result_of("split", SPLIT_STEPS), "other weights or moments")
     return job["status"]["lastFailure"]["message"]
 
+
+class Stages(Faults):
+    """TP2 PP2 as two pods of two processes: each node has a stage, between them go rows of every micro-batch."""
+    calm, steps = "stages", 16
+
+    @staticmethod
+    def job(name, **changes):
+        job = split_job(name, Stages.steps)
+        job["spec"]["config"]["overrides"].append("policy.megatron_cfg.pipeline_model_parallel_size=2")
+        job["spec"]["roles"]["actor"]["parallelism"] = {"tp": 2, "pp": 2}
+        for key, value in changes.items():
+            job["spec"].setdefault(key, {}).update(value)
+        return job
+
+    def undisturbed(self):
+        super().undisturbed()
+        rows = [json.loads(line) for line in (volume_folder(self.calm) / "logs/train.jsonl").read_text().splitlines()]
+        rows = [row for row in rows if "train/loss" in row]
+        differing = sum(row["train/logprob_mismatch_tokens"] for row in rows)
+        waits = [row["performance/pipeline_bubble_s"] for row in rows]
+        need(len(rows) == self.steps and differing == 0 and all(seconds > 0 for seconds in waits),
+             f"{len(rows)} steps, {differing} tokens with other bits, bubbles {waits}")
+        return self.reference
+
+    def rank_killed(self):
+        self.begin("stages-killed")
+        kill(rank_process("stages-killed-actor-1-a1"))
+        status = self.end("stages-killed", 2, 1, 0)
+        failure = status["lastFailure"]
+        need(failure["rank"] in (2, 3) and failure.get("exitCode") == 137, f"lastFailure {failure}")
+        self.overlap("stages-killed")
+        return failure["message"]
+
+    def stage_deleted(self):
+        return self.pod_deleted("stages-deleted")
+
+    def stage_lost(self):
+        return self.node_lost("stages-off")
+
+
+# ---- admission
 
 def refused(job, *words):
     try:
@@ -683,6 +725,14 @@ def main():
     if "layouts" in groups:
         check("a split model on two nodes: equal bits", split_run, records)
         check("kill -9 of one of its ranks: same weights", split_rank_killed, records)
+        stages = Stages(records)
+        check("two stages on two nodes: equal bits", stages.undisturbed)
+        for name, function in (
+            ("kill -9 of a rank of a stage", stages.rank_killed),
+            ("a stage's pod deleted", stages.stage_deleted),
+            ("a stage's node stopped", stages.stage_lost),
+        ):
+            check(f"{name}: same weights", function)
     if "admission" in groups:
         for name, function in (
             ("an impossible layout is refused", impossible_layout),

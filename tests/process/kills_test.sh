@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two tensor ranks and two stages: each rank is killed with -9 in each phase of a step. Who died is named with its place,
-# nobody stands still, and the run goes on from what is saved to the weights and moments of the undisturbed one.
+# Two tensor ranks and two stages: each rank is killed with -9 in each phase of a step. Who died is named with its
+# place, nobody stands still, and the run goes on from what is saved to the weights and moments of the undisturbed one.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_split_fixture
 run() { run_split "$1" 4 2 2 grpo.max_num_steps=3 "${@:2}"; }
