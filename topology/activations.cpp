@@ -10,7 +10,7 @@ constexpr int64_t kLogitsBytes = int64_t{512} << 20;  // of a chunk
 
 }  // namespace
 
-ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes) {
+ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes, int64_t gradient_bytes) {
   const int64_t element = element_bytes;
   // Of a layer with experts: what its MLPs are as wide as for a token together, and the rows that are sent to them.
   const bool mixture = shape.experts > 0;
@@ -34,7 +34,9 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes)
   // Rows of all choices: their inputs, the gradients of their results and of their inputs.
   const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered + 3 * chosen * shape.hidden) + 24 * chosen;
   bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
-  if (shape.head && !shape.value_head) bytes.fixed = 3 * kLogitsBytes + 4 * shape.vocab * shape.hidden;
+  bytes.ending = element * (4 * hidden + 2 * gathered);
+  if (shape.head && !shape.value_head)
+    bytes.fixed = 3 * kLogitsBytes + (gradient_bytes == 4 ? 0 : 4 * shape.vocab * shape.hidden);
   return bytes;
 }
 
@@ -44,7 +46,9 @@ int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers,
   // A layer that is computed again has all of its own for a while. That is when what the layers behind it kept is free
   // again, since the first ones are chosen.
   const int64_t behind = std::max(kept, layers.input > 0 ? bytes.whole : 0);
-  return tokens * (inputs + behind + bytes.passing + (in_flight - 1) * (inputs + kept)) + bytes.fixed;
+  // Logits are gone when the first layer is differentiated, and none is before.
+  const int64_t at_head = tokens * (kept + bytes.ending) + bytes.fixed, in_layers = tokens * (behind + bytes.passing);
+  return tokens * (inputs + (in_flight - 1) * (inputs + kept)) + std::max(at_head, in_layers);
 }
 
 FittedLayers fit_layers(const ActivationBytes& bytes, int64_t layers, int64_t tokens, int64_t in_flight, int64_t room) {

@@ -16,9 +16,12 @@ struct ActivationBytes {
   int64_t cheap = 0;    // of one that computes norms and SwiGLU again
   int64_t input = 0;    // of one that keeps its input only
   int64_t passing = 0;  // once: gradients and temporaries of the layer that is being differentiated, the final norm
-  int64_t fixed = 0;    // once, whatever the number of tokens: chunks of logits, the head's gradient; where the head is
+  int64_t ending = 0;   // once, before that: the final norm's, the head's input and its gradient
+  // Beside the latter, whatever the number of tokens: chunks of logits, the head's gradient where it is not added up in
+  // float32 in its buffer; where the head is.
+  int64_t fixed = 0;
 };
-ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes);
+ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes, int64_t gradient_bytes = 2);
 
 // Layers of the rank (of one piece of it, where it has several) by what they keep; those that keep less come first.
 struct KeptLayers {

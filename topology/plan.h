@@ -66,7 +66,7 @@ struct MemoryParts {
   int64_t gradients = 0;    // and of the rank's own slices their sum over ranks
   int64_t optimizer = 0;    // master copy and moments
   int64_t activations = 0;  // of micro-batches in flight; of an engine step
-  int64_t logits = 0;       // with the head's gradient
+  int64_t logits = 0;       // with the head's gradient; in training what they add, since layers' gradients come later
   int64_t exchange = 0;     // buffers of what goes between ranks
   int64_t cache = 0;        // keys and values
   int64_t total() const;

@@ -115,7 +115,7 @@ int64_t room_for_rows(const Case& c, const StageMemory& s, int64_t memory) {
 StageMemory stage_memory(const Case& c, const Case& g, int64_t stage, const PipelineTable& table, int64_t memory) {
   StageMemory s;
   const LocalShape local = shape_of(c, stage);
-  s.bytes = activation_bytes(local, c.options.element_bytes);
+  s.bytes = activation_bytes(local, c.options.element_bytes, c.options.gradient_bytes);
   s.layers = local.layers / c.pieces();
   s.rows = training_rows(c);
   s.in_flight = std::max<int64_t>(1, table.most_in_flight.at(static_cast<size_t>(stage)));
@@ -157,7 +157,10 @@ void keep_activations(const Case& c, StageMemory& s, int64_t memory) {
   } else {
     s.kept = kept_at_most(c, s.layers);
   }
-  s.training.activations = activation_total(s.bytes, s.kept, s.rows, s.in_flight) - s.bytes.fixed;
+  ActivationBytes of_layers = s.bytes;
+  of_layers.fixed = 0;
+  s.training.activations = activation_total(of_layers, s.kept, s.rows, s.in_flight);
+  s.training.logits = activation_total(s.bytes, s.kept, s.rows, s.in_flight) - s.training.activations;
 }
 
 // Of a device, for this stage: the training with all computed again that may be, and a cache for the longest sample.

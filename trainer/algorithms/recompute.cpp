@@ -16,9 +16,9 @@ KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_
 }
 
 Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once,
-                        int64_t free_bytes, int64_t* needed) {
-  const FittedLayers fitted = fit_layers(activation_bytes(shape, element_bytes), shape.layers / at_once.pieces,
-                                         at_once.tokens, at_once.in_flight, free_bytes);
+                        int64_t free_bytes, int64_t* needed, int64_t gradient_bytes) {
+  const FittedLayers fitted = fit_layers(activation_bytes(shape, element_bytes, gradient_bytes),
+                                         shape.layers / at_once.pieces, at_once.tokens, at_once.in_flight, free_bytes);
   if (needed != nullptr) *needed = fitted.bytes;
   Recompute recompute;
   recompute.whole_layers = fitted.kept.input;
@@ -36,13 +36,14 @@ LocalShape counted_shape(const Model& model) {
   return shape;
 }
 
+int64_t gradient_bytes(const Model& model) { return static_cast<int64_t>(model.flat_gradients().element_size()); }
 }  // namespace
 
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
   const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
   model.set_recompute(fit_recompute(counted_shape(model), element, kept_activations(model.split(), tokens, 1),
-                                    device_available_bytes(model.options().device)));
+                                    device_available_bytes(model.options().device), nullptr, gradient_bytes(model)));
 }
 
 void set_recompute(Model& model, const Config& config, const KeptActivations& kept, ParallelContext& ranks,
@@ -58,7 +59,7 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
     const auto fit = [&] {
       const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
       free = device_available_bytes(model.options().device);
-      own = fit_recompute(counted_shape(model), element, kept, free, &needed);
+      own = fit_recompute(counted_shape(model), element, kept, free, &needed, gradient_bytes(model));
     };
     fit();
     // Ranks that generate together take their caches back together, too; they may be others than those that train so.

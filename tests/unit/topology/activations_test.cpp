@@ -24,6 +24,10 @@ TEST(Activations, BytesOfALayerAreCountedByHand) {
   EXPECT_EQ(llama.passing, 2 * (6 * 4096 + 2 * 4096 + 4 * 14'336));
   // Three chunks of logits of half a GiB, and the head's gradient in float32.
   EXPECT_EQ(llama.fixed, (int64_t{3} << 29) + int64_t{4} * 128'256 * 4096);
+  // Which is added up in its buffer where that is float32.
+  EXPECT_EQ(activation_bytes(local("Llama-3.1-8B", {}), 2, 4).fixed, int64_t{3} << 29);
+  // The last sum, its norm, the gradients of both.
+  EXPECT_EQ(llama.ending, 2 * 4 * 4096);
   // Head norms keep the products besides: q 2048, k and v 1024 each.
   const ActivationBytes qwen = activation_bytes(local("Qwen3-1.7B", {}), 4);
   EXPECT_EQ(qwen.whole, 4 * (4 * 2048 + (2048 + 2 * 1024) + 2 * 2048 + 1024 + 3 * 6144) + 4 * 16);
@@ -52,14 +56,18 @@ TEST(Activations, OfAStageHaveNoLogitsBeforeTheLast) {
 }
 
 TEST(Activations, TotalsAreWhatLayersKeep) {
-  const ActivationBytes bytes{.whole = 1000, .cheap = 600, .input = 10, .passing = 70, .fixed = 5};
-  EXPECT_EQ(activation_total(bytes, {.whole = 4}, 3), 3 * (4000 + 70) + 5);
-  EXPECT_EQ(activation_total(bytes, {.cheap = 1, .whole = 3}, 3), 3 * (3600 + 70) + 5);
+  const ActivationBytes bytes{.whole = 1000, .cheap = 600, .input = 10, .passing = 70, .ending = 20, .fixed = 5};
+  EXPECT_EQ(activation_total(bytes, {.whole = 4}, 3), 3 * (4000 + 70));
+  EXPECT_EQ(activation_total(bytes, {.cheap = 1, .whole = 3}, 3), 3 * (3600 + 70));
   // All computed again: one at a time is whole.
-  EXPECT_EQ(activation_total(bytes, {.input = 4}, 3), 3 * (40 + 1000 + 70) + 5);
+  EXPECT_EQ(activation_total(bytes, {.input = 4}, 3), 3 * (40 + 1000 + 70));
   // Once what the layers behind keep is free, the first one fits where they were.
-  EXPECT_EQ(activation_total(bytes, {.input = 1, .cheap = 3}, 3), 3 * (10 + 1800 + 70) + 5);
-  EXPECT_EQ(activation_total(bytes, {.input = 3, .cheap = 1}, 3), 3 * (30 + 1000 + 70) + 5);
+  EXPECT_EQ(activation_total(bytes, {.input = 1, .cheap = 3}, 3), 3 * (10 + 1800 + 70));
+  EXPECT_EQ(activation_total(bytes, {.input = 3, .cheap = 1}, 3), 3 * (30 + 1000 + 70));
+  // Of many logits that is the moment when the head is differentiated, with all that layers keep.
+  const ActivationBytes wide{.whole = 1000, .cheap = 600, .input = 10, .passing = 70, .ending = 20, .fixed = 5000};
+  EXPECT_EQ(activation_total(wide, {.whole = 4}, 3), 3 * (4000 + 20) + 5000);
+  EXPECT_EQ(activation_total(wide, {.input = 4}, 3, 2), 3 * (40 + 40 + 20) + 5000);
   // Micro-batches in flight keep; only one is differentiated.
   EXPECT_EQ(activation_total(bytes, {.whole = 4}, 3, 5) - activation_total(bytes, {.whole = 4}, 3, 1), 4 * 3 * 4000);
   EXPECT_EQ(activation_total(bytes, {.input = 4}, 3, 2) - activation_total(bytes, {.input = 4}, 3, 1), 3 * 40);
