@@ -504,7 +504,8 @@ class Stages(Faults):
         kill(rank_process("stages-killed-actor-1-a1"))
         status = self.end("stages-killed", 2, 1, 0)
         failure = status["lastFailure"]
-        need(failure["rank"] in (2, 3) and failure.get("exitCode") == 137, f"lastFailure {failure}")
+        named = [rank for rank in (2, 3) if f"rank {rank} failed first" in failure["message"]]
+        need(failure["rank"] == 1 and failure.get("exitCode") == 137 and named, f"lastFailure {failure}")
         self.overlap("stages-killed")
         return failure["message"]
 
