@@ -8,10 +8,10 @@ make_fixture
 carry="grpo.async_grpo.enabled=true grpo.async_grpo.in_flight_weight_updates=true
   loss_fn.use_importance_sampling_correction=true policy.generation.max_running_samples=10
   policy.generation.max_new_tokens=24
-  policy.generation.stop_token_ids=[200,201,202,203,204,205,206,207,208,209,210,211,212,213,214,215,216,217,218,219]"
+  policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
 
-# aged NAME STEPS WHAT: whole steps in order, each with all its samples, whose tokens are of the step's weights or of the
-# ones before; some are older, and what WHAT (python, of the rows) says.
+# aged NAME STEPS WHAT: every step in order; tokens are of its weights or of the ones before, some are older, and what
+# WHAT (python, of the rows) says holds.
 aged() {
   python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
 import json, sys

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <random>
 
@@ -110,7 +111,13 @@ class GrpoLoop final {
     connect();
     if (carries()) {
       make_carry_over();
-    } else if (session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
+    } else {
+      LedgerOptions synchronous;  // of age 0
+      synchronous.groups_per_step = config_.grpo.num_prompts_per_step;
+      synchronous.samples_per_group = config_.grpo.num_generations_per_prompt;
+      ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
+    }
+    if (!carries() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
       log_info("grpo",
                "grpo.async_grpo.enabled is off: groups of the checkpoint that are not trained are generated anew");
     }
@@ -453,13 +460,39 @@ class GrpoLoop final {
     return samples;
   }
 
+  // The next step's groups, all of them of the present weights: the ledger with age 0, to which the ranks together, who
+  // share one queue, are one engine.
+  std::vector<Sample> generate_leased(RankShares& shares) {
+    const int64_t groups = config_.grpo.num_prompts_per_step, size = config_.grpo.num_generations_per_prompt;
+    const std::vector<LeasedRun> runs = ledger_->lease(/*engine=*/0, groups * size, weights_version());
+    TRIREME_CHECK(static_cast<int64_t>(runs.size()) == groups,
+                  "a step was leased another number of groups than it has");
+    std::vector<Sample> batch = generate_batch(groups, shares);
+    auto next = batch.begin();
+    for (const LeasedRun& run : runs) {
+      std::vector<Sample> group(std::make_move_iterator(next), std::make_move_iterator(next + size));
+      next += size;
+      for (Sample& sample : group) sample.group = run.span.group;
+      TRIREME_CHECK(ledger_->complete(run.id, std::move(group)) == Completion::kTaken,
+                    "an on-policy step has samples of other weights, or of other groups");
+    }
+    std::vector<Sample> samples;
+    for (LedgerGroup& group : ledger_->take(ledger_->next_step())) {
+      for (Sample& sample : group.samples) {
+        sample.group = group.number - runs.front().span.group;
+        samples.push_back(std::move(sample));
+      }
+    }
+    return samples;
+  }
+
   // One or, under dynamic sampling, several generation batches. Samples in data order, group by group.
   std::vector<Sample> generate(RankShares& shares, GeneratedTotals& generated, std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
     step_rewards_.clear();
     if (carry_) return generate_carried(shares, generated, values);
     if (!g.use_dynamic_sampling) {
-      std::vector<Sample> samples = generate_batch(g.num_prompts_per_step, shares);
+      std::vector<Sample> samples = generate_leased(shares);
       generated.add(samples, g.num_generations_per_prompt);
       return samples;
     }
@@ -524,7 +557,11 @@ class GrpoLoop final {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
       ++trained_steps_;
       engine_.weights_changed(weights_version(), keeps_cache() ? KeptCache::kKept : KeptCache::kNothing);
-      if (carry_) carry_->trained(report.step);
+      if (carry_) {
+        carry_->trained(report.step);
+      } else if (!config_.grpo.use_dynamic_sampling) {
+        ledger_->trained(report.step);
+      }
     }
     fill();  // now, in this step's time: the next rollout may be a validation's
     report.values["performance/generation_group_ranks"] =
@@ -619,6 +656,7 @@ class GrpoLoop final {
   std::unique_ptr<GrpoValidation> validation_;         // null: nothing to validate with
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   std::unique_ptr<CarryOver> carry_;                   // null: strictly on-policy
+  std::unique_ptr<Ledger> ledger_;                     // of a strictly on-policy run without dynamic sampling
   struct PromptPlace {                                 // of the stream, behind a group's prompt
     nlohmann::json state;
     int64_t epoch = 0;

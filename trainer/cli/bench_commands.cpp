@@ -195,9 +195,8 @@ void add_step(CLI::App& bench, CommandContext& context) {
   verb->add_flag("--early-gradients", o->early_gradients, "grpo.early_gradients");
   auto* carry =
       verb->add_option("--carry-over", o->carry_over,
-                       "grpo.async_grpo with this age (1 without a number): responses of next steps in places "
-                       "that are free");
-  carry->expected(0, 1)->default_str("1")->check(CLI::Range(int64_t{1}, int64_t{100}));
+                       "grpo.async_grpo with this age: responses of next steps in places that are free; 0: off")
+          ->check(CLI::Range(int64_t{0}, int64_t{100}));
   verb->add_flag("--keep-cache", o->keep_cache, "with --carry-over: keys and values stay over updates")->needs(carry);
   verb->add_option("--ratio-from", o->ratio_from, "with --carry-over: grpo.async_grpo.ratio_from")
       ->check(CLI::IsMember({"training", "generation"}))
