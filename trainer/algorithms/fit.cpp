@@ -21,12 +21,22 @@ int64_t least_of(const LayoutPlan& plan, bool gpu) {
   return gpu ? plan.least_memory : state.weights + state.reference + state.gradients + state.optimizer;
 }
 
+// Weights and training state of the critic on a rank.
+int64_t state_of(const CriticModel& critic, const Layout& layout, const PlanDevices& devices) {
+  PlanOptions options = plan_options(critic.config);
+  options.sharding = state_sharding(critic.config);
+  Workload work = planned_work(critic.config, {});
+  work.reference = false;
+  const MemoryParts state = plan_layout(critic.model.shape(), layout, work, options, devices).memory.training;
+  return state.weights + state.gradients + state.optimizer;
+}
+
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
 
 }  // namespace
 
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                const MemoryLimit& memory, bool main) {
+                const MemoryLimit& memory, bool main, const CriticModel* critic) {
   const ModelShape shape = model.shape();
   PlanOptions options = plan_options(config);
   options.sharding = state_sharding(config);
@@ -35,14 +45,21 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   devices.rates = *device_rates("h200");  // only memory is asked for
   devices.memory_bytes = memory.bytes;
   devices.of_node = config.cluster.processes;
-  const int64_t wanted = least_of(plan_layout(shape, layout, work, options, devices), memory.gpu);
+  const int64_t of_critic = critic == nullptr ? 0 : state_of(*critic, layout, devices);
+  const int64_t wanted = least_of(plan_layout(shape, layout, work, options, devices), memory.gpu) + of_critic;
   if (wanted <= memory.bytes) return;
-  const std::string wants = "the model of " + dir.string() + " in " + to_string(layout) + " wants " +
+  const std::string both = critic == nullptr ? "" : " with the critic of " + critic->dir.string();
+  const std::string wants = "the model of " + dir.string() + both + " in " + to_string(layout) + " wants " +
                             size_text(wanted) + (memory.gpu ? " of a GPU" : " of the host for a rank") +
                             " at the least, and there are " + size_text(memory.bytes);
   if (kSurely * static_cast<double>(wanted) <= static_cast<double>(memory.bytes)) {
     if (main) log_warn("train", wants + ": it may end for lack of memory; see trireme plan");
     return;
+  }
+  if (critic != nullptr) {
+    fail_user(wants + ", of which " + size_text(of_critic) +
+              " are the critic's weights and training state; more ranks, which share the state, or a smaller critic "
+              "(value.model_name) make it less");
   }
   LayoutCheck check;
   check.world = layout.world();

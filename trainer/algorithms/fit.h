@@ -15,10 +15,18 @@ struct MemoryLimit {
   bool gpu = false;  // of a device; else its share of the host's, of which others may take some
 };
 
+// A critic beside the policy, as its training state counts.
+struct CriticModel {
+  Config config;  // critic_config() of the run's
+  ModelConfig model;
+  std::filesystem::path dir;
+};
+
 // By the formula of `trireme plan` for the configuration's layout; of a host by weights and training state alone.
 // Throws Error(kUser) that says how much it wants at the least, and which layout of as many ranks wants least, where it
-// cannot be whatever the formula's error is; warns, where `main`, in between.
+// cannot be whatever the formula's error is; warns, where `main`, in between. A critic adds its weights, gradients and
+// optimizer state; its passes have the policy's memory, since they take turns.
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                const MemoryLimit& memory, bool main);
+                const MemoryLimit& memory, bool main, const CriticModel* critic = nullptr);
 
 }  // namespace trireme

@@ -6,12 +6,14 @@
 #include <map>
 #include <random>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "topology/exactness.h"
 #include "trainer/algorithms/carry_over.h"
+#include "trainer/algorithms/critic.h"
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/dynamic_sampling.h"
 #include "trainer/algorithms/grpo_validation.h"
@@ -21,6 +23,7 @@
 #include "trainer/algorithms/rollout_metrics.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/sample_advantages.h"
+#include "trainer/algorithms/token_passes.h"
 #include "trainer/rewards/failures.h"
 
 namespace trireme {
@@ -53,7 +56,7 @@ class GrpoLoop final {
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
                    config_.cluster.collective_timeout_s) {
-    check_validation_data(datasets_, "grpo", config_.grpo.val_period, config_.grpo.max_num_steps,
+    check_validation_data(datasets_, config_.algorithm, config_.grpo.val_period, config_.grpo.max_num_steps,
                           config_.grpo.val_at_start, config_.grpo.val_at_end);
     if (needs_reference(config_)) {
       ModelOptions frozen = session_.policy->options();
@@ -91,6 +94,10 @@ class GrpoLoop final {
     }
     trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
                                                session_.context, session_.timer, row_exact_);
+    if (session_.critic != nullptr) {
+      critic_ = std::make_unique<CriticTrainer>(session_.critic->config, *session_.critic->model,
+                                                *session_.critic->optimizer, session_.context);
+    }
     if (early_gradients_)
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) {
@@ -102,7 +109,9 @@ class GrpoLoop final {
       if (state.contains("validation")) last_accuracy_ = state.at("validation").get<double>();
       // A run that ended after its last checkpoint has validated already: once is enough, for the log too.
       validated_step_ = state.value("validated_step", int64_t{-1});
-      trainer_->set_rollouts_done(step_);
+      const int64_t only_critic = std::min(step_, config_.ppo.policy_training_start_step);
+      trainer_->set_passes_done((ppo() ? step_ - only_critic : step_) * passes_per_rollout(config_));
+      if (critic_ != nullptr) critic_->set_passes_done(step_ * passes_per_rollout(config_));
       // Older checkpoints have the optimizer's own count only, and not even that one when its state was not saved.
       const int64_t counted = session_.optimizer->steps_done();
       optimizer_steps_ =
@@ -115,6 +124,7 @@ class GrpoLoop final {
       LedgerOptions synchronous;  // of age 0
       synchronous.groups_per_step = config_.grpo.num_prompts_per_step;
       synchronous.samples_per_group = config_.grpo.num_generations_per_prompt;
+      synchronous.critic_only_steps = critic_only_steps();
       ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
     }
     if (!carries() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
@@ -143,6 +153,9 @@ class GrpoLoop final {
     trainer_->on_progress = collector_.on_progress;
     if (!keeps_cache()) trainer_->make_room = [this] { engine_.release_cache(); };
     trainer_->gathers_weights = refit_ == nullptr;
+    if (critic_ == nullptr) return;
+    critic_->on_progress = collector_.on_progress;
+    critic_->make_room = trainer_->make_room;
   }
 
   bool carries() const { return config_.grpo.async_grpo.enabled; }
@@ -253,6 +266,8 @@ class GrpoLoop final {
     return kept;
   }
 
+  bool ppo() const { return config_.algorithm == "ppo"; }
+
   std::unique_ptr<Refit> make_refit() {
     if (!session_.context.generation().apart) return nullptr;
     return std::make_unique<Refit>(*session_.policy, stage_options(config_), session_.context,
@@ -279,8 +294,21 @@ class GrpoLoop final {
     return found.equal && exact;
   }
 
-  // Every step trains the policy.
-  int64_t weights_version() const { return trained_steps_; }
+  // Steps that train the critic alone make no new weights of the policy.
+  int64_t critic_only_steps() const { return ppo() ? config_.ppo.policy_training_start_step : 0; }
+  int64_t weights_version() const { return std::max<int64_t>(0, trained_steps_ - critic_only_steps()); }
+
+  // What generates goes on with the next version; of a step that has trained the critic alone with the same.
+  void end_training(int64_t step) {
+    ++trained_steps_;
+    if (step > critic_only_steps())
+      engine_.weights_changed(weights_version(), keeps_cache() ? KeptCache::kKept : KeptCache::kNothing);
+    if (carry_) {
+      carry_->trained(step);
+    } else if (!config_.grpo.use_dynamic_sampling) {
+      ledger_->trained(step);
+    }
+  }
 
   // The weights of this moment, for whatever generates next.
   void fill() {
@@ -544,6 +572,50 @@ class GrpoLoop final {
         .string();
   }
 
+  // PPO: values of all states and, where rewards or masks need them, log-probs of all tokens; then rewards, advantages
+  // and returns of tokens, the same on all ranks.
+  void assign_of_tokens(std::vector<Sample>& samples, StepReport& report) {
+    const double kl = reward_kl_penalty(config_);
+    {
+      const PhaseTimer::Scope passes = session_.timer.enter(Phase::kLogprobs);
+      session_.context.set_phase("values");
+      if (critic_ != nullptr) {
+        const Stopwatch watch;
+        critic_->fill_values(samples);
+        report.values["timing/train/value_inference"] = watch.seconds();
+      }
+      const auto fill = [&](std::vector<float> Sample::*numbers, const Model& model, const LogprobOptions& options) {
+        fill_token_numbers(
+            samples, numbers, model, logprob_micro_batches(config_), session_.context,
+            [&](const at::Tensor& hidden, const MicroBatch& batch) {
+              return response_logprobs(model, hidden, batch, options);
+            },
+            collector_.on_progress);
+      };
+      if (!row_exact_) {
+        fill(&Sample::previous_logprobs, *session_.policy, sampling_distribution(config_));
+        if (const auto threshold = config_.grpo.seq_logprob_error_threshold)
+          mask_mismatched_samples(samples, *threshold);
+      }
+      if (kl != 0) fill(&Sample::reference_logprobs, *reference_, reference_distribution(config_));
+    }
+    for (const auto& [name, value] :
+         assign_token_advantages(samples, config_.ppo.adv_estimator, kl, config_.loss_fn.reference_policy_kl_type))
+      report.values["train/" + name] = value;
+  }
+
+  // The critic's optimizer steps. It shares nothing with the actor while they train, so that all of its passes before
+  // all of the actor's are what taking turns pass by pass would give.
+  void train_critic(const std::vector<Sample>& samples, StepReport& report) {
+    if (critic_ == nullptr) return;
+    const PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
+    session_.context.set_phase("value training");
+    const Stopwatch watch;
+    for (const auto& [name, value] : critic_->train(samples, passes_per_rollout(config_)))
+      report.values["critic/" + name] = value;
+    report.values["timing/train/value_training"] = watch.seconds();
+  }
+
   // Rewards to advantages, then the optimizer steps; the engine has the new weights afterwards.
   void train(std::vector<Sample>& samples, StepReport& report) {
     session_.reporting.phase("training", report.step);
@@ -551,17 +623,19 @@ class GrpoLoop final {
     session_.cause_fault(report.step);
     if (refit_ != nullptr) refit_->release();
     session_.start_waits();
-    const TrainResult trained = trainer_->train(samples, dump_path(report.step), weights_version());
+    train_critic(samples, report);
+    if (report.step <= critic_only_steps()) {  // the actor's turn has not come
+      session_.describe_waits(report.values);
+      end_training(report.step);
+      fill();
+      return;
+    }
+    const TrainResult trained = trainer_->train(samples, dump_path(report.step), weights_version(),
+                                               passes_per_rollout(config_));
     session_.describe_waits(report.values);
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
-      ++trained_steps_;
-      engine_.weights_changed(weights_version(), keeps_cache() ? KeptCache::kKept : KeptCache::kNothing);
-      if (carry_) {
-        carry_->trained(report.step);
-      } else if (!config_.grpo.use_dynamic_sampling) {
-        ledger_->trained(report.step);
-      }
+      end_training(report.step);
     }
     fill();  // now, in this step's time: the next rollout may be a validation's
     report.values["performance/generation_group_ranks"] =
@@ -570,9 +644,9 @@ class GrpoLoop final {
     optimizer_steps_ += trained.optimizer_steps;
     describe_training(trained, report.values);
     report.values["train/optimizer_steps"] = static_cast<double>(optimizer_steps_);
-    report.values["train/lr_schedule_steps"] = static_cast<double>(step_);  // where "train/lr" was read
+    // Where "train/lr" was read.
+    report.values["train/lr_schedule_steps"] = static_cast<double>(trainer_->passes_done() - 1);
     if (early_gradients_) report.values["performance/gradients_under_generation"] = share_trained_early(samples);
-    if (reference_ != nullptr) report.values["performance/references_under_generation"] = share_with_reference(samples);
   }
 
   // Returns true when the run should end because a metric reached its threshold. A step lasts from the end of the one
@@ -586,11 +660,14 @@ class GrpoLoop final {
     RankShares shares;
     GeneratedTotals generated;
     std::vector<Sample> samples = generate(shares, generated, report.values);
+    if (reference_ != nullptr) report.values["performance/references_under_generation"] = share_with_reference(samples);
     {
       const PhaseTimer::Scope rewards = session_.timer.enter(Phase::kRewards);
-      assign_advantages(samples, g.num_generations_per_prompt, config_);
+      if (!ppo()) assign_advantages(samples, g.num_generations_per_prompt, config_);
+      if (ppo()) assign_rewards(samples, config_);
     }
     describe_rollout(generated, samples, reward_names(), g.use_dynamic_sampling, report.values);
+    if (ppo()) assign_of_tokens(samples, report);
     describe_shares(shares, report.values);
     train(samples, report);
     report.values["train/skipped_long_prompts"] = static_cast<double>(prompts_.skipped_long());  // since the start
@@ -653,6 +730,7 @@ class GrpoLoop final {
   RolloutCollector collector_;
   std::unique_ptr<Model> reference_;
   std::unique_ptr<PolicyTrainer> trainer_;
+  std::unique_ptr<CriticTrainer> critic_;              // null: the algorithm has none
   std::unique_ptr<GrpoValidation> validation_;         // null: nothing to validate with
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   std::unique_ptr<CarryOver> carry_;                   // null: strictly on-policy

@@ -14,7 +14,7 @@ constexpr int64_t kUsualPrompt = 200;
 RolloutLengths drawn_lengths(const Config& config, const PlannedLengths& asked, int64_t prompts, int64_t responses) {
   const int64_t longest = config.policy.max_total_sequence_length;
   const int64_t prompt = asked.prompt > 0 ? asked.prompt : std::max<int64_t>(1, std::min(kUsualPrompt, longest / 4));
-  const int64_t new_tokens = config.algorithm == "grpo" ? config.policy.generation.max_new_tokens : longest;
+  const int64_t new_tokens = has_rollouts(config) ? config.policy.generation.max_new_tokens : longest;
   const int64_t most = std::min(new_tokens, longest - prompt);
   if (most < 1) {
     fail_user("prompts of " + std::to_string(prompt) + " tokens leave no room for a response in the " +
@@ -60,7 +60,7 @@ PlanOptions plan_options(const Config& config) {
 
 Workload planned_work(const Config& config, const PlannedLengths& asked) {
   Workload work;
-  const bool sft = config.algorithm == "sft";
+  const bool sft = !has_rollouts(config);
   const int64_t batch = config.policy.train_global_batch_size;
   const int64_t prompts = sft ? batch : config.grpo.num_prompts_per_step;
   const int64_t responses = sft ? 1 : config.grpo.num_generations_per_prompt;
@@ -81,7 +81,8 @@ Workload planned_work(const Config& config, const PlannedLengths& asked) {
     }
   }
   work.longest = config.policy.max_total_sequence_length;
-  work.optimizer_steps = sft ? 1 : std::max<int64_t>(1, optimizer_steps_per_rollout(config));
+  work.optimizer_steps =
+      sft ? 1 : std::max<int64_t>(1, optimizer_steps_per_rollout(config) * passes_per_rollout(config));
   const MicroBatchOptions train = sft ? sft_micro_batches(config, true) : training_micro_batches(config);
   const MicroBatchOptions logprobs = logprob_micro_batches(config);
   work.share_prompts = train.share_prompts;

@@ -54,7 +54,8 @@ PolicyTrainer::PolicyTrainer(const Config& config, Model& policy, const Model* r
       context_(context),
       timer_(timer),
       loss_(loss_options(config)),
-      reward_kl_(reward_kl_penalty(config)),
+      // PPO has taken it off the rewards of samples (assign_token_advantages).
+      reward_kl_(config.algorithm == "ppo" ? 0 : reward_kl_penalty(config)),
       distribution_(sampling_distribution(config)),
       row_exact_(row_exact),
       routers_(watch_routers(policy, config, context)) {
@@ -188,7 +189,8 @@ void PolicyTrainer::train_early(const std::vector<Sample>& samples) {
 const std::vector<float>* PolicyTrainer::known_previous(const Sample& sample, int64_t version) const {
   const bool sampled_by_these = sample.is_of(version);
   const bool known = sampled_by_these ? row_exact_ : config_.grpo.async_grpo.ratio_from == RatioFrom::kGeneration;
-  return known ? &sample.generation_logprobs : nullptr;
+  if (known) return &sample.generation_logprobs;
+  return sample.previous_logprobs.empty() ? nullptr : &sample.previous_logprobs;  // made for a KL in rewards
 }
 
 std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const std::vector<Sample>& samples,
@@ -311,7 +313,8 @@ void PolicyTrainer::train_step(const OptimizerBatch& batch, const Schedule& sche
   if (sampled_these) ++result.compared_optimizer_steps;
 }
 
-TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::string& dump, int64_t version) {
+TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::string& dump, int64_t version,
+                                 int64_t passes) {
   TrainResult result;
   if (policy_.units() != nullptr) policy_.units()->release();
   PhaseTimer::Scope logprobs = timer_.enter(Phase::kLogprobs);
@@ -330,12 +333,16 @@ TrainResult PolicyTrainer::train(const std::vector<Sample>& samples, const std::
 
   PhaseTimer::Scope training = timer_.enter(Phase::kTraining);
   context_.set_phase("training");
-  const Schedule schedule{learning_rate(config_, rollouts_done_), weight_decay(config_, rollouts_done_)};
-  ++rollouts_done_;
+  Schedule schedule;
   bool sampled_these = true;  // the present weights
-  for (size_t s = 0; s < steps.size(); ++s) {
-    train_step(steps[s], schedule, s == 0, s + 1 == steps.size(), sampled_these, dump, result);
-    sampled_these = sampled_these && schedule.learning_rate == 0;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    schedule = {learning_rate(config_, passes_done_), weight_decay(config_, passes_done_)};
+    ++passes_done_;
+    for (size_t s = 0; s < steps.size(); ++s) {
+      const bool first = pass == 0 && s == 0, last = pass + 1 == passes && s + 1 == steps.size();
+      train_step(steps[s], schedule, first, last, sampled_these, dump, result);
+      sampled_these = sampled_these && schedule.learning_rate == 0;
+    }
   }
   if (result.optimizer_steps > 0) divide_metrics(result.metrics, static_cast<double>(result.optimizer_steps));
   result.metrics["lr"] = schedule.learning_rate;

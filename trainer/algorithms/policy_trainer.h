@@ -29,11 +29,14 @@ class PolicyTrainer final {
   // assigned. When `dump` is given, the tensors of this rank's first optimizer step are written there as safetensors;
   // only on a pipeline's last stage, which has them. `version`: of the weights as they are. Samples of these weights
   // have the sampler's log-probs as previous ones where rows are exact; for older ones a pass gives them, or, with
-  // grpo.async_grpo.ratio_from generation, they have the sampler's too.
-  TrainResult train(const std::vector<Sample>& samples, const std::string& dump = {}, int64_t version = 0);
-  // How many rollouts were trained before: where the schedules of learning rate and weight decay are, which move once a
-  // train(). For a resumed run.
-  void set_rollouts_done(int64_t rollouts) { rollouts_done_ = rollouts; }
+  // grpo.async_grpo.ratio_from generation, they have the sampler's too. `passes` over the samples, in all of which the
+  // previous log-probs are those of before the first one.
+  TrainResult train(const std::vector<Sample>& samples, const std::string& dump = {}, int64_t version = 0,
+                    int64_t passes = 1);
+  // How many passes over rollouts were trained before: where the schedules of learning rate and weight decay are, which
+  // move once a pass. For a resumed run.
+  void set_passes_done(int64_t passes) { passes_done_ = passes; }
+  int64_t passes_done() const { return passes_done_; }
 
   // Adds the gradients of samples of the first optimizer step of the next train() before all of its samples are there,
   // not divided by the batch's counts yet. They must have what train() wants of samples and, with a KL term, reference
@@ -98,7 +101,7 @@ class PolicyTrainer final {
   double reward_kl_ = 0;
   LogprobOptions distribution_;
   bool row_exact_ = true;  // linear layers keep a row's bits: the sampler's log-probs are those of the loss
-  int64_t rollouts_done_ = 0;
+  int64_t passes_done_ = 0;
   EarlyGradients early_;
   std::shared_ptr<RouterWatch> routers_;  // null: the model has no experts
 };

@@ -129,7 +129,7 @@ void Reporting::ready(int64_t resumed_step) {
     fs::create_directories(impl_->config.logger.log_dir);
     impl_->log = std::make_unique<StepLog>(impl_->log_path(), resumed_step);
     const RolloutLogConfig& r = impl_->config.logger.rollouts;
-    if (r.enabled && impl_->config.algorithm == "grpo") {
+    if (r.enabled && has_rollouts(impl_->config)) {
       RolloutLogOptions rollouts;
       rollouts.directory = impl_->config.logger.log_dir;
       rollouts.keep_steps = r.keep_steps;
@@ -169,6 +169,8 @@ void Reporting::step(const StepReport& report) {
       record.train[name.substr(6)] = value;
     else if (starts_with(name, "validation/"))
       record.validation[name.substr(11)] = value;
+    else if (starts_with(name, "critic/"))
+      record.critic[name.substr(7)] = value;
     else if (starts_with(name, "performance/"))
       record.performance[name.substr(12)] = value;
     else

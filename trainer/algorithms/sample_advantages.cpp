@@ -46,6 +46,18 @@ void assign_rewards(std::vector<Sample>& samples, const Config& config) {
   }
 }
 
+void mask_mismatched_samples(std::vector<Sample>& samples, double threshold) {
+  for (Sample& s : samples) {
+    double error = 0, tokens = 0;
+    for (size_t t = 0; t < s.previous_logprobs.size(); ++t) {
+      if (!s.counts(t)) continue;
+      error += std::exp(std::abs(s.generation_logprobs[t] - s.previous_logprobs[t]));
+      tokens += 1;
+    }
+    if (tokens > 0 && !(error / tokens <= threshold)) s.loss_multiplier = 0;
+  }
+}
+
 MetricSums assign_token_advantages(std::vector<Sample>& samples, const GaeOptions& options, double kl_penalty,
                                    KlEstimator estimator) {
   const bool gae = options.name == PpoEstimator::kGae;

@@ -15,6 +15,9 @@ namespace trireme {
 // Raw rewards -> scaled and shaped rewards, loss multipliers. Pure.
 void assign_rewards(std::vector<Sample>& samples, const Config& config);
 
+// Samples whose mean exp(|generation - previous log-prob|) over valid tokens exceeds `threshold` leave the loss. Pure.
+void mask_mismatched_samples(std::vector<Sample>& samples, double threshold);
+
 // PPO, behind assign_rewards: rewards of tokens, advantages and, with GAE, returns of all samples of a rollout, which
 // must then have values, and with a `kl_penalty` reference log-probs. Advantages are whitened over all valid tokens
 // where the options say so. Pure, in float64: the same on all ranks. Returns advantages/{mean,min,max} over valid

@@ -158,6 +158,38 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
   }
 }
 
+// Before its weights are read: the critic's positions, experts and vocabulary.
+void check_critic_model(const Critic& critic, const ModelConfig& model, const ModelConfig& policy,
+                        const Tokenizer& tokenizer, const Layout& layout, bool main) {
+  const std::string dir = critic.model_dir.string();
+  if (critic.config.policy.max_total_sequence_length > model.positions()) {
+    fail_user("value.max_total_sequence_length is " + std::to_string(critic.config.policy.max_total_sequence_length) +
+              " but the model of " + dir + " has " + std::to_string(model.positions()) + " positions");
+  }
+  // One vocabulary may be padded to several sizes.
+  constexpr int64_t kPadding = 1024;
+  const int64_t difference = std::abs(model.vocab_size - policy.vocab_size);
+  if (model.vocab_size < tokenizer.vocab_size() || difference >= kPadding) {
+    fail_user("value.model_name: the model of " + dir + " has a vocabulary of " + std::to_string(model.vocab_size) +
+              ", the policy one of " + std::to_string(policy.vocab_size) + " and its tokenizer " +
+              std::to_string(tokenizer.vocab_size()) + " tokens; the critic must read the policy's tokens");
+  }
+  check_experts(critic.config, model, critic.model_dir, layout, main);
+}
+
+std::unique_ptr<DistributedAdamW> make_optimizer(const Config& config, Model& model, ParallelContext& context) {
+  const AdamSettings adam = adam_settings(config);
+  AdamWOptions options;
+  options.beta1 = adam.beta1;
+  options.beta2 = adam.beta2;
+  options.eps = adam.eps;
+  options.decay_all = !config.policy.megatron_cfg.enabled;
+  options.reduce_in_fp32 = gradients_in_fp32(config);
+  options.shard_state = state_sharding(config) != StateSharding::kNothing;
+  return std::make_unique<DistributedAdamW>(model, context.data_parallel(), options,
+                                            context.expert_data_parallel(model.options().split));
+}
+
 // Another model, algorithm or data set was refused before; the rest goes on, but not as the run that was interrupted.
 void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
   const std::filesystem::path path = checkpoint.path / "config.yaml";
@@ -254,6 +286,23 @@ std::map<std::string, double> metrics_of_step(const Config& config, const std::m
   return metrics;
 }
 
+namespace {
+
+std::unique_ptr<Model> load_or_draw_critic(const Config& config, const std::filesystem::path& dir,
+                                           const ModelOptions& options) {
+  std::unique_ptr<Model> model;
+  if (config.policy.random_weights) {
+    model = std::make_unique<Model>(ModelConfig::load(dir).with_value_head(), options);
+    draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed) + 1);
+  } else {
+    model = load_value_model(dir, options);
+  }
+  if (options.sharding.weights) model->units()->cut();
+  return model;
+}
+
+}  // namespace
+
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
                                           const ModelOptions& options) {
   std::unique_ptr<Model> model;
@@ -285,6 +334,9 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   reporting.phase("start", 0);
   check_agreement(config, context);
   const ModelConfig model = ModelConfig::load(model_dir);
+  if (model.value_head)
+    fail_user("policy.model_name: " + model_dir.string() +
+              " is a value or reward model (...ForSequenceClassification), which generates no text");
   check_split(model, model_dir, context.layout(), stage_options(config));
   check_sharding(config, context.layout());
   if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
@@ -295,8 +347,13 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);
+  std::optional<CriticModel> critic_model;
+  if (has_critic(config)) {
+    const std::filesystem::path dir = resolve_model(config.value.model_name, options.hf_home);
+    critic_model = CriticModel{critic_config(config), ModelConfig::load(dir).with_value_head(), dir};
+  }
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),
-             context.is_main());
+             context.is_main(), critic_model ? &*critic_model : nullptr);
   if (config.policy.random_weights && context.is_main())
     log_warn("train", "policy.random_weights: the model is drawn, not loaded; this run is a measurement");
   policy = load_or_draw_model(config, model_dir, model_options);
@@ -305,18 +362,9 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
               " tokens but the model's vocabulary only " + std::to_string(policy->config().vocab_size));
   }
   linear_is_row_exact = rows_are_exact(*policy, config, context);
-  const AdamSettings adam = adam_settings(config);
-  AdamWOptions adam_options;
-  adam_options.beta1 = adam.beta1;
-  adam_options.beta2 = adam.beta2;
-  adam_options.eps = adam.eps;
-  adam_options.decay_all = !config.policy.megatron_cfg.enabled;
-  adam_options.reduce_in_fp32 = gradients_in_fp32(config);
-  adam_options.shard_state = state_sharding(config) != StateSharding::kNothing;
-  optimizer = std::make_unique<DistributedAdamW>(*policy, context.data_parallel(), adam_options,
-                                                 context.expert_data_parallel(model_options.split));
+  optimizer = make_optimizer(config, *policy, context);
+  if (has_critic(config)) make_critic(options);
 
-  nlohmann::json model_fingerprint = policy->config().to_json();
   CheckpointOptions checkpoint;
   checkpoint.directory = config.checkpointing.checkpoint_dir;
   checkpoint.source_dir = model_dir;
@@ -328,15 +376,22 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   checkpoint.attempt = parse_int(options.rendezvous.attempt).value_or(0);
   checkpoint.staging_bytes = static_cast<int64_t>(config.checkpointing.staging_gib * static_cast<double>(1 << 30));
   checkpoint.patience = options.rendezvous.timeout;
-  checkpoints = std::make_unique<CheckpointManager>(
-      checkpoint, nlohmann::json{{"algorithm", config.algorithm}, {"model", model_fingerprint}}, context);
+  nlohmann::json fingerprint = {{"algorithm", config.algorithm}, {"model", policy->config().to_json()}};
+  if (critic != nullptr) fingerprint["value"] = critic->model->config().to_json();
+  checkpoints = std::make_unique<CheckpointManager>(checkpoint, fingerprint, context);
   checkpoints->on_wait = [this] { reporting.heartbeat(); };
   optimizer->before_update = [this] {
     const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
     checkpoints->wait_copied();
   };
   if (ShardedUnits* units = policy->units()) units->before_release = optimizer->before_update;
+  if (critic != nullptr) {
+    critic->optimizer->before_update = optimizer->before_update;
+    if (ShardedUnits* units = critic->model->units()) units->before_release = optimizer->before_update;
+    checkpoints->add("value", *critic->model, *critic->optimizer, critic->model_dir);
+  }
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
+  if (critic != nullptr && !resumed) warm_start_critic();
   if (context.is_main()) {
     log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
                           " parameters, " + config.policy.precision + " on " + device_name(model_options.device) +
@@ -347,6 +402,39 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       warn_of_changes(*resumed, config);
     }
   }
+}
+
+void Session::make_critic(const TrainOptions& options) {
+  critic = std::make_unique<Critic>();
+  critic->config = critic_config(config);
+  critic->model_dir = resolve_model(config.value.model_name, options.hf_home);
+  const ModelConfig model = ModelConfig::load(critic->model_dir).with_value_head();
+  check_critic_model(*critic, model, policy->config(), *tokenizer, context.layout(), context.is_main());
+  const ModelOptions model_options = policy_options(critic->config, options.rendezvous.local_rank, model, context);
+  critic->model = load_or_draw_critic(critic->config, critic->model_dir, model_options);
+  critic->optimizer = make_optimizer(critic->config, *critic->model, context);
+  if (!context.is_main()) return;
+  log_info("train", "critic " + config.value.model_name + ": " + std::to_string(model.parameter_count()) +
+                        " parameters, " + config.value.precision + " on the actor's ranks");
+}
+
+// A new run's only: a resumed one has its own critic.
+void Session::warm_start_critic() {
+  const std::string& from = config.ppo.warm_start_value_checkpoint;
+  if (from.empty()) return;
+  const std::string key = "ppo.warm_start_value_checkpoint: ";
+  const std::filesystem::path weights = std::filesystem::path(from) / "value" / "weights";
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(weights / "config.json", ignored))
+    fail_user(key + from + " holds no critic (value/weights); name the folder step_N of a PPO run's checkpoint");
+  ModelConfig there = ModelConfig::load(weights);
+  if (!there.value_head) fail_user(key + weights.string() + " is no value model");
+  there.dtype = critic->model->config().dtype;
+  if (!(there == critic->model->config()))
+    fail_user(key + weights.string() + " is another model than value.model_name's, " + critic->model_dir.string());
+  load_parameters(*critic->model, weights);
+  critic->optimizer->reset_master_from_weights();
+  if (context.is_main()) log_info("train", "the critic begins with " + weights.string());
 }
 
 void Session::ready(int64_t step) {
@@ -387,6 +475,10 @@ void Session::save(int64_t step, const nlohmann::json& state, const std::map<std
   optimizer->finish_gather();
   context.set_phase("checkpoint");
   if (ShardedUnits* units = policy->units()) units->gather();
+  if (critic != nullptr) {
+    critic->optimizer->finish_gather();
+    if (ShardedUnits* units = critic->model->units()) units->gather();
+  }
   reporting.phase("checkpoint", step);
   checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config), files);
   tell_saved();  // the one before, if it had to be waited for

@@ -56,6 +56,14 @@ bool rows_are_exact(const Model& model, const Config& config, ParallelContext& c
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
                                           const ModelOptions& options);
 
+// The critic of a PPO run on the actor's ranks, of which each is a replica of both.
+struct Critic {
+  Config config;  // critic_config() of the run's
+  std::filesystem::path model_dir;
+  std::unique_ptr<Model> model;
+  std::unique_ptr<DistributedAdamW> optimizer;
+};
+
 class Session final {
  public:
   // Collective. Meets the other ranks, looks at what carries their collectives, loads tokenizer and model, resumes from
@@ -70,6 +78,7 @@ class Session final {
   std::unique_ptr<Model> policy;
   bool linear_is_row_exact = true;
   std::unique_ptr<DistributedAdamW> optimizer;
+  std::unique_ptr<Critic> critic;  // null: the algorithm has none
   std::unique_ptr<CheckpointManager> checkpoints;
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;
@@ -104,6 +113,8 @@ class Session final {
 
  private:
   void tell_saved();
+  void make_critic(const TrainOptions& options);
+  void warm_start_critic();
   void watch_phases() {
     if (fault_.kind != Fault::Kind::kKill) return;
     context.set_on_phase([this](const std::string& phase) { cause_kill(fault_, step_, phase, context); });

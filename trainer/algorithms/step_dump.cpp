@@ -25,6 +25,10 @@ void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const
   keep("loss", loss.detach().to(at::kCPU, at::kDouble).reshape({1}));
   if (batch.reference.defined()) keep("reference_logprobs", batch.reference);
   if (batch.positive.defined()) keep("positive", batch.positive);
+  if (batch.values.defined() && batch.values.numel() > 0) {
+    keep("values", batch.values);
+    keep("returns", batch.returns);
+  }
   if (!micro.input.prefix.empty()) keep("prefix", at::tensor(micro.input.prefix, at::kLong));
 }
 

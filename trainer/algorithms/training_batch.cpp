@@ -43,6 +43,14 @@ TrainingBatch make_training_batch(const std::vector<Sample>& samples, const Memb
   batch.advantages = of_tokens(samples, members, &Sample::advantages);
   batch.mask = loss_mask(samples, members);
   batch.sequence_mask = at::tensor(sequences, at::kFloat);
+  const bool values = std::all_of(members.begin(), members.end(), [&](int64_t i) {
+    const Sample& s = samples[static_cast<size_t>(i)];
+    return s.values.size() == s.response.size() && s.returns.size() == s.response.size();
+  });
+  if (values) {
+    batch.values = of_tokens(samples, members, &Sample::values);
+    batch.returns = of_tokens(samples, members, &Sample::returns);
+  }
   if (positive) batch.positive = spread(samples, members, correct);
   batch.versions = token_versions(samples, members);
   return batch;

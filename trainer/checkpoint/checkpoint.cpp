@@ -78,7 +78,8 @@ bool is_mine(const FileOwner& owner, ParallelContext& context) {
 
 // This rank's files. A split model's are gathered among those that hold it together, tensor by tensor: the state of
 // now, so that nobody needs to wait for them. Collective then.
-std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, ParallelContext& context) {
+std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, ParallelContext& context,
+                                    const std::string& folder = "policy") {
   std::vector<TensorFile> own;
   for (size_t i = 0; i < plan.files.size(); ++i) {
     const FileOwner owner = owner_of(i, model, context);
@@ -87,7 +88,7 @@ std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, Parallel
       for (auto& [name, tensor] : file.tensors) tensor = gather_parameter(model, context.holders(), name, owner.rank);
     }
     if (!is_mine(owner, context)) continue;
-    file.name = "policy/weights/" + file.name;
+    file.name = folder + "/weights/" + file.name;
     own.push_back(std::move(file));
   }
   return own;
@@ -106,8 +107,8 @@ struct CheckpointManager::Pending {
   int64_t step = 0;
   int64_t number = 0;
   fs::path temporary, target;
-  nlohmann::json manifest;  // without the files
-  std::string index;        // of the weights, or empty
+  nlohmann::json manifest;                     // without the files
+  std::map<std::string, std::string> indexes;  // of each model's weights, by its folder; may be empty
   double wait_seconds = 0;
   bool told = false;                       // by take_saved()
   std::atomic<bool> others_failed{false};  // rank 0: another rank's part will not come
@@ -177,6 +178,12 @@ CheckpointManager::Failure CheckpointManager::own_failure(const std::exception& 
   return describe(error);
 }
 
+void CheckpointManager::add(const std::string& name, Model& model, DistributedAdamW& optimizer,
+                            const fs::path& source_dir) {
+  TRIREME_CHECK(owner_.empty() && !model.options().split, "a further model of checkpoints");
+  further_.push_back({name, &model, &optimizer, source_dir});
+}
+
 void CheckpointManager::open(const Model& model, const DistributedAdamW& optimizer) {
   std::optional<Failure> failure;
   std::string owner;
@@ -199,13 +206,19 @@ void CheckpointManager::open(const Model& model, const DistributedAdamW& optimiz
   together("taking the checkpoint folder " + options_.directory.string(), failure);
   owner_ = context_.world().all_gather_bytes(owner).front();
 
-  int64_t own = options_.save_optimizer ? optimizer.saved().tensor_bytes() : 0, files = 1;
-  const ShardPlan weights = weights_of(model);
-  for (size_t i = 0; i < weights.files.size(); ++i) {
-    if (!is_mine(owner_of(i, model, context_), context_)) continue;
-    own += weights.files[i].tensor_bytes();
+  int64_t own = 0, files = 0;
+  const auto count = [&](const Model& one, const DistributedAdamW& its) {
+    if (options_.save_optimizer) own += its.saved().tensor_bytes();
     ++files;
-  }
+    const ShardPlan weights = weights_of(one);
+    for (size_t i = 0; i < weights.files.size(); ++i) {
+      if (!is_mine(owner_of(i, one, context_), context_)) continue;
+      own += weights.files[i].tensor_bytes();
+      ++files;
+    }
+  };
+  count(model, optimizer);
+  for (const Further& more : further_) count(*more.model, *more.optimizer);
   int64_t limit = options_.staging_bytes;
   const std::string host = host_name() + " ";
   const std::vector<std::string> needs = context_.world().all_gather_bytes(host + std::to_string(own));
@@ -256,20 +269,29 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
   BackgroundSave::Work work;
   work.folder = p.temporary;
   work.open = options_.open_file;
-  ShardPlan weights = weights_of(model);
-  p.index = weights.index;
-  work.files = own_weights(std::move(weights), model, context_);
-  if (options_.save_optimizer) {
-    work.files.push_back(optimizer.saved());
-    work.files.back().name = "policy/optimizer/" + work.files.back().name;
-  }
+  const auto take = [&](const Model& one, const DistributedAdamW& its, const std::string& folder) {
+    ShardPlan weights = weights_of(one);
+    p.indexes[folder] = weights.index;
+    for (TensorFile& file : own_weights(std::move(weights), one, context_, folder))
+      work.files.push_back(std::move(file));
+    if (!options_.save_optimizer) return;
+    work.files.push_back(its.saved());
+    work.files.back().name = folder + "/optimizer/" + work.files.back().name;
+  };
+  take(model, optimizer, "policy");
+  for (const Further& more : further_) take(*more.model, *more.optimizer, more.name);
   work.prepare = [this, &p, &model, config_yaml, files] {
-    fs::create_directories(p.temporary / "policy" / "optimizer");
-    fs::create_directories(p.temporary / "policy" / "weights");
+    const auto describe = [&](const Model& one, const std::string& folder, const fs::path& source) {
+      fs::create_directories(p.temporary / folder / "optimizer");
+      fs::create_directories(p.temporary / folder / "weights");
+      if (!context_.is_main()) return;
+      SaveOptions save;
+      save.source_dir = source;
+      save_model_description(one, p.temporary / folder / "weights", save);
+    };
+    describe(model, "policy", options_.source_dir);
+    for (const Further& more : further_) describe(*more.model, more.name, more.source_dir);
     if (!context_.is_main()) return;
-    SaveOptions save;
-    save.source_dir = options_.source_dir;
-    save_model_description(model, p.temporary / "policy" / "weights", save);
     write_file_atomic(p.temporary / "config.yaml", config_yaml);
     for (const auto& [name, bytes] : files) write_file_atomic(p.temporary / name, bytes);
   };
@@ -324,7 +346,9 @@ void CheckpointManager::wait_for_parts(Pending& pending, const std::atomic<bool>
 
 // Under the fence: whoever takes the folder finds this checkpoint whole, or never.
 void CheckpointManager::commit(const Pending& pending) {
-  if (!pending.index.empty()) write_file_atomic(pending.temporary / "policy" / "weights" / kShardIndex, pending.index);
+  for (const auto& [folder, index] : pending.indexes) {
+    if (!index.empty()) write_file_atomic(pending.temporary / folder / "weights" / kShardIndex, index);
+  }
   nlohmann::json files = nlohmann::json::array();
   for (const auto& entry : fs::recursive_directory_iterator(pending.temporary)) {
     if (!entry.is_regular_file()) continue;
@@ -450,13 +474,17 @@ std::optional<CheckpointInfo> CheckpointManager::load_latest(Model& model, Distr
     fail_user("checkpoint " + chosen + " belongs to another run: " + *difference +
               "; choose another checkpointing.checkpoint_dir");
   }
-  load_parameters(model, info.path / "policy" / "weights");
-  if (info.has_optimizer) {
-    optimizer.load(info.path / "policy" / "optimizer");
-  } else {
-    optimizer.reset_master_from_weights();
-    log_warn("checkpoint", chosen + " holds no optimizer state: its moments start from zero");
-  }
+  const auto load = [&](Model& one, DistributedAdamW& its, const fs::path& folder) {
+    load_parameters(one, folder / "weights");
+    if (info.has_optimizer) {
+      its.load(folder / "optimizer");
+    } else {
+      its.reset_master_from_weights();
+    }
+  };
+  load(model, optimizer, info.path / "policy");
+  for (const Further& more : further_) load(*more.model, *more.optimizer, info.path / more.name);
+  if (!info.has_optimizer) log_warn("checkpoint", chosen + " holds no optimizer state: its moments start from zero");
   last_saved_step_ = info.step;
   return info;
 }

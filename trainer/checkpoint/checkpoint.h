@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "trainer/checkpoint/background_save.h"
@@ -58,6 +59,10 @@ class CheckpointManager final {
   CheckpointManager(const CheckpointManager&) = delete;
   CheckpointManager& operator=(const CheckpointManager&) = delete;
 
+  // Before open(): every checkpoint also holds this model, in its folder "NAME/weights" and "NAME/optimizer", as the
+  // policy's are in "policy/". A model that is split over no ranks. Both outlive the manager.
+  void add(const std::string& name, Model& model, DistributedAdamW& optimizer, const std::filesystem::path& source_dir);
+
   // Collective. Takes the folder (Fence), removes what others left unfinished, and begins to set host memory aside.
   // The first load_latest() or begin_save() does it otherwise.
   void open(const Model& model, const DistributedAdamW& optimizer);
@@ -99,6 +104,12 @@ class CheckpointManager final {
  private:
   struct Failure;
   struct Pending;
+  struct Further {
+    std::string name;
+    Model* model = nullptr;
+    DistributedAdamW* optimizer = nullptr;
+    std::filesystem::path source_dir;
+  };
   void together(const std::string& what, const std::optional<Failure>& own);
   Failure own_failure(const std::exception& error) const;
   void end_pending(bool give_up);
@@ -111,6 +122,7 @@ class CheckpointManager final {
   CheckpointOptions options_;
   nlohmann::json fingerprint_;
   ParallelContext& context_;
+  std::vector<Further> further_;
   int64_t last_saved_step_ = -1;
   int64_t saves_ = 0;  // begun; the same on all ranks
   std::string owner_;  // of this start; the same on all ranks; empty: not open

@@ -108,7 +108,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   }
   validate_supported(config);
   use_threads(local_world_from_environment());
-  const TrainSummary summary = config.algorithm == "sft" ? run_sft(config, options) : run_grpo(config, options);
+  const TrainSummary summary = !has_rollouts(config) ? run_sft(config, options) : run_grpo(config, options);
   if (summary.end == LoopEnd::kStopped) {
     log_info("train", "stopped after step " + std::to_string(summary.steps) +
                           (config.checkpointing.enabled ? ", checkpoint saved" : ""));

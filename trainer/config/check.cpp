@@ -48,7 +48,7 @@ void check_batches(const Config& c, Problems& out) {
                    number(gbs) + " cannot be divided by train_micro_batch_size " + number(p.train_micro_batch_size) +
                        " x " + number(dp) + " data parallel ranks; turn sequence_packing on or change one of them"});
   }
-  if (c.algorithm != "grpo") return;
+  if (!has_rollouts(c)) return;
   const int64_t samples = saturating_product(c.grpo.num_prompts_per_step, c.grpo.num_generations_per_prompt);
   const std::string product = number(samples) + " samples of a step (num_prompts_per_step " +
                               number(c.grpo.num_prompts_per_step) + " x num_generations_per_prompt " +
@@ -104,7 +104,7 @@ void check_lengths(const Config& c, Problems& out) {
          "needs policy.sequence_packing.enabled; without it micro-batches are cut by samples, not by groups"});
   } else if (p.sequence_packing.share_prompts && c.algorithm == "sft") {
     out.push_back({"policy.sequence_packing.share_prompts",
-                   "is for GRPO, where the responses of a group have one prompt; leave it out of an SFT run"});
+                   "is for GRPO and PPO, where the responses of a group have one prompt; leave it out of an SFT run"});
   }
   if (p.generation.kv_cache_tokens > 0 && p.generation.kv_cache_tokens < longest) {
     out.push_back({"policy.generation.kv_cache_tokens",
@@ -169,7 +169,8 @@ void check_recompute(const Config& c, Problems& out) {
 
 void check_grpo(const Config& c, Problems& out) {
   const auto& g = c.grpo;
-  const bool group_baseline = g.adv_estimator.name == AdvantageEstimator::kGrpo || g.adv_estimator.minus_baseline;
+  const bool group_baseline =
+      c.algorithm == "grpo" && (g.adv_estimator.name == AdvantageEstimator::kGrpo || g.adv_estimator.minus_baseline);
   if (g.num_generations_per_prompt < 2 && group_baseline) {
     out.push_back(
         {"grpo.num_generations_per_prompt", "a group of 1 has no baseline, so every advantage is 0; set at least 2"});
@@ -197,7 +198,12 @@ void check_grpo(const Config& c, Problems& out) {
     out.push_back({"grpo.stop_at_validation_metric",
                    "belongs together with grpo.stop_at_validation_threshold: set both or neither"});
   }
-  if (g.early_gradients) {
+  if (g.use_dynamic_sampling && g.num_generations_per_prompt < 2)
+    out.push_back({"grpo.use_dynamic_sampling",
+                   "keeps groups whose rewards differ, and groups of 1 have one: set grpo.num_generations_per_prompt "
+                   "to at least 2, or switch it off"});
+  if (g.max_num_epochs == 0) out.push_back({"grpo.max_num_epochs", "must be at least 1, or -1 for no limit"});
+  if (g.early_gradients && c.algorithm == "grpo") {
     const char* why =
         g.adv_estimator.name == AdvantageEstimator::kReinforcePlusPlus
             ? "cannot be used where advantages are whitened over the whole batch"
@@ -302,7 +308,12 @@ void check_loss(const Config& c, Problems& out) {
     out.push_back(
         {"loss_fn.truncated_importance_sampling_ratio_min", "is above loss_fn.truncated_importance_sampling_ratio"});
   }
-  if (l.use_kl_in_reward && c.grpo.adv_estimator.name != AdvantageEstimator::kReinforcePlusPlus) {
+  if (l.use_kl_in_reward && c.algorithm == "ppo") {
+    if (!has_critic(c))
+      out.push_back({"loss_fn.use_kl_in_reward",
+                     "needs ppo.adv_estimator.name gae; raw_reward has no reward of a token, so that the KL would be "
+                     "neither in the rewards nor in the loss"});
+  } else if (l.use_kl_in_reward && c.grpo.adv_estimator.name != AdvantageEstimator::kReinforcePlusPlus) {
     out.push_back({"loss_fn.use_kl_in_reward",
                    "needs grpo.adv_estimator.name reinforce_plus_plus; the grpo estimator has no reward of a token, so "
                    "that the KL would be neither in the rewards nor in the loss"});
@@ -399,11 +410,11 @@ void check_env(const Config& c, Problems& out) {
     out.push_back({"env.format.enabled", "needs env.format.pattern or env.format.tags"});
   }
   check_http(e.http, out);
-  if (c.algorithm == "grpo" && e.enabled().empty())
+  if (has_rollouts(c) && e.enabled().empty())
     out.push_back({"env.math.enabled", "no reward is enabled; turn on one of " + join(reward_names(), ", ")});
   for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name},
                                   {"data.validation.env_name", &c.data.validation.env_name}}) {
-    if (name->empty() || c.algorithm != "grpo" || config::missing_environment(*name) != nullptr) continue;
+    if (name->empty() || !has_rollouts(c) || config::missing_environment(*name) != nullptr) continue;
     const auto enabled = e.enabled();
     if (std::find(enabled.begin(), enabled.end(), *name) == enabled.end()) {
       out.push_back(
@@ -419,6 +430,39 @@ void check_checkpointing(const Config& c, Problems& out) {
     out.push_back({"checkpointing.metric_name", "there is no value '" + c.checkpointing.metric_name +
                                                     "' in this run; there are " + join(known, ", ") +
                                                     ", and null for the newest checkpoints"});
+  }
+}
+
+void check_ppo(const Config& c, Problems& out) {
+  const PpoConfig& p = c.ppo;
+  if (c.loss_fn.force_on_policy_ratio && p.ppo_epochs > 1)
+    out.push_back({"loss_fn.force_on_policy_ratio",
+                   "needs one pass over a rollout, and ppo.ppo_epochs is " + number(p.ppo_epochs) + ": set it to 1"});
+  if (has_critic(c)) return;
+  if (p.policy_training_start_step > 0)
+    out.push_back({"ppo.policy_training_start_step",
+                   "is for a critic, which ppo.adv_estimator.name raw_reward does without: set 0"});
+  if (!p.warm_start_value_checkpoint.empty())
+    out.push_back({"ppo.warm_start_value_checkpoint",
+                   "is for a critic, which ppo.adv_estimator.name raw_reward does without: leave it out"});
+}
+
+// What the rules of policy.* say of value.*, told of its keys.
+void check_critic(const Config& c, Problems& out) {
+  if (c.value.max_total_sequence_length < c.policy.max_total_sequence_length) {
+    out.push_back({"value.max_total_sequence_length",
+                   number(c.value.max_total_sequence_length) + " is less than policy.max_total_sequence_length " +
+                       number(c.policy.max_total_sequence_length) + ": the critic reads every sample"});
+  }
+  const Config critic = critic_config(c);
+  Problems found;
+  check_batches(critic, found);
+  check_recompute(critic, found);
+  check_lengths(critic, found);
+  check_optimizer(critic, found);
+  for (const config::Problem& problem : found) {
+    if (!starts_with(problem.key, "policy.") || starts_with(problem.key, "policy.generation.")) continue;
+    out.push_back({replace_all(problem.key, "policy.", "value."), replace_all(problem.message, "policy.", "value.")});
   }
 }
 
@@ -464,15 +508,23 @@ std::vector<config::Problem> config::cross_check(const Config& config) {
   check_recompute(config, problems);
   check_lengths(config, problems);
   check_generation(config, problems);
-  if (config.algorithm == "grpo") {
+  if (has_rollouts(config)) {
     check_grpo(config, problems);
     check_async(config, problems);
     check_loss(config, problems);
   }
+  if (config.algorithm == "ppo") check_ppo(config, problems);
   check_optimizer(config, problems);
   check_env(config, problems);
   check_checkpointing(config, problems);
   check_rest(config, problems);
+  if (config.algorithm == "ppo") {  // whose rollout has the rules of GRPO's, and keys of its own
+    for (config::Problem& problem : problems) {
+      problem.key = replace_all(problem.key, "grpo.", "ppo.");
+      problem.message = replace_all(problem.message, "grpo.", "ppo.");
+    }
+  }
+  if (has_critic(config)) check_critic(config, problems);
   return problems;
 }
 

@@ -34,7 +34,8 @@ struct AsyncGrpoConfig {
   RatioFrom ratio_from = RatioFrom::kTraining;  // (ours)
 };
 
-struct GrpoConfig : AdvantageOptions {
+// What grpo.* and ppo.* have in common: from prompts to rewarded samples, and when to validate and to end.
+struct RolloutConfig {
   int64_t num_prompts_per_step = 32;
   int64_t num_generations_per_prompt = 16;
   int64_t max_rollout_turns = 1;
@@ -58,9 +59,26 @@ struct GrpoConfig : AdvantageOptions {
   RewardScaling reward_scaling;
   bool skip_reference_policy_logprobs_calculation = false;
   std::optional<double> seq_logprob_error_threshold;
-  bool early_gradients = false;  // (ours) gradients of whole groups while the last responses are generated
   bool shuffle_rewards = false;  // (ours) the control experiment: rewards permuted over the batch
+};
+
+// Of a PPO run its rollout part is ppo's (derive_defaults), so that whoever makes rollouts asks here.
+struct GrpoConfig : AdvantageOptions, RolloutConfig {
+  bool early_gradients = false;  // (ours) gradients of whole groups while the last responses are generated
   AsyncGrpoConfig async_grpo;
+};
+
+struct PpoConfig : RolloutConfig {
+  PpoConfig() {
+    max_num_epochs = 100000;
+    max_num_steps = 100000;
+    val_period = 20;
+    val_at_start = true;
+  }
+  int64_t ppo_epochs = 4;                   // passes of critic and actor over each rollout
+  int64_t policy_training_start_step = 0;   // steps in which only the critic is trained
+  std::string warm_start_value_checkpoint;  // step folder of another run; empty: none
+  GaeOptions adv_estimator;
 };
 
 struct SftConfig {
@@ -222,29 +240,43 @@ struct GenerationConfig {
   ColocatedConfig colocated;
 };
 
-struct PolicyConfig {
+// What policy.* and value.* have in common: a model and how it is trained.
+struct ModelTrainingConfig {
   std::string model_name = "Qwen/Qwen2.5-1.5B";  // a folder in Hugging Face format, or a Hub id in the local cache
-  TokenizerConfig tokenizer;
-  int64_t train_global_batch_size = 512;  // samples in one optimizer step
+  int64_t train_global_batch_size = 512;         // samples in one optimizer step
   int64_t train_micro_batch_size = 4;
   int64_t logprob_batch_size = kDerived;  // derived: train_micro_batch_size
   int64_t max_total_sequence_length = 512;
   std::string precision = "bfloat16";                    // bfloat16 | float32
   double max_grad_norm = 1.0;                            // 0: no clipping
   int64_t make_sequence_length_divisible_by = kDerived;  // derived: from tensor and context parallel sizes
-  int64_t logprob_chunk_size = 1024;  // rows of [tokens, vocab] alive at once in the log-prob and loss
-  bool offload_optimizer_for_logprob = false;
-  bool activation_checkpointing = false;  // (ours) for runs without dtensor_cfg or megatron_cfg
-  int64_t recompute_layers = -1;          // (ours) for runs without megatron_cfg; -1: as many as must be
-  bool random_weights = false;            // (ours) for measurements: drawn instead of loaded
-  int64_t moe_combine_blocks = 0;         // (ours) runs of experts summed and rounded together; 0: derived
+  bool activation_checkpointing = false;                 // (ours) for runs without dtensor_cfg or megatron_cfg
+  int64_t recompute_layers = -1;                         // (ours) for runs without megatron_cfg; -1: as many as must be
+  int64_t moe_combine_blocks = 0;  // (ours) runs of experts summed and rounded together; 0: derived
   DynamicBatchingConfig dynamic_batching;
   SequencePackingConfig sequence_packing;
   OptimizerConfig optimizer;
   SchedulerConfig scheduler;
-  GenerationConfig generation;
   MegatronConfig megatron_cfg;
   DtensorConfig dtensor_cfg;
+};
+
+struct PolicyConfig : ModelTrainingConfig {
+  TokenizerConfig tokenizer;
+  int64_t logprob_chunk_size = 1024;  // rows of [tokens, vocab] alive at once in the log-prob and loss
+  bool offload_optimizer_for_logprob = false;
+  bool random_weights = false;  // (ours) for measurements: drawn instead of loaded
+  GenerationConfig generation;
+};
+
+struct ValueConfig : ModelTrainingConfig {  // of the critic; it reads the policy's tokens
+  ValueConfig() {
+    model_name.clear();  // derived, as the next ones: the policy's
+    train_global_batch_size = kDerived;
+    train_micro_batch_size = kDerived;
+    max_total_sequence_length = kDerived;
+    precision.clear();
+  }
 };
 
 struct DatasetConfig : RowLayout {
@@ -336,13 +368,16 @@ struct ClusterConfig {
 };
 
 struct Config {
-  std::string algorithm = "grpo";  // (ours) grpo | sft
+  std::string algorithm = "grpo";  // (ours) grpo | ppo | sft
   std::string compatibility;       // (ours) v0.3 | main: whose defaults differing keys take; derived: main
   GrpoConfig grpo;
+  PpoConfig ppo;
   SftConfig sft;
   LossOptions loss_fn;
+  ValueLossOptions value_loss_fn;
   CheckpointingConfig checkpointing;
   PolicyConfig policy;
+  ValueConfig value;
   DataConfig data;
   EnvConfig env;
   LoggerConfig logger;
@@ -398,6 +433,14 @@ std::vector<std::string> checkpoint_metric_names(const Config& config);
 // The same value under its own name: v0.3's "val_reward" is "val:accuracy". An unknown name is given back as it is.
 std::string checkpoint_metric(const Config& config);
 
+// Whether the run generates: GRPO and PPO, not SFT.
+bool has_rollouts(const Config& config);
+// Whether it trains a critic: PPO, unless its advantages are raw rewards.
+bool has_critic(const Config& config);
+// The same run with value.* in the place of policy.*: what is asked of it is the critic's (learning rates,
+// micro-batches, recomputation, what ranks share).
+Config critic_config(const Config& config);
+
 // Which back-end's sizes apply: megatron_cfg when enabled, else dtensor_cfg when enabled, else all 1.
 struct ParallelSizes {
   int64_t tensor = 1, pipeline = 1, context = 1, expert = 1, expert_tensor = 1;
@@ -433,7 +476,9 @@ int64_t world_size(const Config& config);
 int64_t data_parallel_size(const Config& config);
 // Samples of one rollout: prompts * generations (* batch_multiplier under dynamic sampling, before filtering).
 int64_t samples_per_step(const Config& config);
-// Optimizer steps per rollout (GRPO).
+// Passes over each rollout: ppo.ppo_epochs, 1 of GRPO. Schedules move once a pass, as NeMo-RL's.
+int64_t passes_per_rollout(const Config& config);
+// Optimizer steps per pass over a rollout.
 int64_t optimizer_steps_per_rollout(const Config& config);
 
 // AdamW's settings from whichever back-end is on.

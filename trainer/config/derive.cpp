@@ -19,6 +19,39 @@ void fill_text(std::string& value, const std::string& derived) {
   if (value.empty()) value = derived;
 }
 
+constexpr int64_t kNoLimit = 1'000'000'000;
+
+// Of policy or value. `divisor`: what sequence lengths must be a multiple of.
+void derive_model(ModelTrainingConfig& p, int64_t divisor) {
+  const int64_t longest = p.max_total_sequence_length;
+  if (p.sequence_packing.algorithm == "modified_ffd") p.sequence_packing.algorithm = "modified_first_fit_decreasing";
+  fill(p.logprob_batch_size, p.train_micro_batch_size);
+  fill(p.make_sequence_length_divisible_by, divisor);
+  fill(p.dynamic_batching.train_mb_tokens, saturating_product(longest, p.train_micro_batch_size));
+  fill(p.dynamic_batching.logprob_mb_tokens, saturating_product(longest, p.logprob_batch_size));
+  fill(p.sequence_packing.train_mb_tokens, saturating_product(longest, p.train_micro_batch_size));
+  fill(p.sequence_packing.logprob_mb_tokens, saturating_product(longest, p.logprob_batch_size));
+  fill(p.megatron_cfg.optimizer.clip_grad, p.max_grad_norm);
+  fill(p.megatron_cfg.scheduler.start_weight_decay, p.megatron_cfg.optimizer.weight_decay);
+  fill(p.megatron_cfg.scheduler.end_weight_decay, p.megatron_cfg.optimizer.weight_decay);
+}
+
+void derive_value(Config& c) {
+  ValueConfig& v = c.value;
+  fill_text(v.model_name, c.policy.model_name);
+  fill_text(v.precision, c.policy.precision);
+  fill(v.train_global_batch_size, c.policy.train_global_batch_size);
+  fill(v.train_micro_batch_size, c.policy.train_micro_batch_size);
+  fill(v.max_total_sequence_length, c.policy.max_total_sequence_length);
+  derive_model(v, required_divisor(critic_config(c)));
+}
+
+void derive_rollouts(RolloutConfig& r, int64_t longest) {
+  if (r.max_num_epochs < 0) r.max_num_epochs = kNoLimit;
+  r.val_period = std::max<int64_t>(r.val_period, 0);
+  fill(r.reward_shaping.max_response_length, longest);
+}
+
 }  // namespace
 
 void derive_defaults(Config& c) {
@@ -28,25 +61,21 @@ void derive_defaults(Config& c) {
   fill_text(p.tokenizer.name, p.model_name);
   if (c.checkpointing.metric_name == "default") c.checkpointing.metric_name = checkpoint_metric(c);
   if (!c.logger.log_dir.empty()) fill_text(c.logger.tensorboard.log_dir, c.logger.log_dir + "/tensorboard");
-  c.grpo.val_period = std::max<int64_t>(c.grpo.val_period, 0);
+  derive_rollouts(c.grpo, longest);
+  derive_rollouts(c.ppo, longest);
+  if (c.algorithm == "ppo") {
+    static_cast<RolloutConfig&>(c.grpo) = c.ppo;
+    c.grpo.early_gradients = false;  // advantages are whitened over the whole batch
+  }
   c.sft.val_period = std::max<int64_t>(c.sft.val_period, 0);
-  if (p.sequence_packing.algorithm == "modified_ffd") p.sequence_packing.algorithm = "modified_first_fit_decreasing";
   if (p.tokenizer.chat_template == "default") p.tokenizer.chat_template.clear();
-  fill(p.logprob_batch_size, p.train_micro_batch_size);
-  fill(p.make_sequence_length_divisible_by, required_divisor(c));
-  fill(p.dynamic_batching.train_mb_tokens, saturating_product(longest, p.train_micro_batch_size));
-  fill(p.dynamic_batching.logprob_mb_tokens, saturating_product(longest, p.logprob_batch_size));
-  fill(p.sequence_packing.train_mb_tokens, saturating_product(longest, p.train_micro_batch_size));
-  fill(p.sequence_packing.logprob_mb_tokens, saturating_product(longest, p.logprob_batch_size));
+  derive_model(p, required_divisor(c));
+  derive_value(c);
   fill(p.generation.max_new_tokens, longest);
   p.generation.top_k = std::max<int64_t>(p.generation.top_k, 0);
   fill(p.generation.val_temperature, p.generation.temperature);
   fill(p.generation.val_top_p, p.generation.top_p);
   fill(p.generation.val_top_k, p.generation.top_k);
-  fill(p.megatron_cfg.optimizer.clip_grad, p.max_grad_norm);
-  fill(p.megatron_cfg.scheduler.start_weight_decay, p.megatron_cfg.optimizer.weight_decay);
-  fill(p.megatron_cfg.scheduler.end_weight_decay, p.megatron_cfg.optimizer.weight_decay);
-  fill(c.grpo.reward_shaping.max_response_length, longest);
   fill(c.data.max_input_seq_length, longest);
   fill(c.data.seed, c.algorithm == "sft" ? c.sft.seed : c.grpo.seed);
   if (c.data.validation.dataset_name.empty() && c.data.validation.data_path.empty() &&

@@ -16,26 +16,62 @@ FieldRef reference(Named auto& member) { return ChoiceRef(&member); }
 #define OURS(member) \
   add(               \
       table, #member, [](Config& c) { return reference(c.member); }, true)
+// Keys of grpo that ppo has too, and of policy that value has too.
+#define ROLLOUT(member) add_rollout(table, #member, [](RolloutConfig& c) { return reference(c.member); })
+#define OUR_ROLLOUT(member) \
+  add_rollout(              \
+      table, #member, [](RolloutConfig& c) { return reference(c.member); }, true)
+#define MODEL(member) add_model(table, #member, [](ModelTrainingConfig& c) { return reference(c.member); })
+#define OUR_MODEL(member) \
+  add_model(              \
+      table, #member, [](ModelTrainingConfig& c) { return reference(c.member); }, true)
 
 struct Entry {
   Field* field;
-  Field& operator()(const char* doc) {
+  Field& operator()(const char* doc) const {
     field->doc = doc;
     return *field;
   }
 };
 
-Entry add(std::vector<Field>& table, const char* path, FieldRef (*get)(Config&), bool ours = false) {
+Entry add(std::vector<Field>& table, const std::string& path, std::function<FieldRef(Config&)> get, bool ours = false) {
   Field field;
   field.path = path;
-  field.get = get;
+  field.get = std::move(get);
   field.ours = ours;
   Config defaults;
-  const FieldRef ref = get(defaults);
+  const FieldRef ref = field.get(defaults);
   if (const auto* choice = std::get_if<ChoiceRef>(&ref))
     field.choices.assign(choice->names.begin(), choice->names.end());
   table.push_back(std::move(field));
   return Entry{&table.back()};
+}
+
+Entry add_rollout(std::vector<Field>& table, const std::string& name, FieldRef (*get)(RolloutConfig&),
+                  bool ours = false) {
+  const Entry entry = add(
+      table, "grpo." + name, [get](Config& c) { return get(c.grpo); }, ours);
+  entry.field->of_rollout = get;
+  return entry;
+}
+
+Entry add_model(std::vector<Field>& table, const std::string& name, FieldRef (*get)(ModelTrainingConfig&),
+                bool ours = false) {
+  const Entry entry = add(
+      table, "policy." + name, [get](Config& c) { return get(c.policy); }, ours);
+  entry.field->of_model = get;
+  return entry;
+}
+
+// The same key of another section, by the same words.
+Field twin_of(const Field& field, const std::string& from, const std::string& to,
+              std::function<FieldRef(Config&)> get) {
+  Field twin = field;
+  twin.path = to + field.path.substr(from.size());
+  twin.doc = replace_all(field.doc, from, to);
+  twin.derived = replace_all(field.derived, from, to);
+  twin.get = std::move(get);
+  return twin;
 }
 
 constexpr const char* kAll = "1000000000";  // what null stands for where it means "no bound"
@@ -43,51 +79,51 @@ constexpr const char* kAll = "1000000000";  // what null stands for where it mea
 // The table by sections, in the order of the page.
 
 void add_grpo(std::vector<Field>& table) {
-  KEY(grpo.num_prompts_per_step)("prompts of one rollout").at_least(1);
-  KEY(grpo.num_generations_per_prompt)("responses to each prompt: the size of a group").at_least(1);
-  KEY(grpo.max_rollout_turns)("turns of a conversation; 1 is supported").at_least(1);
-  KEY(grpo.max_num_epochs)("passes over the training data, at most").at_least(1);
-  KEY(grpo.max_num_steps)("steps, at most").at_least(0);
+  ROLLOUT(num_prompts_per_step)("prompts of one rollout").at_least(1);
+  ROLLOUT(num_generations_per_prompt)("responses to each prompt: the size of a group").at_least(1);
+  ROLLOUT(max_rollout_turns)("turns of a conversation; 1 is supported").at_least(1);
+  ROLLOUT(max_num_epochs)("passes over the training data, at most").at_least(1);
+  ROLLOUT(max_num_steps)("steps, at most").at_least(0);
   KEY(grpo.normalize_rewards)("divide advantages by the group's standard deviation");
   KEY(grpo.use_leave_one_out_baseline)("a sample's own reward is left out of its baseline and standard deviation");
   OURS(grpo.biased_group_std)("standard deviation with the biased estimator, as NeMo-RL v0.3 has it");
   KEY(grpo.advantage_clip_low)("advantages below are raised to it, after normalisation");
   KEY(grpo.advantage_clip_high)("advantages above are lowered to it, after normalisation");
-  KEY(grpo.val_period)("steps between validations; 0 or -1: never").at_least(-1);
-  KEY(grpo.val_start_at)("no periodic validation before this step; -1: from the start").at_least(-1);
-  KEY(grpo.val_at_start)("validate before the first step");
-  KEY(grpo.val_at_end)("validate after the last step");
-  KEY(grpo.max_val_samples)("prompts of a validation, at most; null: all").at_least(1).null_as(kAll);
-  KEY(grpo.val_batch_size)("prompts of a validation handed to the engine at once; null: all").at_least(1).null_as(kAll);
-  KEY(grpo.val_num_generations_per_prompt)
+  ROLLOUT(val_period)("steps between validations; 0 or -1: never").at_least(-1);
+  ROLLOUT(val_start_at)("no periodic validation before this step; -1: from the start").at_least(-1);
+  ROLLOUT(val_at_start)("validate before the first step");
+  ROLLOUT(val_at_end)("validate after the last step");
+  ROLLOUT(max_val_samples)("prompts of a validation, at most; null: all").at_least(1).null_as(kAll);
+  ROLLOUT(val_batch_size)("prompts of a validation handed to the engine at once; null: all").at_least(1).null_as(kAll);
+  ROLLOUT(val_num_generations_per_prompt)
   ("responses to each validation prompt; above 1 pass@k is reported too").at_least(1);
-  KEY(grpo.stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
-  KEY(grpo.stop_at_validation_threshold)("value of that metric from which the run ends");
-  KEY(grpo.seed)("seed of sampling and of the data order").at_least(0);
-  KEY(grpo.overlong_filtering)("samples cut off at the length limit stay out of the loss (but in the baseline)");
-  KEY(grpo.use_dynamic_sampling)("DAPO: groups with equal rewards are replaced by further rollouts");
-  KEY(grpo.dynamic_sampling_max_gen_batches)("rollouts one step may take to fill its batch").at_least(1);
-  KEY(grpo.batch_multiplier)
+  ROLLOUT(stop_at_validation_metric)("validation metric that ends the run early, e.g. accuracy").null_default();
+  ROLLOUT(stop_at_validation_threshold)("value of that metric from which the run ends");
+  ROLLOUT(seed)("seed of sampling and of the data order").at_least(0);
+  ROLLOUT(overlong_filtering)("samples cut off at the length limit stay out of the loss (but in the baseline)");
+  ROLLOUT(use_dynamic_sampling)("DAPO: groups with equal rewards are replaced by further rollouts");
+  ROLLOUT(dynamic_sampling_max_gen_batches)("rollouts one step may take to fill its batch").at_least(1);
+  ROLLOUT(batch_multiplier)
   ("prompts of a dynamic-sampling rollout, as a multiple of num_prompts_per_step").at_least(1);
-  KEY(grpo.reward_shaping.enabled)("shape rewards by response length");
-  KEY(grpo.reward_shaping.overlong_buffer_length)
+  ROLLOUT(reward_shaping.enabled)("shape rewards by response length");
+  ROLLOUT(reward_shaping.overlong_buffer_length)
   ("tokens before max_response_length in which the penalty grows").at_least(1);
-  KEY(grpo.reward_shaping.overlong_buffer_penalty)("penalty at max_response_length").at_least(0);
-  KEY(grpo.reward_shaping.max_response_length)
+  ROLLOUT(reward_shaping.overlong_buffer_penalty)("penalty at max_response_length").at_least(0);
+  ROLLOUT(reward_shaping.max_response_length)
   ("length at which the penalty is full").from("policy.max_total_sequence_length").at_least(1);
-  KEY(grpo.reward_shaping.stop_properly_penalty_coef)
+  ROLLOUT(reward_shaping.stop_properly_penalty_coef)
   ("instead: rewards of truncated samples are multiplied by it").at_least(0).at_most(1);
-  KEY(grpo.reward_scaling.enabled)("map rewards from the source range to the target range");
-  KEY(grpo.reward_scaling.source_min)("lower end of the source range; rewards are clamped to it");
-  KEY(grpo.reward_scaling.source_max)("upper end of the source range");
-  KEY(grpo.reward_scaling.target_min)("lower end of the target range");
-  KEY(grpo.reward_scaling.target_max)("upper end of the target range");
+  ROLLOUT(reward_scaling.enabled)("map rewards from the source range to the target range");
+  ROLLOUT(reward_scaling.source_min)("lower end of the source range; rewards are clamped to it");
+  ROLLOUT(reward_scaling.source_max)("upper end of the source range");
+  ROLLOUT(reward_scaling.target_min)("lower end of the target range");
+  ROLLOUT(reward_scaling.target_max)("upper end of the target range");
   KEY(grpo.adv_estimator.name)
   ("how advantages are estimated; gdpo and opd are not supported yet");
   KEY(grpo.adv_estimator.minus_baseline)("reinforce_plus_plus: subtract the group's mean");
-  KEY(grpo.skip_reference_policy_logprobs_calculation)
+  ROLLOUT(skip_reference_policy_logprobs_calculation)
   ("no reference pass; needs loss_fn.reference_policy_kl_penalty 0");
-  KEY(grpo.seq_logprob_error_threshold)
+  ROLLOUT(seq_logprob_error_threshold)
   ("sequences whose mean exp(|generation - training log-prob|) exceeds it are masked").above(1);
   OURS(grpo.early_gradients)
   ("gradients of whole groups of the first optimizer step while the last responses are generated, in the part of the "
@@ -95,7 +131,7 @@ void add_grpo(std::vector<Field>& table) {
    "rounding, since their order depends on time. A rank then generates whole groups. Gains 2 to 3 % of a step of one "
    "GPU with "
    "long-tailed responses and no reference model, and costs 8 % on four (docs/lab/013-gradients-under-generation.md)");
-  OURS(grpo.shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
+  OUR_ROLLOUT(shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)
   ("carry-over: places that a step's last responses leave free take groups of the next steps, and what is not finished "
    "when the step is complete goes on with the new weights");
@@ -112,6 +148,58 @@ void add_grpo(std::vector<Field>& table) {
   OURS(grpo.async_grpo.ratio_from)
   ("of tokens that older weights drew, the ratio of the loss begins with the log-prob under: training, the weights "
    "before the first optimizer step, by a pass over these samples; generation, those that drew them, without a pass");
+}
+
+void add_ppo(std::vector<Field>& table) {
+  for (size_t i = 0, size = table.size(); i < size; ++i) {
+    if (const auto get = table[i].of_rollout)
+      table.push_back(twin_of(table[i], "grpo.", "ppo.", [get](Config& c) { return get(c.ppo); }));
+    Field& last = table.back();
+    if (last.path == "ppo.max_num_epochs")
+      last.at_least(-1).doc = "passes over the training data, at most; -1: no limit";
+  }
+  KEY(ppo.ppo_epochs)("passes of critic and actor over each rollout; learning rates move once a pass").at_least(1);
+  KEY(ppo.policy_training_start_step)("steps in which only the critic is trained, before the actor is too").at_least(0);
+  KEY(ppo.warm_start_value_checkpoint)
+  ("folder of a checkpoint (step_N) of another run, whose value/weights a new run's critic begins with").null_default();
+  KEY(ppo.adv_estimator.name)
+  ("gae: generalized advantage estimation, by a critic; raw_reward: the response's reward, without one");
+  KEY(ppo.adv_estimator.gae_lambda)("lambda of advantages and returns").at_least(0).at_most(1);
+  KEY(ppo.adv_estimator.gae_gamma)("discount of a token").at_least(0).at_most(1);
+  KEY(ppo.adv_estimator.normalize_advantages)("whiten advantages over all valid tokens of a rollout");
+  KEY(ppo.adv_estimator.gae_lambda_value)("lambda of returns; null: gae_lambda").at_least(0).at_most(1);
+  KEY(ppo.adv_estimator.gae_lambda_policy)("lambda of advantages; null: gae_lambda").at_least(0).at_most(1);
+  KEY(ppo.adv_estimator.length_adaptive_alpha)
+  ("above 0: lambda of advantages is 1 - 1 / (alpha * tokens of the response), whatever gae_lambda_policy says")
+      .at_least(0);
+}
+
+void add_value_loss(std::vector<Field>& table) {
+  KEY(value_loss_fn.scale)("factor of the critic's loss").above(0);
+  KEY(value_loss_fn.cliprange)
+  ("new values count no further than this from those before the rollout's training; 0 or null: as they are")
+      .at_least(0);
+}
+
+void add_value(std::vector<Field>& table) {
+  for (size_t i = 0, size = table.size(); i < size; ++i) {
+    const auto get = table[i].of_model;
+    if (get == nullptr) continue;
+    table.push_back(twin_of(table[i], "policy.", "value.", [get](Config& c) { return get(c.value); }));
+    Field& twin = table.back();
+    const std::string name = twin.path.substr(std::string("value.").size());
+    if (name == "model_name") {
+      twin.from("policy.model_name").doc =
+          "the critic: a folder in Hugging Face format (...ForSequenceClassification with one label, or a causal "
+          "model, "
+          "under a head of zeros), or a Hub id in the local cache";
+      twin.null_means.reset();
+    }
+    for (const char* of_policy :
+         {"train_global_batch_size", "train_micro_batch_size", "max_total_sequence_length", "precision"}) {
+      if (name == of_policy) twin.from("policy." + name);
+    }
+  }
 }
 
 void add_sft(std::vector<Field>& table) {
@@ -157,75 +245,76 @@ void add_loss(std::vector<Field>& table) {
 }
 
 void add_policy(std::vector<Field>& table) {
-  KEY(policy.model_name)
+  MODEL(model_name)
   ("a folder in Hugging Face format, a checkpoint directory (its newest step), or a Hub id in the local cache")
       .null_as("");
   KEY(policy.tokenizer.name)("folder or Hub id of the tokenizer").from("policy.model_name");
   KEY(policy.tokenizer.chat_template)
   ("template text or file; default or empty: the model's own; none or null: no template").null_as("none");
   KEY(policy.tokenizer.chat_template_kwargs)("variables for the template").null_default();
-  KEY(policy.train_global_batch_size)("samples in one optimizer step").at_least(1);
-  KEY(policy.train_micro_batch_size)("samples in one forward and backward pass").at_least(1);
-  KEY(policy.logprob_batch_size)("samples in one log-prob pass").from("policy.train_micro_batch_size").at_least(1);
-  KEY(policy.max_total_sequence_length)("tokens of prompt and response together, at most").at_least(2);
-  KEY(policy.precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
-  KEY(policy.max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
-  KEY(policy.make_sequence_length_divisible_by)
+  MODEL(train_global_batch_size)("samples in one optimizer step").at_least(1);
+  MODEL(train_micro_batch_size)("samples in one forward and backward pass").at_least(1);
+  MODEL(logprob_batch_size)("samples in one log-prob pass").from("policy.train_micro_batch_size").at_least(1);
+  MODEL(max_total_sequence_length)("tokens of prompt and response together, at most").at_least(2);
+  MODEL(precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
+  MODEL(max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
+  MODEL(make_sequence_length_divisible_by)
   ("read by NeMo-RL's files; sequences are packed without padding, so there is no length to round up")
       .from("from the tensor and context parallel sizes")
       .at_least(1);
   KEY(policy.logprob_chunk_size)
   ("read by NeMo-RL's files; the vocabulary op chooses its own chunk of rows").at_least(1).null_default();
   KEY(policy.offload_optimizer_for_logprob)("optimizer state on the host during log-prob passes");
-  OURS(policy.activation_checkpointing)
+  OUR_MODEL(activation_checkpointing)
   ("keep only the input of each layer for backward; for runs with neither dtensor_cfg nor megatron_cfg");
-  OURS(policy.recompute_layers)
+  OUR_MODEL(recompute_layers)
   ("keep only the input of the first so many layers, for runs without megatron_cfg; -1: on CUDA as many as the memory "
    "asks for, "
    "after the norms and SwiGLU of all, on CPU none")
       .at_least(-1);
-  OURS(policy.moe_combine_blocks)
+  OUR_MODEL(moe_combine_blocks)
   ("mixtures of experts: in so many runs of experts by id the results of a token are added up and rounded, then those; "
    "0: 8, or the most below it that divides the experts. Expert parallel ranks must divide it")
       .at_least(0);
   OURS(policy.random_weights)
-  ("for measurements only: policy and reference model have weights drawn with grpo.seed; of policy.model_name's folder "
+  ("for measurements only: policy, reference model and critic have weights drawn with grpo.seed; of "
+   "policy.model_name's folder "
    "only config.json and the tokenizer are read (trireme init-model --shape NAME --no-weights)");
 }
 
 void add_batching(std::vector<Field>& table) {
-  KEY(policy.dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
-  KEY(policy.dynamic_batching.train_mb_tokens)
+  MODEL(dynamic_batching.enabled)("micro-batches by number of tokens; excludes sequence_packing");
+  MODEL(dynamic_batching.train_mb_tokens)
   ("tokens of a training micro-batch").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
-  KEY(policy.dynamic_batching.logprob_mb_tokens)
+  MODEL(dynamic_batching.logprob_mb_tokens)
   ("tokens of a log-prob micro-batch").from("max_total_sequence_length * logprob_batch_size").at_least(1);
-  KEY(policy.dynamic_batching.sequence_length_round)("lengths are rounded up to a multiple of it").at_least(1);
-  KEY(policy.sequence_packing.enabled)("several sequences in one row; off by itself where dynamic_batching is on");
-  KEY(policy.sequence_packing.train_mb_tokens)
+  MODEL(dynamic_batching.sequence_length_round)("lengths are rounded up to a multiple of it").at_least(1);
+  MODEL(sequence_packing.enabled)("several sequences in one row; off by itself where dynamic_batching is on");
+  MODEL(sequence_packing.train_mb_tokens)
   ("tokens of a training row").from("max_total_sequence_length * train_micro_batch_size").at_least(1);
-  KEY(policy.sequence_packing.logprob_mb_tokens)
+  MODEL(sequence_packing.logprob_mb_tokens)
   ("tokens of a log-prob row").from("max_total_sequence_length * logprob_batch_size").at_least(1);
-  KEY(policy.sequence_packing.algorithm)
+  MODEL(sequence_packing.algorithm)
   ("how sequences are put into rows; modified_ffd is short for modified_first_fit_decreasing")
       .one_of({"modified_first_fit_decreasing", "concatenative", "first_fit_decreasing", "first_fit_shuffle",
                "modified_ffd"});
-  KEY(policy.sequence_packing.sequence_length_round)
+  MODEL(sequence_packing.sequence_length_round)
   ("read by NeMo-RL's files; rows are packed without rounding").at_least(1);
-  KEY(policy.sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
-  OURS(policy.sequence_packing.share_prompts)
+  MODEL(sequence_packing.microbatch_order)("order of the rows").one_of({"packer", "largest_first"});
+  OUR_MODEL(sequence_packing.share_prompts)
   ("a group's prompt is computed once in a row, in training and log-prob passes; the same log-probs, gradients within "
    "rounding");
 }
 
 void add_optimizer(std::vector<Field>& table) {
-  KEY(policy.optimizer.name)
+  MODEL(optimizer.name)
   ("AdamW under any of its names")
       .one_of({"torch.optim.AdamW", "AdamW", "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"});
-  KEY(policy.optimizer.kwargs.lr)("learning rate").at_least(0);
-  KEY(policy.optimizer.kwargs.weight_decay)("decoupled weight decay").at_least(0);
-  KEY(policy.optimizer.kwargs.betas)("decay of the two moments").at_least(0).below(1);
-  KEY(policy.optimizer.kwargs.eps)("added to the root of the second moment").above(0);
-  KEY(policy.scheduler)
+  MODEL(optimizer.kwargs.lr)("learning rate").at_least(0);
+  MODEL(optimizer.kwargs.weight_decay)("decoupled weight decay").at_least(0);
+  MODEL(optimizer.kwargs.betas)("decay of the two moments").at_least(0).below(1);
+  MODEL(optimizer.kwargs.eps)("added to the root of the second moment").above(0);
+  MODEL(scheduler)
   ("list of learning-rate schedulers {name, kwargs}, then {milestones: [...]}; they move once a step of the run (a "
    "rollout with all its optimizer steps), as NeMo-RL's do")
       .null_default();
@@ -289,96 +378,96 @@ void add_generation(std::vector<Field>& table) {
 }
 
 void add_megatron(std::vector<Field>& table) {
-  KEY(policy.megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
-  KEY(policy.megatron_cfg.tensor_model_parallel_size)
+  MODEL(megatron_cfg.enabled)("the Megatron-style back-end: its sizes, optimizer and scheduler count");
+  MODEL(megatron_cfg.tensor_model_parallel_size)
   ("ranks that share each layer. A size that is auto is chosen by `trireme plan` (docs/layouts.md) and refused by a "
    "run")
       .at_least(1)
       .or_auto();
-  KEY(policy.megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1).or_auto();
-  KEY(policy.megatron_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
-  KEY(policy.megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1).or_auto();
-  KEY(policy.megatron_cfg.expert_tensor_parallel_size)("ranks that share each expert").at_least(1);
-  KEY(policy.megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
-  OURS(policy.megatron_cfg.tp_comm_overlap)
+  MODEL(megatron_cfg.pipeline_model_parallel_size)("pipeline stages").at_least(1).or_auto();
+  MODEL(megatron_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
+  MODEL(megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1).or_auto();
+  MODEL(megatron_cfg.expert_tensor_parallel_size)("ranks that share each expert").at_least(1);
+  MODEL(megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  OUR_MODEL(megatron_cfg.tp_comm_overlap)
   ("tensor-parallel ranks exchange rows while they compute the products around, in training; the bits are the same");
-  KEY(policy.megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
-  KEY(policy.megatron_cfg.num_layers_in_last_pipeline_stage)("layers of the last stage").from("evenly").at_least(1);
-  OURS(policy.megatron_cfg.virtual_pipeline_model_parallel_size)
+  MODEL(megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
+  MODEL(megatron_cfg.num_layers_in_last_pipeline_stage)("layers of the last stage").from("evenly").at_least(1);
+  OUR_MODEL(megatron_cfg.virtual_pipeline_model_parallel_size)
   ("pieces of each stage, which take turns (Megatron's interleaved schedule): less waiting, more messages")
       .at_least(1)
       .null_as("1");
-  KEY(policy.megatron_cfg.activation_checkpointing)
+  MODEL(megatron_cfg.activation_checkpointing)
   ("keep only the input of each layer for backward; counts where recompute_granularity is null");
-  KEY(policy.megatron_cfg.recompute_granularity)
+  MODEL(megatron_cfg.recompute_granularity)
   ("what backward computes again; full: layers, selective: recompute_modules of every layer; null: what "
    "activation_checkpointing says, and where that is false as little as the device's memory asks for. With "
    "activation_checkpointing false it counts as null, as in NeMo-RL; alone it sets activation_checkpointing")
       .one_of({"auto", "full", "selective"})
       .null_as("auto");
-  KEY(policy.megatron_cfg.recompute_method)
+  MODEL(megatron_cfg.recompute_method)
   ("with full: every layer (uniform), or the first recompute_num_layers (block)").one_of({"uniform", "block"});
-  KEY(policy.megatron_cfg.recompute_num_layers)
+  MODEL(megatron_cfg.recompute_num_layers)
   ("layers of each piece of a stage computed again with block; 1 with uniform").at_least(0);
-  KEY(policy.megatron_cfg.recompute_modules)
+  MODEL(megatron_cfg.recompute_modules)
   ("with selective: layernorm, mlp_act (SwiGLU), core_attn (always so here)").null_default();
-  KEY(policy.megatron_cfg.freeze_moe_router)("routers are not trained");
-  KEY(policy.megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
-  KEY(policy.megatron_cfg.moe_router_load_balancing_type)
+  MODEL(megatron_cfg.freeze_moe_router)("routers are not trained");
+  MODEL(megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
+  MODEL(megatron_cfg.moe_router_load_balancing_type)
   ("loss that balances experts: of a micro-batch's tokens (aux_loss), of each sample's (seq_aux_loss)")
       .one_of({"none", "aux_loss", "seq_aux_loss"});
-  KEY(policy.megatron_cfg.moe_aux_loss_coeff)("its weight").at_least(0);
-  KEY(policy.megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
-  KEY(policy.megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
+  MODEL(megatron_cfg.moe_aux_loss_coeff)("its weight").at_least(0);
+  MODEL(megatron_cfg.moe_router_bias_update_rate)("step of the loss-free balancing bias").at_least(0);
+  MODEL(megatron_cfg.defer_fp32_logits)("logits become fp32 chunk by chunk (always so here)");
 }
 
 void add_megatron_optimizer(std::vector<Field>& table) {
-  KEY(policy.megatron_cfg.optimizer.optimizer)("kind of optimizer").one_of({"adam"});
-  KEY(policy.megatron_cfg.optimizer.lr)("learning rate").at_least(0);
-  KEY(policy.megatron_cfg.optimizer.min_lr)("learning rate at the end of the decay").at_least(0);
-  KEY(policy.megatron_cfg.optimizer.weight_decay)("decoupled weight decay").at_least(0);
-  KEY(policy.megatron_cfg.optimizer.adam_beta1)("decay of the first moment").at_least(0).below(1);
-  KEY(policy.megatron_cfg.optimizer.adam_beta2)("decay of the second moment").at_least(0).below(1);
-  KEY(policy.megatron_cfg.optimizer.adam_eps)("added to the root of the second moment").above(0);
-  KEY(policy.megatron_cfg.optimizer.params_dtype)
+  MODEL(megatron_cfg.optimizer.optimizer)("kind of optimizer").one_of({"adam"});
+  MODEL(megatron_cfg.optimizer.lr)("learning rate").at_least(0);
+  MODEL(megatron_cfg.optimizer.min_lr)("learning rate at the end of the decay").at_least(0);
+  MODEL(megatron_cfg.optimizer.weight_decay)("decoupled weight decay").at_least(0);
+  MODEL(megatron_cfg.optimizer.adam_beta1)("decay of the first moment").at_least(0).below(1);
+  MODEL(megatron_cfg.optimizer.adam_beta2)("decay of the second moment").at_least(0).below(1);
+  MODEL(megatron_cfg.optimizer.adam_eps)("added to the root of the second moment").above(0);
+  MODEL(megatron_cfg.optimizer.params_dtype)
   ("dtype of the master weights; bfloat16 is not supported yet").one_of({"float32", "bfloat16"});
-  KEY(policy.megatron_cfg.optimizer.use_distributed_optimizer)
+  MODEL(megatron_cfg.optimizer.use_distributed_optimizer)
   ("optimizer state sharded over data parallel ranks; here data_parallel_sharding_strategy decides");
-  KEY(policy.megatron_cfg.optimizer.clip_grad)
+  MODEL(megatron_cfg.optimizer.clip_grad)
   ("gradients are scaled down to this norm; 0: never").from("policy.max_grad_norm").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.start_weight_decay)
+  MODEL(megatron_cfg.scheduler.start_weight_decay)
   ("weight decay at the start").from("optimizer.weight_decay").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.end_weight_decay)
+  MODEL(megatron_cfg.scheduler.end_weight_decay)
   ("weight decay at the end").from("optimizer.weight_decay").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.weight_decay_incr_style)
+  MODEL(megatron_cfg.scheduler.weight_decay_incr_style)
   ("how it goes from start to end").one_of({"constant", "linear", "cosine"});
-  KEY(policy.megatron_cfg.scheduler.lr_decay_style)
+  MODEL(megatron_cfg.scheduler.lr_decay_style)
   ("how the learning rate falls after the warm-up").one_of({"constant", "linear", "cosine", "inverse-square-root"});
-  KEY(policy.megatron_cfg.scheduler.lr_decay_iters)
+  MODEL(megatron_cfg.scheduler.lr_decay_iters)
   ("steps (rollouts) of warm-up and decay together").at_least(1).null_default();
-  KEY(policy.megatron_cfg.scheduler.lr_warmup_iters)("steps (rollouts) of the linear warm-up").at_least(0);
-  KEY(policy.megatron_cfg.scheduler.lr_warmup_init)("learning rate at its start").at_least(0);
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
+  MODEL(megatron_cfg.scheduler.lr_warmup_iters)("steps (rollouts) of the linear warm-up").at_least(0);
+  MODEL(megatron_cfg.scheduler.lr_warmup_init)("learning rate at its start").at_least(0);
+  MODEL(megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32)
   ("gradients are summed over ranks in fp32");
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce)
+  MODEL(megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce)
   ("gradients are summed over ranks bucket by bucket while the backward pass runs; the bits are the same");
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
+  MODEL(megatron_cfg.distributed_data_parallel_config.overlap_param_gather)
   ("weights are gathered bucket by bucket while the next forward pass runs; the bits are the same");
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp)
+  MODEL(megatron_cfg.distributed_data_parallel_config.use_custom_fsdp)
   ("whether data_parallel_sharding_strategy counts; false, as in NeMo-RL's files: optim, whatever it says");
-  KEY(policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy)
+  MODEL(megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy)
   ("what data parallel ranks share: nothing, optimizer state, gradients too, weights too (layouts.md)")
       .one_of({"no_shard", "optim", "optim_grads", "optim_grads_params"});
 }
 
 void add_dtensor(std::vector<Field>& table) {
-  KEY(policy.dtensor_cfg.enabled)
+  MODEL(dtensor_cfg.enabled)
   ("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count; state is optim_grads_params");
-  KEY(policy.dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1).or_auto();
-  KEY(policy.dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
-  KEY(policy.dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
-  KEY(policy.dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");
-  KEY(policy.dtensor_cfg.activation_checkpointing)("keep only the input of each layer for backward");
+  MODEL(dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1).or_auto();
+  MODEL(dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
+  MODEL(dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  MODEL(dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");
+  MODEL(dtensor_cfg.activation_checkpointing)("keep only the input of each layer for backward");
 }
 
 #define DATASET(which)                                                                                               \
@@ -546,17 +635,17 @@ const std::vector<Field>& fields() {
   static const std::vector<Field> kFields = [] {
     std::vector<Field> table;
     add(
-        table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; },
-        true)("what is run; where no file says it: sft for a file with a section sft and none grpo, else grpo")
-        .one_of({"grpo", "sft"});
+        table, "algorithm", [](Config& c) -> FieldRef { return &c.algorithm; }, true)(
+        "what is run; where no file says it: ppo for a file with a section ppo and none grpo, sft likewise, else grpo")
+        .one_of({"grpo", "ppo", "sft"});
     add(
         table, "compatibility", [](Config& c) -> FieldRef { return &c.compatibility; }, true)(
         "the version of NeMo-RL whose defaults the keys of 'Defaults by version' take where the file says nothing")
         .one_of({"v0.3", "main"})
         .from("v0.3 where the file has a key that only v0.3 has (policy.fsdp_offload_enabled), else main");
-    for (const auto add_section :
-         {add_grpo, add_sft, add_loss, add_policy, add_batching, add_optimizer, add_generation, add_megatron,
-          add_megatron_optimizer, add_dtensor, add_data, add_env, add_logger, add_checkpointing, add_cluster}) {
+    for (const auto add_section : {add_grpo, add_ppo, add_sft, add_loss, add_value_loss, add_policy, add_batching,
+                                   add_optimizer, add_generation, add_megatron, add_megatron_optimizer, add_dtensor,
+                                   add_value, add_data, add_env, add_logger, add_checkpointing, add_cluster}) {
       add_section(table);
     }
     return table;

@@ -1,6 +1,7 @@
 // The table of accepted keys: path, place in Config, limits, meaning. Internal to trainer/config (and its tests).
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <string>
 #include <variant>
@@ -36,7 +37,11 @@ using FieldRef =
 
 struct Field {
   std::string path;
-  FieldRef (*get)(Config&) = nullptr;
+  std::function<FieldRef(Config&)> get;
+  // Where the same key of ppo.* (of grpo.*), of value.* (of policy.*) lies in what the two have in common; null: it has
+  // none.
+  FieldRef (*of_rollout)(RolloutConfig&) = nullptr;
+  FieldRef (*of_model)(ModelTrainingConfig&) = nullptr;
   std::string doc;
   bool ours = false;  // not a NeMo-RL key
   double minimum = -std::numeric_limits<double>::infinity();
@@ -115,7 +120,7 @@ struct FeatureKey {
   std::string value;    // kIs
 };
 
-// A section that makes a file one of another algorithm than GRPO and SFT.
+// A section that makes a file one of an algorithm that is not here.
 struct AlgorithmSection {
   std::string section, what;
 };

@@ -132,7 +132,8 @@ class Loader final {
     apply_version_defaults(root);
     apply_aliases(root);
     packing_yields_to_dynamic_batching(root);
-    recomputation_needs_its_switch(root);
+    recomputation_needs_its_switch(root, "policy.megatron_cfg.");
+    recomputation_needs_its_switch(root, "value.megatron_cfg.");
     range_alone_truncates(root);
     find_missing_features(root);
     for (const auto& [key, value] : root.entries) {
@@ -166,9 +167,14 @@ class Loader final {
     for (const auto& [section, what] : config::algorithm_sections()) {
       if (holds(section.c_str()))
         fail_user(root.find(section)->origin + ": " + section + ": " + what +
-                  " is not supported yet by this version, which runs grpo and sft");
+                  " is not supported yet by this version, which runs grpo, ppo and sft");
     }
-    if (!root.find("algorithm") && holds("sft") && !holds("grpo")) set(root, "algorithm", "sft", "its section sft");
+    if (root.find("algorithm") || holds("grpo")) return;
+    if (holds("ppo")) {
+      set(root, "algorithm", "ppo", "its section ppo");
+    } else if (holds("sft")) {
+      set(root, "algorithm", "sft", "its section sft");
+    }
   }
 
   void choose_version(Node& root) {
@@ -227,14 +233,15 @@ class Loader final {
   }
 
   static void packing_yields_to_dynamic_batching(Node& root) {
-    const Node* dynamic = root.at("policy.dynamic_batching.enabled");
-    if (!dynamic || parse_bool(*dynamic) != true || root.at("policy.sequence_packing.enabled")) return;
-    set(root, "policy.sequence_packing.enabled", "false", dynamic->origin);
+    for (const std::string section : {"policy.", "value."}) {
+      const Node* dynamic = root.at(section + "dynamic_batching.enabled");
+      if (!dynamic || parse_bool(*dynamic) != true || root.at(section + "sequence_packing.enabled")) continue;
+      set(root, section + "sequence_packing.enabled", "false", dynamic->origin);
+    }
   }
 
   // In NeMo-RL recompute_granularity counts where activation_checkpointing is true, which its files always say.
-  static void recomputation_needs_its_switch(Node& root) {
-    const std::string section = "policy.megatron_cfg.";
+  static void recomputation_needs_its_switch(Node& root, const std::string& section) {
     const Node* granularity = root.at(section + "recompute_granularity");
     if (!granularity || granularity->kind != Node::Kind::kScalar || granularity->text == "auto") return;
     const Node* enabled = root.at(section + "activation_checkpointing");

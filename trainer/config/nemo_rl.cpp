@@ -19,6 +19,20 @@ void feature(std::vector<FeatureKey>& table, const std::string& section, const s
   for (const std::string& name : names) table.push_back({section + name, when, what});
 }
 
+// What stands below `from` is known below `to` too, but for what begins with one of `without`.
+template <typename Key>
+void add_twins(std::vector<Key>& table, const std::string& from, const std::string& to,
+               const std::vector<std::string>& without) {
+  for (size_t i = 0, size = table.size(); i < size; ++i) {
+    bool twin = starts_with(table[i].path, from);
+    for (const std::string& prefix : without) twin = twin && !starts_with(table[i].path, prefix);
+    if (!twin) continue;
+    Key copy = table[i];
+    copy.path = to + copy.path.substr(from.size());
+    table.push_back(std::move(copy));
+  }
+}
+
 // Reasons of several keys.
 constexpr const char* kEngine =
     "a setting of another generation engine; for the layout of generation see policy.generation.tensor_parallel_size "
@@ -254,6 +268,11 @@ const std::vector<IgnoredKey>& ignored_keys() {
   static const std::vector<IgnoredKey> kKeys = [] {
     std::vector<IgnoredKey> keys;
     for (const auto add : {ignore_generation_and_policy, ignore_back_ends, ignore_runs}) add(keys);
+    ignore(keys, "value.", {"tokenizer"}, "the critic reads the policy's tokens");
+    ignore(keys, "value.", {"reward_model_cfg"}, "a critic always gives one number a token");
+    ignore(keys, "value.", {"logprob_chunk_size", "offload_optimizer_for_logprob"}, kBackend);
+    add_twins(keys, "grpo.", "ppo.", {"grpo.async_grpo."});
+    add_twins(keys, "policy.", "value.", {"policy.generation.", "policy.tokenizer."});
     return keys;
   }();
   return kKeys;
@@ -265,6 +284,9 @@ const std::vector<FeatureKey>& feature_keys() {
     for (const auto add :
          {features_of_algorithms, features_of_models, features_of_back_ends, features_of_data_and_rewards})
       add(keys);
+    feature(keys, "ppo.", {"async_ppo"}, When::kEnabled, "asynchronous PPO");
+    add_twins(keys, "grpo.", "ppo.", {"grpo.adv_estimator."});
+    add_twins(keys, "policy.", "value.", {"policy.generation.", "policy.tokenizer.", "policy.reward_model_cfg"});
     return keys;
   }();
   return kKeys;
@@ -281,7 +303,6 @@ const std::vector<AlgorithmSection>& algorithm_sections() {
   static const std::vector<AlgorithmSection> kSections = {
       {"dpo", "preference training (DPO)"},
       {"rm", "training a reward model"},
-      {"ppo", "PPO with a critic"},
       {"distillation", "distillation from a teacher"},
       {"eval", "an evaluation without training"},
   };

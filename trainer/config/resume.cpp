@@ -45,11 +45,20 @@ const char* const kNoMatter[] = {"algorithm",
                                  "policy.megatron_cfg.distributed_data_parallel_config.overlap_",
                                  "policy.optimizer.name"};  // two names of one
 
-bool matters(const std::string& key) {
+// Keys of ppo.* and value.* are those of grpo.* and policy.*.
+bool matters(const std::string& given) {
+  const std::string key = starts_with(given, "ppo.")     ? "grpo." + given.substr(4)
+                          : starts_with(given, "value.") ? "policy." + given.substr(6)
+                                                         : given;
   for (const std::string entry : kNoMatter) {
     if (key == entry || ((entry.back() == '.' || entry.back() == '_') && starts_with(key, entry))) return false;
   }
   return true;
+}
+
+// What is said once already: of a PPO run grpo.* is filled from ppo.*.
+bool is_copy(const std::string& key, const Config& config) {
+  return config.algorithm == "ppo" && starts_with(key, "grpo.");
 }
 
 }  // namespace
@@ -58,7 +67,7 @@ std::vector<std::string> changes_since(const Config& saved, const Config& now) {
   std::vector<std::string> changes;
   Config before = saved, after = now;
   for (const config::Field& field : config::fields()) {
-    if (!matters(field.path)) continue;
+    if (!matters(field.path) || is_copy(field.path, now)) continue;
     const std::string was = config::flow_text(field.get(before)), is = config::flow_text(field.get(after));
     if (was != is) changes.push_back(field.path + " was " + was + ", is " + is);
   }
@@ -69,6 +78,7 @@ std::optional<std::string> first_difference(const Config& of_first, const Config
   Config first = of_first, other = own;
   for (const config::Field& field : config::fields()) {
     if (starts_with(field.path, "logger.") || starts_with(field.path, config::kSecretKeys)) continue;
+    if (is_copy(field.path, own)) continue;
     const std::string there = config::flow_text(field.get(first)), here = config::flow_text(field.get(other));
     if (there != here) return field.path + " is " + there + " there and " + here + " here";
   }

@@ -32,6 +32,20 @@ std::vector<std::string> checkpoint_metric_names(const Config& c) {
   return names;
 }
 
+bool has_rollouts(const Config& config) { return config.algorithm != "sft"; }
+
+bool has_critic(const Config& config) {
+  return config.algorithm == "ppo" && config.ppo.adv_estimator.name == PpoEstimator::kGae;
+}
+
+Config critic_config(const Config& config) {
+  Config critic = config;
+  static_cast<ModelTrainingConfig&>(critic.policy) = config.value;
+  return critic;
+}
+
+int64_t passes_per_rollout(const Config& config) { return config.algorithm == "ppo" ? config.ppo.ppo_epochs : 1; }
+
 std::string checkpoint_metric(const Config& c) {
   // NeMo-RL's names: v0.3's without a group, and those of its validation in the main branch.
   static const std::map<std::string, std::string> kGrpo = {{"default", "val:accuracy"},

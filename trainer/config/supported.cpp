@@ -26,10 +26,50 @@ void refuse_data(const Config& c, const std::function<void(bool, const std::stri
              "the data set '" + name + "'" + (near ? " (did you mean '" + *near + "'?)" : "") + " without a file (" +
                  section + "data_path)");
     }
-    if (c.algorithm != "grpo" || dataset->env_name.empty()) continue;
+    if (!has_rollouts(c) || dataset->env_name.empty()) continue;
     if (const auto* environment = config::missing_environment(dataset->env_name))
       refuse(true, section + std::string("env_name"), environment->feature);
   }
+}
+
+// A critic beside an actor on the same ranks, which both are replicas.
+void refuse_critic(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+  struct Size {
+    const char* key;
+    const char* what;
+    int64_t MegatronConfig::*of_megatron;
+    int64_t DtensorConfig::*of_dtensor;  // null: it has none
+  };
+  static constexpr Size kSizes[] = {
+      {"tensor_model_parallel_size", "tensor parallel", &MegatronConfig::tensor_model_parallel_size,
+       &DtensorConfig::tensor_parallel_size},
+      {"pipeline_model_parallel_size", "pipeline parallel", &MegatronConfig::pipeline_model_parallel_size, nullptr},
+      {"context_parallel_size", "context parallel", &MegatronConfig::context_parallel_size,
+       &DtensorConfig::context_parallel_size},
+      {"expert_model_parallel_size", "expert parallel", &MegatronConfig::expert_model_parallel_size, nullptr},
+      {"expert_tensor_parallel_size", "expert tensor parallel", &MegatronConfig::expert_tensor_parallel_size, nullptr},
+  };
+  const auto check = [&](const ModelTrainingConfig& m, const std::string& section, const std::string& whose) {
+    for (const Size& size : kSizes) {
+      const int64_t megatron = m.megatron_cfg.enabled ? m.megatron_cfg.*size.of_megatron : 1;
+      refuse(megatron > 1, section + ".megatron_cfg." + size.key,
+             whose + " of " + size.what + " size " + std::to_string(megatron));
+      if (!m.dtensor_cfg.enabled || size.of_dtensor == nullptr) continue;
+      const std::string key =
+          size.of_dtensor == &DtensorConfig::tensor_parallel_size ? "tensor_parallel_size" : "context_parallel_size";
+      refuse(m.dtensor_cfg.*size.of_dtensor > 1, section + ".dtensor_cfg." + key,
+             whose + " of " + size.what + " size " + std::to_string(m.dtensor_cfg.*size.of_dtensor));
+    }
+  };
+  check(c.value, "value", "a critic");
+  check(c.policy, "policy", "PPO with an actor");
+  const MegatronConfig& m = c.value.megatron_cfg;
+  refuse(c.value.dtensor_cfg.enabled && c.value.dtensor_cfg.cpu_offload, "value.dtensor_cfg.cpu_offload",
+         "keeping weights on the host");
+  refuse(m.enabled && m.optimizer.params_dtype != "float32", "value.megatron_cfg.optimizer.params_dtype",
+         "a master copy of the weights in " + m.optimizer.params_dtype);
+  refuse(m.enabled && m.moe_router_load_balancing_type != "none", "value.megatron_cfg.moe_router_load_balancing_type",
+         "balancing the experts of a critic");
 }
 
 }  // namespace
@@ -61,6 +101,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
          "moving optimizer state to the host");
   refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
          "a master copy of the weights in " + m.optimizer.params_dtype);
+  if (has_critic(c)) refuse_critic(c, refuse);
   return reasons;
 }
 

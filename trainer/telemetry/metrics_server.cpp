@@ -59,6 +59,10 @@ const GaugeName kGauges[] = {
      "Mean exp(|sampled - trained log-prob|); 1 is perfect."},
     {"trireme_grad_norm", "train/grad_norm", "Gradient norm before clipping."},
     {"trireme_loss", "train/loss", "Loss of the last step."},
+    {"trireme_critic_loss", "critic/loss", "Loss of the critic, last step (PPO)."},
+    {"trireme_critic_explained_variance", "critic/explained_var",
+     "Share of the returns' variance that the critic's values explain, last step (PPO); 1 is perfect, below 0 worse "
+     "than their mean."},
     {"trireme_learning_rate", "train/lr", "Learning rate of the last step."},
     {"trireme_kl", "train/kl_penalty", "KL to the reference model, last step."},
     {"trireme_entropy", "train/approx_entropy", "Approximate entropy of the policy, last step."},

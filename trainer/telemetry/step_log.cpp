@@ -71,6 +71,7 @@ void move_aside(const std::filesystem::path& path) {
 std::map<std::string, double> StepRecord::flat() const {
   std::map<std::string, double> values;
   for (const auto& [name, value] : train) values["train/" + name] = value;
+  for (const auto& [name, value] : critic) values["critic/" + name] = value;
   for (const auto& [name, value] : performance) values["performance/" + name] = value;
   for (const auto& [name, value] : validation) values["validation/" + name] = value;
   for (const auto& [name, value] : timing) values["timing/" + name] = value;

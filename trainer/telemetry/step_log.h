@@ -18,7 +18,7 @@ struct StepRecord {
   int64_t max_steps = 0;
   PhaseTimes phases;
   // Names without their group: train["reward"] is "train/reward" in the log.
-  std::map<std::string, double> train, performance, validation, timing;
+  std::map<std::string, double> train, critic, performance, validation, timing;
 
   // A value by its full name ("train/reward", "timing/train/policy_training", "validation/accuracy").
   std::optional<double> find(const std::string& name) const;

@@ -480,7 +480,7 @@ TEST(Schedule, MovesOnceARolloutWhateverTheNumberOfOptimizerSteps) {
     DistributedAdamW optimizer(policy, context.data_parallel(), {});
     PhaseTimer timer;
     PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
-    if (rollouts_before > 0) trainer.set_rollouts_done(rollouts_before);  // a resumed run, without optimizer state
+    if (rollouts_before > 0) trainer.set_passes_done(rollouts_before);  // a resumed run, without optimizer state
     std::vector<Sample> samples = recorded();
     assign_advantages(samples, 4, config);
     std::vector<double> seen;

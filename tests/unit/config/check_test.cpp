@@ -481,5 +481,87 @@ TEST_F(Hub, FoldersPatternsAndMixtures) {
   }
 }
 
+TEST(Ppo, ASectionMakesItTheAlgorithmAndItsRolloutCounts) {
+  const Config config = load_config_text("ppo:\n  num_prompts_per_step: 64\n  ppo_epochs: 2\n  seed: 7\n");
+  EXPECT_EQ(config.algorithm, "ppo");
+  EXPECT_EQ(config.grpo.num_prompts_per_step, 64);  // what rollouts read
+  EXPECT_EQ(config.grpo.seed, 7);
+  EXPECT_EQ(config.data.seed, 7);
+  EXPECT_EQ(config.grpo.val_period, 20);
+  EXPECT_EQ(passes_per_rollout(config), 2);
+  EXPECT_TRUE(has_rollouts(config) && has_critic(config));
+  EXPECT_EQ(load_config_text("grpo:\n  seed: 3\nppo:\n  seed: 7\n").algorithm, "grpo");
+  EXPECT_EQ(load_config_text("algorithm: ppo\n").algorithm, "ppo");
+  EXPECT_FALSE(has_critic(load_config_text("", {"ppo.adv_estimator.name=raw_reward"})));
+  EXPECT_EQ(load_config_text("ppo:\n  max_num_epochs: -1\n").grpo.max_num_epochs, 1000000000);
+  EXPECT_NO_THROW(validate_supported(config));
+}
+
+TEST(Ppo, TheCriticFollowsThePolicyWhereNothingElseIsSaid) {
+  const Config config = load_config_text(
+      "ppo: {}\n", {"algorithm=ppo", "policy.model_name=org/actor", "policy.train_global_batch_size=128",
+                    "policy.max_total_sequence_length=1024", "policy.precision=float32",
+                    "value.optimizer.kwargs.lr=2e-5", "value.train_micro_batch_size=2"});
+  EXPECT_EQ(config.value.model_name, "org/actor");
+  EXPECT_EQ(config.value.train_global_batch_size, 128);
+  EXPECT_EQ(config.value.precision, "float32");
+  EXPECT_EQ(config.value.sequence_packing.train_mb_tokens, 2 * 1024);
+  EXPECT_EQ(config.value.megatron_cfg.optimizer.clip_grad, 1.0);
+  const Config critic = critic_config(config);
+  EXPECT_EQ(adam_settings(critic).lr, 2e-5);
+  EXPECT_EQ(critic.policy.train_micro_batch_size, 2);
+  EXPECT_EQ(critic.policy.generation.max_new_tokens, config.policy.generation.max_new_tokens);
+}
+
+TEST(Ppo, MistakesAreToldByItsOwnKeys) {
+  const auto with = [](std::vector<std::string> overrides) {
+    overrides.insert(overrides.begin(), "algorithm=ppo");
+    return load_error(overrides);
+  };
+  EXPECT_THAT(with({"ppo.num_prompts_per_step=5"}),
+              HasSubstr("policy.train_global_batch_size: 512 is more than the 80 samples"));
+  EXPECT_THAT(with({"value.train_global_batch_size=384"}),
+              HasSubstr("value.train_global_batch_size: 384 does not divide the 512 samples"));
+  EXPECT_THAT(with({"ppo.batch_multiplier=2"}), HasSubstr("ppo.batch_multiplier: needs ppo.use_dynamic_sampling"));
+  EXPECT_THAT(with({"value.max_total_sequence_length=100"}),
+              HasSubstr("value.max_total_sequence_length: 100 is less than policy.max_total_sequence_length 512"));
+  EXPECT_THAT(with({"value.megatron_cfg.enabled=true", "value.dtensor_cfg.enabled=true"}),
+              HasSubstr("value.megatron_cfg.enabled: excludes value.dtensor_cfg.enabled"));
+  EXPECT_THAT(with({"ppo.adv_estimator.name=raw_reward", "ppo.policy_training_start_step=3"}),
+              HasSubstr("ppo.policy_training_start_step: is for a critic"));
+  EXPECT_THAT(with({"ppo.adv_estimator.name=raw_reward", "loss_fn.use_kl_in_reward=true"}),
+              HasSubstr("loss_fn.use_kl_in_reward: needs ppo.adv_estimator.name gae"));
+  EXPECT_THAT(with({"ppo.num_generations_per_prompt=1", "ppo.num_prompts_per_step=512", "ppo.batch_multiplier=1",
+                    "ppo.use_dynamic_sampling=true"}),
+              HasSubstr("ppo.use_dynamic_sampling: keeps groups whose rewards differ"));
+  EXPECT_NO_THROW(load_config_text("", {"algorithm=ppo", "ppo.num_generations_per_prompt=1",
+                                        "ppo.num_prompts_per_step=512", "loss_fn.use_kl_in_reward=true"}));
+}
+
+TEST(Ppo, SplitModelsAreRefusedByName) {
+  const auto refusal = [](std::vector<std::string> overrides) {
+    overrides.insert(overrides.begin(), {"algorithm=ppo", "cluster.gpus_per_node=4", "cluster.device=cpu"});
+    const Config config = load_config_text("", overrides);
+    return error_of([&] { validate_supported(config); });
+  };
+  EXPECT_THAT(refusal({"value.dtensor_cfg.enabled=true", "value.dtensor_cfg.tensor_parallel_size=2"}),
+              HasSubstr("value.dtensor_cfg.tensor_parallel_size: a critic of tensor parallel size 2 is not supported"));
+  EXPECT_THAT(
+      refusal({"value.megatron_cfg.enabled=true", "value.megatron_cfg.pipeline_model_parallel_size=2"}),
+      HasSubstr("value.megatron_cfg.pipeline_model_parallel_size: a critic of pipeline parallel size 2 is not"));
+  EXPECT_THAT(refusal({"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.context_parallel_size=2"}),
+              HasSubstr("policy.megatron_cfg.context_parallel_size: PPO with an actor of context parallel size 2"));
+  EXPECT_EQ(refusal({"value.dtensor_cfg.enabled=true"}), "");  // shared weights
+  EXPECT_THAT(refusal({"ppo.async_ppo.enabled=true"}), HasSubstr("ppo.async_ppo: asynchronous PPO is not supported"));
+}
+
+TEST(Ppo, ResumedChangesAndRanksAreToldOnceByItsKeys) {
+  const Config one = load_config_text("", {"algorithm=ppo", "ppo.seed=1"});
+  const Config other = load_config_text(
+      "", {"algorithm=ppo", "ppo.seed=2", "data.seed=1", "ppo.val_period=3", "value.logprob_batch_size=2"});
+  EXPECT_THAT(changes_since(one, other), ElementsAre("ppo.seed was 1, is 2"));
+  EXPECT_THAT(*first_difference(one, other), HasSubstr("ppo."));
+}
+
 }  // namespace
 }  // namespace trireme

@@ -83,6 +83,7 @@ const std::map<std::string, Sample>& special_samples() {
       {"cluster.num_nodes", {"2", {}}},
       {"cluster.processes", {"2", {}}},
       {"policy.megatron_cfg.enabled", {"true", {}}},
+      {"value.precision", {"float32", {}}},  // unset it is the policy's
       {"data.max_input_seq_length", {"77", {}}},
   };
   return kSamples;
@@ -90,6 +91,15 @@ const std::map<std::string, Sample>& special_samples() {
 
 Sample sample_for(const Field& field) {
   if (const auto found = special_samples().find(field.path); found != special_samples().end()) return found->second;
+  // Keys of ppo.* and value.* that grpo.* and policy.* have too take their samples.
+  for (const auto& [section, twin] : {std::pair{"ppo.", "grpo."}, std::pair{"value.", "policy."}}) {
+    if (!starts_with(field.path, section)) continue;
+    const auto found = special_samples().find(replace_all(field.path, section, twin));
+    if (found == special_samples().end()) continue;
+    Sample sample = found->second;
+    for (std::string& companion : sample.companions) companion = replace_all(companion, twin, section);
+    return sample;
+  }
   Config defaults;
   const FieldRef ref = field.get(defaults);
   if (auto* flag = std::get_if<bool*>(&ref)) return {**flag ? "false" : "true", {}};

@@ -60,7 +60,7 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(RecipeText, OtherAlgorithmsAreRefusedByNameAndNotByTheirKeys) {
   EXPECT_EQ(user_error_of([] { load_config("tests/data/recipes/main_dpo.yaml"); }),
             "tests/data/recipes/main_dpo.yaml:2: dpo: preference training (DPO) is not supported yet by this version, "
-            "which runs grpo and sft");
+            "which runs grpo, ppo and sft");
   for (const auto& section : config::algorithm_sections()) {
     EXPECT_THAT(load_error(section.section + ":\n  unknown: ${oc.env:NOT_THERE}\n"),
                 HasSubstr("run.yaml:1: " + section.section + ": " + section.what + " is not supported yet"));

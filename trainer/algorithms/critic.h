@@ -1,0 +1,54 @@
+// CriticTrainer: values of a rollout's states, and the optimizer steps of the model that gives them.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "trainer/algorithms/metric_sums.h"
+#include "trainer/batch/micro_batch.h"
+#include "trainer/config/config.h"
+#include "trainer/optimizer/adamw.h"
+#include "trainer/parallel/context.h"
+
+namespace trireme {
+
+class CriticTrainer final {
+ public:
+  // `config`: critic_config() of the run's. All outlive the trainer; the ranks of the job are the critic's replicas.
+  CriticTrainer(const Config& config, Model& critic, DistributedAdamW& optimizer, ParallelContext& context);
+
+  // Sample::values of all samples, on all ranks. Collective. Throws Error(kData) that names sample and token where a
+  // value is not finite.
+  void fill_values(std::vector<Sample>& samples);
+
+  // Collective: every rank passes the same samples, with values and returns. Trains this rank's share, value.
+  // train_global_batch_size samples an optimizer step, in as many passes over all. Returns loss, grad_norm, lr,
+  // values_{mean,min,max}, returns_mean, explained_var and vf_clipfrac, over all ranks and steps.
+  MetricSums train(const std::vector<Sample>& samples, int64_t passes);
+  // How many passes were trained before: where the schedules of learning rate and weight decay are.
+  void set_passes_done(int64_t passes) { passes_done_ = passes; }
+
+  // Called after every micro-batch, for heartbeats. May be empty.
+  std::function<void()> on_progress;
+  // Frees memory of the device that training may have until the next rollout. May be empty.
+  std::function<void()> make_room;
+
+ private:
+  struct Batch {  // one micro-batch of this rank, on the host; tensors [T] float32
+    MicroBatch micro_batch;
+    at::Tensor old_values, returns, mask;
+  };
+  using OptimizerBatch = std::vector<Batch>;
+  struct Moments;
+
+  std::vector<OptimizerBatch> prepare_steps(const std::vector<Sample>& samples);
+  void train_step(const OptimizerBatch& batch, double learning_rate, double decay, bool last, Moments& moments);
+
+  const Config& config_;
+  Model& critic_;
+  DistributedAdamW& optimizer_;
+  ParallelContext& context_;
+  int64_t passes_done_ = 0;
+};
+
+}  // namespace trireme
