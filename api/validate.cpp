@@ -193,11 +193,10 @@ class Validator final {
 
   void check_roles() {
     if (!spec_.roles.actor) error("spec.roles.actor", "is missing; it is the role that trains");
-    if (spec_.algorithm == Algorithm::kPpo && !spec_.roles.critic)
-      error("spec.roles.critic", "is missing; PPO needs it");
     if (spec_.roles.critic) {
       error("spec.roles.critic", spec_.algorithm == Algorithm::kPpo
-                                     ? "a critic is not supported yet; use algorithm GRPO, which needs none"
+                                     ? "critic pods are not supported yet; leave the role out, and the actor's pods "
+                                       "hold the critic too"
                                      : std::string("is for algorithm PPO only, not ") + to_string(spec_.algorithm));
     }
     if (spec_.roles.generation) {

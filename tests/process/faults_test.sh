@@ -25,7 +25,9 @@ cp -r "$dir/model" "$dir/unknown"; sed -i 's/"model_type": *"qwen3"/"model_type"
 refuses 10 "nosuch" "$TRIREME" $(run_args a policy.model_name="$dir/unknown")
 cp -r "$dir/model" "$dir/classifier"
 sed -i 's/Qwen3ForCausalLM/Qwen3ForSequenceClassification/' "$dir/classifier/config.json"
-refuses 10 "unknown architecture Qwen3ForSequenceClassification" \
+refuses 10 "Qwen3ForSequenceClassification with 2 labels" "$TRIREME" $(run_args a policy.model_name="$dir/classifier")
+sed -i 's/{/{"num_labels": 1,/' "$dir/classifier/config.json"
+refuses 10 "is a value or reward model (...ForSequenceClassification), which generates no text" \
   "$TRIREME" $(run_args a policy.model_name="$dir/classifier")
 cp "$dir/task/train.jsonl" "$dir/bad.jsonl"; echo '{"input": "1+1=", "output"' >>"$dir/bad.jsonl"
 refuses 21 "bad.jsonl line 331" "$TRIREME" $(run_args a data.train.data_path="$dir/bad.jsonl")

@@ -160,7 +160,7 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     auto arguments = std::make_shared<TrainArguments>();
     CLI::App* verb =
         app.add_subcommand("train", "one rank of a training run (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
-    verb->add_option("--algorithm", arguments->algorithm, "grpo or sft; default: the configuration's");
+    verb->add_option("--algorithm", arguments->algorithm, "grpo, ppo or sft; default: the configuration's");
     verb->add_option("--config", arguments->config, "YAML file")->required();
     verb->add_option("--layout", arguments->layout, "tp=1,cp=1,ep=1,dp=N,pp=1");
     verb->add_flag("--print-config", arguments->print_config,

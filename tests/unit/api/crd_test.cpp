@@ -212,7 +212,7 @@ TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
   const std::string text = crd_text();
   for (const char* message :
        {"parallelism.tp must divide the processes of a pod", "tp x cp x pp must divide", "etp x ep x pp must divide",
-        "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is needed by algorithm PPO",
+        "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is for algorithm PPO only",
         "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
         "at most 40 characters"}) {
     EXPECT_THAT(text, testing::HasSubstr(message));

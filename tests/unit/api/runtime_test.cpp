@@ -204,7 +204,7 @@ TEST(Examples, AllAreAcceptedButThoseThatAreNotSupportedYet) {
     const RLJob job = parse_rljob(read_file(entry.path()), name);
     const std::string errors = to_string(validate(job).errors);
     if (name == "ppo-critic.rljob.yaml") {
-      EXPECT_THAT(errors, testing::StartsWith("spec.roles.critic: a critic is not supported yet"));
+      EXPECT_THAT(errors, testing::StartsWith("spec.roles.critic: critic pods are not supported yet"));
     } else if (name == "dedicated-generation.rljob.yaml") {
       EXPECT_THAT(errors,
                   testing::StartsWith("spec.roles.generation: dedicated generation pods are not supported yet"));

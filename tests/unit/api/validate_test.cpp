@@ -98,9 +98,9 @@ TEST(Validate, ExpertParallelRanksHoldWholeBlocksOfExperts) {
 }
 
 TEST(Validate, WhatIsNotSupportedYetIsSaid) {
-  EXPECT_EQ(errors_of("  algorithm: PPO\n"), "spec.roles.critic: is missing; PPO needs it");
+  EXPECT_EQ(errors_of("  algorithm: PPO\n"), "");  // the actor's pods hold the critic
   EXPECT_THAT(errors_of("  algorithm: PPO\n  roles: {actor: {}, critic: {}}\n"),
-              HasSubstr("spec.roles.critic: a critic is not supported yet"));
+              HasSubstr("spec.roles.critic: critic pods are not supported yet"));
   EXPECT_THAT(errors_of("  roles: {actor: {}, critic: {}}\n"),
               HasSubstr("spec.roles.critic: is for algorithm PPO only, not GRPO"));
   EXPECT_THAT(errors_of("  roles: {actor: {}, generation: {}}\n"),

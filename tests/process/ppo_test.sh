@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# PPO with a critic on the actor's ranks: it learns, one rank and two agree, a killed run goes on bit for bit.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+
+# run_args of a PPO run: two passes over each rollout, the critic alone in the first two steps.
+ppo_args() {
+  local name=$1; shift
+  run_args "$name" algorithm=ppo ppo.num_prompts_per_step=8 ppo.num_generations_per_prompt=4 ppo.max_num_steps=6 \
+    ppo.ppo_epochs=2 ppo.policy_training_start_step=2 ppo.val_period=3 ppo.val_at_start=false ppo.max_val_samples=20 \
+    value_loss_fn.cliprange=0.5 value.optimizer.kwargs.lr=0.001 "$@"
+}
+# The critic's weights and state of a step, and the actor's.
+both() {
+  local at="$dir/$1/step_$2"
+  [ -f "$at/value/weights/model.safetensors" ] || { echo "no critic of $1 step $2 ($RANDOM)"; return; }
+  sha256sum "$at"/{policy,value}/weights/model.safetensors "$at"/{policy,value}/optimizer/*.safetensors |
+    awk '{print $1}' | sha256sum
+}
+actor() { sha256sum <"$dir/$1/step_$2/policy/weights/model.safetensors"; }
+critic() { sha256sum <"$dir/$1/step_$2/value/weights/model.safetensors"; }
+
+check "an uninterrupted run" "$TRIREME" $(ppo_args whole)
+expected=$(both whole 6)
+[ "$(actor whole 1)" = "$(actor whole 2)" ] && [ "$(critic whole 1)" != "$(critic whole 2)" ] &&
+  ok "only the critic trains until policy_training_start_step" || bad "steps of the critic alone"
+[ "$(actor whole 2)" != "$(actor whole 3)" ] && ok "then the actor too" || bad "the actor does not train"
+grep -q '"Qwen[0-9]*ForSequenceClassification"\|"LlamaForSequenceClassification"' \
+  "$dir/whole/step_6/value/weights/config.json" && ok "the critic's folder is a sequence classifier's" ||
+  bad "the critic's folder" "$(cat "$dir/whole/step_6/value/weights/config.json")"
+
+if out=$(python3 - "$dir/whole-logs/train.jsonl" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "critic/loss" in x]
+names = ["loss", "grad_norm", "lr", "values_mean", "values_min", "values_max", "returns_mean", "explained_var",
+         "vf_clipfrac"]
+lacking = [n for n in names if any("critic/" + n not in x for x in rows)]
+timings = all(x["timing/train/value_inference"] > 0 and x["timing/train/value_training"] > 0 for x in rows)
+trained = [x for x in rows if "train/loss" in x]
+mismatched = sum(x["train/logprob_mismatch_tokens"] for x in trained)
+ticks = [x["train/lr_schedule_steps"] for x in trained]
+print(len(rows), lacking, timings, len(trained), mismatched, ticks)
+sys.exit(0 if len(rows) == 6 and not lacking and timings and len(trained) == 4 and mismatched == 0
+         and ticks == [1, 3, 5, 7] else 1)
+PY
+); then ok "critic/* and timings of every step, schedules by passes"; else bad "what the log says" "$out"; fi
+
+for attempt in $(seq 1 12); do
+  "$TRIREME" $(ppo_args killed) >/dev/null 2>"$dir/err" & pid=$!
+  if [ "$attempt" -le 4 ]; then sleep "0.$((RANDOM % 900 + 100))"; kill -9 $pid 2>/dev/null; fi
+  wait $pid 2>/dev/null && break
+done
+if [ "$(both killed 6)" = "$expected" ] && [ "$(values killed)" = "$(values whole)" ]; then
+  ok "killed and resumed: both models, their moments and the log equal bit for bit"
+else
+  bad "killed and resumed" "$(diff <(values whole) <(values killed) | head -4; cat "$dir/err")"
+fi
+
+# One optimizer step a pass: what differs between the numbers of ranks is rounding only.
+one_step="policy.train_global_batch_size=32 policy.optimizer.kwargs.lr=1e-6 value.optimizer.kwargs.lr=1e-5"
+one_step+=" ppo.max_num_steps=3 ppo.ppo_epochs=1 ppo.policy_training_start_step=0"
+check "one rank" "$TRIREME" $(ppo_args one $one_step)
+check "two ranks" "$TRIREME" launch --nproc-per-node 2 -- $(ppo_args two $one_step)
+if out=$(python3 - "$dir/one-logs/train.jsonl" "$dir/two-logs/train.jsonl" <<'PY'
+import json, sys
+one, two = ([x for x in map(json.loads, open(f)) if "critic/loss" in x] for f in sys.argv[1:])
+worst = 0
+for a, b in zip(one, two):
+    for name in ("critic/loss", "critic/values_mean", "critic/returns_mean", "critic/grad_norm", "train/loss",
+                 "train/grad_norm", "train/advantages/min", "train/advantages/max"):
+        worst = max(worst, abs(a[name] - b[name]) / max(1.0, abs(a[name])))
+print("largest difference", worst)
+sys.exit(0 if len(one) == len(two) == 3 and worst < 1e-5 else 1)
+PY
+); then ok "1 and 2 ranks within 1e-5"; else bad "1 and 2 ranks" "$out"; fi
+
+# A KL in the rewards, raw rewards without a critic, a warm start.
+check "a KL in the rewards" "$TRIREME" $(ppo_args kl ppo.max_num_steps=2 ppo.policy_training_start_step=0 \
+  loss_fn.use_kl_in_reward=true loss_fn.reference_policy_kl_penalty=0.1)
+grep -q '"train/kl_penalty"' "$dir/kl-logs/train.jsonl" && ok "its mean is in the log" || bad "no KL in the log"
+check "raw rewards" "$TRIREME" $(ppo_args raw ppo.max_num_steps=2 ppo.policy_training_start_step=0 \
+  ppo.adv_estimator.name=raw_reward)
+[ ! -e "$dir/raw/step_2/value" ] && ok "have no critic" || bad "a critic of raw rewards"
+warm=ppo.warm_start_value_checkpoint
+check "a warm start" \
+  "$TRIREME" $(ppo_args warm ppo.max_num_steps=1 $warm="$dir/whole/step_6" value.optimizer.kwargs.lr=0)
+[ "$(critic warm 1)" = "$(critic whole 6)" ] && ok "begins with the other run's critic" || bad "a warm start's critic"
+out=$("$TRIREME" $(ppo_args cold ppo.max_num_steps=1 $warm="$dir/raw/step_2") 2>&1); code=$?
+[ $code = 10 ] && grep -q "holds no critic" <<<"$out" && ok "a folder without values is refused" ||
+  bad "a warm start without values: code $code" "$out"
+finish
