@@ -474,6 +474,7 @@ void Scheduler::hand_over(int64_t id) {
 }
 
 bool Scheduler::reads_cached(int64_t id) const {
+  if (id < first_id_ || at(id).state == State::kDone) return false;
   const Sequence& s = at(id);
   for (int64_t each = std::max(s.group_begin, first_id_); each < s.group_end; ++each) {
     const Sequence& other = at(each);

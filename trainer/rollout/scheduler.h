@@ -99,7 +99,8 @@ class Scheduler final {
   // Forgets all cached rows: residents are computed again (weights changed).
   void drop_cache();
 
-  // Whether rows are cached that the sequence continues or begins with: its own, or a sibling's with the prompt.
+  // Whether rows are cached that the sequence continues or begins with: its own, or a sibling's with the prompt. Not
+  // once it has ended, of whose tokens the last may not have been looked at.
   bool reads_cached(int64_t sequence) const;
 
   bool idle() const { return unfinished_ == 0; }

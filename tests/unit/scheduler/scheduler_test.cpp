@@ -273,6 +273,7 @@ TEST(Scheduler, SamplesThatWereBegunElsewhereAreComputedAgain) {
   EXPECT_TRUE(s.scheduler().reads_cached(2)) << "the prompt";
   s.run(1000);
   EXPECT_EQ(s.prefill_tokens_, 20 + 4 + 9);
+  EXPECT_FALSE(s.scheduler().reads_cached(0)) << "it has ended";
   Scheduler scheduler({.cache_rows = 100});
   EXPECT_THROW(scheduler.add_begun(5, {3, 3}, {1, 0}), Error);
   EXPECT_THROW(scheduler.add_begun(5, {3, 3}, {1, 3}), Error);
