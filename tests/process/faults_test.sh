@@ -26,7 +26,7 @@ refuses 10 "nosuch" "$TRIREME" $(run_args a policy.model_name="$dir/unknown")
 cp -r "$dir/model" "$dir/classifier"
 sed -i 's/Qwen3ForCausalLM/Qwen3ForSequenceClassification/' "$dir/classifier/config.json"
 refuses 10 "Qwen3ForSequenceClassification with 2 labels" "$TRIREME" $(run_args a policy.model_name="$dir/classifier")
-sed -i 's/{/{"num_labels": 1,/' "$dir/classifier/config.json"
+sed -i '0,/{/s//{"num_labels": 1,/' "$dir/classifier/config.json"
 refuses 10 "is a value or reward model (...ForSequenceClassification), which generates no text" \
   "$TRIREME" $(run_args a policy.model_name="$dir/classifier")
 cp "$dir/task/train.jsonl" "$dir/bad.jsonl"; echo '{"input": "1+1=", "output"' >>"$dir/bad.jsonl"

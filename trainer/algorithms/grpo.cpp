@@ -320,16 +320,6 @@ class GrpoLoop final {
     session_.context.set_phase(before);
   }
 
-  // A checkpoint wants the policy whole: where ranks share it, in the memory of what generates, which is filled again.
-  void save() {
-    const bool shared = session_.policy->options().sharding.weights;
-    if (refit_ != nullptr && shared && config_.checkpointing.enabled) {
-      engine_.release_cache();
-      refit_->release();
-    }
-    session_.save(step_, state(), checkpoint_metrics());
-  }
-
   // The ranks of a replica make the same plans, and with split experts several replicas take their caches together.
   EngineOptions options_of_engine() {
     EngineOptions options = engine_options(config_, partition_);
@@ -440,8 +430,14 @@ class GrpoLoop final {
     return state;
   }
 
+  // A checkpoint wants the policy whole: where ranks share it, in the memory of what generates, which is filled again.
   // Every rank knows the whole ledger; rank 0 writes it.
   void save() {
+    const bool shared = session_.policy->options().sharding.weights;
+    if (refit_ != nullptr && shared && config_.checkpointing.enabled) {
+      engine_.release_cache();
+      refit_->release();
+    }
     nlohmann::json all = state();
     std::map<std::string, std::string> files;
     if (carry_ && session_.context.is_main()) {
