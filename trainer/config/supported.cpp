@@ -32,6 +32,13 @@ void refuse_data(const Config& c, const std::function<void(bool, const std::stri
   }
 }
 
+// What is said of a rollout's keys, by those of the algorithm.
+std::vector<std::string> by_own_keys(std::vector<std::string> reasons, const Config& c) {
+  if (c.algorithm != "ppo") return reasons;
+  for (std::string& reason : reasons) reason = replace_all(reason, "grpo.", "ppo.");
+  return reasons;
+}
+
 // A critic beside an actor on the same ranks, which both are replicas.
 void refuse_critic(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
   struct Size {
@@ -102,7 +109,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
          "a master copy of the weights in " + m.optimizer.params_dtype);
   if (has_critic(c)) refuse_critic(c, refuse);
-  return reasons;
+  return by_own_keys(std::move(reasons), c);
 }
 
 void validate_supported(const Config& c) {
@@ -130,7 +137,7 @@ void validate_supported(const Config& c) {
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
   refuse(!c.data.validation.env_name.empty() && c.data.validation.env_name != c.data.train.env_name,
          "data.validation.env_name", "another reward for validation than for training");
-  if (!reasons.empty()) fail_user(join(reasons, "\n"));
+  if (!reasons.empty()) fail_user(join(by_own_keys(std::move(reasons), c), "\n"));
 }
 
 std::vector<std::string> keys_without_effect(const Config& c) {

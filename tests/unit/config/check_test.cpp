@@ -551,6 +551,7 @@ TEST(Ppo, SplitModelsAreRefusedByName) {
   EXPECT_THAT(refusal({"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.context_parallel_size=2"}),
               HasSubstr("policy.megatron_cfg.context_parallel_size: PPO with an actor of context parallel size 2"));
   EXPECT_EQ(refusal({"value.dtensor_cfg.enabled=true"}), "");  // shared weights
+  EXPECT_THAT(refusal({"ppo.max_rollout_turns=3"}), HasSubstr("ppo.max_rollout_turns: 3 turns is not supported"));
   EXPECT_THAT(refusal({"ppo.async_ppo.enabled=true"}), HasSubstr("ppo.async_ppo: asynchronous PPO is not supported"));
 }
 
