@@ -60,7 +60,7 @@ def judge(file, extra):
     for rule, words in SHARED_RULES.items():
         if not reasons and any(rule in line for line in lines):
             reasons.append(words)
-    if "which runs grpo and sft" in ran.stderr:
+    if "which runs grpo, ppo and sft" in ran.stderr:
         return "other", reasons, idle
     return ("refused", reasons, idle) if reasons else ("error", [lines[-1] if lines else "no message"], idle)
 
@@ -97,7 +97,7 @@ def main():
             rows.append(f"| `{shown}` | {result} | {'; '.join(reasons)} | {idle or ''} |")
         errors += counts["error"]
         summary = (
-            f"Of {len(files) - counts['other']} GRPO and SFT files {counts['loads']} load, {counts['refused']} are "
+            f"Of {len(files) - counts['other']} GRPO, PPO and SFT files {counts['loads']} load, {counts['refused']} are "
             f"refused by a feature, {counts['error']} fail; {counts['other']} files are for other algorithms.")
         print(f"==> {name}: {summary}")
         page += [

@@ -35,7 +35,8 @@ void fill_token_numbers(std::vector<Sample>& samples, std::vector<float> Sample:
   const Members& own = shares[static_cast<size_t>(context.rank())];
   std::vector<MicroBatch> passes;
   if (!own.empty()) {
-    for (const Members& members : make_micro_batches(samples, own, size, /*ranks=*/1).front()) {
+    const std::vector<std::vector<Members>> of_ranks = make_micro_batches(samples, own, size, /*ranks=*/1);
+    for (const Members& members : of_ranks.front()) {
       MicroBatch batch = make_micro_batch(samples, members, size.share_prompts);
       if (batch.response_tokens() > 0) passes.push_back(std::move(batch));
     }
