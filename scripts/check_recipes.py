@@ -97,8 +97,9 @@ def main():
             rows.append(f"| `{shown}` | {result} | {'; '.join(reasons)} | {idle or ''} |")
         errors += counts["error"]
         summary = (
-            f"Of {len(files) - counts['other']} GRPO, PPO and SFT files {counts['loads']} load, {counts['refused']} are "
-            f"refused by a feature, {counts['error']} fail; {counts['other']} files are for other algorithms.")
+            f"Of {len(files) - counts['other']} GRPO, PPO and SFT files {counts['loads']} load, "
+            f"{counts['refused']} are refused by a feature, {counts['error']} fail; {counts['other']} files are for "
+            "other algorithms.")
         print(f"==> {name}: {summary}")
         page += [
             f"## {name}", "", summary, "", "| file | result | needs | keys without effect |", "|---|---|---|---|",

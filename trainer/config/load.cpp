@@ -126,6 +126,8 @@ class Loader final {
               const EnvironmentLookup& environment) {
     for (const std::string& text : overrides) config::apply_override(root, text);
     choose_algorithm(root);
+    const Node* algorithm = root.find("algorithm");
+    ppo_ = algorithm && algorithm->text == "ppo";
     choose_version(root);
     config::interpolate(
         root, [this](const std::string& path) { return plain_default(path); }, environment);
@@ -331,7 +333,9 @@ class Loader final {
     } else {
       std::vector<std::string> same_name;  // right key, wrong section
       for (const Field& field : config::fields()) {
-        if (ends_with(field.path, "." + name)) same_name.push_back(field.path);
+        // The rollout's keys are those of grpo or of ppo; the critic's are the policy's.
+        const bool twin = starts_with(field.path, "value.") || starts_with(field.path, ppo_ ? "grpo." : "ppo.");
+        if (ends_with(field.path, "." + name) && !twin) same_name.push_back(field.path);
       }
       if (same_name.size() == 1) hint = "; did you mean '" + same_name.front() + "'?";
     }
@@ -518,6 +522,7 @@ class Loader final {
 
   Config config_;
   bool v03_ = false;  // whose defaults count
+  bool ppo_ = false;
   std::map<std::string, std::string> origins_;
   std::vector<std::string> problems_, warnings_;
 };
