@@ -71,7 +71,8 @@ CarryOver::CarryOver(Engine& engine, const Tokenizer* tokenizer, RewardPool* rew
       rank_(context.generation().number),
       ledger_(of_ranks(options_.ledger, ranks_), options_.first_step, options_.first_group),
       next_prompt_(options_.first_group) {
-  TRIREME_CHECK(context.generation().replica->size() == 1, "carry-over of a model that generation splits over ranks");
+  TRIREME_CHECK(context.generation().replica->size() == 1 && context.holders().size() == 1,
+                "carry-over of a model that generation splits over ranks");
   TRIREME_CHECK((rewards != nullptr && tokenizer != nullptr) || options_.drawn_rewards, "samples without rewards");
 }
 
@@ -372,6 +373,14 @@ void CarryOver::make_way() {
   }
 }
 
+namespace {
+
+uint64_t hash_of_prompt(const SharedTokens& tokens) {
+  return hash64({reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t)});
+}
+
+}  // namespace
+
 CarryOver::Saved CarryOver::saved() const {
   Saved saved;
   std::vector<Sample> samples;
@@ -381,32 +390,35 @@ CarryOver::Saved CarryOver::saved() const {
       samples.push_back(std::move(sample));
     }
     saved.groups.push_back(group.number - ledger_.first_group());
+    saved.prompts.push_back(hash_of_prompt(prompts_.at(group.number).tokens));
   }
   saved.samples = pack_samples(samples);
   return saved;
 }
 
 int64_t CarryOver::restore(const Saved& saved) {
-  std::vector<SharedTokens> prompts;
-  std::vector<LedgerGroup> groups;
-  int64_t last = -1, refused = 0;
-  for (const int64_t distance : saved.groups) {
-    if (distance <= last) fail_data("the saved groups of the ledger are not in order");
-    last = distance;
-    const int64_t number = ledger_.first_group() + distance;
+  if (saved.prompts.size() != saved.groups.size()) fail_data("the saved groups of the ledger have other prompts");
+  std::vector<SharedTokens> prompts(saved.groups.size());
+  std::map<int64_t, LedgerGroup> groups;  // by place among the saved ones
+  int64_t last = -1;
+  for (size_t i = 0; i < saved.groups.size(); ++i) {
+    if (saved.groups[i] <= last) fail_data("the saved groups of the ledger are not in order");
+    last = saved.groups[i];
+    const int64_t number = ledger_.first_group() + last;
     if (!ask(number, /*needed=*/false)) break;  // the data ends earlier now
-    prompts.push_back(prompts_.at(number).tokens);
-    groups.push_back({number, true, {}});
+    prompts[i] = prompts_.at(number).tokens;
+    if (hash_of_prompt(prompts[i]) == saved.prompts[i]) groups[static_cast<int64_t>(i)] = {number, true, {}};
   }
-  refused = static_cast<int64_t>(saved.groups.size() - groups.size());
-  if (refused > 0) prompts.resize(saved.groups.size());
   for (Sample& sample : unpack_samples(saved.samples, prompts)) {
-    const auto at = static_cast<size_t>(sample.group);
-    if (at >= groups.size()) continue;
-    sample.group = groups[at].number;
-    groups[at].samples.push_back(std::move(sample));
+    const auto group = groups.find(sample.group);
+    if (group == groups.end()) continue;
+    sample.group = group->second.number;
+    group->second.samples.push_back(std::move(sample));
   }
-  return refused + ledger_.restore(std::move(groups));
+  std::vector<LedgerGroup> fitting;
+  for (auto& [place, group] : groups) fitting.push_back(std::move(group));
+  const auto refused = static_cast<int64_t>(saved.groups.size() - fitting.size());
+  return refused + ledger_.restore(std::move(fitting));
 }
 
 }  // namespace trireme

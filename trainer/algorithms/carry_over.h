@@ -79,7 +79,8 @@ class CarryOver final {
   // collected; restore() asks for their prompts. Returns how many groups it could not take.
   struct Saved {
     std::vector<int64_t> groups;
-    std::string samples;  // packed
+    std::vector<uint64_t> prompts;  // hash_of_prompt of each group: data may be read or shown otherwise now
+    std::string samples;            // packed
   };
   Saved saved() const;
   int64_t restore(const Saved& saved);

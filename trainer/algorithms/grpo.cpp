@@ -158,6 +158,16 @@ class GrpoLoop final {
     critic_->make_room = trainer_->make_room;
   }
 
+  // Responses that another distribution, or other rewards, gave are not those of this run.
+  nlohmann::json drawn_from() const {
+    const LogprobOptions sampling = sampling_distribution(config_);
+    return {{"temperature", sampling.temperature},
+            {"top_k", sampling.top_k},
+            {"top_p", sampling.top_p},
+            {"min_p", sampling.min_p},
+            {"rewards", hash64(to_yaml(config_, "env."))}};
+  }
+
   bool carries() const { return config_.grpo.async_grpo.enabled; }
   bool keeps_cache() const { return carries() && !config_.grpo.async_grpo.recompute_kv_cache_after_weight_updates; }
 
@@ -170,6 +180,7 @@ class GrpoLoop final {
     options.ledger.samples_per_group = g.num_generations_per_prompt;
     options.ledger.max_age = g.async_grpo.max_trajectory_age_steps;
     options.ledger.last_step = g.max_num_steps;
+    options.ledger.critic_only_steps = critic_only_steps();
     if (g.use_dynamic_sampling) {
       options.ledger.teaches_nothing = [](const std::vector<Sample>& group) {
         return is_flat(group.begin(), group.end());
@@ -191,7 +202,12 @@ class GrpoLoop final {
     if (!session_.resumed || !session_.resumed->state.contains("ledger")) return;
     const nlohmann::json& saved = session_.resumed->state.at("ledger");
     const auto groups = saved.at("groups").get<std::vector<int64_t>>();
-    const int64_t refused = carry_->restore({groups, read_file(session_.resumed->path / kLedgerFile)});
+    const bool comparable = saved.at("drawn_from") == drawn_from();
+    int64_t refused = static_cast<int64_t>(groups.size());
+    if (comparable) {
+      refused = carry_->restore({groups, saved.at("prompts").get<std::vector<uint64_t>>(),
+                                 read_file(session_.resumed->path / kLedgerFile)});
+    }
     if (!session_.context.is_main()) return;
     log_info("grpo", std::to_string(groups.size() - static_cast<size_t>(refused)) +
                          " complete groups of later steps come from the checkpoint" +
@@ -442,7 +458,7 @@ class GrpoLoop final {
     std::map<std::string, std::string> files;
     if (carry_ && session_.context.is_main()) {
       CarryOver::Saved saved = carry_->saved();
-      all["ledger"] = {{"groups", saved.groups}};
+      all["ledger"] = {{"groups", saved.groups}, {"prompts", saved.prompts}, {"drawn_from", drawn_from()}};
       files[kLedgerFile] = std::move(saved.samples);
     }
     session_.save(step_, all, checkpoint_metrics(), files);
@@ -588,7 +604,7 @@ class GrpoLoop final {
             },
             collector_.on_progress);
       };
-      if (!row_exact_) {
+      if (!row_exact_ && critic_ != nullptr) {
         fill(&Sample::previous_logprobs, *session_.policy, sampling_distribution(config_));
         if (const auto threshold = config_.grpo.seq_logprob_error_threshold)
           mask_mismatched_samples(samples, *threshold);

@@ -190,7 +190,7 @@ const std::vector<float>* PolicyTrainer::known_previous(const Sample& sample, in
   const bool sampled_by_these = sample.is_of(version);
   const bool known = sampled_by_these ? row_exact_ : config_.grpo.async_grpo.ratio_from == RatioFrom::kGeneration;
   if (known) return &sample.generation_logprobs;
-  return sample.previous_logprobs.empty() ? nullptr : &sample.previous_logprobs;  // made for a KL in rewards
+  return sample.previous_logprobs.empty() ? nullptr : &sample.previous_logprobs;  // made ahead, for advantages of tokens
 }
 
 std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const std::vector<Sample>& samples,
@@ -200,7 +200,9 @@ std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const st
     return sample.reference_logprobs.empty() ? nullptr : &sample.reference_logprobs;
   };
   // The same on all ranks, since passes are collective where ranks share weights or layers.
-  const bool passes = std::any_of(samples.begin(), samples.end(), [&](const Sample& s) { return !previous_of(s); });
+  // What was made ahead is taken there, not computed.
+  const bool passes = std::any_of(samples.begin(), samples.end(),
+                                  [&](const Sample& s) { return previous_of(s) != &s.generation_logprobs; });
   const bool older = std::any_of(samples.begin(), samples.end(), [&](const Sample& s) { return !s.is_of(version); });
   const auto total = static_cast<int64_t>(samples.size());
   const int64_t size = config_.policy.train_global_batch_size;

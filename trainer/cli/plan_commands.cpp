@@ -149,6 +149,8 @@ std::vector<std::string> missing(const PlanContext& context, const Layout& layou
   std::vector<std::string> reasons = unsupported_splits(layout, context.config.cluster.device != "cpu");
   if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
     reasons.push_back(*problem);
+  if (context.config.algorithm == "ppo" && layout.tp * layout.cp * layout.pp * layout.ep * layout.etp > 1)
+    reasons.push_back("PPO with an actor that ranks share is not supported yet by this version");
   return reasons;
 }
 
@@ -198,6 +200,8 @@ void print_whether_it_runs(const PlanContext& context, const Layout& layout) {
     validate_supported(context.config);
     const std::vector<std::string> reasons = missing(context, layout);
     if (!reasons.empty()) fail_user(join(reasons, "; "));
+    if (has_critic(context.config))
+      print_line(std::cout, "not counted", "the critic: " + context.config.value.model_name);
     print_line(std::cout, "this version", "can run it");
   } catch (const Error& error) {
     print_line(std::cout, "this version", std::string("cannot run it: ") + error.what());

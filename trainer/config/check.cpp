@@ -228,7 +228,7 @@ void check_grpo(const Config& c, Problems& out) {
 void check_async(const Config& c, Problems& out) {
   const auto& g = c.grpo;
   const AsyncGrpoConfig& a = g.async_grpo;
-  if (!a.enabled) return;
+  if (!a.enabled || c.algorithm != "grpo") return;
   if (a.max_trajectory_age_steps == 0) {
     out.push_back(
         {"grpo.async_grpo.max_trajectory_age_steps",

@@ -413,8 +413,8 @@ void validate_supported(const Config& config);
 // once.
 std::vector<std::string> keys_without_effect(const Config& config);
 
-// The resolved configuration; reading it back gives the same Config.
-std::string to_yaml(const Config& config);
+// The resolved configuration, or its keys that begin with `below`; reading all of it back gives the same Config.
+std::string to_yaml(const Config& config, std::string_view below = {});
 // The same as nested JSON, for programs that show it; schedules are texts.
 nlohmann::json to_json(const Config& config);
 // What differs between the configuration that a checkpoint was written with and the one that goes on from it, a

@@ -108,10 +108,11 @@ nlohmann::json to_json(const Config& config) {
   return out;
 }
 
-std::string to_yaml(const Config& config) {
+std::string to_yaml(const Config& config, std::string_view below) {
   Config copy = config;
   std::vector<std::pair<std::string, std::string>> rows;
   for (const Field& field : config::fields()) {
+    if (!starts_with(field.path, below)) continue;
     const FieldRef ref = field.get(copy);
     rows.emplace_back(field.path, config::file_text(field, ref));
   }

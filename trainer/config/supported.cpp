@@ -39,8 +39,8 @@ std::vector<std::string> by_own_keys(std::vector<std::string> reasons, const Con
   return reasons;
 }
 
-// A critic beside an actor on the same ranks, which both are replicas.
-void refuse_critic(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+// PPO's actor, and a critic beside it on the same ranks, which both are replicas.
+void refuse_splits_of_ppo(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
   struct Size {
     const char* key;
     const char* what;
@@ -68,8 +68,12 @@ void refuse_critic(const Config& c, const std::function<void(bool, const std::st
              whose + " of " + size.what + " size " + std::to_string(m.dtensor_cfg.*size.of_dtensor));
     }
   };
-  check(c.value, "value", "a critic");
+  if (c.algorithm != "ppo") return;
   check(c.policy, "policy", "PPO with an actor");
+  refuse(c.policy.generation.tensor_parallel_size > 1, "policy.generation.tensor_parallel_size",
+         "PPO with an actor that generates in another layout");
+  if (!has_critic(c)) return;
+  check(c.value, "value", "a critic");
   const MegatronConfig& m = c.value.megatron_cfg;
   refuse(c.value.dtensor_cfg.enabled && c.value.dtensor_cfg.cpu_offload, "value.dtensor_cfg.cpu_offload",
          "keeping weights on the host");
@@ -99,7 +103,8 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
          "an advantage of each reward (GDPO)");
   refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kOpd, "grpo.adv_estimator.name", "on-policy distillation");
   // Beside generation on other devices; on the same ones it is carry-over.
-  refuse(c.grpo.async_grpo.enabled && !c.policy.generation.colocated.enabled, "grpo.async_grpo.enabled",
+  const bool async = c.algorithm == "grpo" && c.grpo.async_grpo.enabled;
+  refuse(async && !c.policy.generation.colocated.enabled, "grpo.async_grpo.enabled",
          "asynchronous GRPO");
   refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
          "generation on devices of its own");
@@ -108,8 +113,10 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
          "moving optimizer state to the host");
   refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
          "a master copy of the weights in " + m.optimizer.params_dtype);
-  if (has_critic(c)) refuse_critic(c, refuse);
-  return by_own_keys(std::move(reasons), c);
+  refuse_splits_of_ppo(c, refuse);
+  reasons = by_own_keys(std::move(reasons), c);
+  refuse(c.algorithm == "ppo" && c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous PPO");
+  return reasons;
 }
 
 void validate_supported(const Config& c) {
@@ -129,9 +136,9 @@ void validate_supported(const Config& c) {
                       std::to_string(etp) + kNotYet + " on GPUs (cluster.device=cpu has it)");
   const ParallelSizes sizes = parallel_sizes(c);
   const GenerationConfig& generation = c.policy.generation;
-  const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || generation.fold_pipeline ||
-                     generation.tensor_parallel_size > 1;
-  refuse(c.grpo.async_grpo.enabled && generation.colocated.enabled && split, "grpo.async_grpo.enabled",
+  const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || sizes.expert_tensor > 1 ||
+                     generation.fold_pipeline || generation.tensor_parallel_size > 1;
+  refuse(c.algorithm == "grpo" && c.grpo.async_grpo.enabled && generation.colocated.enabled && split, "grpo.async_grpo.enabled",
          "carry-over with a model that tensor, pipeline or expert parallel ranks share");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");

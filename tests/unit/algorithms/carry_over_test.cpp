@@ -98,6 +98,13 @@ Seen run(ParallelContext& context, const Case& setup) {
     options.first_group = s * setup.groups;
     Engine other(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
     other.weights_changed(s);
+    if (!saved.groups.empty()) {  // whose prompt is another now is generated again
+      CarryOver::Saved spoilt = saved;
+      spoilt.prompts.back() ^= 1;
+      CarryOver choosy(other, nullptr, nullptr, context, timer, options);
+      EXPECT_EQ(choosy.restore(spoilt), 1);
+      EXPECT_EQ(choosy.ledger().counts().complete, static_cast<int64_t>(saved.groups.size()) - 1);
+    }
     CarryOver resumed(other, nullptr, nullptr, context, timer, options);
     EXPECT_EQ(resumed.restore(saved), 0);
     EXPECT_EQ(resumed.ledger().counts().complete, static_cast<int64_t>(saved.groups.size()));

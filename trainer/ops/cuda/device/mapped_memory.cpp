@@ -1,5 +1,6 @@
 #include "trainer/ops/mapped_memory.h"
 
+#include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -59,6 +60,7 @@ std::map<int, Usage> usage_of;  // by device
 
 Usage& counted(c10::Device device) {
   constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);  // memory may be mapped before any tensor is made
   Usage& usage = usage_of[device.index()];
   const int64_t tensors = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index()).allocated_bytes[kAll].peak;
   usage.peak = std::max(usage.peak, tensors + usage.mapped);
