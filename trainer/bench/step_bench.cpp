@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/text.h"
 #include "trainer/algorithms/carry_over.h"
+#include "trainer/algorithms/critic.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/rollout_metrics.h"
@@ -48,7 +49,8 @@ struct StepTimes {
   std::map<std::string, double> phases;  // exposed seconds of this rank; they add up to `seconds`
   TrainResult trained;
   RankShares shares;
-  std::map<std::string, double> ages;  // with carry-over
+  std::map<std::string, double> ages;    // with carry-over
+  std::map<std::string, double> critic;  // its seconds within the phases, what it measured; names of the log
 };
 
 class StepBench final {
@@ -59,6 +61,7 @@ class StepBench final {
         target_(resolve(options.common)),
         lengths_(lengths_of(options)),
         config_(step_config(options, target_, lengths_, context.world_size())),
+        critic_config_(critic_config(config_)),
         ceilings_(measure_ceilings(target_.device, target_.dtype)) {
     ModelOptions trainable = target_.model_options(/*trainable=*/true, context);
     trainable.gradient_dtype = parse_dtype(options.gradient_dtype);
@@ -67,14 +70,12 @@ class StepBench final {
       reference_ = std::make_unique<Model>(target_.config, target_.model_options(/*trainable=*/false, context));
       reference_->copy_parameters_from(*policy_);
     }
-    const AdamSettings adam = adam_settings(config_);
-    AdamWOptions adam_options;
-    adam_options.beta1 = adam.beta1;
-    adam_options.beta2 = adam.beta2;
-    adam_options.eps = adam.eps;
-    adam_options.reduce_in_fp32 = trainable.gradient_dtype == at::kFloat;
-    optimizer_ = std::make_unique<DistributedAdamW>(*policy_, context.data_parallel(), adam_options,
-                                                    context.expert_data_parallel(trainable.split));
+    optimizer_ = make_optimizer(*policy_);
+    if (options.critic) {
+      critic_model_ = make_random_model(target_.config.with_value_head(), trainable, options.common.seed + 1);
+      critic_optimizer_ = make_optimizer(*critic_model_);
+      critic_ = std::make_unique<CriticTrainer>(critic_config_, *critic_model_, *critic_optimizer_, context);
+    }
     const bool row_exact =
         products_are_exact(target_.config, policy_->local(), target_.dtype, target_.device, options.train_tokens);
     row_exact_ = context.world().all_reduce_max(row_exact ? 0 : 1) == 0;
@@ -106,6 +107,7 @@ class StepBench final {
     engine_ = std::make_unique<Engine>(*policy_, nullptr, engine_settings_,
                                        sampling_options(options.generation, options.common.seed));
     if (!options.keep_cache) trainer_->make_room = [this] { engine_->release_cache(); };
+    if (critic_) critic_->make_room = trainer_->make_room;
     for (std::vector<int32_t>& ids : random_prompts(lengths_, target_.config.vocab_size, options.common.seed)) {
       prompts_.emplace_back();
       prompts_.back().prompt = std::move(ids);
@@ -141,6 +143,17 @@ class StepBench final {
   }
 
  private:
+  std::unique_ptr<DistributedAdamW> make_optimizer(Model& model) const {
+    const AdamSettings adam = adam_settings(config_);
+    AdamWOptions options;
+    options.beta1 = adam.beta1;
+    options.beta2 = adam.beta2;
+    options.eps = adam.eps;
+    options.reduce_in_fp32 = model.options().gradient_dtype == at::kFloat;
+    return std::make_unique<DistributedAdamW>(model, context_.data_parallel(), options,
+                                              context_.expert_data_parallel(model.options().split));
+  }
+
   void make_carry_over() {
     CarryOverOptions carry;
     carry.ledger.groups_per_step = config_.grpo.num_prompts_per_step;
@@ -189,7 +202,10 @@ class StepBench final {
       samples = carry_ ? generate_carried(times) : generate(lengths, times.shares);
       synchronize(target_.device);
     }
-    {
+    if (critic_) {
+      assign_of_tokens(samples, times);
+      train_critic(samples, times);
+    } else {
       const auto scope = timer_.enter(Phase::kRewards);
       assign_advantages(samples, lengths.samples_per_prompt(), config_);
     }
@@ -199,7 +215,7 @@ class StepBench final {
           std::count_if(samples.begin(), samples.end(), [](const Sample& sample) { return sample.trained_early; });
       early_references_ = std::count_if(samples.begin(), samples.end(),
                                         [](const Sample& sample) { return !sample.reference_logprobs.empty(); });
-      times.trained = trainer_->train(samples, {}, steps_done_);
+      times.trained = trainer_->train(samples, {}, steps_done_, passes_per_rollout(config_));
       synchronize(target_.device);
     }
     {
@@ -214,6 +230,31 @@ class StepBench final {
     next_sample_id_ += static_cast<uint64_t>(lengths.samples());
     ++steps_done_;
     return times;
+  }
+
+  // Values of all states, then rewards, advantages and returns of tokens.
+  void assign_of_tokens(std::vector<Sample>& samples, StepTimes& times) {
+    {
+      const auto scope = timer_.enter(Phase::kLogprobs);
+      const Stopwatch watch;
+      critic_->fill_values(samples);
+      synchronize(target_.device);
+      times.critic["timing/train/value_inference"] = watch.seconds();
+    }
+    const auto scope = timer_.enter(Phase::kRewards);
+    assign_rewards(samples, config_);
+    assign_token_advantages(samples, config_.ppo.adv_estimator, reward_kl_penalty(config_),
+                            config_.loss_fn.reference_policy_kl_type);
+  }
+
+  // The critic's optimizer steps, which come before the actor's.
+  void train_critic(const std::vector<Sample>& samples, StepTimes& times) {
+    const auto scope = timer_.enter(Phase::kTraining);
+    const Stopwatch watch;
+    for (const auto& [name, value] : critic_->train(samples, passes_per_rollout(config_)))
+      times.critic["critic/" + name] = value;
+    synchronize(target_.device);
+    times.critic["timing/train/value_training"] = watch.seconds();
   }
 
   // As the trainer generates, but for prompts, lengths and rewards.
@@ -240,8 +281,8 @@ class StepBench final {
   }
 
   // At the ceilings, on this many devices: generation reads weights for each of the longest response's tokens and an
-  // even share of the contexts; the reference's forward, and forward and backward, have an even share of the
-  // operations.
+  // even share of the contexts; the forwards of reference and critic, and forward and backward of actor and critic,
+  // have an even share of the operations.
   std::map<std::string, double> floors() const {
     const auto ranks = static_cast<double>(context_.world_size()), tp = static_cast<double>(context_.layout().tp);
     const RolloutWork work =
@@ -250,9 +291,15 @@ class StepBench final {
     const std::vector<Piece> rows = training_pieces(lengths_.prompts, lengths_.outputs, options_.share_prompts);
     const int64_t scored = lengths_.output_tokens();
     const double flops = ranks * ceilings_.flops_per_second;
+    double logprobs = options_.reference ? forward_flops(target_.config, rows, scored) : 0;
+    double training = training_flops(target_.config, rows, scored);
+    if (critic_) {
+      logprobs += forward_flops(critic_model_->config(), rows, scored);
+      training += training_flops(critic_model_->config(), rows, scored);
+    }
     return {{"generation", (work.weight_bytes / tp + work.context_bytes / ranks) / ceilings_.bytes_per_second()},
-            {"logprobs", options_.reference ? forward_flops(target_.config, rows, scored) / flops : 0.0},
-            {"training", training_flops(target_.config, rows, scored) / flops}};
+            {"logprobs", logprobs / flops},
+            {"training", training / flops}};
   }
 
   nlohmann::json report(const std::vector<double>& seconds, double middle, const StepTimes& typical, int64_t mismatched,
@@ -276,6 +323,8 @@ class StepBench final {
          {"global_batch_size", config_.policy.train_global_batch_size},
          {"optimizer_steps", typical.trained.optimizer_steps},
          {"reference", options_.reference},
+         {"critic", options_.critic},
+         {"of_critic", typical.critic},
          {"background_sms", reference_stream_ == nullptr            ? 0
                             : engine_settings_.partition == nullptr ? -1
                                                                     : engine_settings_.partition->background_sms},
@@ -343,6 +392,11 @@ class StepBench final {
           << ", carried on: " << age("performance/ledger_samples_carried") << " samples\n";
     }
     if (options_.early_gradients) out << "gradients computed under generation: of " << early_gradients_ << " samples\n";
+    if (critic_) {
+      out << "of the critic: values " << format_fixed(typical.critic.at("timing/train/value_inference"), 3)
+          << " s (in logprobs), training " << format_fixed(typical.critic.at("timing/train/value_training"), 3)
+          << " s (in training)\n";
+    }
     if (ranks > 1) {
       const auto [least, most] =
           std::minmax_element(typical.shares.idle_seconds.begin(), typical.shares.idle_seconds.end());
@@ -363,11 +417,15 @@ class StepBench final {
   const Target target_;
   const RolloutLengths lengths_;
   const Config config_;
+  const Config critic_config_;
   const Ceilings ceilings_;
   EngineOptions engine_settings_;
   std::unique_ptr<Model> policy_, reference_;
   std::unique_ptr<DistributedAdamW> optimizer_;
   std::unique_ptr<PolicyTrainer> trainer_;
+  std::unique_ptr<Model> critic_model_;  // null, as the next two: GRPO
+  std::unique_ptr<DistributedAdamW> critic_optimizer_;
+  std::unique_ptr<CriticTrainer> critic_;
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   std::unique_ptr<Engine> engine_;
   PhaseTimer timer_;
@@ -395,6 +453,12 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   if (options.optimizer_steps < 1 || lengths.samples() % options.optimizer_steps != 0) {
     fail_user("--optimizer-steps " + std::to_string(options.optimizer_steps) + " does not divide the " +
               std::to_string(lengths.samples()) + " samples");
+  }
+  if (options.critic) {
+    if (options.carry_over > 0 || options.early_gradients)
+      fail_user("--critic goes with neither --carry-over nor --early-gradients: PPO has neither of them");
+    if (options.common.devices_of_replica() > 1 || options.common.ep > 1)
+      fail_user("--critic needs models that are not split: --tp, --cp, --pp and --ep 1");
   }
   Config config;
   config.grpo.num_prompts_per_step = static_cast<int64_t>(lengths.prompts.size());
@@ -439,6 +503,12 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
     if (stages.last_layers > 0) policy.megatron_cfg.num_layers_in_last_pipeline_stage = stages.last_layers;
   }
   config.cluster.collective_timeout_s = options.collective_timeout_s;
+  if (options.critic) {
+    config.algorithm = "ppo";
+    static_cast<RolloutConfig&>(config.ppo) = config.grpo;
+    config.ppo.ppo_epochs = 1;  // as many optimizer steps as GRPO's, beside which it is read
+    static_cast<ModelTrainingConfig&>(config.value) = policy;
+  }
   derive_defaults(config);
   const std::vector<std::string> problems = find_problems(config);
   if (!problems.empty()) fail_user("bench step: " + join(problems, "; "));

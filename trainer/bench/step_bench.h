@@ -1,4 +1,4 @@
-// trireme bench step: a whole GRPO step with forced lengths and drawn rewards.
+// trireme bench step: a whole step of GRPO, or of PPO with a critic, with forced lengths and drawn rewards.
 #pragma once
 
 #include <functional>
@@ -20,6 +20,7 @@ struct StepBenchOptions {
   int64_t prompts = 8, samples = 32, response_tokens = 794, prompt_tokens = 200;
   int64_t optimizer_steps = 4;
   bool reference = false;                  // a reference model and the KL term
+  bool critic = false;                     // PPO with a critic of the same shape, ppo.ppo_epochs 1; else GRPO
   int64_t train_tokens = 16384;            // of a packed micro-batch; raised to the longest sample
   std::string gradient_dtype = "float32";  // in which backward adds up and ranks reduce
   bool checkpoint_activations = false;

@@ -21,8 +21,9 @@ double forward_flops(const ModelConfig& c, const std::vector<Piece>& pieces, int
     tokens += real(piece.tokens);
     attention += 2 * q * real(piece.tokens) * (real(piece.tokens + 1) + 2 * real(piece.prefix));
   }
+  const double outputs = c.value_head ? 1 : real(c.vocab_size);
   return layers * (2 * layer_matrix_elements(c) * tokens + attention) +
-         2 * real(c.hidden_size) * real(c.vocab_size) * real(scored_rows);
+         2 * real(c.hidden_size) * outputs * real(scored_rows);
 }
 
 double training_flops(const ModelConfig& config, const std::vector<Piece>& pieces, int64_t scored_rows) {

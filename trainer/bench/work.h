@@ -5,7 +5,7 @@
 //   matrices of a layer   P = h (q + 2 kv) + q h + 3 h i         (q k v, output, gate up down; with experts i is the
 //                         chosen experts' width together, and the router's h E is added)
 //   products              2 L P for each token of the input (a multiplication and an addition are 2 operations)
-//   head                  2 h V for each row whose log-prob is taken: prompts' rows are not
+//   head                  2 h V for each row whose log-prob is taken: prompts' rows are not; a critic's head is 2 h
 //   attention             a sequence of n tokens has n (n + 1) / 2 pairs of query and key, half of the square: 4 q of
 //                         operations a pair (q . k and p . v are 2 q each), 2 q n (n + 1) a layer
 //

@@ -173,7 +173,7 @@ void add_train(CLI::App& bench, CommandContext& context) {
 
 void add_step(CLI::App& bench, CommandContext& context) {
   auto o = std::make_shared<bench::StepBenchOptions>();
-  CLI::App* verb = bench.add_subcommand("step", "a whole GRPO step; alone or under trireme launch");
+  CLI::App* verb = bench.add_subcommand("step", "a whole step of GRPO or PPO; alone or under trireme launch");
   add_common(verb, o->common, context);
   add_generation(verb, o->generation);
   auto* lengths = verb->add_option("--lengths", o->lengths, "file or synthetic:...; instead of the next four");
@@ -184,6 +184,7 @@ void add_step(CLI::App& bench, CommandContext& context) {
   verb->add_option("--optimizer-steps", o->optimizer_steps, "the samples are split evenly over them");
   verb->add_flag("--unknown-ends", o->generation.unknown_ends, kUnknownEnds);
   verb->add_flag("--reference", o->reference, "a reference model and the KL term");
+  verb->add_flag("--critic", o->critic, "PPO: a critic of the same shape, its values, GAE and its training");
   verb->add_option("--train-tokens", o->train_tokens, "of a packed micro-batch");
   verb->add_option("--gradient-dtype", o->gradient_dtype)->check(CLI::IsMember({"float32", "bfloat16"}));
   verb->add_flag("--checkpoint-activations", o->checkpoint_activations, "recompute every layer in backward");

@@ -3,12 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <set>
 #include <sstream>
 #include <thread>
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/bench/checkpoint_bench.h"
 #include "trainer/bench/ops_bench.h"
@@ -340,6 +342,55 @@ TEST(StepBench, CarryOverFillsThePlacesOfTheLastResponses) {
     EXPECT_EQ(ages.at("train/mixed_context_tokens").get<double>() > 0, keep);
     EXPECT_EQ(ages.at("train/recomputed_rows").get<double>() > 0, !keep);
     EXPECT_NE(out.str().find("older tokens: "), std::string::npos);
+  }
+}
+
+TEST(StepBench, ACriticBesideTheActorIsMeasuredByPhase) {
+  ParallelContext alone;
+  StepBenchOptions options = small_step();
+  std::ostringstream out;
+  const nlohmann::json without = bench_step(options, alone, out);
+  EXPECT_EQ(without.at("critic"), false);
+  EXPECT_TRUE(without.at("of_critic").empty());
+  EXPECT_EQ(out.str().find("of the critic: "), std::string::npos);
+  options.critic = true;
+  const nlohmann::json report = bench_step(options, alone, out);
+  expect_step(report);  // the actor's optimizer steps and its log-probs are those of GRPO
+  EXPECT_EQ(report.at("critic"), true);
+  EXPECT_NE(out.str().find("of the critic: values "), std::string::npos);
+  const nlohmann::json& critic = report.at("of_critic");
+  const nlohmann::json& phases = report.at("phases");
+  // Its seconds are within its phases, of which the reference and the actor have a part too.
+  EXPECT_GT(critic.at("timing/train/value_inference"), 0);
+  EXPECT_LE(critic.at("timing/train/value_inference"), phases.at("logprobs"));
+  EXPECT_GT(critic.at("timing/train/value_training"), 0);
+  EXPECT_LT(critic.at("timing/train/value_training"), phases.at("training"));
+  EXPECT_GT(critic.at("critic/grad_norm"), 0);
+  EXPECT_GT(critic.at("critic/loss"), 0);
+  EXPECT_LT(critic.at("critic/values_min"), critic.at("critic/values_max"));
+  const auto operations = [](const nlohmann::json& json, const char* phase) {
+    return json.at("floors").at(phase).get<double>() * json.at("matmul_flops_per_second").get<double>();
+  };
+  const RolloutLengths lengths = load_lengths(options.lengths);
+  const double values = forward_flops(find_shape("tiny", 1).with_value_head(),
+                                      training_pieces(lengths.prompts, lengths.outputs, /*share_prompts=*/false),
+                                      lengths.output_tokens());
+  const double tolerance = 1e-6 * operations(report, "training");
+  EXPECT_NEAR(operations(report, "logprobs") - operations(without, "logprobs"), values, tolerance);
+  EXPECT_NEAR(operations(report, "training") - operations(without, "training"), 3 * values, tolerance);
+}
+
+TEST(StepBench, ACriticIsRefusedWhereARunWouldRefuseIt) {
+  ParallelContext alone;
+  std::ostringstream out;
+  for (const auto& change : std::vector<std::function<void(StepBenchOptions&)>>{
+           [](StepBenchOptions& o) { o.carry_over = 1; }, [](StepBenchOptions& o) { o.early_gradients = true; },
+           [](StepBenchOptions& o) { o.common.tp = 2; }}) {
+    StepBenchOptions options = small_step();
+    options.critic = true;
+    change(options);
+    const std::string error = test::error_of([&] { bench_step(options, alone, out); });
+    EXPECT_NE(error.find("--critic"), std::string::npos) << error;
   }
 }
 

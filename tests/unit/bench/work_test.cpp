@@ -41,6 +41,10 @@ TEST(Work, ForwardFlopsAreThoseCountedByHand) {
   EXPECT_EQ(training_flops(by_hand(), std::vector<int64_t>{3, 2}, 3), 3 * (1680 + 288 + 120));
 }
 
+TEST(Work, ACriticsHeadIsOneColumn) {
+  EXPECT_EQ(forward_flops(by_hand().with_value_head(), std::vector<int64_t>{3, 2}, 3), 1680 + 288 + 3 * 2 * 4);
+}
+
 TEST(Work, ASharedPromptIsCountedOnce) {
   // A prompt of 3 tokens with answers of 2 and 3: rows 3 + 1 + 2. Pairs 6 of the prompt, 1 x 3 + 1 and 2 x 3 + 3 of the
   // answers: 19 of 16 operations in 2 layers. Head: 5 rows.
