@@ -145,13 +145,14 @@ KeptLayers kept_at_least(const Case& c, int64_t layers) {
   return c.options.fit_recompute ? KeptLayers{.input = layers} : kept_at_most(c, layers);
 }
 
-// Activations that stay beside the rest of `memory`; the cache lends its own where something would be computed again.
+// Activations that stay beside the rest of `memory`; the cache lends its own where something would be computed again,
+// unless it keeps what it holds.
 void keep_activations(const Case& c, StageMemory& s, int64_t memory) {
   s.training.activations = 0;
   const int64_t room = memory - s.training.total() + s.training.logits;
   const auto fit = [&](int64_t bytes) { return fit_layers(s.bytes, s.layers, s.rows, s.in_flight, bytes); };
   const FittedLayers beside = fit(room - s.generation.cache);
-  s.lends_cache = beside.kept.whole < s.layers;
+  s.lends_cache = !c.options.keeps_cache && beside.kept.whole < s.layers;
   if (c.options.fit_recompute) {
     s.kept = s.lends_cache ? fit(room).kept : beside.kept;
   } else {
@@ -161,6 +162,18 @@ void keep_activations(const Case& c, StageMemory& s, int64_t memory) {
   of_layers.fixed = 0;
   s.training.activations = activation_total(of_layers, s.kept, s.rows, s.in_flight);
   s.training.logits = activation_total(s.bytes, s.kept, s.rows, s.in_flight) - s.training.activations;
+}
+
+// From how much on a cache by the fraction stays beside training that wants `training`, generation wanting `generation`
+// without it. The cache is the least of three: a share of what is free, all of it but what it leaves, and what all
+// places can use; what each is beside grows with the memory, so that the first that does decides.
+int64_t least_beside_cache(const Case& c, const StageMemory& s, int64_t training, int64_t generation) {
+  const double fraction = c.options.cache_fraction;
+  int64_t least = training + c.work.places * c.work.longest * s.row_bytes;
+  if (training <= generation + kCacheLeaves) return 0;
+  if (fraction < 1)
+    least = std::min(least, bytes_of((real(training) - fraction * real(generation)) / (1 - fraction)) + 1);
+  return least;
 }
 
 // Of a device, for this stage: the training with all computed again that may be, and a cache for the longest sample.
@@ -175,6 +188,10 @@ int64_t least_memory(const Case& c, const StageMemory& s) {
     const int64_t beside = c.options.cache_rows > 0
                                ? cache
                                : std::max(cache + kCacheLeaves, bytes_of(real(cache) / c.options.cache_fraction) + 1);
+    if (c.options.keeps_cache) {
+      least = c.options.cache_rows > 0 ? least + cache
+                                       : std::max(least, least_beside_cache(c, s, least, generation.total()));
+    }
     least = std::max(least, generation.total() + beside);
   }
   return least + c.devices.rates.outside_bytes;

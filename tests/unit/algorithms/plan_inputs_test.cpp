@@ -83,6 +83,12 @@ TEST(PlanInputs, OptionsFollowTheKeys) {
   const PlanOptions all = plan_options(load_config_text("", {"policy.activation_checkpointing=true"}));
   EXPECT_EQ(all.recomputed_layers, kEveryLayer);
   EXPECT_EQ(plan_options(load_config_text("", {"policy.precision=float32"})).element_bytes, 4);
+  EXPECT_FALSE(plain.keeps_cache);
+  std::vector<std::string> carry = {"grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true",
+                                    "loss_fn.use_importance_sampling_correction=true"};
+  EXPECT_FALSE(plan_options(load_config_text("", carry)).keeps_cache);
+  carry.emplace_back("grpo.async_grpo.recompute_kv_cache_after_weight_updates=false");
+  EXPECT_TRUE(plan_options(load_config_text("", carry)).keeps_cache);
 }
 
 }  // namespace

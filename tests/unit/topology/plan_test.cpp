@@ -158,14 +158,44 @@ TEST(Plan, ThePhasesDoNotAddUp) {
   EXPECT_LT(tight.memory.cache_rows, roomy.memory.cache_rows);
 }
 
+TEST(Plan, ACacheThatIsKeptStaysBesideTraining) {
+  const ModelShape shape = *known_model_shape("llama-3.1-8b");
+  Workload work = small_work();
+  work.longest = work.train_tokens = 16'384;
+  work.places = 256;
+  PlanOptions options;
+  options.gradient_bytes = 2;
+  options.cache_fraction = 0.5;
+  const LayoutPlan lent = plan_layout(shape, {.dp = 8}, work, options, devices_of(140 * kGiB));
+  ASSERT_TRUE(lent.memory.lends_cache);
+  options.keeps_cache = true;
+  const LayoutPlan kept = plan_layout(shape, {.dp = 8}, work, options, devices_of(140 * kGiB));
+  EXPECT_FALSE(kept.memory.lends_cache);
+  EXPECT_EQ(kept.memory.cache_rows, lent.memory.cache_rows);
+  EXPECT_EQ(kept.memory.peak(), kept.memory.training.total() + kept.memory.generation.cache);
+  EXPECT_LT(kept.memory.kept.whole, lent.memory.kept.whole);  // backward computes more of the layers again
+  EXPECT_GT(kept.least_memory, lent.least_memory);
+  // Where it is beside anyway nothing changes.
+  const LayoutPlan roomy = plan_layout(shape, {.dp = 8}, work, options, devices_of(400 * kGiB));
+  options.keeps_cache = false;
+  const LayoutPlan same = plan_layout(shape, {.dp = 8}, work, options, devices_of(400 * kGiB));
+  EXPECT_EQ(roomy.memory.peak(), same.memory.peak());
+  EXPECT_EQ(roomy.memory.kept.whole, same.memory.kept.whole);
+}
+
 TEST(Plan, TheLeastMemoryIsTheFirstThatFits) {
   ModelShape shape = shape_of_eight_layers();
-  std::vector<PlanOptions> choices(5);
+  std::vector<PlanOptions> choices(9);
   choices[1].fit_recompute = false;
   choices[2].fit_recompute = false;
   choices[2].recomputed_layers = kEveryLayer;
   choices[3].cache_rows = 5000;
   choices[4].cache_fraction = 0.05;
+  for (size_t i = 5; i < choices.size(); ++i) choices[i].keeps_cache = true;
+  choices[6].cache_rows = 5000;
+  choices[7].cache_fraction = 0.05;
+  choices[8].fit_recompute = false;
+  choices[8].cache_fraction = 1;
   for (const Layout& layout : dense_layouts()) {
     for (const PlanOptions& options : choices) {
       const int64_t least = plan_layout(shape, layout, small_work(), options, devices_of(kGiB)).least_memory;
