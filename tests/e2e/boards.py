@@ -115,17 +115,21 @@ def board_queries():
     for path in sorted(glob.glob(str(ROOT / "charts/trireme/dashboards/*.json"))):
         board = json.load(open(path))
         for panel in board["panels"]:
+            if panel.get("description", "").startswith("PPO only"):
+                continue  # the run is GRPO's
             for target in panel.get("targets", []):
                 yield board["uid"], panel["title"], target["expr"]
 
 
 def live_run(records, prometheus, results_out):
-    """A run with everything that a board shows: a reference model for KL, validation, checkpoints, a restart of each
-    sort."""
+    """A run with everything that a board shows but for PPO's: a reference model for KL, validation, checkpoints,
+    carry-over, a restart of each sort."""
     begin = time.time()
     submit(
         small_job("charted", steps=60,
-                  overrides=["loss_fn.reference_policy_kl_penalty=0.01", "checkpointing.save_period=5"]),
+                  overrides=["loss_fn.reference_policy_kl_penalty=0.01", "checkpointing.save_period=5",
+                             "grpo.async_grpo.enabled=true", "grpo.async_grpo.in_flight_weight_updates=true",
+                             "loss_fn.use_importance_sampling_correction=true"]),
         like="calm" if volume_folder("calm").exists() else None)
     wait_step("charted", 8)
     kill(rank_process("charted-actor-1-a1"))
