@@ -190,7 +190,8 @@ const std::vector<float>* PolicyTrainer::known_previous(const Sample& sample, in
   const bool sampled_by_these = sample.is_of(version);
   const bool known = sampled_by_these ? row_exact_ : config_.grpo.async_grpo.ratio_from == RatioFrom::kGeneration;
   if (known) return &sample.generation_logprobs;
-  return sample.previous_logprobs.empty() ? nullptr : &sample.previous_logprobs;  // made ahead, for advantages of tokens
+  // Made ahead, for advantages of tokens.
+  return sample.previous_logprobs.empty() ? nullptr : &sample.previous_logprobs;
 }
 
 std::vector<PolicyTrainer::OptimizerBatch> PolicyTrainer::prepare_steps(const std::vector<Sample>& samples,

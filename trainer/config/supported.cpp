@@ -40,7 +40,8 @@ std::vector<std::string> by_own_keys(std::vector<std::string> reasons, const Con
 }
 
 // PPO's actor, and a critic beside it on the same ranks, which both are replicas.
-void refuse_splits_of_ppo(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+void refuse_splits_of_ppo(const Config& c,
+                          const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
   struct Size {
     const char* key;
     const char* what;
@@ -138,7 +139,8 @@ void validate_supported(const Config& c) {
   const GenerationConfig& generation = c.policy.generation;
   const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || sizes.expert_tensor > 1 ||
                      generation.fold_pipeline || generation.tensor_parallel_size > 1;
-  refuse(c.algorithm == "grpo" && c.grpo.async_grpo.enabled && generation.colocated.enabled && split, "grpo.async_grpo.enabled",
+  const bool carries = c.algorithm == "grpo" && c.grpo.async_grpo.enabled && generation.colocated.enabled;
+  refuse(carries && split, "grpo.async_grpo.enabled",
          "carry-over with a model that tensor, pipeline or expert parallel ranks share");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");

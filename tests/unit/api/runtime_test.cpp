@@ -218,7 +218,7 @@ TEST(Examples, AllAreAcceptedButThoseThatAreNotSupportedYet) {
           << name << " " << job.spec.config.path;
     }
   }
-  EXPECT_EQ(accepted, 7u);
+  EXPECT_EQ(accepted, 8u);
   const RLJob moe = parse_rljob(read_example("experts-ep8.rljob.yaml"), "f");
   EXPECT_EQ(layout_of(*moe.spec.roles.actor), (Layout{.tp = 2, .ep = 8, .dp = 32}));
   const RLJob context = parse_rljob(read_example("context-parallel-16k.rljob.yaml"), "f");
