@@ -21,7 +21,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Rows of one part that came to this rank, and what they want of its experts.
+// Rows that came to this rank, and what they want of its experts.
 struct ReceivedRows {
   at::Tensor x;        // [rows, hidden]
   at::Tensor experts;  // [rows, per_token] int32, of the whole model; others' among them
@@ -42,14 +42,6 @@ int64_t sum_of(const std::vector<int64_t>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), int64_t{0});
 }
 
-// A part of the own rows, and what comes of the others' parts of the same number.
-struct Part {
-  Dispatch plan;
-  int64_t first = 0, count = 0;                       // own rows
-  int64_t choices_here = 0;                           // of received rows, among this rank's experts
-  std::vector<int64_t> sent_blocks, returned_blocks;  // rows of block sums, to and from each rank
-};
-
 // What backward needs besides tensors, carried through the autograd graph.
 struct SplitCall final : torch::CustomClassHolder {
   SplitCall(const ExpertShape& s, const ExpertRanks& r, std::shared_ptr<const RouterCall> w)
@@ -58,13 +50,10 @@ struct SplitCall final : torch::CustomClassHolder {
   int64_t block_size() const { return shape.experts / shape.combine_blocks; }
   ExpertShape shape;
   ExpertRanks ranks;
-  // Begun; without `beside` also waited for.
-  RowsUnderWay begun(RowsUnderWay rows) const {
-    if (!ranks.beside) rows.wait();
-    return rows;
-  }
   std::shared_ptr<const RouterCall> watch;
-  std::vector<Part> parts;  // as many on all ranks
+  Dispatch plan;
+  int64_t choices_here = 0;                           // of received rows, among this rank's experts
+  std::vector<int64_t> sent_blocks, returned_blocks;  // rows of block sums, to and from each rank
 };
 
 at::Tensor from_zero(const at::Tensor& counts) {  // [n] -> [n + 1] int32: sums of those before
@@ -85,16 +74,16 @@ at::Tensor places_by_key(const at::Tensor& keys, int64_t count) {
   return std::get<1>(keys.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false)).narrow(0, 0, count);
 }
 
-// How many choices and pairs of a row and a block the chunk has are known where it has all rows of the part; else the
-// host waits for the device to tell.
-Chunk make_chunk(const ReceivedRows& received, int64_t first, const Part& part, const SplitCall& call) {
+// How many choices and pairs of a row and a block the chunk has are known where it has all rows; else the host waits
+// for the device to tell.
+Chunk make_chunk(const ReceivedRows& received, int64_t first, const SplitCall& call) {
   const int64_t k = received.experts.size(1), own = call.ranks.experts;
   Chunk chunk{.first = first, .count = std::min(call.ranks.rows_at_once, received.x.size(0) - first)};
   const at::Tensor experts = received.experts.narrow(0, first, chunk.count);
   const at::Tensor local = experts - call.first_expert();
   const at::Tensor here = local.ge(0).logical_and_(local.lt(own));
   const at::Tensor starts = here.logical_and(first_of_block(experts, call.block_size()));
-  int64_t choices = part.choices_here, pairs = sum_of(part.sent_blocks);
+  int64_t choices = call.choices_here, pairs = sum_of(call.sent_blocks);
   if (chunk.count < received.x.size(0)) {
     const at::Tensor counts = at::stack({here.sum(), starts.sum()}).cpu();
     choices = counts[0].item<int64_t>();
@@ -120,78 +109,65 @@ Chunk make_chunk(const ReceivedRows& received, int64_t first, const Part& part, 
 }
 
 template <class F>
-void for_chunks(const ReceivedRows& received, const Part& part, const SplitCall& call, F&& f) {
+void for_chunks(const ReceivedRows& received, const SplitCall& call, F&& f) {
   for (int64_t first = 0; first < received.x.size(0); first += call.ranks.rows_at_once)
-    f(make_chunk(received, first, part, call));
+    f(make_chunk(received, first, call));
 }
 
-// Which rows go where, and how many choices and block sums: whoever sends a row tells whoever gets it. By one exchange
-// for both halves of the rows, which are cut by their number alone.
-void make_parts(const at::Tensor& experts, SplitCall& call) {
-  const int64_t ranks = call.ranks.group->size(), rows = experts.size(0);
+// Which rows go where, and how many choices and block sums: whoever sends a row tells whoever gets it.
+void make_plan(const at::Tensor& experts, SplitCall& call) {
+  const int64_t ranks = call.ranks.group->size();
   const at::Tensor each = at::arange(ranks, experts.options()).div(call.ranks.tensor, "floor");  // whose experts it has
   const at::Tensor theirs = experts.div(call.ranks.experts, "floor").unsqueeze(2).eq(each);  // [rows, per_token, ranks]
   const at::Tensor blocks = theirs.logical_and(first_of_block(experts, call.block_size()).unsqueeze(2));
-  const at::Tensor numbers = at::stack({theirs.sum(1, false, at::kInt), blocks.sum(1, false, at::kInt)}, 2);
-  const int64_t first = rows < call.ranks.rows_cut ? rows : (rows + 1) / 2;
-  for (Dispatch& plan : plan_dispatch(*call.ranks.group, theirs.any(1), first, numbers)) {
-    Part& part = call.parts.emplace_back();
-    part.first = call.parts.size() == 1 ? 0 : first;
-    part.count = call.parts.size() == 1 ? first : rows - first;
-    for (size_t rank = 0; rank < plan.told.size(); ++rank) {
-      part.choices_here += plan.heard[rank][0];
-      part.sent_blocks.push_back(plan.heard[rank][1]);
-      part.returned_blocks.push_back(plan.told[rank][1]);
-    }
-    part.plan = std::move(plan);
+  const at::Tensor numbers = at::stack({theirs.flatten(0, 1).sum(0), blocks.flatten(0, 1).sum(0)}, 1);
+  std::vector<std::vector<int64_t>> told;
+  call.plan = plan_dispatch(*call.ranks.group, theirs.any(1), numbers, &told);
+  for (const std::vector<int64_t>& number : told) {
+    call.choices_here += number[0];
+    call.sent_blocks.push_back(number[1]);
+    call.returned_blocks.push_back(number[3]);
   }
 }
 
-// Own rows of all parts to whoever wants them, under way: the second half of them while the first is worked on.
-std::vector<RowsUnderWay> send_parts(const SplitCall& call, const std::vector<at::Tensor>& own) {
-  std::vector<RowsUnderWay> sent;
-  for (const Part& part : call.parts) sent.push_back(call.begun(dispatch_rows(*call.ranks.group, part.plan, own)));
-  return sent;
+ReceivedRows send_rows(const at::Tensor& x, const Routes& routes, SplitCall& call) {
+  make_plan(routes.experts, call);
+  const std::vector<at::Tensor> got = dispatch_rows(*call.ranks.group, call.plan, {x, routes.experts, routes.weights});
+  return {got[0], got[1], got[2]};
 }
 
 // What came back; of experts that ranks share, the sums of what each of these gave: they have had the same rows.
-at::Tensor add_widths(const at::Tensor& returned, const Part& part, const SplitCall& call) {
+at::Tensor add_parts(const at::Tensor& returned, const SplitCall& call) {
   const int64_t tensor = call.ranks.tensor;
   if (tensor == 1) return returned;
   std::vector<at::Tensor> sums;
   int64_t first = 0;
-  for (size_t rank = 0; rank < part.returned_blocks.size(); rank += static_cast<size_t>(tensor)) {
-    const int64_t blocks = part.returned_blocks[rank];
+  for (size_t rank = 0; rank < call.returned_blocks.size(); rank += static_cast<size_t>(tensor)) {
+    const int64_t blocks = call.returned_blocks[rank];
     sums.push_back(ordered_sum(returned.narrow(0, first, tensor * blocks).view({tensor, blocks, returned.size(1)})));
     first += tensor * blocks;
   }
   return at::cat(sums);
 }
 
-// For each own row of a part the places of its block sums in add_widths' result, by ascending block: ranks hold experts
-// by id.
+// For each own row the places of its block sums in add_parts' result, by ascending block: ranks hold experts by id.
 struct BlockPlaces {
   at::Tensor places;  // [pairs of row and block] int32
   at::Tensor begins;  // [rows + 1] int32
 };
 
-BlockPlaces block_places(const at::Tensor& routed, const Part& part, const SplitCall& call) {
-  const at::Tensor experts = routed.narrow(0, part.first, part.count);
+BlockPlaces block_places(const at::Tensor& experts, const SplitCall& call) {
   const at::Tensor starts = first_of_block(experts, call.block_size());
-  const at::Tensor keys = at::where(starts, experts.div(call.ranks.experts, "floor"), call.ranks.group->size());
-  const at::Tensor returned = places_by_key(keys.flatten(), sum_of(part.returned_blocks) / call.ranks.tensor);
+  const at::Tensor part = at::where(starts, experts.div(call.ranks.experts, "floor"), call.ranks.group->size());
+  const at::Tensor returned = places_by_key(part.flatten(), sum_of(call.returned_blocks) / call.ranks.tensor);
   return {std::get<1>(returned.sort()).to(at::kInt), from_zero(starts.sum(1))};
-}
-
-ReceivedRows received_of(const std::vector<at::Tensor>& tensors, size_t first = 0) {
-  return {tensors[first], tensors[first + 1], tensors[first + 2]};
 }
 
 struct ForwardResult {
   at::Tensor y;
   Routes routes;
-  std::vector<ReceivedRows> received;  // of each part, where they are kept
-  at::Tensor balance;                  // RouterWatch::add's; undefined without a balancing loss
+  ReceivedRows received;
+  at::Tensor balance;  // RouterWatch::add's; undefined without a balancing loss
 };
 
 ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& call, bool keep) {
@@ -202,83 +178,60 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
     result.balance = watch->watch->add(watch->layer, result.routes, call.shape, *watch->rows);
     if (call.shape.normalize && !result.balance.defined()) result.routes.probabilities = at::Tensor();
   }
-  make_parts(result.routes.experts, call);
-  const Routes& routes = result.routes;
-  std::vector<RowsUnderWay> sent = send_parts(call, {x, routes.experts, routes.weights}), returned;
-  for (size_t p = 0; p < call.parts.size(); ++p) {
-    const Part& part = call.parts[p];
-    const ReceivedRows received = received_of(sent[p].take());
-    std::vector<at::Tensor> sums{at::empty({0, x.size(1)}, x.options())};
-    for_chunks(received, part, call, [&](const Chunk& chunk) {
-      const at::Tensor own = received.x.narrow(0, chunk.first, chunk.count);
-      const at::Tensor& offsets = chunk.routes.offsets;
-      const at::Tensor gate_up = grouped_linear(gather_rows_by(own, chunk.rows), weights.gate_up, offsets, chunk.count);
-      const at::Tensor y = grouped_linear(swiglu_halves(gate_up), weights.down, offsets, chunk.count);
-      sums.push_back(block_sums(y, chunk.routes.places, chunk.routes.weights, chunk.blocks));
-    });
-    const at::Tensor all = sums.size() == 2 ? sums.back() : at::cat(sums);
-    returned.push_back(call.begun({*call.ranks.group, {all}, part.sent_blocks, part.returned_blocks}));
-    if (keep) result.received.push_back(received);
-  }
-  std::vector<at::Tensor> y;
-  for (size_t p = 0; p < call.parts.size(); ++p) {
-    const Part& part = call.parts[p];
-    const BlockPlaces blocks = block_places(routes.experts, part, call);
-    y.push_back(sum_blocks(add_widths(returned[p].take().front(), part, call), blocks.places, blocks.begins));
-  }
-  result.y = y.size() == 1 ? y.front() : at::cat(y);
+  result.received = send_rows(x, result.routes, call);
+  std::vector<at::Tensor> sums{at::empty({0, x.size(1)}, x.options())};
+  for_chunks(result.received, call, [&](const Chunk& chunk) {
+    const at::Tensor own = result.received.x.narrow(0, chunk.first, chunk.count);
+    const at::Tensor& offsets = chunk.routes.offsets;
+    const at::Tensor gate_up = grouped_linear(gather_rows_by(own, chunk.rows), weights.gate_up, offsets, chunk.count);
+    const at::Tensor y = grouped_linear(swiglu_halves(gate_up), weights.down, offsets, chunk.count);
+    sums.push_back(block_sums(y, chunk.routes.places, chunk.routes.weights, chunk.blocks));
+  });
+  const at::Tensor all = sums.size() == 2 ? sums.back() : at::cat(sums);
+  const at::Tensor returned = exchange_rows(*call.ranks.group, all, call.sent_blocks, call.returned_blocks);
+  const BlockPlaces blocks = block_places(result.routes.experts, call);
+  result.y = sum_blocks(add_parts(returned, call), blocks.places, blocks.begins);
   return result;
 }
 
-// Gradients of own experts, over the received rows in the order of parts, then of chunks: the same whether they have
-// travelled beside products or not. Undefined where a parameter's own buffer took them, and without any rows.
-struct OwnGradients {
-  at::Tensor gate_up, down;
-};
-
-void add_product(at::Tensor& sum, const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
-                 const at::Tensor& offsets) {
-  const at::Tensor accumulator = weight.is_cuda() ? weight.grad() : at::Tensor();
-  const at::Tensor product = grouped_backward_weight(dy, x, offsets, weight, accumulator);
-  if (accumulator.defined()) return;
-  if (sum.defined())
-    sum.add_(product);
-  else
-    sum = product;
-}
-
-// Gradients of what came, from those of what it gave, `upstream` [received rows, hidden]; of own experts they are added
-// to `own`.
+// Gradients of what came, from those of what it gave, `upstream` [received rows, hidden].
 struct ReceivedGradients {
-  at::Tensor x;        // [rows, hidden]
-  at::Tensor weights;  // [rows, per_token]; 0 where the choice is another rank's
+  at::Tensor x;              // [rows, hidden]
+  at::Tensor weights;        // [rows, per_token]; 0 where the choice is another rank's
+  at::Tensor gate_up, down;  // of own experts; undefined where a parameter's own buffer took them
 };
 
 ReceivedGradients backward_of_received(const ReceivedRows& received, const at::Tensor& upstream,
-                                       const ExpertWeights& weights, const Part& part, const SplitCall& call,
-                                       OwnGradients& own) {
-  ReceivedGradients gradients{at::empty_like(received.x), at::zeros_like(received.weights)};
-  for_chunks(received, part, call, [&](const Chunk& chunk) {
+                                       const ExpertWeights& weights, const SplitCall& call) {
+  ReceivedGradients gradients{at::empty_like(received.x), at::zeros_like(received.weights), {}, {}};
+  const auto add = [](at::Tensor& sum, const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
+                      const at::Tensor& offsets) {
+    const at::Tensor accumulator = weight.is_cuda() ? weight.grad() : at::Tensor();
+    const at::Tensor part = grouped_backward_weight(dy, x, offsets, weight, accumulator);
+    if (accumulator.defined()) return;
+    if (sum.defined())
+      sum.add_(part);
+    else
+      sum = part;
+  };
+  for_chunks(received, call, [&](const Chunk& chunk) {
     const at::Tensor& offsets = chunk.routes.offsets;
     const at::Tensor sorted = gather_rows_by(received.x.narrow(0, chunk.first, chunk.count), chunk.rows);
     const at::Tensor gate_up = grouped_linear(sorted, weights.gate_up, offsets, chunk.count);
     const at::Tensor dy = gather_rows_by(upstream.narrow(0, chunk.first, chunk.count), chunk.rows);
-    const ExpertGradients of_rows =
+    const ExpertGradients own =
         expert_gradients(gate_up, grouped_backward_input(dy, weights.down, offsets), chunk.routes);
-    add_product(own.down, weights.down, dy, of_rows.weighted, offsets);
-    add_product(own.gate_up, weights.gate_up, of_rows.gate_up, sorted, offsets);
+    add(gradients.down, weights.down, dy, own.weighted, offsets);
+    add(gradients.gate_up, weights.gate_up, own.gate_up, sorted, offsets);
     // Of a row by ascending expert.
-    const at::Tensor dx = grouped_backward_input(of_rows.gate_up, weights.gate_up, offsets);
+    const at::Tensor dx = grouped_backward_input(own.gate_up, weights.gate_up, offsets);
     gradients.x.narrow(0, chunk.first, chunk.count).copy_(sum_blocks(dx, chunk.routes.places.view({-1}), chunk.begins));
     gradients.weights.narrow(0, chunk.first, chunk.count)
         .view({-1})
-        .index_copy_(0, chunk.slots, of_rows.weights.reshape({-1}));
+        .index_copy_(0, chunk.slots, own.weights.reshape({-1}));
   });
   return gradients;
 }
-
-// What is kept for backward: those of the call, then each part's received rows.
-enum Saved : size_t { kX, kRouter, kGateUp, kDown, kExperts, kWeights, kProbabilities, kBalance, kReceived };
 
 class SplitExpertsFunction final : public torch::autograd::Function<SplitExpertsFunction> {
  public:
@@ -287,16 +240,9 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
                             const c10::intrusive_ptr<SplitCall>& call) {
     const ForwardResult result = run(x, {router, gate_up, down}, *call, /*keep=*/true);
     const Routes& r = result.routes;
-    variable_list saved{router.requires_grad() ? x : at::Tensor(),
-                        router,
-                        gate_up,
-                        down,
-                        r.experts,
-                        r.weights,
-                        r.probabilities,
-                        result.balance};
-    for (const ReceivedRows& part : result.received) saved.insert(saved.end(), {part.x, part.experts, part.weights});
-    context->save_for_backward(std::move(saved));
+    const ReceivedRows& received = result.received;
+    context->save_for_backward({router.requires_grad() ? x : at::Tensor(), router, gate_up, down, r.experts, r.weights,
+                                r.probabilities, received.x, received.experts, received.weights, result.balance});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     return result.y;
   }
@@ -306,36 +252,27 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
     const auto saved = context->get_saved_variables();
     const auto call = c10::static_intrusive_pointer_cast<SplitCall>(context->saved_data["call"].toCapsule());
     Communicator& group = *call->ranks.group;
-    const at::Tensor &x = saved[kX], &router = saved[kRouter];
-    const ExpertWeights weights{router, saved[kGateUp], saved[kDown]};
+    const at::Tensor &x = saved[0], &router = saved[1];
     Routes routes;
-    routes.experts = saved[kExperts];
-    routes.weights = saved[kWeights];
-    routes.probabilities = saved[kProbabilities];
-    std::vector<RowsUnderWay> sent = send_parts(*call, {grads[0].contiguous()}), returned;
-    OwnGradients own;
-    for (size_t p = 0; p < call->parts.size(); ++p) {
-      const Part& part = call->parts[p];
-      const at::Tensor upstream = sent[p].take().front();
-      const ReceivedGradients of_part =
-          backward_of_received(received_of(saved, kReceived + 3 * p), upstream, weights, part, *call, own);
-      returned.push_back(call->begun(return_rows(group, part.plan, {of_part.x, of_part.weights})));
-    }
-    const auto dtype = grads[0].scalar_type(), type = routes.weights.scalar_type();
-    at::Tensor dx = at::zeros(grads[0].sizes(), grads[0].options().dtype(type));
-    const at::Tensor dweights = at::zeros_like(routes.weights);
-    for (size_t p = 0; p < call->parts.size(); ++p) {
-      const std::vector<at::Tensor> back = returned[p].take();
-      add_returned(call->parts[p].plan, back[0].to(type), dx);
-      add_returned(call->parts[p].plan, back[1], dweights);
-    }
+    routes.experts = saved[4];
+    routes.weights = saved[5];
+    routes.probabilities = saved[6];
+    const at::Tensor upstream = dispatch_rows(group, call->plan, {grads[0].contiguous()}).front();
+    const ReceivedGradients here =
+        backward_of_received({saved[7], saved[8], saved[9]}, upstream, {router, saved[2], saved[3]}, *call);
+    const std::vector<at::Tensor> back = return_rows(group, call->plan, {here.x, here.weights});
+    const auto dtype = grads[0].scalar_type();
+    const int64_t rows = grads[0].size(0);
+    const auto type = routes.weights.scalar_type();
+    at::Tensor dx = add_returned(call->plan, back[0].to(type), rows);
+    const at::Tensor dweights = add_returned(call->plan, back[1], rows);
     at::Tensor dlogits = router_gradient(dweights, routes, call->shape);
-    if (const at::Tensor& balance = saved[kBalance]; balance.defined())
+    if (const at::Tensor& balance = saved[10]; balance.defined())
       dlogits += balance_by_logits(balance, call->watch->rows->sequence, routes.probabilities);
     dx = dx.addmm_(dlogits, router.to(type)).to(dtype);
     at::Tensor drouter;
     if (context->needs_input_grad(1)) drouter = dlogits.t().mm(x.to(type)).to(router.scalar_type());
-    return {dx, drouter, own.gate_up, own.down, at::Tensor()};
+    return {dx, drouter, here.gate_up, here.down, at::Tensor()};
   }
 };
 
@@ -343,7 +280,7 @@ void check_shapes(const at::Tensor& x, const ExpertWeights& weights, const Exper
                   const ExpertRanks& ranks) {
   const int64_t hidden = x.size(1), parts = ranks.group->size() / ranks.tensor, width = weights.down.size(1);
   TRIREME_CHECK(x.dim() == 2 && parts * ranks.tensor == ranks.group->size() && ranks.experts * parts == shape.experts &&
-                    ranks.rows_at_once > 0 && ranks.rows_cut > 1 && shape.combine_blocks % parts == 0 &&
+                    ranks.rows_at_once > 0 && shape.combine_blocks % parts == 0 &&
                     shape.experts % shape.combine_blocks == 0,
                 "split experts: experts and blocks must divide among the ranks");
   TRIREME_CHECK(weights.router.sizes() == at::IntArrayRef({shape.experts, hidden}) &&

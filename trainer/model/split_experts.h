@@ -19,10 +19,6 @@ struct ExpertRanks {
   int64_t experts = 0;             // of this rank; a multiple of a block's
   int64_t tensor = 1;              // ranks that share each expert
   int64_t rows_at_once = 1 << 15;  // received rows that are worked off together: bounds memory, changes no forward bit
-  // Own rows from which on they go in two halves, the second of which travels while the first is worked on. Of fewer,
-  // products that read all experts' weights twice would take more than they hide. Changes no forward bit.
-  int64_t rows_cut = 1 << 12;
-  bool beside = true;  // false: every exchange is awaited where it begins; changes no bit
 };
 
 // Of experts that several ranks share, a block's sum is: each rank's, from its part of the width and rounded, added in
@@ -31,10 +27,9 @@ struct ExpertRanks {
 //
 // mixture_of_experts for own rows x [rows, hidden], of which there may be none; `weights` has the whole router and the
 // rank's own experts. Backward: gradients of own experts from the rows of all ranks; of the router from own rows. Rows
-// and their gradients are added in the order of ranks and rows, first of the ranks' first halves, then of their second.
-// Kept for backward: received rows, routes, and x where the router is trained; gate and up are computed again. `watch`:
-// mixture_of_experts'. On CUDA the host waits once for the device, for counts, and once more for each chunk of more
-// rows than are worked off together. Collective over the group, in forward and in backward.
+// and their gradients are added in the order of ranks and rows. Kept for backward: received rows, routes, and x where
+// the router is trained; gate and up are computed again. `watch`: mixture_of_experts'. On CUDA the host waits for the
+// device, for counts. Collective over the group, in forward and in backward.
 at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                                     const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch = nullptr);
 

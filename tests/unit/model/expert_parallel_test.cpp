@@ -125,70 +125,42 @@ Mixture& record(Mixture& m) {
   return m;
 }
 
-// Rank 2 has no rows. `first`: of the first part; on some ranks there may be no second.
-void exchange_in_parts(Communicator& group, size_t expected_parts,
-                       const std::function<int64_t(int64_t rank, int64_t rows)>& first) {
-  const int64_t rank = group.rank();
-  const auto rows_of = [](int64_t of) { return of == 2 ? int64_t{0} : 5 + of; };
-  const auto wants = [](int64_t row, int64_t from, int64_t to) { return (row + from) % (to + 1) == 0; };
-  const int64_t rows = rows_of(rank);
-  at::Tensor wanted = at::zeros({rows, 4}, at::kBool), numbers = at::zeros({rows, 4, 2}, at::kInt);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t to = 0; to < 4; ++to) {
-      wanted[r][to] = wants(r, rank, to);
-      numbers[r][to][0] = 1000 * rank + 10 * to;
-      numbers[r][to][1] = r;
-    }
-  }
-  const std::vector<Dispatch> plans = plan_dispatch(group, wanted, first(rank, rows), numbers);
-  ASSERT_EQ(plans.size(), expected_parts);
-  const at::Tensor own = at::arange(rows, at::kLong) + 100 * rank;
-  std::vector<RowsUnderWay> sent, returned;
-  for (const Dispatch& plan : plans) sent.push_back(dispatch_rows(group, plan, {own.unsqueeze(1), own.to(at::kInt)}));
-  const at::Tensor sums = at::zeros({rows, 1}, at::kDouble);
-  for (size_t part = 0; part < plans.size(); ++part) {
-    const auto range = [&](int64_t of) {
-      const int64_t all = rows_of(of), cut = first(of, all);
-      return part == 0 ? std::pair{int64_t{0}, cut} : std::pair{cut, all};
-    };
-    std::vector<int64_t> expected;
-    for (int64_t from = 0; from < 4; ++from) {
-      const auto [begin, end] = range(from);
-      const size_t before = expected.size();
-      int64_t sum = 0;
-      for (int64_t r = begin; r < end; ++r) {
-        sum += r;
-        if (wants(r, from, rank)) expected.push_back(100 * from + r);
-      }
-      const Dispatch& plan = plans[part];
-      const auto at = static_cast<size_t>(from);
-      EXPECT_EQ(plan.from[at], static_cast<int64_t>(expected.size() - before));
-      EXPECT_EQ(plan.heard[at], (std::vector<int64_t>{(end - begin) * (1000 * from + 10 * rank), sum}));
-      const auto [own_begin, own_end] = range(rank);
-      EXPECT_EQ(plan.told[at][0], (own_end - own_begin) * (1000 * rank + 10 * from));
-    }
-    const std::vector<at::Tensor> both = sent[part].take();
-    const at::Tensor got = both[0].view({-1});
-    EXPECT_TRUE(at::equal(got, at::tensor(expected, at::kLong)));
-    EXPECT_TRUE(at::equal(both[1], got.to(at::kInt)));
-    // Each rank gives its number as a power of two back: a row's sum says who had it.
-    returned.push_back(return_rows(group, plans[part], {at::full({got.size(0), 1}, double(1 << rank), at::kDouble)}));
-  }
-  for (size_t part = 0; part < plans.size(); ++part) add_returned(plans[part], returned[part].take().front(), sums);
-  for (int64_t r = 0; r < rows; ++r) {
-    double all = 0;
-    for (int64_t to = 0; to < 4; ++to) all += wants(r, rank, to) ? 1 << to : 0;
-    EXPECT_EQ(sums[r].item<double>(), all);
-  }
-}
-
 TEST(Dispatch, RowsGoOnceToEachRankThatWantsThemAndComeBackInOrder) {
   test::on_layout(expert_parallel(4), [&](ParallelContext& context) {
     Communicator& group = context.group(Axis::kEtpEp);
-    exchange_in_parts(group, 1, [](int64_t, int64_t rows) { return rows; });
-    exchange_in_parts(group, 2, [](int64_t, int64_t rows) { return rows / 2; });
-    exchange_in_parts(group, 2, [](int64_t rank, int64_t rows) { return rank == 3 ? rows - 1 : rows; });
-    exchange_in_parts(group, 2, [](int64_t, int64_t) { return 0; });
+    const int64_t rank = group.rank(), rows = rank == 2 ? 0 : 5 + rank;
+    at::Tensor wanted = at::zeros({rows, 4}, at::kBool);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t to = 0; to < 4; ++to) wanted[r][to] = (r + rank) % (to + 1) == 0;
+    const at::Tensor numbers = at::tensor({10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3}, at::kLong);
+    std::vector<std::vector<int64_t>> told;
+    const Dispatch plan = plan_dispatch(group, wanted, numbers.unsqueeze(1), &told);
+    for (int64_t from = 0; from < 4; ++from)
+      EXPECT_EQ(told[static_cast<size_t>(from)], (std::vector<int64_t>{10 * from + rank, 10 * rank + from}));
+    const at::Tensor own = at::arange(rows, at::kLong) + 100 * rank;
+    std::vector<int64_t> expected;
+    for (int64_t from = 0; from < 4; ++from) {
+      const int64_t theirs = from == 2 ? 0 : 5 + from;
+      int64_t count = 0;
+      for (int64_t r = 0; r < theirs; ++r) {
+        if ((r + from) % (rank + 1) != 0) continue;
+        expected.push_back(100 * from + r);
+        ++count;
+      }
+      EXPECT_EQ(plan.from[static_cast<size_t>(from)], count);
+    }
+    const std::vector<at::Tensor> both = dispatch_rows(group, plan, {own.unsqueeze(1), own.to(at::kInt)});
+    const at::Tensor got = both[0].view({-1});
+    EXPECT_TRUE(at::equal(got, at::tensor(expected, at::kLong)));
+    EXPECT_TRUE(at::equal(both[1], got.to(at::kInt)));
+    // Each rank gives its number plus one back: a row's sum says who had it.
+    const at::Tensor back = return_rows(group, plan, {at::full({got.size(0), 1}, double(1 << rank), at::kDouble)})[0];
+    const at::Tensor sums = add_returned(plan, back, rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      double all = 0;
+      for (int64_t to = 0; to < 4; ++to) all += (r + rank) % (to + 1) == 0 ? 1 << to : 0;
+      EXPECT_EQ(sums[r].item<double>(), all);
+    }
   });
 }
 
@@ -213,14 +185,10 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
       const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
       if (dtype == at::kFloat) expect_close(wanted.to(at::kDouble), by_tokens(x, whole, shape), work.name);
       for (const int64_t at_once : {1 << 13, 3, 1}) {
-        for (const int64_t cut : {1 << 12, 20, 2}) {  // nobody's, some ranks', everybody's
-          const at::Tensor got = split_mixture_of_experts(x, {own.router, own.gate_up, own.down}, shape,
-                                                          {.group = &context.group(Axis::kEtpEp),
-                                                           .experts = kExperts / ep,
-                                                           .rows_at_once = at_once,
-                                                           .rows_cut = cut});
-          EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", " << at_once << " rows at once, cut from " << cut;
-        }
+        const at::Tensor got = split_mixture_of_experts(
+            x, {own.router, own.gate_up, own.down}, shape,
+            {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep, .rows_at_once = at_once});
+        EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", " << at_once << " rows at once";
       }
       // Gathered, as many rows on each rank.
       std::vector<at::Tensor> all;
@@ -255,15 +223,10 @@ TEST(ExpertParallel, SharedWidthsHaveTheSameBitsOverAnyNumberOfExpertRanks) {
             const at::Tensor x = work.rows(group.rank(), dtype);
             const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
             at::Tensor got;
-            using Sizes = std::pair<int64_t, int64_t>;
-            for (const auto& [at_once, cut] :
-                 {Sizes{1 << 13, 1 << 12}, Sizes{3, 1 << 12}, Sizes{1 << 13, 2}, Sizes{3, 20}}) {
-              const at::Tensor again = split_mixture_of_experts(x, {own.router, own.gate_up, own.down}, shape,
-                                                                {.group = &group,
-                                                                 .experts = kExperts / ep,
-                                                                 .tensor = tensor,
-                                                                 .rows_at_once = at_once,
-                                                                 .rows_cut = cut});
+            for (const int64_t at_once : {1 << 13, 3}) {
+              const at::Tensor again = split_mixture_of_experts(
+                  x, {own.router, own.gate_up, own.down}, shape,
+                  {.group = &group, .experts = kExperts / ep, .tensor = tensor, .rows_at_once = at_once});
               if (got.defined()) {
                 EXPECT_TRUE(same_bits(again, got)) << work.name;
               }
@@ -308,38 +271,23 @@ TEST_P(SplitExpertGradients, AreThoseOfOneRank) {
         (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
         if (rank == group.rank()) wanted_x = x.grad();
       }
-      const auto or_zeros = [](const at::Tensor& t) { return t.grad().defined() ? t.grad() : at::zeros_like(t); };
-      std::map<std::pair<int64_t, int64_t>, std::vector<at::Tensor>> by_cut;
-      using Run = std::tuple<int64_t, int64_t, bool>;
-      for (const auto& [at_once, cut, beside] :
-           {Run{1 << 13, 1 << 12, true}, Run{4, 1 << 12, true}, Run{4, 1 << 12, false}, Run{1 << 13, 2, true},
-            Run{1 << 13, 2, false}, Run{4, 20, false}, Run{4, 20, true}}) {
-        const std::string what = std::string(work.name) + ", " + std::to_string(at_once) + " at once, cut from " +
-                                 std::to_string(cut) + (beside ? ", beside" : "");
+      std::vector<at::Tensor> first;
+      for (const int64_t at_once : {1 << 13, 4}) {
         for (at::Tensor* tensor : {&own.router, &own.gate_up, &own.down}) tensor->mutable_grad().reset();
         const at::Tensor x = work.rows(group.rank(), at::kFloat).clone().set_requires_grad(true);
-        const at::Tensor y = split_mixture_of_experts(x, {own.router, own.gate_up, own.down}, shape,
-                                                      {.group = &group,
-                                                       .experts = kExperts / ep,
-                                                       .tensor = tensor,
-                                                       .rows_at_once = at_once,
-                                                       .rows_cut = cut,
-                                                       .beside = beside});
+        const at::Tensor y = split_mixture_of_experts(
+            x, {own.router, own.gate_up, own.down}, shape,
+            {.group = &group, .experts = kExperts / ep, .tensor = tensor, .rows_at_once = at_once});
         (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
-        expect_close(x.grad(), wanted_x, what);
+        expect_close(x.grad(), wanted_x, work.name);
+        const auto or_zeros = [](const at::Tensor& t) { return t.grad().defined() ? t.grad() : at::zeros_like(t); };
         at::Tensor router = or_zeros(own.router).detach().clone();
         group.all_reduce_sum(router);
-        expect_close(router, or_zeros(whole.router), what);
+        expect_close(router, or_zeros(whole.router), work.name);
         const Mixture part = own_part({or_zeros(whole.router), or_zeros(whole.gate_up), or_zeros(whole.down)},
                                       group.rank(), kExperts / ep, tensor);
-        expect_close(or_zeros(own.gate_up), part.gate_up, what);
-        expect_close(or_zeros(own.down), part.down, what);
-        // Whether rows travel beside products or not changes no bit of any gradient.
-        const std::vector<at::Tensor> gradients{x.grad(), or_zeros(own.router).clone(), or_zeros(own.gate_up).clone(),
-                                                or_zeros(own.down).clone()};
-        const auto [known, is_new] = by_cut.emplace(std::pair{at_once, cut}, gradients);
-        for (size_t i = 0; i < gradients.size() && !is_new; ++i)
-          EXPECT_TRUE(same_bits(gradients[i], known->second[i])) << what;
+        expect_close(or_zeros(own.gate_up), part.gate_up, work.name);
+        expect_close(or_zeros(own.down), part.down, work.name);
       }
     }
   });
