@@ -1,6 +1,7 @@
 #include "topology/activations.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace trireme {
 
@@ -23,17 +24,26 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes,
   const int64_t attention = shape.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv;
   const int64_t log_sums = 4 * shape.heads;
   ActivationBytes bytes;
-  // Of experts the activation's result is always computed again; their routes are kept.
-  const int64_t mlp = std::max(2 * chosen * shape.moe_intermediate, 3 * shape.intermediate);
-  bytes.whole = element * (4 * hidden + attention + mlp) + log_sums + 16 * chosen;
-  bytes.cheap = element * (2 * hidden + attention + 2 * wide) + log_sums + 16 * chosen;
+  // Of experts the activation's result is always computed again; their routes are kept. Ranks that share experts have
+  // received rows, with routes of their own, and neither gate nor up.
+  const bool shared = shape.received > 0;
+  const double own = 1 / static_cast<double>(shape.tp);  // rows of a token
+  const int64_t received = std::llround(own * shape.received * static_cast<double>(shape.hidden));
+  const int64_t of_experts = shared ? received : 2 * chosen * shape.moe_intermediate;
+  const int64_t routes =
+      16 * chosen + (shared ? std::llround(8 * own * shape.received * static_cast<double>(chosen)) : 0);
+  bytes.whole = element * (4 * hidden + attention + std::max(of_experts, 3 * shape.intermediate)) + log_sums + routes;
+  bytes.cheap = element * (2 * hidden + attention + std::max(of_experts, 2 * shape.intermediate)) + log_sums + routes;
+  bytes.experts =
+      element * (2 * hidden + attention + std::max(shared ? received : 0, 2 * shape.intermediate)) + log_sums + routes;
   bytes.input = element * hidden;
   // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
   // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks.
   const int64_t in_attention = element * (3 * q + 4 * kv + 2 * gathered) + 8 * shape.heads;
   // Rows of all choices: their inputs, the gradients of their results and of their inputs.
   const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered + 3 * chosen * shape.hidden) + 24 * chosen;
-  bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
+  const int64_t again = shared ? 2 * element * chosen * shape.moe_intermediate : 0;  // gate and up
+  bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp + again);
   bytes.ending = element * (4 * hidden + 2 * gathered);
   if (shape.head && !shape.value_head)
     bytes.fixed = 3 * kLogitsBytes + (gradient_bytes == 4 ? 0 : 4 * shape.vocab * shape.hidden);
@@ -41,11 +51,13 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes,
 }
 
 int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers, int64_t tokens, int64_t in_flight) {
-  const int64_t kept = layers.cheap * bytes.cheap + layers.whole * bytes.whole;
+  const int64_t of_experts = layers.experts * bytes.experts;
+  const int64_t kept = of_experts + layers.cheap * bytes.cheap + layers.whole * bytes.whole;
   const int64_t inputs = layers.input * bytes.input;
   // A layer that is computed again has all of its own for a while. That is when what the layers behind it kept is free
   // again, since the first ones are chosen.
-  const int64_t behind = std::max(kept, layers.input > 0 ? bytes.whole : 0);
+  const int64_t with_gates = layers.experts > 0 ? of_experts + bytes.cheap - bytes.experts : 0;
+  const int64_t behind = std::max({kept, with_gates, layers.input > 0 ? bytes.whole : 0});
   // Logits are gone when the first layer is differentiated, and none is before.
   const int64_t at_head = tokens * (kept + bytes.ending) + bytes.fixed, in_layers = tokens * (behind + bytes.passing);
   return tokens * (inputs + (in_flight - 1) * (inputs + kept)) + std::max(at_head, in_layers);
@@ -53,11 +65,16 @@ int64_t activation_total(const ActivationBytes& bytes, const KeptLayers& layers,
 
 FittedLayers fit_layers(const ActivationBytes& bytes, int64_t layers, int64_t tokens, int64_t in_flight, int64_t room) {
   const auto usable = static_cast<int64_t>(static_cast<double>(room) * kUsableForActivations);
+  const int64_t of_experts = bytes.experts > 0 && bytes.experts < bytes.cheap ? layers : 0;
+  const int64_t most = 2 * layers + of_experts;
   for (int64_t level = 0;; ++level) {
-    const int64_t input = std::max<int64_t>(0, level - layers), cheap = std::min(level, layers) - input;
-    FittedLayers fitted{.kept = {.input = input, .cheap = cheap, .whole = layers - input - cheap}};
+    // Of how many layers norms, then experts, then all is computed again.
+    const int64_t norms = std::min(level, layers), gates = std::clamp<int64_t>(level - layers, 0, of_experts);
+    const int64_t input = std::max<int64_t>(0, level - layers - of_experts), experts = std::max(gates, input) - input;
+    FittedLayers fitted{
+        .kept = {.input = input, .experts = experts, .cheap = norms - input - experts, .whole = layers - norms}};
     fitted.bytes = activation_total(bytes, fitted.kept, tokens, in_flight);
-    if (fitted.bytes <= usable || level >= 2 * layers) return fitted;
+    if (fitted.bytes <= usable || level >= most) return fitted;
   }
 }
 

@@ -12,8 +12,11 @@ namespace trireme {
 // tensor parallelism what is not of heads or of the MLP is kept for every tp-th row only, and the inputs of products,
 // which are gathered, are gathered again.
 struct ActivationBytes {
-  int64_t whole = 0;    // of a layer that keeps everything
-  int64_t cheap = 0;    // of one that computes norms and SwiGLU again
+  int64_t whole = 0;  // of a layer that keeps everything
+  int64_t cheap = 0;  // of one that computes norms and SwiGLU again
+  // Of one that computes experts' gate and up again besides. Where ranks share experts they always do, and keep the
+  // rows that they have received: then, and without experts, as much as `cheap`.
+  int64_t experts = 0;
   int64_t input = 0;    // of one that keeps its input only
   int64_t passing = 0;  // once: gradients and temporaries of the layer that is being differentiated, the final norm
   int64_t ending = 0;   // once, before that: the final norm's, the head's input and its gradient
@@ -25,7 +28,7 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes,
 
 // Layers of the rank (of one piece of it, where it has several) by what they keep; those that keep less come first.
 struct KeptLayers {
-  int64_t input = 0, cheap = 0, whole = 0;
+  int64_t input = 0, experts = 0, cheap = 0, whole = 0;
 };
 // Of micro-batches of `tokens` tokens, `in_flight` of them at once (PipelineTable::most_in_flight; at least 1), of
 // which one is being differentiated.
@@ -39,7 +42,7 @@ struct FittedLayers {
   int64_t bytes = 0;  // activation_total
 };
 // The least recomputation of `layers` layers that fits `room` bytes: first norms and SwiGLU of more and more layers,
-// then whole layers. The most there is where nothing fits.
+// then, where that gives memory back, experts' gate and up, then whole layers. The most there is where nothing fits.
 FittedLayers fit_layers(const ActivationBytes& bytes, int64_t layers, int64_t tokens, int64_t in_flight, int64_t room);
 
 }  // namespace trireme

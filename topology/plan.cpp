@@ -65,6 +65,7 @@ LocalShape shape_of(const Case& c, int64_t stage) {
   local.experts = m.experts / c.layout.ep;
   local.experts_per_token = m.experts_per_token;
   local.moe_intermediate = m.moe_intermediate / local.tp;
+  if (m.experts > 0) local.received = expert_rows_out(m.experts_per_token, c.layout.ep, c.layout.etp);
   local.padded_vocab = padded_vocab(m.vocab, local.tp) / local.tp;
   local.vocab = std::min(local.padded_vocab, m.vocab);
   local.embedding = stage == 0;
@@ -125,10 +126,9 @@ RankPasses logprob_passes_of(const Case& c) { return deal_passes(c, 1, c.work.lo
 
 ExpertRows expert_rows(const Case& c) {
   if (c.layout.ep * c.layout.etp == 1) return {};
-  const double chosen = real(c.shape.experts_per_token), tensor = real(c.layout.etp);
-  const auto reached = [chosen](int64_t parts) { return real(parts) * (1 - std::pow(1 - 1 / real(parts), chosen)); };
-  return {tensor * reached(c.layout.ep),
-          tensor * reached(combine_blocks(c.shape.experts, c.options.combine_blocks, c.layout.ep))};
+  const int64_t chosen = c.shape.experts_per_token;
+  const int64_t blocks = combine_blocks(c.shape.experts, c.options.combine_blocks, c.layout.ep);
+  return {expert_rows_out(chosen, c.layout.ep, c.layout.etp), real(c.layout.etp) * parts_reached(blocks, chosen)};
 }
 
 const LinkRates& link(const Case& c, Axis axis) {

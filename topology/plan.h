@@ -43,11 +43,12 @@ struct PlanOptions {
   bool fit_recompute = true;
   int64_t recomputed_layers = 0;
   bool cheap_recompute = false;
-  int64_t cache_rows = 0;       // of a rank; 0: by the fraction
-  double cache_fraction = 0.8;  // of what is free beside the rest
-  bool keeps_cache = false;     // it stays where it is while training
-  int64_t combine_blocks = 0;   // of experts; 0: derived
-  int64_t lanes = 0;            // of generation over stages; 0: as many as stages
+  bool expert_recompute = false;  // with the latter, experts' gate and up too
+  int64_t cache_rows = 0;         // of a rank; 0: by the fraction
+  double cache_fraction = 0.8;    // of what is free beside the rest
+  bool keeps_cache = false;       // it stays where it is while training
+  int64_t combine_blocks = 0;     // of experts; 0: derived
+  int64_t lanes = 0;              // of generation over stages; 0: as many as stages
   // Of generation_layout: another one than training's has a second copy of the weights.
   int64_t generation_tp = 0;
   bool fold_pipeline = false;

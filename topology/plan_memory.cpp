@@ -138,8 +138,9 @@ KeptLayers kept_at_most(const Case& c, int64_t layers) {
   if (c.options.fit_recompute) return {.whole = layers};
   const int64_t again = std::min(c.options.recomputed_layers, layers);
   const int64_t others = layers - again;
-  return {
-      .input = again, .cheap = c.options.cheap_recompute ? others : 0, .whole = c.options.cheap_recompute ? 0 : others};
+  if (!c.options.cheap_recompute) return {.input = again, .whole = others};
+  return c.options.expert_recompute ? KeptLayers{.input = again, .experts = others}
+                                    : KeptLayers{.input = again, .cheap = others};
 }
 KeptLayers kept_at_least(const Case& c, int64_t layers) {
   return c.options.fit_recompute ? KeptLayers{.input = layers} : kept_at_most(c, layers);

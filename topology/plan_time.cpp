@@ -11,6 +11,7 @@ constexpr int64_t kMostSimulated = 256;  // micro-batches; more go on at the pac
 
 struct Seconds {
   double forward = 0, backward = 0;
+  double gate_up = 0;  // of forward, experts' first products
 };
 
 // Experts are multiplied for one after the other in backward, at a rate of their own.
@@ -28,16 +29,19 @@ Seconds layer_seconds(const Case& c, const LocalShape& local, int64_t layer, con
   const ActivationBytes bytes = activation_bytes(local, c.options.element_bytes);
   const double plain = 2 * work.tokens * elements / rates.products + 4 * query * work.pairs / rates.attention +
                        rates.moves * work.tokens * real(bytes.whole) / rates.copy;
-  return {plain + experts / rates.experts_forward, 2 * plain + 2 * experts / rates.experts_backward};
+  return {plain + experts / rates.experts_forward, 2 * plain + 2 * experts / rates.experts_backward,
+          experts * 2 / 3 / rates.experts_forward};
 }
 
 double head_seconds(const Case& c, const LocalShape& local, const PassWork& work) {
   return 2 * real(local.hidden) * real(local.padded_vocab) * work.scored / c.devices.rates.products;
 }
 
-// Of every stage and piece over one micro-batch; `again` layers of a piece are computed once more in backward.
-PipelineCosts pass_costs(const Case& c, const PassWork& work, int64_t again) {
+// Of every stage and piece over one micro-batch; in backward a piece computes again what its layers have not kept, and
+// ranks that share experts compute gate and up again in any case.
+PipelineCosts pass_costs(const Case& c, const PassWork& work, const KeptLayers& kept) {
   PipelineCosts costs;
+  const bool shared = c.layout.ep * c.layout.etp > 1;
   for (int64_t stage = 0; stage < c.layout.pp; ++stage) {
     const LocalShape local = shape_of(c, stage);
     std::vector<double>&forward = costs.forward.emplace_back(), &backward = costs.backward.emplace_back();
@@ -46,7 +50,8 @@ PipelineCosts pass_costs(const Case& c, const PassWork& work, int64_t again) {
       for (int64_t layer = piece.begin; layer < piece.end; ++layer) {
         const Seconds one = layer_seconds(c, local, layer, work);
         sum.forward += one.forward;
-        sum.backward += one.backward + (layer - piece.begin < again ? one.forward : 0);
+        const bool all = layer - piece.begin < kept.input, gates = layer - piece.begin < kept.input + kept.experts;
+        sum.backward += one.backward + (all ? one.forward : 0) + (shared || (gates && !all) ? one.gate_up : 0);
       }
       forward.push_back(sum.forward);
       backward.push_back(sum.backward);
@@ -169,7 +174,7 @@ PlannedTime plan_time(const Case& c, const PlannedMemory& memory) {
   PlannedTime time;
   if (c.work.reference) {
     const RankPasses passes = logprob_passes_of(c);
-    const Passes reference = run_passes(c, pass_costs(c, passes.each, 0), passes.micro_batches, false);
+    const Passes reference = run_passes(c, pass_costs(c, passes.each, {}), passes.micro_batches, false);
     time.reference = reference.working;
     time.bubble += reference.waiting;
     time.pass_exchanges += real(passes.micro_batches) * exchange_seconds(c, passes.each, false, 0);
@@ -177,7 +182,7 @@ PlannedTime plan_time(const Case& c, const PlannedMemory& memory) {
   const RankPasses passes = training_passes_of(c);
   const double steps = real(c.work.optimizer_steps);
   const int64_t again = memory.kept.input;
-  const Passes training = run_passes(c, pass_costs(c, passes.each, again), passes.micro_batches, true);
+  const Passes training = run_passes(c, pass_costs(c, passes.each, memory.kept), passes.micro_batches, true);
   const OptimizerSeconds optimizer = optimizer_seconds(c, passes.micro_batches, training.working);
   time.training = steps * training.working;
   time.bubble += steps * training.waiting;

@@ -1,6 +1,7 @@
 #include "topology/split.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -197,6 +198,7 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
   local.experts = split.experts.size();
   local.experts_per_token = shape.experts_per_token;
   local.moe_intermediate = split.expert_rows.size();
+  if (shape.experts > 0) local.received = expert_rows_out(shape.experts_per_token, split.ep, split.etp);
   local.vocab = std::min(split.vocab.end, shape.vocab) - std::min(split.vocab.begin, shape.vocab);
   local.padded_vocab = split.vocab.size();
   local.embedding = split.first_stage();
@@ -204,6 +206,15 @@ LocalShape local_shape(const ModelShape& shape, const ModelSplit& split) {
   local.value_head = shape.value_head;
   local.qk_norm = shape.qk_norm;
   return local;
+}
+
+double parts_reached(int64_t parts, int64_t chosen) {
+  const auto number = static_cast<double>(parts);
+  return number * (1 - std::pow(1 - 1 / number, static_cast<double>(chosen)));
+}
+
+double expert_rows_out(int64_t chosen, int64_t ep, int64_t etp) {
+  return ep * etp == 1 ? 0 : static_cast<double>(etp) * parts_reached(ep, chosen);
 }
 
 std::vector<ModelParameter> model_parameters(const ModelShape& shape) {

@@ -54,17 +54,26 @@ struct LocalShape {
   int64_t experts = 0;       // own ones of each layer that has experts; 0: none has
   int64_t experts_per_token = 0;
   int64_t moe_intermediate = 0;  // own part of an expert's width
-  int64_t vocab = 0;             // rows of embedding and head that are tokens
-  int64_t padded_vocab = 0;      // and those there are
-  bool embedding = false;        // a first stage's
-  bool head = false;             // a last stage's, with the final norm
-  bool value_head = false;       // and it gives one number a row, no logits
+  // Of experts that ranks share: rows that a token's choices send, to all of them and in the mean (expert_rows_out),
+  // which is what a rank receives of as many ranks as tokens; 0: each rank has all experts.
+  double received = 0;
+  int64_t vocab = 0;         // rows of embedding and head that are tokens
+  int64_t padded_vocab = 0;  // and those there are
+  bool embedding = false;    // a first stage's
+  bool head = false;         // a last stage's, with the final norm
+  bool value_head = false;   // and it gives one number a row, no logits
   bool qk_norm = false;
 
   int64_t query_width() const { return heads * head_dim; }
   int64_t key_width() const { return kv_heads * head_dim; }
 };
 LocalShape local_shape(const ModelShape& shape, const ModelSplit& split);
+
+// Of so many parts those that have any of a token's `chosen` choices, in the mean: every choice is as likely.
+double parts_reached(int64_t parts, int64_t chosen);
+// Rows of a token's that leave for experts: one for each part of the experts that has any of its choices, to all ranks
+// that share the part; 0 where each rank has all experts.
+double expert_rows_out(int64_t chosen, int64_t ep, int64_t etp);
 
 struct ModelParameter {
   std::string name;            // Hugging Face's

@@ -177,7 +177,7 @@ TEST(Experts, ValuesAndGradientsAreThoseOfFloat64) {
     }
     const at::AutoGradMode record(true);
     const auto run = [&](const std::vector<at::Tensor>& t) {
-      return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape, nullptr);
+      return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape);
     };
     const at::Tensor y = run(device), expected = run(host);
     const auto error = [](const at::Tensor& a, const at::Tensor& e) {
@@ -197,17 +197,36 @@ TEST(Experts, RowsHaveTheSameBitsInEveryBatchAndInTraining) {
   const at::Tensor x = random({2000, 1024}), router = random({32, 1024}, 0.05);
   ExpertWeights weights{router, random({32 * 2 * 384, 1024}, 0.05), random({32 * 1024, 384}, 0.05)};
   const at::NoGradGuard no_grad;
-  const at::Tensor whole = mixture_of_experts(x, weights, shape, nullptr);
+  const at::Tensor whole = mixture_of_experts(x, weights, shape);
   for (const int64_t count : {1, 7, 16, 64, 256, 300, 1024}) {
     for (const int64_t from : {int64_t{0}, int64_t{11}, 2000 - count}) {
-      EXPECT_TRUE(same_bits(mixture_of_experts(x.narrow(0, from, count), weights, shape, nullptr),
-                            whole.narrow(0, from, count)))
+      EXPECT_TRUE(same_bits(mixture_of_experts(x.narrow(0, from, count), weights, shape), whole.narrow(0, from, count)))
           << count << " from " << from;
     }
   }
   const at::AutoGradMode record(true);
   weights.down.set_requires_grad(true);
-  EXPECT_TRUE(same_bits(mixture_of_experts(x, weights, shape, nullptr).detach(), whole));
+  EXPECT_TRUE(same_bits(mixture_of_experts(x, weights, shape).detach(), whole));
+}
+
+TEST(Experts, GateAndUpComputedAgainChangeNoBitOfAGradient) {
+  at::manual_seed(8);
+  const ExpertShape shape = shape_of(16, 4, true, true);
+  for (const int64_t rows : {1, 40, 3000}) {
+    std::vector<at::Tensor> inputs = {random({rows, 512}), random({16, 512}, 0.1), random({16 * 2 * 256, 512}, 0.05),
+                                      random({16 * 512, 256}, 0.05)};
+    for (at::Tensor& t : inputs) t.set_requires_grad(true);
+    const at::AutoGradMode record(true);
+    const at::Tensor upstream = random({rows, 512});
+    const auto gradients = [&](const ExpertsAgain& again) {
+      const at::Tensor y = mixture_of_experts(inputs[0], {inputs[1], inputs[2], inputs[3]}, shape, again);
+      std::vector<at::Tensor> all = torch::autograd::grad({y}, inputs, {upstream});
+      all.push_back(y.detach());
+      return all;
+    };
+    const std::vector<at::Tensor> kept = gradients({}), again = gradients({.gate_up = true});
+    for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(same_bits(kept[i], again[i])) << rows << " rows, " << i;
+  }
 }
 
 }  // namespace

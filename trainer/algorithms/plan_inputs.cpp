@@ -49,6 +49,7 @@ PlanOptions plan_options(const Config& config) {
   options.fit_recompute = setting.fit;
   options.recomputed_layers = setting.all ? kEveryLayer : setting.layers;
   options.cheap_recompute = setting.norms && setting.swiglu;
+  options.expert_recompute = options.cheap_recompute && setting.experts;
   options.cache_rows = config.policy.generation.kv_cache_tokens;
   options.cache_fraction = config.policy.generation.kv_cache_memory_fraction;
   const AsyncGrpoConfig& async = config.grpo.async_grpo;

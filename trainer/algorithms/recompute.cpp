@@ -22,7 +22,8 @@ Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const Ke
   if (needed != nullptr) *needed = fitted.bytes;
   Recompute recompute;
   recompute.whole_layers = fitted.kept.input;
-  recompute.cheap_layers = fitted.kept.cheap;
+  recompute.cheap_layers = fitted.kept.cheap + fitted.kept.experts;
+  recompute.expert_layers = fitted.kept.experts;
   return recompute;
 }
 
@@ -79,6 +80,7 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
       };
       recompute.whole_layers = most(own.whole_layers);
       recompute.cheap_layers = most(own.whole_layers + own.cheap_layers) - recompute.whole_layers;
+      recompute.expert_layers = most(own.whole_layers + own.expert_layers) - recompute.whole_layers;
       why = ": " + std::to_string(kept.in_flight) + " x " + std::to_string(kept.tokens) + " tokens take " +
             format_bytes(static_cast<uint64_t>(needed)) + " of " + format_bytes(static_cast<uint64_t>(free)) + " free";
     }
@@ -87,14 +89,18 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
     recompute.norms = setting.norms;
     recompute.swiglu = setting.swiglu;
     if (setting.norms || setting.swiglu) recompute.cheap_layers = layers - recompute.whole_layers;
+    if (setting.experts && counted_shape(model).experts > 0) recompute.expert_layers = layers - recompute.whole_layers;
   }
   const Recompute before = model.recompute();
   model.set_recompute(recompute);
-  const bool same = before.whole_layers == recompute.whole_layers && before.cheap_layers == recompute.cheap_layers;
+  const bool same = before.whole_layers == recompute.whole_layers && before.cheap_layers == recompute.cheap_layers &&
+                    before.expert_layers == recompute.expert_layers;
   if (same || !ranks.is_main()) return;
+  std::string experts;
+  if (recompute.expert_layers > 0) experts = ", experts' gate and up of " + std::to_string(recompute.expert_layers);
   log_info("train", "backward computes again " + std::to_string(recompute.whole_layers) + " of " +
                         std::to_string(layers) + " layers, and norms and SwiGLU of " +
-                        std::to_string(recompute.cheap_layers) + why);
+                        std::to_string(recompute.cheap_layers) + experts + why);
 }
 
 }  // namespace trireme

@@ -20,9 +20,9 @@ struct KeptActivations {
 // Of an optimizer step (train_passes).
 KeptActivations kept_activations(const ModelSplit& split, int64_t tokens, int64_t micro_batches);
 
-// The least of it that fits: first norms and SwiGLU of more and more layers, then whole layers. The most there is where
-// nothing fits. `needed` is what the choice is expected to take; null: not asked. `gradient_bytes`: of an element of
-// the model's gradients.
+// The least of it that fits: first norms and SwiGLU of more and more layers, then experts' gate and up, then whole
+// layers. The most there is where nothing fits. `needed` is what the choice is expected to take; null: not asked.
+// `gradient_bytes`: of an element of the model's gradients.
 Recompute fit_recompute(const LocalShape& shape, int64_t element_bytes, const KeptActivations& kept, int64_t free_bytes,
                         int64_t* needed = nullptr, int64_t gradient_bytes = 2);
 

@@ -159,7 +159,7 @@ class OpsBench final {
       {
         const at::NoGradGuard no_grad;
         add("mixture of experts" + suffix, bytes, 3 * products,
-            [&](int64_t) { (void)mixture_of_experts(x, weights, shape, nullptr); });
+            [&](int64_t) { (void)mixture_of_experts(x, weights, shape); });
       }
       if (rows != options_.packed_tokens) continue;
       x.set_requires_grad(true);
@@ -171,7 +171,7 @@ class OpsBench final {
       }
       const at::Tensor upstream = random({rows, hidden});
       add("mixture of experts, forward and backward" + suffix, 3 * bytes, 9 * products,
-          [&](int64_t) { torch::autograd::backward({mixture_of_experts(x, weights, shape, nullptr)}, {upstream}); });
+          [&](int64_t) { torch::autograd::backward({mixture_of_experts(x, weights, shape)}, {upstream}); });
     }
   }
 

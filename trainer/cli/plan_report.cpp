@@ -44,6 +44,7 @@ void print_memory(std::ostream& out, const LayoutPlan& plan, const PlanOptions& 
   add("optimizer", train.optimizer, generate.optimizer, to_string(options.sharding));
   std::string again = counted(m.kept.whole, "layer") + " whole";
   if (m.kept.cheap > 0) again += ", " + std::to_string(m.kept.cheap) + " without norms and SwiGLU";
+  if (m.kept.experts > 0) again += ", " + std::to_string(m.kept.experts) + " without experts' gate and up either";
   if (m.kept.input > 0) again += ", " + std::to_string(m.kept.input) + " computed again";
   add("activations", train.activations, generate.activations,
       again + (plan.layout.pp > 1 ? ", " + std::to_string(m.in_flight) + " in flight" : ""));

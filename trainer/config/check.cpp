@@ -159,11 +159,11 @@ void check_recompute(const Config& c, Problems& out) {
                        number(m.recompute_num_layers) + " layers"});
   }
   for (const std::string& module : m.recompute_modules) {
-    if (module == "layernorm" || module == "mlp_act" || module == "core_attn") continue;
+    if (module == "layernorm" || module == "mlp_act" || module == "moe" || module == "core_attn") continue;
     out.push_back({"policy.megatron_cfg.recompute_modules",
                    "'" + module +
-                       "' is not known; take some of layernorm, mlp_act (SwiGLU) and core_attn (always so here: "
-                       "attention keeps no probabilities)"});
+                       "' is not known; take some of layernorm, mlp_act (SwiGLU), moe (gate and up of experts) and "
+                       "core_attn (always so here: attention keeps no probabilities)"});
   }
 }
 

@@ -454,11 +454,12 @@ std::vector<std::string> auto_sizes(const Config& config);
 void set_parallel_sizes(Config& config, const ParallelSizes& sizes);
 // What backward computes again instead of keeping it, by the keys of the back-end that is enabled.
 struct RecomputeSetting {
-  bool fit = false;     // as little as makes the activations fit into the device's memory; else what follows
-  bool all = false;     // of every layer but its input, else
-  int64_t layers = 0;   //   of the first so many layers, and
-  bool norms = false;   // of the other layers the norms' results
-  bool swiglu = false;  //   and SwiGLU's
+  bool fit = false;      // as little as makes the activations fit into the device's memory; else what follows
+  bool all = false;      // of every layer but its input, else
+  int64_t layers = 0;    //   of the first so many layers, and
+  bool norms = false;    // of the other layers the norms' results
+  bool swiglu = false;   //   SwiGLU's
+  bool experts = false;  //   and experts' gate and up
 };
 RecomputeSetting recompute_setting(const Config& config);
 // The Megatron back-end's data_parallel_sharding_strategy; kWeights for the DTensor one, else kOptimizer.

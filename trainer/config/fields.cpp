@@ -410,7 +410,8 @@ void add_megatron(std::vector<Field>& table) {
   MODEL(megatron_cfg.recompute_num_layers)
   ("layers of each piece of a stage computed again with block; 1 with uniform").at_least(0);
   MODEL(megatron_cfg.recompute_modules)
-  ("with selective: layernorm, mlp_act (SwiGLU), core_attn (always so here)").null_default();
+  ("with selective: layernorm, mlp_act (SwiGLU), moe (gate and up of experts), core_attn (always so here)")
+      .null_default();
   MODEL(megatron_cfg.freeze_moe_router)("routers are not trained");
   MODEL(megatron_cfg.moe_router_dtype)("dtype of router logits").one_of({"fp64", "fp32"}).null_as("fp32");
   MODEL(megatron_cfg.moe_router_load_balancing_type)

@@ -127,6 +127,7 @@ RecomputeSetting recompute_setting(const Config& config) {
     if (m.recompute_granularity == "selective") {
       setting.norms = has("layernorm");
       setting.swiglu = has("mlp_act");
+      setting.experts = has("moe");
     } else if (m.recompute_granularity == "full") {
       setting.all = m.recompute_method == "uniform";
       setting.layers = m.recompute_num_layers;

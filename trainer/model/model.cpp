@@ -53,7 +53,7 @@ struct Model::Context {
 // What backward computes again of a layer.
 struct Model::Again {
   bool layer = false;  // everything
-  bool norms = false, swiglu = false;
+  bool norms = false, swiglu = false, experts = false;
 };
 
 namespace {
@@ -421,7 +421,7 @@ at::Tensor Model::run(int64_t piece, const at::Tensor& ids, const Context& conte
   if (context.arena != nullptr && context.tokens == 0 && options_.device.is_cuda()) {
     const at::Tensor nothing = make_residual(0);
     for (int64_t i = own.begin; i < own.end; ++i) {
-      if (layers_[static_cast<size_t>(i)].experts.router.defined()) (void)experts(i, {nothing, {}}, context);
+      if (layers_[static_cast<size_t>(i)].experts.router.defined()) (void)experts(i, {nothing, {}}, context, Again());
     }
     return nothing;
   }
@@ -483,6 +483,7 @@ Model::Again Model::again_of(int64_t index, const Context& context) const {
   if (context.arena != nullptr || !options_.trainable || !at::GradMode::is_enabled()) return again;
   again.layer = index < recompute_.whole_layers;
   const bool cheap = !again.layer && index < recompute_.whole_layers + recompute_.cheap_layers;
+  again.experts = !again.layer && index < recompute_.whole_layers + recompute_.expert_layers;
   again.norms = cheap && recompute_.norms;
   again.swiglu = cheap && recompute_.swiglu;
   return again;
@@ -540,7 +541,7 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  if (layer.experts.router.defined()) return experts(index, x, context);
+  if (layer.experts.router.defined()) return experts(index, x, context, again);
   if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined())
     return trireme::linear(cuda::gate_up_swiglu(x.value, layer.gate_up), layer.down, layer.down_bias);
   const at::Tensor gate_up = first_product(x, layer.gate_up, layer.gate_up_bias, context);
@@ -557,7 +558,7 @@ Range Model::expert_rows(const Context& context) const {
 
 // Over tensor ranks the result of own rows is whole and needs no sum. Where each rank has all rows it is a part of one:
 // zeros elsewhere, with which a sum gives back its bits, since combine gives no negative zero.
-at::Tensor Model::experts(int64_t index, const Activation& x, const Context& context) const {
+at::Tensor Model::experts(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const ExpertShape shape{.experts = config_.num_experts,
                           .per_token = config_.experts_per_token,
                           .normalize = config_.normalize_experts,
@@ -570,7 +571,7 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
         RouterCall{router_watch, layers_[static_cast<size_t>(index)].number, context.watched});
   const auto mixture = [&](const Activation& rows) {
     if (options_.experts == nullptr)
-      return mixture_of_experts(rows.value, weights, shape, rows.again, std::move(watch));
+      return mixture_of_experts(rows.value, weights, shape, {rows.again, again.experts}, std::move(watch));
     const ExpertRanks ranks{.group = options_.experts, .experts = local_.experts, .tensor = split_.etp};
     if (context.cached == nullptr || !context.cached->alike || ranks.tensor > 1 ||
         !gathers_experts(residual_rows(context.tokens)))

@@ -119,6 +119,9 @@ struct Recompute {
   int64_t cheap_layers = 0;  // of the first so many layers behind those, not kept are the results of:
   bool norms = true;         //   the two norms before the products
   bool swiglu = true;        //   SwiGLU
+  // Of the first so many layers behind the whole ones experts keep no gate and up; where ranks share experts they never
+  // do.
+  int64_t expert_layers = 0;
 };
 
 // forward and forward_cached may run on several threads only with different arenas and with grad mode off; writing the
@@ -263,7 +266,7 @@ class Model final {
   Range expert_rows(const Context& context) const;
   bool gathers_experts(int64_t rows) const;
   bool grouped_part_here(int64_t rows) const;
-  at::Tensor experts(int64_t index, const Activation& x, const Context& context) const;
+  at::Tensor experts(int64_t index, const Activation& x, const Context& context, const Again& again) const;
   at::Tensor whole_logits(const at::Tensor& hidden) const;
   NormResult next_norm(const Residual& x, const at::Tensor& scale, const Context& context) const;
   at::Tensor end_of_piece(const Residual& x, const Context& context) const;

@@ -21,25 +21,25 @@ using torch::autograd::variable_list;
 
 // What does not depend on a tensor, carried through the autograd graph.
 struct ExpertCall final : torch::CustomClassHolder {
-  ExpertCall(const ExpertShape& s, std::function<at::Tensor()> f, std::shared_ptr<const RouterCall> w)
-      : shape(s), again(std::move(f)), watch(std::move(w)) {}
+  ExpertCall(const ExpertShape& s, ExpertsAgain a, std::shared_ptr<const RouterCall> w)
+      : shape(s), again(std::move(a)), watch(std::move(w)) {}
   ExpertShape shape;
-  std::function<at::Tensor()> again;  // gives x; empty: x was kept
+  ExpertsAgain again;
   std::shared_ptr<const RouterCall> watch;
 };
 
 struct ForwardResult {
   at::Tensor y;
   Routes routes;
-  at::Tensor gate_up;  // before the activation
+  at::Tensor gate_up;  // before the activation, where it is kept
   at::Tensor balance;  // RouterWatch::add's; undefined without a balancing loss
 };
 
-// `keep`: gate and up are wanted before their activation.
-ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape, bool keep,
+// `record`: for backward; `keep`: with gate and up before their activation.
+ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape, bool record, bool keep,
                   const RouterCall* watch = nullptr) {
   ForwardResult result;
-  result.routes = route(x, weights.router, shape, keep && (!shape.normalize || watch != nullptr));
+  result.routes = route(x, weights.router, shape, record && (!shape.normalize || watch != nullptr));
   if (watch != nullptr) {
     result.balance = watch->watch->add(watch->layer, result.routes, shape, *watch->rows);
     if (shape.normalize && !result.balance.defined()) result.routes.probabilities = at::Tensor();
@@ -50,8 +50,9 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, const Exper
   if (!keep && x.is_cuda()) {
     active = cuda::grouped_gate_up_swiglu(sorted, weights.gate_up, routes.offsets, x.size(0));
   } else {
-    result.gate_up = grouped_linear(sorted, weights.gate_up, routes.offsets, x.size(0));
-    active = swiglu_halves(result.gate_up);
+    const at::Tensor gate_up = grouped_linear(sorted, weights.gate_up, routes.offsets, x.size(0));
+    active = swiglu_halves(gate_up);
+    if (keep) result.gate_up = gate_up;
   }
   result.y = combine(grouped_linear(active, weights.down, routes.offsets, x.size(0)), routes, shape);
   return result;
@@ -62,9 +63,10 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& router,
                             const at::Tensor& gate_up, const at::Tensor& down,
                             const c10::intrusive_ptr<ExpertCall>& call) {
-    const ForwardResult result = run(x, {router, gate_up, down}, call->shape, /*keep=*/true, call->watch.get());
+    const ForwardResult result = run(x, {router, gate_up, down}, call->shape, /*record=*/true,
+                                     /*keep=*/!call->again.gate_up, call->watch.get());
     const Routes& r = result.routes;
-    context->save_for_backward({call->again ? at::Tensor() : x, router, gate_up, down, result.gate_up, r.experts,
+    context->save_for_backward({call->again.x ? at::Tensor() : x, router, gate_up, down, result.gate_up, r.experts,
                                 r.weights, r.offsets, r.rows, r.places, r.probabilities, result.balance});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     return result.y;
@@ -74,12 +76,15 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
     const at::NoGradGuard no_grad;
     const auto saved = context->get_saved_variables();
     const auto call = c10::static_intrusive_pointer_cast<ExpertCall>(context->saved_data["call"].toCapsule());
-    const at::Tensor x = call->again ? call->again() : saved[0];
+    const at::Tensor x = call->again.x ? call->again.x() : saved[0];
     const at::Tensor &router = saved[1], &gate_up = saved[2], &down = saved[3];
     const Routes routes{saved[5], saved[6], saved[7], saved[8], saved[9], saved[10]};
     const at::Tensor dy = gather_rows_by(grads[0].contiguous(), routes.rows);
-    const ExpertGradients gradients =
-        expert_gradients(saved[4], grouped_backward_input(dy, down, routes.offsets), routes);
+    at::Tensor sorted, both = saved[4];
+    if (call->again.gate_up || context->needs_input_grad(2)) sorted = gather_rows_by(x, routes.rows);
+    if (call->again.gate_up) both = grouped_linear(sorted, gate_up, routes.offsets, x.size(0));
+    const ExpertGradients gradients = expert_gradients(both, grouped_backward_input(dy, down, routes.offsets), routes);
+    both.reset();
     const auto of_weight = [&](size_t index, const at::Tensor& weight, const at::Tensor& upstream,
                                const at::Tensor& input) {
       if (!context->needs_input_grad(index)) return at::Tensor();
@@ -89,7 +94,7 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
       return accumulator.defined() ? at::Tensor() : own;
     };
     const at::Tensor ddown = of_weight(3, down, dy, gradients.weighted);
-    const at::Tensor dgate_up = of_weight(2, gate_up, gradients.gate_up, gather_rows_by(x, routes.rows));
+    const at::Tensor dgate_up = of_weight(2, gate_up, gradients.gate_up, sorted);
     at::Tensor dx, drouter;
     const bool input_too = context->needs_input_grad(0), router_too = context->needs_input_grad(1);
     if (input_too) dx = sum_places(grouped_backward_input(gradients.gate_up, gate_up, routes.offsets), routes.places);
@@ -107,9 +112,8 @@ class ExpertsFunction final : public torch::autograd::Function<ExpertsFunction> 
 
 }  // namespace
 
-
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                              std::function<at::Tensor()> again, std::shared_ptr<const RouterCall> watch) {
+                              ExpertsAgain again, std::shared_ptr<const RouterCall> watch) {
   require_supported("mixture_of_experts", x);
   require_same("mixture_of_experts", x, weights.router, "router");
   require_same("mixture_of_experts", x, weights.gate_up, "gate_up");
@@ -125,7 +129,7 @@ at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights,
                 "mixture_of_experts: the weights' shapes do not fit x");
   const bool record =
       wants_grad(x) || wants_grad(weights.router) || wants_grad(weights.gate_up) || wants_grad(weights.down);
-  if (!record) return run(x, weights, shape, /*keep=*/false).y;
+  if (!record) return run(x, weights, shape, /*record=*/false, /*keep=*/false).y;
   return ExpertsFunction::apply(x, weights.router, weights.gate_up, weights.down,
                                 c10::make_intrusive<ExpertCall>(shape, std::move(again), std::move(watch)));
 }

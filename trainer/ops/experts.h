@@ -46,16 +46,22 @@ Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& s
 // depends on it. No autograd.
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most);
 
+// What backward of a mixture computes again instead of keeping it.
+struct ExpertsAgain {
+  std::function<at::Tensor()> x = nullptr;  // gives x, as in linear_again; empty: x is kept
+  bool gate_up = false;                     // before the activation
+};
+
 // y [rows * per_token, hidden] of sorted rows -> [rows, hidden]: in each block of experts, weight times result is added
 // from +0 by ascending id in float32 and rounded to y's dtype; these are added in order in float32 and rounded. A block
 // without a choice adds nothing, so the sum is the same wherever blocks were made. No autograd.
 at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape);
 
 // The whole MLP: x [rows, hidden] -> [rows, hidden]. Backward reaches x through experts and router; the router's own
-// gradient where it is a leaf that wants one. Kept for backward: x, the routes, and gate and up before the activation.
-// `again` as in linear_again; may be empty. `watch` is told the routes of a call that records gradients; may be null.
+// gradient where it is a leaf that wants one. Kept for backward: the routes, and what `again` does not say otherwise
+// of, which changes no bit. `watch` is told the routes of a call that records gradients; may be null.
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                              std::function<at::Tensor()> again, std::shared_ptr<const RouterCall> watch = nullptr);
+                              ExpertsAgain again = {}, std::shared_ptr<const RouterCall> watch = nullptr);
 
 // Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Where
 // our kernel has other bits it is switched off, with a warning; false: the library has, and rows are not exact.

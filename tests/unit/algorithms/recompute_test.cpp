@@ -2,6 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
+#include "topology/topology.h"
+
 namespace trireme {
 namespace {
 
@@ -106,6 +110,44 @@ TEST(Recompute, TheConfigurationDecides) {
   EXPECT_TRUE(norms.norms);
   EXPECT_FALSE(norms.swiglu);
   EXPECT_EQ(with({m + "enabled=true", m + "recompute_granularity=null"}).cheap_layers, 0);
+  // Experts, of a model that has some.
+  const std::vector<std::string> moe{m + "enabled=true", m + "recompute_granularity=selective",
+                                     m + "recompute_modules=[moe]"};
+  EXPECT_EQ(with(moe).expert_layers, 0);
+  ModelConfig mixture = small;
+  mixture.family = ModelFamily::kQwen3Moe;
+  mixture.num_experts = 4;
+  mixture.experts_per_token = 2;
+  mixture.moe_intermediate_size = 8;
+  Model of_experts(mixture, {});
+  std::vector<std::string> warnings;
+  set_recompute(of_experts, load_config_text("", moe, &warnings), {.tokens = 100}, alone);
+  EXPECT_EQ(of_experts.recompute().expert_layers, 5);
+  EXPECT_EQ(of_experts.recompute().cheap_layers, 0);
+  EXPECT_EQ(of_experts.recompute().whole_layers, 0);
+}
+
+// A mixture gives up gate and up of its experts before whole layers; ranks that share experts have none to give up.
+TEST(Recompute, ExpertsComeBeforeWholeLayers) {
+  const ModelShape shape = *known_model_shape("qwen3-30b-a3b");
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  const auto most_experts = [&](const Layout& layout) {
+    const LocalShape local = local_shape(shape, model_split(shape, layout, 0));
+    int64_t most = 0;
+    for (int64_t gib = 140; gib >= 0; --gib) {
+      const Recompute recompute = fit_recompute(local, 2, {.tokens = 16'384}, gib * kGiB);
+      most = std::max(most, recompute.expert_layers);
+      if (recompute.expert_layers > 0) {
+        EXPECT_EQ(recompute.whole_layers + recompute.cheap_layers, 48) << gib;
+      }
+      if (recompute.whole_layers > 0 && layout.ep == 1) {
+        EXPECT_EQ(recompute.whole_layers + recompute.expert_layers, 48) << gib;
+      }
+    }
+    return most;
+  };
+  EXPECT_GT(most_experts({}), 40);
+  EXPECT_EQ(most_experts({.ep = 2, .dp = 2}), 0);
 }
 
 }  // namespace

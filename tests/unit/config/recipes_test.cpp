@@ -241,7 +241,8 @@ TEST(RecipeText, RecomputationCountsWhereItIsSwitchedOn) {
   EXPECT_TRUE(setting("activation_checkpointing: true, recompute_granularity: full").all);
   EXPECT_TRUE(setting("recompute_granularity: full").all);
   const auto selective = setting("activation_checkpointing: true, recompute_granularity: selective");
-  EXPECT_TRUE(selective.norms && selective.swiglu && !selective.all);
+  EXPECT_TRUE(selective.norms && selective.swiglu && !selective.experts && !selective.all);
+  EXPECT_TRUE(setting("recompute_granularity: selective, recompute_modules: [moe]").experts);
   EXPECT_TRUE(setting("activation_checkpointing: true").all);
 }
 

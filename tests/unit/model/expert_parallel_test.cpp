@@ -182,7 +182,7 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
       const int64_t rank = context.group(Axis::kEtpEp).rank();
       const Mixture own = own_part(whole, rank, kExperts / ep);
       const at::Tensor x = work.rows(rank, dtype);
-      const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
+      const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape);
       if (dtype == at::kFloat) expect_close(wanted.to(at::kDouble), by_tokens(x, whole, shape), work.name);
       for (const int64_t at_once : {1 << 13, 3, 1}) {
         const at::Tensor got = split_mixture_of_experts(
@@ -221,7 +221,7 @@ TEST(ExpertParallel, SharedWidthsHaveTheSameBitsOverAnyNumberOfExpertRanks) {
             if (work.change) work.change(whole);
             const Mixture own = own_part(whole, group.rank(), kExperts / ep, tensor);
             const at::Tensor x = work.rows(group.rank(), dtype);
-            const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
+            const at::Tensor wanted = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape);
             at::Tensor got;
             for (const int64_t at_once : {1 << 13, 3}) {
               const at::Tensor again = split_mixture_of_experts(
@@ -267,7 +267,7 @@ TEST_P(SplitExpertGradients, AreThoseOfOneRank) {
       at::Tensor wanted_x;
       for (int64_t rank = 0; rank < ep * tensor; ++rank) {
         const at::Tensor x = work.rows(rank, at::kFloat).clone().set_requires_grad(true);
-        const at::Tensor y = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape, nullptr);
+        const at::Tensor y = mixture_of_experts(x, {whole.router, whole.gate_up, whole.down}, shape);
         (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
         if (rank == group.rank()) wanted_x = x.grad();
       }

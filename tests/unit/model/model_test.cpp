@@ -128,12 +128,14 @@ TEST_P(Families, RecomputationChangesNoBitOfAGradient) {
     const at::Tensor expected = model->flat_gradients().clone();
     for (const Recompute& recompute :
          {Recompute{0, 1}, Recompute{0, 3}, Recompute{1, 0}, Recompute{1, 1}, Recompute{2, 9}, Recompute{3, 0},
-          Recompute{9, 9}, Recompute{0, 3, true, false}, Recompute{0, 3, false, true}}) {
+          Recompute{9, 9}, Recompute{0, 3, true, false}, Recompute{0, 3, false, true}, Recompute{.expert_layers = 1},
+          Recompute{.cheap_layers = 3, .expert_layers = 3}, Recompute{.whole_layers = 1, .expert_layers = 2}}) {
       model->set_recompute(recompute);
       model->zero_gradients();
       some_loss(*model, batch).backward();
       EXPECT_TRUE(same_bits(model->flat_gradients(), expected))
-          << recompute.whole_layers << " whole, " << recompute.cheap_layers << " cheap";
+          << recompute.whole_layers << " whole, " << recompute.cheap_layers << " cheap, " << recompute.expert_layers
+          << " without gates";
     }
   }
 }

@@ -37,7 +37,7 @@ Tensors inputs_of(const Sizes& s, at::ScalarType type) {
 }
 
 at::Tensor ours(const Tensors& t, const ExpertShape& shape) {
-  return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape, nullptr);
+  return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape);
 }
 
 // Every expert computes every token; a mask keeps what the router chose. Differentiable by LibTorch.
@@ -72,19 +72,24 @@ TEST_P(Mixtures, ValuesAndGradientsMatchMasks) {
       [&](const Tensors& t) { return by_masks(t, shape); }, 1e-5);
 }
 
-TEST_P(Mixtures, BackwardFromAnInputComputedAgainIsTheSame) {
+TEST_P(Mixtures, BackwardFromWhatIsComputedAgainIsTheSame) {
   const ExpertShape shape = shape_of(GetParam().experts, GetParam().per_token, GetParam().normalize);
   const Tensors inputs = inputs_of(GetParam(), at::kFloat);
   const Tensors kept = testing::gradients(inputs, [&](const Tensors& t) { return ours(t, shape); });
   int64_t calls = 0;
-  const Tensors again = testing::gradients(inputs, [&](const Tensors& t) {
-    return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape, [&calls, x = inputs[0]] {
-      ++calls;
-      return x;
+  const std::function<at::Tensor()> input = [&calls, x = inputs[0]] {
+    ++calls;
+    return x;
+  };
+  for (const ExpertsAgain& which :
+       {ExpertsAgain{.x = input}, ExpertsAgain{.gate_up = true}, ExpertsAgain{input, true}}) {
+    calls = 0;
+    const Tensors again = testing::gradients(inputs, [&](const Tensors& t) {
+      return mixture_of_experts(t[0], {t[1], t[2], t[3]}, shape, which);
     });
-  });
-  EXPECT_EQ(calls, 1);
-  for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(same_bits(kept[i], again[i])) << "input " << i;
+    EXPECT_EQ(calls, which.x ? 1 : 0);
+    for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(same_bits(kept[i], again[i])) << "input " << i;
+  }
 }
 
 TEST(Experts, RowsHaveTheSameBitsInEveryBatch) {

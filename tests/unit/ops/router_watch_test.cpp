@@ -43,7 +43,7 @@ std::shared_ptr<const RouterCall> watched(const BalanceOptions& balance, const s
 // Gradients of x and router of the sum of the mixture's results, with whatever balancing there is.
 std::vector<at::Tensor> gradients(const Mixture& m, bool normalize, const std::shared_ptr<const RouterCall>& call) {
   const at::Tensor x = m.x.detach().clone().requires_grad_(), router = m.router.detach().clone().requires_grad_();
-  mixture_of_experts(x, {router, m.gate_up, m.down}, six_experts(normalize), nullptr, call).sum().backward();
+  mixture_of_experts(x, {router, m.gate_up, m.down}, six_experts(normalize), {}, call).sum().backward();
   return {x.grad(), router.grad()};
 }
 

@@ -33,6 +33,24 @@ TEST(Activations, BytesOfALayerAreCountedByHand) {
   EXPECT_EQ(qwen.whole, 4 * (4 * 2048 + (2048 + 2 * 1024) + 2 * 2048 + 1024 + 3 * 6144) + 4 * 16);
 }
 
+TEST(Activations, OfExpertsAreGateAndUpOrReceivedRows) {
+  // 8 choices of width 768; rows of 2048.
+  const ActivationBytes whole = activation_bytes(local("qwen3-30b-a3b", {}), 2);
+  EXPECT_EQ(whole.whole - whole.cheap, 2 * 2 * 2048);
+  EXPECT_EQ(whole.cheap - whole.experts, 2 * 2 * 8 * 768);
+  // Over two ranks a row goes to 2 (1 - 1 / 256) of them, with 8 ids and weights of 4 bytes; gate and up are never
+  // kept.
+  const ActivationBytes split = activation_bytes(local("qwen3-30b-a3b", {.ep = 2, .dp = 2}), 2);
+  EXPECT_EQ(split.experts, split.cheap);
+  EXPECT_NEAR(static_cast<double>(split.cheap - whole.experts), 2 * (1 - 1.0 / 256) * (2 * 2048 + 64), 2);
+  EXPECT_EQ(split.passing - whole.passing, 2 * 2 * 8 * 768);
+  // Tensor ranks have a part of the rows each.
+  const ActivationBytes cut = activation_bytes(local("qwen3-30b-a3b", {.tp = 2, .ep = 2}), 2);
+  EXPECT_LT(cut.cheap, 0.6 * static_cast<double>(split.cheap));
+  EXPECT_EQ(activation_bytes(local("Llama-3.1-8B", {}), 2).experts,
+            activation_bytes(local("Llama-3.1-8B", {}), 2).cheap);
+}
+
 TEST(Activations, AreSharedByTensorRanks) {
   for (const char* model : {"Llama-3.1-70B", "Qwen3-32B", "Qwen2.5-7B"}) {
     const ActivationBytes one = activation_bytes(local(model, {}), 2);
@@ -61,6 +79,11 @@ TEST(Activations, TotalsAreWhatLayersKeep) {
   EXPECT_EQ(activation_total(bytes, {.cheap = 1, .whole = 3}, 3), 3 * (3600 + 70));
   // All computed again: one at a time is whole.
   EXPECT_EQ(activation_total(bytes, {.input = 4}, 3), 3 * (40 + 1000 + 70));
+  // Experts' gate and up are there again while their layer is differentiated.
+  const ActivationBytes mixture{.whole = 1000, .cheap = 600, .experts = 400, .input = 10, .passing = 70};
+  EXPECT_EQ(activation_total(mixture, {.experts = 4}, 3), 3 * (1600 + 200 + 70));
+  EXPECT_EQ(activation_total(mixture, {.experts = 1, .cheap = 3}, 3), 3 * (2200 + 70));
+  EXPECT_EQ(activation_total(mixture, {.input = 2, .experts = 2}, 3), 3 * (20 + 1000 + 70));
   // Once what the layers behind keep is free, the first one fits where they were.
   EXPECT_EQ(activation_total(bytes, {.input = 1, .cheap = 3}, 3), 3 * (10 + 1800 + 70));
   EXPECT_EQ(activation_total(bytes, {.input = 3, .cheap = 1}, 3), 3 * (30 + 1000 + 70));
@@ -91,6 +114,28 @@ TEST(Activations, TheLeastRecomputationThatFitsIsChosen) {
     EXPECT_EQ(fitted.kept.whole, order[expected].whole) << room;
     EXPECT_EQ(fitted.bytes, activation_total(bytes, order[expected], 7, 2));
   }
+}
+
+TEST(Activations, GateAndUpOfExpertsGoBetweenNormsAndWholeLayers) {
+  const ActivationBytes bytes{.whole = 1000, .cheap = 600, .experts = 400, .input = 10, .passing = 70, .fixed = 5};
+  const std::vector<KeptLayers> order = {
+      {.whole = 2},   {.cheap = 1, .whole = 1},   {.cheap = 2}, {.experts = 1, .cheap = 1},
+      {.experts = 2}, {.input = 1, .experts = 1}, {.input = 2}};
+  std::vector<bool> seen(order.size());
+  for (int64_t room = 0; room < 30'000; room += 50) {
+    size_t expected = 0;
+    while (expected + 1 < order.size() && static_cast<double>(activation_total(bytes, order[expected], 7, 2)) >
+                                              kUsableForActivations * static_cast<double>(room)) {
+      ++expected;
+    }
+    seen[expected] = true;
+    const KeptLayers kept = fit_layers(bytes, 2, 7, 2, room).kept;
+    EXPECT_EQ(kept.input, order[expected].input) << room;
+    EXPECT_EQ(kept.experts, order[expected].experts) << room;
+    EXPECT_EQ(kept.cheap, order[expected].cheap) << room;
+    EXPECT_EQ(kept.whole, order[expected].whole) << room;
+  }
+  EXPECT_TRUE(seen[3] && seen[4]);
 }
 
 }  // namespace
