@@ -199,7 +199,41 @@ check "the recipe's splits on eight processes" run recipe 8 policy.megatron_cfg.
   policy.megatron_cfg.sequence_parallel=true policy.megatron_cfg.activation_checkpointing=true \
   policy.megatron_cfg.freeze_moe_router=true policy.megatron_cfg.moe_router_dtype=fp64
 out=$(sound recipe 4) && ok "the recipe's splits: $out" || bad "the recipe's splits: $out"
-# A rank that dies is named with its place, by whoever waits for its rows.
+# What ranks stand still for rows of experts is a part of what they do for all exchanges.
+waits() { # waits NAME: steps that say so, or "none"
+  python3 -c 'import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+told = [(x["performance/expert_exchange_s"], x["performance/exposed_exchange_s"]) for x in rows
+        if "performance/expert_exchange_s" in x]
+assert all(0 < experts <= all_ * 1.000001 for experts, all_ in told), told
+print(len(told) if told else "none")' "$dir/$1-logs/train.jsonl"
+}
+for name in ep2 tp2ep2dp2 etp2; do
+  out=$(waits $name 2>&1)
+  [ "$out" = 4 ] && ok "$name: what is waited for experts is in the log" || bad "$name: waits for experts: $out"
+done
+out=$(waits tp2 2>&1)
+[ "$out" = none ] && ok "without experts over ranks there is no such number" || bad "tp2: waits for experts: $out"
+
+# A rank that dies is named with its place and its signal, by whoever waits for its rows, in any phase that has some.
+kills() { # kills PHASE RANK PLACE RANKS [overrides...]: in the second step
+  local phase=$1 rank=$2 place=$3 ranks=$4 code; shift 4
+  SECONDS=0
+  TRIREME_FAULT="kill@2:$rank:$phase" run "killed-$phase-$rank" "$ranks" "$@" >"$dir/out" 2>&1; code=$?
+  if [ $code = 137 ] && [ $SECONDS -le 60 ] && grep -q "rank $rank failed first (signal 9" "$dir/out" &&
+    grep -q "rank $rank ($place) has died.*signal 9 (Killed)" "$dir/out"
+  then ok "rank $rank of an expert group killed in phase $phase: named, $SECONDS s"
+  else bad "rank $rank of an expert group killed in phase $phase: code $code, $SECONDS s" "$(cat "$dir/out")"; fi
+}
+for phase in generation training; do
+  kills $phase 1 "dp 1, ep 1" 2 policy.megatron_cfg.expert_model_parallel_size=2
+  kills $phase 0 "tp 0, dp 0, ep 0" 4 policy.megatron_cfg.tensor_model_parallel_size=2 \
+    policy.megatron_cfg.expert_model_parallel_size=4
+done
+check "what a killed rank of an expert group left goes on" run killed-training-1 2 \
+  policy.megatron_cfg.expert_model_parallel_size=2
+[ "$(weights killed-training-1 4)" = "$(weights ep2 4)" ] && ok "to the weights and moments of the undisturbed run" ||
+  bad "a run that goes on behind a killed rank"
 run killed 4 policy.megatron_cfg.tensor_model_parallel_size=2 policy.megatron_cfg.expert_model_parallel_size=4 \
   grpo.max_num_steps=200 >"$dir/out" 2>&1 & launcher=$!
 for _ in $(seq 1 1200); do [ -d "$dir/killed/step_2" ] && break; sleep 0.1; done

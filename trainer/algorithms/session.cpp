@@ -487,11 +487,13 @@ void Session::save(int64_t step, const nlohmann::json& state, const std::map<std
 void Session::describe_waits(std::map<std::string, double>& values) {
   if (context.world_size() == 1) return;
   const ExposedWaits::Seconds own = context.take_waits();
-  at::Tensor all = at::tensor({own.exchange, own.stage}, at::kDouble);
+  at::Tensor all = at::tensor({own.exchange, own.stage, own.experts}, at::kDouble);
   context.world().all_reduce_sum(all);
   all /= context.world_size();
   values["performance/exposed_exchange_s"] = all[0].item<double>();
   values["performance/pipeline_bubble_s"] = all[1].item<double>();
+  const Layout& layout = context.layout();
+  if (layout.ep * layout.etp > 1) values["performance/expert_exchange_s"] = all[2].item<double>();
 }
 
 void Session::finish_saves() {

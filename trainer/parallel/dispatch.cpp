@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "trainer/parallel/exposed_waits.h"
 
 namespace trireme {
 
@@ -57,7 +58,10 @@ Dispatch plan_dispatch(Communicator& group, const at::Tensor& wanted, const at::
   if (numbers.defined()) columns.push_back(numbers);
   const at::Tensor ours = at::cat(columns, 1).cpu();
   at::Tensor theirs = at::empty_like(ours);
-  group.all_to_all(theirs, ours);
+  {
+    const ExposedWaits::ForExperts counted;
+    group.all_to_all(theirs, ours);
+  }
   Dispatch plan;
   const int64_t n = ours.size(1);
   for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -79,6 +83,7 @@ at::Tensor exchange_rows(Communicator& group, const at::Tensor& rows, const std:
   std::vector<int64_t> sizes = in.sizes().vec();
   sizes[0] = std::accumulate(from.begin(), from.end(), int64_t{0});
   at::Tensor out = at::empty(sizes, in.options());
+  const ExposedWaits::ForExperts counted;
   group.all_to_all(out, in, from, to);
   return out;
 }

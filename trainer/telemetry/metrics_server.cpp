@@ -41,6 +41,8 @@ const GaugeName kGauges[] = {
     {"trireme_exposed_exchange_seconds", "performance/exposed_exchange_s",
      "What ranks stood still in the last step's training, in the mean, since another's part of an exchange was "
      "missing."},
+    {"trireme_expert_exchange_seconds", "performance/expert_exchange_s",
+     "Of these what they stood still for rows of experts that lie on several ranks."},
     {"trireme_pipeline_bubble_seconds", "performance/pipeline_bubble_s",
      "The same, since a pipeline stage had nothing to do."},
     {"trireme_refit_bytes", "performance/refit_bytes",
