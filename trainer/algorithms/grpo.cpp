@@ -100,37 +100,9 @@ class GrpoLoop final {
     }
     if (early_gradients_)
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
-    if (session_.resumed) {
-      const nlohmann::json& state = session_.resumed->state;
-      step_ = trained_steps_ = session_.resumed->step;
-      engine_.weights_changed(weights_version());
-      prompts_.restore(state.at("prompts"));
-      next_sample_id_ = state.at("next_sample_id").get<uint64_t>();
-      if (state.contains("validation")) last_accuracy_ = state.at("validation").get<double>();
-      // A run that ended after its last checkpoint has validated already: once is enough, for the log too.
-      validated_step_ = state.value("validated_step", int64_t{-1});
-      const int64_t only_critic = std::min(step_, config_.ppo.policy_training_start_step);
-      trainer_->set_passes_done((ppo() ? step_ - only_critic : step_) * passes_per_rollout(config_));
-      if (critic_ != nullptr) critic_->set_passes_done(step_ * passes_per_rollout(config_));
-      // Older checkpoints have the optimizer's own count only, and not even that one when its state was not saved.
-      const int64_t counted = session_.optimizer->steps_done();
-      optimizer_steps_ =
-          state.value("optimizer_steps", counted > 0 ? counted : step_ * optimizer_steps_per_rollout(config_));
-    }
+    if (session_.resumed) resume(session_.resumed->state);
     connect();
-    if (carries()) {
-      make_carry_over();
-    } else {
-      LedgerOptions synchronous;  // of age 0
-      synchronous.groups_per_step = config_.grpo.num_prompts_per_step;
-      synchronous.samples_per_group = config_.grpo.num_generations_per_prompt;
-      synchronous.critic_only_steps = critic_only_steps();
-      ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
-    }
-    if (!carries() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
-      log_info("grpo",
-               "grpo.async_grpo.enabled is off: groups of the checkpoint that are not trained are generated anew");
-    }
+    begin_ledger();
     if (datasets_.validation != nullptr) {
       validation_ = std::make_unique<GrpoValidation>(session_, *datasets_.validation, [this](const RolloutRequest& r) {
         RankShares shares;
@@ -148,6 +120,41 @@ class GrpoLoop final {
   }
 
  private:
+  // Where a checkpoint of the same run ends.
+  void resume(const nlohmann::json& state) {
+    step_ = trained_steps_ = session_.resumed->step;
+    engine_.weights_changed(weights_version());
+    prompts_.restore(state.at("prompts"));
+    next_sample_id_ = state.at("next_sample_id").get<uint64_t>();
+    if (state.contains("validation")) last_accuracy_ = state.at("validation").get<double>();
+    // A run that ended after its last checkpoint has validated already: once is enough, for the log too.
+    validated_step_ = state.value("validated_step", int64_t{-1});
+    const int64_t only_critic = std::min(step_, config_.ppo.policy_training_start_step);
+    trainer_->set_passes_done((ppo() ? step_ - only_critic : step_) * passes_per_rollout(config_));
+    if (critic_ != nullptr) critic_->set_passes_done(step_ * passes_per_rollout(config_));
+    // Older checkpoints have the optimizer's own count only, and not even that one when its state was not saved.
+    const int64_t counted = session_.optimizer->steps_done();
+    optimizer_steps_ =
+        state.value("optimizer_steps", counted > 0 ? counted : step_ * optimizer_steps_per_rollout(config_));
+  }
+
+  // Of the groups that are generated and not trained.
+  void begin_ledger() {
+    if (carries()) {
+      make_carry_over();
+    } else {
+      LedgerOptions synchronous;  // of age 0
+      synchronous.groups_per_step = config_.grpo.num_prompts_per_step;
+      synchronous.samples_per_group = config_.grpo.num_generations_per_prompt;
+      synchronous.critic_only_steps = critic_only_steps();
+      ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
+    }
+    if (!carries() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
+      log_info("grpo",
+               "grpo.async_grpo.enabled is off: groups of the checkpoint that are not trained are generated anew");
+    }
+  }
+
   void connect() {
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
@@ -205,8 +212,8 @@ class GrpoLoop final {
     const bool comparable = saved.at("drawn_from") == drawn_from();
     int64_t refused = static_cast<int64_t>(groups.size());
     if (comparable) {
-      refused = carry_->restore({groups, saved.at("prompts").get<std::vector<uint64_t>>(),
-                                 read_file(session_.resumed->path / kLedgerFile)});
+      refused = carry_->restore(
+          {groups, saved.at("prompts").get<std::vector<uint64_t>>(), read_file(session_.resumed->path / kLedgerFile)});
     }
     if (!session_.context.is_main()) return;
     log_info("grpo", std::to_string(groups.size() - static_cast<size_t>(refused)) +
@@ -642,8 +649,8 @@ class GrpoLoop final {
       fill();
       return;
     }
-    const TrainResult trained = trainer_->train(samples, dump_path(report.step), weights_version(),
-                                               passes_per_rollout(config_));
+    const TrainResult trained =
+        trainer_->train(samples, dump_path(report.step), weights_version(), passes_per_rollout(config_));
     session_.describe_waits(report.values);
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);

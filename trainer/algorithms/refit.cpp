@@ -115,8 +115,8 @@ Refit::Refit(Model& policy, const StageOptions& stages, ParallelContext& context
                           (policy.lent_bytes() == 0
                                ? ""
                                : ", of its gradients' " + format_bytes(static_cast<uint64_t>(policy.lent_bytes()))) +
-                          ", of which it fetches up to " +
-                          format_bytes(static_cast<uint64_t>(most_bytes_)) + " from others before each rollout");
+                          ", of which it fetches up to " + format_bytes(static_cast<uint64_t>(most_bytes_)) +
+                          " from others before each rollout");
   }
 }
 

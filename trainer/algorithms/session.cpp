@@ -365,6 +365,23 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   optimizer = make_optimizer(config, *policy, context);
   if (has_critic(config)) make_critic(options);
 
+  make_checkpoints(options);
+  if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
+  if (critic != nullptr && !resumed) warm_start_critic();
+  if (context.is_main()) {
+    log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
+                          " parameters, " + config.policy.precision + " on " + device_name(model_options.device) +
+                          ", " + std::to_string(context.world_size()) + " ranks, " +
+                          std::to_string(at::get_num_threads()) + " threads a rank");
+    if (resumed) {
+      log_info("train", "resuming after step " + std::to_string(resumed->step) + " from " + resumed->path.string());
+      warn_of_changes(*resumed, config);
+    }
+  }
+}
+
+// Updates wait for what a save still copies.
+void Session::make_checkpoints(const TrainOptions& options) {
   CheckpointOptions checkpoint;
   checkpoint.directory = config.checkpointing.checkpoint_dir;
   checkpoint.source_dir = model_dir;
@@ -389,18 +406,6 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     critic->optimizer->before_update = optimizer->before_update;
     if (ShardedUnits* units = critic->model->units()) units->before_release = optimizer->before_update;
     checkpoints->add("value", *critic->model, *critic->optimizer, critic->model_dir);
-  }
-  if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
-  if (critic != nullptr && !resumed) warm_start_critic();
-  if (context.is_main()) {
-    log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
-                          " parameters, " + config.policy.precision + " on " + device_name(model_options.device) +
-                          ", " + std::to_string(context.world_size()) + " ranks, " +
-                          std::to_string(at::get_num_threads()) + " threads a rank");
-    if (resumed) {
-      log_info("train", "resuming after step " + std::to_string(resumed->step) + " from " + resumed->path.string());
-      warn_of_changes(*resumed, config);
-    }
   }
 }
 

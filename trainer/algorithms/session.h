@@ -113,6 +113,7 @@ class Session final {
 
  private:
   void tell_saved();
+  void make_checkpoints(const TrainOptions& options);
   void make_critic(const TrainOptions& options);
   void warm_start_critic();
   void watch_phases() {

@@ -21,7 +21,7 @@ struct TrainingBatch {
   at::Tensor generation, previous, reference;  // log-probs; reference is undefined without a KL
   at::Tensor advantages, mask;
   at::Tensor sequence_mask;
-  at::Tensor values, returns;  // of the critic; undefined without one
+  at::Tensor values, returns;   // of the critic; undefined without one
   at::Tensor positive;          // 1 in correct responses; undefined when the loss has no term for them
   at::Tensor sampled_by_these;  // 1 in responses that the present weights drew; undefined when they drew all
   at::Tensor versions;          // int64: of the weights that drew the token; -1 where nobody said

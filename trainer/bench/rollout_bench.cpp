@@ -139,8 +139,8 @@ void require_one_replica(const ParallelContext& context, bool experts = false) {
   if (context.generation().replicas == 1 || (experts && layout.ep > 1 && context.copies() == 1)) return;
   fail_user("this benchmark generates with one replica, but " + std::to_string(context.world_size()) +
             " ranks with --tp " + std::to_string(layout.tp) + ", --pp " + std::to_string(layout.pp) + " and --ep " +
-            std::to_string(layout.ep) + " are " +
-            std::to_string(context.generation().replicas) + "; bench step generates with several");
+            std::to_string(layout.ep) + " are " + std::to_string(context.generation().replicas) +
+            "; bench step generates with several");
 }
 
 Repeats repeat_rollouts(Engine& engine, const RolloutBenchOptions& options, const RolloutLengths& lengths,

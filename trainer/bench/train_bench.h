@@ -24,7 +24,7 @@ struct TrainBenchOptions {
   // Gradients reduced beside the last backward pass, weights gathered beside the next forward, rows of tensor ranks
   // exchanged beside products.
   bool overlap = true;
-  std::string trace;    // file for the kernels of one more step; .RANK is added where there are several; empty: none
+  std::string trace;  // file for the kernels of one more step; .RANK is added where there are several; empty: none
 };
 // Collective: ranks train together as they do in a run. Every rank returns the report; rank 0 prints and writes it.
 // Seconds are of a whole optimizer step, the slowest rank's; TFLOP/s are those of one device.

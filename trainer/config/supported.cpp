@@ -105,8 +105,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kOpd, "grpo.adv_estimator.name", "on-policy distillation");
   // Beside generation on other devices; on the same ones it is carry-over.
   const bool async = c.algorithm == "grpo" && c.grpo.async_grpo.enabled;
-  refuse(async && !c.policy.generation.colocated.enabled, "grpo.async_grpo.enabled",
-         "asynchronous GRPO");
+  refuse(async && !c.policy.generation.colocated.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
   refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
          "generation on devices of its own");
   refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");

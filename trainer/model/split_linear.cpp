@@ -48,9 +48,8 @@ void make_padded(const at::Tensor& out, int64_t begin, int64_t rows, Make&& make
 template <typename Make>
 at::Tensor of_coming_rows(const OwnPart& part, const at::Tensor& own, RowsComing& coming, const at::Tensor& out,
                           Make&& make) {
-  make_rows(out, part.begin, part.end, [&](const at::Tensor& to, int64_t from, int64_t end) {
-    make(to, own.narrow(0, 0, end - from));
-  });
+  make_rows(out, part.begin, part.end,
+            [&](const at::Tensor& to, int64_t from, int64_t end) { make(to, own.narrow(0, 0, end - from)); });
   const at::Tensor all = coming.all().narrow(0, 0, out.size(0));
   const auto others = [&](const at::Tensor& to, int64_t from, int64_t end) {
     make(to, all.narrow(0, from, end - from));
@@ -108,9 +107,8 @@ at::Tensor gathered_forward(const SplitRows& split, const at::Tensor& own, const
   TRIREME_CHECK(own.size(0) == part.each, "gathered_linear: each rank has its part of the rows");
   RowsComing coming(*split.tensor, own, split.beside);
   const at::Tensor out = at::empty({split.rows, weight.size(0)}, own.options().requires_grad(false));
-  (void)of_coming_rows(part, own, coming, out, [&](const at::Tensor& to, const at::Tensor& x) {
-    linear_forward_into(to, x, weight, bias);
-  });
+  (void)of_coming_rows(part, own, coming, out,
+                       [&](const at::Tensor& to, const at::Tensor& x) { linear_forward_into(to, x, weight, bias); });
   return out;
 }
 

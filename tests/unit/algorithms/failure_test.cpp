@@ -67,8 +67,8 @@ TEST(Failure, FaultsAreParsedOrRefused) {
   EXPECT_EQ(parse_fault("kill@2:1").phase, "training");
   EXPECT_EQ(parse_fault("kill@2:3:rollout exchange").phase, "rollout exchange");
   EXPECT_EQ(parse_fault("kill@2:3:refit").rank, 3);
-  for (const char* wrong : {"nan", "nan@", "nan@0", "flood@2:1", "nan@2:x", "@2:1", "nan@2:1:refit", "kill@2:1:",
-                            "kill@2:1:refit:3"}) {
+  for (const char* wrong :
+       {"nan", "nan@", "nan@0", "flood@2:1", "nan@2:x", "@2:1", "nan@2:1:refit", "kill@2:1:", "kill@2:1:refit:3"}) {
     EXPECT_THROW(parse_fault(wrong), Error) << wrong;
   }
 }

@@ -270,69 +270,72 @@ TEST(LogprobBits, AreComparedWhereTheWeightsAreThoseThatSampled) {
   EXPECT_EQ(still.mismatched_tokens, 2);
 }
 
+// Some of the responses were drawn by older weights than version 7, in part or as a whole.
+struct Trained {
+  TrainResult result;
+  std::vector<Sample> samples;
+  std::vector<float> previous, current, generation, versions;
+  int64_t passes = 0;
+};
+
+Trained train_older(RatioFrom from, bool exact, bool all_fresh) {
+  const TemporaryDirectory dir;
+  Config config = settings(false);
+  config.loss_fn.reference_policy_kl_penalty = 0;
+  config.loss_fn.use_importance_sampling_correction = true;
+  config.policy.train_global_batch_size = 24;
+  config.policy.sequence_packing.train_mb_tokens = config.policy.sequence_packing.logprob_mb_tokens = 4000;
+  config.grpo.async_grpo.ratio_from = from;
+  ParallelContext context(Layout{}, {});
+  Model policy(tiny(), {});
+  init_parameters(policy, 5);
+  DistributedAdamW optimizer(policy, context.data_parallel(), {});
+  PhaseTimer timer;
+  PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, exact);
+  Trained trained;
+  trainer.on_progress = [&] { ++trained.passes; };
+  std::vector<Sample>& samples = trained.samples = recorded();
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const c10::NoGradGuard no_grad;
+    const at::Tensor logprobs = response_logprobs(policy, make_micro_batch(samples, {static_cast<int64_t>(i)}), {});
+    const float* of = logprobs.const_data_ptr<float>();
+    samples[i].generation_logprobs.assign(of, of + logprobs.numel());
+    const auto length = logprobs.numel();
+    samples[i].weight_versions = {{7, 0, length}};
+    if (all_fresh) continue;
+    if (i == 2) samples[i].weight_versions = {{6, 0, length}};
+    if (i == 9) samples[i].weight_versions = {{5, 0, 1}};
+    if (i == 9 && length > 1) samples[i].weight_versions.push_back({7, 1, length});
+    samples[i].mixed_context = i == 11;
+    if (!samples[i].is_of(7)) samples[i].generation_logprobs[0] -= 0.25f;
+  }
+  assign_advantages(samples, 4, config);
+  trained.result = trainer.train(samples, (dir.path() / "dump.safetensors").string(), /*version=*/7);
+  const SafetensorsFile file(dir.path() / "dump.safetensors");
+  const auto get = [&](const char* name) {
+    const at::Tensor flat = file.tensor(std::string("micro_batch.0.") + name).to(at::kFloat).contiguous();
+    return std::vector<float>(flat.const_data_ptr<float>(), flat.const_data_ptr<float>() + flat.numel());
+  };
+  trained.previous = get("previous_logprobs");
+  trained.current = get("current_logprobs");
+  trained.generation = get("generation_logprobs");
+  trained.versions = get("weight_versions");
+  return trained;
+}
+
 // Of responses that older weights drew, whole or in part, the previous log-probs are computed, or are the sampler's, as
 // the configuration says; of the others they are the sampler's, and only these are compared.
 TEST(OlderTokens, HaveThePreviousLogProbsThatWereAskedFor) {
-  struct Trained {
-    TrainResult result;
-    std::vector<Sample> samples;
-    std::vector<float> previous, current, generation, versions;
-    int64_t passes = 0;
-  };
-  const auto train = [](RatioFrom from, bool exact, bool all_fresh) {
-    const TemporaryDirectory dir;
-    Config config = settings(false);
-    config.loss_fn.reference_policy_kl_penalty = 0;
-    config.loss_fn.use_importance_sampling_correction = true;
-    config.policy.train_global_batch_size = 24;
-    config.policy.sequence_packing.train_mb_tokens = config.policy.sequence_packing.logprob_mb_tokens = 4000;
-    config.grpo.async_grpo.ratio_from = from;
-    ParallelContext context(Layout{}, {});
-    Model policy(tiny(), {});
-    init_parameters(policy, 5);
-    DistributedAdamW optimizer(policy, context.data_parallel(), {});
-    PhaseTimer timer;
-    PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, exact);
-    Trained trained;
-    trainer.on_progress = [&] { ++trained.passes; };
-    std::vector<Sample>& samples = trained.samples = recorded();
-    for (size_t i = 0; i < samples.size(); ++i) {
-      const c10::NoGradGuard no_grad;
-      const at::Tensor logprobs = response_logprobs(policy, make_micro_batch(samples, {static_cast<int64_t>(i)}), {});
-      const float* of = logprobs.const_data_ptr<float>();
-      samples[i].generation_logprobs.assign(of, of + logprobs.numel());
-      const auto length = logprobs.numel();
-      samples[i].weight_versions = {{7, 0, length}};
-      if (all_fresh) continue;
-      if (i == 2) samples[i].weight_versions = {{6, 0, length}};
-      if (i == 9) samples[i].weight_versions = {{5, 0, 1}};
-      if (i == 9 && length > 1) samples[i].weight_versions.push_back({7, 1, length});
-      samples[i].mixed_context = i == 11;
-      if (!samples[i].is_of(7)) samples[i].generation_logprobs[0] -= 0.25f;
-    }
-    assign_advantages(samples, 4, config);
-    trained.result = trainer.train(samples, (dir.path() / "dump.safetensors").string(), /*version=*/7);
-    const SafetensorsFile file(dir.path() / "dump.safetensors");
-    const auto get = [&](const char* name) {
-      const at::Tensor flat = file.tensor(std::string("micro_batch.0.") + name).to(at::kFloat).contiguous();
-      return std::vector<float>(flat.const_data_ptr<float>(), flat.const_data_ptr<float>() + flat.numel());
-    };
-    trained.previous = get("previous_logprobs");
-    trained.current = get("current_logprobs");
-    trained.generation = get("generation_logprobs");
-    trained.versions = get("weight_versions");
-    return trained;
-  };
   const auto count = [](const std::vector<float>& a, const std::vector<float>& b) {
     int64_t differing = 0;
     for (size_t t = 0; t < a.size(); ++t) differing += a.at(t) != b.at(t) ? 1 : 0;
     return differing;
   };
-  const Trained fresh = train(RatioFrom::kTraining, true, /*all_fresh=*/true);
+  const Trained fresh = train_older(RatioFrom::kTraining, true, /*all_fresh=*/true);
   EXPECT_EQ(fresh.passes, 1) << "the backward pass";
   EXPECT_EQ(fresh.result.mismatched_tokens, 0);
   int64_t all = 0, older = 0, stale = 0;
-  const Trained training = train(RatioFrom::kTraining, true, false);
+  const Trained training = train_older(RatioFrom::kTraining, true, false);
   for (const Sample& sample : training.samples) {
     all += static_cast<int64_t>(sample.response.size());
     if (sample.is_of(7)) continue;
@@ -349,14 +352,14 @@ TEST(OlderTokens, HaveThePreviousLogProbsThatWereAskedFor) {
   EXPECT_EQ(std::count_if(training.versions.begin(), training.versions.end(), [](float v) { return v == 5; }), 1);
   EXPECT_NE(training.result.metrics.at("sampling_importance_ratio"), 1);
   EXPECT_EQ(training.result.metrics.at("probs_ratio_max"), 1);
-  const Trained generation = train(RatioFrom::kGeneration, true, false);
+  const Trained generation = train_older(RatioFrom::kGeneration, true, false);
   EXPECT_EQ(generation.passes, 1);
   EXPECT_EQ(generation.previous, generation.generation);
   EXPECT_EQ(generation.result.compared_tokens, all - older);
   EXPECT_NEAR(generation.result.metrics.at("sampling_importance_ratio"), 1, 1e-6);
   EXPECT_NEAR(generation.result.metrics.at("probs_ratio_max"), std::exp(0.25), 1e-4);
   // Where rows are not exact a pass runs for the new ones, as ever.
-  const Trained inexact = train(RatioFrom::kGeneration, false, false);
+  const Trained inexact = train_older(RatioFrom::kGeneration, false, false);
   EXPECT_EQ(inexact.passes, 2);
   EXPECT_EQ(count(inexact.previous, inexact.generation), 0) << "rows are exact here after all";
 }

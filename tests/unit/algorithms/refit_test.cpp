@@ -93,10 +93,8 @@ TEST(Refit, OfSharedWeightsAFewUnitsAreWholeAtATime) {
           [&](ParallelContext& context) {
             const at::NoGradGuard no_grad;
             ModelOptions options = split_options(context, config);
-            options.sharding = {.gradients = true,
-                                .weights = true,
-                                .ranks = &context.data_parallel(),
-                                .bucket_elements = 1000};
+            options.sharding = {
+                .gradients = true, .weights = true, .ranks = &context.data_parallel(), .bucket_elements = 1000};
             Model policy(config, options);
             ShardedUnits& units = *policy.units();
             const auto set = [&](double factor) {

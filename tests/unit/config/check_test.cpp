@@ -307,21 +307,21 @@ TEST_P(Recipes, LoadsAndIsRefusedOnlyForItsSplit) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Configs, Recipes,
-    testing::Values(Recipe{"quickstart.yaml", ""}, Recipe{"quickstart_sft.yaml", ""}, Recipe{"grpo.yaml", ""},
-                    Recipe{"measure_step.yaml", ""}, Recipe{"sft.yaml", ""}, Recipe{"megatron.yaml", ""},
-                    Recipe{"gsm8k_0.5b.yaml", ""}, Recipe{"gsm8k_1.5b.yaml", ""}, Recipe{"ppo_gsm8k_1.5b.yaml", ""},
-                    Recipe{"quickstart_ppo.yaml", ""}, Recipe{"deepscaler_1.5b_8k.yaml", ""},
-                    Recipe{"deepscaler_1.5b_16k.yaml", ""}, Recipe{"deepscaler_1.5b_24k.yaml", ""},
-                    Recipe{"llama3.1_8b.yaml", ""}, Recipe{"llama3.1_70b.yaml", ""},
-                    Recipe{"llama3.3_70b_16k.yaml", ""}, Recipe{"qwen3_32b.yaml", ""},
-                    Recipe{"qwen3_30b_a3b.yaml", ""}),
-    [](const auto& info) {
-      std::string name = info.param.file;
-      for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
-      return name;
-    });
+INSTANTIATE_TEST_SUITE_P(Configs, Recipes,
+                         testing::Values(Recipe{"quickstart.yaml", ""}, Recipe{"quickstart_sft.yaml", ""},
+                                         Recipe{"grpo.yaml", ""}, Recipe{"measure_step.yaml", ""},
+                                         Recipe{"sft.yaml", ""}, Recipe{"megatron.yaml", ""},
+                                         Recipe{"gsm8k_0.5b.yaml", ""}, Recipe{"gsm8k_1.5b.yaml", ""},
+                                         Recipe{"ppo_gsm8k_1.5b.yaml", ""}, Recipe{"quickstart_ppo.yaml", ""},
+                                         Recipe{"deepscaler_1.5b_8k.yaml", ""}, Recipe{"deepscaler_1.5b_16k.yaml", ""},
+                                         Recipe{"deepscaler_1.5b_24k.yaml", ""}, Recipe{"llama3.1_8b.yaml", ""},
+                                         Recipe{"llama3.1_70b.yaml", ""}, Recipe{"llama3.3_70b_16k.yaml", ""},
+                                         Recipe{"qwen3_32b.yaml", ""}, Recipe{"qwen3_30b_a3b.yaml", ""}),
+                         [](const auto& info) {
+                           std::string name = info.param.file;
+                           for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
+                           return name;
+                         });
 
 TEST(Recipes, EveryFileIsTested) {
   size_t files = 0;

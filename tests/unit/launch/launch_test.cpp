@@ -234,9 +234,8 @@ TEST(Launch, TheChosenPortIsRankZerosFromItsStartToItsEnd) {
 TEST(Launch, ASocketThatItWasGivenGoesToRankZero) {
   const TemporaryDirectory dir;
   const std::string file = (dir.path() / "seen").string();
-  LaunchOptions options = shell("[ $RANK = 1 ] || echo \"$MASTER_PORT $(readlink /proc/$$/fd/$TRIREME_LISTEN_FD)\" > " +
-                                    file,
-                                2);
+  LaunchOptions options =
+      shell("[ $RANK = 1 ] || echo \"$MASTER_PORT $(readlink /proc/$$/fd/$TRIREME_LISTEN_FD)\" > " + file, 2);
   std::optional<ReservedPort> reserved(std::in_place);
   options.master_port = reserved->port();
   options.listen_fd = ::dup(reserved->fd());

@@ -75,8 +75,8 @@ TEST(Exchange, WhatTravelsBesideComputationHasTheBitsOfWhatIsAwaited) {
           const at::Tensor gathered = gather_rows(group, own), summed = sum_to_rows(group, partial);
           for (const bool beside : {true, false}) {
             RowsComing rows(group, own, beside);
-            const at::Tensor others = at::cat({partial.narrow(0, 0, rank * each),
-                                               partial.narrow(0, (rank + 1) * each, (world - 1 - rank) * each)});
+            const at::Tensor others = at::cat(
+                {partial.narrow(0, 0, rank * each), partial.narrow(0, (rank + 1) * each, (world - 1 - rank) * each)});
             SumsComing sums(group, others, beside);
             sums.own().copy_(partial.narrow(0, rank * each, each));
             EXPECT_TRUE(at::equal(sums.finish(), summed)) << world << " " << each;

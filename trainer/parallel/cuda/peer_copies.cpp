@@ -27,15 +27,15 @@ constexpr int64_t kPieceWordBytes = 256;  // words lie in cache lines of their o
 struct PeerCopies::Impl {
   // What goes to one other rank, and comes from it.
   struct Peer {
-    char* to = nullptr;           // my mailbox there
-    void* arrived = nullptr;      // there: pieces that I have written
-    void* taken_here = nullptr;   // pieces that it has read
-    cudaStream_t out = nullptr;   // the own rank's: none
+    char* to = nullptr;          // my mailbox there
+    void* arrived = nullptr;     // there: pieces that I have written
+    void* taken_here = nullptr;  // pieces that it has read
+    cudaStream_t out = nullptr;  // the own rank's: none
     uint32_t sent = 0;
-    char* from = nullptr;         // its mailbox here
+    char* from = nullptr;  // its mailbox here
     void* arrived_here = nullptr;
-    void* taken = nullptr;        // there: pieces that I have read
-    cudaStream_t in = nullptr;    // copies within the device, of the own rank
+    void* taken = nullptr;      // there: pieces that I have read
+    cudaStream_t in = nullptr;  // copies within the device, of the own rank
     uint32_t received = 0;
   };
 

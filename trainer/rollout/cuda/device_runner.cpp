@@ -716,7 +716,7 @@ class DeviceRunner final : public StepRunner {
   const at::Device device_;
   const int64_t group_;
   const int64_t max_rows_;
-  const bool experts_;  // the model has some
+  const bool experts_;                      // the model has some
   const PeerExchange* const peers_;         // of the tensor ranks, or null
   const PeerExchange* const expert_peers_;  // of those that share experts, or null
   Together together_;                       // the step that was started last
@@ -732,7 +732,7 @@ class DeviceRunner final : public StepRunner {
   at::Tensor begun_;                // decode steps that the device began
   cuda::StepRing ring_;
   std::vector<IdleStep> idle_;  // of each place
-  int64_t decode_steps_ = 0;  // pieces of them that the host started
+  int64_t decode_steps_ = 0;    // pieces of them that the host started
   std::deque<Slot*> pending_;
   // By piece, rows, runs, filters, whether shared, kernel of attention.
   std::map<std::tuple<int64_t, int64_t, int64_t, bool, bool, DecodeKernel>, Graph> graphs_;
