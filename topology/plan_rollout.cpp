@@ -1,6 +1,7 @@
 // Seconds of a rollout: what is alive when, from the lengths of the responses.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <queue>
 
@@ -9,6 +10,12 @@
 
 namespace trireme::planning {
 namespace {
+
+// Replicas whose steps are one, since ranks of theirs share experts.
+int64_t replicas_in_step(const Case& c) {
+  const int64_t tp = c.layout.tp;
+  return c.shape.experts > 0 ? std::lcm(tp, c.layout.ep * c.layout.etp) / tp : 1;
+}
 
 // What steps of a replica cost.
 class DecodeSteps final {
@@ -21,17 +28,18 @@ class DecodeSteps final {
     dense_bytes_ = (real(parameter_count(m)) - experts - table) * element_ / real(c.layout.tp);
     expert_bytes_ = experts * element_ / real(c.layout.ep * c.layout.etp);
     sent_ = expert_rows(c);
+    reach_ = std::max(1.0, real(c.layout.ep * c.layout.etp) / real(c.layout.tp)) / real(replicas_in_step(c));
     tensor_link_ = link(c, Axis::kTp);
     stage_link_ = link(c, Axis::kPp);
     expert_link_ = link(c, Axis::kEtpEp);
     token_bytes_ = real(2 * m.layers * m.kv_heads * m.head_dim) * element_ / real(c.layout.tp);
   }
 
-  // Of one step with `alive` samples, without their keys and values.
-  double seconds(double alive) const {
+  // Of one step with `alive` samples and `together` of all replicas in it, without their keys and values.
+  double seconds(double alive, double together) const {
     const DeviceRates& rates = c_.devices.rates;
     const double layers = real(c_.shape.layers) * (rates.decode_layer_s + rates.decode_sample_s * alive);
-    return (dense_bytes_ + read_share(alive) * expert_bytes_) / rates.decode_read + layers +
+    return (dense_bytes_ + read_share(together) * expert_bytes_) / rates.decode_read + layers +
            sparse_ * rates.decode_experts_s;
   }
   double keys_seconds(double tokens) const { return tokens * token_bytes_ / c_.devices.rates.decode_read; }
@@ -55,17 +63,16 @@ class DecodeSteps final {
   }
 
  private:
-  // Of a rank's experts, the share that any sample of its group chooses: of as many replicas as the group has ranks,
-  // less those that are one replica's tensor ranks.
-  double read_share(double alive) const {
+  // Of a rank's experts, the share that any sample of its group chooses.
+  double read_share(double together) const {
     if (c_.shape.experts == 0) return 0;
     const double unchosen = 1 - real(c_.shape.experts_per_token) / real(c_.shape.experts);
-    const double replicas = std::max(1.0, real(c_.layout.ep * c_.layout.etp) / real(c_.layout.tp));
-    return 1 - std::pow(unchosen, alive * replicas);
+    return 1 - std::pow(unchosen, together * reach_);
   }
 
   const Case& c_;
   double element_ = 0, sparse_ = 0;
+  double reach_ = 1;  // of the samples in a step, those whose rows may come to a rank's experts
   double dense_bytes_ = 0, expert_bytes_ = 0, token_bytes_ = 0;
   ExpertRows sent_;
   LinkRates tensor_link_, stage_link_, expert_link_;  // found once: that looks at all groups
@@ -80,36 +87,51 @@ struct RolloutTime {
   double total() const { return decode + exchanges; }
 };
 
-// All responses through `places`, in their order: whenever one ends the next begins. Over stages in as many lanes: all
-// have their step while each stage takes one of every lane.
-RolloutTime decode_all(const DecodeSteps& steps, const std::vector<Response>& responses, size_t places,
+// All responses of each replica through `places`, in their order: whenever one ends the next begins. The replicas step
+// together until all have ended, each step as long as that of the one with most to do. Over stages in as many lanes:
+// all have their step while each stage takes one of every lane.
+RolloutTime decode_all(const DecodeSteps& steps, const std::vector<std::vector<Response>>& replicas, size_t places,
                        double most_lanes) {
   struct Alive {
     double end, tokens;  // the step behind its last, its tokens by then
     bool operator>(const Alive& other) const { return end > other.end; }
   };
-  std::priority_queue<Alive, std::vector<Alive>, std::greater<>> alive;
+  struct Replica {
+    std::priority_queue<Alive, std::vector<Alive>, std::greater<>> alive;
+    double context = 0;  // tokens of all that are alive
+    size_t next = 0;
+    double count() const { return static_cast<double>(alive.size()); }
+  };
+  std::vector<Replica> all(replicas.size());
   RolloutTime time;
-  double now = 0, context = 0;  // tokens of all that are alive
-  size_t next = 0;
-  while (next < responses.size() || !alive.empty()) {
-    for (; next < responses.size() && alive.size() < places; ++next) {
-      const Response& begun = responses[next];
-      alive.push({now + begun.output, begun.prompt + begun.output});
-      context += begun.prompt;
+  for (double now = 0;;) {
+    double most = 0, together = 0, end = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < all.size(); ++i) {
+      Replica& own = all[i];
+      for (; own.next < replicas[i].size() && own.alive.size() < places; ++own.next) {
+        const Response& begun = replicas[i][own.next];
+        own.alive.push({now + begun.output, begun.prompt + begun.output});
+        own.context += begun.prompt;
+      }
+      if (own.alive.empty()) continue;
+      most = std::max(most, own.count());
+      together += own.count();
+      end = std::min(end, own.alive.top().end);
     }
-    const double count = static_cast<double>(alive.size()), run = alive.top().end - now;
-    const double lanes = std::min(most_lanes, count), of_lane = count / lanes;
-    const double spent =
-        run * steps.seconds(of_lane) + steps.keys_seconds((run * context + count * run * (run - 1) / 2) / lanes);
+    if (most == 0) return time;
+    const double run = end - now, lanes = std::min(most_lanes, most), of_lane = most / lanes;
+    double keys = 0;  // tokens, of all steps
+    for (const Replica& own : all) keys = std::max(keys, run * own.context + own.count() * run * (run - 1) / 2);
+    const double spent = run * steps.seconds(of_lane, together / lanes) + steps.keys_seconds(keys / lanes);
     time.decode += spent;
-    if (alive.size() <= static_cast<size_t>(kTailSamples)) time.tail += spent;
+    if (most <= static_cast<double>(kTailSamples)) time.tail += spent;
     time.exchanges += run * steps.exchange_seconds(of_lane);
-    now += run;
-    context += count * run;
-    for (; !alive.empty() && alive.top().end <= now; alive.pop()) context -= alive.top().tokens;
+    now = end;
+    for (Replica& own : all) {
+      own.context += own.count() * run;
+      for (; !own.alive.empty() && own.alive.top().end <= now; own.alive.pop()) own.context -= own.alive.top().tokens;
+    }
   }
-  return time;
 }
 
 }  // namespace
@@ -131,8 +153,11 @@ void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time) {
   const DecodeSteps steps(c);
   const int64_t lanes = c.options.lanes > 0 ? std::min(c.options.lanes, c.layout.pp) : c.layout.pp;
   RolloutTime slowest;
-  for (const std::vector<Response>& responses : dealt) {
-    const RolloutTime one = decode_all(steps, responses, places, real(lanes));
+  const size_t in_step = std::min(static_cast<size_t>(replicas_in_step(c)), replicas);
+  for (size_t first = 0; first < replicas; first += in_step) {
+    const auto begin = dealt.begin() + static_cast<std::ptrdiff_t>(first);
+    const auto end = dealt.begin() + static_cast<std::ptrdiff_t>(std::min(replicas, first + in_step));
+    const RolloutTime one = decode_all(steps, {begin, end}, places, real(lanes));
     if (one.total() > slowest.total()) slowest = one;
   }
   time.decode = slowest.decode;
