@@ -36,7 +36,7 @@ std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>
 }  // namespace
 
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                const MemoryLimit& memory, bool main, const CriticModel* critic) {
+                const MemoryLimit& memory, bool main, const ModelsBeside& beside) {
   const ModelShape shape = model.shape();
   PlanOptions options = plan_options(config);
   options.sharding = state_sharding(config);
@@ -45,21 +45,29 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   devices.rates = *device_rates("h200");  // only memory is asked for
   devices.memory_bytes = memory.bytes;
   devices.of_node = config.cluster.processes;
-  const int64_t of_critic = critic == nullptr ? 0 : state_of(*critic, layout, devices);
-  const int64_t wanted = least_of(plan_layout(shape, layout, work, options, devices), memory.gpu) + of_critic;
+  const int64_t of_critic = beside.critic == nullptr ? 0 : state_of(*beside.critic, layout, devices);
+  const int64_t of_scorer =
+      beside.reward_model == nullptr ? 0 : beside.reward_model->model.parameter_count() * options.element_bytes;
+  const int64_t wanted =
+      least_of(plan_layout(shape, layout, work, options, devices), memory.gpu) + of_critic + of_scorer;
   if (wanted <= memory.bytes) return;
-  const std::string both = critic == nullptr ? "" : " with the critic of " + critic->dir.string();
-  const std::string wants = "the model of " + dir.string() + both + " in " + to_string(layout) + " wants " +
-                            size_text(wanted) + (memory.gpu ? " of a GPU" : " of the host for a rank") +
-                            " at the least, and there are " + size_text(memory.bytes);
+  std::string all = "the model of " + dir.string();
+  if (beside.critic != nullptr) all += " with the critic of " + beside.critic->dir.string();
+  if (beside.reward_model != nullptr) all += " with the reward model of " + beside.reward_model->dir.string();
+  const std::string wants = all + " in " + to_string(layout) + " wants " + size_text(wanted) +
+                            (memory.gpu ? " of a GPU" : " of the host for a rank") + " at the least, and there are " +
+                            size_text(memory.bytes);
   if (kSurely * static_cast<double>(wanted) <= static_cast<double>(memory.bytes)) {
     if (main) log_warn("train", wants + ": it may end for lack of memory; see trireme plan");
     return;
   }
-  if (critic != nullptr) {
-    fail_user(wants + ", of which " + size_text(of_critic) +
-              " are the critic's weights and training state; more ranks, which share the state, or a smaller critic "
-              "(value.model_name) make it less");
+  std::vector<std::string> parts;
+  if (beside.critic != nullptr) parts.push_back(size_text(of_critic) + " are the critic's weights and training state");
+  if (beside.reward_model != nullptr) parts.push_back(size_text(of_scorer) + " are the reward model's weights");
+  if (!parts.empty()) {
+    fail_user(wants + ", of which " + join(parts, " and ") +
+              "; more ranks, which share training state, or smaller models (value.model_name, "
+              "env.reward_model.model_name) make it less");
   }
   LayoutCheck check;
   check.world = layout.world();

@@ -22,11 +22,22 @@ struct CriticModel {
   std::filesystem::path dir;
 };
 
+// A reward model, which every rank holds whole.
+struct RewardModelFolder {
+  ModelConfig model;
+  std::filesystem::path dir;
+};
+
+struct ModelsBeside {  // the policy; null: none
+  const CriticModel* critic = nullptr;
+  const RewardModelFolder* reward_model = nullptr;
+};
+
 // By the formula of `trireme plan` for the configuration's layout; of a host by weights and training state alone.
 // Throws Error(kUser) that says how much it wants at the least, and which layout of as many ranks wants least, where it
 // cannot be whatever the formula's error is; warns, where `main`, in between. A critic adds its weights, gradients and
-// optimizer state; its passes have the policy's memory, since they take turns.
+// optimizer state, a reward model its weights; their passes have the policy's memory, since they take turns.
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                const MemoryLimit& memory, bool main, const CriticModel* critic = nullptr);
+                const MemoryLimit& memory, bool main, const ModelsBeside& beside = {});
 
 }  // namespace trireme

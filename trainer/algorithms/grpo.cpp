@@ -20,6 +20,7 @@
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/refit.h"
+#include "trainer/algorithms/reward_model.h"
 #include "trainer/algorithms/rollout_metrics.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/sample_advantages.h"
@@ -45,7 +46,7 @@ class GrpoLoop final {
         config_(session_.config),
         datasets_(open_datasets(config_, session_.tokenizer, options.hf_home, /*completions=*/false)),
         prompts_(datasets_.train),
-        rewards_(reward_options(config_, options.rewards)),
+        rewards_(reward_options(config_, options.rewards), uses_reward_model(config_)),
         refit_(make_refit()),
         // What runs beside the last responses would meet their exchanges, which a thread of its own cannot make.
         split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 || refit_ != nullptr ||
@@ -258,6 +259,7 @@ class GrpoLoop final {
     for (const RewardCounters& one : counted) reward_failures_[one.name] += one.failed;
     add_counters(step_rewards_, counted);
     judge_rewards(step_rewards_);
+    score(step.groups);
     std::vector<Sample> kept;
     int64_t groups = 0;
     for (LedgerGroup& group : step.groups) {
@@ -287,6 +289,31 @@ class GrpoLoop final {
     values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);
     values["performance/ledger_samples_carried"] = static_cast<double>(counts.leased_samples);
     return kept;
+  }
+
+  // What the reward model says of samples, besides their other rewards. In a measurement, whose rewards are drawn, it
+  // is computed and does not count.
+  void score(std::vector<Sample>& samples) {
+    if (session_.reward_model == nullptr) return;
+    const PhaseTimer::Scope rewards = session_.timer.enter(Phase::kRewards);
+    session_.context.set_phase("reward model");
+    const std::vector<float> scores = reward_model_scores(
+        samples, *session_.reward_model, logprob_micro_batches(config_), session_.context, collector_.on_progress);
+    add_scores(samples, scores, forced_lengths_ ? 0 : config_.env.reward_model.weight);
+  }
+
+  // Of a step's groups.
+  void score(std::vector<LedgerGroup>& groups) {
+    if (session_.reward_model == nullptr) return;
+    std::vector<Sample> samples;
+    for (LedgerGroup& group : groups)
+      samples.insert(samples.end(), std::make_move_iterator(group.samples.begin()),
+                     std::make_move_iterator(group.samples.end()));
+    score(samples);
+    auto next = samples.begin();
+    for (LedgerGroup& group : groups) {
+      for (Sample& sample : group.samples) sample = std::move(*next++);
+    }
   }
 
   bool ppo() const { return config_.algorithm == "ppo"; }
@@ -434,6 +461,7 @@ class GrpoLoop final {
     std::vector<Sample> samples = collector_.collect(request, shares);
     const std::vector<RewardCounters> of_rollout = sum_counters(
         session_.context.world().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
+    score(samples);
     for (const RewardCounters& one : of_rollout) reward_failures_[one.name] += one.failed;
     add_counters(counted, of_rollout);
     return samples;
@@ -561,6 +589,7 @@ class GrpoLoop final {
   std::vector<std::string> reward_names() const {
     std::vector<std::string> names;
     for (const RewardCounters& counter : rewards_.counters()) names.push_back(counter.name);
+    if (session_.reward_model != nullptr) names.emplace_back(kRewardModel);
     return names;
   }
 

@@ -95,6 +95,7 @@ std::vector<RewardOptions> reward_options(const Config& config, const RewardPlac
     names = {only};
   }
   for (const std::string& name : names) {
+    if (name == kRewardModel) continue;  // no program or service: see reward_model.h
     RewardOptions o = config.env.by_name(name);
     if (o.url.empty()) o.url = place.url;
     if (name == "http" && o.url.empty())

@@ -27,7 +27,8 @@ EngineOptions engine_options(const Config& config, std::shared_ptr<const DeviceP
 // none, or none are wanted.
 std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted);
 
-// Rewards. Throws Error(kUser) for an environment that is named and not enabled, and for a service without a URL.
+// Rewards but for a reward model's. Throws Error(kUser) for an environment that is named and not enabled, and for a
+// service without a URL.
 std::vector<RewardOptions> reward_options(const Config& config, const RewardPlace& place);
 
 // Loss.

@@ -158,6 +158,37 @@ void check_experts(const Config& config, const ModelConfig& model, const std::fi
   }
 }
 
+// Of a model that reads what the policy writes.
+void check_vocabulary(const std::string& key, const std::string& dir, const ModelConfig& model,
+                      const ModelConfig& policy, const Tokenizer& tokenizer, const std::string& who) {
+  // One vocabulary may be padded to several sizes.
+  constexpr int64_t kPadding = 1024;
+  const int64_t difference = std::abs(model.vocab_size - policy.vocab_size);
+  if (model.vocab_size >= tokenizer.vocab_size() && difference < kPadding) return;
+  fail_user(key + ": the model of " + dir + " has a vocabulary of " + std::to_string(model.vocab_size) +
+            ", the policy one of " + std::to_string(policy.vocab_size) + " and its tokenizer " +
+            std::to_string(tokenizer.vocab_size()) + " tokens; " + who + " must read the policy's tokens");
+}
+
+// The configuration of the reward model, before anything is loaded; nothing where none is used.
+std::optional<RewardModelFolder> find_reward_model(const Config& config, const ModelConfig& policy,
+                                                   const Tokenizer& tokenizer, const std::filesystem::path& hf_home) {
+  if (!uses_reward_model(config)) return std::nullopt;
+  const std::string key = "env.reward_model.model_name";
+  const std::filesystem::path dir = resolve_model(config.env.reward_model.model_name, hf_home);
+  const ModelConfig model = ModelConfig::load(dir);
+  if (!model.value_head) {
+    fail_user(key + ": " + dir.string() +
+              " is a causal model, which scores nothing; name the folder of a ...ForSequenceClassification");
+  }
+  if (config.policy.max_total_sequence_length > model.positions()) {
+    fail_user(key + ": policy.max_total_sequence_length is " + std::to_string(config.policy.max_total_sequence_length) +
+              " but the model of " + dir.string() + " has " + std::to_string(model.positions()) + " positions");
+  }
+  check_vocabulary(key, dir.string(), model, policy, tokenizer, "the reward model");
+  return RewardModelFolder{model, dir};
+}
+
 // Before its weights are read: the critic's positions, experts and vocabulary.
 void check_critic_model(const Critic& critic, const ModelConfig& model, const ModelConfig& policy,
                         const Tokenizer& tokenizer, const Layout& layout, bool main) {
@@ -166,14 +197,7 @@ void check_critic_model(const Critic& critic, const ModelConfig& model, const Mo
     fail_user("value.max_total_sequence_length is " + std::to_string(critic.config.policy.max_total_sequence_length) +
               " but the model of " + dir + " has " + std::to_string(model.positions()) + " positions");
   }
-  // One vocabulary may be padded to several sizes.
-  constexpr int64_t kPadding = 1024;
-  const int64_t difference = std::abs(model.vocab_size - policy.vocab_size);
-  if (model.vocab_size < tokenizer.vocab_size() || difference >= kPadding) {
-    fail_user("value.model_name: the model of " + dir + " has a vocabulary of " + std::to_string(model.vocab_size) +
-              ", the policy one of " + std::to_string(policy.vocab_size) + " and its tokenizer " +
-              std::to_string(tokenizer.vocab_size()) + " tokens; the critic must read the policy's tokens");
-  }
+  check_vocabulary("value.model_name", dir, model, policy, tokenizer, "the critic");
   check_experts(critic.config, model, critic.model_dir, layout, main);
 }
 
@@ -288,6 +312,31 @@ std::map<std::string, double> metrics_of_step(const Config& config, const std::m
 
 namespace {
 
+std::unique_ptr<Model> load_reward_model(const RewardModelFolder& folder, const Config& config, int local_rank,
+                                         ParallelContext& context) {
+  ModelOptions options = policy_options(config, local_rank, folder.model, context);
+  options.trainable = options.lends_gradients = false;
+  options.gradient_dtype.reset();
+  options.sharding = {};
+  std::unique_ptr<Model> model;
+  if (config.policy.random_weights) {
+    model = std::make_unique<Model>(folder.model, options);
+    draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed) + 2);
+    if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);
+  } else {
+    model = load_value_model(folder.dir, options);
+  }
+  const bool exact = rows_are_exact(*model, config, context);
+  if (!context.is_main()) return model;
+  log_info("train", "reward model " + config.env.reward_model.model_name + ": " +
+                        std::to_string(folder.model.parameter_count()) + " parameters, whole on every rank");
+  if (!exact)
+    log_warn("train",
+             "linear layers of the reward model do not keep row bits on this machine: the last bits of a "
+             "score depend on what is scored beside it");
+  return model;
+}
+
 std::unique_ptr<Model> load_or_draw_critic(const Config& config, const std::filesystem::path& dir,
                                            const ModelOptions& options) {
   std::unique_ptr<Model> model;
@@ -352,8 +401,9 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
     const std::filesystem::path dir = resolve_model(config.value.model_name, options.hf_home);
     critic_model = CriticModel{critic_config(config), ModelConfig::load(dir).with_value_head(), dir};
   }
+  const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),
-             context.is_main(), critic_model ? &*critic_model : nullptr);
+             context.is_main(), {critic_model ? &*critic_model : nullptr, scorer ? &*scorer : nullptr});
   if (config.policy.random_weights && context.is_main())
     log_warn("train", "policy.random_weights: the model is drawn, not loaded; this run is a measurement");
   policy = load_or_draw_model(config, model_dir, model_options);
@@ -364,6 +414,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   linear_is_row_exact = rows_are_exact(*policy, config, context);
   optimizer = make_optimizer(config, *policy, context);
   if (has_critic(config)) make_critic(options);
+  if (scorer) reward_model = load_reward_model(*scorer, config, options.rendezvous.local_rank, context);
 
   make_checkpoints(options);
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);

@@ -78,7 +78,8 @@ class Session final {
   std::unique_ptr<Model> policy;
   bool linear_is_row_exact = true;
   std::unique_ptr<DistributedAdamW> optimizer;
-  std::unique_ptr<Critic> critic;  // null: the algorithm has none
+  std::unique_ptr<Critic> critic;       // null: the algorithm has none
+  std::unique_ptr<Model> reward_model;  // whole on every rank; null: none is used
   std::unique_ptr<CheckpointManager> checkpoints;
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;

@@ -401,6 +401,24 @@ void check_http(const RewardOptions& http, Problems& out) {
   }
 }
 
+// Its scores come behind generation, when the responses of all ranks are there.
+void check_reward_model(const Config& c, Problems& out) {
+  if (!uses_reward_model(c)) return;
+  if (c.env.reward_model.model_name.empty()) {
+    out.push_back({"env.reward_model.model_name",
+                   "names no model; name the folder of a ...ForSequenceClassification with one label"});
+  }
+  if (c.grpo.early_gradients) {
+    out.push_back({"grpo.early_gradients",
+                   "cannot be used with env.reward_model, whose scores come behind generation: switch one off"});
+  }
+  if (c.grpo.async_grpo.enabled && c.grpo.use_dynamic_sampling) {
+    out.push_back({"env.reward_model.enabled",
+                   "cannot be used with grpo.async_grpo.enabled and grpo.use_dynamic_sampling, which decides by the "
+                   "rewards what a batch is before the reward model has scored: switch one of them off"});
+  }
+}
+
 void check_env(const Config& c, Problems& out) {
   const auto& e = c.env;
   if (e.command.enabled && e.command.command.empty()) out.push_back({"env.command.command", "names no program"});
@@ -410,8 +428,10 @@ void check_env(const Config& c, Problems& out) {
     out.push_back({"env.format.enabled", "needs env.format.pattern or env.format.tags"});
   }
   check_http(e.http, out);
+  check_reward_model(c, out);
   if (has_rollouts(c) && e.enabled().empty())
-    out.push_back({"env.math.enabled", "no reward is enabled; turn on one of " + join(reward_names(), ", ")});
+    out.push_back({"env.math.enabled",
+                   "no reward is enabled; turn on one of " + join(reward_names(), ", ") + ", " + kRewardModel});
   for (const auto& [key, name] : {std::pair{"data.train.env_name", &c.data.train.env_name},
                                   {"data.validation.env_name", &c.data.validation.env_name}}) {
     if (name->empty() || !has_rollouts(c) || config::missing_environment(*name) != nullptr) continue;

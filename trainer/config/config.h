@@ -24,6 +24,7 @@
 namespace trireme {
 
 inline constexpr int64_t kDerived = -1;
+inline constexpr const char* kRewardModel = "reward_model";  // as an env; its reward is computed by the trainer itself
 inline constexpr int64_t kAutoSize = 0;  // of a parallel size: "auto", which trireme plan resolves and a run refuses
 
 struct AsyncGrpoConfig {
@@ -298,10 +299,17 @@ struct DataConfig : PromptOptions {
   DatasetConfig validation;  // data_path empty: split from train
 };
 
+struct RewardModelConfig {
+  bool enabled = false;    // (ours) derived: also where data.train.env_name is reward_model
+  std::string model_name;  // a folder of ...ForSequenceClassification with one label, or a Hub id in the local cache
+  double weight = 1.0;     // (ours) in the sum
+};
+
 struct EnvConfig : RewardSet {
   double max_failed_share = 0.5;             // (ours) of a step's responses, for each reward; more stops the run
   double startup_timeout_s = 300.0;          // (ours) until each reward has answered a probe; 0: none is made
-  std::vector<std::string> enabled() const;  // their names, in the order of all()
+  RewardModelConfig reward_model;            // on the trainer's own devices, behind generation
+  std::vector<std::string> enabled() const;  // their names, in the order of all(); kRewardModel is the last
   const RewardOptions& by_name(const std::string& name) const;
 };
 
@@ -435,6 +443,8 @@ std::string checkpoint_metric(const Config& config);
 
 // Whether the run generates: GRPO and PPO, not SFT.
 bool has_rollouts(const Config& config);
+// Whether a reward model scores the responses: it is enabled, and no other env is the only one.
+bool uses_reward_model(const Config& config);
 // Whether it trains a critic: PPO, unless its advantages are raw rewards.
 bool has_critic(const Config& config);
 // The same run with value.* in the place of policy.*: what is asked of it is the critic's (learning rates,

@@ -91,6 +91,8 @@ void derive_defaults(Config& c) {
       fill_text(dataset->output_key, known->output_key);
     }
   }
+  // NeMo-RL's files switch it on by this name alone.
+  if (c.data.train.env_name == kRewardModel) c.env.reward_model.enabled = true;
   fill(c.cluster.processes, c.cluster.gpus_per_node);
 }
 

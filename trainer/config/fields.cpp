@@ -533,6 +533,12 @@ void add_env(std::vector<Field>& table) {
   OURS(env.http.ca_file)("PEM file of the authorities that may sign the server's certificate; empty: the system's");
   OURS(env.http.max_batch)("responses in one POST").at_least(1);
   OURS(env.http.max_attempts)("tries of one POST").at_least(1);
+  OURS(env.reward_model.enabled)
+  ("use the score of a reward model on the trainer's devices; also by data.train.env_name reward_model");
+  KEY(env.reward_model.model_name)
+  ("folder of a ...ForSequenceClassification with one label and the policy's vocabulary, or a Hub id in the local "
+   "cache");
+  OURS(env.reward_model.weight)("its weight in the sum");
 }
 
 void add_logger(std::vector<Field>& table) {

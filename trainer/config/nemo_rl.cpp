@@ -135,6 +135,18 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   ignore(keys, "env.math.", {"verifier_type"}, "one verifier reads all final answers");
   ignore(keys, "env.math.", {"stop_strings"}, "see policy.generation.stop_strings");
   ignore(keys, "", {"sif_dir"}, "a folder of NeMo-Gym");
+  ignore(keys, "env.reward_model.", {"processor"}, kColumns);
+  ignore(keys, "env.reward_model.", {"tokenizer"}, "the reward model reads the policy's tokens");
+  ignore(keys, "env.reward_model.", {"precision"}, "see policy.precision");
+  ignore(keys, "env.reward_model.", {"max_model_len"}, "see policy.max_total_sequence_length");
+  ignore(keys, "env.reward_model.", {"batch_size", "logprob_batch_size", "dynamic_batching", "sequence_packing"},
+         "its batches are those of passes for log-probs, see policy.sequence_packing.logprob_mb_tokens");
+  ignore(keys, "env.reward_model.", {"resources"}, "it is on the ranks that train");
+  ignore(keys, "env.reward_model.", {"reward_model_cfg"}, "a reward model gives one number, that of the last token");
+  ignore(keys, "env.reward_model.", {"checkpoint_path"}, "see env.reward_model.model_name");
+  ignore(keys, "env.reward_model.",
+         {"dtensor_cfg", "megatron_cfg", "max_grad_norm", "offload_optimizer_for_logprob", "generation"},
+         "each rank holds all of a reward model, and trains none of it");
 
   ignore(keys, "logger.", {"swanlab_enabled", "swanlab", "monitor_gpus", "gpu_monitoring"}, kLogs);
   ignore(keys, "logger.mlflow.", {"run_id", "artifact_location"}, "a run of one's own is made on the server");
@@ -254,7 +266,6 @@ void features_of_data_and_rewards(std::vector<FeatureKey>& keys) {
   feature(keys, "env.", {"should_log_nemo_gym_responses", "should_mask_flagged_samples"}, When::kNever, kGym);
   feature(keys, "logger.wandb.", {"log_nemo_gym_full_result_tables"}, When::kNever, kGym);
   feature(keys, "env.", {"sliding_puzzle_game"}, When::kSet, "a game of several turns");
-  feature(keys, "env.", {"reward_model"}, When::kGrades, "a reward model as reward");
   feature(keys, "env.", {"math_multi_reward"}, When::kGrades, "an advantage of each reward (GDPO)");
   feature(keys, "env.", {"code", "code_jaccard"}, When::kGrades,
           "the environment for code (env.command runs a grader of one's own)");

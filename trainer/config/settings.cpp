@@ -34,6 +34,11 @@ std::vector<std::string> checkpoint_metric_names(const Config& c) {
 
 bool has_rollouts(const Config& config) { return config.algorithm != "sft"; }
 
+bool uses_reward_model(const Config& config) {
+  const std::string& only = config.data.train.env_name;
+  return has_rollouts(config) && config.env.reward_model.enabled && (only.empty() || only == kRewardModel);
+}
+
 bool has_critic(const Config& config) {
   return config.algorithm == "ppo" && config.ppo.adv_estimator.name == PpoEstimator::kGae;
 }
@@ -209,6 +214,7 @@ std::vector<std::string> EnvConfig::enabled() const {
   for (const RewardOptions* reward : all()) {
     if (reward->enabled) names.push_back(reward->type);
   }
+  if (reward_model.enabled) names.emplace_back(kRewardModel);
   return names;
 }
 

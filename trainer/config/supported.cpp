@@ -84,6 +84,20 @@ void refuse_splits_of_ppo(const Config& c,
          "balancing the experts of a critic");
 }
 
+// Each rank scores a share of the samples by itself.
+void refuse_reward_model(const Config& c,
+                         const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+  const ParallelSizes sizes = parallel_sizes(c);
+  for (const auto& [what, size] :
+       {std::pair{"tensor", sizes.tensor}, std::pair{"pipeline", sizes.pipeline}, std::pair{"context", sizes.context},
+        std::pair{"expert", sizes.expert}, std::pair{"expert tensor", sizes.expert_tensor}}) {
+    refuse(size > 1, "env.reward_model.enabled",
+           "a reward model beside a policy of " + std::string(what) + " parallel size " + std::to_string(size));
+  }
+  refuse(c.policy.generation.tensor_parallel_size > 1, "env.reward_model.enabled",
+         "a reward model beside a policy that generates in another layout");
+}
+
 }  // namespace
 
 std::vector<std::string> config::unsupported_features(const Config& c) {
@@ -114,6 +128,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
          "a master copy of the weights in " + m.optimizer.params_dtype);
   refuse_splits_of_ppo(c, refuse);
+  if (uses_reward_model(c)) refuse_reward_model(c, refuse);
   reasons = by_own_keys(std::move(reasons), c);
   refuse(c.algorithm == "ppo" && c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous PPO");
   return reasons;

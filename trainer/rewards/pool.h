@@ -39,8 +39,9 @@ struct RewardCounters {
 // submit, wait_any, pending and counters may be called from any thread. The destructor cancels what runs and joins.
 class RewardPool final {
  public:
-  // Throws Error(kUser) for bad options.
-  explicit RewardPool(std::vector<RewardOptions> options);
+  // Throws Error(kUser) for bad options, and where there are none, unless rewards are made `elsewhere` too: then groups
+  // come back at once with rewards of 0.
+  explicit RewardPool(std::vector<RewardOptions> options, bool elsewhere = false);
   ~RewardPool();
   RewardPool(const RewardPool&) = delete;
   RewardPool& operator=(const RewardPool&) = delete;

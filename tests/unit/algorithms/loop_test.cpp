@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "tests/unit/model/tiny.h"
 #include "tests/unit/parallel/listening.h"
 #include "trainer/algorithms/dynamic_sampling.h"
@@ -219,6 +220,72 @@ TEST(GrpoLoop, CarriesOverWithKeptKeysAndWithDynamicSampling) {
     EXPECT_NE(std::string(error.what()).find("of the 8 groups that step 1 may use up only 0 of 4"), std::string::npos)
         << error.what();
   }
+}
+
+// A reward model of the same tokens, of which the loop knows the folder only.
+fs::path make_reward_model(const Place& place) {
+  ModelConfig config = test::tiny_config({.vocab = kByteVocabSize, .heads = 2, .kv_heads = 1, .head_dim = 16});
+  config.initializer_range = 0.3;
+  ModelOptions options;
+  options.trainable = false;
+  Model model(config.with_value_head(), options);
+  init_parameters(model, 8);
+  const fs::path folder = place.model().parent_path() / "reward-model";
+  save_model(model, folder, {});
+  return folder;
+}
+
+TEST(GrpoLoop, ARewardModelIsOneOfTheRewards) {
+  const Place place;
+  const std::string folder = make_reward_model(place).string();
+  const std::vector<std::string> scored = {"env.reward_model.model_name=" + folder, "env.reward_model.enabled=true",
+                                           "env.reward_model.weight=0.5", "grpo.val_at_start=true"};
+  place.grpo(scored);
+  const std::vector<nlohmann::json> log = place.log();
+  double before = 0;
+  for (const nlohmann::json& line : log) {
+    if (!line.contains("train/loss")) continue;
+    const double score = line.at("train/rewards/reward_model");
+    EXPECT_NE(score, before);
+    before = score;
+    EXPECT_NEAR(
+        line.at("train/reward").get<double>(),
+        line.at("train/rewards/math").get<double>() + line.at("train/rewards/format").get<double>() + 0.5 * score,
+        1e-6);
+    double sum = 0;
+    for (const Phase phase : all_phases()) sum += line.at(timing_name(phase)).get<double>();
+    EXPECT_NEAR(sum, line.at("timing/train/total_step_time").get<double>(), 1e-5);
+  }
+  EXPECT_NE(before, 0);
+}
+
+TEST(GrpoLoop, ARewardModelAloneAndUnderCarryOver) {
+  for (const bool carried : {false, true}) {
+    const Place place;
+    std::vector<std::string> settings = {"env.reward_model.model_name=" + make_reward_model(place).string(),
+                                         "data.train.env_name=reward_model"};
+    if (carried) settings = carry_over(settings);
+    place.grpo(settings);
+    int64_t steps = 0;
+    for (const nlohmann::json& line : place.log()) {
+      if (!line.contains("train/loss")) continue;
+      ++steps;
+      EXPECT_EQ(line.at("train/reward"), line.at("train/rewards/reward_model"));
+      EXPECT_FALSE(line.contains("train/rewards/math"));
+      EXPECT_EQ(line.at("train/num_valid_samples"), 16);
+      EXPECT_EQ(line.at("train/logprob_mismatch_tokens"), 0);
+    }
+    EXPECT_GE(steps, 3);
+  }
+}
+
+TEST(GrpoLoop, ARewardModelThatScoresNothingIsRefused) {
+  const Place place;
+  const std::string error = test::user_error_of([&] {
+    place.grpo({"env.reward_model.enabled=true", "env.reward_model.model_name=" + place.model().string()});
+  });
+  EXPECT_MENTIONS(error, "env.reward_model.model_name: ");
+  EXPECT_MENTIONS(error, "is a causal model, which scores nothing");
 }
 
 TEST(GrpoLoop, CarryOverGoesOnFromItsCheckpointOrWithoutIt) {

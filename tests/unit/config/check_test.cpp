@@ -480,6 +480,57 @@ TEST_F(Hub, FoldersPatternsAndMixtures) {
   }
 }
 
+TEST(RewardModelKeys, AnEnvSwitchesItOnAndIsNamedWithTheOthers) {
+  const std::string model = "env.reward_model.model_name=org/scores";
+  const Config off = load_config_text("", {model});
+  EXPECT_FALSE(uses_reward_model(off));
+  const Config beside = load_config_text("", {model, "env.reward_model.enabled=true"});
+  EXPECT_TRUE(uses_reward_model(beside));
+  EXPECT_THAT(beside.env.enabled(), ElementsAre("math", "reward_model"));
+  const Config alone = load_config_text("", {model, "data.train.env_name=reward_model"});  // as NeMo-RL's file has it
+  EXPECT_TRUE(uses_reward_model(alone));
+  EXPECT_EQ(load_config_text(to_yaml(alone)).env.reward_model.enabled, true);
+  EXPECT_FALSE(
+      uses_reward_model(load_config_text("", {model, "env.reward_model.enabled=true", "data.train.env_name=math"})));
+  EXPECT_FALSE(uses_reward_model(load_config_text("", {model, "env.reward_model.enabled=true", "algorithm=sft"})));
+  EXPECT_TRUE(
+      uses_reward_model(load_config_text("", {model, "env.reward_model.enabled=true", "env.math.enabled=false"})));
+}
+
+TEST(RewardModelKeys, WhatCannotBeIsToldByName) {
+  const std::vector<std::string> on = {"env.reward_model.model_name=org/scores", "env.reward_model.enabled=true"};
+  const auto with = [&](std::vector<std::string> overrides) {
+    overrides.insert(overrides.begin(), on.begin(), on.end());
+    return overrides;
+  };
+  EXPECT_THAT(load_error({"env.reward_model.enabled=true"}), HasSubstr("env.reward_model.model_name: names no model"));
+  EXPECT_THAT(load_error(with({"grpo.early_gradients=true"})),
+              HasSubstr("grpo.early_gradients: cannot be used with env.reward_model"));
+  const std::vector<std::string> carry = {"grpo.async_grpo.enabled=true",
+                                          "grpo.async_grpo.in_flight_weight_updates=true",
+                                          "loss_fn.use_importance_sampling_correction=true"};
+  EXPECT_NO_THROW(load_config_text("", with(carry)));
+  std::vector<std::string> refill = carry;
+  refill.emplace_back("grpo.use_dynamic_sampling=true");
+  EXPECT_THAT(load_error(with(refill)),
+              HasSubstr("env.reward_model.enabled: cannot be used with grpo.async_grpo.enabled and "
+                        "grpo.use_dynamic_sampling"));
+  EXPECT_NO_THROW(load_config_text("", with({"grpo.use_dynamic_sampling=true"})));
+  const auto refusal = [&](std::vector<std::string> overrides) {
+    overrides.insert(overrides.end(), {"cluster.gpus_per_node=2", "cluster.device=cpu"});
+    const Config config = load_config_text("", with(std::move(overrides)));
+    return error_of([&] { validate_supported(config); });
+  };
+  EXPECT_EQ(refusal({}), "");
+  EXPECT_THAT(refusal({"policy.generation.tensor_parallel_size=2"}),
+              HasSubstr("env.reward_model.enabled: a reward model beside a policy that generates in another layout"));
+  EXPECT_THAT(refusal({"policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.tensor_parallel_size=2"}),
+              HasSubstr("env.reward_model.enabled: a reward model beside a policy of tensor parallel size 2 is not "
+                        "supported yet"));
+  EXPECT_THAT(refusal({"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2"}),
+              HasSubstr("env.reward_model.enabled: a reward model beside a policy of pipeline parallel size 2"));
+}
+
 TEST(Ppo, ASectionMakesItTheAlgorithmAndItsRolloutCounts) {
   const Config config = load_config_text("ppo:\n  num_prompts_per_step: 64\n  ppo_epochs: 2\n  seed: 7\n");
   EXPECT_EQ(config.algorithm, "ppo");

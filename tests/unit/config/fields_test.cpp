@@ -71,6 +71,7 @@ const std::map<std::string, Sample>& special_samples() {
       {"env.math.enabled", {"false", {"env.format.enabled=true", "env.format.tags=[think]"}}},
       {"env.format.enabled", {"true", {"env.format.pattern=x"}}},
       {"env.format.pattern", {"x+", {}}},
+      {"env.reward_model.enabled", {"true", {"env.reward_model.model_name=org/scores"}}},
       {"env.command.enabled", {"true", {"env.command.command=[grade]"}}},
       {"env.command.command", {"[grade, -v]", {"env.command.enabled=true"}}},
       {"env.http.enabled", {"true", {"env.http.url=http://a"}}},

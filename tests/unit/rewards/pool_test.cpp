@@ -197,6 +197,23 @@ TEST(RewardFailures, AreThoseOfAllRanksAndQuoteTheFirstOnesError) {
     EXPECT_THROW(sum_counters({pack_counters(step), bad}), Error) << bad;
 }
 
+TEST(RewardPool, WithoutRewardsOfItsOwnGroupsComeBackAtOnce) {
+  RewardPool pool({}, /*elsewhere=*/true);
+  pool.probe({}, Milliseconds(1));
+  pool.submit(3, {RewardRequest{}, RewardRequest{}});
+  pool.submit(5, {});
+  EXPECT_EQ(pool.pending(), 2);
+  const auto first = pool.wait_any(Deadline::after(Milliseconds(0)));
+  ASSERT_TRUE(first.has_value());
+  EXPECT_EQ(first->group_id, 3);
+  EXPECT_EQ(first->rewards, (std::vector<double>{0, 0}));
+  EXPECT_EQ(first->dropped, (std::vector<uint8_t>{0, 0}));
+  EXPECT_TRUE(first->parts.empty());
+  EXPECT_EQ(pool.wait_any(Deadline::after(Milliseconds(0)))->group_id, 5);
+  EXPECT_EQ(pool.pending(), 0);
+  EXPECT_TRUE(pool.counters().empty());
+}
+
 TEST(RewardPool, BadOptionsStartNothing) {
   EXPECT_THROW(RewardPool({}), Error);
   EXPECT_THROW(RewardPool({RewardOptions{}, RewardOptions{.type = "http", .url = "x"}}), Error);
