@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "base/text.h"
 #include "tests/unit/errors.h"
 #include "trainer/config/config.h"
@@ -48,6 +50,10 @@ INSTANTIATE_TEST_SUITE_P(
                     File{"main_grpo.yaml", {}}, File{"small/main_split.yaml", {}},
                     File{"small/main_apart.yaml",
                          {"grpo.async_grpo.enabled: asynchronous GRPO", "generation on devices of its own"}},
+                    File{"small/main_ppo_async.yaml",
+                         {"ppo.async_ppo: asynchronous PPO is not supported yet",
+                          "policy.generation.colocated.enabled: generation on devices of its own is not supported"}},
+                    File{"small/main_reward_model.yaml", {}},
                     File{"small/main_gemma.yaml", {"policy.model_name: the architecture of Gemma is not supported"}},
                     File{"small/main_gym.yaml", {"env.should_use_nemo_gym: NeMo-Gym", "data.train.env_name: NeMo-Gym"}},
                     File{"small/main_many.yaml", {"data.train: several data sets at once"}}),
@@ -56,6 +62,25 @@ INSTANTIATE_TEST_SUITE_P(
       for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
       return name;
     });
+
+TEST(RecipeText, AsynchronousPpoRunsStepByStepWhereItsTwoFeaturesAreOff) {
+  std::vector<std::string> warnings;
+  const Config config =
+      load_config("tests/data/recipes/small/main_ppo_async.yaml",
+                  {"ppo.async_ppo.enabled=false", "policy.generation.colocated.enabled=true"}, &warnings, no_variables);
+  EXPECT_EQ(refusal(config), "");
+  EXPECT_EQ(config.algorithm, "ppo");
+  EXPECT_TRUE(has_critic(config));
+  EXPECT_EQ(config.grpo.num_prompts_per_step, 64);
+  EXPECT_EQ(config.ppo.policy_training_start_step, 4);
+  EXPECT_FALSE(config.grpo.async_grpo.enabled);  // async_ppo is no carry-over
+  EXPECT_EQ(config.value.optimizer.kwargs.lr, 2e-6);
+  for (const std::string& warning : warnings) EXPECT_THAT(warning, testing::Not(HasSubstr("async_ppo")));
+  // Refused, it says nothing else: each feature once, by its key.
+  const std::string reasons =
+      refusal(load_config("tests/data/recipes/small/main_ppo_async.yaml", {}, nullptr, no_variables));
+  EXPECT_EQ(std::count(reasons.begin(), reasons.end(), '\n'), 1) << reasons;
+}
 
 TEST(RecipeText, OtherAlgorithmsAreRefusedByNameAndNotByTheirKeys) {
   EXPECT_EQ(user_error_of([] { load_config("tests/data/recipes/main_dpo.yaml"); }),
