@@ -118,7 +118,8 @@ def board_queries():
             if panel.get("description", "").startswith("PPO only"):
                 continue  # the run is GRPO's
             for target in panel.get("targets", []):
-                yield board["uid"], panel["title"], target["expr"]
+                if "trireme_expert_" not in target["expr"]:  # the run's model is dense
+                    yield board["uid"], panel["title"], target["expr"]
 
 
 def live_run(records, prometheus, results_out):
