@@ -190,15 +190,15 @@ std::optional<RewardModelFolder> find_reward_model(const Config& config, const M
 }
 
 // Before its weights are read: the critic's positions, experts and vocabulary.
-void check_critic_model(const Critic& critic, const ModelConfig& model, const ModelConfig& policy,
-                        const Tokenizer& tokenizer, const Layout& layout, bool main) {
-  const std::string dir = critic.model_dir.string();
-  if (critic.config.policy.max_total_sequence_length > model.positions()) {
+void check_critic_model(const CriticModel& critic, const ModelConfig& policy, const Tokenizer& tokenizer,
+                        const Layout& layout, bool main) {
+  const std::string dir = critic.dir.string();
+  if (critic.config.policy.max_total_sequence_length > critic.model.positions()) {
     fail_user("value.max_total_sequence_length is " + std::to_string(critic.config.policy.max_total_sequence_length) +
-              " but the model of " + dir + " has " + std::to_string(model.positions()) + " positions");
+              " but the model of " + dir + " has " + std::to_string(critic.model.positions()) + " positions");
   }
-  check_vocabulary("value.model_name", dir, model, policy, tokenizer, "the critic");
-  check_experts(critic.config, model, critic.model_dir, layout, main);
+  check_vocabulary("value.model_name", dir, critic.model, policy, tokenizer, "the critic");
+  check_experts(critic.config, critic.model, critic.dir, layout, main);
 }
 
 std::unique_ptr<DistributedAdamW> make_optimizer(const Config& config, Model& model, ParallelContext& context) {
@@ -400,6 +400,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (has_critic(config)) {
     const std::filesystem::path dir = resolve_model(config.value.model_name, options.hf_home);
     critic_model = CriticModel{critic_config(config), ModelConfig::load(dir).with_value_head(), dir};
+    check_critic_model(*critic_model, model, *tokenizer, context.layout(), context.is_main());
   }
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),
@@ -465,7 +466,6 @@ void Session::make_critic(const TrainOptions& options) {
   critic->config = critic_config(config);
   critic->model_dir = resolve_model(config.value.model_name, options.hf_home);
   const ModelConfig model = ModelConfig::load(critic->model_dir).with_value_head();
-  check_critic_model(*critic, model, policy->config(), *tokenizer, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(critic->config, options.rendezvous.local_rank, model, context);
   critic->model = load_or_draw_critic(critic->config, critic->model_dir, model_options);
   critic->optimizer = make_optimizer(critic->config, *critic->model, context);

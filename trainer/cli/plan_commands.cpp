@@ -202,6 +202,8 @@ void print_whether_it_runs(const PlanContext& context, const Layout& layout) {
     if (!reasons.empty()) fail_user(join(reasons, "; "));
     if (has_critic(context.config))
       print_line(std::cout, "not counted", "the critic: " + context.config.value.model_name);
+    if (context.config.env.reward_model.enabled)
+      print_line(std::cout, "not counted", "the reward model: " + context.config.env.reward_model.model_name);
     print_line(std::cout, "this version", "can run it");
   } catch (const Error& error) {
     print_line(std::cout, "this version", std::string("cannot run it: ") + error.what());

@@ -163,9 +163,30 @@ void validate_supported(const Config& c) {
   if (!reasons.empty()) fail_user(join(by_own_keys(std::move(reasons), c), "\n"));
 }
 
+namespace {
+
+using Note = std::function<void(bool set, const std::string& key, const std::string& why)>;
+
+// Of a model that is trained: the policy of `c`, whose keys stand below `section`.
+void note_of_model(const Config& c, const std::string& section, const Note& note) {
+  const ModelTrainingConfig& m = c.policy;
+  note(m.megatron_cfg.enabled && !m.megatron_cfg.optimizer.use_distributed_optimizer,
+       section + ".megatron_cfg.optimizer.use_distributed_optimizer",
+       section + ".megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy decides");
+  const DdpConfig& ddp = m.megatron_cfg.distributed_data_parallel_config;
+  note(m.megatron_cfg.enabled && !ddp.use_custom_fsdp && ddp.data_parallel_sharding_strategy != "optim",
+       section + ".megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
+       "use_custom_fsdp beside it is false, so that it counts as optim");
+  note(m.make_sequence_length_divisible_by != config::required_divisor(c),
+       section + ".make_sequence_length_divisible_by",
+       "sequences are packed without padding, so there is no length to round up");
+}
+
+}  // namespace
+
 std::vector<std::string> keys_without_effect(const Config& c) {
   std::vector<std::string> notes;
-  const auto note = [&](bool set, const std::string& key, const std::string& why) {
+  const Note note = [&](bool set, const std::string& key, const std::string& why) {
     if (set) notes.push_back(key + " has no effect in this version: " + why);
   };
   const PolicyConfig& p = c.policy;
@@ -174,15 +195,8 @@ std::vector<std::string> keys_without_effect(const Config& c) {
        "the vocabulary op chooses its own chunk of rows");
   note(c.algorithm == "sft" && by_tokens && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
        "with packing or dynamic batching validation has the micro-batches of training");
-  note(p.megatron_cfg.enabled && !p.megatron_cfg.optimizer.use_distributed_optimizer,
-       "policy.megatron_cfg.optimizer.use_distributed_optimizer",
-       "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy decides");
-  const DdpConfig& ddp = p.megatron_cfg.distributed_data_parallel_config;
-  note(p.megatron_cfg.enabled && !ddp.use_custom_fsdp && ddp.data_parallel_sharding_strategy != "optim",
-       "policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
-       "use_custom_fsdp beside it is false, so that it counts as optim");
-  note(p.make_sequence_length_divisible_by != config::required_divisor(c), "policy.make_sequence_length_divisible_by",
-       "sequences are packed without padding, so there is no length to round up");
+  note_of_model(c, "policy", note);
+  if (has_critic(c)) note_of_model(critic_config(c), "value", note);
   note(c.env.math.enabled && c.env.math.math_verify_impl != RewardOptions{}.math_verify_impl,
        "env.math.math_verify_impl",
        "the built-in verifier stands in for " + c.env.math.math_verify_impl +

@@ -69,7 +69,7 @@ at::Tensor first_of_block(const at::Tensor& experts, int64_t block_size) {
   return first;
 }
 
-// Of [n] keys, `count` of which are below `groups`: these' places, by key, then ascending. int64.
+// Of [n] keys the places of the `count` lowest, by key, then ascending. int64.
 at::Tensor places_by_key(const at::Tensor& keys, int64_t count) {
   return std::get<1>(keys.sort(/*stable=*/true, /*dim=*/0, /*descending=*/false)).narrow(0, 0, count);
 }

@@ -372,6 +372,12 @@ TEST(KeysWithoutEffect, AreNamedOnlyWhenSet) {
               testing::ElementsAre(
                   HasSubstr("policy.logprob_chunk_size"), HasSubstr("policy.make_sequence_length_divisible_by"),
                   testing::AllOf(HasSubstr("env.math.math_verify_impl"), HasSubstr("stands in for hf_math_verify"))));
+  // The critic's by its own name, where there is one.
+  const std::vector<std::string> critic = {"value.megatron_cfg.enabled=true",
+                                           "value.megatron_cfg.optimizer.use_distributed_optimizer=false"};
+  EXPECT_THAT(keys_without_effect(load_config_text("", critic)), IsEmpty());
+  EXPECT_THAT(keys_without_effect(load_config_text("algorithm: ppo\n", critic)),
+              testing::ElementsAre(HasSubstr("value.megatron_cfg.optimizer.use_distributed_optimizer")));
   // With fixed micro-batches the key counts; with packing those of training do.
   EXPECT_THAT(keys_without_effect(load_config_text(
                   "", {"algorithm=sft", "sft.val_micro_batch_size=2", "policy.sequence_packing.enabled=false"})),

@@ -125,7 +125,10 @@ class DeviceRunner final : public StepRunner {
     C10_CUDA_CHECK(cudaEventCreateWithFlags(&turn_, cudaEventDisableTiming));
     idle_.resize(static_cast<size_t>(places()));
     for (IdleStep& step : idle_) C10_CUDA_CHECK(cudaEventCreateWithFlags(&step.done, cudaEventDisableTiming));
-    (void)model_.graphs_allowed(bucket_of(max_rows));  // all ranks are here
+    if (!model_.graphs_allowed(bucket_of(max_rows)) && expert_peers_ != nullptr)  // all ranks are here
+      log_info("rollout", "decode steps of up to " + std::to_string(max_rows) +
+                              " samples a rank have no graphs where " +
+                              "the ranks that share experts choose more than our grouped kernel takes");
     last_ = stream();
     if (partition_ != nullptr) prepare_shared(std::min(kSharedRows, max_rows));
   }
