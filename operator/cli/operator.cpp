@@ -178,12 +178,13 @@ bool Operator::leading() const { return !stopping_ && (elector_ ? elector_->is_l
 
 void Operator::write_metrics(const kube::HttpWrite& write) {
   process_metrics(metrics_);
-  if (reconciler_) {
+  const auto reconciler = this->reconciler();
+  if (reconciler) {
     const std::string help = "Objects held by the informers.";
     metrics_.gauge("trireme_informer_objects", help, {{"resource", "rljobs"}})
-        .Set(static_cast<double>(reconciler_->job_count()));
+        .Set(static_cast<double>(reconciler->job_count()));
     metrics_.gauge("trireme_informer_objects", help, {{"resource", "pods"}})
-        .Set(static_cast<double>(reconciler_->pod_count()));
+        .Set(static_cast<double>(reconciler->pod_count()));
   }
   if (certificates_ && certificates_->expires_unix_s() > 0) {
     metrics_
@@ -192,7 +193,7 @@ void Operator::write_metrics(const kube::HttpWrite& write) {
         .Set(static_cast<double>(certificates_->expires_unix_s()));
   }
   if (!write(metrics_.text())) return;
-  if (reconciler_ && leading()) controller::write_job_metrics(*reconciler_, reports_, write);
+  if (reconciler && leading()) controller::write_job_metrics(*reconciler, reports_, write);
 }
 
 void Operator::check_crd() {
@@ -225,7 +226,7 @@ void Operator::make_reconciler() {
   options.events = &events_;
   if (options_.leader_elect) options.may_write = [this] { return elector_ && elector_->is_leader(); };
   options.plan.default_backend = options_.backend;
-  options.plan.discovery = discover(client_);
+  options.plan.discovery = discovery_;
   options.plan.objects.network_policies = options_.network_policies;
   options.plan.objects.scraped_by = controller::parse_policy_peers(options_.scraped_by);
   options.plan.objects.do_not_disrupt = options_.do_not_disrupt;
@@ -242,8 +243,14 @@ void Operator::make_reconciler() {
   }
   if (tune_) tune_(options);
   discovery_ = options.plan.discovery;
-  say_backend();
-  reconciler_ = std::make_unique<controller::Reconciler>(client_, std::move(options), reports_);
+  auto made = std::make_shared<controller::Reconciler>(client_, std::move(options), reports_);
+  std::lock_guard lock(reconciler_mutex_);
+  reconciler_ = std::move(made);
+}
+
+std::shared_ptr<controller::Reconciler> Operator::reconciler() const {
+  std::lock_guard lock(reconciler_mutex_);
+  return reconciler_;
 }
 
 void Operator::say_backend() const {
@@ -264,7 +271,7 @@ void Operator::rediscover() {
     if (found == discovery_) return;
     discovery_ = found;
     say_backend();
-    reconciler_->set_discovery(std::move(found));
+    reconciler()->set_discovery(std::move(found));
   } catch (const std::exception& e) {
     log_debug("operator", std::string("gang back-ends could not be looked up: ") + e.what());
   }
@@ -280,11 +287,12 @@ void Operator::start_servers() {
     return std::make_unique<kube::HttpServer>(std::move(options));
   };
   health_.add_liveness("workers", [this]() -> std::optional<std::string> {
-    if (!reconciler_ || reconciler_->stuck_for() < kStuck) return std::nullopt;
-    return "no reconcile has begun or ended for " + std::to_string(reconciler_->stuck_for().count() / 1000) + " s";
+    const auto reconciler = this->reconciler();
+    if (!reconciler || reconciler->stuck_for() < kStuck) return std::nullopt;
+    return "no reconcile has begun or ended for " + std::to_string(reconciler->stuck_for().count() / 1000) + " s";
   });
   health_.add_readiness("informers", [this]() -> std::optional<std::string> {
-    if (reconciler_ && reconciler_->synced()) return std::nullopt;
+    if (synced_once_) return std::nullopt;
     return "the first lists are not complete";
   });
   health_.add_readiness("shutdown", [this]() -> std::optional<std::string> {
@@ -337,8 +345,8 @@ void Operator::start_status_server() {
     status.leader_address = [this] { return leader_status_address(); };
   }
   status_server_ = std::make_unique<telemetry::StatusServer>(
-      reviewer_, reports_, [this](const kube::ObjectKey& key) { return reconciler_->find_pod(key); },
-      [this](const kube::ObjectKey& key) { return reconciler_->find_job(key); }, std::move(status));
+      reviewer_, reports_, [this](const kube::ObjectKey& key) { return reconciler()->find_pod(key); },
+      [this](const kube::ObjectKey& key) { return reconciler()->find_job(key); }, std::move(status));
   status_server_->start();
   status_port_ = status_server_->port();
   path_probe_ = std::make_unique<telemetry::PathProbe>(status_url_);
@@ -395,27 +403,50 @@ std::string Operator::leader_status_address() {
   return address;
 }
 
-int Operator::run(const std::atomic<bool>& stop) {
-  check_crd();
-  make_reconciler();
-  start_servers();
+void Operator::wait_synced(const std::atomic<bool>& stop) {
   const Stopwatch watch;
-  reconciler_->start_informers();
+  const auto reconciler = this->reconciler();
+  reconciler->start_informers();
   const Deadline synced_by = Deadline::after(Milliseconds(options_.sync_timeout_s * 1000));
-  while (!reconciler_->synced() && !stop) {
+  while (!reconciler->synced() && !stop) {
     if (synced_by.passed())
       fail_timeout("the first lists of RLJobs, pods, services and nodes did not come within --sync-timeout");
-    reconciler_->wait_synced(Deadline::after(kPoll));
+    reconciler->wait_synced(Deadline::after(kPoll));
   }
-  log_info("operator", "informers hold " + std::to_string(reconciler_->job_count()) + " RLJobs and " +
-                           std::to_string(reconciler_->pod_count()) + " pods after " +
-                           format_fixed(watch.seconds(), 2) + " s");
+  synced_once_ = synced_once_ || reconciler->synced();
+  log_info("operator", "informers hold " + std::to_string(reconciler->job_count()) + " RLJobs and " +
+                           std::to_string(reconciler->pod_count()) + " pods after " + format_fixed(watch.seconds(), 2) +
+                           " s");
+}
+
+// Somebody else may act now. Workers end after the reconcile they are in, which writes nothing more; all that was known
+// of the cluster goes, as if the process had ended. It does not: admission is served on.
+void Operator::stand_down() {
+  log_error("operator", "the lease was lost: somebody else may act now, this one stands by again");
+  working_ = false;
+  reconciler()->stop();
+  reports_.clear();
+  make_reconciler();
+}
+
+int Operator::run(const std::atomic<bool>& stop) {
+  check_crd();
+  discovery_ = discover(client_);
+  make_reconciler();
+  say_backend();
+  start_servers();
+  wait_synced(stop);
   // Whoever has no copy of the cluster yet does not ask for the lease.
   if (elector_ && !stop) elector_->start();
   SteadyClock::time_point look_again = SteadyClock::now() + std::chrono::seconds(options_.discovery_interval_s);
   kube::HeapTrims trims(options_.trim_above_bytes);
   SteadyClock::time_point heap_again = SteadyClock::now();
-  while (!stop && !lost_) {
+  while (!stop) {
+    if (lost_.exchange(false)) {
+      stand_down();
+      wait_synced(stop);
+      if (!stop) elector_->stand_again();
+    }
     // Thousands of jobs made in a row leave more freed memory between what stays than all that stays.
     if (const auto now = SteadyClock::now(); now >= heap_again) {
       if (trims.due(kube::heap_size(), now)) {
@@ -432,27 +463,27 @@ int Operator::run(const std::atomic<bool>& stop) {
     const bool able = !status_tls() || certificates_->handed_over();
     if (!working_ && able && (!elector_ || elector_->is_leader())) {
       working_ = true;
-      reconciler_->start_workers();
+      reconciler()->start_workers();
       log_info("operator", "leading as " + identity_);
     }
     std::this_thread::sleep_for(kPoll);
   }
-  if (lost_) log_error("operator", "the lease was lost: somebody else acts now, so this process ends");
   shut_down();
-  return lost_ ? 1 : 0;
+  return 0;
 }
 
 // The lease goes as soon as nothing more is written, so that the next leader need not wait for our servers to drain.
 void Operator::shut_down() {
   if (stopping_.exchange(true)) return;
   const Deadline deadline = Deadline::after(Milliseconds(options_.shutdown_timeout_s * 1000));
-  if (reconciler_) reconciler_->stop_workers();
+  const auto reconciler = this->reconciler();
+  if (reconciler) reconciler->stop_workers();
   if (elector_) elector_->stop();
   events_.flush(Deadline::after(std::min(deadline.remaining(), Milliseconds(5000))));
   if (status_server_) status_server_->stop();
   if (certificates_) certificates_->stop();
   if (webhook_server_) webhook_server_->stop();
-  if (reconciler_) reconciler_->stop();
+  if (reconciler) reconciler->stop();
   events_.stop();
   if (metrics_server_) metrics_server_->stop();
   if (health_server_) health_server_->stop();

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -28,7 +29,7 @@ class Operator final {
   Operator(const Operator&) = delete;
   Operator& operator=(const Operator&) = delete;
 
-  // Runs until `stop` is set; 0 after a graceful end, 1 when the lease was lost. Throws Error(kUser) for what the user
+  // Runs until `stop` is set; returns 0. A lost lease makes it a standby again, which goes on to serve admission. Throws Error(kUser) for what the user
   // must put right (no CRD), Error(kTimeout) when the first lists do not come.
   int run(const std::atomic<bool>& stop);
 
@@ -42,6 +43,9 @@ class Operator final {
  private:
   void check_crd();
   void make_reconciler();
+  std::shared_ptr<controller::Reconciler> reconciler() const;
+  void wait_synced(const std::atomic<bool>& stop);
+  void stand_down();
   void say_backend() const;
   void rediscover();
   bool certificate_needed() const { return options_.webhook_port >= 0 || status_tls(); }
@@ -62,10 +66,12 @@ class Operator final {
   controller::ReportStore reports_;
   Tune tune_;
   scheduling::Discovery discovery_;  // main thread only
-  std::unique_ptr<controller::Reconciler> reconciler_;
+  mutable std::mutex reconciler_mutex_;
+  std::shared_ptr<controller::Reconciler> reconciler_;  // another one after each lost lease
   std::atomic<bool> lost_{false};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> working_{false};
+  std::atomic<bool> synced_once_{false};
   std::atomic<int> metrics_port_{0}, health_port_{0}, status_port_{0};
   std::unique_ptr<kube::LeaderElector> elector_;
   std::string status_url_;  // that trainers are told; empty: none

@@ -76,6 +76,7 @@ void Reconciler::start_workers() {
 }
 
 void Reconciler::stop() {
+  if (stopped_.exchange(true)) return;  // the reports may have another's listener by now
   stop_workers();
   reports_.set_listener({});
   watches_.stop();

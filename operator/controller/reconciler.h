@@ -2,6 +2,7 @@
 // writer, for each key that the controller's workers take.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -67,6 +68,7 @@ class Reconciler final {
   kube::Result act(const kube::ObjectKey& key, const RLJob& job, Plan next, const Deadline& deadline);
   std::shared_ptr<const PlanOptions> plan_options() const;
 
+  std::atomic<bool> stopped_{false};
   ReportStore& reports_;
   kube::Controller controller_;
   Pool pool_;

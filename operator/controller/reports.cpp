@@ -54,14 +54,20 @@ void ReportStore::forget(const kube::ObjectKey& job) {
   entries_.erase(job);
 }
 
+void ReportStore::clear() {
+  std::lock_guard lock(mutex_);
+  entries_.clear();
+  heard_ = {};
+}
+
 size_t ReportStore::talkers() const {
   return static_cast<size_t>(std::count_if(entries_.begin(), entries_.end(),
-                                           [&](const auto& entry) { return last_ - entry.second.at <= kTalking; }));
+                                           [&](const auto& entry) { return heard_.last - entry.second.at <= kTalking; }));
 }
 
 void ReportStore::turned_away() {
   std::lock_guard lock(mutex_);
-  turned_away_ = SteadyClock::now();
+  heard_.turned_away = SteadyClock::now();
 }
 
 void ReportStore::crowded_out(const kube::ObjectKey& job, const std::string& uid) {
@@ -79,39 +85,39 @@ void ReportStore::crowded_out(const kube::ObjectKey& job, const std::string& uid
 
 void ReportStore::hear(SteadyClock::time_point now) {
   // One may be faster than our next look at a path that is whole again; not a second one some looks later.
-  if (broken_ && heard_broken_ && now - *heard_broken_ > 4 * least_gap_) contradicted_ = true;
-  if (broken_ && !heard_broken_) heard_broken_ = now;
-  const auto gap = std::chrono::duration_cast<Milliseconds>(now - last_);
-  if (gap > least_gap_ && (!heard_ || was_broken_ || talkers() >= 2)) {
+  if (heard_.broken && heard_.while_broken && now - *heard_.while_broken > 4 * least_gap_) heard_.contradicted = true;
+  if (heard_.broken && !heard_.while_broken) heard_.while_broken = now;
+  const auto gap = std::chrono::duration_cast<Milliseconds>(now - heard_.last);
+  if (gap > least_gap_ && (!heard_.any || heard_.was_broken || talkers() >= 2)) {
     // A short silence right after a long one does not hide it.
-    gap_ = now - back_ > kTalking ? gap : std::max(gap, gap_);
-    back_ = now;
+    heard_.gap = now - heard_.back > kTalking ? gap : std::max(gap, heard_.gap);
+    heard_.back = now;
   }
-  last_ = now;
-  heard_ = true;
-  was_broken_ = false;
+  heard_.last = now;
+  heard_.any = true;
+  heard_.was_broken = false;
 }
 
 void ReportStore::look(bool broken) const {
-  broken_ = broken;
+  heard_.broken = broken;
   if (broken) return;
-  heard_broken_.reset();
-  contradicted_ = false;
+  heard_.while_broken.reset();
+  heard_.contradicted = false;
 }
 
 ReportStore::Path ReportStore::path(Milliseconds window, size_t expected, OwnPath own) const {
   std::lock_guard lock(mutex_);
   const auto now = SteadyClock::now();
   look(own.broken);
-  const bool broken = own.broken && !contradicted_;
+  const bool broken = own.broken && !heard_.contradicted;
   Path path;
-  const auto quiet = std::chrono::duration_cast<Milliseconds>(now - last_);
-  if (quiet > Milliseconds(0) && (broken || (heard_ ? talkers() : expected) >= 2)) path.quiet_for = quiet;
+  const auto quiet = std::chrono::duration_cast<Milliseconds>(now - heard_.last);
+  if (quiet > Milliseconds(0) && (broken || (heard_.any ? talkers() : expected) >= 2)) path.quiet_for = quiet;
   path.out = path.quiet_for > window;
-  was_broken_ |= broken;
-  if (gap_ > window) path.back_for = std::chrono::duration_cast<Milliseconds>(now - back_);
-  path.served_for = std::chrono::duration_cast<Milliseconds>(now - turned_away_);
-  if (!contradicted_) path.served_for = std::min(path.served_for, own.answers_for);
+  heard_.was_broken |= broken;
+  if (heard_.gap > window) path.back_for = std::chrono::duration_cast<Milliseconds>(now - heard_.back);
+  path.served_for = std::chrono::duration_cast<Milliseconds>(now - heard_.turned_away);
+  if (!heard_.contradicted) path.served_for = std::min(path.served_for, own.answers_for);
   return path;
 }
 

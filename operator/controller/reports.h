@@ -27,6 +27,8 @@ class ReportStore final {
   // Of this incarnation of the job, with its age.
   std::optional<Report> get(const kube::ObjectKey& job, const std::string& uid) const;
   void forget(const kube::ObjectKey& job);
+  // As when it was made, but for the listener: what came while somebody else led is not known here.
+  void clear();
   // A report was not taken, and that was our own trouble: the API server did not say whose it was.
   void turned_away();
   // A report that may be this job's was not looked at, since others use up what its pod may ask: until it is heard
@@ -63,15 +65,18 @@ class ReportStore final {
   const Milliseconds least_gap_;
   mutable std::mutex mutex_;
   std::unordered_map<kube::ObjectKey, Entry> entries_;
-  SteadyClock::time_point last_ = SteadyClock::now();         // report of any job, or our beginning
-  SteadyClock::time_point turned_away_ = SteadyClock::now();  // when one last was, or our beginning
-  bool heard_ = false;
-  mutable bool was_broken_ = false;                                // since the last report
-  mutable bool broken_ = false;                                    // at the last look
-  mutable bool contradicted_ = false;                              // reports came although it was broken all the time
-  mutable std::optional<SteadyClock::time_point> heard_broken_{};  // the first of them
-  SteadyClock::time_point back_{};                                 // end of the last silence of all
-  Milliseconds gap_{0};                                            // and its length; 0: there was none
+  struct Heard {
+    SteadyClock::time_point last = SteadyClock::now();         // report of any job, or our beginning
+    SteadyClock::time_point turned_away = SteadyClock::now();  // when one last was, or our beginning
+    bool any = false;
+    bool was_broken = false;                                // since the last report
+    bool broken = false;                                    // at the last look
+    bool contradicted = false;                              // reports came although it was broken all the time
+    std::optional<SteadyClock::time_point> while_broken{};  // the first of them
+    SteadyClock::time_point back{};                         // end of the last silence of all
+    Milliseconds gap{0};                                    // and its length; 0: there was none
+  };
+  mutable Heard heard_;
   std::mutex listener_mutex_;
   std::function<void(const kube::ObjectKey&, bool)> listener_;
 };

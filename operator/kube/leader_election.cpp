@@ -75,6 +75,14 @@ void LeaderElector::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
+void LeaderElector::stand_again() {
+  {
+    std::lock_guard lock(mutex_);
+    out_ = false;
+  }
+  changed_.notify_all();
+}
+
 bool LeaderElector::is_leader() const {
   return leading_.load() && nanoseconds(SteadyClock::now()) < valid_until_ns_.load();
 }
@@ -180,21 +188,30 @@ void LeaderElector::release() {
   }
 }
 
-void LeaderElector::run() {
-  const auto step = [&](const Deadline& deadline) -> std::optional<bool> {  // nothing: no answer, not known
-    try {
-      return try_acquire_or_renew(deadline);
-    } catch (const ApiError& e) {
-      lease_ = nullptr;  // read it again before the next write
-      if (e.conflict() || e.already_exists()) return std::nullopt;
-      log_warn("leader", e.what());
-    } catch (const std::exception& e) {
-      lease_ = nullptr;
-      log_error("leader", e.what());
-    }
-    return std::nullopt;
-  };
+std::optional<bool> LeaderElector::try_once(const Deadline& deadline) {
+  try {
+    return try_acquire_or_renew(deadline);
+  } catch (const ApiError& e) {
+    lease_ = nullptr;  // read it again before the next write
+    if (e.conflict() || e.already_exists()) return std::nullopt;
+    log_warn("leader", e.what());
+  } catch (const std::exception& e) {
+    lease_ = nullptr;
+    log_error("leader", e.what());
+  }
+  return std::nullopt;
+}
 
+void LeaderElector::run() {
+  while (campaign() && lead()) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return stopping_ || !out_; });
+    if (stopping_) return;
+    lease_ = nullptr;
+  }
+}
+
+bool LeaderElector::campaign() {
   // Standby: the watch tells of changes; without news, try when the lease expires or the period is over.
   watch_ = std::make_unique<LeaseWatch>(client_, options_, [this] {
     {
@@ -210,7 +227,7 @@ void LeaderElector::run() {
       if (stopping_) break;
       seen_news_ = news_;
     }
-    acquired = step(Deadline::after(options_.renew_deadline)).value_or(false);
+    acquired = try_once(Deadline::after(options_.renew_deadline)).value_or(false);
     if (acquired) break;
     auto next = SteadyClock::now() + options_.retry_period;
     if (!lease_.is_null()) next = std::min(next, observed_at_ + observed_duration_);
@@ -220,8 +237,10 @@ void LeaderElector::run() {
     if (!wait_until(SteadyClock::now() + Milliseconds(50), false)) break;
   }
   watch_.reset();
-  if (!acquired) return;
+  return acquired;
+}
 
+bool LeaderElector::lead() {
   set_leading(true);
   log_info("leader", options_.identity + " leads by lease " + options_.lease_name);
   if (callbacks_.on_started_leading) callbacks_.on_started_leading();
@@ -236,7 +255,7 @@ void LeaderElector::run() {
     }
     // One request must not use up the time in which another could still succeed.
     const auto half = std::min(valid_until, SteadyClock::now() + options_.renew_deadline / 2);
-    const std::optional<bool> renewed = step(Deadline(half));
+    const std::optional<bool> renewed = try_once(Deadline(half));
     if (renewed && !*renewed) lost = true;
     next = SteadyClock::now() + (renewed ? options_.retry_period : std::min(options_.retry_period, Milliseconds(500)));
   }
@@ -244,10 +263,15 @@ void LeaderElector::run() {
   set_leading(false);
   if (lost) {
     log_error("leader", options_.identity + " lost the lease " + options_.lease_name);
+    {
+      std::lock_guard lock(mutex_);
+      out_ = true;
+    }
     if (callbacks_.on_lost) callbacks_.on_lost();
   } else if (held && options_.release_on_stop && !lease_.is_null()) {
     release();
   }
+  return lost;
 }
 
 }  // namespace trireme::kube

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -31,7 +32,8 @@ struct LeaderOptions {
 struct LeaderCallbacks {
   // On the elector's thread; must return soon.
   std::function<void()> on_started_leading;
-  // The lease was lost (not after stop()): the process should exit, because work in progress cannot be taken back.
+  // The lease was lost (not after stop()): work in progress cannot be taken back. Whoever wants to lead again ends it,
+  // forgets what it knew, and calls stand_again().
   std::function<void()> on_lost;
   std::function<void(const std::string& identity)> on_new_leader;  // also for ourselves; may be empty
 };
@@ -47,6 +49,8 @@ class LeaderElector final {
   // Ends the thread; a leader gives its Lease up first (best effort, within renew_deadline). Stop the workers before
   // this.
   void stop();
+  // After on_lost: asks for the lease again, as any standby. Without it a lost elector stays out for ever.
+  void stand_again();
   // True only while the last successful renewal is younger than renew_deadline, measured from before that request was
   // sent: no other replica can hold the Lease then. Cheap; workers ask before every write. False after stop().
   bool is_leader() const;
@@ -55,7 +59,10 @@ class LeaderElector final {
  private:
   class LeaseWatch;
   void run();
+  bool campaign();  // false: stopping
+  bool lead();      // until the lease is lost (true) or we stop (false)
   bool try_acquire_or_renew(const Deadline& deadline);  // true: we hold it
+  std::optional<bool> try_once(const Deadline& deadline);     // the same; nothing: no answer, not known
   void observe(const nlohmann::json& lease);
   void set_leading(bool leading);
   void release();
@@ -69,6 +76,7 @@ class LeaderElector final {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;
+  bool out_ = false;    // the lease was lost, and nobody said stand_again() yet
   uint64_t news_ = 0;  // bumped by the watch when the Lease changed
   std::string holder_;
   // Elector thread only:

@@ -212,7 +212,7 @@ class Faults:
 
     def begin(self, name, step=6, **changes):
         need(self.reference, "the undisturbed run has no result")
-        # One that lost its lease has left and starts again: admission is served by those that are ready.
+        # One that was killed starts again: admission is served by those that are ready.
         wait(
             "the operator's replicas to be ready",
             lambda: (kube.get("deployments", "trireme-operator", "trireme-system").get("status") or {}).get(
@@ -363,6 +363,7 @@ class Faults:
         notice."""
         self.begin("stalled")
         etcd, begin = int((STATE / "etcd.pid").read_text()), time.monotonic()
+        starts = operator_starts()
         kill(etcd, signal.SIGSTOP)
         try:
             time.sleep(18)
@@ -375,6 +376,8 @@ class Faults:
             if t > begin + 18 and o["spec"].get("holderIdentity")
         ]
         need(renewed, "nobody leads")
+        # Whoever lost its lease stands by again: its webhook never stops.
+        need(operator_starts() == starts, f"containers of the operator, starts: {starts}, then {operator_starts()}")
         return f"a leader {renewed[0] - begin - 18:.1f} s after the 18 s"
 
     def hang(self):

@@ -299,4 +299,12 @@ def leader():
     return holder.split("_")[0] or None
 
 
+def operator_starts():
+    """Restarts of each of the operator's pods."""
+    return {
+        p["metadata"]["name"]: sum(c.get("restartCount", 0) for c in p.get("status", {}).get("containerStatuses", []))
+        for p in kube.list("pods", SYSTEM, "app.kubernetes.io/component!=test")
+    }
+
+
 __all__ = [n for n in dir() if not n.startswith("_")]

@@ -224,7 +224,7 @@ TEST(Operator, StandbyTakesOver) {
   EXPECT_EQ(b.end(), 0);
 }
 
-TEST(Operator, LostLeaseEndsTheProcess) {
+TEST(Operator, ALostLeaseMakesItAStandbyThatServesOn) {
   Place p;
   Instance a(p.server, "op-a", [](OperatorOptions& o) {
     o.lease_duration_s = 3;
@@ -232,10 +232,47 @@ TEST(Operator, LostLeaseEndsTheProcess) {
     o.retry_period_s = 1;
   });
   ASSERT_TRUE(eventually([&] { return a.op->leading(); }));
+  p.add_job("before");
+  ASSERT_TRUE(eventually([&] { return p.pods() == 2; }));
+  ASSERT_TRUE(eventually([&] { return get_status(a.op->health_port(), "/readyz") == 200; }));
   p.server.inject({.path_part = "/leases", .status = 500, .times = -1});
-  ASSERT_TRUE(eventually([&] { return a.code >= 0; }));
-  EXPECT_EQ(a.code, 1);
-  EXPECT_FALSE(a.op->leading());
+  ASSERT_TRUE(eventually([&] { return !a.op->leading(); }));
+  p.add_job("meanwhile");
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(get_status(a.op->health_port(), "/readyz"), 200) << "it would be taken out of the webhook's Service";
+    std::this_thread::sleep_for(Milliseconds(50));
+  }
+  EXPECT_EQ(p.pods(), 2u) << "it does not lead";
+  EXPECT_EQ(a.code, -1) << a.error;
+  p.server.clear_faults();
+  ASSERT_TRUE(eventually([&] { return a.op->leading(); }));
+  EXPECT_TRUE(eventually([&] { return p.pods() == 4; })) << "what came meanwhile is found";
+  p.add_job("after");
+  EXPECT_TRUE(eventually([&] { return p.pods() == 6; }));
+  EXPECT_EQ(get_status(a.op->health_port(), "/healthz"), 200);
+  EXPECT_EQ(a.end(), 0) << a.error;
+}
+
+// Loses the lease again and again while jobs are made: each gets its pods once.
+TEST(Operator, LosesAndTakesTheLeaseManyTimes) {
+  Place p;
+  Instance a(p.server, "op-a", [](OperatorOptions& o) {
+    o.lease_duration_s = 3;
+    o.renew_deadline_s = 2;
+    o.retry_period_s = 1;
+  });
+  for (int round = 0; round < 3; ++round) {
+    ASSERT_TRUE(eventually([&] { return a.op->leading(); })) << a.error;
+    p.add_job("job" + std::to_string(round));
+    // A thief takes it, and lets go.
+    p.server.modify(resources::kLeases, {"trireme-system", "trireme-operator"}, [](json& lease) {
+      lease["spec"]["holderIdentity"] = "thief";
+      lease["spec"]["leaseDurationSeconds"] = 1;
+    });
+    ASSERT_TRUE(eventually([&] { return !a.op->leading(); }));
+  }
+  EXPECT_TRUE(eventually([&] { return p.pods() == 6; }));
+  EXPECT_EQ(a.end(), 0) << a.error;
 }
 
 TEST(Operator, AGangSchedulerThatComesLaterIsUsed) {
