@@ -21,16 +21,12 @@
 #include <utility>
 #include <vector>
 
+#include "trainer/algorithms/rollout_source.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/step_results.h"
 #include "trainer/rollout/ledger.h"
 
 namespace trireme {
-
-struct CarriedPrompt {
-  PromptExample example;
-  std::vector<int64_t> forced_lengths;  // of its samples, for measurements; empty: off
-};
 
 struct CarryOverOptions {
   LedgerOptions ledger;  // run_samples is chosen here
@@ -77,11 +73,7 @@ class CarryOver final {
 
   // The ledger's complete groups for a checkpoint, by distance from its first group, and back, before anything was
   // collected; restore() asks for their prompts. Returns how many groups it could not take.
-  struct Saved {
-    std::vector<int64_t> groups;
-    std::vector<uint64_t> prompts;  // hash_of_prompt of each group: data may be read or shown otherwise now
-    std::string samples;            // packed
-  };
+  using Saved = SavedGroups;
   Saved saved() const;
   int64_t restore(const Saved& saved);
 

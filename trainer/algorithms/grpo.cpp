@@ -8,20 +8,20 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/fs.h"
 #include "base/log.h"
-#include "base/text.h"
 #include "topology/exactness.h"
-#include "trainer/algorithms/carry_over.h"
+#include "trainer/algorithms/carried_rollouts.h"
 #include "trainer/algorithms/critic.h"
 #include "trainer/algorithms/datasets.h"
 #include "trainer/algorithms/dynamic_sampling.h"
+#include "trainer/algorithms/forced_lengths.h"
 #include "trainer/algorithms/grpo_validation.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/refit.h"
 #include "trainer/algorithms/reward_model.h"
 #include "trainer/algorithms/rollout_metrics.h"
+#include "trainer/algorithms/rollout_source.h"
 #include "trainer/algorithms/rollouts.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/algorithms/token_passes.h"
@@ -29,15 +29,6 @@
 
 namespace trireme {
 namespace {
-
-constexpr const char* kLedgerFile = "ledger.bin";  // of a checkpoint: samples of complete groups that are not trained
-
-// `ids` cut to `length`, or again and again.
-std::vector<int32_t> repeated_to(const std::vector<int32_t>& ids, int64_t length) {
-  std::vector<int32_t> result;
-  for (size_t i = 0; i < static_cast<size_t>(length); ++i) result.push_back(ids[i % ids.size()]);
-  return result;
-}
 
 class GrpoLoop final {
  public:
@@ -65,7 +56,7 @@ class GrpoLoop final {
       reference_ = load_or_draw_model(config_, session_.model_dir, frozen);
       if (reference_->units() != nullptr) reference_->units()->release();
     }
-    force_lengths();
+    forced_lengths_ = forced_lengths(config_, session_.context.is_main());
     row_exact_ = session_.linear_is_row_exact && generation_is_exact();
     const bool shared_gradients = session_.policy->options().sharding.gradients;
     early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_ && !shared_gradients;
@@ -142,12 +133,15 @@ class GrpoLoop final {
   // Of the groups that are generated and not trained.
   void begin_ledger() {
     if (carries()) {
-      make_carry_over();
+      source_ = std::make_unique<CarriedRollouts>(session_, engine_, rewards_, prompts_,
+                                                  forced_lengths_ ? &*forced_lengths_ : nullptr, step_, next_sample_id_,
+                                                  collector_.on_progress);
+      restore_groups(*source_, session_);
     } else {
       LedgerOptions synchronous;  // of age 0
       synchronous.groups_per_step = config_.grpo.num_prompts_per_step;
       synchronous.samples_per_group = config_.grpo.num_generations_per_prompt;
-      synchronous.critic_only_steps = critic_only_steps();
+      synchronous.critic_only_steps = critic_only_steps(config_);
       ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
     }
     if (!carries() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
@@ -159,135 +153,34 @@ class GrpoLoop final {
   void connect() {
     collector_.on_progress = [this] { session_.reporting.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
-    if (!keeps_cache()) trainer_->make_room = [this] { engine_.release_cache(); };
+    if (!keeps_cache(config_)) trainer_->make_room = [this] { engine_.release_cache(); };
     trainer_->gathers_weights = refit_ == nullptr;
     if (critic_ == nullptr) return;
     critic_->on_progress = collector_.on_progress;
     critic_->make_room = trainer_->make_room;
   }
 
-  // Responses that another distribution, or other rewards, gave are not those of this run.
-  nlohmann::json drawn_from() const {
-    const LogprobOptions sampling = sampling_distribution(config_);
-    return {{"temperature", sampling.temperature},
-            {"top_k", sampling.top_k},
-            {"top_p", sampling.top_p},
-            {"min_p", sampling.min_p},
-            {"rewards", hash64(to_yaml(config_, "env."))}};
-  }
-
   bool carries() const { return config_.grpo.async_grpo.enabled; }
-  bool keeps_cache() const { return carries() && !config_.grpo.async_grpo.recompute_kv_cache_after_weight_updates; }
-
-  // Behind the restoring of a checkpoint: `prompts_` runs ahead of what is trained from here on.
-  void make_carry_over() {
-    const GrpoConfig& g = config_.grpo;
-    trained_prompts_ = {prompts_.state(), prompts_.epoch()};
-    CarryOverOptions options;
-    options.ledger.groups_per_step = g.num_prompts_per_step;
-    options.ledger.samples_per_group = g.num_generations_per_prompt;
-    options.ledger.max_age = g.async_grpo.max_trajectory_age_steps;
-    options.ledger.last_step = g.max_num_steps;
-    options.ledger.critic_only_steps = critic_only_steps();
-    if (g.use_dynamic_sampling) {
-      options.ledger.teaches_nothing = [](const std::vector<Sample>& group) {
-        return is_flat(group.begin(), group.end());
-      };
-      options.ledger.max_groups_of_step = g.num_prompts_per_step * g.dynamic_sampling_max_gen_batches;
-    }
-    options.first_step = step_ + 1;
-    options.first_group = static_cast<int64_t>(next_sample_id_) / g.num_generations_per_prompt;
-    options.first_sample_id = next_sample_id_;
-    options.sampling = engine_.sampling();
-    options.keep_cache = keeps_cache();
-    if (forced_lengths_) options.drawn_rewards = static_cast<uint64_t>(g.seed);
-    options.timeout_s = config_.cluster.collective_timeout_s;
-    options.prompt = [this](int64_t group, bool needed) { return prompt_of(group, needed); };
-    carry_ = std::make_unique<CarryOver>(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
-                                         std::move(options));
-    carry_->on_progress = collector_.on_progress;
-    counted_before_ = rewards_.counters();
-    if (!session_.resumed || !session_.resumed->state.contains("ledger")) return;
-    const nlohmann::json& saved = session_.resumed->state.at("ledger");
-    const auto groups = saved.at("groups").get<std::vector<int64_t>>();
-    const bool comparable = saved.at("drawn_from") == drawn_from();
-    int64_t refused = static_cast<int64_t>(groups.size());
-    if (comparable) {
-      refused = carry_->restore(
-          {groups, saved.at("prompts").get<std::vector<uint64_t>>(), read_file(session_.resumed->path / kLedgerFile)});
-    }
-    if (!session_.context.is_main()) return;
-    log_info("grpo", std::to_string(groups.size() - static_cast<size_t>(refused)) +
-                         " complete groups of later steps come from the checkpoint" +
-                         (refused > 0 ? "; " + std::to_string(refused) + " others do not fit the settings" : ""));
-  }
-
-  // Of a group of the ledger; nothing where the last epoch has ended, unless a step that was begun wants more.
-  std::optional<CarriedPrompt> prompt_of(int64_t group, bool needed) {
-    if (!needed && prompts_.epoch() >= config_.grpo.max_num_epochs) return std::nullopt;
-    CarriedPrompt prompt;
-    prompt.example = prompts_.next();
-    if (forced_lengths_) {
-      const std::vector<int64_t>& lengths = forced_lengths_->prompts;
-      prompt.example.prompt = repeated_to(prompt.example.prompt, lengths[static_cast<size_t>(group) % lengths.size()]);
-      for (int64_t i = 0; i < config_.grpo.num_generations_per_prompt; ++i)
-        prompt.forced_lengths.push_back(forced_lengths_->output_of(group, i));
-    }
-    prompts_ahead_[group] = {prompts_.state(), prompts_.epoch()};
-    return prompt;
-  }
 
   // Epoch of the prompt behind those that are trained.
-  int64_t epoch() const { return carry_ ? trained_prompts_.epoch : prompts_.epoch(); }
+  int64_t epoch() const { return source_ ? source_->place().epoch : prompts_.epoch(); }
 
-  // What the rewards of this rank counted since the last look belongs to carry-over.
-  void count_carried_rewards() {
-    add_counters(carried_counts_, counted_since(rewards_.counters(), counted_before_));
-    counted_before_ = rewards_.counters();
-  }
-
-  // The next step's groups by carry-over. Samples in data order, group by group.
-  std::vector<Sample> generate_carried(RankShares& shares, GeneratedTotals& generated,
-                                       std::map<std::string, double>& values) {
+  // The next step's groups where steps overlap. Samples in data order, group by group.
+  std::vector<Sample> generate_overlapped(RankShares& shares, GeneratedTotals& generated,
+                                          std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
-    const int64_t recomputed = engine_.stats().recomputed_rows;
-    CarriedStep step = carry_->collect(shares);
-    count_carried_rewards();
-    const std::vector<RewardCounters> counted =
-        sum_counters(session_.context.world().all_gather_bytes(pack_counters(carried_counts_)));
-    carried_counts_.clear();
-    for (const RewardCounters& one : counted) reward_failures_[one.name] += one.failed;
-    add_counters(step_rewards_, counted);
+    RolloutSource::Step step = source_->collect(shares, values);
+    count_rewards(step.rewards, step_rewards_);
     judge_rewards(step_rewards_);
     score(step.groups);
-    std::vector<Sample> kept;
-    int64_t groups = 0;
-    for (LedgerGroup& group : step.groups) {
-      generated.add(group.samples, g.num_generations_per_prompt);
-      if (!group.kept) continue;
-      for (Sample& sample : group.samples) {
-        sample.group = groups;
-        kept.push_back(std::move(sample));
-      }
-      ++groups;
-    }
-    const int64_t last = step.groups.back().number;
-    next_sample_id_ = carry_->sample_id(last + 1);
-    trained_prompts_ = prompts_ahead_.at(last);
-    prompts_ahead_.erase(prompts_ahead_.begin(), prompts_ahead_.upper_bound(last));
+    const auto used = static_cast<double>(step.groups.size());
+    std::vector<Sample> kept = kept_samples(std::move(step.groups), g.num_generations_per_prompt, generated);
+    next_sample_id_ = source_->place().next_sample_id;
     if (g.shuffle_rewards) shuffle_rewards(kept);
-    if (g.use_dynamic_sampling) {
-      const auto used = static_cast<double>(step.groups.size());
+    if (g.use_dynamic_sampling)
       values["train/dynamic_sampling_num_gen_batches"] = std::ceil(used / static_cast<double>(g.num_prompts_per_step));
-    }
     describe_ages(kept, weights_version(), values);
-    values["train/recomputed_rows"] =
-        static_cast<double>(session_.context.world().all_reduce_sum(engine_.stats().recomputed_rows - recomputed));
     values["train/weight_version"] = static_cast<double>(weights_version());
-    const Ledger::Counts counts = carry_->ledger().counts();
-    values["performance/ledger_groups_leased"] = static_cast<double>(counts.leased);
-    values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);
-    values["performance/ledger_samples_carried"] = static_cast<double>(counts.leased_samples);
     return kept;
   }
 
@@ -344,17 +237,15 @@ class GrpoLoop final {
     return found.equal && exact;
   }
 
-  // Steps that train the critic alone make no new weights of the policy.
-  int64_t critic_only_steps() const { return ppo() ? config_.ppo.policy_training_start_step : 0; }
-  int64_t weights_version() const { return std::max<int64_t>(0, trained_steps_ - critic_only_steps()); }
+  int64_t weights_version() const { return std::max<int64_t>(0, trained_steps_ - critic_only_steps(config_)); }
 
   // What generates goes on with the next version; of a step that has trained the critic alone with the same.
   void end_training(int64_t step) {
     ++trained_steps_;
-    if (step > critic_only_steps())
-      engine_.weights_changed(weights_version(), keeps_cache() ? KeptCache::kKept : KeptCache::kNothing);
-    if (carry_) {
-      carry_->trained(step);
+    if (step > critic_only_steps(config_))
+      engine_.weights_changed(weights_version(), keeps_cache(config_) ? KeptCache::kKept : KeptCache::kNothing);
+    if (source_) {
+      source_->trained(step);
     } else if (!config_.grpo.use_dynamic_sampling) {
       ledger_->trained(step);
     }
@@ -382,35 +273,10 @@ class GrpoLoop final {
     return options;
   }
 
-  // policy.generation.forced_lengths, checked against what a rollout is.
-  void force_lengths() {
-    const std::string& source = config_.policy.generation.forced_lengths;
-    if (source.empty()) return;
-    forced_lengths_ = load_lengths(source);
-    const int64_t wanted = config_.grpo.num_generations_per_prompt;
-    if (forced_lengths_->samples_per_prompt() != wanted) {
-      fail_user("policy.generation.forced_lengths: " + source + " has " +
-                std::to_string(forced_lengths_->samples_per_prompt()) +
-                " responses for each prompt, grpo.num_generations_per_prompt is " + std::to_string(wanted));
-    }
-    if (forced_lengths_->longest() > config_.policy.max_total_sequence_length) {
-      fail_user("policy.generation.forced_lengths: the longest prompt and response of " + source + " have " +
-                std::to_string(forced_lengths_->longest()) + " tokens, policy.max_total_sequence_length is " +
-                std::to_string(config_.policy.max_total_sequence_length));
-    }
-    if (session_.context.is_main()) {
-      log_warn("grpo", "policy.generation.forced_lengths: responses have the lengths of " + source +
-                           " and rewards are drawn; this run is a measurement");
-    }
-  }
-
   // Prompts of the forced lengths, and responses.
   void force(std::vector<PromptExample>& prompts, RolloutRequest& request) const {
     if (!forced_lengths_) return;
-    for (size_t p = 0; p < prompts.size(); ++p) {
-      const std::vector<int64_t>& lengths = forced_lengths_->prompts;
-      prompts[p].prompt = repeated_to(prompts[p].prompt, lengths[p % lengths.size()]);
-    }
+    for (size_t p = 0; p < prompts.size(); ++p) force_prompt(*forced_lengths_, static_cast<int64_t>(p), prompts[p]);
     request.forced_lengths = &*forced_lengths_;
     request.drawn_rewards = static_cast<uint64_t>(config_.grpo.seed);
   }
@@ -462,9 +328,14 @@ class GrpoLoop final {
     const std::vector<RewardCounters> of_rollout = sum_counters(
         session_.context.world().all_gather_bytes(pack_counters(counted_since(rewards_.counters(), before))));
     score(samples);
+    count_rewards(of_rollout, counted);
+    return samples;
+  }
+
+  // What rewards counted on all ranks, into a step's or a validation's sum.
+  void count_rewards(const std::vector<RewardCounters>& of_rollout, std::vector<RewardCounters>& counted) {
     for (const RewardCounters& one : of_rollout) reward_failures_[one.name] += one.failed;
     add_counters(counted, of_rollout);
-    return samples;
   }
 
   // Ends the run on all ranks when a reward failed for too many responses of a step, or of a validation.
@@ -473,7 +344,7 @@ class GrpoLoop final {
   }
 
   nlohmann::json state() const {
-    nlohmann::json state = {{"prompts", carry_ ? trained_prompts_.state : prompts_.state()},
+    nlohmann::json state = {{"prompts", source_ ? source_->place().prompts : prompts_.state()},
                             {"next_sample_id", next_sample_id_}};
     if (last_accuracy_) state["validation"] = *last_accuracy_;
     state["validated_step"] = validated_step_;
@@ -491,11 +362,7 @@ class GrpoLoop final {
     }
     nlohmann::json all = state();
     std::map<std::string, std::string> files;
-    if (carry_ && session_.context.is_main()) {
-      CarryOver::Saved saved = carry_->saved();
-      all["ledger"] = {{"groups", saved.groups}, {"prompts", saved.prompts}, {"drawn_from", drawn_from()}};
-      files[kLedgerFile] = std::move(saved.samples);
-    }
+    if (source_ && session_.context.is_main()) save_groups(*source_, config_, all, files);
     session_.save(step_, all, checkpoint_metrics(), files);
   }
 
@@ -565,7 +432,7 @@ class GrpoLoop final {
   std::vector<Sample> generate(RankShares& shares, GeneratedTotals& generated, std::map<std::string, double>& values) {
     const GrpoConfig& g = config_.grpo;
     step_rewards_.clear();
-    if (carry_) return generate_carried(shares, generated, values);
+    if (source_) return generate_overlapped(shares, generated, values);
     if (!g.use_dynamic_sampling) {
       std::vector<Sample> samples = generate_leased(shares);
       generated.add(samples, g.num_generations_per_prompt);
@@ -672,7 +539,7 @@ class GrpoLoop final {
     if (refit_ != nullptr) refit_->release();
     session_.start_waits();
     train_critic(samples, report);
-    if (report.step <= critic_only_steps()) {  // the actor's turn has not come
+    if (report.step <= critic_only_steps(config_)) {  // the actor's turn has not come
       session_.describe_waits(report.values);
       end_training(report.step);
       fill();
@@ -728,7 +595,7 @@ class GrpoLoop final {
     report.trained_tokens = report.values["train/total_num_tokens"];
     report.samples = static_cast<double>(samples.size());
     report.phases = session_.timer.finish_step();
-    if (carry_) report.values["timing/train/exposed_generation"] = report.phases.of(Phase::kGeneration);
+    if (source_) report.values["timing/train/exposed_generation"] = report.phases.of(Phase::kGeneration);
 
     if (g.val_period > 0 && step_ >= g.val_start_at && step_ % g.val_period == 0) {
       for (const auto& [name, value] : validate()) report.values[name] = value;
@@ -751,12 +618,8 @@ class GrpoLoop final {
   // Returns what came, by its names in the log.
   std::map<std::string, double> validate() {
     validated_rewards_.clear();
-    if (carry_) {
-      carry_->make_way();
-      count_carried_rewards();
-    }
+    if (source_) source_->make_way();
     const ValidationResult result = validation_->validate(step_);
-    counted_before_ = rewards_.counters();
     judge_rewards(validated_rewards_);
     last_accuracy_ = result.accuracy;
     validated_step_ = step_;
@@ -781,15 +644,8 @@ class GrpoLoop final {
   std::unique_ptr<CriticTrainer> critic_;              // null: the algorithm has none
   std::unique_ptr<GrpoValidation> validation_;         // null: nothing to validate with
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
-  std::unique_ptr<CarryOver> carry_;                   // null: strictly on-policy
+  std::unique_ptr<RolloutSource> source_;              // of steps that overlap; null: strictly on-policy
   std::unique_ptr<Ledger> ledger_;                     // of a strictly on-policy run without dynamic sampling
-  struct PromptPlace {                                 // of the stream, behind a group's prompt
-    nlohmann::json state;
-    int64_t epoch = 0;
-  };
-  PromptPlace trained_prompts_;  // behind those that are trained; with carry-over
-  std::map<int64_t, PromptPlace> prompts_ahead_;
-  std::vector<RewardCounters> counted_before_, carried_counts_;  // of this rank
   bool row_exact_ = true;
   bool early_gradients_ = false;
   int64_t step_ = 0;

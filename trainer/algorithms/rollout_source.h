@@ -1,0 +1,112 @@
+// RolloutSource: who gives a step its groups where steps overlap. The training loop makes the same calls whoever
+// generates; what any source has in common is here too.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "trainer/algorithms/rollout_metrics.h"
+#include "trainer/algorithms/session.h"
+#include "trainer/algorithms/step_results.h"
+#include "trainer/data/dataset.h"
+#include "trainer/rewards/pool.h"
+#include "trainer/rollout/ledger.h"
+#include "trainer/rollout/lengths.h"
+
+namespace trireme {
+
+// Complete groups of later steps, for a checkpoint.
+struct SavedGroups {
+  std::vector<int64_t> groups;    // distance from the ledger's first group, ascending
+  std::vector<uint64_t> prompts;  // a hash of each group's prompt: data may be read or shown otherwise later
+  std::string samples;            // packed; a sample's group is its place in `groups`
+};
+
+// In the data, behind the groups of the steps that were collected.
+struct DataPlace {
+  nlohmann::json prompts;  // PromptStream::state()
+  int64_t epoch = 0;
+  uint64_t next_sample_id = 0;
+};
+
+// One per rank, on its training thread; all ranks make the same calls, in this order: collect(), trained(), collect(),
+// ...; make_way() between trained() and collect(), or before the first one.
+class RolloutSource {
+ public:
+  RolloutSource() = default;
+  virtual ~RolloutSource() = default;
+  RolloutSource(const RolloutSource&) = delete;
+  RolloutSource& operator=(const RolloutSource&) = delete;
+
+  struct Step {
+    // In data-set order with raw rewards, but for a reward model's; those left out among them. The same on all ranks.
+    std::vector<LedgerGroup> groups;
+    // What rewards counted since the step before, of all ranks; a validation's is not in it.
+    std::vector<RewardCounters> rewards;
+  };
+  // Collective. The next step. Behind it nothing reads the policy until trained(). Adds to `shares`, and to `values`
+  // what the log says of this source. Throws Error(kData) where dynamic sampling has used up what a step may.
+  virtual Step collect(RankShares& shares, std::map<std::string, double>& values) = 0;
+  // Collective. The step that was collected is trained: the policy has the weights that the next step begins with.
+  virtual void trained(int64_t step) = 0;
+  // Collective. Before the engine or the rewards are somebody else's until the next collect(), as a validation's:
+  // nothing is under way in either.
+  virtual void make_way() = 0;
+
+  // Where a run goes on that is resumed behind the last collected step.
+  virtual const DataPlace& place() const = 0;
+  // What a checkpoint keeps; every rank has it.
+  virtual SavedGroups saved() const = 0;
+  // Back, before the first collect(). Returns how many groups do not fit the settings or the data. Throws Error(kData)
+  // for groups that are damaged.
+  virtual int64_t restore(const SavedGroups& saved) = 0;
+};
+
+// A run's ledger, but for the number of its runs' samples.
+LedgerOptions run_ledger(const Config& config);
+// So many steps at the beginning leave the policy's weights as they are: the critic's alone.
+int64_t critic_only_steps(const Config& config);
+
+// A group's prompt as it is generated.
+struct CarriedPrompt {
+  PromptExample example;
+  std::vector<int64_t> forced_lengths;  // of its samples, for measurements; empty: off
+};
+
+// Prompts of groups that are ahead of what is trained, each with the place of the stream behind it.
+class PromptsAhead final {
+ public:
+  // Of a run that has the steps before `next_sample_id`. `stream` (where it is to go on) and `lengths` (may be null)
+  // outlive it.
+  PromptsAhead(PromptStream& stream, const RolloutLengths* lengths, const GrpoConfig& config, uint64_t next_sample_id);
+
+  int64_t first_group() const { return first_group_; }
+  // Of a group, asked once each, in order; nothing where the last epoch has ended, unless the group is `needed`.
+  std::optional<CarriedPrompt> next(int64_t group, bool needed);
+  // The groups up to and with `last` have been collected.
+  void collected(int64_t last);
+  const DataPlace& place() const { return place_; }
+
+ private:
+  PromptStream& stream_;
+  const RolloutLengths* lengths_;
+  const int64_t max_epochs_, group_size_, first_group_;
+  const uint64_t first_sample_id_;
+  DataPlace place_;
+  std::map<int64_t, DataPlace> ahead_;
+};
+
+// Samples of the groups that are kept, numbered from 0, in data order; `generated` gets those of all.
+std::vector<Sample> kept_samples(std::vector<LedgerGroup> groups, int64_t group_size, GeneratedTotals& generated);
+
+// The source's groups into the state and the files of a checkpoint, and back from the one that `session` was resumed
+// from, if any: groups which another distribution, or other rewards, gave are left out. Says on rank 0 what came.
+void save_groups(const RolloutSource& source, const Config& config, nlohmann::json& state,
+                 std::map<std::string, std::string>& files);
+void restore_groups(RolloutSource& source, const Session& session);
+
+}  // namespace trireme
