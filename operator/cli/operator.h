@@ -29,8 +29,8 @@ class Operator final {
   Operator(const Operator&) = delete;
   Operator& operator=(const Operator&) = delete;
 
-  // Runs until `stop` is set; returns 0. A lost lease makes it a standby again, which goes on to serve admission. Throws Error(kUser) for what the user
-  // must put right (no CRD), Error(kTimeout) when the first lists do not come.
+  // Runs until `stop` is set; returns 0. A lost lease makes it a standby again, which goes on to serve admission.
+  // Throws Error(kUser) for what the user must put right (no CRD), Error(kTimeout) when the first lists do not come.
   int run(const std::atomic<bool>& stop);
 
   // 0 before run() opened them.

@@ -61,8 +61,8 @@ void ReportStore::clear() {
 }
 
 size_t ReportStore::talkers() const {
-  return static_cast<size_t>(std::count_if(entries_.begin(), entries_.end(),
-                                           [&](const auto& entry) { return heard_.last - entry.second.at <= kTalking; }));
+  return static_cast<size_t>(std::count_if(
+      entries_.begin(), entries_.end(), [&](const auto& entry) { return heard_.last - entry.second.at <= kTalking; }));
 }
 
 void ReportStore::turned_away() {

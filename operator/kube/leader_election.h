@@ -59,10 +59,10 @@ class LeaderElector final {
  private:
   class LeaseWatch;
   void run();
-  bool campaign();  // false: stopping
-  bool lead();      // until the lease is lost (true) or we stop (false)
-  bool try_acquire_or_renew(const Deadline& deadline);  // true: we hold it
-  std::optional<bool> try_once(const Deadline& deadline);     // the same; nothing: no answer, not known
+  bool campaign();                                         // false: stopping
+  bool lead();                                             // until the lease is lost (true) or we stop (false)
+  bool try_acquire_or_renew(const Deadline& deadline);     // true: we hold it
+  std::optional<bool> try_once(const Deadline& deadline);  // the same; nothing: no answer, not known
   void observe(const nlohmann::json& lease);
   void set_leading(bool leading);
   void release();
@@ -76,7 +76,7 @@ class LeaderElector final {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool stopping_ = false;
-  bool out_ = false;    // the lease was lost, and nobody said stand_again() yet
+  bool out_ = false;   // the lease was lost, and nobody said stand_again() yet
   uint64_t news_ = 0;  // bumped by the watch when the Lease changed
   std::string holder_;
   // Elector thread only:
