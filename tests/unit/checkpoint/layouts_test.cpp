@@ -1,7 +1,13 @@
-// Training and checkpoints under layouts: one answer, and any layout goes on where any other has stopped.
+// Training and checkpoints under layouts: one answer, and any layout goes on where any other has stopped. `make test`
+// has a sample of the layouts that shows each pair of their traits; TRIREME_WHOLE_MATRIX=1 runs them all.
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <map>
+#include <set>
+
 #include "base/fs.h"
+#include "tests/unit/checkpoint/covering.h"
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/algorithms/pipeline_step.h"
@@ -55,9 +61,30 @@ at::Tensor targets(const PackedBatch& batch) {
   return at::cat(parts);
 }
 
-std::string name_of(const Sizes& sizes) {
+std::string name_of(Shared shared) {
   const char* names[] = {"no_shard", "optim", "optim_grads", "optim_grads_params"};
-  return to_string(layout_of(sizes)) + " " + names[static_cast<size_t>(sizes.shared)];
+  return names[static_cast<size_t>(shared)];
+}
+
+std::string name_of(const Sizes& sizes) { return to_string(layout_of(sizes)) + " " + name_of(sizes.shared); }
+
+std::map<std::string, int64_t> axes_of(const Sizes& sizes) {
+  return {{"tp", sizes.tp},
+          {"pp", sizes.pp},
+          {"dp", sizes.dp},
+          {"ep", sizes.ep},
+          {"cp", sizes.cp},
+          {"etp", sizes.etp},
+          {"virtual stages", sizes.stages.virtual_stages}};
+}
+
+// What a layout has and others do not.
+std::set<std::string> traits_of(const Sizes& sizes) {
+  std::set<std::string> traits = {name_of(sizes.shared)};
+  for (const auto& [axis, size] : axes_of(sizes)) {
+    if (size > 1) traits.insert(axis);
+  }
+  return traits;
 }
 
 struct Step {
@@ -213,6 +240,33 @@ std::vector<Sizes> layouts_for(const ModelConfig& config) {
              : kLayouts;
 }
 
+// Where a model's three optimizer steps are compared with one rank's: under each layout, or under a sample of layouts
+// and models that has each pair of traits, the model among them, and each size.
+struct TrainedCase {
+  ModelFamily family;
+  Sizes sizes;
+};
+
+std::set<std::string> shown_by_training(const TrainedCase& one) {
+  std::set<std::string> traits = traits_of(one.sizes);
+  traits.insert(std::string(to_string(one.family)));
+  std::set<std::string> shown = test::pairs_of(traits);
+  for (const auto& [axis, size] : axes_of(one.sizes)) {
+    if (size > 2) shown.insert(axis + " " + std::to_string(size));
+  }
+  return shown;
+}
+
+std::vector<TrainedCase> trained_cases(bool experts) {
+  std::vector<TrainedCase> cases;
+  for (const ModelFamily family : testing::kAllFamilies) {
+    const ModelConfig config = four_layers(family);
+    if ((config.num_experts > 0) != experts) continue;
+    for (const Sizes& sizes : layouts_for(config)) cases.push_back({family, sizes});
+  }
+  return test::whole_matrix() ? cases : test::covering<TrainedCase>(cases, shown_by_training);
+}
+
 class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer, ::testing::ValuesIn(testing::kAllFamilies),
                          [](const auto& info) { return std::string(to_string(info.param)); });
@@ -223,7 +277,12 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
   TrainedRank whole(alone, config);
   std::vector<Step> wanted;
   for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
-  for (const Sizes& sizes : layouts_for(config)) {
+  const std::vector<TrainedCase> cases = trained_cases(config.num_experts > 0);
+  EXPECT_TRUE(std::any_of(cases.begin(), cases.end(), [&](const auto& one) { return one.family == GetParam(); }));
+  for (const TrainedCase& one : cases) {
+    if (one.family != GetParam()) continue;
+    const Sizes& sizes = one.sizes;
+    SCOPED_TRACE(name_of(sizes));
     test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
       TrainedRank rank(context, config, sizes);
       for (int step = 0; step < 3; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
@@ -325,6 +384,30 @@ bool meet(const ModelConfig& config, const Sizes& saved, const Sizes& loaded) {
   return config.num_experts == 0 || stands_for_all(saved) || stands_for_all(loaded);
 }
 
+struct LoadedCase {
+  Sizes saved, loaded;
+};
+
+// Each trait of a layout that saves with each of one that loads, and each where the two are the same.
+std::set<std::string> shown_by_loading(const LoadedCase& one) {
+  std::set<std::string> shown;
+  for (const std::string& saved : traits_of(one.saved)) {
+    if (one.saved == one.loaded) shown.insert(saved + " again");
+    for (const std::string& loaded : traits_of(one.loaded)) shown.insert(saved + " under " + loaded);
+  }
+  return shown;
+}
+
+std::vector<LoadedCase> loaded_cases(const ModelConfig& config) {
+  std::vector<LoadedCase> cases;
+  for (const Sizes& saved : layouts_for(config)) {
+    for (const Sizes& loaded : layouts_for(config)) {
+      if (meet(config, saved, loaded)) cases.push_back({saved, loaded});
+    }
+  }
+  return test::whole_matrix() ? cases : test::covering<LoadedCase>(cases, shown_by_loading);
+}
+
 // Saved under each, loaded under others.
 class GoingOn : public ::testing::TestWithParam<ModelFamily> {};
 INSTANTIATE_TEST_SUITE_P(Layouts, GoingOn, ::testing::Values(ModelFamily::kQwen3, ModelFamily::kQwen3Moe),
@@ -332,37 +415,42 @@ INSTANTIATE_TEST_SUITE_P(Layouts, GoingOn, ::testing::Values(ModelFamily::kQwen3
 
 TEST_P(GoingOn, WhereAnotherHasStopped) {
   const ModelConfig config = four_layers(GetParam());
+  const std::vector<LoadedCase> cases = loaded_cases(config);
+  const int steps = test::whole_matrix() ? 2 : 1;  // before the save
   for (const Sizes& sizes : layouts_for(config)) {
+    if (std::none_of(cases.begin(), cases.end(), [&](const auto& one) { return one.saved == sizes; })) continue;
     const TemporaryDirectory dir;
     Step next;  // of the undisturbed run
     std::vector<at::Tensor> weights(static_cast<size_t>(layout_of(sizes).world()));
     test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
       TrainedRank rank(context, config, sizes);
       const auto manager = rank.checkpoints(dir.path());
-      for (int step = 0; step < 2; ++step) (void)rank.train(step);
-      manager->save(2, rank.model, rank.optimizer, {{"a", 1}}, {}, "b: 2\n");
-      const Step third = rank.train(2);
-      if (context.is_main()) next = third;
+      for (int step = 0; step < steps; ++step) (void)rank.train(step);
+      manager->save(steps, rank.model, rank.optimizer, {{"a", 1}}, {}, "b: 2\n");
+      const Step following = rank.train(steps);
+      if (context.is_main()) next = following;
       weights[static_cast<size_t>(context.rank())] = rank.model.flat_parameters().detach().clone();
     });
-    const fs::path policy = dir.path() / "step_2" / "policy";
+    const fs::path policy = dir.path() / ("step_" + std::to_string(steps)) / "policy";
     Model exported(config, {});
     load_parameters(exported, policy / "weights");
-    for (const Sizes& other : layouts_for(config)) {
-      if (!meet(config, sizes, other)) continue;
+    for (const LoadedCase& one : cases) {
+      if (!(one.saved == sizes)) continue;
+      const Sizes& other = one.loaded;
+      SCOPED_TRACE(name_of(sizes) + ", then " + name_of(other));
       test::on_layout(layout_of(other), [&](ParallelContext& context) {
         TrainedRank rank(context, config, other);
         const auto manager = rank.checkpoints(dir.path());
         const auto found = manager->load_latest(rank.model, rank.optimizer);
         ASSERT_TRUE(found);
-        EXPECT_EQ(found->step, 2);
-        EXPECT_EQ(rank.optimizer.steps_done(), 2);
+        EXPECT_EQ(found->step, steps);
+        EXPECT_EQ(rank.optimizer.steps_done(), steps);
         for (const Parameter& parameter : rank.model.parameters()) {
           EXPECT_TRUE(
               same_bits(parameter.tensor.detach(), part_of(parameter, exported.find(parameter.name)->tensor.detach())))
               << parameter.name;
         }
-        expect_near(rank.train(2), next);
+        expect_near(rank.train(steps), next);
         if (other == sizes) {
           EXPECT_TRUE(same_bits(rank.model.flat_parameters().detach(), weights[static_cast<size_t>(context.rank())]));
         }
