@@ -9,15 +9,17 @@
 #include <cstring>
 #include <map>
 #include <optional>
-#include <thread>
 
 #include "base/error.h"
+#include "tests/unit/algorithms/samples.h"
 #include "tests/unit/model/tiny.h"
-#include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/batch/micro_batch.h"
 
 namespace trireme {
 namespace {
+
+using test::expect_same;
 
 struct Case {
   int64_t groups = 3, samples = 4, places = 8, age = 1, steps = 5;
@@ -130,40 +132,11 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
     seen[0] = run(alone, setup);
     return seen;
   }
-  ListeningPort port;
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  disable_flight_recorder();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        Layout layout;
-        layout.dp = world;
-        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
-        seen[static_cast<size_t>(rank)] = run(context, setup);
-        context.world().barrier();
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  Layout layout;
+  layout.dp = world;
+  test::on_layout(layout,
+                  [&](ParallelContext& context) { seen[static_cast<size_t>(context.rank())] = run(context, setup); });
   return seen;
-}
-
-void expect_same(const std::vector<Sample>& a, const std::vector<Sample>& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t s = 0; s < a.size(); ++s) {
-    EXPECT_EQ(a[s].group, b[s].group);
-    EXPECT_EQ(a[s].index, b[s].index);
-    EXPECT_EQ(a[s].response, b[s].response);
-    EXPECT_EQ(a[s].raw_reward, b[s].raw_reward);
-    EXPECT_EQ(a[s].weight_versions, b[s].weight_versions);
-    ASSERT_EQ(a[s].generation_logprobs.size(), b[s].generation_logprobs.size());
-    EXPECT_EQ(0, std::memcmp(a[s].generation_logprobs.data(), b[s].generation_logprobs.data(),
-                             a[s].generation_logprobs.size() * sizeof(float)));
-  }
 }
 
 // Tokens whose log-prob a packed forward under their weights gives otherwise.

@@ -31,52 +31,32 @@ struct CriticOutcome {
 
 CriticOutcome run_critic(int world, const Config& config, int64_t passes,
                          StateSharding shared = StateSharding::kOptimizer) {
-  ListeningPort port;
   CriticOutcome outcome;
-  disable_flight_recorder();
-  std::vector<std::thread> ranks;
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  for (int rank = 0; rank < world; ++rank) {
-    ranks.emplace_back([&, rank] {
-      try {
-        Layout layout;
-        layout.dp = world;
-        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
-        ModelOptions options;
-        if (shared >= StateSharding::kGradients) {
-          options.sharding = {.gradients = true,
-                              .weights = shared == StateSharding::kWeights,
-                              .ranks = &context.data_parallel(),
-                              .bucket_elements = 4096};
-        }
-        Model critic(test::tiny().with_value_head(), options);
-        init_parameters(critic, 9);
-        AdamWOptions adam;
-        adam.bucket_elements = 4096;
-        adam.shard_state = shared != StateSharding::kNothing;
-        DistributedAdamW optimizer(critic, context.data_parallel(), adam);
-        CriticTrainer trainer(config, critic, optimizer, context);
-        std::vector<Sample> samples = test::recorded();
-        samples[3].loss_multiplier = 0;
-        samples[5].loss_mask.assign(samples[5].response.size(), 1);
-        samples[5].loss_mask[0] = 0;
-        trainer.fill_values(samples);
-        for (Sample& s : samples) s.returns.assign(s.response.size(), s.raw_reward - 1);
-        const MetricSums metrics = trainer.train(samples, passes);
-        if (critic.units() != nullptr) critic.units()->gather();
-        if (rank == 0) {
-          outcome.samples = samples;
-          outcome.metrics = metrics;
-          outcome.weights = critic.flat_parameters().detach().clone();
-        }
-        context.world().barrier();
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : ranks) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  Layout layout;
+  layout.dp = world;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    ModelOptions options;
+    options.sharding = test::sharding_of(shared, context, 4096);
+    Model critic(test::tiny().with_value_head(), options);
+    init_parameters(critic, 9);
+    AdamWOptions adam;
+    adam.bucket_elements = 4096;
+    adam.shard_state = shared != StateSharding::kNothing;
+    DistributedAdamW optimizer(critic, context.data_parallel(), adam);
+    CriticTrainer trainer(config, critic, optimizer, context);
+    std::vector<Sample> samples = test::recorded();
+    samples[3].loss_multiplier = 0;
+    samples[5].loss_mask.assign(samples[5].response.size(), 1);
+    samples[5].loss_mask[0] = 0;
+    trainer.fill_values(samples);
+    for (Sample& s : samples) s.returns.assign(s.response.size(), s.raw_reward - 1);
+    const MetricSums metrics = trainer.train(samples, passes);
+    if (critic.units() != nullptr) critic.units()->gather();
+    if (!context.is_main()) return;
+    outcome.samples = samples;
+    outcome.metrics = metrics;
+    outcome.weights = critic.flat_parameters().detach().clone();
+  });
   return outcome;
 }
 

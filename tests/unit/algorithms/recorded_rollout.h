@@ -1,4 +1,4 @@
-// A recorded rollout, and its training on ranks that are threads with a communicator each.
+// A recorded rollout, and its training on ranks that are threads.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -6,12 +6,11 @@
 #include <functional>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/fs.h"
 #include "tests/unit/model/tiny.h"
-#include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/model/safetensors.h"
@@ -84,71 +83,61 @@ struct RunSetup {
   StateSharding shared = StateSharding::kOptimizer;
 };
 
+// How ranks share a model's gradients and weights, as far as `shared` says so.
+inline Sharding sharding_of(StateSharding shared, ParallelContext& context, int64_t bucket_elements) {
+  if (shared < StateSharding::kGradients) return {};
+  return {.gradients = true,
+          .weights = shared == StateSharding::kWeights,
+          .ranks = &context.data_parallel(),
+          .bucket_elements = bucket_elements};
+}
+
 inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& change = {},
                    const RunSetup& setup = {}) {
   const TemporaryDirectory dir;
-  ListeningPort port;
   Outcome outcome;
-  disable_flight_recorder();
-  std::vector<std::thread> ranks;
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  for (int rank = 0; rank < world; ++rank) {
-    ranks.emplace_back([&, rank] {
-      try {
-        Config config = settings(dynamic);
-        if (change) change(config);
-        const RendezvousOptions rendezvous = port.place(rank, world, Milliseconds(250000));
-        Layout layout;
-        layout.tp = setup.tp;
-        layout.pp = setup.pp;
-        layout.cp = setup.cp;
-        layout.dp = world / setup.tp / setup.pp / setup.cp;
-        ParallelContext context(layout, rendezvous);
-        const ModelConfig shape = tiny(setup.family, setup.layers);
-        ModelOptions options = setup.model;
-        if (setup.tp > 1 || setup.pp > 1) {
-          options.split = model_split(shape.shape(), layout, rank, setup.stages);
-          options.tensor = &context.tensor_parallel();
-          options.links = context.stage_links();
-        }
-        if (setup.cp > 1) options.context = &context.group(Axis::kCp);
-        if (setup.shared >= StateSharding::kGradients) {
-          options.sharding = {.gradients = true,
-                              .weights = setup.shared == StateSharding::kWeights,
-                              .ranks = &context.data_parallel(),
-                              .bucket_elements = setup.bucket_elements};
-        }
-        Model policy(shape, options);
-        init_parameters(policy, 5);
-        ModelOptions frozen = options;
-        frozen.trainable = false;
-        Model reference(shape, frozen);
-        init_parameters(reference, 6);
-        if (ShardedUnits* units = reference.units()) {
-          units->cut();
-          units->release();
-        }
-        AdamWOptions adam;
-        adam.bucket_elements = setup.bucket_elements;
-        adam.reduce_in_fp32 = setup.reduce_in_fp32;
-        adam.shard_state = setup.shared != StateSharding::kNothing;
-        DistributedAdamW optimizer(policy, context.data_parallel(), adam);
-        PhaseTimer timer;
-        PolicyTrainer trainer(config, policy, &reference, optimizer, context, timer, /*exact=*/true);
-        if (rank == 0) trainer.on_progress = [&] { ++outcome.micro_batches; };
-        std::vector<Sample> samples = recorded();
-        assign_advantages(samples, 4, config);
-        const TrainResult result = trainer.train(samples);
-        optimizer.save(dir.path());
-        context.world().barrier();
-        if (rank == 0) outcome.result = result;
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : ranks) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  Layout layout;
+  layout.tp = setup.tp;
+  layout.pp = setup.pp;
+  layout.cp = setup.cp;
+  layout.dp = world / setup.tp / setup.pp / setup.cp;
+  on_layout(layout, [&](ParallelContext& context) {
+    Config config = settings(dynamic);
+    if (change) change(config);
+    const ModelConfig shape = tiny(setup.family, setup.layers);
+    ModelOptions options = setup.model;
+    if (setup.tp > 1 || setup.pp > 1) {
+      options.split = model_split(shape.shape(), layout, context.rank(), setup.stages);
+      options.tensor = &context.tensor_parallel();
+      options.links = context.stage_links();
+    }
+    if (setup.cp > 1) options.context = &context.group(Axis::kCp);
+    if (setup.shared >= StateSharding::kGradients)
+      options.sharding = sharding_of(setup.shared, context, setup.bucket_elements);
+    Model policy(shape, options);
+    init_parameters(policy, 5);
+    ModelOptions frozen = options;
+    frozen.trainable = false;
+    Model reference(shape, frozen);
+    init_parameters(reference, 6);
+    if (ShardedUnits* units = reference.units()) {
+      units->cut();
+      units->release();
+    }
+    AdamWOptions adam;
+    adam.bucket_elements = setup.bucket_elements;
+    adam.reduce_in_fp32 = setup.reduce_in_fp32;
+    adam.shard_state = setup.shared != StateSharding::kNothing;
+    DistributedAdamW optimizer(policy, context.data_parallel(), adam);
+    PhaseTimer timer;
+    PolicyTrainer trainer(config, policy, &reference, optimizer, context, timer, /*exact=*/true);
+    if (context.is_main()) trainer.on_progress = [&] { ++outcome.micro_batches; };
+    std::vector<Sample> samples = recorded();
+    assign_advantages(samples, 4, config);
+    const TrainResult result = trainer.train(samples);
+    optimizer.save(dir.path());
+    if (context.is_main()) outcome.result = result;
+  });
   // One rank reads what all wrote, and gives it back as one file.
   Model model(tiny(setup.family, setup.layers), setup.model);
   Communicator alone;

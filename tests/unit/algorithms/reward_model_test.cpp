@@ -36,28 +36,14 @@ MicroBatchOptions packed(int64_t tokens, bool share_prompts) {
 }
 
 std::vector<float> scores_of(int world, const MicroBatchOptions& size) {
-  ListeningPort port;
-  disable_flight_recorder();
   std::vector<std::vector<float>> scores(static_cast<size_t>(world));
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  std::vector<std::thread> ranks;
-  for (int rank = 0; rank < world; ++rank) {
-    ranks.emplace_back([&, rank] {
-      try {
-        Layout layout;
-        layout.dp = world;
-        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
-        Model model(test::tiny().with_value_head(), frozen());
-        init_parameters(model, 9);
-        scores[static_cast<size_t>(rank)] = reward_model_scores(scored_samples(), model, size, context, {});
-        context.world().barrier();
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : ranks) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  Layout layout;
+  layout.dp = world;
+  test::on_layout(layout, [&](ParallelContext& context) {
+    Model model(test::tiny().with_value_head(), frozen());
+    init_parameters(model, 9);
+    scores[static_cast<size_t>(context.rank())] = reward_model_scores(scored_samples(), model, size, context, {});
+  });
   for (const std::vector<float>& of_rank : scores) EXPECT_EQ(of_rank, scores.front());
   return scores.front();
 }

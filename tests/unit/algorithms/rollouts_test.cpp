@@ -5,19 +5,20 @@
 
 #include <algorithm>
 #include <barrier>
-#include <cstring>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/algorithms/samples.h"
 #include "tests/unit/model/tiny.h"
-#include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
 #include "topology/split.h"
 
 namespace trireme {
 namespace {
+
+using test::expect_same;
 
 constexpr int64_t kVocabulary = 90;
 
@@ -91,41 +92,13 @@ std::vector<Seen> on_ranks(int world, const Case& setup) {
     seen[0] = collect(alone, setup);
     return seen;
   }
-  ListeningPort port;
-  std::vector<std::string> errors(static_cast<size_t>(world));
-  disable_flight_recorder();
-  std::vector<std::thread> threads;
   std::barrier all_began(world);
-  for (int rank = 0; rank < world; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        Layout layout = setup.model;
-        layout.dp = world / (layout.tp * layout.pp);
-        ParallelContext context(layout, port.place(rank, world, Milliseconds(250000)));
-        seen[static_cast<size_t>(rank)] = collect(context, setup, setup.together ? &all_began : nullptr);
-        context.world().barrier();
-      } catch (const std::exception& error) {
-        errors[static_cast<size_t>(rank)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  Layout layout = setup.model;
+  layout.dp = world / (layout.tp * layout.pp);
+  test::on_layout(layout, [&](ParallelContext& context) {
+    seen[static_cast<size_t>(context.rank())] = collect(context, setup, setup.together ? &all_began : nullptr);
+  });
   return seen;
-}
-
-void expect_same(const std::vector<Sample>& a, const std::vector<Sample>& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t s = 0; s < a.size(); ++s) {
-    EXPECT_EQ(a[s].group, b[s].group);
-    EXPECT_EQ(a[s].index, b[s].index);
-    EXPECT_EQ(a[s].response, b[s].response);
-    EXPECT_EQ(a[s].raw_reward, b[s].raw_reward);
-    EXPECT_EQ(a[s].weight_versions, b[s].weight_versions);
-    ASSERT_EQ(a[s].generation_logprobs.size(), b[s].generation_logprobs.size());
-    EXPECT_EQ(0, std::memcmp(a[s].generation_logprobs.data(), b[s].generation_logprobs.data(),
-                             a[s].generation_logprobs.size() * sizeof(float)));
-  }
 }
 
 TEST(Rollouts, AreTheSameOnAnyNumberOfRanksAndSharedEvenly) {

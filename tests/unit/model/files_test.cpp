@@ -13,6 +13,7 @@ namespace {
 using nlohmann::json;
 using testing::error_of;
 using testing::random_tokens;
+using testing::rewrite;
 using testing::same_bits;
 using testing::small_config;
 using testing::small_model;
@@ -60,9 +61,7 @@ TEST(Safetensors, EveryTruncationIsNoticed) {
 }
 
 TEST(Safetensors, UnwritableFolderIsAnIoError) {
-  EXPECT_MENTIONS(error_of([] {
-                    write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}});
-                  }),
+  EXPECT_MENTIONS(error_of([] { write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}}); }),
                   "/nonexistent/folder/x.safetensors");
 }
 
@@ -119,15 +118,6 @@ TEST(ModelFiles, CompanionsAndUnknownKeysGoAlong) {
   EXPECT_EQ(written["torch_dtype"], "float32");
 }
 
-// Rewrites the single weights file of a saved model.
-void rewrite(const std::filesystem::path& dir, const std::function<void(NamedTensors&)>& change) {
-  const SafetensorsFile file(dir / "model.safetensors");
-  NamedTensors tensors;
-  for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name).clone());
-  change(tensors);
-  write_safetensors(dir / "model.safetensors", tensors);
-}
-
 TEST(ModelFiles, BadWeightsAreNamed) {
   const auto load_after = [](const std::function<void(NamedTensors&)>& change) {
     const TemporaryDirectory dir;
@@ -139,9 +129,7 @@ TEST(ModelFiles, BadWeightsAreNamed) {
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.resize(5); }), "...");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.emplace_back("model.layers.9.extra", at::ones({2})); }),
                   "unexpected tensor model.layers.9.extra [2]");
-  EXPECT_MENTIONS(load_after([](NamedTensors& t) {
-                    t[0].second = at::ones({61, 47});
-                  }),
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 47}); }),
                   "model.embed_tokens.weight has shape [61, 47], config.json says [61, 48]");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 48}, at::kLong); }), "dtype Long");
 }

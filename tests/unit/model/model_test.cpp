@@ -75,7 +75,6 @@ TEST_P(Families, BackwardAddsIntoTheFlatGradients) {
   EXPECT_EQ(model->flat_gradients().abs().max().item<float>(), 0.0f);
 }
 
-// Central differences in float64 along a random direction of all parameters at once.
 TEST_P(Families, GradientMatchesFiniteDifferences) {
   ModelOptions options;
   options.dtype = at::kDouble;
@@ -83,24 +82,7 @@ TEST_P(Families, GradientMatchesFiniteDifferences) {
     const auto model = small_model(GetParam(), tied, options);
     const PackedBatch batch = PackedBatch::from_sequences({random_tokens(12, 1), random_tokens(7, 2)});
     some_loss(*model, batch).backward();
-    const at::NoGradGuard no_grad;
-    const at::Tensor trained = model->flat_parameters().narrow(0, 0, model->trained_elements());
-    at::Tensor direction = at::zeros_like(trained);
-    for (const Parameter& p : model->parameters()) {
-      if (p.frozen) continue;
-      for (int64_t i = 0; i < p.size; ++i)
-        direction.data_ptr<double>()[p.offset + i] =
-            philox_normal(9, static_cast<uint64_t>(p.offset), static_cast<uint64_t>(i));
-    }
-    const double slope = (model->flat_gradients() * direction).sum().item<double>();
-    const auto at_step = [&](double step) {
-      trained.add_(direction, step);
-      const double value = some_loss(*model, batch).item<double>();
-      trained.sub_(direction, step);
-      return value;
-    };
-    constexpr double kStep = 1e-6;
-    EXPECT_NEAR((at_step(kStep) - at_step(-kStep)) / (2 * kStep) / slope, 1.0, 1e-5);
+    EXPECT_NEAR(testing::differences_by_gradient(*model, [&] { return some_loss(*model, batch); }), 1.0, 1e-5);
   }
 }
 

@@ -5,11 +5,15 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <filesystem>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "tests/unit/errors.h"
 #include "trainer/model/model.h"
+#include "trainer/model/safetensors.h"
 #include "trainer/ops/philox.h"
 
 namespace trireme::testing {
@@ -72,5 +76,37 @@ inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 using test::error_of;
+
+// Central differences of `loss`, whose gradient the model has, in float64 along a random direction of all parameters at
+// once. Returns their ratio to the slope that the gradient gives: 1.
+template <typename Loss>
+double differences_by_gradient(Model& model, const Loss& loss) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor trained = model.flat_parameters().narrow(0, 0, model.trained_elements());
+  at::Tensor direction = at::zeros_like(trained);
+  for (const Parameter& p : model.parameters()) {
+    for (int64_t i = 0; i < p.size && !p.frozen; ++i)
+      direction.data_ptr<double>()[p.offset + i] =
+          philox_normal(9, static_cast<uint64_t>(p.offset), static_cast<uint64_t>(i));
+  }
+  const double slope = (model.flat_gradients() * direction).sum().item<double>();
+  const auto at_step = [&](double step) {
+    trained.add_(direction, step);
+    const double value = loss().template item<double>();
+    trained.sub_(direction, step);
+    return value;
+  };
+  constexpr double kStep = 1e-6;
+  return (at_step(kStep) - at_step(-kStep)) / (2 * kStep) / slope;
+}
+
+// Rewrites the single weights file of a saved model.
+inline void rewrite(const std::filesystem::path& dir, const std::function<void(NamedTensors&)>& change) {
+  const SafetensorsFile file(dir / "model.safetensors");
+  NamedTensors tensors;
+  for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name).clone());
+  change(tensors);
+  write_safetensors(dir / "model.safetensors", tensors);
+}
 
 }  // namespace trireme::testing

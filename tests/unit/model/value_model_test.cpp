@@ -82,7 +82,6 @@ TEST(ValueModel, ARowHasItsBitsWhateverTheOthers) {
   EXPECT_TRUE(same_bits(values_of(*model, {b}), both.narrow(0, 40, 25)));
 }
 
-// Central differences in float64 along a random direction of all parameters at once.
 TEST(ValueModel, GradientMatchesFiniteDifferences) {
   for (const auto family : testing::kAllFamilies) {
     ModelOptions options;
@@ -95,23 +94,7 @@ TEST(ValueModel, GradientMatchesFiniteDifferences) {
     };
     loss_of().backward();
     EXPECT_GT(model->find("score.weight")->tensor.grad().abs().max().item<double>(), 0);
-    const at::NoGradGuard no_grad;
-    const at::Tensor trained = model->flat_parameters().narrow(0, 0, model->trained_elements());
-    at::Tensor direction = at::zeros_like(trained);
-    for (const Parameter& p : model->parameters()) {
-      for (int64_t i = 0; i < p.size && !p.frozen; ++i)
-        direction.data_ptr<double>()[p.offset + i] =
-            philox_normal(9, static_cast<uint64_t>(p.offset), static_cast<uint64_t>(i));
-    }
-    const double slope = (model->flat_gradients() * direction).sum().item<double>();
-    const auto at_step = [&](double step) {
-      trained.add_(direction, step);
-      const double value = loss_of().item<double>();
-      trained.sub_(direction, step);
-      return value;
-    };
-    constexpr double kStep = 1e-6;
-    EXPECT_NEAR((at_step(kStep) - at_step(-kStep)) / (2 * kStep) / slope, 1.0, 1e-5) << to_string(family);
+    EXPECT_NEAR(testing::differences_by_gradient(*model, loss_of), 1.0, 1e-5) << to_string(family);
   }
 }
 
@@ -156,12 +139,9 @@ TEST(ValueModel, FoldersOfTheOtherKindAndMissingScoresAreNamed) {
   const TemporaryDirectory dir;
   save_model(*small_value_model(ModelFamily::kLlama), dir.path(), {});
   EXPECT_MENTIONS(error_of([&] { load_model(dir.path(), {}); }), "is a value or reward model");
-  const SafetensorsFile file(dir.path() / "model.safetensors");
-  NamedTensors tensors;
-  for (const std::string& name : file.names()) {
-    if (name != "score.weight") tensors.emplace_back(name, file.tensor(name).clone());
-  }
-  write_safetensors(dir.path() / "model.safetensors", tensors);
+  testing::rewrite(dir.path(), [](NamedTensors& tensors) {
+    std::erase_if(tensors, [](const auto& tensor) { return tensor.first == "score.weight"; });
+  });
   EXPECT_MENTIONS(error_of([&] { load_value_model(dir.path(), {}); }), "lack 1 tensor: score.weight");
   EXPECT_THROW(small_model(ModelFamily::kLlama)->values(at::zeros({1, 48})), Error);
   EXPECT_THROW(small_value_model(ModelFamily::kLlama)->logprobs(at::zeros({1, 48}), at::zeros({1}, at::kLong), {}),
