@@ -112,6 +112,7 @@ void visit_fields(V& v, S& s) {
   v("parallelism", s.parallelism, {});
   v("gpuResource", s.gpu_resource, {0, 253});
   v("port", s.port, kPort);
+  v("minReplicas", s.min_replicas, {1, 4096});
   v("template", s.pod_template, {});
 }
 template <class V, As<Roles> S>
@@ -142,6 +143,7 @@ template <class V, As<Network> S>
 void visit_fields(V& v, S& s) {
   v("hostNetwork", s.host_network, {});
   v("masterPort", s.master_port, kPort);
+  v("workPort", s.work_port, kPort);
   v("metricsPort", s.metrics_port, kPort);
   v("sharedMemory", s.shared_memory, {0, 32});
   v("socketInterface", s.socket_interface, {0, 253});
@@ -164,6 +166,7 @@ void visit_fields(V& v, S& s) {
   v("maxFreeRestarts", s.max_free_restarts, {0, 100000});
   v("terminationTimeoutSeconds", s.termination_timeout_seconds, {1, 86400});
   v("maxAvoidedNodes", s.max_avoided_nodes, {0, 64});
+  v("maxReplacements", s.max_replacements, {0, 100000});
 }
 template <class V, As<Health> S>
 void visit_fields(V& v, S& s) {
@@ -171,6 +174,7 @@ void visit_fields(V& v, S& s) {
   v("heartbeatTimeoutSeconds", s.heartbeat_timeout_seconds, kPositive);
   v("phaseTimeoutSeconds", s.phase_timeout_seconds, {0, 16});
   v("nodeNotReadyGraceSeconds", s.node_not_ready_grace_seconds, {0, 86400});
+  v("generationTimeoutSeconds", s.generation_timeout_seconds, kPositive);
   v("action", s.action, {});
 }
 template <class V, As<Checkpoint> S>
@@ -235,6 +239,7 @@ void visit_fields(V& v, S& s) {
   v("validationAccuracy", s.validation_accuracy, {});
   v("phaseSeconds", s.phase_seconds, {0, 64});
   v("weightVersion", s.weight_version, kAnyInt);
+  v("trajectoryAge", s.trajectory_age, {});
   v("lastCheckpointStep", s.last_checkpoint_step, kAnyInt);
   v("lastHeartbeatTime", s.last_heartbeat_time, {0, 64});
 }
@@ -253,6 +258,11 @@ void visit_fields(V& v, S& s) {
   v("action", s.action, {0, 63});
   v("time", s.time, {0, 64});
   v("attempt", s.attempt, kAnyInt);
+}
+template <class V, As<ScaleStatus> S>
+void visit_fields(V& v, S& s) {
+  v("replicas", s.replicas, {});
+  v("selector", s.selector, {});
 }
 template <class V, As<AvoidedNode> S>
 void visit_fields(V& v, S& s) {
@@ -287,6 +297,7 @@ void visit_fields(V& v, S& s) {
   v("reservation", s.reservation, {0, 253});
   v("conditions", s.conditions, {0, 16});
   v("roles", s.roles, {0, 8});
+  v("generation", s.generation, {});
   v("progress", s.progress, {});
   v("lastFailure", s.last_failure, {});
   v("avoidedNodes", s.avoided_nodes, {0, 64});

@@ -74,13 +74,14 @@ struct Parallelism {
 };
 
 struct RoleSpec {
-  int64_t replicas = 1;                      // pods
+  int64_t replicas = 1;                      // pods; those of generation may be changed while the job runs
   int64_t gpus_per_pod = 0;                  // "gpusPerPod"; 0: CPU
   std::optional<int64_t> processes_per_pod;  // absent: one per GPU, or 1 on CPU
   Parallelism parallelism;
   std::string gpu_resource = "nvidia.com/gpu";
-  std::optional<int64_t> port;  // reward role: where its HTTP service listens
-  Json pod_template;            // "template": a PodTemplateSpec, verbatim; null if absent
+  std::optional<int64_t> port;          // reward role: where its HTTP service listens
+  std::optional<int64_t> min_replicas;  // "minReplicas", generation role: so many must be ready; absent: 1
+  Json pod_template;                    // "template": a PodTemplateSpec, verbatim; null if absent
 };
 
 struct Roles {
@@ -110,6 +111,7 @@ struct Rdma {
 struct Network {
   bool host_network = false;
   int64_t master_port = 29500;
+  int64_t work_port = 29501;  // actor 0's server of work for generation pods
   int64_t metrics_port = 9400;
   std::string shared_memory = "8Gi";  // size limit of /dev/shm (a Kubernetes quantity)
   std::string socket_interface;       // NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME
@@ -133,6 +135,9 @@ struct FailurePolicy {
   int64_t max_free_restarts = 50;             // in a row, without a new step or ten minutes of running between them
   int64_t termination_timeout_seconds = 300;  // a pod that takes longer to go is named in the condition Terminating
   int64_t max_avoided_nodes = 8;
+  // So many failures in a row (each within ten minutes of running) of one generation or reward pod are mended by a new
+  // pod in the same attempt.
+  int64_t max_replacements = 10;
 };
 
 struct Health {
@@ -140,6 +145,7 @@ struct Health {
   int64_t heartbeat_timeout_seconds = 600;
   std::map<std::string, int64_t> phase_timeout_seconds;  // per phase name; wins over the heartbeat timeout
   int64_t node_not_ready_grace_seconds = 300;  // a node that is NotReady for less has not taken its pods along
+  int64_t generation_timeout_seconds = 600;    // with fewer than minReplicas of generation ready the attempt fails
   HangAction action = HangAction::kRestart;    // of a hang, and of a start that takes too long
 };
 
@@ -206,6 +212,7 @@ struct Progress {
   std::optional<double> validation_accuracy;
   std::map<std::string, double> phase_seconds;
   std::optional<int64_t> weight_version;
+  std::optional<double> trajectory_age;  // mean age of the step's tokens, in weight versions
   std::optional<int64_t> last_checkpoint_step;
   std::string last_heartbeat_time;
 };
@@ -224,6 +231,12 @@ struct LastFailure {
   std::string action;    // a FailureAction, or ReplacePod
   std::string time;
   int64_t attempt = 0;
+};
+
+// Of the generation role, for the scale subresource, whose paths may not reach into status.roles.
+struct ScaleStatus {
+  int64_t replicas = 0;  // pods that are there
+  std::string selector;
 };
 
 struct AvoidedNode {
@@ -258,6 +271,7 @@ struct RLJobStatus {
   std::string reservation;  // Kueue's pod group, which attempts may share; empty: the attempt's own
   std::vector<Condition> conditions;
   std::vector<RoleStatus> roles;
+  std::optional<ScaleStatus> generation;
   std::optional<Progress> progress;
   std::optional<LastFailure> last_failure;
   std::vector<AvoidedNode> avoided_nodes;

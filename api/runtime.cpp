@@ -35,6 +35,16 @@ void set_fabric(const Network& network, bool rdma, std::map<std::string, std::st
   if (network.rdma->require) env["TRIREME_REQUIRE_RDMA"] = "1";
 }
 
+// Of a pod whose processes are ranks of the job.
+void set_ranks(const RoleSpec& actor, const PodPlace& place, std::map<std::string, std::string>& env) {
+  env["PET_MASTER_ADDR"] = env["MASTER_ADDR"];
+  env["PET_MASTER_PORT"] = env["MASTER_PORT"];
+  env["NODE_RANK"] = env["PET_NODE_RANK"] = number(place.index);
+  env["NNODES"] = env["PET_NNODES"] = number(actor.replicas);
+  env["PET_NPROC_PER_NODE"] = number(processes_per_pod(actor));
+  env["TRIREME_LAYOUT"] = to_string(layout_of(actor));
+}
+
 constexpr int64_t kMaxRanksWithGroups = 4096;
 
 }  // namespace
@@ -75,6 +85,17 @@ int64_t total_pods(const RLJobSpec& spec) {
   return total;
 }
 
+int64_t core_pods(const RoleRef& role) {
+  if (role.name != "generation") return role.spec->replicas;
+  return std::min(role.spec->replicas, role.spec->min_replicas.value_or(1));
+}
+
+int64_t core_pods(const RLJobSpec& spec) {
+  int64_t total = 0;
+  for (const RoleRef& role : roles_of(spec)) total += core_pods(role);
+  return total;
+}
+
 int64_t total_gpus(const RLJobSpec& spec) {
   int64_t total = 0;
   for (const RoleRef& role : roles_of(spec)) total += role.spec->replicas * role.spec->gpus_per_pod;
@@ -100,8 +121,10 @@ bool uses_host_network(const RLJobSpec& spec, const RoleSpec& role) {
 std::string pod_hostname(const std::string& job, const std::string& role, int64_t index) {
   return job + "-" + role + "-" + number(index);
 }
-std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt) {
-  return pod_hostname(job, role, index) + "-a" + number(attempt);
+std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt,
+                     int64_t incarnation) {
+  return pod_hostname(job, role, index) + "-a" + number(attempt) +
+         (incarnation > 0 ? "-i" + number(incarnation) : std::string());
 }
 std::string attempt_service_name(const std::string& job, int64_t attempt) { return job + "-a" + number(attempt); }
 std::string topology_config_map_name(const std::string& job, int64_t attempt) {
@@ -146,6 +169,20 @@ std::vector<std::string> trainer_command(const RLJob& job, const std::string& co
   return command;
 }
 
+std::vector<std::string> engine_command(const RLJob& job, const std::string& config_path) {
+  const RLJobSpec& spec = job.spec;
+  std::vector<std::string> command = {"trireme", "engine", "--config",
+                                      spec.config.path.empty() ? config_path : spec.config.path,
+                                      "algorithm=" + to_lower(to_string(spec.algorithm))};
+  for (std::string& item : trainer_overrides(job)) command.push_back(std::move(item));
+  return command;
+}
+
+std::vector<std::string> role_command(const RLJob& job, const std::string& role, const std::string& config_path) {
+  if (role == "reward") return {};
+  return role == "generation" ? engine_command(job, config_path) : trainer_command(job, config_path);
+}
+
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place) {
   const RLJobSpec& spec = job.spec;
   const RoleSpec& actor = actor_of(spec);
@@ -167,21 +204,23 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
     return env;
   }
   const std::string port = number(place.master_port > 0 ? place.master_port : spec.network.master_port);
-  const std::string nodes = number(actor.replicas);
-  const std::string index = number(place.index);
-  env["MASTER_ADDR"] = env["PET_MASTER_ADDR"] = place.master_address;
-  env["MASTER_PORT"] = env["PET_MASTER_PORT"] = port;
-  env["NODE_RANK"] = env["PET_NODE_RANK"] = index;
-  env["NNODES"] = env["PET_NNODES"] = nodes;
-  env["PET_NPROC_PER_NODE"] = number(processes_per_pod(actor));
-  env["TRIREME_LAYOUT"] = to_string(layout_of(actor));
+  const std::string work_port = number(place.work_port > 0 ? place.work_port : spec.network.work_port);
+  env["MASTER_ADDR"] = place.master_address;
+  env["MASTER_PORT"] = port;
+  if (place.role == "generation") {
+    env["TRIREME_WORK_URL"] = "http://" + place.master_address + ":" + work_port;
+    env["TRIREME_ENGINE_NAME"] = pod_name(job.metadata.name, place.role, place.index, place.attempt, place.incarnation);
+  } else {
+    set_ranks(actor, place, env);
+    if (spec.roles.generation) env["TRIREME_WORK_PORT"] = work_port;
+    env["TRIREME_CHECKPOINT_ON_TERMINATION"] = spec.checkpoint.on_termination ? "1" : "0";
+    env["TRIREME_TERMINATION_SECONDS"] = number(spec.checkpoint.timeout_seconds);
+  }
   if (!place.topology_file.empty()) env["TRIREME_TOPOLOGY_FILE"] = place.topology_file;
   if (!spec.network.socket_interface.empty()) {
     env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
   }
   set_fabric(spec.network, uses_rdma(spec, place.role), env);
-  env["TRIREME_CHECKPOINT_ON_TERMINATION"] = spec.checkpoint.on_termination ? "1" : "0";
-  env["TRIREME_TERMINATION_SECONDS"] = number(spec.checkpoint.timeout_seconds);
   return env;
 }
 
@@ -213,6 +252,12 @@ Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std:
     nodes.push_back({{"index", i}, {"role", "actor"}, {"host", hosts[i]}, {"ranks", {first, first + processes - 1}}});
   }
   document["nodes"] = std::move(nodes);
+  Json roles = Json::array();
+  for (const RoleRef& role : roles_of(job.spec)) {
+    roles.push_back(
+        {{"name", role.name}, {"replicas", role.spec->replicas}, {"processesPerPod", processes_per_pod(*role.spec)}});
+  }
+  document["roles"] = std::move(roles);
   if (layout.world() <= kMaxRanksWithGroups) {
     Json all = Json::object();
     for (const Axis axis : {Axis::kTp, Axis::kCp, Axis::kDp, Axis::kPp, Axis::kEtp, Axis::kEp, Axis::kEdp}) {

@@ -26,6 +26,9 @@ struct RoleRef {
 std::vector<RoleRef> roles_of(const RLJobSpec& spec);
 const RoleSpec& actor_of(const RLJobSpec& spec);  // throws Error(kUser) if there is none
 int64_t total_pods(const RLJobSpec& spec);
+// Pods of a role without which no step ends: all of them, of generation minReplicas.
+int64_t core_pods(const RoleRef& role);
+int64_t core_pods(const RLJobSpec& spec);
 int64_t total_gpus(const RLJobSpec& spec);
 // Do the role's pods ask for RDMA devices? Those of trainers with GPUs do; a reward role speaks HTTP only.
 bool uses_rdma(const RLJobSpec& spec, const std::string& role);
@@ -34,13 +37,16 @@ bool uses_host_network(const RLJobSpec& spec, const RoleSpec& role);
 
 // ---- names -------------------------------------------------------------------------------------------------------
 
-std::string pod_hostname(const std::string& job, const std::string& role, int64_t index);               // j-actor-0
-std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt);  // j-actor-0-a1
-std::string attempt_service_name(const std::string& job, int64_t attempt);                              // j-a1
-std::string topology_config_map_name(const std::string& job, int64_t attempt);                          // j-topology-a1
-std::string config_config_map_name(const std::string& job);                                             // j-config
-std::string reward_service_name(const std::string& job);                                                // j-reward
-std::string network_policy_name(const std::string& job);                                                // j-network
+std::string pod_hostname(const std::string& job, const std::string& role, int64_t index);  // j-actor-0
+// j-actor-0-a1. A generation or reward pod that is made again in its attempt is told apart by its incarnation, which is
+// above 0: j-reward-0-a1-i2.
+std::string pod_name(const std::string& job, const std::string& role, int64_t index, int64_t attempt,
+                     int64_t incarnation = 0);
+std::string attempt_service_name(const std::string& job, int64_t attempt);      // j-a1
+std::string topology_config_map_name(const std::string& job, int64_t attempt);  // j-topology-a1
+std::string config_config_map_name(const std::string& job);                     // j-config
+std::string reward_service_name(const std::string& job);                        // j-reward
+std::string network_policy_name(const std::string& job);                        // j-network
 std::string pod_address(const std::string& job, const std::string& role, int64_t index,
                         int64_t attempt);  // j-actor-0.j-a1
 
@@ -64,18 +70,27 @@ inline constexpr int kExitCheckpointed = 40;   // SIGTERM, checkpoint written: f
 // trireme launch --nproc-per-node P -- train --algorithm grpo --config FILE --layout tp=..,.. [key=value ...]
 // The file is `config_path` (the mounted or local file), unless spec.config.path names one in the image.
 std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path);
-// The overrides at the end of it: model, checkpoint folder, cluster sizes, then spec.config.overrides.
+// trireme engine --config FILE algorithm=grpo [key=value ...], with the actor's file and overrides: a generation pod
+// whose configuration differs from the actor's may not join.
+std::vector<std::string> engine_command(const RLJob& job, const std::string& config_path);
+// What a role's pods run, unless their template says otherwise: empty for the reward role, whose image knows.
+std::vector<std::string> role_command(const RLJob& job, const std::string& role, const std::string& config_path);
+// The overrides at the end of both: model, checkpoint folder, cluster sizes, then spec.config.overrides.
 std::vector<std::string> trainer_overrides(const RLJob& job);
 
 struct PodPlace {
   std::string role = "actor";
   int64_t index = 0;
   int64_t attempt = 1;
+  int64_t incarnation = 0;
   std::string master_address;  // host name or IP of actor 0
   int64_t master_port = 0;     // 0: spec.network.masterPort
+  int64_t work_port = 0;       // 0: spec.network.workPort
   std::string topology_file;   // empty: not set
 };
-// MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. The operator adds
+// MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. Generation pods
+// get no NODE_RANK, NNODES, PET_* but TRIREME_WORK_URL, where actor 0 gives work out (it is told the port by
+// TRIREME_WORK_PORT, which is set only when the job has a generation role), and TRIREME_ENGINE_NAME. The operator adds
 // TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE, TRIREME_POD_NAME, TRIREME_NODE_NAME.
 // NCCL_* and GLOO_* by spec.network are not reserved: where a container's template sets one, that one counts.
 // TRIREME_REQUIRE_RDMA=1: the trainer must end when NCCL would talk to other nodes over sockets.
@@ -85,8 +100,10 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
 bool is_reserved_env(const std::string& name);
 
 // topology.json:
-// {"job","attempt","layout":{...},"nodes":[{"index","host","ranks":[first,last]}],"groups":{"tp":[[...]],...}}. Groups
-// are left out above 4096 ranks (they follow from the layout). hosts: one per actor pod.
+// {"job","attempt","layout":{...},"nodes":[{"index","host","ranks":[first,last]}],"groups":{"tp":[[...]],...},
+// "roles":[{"name","replicas","processesPerPod"}]}. All but roles are the actor's. Groups are left out above 4096 ranks
+// (they follow from the layout). hosts: one per actor pod. Of generation, replicas is the number that the attempt began
+// with.
 Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts);
 
 // What a process of a pod (PodPlace) was started with: RANK, WORLD_SIZE, TRIREME_ATTEMPT, NODE_RANK and --layout.

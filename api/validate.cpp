@@ -199,18 +199,18 @@ class Validator final {
                                        "hold the critic too"
                                      : std::string("is for algorithm PPO only, not ") + to_string(spec_.algorithm));
     }
-    if (spec_.roles.generation) {
-      error("spec.roles.generation",
-            "dedicated generation pods are not supported yet; leave the role out, and the actor generates (colocated)");
-    }
     for (const RoleRef& role : roles_of(spec_)) {
       const std::string path = "spec.roles." + role.name;
       if (!is_qualified_name(role.spec->gpu_resource)) {
         error(path + ".gpuResource",
               quoted(role.spec->gpu_resource) + " is not a resource name such as nvidia.com/gpu");
       }
+      if (role.name != "generation" && role.spec->min_replicas)
+        error(path + ".minReplicas", "is for the generation role; of the others every pod must be there");
       if (role.name == "reward") {
         check_reward(*role.spec, path);
+      } else if (role.name == "generation") {
+        check_generation(*role.spec, path);
       } else {
         check_trainer_role(*role.spec, path);
       }
@@ -227,6 +227,25 @@ class Validator final {
     if (view.container(kRewardContainer)->image.empty()) {
       error(path + ".template", "needs a container named reward with an image");
     }
+  }
+
+  void check_generation(const RoleSpec& role, const std::string& path) {
+    if (spec_.algorithm == Algorithm::kSft)
+      error(path, "has no meaning for algorithm SFT, which generates nothing; leave the role out");
+    if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
+    if (processes_per_pod(role) > 1) {
+      error(path + (role.gpus_per_pod > 1 ? ".gpusPerPod" : ".processesPerPod"),
+            "gives a pod " + std::to_string(processes_per_pod(role)) +
+                " processes, but a generation pod has one; leave it at 1 and raise replicas instead");
+    }
+    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp.value_or(role.replicas) != role.replicas)
+      error(path + ".parallelism", "has no meaning yet: every generation pod holds the whole model; leave it out");
+    if (role.min_replicas.value_or(1) > role.replicas) {
+      error(path + ".minReplicas", "is " + std::to_string(*role.min_replicas) + ", more than replicas, which is " +
+                                       std::to_string(role.replicas));
+    }
+    if (spec_.network.work_port == spec_.network.master_port || spec_.network.work_port == spec_.network.metrics_port)
+      error("spec.network.workPort", "is the same as masterPort or metricsPort");
   }
 
   static Layout layout_sizes(const RoleSpec& role) {
@@ -499,6 +518,35 @@ class Validator final {
     check_text_setting("policy.model_name", spec_.model.source, "spec.model.source");
     check_text_setting("checkpointing.checkpoint_dir", spec_.checkpoint.directory, "spec.checkpoint.directory");
     check_overrides(sizes);
+    check_colocated();
+  }
+
+  // Who generates is said twice, and both must agree. A configuration behind a config map or path is compared by the
+  // trainer.
+  void check_colocated() {
+    static const std::string kKey = "policy.generation.colocated.enabled";
+    const bool dedicated = spec_.roles.generation.has_value();
+    std::optional<bool> colocated;
+    std::string at = "spec.config.inline";
+    if (const Json* value = config_value(kKey); value && value->is_boolean()) {
+      colocated = value->get<bool>();
+      at += "." + kKey;
+    } else if (spec_.config.inline_config.is_object() && !value && !config_value("defaults")) {
+      colocated = true;  // the key's default
+    }
+    for (size_t i = 0; i < spec_.config.overrides.size(); ++i) {
+      const std::string& text = spec_.config.overrides[i];
+      if (!starts_with(text, kKey + "=")) continue;
+      const std::string value = text.substr(kKey.size() + 1);
+      if (value == "true" || value == "false") colocated = value == "true";
+      at = "spec.config.overrides[" + std::to_string(i) + "]";
+    }
+    if (!colocated || *colocated != dedicated) return;
+    if (dedicated) {
+      error(at, "the job has generation pods, which need " + kKey + ": false in the configuration");
+    } else {
+      error(at, kKey + " is false, which needs spec.roles.generation: there is nobody to generate");
+    }
   }
 
   void check_size(const Json& value, const std::string& key, int64_t size, const std::string& field) {
@@ -643,6 +691,27 @@ class Validator final {
 
 }  // namespace
 
+namespace {
+
+// Of the sizes of roles, the number of generation pods may change while the job runs.
+void check_sizes(const RLJobSpec& before, const RLJobSpec& after, Validation& result) {
+  const auto refuse = [&](const char* path, const char* why) { result.errors.push_back({path, why}); };
+  RLJobSpec same = after;
+  if (before.roles.generation && same.roles.generation)
+    same.roles.generation->replicas = before.roles.generation->replicas;
+  if (spec_to_json(before).value("roles", Json()) != spec_to_json(same).value("roles", Json())) {
+    refuse("spec.roles",
+           "can only be changed while the job is suspended (spec.suspend: true), but for generation.replicas");
+  } else if (before.roles.generation && before.roles.generation->replicas != after.roles.generation->replicas &&
+             !before.queue_name.empty() &&
+             (before.scheduling.backend == GangBackend::kAuto || before.scheduling.backend == GangBackend::kKueue)) {
+    refuse("spec.roles.generation.replicas",
+           "can only be changed while the job is suspended (spec.suspend: true): Kueue admits a job's pods as a whole");
+  }
+}
+
+}  // namespace
+
 Validation validate(const RLJob& job) { return Validator(job).run(); }
 
 Validation validate_update(const RLJob& old_job, const RLJob& new_job) {
@@ -654,7 +723,8 @@ Validation validate_update(const RLJob& old_job, const RLJob& new_job) {
     if (differs(key)) result.errors.push_back({std::string("spec.") + key, "cannot be changed; make a new RLJob"});
   }
   if (old_job.spec.suspend) return result;
-  for (const char* key : {"roles", "model", "config", "image", "imagePullPolicy", "network", "scheduling", "checkpoint",
+  check_sizes(old_job.spec, new_job.spec, result);
+  for (const char* key : {"model", "config", "image", "imagePullPolicy", "network", "scheduling", "checkpoint",
                           "priorityClassName", "queueName"}) {
     if (differs(key)) {
       result.errors.push_back(

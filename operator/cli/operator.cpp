@@ -113,6 +113,7 @@ std::vector<std::string> missing_crd_fields(const json& crd) {
       status.window_step = status.free_streak = status.free_step = 1;
   status.conditions = {{"a", "b", "c", "d", "e", std::nullopt}};
   status.roles = {RoleStatus{"actor", 1, 1, 1, 1, 1, 1, 1, 1, "s"}};
+  status.generation = ScaleStatus{1, "s"};
   status.progress = Progress{};
   status.last_failure = LastFailure{};
   status.avoided_nodes = {{"a", "b", "c"}};

@@ -557,7 +557,7 @@ def unknown_field():
 
 def not_supported():
     told = []
-    for name in ("ppo-critic", "dedicated-generation"):
+    for name in ("ppo-critic",):
         job = next(d for d in yaml.safe_load_all((ROOT / f"examples/{name}.rljob.yaml").read_text())
                    if d["kind"] == "RLJob")
         told.append(refused(job, "not supported"))
@@ -567,7 +567,7 @@ def not_supported():
 def examples_accepted():
     names = []
     for path in sorted((ROOT / "examples").glob("*.rljob.yaml")):
-        if path.name.startswith(("ppo-critic.", "dedicated")):
+        if path.name.startswith("ppo-critic."):
             continue
         for document in yaml.safe_load_all(path.read_text()):
             if document["kind"] == "RLJob":

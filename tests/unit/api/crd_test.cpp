@@ -168,6 +168,15 @@ TEST(Crd, NamesColumnsAndSubresources) {
   EXPECT_EQ(crd["spec"]["names"]["shortNames"][0].as<std::string>(), "rlj");
   EXPECT_EQ(std::string(kApiGroup) + "/" + version()["name"].as<std::string>(), kApiVersion);
   EXPECT_TRUE(version()["subresources"]["status"].IsMap());
+  for (const char* key : {"specReplicasPath", "statusReplicasPath", "labelSelectorPath"}) {
+    YAML::Node at = version()["schema"]["openAPIV3Schema"];
+    const std::string path = version()["subresources"]["scale"][key].as<std::string>("");
+    ASSERT_FALSE(path.empty()) << key;
+    EXPECT_EQ(path.find('['), std::string::npos) << "the API server takes no lists here";
+    std::istringstream parts(path.substr(1));
+    for (std::string part; std::getline(parts, part, '.');) at.reset(at["properties"][part]);
+    EXPECT_TRUE(at.IsMap()) << path;
+  }
   std::vector<std::string> columns;
   for (const auto& column : version()["additionalPrinterColumns"]) {
     if (!column["priority"]) columns.push_back(column["name"].as<std::string>());
@@ -214,7 +223,7 @@ TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
        {"parallelism.tp must divide the processes of a pod", "tp x cp x pp must divide", "etp x ep x pp must divide",
         "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is for algorithm PPO only",
         "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
-        "at most 40 characters"}) {
+        "at most 40 characters", "minReplicas must be at most replicas", "workPort must differ"}) {
     EXPECT_THAT(text, testing::HasSubstr(message));
   }
 }

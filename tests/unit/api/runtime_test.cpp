@@ -30,6 +30,20 @@ TEST(Sizes, FollowTheRoles) {
   EXPECT_THROW(actor_of(RLJobSpec{}), Error);
 }
 
+TEST(Sizes, TheCoreOfAGangIsWhatNoStepEndsWithout) {
+  const auto core = [](const std::string& generation) {
+    return core_pods(
+        parse_rljob(
+            job_yaml("  roles:\n    actor: {replicas: 2}\n    reward: {replicas: 3, port: 80}\n    generation: {" +
+                     generation + "}\n"),
+            "f")
+            .spec);
+  };
+  EXPECT_EQ(core("replicas: 4"), 6);
+  EXPECT_EQ(core("replicas: 4, minReplicas: 3"), 8);
+  EXPECT_EQ(core("replicas: 4, minReplicas: 9"), 9) << "what nobody validated";
+}
+
 TEST(Trainer, CommandLine) {
   const RLJob job = parse_rljob(read_example("eight-nodes-tp4-pp4.rljob.yaml"), "f");
   EXPECT_THAT(trainer_command(job, "/etc/trireme/config/config.yaml"),
@@ -120,9 +134,38 @@ TEST(Trainer, RewardPodsGetNoRanks) {
   EXPECT_EQ(pod_environment(job, {}).at("TRIREME_REWARD_URL"), "http://job-reward:8080");
 }
 
+TEST(Trainer, GenerationPodsJoinActor0) {
+  RLJob job = parse_rljob(job_yaml("  roles: {actor: {replicas: 2}, generation: {replicas: 2}}\n"
+                                   "  network: {workPort: 777, rdma: {resourceName: rdma/ib}}\n"
+                                   "  config: {path: c.yaml, overrides: [grpo.seed=1]}\n"),
+                          "f");
+  job.metadata.uid = "5e9c";
+  const PodPlace place{
+      .role = "generation", .index = 1, .attempt = 3, .incarnation = 2, .master_address = "job-actor-0.job-a3"};
+  const auto env = pod_environment(job, place);
+  EXPECT_EQ(env.at("TRIREME_ROLE"), "generation");
+  EXPECT_EQ(env.at("TRIREME_JOB_UID"), "5e9c");
+  EXPECT_EQ(env.at("TRIREME_ATTEMPT"), "3");
+  EXPECT_EQ(env.at("MASTER_ADDR"), "job-actor-0.job-a3");
+  EXPECT_EQ(env.at("MASTER_PORT"), "29500");
+  EXPECT_EQ(env.at("TRIREME_WORK_URL"), "http://job-actor-0.job-a3:777");
+  EXPECT_EQ(env.at("TRIREME_ENGINE_NAME"), "job-generation-1-a3-i2");
+  for (const char* name : {"NODE_RANK", "NNODES", "PET_NNODES", "TRIREME_LAYOUT", "TRIREME_WORK_PORT"})
+    EXPECT_FALSE(env.count(name)) << name;
+  EXPECT_EQ(pod_environment(job, {}).at("TRIREME_WORK_PORT"), "777");
+  EXPECT_FALSE(pod_environment(parse_rljob(job_yaml(), "f"), {}).count("TRIREME_WORK_PORT"));
+  EXPECT_EQ(pod_environment(job, {.role = "generation", .work_port = 5}).at("TRIREME_WORK_URL"), "http://:5");
+  EXPECT_THAT(role_command(job, "generation", "/c.yaml"),
+              ElementsAre("trireme", "engine", "--config", "c.yaml", "algorithm=grpo", "cluster.num_nodes=2",
+                          "cluster.gpus_per_node=1", "grpo.seed=1"));
+  EXPECT_EQ(role_command(job, "actor", "/c.yaml"), trainer_command(job, "/c.yaml"));
+  EXPECT_THAT(role_command(job, "reward", "/c.yaml"), testing::IsEmpty());
+}
+
 TEST(Names, AreStablePerAttempt) {
   EXPECT_EQ(pod_hostname("j", "actor", 2), "j-actor-2");
   EXPECT_EQ(pod_name("j", "actor", 2, 5), "j-actor-2-a5");
+  EXPECT_EQ(pod_name("j", "reward", 2, 5, 3), "j-reward-2-a5-i3");
   EXPECT_EQ(attempt_service_name("j", 5), "j-a5");
   EXPECT_EQ(pod_address("j", "actor", 0, 5), "j-actor-0.j-a5");
 }
@@ -138,6 +181,14 @@ TEST(TopologyDocument, RanksOfEveryPodAndGroups) {
   EXPECT_EQ(document["groups"]["tp"].dump(), "[[0,1],[2,3],[4,5],[6,7]]");
   EXPECT_EQ(document["groups"]["pp"].dump(), "[[0,4],[1,5],[2,6],[3,7]]");
   EXPECT_FALSE(document["groups"].contains("cp"));
+  EXPECT_EQ(document["roles"].dump(), R"([{"name":"actor","processesPerPod":4,"replicas":2}])");
+  const RLJob roles = parse_rljob(
+      job_yaml("  roles: {actor: {}, generation: {replicas: 3, gpusPerPod: 1}, reward: {replicas: 2, port: 80}}\n"),
+      "f");
+  EXPECT_EQ(topology_document(roles, 2, {"h0"})["roles"].dump(),
+            R"([{"name":"actor","processesPerPod":1,"replicas":1},)"
+            R"({"name":"generation","processesPerPod":1,"replicas":3},)"
+            R"({"name":"reward","processesPerPod":1,"replicas":2}])");
 }
 
 TEST(PodView, SeesWhatTheLocalRunnerNeeds) {
@@ -205,9 +256,6 @@ TEST(Examples, AllAreAcceptedButThoseThatAreNotSupportedYet) {
     const std::string errors = to_string(validate(job).errors);
     if (name == "ppo-critic.rljob.yaml") {
       EXPECT_THAT(errors, testing::StartsWith("spec.roles.critic: critic pods are not supported yet"));
-    } else if (name == "dedicated-generation.rljob.yaml") {
-      EXPECT_THAT(errors,
-                  testing::StartsWith("spec.roles.generation: dedicated generation pods are not supported yet"));
     } else {
       EXPECT_EQ(errors, "") << name;
       ++accepted;
@@ -218,7 +266,7 @@ TEST(Examples, AllAreAcceptedButThoseThatAreNotSupportedYet) {
           << name << " " << job.spec.config.path;
     }
   }
-  EXPECT_EQ(accepted, 8u);
+  EXPECT_EQ(accepted, 9u);
   const RLJob moe = parse_rljob(read_example("experts-ep8.rljob.yaml"), "f");
   EXPECT_EQ(layout_of(*moe.spec.roles.actor), (Layout{.tp = 2, .ep = 8, .dp = 32}));
   const RLJob context = parse_rljob(read_example("context-parallel-16k.rljob.yaml"), "f");

@@ -103,8 +103,6 @@ TEST(Validate, WhatIsNotSupportedYetIsSaid) {
               HasSubstr("spec.roles.critic: critic pods are not supported yet"));
   EXPECT_THAT(errors_of("  roles: {actor: {}, critic: {}}\n"),
               HasSubstr("spec.roles.critic: is for algorithm PPO only, not GRPO"));
-  EXPECT_THAT(errors_of("  roles: {actor: {}, generation: {}}\n"),
-              HasSubstr("spec.roles.generation: dedicated generation pods are not supported yet"));
   EXPECT_THAT(errors_of("  roles: {}\n"), HasSubstr("spec.roles.actor: is missing"));
 }
 
@@ -200,6 +198,48 @@ TEST(Validate, RewardPods) {
   EXPECT_THAT(errors_of(actor("port: 80")), HasSubstr("is for the reward role"));
 }
 
+std::string generation(const std::string& fields, const std::string& more = "",
+                       const std::string& colocated = "false") {
+  return errors_of("  roles: {actor: {}, generation: {" + fields + "}}\n" + more +
+                   "  config: {path: a, overrides: [policy.generation.colocated.enabled=" + colocated + "]}\n");
+}
+
+TEST(Validate, GenerationPods) {
+  EXPECT_EQ(generation("replicas: 3, minReplicas: 2, gpusPerPod: 1"), "");
+  EXPECT_EQ(generation(""), "");
+  EXPECT_EQ(generation("", "  algorithm: PPO\n"), "");
+  EXPECT_EQ(generation("replicas: 2, minReplicas: 3"),
+            "spec.roles.generation.minReplicas: is 3, more than replicas, which is 2");
+  EXPECT_THAT(generation("gpusPerPod: 8"), HasSubstr("spec.roles.generation.gpusPerPod: gives a pod 8 processes"));
+  EXPECT_THAT(generation("processesPerPod: 2"), HasSubstr("spec.roles.generation.processesPerPod: gives a pod 2"));
+  EXPECT_THAT(generation("replicas: 2, parallelism: {tp: 2}"), HasSubstr("holds the whole model"));
+  EXPECT_EQ(generation("replicas: 2, parallelism: {dp: 2}"), "");
+  EXPECT_THAT(generation("port: 80"), HasSubstr("is for the reward role"));
+  EXPECT_THAT(generation("", "  algorithm: SFT\n"),
+              HasSubstr("spec.roles.generation: has no meaning for algorithm SFT"));
+  EXPECT_THAT(generation("", "  network: {workPort: 9400}\n"), HasSubstr("spec.network.workPort: is the same as"));
+  EXPECT_EQ(errors_of("  network: {metricsPort: 29501}\n"), "") << "nobody listens on the work port";
+  EXPECT_THAT(errors_of(actor("replicas: 2, minReplicas: 1")),
+              HasSubstr("spec.roles.actor.minReplicas: is for the generation role"));
+}
+
+TEST(Validate, WhoGeneratesIsSaidTheSameTwice) {
+  EXPECT_THAT(generation("", "", "true"), HasSubstr("spec.config.overrides[0]: the job has generation pods, which need "
+                                                    "policy.generation.colocated.enabled: false in the configuration"));
+  const auto inlined = [](const std::string& roles, const std::string& config) {
+    return errors_of("  roles: {" + roles + "}\n  config: {inline: " + config + "}\n");
+  };
+  const std::string off = "{policy: {generation: {colocated: {enabled: false}}}}";
+  EXPECT_EQ(inlined("actor: {}, generation: {}", off), "");
+  EXPECT_THAT(
+      inlined("actor: {}", off),
+      HasSubstr("spec.config.inline.policy.generation.colocated.enabled: policy.generation.colocated.enabled is "
+                "false, which needs spec.roles.generation"));
+  EXPECT_THAT(inlined("actor: {}, generation: {}", "{}"), HasSubstr("spec.config.inline: the job has generation pods"));
+  EXPECT_EQ(inlined("actor: {}, generation: {}", "{defaults: grpo.yaml}"), "") << "the trainer compares";
+  EXPECT_EQ(errors_of("  roles: {actor: {}, generation: {}}\n  config: {configMapRef: {name: c}}\n"), "");
+}
+
 TEST(Validate, SmallThings) {
   EXPECT_THAT(errors_of("  managedBy: me\n"),
               HasSubstr("spec.managedBy: must be trireme.dev/operator or kueue.x-k8s.io/multikueue"));
@@ -264,6 +304,19 @@ TEST(ValidateUpdate, WhatMayChangeAndWhen) {
   EXPECT_THAT(paths(running, "  image: other\n"), ElementsAre("spec.image"));
   EXPECT_THAT(paths(suspended, "  algorithm: SFT\n"), ElementsAre("spec.algorithm"));
   EXPECT_THAT(paths(running, "  managedBy: kueue.x-k8s.io/multikueue\n"), ElementsAre("spec.managedBy"));
+  const std::string pods = "  roles: {actor: {}, generation: {replicas: ";
+  const RLJob generating = parse_rljob(job_yaml(pods + "2}}\n"), "f");
+  EXPECT_THAT(paths(generating, pods + "4}}\n"), IsEmpty());
+  EXPECT_THAT(paths(generating, pods + "2, gpusPerPod: 1}}\n"), ElementsAre("spec.roles"));
+  EXPECT_THAT(paths(generating, "  roles: {actor: {}}\n"), ElementsAre("spec.roles"));
+  EXPECT_THAT(paths(generating, "  roles: {actor: {replicas: 2}, generation: {replicas: 4}}\n"),
+              ElementsAre("spec.roles"));
+  for (const char* backend : {"Auto", "Kueue", "Volcano"}) {
+    const std::string queue = std::string("  queueName: q\n  scheduling: {backend: ") + backend + "}\n";
+    const std::vector<std::string> refused =
+        paths(parse_rljob(job_yaml(pods + "2}}\n" + queue), "f"), pods + "4}}\n" + queue);
+    EXPECT_EQ(refused.size(), std::string_view(backend) == "Volcano" ? 0u : 1u) << backend;
+  }
   // A default that is written out is not a change.
   EXPECT_THAT(paths(running, "  image: docker.io/trireme/trainer:0.1.0\n  podRetention: Failed\n"), IsEmpty());
 }
