@@ -32,8 +32,8 @@ Action remove(const kube::Resource& resource, const std::string& name, int wave)
 // After a crash, a hang or a lost node the ranks that are left cannot save anything together: their pods need not have
 // the time that a checkpoint takes. After a pod was taken away gracefully they can.
 bool nothing_to_save(const RLJobStatus& status, int64_t attempt) {
-  static const std::set<std::string> kGraceful = {kReasonDeleted, "Preempted", "Evicted", "NodeShutdown",
-                                                  "AdmissionRejected"};
+  static const std::set<std::string> kGraceful = {kReasonDeleted, "Preempted",         "Evicted",
+                                                  "NodeShutdown", "AdmissionRejected", kReasonTooFew};
   const auto& failure = status.last_failure;
   return failure && failure->action != kActionReplacePod && failure->attempt == attempt &&
          kGraceful.count(failure->reason) == 0 && failure->exit_code != kExitCheckpointed;
@@ -83,7 +83,8 @@ std::vector<Action> create_actions(const AttemptContext& context, const std::vec
 std::vector<Action> pod_actions(const AttemptContext& context, const std::vector<WantedPod>& missing, int wave) {
   std::vector<Action> actions;
   for (const WantedPod& wanted : missing) {
-    actions.push_back(create(kube::resources::kPods, pod(context, wanted.role, wanted.rank), wave));
+    actions.push_back(create(kube::resources::kPods,
+                             pod(context, wanted.role, wanted.rank, wanted.incarnation, wanted.failures), wave));
   }
   return actions;
 }

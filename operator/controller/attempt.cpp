@@ -46,11 +46,12 @@ void Planner::run_attempt() {
   if (!found.empty()) {
     const Failure& cause = first_cause(found);
     // A rank that gave up waiting for others that were never there.
-    if (in(phase::kQueued) && cause.consequence && placed_pods(o_) < total_pods(job_.spec))
+    if (in(phase::kQueued) && cause.consequence && !core_placed(o_))
       return release_gang(describe(cause) + ", before every pod had a node");
     if (echo_waits(found, cause)) return;
     return on_failure(cause);
   }
+  if (const auto failure = too_few_generate()) return on_failure(*failure);
   if (in(phase::kStarting)) {
     starting();
   } else if (in(phase::kRunning)) {
@@ -58,21 +59,21 @@ void Planner::run_attempt() {
   } else {
     queued();
   }
-  if (!out_.decision && !out_.needs_live) replace_pods();
+  if (!out_.decision && !out_.needs_live) mend_services();
 }
 
 std::vector<WantedPod> Planner::missing_pods() const {
   std::vector<WantedPod> wanted = wanted_pods(job_, job_.status.attempt);
   std::erase_if(wanted, [&](const WantedPod& w) {
-    return std::any_of(current_.begin(), current_.end(), [&](const ObservedPod* pod) { return pod->name == w.name; });
+    return std::any_of(current_.begin(), current_.end(),
+                       [&](const ObservedPod* pod) { return pod->role == w.role && pod->rank == w.rank; });
   });
   return wanted;
 }
 
 bool Planner::all_ready() const {
-  const int64_t ready =
-      std::count_if(current_.begin(), current_.end(), [](const ObservedPod* pod) { return pod->ready || pod->done(); });
-  return ready >= total_pods(job_.spec);
+  const auto is_ready = [](const ObservedPod& pod) { return pod.ready || pod.done(); };
+  return core_count(job_.spec, current_, is_ready) >= core_pods(job_.spec);
 }
 
 void Planner::clear() {
@@ -119,7 +120,8 @@ void Planner::queued() {
   const bool overdue = limit.count() > 0 && o_.unplaced_for >= limit;
   const std::string waited = std::to_string(limit.count() / 1000) + " s";
   const size_t wanted = static_cast<size_t>(total_pods(job_.spec));
-  if (const std::vector<WantedPod> missing = missing_pods(); !missing.empty()) {
+  const bool core = core_placed(o_);
+  if (const std::vector<WantedPod> missing = missing_pods(); !missing.empty() && !core) {
     if (o_.rejection) {
       describe_refusal("GangScheduled", missing.size());
       if (o_.rejection_final) return fail("PodsRejected", *o_.rejection, "PodsRejected");
@@ -143,13 +145,13 @@ void Planner::queued() {
   }
   if (backend_.kind == scheduling::BackendKind::kKueue) condition("Admitted", true, "Admitted");
   const size_t placed = static_cast<size_t>(placed_pods(o_));
-  if (placed >= wanted) {
+  if (core) {
     next_.phase = phase::kStarting;
     next_.waiting.clear();
     if (next_.admitted_time.empty()) next_.admitted_time = time(o_.now_ms);
-    condition("GangScheduled", true, "Scheduled", "all " + std::to_string(placed) + " pods have a node");
-    note(false, "Starting",
-         "all " + std::to_string(placed) + " pods of attempt " + std::to_string(next_.attempt) + " have a node");
+    const std::string all = placed >= wanted ? "all " + std::to_string(placed) : part_of(placed, wanted);
+    condition("GangScheduled", true, "Scheduled", all + " pods have a node");
+    note(false, "Starting", all + " pods of attempt " + std::to_string(next_.attempt) + " have a node");
     decide();
     return;
   }
@@ -195,24 +197,13 @@ bool Planner::stays_whole() {
   std::vector<WantedPod> missing = missing_pods();
   const bool no_service = o_.services_known && o_.services.count(job_.status.attempt) == 0;
   std::optional<Action> policy = policy_action(o_, context(), 0);
-  const bool ranks_there =
-      std::all_of(missing.begin(), missing.end(), [](const WantedPod& pod) { return is_service_role(pod.role); });
-  if (!missing.empty() && ranks_there && o_.rejection) {
-    describe_refusal("PodsReady", missing.size());
-    if (o_.rejection_wait > Milliseconds(0)) {
-      requeue(o_.rejection_wait);
-      missing.clear();
-    }
-  }
+  std::erase_if(missing, [](const WantedPod& pod) { return is_service_role(pod.role); });  // mend_services
   if (missing.empty() && !no_service && !policy) return true;
   // The cache may be behind; and the Service may have gone with the whole job, whose deletion our copy does not show.
   if (!o_.live) {
     out_.needs_live = true;
     return false;
   }
-  std::vector<WantedPod> services = missing;
-  std::erase_if(services, [](const WantedPod& pod) { return !is_service_role(pod.role); });
-  std::erase_if(missing, [](const WantedPod& pod) { return is_service_role(pod.role); });
   if (!missing.empty()) {
     Failure failure;
     failure.role = missing.front().role;
@@ -226,7 +217,6 @@ bool Planner::stays_whole() {
   }
   if (no_service) out_.actions.push_back(service_action(context(), 0));
   if (policy) out_.actions.push_back(std::move(*policy));
-  for (Action& action : pod_actions(context(), services, 1)) out_.actions.push_back(std::move(action));
   return true;
 }
 

@@ -331,6 +331,8 @@ CachedPod read_pod(const Json& object) {
   pod.job_uid = hash64(text(labels, kLabelJobUid));
   pod.rank = static_cast<int32_t>(label_number(metadata, kLabelRank, -1));
   pod.attempt = static_cast<int32_t>(label_number(metadata, kLabelAttempt, 0));
+  pod.incarnation = static_cast<int32_t>(label_number(metadata, kLabelIncarnation, 0));
+  pod.failures = static_cast<int32_t>(label_number(metadata, kLabelFailures, 0));
   pod.deleting = !text(metadata, "deletionTimestamp").empty();
   pod.node = text(spec, "nodeName");
   pod.scheduled = !pod.node.empty();
@@ -376,7 +378,7 @@ CachedNode read_node(const Json& object) {
 
 bool is_own(const kube::ObjectKey& key, const CachedPod& pod, const kube::ObjectKey& job) {
   return key.ns == job.ns && pod.owned && pod.job == job.name && pod.rank >= 0 && pod.attempt > 0 &&
-         key.name == pod_name(job.name, pod.role, pod.rank, pod.attempt);
+         key.name == pod_name(job.name, pod.role, pod.rank, pod.attempt, pod.incarnation);
 }
 
 bool is_own(const kube::ObjectKey& key, const CachedService& service, const kube::ObjectKey& job) {
@@ -396,6 +398,8 @@ ObservedPod observe(const std::string& name, const CachedPod& cached) {
   pod.role = cached.role;
   pod.rank = cached.rank;
   pod.attempt = cached.attempt;
+  pod.incarnation = cached.incarnation;
+  pod.failures_before = std::max<int32_t>(0, cached.failures);
   pod.phase = cached.phase;
   pod.scheduled = cached.scheduled;
   pod.ready = cached.ready;

@@ -58,6 +58,8 @@ struct CachedPod {
   std::string node;
   int32_t rank = -1;
   int32_t attempt = 0;
+  int32_t incarnation = 0;
+  int32_t failures = 0;  // ObservedPod::failures_before
   uint64_t job_uid = 0;  // hash64 of the job's uid as its label has it, which is only compared
   PodPhase phase = PodPhase::kPending;
   bool scheduled = false;

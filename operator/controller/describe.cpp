@@ -51,6 +51,7 @@ void Planner::describe_pods() {
   std::vector<RoleStatus> before = std::move(next_.roles);
   next_.roles.clear();
   size_t ready = 0, wanted = 0;
+  std::optional<ScaleStatus> scale;
   const ObservedPod* blocked = nullptr;  // the first one that cannot begin
   for (const RoleRef& role : roles_of(job_.spec)) {
     RoleStatus row;
@@ -72,8 +73,10 @@ void Planner::describe_pods() {
     }
     ready += static_cast<size_t>(row.ready);
     wanted += static_cast<size_t>(row.desired);
+    if (role.name == "generation") scale = ScaleStatus{row.created, row.selector};
     next_.roles.push_back(std::move(row));
   }
+  next_.generation = std::move(scale);
   if (is_terminal(job_.status.phase) || in(phase::kSuspended)) return;
   const bool all = wanted > 0 && ready == wanted;
   const std::string reason = all ? "Ready" : blocked ? blocked->waiting : "Waiting";
@@ -115,7 +118,8 @@ void Planner::describe_progress() {
   next_.progress = o_.report->progress;
   // People read these numbers in columns; the exact ones are in the metrics and the run's log.
   Progress& p = *next_.progress;
-  for (auto* value : {&p.reward, &p.step_seconds, &p.tokens_per_second, &p.response_length, &p.validation_accuracy})
+  for (auto* value : {&p.reward, &p.step_seconds, &p.tokens_per_second, &p.response_length, &p.validation_accuracy,
+                      &p.trajectory_age})
     if (*value) *value = five_digits(**value);
   for (auto& [name, seconds] : p.phase_seconds) seconds = five_digits(seconds);
   next_.progress->last_heartbeat_time = time(o_.now_ms - o_.report->age.count());

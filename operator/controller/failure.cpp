@@ -36,14 +36,20 @@ Verdict built_in(const Failure& failure) {
                                               "Evicted",      "NodeShutdown",  "AdmissionRejected"};
   Verdict verdict;
   verdict.avoid_node = failure.node_refused;
+  const bool service = is_service_role(failure.role);
+  const bool engine = failure.role == "generation";  // our own program, with our exit codes
+  if (failure.reason == kReasonTooFew) return verdict;
+  verdict.replace = service;
   if (start_failures().count(failure.reason) > 0) {
     verdict.action = failure.trained_before ? FailureAction::kRestartFree : FailureAction::kFailJob;
-  } else if (is_service_role(failure.role) && failure.exit_code) {
-    verdict.replace = true;
+    verdict.replace = service && failure.trained_before;
+  } else if (service && failure.exit_code && !(engine && failure.exit_code == kExitConfig)) {
+    verdict.avoid_node |= engine && failure.exit_code == kExitNode;
   } else if (kFree.count(failure.reason) > 0) {
     verdict.action = FailureAction::kRestartFree;
   } else if (failure.exit_code == kExitConfig) {
     verdict.action = FailureAction::kFailJob;
+    verdict.replace = false;
   } else if (failure.exit_code == kExitNode) {
     verdict.action = FailureAction::kAvoidNodeAndRestart;
   } else if (failure.exit_code == kExitCheckpointed) {

@@ -14,6 +14,7 @@ inline constexpr const char* kReasonDeleted = "Deleted";
 inline constexpr const char* kReasonNodeLost = "NodeLost";
 inline constexpr const char* kReasonHung = "Hung";
 inline constexpr const char* kReasonStartup = "StartupDeadlineExceeded";
+inline constexpr const char* kReasonTooFew = "TooFewGenerationPods";
 inline constexpr const char* kActionReplacePod = "ReplacePod";  // in lastFailure.action, beside the FailureActions
 
 struct Failure {
@@ -34,7 +35,7 @@ struct Failure {
   Milliseconds seen_for{0};
 };
 
-// Pods of these roles keep no state that others share: one that crashes is replaced alone.
+// Pods of these roles keep no state that others share: one that is lost is replaced alone.
 inline bool is_service_role(const std::string& role) { return role == "reward" || role == "generation"; }
 
 // Exit code 128 + n is signal n when the container's state does not name one.
@@ -57,9 +58,9 @@ struct Verdict {
 };
 
 // The job's rules in order, then the built-in ones: configuration mistakes fail the job (an image that could be had
-// before is waited for instead), a crashed pod of a service role is replaced alone, a node fault avoids the node,
-// preemption, node loss, deletion from outside and a checkpoint on SIGTERM restart for free, all else restarts. A node
-// that evicted a pod or refused it is avoided, too.
+// before is waited for instead), any other loss of a service role's pod replaces it alone, a node fault avoids the
+// node, preemption, node loss, deletion from outside and a checkpoint on SIGTERM restart for free, all else restarts. A
+// node that evicted a pod or refused it is avoided, too.
 Verdict judge(const FailurePolicy& policy, const Failure& failure);
 
 // One sentence for status and events.

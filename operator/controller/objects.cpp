@@ -97,16 +97,17 @@ void set_environment(Json& container, const Json& ours) {
 }
 
 // Init containers get no address for reports: what they run is not the job's progress.
-Json environment(const AttemptContext& c, const std::string& role, int64_t rank, bool reports) {
+Json environment(const AttemptContext& c, const std::string& role, int64_t rank, int64_t incarnation, bool reports) {
   const RLJob& job = c.job;
   PodPlace place;
   place.role = role;
   place.index = rank;
   place.attempt = c.attempt;
+  place.incarnation = incarnation;
   place.master_address = pod_address(job.metadata.name, "actor", 0, c.attempt);
   place.topology_file = std::string(kTopologyMountPath) + "/" + kTopologyKey;
   std::map<std::string, std::string> values = pod_environment(job, place);
-  if (reports && !c.options.status_url.empty()) {
+  if (reports && role != "generation" && !c.options.status_url.empty()) {
     values["TRIREME_STATUS_URL"] =
         c.options.status_url + "/v1/status/" + job.metadata.namespace_ + "/" + job.metadata.name;
     values["TRIREME_STATUS_TOKEN_FILE"] = std::string(kStatusTokenMountPath) + "/token";
@@ -289,7 +290,8 @@ scheduling::Gang gang_of(const AttemptContext& c) {
   gang.owner = owner_reference(c.job);
   gang.labels = attempt_labels(c);
   gang.job_name = c.job.metadata.name;
-  gang.pods = total_pods(spec);
+  // Kueue admits a fixed number of pods.
+  gang.pods = c.backend.kind == scheduling::BackendKind::kKueue ? total_pods(spec) : core_pods(spec);
   gang.queue = spec.queue_name;
   gang.priority_class = spec.priority_class_name;
   gang.schedule_timeout_s = spec.scheduling.scheduling_timeout_seconds;
@@ -342,7 +344,7 @@ Json reward_service(const AttemptContext& c) {
             {"ports", Json::array({{{"name", "http"}, {"port", reward.port.value_or(8000)}}})}}}};
 }
 
-Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
+Json pod(const AttemptContext& c, const std::string& role, int64_t rank, int64_t incarnation, int64_t failures) {
   const RLJob& job = c.job;
   const RLJobSpec& spec = job.spec;
   const RoleSpec& role_settings = role_spec(spec, role);
@@ -354,8 +356,10 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
   auto labels = attempt_labels(c);
   labels[kLabelRole] = role;
   labels[kLabelRank] = std::to_string(rank);
+  if (incarnation > 0) labels[kLabelIncarnation] = std::to_string(incarnation);
+  if (failures > 0) labels[kLabelFailures] = std::to_string(failures);
   labels["app.kubernetes.io/component"] = role;
-  Json& meta = out["metadata"] = metadata(c, pod_name(job.metadata.name, role, rank, c.attempt), {});
+  Json& meta = out["metadata"] = metadata(c, pod_name(job.metadata.name, role, rank, c.attempt, incarnation), {});
   meta["labels"] = source_meta.contains("labels") && source_meta["labels"].is_object() ? source_meta["labels"] : empty;
   for (const auto& [key, value] : labels) meta["labels"][key] = value;
   if (source_meta.contains("annotations") && source_meta["annotations"].is_object()) {
@@ -373,12 +377,13 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
       set_default(container, "image", spec.image);
       if (!spec.image_pull_policy.empty()) set_default(container, "imagePullPolicy", spec.image_pull_policy);
       set_default(container, "terminationMessagePolicy", "FallbackToLogsOnError");
-      set_environment(container, environment(c, role, rank, /*reports=*/std::string_view(list) == "containers"));
+      const bool reports = std::string_view(list) == "containers";
+      set_environment(container, environment(c, role, rank, incarnation, reports));
     }
   }
   if (!is_reward) {
     if (!main.contains("command") && !main.contains("args")) {
-      main["command"] = trainer_command(job, std::string(kConfigMountPath) + "/" + kConfigKey);
+      main["command"] = role_command(job, role, std::string(kConfigMountPath) + "/" + kConfigKey);
     }
     Json& ports = array_at(main, "ports");
     if (!has_named(ports, "metrics"))
@@ -386,7 +391,7 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
     set_default(main, "terminationMessagePath", "/dev/termination-log");
     main["env"].push_back({{"name", "TRIREME_TERMINATION_LOG"}, {"value", main["terminationMessagePath"]}});
     add_config(pod_spec, main, c);
-    add_status_token(pod_spec, main, c);
+    if (role != "generation") add_status_token(pod_spec, main, c);  // rank 0 of the actor reports
   }
   add_volume(pod_spec,
              {{"name", kShmVolume}, {"emptyDir", {{"medium", "Memory"}, {"sizeLimit", spec.network.shared_memory}}}});
@@ -400,8 +405,8 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank) {
   pod_spec["subdomain"] = attempt_service_name(job.metadata.name, c.attempt);
   set_default(pod_spec, "enableServiceLinks", false);
   set_default(pod_spec, "automountServiceAccountToken", false);
-  set_default(pod_spec, "terminationGracePeriodSeconds",
-              spec.checkpoint.on_termination ? spec.checkpoint.timeout_seconds : 30);
+  const bool saves = spec.checkpoint.on_termination && role != "generation";
+  set_default(pod_spec, "terminationGracePeriodSeconds", saves ? spec.checkpoint.timeout_seconds : 30);
   if (!spec.priority_class_name.empty()) pod_spec["priorityClassName"] = spec.priority_class_name;
   if (!spec.scheduling.scheduler_name.empty()) pod_spec["schedulerName"] = spec.scheduling.scheduler_name;
   if (spec.network.host_network) {

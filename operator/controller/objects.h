@@ -43,7 +43,9 @@ Json headless_service(const AttemptContext& context);
 Json attempt_config_map(const AttemptContext& context);
 // Spans attempts; only when the job has a reward role.
 Json reward_service(const AttemptContext& context);
-Json pod(const AttemptContext& context, const std::string& role, int64_t rank);
+// `incarnation`, `failures`: of a pod that is made again in its attempt, see ObservedPod.
+Json pod(const AttemptContext& context, const std::string& role, int64_t rank, int64_t incarnation = 0,
+         int64_t failures = 0);
 
 // Fingerprint of what the trainer is configured with, for status.configHash.
 std::string config_hash(const RLJobSpec& spec);

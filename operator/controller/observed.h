@@ -18,6 +18,8 @@ inline constexpr const char* kLabelJobUid = "trireme.dev/job-uid";
 inline constexpr const char* kLabelRole = "trireme.dev/role";
 inline constexpr const char* kLabelRank = "trireme.dev/rank";
 inline constexpr const char* kLabelAttempt = "trireme.dev/attempt";
+inline constexpr const char* kLabelIncarnation = "trireme.dev/incarnation";  // of a pod that was made again
+inline constexpr const char* kLabelFailures = "trireme.dev/failures";        // see ObservedPod::failures_before
 inline constexpr const char* kLabelGang = "trireme.dev/gang";  // of an attempt's Service, see ObservedService
 
 namespace phase {
@@ -43,6 +45,8 @@ struct ObservedPod {
   std::string role;
   int64_t rank = -1;
   int64_t attempt = 0;
+  int64_t incarnation = 0;      // above 0: made again in its attempt
+  int64_t failures_before = 0;  // of the pods that had its place before it, in a row
   PodPhase phase = PodPhase::kPending;
   bool scheduled = false;
   bool ready = false;
@@ -66,7 +70,6 @@ struct ObservedPod {
   Milliseconds ended_for{0};  // the main container at least
   Milliseconds deleting_for{0};
   Milliseconds waiting_for{0};
-  int64_t failures_of_role = 0;  // of a pod that failed: the how manieth of its role in this attempt
 
   bool ended() const { return phase == PodPhase::kSucceeded || phase == PodPhase::kFailed; }
   bool alive() const { return !ended(); }
@@ -126,6 +129,7 @@ struct Observed {
   Milliseconds unplaced_for{0};  // in phase Queued, not every wanted pod has a node, and it is no queue that holds them
   Milliseconds starting_for{0};  // in phase Starting
   Milliseconds silent_for{0};    // in phase Running without a report
+  Milliseconds generation_lacks_for{0};  // in phase Running with fewer than minReplicas of generation ready
 };
 
 }  // namespace trireme::controller

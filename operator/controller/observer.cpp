@@ -210,6 +210,7 @@ size_t Observer::running_jobs() {
 // --------------------------------------------------------------------------------------------
 
 void Observer::wrote(const ObjectKey& key, const RLJob& job) {
+  memory_.of(key).names.wrote(job.status);
   memory_.of(key).written = std::make_unique<const CachedJob>(read_job(to_json(job), ""));
 }
 

@@ -34,9 +34,8 @@ Plan Planner::run() {
   // Owner references do the rest of a deletion.
   if (ours && job_.metadata.deletion_timestamp.empty()) {
     next_.waiting.clear();
-    for (const ObservedPod& pod : o_.pods) {
-      if (pod.attempt == job_.status.attempt) current_.push_back(&pod);
-    }
+    slots_ = slots_of(o_);
+    current_ = slots_.newest;
     if (is_terminal(job_.status.phase)) {
       finished();
     } else if (accept()) {

@@ -1,5 +1,6 @@
 // Planner: one call of plan(), as an object. Internal to plan.cpp (acceptance, suspension, the end), attempt.cpp (an
-// attempt's way from its pods to its steps), recovery.cpp (what follows from failures) and describe.cpp (the status).
+// attempt's way from its pods to its steps), recovery.cpp (what follows from failures), services.cpp (pods that are
+// made again alone) and describe.cpp (the status).
 #pragma once
 
 #include <string>
@@ -8,6 +9,7 @@
 #include "operator/controller/actions.h"
 #include "operator/controller/failure.h"
 #include "operator/controller/plan.h"
+#include "operator/controller/slots.h"
 
 namespace trireme::controller {
 
@@ -61,9 +63,8 @@ class Planner final {
   bool all_ready() const;
 
   // recovery.cpp
-  // What went wrong; pods that are replaced alone are not among it but in replaced_.
+  // What went wrong; pods that are replaced alone are not among it but in lost_.
   std::vector<Failure> failures();
-  void replace_pods();
   bool echo_waits(const std::vector<Failure>& found, const Failure& cause);
   void on_failure(const Failure& failure);
   void restart(const Failure& failure, const Verdict& verdict);
@@ -72,6 +73,26 @@ class Planner final {
   void avoid_node(const Failure& failure, const Verdict& verdict);
   bool keeps_reservation(const Failure& failure, const Verdict& verdict) const;
   LastFailure record_of(const Failure& failure, const char* action) const;
+
+  // services.cpp
+  struct Lost {
+    const ObservedPod* pod;
+    Failure failure;
+    int64_t failures;  // in a row, with this one
+    bool given_up;
+  };
+  int64_t failures_in_a_row(const ObservedPod& pod, const Failure& failure) const;
+  bool may_replace(const ObservedPod& pod) const;
+  bool lose(const ObservedPod& pod, const Failure& failure);
+  void tell_lost();
+  void remove_outgoing();
+  std::vector<WantedPod> due_pods(bool& avoids);
+  bool avoid_alone(const Failure& failure);
+  // True: the status has to say so first.
+  bool give_numbers(std::vector<WantedPod>& due);
+  // Makes again what is due, takes away what is too much.
+  void mend_services();
+  std::optional<Failure> too_few_generate();
 
   // describe.cpp
   void describe_pods();
@@ -102,10 +123,14 @@ class Planner final {
   RLJobStatus next_;
   Plan out_;
   scheduling::Backend backend_;
-  std::vector<const ObservedPod*> current_;
-  std::vector<const ObservedPod*> replaced_;
+  Slots slots_;
+  std::vector<const ObservedPod*> current_;  // the pods that count: slots_.newest
+  std::vector<Lost> lost_;
   bool old_alive_ = false;
 };
+
+// base, 2 base, 4 base, ... up to most.
+int64_t doubled(Milliseconds base, int64_t times, Milliseconds most);
 
 // "3 of 4".
 std::string part_of(size_t part, size_t whole);

@@ -25,10 +25,19 @@ void PodNames::begin(const RLJob& job) {
   first_ = last_ = 1;
 }
 
+void PodNames::wrote(const RLJobStatus& status) {
+  for (const RoleStatus& role : status.roles) {
+    if (role.restarts > 0) renamed_ = std::max(renamed_, status.attempt);
+  }
+}
+
 std::optional<std::vector<std::string>> PodNames::ask(const RLJob& job, std::vector<std::string> cached) const {
   const int64_t attempt = job.status.attempt;
   if (first_ == 0 || uid_hash_ != hash64(job.metadata.uid) || generation_ != job.metadata.generation || attempt < last_)
     return std::nullopt;
+  const bool made_again = std::any_of(job.status.roles.begin(), job.status.roles.end(),
+                                      [](const RoleStatus& role) { return role.restarts > 0; });
+  if (made_again || first_ <= renamed_) return std::nullopt;
   const int64_t attempts = attempt - first_ + 1;
   int64_t pods = 0;
   for (const RoleRef& role : roles_of(job.spec)) {
@@ -49,6 +58,10 @@ std::optional<std::vector<std::string>> PodNames::ask(const RLJob& job, std::vec
 
 void PodNames::saw(const RLJob& job, const std::vector<ObservedPod>& pods) {
   const int64_t attempt = job.status.attempt;
+  if (uid_hash_ != hash64(job.metadata.uid)) renamed_ = 0;
+  // Who made the last attempt's pods before us may have made some of them again.
+  if (first_ == 0 && (job.spec.roles.reward || job.spec.roles.generation)) renamed_ = std::max(renamed_, attempt - 1);
+  wrote(job.status);
   uid_hash_ = hash64(job.metadata.uid);
   generation_ = job.metadata.generation;
   first_ = std::max<int64_t>(1, attempt - 1);

@@ -10,6 +10,8 @@
 //   then it is a list again.
 // - An attempt is asked for until a look has shown none of its pods: nobody makes any later. The last one is asked for
 //   always, since a create whose answer was lost may take effect late.
+// - A pod that is made again in its attempt has a name that nobody can tell from the specification. The status counts
+//   such pods before they are made: from then on looks are lists, until their attempt is not asked for any more.
 // - What the cache shows is asked for, too. A pod with our labels under another name is somebody's copy; once one has
 //   been seen, looks are lists.
 #pragma once
@@ -28,8 +30,10 @@ struct WantedPod {
   std::string role;
   int64_t rank = 0;
   std::string name;
+  int64_t incarnation = 0;
+  int64_t failures = 0;  // of the pods that had its place before it, in a row
 };
-// Every pod of an attempt, actor first.
+// Every pod of an attempt under its first name, actor first.
 std::vector<WantedPod> wanted_pods(const RLJob& job, int64_t attempt);
 
 class PodNames final {
@@ -39,6 +43,8 @@ class PodNames final {
 
   // This process has just written that the job's first attempt begins.
   void begin(const RLJob& job);
+  // A status that this process has just written.
+  void wrote(const RLJobStatus& status);
   // The names to GET, each once and in order; nothing if only a list can tell.
   std::optional<std::vector<std::string>> ask(const RLJob& job, std::vector<std::string> cached) const;
   // What a look showed, by list or by name. `job` is the one that was read before the pods.
@@ -50,6 +56,7 @@ class PodNames final {
   uint64_t uid_hash_ = 0;  // of the job's uid, which is only compared
   int64_t generation_ = 0;
   int64_t first_ = 0, last_ = 0;  // attempts whose pods there may be; 0: not known
+  int64_t renamed_ = 0;           // attempts up to this one may have pods of further incarnations
 };
 
 }  // namespace trireme::controller

@@ -135,8 +135,8 @@ Snapshot Reconciler::decide(const ObjectKey& key, Observed observed, const Plan&
   if (before == 0 && job.status.attempt == 1) observer_.first_attempt_begins(key, job);
   observer_.wrote(key, job);
   if (is_terminal(next.decision->phase)) reports_.forget(key);  // nobody waits for its reports any more
-  // A first attempt has no predecessors whose pods the cache may not show yet.
-  const bool live = observed.live || job.status.attempt == 1;
+  // A first attempt that has just begun has no pods that the cache may not show yet.
+  const bool live = observed.live || (before == 0 && job.status.attempt == 1);
   return {std::move(job), std::move(observed.issues), std::move(observed.pods), live};
 }
 

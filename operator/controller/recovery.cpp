@@ -17,12 +17,11 @@ std::string tail(const std::string& text, size_t limit) {
   return text.substr(at);
 }
 
-// base, 2 base, 4 base, ... up to most.
+}  // namespace
+
 int64_t doubled(Milliseconds base, int64_t times, Milliseconds most) {
   return std::min<int64_t>(base.count() << std::clamp<int64_t>(times, 0, 20), most.count());
 }
-
-}  // namespace
 
 std::vector<Failure> Planner::failures() {
   // A rank that reports, and a cluster that finds many nodes silent at once, speak against the loss of this one.
@@ -35,18 +34,16 @@ std::vector<Failure> Planner::failures() {
       waits_for("NodeNotReady");
       requeue(held || pod->node_bad_for >= grace ? Milliseconds(10000) : grace - pod->node_bad_for);
     }
-    // A pod of a gang that is not complete yet, and one of a service, may be taken away: it is made again.
+    // A pod of a gang that is not complete yet may be taken away: it is made again. So is one of a service, of which
+    // Kueue takes a second only when the first has ended.
     const bool good_node = pod->node_state == NodeState::kReady || pod->node_state == NodeState::kUnknown;
-    if (pod->deleting && pod->alive() && (in(phase::kQueued) || (is_service_role(pod->role) && good_node))) continue;
+    const bool waits = is_service_role(pod->role) && good_node && !may_replace(*pod);
+    if (pod->deleting && pod->alive() && (in(phase::kQueued) || waits)) continue;
     auto failure = pod_failure(*pod, held ? Milliseconds::max() : grace, options_.start_grace);
     if (!failure) continue;
     failure->trained_before = next_.progress && next_.progress->step > 0;
-    // Kueue's finalizer would keep the name of a pod of a group, and with it the place of its successor.
-    if (judge(job_.spec.failure_policy, *failure).replace && backend_.kind != scheduling::BackendKind::kKueue) {
-      replaced_.push_back(pod);
-    } else {
-      found.push_back(std::move(*failure));
-    }
+    const bool alone = judge(job_.spec.failure_policy, *failure).replace && may_replace(*pod);
+    if (!alone || lose(*pod, *failure)) found.push_back(std::move(*failure));
   }
   const bool echoes = !found.empty() && std::all_of(found.begin(), found.end(), [](auto& f) { return f.consequence; });
   if (!echoes || o_.nodes_in_doubt) return found;
@@ -72,32 +69,6 @@ bool Planner::echo_waits(const std::vector<Failure>& found, const Failure& cause
   if (seen >= patience) return false;
   requeue(patience - seen);
   return true;
-}
-
-// Crashed pods of a service: deleted, and made again once their name is free, within the attempt.
-void Planner::replace_pods() {
-  const ObservedPod* told = nullptr;
-  for (const ObservedPod* pod : replaced_) {
-    if (pod->deleting) continue;
-    if (!told) told = pod;
-    const int64_t wait = pod->lived_ms >= options_.long_life.count() || pod->failures_of_role <= 1
-                             ? 0
-                             : doubled(options_.backoff_base, pod->failures_of_role - 2, options_.backoff_max);
-    if (pod->ended_for.count() < wait) {
-      requeue(Milliseconds(wait) - pod->ended_for);
-    } else {
-      out_.actions.push_back(remove_pod(*pod));
-    }
-  }
-  for (const ObservedPod* pod : replaced_) {
-    for (RoleStatus& role : next_.roles) {
-      if (role.name == pod->role) role.restarts = std::max(role.restarts, pod->failures_of_role);
-    }
-  }
-  if (!told || (next_.last_failure && next_.last_failure->pod_uid == told->uid)) return;
-  const auto failure = pod_failure(*told, Milliseconds::max(), options_.start_grace);
-  next_.last_failure = record_of(*failure, kActionReplacePod);
-  note(true, "PodReplaced", describe(*failure) + "; it alone is replaced in attempt " + std::to_string(next_.attempt));
 }
 
 LastFailure Planner::record_of(const Failure& failure, const char* action) const {

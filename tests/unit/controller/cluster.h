@@ -222,6 +222,8 @@ class Cluster final {
   void play_trainer(const std::string& job_name, int64_t number, const std::vector<Json>& members) {
     if (!trainers || members.size() < 2) return;
     for (const Json& pod : members) {
+      const bool rank = pod["metadata"]["labels"].value(kLabelRole, "") == "actor";
+      if (!rank && pod["status"].value("phase", "") == "Failed") continue;
       if (pod["status"].value("phase", "") != "Running" || pod["metadata"].contains("deletionTimestamp")) return;
     }
     const ObjectKey key{"team", job_name};

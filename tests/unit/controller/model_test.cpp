@@ -1,5 +1,6 @@
-// Thousands of random lives of a job: faults in random order, an operator that dies between writes and starts from old
-// copies. Every life must end in the same state, with no two attempts alive at once and nothing created twice.
+// Thousands of random lives of a job: faults in random order, generation pods that are told to be more and fewer, an
+// operator that dies between writes and starts from old copies. Every life must end in the same state, with no two
+// attempts alive at once and nothing created twice.
 #include <gtest/gtest.h>
 
 #include "tests/unit/controller/world.h"
@@ -22,11 +23,11 @@ class Life final {
       : random_(seed),
         world_(make_job("  model: {source: /m}\n  config: {path: c.yaml}\n"
                         "  roles: {actor: {replicas: 2}, reward: {replicas: 1, port: 8000, template: {spec: "
-                        "{containers: [{name: reward, image: r}]}}}}\n"
+                        "{containers: [{name: reward, image: r}]}}}, generation: {replicas: 2}}\n"
                         "  failurePolicy: {maxRestarts: 1000, maxFreeRestarts: 1000, terminationTimeoutSeconds: 30}\n"
                         "  scheduling: {schedulingTimeoutSeconds: 120}\n"
                         "  health: {heartbeatTimeoutSeconds: 300, startupDeadlineSeconds: 600, "
-                        "nodeNotReadyGraceSeconds: 20}\n")) {
+                        "nodeNotReadyGraceSeconds: 20, generationTimeoutSeconds: 60}\n")) {
     world_.options.release_backoff = Milliseconds(10'000);
     world_.options.objects.network_policies = true;
     world_.room = [this] { return (neighbour_ ? 2 : 1000) - world_.alive(); };
@@ -71,6 +72,7 @@ class Life final {
     EXPECT_LE(kept_failures, 1);
   }
   const World& world() const { return world_; }
+  int64_t made_again() const { return made_again_; }
 
  private:
   bool chance(int percent) { return static_cast<int>(random_() % 100) < percent; }
@@ -93,12 +95,12 @@ class Life final {
 
   void trouble() {
     if (chance(4)) neighbour_ = true;
-    if (chance(8)) {
+    if (chance(12)) {
       static const int64_t kCodes[] = {1, 20, 21, 30, 40, 134, 137, 139};
       ObservedPod* pod = any_pod();
       if (pod && pod->phase == PodPhase::kRunning) world_.fail_pod(pod->name, kCodes[random_() % 8]);
     }
-    if (chance(3)) {
+    if (chance(6)) {
       ObservedPod* pod = any_pod();
       if (pod && pod->alive()) {
         world_.ever[pod->name] = true;
@@ -118,6 +120,7 @@ class Life final {
       ++world_.job.metadata.generation;
       world_.job.metadata.resource_version = std::to_string(++world_.version);
     }
+    if (chance(5)) world_.scale(1 + static_cast<int64_t>(random_() % 4));
     if (chance(2)) world_.services.clear();
     // Somebody widens the policy, or takes it away.
     if (chance(2) && world_.policy) world_.policy->spec = 1;
@@ -148,15 +151,20 @@ class Life final {
     const size_t pod_lag = chance(30) ? random_() % 6 : 0;
     const bool mortal = chance(30);
     world_.reconcile([&] { return mortal && chance(25); }, job_lag, pod_lag);
+    for (const auto& [name, pod] : world_.pods) {
+      if (pod.incarnation > 0 && seen_.insert(name).second) ++made_again_;
+    }
   }
 
   std::mt19937_64 random_;
   World world_;
   bool neighbour_ = false;
+  std::set<std::string> seen_;
+  int64_t made_again_ = 0;
 };
 
 TEST(PlanModel, EveryLifeEndsWell) {
-  int64_t attempts = 0, restarts = 0;
+  int64_t attempts = 0, restarts = 0, made_again = 0;
   for (int seed = 1; seed <= kLives; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Life life(static_cast<uint64_t>(seed));
@@ -164,11 +172,13 @@ TEST(PlanModel, EveryLifeEndsWell) {
     life.check();
     attempts += life.world().job.status.attempt;
     restarts += life.world().job.status.restarts + life.world().job.status.free_restarts;
+    made_again += life.made_again();
     if (::testing::Test::HasFailure()) return;
   }
   // The storm was one.
   EXPECT_GT(attempts, 3 * kLives);
   EXPECT_GT(restarts, kLives);
+  EXPECT_GT(made_again, kLives);
 }
 
 }  // namespace

@@ -322,6 +322,33 @@ TEST(Cache, TheMainContainerDecides) {
   EXPECT_EQ(pod("Running", 3, runs).exit_code, 3);
 }
 
+TEST(Cache, APodThatIsMadeAgainTellsWhichItIs) {
+  const Made m = made(std::string(kTwoPods) + "");
+  Json object = pod(m.context(), "actor", 1, 3, 2);
+  EXPECT_EQ(object["metadata"]["name"], "quick-actor-1-a2-i3");
+  const CachedPod cached = read_pod(pod_fields().parse(object.dump()));
+  EXPECT_EQ(observe("x", cached).incarnation, 3);
+  EXPECT_EQ(observe("x", cached).failures_before, 2);
+  EXPECT_TRUE(is_own({"team", "quick-actor-1-a2-i3"}, cached, {"team", "quick"}));
+  EXPECT_FALSE(is_own({"team", "quick-actor-1-a2"}, cached, {"team", "quick"}));
+  const CachedPod first = read_pod(pod_fields().parse(pod(m.context(), "actor", 1).dump()));
+  EXPECT_EQ(observe("x", first).incarnation, 0);
+}
+
+TEST(Pod, OfGenerationRunsAnEngineAndReportsNothing) {
+  const Made m = made(kModelAndConfig + "  roles:\n    actor: {}\n    generation: {replicas: 2, gpusPerPod: 1}\n");
+  const Json p = pod(m.context(), "generation", 1, 4);
+  const Json& main = p["spec"]["containers"][0];
+  EXPECT_EQ(main["command"], Json(engine_command(m.job, "/etc/trireme/config/config.yaml")));
+  EXPECT_EQ(env(p, "TRIREME_WORK_URL"), "http://quick-actor-0.quick-a2:29501");
+  EXPECT_EQ(env(p, "TRIREME_ENGINE_NAME"), p["metadata"]["name"]);
+  EXPECT_EQ(env(p, "TRIREME_STATUS_URL"), "(none)");
+  EXPECT_EQ(p["spec"]["terminationGracePeriodSeconds"], 30) << "it has nothing to save";
+  EXPECT_EQ(main["resources"]["limits"]["nvidia.com/gpu"], "1");
+  EXPECT_EQ(env(pod(m.context(), "actor", 0), "TRIREME_WORK_PORT"), "29501");
+  EXPECT_EQ(pod(m.context(), "actor", 0)["spec"]["terminationGracePeriodSeconds"], 300);
+}
+
 TEST(Cache, OnlyTheControllerMakesAPodTheJobsOwn) {
   const Made m = made(kTwoPods);
   Json object = pod(m.context(), "actor", 1);

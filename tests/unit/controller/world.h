@@ -110,6 +110,10 @@ struct World {
   }
   Observed observe() { return observe(job, pods, false); }
 
+  static int64_t number_of(const Json& labels, const char* label) {
+    return labels.contains(label) ? std::stoll(labels[label].get<std::string>()) : 0;
+  }
+
   void act(const Action& action) {
     const std::string& kind = action.resource.plural;
     if (kind == "networkpolicies") {
@@ -139,17 +143,29 @@ struct World {
       }
       if (options.objects.network_policies && !policy)
         violations.push_back(action.name + " was created before the NetworkPolicy");
+      const std::string role = labels[kLabelRole].get<std::string>();
+      const int64_t rank = std::stoll(labels[kLabelRank].get<std::string>());
+      const int64_t incarnation = number_of(labels, kLabelIncarnation);
       for (const auto& [name, pod] : pods) {
         if (pod.attempt != attempt && pod.alive())
           violations.push_back(action.name + " created while " + name + " lives");
+        const bool same_place = pod.attempt == attempt && pod.role == role && pod.rank == rank;
+        if (same_place && pod.alive() && !pod.deleting && nodes.count(pod.node) == 0)
+          violations.push_back(action.name + " created beside " + name + ", which is well");
+      }
+      for (const RoleStatus& row : job.status.roles) {
+        if (row.name == role && incarnation > row.restarts)
+          violations.push_back(action.name + " is not counted by the status");
       }
       if (attempt != job.status.attempt)
         violations.push_back(action.name + " is not of attempt " + std::to_string(job.status.attempt));
       ObservedPod pod;
       pod.name = action.name;
       pod.uid = "pod-" + std::to_string(++uid_counter);
-      pod.role = labels[kLabelRole].get<std::string>();
-      pod.rank = std::stoll(labels[kLabelRank].get<std::string>());
+      pod.role = role;
+      pod.rank = rank;
+      pod.incarnation = incarnation;
+      pod.failures_before = number_of(labels, kLabelFailures);
       pod.attempt = attempt;
       pods[action.name] = pod;
       ever[action.name] = false;
@@ -161,7 +177,7 @@ struct World {
     if (kind != "pods") return;
     const auto found = pods.find(action.name);
     if (found == pods.end() || (!action.uid.empty() && found->second.uid != action.uid)) return;
-    if (is_service_role(found->second.role) && found->second.failed()) ever[action.name] = true;  // made again
+    if (is_service_role(found->second.role)) ever[action.name] = true;  // fewer, and then more again
     if (action.grace_period_s == 0 || found->second.ended() || found->second.node.empty()) {
       pods.erase(found);
     } else {
@@ -198,9 +214,10 @@ struct World {
       if (p.decision) {
         if (!p.actions.empty()) violations.push_back("a decision with actions");
         if (o.job.metadata.resource_version != job.metadata.resource_version) return;  // conflict
+        const int64_t before = job.status.attempt;
         write(*p.decision);
         for (const EventNote& e : p.events) events.push_back(e);
-        const bool live = o.live || job.status.attempt == 1;
+        const bool live = o.live || (before == 0 && job.status.attempt == 1);
         const bool own_pods = live && !o.live;
         o = observe(job, own_pods ? old_pod() : pods, live);
         continue;
@@ -267,6 +284,25 @@ struct World {
     }
   }
   std::string actor(int64_t rank) const { return pod_name(job.metadata.name, "actor", rank, job.status.attempt); }
+  // The pod that counts in a place; null: none.
+  ObservedPod* newest(const std::string& role, int64_t rank) {
+    ObservedPod* found = nullptr;
+    for (auto& [name, pod] : pods) {
+      if (pod.attempt != job.status.attempt || pod.role != role || pod.rank != rank) continue;
+      if (!found || found->incarnation < pod.incarnation) found = &pod;
+    }
+    return found;
+  }
+  // Somebody other than the operator takes it away, at once.
+  void take(const std::string& name) {
+    ever[name] = true;
+    pods.erase(name);
+  }
+  void scale(int64_t replicas) {
+    job.spec.roles.generation->replicas = replicas;
+    ++job.metadata.generation;
+    job.metadata.resource_version = std::to_string(++version);
+  }
   // From nothing to Running.
   void run() {
     reconcile();
