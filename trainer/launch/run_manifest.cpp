@@ -120,8 +120,6 @@ RLJob read_job(const RunOptions& options) {
   const Validation validation = validate(job);
   if (!validation.ok()) fail_user(to_string(validation.errors, options.manifest.string()));
   for (const Issue& warning : validation.warnings) log_warn("run", warning.path + ": " + warning.message);
-  if (job.spec.roles.reward)
-    fail_user("spec.roles.reward: reward pods need a cluster; `trireme run` starts only the actor");
   if (job.spec.config.config_map_ref)
     fail_user("spec.config.configMapRef needs a cluster; use spec.config.inline or spec.config.path");
   return job;
@@ -139,66 +137,122 @@ void map_job(RLJob& job, const LocalPod& local, const fs::path& config_path) {
   job.spec.checkpoint.directory = map_paths(job.spec.checkpoint.directory, local.mappings);
 }
 
-std::vector<Subprocess> start_pods(const RLJob& job, const LocalPod& local, const std::vector<std::string>& command) {
+// A role's main container on this machine.
+struct LocalRole {
+  std::string name;
+  int64_t pods = 1;
+  LocalPod local;
+  std::vector<std::string> command;
+  std::string working_directory;
+};
+
+Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& place, const ReservedPort* socket) {
+  SpawnOptions spawn;
+  spawn.argv = role.command;
+  spawn.working_directory = role.working_directory;
+  spawn.set_env = role.local.environment;
+  for (const auto& [name, value] : pod_environment(job, place)) {
+    // As in a cluster: the template's word counts for what is not reserved.
+    if (is_reserved_env(name) || role.local.environment.count(name) == 0) spawn.set_env[name] = value;
+  }
+  if (spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0 && socket != nullptr)
+    log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
+  spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
+  if (job.spec.roles.reward && job.spec.roles.reward->port)
+    spawn.set_env["TRIREME_REWARD_URL"] = "http://127.0.0.1:" + std::to_string(*job.spec.roles.reward->port);
+  spawn.own_group = true;
+  if (socket != nullptr) {
+    spawn.set_env["TRIREME_LISTEN_FD"] = std::to_string(socket->fd());
+    spawn.keep_fd = socket->fd();
+  }
+  return Subprocess::spawn(spawn);
+}
+
+struct LocalPods {
+  std::vector<Subprocess> actor;
+  std::vector<Subprocess> generation;
+  std::vector<Subprocess> reward;
+};
+
+LocalPods start_pods(const RLJob& job, const std::vector<LocalRole>& roles) {
   PodPlace place;
   place.master_address = "127.0.0.1";
   const ReservedPort reserved;  // the first pod, whose rank 0 listens, has its socket
   place.master_port = reserved.port();
-  std::vector<Subprocess> pods;
-  for (int64_t index = 0; index < job.spec.roles.actor->replicas; ++index) {
-    place.index = index;
-    SpawnOptions spawn;
-    spawn.argv = command;
-    spawn.set_env = local.environment;
-    for (const auto& [name, value] : pod_environment(job, place)) {
-      // As in a cluster: the template's word counts for what is not reserved.
-      if (is_reserved_env(name) || local.environment.count(name) == 0) spawn.set_env[name] = value;
+  if (job.spec.roles.generation) place.work_port = ReservedPort().port();  // free now; actor 0 binds it itself
+  LocalPods pods;
+  for (const LocalRole& role : roles) {
+    std::vector<Subprocess>& started = role.name == "actor"        ? pods.actor
+                                       : role.name == "generation" ? pods.generation
+                                                                   : pods.reward;
+    place.role = role.name;
+    for (place.index = 0; place.index < role.pods; ++place.index) {
+      const bool rank0 = role.name == "actor" && place.index == 0;
+      started.push_back(start_pod(job, role, place, rank0 ? &reserved : nullptr));
     }
-    if (spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0 && index == 0)
-      log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
-    spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
-    spawn.own_group = true;
-    if (index == 0) {
-      spawn.set_env["TRIREME_LISTEN_FD"] = std::to_string(reserved.fd());
-      spawn.keep_fd = reserved.fd();
-    }
-    pods.push_back(Subprocess::spawn(spawn));
   }
   return pods;
 }
 
-// Until all have ended: the first failure's exit code, which the others are given a minute after. A signal is handed on
-// once; `grace` later they are killed.
-int wait_for_pods(std::vector<Subprocess>& pods, const std::atomic<int>* signal, Milliseconds grace) {
+// Says once of each pod of a service that it has failed: nothing makes it again on this machine. The exit code of the
+// last one when all of them have, else nothing.
+std::optional<int> lost_service(const std::string& role, std::vector<Subprocess>& pods, std::vector<bool>& told) {
+  told.resize(pods.size());
+  std::optional<int> failed;
+  size_t failures = 0;
+  for (size_t i = 0; i < pods.size(); ++i) {
+    const auto status = pods[i].poll();
+    if (!status || status->ok()) continue;
+    ++failures;
+    failed = status->signal != 0 ? 128 + status->signal : status->code;
+    if (!told[i]) log_error("run", role + " pod " + std::to_string(i) + " ended with " + status->describe());
+    told[i] = true;
+  }
+  return failures == pods.size() ? failed : std::nullopt;
+}
+
+// Until all actor pods have ended: the first failure's exit code, which the others are given a minute after. So they
+// are when nobody generates any more. A signal is handed on once; `grace` later they are killed. Services end last.
+int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds grace) {
   int exit_code = 0;
   bool forwarded = false;
-  size_t running = pods.size();
-  std::vector<bool> ended(pods.size(), false);
+  size_t running = pods.actor.size();
+  std::vector<bool> ended(pods.actor.size(), false);
+  std::vector<bool> generation_told, reward_told;
   const Deadline never(SteadyClock::time_point::max());
   Deadline kill_at = never;
+  const auto failed = [&](int code) {
+    exit_code = code;
+    if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
+  };
   while (running > 0) {
-    for (size_t i = 0; i < pods.size(); ++i) {
+    for (size_t i = 0; i < pods.actor.size(); ++i) {
       if (ended[i]) continue;
-      const auto status = pods[i].poll();
+      const auto status = pods.actor[i].poll();
       if (!status) continue;
       ended[i] = true;
       --running;
       if (status->ok() || exit_code != 0) continue;
-      exit_code = status->signal != 0 ? 128 + status->signal : status->code;
-      if (pods.size() > 1) log_error("run", "pod " + std::to_string(i) + " ended with " + status->describe());
-      if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
+      if (pods.actor.size() > 1) log_error("run", "pod " + std::to_string(i) + " ended with " + status->describe());
+      failed(status->signal != 0 ? 128 + status->signal : status->code);
     }
+    lost_service("reward", pods.reward, reward_told);
+    const auto nobody = lost_service("generation", pods.generation, generation_told);
+    if (nobody && exit_code == 0) failed(*nobody);
     const int number = signal == nullptr ? 0 : signal->load();
     if (number != 0 && !forwarded) {
       forwarded = true;
-      for (Subprocess& child : pods) child.signal(SIGTERM);
+      for (Subprocess& child : pods.actor) child.signal(SIGTERM);
       kill_at = Deadline::after(grace);
     }
     if (kill_at.passed()) {
-      for (Subprocess& child : pods) child.signal_group(SIGKILL);
+      for (Subprocess& child : pods.actor) child.signal_group(SIGKILL);
       kill_at = never;
     }
     std::this_thread::sleep_for(Milliseconds(10));
+  }
+  for (auto* services : {&pods.generation, &pods.reward}) {
+    for (Subprocess& child : *services) child.terminate(Milliseconds(10000));
   }
   return exit_code;
 }
@@ -234,19 +288,38 @@ std::string map_paths(const std::string& text, const std::vector<PathMapping>& m
 
 int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
   RLJob job = read_job(options);
-  const PodView pod = pod_view(job.spec, *job.spec.roles.actor);
-  for (const ContainerView& init : pod.init_containers)
-    run_init_container(pod, init, options, job.metadata.name, signal);
-
-  const ContainerView* trainer = pod.container(kTrainerContainer);
-  TRIREME_CHECK(trainer != nullptr, "a pod view always has the trainer's container");
-  const LocalPod local = map_volumes(pod, *trainer, options, job.metadata.name);
   const TemporaryDirectory scratch;
   const fs::path config_path = scratch.path() / "config.yaml";
-  map_job(job, local, config_path);
-  std::vector<std::string> command = local_command(trainer_command(job, config_path.string()), local, options.program);
-  for (const std::string& text : options.overrides) command.push_back(map_paths(text, local.mappings));
-  std::vector<Subprocess> pods = start_pods(job, local, command);
+  std::vector<LocalRole> roles;
+  for (const RoleRef& ref : roles_of(job.spec)) {
+    const bool reward = ref.name == "reward";
+    const char* main = reward ? kRewardContainer : kTrainerContainer;
+    const PodView pod = pod_view(job.spec, *ref.spec, main);
+    for (const ContainerView& init : pod.init_containers)
+      run_init_container(pod, init, options, job.metadata.name, signal);
+    const ContainerView* container = pod.container(main);
+    TRIREME_CHECK(container != nullptr, "a pod view always has the main container");
+    LocalRole role{ref.name, ref.spec->replicas, map_volumes(pod, *container, options, job.metadata.name), {}, {}};
+    if (!reward) {
+      if (ref.name == "actor") map_job(job, role.local, config_path);  // first: the configuration is the actor's
+      role.command = local_command(role_command(job, ref.name, config_path.string()), role.local, options.program);
+      const LocalPod& paths = roles.empty() ? role.local : roles.front().local;
+      for (const std::string& text : options.overrides) role.command.push_back(map_paths(text, paths.mappings));
+    } else {
+      std::vector<std::string> argv = container->command;
+      argv.insert(argv.end(), container->args.begin(), container->args.end());
+      if (argv.empty()) fail_user("container reward has no command; `trireme run` cannot know its image's");
+      role.command = local_command(argv, role.local, options.program);
+      role.working_directory =
+          container->working_dir.empty() ? "" : map_paths(container->working_dir, role.local.mappings);
+      if (role.pods > 1)
+        log_info("run",
+                 "one reward pod is started instead of " + std::to_string(role.pods) + ": they would share a port");
+      role.pods = 1;
+    }
+    roles.push_back(std::move(role));
+  }
+  LocalPods pods = start_pods(job, roles);
   return wait_for_pods(pods, signal, Milliseconds(1000 * (job.spec.checkpoint.timeout_seconds + 30)));
 }
 

@@ -309,6 +309,63 @@ spec:
   EXPECT_TRUE(std::filesystem::is_directory(data));
 }
 
+// A manifest with every role, and a program that does `engine` and `launch` as told.
+struct AllRoles {
+  AllRoles(const std::string& engine, const std::string& launch) {
+    const auto program = dir.path() / "trireme";
+    std::ofstream(program) << "#!/bin/sh\ncalls=" << calls().string() << "\ncase $1 in\nengine) " << engine
+                           << ";;\nserve) echo \"serve $TRIREME_REWARD_PORT $2\" >> $calls; exec sleep 60;;\nlaunch) "
+                           << launch << ";;\nesac\n";
+    std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+    options.manifest = dir.path() / "job.yaml";
+    options.volumes = dir.path() / "volumes";
+    options.program = program;
+    std::ofstream(options.manifest) << R"(apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: j}
+spec:
+  config:
+    inline: {policy: {generation: {colocated: {enabled: false}}}}
+  roles:
+    actor: {}
+    generation: {replicas: 2}
+    reward:
+      port: 8099
+      template:
+        spec:
+          containers:
+            - {name: reward, image: r, command: [trireme, serve, /d], volumeMounts: [{name: d, mountPath: /d}]}
+          volumes: [{name: d, persistentVolumeClaim: {claimName: claim}}]
+)";
+  }
+  std::filesystem::path calls() const { return dir.path() / "calls"; }
+
+  TemporaryDirectory dir;
+  RunOptions options;
+};
+
+TEST(RunManifest, EveryRoleRunsOnThisMachine) {
+  const AllRoles all(
+      R"(echo "engine $TRIREME_WORK_URL $TRIREME_ENGINE_NAME $TRIREME_REWARD_URL" >> $calls; exec sleep 60)",
+      R"(touch $calls; n=0
+while [ $(grep -c . $calls) -lt 3 ] && [ $n -lt 400 ]; do sleep 0.05; n=$((n+1)); done
+echo "launch http://127.0.0.1:$TRIREME_WORK_PORT" >> $calls)");
+  EXPECT_EQ(run_manifest(all.options, nullptr), 0) << "the actor's end is the run's";
+  const std::string calls = read_file(all.calls());
+  const size_t at = calls.find("launch ");
+  ASSERT_NE(at, std::string::npos) << calls;
+  const std::string url = calls.substr(at + 7, calls.find('\n', at) - at - 7);
+  for (const char* name : {"j-generation-0-a1", "j-generation-1-a1"}) {
+    EXPECT_NE(calls.find("engine " + url + " " + name + " http://127.0.0.1:8099\n"), std::string::npos) << calls;
+  }
+  EXPECT_NE(calls.find("serve 8099 " + (all.options.volumes / "claim").string() + "\n"), std::string::npos) << calls;
+}
+
+TEST(RunManifest, WithoutAnyGenerationPodTheRunHasFailed) {
+  const AllRoles all("exit 10", "sleep 1");
+  EXPECT_EQ(run_manifest(all.options, nullptr), 10);
+}
+
 TEST(RunManifest, PodsOnOneMachineNeedNoRdma) {
   const TemporaryDirectory dir;
   const auto program = dir.path() / "trireme";
