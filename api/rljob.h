@@ -212,7 +212,7 @@ struct Progress {
   std::optional<double> validation_accuracy;
   std::map<std::string, double> phase_seconds;
   std::optional<int64_t> weight_version;
-  std::optional<double> trajectory_age;  // mean age of the step's tokens, in weight versions
+  std::optional<double> trajectory_age;  // of a sample's oldest token, in weight versions; mean
   std::optional<int64_t> last_checkpoint_step;
   std::string last_heartbeat_time;
 };

@@ -1,11 +1,12 @@
 """The operator and the trainer on a live cluster. checks.py [GROUP...]: started by run.sh.
 
 Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, boards; all of them without
-arguments."""
+arguments. And roles, by name only."""
 import sys
 
 from boards import boards
 from neighbours import neighbours, reports
+from roles import roles
 from world import *
 
 
@@ -752,6 +753,8 @@ def main():
         neighbours(records)
     if "reports" in groups:
         reports(records)
+    if "roles" in groups:
+        roles(records)
     if "boards" in groups:
         boards(records)
     return finish()

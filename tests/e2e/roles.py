@@ -1,0 +1,177 @@
+"""Group `roles` of checks.py: pods that generate and a pod that grades beside the one that trains. Each of them is lost
+and made again while the attempt goes on, and generation pods are told to be more and fewer.
+
+Not among the groups that run without arguments before the trainer has the verb `engine`."""
+from world import *
+
+LONG = 60  # steps
+
+# An HTTP reward in what every Debian has: the parity of a response's length.
+REWARD = r'''use IO::Socket::INET;
+$SIG{TERM} = sub { exit 0 };
+my $server = IO::Socket::INET->new(LocalPort => $ENV{TRIREME_REWARD_PORT}, Listen => 64, ReuseAddr => 1) or die $!;
+while (my $client = $server->accept) {
+  my ($length, $body) = (0, "");
+  while (my $line = <$client>) {
+    $length = $1 if $line =~ /^content-length:\s*(\d+)/i;
+    last if $line =~ /^\r?\n$/;
+  }
+  read($client, $body, $length);
+  my @rewards;
+  push @rewards, length($1) % 2 while $body =~ /"response":\s*"((?:[^"\\]|\\.)*)"/g;
+  my $answer = "{\"rewards\": [" . join(", ", @rewards) . "]}";
+  print $client "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: "
+    . length($answer) . "\r\n\r\n$answer";
+  close $client;
+}
+'''
+
+
+def roles_job(name, steps, generation=2):
+    job = small_job(name, steps, (
+        "policy.generation.colocated.enabled=false", "grpo.async_grpo.enabled=true",
+        "grpo.async_grpo.max_trajectory_age_steps=1", "grpo.async_grpo.in_flight_weight_updates=true",
+        "loss_fn.use_importance_sampling_correction=true", "grpo.val_period=0", "env.math.enabled=false",
+        "env.http.enabled=true", "env.http.max_attempts=20", "env.http.timeout_s=120"))
+    roles = job["spec"]["roles"]
+    template = roles["actor"]["template"]
+    template["spec"].pop("affinity", None)
+    roles["actor"]["replicas"] = 1
+    roles["generation"] = {"replicas": generation, "minReplicas": 1, "template": copy.deepcopy(template)}
+    image = job["spec"].get("image") or "docker.io/trireme/trainer:0.1.0"
+    roles["reward"] = {
+        "replicas": 1, "port": 8000, "template": {
+            "spec": {
+                "containers": [{
+                    "name": "reward", "image": image, "imagePullPolicy": "IfNotPresent",
+                    "command": ["perl", "-e", REWARD]
+                }]
+            }
+        }
+    }
+    job["spec"]["health"] = {**job["spec"].get("health", {}), "generationTimeoutSeconds": 120}
+    return job
+
+
+def status_of(name):
+    return kube.get("rljobs", name)["status"]
+
+
+def row(name, role):
+    return next(r for r in status_of(name)["roles"] if r["name"] == role)
+
+
+def newest(name, role, rank):
+    """The pod of a place that counts: of the highest incarnation."""
+    labels = lambda o: o["metadata"]["labels"]
+    pods = [o for o in kube.list("pods", selector=f"trireme.dev/job={name},trireme.dev/role={role}")
+            if labels(o)["trireme.dev/rank"] == str(rank)]
+    return max(pods, key=lambda o: int(labels(o).get("trireme.dev/incarnation", 0)), default=None)
+
+
+def ready(name, role, rank, but=()):
+    o = newest(name, role, rank)
+    conditions = (o or {}).get("status", {}).get("conditions", [])
+    good = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+    return o if good and o["metadata"]["name"] not in but and "deletionTimestamp" not in o["metadata"] else None
+
+
+def one_attempt(records, name):
+    """Complete, and nothing was restarted: the actor's pod was made once."""
+    status = records.wait_end(name)["status"]
+    got = (status["attempt"], status.get("restarts", 0), status.get("freeRestarts", 0))
+    need(got == (1, 0, 0), f"attempt, restarts, free restarts: {got}; {status.get('lastFailure')}")
+    actors = [n for n in records.made_pods(name) if f"{name}-actor-" in n]
+    need(actors == [f"{name}-actor-0-a1"], f"pods made: {actors}")
+    return status
+
+
+def undisturbed(records):
+    submit(roles_job("roles", 12))
+    status = one_attempt(records, "roles")
+    made = sorted(records.made_pods("roles"))
+    need({"roles-actor-0-a1", "roles-generation-0-a1", "roles-generation-1-a1", "roles-reward-0-a1"} <= set(made),
+         f"pods made: {made}")
+    need(status["progress"].get("weightVersion", 0) > 0, f"progress {status['progress']}")
+    need("trajectoryAge" in status["progress"], f"progress {status['progress']}")
+    rows = [json.loads(line) for line in (volume_folder("roles") / "logs/train.jsonl").read_text().splitlines()]
+    differing = sum(r.get("train/logprob_mismatch_tokens", 0) for r in rows)
+    need(differing == 0, f"{differing} tokens with other bits")
+    return f"{len(made)} pods, weights of version {status['progress']['weightVersion']}"
+
+
+def each_lost(records):
+    """A generation pod's program is killed, the other's pod is deleted, the reward pod's program is killed."""
+    name = "lost"
+    submit(roles_job(name, LONG), like="roles")
+    wait_step(name, 3)
+    told = []
+    for role, rank, word in (("generation", 0, "trireme engine"), ("generation", 1, None), ("reward", 0, "perl")):
+        before = ready(name, role, rank)
+        need(before, f"{role} {rank} is not ready: {newest(name, role, rank)}")
+        old = before["metadata"]["name"]
+        if word:
+            found = wait(f"the program of {old}", lambda: processes(before, word))
+            kill(found[-1])
+        else:
+            kube.delete("pods", old)
+        after = wait(f"a pod in the place of {old}", lambda: ready(name, role, rank, but=(old,)), 120)
+        step = logged_steps(name)
+        told.append(f"{old} -> {after['metadata']['name']} at step {step}")
+        wait_step(name, step + 3)
+    status = one_attempt(records, name)
+    restarts = {r["name"]: r.get("restarts", 0) for r in status["roles"]}
+    need(restarts["generation"] == 2 and restarts["reward"] == 1, f"roles {status['roles']}")
+    need("PodReplaced" in records.reasons(name), f"events {records.reasons(name)}")
+    return "; ".join(told)
+
+
+def scaled(records):
+    name = "scaled"
+    submit(roles_job(name, LONG, generation=1), like="roles")
+    wait_step(name, 3)
+    kubectl("scale", "rljob", name, "--replicas=3")
+    for rank in (1, 2):
+        wait(f"generation pod {rank}", lambda: ready(name, "generation", rank), 120)
+    scale = kube.call("GET", kube.path("rljobs", name) + "/scale")
+    wait("three replicas in the scale", lambda: kube.call("GET", kube.path("rljobs", name) + "/scale")["status"][
+        "replicas"] == 3, 60)
+    need("trireme.dev/role=generation" in scale["status"].get("selector", ""), f"scale {scale}")
+    try:
+        kube.merge("rljobs", name, {"spec": {"roles": {"reward": {"replicas": 2}}}})
+        raise AssertionError("the number of reward pods of a running job was changed")
+    except ApiError as error:
+        need("suspend" in error.message, error.message)
+    kubectl("scale", "rljob", name, "--replicas=2")
+    wait("the third generation pod to go", lambda: newest(name, "generation", 2) is None, 120)
+    step = logged_steps(name)
+    wait_step(name, step + 3)
+    need(row(name, "generation")["ready"] == 2, f"roles {status_of(name)['roles']}")
+    one_attempt(records, name)
+    return f"1, 3, 2 generation pods; {len(records.made_pods(name))} pods made"
+
+
+def too_few(records):
+    """Generation pods that have no node end the attempt, with a reason."""
+    name = "few"
+    job = roles_job(name, LONG)
+    job["spec"]["health"]["generationTimeoutSeconds"] = 15
+    job["spec"]["failurePolicy"] = {"maxReplacements": 0, "maxRestarts": 0}
+    submit(job, like="roles")
+    wait_step(name, 2)
+    for rank in (0, 1):
+        kill(wait("the engine", lambda: processes(ready(name, "generation", rank), "trireme engine"))[-1])
+    status = records.wait_phase(name, ("Failed", "Complete"), 180)["status"]
+    need(status["phase"] == "Failed" and status["lastFailure"]["reason"] == "TooFewGenerationPods",
+         f"{status['phase']}, lastFailure {status.get('lastFailure')}")
+    return status["lastFailure"]["message"][:200]
+
+
+def roles(records):
+    for name, function in (
+        ("one trains, two generate, one grades: Complete", undisturbed),
+        ("each of them lost: one attempt", each_lost),
+        ("generation pods told to be more and fewer", scaled),
+        ("too few generation pods for too long", too_few),
+    ):
+        check(f"roles: {name}", function, records)
