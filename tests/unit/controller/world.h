@@ -317,4 +317,21 @@ struct World {
   const Condition* condition(const std::string& type) const { return find_condition(job.status, type); }
 };
 
+inline const ObservedPod* pod_of(const World& w, const std::string& name) {
+  const auto found = w.pods.find(name);
+  return found == w.pods.end() ? nullptr : &found->second;
+}
+inline int count_events(const World& w, const std::string& reason) {
+  return static_cast<int>(
+      std::count_if(w.events.begin(), w.events.end(), [&](const EventNote& e) { return e.reason == reason; }));
+}
+// As reconcile, but with the events that come with a late status.
+inline void reconcile_and_hear(World& w) {
+  const Plan p = plan(w.observe(), w.options);
+  if (!p.decision && !p.needs_live) {
+    for (const EventNote& e : p.events) w.events.push_back(e);
+  }
+  w.reconcile();
+}
+
 }  // namespace trireme::controller::testing
