@@ -23,6 +23,7 @@ void PodNames::begin(const RLJob& job) {
   uid_hash_ = uid;
   generation_ = job.metadata.generation;
   first_ = last_ = 1;
+  renamed_ = 0;
 }
 
 void PodNames::wrote(const RLJobStatus& status) {

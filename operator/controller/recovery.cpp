@@ -49,7 +49,7 @@ std::vector<Failure> Planner::failures() {
   if (!echoes || o_.nodes_in_doubt) return found;
   // Ranks that lost a peer, and a node that is silent: the attempt is over, and it was the node.
   for (const ObservedPod* pod : current_) {
-    if (!pod->alive() || pod->node_state != NodeState::kNotReady) continue;
+    if (!pod->alive() || pod->node_state != NodeState::kNotReady || is_service_role(pod->role)) continue;
     if (auto failure = pod_failure(*pod, Milliseconds(0), options_.start_grace)) found.push_back(std::move(*failure));
   }
   return found;

@@ -42,7 +42,7 @@ struct Gang {
   nlohmann::json owner;  // ownerReferences entry of the RLJob
   std::map<std::string, std::string> labels;
   std::string job_name;
-  int64_t pods = 0;   // all of them: the gang's minimum
+  int64_t pods = 0;   // the gang's minimum; with Kueue all of them
   std::string queue;  // empty: the back-end's default
   std::string priority_class;
   int64_t schedule_timeout_s = 0;  // 0: the scheduler's own

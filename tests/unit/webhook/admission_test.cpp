@@ -122,6 +122,20 @@ TEST(Admission, HugeNamesAndLongMessagesStayBounded) {
   EXPECT_LT(answer.body.size(), 200000u);
 }
 
+TEST(Admission, GenerationPodsOfARunningJobMayBeMoreOrFewer) {
+  Json job = good_job();
+  job["spec"]["roles"]["generation"] = {{"replicas", 2}};
+  Json scaled = job;
+  scaled["spec"]["roles"]["generation"]["replicas"] = 5;
+  EXPECT_TRUE(review_validating(review("UPDATE", scaled, job).dump()).allowed);
+  EXPECT_EQ(response_of(review_defaulting(review("UPDATE", scaled, job).dump(), {}))["allowed"], true);
+  scaled["spec"]["roles"]["actor"]["replicas"] = 5;
+  EXPECT_FALSE(review_validating(review("UPDATE", scaled, job).dump()).allowed);
+  Json few = job;
+  few["spec"]["roles"]["generation"]["minReplicas"] = 3;
+  EXPECT_FALSE(review_validating(review("CREATE", few).dump()).allowed);
+}
+
 TEST(Defaulting, WritesOnlyWhatIsMissing) {
   Json job = good_job();
   job["spec"]["failurePolicy"] = {{"maxRestarts", 9}};
