@@ -41,5 +41,21 @@ TEST(Fit, ARewardModelIsThereWholeBesideTheRest) {
   EXPECT_EQ(error.find("critic's"), std::string::npos);
 }
 
+TEST(Fit, ACriticsTrainingStateIsThereBesideTheRest) {
+  const Config config = load_config_text("", {"algorithm=ppo", "policy.precision=float32"});
+  const ModelConfig model = test::tiny_config({.layers = 2});
+  const CriticModel critic{critic_config(config), test::tiny_config({.layers = 40}).with_value_head(), "critic"};
+  const int64_t alone = first_that_fits(config, model, {});
+  const int64_t both = first_that_fits(config, model, {&critic, nullptr});
+  // Weights, gradients and two moments of float32; the embedding of 90 tokens has 96 rows.
+  const auto elements = static_cast<double>(critic.model.parameter_count() + 6 * critic.model.hidden_size);
+  EXPECT_NEAR(static_cast<double>(both - alone), 0.8 * 16 * elements, 2);
+  const std::string error = test::user_error_of([&] {
+    check_fits(config, model, "policy", {}, {alone, false}, false, {&critic, nullptr});
+  });
+  EXPECT_MENTIONS(error, "the model of policy with the critic of critic in ");
+  EXPECT_MENTIONS(error, " are the critic's weights and training state; ");
+}
+
 }  // namespace
 }  // namespace trireme

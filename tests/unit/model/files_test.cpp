@@ -61,7 +61,9 @@ TEST(Safetensors, EveryTruncationIsNoticed) {
 }
 
 TEST(Safetensors, UnwritableFolderIsAnIoError) {
-  EXPECT_MENTIONS(error_of([] { write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}}); }),
+  EXPECT_MENTIONS(error_of([] {
+                    write_safetensors("/nonexistent/folder/x.safetensors", {{"a", at::ones({1})}});
+                  }),
                   "/nonexistent/folder/x.safetensors");
 }
 
@@ -129,7 +131,9 @@ TEST(ModelFiles, BadWeightsAreNamed) {
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.resize(5); }), "...");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t.emplace_back("model.layers.9.extra", at::ones({2})); }),
                   "unexpected tensor model.layers.9.extra [2]");
-  EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 47}); }),
+  EXPECT_MENTIONS(load_after([](NamedTensors& t) {
+                    t[0].second = at::ones({61, 47});
+                  }),
                   "model.embed_tokens.weight has shape [61, 47], config.json says [61, 48]");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 48}, at::kLong); }), "dtype Long");
 }
