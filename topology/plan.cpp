@@ -39,11 +39,12 @@ std::vector<std::string> sharding_names() {
 }
 
 int64_t MemoryParts::total() const {
-  return weights + reference + copy + gradients + optimizer + activations + logits + exchange + cache;
+  return weights + reference + copy + gradients + optimizer + activations + logits + exchange + cache + critic +
+         reward_model;
 }
 
 int64_t PlannedMemory::peak() const {
-  return std::max(generation.total(), training.total() + (lends_cache ? 0 : generation.cache));
+  return std::max({generation.total(), training.total() + (lends_cache ? 0 : generation.cache), critic_turn});
 }
 
 namespace planning {
@@ -70,6 +71,7 @@ LocalShape shape_of(const Case& c, int64_t stage) {
   local.vocab = std::min(local.padded_vocab, m.vocab);
   local.embedding = stage == 0;
   local.head = stage == c.layout.pp - 1;
+  local.value_head = m.value_head;
   local.qk_norm = m.qk_norm;
   return local;
 }
@@ -139,10 +141,11 @@ const LinkRates& link(const Case& c, Axis axis) {
 }  // namespace planning
 
 LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Workload& work, const PlanOptions& options,
-                       const PlanDevices& devices) {
+                       const PlanDevices& devices, const PlannedBeside& beside) {
   TRIREME_CHECK(!work.prompts.empty() && !work.outputs.empty() && work.outputs.size() % work.prompts.size() == 0,
                 "plan_layout: as many responses for each prompt");
-  const planning::Case c{shape, layout, work, options, devices};
+  const planning::BesidePlan others(layout, beside, devices);
+  const planning::Case c{shape, layout, work, options, devices, others.critic_bytes(), others.reward_model_bytes()};
   LayoutPlan plan;
   plan.layout = layout;
   PlanOptions of_generation = options;
@@ -167,6 +170,7 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
   }
   planning::plan_memory(c, g, plan);
   plan.time = planning::plan_time(c, plan.memory);
+  others.add_to(options, work.longest, plan);
   if (!work.generates) return plan;
   planning::plan_rollout(g, plan.memory.cache_rows, plan.time);
   if (apart) plan.time.refit = planning::refit_seconds(c, g);
@@ -174,10 +178,11 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
 }
 
 std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,
-                                     const PlanOptions& options, const PlanDevices& devices) {
+                                     const PlanOptions& options, const PlanDevices& devices,
+                                     const PlannedBeside& beside) {
   std::vector<LayoutPlan> plans;
   plans.reserve(layouts.size());
-  for (const Layout& layout : layouts) plans.push_back(plan_layout(shape, layout, work, options, devices));
+  for (const Layout& layout : layouts) plans.push_back(plan_layout(shape, layout, work, options, devices, beside));
   std::stable_sort(plans.begin(), plans.end(), [](const LayoutPlan& a, const LayoutPlan& b) {
     if (a.fits() != b.fits()) return a.fits();
     return a.fits() ? a.time.step() < b.time.step() : a.least_memory < b.least_memory;

@@ -61,16 +61,29 @@ struct PlanDevices {
   int64_t memory() const { return memory_bytes > 0 ? memory_bytes : rates.memory_bytes; }
 };
 
+// Models beside the policy, whole on every rank: they take their turn where the policy waits.
+struct PlannedModel {
+  ModelShape shape;  // with its value head
+  Workload work;     // the samples whose values or scores it computes
+  PlanOptions options;
+};
+struct PlannedBeside {
+  std::optional<PlannedModel> critic;        // each rank trains a replica
+  std::optional<PlannedModel> reward_model;  // each rank scores its share
+};
+
 // Bytes of tensors on a rank.
 struct MemoryParts {
   int64_t weights = 0, reference = 0;
-  int64_t copy = 0;         // the weights in generation's own layout
-  int64_t gradients = 0;    // and of the rank's own slices their sum over ranks
-  int64_t optimizer = 0;    // master copy and moments
-  int64_t activations = 0;  // of micro-batches in flight; of an engine step
-  int64_t logits = 0;       // with the head's gradient; in training what they add, since layers' gradients come later
-  int64_t exchange = 0;     // buffers of what goes between ranks
-  int64_t cache = 0;        // keys and values
+  int64_t copy = 0;          // the weights in generation's own layout
+  int64_t gradients = 0;     // and of the rank's own slices their sum over ranks
+  int64_t optimizer = 0;     // master copy and moments
+  int64_t activations = 0;   // of micro-batches in flight; of an engine step
+  int64_t logits = 0;        // with the head's gradient; in training what they add, since layers' gradients come later
+  int64_t exchange = 0;      // buffers of what goes between ranks
+  int64_t cache = 0;         // keys and values
+  int64_t critic = 0;        // its weights, gradients and optimizer state; not in its own turn
+  int64_t reward_model = 0;  // its weights
   int64_t total() const;
 };
 
@@ -82,7 +95,8 @@ struct PlannedMemory {
   int64_t in_flight = 1;      // pairs of piece and micro-batch whose activations are kept
   int64_t micro_batches = 1;  // of an optimizer step, on a rank
   int64_t cache_rows = 0;     // tokens: the least of all ranks
-  // The larger phase: they do not add up. Without what is outside of tensors.
+  int64_t critic_turn = 0;    // while the critic trains, with what of the policy stays: of the rank, in all
+  // The largest phase: they do not add up. Without what is outside of tensors.
   int64_t peak() const;
 };
 
@@ -92,15 +106,18 @@ struct PlannedTime {
   double prefill = 0, decode = 0;
   double tail = 0;  // of decode: with at most kTailSamples alive
   double reference = 0;
-  double training = 0;   // forward and backward, with what is computed again
-  double bubble = 0;     // that stages wait for each other there
-  double optimizer = 0;  // the update itself
+  double training = 0;                    // forward and backward, with what is computed again
+  double bubble = 0;                      // that stages wait for each other there
+  double optimizer = 0;                   // the update itself
+  double scores = 0;                      // of a reward model
+  double values = 0, value_training = 0;  // of a critic; the latter with its updates
   // Between ranks; none is taken to be hidden but gathered weights (kWeights).
   double decode_exchanges = 0, pass_exchanges = 0, gradient_exchanges = 0;
   double exchanges() const { return decode_exchanges + pass_exchanges + gradient_exchanges; }
   double generation() const { return prefill + decode + decode_exchanges; }
   double step() const {
-    return refit + generation() + reference + training + bubble + optimizer + pass_exchanges + gradient_exchanges;
+    return refit + generation() + reference + training + bubble + optimizer + pass_exchanges + gradient_exchanges +
+           scores + values + value_training;
   }
 };
 inline constexpr int64_t kTailSamples = 16;
@@ -116,10 +133,11 @@ struct LayoutPlan {
 
 // The layout must be legal for the shape (check_layout).
 LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Workload& work, const PlanOptions& options,
-                       const PlanDevices& devices);
+                       const PlanDevices& devices, const PlannedBeside& beside = {});
 
 // Those that fit first, the fastest first; then those that do not, the one that wants least memory first.
 std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,
-                                     const PlanOptions& options, const PlanDevices& devices);
+                                     const PlanOptions& options, const PlanDevices& devices,
+                                     const PlannedBeside& beside = {});
 
 }  // namespace trireme

@@ -56,6 +56,8 @@ void add_state(const Case& c, const Case& g, int64_t stage, MemoryParts& trainin
   const int64_t sums = shared && shards(c, StateSharding::kOptimizer) ? 4 * owned : 0;
   training.gradients = whole + sums;
   generation.optimizer = training.optimizer;
+  training.critic = generation.critic = c.critic_bytes;
+  training.reward_model = generation.reward_model = c.reward_model_bytes;
   // Whole ones lend their memory to the copy.
   generation.gradients = sums + std::max<int64_t>(0, whole - generation.copy);
 }
@@ -69,7 +71,8 @@ int64_t exchange_bytes(const Case& c, int64_t stage, const LocalShape& local) {
     // Units are there whole while a pass needs them: at the head, when all activations are kept, the head's and a
     // layer's or two.
     const int64_t table = local.padded_vocab * local.hidden;
-    const int64_t layer = (params - (c.shape.tied ? 1 : 2) * table) / std::max<int64_t>(1, local.layers);
+    const int64_t layer =
+        (params - (c.shape.tied || c.shape.value_head ? 1 : 2) * table) / std::max<int64_t>(1, local.layers);
     const bool units = shards(c, StateSharding::kGradients);
     const int64_t summed = units ? table : kReductions * std::min(kBucketElements, params);
     if (c.options.gradient_bytes != 4) bytes += up(summed * owned, params) * c.options.gradient_bytes;

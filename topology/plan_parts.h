@@ -20,6 +20,8 @@ struct Case {
   const Workload& work;
   const PlanOptions& options;
   const PlanDevices& devices;
+  // Of a rank, whatever the policy does: what a critic and a reward model have.
+  int64_t critic_bytes = 0, reward_model_bytes = 0;
   int64_t replicas() const { return layout.dp * layout.cp; }  // in generation
   int64_t pieces() const { return layout.pp > 1 ? options.stages.virtual_stages : 1; }
 };
@@ -64,8 +66,10 @@ ExpertRows expert_rows(const Case& c);
 // Fills memory, problems and the least that would do. `generation`: the same in the layout of generation, which may be
 // training's own.
 void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan);
-// All but generation and refit.
+// All but generation, refit and other models.
 PlannedTime plan_time(const Case& c, const PlannedMemory& memory);
+// Forward alone over all samples, without exchanges: of ranks that split no model.
+double values_seconds(const Case& c);
 // Of generation's layout.
 void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
 // Of the rank that fetches most (topology/refit.h).
@@ -73,5 +77,26 @@ double refit_seconds(const Case& c, const Case& generation);
 // Forward of one layer over so many rows, by the rates of passes.
 double forward_seconds(const Case& c, const LocalShape& local, int64_t layer, const PassWork& work);
 const LinkRates& link(const Case& c, Axis axis);
+
+// What of a policy's plan is a critic's and a reward model's (plan_beside.cpp). `models` and `devices` outlive it.
+class BesidePlan final {
+ public:
+  BesidePlan(const Layout& policy, const PlannedBeside& models, const PlanDevices& devices);
+
+  int64_t critic_bytes() const;  // weights, gradients and optimizer state
+  int64_t reward_model_bytes() const;
+  // Behind plan_memory and plan_time of the policy, whose options these are.
+  void add_to(const PlanOptions& policy, int64_t longest, LayoutPlan& plan) const;
+
+ private:
+  LayoutPlan critic_beside(int64_t others) const;
+  void add_critic(const PlanOptions& policy, int64_t longest, LayoutPlan& plan) const;
+
+  const PlannedBeside& models_;
+  const PlanDevices& devices_;
+  const Layout layout_;  // of both: replicas on all ranks
+  Workload work_;        // of the critic
+  PlanOptions options_;  // of the critic
+};
 
 }  // namespace trireme::planning

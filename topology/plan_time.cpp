@@ -34,7 +34,8 @@ Seconds layer_seconds(const Case& c, const LocalShape& local, int64_t layer, con
 }
 
 double head_seconds(const Case& c, const LocalShape& local, const PassWork& work) {
-  return 2 * real(local.hidden) * real(local.padded_vocab) * work.scored / c.devices.rates.products;
+  const double columns = local.value_head ? 1 : real(local.padded_vocab);
+  return 2 * real(local.hidden) * columns * work.scored / c.devices.rates.products;
 }
 
 // Of every stage and piece over one micro-batch; in backward a piece computes again what its layers have not kept, and
@@ -168,6 +169,11 @@ OptimizerSeconds optimizer_seconds(const Case& c, int64_t micro_batches, double 
 
 double forward_seconds(const Case& c, const LocalShape& local, int64_t layer, const PassWork& work) {
   return layer_seconds(c, local, layer, work).forward;
+}
+
+double values_seconds(const Case& c) {
+  const RankPasses passes = logprob_passes_of(c);
+  return run_passes(c, pass_costs(c, passes.each, {}), passes.micro_batches, false).working;
 }
 
 PlannedTime plan_time(const Case& c, const PlannedMemory& memory) {

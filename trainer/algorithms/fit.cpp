@@ -18,17 +18,16 @@ constexpr double kSurely = 0.8;
 // Of a device what the plan says, of a host what is there whatever is computed.
 int64_t least_of(const LayoutPlan& plan, bool gpu) {
   const MemoryParts& state = plan.memory.training;
-  return gpu ? plan.least_memory : state.weights + state.reference + state.gradients + state.optimizer;
+  return gpu ? plan.least_memory
+             : state.weights + state.reference + state.gradients + state.optimizer + state.critic + state.reward_model;
 }
 
-// Weights and training state of the critic on a rank.
-int64_t state_of(const CriticModel& critic, const Layout& layout, const PlanDevices& devices) {
-  PlanOptions options = plan_options(critic.config);
-  options.sharding = state_sharding(critic.config);
-  Workload work = planned_work(critic.config, {});
-  work.reference = false;
-  const MemoryParts state = plan_layout(critic.model.shape(), layout, work, options, devices).memory.training;
-  return state.weights + state.gradients + state.optimizer;
+PlannedBeside planned_beside(const Config& config, const ModelsBeside& beside) {
+  PlannedBeside planned;
+  if (beside.critic != nullptr) planned.critic = planned_critic(config, beside.critic->model.shape(), {});
+  if (beside.reward_model != nullptr)
+    planned.reward_model = planned_reward_model(config, beside.reward_model->model.shape(), {});
+  return planned;
 }
 
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
@@ -45,11 +44,9 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   devices.rates = *device_rates("h200");  // only memory is asked for
   devices.memory_bytes = memory.bytes;
   devices.of_node = config.cluster.processes;
-  const int64_t of_critic = beside.critic == nullptr ? 0 : state_of(*beside.critic, layout, devices);
-  const int64_t of_scorer =
-      beside.reward_model == nullptr ? 0 : beside.reward_model->model.parameter_count() * options.element_bytes;
-  const int64_t wanted =
-      least_of(plan_layout(shape, layout, work, options, devices), memory.gpu) + of_critic + of_scorer;
+  const PlannedBeside models = planned_beside(config, beside);
+  const LayoutPlan plan = plan_layout(shape, layout, work, options, devices, models);
+  const int64_t wanted = least_of(plan, memory.gpu);
   if (wanted <= memory.bytes) return;
   std::string all = "the model of " + dir.string();
   if (beside.critic != nullptr) all += " with the critic of " + beside.critic->dir.string();
@@ -62,8 +59,10 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
     return;
   }
   std::vector<std::string> parts;
-  if (beside.critic != nullptr) parts.push_back(size_text(of_critic) + " are the critic's weights and training state");
-  if (beside.reward_model != nullptr) parts.push_back(size_text(of_scorer) + " are the reward model's weights");
+  if (beside.critic != nullptr)
+    parts.push_back(size_text(plan.memory.training.critic) + " are the critic's weights and training state");
+  if (beside.reward_model != nullptr)
+    parts.push_back(size_text(plan.memory.training.reward_model) + " are the reward model's weights");
   if (!parts.empty()) {
     fail_user(wants + ", of which " + join(parts, " and ") +
               "; more ranks, which share training state, or smaller models (value.model_name, "
@@ -74,7 +73,7 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   check.gpus_per_node = std::min<int64_t>(config.cluster.processes, check.world);
   check.shape = &shape;
   check.stages = options.stages;
-  const std::vector<LayoutPlan> others = rank_layouts(shape, legal_layouts(check), work, options, devices);
+  const std::vector<LayoutPlan> others = rank_layouts(shape, legal_layouts(check), work, options, devices, models);
   const auto least = std::min_element(others.begin(), others.end(), [&](const LayoutPlan& a, const LayoutPlan& b) {
     return least_of(a, memory.gpu) < least_of(b, memory.gpu);
   });

@@ -36,7 +36,8 @@ struct ModelsBeside {  // the policy; null: none
 // By the formula of `trireme plan` for the configuration's layout; of a host by weights and training state alone.
 // Throws Error(kUser) that says how much it wants at the least, and which layout of as many ranks wants least, where it
 // cannot be whatever the formula's error is; warns, where `main`, in between. A critic adds its weights, gradients and
-// optimizer state, a reward model its weights; their passes have the policy's memory, since they take turns.
+// optimizer state, and on a GPU its own turn counts, in which it trains beside the policy's; a reward model adds its
+// weights.
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
                 const MemoryLimit& memory, bool main, const ModelsBeside& beside = {});
 

@@ -100,4 +100,31 @@ Workload planned_work(const Config& config, const PlannedLengths& asked) {
   return work;
 }
 
+namespace {
+
+// Scores of whole samples, or values of their states: one number a row.
+PlannedModel value_model(const Config& config, ModelShape shape, const PlannedLengths& lengths) {
+  shape.value_head = true;
+  shape.tied = false;
+  PlannedModel model{std::move(shape), planned_work(config, lengths), plan_options(config)};
+  model.work.generates = model.work.reference = false;
+  return model;
+}
+
+}  // namespace
+
+PlannedModel planned_critic(const Config& config, ModelShape shape, const PlannedLengths& lengths) {
+  const Config critic = critic_config(config);
+  PlannedModel model = value_model(critic, std::move(shape), lengths);
+  model.options.sharding = state_sharding(critic);
+  const Workload of_policy = planned_work(config, lengths);
+  model.work.prompts = of_policy.prompts;
+  model.work.outputs = of_policy.outputs;
+  return model;
+}
+
+PlannedModel planned_reward_model(const Config& config, ModelShape shape, const PlannedLengths& lengths) {
+  return value_model(config, std::move(shape), lengths);
+}
+
 }  // namespace trireme

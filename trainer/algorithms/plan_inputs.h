@@ -19,4 +19,9 @@ struct PlannedLengths {
 // Of one step; responses vary as those of bench's synthetic lengths, the longest is as long as it may be.
 Workload planned_work(const Config& config, const PlannedLengths& lengths);
 
+// Of the models that a run has beside its policy, by their shapes, whose head is a value head whatever they say. Both
+// read the samples of planned_work(config, lengths), the critic in micro-batches of its own.
+PlannedModel planned_critic(const Config& config, ModelShape shape, const PlannedLengths& lengths);
+PlannedModel planned_reward_model(const Config& config, ModelShape shape, const PlannedLengths& lengths);
+
 }  // namespace trireme

@@ -27,6 +27,17 @@ ModelShape find_shape(const std::string& model_name) {
   return ModelConfig::load(resolve_model(model_name, hf_home_from_environment())).shape();
 }
 
+// Of a model beside the policy, which a plan can do without: a warning says so.
+std::optional<ModelShape> shape_beside(const std::string& model_name, const std::string& what,
+                                       std::vector<std::string>& warnings) {
+  try {
+    return find_shape(model_name);
+  } catch (const Error& error) {
+    warnings.push_back(what + " is not counted: " + error.what());
+    return std::nullopt;
+  }
+}
+
 constexpr int64_t kUsualNode = 8;  // GPUs of a node, where the configuration is one of a single rank
 
 struct PlanArguments {
@@ -46,6 +57,7 @@ struct PlanContext {
   ModelShape shape;
   Workload work;
   PlanOptions options;
+  PlannedBeside beside;
   PlanDevices devices;
   LayoutCheck check;
 };
@@ -61,6 +73,15 @@ PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string
       arguments.sharding.empty() ? std::optional(state_sharding(config)) : parse_sharding(arguments.sharding);
   if (!sharding) fail_user("--sharding " + arguments.sharding + ": it is one of " + join(sharding_names(), ", "));
   context.options.sharding = *sharding;
+  if (has_critic(config)) {
+    if (const auto shape = shape_beside(config.value.model_name, "the critic", warnings))
+      context.beside.critic = planned_critic(config, *shape, arguments.lengths);
+    if (context.beside.critic && !arguments.sharding.empty()) context.beside.critic->options.sharding = *sharding;
+  }
+  if (uses_reward_model(config)) {
+    if (const auto shape = shape_beside(config.env.reward_model.model_name, "the reward model", warnings))
+      context.beside.reward_model = planned_reward_model(config, *shape, arguments.lengths);
+  }
   const auto rates = device_rates(arguments.gpu);
   if (!rates) fail_user("--gpu " + arguments.gpu + ": rates are known of " + join(known_device_rates(), ", "));
   context.devices.rates = *rates;
@@ -107,7 +128,7 @@ std::vector<LayoutPlan> legal_plans(const PlanContext& context, bool named) {
         combine_block_problems(context.shape.experts, config.policy.moe_combine_blocks, layout.ep).empty();
     if (blocks && deals_batches(config, context.work, layout) && (!named || agrees(layout))) layouts.push_back(layout);
   }
-  return rank_layouts(context.shape, layouts, context.work, context.options, context.devices);
+  return rank_layouts(context.shape, layouts, context.work, context.options, context.devices, context.beside);
 }
 
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
@@ -118,6 +139,14 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
   print_line(std::cout, "model",
              config.policy.model_name + ", " +
                  format_fixed(static_cast<double>(parameter_count(context.shape)) / 1e9, 3) + " G parameters");
+  const auto beside = [](const std::string& what, const std::optional<PlannedModel>& model, const std::string& name) {
+    if (!model) return;
+    print_line(
+        std::cout, what,
+        name + ", " + format_fixed(static_cast<double>(parameter_count(model->shape)) / 1e9, 3) + " G parameters");
+  };
+  beside("critic", context.beside.critic, config.value.model_name);
+  beside("reward model", context.beside.reward_model, config.env.reward_model.model_name);
   const std::string device =
       to_lower(config.cluster.device) == "cpu"
           ? "planned as if each had a GPU"
@@ -200,10 +229,6 @@ void print_whether_it_runs(const PlanContext& context, const Layout& layout) {
     validate_supported(context.config);
     const std::vector<std::string> reasons = missing(context, layout);
     if (!reasons.empty()) fail_user(join(reasons, "; "));
-    if (has_critic(context.config))
-      print_line(std::cout, "not counted", "the critic: " + context.config.value.model_name);
-    if (context.config.env.reward_model.enabled)
-      print_line(std::cout, "not counted", "the reward model: " + context.config.env.reward_model.model_name);
     print_line(std::cout, "this version", "can run it");
   } catch (const Error& error) {
     print_line(std::cout, "this version", std::string("cannot run it: ") + error.what());
@@ -214,7 +239,10 @@ int plan_verb(const PlanArguments& arguments) {
   std::vector<std::string> warnings;
   PlanContext context = plan_context(arguments, warnings);
   print_setting(context, arguments);
-  if (arguments.gpus > 0) return print_ranking(context);
+  if (arguments.gpus > 0) {
+    for (const std::string& warning : warnings) print_line(std::cout, "warning", warning);
+    return print_ranking(context);
+  }
   settle_sizes(context);
   Layout layout = layout_of(parallel_sizes(context.config));
   const auto dp = derive_dp(layout, context.check.world);
@@ -228,7 +256,8 @@ int plan_verb(const PlanArguments& arguments) {
   for (const std::string& error : report.errors) print_line(std::cout, "  impossible", error);
   for (const std::string& warning : report.warnings) print_line(std::cout, "  slow", warning);
   if (!report.ok()) return 1;
-  const LayoutPlan plan = plan_layout(context.shape, layout, context.work, context.options, context.devices);
+  const LayoutPlan plan =
+      plan_layout(context.shape, layout, context.work, context.options, context.devices, context.beside);
   print_plan(std::cout, plan, context.shape, context.work, context.options, context.devices);
   for (const std::string& warning : warnings) print_line(std::cout, "warning", warning);
   print_whether_it_runs(context, layout);

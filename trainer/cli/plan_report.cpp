@@ -42,6 +42,8 @@ void print_memory(std::ostream& out, const LayoutPlan& plan, const PlanOptions& 
       (options.gradient_bytes == 4 ? "float32" : dtype) +
           std::string(train.gradients > 0 && plan.layout.dp * plan.layout.cp > 1 ? ", with their sum over ranks" : ""));
   add("optimizer", train.optimizer, generate.optimizer, to_string(options.sharding));
+  add("critic", train.critic, generate.critic, "weights, gradients, optimizer");
+  add("reward model", train.reward_model, generate.reward_model);
   std::string again = counted(m.kept.whole, "layer") + " whole";
   if (m.kept.cheap > 0) again += ", " + std::to_string(m.kept.cheap) + " without norms and SwiGLU";
   if (m.kept.experts > 0) again += ", " + std::to_string(m.kept.experts) + " without experts' gate and up either";
@@ -52,6 +54,8 @@ void print_memory(std::ostream& out, const LayoutPlan& plan, const PlanOptions& 
   add("exchange buffers", train.exchange, generate.exchange);
   add("cache", m.lends_cache ? 0 : generate.cache, generate.cache, m.lends_cache ? "lent to training" : "");
   add("in all", train.total() + (m.lends_cache ? 0 : generate.cache), generate.total());
+  if (m.critic_turn > 0)
+    out << memory_row("critic's training", gib(m.critic_turn), "", "with what stays beside it");
 }
 
 void print_time(std::ostream& out, const PlannedTime& time) {
@@ -62,7 +66,10 @@ void print_time(std::ostream& out, const PlannedTime& time) {
   add("prefill", time.prefill);
   add("decode", time.decode,
       ", of it " + time_text(time.tail) + " with at most " + std::to_string(kTailSamples) + " samples alive");
+  add("reward model", time.scores);
   add("reference log-probs", time.reference);
+  add("values of the critic", time.values);
+  add("training of the critic", time.value_training);
   add("training", time.training);
   add("bubble of both", time.bubble);
   add("optimizer", time.optimizer);
@@ -128,9 +135,10 @@ void print_plans(std::ostream& out, const std::vector<RankedPlan>& plans, const 
     }
     const PlannedTime& t = plan.time;
     std::snprintf(text, sizeof text, "%-38s %9.2f %9.2f %9.2f %9.2f %9.2f %8.2f %8.1f %9lld %s\n",
-                  to_string(plan.layout).c_str(), t.step(), t.prefill + t.decode, t.reference, t.training + t.optimizer,
-                  t.exchanges(), t.bubble, static_cast<double>(plan.memory.peak()) / kGiB,
-                  static_cast<long long>(plan.memory.cache_rows), runs ? "yes" : "not yet");
+                  to_string(plan.layout).c_str(), t.step(), t.prefill + t.decode, t.reference + t.scores + t.values,
+                  t.training + t.optimizer + t.value_training, t.exchanges(), t.bubble,
+                  static_cast<double>(plan.memory.peak()) / kGiB, static_cast<long long>(plan.memory.cache_rows),
+                  runs ? "yes" : "not yet");
     out << text;
   }
   if (refused == 0) return;

@@ -91,5 +91,29 @@ TEST(PlanInputs, OptionsFollowTheKeys) {
   EXPECT_TRUE(plan_options(load_config_text("", carry)).keeps_cache);
 }
 
+TEST(PlanInputs, ACriticReadsThePolicysSamplesInMicroBatchesOfItsOwn) {
+  const Config config = load_config_text(
+      "", {"algorithm=ppo", "policy.train_global_batch_size=128", "value.train_global_batch_size=64",
+           "policy.max_total_sequence_length=512", "value.max_total_sequence_length=1024", "ppo.ppo_epochs=2",
+           "value.sequence_packing.train_mb_tokens=5000", "value.precision=float32", "policy.precision=bfloat16",
+           "value.dtensor_cfg.enabled=true", "loss_fn.reference_policy_kl_penalty=0.1"});
+  const ModelShape shape = *known_model_shape("qwen3-1.7b");
+  const Workload policy = planned_work(config, {.response = 100});
+  const PlannedModel critic = planned_critic(config, shape, {.response = 100});
+  EXPECT_TRUE(critic.shape.value_head);
+  EXPECT_FALSE(critic.shape.tied);
+  EXPECT_EQ(critic.work.outputs, policy.outputs);
+  EXPECT_EQ(critic.work.prompts, policy.prompts);
+  EXPECT_EQ(critic.work.train_tokens, 5000);
+  EXPECT_EQ(critic.work.optimizer_steps, 2 * policy.optimizer_steps);
+  EXPECT_FALSE(critic.work.generates);
+  EXPECT_FALSE(critic.work.reference);
+  EXPECT_EQ(critic.options.element_bytes, 4);
+  EXPECT_EQ(critic.options.sharding, StateSharding::kWeights);
+  const PlannedModel scorer = planned_reward_model(config, shape, {.response = 100});
+  EXPECT_EQ(scorer.options.element_bytes, 2);
+  EXPECT_EQ(scorer.work.logprob_tokens, policy.logprob_tokens);
+}
+
 }  // namespace
 }  // namespace trireme

@@ -33,6 +33,19 @@ TEST(PlanReport, SaysBothPhasesAndWhatALayoutExchanges) {
   EXPECT_THAT(out.str(), Not(HasSubstr("does not fit")));
 }
 
+TEST(PlanReport, OtherModelsHaveTheirRows) {
+  const ModelShape shape = *known_model_shape("qwen3-1.7b");
+  const PlanDevices devices{.rates = *device_rates("h200")};
+  PlannedModel other{shape, work_of_a_step(), {}};
+  other.shape.value_head = true;
+  std::ostringstream out;
+  const LayoutPlan plan = plan_layout(shape, {}, work_of_a_step(), {}, devices, {other, other});
+  print_plan(out, plan, shape, work_of_a_step(), {}, devices);
+  for (const char* line : {"\n  critic  ", "\n  reward model  ", "\n  critic's training  ", "  values of the critic  ",
+                           "  training of the critic  "})
+    EXPECT_THAT(out.str(), HasSubstr(line));
+}
+
 TEST(PlanReport, ListsWhatFitsAndWhatTheOthersWant) {
   const ModelShape shape = *known_model_shape("llama-3.1-70b");
   const PlanDevices devices{.rates = *device_rates("h100")};

@@ -1,0 +1,117 @@
+// A critic and a reward model beside the policy: their memory and time against arithmetic by hand.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "tests/unit/topology/planned.h"
+#include "topology/plan.h"
+
+namespace trireme {
+namespace {
+
+using test::devices_of;
+using test::kGiB;
+using test::shape_of_eight_layers;
+using test::small_work;
+
+// Attention 256 x (256 + 2 x 128) and 256 x 256, MLP 3 x 256 x 512, two norms; embedding, final norm, one row of a
+// head.
+constexpr int64_t kLayer = 256 * 512 + 256 * 256 + 3 * 256 * 512 + 2 * 256;
+constexpr int64_t kValueModel = 8 * kLayer + 1000 * 256 + 256 + 256;
+
+PlannedModel value_model(int64_t layers = 8) {
+  PlannedModel model{shape_of_eight_layers(), small_work(), {}};
+  model.shape.layers = layers;
+  model.shape.value_head = true;
+  return model;
+}
+
+TEST(PlanBeside, StateOfTheOthersIsThereInBothPhases) {
+  const PlannedBeside beside{value_model(), value_model()};
+  const LayoutPlan plan =
+      plan_layout(shape_of_eight_layers(), {.dp = 2}, small_work(), {}, devices_of(80 * kGiB), beside);
+  const LayoutPlan alone = plan_layout(shape_of_eight_layers(), {.dp = 2}, small_work(), {}, devices_of(80 * kGiB));
+  // bfloat16 weights, float32 gradients, their sum over two ranks and the optimizer state of half of them.
+  const int64_t critic = 2 * kValueModel + 4 * kValueModel + (4 + 12) * kValueModel / 2;
+  for (const MemoryParts& phase : {plan.memory.training, plan.memory.generation}) {
+    EXPECT_EQ(phase.critic, critic);
+    EXPECT_EQ(phase.reward_model, 2 * kValueModel);
+  }
+  EXPECT_EQ(plan.memory.training.total(), alone.memory.training.total() + critic + 2 * kValueModel);
+  EXPECT_EQ(alone.memory.critic_turn, 0);
+  EXPECT_EQ(plan.least_memory, alone.least_memory + critic + 2 * kValueModel);
+}
+
+TEST(PlanBeside, ShardedCriticsKeepTheirSlices) {
+  PlannedBeside beside{value_model(), std::nullopt};
+  for (const auto& [sharding, bytes] : std::vector<std::pair<StateSharding, int64_t>>{
+           {StateSharding::kNothing, (2 + 4 + 12) * kValueModel},
+           {StateSharding::kOptimizer, (2 + 4) * kValueModel + (4 + 12) * kValueModel / 4},
+           {StateSharding::kGradients, 2 * kValueModel + (4 + 12) * kValueModel / 4},
+           {StateSharding::kWeights, (2 + 4 + 12) * kValueModel / 4}}) {
+    beside.critic->options.sharding = sharding;
+    const LayoutPlan plan =
+        plan_layout(shape_of_eight_layers(), {.dp = 4}, small_work(), {}, devices_of(80 * kGiB), beside);
+    EXPECT_EQ(plan.memory.training.critic, bytes);
+  }
+}
+
+// One model whose only difference is the head: 999 columns of logits less.
+TEST(PlanBeside, TimeIsThatOfTheSamePassesWithoutAVocabulary) {
+  const PlanDevices devices = devices_of(80 * kGiB);
+  const Workload work = small_work();
+  const PlannedBeside beside{value_model(), value_model()};
+  const PlannedTime alone = plan_layout(shape_of_eight_layers(), {}, work, {}, devices).time;
+  const PlannedTime time = plan_layout(shape_of_eight_layers(), {}, work, {}, devices, beside).time;
+  const auto scored = static_cast<double>(std::accumulate(work.outputs.begin(), work.outputs.end(), int64_t{0}));
+  const double head = 2 * 256 * 999 * scored / devices.rates.products;
+  EXPECT_NEAR((time.reference - time.values) / head, 1, 1e-9);
+  EXPECT_EQ(time.scores, time.values);
+  // Master copy and moments read and written, the gradient read, the weight written, for 999 rows less, twice a step.
+  const double rows = 999 * 256, update = 2 * rows * (28 + 2 + 4) / devices.rates.copy;
+  EXPECT_NEAR((time.training + time.optimizer - time.value_training) / (3 * head + update), 1, 1e-9);
+  EXPECT_EQ(time.training, alone.training);
+  EXPECT_NEAR(time.step() - alone.step(), time.values + time.scores + time.value_training, 1e-12);
+  EXPECT_GT(plan_layout(shape_of_eight_layers(), {.dp = 2}, work, {}, devices, beside).time.gradient_exchanges,
+            1.9 * plan_layout(shape_of_eight_layers(), {.dp = 2}, work, {}, devices).time.gradient_exchanges);
+}
+
+TEST(PlanBeside, TheCriticsTurnCountsWhereItIsTheFullest) {
+  const PlanDevices devices = devices_of(80 * kGiB);
+  PlannedBeside beside{value_model(40), value_model()};
+  beside.critic->work.train_tokens = 65536;
+  beside.critic->work.longest = 65536;
+  PlanOptions options;
+  options.cache_rows = 1000;
+  const PlannedMemory memory = plan_layout(shape_of_eight_layers(), {}, small_work(), options, devices, beside).memory;
+  // By itself, and what of the policy stays.
+  Workload of_critic = beside.critic->work;
+  of_critic.generates = of_critic.reference = false;
+  const MemoryParts critic = plan_layout(beside.critic->shape, {}, of_critic, {}, devices).memory.training;
+  const MemoryParts& policy = memory.training;
+  EXPECT_EQ(memory.critic_turn, critic.total() + policy.weights + policy.reference + policy.gradients +
+                                    policy.optimizer + 2 * kValueModel + memory.generation.cache);
+  EXPECT_EQ(memory.peak(), memory.critic_turn);
+}
+
+TEST(PlanBeside, TheLeastMemoryIsTheFirstThatFits) {
+  for (const int64_t layers : {2, 8, 40}) {
+    const PlannedBeside beside{value_model(layers), value_model()};
+    for (const bool recompute : {true, false}) {
+      PlanOptions options;
+      options.fit_recompute = recompute;
+      const auto plan_of = [&](int64_t bytes) {
+        return plan_layout(shape_of_eight_layers(), {.dp = 4}, small_work(), options, devices_of(bytes), beside);
+      };
+      const int64_t least = plan_of(kGiB).least_memory;
+      EXPECT_TRUE(plan_of(least).fits());
+      EXPECT_FALSE(plan_of(least - 1).fits());
+      EXPECT_EQ(plan_of(least - 1).least_memory, least);
+      EXPECT_LE(plan_of(least).memory.peak() + devices_of(0).rates.outside_bytes, least);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace trireme
