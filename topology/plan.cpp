@@ -44,7 +44,7 @@ int64_t MemoryParts::total() const {
 }
 
 int64_t PlannedMemory::peak() const {
-  return std::max({generation.total(), training.total() + (lends_cache ? 0 : generation.cache), critic_turn});
+  return std::max({generation.total(), training.total() + (lends_cache ? 0 : generation.cache), early, critic_turn});
 }
 
 namespace planning {
@@ -174,6 +174,7 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
   if (!work.generates) return plan;
   planning::plan_rollout(g, plan.memory.cache_rows, plan.time);
   if (apart) plan.time.refit = planning::refit_seconds(c, g);
+  if (!apart) planning::plan_background(c, plan.time);
   return plan;
 }
 

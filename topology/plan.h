@@ -30,7 +30,13 @@ struct Workload {
   bool share_prompts = false;  // a group's prompt is computed once a micro-batch
   int64_t places = 256;        // samples alive at once, of a replica
   int64_t prefill_tokens = 8192;
+  // Of the device, as long as at most kBackgroundSamples are alive: they compute reference log-probs of finished
+  // samples and, where `early_gradients`, gradients of whole groups of the first optimizer step. 0: all that follows
+  // generation. Counts for models that nobody shares (kWeights included), gradients also where ranks do not share them.
+  int64_t background_processors = 0;
+  bool early_gradients = false;
 };
+inline constexpr int64_t kBackgroundSamples = 32;
 
 inline constexpr int64_t kEveryLayer = int64_t{1} << 20;
 
@@ -95,6 +101,7 @@ struct PlannedMemory {
   int64_t in_flight = 1;      // pairs of piece and micro-batch whose activations are kept
   int64_t micro_batches = 1;  // of an optimizer step, on a rank
   int64_t cache_rows = 0;     // tokens: the least of all ranks
+  int64_t early = 0;          // while gradients are computed under generation: of the rank, in all
   int64_t critic_turn = 0;    // while the critic trains, with what of the policy stays: of the rank, in all
   // The largest phase: they do not add up. Without what is outside of tensors.
   int64_t peak() const;
@@ -104,13 +111,16 @@ struct PlannedMemory {
 struct PlannedTime {
   double refit = 0;  // the weights into generation's own layout
   double prefill = 0, decode = 0;
-  double tail = 0;  // of decode: with at most kTailSamples alive
+  double tail = 0;    // of decode: with at most kTailSamples alive
+  double shared = 0;  // with at most kBackgroundSamples
   double reference = 0;
   double training = 0;                    // forward and backward, with what is computed again
   double bubble = 0;                      // that stages wait for each other there
   double optimizer = 0;                   // the update itself
   double scores = 0;                      // of a reward model
   double values = 0, value_training = 0;  // of a critic; the latter with its updates
+  // Of reference and training: what runs under generation, whose phase is taken to be longer by as much.
+  double reference_under = 0, training_under = 0;
   // Between ranks; none is taken to be hidden but gathered weights (kWeights).
   double decode_exchanges = 0, pass_exchanges = 0, gradient_exchanges = 0;
   double exchanges() const { return decode_exchanges + pass_exchanges + gradient_exchanges; }

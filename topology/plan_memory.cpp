@@ -13,6 +13,7 @@ constexpr int64_t kReductions = 9;  // under way at once: the optimizer waits fo
 constexpr int64_t kCacheLeaves = int64_t{1} << 30;   // what the cache leaves free in any case (kDriverBytes)
 constexpr int64_t kRefitBytes = int64_t{512} << 20;  // of buckets under way (Refit)
 constexpr int64_t kLinkRows = 4;                     // a stage sends and awaits one of each direction
+constexpr int64_t kBackgroundTokens = 4096;          // of a micro-batch beside the last responses (ReferenceStream)
 constexpr int64_t kTableBatches = 64;  // with more micro-batches than several rounds of all stages nothing more is kept
 
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
@@ -21,17 +22,23 @@ int64_t bytes_of(double value) { return static_cast<int64_t>(value); }
 
 bool shards(const Case& c, StateSharding at_least) { return c.options.sharding >= at_least; }
 
-// Rows of the largest micro-batch of training on a rank. Samples are dealt as if each had its prompt, so that shared
-// ones make them smaller.
-int64_t training_rows(const Case& c) {
-  const Workload& work = c.work;
-  int64_t tokens = work.train_samples > 0 ? work.train_samples * work.longest : work.train_tokens;
+// Rows of a micro-batch of `tokens`: samples are dealt as if each had its prompt, so that shared ones make it smaller.
+int64_t rows_of(const Workload& work, int64_t tokens) {
   if (work.share_prompts) {
     const double share = work_of_step(work, true).tokens / work_of_step(work, false).tokens;
     tokens = std::max(std::min(work.longest, tokens), bytes_of(std::ceil(share * real(tokens))));
   }
-  return up(tokens, c.layout.cp);
+  return tokens;
 }
+
+// Of the largest one of training on a rank.
+int64_t training_rows(const Case& c) {
+  const Workload& work = c.work;
+  const int64_t tokens = work.train_samples > 0 ? work.train_samples * work.longest : work.train_tokens;
+  return up(rows_of(work, tokens), c.layout.cp);
+}
+
+int64_t early_rows(const Case& c) { return rows_of(c.work, std::max(kBackgroundTokens, c.work.longest)); }
 
 // Stages are the same ones, or all are folded into one.
 int64_t stage_of_generation(const Case& g, int64_t stage) { return g.layout.pp == 1 ? 0 : stage; }
@@ -105,6 +112,7 @@ struct StageMemory {
   int64_t cache_rows = 0;  // that it has room for
   KeptLayers kept;
   bool lends_cache = false;
+  bool early = false;  // gradients are computed under generation
 };
 
 // Tokens that a stage's cache holds beside the rest of `memory`.
@@ -133,6 +141,7 @@ StageMemory stage_memory(const Case& c, const Case& g, int64_t stage, const Pipe
   add_engine_step(c, of_generation, s.generation);
   s.row_bytes = 2 * of_generation.layers * of_generation.key_width() * c.options.element_bytes;
   s.cache_rows = room_for_rows(c, s, memory);
+  s.early = has_early_gradients(c) && c.layout == g.layout;
   return s;
 }
 
@@ -168,6 +177,19 @@ void keep_activations(const Case& c, StageMemory& s, int64_t memory) {
   s.training.logits = activation_total(s.bytes, s.kept, s.rows, s.in_flight) - s.training.activations;
 }
 
+// What is there while gradients are computed beside the last responses, but for their activations: generation's, whose
+// few samples want next to nothing besides.
+int64_t beside_early(const MemoryParts& generation) {
+  return generation.total() - generation.activations - generation.logits;
+}
+
+int64_t early_total(const Case& c, const StageMemory& s, int64_t memory) {
+  const int64_t beside = beside_early(s.generation), rows = early_rows(c);
+  const KeptLayers kept = c.options.fit_recompute ? fit_layers(s.bytes, s.layers, rows, 1, memory - beside).kept
+                                                  : kept_at_most(c, s.layers);
+  return beside + activation_total(s.bytes, kept, rows, 1);
+}
+
 // From how much on a cache by the fraction stays beside training that wants `training`, generation wanting `generation`
 // without it. The cache is the least of three: a share of what is free, all of it but what it leaves, and what all
 // places can use; what each is beside grows with the memory, so that the first that does decides.
@@ -178,6 +200,15 @@ int64_t least_beside_cache(const Case& c, const StageMemory& s, int64_t training
   if (fraction < 1)
     least = std::min(least, bytes_of((real(training) - fraction * real(generation)) / (1 - fraction)) + 1);
   return least;
+}
+
+// With gradients under generation: their least activations beside a cache for the longest sample.
+int64_t least_with_early(const Case& c, const StageMemory& s, const MemoryParts& generation, int64_t cache) {
+  const int64_t most = activation_total(s.bytes, kept_at_least(c, s.layers), early_rows(c), 1);
+  const int64_t with_room = c.options.fit_recompute ? bytes_of(real(most) / kUsableForActivations) + 1 : most;
+  const int64_t early = beside_early(generation) + with_room;
+  return c.options.cache_rows > 0 ? early + cache
+                                  : std::max(early + cache, least_beside_cache(c, s, early, generation.total()));
 }
 
 // Of a device, for this stage: the training with all computed again that may be, and a cache for the longest sample.
@@ -197,6 +228,7 @@ int64_t least_memory(const Case& c, const StageMemory& s) {
                                        : std::max(least, least_beside_cache(c, s, least, generation.total()));
     }
     least = std::max(least, generation.total() + beside);
+    if (s.early) least = std::max(least, least_with_early(c, s, generation, cache));
   }
   return least + c.devices.rates.outside_bytes;
 }
@@ -239,6 +271,7 @@ void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan) {
     of_stage.generation = s.generation;
     of_stage.lends_cache = s.lends_cache;
     of_stage.kept = s.kept;
+    if (s.early) of_stage.early = early_total(c, s, memory);
     of_stage.in_flight = s.in_flight;
     if (stage == 0 || of_stage.peak() > m.peak()) m = of_stage;
   }

@@ -72,6 +72,11 @@ PlannedTime plan_time(const Case& c, const PlannedMemory& memory);
 double values_seconds(const Case& c);
 // Of generation's layout.
 void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
+// Whether a part of the device works beside the last responses, for gradients too.
+bool has_background(const Case& c);
+bool has_early_gradients(const Case& c);
+// What of the passes it does: as much as its processors do until generation ends, which it makes longer.
+void plan_background(const Case& c, PlannedTime& time);
 // Of the rank that fetches most (topology/refit.h).
 double refit_seconds(const Case& c, const Case& generation);
 // Forward of one layer over so many rows, by the rates of passes.

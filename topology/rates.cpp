@@ -11,6 +11,7 @@ DeviceRates h200() {
   r.name = "h200";
   r.measured = true;
   r.memory_bytes = 143'156 * kMiB;  // 139.8 GiB, as the driver says
+  r.processors = 132;               // of an H100 too
   r.outside_bytes = 3072 * kMiB;    // assumed; the fullest run that went well had 134.6 GiB of tensors
   // Fitted to the rows of decode-llama-3.1-8b and decode-qwen3-30b-a3b; no rollout was used.
   r.decode_read = 4.3e12;

@@ -26,6 +26,7 @@ struct DeviceRates {
   std::string name;
   int64_t memory_bytes = 0;   // of the device
   int64_t outside_bytes = 0;  // of it that tensors never have: driver, kernels, NCCL
+  int64_t processors = 1;     // streaming multiprocessors
   bool measured = false;      // else some are scaled from published figures
   // A decode step: bytes of weights, keys and values at decode_read, and for each layer a time, one for each sample
   // alive and one where it has experts.

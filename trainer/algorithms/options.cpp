@@ -79,9 +79,13 @@ EngineOptions engine_options(const Config& config, std::shared_ptr<const DeviceP
   return o;
 }
 
-std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted) {
+int64_t background_sms(const Config& config) {
   const int64_t sms = config.policy.generation.background_sms;
-  return wanted ? split_device(device, sms < 0 ? kBackgroundSms : sms) : nullptr;
+  return sms < 0 ? kBackgroundSms : sms;
+}
+
+std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted) {
+  return wanted ? split_device(device, background_sms(config)) : nullptr;
 }
 
 std::vector<RewardOptions> reward_options(const Config& config, const RewardPlace& place) {

@@ -23,6 +23,8 @@ namespace trireme {
 SamplingOptions training_sampling(const Config& config, const Tokenizer& tokenizer);
 SamplingOptions validation_sampling(const Config& config, const Tokenizer& tokenizer);
 EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
+// policy.generation.background_sms, -1 resolved to its number on a GPU.
+int64_t background_sms(const Config& config);
 // The parts of `device` for generation and for reference log-probs beside its last responses; null where there are
 // none, or none are wanted.
 std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted);

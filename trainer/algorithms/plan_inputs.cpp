@@ -5,11 +5,13 @@
 #include "base/error.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/rollout/lengths.h"
+#include "trainer/rollout/step_runner.h"
 
 namespace trireme {
 namespace {
 
 constexpr int64_t kUsualPrompt = 200;
+static_assert(kBackgroundSamples == kSharedDeviceSamples);
 
 RolloutLengths drawn_lengths(const Config& config, const PlannedLengths& asked, int64_t prompts, int64_t responses) {
   const int64_t longest = config.policy.max_total_sequence_length;
@@ -97,6 +99,10 @@ Workload planned_work(const Config& config, const PlannedLengths& asked) {
   work.logprob_tokens = std::max<int64_t>({logprobs.tokens, work.longest, 1});
   work.places = config.policy.generation.max_running_samples;
   work.prefill_tokens = config.policy.generation.prefill_chunk_tokens;
+  // Under carry-over no places are left for anything beside the last responses.
+  if (sft || config.grpo.async_grpo.enabled) return work;
+  work.early_gradients = config.grpo.early_gradients;
+  if (work.reference || work.early_gradients) work.background_processors = background_sms(config);
   return work;
 }
 
@@ -107,7 +113,7 @@ PlannedModel value_model(const Config& config, ModelShape shape, const PlannedLe
   shape.value_head = true;
   shape.tied = false;
   PlannedModel model{std::move(shape), planned_work(config, lengths), plan_options(config)};
-  model.work.generates = model.work.reference = false;
+  model.work.generates = model.work.reference = model.work.early_gradients = false;
   return model;
 }
 

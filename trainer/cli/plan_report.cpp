@@ -54,8 +54,8 @@ void print_memory(std::ostream& out, const LayoutPlan& plan, const PlanOptions& 
   add("exchange buffers", train.exchange, generate.exchange);
   add("cache", m.lends_cache ? 0 : generate.cache, generate.cache, m.lends_cache ? "lent to training" : "");
   add("in all", train.total() + (m.lends_cache ? 0 : generate.cache), generate.total());
-  if (m.critic_turn > 0)
-    out << memory_row("critic's training", gib(m.critic_turn), "", "with what stays beside it");
+  if (m.early > 0) out << memory_row("early gradients", "", gib(m.early), "generation with them, in all");
+  if (m.critic_turn > 0) out << memory_row("critic's training", gib(m.critic_turn), "", "with what stays beside it");
 }
 
 void print_time(std::ostream& out, const PlannedTime& time) {
@@ -67,10 +67,14 @@ void print_time(std::ostream& out, const PlannedTime& time) {
   add("decode", time.decode,
       ", of it " + time_text(time.tail) + " with at most " + std::to_string(kTailSamples) + " samples alive");
   add("reward model", time.scores);
-  add("reference log-probs", time.reference);
+  const auto under = [](double seconds) {
+    return seconds > 0 ? ", of it " + time_text(seconds) + " under generation, which takes as much longer"
+                       : std::string();
+  };
+  add("reference log-probs", time.reference, under(time.reference_under));
   add("values of the critic", time.values);
   add("training of the critic", time.value_training);
-  add("training", time.training);
+  add("training", time.training, under(time.training_under));
   add("bubble of both", time.bubble);
   add("optimizer", time.optimizer);
   add("exchanges while decoding", time.decode_exchanges);

@@ -115,5 +115,19 @@ TEST(PlanInputs, ACriticReadsThePolicysSamplesInMicroBatchesOfItsOwn) {
   EXPECT_EQ(scorer.work.logprob_tokens, policy.logprob_tokens);
 }
 
+TEST(PlanInputs, PassesUnderGenerationAreThoseOfTheConfiguration) {
+  const auto of = [](std::vector<std::string> overrides) { return planned_work(load_config_text("", overrides), {}); };
+  const std::string reference = "loss_fn.reference_policy_kl_penalty=0.1",
+                    none = "loss_fn.reference_policy_kl_penalty=0";
+  EXPECT_EQ(of({reference}).background_processors, 32);
+  EXPECT_EQ(of({reference, "policy.generation.background_sms=48"}).background_processors, 48);
+  EXPECT_EQ(of({reference, "policy.generation.background_sms=0"}).background_processors, 0);
+  EXPECT_EQ(of({none}).background_processors, 0);
+  EXPECT_FALSE(of({reference}).early_gradients);
+  const Workload early = of({none, "grpo.early_gradients=true"});
+  EXPECT_TRUE(early.early_gradients);
+  EXPECT_EQ(early.background_processors, 32);
+}
+
 }  // namespace
 }  // namespace trireme

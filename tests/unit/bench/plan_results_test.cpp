@@ -52,6 +52,11 @@ Workload workload_of(const Json& json) {
   work.optimizer_steps = json.value("optimizer_steps", int64_t{1});
   work.train_tokens = work.logprob_tokens = std::max(json.value("micro_batch_tokens", int64_t{1}), work.longest);
   work.places = json.value("max_sequences", int64_t{256});
+  // Whatever the program then did or could do of it.
+  const auto samples_of = [&](const char* key) { return json.value(key, 0.0); };
+  work.early_gradients = samples_of("gradients_under_generation") > 0;
+  if (work.early_gradients || samples_of("references_under_generation") > 0)
+    work.background_processors = json.value("background_processors", int64_t{0});
   return work;
 }
 
@@ -69,17 +74,19 @@ void compare_rollout(const std::string& name, const Json& json, std::vector<Comp
 void compare_step(const std::string& name, const Json& json, std::vector<Comparison>& rows) {
   const LayoutPlan plan = planned(json, workload_of(json), options_of(json));
   const Json& phases = json.at("phases");
-  const double passes = plan.time.training + plan.time.optimizer + plan.time.gradient_exchanges;
+  const PlannedTime& time = plan.time;
+  const double passes = time.training - time.training_under + time.optimizer + time.gradient_exchanges;
   rows.push_back({name + " seconds", json.at("seconds"), plan.time.step(), 0.2});
-  // Under generation reference log-probs and early gradients make one phase longer and another shorter.
   const bool apart =
       json.value("references_under_generation", 0.0) + json.value("gradients_under_generation", 0.0) == 0;
-  const auto phase = [&](const char* key, double value) {
-    rows.push_back({name + " " + key, phases.at(key), value, apart ? 0.2 : 0});
+  // Of what runs under generation a small rest follows; ranks that an older program dealt unevenly wait for each other.
+  const bool uneven = name == "step-llama-3.1-8b-x4-shared-uneven";
+  const auto phase = [&](const char* key, double value, bool judged) {
+    rows.push_back({name + " " + key, phases.at(key), value, judged ? 0.2 : 0});
   };
-  phase("generation", plan.time.prefill + plan.time.decode);
-  if (apart && json.at("reference").get<bool>()) phase("logprobs", plan.time.reference);
-  phase("training", passes);
+  phase("generation", time.prefill + time.decode + time.reference_under + time.training_under, true);
+  if (json.at("reference").get<bool>()) phase("logprobs", time.reference - time.reference_under, apart);
+  phase("training", passes, !uneven);
   // Files of the day on which the peak did not count the cache (docs/lab/016-shared-prompts.md).
   const bool without_cache = name == "step-llama-3.1-8b-x4" || name == "step-llama-3.1-8b-x4-12288" ||
                              name == "step-llama-3.1-8b-x4-reference-after" ||

@@ -1,4 +1,5 @@
-// A critic and a reward model beside the policy: their memory and time against arithmetic by hand.
+// What is beside the policy or under its generation, a critic, a reward model, passes in a part of the device: memory
+// and time against arithmetic by hand.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -110,6 +111,84 @@ TEST(PlanBeside, TheLeastMemoryIsTheFirstThatFits) {
       EXPECT_EQ(plan_of(least - 1).least_memory, least);
       EXPECT_LE(plan_of(least).memory.peak() + devices_of(0).rates.outside_bytes, least);
     }
+  }
+}
+
+// Of 132 processors 33 work beside the last 32 samples: a quarter of the time that these then take.
+TEST(PlanUnderGeneration, AsMuchIsDoneAsThePartsProcessorsDo) {
+  const PlanDevices devices = devices_of(80 * kGiB);
+  Workload work = small_work();
+  work.places = 64;  // 8 samples: all of decode is shared
+  work.background_processors = 33;
+  PlannedTime time = plan_layout(shape_of_eight_layers(), {}, work, {}, devices).time;
+  EXPECT_EQ(time.shared, time.decode);
+  ASSERT_GT(time.decode / 3, time.reference);
+  EXPECT_EQ(time.reference_under, time.reference);  // all of it
+  EXPECT_EQ(time.training_under, 0);
+  work.outputs.assign(2, 3);  // two steps of decode beside as much again of prompts
+  work.prompts = {4000, 4000};
+  work.longest = 4096;
+  time = plan_layout(shape_of_eight_layers(), {}, work, {}, devices).time;
+  ASSERT_LT(time.decode / 3, time.reference);
+  EXPECT_NEAR(time.reference_under / (time.decode / 3), 1, 1e-9);
+  // The sum of a step is what it is without.
+  work.background_processors = 0;
+  const PlannedTime after = plan_layout(shape_of_eight_layers(), {}, work, {}, devices).time;
+  EXPECT_EQ(after.reference_under, 0);
+  EXPECT_EQ(time.step(), after.step());
+  // More than half of a device is never given away.
+  work.background_processors = 132;
+  time = plan_layout(shape_of_eight_layers(), {}, work, {}, devices).time;
+  EXPECT_NEAR(std::min(time.decode, time.reference) / time.reference_under, 1, 1e-9);
+}
+
+TEST(PlanUnderGeneration, GradientsAreOfTheFirstStepBehindTheReferences) {
+  const PlanDevices devices = devices_of(80 * kGiB);
+  Workload work = small_work();
+  work.places = 64;
+  work.background_processors = 33;
+  work.early_gradients = true;
+  const PlannedTime time = plan_layout(shape_of_eight_layers(), {}, work, {}, devices).time;
+  EXPECT_EQ(time.reference_under, time.reference);
+  const double left = time.decode / 3 - time.reference;
+  EXPECT_NEAR(time.training_under / std::min(left, time.training / 2), 1, 1e-9);
+  // Ranks that share a model, its weights or its gradients have nobody beside them.
+  PlanOptions shared;
+  shared.sharding = StateSharding::kGradients;
+  EXPECT_EQ(plan_layout(shape_of_eight_layers(), {.dp = 2}, work, shared, devices).time.training_under, 0);
+  EXPECT_GT(plan_layout(shape_of_eight_layers(), {.dp = 2}, work, shared, devices).time.reference_under, 0);
+  shared.sharding = StateSharding::kWeights;
+  EXPECT_EQ(plan_layout(shape_of_eight_layers(), {.dp = 2}, work, shared, devices).time.reference_under, 0);
+  EXPECT_EQ(plan_layout(shape_of_eight_layers(), {.tp = 2}, work, {}, devices).time.reference_under, 0);
+  EXPECT_EQ(plan_layout(shape_of_eight_layers(), {.dp = 2}, work, {.generation_tp = 2}, devices).time.reference_under,
+            0);
+}
+
+TEST(PlanUnderGeneration, EarlyGradientsHaveTheirActivationsBesideTheCache) {
+  Workload work = small_work();
+  work.background_processors = 33;
+  PlanOptions options;
+  options.cache_rows = 100000;
+  const PlanDevices devices = devices_of(80 * kGiB);
+  EXPECT_EQ(plan_layout(shape_of_eight_layers(), {}, work, options, devices).memory.early, 0);
+  work.early_gradients = true;
+  const PlannedMemory memory = plan_layout(shape_of_eight_layers(), {}, work, options, devices).memory;
+  // A layer's 6,688 bytes a token (4 x 256, q, k, v and attention's result 768, MLP 3 x 512; 8 log-sums), 4,096 tokens.
+  const MemoryParts& m = memory.generation;
+  const int64_t state = m.weights + m.reference + m.gradients + m.optimizer + m.cache;
+  const int64_t layers = 8 * 4096 * (2 * (4 * 256 + 768 + 3 * 512) + 4 * 8);
+  const int64_t ending = 4096 * 2 * 4 * 256 + 3 * (int64_t{512} << 20);  // at the head
+  EXPECT_EQ(memory.early, state + layers + ending);
+  for (const double fraction : {0.8, 0.05, 1.0}) {
+    options.cache_rows = 0;
+    options.cache_fraction = fraction;
+    const auto plan_of = [&](int64_t bytes) {
+      return plan_layout(shape_of_eight_layers(), {}, work, options, devices_of(bytes));
+    };
+    const int64_t least = plan_of(kGiB).least_memory;
+    EXPECT_TRUE(plan_of(least).fits());
+    EXPECT_FALSE(plan_of(least - 1).fits());
+    EXPECT_LE(plan_of(least).memory.peak() + devices_of(0).rates.outside_bytes, least);
   }
 }
 
