@@ -37,6 +37,7 @@ struct Workload {
   bool early_gradients = false;
 };
 inline constexpr int64_t kBackgroundSamples = 32;
+inline constexpr int64_t kBackgroundTokens = 4096;  // of a micro-batch there, or one sample
 
 inline constexpr int64_t kEveryLayer = int64_t{1} << 20;
 

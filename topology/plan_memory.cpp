@@ -13,7 +13,6 @@ constexpr int64_t kReductions = 9;  // under way at once: the optimizer waits fo
 constexpr int64_t kCacheLeaves = int64_t{1} << 30;   // what the cache leaves free in any case (kDriverBytes)
 constexpr int64_t kRefitBytes = int64_t{512} << 20;  // of buckets under way (Refit)
 constexpr int64_t kLinkRows = 4;                     // a stage sends and awaits one of each direction
-constexpr int64_t kBackgroundTokens = 4096;          // of a micro-batch beside the last responses (ReferenceStream)
 constexpr int64_t kTableBatches = 64;  // with more micro-batches than several rounds of all stages nothing more is kept
 
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "trainer/algorithms/options.h"
+#include "trainer/algorithms/reference_stream.h"
 #include "trainer/rollout/lengths.h"
 #include "trainer/rollout/step_runner.h"
 
@@ -11,7 +12,7 @@ namespace trireme {
 namespace {
 
 constexpr int64_t kUsualPrompt = 200;
-static_assert(kBackgroundSamples == kSharedDeviceSamples);
+static_assert(kBackgroundSamples == kSharedDeviceSamples && kBackgroundTokens == kStreamTokens);
 
 RolloutLengths drawn_lengths(const Config& config, const PlannedLengths& asked, int64_t prompts, int64_t responses) {
   const int64_t longest = config.policy.max_total_sequence_length;

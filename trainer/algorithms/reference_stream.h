@@ -29,6 +29,8 @@
 
 namespace trireme {
 
+inline constexpr int64_t kStreamTokens = 4096;
+
 class ReferenceStream final {
  public:
   // `model`, null where no reference log-probs are wanted, is only read and outlives the stream. `partition`: whose
@@ -37,7 +39,7 @@ class ReferenceStream final {
   // `micro_batch_tokens`: of a forward; small ones end soon when generation does.
   ReferenceStream(const Model* model, const LogprobOptions& options, bool share_prompts,
                   std::shared_ptr<const DevicePartition> partition, double timeout_s,
-                  std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens = 4096);
+                  std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens = kStreamTokens);
   ~ReferenceStream();
   ReferenceStream(const ReferenceStream&) = delete;
   ReferenceStream& operator=(const ReferenceStream&) = delete;
