@@ -1,0 +1,13 @@
+// A model's weights for a link to another process.
+#pragma once
+
+#include "trainer/model/model.h"
+#include "trainer/parallel/weight_link.h"
+
+namespace trireme {
+
+// All parameters of a model that one rank holds whole; those of an actor and of an engine with the same configuration
+// have the same layout. Throws Error(kUser) that names what the model is split over, or shared by.
+WeightView weight_view(const Model& model);
+
+}  // namespace trireme

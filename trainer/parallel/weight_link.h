@@ -1,0 +1,123 @@
+// WeightSender and WeightReceiver: an actor rank's weights to an engine, another process, beside what both compute.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/clock.h"
+#include "topology/topology.h"
+#include "trainer/parallel/transport.h"
+
+namespace trireme {
+
+// The weights of a model as they travel; made by weight_view (trainer/model/weight_view.h).
+struct WeightView {
+  at::Tensor flat;      // [elements], contiguous: Model::flat_parameters()
+  uint64_t layout = 0;  // a digest of names, shapes and places of the parameters in it
+};
+
+struct WeightLinkOptions {
+  // The store of the job, which actor rank 0 serves (with one actor rank: a JobStore that was made for it). Who connects
+  // need be no rank of its world: both ends have connections of their own. The address is the one that other hosts reach
+  // it by, on rank 0 too: what goes towards it leaves by the interface that engines and actors meet on.
+  std::string store_address = "127.0.0.1";
+  int store_port = 0;
+  std::string attempt = "0";  // as RendezvousOptions::attempt of the store
+  int64_t actor_rank = 0;     // a sender's own rank
+  int64_t actor_ranks = 1;    // a sender's: how many there are
+  int64_t engine = 0;         // a receiver's own number
+  // Of a whole transfer, from the call to its end, and of each wait in it. Between hosts a peer that has gone is seen
+  // at once, one that stands still at the deadline.
+  Milliseconds deadline{60000};
+  // Checksums are compared after a connection's first transfer, and after every so many; 0: after the first only. The
+  // sender's counts.
+  int64_t verify_weights_period = 100;
+  // Of a receiver on CUDA: false, or no memory for it: weights are received where they are read.
+  bool second_buffer = true;
+  // What carries it between devices of two hosts (spec.network.rdma.require), judged at a connection's first transfer.
+  TransportCheck transport;
+  // Called with the bytes of a transfer that have been sent, or have come. What it throws breaks the transfer. Tests.
+  std::function<void(int64_t bytes)> on_bytes;
+};
+
+// What one transfer was.
+struct WeightTransfer {
+  int64_t version = -1;
+  double seconds = 0;  // of the bytes, without waiting for the other end to begin
+  int64_t bytes = 0;
+  bool verified = false;  // checksums were compared
+};
+
+// The plan of a transfer: the actor rank that engine `engine` receives all weights from, engine mod actors. Throws
+// Error(kUser) that names the size of either layout for which there is none: both hold whole models on each rank.
+int64_t weight_source(const Layout& actors, const Layout& engine_layout, int64_t engine);
+
+// 64 bits over the tensor's bytes: the sum of its words of 8 bytes, each times an odd number of its place, modulo 2^64.
+// On CUDA by the current stream, which is waited for. The same number on every device.
+uint64_t weight_checksum(const at::Tensor& tensor);
+
+// The actor's side, one an actor rank. It has threads and connections of its own; engines are served at the same time,
+// and one that breaks breaks no other. publish() and retract() are called by the training thread.
+class WeightSender final {
+ public:
+  // `weights` must live until this has gone. Throws Error(kTimeout) where the store cannot be reached.
+  WeightSender(const WeightLinkOptions& options, const WeightView& weights);
+  ~WeightSender();  // ends what is under way
+  WeightSender(const WeightSender&) = delete;
+  WeightSender& operator=(const WeightSender&) = delete;
+
+  // The live weights are those of `version`, and may be read until retract() returns. On CUDA: what the current stream
+  // holds now comes first. They must be whole: after DistributedAdamW::finish_gather.
+  void publish(int64_t version);
+  // Before they are written: no send begins any more, one under way is waited for, at its deadline it is broken. Then
+  // nothing reads them. Returns the seconds that it waited. Called without a publish() it does nothing.
+  double retract();
+  // An engine asks for the newest weights over the link of this name (a word of at most 128 letters, digits, '.', '_'
+  // and '-', no other engine's). From any thread; the rank that sends is actor rank `engine` mod actor_ranks, to which
+  // the store carries it. It sends when weights are published, and gives up at the deadline. A second call for an engine
+  // breaks what is under way for the first. Throws Error(kUser) for a bad name, Error(kUnavailable) without a store.
+  void serve(int64_t engine, const std::string& link);
+
+  // Of the transfers that have ended since the last call: the slowest's seconds; 0: none.
+  double take_transfer_seconds();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// The engine's side. One thread calls fetch(), the one that reads the weights calls apply(), not at the same time.
+class WeightReceiver final {
+ public:
+  // Takes memory for a second buffer, where there is any: before the cache's is measured. `weights` outlives it.
+  WeightReceiver(const WeightLinkOptions& options, const WeightView& weights);
+  ~WeightReceiver();
+  WeightReceiver(const WeightReceiver&) = delete;
+  WeightReceiver& operator=(const WeightReceiver&) = delete;
+
+  // There is no second buffer: fetch() writes the live weights, so decoding stops before it is called.
+  bool needs_stop() const;
+  // Waits for the newest weights from that actor rank, which somebody asks to serve this link (WeightSender::serve),
+  // before or after this call. Returns their version. Throws when it breaks: Error(kUnavailable) or Error(kTimeout) that
+  // names engine and rank, and may be tried again, which makes a new connection; Error(kUser) where it can never work
+  // (another model or dtype). The live weights and version are then as they were; with needs_stop() they may be torn
+  // (torn()) and must not be read before a fetch() succeeds.
+  int64_t fetch(const std::string& link, int64_t actor_rank);
+  // From any thread: fetch() throws soon, also every later one.
+  void cancel();
+  bool torn() const;
+  // What was fetched last becomes the live weights: a copy in place, on the current stream on CUDA, which it does not
+  // wait for. Nothing after a fetch() that needed a stop, or a second time.
+  void apply();
+  const WeightTransfer& last() const;  // that fetch() returned from
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace trireme
