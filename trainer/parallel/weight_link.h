@@ -21,24 +21,25 @@ struct WeightView {
 };
 
 struct WeightLinkOptions {
-  // The store of the job, which actor rank 0 serves (with one actor rank: a JobStore that was made for it). Who connects
-  // need be no rank of its world: both ends have connections of their own. The address is the one that other hosts reach
-  // it by, on rank 0 too: what goes towards it leaves by the interface that engines and actors meet on.
+  // The store of the job, which actor rank 0 serves (with one actor rank: a JobStore that was made for it). Who
+  // connects need be no rank of its world: both ends have connections of their own. The address is the one that other
+  // hosts reach it by, on rank 0 too: what goes towards it leaves by the interface that engines and actors meet on.
   std::string store_address = "127.0.0.1";
   int store_port = 0;
   std::string attempt = "0";  // as RendezvousOptions::attempt of the store
   int64_t actor_rank = 0;     // a sender's own rank
   int64_t actor_ranks = 1;    // a sender's: how many there are
   int64_t engine = 0;         // a receiver's own number
-  // Of a whole transfer, from the call to its end, and of each wait in it. Between hosts a peer that has gone is seen
-  // at once, one that stands still at the deadline.
+  // Of a whole transfer, from the call to its end, and of each wait in it. A peer that has gone is seen at once (but
+  // for an actor's that goes while bytes come from its device), one that stands still at the deadline.
   Milliseconds deadline{60000};
   // Checksums are compared after a connection's first transfer, and after every so many; 0: after the first only. The
   // sender's counts.
   int64_t verify_weights_period = 100;
   // Of a receiver on CUDA: false, or no memory for it: weights are received where they are read.
   bool second_buffer = true;
-  // What carries it between devices of two hosts (spec.network.rdma.require), judged at a connection's first transfer.
+  // A receiver's: what must carry the bytes between two hosts (spec.network.rdma.require), judged at a connection's
+  // first transfer, before its weights count. Needs `log` where it is `required`. Sockets are Error(kUnavailable).
   TransportCheck transport;
   // Called with the bytes of a transfer that have been sent, or have come. What it throws breaks the transfer. Tests.
   std::function<void(int64_t bytes)> on_bytes;
@@ -60,6 +61,9 @@ int64_t weight_source(const Layout& actors, const Layout& engine_layout, int64_t
 // On CUDA by the current stream, which is waited for. The same number on every device.
 uint64_t weight_checksum(const at::Tensor& tensor);
 
+// The same by a reduction of the library, as on a device.
+uint64_t weight_checksum_by_reduction(const at::Tensor& tensor);
+
 // The actor's side, one an actor rank. It has threads and connections of its own; engines are served at the same time,
 // and one that breaks breaks no other. publish() and retract() are called by the training thread.
 class WeightSender final {
@@ -78,8 +82,9 @@ class WeightSender final {
   double retract();
   // An engine asks for the newest weights over the link of this name (a word of at most 128 letters, digits, '.', '_'
   // and '-', no other engine's). From any thread; the rank that sends is actor rank `engine` mod actor_ranks, to which
-  // the store carries it. It sends when weights are published, and gives up at the deadline. A second call for an engine
-  // breaks what is under way for the first. Throws Error(kUser) for a bad name, Error(kUnavailable) without a store.
+  // the store carries it. It sends when weights are published, and gives up at the deadline. A second call for an
+  // engine stands in for the first, unless the engine has come to that already: then it is answered next. Throws
+  // Error(kUser) for a bad name, Error(kUnavailable) without a store.
   void serve(int64_t engine, const std::string& link);
 
   // Of the transfers that have ended since the last call: the slowest's seconds; 0: none.
@@ -102,10 +107,10 @@ class WeightReceiver final {
   // There is no second buffer: fetch() writes the live weights, so decoding stops before it is called.
   bool needs_stop() const;
   // Waits for the newest weights from that actor rank, which somebody asks to serve this link (WeightSender::serve),
-  // before or after this call. Returns their version. Throws when it breaks: Error(kUnavailable) or Error(kTimeout) that
-  // names engine and rank, and may be tried again, which makes a new connection; Error(kUser) where it can never work
-  // (another model or dtype). The live weights and version are then as they were; with needs_stop() they may be torn
-  // (torn()) and must not be read before a fetch() succeeds.
+  // before or after this call. Returns their version. Throws when it breaks: Error(kUnavailable) or Error(kTimeout)
+  // that names engine and rank, and may be tried again, which makes a new connection; Error(kUser) where it can never
+  // work (another model or dtype). The live weights and version are then as they were; with needs_stop() they may be
+  // torn (torn()) and must not be read before a fetch() succeeds.
   int64_t fetch(const std::string& link, int64_t actor_rank);
   // From any thread: fetch() throws soon, also every later one.
   void cancel();

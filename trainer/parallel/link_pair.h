@@ -1,0 +1,80 @@
+// LinkStore and LinkPair: how two processes that are no ranks of one world meet, and send each other bytes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "base/clock.h"
+
+namespace trireme {
+
+// Ends what another thread waits for in a LinkStore or a LinkPair: that throws Error(kUnavailable) soon.
+class LinkCancel final {
+ public:
+  void cancel();  // any thread
+  void reset();   // while nobody waits
+  bool cancelled() const { return cancelled_.load(); }
+  void check() const;  // throws when cancelled
+
+ private:
+  friend class LinkPair;
+  std::atomic<bool> cancelled_{false};
+  std::mutex mutex_;
+  std::function<void()> abort_;  // of the wait under way
+};
+
+// A connection of its own to the job's store, with the keys of the attempt. One thread at a time.
+class LinkStore final {
+ public:
+  // Throws Error(kTimeout) that names the store when it cannot be reached. `timeout` is of every other call, too.
+  LinkStore(const std::string& address, int port, const std::string& attempt, Milliseconds timeout);
+  ~LinkStore();
+
+  // All throw Error(kUnavailable) that names the store when it has gone.
+  int64_t add(const std::string& key, int64_t amount);  // returns the new value
+  void set(const std::string& key, const std::string& value);
+  void erase(const std::string& key);
+  // Waits for the key so long; nothing: it has not come.
+  std::optional<std::string> poll(const std::string& key, Milliseconds patience);
+  // Throws Error(kTimeout) that says `missing` at the deadline, Error(kUnavailable) when cancelled.
+  std::string get(const std::string& key, const Deadline& deadline, const LinkCancel& cancel,
+                  const std::string& missing);
+
+  struct Impl;
+  Impl& impl() { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+// A Gloo connection of two processes. Messages have a size that both know, and come in the order in which they were
+// sent. All calls throw Error(kTimeout) at the deadline, Error(kUnavailable) when the other one has gone or `cancel`
+// says so; then nothing more can be sent or received, and what was under way is whole or not. One thread at a time.
+class LinkPair final {
+ public:
+  // Collective: side 0 and side 1, which are there both, under a name that nobody has had before. `peer` names the
+  // other one in messages.
+  LinkPair(LinkStore& store, const std::string& name, int side, const std::string& address, const std::string& peer,
+           const Deadline& deadline, LinkCancel& cancel);
+  ~LinkPair();
+
+  // Contiguous CPU tensors, in pieces of 32 MiB; `on_bytes`, when not empty, is called with what has gone so far. A
+  // send returns when the tensor may be written again.
+  void send(const at::Tensor& tensor, const Deadline& deadline, const std::function<void(int64_t)>& on_bytes = {});
+  void receive(at::Tensor tensor, const Deadline& deadline, const std::function<void(int64_t)>& on_bytes = {});
+
+ private:
+  void exchange(const at::Tensor& tensor, bool sends, const Deadline& deadline,
+                const std::function<void(int64_t)>& on_bytes);
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace trireme

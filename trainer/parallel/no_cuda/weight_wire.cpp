@@ -1,0 +1,19 @@
+#include "trainer/parallel/weight_wire.h"
+
+#include "base/error.h"
+
+namespace trireme {
+
+struct WeightWire::Impl {};
+
+std::string WeightWire::make_id() { fail_internal("this build has no CUDA"); }
+WeightWire::WeightWire(at::Device, int, const std::string&, const Deadline&, const LinkCancel&) {
+  fail_internal("this build has no CUDA");
+}
+WeightWire::~WeightWire() = default;
+void WeightWire::send(const at::Tensor&, const TimeMark&) {}
+void WeightWire::receive(at::Tensor, const TimeMark&) {}
+void WeightWire::wait(const Deadline&, const LinkCancel&) {}
+uint64_t WeightWire::checksum(const at::Tensor&, const TimeMark&) { return 0; }
+
+}  // namespace trireme

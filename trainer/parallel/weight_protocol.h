@@ -1,0 +1,55 @@
+// What the two ends of a weight link say to each other (weight_link.h). The engine that it is ready; the actor, over a
+// new connection between devices, the id of their wire; then the version, the bytes and a trailer; the engine a
+// receipt.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "trainer/parallel/link_pair.h"
+#include "trainer/parallel/weight_link.h"
+#include "trainer/parallel/weight_wire.h"
+
+namespace trireme {
+
+// All of one size, which both ends know.
+struct WeightMessage {
+  enum Kind : int64_t { kReady = 1, kWire, kHeader, kTrailer, kReceipt };
+  static constexpr uint64_t kMagic = 0x7472'6972'656d'6501ULL;  // "trireme", 1
+
+  uint64_t magic = kMagic;
+  int64_t kind = 0;
+  int64_t version = -1;
+  int64_t accepted = 1;  // receipt: the weights are taken
+  // The sender's weights: of every kind.
+  int64_t bytes = 0;
+  int64_t dtype = 0;    // at::ScalarType
+  uint64_t layout = 0;  // WeightView's
+  int64_t on_device = 0;
+  int64_t verify = 0;     // header, trailer: checksums are compared
+  uint64_t checksum = 0;  // trailer, receipt
+  char wire[WeightWire::kIdBytes] = {};
+  char host[128] = {};  // the sender's
+};
+
+// With sizes, dtype, layout and host of these weights.
+WeightMessage message_about(const WeightView& weights, WeightMessage::Kind kind, int64_t version);
+void send_message(LinkPair& pair, const WeightMessage& message, const Deadline& deadline);
+// Throws Error(kUnavailable) when what comes is none.
+WeightMessage receive_message(LinkPair& pair, const Deadline& deadline);
+// Throws Error(kUnavailable) when it is another kind.
+void expect(const WeightMessage& message, WeightMessage::Kind kind);
+// Why the actor's weights do not fit into the engine's: a sentence's end; empty when they do.
+std::string misfit(const WeightMessage& actor, const WeightMessage& engine);
+
+// Throws Error(kUnavailable) when what carries weights from another host must be RDMA and is not.
+void judge_transport(const TransportCheck& check, bool on_device, const std::string& other_host);
+
+// Throws Error(kUser) when it is no word for keys.
+void check_link_name(const std::string& link);
+// Keys of the store.
+std::string link_key(const std::string& link, const std::string& what);
+
+}  // namespace trireme
