@@ -31,6 +31,18 @@ for shape in tiny llama-3.1-8b; do
   out=$(exchange $shape) || out=$(cat "$dir/err")
   [ "$out" = "0 over memory" ] && ok "exchanges of $shape: $out" || bad "exchanges of $shape: $out"
 done
+# Weights from one process's device to another's.
+refit() { # refit SHAPE [options...]
+  local shape=$1; shift
+  "$TRIREME" launch --nproc-per-node 2 -- bench refit --shape "$shape" --repeats 10 "$@" --json "$dir/refit.json" \
+    >"$dir/out" 2>"$dir/err" &&
+    python3 -c 'import json, sys; print("the same bits" if json.load(open(sys.argv[1]))["same_bits"] else "other bits")' \
+      "$dir/refit.json"
+}
+for options in "tiny" "qwen3-1.7b" "qwen3-1.7b --no-second-buffer"; do
+  out=$(refit $options) || out=$(cat "$dir/err")
+  [ "$out" = "the same bits" ] && ok "weights of $options: $out" || bad "weights of $options: $out"
+done
 for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" "onelane 2 1 2 policy.generation.pipeline_lanes=1" \
   "virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2" \
   "shared 2 2 1 policy.sequence_packing.share_prompts=true" \

@@ -7,6 +7,7 @@
 #include "trainer/bench/checkpoint_bench.h"
 #include "trainer/bench/exchange_bench.h"
 #include "trainer/bench/ops_bench.h"
+#include "trainer/bench/refit_bench.h"
 #include "trainer/bench/rollout_bench.h"
 #include "trainer/bench/step_bench.h"
 #include "trainer/bench/train_bench.h"
@@ -254,6 +255,24 @@ void add_exchange(CLI::App& bench, CommandContext& context) {
   });
 }
 
+void add_refit(CLI::App& bench, CommandContext& context) {
+  auto o = std::make_shared<bench::RefitBenchOptions>();
+  CLI::App* verb = bench.add_subcommand("refit", "weights to engines in other processes: rank 0 sends, under launch");
+  add_common(verb, o->common, context);
+  verb->add_flag("!--no-second-buffer", o->second_buffer, "engines receive where they read, with decoding stopped");
+  auto timeout_s = add_timeout(verb);
+  verb->callback([=, &context] {
+    context.run = [=] {
+      const RendezvousOptions rendezvous = rendezvous_from_environment(*timeout_s);
+      o->link.store_address = rendezvous.master_address;
+      o->link.store_port = rendezvous.master_port;
+      o->link.attempt = rendezvous.attempt;
+      o->link.deadline = rendezvous.timeout;
+      return on_ranks(o->common, *timeout_s, [&](ParallelContext& ranks) { bench::bench_refit(*o, ranks, std::cout); });
+    };
+  });
+}
+
 void add_ops(CLI::App& bench, CommandContext& context) {
   auto o = std::make_shared<bench::OpsBenchOptions>();
   CLI::App* verb = bench.add_subcommand("ops", "single operations of a shape");
@@ -276,7 +295,8 @@ void add_ops(CLI::App& bench, CommandContext& context) {
 void add_bench_commands(CLI::App& app, CommandContext& context) {
   CLI::App* bench = app.add_subcommand("bench", "measure against what the device can do; random weights, no files");
   bench->require_subcommand(1);
-  for (const auto add : {add_rollout, add_decode, add_train, add_step, add_checkpoint, add_exchange, add_ops})
+  for (const auto add :
+       {add_rollout, add_decode, add_train, add_step, add_checkpoint, add_exchange, add_refit, add_ops})
     add(*bench, context);
 }
 

@@ -127,7 +127,6 @@ LinkPair::LinkPair(LinkStore& store, const std::string& name, int side, const st
   impl_->side = side;
   impl_->peer = peer;
   impl_->cancel = &cancel;
-  cancel.check();
   auto options = c10d::ProcessGroupGloo::Options::create(at_least(Milliseconds(1), deadline.remaining()));
   options->threads = 1;
   try {

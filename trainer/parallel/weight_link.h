@@ -87,8 +87,12 @@ class WeightSender final {
   // Error(kUser) for a bad name, Error(kUnavailable) without a store.
   void serve(int64_t engine, const std::string& link);
 
-  // Of the transfers that have ended since the last call: the slowest's seconds; 0: none.
+  // Of the transfers that have ended since the last call: the slowest's seconds (performance/weight_transfer_seconds);
+  // 0: none.
   double take_transfer_seconds();
+  // The same of what decoding stood still for (performance/weight_stall_seconds). An engine tells it when it comes for
+  // the next weights.
+  double take_stall_seconds();
 
  private:
   struct Impl;
@@ -119,6 +123,9 @@ class WeightReceiver final {
   // wait for. Nothing after a fetch() that needed a stop, or a second time.
   void apply();
   const WeightTransfer& last() const;  // that fetch() returned from
+  // What decoding stood still for the last one: its transfer where that needed a stop, else apply(), whose end on the
+  // device is waited for. 0: none was applied.
+  double stall_seconds() const;
 
  private:
   struct Impl;

@@ -28,8 +28,9 @@ struct WeightMessage {
   int64_t dtype = 0;    // at::ScalarType
   uint64_t layout = 0;  // WeightView's
   int64_t on_device = 0;
-  int64_t verify = 0;     // header, trailer: checksums are compared
-  uint64_t checksum = 0;  // trailer, receipt
+  int64_t verify = 0;        // header, trailer: checksums are compared
+  uint64_t checksum = 0;     // trailer, receipt
+  double stall_seconds = 0;  // ready: what decoding stood still for the weights before
   char wire[WeightWire::kIdBytes] = {};
   char host[128] = {};  // the sender's
 };

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <atomic>
 
@@ -57,7 +58,8 @@ struct WeightReceiver::Impl {
 
   int64_t transfer(const Deadline& deadline) {
     fresh = false;
-    const WeightMessage ready = message_about(weights, WeightMessage::kReady, -1);
+    WeightMessage ready = message_about(weights, WeightMessage::kReady, -1);
+    ready.stall_seconds = stall_seconds();
     send_message(*pair, ready, deadline);
     WeightMessage header = receive_message(*pair, deadline);
     begun = true;
@@ -105,6 +107,11 @@ struct WeightReceiver::Impl {
     return trailer;
   }
 
+  double stall_seconds() const {
+    if (!second.defined()) return last.seconds;
+    return applied == nullptr ? applied_in : seconds_between(applying, applied);
+  }
+
   uint64_t checksum() const { return wire ? wire->checksum(into(), nullptr) : weight_checksum(into()); }
 
   const WeightLinkOptions options;
@@ -116,10 +123,11 @@ struct WeightReceiver::Impl {
   std::unique_ptr<LinkStore> store;
   std::unique_ptr<LinkPair> pair;
   std::unique_ptr<WeightWire> wire;
-  int64_t transfers = 0;  // over pair
-  bool begun = false;     // in this transfer the sender has said something
-  bool fresh = false;     // the second buffer has what apply() would copy
-  TimeMark applied;       // on CUDA: apply() has read the second buffer
+  int64_t transfers = 0;       // over pair
+  bool begun = false;          // in this transfer the sender has said something
+  bool fresh = false;          // the second buffer has what apply() would copy
+  double applied_in = 0;       // seconds, on the CPU
+  TimeMark applying, applied;  // on CUDA: apply() began, and has read the second buffer
   std::atomic<bool> torn{false};
   WeightTransfer last;
 };
@@ -170,10 +178,16 @@ void WeightReceiver::apply() {
   if (!impl_->fresh) return;
   const at::NoGradGuard no_grad;
   at::Tensor live = impl_->weights.flat;
+  const c10::DeviceGuard device(live.device());
+  const Stopwatch watch;
+  if (live.is_cuda()) impl_->applying = mark_time();
   live.copy_(impl_->second, /*non_blocking=*/true);
   if (live.is_cuda()) impl_->applied = mark_time();
+  impl_->applied_in = watch.seconds();
   impl_->fresh = false;
 }
+
+double WeightReceiver::stall_seconds() const { return impl_->stall_seconds(); }
 
 const WeightTransfer& WeightReceiver::last() const { return impl_->last; }
 

@@ -1,5 +1,9 @@
+#include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -113,7 +117,8 @@ class EngineLink final {
     published_.wake();
   }
 
-  double take_seconds() { return slowest_.exchange(0); }
+  double take_transfer() { return transfer_.exchange(0); }
+  double take_stall() { return stall_.exchange(0); }
 
  private:
   void run() {
@@ -170,16 +175,18 @@ class EngineLink final {
     transfer(deadline);
   }
 
-  // The newest connection that the engine still waits at: an older one it has given up.
+  // The newest connection that the engine still waits at: an older one it has given up. What is offered and not taken
+  // yet is offered again by the next answer.
   void connect(const Deadline& deadline) {
     const std::string missing = peer() + " did not come to the link";
     (void)store_->get(link_key(link_, std::to_string(connection_ + 1)), deadline, cancel_, missing);
     for (int64_t offered = 0;;) {
-      connection_ = store_->add(link_key(link_, "connections"), 0);
-      const std::string name = link_key(link_, std::to_string(connection_));
-      if (offered != connection_) store_->set(name + "/offered", "1");
-      offered = connection_;
+      const int64_t newest = store_->add(link_key(link_, "connections"), 0);
+      const std::string name = link_key(link_, std::to_string(newest));
+      if (offered != newest) store_->set(name + "/offered", "1");
+      offered = newest;
       if (store_->poll(name + "/taken", std::min(kLookForConnections, deadline.remaining()))) {
+        connection_ = newest;
         pair_ = std::make_unique<LinkPair>(*store_, name, 0, options_.store_address, peer(), deadline, cancel_);
         transfers_ = 0;
         return;
@@ -202,6 +209,7 @@ class EngineLink final {
       cancel_.check();
       ready_ = true;
     }
+    if (std::isfinite(engine.stall_seconds)) note(stall_, engine.stall_seconds);
     WeightMessage message = message_about(weights_, WeightMessage::kHeader, -1);
     if (const std::string why = misfit(message, engine); !why.empty()) {
       send_message(*pair_, message, deadline);  // from which the engine sees the same
@@ -238,7 +246,7 @@ class EngineLink final {
     reading.end();
     if (receipt.accepted == 0) throw Error(ErrorKind::kUnavailable, mismatch(message.checksum, receipt.checksum));
     ++transfers_;
-    note(watch.seconds());
+    note(transfer_, watch.seconds());
   }
 
   void make_wire(WeightMessage& message, const Deadline& deadline) {
@@ -262,9 +270,9 @@ class EngineLink final {
            std::to_string(sent);
   }
 
-  void note(double seconds) {
-    double known = slowest_.load();
-    while (known < seconds && !slowest_.compare_exchange_weak(known, seconds)) {
+  static void note(std::atomic<double>& slowest, double seconds) {
+    double known = slowest.load();
+    while (known < seconds && !slowest.compare_exchange_weak(known, seconds)) {
     }
   }
 
@@ -280,13 +288,13 @@ class EngineLink final {
   bool ready_ = false;  // the engine has come to what is answered
   std::atomic<bool> stopping_{false};
   LinkCancel cancel_;
-  std::atomic<double> slowest_{0};
+  std::atomic<double> transfer_{0}, stall_{0};
 
   // Of the thread.
   std::unique_ptr<LinkStore> store_;
   std::unique_ptr<LinkPair> pair_;
   std::unique_ptr<WeightWire> wire_;
-  int64_t connection_ = 0;  // the engine's number of pair_, or of the last one
+  int64_t connection_ = 0;  // the engine's number of pair_, or of the last one that it took
   int64_t transfers_ = 0;   // over pair_
   std::thread thread_;
 };
@@ -363,6 +371,7 @@ WeightSender::WeightSender(const WeightLinkOptions& options, const WeightView& w
 WeightSender::~WeightSender() = default;
 
 void WeightSender::publish(int64_t version) {
+  const c10::DeviceGuard device(impl_->weights.flat.device());
   impl_->published.publish(version, impl_->weights.flat.is_cuda() ? mark_time() : nullptr);
 }
 
@@ -384,7 +393,14 @@ void WeightSender::serve(int64_t engine, const std::string& link) {
 double WeightSender::take_transfer_seconds() {
   const std::lock_guard<std::mutex> lock(impl_->mutex);
   double slowest = 0;
-  for (const auto& [engine, link] : impl_->links) slowest = std::max(slowest, link->take_seconds());
+  for (const auto& [engine, link] : impl_->links) slowest = std::max(slowest, link->take_transfer());
+  return slowest;
+}
+
+double WeightSender::take_stall_seconds() {
+  const std::lock_guard<std::mutex> lock(impl_->mutex);
+  double slowest = 0;
+  for (const auto& [engine, link] : impl_->links) slowest = std::max(slowest, link->take_stall());
   return slowest;
 }
 

@@ -94,6 +94,10 @@ TEST(WeightLink, BytesAndVersionComeAndCountFromApplyOn) {
       EXPECT_EQ(receiver.last().verified, version % 3 == 0);
       sender.retract();
     }
+    std::this_thread::sleep_for(Milliseconds(200));  // the last receipt has come
+    EXPECT_GT(receiver.stall_seconds(), 0);
+    EXPECT_GT(sender.take_stall_seconds(), 0);
+    EXPECT_EQ(sender.take_stall_seconds(), 0);
     EXPECT_GT(sender.take_transfer_seconds(), 0);
     EXPECT_EQ(sender.take_transfer_seconds(), 0);
   }
