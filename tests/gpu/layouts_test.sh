@@ -36,8 +36,8 @@ refit() { # refit SHAPE [options...]
   local shape=$1; shift
   "$TRIREME" launch --nproc-per-node 2 -- bench refit --shape "$shape" --repeats 10 "$@" --json "$dir/refit.json" \
     >"$dir/out" 2>"$dir/err" &&
-    python3 -c 'import json, sys; print("the same bits" if json.load(open(sys.argv[1]))["same_bits"] else "other bits")' \
-      "$dir/refit.json"
+    python3 -c 'import json, sys; r = json.load(open(sys.argv[1]))
+print("the same bits" if r["same_bits"] else "other bits")' "$dir/refit.json"
 }
 for options in "tiny" "qwen3-1.7b" "qwen3-1.7b --no-second-buffer"; do
   out=$(refit $options) || out=$(cat "$dir/err")

@@ -70,6 +70,12 @@ check "the rest of them" run shared-again 2 1 1 $size=2 $strategy=optim_grads_pa
 [ "$(weights shared-again 4)" = "$(weights shared-weights 4)" ] && ok "resumed with shared weights, bit for bit" ||
   bad "a resume with shared weights"
 
+# Weights to engines in other processes.
+"$TRIREME" launch --nproc-per-node 3 -- bench refit --shape tiny --device cpu --repeats 3 --json "$dir/refit.json" \
+  >"$dir/out" 2>&1 && python3 -c 'import json, sys; r = json.load(open(sys.argv[1]))
+sys.exit(0 if r["same_bits"] and r["ranks"] == 3 and r["transfer_seconds"] > 0 else 1)' "$dir/refit.json" &&
+  ok "one process's weights in two others, bit for bit" || bad "bench refit" "$(tail -3 "$dir/out")"
+
 refused() {
   local name=$1 words=$2; shift 2
   "$@" >"$dir/out" 2>&1 && { bad "$name was not refused"; return; }
