@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -17,8 +18,8 @@ namespace {
 
 constexpr int64_t kPieceBytes = int64_t{32} << 20;
 constexpr size_t kPiecesUnderWay = 2;
-// How long a wait for a key does not look whether it is cancelled.
-constexpr Milliseconds kPatience{200};
+constexpr Milliseconds kPatience{200};     // in which a wait for a key does not look whether it is cancelled
+constexpr Milliseconds kLongestPause{10};  // between two looks for a key: a hundred a second, of each who waits
 
 std::string first_line_of(const std::exception& error) {
   const std::string text = error.what();
@@ -90,18 +91,18 @@ void LinkStore::erase(const std::string& key) {
   impl_->call("delete", key, [&] { impl_->scoped->deleteKey(key); });
 }
 
-// A wait that ends early has lost its store; one that ends late has waited in vain.
+// c10d's own wait writes a warning whenever it ends without the key.
 std::optional<std::string> LinkStore::poll(const std::string& key, Milliseconds patience) {
-  const Deadline deadline = Deadline::after(at_least(Milliseconds(1), patience) - Milliseconds(1));
+  const Deadline deadline = Deadline::after(patience);
   return impl_->call("get", key, [&]() -> std::optional<std::string> {
-    try {
-      impl_->scoped->wait({key}, at_least(Milliseconds(1), patience));
-    } catch (const std::exception&) {
-      if (!deadline.passed()) throw;
-      return std::nullopt;
+    for (Milliseconds pause(1);; pause = std::min(2 * pause, kLongestPause)) {
+      if (impl_->scoped->check({key})) {
+        const std::vector<uint8_t> bytes = impl_->scoped->get(key);
+        return std::string(bytes.begin(), bytes.end());
+      }
+      if (deadline.passed()) return std::nullopt;
+      std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
     }
-    const std::vector<uint8_t> bytes = impl_->scoped->get(key);
-    return std::string(bytes.begin(), bytes.end());
   });
 }
 
