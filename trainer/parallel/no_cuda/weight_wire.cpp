@@ -11,9 +11,9 @@ WeightWire::WeightWire(at::Device, int, const std::string&, const Deadline&, con
   fail_internal("this build has no CUDA");
 }
 WeightWire::~WeightWire() = default;
-void WeightWire::send(const at::Tensor&, const TimeMark&) {}
-void WeightWire::receive(at::Tensor, const TimeMark&) {}
-void WeightWire::wait(const Deadline&, const LinkCancel&) {}
-uint64_t WeightWire::checksum(const at::Tensor&, const TimeMark&) { return 0; }
+void WeightWire::send(const at::Tensor&, const TimeMark&) { fail_internal("this build has no CUDA"); }
+void WeightWire::receive(at::Tensor, const TimeMark&) { fail_internal("this build has no CUDA"); }
+void WeightWire::wait(const Deadline&, const LinkCancel&) { fail_internal("this build has no CUDA"); }
+uint64_t WeightWire::checksum(const at::Tensor&, const TimeMark&) { fail_internal("this build has no CUDA"); }
 
 }  // namespace trireme
