@@ -1,11 +1,7 @@
 #include "trainer/parallel/lifeline.h"
 
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -17,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/text.h"
+#include "trainer/parallel/sockets.h"
 
 namespace trireme {
 namespace {
@@ -28,76 +25,12 @@ constexpr Milliseconds kConnectLimit{30000};   // rank 0 listens already when it
 constexpr const char* kSilent = "its machine does not answer any more";
 constexpr const char* kClosed = "its connection was closed without a word";
 
-// The kernel asks and answers: a process that is stopped or busy is reachable, a machine that is gone is not.
-void watch_by_kernel(int fd) {
-  const int on = 1, seconds = static_cast<int>(Lifeline::kUnreachable.count() / 4000), probes = 3;
-  const unsigned limit = static_cast<unsigned>(Lifeline::kUnreachable.count());
-  ::setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
-  ::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit, sizeof limit);
-}
-
 // Rank 0 has a connection for each rank here, another in the store and one in each group.
 void allow_many_files() {
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return;
   limit.rlim_cur = limit.rlim_max;
   ::setrlimit(RLIMIT_NOFILE, &limit);
-}
-
-int listen_anywhere(uint16_t& port) {
-  for (const int family : {AF_INET6, AF_INET}) {
-    const int fd = ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0) continue;
-    const int off = 0;
-    if (family == AF_INET6) ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-    sockaddr_storage address{};
-    address.ss_family = static_cast<sa_family_t>(family);
-    socklen_t length = family == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
-    if (::bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 && ::listen(fd, SOMAXCONN) == 0 &&
-        ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0) {
-      port = ntohs(family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
-                                      : reinterpret_cast<sockaddr_in&>(address).sin_port);
-      return fd;
-    }
-    ::close(fd);
-  }
-  fail_io(std::string("cannot listen for the other ranks: ") + std::strerror(errno));
-}
-
-// A connected socket, or -1 with errno.
-int connect_to(const addrinfo& address, const Deadline& deadline) {
-  const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return -1;
-  int error = 0;
-  if (::connect(fd, address.ai_addr, address.ai_addrlen) != 0) {
-    error = errno;
-    if (error == EINPROGRESS) {
-      pollfd wanted{fd, POLLOUT, 0};
-      const int ready = ::poll(&wanted, 1, static_cast<int>(std::min<int64_t>(deadline.remaining().count(), 60000)));
-      socklen_t length = sizeof error;
-      if (ready <= 0)
-        error = ETIMEDOUT;
-      else
-        ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length);
-    }
-  }
-  if (error == 0) return fd;
-  ::close(fd);
-  errno = error;
-  return -1;
-}
-
-std::string new_secret() {
-  unsigned char bytes[16];
-  TRIREME_CHECK(::getrandom(bytes, sizeof bytes, 0) == sizeof bytes, "the kernel gives no random bytes");
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  for (const unsigned char byte : bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
-  return text;
 }
 
 // Takes the whole lines out of `text`; what is longer than a line may be is an error (false).
@@ -195,7 +128,7 @@ std::string Lifeline::open() {
   TRIREME_CHECK(options_.rank == 0, "rank 0 listens");
   allow_many_files();
   uint16_t port = 0;
-  const int fd = listen_anywhere(port);
+  const int fd = listen_anywhere(port, "the other ranks");
   const std::lock_guard<std::mutex> lock(mutex_);
   listen_fd_ = fd;
   secret_ = new_secret();
@@ -210,24 +143,12 @@ void Lifeline::join(const std::string& host, const std::string& ticket, const De
   const std::string port = ticket.substr(0, space);
   const std::string secret = space == std::string::npos ? "" : ticket.substr(space + 1);
   const Deadline limit(std::min(deadline.at(), SteadyClock::now() + kConnectLimit));
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_STREAM;
-  std::string why = "no address";
+  std::string why;
   while (true) {
-    addrinfo* found = nullptr;
-    if (const int code = ::getaddrinfo(host.c_str(), port.c_str(), &hints, &found); code != 0) {
-      why = ::gai_strerror(code);
-      found = nullptr;
-    }
-    int fd = -1;
-    for (const addrinfo* at = found; at != nullptr && fd < 0; at = at->ai_next) {
-      fd = connect_to(*at, limit);
-      if (fd < 0) why = std::strerror(errno);
-    }
-    if (found != nullptr) ::freeaddrinfo(found);
+    const int fd = connect_to(host, port, limit, why);
     std::unique_lock<std::mutex> lock(mutex_);
     if (fd >= 0) {
-      watch_by_kernel(fd);
+      watch_by_kernel(fd, kUnreachable);
       Connection connection;
       connection.fd = fd;
       connection.rank = 0;
@@ -499,7 +420,7 @@ bool Lifeline::accept_all() {
       ::close(fd);
       continue;
     }
-    watch_by_kernel(fd);
+    watch_by_kernel(fd, kUnreachable);
     Connection connection;
     connection.fd = fd;
     connection.since = SteadyClock::now();

@@ -1,24 +1,29 @@
 #include "trainer/parallel/link_pair.h"
 
 #include <ATen/ATen.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
-#include <deque>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
+#include <utility>
 
 #include "base/error.h"
 #include "trainer/parallel/own_address.h"
+#include "trainer/parallel/sockets.h"
 
 namespace trireme {
 namespace {
 
 constexpr int64_t kPieceBytes = int64_t{32} << 20;
-constexpr size_t kPiecesUnderWay = 2;
-constexpr Milliseconds kPatience{200};     // in which a wait for a key does not look whether it is cancelled
+constexpr Milliseconds kPatience{200};  // in which a wait does not look whether it is cancelled
+constexpr Milliseconds kHello{2000};    // from a connection to its secret
+constexpr Milliseconds kUnreachable{20000};
 constexpr Milliseconds kLongestPause{10};  // between two looks for a key: a hundred a second, of each who waits
 
 std::string first_line_of(const std::exception& error) {
@@ -29,18 +34,18 @@ std::string first_line_of(const std::exception& error) {
 // c10d takes 0 for no limit, and connects with whole seconds.
 Milliseconds at_least(Milliseconds least, Milliseconds time) { return std::max(least, time); }
 
+// Until the socket can be read or written. Throws Error(kTimeout) that says `late` at the deadline.
+void wait_for(int fd, short events, const Deadline& deadline, const LinkCancel& cancel, const std::string& late) {
+  for (;;) {
+    cancel.check();
+    pollfd wanted{fd, events, 0};
+    const auto patience = std::min(kPatience, deadline.remaining());
+    if (::poll(&wanted, 1, static_cast<int>(patience.count())) > 0) return;
+    if (deadline.passed()) fail_timeout(late);
+  }
+}
+
 }  // namespace
-
-void LinkCancel::cancel() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  cancelled_ = true;
-  if (abort_) abort_();
-}
-
-void LinkCancel::reset() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  cancelled_ = false;
-}
 
 void LinkCancel::check() const {
   if (cancelled()) throw Error(ErrorKind::kUnavailable, "it was given up");
@@ -115,82 +120,91 @@ std::string LinkStore::get(const std::string& key, const Deadline& deadline, con
   }
 }
 
-struct LinkPair::Impl {
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
-  int side = 0;
-  std::string peer;
-  LinkCancel* cancel = nullptr;
-};
-
 LinkPair::LinkPair(LinkStore& store, const std::string& name, int side, const std::string& address,
                    const std::string& peer, const Deadline& deadline, LinkCancel& cancel)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->side = side;
-  impl_->peer = peer;
-  impl_->cancel = &cancel;
-  auto options = c10d::ProcessGroupGloo::Options::create(at_least(Milliseconds(1), deadline.remaining()));
-  options->threads = 1;
-  try {
-    options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(own_address_towards(address)));
-    impl_->gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(
-        c10::make_intrusive<c10d::PrefixStore>(name, store.impl().scoped), side, 2, options);
-  } catch (const std::exception& error) {
-    throw Error(deadline.passed() ? ErrorKind::kTimeout : ErrorKind::kUnavailable,
-                "the connection '" + name + "' to " + peer + " could not be made: " + first_line_of(error));
+    : peer_(peer), cancel_(cancel) {
+  if (side == 0) {
+    listen(store, name, address, deadline);
+  } else {
+    connect(store, name, deadline);
+  }
+  watch_by_kernel(fd_, kUnreachable);
+}
+
+LinkPair::~LinkPair() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void LinkPair::listen(LinkStore& store, const std::string& name, const std::string& address, const Deadline& deadline) {
+  uint16_t port = 0;
+  const int listener = listen_anywhere(port, peer_);
+  const auto close_listener = [&](const int*) { ::close(listener); };
+  const std::unique_ptr<const int, decltype(close_listener)> closed(&listener, close_listener);
+  const std::string secret = new_secret();
+  store.set(name + "/address", own_address_towards(address) + " " + std::to_string(port) + " " + secret);
+  for (;;) {
+    wait_for(listener, POLLIN, deadline, cancel_, peer_ + " did not come to the connection '" + name + "'");
+    const int fd = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0) continue;  // it has gone again
+    fd_ = fd;
+    // A stranger holds nobody up for long.
+    std::string hello(secret.size(), '\0');
+    try {
+      move(nullptr, hello.data(), static_cast<int64_t>(hello.size()),
+           Deadline(std::min(deadline.at(), SteadyClock::now() + kHello)));
+    } catch (const Error&) {
+      cancel_.check();
+    }
+    if (hello == secret) return;
+    ::close(std::exchange(fd_, -1));
   }
 }
 
-LinkPair::~LinkPair() = default;
+void LinkPair::connect(LinkStore& store, const std::string& name, const Deadline& deadline) {
+  const std::string text =
+      store.get(name + "/address", deadline, cancel_, peer_ + " did not come to the connection '" + name + "'");
+  const size_t first = text.find(' '), second = text.find(' ', first + 1);
+  if (first == std::string::npos || second == std::string::npos)
+    throw Error(ErrorKind::kUnavailable, "the connection '" + name + "' has no address");
+  const std::string host = text.substr(0, first), port = text.substr(first + 1, second - first - 1);
+  std::string why;
+  fd_ = connect_to(host, port, deadline, why);
+  if (fd_ < 0) {
+    throw Error(deadline.passed() ? ErrorKind::kTimeout : ErrorKind::kUnavailable,
+                peer_ + " cannot be reached at " + host + " port " + port + ": " + why);
+  }
+  const std::string secret = text.substr(second + 1);
+  move(secret.data(), nullptr, static_cast<int64_t>(secret.size()), deadline);
+}
+
+void LinkPair::move(const char* to_send, char* to_fill, int64_t size, const Deadline& deadline) {
+  for (int64_t done = 0; done < size;) {
+    cancel_.check();
+    const auto rest = static_cast<size_t>(size - done);
+    const ssize_t moved =
+        to_send != nullptr ? ::send(fd_, to_send + done, rest, MSG_NOSIGNAL) : ::recv(fd_, to_fill + done, rest, 0);
+    if (moved > 0) {
+      done += moved;
+    } else if (moved < 0 && (errno == EAGAIN || errno == EINTR)) {
+      wait_for(fd_, to_send != nullptr ? POLLOUT : POLLIN, deadline, cancel_,
+               peer_ + " stood still until the deadline");
+    } else {
+      throw Error(ErrorKind::kUnavailable,
+                  peer_ + " has gone: " + (moved == 0 ? "it has closed the connection" : std::strerror(errno)));
+    }
+  }
+}
 
 void LinkPair::exchange(const at::Tensor& tensor, bool sends, const Deadline& deadline,
                         const std::function<void(int64_t)>& on_bytes) {
   TRIREME_CHECK(tensor.is_cpu() && tensor.is_contiguous(), "a link takes contiguous CPU tensors");
-  const at::Tensor bytes = tensor.detach().view({-1}).view(at::kByte);
-  struct Piece {
-    c10::intrusive_ptr<c10d::Work> work;
-    int64_t end = 0;
-  };
-  std::deque<Piece> under_way;
-  LinkCancel& cancel = *impl_->cancel;
-  const auto finish_oldest = [&] {
-    const Piece piece = under_way.front();
-    {
-      const std::lock_guard<std::mutex> lock(cancel.mutex_);
-      cancel.check();
-      cancel.abort_ = [work = piece.work] { work->abort(); };
-    }
-    std::string problem;
-    try {
-      if (!piece.work->wait(at_least(Milliseconds(1), deadline.remaining()))) problem = "it was ended";
-    } catch (const std::exception& error) {
-      problem = first_line_of(error);
-    }
-    {
-      const std::lock_guard<std::mutex> lock(cancel.mutex_);
-      cancel.abort_ = nullptr;
-    }
-    cancel.check();
-    if (!problem.empty()) {
-      const bool late = deadline.passed();
-      throw Error(late ? ErrorKind::kTimeout : ErrorKind::kUnavailable,
-                  impl_->peer + (late ? " stood still until the deadline: " : " has gone: ") + problem);
-    }
-    under_way.pop_front();
-    if (on_bytes) on_bytes(piece.end);
-  };
-  for (int64_t begin = 0; begin < bytes.numel(); begin += kPieceBytes) {
-    const int64_t size = std::min(kPieceBytes, bytes.numel() - begin);
-    std::vector<at::Tensor> part{bytes.narrow(0, begin, size)};
-    try {
-      under_way.push_back(
-          {sends ? impl_->gloo->send(part, 1 - impl_->side, 0) : impl_->gloo->recv(part, 1 - impl_->side, 0),
-           begin + size});
-    } catch (const std::exception& error) {
-      throw Error(ErrorKind::kUnavailable, impl_->peer + " has gone: " + first_line_of(error));
-    }
-    while (under_way.size() >= kPiecesUnderWay) finish_oldest();
+  char* const bytes = static_cast<char*>(tensor.data_ptr());
+  const auto size = static_cast<int64_t>(tensor.nbytes());
+  for (int64_t begin = 0; begin < size; begin += kPieceBytes) {
+    const int64_t end = std::min(size, begin + kPieceBytes);
+    move(sends ? bytes + begin : nullptr, sends ? nullptr : bytes + begin, end - begin, deadline);
+    if (on_bytes) on_bytes(end);
   }
-  while (!under_way.empty()) finish_oldest();
 }
 
 void LinkPair::send(const at::Tensor& tensor, const Deadline& deadline, const std::function<void(int64_t)>& on_bytes) {

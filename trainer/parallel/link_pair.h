@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 
@@ -18,16 +17,13 @@ namespace trireme {
 // Ends what another thread waits for in a LinkStore or a LinkPair: that throws Error(kUnavailable) soon.
 class LinkCancel final {
  public:
-  void cancel();  // any thread
-  void reset();   // while nobody waits
+  void cancel() { cancelled_ = true; }  // any thread
+  void reset() { cancelled_ = false; }  // while nobody waits
   bool cancelled() const { return cancelled_.load(); }
   void check() const;  // throws when cancelled
 
  private:
-  friend class LinkPair;
   std::atomic<bool> cancelled_{false};
-  std::mutex mutex_;
-  std::function<void()> abort_;  // of the wait under way
 };
 
 // A connection of its own to the job's store, with the keys of the attempt. One thread at a time.
@@ -54,16 +50,21 @@ class LinkStore final {
   std::unique_ptr<Impl> impl_;
 };
 
-// A Gloo connection of two processes. Messages have a size that both know, and come in the order in which they were
-// sent. All calls throw Error(kTimeout) at the deadline, Error(kUnavailable) when the other one has gone or `cancel`
-// says so; then nothing more can be sent or received, and what was under way is whole or not. One thread at a time.
+// A TCP connection of two processes, of their own and not Gloo's: there a wait that has begun cannot be ended, and one
+// for a peer that goes in the wrong moment lasts until its deadline. Messages have a size that both know, and come in
+// the order in which they were sent. All calls throw Error(kTimeout) at the deadline, Error(kUnavailable) when the
+// other one has gone or `cancel` says so; then nothing more can be sent or received, and what was under way is whole or
+// not. One thread at a time.
 class LinkPair final {
  public:
-  // Collective: side 0 and side 1, which are there both, under a name that nobody has had before. `peer` names the
-  // other one in messages.
+  // Collective: side 0 and side 1, which are there both, under a name that nobody has had before. Side 0 listens, where
+  // the job's store is reached from, and takes whoever knows the secret that is in the store. `peer` names the other
+  // one in messages. `cancel` outlives the pair.
   LinkPair(LinkStore& store, const std::string& name, int side, const std::string& address, const std::string& peer,
            const Deadline& deadline, LinkCancel& cancel);
   ~LinkPair();
+  LinkPair(const LinkPair&) = delete;
+  LinkPair& operator=(const LinkPair&) = delete;
 
   // Contiguous CPU tensors, in pieces of 32 MiB; `on_bytes`, when not empty, is called with what has gone so far. A
   // send returns when the tensor may be written again.
@@ -71,10 +72,16 @@ class LinkPair final {
   void receive(at::Tensor tensor, const Deadline& deadline, const std::function<void(int64_t)>& on_bytes = {});
 
  private:
+  void listen(LinkStore& store, const std::string& name, const std::string& address, const Deadline& deadline);
+  void connect(LinkStore& store, const std::string& name, const Deadline& deadline);
+  // Moves `size` bytes; sends them where `to_send` is not null.
+  void move(const char* to_send, char* to_fill, int64_t size, const Deadline& deadline);
   void exchange(const at::Tensor& tensor, bool sends, const Deadline& deadline,
                 const std::function<void(int64_t)>& on_bytes);
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+
+  const std::string peer_;
+  LinkCancel& cancel_;
+  int fd_ = -1;
 };
 
 }  // namespace trireme

@@ -142,7 +142,7 @@ void judge_transport(const TransportCheck& check, bool on_device, const std::str
   };
   if (!on_device) {
     if (check.required)
-      refuse("the manifest requires RDMA (spec.network.rdma.require) but weights go over TCP (Gloo) on the CPU");
+      refuse("the manifest requires RDMA (spec.network.rdma.require) but weights go over TCP on the CPU");
     return;
   }
   if (other_host == host_name()) return;

@@ -27,8 +27,7 @@ struct WeightReceiver::Impl {
     store.reset();
   }
 
-  // The next connection of the link: its number is this engine's to count, and never used again. Gloo's own waits
-  // cannot be ended, so they begin when both are there.
+  // The next connection of the link: its number is this engine's to count, and never used again.
   void connect(const Deadline& deadline) {
     store =
         std::make_unique<LinkStore>(options.store_address, options.store_port, options.attempt, deadline.remaining());
@@ -41,19 +40,20 @@ struct WeightReceiver::Impl {
     transfers = 0;
   }
 
+  // A connection that ends before the sender has said anything is one that it had given up: the next one is the
+  // answer's.
   int64_t fetch(const Deadline& deadline) {
-    cancel.check();
-    begun = false;
-    if (pair) {
+    for (;;) {
+      cancel.check();
+      begun = false;
       try {
+        if (!pair) connect(deadline);
         return transfer(deadline);
-      } catch (const Error&) {
-        if (begun || deadline.passed() || cancel.cancelled()) throw;  // else the other end had given it up before
+      } catch (const Error& error) {
+        if (begun || error.kind() == ErrorKind::kTimeout || deadline.passed() || cancel.cancelled()) throw;
+        drop();
       }
     }
-    drop();
-    connect(deadline);
-    return transfer(deadline);
   }
 
   int64_t transfer(const Deadline& deadline) {
