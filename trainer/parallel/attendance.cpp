@@ -32,6 +32,7 @@ Attendance::Attendance(JobStore& store, const RendezvousOptions& rendezvous)
     : store_(store),
       rank_(rendezvous.rank),
       layout_(rendezvous.layout),
+      actor_ranks_(rendezvous.actor_ranks),
       timeout_(rendezvous.timeout),
       period_(std::clamp(rendezvous.timeout / 8, Milliseconds(50), Milliseconds(1000))),
       grace_(rendezvous.stuck_grace),
@@ -106,7 +107,9 @@ void Attendance::note_queued(int group, QueuedCollective collective) {
   groups_[static_cast<size_t>(group)].queue.push_back({std::move(collective), SteadyClock::now(), false});
 }
 
-std::string Attendance::name_of(int rank) const { return name_of_rank(layout_, rank); }
+std::string Attendance::name_of(int rank) const {
+  return name_of_job_rank(layout_, actor_ranks_, rank);
+}
 
 void Attendance::sleep(Milliseconds time) {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -448,7 +451,8 @@ std::optional<std::string> Attendance::reported_failure() {
   const auto rank = parse_int(text.substr(0, space));
   if (space == std::string::npos || !rank || *rank == rank_) return std::nullopt;
   const std::string what = text.substr(space + 1);
-  return starts_with(what, "rank ") ? what : name_of(static_cast<int>(*rank)) + ": " + what;
+  const bool named = starts_with(what, "rank ") || starts_with(what, "critic rank ");
+  return named ? what : name_of(static_cast<int>(*rank)) + ": " + what;
 }
 
 std::string Attendance::describe(const Absence& absence, int group) {

@@ -81,6 +81,8 @@ class Attendance final {
   std::string describe(const Absence& absence, int group);
   // "rank 3", with its place in the layout where that says more.
   std::string name_of(int rank) const;
+  // Of a rank of the job, as it was written last; empty: not yet. Throws what the store does.
+  std::string phase_of(int rank);
 
   // This rank leaves with an error of its own: the others are told, so that they need not wait for their deadline. Only
   // the first failure of a job is kept. Returns when the others have had the time to read it.
@@ -118,7 +120,6 @@ class Attendance final {
   void run();
   void publish();
   int64_t place_of(const std::string& group, int rank);
-  std::string phase_of(int rank);
   Waits waits_of(int rank);
   std::vector<int> members_of(const std::string& group);
   Absence verdict();  // of the job; its group is empty while there is none
@@ -144,7 +145,8 @@ class Attendance final {
 
   JobStore& store_;
   const int rank_;
-  const Layout layout_;
+  const Layout layout_;  // of the actor
+  const int actor_ranks_;
   const Milliseconds timeout_, period_, grace_;
   const std::function<void(const std::string&)> on_stuck_, on_deadline_;
   std::mutex mutex_;

@@ -34,6 +34,34 @@ std::string first_line(const char* text) {
 
 }  // namespace
 
+RendezvousOptions of_job(const RendezvousOptions& rendezvous, const Layout& layout) {
+  RendezvousOptions job = rendezvous;
+  if (!job.of_critic) job.layout = layout;
+  if (!job.of_critic && job.critic_ranks == 0) {
+    job.actor_ranks = 0;
+    return job;
+  }
+  (job.of_critic ? job.critic_ranks : job.actor_ranks) = rendezvous.world_size;
+  if (job.actor_ranks < 1 || job.critic_ranks < 1) {
+    fail_user("a job with " + std::to_string(job.actor_ranks) + " actor ranks and " + std::to_string(job.critic_ranks) +
+              " critic ranks: a critic is told both (TRIREME_ACTOR_RANKS, WORLD_SIZE)");
+  }
+  if (job.of_critic) job.rank += job.actor_ranks;
+  job.world_size = job.actor_ranks + job.critic_ranks;
+  return job;
+}
+
+std::string name_of_job_rank(const Layout& layout, int actor_ranks, int rank) {
+  if (actor_ranks == 0 || rank < actor_ranks) return name_of_rank(layout, rank);
+  return "critic rank " + std::to_string(rank - actor_ranks);
+}
+
+namespace {
+
+std::string own_name(const RendezvousOptions& job) { return name_of_job_rank(job.layout, job.actor_ranks, job.rank); }
+
+}  // namespace
+
 struct JobStore::Impl {
   RendezvousOptions rendezvous;
   std::mutex mutex;
@@ -50,7 +78,9 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   lifeline.world_size = rendezvous.world_size;
   lifeline.launcher_fd = rendezvous.launcher_fd;
   lifeline.on_death = rendezvous.on_deadline;
-  lifeline.name_of = [layout = rendezvous.layout](int rank) { return name_of_rank(layout, rank); };
+  lifeline.name_of = [layout = rendezvous.layout, actors = rendezvous.actor_ranks](int rank) {
+    return name_of_job_rank(layout, actors, rank);
+  };
   impl_->lifeline = std::make_unique<Lifeline>(lifeline);
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(rendezvous.master_port);
@@ -61,8 +91,7 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
   const auto fail = [&](ErrorKind kind, const char* why) {
-    throw Error(kind, name_of_rank(rendezvous.layout, rendezvous.rank) + " on " + host_name() + ": rendezvous at " +
-                          where + " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
+    throw Error(kind, own_name(rendezvous) + " on " + host_name() + ": rendezvous at " + where + " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
   };
   try {
     impl_->tcp = c10::make_intrusive<c10d::TCPStore>(
@@ -101,8 +130,7 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
     why = first_line(error.what());
   }
   const auto dead = impl.lifeline->wait_for_dead();
-  throw Error(ErrorKind::kTimeout, name_of_rank(impl.rendezvous.layout, impl.rendezvous.rank) + " on " + host_name() +
-                                       ": store " + operation + " of '" + key + "' in phase " + impl.lifeline->phase() +
+  throw Error(ErrorKind::kTimeout, own_name(impl.rendezvous) + " on " + host_name() + ": store " + operation + " of '" + key + "' in phase " + impl.lifeline->phase() +
                                        " failed: " + why + (dead ? "; " + *dead : ""));
 }
 }  // namespace
@@ -116,6 +144,9 @@ void JobStore::set(const std::string& key, const std::string& value) {
 std::string JobStore::get(const std::string& key) {
   const std::vector<uint8_t> bytes = store_call(*impl_, "get", key, [&] { return impl_->scoped->get(key); });
   return std::string(bytes.begin(), bytes.end());
+}
+void JobStore::remove(const std::string& key) {
+  store_call(*impl_, "delete", key, [&] { impl_->scoped->deleteKey(key); });
 }
 bool JobStore::has(const std::string& key) {
   return store_call(*impl_, "check", key, [&] { return impl_->scoped->check({key}); });

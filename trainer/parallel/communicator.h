@@ -36,7 +36,17 @@ struct RendezvousOptions {
   // whatever the training thread does, when another rank has died and this one is still there some seconds later.
   std::function<void(const std::string& what)> on_deadline;
   int launcher_fd = -1;  // where the launcher writes which of this host's ranks died (lifeline.h); -1: none
+  // Where PPO's critic has ranks of its own: how many ranks either role has, else 0 both; whether this process is the
+  // critic's. `rank` and `world_size` are those of its role. Ranks of the job are the actor's, then the critic's.
+  int actor_ranks = 0, critic_ranks = 0;
+  bool of_critic = false;
 };
+
+// The same by ranks of the job, which is what JobStore, Attendance and Communicator are told. `layout` is the role's;
+// names are by the actor's, which a critic is told in `rendezvous`. Throws Error(kUser) for sizes that cannot be.
+RendezvousOptions of_job(const RendezvousOptions& rendezvous, const Layout& layout);
+// "rank 37 (tp 1, pp 2, dp 1)", "critic rank 0": of a rank of the job. `actor_ranks` 0: all are the actor's.
+std::string name_of_job_rank(const Layout& layout, int actor_ranks, int rank);
 
 class Lifeline;
 
@@ -52,6 +62,7 @@ class JobStore final {
   void set(const std::string& key, const std::string& value);
   std::string get(const std::string& key);  // waits for the key, Error(kTimeout) that names it
   bool has(const std::string& key);
+  void remove(const std::string& key);  // nothing where it is not there
   Lifeline& lifeline();  // who of the others is still there; with one rank nobody is watched
 
   struct Impl;

@@ -50,7 +50,7 @@ ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
 }
 
 ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
-    : layout_(layout), rendezvous_(rendezvous) {
+    : layout_(layout), rendezvous_(rendezvous), job_(of_job(rendezvous, layout)) {
   LayoutCheck check;
   check.world = rendezvous.world_size;
   const LayoutReport report = check_layout(layout, check);
@@ -59,11 +59,10 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
     fail_user("rank " + std::to_string(rendezvous.rank) + " is outside the world of " +
               std::to_string(rendezvous.world_size));
   }
-  rendezvous_.layout = layout;
   coordinates_ = trireme::coordinates(layout, rendezvous.rank);
-  if (rendezvous.world_size > 1) {
-    store_ = std::make_unique<JobStore>(rendezvous_);
-    attendance_ = std::make_unique<Attendance>(*store_, rendezvous_);
+  if (job_.world_size > 1) {
+    store_ = std::make_unique<JobStore>(job_);
+    attendance_ = std::make_unique<Attendance>(*store_, job_);
   }
   RankGroup everybody{kWorld, std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
   std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
@@ -122,7 +121,8 @@ void ParallelContext::set_generation(const Layout& layout) {
 bool GenerationRanks::leads() const { return replica->rank() == 0; }
 
 std::shared_ptr<Communicator> ParallelContext::make(const RankGroup& group) {
-  const auto same = [&](const std::shared_ptr<Communicator>& other) { return other->ranks() == group.ranks; };
+  const std::vector<int> ranks = in_job(group).ranks;
+  const auto same = [&](const std::shared_ptr<Communicator>& other) { return other->ranks() == ranks; };
   for (const Axis axis : {Axis::kTp, Axis::kPp}) {
     if (same(groups_.at(axis))) return groups_.at(axis);
   }
@@ -133,9 +133,17 @@ std::shared_ptr<Communicator> ParallelContext::make(const RankGroup& group) {
   return make_group(group);
 }
 
+// Groups of a role are numbered by its own ranks until they are made.
+RankGroup ParallelContext::in_job(RankGroup group) const {
+  if (!job_.of_critic) return group;
+  group.name = "critic-" + group.name;
+  for (int& rank : group.ranks) rank += job_.actor_ranks;
+  return group;
+}
+
 std::shared_ptr<Communicator> ParallelContext::make_group(const RankGroup& group) {
   return group.ranks.size() == 1 ? std::make_shared<Communicator>()
-                                 : std::make_shared<Communicator>(*store_, rendezvous_, *attendance_, group);
+                                 : std::make_shared<Communicator>(*store_, job_, *attendance_, in_job(group));
 }
 
 void ParallelContext::set_phase(const std::string& phase) {
@@ -164,6 +172,21 @@ void ParallelContext::report_failure(const std::string& what) {
 
 void ParallelContext::leaving() {
   if (attendance_) attendance_->leaving();
+}
+
+std::optional<std::string> ParallelContext::failure_of_another() {
+  return attendance_ ? attendance_->failure_of_another() : std::nullopt;
+}
+
+std::string ParallelContext::last_seen(int job_rank) {
+  std::string name = name_of_job_rank(job_.layout, job_.actor_ranks, job_rank);
+  if (!attendance_) return name;
+  try {
+    const std::string phase = attendance_->phase_of(job_rank);
+    if (!phase.empty()) name += " (last seen in phase " + phase + ")";
+  } catch (const std::exception&) {  // the store has gone: the name is what is known
+  }
+  return name;
 }
 
 }  // namespace trireme

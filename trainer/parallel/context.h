@@ -39,7 +39,8 @@ class ParallelContext final {
   // One process, no store: tests and the inspection verbs.
   ParallelContext();
   // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout does
-  // not fit the world. What a model can be split over is the caller's to know.
+  // not fit the world. What a model can be split over is the caller's to know. Layout, ranks, groups and everybody are
+  // those of this process's role; what is said of the job is of the actor's and the critic's ranks together.
   ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
   ~ParallelContext();
 
@@ -48,7 +49,14 @@ class ParallelContext final {
   int rank() const { return rendezvous_.rank; }
   int world_size() const { return rendezvous_.world_size; }
   bool is_main() const { return rendezvous_.rank == 0; }
-  std::string name() const { return name_of_rank(layout_, rank()); }  // "rank 37 (tp 1, pp 2, dp 1)"
+  // "rank 37 (tp 1, pp 2, dp 1)", "critic rank 0"
+  std::string name() const { return name_of_job_rank(job_.layout, job_.actor_ranks, job_.rank); }
+  int job_rank() const { return job_.rank; }
+  int job_size() const { return job_.world_size; }
+  // Of the job; 0 where the critic has no ranks of its own.
+  int actor_ranks() const { return job_.actor_ranks; }
+  int critic_ranks() const { return job_.critic_ranks; }
+  bool of_critic() const { return job_.of_critic; }
 
   // Everybody, for control: stop, barriers, errors, decisions on checkpoints. Numbers and bytes of the host only.
   Communicator& world() { return *world_; }
@@ -88,8 +96,10 @@ class ParallelContext final {
   // Who is in it makes it, and a rank that is in several makes them in one order on all ranks.
   std::shared_ptr<Communicator> make(const RankGroup& group);
 
-  // Null with one process.
+  // Null where the job has one process. Keys are of the job: those of a role begin with role_keys().
   JobStore* store() { return store_.get(); }
+  Milliseconds timeout() const { return rendezvous_.timeout; }  // of a collective
+  std::string role_keys() const { return job_.of_critic ? "critic-" : ""; }
   // Shown in errors; the training loop sets it ("generation", "training", ...).
   void set_phase(const std::string& phase);
   // Called by set_phase, behind it. May be empty.
@@ -105,14 +115,21 @@ class ParallelContext final {
   void report_failure(const std::string& what);
   // This rank leaves with an error that is the echo of another's failure: its end is no death to the others.
   void leaving();
+  // "critic rank 0: ...", of a rank of the job that has died or has reported a failure, for who waits for it without a
+  // collective; nothing else. Never throws.
+  std::optional<std::string> failure_of_another();
+  // "critic rank 0 (last seen in phase values)". Never throws.
+  std::string last_seen(int job_rank);
 
  private:
+  RankGroup in_job(RankGroup group) const;
   std::shared_ptr<Communicator> make_group(const RankGroup& group);
   void add_group(Axis axis);
   int64_t ranks_of_stage() const { return layout_.tp * layout_.cp * layout_.dp; }
 
   Layout layout_;
-  RendezvousOptions rendezvous_;
+  RendezvousOptions rendezvous_;  // of the role
+  RendezvousOptions job_;
   Coordinates coordinates_;
   std::unique_ptr<JobStore> store_;
   std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
