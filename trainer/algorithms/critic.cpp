@@ -49,10 +49,17 @@ CriticTrainer::CriticTrainer(const Config& config, Model& critic, DistributedAda
   TRIREME_CHECK(context.data_parallel().size() == context.world_size(), "a critic's ranks are all replicas");
 }
 
-void CriticTrainer::fill_values(std::vector<Sample>& samples) {
+void CriticTrainer::fill_values(std::vector<Sample>& samples) { fill(samples, context_); }
+
+void CriticTrainer::fill_own_values(std::vector<Sample>& samples) {
+  TRIREME_CHECK(values_alone(), "values need the other ranks' part of the weights");
+  fill(samples, alone_);
+}
+
+void CriticTrainer::fill(std::vector<Sample>& samples, ParallelContext& context) {
   if (critic_.units() != nullptr) critic_.units()->release();
   fill_token_numbers(
-      samples, &Sample::values, critic_, logprob_micro_batches(config_), context_,
+      samples, &Sample::values, critic_, logprob_micro_batches(config_), context,
       [&](const at::Tensor& hidden, const MicroBatch& batch) {
         const at::Tensor values = response_values(critic_, hidden, batch);
         check_values(values, batch, &samples);

@@ -20,6 +20,9 @@ class CriticTrainer final {
   // Sample::values of all samples, on all ranks. Collective. Throws Error(kData) that names sample and token where a
   // value is not finite.
   void fill_values(std::vector<Sample>& samples);
+  // The same of this rank alone: no other takes part. Where values_alone(): not where ranks share the weights.
+  void fill_own_values(std::vector<Sample>& samples);
+  bool values_alone() const { return critic_.units() == nullptr || context_.world_size() == 1; }
 
   // Collective: every rank passes the same samples, with values and returns. Trains this rank's share, value.
   // train_global_batch_size samples an optimizer step, in as many passes over all. Returns loss, grad_norm, lr,
@@ -41,6 +44,7 @@ class CriticTrainer final {
   using OptimizerBatch = std::vector<Batch>;
   struct Moments;
 
+  void fill(std::vector<Sample>& samples, ParallelContext& context);
   std::vector<OptimizerBatch> prepare_steps(const std::vector<Sample>& samples);
   void train_step(const OptimizerBatch& batch, double learning_rate, double decay, bool last, Moments& moments);
 
@@ -48,6 +52,7 @@ class CriticTrainer final {
   Model& critic_;
   DistributedAdamW& optimizer_;
   ParallelContext& context_;
+  ParallelContext alone_;
   int64_t passes_done_ = 0;
 };
 

@@ -101,13 +101,13 @@ void run_and_report(ParallelContext& context, const std::function<void()>& loop)
     const std::optional<std::string> shortage = describe_memory_shortage(error, phase);
     const auto* ours = dynamic_cast<const Error*>(&error);
     std::string what = shortage ? *shortage : error.what();
-    if (context.world_size() > 1) {
+    if (context.job_size() > 1) {
       what = place(context) + (shortage ? ": " : " in phase " + phase + ": ") + what;
       context.report_failure(first_line(what));
     }
     if (shortage) throw Error(ErrorKind::kIo, what);
     if (ours != nullptr) throw Error(ours->kind(), what);
-    if (context.world_size() == 1) throw;
+    if (context.job_size() == 1) throw;
     throw std::runtime_error(what);
   }
 }
@@ -137,7 +137,7 @@ Fault parse_fault(const std::string& text) {
 }
 
 void cause_kill(const Fault& fault, int64_t step, const std::string& phase, const ParallelContext& context) {
-  if (fault.kind != Fault::Kind::kKill || fault.step != step || fault.rank != context.rank() || fault.phase != phase)
+  if (fault.kind != Fault::Kind::kKill || fault.step != step || fault.rank != context.job_rank() || fault.phase != phase)
     return;
   log_warn("fault", "is killed on purpose in phase " + phase + " of step " + std::to_string(step));
   (void)std::raise(SIGKILL);
@@ -145,7 +145,7 @@ void cause_kill(const Fault& fault, int64_t step, const std::string& phase, cons
 
 void cause_fault(const Fault& fault, int64_t step, const ParallelContext& context, Model& policy) {
   if (fault.kind == Fault::Kind::kNone || fault.kind == Fault::Kind::kKill) return;
-  if (fault.step != step || fault.rank != context.rank()) return;
+  if (fault.step != step || fault.rank != context.job_rank()) return;
   log_warn("fault", "fails on purpose before the training of step " + std::to_string(step));
   const c10::NoGradGuard no_grad;
   switch (fault.kind) {

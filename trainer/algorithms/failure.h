@@ -32,7 +32,7 @@ struct Fault {
   };
   Kind kind = Kind::kNone;
   int64_t step = 0;
-  int rank = 0;
+  int rank = 0;  // of the job: the critic's own ranks are behind the actor's
   std::string phase = "training";
 };
 // "nan@2:1" (kind, step, rank), kinds nan, memory, hang, device-hang; "kill@2:1:generation", with a phase; "": none.

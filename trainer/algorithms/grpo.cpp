@@ -86,10 +86,7 @@ class GrpoLoop final {
     }
     trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
                                                session_.context, session_.timer, row_exact_);
-    if (session_.critic != nullptr) {
-      critic_ = std::make_unique<CriticTrainer>(session_.critic->config, *session_.critic->model,
-                                                *session_.critic->optimizer, session_.context);
-    }
+    make_critic();
     if (early_gradients_)
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) resume(session_.resumed->state);
@@ -123,7 +120,7 @@ class GrpoLoop final {
     validated_step_ = state.value("validated_step", int64_t{-1});
     const int64_t only_critic = std::min(step_, config_.ppo.policy_training_start_step);
     trainer_->set_passes_done((ppo() ? step_ - only_critic : step_) * passes_per_rollout(config_));
-    if (critic_ != nullptr) critic_->set_passes_done(step_ * passes_per_rollout(config_));
+    if (critic_trainer_ != nullptr) critic_trainer_->set_passes_done(step_ * passes_per_rollout(config_));
     // Older checkpoints have the optimizer's own count only, and not even that one when its state was not saved.
     const int64_t counted = session_.optimizer->steps_done();
     optimizer_steps_ =
@@ -150,14 +147,24 @@ class GrpoLoop final {
     }
   }
 
+  // On these ranks, or what speaks to it on its own.
+  void make_critic() {
+    if (session_.critic_link != nullptr) critic_ = std::make_unique<RemoteCritic>(*session_.critic_link);
+    if (session_.critic == nullptr) return;
+    auto trainer = std::make_unique<CriticTrainer>(session_.critic->config, *session_.critic->model,
+                                                   *session_.critic->optimizer, session_.context);
+    critic_trainer_ = trainer.get();
+    critic_ = std::make_unique<LocalCritic>(std::move(trainer));
+  }
+
   void connect() {
-    collector_.on_progress = [this] { session_.reporting.heartbeat(); };
+    collector_.on_progress = [this] { session_.heartbeat(); };
     trainer_->on_progress = collector_.on_progress;
     if (!keeps_cache(config_)) trainer_->make_room = [this] { engine_.release_cache(); };
     trainer_->gathers_weights = refit_ == nullptr;
-    if (critic_ == nullptr) return;
-    critic_->on_progress = collector_.on_progress;
-    critic_->make_room = trainer_->make_room;
+    if (critic_trainer_ == nullptr) return;
+    critic_trainer_->on_progress = collector_.on_progress;
+    critic_trainer_->make_room = trainer_->make_room;
   }
 
   bool carries() const { return config_.grpo.async_grpo.enabled; }
@@ -300,6 +307,7 @@ class GrpoLoop final {
       save();
     }
     session_.finish_saves();
+    if (session_.critic_link != nullptr) session_.critic_link->end(summary.end == LoopEnd::kStopped);
     session_.reporting.finish();
     summary.steps = step_;
     summary.validation = last_accuracy_;
@@ -395,6 +403,8 @@ class GrpoLoop final {
         reference_stream_->add_group(std::move(group));
       };
     }
+    if (critic_ != nullptr && critic_->works_ahead())
+      request.on_generated = [this](const Sample* samples, size_t count) { critic_->ahead(samples, count); };
     next_sample_id_ += static_cast<uint64_t>(groups * g.num_generations_per_prompt);
     std::vector<Sample> samples = collect(request, shares, step_rewards_);
     judge_rewards(step_rewards_);
@@ -496,7 +506,7 @@ class GrpoLoop final {
       session_.context.set_phase("values");
       if (critic_ != nullptr) {
         const Stopwatch watch;
-        critic_->fill_values(samples);
+        critic_->fill_values(samples, report.step);
         report.values["timing/train/value_inference"] = watch.seconds();
       }
       const auto fill = [&](std::vector<float> Sample::*numbers, const Model& model, const LogprobOptions& options) {
@@ -520,15 +530,25 @@ class GrpoLoop final {
   }
 
   // The critic's optimizer steps. It shares nothing with the actor while they train, so that all of its passes before
-  // all of the actor's are what taking turns pass by pass would give.
-  void train_critic(const std::vector<Sample>& samples, StepReport& report) {
+  // all of the actor's, or beside them, are what taking turns pass by pass would give.
+  void begin_critic(const std::vector<Sample>& samples, StepReport& report) {
     if (critic_ == nullptr) return;
     const PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
     session_.context.set_phase("value training");
-    const Stopwatch watch;
-    for (const auto& [name, value] : critic_->train(samples, passes_per_rollout(config_)))
-      report.values["critic/" + name] = value;
-    report.values["timing/train/value_training"] = watch.seconds();
+    critic_->begin_training(samples, passes_per_rollout(config_), report.step);
+    if (critic_trainer_ != nullptr) describe_critic(report);
+  }
+  // Of a critic on ranks of its own: waits for what it has not finished beside the actor.
+  void finish_critic(StepReport& report) {
+    if (session_.critic_link == nullptr) return;
+    const PhaseTimer::Scope training = session_.timer.enter(Phase::kTraining);
+    session_.context.set_phase("value training");
+    describe_critic(report);
+  }
+  void describe_critic(StepReport& report) {
+    const CriticTrained trained = critic_->finish_training();
+    for (const auto& [name, value] : trained.metrics) report.values["critic/" + name] = value;
+    report.values["timing/train/value_training"] = trained.seconds;
   }
 
   // Rewards to advantages, then the optimizer steps; the engine has the new weights afterwards.
@@ -538,8 +558,9 @@ class GrpoLoop final {
     session_.cause_fault(report.step);
     if (refit_ != nullptr) refit_->release();
     session_.start_waits();
-    train_critic(samples, report);
+    begin_critic(samples, report);
     if (report.step <= critic_only_steps(config_)) {  // the actor's turn has not come
+      finish_critic(report);
       session_.describe_waits(report.values);
       end_training(report.step);
       fill();
@@ -547,6 +568,7 @@ class GrpoLoop final {
     }
     const TrainResult trained =
         trainer_->train(samples, dump_path(report.step), weights_version(), passes_per_rollout(config_));
+    finish_critic(report);
     session_.describe_waits(report.values);
     {
       const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
@@ -641,7 +663,8 @@ class GrpoLoop final {
   RolloutCollector collector_;
   std::unique_ptr<Model> reference_;
   std::unique_ptr<PolicyTrainer> trainer_;
-  std::unique_ptr<CriticTrainer> critic_;              // null: the algorithm has none
+  std::unique_ptr<Critic> critic_;                     // null: the algorithm has none
+  CriticTrainer* critic_trainer_ = nullptr;            // critic_'s on these ranks; null: it is on others
   std::unique_ptr<GrpoValidation> validation_;         // null: nothing to validate with
   std::unique_ptr<ReferenceStream> reference_stream_;  // or null; its thread may train
   std::unique_ptr<RolloutSource> source_;              // of steps that overlap; null: strictly on-policy

@@ -138,6 +138,7 @@ class RolloutCollector::Scoring final {
       if (rewards_ != nullptr)
         requests.push_back(reward_request(example, sample.response, sample.truncated, *tokenizer_));
     }
+    if (request_.on_generated) request_.on_generated(&own_[first], own_.size() - first);
     if (rewards_ != nullptr) {
       rewards_->submit(static_cast<int64_t>(first), std::move(requests));
       ++waiting_;

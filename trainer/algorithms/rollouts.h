@@ -38,6 +38,9 @@ struct RolloutRequest {
   // Gets copies of a prompt's samples when all were generated on this rank and have their raw rewards, while others are
   // generated; a rank then takes whole prompts. May be empty.
   std::function<void(std::vector<Sample>)> on_group;
+  // Gets samples next to each other as soon as this rank has generated them, while others are generated; they have no
+  // rewards yet. May be empty.
+  std::function<void(const Sample* samples, size_t count)> on_generated;
   // For measurements: responses of these lengths, whatever the model says. Null: off.
   const RolloutLengths* forced_lengths = nullptr;
   bool ends_known = false;  // GroupRequest::ends_known

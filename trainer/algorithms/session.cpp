@@ -1,60 +1,25 @@
 #include "trainer/algorithms/session.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
-#include <cstdio>
 
 #include "base/error.h"
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
-#include "topology/combine_blocks.h"
 #include "topology/context_split.h"
 #include "trainer/algorithms/fit.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/refit.h"
+#include "trainer/algorithms/session_parts.h"
 #include "trainer/ops/experts.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
 
 namespace trireme {
 namespace {
-
-ModelOptions policy_options(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context) {
-  ModelOptions options;
-  options.dtype = parse_dtype(config.policy.precision);
-  options.device = choose_device(config.cluster.device, local_rank);
-  if (options.dtype == at::kBFloat16 && gradients_in_fp32(config)) options.gradient_dtype = at::kFloat;
-  options.lends_gradients = generation_layout(config, context.layout()).has_value();
-  options.freeze_router = router_settings(config).freeze_moe_router;
-  options.wide_router = router_settings(config).moe_router_dtype == "fp64";
-  options.combine_blocks = config.policy.moe_combine_blocks;
-  set_split(options, model.shape(), context, stage_options(config));
-  options.overlap_exchanges = overlap_exchanges(config);
-  const StateSharding shared = state_sharding(config);
-  if (shared < StateSharding::kGradients || context.data_parallel().size() == 1) return options;
-  options.sharding = {.gradients = true,
-                      .weights = shared == StateSharding::kWeights,
-                      .ranks = &context.data_parallel(),
-                      .experts = context.expert_data_parallel(options.split)};
-  return options;
-}
-
-std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const TrainOptions& options,
-                                                const std::filesystem::path& model_dir) {
-  const TokenizerConfig& t = config.policy.tokenizer;
-  const std::filesystem::path dir =
-      t.name.empty() || t.name == config.policy.model_name ? model_dir : resolve_model(t.name, options.hf_home);
-  if (t.chat_template.empty()) return Tokenizer::load(dir);
-  if (t.chat_template == "none") return Tokenizer::load(dir, "");
-  std::error_code ignored;
-  if (std::filesystem::is_regular_file(t.chat_template, ignored))
-    return Tokenizer::load(dir, read_file(t.chat_template));
-  return Tokenizer::load(dir, t.chat_template);
-}
 
 // "days:hours:minutes:seconds"
 std::optional<SteadyClock::time_point> parse_save_by(const std::string& text) {
@@ -72,6 +37,17 @@ std::optional<SteadyClock::time_point> parse_save_by(const std::string& text) {
   return SteadyClock::now() + std::chrono::seconds(seconds);
 }
 
+// A rank of another build, or with other settings, would compute something else than the others wait for.
+// The same error on all ranks. Collective.
+void check_agreement(const Config& config, ParallelContext& context) {
+  if (context.world_size() == 1) return;
+  const std::string first = context.world().all_gather_bytes(context.is_main() ? own_settings(config) : "").front();
+  const std::vector<std::string> problems =
+      context.world().all_gather_bytes(settings_problem(first, config).value_or(""));
+  for (size_t rank = 0; rank < problems.size(); ++rank)
+    if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + " " + problems[rank]);
+}
+
 // Before the weights are read: rotary embeddings end at the model's last position.
 void check_length(const Config& config, const ModelConfig& model, const std::filesystem::path& dir) {
   if (config.policy.max_total_sequence_length <= model.positions()) return;
@@ -79,28 +55,6 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
             " but the model of " + dir.string() + " has " + std::to_string(model.positions()) +
             " positions (max_position_embeddings and rope scaling in its config.json); set a smaller length, or "
             "another model");
-}
-
-// A rank of another build, or with other settings, would compute something else than the others wait for.
-// The same error on all ranks. Collective.
-void check_agreement(const Config& config, ParallelContext& context) {
-  if (context.world_size() == 1) return;
-  const std::string program = std::to_string(hash64(read_file("/proc/self/exe")));
-  const std::string own = context.is_main() ? program + "\n" + to_yaml(config) : "";
-  const std::string first = context.world().all_gather_bytes(own).front();
-  const size_t line = first.find('\n');
-  std::string problem;
-  if (first.substr(0, line) != program) {
-    problem = "runs another program than rank 0, of another version or build";
-  } else {
-    std::vector<std::string> ignored;
-    const Config of_first = load_config_text(first.substr(line + 1), {}, &ignored, "the configuration of rank 0");
-    if (const auto difference = first_difference(of_first, config))
-      problem = "has other settings than rank 0: " + *difference;
-  }
-  const std::vector<std::string> problems = context.world().all_gather_bytes(problem);
-  for (size_t rank = 0; rank < problems.size(); ++rank)
-    if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + " " + problems[rank]);
 }
 
 // Before the weights are read, too: what tensor ranks share must divide among them, and layers among stages.
@@ -131,45 +85,6 @@ void check_sharding(const Config& config, const Layout& layout) {
             "data_parallel_sharding_strategy to no_shard or optim");
 }
 
-// Likewise, of a mixture of experts: what is asked for and cannot be.
-void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
-                   const Layout& layout, bool main) {
-  if (model.num_experts == 0) return;
-  const MegatronConfig& m = router_settings(config);
-  for (const std::string& problem :
-       combine_block_problems(model.num_experts, config.policy.moe_combine_blocks, layout.ep))
-    fail_user("the model of " + dir.string() + " cannot be split so: " + problem);
-  if (m.moe_router_load_balancing_type != "none") {
-    const std::string key = "policy.megatron_cfg.moe_router_load_balancing_type is " + m.moe_router_load_balancing_type;
-    if (m.freeze_moe_router)
-      fail_user(key + ", but policy.megatron_cfg.freeze_moe_router keeps routers from being trained: set one of them");
-    if (config.grpo.early_gradients)
-      fail_user(key + ", whose means are over whole optimizer steps: switch grpo.early_gradients off");
-  }
-  if (main && (m.moe_router_load_balancing_type == "none") != (m.moe_aux_loss_coeff == 0)) {
-    log_warn("train", "experts are not balanced: policy.megatron_cfg.moe_router_load_balancing_type is " +
-                          m.moe_router_load_balancing_type + ", moe_aux_loss_coeff " +
-                          std::to_string(m.moe_aux_loss_coeff) + "; a loss takes both");
-  }
-  if (m.moe_router_bias_update_rate > 0) {
-    fail_user(
-        "policy.megatron_cfg.moe_router_bias_update_rate above 0 is not supported: experts are chosen without a "
-        "bias");
-  }
-}
-
-// Of a model that reads what the policy writes.
-void check_vocabulary(const std::string& key, const std::string& dir, const ModelConfig& model,
-                      const ModelConfig& policy, const Tokenizer& tokenizer, const std::string& who) {
-  // One vocabulary may be padded to several sizes.
-  constexpr int64_t kPadding = 1024;
-  const int64_t difference = std::abs(model.vocab_size - policy.vocab_size);
-  if (model.vocab_size >= tokenizer.vocab_size() && difference < kPadding) return;
-  fail_user(key + ": the model of " + dir + " has a vocabulary of " + std::to_string(model.vocab_size) +
-            ", the policy one of " + std::to_string(policy.vocab_size) + " and its tokenizer " +
-            std::to_string(tokenizer.vocab_size()) + " tokens; " + who + " must read the policy's tokens");
-}
-
 // The configuration of the reward model, before anything is loaded; nothing where none is used.
 std::optional<RewardModelFolder> find_reward_model(const Config& config, const ModelConfig& policy,
                                                    const Tokenizer& tokenizer, const std::filesystem::path& hf_home) {
@@ -189,31 +104,6 @@ std::optional<RewardModelFolder> find_reward_model(const Config& config, const M
   return RewardModelFolder{model, dir};
 }
 
-// Before its weights are read: the critic's positions, experts and vocabulary.
-void check_critic_model(const CriticModel& critic, const ModelConfig& policy, const Tokenizer& tokenizer,
-                        const Layout& layout, bool main) {
-  const std::string dir = critic.dir.string();
-  if (critic.config.policy.max_total_sequence_length > critic.model.positions()) {
-    fail_user("value.max_total_sequence_length is " + std::to_string(critic.config.policy.max_total_sequence_length) +
-              " but the model of " + dir + " has " + std::to_string(critic.model.positions()) + " positions");
-  }
-  check_vocabulary("value.model_name", dir, critic.model, policy, tokenizer, "the critic");
-  check_experts(critic.config, critic.model, critic.dir, layout, main);
-}
-
-std::unique_ptr<DistributedAdamW> make_optimizer(const Config& config, Model& model, ParallelContext& context) {
-  const AdamSettings adam = adam_settings(config);
-  AdamWOptions options;
-  options.beta1 = adam.beta1;
-  options.beta2 = adam.beta2;
-  options.eps = adam.eps;
-  options.decay_all = !config.policy.megatron_cfg.enabled;
-  options.reduce_in_fp32 = gradients_in_fp32(config);
-  options.shard_state = state_sharding(config) != StateSharding::kNothing;
-  return std::make_unique<DistributedAdamW>(model, context.data_parallel(), options,
-                                            context.expert_data_parallel(model.options().split));
-}
-
 // Another model, algorithm or data set was refused before; the rest goes on, but not as the run that was interrupted.
 void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
   const std::filesystem::path path = checkpoint.path / "config.yaml";
@@ -224,48 +114,6 @@ void warn_of_changes(const CheckpointInfo& checkpoint, const Config& config) {
   } catch (const Error& error) {
     log_warn("train", std::string("whether settings changed since the checkpoint is not known: ") + error.what());
   }
-}
-
-// A device that cannot run this is refused before tokenizer, rendezvous and weights.
-const Config& with_its_device(const Config& config, const TrainOptions& options) {
-  prepare_devices(options.layout);
-  const at::Device device = choose_device(config.cluster.device, options.rendezvous.local_rank);
-  if (options.transport.required && !device.is_cuda()) {
-    fail_user(
-        "the manifest requires RDMA (spec.network.rdma.require) but this run is on the CPU, where collectives go over "
-        "TCP (Gloo); set spec.network.rdma.require to false, or run on GPUs");
-  }
-  return config;
-}
-
-// What carries NCCL's traffic between nodes: the first collective on the device makes it choose. Throws on every rank
-// when it must be RDMA and is none on one of them. Collective; whether a rank has a log to read is its environment's
-// matter, so that all agree first whether anybody does.
-void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device) {
-  if (!device.is_cuda()) return;
-  const bool somebody_reads = context.world().all_reduce_max(check.log ? 1.0 : 0.0) > 0;
-  if (check.required && !check.spans_nodes && context.is_main())
-    log_info("parallel", "RDMA is required: all ranks are on one node, no network is used");
-  if (!somebody_reads) return;
-  at::Tensor one = at::ones({1}, at::TensorOptions(device).dtype(at::kFloat));
-  context.data_parallel().all_reduce_sum(one);
-  (void)one.item<float>();
-  std::optional<std::string> problem;
-  if (check.log) {
-    const std::string text = read_nccl_log(check.log->file, Milliseconds(5000));
-    if (check.log->echo) {
-      std::fwrite(text.data(), 1, text.size(), stdout);
-      std::fflush(stdout);
-      log_info("parallel",
-               "NCCL's further lines go to " + check.log->file + "; name a file by NCCL_DEBUG_FILE to keep them");
-    }
-    const NcclTransport transport = parse_nccl_log(text);
-    if (check.required) problem = rdma_problem(transport, check.spans_nodes);
-    if (!problem && context.is_main()) log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
-  }
-  const std::vector<std::string> problems = context.world().all_gather_bytes(problem.value_or(""));
-  for (size_t rank = 0; rank < problems.size(); ++rank)
-    if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + ": " + problems[rank]);
 }
 
 // Tokens of the largest micro-batch, or of the largest step of a prefill.
@@ -279,10 +127,6 @@ int64_t most_rows_of_a_pass(const Config& config) {
   return std::max({of(p.dynamic_batching.train_mb_tokens, p.sequence_packing.train_mb_tokens, p.train_micro_batch_size),
                    of(p.dynamic_batching.logprob_mb_tokens, p.sequence_packing.logprob_mb_tokens, p.logprob_batch_size),
                    p.generation.prefill_chunk_tokens + p.generation.max_running_samples});
-}
-
-MemoryLimit memory_of_a_rank(const Config& config, at::Device device) {
-  return {memory_bytes_of(device) / (device.is_cuda() ? 1 : config.cluster.processes), device.is_cuda()};
 }
 
 }  // namespace
@@ -337,19 +181,6 @@ std::unique_ptr<Model> load_reward_model(const RewardModelFolder& folder, const 
   return model;
 }
 
-std::unique_ptr<Model> load_or_draw_critic(const Config& config, const std::filesystem::path& dir,
-                                           const ModelOptions& options) {
-  std::unique_ptr<Model> model;
-  if (config.policy.random_weights) {
-    model = std::make_unique<Model>(ModelConfig::load(dir).with_value_head(), options);
-    draw_parameters(*model, static_cast<uint64_t>(config.grpo.seed) + 1);
-  } else {
-    model = load_value_model(dir, options);
-  }
-  if (options.sharding.weights) model->units()->cut();
-  return model;
-}
-
 }  // namespace
 
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
@@ -379,9 +210,12 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       checkpoint_on_stop_(options.checkpoint_on_stop),
       save_by_(parse_save_by(config.checkpointing.checkpoint_must_save_by)) {
   watch_phases();
-  context.set_on_absent([this](const std::vector<int>& ranks) { reporting.stuck(ranks.front()); });
+  context.set_on_absent([this](const std::vector<int>& ranks) {
+    if (ranks.front() < context.world_size()) reporting.stuck(ranks.front());
+  });
   reporting.phase("start", 0);
   check_agreement(config, context);
+  if (context.critic_ranks() > 0) critic_link = std::make_unique<CriticLink>(context, config);
   const ModelConfig model = ModelConfig::load(model_dir);
   if (model.value_head)
     fail_user("policy.model_name: " + model_dir.string() +
@@ -397,14 +231,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);
   std::optional<CriticModel> critic_model;
-  if (has_critic(config)) {
-    const std::filesystem::path dir = resolve_model(config.value.model_name, options.hf_home);
-    critic_model = CriticModel{critic_config(config), ModelConfig::load(dir).with_value_head(), dir};
-    check_critic_model(*critic_model, model, *tokenizer, context.layout(), context.is_main());
-  }
+  if (has_critic(config))
+    critic_model = find_critic(config, model, *tokenizer, options.hf_home, context.layout(), context.is_main());
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),
-             context.is_main(), {critic_model ? &*critic_model : nullptr, scorer ? &*scorer : nullptr});
+             context.is_main(), {critic_model && !critic_link ? &*critic_model : nullptr, scorer ? &*scorer : nullptr});
   if (config.policy.random_weights && context.is_main())
     log_warn("train", "policy.random_weights: the model is drawn, not loaded; this run is a measurement");
   policy = load_or_draw_model(config, model_dir, model_options);
@@ -414,12 +245,12 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   }
   linear_is_row_exact = rows_are_exact(*policy, config, context);
   optimizer = make_optimizer(config, *policy, context);
-  if (has_critic(config)) make_critic(options);
+  if (critic_model && !critic_link) critic = make_critic(*critic_model, options.rendezvous.local_rank, context);
   if (scorer) reward_model = load_reward_model(*scorer, config, options.rendezvous.local_rank, context);
 
-  make_checkpoints(options);
+  make_checkpoints(options, critic_model ? &critic_model->model : nullptr);
   if (config.checkpointing.enabled) resumed = checkpoints->load_latest(*policy, *optimizer);
-  if (critic != nullptr && !resumed) warm_start_critic();
+  if (critic != nullptr && !resumed) warm_start_critic(*critic, config, context.is_main());
   if (context.is_main()) {
     log_info("train", "model " + config.policy.model_name + ": " + std::to_string(policy->config().parameter_count()) +
                           " parameters, " + config.policy.precision + " on " + device_name(model_options.device) +
@@ -430,25 +261,32 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       warn_of_changes(*resumed, config);
     }
   }
+  if (critic_link != nullptr) {
+    critic_link->on_wait = [this] { reporting.heartbeat(); };
+    critic_link->begin(resumed ? resumed->step : 0, resumed.has_value());
+  }
+}
+
+void Session::heartbeat() {
+  reporting.heartbeat();
+  if (critic_link != nullptr) critic_link->beat();
 }
 
 // Updates wait for what a save still copies.
-void Session::make_checkpoints(const TrainOptions& options) {
-  CheckpointOptions checkpoint;
-  checkpoint.directory = config.checkpointing.checkpoint_dir;
-  checkpoint.source_dir = model_dir;
+void Session::make_checkpoints(const TrainOptions& options, const ModelConfig* critic_model) {
+  CheckpointOptions checkpoint = checkpoint_options(config, options, model_dir);
   checkpoint.metric_name = checkpoint_metric(config);
   checkpoint.higher_is_better = config.checkpointing.higher_is_better;
   checkpoint.keep_top_k = config.checkpointing.keep_top_k;
-  checkpoint.save_optimizer = config.checkpointing.save_optimizer;
-  checkpoint.job = options.job;
-  checkpoint.attempt = parse_int(options.rendezvous.attempt).value_or(0);
-  checkpoint.staging_bytes = static_cast<int64_t>(config.checkpointing.staging_gib * static_cast<double>(1 << 30));
-  checkpoint.patience = options.rendezvous.timeout;
   nlohmann::json fingerprint = {{"algorithm", config.algorithm}, {"model", policy->config().to_json()}};
-  if (critic != nullptr) fingerprint["value"] = critic->model->config().to_json();
+  if (critic_model != nullptr) fingerprint["value"] = critic_model->to_json();
   checkpoints = std::make_unique<CheckpointManager>(checkpoint, fingerprint, context);
-  checkpoints->on_wait = [this] { reporting.heartbeat(); };
+  checkpoints->on_wait = [this] { heartbeat(); };
+  if (critic_link != nullptr) {  // no checkpoint of the actor without its critic's
+    checkpoints->before_commit = [this](int64_t step, const std::atomic<bool>& cancelled) {
+      critic_link->wait_saved(step, cancelled);
+    };
+  }
   optimizer->before_update = [this] {
     const PhaseTimer::Scope scope = timer.enter(Phase::kCheckpoint);
     checkpoints->wait_copied();
@@ -461,38 +299,6 @@ void Session::make_checkpoints(const TrainOptions& options) {
   }
 }
 
-void Session::make_critic(const TrainOptions& options) {
-  critic = std::make_unique<Critic>();
-  critic->config = critic_config(config);
-  critic->model_dir = resolve_model(config.value.model_name, options.hf_home);
-  const ModelConfig model = ModelConfig::load(critic->model_dir).with_value_head();
-  const ModelOptions model_options = policy_options(critic->config, options.rendezvous.local_rank, model, context);
-  critic->model = load_or_draw_critic(critic->config, critic->model_dir, model_options);
-  critic->optimizer = make_optimizer(critic->config, *critic->model, context);
-  if (!context.is_main()) return;
-  log_info("train", "critic " + config.value.model_name + ": " + std::to_string(model.parameter_count()) +
-                        " parameters, " + config.value.precision + " on the actor's ranks");
-}
-
-// A new run's only: a resumed one has its own critic.
-void Session::warm_start_critic() {
-  const std::string& from = config.ppo.warm_start_value_checkpoint;
-  if (from.empty()) return;
-  const std::string key = "ppo.warm_start_value_checkpoint: ";
-  const std::filesystem::path weights = std::filesystem::path(from) / "value" / "weights";
-  std::error_code ignored;
-  if (!std::filesystem::is_regular_file(weights / "config.json", ignored))
-    fail_user(key + from + " holds no critic (value/weights); name the folder step_N of a PPO run's checkpoint");
-  ModelConfig there = ModelConfig::load(weights);
-  if (!there.value_head) fail_user(key + weights.string() + " is no value model");
-  there.dtype = critic->model->config().dtype;
-  if (!(there == critic->model->config()))
-    fail_user(key + weights.string() + " is another model than value.model_name's, " + critic->model_dir.string());
-  load_parameters(*critic->model, weights);
-  critic->optimizer->reset_master_from_weights();
-  if (context.is_main()) log_info("train", "the critic begins with " + weights.string());
-}
-
 void Session::ready(int64_t step) {
   context.world().barrier();  // a signal finds all ranks before it, or all in the loop
   if (on_ready_) on_ready_();
@@ -502,7 +308,8 @@ void Session::ready(int64_t step) {
 bool Session::should_stop() {
   const bool asked = stop_signal_ != nullptr && stop_signal_->load() != 0;
   const bool due = save_by_ && SteadyClock::now() >= *save_by_;
-  const double own = checkpoints->failed() ? 2.0 : asked || due ? 1.0 : 0.0;
+  const bool of_critic = critic_link != nullptr && critic_link->asked_to_stop();
+  const double own = checkpoints->failed() ? 2.0 : asked || due || of_critic ? 1.0 : 0.0;
   const double any = context.world().all_reduce_max(own);
   if (any > 1) {
     context.set_phase("checkpoint");
@@ -516,12 +323,7 @@ void Session::tell_saved() {
   const std::optional<SavedCheckpoint> saved = checkpoints->take_saved();
   if (!saved) return;
   reporting.checkpointed(saved->step);
-  if (!context.is_main()) return;
-  const double rate = static_cast<double>(saved->bytes) / std::max(saved->seconds, 1e-6) / 1e9;
-  log_info("checkpoint",
-           "step_" + std::to_string(saved->step) + ": " + format_bytes(static_cast<uint64_t>(saved->bytes)) +
-               " of this rank in " + format_fixed(saved->seconds, 2) + " s (" + format_fixed(rate, 2) +
-               " GB/s) beside the run, which waited " + format_fixed(saved->wait_seconds, 2) + " s for it");
+  if (context.is_main()) log_saved(*saved);
 }
 
 void Session::save(int64_t step, const nlohmann::json& state, const std::map<std::string, double>& metrics,
@@ -536,6 +338,7 @@ void Session::save(int64_t step, const nlohmann::json& state, const std::map<std
     if (ShardedUnits* units = critic->model->units()) units->gather();
   }
   reporting.phase("checkpoint", step);
+  if (critic_link != nullptr) critic_link->save(step, metrics);
   checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config), files);
   tell_saved();  // the one before, if it had to be waited for
 }

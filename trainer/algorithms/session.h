@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "trainer/algorithms/critic_role.h"
 #include "trainer/algorithms/failure.h"
 #include "trainer/algorithms/reporting.h"
 #include "trainer/checkpoint/checkpoint.h"
@@ -56,8 +57,8 @@ bool rows_are_exact(const Model& model, const Config& config, ParallelContext& c
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
                                           const ModelOptions& options);
 
-// The critic of a PPO run on the actor's ranks, of which each is a replica of both.
-struct Critic {
+// The critic of a PPO run on this rank, one of its replicas.
+struct CriticState {
   Config config;  // critic_config() of the run's
   std::filesystem::path model_dir;
   std::unique_ptr<Model> model;
@@ -78,13 +79,16 @@ class Session final {
   std::unique_ptr<Model> policy;
   bool linear_is_row_exact = true;
   std::unique_ptr<DistributedAdamW> optimizer;
-  std::unique_ptr<Critic> critic;       // null: the algorithm has none
+  std::unique_ptr<CriticState> critic;      // on the actor's ranks; null: the algorithm has none, or it is ...
+  std::unique_ptr<CriticLink> critic_link;  // ... on ranks of its own; else null
   std::unique_ptr<Model> reward_model;  // whole on every rank; null: none is used
   std::unique_ptr<CheckpointManager> checkpoints;
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;
   PhaseTimer timer;  // of this rank's steps; an optimizer step's wait for a checkpoint is its own
 
+  // This rank goes on: whoever watches the run, or waits for it, hears so.
+  void heartbeat();
   // The loop begins after `step` steps. Collective.
   void ready(int64_t step);
   // True on every rank when any was asked to stop, or the time to save by has come. Throws on every rank when a save
@@ -114,9 +118,8 @@ class Session final {
 
  private:
   void tell_saved();
-  void make_checkpoints(const TrainOptions& options);
-  void make_critic(const TrainOptions& options);
-  void warm_start_critic();
+  // `critic_model`: of the algorithm's critic, wherever it is; null: it has none.
+  void make_checkpoints(const TrainOptions& options, const ModelConfig* critic_model);
   void watch_phases() {
     if (fault_.kind != Fault::Kind::kKill) return;
     context.set_on_phase([this](const std::string& phase) { cause_kill(fault_, step_, phase, context); });

@@ -106,6 +106,17 @@ std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoi
   return removed;
 }
 
+std::vector<int64_t> steps_not_among(const std::vector<CheckpointInfo>& checkpoints,
+                                     const std::vector<CheckpointInfo>& others, int64_t newest) {
+  std::vector<int64_t> removed;
+  if (others.empty()) return removed;
+  for (const CheckpointInfo& info : checkpoints) {
+    const auto same = [&](const CheckpointInfo& other) { return other.step == info.step; };
+    if (info.step != newest && std::none_of(others.begin(), others.end(), same)) removed.push_back(info.step);
+  }
+  return removed;
+}
+
 const CheckpointInfo* best_checkpoint(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
                                       bool higher_is_better) {
   const std::vector<const CheckpointInfo*> order = ranked(checkpoints, metric, higher_is_better);

@@ -34,6 +34,11 @@ CheckpointInfo read_checkpoint(const std::filesystem::path& path);
 std::vector<int64_t> steps_to_remove(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
                                      bool higher_is_better, int64_t keep_top_k);
 
+// The steps that a directory which follows another removes: all but the other's and `newest`. None where the other has
+// none, which may be a volume that is not mounted. Pure.
+std::vector<int64_t> steps_not_among(const std::vector<CheckpointInfo>& checkpoints,
+                                     const std::vector<CheckpointInfo>& others, int64_t newest);
+
 // The best by the metric, the newer of equals; null when none has it. Pure.
 const CheckpointInfo* best_checkpoint(const std::vector<CheckpointInfo>& checkpoints, const std::string& metric,
                                       bool higher_is_better);

@@ -44,6 +44,11 @@ void sync_tree(const fs::path& root) {
   }
 }
 
+[[noreturn]] void fail_of_another_run(const fs::path& checkpoint, const std::string& difference) {
+  fail_user("checkpoint " + checkpoint.string() + " belongs to another run: " + difference +
+            "; choose another checkpointing.checkpoint_dir");
+}
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 // The files of the weights. Of a split model without their tensors: only names, shapes and sizes.
@@ -79,7 +84,7 @@ bool is_mine(const FileOwner& owner, ParallelContext& context) {
 // This rank's files. A split model's are gathered among those that hold it together, tensor by tensor: the state of
 // now, so that nobody needs to wait for them. Collective then.
 std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, ParallelContext& context,
-                                    const std::string& folder = "policy") {
+                                    const std::string& folder) {
   std::vector<TensorFile> own;
   for (size_t i = 0; i < plan.files.size(); ++i) {
     const FileOwner owner = owner_of(i, model, context);
@@ -94,9 +99,11 @@ std::vector<TensorFile> own_weights(ShardPlan plan, const Model& model, Parallel
   return own;
 }
 
-std::string key(int64_t number, const std::string& what) { return "checkpoint-" + std::to_string(number) + "-" + what; }
-
 }  // namespace
+
+std::string CheckpointManager::key(int64_t number, const std::string& what) const {
+  return context_.role_keys() + "checkpoint-" + std::to_string(number) + "-" + what;
+}
 
 struct CheckpointManager::Failure {
   ErrorKind kind;
@@ -112,6 +119,7 @@ struct CheckpointManager::Pending {
   double wait_seconds = 0;
   bool told = false;                       // by take_saved()
   std::atomic<bool> others_failed{false};  // rank 0: another rank's part will not come
+  std::atomic<bool> peer_failed{false};    // rank 0: what it waits for before the commit will not come
   std::unique_ptr<BackgroundSave> save;    // last: its threads use the rest
 
   std::string what() const { return "saving checkpoint " + target.string(); }
@@ -132,12 +140,12 @@ CheckpointManager::~CheckpointManager() {
   on_wait = nullptr;  // what it speaks to may be gone
   if (pending_ == nullptr) return;
   try {
-    if (context_.world_size() == 1)
+    if (context_.job_size() == 1)
       wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
   } catch (const std::exception& error) {
     log_warn("checkpoint", error.what());
   }
-  const bool whole = context_.world_size() == 1 && pending_->save->finished() && !pending_->save->failed();
+  const bool whole = context_.job_size() == 1 && pending_->save->finished() && !pending_->save->failed();
   const std::string why =
       pending_->save->failed() ? "" : ": the run ends with an error before all its parts are written";
   const fs::path temporary = pending_->temporary;
@@ -162,10 +170,11 @@ void CheckpointManager::together(const std::string& what, const std::optional<Fa
 }
 
 // Whoever has taken the folder away is the cause of what fails in it.
-CheckpointManager::Failure CheckpointManager::own_failure(const std::exception& error) const {
-  const auto describe = [](const std::exception& what) {
+CheckpointManager::Failure CheckpointManager::own_failure(const std::exception& error, bool of_peer) const {
+  const auto describe = [of_peer](const std::exception& what) {
     const auto* ours = dynamic_cast<const Error*>(&what);
     const ErrorKind kind = ours == nullptr ? ErrorKind::kIo : ours->kind();
+    if (of_peer) return Failure{kind, first_line(what.what())};
     // Those two mean that a peer is to blame.
     const bool echo = kind == ErrorKind::kTimeout || kind == ErrorKind::kUnavailable;
     return Failure{echo ? ErrorKind::kIo : kind, first_line(what.what())};
@@ -278,7 +287,7 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
     work.files.push_back(its.saved());
     work.files.back().name = folder + "/optimizer/" + work.files.back().name;
   };
-  take(model, optimizer, "policy");
+  take(model, optimizer, options_.folder);
   for (const Further& more : further_) take(*more.model, *more.optimizer, more.name);
   work.prepare = [this, &p, &model, config_yaml, files] {
     const auto describe = [&](const Model& one, const std::string& folder, const fs::path& source) {
@@ -289,7 +298,7 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
       save.source_dir = source;
       save_model_description(one, p.temporary / folder / "weights", save);
     };
-    describe(model, "policy", options_.source_dir);
+    describe(model, options_.folder, options_.source_dir);
     for (const Further& more : further_) describe(*more.model, more.name, more.source_dir);
     if (!context_.is_main()) return;
     write_file_atomic(p.temporary / "config.yaml", config_yaml);
@@ -299,7 +308,10 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
     report_part(p.number, "");
     if (!context_.is_main()) return;
     wait_for_parts(p, cancelled);
-    if (!cancelled.load()) commit(p);
+    wait_for_peer(p, cancelled);
+    if (cancelled.load()) return;
+    commit(p);
+    if (committed) committed(p.step);
   };
   work.failed = [this, &p](const std::exception& error) { report_part(p.number, first_line(error.what())); };
   reader_->mark();
@@ -344,6 +356,16 @@ void CheckpointManager::wait_for_parts(Pending& pending, const std::atomic<bool>
           " s the part of these ranks is not written:" + ranks);
 }
 
+void CheckpointManager::wait_for_peer(Pending& pending, const std::atomic<bool>& cancelled) {
+  if (!before_commit || cancelled.load()) return;
+  try {
+    before_commit(pending.step, cancelled);
+  } catch (const std::exception&) {
+    pending.peer_failed.store(true);
+    throw;
+  }
+}
+
 // Under the fence: whoever takes the folder finds this checkpoint whole, or never.
 void CheckpointManager::commit(const Pending& pending) {
   for (const auto& [folder, index] : pending.indexes) {
@@ -362,17 +384,26 @@ void CheckpointManager::commit(const Pending& pending) {
     fs::remove_all(pending.target);  // the same step saved again after a resume
     fs::rename(pending.temporary, pending.target);
     sync_directory(options_.directory);
-    prune();
+    prune(pending.step);
   });
 }
 
-void CheckpointManager::prune() {
+// `newest`: kept where another directory is followed, which does not have it yet.
+void CheckpointManager::prune(int64_t newest) {
   const std::vector<CheckpointInfo> all = list_checkpoints(options_.directory);
-  for (const int64_t old : steps_to_remove(all, options_.metric_name, options_.higher_is_better, options_.keep_top_k)) {
+  const bool follows = !options_.follows.empty();
+  for (const int64_t old : follows ? steps_not_among(all, list_checkpoints(options_.follows), newest)
+                                   : steps_to_remove(all, options_.metric_name, options_.higher_is_better,
+                                                     options_.keep_top_k)) {
     std::error_code error;
     fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
     if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());
   }
+}
+
+void CheckpointManager::tidy() {
+  if (options_.follows.empty() || !context_.is_main() || fence_ == nullptr) return;
+  fence_->guard([this] { prune(/*newest=*/-1); });
 }
 
 // In slices: who watches the run hears that it goes on, and a disk that stands still is an error.
@@ -410,7 +441,7 @@ void CheckpointManager::end_pending(bool give_up) {
   try {
     if (const std::exception_ptr error = pending_->save->error()) std::rethrow_exception(error);
   } catch (const std::exception& error) {
-    failure = own_failure(error);
+    failure = own_failure(error, pending_->peer_failed.load());
     const bool taken = failure->kind == ErrorKind::kConflict || failure->kind == ErrorKind::kUser;
     if (pending_->others_failed.load() && !taken) failure.reset();  // they tell it themselves
   }
@@ -442,6 +473,16 @@ void CheckpointManager::save(int64_t step, const Model& model, const Distributed
 
 bool CheckpointManager::failed() const { return pending_ != nullptr && pending_->save->failed(); }
 
+void CheckpointManager::throw_failure() const {
+  if (!failed()) return;
+  try {
+    std::rethrow_exception(pending_->save->error());
+  } catch (const std::exception& error) {
+    const Failure failure = own_failure(error);
+    throw Error(failure.kind, pending_->what() + " failed: " + failure.what);
+  }
+}
+
 void CheckpointManager::abandon() {
   TRIREME_CHECK(pending_ != nullptr, "there is no save to abandon");
   end_pending(/*give_up=*/true);
@@ -454,6 +495,46 @@ std::optional<SavedCheckpoint> CheckpointManager::take_saved() {
     return std::nullopt;
   pending_->told = true;
   return pending_->saved();
+}
+
+void CheckpointManager::load_from(const CheckpointInfo& info, const fs::path& folder, Model& model,
+                                  DistributedAdamW& optimizer) const {
+  load_parameters(model, folder / "weights");
+  if (info.has_optimizer) {
+    optimizer.load(folder / "optimizer");
+  } else {
+    optimizer.reset_master_from_weights();
+  }
+}
+
+CheckpointInfo CheckpointManager::load_step(int64_t step, const fs::path& other, Model& model,
+                                            DistributedAdamW& optimizer) {
+  if (owner_.empty()) open(model, optimizer);
+  const std::string name = "step_" + std::to_string(step);
+  const fs::path theirs = other / name, own = options_.directory / name;
+  std::string chosen;
+  if (context_.is_main()) {
+    if (fs::exists(theirs / options_.folder / "weights"))
+      chosen = theirs.string();
+    else if (fs::exists(own / options_.folder / "weights"))
+      chosen = own.string();
+  }
+  chosen = context_.world().all_gather_bytes(chosen).front();
+  if (chosen.empty()) {
+    fail_user("checkpoint " + theirs.string() + " has no " + options_.folder + ": neither " +
+              (theirs / options_.folder).string() + " nor " + own.string() +
+              " is there; choose another checkpointing.checkpoint_dir");
+  }
+  const CheckpointInfo info = read_checkpoint(chosen);
+  const nlohmann::json manifest = nlohmann::json::parse(read_file(info.path / "manifest.json"));
+  for (const auto& [entry, value] : fingerprint_.items()) {
+    const nlohmann::json there = manifest.at("fingerprint").value(entry, nlohmann::json());
+    if (const auto difference = first_difference(there, value, entry)) fail_of_another_run(info.path, *difference);
+  }
+  load_from(info, info.path / options_.folder, model, optimizer);
+  if (!info.has_optimizer) log_warn("checkpoint", chosen + " holds no optimizer state: its moments start from zero");
+  last_saved_step_ = step;
+  return info;
 }
 
 std::optional<CheckpointInfo> CheckpointManager::load_latest(Model& model, DistributedAdamW& optimizer) {
@@ -470,20 +551,22 @@ std::optional<CheckpointInfo> CheckpointManager::load_latest(Model& model, Distr
   if (chosen.empty()) return std::nullopt;
   const CheckpointInfo info = read_checkpoint(chosen);
   const nlohmann::json manifest = nlohmann::json::parse(read_file(fs::path(chosen) / "manifest.json"));
-  if (const auto difference = first_difference(manifest.at("fingerprint"), fingerprint_, "")) {
-    fail_user("checkpoint " + chosen + " belongs to another run: " + *difference +
-              "; choose another checkpointing.checkpoint_dir");
-  }
-  const auto load = [&](Model& one, DistributedAdamW& its, const fs::path& folder) {
-    load_parameters(one, folder / "weights");
-    if (info.has_optimizer) {
-      its.load(folder / "optimizer");
-    } else {
-      its.reset_master_from_weights();
+  if (const auto difference = first_difference(manifest.at("fingerprint"), fingerprint_, ""))
+    fail_of_another_run(info.path, *difference);
+  load_from(info, info.path / options_.folder, model, optimizer);
+  for (const Further& more : further_) {
+    if (fs::exists(info.path / more.name)) {
+      load_from(info, info.path / more.name, *more.model, *more.optimizer);
+      continue;
     }
-  };
-  load(model, optimizer, info.path / "policy");
-  for (const Further& more : further_) load(*more.model, *more.optimizer, info.path / more.name);
+    // Ranks of its own have saved it.
+    const fs::path other = options_.directory / more.name / info.path.filename();
+    if (!fs::exists(other / "manifest.json")) {
+      fail_user("checkpoint " + chosen + " has no " + more.name + ": neither " + (info.path / more.name).string() +
+                " nor " + other.string() + " is there; choose another checkpointing.checkpoint_dir");
+    }
+    load_from(read_checkpoint(other), other / more.name, *more.model, *more.optimizer);
+  }
   if (!info.has_optimizer) log_warn("checkpoint", chosen + " holds no optimizer state: its moments start from zero");
   last_saved_step_ = info.step;
   return info;

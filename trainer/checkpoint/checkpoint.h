@@ -25,6 +25,9 @@ namespace trireme {
 
 struct CheckpointOptions {
   std::filesystem::path directory;
+  std::string folder = "policy";  // of the first model, in each checkpoint
+  // Another manager's directory, whose steps are kept here too, and no others; keep_top_k says nothing then. Empty: none.
+  std::filesystem::path follows;
   std::filesystem::path source_dir;  // tokenizer files and generation_config.json come from here
   std::string metric_name;           // "" : keep the newest
   bool higher_is_better = true;
@@ -85,8 +88,10 @@ class CheckpointManager final {
   void save(int64_t step, const Model& model, const DistributedAdamW& optimizer, const nlohmann::json& state,
             const std::map<std::string, double>& metrics, const std::string& config_yaml);
 
-  // What is under way has failed on this rank. Then all ranks call abandon().
+  // What is under way has failed on this rank. Then all ranks call abandon() ...
   bool failed() const;
+  // ... or this one throws why, and the others hear of it as of any failure.
+  void throw_failure() const;
   // Collective. Gives up what is under way; throws why on every rank.
   [[noreturn]] void abandon();
   // The last save, once: when it is done on this rank; of rank 0 it has its name then.
@@ -96,10 +101,22 @@ class CheckpointManager final {
   // Error(kUser) when it belongs to another model or algorithm, naming the first difference.
   std::optional<CheckpointInfo> load_latest(Model& model, DistributedAdamW& optimizer);
 
+  // Collective. Loads the checkpoint of exactly this step: from `other`, a directory of another manager's checkpoints, if
+  // its own has this model's folder, else from this one's directory. Throws Error(kUser) that names both where neither
+  // is there.
+  CheckpointInfo load_step(int64_t step, const std::filesystem::path& other, Model& model, DistributedAdamW& optimizer);
+  // Where it follows another directory: removes what that does not have, at the end of a run. Rank 0's turn, no save
+  // under way.
+  void tidy();
+
   int64_t last_saved_step() const { return last_saved_step_; }  // or the one that is being saved
 
   // Called about once a second in waits, as long as bytes move. May be empty.
   std::function<void()> on_wait;
+  // On rank 0's writing thread: when all parts are written, before the checkpoint gets its name, which it does not when
+  // this throws; and when it has it. What before_commit throws is a peer's failure: its kind is kept. May be empty.
+  std::function<void(int64_t step, const std::atomic<bool>& cancelled)> before_commit;
+  std::function<void(int64_t step)> committed;
 
  private:
   struct Failure;
@@ -111,13 +128,17 @@ class CheckpointManager final {
     std::filesystem::path source_dir;
   };
   void together(const std::string& what, const std::optional<Failure>& own);
-  Failure own_failure(const std::exception& error) const;
+  Failure own_failure(const std::exception& error, bool of_peer = false) const;
   void end_pending(bool give_up);
   void wait_while(const std::function<bool(Milliseconds)>& done);
   void report_part(int64_t number, const std::string& error);
   void wait_for_parts(Pending& pending, const std::atomic<bool>& cancelled);
+  void wait_for_peer(Pending& pending, const std::atomic<bool>& cancelled);
   void commit(const Pending& pending);
-  void prune();
+  void prune(int64_t newest);
+  std::string key(int64_t number, const std::string& what) const;
+  void load_from(const CheckpointInfo& info, const std::filesystem::path& folder, Model& model,
+                 DistributedAdamW& optimizer) const;
 
   CheckpointOptions options_;
   nlohmann::json fingerprint_;

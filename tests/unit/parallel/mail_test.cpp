@@ -98,8 +98,8 @@ TEST(Mail, EveryReaderGetsEveryByteOnceAndNothingIsLeft) {
 }
 
 TEST(Mail, AWaitLastsAsLongAsTheSenderLives) {
-  expect_no_errors(on_roles(1, 1, Milliseconds(400), [](ParallelContext& context) {
-    Mail mail(context);  // its patience is 1.5 s
+  expect_no_errors(on_roles(1, 1, Milliseconds(1000), [](ParallelContext& context) {
+    Mail mail(context);  // its patience is 2.25 s
     if (context.of_critic()) {
       EXPECT_EQ(mail.wait("late", 0, "what is late"), "here");
       return;
@@ -114,7 +114,7 @@ TEST(Mail, AWaitLastsAsLongAsTheSenderLives) {
 }
 
 TEST(Mail, ASilentSenderIsNamedAtTheDeadline) {
-  const std::vector<std::string> errors = on_roles(1, 1, Milliseconds(400), [](ParallelContext& context) {
+  const std::vector<std::string> errors = on_roles(1, 1, Milliseconds(1000), [](ParallelContext& context) {
     Mail mail(context);
     if (context.of_critic()) {
       context.set_phase("values");

@@ -1,0 +1,124 @@
+// Critic: who gives a rollout's states their values and learns the returns, on the actor's ranks or on its own.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "trainer/algorithms/critic.h"
+#include "trainer/algorithms/critic_wire.h"
+#include "trainer/parallel/mail.h"
+
+namespace trireme {
+
+// On each actor rank, called from its training thread. For each step in this order: fill_values(), begin_training(),
+// finish_training(), by all actor ranks.
+class Critic {
+ public:
+  Critic() = default;
+  virtual ~Critic() = default;
+  Critic(const Critic&) = delete;
+  Critic& operator=(const Critic&) = delete;
+
+  // Whether ahead() is of use.
+  virtual bool works_ahead() const { return false; }
+  // Samples next to each other whose tokens are final, while others are generated: their values will be asked for.
+  virtual void ahead(const Sample* /*samples*/, size_t /*count*/) {}
+  // Sample::values of all samples, on all ranks. Throws Error(kData) that names sample and token where one is not
+  // finite.
+  virtual void fill_values(std::vector<Sample>& samples, int64_t step) = 0;
+  // Every rank passes the same samples, with values and returns. On the actor's ranks it has trained when this returns;
+  // else it trains beside what follows.
+  virtual void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step) = 0;
+  virtual CriticTrained finish_training() = 0;
+};
+
+// On the actor's ranks, each of them a replica.
+class LocalCritic final : public Critic {
+ public:
+  explicit LocalCritic(std::unique_ptr<CriticTrainer> trainer) : trainer_(std::move(trainer)) {}
+  void fill_values(std::vector<Sample>& samples, int64_t) override { trainer_->fill_values(samples); }
+  void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t) override {
+    const Stopwatch watch;
+    trained_.metrics = trainer_->train(samples, passes);
+    trained_.seconds = watch.seconds();
+  }
+  CriticTrained finish_training() override { return trained_; }
+
+ private:
+  std::unique_ptr<CriticTrainer> trainer_;
+  CriticTrained trained_;
+};
+
+// The actor's end of a critic that has ranks of its own (critic_rank.h is the other), one per actor rank. Rank 0 asks,
+// every actor rank reads what comes. Called from the training thread but where something else is said.
+class CriticLink final {
+ public:
+  // Rank 0 tells its settings, with which the critic's are compared.
+  CriticLink(ParallelContext& context, const Config& config);
+
+  // The actor has done `steps` steps, of a checkpoint where `resumed`. Returns when the critic has done as many.
+  void begin(int64_t steps, bool resumed);
+  void ahead(const Sample* samples, size_t count);
+  void fill_values(std::vector<Sample>& samples, int64_t step);
+  void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step);
+  CriticTrained finish_training();
+  // The critic begins to save, beside the actor's own save; wait_saved() returns when its checkpoint has its name, or
+  // `cancelled` is set; from any thread. Throws Error(kUnavailable) when a rank has failed, Error(kTimeout) at the
+  // deadline of a collective.
+  void save(int64_t step, const std::map<std::string, double>& metrics);
+  void wait_saved(int64_t step, const std::atomic<bool>& cancelled);
+  // Whether a critic rank got a signal to stop. Asked by rank 0; the others say no.
+  bool asked_to_stop();
+  // The last call: returns when the critic's ranks leave.
+  void end(bool stopped);
+  // This rank goes on: the critic waits for it. Often.
+  void beat() {
+    if (context_.is_main()) mail_.beat();
+  }
+
+  // Called in waits, for heartbeats. May be empty.
+  std::function<void()> on_wait;
+
+ private:
+  void call(const CriticCall& call);
+  std::string answer(const std::string& what);
+
+  ParallelContext& context_;
+  Mail mail_;
+  int64_t calls_ = 0;  // the same on all ranks
+};
+
+class RemoteCritic final : public Critic {
+ public:
+  explicit RemoteCritic(CriticLink& link) : link_(link) {}
+  bool works_ahead() const override { return true; }
+  void ahead(const Sample* samples, size_t count) override { link_.ahead(samples, count); }
+  void fill_values(std::vector<Sample>& samples, int64_t step) override { link_.fill_values(samples, step); }
+  void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step) override {
+    link_.begin_training(samples, passes, step);
+  }
+  CriticTrained finish_training() override { return link_.finish_training(); }
+
+ private:
+  CriticLink& link_;
+};
+
+// Names of messages, of both ends.
+namespace critic_mail {
+inline constexpr const char* kSettings = "critic-settings";
+inline constexpr const char* kBegin = "critic-begin";  // "STEPS RESUMED"
+inline constexpr const char* kReady = "critic-ready";
+inline constexpr const char* kStop = "critic-stop";          // a key of the store
+inline constexpr const char* kAheadCount = "critic-aheads";  // a counter of the store
+inline std::string call(int64_t number) { return "critic-call-" + std::to_string(number); }
+inline std::string answer(int64_t number) { return "critic-answer-" + std::to_string(number); }
+inline std::string ahead(int64_t number) { return "critic-ahead-" + std::to_string(number); }      // from 1
+inline std::string saved(int64_t step) { return "critic-saved-step-" + std::to_string(step); }     // a key of the store
+}  // namespace critic_mail
+
+}  // namespace trireme
