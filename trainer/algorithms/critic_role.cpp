@@ -73,8 +73,8 @@ void CriticLink::wait_saved(int64_t step, const std::atomic<bool>& cancelled) {
   for (Milliseconds pause(5); !cancelled.load(); pause = std::min(2 * pause, Milliseconds(100))) {
     if (context_.store()->has(key)) return;
     if (const auto failure = context_.failure_of_another()) {
-      throw Error(ErrorKind::kUnavailable, who() + " waits for the critic's checkpoint of step " +
-                                               std::to_string(step) + ": " + *failure);
+      throw Error(ErrorKind::kUnavailable,
+                  who() + " waits for the critic's checkpoint of step " + std::to_string(step) + ": " + *failure);
     }
     if (limit.passed()) {
       throw Error(ErrorKind::kTimeout, who() + " waits for the critic's checkpoint of step " + std::to_string(step) +

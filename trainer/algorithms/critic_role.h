@@ -117,8 +117,8 @@ inline constexpr const char* kStop = "critic-stop";          // a key of the sto
 inline constexpr const char* kAheadCount = "critic-aheads";  // a counter of the store
 inline std::string call(int64_t number) { return "critic-call-" + std::to_string(number); }
 inline std::string answer(int64_t number) { return "critic-answer-" + std::to_string(number); }
-inline std::string ahead(int64_t number) { return "critic-ahead-" + std::to_string(number); }      // from 1
-inline std::string saved(int64_t step) { return "critic-saved-step-" + std::to_string(step); }     // a key of the store
+inline std::string ahead(int64_t number) { return "critic-ahead-" + std::to_string(number); }   // from 1
+inline std::string saved(int64_t step) { return "critic-saved-step-" + std::to_string(step); }  // a key of the store
 }  // namespace critic_mail
 
 }  // namespace trireme

@@ -137,7 +137,8 @@ Fault parse_fault(const std::string& text) {
 }
 
 void cause_kill(const Fault& fault, int64_t step, const std::string& phase, const ParallelContext& context) {
-  if (fault.kind != Fault::Kind::kKill || fault.step != step || fault.rank != context.job_rank() || fault.phase != phase)
+  if (fault.kind != Fault::Kind::kKill || fault.step != step || fault.rank != context.job_rank() ||
+      fault.phase != phase)
     return;
   log_warn("fault", "is killed on purpose in phase " + phase + " of step " + std::to_string(step));
   (void)std::raise(SIGKILL);

@@ -81,7 +81,7 @@ class Session final {
   std::unique_ptr<DistributedAdamW> optimizer;
   std::unique_ptr<CriticState> critic;      // on the actor's ranks; null: the algorithm has none, or it is ...
   std::unique_ptr<CriticLink> critic_link;  // ... on ranks of its own; else null
-  std::unique_ptr<Model> reward_model;  // whole on every rank; null: none is used
+  std::unique_ptr<Model> reward_model;      // whole on every rank; null: none is used
   std::unique_ptr<CheckpointManager> checkpoints;
   std::optional<CheckpointInfo> resumed;
   Reporting reporting;

@@ -29,7 +29,8 @@ CheckpointOptions checkpoint_options(const Config& config, const TrainOptions& o
                                      const std::filesystem::path& source_dir);
 void log_saved(const SavedCheckpoint& saved);
 
-// `config` itself; a critic's ranks without a critic, or a device that cannot run this is refused before tokenizer, rendezvous and weights.
+// `config` itself; a critic's ranks without a critic, or a device that cannot run this is refused before tokenizer,
+// rendezvous and weights.
 const Config& with_its_device(const Config& config, const TrainOptions& options);
 // What carries NCCL's traffic between nodes: the first collective on the device makes it choose. Throws on every rank
 // when it must be RDMA and is none on one of them. Collective; whether a rank has a log to read is its environment's

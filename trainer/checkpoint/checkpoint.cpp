@@ -140,8 +140,7 @@ CheckpointManager::~CheckpointManager() {
   on_wait = nullptr;  // what it speaks to may be gone
   if (pending_ == nullptr) return;
   try {
-    if (context_.job_size() == 1)
-      wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
+    if (context_.job_size() == 1) wait_while([this](Milliseconds time) { return pending_->save->wait_finished(time); });
   } catch (const std::exception& error) {
     log_warn("checkpoint", error.what());
   }
@@ -392,9 +391,9 @@ void CheckpointManager::commit(const Pending& pending) {
 void CheckpointManager::prune(int64_t newest) {
   const std::vector<CheckpointInfo> all = list_checkpoints(options_.directory);
   const bool follows = !options_.follows.empty();
-  for (const int64_t old : follows ? steps_not_among(all, list_checkpoints(options_.follows), newest)
-                                   : steps_to_remove(all, options_.metric_name, options_.higher_is_better,
-                                                     options_.keep_top_k)) {
+  for (const int64_t old :
+       follows ? steps_not_among(all, list_checkpoints(options_.follows), newest)
+               : steps_to_remove(all, options_.metric_name, options_.higher_is_better, options_.keep_top_k)) {
     std::error_code error;
     fs::remove_all(options_.directory / ("step_" + std::to_string(old)), error);
     if (error) log_warn("checkpoint", "cannot remove step_" + std::to_string(old) + ": " + error.message());

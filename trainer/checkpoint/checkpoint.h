@@ -26,7 +26,8 @@ namespace trireme {
 struct CheckpointOptions {
   std::filesystem::path directory;
   std::string folder = "policy";  // of the first model, in each checkpoint
-  // Another manager's directory, whose steps are kept here too, and no others; keep_top_k says nothing then. Empty: none.
+  // Another manager's directory, whose steps are kept here too, and no others; keep_top_k says nothing then. Empty:
+  // none.
   std::filesystem::path follows;
   std::filesystem::path source_dir;  // tokenizer files and generation_config.json come from here
   std::string metric_name;           // "" : keep the newest
@@ -101,9 +102,9 @@ class CheckpointManager final {
   // Error(kUser) when it belongs to another model or algorithm, naming the first difference.
   std::optional<CheckpointInfo> load_latest(Model& model, DistributedAdamW& optimizer);
 
-  // Collective. Loads the checkpoint of exactly this step: from `other`, a directory of another manager's checkpoints, if
-  // its own has this model's folder, else from this one's directory. Throws Error(kUser) that names both where neither
-  // is there.
+  // Collective. Loads the checkpoint of exactly this step: from `other`, a directory of another manager's checkpoints,
+  // if its own has this model's folder, else from this one's directory. Throws Error(kUser) that names both where
+  // neither is there.
   CheckpointInfo load_step(int64_t step, const std::filesystem::path& other, Model& model, DistributedAdamW& optimizer);
   // Where it follows another directory: removes what that does not have, at the end of a run. Rank 0's turn, no save
   // under way.

@@ -44,6 +44,18 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
   r.listen_fd = static_cast<int>(environment_int("TRIREME_LISTEN_FD", -1));
   if (r.listen_fd >= 0) ::fcntl(r.listen_fd, F_SETFD, FD_CLOEXEC);  // what this process starts has no part in it
   r.timeout = Milliseconds(static_cast<int64_t>(timeout_s * 1000));
+  r.of_critic = is_critic_by_environment();
+  r.actor_ranks = r.of_critic ? static_cast<int>(environment_int("TRIREME_ACTOR_RANKS", 0)) : 0;
+  r.critic_ranks = static_cast<int>(environment_int("TRIREME_CRITIC_RANKS", r.of_critic ? r.world_size : 0));
+  if (r.of_critic && r.actor_ranks < 1)
+    fail_user("TRIREME_ROLE is critic but TRIREME_ACTOR_RANKS, how many ranks the actor has, is not set");
+  if (r.of_critic && r.critic_ranks != r.world_size) {
+    fail_user("TRIREME_ROLE is critic, WORLD_SIZE is " + std::to_string(r.world_size) +
+              " but TRIREME_CRITIC_RANKS is " + std::to_string(r.critic_ranks) + ": both say how many ranks it has");
+  }
+  if (r.critic_ranks < 0) fail_user("TRIREME_CRITIC_RANKS is " + std::to_string(r.critic_ranks) + ", less than 0");
+  if (r.critic_ranks > 0 && r.master_port == 0)
+    fail_user("a critic has ranks of its own (TRIREME_CRITIC_RANKS) but MASTER_PORT is not set");
   if (r.world_size > 1 && r.master_port == 0)
     fail_user("WORLD_SIZE is " + std::to_string(r.world_size) + " but MASTER_PORT is not set");
   // The training thread cannot be asked: it waits for the device, or for nobody knows what.
@@ -57,6 +69,8 @@ RendezvousOptions rendezvous_from_environment(double timeout_s) {
   };
   return r;
 }
+
+bool is_critic_by_environment() { return environment("TRIREME_ROLE", "actor") == "critic"; }
 
 Fault fault_from_environment() { return parse_fault(environment("TRIREME_FAULT", "")); }
 

@@ -24,7 +24,10 @@ int64_t environment_int(const char* name, int64_t otherwise);
 // RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TRIREME_ATTEMPT, TRIREME_LAUNCHER_FD, TRIREME_LISTEN_FD. A
 // rank that is stuck ends the process with the code of a node at fault, one whose device waits in vain, or one whose
 // peer has died, with that of a failed peer.
+// Where PPO's critic has ranks of its own: TRIREME_CRITIC_RANKS on all, TRIREME_ROLE=critic and TRIREME_ACTOR_RANKS on
+// the critic's, whose RANK and WORLD_SIZE are among themselves.
 RendezvousOptions rendezvous_from_environment(double timeout_s);
+bool is_critic_by_environment();
 // TRIREME_FAULT: a failure on purpose, for tests (parse_fault).
 Fault fault_from_environment();
 int local_world_from_environment();  // LOCAL_WORLD_SIZE

@@ -11,6 +11,7 @@
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/algorithms/critic_rank.h"
 #include "trainer/algorithms/grpo.h"
 #include "trainer/algorithms/sft.h"
 #include "trainer/algorithms/threads.h"
@@ -47,6 +48,28 @@ void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout) {
   }
 }
 
+// A critic's ranks are all replicas; names of the actor's are by its layout, which PPO has of one kind.
+Layout layout_of_rank(const TrainArguments& arguments, const Config& config, RendezvousOptions& ranks) {
+  Layout layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
+  if (ranks.of_critic) {
+    ranks.layout.dp = ranks.actor_ranks;
+    if (arguments.layout.empty()) layout.dp = ranks.world_size;
+    return layout;
+  }
+  const ParallelSizes sizes = parallel_sizes(config);
+  if (!arguments.layout.empty()) {
+    check_layout_agrees(sizes, layout);
+    return layout;
+  }
+  layout.tp = sizes.tensor;
+  layout.pp = sizes.pipeline;
+  layout.cp = sizes.context;
+  layout.ep = sizes.expert;
+  layout.etp = sizes.expert_tensor;
+  layout.dp = derive_dp(layout, ranks.world_size).value_or(ranks.world_size);
+  return layout;
+}
+
 int train(const TrainArguments& arguments, const CommandContext& context) {
   std::vector<std::string> overrides = arguments.overrides;
   if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
@@ -75,20 +98,10 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.job = environment("TRIREME_JOB_UID", "");
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
   options.transport = transport_from_environment(options.rendezvous.world_size, config.cluster.device);
-  const ParallelSizes sizes = parallel_sizes(config);
-  options.layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
-  if (!arguments.layout.empty()) check_layout_agrees(sizes, options.layout);
-  if (arguments.layout.empty()) {
-    options.layout.tp = sizes.tensor;
-    options.layout.pp = sizes.pipeline;
-    options.layout.cp = sizes.context;
-    options.layout.ep = sizes.expert;
-    options.layout.etp = sizes.expert_tensor;
-    options.layout.dp =
-        derive_dp(options.layout, options.rendezvous.world_size).value_or(options.rendezvous.world_size);
-  }
-  // Init containers share the variable but pass no --layout: they are no ranks of it.
-  const std::string file = arguments.layout.empty() ? "" : environment("TRIREME_TOPOLOGY_FILE", "");
+  options.layout = layout_of_rank(arguments, config, options.rendezvous);
+  // Init containers share the variable but pass no --layout: they are no ranks of it. It is the actor's layout.
+  const bool in_topology = !arguments.layout.empty() && !options.rendezvous.of_critic;
+  const std::string file = in_topology ? environment("TRIREME_TOPOLOGY_FILE", "") : "";
   if (!file.empty()) {
     const Json document = Json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
     check_topology_document(document, file,
@@ -100,15 +113,19 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   }
   LogOptions log;
   log.format = arguments.log_format == "json" ? LogFormat::kJson : LogFormat::kText;
-  if (options.rendezvous.world_size > 1) log.tag = "rank " + std::to_string(options.rendezvous.rank);
+  const RendezvousOptions& ranks = options.rendezvous;
+  if (ranks.world_size > 1 || ranks.critic_ranks > 0)
+    log.tag = (ranks.of_critic ? "critic " : "rank ") + std::to_string(ranks.rank);
   log_setup(log);
-  if (options.rendezvous.rank == 0) {
+  if (ranks.rank == 0 && !ranks.of_critic) {
     for (const std::string& warning : warnings) log_warn("config", warning);
     for (const std::string& key : keys_without_effect(config)) log_warn("config", key);
   }
   validate_supported(config);
   use_threads(local_world_from_environment());
-  const TrainSummary summary = !has_rollouts(config) ? run_sft(config, options) : run_grpo(config, options);
+  const TrainSummary summary = ranks.of_critic         ? run_critic(config, options)
+                               : !has_rollouts(config) ? run_sft(config, options)
+                                                       : run_grpo(config, options);
   if (summary.end == LoopEnd::kStopped) {
     log_info("train", "stopped after step " + std::to_string(summary.steps) +
                           (config.checkpointing.enabled ? ", checkpoint saved" : ""));
@@ -119,12 +136,31 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
 
 struct LaunchArguments {
   int processes = 1;
+  int critic_ranks = 0;
   int nodes = 0;
   int node_rank = -1;
   std::string master_address;
   int master_port = -1;
   std::vector<std::string> command;
 };
+
+// Critic ranks beside the actor's are of one machine; elsewhere their launchers are told that they are the critic's.
+void set_critic_ranks(const LaunchArguments& arguments, LaunchOptions& options) {
+  options.critic_ranks = arguments.critic_ranks;
+  if (arguments.critic_ranks < 0) fail_user("launch: --critic-ranks must be at least 0");
+  if (is_critic_by_environment()) {
+    options.behind_actor_ranks = static_cast<int>(environment_int("TRIREME_ACTOR_RANKS", 0));
+    if (options.behind_actor_ranks < 1)
+      fail_user("launch: TRIREME_ROLE is critic but TRIREME_ACTOR_RANKS, how many ranks the actor has, is not set");
+  }
+  if (arguments.critic_ranks == 0) return;
+  if (options.nodes > 1 || options.behind_actor_ranks > 0 || environment_int("TRIREME_CRITIC_RANKS", 0) > 0) {
+    fail_user(
+        "launch: --critic-ranks starts a critic beside the actor of one node; elsewhere leave it out, and start the "
+        "critic's ranks by a launch of their own with TRIREME_ROLE=critic, TRIREME_ACTOR_RANKS and, for both, "
+        "TRIREME_CRITIC_RANKS");
+  }
+}
 
 int launch_verb(const LaunchArguments& arguments, const CommandContext& context) {
   if (arguments.command.empty())
@@ -140,6 +176,7 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
       arguments.master_port >= 0 ? arguments.master_port : static_cast<int>(environment_int("MASTER_PORT", 0));
   if (options.master_port > 0) options.listen_fd = static_cast<int>(environment_int("TRIREME_LISTEN_FD", -1));
   if (options.processes < 1) fail_user("launch: --nproc-per-node must be at least 1");
+  set_critic_ranks(arguments, options);
   if (options.node_rank >= options.nodes) {
     fail_user("launch: node rank " + std::to_string(options.node_rank) + " is outside the " +
               std::to_string(options.nodes) + " nodes");
@@ -175,6 +212,8 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     CLI::App* verb =
         app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
     verb->add_option("--nproc-per-node", arguments->processes, "ranks on this node");
+    verb->add_option("--critic-ranks", arguments->critic_ranks,
+                     "PPO: ranks of the critic's own, behind them (default: it is on the actor's)");
     verb->add_option("--nnodes", arguments->nodes, "nodes (default: NNODES or 1)");
     verb->add_option("--node-rank", arguments->node_rank, "this node (default: NODE_RANK or 0)");
     verb->add_option("--master-addr", arguments->master_address, "default: MASTER_ADDR or 127.0.0.1");

@@ -24,11 +24,15 @@ namespace trireme {
 namespace {
 
 struct Rank {
-  int rank = 0;
+  int rank = 0;  // of its role
+  bool of_critic = false;
+  int job_rank = 0;
   Subprocess process;
   std::unique_ptr<OutputTail> tail;
   std::optional<ExitStatus> status;
   bool killed = false;  // by us, after another's failure
+
+  std::string name() const { return (of_critic ? "critic rank " : "rank ") + std::to_string(rank); }
 };
 
 int code_of(const ExitStatus& status) { return status.signal != 0 ? 128 + status.signal : status.code; }
@@ -39,6 +43,7 @@ constexpr Milliseconds kLastWords{2000};       // for the last lines of a rank t
 void write_termination_log(const LaunchOptions& options, const LaunchResult& result) {
   if (options.termination_log.empty()) return;
   nlohmann::json account = {{"rank", result.failed_rank}, {"cause", result.cause}, {"exitCode", result.exit_code}};
+  if (result.failed_critic) account["role"] = "critic";
   std::string tail = join(result.tail, "\n");
   std::string text;
   for (size_t limit = 4000; limit > 0; limit /= 2) {
@@ -60,7 +65,7 @@ class Ranks final {
   // `listen_fd`: rank 0's socket of the port; -1: it makes its own.
   Ranks(const LaunchOptions& options, int port, int listen_fd)
       : options_(options), world_(options.processes * options.nodes) {
-    for (int local = 0; local < options.processes; ++local) start(local, port, listen_fd);
+    for (int local = 0; local < options.processes + options.critic_ranks; ++local) start(local, port, listen_fd);
   }
 
   // Passes `number` on, once, and lets the ranks end by it within the grace period.
@@ -108,6 +113,7 @@ class Ranks final {
     }
     result_.exit_code = code_of(*first_failed_->status);
     result_.failed_rank = first_failed_->rank;
+    result_.failed_critic = first_failed_->of_critic;
     result_.cause = first_failed_->status->describe();
     const Deadline last_words = Deadline::after(kLastWords);
     result_.tail = first_failed_->tail->lines(last_words);
@@ -115,36 +121,44 @@ class Ranks final {
     if (const int count = orphans_.end_all(Deadline::after(kLastWords)))
       log_warn("launch", "killed " + std::to_string(count) + " processes that the ranks had left behind");
     for (Rank& rank : ranks_) (void)rank.tail->lines(last_words);
-    if (world_ == 1) return result_;
-    log_error("launch",
-              "rank " + std::to_string(result_.failed_rank) + " failed first (" + result_.cause + "); its last lines:");
+    if (world_ + options_.critic_ranks == 1) return result_;
+    log_error("launch", first_failed_->name() + " failed first (" + result_.cause + "); its last lines:");
     for (const std::string& line : result_.tail) log_error("launch", "  " + line);
     return result_;
   }
 
  private:
   void start(int local, int port, int listen_fd) {
-    const int rank = options_.node_rank * options_.processes + local;
+    const bool behind = local >= options_.processes;  // the critic's, behind this launcher's own
+    const bool of_critic = behind || options_.behind_actor_ranks > 0;
+    const int rank = behind ? local - options_.processes : options_.node_rank * options_.processes + local;
+    const int actors = behind ? world_ : options_.behind_actor_ranks;
+    const int all = options_.processes + options_.critic_ranks;
     SpawnOptions spawn;
     spawn.argv = options_.command;
     spawn.set_env = options_.environment;
     spawn.set_env["RANK"] = std::to_string(rank);
     spawn.set_env["LOCAL_RANK"] = std::to_string(local);
-    spawn.set_env["WORLD_SIZE"] = std::to_string(world_);
-    spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.processes);
+    spawn.set_env["WORLD_SIZE"] = std::to_string(behind ? options_.critic_ranks : world_);
+    spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(all);
+    if (options_.critic_ranks > 0) spawn.set_env["TRIREME_CRITIC_RANKS"] = std::to_string(options_.critic_ranks);
+    if (behind) {
+      spawn.set_env["TRIREME_ROLE"] = "critic";
+      spawn.set_env["TRIREME_ACTOR_RANKS"] = std::to_string(world_);
+    }
     spawn.set_env["MASTER_ADDR"] = options_.master_address;
     spawn.set_env["MASTER_PORT"] = std::to_string(port);
     spawn.set_env["TRIREME_LISTEN_FD"] = "";  // nobody else's: it would hold the port of a rank 0 that has died
-    if (rank == 0 && listen_fd >= 0) {
+    if (rank == 0 && !of_critic && listen_fd >= 0) {
       spawn.set_env["TRIREME_LISTEN_FD"] = std::to_string(listen_fd);
       spawn.keep_fd = listen_fd;
     }
     spawn.pipe_stderr = true;
-    if (options_.processes > 1) {
+    if (all > 1) {
       spawn.pipe_stdin = true;
       spawn.set_env["TRIREME_LAUNCHER_FD"] = "0";
     }
-    ranks_.push_back({rank, Subprocess::spawn(spawn), nullptr, std::nullopt});
+    ranks_.push_back({rank, of_critic, of_critic ? actors + rank : rank, Subprocess::spawn(spawn), nullptr, {}});
     orphans_.keep(ranks_.back().process.pid());
     ranks_.back().tail =
         std::make_unique<OutputTail>(ranks_.back().process.stderr_fd(), static_cast<size_t>(options_.tail_lines));
@@ -171,15 +185,14 @@ class Ranks final {
     // Who lost a peer, or stopped after saving, has nothing to tell: all ranks do that together.
     if (!is_echo(rank) && !is_stopped(rank)) {
       for (const Rank& other : ranks_) {
-        if (!other.status) other.process.tell(died_message(rank.rank, rank.status->describe()));
+        if (!other.status) other.process.tell(died_message(rank.job_rank, rank.status->describe()));
       }
     }
     if (first_failed_ != nullptr && (!is_echo(*first_failed_) || is_echo(rank))) return;
     const bool again = first_failed_ != nullptr;
     first_failed_ = &rank;
     if (again) return;
-    if (!forwarded_)
-      log_error("launch", "rank " + std::to_string(rank.rank) + " ended with " + rank.status->describe());
+    if (!forwarded_) log_error("launch", rank.name() + " ended with " + rank.status->describe());
     term_at_ = Deadline::after(options_.failure_grace);
   }
 
@@ -188,9 +201,8 @@ class Ranks final {
     for (Rank& rank : ranks_) {
       if (rank.status) continue;
       rank.killed = true;
-      result_.killed_ranks.push_back(rank.rank);
-      log_error("launch", "rank " + std::to_string(rank.rank) + " still runs " +
-                              std::to_string(options_.failure_grace.count() / 1000) +
+      result_.killed_ranks.push_back(rank.job_rank);
+      log_error("launch", rank.name() + " still runs " + std::to_string(options_.failure_grace.count() / 1000) +
                               " s after that: it is stuck, or far behind; killing it");
       rank.process.signal(SIGKILL);
     }
@@ -210,7 +222,7 @@ class Ranks final {
 }  // namespace
 
 LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal) {
-  const int world = options.processes * options.nodes;
+  const int world = options.processes * options.nodes + options.critic_ranks;
   int port = options.master_port;
   if (port == 0 && options.nodes > 1) fail_user("several nodes need a master port: set MASTER_PORT or --master-port");
   int listen_fd = options.listen_fd;

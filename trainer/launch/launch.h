@@ -16,6 +16,11 @@ struct LaunchOptions {
   // where the port was chosen here.
   std::vector<std::string> command;
   int processes = 1;  // ranks of this node
+  // Behind them so many of PPO's critic, of one node: TRIREME_ROLE=critic, TRIREME_ACTOR_RANKS, numbers of their own
+  // in RANK and WORLD_SIZE. All processes get TRIREME_CRITIC_RANKS.
+  int critic_ranks = 0;
+  // Or all processes are a critic's, behind so many actor ranks that other launchers start; 0: they are the actor's.
+  int behind_actor_ranks = 0;
   int nodes = 1;
   int node_rank = 0;
   std::string master_address = "127.0.0.1";
@@ -34,9 +39,10 @@ struct LaunchOptions {
 struct LaunchResult {
   int exit_code = 0;              // of the first failed rank; 128 + n for signal n
   int failed_rank = -1;           // -1: none
+  bool failed_critic = false;     // it is one of the critic's
   std::string cause;              // "exit code 21"
   std::vector<std::string> tail;  // its last log lines
-  std::vector<int> killed_ranks;  // had not left when the grace after that failure was over
+  std::vector<int> killed_ranks;  // of the job: had not left when the grace after that failure was over
 };
 
 // Set by the caller's signal handler: the signal's number, forwarded once. May be null.

@@ -107,9 +107,7 @@ void Attendance::note_queued(int group, QueuedCollective collective) {
   groups_[static_cast<size_t>(group)].queue.push_back({std::move(collective), SteadyClock::now(), false});
 }
 
-std::string Attendance::name_of(int rank) const {
-  return name_of_job_rank(layout_, actor_ranks_, rank);
-}
+std::string Attendance::name_of(int rank) const { return name_of_job_rank(layout_, actor_ranks_, rank); }
 
 void Attendance::sleep(Milliseconds time) {
   std::unique_lock<std::mutex> lock(mutex_);

@@ -91,7 +91,8 @@ JobStore::JobStore(const RendezvousOptions& rendezvous) : impl_(std::make_unique
   options.timeout = rendezvous.timeout;
   const std::string where = rendezvous.master_address + ":" + std::to_string(rendezvous.master_port);
   const auto fail = [&](ErrorKind kind, const char* why) {
-    throw Error(kind, own_name(rendezvous) + " on " + host_name() + ": rendezvous at " + where + " of " + std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
+    throw Error(kind, own_name(rendezvous) + " on " + host_name() + ": rendezvous at " + where + " of " +
+                          std::to_string(rendezvous.world_size) + " ranks failed: " + first_line(why));
   };
   try {
     impl_->tcp = c10::make_intrusive<c10d::TCPStore>(
@@ -130,8 +131,9 @@ auto store_call(JobStore::Impl& impl, const char* operation, const std::string& 
     why = first_line(error.what());
   }
   const auto dead = impl.lifeline->wait_for_dead();
-  throw Error(ErrorKind::kTimeout, own_name(impl.rendezvous) + " on " + host_name() + ": store " + operation + " of '" + key + "' in phase " + impl.lifeline->phase() +
-                                       " failed: " + why + (dead ? "; " + *dead : ""));
+  throw Error(ErrorKind::kTimeout, own_name(impl.rendezvous) + " on " + host_name() + ": store " + operation + " of '" +
+                                       key + "' in phase " + impl.lifeline->phase() + " failed: " + why +
+                                       (dead ? "; " + *dead : ""));
 }
 }  // namespace
 

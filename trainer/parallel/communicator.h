@@ -63,7 +63,7 @@ class JobStore final {
   std::string get(const std::string& key);  // waits for the key, Error(kTimeout) that names it
   bool has(const std::string& key);
   void remove(const std::string& key);  // nothing where it is not there
-  Lifeline& lifeline();  // who of the others is still there; with one rank nobody is watched
+  Lifeline& lifeline();                 // who of the others is still there; with one rank nobody is watched
 
   struct Impl;
   Impl& impl() { return *impl_; }

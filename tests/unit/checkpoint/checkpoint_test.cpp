@@ -137,6 +137,122 @@ TEST(Checkpoint, TheBestIsThatOfTheMetric) {
   EXPECT_EQ(best_checkpoint(all, "", true), nullptr);
 }
 
+template <class F>
+void expect_error(ErrorKind kind, const std::string& part, F&& call) {
+  try {
+    call();
+    ADD_FAILURE() << "no error with " << part;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), kind) << error.what();
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+  }
+}
+
+// A manager of a further model in a directory of its own, DIR/value, beside an actor's in DIR.
+struct ValueRun {
+  explicit ValueRun(const fs::path& dir) : model(tiny(), {}), optimizer(model, context.data_parallel(), {}) {
+    init_parameters(model, 7);
+    CheckpointOptions options;
+    options.directory = dir / "value";
+    options.follows = dir;
+    options.folder = "value";
+    manager = std::make_unique<CheckpointManager>(
+        options, nlohmann::json{{"algorithm", "grpo"}, {"value", model.config().to_json()}}, context);
+  }
+  void save(int64_t step) { manager->save(step, model, optimizer, {}, {}, "a: 1\n"); }
+  ParallelContext context;
+  Model model;
+  DistributedAdamW optimizer;
+  std::unique_ptr<CheckpointManager> manager;
+};
+
+TEST(Checkpoint, AFollowerKeepsTheStepsOfTheOtherDirectory) {
+  const TemporaryDirectory dir;
+  ValueRun value(dir.path());
+  value.save(1);  // the other has none yet: nothing is removed
+  TestRun actor(dir.path());
+  value.save(2);
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{1, 2}));
+  actor.save(2, 0.5);
+  value.save(4);
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2, 4}));  // 1 is not the other's, 4 will be
+  actor.save(3, 0.5);
+  value.manager->tidy();
+  EXPECT_EQ(steps(dir.path() / "value"), (std::vector<int64_t>{2}));
+}
+
+TEST(Checkpoint, TheStepThatIsAskedForIsLoadedOrNamed) {
+  const TemporaryDirectory dir;
+  ValueRun first(dir.path());
+  first.save(1);
+  first.save(2);
+  ValueRun second(dir.path());
+  init_parameters(second.model, 99);
+  EXPECT_EQ(second.manager->load_step(1, dir.path(), second.model, second.optimizer).step, 1);
+  EXPECT_TRUE(at::equal(first.model.flat_parameters(), second.model.flat_parameters()));
+  expect_error(ErrorKind::kUser, "step_5 has no value",
+               [&] { second.manager->load_step(5, dir.path(), second.model, second.optimizer); });
+}
+
+// What ranks of their own have saved is loaded where the model is on these ranks, and the other way round.
+TEST(Checkpoint, AFurtherModelIsFoundInEitherPlace) {
+  const TemporaryDirectory dir;
+  const auto both = [&](TestRun& run, ValueRun& value) {
+    run.manager = std::make_unique<CheckpointManager>(
+        CheckpointOptions{.directory = dir.path()},
+        nlohmann::json{{"algorithm", "grpo"}, {"value", value.model.config().to_json()}}, run.context);
+    run.manager->add("value", value.model, value.optimizer, {});
+  };
+  const auto alone = [&](TestRun& run, const ValueRun& value) {
+    run.manager = std::make_unique<CheckpointManager>(
+        CheckpointOptions{.directory = dir.path()},
+        nlohmann::json{{"algorithm", "grpo"}, {"value", value.model.config().to_json()}}, run.context);
+  };
+  ValueRun apart(dir.path());
+  TestRun actor(dir.path());
+  alone(actor, apart);
+  apart.save(1);
+  actor.save(1, 0.5);
+  {
+    TestRun resumed(dir.path());
+    ValueRun beside(dir.path());
+    init_parameters(beside.model, 99);
+    both(resumed, beside);
+    ASSERT_TRUE(resumed.manager->load_latest(resumed.model, resumed.optimizer));
+    EXPECT_TRUE(at::equal(apart.model.flat_parameters(), beside.model.flat_parameters()));
+    resumed.save(2, 0.5);  // holds both
+  }
+  ValueRun again(dir.path());
+  init_parameters(again.model, 98);
+  const CheckpointInfo info = again.manager->load_step(2, dir.path(), again.model, again.optimizer);
+  EXPECT_EQ(info.path, dir.path() / "step_2");
+  EXPECT_TRUE(at::equal(apart.model.flat_parameters(), again.model.flat_parameters()));
+  fs::remove_all(dir.path() / "step_2");
+  fs::remove_all(dir.path() / "value");
+  TestRun resumed(dir.path());
+  ValueRun beside(dir.path());
+  both(resumed, beside);
+  expect_error(ErrorKind::kUser, "has no value",
+               [&] { (void)resumed.manager->load_latest(resumed.model, resumed.optimizer); });
+}
+
+TEST(Checkpoint, WhatACommitWaitsForDecidesAboutIt) {
+  const TemporaryDirectory dir;
+  TestRun run(dir.path());
+  std::vector<int64_t> waited, committed;
+  run.manager->before_commit = [&](int64_t step, const std::atomic<bool>&) {
+    waited.push_back(step);
+    if (step == 2) throw Error(ErrorKind::kUnavailable, "critic rank 0 has died");
+  };
+  run.manager->committed = [&](int64_t step) { committed.push_back(step); };
+  run.save(1, 0.5);
+  expect_error(ErrorKind::kUnavailable, "critic rank 0 has died", [&] { run.save(2, 0.5); });
+  run.save(3, 0.5);
+  EXPECT_EQ(waited, (std::vector<int64_t>{1, 2, 3}));
+  EXPECT_EQ(committed, (std::vector<int64_t>{1, 3}));
+  EXPECT_EQ(steps(dir.path()), (std::vector<int64_t>{1, 3}));
+}
+
 TEST(Checkpoint, PruningIsPure) {
   std::vector<CheckpointInfo> all(4);
   for (int64_t i = 0; i < 4; ++i) all[static_cast<size_t>(i)].step = i + 1;

@@ -41,6 +41,56 @@ TEST(Launch, GivesEachRankItsPlace) {
   EXPECT_EQ(read_file(dir.path() / "3"), "3 1 4 h0 2\n");
 }
 
+TEST(Launch, ACriticsRanksStandBehindTheActors) {
+  const TemporaryDirectory dir;
+  LaunchOptions options = shell(
+      "echo \"$TRIREME_ROLE $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $TRIREME_ACTOR_RANKS "
+      "$TRIREME_CRITIC_RANKS\" > " +
+          dir.path().string() + "/$LOCAL_RANK",
+      1);
+  options.critic_ranks = 2;
+  EXPECT_EQ(launch(options, nullptr).exit_code, 0);
+  EXPECT_EQ(read_file(dir.path() / "0"), " 0 0 1 3  2\n");
+  EXPECT_EQ(read_file(dir.path() / "1"), "critic 0 1 2 3 1 2\n");
+  EXPECT_EQ(read_file(dir.path() / "2"), "critic 1 2 2 3 1 2\n");
+}
+
+TEST(Launch, ACriticsDeathIsToldByItsRankOfTheJob) {
+  const TemporaryDirectory dir;
+  const std::string file = (dir.path() / "told").string();
+  LaunchOptions options = shell(
+      "[ \"$TRIREME_ROLE\" = critic ] && { sleep 0.3; kill -9 $$; }; read -r line <&$TRIREME_LAUNCHER_FD; "
+      "echo \"$line\" > " +
+          file + "$RANK; exit 20",
+      2);
+  options.critic_ranks = 1;
+  options.failure_grace = Milliseconds(250000);
+  options.termination_log = (dir.path() / "termination").string();
+  const LaunchResult result = launch(options, nullptr);
+  EXPECT_EQ(result.exit_code, 137);
+  EXPECT_EQ(result.failed_rank, 0);
+  EXPECT_TRUE(result.failed_critic);
+  EXPECT_EQ(read_file(file + "0"), "died 2 signal 9 (Killed)\n");
+  EXPECT_EQ(read_file(file + "1"), "died 2 signal 9 (Killed)\n");
+  EXPECT_EQ(nlohmann::json::parse(read_file(options.termination_log)).at("role"), "critic");
+}
+
+TEST(Launch, ACriticsOwnLauncherCountsBehindTheActors) {
+  const TemporaryDirectory dir;
+  const std::string file = (dir.path() / "told").string();
+  LaunchOptions options =
+      shell("[ $RANK = 1 ] && { sleep 0.3; kill -9 $$; }; read -r line <&$TRIREME_LAUNCHER_FD; echo \"$line\" > " +
+                file + "; exit 20",
+            2);
+  options.behind_actor_ranks = 8;
+  options.master_port = 1234;
+  options.failure_grace = Milliseconds(250000);
+  const LaunchResult result = launch(options, nullptr);
+  EXPECT_EQ(result.failed_rank, 1);
+  EXPECT_TRUE(result.failed_critic);
+  EXPECT_EQ(read_file(file), "died 9 signal 9 (Killed)\n");
+}
+
 TEST(Launch, NamesTheFirstFailureAndEndsTheRest) {
   const TemporaryDirectory dir;
   LaunchOptions options = shell("if [ $RANK = 1 ]; then echo something broke >&2; exit 21; fi; exec sleep 600", 3);

@@ -1,0 +1,222 @@
+// A critic on ranks of its own against one on the actor's: values, training, checkpoints, and what they write.
+#include "trainer/algorithms/critic_role.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "base/fs.h"
+#include "tests/unit/algorithms/recorded_rollout.h"
+#include "tests/unit/errors.h"
+#include "tests/unit/parallel/ranks.h"
+#include "trainer/algorithms/critic_follower.h"
+
+namespace trireme {
+namespace {
+
+Config role_settings() {
+  Config c = test::settings(/*dynamic=*/false);
+  c.loss_fn.reference_policy_kl_penalty = 0;
+  c.policy.optimizer.kwargs.lr = 1e-4;
+  c.value_loss_fn = {.scale = 1, .cliprange = 0.5};
+  return c;
+}
+
+std::vector<Sample> rollout() {
+  std::vector<Sample> samples = test::recorded();
+  samples[3].loss_multiplier = 0;
+  samples[5].loss_mask.assign(samples[5].response.size(), 1);
+  samples[5].loss_mask[0] = 0;
+  return samples;
+}
+
+void add_returns(std::vector<Sample>& samples) {
+  for (Sample& s : samples) s.returns.assign(s.response.size(), s.raw_reward - 1);
+}
+
+struct RoleOutcome {
+  std::vector<Sample> samples;  // with values of before training
+  CriticTrained trained;
+  at::Tensor weights;
+  std::vector<std::string> errors;  // by rank of the job
+};
+
+// A critic's parts on this rank.
+struct TinyCritic {
+  explicit TinyCritic(ParallelContext& context) {
+    state.model = std::make_unique<Model>(test::tiny().with_value_head(), ModelOptions{});
+    init_parameters(*state.model, 9);
+    AdamWOptions adam;
+    adam.bucket_elements = 4096;
+    state.optimizer = std::make_unique<DistributedAdamW>(*state.model, context.data_parallel(), adam);
+    trainer = std::make_unique<CriticTrainer>(config, *state.model, *state.optimizer, context);
+  }
+  const Config config = role_settings();
+  CriticState state;
+  std::unique_ptr<CriticTrainer> trainer;
+};
+
+RoleOutcome on_the_actors_rank() {
+  RoleOutcome outcome;
+  ParallelContext context;
+  TinyCritic tiny(context);
+  outcome.samples = rollout();
+  LocalCritic critic(std::move(tiny.trainer));
+  critic.fill_values(outcome.samples, 1);
+  add_returns(outcome.samples);
+  critic.begin_training(outcome.samples, 2, 1);
+  outcome.trained = critic.finish_training();
+  outcome.weights = tiny.state.model->flat_parameters().detach().clone();
+  return outcome;
+}
+
+void follow_as_critic(ParallelContext& context, const std::filesystem::path& dir, bool spoil, RoleOutcome& outcome) {
+  TinyCritic tiny(context);
+  Mail mail(context);
+  tiny.trainer->on_progress = [&] { mail.beat(); };
+  if (spoil) tiny.state.model->flat_parameters().detach().fill_(std::numeric_limits<float>::quiet_NaN());
+  CheckpointOptions options;
+  options.directory = dir / "value";
+  options.follows = dir;
+  options.folder = "value";
+  CheckpointManager checkpoints(options, {{"value", "tiny"}}, context);
+  checkpoints.committed = [&](int64_t step) { context.store()->set(critic_mail::saved(step), ""); };
+  CriticFollower follower(context, mail, tiny.state, *tiny.trainer, checkpoints, 0);
+  run_and_report(context, [&] {
+    EXPECT_EQ(follower.follow().end, LoopEnd::kStopped);
+    EXPECT_EQ(follower.steps(), 1);
+  });
+  if (context.is_main()) outcome.weights = tiny.state.model->flat_parameters().detach().clone();
+}
+
+// One step of `actors` ranks with a critic of `critics`; some samples are sent ahead. `dir`: of checkpoints.
+RoleOutcome on_its_own_ranks(int actors, int critics, const std::filesystem::path& dir, bool spoil = false) {
+  ListeningPort port;
+  RoleOutcome outcome;
+  outcome.errors = test::on_ranks(actors + critics, [&](int job_rank) {
+    RendezvousOptions place = port.place(job_rank, actors + critics, Milliseconds(120000));
+    place.of_critic = job_rank >= actors;
+    place.actor_ranks = actors;
+    place.critic_ranks = critics;
+    place.rank = place.of_critic ? job_rank - actors : job_rank;
+    place.world_size = place.of_critic ? critics : actors;
+    Layout layout;
+    layout.dp = place.world_size;
+    ParallelContext context(layout, place);
+    if (place.of_critic) return follow_as_critic(context, dir, spoil, outcome);
+    CriticLink link(context, role_settings());
+    RemoteCritic critic(link);
+    std::vector<Sample> samples = rollout();
+    // Each rank's own; more than a critic rank may come to before it is asked.
+    for (size_t i = static_cast<size_t>(context.rank()) * 4; i + 2 <= 16; i += static_cast<size_t>(actors) * 4)
+      critic.ahead(&samples[i], 2);
+    context.world().barrier();  // as the exchange of a rollout is one
+    critic.fill_values(samples, 1);
+    add_returns(samples);
+    critic.begin_training(samples, 2, 1);
+    const CriticTrained trained = critic.finish_training();
+    EXPECT_FALSE(link.asked_to_stop());
+    link.save(1, {{"val:accuracy", 0.5}});
+    if (context.is_main()) link.wait_saved(1, std::atomic<bool>{false});
+    link.end(/*stopped=*/true);
+    if (context.rank() != actors - 1) return;
+    outcome.samples = samples;
+    outcome.trained = trained;
+  });
+  return outcome;
+}
+
+TEST(CriticWire, SamplesComeBackAsACriticReadsThem) {
+  std::vector<Sample> samples = rollout();
+  add_returns(samples);
+  for (Sample& s : samples) s.values.assign(s.response.size(), 0.25f);
+  samples[2].response.clear();
+  samples[2].generation_logprobs.clear();
+  samples[2].values.clear();
+  samples[2].returns.clear();
+  for (Sample& s : samples) s.group += 100;
+  const std::string bytes = pack_for_critic(samples);
+  const std::vector<Sample> back = unpack_for_critic(bytes);
+  ASSERT_EQ(back.size(), samples.size());
+  for (size_t i = 0; i < samples.size(); ++i) {
+    EXPECT_EQ(back[i].group, samples[i].group);
+    EXPECT_EQ(back[i].index, samples[i].index);
+    EXPECT_TRUE(back[i].prompt == samples[i].prompt);
+    EXPECT_EQ(back[i].response, samples[i].response);
+    EXPECT_EQ(back[i].loss_multiplier, samples[i].loss_multiplier);
+    EXPECT_EQ(back[i].loss_mask, samples[i].loss_mask);
+    EXPECT_EQ(back[i].values, samples[i].values);
+    EXPECT_EQ(back[i].returns, samples[i].returns);
+  }
+  for (size_t length = 0; length < bytes.size(); length += 7) {
+    try {
+      (void)unpack_for_critic(std::string_view(bytes).substr(0, length));  // whole samples may be left
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kData);
+    }
+  }
+  EXPECT_THROW(unpack_for_critic(std::string(8, '\xff')), Error);
+}
+
+TEST(CriticWire, CallsAndAnswersComeBack) {
+  CriticCall call;
+  call.kind = CriticCall::Kind::kSave;
+  call.step = 7;
+  call.passes = 3;
+  call.stopped = true;
+  call.metrics = {{"val:accuracy", 0.5}, {"", -1}};
+  const CriticCall back = unpack_call(pack_call(call));
+  EXPECT_EQ(back.kind, call.kind);
+  EXPECT_EQ(back.step, 7);
+  EXPECT_EQ(back.passes, 3);
+  EXPECT_TRUE(back.stopped);
+  EXPECT_EQ(back.metrics, call.metrics);
+  EXPECT_TRUE(back.samples.empty());
+  EXPECT_THROW(unpack_call("\x09"), Error);
+  const CriticTrained trained = unpack_trained(pack_trained({{{"loss", 0.125}, {"lr", 1e-5}}, 2.5}));
+  EXPECT_EQ(trained.seconds, 2.5);
+  EXPECT_EQ(trained.metrics.at("loss"), 0.125);
+  std::vector<Sample> samples = rollout();
+  for (Sample& s : samples) s.values.assign(s.response.size(), static_cast<float>(s.index));
+  const std::string values = pack_values(samples);
+  std::vector<Sample> others = rollout();
+  unpack_values(values, others);
+  for (size_t i = 0; i < samples.size(); ++i) EXPECT_EQ(others[i].values, samples[i].values);
+  EXPECT_THROW(unpack_values(values + "1234", others), Error);
+  EXPECT_THROW(unpack_values(std::string_view(values).substr(4), others), Error);
+}
+
+TEST(CriticRoles, ItsOwnRanksGiveWhatTheActorsGive) {
+  const RoleOutcome local = on_the_actors_rank();
+  for (const auto& [actors, critics] : {std::pair{1, 1}, {1, 2}, {2, 1}, {2, 3}}) {
+    const std::string which = std::to_string(actors) + " actor, " + std::to_string(critics) + " critic ranks";
+    const TemporaryDirectory dir;
+    const RoleOutcome own = on_its_own_ranks(actors, critics, dir.path());
+    for (const std::string& error : own.errors) EXPECT_EQ(error, "") << which;
+    ASSERT_EQ(own.samples.size(), local.samples.size()) << which;
+    for (size_t i = 0; i < own.samples.size(); ++i) {
+      const std::vector<float>&a = own.samples[i].values, &b = local.samples[i].values;
+      ASSERT_EQ(a.size(), b.size()) << which;
+      EXPECT_EQ(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)), 0) << which << ", sample " << i;
+    }
+    ASSERT_EQ(own.trained.metrics.size(), local.trained.metrics.size()) << which;
+    for (const auto& [name, value] : local.trained.metrics)
+      EXPECT_NEAR(own.trained.metrics.at(name), value, 1e-5 * std::max(1.0, std::abs(value))) << which << " " << name;
+    // Adam makes a whole step of a gradient that is nothing but rounding: in the mean, not element by element.
+    EXPECT_LE((own.weights - local.weights).abs().mean().item<double>(), critics == 1 ? 1e-9 : 2e-6) << which;
+    EXPECT_TRUE(std::filesystem::exists(dir.path() / "value/step_1/value/weights/config.json")) << which;
+    EXPECT_EQ(list_checkpoints(dir.path() / "value").front().metrics.at("val:accuracy"), 0.5) << which;
+  }
+}
+
+TEST(CriticRoles, AValueThatIsNotFiniteEndsBothAndNamesSampleAndToken) {
+  const TemporaryDirectory dir;
+  const RoleOutcome own = on_its_own_ranks(1, 1, dir.path(), /*spoil=*/true);
+  EXPECT_NE(own.errors[0].find("critic rank 0"), std::string::npos) << own.errors[0];
+  for (const std::string& error : own.errors)
+    EXPECT_NE(error.find("the critic's value before token 0 of the response of sample"), std::string::npos) << error;
+}
+
+}  // namespace
+}  // namespace trireme
