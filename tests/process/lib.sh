@@ -69,3 +69,14 @@ PY
 }
 # Logged values that may not depend on time.
 values() { sed 's/"time":"[^"]*"//; s/"timing[^,}]*//g; s/"performance[^,}]*//g' "$dir/$1-logs/train.jsonl"; }
+# ppo_args NAME [overrides...]: run_args of a PPO run: two passes over each rollout, the critic alone in the first two
+# steps.
+ppo_args() {
+  local name=$1; shift
+  run_args "$name" algorithm=ppo ppo.num_prompts_per_step=8 ppo.num_generations_per_prompt=4 ppo.max_num_steps=6 \
+    ppo.ppo_epochs=2 ppo.policy_training_start_step=2 ppo.val_period=3 ppo.val_at_start=false ppo.max_val_samples=20 \
+    value_loss_fn.cliprange=0.5 value.optimizer.kwargs.lr=0.001 "$@"
+}
+# One optimizer step a pass: what differs between the numbers of ranks is rounding only.
+one_step="policy.train_global_batch_size=32 policy.optimizer.kwargs.lr=1e-6 value.optimizer.kwargs.lr=1e-5"
+one_step+=" ppo.max_num_steps=3 ppo.ppo_epochs=1 ppo.policy_training_start_step=0"

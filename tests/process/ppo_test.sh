@@ -3,13 +3,6 @@
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 
-# run_args of a PPO run: two passes over each rollout, the critic alone in the first two steps.
-ppo_args() {
-  local name=$1; shift
-  run_args "$name" algorithm=ppo ppo.num_prompts_per_step=8 ppo.num_generations_per_prompt=4 ppo.max_num_steps=6 \
-    ppo.ppo_epochs=2 ppo.policy_training_start_step=2 ppo.val_period=3 ppo.val_at_start=false ppo.max_val_samples=20 \
-    value_loss_fn.cliprange=0.5 value.optimizer.kwargs.lr=0.001 "$@"
-}
 # The critic's weights and state of a step, and the actor's.
 both() {
   local at="$dir/$1/step_$2"
@@ -56,9 +49,6 @@ else
   bad "killed and resumed" "$(diff <(values whole) <(values killed) | head -4; cat "$dir/err")"
 fi
 
-# One optimizer step a pass: what differs between the numbers of ranks is rounding only.
-one_step="policy.train_global_batch_size=32 policy.optimizer.kwargs.lr=1e-6 value.optimizer.kwargs.lr=1e-5"
-one_step+=" ppo.max_num_steps=3 ppo.ppo_epochs=1 ppo.policy_training_start_step=0"
 check "one rank" "$TRIREME" $(ppo_args one $one_step)
 check "two ranks" "$TRIREME" launch --nproc-per-node 2 -- $(ppo_args two $one_step)
 if out=$(python3 - "$dir/one-logs/train.jsonl" "$dir/two-logs/train.jsonl" <<'PY'

@@ -10,7 +10,7 @@ namespace {
 constexpr uint64_t kMostPrompts = uint64_t{1} << 24, kMostMetrics = 4096;
 
 template <typename T>
-void put(std::string& bytes, T value) {
+void put_number(std::string& bytes, T value) {
   static_assert(std::is_trivially_copyable_v<T>);
   bytes.append(reinterpret_cast<const char*>(&value), sizeof value);
 }
@@ -45,11 +45,11 @@ class CriticReader final {
 };
 
 void put_metrics(std::string& bytes, const std::map<std::string, double>& metrics) {
-  put(bytes, static_cast<uint64_t>(metrics.size()));
+  put_number(bytes, static_cast<uint64_t>(metrics.size()));
   for (const auto& [name, value] : metrics) {
-    put(bytes, static_cast<uint64_t>(name.size()));
+    put_number(bytes, static_cast<uint64_t>(name.size()));
     bytes += name;
-    put(bytes, value);
+    put_number(bytes, value);
   }
 }
 
@@ -82,11 +82,11 @@ std::string pack_for_critic(const std::vector<Sample>& samples) {
     out.returns = sample.returns;
   }
   std::string bytes;
-  put(bytes, static_cast<uint64_t>(firsts.size()));
+  put_number(bytes, static_cast<uint64_t>(firsts.size()));
   for (const Sample* first : firsts) {
     const std::vector<int32_t>& prompt = *first->prompt;
-    put(bytes, first->group);
-    put(bytes, static_cast<uint64_t>(prompt.size()));
+    put_number(bytes, first->group);
+    put_number(bytes, static_cast<uint64_t>(prompt.size()));
     bytes.append(reinterpret_cast<const char*>(prompt.data()), prompt.size() * sizeof(int32_t));
   }
   return bytes + pack_samples(stripped);
@@ -131,10 +131,10 @@ void unpack_values(std::string_view bytes, std::vector<Sample>& samples) {
 
 std::string pack_call(const CriticCall& call) {
   std::string bytes;
-  put(bytes, static_cast<uint8_t>(call.kind));
-  put(bytes, call.step);
-  put(bytes, call.passes);
-  put(bytes, static_cast<uint8_t>(call.stopped));
+  put_number(bytes, static_cast<uint8_t>(call.kind));
+  put_number(bytes, call.step);
+  put_number(bytes, call.passes);
+  put_number(bytes, static_cast<uint8_t>(call.stopped));
   put_metrics(bytes, call.metrics);
   return bytes + pack_for_critic(call.samples);
 }
@@ -156,7 +156,7 @@ CriticCall unpack_call(std::string_view bytes) {
 
 std::string pack_trained(const CriticTrained& trained) {
   std::string bytes;
-  put(bytes, trained.seconds);
+  put_number(bytes, trained.seconds);
   put_metrics(bytes, trained.metrics);
   return bytes;
 }

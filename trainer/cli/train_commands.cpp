@@ -152,6 +152,7 @@ void set_critic_ranks(const LaunchArguments& arguments, LaunchOptions& options) 
     options.behind_actor_ranks = static_cast<int>(environment_int("TRIREME_ACTOR_RANKS", 0));
     if (options.behind_actor_ranks < 1)
       fail_user("launch: TRIREME_ROLE is critic but TRIREME_ACTOR_RANKS, how many ranks the actor has, is not set");
+    if (options.master_port == 0) fail_user("launch: TRIREME_ROLE is critic but MASTER_PORT, the actor's, is not set");
   }
   if (arguments.critic_ranks == 0) return;
   if (options.nodes > 1 || options.behind_actor_ranks > 0 || environment_int("TRIREME_CRITIC_RANKS", 0) > 0) {

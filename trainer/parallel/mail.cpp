@@ -12,7 +12,7 @@ namespace trireme {
 namespace {
 
 constexpr size_t kPart = size_t{1} << 20;  // the store's server takes no larger value than a few MiB
-constexpr int64_t kMostBytes = int64_t{1} << 36;
+constexpr int64_t kMostMailBytes = int64_t{1} << 36;
 constexpr Milliseconds kBetweenLooks{200};  // for deaths and signs of life
 constexpr Milliseconds kLongestPause{20};
 
@@ -42,7 +42,7 @@ std::optional<std::string> Mail::take(const std::string& name) {
   const std::vector<std::string> words = split(store.get(name), ' ');
   const int64_t size = words.size() == 2 ? parse_int(words[0]).value_or(-1) : -1;
   const int64_t readers = words.size() == 2 ? parse_int(words[1]).value_or(0) : 0;
-  if (size < 0 || size > kMostBytes || readers < 1) fail_data("the message '" + name + "' has no length");
+  if (size < 0 || size > kMostMailBytes || readers < 1) fail_data("the message '" + name + "' has no length");
   const int64_t parts = (size + static_cast<int64_t>(kPart) - 1) / static_cast<int64_t>(kPart);
   std::string bytes;
   bytes.reserve(static_cast<size_t>(size));

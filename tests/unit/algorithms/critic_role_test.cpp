@@ -23,7 +23,7 @@ Config role_settings() {
   return c;
 }
 
-std::vector<Sample> rollout() {
+std::vector<Sample> valued_rollout() {
   std::vector<Sample> samples = test::recorded();
   samples[3].loss_multiplier = 0;
   samples[5].loss_mask.assign(samples[5].response.size(), 1);
@@ -61,7 +61,7 @@ RoleOutcome on_the_actors_rank() {
   RoleOutcome outcome;
   ParallelContext context;
   TinyCritic tiny(context);
-  outcome.samples = rollout();
+  outcome.samples = valued_rollout();
   LocalCritic critic(std::move(tiny.trainer));
   critic.fill_values(outcome.samples, 1);
   add_returns(outcome.samples);
@@ -107,7 +107,7 @@ RoleOutcome on_its_own_ranks(int actors, int critics, const std::filesystem::pat
     if (place.of_critic) return follow_as_critic(context, dir, spoil, outcome);
     CriticLink link(context, role_settings());
     RemoteCritic critic(link);
-    std::vector<Sample> samples = rollout();
+    std::vector<Sample> samples = valued_rollout();
     // Each rank's own; more than a critic rank may come to before it is asked.
     for (size_t i = static_cast<size_t>(context.rank()) * 4; i + 2 <= 16; i += static_cast<size_t>(actors) * 4)
       critic.ahead(&samples[i], 2);
@@ -128,7 +128,7 @@ RoleOutcome on_its_own_ranks(int actors, int critics, const std::filesystem::pat
 }
 
 TEST(CriticWire, SamplesComeBackAsACriticReadsThem) {
-  std::vector<Sample> samples = rollout();
+  std::vector<Sample> samples = valued_rollout();
   add_returns(samples);
   for (Sample& s : samples) s.values.assign(s.response.size(), 0.25f);
   samples[2].response.clear();
@@ -177,10 +177,10 @@ TEST(CriticWire, CallsAndAnswersComeBack) {
   const CriticTrained trained = unpack_trained(pack_trained({{{"loss", 0.125}, {"lr", 1e-5}}, 2.5}));
   EXPECT_EQ(trained.seconds, 2.5);
   EXPECT_EQ(trained.metrics.at("loss"), 0.125);
-  std::vector<Sample> samples = rollout();
+  std::vector<Sample> samples = valued_rollout();
   for (Sample& s : samples) s.values.assign(s.response.size(), static_cast<float>(s.index));
   const std::string values = pack_values(samples);
-  std::vector<Sample> others = rollout();
+  std::vector<Sample> others = valued_rollout();
   unpack_values(values, others);
   for (size_t i = 0; i < samples.size(); ++i) EXPECT_EQ(others[i].values, samples[i].values);
   EXPECT_THROW(unpack_values(values + "1234", others), Error);
