@@ -69,8 +69,8 @@ kills() {
   local rank=$1 who=$2 step=$3 phase=$4 name="killed-$1-${4// /-}" code
   SECONDS=0
   TRIREME_FAULT="kill@$step:$rank:$phase" own "$name" 1 1 >"$dir/out" 2>&1; code=$?
-  if [ $code = 137 ] && [ $SECONDS -le 40 ] && grep -q "$who failed first (signal 9" "$dir/out" &&
-    grep -q "$who has died.*signal 9 (Killed)" "$dir/out"
+  if [ $code = 137 ] && [ $SECONDS -le 40 ] && grep -q "[^c] $who failed first (signal 9" "$dir/out" &&
+    grep -q "[^c] $who has died.*signal 9 (Killed)" "$dir/out"
   then ok "$who killed in phase $phase: named, $SECONDS s"
   else bad "$who killed in phase $phase: code $code, $SECONDS s" "$(cat "$dir/out")"; fi
   check "it goes on" own "$name" 1 1

@@ -22,7 +22,7 @@ class CriticTrainer final {
   void fill_values(std::vector<Sample>& samples);
   // The same of this rank alone: no other takes part. Where values_alone(): not where ranks share the weights.
   void fill_own_values(std::vector<Sample>& samples);
-  bool values_alone() const { return critic_.units() == nullptr || context_.world_size() == 1; }
+  bool values_alone() const { return !critic_.options().sharding.weights || context_.world_size() == 1; }
 
   // Collective: every rank passes the same samples, with values and returns. Trains this rank's share, value.
   // train_global_batch_size samples an optimizer step, in as many passes over all. Returns loss, grad_norm, lr,
