@@ -338,7 +338,10 @@ void Session::save(int64_t step, const nlohmann::json& state, const std::map<std
     if (ShardedUnits* units = critic->model->units()) units->gather();
   }
   reporting.phase("checkpoint", step);
-  if (critic_link != nullptr) critic_link->save(step, metrics);
+  if (critic_link != nullptr) {
+    checkpoints->finish();  // what the critic's keeps is what the actor's has, the one before included
+    critic_link->save(step, metrics);
+  }
   checkpoints->begin_save(step, *policy, *optimizer, state, metrics, to_yaml(config), files);
   tell_saved();  // the one before, if it had to be waited for
 }

@@ -234,8 +234,8 @@ std::unique_ptr<CriticState> make_critic(const CriticModel& of, int local_rank, 
   critic->model_dir = of.dir;
   critic->model =
       load_or_draw_critic(critic->config, of.dir, policy_options(critic->config, local_rank, of.model, context));
-  // Beside a policy that one has chosen it.
-  if (context.of_critic() && critic->model->options().device.is_cpu())
+  // Loading chooses it too, and beside a policy that one has.
+  if (context.of_critic() && critic->config.policy.random_weights && critic->model->options().device.is_cpu())
     choose_linear_mode(critic->model->linear_shapes(), critic->model->options().dtype);
   critic->optimizer = make_optimizer(critic->config, *critic->model, context);
   if (!context.is_main()) return critic;
