@@ -17,13 +17,22 @@ Ledger::Ledger(const LedgerOptions& options, int64_t first_step, int64_t first_g
     fail_user("ledger: a step may use up fewer groups than it wants");
   run_samples_ =
       options.run_samples == 0 ? options.samples_per_group : std::min(options.run_samples, options.samples_per_group);
-  newest_version_ = version_of(first_step);
+  if (options.exact_version && options.max_age > 0 && options.teaches_nothing)
+    fail_user("ledger: exact versions with an age are not for groups that may be left out");
+  newest_version_ = gone_before_ = version_of(first_step);
 }
 
 int64_t Ledger::version_of(int64_t step) const { return std::max<int64_t>(0, step - 1 - options_.critic_only_steps); }
 
-bool Ledger::may_begin(int64_t step, int64_t version) const {
-  return step <= options_.last_step && version >= version_of(step) - options_.max_age;
+int64_t Ledger::wanted_version(int64_t step) const {
+  return std::max<int64_t>(0, version_of(step) - options_.max_age);
+}
+
+Ledger::Begin Ledger::begin(int64_t step, int64_t version) const {
+  const int64_t wanted = wanted_version(step);
+  if (step > options_.last_step || version < wanted) return Begin::kNever;
+  const bool fits = !options_.exact_version || version == wanted || wanted < gone_before_;
+  return fits ? Begin::kYes : Begin::kNo;
 }
 
 template <typename Visit>
@@ -59,7 +68,9 @@ std::vector<SampleSpan> Ledger::open_runs(int64_t places, int64_t version) const
   std::vector<SampleSpan> runs;
   int64_t left = places;
   walk([&](int64_t number, const Group* group, int64_t step) {
-    if (number >= end_at_ || !may_begin(step, version)) return false;
+    const Begin may = begin(step, version);
+    if (number >= end_at_ || may == Begin::kNever) return false;
+    if (may == Begin::kNo) return true;
     const auto open = [&](int64_t i) { return group == nullptr || group->holder[static_cast<size_t>(i)] == kOpen; };
     for (int64_t i = 0; i < options_.samples_per_group && left > 0;) {
       if (!open(i)) {
@@ -76,8 +87,6 @@ std::vector<SampleSpan> Ledger::open_runs(int64_t places, int64_t version) const
   return runs;
 }
 
-std::vector<SampleSpan> Ledger::leasable_runs(int64_t places) const { return open_runs(places, newest_version_); }
-
 std::vector<LeasedRun> Ledger::lease(int64_t engine, int64_t places, int64_t version) {
   TRIREME_CHECK(version <= newest_version_, "an engine has weights that nobody has trained");
   std::vector<LeasedRun> runs;
@@ -93,14 +102,39 @@ std::vector<LeasedRun> Ledger::lease(int64_t engine, int64_t places, int64_t ver
   return runs;
 }
 
-int64_t Ledger::leasable() const {
+int64_t Ledger::leasable(int64_t version) const {
   int64_t samples = 0;
   walk([&](int64_t number, const Group* group, int64_t step) {
-    if (number >= end_at_ || !may_begin(step, newest_version_)) return false;
-    samples += group == nullptr ? options_.samples_per_group : group->open;
+    const Begin may = begin(step, version);
+    if (number >= end_at_ || may == Begin::kNever) return false;
+    if (may == Begin::kYes) samples += group == nullptr ? options_.samples_per_group : group->open;
     return true;
   });
   return samples;
+}
+
+std::vector<int64_t> Ledger::gone_before(int64_t version) {
+  std::vector<int64_t> groups;
+  if (!options_.exact_version || version <= gone_before_) return groups;
+  walk([&](int64_t number, const Group* group, int64_t step) {
+    const int64_t wanted = wanted_version(step);
+    if (number >= end_at_ || step > options_.last_step || wanted >= version) return false;
+    if (wanted >= gone_before_ && (group == nullptr || group->open > 0)) groups.push_back(number);
+    return true;
+  });
+  gone_before_ = version;
+  return groups;
+}
+
+std::vector<int64_t> Ledger::wanting_older() const {
+  std::vector<int64_t> groups;
+  if (!options_.exact_version) return groups;
+  walk([&](int64_t number, const Group* group, int64_t step) {
+    if (number >= end_at_ || step > options_.last_step || wanted_version(step) >= newest_version_) return false;
+    if (group == nullptr || !whole(*group)) groups.push_back(number);
+    return true;
+  });
+  return groups;
 }
 
 void Ledger::put(int64_t number, Sample sample) {

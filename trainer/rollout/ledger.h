@@ -32,6 +32,9 @@ struct LedgerOptions {
   int64_t groups_per_step = 1;
   int64_t samples_per_group = 1;
   int64_t max_age = 0;            // 0: every token is drawn from the weights that its step begins with
+  // A group is begun with weights of exactly max(0, v(s) - max_age), unless they are gone. Then what is generated does
+  // not depend on when. With an age and `teaches_nothing` the step of a group is not known then: not together.
+  bool exact_version = false;
   int64_t critic_only_steps = 0;  // so many steps at the beginning of a run leave the policy's weights as they are
   int64_t last_step = std::numeric_limits<int64_t>::max();  // no group of a later one is begun
   // Samples of a run at most. A run begins at a multiple of it in its group. 0: whole groups.
@@ -94,12 +97,21 @@ class Ledger final {
   // Runs for an engine with weights of `version`, in data-set order, until its `places` are full: the last run may
   // have more samples than places are left. None: nothing may begin.
   std::vector<LeasedRun> lease(int64_t engine, int64_t places, int64_t version);
-  // What lease() would give to an engine with the newest weights and so many places, one call or several.
-  std::vector<SampleSpan> leasable_runs(int64_t places) const;
+  // What lease() would give to an engine with the newest weights, or of `version`, and so many places, one call or
+  // several.
+  std::vector<SampleSpan> leasable_runs(int64_t places) const { return open_runs(places, newest_version_); }
+  std::vector<SampleSpan> leasable_runs(int64_t places, int64_t version) const { return open_runs(places, version); }
   // How many samples that is with places for all.
-  int64_t leasable() const;
+  int64_t leasable() const { return leasable(newest_version_); }
+  int64_t leasable(int64_t version) const;
   // A run's samples, in their order: group is its number, index that in the group.
   Completion complete(int64_t run, std::vector<Sample> samples);
+  // With exact_version: weights of an older version than `version` are nowhere any more. Groups that want them may be
+  // begun with newer ones. Returns the numbers of those of the next steps that were not complete. Never goes back.
+  std::vector<int64_t> gone_before(int64_t version);
+  // Groups that are not complete and want older weights than the newest ones: what is in a checkpoint must be, for the
+  // run behind it to be the same. None without exact_version.
+  std::vector<int64_t> wanting_older() const;
   // What the engine has and has not completed is open again. What it still brings is taken as long as it is wanted.
   // Returns how many samples these are.
   int64_t lost(int64_t engine);
@@ -150,7 +162,9 @@ class Ledger final {
 
   Group& at(int64_t number) { return groups_[static_cast<size_t>(number - first_group_)]; }
   bool whole(const Group& group) const { return group.complete == options_.samples_per_group; }
-  bool may_begin(int64_t step, int64_t version) const;
+  enum class Begin { kYes, kNo, kNever };  // kNever: nor any later step
+  Begin begin(int64_t step, int64_t version) const;
+  int64_t wanted_version(int64_t step) const;
   std::vector<SampleSpan> open_runs(int64_t places, int64_t version) const;
   // Calls visit(number, group, step) for the groups that there are, then for further ones (group null), each with the
   // latest step that it can be of, until visit returns false. Groups left out are passed over.
@@ -164,6 +178,7 @@ class Ledger final {
   int64_t run_samples_ = 1;
   int64_t next_step_ = 1;
   int64_t newest_version_ = 0;
+  int64_t gone_before_ = 0;
   int64_t first_group_ = 0;
   int64_t end_at_ = std::numeric_limits<int64_t>::max();
   std::deque<Group> groups_;     // from first_group_ on

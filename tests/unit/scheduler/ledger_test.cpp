@@ -228,7 +228,35 @@ TEST(Ledger, WhatCanBeginIsDealtEvenlyAndTheRestStaysOpen) {
   EXPECT_EQ(few.held(), (std::map<int64_t, int64_t>{{0, 4}, {1, 2}, {2, 2}}));
 }
 
+TEST(Ledger, WithExactVersionsAGroupIsBegunByOneVersionOnly) {
+  Ledger ledger({.groups_per_step = 1, .samples_per_group = 2, .max_age = 1, .exact_version = true, .last_step = 5});
+  const auto first = ledger.lease(0, 100, 0);
+  EXPECT_EQ(spans_of(first), (Spans{{0, 0, 2}, {1, 0, 2}})) << "steps 1 and 2 want version 0";
+  EXPECT_TRUE(ledger.wanting_older().empty());
+  ledger.complete(first[0].id, samples_of(first[0]));
+  ledger.take(1);
+  ledger.trained(1);
+  EXPECT_EQ(ledger.wanting_older(), (std::vector<int64_t>{1})) << "step 2 wants version 0, which a resumed run lacks";
+  EXPECT_EQ(ledger.lost(0), 2);
+  EXPECT_EQ(spans_of(ledger.lease(1, 100, 1)), (Spans{{2, 0, 2}})) << "step 3; not step 2";
+  EXPECT_EQ(ledger.leasable(0), 2);
+  EXPECT_EQ(ledger.leasable(), 0);
+  // Nobody has version 0 any more.
+  EXPECT_EQ(ledger.gone_before(1), (std::vector<int64_t>{1}));
+  EXPECT_TRUE(ledger.gone_before(1).empty()) << "once";
+  const auto again = ledger.lease(1, 100, 1);
+  EXPECT_EQ(spans_of(again), (Spans{{1, 0, 2}}));
+  EXPECT_EQ(ledger.complete(again[0].id, samples_of(again[0])), Completion::kTaken);
+  EXPECT_TRUE(ledger.wanting_older().empty());
+  EXPECT_EQ(ledger.complete(first[1].id, samples_of(first[1])), Completion::kKnown);
+  EXPECT_EQ(ledger.take(2).size(), 1u);
+  // A run that goes on has the newest weights only.
+  Ledger resumed({.groups_per_step = 1, .samples_per_group = 2, .max_age = 2, .exact_version = true}, 5, 4);
+  EXPECT_EQ(spans_of(resumed.lease(0, 100, 4)), (Spans{{4, 0, 2}, {5, 0, 2}, {6, 0, 2}}));
+}
+
 TEST(Ledger, RefusesImpossibleOptions) {
+  EXPECT_THROW(Ledger({.max_age = 1, .exact_version = true, .teaches_nothing = flat, .max_groups_of_step = 9}), Error);
   EXPECT_THROW(Ledger({.groups_per_step = 0}), Error);
   EXPECT_THROW(Ledger({.samples_per_group = 0}), Error);
   EXPECT_THROW(Ledger({.max_age = -1}), Error);
