@@ -8,7 +8,7 @@
 cd "$ROOT"
 stages=("$@"); [ $# -gt 0 ] || stages=(asan fuzz tsan)
 TSAN_TESTS=(scheduler_test rewards_test data_test telemetry_test launch_test lifeline_test kube_test controller_test \
-  webhook_test)
+  webhook_test work_test)
 
 scripts/setup.sh operator
 need_packages clang libclang-rt-dev

@@ -24,9 +24,7 @@ Ledger::Ledger(const LedgerOptions& options, int64_t first_step, int64_t first_g
 
 int64_t Ledger::version_of(int64_t step) const { return std::max<int64_t>(0, step - 1 - options_.critic_only_steps); }
 
-int64_t Ledger::wanted_version(int64_t step) const {
-  return std::max<int64_t>(0, version_of(step) - options_.max_age);
-}
+int64_t Ledger::wanted_version(int64_t step) const { return std::max<int64_t>(0, version_of(step) - options_.max_age); }
 
 Ledger::Begin Ledger::begin(int64_t step, int64_t version) const {
   const int64_t wanted = wanted_version(step);

@@ -31,7 +31,7 @@ namespace trireme {
 struct LedgerOptions {
   int64_t groups_per_step = 1;
   int64_t samples_per_group = 1;
-  int64_t max_age = 0;            // 0: every token is drawn from the weights that its step begins with
+  int64_t max_age = 0;  // 0: every token is drawn from the weights that its step begins with
   // A group is begun with weights of exactly max(0, v(s) - max_age), unless they are gone. Then what is generated does
   // not depend on when. With an age and `teaches_nothing` the step of a group is not known then: not together.
   bool exact_version = false;
