@@ -8,7 +8,7 @@ namespace trireme {
 
 bool keeps_cache(const Config& config) {
   const auto& async = config.grpo.async_grpo;
-  return async.enabled && !async.recompute_kv_cache_after_weight_updates;
+  return carries_over(config) && !async.recompute_kv_cache_after_weight_updates;
 }
 
 CarriedRollouts::CarriedRollouts(Session& session, Engine& engine, RewardPool& rewards, PromptStream& prompts,

@@ -56,7 +56,7 @@ PlanOptions plan_options(const Config& config) {
   options.cache_rows = config.policy.generation.kv_cache_tokens;
   options.cache_fraction = config.policy.generation.kv_cache_memory_fraction;
   const AsyncGrpoConfig& async = config.grpo.async_grpo;
-  options.keeps_cache = async.enabled && !async.recompute_kv_cache_after_weight_updates;
+  options.keeps_cache = carries_over(config) && !async.recompute_kv_cache_after_weight_updates;
   options.combine_blocks = config.policy.moe_combine_blocks;
   options.lanes = config.policy.generation.pipeline_lanes;
   options.generation_tp = config.policy.generation.tensor_parallel_size;

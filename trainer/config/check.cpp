@@ -224,19 +224,56 @@ void check_grpo(const Config& c, Problems& out) {
   }
 }
 
-// Carry-over (trainer/algorithms/carry_over.h).
+// Generation on devices of its own (trainer/work), steps that overlap or not.
+void check_elsewhere(const Config& c, Problems& out) {
+  const auto& g = c.grpo;
+  if (!generates_elsewhere(c)) return;
+  const ColocatedResources& r = c.policy.generation.colocated.resources;
+  if (r.num_nodes > 0 ? r.num_nodes >= c.cluster.num_nodes
+                      : c.cluster.num_nodes == 1 && r.gpus_per_node > 0 && r.gpus_per_node >= c.cluster.gpus_per_node) {
+    out.push_back({"policy.generation.colocated.resources",
+                   "leave no device to train on: they are of those of cluster.gpus_per_node and cluster.num_nodes"});
+  }
+  if (g.early_gradients) {
+    out.push_back(
+        {"grpo.early_gradients",
+         "are computed beside generation on the same device, and policy.generation.colocated.enabled is false: "
+         "switch one off"});
+  }
+  if (g.batch_multiplier != 1.0) {
+    out.push_back(
+        {"grpo.batch_multiplier",
+         "is the size of rounds, and with policy.generation.colocated.enabled false a group of equal rewards is "
+         "replaced at once: leave it 1"});
+  }
+  if (g.use_dynamic_sampling && exact_versions(c) && most_age(c) > 0) {
+    out.push_back(
+        {"grpo.async_grpo.in_flight_weight_updates",
+         "must be true with dynamic sampling and an age: which step a group is of is not known when it begins, "
+         "and so not with which weights"});
+  }
+  if (g.use_dynamic_sampling && (g.shuffle_rewards || uses_reward_model(c))) {
+    out.push_back({"grpo.use_dynamic_sampling",
+                   "decides where generation is what a batch is, and cannot be used there with grpo.shuffle_rewards or "
+                   "env.reward_model, which come later: switch one off"});
+  }
+}
+
+// Steps that overlap: carry-over (trainer/algorithms/carry_over.h), or beside generation elsewhere.
 void check_async(const Config& c, Problems& out) {
   const auto& g = c.grpo;
   const AsyncGrpoConfig& a = g.async_grpo;
   if (!a.enabled || c.algorithm != "grpo") return;
+  const bool carries = carries_over(c);
   if (a.max_trajectory_age_steps == 0) {
+    if (!carries) return;
     out.push_back(
         {"grpo.async_grpo.max_trajectory_age_steps",
          "0 leaves nothing to carry over where generation and training take turns on the same devices; set at "
          "least 1, or grpo.async_grpo.enabled to false"});
     return;
   }
-  if (!a.in_flight_weight_updates) {
+  if (carries && !a.in_flight_weight_updates) {
     out.push_back({"grpo.async_grpo.in_flight_weight_updates",
                    "must be true for carry-over, whose unfinished responses go on with the new weights; set it, or "
                    "grpo.async_grpo.enabled to false"});
@@ -246,7 +283,7 @@ void check_async(const Config& c, Problems& out) {
         {"loss_fn.force_on_policy_ratio",
          "takes every ratio for 1, and with grpo.async_grpo.enabled older weights draw tokens: switch one off"});
   }
-  if (g.early_gradients) {
+  if (carries && g.early_gradients) {
     out.push_back({"grpo.early_gradients",
                    "is for strictly on-policy steps; with grpo.async_grpo.enabled the places of its last responses are "
                    "filled: switch one off"});
@@ -256,12 +293,12 @@ void check_async(const Config& c, Problems& out) {
                    "must be true with grpo.async_grpo.enabled, since older weights draw tokens; or set "
                    "grpo.async_grpo.ratio_from to generation, whose ratio begins with these"});
   }
-  if (g.batch_multiplier != 1.0) {
+  if (carries && g.batch_multiplier != 1.0) {
     out.push_back({"grpo.batch_multiplier",
                    "is the size of rounds, and with grpo.async_grpo.enabled a group of equal rewards is replaced at "
                    "once: leave it 1"});
   }
-  if (g.shuffle_rewards && g.use_dynamic_sampling) {
+  if (carries && g.shuffle_rewards && g.use_dynamic_sampling) {
     out.push_back(
         {"grpo.shuffle_rewards",
          "cannot be used with grpo.async_grpo.enabled and dynamic sampling, which decides by the rewards what "
@@ -412,7 +449,7 @@ void check_reward_model(const Config& c, Problems& out) {
     out.push_back({"grpo.early_gradients",
                    "cannot be used with env.reward_model, whose scores come behind generation: switch one off"});
   }
-  if (c.grpo.async_grpo.enabled && c.grpo.use_dynamic_sampling) {
+  if (carries_over(c) && c.grpo.use_dynamic_sampling) {
     out.push_back({"env.reward_model.enabled",
                    "cannot be used with grpo.async_grpo.enabled and grpo.use_dynamic_sampling, which decides by the "
                    "rewards what a batch is before the reward model has scored: switch one of them off"});
@@ -531,6 +568,7 @@ std::vector<config::Problem> config::cross_check(const Config& config) {
   if (has_rollouts(config)) {
     check_grpo(config, problems);
     check_async(config, problems);
+    check_elsewhere(config, problems);
     check_loss(config, problems);
   }
   if (config.algorithm == "ppo") check_ppo(config, problems);

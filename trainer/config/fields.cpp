@@ -134,13 +134,18 @@ void add_grpo(std::vector<Field>& table) {
   OUR_ROLLOUT(shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
   KEY(grpo.async_grpo.enabled)
   ("carry-over: places that a step's last responses leave free take groups of the next steps, and what is not finished "
-   "when the step is complete goes on with the new weights");
+   "when the step is complete goes on with the new weights. With generation on devices of its own: it generates for "
+   "the "
+   "next steps while others are trained");
   KEY(grpo.async_grpo.max_trajectory_age_steps)
   ("steps that the weights which drew a token may be older than those that its step begins with; a group is begun only "
    "where this holds, and none is dropped")
       .at_least(0);
   KEY(grpo.async_grpo.in_flight_weight_updates)
-  ("unfinished responses go on with new weights; carry-over needs it");
+  ("unfinished responses go on with new weights; carry-over needs it. False, on devices of their own: engines change "
+   "weights only without unfinished responses, and a step is generated with those of max_trajectory_age_steps before "
+   "it, "
+   "so that a run is repeatable bit for bit");
   KEY(grpo.async_grpo.recompute_kv_cache_after_weight_updates)
   ("after an update the keys and values of unfinished responses are computed again, so that each token has the "
    "log-prob "
@@ -148,6 +153,18 @@ void add_grpo(std::vector<Field>& table) {
   OURS(grpo.async_grpo.ratio_from)
   ("of tokens that older weights drew, the ratio of the loss begins with the log-prob under: training, the weights "
    "before the first optimizer step, by a pass over these samples; generation, those that drew them, without a pass");
+  KEY(grpo.async_grpo.max_generation_failures)
+  ("of generation on devices of its own: engines lost in a row with samples in hand, and no group in between, that end "
+   "the run; 0: any number, cluster.collective_timeout_s without a group decides")
+      .at_least(0);
+  OURS(grpo.async_grpo.lease_timeout_s)
+  ("likewise: seconds without an engine step after which what an engine has in hand goes to others; an engine that is "
+   "not heard of at all for 10 s, or this if it is shorter, is lost likewise")
+      .above(0);
+  OURS(grpo.async_grpo.verify_weights_period)
+  ("likewise: checksums of the weights are compared after an engine's first transfer and after every so many; 0: after "
+   "the first only")
+      .at_least(0);
 }
 
 void add_ppo(std::vector<Field>& table) {
@@ -370,11 +387,17 @@ void add_generation(std::vector<Field>& table) {
    "(bench/README.md) or synthetic:PROMPTSxSAMPLES:mean=M[:max=X][:prompt=P][:seed=S], with "
    "grpo.num_generations_per_prompt responses for each prompt; prompts beyond the last begin again with the first. "
    "Empty: responses end by themselves");
-  KEY(policy.generation.colocated.enabled)("generate on the training devices; false is not supported yet");
+  KEY(policy.generation.colocated.enabled)
+  ("generate on the training devices; false: other processes generate (trireme engine), training's ranks only for "
+   "validation");
   KEY(policy.generation.colocated.resources.gpus_per_node)
-  ("devices for generation when not colocated").at_least(0).null_as("0");
+  ("of a cluster of one node, devices that generate when not colocated: the others train. How many engines there are "
+   "is "
+   "the RLJob's or the launcher's to say")
+      .at_least(0)
+      .null_as("0");
   KEY(policy.generation.colocated.resources.num_nodes)
-  ("nodes for generation when not colocated").at_least(0).null_as("0");
+  ("of several nodes, those that generate when not colocated: the others train").at_least(0).null_as("0");
 }
 
 void add_megatron(std::vector<Field>& table) {

@@ -115,8 +115,6 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   ignore(keys, "grpo.", {"calculate_advantages_on_gpu"}, kBackend);
   ignore(keys, "grpo.", {"deduplicate_multimodal_data", "debug_payload_metrics"}, "rows hold text only");
   ignore(keys, "grpo.", {"num_val_generations_per_prompt"}, "see grpo.val_num_generations_per_prompt");
-  ignore(keys, "grpo.async_grpo.", {"max_generation_failures"},
-         "generation is on the ranks that train, and one that fails ends the attempt");
   ignore(keys, "grpo.async_grpo.", {"drop_incomplete_targets_on_restore"},
          "complete groups are restored, and what was not finished is generated again");
   ignore(keys, "", {"data_plane"}, "every rank keeps its own samples");

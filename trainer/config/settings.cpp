@@ -34,6 +34,24 @@ std::vector<std::string> checkpoint_metric_names(const Config& c) {
 
 bool has_rollouts(const Config& config) { return config.algorithm != "sft"; }
 
+bool generates_elsewhere(const Config& config) {
+  return has_rollouts(config) && !config.policy.generation.colocated.enabled;
+}
+
+bool carries_over(const Config& config) {
+  return config.algorithm == "grpo" && config.grpo.async_grpo.enabled && !generates_elsewhere(config);
+}
+
+int64_t most_age(const Config& config) {
+  const bool async = config.algorithm == "grpo" && config.grpo.async_grpo.enabled;
+  return async ? config.grpo.async_grpo.max_trajectory_age_steps : 0;
+}
+
+bool exact_versions(const Config& config) {
+  if (!generates_elsewhere(config)) return false;
+  return most_age(config) == 0 || !config.grpo.async_grpo.in_flight_weight_updates;
+}
+
 bool uses_reward_model(const Config& config) {
   const std::string& only = config.data.train.env_name;
   return has_rollouts(config) && config.env.reward_model.enabled && (only.empty() || only == kRewardModel);
@@ -177,7 +195,13 @@ double max_grad_norm(const Config& config) {
 }
 
 int64_t world_size(const Config& config) {
-  return config::saturating_product(config.cluster.num_nodes, config.cluster.processes);
+  int64_t nodes = config.cluster.num_nodes, of_node = config.cluster.processes;
+  if (generates_elsewhere(config)) {  // of the cluster's devices, these generate
+    const ColocatedResources& others = config.policy.generation.colocated.resources;
+    if (nodes > 1) nodes = std::max<int64_t>(1, nodes - others.num_nodes);
+    if (nodes == 1 && others.num_nodes == 0) of_node = std::max<int64_t>(1, of_node - others.gpus_per_node);
+  }
+  return config::saturating_product(nodes, of_node);
 }
 
 int64_t data_parallel_size(const Config& config) {

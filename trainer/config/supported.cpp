@@ -98,6 +98,24 @@ void refuse_reward_model(const Config& c,
          "a reward model beside a policy that generates in another layout");
 }
 
+// Every rank of training sends all weights to engines that have them whole.
+void refuse_elsewhere(const Config& c,
+                      const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
+  const char* key = "policy.generation.colocated.enabled";
+  const std::string what = "generation on devices of its own ";
+  const ParallelSizes sizes = parallel_sizes(c);
+  for (const auto& [name, size] :
+       {std::pair{"tensor", sizes.tensor}, std::pair{"pipeline", sizes.pipeline}, std::pair{"context", sizes.context},
+        std::pair{"expert", sizes.expert}, std::pair{"expert tensor", sizes.expert_tensor}}) {
+    refuse(size > 1, key, what + "from a policy of " + name + " parallel size " + std::to_string(size));
+  }
+  const GenerationConfig& g = c.policy.generation;
+  refuse(g.tensor_parallel_size > 1 || g.fold_pipeline, key, what + "in a split layout");
+  const bool shared = auto_sizes(c).empty() && data_parallel_size(c) > 1;
+  refuse(shared && state_sharding(c) == StateSharding::kWeights, key,
+         what + "from weights that ranks share (optim_grads_params, which policy.dtensor_cfg.enabled means)");
+}
+
 }  // namespace
 
 std::vector<std::string> config::unsupported_features(const Config& c) {
@@ -117,11 +135,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kGdpo, "grpo.adv_estimator.name",
          "an advantage of each reward (GDPO)");
   refuse(c.grpo.adv_estimator.name == AdvantageEstimator::kOpd, "grpo.adv_estimator.name", "on-policy distillation");
-  // Beside generation on other devices; on the same ones it is carry-over.
-  const bool async = c.algorithm == "grpo" && c.grpo.async_grpo.enabled;
-  refuse(async && !c.policy.generation.colocated.enabled, "grpo.async_grpo.enabled", "asynchronous GRPO");
-  refuse(!c.policy.generation.colocated.enabled, "policy.generation.colocated.enabled",
-         "generation on devices of its own");
+  if (generates_elsewhere(c)) refuse_elsewhere(c, refuse);
   refuse(d.enabled && d.cpu_offload, "policy.dtensor_cfg.cpu_offload", "keeping weights on the host");
   refuse(c.policy.offload_optimizer_for_logprob, "policy.offload_optimizer_for_logprob",
          "moving optimizer state to the host");
@@ -153,8 +167,7 @@ void validate_supported(const Config& c) {
   const GenerationConfig& generation = c.policy.generation;
   const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || sizes.expert_tensor > 1 ||
                      generation.fold_pipeline || generation.tensor_parallel_size > 1;
-  const bool carries = c.algorithm == "grpo" && c.grpo.async_grpo.enabled && generation.colocated.enabled;
-  refuse(carries && split, "grpo.async_grpo.enabled",
+  refuse(carries_over(c) && split, "grpo.async_grpo.enabled",
          "carry-over with a model that tensor, pipeline or expert parallel ranks share");
   refuse(!c.grpo.stop_at_validation_metric.empty() && c.grpo.stop_at_validation_metric != "accuracy",
          "grpo.stop_at_validation_metric", "a metric other than accuracy");
@@ -195,6 +208,10 @@ std::vector<std::string> keys_without_effect(const Config& c) {
        "the vocabulary op chooses its own chunk of rows");
   note(c.algorithm == "sft" && by_tokens && c.sft.val_micro_batch_size != 1, "sft.val_micro_batch_size",
        "with packing or dynamic batching validation has the micro-batches of training");
+  const AsyncGrpoConfig& async = c.grpo.async_grpo;
+  note(async.enabled && exact_versions(c) && !async.recompute_kv_cache_after_weight_updates,
+       "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
+       "engines change weights without unfinished responses, so there are no keys to keep");
   note_of_model(c, "policy", note);
   if (has_critic(c)) note_of_model(critic_config(c), "value", note);
   note(c.env.math.enabled && c.env.math.math_verify_impl != RewardOptions{}.math_verify_impl,

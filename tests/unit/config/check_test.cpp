@@ -242,8 +242,7 @@ TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {
   EXPECT_NO_THROW(validate_supported(load_config_text("", four)));
   four[2] = "policy.megatron_cfg.pipeline_model_parallel_size=4";
   EXPECT_NO_THROW(validate_supported(load_config_text("", four)));
-  for (const char* ask : {"policy.generation.colocated.enabled=false", "grpo.max_rollout_turns=2",
-                          "policy.offload_optimizer_for_logprob=true"}) {
+  for (const char* ask : {"grpo.max_rollout_turns=2", "policy.offload_optimizer_for_logprob=true"}) {
     EXPECT_THAT(error_of([&] { validate_supported(load_config_text("", {ask})); }), HasSubstr("not supported yet"));
   }
   // Sizes of a back-end that is off mean nothing.
@@ -279,6 +278,53 @@ TEST(ConfigCheck, CarryOver) {
             "not supported yet by this version");
   split.back() = "policy.megatron_cfg.context_parallel_size=2";
   EXPECT_NO_THROW(validate_supported(load_config_text("", split)));
+}
+
+TEST(ConfigCheck, GenerationElsewhere) {
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"policy.generation.colocated.enabled=false"});
+    return load_error(more);
+  };
+  const auto refusal = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), {"policy.generation.colocated.enabled=false"});
+    return error_of([&] { validate_supported(load_config_text("", more)); });
+  };
+  const std::vector<std::string> async = {"grpo.async_grpo.enabled=true",
+                                          "loss_fn.use_importance_sampling_correction=true"};
+  const auto and_async = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), async.begin(), async.end());
+    return more;
+  };
+  EXPECT_EQ(with({}), "");
+  EXPECT_EQ(refusal({}), "");
+  EXPECT_EQ(with(and_async({})), "") << "in turn, or with versions that follow from the step";
+  EXPECT_EQ(with(and_async({"grpo.async_grpo.in_flight_weight_updates=true"})), "");
+  EXPECT_EQ(with(and_async({"grpo.async_grpo.max_trajectory_age_steps=0"})), "");
+  EXPECT_THAT(with({"grpo.early_gradients=true"}), HasSubstr("beside generation on the same device"));
+  EXPECT_THAT(with({"grpo.use_dynamic_sampling=true", "grpo.batch_multiplier=2"}), HasSubstr("replaced at once"));
+  EXPECT_THAT(with(and_async({"grpo.use_dynamic_sampling=true"})), HasSubstr("which step a group is of is not known"));
+  EXPECT_EQ(with(and_async({"grpo.use_dynamic_sampling=true", "grpo.async_grpo.in_flight_weight_updates=true"})), "");
+  EXPECT_THAT(with({"grpo.use_dynamic_sampling=true", "grpo.shuffle_rewards=true"}), HasSubstr("which come later"));
+  EXPECT_THAT(with(and_async({"loss_fn.force_on_policy_ratio=true"})), HasSubstr("takes every ratio for 1"));
+  EXPECT_THAT(load_error({"policy.generation.colocated.enabled=false", "grpo.async_grpo.enabled=true"}),
+              HasSubstr("since older weights draw tokens"));
+  EXPECT_THAT(with({"policy.generation.colocated.resources.gpus_per_node=1"}),
+              HasSubstr("leave no device to train on"));
+  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
+                       "policy.megatron_cfg.tensor_model_parallel_size=2"}),
+              HasSubstr("generation on devices of its own from a policy of tensor parallel size 2 is not supported"));
+  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true"}),
+              HasSubstr("from weights that ranks share"));
+  EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true",
+                     "policy.generation.colocated.resources.gpus_per_node=1"}),
+            "")
+      << "one of the two generates";
+  Config config = load_config_text(
+      "", {"cluster.gpus_per_node=4", "cluster.num_nodes=3", "policy.generation.colocated.enabled=false",
+           "policy.generation.colocated.resources.num_nodes=1"});
+  EXPECT_EQ(world_size(config), 8);
+  EXPECT_TRUE(exact_versions(config));
+  EXPECT_EQ(most_age(config), 0);
 }
 
 struct Recipe {

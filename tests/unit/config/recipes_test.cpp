@@ -47,12 +47,11 @@ TEST_P(RecipeFiles, LoadOrAreRefusedByTheFeature) {
 INSTANTIATE_TEST_SUITE_P(
     Files, RecipeFiles,
     testing::Values(File{"v03_grpo.yaml", {}}, File{"small/v03_megatron.yaml", {}}, File{"v03_sft.yaml", {}},
-                    File{"main_grpo.yaml", {}}, File{"small/main_split.yaml", {}},
-                    File{"small/main_apart.yaml",
-                         {"grpo.async_grpo.enabled: asynchronous GRPO", "generation on devices of its own"}},
+                    File{"main_grpo.yaml", {}}, File{"small/main_split.yaml", {}}, File{"small/main_apart.yaml", {}},
                     File{"small/main_ppo_async.yaml",
                          {"ppo.async_ppo: asynchronous PPO is not supported yet",
-                          "policy.generation.colocated.enabled: generation on devices of its own is not supported"}},
+                          "policy.generation.colocated.enabled: generation on devices of its own from weights that "
+                          "ranks share"}},
                     File{"small/main_reward_model.yaml", {}},
                     File{"small/main_gemma.yaml", {"policy.model_name: the architecture of Gemma is not supported"}},
                     File{"small/main_gym.yaml", {"env.should_use_nemo_gym: NeMo-Gym", "data.train.env_name: NeMo-Gym"}},
