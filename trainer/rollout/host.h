@@ -1,0 +1,67 @@
+// EngineHost: an engine on a thread of its own, with a queue of requests in front of it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "base/clock.h"
+#include "trainer/rollout/engine.h"
+
+namespace trireme {
+
+// All calls are for any thread. What the engine throws ends its thread; check() and every later call throw it again.
+class EngineHost final {
+ public:
+  // `make` is called on the host's thread. `finished` too, for every group that is complete; it may not call the host.
+  EngineHost(std::function<std::unique_ptr<Engine>()> make, std::function<void(GeneratedGroup)> finished);
+  ~EngineHost();  // behind the step under way; what is unfinished is dropped
+  EngineHost(const EngineHost&) = delete;
+  EngineHost& operator=(const EngineHost&) = delete;
+
+  void submit(GroupRequest request);
+  // Calls `fn` on the host's thread between two steps, the requests ahead of it submitted. Returns when it has, and
+  // throws what it threw, which ends nothing. Throws Error(kTimeout) at the deadline; then `fn` is not called, or its
+  // end is not waited for.
+  void between_steps(std::function<void(Engine&)> fn, const Deadline& deadline);
+
+  int64_t unfinished() const { return unfinished_.load(); }  // samples, until `finished` has returned
+  // How many more samples would be decoded at once; none while some wait for room. 0 before the engine is made.
+  int64_t places() const;
+  int64_t steps() const { return steps_.load(); }
+  int64_t recomputed_rows() const { return recomputed_rows_.load(); }
+  // Waits until the number of free places is another than `places`, or the deadline.
+  void wait_for_places(int64_t places, const Deadline& deadline);
+  void check() const;
+
+ private:
+  struct Task {
+    std::function<void(Engine&)> fn;
+    bool done = false, dropped = false;
+    std::exception_ptr error;
+  };
+  void run(const std::function<std::unique_ptr<Engine>()>& make);
+  void serve(Engine& engine);
+  bool take_requests(Engine& engine);  // false: it is to end
+  void step(Engine& engine);
+  void throw_failure() const;  // under the lock
+
+  const std::function<void(GeneratedGroup)> finished_;
+  mutable std::mutex mutex_;
+  std::condition_variable wake_, changed_;
+  std::deque<GroupRequest> requests_;
+  std::deque<std::shared_ptr<Task>> tasks_;
+  bool stopping_ = false;
+  std::exception_ptr failure_;
+  std::atomic<int64_t> unfinished_{0}, steps_{0}, recomputed_rows_{0}, max_sequences_{0};
+  std::atomic<bool> crowded_{false};
+  std::thread thread_;  // last: it uses the members above
+};
+
+}  // namespace trireme
