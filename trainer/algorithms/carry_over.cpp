@@ -373,52 +373,16 @@ void CarryOver::make_way() {
   }
 }
 
-namespace {
-
-uint64_t hash_of_prompt(const SharedTokens& tokens) {
-  return hash64({reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t)});
-}
-
-}  // namespace
-
 CarryOver::Saved CarryOver::saved() const {
-  Saved saved;
-  std::vector<Sample> samples;
-  for (LedgerGroup& group : ledger_.whole_groups()) {
-    for (Sample& sample : group.samples) {
-      sample.group = static_cast<int64_t>(saved.groups.size());
-      samples.push_back(std::move(sample));
-    }
-    saved.groups.push_back(group.number - ledger_.first_group());
-    saved.prompts.push_back(hash_of_prompt(prompts_.at(group.number).tokens));
-  }
-  saved.samples = pack_samples(samples);
-  return saved;
+  return save_ledger(ledger_, [this](int64_t group) { return &prompts_.at(group).tokens; });
 }
 
 int64_t CarryOver::restore(const Saved& saved) {
-  if (saved.prompts.size() != saved.groups.size()) fail_data("the saved groups of the ledger have other prompts");
-  std::vector<SharedTokens> prompts(saved.groups.size());
-  std::map<int64_t, LedgerGroup> groups;  // by place among the saved ones
-  int64_t last = -1;
-  for (size_t i = 0; i < saved.groups.size(); ++i) {
-    if (saved.groups[i] <= last) fail_data("the saved groups of the ledger are not in order");
-    last = saved.groups[i];
-    const int64_t number = ledger_.first_group() + last;
-    if (!ask(number, /*needed=*/false)) break;  // the data ends earlier now
-    prompts[i] = prompts_.at(number).tokens;
-    if (hash_of_prompt(prompts[i]) == saved.prompts[i]) groups[static_cast<int64_t>(i)] = {number, true, {}};
-  }
-  for (Sample& sample : unpack_samples(saved.samples, prompts)) {
-    const auto group = groups.find(sample.group);
-    if (group == groups.end()) continue;
-    sample.group = group->second.number;
-    group->second.samples.push_back(std::move(sample));
-  }
-  std::vector<LedgerGroup> fitting;
-  for (auto& [place, group] : groups) fitting.push_back(std::move(group));
-  const auto refused = static_cast<int64_t>(saved.groups.size() - fitting.size());
-  return refused + ledger_.restore(std::move(fitting));
+  const auto prompt = [this](int64_t group) {
+    return ask(group, /*needed=*/false) ? &prompts_.at(group).tokens : nullptr;
+  };
+  return restore_ledger(saved, ledger_.first_group(), prompt,
+                        [this](std::vector<LedgerGroup> groups) { return ledger_.restore(std::move(groups)); });
 }
 
 }  // namespace trireme

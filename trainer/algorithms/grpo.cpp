@@ -13,6 +13,7 @@
 #include "trainer/algorithms/carried_rollouts.h"
 #include "trainer/algorithms/critic.h"
 #include "trainer/algorithms/datasets.h"
+#include "trainer/algorithms/dedicated.h"
 #include "trainer/algorithms/dynamic_sampling.h"
 #include "trainer/algorithms/forced_lengths.h"
 #include "trainer/algorithms/grpo_validation.h"
@@ -43,7 +44,7 @@ class GrpoLoop final {
         split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 || refit_ != nullptr ||
                session_.policy->options().sharding.weights),
         partition_(partition_for(config_, session_.policy->options().device,
-                                 !split_ && !carries() && (needs_reference(config_) || config_.grpo.early_gradients))),
+                                 !split_ && !overlaps() && (needs_reference(config_) || config_.grpo.early_gradients))),
         engine_(refit_ ? refit_->model() : *session_.policy, session_.tokenizer.get(), options_of_engine(),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
@@ -66,8 +67,9 @@ class GrpoLoop final {
                "grpo.early_gradients is off");
     if (config_.grpo.early_gradients && shared_gradients && !split_ && session_.context.is_main())
       log_info("grpo", "every backward pass reduces gradients over the ranks: grpo.early_gradients is off");
-    // Under carry-over the places of the last responses are filled: nothing is left to run beside them.
-    if (!split_ && !carries() && (reference_ != nullptr || early_gradients_)) {
+    // Under carry-over the places of the last responses are filled, and elsewhere they are on other devices: nothing is
+    // left to run beside them.
+    if (!split_ && !overlaps() && (reference_ != nullptr || early_gradients_)) {
       reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
                                                 partition_, options.rendezvous.on_stuck);
     }
@@ -91,14 +93,16 @@ class GrpoLoop final {
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) resume(session_.resumed->state);
     connect();
-    begin_ledger();
     if (datasets_.validation != nullptr) {
       validation_ = std::make_unique<GrpoValidation>(session_, *datasets_.validation, [this](const RolloutRequest& r) {
         RankShares shares;
         return collect(r, shares, validated_rewards_);
       });
     }
-    run_and_report(session_.context, [this] { probe_rewards(); });
+    run_and_report(session_.context, [&] {
+      probe_rewards();
+      begin_ledger(options);
+    });
     session_.ready(step_);
   }
 
@@ -128,8 +132,20 @@ class GrpoLoop final {
   }
 
   // Of the groups that are generated and not trained.
-  void begin_ledger() {
-    if (carries()) {
+  void begin_ledger(const TrainOptions& options) {
+    if (generates_elsewhere(config_)) {
+      DedicatedOptions dedicated;
+      dedicated.rendezvous = options.rendezvous;
+      dedicated.work_port = options.work_port;
+      dedicated.transport = options.transport;
+      dedicated.hf_home = options.hf_home;
+      dedicated.rewards = static_cast<int64_t>(rewards_.counters().size());
+      dedicated.steps = step_;
+      dedicated.next_sample_id = next_sample_id_;
+      source_ = std::make_unique<DedicatedRollouts>(session_, prompts_, forced_lengths_ ? &*forced_lengths_ : nullptr,
+                                                    dedicated, collector_.on_progress);
+      restore_groups(*source_, session_);
+    } else if (carries()) {
       source_ = std::make_unique<CarriedRollouts>(session_, engine_, rewards_, prompts_,
                                                   forced_lengths_ ? &*forced_lengths_ : nullptr, step_, next_sample_id_,
                                                   collector_.on_progress);
@@ -141,7 +157,7 @@ class GrpoLoop final {
       synchronous.critic_only_steps = critic_only_steps(config_);
       ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
     }
-    if (!carries() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
+    if (!overlaps() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
       log_info("grpo",
                "grpo.async_grpo.enabled is off: groups of the checkpoint that are not trained are generated anew");
     }
@@ -167,7 +183,8 @@ class GrpoLoop final {
     critic_trainer_->make_room = trainer_->make_room;
   }
 
-  bool carries() const { return config_.grpo.async_grpo.enabled; }
+  bool carries() const { return carries_over(config_); }
+  bool overlaps() const { return carries() || generates_elsewhere(config_); }  // or other processes generate
 
   // Epoch of the prompt behind those that are trained.
   int64_t epoch() const { return source_ ? source_->place().epoch : prompts_.epoch(); }
@@ -308,6 +325,7 @@ class GrpoLoop final {
     }
     session_.finish_saves();
     if (session_.critic_link != nullptr) session_.critic_link->end(summary.end == LoopEnd::kStopped);
+    if (source_) source_->finish();
     session_.reporting.finish();
     summary.steps = step_;
     summary.validation = last_accuracy_;
@@ -368,6 +386,7 @@ class GrpoLoop final {
       engine_.release_cache();
       refit_->release();
     }
+    if (source_) source_->prepare_save();
     nlohmann::json all = state();
     std::map<std::string, std::string> files;
     if (source_ && session_.context.is_main()) save_groups(*source_, config_, all, files);
@@ -607,7 +626,8 @@ class GrpoLoop final {
     if (ppo()) assign_of_tokens(samples, report);
     describe_shares(shares, report.values);
     train(samples, report);
-    report.values["train/skipped_long_prompts"] = static_cast<double>(prompts_.skipped_long());  // since the start
+    report.values["train/skipped_long_prompts"] =  // since the start
+        static_cast<double>(source_ ? source_->place().skipped_long : prompts_.skipped_long());
     for (const auto& [name, failed] : reward_failures_)
       report.values["train/reward_failures/" + name] = static_cast<double>(failed);
     ++step_;
@@ -617,7 +637,7 @@ class GrpoLoop final {
     report.trained_tokens = report.values["train/total_num_tokens"];
     report.samples = static_cast<double>(samples.size());
     report.phases = session_.timer.finish_step();
-    if (source_) report.values["timing/train/exposed_generation"] = report.phases.of(Phase::kGeneration);
+    if (source_) report.values.emplace("timing/train/exposed_generation", report.phases.of(Phase::kGeneration));
 
     if (g.val_period > 0 && step_ >= g.val_start_at && step_ % g.val_period == 0) {
       for (const auto& [name, value] : validate()) report.values[name] = value;
@@ -642,6 +662,7 @@ class GrpoLoop final {
     validated_rewards_.clear();
     if (source_) source_->make_way();
     const ValidationResult result = validation_->validate(step_);
+    if (generates_elsewhere(config_)) engine_.release_cache();  // this rank generates nothing else
     judge_rewards(validated_rewards_);
     last_accuracy_ = result.accuracy;
     validated_step_ = step_;

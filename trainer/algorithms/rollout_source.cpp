@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "base/error.h"
 #include "base/fs.h"
 #include "base/log.h"
 #include "base/text.h"
@@ -23,7 +24,53 @@ nlohmann::json drawn_from(const Config& config) {
           {"rewards", hash64(to_yaml(config, "env."))}};
 }
 
+uint64_t hash_of_prompt(const SharedTokens& tokens) {
+  return hash64({reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t)});
+}
+
 }  // namespace
+
+SavedGroups save_ledger(const Ledger& ledger, const PromptOfGroup& prompt) {
+  SavedGroups saved;
+  std::vector<Sample> samples;
+  for (LedgerGroup& group : ledger.whole_groups()) {
+    for (Sample& sample : group.samples) {
+      sample.group = static_cast<int64_t>(saved.groups.size());
+      samples.push_back(std::move(sample));
+    }
+    saved.groups.push_back(group.number - ledger.first_group());
+    saved.prompts.push_back(hash_of_prompt(*prompt(group.number)));
+  }
+  saved.samples = pack_samples(samples);
+  return saved;
+}
+
+int64_t restore_ledger(const SavedGroups& saved, int64_t first_group, const PromptOfGroup& prompt,
+                       const std::function<int64_t(std::vector<LedgerGroup>)>& restore) {
+  if (saved.prompts.size() != saved.groups.size()) fail_data("the saved groups of the ledger have other prompts");
+  std::vector<SharedTokens> prompts(saved.groups.size());
+  std::map<int64_t, LedgerGroup> groups;  // by place among the saved ones
+  int64_t last = -1;
+  for (size_t i = 0; i < saved.groups.size(); ++i) {
+    if (saved.groups[i] <= last) fail_data("the saved groups of the ledger are not in order");
+    last = saved.groups[i];
+    const int64_t number = first_group + last;
+    const SharedTokens* tokens = prompt(number);
+    if (tokens == nullptr) break;  // the data ends earlier now
+    prompts[i] = *tokens;
+    if (hash_of_prompt(prompts[i]) == saved.prompts[i]) groups[static_cast<int64_t>(i)] = {number, true, {}};
+  }
+  for (Sample& sample : unpack_samples(saved.samples, prompts)) {
+    const auto group = groups.find(sample.group);
+    if (group == groups.end()) continue;
+    sample.group = group->second.number;
+    group->second.samples.push_back(std::move(sample));
+  }
+  std::vector<LedgerGroup> fitting;
+  for (auto& [place, group] : groups) fitting.push_back(std::move(group));
+  const auto refused = static_cast<int64_t>(saved.groups.size() - fitting.size());
+  return refused + restore(std::move(fitting));
+}
 
 int64_t critic_only_steps(const Config& config) {
   return config.algorithm == "ppo" ? config.ppo.policy_training_start_step : 0;
@@ -34,7 +81,8 @@ LedgerOptions run_ledger(const Config& config) {
   LedgerOptions options;
   options.groups_per_step = g.num_prompts_per_step;
   options.samples_per_group = g.num_generations_per_prompt;
-  options.max_age = g.async_grpo.max_trajectory_age_steps;
+  options.max_age = most_age(config);
+  options.exact_version = exact_versions(config);
   options.last_step = g.max_num_steps;
   options.critic_only_steps = critic_only_steps(config);
   if (g.use_dynamic_sampling) {
@@ -52,7 +100,7 @@ PromptsAhead::PromptsAhead(PromptStream& stream, const RolloutLengths* lengths, 
       group_size_(config.num_generations_per_prompt),
       first_group_(static_cast<int64_t>(next_sample_id) / config.num_generations_per_prompt),
       first_sample_id_(next_sample_id),
-      place_{stream.state(), stream.epoch(), next_sample_id} {}
+      place_{stream.state(), stream.epoch(), next_sample_id, stream.skipped_long()} {}
 
 std::optional<CarriedPrompt> PromptsAhead::next(int64_t group, bool needed) {
   if (!needed && stream_.epoch() >= max_epochs_) return std::nullopt;
@@ -63,7 +111,7 @@ std::optional<CarriedPrompt> PromptsAhead::next(int64_t group, bool needed) {
     for (int64_t i = 0; i < group_size_; ++i) prompt.forced_lengths.push_back(lengths_->output_of(group, i));
   }
   const auto next_sample_id = first_sample_id_ + static_cast<uint64_t>((group + 1 - first_group_) * group_size_);
-  ahead_[group] = {stream_.state(), stream_.epoch(), next_sample_id};
+  ahead_[group] = {stream_.state(), stream_.epoch(), next_sample_id, stream_.skipped_long()};
   return prompt;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -31,6 +32,7 @@ struct DataPlace {
   nlohmann::json prompts;  // PromptStream::state()
   int64_t epoch = 0;
   uint64_t next_sample_id = 0;
+  int64_t skipped_long = 0;  // prompts, since the start
 };
 
 // One per rank, on its training thread; all ranks make the same calls, in this order: collect(), trained(), collect(),
@@ -59,12 +61,24 @@ class RolloutSource {
 
   // Where a run goes on that is resumed behind the last collected step.
   virtual const DataPlace& place() const = 0;
-  // What a checkpoint keeps; every rank has it.
+  // Collective. Before saved(): what a checkpoint must keep is there.
+  virtual void prepare_save() {}
+  // Collective. The run has come to its end; nothing is asked of the source any more.
+  virtual void finish() {}
+  // What a checkpoint keeps; rank 0 has it.
   virtual SavedGroups saved() const = 0;
   // Back, before the first collect(). Returns how many groups do not fit the settings or the data. Throws Error(kData)
   // for groups that are damaged.
   virtual int64_t restore(const SavedGroups& saved) = 0;
 };
+
+// The complete groups of a ledger that are not trained, and back into one of which nothing was leased; `prompt` gives
+// those of a group, or null where the data ends ahead of it. Returns how many do not fit. Throws Error(kData) for
+// groups that are damaged.
+using PromptOfGroup = std::function<const SharedTokens*(int64_t group)>;
+SavedGroups save_ledger(const Ledger& ledger, const PromptOfGroup& prompt);
+int64_t restore_ledger(const SavedGroups& saved, int64_t first_group, const PromptOfGroup& prompt,
+                       const std::function<int64_t(std::vector<LedgerGroup>)>& restore);
 
 // A run's ledger, but for the number of its runs' samples.
 LedgerOptions run_ledger(const Config& config);

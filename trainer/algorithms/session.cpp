@@ -202,7 +202,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
       context(runnable(options.layout, choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda()),
               options.rendezvous),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
-      tokenizer(load_tokenizer(config, options, model_dir)),
+      tokenizer(load_tokenizer(config, options.hf_home, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
       fault_(options.fault),
       stop_signal_(options.stop_signal),

@@ -35,6 +35,7 @@ struct TrainOptions {
   Fault fault;                     // for tests
   RewardPlace rewards;
   TransportCheck transport;
+  int work_port = 0;  // of rank 0, where generation processes get their work; 0: the system chooses
 };
 
 enum class LoopEnd { kFinished, kStopped };  // kStopped: by a signal or checkpoint_must_save_by

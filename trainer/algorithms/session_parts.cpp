@@ -56,11 +56,20 @@ ModelOptions policy_options(const Config& config, int local_rank, const ModelCon
   return options;
 }
 
-std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const TrainOptions& options,
+ModelOptions engine_model_options(const Config& config, int local_rank, const ModelConfig& model) {
+  ParallelContext alone;
+  ModelOptions options = policy_options(config, local_rank, model, alone);
+  options.trainable = options.lends_gradients = false;
+  options.gradient_dtype.reset();
+  options.sharding = {};
+  return options;
+}
+
+std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const std::filesystem::path& hf_home,
                                                 const std::filesystem::path& model_dir) {
   const TokenizerConfig& t = config.policy.tokenizer;
   const std::filesystem::path dir =
-      t.name.empty() || t.name == config.policy.model_name ? model_dir : resolve_model(t.name, options.hf_home);
+      t.name.empty() || t.name == config.policy.model_name ? model_dir : resolve_model(t.name, hf_home);
   if (t.chat_template.empty()) return Tokenizer::load(dir);
   if (t.chat_template == "none") return Tokenizer::load(dir, "");
   std::error_code ignored;

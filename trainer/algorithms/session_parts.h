@@ -13,7 +13,10 @@ namespace trireme {
 
 // The options of config.policy's model on this rank.
 ModelOptions policy_options(const Config& config, int local_rank, const ModelConfig& model, ParallelContext& context);
-std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const TrainOptions& options,
+// Of a model that generates in a process of its own: whole, and not trained.
+ModelOptions engine_model_options(const Config& config, int local_rank, const ModelConfig& model);
+// The tokenizer of a run whose model is in `model_dir`.
+std::shared_ptr<const Tokenizer> load_tokenizer(const Config& config, const std::filesystem::path& hf_home,
                                                 const std::filesystem::path& model_dir);
 std::unique_ptr<DistributedAdamW> make_optimizer(const Config& config, Model& model, ParallelContext& context);
 // Of CUDA a device's, of the host this rank's share.

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/algorithms/critic_rank.h"
+#include "trainer/algorithms/engine_process.h"
 #include "trainer/algorithms/grpo.h"
 #include "trainer/algorithms/sft.h"
 #include "trainer/algorithms/threads.h"
@@ -98,6 +99,11 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.job = environment("TRIREME_JOB_UID", "");
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
   options.transport = transport_from_environment(options.rendezvous.world_size, config.cluster.device);
+  options.work_port = static_cast<int>(environment_int("TRIREME_WORK_PORT", 0));
+  if (environment_int("TRIREME_ENGINES", 0) > 0 && !generates_elsewhere(config))
+    fail_user(
+        "launch --engines starts processes that generate, but policy.generation.colocated.enabled is true: set it to "
+        "false, or leave --engines out");
   options.layout = layout_of_rank(arguments, config, options.rendezvous);
   // Init containers share the variable but pass no --layout: they are no ranks of it. It is the actor's layout.
   const bool in_topology = !arguments.layout.empty() && !options.rendezvous.of_critic;
@@ -134,9 +140,37 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   return 0;
 }
 
+// Of the actor's arguments those count that say what is generated; the rest is accepted, so that one line starts both.
+int engine(const TrainArguments& arguments, const CommandContext& context) {
+  std::vector<std::string> overrides = arguments.overrides;
+  if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
+  std::vector<std::string> warnings;
+  const Config config = load_config(arguments.config, overrides, &warnings, environment_variable);
+  EngineProcessOptions options;
+  options.name = environment("TRIREME_ENGINE_NAME", "engine-" + std::to_string(::getpid()));
+  options.work_url = environment("TRIREME_WORK_URL", "");
+  options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
+  options.hf_home = hf_home_from_environment();
+  options.rewards = reward_place_from_environment(config);
+  const int here = local_world_from_environment();
+  const bool beside = options.rendezvous.master_address == "127.0.0.1";
+  options.transport = transport_from_environment(beside ? here : here + 1, config.cluster.device);
+  options.stop_signal = context.signal;
+  options.on_ready = context.read_signals;
+  LogOptions log;
+  log.format = arguments.log_format == "json" ? LogFormat::kJson : LogFormat::kText;
+  log.tag = options.name;
+  log_setup(log);
+  validate_supported(config);
+  use_threads(local_world_from_environment());
+  run_engine(config, options);
+  return 0;
+}
+
 struct LaunchArguments {
   int processes = 1;
   int critic_ranks = 0;
+  int engines = 0;
   int nodes = 0;
   int node_rank = -1;
   std::string master_address;
@@ -184,6 +218,14 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
   }
   options.command = {program_path()};
   options.command.insert(options.command.end(), arguments.command.begin(), arguments.command.end());
+  if (arguments.engines > 0) {
+    if (arguments.command.front() != "train" || options.nodes > 1)
+      fail_user("launch: --engines is for a run on one machine: trireme launch --engines N -- train --config FILE");
+    options.engines = arguments.engines;
+    options.engine_command = options.command;
+    options.engine_command[1] = "engine";
+    options.environment["TRIREME_ENGINES"] = std::to_string(arguments.engines);
+  }
   options.grace = Milliseconds(1000 * environment_int("TRIREME_TERMINATION_SECONDS", 300));
   options.termination_log = environment("TRIREME_TERMINATION_LOG", "");
   context.read_signals();
@@ -209,12 +251,27 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
         [arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
   }
   {
+    auto arguments = std::make_shared<TrainArguments>();
+    CLI::App* verb = app.add_subcommand(
+        "engine",
+        "a process that generates for a run (MASTER_ADDR, MASTER_PORT, TRIREME_ENGINE_NAME, TRIREME_WORK_URL)");
+    verb->add_option("--algorithm", arguments->algorithm, "as the run's");
+    verb->add_option("--config", arguments->config, "YAML file, the run's")->required();
+    verb->add_option("--layout", arguments->layout, "the run's; an engine has the whole model");
+    verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
+    verb->add_option("overrides", arguments->overrides, "key.sub=value, the run's");
+    verb->callback(
+        [arguments, &context] { context.run = [arguments, &context] { return engine(*arguments, context); }; });
+  }
+  {
     auto arguments = std::make_shared<LaunchArguments>();
     CLI::App* verb =
         app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
     verb->add_option("--nproc-per-node", arguments->processes, "ranks on this node");
     verb->add_option("--critic-ranks", arguments->critic_ranks,
                      "PPO: ranks of the critic's own, behind them (default: it is on the actor's)");
+    verb->add_option("--engines", arguments->engines,
+                     "generation processes on this machine, for policy.generation.colocated.enabled=false");
     verb->add_option("--nnodes", arguments->nodes, "nodes (default: NNODES or 1)");
     verb->add_option("--node-rank", arguments->node_rank, "this node (default: NODE_RANK or 0)");
     verb->add_option("--master-addr", arguments->master_address, "default: MASTER_ADDR or 127.0.0.1");

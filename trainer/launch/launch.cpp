@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "base/subprocess.h"
 #include "base/text.h"
+#include "trainer/launch/engines.h"
 #include "trainer/launch/orphans.h"
 #include "trainer/launch/output_tail.h"
 #include "trainer/launch/reserved_port.h"
@@ -66,6 +67,7 @@ class Ranks final {
   Ranks(const LaunchOptions& options, int port, int listen_fd)
       : options_(options), world_(options.processes * options.nodes) {
     for (int local = 0; local < options.processes + options.critic_ranks; ++local) start(local, port, listen_fd);
+    if (options.engines > 0) engines_.emplace(options, port, orphans_);
   }
 
   // Passes `number` on, once, and lets the ranks end by it within the grace period.
@@ -88,6 +90,7 @@ class Ranks final {
       orphans_.forget(rank.process.pid());
       ended(i);
     }
+    look_at_engines();
     kill_those_behind();
     if (kill_at_.passed()) {
       log_error("launch", "ranks did not end within the grace period: killing them");
@@ -105,6 +108,14 @@ class Ranks final {
   LaunchResult result() {
     // Whoever they left behind may hold their stderr: what they said themselves is in the pipe, the rest can wait.
     for (Rank& rank : ranks_) rank.tail->stop();
+    if (engines_) engines_->end();
+    if (engines_refused_) {
+      result_.exit_code = options_.config_code;
+      result_.cause = "no engine could join";
+      result_.tail = engines_->last_lines();
+      write_termination_log(options_, result_);
+      return result_;
+    }
     // Nor is the peer of a rank that a signal ended before its start a failure.
     if (first_failed_ == nullptr || (ended_before_start_ && is_echo(*first_failed_))) {
       if (ended_before_start_) result_.exit_code = 128 + SIGTERM;
@@ -128,6 +139,19 @@ class Ranks final {
   }
 
  private:
+  // Without an engine the ranks would wait for groups till their deadline.
+  void look_at_engines() {
+    if (!engines_ || engines_refused_) return;
+    engines_->look();
+    if (!engines_->hopeless() || first_failed_ != nullptr) return;
+    engines_refused_ = true;
+    log_error("launch", "no engine could join the run, by mistakes in the configuration (above): ending it");
+    for (Rank& rank : ranks_) {
+      rank.killed = true;
+      rank.process.signal(SIGKILL);
+    }
+  }
+
   void start(int local, int port, int listen_fd) {
     const bool behind = local >= options_.processes;  // the critic's, behind this launcher's own
     const bool of_critic = behind || options_.behind_actor_ranks > 0;
@@ -213,6 +237,8 @@ class Ranks final {
   const int world_;
   Orphans orphans_;  // ends after the ranks
   std::vector<Rank> ranks_;
+  std::optional<Engines> engines_;
+  bool engines_refused_ = false;
   Rank* first_failed_ = nullptr;  // of ranks_: the failure that explains the others, as far as is known
   bool forwarded_ = false, stopped_ = false, ended_before_start_ = false;
   Deadline kill_at_{SteadyClock::time_point::max()}, term_at_{SteadyClock::time_point::max()};
@@ -228,7 +254,7 @@ LaunchResult launch(const LaunchOptions& options, const std::atomic<int>* signal
   int listen_fd = options.listen_fd;
   if (listen_fd >= 0) ::fcntl(listen_fd, F_SETFD, FD_CLOEXEC);
   std::optional<ReservedPort> reserved;
-  if (port == 0 && world > 1) {
+  if (port == 0 && (world > 1 || options.engines > 0)) {
     reserved.emplace();
     port = reserved->port();
     listen_fd = reserved->fd();

@@ -27,6 +27,13 @@ struct LaunchOptions {
   int master_port = 0;  // 0: a free port (one node only)
   int listen_fd = -1;   // a socket bound to master_port, for rank 0, closed here; -1: rank 0 makes its own
   std::map<std::string, std::string> environment;
+  // Generation processes beside the ranks (one node only), and one's argv: they find the ranks by MASTER_ADDR and
+  // MASTER_PORT, and their names in TRIREME_ENGINE_NAME. One that ends while the ranks run is started again, a few
+  // times; none is needed for the result, but a mistake in the configuration of all of them ends the run.
+  int engines = 0;
+  std::vector<std::string> engine_command;
+  int config_code = 10;               // an engine's code for a mistake in its configuration
+  Milliseconds engine_grace{15000};   // for engines to leave when the ranks have ended
   Milliseconds grace{300000};         // after a forwarded SIGTERM, until SIGKILL
   Milliseconds failure_grace{20000};  // after the first failure: the others may notice and leave by themselves
   int peer_failed_code = 20;          // a rank's code for "a peer or the network failed"; the others are told of any
@@ -38,7 +45,7 @@ struct LaunchOptions {
 
 struct LaunchResult {
   int exit_code = 0;              // of the first failed rank; 128 + n for signal n
-  int failed_rank = -1;           // -1: none
+  int failed_rank = -1;           // -1: none, or an engine
   bool failed_critic = false;     // it is one of the critic's
   std::string cause;              // "exit code 21"
   std::vector<std::string> tail;  // its last log lines

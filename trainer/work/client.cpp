@@ -66,7 +66,8 @@ struct WorkClient::Impl {
     const std::string why = answer.substr(0, kMaxReason);
     if (status == 403) fail_user(why);
     if (status == 409) throw Error(ErrorKind::kConflict, why);
-    if (status == 401) fail_user("the actor does not know this engine's ticket: it is of another job or attempt");
+    if (status == 401)
+      throw Error(ErrorKind::kConflict, "the actor does not know this engine's ticket: it is of another job or attempt");
     fail_data("the actor refuses a request with status " + std::to_string(status) + ": " + why);
   }
 

@@ -82,6 +82,7 @@ JoinReply Desk::join(const JoinRequest& request, Time now) {
     engine = std::move(before->second);
     departed_.erase(before);
   }
+  if (engine.link.empty()) engine.link = options_.name + "-" + std::to_string(links_++);
   engine.name = request.name;
   engine.session = request.session;
   engine.places = request.places;
@@ -333,10 +334,10 @@ WeightsReply Desk::weights(const WeightsRequest& request, Time now) {
     engine->fetched = request.after;
     ++progress_;
   }
-  if (!published_ || ledger_.newest_version() <= request.after) return reply;
+  if (request.wait_ms < 0 || !published_ || ledger_.newest_version() <= request.after) return reply;
   reply.version = ledger_.newest_version();
   reply.actor_rank = request.caller.engine % options_.actor_ranks;
-  reply.link = options_.name + "-" + std::to_string(links_++);
+  reply.link = engine->link;
   return reply;
 }
 

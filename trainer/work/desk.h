@@ -62,7 +62,7 @@ class Desk final {
   JoinReply join(const JoinRequest& request, Time now);
   LeaseReply lease(const LeaseRequest& request, Time now);
   GroupsReply take_groups(GroupsRequest request, Time now);
-  // Nothing newer: version -1. Else the link has a name that no other has; somebody must serve it.
+  // Nothing newer: version -1. Else somebody must serve the link, whose name is this process's alone.
   WeightsReply weights(const WeightsRequest& request, Time now);
   void leave(const LeaveRequest& request, Time now);
   // Whether an engine whose lease() gave nothing must hear of it at once: it has fetched weights meanwhile, say.
@@ -115,6 +115,7 @@ class Desk final {
   };
   struct Engine {
     std::string name, session;
+    std::string link;  // of this process: no other has had it
     int64_t places = 0;
     int64_t version = -1, fetched = -1;
     int64_t steps = 0;

@@ -160,7 +160,8 @@ std::string to_body(const JoinRequest& request) {
                {"config", request.config},
                {"model", request.model},
                {"tokenizer", request.tokenizer},
-               {"places", request.places}});
+               {"places", request.places},
+               {"program", request.program}});
 }
 
 JoinRequest parse_join_request(std::string_view body) {
@@ -172,6 +173,7 @@ JoinRequest parse_join_request(std::string_view body) {
   request.model = text(json, "model", kMaxWireText);
   request.tokenizer = text(json, "tokenizer", kMaxWireText);
   request.places = number(json, "places", 1, kMaxWireRuns);
+  request.program = text(json, "program", kMaxWord);
   if (request.name.empty() || request.session.empty()) fail_data("'name' and 'session' must not be empty");
   return request;
 }
@@ -322,7 +324,7 @@ WeightsRequest parse_weights_query(std::string_view query) {
   WeightsRequest request;
   request.caller = caller_of(json);
   request.after = number(json, "after", -1, kMost);
-  request.wait_ms = number(json, "wait_ms", 0, kMaxWireWait_ms);
+  request.wait_ms = number(json, "wait_ms", -1, kMaxWireWait_ms);
   return request;
 }
 

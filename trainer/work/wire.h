@@ -15,12 +15,13 @@ namespace trireme {
 
 // POST /v1/join. An engine that comes back joins again.
 struct JoinRequest {
-  std::string name;       // the engine's, for messages; who joins under it takes the place of who had it
-  std::string session;    // of this process
-  std::string config;     // as YAML: what generation depends on must be the actor's
-  std::string model;      // its configuration and its tokenizer's files, as digests
-  std::string tokenizer;  //
-  int64_t places = 0;     // samples that it decodes at once
+  std::string name;     // the engine's, for messages; who joins under it takes the place of who had it
+  std::string session;  // of this process
+  std::string config;   // as YAML: what generation depends on must be the actor's
+  std::string model;    // its configuration and its tokenizer's files, as digests
+  std::string tokenizer;
+  int64_t places = 0;   // samples that it decodes at once
+  std::string program;  // a digest: another build may compute other bits
   bool operator==(const JoinRequest&) const = default;
 };
 struct JoinReply {
@@ -90,8 +91,8 @@ struct GroupsReply {
 // GET /v1/weights?after=V
 struct WeightsRequest {
   Caller caller;
-  int64_t after = -1;  // the newest version that it has fetched
-  int64_t wait_ms = 0;
+  int64_t after = -1;   // the newest version that it has fetched
+  int64_t wait_ms = 0;  // -1: it only says what it has fetched
   bool operator==(const WeightsRequest&) const = default;
 };
 struct WeightsReply {

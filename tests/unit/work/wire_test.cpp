@@ -22,7 +22,7 @@ Sample sample_of(int64_t index) {
 }
 
 TEST(Wire, EveryBodyReadsBackAsItself) {
-  const JoinRequest join{"engine-0", "s", "policy: {}", "m", "t", 16};
+  const JoinRequest join{"engine-0", "s", "policy: {}", "m", "t", 16, "p"};
   EXPECT_EQ(parse_join_request(to_body(join)), join);
   const JoinReply joined{2, "desk-1", 8, true, 3000};
   EXPECT_EQ(parse_join_reply(to_body(joined)), joined);

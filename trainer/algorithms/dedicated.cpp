@@ -1,0 +1,360 @@
+#include "trainer/algorithms/dedicated.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "trainer/algorithms/engine_identity.h"
+#include "trainer/model/weight_view.h"
+#include "trainer/rewards/failures.h"
+
+namespace trireme {
+namespace {
+
+constexpr int64_t kRunSamples = 8;        // siblings that an engine takes at once: they share a prompt's prefill
+constexpr Milliseconds kSilence{10000};   // without a word of an engine
+constexpr Milliseconds kTransfer{60000};  // of weights, at most
+constexpr Milliseconds kLookAtMain{20};   // of the other ranks
+constexpr Milliseconds kFarewell{5000};   // for engines to leave
+constexpr int64_t kMainIsDone = int64_t{1} << 40;
+
+Milliseconds milliseconds(double seconds) { return Milliseconds(static_cast<int64_t>(seconds * 1000)); }
+
+// 128 bits that nobody can guess.
+std::string random_word() {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::random_device device;
+  std::string word;
+  for (int i = 0; i < 4; ++i) {
+    for (uint32_t bits = device(), digit = 0; digit < 8; ++digit, bits >>= 4) word.push_back(kDigits[bits & 15]);
+  }
+  return word;
+}
+
+// Prompts, as they lie ahead of a broadcast's samples.
+void append_tokens(std::string& bytes, const SharedTokens& tokens) {
+  const auto count = static_cast<uint64_t>(tokens.size());
+  bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
+  bytes.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t));
+}
+
+SharedTokens take_tokens(std::string_view& bytes) {
+  uint64_t count = 0;
+  TRIREME_CHECK(bytes.size() >= sizeof count, "rank 0's groups are cut off");
+  std::memcpy(&count, bytes.data(), sizeof count);
+  bytes.remove_prefix(sizeof count);
+  TRIREME_CHECK(count <= bytes.size() / sizeof(int32_t), "rank 0's groups are cut off");
+  std::vector<int32_t> tokens(count);
+  if (count > 0) std::memcpy(tokens.data(), bytes.data(), count * sizeof(int32_t));
+  bytes.remove_prefix(count * sizeof(int32_t));
+  return SharedTokens(std::move(tokens));
+}
+
+// What rank 0 took, for the other ranks.
+std::string pack_step(const RolloutSource::Step& step, const DataPlace& place,
+                      const std::map<std::string, double>& values) {
+  nlohmann::json head = {{"prompts", place.prompts},
+                         {"epoch", place.epoch},
+                         {"next_sample_id", place.next_sample_id},
+                         {"skipped_long", place.skipped_long},
+                         {"rewards", pack_counters(step.rewards)},
+                         {"values", values},
+                         {"groups", nlohmann::json::array()}};
+  std::string prompts;
+  std::vector<Sample> samples;
+  for (const LedgerGroup& group : step.groups) {
+    append_tokens(prompts, group.samples.front().prompt);
+    for (const Sample& sample : group.samples) {
+      samples.push_back(sample);
+      samples.back().group = static_cast<int64_t>(head["groups"].size());
+    }
+    head["groups"].push_back({group.number, group.kept});
+  }
+  return head.dump() + "\n" + prompts + pack_samples(samples);
+}
+
+RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::map<std::string, double>& values) {
+  const size_t line = bytes.find('\n');
+  TRIREME_CHECK(line != std::string_view::npos, "rank 0's groups have no head");
+  const nlohmann::json head = nlohmann::json::parse(bytes.substr(0, line));
+  bytes.remove_prefix(line + 1);
+  place.prompts = head.at("prompts");
+  place.epoch = head.at("epoch").get<int64_t>();
+  place.next_sample_id = head.at("next_sample_id").get<uint64_t>();
+  place.skipped_long = head.at("skipped_long").get<int64_t>();
+  for (const auto& [name, value] : head.at("values").items()) values[name] = value.get<double>();
+  RolloutSource::Step step;
+  step.rewards = sum_counters({head.at("rewards").get<std::string>()});
+  std::vector<SharedTokens> prompts;
+  for (const nlohmann::json& group : head.at("groups")) {
+    step.groups.push_back({group.at(0).get<int64_t>(), group.at(1).get<bool>(), {}});
+    prompts.push_back(take_tokens(bytes));
+  }
+  for (Sample& sample : unpack_samples(bytes, prompts)) {
+    LedgerGroup& group = step.groups.at(static_cast<size_t>(sample.group));
+    sample.group = group.number;
+    group.samples.push_back(std::move(sample));
+  }
+  return step;
+}
+
+// Any length, from rank 0 to all.
+void broadcast_bytes(Communicator& ranks, std::string& bytes) {
+  at::Tensor size = at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong);
+  ranks.broadcast(size, 0);
+  at::Tensor data = at::empty({size.item<int64_t>()}, at::kByte);
+  if (ranks.rank() == 0) std::memcpy(data.data_ptr(), bytes.data(), bytes.size());
+  ranks.broadcast(data, 0);
+  if (ranks.rank() != 0) bytes.assign(static_cast<const char*>(data.data_ptr()), static_cast<size_t>(data.numel()));
+}
+
+}  // namespace
+
+DedicatedRollouts::DedicatedRollouts(Session& session, PromptStream& prompts, const RolloutLengths* lengths,
+                                     const DedicatedOptions& options, std::function<void()> on_progress)
+    : session_(session),
+      prompts_(prompts, lengths, session.config.grpo, options.next_sample_id),
+      on_progress_(std::move(on_progress)),
+      exact_(exact_versions(session.config) && most_age(session.config) > 0),
+      patience_(milliseconds(session.config.cluster.collective_timeout_s)),
+      place_(prompts_.place()),
+      next_step_(options.steps + 1),
+      version_(std::max<int64_t>(0, options.steps - critic_only_steps(session.config))) {
+  if (options.rendezvous.master_port == 0) {
+    fail_user(
+        "policy.generation.colocated.enabled is false, and engines could not reach this run: start it with trireme "
+        "launch --engines N -- train ..., or set MASTER_ADDR and MASTER_PORT and start trireme engine beside it");
+  }
+  store_ = session.context.store();
+  if (store_ == nullptr) {
+    own_store_ = std::make_unique<JobStore>(options.rendezvous);
+    store_ = own_store_.get();
+  }
+  WeightLinkOptions link;
+  link.store_address = options.rendezvous.master_address;
+  link.store_port = options.rendezvous.master_port;
+  link.attempt = options.rendezvous.attempt;
+  link.actor_rank = session.context.rank();
+  link.actor_ranks = session.context.world_size();
+  link.deadline = kTransfer;
+  link.verify_weights_period = session.config.grpo.async_grpo.verify_weights_period;
+  link.transport = options.transport;
+  sender_ = std::make_unique<WeightSender>(link, weight_view(*session.policy));
+  before_update_ = std::move(session.optimizer->before_update);
+  session.optimizer->before_update = [this] {
+    retract();
+    if (before_update_) before_update_();
+  };
+  if (is_main()) {
+    make_desk(options, lengths);
+    make_server(options);
+  }
+  publish();
+}
+
+DedicatedRollouts::~DedicatedRollouts() {
+  session_.optimizer->before_update = std::move(before_update_);
+  server_.reset();  // it asks the sender
+}
+
+void DedicatedRollouts::make_desk(const DedicatedOptions& options, const RolloutLengths* lengths) {
+  const Config& config = session_.config;
+  DeskOptions desk;
+  desk.ledger = run_ledger(config);
+  desk.ledger.run_samples = std::min(kRunSamples, config.grpo.num_generations_per_prompt);
+  desk.first_step = next_step_;
+  desk.first_group = prompts_.first_group();
+  desk.first_sample_id = options.next_sample_id;
+  desk.actor_ranks = session_.context.world_size();
+  desk.in_flight = !exact_versions(config);
+  desk.lease = milliseconds(config.grpo.async_grpo.lease_timeout_s);
+  desk.silence = std::min(kSilence, desk.lease);
+  desk.max_lost = config.grpo.async_grpo.max_generation_failures;
+  desk.vocabulary = session_.policy->config().vocab_size;
+  desk.rewards = options.rewards;
+  desk.name = "desk-" + random_word().substr(0, 12);
+  desk.prompt = [this](int64_t group, bool needed) -> std::optional<WorkPrompt> {
+    // The next step is made whole if it is to come at all.
+    const bool comes = prompts_.place().epoch < session_.config.grpo.max_num_epochs;
+    std::optional<CarriedPrompt> given = prompts_.next(group, needed && comes);
+    if (!given) return std::nullopt;
+    return WorkPrompt{std::move(given->example), std::move(given->forced_lengths)};
+  };
+  desk.refuses = [config = config,
+                  actor = identity_of(config, session_.policy->config(), session_.model_dir, options.hf_home)](
+                     const JoinRequest& engine) { return difference_of_engine(actor, config, engine); };
+  desk_ = std::make_unique<SharedDesk>(
+      std::move(desk), [this](int64_t engine, const std::string& link) { sender_->serve(engine, link); });
+}
+
+void DedicatedRollouts::make_server(const DedicatedOptions& options) {
+  const Config& config = session_.config;
+  WorkServerOptions server;
+  server.port = options.work_port;
+  server.ticket = random_word();
+  // A run's samples: for each token its id, its log-prob and at worst a version of its own.
+  server.max_body_bytes = static_cast<size_t>(
+      (1 << 23) +
+      kRunSamples * (4096 + config.policy.max_total_sequence_length *
+                                static_cast<int64_t>(sizeof(int32_t) + sizeof(float) + sizeof(VersionSpan))));
+  server_ = std::make_unique<WorkServer>(server, *desk_);
+  store_->set(kWorkPortKey, std::to_string(server_->port()));
+  store_->set(kWorkTicketKey, server.ticket);
+  log_info("engines", "generation processes get their work at port " + std::to_string(server_->port()));
+}
+
+void DedicatedRollouts::publish() {
+  if (!published_) sender_->publish(version_);
+  published_ = true;
+  if (is_main()) desk_->with([](Desk& desk) { desk.publish(); });
+}
+
+// Before the weights are written.
+void DedicatedRollouts::retract() {
+  if (!published_) return;
+  const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
+  const Stopwatch watch;
+  if (exact_) {
+    wait_for_main([](Desk& desk) { return desk.behind().empty(); }, std::min(patience_, 2 * kTransfer),
+                  [this] { desk_->with([](Desk& desk) { desk.give_up_behind(); }); });
+  }
+  sender_->retract();
+  published_ = false;
+  waited_for_weights_ += watch.seconds();
+}
+
+// Returns on all ranks when `done` holds on rank 0. With nothing coming for `patience` rank 0 calls `too_long`, which
+// throws, or lets things go on. A collective would run into its own deadline: the others look at a counter that rises
+// while rank 0 waits, and lose patience when it does not.
+void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Milliseconds patience,
+                                      const std::function<void()>& too_long) {
+  const std::string key = "dedicated-wait-" + std::to_string(next_step_) + "-" + std::to_string(waits_++);
+  const bool several = session_.context.world_size() > 1;
+  if (is_main()) {
+    const auto on_wait = [&] {
+      if (on_progress_) on_progress_();
+      if (several) store_->add(key, 1);
+    };
+    if (!desk_->wait(done, patience, on_wait)) too_long();
+    if (several) store_->add(key, kMainIsDone);
+    return;
+  }
+  int64_t seen = -1;
+  Deadline deadline = Deadline::after(patience_);
+  while (true) {
+    const int64_t now = store_->add(key, 0);
+    if (now >= kMainIsDone) return;
+    if (now != seen) deadline = Deadline::after(patience_);
+    seen = now;
+    if (deadline.passed())
+      fail_timeout("rank 0 does not say any more whether groups have come (cluster.collective_timeout_s)");
+    if (on_progress_) on_progress_();
+    std::this_thread::sleep_for(kLookAtMain);
+  }
+}
+
+RolloutSource::Step DedicatedRollouts::collect(RankShares&, std::map<std::string, double>& values) {
+  session_.context.set_phase("generation");
+  const PhaseTimer::Scope idle = session_.timer.enter(Phase::kIdle);
+  const Stopwatch watch;
+  if (is_main()) desk_->with([](Desk& desk) { desk.open(); });
+  wait_for_main([](Desk& desk) { return desk.complete(); }, patience_,
+                [this] {
+                  fail_io("after cluster.collective_timeout_s " +
+                          desk_->with([](Desk& desk) { return desk.describe_wait(); }) +
+                          (desk_->with([](Desk& desk) { return desk.engines(); }) == 0
+                               ? ": start trireme engine, or trireme launch --engines N"
+                               : ""));
+                });
+  const double waited = watch.seconds();
+  Step step;
+  std::string bytes;
+  if (is_main()) {
+    step = take(values);
+    values["performance/weight_transfer_seconds"] =
+        std::max(values["performance/weight_transfer_seconds"], sender_->take_transfer_seconds());
+    if (session_.context.world_size() > 1) bytes = pack_step(step, place_, values);
+  } else {
+    sender_->take_transfer_seconds();
+  }
+  if (session_.context.world_size() > 1) {
+    session_.context.set_phase("rollout exchange");
+    broadcast_bytes(session_.context.world(), bytes);
+    if (!is_main()) step = unpack_step(bytes, place_, values);
+  }
+  ++next_step_;
+  waits_ = 0;
+  values["timing/train/exposed_generation"] = waited;
+  values["timing/train/weight_sync"] = std::exchange(waited_for_weights_, 0);
+  return step;
+}
+
+RolloutSource::Step DedicatedRollouts::take(std::map<std::string, double>& values) {
+  Step step;
+  desk_->with([&](Desk& desk) {
+    Desk::Step taken = desk.take(next_step_);
+    step.groups = std::move(taken.groups);
+    step.rewards = std::move(taken.rewards);
+    prompts_.collected(step.groups.back().number);
+    place_ = prompts_.place();
+    const Ledger::Counts counts = desk.ledger().counts();
+    values["train/recomputed_rows"] = static_cast<double>(taken.recomputed_rows);
+    values["performance/ledger_groups_leased"] = static_cast<double>(counts.leased);
+    values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);
+    values["performance/engines_live"] = static_cast<double>(desk.engines());
+    values["performance/engines_lost"] = static_cast<double>(desk.lost_engines());
+    values["performance/weight_transfer_seconds"] = taken.transfer_s;
+    values["performance/weight_stall_seconds"] = taken.stall_s;
+  });
+  return step;
+}
+
+void DedicatedRollouts::trained(int64_t step) {
+  session_.optimizer->finish_gather();  // whole, before others read them
+  version_ = std::max<int64_t>(0, step - critic_only_steps(session_.config));
+  if (is_main()) desk_->with([&](Desk& desk) { desk.trained(step); });
+  publish();
+}
+
+void DedicatedRollouts::prepare_save() {
+  if (!exact_ || !session_.config.checkpointing.enabled) return;
+  const PhaseTimer::Scope idle = session_.timer.enter(Phase::kIdle);
+  session_.context.set_phase("checkpoint");
+  wait_for_main([](Desk& desk) { return desk.ledger().wanting_older().empty(); }, patience_,
+                [this] {
+                  log_warn("engines",
+                           "the checkpoint lacks groups that older weights were to generate, which did not come within "
+                           "cluster.collective_timeout_s: a run that is resumed from it gives them newer weights");
+                });
+}
+
+void DedicatedRollouts::finish() {
+  if (!is_main()) return;
+  desk_->with([](Desk& desk) { desk.end(); });
+  desk_->wait([](Desk& desk) { return desk.engines() == 0; }, kFarewell, on_progress_);
+}
+
+SavedGroups DedicatedRollouts::saved() const {
+  return desk_->with(
+      [](Desk& desk) { return save_ledger(desk.ledger(), [&](int64_t group) { return desk.prompt(group); }); });
+}
+
+int64_t DedicatedRollouts::restore(const SavedGroups& saved) {
+  if (!is_main()) return 0;
+  return desk_->with([&](Desk& desk) {
+    return restore_ledger(
+        saved, desk.ledger().first_group(), [&](int64_t group) { return desk.prompt(group); },
+        [&](std::vector<LedgerGroup> groups) { return desk.restore(std::move(groups)); });
+  });
+}
+
+}  // namespace trireme

@@ -1,0 +1,25 @@
+// What an engine says of itself when it joins, and whether that is what the actor would generate with.
+#pragma once
+
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "trainer/config/config.h"
+#include "trainer/model/config.h"
+#include "trainer/work/wire.h"
+
+namespace trireme {
+
+// Keys of the job's store: the ticket of the work server, and the port it listens on.
+inline constexpr const char* kWorkTicketKey = "work/ticket";
+inline constexpr const char* kWorkPortKey = "work/port";
+
+// Without name and session.
+JoinRequest identity_of(const Config& config, const ModelConfig& model, const std::filesystem::path& model_dir,
+                        const std::filesystem::path& hf_home);
+// The first thing that is another one than the actor's, as the end of a sentence that begins with the engine's name.
+std::optional<std::string> difference_of_engine(const JoinRequest& actor, const Config& config,
+                                                const JoinRequest& engine);
+
+}  // namespace trireme

@@ -1,0 +1,493 @@
+#include "trainer/algorithms/engine_process.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "base/text.h"
+#include "trainer/algorithms/engine_identity.h"
+#include "trainer/algorithms/options.h"
+#include "trainer/algorithms/rollouts.h"
+#include "trainer/algorithms/session.h"
+#include "trainer/algorithms/session_parts.h"
+#include "trainer/model/weight_view.h"
+#include "trainer/ops/linear.h"
+#include "trainer/parallel/device.h"
+#include "trainer/parallel/link_pair.h"
+#include "trainer/rollout/host.h"
+#include "trainer/work/client.h"
+
+namespace trireme {
+namespace {
+
+constexpr int kTransferTries = 3;
+constexpr Milliseconds kActorGone{5000};  // nobody answers for so long
+constexpr Milliseconds kLongPoll{5000};   // at most
+constexpr Milliseconds kRewardLook{50};
+constexpr Milliseconds kBetweenSteps{300000};  // for a step to end: the first one warms up and captures graphs
+constexpr Milliseconds kTransferDeadline{60000};
+
+// What the actor hands out, until it has it back.
+struct Running {
+  LeasedWork work;
+  SharedTokens prompt;
+  std::vector<Sample> samples;  // when they are generated
+};
+
+// A failure of this one alone says nothing about what others would meet.
+bool others_would_meet(ErrorKind kind) {
+  return kind == ErrorKind::kUser || kind == ErrorKind::kData || kind == ErrorKind::kIo;
+}
+
+class EngineProcess final {
+ public:
+  EngineProcess(const Config& config, const EngineProcessOptions& options);
+  ~EngineProcess();
+  void run();
+
+ private:
+  void find_actor();
+  void join(WorkClient& client);
+  WorkClient client() const { return WorkClient({url_, ticket_, kActorGone}, &stopping_); }
+
+  // Each the work of one thread.
+  void lease_work();
+  void follow_weights();
+  void bring_samples();
+
+  void begin(LeasedWork work);
+  void finished(GeneratedGroup group);                         // on the host's thread
+  bool apply_when_idle(WorkClient& client, bool had_nothing);  // whether the weights are others now
+  int64_t fetch(WorkClient& client, WeightsReply reply);
+  void apply(int64_t version);
+  void set_version(int64_t version, double stall_s);
+  void fail(std::exception_ptr error);
+  void end();
+  template <typename Fn>
+  std::thread guarded(Fn&& fn);
+  // A GPU is the current one of a thread.
+  void use_device() const { (void)choose_device(config_.cluster.device, options_.rendezvous.local_rank); }
+  Caller caller() const {
+    const std::lock_guard lock(mutex_);
+    return caller_;
+  }
+
+  const Config& config_;
+  const EngineProcessOptions& options_;
+  const std::filesystem::path model_dir_;
+  const std::shared_ptr<const Tokenizer> tokenizer_;
+  RewardPool rewards_;
+  std::unique_ptr<Model> model_;
+  std::string url_, ticket_;
+  JoinRequest join_;
+  bool in_flight_ = false, kept_ = false;
+  int64_t group_size_ = 1;
+  Milliseconds long_poll_ = kLongPoll;
+  std::unique_ptr<WeightReceiver> receiver_;
+  std::unique_ptr<EngineHost> host_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  Caller caller_;
+  std::map<uint64_t, Running> running_;    // by the first sample's id, until generated
+  std::map<int64_t, Running> unrewarded_;  // by the reward pool's group id
+  int64_t next_reward_ = 0;
+  int64_t version_ = -1, fetched_ = -1;
+  double transfer_s_ = 0, stall_s_ = 0;
+  std::exception_ptr failure_;
+  bool over_ = false;
+  std::atomic<bool> stopping_{false};
+  std::atomic<int64_t> looks_{0};  // for rewards: what is in hand is being worked on
+};
+
+EngineProcess::EngineProcess(const Config& config, const EngineProcessOptions& options)
+    : config_(config),
+      options_(options),
+      model_dir_(resolve_model(config.policy.model_name, options.hf_home)),
+      tokenizer_(load_tokenizer(config, options.hf_home, model_dir_)),
+      rewards_(reward_options(config, options.rewards), uses_reward_model(config)) {
+  const ModelConfig description = ModelConfig::load(model_dir_);
+  const ModelOptions model_options = engine_model_options(config, options.rendezvous.local_rank, description);
+  // The weights come from the actor, the first ones too.
+  model_ = std::make_unique<Model>(description, model_options);
+  if (model_options.device.is_cpu()) choose_linear_mode(model_->linear_shapes(), model_options.dtype);
+  ParallelContext alone;
+  if (!rows_are_exact(*model_, config, alone))
+    log_warn("engine", "linear layers do not keep row bits on this machine: log-probs differ from the loss's");
+  join_ = identity_of(config, description, model_dir_, options.hf_home);
+  join_.name = options.name;
+  std::random_device device;
+  join_.session = std::to_string((static_cast<uint64_t>(device()) << 32) | device());
+  find_actor();
+}
+
+EngineProcess::~EngineProcess() {
+  end();
+  host_.reset();  // its thread uses what lies behind it
+}
+
+// The store is there when the actors have met, the ticket when they are ready.
+void EngineProcess::find_actor() {
+  const RendezvousOptions& r = options_.rendezvous;
+  const auto patience = Milliseconds(static_cast<int64_t>(config_.cluster.collective_timeout_s * 1000));
+  const Deadline deadline = Deadline::after(patience);
+  LinkStore store(r.master_address, r.master_port, r.attempt, patience);
+  const LinkCancel nobody_cancels;
+  const std::string missing =
+      "the run's work server did not come: its actor generates itself "
+      "(policy.generation.colocated.enabled), or did not get so far";
+  ticket_ = store.get(kWorkTicketKey, deadline, nobody_cancels, missing);
+  url_ = options_.work_url;
+  if (url_.empty())
+    url_ = "http://" + r.master_address + ":" + store.get(kWorkPortKey, deadline, nobody_cancels, missing);
+}
+
+void EngineProcess::join(WorkClient& client) {
+  const JoinReply reply = client.join(join_);
+  const std::lock_guard lock(mutex_);
+  const bool again = !caller_.session.empty();
+  caller_ = {reply.engine, join_.session, reply.desk};
+  if (again) return;
+  in_flight_ = reply.in_flight;
+  kept_ = reply.in_flight && !config_.grpo.async_grpo.recompute_kv_cache_after_weight_updates;
+  group_size_ = reply.group_size;
+  long_poll_ = std::min(kLongPoll, Milliseconds(reply.silence_ms / 4));
+}
+
+void EngineProcess::fail(std::exception_ptr error) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!failure_ && !over_) failure_ = error;
+  }
+  end();
+}
+
+// All threads leave soon.
+void EngineProcess::end() {
+  stopping_ = true;
+  if (receiver_) receiver_->cancel();
+  { const std::lock_guard lock(mutex_); }  // who has just looked is waiting by now
+  changed_.notify_all();
+}
+
+template <typename Fn>
+std::thread EngineProcess::guarded(Fn&& fn) {
+  return std::thread([this, fn = std::forward<Fn>(fn)] {
+    try {
+      use_device();
+      fn();
+    } catch (...) {
+      fail(std::current_exception());
+    }
+  });
+}
+
+void EngineProcess::run() {
+  WorkClient first = client();
+  join(first);
+  WeightLinkOptions link;
+  link.store_address = options_.rendezvous.master_address;
+  link.store_port = options_.rendezvous.master_port;
+  link.attempt = options_.rendezvous.attempt;
+  link.engine = caller_.engine;
+  link.deadline = kTransferDeadline;
+  link.transport = options_.transport;
+  receiver_ = std::make_unique<WeightReceiver>(link, weight_view(*model_));
+  host_ = std::make_unique<EngineHost>(
+      [this, threads = at::get_num_threads()] {
+        at::set_num_threads(threads);
+        use_device();
+        return std::make_unique<Engine>(*model_, tokenizer_.get(), engine_options(config_),
+                                        training_sampling(config_, *tokenizer_));
+      },
+      [this](GeneratedGroup group) { finished(std::move(group)); });
+  log_info("engine", options_.name + " generates for the run at " + url_ + " on " +
+                         device_name(model_->options().device) + ", as engine " + std::to_string(caller_.engine));
+  if (options_.on_ready) options_.on_ready();
+  std::vector<std::thread> threads;
+  threads.push_back(guarded([this] { lease_work(); }));
+  threads.push_back(guarded([this] { follow_weights(); }));
+  try {
+    bring_samples();
+  } catch (...) {
+    fail(std::current_exception());
+  }
+  end();
+  for (std::thread& thread : threads) thread.join();
+  LeaveRequest leave;
+  leave.caller = caller();
+  try {
+    if (failure_) std::rethrow_exception(failure_);
+  } catch (const Error& error) {
+    leave.why = error.what();
+    leave.fatal = others_would_meet(error.kind());
+    leave.kind = static_cast<int64_t>(error.kind());
+  } catch (const std::exception& error) {
+    leave.why = error.what();
+  }
+  WorkClient({url_, ticket_, kActorGone}, nullptr).leave(leave);
+  host_.reset();
+  if (failure_) std::rethrow_exception(failure_);
+}
+
+// Work in, as long as there is room; and the sign of life.
+void EngineProcess::lease_work() {
+  WorkClient client = this->client();
+  while (!stopping_) {
+    host_->check();
+    LeaseRequest request;
+    request.caller = caller();
+    request.places = host_->places();
+    request.steps = host_->steps() + looks_;
+    request.recomputed_rows = host_->recomputed_rows();
+    {
+      const std::lock_guard lock(mutex_);
+      request.version = version_;
+      request.fetched = fetched_;
+      request.transfer_s = transfer_s_;
+      request.stall_s = stall_s_;
+    }
+    const bool idle = host_->unfinished() == 0 && request.places > 0;
+    const bool may_change = idle && !in_flight_;
+    // It hears from its own engine, and not from the actor, when it can take the weights that it has beside it.
+    const bool has_newer = !in_flight_ && request.fetched > request.version;
+    const bool in_line = may_change && receiver_->needs_stop();
+    request.wait_ms = request.places > 0 && !has_newer && !in_line ? long_poll_.count() : 0;
+    LeaseReply reply = client.lease(request);
+    if (reply.over) {
+      {
+        const std::lock_guard lock(mutex_);
+        over_ = true;
+      }
+      return end();
+    }
+    if (!reply.known) {
+      log_warn("engine", "the actor had given this engine up; it joins again");
+      join(client);
+      continue;
+    }
+    const bool nothing = reply.runs.empty();
+    for (LeasedWork& work : reply.runs) begin(std::move(work));
+    if (may_change && apply_when_idle(client, nothing)) continue;
+    if (request.places == 0 || (nothing && has_newer))
+      host_->wait_for_places(request.places, Deadline::after(long_poll_ / 4));
+  }
+}
+
+// New weights of an engine that changes them only with nothing unfinished: now, when there was nothing more to begin
+// with the present ones.
+bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
+  if (!had_nothing) return false;
+  if (receiver_->needs_stop()) {  // they are received where they are read
+    const WeightsReply reply = client.weights({caller(), fetched_, 500});
+    if (reply.version < 0) return false;
+    const int64_t version = fetch(client, reply);
+    apply(version);
+    return true;
+  }
+  int64_t version = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (fetched_ <= version_) return false;
+    version = fetched_;
+  }
+  apply(version);
+  return true;
+}
+
+// Fetches; a transfer that breaks is asked for again, three times in all.
+int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
+  for (int tries = 1;; ++tries) {
+    try {
+      return receiver_->fetch(reply.link, reply.actor_rank);
+    } catch (const Error& error) {
+      if (tries == kTransferTries || stopping_ || error.kind() == ErrorKind::kUser) throw;
+      log_warn("engine", std::string(error.what()) + "; asking again");
+    }
+    int64_t after = -1;
+    {
+      const std::lock_guard lock(mutex_);
+      after = fetched_;
+    }
+    do {
+      reply = client.weights({caller(), after, long_poll_.count()});
+      if (reply.over || stopping_) throw Error(ErrorKind::kUnavailable, "the run has ended");
+      if (!reply.known) std::this_thread::sleep_for(kRewardLook);  // until it has joined again
+    } while (reply.version < 0);
+  }
+}
+
+void EngineProcess::set_version(int64_t version, double stall_s) {
+  {
+    const std::lock_guard lock(mutex_);
+    version_ = version;
+    fetched_ = std::max(fetched_, version);
+    stall_s_ = stall_s;
+    transfer_s_ = receiver_->last().seconds;
+  }
+  changed_.notify_all();
+}
+
+// What was fetched last becomes the weights, between two steps.
+void EngineProcess::apply(int64_t version) {
+  const auto change = [this, version](Engine& engine) {
+    const Stopwatch watch;
+    receiver_->apply();
+    engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
+    set_version(version, watch.seconds());
+  };
+  host_->between_steps(change, Deadline::after(kBetweenSteps));
+}
+
+// Newer weights, beside generation where there is room for them.
+void EngineProcess::follow_weights() {
+  WorkClient client = this->client();
+  while (!stopping_) {
+    int64_t after = -1;
+    bool first = false;
+    {
+      std::unique_lock lock(mutex_);
+      // A second copy that is not used yet is not overwritten.
+      changed_.wait(lock, [&] { return stopping_ || fetched_ <= version_; });
+      after = fetched_;
+      first = version_ < 0;
+    }
+    if (stopping_) return;
+    const bool in_line = receiver_->needs_stop() && !in_flight_;
+    if (in_line && !first) return;  // lease_work() does it
+    const WeightsReply reply = client.weights({caller(), after, long_poll_.count()});
+    if (reply.over) continue;  // lease_work() hears it too
+    if (!reply.known) std::this_thread::sleep_for(kRewardLook);
+    if (reply.version < 0) continue;
+    if (receiver_->needs_stop()) {
+      const auto change = [this, &client, reply](Engine& engine) {
+        const Stopwatch watch;
+        const int64_t version = fetch(client, reply);
+        engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
+        set_version(version, watch.seconds());
+      };
+      host_->between_steps(change, Deadline::after(kBetweenSteps));
+      continue;
+    }
+    const int64_t version = fetch(client, reply);
+    {
+      const std::lock_guard lock(mutex_);
+      fetched_ = version;
+    }
+    (void)client.weights({caller(), version, -1});  // the actor may wait for it
+    if (in_flight_ || first) apply(version);
+  }
+}
+
+void EngineProcess::begin(LeasedWork work) {
+  GroupRequest request;
+  request.group_id = work.group;
+  request.prompt = work.prompt;
+  request.samples = work.count;
+  request.first_sample_id = work.first_sample_id;
+  request.ends_known = false;
+  request.forced_lengths = work.forced_lengths;
+  {
+    const std::lock_guard lock(mutex_);
+    Running running;
+    running.prompt = SharedTokens(work.prompt);
+    running.work = std::move(work);
+    // It was given up, and handed out to the same engine again: one of the two is enough.
+    if (!running_.emplace(request.first_sample_id, std::move(running)).second) return;
+  }
+  host_->submit(std::move(request));
+}
+
+void EngineProcess::finished(GeneratedGroup group) {
+  std::vector<RewardRequest> requests;
+  int64_t id = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = running_.find(group.first_sample_id);
+    TRIREME_CHECK(found != running_.end(), "the engine has finished a run that nobody began");
+    Running running = std::move(found->second);
+    running_.erase(found);
+    PromptExample example;
+    example.prompt_text = running.work.prompt_text;
+    example.gold = running.work.gold;
+    example.extra = running.work.extra;
+    for (size_t i = 0; i < group.samples.size(); ++i) {
+      running.samples.push_back(to_sample(running.work.group, running.work.first_sample + static_cast<int64_t>(i),
+                                          running.prompt, std::move(group.samples[i])));
+      const Sample& sample = running.samples.back();
+      requests.push_back(reward_request(example, sample.response, sample.truncated, *tokenizer_));
+    }
+    id = next_reward_++;
+    unrewarded_.emplace(id, std::move(running));
+  }
+  rewards_.submit(id, std::move(requests));
+  changed_.notify_all();
+}
+
+// Samples out, with their rewards; and who ends the process.
+void EngineProcess::bring_samples() {
+  WorkClient client = this->client();
+  const bool drawn = !config_.policy.generation.forced_lengths.empty();
+  while (!stopping_) {
+    host_->check();
+    if (options_.stop_signal != nullptr && options_.stop_signal->load() != 0) {
+      log_info("engine", "got signal " + std::to_string(options_.stop_signal->load()) + ": it hands back what it has");
+      const std::lock_guard lock(mutex_);
+      over_ = true;
+      return;
+    }
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kRewardLook, [&] { return stopping_ || !unrewarded_.empty(); });
+      if (unrewarded_.empty()) continue;
+    }
+    ++looks_;
+    const std::optional<RewardedGroup> rewarded = rewards_.wait_any(Deadline::after(kRewardLook));
+    if (!rewarded) continue;
+    Running running;
+    {
+      const std::lock_guard lock(mutex_);
+      running = std::move(unrewarded_.at(rewarded->group_id));
+      unrewarded_.erase(rewarded->group_id);
+    }
+    fill_rewards(*rewarded, running.samples.data());
+    if (drawn)
+      fill_drawn_rewards(static_cast<uint64_t>(config_.grpo.seed), group_size_, running.samples.data(),
+                         running.samples.size());
+    GroupsRequest request;
+    request.caller = caller();
+    request.run = running.work.run;
+    request.group = running.work.group;
+    request.first_sample = running.work.first_sample;
+    request.counters = rewards_.counters();
+    request.samples = std::move(running.samples);
+    for (Sample& sample : request.samples) sample.group = 0;
+    if (client.send_groups(request).result == GroupsReply::Result::kTooOld)
+      log_warn("engine", "samples of group " + std::to_string(request.group) +
+                             " are older than their step takes; they are generated again");
+  }
+}
+
+}  // namespace
+
+void run_engine(const Config& config, const EngineProcessOptions& options) {
+  if (!generates_elsewhere(config))
+    fail_user("trireme engine is for a run with policy.generation.colocated.enabled=false; this one's ranks generate");
+  if (options.rendezvous.master_port == 0)
+    fail_user("trireme engine needs MASTER_ADDR and MASTER_PORT, where the run's first actor has its store");
+  prepare_devices(Layout{});
+  EngineProcess(config, options).run();
+}
+
+}  // namespace trireme

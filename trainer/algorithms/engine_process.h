@@ -1,0 +1,33 @@
+// run_engine: a process that generates for a run which trains elsewhere (`trireme engine`). It has the model, the
+// tokenizer and the rewards of the run's configuration, no optimizer and no data.
+#pragma once
+
+#include <atomic>
+#include <filesystem>
+#include <functional>
+#include <string>
+
+#include "trainer/config/config.h"
+#include "trainer/parallel/communicator.h"
+#include "trainer/parallel/transport.h"
+#include "trainer/rewards/place.h"
+
+namespace trireme {
+
+struct EngineProcessOptions {
+  std::string name;              // of this engine; no other that runs has it
+  std::string work_url;          // http://host:port of actor 0; empty: the port is in the job's store
+  RendezvousOptions rendezvous;  // of the actors: address, port and attempt of their store; local_rank: the device
+  std::filesystem::path hf_home;
+  RewardPlace rewards;
+  TransportCheck transport;
+  const std::atomic<int>* stop_signal = nullptr;  // non-zero: hand back what is in hand, and leave
+  std::function<void()> on_ready;                 // from here on stop_signal is read
+};
+
+// Returns when the run has ended, or by stop_signal. Throws Error(kUnavailable) soon after the actor has gone, or when
+// its weights cannot be had three times in a row; Error(kUser) with the first difference when it may not join; what
+// model, engine and rewards throw, which others would meet too, is told to the actor, and ends the run there.
+void run_engine(const Config& config, const EngineProcessOptions& options);
+
+}  // namespace trireme
