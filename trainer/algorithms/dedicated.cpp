@@ -278,17 +278,20 @@ RolloutSource::Step DedicatedRollouts::collect(RankShares&, std::map<std::string
   const double waited = watch.seconds();
   Step step;
   std::string bytes;
+  session_.context.set_phase("rollout exchange");
+  Communicator& world = session_.context.world();
+  const double transfer_s = world.all_reduce_max(sender_->take_transfer_seconds());
+  const double stall_s = world.all_reduce_max(sender_->take_stall_seconds());
   if (is_main()) {
     step = take(values);
-    values["performance/weight_transfer_seconds"] =
-        std::max(values["performance/weight_transfer_seconds"], sender_->take_transfer_seconds());
-    if (session_.context.world_size() > 1) bytes = pack_step(step, place_, values);
-  } else {
-    sender_->take_transfer_seconds();
+    for (const auto& [name, seconds] : {std::pair{"transfer", transfer_s}, std::pair{"stall", stall_s}}) {
+      double& told = values[std::string("performance/weight_") + name + "_seconds"];  // by engines
+      told = std::max(told, seconds);
+    }
+    if (world.size() > 1) bytes = pack_step(step, place_, values);
   }
-  if (session_.context.world_size() > 1) {
-    session_.context.set_phase("rollout exchange");
-    broadcast_bytes(session_.context.world(), bytes);
+  if (world.size() > 1) {
+    broadcast_bytes(world, bytes);
     if (!is_main()) step = unpack_step(bytes, place_, values);
   }
   ++next_step_;

@@ -89,15 +89,17 @@ bool Engines::hopeless() const {
          std::all_of(engines_.begin(), engines_.end(), [](const Engine& engine) { return engine.refused; });
 }
 
-void Engines::end() {
+void Engines::end(bool at_once) {
   const Deadline deadline = Deadline::after(options_.engine_grace);
   for (Engine& engine : engines_) {
+    const std::string who = "engine-" + std::to_string(engine.number);
+    if (engine.process && at_once) engine.process->signal(SIGTERM);
     while (engine.process) {
-      if (engine.process->poll()) {
+      if (const auto status = engine.process->poll()) {
+        if (!status->ok()) log_info("launch", who + " ended with " + status->describe());
         let_go(engine);
       } else if (deadline.passed()) {
-        log_warn("launch", "engine-" + std::to_string(engine.number) + " still runs " +
-                               std::to_string(options_.engine_grace.count() / 1000) +
+        log_warn("launch", who + " still runs " + std::to_string(options_.engine_grace.count() / 1000) +
                                " s after the last rank: killing it");
         engine.process->terminate(Milliseconds(2000));
         let_go(engine);

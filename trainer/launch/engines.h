@@ -27,8 +27,8 @@ class Engines final {
   bool hopeless() const;
   // The last lines of one that has ended so.
   std::vector<std::string> last_lines() const { return last_lines_; }
-  // The ranks have ended: engines leave by themselves, or are killed after the grace.
-  void end();
+  // The ranks have ended: engines leave by themselves, or `at_once` by SIGTERM, or are killed after the grace.
+  void end(bool at_once);
 
  private:
   struct Engine {

@@ -108,7 +108,10 @@ class Ranks final {
   LaunchResult result() {
     // Whoever they left behind may hold their stderr: what they said themselves is in the pipe, the rest can wait.
     for (Rank& rank : ranks_) rank.tail->stop();
-    if (engines_) engines_->end();
+    // Behind a mistake in the configuration they wait for ranks that never were.
+    const bool mistake = first_failed_ != nullptr && first_failed_->status->signal == 0 &&
+                         first_failed_->status->code == options_.config_code;
+    if (engines_) engines_->end(/*at_once=*/mistake);
     if (engines_refused_) {
       result_.exit_code = options_.config_code;
       result_.cause = "no engine could join";

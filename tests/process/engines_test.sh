@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# Generation in processes of its own, of whole runs: in turn the weights are those of a run on the same devices, bit for
+# bit; with exact versions a run is repeatable, killed and resumed too; in flight every token has its weights' bits.
+# Engines that are killed, stopped, or do not fit; an actor that is killed; what is refused, in one sentence.
+cd "$(dirname "$0")/../.." && . tests/process/lib.sh
+make_fixture
+apart="policy.generation.colocated.enabled=false"
+quick="grpo.async_grpo.lease_timeout_s=3"  # an engine that says nothing for so long is gone
+equal() {  # NAME OTHER STEP
+  [ "$(weights "$1" "$3")" = "$(weights "$2" "$3")" ] && ok "$1: the weights of $2" || bad "$1: the weights of $2"
+}
+
+# In turn with training.
+"$TRIREME" $(run_args one) >/dev/null 2>&1
+"$TRIREME" launch --nproc-per-node 2 -- $(run_args two) >/dev/null 2>&1
+for ranks in 1 2; do
+  for engines in 1 3; do
+    name=turn-$ranks-$engines
+    check "$ranks ranks, $engines engines" "$TRIREME" launch --nproc-per-node $ranks --engines $engines -- \
+      $(run_args $name $apart)
+    check "$name: equal bits of engine and loss" sound $name 6
+    [ $ranks = 1 ] && equal $name one 6 || equal $name two 6
+  done
+done
+
+# Exact versions: responses end early and late, and there are more of them than places.
+many="policy.generation.max_running_samples=4 policy.generation.max_new_tokens=24
+  policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
+async="$apart $many $quick grpo.async_grpo.enabled=true loss_fn.use_importance_sampling_correction=true"
+ages() {  # NAME STEPS WHAT (python, of the rows)
+  python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
+import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+print(f"{len(rows)} steps,", [(x["train/weight_version"], x["train/max_trajectory_age"], x["train/avg_trajectory_age"],
+                               x["train/spanning_samples"], x["train/mixed_context_tokens"]) for x in rows])
+whole = [x["train/weight_version"] for x in rows] == list(range(len(rows)))
+equal = all(x["train/logprob_mismatch_tokens"] == 0 for x in rows)
+sys.exit(0 if len(rows) == int(sys.argv[2]) and whole and equal and eval(sys.argv[3]) else 1)
+PY
+}
+exact='[x["train/max_trajectory_age"] for x in rows] == [0, 1, 1, 1, 1, 1] and
+  [x["train/avg_trajectory_age"] for x in rows] == [0, 1, 1, 1, 1, 1] and
+  all(x["train/spanning_samples"] == 0 for x in rows)'
+check "exact versions" "$TRIREME" launch --engines 2 -- $(run_args exact $async checkpointing.save_period=2)
+check "each step by the weights one step before" ages exact 6 "$exact"
+check "again, with one engine" "$TRIREME" launch --engines 1 -- $(run_args again $async)
+equal again exact 6
+for attempt in $(seq 1 10); do
+  "$TRIREME" launch --engines 2 -- $(run_args killed $async) >/dev/null 2>"$dir/err" & pid=$!
+  if [ "$attempt" -le 4 ]; then sleep "$((1 + RANDOM % 3)).$((RANDOM % 900 + 100))"; kill -9 $pid 2>/dev/null; fi
+  wait $pid 2>/dev/null && break
+done
+check "killed and resumed: every step once" ages killed 6 'True'
+equal killed exact 6
+check "exact versions, two ranks" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(run_args exact-two $async)
+check "the same of two ranks" ages exact-two 6 "$exact"
+
+# In flight.
+flight="$async grpo.async_grpo.in_flight_weight_updates=true"
+check "in flight" "$TRIREME" launch --engines 1 -- $(run_args flight $flight)
+check "tokens of two versions, each with its own bits" ages flight 6 \
+  'all(x["train/max_trajectory_age"] <= 1 for x in rows) and sum(x["train/spanning_samples"] for x in rows) > 0 and
+   all(x["train/mixed_context_tokens"] == 0 for x in rows)'
+check "in flight, kept keys" "$TRIREME" launch --engines 1 -- \
+  $(run_args kept $flight grpo.async_grpo.recompute_kv_cache_after_weight_updates=false)
+check "are marked and not compared" ages kept 6 'sum(x["train/mixed_context_tokens"] for x in rows) > 0'
+check "in flight, dynamic sampling" "$TRIREME" launch --engines 2 -- $(run_args dynamic $flight \
+  grpo.use_dynamic_sampling=true grpo.dynamic_sampling_max_gen_batches=50)
+check "replaces groups at once" ages dynamic 6 'all(x["train/num_valid_samples"] == 32 for x in rows)'
+
+# Losses. In turn the weights say whether a group was lost or doubled.
+slow="$apart $many $quick"
+"$TRIREME" $(run_args plain $many) >/dev/null 2>&1
+children() { pgrep -P "$1" -f " $2 --config" | sort -n; }
+# wait_for FILE TEXT: at most 60 s.
+wait_for() {
+  for _ in $(seq 1 600); do grep -q "$2" "$1" 2>/dev/null && return; sleep 0.1; done
+  bad "waiting for '$2'" "$(cat "$1")"
+}
+start() {  # NAME ENGINES [overrides...]: its launcher is $pid, its log $log
+  local name=$1 engines=$2; shift 2
+  log="$dir/$name.err"
+  "$TRIREME" launch --engines "$engines" -- $(run_args "$name" "$@") >/dev/null 2>"$log" & pid=$!
+}
+ended() { wait $pid && ok "$1" || bad "$1" "$(cat "$log")"; }
+start lost 2 $slow
+wait_for "$log" "engine-1 has joined"; sleep 0.5
+kill -9 $(children $pid engine | tail -1)
+ended "an engine is killed: the run goes on"
+equal lost plain 6
+grep -q "engine-[01] ended with signal 9 (Killed); it is started again" "$log" && ok "it is started again" ||
+  bad "it is started again" "$(cat "$log")"
+start lost-two 3 $slow
+wait_for "$log" "engine-2 has joined"; sleep 0.3
+kill -9 $(children $pid engine | tail -2)
+ended "two of three are killed"
+equal lost-two plain 6
+start stopped 2 $slow
+wait_for "$log" "engine-1 has joined"; sleep 0.3
+stopped=$(children $pid engine | tail -1)
+kill -STOP "$stopped"
+wait_for "$log" "is gone: nothing was heard of it for 3 s"
+kill -CONT "$stopped"
+ended "an engine is stopped: others generate what it had"
+equal stopped plain 6
+start orphaned 2 $slow grpo.max_num_steps=1000 checkpointing.enabled=false
+wait_for "$log" "engine-1 has joined"; sleep 0.5
+kill -9 "$(children $pid train | head -1)"
+began=$SECONDS
+wait $pid; code=$?
+[ $code = 137 ] && ok "actor 0 is killed: its code" || bad "actor 0 is killed: code $code" "$(cat "$log")"
+[ "$(grep -c 'engine-[01] ended with exit code 20' "$log")" = 2 ] && [ $((SECONDS - began)) -lt 15 ] &&
+  ok "engines leave within seconds" || bad "engines leave within seconds" "$(cat "$log")"
+
+# Who does not fit.
+port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+"$TRIREME" launch --master-port "$port" --engines 1 -- $(run_args fits $slow grpo.max_num_steps=1000 \
+  checkpointing.enabled=false) >/dev/null 2>"$dir/fits.err" & pid=$!
+wait_for "$dir/fits.err" "engine-0 has joined"
+out=$(MASTER_PORT=$port TRIREME_ENGINE_NAME=odd "$TRIREME" engine \
+  $(run_args fits $slow grpo.max_num_steps=1000 checkpointing.enabled=false | cut -d ' ' -f 2-) grpo.seed=7 2>&1)
+code=$?
+[ $code = 10 ] && grep -q "engine odd has other settings than the actor: grpo.seed is [0-9]* there and 7 here" <<<"$out" &&
+  ok "an engine with other settings is refused" || bad "an engine with other settings: code $code" "$out"
+kill -9 $pid; wait $pid 2>/dev/null
+
+refused() {  # NAME SENTENCE COMMAND...
+  local name=$1 sentence=$2 out; shift 2
+  out=$("$@" 2>&1) && { bad "$name" "was accepted"; return; }
+  grep -qF "$sentence" <<<"$out" && ok "$name" || bad "$name" "$out"
+}
+refused "engines with generation on the same devices" "or leave --engines out" \
+  "$TRIREME" launch --engines 1 -- $(run_args refused)
+refused "no way to reach the run" "start it with trireme launch --engines" "$TRIREME" $(run_args refused $apart)
+refused "early gradients" "beside generation on the same device" "$TRIREME" $(run_args refused $apart) \
+  grpo.early_gradients=true
+refused "tensor parallel ranks" "from a policy of tensor parallel size 2" "$TRIREME" $(run_args refused $apart) \
+  policy.megatron_cfg.enabled=true policy.megatron_cfg.tensor_model_parallel_size=2 cluster.gpus_per_node=2
+refused "dynamic sampling with exact versions" "which step a group is of is not known" "$TRIREME" \
+  $(run_args refused $async) grpo.use_dynamic_sampling=true
+finish
