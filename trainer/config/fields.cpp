@@ -132,6 +132,9 @@ void add_grpo(std::vector<Field>& table) {
    "GPU with "
    "long-tailed responses and no reference model, and costs 8 % on four (docs/lab/013-gradients-under-generation.md)");
   OUR_ROLLOUT(shuffle_rewards)("control experiment: rewards are permuted over the batch, so nothing can be learnt");
+}
+
+void add_async(std::vector<Field>& table) {
   KEY(grpo.async_grpo.enabled)
   ("carry-over: places that a step's last responses leave free take groups of the next steps, and what is not finished "
    "when the step is complete goes on with the new weights. With generation on devices of its own: it generates for "
@@ -673,9 +676,10 @@ const std::vector<Field>& fields() {
         "the version of NeMo-RL whose defaults the keys of 'Defaults by version' take where the file says nothing")
         .one_of({"v0.3", "main"})
         .from("v0.3 where the file has a key that only v0.3 has (policy.fsdp_offload_enabled), else main");
-    for (const auto add_section : {add_grpo, add_ppo, add_sft, add_loss, add_value_loss, add_policy, add_batching,
-                                   add_optimizer, add_generation, add_megatron, add_megatron_optimizer, add_dtensor,
-                                   add_value, add_data, add_env, add_logger, add_checkpointing, add_cluster}) {
+    for (const auto add_section :
+         {add_grpo, add_async, add_ppo, add_sft, add_loss, add_value_loss, add_policy, add_batching, add_optimizer,
+          add_generation, add_megatron, add_megatron_optimizer, add_dtensor, add_value, add_data, add_env, add_logger,
+          add_checkpointing, add_cluster}) {
       add_section(table);
     }
     return table;

@@ -57,6 +57,8 @@ const GaugeName kGauges[] = {
      "Version of the weights that the last step began with, where steps overlap."},
     {"trireme_trajectory_age", "train/avg_trajectory_age",
      "Steps by which the weights of a sample's oldest token were older than its step's, in the mean."},
+    {"trireme_weight_transfer_seconds", "performance/weight_transfer_seconds",
+     "The slowest transfer of weights to a generation process, last step."},
     {"trireme_logprob_mult_error", "train/token_mult_prob_error",
      "Mean exp(|sampled - trained log-prob|); 1 is perfect."},
     {"trireme_grad_norm", "train/grad_norm", "Gradient norm before clipping."},
@@ -95,6 +97,11 @@ struct MetricsServer::Impl {
                           .Help("Groups of later steps when the last one was complete: begun, or complete already.")
                           .Labels(labels)
                           .Register(registry)),
+        engines(prometheus::BuildGauge()
+                    .Name("trireme_engines")
+                    .Help("Generation processes: there when the last step was complete; lost since the start.")
+                    .Labels(labels)
+                    .Register(registry)),
         reward_failures(counter("trireme_reward_failures_total", "Rewards that could not be had.")),
         samples(counter("trireme_samples_total", "Samples trained on.")),
         tokens(counter("trireme_tokens_total", "Prompt and response tokens trained on.")) {
@@ -189,6 +196,7 @@ struct MetricsServer::Impl {
   prometheus::Family<prometheus::Histogram>& phase_seconds;
   prometheus::Family<prometheus::Gauge>& last_phase_seconds;
   prometheus::Family<prometheus::Gauge>& ledger_groups;
+  prometheus::Family<prometheus::Gauge>& engines;
   prometheus::Counter& reward_failures;
   prometheus::Counter& samples;
   prometheus::Counter& tokens;
@@ -224,6 +232,10 @@ void MetricsServer::observe(const StepRecord& record) {
   for (const char* state : {"leased", "complete"}) {
     const auto found = flat.find(std::string("performance/ledger_groups_") + state);
     if (found != flat.end()) impl.ledger_groups.Add({{"state", state}}).Set(found->second);
+  }
+  for (const char* state : {"live", "lost"}) {
+    const auto found = flat.find(std::string("performance/engines_") + state);
+    if (found != flat.end()) impl.engines.Add({{"state", state}}).Set(found->second);
   }
   const auto add = [&](prometheus::Counter& counter, const char* name) {
     const auto found = flat.find(name);

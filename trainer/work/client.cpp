@@ -67,7 +67,7 @@ struct WorkClient::Impl {
     if (status == 403) fail_user(why);
     if (status == 409) throw Error(ErrorKind::kConflict, why);
     if (status == 401)
-      throw Error(ErrorKind::kConflict, "the actor does not know this engine's ticket: it is of another job or attempt");
+      throw Error(ErrorKind::kConflict, "the actor does not know this ticket: it is of another job or attempt");
     fail_data("the actor refuses a request with status " + std::to_string(status) + ": " + why);
   }
 

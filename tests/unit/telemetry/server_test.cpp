@@ -28,7 +28,8 @@ StepRecord record(int64_t step) {
   r.phases.seconds[static_cast<size_t>(Phase::kIdle)] = 1;
   r.train = {{"reward", 0.25}, {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
              {"loss", -0.5},   {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100}};
-  r.performance = {{"tokens_per_sec", 250}, {"ledger_groups_leased", 3}, {"ledger_groups_complete", 1}};
+  r.performance = {{"tokens_per_sec", 250}, {"ledger_groups_leased", 3}, {"ledger_groups_complete", 1},
+                   {"engines_live", 2},     {"engines_lost", 1},         {"weight_transfer_seconds", 0.25}};
   return r;
 }
 
@@ -76,7 +77,10 @@ TEST(MetricsServer, ServesStepsAndPhases) {
                            "trireme_tokens_total{rank=\"3\"} 200\n",
                            "trireme_checkpoint_step{rank=\"3\"} 2\n",
                            "trireme_ledger_groups{rank=\"3\",state=\"leased\"} 3\n",
-                           "trireme_ledger_groups{rank=\"3\",state=\"complete\"} 1\n"}) {
+                           "trireme_ledger_groups{rank=\"3\",state=\"complete\"} 1\n",
+                           "trireme_engines{rank=\"3\",state=\"live\"} 2\n",
+                           "trireme_engines{rank=\"3\",state=\"lost\"} 1\n",
+                           "trireme_weight_transfer_seconds{rank=\"3\"} 0.25\n"}) {
     EXPECT_THAT(text, HasSubstr(line));
   }
   EXPECT_THAT(text, Not(HasSubstr("trireme_validation_accuracy{")));  // no value yet: no series
