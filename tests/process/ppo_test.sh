@@ -78,4 +78,7 @@ check "a warm start" \
 out=$("$TRIREME" $(ppo_args cold ppo.max_num_steps=1 $warm="$dir/raw/step_2") 2>&1); code=$?
 [ $code = 10 ] && grep -q "holds no critic" <<<"$out" && ok "a folder without values is refused" ||
   bad "a warm start without values: code $code" "$out"
+check "with generation elsewhere" "$TRIREME" launch --engines 2 -- $(ppo_args apart \
+  policy.generation.colocated.enabled=false)
+[ "$(both apart 6)" = "$expected" ] && ok "the same actor and critic" || bad "the same actor and critic"
 finish

@@ -78,6 +78,10 @@ class EngineProcess final {
   std::thread guarded(Fn&& fn);
   // A GPU is the current one of a thread.
   void use_device() const { (void)choose_device(config_.cluster.device, options_.rendezvous.local_rank); }
+  int64_t fetched() const {
+    const std::lock_guard lock(mutex_);
+    return fetched_;
+  }
   Caller caller() const {
     const std::lock_guard lock(mutex_);
     return caller_;
@@ -290,7 +294,7 @@ void EngineProcess::lease_work() {
 bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
   if (!had_nothing) return false;
   if (receiver_->needs_stop()) {  // they are received where they are read
-    const WeightsReply reply = client.weights({caller(), fetched_, 500});
+    const WeightsReply reply = client.weights({caller(), fetched(), 500});
     if (reply.version < 0) return false;
     const int64_t version = fetch(client, reply);
     apply(version);
@@ -315,13 +319,8 @@ int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
       if (tries == kTransferTries || stopping_ || error.kind() == ErrorKind::kUser) throw;
       log_warn("engine", std::string(error.what()) + "; asking again");
     }
-    int64_t after = -1;
-    {
-      const std::lock_guard lock(mutex_);
-      after = fetched_;
-    }
     do {
-      reply = client.weights({caller(), after, long_poll_.count()});
+      reply = client.weights({caller(), fetched(), long_poll_.count()});
       if (reply.over || stopping_) throw Error(ErrorKind::kUnavailable, "the run has ended");
       if (!reply.known) std::this_thread::sleep_for(kRewardLook);  // until it has joined again
     } while (reply.version < 0);
@@ -367,8 +366,7 @@ void EngineProcess::follow_weights() {
     const bool in_line = receiver_->needs_stop() && !in_flight_;
     if (in_line && !first) return;  // lease_work() does it
     const WeightsReply reply = client.weights({caller(), after, long_poll_.count()});
-    if (reply.over) continue;  // lease_work() hears it too
-    if (!reply.known) std::this_thread::sleep_for(kRewardLook);
+    if (reply.over || !reply.known) std::this_thread::sleep_for(kRewardLook);  // lease_work() hears it too
     if (reply.version < 0) continue;
     if (receiver_->needs_stop()) {
       const auto change = [this, &client, reply](Engine& engine) {
@@ -378,15 +376,17 @@ void EngineProcess::follow_weights() {
         set_version(version, watch.seconds());
       };
       host_->between_steps(change, Deadline::after(kBetweenSteps));
-      continue;
+    } else {
+      const int64_t version = fetch(client, reply);
+      if (in_flight_ || first) {
+        apply(version);
+      } else {
+        const std::lock_guard lock(mutex_);
+        fetched_ = version;
+      }
     }
-    const int64_t version = fetch(client, reply);
-    {
-      const std::lock_guard lock(mutex_);
-      fetched_ = version;
-    }
-    (void)client.weights({caller(), version, -1});  // the actor may wait for it
-    if (in_flight_ || first) apply(version);
+    // The actor may wait for it, and ends this engine's wait for work, which was for what older weights may begin.
+    (void)client.weights({caller(), fetched(), -1});
   }
 }
 
