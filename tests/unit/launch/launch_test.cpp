@@ -117,6 +117,42 @@ TEST(Launch, TheAccountFitsATerminationMessage) {
   EXPECT_EQ(nlohmann::json::parse(text).at("exitCode"), 1);
 }
 
+LaunchOptions with_engines(const std::string& ranks, const std::string& engines, int count) {
+  LaunchOptions options = shell(ranks, 1);
+  options.engines = count;
+  options.engine_command = {"sh", "-c", engines};
+  options.engine_grace = Milliseconds(500);
+  return options;
+}
+
+TEST(Launch, AnEngineThatEndsIsStartedAgainAndTheResultIsTheRanks) {
+  const TemporaryDirectory dir;
+  const std::string file = dir.path().string() + "/$TRIREME_ENGINE_NAME";
+  // The rank ends when engine 1 is there for the second time; the one that does not leave is killed.
+  LaunchOptions options = with_engines(
+      "while [ $(wc -l < " + dir.path().string() + "/engine-1 2>/dev/null || echo 0) -lt 2 ]; do sleep 0.05; done",
+      "echo \"$LOCAL_RANK $MASTER_PORT $RANK\" >> " + file + "; [ $TRIREME_ENGINE_NAME = engine-1 ] && kill -9 $$; " +
+          "exec sleep 600",
+      2);
+  const LaunchResult result = launch(options, nullptr);
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.failed_rank, -1);
+  const std::string first = read_file(dir.path() / "engine-0");
+  EXPECT_EQ(first.substr(0, 2), "1 ") << "devices behind those of the ranks";
+  EXPECT_EQ(first.find(" 0 "), std::string::npos) << "a port for the store, with one rank too";
+  EXPECT_EQ(first.substr(first.size() - 2), " \n") << "it is no rank";
+}
+
+TEST(Launch, WithoutAnEngineThatFitsTheRunEnds) {
+  const LaunchResult result =
+      launch(with_engines("exec sleep 600", "echo 'error: another model' >&2; exit 10", 2), nullptr);
+  EXPECT_EQ(result.exit_code, 10);
+  EXPECT_EQ(result.tail, std::vector<std::string>{"error: another model"});
+  const LaunchResult mistake = launch(with_engines("exit 10", "exec sleep 600", 1), nullptr);
+  EXPECT_EQ(mistake.exit_code, 10);
+  EXPECT_EQ(mistake.failed_rank, 0);
+}
+
 TEST(Launch, ALostPeerIsNotTheCause) {
   LaunchOptions options = shell("[ $RANK = 0 ] && exit 20; sleep 0.2; kill -9 $$", 2);
   options.failure_grace = Milliseconds(60000);
