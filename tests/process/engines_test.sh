@@ -53,7 +53,8 @@ done
 check "killed and resumed: every step once" ages killed 6 'True'
 equal killed exact 6
 for phase in generation training checkpoint; do
-  TRIREME_FAULT="kill@3:0:$phase" "$TRIREME" launch --engines 2 -- $(run_args "in-$phase" $async) >/dev/null 2>"$dir/err"
+  TRIREME_FAULT="kill@3:0:$phase" "$TRIREME" launch --engines 2 -- $(run_args "in-$phase" $async) \
+    >/dev/null 2>"$dir/err"
   code=$?
   [ $code = 137 ] && ok "the actor is killed in $phase" || bad "killed in $phase: code $code" "$(cat "$dir/err")"
   check "and goes on" "$TRIREME" launch --engines 2 -- $(run_args "in-$phase" $async)
