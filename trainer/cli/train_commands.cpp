@@ -71,6 +71,24 @@ Layout layout_of_rank(const TrainArguments& arguments, const Config& config, Ren
   return layout;
 }
 
+// Generation processes and a configuration that has no use for them, or the other way round.
+void check_engines(const Config& config, const TrainOptions& options) {
+  const bool in_pod = !options.job.empty();
+  const bool elsewhere = generates_elsewhere(config);
+  if (!elsewhere && environment_int("TRIREME_ENGINES", 0) > 0)
+    fail_user(
+        "launch --engines starts processes that generate, but policy.generation.colocated.enabled is true: set it to "
+        "false, or leave --engines out");
+  if (!elsewhere && options.work_port > 0)
+    fail_user(
+        "the RLJob has pods that generate (spec.roles.generation), but policy.generation.colocated.enabled is true: "
+        "set it to false, or leave the role out");
+  if (elsewhere && in_pod && options.work_port == 0)
+    fail_user(
+        "policy.generation.colocated.enabled is false, but the RLJob has no pods that generate: add "
+        "spec.roles.generation, or set it to true");
+}
+
 int train(const TrainArguments& arguments, const CommandContext& context) {
   std::vector<std::string> overrides = arguments.overrides;
   if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
@@ -100,10 +118,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   options.checkpoint_on_stop = environment_int("TRIREME_CHECKPOINT_ON_TERMINATION", 1) != 0;
   options.transport = transport_from_environment(options.rendezvous.world_size, config.cluster.device);
   options.work_port = static_cast<int>(environment_int("TRIREME_WORK_PORT", 0));
-  if (environment_int("TRIREME_ENGINES", 0) > 0 && !generates_elsewhere(config))
-    fail_user(
-        "launch --engines starts processes that generate, but policy.generation.colocated.enabled is true: set it to "
-        "false, or leave --engines out");
+  check_engines(config, options);
   options.layout = layout_of_rank(arguments, config, options.rendezvous);
   // Init containers share the variable but pass no --layout: they are no ranks of it. It is the actor's layout.
   const bool in_topology = !arguments.layout.empty() && !options.rendezvous.of_critic;
