@@ -242,6 +242,7 @@ void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Mi
   if (is_main()) {
     const auto on_wait = [&] {
       if (on_progress_) on_progress_();
+      desk_->with([this](Desk& desk) { session_.reporting.engines(desk.engines(), desk.lost_engines()); });
       if (several) store_->add(key, 1);
     };
     if (!desk_->wait(done, patience, on_wait)) too_long();
@@ -311,8 +312,11 @@ RolloutSource::Step DedicatedRollouts::take(std::map<std::string, double>& value
     place_ = prompts_.place();
     const Ledger::Counts counts = desk.ledger().counts();
     values["train/recomputed_rows"] = static_cast<double>(taken.recomputed_rows);
-    values["performance/ledger_groups_leased"] = static_cast<double>(counts.leased);
-    values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);
+    if (most_age(session_.config) > 0) {
+      values["performance/ledger_groups_leased"] = static_cast<double>(counts.leased);
+      values["performance/ledger_groups_complete"] = static_cast<double>(counts.complete);
+    }
+    session_.reporting.engines(desk.engines(), desk.lost_engines());
     values["performance/engines_live"] = static_cast<double>(desk.engines());
     values["performance/engines_lost"] = static_cast<double>(desk.lost_engines());
     values["performance/weight_transfer_seconds"] = taken.transfer_s;

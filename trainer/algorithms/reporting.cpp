@@ -159,6 +159,10 @@ void Reporting::heartbeat() {
   if (impl_->terminal) impl_->terminal->progress(impl_->step_now, impl_->total_steps, impl_->phase_now, -1);
 }
 
+void Reporting::engines(int64_t live, int64_t lost) {
+  if (impl_->metrics) impl_->metrics->set_engines(live, lost);
+}
+
 void Reporting::step(const StepReport& report) {
   StepRecord record;
   record.step = report.step;

@@ -44,6 +44,8 @@ class Reporting final {
   void ready(int64_t resumed_step);
   void phase(const std::string& name, int64_t step);
   void heartbeat();
+  // Generation processes that are there, and that were lost or left since the start.
+  void engines(int64_t live, int64_t lost);
   void step(const StepReport& report);
   void validation(int64_t step, double accuracy, double length, double seconds);
   // The log of rollouts; whether this rank writes one of this step, else no texts need to be made.

@@ -99,7 +99,7 @@ struct MetricsServer::Impl {
                           .Register(registry)),
         engines(prometheus::BuildGauge()
                     .Name("trireme_engines")
-                    .Help("Generation processes: there when the last step was complete; lost since the start.")
+                    .Help("Generation processes: there now; lost or left since the start.")
                     .Labels(labels)
                     .Register(registry)),
         reward_failures(counter("trireme_reward_failures_total", "Rewards that could not be had.")),
@@ -233,10 +233,6 @@ void MetricsServer::observe(const StepRecord& record) {
     const auto found = flat.find(std::string("performance/ledger_groups_") + state);
     if (found != flat.end()) impl.ledger_groups.Add({{"state", state}}).Set(found->second);
   }
-  for (const char* state : {"live", "lost"}) {
-    const auto found = flat.find(std::string("performance/engines_") + state);
-    if (found != flat.end()) impl.engines.Add({{"state", state}}).Set(found->second);
-  }
   const auto add = [&](prometheus::Counter& counter, const char* name) {
     const auto found = flat.find(name);
     if (found != flat.end() && std::isfinite(found->second) && found->second > 0) counter.Increment(found->second);
@@ -247,6 +243,10 @@ void MetricsServer::observe(const StepRecord& record) {
 
 void MetricsServer::count_reward_failures(int64_t failures) {
   if (failures > 0) impl_->reward_failures.Increment(static_cast<double>(failures));
+}
+void MetricsServer::set_engines(int64_t live, int64_t lost) {
+  impl_->engines.Add({{"state", "live"}}).Set(static_cast<double>(live));
+  impl_->engines.Add({{"state", "lost"}}).Set(static_cast<double>(lost));
 }
 void MetricsServer::set_checkpoint_step(int64_t step) { impl_->checkpoint_step.Add({}).Set(static_cast<double>(step)); }
 void MetricsServer::beat() { impl_->beat(); }

@@ -28,6 +28,8 @@ class MetricsServer final {
   void observe(const StepRecord& record);
   // Counted apart from steps, as it happens.
   void count_reward_failures(int64_t failures);
+  // Generation processes that are there, and that were lost or left since the start.
+  void set_engines(int64_t live, int64_t lost);
   void set_checkpoint_step(int64_t step);
   // A sign of life (also given by observe).
   void beat();

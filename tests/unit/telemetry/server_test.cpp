@@ -28,8 +28,10 @@ StepRecord record(int64_t step) {
   r.phases.seconds[static_cast<size_t>(Phase::kIdle)] = 1;
   r.train = {{"reward", 0.25}, {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
              {"loss", -0.5},   {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100}};
-  r.performance = {{"tokens_per_sec", 250}, {"ledger_groups_leased", 3}, {"ledger_groups_complete", 1},
-                   {"engines_live", 2},     {"engines_lost", 1},         {"weight_transfer_seconds", 0.25}};
+  r.performance = {{"tokens_per_sec", 250},
+                   {"ledger_groups_leased", 3},
+                   {"ledger_groups_complete", 1},
+                   {"weight_transfer_seconds", 0.25}};
   return r;
 }
 
@@ -56,6 +58,7 @@ TEST(MetricsServer, ServesStepsAndPhases) {
   server.observe(record(2));
   server.count_reward_failures(5);
   server.set_checkpoint_step(2);
+  server.set_engines(2, 1);
   const std::string text = get(server.port(), "/metrics");
   for (const char* line : {"trireme_step{rank=\"3\"} 2\n",
                            "trireme_max_steps{rank=\"3\"} 20\n",
