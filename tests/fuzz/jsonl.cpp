@@ -28,6 +28,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         } catch (const Error& e) {
           if (e.kind() != ErrorKind::kData) std::abort();
         }
+        try {
+          const auto object = parse_json_object(line.text);
+          for (const char* path : {"a", "a.b", "a[0]", "a[0].b", "a.b[1]"})
+            (void)parse_row(object, {path, path, false, path});
+        } catch (const Error& e) {
+          if (e.kind() != ErrorKind::kData) std::abort();
+        }
       },
       4096);
   for (size_t at = 0; at < bytes.size(); at += chunk) splitter.feed(bytes.substr(at, chunk));

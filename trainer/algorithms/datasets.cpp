@@ -20,6 +20,7 @@ DataOptions options_of(const Config& config, const DatasetConfig& dataset, const
     for (const auto& file : from.files) source.files.push_back(file.string());
     source.input_key = from.input_key;
     source.output_key = from.output_key;
+    source.system_key = from.system_key;
     source.weight = mixed ? from.weight : 0;
   }
   // Ranks of a node run the same program over the same files: what tells tokenizers apart is where they are from.

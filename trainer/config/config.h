@@ -518,6 +518,7 @@ std::filesystem::path resolve_model(const std::string& model_name, const std::fi
 struct DatasetFiles {
   std::vector<std::filesystem::path> files;
   std::string input_key, output_key;  // where they are not the DatasetConfig's
+  std::string system_key;             // beside them
   double weight = 0;                  // of a mixture; 0: there is none
 };
 // Where the rows of a data set are: what its mixture names, else its data_path, else the split of a data set in the

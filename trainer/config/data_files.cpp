@@ -63,12 +63,14 @@ bool is_split_name(const std::string& name) {
   return false;
 }
 
-// Files of `split` in a folder, or in one that the Hub's data sets have below it (data, main, default, SPLIT). A
-// folder whose files are named for no split is one split. Throws Error(kUser) naming the splits that there are.
+// Files of `split` in a folder, or in one that the Hub's data sets have below it (data, main, default, plain_text,
+// SPLIT). A folder whose files are named for no split is one split. Throws Error(kUser) naming the splits that there
+// are.
 std::vector<fs::path> files_of_split(const fs::path& folder, const std::string& split, const std::string& what) {
   std::set<std::string> splits;
   std::vector<fs::path> nameless;
-  for (const fs::path& place : {folder, folder / "data", folder / "main", folder / "default", folder / split}) {
+  for (const fs::path& place :
+       {folder, folder / "data", folder / "main", folder / "default", folder / "plain_text", folder / split}) {
     std::vector<fs::path> named;
     const std::vector<fs::path> all = data_files_in(place);
     for (const fs::path& file : all) {
@@ -154,6 +156,7 @@ DatasetFiles mixed_source(const std::string& text, const DatasetConfig& dataset,
   if (const auto* known = config::find_dataset(name)) {
     files.input_key = known->input_key;
     files.output_key = known->output_key;
+    files.system_key = known->system_key;
   }
   return files;
 }

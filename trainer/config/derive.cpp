@@ -52,6 +52,34 @@ void derive_rollouts(RolloutConfig& r, int64_t longest) {
   fill(r.reward_shaping.max_response_length, longest);
 }
 
+bool names_data(const DatasetConfig& dataset) {
+  return !dataset.dataset_name.empty() || !dataset.data_path.empty() || !dataset.mixture.empty();
+}
+
+// `both_splits`: a set that is only named brings its own split for validation, as NeMo-RL's v0.3 has it.
+void derive_data(DataConfig& data, bool both_splits) {
+  const auto* named = config::find_dataset(data.train.dataset_name);
+  if (both_splits && named && data.train.data_path.empty() && data.train.mixture.empty() &&
+      !named->validation_split.empty() && !names_data(data.validation)) {
+    data.validation.dataset_name = data.train.dataset_name;
+    data.validation.split = named->validation_split;
+  }
+  if (!names_data(data.validation)) {
+    // Held out of the training file, so with its columns.
+    fill_text(data.validation.input_key, data.train.input_key);
+    fill_text(data.validation.output_key, data.train.output_key);
+    fill_text(data.validation.system_key, data.train.system_key);
+  }
+  for (DatasetConfig* dataset : {&data.train, &data.validation}) {
+    const std::string& columns = dataset->dataset_name.empty() ? data.train.dataset_name : dataset->dataset_name;
+    if (const auto* known = config::find_dataset(columns)) {
+      fill_text(dataset->input_key, known->input_key);
+      fill_text(dataset->output_key, known->output_key);
+      if (dataset->input_key == known->input_key) fill_text(dataset->system_key, known->system_key);
+    }
+  }
+}
+
 }  // namespace
 
 void derive_defaults(Config& c) {
@@ -78,19 +106,7 @@ void derive_defaults(Config& c) {
   fill(p.generation.val_top_k, p.generation.top_k);
   fill(c.data.max_input_seq_length, longest);
   fill(c.data.seed, c.algorithm == "sft" ? c.sft.seed : c.grpo.seed);
-  if (c.data.validation.dataset_name.empty() && c.data.validation.data_path.empty() &&
-      c.data.validation.mixture.empty()) {
-    // Held out of the training file, so with its columns.
-    fill_text(c.data.validation.input_key, c.data.train.input_key);
-    fill_text(c.data.validation.output_key, c.data.train.output_key);
-  }
-  for (DatasetConfig* dataset : {&c.data.train, &c.data.validation}) {
-    const std::string& columns = dataset->dataset_name.empty() ? c.data.train.dataset_name : dataset->dataset_name;
-    if (const auto* known = config::find_dataset(columns)) {
-      fill_text(dataset->input_key, known->input_key);
-      fill_text(dataset->output_key, known->output_key);
-    }
-  }
+  derive_data(c.data, c.compatibility == "v0.3");
   // NeMo-RL's files switch it on by this name alone.
   if (c.data.train.env_name == kRewardModel) c.env.reward_model.enabled = true;
   fill(c.cluster.processes, c.cluster.gpus_per_node);

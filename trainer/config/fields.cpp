@@ -507,11 +507,16 @@ void add_dtensor(std::vector<Field>& table) {
   ("instead: \"WEIGHT SOURCE\" each, with a path as above, or a data set and its split (gsm8k, org/name:split)")     \
       .null_default();                                                                                               \
   OURS(data.which.format)("format of the files").one_of({"auto", "jsonl", "parquet"});                               \
-  KEY(data.which.input_key)("name of the prompt's column").from("from the data set, else from its columns");         \
-  KEY(data.which.output_key)("name of the column of golds").from("from the data set, else from its columns");        \
+  KEY(data.which.input_key)                                                                                          \
+  ("name of the prompt's column, or a path into one: prompt[0].content")                                             \
+      .from("from the data set, else from its columns");                                                             \
+  KEY(data.which.output_key)                                                                                         \
+  ("name of the column of golds, or a path: answers.text[0]").from("from the data set, else from its columns");      \
+  OURS(data.which.system_key)                                                                                        \
+  ("name of a column, or a path, with the system message of each row").from("from the data set, else none");         \
   KEY(data.which.split)("its name, as the files have it: SPLIT.*, SPLIT-00000-of-00002.*");                          \
   KEY(data.which.prompt_file)("text with {} where the prompt goes").null_default();                                  \
-  KEY(data.which.system_prompt_file)("text of the system message").null_default();                                   \
+  KEY(data.which.system_prompt_file)("system message of rows without their own").null_default();                     \
   KEY(data.which.env_name)("only this env grades; empty: every enabled one, weighted").null_default()
 
 void add_data(std::vector<Field>& table) {
@@ -773,14 +778,12 @@ const std::map<std::string, std::map<std::string, double>>& known_schedulers() {
 
 const std::vector<KnownDataset>& known_datasets() {
   static const std::vector<KnownDataset> kDatasets = {
-      {"gsm8k",
-       "openai/gsm8k",
-       "question",
-       "answer",
-       {"main/train-00000-of-00001.parquet"},
-       {"main/test-00000-of-00001.parquet"}},
-      {"DeepScaler", "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", {"deepscaler.json", "data"}, {}},
-      {"OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "problem", "expected_answer", {"data"}, {}},
+      {"gsm8k", "openai/gsm8k", "question", "answer"},
+      {"DeepScaler", "agentica-org/DeepScaleR-Preview-Dataset", "problem", "answer", {"deepscaler.json"}},
+      {"OpenMathInstruct-2", "nvidia/OpenMathInstruct-2", "problem", "expected_answer"},
+      {"squad", "rajpurkar/squad", "question", "answers.text[0]", {}, "context", "validation"},
+      {"DAPOMath17K", "BytedTsinghua-SIA/DAPO-Math-17k", "prompt[0].content", "reward_model.ground_truth"},
+      {"DAPOMathAIME2024", "BytedTsinghua-SIA/AIME-2024", "prompt[0].content", "reward_model.ground_truth"},
   };
   return kDatasets;
 }

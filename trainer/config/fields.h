@@ -163,8 +163,10 @@ bool is_derived_mark(const Field& field, const FieldRef& ref);
 const std::map<std::string, std::map<std::string, double>>& known_schedulers();
 
 struct KnownDataset {
-  std::string name, hub_id, input_key, output_key;
-  std::vector<std::string> train_files, test_files;  // below the snapshot, tried in order; a folder's first match
+  std::string name, hub_id, input_key, output_key;  // the keys as RowLayout has them
+  std::vector<std::string> train_files;             // below the snapshot, where the file is not named for the split
+  std::string system_key;
+  std::string validation_split;  // that v0.3 validates on when the file names only the set; empty: rows held out
 };
 const std::vector<KnownDataset>& known_datasets();
 // By Hub id, or by name whatever its case and hyphens; nullptr: unknown.

@@ -358,6 +358,8 @@ const std::vector<VersionDefault>& version_defaults() {
        "v0.3 detaches the weight of the KL, so that its gradient lacks the score-function part"},
       {"data.shuffle", "false", "true",
        "v0.3 takes GRPO's prompts in the order of the file; its SFT shuffles like later versions"},
+      {"policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp", "false", "true",
+       "v0.3 does not read it, so that its data_parallel_sharding_strategy never counts"},
   };
   return kDefaults;
 }

@@ -94,6 +94,11 @@ nlohmann::json value_json(const FieldRef& ref) {
       ref);
 }
 
+std::string columns_of(const config::KnownDataset& known) {
+  const std::string system = known.system_key.empty() ? "" : "; system message: `" + known.system_key + "`";
+  return "`" + known.input_key + "`, `" + known.output_key + "`" + system;
+}
+
 }  // namespace
 
 nlohmann::json to_json(const Config& config) {
@@ -174,7 +179,7 @@ std::string config_reference_markdown() {
       "\n## Known data sets\n\nWithout `data_path` they are looked up in the local Hugging Face cache.\n\n| "
       "dataset_name | Hub id | columns |\n|---|---|---|\n";
   for (const auto& known : config::known_datasets()) {
-    out += "| `" + known.name + "` | " + known.hub_id + " | `" + known.input_key + "`, `" + known.output_key + "` |\n";
+    out += "| `" + known.name + "` | " + known.hub_id + " | " + columns_of(known) + " |\n";
   }
   out +=
       "\n## Schedulers\n\nEntries of `policy.scheduler`, with or without `torch.optim.lr_scheduler.` before the "

@@ -102,8 +102,10 @@ std::string Dataset::shared_as(size_t source) const {
   return json{options_.shared_as,
               from.input_key,
               from.output_key,
+              from.system_key,
               options_.input_key,
               options_.output_key,
+              options_.system_key,
               options_.completions,
               options_.apply_chat_template,
               system_prompt_,
@@ -116,6 +118,7 @@ std::string Dataset::shared_as(size_t source) const {
 void Dataset::open_file(const std::string& path, size_t source) {
   const DataSource& from = options_.sources[source];
   const bool own_keys = !from.input_key.empty() || !from.output_key.empty();
+  const std::string& system_key = own_keys ? from.system_key : options_.system_key;
   RowSchema schema;
   bool schema_known = false;
   bool rendered_one = false;
@@ -126,6 +129,7 @@ void Dataset::open_file(const std::string& path, size_t source) {
       schema = detect_schema(object, own_keys ? from.input_key : options_.input_key,
                              own_keys ? from.output_key : options_.output_key);
       schema.require_output = options_.completions;
+      schema.system_key = system_key;
       schema_known = true;
     }
     const Row row = parse_row(object, schema);
@@ -145,7 +149,7 @@ void Dataset::open_file(const std::string& path, size_t source) {
   Part part{std::make_unique<RowFile>(path, options, reader), source, rows_, 0};
   if (!parts_.empty()) part.first_row = parts_.back().first_row + parts_.back().file->file_rows();
   const RowSchema found{part.file->facts().at(0).get<std::string>(), part.file->facts().at(1).get<std::string>(),
-                        options_.completions};
+                        options_.completions, system_key};
   const bool first_of_source = parts_.empty() || parts_.back().source != source;
   if (!first_of_source &&
       (found.input_key != schemas_[source].input_key || found.output_key != schemas_[source].output_key)) {
@@ -201,6 +205,8 @@ void Dataset::choose_split() {
   }
 }
 
+const std::string& Dataset::system_of(const Row& row) const { return row.system.empty() ? system_prompt_ : row.system; }
+
 ordered_json Dataset::prompt_messages(const Row& row) const {
   ordered_json messages = ordered_json::array();
   if (row.messages.is_null()) {
@@ -215,8 +221,8 @@ ordered_json Dataset::prompt_messages(const Row& row) const {
       }
     }
   }
-  if (!system_prompt_.empty() && messages.front()["role"] != "system") {
-    messages.insert(messages.begin(), ordered_json{{"role", "system"}, {"content", system_prompt_}});
+  if (!system_of(row).empty() && messages.front()["role"] != "system") {
+    messages.insert(messages.begin(), ordered_json{{"role", "system"}, {"content", system_of(row)}});
   }
   return messages;
 }
@@ -224,7 +230,7 @@ ordered_json Dataset::prompt_messages(const Row& row) const {
 std::string Dataset::raw_prompt(const Row& row) const {
   if (!row.messages.is_null())
     fail_user(name() + " holds conversations, which need the chat template: set data.apply_chat_template=true");
-  return (system_prompt_.empty() ? "" : system_prompt_ + "\n\n") + prompt_before_ + row.problem + prompt_after_;
+  return (system_of(row).empty() ? "" : system_of(row) + "\n\n") + prompt_before_ + row.problem + prompt_after_;
 }
 
 std::string Dataset::render(const Row& row, std::vector<Segment>* completion) const {

@@ -21,8 +21,9 @@ namespace trireme {
 // Files whose rows have one layout, one after the other.
 struct DataSource {
   std::vector<std::string> files;
-  std::string input_key, output_key;  // as in DataOptions; both empty: those
+  std::string input_key, output_key;  // as in DataOptions; both empty: those, and its system_key
   double weight = 0;                  // share of a stream's prompts; 0 for all sources: in proportion to their rows
+  std::string system_key;             // beside these keys
 };
 
 struct DataOptions : RowLayout, PromptOptions {
@@ -87,6 +88,7 @@ class Dataset final {
   void open_file(const std::string& path, size_t source);
   std::string shared_as(size_t source) const;
   void choose_split();
+  const std::string& system_of(const Row& row) const;  // its own, else that of system_prompt_file
   nlohmann::ordered_json prompt_messages(const Row& row) const;
   std::string raw_prompt(const Row& row) const;
   // Prompt text, and for SFT the text after it: one segment per response and per stretch between them.

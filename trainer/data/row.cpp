@@ -47,9 +47,37 @@ std::string parse_reason(const json::parse_error& e) {
   return "not valid JSON at byte " + std::to_string(e.byte) + ": " + text;
 }
 
+// What a path's steps after the column find: ".name" in an object, "[N]" in a list; `at` is where they begin in `key`.
+const ordered_json& value_in(const ordered_json& column, const std::string& key, size_t at) {
+  const ordered_json* value = &column;
+  while (at < key.size()) {
+    const std::string so_far = "\"" + key.substr(0, at) + "\"";
+    const size_t end = std::min(key.find_first_of(".[", at + 1), key.size());
+    const std::string step = key.substr(at + 1, end - at - 1);
+    if (key[at] == '.') {
+      const auto it = value->is_object() ? value->find(step) : value->end();
+      if (it == value->end()) fail_data(so_far + " has no \"" + step + "\" (for \"" + key + "\")");
+      value = &*it;
+    } else {
+      const auto index = ends_with(step, "]") ? parse_int(step.substr(0, step.size() - 1)) : std::nullopt;
+      if (!index || *index < 0) fail_data("\"" + key + "\" is no path: an element of a list is NAME[0]");
+      if (!value->is_array() || static_cast<size_t>(*index) >= value->size())
+        fail_data(so_far + " has no element " + std::to_string(*index) + " (for \"" + key + "\")");
+      value = &(*value)[static_cast<size_t>(*index)];
+    }
+    at = end;
+  }
+  return *value;
+}
+
+// A column whose name has dots or brackets is found before a path.
 const ordered_json& column(const ordered_json& object, const std::string& key) {
   const auto it = object.find(key);
   if (it != object.end()) return *it;
+  if (const size_t steps = key.find_first_of(".["); steps != std::string::npos) {
+    if (const auto first = object.find(key.substr(0, steps)); first != object.end())
+      return value_in(*first, key, steps);
+  }
   std::vector<std::string> keys;
   for (const auto& [name, value] : object.items()) keys.push_back(name);
   std::string message = "no key \"" + key + "\"";
@@ -174,6 +202,7 @@ Row parse_row(const ordered_json& object, const RowSchema& schema) {
     fail_data(row.messages.is_null() ? "the response is empty, nothing to learn"
                                      : "the conversation does not end with an assistant message to learn");
   }
+  if (!schema.system_key.empty()) row.system = scalar_text(column(object, schema.system_key), schema.system_key);
   row.extra = json::object();
   for (const auto& [key, value] : object.items()) {
     if (key != schema.input_key) row.extra[key] = json(value);

@@ -9,16 +9,18 @@
 
 namespace trireme {
 
-// Which columns of a file are read.
+// Which columns of a file are read. A key is a column's name, or a path into one: "answers.text[0]".
 struct RowSchema {
   std::string input_key;        // a column of text, or of OpenAI messages
   std::string output_key;       // of the gold, with SFT of the response; empty: none
   bool require_output = false;  // SFT: a row without a response breaks the rule
+  std::string system_key;       // of the system message; empty: none
 };
 
 struct Row {
   int64_t index = 0;                // in the file, from 0
   std::string problem;              // the input when it is text
+  std::string system;               // the row's own system message, or empty
   nlohmann::ordered_json messages;  // the input when it is a conversation, a last assistant message removed; else null
   nlohmann::ordered_json response;  // that assistant message, or null
   nlohmann::ordered_json tools;     // the row's tools for the chat template, or null

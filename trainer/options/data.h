@@ -11,10 +11,12 @@ struct RowLayout {
   std::string format = "auto";  // (ours) auto (by a file's first bytes) | jsonl | parquet
   // Names of the columns. Both empty, or "input" and "output" where there is no "input": found from a source's first
   // row (messages; question/answer; problem/answer; input/output). An input_key that holds an array is read as OpenAI
-  // messages. Empty output_key with a set input_key: no gold. Of a configuration: derived by its dataset_name.
+  // messages. Empty output_key with a set input_key: no gold. A key may be a path into a column: "answers.text[0]".
+  // Of a configuration: derived by its dataset_name.
   std::string input_key, output_key;
+  std::string system_key;   // (ours) of a column with each row's system message; empty: none. Derived likewise
   std::string prompt_file;  // text with one "{}" for the problem ("{{" and "}}" are braces); empty: the problem itself
-  std::string system_prompt_file;  // empty: no system message
+  std::string system_prompt_file;  // of rows without one of their own; empty: no system message
 };
 
 // Of all data sets of a run: data.

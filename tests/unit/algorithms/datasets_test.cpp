@@ -39,5 +39,25 @@ TEST(OpenDatasets, TellsTheDataSetsWhatTheConfigurationSays) {
   EXPECT_THROW(strict.train->example(1), Error);
 }
 
+TEST(OpenDatasets, SquadsRowsAsItsNameSays) {
+  const TemporaryDirectory dir;
+  make_byte_tokenizer(dir.path() / "model");
+  write_file_atomic(dir.path() / "d.jsonl",
+                    "{\"context\": \"c\", \"question\": \"q\", \"answers\": {\"text\": [\"a\"]}}\n");
+  Config config;
+  config.algorithm = "sft";
+  config.data.train.dataset_name = "squad";
+  config.data.train.data_path = (dir.path() / "d.jsonl").string();
+  config.data.train.split_validation_size = 0;
+  derive_defaults(config);
+  const Datasets datasets =
+      open_datasets(config, Tokenizer::load(dir.path() / "model"), dir.path(), /*completions=*/true);
+  const auto example = datasets.train->example(0);
+  ASSERT_TRUE(example.has_value());
+  EXPECT_EQ(example->prompt_text,
+            "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(example->gold, "a");
+}
+
 }  // namespace
 }  // namespace trireme

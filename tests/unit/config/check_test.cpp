@@ -506,6 +506,26 @@ TEST_F(Hub, ShardsAndSplitsByTheirRealNames) {
   EXPECT_THAT(error_of([&] { names("train_2M"); }), HasSubstr("has no split 'train_2M'; it has train, train_1M"));
 }
 
+TEST_F(Hub, KnownSetsAreFoundWhereTheHubKeepsThem) {
+  const std::string squad = "hub/datasets--rajpurkar--squad/snapshots/r/plain_text/";
+  for (const char* split : {"train", "validation"}) touch(squad + split + "-00000-of-00001.parquet");
+  touch("hub/datasets--BytedTsinghua-SIA--DAPO-Math-17k/snapshots/r/data/dapo-math-17k.parquet");
+  DatasetConfig dataset;
+  dataset.dataset_name = "squad";
+  dataset.split = "validation";
+  EXPECT_THAT(resolve_dataset(dataset, home_.path()).at(0).files,
+              ElementsAre(home_.path() / (squad + "validation-00000-of-00001.parquet")));
+  dataset.dataset_name = "DAPOMath17K";
+  dataset.split = "train";
+  EXPECT_EQ(resolve_dataset(dataset, home_.path()).at(0).files.at(0).filename(), "dapo-math-17k.parquet");
+  dataset.dataset_name.clear();
+  dataset.mixture = {"1 squad"};
+  const auto mixed = resolve_dataset(dataset, home_.path());
+  EXPECT_THAT(mixed.at(0).files, ElementsAre(home_.path() / (squad + "train-00000-of-00001.parquet")));
+  EXPECT_EQ(mixed.at(0).output_key, "answers.text[0]");
+  EXPECT_EQ(mixed.at(0).system_key, "context");
+}
+
 TEST_F(Hub, FoldersPatternsAndMixtures) {
   for (const char* name : {"rows/b.jsonl", "rows/a.json.zst", "rows/notes.txt", "shards/x-1.jsonl", "shards/x-2.jsonl"})
     touch(name);

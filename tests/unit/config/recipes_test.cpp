@@ -122,6 +122,45 @@ TEST(RecipeText, FilesOfV03MeanWhatV03Means) {
   EXPECT_EQ(load_config("tests/data/recipes/v03_grpo.yaml", {"compatibility=null"}).compatibility, "v0.3");
 }
 
+TEST(RecipeText, SquadIsKnownByNameWithBothItsSplits) {
+  const Config v03 = load_config_text("data: {dataset_name: squad}\n", {"compatibility=v0.3"});
+  for (const DatasetConfig* dataset : {&v03.data.train, &v03.data.validation}) {
+    EXPECT_EQ(dataset->dataset_name, "squad");
+    EXPECT_EQ(dataset->input_key, "question");
+    EXPECT_EQ(dataset->output_key, "answers.text[0]");
+    EXPECT_EQ(dataset->system_key, "context");
+  }
+  EXPECT_EQ(v03.data.train.split, "train");
+  EXPECT_EQ(v03.data.validation.split, "validation");
+  EXPECT_EQ(refusal(v03), "");
+  EXPECT_EQ(load_config_text(to_yaml(v03)).data.validation.split, "validation");
+  // Rows held out where v0.3's file brings its own, where the set has no such split, and in later versions.
+  for (const char* own :
+       {"data: {dataset_name: squad, train_data_path: a.jsonl}\ncompatibility: v0.3\n",
+        "data: {dataset_name: openmathinstruct2}\ncompatibility: v0.3\n", "data: {train: {dataset_name: squad}}\n"}) {
+    const Config held_out = load_config_text(own);
+    EXPECT_EQ(held_out.data.validation.dataset_name, "") << own;
+    EXPECT_EQ(held_out.data.validation.input_key, held_out.data.train.input_key) << own;
+    EXPECT_EQ(held_out.data.validation.system_key, held_out.data.train.system_key) << own;
+  }
+  // Columns that the file names are not the set's: no system message of its own then.
+  EXPECT_EQ(load_config_text("data: {train: {dataset_name: squad, input_key: q}}\n").data.train.system_key, "");
+  const Config dapo =
+      load_config_text("data: {train: {dataset_name: DAPOMath17K}, validation: {dataset_name: DAPOMathAIME2024}}\n");
+  EXPECT_EQ(dapo.data.train.input_key, "prompt[0].content");
+  EXPECT_EQ(dapo.data.validation.output_key, "reward_model.ground_truth");
+  EXPECT_EQ(refusal(dapo), "");
+}
+
+TEST(RecipeText, StagesUnderV03ShareTheOptimizerWhateverTheStrategySays) {
+  const std::string text =
+      "policy: {megatron_cfg: {enabled: true, pipeline_model_parallel_size: 2, distributed_data_parallel_config: "
+      "{data_parallel_sharding_strategy: optim_grads_params}}, dtensor_cfg: {enabled: false}}\ncluster: "
+      "{gpus_per_node: 2}\n";
+  EXPECT_EQ(state_sharding(load_config_text(text, {"compatibility=v0.3"})), StateSharding::kOptimizer);
+  EXPECT_THAT(load_error(text), HasSubstr("pipeline stages take no_shard or optim"));
+}
+
 TEST(RecipeText, CompatibilityChoosesEveryDifferingDefault) {
   for (const auto& entry : config::version_defaults()) {
     for (const auto& field : config::fields()) {

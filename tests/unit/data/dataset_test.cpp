@@ -408,6 +408,16 @@ TEST_F(DatasetTest, Parquet) {
   const PromptExample chat = PromptStream(chats, tokenizer_).next();
   EXPECT_EQ(chat.prompt_text, "<|im_start|>user\nquestion 0<|im_end|>\n<|im_start|>assistant\n");
   EXPECT_EQ(chat.gold, "answer 0");
+
+  DataOptions nested = raw((kFixtures / "numbers_snappy.parquet").string());
+  nested.input_key = "problem";
+  nested.output_key = "source.page";
+  nested.system_key = "tags[1]";
+  EXPECT_THAT(open_error(nested), HasSubstr("row 4: \"tags\" has no element 1"));  // its list is null
+  nested.max_bad_lines = 1;
+  const auto paths = PromptStream(nested, tokenizer_).take(4);
+  EXPECT_EQ(paths[3].prompt_text, "t4\n\nWhat is 4 + 4? ü4");
+  EXPECT_EQ(paths[3].gold, "4");
 }
 
 TEST_F(DatasetTest, ParquetThatCannotBeRead) {
@@ -612,6 +622,28 @@ TEST_F(DatasetTest, CompletionsOfPairs) {
   options.max_input_seq_length = 5;
   PromptStream limited(options, tokenizer_);
   EXPECT_THAT(indices(&limited, 2), ElementsAre(1, 1));
+}
+
+TEST_F(DatasetTest, ARowsOwnSystemMessage) {
+  DataOptions options = raw(write("d.jsonl", R"({"context": "c", "question": "q", "answers": {"text": ["a", "b"]}})"
+                                             "\n"
+                                             R"({"context": "", "question": "r", "answers": {"text": ["b"]}})"));
+  options.input_key = "question";
+  options.output_key = "answers.text[0]";
+  options.system_key = "context";
+  options.system_prompt_file = write("system.txt", "of the file");
+  options.completions = true;
+  options.apply_chat_template = true;
+  PromptStream stream(options, tokenizer_);
+  const PromptExample own = stream.next();
+  EXPECT_EQ(own.prompt_text, "<|im_start|>system\nc<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_THAT(own.response, ElementsAre('a', kByteImEnd));
+  EXPECT_THAT(stream.next().prompt_text, HasSubstr("<|im_start|>system\nof the file<|im_end|>"));
+  // Of a source with keys of its own, its own.
+  DataOptions mixed = options;
+  mixed.path.clear();
+  mixed.sources = {{{options.path}, "question", "answers.text[0]", 0, "question"}};
+  EXPECT_THAT(PromptStream(mixed, tokenizer_).next().prompt_text, HasSubstr("<|im_start|>system\nq<|im_end|>"));
 }
 
 TEST_F(DatasetTest, CompletionsOfConversations) {

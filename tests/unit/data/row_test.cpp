@@ -113,6 +113,33 @@ TEST(Row, ConversationAndExtra) {
   EXPECT_EQ(labelled.gold, "7");
 }
 
+TEST(Row, PathsLeadIntoColumns) {
+  const std::string line =
+      R"({"context": "c", "question": "q", "answers": {"text": ["a", "b"], "at": []}, "x.y": "z"})";
+  const Row row = parse_row(parse_json_object(line), {"question", "answers.text[1]", false, "context"});
+  EXPECT_EQ(row.problem, "q");
+  EXPECT_EQ(row.gold, "b");
+  EXPECT_EQ(row.system, "c");
+  EXPECT_EQ(row.extra["answers"]["text"][0], "a");
+  EXPECT_EQ(parse_row(parse_json_object(line), {"x.y", "question"}).problem, "z");  // a name goes before a path
+  const Row nested = parse_row(parse_json_object(R"({"prompt": [[{"content": "p"}]], "r": {"gold": 34}})"),
+                               {"prompt[0][0].content", "r.gold"});
+  EXPECT_EQ(nested.problem, "p");
+  EXPECT_EQ(nested.gold, "34");
+  EXPECT_EQ(nested.system, "");
+  const auto output = [&](const char* key) { return reason(line, {"question", key}); };
+  EXPECT_EQ(output("answers.text[2]"), "\"answers.text\" has no element 2 (for \"answers.text[2]\")");
+  EXPECT_EQ(output("answers.at[0]"), "\"answers.at\" has no element 0 (for \"answers.at[0]\")");
+  EXPECT_EQ(output("answers.texts[0]"), "\"answers\" has no \"texts\" (for \"answers.texts[0]\")");
+  EXPECT_EQ(output("question.text"), "\"question\" has no \"text\" (for \"question.text\")");
+  EXPECT_EQ(output("question[0]"), "\"question\" has no element 0 (for \"question[0]\")");
+  for (const char* wrong : {"answers.text[]", "answers.text[", "answers.text[-1]", "answers.text[x]", "answers.text[0"})
+    EXPECT_THAT(output(wrong), HasSubstr("is no path: an element of a list is NAME[0]")) << wrong;
+  EXPECT_THAT(output("answer.text[0]"), HasSubstr("no key \"answer.text[0]\""));
+  EXPECT_THAT(output("answers.text"), HasSubstr("\"answers.text\" is of type array, text is expected"));
+  EXPECT_THAT(reason(line, {"question", "context", false, "answers"}), HasSubstr("\"answers\" is of type object"));
+}
+
 TEST(Prompt, Template) {
   EXPECT_EQ(parse_prompt_template("Solve.\n{}\nAnswer in \\boxed{{}}.", "f"),
             (std::pair<std::string, std::string>("Solve.\n", "\nAnswer in \\boxed{}.")));
