@@ -1,10 +1,16 @@
 """Groups `neighbours` and `reports` of checks.py: an operator that one can share a cluster with.
 
 neighbours: other people's pods, a quota, a silent kubelet, an image that is not there, a crashing reward pod.
-reports: the path from trainers to operator, missing from the start and cut under two runs."""
+reports: the path from trainers to operator, missing from the start, cut under two runs, beside slow clients and
+junk."""
+import collections
+import concurrent.futures
+import sys
+
 from world import *
 
 LONG = 200  # steps: some minutes
+SLOW = 100  # connections of each node; 64 of one address may be
 
 
 def namespace(name):
@@ -161,6 +167,43 @@ def reports_cut(records):
         remove(name)
 
 
+def slow_clients(records):
+    """For 30 s every node has 100 slow connections and junk at the status Service; the limit of a silent run is 20 s.
+    No report comes so late that the run is restarted or called silent, and the leader stays."""
+    begin("reporting", steps=10 * LONG, health={"heartbeatTimeoutSeconds": 20})
+    reported = lambda: (status_of("reporting").get("progress") or {}).get("step", 0)
+    first = wait("a report", reported, 60)
+    leads, starts = leader(), operator_starts()
+    spec = kube.get("services", "trireme-status", SYSTEM)["spec"]
+    nodes = [n["metadata"]["name"] for n in kube.list("nodes", None)]
+    begun = time.monotonic()  # of the recordings, too
+
+    def attack(node):
+        return json.loads(
+            cluster("exec-node", node[-1], sys.executable, ROOT / "tests/e2e/slow_clients.py", spec["clusterIP"],
+                    spec["ports"][0]["port"], 30, SLOW).stdout)
+
+    with concurrent.futures.ThreadPoolExecutor(len(nodes)) as pool:
+        came = sum((collections.Counter(told) for told in pool.map(attack, nodes)), collections.Counter())
+    took = time.monotonic() - begun
+    last = reported()
+    status = untouched("reporting")
+    need(status["phase"] == "Running" and last > first, f"step {first} -> {last}, status {status}")
+    heard = [(at, o) for at, _, o in records.jobs.of("reporting") if at >= begun]
+    reasons = {condition(o, "Progressing")["reason"] for _, o in heard}
+    need(reasons == {"Reporting"}, f"Progressing was {reasons}")
+    need(leader() == leads and operator_starts() == starts,
+         f"leader {leads} -> {leader()}, restarts {starts} -> {operator_starts()}")
+    junk = {code: n for code, n in came.items() if code not in ("opened", "closed")}
+    need(came["opened"] >= len(nodes) * SLOW // 2 and came["closed"] > 0, f"no flood: {dict(came)}")
+    need(sum(n for code, n in junk.items() if code.startswith("4")) > 20, f"junk was not answered: {junk}")
+    need(not [code for code in junk if code.startswith("2")], f"junk was taken for a report: {junk}")
+    remove("reporting")
+    gap = max((b - a for (a, _), (b, _) in zip(heard, heard[1:])), default=0.0)
+    return (f"{took:.0f} s, steps {first} to {last}, at most {gap:.1f} s between two news of it; {came['opened']} slow "
+            f"connections, {sum(junk.values())} junk requests")
+
+
 def kubelet(node, signal_name):
     cluster("exec-node", node[-1], "bash", "-c", f"kill -{signal_name} $(pgrep -x kubelet)")
 
@@ -267,5 +310,6 @@ def reports(records):
     for name, function in (
         ("reports that never come", reports_never),
         ("the report path cut under two runs", reports_cut),
+        ("slow clients and junk beside a run that reports", slow_clients),
     ):
         check(f"reports: {name}", function, records)
