@@ -1,5 +1,5 @@
-"""RLJobs in a queue of a live Kueue, on kwok's nodes: waiting, admission, suspend and resume, preemption. Part of
-scale.py (group `kueue`)."""
+"""RLJobs in a queue of a live Kueue, on kwok's nodes: waiting, admission, suspend and resume, preemption, a crash. Part
+of scale.py (group `kueue`)."""
 import base64
 import shutil
 
@@ -157,6 +157,38 @@ def preempted(rljob):
     kube.delete("rljobs", "urgent", "queued")
     admitted("first")
     return f"{failure['reason']}: {failure['message'][:120]}"
+
+
+def end_pod(p, code):
+    """As a kubelet says it of a pod whose container has ended."""
+    ended = {"ready": False, "started": False, "state": {"terminated": {"exitCode": code, "reason": "Error"}}}
+    status = {"phase": "Failed", "containerStatuses": [{**c, **ended} for c in p["status"]["containerStatuses"]]}
+    try:
+        kube.merge("pods", p["metadata"]["name"], {"status": status}, "queued", "status")
+    except ApiError as error:
+        need(error.status == 404, str(error))  # the operator was faster
+
+
+def crashed(rljob):
+    """A rank fails and the others leave: the next attempt joins the group that has the quota, before a job that waits
+    for it."""
+    kube.create("rljobs", rljob("third", "queued", 4, queueName="team"), "queued")
+    waits("third")
+    before = kube.get("rljobs", "first", "queued")["status"]
+    group = f"first-a{before['attempt']}"
+    for p in [p for p in pods_of("first") if p["status"]["phase"] == "Running"]:
+        end_pod(p, 1 if "-actor-0-" in p["metadata"]["name"] else 20)
+    wait("the next attempt", lambda: kube.get("rljobs", "first", "queued")["status"]["attempt"] > before["attempt"], 60)
+    status = admitted("first")["status"]
+    need((status["attempt"], status.get("reservation"), status.get("restarts")) == (before["attempt"] + 1, group, 1),
+         f"status {status}")
+    alive = [p["metadata"] for p in pods_of("first") if p["status"]["phase"] != "Failed"]
+    labels = {(m["labels"]["trireme.dev/attempt"], m["labels"]["kueue.x-k8s.io/pod-group-name"]) for m in alive}
+    need(len(alive) == 4 and labels == {(str(status["attempt"]), group)}, f"pods {labels}")
+    waits("third")
+    need(not kube.get("rljobs", "third", "queued")["status"].get("admittedTime"), "third had the quota meanwhile")
+    kube.delete("rljobs", "third", "queued")
+    return f"attempt {status['attempt']} in {group}"
 
 
 def nothing_left():

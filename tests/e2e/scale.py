@@ -419,6 +419,7 @@ def queue():
         if check("Kueue: one job is admitted, the next waits", kueue.in_turn, rljob):
             check("Kueue: suspend and resume", kueue.suspended_and_resumed)
             check("Kueue: preempted by a more important job", kueue.preempted, rljob)
+            check("Kueue: a crash keeps the quota", kueue.crashed, rljob)
             check("Kueue: deletion leaves nothing", kueue.nothing_left)
     finally:
         if operator:
