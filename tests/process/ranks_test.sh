@@ -91,13 +91,14 @@ sys.exit(0 if whole and max(early) > 0 and worst <= 1e-4 else 1)
 PY
 ) && ok "$out" || bad "gradients under generation against after it" "$out"
 # A measurement: weights drawn, lengths forced, rewards drawn, on the trainer's own path.
-measured() {
+measured() { # measured NAME RANKS [overrides...]
+  local name=$1 ranks=$2; shift 2
   "$TRIREME" init-model --shape tiny --no-weights --out "$dir/drawn" &&
-    "$TRIREME" launch --nproc-per-node 2 -- $(run_args measured grpo.max_num_steps=2 grpo.val_period=0 \
-      grpo.val_at_start=false cluster.gpus_per_node=2 policy.model_name="$dir/drawn" policy.random_weights=true \
-      policy.generation.forced_lengths=synthetic:8x4:mean=6:max=12:prompt=9 "$@")
+    "$TRIREME" launch --nproc-per-node "$ranks" -- $(run_args "$name" grpo.max_num_steps=2 grpo.val_period=0 \
+      grpo.val_at_start=false cluster.gpus_per_node="$ranks" policy.model_name="$dir/drawn" \
+      policy.random_weights=true policy.generation.forced_lengths=synthetic:8x4:mean=6:max=12:prompt=9 "$@")
 }
-check "drawn weights, forced lengths" measured
+check "drawn weights, forced lengths" measured measured 2
 out=$(python3 - "$dir/measured-logs/train.jsonl" <<'PY'
 import json, sys
 rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
@@ -114,10 +115,31 @@ sys.exit(0 if len(rows) == 2 and all(a + b == 32 for a, b in zip(fewest, most))
                  for x in rows) else 1)
 PY
 ) && ok "$out" || bad "forced lengths in the log" "$out"
-measured policy.generation.forced_lengths=synthetic:8x5:mean=6 >/dev/null 2>"$dir/refused" &&
+measured measured 2 policy.generation.forced_lengths=synthetic:8x5:mean=6 >/dev/null 2>"$dir/refused" &&
   bad "forced lengths for groups of another size" ||
   { grep -q "5 responses for each prompt, grpo.num_generations_per_prompt is 4" "$dir/refused" &&
     ok "forced lengths for groups of another size are refused" ||
     bad "forced lengths for groups of another size" "$(cat "$dir/refused")"; }
+# How 4 and 8 ranks share a rollout: 8 samples a rank, and 8 times as many as there are places.
+shared() { # shared NAME RANKS SAMPLES: nobody has half of them, the slowest rank does not wait for itself
+  python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
+import json, sys
+ranks, samples = map(int, sys.argv[2:])
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "train/loss" in x]
+told = [[round(x["performance/" + key], 3) for key in (
+    "rank_samples_fewest", "rank_samples_most", "generation_idle_s_slowest_rank", "generation_idle_s_fastest_rank")]
+        for x in rows]
+print(f"{ranks} ranks, {samples} samples: fewest, most, idle of the slowest and the fastest: {told}")
+sys.exit(0 if len(rows) == 2 and all(
+    few * ranks <= samples <= most * ranks and 2 * most <= samples and 0 == slow <= fast
+    for few, most, slow, fast in told) else 1)
+PY
+}
+check "8 ranks, 8 samples each" measured eight 8 grpo.num_prompts_per_step=16 policy.train_global_batch_size=64 \
+  policy.generation.forced_lengths=synthetic:16x4:mean=6:max=12:prompt=9
+out=$(shared eight 8 64) && ok "$out" || bad "how 8 ranks share 64 samples" "$out"
+check "4 ranks, 8 times their places" measured four 4 grpo.num_prompts_per_step=32 policy.train_global_batch_size=128 \
+  policy.generation.max_running_samples=4 policy.generation.forced_lengths=synthetic:32x4:mean=6:max=12:prompt=9
+out=$(shared four 4 128) && ok "$out" || bad "how 4 ranks share 128 samples" "$out"
 for n in 2 4; do out=$(compare $n) && ok "$out" || bad "$n processes against one" "$out"; done
 finish

@@ -182,26 +182,24 @@ TEST(Sharing, WholeGroupsStayWhole) {
   }
 }
 
-// The table of docs: lengths and step times of the 8B rollout. Run with --gtest_also_run_disabled_tests.
+// The tables of docs/lab/024-idle-time-of-ranks.md: lengths and step times of the 8B rollout. Run with
+// --gtest_also_run_disabled_tests.
 TEST(Sharing, DISABLED_TableOfIdleRanks) {
   constexpr int64_t kPlaces = 256;
   for (const double common : {0.0, 0.5}) {
-    std::printf("part of the spread that siblings have in common: %.1f\nranks  samples", common);
-    for (const char* rule : {"now", "before"})
-      std::printf(" | %8s %8s %7s %6s %6s %8s", rule, "idle", "fewest", "most", "calls", "prompts");
-    std::printf("\n");
-    for (const int64_t ranks : {2, 4, 8}) {
-      for (const int64_t a_rank : {8, 32, 128, 256, 384, 1024, 2048}) {
+    std::printf("\nPart of the spread that siblings have in common: %.1f\n\n| samples a rank |", common);
+    for (const int64_t ranks : {2, 4, 8}) std::printf(" %ld ranks | fewest, most | the rule before |", ranks);
+    std::printf("\n|---|---|---|---|---|---|---|---|---|---|\n");
+    for (const int64_t a_rank : {8, 32, 128, 256, 384, 1024, 2048}) {
+      std::printf("| %ld |", a_rank);
+      for (const int64_t ranks : {2, 4, 8}) {
         const int64_t samples = a_rank >= 32 ? 32 : 16;
         const SimulatedWork work = drawn(ranks * a_rank / samples, samples, 7, common, 794, 3800);
-        std::printf("%5ld %8ld", ranks, work.total());
-        for (const auto& rule : {now, before}) {
-          const SimulatedRollout r = rule(work, ranks, kPlaces);
-          std::printf(" | %8.2f %8.2f %7ld %6ld %6ld %8ld", r.slowest(), r.idle_of_fastest(), r.fewest(), r.most(),
-                      r.store_calls, r.prefill_tokens() / work.prompt);
-        }
-        std::printf("\n");
+        const SimulatedRollout r = now(work, ranks, kPlaces), old = before(work, ranks, kPlaces);
+        std::printf(" %.1f of %.1f | %ld, %ld | %.1f of %.1f |", r.idle_of_fastest(), r.slowest(), r.fewest(), r.most(),
+                    old.idle_of_fastest(), old.slowest());
       }
+      std::printf("\n");
     }
   }
 }
