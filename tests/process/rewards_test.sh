@@ -11,15 +11,16 @@ ends() {
   then ok "ends with $code: $text"
   else bad "expected code $code (got $got) and '$text'" "$(cat "$dir/said")"; fi
 }
-# weak.sh RANK FOLDER hang|fail: a reward that answers one response (the probe) and on this rank ends hangs or fails
-# from then on.
+# weak.sh RANK FOLDER hang|fail [PAUSE]: a reward that answers one response (the probe) and on this rank ends hangs or
+# fails from then on; on others it answers, with a pause after each response.
 cat >"$dir/weak.sh" <<'WEAK'
-[ "${RANK:-0}" = "$1" ] || exec sh -c 'while read -r line; do echo "{\"reward\": 1}"; done'
+[ "${RANK:-0}" = "$1" ] || exec sh -c 'while read -r line; do echo "{\"reward\": 1}"; [ -z "$0" ] || sleep "$0"; done' \
+  "${4:-}"
 mkdir "$2" 2>/dev/null || { [ "$3" = hang ] && exec sleep 1000; exit 1; }
 read -r line; echo '{"reward": 1}'
 WEAK
 command=(env.command.enabled=true grpo.val_at_start=false grpo.val_period=0 grpo.val_at_end=false)
-weak() { rm -rf "$dir/probed"; echo "env.command.command=[sh,$dir/weak.sh,$1,$dir/probed,$2]"; }
+weak() { rm -rf "$dir/probed"; echo "env.command.command=[sh,$dir/weak.sh,$1,$dir/probed,$2${3:+,'$3'}]"; }
 two() {
   "$TRIREME" launch --nproc-per-node 2 -- \
     $(run_args two "${command[@]}" checkpointing.enabled=false grpo.max_num_steps=100000 "$@")
@@ -58,6 +59,11 @@ grep -q "rank 0 .*failed: .*rank 1 on .*reward 'command' failed for group .*: sh
 ends 1 "groups have no reward yet after cluster.collective_timeout_s" \
   "$TRIREME" $(run_args e "${command[@]}" env.command.timeout_s=600 cluster.collective_timeout_s=3 "$(weak 0 hang)" \
     "env.command.num_workers=1")
+# On one rank of two likewise. The other one's rewards take 3 s, so that it is not the first to wait for 6.
+ends 1 "rank 1 failed first (exit code 1)" two "$(weak 1 hang 0.2)" env.command.timeout_s=600 \
+  cluster.collective_timeout_s=6 env.command.num_workers=1
+grep -q "rank 0 .*failed: .*rank 1.*: [0-9]* groups have no reward yet after cluster.coll" "$dir/said" &&
+  ok "the other rank says who waited for rewards" || bad "rank 0 does not say it" "$(cat "$dir/said")"
 
 # A service behind a token: it is sent, and is in nothing that the run leaves behind or says.
 python=$(command -v python3) || true
