@@ -2,12 +2,16 @@
 """How often the math reward agrees with Math-Verify's own tests.
 
     math_verify_parity.py DIR [--grade "PROGRAM"] [--whole-response]
+    math_verify_parity.py --labels
 
 DIR is a checkout of Math-Verify with its tests/; the Python that runs this has the package of the same version and
 pytest. Of each parametrised test with a gold answer, a prediction and an expected verdict, those count where the
 package itself, called plainly (no extraction options), agrees with the expectation. They are put to PROGRAM (default:
 "build/cpu/trainer/cli/trireme grade --pairs"), which gets the name of a file of pairs; its disagreements are printed,
 and the share of agreement. Exit status 1 below 97 %.
+
+--labels: a pair of tests/data/math_pairs.jsonl says `why` where, and only where, the package says otherwise: of the
+first 1,068 pairs with both sides in a box, of those after them (whole sentences) with both as they are. Needs no DIR.
 """
 import argparse
 import importlib
@@ -19,6 +23,8 @@ import sys
 import tempfile
 
 FLOOR = 0.97
+PAIRS = pathlib.Path(__file__).resolve().parent.parent / "data" / "math_pairs.jsonl"
+IN_BOXES = 1068  # pairs, the first ones
 
 
 def cases(folder):
@@ -65,12 +71,33 @@ def plain_verdict(gold, answer):
         return None
 
 
+def check_labels():
+    apart = wrong = 0
+    for number, line in enumerate(PAIRS.read_text(encoding="utf-8").splitlines(), 1):
+        pair = json.loads(line)
+        sides = [pair["gold"], pair["answer"]]
+        if number <= IN_BOXES:
+            sides = ["\\boxed{" + side + "}" for side in sides]
+        differs = bool(plain_verdict(*sides)) != pair["label"]
+        apart += differs
+        if differs != ("why" in pair):
+            wrong += 1
+            print(f"line {number}: {'no why' if differs else 'a why, but no difference'}: {line}")
+    print(f"the package says otherwise for {apart} labels; {wrong} without their reason, or with one too many")
+    return 1 if wrong else 0
+
+
 def main():
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("folder", type=pathlib.Path, metavar="DIR")
+    options.add_argument("folder", type=pathlib.Path, metavar="DIR", nargs="?")
+    options.add_argument("--labels", action="store_true", help="check the reasons of our own pairs instead")
     options.add_argument("--grade", default="build/cpu/trainer/cli/trireme grade --pairs", metavar="PROGRAM")
     options.add_argument("--whole-response", action="store_true", help="look for the answer as in a response of a run")
     chosen = options.parse_args()
+    if chosen.labels:
+        sys.exit(check_labels())
+    if not chosen.folder:
+        options.error("DIR is missing, a checkout of Math-Verify")
     key = "response" if chosen.whole_response else "answer"
     kept = total = 0
     with tempfile.TemporaryDirectory() as scratch:
