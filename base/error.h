@@ -20,7 +20,8 @@ enum class ErrorKind {
 
 const char* to_string(ErrorKind kind);
 
-class Error final : public std::runtime_error {
+// Derived from by errors that say more to whoever can use it; what catches them as Error loses nothing of theirs.
+class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
   ErrorKind kind() const { return kind_; }

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
+#include <utility>
 
 #include "base/error.h"
 #include "trainer/model/context_rows.h"
@@ -22,8 +24,10 @@ MicroBatch make_micro_batch(const std::vector<Sample>& samples, const Members& m
       positions.push_back(position + static_cast<int64_t>(t));
     }
   };
-  const auto close = [&](int64_t prefix) {
+  auto names = std::make_shared<std::vector<SequenceName>>();
+  const auto close = [&](int64_t prefix, const SequenceName& name) {
     batch.input.starts.push_back(static_cast<int64_t>(ids.size()));
+    names->push_back(name);
     if (share_prompts) batch.input.prefix.push_back(prefix);
   };
   struct Prompt {
@@ -41,7 +45,7 @@ MicroBatch make_micro_batch(const std::vector<Sample>& samples, const Members& m
       const auto [found, fresh] = prompts.try_emplace(sample.group);
       if (fresh) {
         append(sample.prompt.data(), sample.prompt.size(), 0);
-        close(-1);
+        close(-1, {sample.group, -1, length});
         found->second = {static_cast<int64_t>(batch.input.starts.size()) - 2, static_cast<int64_t>(ids.size()) - 1,
                          sample.prompt};
       }
@@ -60,8 +64,10 @@ MicroBatch make_micro_batch(const std::vector<Sample>& samples, const Members& m
       targets.push_back(sample.response[t]);
       sequence.push_back(static_cast<int64_t>(s));
     }
-    if (static_cast<int64_t>(ids.size()) > batch.input.starts.back()) close(prefix);
+    if (static_cast<int64_t>(ids.size()) > batch.input.starts.back())
+      close(prefix, {sample.group, sample.index, length});
   }
+  batch.input.names = std::move(names);
   batch.input.ids = at::tensor(ids, at::kLong);
   batch.input.positions = at::tensor(positions, at::kLong);
   batch.rows = at::tensor(rows, at::kLong);

@@ -13,7 +13,7 @@ namespace trireme {
 
 // Tensors over the T response tokens of some samples, in the members' order.
 struct MicroBatch {
-  PackedBatch input;    // prompt + response without its last token, per sample; shared: see make_micro_batch
+  PackedBatch input;    // prompt + response without its last token, per sample, named; shared: see make_micro_batch
   at::Tensor rows;      // [T] int64: row of `input` whose hidden state predicts response token t
   at::Tensor targets;   // [T] int64: the response tokens
   at::Tensor sequence;  // [T] int64, position of the sample in `members`

@@ -91,6 +91,7 @@ PackedBatch context_part(const PackedBatch& whole, const ContextWork& work, int6
   part.ids = whole.ids.index_select(0, rows);
   part.positions = whole.positions.index_select(0, rows);
   part.context = std::move(context);
+  part.names = whole.names;
   return part;
 }
 

@@ -39,6 +39,7 @@ struct Model::Context {
   std::vector<int64_t> starts;                // packed
   std::vector<int64_t> prefix;                // packed; empty: nothing is shared
   std::shared_ptr<const ContextRows> pieces;  // packed, a context parallel rank's part
+  std::shared_ptr<const std::vector<SequenceName>> names;
   const CachedBatch* cached = nullptr;
   KvArena* arena = nullptr;
   int64_t tokens = 0;
@@ -348,6 +349,7 @@ Model::Context Model::packed_context(const PackedBatch& batch) const {
   context.starts = batch.starts;
   context.prefix = batch.prefix;
   context.pieces = batch.context;
+  context.names = batch.names;
   context.tokens = batch.tokens();
   context.tp = split_.tp;
   if (router_watch != nullptr && options_.trainable && at::GradMode::is_enabled())
@@ -541,7 +543,13 @@ at::Tensor Model::attend(int64_t index, const at::Tensor& qkv, const Context& co
 
 at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context, const Again& again) const {
   const Layer& layer = layers_[static_cast<size_t>(index)];
-  if (layer.experts.router.defined()) return experts(index, x, context, again);
+  if (layer.experts.router.defined()) {
+    try {
+      return experts(index, x, context, again);
+    } catch (const RouterError& error) {
+      fail_at_router(error, layer.number, context);
+    }
+  }
   if (context.arena != nullptr && x.value.is_cuda() && !layer.gate_up_bias.defined())
     return trireme::linear(cuda::gate_up_swiglu(x.value, layer.gate_up), layer.down, layer.down_bias);
   const at::Tensor gate_up = first_product(x, layer.gate_up, layer.gate_up_bias, context);
@@ -554,6 +562,17 @@ Range Model::expert_rows(const Context& context) const {
   const int64_t own = residual_rows(context.tokens);
   const int64_t begin = std::min(context.tokens, own * split_.tensor_rank);
   return {begin, std::min(context.tokens, begin + own)};
+}
+
+// With whose row it was, where the pass knows: the router was given this rank's part of the rows.
+void Model::fail_at_router(const RouterError& error, int64_t layer, const Context& context) const {
+  const int64_t row = error.row() + (split_.tp > 1 ? expert_rows(context).begin : 0);
+  if (context.names == nullptr) throw RouterError(row, layer);
+  const int64_t of_batch = context.pieces ? context.pieces->rows.at(static_cast<size_t>(row)) : row;
+  const size_t sequence = sequence_of_row(context.pieces ? context.pieces->starts : context.starts, of_batch);
+  const auto position = context.positions[row].item<int64_t>();
+  fail_data("layer " + std::to_string(layer) + ": the router's logits are not finite at " +
+            name_of_token(context.names->at(sequence), position));
 }
 
 // Over tensor ranks the result of own rows is whole and needs no sum. Where each rank has all rows it is a part of one:

@@ -19,6 +19,7 @@
 #include "trainer/model/config.h"
 #include "trainer/model/kv_arena.h"
 #include "trainer/model/parameter_layout.h"
+#include "trainer/model/row_names.h"
 #include "trainer/model/sharded_units.h"
 #include "trainer/ops/ops.h"
 
@@ -27,6 +28,7 @@ namespace trireme {
 struct Activation;
 class Communicator;
 struct ContextRows;
+class RouterError;
 class ParallelContext;
 struct Residual;
 class RouterWatch;
@@ -44,6 +46,8 @@ struct PackedBatch {
   // One context parallel rank's part of a batch (context_part); null: whole sequences. Then starts are those of its
   // pieces, and prefix is empty.
   std::shared_ptr<const ContextRows> context;
+  // Of each sequence (of a context rank's part: of the micro-batch's), for errors that name it; null: they name rows.
+  std::shared_ptr<const std::vector<SequenceName>> names;
 
   // Sequences one after another, each at positions 0, 1, ...
   static PackedBatch from_sequences(const std::vector<std::vector<int32_t>>& sequences);
@@ -157,7 +161,8 @@ class Model final {
   // forward_piece for its own.
   at::Tensor forward(const PackedBatch& batch) const;
   // The same for new tokens against the arena (of local()), into which their keys and values are written. Row bits
-  // equal forward's. No autograd.
+  // equal forward's. No autograd. On the CPU router logits that are not finite are an error here (RouterError, by row
+  // and layer) and in forward (by the batch's names), on the rank whose row it is.
   at::Tensor forward_cached(const CachedBatch& batch, KvArena& arena) const;
 
   // One piece of this rank's stage (split().layers), for all tokens of the batch. `input`: what the piece before gave,
@@ -253,6 +258,7 @@ class Model final {
   at::Tensor rope_rows(int64_t positions) const;
   int64_t rope_extent(const at::Tensor& positions, int64_t longest) const;
   Context packed_context(const PackedBatch& batch) const;
+  [[noreturn]] void fail_at_router(const RouterError& error, int64_t layer, const Context& context) const;
   std::shared_ptr<const WatchedRows> watched_rows(const PackedBatch& batch, const Context& context) const;
   at::Tensor run(int64_t piece, const at::Tensor& ids, const Context& context, const at::Tensor& input) const;
   Again again_of(int64_t index, const Context& context) const;

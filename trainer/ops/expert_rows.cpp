@@ -45,8 +45,7 @@ void choose_rows(const at::Tensor& logits, const ExpertShape& shape, Routes& rou
   const int64_t rows = logits.size(0), experts = shape.experts, k = shape.per_token;
   const T* from = logits.const_data_ptr<T>();
   for (int64_t i = 0; i < rows * experts; ++i) {
-    if (!std::isfinite(from[i]))
-      fail_data("row " + std::to_string(i / experts) + ": the router's logits are not finite");
+    if (!std::isfinite(from[i])) throw RouterError(i / experts);
   }
   int32_t* chosen = routes.experts.mutable_data_ptr<int32_t>();
   T* weights = routes.weights.mutable_data_ptr<T>();
@@ -118,6 +117,12 @@ void combine_rows(const at::Tensor& y, const Routes& routes, const ExpertShape& 
 }
 
 }  // namespace
+
+RouterError::RouterError(int64_t row, int64_t layer)
+    : Error(ErrorKind::kData, "row " + std::to_string(row) + ": the router's logits are not finite" +
+                                  (layer < 0 ? "" : " in layer " + std::to_string(layer))),
+      row_(row),
+      layer_(layer) {}
 
 void sort_by_expert(Routes& routes, int64_t experts) {
   const int64_t rows = routes.experts.size(0), k = routes.experts.size(1);

@@ -8,7 +8,21 @@
 #include <functional>
 #include <memory>
 
+#include "base/error.h"
+
 namespace trireme {
+
+// A row whose router logits are not finite (kData). `row` is the call's, or, once a model has said in which of its
+// layers that was, the pass's: whoever made the batch knows whose it is.
+class RouterError final : public Error {
+ public:
+  explicit RouterError(int64_t row, int64_t layer = -1);
+  int64_t row() const { return row_; }
+  int64_t layer() const { return layer_; }
+
+ private:
+  int64_t row_, layer_;
+};
 
 struct RouterCall;
 
@@ -37,8 +51,8 @@ struct Routes {
 };
 
 // x [rows, hidden] in the model's dtype. Logits are sums over `hidden` in one fixed order; softmax over all experts;
-// the largest `per_token` of them, of equal ones those of lower id. Not finite logits: Error(kData) that names the row
-// (CUDA: weights of NaN). No autograd.
+// the largest `per_token` of them, of equal ones those of lower id. Not finite logits: RouterError that names the first
+// such row (CUDA: weights of NaN). No autograd.
 Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities = false);
 
 // x [offsets.back(), in] . weight [experts * out, in]: rows offsets[e] .. offsets[e + 1] times expert e's matrix ^T ->

@@ -14,7 +14,9 @@
 #include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "trainer/model/row_names.h"
 #include "trainer/ops/cuda_ops.h"
+#include "trainer/ops/experts.h"
 #include "trainer/parallel/communicator.h"
 #include "trainer/rollout/cache_size.h"
 #include "trainer/rollout/lanes.h"
@@ -153,6 +155,8 @@ struct Engine::Impl {
   void mark_mixed();
   std::vector<Complete> step(const Engine& engine);
   void launch(int64_t index);
+  template <class F>
+  void naming_rows(Lane& lane, F&& run_part);
   std::optional<Outputs> start(int64_t index);
   static int64_t known_rows(Lane& lane, const Segment& segment);
   void look(const Engine& engine, Lane& lane, std::vector<Complete>& complete);
@@ -474,7 +478,7 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
         launch(index);
       } else if (lanes[static_cast<size_t>(index)].launched || together()) {  // no turn is left out
         const Stopwatch forward;
-        runner->proceed(index);
+        naming_rows(lanes[static_cast<size_t>(index)], [&] { runner->proceed(index); });
         stats.forward_seconds += forward.seconds();
       }
       if (const auto seen = order.looks_at(piece, index)) look(engine, lanes[static_cast<size_t>(*seen)], complete);
@@ -493,6 +497,25 @@ void Engine::Impl::launch(int64_t index) {
   lane.launched = start(index);
 }
 
+// A router's error about a row of the lane's planned step is told with whose row it is.
+template <class F>
+void Engine::Impl::naming_rows(Lane& lane, F&& run_part) {
+  try {
+    std::forward<F>(run_part)();
+  } catch (const RouterError& error) {
+    int64_t row = error.row();
+    auto segment = lane.plan.segments.begin();
+    for (; segment != lane.plan.segments.end() && row >= segment->count; ++segment) row -= segment->count;
+    if (segment == lane.plan.segments.end() || segment->sequence < lane.first_sequence)
+      throw;  // ended, with late_stops
+    const LiveSample& sample = lane.at(segment->sequence);
+    const GroupRequest& group = sample.group->request;
+    fail_data(
+        "layer " + std::to_string(error.layer()) + ": the router's logits are not finite at " +
+        name_of_token({group.group_id, sample.index, static_cast<int64_t>(group.prompt.size())}, segment->past + row));
+  }
+}
+
 // Starts the lane's planned step. Nothing where there is nothing to do.
 std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   Lane& lane = lanes[static_cast<size_t>(index)];
@@ -506,7 +529,7 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   int64_t again = 0;
   for (const Segment& segment : plan.segments) again += known_rows(lane, segment);
   stats.host_seconds += watch.lap();
-  runner->start(request);
+  naming_rows(lane, [&] { runner->start(request); });
   stats.forward_seconds += watch.lap();
   lane.scheduler.commit(plan);
   ++stats.steps;

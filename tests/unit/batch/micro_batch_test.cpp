@@ -3,6 +3,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <numeric>
+
 #include "base/error.h"
 #include "tests/unit/model/testing.h"
 
@@ -158,6 +161,33 @@ TEST(Samples, ASharedPromptIsThereOnce) {
   EXPECT_TRUE(make_micro_batch(samples, {0, 1}).input.prefix.empty());
   const std::vector<Sample> wrong = {sample(0, {1, 2}, {3}), sample(0, {1, 3}, {3})};
   EXPECT_THROW(make_micro_batch(wrong, {0, 1}, true), Error);
+}
+
+// A token whose embedding is not a number: its row is the first whose router logits are none.
+TEST(Samples, ARowWhoseRouterFailsIsNamedBySampleAndToken) {
+  Model model(testing::small_config(ModelFamily::kQwen3Moe), {});
+  init_parameters(model, 23);
+  {
+    const at::NoGradGuard no_grad;
+    model.find("model.embed_tokens.weight")->tensor[60].fill_(std::nanf(""));
+  }
+  const auto error = [&](std::vector<Sample> samples, bool share_prompts) {
+    Members members(samples.size());
+    std::iota(members.begin(), members.end(), int64_t{0});
+    const MicroBatch batch = make_micro_batch(samples, members, share_prompts);
+    return testing::error_of([&] { (void)model.forward(batch.input); });
+  };
+  const Sample good = sample(4, {1, 2}, {3, 4, 5});
+  Sample bad_prompt = sample(7, {60, 8}, {6, 9});
+  bad_prompt.index = 2;
+  const std::string what = "layer 0: the router's logits are not finite at token 0 of ";
+  EXPECT_EQ(error({good, bad_prompt}, false), what + "the prompt of response 2 to prompt 7");
+  EXPECT_EQ(error({good, bad_prompt}, true), what + "prompt 7");
+  Sample bad_response = sample(4, {1, 2}, {60, 9});
+  bad_response.index = 1;
+  EXPECT_EQ(error({good, bad_response}, true), what + "response 1 to prompt 4");
+  EXPECT_EQ(error({good, sample(4, {1, 2}, {9, 60})}, true), "") << "the last token is no input";
+  EXPECT_EQ(name_of_token({3, 5, 4}, 6), "token 2 of response 5 to prompt 3");
 }
 
 TEST(Values, OfAResponseAreThoseOfTheRowsThatPredictIt) {

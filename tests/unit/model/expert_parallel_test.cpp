@@ -2,10 +2,13 @@
 // hidden states, log-probs; gradients, ranks and passes without rows.
 #include <ATen/ATen.h>
 
+#include <atomic>
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <numeric>
 
+#include "base/clock.h"
 #include "base/fs.h"
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
@@ -523,6 +526,55 @@ TEST(ExpertParallel, BalancingLossesAreThoseOfWholeMicroBatches) {
         }
       });
     }
+  }
+}
+
+// Over ranks it is the one whose sample it is that says so; the others hear that it has gone.
+TEST(ExpertParallel, ARowWhoseRouterFailsIsNamedByItsOwnRank) {
+  const ModelConfig config = testing::eight_heads(ModelFamily::kQwen3Moe, false);
+  for (const Layout& layout : {Layout{.ep = 2, .dp = 2}, Layout{.tp = 2, .ep = 4, .dp = 2}}) {
+    ListeningPort port;
+    const auto world = static_cast<int>(layout.world());
+    std::vector<int> replicas(static_cast<size_t>(world));
+    std::atomic<int> gone{0};
+    const auto errors = test::on_ranks(world, [&](int rank) {
+      RendezvousOptions rendezvous = port.place(rank, world, Milliseconds(10000));
+      rendezvous.on_stuck = [](const std::string&) {};
+      ParallelContext context(layout, rendezvous);
+      const auto replica = static_cast<int64_t>(context.coordinates().dp);
+      replicas[static_cast<size_t>(rank)] = static_cast<int>(replica);
+      Model model(config, split_options(context, config));
+      fill(model);
+      {
+        const at::NoGradGuard no_grad;
+        const Parameter& embedding = *model.find("model.embed_tokens.weight");  // of tensor ranks a part of its rows
+        const int64_t row = 60 - embedding.slice.range.begin;
+        if (row >= 0 && row < embedding.tensor.size(0)) embedding.tensor[row].fill_(std::nanf(""));
+      }
+      PackedBatch batch = PackedBatch::from_sequences({{1, 2, 3, 4, 5}, {replica == 1 ? 60 : 6, 7}});
+      batch.names = std::make_shared<const std::vector<SequenceName>>(
+          std::vector<SequenceName>{{10 + replica, 0, 3}, {10 + replica, 1, 1}});
+      std::string error;
+      try {
+        (void)model.forward(batch);
+      } catch (const std::exception& e) {
+        error = e.what();
+      }
+      ++gone;  // rank 0 serves the store: it leaves last
+      const Deadline limit = Deadline::after(Milliseconds(100000));
+      while (rank == 0 && gone < world && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+      if (!error.empty()) throw std::runtime_error(error);
+    });
+    int named = 0;
+    for (size_t rank = 0; rank < errors.size(); ++rank) {
+      EXPECT_NE(errors[rank], "") << to_string(layout) << " rank " << rank;
+      if (errors[rank].find("router's logits") == std::string::npos) continue;
+      ++named;
+      EXPECT_EQ(errors[rank],
+                "layer 0: the router's logits are not finite at token 0 of the prompt of response 1 to prompt 11");
+      EXPECT_EQ(replicas[rank], 1);
+    }
+    EXPECT_GE(named, 1);
   }
 }
 

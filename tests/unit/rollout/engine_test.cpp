@@ -7,12 +7,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <random>
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 #include "tests/unit/model/tiny.h"
 
 namespace trireme {
@@ -551,6 +553,36 @@ std::string message_of(Call call) {
     return e.what();
   }
   return "no error";
+}
+
+// Of a mixture a row whose router fails is told by its sample: in prefill, in whatever pieces, and in decode.
+TEST(Engine, ARowWhoseRouterFailsIsNamedBySampleAndToken) {
+  const auto model = test::tiny_model({.family = ModelFamily::kQwen3Moe, .layers = 2, .tied = false});
+  const at::Tensor& embedding = model->find("model.embed_tokens.weight")->tensor;
+  const auto error = [&](const EngineOptions& options, std::vector<std::vector<int32_t>> prompts) {
+    Engine engine(*model, nullptr, options, {.max_new_tokens = 12, .seed = 5});
+    return test::error_of([&] {
+      for (size_t g = 0; g < prompts.size(); ++g)
+        engine.submit({.group_id = static_cast<int64_t>(g) + 3, .prompt = prompts[g], .samples = 2});
+      (void)engine.run();
+    });
+  };
+  const at::Tensor kept = embedding.clone();
+  embedding[60].fill_(std::nanf(""));
+  const std::string what = "layer 0: the router's logits are not finite at token ";
+  for (const int64_t chunk : {2, 100}) {
+    EXPECT_EQ(error({.cache_rows = 500, .prefill_chunk_tokens = chunk}, {{1, 2, 3}, {60, 2, 3}}),
+              what + "0 of the prompt of response 0 to prompt 4");
+  }
+  // Whatever is drawn, but the prompts' own token, has none.
+  embedding.fill_(std::nanf(""));
+  embedding[1].copy_(kept[1]);
+  for (const bool late : {false, true}) {
+    const std::string message = error({.cache_rows = 500, .late_stops = late}, {{1, 1}, {1}});
+    EXPECT_MENTIONS(message, what);
+    EXPECT_MENTIONS(message, " of response ");
+    EXPECT_EQ(message.find("the prompt"), std::string::npos) << message;
+  }
 }
 
 TEST(Engine, ImpossibleRequestsNameTheGroupAndLeaveTheEngineAlone) {
