@@ -102,9 +102,13 @@ for kind in aux_loss seq_aux_loss; do
     policy.megatron_cfg.moe_router_load_balancing_type=$kind policy.megatron_cfg.moe_aux_loss_coeff=0.5
   out=$(balance "$kind" 0.5) && ok "$kind: $out" || bad "$kind: $out"
 done
-check "seq_aux_loss over expert parallel ranks" run balanced_ep 2 policy.megatron_cfg.freeze_moe_router=false \
+# As two nodes of one rank each.
+run balanced_ep 2 cluster.num_nodes=2 cluster.gpus_per_node=1 policy.megatron_cfg.freeze_moe_router=false \
   policy.megatron_cfg.moe_router_load_balancing_type=seq_aux_loss policy.megatron_cfg.moe_aux_loss_coeff=0.5 \
-  policy.megatron_cfg.expert_model_parallel_size=2
+  policy.megatron_cfg.expert_model_parallel_size=2 >"$dir/out" 2>&1 &&
+  ok "seq_aux_loss over expert parallel ranks" || bad "seq_aux_loss over expert parallel ranks" "$(cat "$dir/out")"
+[ "$(grep -c "etp 1 x ep 2 spans nodes of 1 GPUs" "$dir/out")" = 1 ] && ok "a group that spans nodes is told once" ||
+  bad "nothing is said of a group that spans nodes" "$(cat "$dir/out")"
 out=$(balance balanced_ep 0.5) && ok "over expert parallel ranks: $out" || bad "over expert parallel ranks: $out"
 # Ranks that share a micro-batch count its tokens together: the first loss is that of one rank, within rounding.
 check "aux_loss on one rank" run alone_balanced 1 policy.megatron_cfg.freeze_moe_router=false \

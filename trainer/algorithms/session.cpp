@@ -65,6 +65,14 @@ void check_split(const ModelConfig& model, const std::filesystem::path& dir, con
   if (!report.ok()) fail_user("the model of " + dir.string() + " cannot be split so: " + report.errors.front());
 }
 
+// What may be split so and is slow: context and expert groups whose ranks are not of one node (cluster.processes).
+void warn_of_spanned_nodes(const Config& config, const ModelConfig& model, const Layout& layout) {
+  const ModelShape shape = model.shape();
+  const LayoutReport report = check_layout(
+      layout, {.gpus_per_node = config.cluster.processes, .shape = &shape, .stages = stage_options(config)});
+  for (const std::string& warning : report.warnings) log_warn("parallel", warning);
+}
+
 // A sequence is cut at multiples of kPieceAlignment rows: over more ranks than pieces some wait while one is trained.
 void warn_of_idle_context(const Config& config, const Layout& layout) {
   const int64_t longest = config.policy.max_total_sequence_length;
@@ -225,7 +233,10 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
     fail_user(*problem);
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
-  if (context.is_main()) warn_of_idle_context(config, context.layout());
+  if (context.is_main()) {
+    warn_of_spanned_nodes(config, model, context.layout());
+    warn_of_idle_context(config, context.layout());
+  }
   check_experts(config, model, model_dir, context.layout(), context.is_main());
   const ModelOptions model_options = policy_options(config, options.rendezvous.local_rank, model, context);
   check_transport(options.transport, context, model_options.device);
