@@ -3,7 +3,9 @@
 
 #include "base/fs.h"
 #include "base/safetensors.h"
+#include "tests/unit/model/split_models.h"
 #include "tests/unit/model/testing.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
 
@@ -136,6 +138,63 @@ TEST(ModelFiles, BadWeightsAreNamed) {
                   }),
                   "model.embed_tokens.weight has shape [61, 47], config.json says [61, 48]");
   EXPECT_MENTIONS(load_after([](NamedTensors& t) { t[0].second = at::ones({61, 48}, at::kLong); }), "dtype Long");
+}
+
+// What can be wrong with an expert's tensor: its name has the layer and the expert.
+struct BadExpert {
+  ModelFamily family;
+  int64_t expert;
+  std::string name, wrong, right;  // shapes
+};
+const std::vector<BadExpert> kBadExperts = {
+    {ModelFamily::kQwen3Moe, 5, "model.layers.2.mlp.experts.5.up_proj.weight", "[24, 47]", "[24, 48]"},
+    {ModelFamily::kMixtral, 3, "model.layers.1.block_sparse_moe.experts.3.w2.weight", "[48, 79]", "[48, 80]"}};
+
+void save_without(const BadExpert& bad, const std::filesystem::path& dir) {
+  save_model(*small_model(bad.family), dir, {});
+  rewrite(dir, [&](NamedTensors& t) { std::erase_if(t, [&](const auto& entry) { return entry.first == bad.name; }); });
+}
+
+void save_narrower(const BadExpert& bad, const std::filesystem::path& dir) {
+  save_model(*small_model(bad.family), dir, {});
+  rewrite(dir, [&](NamedTensors& t) {
+    for (auto& [name, tensor] : t) {
+      if (name == bad.name) tensor = tensor.narrow(1, 0, tensor.size(1) - 1).clone();
+    }
+  });
+}
+
+TEST(ModelFiles, BadExpertsAreNamedByLayerAndExpert) {
+  for (const BadExpert& bad : kBadExperts) {
+    const TemporaryDirectory without, narrower;
+    save_without(bad, without.path());
+    EXPECT_MENTIONS(error_of([&] { load_model(without.path(), {}); }), "the weights lack 1 tensor: " + bad.name);
+    save_narrower(bad, narrower.path());
+    EXPECT_MENTIONS(error_of([&] { load_model(narrower.path(), {}); }),
+                    bad.name + " has shape " + bad.wrong + ", config.json says " + bad.right);
+  }
+}
+
+// Over expert ranks by those that hold the expert, whole or a part of its width; the others have what they need.
+TEST(ModelFiles, BadExpertsAreNamedByTheRanksThatHoldThem) {
+  for (const BadExpert& bad : kBadExperts) {
+    const TemporaryDirectory without, narrower;
+    save_without(bad, without.path());
+    save_narrower(bad, narrower.path());
+    for (const Layout& layout : {Layout{.ep = 4, .dp = 4}, Layout{.ep = 2, .dp = 4, .etp = 2}}) {
+      test::on_layout(layout, [&](ParallelContext& context) {
+        const ModelConfig config = small_config(bad.family);
+        Model model(config, testing::split_options(context, config));
+        const Range own = model.split().experts;
+        const bool holds = own.begin <= bad.expert && bad.expert < own.end;
+        EXPECT_EQ(error_of([&] { load_parameters(model, without.path()); }),
+                  holds ? without.path().string() + ": the weights lack 1 tensor: " + bad.name : "");
+        const std::string error = error_of([&] { load_parameters(model, narrower.path()); });
+        EXPECT_EQ(error.find(bad.name + " has shape " + bad.wrong) != std::string::npos, holds) << error;
+        EXPECT_EQ(context.world().all_reduce_sum(int64_t{holds ? 1 : 0}), layout.etp);
+      });
+    }
+  }
 }
 
 TEST(ModelFiles, ATiedCheckpointMayCarryItsHead) {
