@@ -4,7 +4,9 @@
 #include <c10/core/GradMode.h>
 
 #include <cstring>
+#include <map>
 #include <ostream>
+#include <string>
 
 #include "base/error.h"
 #include "base/text.h"
@@ -93,6 +95,19 @@ void compute_again(const Model& model, const MicroBatch& batch, const LogprobOpt
   in.current = recomputed;
 }
 
+// In which the run combined experts: as the dump says, of older ones as the configuration does.
+int64_t expert_blocks(const std::filesystem::path& dump, const std::map<std::string, std::string>& metadata,
+                      const Config& config, const ModelConfig& model) {
+  const auto told = metadata.find("expert_blocks");
+  if (told == metadata.end() || model.num_experts == 0) return config.policy.moe_combine_blocks;
+  const int64_t blocks = parse_int(told->second).value_or(0);
+  if (blocks < 1 || model.num_experts % blocks != 0) {
+    fail_data(dump.string() + ": expert_blocks is '" + told->second + "', no number that divides the model's " +
+              std::to_string(model.num_experts) + " experts");
+  }
+  return blocks;
+}
+
 }  // namespace
 
 ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::path& model_dir,
@@ -112,7 +127,7 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
     frozen.trainable = false;
     frozen.device = choose_device(device, 0);
     frozen.wide_router = router_settings(config).moe_router_dtype == "fp64";
-    frozen.combine_blocks = config.policy.moe_combine_blocks;
+    frozen.combine_blocks = expert_blocks(dump, metadata, config, ModelConfig::load(model_dir));
     model = load_model(model_dir, frozen);
   }
   const c10::NoGradGuard no_grad;

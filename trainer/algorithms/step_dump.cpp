@@ -2,6 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <map>
+#include <string>
+
 namespace trireme {
 
 void StepDump::add(const TrainingBatch& batch, const at::Tensor& logprobs, const at::Tensor& loss) {
@@ -38,12 +41,14 @@ void StepDump::write(Model& policy, const ValidCounts& valid, const Config& conf
     const at::Tensor gradient = policy.flat_gradients().narrow(0, parameter.offset, parameter.size);
     tensors_.emplace_back("grad_norm." + parameter.name, gradient.to(at::kDouble).norm().reshape({1}).to(at::kCPU));
   }
-  write_safetensors(path_, tensors_,
-                    {{"micro_batches", std::to_string(micro_batches_)},
-                     {"global_valid_tokens", std::to_string(valid.tokens)},
-                     {"global_valid_sequences", std::to_string(valid.sequences)},
-                     {"global_positive_tokens", std::to_string(valid.positive_tokens)},
-                     {"config", to_yaml(config)}});
+  std::map<std::string, std::string> metadata = {{"micro_batches", std::to_string(micro_batches_)},
+                                                 {"global_valid_tokens", std::to_string(valid.tokens)},
+                                                 {"global_valid_sequences", std::to_string(valid.sequences)},
+                                                 {"global_positive_tokens", std::to_string(valid.positive_tokens)},
+                                                 {"config", to_yaml(config)}};
+  // The configuration may leave it to be derived from the layout, which whoever replays the step does not have.
+  if (policy.config().num_experts > 0) metadata["expert_blocks"] = std::to_string(policy.expert_blocks());
+  write_safetensors(path_, tensors_, metadata);
 }
 
 }  // namespace trireme

@@ -556,6 +556,8 @@ at::Tensor Model::mlp(int64_t index, const Activation& x, const Context& context
   return last_product(activated(gate_up, again.swiglu), layer.down, layer.down_bias, context);
 }
 
+int64_t Model::expert_blocks() const { return combine_blocks(config_.num_experts, options_.combine_blocks, split_.ep); }
+
 // Of the pass, which this rank's experts take: of tensor ranks each its part, without the rows that only make their
 // number a multiple of tp. Those would choose experts too.
 Range Model::expert_rows(const Context& context) const {
@@ -582,7 +584,7 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
                           .per_token = config_.experts_per_token,
                           .normalize = config_.normalize_experts,
                           .wide_router = options_.wide_router,
-                          .combine_blocks = combine_blocks(config_.num_experts, options_.combine_blocks, split_.ep)};
+                          .combine_blocks = expert_blocks()};
   const ExpertWeights& weights = layers_[static_cast<size_t>(index)].experts;
   std::shared_ptr<const RouterCall> watch;
   if (context.watched != nullptr)

@@ -142,6 +142,8 @@ class Model final {
   const ModelOptions& options() const { return options_; }
   // Sizes of what this rank holds: whoever sizes tensors asks these, not the configuration's.
   const LocalShape& local() const { return local_; }
+  // In how many blocks a layer's experts are combined, where there are any.
+  int64_t expert_blocks() const;
   std::vector<LinearShape> linear_shapes() const { return config_.linear_shapes(local_); }  // of its products
 
   const Recompute& recompute() const { return recompute_; }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -742,6 +743,52 @@ TEST(SharedPrompts, ADumpedStepIsComputedAgain) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kUser);
   }
+}
+
+// A run over more expert ranks than eight derives more blocks than one rank that replays its step would.
+TEST(Replay, ExpertsAreCombinedInTheBlocksOfTheRun) {
+  const TemporaryDirectory dir;
+  Config config = settings(false);
+  config.policy.precision = "bfloat16";
+  config.loss_fn.reference_policy_kl_penalty = 0;
+  ASSERT_EQ(config.policy.moe_combine_blocks, 0);
+  ModelConfig mixture = tiny(ModelFamily::kQwen3Moe);
+  mixture.experts_per_token = 6;
+  mixture.initializer_range = 0.3;
+  ParallelContext context(Layout(), {});
+  const auto error_of = [&](int64_t blocks) {
+    ModelOptions options;
+    options.dtype = at::kBFloat16;
+    options.combine_blocks = blocks;  // what another layout would have derived
+    Model policy(mixture, options);
+    init_parameters(policy, 5);
+    save_model(policy, dir.path() / "model", {});
+    DistributedAdamW optimizer(policy, context.data_parallel(), {});
+    PhaseTimer timer;
+    PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
+    std::vector<Sample> samples = recorded();
+    assign_advantages(samples, 4, config);
+    trainer.train(samples, (dir.path() / "dump.safetensors").string());
+    std::ostringstream out;
+    return replay(dir.path() / "dump.safetensors", dir.path() / "model", "cpu", out).largest_logprob_error;
+  };
+  EXPECT_EQ(error_of(0), 0);
+  EXPECT_EQ(error_of(2), 0);
+  // Without the dump's word the derived blocks would be taken, and they have other bits: the above shows something.
+  const SafetensorsFile file(dir.path() / "dump.safetensors");
+  EXPECT_EQ(file.header().metadata.at("expert_blocks"), "2");
+  NamedTensors tensors;
+  for (const std::string& name : file.names()) tensors.emplace_back(name, file.tensor(name).clone());
+  const auto error_with = [&](const std::string& blocks) {
+    std::map<std::string, std::string> metadata(file.header().metadata.begin(), file.header().metadata.end());
+    metadata.erase("expert_blocks");
+    if (!blocks.empty()) metadata["expert_blocks"] = blocks;
+    write_safetensors(dir.path() / "changed.safetensors", tensors, metadata);
+    std::ostringstream out;
+    return replay(dir.path() / "changed.safetensors", dir.path() / "model", "cpu", out).largest_logprob_error;
+  };
+  EXPECT_GT(error_with(""), 0);
+  for (const char* wrong : {"3", "0", "many"}) EXPECT_THROW((void)error_with(wrong), Error) << wrong;
 }
 
 }  // namespace
