@@ -7,7 +7,7 @@ for family in qwen3_moe mixtral; do
   "$TRIREME" init-model --out "$dir/$family" --family $family --hidden 64 --layers 2 --heads 4 --kv-heads 2 \
     --head-dim 16 --intermediate 64 --experts 8 --experts-per-token 2 --expert-width 32 >/dev/null
 done
-rm -rf "$dir/model"; cp -r "$dir/qwen3_moe" "$dir/model"
+mv "$dir/model" "$dir/dense"; cp -r "$dir/qwen3_moe" "$dir/model"
 # run NAME RANKS [overrides...]
 run() {
   local name=$1 ranks=$2; shift 2
@@ -255,6 +255,11 @@ refused() {
 }
 refused "ep that does not divide the blocks" "ep 4 does not divide the 2 blocks" 4 \
   policy.megatron_cfg.expert_model_parallel_size=4 policy.moe_combine_blocks=2
+for axis in expert_model expert_tensor; do
+  short=ep; [ $axis = expert_tensor ] && short=etp
+  refused "$short of a dense model" "$short 2 for a model without experts; $short must be 1" 2 \
+    policy.model_name="$dir/dense" policy.megatron_cfg.${axis}_parallel_size=2
+done
 refused "blocks that do not divide" "policy.moe_combine_blocks is 3, which does not divide the model's" 1 \
   policy.moe_combine_blocks=3
 refused "a balancing loss with frozen routers" "freeze_moe_router keeps routers from being trained" 1 \

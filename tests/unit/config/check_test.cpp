@@ -15,6 +15,7 @@ using test::error_of;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 
 std::string load_error(const std::vector<std::string>& overrides) {
   return error_of([&] { load_config_text("", overrides); });
@@ -224,6 +225,21 @@ TEST(ConfigCheck, WhatRanksShareFollowsFromTheBackEnd) {
               HasSubstr("optim_grads needs policy.megatron_cfg.pipeline_model_parallel_size 1, not 2; pipeline stages "
                         "take no_shard or optim"));
   EXPECT_EQ(shared({megatron, stages, "cluster.gpus_per_node=2", strategy + "no_shard"}), StateSharding::kNothing);
+}
+
+TEST(ConfigCheck, ExpertRanksDivideTheWorld) {
+  const std::vector<std::string> six = {"cluster.gpus_per_node=6", "policy.megatron_cfg.enabled=true",
+                                        "policy.train_global_batch_size=6"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), six.begin(), six.end());
+    return load_error(more);
+  };
+  const std::string ep = "policy.megatron_cfg.expert_model_parallel_size=",
+                    etp = "policy.megatron_cfg.expert_tensor_parallel_size=";
+  EXPECT_THAT(with({ep + "4"}), HasSubstr("policy.megatron_cfg.expert_model_parallel_size: 6 ranks cannot be divided "
+                                          "by expert x expert tensor x pipeline parallel size 4"));
+  EXPECT_THAT(with({ep + "2", etp + "2"}), HasSubstr("pipeline parallel size 4"));
+  EXPECT_THAT(with({ep + "3"}), Not(HasSubstr("cannot be divided by expert")));
 }
 
 TEST(ConfigCheck, WhatIsNotBuiltYetIsRefusedByName) {

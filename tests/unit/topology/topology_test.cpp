@@ -244,6 +244,8 @@ TEST(Validity, NamesTheLegalValues) {
                 "or pp can be 1, 2"));
   EXPECT_THAT(first_error({.ep = 4, .dp = 8}, {.world = 8, .shape = &llama}),
               HasSubstr("without experts; ep must be 1"));
+  EXPECT_THAT(first_error({.dp = 8, .etp = 2}, {.world = 8, .shape = &llama}),
+              HasSubstr("etp 2 for a model without experts; etp must be 1"));
   EXPECT_THAT(first_error({.dp = 3}, {.world = 8}), HasSubstr("dp must be 8"));
   EXPECT_THAT(first_error({.tp = 0}, {.world = 8}), HasSubstr("tp is 0; it must be from 1"));
   EXPECT_THAT(first_error({.tp = 1 << 16, .cp = 1 << 16, .pp = 1 << 16}, {.world = 8}), HasSubstr("more than"));
