@@ -145,7 +145,10 @@ check "the rest of them on one rank" run alone 1
 # Experts split over ranks: the same bits of sampler and loss, each other's checkpoints, a whole model at the end.
 check "EP2" run ep2 2 policy.megatron_cfg.expert_model_parallel_size=2
 out=$(sound ep2 4) && ok "EP2: $out" || bad "EP2: $out"
-check "EP2 on four ranks" run ep2dp4 4 policy.megatron_cfg.expert_model_parallel_size=2
+# Experts and all else shared by the ranks that hold the same of them.
+check "EP2 on four ranks, gradients and weights shared" run ep2dp4 4 \
+  policy.megatron_cfg.expert_model_parallel_size=2 \
+  policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy=optim_grads_params
 out=$(sound ep2dp4 4) && ok "EP2 on four ranks: $out" || bad "EP2 on four ranks: $out"
 check "EP4 with trained routers" run ep4 4 policy.megatron_cfg.expert_model_parallel_size=4 \
   policy.megatron_cfg.freeze_moe_router=false
@@ -192,6 +195,7 @@ check "ETP2" run etp2 2 policy.megatron_cfg.expert_tensor_parallel_size=2
 out=$(sound etp2 4) && ok "ETP2: $out" || bad "ETP2: $out"
 check "two steps of ETP2 EP2 PP2" run cut 8 grpo.max_num_steps=2 policy.megatron_cfg.expert_tensor_parallel_size=2 \
   policy.megatron_cfg.expert_model_parallel_size=2 policy.megatron_cfg.pipeline_model_parallel_size=2
+out=$(sound cut 2) && ok "ETP2 EP2 PP2: $out" || bad "ETP2 EP2 PP2: $out"
 check "the rest of them under TP2 EP2" run cut 2 policy.megatron_cfg.tensor_model_parallel_size=2 \
   policy.megatron_cfg.expert_model_parallel_size=2
 [ -d "$dir/cut/step_4" ] && ok "TP2 EP2 went on with what ETP2 EP2 PP2 had" || bad "ETP2 EP2 PP2 to TP2 EP2"

@@ -115,31 +115,37 @@ struct SplitWay {
   at::ScalarType dtype;
   StageOptions stages = {};
   int64_t etp = 1;
+  int64_t ep = 1, dp = 1;  // replicas with the same work, which their experts are split over
 };
 
 class SplitEngine : public ::testing::TestWithParam<SplitWay> {};
-INSTANTIATE_TEST_SUITE_P(TensorParallel, SplitEngine,
-                         ::testing::Values(SplitWay{ModelFamily::kLlama, false, 2, 1, at::kFloat},
-                                           SplitWay{ModelFamily::kQwen2, false, 4, 1, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3, true, 2, 1, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3, true, 4, 1, at::kFloat},
-                                           SplitWay{ModelFamily::kLlama, false, 1, 2, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3, true, 1, 4, at::kFloat},
-                                           SplitWay{ModelFamily::kQwen2, false, 2, 2, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3Moe, false, 1, 2, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3Moe, false, 4, 1, at::kFloat},
-                                           SplitWay{ModelFamily::kMixtral, false, 2, 2, at::kBFloat16},
-                                           SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16, {}, 2},
-                                           SplitWay{
-                                               ModelFamily::kQwen3, true, 1, 2, at::kFloat, {.virtual_stages = 2}}),
-                         [](const auto& info) {
-                           const SplitWay& way = info.param;
-                           return std::string(to_string(way.family)) + "_tp" + std::to_string(way.tp) + "_pp" +
-                                  std::to_string(way.pp) + (way.stages.virtual_stages > 1 ? "_virtual" : "") +
-                                  (way.etp > 1 ? "_etp" + std::to_string(way.etp) : "") +
-                                  (way.dtype == at::kFloat ? "_float32" : "_bfloat16");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    TensorParallel, SplitEngine,
+    ::testing::Values(SplitWay{ModelFamily::kLlama, false, 2, 1, at::kFloat},
+                      SplitWay{ModelFamily::kQwen2, false, 4, 1, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3, true, 2, 1, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3, true, 4, 1, at::kFloat},
+                      SplitWay{ModelFamily::kLlama, false, 1, 2, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3, true, 1, 4, at::kFloat},
+                      SplitWay{ModelFamily::kQwen2, false, 2, 2, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 1, 2, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 4, 1, at::kFloat},
+                      SplitWay{ModelFamily::kMixtral, false, 2, 2, at::kBFloat16},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16, {}, 2},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 1, 1, at::kFloat, {}, 2, 1, 2},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 1, 1, at::kBFloat16, {}, 2, 2, 4},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 2, 1, at::kBFloat16, {}, 2, 2, 2},
+                      SplitWay{ModelFamily::kMixtral, false, 1, 2, at::kBFloat16, {}, 2, 2, 4},
+                      SplitWay{ModelFamily::kQwen3Moe, false, 2, 2, at::kFloat, {.virtual_stages = 2}, 1, 2},
+                      SplitWay{ModelFamily::kQwen3, true, 1, 2, at::kFloat, {.virtual_stages = 2}}),
+    [](const auto& info) {
+      const SplitWay& way = info.param;
+      return std::string(to_string(way.family)) + "_tp" + std::to_string(way.tp) + "_pp" + std::to_string(way.pp) +
+             (way.stages.virtual_stages > 1 ? "_virtual" : "") + (way.etp > 1 ? "_etp" + std::to_string(way.etp) : "") +
+             (way.ep > 1 ? "_ep" + std::to_string(way.ep) : "") + (way.dp > 1 ? "_dp" + std::to_string(way.dp) : "") +
+             (way.dtype == at::kFloat ? "_float32" : "_bfloat16");
+    });
 
 TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
   const SplitWay& way = GetParam();
@@ -149,6 +155,8 @@ TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
   layout.tp = way.tp;
   layout.pp = way.pp;
   layout.etp = way.etp;
+  layout.ep = way.ep;
+  layout.dp = way.dp;
   test::on_layout(layout, [&](ParallelContext& context) {
     ModelOptions options = split_options(context, config, way.stages);
     options.dtype = way.dtype;
@@ -166,6 +174,8 @@ TEST_P(SplitEngine, SamplerAndLossHaveTheSameBitsOnAllRanks) {
     for (const SamplingOptions& sampling : {plain, filtered}) {
       std::set<std::string> seen;
       for (const Way& batching : ways()) {
+        // Of many ranks on few cores: all at once, and waiting, moving and preempted; expert_engine_test has the rest.
+        if (way.dp > 1 && batching.options.cache_rows > 1000 && batching.name != std::string("roomy")) continue;
         const auto groups = generate(model, batching.options, sampling);
         ASSERT_EQ(groups.size(), 5u);
         EXPECT_EQ(mismatches(model, groups, sampling.logprob_options()), 0) << batching.name;
@@ -257,6 +267,7 @@ TEST(SplitEngine, ExpertGroupsStepTogetherWithUnevenQueues) {
           fill(model);
           const int replica = context.generation().number;
           for (const Way& batching : ways()) {
+            if (dtype == at::kBFloat16 && batching.options.cache_rows > 1000) continue;  // the tight one
             EngineOptions options = batching.options;
             options.lanes = layout.pp > 1 && batching.options.cache_rows > 1000 ? layout.pp : 1;
             options.least_of_ranks = [&](int64_t rows) {
