@@ -489,6 +489,59 @@ TEST_P(SplitMixtureInLayouts, HasTheBitsOfWholeExperts) {
   });
 }
 
+// Another token, a longer sequence, a shorter one: whichever experts that fills or leaves empty, no other sequence is
+// touched, of the own micro-batch or of another expert rank's, and of the changed one nothing before the change.
+TEST(ExpertParallel, ChangingASequenceChangesNoBitOfAnother) {
+  const ModelConfig config = testing::eight_heads(ModelFamily::kQwen3Moe, false);
+  using Sequences = std::vector<std::vector<int32_t>>;
+  const auto sequences_of = [](int64_t replica) {
+    const auto seed = static_cast<uint64_t>(10 * replica);
+    return Sequences{random_tokens(17, seed + 1), random_tokens(9 + replica, seed + 2), random_tokens(6, seed + 3)};
+  };
+  const std::vector<std::function<void(std::vector<int32_t>&)>> changes = {
+      [](std::vector<int32_t>& sequence) { sequence[4] = (sequence[4] + 1) % 61; },
+      [](std::vector<int32_t>& sequence) {
+        const std::vector<int32_t> more = random_tokens(40, 99);
+        sequence.insert(sequence.end(), more.begin(), more.end());
+      },
+      [](std::vector<int32_t>& sequence) { sequence.resize(4); }};
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    for (const Layout& layout :
+         {Layout{}, Layout{.ep = 2, .dp = 2}, Layout{.ep = 4, .dp = 4}, Layout{.tp = 2, .ep = 2},
+          Layout{.tp = 2, .ep = 4, .dp = 2}, Layout{.dp = 2, .etp = 2}, Layout{.ep = 2, .dp = 4, .etp = 2}}) {
+      test::on_layout(layout, [&](ParallelContext& context) {
+        ModelOptions options = split_options(context, config);
+        options.dtype = dtype;
+        Model model(config, options);
+        fill(model);
+        const int64_t replica = context.coordinates().dp;
+        const auto hidden_of = [&](const Sequences& sequences) {
+          const PackedBatch batch = PackedBatch::from_sequences(sequences);
+          return std::pair(model.forward(batch).detach(), batch.starts);
+        };
+        const auto [before, starts] = hidden_of(sequences_of(replica));
+        for (const int64_t changed : {int64_t{0}, layout.dp - 1}) {
+          for (size_t i = 0; i < changes.size(); ++i) {
+            Sequences sequences = sequences_of(replica);
+            if (replica == changed) changes[i](sequences[1]);
+            const auto [after, begins] = hidden_of(sequences);
+            for (size_t s = 0; s < 3; ++s) {
+              const bool other = replica != changed || s != 1;
+              const int64_t whole = starts[s + 1] - starts[s], same = other ? whole : i == 1 ? whole : 4;
+              EXPECT_TRUE(same_bits(after.narrow(0, begins[s], same), before.narrow(0, starts[s], same)))
+                  << to_string(layout) << ", change " << i << " of replica " << changed << ", sequence " << s << " of "
+                  << replica;
+            }
+            if (replica != changed || i != 0) continue;
+            EXPECT_FALSE(same_bits(after.narrow(0, begins[1] + 4, 1), before.narrow(0, starts[1] + 4, 1)))
+                << "nothing was changed";
+          }
+        }
+      });
+    }
+  }
+}
+
 // A balancing loss counts the rows of whole micro-batches, whichever ranks share them.
 TEST(ExpertParallel, BalancingLossesAreThoseOfWholeMicroBatches) {
   const ModelConfig config = testing::eight_heads(ModelFamily::kQwen3Moe, false);
