@@ -218,6 +218,7 @@ std::vector<Sizes> layouts_for(const ModelConfig& config) {
                                   {.tp = 1, .pp = 1, .dp = 2, .ep = 2},
                                   {.tp = 1, .pp = 1, .dp = 4, .ep = 2},
                                   {.tp = 1, .pp = 1, .dp = 4, .ep = 4},
+                                  {.tp = 1, .pp = 1, .dp = 8, .ep = 4},
                                   {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kNothing},
                                   {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = Shared::kGradients},
                                   {.tp = 2, .pp = 1, .dp = 2, .ep = 2},
@@ -366,6 +367,15 @@ TEST(TiedEmbedding, ItsTwoCopiesStayEqualOverThreeReplicas) {
 bool meet(const ModelConfig& config, const Sizes& saved, const Sizes& loaded) {
   const Sizes one{1, 1, 1}, both{2, 2, 1};
   if (saved == loaded) return true;
+  // Of mixtures each of these under each: expert groups of replicas, of tensor ranks of two, of a stage's shared ones.
+  const std::vector<Sizes> far_apart = {one,
+                                        {.tp = 1, .pp = 1, .dp = 8, .ep = 4},
+                                        {.tp = 2, .pp = 1, .dp = 2, .ep = 4},
+                                        {.tp = 2, .pp = 2, .dp = 2, .ep = 2, .etp = 2}};
+  const auto is_one_of = [&](const Sizes& sizes) {
+    return std::find(far_apart.begin(), far_apart.end(), sizes) != far_apart.end();
+  };
+  if (config.num_experts > 0 && is_one_of(saved) && is_one_of(loaded)) return true;
   // Where another sharing than today's is among them: one rank and four ranks of one stage.
   if (saved.shared != Shared::kState || loaded.shared != Shared::kState) {
     const auto stands_for_all = [&](const Sizes& sizes) {
