@@ -24,26 +24,23 @@ ActivationBytes activation_bytes(const LocalShape& shape, int64_t element_bytes,
   const int64_t attention = shape.qk_norm ? 3 * q + 3 * kv : 2 * q + 2 * kv;
   const int64_t log_sums = 4 * shape.heads;
   ActivationBytes bytes;
-  // Of experts the activation's result is always computed again; their routes are kept. Ranks that share experts have
-  // received rows, with routes of their own, and neither gate nor up.
+  // Of experts the activation's result is always computed again; gate, up and routes are kept. Ranks that share experts
+  // have received rows besides, and of these the order of the choices here, of which there are as many as of own rows.
   const bool shared = shape.received > 0;
   const double own = 1 / static_cast<double>(shape.tp);  // rows of a token
-  const int64_t received = std::llround(own * shape.received * static_cast<double>(shape.hidden));
-  const int64_t of_experts = shared ? received : 2 * chosen * shape.moe_intermediate;
-  const int64_t routes =
-      16 * chosen + (shared ? std::llround(8 * own * shape.received * static_cast<double>(chosen)) : 0);
+  const int64_t received = shared ? std::llround(own * shape.received * static_cast<double>(shape.hidden)) : 0;
+  const int64_t of_experts = received + 2 * chosen * shape.moe_intermediate;
+  const int64_t routes = 16 * chosen + (shared ? 20 * chosen + std::llround(4 * own * shape.received) : 0);
   bytes.whole = element * (4 * hidden + attention + std::max(of_experts, 3 * shape.intermediate)) + log_sums + routes;
   bytes.cheap = element * (2 * hidden + attention + std::max(of_experts, 2 * shape.intermediate)) + log_sums + routes;
-  bytes.experts =
-      element * (2 * hidden + attention + std::max(shared ? received : 0, 2 * shape.intermediate)) + log_sums + routes;
+  bytes.experts = element * (2 * hidden + attention + std::max(received, 2 * shape.intermediate)) + log_sums + routes;
   bytes.input = element * hidden;
   // Attention's backward has the gradients of its result and of q, k and v, the latter again as one, and two sums of
   // each row. Where inputs are gathered so are the gradients of what is summed over the tensor ranks.
   const int64_t in_attention = element * (3 * q + 4 * kv + 2 * gathered) + 8 * shape.heads;
   // Rows of all choices: their inputs, the gradients of their results and of their inputs.
   const int64_t in_mlp = element * (2 * shape.hidden + 4 * wide + gathered + 3 * chosen * shape.hidden) + 24 * chosen;
-  const int64_t again = shared ? 2 * element * chosen * shape.moe_intermediate : 0;  // gate and up
-  bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp + again);
+  bytes.passing = element * 6 * hidden + std::max(in_attention, in_mlp);
   bytes.ending = element * (4 * hidden + 2 * gathered);
   if (shape.head && !shape.value_head)
     bytes.fixed = 3 * kLogitsBytes + (gradient_bytes == 4 ? 0 : 4 * shape.vocab * shape.hidden);

@@ -14,8 +14,7 @@ namespace trireme {
 struct ActivationBytes {
   int64_t whole = 0;  // of a layer that keeps everything
   int64_t cheap = 0;  // of one that computes norms and SwiGLU again
-  // Of one that computes experts' gate and up again besides. Where ranks share experts they always do, and keep the
-  // rows that they have received: then, and without experts, as much as `cheap`.
+  // Of one that computes experts' gate and up again besides; without experts, as much as `cheap`.
   int64_t experts = 0;
   int64_t input = 0;    // of one that keeps its input only
   int64_t passing = 0;  // once: gradients and temporaries of the layer that is being differentiated, the final norm

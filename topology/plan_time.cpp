@@ -38,11 +38,9 @@ double head_seconds(const Case& c, const LocalShape& local, const PassWork& work
   return 2 * real(local.hidden) * columns * work.scored / c.devices.rates.products;
 }
 
-// Of every stage and piece over one micro-batch; in backward a piece computes again what its layers have not kept, and
-// ranks that share experts compute gate and up again in any case.
+// Of every stage and piece over one micro-batch; in backward a piece computes again what its layers have not kept.
 PipelineCosts pass_costs(const Case& c, const PassWork& work, const KeptLayers& kept) {
   PipelineCosts costs;
-  const bool shared = c.layout.ep * c.layout.etp > 1;
   for (int64_t stage = 0; stage < c.layout.pp; ++stage) {
     const LocalShape local = shape_of(c, stage);
     std::vector<double>&forward = costs.forward.emplace_back(), &backward = costs.backward.emplace_back();
@@ -52,7 +50,7 @@ PipelineCosts pass_costs(const Case& c, const PassWork& work, const KeptLayers& 
         const Seconds one = layer_seconds(c, local, layer, work);
         sum.forward += one.forward;
         const bool all = layer - piece.begin < kept.input, gates = layer - piece.begin < kept.input + kept.experts;
-        sum.backward += one.backward + (all ? one.forward : 0) + (shared || (gates && !all) ? one.gate_up : 0);
+        sum.backward += one.backward + (all ? one.forward : 0) + (gates && !all ? one.gate_up : 0);
       }
       forward.push_back(sum.forward);
       backward.push_back(sum.backward);

@@ -596,7 +596,7 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
     const ExpertRanks ranks{.group = options_.experts, .experts = local_.experts, .tensor = split_.etp};
     if (context.cached == nullptr || !context.cached->alike || ranks.tensor > 1 ||
         !gathers_experts(residual_rows(context.tokens)))
-      return split_mixture_of_experts(rows.value, weights, shape, ranks, std::move(watch));
+      return split_mixture_of_experts(rows.value, weights, shape, ranks, std::move(watch), again.experts);
     // As many of each rank: of tensor ranks the last may have less.
     const int64_t own = rows.value.size(0), each = residual_rows(context.tokens);
     const at::Tensor even = own == each ? rows.value : at::constant_pad_nd(rows.value, {0, 0, 0, each - own});

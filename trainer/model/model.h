@@ -123,8 +123,7 @@ struct Recompute {
   int64_t cheap_layers = 0;  // of the first so many layers behind those, not kept are the results of:
   bool norms = true;         //   the two norms before the products
   bool swiglu = true;        //   SwiGLU
-  // Of the first so many layers behind the whole ones experts keep no gate and up; where ranks share experts they never
-  // do.
+  // Of the first so many layers behind the whole ones experts keep no gate and up.
   int64_t expert_layers = 0;
 };
 

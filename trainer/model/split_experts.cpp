@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -36,6 +37,7 @@ struct Chunk {
   at::Tensor slots;              // [choices] int64: row in the chunk times per_token, plus the choice's place in it
   at::Tensor blocks;             // [pairs of row and block + 1] int32: the first choice of each
   at::Tensor begins;             // [rows + 1] int32: the first choice of each
+  at::Tensor gate_up;            // [choices, 2 width] before the activation; only where backward is to find it
 };
 
 int64_t sum_of(const std::vector<int64_t>& numbers) {
@@ -44,16 +46,19 @@ int64_t sum_of(const std::vector<int64_t>& numbers) {
 
 // What backward needs besides tensors, carried through the autograd graph.
 struct SplitCall final : torch::CustomClassHolder {
-  SplitCall(const ExpertShape& s, const ExpertRanks& r, std::shared_ptr<const RouterCall> w)
-      : shape(s), ranks(r), watch(std::move(w)) {}
+  SplitCall(const ExpertShape& s, const ExpertRanks& r, std::shared_ptr<const RouterCall> w, bool again)
+      : shape(s), ranks(r), watch(std::move(w)), gate_up_again(again) {}
   int64_t first_expert() const { return ranks.group->rank() / ranks.tensor * ranks.experts; }
   int64_t block_size() const { return shape.experts / shape.combine_blocks; }
   ExpertShape shape;
   ExpertRanks ranks;
   std::shared_ptr<const RouterCall> watch;
+  bool gate_up_again = false;
   Dispatch plan;
   int64_t choices_here = 0;                           // of received rows, among this rank's experts
   std::vector<int64_t> sent_blocks, returned_blocks;  // rows of block sums, to and from each rank
+  // Of the forward pass, without `blocks`; backward takes them, so that they go while others' backward runs.
+  std::vector<Chunk> kept;
 };
 
 at::Tensor from_zero(const at::Tensor& counts) {  // [n] -> [n + 1] int32: sums of those before
@@ -106,12 +111,6 @@ Chunk make_chunk(const ReceivedRows& received, int64_t first, const SplitCall& c
   chunk.blocks = at::empty({pairs + 1}, ints).scatter_(0, pair, at::arange(choices, ints));
   chunk.blocks.narrow(0, pairs, 1).fill_(choices);
   return chunk;
-}
-
-template <class F>
-void for_chunks(const ReceivedRows& received, const SplitCall& call, F&& f) {
-  for (int64_t first = 0; first < received.x.size(0); first += call.ranks.rows_at_once)
-    f(make_chunk(received, first, call));
 }
 
 // Which rows go where, and how many choices and block sums: whoever sends a row tells whoever gets it.
@@ -180,13 +179,18 @@ ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, SplitCall& 
   }
   result.received = send_rows(x, result.routes, call);
   std::vector<at::Tensor> sums{at::empty({0, x.size(1)}, x.options())};
-  for_chunks(result.received, call, [&](const Chunk& chunk) {
+  for (int64_t first = 0; first < result.received.x.size(0); first += call.ranks.rows_at_once) {
+    Chunk chunk = make_chunk(result.received, first, call);
     const at::Tensor own = result.received.x.narrow(0, chunk.first, chunk.count);
     const at::Tensor& offsets = chunk.routes.offsets;
     const at::Tensor gate_up = grouped_linear(gather_rows_by(own, chunk.rows), weights.gate_up, offsets, chunk.count);
     const at::Tensor y = grouped_linear(swiglu_halves(gate_up), weights.down, offsets, chunk.count);
     sums.push_back(block_sums(y, chunk.routes.places, chunk.routes.weights, chunk.blocks));
-  });
+    if (!keep) continue;
+    chunk.blocks.reset();
+    if (!call.gate_up_again) chunk.gate_up = gate_up;
+    call.kept.push_back(std::move(chunk));
+  }
   const at::Tensor all = sums.size() == 2 ? sums.back() : at::cat(sums);
   const at::Tensor returned = exchange_rows(*call.ranks.group, all, call.sent_blocks, call.returned_blocks);
   const BlockPlaces blocks = block_places(result.routes.experts, call);
@@ -201,26 +205,32 @@ struct ReceivedGradients {
   at::Tensor gate_up, down;  // of own experts; undefined where a parameter's own buffer took them
 };
 
-ReceivedGradients backward_of_received(const ReceivedRows& received, const at::Tensor& upstream,
-                                       const ExpertWeights& weights, const SplitCall& call) {
-  ReceivedGradients gradients{at::empty_like(received.x), at::zeros_like(received.weights), {}, {}};
-  const auto add = [](at::Tensor& sum, const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& x,
+// Of received rows x; `of_weights`: the routes' weights of own rows, for their dtype.
+ReceivedGradients backward_of_received(const at::Tensor& x, const at::Tensor& upstream, const ExpertWeights& weights,
+                                       const at::Tensor& of_weights, SplitCall& call) {
+  std::vector<Chunk> chunks = std::exchange(call.kept, {});
+  TRIREME_CHECK(x.size(0) == 0 || !chunks.empty(), "split experts: a second backward pass of one forward pass");
+  ReceivedGradients gradients{
+      at::empty_like(x), at::zeros({x.size(0), of_weights.size(1)}, of_weights.options()), {}, {}};
+  const auto add = [](at::Tensor& sum, const at::Tensor& weight, const at::Tensor& dy, const at::Tensor& input,
                       const at::Tensor& offsets) {
     const at::Tensor accumulator = weight.is_cuda() ? weight.grad() : at::Tensor();
-    const at::Tensor part = grouped_backward_weight(dy, x, offsets, weight, accumulator);
+    const at::Tensor part = grouped_backward_weight(dy, input, offsets, weight, accumulator);
     if (accumulator.defined()) return;
     if (sum.defined())
       sum.add_(part);
     else
       sum = part;
   };
-  for_chunks(received, call, [&](const Chunk& chunk) {
+  for (Chunk& chunk : chunks) {
     const at::Tensor& offsets = chunk.routes.offsets;
-    const at::Tensor sorted = gather_rows_by(received.x.narrow(0, chunk.first, chunk.count), chunk.rows);
-    const at::Tensor gate_up = grouped_linear(sorted, weights.gate_up, offsets, chunk.count);
+    const at::Tensor sorted = gather_rows_by(x.narrow(0, chunk.first, chunk.count), chunk.rows);
+    at::Tensor gate_up = std::exchange(chunk.gate_up, {});
+    if (call.gate_up_again) gate_up = grouped_linear(sorted, weights.gate_up, offsets, chunk.count);
     const at::Tensor dy = gather_rows_by(upstream.narrow(0, chunk.first, chunk.count), chunk.rows);
     const ExpertGradients own =
         expert_gradients(gate_up, grouped_backward_input(dy, weights.down, offsets), chunk.routes);
+    gate_up.reset();
     add(gradients.down, weights.down, dy, own.weighted, offsets);
     add(gradients.gate_up, weights.gate_up, own.gate_up, sorted, offsets);
     // Of a row by ascending expert.
@@ -229,7 +239,7 @@ ReceivedGradients backward_of_received(const ReceivedRows& received, const at::T
     gradients.weights.narrow(0, chunk.first, chunk.count)
         .view({-1})
         .index_copy_(0, chunk.slots, own.weights.reshape({-1}));
-  });
+  }
   return gradients;
 }
 
@@ -240,9 +250,8 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
                             const c10::intrusive_ptr<SplitCall>& call) {
     const ForwardResult result = run(x, {router, gate_up, down}, *call, /*keep=*/true);
     const Routes& r = result.routes;
-    const ReceivedRows& received = result.received;
     context->save_for_backward({router.requires_grad() ? x : at::Tensor(), router, gate_up, down, r.experts, r.weights,
-                                r.probabilities, received.x, received.experts, received.weights, result.balance});
+                                r.probabilities, result.received.x, result.balance});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     return result.y;
   }
@@ -259,7 +268,7 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
     routes.probabilities = saved[6];
     const at::Tensor upstream = dispatch_rows(group, call->plan, {grads[0].contiguous()}).front();
     const ReceivedGradients here =
-        backward_of_received({saved[7], saved[8], saved[9]}, upstream, {router, saved[2], saved[3]}, *call);
+        backward_of_received(saved[7], upstream, {router, saved[2], saved[3]}, routes.weights, *call);
     const std::vector<at::Tensor> back = return_rows(group, call->plan, {here.x, here.weights});
     const auto dtype = grads[0].scalar_type();
     const int64_t rows = grads[0].size(0);
@@ -267,7 +276,7 @@ class SplitExpertsFunction final : public torch::autograd::Function<SplitExperts
     at::Tensor dx = add_returned(call->plan, back[0].to(type), rows);
     const at::Tensor dweights = add_returned(call->plan, back[1], rows);
     at::Tensor dlogits = router_gradient(dweights, routes, call->shape);
-    if (const at::Tensor& balance = saved[10]; balance.defined())
+    if (const at::Tensor& balance = saved[8]; balance.defined())
       dlogits += balance_by_logits(balance, call->watch->rows->sequence, routes.probabilities);
     dx = dx.addmm_(dlogits, router.to(type)).to(dtype);
     at::Tensor drouter;
@@ -310,9 +319,10 @@ at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights&
 }
 
 at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch) {
+                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch,
+                                    bool gate_up_again) {
   check_shapes(x, weights, shape, ranks);
-  auto call = c10::make_intrusive<SplitCall>(shape, ranks, std::move(watch));
+  auto call = c10::make_intrusive<SplitCall>(shape, ranks, std::move(watch), gate_up_again);
   const bool record =
       wants_grad(x) || wants_grad(weights.router) || wants_grad(weights.gate_up) || wants_grad(weights.down);
   if (!record) return run(x.contiguous(), weights, *call, /*keep=*/false).y;

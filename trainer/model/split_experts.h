@@ -27,11 +27,13 @@ struct ExpertRanks {
 //
 // mixture_of_experts for own rows x [rows, hidden], of which there may be none; `weights` has the whole router and the
 // rank's own experts. Backward: gradients of own experts from the rows of all ranks; of the router from own rows. Rows
-// and their gradients are added in the order of ranks and rows. Kept for backward: received rows, routes, and x where
-// the router is trained; gate and up are computed again. `watch`: mixture_of_experts'. On CUDA the host waits for the
-// device, for counts. Collective over the group, in forward and in backward.
+// and their gradients are added in the order of ranks and rows. Kept for the one backward pass: received rows, routes
+// and the order of choices, x where the router is trained and, without `gate_up_again`, gate and up before their
+// activation, which changes no bit. `watch`: mixture_of_experts'. On CUDA the host waits for the device, for counts.
+// Collective over the group, in forward and in backward.
 at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
-                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch = nullptr);
+                                    const ExpertRanks& ranks, std::shared_ptr<const RouterCall> watch = nullptr,
+                                    bool gate_up_again = false);
 
 // The same for few rows, as many on every rank, with the same bits: everybody gets all rows and routes them, computes
 // its own experts, and block sums go to the rows' owners. Nothing waits for the host: over peer memory it may be

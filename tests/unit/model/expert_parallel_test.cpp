@@ -278,23 +278,29 @@ TEST_P(SplitExpertGradients, AreThoseOfOneRank) {
         (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
         if (rank == group.rank()) wanted_x = x.grad();
       }
-      std::vector<at::Tensor> first;
       for (const int64_t at_once : {1 << 13, 4}) {
-        for (at::Tensor* tensor : {&own.router, &own.gate_up, &own.down}) tensor->mutable_grad().reset();
-        const at::Tensor x = work.rows(group.rank(), at::kFloat).clone().set_requires_grad(true);
-        const at::Tensor y = split_mixture_of_experts(
-            x, {own.router, own.gate_up, own.down}, shape,
-            {.group = &group, .experts = kExperts / ep, .tensor = tensor, .rows_at_once = at_once});
-        (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
-        expect_close(x.grad(), wanted_x, work.name);
-        const auto or_zeros = [](const at::Tensor& t) { return t.grad().defined() ? t.grad() : at::zeros_like(t); };
-        at::Tensor router = or_zeros(own.router).detach().clone();
-        group.all_reduce_sum(router);
-        expect_close(router, or_zeros(whole.router), work.name);
-        const Mixture part = own_part({or_zeros(whole.router), or_zeros(whole.gate_up), or_zeros(whole.down)},
-                                      group.rank(), kExperts / ep, tensor);
-        expect_close(or_zeros(own.gate_up), part.gate_up, work.name);
-        expect_close(or_zeros(own.down), part.down, work.name);
+        std::vector<at::Tensor> kept;  // gradients where gate and up were kept: with their bits where they were not
+        for (const bool again : {false, true}) {
+          for (at::Tensor* tensor : {&own.router, &own.gate_up, &own.down}) tensor->mutable_grad().reset();
+          const at::Tensor x = work.rows(group.rank(), at::kFloat).clone().set_requires_grad(true);
+          const at::Tensor y = split_mixture_of_experts(
+              x, {own.router, own.gate_up, own.down}, shape,
+              {.group = &group, .experts = kExperts / ep, .tensor = tensor, .rows_at_once = at_once}, nullptr, again);
+          (y * at::linspace(-1, 2, y.numel()).view(y.sizes())).sum().backward();
+          expect_close(x.grad(), wanted_x, work.name);
+          const auto or_zeros = [](const at::Tensor& t) { return t.grad().defined() ? t.grad() : at::zeros_like(t); };
+          at::Tensor router = or_zeros(own.router).detach().clone();
+          group.all_reduce_sum(router);
+          expect_close(router, or_zeros(whole.router), work.name);
+          const Mixture part = own_part({or_zeros(whole.router), or_zeros(whole.gate_up), or_zeros(whole.down)},
+                                        group.rank(), kExperts / ep, tensor);
+          expect_close(or_zeros(own.gate_up), part.gate_up, work.name);
+          expect_close(or_zeros(own.down), part.down, work.name);
+          const std::vector<at::Tensor> found = {x.grad().clone(), or_zeros(own.router).clone(),
+                                                 or_zeros(own.gate_up).clone(), or_zeros(own.down).clone()};
+          for (size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(same_bits(found[i], kept[i])) << work.name << " " << i;
+          kept = found;
+        }
       }
     }
   });
@@ -377,10 +383,13 @@ TEST_P(SplitMixture, HasTheBitsOfTheWholeOne) {
       expect_close(gradient, part_of(parameter, whole.find(parameter.name)->tensor.grad()), parameter.name);
     }
     const at::Tensor gradients = model.flat_gradients().clone();
-    model.zero_gradients();
-    model.set_recompute({1, 1});
-    (void)pass(model, batch);
-    EXPECT_TRUE(same_bits(model.flat_gradients(), gradients)) << "recomputed";
+    for (const Recompute& recompute :
+         {Recompute{1, 1}, Recompute{.expert_layers = 3}, Recompute{1, 1, true, true, 2}}) {
+      model.zero_gradients();
+      model.set_recompute(recompute);
+      (void)pass(model, batch);
+      EXPECT_TRUE(same_bits(model.flat_gradients(), gradients)) << "recomputed";
+    }
   });
 }
 
@@ -480,7 +489,8 @@ TEST_P(SplitMixtureInLayouts, HasTheBitsOfWholeExperts) {
     }
     // What backward computes again, exchanges among it, changes no bit.
     const at::Tensor gradients = model.flat_gradients().clone();
-    for (const Recompute& recompute : {Recompute{1, 0}, Recompute{0, 2}, Recompute{3, 0}}) {
+    for (const Recompute& recompute :
+         {Recompute{1, 0}, Recompute{0, 2}, Recompute{3, 0}, Recompute{.expert_layers = 3}}) {
       model.zero_gradients();
       model.set_recompute(recompute);
       (void)pass_in(model, batch);

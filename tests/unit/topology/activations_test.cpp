@@ -33,17 +33,17 @@ TEST(Activations, BytesOfALayerAreCountedByHand) {
   EXPECT_EQ(qwen.whole, 4 * (4 * 2048 + (2048 + 2 * 1024) + 2 * 2048 + 1024 + 3 * 6144) + 4 * 16);
 }
 
-TEST(Activations, OfExpertsAreGateAndUpOrReceivedRows) {
+TEST(Activations, OfExpertsAreGateAndUpAndReceivedRows) {
   // 8 choices of width 768; rows of 2048.
   const ActivationBytes whole = activation_bytes(local("qwen3-30b-a3b", {}), 2);
   EXPECT_EQ(whole.whole - whole.cheap, 2 * 2 * 2048);
   EXPECT_EQ(whole.cheap - whole.experts, 2 * 2 * 8 * 768);
-  // Over two ranks a row goes to 2 (1 - 1 / 256) of them, with 8 ids and weights of 4 bytes; gate and up are never
-  // kept.
+  // Over two ranks a row goes to 2 (1 - 1 / 256) of them, and there its choices have a place, a row, a slot and a
+  // weight in 20 bytes, and the row says where they begin; of all ranks' choices a rank has as many as of its own rows.
   const ActivationBytes split = activation_bytes(local("qwen3-30b-a3b", {.ep = 2, .dp = 2}), 2);
-  EXPECT_EQ(split.experts, split.cheap);
-  EXPECT_NEAR(static_cast<double>(split.cheap - whole.experts), 2 * (1 - 1.0 / 256) * (2 * 2048 + 64), 2);
-  EXPECT_EQ(split.passing - whole.passing, 2 * 2 * 8 * 768);
+  EXPECT_EQ(split.cheap - split.experts, 2 * 2 * 8 * 768);
+  EXPECT_NEAR(static_cast<double>(split.experts - whole.experts), 2 * (1 - 1.0 / 256) * (2 * 2048 + 4) + 8 * 20, 2);
+  EXPECT_EQ(split.passing, whole.passing);
   // Tensor ranks have a part of the rows each.
   const ActivationBytes cut = activation_bytes(local("qwen3-30b-a3b", {.tp = 2, .ep = 2}), 2);
   EXPECT_LT(cut.cheap, 0.6 * static_cast<double>(split.cheap));
