@@ -32,7 +32,8 @@ DistributedAdamW::DistributedAdamW(Model& model, Communicator& data_parallel, co
                 "a model that shares gradients has its optimizer's groups");
   elements_ = model.trained_elements();
   make_buckets();
-  unreduced_ = static_cast<int64_t>(buckets_.size());
+  dense_ = std::count_if(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) { return !bucket.experts; });
+  unreduced_ = dense_;
   summed_.assign(buckets_.size(), false);
   add_decayed();
   count_elements();
@@ -210,7 +211,7 @@ DistributedAdamW::~DistributedAdamW() {
 }
 
 void DistributedAdamW::reduce_in_next_backward() {
-  if (group_.size() == 1 || experts_ != nullptr || model_.units() != nullptr) return;
+  if (group_.size() == 1 || model_.units() != nullptr) return;
   armed_ = true;
   model_.on_gradients_final = [this](int64_t from) { reduce_from(from); };
 }
@@ -218,15 +219,22 @@ void DistributedAdamW::reduce_in_next_backward() {
 // Reductions whose copies and results are kept at once: more would only take memory.
 constexpr size_t kMostUnderWay = 8;
 
-// All ranks begin the buckets in one order, from the last to the first, whether in a backward pass or after it.
+// All ranks begin the buckets in one order, from the last to the first and experts' behind all others, whether in a
+// backward pass or after it: what waits for a rank that is behind is what that rank comes to next.
 void DistributedAdamW::reduce_from(int64_t from) {
+  while (unreduced_ > 0 && buckets_[static_cast<size_t>(unreduced_ - 1)].begin >= from) reduce_bucket(--unreduced_);
+}
+
+// Where experts are apart. They lie behind all others, so a layer's are no part of what a pass says is final.
+void DistributedAdamW::reduce_experts() {
+  for (auto index = static_cast<int64_t>(buckets_.size()); index > dense_;) reduce_bucket(--index);
+}
+
+void DistributedAdamW::reduce_bucket(int64_t index) {
   const c10::NoGradGuard no_grad;
-  const at::Tensor gradients = model_.flat_gradients();
-  while (unreduced_ > 0 && buckets_[static_cast<size_t>(unreduced_ - 1)].begin >= from) {
-    const Bucket& bucket = buckets_[static_cast<size_t>(--unreduced_)];
-    begin_reduction(unreduced_, gradients.narrow(0, bucket.begin, bucket.size), /*adds=*/false);
-    if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
-  }
+  const Bucket& bucket = buckets_[static_cast<size_t>(index)];
+  begin_reduction(index, model_.flat_gradients().narrow(0, bucket.begin, bucket.size), /*adds=*/false);
+  if (reductions_.size() > kMostUnderWay) finish_oldest_reduction();
 }
 
 // `gradients`: the bucket's, with its padding or without.
@@ -319,8 +327,9 @@ void DistributedAdamW::finish_reduction() {
     summed_.assign(buckets_.size(), false);
   }
   reduce_from(0);
+  if (model_.units() == nullptr) reduce_experts();
   while (!reductions_.empty()) finish_oldest_reduction();
-  unreduced_ = static_cast<int64_t>(buckets_.size());
+  unreduced_ = dense_;
 }
 
 OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, double max_grad_norm, Gather gather) {
@@ -329,7 +338,7 @@ OptimizerStep DistributedAdamW::step(double learning_rate, double weight_decay, 
   if (armed_) model_.on_gradients_final = nullptr;
   armed_ = false;
   OptimizerStep result;
-  result.reduced_early = reduced_early_ + static_cast<int64_t>(buckets_.size()) - unreduced_;
+  result.reduced_early = reduced_early_ + dense_ - unreduced_;
   reduced_early_ = 0;
   sum_alike();
   sum_tied();

@@ -51,8 +51,9 @@ class DistributedAdamW final {
 
   // Call before the forward pass of the last micro-batch of an optimizer step: its backward pass then begins to reduce
   // each bucket when no gradient in it will change any more; step() does the rest. The sums are those of a reduction
-  // after the backward pass, bit for bit. A rank without a micro-batch does not call it. Nothing with one rank, nor
-  // where experts are apart: their exchanges would meet the reductions.
+  // after the backward pass, bit for bit. A rank without a micro-batch does not call it, unless it makes passes without
+  // rows for the others' sake (ModelOptions::passes): these all call it before the same pass, since the exchanges of
+  // experts' rows stand between reductions. Experts that are apart are reduced in step(). Nothing with one rank.
   void reduce_in_next_backward();
 
   enum class Gather {
@@ -136,8 +137,11 @@ class DistributedAdamW final {
   Slice share_of(const Bucket& bucket) const;
   // Where the elements lie that saved() gives.
   OwnedElements saved_elements() const;
-  // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first.
+  // Begins the reduction of all buckets that begin at or behind `from` and have not begun, the last one first; not of
+  // experts' that are apart, which reduce_experts does.
   void reduce_from(int64_t from);
+  void reduce_experts();
+  void reduce_bucket(int64_t index);
   void begin_reduction(int64_t index, const at::Tensor& gradients, bool adds);
   // A backward pass begins to add to a unit's gradients, and has all of them: ShardedUnits::before_gradients and
   // on_gradients.
@@ -183,7 +187,8 @@ class DistributedAdamW final {
   at::Tensor grads_;  // [owned] fp32, scratch; undefined on CUDA with one rank, where the model's are read in place
   std::deque<Reduction> reductions_;
   std::vector<bool> summed_;   // by bucket: reduce_unit has begun to sum it since the last step
-  int64_t unreduced_ = 0;      // buckets 0 .. unreduced_ - 1 of this step have not begun
+  int64_t dense_ = 0;          // buckets before those of experts that are apart
+  int64_t unreduced_ = 0;      // buckets 0 .. unreduced_ - 1 of this step, of dense_, have not begun
   int64_t reduced_early_ = 0;  // by reduce_unit since the last step
   bool armed_ = false;         // the model calls reduce_from
   std::deque<Gathering> gatherings_;

@@ -131,7 +131,7 @@ struct TrainedRank {
     const at::Tensor loss = at::zeros({1}, at::kDouble);
     PipelineWork work;
     for (const PackedBatch& batch : batches) work.inputs.push_back(&batch);
-    work.before_last = [this] { optimizer.reduce_in_next_backward(); };
+    if (overlaps) work.before_last = [this] { optimizer.reduce_in_next_backward(); };
     work.finish = [&](size_t index, const at::Tensor& hidden) {
       at::Tensor wanted = targets(batches[index]);
       const PackedBatch part = context_part(model, batches[index]);
@@ -144,6 +144,7 @@ struct TrainedRank {
     train_passes(model, work);
     share_result(model, loss);
     const OptimizerStep done = optimizer.step(0.01, 0.1, 0.5);
+    reduced_early = done.reduced_early;
     if (model.units() != nullptr) model.units()->gather();
     return {context.data_parallel().all_reduce_sum(loss.item<double>()), done.grad_norm};
   }
@@ -160,6 +161,8 @@ struct TrainedRank {
   ParallelContext& context;
   Model model;
   DistributedAdamW optimizer;
+  bool overlaps = true;       // gradients are reduced while the last backward pass runs
+  int64_t reduced_early = 0;  // OptimizerStep's, of the last step
 };
 
 inline void expect_near(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {

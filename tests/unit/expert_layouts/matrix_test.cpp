@@ -170,5 +170,31 @@ TEST_P(ExpertLayouts, GiveTheAnswerOfOneRank) {
   }
 }
 
+// What is not of experts is reduced while backward runs, also where experts' rows travel between the reductions and
+// some ranks only take part in that.
+TEST(ExpertLayouts, ReductionsBesideBackwardChangeNoBit) {
+  for (const Sizes& sizes :
+       std::vector<Sizes>{{.tp = 1, .pp = 1, .dp = 2, .ep = 2},
+                          {.tp = 1, .pp = 1, .dp = 8, .ep = 4},
+                          {.tp = 2, .pp = 1, .dp = 2, .ep = 2},
+                          {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .etp = 2},
+                          {.tp = 1, .pp = 2, .dp = 2, .ep = 2},
+                          {.tp = 1, .pp = 1, .dp = 2, .ep = 4, .cp = 2},
+                          {.tp = 1, .pp = 1, .dp = 4, .ep = 2, .shared = test::Shared::kNothing}}) {
+    test::on_layout(layout_of(sizes), [&](ParallelContext& context) {
+      TrainedRank behind(context, mixture(), sizes), beside(context, mixture(), sizes);
+      behind.overlaps = false;
+      for (int step = 0; step < 2; ++step) {
+        const Step wanted = behind.train(step), got = beside.train(step);
+        EXPECT_EQ(got.loss, wanted.loss) << name_of(sizes);
+        EXPECT_EQ(got.grad_norm, wanted.grad_norm) << name_of(sizes);
+        EXPECT_EQ(behind.reduced_early, 0);
+        EXPECT_GT(beside.reduced_early, 0) << name_of(sizes);
+      }
+      EXPECT_TRUE(testing::same_bits(beside.model.flat_parameters(), behind.model.flat_parameters())) << name_of(sizes);
+    });
+  }
+}
+
 }  // namespace
 }  // namespace trireme
