@@ -131,20 +131,21 @@ struct Way {
 };
 
 class ExpertEngines : public ::testing::TestWithParam<Way> {};
-INSTANTIATE_TEST_SUITE_P(
-    RandomWork, ExpertEngines,
-    ::testing::Values(Way{{.ep = 2, .dp = 4}}, Way{{.ep = 4, .dp = 4}, {}, at::kBFloat16},
-                      Way{{.cp = 2, .ep = 4, .dp = 2}}, Way{{.tp = 2, .ep = 4, .dp = 2}},
-                      Way{{.tp = 2, .ep = 2, .dp = 2}, {}, at::kBFloat16}, Way{{.ep = 2, .dp = 2, .pp = 2}},
-                      Way{{.ep = 2, .dp = 2, .pp = 2}, {.virtual_stages = 2}}, Way{{.dp = 2, .etp = 2}},
-                      Way{{.ep = 2, .dp = 4, .etp = 2}, {}, at::kBFloat16}, Way{{.tp = 2, .ep = 2, .dp = 2, .etp = 2}}),
-    [](const auto& info) {
-      const Layout& l = info.param.layout;
-      return "tp" + std::to_string(l.tp) + "_cp" + std::to_string(l.cp) + "_ep" + std::to_string(l.ep) + "_pp" +
-             std::to_string(l.pp) + "_dp" + std::to_string(l.dp) + "_etp" + std::to_string(l.etp) +
-             (info.param.stages.virtual_stages > 1 ? "_virtual" : "") +
-             (info.param.dtype == at::kFloat ? "_float32" : "_bfloat16");
-    });
+INSTANTIATE_TEST_SUITE_P(RandomWork, ExpertEngines,
+                         ::testing::Values(Way{{.ep = 2, .dp = 4}}, Way{{.ep = 4, .dp = 4}, {}, at::kBFloat16},
+                                           Way{{.cp = 2, .ep = 4, .dp = 2}}, Way{{.tp = 2, .ep = 4, .dp = 2}},
+                                           Way{{.ep = 2, .dp = 2, .pp = 2}},
+                                           Way{{.ep = 2, .dp = 2, .pp = 2}, {.virtual_stages = 2}},
+                                           Way{{.ep = 2, .dp = 4, .etp = 2}, {}, at::kBFloat16},
+                                           Way{{.tp = 2, .ep = 2, .dp = 2, .etp = 2}}),
+                         [](const auto& info) {
+                           const Layout& l = info.param.layout;
+                           return "tp" + std::to_string(l.tp) + "_cp" + std::to_string(l.cp) + "_ep" +
+                                  std::to_string(l.ep) + "_pp" + std::to_string(l.pp) + "_dp" + std::to_string(l.dp) +
+                                  "_etp" + std::to_string(l.etp) +
+                                  (info.param.stages.virtual_stages > 1 ? "_virtual" : "") +
+                                  (info.param.dtype == at::kFloat ? "_float32" : "_bfloat16");
+                         });
 
 // What each replica's work gives where nothing of an expert is anybody else's, or, as the width of shared experts has
 // bits of its own, where one group shares them and has the same work at once.
@@ -153,7 +154,7 @@ TEST_P(ExpertEngines, GiveTheSamplesOfWholeExperts) {
   const TemporaryDirectory dir;
   make_byte_tokenizer(dir.path());
   const auto tokenizer = Tokenizer::load(dir.path());
-  constexpr uint64_t kSeeds = 3;
+  constexpr uint64_t kSeeds = 2;
   const auto key = [](uint64_t seed, int64_t replica) { return std::pair(seed, replica); };
   std::map<std::pair<uint64_t, int64_t>, Samples> wanted;
   std::mutex mutex;
