@@ -657,7 +657,12 @@ SampleResult Model::sample(const at::Tensor& hidden, const std::vector<SampleRow
   const at::Tensor whole = whole_logits(hidden);
   const auto count = static_cast<int64_t>(rows.size()), own = whole.size(0);
   const int64_t begin = std::min(count, own * group.rank()), end = std::min(count, begin + own);
-  const SampleResult mine = sample_logits(whole.narrow(0, 0, end - begin), {rows.begin() + begin, rows.begin() + end});
+  SampleResult mine;
+  try {
+    mine = sample_logits(whole.narrow(0, 0, end - begin), {rows.begin() + begin, rows.begin() + end});
+  } catch (const LogitsError& error) {
+    throw LogitsError(begin + error.row());
+  }
   const at::Tensor ids = at::zeros({own}, at::kLong), logprobs = at::zeros({own}, at::kFloat);
   std::copy(mine.ids.begin(), mine.ids.end(), ids.mutable_data_ptr<int64_t>());
   std::copy(mine.logprobs.begin(), mine.logprobs.end(), logprobs.mutable_data_ptr<float>());

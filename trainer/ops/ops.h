@@ -9,7 +9,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
+
+#include "base/error.h"
 
 namespace trireme {
 
@@ -211,6 +214,17 @@ LogprobResult logprobs_of_logits(const at::Tensor& logits, const at::Tensor& tar
 // added to each other, so that every row has one order of additions on every device. The gradient of score is summed in
 // float32.
 at::Tensor token_values(const at::Tensor& hidden, const at::Tensor& score);
+
+// A row of samples whose logits are not finite (kData): whoever made the rows knows whose it is.
+class LogitsError final : public Error {
+ public:
+  explicit LogitsError(int64_t row)
+      : Error(ErrorKind::kData, "row " + std::to_string(row) + ": the model's logits are not finite"), row_(row) {}
+  int64_t row() const { return row_; }
+
+ private:
+  int64_t row_;
+};
 
 // Names one random draw: same key, same number, whatever the batch, rank or order.
 struct SampleKey {

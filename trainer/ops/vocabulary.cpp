@@ -361,7 +361,7 @@ void sample_of(T* z, int64_t from, int64_t count, int64_t vocab, const std::vect
       const SampleRow& row = options[static_cast<size_t>(from + r)];
       T* logit = z + r * vocab;
       const Distribution<T> d = distribution(logit, vocab, row.options, work);
-      if (!std::isfinite(d.sum)) fail_data("row " + std::to_string(from + r) + ": the model's logits are not finite");
+      if (!std::isfinite(d.sum)) throw LogitsError(from + r);
       int64_t id = 0;
       if (row.greedy) {
         id = std::find(logit, logit + vocab, d.max) - logit;

@@ -52,22 +52,6 @@ SamplingOptions checked(SamplingOptions s, const Tokenizer* tokenizer) {
 
 }  // namespace
 
-LogprobOptions SamplingOptions::logprob_options() const {
-  LogprobOptions options;
-  options.temperature = temperature == 0.0 ? 1.0 : temperature;
-  options.top_k = top_k;
-  options.top_p = top_p;
-  options.min_p = min_p;
-  return options;
-}
-
-const char* to_string(FinishReason reason) { return reason == FinishReason::kStop ? "stop" : "length"; }
-
-double EngineStats::occupancy(int64_t max_sequences) const {
-  const auto places = static_cast<double>(max_sequences) / static_cast<double>(lanes);  // of a step
-  return steps == 0 ? 0.0 : static_cast<double>(sequence_steps) / (static_cast<double>(steps) * places);
-}
-
 struct Engine::Impl {
   struct Group {
     GroupRequest request;
@@ -156,7 +140,8 @@ struct Engine::Impl {
   std::vector<Complete> step(const Engine& engine);
   void launch(int64_t index);
   template <class F>
-  void naming_rows(Lane& lane, F&& run_part);
+  static void naming_rows(Lane& lane, const std::vector<Output>& outputs, F&& run_part);
+  static void fail_at(Lane& lane, int64_t sequence, int64_t position, const std::string& what);
   std::optional<Outputs> start(int64_t index);
   static int64_t known_rows(Lane& lane, const Segment& segment);
   void look(const Engine& engine, Lane& lane, std::vector<Complete>& complete);
@@ -478,7 +463,8 @@ std::vector<Engine::Impl::Complete> Engine::Impl::step(const Engine& engine) {
         launch(index);
       } else if (lanes[static_cast<size_t>(index)].launched || together()) {  // no turn is left out
         const Stopwatch forward;
-        naming_rows(lanes[static_cast<size_t>(index)], [&] { runner->proceed(index); });
+        Lane& lane = lanes[static_cast<size_t>(index)];
+        naming_rows(lane, lane.plan.outputs, [&] { runner->proceed(index); });
         stats.forward_seconds += forward.seconds();
       }
       if (const auto seen = order.looks_at(piece, index)) look(engine, lanes[static_cast<size_t>(*seen)], complete);
@@ -497,22 +483,31 @@ void Engine::Impl::launch(int64_t index) {
   lane.launched = start(index);
 }
 
-// A router's error about a row of the lane's planned step is told with whose row it is.
+// An error about a row of the lane's planned step, or an output, is told with whose it is; as it came where its sample
+// has ended, which with late_stops may be.
+void Engine::Impl::fail_at(Lane& lane, int64_t sequence, int64_t position, const std::string& what) {
+  if (sequence < lane.first_sequence) return;
+  const LiveSample& sample = lane.at(sequence);
+  const GroupRequest& group = sample.group->request;
+  const auto prompt = static_cast<int64_t>(group.prompt.size());
+  fail_data(what + name_of_token({group.group_id, sample.index, prompt}, position));
+}
+
 template <class F>
-void Engine::Impl::naming_rows(Lane& lane, F&& run_part) {
+void Engine::Impl::naming_rows(Lane& lane, const std::vector<Output>& outputs, F&& run_part) {
   try {
     std::forward<F>(run_part)();
+  } catch (const LogitsError& error) {
+    const Output& output = outputs.at(static_cast<size_t>(error.row()));
+    fail_at(lane, output.sequence, output.position, "the model's logits are not finite for ");
+    throw;
   } catch (const RouterError& error) {
     int64_t row = error.row();
     auto segment = lane.plan.segments.begin();
-    for (; segment != lane.plan.segments.end() && row >= segment->count; ++segment) row -= segment->count;
-    if (segment == lane.plan.segments.end() || segment->sequence < lane.first_sequence)
-      throw;  // ended, with late_stops
-    const LiveSample& sample = lane.at(segment->sequence);
-    const GroupRequest& group = sample.group->request;
-    fail_data(
-        "layer " + std::to_string(error.layer()) + ": the router's logits are not finite at " +
-        name_of_token({group.group_id, sample.index, static_cast<int64_t>(group.prompt.size())}, segment->past + row));
+    for (; row >= segment->count; ++segment) row -= segment->count;
+    fail_at(lane, segment->sequence, segment->past + row,
+            "layer " + std::to_string(error.layer()) + ": the router's logits are not finite at ");
+    throw;
   }
 }
 
@@ -529,7 +524,7 @@ std::optional<Engine::Impl::Outputs> Engine::Impl::start(int64_t index) {
   int64_t again = 0;
   for (const Segment& segment : plan.segments) again += known_rows(lane, segment);
   stats.host_seconds += watch.lap();
-  naming_rows(lane, [&] { runner->start(request); });
+  naming_rows(lane, plan.outputs, [&] { runner->start(request); });
   stats.forward_seconds += watch.lap();
   lane.scheduler.commit(plan);
   ++stats.steps;
@@ -558,7 +553,8 @@ void Engine::Impl::look(const Engine& engine, Lane& lane, std::vector<Complete>&
 // Takes the tokens of the oldest step, which is this lane's and has these outputs.
 void Engine::Impl::process(const Engine& engine, Lane& lane, const Outputs& outputs, std::vector<Complete>& complete) {
   Stopwatch watch;
-  const SampleResult sampled = runner->take();
+  SampleResult sampled;
+  naming_rows(lane, outputs.list, [&] { sampled = runner->take(); });
   stats.waiting_seconds += watch.lap();
   for (size_t i = 0; i < outputs.list.size(); ++i) {
     const int64_t sequence = outputs.list[i].sequence;

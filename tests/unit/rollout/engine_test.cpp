@@ -585,6 +585,18 @@ TEST(Engine, ARowWhoseRouterFailsIsNamedBySampleAndToken) {
   }
 }
 
+TEST(Engine, LogitsThatAreNotFiniteNameTheSample) {
+  const auto model = test::tiny_model({.tied = false});
+  model->find("model.embed_tokens.weight")->tensor[60].fill_(std::nanf(""));
+  for (const bool late : {false, true}) {
+    Engine engine(*model, nullptr, {.cache_rows = 500, .late_stops = late}, {.max_new_tokens = 3, .seed = 5});
+    engine.submit({.group_id = 3, .prompt = {1, 2, 3}, .samples = 2});
+    engine.submit({.group_id = 4, .prompt = {60, 2}});
+    EXPECT_EQ(test::error_of([&] { (void)engine.run(); }),
+              "the model's logits are not finite for token 0 of response 0 to prompt 4");
+  }
+}
+
 TEST(Engine, ImpossibleRequestsNameTheGroupAndLeaveTheEngineAlone) {
   const auto model = tiny_model();
   Engine engine(*model, nullptr, {.cache_rows = 60, .max_total_length = 100}, sampling_options());

@@ -266,9 +266,7 @@ class DeviceRunner final : public StepRunner {
     }
     SampleResult result{{slot.id, slot.id + slot.rows}, {slot.logprob, slot.logprob + slot.rows}};
     for (int64_t row = 0; row < slot.rows; ++row) {
-      if (!(slot.logprob[row] == slot.logprob[row])) {
-        fail_data("row " + std::to_string(row) + ": the model's logits are not finite");
-      }
+      if (!(slot.logprob[row] == slot.logprob[row])) throw LogitsError(row);
     }
     return result;
   }

@@ -373,9 +373,7 @@ SampleResult sample_tokens(const at::Tensor& hidden, const at::Tensor& head, con
   for (size_t i = 0; i < rows.size(); ++i) {
     result.ids[i] = ids.const_data_ptr<int64_t>()[i];
     result.logprobs[i] = logprobs.const_data_ptr<float>()[i];
-    if (!std::isfinite(result.logprobs[i])) {
-      fail_data("row " + std::to_string(i) + ": the model's logits are not finite");
-    }
+    if (!std::isfinite(result.logprobs[i])) throw LogitsError(static_cast<int64_t>(i));
   }
   return result;
 }
