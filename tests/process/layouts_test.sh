@@ -13,12 +13,13 @@ for layout in "tp2 2 2 1" "tp4 4 4 1" "tp2dp2 4 2 1" "pp2 2 1 2" "pp4 4 1 4" "tp
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
 done
-# Rows travel beside products, or are awaited.
+# Rows travel beside products, or are awaited. Of sequence_parallel there is one way, and no length needs a divisor.
 for layout in "tp2 2 2 1" "tp2pp2 4 2 2"; do
   set -- $layout
-  check "GRPO on $1, exchanges awaited" run "$1-awaited" "$2" "$3" "$4" policy.megatron_cfg.tp_comm_overlap=false
-  [ "$(weights "$1-awaited" 4)" = "$(weights "$1" 4)" ] && ok "$1: overlap changes no bit of weights and moments" ||
-    bad "$1: overlap"
+  check "GRPO on $1, exchanges awaited" run "$1-awaited" "$2" "$3" "$4" policy.megatron_cfg.tp_comm_overlap=false \
+    policy.megatron_cfg.sequence_parallel=true policy.make_sequence_length_divisible_by=3
+  [ "$(weights "$1-awaited" 4)" = "$(weights "$1" 4)" ] &&
+    ok "$1: overlap and sequence_parallel change no bit of weights and moments" || bad "$1: overlap, sequence_parallel"
 done
 # What ranks stand still for: stages for each other's rows, tensor ranks for their exchanges.
 waits() { # waits NAME TEST: of each step e, seconds of exchanges, and b, of the bubble

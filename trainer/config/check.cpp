@@ -92,12 +92,6 @@ void check_lengths(const Config& c, Problems& out) {
     check_tokens("policy.dynamic_batching.train_mb_tokens", p.dynamic_batching.train_mb_tokens);
     check_tokens("policy.dynamic_batching.logprob_mb_tokens", p.dynamic_batching.logprob_mb_tokens);
   }
-  const int64_t divisor = config::required_divisor(c);
-  if (p.make_sequence_length_divisible_by % divisor != 0) {
-    out.push_back({"policy.make_sequence_length_divisible_by",
-                   number(p.make_sequence_length_divisible_by) + " is not a multiple of " + number(divisor) +
-                       ", which the context and sequence parallel sizes need"});
-  }
   if (p.sequence_packing.share_prompts && !p.sequence_packing.enabled) {
     out.push_back(
         {"policy.sequence_packing.share_prompts",

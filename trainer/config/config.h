@@ -252,12 +252,12 @@ struct ModelTrainingConfig {
   int64_t train_micro_batch_size = 4;
   int64_t logprob_batch_size = kDerived;  // derived: train_micro_batch_size
   int64_t max_total_sequence_length = 512;
-  std::string precision = "bfloat16";                    // bfloat16 | float32
-  double max_grad_norm = 1.0;                            // 0: no clipping
-  int64_t make_sequence_length_divisible_by = kDerived;  // derived: from tensor and context parallel sizes
-  bool activation_checkpointing = false;                 // (ours) for runs without dtensor_cfg or megatron_cfg
-  int64_t recompute_layers = -1;                         // (ours) for runs without megatron_cfg; -1: as many as must be
-  int64_t moe_combine_blocks = 0;  // (ours) runs of experts summed and rounded together; 0: derived
+  std::string precision = "bfloat16";  // bfloat16 | float32
+  double max_grad_norm = 1.0;          // 0: no clipping
+  int64_t make_sequence_length_divisible_by = 1;
+  bool activation_checkpointing = false;  // (ours) for runs without dtensor_cfg or megatron_cfg
+  int64_t recompute_layers = -1;          // (ours) for runs without megatron_cfg; -1: as many as must be
+  int64_t moe_combine_blocks = 0;         // (ours) runs of experts summed and rounded together; 0: derived
   DynamicBatchingConfig dynamic_batching;
   SequencePackingConfig sequence_packing;
   OptimizerConfig optimizer;
@@ -466,7 +466,6 @@ Config critic_config(const Config& config);
 // Which back-end's sizes apply: megatron_cfg when enabled, else dtensor_cfg when enabled, else all 1.
 struct ParallelSizes {
   int64_t tensor = 1, pipeline = 1, context = 1, expert = 1, expert_tensor = 1;
-  bool sequence_parallel = false;
 };
 // A size that is auto counts as 1.
 ParallelSizes parallel_sizes(const Config& config);

@@ -8,7 +8,6 @@
 namespace trireme {
 namespace {
 
-using config::required_divisor;
 using config::saturating_product;
 
 template <class T, class V>
@@ -21,12 +20,11 @@ void fill_text(std::string& value, const std::string& derived) {
 
 constexpr int64_t kNoLimit = 1'000'000'000;
 
-// Of policy or value. `divisor`: what sequence lengths must be a multiple of.
-void derive_model(ModelTrainingConfig& p, int64_t divisor) {
+// Of policy or value.
+void derive_model(ModelTrainingConfig& p) {
   const int64_t longest = p.max_total_sequence_length;
   if (p.sequence_packing.algorithm == "modified_ffd") p.sequence_packing.algorithm = "modified_first_fit_decreasing";
   fill(p.logprob_batch_size, p.train_micro_batch_size);
-  fill(p.make_sequence_length_divisible_by, divisor);
   fill(p.dynamic_batching.train_mb_tokens, saturating_product(longest, p.train_micro_batch_size));
   fill(p.dynamic_batching.logprob_mb_tokens, saturating_product(longest, p.logprob_batch_size));
   fill(p.sequence_packing.train_mb_tokens, saturating_product(longest, p.train_micro_batch_size));
@@ -43,7 +41,7 @@ void derive_value(Config& c) {
   fill(v.train_global_batch_size, c.policy.train_global_batch_size);
   fill(v.train_micro_batch_size, c.policy.train_micro_batch_size);
   fill(v.max_total_sequence_length, c.policy.max_total_sequence_length);
-  derive_model(v, required_divisor(critic_config(c)));
+  derive_model(v);
 }
 
 void derive_rollouts(RolloutConfig& r, int64_t longest) {
@@ -97,7 +95,7 @@ void derive_defaults(Config& c) {
   }
   c.sft.val_period = std::max<int64_t>(c.sft.val_period, 0);
   if (p.tokenizer.chat_template == "default") p.tokenizer.chat_template.clear();
-  derive_model(p, required_divisor(c));
+  derive_model(p);
   derive_value(c);
   fill(p.generation.max_new_tokens, longest);
   p.generation.top_k = std::max<int64_t>(p.generation.top_k, 0);

@@ -279,9 +279,7 @@ void add_policy(std::vector<Field>& table) {
   MODEL(precision)("dtype of the live weights and activations").one_of({"bfloat16", "float32"});
   MODEL(max_grad_norm)("gradients are scaled down to this norm; 0 or null: never").at_least(0).null_as("0");
   MODEL(make_sequence_length_divisible_by)
-  ("read by NeMo-RL's files; sequences are packed without padding, so there is no length to round up")
-      .from("from the tensor and context parallel sizes")
-      .at_least(1);
+  ("read by NeMo-RL's files; sequences are packed without padding, so there is no length to round up").at_least(1);
   KEY(policy.logprob_chunk_size)
   ("read by NeMo-RL's files; the vocabulary op chooses its own chunk of rows").at_least(1).null_default();
   KEY(policy.offload_optimizer_for_logprob)("optimizer state on the host during log-prob passes");
@@ -414,7 +412,8 @@ void add_megatron(std::vector<Field>& table) {
   MODEL(megatron_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
   MODEL(megatron_cfg.expert_model_parallel_size)("ranks that share the experts").at_least(1).or_auto();
   MODEL(megatron_cfg.expert_tensor_parallel_size)("ranks that share each expert").at_least(1);
-  MODEL(megatron_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  MODEL(megatron_cfg.sequence_parallel)
+  ("read by NeMo-RL's files; rows are sharded over the tensor ranks outside of attention and MLP, whether or not");
   OUR_MODEL(megatron_cfg.tp_comm_overlap)
   ("tensor-parallel ranks exchange rows while they compute the products around, in training; the bits are the same");
   MODEL(megatron_cfg.num_layers_in_first_pipeline_stage)("layers of the first stage").from("evenly").at_least(1);
@@ -492,7 +491,8 @@ void add_dtensor(std::vector<Field>& table) {
   ("the FSDP-style back-end: its sizes and policy.optimizer, policy.scheduler count; state is optim_grads_params");
   MODEL(dtensor_cfg.tensor_parallel_size)("ranks that share each layer").at_least(1).or_auto();
   MODEL(dtensor_cfg.context_parallel_size)("ranks that share each sequence").at_least(1).or_auto();
-  MODEL(dtensor_cfg.sequence_parallel)("norms on sequence shards of the tensor-parallel group");
+  MODEL(dtensor_cfg.sequence_parallel)
+  ("read by NeMo-RL's files; rows are sharded over the tensor ranks outside of attention and MLP, whether or not");
   MODEL(dtensor_cfg.cpu_offload)("weights and optimizer state on the host; not supported yet");
   MODEL(dtensor_cfg.activation_checkpointing)("keep only the input of each layer for backward");
 }

@@ -21,8 +21,6 @@ std::vector<std::string> unsupported_features(const Config& config);
 
 // The largest number there is where the product is above it.
 int64_t saturating_product(int64_t a, int64_t b);
-// What sequence lengths must be a multiple of: two chunks a context rank, and one shard a tensor rank.
-int64_t required_divisor(const Config& config);
 // An environment of NeMo-RL that is not here: refused by validate_supported, by its feature. nullptr: none of that
 // name.
 const FeatureKey* missing_environment(const std::string& name);

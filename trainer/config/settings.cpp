@@ -16,11 +16,6 @@ int64_t config::saturating_product(int64_t a, int64_t b) {
   return __builtin_mul_overflow(a, b, &result) ? std::numeric_limits<int64_t>::max() : result;
 }
 
-int64_t config::required_divisor(const Config& config) {
-  const ParallelSizes sizes = parallel_sizes(config);
-  return saturating_product(sizes.context > 1 ? 2 * sizes.context : 1, sizes.sequence_parallel ? sizes.tensor : 1);
-}
-
 std::vector<std::string> checkpoint_metric_names(const Config& c) {
   if (c.algorithm == "sft") return {"val:loss", "train:loss", "train:grad_norm"};
   std::vector<std::string> names = {"val:accuracy", "val:avg_length"};
@@ -122,9 +117,6 @@ auto size_keys(Any& config) {
 ParallelSizes parallel_sizes(const Config& config) {
   ParallelSizes sizes;
   for (const auto& at : size_keys(config)) sizes.*at.size = *at.value == kAutoSize ? 1 : *at.value;
-  const auto& m = config.policy.megatron_cfg;
-  const auto& d = config.policy.dtensor_cfg;
-  sizes.sequence_parallel = m.enabled ? m.sequence_parallel : d.enabled && d.sequence_parallel;
   return sizes;
 }
 

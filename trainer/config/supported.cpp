@@ -190,8 +190,7 @@ void note_of_model(const Config& c, const std::string& section, const Note& note
   note(m.megatron_cfg.enabled && !ddp.use_custom_fsdp && ddp.data_parallel_sharding_strategy != "optim",
        section + ".megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy",
        "use_custom_fsdp beside it is false, so that it counts as optim");
-  note(m.make_sequence_length_divisible_by != config::required_divisor(c),
-       section + ".make_sequence_length_divisible_by",
+  note(m.make_sequence_length_divisible_by != 1, section + ".make_sequence_length_divisible_by",
        "sequences are packed without padding, so there is no length to round up");
 }
 
