@@ -1,5 +1,5 @@
-// A rank of a small model that trains under a layout, each replica its share of the same sequences, and what of a
-// layout tests tell apart.
+// One rank of a training run under any layout: a small model, its optimizer, and steps on the same eight sequences; and
+// what of a layout tests tell apart.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,10 +13,13 @@
 #include <string>
 #include <vector>
 
+#include "base/fs.h"
 #include "tests/unit/model/split_models.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/algorithms/pipeline_step.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/model/context_rows.h"
+#include "trainer/parallel/stage_links.h"
 
 namespace trireme::test {
 
@@ -41,11 +44,13 @@ inline Layout layout_of(const Sizes& sizes) {
   return layout;
 }
 
-inline ModelConfig four_layers(ModelFamily family) {
+inline ModelConfig with_layers(ModelFamily family, int64_t layers) {
   ModelConfig config = testing::eight_heads(family, /*tied=*/family == ModelFamily::kQwen3);
-  config.num_layers = 4;
+  config.num_layers = layers;
   return config;
 }
+
+inline ModelConfig four_layers(ModelFamily family) { return with_layers(family, 4); }
 
 // Each token's is the next one of its sequence, the last one's the first.
 inline at::Tensor targets(const PackedBatch& batch) {
@@ -60,7 +65,11 @@ inline std::string name_of(Shared shared) {
   return names[static_cast<size_t>(shared)];
 }
 
-inline std::string name_of(const Sizes& sizes) { return to_string(layout_of(sizes)) + " " + name_of(sizes.shared); }
+inline std::string name_of(const Sizes& sizes) {
+  const std::string layout = to_string(layout_of(sizes)) + " " + name_of(sizes.shared);
+  return sizes.stages.virtual_stages > 1 ? layout + " in " + std::to_string(sizes.stages.virtual_stages) + " pieces"
+                                         : layout;
+}
 
 inline std::map<std::string, int64_t> axes_of(const Sizes& sizes) {
   return {{"tp", sizes.tp},
@@ -175,6 +184,24 @@ inline void expect_near(const at::Tensor& got, const at::Tensor& wanted, const s
 inline void expect_near(const Step& got, const Step& wanted) {
   EXPECT_NEAR(got.loss, wanted.loss, 1e-5 * std::abs(wanted.loss));
   EXPECT_NEAR(got.grad_norm, wanted.grad_norm, 1e-5 * wanted.grad_norm);
+}
+
+// Each of the rank's parameters is its part of those of `whole`, which one rank has trained.
+inline void expect_parameters_of(const TrainedRank& rank, const Model& whole, const std::string& where) {
+  for (const Parameter& parameter : rank.model.parameters()) {
+    expect_near(parameter.tensor.detach(), testing::part_of(parameter, whole.find(parameter.name)->tensor.detach()),
+                where + " " + parameter.name);
+  }
+}
+
+// Both ends of a pipeline train a tied embedding: alike. Collective over the stages.
+inline void expect_equal_ends(const TrainedRank& rank) {
+  if (rank.context.layout().pp == 1 || !rank.model.config().tie_word_embeddings) return;
+  for (const Parameter& parameter : rank.model.parameters()) {
+    if (parameter.name != "model.embed_tokens.weight") continue;
+    const at::Tensor other = rank.context.stage_links()->swap_ends(parameter.tensor.detach());
+    EXPECT_TRUE(testing::same_bits(other, parameter.tensor.detach()));
+  }
 }
 
 }  // namespace trireme::test
