@@ -1,5 +1,6 @@
-// Training and checkpoints under layouts: one answer, and any layout goes on where any other has stopped. `make test`
-// has a sample of the layouts that shows each pair of their traits; TRIREME_WHOLE_MATRIX=1 runs them all.
+// Training of mixtures and checkpoints under layouts: one answer, and any layout goes on where any other has stopped.
+// `make test` has a sample of the layouts that shows each pair of their traits; TRIREME_WHOLE_MATRIX=1 runs them all.
+// Dense models and eight ranks: tests/unit/layouts.
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -111,18 +112,18 @@ std::set<std::string> shown_by_training(const TrainedCase& one) {
   return shown;
 }
 
-std::vector<TrainedCase> trained_cases(bool experts) {
+std::vector<TrainedCase> trained_cases() {
   std::vector<TrainedCase> cases;
   for (const ModelFamily family : testing::kAllFamilies) {
     const ModelConfig config = four_layers(family);
-    if ((config.num_experts > 0) != experts) continue;
+    if (config.num_experts == 0) continue;
     for (const Sizes& sizes : layouts_for(config)) cases.push_back({family, sizes});
   }
   return test::whole_matrix() ? cases : test::covering<TrainedCase>(cases, shown_by_training);
 }
 
 class OneAnswer : public ::testing::TestWithParam<ModelFamily> {};
-INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer, ::testing::ValuesIn(testing::kAllFamilies),
+INSTANTIATE_TEST_SUITE_P(Layouts, OneAnswer, ::testing::Values(ModelFamily::kQwen3Moe, ModelFamily::kMixtral),
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
@@ -131,7 +132,7 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
   TrainedRank whole(alone, config);
   std::vector<Step> wanted;
   for (int step = 0; step < 3; ++step) wanted.push_back(whole.train(step));
-  const std::vector<TrainedCase> cases = trained_cases(config.num_experts > 0);
+  const std::vector<TrainedCase> cases = trained_cases();
   EXPECT_TRUE(std::any_of(cases.begin(), cases.end(), [&](const auto& one) { return one.family == GetParam(); }));
   for (const TrainedCase& one : cases) {
     if (one.family != GetParam()) continue;
@@ -141,7 +142,6 @@ TEST_P(OneAnswer, ThreeOptimizerStepsAreThoseOfOneRank) {
       TrainedRank rank(context, config, sizes);
       for (int step = 0; step < 3; ++step) expect_near(rank.train(step), wanted[static_cast<size_t>(step)]);
       expect_parameters_of(rank, whole.model, name_of(sizes));
-      test::expect_equal_ends(rank);
     });
   }
 }
