@@ -330,12 +330,13 @@ void Planner::running() {
 
 Failure Planner::hang(Milliseconds age, const std::string& step_phase, bool unheard) const {
   const bool names = heard() && o_.report->stuck_rank;
+  const Layout layout = layout_of(actor_of(job_.spec));
   Failure failure;
   failure.role = "actor";
   failure.rank = names ? *o_.report->stuck_rank : 0;
   failure.reason = kReasonHung;
   failure.message = "no heartbeat for " + in_seconds(age) + (step_phase.empty() ? "" : " in phase " + step_phase) +
-                    (names ? "; rank " + std::to_string(*o_.report->stuck_rank) + " is late" : "");
+                    (names ? "; " + name_of_rank(layout, *o_.report->stuck_rank) + " is late" : "");
   if (unheard) {
     failure.message += "; no other job is heard either, but this operator has been ready to take reports for " +
                        in_seconds(o_.reports_served_for);

@@ -45,7 +45,7 @@ fault nan@2:1; judge "a NaN" 21 $((deadline + 20)) "rank 1 failed first" \
 fault memory@2:1; judge "no memory" 1 $((deadline + 20)) "rank 1 failed first" "rank 1 on .* out of memory in phase \
 training: 1048576.00 GiB were asked for where .* were free; lower the micro-batch"
 fault hang@2:1; judge "a host that stands still" 30 $((3 * deadline + 20)) "rank 1 failed first (exit code 30" \
-  "rank 1 is stuck" "in phase training" "rank 1 has not come"
+  "rank 1 is stuck" "in phase training" "rank 1 on .* has not come"
 fault device-hang@2:1; judge "a stream that stands still" 30 $((3 * deadline + 20)) \
-  "rank 1 failed first (exit code 30" "rank 1 is stuck" "in phase" "rank 1 has not come"
+  "rank 1 failed first (exit code 30" "rank 1 is stuck" "in phase" "rank 1 on .* has not come"
 finish

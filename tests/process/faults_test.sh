@@ -252,7 +252,7 @@ victim=$(for child in $(pgrep -P $pid); do
   tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && echo "$child"; done)
 kill -STOP $victim
 wait $pid; code=$?
-if [ $code = 20 ] && grep -q "rank 1 has not come (last seen at number" "$dir/err" &&
+if [ $code = 20 ] && grep -q "rank 1 on .* has not come (last seen at number" "$dir/err" &&
   grep -q "rank 1 still runs" "$dir/err" && ! grep -q "has died" "$dir/err"
 then ok "a hanging rank is named and ended, and not taken for dead"
 else bad "hanging rank: code $code" "$(cat "$dir/err")"; fi
@@ -275,7 +275,7 @@ fails nan@2:1 21 "rank 1 on .* in phase training: the log-prob of a token of sam
 fails memory@2:1 1 "rank 1 on .* out of memory in phase training: 1.0 PiB were asked for .*; lower the micro-batch" \
   "failed: .*rank 1 on .* out of memory in phase training"
 fails hang@2:1 30 "rank 1 is stuck: the others have given up waiting" \
-  "rank 1 has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=20
+  "rank 1 on .* has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=20
 refuses 10 "KIND@STEP:RANK" env TRIREME_FAULT=flood@1:0 "$TRIREME" $(run_args a)
 
 # Two attempts of one job, as when the cluster has given up a machine whose processes still run: the older one leaves at

@@ -158,7 +158,7 @@ faulty() { # faulty FAULT CODE WORDS [overrides...]
 }
 faulty nan@2:1 21 "rank 2 .*in phase training: the log-prob of a token of sample .* is not finite in the loss"
 faulty memory@2:1 1 "rank 1 .*out of memory in phase training: 1.0 PiB were asked for .*; lower the micro-batch"
-faulty hang@2:1 30 "rank 1 has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=8
+faulty hang@2:1 30 "rank 1 on .* has not come (last seen at number .*, phase training)" cluster.collective_timeout_s=8
 
 # What cannot be, in one sentence before any weight is read.
 refused() { # refused NAME WORDS COMMAND...

@@ -4,6 +4,7 @@
 #include <sstream>
 #include <utility>
 
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "trainer/parallel/lifeline.h"
@@ -16,6 +17,7 @@ constexpr const char* kFailureKey = "attendance-failed";
 constexpr const char* kFailuresKey = "attendance-failed-count";
 
 std::string rank_key(int rank) { return "attendance-" + std::to_string(rank); }
+std::string host_key(int rank) { return "attendance-host-" + std::to_string(rank); }
 
 // A device that has failed answers with an exception: the training thread gets the same and says it.
 bool yes_or_failed(const std::function<bool()>& ask) {
@@ -190,6 +192,7 @@ void Attendance::publish() {
   std::vector<std::pair<std::string, std::string>> news;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (published_.empty()) news.emplace_back(host_key(rank_), host_name());
     const Waits waits = waits_now();
     std::ostringstream own;
     own << waits.sequence << ' ' << (waits.group.empty() ? "-" : waits.group.c_str()) << ' ' << phase_;
@@ -466,7 +469,8 @@ std::string Attendance::describe(const Absence& absence, int group) {
     for (size_t i = 0; i < std::min(absence.ranks.size(), kShown); ++i) {
       const int rank = absence.ranks[i];
       const std::string phase = phase_of(rank);
-      text += "; " + name_of(rank) + " has not come" + where + " (last seen at number " +
+      const std::string host = store_.has(host_key(rank)) ? " on " + store_.get(host_key(rank)) : "";
+      text += "; " + name_of(rank) + host + " has not come" + where + " (last seen at number " +
               std::to_string(place_of(absence.group, rank)) + (phase.empty() ? "" : ", phase " + phase) + ")";
     }
   } catch (const std::exception& error) {

@@ -77,7 +77,8 @@ class Attendance final {
   // that have had the time to say so (seconds); tells them. When it failed earlier, since a peer left: what a peer
   // whose deadline had passed says. Calls on_absent.
   Absence absent(int group, int64_t sequence);
-  // "; rank 3 has not come (last seen at number 40, phase generation)", for what absent() of `group` returned.
+  // "; rank 3 on node-b has not come (last seen at number 40, phase generation)", for what absent() of `group`
+  // returned.
   std::string describe(const Absence& absence, int group);
   // "rank 3", with its place in the layout where that says more.
   std::string name_of(int rank) const;

@@ -385,6 +385,24 @@ TEST(Plan, HangRestartsAndNamesTheRank) {
   EXPECT_EQ(w.job.status.phase, phase::kRestarting);
   EXPECT_EQ(w.job.status.last_failure->reason, kReasonHung);
   EXPECT_EQ(w.job.status.last_failure->rank, 1);
+  EXPECT_NE(w.job.status.last_failure->message.find("; rank 1 is late"), std::string::npos);
+}
+
+TEST(Plan, ALateRankOfASplitModelIsNamedWithItsPlace) {
+  World w(
+      make_job("  algorithm: GRPO\n"
+               "  model: {source: /models/tiny}\n"
+               "  config: {path: configs/quickstart.yaml}\n"
+               "  health: {heartbeatTimeoutSeconds: 100}\n"
+               "  roles: {actor: {replicas: 2, processesPerPod: 4, parallelism: {tp: 2, pp: 2}}}\n"));
+  w.run();
+  w.report->stuck_rank = 7;
+  w.now_ms += 200'000;
+  w.reconcile();
+  ASSERT_TRUE(w.job.status.last_failure.has_value());
+  EXPECT_EQ(w.job.status.last_failure->rank, 7);
+  EXPECT_NE(w.job.status.last_failure->message.find("; rank 7 (tp 1, pp 1, dp 1) is late"), std::string::npos)
+      << w.job.status.last_failure->message;
 }
 
 TEST(Plan, HangMayOnlyTell) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 
+#include "base/host.h"
 #include "tests/unit/parallel/listening.h"
 
 namespace trireme {
@@ -95,7 +96,8 @@ TEST(Attendance, ADeviceThatDoesNotComeToACollectiveIsNamedAndItsRankLeaves) {
   job.queue(1, 7);  // its host has come, its device never does
   ASSERT_TRUE(TwoRanks::comes([&] { return job.ranks[0].deadline == 1 && job.ranks[1].stuck == 1; }));
   EXPECT_NE(job.ranks[0].said.find("rank 0 leaves: all-reduce number 7 of group 'dp' (2 ranks) in phase training has "
-                                   "not ended within 2 s; rank 1 has not come (last seen at number 6"),
+                                   "not ended within 2 s; rank 1 on " +
+                                   host_name() + " has not come (last seen at number 6"),
             std::string::npos)
       << job.ranks[0].said;
   EXPECT_EQ(job.ranks[0].absent, std::vector<int>{1});

@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "base/host.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/parallel/stage_links.h"
 
@@ -180,7 +181,7 @@ TEST(StageLinks, AMiddleStageThatStandsStillIsNamedByAll) {
   EXPECT_EQ(stuck, 1);
   for (const int rank : {0, 2, 3}) {
     const std::string& error = errors[static_cast<size_t>(rank)];
-    EXPECT_NE(error.find("rank 1 has not come"), std::string::npos) << error;
+    EXPECT_NE(error.find("rank 1 on " + host_name() + " has not come"), std::string::npos) << error;
     EXPECT_NE(error.find(rank == 0 ? ": send number 1 of group 'pp-line-0' (2 ranks) in phase training failed"
                                    : ": receive number 1 of group 'pp-line-"),
               std::string::npos)

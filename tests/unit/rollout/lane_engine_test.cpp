@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/fs.h"
+#include "base/host.h"
 #include "tests/unit/model/split_models.h"
 #include "tests/unit/parallel/ranks.h"
 #include "trainer/parallel/stage_links.h"
@@ -319,7 +320,7 @@ TEST(LaneEngine, AStageThatStandsStillIsNamedByAll) {
   EXPECT_EQ(stuck, 1);
   for (const int rank : {0, 2, 3}) {
     const std::string& error = errors[static_cast<size_t>(rank)];
-    EXPECT_NE(error.find("rank 1 has not come"), std::string::npos) << error;
+    EXPECT_NE(error.find("rank 1 on " + host_name() + " has not come"), std::string::npos) << error;
     EXPECT_NE(error.find("in phase generation failed"), std::string::npos) << error;
   }
 }
