@@ -166,9 +166,11 @@ refused() { # refused NAME WORDS COMMAND...
   "$@" >"$dir/out" 2>&1 && { bad "$name was accepted"; return; }
   grep -q "$words" "$dir/out" && ok "$name" || bad "$name" "$(cat "$dir/out")"
 }
-refused "heads that do not divide" "cannot be split so: tp 3" run odd 3 3 1 grpo.num_prompts_per_step=6 \
-  policy.train_global_batch_size=24
-refused "layers that do not divide" "cannot be split so: pp 3 does not divide the 4 layers" run uneven 3 1 3 \
+mega=policy.megatron_cfg
+refused "heads that do not divide" "$mega.tensor_model_parallel_size: .* cannot be split so: tp 3" run odd 3 3 1 \
+  grpo.num_prompts_per_step=6 policy.train_global_batch_size=24
+refused "layers that do not divide" \
+  "$mega.pipeline_model_parallel_size: .* cannot be split so: pp 3 does not divide the 4 layers" run uneven 3 1 3 \
   grpo.num_prompts_per_step=6 policy.train_global_batch_size=24
 refused "lanes without stages" "2 lanes need stages: set policy.megatron_cfg.pipeline_model_parallel_size" \
   run laneless 1 1 1 policy.generation.pipeline_lanes=2
@@ -176,13 +178,22 @@ refused "stages that do not add up" "num_layers_in_first_pipeline_stage 3 and nu
   run stages_off 2 1 2 policy.megatron_cfg.num_layers_in_first_pipeline_stage=3 \
   policy.megatron_cfg.num_layers_in_last_pipeline_stage=2
 # Ranks that would compute something else.
-port=$((20000 + RANDOM % 10000)) pids=""
-for rank in 0 1; do
-  RANK=$rank WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$TRIREME" \
-    $(run_args unlike cluster.gpus_per_node=2 grpo.seed=$((rank + 5))) >"$dir/out.$rank" 2>&1 & pids="$pids $!"
-done
-codes=""; for pid in $pids; do wait "$pid"; codes="$codes $?"; done
-[ "$codes" = " 10 10" ] &&
-  grep -q "rank 1 has other settings than rank 0: grpo.seed is 5 there and 6 here" "$dir/out.0" &&
-  ok "ranks with other settings are refused" || bad "ranks with other settings: codes$codes" "$(cat "$dir/out.0")"
+unlike() { # unlike WHAT WORDS PROGRAM [overrides...]: rank 1 has these, rank 0 says WORDS, both end with code 10
+  local what=$1 words=$2 other=$3 port=$((20000 + RANDOM % 10000)) rank pid pids="" codes=""; shift 3
+  for rank in 0 1; do
+    [ $rank = 0 ] && set -- "$TRIREME" "$@" || set -- "$other" "${@:2}"
+    RANK=$rank WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$1" \
+      $(run_args unlike cluster.gpus_per_node=2 $([ $rank = 0 ] || echo "${@:2}")) >"$dir/out.$rank" 2>&1 &
+    pids="$pids $!"
+  done
+  for pid in $pids; do wait "$pid"; codes="$codes $?"; done
+  [ "$codes" = " 10 10" ] && grep -q "$words" "$dir/out.0" && ok "ranks with $what are refused" ||
+    bad "ranks with $what: codes$codes" "$(cat "$dir/out.0")"
+}
+unlike "other settings" "rank 1 has other settings than rank 0: grpo.seed is [0-9]* there and 6 here" "$TRIREME" \
+  grpo.seed=6
+unlike "another layout" "rank 1 has the layout tp=2,.*, rank 0 tp=1," "$TRIREME" $mega.enabled=true \
+  $mega.tensor_model_parallel_size=2
+cp "$TRIREME" "$dir/trireme" && echo >>"$dir/trireme"
+unlike "another program" "rank 1 runs another program than rank 0, of another version or build" "$dir/trireme"
 finish

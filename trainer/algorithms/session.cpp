@@ -58,11 +58,16 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
 }
 
 // Before the weights are read, too: what tensor ranks share must divide among them, and layers among stages.
-void check_split(const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
-                 const StageOptions& stages) {
+void check_split(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
+                 const Layout& layout) {
   const ModelShape shape = model.shape();
-  const LayoutReport report = check_layout(layout, {.shape = &shape, .stages = stages});
-  if (!report.ok()) fail_user("the model of " + dir.string() + " cannot be split so: " + report.errors.front());
+  const LayoutReport report = check_layout(layout, {.shape = &shape, .stages = stage_options(config)});
+  if (report.ok()) return;
+  const std::string& error = report.errors.front();
+  const std::string axis = error.substr(0, error.find(' '));
+  const bool named = axis == "tp" || axis == "pp" || axis == "cp" || axis == "ep" || axis == "etp";
+  fail_user((named ? parallel_size_key(config, axis) + ": " : "") + "the model of " + dir.string() +
+            " cannot be split so: " + error);
 }
 
 // What may be split so and is slow: context and expert groups whose ranks are not of one node (cluster.processes).
@@ -228,7 +233,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (model.value_head)
     fail_user("policy.model_name: " + model_dir.string() +
               " is a value or reward model (...ForSequenceClassification), which generates no text");
-  check_split(model, model_dir, context.layout(), stage_options(config));
+  check_split(config, model, model_dir, context.layout());
   check_sharding(config, context.layout());
   if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
     fail_user(*problem);

@@ -469,6 +469,8 @@ struct ParallelSizes {
 };
 // A size that is auto counts as 1.
 ParallelSizes parallel_sizes(const Config& config);
+// The key of an axis of a layout ("tp", "pp", "cp", "ep", "etp"); where the back-end has none, what else sets it.
+std::string parallel_size_key(const Config& config, const std::string& axis);
 // Keys of those that are auto. Rules of sizes do not judge such a configuration before set_parallel_sizes.
 std::vector<std::string> auto_sizes(const Config& config);
 // Sets the sizes of the back-end that is enabled; those that it does not have must be 1.

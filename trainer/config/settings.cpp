@@ -120,6 +120,19 @@ ParallelSizes parallel_sizes(const Config& config) {
   return sizes;
 }
 
+std::string parallel_size_key(const Config& config, const std::string& axis) {
+  const std::map<std::string, int64_t ParallelSizes::*> sizes = {{"tp", &ParallelSizes::tensor},
+                                                                 {"pp", &ParallelSizes::pipeline},
+                                                                 {"cp", &ParallelSizes::context},
+                                                                 {"ep", &ParallelSizes::expert},
+                                                                 {"etp", &ParallelSizes::expert_tensor}};
+  const auto size = sizes.find(axis);
+  for (const auto& at : size_keys(config)) {
+    if (size != sizes.end() && at.size == size->second) return at.key;
+  }
+  return "parallelism." + axis + " of the RLJob, or --layout";
+}
+
 std::vector<std::string> auto_sizes(const Config& config) {
   std::vector<std::string> keys;
   for (const auto& at : size_keys(config)) {

@@ -35,6 +35,17 @@ RankGroup own_replica(const Layout& layout, const Coordinates& at) {
   return group;
 }
 
+// Groups are made by each rank's own layout: where two differ, some would wait for ranks that never come to theirs.
+void check_alike(const Layout& layout, Communicator& world) {
+  if (world.size() == 1) return;
+  const std::vector<std::string> layouts = world.all_gather_bytes(to_string(layout));
+  for (size_t rank = 1; rank < layouts.size(); ++rank) {
+    if (layouts[rank] == layouts[0]) continue;
+    fail_user("rank " + std::to_string(rank) + " has the layout " + layouts[rank] + ", rank 0 " + layouts[0] +
+              "; start all ranks with one configuration and one --layout");
+  }
+}
+
 }  // namespace
 
 const Layout& runnable(const Layout& layout, bool gpus) {
@@ -67,6 +78,7 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
   RankGroup everybody{kWorld, std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
   std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
   world_ = make_group(everybody);
+  check_alike(layout, *world_);
   for (const Axis axis : kAxes) add_group(axis);
   replica_ = layout.pp == 1   ? groups_.at(Axis::kTp)
              : layout.tp == 1 ? groups_.at(Axis::kPp)

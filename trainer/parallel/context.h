@@ -39,8 +39,9 @@ class ParallelContext final {
   // One process, no store: tests and the inspection verbs.
   ParallelContext();
   // Meets the other ranks (deadline: rendezvous.timeout). Throws Error(kUser) that names the size when the layout does
-  // not fit the world. What a model can be split over is the caller's to know. Layout, ranks, groups and everybody are
-  // those of this process's role; what is said of the job is of the actor's and the critic's ranks together.
+  // not fit the world, and, on all ranks, the first one whose layout is another. What a model can be split over is the
+  // caller's to know. Layout, ranks, groups and everybody are those of this process's role; what is said of the job is
+  // of the actor's and the critic's ranks together.
   ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
   ~ParallelContext();
 

@@ -104,6 +104,15 @@ TEST(ConfigCheck, SecretsOfTheRewardServiceAreRefusedAndNotQuoted) {
   EXPECT_EQ(load_config_text("").env.math.failure_policy, RewardFailurePolicy::kZero);
 }
 
+TEST(ConfigCheck, AnAxisHasAKey) {
+  const Config megatron = load_config_text("", {"policy.megatron_cfg.enabled=true"});
+  EXPECT_EQ(parallel_size_key(megatron, "tp"), "policy.megatron_cfg.tensor_model_parallel_size");
+  EXPECT_EQ(parallel_size_key(megatron, "etp"), "policy.megatron_cfg.expert_tensor_parallel_size");
+  const Config dtensor = load_config_text("", {"policy.dtensor_cfg.enabled=true"});
+  EXPECT_EQ(parallel_size_key(dtensor, "cp"), "policy.dtensor_cfg.context_parallel_size");
+  EXPECT_EQ(parallel_size_key(dtensor, "pp"), "parallelism.pp of the RLJob, or --layout");
+}
+
 TEST(ConfigCheck, Lengths) {
   EXPECT_THAT(load_error({"policy.generation.max_new_tokens=513"}),
               HasSubstr("is more than policy.max_total_sequence_length 512"));

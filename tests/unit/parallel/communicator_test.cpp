@@ -280,6 +280,19 @@ TEST(ParallelContext, TheCauseIsNamedAcrossGroups) {
   EXPECT_NE(errors[0].find("of group 'tp-0' (2 ranks)"), std::string::npos) << errors[0];
 }
 
+TEST(ParallelContext, RanksOfAnotherLayoutAreNamedOnAll) {
+  ListeningPort port;
+  const auto errors = on_ranks(4, [&](int rank) {
+    Layout layout{.tp = 2, .dp = 2};
+    if (rank == 2) layout = {.dp = 2, .pp = 2};
+    ParallelContext(layout, port.place(rank, 4, Milliseconds(250000)));
+  });
+  for (const std::string& error : errors)
+    EXPECT_EQ(error,
+              "rank 2 has the layout tp=1,cp=1,ep=1,dp=2,pp=2,etp=1, rank 0 tp=2,cp=1,ep=1,dp=2,pp=1,etp=1; start all "
+              "ranks with one configuration and one --layout");
+}
+
 TEST(ParallelContext, RefusesSplitsItCannotDo) {
   RendezvousOptions two_ranks;
   two_ranks.world_size = 2;

@@ -236,6 +236,14 @@ TEST(Validity, NamesTheLegalValues) {
       "1, 2, 4, 8");
   EXPECT_THAT(first_error({.tp = 16}, {.world = 16, .gpus_per_node = 16, .shape = &llama}),
               HasSubstr("tp 16 does not divide the 8 key/value heads; legal values of tp here: 1, 2, 4, 8"));
+  ModelShape narrow = llama;
+  narrow.intermediate = 14338;
+  EXPECT_THAT(first_error({.tp = 4}, {.world = 4, .shape = &narrow}),
+              HasSubstr("tp 4 does not divide the 14338 rows of the MLP; legal values of tp here: 1, 2"));
+  ModelShape experts = *known_model_shape("Qwen/Qwen3-30B-A3B");
+  experts.moe_intermediate = 770;
+  EXPECT_THAT(first_error({.dp = 4, .etp = 4}, {.world = 4, .shape = &experts}),
+              HasSubstr("etp 4 does not divide the 770 rows of an expert; legal values of etp here: 1, 2"));
   EXPECT_THAT(first_error({.pp = 3}, {.world = 48, .gpus_per_node = 8, .shape = &llama}),
               HasSubstr("pp 3 does not divide the 32 layers; legal values of pp here: 1, 2, 4, 8, 16"));
   EXPECT_THAT(
