@@ -71,6 +71,15 @@ refuses 10 "policy.megatron_cfg.tensor_model_parallel_size: auto is for trireme 
   --config configs/qwen3_32b.yaml policy.megatron_cfg.tensor_model_parallel_size=auto
 refuses 10 "it is one of no_shard, optim, optim_grads, optim_grads_params" "$TRIREME" plan \
   --config configs/llama3.1_8b.yaml --sharding zero3
+# Every recipe whose model is published, in its own layout, runs.
+recipes=0 cannot=""
+for config in configs/*.yaml; do
+  case $config in */quickstart*|*/measure_step.yaml) continue ;; esac
+  out=$("$TRIREME" plan --config "$config" 2>&1); recipes=$((recipes + 1))
+  grep -q "^ *this version  *can run it" <<<"$out" || cannot="$cannot $config"
+done
+[ -z "$cannot" ] && [ $recipes -ge 13 ] && ok "plan says of $recipes recipes that this version can run them" ||
+  bad "recipes that cannot run:$cannot"
 
 # A signal before the loop begins ends a rank at once: here one that waits for a peer that never comes. Afterwards the
 # step is finished and saved (resume_test.sh).

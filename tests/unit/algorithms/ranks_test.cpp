@@ -540,7 +540,8 @@ TEST(Overlap, ReducingAndGatheringBesideTheComputationChangesNoBit) {
   }
 }
 
-// Six optimizer steps: tensor ranks exchange rows beside their products, or wait for each exchange.
+// Six optimizer steps: tensor ranks exchange rows beside their products, or wait for each exchange; what backward needs
+// is kept, or computed again.
 TEST(Overlap, ExchangesBesideProductsChangeNoBitOfWeightsAndMoments) {
   struct Sizes {
     int world, tp, pp;
@@ -550,6 +551,7 @@ TEST(Overlap, ExchangesBesideProductsChangeNoBitOfWeightsAndMoments) {
     derive_defaults(c);
   };
   for (const auto& [world, tp, pp] : {Sizes{2, 2, 1}, {4, 2, 1}, {4, 2, 2}}) {
+    Outcome kept;
     for (const bool again : {false, true}) {
       RunSetup setup;
       setup.tp = tp;
@@ -563,6 +565,9 @@ TEST(Overlap, ExchangesBesideProductsChangeNoBitOfWeightsAndMoments) {
       EXPECT_TRUE(same_bits(beside.weights, behind.weights)) << world << " " << pp << again;
       EXPECT_TRUE(same_bits(beside.moments, behind.moments)) << world << " " << pp << again;
       EXPECT_EQ(beside.result.metrics.at("loss"), behind.result.metrics.at("loss"));
+      if (!again) kept = beside;
+      EXPECT_TRUE(same_bits(beside.weights, kept.weights)) << world << " " << pp;
+      EXPECT_TRUE(same_bits(beside.moments, kept.moments)) << world << " " << pp;
     }
   }
 }

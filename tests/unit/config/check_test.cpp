@@ -232,6 +232,8 @@ TEST(ConfigCheck, WhatRanksShareFollowsFromTheBackEnd) {
   EXPECT_THAT(keys_without_effect(load_config_text("", nemo_rl)),
               testing::ElementsAre(HasSubstr("data_parallel_sharding_strategy has no effect")));
   const std::string stages = "policy.megatron_cfg.pipeline_model_parallel_size=2";
+  EXPECT_THAT(load_error({megatron, stages, "cluster.gpus_per_node=2", strategy + "optim_grads_params"}),
+              HasSubstr("optim_grads_params needs policy.megatron_cfg.pipeline_model_parallel_size 1, not 2"));
   EXPECT_THAT(load_error({megatron, stages, "cluster.gpus_per_node=2", strategy + "optim_grads"}),
               HasSubstr("optim_grads needs policy.megatron_cfg.pipeline_model_parallel_size 1, not 2; pipeline stages "
                         "take no_shard or optim"));
