@@ -13,6 +13,7 @@ BackgroundSave::BackgroundSave(Work work, StagingPool& pool, StateReader& reader
     : work_(std::move(work)), pool_(pool), reader_(reader) {
   for (const TensorFile& file : work_.files) {
     bytes_ += file.tensor_bytes();
+    headers_.push_back(file.header());
     for (const auto& [name, tensor] : file.tensors)
       TRIREME_CHECK(tensor.is_contiguous(), "a saved tensor lies in one piece: " + name);
   }
@@ -87,6 +88,7 @@ void BackgroundSave::copy_file(size_t index) {
     }
     piece.last = true;
     hand_over();
+    work_.files[index].tensors.clear();  // what was gathered for this file alone is free again
   } catch (...) {
     if (piece.block != nullptr) pool_.release(piece.block);
     throw;
@@ -116,11 +118,10 @@ void BackgroundSave::write_all() {
     std::unique_ptr<ByteSink> sink;
     size_t done = 0;
     for (Piece piece; done < work_.files.size() && pop(piece);) {
-      const TensorFile& file = work_.files[piece.file];
       try {
         if (sink == nullptr) {
-          sink = work_.open(work_.folder / file.name);
-          const std::string header = file.header();
+          sink = work_.open(work_.folder / work_.files[piece.file].name);
+          const std::string& header = headers_[piece.file];
           sink->write(header.data(), header.size());
         }
         if (piece.block != nullptr) sink->write(piece.block, static_cast<size_t>(piece.bytes));

@@ -77,6 +77,7 @@ class BackgroundSave final {
   Work work_;
   StagingPool& pool_;
   StateReader& reader_;
+  std::vector<std::string> headers_;  // of the files, whose tensors go once they are copied
   int64_t bytes_ = 0;
   std::atomic<int64_t> read_{0}, written_{0};
   std::atomic<bool> cancelled_{false};

@@ -161,6 +161,34 @@ TEST(BackgroundSave, AnOptimizerStepWaitsForWhatDoesNotFitIntoTheMemory) {
   EXPECT_TRUE(at::equal(second.weights(), before));
 }
 
+// Of a split model a file's tensors were gathered for it: they go one file after the other, before the disk has any.
+TEST(BackgroundSave, WhatWasGatheredForAFileIsFreeOnceItIsCopied) {
+  const TemporaryDirectory dir;
+  Disk disk;
+  disk.set_open(false);
+  StagingPool pool(at::kCPU, 1 << 20, 4096);
+  StateReader reader(at::kCPU);
+  BackgroundSave::Work work;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> gathered;
+  for (int64_t file = 0; file < 2; ++file) {
+    const at::Tensor tensor = at::full({3000}, static_cast<double>(file));
+    gathered.emplace_back(tensor.storage().getWeakStorageImpl());
+    work.files.push_back({"file_" + std::to_string(file), {{"a", tensor}}, {}});
+  }
+  work.folder = dir.path();
+  work.open = [&](const fs::path& path) { return std::make_unique<DiskFile>(path, disk); };
+  work.commit = [](const std::atomic<bool>&) {};
+  reader.mark();
+  BackgroundSave save(std::move(work), pool, reader);
+  ASSERT_TRUE(save.wait_copied(Milliseconds(60000)));
+  for (const auto& storage : gathered) EXPECT_TRUE(storage.expired());
+  disk.set_open(true);
+  ASSERT_TRUE(save.wait_finished(Milliseconds(60000)));
+  EXPECT_FALSE(save.failed());
+  const SafetensorsFile second(dir.path() / "file_1");
+  EXPECT_TRUE(second.tensor("a").eq(1).all().item<bool>());
+}
+
 TEST(BackgroundSave, ASecondSaveWaitsForTheFirst) {
   const TemporaryDirectory dir;
   Disk disk;
