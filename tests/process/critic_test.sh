@@ -85,7 +85,7 @@ kills 1 "critic rank 0" 3 checkpoint
 kills 0 "rank 0" 3 generation
 
 # SIGTERM: both save and stop.
-own stopped 1 1 >"$dir/out" 2>&1 & pid=$!
+"$TRIREME" launch --critic-ranks 1 -- $(ppo_args stopped) >"$dir/out" 2>&1 & pid=$!
 for _ in $(seq 600); do [ -e "$dir/stopped/step_1" ] && break; sleep 0.05; done
 kill -TERM $pid; wait $pid; code=$?
 if [ $code = 40 ] || { [ $code = 0 ] && [ -e "$dir/stopped/step_6" ]; }; then ok "stopped with code $code"; else
@@ -110,7 +110,8 @@ rm -r "$dir/whole/value"
 refuses "step_6 has no value" own whole 1 1
 refuses "algorithm is grpo, which has no critic: 1 critic ranks" \
   "$TRIREME" launch --critic-ranks 1 -- $(run_args none)
-refuses "ppo with raw rewards, which has no critic" own raw 1 1 ppo.adv_estimator.name=raw_reward
+refuses "ppo with raw rewards, which has no critic" own raw 1 1 ppo.adv_estimator.name=raw_reward \
+  ppo.policy_training_start_step=0
 refuses "TRIREME_ACTOR_RANKS, how many ranks the actor has, is not set" \
   env TRIREME_ROLE=critic MASTER_PORT=1 "$TRIREME" $(ppo_args none)
 finish

@@ -35,7 +35,7 @@ print(f"{len(rows)} steps,", [(x["train/weight_version"], x["train/max_trajector
                                x["train/spanning_samples"], x["train/mixed_context_tokens"]) for x in rows])
 whole = [x["train/weight_version"] for x in rows] == list(range(len(rows)))
 equal = all(x["train/logprob_mismatch_tokens"] == 0 for x in rows)
-sys.exit(0 if len(rows) == int(sys.argv[2]) and whole and equal and eval(sys.argv[3]) else 1)
+sys.exit(0 if len(rows) == int(sys.argv[2]) and whole and equal and eval("(" + sys.argv[3] + ")") else 1)
 PY
 }
 exact='[x["train/max_trajectory_age"] for x in rows] == [0, 1, 1, 1, 1, 1] and
@@ -77,8 +77,11 @@ check "in flight, dynamic sampling" "$TRIREME" launch --engines 2 -- $(run_args 
 check "replaces groups at once" ages dynamic 6 'all(x["train/num_valid_samples"] == 32 for x in rows)'
 
 # Losses. In turn the weights say whether a group was lost or doubled.
-slow="$apart $many $quick"
-"$TRIREME" $(run_args plain $many) >/dev/null 2>&1
+# A reward that takes its time keeps a run of a tiny model going for long enough to be disturbed.
+printf 'while read -r line; do echo "{\\"reward\\": 1}"; [ -z "$1" ] || sleep "$1"; done\n' >"$dir/reward.sh"
+graded="env.command.enabled=true env.command.num_workers=1"
+slow="$apart $many $quick $graded env.command.command=[sh,$dir/reward.sh,'0.05']"
+"$TRIREME" $(run_args plain $many $graded "env.command.command=[sh,$dir/reward.sh]") >/dev/null 2>&1
 children() { pgrep -P "$1" -f " $2 --config" | sort -n; }
 # wait_for FILE TEXT: at most 60 s.
 wait_for() {
