@@ -65,6 +65,24 @@ for pair in "tp2-six" "tp2-large policy.train_micro_batch_size=32 policy.train_g
   [ -n "$(weights "$name-true" 6)" ] && [ "$(weights "$name-true" 6)" = "$(weights "$name-false" 6)" ] &&
     ok "$name: overlap changes no bit of weights and moments" || bad "$name: overlap"
 done
+# Shared gradients and weights over two replicas, and over two context ranks: whole weights for generation at their
+# addresses, so that graphs hold; a resume; the losses of shared optimizer state.
+ddp=policy.megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy
+for layout in "optim 2 1 1 $ddp=optim" "grads 2 1 1 $ddp=optim_grads" "params 2 1 1 $ddp=optim_grads_params" \
+  "params-cp2 2 1 1 $ddp=optim_grads_params policy.megatron_cfg.context_parallel_size=2"; do
+  set -- $layout
+  check "GRPO on $1" run "$@"
+  out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
+done
+for name in grads params; do
+  [ -n "$(first optim)" ] && [ "$(first $name)" = "$(first optim)" ] &&
+    ok "the first step of $name is that of optim: $(first $name)" ||
+    bad "the first step of $name: $(first $name), of optim $(first optim)"
+done
+check "two steps on params" run params-again 2 1 1 $ddp=optim_grads_params grpo.max_num_steps=2
+check "the rest of them" run params-again 2 1 1 $ddp=optim_grads_params
+[ "$(weights params-again 4)" = "$(weights params 4)" ] && ok "resumed on params: weights and moments bit for bit" ||
+  bad "a resume on params"
 # A mixture of experts over stages and over context ranks.
 "$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
   --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 >/dev/null
@@ -169,7 +187,7 @@ check "the rest of them" run again 2 2 1
   bad "a resume on tp2"
 check "the rest of them on pp2" run stages 2 1 2
 [ -d "$dir/stages/step_4" ] && ok "pp2 went on with what tp2 had" || bad "pp2 went on"
-# A rank that dies.
+# A rank that dies, or stands still.
 children() {
   awk -v parent="$1" '$1 == "Pid:" {pid = $2} $1 == "PPid:" && $2 == parent {print pid}' /proc/[0-9]*/status 2>/dev/null
 }
@@ -187,4 +205,37 @@ for layout in "2 1" "1 2"; do
   [ $code = 137 ] && [ $SECONDS -le 30 ] && grep -q "rank 0 .*rank 1 .*has died in phase .*: signal 9" "$dir/err" &&
     ok "kill -9 on $name: code $code, $SECONDS s" || bad "kill -9 on $name: code $code, $SECONDS s" "$(cat "$dir/err")"
 done
+# Ranks that share experts step together in generation, in graphs whose kernels wait for each other: one that dies
+# there, and one whose process is stopped there.
+mixture_until_it_fails() { # mixture_until_it_fails NAME [overrides...]: its process is $pid
+  local name=$1; shift
+  : >"$dir/out"
+  run "$name" 2 1 1 $experts policy.model_name="$dir/mixture" grpo.max_num_steps=100000 checkpointing.enabled=false \
+    "$@" >"$dir/out" 2>"$dir/err" & pid=$!
+}
+TRIREME_FAULT=kill@2:1:generation mixture_until_it_fails moe-killed cluster.collective_timeout_s=900
+for _ in $(seq 1 2400); do grep -q "step 1/" "$dir/out" && break; sleep 0.1; done
+SECONDS=0; wait $pid; code=$?
+[ $code = 137 ] && [ $SECONDS -le 60 ] &&
+  grep -q "rank 0 .*rank 1 .*has died in phase generation: signal 9" "$dir/err" &&
+  ok "kill -9 of an expert rank in generation: code $code, $SECONDS s after step 1" ||
+  bad "kill -9 of an expert rank in generation: code $code, $SECONDS s" "$(cat "$dir/err")"
+# Long responses: half a second after a step the next one generates.
+"$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
+  --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 --context 2048 >/dev/null
+mixture_until_it_fails moe-stopped cluster.collective_timeout_s=20 policy.max_total_sequence_length=2048 \
+  policy.generation.kv_cache_tokens=70000 policy.generation.max_new_tokens=1900 \
+  policy.generation.forced_lengths=synthetic:8x4:mean=1800:max=1900:prompt=6
+victim=""
+for _ in $(seq 1 2400); do grep -q "step 1/" "$dir/out" && break; sleep 0.1; done
+sleep 0.5
+for launcher in $(children $pid); do for child in $(children "$launcher"); do
+  tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && victim=$child
+done; done
+kill -STOP "$victim"
+SECONDS=0; wait $pid; code=$?
+[ $code = 20 ] && [ $SECONDS -le 90 ] &&
+  grep -q "rank 1 on .* has not come (last seen at number .*, phase generation)" "$dir/err" &&
+  ok "an expert rank that is stopped in generation: code $code, $SECONDS s" ||
+  bad "an expert rank that is stopped in generation: code $code, $SECONDS s" "$(cat "$dir/err")"
 finish
