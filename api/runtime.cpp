@@ -13,7 +13,7 @@ std::string number(int64_t value) { return std::to_string(value); }
 
 // What a fabric says about NCCL. What NCCL finds out better by itself is left to it: the GID index of RoCE changes with
 // each virtual function that a pod gets, and NCCL takes the one of RoCE v2 and IPv4.
-void set_fabric(const Network& network, bool rdma, std::map<std::string, std::string>& env) {
+void set_fabric(const Network& network, bool rdma, bool several_pods, std::map<std::string, std::string>& env) {
   switch (network.fabric) {
     case Fabric::kAuto:
       break;
@@ -32,7 +32,10 @@ void set_fabric(const Network& network, bool rdma, std::map<std::string, std::st
   if (!network.rdma->devices.empty()) env["NCCL_IB_HCA"] = network.rdma->devices;
   if (network.rdma->gid_index) env["NCCL_IB_GID_INDEX"] = number(*network.rdma->gid_index);
   if (network.rdma->traffic_class) env["NCCL_IB_TC"] = number(*network.rdma->traffic_class);
-  if (network.rdma->require) env["TRIREME_REQUIRE_RDMA"] = "1";
+  if (!network.rdma->require) return;
+  env["TRIREME_REQUIRE_RDMA"] = "1";
+  // So that NCCL fails where it would fall back to sockets. One pod needs no network, nor has NCCL to find one there.
+  if (several_pods) env["NCCL_NET"] = ends_with(network.rdma->resource_name, "/efa") ? "AWS Libfabric" : "IB";
 }
 
 // Of a pod whose processes are ranks of the job.
@@ -220,7 +223,7 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
   if (!spec.network.socket_interface.empty()) {
     env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
   }
-  set_fabric(spec.network, uses_rdma(spec, place.role), env);
+  set_fabric(spec.network, uses_rdma(spec, place.role), actor.replicas > 1 || spec.roles.generation, env);
   return env;
 }
 

@@ -93,7 +93,8 @@ struct PodPlace {
 // TRIREME_WORK_PORT, which is set only when the job has a generation role), and TRIREME_ENGINE_NAME. The operator adds
 // TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE, TRIREME_POD_NAME, TRIREME_NODE_NAME.
 // NCCL_* and GLOO_* by spec.network are not reserved: where a container's template sets one, that one counts.
-// TRIREME_REQUIRE_RDMA=1: the trainer must end when NCCL would talk to other nodes over sockets.
+// TRIREME_REQUIRE_RDMA=1 with NCCL_NET (IB, of /efa resources "AWS Libfabric"): NCCL fails instead of talking to other
+// nodes over sockets, and the trainer ends. Another plugin's name is the template's to say.
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place);
 // Names users may not set in a template: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK, NNODES,
 // PET_*, and TRIREME_* names that we set.

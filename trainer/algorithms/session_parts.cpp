@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "base/host.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "topology/combine_blocks.h"
@@ -144,29 +145,29 @@ const Config& with_its_device(const Config& config, const TrainOptions& options)
 
 void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device) {
   if (!device.is_cuda()) return;
-  const bool somebody_reads = context.world().all_reduce_max(check.log ? 1.0 : 0.0) > 0;
+  const double wanted = check.log || (check.required && check.spans_nodes) ? 1 : 0;
+  const bool anybody = context.world().all_reduce_max(wanted) > 0;
   if (check.required && !check.spans_nodes && context.is_main())
     log_info("parallel", "RDMA is required: all ranks are on one node, no network is used");
-  if (!somebody_reads) return;
-  at::Tensor one = at::ones({1}, at::TensorOptions(device).dtype(at::kFloat));
-  context.data_parallel().all_reduce_sum(one);
-  (void)one.item<float>();
-  std::optional<std::string> problem;
-  if (check.log) {
-    const std::string text = read_nccl_log(check.log->file, Milliseconds(5000));
-    if (check.log->echo) {
-      std::fwrite(text.data(), 1, text.size(), stdout);
-      std::fflush(stdout);
-      log_info("parallel",
-               "NCCL's further lines go to " + check.log->file + "; name a file by NCCL_DEBUG_FILE to keep them");
-    }
-    const NcclTransport transport = parse_nccl_log(text);
-    if (check.required) problem = rdma_problem(transport, check.spans_nodes);
-    if (!problem && context.is_main()) log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
+  if (!anybody) return;
+  // One of these has several ranks, and NCCL finds its network in whichever group is its first.
+  Communicator& first = context.data_parallel().size() > 1    ? context.data_parallel()
+                        : context.group(Axis::kPp).size() > 1 ? context.group(Axis::kPp)
+                                                              : context.tensor_parallel();
+  try {
+    at::Tensor one = at::ones({1}, at::TensorOptions(device).dtype(at::kFloat));
+    first.all_reduce_sum(one);
+    (void)one.item<float>();
+  } catch (const Error& error) {
+    if (!check.required || !check.spans_nodes) throw;
+    const std::string what = rdma_failure(error.what(), check.environment, host_name());
+    if (!is_nccls_own(error.what())) throw Error(error.kind(), what);
+    context.report_failure(what);
+    fail_user(what);
   }
-  const std::vector<std::string> problems = context.world().all_gather_bytes(problem.value_or(""));
-  for (size_t rank = 0; rank < problems.size(); ++rank)
-    if (!problems[rank].empty()) fail_user("rank " + std::to_string(rank) + ": " + problems[rank]);
+  if (!check.log || !context.is_main()) return;
+  const NcclTransport transport = parse_nccl_log(read_nccl_log(check.log->file, Milliseconds(5000)));
+  log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
 }
 
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,

@@ -35,9 +35,9 @@ void log_saved(const SavedCheckpoint& saved);
 // `config` itself; a critic's ranks without a critic, or a device that cannot run this is refused before tokenizer,
 // rendezvous and weights.
 const Config& with_its_device(const Config& config, const TrainOptions& options);
-// What carries NCCL's traffic between nodes: the first collective on the device makes it choose. Throws on every rank
-// when it must be RDMA and is none on one of them. Collective; whether a rank has a log to read is its environment's
-// matter, so that all agree first whether anybody does.
+// The first collective on the device makes NCCL choose what carries its traffic between nodes, which is logged. Where
+// it must be RDMA and NCCL cannot go over it, the error says where, and what to do. Collective; whether a rank has a
+// log to read is its environment's matter, so that all agree first whether anybody does.
 void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device);
 // Before weights are read. Of a mixture of experts: what is asked for and cannot be.
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,

@@ -80,18 +80,15 @@ TransportCheck transport_from_environment(int world_size, const std::string& dev
   TransportCheck check;
   check.required = environment_int("TRIREME_REQUIRE_RDMA", 0) != 0;
   check.spans_nodes = world_size > local_world_from_environment();
+  check.environment = environment_variable;
   if (!check.spans_nodes || device == "cpu") return check;
   try {
     check.scratch = std::make_shared<TemporaryDirectory>();
   } catch (const Error& error) {
-    if (check.required) throw;
     log_warn("parallel", std::string("what carries NCCL's traffic will not be in the log: ") + error.what());
     return check;
   }
-  char host[256] = "";
-  ::gethostname(host, sizeof host - 1);
-  check.log = nccl_log_settings(environment_variable, (check.scratch->path() / "nccl.log").string(), check.required,
-                                host, ::getpid());
+  check.log = nccl_log_settings(environment_variable, (check.scratch->path() / "nccl.log").string());
   if (check.log)
     for (const auto& [name, value] : check.log->set) ::setenv(name.c_str(), value.c_str(), 1);
   return check;

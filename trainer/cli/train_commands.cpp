@@ -248,6 +248,19 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
   return result.exit_code;
 }
 
+void add_engine_command(CLI::App& app, CommandContext& context) {
+  auto arguments = std::make_shared<TrainArguments>();
+  CLI::App* verb = app.add_subcommand(
+      "engine", "a process that generates for a run (MASTER_ADDR, MASTER_PORT, TRIREME_ENGINE_NAME, TRIREME_WORK_URL)");
+  verb->add_option("--algorithm", arguments->algorithm, "as the run's");
+  verb->add_option("--config", arguments->config, "YAML file, the run's")->required();
+  verb->add_option("--layout", arguments->layout, "the run's; an engine has the whole model");
+  verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
+  verb->add_option("overrides", arguments->overrides, "key.sub=value, the run's");
+  verb->callback(
+      [arguments, &context] { context.run = [arguments, &context] { return engine(*arguments, context); }; });
+}
+
 }  // namespace
 
 void add_train_commands(CLI::App& app, CommandContext& context) {
@@ -265,19 +278,7 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     verb->callback(
         [arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
   }
-  {
-    auto arguments = std::make_shared<TrainArguments>();
-    CLI::App* verb = app.add_subcommand(
-        "engine",
-        "a process that generates for a run (MASTER_ADDR, MASTER_PORT, TRIREME_ENGINE_NAME, TRIREME_WORK_URL)");
-    verb->add_option("--algorithm", arguments->algorithm, "as the run's");
-    verb->add_option("--config", arguments->config, "YAML file, the run's")->required();
-    verb->add_option("--layout", arguments->layout, "the run's; an engine has the whole model");
-    verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
-    verb->add_option("overrides", arguments->overrides, "key.sub=value, the run's");
-    verb->callback(
-        [arguments, &context] { context.run = [arguments, &context] { return engine(*arguments, context); }; });
-  }
+  add_engine_command(app, context);
   {
     auto arguments = std::make_shared<LaunchArguments>();
     CLI::App* verb =

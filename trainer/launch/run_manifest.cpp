@@ -155,7 +155,9 @@ Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& pl
     // As in a cluster: the template's word counts for what is not reserved.
     if (is_reserved_env(name) || role.local.environment.count(name) == 0) spawn.set_env[name] = value;
   }
-  if (spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0 && socket != nullptr)
+  const bool required = spawn.set_env.erase("TRIREME_REQUIRE_RDMA") > 0;
+  if (required && role.local.environment.count("NCCL_NET") == 0) spawn.set_env.erase("NCCL_NET");
+  if (required && socket != nullptr)
     log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
   spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
   if (job.spec.roles.reward && job.spec.roles.reward->port)

@@ -23,6 +23,7 @@
 #include "trainer/parallel/own_address.h"
 #include "trainer/parallel/peer_copies.h"
 #include "trainer/parallel/peer_exchange.h"
+#include "trainer/parallel/transport.h"
 
 namespace trireme {
 namespace {
@@ -261,7 +262,7 @@ void Communicator::failed(const char* operation, int64_t sequence, const std::st
   throw Error(ErrorKind::kUnavailable, attendance_->name_of(job_rank_) + " on " + host_name() + ": " + operation +
                                            " number " + std::to_string(sequence) + " of group '" + name_ + "' (" +
                                            std::to_string(size_) + " ranks) in phase " + phase + " failed: " +
-                                           first_line(error.what()) + attendance_->describe(absence, place_) + cause);
+                                           nccl_reason(error.what()) + attendance_->describe(absence, place_) + cause);
 }
 
 template <typename Fn>

@@ -1,12 +1,10 @@
 #include "trainer/parallel/transport.h"
 
 #include <algorithm>
-#include <cctype>
 #include <fstream>
 #include <thread>
 #include <vector>
 
-#include "base/error.h"
 #include "base/text.h"
 
 namespace trireme {
@@ -70,41 +68,6 @@ void parse_message(std::string_view message, NcclTransport& found) {
   }
 }
 
-bool has_network_channel(const NcclTransport& transport, bool over_sockets) {
-  return std::any_of(transport.channels.begin(), transport.channels.end(), [&](const std::string& channel) {
-    return starts_with(channel, "NET/") && is_sockets(channel) == over_sockets;
-  });
-}
-
-// NCCL's own: %h, %p and %%; what else follows a % stays as it is.
-std::string expand(const std::string& pattern, const std::string& host, int64_t pid) {
-  std::string out;
-  for (size_t i = 0; i < pattern.size(); ++i) {
-    const char next = pattern[i] == '%' && i + 1 < pattern.size() ? pattern[i + 1] : '\0';
-    if (next == 'h') out += host.substr(0, host.find('.'));
-    if (next == 'p') out += std::to_string(pid);
-    if (next == '%') out += '%';
-    if (next == 'h' || next == 'p' || next == '%')
-      ++i;
-    else
-      out += pattern[i];
-  }
-  return out;
-}
-
-// NCCL_DEBUG_SUBSYS with INIT in it, under which NCCL logs both the network and the channels.
-std::string with_init(const std::string& given) {
-  if (given.empty()) return "INIT,NET";
-  const bool excludes = given[0] == '^';
-  bool named = false;
-  for (const std::string& part : split(given.substr(excludes ? 1 : 0), ',')) {
-    const std::string name = to_lower(trim(part));
-    named = named || name == "init" || name == "all";
-  }
-  if (excludes) return named ? "INIT,NET" : given;
-  return named ? given : given + ",INIT";
-}
-
 }  // namespace
 
 NcclTransport parse_nccl_log(std::string_view text) {
@@ -128,48 +91,41 @@ std::string describe(const NcclTransport& transport) {
   return text;
 }
 
-std::optional<std::string> rdma_problem(const NcclTransport& transport, bool spans_nodes) {
-  if (!spans_nodes) return std::nullopt;
-  const std::string demand = "the manifest requires RDMA (spec.network.rdma.require) but ";
-  if (is_sockets(transport.network) || is_sockets(transport.provider) || has_network_channel(transport, true)) {
-    return demand + "NCCL goes between the nodes over TCP sockets: " + describe(transport) +
-           "; give the pods their RDMA devices (spec.network.rdma.resourceName, memory locking, NCCL_IB_HCA), or set "
-           "spec.network.rdma.require to false";
-  }
-  if (transport.network.empty() && !has_network_channel(transport, false)) {
-    return demand +
-           "NCCL's log does not say what it goes over between the nodes; take NCCL_DEBUG, NCCL_DEBUG_SUBSYS and "
-           "NCCL_DEBUG_FILE out of the pods' environment (a file that ranks share needs %p in its name), or set "
-           "spec.network.rdma.require to false";
-  }
-  return std::nullopt;
+std::string nccl_reason(std::string_view error) {
+  std::string reason(error.substr(0, error.find('\n')));
+  constexpr std::string_view kLast = "Last error:\n";
+  const size_t last = error.find(kLast);
+  if (last == std::string_view::npos) return reason;
+  const std::string_view rest = error.substr(last + kLast.size());
+  const std::string_view words = trim(rest.substr(0, rest.find('\n')));
+  return words.empty() ? reason : reason + " (" + std::string(words) + ")";
 }
 
-std::optional<NcclLogSettings> nccl_log_settings(const LookUp& environment, const std::string& own_file, bool required,
-                                                 const std::string& host, int64_t pid) {
-  const std::string level = environment("NCCL_DEBUG").value_or("");
-  const std::string parts = environment("NCCL_DEBUG_SUBSYS").value_or("");
-  const std::string file = environment("NCCL_DEBUG_FILE").value_or("");
-  if (!required && !(level + parts + file).empty()) return std::nullopt;
-  NcclLogSettings settings;
-  const std::string detail = to_lower(level);
-  if (detail != "info" && detail != "trace") settings.set["NCCL_DEBUG"] = "INFO";
-  if (const std::string wanted = with_init(parts); wanted != parts) settings.set["NCCL_DEBUG_SUBSYS"] = wanted;
-  if (file.empty()) {
-    settings.set["NCCL_DEBUG_FILE"] = replace_all(own_file, "%", "%%");
-    settings.file = own_file;
-    settings.echo = !level.empty();
-    return settings;
-  }
-  settings.file = expand(file, host, pid);
-  std::error_code ignored;
-  const std::filesystem::file_status status = std::filesystem::status(settings.file, ignored);
-  if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status)) {
-    fail_user(
-        "NCCL_DEBUG_FILE is '" + file +
-        "', which is no file that can be read again, as spec.network.rdma.require has to; name a file, or unset it");
-  }
-  return settings;
+bool is_nccls_own(std::string_view error) {
+  const auto says = [&](std::string_view words) { return error.find(words) != std::string_view::npos; };
+  return says("NCCL error") && !says("ncclRemoteError") && !says("remote process") && !says(" has died") &&
+         !says(" has not come");
+}
+
+std::string rdma_failure(const std::string& error, const LookUp& environment, const std::string& host) {
+  const auto named = [&](const char* name, const char* otherwise) {
+    const std::string value = environment(name).value_or("");
+    return std::string(name) + (value.empty() ? std::string(" ") + otherwise : " '" + value + "'");
+  };
+  return error + "; the manifest requires RDMA (spec.network.rdma.require), so NCCL may use only " +
+         named("NCCL_NET", "unset") + " from node " + host + ", interface " +
+         named("NCCL_SOCKET_IFNAME", "of NCCL's choice") + ", devices " + named("NCCL_IB_HCA", "that the pod sees") +
+         "; give the pods their RDMA devices (spec.network.rdma.resourceName, memory locking), name another network "
+         "by NCCL_NET in the pods' template, or set spec.network.rdma.require to false";
+}
+
+std::optional<NcclLogSettings> nccl_log_settings(const LookUp& environment, const std::string& own_file) {
+  for (const char* name : {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"})
+    if (!environment(name).value_or("").empty()) return std::nullopt;
+  return NcclLogSettings{{{"NCCL_DEBUG", "INFO"},
+                          {"NCCL_DEBUG_SUBSYS", "INIT,NET"},
+                          {"NCCL_DEBUG_FILE", replace_all(own_file, "%", "%%")}},
+                         own_file};
 }
 
 std::string read_nccl_log(const std::filesystem::path& file, Milliseconds patience) {

@@ -31,24 +31,26 @@ NcclTransport parse_nccl_log(std::string_view text);
 // "IB (mlx5_0:1/RoCE), GPU Direct RDMA"
 std::string describe(const NcclTransport& transport);
 
-// Why this is not RDMA, as a sentence for who asked for it (spec.network.rdma.require); nothing where it is, or where
-// all ranks are on one node, which needs no network.
-std::optional<std::string> rdma_problem(const NcclTransport& transport, bool spans_nodes);
-
 // The value of an environment variable.
 using LookUp = std::function<std::optional<std::string>(const std::string& name)>;
+
+// Of what c10d throws for NCCL: its first line and, behind "Last error:", NCCL's own words.
+std::string nccl_reason(std::string_view error);
+// Whether it says that NCCL could not do it here, rather than that another rank has left or not come.
+bool is_nccls_own(std::string_view error);
+
+// What a rank says whose first collective between nodes has failed while RDMA is required
+// (spec.network.rdma.require; the operator has set NCCL_NET then, so that NCCL fails instead of taking sockets): the
+// error, the network, the node and its interface, and what to do.
+std::string rdma_failure(const std::string& error, const LookUp& environment, const std::string& host);
 
 struct NcclLogSettings {
   std::map<std::string, std::string> set;  // environment variables, before NCCL is called first
   std::string file;                        // where the log will be
-  bool echo = false;                       // the user wants it on stdout, where NCCL would have written it
 };
 
-// How NCCL is made to write its log. Where RDMA is `required`, the user's settings are kept as far as the log still
-// says what is needed; where it is not, nothing comes when he has any. `own_file` is taken when he names none; `host`
-// and `pid` are what NCCL puts for %h and %p in his. Throws Error(kUser) when his file cannot be read back.
-std::optional<NcclLogSettings> nccl_log_settings(const LookUp& environment, const std::string& own_file, bool required,
-                                                 const std::string& host, int64_t pid);
+// How NCCL is made to write its log; nothing where the user has a setting of it.
+std::optional<NcclLogSettings> nccl_log_settings(const LookUp& environment, const std::string& own_file);
 
 // At most the first 4 MiB. Waits until the log names the network, for `patience` at most. Empty: there is no such file.
 std::string read_nccl_log(const std::filesystem::path& file, Milliseconds patience);
@@ -57,6 +59,7 @@ std::string read_nccl_log(const std::filesystem::path& file, Milliseconds patien
 struct TransportCheck {
   bool required = false;  // spec.network.rdma.require
   bool spans_nodes = false;
+  LookUp environment;                           // for the sentence of a failure
   std::optional<NcclLogSettings> log;           // none: nothing is read
   std::shared_ptr<TemporaryDirectory> scratch;  // of our own log, until the rank ends
 };

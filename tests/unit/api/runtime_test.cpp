@@ -98,13 +98,27 @@ TEST(Trainer, FabricsSetWhatNcclCannotFindOut) {
   EXPECT_EQ(nccl("{}"), Env{});
   EXPECT_EQ(nccl("{fabric: None}"), (Env{{"NCCL_IB_DISABLE", "1"}}));
   EXPECT_EQ(nccl("{fabric: InfiniBand, rdma: {resourceName: rdma/ib, devices: 'mlx5_0:1,mlx5_1:1'}}"),
-            (Env{{"NCCL_IB_DISABLE", "0"}, {"NCCL_IB_HCA", "mlx5_0:1,mlx5_1:1"}, {"TRIREME_REQUIRE_RDMA", "1"}}));
+            (Env{{"NCCL_IB_DISABLE", "0"},
+                 {"NCCL_IB_HCA", "mlx5_0:1,mlx5_1:1"},
+                 {"NCCL_NET", "IB"},
+                 {"TRIREME_REQUIRE_RDMA", "1"}}));
+  EXPECT_EQ(nccl("{rdma: {resourceName: vpc.amazonaws.com/efa}}"),
+            (Env{{"NCCL_NET", "AWS Libfabric"}, {"TRIREME_REQUIRE_RDMA", "1"}}));
   EXPECT_EQ(nccl("{fabric: RoCE, rdma: {resourceName: r/r, gidIndex: 3, trafficClass: 106, require: false}}"),
             (Env{{"NCCL_IB_DISABLE", "0"},
                  {"NCCL_IB_ROCE_VERSION_NUM", "2"},
                  {"NCCL_IB_GID_INDEX", "3"},
                  {"NCCL_IB_TC", "106"}}));
   EXPECT_EQ(nccl("{fabric: RoCE, rdma: {resourceName: r/r}}").count("NCCL_IB_GID_INDEX"), 0u) << "NCCL finds it";
+}
+
+TEST(Trainer, OnePodHasNoNetworkToFind) {
+  const RLJob job = parse_rljob(job_yaml("  network: {rdma: {resourceName: rdma/ib}}\n"
+                                         "  roles: {actor: {replicas: 1, gpusPerPod: 8}}\n"),
+                                "f");
+  const auto env = pod_environment(job, {});
+  EXPECT_EQ(env.at("TRIREME_REQUIRE_RDMA"), "1");
+  EXPECT_FALSE(env.count("NCCL_NET"));
 }
 
 TEST(Trainer, WhoUsesRdmaAndTheNodesNetwork) {

@@ -153,6 +153,7 @@ TEST(Objects, PodsThatUseRdmaMayLockMemoryAndNoOthers) {
   EXPECT_EQ(trainer["resources"]["limits"]["rdma/roce"], "8");
   EXPECT_EQ(env(actor, "NCCL_IB_GID_INDEX"), "3");
   EXPECT_EQ(env(actor, "TRIREME_REQUIRE_RDMA"), "1");
+  EXPECT_EQ(env(actor, "NCCL_NET"), "IB");
   const Json reward = pod(m.context(), "reward", 0);
   const Json& server = reward["spec"]["containers"][0];
   EXPECT_EQ(server["securityContext"]["capabilities"], Json::parse(R"({"drop":["ALL"]})"));
@@ -178,10 +179,12 @@ TEST(Objects, ATemplateDecidesAboutItsCapabilities) {
 
 TEST(Objects, TheTemplatesSettingsOfNcclWin) {
   const Made m =
-      made(rdma_job("env: [{name: NCCL_IB_GID_INDEX, value: '5'}, {name: NCCL_SOCKET_IFNAME, valueFrom: {fieldRef: "
+      made(rdma_job("env: [{name: NCCL_IB_GID_INDEX, value: '5'}, {name: NCCL_NET, value: UCX}, {name: "
+                    "NCCL_SOCKET_IFNAME, valueFrom: {fieldRef: "
                     "{fieldPath: spec.nodeName}}}, {name: TRIREME_REQUIRE_RDMA, value: '0'}]"));
   const Json p = pod(m.context(), "actor", 0);
   EXPECT_EQ(env(p, "NCCL_IB_GID_INDEX"), "5");
+  EXPECT_EQ(env(p, "NCCL_NET"), "UCX");
   EXPECT_EQ(env(p, "NCCL_SOCKET_IFNAME"), "(from the cluster)");
   EXPECT_EQ(env(p, "GLOO_SOCKET_IFNAME"), "eth0");
   EXPECT_EQ(env(p, "NCCL_IB_HCA"), "mlx5");

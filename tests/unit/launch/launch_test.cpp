@@ -455,8 +455,9 @@ TEST(RunManifest, WithoutAnyGenerationPodTheRunHasFailed) {
 TEST(RunManifest, PodsOnOneMachineNeedNoRdma) {
   const TemporaryDirectory dir;
   const auto program = dir.path() / "trireme";
-  std::ofstream(program) << "#!/bin/sh\necho \"require [$TRIREME_REQUIRE_RDMA] ${TRIREME_LISTEN_FD:+socket}\" >> "
-                         << dir.path().string() << "/calls\n";
+  std::ofstream(program)
+      << "#!/bin/sh\necho \"require [$TRIREME_REQUIRE_RDMA$NCCL_NET] ${TRIREME_LISTEN_FD:+socket}\" >> "
+      << dir.path().string() << "/calls\n";
   std::filesystem::permissions(program, std::filesystem::perms::owner_all);
   const auto manifest = dir.path() / "job.yaml";
   std::ofstream(manifest) << R"(apiVersion: trireme.dev/v1alpha1

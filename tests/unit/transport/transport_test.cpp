@@ -7,15 +7,12 @@
 #include <fstream>
 #include <thread>
 
-#include "base/error.h"
-
 namespace trireme {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::Pair;
 using ::testing::UnorderedElementsAre;
 
@@ -85,7 +82,6 @@ TEST(NcclLog, JunkSaysNothing) {
   EXPECT_EQ(found.network, "");
   EXPECT_EQ(found.provider, "");
   for (const auto& [network, devices] : found.devices) EXPECT_EQ(devices, "") << network;
-  EXPECT_TRUE(rdma_problem(found, true)) << describe(found);
   EXPECT_EQ(describe(NcclTransport{}), "unknown");
 }
 
@@ -103,37 +99,6 @@ TEST(NcclLog, NoPrefixSaysMoreThanTheWhole) {
   }
 }
 
-TEST(Rdma, SocketsAreRefusedWithWhatToDo) {
-  EXPECT_FALSE(rdma_problem(parse_nccl_log(kRoce), true));
-  EXPECT_FALSE(rdma_problem(parse_nccl_log(kEfa), true));
-  const auto problem = rdma_problem(parse_nccl_log(kSockets), true);
-  ASSERT_TRUE(problem);
-  EXPECT_THAT(*problem, AllOf(HasSubstr("spec.network.rdma.require"), HasSubstr("TCP sockets: Socket (eth0:10.0.0.7")));
-  // One node: no network is used, whatever NCCL found.
-  EXPECT_FALSE(rdma_problem(parse_nccl_log(kSockets), false));
-  EXPECT_FALSE(rdma_problem(NcclTransport{}, false));
-}
-
-TEST(Rdma, PluginsOverTcpAreSockets) {
-  for (const std::string name : {"FastSocket", "GPUDirectTCPX_v7"})
-    EXPECT_TRUE(rdma_problem(parse_nccl_log(line("Using network " + name)), true)) << name;
-  for (const std::string name : {"IB", "IBext_v10", "UCX", "FasTrak", "SomethingNew"})
-    EXPECT_FALSE(rdma_problem(parse_nccl_log(line("Using network " + name)), true)) << name;
-  // libfabric takes TCP where it finds nothing better, under the same name.
-  const std::string tcp =
-      line("NET/OFI Selected Provider is tcp;ofi_rxm (found 1 nics)") + line("Using network AWS Libfabric");
-  EXPECT_THAT(rdma_problem(parse_nccl_log(tcp), true).value_or(""), HasSubstr("AWS Libfabric over tcp"));
-  // Two communicators: one over sockets is enough.
-  for (const std::string& text : {kRoce + kSockets, kSockets + kRoce})
-    EXPECT_TRUE(rdma_problem(parse_nccl_log(text), true));
-}
-
-TEST(Rdma, ALogThatDoesNotSayIsNoPass) {
-  EXPECT_THAT(rdma_problem(parse_nccl_log(""), true).value_or(""), HasSubstr("NCCL_DEBUG_FILE"));
-  EXPECT_THAT(rdma_problem(parse_nccl_log(line("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM")), true).value_or(""),
-              HasSubstr("does not say"));
-}
-
 LookUp with(std::map<std::string, std::string> variables) {
   return [variables = std::move(variables)](const std::string& name) -> std::optional<std::string> {
     const auto found = variables.find(name);
@@ -141,57 +106,53 @@ LookUp with(std::map<std::string, std::string> variables) {
   };
 }
 
-NcclLogSettings required(std::map<std::string, std::string> variables) {
-  return *nccl_log_settings(with(std::move(variables)), "/tmp/own 5%/log", true, "node-a.cluster.local", 42);
+// As c10d throws it.
+const std::string kNoNetwork =
+    "NCCL error in: /torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:93, invalid usage, NCCL version 2.28.9\n"
+    "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Failed to initialize any NET plugin\nException raised from";
+
+TEST(Rdma, TheReasonIsNcclsLastError) {
+  EXPECT_EQ(nccl_reason(kNoNetwork),
+            "NCCL error in: /torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:93, invalid usage, NCCL version 2.28.9 "
+            "(Failed to initialize any NET plugin)");
+  for (const std::string text :
+       {"Connection reset", "Connection reset\nLast error:", "Connection reset\nLast error:\n\n"})
+    EXPECT_EQ(nccl_reason(text), "Connection reset");
+  EXPECT_EQ(nccl_reason(""), "");
+}
+
+TEST(Rdma, WhereNcclCannotTheErrorNamesNetworkNodeAndInterface) {
+  const std::string error = "rank 8 (dp 8) on node-b: all_reduce_sum number 1 failed: " + nccl_reason(kNoNetwork);
+  EXPECT_THAT(rdma_failure(error, with({{"NCCL_NET", "IB"}, {"NCCL_SOCKET_IFNAME", "eth0"}, {"NCCL_IB_HCA", "mlx5"}}),
+                           "node-b"),
+              AllOf(HasSubstr("Failed to initialize any NET plugin"), HasSubstr("spec.network.rdma.require"),
+                    HasSubstr("NCCL_NET 'IB' from node node-b, interface NCCL_SOCKET_IFNAME 'eth0', devices "
+                              "NCCL_IB_HCA 'mlx5'; give the pods their RDMA devices")));
+  EXPECT_THAT(rdma_failure(error, with({}), "node-b"),
+              HasSubstr("NCCL_NET unset from node node-b, interface NCCL_SOCKET_IFNAME of NCCL's choice, devices "
+                        "NCCL_IB_HCA that the pod sees"));
+}
+
+TEST(Rdma, AnotherRanksEndIsNoFaultOfTheNetwork) {
+  EXPECT_TRUE(is_nccls_own(kNoNetwork));
+  for (const std::string other :
+       {"; rank 3 has died in phase start", "; rank 3 has not come", " ncclRemoteError: A call"})
+    EXPECT_FALSE(is_nccls_own(kNoNetwork + other)) << other;
+  EXPECT_FALSE(is_nccls_own("Connection closed by peer"));
 }
 
 TEST(LogSettings, OurOwnWhereNothingIsSet) {
-  for (const bool must : {true, false}) {
-    const auto settings = nccl_log_settings(with({}), "/tmp/own 5%/log", must, "node-a", 42);
-    ASSERT_TRUE(settings);
-    EXPECT_THAT(settings->set, UnorderedElementsAre(Pair("NCCL_DEBUG", "INFO"), Pair("NCCL_DEBUG_SUBSYS", "INIT,NET"),
-                                                    Pair("NCCL_DEBUG_FILE", "/tmp/own 5%%/log")));
-    EXPECT_EQ(settings->file, "/tmp/own 5%/log");
-    EXPECT_FALSE(settings->echo);
-  }
+  const auto settings = nccl_log_settings(with({}), "/tmp/own 5%/log");
+  ASSERT_TRUE(settings);
+  EXPECT_THAT(settings->set, UnorderedElementsAre(Pair("NCCL_DEBUG", "INFO"), Pair("NCCL_DEBUG_SUBSYS", "INIT,NET"),
+                                                  Pair("NCCL_DEBUG_FILE", "/tmp/own 5%%/log")));
+  EXPECT_EQ(settings->file, "/tmp/own 5%/log");
 }
 
-TEST(LogSettings, TheUsersAreLeftAloneWhereNothingIsRequired) {
+TEST(LogSettings, TheUsersAreLeftAlone) {
   for (const std::string name : {"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"})
-    EXPECT_FALSE(nccl_log_settings(with({{name, "INFO"}}), "/tmp/own", false, "node-a", 42)) << name;
-}
-
-TEST(LogSettings, TheUsersAreKeptAsFarAsTheySay) {
-  const NcclLogSettings both =
-      required({{"NCCL_DEBUG", "trace"}, {"NCCL_DEBUG_SUBSYS", "all"}, {"NCCL_DEBUG_FILE", "/no/such/%h.%p.%%.%x%"}});
-  EXPECT_THAT(both.set, IsEmpty());
-  EXPECT_EQ(both.file, "/no/such/node-a.42.%.%x%");
-  EXPECT_FALSE(both.echo);
-  EXPECT_THAT(required({{"NCCL_DEBUG", "WARN"}, {"NCCL_DEBUG_FILE", "/no/such/f"}}).set,
-              UnorderedElementsAre(Pair("NCCL_DEBUG", "INFO"), Pair("NCCL_DEBUG_SUBSYS", "INIT,NET")));
-  EXPECT_TRUE(required({{"NCCL_DEBUG", "INFO"}}).echo);
-}
-
-TEST(LogSettings, SubsystemsKeepTheLinesThatAreNeeded) {
-  const auto subsystems = [](const std::string& given) {
-    const auto set = required({{"NCCL_DEBUG_SUBSYS", given}}).set;
-    return set.count("NCCL_DEBUG_SUBSYS") == 0 ? given : set.at("NCCL_DEBUG_SUBSYS");
-  };
-  EXPECT_EQ(subsystems("GRAPH,TUNING"), "GRAPH,TUNING,INIT");
-  EXPECT_EQ(subsystems("NET, init"), "NET, init");
-  EXPECT_EQ(subsystems("ALL"), "ALL");
-  EXPECT_EQ(subsystems("^PROXY"), "^PROXY");
-  EXPECT_EQ(subsystems("^INIT,PROXY"), "INIT,NET");
-}
-
-TEST(LogSettings, AFileThatCannotBeReadBackIsRefused) {
-  try {
-    required({{"NCCL_DEBUG_FILE", "/dev/null"}});
-    FAIL() << "was taken";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUser);
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL_DEBUG_FILE is '/dev/null'"), HasSubstr("name a file")));
-  }
+    EXPECT_FALSE(nccl_log_settings(with({{name, "INFO"}}), "/tmp/own")) << name;
 }
 
 TEST(ReadLog, WaitsForTheNetworkAndNotForEver) {
