@@ -40,6 +40,7 @@ Attendance::Attendance(JobStore& store, const RendezvousOptions& rendezvous)
       grace_(rendezvous.stuck_grace),
       on_stuck_(rendezvous.on_stuck),
       on_deadline_(rendezvous.on_deadline) {
+  store_.set(host_key(rank_), host_name());  // before anybody can wait for this rank
   thread_ = std::thread([this] { run(); });
 }
 
@@ -192,7 +193,6 @@ void Attendance::publish() {
   std::vector<std::pair<std::string, std::string>> news;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (published_.empty()) news.emplace_back(host_key(rank_), host_name());
     const Waits waits = waits_now();
     std::ostringstream own;
     own << waits.sequence << ' ' << (waits.group.empty() ? "-" : waits.group.c_str()) << ' ' << phase_;
