@@ -88,7 +88,9 @@ check "replaces groups at once" ages dynamic 6 'all(x["train/num_valid_samples"]
 
 # Losses. In turn the weights say whether a group was lost or doubled.
 # A reward that takes its time keeps a run of a tiny model going for long enough to be disturbed.
-printf 'while read -r line; do echo "{\\"reward\\": 1}"; [ -z "$1" ] || sleep "$1"; done\n' >"$dir/reward.sh"
+cat >"$dir/reward.sh" <<'SH'
+while read -r line; do echo "{\"reward\": 1}"; [ -z "$1" ] || sleep "$1"; done
+SH
 graded="env.command.enabled=true env.command.num_workers=1"
 slow="$apart $many $quick $graded env.command.command=[sh,$dir/reward.sh,'0.05']"
 "$TRIREME" $(run_args plain $many $graded "env.command.command=[sh,$dir/reward.sh]") >/dev/null 2>&1
