@@ -51,7 +51,8 @@ for attempt in $(seq 1 10); do
   wait $pid 2>/dev/null && break
 done
 check "killed and resumed: every step once" ages killed 6 'True'
-# Not compared with the undisturbed run: behind step 1 a resumed one has other weights (docs/checks.md, "Not yet").
+# Not compared with the undisturbed run: resumed before an engine is there, a step may get newer weights
+# (docs/checks.md, "Not yet").
 for phase in generation training checkpoint; do
   TRIREME_FAULT="kill@3:0:$phase" "$TRIREME" launch --engines 2 -- $(run_args "in-$phase" $async) \
     >/dev/null 2>"$dir/err"
@@ -78,7 +79,8 @@ until_seen() {  # NAME WHAT (python, of the rows) overrides...: runs, each of wh
   return 1
 }
 check "in flight: tokens of two versions, each with its own bits" until_seen flight \
-  'sum(x["train/spanning_samples"] for x in rows) > 0 and all(x["train/mixed_context_tokens"] == 0 for x in rows)' $alone
+  'sum(x["train/spanning_samples"] for x in rows) > 0 and
+   all(x["train/mixed_context_tokens"] == 0 for x in rows)' $alone
 check "in flight, kept keys: marked and not compared" until_seen kept \
   'sum(x["train/mixed_context_tokens"] for x in rows) > 0' $alone \
   grpo.async_grpo.recompute_kv_cache_after_weight_updates=false
