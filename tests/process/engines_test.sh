@@ -51,14 +51,14 @@ for attempt in $(seq 1 10); do
   wait $pid 2>/dev/null && break
 done
 check "killed and resumed: every step once" ages killed 6 'True'
-# Not compared with the undisturbed run: resumed before an engine is there, a step may get newer weights
-# (docs/checks.md, "Not yet").
+equal killed exact 6
 for phase in generation training checkpoint; do
   TRIREME_FAULT="kill@3:0:$phase" "$TRIREME" launch --engines 2 -- $(run_args "in-$phase" $async) \
     >/dev/null 2>"$dir/err"
   code=$?
   [ $code = 137 ] && ok "the actor is killed in $phase" || bad "killed in $phase: code $code" "$(cat "$dir/err")"
   check "and goes on" "$TRIREME" launch --engines 2 -- $(run_args "in-$phase" $async)
+  equal "in-$phase" exact 6
 done
 check "exact versions, two ranks" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(run_args exact-two $async)
 check "the same of two ranks" ages exact-two 6 "$exact"

@@ -224,7 +224,10 @@ void DedicatedRollouts::retract() {
   const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);
   const Stopwatch watch;
   if (exact_) {
-    wait_for_main([](Desk& desk) { return desk.behind().empty(); }, std::min(patience_, 2 * kTransfer),
+    // Where the groups of this step came from a checkpoint none may be there yet, and those behind want these weights.
+    const bool last = next_step_ > session_.config.grpo.max_num_steps;
+    wait_for_main([last](Desk& desk) { return desk.behind().empty() && (last || desk.engines() > 0); },
+                  std::min(patience_, 2 * kTransfer),
                   [this] { desk_->with([](Desk& desk) { desk.give_up_behind(); }); });
   }
   sender_->retract();
