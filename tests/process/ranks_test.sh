@@ -121,7 +121,8 @@ measured measured 2 policy.generation.forced_lengths=synthetic:8x5:mean=6 >/dev/
     ok "forced lengths for groups of another size are refused" ||
     bad "forced lengths for groups of another size" "$(cat "$dir/refused")"; }
 # How 4 and 8 ranks share a rollout: 8 samples a rank, and 8 times as many as there are places.
-shared() { # shared NAME RANKS SAMPLES: nobody has half of them, the slowest rank does not wait for itself
+# How evenly depends on when the kernel lets each process run: scheduler_test has shares under a virtual clock.
+shared() { # shared NAME RANKS SAMPLES: counts that add up; the slowest rank does not wait for itself
   python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
 import json, sys
 ranks, samples = map(int, sys.argv[2:])
@@ -131,7 +132,7 @@ told = [[round(x["performance/" + key], 3) for key in (
         for x in rows]
 print(f"{ranks} ranks, {samples} samples: fewest, most, idle of the slowest and the fastest: {told}")
 sys.exit(0 if len(rows) == 2 and all(
-    few * ranks <= samples <= most * ranks and 2 * most <= samples and 0 == slow <= fast
+    few * ranks <= samples <= most * ranks and most <= samples and 0 == slow <= fast
     for few, most, slow, fast in told) else 1)
 PY
 }
