@@ -2,7 +2,7 @@
 //
 // A Config comes from load_config (files, overrides; validated) or is filled in by code and then passed to
 // derive_defaults. Fields whose comment says "derived" hold kDerived (numbers) or are empty (text) until then.
-// One table (fields.cpp) drives parsing, printing and docs/configuration.md: a new field is added here and there. What
+// One table (fields.h) drives parsing, printing and docs/configuration.md: a new field is added here and there. What
 // a folder beside this one is told as it stands in a file is declared once, in trainer/options, and held here.
 #pragma once
 
@@ -239,7 +239,7 @@ struct GenerationConfig {
   int64_t pipeline_lanes = 0;             // (ours) of pipeline stages; 0: as many as stages
   int64_t tensor_parallel_size = 0;       // (ours) tensor ranks of generation; 0: as in training
   bool fold_pipeline = false;             // (ours) generation has no stages: each rank has its part of all layers
-  int64_t background_sms = -1;  // (ours) for reference log-probs beside the last responses; -1: see fields.cpp
+  int64_t background_sms = -1;  // (ours) for reference log-probs beside the last responses; -1: see fields_model.cpp
   // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: responses end by themselves
   std::string forced_lengths;
   ColocatedConfig colocated;
@@ -368,7 +368,7 @@ struct CheckpointingConfig {
   int64_t save_period = 10;
   bool save_optimizer = true;
   std::string checkpoint_must_save_by;  // "days:hours:minutes:seconds" after the start; empty: off
-  double staging_gib = 0;               // (ours) host memory of a rank for what is not written yet; 0: see fields.cpp
+  double staging_gib = 0;               // (ours) host memory of a rank for what is not written yet; 0: fields_run.cpp
 };
 
 struct ClusterConfig {

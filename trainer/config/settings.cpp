@@ -176,7 +176,7 @@ StateSharding state_sharding(const Config& config) {
   if (!m.enabled) return config.policy.dtensor_cfg.enabled ? StateSharding::kWeights : StateSharding::kOptimizer;
   const DdpConfig& ddp = m.distributed_data_parallel_config;
   if (!ddp.use_custom_fsdp) return StateSharding::kOptimizer;
-  return parse_sharding(ddp.data_parallel_sharding_strategy).value();  // fields.cpp knows these names only
+  return parse_sharding(ddp.data_parallel_sharding_strategy).value();  // the table knows these names only
 }
 
 bool overlap_grad_reduce(const Config& config) {

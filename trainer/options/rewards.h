@@ -1,6 +1,6 @@
 // The rewards there are, and what each is told: the keys env.NAME.*, as trainer/rewards/reward.h takes them.
 //
-// A new reward is a line of TRIREME_REWARDS with its options below, its keys in trainer/config/fields.cpp, and
+// A new reward is a line of TRIREME_REWARDS with its options below, its keys in trainer/config/fields_data.cpp, and
 // make_NAME_reward beside its class in trainer/rewards.
 #pragma once
 
