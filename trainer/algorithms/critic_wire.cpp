@@ -1,6 +1,7 @@
 #include "trainer/algorithms/critic_wire.h"
 
 #include <cstring>
+#include <type_traits>
 
 #include "base/error.h"
 
@@ -31,14 +32,17 @@ class CriticReader final {
     bytes_.remove_prefix(size);
     return taken;
   }
-  // So many, at most `most` and no more than there are bytes.
-  uint64_t count(uint64_t most) {
+  // So many, of at least so many bytes each: at most `most`, and no more than there are bytes for.
+  uint64_t count(uint64_t most, uint64_t bytes_each) {
     const auto count = number<uint64_t>();
-    if (count > most || count > bytes_.size())
+    if (count > most || count > bytes_.size() / bytes_each)
       fail_data("a message between actor and critic names " + std::to_string(count) + " parts, more than it holds");
     return count;
   }
   std::string_view rest() const { return bytes_; }
+  void expect_end() const {
+    if (!bytes_.empty()) fail_data("a message between actor and critic goes on behind its end");
+  }
 
  private:
   std::string_view bytes_;
@@ -55,7 +59,7 @@ void put_metrics(std::string& bytes, const std::map<std::string, double>& metric
 
 std::map<std::string, double> take_metrics(CriticReader& in) {
   std::map<std::string, double> metrics;
-  for (uint64_t left = in.count(kMostMetrics); left > 0; --left) {
+  for (uint64_t left = in.count(kMostMetrics, sizeof(uint64_t) + sizeof(double)); left > 0; --left) {
     const std::string name(in.take(in.number<uint64_t>()));
     metrics[name] = in.number<double>();
   }
@@ -94,12 +98,12 @@ std::string pack_for_critic(const std::vector<Sample>& samples) {
 
 std::vector<Sample> unpack_for_critic(std::string_view bytes) {
   CriticReader in(bytes);
-  const uint64_t count = in.count(kMostPrompts);
+  const uint64_t count = in.count(kMostPrompts, sizeof(int64_t) + sizeof(uint64_t));
   std::vector<int64_t> groups;
   std::vector<SharedTokens> prompts;
   for (uint64_t i = 0; i < count; ++i) {
     groups.push_back(in.number<int64_t>());
-    const uint64_t tokens = in.count(UINT64_MAX);
+    const uint64_t tokens = in.count(UINT64_MAX, sizeof(int32_t));
     const std::string_view raw = in.take(tokens * sizeof(int32_t));
     std::vector<int32_t> prompt(tokens);
     if (tokens > 0) std::memcpy(prompt.data(), raw.data(), raw.size());
@@ -148,6 +152,9 @@ CriticCall unpack_call(std::string_view bytes) {
   call.kind = static_cast<CriticCall::Kind>(kind);
   call.step = in.number<int64_t>();
   call.passes = in.number<int64_t>();
+  if (call.step < 0 || call.passes < 0)
+    fail_data("the critic was called for " + std::to_string(call.passes) + " passes in step " +
+              std::to_string(call.step));
   call.stopped = in.number<uint8_t>() != 0;
   call.metrics = take_metrics(in);
   call.samples = unpack_for_critic(in.rest());
@@ -166,6 +173,7 @@ CriticTrained unpack_trained(std::string_view bytes) {
   CriticTrained trained;
   trained.seconds = in.number<double>();
   trained.metrics = take_metrics(in);
+  in.expect_end();
   return trained;
 }
 

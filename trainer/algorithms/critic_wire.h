@@ -36,6 +36,7 @@ struct CriticCall {
   std::map<std::string, double> metrics;
   std::vector<Sample> samples;
 };
+// unpack throws Error(kData) for a malformed buffer, here and below.
 std::string pack_call(const CriticCall& call);
 CriticCall unpack_call(std::string_view bytes);
 

@@ -1,4 +1,4 @@
-// A critic on ranks of its own against one on the actor's: values, training, checkpoints, and what they write.
+// A critic on ranks of its own against one on the actor's: values, training, checkpoints.
 #include "trainer/algorithms/critic_role.h"
 
 #include <ATen/ATen.h>
@@ -125,66 +125,6 @@ RoleOutcome on_its_own_ranks(int actors, int critics, const std::filesystem::pat
     outcome.trained = trained;
   });
   return outcome;
-}
-
-TEST(CriticWire, SamplesComeBackAsACriticReadsThem) {
-  std::vector<Sample> samples = valued_rollout();
-  add_returns(samples);
-  for (Sample& s : samples) s.values.assign(s.response.size(), 0.25f);
-  samples[2].response.clear();
-  samples[2].generation_logprobs.clear();
-  samples[2].values.clear();
-  samples[2].returns.clear();
-  for (Sample& s : samples) s.group += 100;
-  const std::string bytes = pack_for_critic(samples);
-  const std::vector<Sample> back = unpack_for_critic(bytes);
-  ASSERT_EQ(back.size(), samples.size());
-  for (size_t i = 0; i < samples.size(); ++i) {
-    EXPECT_EQ(back[i].group, samples[i].group);
-    EXPECT_EQ(back[i].index, samples[i].index);
-    EXPECT_TRUE(back[i].prompt == samples[i].prompt);
-    EXPECT_EQ(back[i].response, samples[i].response);
-    EXPECT_EQ(back[i].loss_multiplier, samples[i].loss_multiplier);
-    EXPECT_EQ(back[i].loss_mask, samples[i].loss_mask);
-    EXPECT_EQ(back[i].values, samples[i].values);
-    EXPECT_EQ(back[i].returns, samples[i].returns);
-  }
-  for (size_t length = 0; length < bytes.size(); length += 7) {
-    try {
-      (void)unpack_for_critic(std::string_view(bytes).substr(0, length));  // whole samples may be left
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kData);
-    }
-  }
-  EXPECT_THROW(unpack_for_critic(std::string(8, '\xff')), Error);
-}
-
-TEST(CriticWire, CallsAndAnswersComeBack) {
-  CriticCall call;
-  call.kind = CriticCall::Kind::kSave;
-  call.step = 7;
-  call.passes = 3;
-  call.stopped = true;
-  call.metrics = {{"val:accuracy", 0.5}, {"", -1}};
-  const CriticCall back = unpack_call(pack_call(call));
-  EXPECT_EQ(back.kind, call.kind);
-  EXPECT_EQ(back.step, 7);
-  EXPECT_EQ(back.passes, 3);
-  EXPECT_TRUE(back.stopped);
-  EXPECT_EQ(back.metrics, call.metrics);
-  EXPECT_TRUE(back.samples.empty());
-  EXPECT_THROW(unpack_call("\x09"), Error);
-  const CriticTrained trained = unpack_trained(pack_trained({{{"loss", 0.125}, {"lr", 1e-5}}, 2.5}));
-  EXPECT_EQ(trained.seconds, 2.5);
-  EXPECT_EQ(trained.metrics.at("loss"), 0.125);
-  std::vector<Sample> samples = valued_rollout();
-  for (Sample& s : samples) s.values.assign(s.response.size(), static_cast<float>(s.index));
-  const std::string values = pack_values(samples);
-  std::vector<Sample> others = valued_rollout();
-  unpack_values(values, others);
-  for (size_t i = 0; i < samples.size(); ++i) EXPECT_EQ(others[i].values, samples[i].values);
-  EXPECT_THROW(unpack_values(values + "1234", others), Error);
-  EXPECT_THROW(unpack_values(std::string_view(values).substr(4), others), Error);
 }
 
 TEST(CriticRoles, ItsOwnRanksGiveWhatTheActorsGive) {

@@ -97,6 +97,28 @@ TEST(Mail, EveryReaderGetsEveryByteOnceAndNothingIsLeft) {
   }));
 }
 
+TEST(Mail, ALengthThatItDoesNotHaveIsRefusedAtItsFirstPart) {
+  expect_no_errors(on_roles(1, 1, Milliseconds(60000), [](ParallelContext& context) {
+    if (context.of_critic()) return;
+    Mail mail(context);
+    context.store()->set("forged-part-0", "three");
+    for (const char* header : {"68719476736 1", "4 1", "6 1"}) {  // no room is made for 64 GiB, no part awaited
+      context.store()->set("forged", header);
+      try {
+        (void)mail.take("forged");
+        ADD_FAILURE() << header;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kData) << header;
+        EXPECT_NE(std::string(error.what()).find("has 5 bytes in 1 of its parts"), std::string::npos) << error.what();
+      }
+    }
+    for (const char* header : {"5", "5 0", "-1 1", "68719476737 1", "x 1"}) {
+      context.store()->set("forged", header);
+      EXPECT_THROW(mail.take("forged"), Error) << header;
+    }
+  }));
+}
+
 TEST(Mail, AWaitLastsAsLongAsTheSenderLives) {
   expect_no_errors(on_roles(1, 1, Milliseconds(1000), [](ParallelContext& context) {
     Mail mail(context);  // its patience is 2.25 s
