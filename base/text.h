@@ -33,6 +33,10 @@ std::optional<std::string> nearest(std::string_view word, const std::vector<std:
 
 bool is_valid_utf8(std::string_view text);
 
+// How deep brackets and braces of a JSON text are nested, those in strings left out. The text need not be JSON: what a
+// recursive parser must not see is found before it.
+int json_depth(std::string_view text);
+
 // FNV-1a, stable across machines; for fingerprints, not for security.
 uint64_t hash64(std::string_view bytes, uint64_t seed = 0xcbf29ce484222325ULL);
 

@@ -16,26 +16,6 @@ using nlohmann::ordered_json;
 // Deeper rows are refused before parsing: several steps further on are recursive.
 constexpr int kMaxDepth = 100;
 
-int nesting_depth(std::string_view line) {
-  int depth = 0;
-  int deepest = 0;
-  bool in_string = false;
-  for (size_t i = 0; i < line.size(); ++i) {
-    const char c = line[i];
-    if (in_string) {
-      if (c == '\\') ++i;
-      if (c == '"') in_string = false;
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '{' || c == '[') {
-      deepest = std::max(deepest, ++depth);
-    } else if (c == '}' || c == ']') {
-      --depth;
-    }
-  }
-  return deepest;
-}
-
 // nlohmann's message without its prefix, bounded: it quotes the last token, which can be the whole line.
 std::string parse_reason(const json::parse_error& e) {
   std::string text = e.what();
@@ -117,7 +97,7 @@ void check_messages(const ordered_json& messages, const std::string& key) {
 }  // namespace
 
 ordered_json parse_json_object(std::string_view line) {
-  if (nesting_depth(line) > kMaxDepth) fail_data("nested deeper than " + std::to_string(kMaxDepth) + " levels");
+  if (json_depth(line) > kMaxDepth) fail_data("nested deeper than " + std::to_string(kMaxDepth) + " levels");
   ordered_json value;
   try {
     value = ordered_json::parse(line);

@@ -17,29 +17,9 @@ constexpr size_t kMaxWord = 256;  // a name, a session, a link
 constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 4;
 constexpr size_t kMaxCounters = 64;
 
-// Whether brackets of a JSON text are nested deeper than is read; those in strings do not count.
-bool too_deep(std::string_view text) {
-  int depth = 0;
-  bool in_string = false;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (in_string) {
-      if (c == '\\') ++i;
-      if (c == '"') in_string = false;
-    } else if (c == '"') {
-      in_string = true;
-    } else if (c == '{' || c == '[') {
-      if (++depth > kMaxDepth) return true;
-    } else if (c == '}' || c == ']') {
-      --depth;
-    }
-  }
-  return false;
-}
-
 Json parse_object(std::string_view body, size_t limit, const char* what) {
   if (body.size() > limit) fail_data(std::string(what) + " is larger than " + format_bytes(limit));
-  if (too_deep(body)) fail_data(std::string(what) + " is nested too deep");
+  if (json_depth(body) > kMaxDepth) fail_data(std::string(what) + " is nested too deep");
   Json json = Json::parse(body, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) fail_data(std::string(what) + " is no JSON object");
   return json;

@@ -95,12 +95,7 @@ RoleOutcome on_its_own_ranks(int actors, int critics, const std::filesystem::pat
   ListeningPort port;
   RoleOutcome outcome;
   outcome.errors = test::on_ranks(actors + critics, [&](int job_rank) {
-    RendezvousOptions place = port.place(job_rank, actors + critics, Milliseconds(120000));
-    place.of_critic = job_rank >= actors;
-    place.actor_ranks = actors;
-    place.critic_ranks = critics;
-    place.rank = place.of_critic ? job_rank - actors : job_rank;
-    place.world_size = place.of_critic ? critics : actors;
+    const RendezvousOptions place = test::role_place(port, job_rank, actors, critics, Milliseconds(120000));
     Layout layout;
     layout.dp = place.world_size;
     ParallelContext context(layout, place);

@@ -14,6 +14,13 @@ using test::job_yaml;
 using test::read_example;
 using testing::ElementsAre;
 
+void expect_set(const std::map<std::string, std::string>& env, const std::map<std::string, std::string>& wanted) {
+  for (const auto& [name, value] : wanted) {
+    const auto found = env.find(name);
+    EXPECT_EQ(found == env.end() ? "(unset)" : found->second, value) << name;
+  }
+}
+
 TEST(Sizes, FollowTheRoles) {
   const RLJob job =
       parse_rljob(job_yaml("  roles:\n    actor: {replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}}\n"
@@ -63,16 +70,16 @@ TEST(Trainer, Environment) {
   job.metadata.uid = "5e9c";
   const auto env = pod_environment(
       job, {.index = 1, .attempt = 3, .master_address = "job-actor-0.job-a3", .topology_file = "/t.json"});
-  EXPECT_EQ(env.at("MASTER_ADDR"), "job-actor-0.job-a3");
-  EXPECT_EQ(env.at("MASTER_PORT"), "29500");
-  EXPECT_EQ(env.at("NODE_RANK"), "1");
-  EXPECT_EQ(env.at("NNODES"), "2");
-  EXPECT_EQ(env.at("PET_NPROC_PER_NODE"), "8");
-  EXPECT_EQ(env.at("TRIREME_ATTEMPT"), "3");
-  EXPECT_EQ(env.at("TRIREME_JOB_UID"), job.metadata.uid);
-  EXPECT_EQ(env.at("TRIREME_TOPOLOGY_FILE"), "/t.json");
-  EXPECT_EQ(env.at("NCCL_SOCKET_IFNAME"), "eth0");
-  EXPECT_EQ(env.at("TRIREME_REQUIRE_RDMA"), "1");
+  expect_set(env, {{"MASTER_ADDR", "job-actor-0.job-a3"},
+                   {"MASTER_PORT", "29500"},
+                   {"NODE_RANK", "1"},
+                   {"NNODES", "2"},
+                   {"PET_NPROC_PER_NODE", "8"},
+                   {"TRIREME_ATTEMPT", "3"},
+                   {"TRIREME_JOB_UID", job.metadata.uid},
+                   {"TRIREME_TOPOLOGY_FILE", "/t.json"},
+                   {"NCCL_SOCKET_IFNAME", "eth0"},
+                   {"TRIREME_REQUIRE_RDMA", "1"}});
   EXPECT_EQ(parse_layout(env.at("TRIREME_LAYOUT")), (Layout{.dp = 16}));
   EXPECT_FALSE(env.count("RANK"));  // per process: set by launch
   EXPECT_FALSE(env.count("WORLD_SIZE"));
@@ -157,13 +164,13 @@ TEST(Trainer, GenerationPodsJoinActor0) {
   const PodPlace place{
       .role = "generation", .index = 1, .attempt = 3, .incarnation = 2, .master_address = "job-actor-0.job-a3"};
   const auto env = pod_environment(job, place);
-  EXPECT_EQ(env.at("TRIREME_ROLE"), "generation");
-  EXPECT_EQ(env.at("TRIREME_JOB_UID"), "5e9c");
-  EXPECT_EQ(env.at("TRIREME_ATTEMPT"), "3");
-  EXPECT_EQ(env.at("MASTER_ADDR"), "job-actor-0.job-a3");
-  EXPECT_EQ(env.at("MASTER_PORT"), "29500");
-  EXPECT_EQ(env.at("TRIREME_WORK_URL"), "http://job-actor-0.job-a3:777");
-  EXPECT_EQ(env.at("TRIREME_ENGINE_NAME"), "job-generation-1-a3-i2");
+  expect_set(env, {{"TRIREME_ROLE", "generation"},
+                   {"TRIREME_JOB_UID", "5e9c"},
+                   {"TRIREME_ATTEMPT", "3"},
+                   {"MASTER_ADDR", "job-actor-0.job-a3"},
+                   {"MASTER_PORT", "29500"},
+                   {"TRIREME_WORK_URL", "http://job-actor-0.job-a3:777"},
+                   {"TRIREME_ENGINE_NAME", "job-generation-1-a3-i2"}});
   for (const char* name : {"NODE_RANK", "NNODES", "PET_NNODES", "TRIREME_LAYOUT", "TRIREME_WORK_PORT"})
     EXPECT_FALSE(env.count(name)) << name;
   EXPECT_EQ(pod_environment(job, {}).at("TRIREME_WORK_PORT"), "777");

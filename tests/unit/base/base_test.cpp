@@ -32,6 +32,17 @@ TEST(Text, NearestFindsTypos) {
   EXPECT_FALSE(nearest("zzzz", {"num_prompts", "seed"}));
 }
 
+TEST(Text, DepthOfJsonLeavesStringsOut) {
+  EXPECT_EQ(json_depth(""), 0);
+  EXPECT_EQ(json_depth("{\"a\": [1, {}], \"b\": [[]]}"), 3);
+  EXPECT_EQ(json_depth("[]{}[]"), 1);
+  EXPECT_EQ(json_depth("[\"[[[\\\"{{{\"]"), 1);  // an escaped quote ends no string
+  EXPECT_EQ(json_depth("[\"\\\\\", [[]]]"), 3);  // an escaped backslash escapes nothing
+  EXPECT_EQ(json_depth("]]][["), 0);             // no JSON
+  EXPECT_EQ(json_depth("[\"open [[ \\"), 1);     // nor this
+  EXPECT_EQ(json_depth(std::string(100000, '[')), 100000);
+}
+
 TEST(Text, Utf8) {
   EXPECT_TRUE(is_valid_utf8("a\xC3\xA9\xF0\x9F\x98\x80"));
   EXPECT_FALSE(is_valid_utf8("\xC0\x80"));      // overlong

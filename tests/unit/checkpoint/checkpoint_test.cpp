@@ -14,24 +14,26 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct TestRun {
-  explicit TestRun(const fs::path& dir, int64_t hidden = 16, int64_t keep = 2)
+// A model with its optimizer and a manager whose fingerprint knows it as `name`.
+struct ManagedModel {
+  ManagedModel(const char* name, const CheckpointOptions& options, int64_t hidden, uint64_t seed)
       : model(tiny(hidden), {}), optimizer(model, context.data_parallel(), {}) {
-    init_parameters(model, 1);
-    CheckpointOptions options;
-    options.directory = dir;
-    options.metric_name = "val:accuracy";
-    options.keep_top_k = keep;
+    init_parameters(model, seed);
     manager = std::make_unique<CheckpointManager>(
-        options, nlohmann::json{{"algorithm", "grpo"}, {"model", model.config().to_json()}}, context);
-  }
-  void save(int64_t step, double accuracy) {
-    manager->save(step, model, optimizer, {{"position", step}}, {{"val:accuracy", accuracy}}, "a: 1\n");
+        options, nlohmann::json{{"algorithm", "grpo"}, {name, model.config().to_json()}}, context);
   }
   ParallelContext context;
   Model model;
   DistributedAdamW optimizer;
   std::unique_ptr<CheckpointManager> manager;
+};
+
+struct TestRun : ManagedModel {
+  explicit TestRun(const fs::path& dir, int64_t hidden = 16, int64_t keep = 2)
+      : ManagedModel("model", {.directory = dir, .metric_name = "val:accuracy", .keep_top_k = keep}, hidden, 1) {}
+  void save(int64_t step, double accuracy) {
+    manager->save(step, model, optimizer, {{"position", step}}, {{"val:accuracy", accuracy}}, "a: 1\n");
+  }
 };
 
 TEST(Checkpoint, RoundTrip) {
@@ -149,21 +151,10 @@ void expect_error(ErrorKind kind, const std::string& part, F&& call) {
 }
 
 // A manager of a further model in a directory of its own, DIR/value, beside an actor's in DIR.
-struct ValueRun {
-  explicit ValueRun(const fs::path& dir) : model(tiny(), {}), optimizer(model, context.data_parallel(), {}) {
-    init_parameters(model, 7);
-    CheckpointOptions options;
-    options.directory = dir / "value";
-    options.follows = dir;
-    options.folder = "value";
-    manager = std::make_unique<CheckpointManager>(
-        options, nlohmann::json{{"algorithm", "grpo"}, {"value", model.config().to_json()}}, context);
-  }
+struct ValueRun : ManagedModel {
+  explicit ValueRun(const fs::path& dir)
+      : ManagedModel("value", {.directory = dir / "value", .folder = "value", .follows = dir}, 16, 7) {}
   void save(int64_t step) { manager->save(step, model, optimizer, {}, {}, "a: 1\n"); }
-  ParallelContext context;
-  Model model;
-  DistributedAdamW optimizer;
-  std::unique_ptr<CheckpointManager> manager;
 };
 
 TEST(Checkpoint, AFollowerKeepsTheStepsOfTheOtherDirectory) {

@@ -12,6 +12,7 @@ namespace trireme::controller {
 namespace {
 
 using testing::count_events;
+using testing::expect_asked_seldom;
 using testing::kTwoPods;
 using testing::make_job;
 using testing::pod_of;
@@ -89,10 +90,7 @@ TEST(Quota, IsAskedAgainSeldom) {
   w.room = [&] { return 1 - w.alive(); };
   w.reconcile();
   Plan p = plan(w.observe(), w.options);
-  EXPECT_TRUE(p.actions.empty());
-  EXPECT_FALSE(p.needs_live) << "nor is the API server asked what there is";
-  ASSERT_TRUE(p.requeue_after);
-  EXPECT_LE(p.requeue_after->count(), 5000);
+  expect_asked_seldom(p);
   w.now_ms += 6000;
   p = plan(w.observe(w.job, w.pods, true), w.options);
   EXPECT_FALSE(p.actions.empty());

@@ -2,6 +2,8 @@
 // any two writes or look at old copies. No threads, no clock but its own.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <deque>
 #include <functional>
@@ -325,6 +327,14 @@ inline int count_events(const World& w, const std::string& reason) {
   return static_cast<int>(
       std::count_if(w.events.begin(), w.events.end(), [&](const EventNote& e) { return e.reason == reason; }));
 }
+// A plan that waits for room: nothing is written, nor is the API server asked what there is, for some seconds.
+inline void expect_asked_seldom(const Plan& plan) {
+  EXPECT_TRUE(plan.actions.empty());
+  EXPECT_FALSE(plan.needs_live);
+  ASSERT_TRUE(plan.requeue_after);
+  EXPECT_LE(plan.requeue_after->count(), 5000);
+}
+
 // As reconcile, but with the events that come with a late status.
 inline void reconcile_and_hear(World& w) {
   const Plan p = plan(w.observe(), w.options);

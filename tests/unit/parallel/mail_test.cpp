@@ -17,12 +17,7 @@ std::vector<std::string> on_roles(int actors, int critics, Milliseconds timeout,
                                   const std::function<void(ParallelContext&)>& body) {
   ListeningPort port;
   return test::on_ranks(actors + critics, [&](int job_rank) {
-    RendezvousOptions place = port.place(job_rank, actors + critics, timeout);
-    place.of_critic = job_rank >= actors;
-    place.actor_ranks = actors;
-    place.critic_ranks = critics;
-    place.rank = place.of_critic ? job_rank - actors : job_rank;
-    place.world_size = place.of_critic ? critics : actors;
+    const RendezvousOptions place = test::role_place(port, job_rank, actors, critics, timeout);
     Layout layout;
     layout.dp = place.world_size;
     ParallelContext context(layout, place);

@@ -34,6 +34,17 @@ inline std::vector<std::string> on_ranks(int world, const std::function<void(int
   return errors;
 }
 
+// The place of rank `job_rank` of a job whose first ranks are actors and whose others are critics.
+inline RendezvousOptions role_place(ListeningPort& port, int job_rank, int actors, int critics, Milliseconds timeout) {
+  RendezvousOptions place = port.place(job_rank, actors + critics, timeout);
+  place.of_critic = job_rank >= actors;
+  place.actor_ranks = actors;
+  place.critic_ranks = critics;
+  place.rank = place.of_critic ? job_rank - actors : job_rank;
+  place.world_size = place.of_critic ? critics : actors;
+  return place;
+}
+
 // Runs body on every rank of the layout; an error of any fails the test.
 inline void on_layout(const Layout& layout, const std::function<void(ParallelContext&)>& body,
                       const std::optional<Layout>& generation = {}) {

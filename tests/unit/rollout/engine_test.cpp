@@ -15,24 +15,12 @@
 #include "base/error.h"
 #include "base/fs.h"
 #include "tests/unit/errors.h"
-#include "tests/unit/model/tiny.h"
+#include "tests/unit/rollout/byte_model.h"
 
 namespace trireme {
 namespace {
 
-std::unique_ptr<Model> tiny_model(uint64_t seed = 1, ModelFamily family = ModelFamily::kQwen3) {
-  auto model = test::tiny_model({.family = family,
-                                 .vocab = kByteVocabSize,
-                                 .hidden = 48,
-                                 .intermediate = 80,
-                                 .layers = 2,
-                                 .head_dim = 16,
-                                 .positions = 512,
-                                 .initializer_range = 0.2},
-                                seed);
-  choose_linear_mode(model->config().linear_shapes(), at::kFloat);
-  return model;
-}
+using test::byte_model;
 
 std::vector<GroupRequest> requests(int64_t groups, int64_t samples) {
   std::vector<GroupRequest> result;
@@ -127,18 +115,18 @@ INSTANTIATE_TEST_SUITE_P(Families, EngineOf,
                          [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST_P(EngineOf, LogProbsHaveTheBitsOfTheLoss) {
-  const auto model = tiny_model(1, GetParam());
+  const auto model = byte_model(1, GetParam());
   Engine engine(*model, nullptr, {.max_sequences = 24}, sampling_options());
   const auto groups = generate(engine, requests(12, 4));
   expect_log_probs_of_the_loss(*model, groups, engine.sampling().logprob_options());
   // And they do depend on the weights.
-  const auto other = tiny_model(2, GetParam());
+  const auto other = byte_model(2, GetParam());
   Engine second(*other, nullptr, {.max_sequences = 24}, sampling_options());
   EXPECT_NE(generate(second, requests(12, 4)).at(0).samples[0].response, groups.at(0).samples[0].response);
 }
 
 TEST(Engine, FilteredLogProbsHaveTheBitsOfTheLoss) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   for (const int variant : {0, 1, 2}) {
     SamplingOptions sampling = sampling_options();
     if (variant == 0) sampling.top_k = 5;
@@ -151,7 +139,7 @@ TEST(Engine, FilteredLogProbsHaveTheBitsOfTheLoss) {
 
 // Each variant changes how the work is cut into steps; the reference is one sample at a time.
 TEST_P(EngineOf, SamplesDoNotDependOnHowTheyAreBatched) {
-  const auto model = tiny_model(1, GetParam());
+  const auto model = byte_model(1, GetParam());
   const std::vector<GroupRequest> groups = requests(10, 4);
   std::map<int64_t, GeneratedGroup> reference;
   for (const GroupRequest& request : groups) {
@@ -210,7 +198,7 @@ TEST_P(EngineOf, SamplesDoNotDependOnHowTheyAreBatched) {
 }
 
 TEST(Engine, GroupsComeWhenCompleteAndTheEngineGoesOn) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   SamplingOptions sampling = sampling_options();
   sampling.stop_ids.clear();
   Engine engine(*model, nullptr, {}, sampling);
@@ -232,7 +220,7 @@ TEST(Engine, GroupsComeWhenCompleteAndTheEngineGoesOn) {
 }
 
 TEST(Engine, ForcedLengthsAndLimits) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   SamplingOptions sampling = sampling_options();
   for (int32_t id = 0; id < 259; ++id) sampling.stop_ids.push_back(id);  // every token would stop
   Engine engine(*model, nullptr, {.max_total_length = 60}, sampling);
@@ -260,7 +248,7 @@ TEST(Engine, ForcedLengthsAndLimits) {
 }
 
 TEST(Engine, StopIdsEndASampleAndAreKept) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   SamplingOptions sampling = sampling_options();
   sampling.stop_ids.clear();
   Engine free(*model, nullptr, {}, sampling);
@@ -289,7 +277,7 @@ TEST(Engine, StopStringsAreFoundAcrossTokens) {
   const TemporaryDirectory dir;
   make_byte_tokenizer(dir.path());
   const auto tokenizer = Tokenizer::load(dir.path());
-  const auto model = tiny_model();
+  const auto model = byte_model();
   SamplingOptions sampling = sampling_options();
   sampling.stop_ids.clear();
   sampling.max_new_tokens = 60;
@@ -327,7 +315,7 @@ TEST(Engine, AStopStringMayBeASpecialToken) {
   const TemporaryDirectory dir;
   make_byte_tokenizer(dir.path());
   const auto tokenizer = Tokenizer::load(dir.path());
-  const auto model = tiny_model();
+  const auto model = byte_model();
   SamplingOptions sampling = sampling_options();
   sampling.max_new_tokens = 60;
   sampling.stop_ids = {kByteImEnd};
@@ -345,7 +333,7 @@ TEST(Engine, AStopStringMayBeASpecialToken) {
 }
 
 TEST(Engine, GreedyTakesTheLargestLogit) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   SamplingOptions sampling;
   sampling.temperature = 0.0;
   sampling.max_new_tokens = 12;
@@ -375,7 +363,7 @@ TEST(Engine, GreedyTakesTheLargestLogit) {
 
 TEST(Engine, NewWeightsAreUsedFromTheNextTokenOn) {
   for (const bool late : {false, true}) {
-    const auto model = tiny_model(1);
+    const auto model = byte_model(1);
     SamplingOptions sampling = sampling_options();
     sampling.stop_ids.clear();
     Engine engine(*model, nullptr, {.late_stops = late}, sampling);
@@ -399,7 +387,7 @@ TEST(Engine, NewWeightsAreUsedFromTheNextTokenOn) {
 
 // Set aside at any step, with the cache's memory given away and others' samples generated meanwhile.
 TEST(Engine, SuspendedSamplesGoOnAsIfNothingHadHappened) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   const std::vector<GroupRequest> groups = requests(6, 4);
   Engine whole(*model, nullptr, {}, sampling_options());
   const auto expected = generate(whole, groups);
@@ -452,7 +440,7 @@ TEST(Engine, EveryTokenHasTheLogProbOfItsWeightsUnlessKeysAreKept) {
   SamplingOptions sampling = sampling_options();
   sampling.stop_ids.clear();
   const auto run = [&](bool suspend, KeptCache kept, bool late) {
-    const auto model = tiny_model(1);
+    const auto model = byte_model(1);
     Engine engine(*model, nullptr, {.max_sequences = 10, .late_stops = late}, sampling);
     for (const GroupRequest& request : requests(4, 4)) engine.submit(request);
     std::vector<GeneratedGroup> complete;
@@ -478,7 +466,7 @@ TEST(Engine, EveryTokenHasTheLogProbOfItsWeightsUnlessKeysAreKept) {
         std::vector<int32_t> ids = group.prompt;
         ids.insert(ids.end(), sample.response.begin(), sample.response.end());
         for (const VersionSpan& span : sample.versions) {
-          const auto of_version = tiny_model(1 + static_cast<uint64_t>(span.version));
+          const auto of_version = byte_model(1 + static_cast<uint64_t>(span.version));
           const at::Tensor hidden = of_version->forward(PackedBatch::from_sequences({ids}));
           const auto first = static_cast<int64_t>(group.prompt.size()) - 1;
           const at::Tensor logprobs =
@@ -526,7 +514,7 @@ TEST(Engine, EveryTokenHasTheLogProbOfItsWeightsUnlessKeysAreKept) {
 }
 
 TEST(Engine, TheCacheCanBeGivenBack) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   Engine engine(*model, nullptr, {.cache_rows = 500}, sampling_options());
   EXPECT_EQ(engine.stats().cache_rows, 0);
   const auto first = generate(engine, requests(3, 2));
@@ -598,7 +586,7 @@ TEST(Engine, LogitsThatAreNotFiniteNameTheSample) {
 }
 
 TEST(Engine, ImpossibleRequestsNameTheGroupAndLeaveTheEngineAlone) {
-  const auto model = tiny_model();
+  const auto model = byte_model();
   Engine engine(*model, nullptr, {.cache_rows = 60, .max_total_length = 100}, sampling_options());
   const auto submit = [&engine](auto change) {
     GroupRequest request = requests(1, 2)[0];

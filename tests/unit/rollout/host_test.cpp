@@ -12,24 +12,12 @@
 #include <vector>
 
 #include "base/error.h"
-#include "tests/unit/model/tiny.h"
+#include "tests/unit/rollout/byte_model.h"
 
 namespace trireme {
 namespace {
 
-std::unique_ptr<Model> model_of(uint64_t seed) {
-  auto model = test::tiny_model({.family = ModelFamily::kQwen3,
-                                 .vocab = kByteVocabSize,
-                                 .hidden = 48,
-                                 .intermediate = 80,
-                                 .layers = 2,
-                                 .head_dim = 16,
-                                 .positions = 512,
-                                 .initializer_range = 0.2},
-                                seed);
-  choose_linear_mode(model->config().linear_shapes(), at::kFloat);
-  return model;
-}
+using test::byte_model;
 
 SamplingOptions sampling() {
   SamplingOptions options;
@@ -91,7 +79,7 @@ class HostTest : public testing::Test {
         std::vector<int32_t> ids = group.prompt;
         ids.insert(ids.end(), sample.response.begin(), sample.response.end());
         for (const VersionSpan& span : sample.versions) {
-          const auto model = model_of(1 + static_cast<uint64_t>(span.version));
+          const auto model = byte_model(1 + static_cast<uint64_t>(span.version));
           const at::Tensor hidden = model->forward(PackedBatch::from_sequences({ids}));
           const auto first = static_cast<int64_t>(group.prompt.size()) - 1;
           const std::vector<int64_t> of_span(sample.response.begin() + span.from, sample.response.begin() + span.to);
@@ -109,7 +97,7 @@ class HostTest : public testing::Test {
     return {tokens, spanning};
   }
 
-  std::unique_ptr<Model> model_ = model_of(1);
+  std::unique_ptr<Model> model_ = byte_model(1);
   std::mutex mutex_;
   std::vector<GeneratedGroup> groups_;
   std::unique_ptr<EngineHost> host_;
@@ -142,7 +130,7 @@ TEST_F(HostTest, EveryTokenHasTheLogProbOfItsWeightsUnlessKeysAreKept) {
   EXPECT_GT(spanning, 0);
   host_.reset();
   groups_.clear();
-  model_ = model_of(1);
+  model_ = byte_model(1);
   start();
   for (int64_t group = 0; group < 6; ++group) host_->submit(request(group));
   change_weights(KeptCache::kKept);
