@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <random>
 #include <string>
@@ -63,6 +65,16 @@ inline std::vector<Sample> recorded() {
     }
   }
   return samples;
+}
+
+// The sampler's log-probs are those that `policy` gives them.
+inline void as_sampled_by(const Model& policy, std::vector<Sample>& samples) {
+  const c10::NoGradGuard no_grad;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const at::Tensor logprobs = response_logprobs(policy, make_micro_batch(samples, {static_cast<int64_t>(i)}), {});
+    const float* of = logprobs.const_data_ptr<float>();
+    samples[i].generation_logprobs.assign(of, of + logprobs.numel());
+  }
 }
 
 struct Outcome {
@@ -148,6 +160,18 @@ inline Outcome run(int world, bool dynamic, const std::function<void(Config&)>& 
   whole.save(merged.path());
   outcome.moments = SafetensorsFile(merged.path() / "rank_00000.safetensors").tensor("exp_avg").clone();
   return outcome;
+}
+
+// Whoever holds which slice: metrics, moments and weights of one rank, as far as sums in another order differ.
+inline void expect_answer_of_one(const Outcome& many, const Outcome& one, const std::string& where) {
+  for (const char* key : {"loss", "grad_norm", "global_valid_toks"}) {
+    const double wanted = one.result.metrics.at(key);
+    EXPECT_NEAR(many.result.metrics.at(key), wanted, 1e-5 * std::max(key[0] == 'l' ? 1.0 : 0.0, std::abs(wanted)))
+        << where << ": " << key;
+  }
+  const auto largest = [](const at::Tensor& values) { return values.abs().max().item<double>(); };
+  EXPECT_LE(largest(many.moments - one.moments), 1e-5 * largest(one.moments)) << where;
+  EXPECT_LE(largest(many.weights - one.weights), 1e-5 * largest(one.weights)) << where;
 }
 
 }  // namespace trireme::test
