@@ -16,6 +16,7 @@
 namespace trireme {
 namespace {
 
+using test::OneRank;
 using test::Outcome;
 using test::recorded;
 using test::run;
@@ -28,25 +29,20 @@ TEST(EarlyGradients, ABatchWithoutAValidTokenTrainsNothing) {
     config.grpo.overlong_filtering = true;
     config.loss_fn.reference_policy_kl_penalty = 0;
     config.loss_fn.token_level_loss = by_tokens;
-    ParallelContext context(Layout{}, {});
-    Model policy(tiny(), {});
-    init_parameters(policy, 5);
-    const at::Tensor before = policy.flat_parameters().detach().clone();
-    DistributedAdamW optimizer(policy, context.data_parallel(), {});
-    PhaseTimer timer;
-    PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
+    OneRank rank(config);
+    const at::Tensor before = rank.policy.flat_parameters().detach().clone();
     std::vector<Sample> samples = recorded();
     for (Sample& sample : samples) sample.truncated = true;
     assign_advantages(samples, 4, config);
-    trainer.train_early({samples.begin(), samples.begin() + 4});
+    rank.trainer.train_early({samples.begin(), samples.begin() + 4});
     for (size_t i = 0; i < 4; ++i) samples[i].trained_early = true;
-    const TrainResult result = trainer.train(samples);
+    const TrainResult result = rank.trainer.train(samples);
     EXPECT_EQ(result.metrics.at("loss"), 0);
     EXPECT_EQ(result.metrics.at("grad_norm"), 0);
     for (const auto& [key, value] : result.metrics) EXPECT_TRUE(std::isfinite(value)) << key;
     EXPECT_EQ(result.compared_tokens, 0);
-    EXPECT_TRUE(at::isfinite(policy.flat_parameters()).all().item<bool>());
-    EXPECT_LT((policy.flat_parameters() - before).abs().max().item<double>(), 1e-5);  // weight decay only
+    EXPECT_TRUE(at::isfinite(rank.policy.flat_parameters()).all().item<bool>());
+    EXPECT_LT((rank.policy.flat_parameters() - before).abs().max().item<double>(), 1e-5);  // weight decay only
   }
 }
 
@@ -163,18 +159,13 @@ TEST(Schedule, MovesOnceARolloutWhateverTheNumberOfOptimizerSteps) {
   config.policy.scheduler.pieces = {{"LinearLR", {{"start_factor", 0.25}, {"end_factor", 1.0}, {"total_iters", 3}}}};
   const auto rates = [&](int64_t optimizer_batch, int64_t rollouts_before) {
     config.policy.train_global_batch_size = optimizer_batch;
-    ParallelContext context(Layout{}, {});
-    Model policy(tiny(), {});
-    init_parameters(policy, 5);
-    DistributedAdamW optimizer(policy, context.data_parallel(), {});
-    PhaseTimer timer;
-    PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
-    if (rollouts_before > 0) trainer.set_passes_done(rollouts_before);  // a resumed run, without optimizer state
+    OneRank rank(config);
+    if (rollouts_before > 0) rank.trainer.set_passes_done(rollouts_before);  // a resumed run, without optimizer state
     std::vector<Sample> samples = recorded();
     assign_advantages(samples, 4, config);
     std::vector<double> seen;
-    for (int64_t r = rollouts_before; r < 4; ++r) seen.push_back(trainer.train(samples).metrics.at("lr"));
-    EXPECT_EQ(optimizer.steps_done(), (4 - rollouts_before) * 24 / optimizer_batch);
+    for (int64_t r = rollouts_before; r < 4; ++r) seen.push_back(rank.trainer.train(samples).metrics.at("lr"));
+    EXPECT_EQ(rank.optimizer.steps_done(), (4 - rollouts_before) * 24 / optimizer_batch);
     return seen;
   };
   for (const int64_t optimizer_batch : {24, 6}) {

@@ -17,6 +17,7 @@ namespace trireme {
 namespace {
 
 using test::as_sampled_by;
+using test::OneRank;
 using test::Outcome;
 using test::recorded;
 using test::run;
@@ -28,18 +29,13 @@ TEST(LogprobBits, AreComparedWhereTheWeightsAreThoseThatSampled) {
     Config config = settings(false);
     config.loss_fn.reference_policy_kl_penalty = 0;
     config.policy.optimizer.kwargs.lr = rate;
-    ParallelContext context(Layout{}, {});
-    Model policy(tiny(), {});
-    init_parameters(policy, 5);
-    DistributedAdamW optimizer(policy, context.data_parallel(), {});
-    PhaseTimer timer;
-    PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
+    OneRank rank(config);
     std::vector<Sample> samples = recorded();
-    as_sampled_by(policy, samples);
+    as_sampled_by(rank.policy, samples);
     samples[1].generation_logprobs[0] += 0.5f;   // of the first optimizer step
     samples[20].generation_logprobs[0] += 0.5f;  // of the second one
     assign_advantages(samples, 4, config);
-    return trainer.train(samples);
+    return rank.trainer.train(samples);
   };
   const auto tokens = [](size_t from, size_t to) {
     const std::vector<Sample> samples = recorded();
@@ -74,16 +70,11 @@ Trained train_older(RatioFrom from, bool exact, bool all_fresh) {
   config.policy.train_global_batch_size = 24;
   config.policy.sequence_packing.train_mb_tokens = config.policy.sequence_packing.logprob_mb_tokens = 4000;
   config.grpo.async_grpo.ratio_from = from;
-  ParallelContext context(Layout{}, {});
-  Model policy(tiny(), {});
-  init_parameters(policy, 5);
-  DistributedAdamW optimizer(policy, context.data_parallel(), {});
-  PhaseTimer timer;
-  PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, exact);
+  OneRank rank(config, exact);
   Trained trained;
-  trainer.on_progress = [&] { ++trained.passes; };
+  rank.trainer.on_progress = [&] { ++trained.passes; };
   std::vector<Sample>& samples = trained.samples = recorded();
-  as_sampled_by(policy, samples);
+  as_sampled_by(rank.policy, samples);
   for (size_t i = 0; i < samples.size(); ++i) {
     const auto length = static_cast<int64_t>(samples[i].response.size());
     samples[i].weight_versions = {{7, 0, length}};
@@ -95,7 +86,7 @@ Trained train_older(RatioFrom from, bool exact, bool all_fresh) {
     if (!samples[i].is_of(7)) samples[i].generation_logprobs[0] -= 0.25f;
   }
   assign_advantages(samples, 4, config);
-  trained.result = trainer.train(samples, (dir.path() / "dump.safetensors").string(), /*version=*/7);
+  trained.result = rank.trainer.train(samples, (dir.path() / "dump.safetensors").string(), /*version=*/7);
   const SafetensorsFile file(dir.path() / "dump.safetensors");
   const auto get = [&](const char* name) {
     const at::Tensor flat = file.tensor(std::string("micro_batch.0.") + name).to(at::kFloat).contiguous();

@@ -77,6 +77,20 @@ inline void as_sampled_by(const Model& policy, std::vector<Sample>& samples) {
   }
 }
 
+// One rank with its policy, and no reference model. The configuration outlives it.
+struct OneRank {
+  explicit OneRank(const Config& config, bool exact = true, const ModelConfig& shape = tiny(),
+                   const ModelOptions& options = {})
+      : policy(shape, options),
+        optimizer((init_parameters(policy, 5), policy), context.data_parallel(), {}),
+        trainer(config, policy, nullptr, optimizer, context, timer, exact) {}
+  ParallelContext context{Layout{}, {}};
+  Model policy;
+  DistributedAdamW optimizer;
+  PhaseTimer timer;
+  PolicyTrainer trainer;
+};
+
 struct Outcome {
   TrainResult result;
   at::Tensor moments;  // exp_avg after two optimizer steps: a weighted sum of both gradients

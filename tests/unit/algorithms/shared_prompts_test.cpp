@@ -21,6 +21,7 @@
 namespace trireme {
 namespace {
 
+using test::OneRank;
 using test::Outcome;
 using test::recorded;
 using test::run;
@@ -89,17 +90,11 @@ TEST(SharedPrompts, ADumpedStepIsComputedAgain) {
   Config config = settings(false);
   config.policy.sequence_packing.share_prompts = true;
   config.loss_fn.reference_policy_kl_penalty = 0;
-  Layout layout;
-  ParallelContext context(layout, {});
-  Model policy(tiny(), {});
-  init_parameters(policy, 5);
-  save_model(policy, dir.path() / "model", {});
-  DistributedAdamW optimizer(policy, context.data_parallel(), {});
-  PhaseTimer timer;
-  PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
+  OneRank rank(config);
+  save_model(rank.policy, dir.path() / "model", {});
   std::vector<Sample> samples = recorded();
   assign_advantages(samples, 4, config);
-  trainer.train(samples, (dir.path() / "dump.safetensors").string());
+  rank.trainer.train(samples, (dir.path() / "dump.safetensors").string());
   std::ostringstream out;
   const ReplayResult again = replay(dir.path() / "dump.safetensors", dir.path() / "model", "cpu", out);
   EXPECT_GT(again.micro_batches, 0);
@@ -123,20 +118,15 @@ TEST(Replay, ExpertsAreCombinedInTheBlocksOfTheRun) {
   ModelConfig mixture = tiny(ModelFamily::kQwen3Moe);
   mixture.experts_per_token = 6;
   mixture.initializer_range = 0.3;
-  ParallelContext context(Layout(), {});
   const auto error_of = [&](int64_t blocks) {
     ModelOptions options;
     options.dtype = at::kBFloat16;
     options.combine_blocks = blocks;  // what another layout would have derived
-    Model policy(mixture, options);
-    init_parameters(policy, 5);
-    save_model(policy, dir.path() / "model", {});
-    DistributedAdamW optimizer(policy, context.data_parallel(), {});
-    PhaseTimer timer;
-    PolicyTrainer trainer(config, policy, nullptr, optimizer, context, timer, /*exact=*/true);
+    OneRank rank(config, /*exact=*/true, mixture, options);
+    save_model(rank.policy, dir.path() / "model", {});
     std::vector<Sample> samples = recorded();
     assign_advantages(samples, 4, config);
-    trainer.train(samples, (dir.path() / "dump.safetensors").string());
+    rank.trainer.train(samples, (dir.path() / "dump.safetensors").string());
     std::ostringstream out;
     return replay(dir.path() / "dump.safetensors", dir.path() / "model", "cpu", out).largest_logprob_error;
   };

@@ -14,11 +14,13 @@
 
 #include "base/error.h"
 #include "base/fs.h"
+#include "tests/unit/errors.h"
 
 namespace trireme {
 namespace {
 
 using nlohmann::json;
+using test::error_of;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
@@ -458,22 +460,13 @@ TEST_F(DatasetTest, LongPromptsAreSkippedOrRefused) {
   EXPECT_EQ(once.epoch(), 1);
   EXPECT_TRUE(once.next_in_epoch().has_value());
   options.max_input_seq_length = 2;
-  try {
-    PromptStream(options, tokenizer_).next();
-    FAIL();
-  } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("none of the 4 prompts"));
-  }
+  EXPECT_THAT(error_of([&] { PromptStream(options, tokenizer_).next(); }), HasSubstr("none of the 4 prompts"));
   options.max_input_seq_length = 5;
   options.fail_on_long_prompt = true;
   PromptStream strict(options, tokenizer_);
   strict.next();
-  try {
-    strict.next();
-    FAIL();
-  } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("d.jsonl line 2: the prompt has 25 tokens, more than data.max_input_seq_length=5"));
-  }
+  EXPECT_THAT(error_of([&] { strict.next(); }),
+              HasSubstr("d.jsonl line 2: the prompt has 25 tokens, more than data.max_input_seq_length=5"));
 }
 
 TEST_F(DatasetTest, APromptThatLeavesNoRoomForAnAnswerIsTooLong) {
@@ -489,13 +482,9 @@ TEST_F(DatasetTest, APromptThatLeavesNoRoomForAnAnswerIsTooLong) {
   options.fail_on_long_prompt = true;
   PromptStream strict(options, tokenizer_);
   strict.next();
-  try {
-    strict.next();
-    FAIL();
-  } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("the prompt has 5 tokens, which leaves none for a response in "
-                                    "policy.max_total_sequence_length=5"));
-  }
+  EXPECT_THAT(error_of([&] { strict.next(); }),
+              HasSubstr("the prompt has 5 tokens, which leaves none for a response in "
+                        "policy.max_total_sequence_length=5"));
 }
 
 TEST_F(DatasetTest, EachEpochHasEveryRowOnceInAnotherOrder) {
@@ -672,12 +661,8 @@ TEST_F(DatasetTest, CompletionsOfConversations) {
   EXPECT_EQ(last.prompt_text, "u:a;a:-;u:c;a:");
   EXPECT_EQ(rewriting->decode(last.response, false), "d;<|im_end|>");
   const auto foreign = Tokenizer::load(dir_.path() / "model", "{{ add_generation_prompt }}");
-  try {
-    PromptStream(options, foreign);
-    FAIL();
-  } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("line 1: the chat template does not render the prompt as the beginning"));
-  }
+  EXPECT_THAT(error_of([&] { PromptStream stream(options, foreign); }),
+              HasSubstr("line 1: the chat template does not render the prompt as the beginning"));
 }
 
 TEST_F(DatasetTest, TemplateRefusalIsABadRow) {
@@ -701,12 +686,7 @@ TEST_F(DatasetTest, ChangedFileIsNoticed) {
   PromptStream stream(raw(path), tokenizer_);
   stream.next();
   std::ofstream(path, std::ios::app) << "{}\n";
-  try {
-    stream.next();
-    FAIL();
-  } catch (const Error& e) {
-    EXPECT_THAT(e.what(), HasSubstr("d.jsonl changed while it was in use"));
-  }
+  EXPECT_THAT(error_of([&] { stream.next(); }), HasSubstr("d.jsonl changed while it was in use"));
 }
 
 }  // namespace

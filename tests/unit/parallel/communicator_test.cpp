@@ -237,38 +237,28 @@ TEST(ParallelContext, TheCauseIsNamedAcrossGroups) {
   layout.tp = 2;
   layout.dp = 2;
   ListeningPort port;
-  std::atomic<int> gave_up{0}, stuck{-1}, reported{-1};
+  test::StandStill still(3);
+  std::atomic<int> reported{-1};
   const auto errors = on_ranks(4, [&](int rank) {
     RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(20000));
-    rendezvous.stuck_grace = Milliseconds(100);
-    rendezvous.on_stuck = [&, rank](const std::string&) { stuck = stuck == -1 ? rank : -2; };
+    still.watch(rendezvous);
     ParallelContext context(layout, rendezvous);
     context.set_on_absent([&, rank](const std::vector<int>& ranks) {
       if (rank == 0) reported = ranks.size() == 1 ? ranks.front() : -2;
     });
     context.set_phase("training");
     context.world().barrier();
-    const auto until_all_have_gone = [&] {
-      const Deadline limit = Deadline::after(Milliseconds(200000));
-      while ((gave_up < 3 || stuck == -1) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
-    };
     if (rank == 3) {
       context.set_phase("generation");
-      return until_all_have_gone();
+      return still.stand();
     }
-    std::string error;
-    try {
+    still.fail([&] {
       // tp groups {0, 1}, {2, 3}; dp groups {0, 2}, {1, 3}.
       if (rank == 1) context.group(Axis::kDp).all_reduce_sum(1.0);
       context.tensor_parallel().all_reduce_sum(1.0);
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    ++gave_up;
-    until_all_have_gone();
-    throw std::runtime_error(error);
+    });
   });
-  EXPECT_EQ(stuck, 3);
+  EXPECT_EQ(still.told(), 3);
   EXPECT_EQ(reported, 3);
   for (const int rank : {0, 1, 2}) {
     const std::string& error = errors[static_cast<size_t>(rank)];

@@ -3,9 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <csignal>
 #include <functional>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -44,6 +46,42 @@ inline RendezvousOptions role_place(ListeningPort& port, int job_rank, int actor
   place.world_size = place.of_critic ? critics : actors;
   return place;
 }
+
+// One rank stands still, and the collectives of the others fail. Nobody leaves before all have failed and the one was
+// told: a rank that has left would be named instead.
+class StandStill final {
+ public:
+  explicit StandStill(int others) : others_(others) {}
+  // Before the rank's context is made of its place.
+  void watch(RendezvousOptions& place) {
+    place.stuck_grace = Milliseconds(100);
+    place.on_stuck = [this, rank = place.rank](const std::string&) { told_ = told_ == -1 ? rank : -2; };
+  }
+  // What the rank does that stands still.
+  void stand() const {
+    const Deadline limit = Deadline::after(Milliseconds(200000));
+    while ((gave_up_ < others_ || told_ == -1) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
+  }
+  // What another does: `work` fails, and its error is thrown when all may leave.
+  template <class F>
+  [[noreturn]] void fail(F&& work) {
+    std::string error;
+    try {
+      work();
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    ++gave_up_;
+    stand();
+    throw std::runtime_error(error);
+  }
+  // The rank that was told that it is stuck; -1: none, -2: several.
+  int told() const { return told_; }
+
+ private:
+  const int others_;
+  std::atomic<int> gave_up_{0}, told_{-1};
+};
 
 // Runs body on every rank of the layout; an error of any fails the test.
 inline void on_layout(const Layout& layout, const std::function<void(ParallelContext&)>& body,

@@ -153,32 +153,21 @@ TEST(StageLinks, WhatTheFirstPassesOnReachesAllInItsPlace) {
 TEST(StageLinks, AMiddleStageThatStandsStillIsNamedByAll) {
   const Layout layout = stages_of(4);
   ListeningPort port;
-  std::atomic<int> gave_up{0}, stuck{-1};
+  test::StandStill still(3);
   const auto errors = on_ranks(4, [&](int rank) {
     RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(5000));
-    rendezvous.stuck_grace = Milliseconds(100);
-    rendezvous.on_stuck = [&, rank](const std::string&) { stuck = stuck == -1 ? rank : -2; };
+    still.watch(rendezvous);
     ParallelContext context(layout, rendezvous);
     context.set_phase("training");
     context.world().barrier();
-    const auto until_all_have_gone = [&] {
-      const Deadline limit = Deadline::after(Milliseconds(100000));
-      while ((gave_up < 3 || stuck == -1) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
-    };
-    if (rank == 1) return until_all_have_gone();
-    std::string error;
-    try {
+    if (rank == 1) return still.stand();
+    still.fail([&] {
       at::Tensor rows = at::zeros({4, 2});
       if (rank == 0) context.stage_links()->begin_send(rows, false).wait();
       if (rank > 1) context.stage_links()->begin_receive(rows, false).wait();
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    ++gave_up;
-    until_all_have_gone();
-    throw std::runtime_error(error);
+    });
   });
-  EXPECT_EQ(stuck, 1);
+  EXPECT_EQ(still.told(), 1);
   for (const int rank : {0, 2, 3}) {
     const std::string& error = errors[static_cast<size_t>(rank)];
     EXPECT_NE(error.find("rank 1 on " + host_name() + " has not come"), std::string::npos) << error;

@@ -281,11 +281,10 @@ TEST(LaneEngine, AStageThatStandsStillIsNamedByAll) {
   Layout layout;
   layout.pp = 4;
   ListeningPort port;
-  std::atomic<int> gave_up{0}, stuck{-1};
+  test::StandStill still(3);
   const auto errors = test::on_ranks(4, [&](int rank) {
     RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(5000));
-    rendezvous.stuck_grace = Milliseconds(100);
-    rendezvous.on_stuck = [&, rank](const std::string&) { stuck = stuck == -1 ? rank : -2; };
+    still.watch(rendezvous);
     ParallelContext context(layout, rendezvous);
     Model model(deep_config(), split_options(context, deep_config()));
     fill(model);
@@ -302,22 +301,10 @@ TEST(LaneEngine, AStageThatStandsStillIsNamedByAll) {
     context.set_phase("generation");
     context.world().barrier();
     for (int i = 0; i < 3; ++i) (void)engine.step();
-    const auto until_all_have_gone = [&] {
-      const Deadline limit = Deadline::after(Milliseconds(100000));
-      while ((gave_up < 3 || stuck == -1) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(10));
-    };
-    if (rank == 1) return until_all_have_gone();
-    std::string error;
-    try {
-      (void)engine.run();
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    ++gave_up;
-    until_all_have_gone();
-    throw std::runtime_error(error);
+    if (rank == 1) return still.stand();
+    still.fail([&] { (void)engine.run(); });
   });
-  EXPECT_EQ(stuck, 1);
+  EXPECT_EQ(still.told(), 1);
   for (const int rank : {0, 2, 3}) {
     const std::string& error = errors[static_cast<size_t>(rank)];
     EXPECT_NE(error.find("rank 1 on " + host_name() + " has not come"), std::string::npos) << error;

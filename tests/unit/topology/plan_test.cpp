@@ -22,6 +22,13 @@ using test::mixture_of_four_layers;
 using test::shape_of_eight_layers;
 using test::small_work;
 
+Workload of_long_responses() {
+  Workload work = small_work();
+  work.longest = work.train_tokens = 16'384;
+  work.places = 256;
+  return work;
+}
+
 // Elements of a rank, counted from the names of the model's parameters.
 int64_t elements_of(const ModelShape& shape, const Layout& layout, int64_t rank) {
   const ModelSplit split = model_split(shape, layout, rank);
@@ -113,9 +120,7 @@ TEST(Plan, ActivationsAreOfTheMicroBatchesInFlight) {
 
 TEST(Plan, ThePhasesDoNotAddUp) {
   const ModelShape shape = *known_model_shape("llama-3.1-8b");
-  Workload work = small_work();
-  work.longest = work.train_tokens = 16'384;
-  work.places = 256;
+  const Workload work = of_long_responses();
   PlanOptions options;
   options.gradient_bytes = 2;
   options.cache_fraction = 0.5;
@@ -132,9 +137,7 @@ TEST(Plan, ThePhasesDoNotAddUp) {
 
 TEST(Plan, ACacheThatIsKeptStaysBesideTraining) {
   const ModelShape shape = *known_model_shape("llama-3.1-8b");
-  Workload work = small_work();
-  work.longest = work.train_tokens = 16'384;
-  work.places = 256;
+  const Workload work = of_long_responses();
   PlanOptions options;
   options.gradient_bytes = 2;
   options.cache_fraction = 0.5;
