@@ -68,8 +68,8 @@ check "keeping the best one" own few 1 1 checkpointing.keep_top_k=1
 kills() {
   local rank=$1 who=$2 step=$3 phase=$4 name="killed-$1-${4// /-}" code
   SECONDS=0
-  TRIREME_FAULT="kill@$step:$rank:$phase" own "$name" 1 1 >"$dir/out" 2>&1; code=$?
-  if [ $code = 137 ] && [ $SECONDS -le 40 ] && grep -q "[^c] $who failed first (signal 9" "$dir/out" &&
+  TRIREME_FAULT="kill@$step:$rank:$phase" own "$name" 1 1 $far_deadline >"$dir/out" 2>&1; code=$?
+  if [ $code = 137 ] && [ $SECONDS -le $soon ] && grep -q "[^c] $who failed first (signal 9" "$dir/out" &&
     grep -q "[^c] $who has died.*signal 9 (Killed)" "$dir/out"
   then ok "$who killed in phase $phase: named, $SECONDS s"
   else bad "$who killed in phase $phase: code $code, $SECONDS s" "$(cat "$dir/out")"; fi
@@ -86,7 +86,7 @@ kills 0 "rank 0" 3 generation
 
 # SIGTERM: both save and stop.
 "$TRIREME" launch --critic-ranks 1 -- $(ppo_args stopped) >"$dir/out" 2>&1 & pid=$!
-for _ in $(seq 600); do [ -e "$dir/stopped/step_1" ] && break; sleep 0.05; done
+await 240 test -e "$dir/stopped/step_1" || bad "the run that is to be stopped saves its first step" "$(cat "$dir/out")"
 kill -TERM $pid; wait $pid; code=$?
 if [ $code = 40 ] || { [ $code = 0 ] && [ -e "$dir/stopped/step_6" ]; }; then ok "stopped with code $code"; else
   bad "stopped with code $code" "$(cat "$dir/out")"; fi

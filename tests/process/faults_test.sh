@@ -85,10 +85,11 @@ done
 # step is finished and saved (resume_test.sh).
 port=$((20000 + RANDOM % 10000))
 "$TRIREME" launch --nproc-per-node 1 --nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --master-port $port -- \
-  $(run_args lonely cluster.num_nodes=2) >"$dir/out" 2>&1 & pid=$!
-for _ in $(seq 1 300); do (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null && break; sleep 0.1; done
+  $(run_args lonely cluster.num_nodes=2 $far_deadline) >"$dir/out" 2>&1 & pid=$!
+listens() { (exec 3<>/dev/tcp/127.0.0.1/$port); }
+await 240 listens || bad "a rank that waits for its peers listens" "$(cat "$dir/out")"
 SECONDS=0; kill -TERM $pid; wait $pid; code=$?
-if [ $code = 143 ] && [ $SECONDS -le 10 ]; then ok "SIGTERM while peers are waited for: code 143 at once"
+if [ $code = 143 ] && [ $SECONDS -le $soon ]; then ok "SIGTERM while peers are waited for: code 143 at once"
 else bad "SIGTERM in the rendezvous: code $code after $SECONDS s" "$(cat "$dir/out")"; fi
 
 # What the operator wrote down of the layout.
@@ -122,14 +123,13 @@ if [ -n "$python" ]; then
   "$python" -c 'import socket,sys,time
 s=socket.socket(); s.bind(("0.0.0.0",0)); s.listen(); print(s.getsockname()[1],flush=True); time.sleep(600)' \
     >"$dir/port" & holder=$!
-  for _ in $(seq 1 600); do [ -s "$dir/port" ] && break; sleep 0.05; done
+  await 240 test -s "$dir/port"
   refuses 1 "$(cat "$dir/port")" "$TRIREME" $(run_args a logger.prometheus.enabled=true \
     logger.prometheus.port="$(cat "$dir/port")")
   kill $holder; wait $holder 2>/dev/null
 fi
 
-# A rank that dies, with a deadline that is far away: the others leave within seconds, and who died is named with phase
-# and cause.
+# A rank that dies, with a deadline that is far away: the others leave soon, and who died is named with phase and cause.
 # of_rank RANK PID...: the one of these processes, and of their children, that is this rank.
 of_rank() {
   local rank=$1 pid; shift
@@ -137,11 +137,12 @@ of_rank() {
     tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | grep -q "^RANK=$rank$" && echo "$pid"
   done
 }
-far=(grpo.max_num_steps=100000 checkpointing.enabled=false grpo.val_period=0 cluster.collective_timeout_s=900)
+far=(grpo.max_num_steps=100000 checkpointing.enabled=false grpo.val_period=0 $far_deadline)
 fresh() { rm -f "$dir"/out.* "$dir"/err.*; : >"$dir/out.0"; seen="step 2/"; }  # before a run
+said() { grep -q "$seen" "$dir"/out.* "$dir"/err.*; }
 # started NAME: waits until the run has said what is to be $seen.
 started() {
-  for _ in $(seq 1 2400); do grep -q "$seen" "$dir"/out.* "$dir"/err.* && return; sleep 0.05; done
+  await 240 said && return
   bad "$1: '$seen' was not said" "$(cat "$dir"/err.*)"
 }
 # kills NAME VICTIM PID...: kills this rank of these launchers or ranks and waits for all. codes: how each ended;
@@ -157,7 +158,7 @@ kills() {
 judge() {
   local name=$1 expected=$2 text=$3 file silent=""; shift 3
   for file in "$@"; do grep -q -- "$text" "$dir/$file" || silent="$silent $file"; done
-  if [ "$codes" = " $expected" ] && [ $seconds -le 30 ] && [ -z "$silent" ]
+  if [ "$codes" = " $expected" ] && [ $seconds -le $soon ] && [ -z "$silent" ]
   then ok "$name: codes$codes, $seconds s after it"
   else bad "$name: codes$codes after $seconds s, not said in:$silent" "$(cat "$dir"/err.*)"; fi
 }
@@ -244,7 +245,8 @@ judge "a mistake of one rank" "10 20" "rank 0 .*in phase start.*rank 1 has died 
 # Before the ranks have met.
 fresh
 "$TRIREME" launch --nproc-per-node 2 -- $(run_args killed-early "${far[@]}") >"$dir/out.0" 2>"$dir/err.0" & pid=$!
-for _ in $(seq 1 600); do victim=$(of_rank 1 $pid); [ -n "$victim" ] && break; sleep 0.01; done
+there() { victim=$(of_rank 1 $pid); [ -n "$victim" ]; }
+await 240 there || victim=$pid
 kill -9 $victim; SECONDS=0; wait $pid; codes=" $?" seconds=$SECONDS
 judge "rank 1 of 2 killed at the start" 137 "rank 0 .*rank 1 has died.*: signal 9 (Killed)" err.0
 # Ends are no deaths.
@@ -256,7 +258,7 @@ else bad "the end of three ranks: code $code" "$out"; fi
 # A rank that hangs: the others name it when the collective's deadline has passed, and the launcher ends it.
 "$TRIREME" launch --nproc-per-node 2 -- $(run_args hung grpo.max_num_steps=100000 checkpointing.enabled=false \
   cluster.collective_timeout_s=30) >"$dir/out" 2>"$dir/err" & pid=$!
-for _ in $(seq 1 1200); do grep -q "step 2/" "$dir/out" && break; sleep 0.05; done
+await 240 grep -q "step 2/" "$dir/out"
 victim=$(for child in $(pgrep -P $pid); do
   tr '\0' '\n' <"/proc/$child/environ" | grep -q '^RANK=1$' && echo "$child"; done)
 kill -STOP $victim
@@ -272,11 +274,11 @@ else bad "hanging rank: code $code" "$(cat "$dir/err")"; fi
 fails() {
   local fault=$1 expected=$2 first=$3 other=$4; shift 4
   SECONDS=0
-  TRIREME_FAULT=$fault timeout 300 "$TRIREME" launch --nproc-per-node 2 -- \
-    $(run_args "fault-${fault%%@*}" grpo.max_num_steps=100000 checkpointing.enabled=false "$@") \
-    >"$dir/out" 2>"$dir/err"; code=$?
+  TRIREME_FAULT=$fault timeout 600 "$TRIREME" launch --nproc-per-node 2 -- \
+    $(run_args "fault-${fault%%@*}" grpo.max_num_steps=100000 checkpointing.enabled=false \
+      $far_deadline "$@") >"$dir/out" 2>"$dir/err"; code=$?
   if [ $code = "$expected" ] && grep -q "rank 1 failed first" "$dir/err" && grep -q -- "$first" "$dir/err" &&
-    grep -q -- "$other" "$dir/err" && [ $SECONDS -lt 200 ]
+    grep -q -- "$other" "$dir/err" && [ $SECONDS -le $soon ]
   then ok "$fault: code $code after $SECONDS s"; else bad "$fault: code $code after $SECONDS s" "$(cat "$dir/err")"; fi
 }
 fails nan@2:1 21 "rank 1 on .* in phase training: the log-prob of a token of sample .* is not finite in the loss" \
@@ -294,7 +296,8 @@ attempt() {
     $(run_args fenced grpo.max_num_steps=100000 checkpointing.keep_top_k=2 logger.log_dir="$dir/fenced-$1")
 }
 attempt 1 >"$dir/out" 2>"$dir/err" & old=$!
-for _ in $(seq 1 2400); do ls -d "$dir"/fenced/step_* >/dev/null 2>&1 && break; sleep 0.05; done
+some_step() { ls -d "$dir"/fenced/step_*; }
+await 240 some_step
 attempt 2 >"$dir/out.2" 2>"$dir/err.2" & new=$!
 wait $old; code=$?
 if [ $code = 20 ] &&
@@ -306,7 +309,7 @@ else bad "older attempt: code $code" "$(cat "$dir/err")"; fi
 if [ $code = 20 ] && grep -q "belongs to attempt 2 of this job" "$dir/err"
 then ok "an older attempt that comes late is refused"
 else bad "late attempt: code $code" "$(cat "$dir/err")"; fi
-for _ in $(seq 1 2400); do grep -q "step [0-9]*/" "$dir/out.2" && break; sleep 0.05; done
+await 240 grep -q "step [0-9]*/" "$dir/out.2"
 kill -TERM $new; wait $new; code=$?
 if [ $code = 40 ] && ! ls -d "$dir"/fenced/tmp_step_* >/dev/null 2>&1; then ok "the newer attempt is not disturbed"
 else bad "newer attempt: code $code" "$(cat "$dir/err.2")"; fi
@@ -341,8 +344,7 @@ config = json.load(open(sys.argv[1]))
 config.update(hidden_size=16384, num_hidden_layers=400, intermediate_size=65536)
 json.dump(config, open(sys.argv[1], "w"))
 PY
-SECONDS=0
-out=$("$TRIREME" $(run_args huge policy.model_name="$dir/huge" policy.random_weights=true) 2>&1); code=$?
-[ $code = 10 ] && [ $SECONDS -le 20 ] && [[ "$out" == *"of the host for a rank at the least"*"wants least"* ]] &&
-  ok "a model that cannot fit is refused in $SECONDS s" || bad "a model that cannot fit: code $code, $SECONDS s" "$out"
+out=$(timeout 600 "$TRIREME" $(run_args huge policy.model_name="$dir/huge" policy.random_weights=true) 2>&1); code=$?
+[ $code = 10 ] && [[ "$out" == *"of the host for a rank at the least"*"wants least"* ]] &&
+  ok "a model that cannot fit is refused" || bad "a model that cannot fit: code $code" "$out"
 finish

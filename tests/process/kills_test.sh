@@ -12,8 +12,8 @@ whole=$(weights whole 3)
 kills() {
   local rank=$1 phase=$2 name="killed-${2// /-}-$1" code; shift 2
   SECONDS=0
-  TRIREME_FAULT="kill@2:$rank:$phase" run "$name" "$@" >"$dir/out" 2>&1; code=$?
-  if [ $code = 137 ] && [ $SECONDS -le 60 ] && grep -q "rank $rank failed first (signal 9" "$dir/out" &&
+  TRIREME_FAULT="kill@2:$rank:$phase" run "$name" $far_deadline "$@" >"$dir/out" 2>&1; code=$?
+  if [ $code = 137 ] && [ $SECONDS -le $soon ] && grep -q "rank $rank failed first (signal 9" "$dir/out" &&
     grep -q "rank $rank (tp $((rank % 2)), pp $((rank / 2))) has died.*signal 9 (Killed)" "$dir/out"
   then ok "rank $rank killed in phase $phase: named, $SECONDS s"
   else bad "rank $rank killed in phase $phase: code $code, $SECONDS s" "$(cat "$dir/out")"; fi

@@ -12,6 +12,15 @@ bad() {
 }
 # check NAME COMMAND...: passes when the command does.
 check() { local name=$1 out; shift; if out=$("$@" 2>&1); then ok "$name"; else bad "$name" "$out"; fi; }
+# await SECONDS COMMAND...: polls until it succeeds; fails when the time is over, which is for a run that stands still,
+# not for a slow machine.
+await() {
+  local end=$((SECONDS + $1)); shift
+  until "$@" >/dev/null 2>&1; do [ $SECONDS -lt $end ] || return 1; sleep 0.05; done
+}
+# For runs in which a rank dies: a deadline of collectives that is far away, and the seconds that are soon before it.
+# Who leaves soon has not waited for the deadline, on however slow a machine.
+far_deadline=cluster.collective_timeout_s=900 soon=300
 finish() { echo "$passed passed, $failed failed"; [ "$failed" = 0 ]; }
 
 # A tiny model and task in $dir, and the overrides of a run that takes a second.

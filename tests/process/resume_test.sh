@@ -23,8 +23,7 @@ done
 
 # SIGTERM: the step is finished, saved, exit code 40; the rest later gives the same result.
 "$TRIREME" $(run_args term) >"$dir/out" 2>&1 & pid=$!
-for _ in $(seq 1 2400); do [ -d "$dir/term/step_1" ] && break; sleep 0.05; done
-[ -d "$dir/term/step_1" ] || bad "the run that is to be stopped saves its first step" "$(cat "$dir/out")"
+await 240 test -d "$dir/term/step_1" || bad "the run that is to be stopped saves its first step" "$(cat "$dir/out")"
 kill -TERM $pid; wait $pid; code=$?
 if [ $code = 40 ] || [ -d "$dir/term/step_6" ]; then ok "SIGTERM saves and leaves with code $code"
 else bad "SIGTERM: code $code" "$(cat "$dir/out")"; fi

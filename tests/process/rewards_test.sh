@@ -11,11 +11,12 @@ ends() {
   then ok "ends with $code: $text"
   else bad "expected code $code (got $got) and '$text'" "$(cat "$dir/said")"; fi
 }
-# weak.sh RANK FOLDER hang|fail [PAUSE]: a reward that answers one response (the probe) and on this rank ends hangs or
-# fails from then on; on others it answers, with a pause after each response.
+# weak.sh RANK FOLDER hang|fail [PAUSE]: a reward that answers one response (the probe) and on this rank hangs or fails
+# from then on; on others it answers, the first response behind the probe after a pause.
 cat >"$dir/weak.sh" <<'WEAK'
-[ "${RANK:-0}" = "$1" ] || exec sh -c 'while read -r line; do echo "{\"reward\": 1}"; [ -z "$0" ] || sleep "$0"; done' \
-  "${4:-}"
+answer() { while read -r line; do echo '{"reward": 1}'; [ $# = 0 ] || return 0; done; }
+[ "${RANK:-0}" = "$1" ] || { [ -z "$4" ] || { answer once; read -r line && sleep "$4" && echo '{"reward": 1}'; }
+  answer; exit; }
 mkdir "$2" 2>/dev/null || { [ "$3" = hang ] && exec sleep 1000; exit 1; }
 read -r line; echo '{"reward": 1}'
 WEAK
@@ -59,9 +60,10 @@ grep -q "rank 0 .*failed: .*rank 1 on .*reward 'command' failed for group .*: sh
 ends 1 "groups have no reward yet after cluster.collective_timeout_s" \
   "$TRIREME" $(run_args e "${command[@]}" env.command.timeout_s=600 cluster.collective_timeout_s=3 "$(weak 0 hang)" \
     "env.command.num_workers=1")
-# On one rank of two likewise. The other one's rewards take 3 s, so that it is not the first to wait for 6.
-ends 1 "rank 1 failed first (exit code 1)" two "$(weak 1 hang 0.2)" env.command.timeout_s=600 \
-  cluster.collective_timeout_s=6 env.command.num_workers=1
+# On one rank of two likewise. The other one's rewards take 15 s, however many it has, so that it is not the first to
+# have waited for 30.
+ends 1 "rank 1 failed first (exit code 1)" two "$(weak 1 hang 15)" env.command.timeout_s=600 \
+  cluster.collective_timeout_s=30 env.command.num_workers=1
 grep -q "rank 0 .*failed: .*rank 1.*: [0-9]* groups have no reward yet after cluster.coll" "$dir/said" &&
   ok "the other rank says who waited for rewards" || bad "rank 0 does not say it" "$(cat "$dir/said")"
 
@@ -84,7 +86,7 @@ print(server.server_address[1], flush=True)
 server.serve_forever()
 SERVICE
   "$python" "$dir/service.py" >"$dir/port" & service=$!
-  for _ in $(seq 1 600); do [ -s "$dir/port" ] && break; sleep 0.05; done
+  await 240 test -s "$dir/port"
   export TRIREME_REWARD_URL=http://127.0.0.1:$(cat "$dir/port")/score
   printf 'Bearer sesame-4711\n' >"$dir/token"
   ends 0 "step 2/2" "$TRIREME" $(run_args f env.http.enabled=true \
