@@ -1,4 +1,6 @@
 // The parts of an open pod template that the operator and the local runner look at.
+#include <algorithm>
+
 #include "api/runtime.h"
 
 namespace trireme {
@@ -106,6 +108,21 @@ PodView pod_view(const RLJobSpec& spec, const RoleSpec& role, const std::string&
     view.containers.insert(view.containers.begin(), std::move(main));
   }
   return view;
+}
+
+std::vector<ClaimUse> claim_uses(const RLJobSpec& spec) {
+  std::vector<ClaimUse> uses;
+  for (const RoleRef& role : roles_of(spec)) {
+    for (const VolumeView& volume : pod_view(spec, *role.spec).volumes) {
+      if (volume.kind != VolumeKind::kClaim) continue;
+      auto use = std::find_if(uses.begin(), uses.end(), [&](const ClaimUse& u) { return u.claim == volume.source; });
+      if (use == uses.end()) use = uses.insert(uses.end(), {volume.source, 0, {}});
+      if (!use->roles.empty() && use->roles.back() == role.name) continue;  // under another volume's name
+      use->pods += role.spec->replicas;
+      use->roles.push_back(role.name);
+    }
+  }
+  return uses;
 }
 
 }  // namespace trireme

@@ -38,14 +38,25 @@ void set_fabric(const Network& network, bool rdma, bool several_pods, std::map<s
   if (several_pods) env["NCCL_NET"] = ends_with(network.rdma->resource_name, "/efa") ? "AWS Libfabric" : "IB";
 }
 
-// Of a pod whose processes are ranks of the job.
-void set_ranks(const RoleSpec& actor, const PodPlace& place, std::map<std::string, std::string>& env) {
+// The actor, or PPO's critic.
+const RoleSpec& trainer_role(const RLJobSpec& spec, const std::string& role) {
+  if (role != "critic") return actor_of(spec);
+  if (!spec.roles.critic) fail_user("spec.roles.critic is missing");
+  return *spec.roles.critic;
+}
+
+// Of a pod whose processes are ranks of the job, numbered within their role.
+void set_ranks(const RLJobSpec& spec, const PodPlace& place, std::map<std::string, std::string>& env) {
+  const RoleSpec& own = trainer_role(spec, place.role);
   env["PET_MASTER_ADDR"] = env["MASTER_ADDR"];
   env["PET_MASTER_PORT"] = env["MASTER_PORT"];
   env["NODE_RANK"] = env["PET_NODE_RANK"] = number(place.index);
-  env["NNODES"] = env["PET_NNODES"] = number(actor.replicas);
-  env["PET_NPROC_PER_NODE"] = number(processes_per_pod(actor));
-  env["TRIREME_LAYOUT"] = to_string(layout_of(actor));
+  env["NNODES"] = env["PET_NNODES"] = number(own.replicas);
+  env["PET_NPROC_PER_NODE"] = number(processes_per_pod(own));
+  env["TRIREME_LAYOUT"] = to_string(layout_of(own));
+  if (!spec.roles.critic) return;
+  env["TRIREME_CRITIC_RANKS"] = number(world_size(*spec.roles.critic));
+  if (place.role == "critic") env["TRIREME_ACTOR_RANKS"] = number(world_size(actor_of(spec)));
 }
 
 constexpr int64_t kMaxRanksWithGroups = 4096;
@@ -153,13 +164,13 @@ std::vector<std::string> trainer_overrides(const RLJob& job) {
   return overrides;
 }
 
-std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path) {
+std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path, const std::string& role) {
   const RLJobSpec& spec = job.spec;
-  const RoleSpec& actor = actor_of(spec);
+  const RoleSpec& own = trainer_role(spec, role);
   std::vector<std::string> command = {"trireme",
                                       "launch",
                                       "--nproc-per-node",
-                                      number(processes_per_pod(actor)),
+                                      number(processes_per_pod(own)),
                                       "--",
                                       "train",
                                       "--algorithm",
@@ -167,7 +178,7 @@ std::vector<std::string> trainer_command(const RLJob& job, const std::string& co
                                       "--config",
                                       spec.config.path.empty() ? config_path : spec.config.path,
                                       "--layout",
-                                      to_string(layout_of(actor))};
+                                      to_string(layout_of(own))};
   for (std::string& item : trainer_overrides(job)) command.push_back(std::move(item));
   return command;
 }
@@ -183,7 +194,7 @@ std::vector<std::string> engine_command(const RLJob& job, const std::string& con
 
 std::vector<std::string> role_command(const RLJob& job, const std::string& role, const std::string& config_path) {
   if (role == "reward") return {};
-  return role == "generation" ? engine_command(job, config_path) : trainer_command(job, config_path);
+  return role == "generation" ? engine_command(job, config_path) : trainer_command(job, config_path, role);
 }
 
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place) {
@@ -214,8 +225,8 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
     env["TRIREME_WORK_URL"] = "http://" + place.master_address + ":" + work_port;
     env["TRIREME_ENGINE_NAME"] = pod_name(job.metadata.name, place.role, place.index, place.attempt, place.incarnation);
   } else {
-    set_ranks(actor, place, env);
-    if (spec.roles.generation) env["TRIREME_WORK_PORT"] = work_port;
+    set_ranks(spec, place, env);
+    if (place.role == "actor" && spec.roles.generation) env["TRIREME_WORK_PORT"] = work_port;
     env["TRIREME_CHECKPOINT_ON_TERMINATION"] = spec.checkpoint.on_termination ? "1" : "0";
     env["TRIREME_TERMINATION_SECONDS"] = number(spec.checkpoint.timeout_seconds);
   }
@@ -223,8 +234,16 @@ std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPl
   if (!spec.network.socket_interface.empty()) {
     env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"] = spec.network.socket_interface;
   }
-  set_fabric(spec.network, uses_rdma(spec, place.role), actor.replicas > 1 || spec.roles.generation, env);
+  // Of the critic only its own ranks talk to each other by NCCL.
+  const bool several =
+      place.role == "critic" ? trainer_role(spec, "critic").replicas > 1 : actor.replicas > 1 || spec.roles.generation;
+  set_fabric(spec.network, uses_rdma(spec, place.role), several, env);
   return env;
+}
+
+std::map<std::string, std::string> init_environment(std::map<std::string, std::string> of_pod) {
+  for (const char* name : {"TRIREME_CRITIC_RANKS", "TRIREME_ACTOR_RANKS", "TRIREME_WORK_PORT"}) of_pod.erase(name);
+  return of_pod;
 }
 
 bool is_reserved_env(const std::string& name) {

@@ -68,8 +68,11 @@ inline constexpr int kExitNode = 30;           // the node's device is at fault:
 inline constexpr int kExitCheckpointed = 40;   // SIGTERM, checkpoint written: free restart
 
 // trireme launch --nproc-per-node P -- train --algorithm grpo --config FILE --layout tp=..,.. [key=value ...]
-// The file is `config_path` (the mounted or local file), unless spec.config.path names one in the image.
-std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path);
+// The file is `config_path` (the mounted or local file), unless spec.config.path names one in the image. Of the critic
+// P and the layout are its own, all else is the actor's: the trainer compares their configurations. `role` is actor or
+// critic; throws Error(kUser) if the job has no such role.
+std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path,
+                                         const std::string& role = "actor");
 // trireme engine --config FILE algorithm=grpo [key=value ...], with the actor's file and overrides: a generation pod
 // whose configuration differs from the actor's may not join.
 std::vector<std::string> engine_command(const RLJob& job, const std::string& config_path);
@@ -88,14 +91,19 @@ struct PodPlace {
   int64_t work_port = 0;       // 0: spec.network.workPort
   std::string topology_file;   // empty: not set
 };
-// MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. Generation pods
-// get no NODE_RANK, NNODES, PET_* but TRIREME_WORK_URL, where actor 0 gives work out (it is told the port by
-// TRIREME_WORK_PORT, which is set only when the job has a generation role), and TRIREME_ENGINE_NAME. The operator adds
-// TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE, TRIREME_STATUS_CA_FILE, TRIREME_POD_NAME, TRIREME_NODE_NAME.
+// MASTER_ADDR MASTER_PORT NODE_RANK NNODES PET_* TRIREME_*; set by us on every container of the pod. NODE_RANK, NNODES
+// and PET_* are of the pod's role. Where the critic has pods actor and critic get TRIREME_CRITIC_RANKS, and the critic,
+// which meets at the actor's MASTER_ADDR, TRIREME_ACTOR_RANKS: its ranks of the job stand behind the actor's.
+// Generation pods get no NODE_RANK, NNODES, PET_* but TRIREME_WORK_URL, where actor 0 gives work out (it is told the
+// port by TRIREME_WORK_PORT, which is set only when the job has a generation role), and TRIREME_ENGINE_NAME. The
+// operator adds TRIREME_POD_NAME and TRIREME_NODE_NAME, and to actor pods TRIREME_STATUS_URL, TRIREME_STATUS_TOKEN_FILE
+// and TRIREME_STATUS_CA_FILE.
 // NCCL_* and GLOO_* by spec.network are not reserved: where a container's template sets one, that one counts.
 // TRIREME_REQUIRE_RDMA=1 with NCCL_NET (IB, of /efa resources "AWS Libfabric"): NCCL fails instead of talking to other
 // nodes over sockets, and the trainer ends. Another plugin's name is the template's to say.
 std::map<std::string, std::string> pod_environment(const RLJob& job, const PodPlace& place);
+// Of it what init containers get: what they run is no rank of the job, and has no others to wait for.
+std::map<std::string, std::string> init_environment(std::map<std::string, std::string> of_pod);
 // Names users may not set in a template: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, NODE_RANK, NNODES,
 // PET_*, and TRIREME_* names that we set.
 bool is_reserved_env(const std::string& name);
@@ -151,5 +159,12 @@ struct PodView {
 };
 // Tolerant of anything: parts of a wrong type read as absent (validation reports them).
 PodView pod_view(const RLJobSpec& spec, const RoleSpec& role, const std::string& main_container = kTrainerContainer);
+// Each claim of the templates, and how many pods of which roles mount it.
+struct ClaimUse {
+  std::string claim;
+  int64_t pods = 0;
+  std::vector<std::string> roles;
+};
+std::vector<ClaimUse> claim_uses(const RLJobSpec& spec);
 
 }  // namespace trireme

@@ -193,12 +193,6 @@ class Validator final {
 
   void check_roles() {
     if (!spec_.roles.actor) error("spec.roles.actor", "is missing; it is the role that trains");
-    if (spec_.roles.critic) {
-      error("spec.roles.critic", spec_.algorithm == Algorithm::kPpo
-                                     ? "critic pods are not supported yet; leave the role out, and the actor's pods "
-                                       "hold the critic too"
-                                     : std::string("is for algorithm PPO only, not ") + to_string(spec_.algorithm));
-    }
     for (const RoleRef& role : roles_of(spec_)) {
       const std::string path = "spec.roles." + role.name;
       if (!is_qualified_name(role.spec->gpu_resource)) {
@@ -211,11 +205,14 @@ class Validator final {
         check_reward(*role.spec, path);
       } else if (role.name == "generation") {
         check_generation(*role.spec, path);
+      } else if (role.name == "critic") {
+        check_critic(*role.spec, path);
       } else {
-        check_trainer_role(*role.spec, path);
+        check_trainer_role(*role.spec, path, model_name());
       }
       check_template(*role.spec, path + ".template", role.name == "reward" ? kRewardContainer : kTrainerContainer);
     }
+    warn_about_claims();
   }
 
   void check_reward(const RoleSpec& role, const std::string& path) {
@@ -248,6 +245,66 @@ class Validator final {
       error("spec.network.workPort", "is the same as masterPort or metricsPort");
   }
 
+  // Of a key that the RLJob leaves to the configuration: what stands inline or, which wins, in an override; and where.
+  // Nothing where a file behind a config map or path may say it.
+  struct Setting {
+    std::string value, at;
+  };
+  std::optional<Setting> setting(const std::string& key) const {
+    std::optional<Setting> found;
+    if (const Json* value = config_value(key); value && !value->is_structured())
+      found = {value->is_string() ? value->get<std::string>() : value->dump(), "spec.config.inline." + key};
+    for (size_t i = 0; i < spec_.config.overrides.size(); ++i) {
+      const std::string& text = spec_.config.overrides[i];
+      if (starts_with(text, key + "="))
+        found = {text.substr(key.size() + 1), "spec.config.overrides[" + std::to_string(i) + "]"};
+    }
+    return found;
+  }
+
+  void check_critic(const RoleSpec& role, const std::string& path) {
+    if (spec_.algorithm != Algorithm::kPpo) {
+      error(path, std::string("is for algorithm PPO only, not ") + to_string(spec_.algorithm));
+      return;
+    }
+    if (const auto name = setting("ppo.adv_estimator.name"); name && name->value == "raw_reward")
+      error(name->at, "ppo.adv_estimator.name is raw_reward, which has no critic: leave spec.roles.critic out");
+    if (!(layout_sizes(role) == Layout{})) {
+      error(path + ".parallelism", "splits the critic, but each of its ranks holds the whole model; leave it out");
+      return;
+    }
+    check_trainer_role(role, path, "");
+    warn_about_critics_checkpoints(role, path);
+  }
+
+  // The claim, or another volume, that holds `folder` in a role's pods; empty: none.
+  std::string volume_of(const RoleSpec& role, const std::string& folder) const {
+    const PodView view = pod_view(spec_, role);
+    const MountView* over = nullptr;
+    for (const MountView& mount : view.container(kTrainerContainer)->mounts) {
+      const std::string inside = ends_with(mount.path, "/") ? mount.path : mount.path + "/";
+      const bool holds = starts_with(folder + "/", inside);
+      if (holds && (over == nullptr || over->path.size() < mount.path.size())) over = &mount;
+    }
+    if (over == nullptr) return "";
+    for (const VolumeView& volume : view.volumes) {
+      if (volume.name == over->volume) return volume.source.empty() ? volume.name : volume.source;
+    }
+    return over->volume;
+  }
+
+  // Its pods save beside the actor's steps, and a job goes on only from steps that both have.
+  void warn_about_critics_checkpoints(const RoleSpec& role, const std::string& path) {
+    const auto said = setting("checkpointing.checkpoint_dir");
+    const std::string folder = said ? said->value : spec_.checkpoint.directory;
+    if (folder.empty() || !spec_.roles.actor) return;
+    const std::string actors = volume_of(*spec_.roles.actor, folder);
+    if (actors.empty() || volume_of(role, folder) == actors) return;
+    warn(path + ".template", "does not mount the volume " + quoted(actors) + " at " + quoted(folder) +
+                                 ", where the actor's pods have their checkpoints: the critic's would go with its "
+                                 "pods, and a restart would find none");
+  }
+
   static Layout layout_sizes(const RoleSpec& role) {
     const Parallelism& p = role.parallelism;
     return {.tp = p.tp, .cp = p.cp, .ep = p.ep, .pp = p.pp, .etp = p.etp};
@@ -259,18 +316,22 @@ class Validator final {
     return name && name->is_string() ? name->get<std::string>() : std::string();
   }
 
-  void check_trainer_role(const RoleSpec& role, const std::string& path) {
+  bool check_processes(const RoleSpec& role, const std::string& path) {
+    if (role.gpus_per_pod == 0 || role.processes_per_pod.value_or(role.gpus_per_pod) == role.gpus_per_pod) return true;
+    error(path + ".processesPerPod", "is " + std::to_string(*role.processes_per_pod) + ", but a pod has " +
+                                         std::to_string(role.gpus_per_pod) +
+                                         " GPUs and there is one process per GPU; leave it out");
+    return false;
+  }
+
+  // `model`: its name where it is known, whose shape the layout must fit.
+  void check_trainer_role(const RoleSpec& role, const std::string& path, const std::string& model) {
     if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
-    if (role.gpus_per_pod > 0 && role.processes_per_pod && *role.processes_per_pod != role.gpus_per_pod) {
-      error(path + ".processesPerPod", "is " + std::to_string(*role.processes_per_pod) + ", but a pod has " +
-                                           std::to_string(role.gpus_per_pod) +
-                                           " GPUs and there is one process per GPU; leave it out");
-      return;
-    }
+    if (!check_processes(role, path)) return;
     Layout layout = layout_sizes(role);
     const int64_t world = world_size(role);
     layout.dp = role.parallelism.dp.value_or(derive_dp(layout, world).value_or(1));
-    const std::optional<ModelShape> shape = known_model_shape(model_name());
+    const std::optional<ModelShape> shape = known_model_shape(model);
     const LayoutReport report = check_layout(
         layout, {.world = world, .gpus_per_node = processes_per_pod(role), .shape = shape ? &*shape : nullptr});
     for (const std::string& message : report.errors) error(axis_path(path, message), message);
@@ -363,7 +424,6 @@ class Validator final {
         if (std::string_view(list) != "volumes") check_container(item, role, item_path, *name == main_container, pod);
       }
     }
-    warn_about_claims(role, path, main_container);
   }
 
   static bool is_container_name(const std::string& name) {
@@ -456,12 +516,12 @@ class Validator final {
     }
   }
 
-  void warn_about_claims(const RoleSpec& role, const std::string& path, const std::string& main_container) {
-    if (role.replicas < 2) return;
-    for (const VolumeView& volume : pod_view(spec_, role, main_container).volumes) {
-      if (volume.kind != VolumeKind::kClaim) continue;
-      warn(path + ".volumes", "the claim " + quoted(volume.source) + " is used by " + std::to_string(role.replicas) +
-                                  " pods: it must be ReadWriteMany unless they share a node");
+  void warn_about_claims() {
+    for (const ClaimUse& use : claim_uses(spec_)) {
+      if (use.pods < 2) continue;
+      warn("spec.roles." + use.roles.front() + ".template.spec.volumes",
+           "the claim " + quoted(use.claim) + " is used by " + std::to_string(use.pods) +
+               " pods: it must be ReadWriteMany unless they share a node");
     }
   }
 

@@ -92,8 +92,9 @@ void read_last_words(const std::string& message, CachedPod::Trouble& trouble) {
     trouble.log = message;
     return;
   }
+  const std::string whose = text(account, "role") == "critic" ? "critic rank " : "rank ";
   trouble.message =
-      "rank " + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + ")";
+      whose + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + ")";
   trouble.log = text(account, "logTail");
 }
 

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 #include "api/runtime.h"
+#include "base/text.h"
 #include "operator/controller/planner.h"
 #include "operator/kube/events.h"
 
@@ -93,18 +94,15 @@ void Planner::describe_pods() {
 // Several writers on one claim need an access mode that lets several nodes have it.
 void Planner::describe_claims() {
   std::string problem;
-  for (const RoleRef& role : roles_of(job_.spec)) {
-    if (role.spec->replicas < 2) continue;
-    for (const VolumeView& volume : pod_view(job_.spec, *role.spec).volumes) {
-      const auto claim = o_.claim_modes.find(volume.source);
-      if (volume.kind != VolumeKind::kClaim || claim == o_.claim_modes.end()) continue;
-      const auto& modes = claim->second;
-      const bool shared = std::any_of(modes.begin(), modes.end(),
-                                      [](const std::string& m) { return m == "ReadWriteMany" || m == "ReadOnlyMany"; });
-      if (!shared)
-        problem = "claim " + volume.source + " is not ReadWriteMany but " + std::to_string(role.spec->replicas) + " " +
-                  role.name + " pods mount it: they can only run on one node";
-    }
+  for (const ClaimUse& use : claim_uses(job_.spec)) {
+    const auto claim = o_.claim_modes.find(use.claim);
+    if (use.pods < 2 || claim == o_.claim_modes.end()) continue;
+    const auto& modes = claim->second;
+    const bool shared = std::any_of(modes.begin(), modes.end(),
+                                    [](const std::string& m) { return m == "ReadWriteMany" || m == "ReadOnlyMany"; });
+    if (!shared)
+      problem = "claim " + use.claim + " is not ReadWriteMany but " + std::to_string(use.pods) + " pods (" +
+                join(use.roles, ", ") + ") mount it: they can only run on one node";
   }
   const Condition* accepted = find_condition(next_, "Accepted");
   if (!problem.empty() && accepted && accepted->status == "True" && accepted->reason != "ClaimNotShared") {

@@ -97,7 +97,7 @@ void set_environment(Json& container, const Json& ours) {
 }
 
 // Init containers get no address for reports: what they run is not the job's progress.
-Json environment(const AttemptContext& c, const std::string& role, int64_t rank, int64_t incarnation, bool reports) {
+Json environment(const AttemptContext& c, const std::string& role, int64_t rank, int64_t incarnation, bool init) {
   const RLJob& job = c.job;
   PodPlace place;
   place.role = role;
@@ -107,7 +107,8 @@ Json environment(const AttemptContext& c, const std::string& role, int64_t rank,
   place.master_address = pod_address(job.metadata.name, "actor", 0, c.attempt);
   place.topology_file = std::string(kTopologyMountPath) + "/" + kTopologyKey;
   std::map<std::string, std::string> values = pod_environment(job, place);
-  if (reports && role != "generation" && !c.options.status_url.empty()) {
+  if (init) values = init_environment(std::move(values));
+  if (!init && role == "actor" && !c.options.status_url.empty()) {
     values["TRIREME_STATUS_URL"] =
         c.options.status_url + "/v1/status/" + job.metadata.namespace_ + "/" + job.metadata.name;
     values["TRIREME_STATUS_TOKEN_FILE"] = std::string(kStatusTokenMountPath) + "/token";
@@ -377,8 +378,8 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank, int64_t
       set_default(container, "image", spec.image);
       if (!spec.image_pull_policy.empty()) set_default(container, "imagePullPolicy", spec.image_pull_policy);
       set_default(container, "terminationMessagePolicy", "FallbackToLogsOnError");
-      const bool reports = std::string_view(list) == "containers";
-      set_environment(container, environment(c, role, rank, incarnation, reports));
+      const bool init = std::string_view(list) == "initContainers";
+      set_environment(container, environment(c, role, rank, incarnation, init));
     }
   }
   if (!is_reward) {
@@ -391,7 +392,7 @@ Json pod(const AttemptContext& c, const std::string& role, int64_t rank, int64_t
     set_default(main, "terminationMessagePath", "/dev/termination-log");
     main["env"].push_back({{"name", "TRIREME_TERMINATION_LOG"}, {"value", main["terminationMessagePath"]}});
     add_config(pod_spec, main, c);
-    if (role != "generation") add_status_token(pod_spec, main, c);  // rank 0 of the actor reports
+    if (role == "actor") add_status_token(pod_spec, main, c);  // rank 0 of the actor reports
   }
   add_volume(pod_spec,
              {{"name", kShmVolume}, {"emptyDir", {{"medium", "Memory"}, {"sizeLimit", spec.network.shared_memory}}}});

@@ -162,20 +162,17 @@ void Observer::read_claims(const ObjectKey& key, const RLJob& job, Memory& memor
   if (job.status.phase != phase::kQueued || memory.claims_attempt == job.status.attempt) return;
   memory.claims_attempt = job.status.attempt;
   memory.claims.clear();
-  for (const RoleRef& role : roles_of(job.spec)) {
-    if (role.spec->replicas < 2) continue;
-    for (const VolumeView& volume : pod_view(job.spec, *role.spec).volumes) {
-      if (volume.kind != VolumeKind::kClaim || memory.claims.count(volume.source) > 0) continue;
-      try {
-        const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, volume.source}, deadline);
-        if (!claim) continue;
-        std::vector<std::string>& modes = memory.claims[volume.source];
-        for (const Json& mode : claim->value("spec", Json::object()).value("accessModes", Json::array())) {
-          if (mode.is_string()) modes.push_back(mode.get<std::string>());
-        }
-      } catch (const ApiError& e) {
-        log_debug("controller", key.str() + ": claim " + volume.source + " was not checked: " + e.what());
+  for (const ClaimUse& use : claim_uses(job.spec)) {
+    if (use.pods < 2) continue;
+    try {
+      const auto claim = client_.find(kube::resources::kPersistentVolumeClaims, {key.ns, use.claim}, deadline);
+      if (!claim) continue;
+      std::vector<std::string>& modes = memory.claims[use.claim];
+      for (const Json& mode : claim->value("spec", Json::object()).value("accessModes", Json::array())) {
+        if (mode.is_string()) modes.push_back(mode.get<std::string>());
       }
+    } catch (const ApiError& e) {
+      log_debug("controller", key.str() + ": claim " + use.claim + " was not checked: " + e.what());
     }
   }
 }

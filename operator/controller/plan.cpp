@@ -222,14 +222,14 @@ void Planner::finished() {
 
 bool Planner::succeeded() {
   const ObservedPod* rank0 = nullptr;
-  bool actors_ended = true;
+  bool ranks_ended = true;
   for (const ObservedPod* pod : current_) {
-    if (pod->role != "actor") continue;
-    if (pod->rank == 0) rank0 = pod;
-    if (pod->alive() && !pod->done()) actors_ended = false;
+    if (is_service_role(pod->role)) continue;
+    if (pod->role == "actor" && pod->rank == 0) rank0 = pod;
+    if (pod->alive() && !pod->done()) ranks_ended = false;
   }
   if (!rank0 || !rank0->done()) return false;
-  if (actors_ended || rank0->ended_for >= options_.completion_grace) {
+  if (ranks_ended || rank0->ended_for >= options_.completion_grace) {
     complete();
   } else {
     requeue(options_.completion_grace - rank0->ended_for);

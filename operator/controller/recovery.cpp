@@ -55,12 +55,12 @@ std::vector<Failure> Planner::failures() {
   return found;
 }
 
-// An actor that still seems to live while others lost it may be on a node that has just died: its kubelet's silence
+// A rank that still seems to live while others lost it may be on a node that has just died: its kubelet's silence
 // takes longer to be noticed than a broken connection.
 bool Planner::echo_waits(const std::vector<Failure>& found, const Failure& cause) {
   if (!cause.consequence) return false;
   const bool missing = std::any_of(current_.begin(), current_.end(), [](const ObservedPod* pod) {
-    return pod->role == "actor" && pod->alive() && !pod->failed() && !pod->done();
+    return !is_service_role(pod->role) && pod->alive() && !pod->failed() && !pod->done();
   });
   const Milliseconds patience = missing ? options_.cause_wait : options_.settle;
   // Since the first of them: more echoes do not make the cause come later.

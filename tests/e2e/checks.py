@@ -557,19 +557,24 @@ def unknown_field():
 
 
 def not_supported():
-    told = []
-    for name in ("ppo-critic",):
-        job = next(d for d in yaml.safe_load_all((ROOT / f"examples/{name}.rljob.yaml").read_text())
-                   if d["kind"] == "RLJob")
-        told.append(refused(job, "not supported"))
-    return told[0][:200]
+    job = small_job("bad")
+    job["spec"]["roles"]["actor"].update({"gpusPerPod": 8, "processesPerPod": 8, "parallelism": {"ep": 2, "pp": 2}})
+    return refused(job, "denied the request", "not supported yet")[:200]
+
+
+def impossible_critic():
+    job = small_job("bad")
+    job["spec"]["roles"]["critic"] = {}
+    told = refused(job, "denied the request", "spec.roles.critic: is for algorithm PPO only, not GRPO")
+    job["spec"]["algorithm"] = "PPO"
+    job["spec"]["roles"]["critic"] = {"processesPerPod": 2, "parallelism": {"tp": 2}}
+    refused(job, "denied the request", "spec.roles.critic.parallelism: splits the critic")
+    return told[:200]
 
 
 def examples_accepted():
     names = []
     for path in sorted((ROOT / "examples").glob("*.rljob.yaml")):
-        if path.name.startswith("ppo-critic."):
-            continue
         for document in yaml.safe_load_all(path.read_text()):
             if document["kind"] == "RLJob":
                 document["metadata"]["name"] += "-dry"
@@ -612,6 +617,9 @@ def rules_without_webhook():
             30,
         )
         need("legal values" not in message, f"who said that? {message}")
+        job = small_job("bad")
+        job["spec"]["roles"]["critic"] = {}
+        refused(job, "a critic role is for algorithm PPO only")
         return message[:200]
     finally:
         for kind, o in saved.items():
@@ -741,6 +749,7 @@ def main():
             ("tensor parallel over pods is refused", wide_tensor_parallel),
             ("an unknown field is refused", unknown_field),
             ("what is not supported yet is refused", not_supported),
+            ("a critic without PPO, or split, is refused", impossible_critic),
             ("the examples are accepted", examples_accepted),
             ("a running job keeps its size", running_unchangeable),
             ("the schema's rules hold without the webhook", rules_without_webhook),

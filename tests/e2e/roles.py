@@ -1,10 +1,12 @@
 """Group `roles` of checks.py: pods that generate and a pod that grades beside the one that trains. Each of them is lost
-and made again while the attempt goes on, and generation pods are told to be more and fewer.
+and made again while the attempt goes on, and generation pods are told to be more and fewer. And PPO with a critic on a
+pod of its own, whose loss ends the attempt.
 
 Not among the groups that run without arguments before the trainer has the verb `engine`."""
 from world import *
 
 LONG = 60  # steps
+VALUED = 40  # of PPO
 
 # An HTTP reward in what every Debian has: the parity of a response's length.
 REWARD = r'''use IO::Socket::INET;
@@ -51,6 +53,33 @@ def roles_job(name, steps, generation=2):
     }
     job["spec"]["health"] = {**job["spec"].get("health", {}), "generationTimeoutSeconds": 120}
     return job
+
+
+def critic_job(name, critics=1, overrides=()):
+    """PPO: one pod of the actor, `critics` of the critic, each on a node of its own; all save on the same volume. The
+    critic's pods have the actor's init containers, and wait there for what its first pod prepares."""
+    job = small_job(name, VALUED, (
+        "ppo.num_prompts_per_step=8", "ppo.num_generations_per_prompt=4", f"ppo.max_num_steps={VALUED}",
+        "ppo.ppo_epochs=1", "ppo.policy_training_start_step=2", "ppo.val_period=10", "ppo.val_at_start=false",
+        "ppo.max_val_samples=20", "value_loss_fn.cliprange=0.5", "value.optimizer.kwargs.lr=0.001",
+        "policy.train_global_batch_size=16", "policy.train_micro_batch_size=4", "env.format.enabled=true",
+        "env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3)", *overrides))
+    job["spec"]["algorithm"] = "PPO"
+    roles = job["spec"]["roles"]
+    roles["actor"]["replicas"] = 1
+    roles["critic"] = {"replicas": critics, "template": copy.deepcopy(roles["actor"]["template"])}
+    return job
+
+
+def weights_of(name, step=VALUED):
+    """Of actor and critic, with the optimizers' moments."""
+    folder = volume_folder(name) / f"grpo/value/step_{step}/value"
+    files = sorted((folder / "weights").glob("*.safetensors")) + sorted((folder / "optimizer").glob("*.safetensors"))
+    need((folder / "weights/model.safetensors").exists(), f"there is no {folder}/weights/model.safetensors")
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return result_of(name, step), digest.hexdigest()[:16]
 
 
 def status_of(name):
@@ -167,11 +196,74 @@ def too_few(records):
     return status["lastFailure"]["message"][:200]
 
 
+def valued(records):
+    name = "valued"
+    submit(critic_job(name))
+    status = records.wait_end(name)["status"]
+    need(sorted(records.made_pods(name)) == ["valued-actor-0-a1", "valued-critic-0-a1"],
+         f"pods made: {records.made_pods(name)}")
+    rows = {r["name"]: r for r in status["roles"]}
+    need([r["name"] for r in status["roles"]] == ["actor", "critic"] and rows["critic"]["succeeded"] == 1,
+         f"roles {status['roles']}")
+    need(status["progress"]["step"] == VALUED, f"progress {status['progress']}")
+    topology = [json.loads(o["data"]["topology.json"])
+                for _, kind, o in records.configmaps.of("valued-topology-a1") if kind == "ADDED"]
+    need({"name": "critic", "replicas": 1, "processesPerPod": 1} in topology[0]["roles"], f"topology {topology}")
+    log = [json.loads(line) for line in (volume_folder(name) / "logs/train.jsonl").read_text().splitlines()]
+    log = [r for r in log if "critic/loss" in r]
+    differing = sum(r.get("train/logprob_mismatch_tokens", 0) for r in log)
+    need(len(log) == VALUED and differing == 0, f"{len(log)} steps with a critic, {differing} tokens with other bits")
+    weights_of(name)
+    return f"explained variance {log[-1].get('critic/explained_var')}"
+
+
+def critic_killed(records):
+    """As an actor's rank: the attempt ends, and the next one goes on to the undisturbed run's weights."""
+    name = "unvalued"
+    submit(critic_job(name), like="valued")
+    wait_step(name, 3)
+    kill(rank_process(f"{name}-critic-0-a1"))
+    status = records.wait_end(name)["status"]
+    got = (status["attempt"], status["restarts"], status.get("freeRestarts", 0))
+    need(got == (2, 1, 0), f"attempt, restarts, free restarts: {got}; {status.get('lastFailure')}")
+    failure = status["lastFailure"]
+    need(failure["role"] == "critic" and failure.get("exitCode") == 137
+         and "critic rank 0 failed first" in failure["message"], f"lastFailure {failure}")
+    need("Restarting" in records.phases(name), f"phases {records.phases(name)}")
+    need(sorted(records.made_pods(name)) == [f"{name}-{role}-0-a{attempt}" for role in ("actor", "critic")
+                                             for attempt in (1, 2)], f"pods made: {records.made_pods(name)}")
+    need(weights_of(name) == weights_of("valued"), "other weights than those of the undisturbed run")
+    return failure["message"][:200]
+
+
+def critic_beside_generation(records):
+    """One pod trains, two hold the critic, one generates, in turn; the critic's pods are deleted once."""
+    name = "three"
+    job = critic_job(name, critics=2, overrides=("policy.generation.colocated.enabled=false",))
+    roles = job["spec"]["roles"]
+    for role in ("actor", "critic"):
+        roles[role]["template"]["spec"].pop("affinity", None)
+    roles["generation"] = {"replicas": 1, "template": copy.deepcopy(roles["actor"]["template"])}
+    submit(job, like="valued")
+    wait_step(name, 3)
+    kube.delete("pods", f"{name}-critic-1-a1")
+    status = records.wait_end(name)["status"]
+    got = (status["attempt"], status.get("restarts", 0), status["freeRestarts"])
+    need(got == (2, 0, 1), f"attempt, restarts, free restarts: {got}; {status.get('lastFailure')}")
+    need(status["lastFailure"]["role"] == "critic" and status["lastFailure"]["reason"] == "Deleted",
+         f"lastFailure {status['lastFailure']}")
+    weights_of(name)
+    return status["lastFailure"]["message"][:200]
+
+
 def roles(records):
     for name, function in (
         ("one trains, two generate, one grades: Complete", undisturbed),
         ("each of them lost: one attempt", each_lost),
         ("generation pods told to be more and fewer", scaled),
         ("too few generation pods for too long", too_few),
+        ("PPO, an undisturbed run with a pod of the critic: Complete", valued),
+        ("kill -9 of the critic's rank: same weights", critic_killed),
+        ("two pods of the critic beside one that generates, one of them deleted", critic_beside_generation),
     ):
         check(f"roles: {name}", function, records)

@@ -17,9 +17,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       const bool valid = validate(job).ok();
       if (rljob_from_json(to_json(job)).metadata.name != job.metadata.name) __builtin_trap();
       if (!valid) continue;
-      trainer_command(job, "config.yaml");
-      pod_environment(job, {});
-      pod_view(job.spec, actor_of(job.spec));
+      for (const RoleRef& role : roles_of(job.spec)) {
+        role_command(job, role.name, "config.yaml");
+        pod_environment(job, {.role = role.name});
+        pod_view(job.spec, *role.spec);
+      }
       if (world_size(actor_of(job.spec)) <= 64) topology_document(job, 1, {"a", "b"});
     }
   } catch (const Error&) {

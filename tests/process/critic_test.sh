@@ -55,6 +55,25 @@ PY
   ); then ok "as on the actor's rank within 1e-5 ($out)"; else bad "not as on the actor's rank" "$out"; fi
 done
 
+# The same ranks as pods of a manifest: each pod of the critic has a launcher of its own.
+manifest pods PPO "actor: {}, critic: {replicas: 2}" $(ppo_args pods $one_step) >"$dir/pods.yaml"
+check "an actor's pod and two of the critic" "$TRIREME" run -f "$dir/pods.yaml"
+if out=$(python3 - "$dir/own-1-2-logs/train.jsonl" "$dir/pods-logs/train.jsonl" <<'PY'
+import json, sys
+a, b = ([x for x in map(json.loads, open(name)) if "critic/loss" in x] for name in sys.argv[1:])
+names = [n for n in a[0] if n.startswith("critic/")]
+worst = max(abs(x[n] - y[n]) / max(1.0, abs(x[n])) for x, y in zip(a, b) for n in names)
+print("largest difference", worst)
+sys.exit(0 if len(a) == len(b) == 3 and worst < 1e-5 else 1)
+PY
+); then ok "as by one launcher ($out)"; else bad "pods give something else than one launcher" "$out"; fi
+[ -e "$dir/pods/value/step_3/value/weights" ] && ok "with the critic's checkpoints" ||
+  bad "no checkpoint of the critic" "$(find "$dir/pods" -maxdepth 3)"
+out=$(TRIREME_ROLE=critic NODE_RANK=0 "$TRIREME" once "$dir/never/.done" --timeout 0.3 -- \
+  init-task addition --out "$dir/never" 2>&1); code=$?
+[ $code != 0 ] && grep -q "waiting for node 0" <<<"$out" && [ ! -e "$dir/never" ] &&
+  ok "the critic's first pod waits for what the actor's prepares" || bad "once in a critic's pod: code $code" "$out"
+
 check "an uninterrupted run" own whole 1 1
 expected=$(both whole 6)
 [ "$(steps "$dir/whole")" = "$(steps "$dir/whole/value")" ] && [ ! -e "$dir/whole/step_6/value" ] &&

@@ -59,6 +59,22 @@ run_split() {
     grpo.max_num_steps=4 loss_fn.reference_policy_kl_penalty=0.05 \
     policy.generation.max_running_samples=8 policy.generation.kv_cache_tokens=400 "$@")
 }
+# manifest NAME ALGORITHM ROLES train --config FILE [overrides...]: an RLJob whose pods run what these arguments say.
+manifest() {
+  local name=$1 algorithm=$2 roles=$3 file=$6; shift 6
+  cat <<Y
+apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: $name}
+spec:
+  algorithm: $algorithm
+  config:
+    path: $file
+    overrides:
+$(printf '      - "%s"\n' "$@")
+  roles: {$roles}
+Y
+}
 weights() {
   [ -f "$dir/$1/step_$2/policy/weights/model.safetensors" ] || { echo "no weights of $1 step $2 ($RANDOM)"; return; }
   sha256sum "$dir/$1/step_$2/policy/weights/model.safetensors" "$dir/$1/step_$2/policy/optimizer/"*.safetensors |

@@ -305,13 +305,15 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("marker", options->marker, "written when the verb succeeded; on a volume that all nodes mount")
         ->required();
     verb->add_option("command", options->command, "after --: the verb and its arguments")->required();
-    verb->add_option("--node-rank", *rank, "this node (default: NODE_RANK, or 0; generation pods wait)");
+    verb->add_option("--node-rank", *rank,
+                     "this node (default: the actor's NODE_RANK, or 0; pods of other roles wait for it)");
     verb->add_option("--timeout", *seconds, "seconds for the verb, and for waiting for it")->check(CLI::PositiveNumber);
     verb->callback([=, &context] {
       context.run = [=, &context] {
-        // A generation pod is none of the nodes: it waits for what node 0 prepares.
-        const int otherwise = environment("TRIREME_ROLE", "actor") == "generation" ? 1 : 0;
-        options->node_rank = *rank >= 0 ? *rank : static_cast<int>(environment_int("NODE_RANK", otherwise));
+        // What is numbered are the actor's pods, and the critic's by themselves: node 0 is the actor's first.
+        const bool of_actor = environment("TRIREME_ROLE", "actor") == "actor";
+        const int number = of_actor ? static_cast<int>(environment_int("NODE_RANK", 0)) : 1;
+        options->node_rank = *rank >= 0 ? *rank : number;
         options->timeout = Milliseconds(static_cast<int64_t>(*seconds * 1000));
         options->program = program_path();
         context.read_signals();

@@ -171,7 +171,8 @@ Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& pl
 }
 
 struct LocalPods {
-  std::vector<Subprocess> actor;
+  std::vector<Subprocess> ranks;  // of the actor and the critic: each is needed, and their ends are the run's
+  std::vector<std::string> names;
   std::vector<Subprocess> generation;
   std::vector<Subprocess> reward;
 };
@@ -184,12 +185,13 @@ LocalPods start_pods(const RLJob& job, const std::vector<LocalRole>& roles) {
   if (job.spec.roles.generation) place.work_port = ReservedPort().port();  // free now; actor 0 binds it itself
   LocalPods pods;
   for (const LocalRole& role : roles) {
-    std::vector<Subprocess>& started = role.name == "actor"        ? pods.actor
-                                       : role.name == "generation" ? pods.generation
-                                                                   : pods.reward;
+    std::vector<Subprocess>& started = role.name == "generation" ? pods.generation
+                                       : role.name == "reward"   ? pods.reward
+                                                                 : pods.ranks;
     place.role = role.name;
     for (place.index = 0; place.index < role.pods; ++place.index) {
       const bool rank0 = role.name == "actor" && place.index == 0;
+      if (&started == &pods.ranks) pods.names.push_back(role.name + " pod " + std::to_string(place.index));
       started.push_back(start_pod(job, role, place, rank0 ? &reserved : nullptr));
     }
   }
@@ -213,13 +215,14 @@ std::optional<int> lost_service(const std::string& role, std::vector<Subprocess>
   return failures == pods.size() ? failed : std::nullopt;
 }
 
-// Until all actor pods have ended: the first failure's exit code, which the others are given a minute after. So they
-// are when nobody generates any more. A signal is handed on once; `grace` later they are killed. Services end last.
+// Until all pods of ranks have ended: the first failure's exit code, which the others are given a minute after; of a
+// pod that lost a peer only where no other has failed. So they are when nobody generates any more. A signal is handed
+// on once; `grace` later they are killed. Services end last.
 int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds grace) {
   int exit_code = 0;
   bool forwarded = false;
-  size_t running = pods.actor.size();
-  std::vector<bool> ended(pods.actor.size(), false);
+  size_t running = pods.ranks.size();
+  std::vector<bool> ended(pods.ranks.size(), false);
   std::vector<bool> generation_told, reward_told;
   const Deadline never(SteadyClock::time_point::max());
   Deadline kill_at = never;
@@ -228,14 +231,14 @@ int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds 
     if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
   };
   while (running > 0) {
-    for (size_t i = 0; i < pods.actor.size(); ++i) {
+    for (size_t i = 0; i < pods.ranks.size(); ++i) {
       if (ended[i]) continue;
-      const auto status = pods.actor[i].poll();
+      const auto status = pods.ranks[i].poll();
       if (!status) continue;
       ended[i] = true;
       --running;
-      if (status->ok() || exit_code != 0) continue;
-      if (pods.actor.size() > 1) log_error("run", "pod " + std::to_string(i) + " ended with " + status->describe());
+      if (status->ok() || (exit_code != 0 && exit_code != kExitCommunication)) continue;
+      if (pods.ranks.size() > 1) log_error("run", pods.names[i] + " ended with " + status->describe());
       failed(status->signal != 0 ? 128 + status->signal : status->code);
     }
     lost_service("reward", pods.reward, reward_told);
@@ -244,11 +247,11 @@ int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds 
     const int number = signal == nullptr ? 0 : signal->load();
     if (number != 0 && !forwarded) {
       forwarded = true;
-      for (Subprocess& child : pods.actor) child.signal(SIGTERM);
+      for (Subprocess& child : pods.ranks) child.signal(SIGTERM);
       kill_at = Deadline::after(grace);
     }
     if (kill_at.passed()) {
-      for (Subprocess& child : pods.actor) child.signal_group(SIGKILL);
+      for (Subprocess& child : pods.ranks) child.signal_group(SIGKILL);
       kill_at = never;
     }
     std::this_thread::sleep_for(Milliseconds(10));

@@ -222,6 +222,7 @@ TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
   for (const char* message :
        {"parallelism.tp must divide the processes of a pod", "tp x cp x pp must divide", "etp x ep x pp must divide",
         "algorithm cannot be changed", "managedBy cannot be changed", "a critic role is for algorithm PPO only",
+        "a critic role can only be added, removed or given other sizes while the job is suspended",
         "needs exactly one of inline, configMapRef, path", "can only be changed while the job is suspended",
         "at most 40 characters", "minReplicas must be at most replicas", "workPort must differ"}) {
     EXPECT_THAT(text, testing::HasSubstr(message));

@@ -49,6 +49,10 @@ TEST(Sizes, TheCoreOfAGangIsWhatNoStepEndsWithout) {
   EXPECT_EQ(core("replicas: 4"), 6);
   EXPECT_EQ(core("replicas: 4, minReplicas: 3"), 8);
   EXPECT_EQ(core("replicas: 4, minReplicas: 9"), 9) << "what nobody validated";
+  const RLJob ppo = parse_rljob(
+      job_yaml("  algorithm: PPO\n  roles: {actor: {replicas: 2}, critic: {replicas: 3, gpusPerPod: 2}}\n"), "f");
+  EXPECT_EQ(core_pods(ppo.spec), 5);
+  EXPECT_EQ(total_gpus(ppo.spec), 6);
 }
 
 TEST(Trainer, CommandLine) {
@@ -183,6 +187,57 @@ TEST(Trainer, GenerationPodsJoinActor0) {
   EXPECT_THAT(role_command(job, "reward", "/c.yaml"), testing::IsEmpty());
 }
 
+TEST(Trainer, CriticPodsAreRanksBehindTheActors) {
+  RLJob job = parse_rljob(job_yaml("  algorithm: PPO\n"
+                                   "  roles: {actor: {replicas: 2, gpusPerPod: 8}, "
+                                   "critic: {replicas: 3, gpusPerPod: 4}, generation: {}}\n"
+                                   "  network: {rdma: {resourceName: rdma/ib}}\n"
+                                   "  config: {path: c.yaml, overrides: [ppo.seed=1]}\n"),
+                          "f");
+  const PodPlace place{.role = "critic", .index = 2, .attempt = 3, .master_address = "job-actor-0.job-a3"};
+  const auto env = pod_environment(job, place);
+  EXPECT_EQ(env.at("TRIREME_ROLE"), "critic");
+  EXPECT_EQ(env.at("TRIREME_ATTEMPT"), "3");
+  EXPECT_EQ(env.at("MASTER_ADDR"), "job-actor-0.job-a3");
+  EXPECT_EQ(env.at("MASTER_PORT"), "29500");
+  EXPECT_EQ(env.at("NODE_RANK"), "2");
+  EXPECT_EQ(env.at("NNODES"), "3");
+  EXPECT_EQ(env.at("PET_NPROC_PER_NODE"), "4");
+  EXPECT_EQ(env.at("TRIREME_ACTOR_RANKS"), "16");
+  EXPECT_EQ(env.at("TRIREME_CRITIC_RANKS"), "12");
+  EXPECT_EQ(env.at("TRIREME_METRICS_PORT"), "9400");
+  EXPECT_EQ(env.at("TRIREME_CHECKPOINT_ON_TERMINATION"), "1");
+  EXPECT_EQ(env.at("NCCL_NET"), "IB");
+  EXPECT_EQ(parse_layout(env.at("TRIREME_LAYOUT")), (Layout{.dp = 12}));
+  EXPECT_FALSE(env.count("TRIREME_WORK_PORT")) << "the actor's first pod gives work out";
+  const auto of_actor = pod_environment(job, {});
+  EXPECT_EQ(of_actor.at("NNODES"), "2");
+  EXPECT_EQ(of_actor.at("TRIREME_CRITIC_RANKS"), "12");
+  EXPECT_FALSE(of_actor.count("TRIREME_ACTOR_RANKS"));
+  EXPECT_FALSE(pod_environment(job, {.role = "generation"}).count("TRIREME_CRITIC_RANKS"));
+  EXPECT_FALSE(pod_environment(parse_rljob(job_yaml(), "f"), {}).count("TRIREME_CRITIC_RANKS"));
+  EXPECT_THAT(role_command(job, "critic", "/c.yaml"),
+              ElementsAre("trireme", "launch", "--nproc-per-node", "4", "--", "train", "--algorithm", "ppo", "--config",
+                          "c.yaml", "--layout", "tp=1,cp=1,ep=1,dp=12,pp=1,etp=1", "cluster.num_nodes=2",
+                          "cluster.gpus_per_node=8", "ppo.seed=1"));
+  job.spec.roles.critic->replicas = 1;
+  EXPECT_FALSE(pod_environment(job, place).count("NCCL_NET")) << "its ranks share a pod, and talk by NCCL to no other";
+  job.spec.roles.critic.reset();
+  EXPECT_THROW(pod_environment(job, place), Error);
+}
+
+TEST(Trainer, WhatInitContainersRunIsNoRankOfTheJob) {
+  const RLJob job =
+      parse_rljob(job_yaml("  algorithm: PPO\n  roles: {actor: {}, critic: {}, generation: {}}\n"), "f");
+  for (const char* role : {"actor", "critic"}) {
+    const auto env = init_environment(pod_environment(job, {.role = role}));
+    for (const char* name : {"TRIREME_CRITIC_RANKS", "TRIREME_ACTOR_RANKS", "TRIREME_WORK_PORT"})
+      EXPECT_FALSE(env.count(name)) << role << " " << name;
+    EXPECT_EQ(env.at("TRIREME_ROLE"), role);
+    EXPECT_EQ(env.at("NODE_RANK"), "0");
+  }
+}
+
 TEST(Names, AreStablePerAttempt) {
   EXPECT_EQ(pod_hostname("j", "actor", 2), "j-actor-2");
   EXPECT_EQ(pod_name("j", "actor", 2, 5), "j-actor-2-a5");
@@ -203,11 +258,13 @@ TEST(TopologyDocument, RanksOfEveryPodAndGroups) {
   EXPECT_EQ(document["groups"]["pp"].dump(), "[[0,4],[1,5],[2,6],[3,7]]");
   EXPECT_FALSE(document["groups"].contains("cp"));
   EXPECT_EQ(document["roles"].dump(), R"([{"name":"actor","processesPerPod":4,"replicas":2}])");
-  const RLJob roles = parse_rljob(
-      job_yaml("  roles: {actor: {}, generation: {replicas: 3, gpusPerPod: 1}, reward: {replicas: 2, port: 80}}\n"),
-      "f");
+  const RLJob roles =
+      parse_rljob(job_yaml("  roles: {actor: {}, critic: {replicas: 2, processesPerPod: 4}, "
+                           "generation: {replicas: 3, gpusPerPod: 1}, reward: {replicas: 2, port: 80}}\n"),
+                  "f");
   EXPECT_EQ(topology_document(roles, 2, {"h0"})["roles"].dump(),
             R"([{"name":"actor","processesPerPod":1,"replicas":1},)"
+            R"({"name":"critic","processesPerPod":4,"replicas":2},)"
             R"({"name":"generation","processesPerPod":1,"replicas":3},)"
             R"({"name":"reward","processesPerPod":1,"replicas":2}])");
 }
@@ -268,26 +325,23 @@ TEST(PodView, ToleratesNonsense) {
   }
 }
 
-TEST(Examples, AllAreAcceptedButThoseThatAreNotSupportedYet) {
+TEST(Examples, AllAreAccepted) {
   size_t accepted = 0;
   for (const auto& entry : std::filesystem::directory_iterator(test::source_dir() / "examples")) {
     const std::string name = entry.path().filename().string();
     if (!ends_with(name, ".rljob.yaml")) continue;
     const RLJob job = parse_rljob(read_file(entry.path()), name);
-    const std::string errors = to_string(validate(job).errors);
-    if (name == "ppo-critic.rljob.yaml") {
-      EXPECT_THAT(errors, testing::StartsWith("spec.roles.critic: critic pods are not supported yet"));
-    } else {
-      EXPECT_EQ(errors, "") << name;
-      ++accepted;
-    }
+    EXPECT_EQ(to_string(validate(job).errors), "") << name;
+    ++accepted;
     // A recipe that an example names is one of ours.
     if (!job.spec.config.path.empty()) {
       EXPECT_TRUE(std::filesystem::exists(test::source_dir() / job.spec.config.path))
           << name << " " << job.spec.config.path;
     }
   }
-  EXPECT_EQ(accepted, 9u);
+  EXPECT_EQ(accepted, 10u);
+  for (const Issue& warning : validate(parse_rljob(read_example("ppo-critic.rljob.yaml"), "f")).warnings)
+    EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));
   const RLJob moe = parse_rljob(read_example("experts-ep8.rljob.yaml"), "f");
   EXPECT_EQ(layout_of(*moe.spec.roles.actor), (Layout{.tp = 2, .ep = 8, .dp = 32}));
   const RLJob context = parse_rljob(read_example("context-parallel-16k.rljob.yaml"), "f");

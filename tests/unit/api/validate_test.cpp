@@ -97,13 +97,67 @@ TEST(Validate, ExpertParallelRanksHoldWholeBlocksOfExperts) {
   EXPECT_THAT(with_blocks("3"), HasSubstr("policy.moe_combine_blocks is 3, which does not divide the model's 128"));
 }
 
-TEST(Validate, WhatIsNotSupportedYetIsSaid) {
+std::string with_critic(const std::string& fields, const std::string& config = "{path: a}") {
+  return "  algorithm: PPO\n  roles: {actor: {}, critic: {" + fields + "}}\n  config: " + config + "\n";
+}
+
+TEST(Validate, CriticPods) {
   EXPECT_EQ(errors_of("  algorithm: PPO\n"), "");  // the actor's pods hold the critic
-  EXPECT_THAT(errors_of("  algorithm: PPO\n  roles: {actor: {}, critic: {}}\n"),
-              HasSubstr("spec.roles.critic: critic pods are not supported yet"));
-  EXPECT_THAT(errors_of("  roles: {actor: {}, critic: {}}\n"),
-              HasSubstr("spec.roles.critic: is for algorithm PPO only, not GRPO"));
+  EXPECT_EQ(errors_of(with_critic("")), "");
+  EXPECT_EQ(errors_of(with_critic("replicas: 2, gpusPerPod: 8")), "");
+  EXPECT_EQ(errors_of(with_critic("replicas: 3, processesPerPod: 2, parallelism: {dp: 6}")), "");
+  EXPECT_EQ(errors_of("  roles: {actor: {}, critic: {}}\n"),
+            "spec.roles.critic: is for algorithm PPO only, not GRPO");
+  EXPECT_EQ(errors_of("  algorithm: SFT\n  roles: {actor: {}, critic: {}}\n"),
+            "spec.roles.critic: is for algorithm PPO only, not SFT");
+  for (const char* axis : {"tp", "cp", "ep", "etp", "pp"}) {
+    EXPECT_EQ(errors_of(with_critic("replicas: 2, gpusPerPod: 8, parallelism: {" + std::string(axis) + ": 2}")),
+              "spec.roles.critic.parallelism: splits the critic, but each of its ranks holds the whole model; leave it "
+              "out")
+        << axis;
+  }
+  EXPECT_THAT(errors_of(with_critic("replicas: 2, parallelism: {dp: 3}")),
+              HasSubstr("spec.roles.critic.parallelism.dp: dp 3 gives 3 ranks, not 2"));
+  EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, processesPerPod: 4")),
+              HasSubstr("spec.roles.critic.processesPerPod: is 4, but a pod has 8 GPUs"));
+  EXPECT_THAT(errors_of(with_critic("port: 80")), HasSubstr("spec.roles.critic.port: is for the reward role"));
+  EXPECT_THAT(errors_of(with_critic("minReplicas: 1")),
+              HasSubstr("spec.roles.critic.minReplicas: is for the generation role"));
   EXPECT_THAT(errors_of("  roles: {}\n"), HasSubstr("spec.roles.actor: is missing"));
+}
+
+TEST(Validate, ACriticWithoutValuesIsRefused) {
+  const std::string sentence =
+      ": ppo.adv_estimator.name is raw_reward, which has no critic: leave spec.roles.critic out";
+  EXPECT_EQ(errors_of(with_critic("", "{inline: {ppo: {adv_estimator: {name: raw_reward}}}}")),
+            "spec.config.inline.ppo.adv_estimator.name" + sentence);
+  EXPECT_EQ(errors_of(with_critic("", "{path: a, overrides: [ppo.adv_estimator.name=raw_reward]}")),
+            "spec.config.overrides[0]" + sentence);
+  EXPECT_EQ(errors_of(with_critic("", "{inline: {ppo: {adv_estimator: {name: raw_reward}}}, overrides: "
+                                      "[ppo.adv_estimator.name=gae]}")),
+            "");
+}
+
+TEST(Validate, ACriticWhoseCheckpointsWouldGoWithItsPodsIsAWarning) {
+  const auto template_of = [](const std::string& claim, const std::string& path) {
+    return "template: {spec: {containers: [{name: trainer, volumeMounts: [{name: v, mountPath: " + path +
+           "}]}], volumes: [{name: v, persistentVolumeClaim: {claimName: " + claim + "}}]}}";
+  };
+  const auto warned = [&](const std::string& critic, const std::string& more = "  checkpoint: {directory: /runs/x}\n") {
+    return warnings_of("  algorithm: PPO\n  roles: {actor: {" + template_of("runs", "/runs") + "}, critic: {" + critic +
+                       "}}\n" + more);
+  };
+  const std::string sentence =
+      "spec.roles.critic.template: does not mount the volume \"runs\" at \"/runs/x\", where the actor's pods have "
+      "their checkpoints: the critic's would go with its pods, and a restart would find none";
+  EXPECT_EQ(warned(""), sentence);
+  EXPECT_EQ(warned(template_of("runs", "/other")).substr(0, sentence.size()), sentence);
+  EXPECT_EQ(warned(template_of("others", "/runs")), sentence);
+  EXPECT_THAT(warned(template_of("runs", "/runs/")), testing::Not(HasSubstr("does not mount")));
+  EXPECT_THAT(warned(template_of("runs", "/runs/")),
+              HasSubstr("spec.roles.actor.template.spec.volumes: the claim \"runs\" is used by 2 pods"));
+  EXPECT_EQ(warned("", "  checkpoint: {directory: /elsewhere}\n"), "");
+  EXPECT_EQ(warned("", "  config: {path: a, overrides: [checkpointing.checkpoint_dir=/runs/x]}\n"), sentence);
 }
 
 TEST(Validate, SizesLiveInTheRLJob) {
@@ -311,6 +365,10 @@ TEST(ValidateUpdate, WhatMayChangeAndWhen) {
   EXPECT_THAT(paths(generating, "  roles: {actor: {}}\n"), ElementsAre("spec.roles"));
   EXPECT_THAT(paths(generating, "  roles: {actor: {replicas: 2}, generation: {replicas: 4}}\n"),
               ElementsAre("spec.roles"));
+  const std::string critic = "  algorithm: PPO\n  roles: {actor: {}, critic: {replicas: ";
+  const RLJob valued = parse_rljob(job_yaml(critic + "1}}\n"), "f");
+  EXPECT_THAT(paths(valued, critic + "2}}\n"), ElementsAre("spec.roles"));
+  EXPECT_THAT(paths(valued, "  algorithm: PPO\n  roles: {actor: {}}\n"), ElementsAre("spec.roles"));
   for (const char* backend : {"Auto", "Kueue", "Volcano"}) {
     const std::string queue = std::string("  queueName: q\n  scheduling: {backend: ") + backend + "}\n";
     const std::vector<std::string> refused =

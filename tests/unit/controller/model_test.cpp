@@ -19,10 +19,12 @@ constexpr int kLives = 2000;
 
 class Life final {
  public:
+  // Of every second life the critic has a pod of its own.
   explicit Life(uint64_t seed)
       : random_(seed),
-        world_(make_job("  model: {source: /m}\n  config: {path: c.yaml}\n"
-                        "  roles: {actor: {replicas: 2}, reward: {replicas: 1, port: 8000, template: {spec: "
+        world_(make_job("  algorithm: PPO\n  model: {source: /m}\n  config: {path: c.yaml}\n  roles: {" +
+                        std::string(seed % 2 == 0 ? "critic: {}, " : "") +
+                        "actor: {replicas: 2}, reward: {replicas: 1, port: 8000, template: {spec: "
                         "{containers: [{name: reward, image: r}]}}}, generation: {replicas: 2}}\n"
                         "  failurePolicy: {maxRestarts: 1000, maxFreeRestarts: 1000, terminationTimeoutSeconds: 30}\n"
                         "  scheduling: {schedulingTimeoutSeconds: 120}\n"
@@ -62,6 +64,8 @@ class Life final {
     EXPECT_EQ(world_.alive(), 0);
     EXPECT_TRUE(world_.services.empty());
     EXPECT_FALSE(world_.policy);
+    for (const std::string& name : seen_)
+      EXPECT_EQ(name.find("-critic-"), std::string::npos) << name << " was made again alone";
     ASSERT_NE(world_.condition("Complete"), nullptr);
     EXPECT_EQ(world_.condition("Complete")->status, "True");
     EXPECT_EQ(world_.condition("Running")->status, "False");

@@ -50,15 +50,16 @@ TEST(NetworkPolicy, OwnPodsEverywhereAndScrapersAtTheMetricsPort) {
   EXPECT_EQ(labels[kLabelJobUid], policy["spec"]["podSelector"]["matchLabels"][kLabelJobUid]);
 }
 
-// Generation pods reach actor 0's store and its server of work, under whatever ports, and so do those that are made
-// again; nobody else does.
-TEST(NetworkPolicy, GenerationPodsReachActor0AtEveryPort) {
-  const Made m = made(kModelAndConfig + "  roles:\n    actor: {}\n    generation: {}\n");
+// Generation pods reach actor 0's store and its server of work, and the critic's that store and each other, under
+// whatever ports, and so do those that are made again; nobody else does.
+TEST(NetworkPolicy, PodsOfAllRolesReachActor0AtEveryPort) {
+  const Made m = made(kModelAndConfig + "  roles:\n    actor: {}\n    critic: {}\n    generation: {}\n");
   const Json spec = network_policy(m.context())["spec"];
   const Json& first = spec["ingress"][0];
   EXPECT_FALSE(first.contains("ports"));
   const Json wanted = first["from"][0]["podSelector"]["matchLabels"];
-  for (const Json& made : {pod(m.context(), "generation", 0), pod(m.context(), "generation", 0, 3, 1)}) {
+  for (const Json& made : {pod(m.context(), "generation", 0), pod(m.context(), "generation", 0, 3, 1),
+                           pod(m.context(), "critic", 0), pod(m.context(), "actor", 0)}) {
     for (const auto& [label, value] : wanted.items()) EXPECT_EQ(made["metadata"]["labels"][label], value) << label;
   }
   for (size_t i = 1; i < spec["ingress"].size(); ++i) EXPECT_EQ(spec["ingress"][i]["ports"][0]["port"], 9400);

@@ -300,6 +300,8 @@ TEST(Cache, ALaunchersAccountIsReadAndHostileOnesAreText) {
   const auto account = trouble(R"({"rank":5,"cause":"exit code 21","exitCode":21,"logTail":"loss is nan\nbye"})");
   EXPECT_EQ(account.message, "rank 5 failed first (exit code 21)");
   EXPECT_EQ(account.log, "loss is nan\nbye");
+  const auto of_critic = trouble(R"({"rank":0,"role":"critic","cause":"exit code 1","exitCode":1,"logTail":""})");
+  EXPECT_EQ(of_critic.message, "critic rank 0 failed first (exit code 1)");
   for (const char* said : {R"({"rank":5,"cause":"cut)", "{}", "{{{", R"({"rank":5})", "plain text"}) {
     EXPECT_EQ(trouble(said).log, said);
     EXPECT_EQ(trouble(said).message, "");
@@ -350,6 +352,43 @@ TEST(Pod, OfGenerationRunsAnEngineAndReportsNothing) {
   EXPECT_EQ(main["resources"]["limits"]["nvidia.com/gpu"], "1");
   EXPECT_EQ(env(pod(m.context(), "actor", 0), "TRIREME_WORK_PORT"), "29501");
   EXPECT_EQ(pod(m.context(), "actor", 0)["spec"]["terminationGracePeriodSeconds"], 300);
+}
+
+TEST(Pod, OfTheCriticIsARankThatReportsNothing) {
+  const Made m = made("  algorithm: PPO\n" + kModelAndConfig +
+                      "  network: {rdma: {resourceName: rdma/ib}}\n"
+                      "  roles:\n    actor: {replicas: 2, gpusPerPod: 8}\n    critic: {replicas: 2, gpusPerPod: 4}\n");
+  const Json p = pod(m.context(), "critic", 1);
+  const Json& main = p["spec"]["containers"][0];
+  EXPECT_EQ(p["metadata"]["name"], "quick-critic-1-a2");
+  EXPECT_EQ(p["spec"]["hostname"], "quick-critic-1");
+  EXPECT_EQ(p["spec"]["subdomain"], "quick-a2");
+  EXPECT_EQ(main["command"], Json(trainer_command(m.job, "/etc/trireme/config/config.yaml", "critic")));
+  EXPECT_EQ(env(p, "MASTER_ADDR"), "quick-actor-0.quick-a2");
+  EXPECT_EQ(env(p, "NODE_RANK"), "1");
+  EXPECT_EQ(env(p, "TRIREME_ACTOR_RANKS"), "16");
+  EXPECT_EQ(env(p, "TRIREME_CRITIC_RANKS"), "8");
+  EXPECT_EQ(env(p, "TRIREME_STATUS_URL"), "(none)");
+  EXPECT_EQ(named(p["spec"]["volumes"], "trireme-status"), nullptr);
+  EXPECT_NE(named(p["spec"]["volumes"], "trireme-topology"), nullptr);
+  EXPECT_EQ(p["spec"]["terminationGracePeriodSeconds"], 300) << "it saves as the actor does";
+  EXPECT_EQ(main["resources"]["limits"]["nvidia.com/gpu"], "4");
+  EXPECT_EQ(main["resources"]["limits"]["rdma/ib"], "1");
+  const Json of_actor = pod(m.context(), "actor", 0);
+  EXPECT_EQ(env(of_actor, "TRIREME_CRITIC_RANKS"), "8");
+  EXPECT_NE(named(of_actor["spec"]["volumes"], "trireme-status"), nullptr);
+}
+
+TEST(Pod, InitContainersAreNoRanks) {
+  const Made m = made("  algorithm: PPO\n" + kModelAndConfig +
+                      "  roles:\n    actor: {template: {spec: {initContainers: [{name: first}]}}}\n    critic: {}\n"
+                      "    generation: {}\n");
+  const Json p = pod(m.context(), "actor", 0);
+  for (const char* name : {"TRIREME_CRITIC_RANKS", "TRIREME_WORK_PORT", "TRIREME_STATUS_URL"}) {
+    EXPECT_EQ(named(p["spec"]["initContainers"][0]["env"], name), nullptr) << name;
+    EXPECT_NE(env(p, name), "(none)") << name;
+  }
+  EXPECT_NE(named(p["spec"]["initContainers"][0]["env"], "NODE_RANK"), nullptr) << "trireme once asks for it";
 }
 
 TEST(Cache, OnlyTheControllerMakesAPodTheJobsOwn) {

@@ -587,9 +587,18 @@ TEST(Plan, ClaimOfOneWriterForSeveralPodsIsAWarning) {
   Plan p = plan(o, w.options);
   EXPECT_EQ(find_condition(p.status, "Accepted")->reason, "ClaimNotShared");
   ASSERT_EQ(p.events.size(), 1u);
+  EXPECT_NE(p.events[0].message.find("but 2 pods (actor) mount it"), std::string::npos) << p.events[0].message;
   o.claim_modes["out"] = {"ReadWriteMany"};
   p = plan(o, w.options);
   EXPECT_EQ(find_condition(p.status, "Accepted")->reason, "Accepted");
+  // One pod of each of two roles.
+  o.claim_modes["out"] = {"ReadWriteOnce"};
+  o.job.spec.algorithm = Algorithm::kPpo;
+  o.job.spec.roles.actor->replicas = 1;
+  o.job.spec.roles.critic = o.job.spec.roles.actor;
+  p = plan(o, w.options);
+  ASSERT_EQ(find_condition(p.status, "Accepted")->reason, "ClaimNotShared");
+  EXPECT_NE(find_condition(p.status, "Accepted")->message.find("2 pods (actor, critic)"), std::string::npos);
 }
 
 TEST(Plan, StatusTakenBackIsRepaired) {

@@ -280,7 +280,7 @@ struct World {
   }
   void succeed_all() {
     for (auto& [name, pod] : pods) {
-      if (pod.attempt != job.status.attempt || pod.role != "actor") continue;
+      if (pod.attempt != job.status.attempt || is_service_role(pod.role)) continue;
       pod.phase = PodPhase::kSucceeded;
       pod.ready = false;
     }

@@ -452,6 +452,62 @@ TEST(RunManifest, WithoutAnyGenerationPodTheRunHasFailed) {
   EXPECT_EQ(run_manifest(all.options, nullptr), 10);
 }
 
+// One pod of the actor and two of the critic, which do as told and may write to $calls-ROLE-INDEX.
+struct WithCritic {
+  WithCritic(const std::string& actor, const std::string& critic) {
+    const auto program = dir.path() / "trireme";
+    std::ofstream(program) << "#!/bin/sh\ncalls=" << dir.path().string()
+                           << "/calls-$TRIREME_ROLE-$TRIREME_POD_INDEX\ncase $TRIREME_ROLE in\nactor) " << actor
+                           << ";;\ncritic) " << critic << ";;\nesac\n";
+    std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+    options.manifest = dir.path() / "job.yaml";
+    options.volumes = dir.path() / "volumes";
+    options.program = program;
+    std::ofstream(options.manifest) << R"(apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: j}
+spec:
+  algorithm: PPO
+  config: {inline: {}}
+  roles:
+    actor: {processesPerPod: 3}
+    critic: {replicas: 2, processesPerPod: 2}
+)";
+  }
+  std::string calls(const std::string& pod) const { return read_file(dir.path() / ("calls-" + pod)); }
+
+  TemporaryDirectory dir;
+  RunOptions options;
+};
+
+TEST(RunManifest, CriticPodsAreRanksBesideTheActors) {
+  const std::string tell =
+      "echo \"$NODE_RANK of $NNODES, [$TRIREME_ACTOR_RANKS] $TRIREME_CRITIC_RANKS $MASTER_ADDR "
+      "${TRIREME_LISTEN_FD:+socket}\" > $calls; echo \"$MASTER_PORT $*\" >> $calls";
+  const WithCritic all(tell, tell);
+  EXPECT_EQ(run_manifest(all.options, nullptr), 0);
+  const std::string actor = all.calls("actor-0"), first = all.calls("critic-0"), second = all.calls("critic-1");
+  EXPECT_EQ(actor.substr(0, actor.find('\n')), "0 of 1, [] 4 127.0.0.1 socket");
+  EXPECT_EQ(first.substr(0, first.find('\n')), "0 of 2, [3] 4 127.0.0.1 ");
+  EXPECT_EQ(second.substr(0, second.find('\n')), "1 of 2, [3] 4 127.0.0.1 ");
+  const auto port = [](const std::string& text) {
+    const size_t at = text.find('\n') + 1;
+    return text.substr(at, text.find(' ', at) - at);
+  };
+  EXPECT_EQ(port(first), port(actor));
+  EXPECT_EQ(port(second), port(actor));
+  EXPECT_NE(first.find(" launch --nproc-per-node 2 -- train --algorithm ppo "), std::string::npos) << first;
+  EXPECT_NE(first.find("dp=4"), std::string::npos) << first;
+  EXPECT_NE(actor.find(" launch --nproc-per-node 3 -- train --algorithm ppo "), std::string::npos) << actor;
+}
+
+TEST(RunManifest, ALostPeersCodeIsNotTheRunsWhereAnotherPodHasFailed) {
+  // Whoever's end is seen first.
+  EXPECT_EQ(run_manifest(WithCritic("exit 20", "sleep 0.5; exit 21").options, nullptr), 21);
+  EXPECT_EQ(run_manifest(WithCritic("sleep 0.5; exit 20", "exit 21").options, nullptr), 21);
+  EXPECT_EQ(run_manifest(WithCritic("exit 20", "exit 20").options, nullptr), 20);
+}
+
 TEST(RunManifest, PodsOnOneMachineNeedNoRdma) {
   const TemporaryDirectory dir;
   const auto program = dir.path() / "trireme";
