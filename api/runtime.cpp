@@ -185,9 +185,11 @@ std::vector<std::string> trainer_command(const RLJob& job, const std::string& co
 
 std::vector<std::string> engine_command(const RLJob& job, const std::string& config_path) {
   const RLJobSpec& spec = job.spec;
-  std::vector<std::string> command = {"trireme", "engine", "--config",
-                                      spec.config.path.empty() ? config_path : spec.config.path,
-                                      "algorithm=" + to_lower(to_string(spec.algorithm))};
+  std::vector<std::string> command = {"trireme"};
+  const int64_t processes = spec.roles.generation ? processes_per_pod(*spec.roles.generation) : 1;
+  if (processes > 1) command.insert(command.end(), {"launch", "--nproc-per-node", number(processes), "--"});
+  command.insert(command.end(), {"engine", "--config", spec.config.path.empty() ? config_path : spec.config.path,
+                                 "algorithm=" + to_lower(to_string(spec.algorithm))});
   for (std::string& item : trainer_overrides(job)) command.push_back(std::move(item));
   return command;
 }

@@ -74,7 +74,8 @@ inline constexpr int kExitCheckpointed = 40;   // SIGTERM, checkpoint written: f
 std::vector<std::string> trainer_command(const RLJob& job, const std::string& config_path,
                                          const std::string& role = "actor");
 // trireme engine --config FILE algorithm=grpo [key=value ...], with the actor's file and overrides: a generation pod
-// whose configuration differs from the actor's may not join.
+// whose configuration differs from the actor's may not join. A pod of several processes: trireme launch
+// --nproc-per-node P -- engine ...; each is an engine of its own.
 std::vector<std::string> engine_command(const RLJob& job, const std::string& config_path);
 // What a role's pods run, unless their template says otherwise: empty for the reward role, whose image knows.
 std::vector<std::string> role_command(const RLJob& job, const std::string& role, const std::string& config_path);

@@ -230,13 +230,10 @@ class Validator final {
     if (spec_.algorithm == Algorithm::kSft)
       error(path, "has no meaning for algorithm SFT, which generates nothing; leave the role out");
     if (role.port) error(path + ".port", "is for the reward role; the trainer's ports are in spec.network");
-    if (processes_per_pod(role) > 1) {
-      error(path + (role.gpus_per_pod > 1 ? ".gpusPerPod" : ".processesPerPod"),
-            "gives a pod " + std::to_string(processes_per_pod(role)) +
-                " processes, but a generation pod has one; leave it at 1 and raise replicas instead");
-    }
-    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp.value_or(role.replicas) != role.replicas)
-      error(path + ".parallelism", "has no meaning yet: every generation pod holds the whole model; leave it out");
+    check_processes(role, path);
+    if (!(layout_sizes(role) == Layout{}) || role.parallelism.dp.value_or(world_size(role)) != world_size(role))
+      error(path + ".parallelism",
+            "has no meaning yet: every process of a generation pod holds the whole model; leave it out");
     if (role.min_replicas.value_or(1) > role.replicas) {
       error(path + ".minReplicas", "is " + std::to_string(*role.min_replicas) + ", more than replicas, which is " +
                                        std::to_string(role.replicas));

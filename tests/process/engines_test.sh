@@ -22,6 +22,13 @@ for ranks in 1 2; do
     [ $ranks = 1 ] && equal $name one 6 || equal $name two 6
   done
 done
+# As pods of a manifest, the one that generates with two processes: each is an engine.
+manifest pods GRPO "actor: {}, generation: {processesPerPod: 2}" $(run_args pods $apart) >"$dir/pods.yaml"
+out=$("$TRIREME" run -f "$dir/pods.yaml" 2>&1); code=$?
+[ $code = 0 ] && grep -q "engine pods-generation-0-a1-0 has joined" <<<"$out" &&
+  grep -q "engine pods-generation-0-a1-1 has joined" <<<"$out" && ok "two engines of one pod" ||
+  bad "two engines of one pod: code $code" "$out"
+equal pods one 6
 
 # Exact versions: responses end early and late, and there are more of them than places.
 many="policy.generation.max_running_samples=4 policy.generation.max_new_tokens=24

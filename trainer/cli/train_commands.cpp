@@ -163,6 +163,8 @@ int engine(const TrainArguments& arguments, const CommandContext& context) {
   const Config config = load_config(arguments.config, overrides, &warnings, environment_variable);
   EngineProcessOptions options;
   options.name = environment("TRIREME_ENGINE_NAME", "engine-" + std::to_string(::getpid()));
+  // One of several of a pod, started by `launch -- engine`.
+  if (environment_int("WORLD_SIZE", 1) > 1) options.name += "-" + std::to_string(environment_int("RANK", 0));
   options.work_url = environment("TRIREME_WORK_URL", "");
   options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
   options.hf_home = hf_home_from_environment();

@@ -20,9 +20,10 @@ struct RunOptions {
   Milliseconds init_timeout{3600000};                  // for each init container
 };
 
-// Runs init containers, then every actor pod as one `trireme launch`, every generation pod as one `trireme engine` and
-// one reward pod by its container's command. Returns the exit code of the first actor pod that failed, or of the last
-// generation pod when all of them did. Pods that end are not made again.
+// Runs init containers, then every actor and critic pod as one `trireme launch`, every generation pod as one `trireme
+// engine` (several processes: as one `launch` of them) and one reward pod by its container's command. Returns the exit
+// code of the first actor or critic pod that failed, a lost peer being the last to count, or of the last generation pod
+// when all of them did. Pods that end are not made again.
 // Throws Error(kUser) for manifests that admission would refuse or that need a cluster.
 int run_manifest(const RunOptions& options, const std::atomic<int>* signal);
 

@@ -159,6 +159,14 @@ TEST(Trainer, RewardPodsGetNoRanks) {
   EXPECT_EQ(pod_environment(job, {}).at("TRIREME_REWARD_URL"), "http://job-reward:8080");
 }
 
+TEST(Trainer, AGenerationPodOfSeveralProcessesLaunchesThem) {
+  const RLJob job = parse_rljob(job_yaml("  roles: {actor: {}, generation: {replicas: 2, gpusPerPod: 4}}\n"), "f");
+  EXPECT_THAT(role_command(job, "generation", "/c.yaml"),
+              ElementsAre("trireme", "launch", "--nproc-per-node", "4", "--", "engine", "--config",
+                          "configs/quickstart.yaml", "algorithm=grpo", "cluster.num_nodes=1",
+                          "cluster.gpus_per_node=1"));
+}
+
 TEST(Trainer, GenerationPodsJoinActor0) {
   RLJob job = parse_rljob(job_yaml("  roles: {actor: {replicas: 2}, generation: {replicas: 2}}\n"
                                    "  network: {workPort: 777, rdma: {resourceName: rdma/ib}}\n"

@@ -264,9 +264,12 @@ TEST(Validate, GenerationPods) {
   EXPECT_EQ(generation("", "  algorithm: PPO\n"), "");
   EXPECT_EQ(generation("replicas: 2, minReplicas: 3"),
             "spec.roles.generation.minReplicas: is 3, more than replicas, which is 2");
-  EXPECT_THAT(generation("gpusPerPod: 8"), HasSubstr("spec.roles.generation.gpusPerPod: gives a pod 8 processes"));
-  EXPECT_THAT(generation("processesPerPod: 2"), HasSubstr("spec.roles.generation.processesPerPod: gives a pod 2"));
+  EXPECT_EQ(generation("gpusPerPod: 8"), "");
+  EXPECT_EQ(generation("processesPerPod: 2"), "");
+  EXPECT_THAT(generation("gpusPerPod: 8, processesPerPod: 2"),
+              HasSubstr("spec.roles.generation.processesPerPod: is 2, but a pod has 8 GPUs"));
   EXPECT_THAT(generation("replicas: 2, parallelism: {tp: 2}"), HasSubstr("holds the whole model"));
+  EXPECT_THAT(generation("replicas: 2, processesPerPod: 2, parallelism: {dp: 2}"), HasSubstr("holds the whole model"));
   EXPECT_EQ(generation("replicas: 2, parallelism: {dp: 2}"), "");
   EXPECT_THAT(generation("port: 80"), HasSubstr("is for the reward role"));
   EXPECT_THAT(generation("", "  algorithm: SFT\n"),
