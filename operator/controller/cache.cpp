@@ -93,8 +93,7 @@ void read_last_words(const std::string& message, CachedPod::Trouble& trouble) {
     return;
   }
   const std::string whose = text(account, "role") == "critic" ? "critic rank " : "rank ";
-  trouble.message =
-      whose + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + ")";
+  trouble.message = whose + std::to_string(number(account, "rank")) + " failed first (" + text(account, "cause") + ")";
   trouble.log = text(account, "logTail");
 }
 

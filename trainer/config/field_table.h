@@ -45,8 +45,7 @@ Entry add_rollout(std::vector<Field>& table, const std::string& name, FieldRef (
 Entry add_model(std::vector<Field>& table, const std::string& name, FieldRef (*get)(ModelTrainingConfig&),
                 bool ours = false);
 // The same key of another section, by the same words.
-Field twin_of(const Field& field, const std::string& from, const std::string& to,
-              std::function<FieldRef(Config&)> get);
+Field twin_of(const Field& field, const std::string& from, const std::string& to, std::function<FieldRef(Config&)> get);
 
 // fields_algorithm.cpp
 void add_grpo(std::vector<Field>& table);

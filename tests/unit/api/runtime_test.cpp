@@ -161,10 +161,10 @@ TEST(Trainer, RewardPodsGetNoRanks) {
 
 TEST(Trainer, AGenerationPodOfSeveralProcessesLaunchesThem) {
   const RLJob job = parse_rljob(job_yaml("  roles: {actor: {}, generation: {replicas: 2, gpusPerPod: 4}}\n"), "f");
-  EXPECT_THAT(role_command(job, "generation", "/c.yaml"),
-              ElementsAre("trireme", "launch", "--nproc-per-node", "4", "--", "engine", "--config",
-                          "configs/quickstart.yaml", "algorithm=grpo", "cluster.num_nodes=1",
-                          "cluster.gpus_per_node=1"));
+  EXPECT_THAT(
+      role_command(job, "generation", "/c.yaml"),
+      ElementsAre("trireme", "launch", "--nproc-per-node", "4", "--", "engine", "--config", "configs/quickstart.yaml",
+                  "algorithm=grpo", "cluster.num_nodes=1", "cluster.gpus_per_node=1"));
 }
 
 TEST(Trainer, GenerationPodsJoinActor0) {
@@ -235,8 +235,7 @@ TEST(Trainer, CriticPodsAreRanksBehindTheActors) {
 }
 
 TEST(Trainer, WhatInitContainersRunIsNoRankOfTheJob) {
-  const RLJob job =
-      parse_rljob(job_yaml("  algorithm: PPO\n  roles: {actor: {}, critic: {}, generation: {}}\n"), "f");
+  const RLJob job = parse_rljob(job_yaml("  algorithm: PPO\n  roles: {actor: {}, critic: {}, generation: {}}\n"), "f");
   for (const char* role : {"actor", "critic"}) {
     const auto env = init_environment(pod_environment(job, {.role = role}));
     for (const char* name : {"TRIREME_CRITIC_RANKS", "TRIREME_ACTOR_RANKS", "TRIREME_WORK_PORT"})

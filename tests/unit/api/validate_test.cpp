@@ -106,8 +106,7 @@ TEST(Validate, CriticPods) {
   EXPECT_EQ(errors_of(with_critic("")), "");
   EXPECT_EQ(errors_of(with_critic("replicas: 2, gpusPerPod: 8")), "");
   EXPECT_EQ(errors_of(with_critic("replicas: 3, processesPerPod: 2, parallelism: {dp: 6}")), "");
-  EXPECT_EQ(errors_of("  roles: {actor: {}, critic: {}}\n"),
-            "spec.roles.critic: is for algorithm PPO only, not GRPO");
+  EXPECT_EQ(errors_of("  roles: {actor: {}, critic: {}}\n"), "spec.roles.critic: is for algorithm PPO only, not GRPO");
   EXPECT_EQ(errors_of("  algorithm: SFT\n  roles: {actor: {}, critic: {}}\n"),
             "spec.roles.critic: is for algorithm PPO only, not SFT");
   for (const char* axis : {"tp", "cp", "ep", "etp", "pp"}) {
@@ -133,8 +132,9 @@ TEST(Validate, ACriticWithoutValuesIsRefused) {
             "spec.config.inline.ppo.adv_estimator.name" + sentence);
   EXPECT_EQ(errors_of(with_critic("", "{path: a, overrides: [ppo.adv_estimator.name=raw_reward]}")),
             "spec.config.overrides[0]" + sentence);
-  EXPECT_EQ(errors_of(with_critic("", "{inline: {ppo: {adv_estimator: {name: raw_reward}}}, overrides: "
-                                      "[ppo.adv_estimator.name=gae]}")),
+  EXPECT_EQ(errors_of(with_critic("",
+                                  "{inline: {ppo: {adv_estimator: {name: raw_reward}}}, overrides: "
+                                  "[ppo.adv_estimator.name=gae]}")),
             "");
 }
 
