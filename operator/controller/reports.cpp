@@ -25,7 +25,7 @@ bool ReportStore::put(const kube::ObjectKey& job, const std::string& uid, Report
       // Rendezvous does not come undone within an attempt, in whatever order the reports arrive.
       if (report.attempt == before.attempt) report.rendezvous_done |= before.rendezvous_done;
     }
-    const auto now = SteadyClock::now();
+    const auto now = now_();
     hear(now);
     entries_[job] = Entry{uid, std::move(report), now};
   }
@@ -45,7 +45,7 @@ std::optional<Report> ReportStore::get(const kube::ObjectKey& job, const std::st
   if (found == entries_.end() || found->second.uid != uid) return std::nullopt;
   Report report = found->second.report;
   const auto since = std::max(found->second.at, found->second.crowded_out);
-  report.age = std::chrono::duration_cast<Milliseconds>(SteadyClock::now() - since);
+  report.age = std::chrono::duration_cast<Milliseconds>(now_() - since);
   return report;
 }
 
@@ -57,7 +57,7 @@ void ReportStore::forget(const kube::ObjectKey& job) {
 void ReportStore::clear() {
   std::lock_guard lock(mutex_);
   entries_.clear();
-  heard_ = {};
+  heard_ = Heard(now_());
 }
 
 size_t ReportStore::talkers() const {
@@ -67,14 +67,14 @@ size_t ReportStore::talkers() const {
 
 void ReportStore::turned_away() {
   std::lock_guard lock(mutex_);
-  heard_.turned_away = SteadyClock::now();
+  heard_.turned_away = now_();
 }
 
 void ReportStore::crowded_out(const kube::ObjectKey& job, const std::string& uid) {
   std::lock_guard lock(mutex_);
   const auto found = entries_.find(job);
   if (found == entries_.end() || found->second.uid != uid) return;
-  const auto now = SteadyClock::now();
+  const auto now = now_();
   if (now - found->second.crowded_out > kTalking) {
     log_warn("status",
              job.ns + "/" + job.name +
@@ -107,7 +107,7 @@ void ReportStore::look(bool broken) const {
 
 ReportStore::Path ReportStore::path(Milliseconds window, size_t expected, OwnPath own) const {
   std::lock_guard lock(mutex_);
-  const auto now = SteadyClock::now();
+  const auto now = now_();
   look(own.broken);
   const bool broken = own.broken && !heard_.contradicted;
   Path path;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "operator/controller/observed.h"
 #include "operator/kube/resource.h"
@@ -49,7 +50,9 @@ class ReportStore final {
   Path path(Milliseconds window, size_t expected = 0, OwnPath own = {}) const;
   // No shorter silence of all is remembered; a trainer reports every 10 s.
   static constexpr Milliseconds kLeastGap{15000};
-  explicit ReportStore(Milliseconds least_gap = kLeastGap) : least_gap_(least_gap) {}
+  using Clock = std::function<SteadyClock::time_point()>;
+  explicit ReportStore(Milliseconds least_gap = kLeastGap, Clock clock = SteadyClock::now)
+      : least_gap_(least_gap), now_(std::move(clock)), heard_(now_()) {}
 
  private:
   struct Entry {
@@ -63,11 +66,13 @@ class ReportStore final {
   void look(bool broken) const;
 
   const Milliseconds least_gap_;
+  const Clock now_;
   mutable std::mutex mutex_;
   std::unordered_map<kube::ObjectKey, Entry> entries_;
   struct Heard {
-    SteadyClock::time_point last = SteadyClock::now();         // report of any job, or our beginning
-    SteadyClock::time_point turned_away = SteadyClock::now();  // when one last was, or our beginning
+    explicit Heard(SteadyClock::time_point beginning) : last(beginning), turned_away(beginning) {}
+    SteadyClock::time_point last;         // report of any job, or our beginning
+    SteadyClock::time_point turned_away;  // when one last was, or our beginning
     bool any = false;
     bool was_broken = false;                                // since the last report
     bool broken = false;                                    // at the last look

@@ -340,7 +340,7 @@ class Faults:
         need(victims, f"no process of {name}")
         submit(small_job("orphan"), like="calm")
         self.records.jobs.wait("a status of orphan",
-                               lambda k, o: o["metadata"]["name"] == "orphan" and o.get("status", {}).get("phase"), 60)
+                               lambda k, o: o["metadata"]["name"] == "orphan" and o.get("status", {}).get("phase"), 180)
         begin = time.monotonic()
         for victim in victims:
             kill(victim)

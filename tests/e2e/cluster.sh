@@ -102,7 +102,7 @@ control_plane_up() {
     --listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls \
       http://127.0.0.1:2380 \
     --initial-advertise-peer-urls http://127.0.0.1:2380 --initial-cluster e2e=http://127.0.0.1:2380 ${ETCD_FLAGS:-}
-  wait_for 60 "etcd" control curl -sf http://127.0.0.1:2379/health
+  wait_for 180 "etcd" control curl -sf http://127.0.0.1:2379/health
   start_apiserver
   [ "${GANGS:-1}" = 0 ] || gates=(--feature-gates=GenericWorkload=true,GangScheduling=true)
   start controller-manager nsenter --net=/run/netns/$CONTROL_NS -- "$BIN/kube-controller-manager" \
@@ -124,7 +124,7 @@ control_plane_up() {
   if [ "$NODES" -gt 0 ]; then
     DNS_ADDRESS=$ADDRESS DNS_KUBECONFIG=$PKI/dns.kubeconfig start coredns nsenter --net=/run/netns/$CONTROL_NS \
       -- "$BIN/coredns" -conf "$E2E/conf/Corefile"
-    wait_for 60 "CoreDNS" control curl -sf http://127.0.0.1:8181/ready
+    wait_for 180 "CoreDNS" control curl -sf http://127.0.0.1:8181/ready
   fi
 }
 

@@ -151,7 +151,7 @@ def reports_cut(records):
         begin(name, steps=20 * LONG, health={"heartbeatTimeoutSeconds": 20})
     for name in ("left", "right"):
         # A step in the log is no report yet, and a run that was never heard waits for its start instead.
-        wait(f"a report of {name}", lambda: (status_of(name).get("progress") or {}).get("step"), 60)
+        wait(f"a report of {name}", lambda: (status_of(name).get("progress") or {}).get("step"), 180)
     with NoReports():
         for name in ("left", "right"):
             wait(f"ReportsLost of {name}", lambda:
@@ -162,7 +162,7 @@ def reports_cut(records):
             untouched(name)
     for name in ("left", "right"):
         wait(f"reports of {name} again",
-             lambda: condition(kube.get("rljobs", name), "Progressing")["reason"] == "Reporting", 60)
+             lambda: condition(kube.get("rljobs", name), "Progressing")["reason"] == "Reporting", 180)
         untouched(name)
         remove(name)
 
@@ -172,7 +172,7 @@ def slow_clients(records):
     No report comes so late that the run is restarted or called silent, and the leader stays."""
     begin("reporting", steps=10 * LONG, health={"heartbeatTimeoutSeconds": 20})
     reported = lambda: (status_of("reporting").get("progress") or {}).get("step", 0)
-    first = wait("a report", reported, 60)
+    first = wait("a report", reported, 180)
     leads, starts = leader(), operator_starts()
     spec = kube.get("services", "trireme-status", SYSTEM)["spec"]
     nodes = [n["metadata"]["name"] for n in kube.list("nodes", None)]
@@ -242,7 +242,7 @@ def image_typo(records):
     begun = time.monotonic()
     records.jobs.wait(
         "the reason in the status",
-        lambda k, o: o["metadata"]["name"] == "misspelt" and o.get("status", {}).get("waiting") == "ErrImagePull", 60)
+        lambda k, o: o["metadata"]["name"] == "misspelt" and o.get("status", {}).get("waiting") == "ErrImagePull", 180)
     table = kubectl("get", "rljob", "misspelt").stdout.splitlines()
     need("WAITING" in table[0] and "ErrImagePull" in table[1], "\n".join(table))
     status = records.wait_phase("misspelt", ("Failed", "Complete"), 300)["status"]

@@ -15,7 +15,7 @@ done
 mkdir -p /run/containerd && mount -t tmpfs tmpfs /run/containerd
 mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns
 containerd --config "$folder/containerd.toml" >>"$LOGS/node$i-containerd.log" 2>&1 &
-for _ in $(seq 300); do ctr version >/dev/null 2>&1 && break; sleep 0.1; done
+for _ in $(seq 1200); do ctr version >/dev/null 2>&1 && break; sleep 0.1; done
 import_images "$i"
 kubelet --config "$folder/kubelet.yaml" --kubeconfig "$PKI/node$i.kubeconfig" --hostname-override "node$i" --node-ip \
   "10.200.0.$((10 + i))" --v=2 \

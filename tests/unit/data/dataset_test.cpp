@@ -2,6 +2,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -341,22 +342,34 @@ TEST_F(DatasetTest, ManyProcessesShareAnIndexAndKilledOnesLeaveNothing) {
     std::ofstream(log, std::ios::app) << "x";
     return json{};
   };
+  int opened[2], go[2];  // a byte of each that has it open, or never will; the end, when all may leave
+  ASSERT_EQ(::pipe(opened) + ::pipe(go), 0);
   std::vector<pid_t> children;
   for (int child = 0; child < 8; ++child) {
     const pid_t pid = ::fork();
     if (pid == 0) {
+      ::close(go[1]);
       int code = 1;
+      char byte = 'x';
       try {
         const RowFile file(path, options, reader);
         code = file.size() == 2000 && file.line(1999).find("q1999") != std::string::npos ? 0 : 2;
-        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        if (::write(opened[1], &byte, 1) != 1 || ::read(go[0], &byte, 1) != 0) code = 3;
         if (child == 7) ::raise(SIGKILL);
       } catch (...) {
+        if (::write(opened[1], &byte, 1) != 1) code = 4;
       }
       ::_exit(code);
     }
     children.push_back(pid);
   }
+  for (size_t k = 0; k < children.size(); ++k) {
+    pollfd ready{opened[0], POLLIN, 0};
+    char byte;
+    ASSERT_EQ(::poll(&ready, 1, 120000), 1) << k << " of them have opened it";
+    EXPECT_EQ(::read(opened[0], &byte, 1), 1);
+  }
+  for (const int fd : {opened[0], opened[1], go[0], go[1]}) ::close(fd);
   for (size_t k = 0; k < children.size(); ++k) {
     int status = 0;
     ASSERT_EQ(::waitpid(children[k], &status, 0), children[k]);

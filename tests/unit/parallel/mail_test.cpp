@@ -115,13 +115,13 @@ TEST(Mail, ALengthThatItDoesNotHaveIsRefusedAtItsFirstPart) {
 }
 
 TEST(Mail, AWaitLastsAsLongAsTheSenderLives) {
-  expect_no_errors(on_roles(1, 1, Milliseconds(1000), [](ParallelContext& context) {
-    Mail mail(context);  // its patience is 2.25 s
+  expect_no_errors(on_roles(1, 1, Milliseconds(4000), [](ParallelContext& context) {
+    Mail mail(context);  // its patience is 6 s
     if (context.of_critic()) {
       EXPECT_EQ(mail.wait("late", 0, "what is late"), "here");
       return;
     }
-    const Deadline until = Deadline::after(mail.patience() * 2);
+    const Deadline until = Deadline::after(mail.patience() + Milliseconds(2000));
     while (!until.passed()) {
       mail.beat();
       std::this_thread::sleep_for(Milliseconds(20));
@@ -131,11 +131,12 @@ TEST(Mail, AWaitLastsAsLongAsTheSenderLives) {
 }
 
 TEST(Mail, ASilentSenderIsNamedAtTheDeadline) {
-  const std::vector<std::string> errors = on_roles(1, 1, Milliseconds(1000), [](ParallelContext& context) {
+  const std::vector<std::string> errors = on_roles(1, 1, Milliseconds(4000), [](ParallelContext& context) {
     Mail mail(context);
     if (context.of_critic()) {
       context.set_phase("values");
-      std::this_thread::sleep_for(mail.patience() * 2);
+      const Deadline limit = Deadline::after(Milliseconds(200000));
+      while (!context.store()->has("named") && !limit.passed()) std::this_thread::sleep_for(Milliseconds(20));
       return;
     }
     std::string error;
@@ -145,6 +146,7 @@ TEST(Mail, ASilentSenderIsNamedAtTheDeadline) {
       EXPECT_EQ(thrown.kind(), ErrorKind::kTimeout);
       error = thrown.what();
     }
+    context.store()->set("named", "");
     EXPECT_NE(error.find("waits for the values of step 3: critic rank 0 (last seen in phase values)"),
               std::string::npos)
         << error;
@@ -159,7 +161,6 @@ TEST(Mail, AFailureOfTheOtherRoleEndsTheWait) {
       context.report_failure("critic rank 0 on here in phase values: a value is not finite");
       return;
     }
-    const Stopwatch watch;
     std::string error;
     try {
       (void)mail.wait("never", 1, "values");
@@ -168,7 +169,6 @@ TEST(Mail, AFailureOfTheOtherRoleEndsTheWait) {
       error = thrown.what();
     }
     EXPECT_NE(error.find("critic rank 0 on here in phase values: a value is not finite"), std::string::npos) << error;
-    EXPECT_LT(watch.seconds(), 50);
   }));
 }
 

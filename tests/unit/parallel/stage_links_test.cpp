@@ -155,7 +155,7 @@ TEST(StageLinks, AMiddleStageThatStandsStillIsNamedByAll) {
   ListeningPort port;
   test::StandStill still(3);
   const auto errors = on_ranks(4, [&](int rank) {
-    RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(5000));
+    RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(15000));
     still.watch(rendezvous);
     ParallelContext context(layout, rendezvous);
     context.set_phase("training");

@@ -85,7 +85,8 @@ RewardOptions shell_reward() {
   options.command = {
       "sh", "-c",
       "while read -r line; do case \"$line\" in *CRASH*) exit 3;; *HANG*) sleep 600; exit 0;; *GARBAGE*) echo hello;; "
-      "*TWICE*) echo '{\"reward\": 2}'; echo '{\"reward\": 2}';; *SORRY*) echo '{\"error\": \"cannot say\"}';; "
+      "*TWICE*) printf '%s\\n%s\\n' '{\"reward\": 2}' '{\"reward\": 2}';; "
+      "*SORRY*) echo '{\"error\": \"cannot say\"}';; "
       "*NULL*) echo '{\"reward\": null}';; *) echo '{\"reward\": 0.5}';; esac; done"};
   return options;
 }
@@ -163,8 +164,7 @@ TEST(CommandReward, GarbageAndSurplusLinesCannotShiftAnswers) {
   EXPECT_NE(results[3].error.find("cannot say"), std::string::npos) << results[3].error;
   EXPECT_TRUE(results[4].failed);
   EXPECT_EQ(results[5].reward, 0.5) << results[5].error;
-  reward->score(responses({"TWICE"}), long_deadline());
-  std::this_thread::sleep_for(Milliseconds(50));
+  reward->score(responses({"TWICE"}), long_deadline());  // both lines in one write
   EXPECT_EQ(reward->score(responses({"a"}), long_deadline())[0].reward, 0.5);
 }
 

@@ -283,7 +283,7 @@ TEST(LaneEngine, AStageThatStandsStillIsNamedByAll) {
   ListeningPort port;
   test::StandStill still(3);
   const auto errors = test::on_ranks(4, [&](int rank) {
-    RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(5000));
+    RendezvousOptions rendezvous = port.place(rank, 4, Milliseconds(15000));
     still.watch(rendezvous);
     ParallelContext context(layout, rendezvous);
     Model model(deep_config(), split_options(context, deep_config()));
