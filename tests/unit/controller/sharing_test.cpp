@@ -247,11 +247,11 @@ TEST(Nodes, ManyThatAreSilentAtOnceTakeNobodyAlong) {
   Cluster c;
   c.start_operator();
   const ObjectKey job =
-      c.add_job("quick", "  health: {nodeNotReadyGraceSeconds: 1, heartbeatTimeoutSeconds: 1000000}\n");
+      c.add_job("quick", "  health: {nodeNotReadyGraceSeconds: 3, heartbeatTimeoutSeconds: 1000000}\n");
   ASSERT_TRUE(c.wait_phase(job, phase::kRunning));
   c.trainers = false;
-  for (int i = 0; i < 3; ++i) c.put_node(i, false);
-  std::this_thread::sleep_for(Milliseconds(2000));
+  for (int i = 0; i < 3; ++i) c.put_node(i, false);  // all of them in less than that grace
+  std::this_thread::sleep_for(Milliseconds(4000));
   EXPECT_EQ(c.attempt(job), 1);
   c.put_node(2, true);  // two of three: one zone's nodes may well be that few, and the grace begins now
   EXPECT_TRUE(eventually([&] { return c.attempt(job) == 2; }));
