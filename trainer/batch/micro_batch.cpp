@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <memory>
 #include <utility>
@@ -131,9 +132,12 @@ at::Tensor loss_mask(const std::vector<Sample>& samples, const Members& members)
 
 namespace {
 
+// Of hidden states that predict some response tokens, and which of the micro-batch's these are: a number of each.
+using NumbersOfRows = std::function<at::Tensor(const at::Tensor& states, const at::Tensor& which)>;
+
 // Each rank computes those of its rows, all get all, back in the order of the micro-batch.
-at::Tensor logprobs_of_parts(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
-                             const LogprobOptions& options) {
+at::Tensor numbers_of_parts(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
+                            const NumbersOfRows& compute) {
   Communicator& group = *model.options().context;
   const PackedBatch part = context_part(model, batch.input);
   const ContextRows& context = *part.context;
@@ -156,8 +160,7 @@ at::Tensor logprobs_of_parts(const Model& model, const at::Tensor& hidden, const
   const at::Device device = hidden.device();
   const at::Tensor at_rows = at::tensor(taken, at::kLong).to(device), index = at::tensor(which, at::kLong);
   const at::Tensor states = batch.input.prefix.empty() ? hidden.index_select(0, at_rows) : embed(hidden, at_rows);
-  const at::Tensor found = model.logprobs(states, batch.targets.index_select(0, index).to(device), options);
-  return share_rows(group, found, counts).index_select(0, at::tensor(order, at::kLong).to(device));
+  return share_rows(group, compute(states, index), counts).index_select(0, at::tensor(order, at::kLong).to(device));
 }
 
 }  // namespace
@@ -183,11 +186,19 @@ at::Tensor predicting_rows(const at::Tensor& hidden, const MicroBatch& batch) {
 
 at::Tensor response_logprobs(const Model& model, const at::Tensor& hidden, const MicroBatch& batch,
                              const LogprobOptions& options) {
-  if (model.options().context != nullptr) return logprobs_of_parts(model, hidden, batch, options);
+  if (model.options().context != nullptr) {
+    return numbers_of_parts(model, hidden, batch, [&](const at::Tensor& states, const at::Tensor& which) {
+      return model.logprobs(states, batch.targets.index_select(0, which).to(hidden.device()), options);
+    });
+  }
   return model.logprobs(predicting_rows(hidden, batch), batch.targets.to(hidden.device()), options);
 }
 
 at::Tensor response_values(const Model& model, const at::Tensor& hidden, const MicroBatch& batch) {
+  if (model.options().context != nullptr) {
+    return numbers_of_parts(model, hidden, batch,
+                            [&](const at::Tensor& states, const at::Tensor&) { return model.values(states); });
+  }
   return model.values(predicting_rows(hidden, batch));
 }
 

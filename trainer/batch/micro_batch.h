@@ -37,7 +37,7 @@ at::Tensor of_tokens(const std::vector<Sample>& samples, const Members& members,
 at::Tensor loss_mask(const std::vector<Sample>& samples, const Members& members);
 
 // Values [T] of a value model before each response token: of the row that predicts it. From hidden states as the last
-// function below; with grad mode on they carry the gradient.
+// function below, over context parallel ranks on all of them too; with grad mode on they carry the gradient.
 at::Tensor response_values(const Model& model, const at::Tensor& hidden, const MicroBatch& batch);
 // Log-probs [T] of the response tokens under `model`; with grad mode on they carry the gradient.
 at::Tensor response_logprobs(const Model& model, const MicroBatch& batch, const LogprobOptions& options);

@@ -114,8 +114,6 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
                 "a model whose experts are split needs the groups that make passes and steps together");
   TRIREME_CHECK(split_.etp == 1 || options.device.is_cpu(), "ranks share the width of experts on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
-  TRIREME_CHECK(!config.value_head || (!options.split && options.context == nullptr),
-                "a value model is split over no ranks");
   if (options.links != nullptr) options.links->connect(options.device);
   if (options.device.is_cuda() && split_.layers.size() > 1 && !options.links->over_memory()) {
     fail_user(
@@ -630,7 +628,12 @@ at::Tensor Model::whole_logits(const at::Tensor& hidden) const {
 
 at::Tensor Model::values(const at::Tensor& hidden) const {
   TRIREME_CHECK(config_.value_head, "values of a model that has a vocabulary's head");
-  return token_values(hidden, head_);
+  if (split_.tp == 1) return token_values(hidden, head_);
+  // Each rank those of every tp-th part of the rows, the last of which may belong to nobody.
+  const int64_t rows = hidden.size(0), own = (rows + split_.tp - 1) / split_.tp;
+  const at::Tensor even = at::constant_pad_nd(hidden, {0, 0, 0, own * split_.tp - rows});
+  const at::Tensor mine = token_values(even.narrow(0, own * split_.tensor_rank, own), head_);
+  return share_rows(*options_.tensor, mine).narrow(0, 0, rows);
 }
 
 at::Tensor Model::logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const {

@@ -154,7 +154,7 @@ class Model final {
   // every tp-th part of the rows only (sequence parallel), but in passes against an arena: there each has all rows, and
   // one exchange does for two; each part of the rows goes through a mixture's experts on its own rank. Gradients of
   // what all hold alike (norms, routers), and of experts, are of a rank's own rows: their sum over the ranks is the
-  // parameter's. Of the result's gradient each rank gives a part: only logprobs may read it. Collective over
+  // parameter's. Of the result's gradient each rank gives a part: only logprobs and values may read it. Collective over
   // options().tensor.
   // Experts split over ranks change no bit (but for the width of each, split->etp), but then every pass, backward too,
   // is collective over options().experts: the ranks of options().passes make as many, with tokens of their own or none,
@@ -188,7 +188,8 @@ class Model final {
   // alike on all of them, and so must be what is computed from it.
   at::Tensor logprobs(const at::Tensor& hidden, const at::Tensor& targets, const LogprobOptions& options) const;
   // Of a value model, which has no other use of its head: a number [rows] float32 of each of some rows of forward's
-  // result (token_values). Of a value model all ranks that there are hold all of it.
+  // result (token_values). Split over tensor ranks: alike on all of them, and so must be what is computed from it. Each
+  // holds the whole head, whose gradient is of the rank's part of the rows, as a norm's.
   at::Tensor values(const at::Tensor& hidden) const;
   // A token for each of some rows of forward_cached's result; its log-prob has the bits of logprobs on the same row.
   // Split over tensor ranks: the same on all of them; collective, also without rows.

@@ -110,7 +110,9 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
     if (!seen.insert(name).second) fail_data(file + ": tensor " + name + " occurs twice");
     parameter->tensor.detach().copy_(value.narrow(slice.dimension, slice.range.begin, slice.range.size()));
   });
-  if (without_values && seen.insert(kValueHeadName).second) model.find(kValueHeadName)->tensor.detach().zero_();
+  if (const Parameter* head = model.find(kValueHeadName);
+      head != nullptr && without_values && seen.insert(kValueHeadName).second)
+    head->tensor.detach().zero_();
   std::vector<std::string> missing;
   for (const Parameter& parameter : model.parameters()) {
     if (seen.count(parameter.name) == 0) missing.push_back(parameter.name);

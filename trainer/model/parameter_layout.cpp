@@ -29,7 +29,7 @@ class Placing final {
     layout_.layer_begins.push_back(layout_.elements);
     add_alike("model.norm.weight");
     if (config_.value_head) {
-      add({"score.weight"});
+      add_alike("score.weight");
     } else if (!config_.tie_word_embeddings) {
       add({"lm_head.weight"});
     }
@@ -57,7 +57,7 @@ class Placing final {
     layout_.elements = (layout_.elements + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
   }
 
-  // Norms and trained routers.
+  // Norms, trained routers and a value model's head.
   void add_alike(const std::string& name) {
     if (!alike_first_) add({name});
   }

@@ -26,9 +26,9 @@ struct PlacedParameter {
 
 // In registration order, which is stable for a configuration and a split: embedding, layers, final norm, head; a tied
 // head is absent, but the last of several pipeline stages has a copy of the embedding in its place; a value model has
-// score.weight there. Of a model split over tensor ranks, first what all of these hold alike (norms, trained routers):
-// read first, complete last, summed over the ranks before anything else is done with it. Experts that are apart
-// (ModelSplit) come behind everything else that is trained. Frozen routers come last of all.
+// score.weight there. Of a model split over tensor ranks, first what all of these hold alike (norms, trained routers, a
+// value model's head): read first, complete last, summed over the ranks before anything else is done with it. Experts
+// that are apart (ModelSplit) come behind everything else that is trained. Frozen routers come last of all.
 struct ParameterLayout {
   std::vector<PlacedParameter> parameters;
   int64_t elements = 0;  // that are trained; those of frozen parameters follow
