@@ -68,15 +68,16 @@ struct PlanDevices {
   int64_t memory() const { return memory_bytes > 0 ? memory_bytes : rates.memory_bytes; }
 };
 
-// Models beside the policy, whole on every rank: they take their turn where the policy waits.
+// Models beside the policy: they take their turn where the policy waits.
 struct PlannedModel {
   ModelShape shape;  // with its value head
   Workload work;     // the samples whose values or scores it computes
   PlanOptions options;
+  Layout layout = {};  // of a critic, whose dp follows from the policy's ranks
 };
 struct PlannedBeside {
-  std::optional<PlannedModel> critic;        // each rank trains a replica
-  std::optional<PlannedModel> reward_model;  // each rank scores its share
+  std::optional<PlannedModel> critic;        // all ranks train it, in its own layout
+  std::optional<PlannedModel> reward_model;  // whole on each rank, which scores its share
 };
 
 // Bytes of tensors on a rank.

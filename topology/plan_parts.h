@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "topology/plan.h"
@@ -94,14 +95,16 @@ class BesidePlan final {
   void add_to(const PlanOptions& policy, int64_t longest, LayoutPlan& plan) const;
 
  private:
-  LayoutPlan critic_beside(int64_t others) const;
+  LayoutPlan critic_beside(int64_t others, bool values) const;
   void add_critic(const PlanOptions& policy, int64_t longest, LayoutPlan& plan) const;
 
   const PlannedBeside& models_;
   const PlanDevices& devices_;
-  const Layout layout_;  // of both: replicas on all ranks
-  Workload work_;        // of the critic
-  PlanOptions options_;  // of the critic
+  const Layout replicas_;  // of a reward model: on all ranks
+  Layout layout_;          // of the critic
+  std::string problem_;    // why it cannot have that; empty: it can
+  Workload work_;          // of the critic
+  PlanOptions options_;    // of the critic
 };
 
 }  // namespace trireme::planning

@@ -110,9 +110,22 @@ TEST(PlanInputs, ACriticReadsThePolicysSamplesInMicroBatchesOfItsOwn) {
   EXPECT_FALSE(critic.work.reference);
   EXPECT_EQ(critic.options.element_bytes, 4);
   EXPECT_EQ(critic.options.sharding, StateSharding::kWeights);
+  EXPECT_EQ(critic.layout, Layout{});
   const PlannedModel scorer = planned_reward_model(config, shape, {.response = 100});
   EXPECT_EQ(scorer.options.element_bytes, 2);
   EXPECT_EQ(scorer.work.logprob_tokens, policy.logprob_tokens);
+}
+
+TEST(PlanInputs, ACriticIsSplitByItsOwnSizes) {
+  const Config config = load_config_text(
+      "", {"algorithm=ppo", "cluster.gpus_per_node=8", "policy.megatron_cfg.enabled=true",
+           "policy.megatron_cfg.tensor_model_parallel_size=4", "value.megatron_cfg.enabled=true",
+           "value.megatron_cfg.tensor_model_parallel_size=2", "value.megatron_cfg.context_parallel_size=2",
+           "value.megatron_cfg.pipeline_model_parallel_size=2",
+           "value.megatron_cfg.virtual_pipeline_model_parallel_size=2"});
+  const PlannedModel critic = planned_critic(config, *known_model_shape("qwen3-1.7b"), {});
+  EXPECT_EQ(critic.layout, (Layout{.tp = 2, .cp = 2, .pp = 2}));
+  EXPECT_EQ(critic.options.stages.virtual_stages, 2);
 }
 
 TEST(PlanInputs, PassesUnderGenerationAreThoseOfTheConfiguration) {

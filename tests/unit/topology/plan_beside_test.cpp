@@ -58,6 +58,41 @@ TEST(PlanBeside, ShardedCriticsKeepTheirSlices) {
   }
 }
 
+// Of a critic over two tensor ranks: matrices and embedding (1,000 rows padded to 1,008) by halves, norms and head
+// whole.
+TEST(PlanBeside, ACriticIsCountedByItsLayout) {
+  constexpr int64_t kMatrices = kLayer - 2 * 256, kOthers = 2 * 256;
+  constexpr int64_t kHalf = 8 * (kMatrices / 2 + kOthers) + 504 * 256 + 256 + 256;
+  PlannedBeside beside{value_model(), std::nullopt};
+  beside.critic->layout.tp = 2;
+  const auto plan_of = [&](const Layout& policy) {
+    return plan_layout(shape_of_eight_layers(), policy, small_work(), {}, devices_of(80 * kGiB), beside);
+  };
+  for (const Layout& policy : {Layout{.dp = 4}, Layout{.tp = 2, .dp = 2}, Layout{.cp = 2, .pp = 2}}) {
+    const LayoutPlan plan = plan_of(policy);
+    EXPECT_TRUE(plan.fits());
+    EXPECT_EQ(plan.memory.training.critic, 2 * kHalf + 4 * kHalf + (4 + 12) * kHalf / 2) << to_string(policy);
+  }
+  // Its ranks exchange rows in passes, and half of a pass is a rank's.
+  PlannedBeside whole = beside;
+  whole.critic->layout.tp = 1;
+  const PlannedTime split = plan_of({.dp = 4}).time;
+  const PlannedTime replicas =
+      plan_layout(shape_of_eight_layers(), {.dp = 4}, small_work(), {}, devices_of(80 * kGiB), whole).time;
+  EXPECT_EQ(replicas.pass_exchanges, 0);
+  EXPECT_GT(split.pass_exchanges, 0);
+  EXPECT_GT(split.values, 0);
+  // Stages wait for each other.
+  beside.critic->layout = {.pp = 2};
+  EXPECT_GT(plan_of({.dp = 4}).time.bubble, 0);
+  // More ranks than key heads.
+  beside.critic->layout = {.tp = 8};
+  const LayoutPlan wrong = plan_of({.dp = 8});
+  ASSERT_FALSE(wrong.fits());
+  EXPECT_EQ(wrong.problems.front().find("the critic cannot be split so: tp 8"), 0U) << wrong.problems.front();
+  EXPECT_EQ(wrong.memory.training.critic, 0);
+}
+
 // One model whose only difference is the head: 999 columns of logits less.
 TEST(PlanBeside, TimeIsThatOfTheSamePassesWithoutAVocabulary) {
   const PlanDevices devices = devices_of(80 * kGiB);
