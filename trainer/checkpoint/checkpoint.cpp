@@ -187,9 +187,9 @@ CheckpointManager::Failure CheckpointManager::own_failure(const std::exception& 
 }
 
 void CheckpointManager::add(const std::string& name, Model& model, DistributedAdamW& optimizer,
-                            const fs::path& source_dir) {
-  TRIREME_CHECK(owner_.empty() && !model.options().split, "a further model of checkpoints");
-  further_.push_back({name, &model, &optimizer, source_dir});
+                            const fs::path& source_dir, ParallelContext* ranks) {
+  TRIREME_CHECK(owner_.empty(), "a further model of checkpoints");
+  further_.push_back({name, &model, &optimizer, source_dir, ranks != nullptr ? ranks : &context_});
 }
 
 void CheckpointManager::open(const Model& model, const DistributedAdamW& optimizer) {
@@ -215,18 +215,18 @@ void CheckpointManager::open(const Model& model, const DistributedAdamW& optimiz
   owner_ = context_.world().all_gather_bytes(owner).front();
 
   int64_t own = 0, files = 0;
-  const auto count = [&](const Model& one, const DistributedAdamW& its) {
+  const auto count = [&](const Model& one, const DistributedAdamW& its, ParallelContext& ranks) {
     if (options_.save_optimizer) own += its.saved().tensor_bytes();
     ++files;
     const ShardPlan weights = weights_of(one);
     for (size_t i = 0; i < weights.files.size(); ++i) {
-      if (!is_mine(owner_of(i, one, context_), context_)) continue;
+      if (!is_mine(owner_of(i, one, ranks), ranks)) continue;
       own += weights.files[i].tensor_bytes();
       ++files;
     }
   };
-  count(model, optimizer);
-  for (const Further& more : further_) count(*more.model, *more.optimizer);
+  count(model, optimizer, context_);
+  for (const Further& more : further_) count(*more.model, *more.optimizer, *more.ranks);
   int64_t limit = options_.staging_bytes;
   const std::string host = host_name() + " ";
   const std::vector<std::string> needs = context_.world().all_gather_bytes(host + std::to_string(own));
@@ -277,17 +277,18 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
   BackgroundSave::Work work;
   work.folder = p.temporary;
   work.open = options_.open_file;
-  const auto take = [&](const Model& one, const DistributedAdamW& its, const std::string& folder) {
+  const auto take = [&](const Model& one, const DistributedAdamW& its, const std::string& folder,
+                        ParallelContext& ranks) {
     ShardPlan weights = weights_of(one);
     p.indexes[folder] = weights.index;
-    for (TensorFile& file : own_weights(std::move(weights), one, context_, folder))
+    for (TensorFile& file : own_weights(std::move(weights), one, ranks, folder))
       work.files.push_back(std::move(file));
     if (!options_.save_optimizer) return;
     work.files.push_back(its.saved());
     work.files.back().name = folder + "/optimizer/" + work.files.back().name;
   };
-  take(model, optimizer, options_.folder);
-  for (const Further& more : further_) take(*more.model, *more.optimizer, more.name);
+  take(model, optimizer, options_.folder, context_);
+  for (const Further& more : further_) take(*more.model, *more.optimizer, more.name, *more.ranks);
   work.prepare = [this, &p, &model, config_yaml, files] {
     const auto describe = [&](const Model& one, const std::string& folder, const fs::path& source) {
       fs::create_directories(p.temporary / folder / "optimizer");

@@ -64,8 +64,10 @@ class CheckpointManager final {
   CheckpointManager& operator=(const CheckpointManager&) = delete;
 
   // Before open(): every checkpoint also holds this model, in its folder "NAME/weights" and "NAME/optimizer", as the
-  // policy's are in "policy/". A model that is split over no ranks. Both outlive the manager.
-  void add(const std::string& name, Model& model, DistributedAdamW& optimizer, const std::filesystem::path& source_dir);
+  // policy's are in "policy/". `ranks`: the manager's, in the layout of this model; null: that is theirs. All outlive
+  // the manager.
+  void add(const std::string& name, Model& model, DistributedAdamW& optimizer, const std::filesystem::path& source_dir,
+           ParallelContext* ranks = nullptr);
 
   // Collective. Takes the folder (Fence), removes what others left unfinished, and begins to set host memory aside.
   // The first load_latest() or begin_save() does it otherwise.
@@ -127,6 +129,7 @@ class CheckpointManager final {
     Model* model = nullptr;
     DistributedAdamW* optimizer = nullptr;
     std::filesystem::path source_dir;
+    ParallelContext* ranks = nullptr;
   };
   void together(const std::string& what, const std::optional<Failure>& own);
   Failure own_failure(const std::exception& error, bool of_peer = false) const;

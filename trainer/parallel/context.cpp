@@ -35,6 +35,13 @@ RankGroup own_replica(const Layout& layout, const Coordinates& at) {
   return group;
 }
 
+void check_world(const Layout& layout, int world) {
+  LayoutCheck check;
+  check.world = world;
+  const LayoutReport report = check_layout(layout, check);
+  if (!report.ok()) fail_user(report.errors.front());
+}
+
 // Groups are made by each rank's own layout: where two differ, some would wait for ranks that never come to theirs.
 void check_alike(const Layout& layout, Communicator& world) {
   if (world.size() == 1) return;
@@ -62,30 +69,20 @@ ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
 
 ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous)
     : layout_(layout), rendezvous_(rendezvous), job_(of_job(rendezvous, layout)) {
-  LayoutCheck check;
-  check.world = rendezvous.world_size;
-  const LayoutReport report = check_layout(layout, check);
-  if (!report.ok()) fail_user(report.errors.front());
+  check_world(layout, rendezvous.world_size);
   if (rendezvous.rank < 0 || rendezvous.rank >= rendezvous.world_size) {
     fail_user("rank " + std::to_string(rendezvous.rank) + " is outside the world of " +
               std::to_string(rendezvous.world_size));
   }
   coordinates_ = trireme::coordinates(layout, rendezvous.rank);
   if (job_.world_size > 1) {
-    store_ = std::make_unique<JobStore>(job_);
-    attendance_ = std::make_unique<Attendance>(*store_, job_);
+    store_ = std::make_shared<JobStore>(job_);
+    attendance_ = std::make_shared<Attendance>(*store_, job_);
   }
   RankGroup everybody{kWorld, std::vector<int>(static_cast<size_t>(rendezvous.world_size))};
   std::iota(everybody.ranks.begin(), everybody.ranks.end(), 0);
   world_ = make_group(everybody);
-  check_alike(layout, *world_);
-  for (const Axis axis : kAxes) add_group(axis);
-  replica_ = layout.pp == 1   ? groups_.at(Axis::kTp)
-             : layout.tp == 1 ? groups_.at(Axis::kPp)
-                              : make_group(own_replica(layout, coordinates_));
-  groups_[Axis::kTpPp] = replica_;
-  if (layout.ep * layout.etp > 1) make_expert_groups();
-  if (layout.pp > 1) links_ = std::make_unique<StageLinks>(group(Axis::kPp));
+  make_groups();
   generation_ = {.layout = layout,
                  .tensor = &tensor_parallel(),
                  .links = links_.get(),
@@ -94,7 +91,33 @@ ParallelContext::ParallelContext(const Layout& layout, const RendezvousOptions& 
                  .number = groups_.at(Axis::kDpCp)->rank()};
 }
 
+ParallelContext::ParallelContext(ParallelContext& first, const Layout& layout, const std::string& name)
+    : layout_(layout),
+      rendezvous_(first.rendezvous_),
+      job_(first.job_),
+      prefix_(name + "-"),
+      store_(first.store_),
+      attendance_(first.attendance_),
+      world_(first.world_),
+      generation_(first.generation_) {
+  check_world(layout, first.world_size());
+  coordinates_ = trireme::coordinates(layout, rank());
+  make_groups();
+  generation_.apart = true;  // whatever this layout is
+}
+
 ParallelContext::~ParallelContext() = default;
+
+void ParallelContext::make_groups() {
+  check_alike(layout_, *world_);
+  for (const Axis axis : kAxes) add_group(axis);
+  replica_ = layout_.pp == 1   ? groups_.at(Axis::kTp)
+             : layout_.tp == 1 ? groups_.at(Axis::kPp)
+                               : make_group(own_replica(layout_, coordinates_));
+  groups_[Axis::kTpPp] = replica_;
+  if (layout_.ep * layout_.etp > 1) make_expert_groups();
+  if (layout_.pp > 1) links_ = std::make_unique<StageLinks>(group(Axis::kPp));
+}
 
 // All groups of an axis are one of them, moved: where two axes have the same group on one rank, they have on all.
 void ParallelContext::add_group(Axis axis) {
@@ -153,7 +176,8 @@ RankGroup ParallelContext::in_job(RankGroup group) const {
   return group;
 }
 
-std::shared_ptr<Communicator> ParallelContext::make_group(const RankGroup& group) {
+std::shared_ptr<Communicator> ParallelContext::make_group(RankGroup group) {
+  group.name = prefix_ + group.name;
   return group.ranks.size() == 1 ? std::make_shared<Communicator>()
                                  : std::make_shared<Communicator>(*store_, job_, *attendance_, in_job(group));
 }

@@ -43,6 +43,10 @@ class ParallelContext final {
   // caller's to know. Layout, ranks, groups and everybody are those of this process's role; what is said of the job is
   // of the actor's and the critic's ranks together.
   ParallelContext(const Layout& layout, const RendezvousOptions& rendezvous);
+  // The same ranks once more, for a further model that they split by a layout of its own: another rank's place, and
+  // groups of their own, whose names begin with `name` ("value-tp"). Everybody, the store, phases and generation are
+  // `first`'s, which outlives it. Throws Error(kUser) where the layout does not fit the world. Collective.
+  ParallelContext(ParallelContext& first, const Layout& layout, const std::string& name);
   ~ParallelContext();
 
   const Layout& layout() const { return layout_; }
@@ -124,7 +128,8 @@ class ParallelContext final {
 
  private:
   RankGroup in_job(RankGroup group) const;
-  std::shared_ptr<Communicator> make_group(const RankGroup& group);
+  std::shared_ptr<Communicator> make_group(RankGroup group);
+  void make_groups();
   void add_group(Axis axis);
   int64_t ranks_of_stage() const { return layout_.tp * layout_.cp * layout_.dp; }
 
@@ -132,8 +137,9 @@ class ParallelContext final {
   RendezvousOptions rendezvous_;  // of the role
   RendezvousOptions job_;
   Coordinates coordinates_;
-  std::unique_ptr<JobStore> store_;
-  std::unique_ptr<Attendance> attendance_;  // null with one process, as the store
+  std::string prefix_;  // of the names of groups
+  std::shared_ptr<JobStore> store_;
+  std::shared_ptr<Attendance> attendance_;  // null with one process, as the store
   std::shared_ptr<Communicator> world_;
   std::map<Axis, std::shared_ptr<Communicator>> groups_;  // axes of the same ranks share one
   std::shared_ptr<Communicator> replica_;                 // of training: groups_' kTpPp

@@ -313,5 +313,25 @@ TEST(ParallelContext, RefusesSplitsItCannotDo) {
   EXPECT_THROW(ParallelContext(layout, two_ranks), Error);
 }
 
+TEST(ParallelContext, TheSameRanksMaySplitAFurtherModelByAnotherLayout) {
+  test::on_layout({.tp = 2, .dp = 2}, [](ParallelContext& first) {
+    ParallelContext own(first, {.dp = 2, .pp = 2}, "value");
+    EXPECT_EQ(own.rank(), first.rank());
+    EXPECT_EQ(&own.world(), &first.world());
+    EXPECT_EQ(own.tensor_parallel().size(), 1);
+    EXPECT_EQ(own.coordinates().pp, first.rank() / 2);
+    ASSERT_NE(own.stage_links(), nullptr);
+    EXPECT_EQ(own.group(Axis::kPp).name(), "value-pp-" + std::to_string(first.rank() % 2));
+    EXPECT_EQ(own.group(Axis::kPp).all_reduce_sum(int64_t{first.rank()}), 2 * (first.rank() % 2) + 2);
+    EXPECT_EQ(own.data_parallel().all_reduce_sum(int64_t{first.rank()}), first.rank() < 2 ? 1 : 5);
+    EXPECT_EQ(own.holders().size(), 2);
+    EXPECT_EQ(first.tensor_parallel().all_reduce_sum(int64_t{first.rank()}), first.rank() < 2 ? 1 : 5);
+    EXPECT_TRUE(own.generation().apart);  // the first one's, whatever this layout is
+    EXPECT_EQ(own.generation().layout, first.layout());
+    EXPECT_THROW(ParallelContext(first, {.tp = 3}, "odd"), Error);
+    first.world().barrier();
+  });
+}
+
 }  // namespace
 }  // namespace trireme
