@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# PPO with a critic on the actor's ranks: it learns, one rank and two agree, a killed run goes on bit for bit.
+# PPO with a critic on the actor's ranks: it learns, one rank and two agree, a killed run goes on bit for bit; actor and
+# critic that ranks split, each by its layout.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 
@@ -81,4 +82,87 @@ out=$("$TRIREME" $(ppo_args cold ppo.max_num_steps=1 $warm="$dir/raw/step_2") 2>
 check "with generation elsewhere" "$TRIREME" launch --engines 2 -- $(ppo_args apart \
   policy.generation.colocated.enabled=false)
 [ "$(both apart 6)" = "$expected" ] && ok "the same actor and critic" || bad "the same actor and critic"
+
+# Actor and critic that ranks split, each by a layout of its own, against one process.
+"$TRIREME" init-model --out "$dir/model" --hidden 64 --layers 4 --heads 4 --kv-heads 4 --head-dim 16 \
+  --intermediate 64 >/dev/null
+# sizes SECTION TP PP CP
+sizes() {
+  echo "$1.megatron_cfg.enabled=true $1.megatron_cfg.tensor_model_parallel_size=$2" \
+    "$1.megatron_cfg.pipeline_model_parallel_size=$3 $1.megatron_cfg.context_parallel_size=$4"
+}
+# split_args NAME RANKS ACTOR CRITIC [overrides...]: sizes as "TP PP CP"
+split_args() {
+  local name=$1 ranks=$2 actor=$3 critic=$4; shift 4
+  ppo_args "$name" $one_step cluster.device=cpu cluster.gpus_per_node="$ranks" $(sizes policy $actor) \
+    $(sizes value $critic) value.megatron_cfg.optimizer.lr=1e-4 value.megatron_cfg.scheduler.lr_warmup_iters=0 "$@"
+}
+split() { "$TRIREME" launch --nproc-per-node "$2" -- $(split_args "$@"); }
+# near NAME STEPS [other bits]: the last STEPS steps are those of one process within 1e-4, and the loss has the
+# sampler's bits, or has not.
+near() {
+  local out
+  if out=$(python3 - "$dir/plain-logs/train.jsonl" "$dir/$1-logs/train.jsonl" "$2" "${3:-}" <<'PY'
+import json, sys
+plain, other = ([x for x in map(json.loads, open(f)) if "critic/loss" in x] for f in sys.argv[1:3])
+steps = int(sys.argv[3])
+worst = 0
+for a, b in zip(plain[-steps:], other[-steps:]):
+    for name in [n for n in a if n.startswith("critic/")] + ["train/loss", "train/advantages/min",
+                                                             "train/advantages/max", "train/reward"]:
+        worst = max(worst, abs(a[name] - b[name]) / max(1.0, abs(a[name])))
+    for name in ("critic/grad_norm", "train/grad_norm"):
+        worst = max(worst, abs(a[name] - b[name]) / a[name] / 10)
+differing = sum(x["train/logprob_mismatch_tokens"] for x in other)
+print("largest difference", worst, "tokens with other bits", differing)
+sys.exit(0 if len(plain) == 3 and len(other) >= steps and worst < 1e-4 and (differing > 0) == bool(sys.argv[4]) else 1)
+PY
+  ); then ok "$1: as one process ($out)"; else bad "$1: not as one process" "$out"; fi
+}
+check "PPO on one process" split plain 1 "1 1 1" "1 1 1"
+for layout in "tp2 2 2-1-1 2-1-1" "pp2 2 1-2-1 1-2-1" "cp2 2 1-1-2 1-1-2" "critic-tp2 2 1-1-1 2-1-1" \
+  "critic-dp2 2 2-1-1 1-1-1" "tp2pp2 4 2-2-1 2-1-2"; do
+  set -- $layout
+  check "actor and critic on $*" split "$1" "$2" "${3//-/ }" "${4//-/ }"
+  near "$1" 3
+done
+check "a folded actor" split folded 2 "1 2 1" "1 2 1" policy.generation.fold_pipeline=true
+[ "$(both folded 3)" = "$(both pp2 3)" ] && ok "folded: both models and their moments bit for bit" || bad "folded"
+check "an actor that generates in another layout" split other 2 "2 1 1" "2 1 1" policy.generation.tensor_parallel_size=1
+near other 3 "other bits"
+check "an actor of tp2, a critic on a rank of its own" "$TRIREME" launch --nproc-per-node 2 --critic-ranks 1 -- \
+  $(split_args own-critic 2 "2 1 1" "1 1 1")
+near own-critic 3
+check "a critic of tp2 on ranks of its own" "$TRIREME" launch --nproc-per-node 1 --critic-ranks 2 -- \
+  $(split_args own-tp2 1 "1 1 1" "2 1 1")
+near own-tp2 3
+
+# Two steps, then the last one: in the same layouts bit for bit, in others as well as one process.
+check "two steps on tp2" split again 2 "2 1 1" "2 1 1" ppo.max_num_steps=2
+cp -r "$dir/again" "$dir/moved"
+check "the last one" split again 2 "2 1 1" "2 1 1"
+[ "$(both again 3)" = "$(both tp2 3)" ] && ok "resumed on tp2: both models and their moments bit for bit" ||
+  bad "a resume on tp2"
+check "the last one, the actor on pp2 and a whole critic" split moved 2 "1 2 1" "1 1 1"
+near moved 1
+
+# A reward model is whole on every rank, whatever these have of the policy.
+scored="env.reward_model.enabled=true env.reward_model.model_name=$dir/plain/step_3/value/weights ppo.max_num_steps=1"
+check "a reward model" split scored 1 "1 1 1" "1 1 1" $scored
+check "a reward model beside a split policy" split scored-tp2 2 "2 1 1" "1 2 1" $scored
+if out=$(python3 - "$dir/scored-logs/train.jsonl" "$dir/scored-tp2-logs/train.jsonl" <<'PY'
+import json, sys
+a, b = ([x["train/reward"] for x in map(json.loads, open(f)) if "train/reward" in x] for f in sys.argv[1:])
+print(a, b)
+sys.exit(0 if len(a) == len(b) == 1 and abs(a[0] - b[0]) < 1e-5 else 1)
+PY
+); then ok "it gives the same rewards"; else bad "other rewards beside a split policy" "$out"; fi
+
+out=$(split odd 2 "2 1 1" "4 1 1" 2>&1); code=$?
+[ $code = 10 ] && grep -q "the critic's 2 ranks cannot be divided by the 4 of its tensor x pipeline x" <<<"$out" &&
+  ok "a critic's layout that its ranks do not have is refused" || bad "a critic of tp4 on two ranks: code $code" "$out"
+out=$(split experts 2 "2 1 1" "1 1 1" value.megatron_cfg.expert_model_parallel_size=2 2>&1); code=$?
+sentence="value.megatron_cfg.expert_model_parallel_size: the model of .* cannot be split so"
+[ $code = 10 ] && grep -q "$sentence" <<<"$out" &&
+  ok "what its model cannot have is refused by its key" || bad "a dense critic of ep2: code $code" "$out"
 finish

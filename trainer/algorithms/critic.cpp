@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "trainer/algorithms/loss.h"
@@ -45,9 +46,7 @@ struct CriticTrainer::Moments {
 };
 
 CriticTrainer::CriticTrainer(const Config& config, Model& critic, DistributedAdamW& optimizer, ParallelContext& context)
-    : config_(config), critic_(critic), optimizer_(optimizer), context_(context) {
-  TRIREME_CHECK(context.data_parallel().size() == context.world_size(), "a critic's ranks are all replicas");
-}
+    : config_(config), critic_(critic), optimizer_(optimizer), context_(context) {}
 
 void CriticTrainer::fill_values(std::vector<Sample>& samples) { fill(samples, context_); }
 
@@ -72,7 +71,7 @@ std::vector<CriticTrainer::OptimizerBatch> CriticTrainer::prepare_steps(const st
   const auto total = static_cast<int64_t>(samples.size());
   const int64_t size = config_.policy.train_global_batch_size;
   const MicroBatchOptions options = training_micro_batches(config_);
-  const Communicator& ranks = context_.data_parallel();
+  const Communicator& ranks = context_.group(Axis::kDp);
   std::vector<OptimizerBatch> steps;
   int64_t most_rows = 0, most_batches = 0;
   for (int64_t begin = 0; begin < total; begin += size) {
@@ -96,12 +95,8 @@ std::vector<CriticTrainer::OptimizerBatch> CriticTrainer::prepare_steps(const st
   return steps;
 }
 
-void CriticTrainer::train_step(const OptimizerBatch& batch, double learning_rate, double decay, bool last,
-                               Moments& moments) {
-  Communicator& ranks = context_.data_parallel();
-  double valid = 0;
-  for (const Batch& one : batch) valid += one.mask.sum().item<double>();
-  valid = ranks.all_reduce_sum(valid);
+// Of all micro-batches of an optimizer step; what their losses say, on all stages of a pipeline.
+MetricSums CriticTrainer::backward_passes(const OptimizerBatch& batch, double valid) {
   MetricSums own;
   PipelineWork work;
   for (const Batch& one : batch) work.inputs.push_back(&one.micro_batch.input);
@@ -122,6 +117,19 @@ void CriticTrainer::train_step(const OptimizerBatch& batch, double learning_rate
   if (overlap_grad_reduce(config_)) work.before_last = [this] { optimizer_.reduce_in_next_backward(); };
   work.on_progress = on_progress;
   train_passes(critic_, work);
+  if (critic_.split().pp == 1) return own;
+  const std::vector<uint8_t> bytes = nlohmann::json::to_cbor(own);  // as text a number that is not finite is lost
+  const std::string shared = share_result(critic_, std::string(bytes.begin(), bytes.end()));
+  return nlohmann::json::from_cbor(shared).get<MetricSums>();
+}
+
+void CriticTrainer::train_step(const OptimizerBatch& batch, double learning_rate, double decay, bool last,
+                               Moments& moments) {
+  Communicator& ranks = context_.group(Axis::kDp);
+  double valid = 0;
+  for (const Batch& one : batch) valid += one.mask.sum().item<double>();
+  valid = ranks.all_reduce_sum(valid);
+  const MetricSums own = backward_passes(batch, valid);
   const OptimizerStep step = optimizer_.step(
       learning_rate, decay, max_grad_norm(config_),
       !last && overlap_param_gather(config_) ? DistributedAdamW::Gather::kLater : DistributedAdamW::Gather::kNow);

@@ -14,18 +14,23 @@ namespace trireme {
 
 class CriticTrainer final {
  public:
-  // `config`: critic_config() of the run's. All outlive the trainer; the ranks of the job are the critic's replicas.
+  // `config`: critic_config() of the run's. `context`: all of the critic's ranks, in the layout that its model is split
+  // by. All outlive the trainer.
   CriticTrainer(const Config& config, Model& critic, DistributedAdamW& optimizer, ParallelContext& context);
 
   // Sample::values of all samples, on all ranks. Collective. Throws Error(kData) that names sample and token where a
   // value is not finite.
   void fill_values(std::vector<Sample>& samples);
-  // The same of this rank alone: no other takes part. Where values_alone(): not where ranks share the weights.
+  // The same of this rank alone: no other takes part. Where values_alone(): not where ranks share the weights, or split
+  // the model.
   void fill_own_values(std::vector<Sample>& samples);
-  bool values_alone() const { return !critic_.options().sharding.weights || context_.world_size() == 1; }
+  bool values_alone() const {
+    const ModelOptions& options = critic_.options();
+    return context_.world_size() == 1 || !(options.sharding.weights || options.split || options.context != nullptr);
+  }
 
-  // Collective: every rank passes the same samples, with values and returns. Trains this rank's share, value.
-  // train_global_batch_size samples an optimizer step, in as many passes over all. Returns loss, grad_norm, lr,
+  // Collective: every rank passes the same samples, with values and returns. Trains this data parallel rank's share,
+  // value.train_global_batch_size samples an optimizer step, in as many passes over all. Returns loss, grad_norm, lr,
   // values_{mean,min,max}, returns_mean, explained_var and vf_clipfrac, over all ranks and steps.
   MetricSums train(const std::vector<Sample>& samples, int64_t passes);
   // How many passes were trained before: where the schedules of learning rate and weight decay are.
@@ -46,6 +51,7 @@ class CriticTrainer final {
 
   void fill(std::vector<Sample>& samples, ParallelContext& context);
   std::vector<OptimizerBatch> prepare_steps(const std::vector<Sample>& samples);
+  MetricSums backward_passes(const OptimizerBatch& batch, double valid);
   void train_step(const OptimizerBatch& batch, double learning_rate, double decay, bool last, Moments& moments);
 
   const Config& config_;

@@ -37,7 +37,7 @@ class Critic {
   virtual CriticTrained finish_training() = 0;
 };
 
-// On the actor's ranks, each of them a replica.
+// On the actor's ranks.
 class LocalCritic final : public Critic {
  public:
   explicit LocalCritic(std::unique_ptr<CriticTrainer> trainer) : trainer_(std::move(trainer)) {}

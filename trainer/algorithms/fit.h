@@ -20,6 +20,7 @@ struct CriticModel {
   Config config;  // critic_config() of the run's
   ModelConfig model;
   std::filesystem::path dir;
+  Layout layout = {};  // of its ranks: the actor's, or its own
 };
 
 // A reward model, which every rank holds whole.

@@ -168,7 +168,7 @@ class GrpoLoop final {
     if (session_.critic_link != nullptr) critic_ = std::make_unique<RemoteCritic>(*session_.critic_link);
     if (session_.critic == nullptr) return;
     auto trainer = std::make_unique<CriticTrainer>(session_.critic->config, *session_.critic->model,
-                                                   *session_.critic->optimizer, session_.context);
+                                                   *session_.critic->optimizer, *session_.critic->ranks);
     critic_trainer_ = trainer.get();
     critic_ = std::make_unique<LocalCritic>(std::move(trainer));
   }

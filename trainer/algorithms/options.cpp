@@ -154,6 +154,20 @@ StageOptions stage_options(const Config& config) {
           .virtual_stages = m.virtual_pipeline_model_parallel_size};
 }
 
+Layout critic_layout(const Config& config, int64_t ranks) {
+  const ParallelSizes sizes = parallel_sizes(critic_config(config));
+  Layout layout{
+      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
+  const auto dp = derive_dp(layout, ranks);
+  if (!dp) {
+    fail_user("the critic's " + std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks") +
+              " cannot be divided by the " + std::to_string(layout.tp * layout.cp * layout.pp) +
+              " of its tensor x pipeline x context parallel size (value.megatron_cfg, value.dtensor_cfg)");
+  }
+  layout.dp = *dp;
+  return layout;
+}
+
 MicroBatchOptions training_micro_batches(const Config& config) {
   const PolicyConfig& p = config.policy;
   return micro_batch_options(config, p.train_micro_batch_size, p.sequence_packing.train_mb_tokens,

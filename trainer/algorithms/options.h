@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "topology/stages.h"
+#include "topology/topology.h"
 #include "trainer/algorithms/loss.h"
 #include "trainer/batch/packing.h"
 #include "trainer/config/config.h"
@@ -43,6 +44,8 @@ LogprobOptions reference_distribution(const Config& config);  // the same withou
 
 // How the layers are dealt to the stages of a pipeline.
 StageOptions stage_options(const Config& config);
+// How `ranks` ranks split the critic: by the sizes of value.*. Throws Error(kUser) where they cannot be divided so.
+Layout critic_layout(const Config& config, int64_t ranks);
 
 // Micro-batches: of training, of passes for log-probs, of SFT's training and validation.
 MicroBatchOptions training_micro_batches(const Config& config);

@@ -12,9 +12,9 @@
 namespace trireme {
 
 // Of each sample, the same on all ranks: each computes a share in micro-batches of `size`, and a sample's bits depend
-// on neither. The model has a value head and is split over no ranks. An empty response is scored by its prompt. Throws
-// Error(kData) that names a sample whose score is not finite. Collective. `on_progress` is called after each
-// micro-batch; may be empty.
+// on neither. The model has a value head and is whole on each rank, whatever the context's layout. An empty response is
+// scored by its prompt. Throws Error(kData) that names a sample whose score is not finite. Collective. `on_progress` is
+// called after each micro-batch; may be empty.
 std::vector<float> reward_model_scores(const std::vector<Sample>& samples, const Model& model, MicroBatchOptions size,
                                        ParallelContext& context, const std::function<void()>& on_progress);
 

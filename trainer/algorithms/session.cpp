@@ -57,19 +57,6 @@ void check_length(const Config& config, const ModelConfig& model, const std::fil
             "another model");
 }
 
-// Before the weights are read, too: what tensor ranks share must divide among them, and layers among stages.
-void check_split(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
-                 const Layout& layout) {
-  const ModelShape shape = model.shape();
-  const LayoutReport report = check_layout(layout, {.shape = &shape, .stages = stage_options(config)});
-  if (report.ok()) return;
-  const std::string& error = report.errors.front();
-  const std::string axis = error.substr(0, error.find(' '));
-  const bool named = axis == "tp" || axis == "pp" || axis == "cp" || axis == "ep" || axis == "etp";
-  fail_user((named ? parallel_size_key(config, axis) + ": " : "") + "the model of " + dir.string() +
-            " cannot be split so: " + error);
-}
-
 // What may be split so and is slow: context and expert groups whose ranks are not of one node (cluster.processes).
 void warn_of_spanned_nodes(const Config& config, const ModelConfig& model, const Layout& layout) {
   const ModelShape shape = model.shape();
@@ -87,15 +74,6 @@ void warn_of_idle_context(const Config& config, const Layout& layout) {
                            " and a sequence is cut every " + std::to_string(kPieceAlignment) + " tokens: at most " +
                            std::to_string(pieces) + " of the " + std::to_string(layout.cp) +
                            " context parallel ranks compute one");
-}
-
-// Stages have several micro-batches under way, each at a place of its own: they would free nothing.
-void check_sharding(const Config& config, const Layout& layout) {
-  if (layout.pp == 1 || state_sharding(config) < StateSharding::kGradients) return;
-  fail_user("optim_grads and optim_grads_params (policy.dtensor_cfg.enabled means the latter) share no state over " +
-            std::to_string(layout.pp) +
-            " pipeline stages; set policy.megatron_cfg.distributed_data_parallel_config."
-            "data_parallel_sharding_strategy to no_shard or optim");
 }
 
 // The configuration of the reward model, before anything is loaded; nothing where none is used.
@@ -171,10 +149,7 @@ namespace {
 
 std::unique_ptr<Model> load_reward_model(const RewardModelFolder& folder, const Config& config, int local_rank,
                                          ParallelContext& context) {
-  ModelOptions options = policy_options(config, local_rank, folder.model, context);
-  options.trainable = options.lends_gradients = false;
-  options.gradient_dtype.reset();
-  options.sharding = {};
+  const ModelOptions options = engine_model_options(config, local_rank, folder.model);  // whole, whatever the policy is
   std::unique_ptr<Model> model;
   if (config.policy.random_weights) {
     model = std::make_unique<Model>(folder.model, options);
@@ -233,8 +208,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   if (model.value_head)
     fail_user("policy.model_name: " + model_dir.string() +
               " is a value or reward model (...ForSequenceClassification), which generates no text");
-  check_split(config, model, model_dir, context.layout());
-  check_sharding(config, context.layout());
+  if (const auto problem = split_problem(config, "policy", model, model_dir, context.layout())) fail_user(*problem);
   if (const auto problem = generation_problem(config, model.shape(), model_dir.string(), context.layout()))
     fail_user(*problem);
   if (const auto layout = generation_layout(config, context.layout())) context.set_generation(*layout);
@@ -247,8 +221,11 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   check_transport(options.transport, context, model_options.device);
   check_length(config, model, model_dir);
   std::optional<CriticModel> critic_model;
-  if (has_critic(config))
-    critic_model = find_critic(config, model, *tokenizer, options.hf_home, context.layout(), context.is_main());
+  if (has_critic(config)) {
+    const int ranks = critic_link != nullptr ? context.critic_ranks() : context.world_size();
+    const Layout layout = runnable(critic_layout(config, ranks), model_options.device.is_cuda());
+    critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, context.is_main());
+  }
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);
   check_fits(config, model, model_dir, context.layout(), memory_of_a_rank(config, model_options.device),
              context.is_main(), {critic_model && !critic_link ? &*critic_model : nullptr, scorer ? &*scorer : nullptr});
@@ -311,7 +288,7 @@ void Session::make_checkpoints(const TrainOptions& options, const ModelConfig* c
   if (critic != nullptr) {
     critic->optimizer->before_update = optimizer->before_update;
     if (ShardedUnits* units = critic->model->units()) units->before_release = optimizer->before_update;
-    checkpoints->add("value", *critic->model, *critic->optimizer, critic->model_dir);
+    checkpoints->add("value", *critic->model, *critic->optimizer, critic->model_dir, critic->ranks);
   }
 }
 

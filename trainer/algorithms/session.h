@@ -58,8 +58,10 @@ bool rows_are_exact(const Model& model, const Config& config, ParallelContext& c
 std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::filesystem::path& dir,
                                           const ModelOptions& options);
 
-// The critic of a PPO run on this rank, one of its replicas.
+// The critic of a PPO run, as far as this rank has it.
 struct CriticState {
+  std::unique_ptr<ParallelContext> apart;  // the actor's ranks in the critic's layout; null: that is theirs
+  ParallelContext* ranks = nullptr;        // the critic's
   Config config;  // critic_config() of the run's
   std::filesystem::path model_dir;
   std::unique_ptr<Model> model;

@@ -29,10 +29,6 @@ void check_roles(const Config& config, const TrainOptions& options) {
               " critic ranks (launch --critic-ranks, TRIREME_CRITIC_RANKS) have nothing to do; start none, or set "
               "algorithm to ppo with ppo.adv_estimator.name gae");
   }
-  if (ranks.of_critic && options.layout.world() != options.layout.dp) {
-    fail_user("a critic's ranks are all whole copies of it: their layout is dp=" + std::to_string(critics) + ", not " +
-              to_string(options.layout));
-  }
 }
 
 }  // namespace
@@ -170,6 +166,25 @@ void check_transport(const TransportCheck& check, ParallelContext& context, at::
   log_info("parallel", "NCCL goes between the nodes over " + describe(transport));
 }
 
+std::optional<std::string> split_problem(const Config& config, const std::string& section, const ModelConfig& model,
+                                         const std::filesystem::path& dir, const Layout& layout) {
+  const ModelShape shape = model.shape();
+  const LayoutReport report = check_layout(layout, {.shape = &shape, .stages = stage_options(config)});
+  if (!report.ok()) {
+    const std::string& error = report.errors.front();
+    const std::string axis = error.substr(0, error.find(' '));
+    const bool named = axis == "tp" || axis == "pp" || axis == "cp" || axis == "ep" || axis == "etp";
+    return (named ? replace_all(parallel_size_key(config, axis), "policy.", section + ".") + ": " : "") +
+           "the model of " + dir.string() + " cannot be split so: " + error;
+  }
+  // Stages have several micro-batches under way, each at a place of its own: they would free nothing.
+  if (layout.pp == 1 || state_sharding(config) < StateSharding::kGradients) return std::nullopt;
+  return "optim_grads and optim_grads_params (" + section +
+         ".dtensor_cfg.enabled means the latter) share no state over " + std::to_string(layout.pp) +
+         " pipeline stages; set " + section +
+         ".megatron_cfg.distributed_data_parallel_config.data_parallel_sharding_strategy to no_shard or optim";
+}
+
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
                    const Layout& layout, bool main) {
   if (model.num_experts == 0) return;
@@ -210,13 +225,14 @@ void check_vocabulary(const std::string& key, const std::string& dir, const Mode
 CriticModel find_critic(const Config& config, const ModelConfig& policy, const Tokenizer& tokenizer,
                         const std::filesystem::path& hf_home, const Layout& layout, bool main) {
   const std::filesystem::path folder = resolve_model(config.value.model_name, hf_home);
-  CriticModel critic{critic_config(config), ModelConfig::load(folder).with_value_head(), folder};
+  CriticModel critic{critic_config(config), ModelConfig::load(folder).with_value_head(), folder, layout};
   const std::string dir = folder.string();
   if (critic.config.policy.max_total_sequence_length > critic.model.positions()) {
     fail_user("value.max_total_sequence_length is " + std::to_string(critic.config.policy.max_total_sequence_length) +
               " but the model of " + dir + " has " + std::to_string(critic.model.positions()) + " positions");
   }
   check_vocabulary("value.model_name", dir, critic.model, policy, tokenizer, "the critic");
+  if (const auto problem = split_problem(critic.config, "value", critic.model, critic.dir, layout)) fail_user(*problem);
   check_experts(critic.config, critic.model, critic.dir, layout, main);
   return critic;
 }
@@ -242,17 +258,25 @@ std::unique_ptr<CriticState> make_critic(const CriticModel& of, int local_rank, 
   auto critic = std::make_unique<CriticState>();
   critic->config = of.config;
   critic->model_dir = of.dir;
-  critic->model =
-      load_or_draw_critic(critic->config, of.dir, policy_options(critic->config, local_rank, of.model, context));
+  critic->ranks = &context;
+  if (of.layout != context.layout()) {
+    critic->apart = std::make_unique<ParallelContext>(context, of.layout, "value");
+    critic->ranks = critic->apart.get();
+  }
+  ModelOptions options = policy_options(critic->config, local_rank, of.model, *critic->ranks);
+  options.lends_gradients = false;  // it is the policy that may generate in another layout
+  critic->model = load_or_draw_critic(critic->config, of.dir, options);
   // Loading chooses it too, and beside a policy that one has.
   if (context.of_critic() && critic->config.policy.random_weights && critic->model->options().device.is_cpu())
     choose_linear_mode(critic->model->linear_shapes(), critic->model->options().dtype);
-  critic->optimizer = make_optimizer(critic->config, *critic->model, context);
+  critic->optimizer = make_optimizer(critic->config, *critic->model, *critic->ranks);
   if (!context.is_main()) return critic;
+  const std::string split = of.layout.dp == of.layout.world() ? "" : ", in " + to_string(of.layout);
   log_info("train", "critic " + critic->config.value.model_name + ": " + std::to_string(of.model.parameter_count()) +
                         " parameters, " + critic->config.value.precision +
                         (context.of_critic() ? " on " + std::to_string(context.world_size()) + " ranks of its own"
-                                             : " on the actor's ranks"));
+                                             : " on the actor's ranks") +
+                        split);
   return critic;
 }
 

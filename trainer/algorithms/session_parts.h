@@ -39,17 +39,22 @@ const Config& with_its_device(const Config& config, const TrainOptions& options)
 // it must be RDMA and NCCL cannot go over it, the error says where, and what to do. Collective; whether a rank has a
 // log to read is its environment's matter, so that all agree first whether anybody does.
 void check_transport(const TransportCheck& check, ParallelContext& context, at::Device device);
-// Before weights are read. Of a mixture of experts: what is asked for and cannot be.
+// Before weights are read: what tensor ranks share must divide among them, and layers among stages, of which several
+// share no gradients. What is wrong, by the keys of `section`, policy or value; `config` has them as the policy's.
+std::optional<std::string> split_problem(const Config& config, const std::string& section, const ModelConfig& model,
+                                         const std::filesystem::path& dir, const Layout& layout);
+// Likewise. Of a mixture of experts: what is asked for and cannot be.
 void check_experts(const Config& config, const ModelConfig& model, const std::filesystem::path& dir,
                    const Layout& layout, bool main);
 // Of a model that reads what the policy writes.
 void check_vocabulary(const std::string& key, const std::string& dir, const ModelConfig& model,
                       const ModelConfig& policy, const Tokenizer& tokenizer, const std::string& who);
 
-// The critic's configuration and model, before its weights are read: positions, experts and vocabulary are checked.
+// The critic's configuration and model, before its weights are read: positions, experts, vocabulary and how its ranks
+// split it are checked.
 CriticModel find_critic(const Config& config, const ModelConfig& policy, const Tokenizer& tokenizer,
                         const std::filesystem::path& hf_home, const Layout& layout, bool main);
-// Its weights and optimizer on the ranks of `context`, which are all replicas of it. Collective.
+// Its weights and optimizer on the ranks of `context`, in its own layout, whatever theirs is. Collective.
 std::unique_ptr<CriticState> make_critic(const CriticModel& critic, int local_rank, ParallelContext& context);
 // Of a new run: what ppo.warm_start_value_checkpoint names, if anything.
 void warm_start_critic(CriticState& critic, const Config& config, bool main);

@@ -31,8 +31,14 @@ void fill_token_numbers(std::vector<Sample>& samples, std::vector<float> Sample:
                         const MicroBatchOptions& size, ParallelContext& context, const TokenNumbers& compute,
                         const std::function<void()>& on_progress) {
   const c10::NoGradGuard no_grad;
-  const std::vector<Members> shares = shares_of_tokens(samples, numbers, context.world_size());
-  const Members& own = shares[static_cast<size_t>(context.rank())];
+  // Whose share is whose, and who tells of it: of the ranks that compute one together the first that has the results.
+  const bool whole = !model.options().split && model.options().context == nullptr;
+  const auto share_of = [&](int rank) {
+    return static_cast<size_t>(whole ? rank : coordinates(context.layout(), rank).dp);
+  };
+  const std::vector<Members> shares =
+      shares_of_tokens(samples, numbers, whole ? context.world_size() : context.layout().dp);
+  const Members& own = shares[share_of(context.rank())];
   std::vector<MicroBatch> passes;
   if (!own.empty()) {
     const std::vector<std::vector<Members>> of_ranks = make_micro_batches(samples, own, size, /*ranks=*/1);
@@ -57,17 +63,18 @@ void fill_token_numbers(std::vector<Sample>& samples, std::vector<float> Sample:
   work.on_progress = on_progress;
   forward_passes(model, work);
   if (context.world_size() == 1) return;
-  // What a rank has found goes to all, in the order of its share.
+  // What was found goes to all, in the order of its share.
+  const bool tells = whole || context.has_results();
   std::string bytes;
-  for (const int64_t i : own) {
+  for (const int64_t i : tells ? own : Members()) {
     const std::vector<float>& found = samples[static_cast<size_t>(i)].*numbers;
     bytes.append(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(float));
   }
   const std::vector<std::string> all = context.world().all_gather_bytes(bytes);
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (static_cast<int>(rank) == context.rank()) continue;
+    if (static_cast<int>(rank) == context.rank() || all[rank].empty()) continue;
     size_t at = 0;
-    for (const int64_t i : shares[rank]) {
+    for (const int64_t i : shares[share_of(static_cast<int>(rank))]) {
       Sample& sample = samples[static_cast<size_t>(i)];
       const size_t size_of_sample = sample.response.size() * sizeof(float);
       TRIREME_CHECK(at + size_of_sample <= all[rank].size(), "a rank has found fewer numbers than its tokens");

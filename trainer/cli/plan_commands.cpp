@@ -175,11 +175,13 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
 
 // What the trainer of this version lacks for the layout.
 std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
-  std::vector<std::string> reasons = unsupported_splits(layout, context.config.cluster.device != "cpu");
+  const bool gpus = context.config.cluster.device != "cpu";
+  std::vector<std::string> reasons = unsupported_splits(layout, gpus);
   if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
     reasons.push_back(*problem);
-  if (context.config.algorithm == "ppo" && layout.tp * layout.cp * layout.pp * layout.ep * layout.etp > 1)
-    reasons.push_back("PPO with an actor that ranks share is not supported yet by this version");
+  if (!context.beside.critic) return reasons;
+  for (const std::string& reason : unsupported_splits(context.beside.critic->layout, gpus))
+    reasons.push_back("the critic: " + reason);
   return reasons;
 }
 

@@ -14,6 +14,7 @@
 #include "trainer/algorithms/critic_rank.h"
 #include "trainer/algorithms/engine_process.h"
 #include "trainer/algorithms/grpo.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/algorithms/sft.h"
 #include "trainer/algorithms/threads.h"
 #include "trainer/cli/commands.h"
@@ -35,7 +36,7 @@ struct TrainArguments {
 };
 
 // On a cluster the RLJob decides the sizes. A configuration in the image or in a config map is first seen here.
-void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout) {
+void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout, const std::string& role) {
   const std::tuple<const char*, int64_t, int64_t> rows[] = {{"tp", sizes.tensor, layout.tp},
                                                             {"pp", sizes.pipeline, layout.pp},
                                                             {"cp", sizes.context, layout.cp},
@@ -44,30 +45,36 @@ void check_layout_agrees(const ParallelSizes& sizes, const Layout& layout) {
   for (const auto& [name, configured, wanted] : rows) {
     if (configured == 1 || configured == wanted) continue;
     fail_user("the configuration says " + std::string(name) + " " + std::to_string(configured) +
-              ", but --layout says " + std::to_string(wanted) +
-              "; the RLJob decides: set spec.roles.actor.parallelism." + name + " or change the configuration");
+              (role == "actor" ? "" : " of the " + role) + ", but --layout says " + std::to_string(wanted) +
+              "; the RLJob decides: set spec.roles." + role + ".parallelism." + name + " or change the configuration");
   }
 }
 
-// A critic's ranks are all replicas; names of the actor's are by its layout, which PPO has of one kind.
-Layout layout_of_rank(const TrainArguments& arguments, const Config& config, RendezvousOptions& ranks) {
-  Layout layout = arguments.layout.empty() ? Layout{} : parse_layout(arguments.layout);
-  if (ranks.of_critic) {
-    ranks.layout.dp = ranks.actor_ranks;
-    if (arguments.layout.empty()) layout.dp = ranks.world_size;
-    return layout;
-  }
-  const ParallelSizes sizes = parallel_sizes(config);
-  if (!arguments.layout.empty()) {
-    check_layout_agrees(sizes, layout);
-    return layout;
-  }
+// Of so many ranks.
+Layout configured_layout(const ParallelSizes& sizes, int world) {
+  Layout layout;
   layout.tp = sizes.tensor;
   layout.pp = sizes.pipeline;
   layout.cp = sizes.context;
   layout.ep = sizes.expert;
   layout.etp = sizes.expert_tensor;
-  layout.dp = derive_dp(layout, ranks.world_size).value_or(ranks.world_size);
+  layout.dp = derive_dp(layout, world).value_or(world);
+  return layout;
+}
+
+// A critic's ranks have the sizes of value.*; the actor's are named by theirs.
+Layout layout_of_rank(const TrainArguments& arguments, const Config& config, RendezvousOptions& ranks) {
+  if (ranks.of_critic) {
+    ranks.layout = configured_layout(parallel_sizes(config), ranks.actor_ranks);
+    if (arguments.layout.empty()) return critic_layout(config, ranks.world_size);
+    const Layout layout = parse_layout(arguments.layout);
+    check_layout_agrees(parallel_sizes(critic_config(config)), layout, "critic");
+    return layout;
+  }
+  const ParallelSizes sizes = parallel_sizes(config);
+  if (arguments.layout.empty()) return configured_layout(sizes, ranks.world_size);
+  const Layout layout = parse_layout(arguments.layout);
+  check_layout_agrees(sizes, layout, "actor");
   return layout;
 }
 

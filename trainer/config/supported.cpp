@@ -39,42 +39,8 @@ std::vector<std::string> by_own_keys(std::vector<std::string> reasons, const Con
   return reasons;
 }
 
-// PPO's actor, and a critic beside it on the same ranks, which both are replicas.
-void refuse_splits_of_ppo(const Config& c,
-                          const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
-  struct Size {
-    const char* key;
-    const char* what;
-    int64_t MegatronConfig::*of_megatron;
-    int64_t DtensorConfig::*of_dtensor;  // null: it has none
-  };
-  static constexpr Size kSizes[] = {
-      {"tensor_model_parallel_size", "tensor parallel", &MegatronConfig::tensor_model_parallel_size,
-       &DtensorConfig::tensor_parallel_size},
-      {"pipeline_model_parallel_size", "pipeline parallel", &MegatronConfig::pipeline_model_parallel_size, nullptr},
-      {"context_parallel_size", "context parallel", &MegatronConfig::context_parallel_size,
-       &DtensorConfig::context_parallel_size},
-      {"expert_model_parallel_size", "expert parallel", &MegatronConfig::expert_model_parallel_size, nullptr},
-      {"expert_tensor_parallel_size", "expert tensor parallel", &MegatronConfig::expert_tensor_parallel_size, nullptr},
-  };
-  const auto check = [&](const ModelTrainingConfig& m, const std::string& section, const std::string& whose) {
-    for (const Size& size : kSizes) {
-      const int64_t megatron = m.megatron_cfg.enabled ? m.megatron_cfg.*size.of_megatron : 1;
-      refuse(megatron > 1, section + ".megatron_cfg." + size.key,
-             whose + " of " + size.what + " size " + std::to_string(megatron));
-      if (!m.dtensor_cfg.enabled || size.of_dtensor == nullptr) continue;
-      const std::string key =
-          size.of_dtensor == &DtensorConfig::tensor_parallel_size ? "tensor_parallel_size" : "context_parallel_size";
-      refuse(m.dtensor_cfg.*size.of_dtensor > 1, section + ".dtensor_cfg." + key,
-             whose + " of " + size.what + " size " + std::to_string(m.dtensor_cfg.*size.of_dtensor));
-    }
-  };
-  if (c.algorithm != "ppo") return;
-  check(c.policy, "policy", "PPO with an actor");
-  refuse(c.policy.generation.tensor_parallel_size > 1, "policy.generation.tensor_parallel_size",
-         "PPO with an actor that generates in another layout");
-  if (!has_critic(c)) return;
-  check(c.value, "value", "a critic");
+// What a critic cannot have, which an actor may.
+void refuse_critic(const Config& c, const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
   const MegatronConfig& m = c.value.megatron_cfg;
   refuse(c.value.dtensor_cfg.enabled && c.value.dtensor_cfg.cpu_offload, "value.dtensor_cfg.cpu_offload",
          "keeping weights on the host");
@@ -82,20 +48,6 @@ void refuse_splits_of_ppo(const Config& c,
          "a master copy of the weights in " + m.optimizer.params_dtype);
   refuse(m.enabled && m.moe_router_load_balancing_type != "none", "value.megatron_cfg.moe_router_load_balancing_type",
          "balancing the experts of a critic");
-}
-
-// Each rank scores a share of the samples by itself.
-void refuse_reward_model(const Config& c,
-                         const std::function<void(bool, const std::string&, const std::string&)>& refuse) {
-  const ParallelSizes sizes = parallel_sizes(c);
-  for (const auto& [what, size] :
-       {std::pair{"tensor", sizes.tensor}, std::pair{"pipeline", sizes.pipeline}, std::pair{"context", sizes.context},
-        std::pair{"expert", sizes.expert}, std::pair{"expert tensor", sizes.expert_tensor}}) {
-    refuse(size > 1, "env.reward_model.enabled",
-           "a reward model beside a policy of " + std::string(what) + " parallel size " + std::to_string(size));
-  }
-  refuse(c.policy.generation.tensor_parallel_size > 1, "env.reward_model.enabled",
-         "a reward model beside a policy that generates in another layout");
 }
 
 // Every rank of training sends all weights to engines that have them whole.
@@ -141,8 +93,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
          "moving optimizer state to the host");
   refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
          "a master copy of the weights in " + m.optimizer.params_dtype);
-  refuse_splits_of_ppo(c, refuse);
-  if (uses_reward_model(c)) refuse_reward_model(c, refuse);
+  if (has_critic(c)) refuse_critic(c, refuse);
   reasons = by_own_keys(std::move(reasons), c);
   refuse(c.algorithm == "ppo" && c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous PPO");
   return reasons;
@@ -158,11 +109,19 @@ void validate_supported(const Config& c) {
                       ": auto is for trireme plan, which says what it comes to; a run takes that size from the "
                       "configuration");
   }
-  const auto& m = c.policy.megatron_cfg;
-  const int64_t etp = m.expert_tensor_parallel_size;
-  if (m.enabled && etp > 1 && c.cluster.device != "cpu")
-    reasons.push_back("policy.megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size " +
-                      std::to_string(etp) + kNotYet + " on GPUs (cluster.device=cpu has it)");
+  if (has_critic(c)) {
+    for (const std::string& key : auto_sizes(critic_config(c)))
+      reasons.push_back(replace_all(key, "policy.", "value.") +
+                        ": auto is for the policy, by trireme plan; write the size that the critic shall have");
+  }
+  const auto refuse_width = [&](const ModelTrainingConfig& model, const std::string& section) {
+    const int64_t etp = model.megatron_cfg.expert_tensor_parallel_size;
+    if (model.megatron_cfg.enabled && etp > 1 && c.cluster.device != "cpu")
+      reasons.push_back(section + ".megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size " +
+                        std::to_string(etp) + kNotYet + " on GPUs (cluster.device=cpu has it)");
+  };
+  refuse_width(c.policy, "policy");
+  if (has_critic(c)) refuse_width(c.value, "value");
   const ParallelSizes sizes = parallel_sizes(c);
   const GenerationConfig& generation = c.policy.generation;
   const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || sizes.expert_tensor > 1 ||

@@ -45,7 +45,10 @@ struct RoleOutcome {
 // A critic's parts on this rank.
 struct TinyCritic {
   explicit TinyCritic(ParallelContext& context) {
-    state.model = std::make_unique<Model>(test::tiny().with_value_head(), ModelOptions{});
+    const ModelConfig shape = test::tiny().with_value_head();
+    ModelOptions options;
+    set_split(options, shape.shape(), context);
+    state.model = std::make_unique<Model>(shape, options);
     init_parameters(*state.model, 9);
     AdamWOptions adam;
     adam.bucket_elements = 4096;
@@ -90,21 +93,23 @@ void follow_as_critic(ParallelContext& context, const std::filesystem::path& dir
   if (context.is_main()) outcome.weights = tiny.state.model->flat_parameters().detach().clone();
 }
 
-// One step of `actors` ranks with a critic of `critics`; some samples are sent ahead. `dir`: of checkpoints.
-RoleOutcome on_its_own_ranks(int actors, int critics, const std::filesystem::path& dir, bool spoil = false) {
+// One step of an actor's ranks with a critic's; some samples are sent ahead. `dir`: of checkpoints.
+RoleOutcome on_its_own_ranks(const Layout& of_actor, const Layout& of_critic, const std::filesystem::path& dir,
+                             bool spoil = false) {
+  const auto actors = static_cast<int>(of_actor.world()), critics = static_cast<int>(of_critic.world());
   ListeningPort port;
   RoleOutcome outcome;
   outcome.errors = test::on_ranks(actors + critics, [&](int job_rank) {
-    const RendezvousOptions place = test::role_place(port, job_rank, actors, critics, Milliseconds(120000));
-    Layout layout;
-    layout.dp = place.world_size;
-    ParallelContext context(layout, place);
+    RendezvousOptions place = test::role_place(port, job_rank, actors, critics, Milliseconds(120000));
+    if (place.of_critic) place.layout = of_actor;
+    ParallelContext context(place.of_critic ? of_critic : of_actor, place);
     if (place.of_critic) return follow_as_critic(context, dir, spoil, outcome);
     CriticLink link(context, role_settings());
     RemoteCritic critic(link);
     std::vector<Sample> samples = valued_rollout();
-    // Each rank's own; more than a critic rank may come to before it is asked.
-    for (size_t i = static_cast<size_t>(context.rank()) * 4; i + 2 <= 16; i += static_cast<size_t>(actors) * 4)
+    // Each leader's own; more than a critic rank may come to before it is asked.
+    const bool leads = context.generation().leads();
+    for (size_t i = static_cast<size_t>(context.rank()) * 4; leads && i + 2 <= 16; i += static_cast<size_t>(actors) * 4)
       critic.ahead(&samples[i], 2);
     context.world().barrier();  // as the exchange of a rollout is one
     critic.fill_values(samples, 1);
@@ -127,7 +132,7 @@ TEST(CriticRoles, ItsOwnRanksGiveWhatTheActorsGive) {
   for (const auto& [actors, critics] : {std::pair{1, 1}, {1, 2}, {2, 1}, {2, 3}}) {
     const std::string which = std::to_string(actors) + " actor, " + std::to_string(critics) + " critic ranks";
     const TemporaryDirectory dir;
-    const RoleOutcome own = on_its_own_ranks(actors, critics, dir.path());
+    const RoleOutcome own = on_its_own_ranks({.dp = actors}, {.dp = critics}, dir.path());
     for (const std::string& error : own.errors) EXPECT_EQ(error, "") << which;
     ASSERT_EQ(own.samples.size(), local.samples.size()) << which;
     for (size_t i = 0; i < own.samples.size(); ++i) {
@@ -145,9 +150,35 @@ TEST(CriticRoles, ItsOwnRanksGiveWhatTheActorsGive) {
   }
 }
 
+// An actor that its ranks split, a critic that its own do, each by its own layout; values of tp 1 to the bit.
+TEST(CriticRoles, EitherMayBeSplitByALayoutOfItsOwn) {
+  const RoleOutcome local = on_the_actors_rank();
+  for (const auto& [actor, critic] : {std::pair{Layout{.tp = 2}, Layout{.dp = 2}},
+                                      {Layout{}, Layout{.tp = 2}},
+                                      {Layout{.pp = 2}, Layout{.pp = 2}},
+                                      {Layout{.tp = 2}, Layout{.cp = 2}}}) {
+    const std::string which = "actor " + to_string(actor) + ", critic " + to_string(critic);
+    const TemporaryDirectory dir;
+    const RoleOutcome own = on_its_own_ranks(actor, critic, dir.path());
+    for (const std::string& error : own.errors) EXPECT_EQ(error, "") << which;
+    ASSERT_EQ(own.samples.size(), local.samples.size()) << which;
+    for (size_t i = 0; i < own.samples.size(); ++i) {
+      const std::vector<float>&a = own.samples[i].values, &b = local.samples[i].values;
+      ASSERT_EQ(a.size(), b.size()) << which;
+      const bool same = std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+      EXPECT_TRUE(same || critic.tp > 1) << which << ", sample " << i;
+      for (size_t t = 0; t < a.size(); ++t) EXPECT_NEAR(a[t], b[t], 1e-5) << which;
+    }
+    for (const auto& [name, value] : local.trained.metrics)
+      EXPECT_NEAR(own.trained.metrics.at(name), value, 1e-5 * std::max(1.0, std::abs(value))) << which << " " << name;
+    const auto saved = load_value_model(dir.path() / "value/step_1/value/weights", {});
+    EXPECT_LE((saved->flat_parameters() - local.weights).abs().mean().item<double>(), 2e-6) << which;
+  }
+}
+
 TEST(CriticRoles, AValueThatIsNotFiniteEndsBothAndNamesSampleAndToken) {
   const TemporaryDirectory dir;
-  const RoleOutcome own = on_its_own_ranks(1, 1, dir.path(), /*spoil=*/true);
+  const RoleOutcome own = on_its_own_ranks({}, {}, dir.path(), /*spoil=*/true);
   EXPECT_NE(own.errors[0].find("critic rank 0"), std::string::npos) << own.errors[0];
   for (const std::string& error : own.errors)
     EXPECT_NE(error.find("the critic's value before token 0 of the response of sample"), std::string::npos) << error;

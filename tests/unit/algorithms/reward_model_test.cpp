@@ -35,10 +35,8 @@ MicroBatchOptions packed(int64_t tokens, bool share_prompts) {
   return size;
 }
 
-std::vector<float> scores_of(int world, const MicroBatchOptions& size) {
-  std::vector<std::vector<float>> scores(static_cast<size_t>(world));
-  Layout layout;
-  layout.dp = world;
+std::vector<float> scores_of(const Layout& layout, const MicroBatchOptions& size) {
+  std::vector<std::vector<float>> scores(static_cast<size_t>(layout.world()));
   test::on_layout(layout, [&](ParallelContext& context) {
     Model model(test::tiny().with_value_head(), frozen());
     init_parameters(model, 9);
@@ -47,6 +45,8 @@ std::vector<float> scores_of(int world, const MicroBatchOptions& size) {
   for (const std::vector<float>& of_rank : scores) EXPECT_EQ(of_rank, scores.front());
   return scores.front();
 }
+
+std::vector<float> scores_of(int world, const MicroBatchOptions& size) { return scores_of(Layout{.dp = world}, size); }
 
 // Each prompt and response by itself, and the value of its last row.
 std::vector<float> by_definition() {
@@ -86,6 +86,13 @@ TEST(RewardModel, ScoresTheLastTokenWithTheSameBitsInAnyBatch) {
   dynamic.tokens = longest;
   dynamic.round = 4;
   EXPECT_EQ(scores_of(2, dynamic), expected);
+}
+
+// It is whole on every rank, of which each has a share.
+TEST(RewardModel, RanksThatSplitThePolicyScoreLikeAnyOthers) {
+  const std::vector<float> expected = by_definition();
+  for (const Layout& layout : {Layout{.tp = 2}, Layout{.pp = 2}, Layout{.cp = 2, .dp = 2}, Layout{.tp = 2, .pp = 2}})
+    EXPECT_EQ(scores_of(layout, packed(256, true)), expected) << to_string(layout);
 }
 
 TEST(RewardModel, AScoreThatIsNotFiniteIsNamed) {

@@ -623,13 +623,10 @@ TEST(RewardModelKeys, WhatCannotBeIsToldByName) {
     return error_of([&] { validate_supported(config); });
   };
   EXPECT_EQ(refusal({}), "");
-  EXPECT_THAT(refusal({"policy.generation.tensor_parallel_size=2"}),
-              HasSubstr("env.reward_model.enabled: a reward model beside a policy that generates in another layout"));
-  EXPECT_THAT(refusal({"policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.tensor_parallel_size=2"}),
-              HasSubstr("env.reward_model.enabled: a reward model beside a policy of tensor parallel size 2 is not "
-                        "supported yet"));
-  EXPECT_THAT(refusal({"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2"}),
-              HasSubstr("env.reward_model.enabled: a reward model beside a policy of pipeline parallel size 2"));
+  // It is whole on every rank, whatever these have of the policy.
+  EXPECT_EQ(refusal({"policy.generation.tensor_parallel_size=2"}), "");
+  EXPECT_EQ(refusal({"policy.dtensor_cfg.enabled=true", "policy.dtensor_cfg.tensor_parallel_size=2"}), "");
+  EXPECT_EQ(refusal({"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.pipeline_model_parallel_size=2"}), "");
 }
 
 TEST(Ppo, ASectionMakesItTheAlgorithmAndItsRolloutCounts) {
@@ -689,20 +686,30 @@ TEST(Ppo, MistakesAreToldByItsOwnKeys) {
                                         "ppo.num_prompts_per_step=512", "loss_fn.use_kl_in_reward=true"}));
 }
 
-TEST(Ppo, SplitModelsAreRefusedByName) {
+TEST(Ppo, ActorAndCriticAreSplitEachByItsOwnSizes) {
   const auto refusal = [](std::vector<std::string> overrides) {
     overrides.insert(overrides.begin(), {"algorithm=ppo", "cluster.gpus_per_node=4", "cluster.device=cpu"});
     const Config config = load_config_text("", overrides);
     return error_of([&] { validate_supported(config); });
   };
-  EXPECT_THAT(refusal({"value.dtensor_cfg.enabled=true", "value.dtensor_cfg.tensor_parallel_size=2"}),
-              HasSubstr("value.dtensor_cfg.tensor_parallel_size: a critic of tensor parallel size 2 is not supported"));
-  EXPECT_THAT(
-      refusal({"value.megatron_cfg.enabled=true", "value.megatron_cfg.pipeline_model_parallel_size=2"}),
-      HasSubstr("value.megatron_cfg.pipeline_model_parallel_size: a critic of pipeline parallel size 2 is not"));
-  EXPECT_THAT(refusal({"policy.megatron_cfg.enabled=true", "policy.megatron_cfg.context_parallel_size=2"}),
-              HasSubstr("policy.megatron_cfg.context_parallel_size: PPO with an actor of context parallel size 2"));
+  const std::string critic = "value.megatron_cfg.enabled=true", actor = "policy.megatron_cfg.enabled=true";
+  EXPECT_EQ(refusal({"value.dtensor_cfg.enabled=true", "value.dtensor_cfg.tensor_parallel_size=2"}), "");
+  EXPECT_EQ(refusal({critic, "value.megatron_cfg.pipeline_model_parallel_size=2"}), "");
+  EXPECT_EQ(refusal({critic, "value.megatron_cfg.expert_model_parallel_size=2"}), "");
+  EXPECT_EQ(refusal({actor, "policy.megatron_cfg.context_parallel_size=2"}), "");
+  EXPECT_EQ(refusal({actor, "policy.megatron_cfg.tensor_model_parallel_size=4", critic,
+                     "value.megatron_cfg.pipeline_model_parallel_size=2"}),
+            "");
+  EXPECT_EQ(refusal({actor, "policy.megatron_cfg.pipeline_model_parallel_size=2",
+                     "policy.generation.fold_pipeline=true"}),
+            "");
   EXPECT_EQ(refusal({"value.dtensor_cfg.enabled=true"}), "");  // shared weights
+  EXPECT_EQ(refusal({critic, "value.megatron_cfg.tensor_model_parallel_size=auto"}),
+            "value.megatron_cfg.tensor_model_parallel_size: auto is for the policy, by trireme plan; write the size "
+            "that the critic shall have");
+  EXPECT_THAT(refusal({critic, "value.megatron_cfg.expert_tensor_parallel_size=2", "cluster.device=cuda"}),
+              HasSubstr("value.megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size 2 is not "
+                        "supported yet by this version on GPUs"));
   EXPECT_THAT(refusal({"ppo.max_rollout_turns=3"}), HasSubstr("ppo.max_rollout_turns: 3 turns is not supported"));
   EXPECT_THAT(refusal({"ppo.async_ppo.enabled=true"}), HasSubstr("ppo.async_ppo: asynchronous PPO is not supported"));
 }
