@@ -457,8 +457,6 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   if (options.critic) {
     if (options.carry_over > 0 || options.early_gradients)
       fail_user("--critic goes with neither --carry-over nor --early-gradients: PPO has neither of them");
-    if (options.common.devices_of_replica() > 1 || options.common.ep > 1)
-      fail_user("--critic needs models that are not split: --tp, --cp, --pp and --ep 1");
   }
   Config config;
   config.grpo.num_prompts_per_step = static_cast<int64_t>(lengths.prompts.size());

@@ -12,6 +12,7 @@
 #include "base/fs.h"
 #include "tests/unit/errors.h"
 #include "tests/unit/parallel/listening.h"
+#include "tests/unit/parallel/ranks.h"
 #include "trainer/bench/checkpoint_bench.h"
 #include "trainer/bench/ops_bench.h"
 #include "trainer/bench/rollout_bench.h"
@@ -380,12 +381,29 @@ TEST(StepBench, ACriticBesideTheActorIsMeasuredByPhase) {
   EXPECT_NEAR(operations(report, "training") - operations(without, "training"), 3 * values, tolerance);
 }
 
+TEST(StepBench, ACriticIsSplitAsTheActorIs) {
+  for (const Layout& layout : {Layout{.tp = 2}, Layout{.pp = 2}}) {
+    test::on_layout(layout, [&](ParallelContext& context) {
+      StepBenchOptions options = small_step();
+      options.common.layers = 2;
+      options.common.tp = layout.tp;
+      options.common.pp = layout.pp;
+      options.critic = true;
+      std::ostringstream out;
+      const nlohmann::json report = bench_step(options, context, out);
+      EXPECT_EQ(report.at("mismatched_tokens"), 0) << to_string(layout);
+      const nlohmann::json& critic = report.at("of_critic");
+      EXPECT_GT(critic.at("critic/grad_norm"), 0) << to_string(layout);
+      EXPECT_LT(critic.at("critic/values_min"), critic.at("critic/values_max")) << to_string(layout);
+    });
+  }
+}
+
 TEST(StepBench, ACriticIsRefusedWhereARunWouldRefuseIt) {
   ParallelContext alone;
   std::ostringstream out;
   for (const auto& change : std::vector<std::function<void(StepBenchOptions&)>>{
-           [](StepBenchOptions& o) { o.carry_over = 1; }, [](StepBenchOptions& o) { o.early_gradients = true; },
-           [](StepBenchOptions& o) { o.common.tp = 2; }}) {
+           [](StepBenchOptions& o) { o.carry_over = 1; }, [](StepBenchOptions& o) { o.early_gradients = true; }}) {
     StepBenchOptions options = small_step();
     options.critic = true;
     change(options);
