@@ -266,10 +266,6 @@ class Validator final {
     }
     if (const auto name = setting("ppo.adv_estimator.name"); name && name->value == "raw_reward")
       error(name->at, "ppo.adv_estimator.name is raw_reward, which has no critic: leave spec.roles.critic out");
-    if (!(layout_sizes(role) == Layout{})) {
-      error(path + ".parallelism", "splits the critic, but each of its ranks holds the whole model; leave it out");
-      return;
-    }
     check_trainer_role(role, path, "");
     warn_about_critics_checkpoints(role, path);
   }

@@ -567,8 +567,8 @@ def impossible_critic():
     job["spec"]["roles"]["critic"] = {}
     told = refused(job, "denied the request", "spec.roles.critic: is for algorithm PPO only, not GRPO")
     job["spec"]["algorithm"] = "PPO"
-    job["spec"]["roles"]["critic"] = {"processesPerPod": 2, "parallelism": {"tp": 2}}
-    refused(job, "denied the request", "spec.roles.critic.parallelism: splits the critic")
+    job["spec"]["roles"]["critic"] = {"processesPerPod": 2, "parallelism": {"tp": 4}}
+    refused(job, "denied the request", "spec.roles.critic.parallelism.tp: tp 4 does not divide")
     return told[:200]
 
 

@@ -228,6 +228,9 @@ TEST(Trainer, CriticPodsAreRanksBehindTheActors) {
               ElementsAre("trireme", "launch", "--nproc-per-node", "4", "--", "train", "--algorithm", "ppo", "--config",
                           "c.yaml", "--layout", "tp=1,cp=1,ep=1,dp=12,pp=1,etp=1", "cluster.num_nodes=2",
                           "cluster.gpus_per_node=8", "ppo.seed=1"));
+  job.spec.roles.critic->parallelism.tp = 2;
+  EXPECT_EQ(parse_layout(pod_environment(job, place).at("TRIREME_LAYOUT")), (Layout{.tp = 2, .dp = 6}));
+  EXPECT_THAT(role_command(job, "critic", "/c.yaml"), testing::Contains("tp=2,cp=1,ep=1,dp=6,pp=1,etp=1"));
   job.spec.roles.critic->replicas = 1;
   EXPECT_FALSE(pod_environment(job, place).count("NCCL_NET")) << "its ranks share a pod, and talk by NCCL to no other";
   job.spec.roles.critic.reset();

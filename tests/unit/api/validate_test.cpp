@@ -109,12 +109,14 @@ TEST(Validate, CriticPods) {
   EXPECT_EQ(errors_of("  roles: {actor: {}, critic: {}}\n"), "spec.roles.critic: is for algorithm PPO only, not GRPO");
   EXPECT_EQ(errors_of("  algorithm: SFT\n  roles: {actor: {}, critic: {}}\n"),
             "spec.roles.critic: is for algorithm PPO only, not SFT");
-  for (const char* axis : {"tp", "cp", "ep", "etp", "pp"}) {
-    EXPECT_EQ(errors_of(with_critic("replicas: 2, gpusPerPod: 8, parallelism: {" + std::string(axis) + ": 2}")),
-              "spec.roles.critic.parallelism: splits the critic, but each of its ranks holds the whole model; leave it "
-              "out")
+  for (const char* axis : {"tp", "cp", "ep", "pp"}) {
+    EXPECT_EQ(errors_of(with_critic("replicas: 2, gpusPerPod: 8, parallelism: {" + std::string(axis) + ": 2}")), "")
         << axis;
   }
+  EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, parallelism: {etp: 2}")),
+              HasSubstr("spec.roles.critic.parallelism.etp: etp 2 (expert tensor parallel) is not supported yet"));
+  EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, parallelism: {tp: 3}")),
+              HasSubstr("spec.roles.critic.parallelism.tp: tp 3 does not divide the 8 GPUs of a node"));
   EXPECT_THAT(errors_of(with_critic("replicas: 2, parallelism: {dp: 3}")),
               HasSubstr("spec.roles.critic.parallelism.dp: dp 3 gives 3 ranks, not 2"));
   EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, processesPerPod: 4")),
