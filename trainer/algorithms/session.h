@@ -62,7 +62,7 @@ std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::files
 struct CriticState {
   std::unique_ptr<ParallelContext> apart;  // the actor's ranks in the critic's layout; null: that is theirs
   ParallelContext* ranks = nullptr;        // the critic's
-  Config config;  // critic_config() of the run's
+  Config config;                           // critic_config() of the run's
   std::filesystem::path model_dir;
   std::unique_ptr<Model> model;
   std::unique_ptr<DistributedAdamW> optimizer;

@@ -281,8 +281,7 @@ void CheckpointManager::begin_save(int64_t step, const Model& model, const Distr
                         ParallelContext& ranks) {
     ShardPlan weights = weights_of(one);
     p.indexes[folder] = weights.index;
-    for (TensorFile& file : own_weights(std::move(weights), one, ranks, folder))
-      work.files.push_back(std::move(file));
+    for (TensorFile& file : own_weights(std::move(weights), one, ranks, folder)) work.files.push_back(std::move(file));
     if (!options_.save_optimizer) return;
     work.files.push_back(its.saved());
     work.files.back().name = folder + "/optimizer/" + work.files.back().name;

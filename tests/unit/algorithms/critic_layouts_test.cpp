@@ -264,12 +264,11 @@ TEST(TokenPasses, LogProbsOfASplitModelHaveTheBitsOfItsTensorRanks) {
       init_parameters(model, 5);
       std::vector<Sample> samples = rollout_with_a_long_one();
       samples[7].reference_logprobs.assign(samples[7].response.size(), -1);  // has them
-      fill_token_numbers(
-          samples, &Sample::reference_logprobs, model, logprob_micro_batches(config), context,
-          [&](const at::Tensor& hidden, const MicroBatch& batch) {
-            return response_logprobs(model, hidden, batch, {});
-          },
-          {});
+      fill_token_numbers(samples, &Sample::reference_logprobs, model, logprob_micro_batches(config), context,
+                         [&](const at::Tensor& hidden, const MicroBatch& batch) {
+                           return response_logprobs(model, hidden, batch, {});
+                         },
+                         {});
       if (context.rank() + 1 == context.world_size()) filled = std::move(samples);
     });
     const std::vector<Sample>& of_tensor_ranks = wanted.emplace(layout.tp, filled).first->second;
@@ -334,9 +333,9 @@ TEST(SplitCritic, ACheckpointOfOneLayoutIsReadInAnother) {
       both.critic.optimizer->save(again.path());
       for (const Parameter& parameter : both.critic.model->parameters()) {
         const ParameterSlice& slice = parameter.slice;
-        EXPECT_TRUE(at::equal(parameter.tensor.detach(), wanted.weights.at(parameter.name)
-                                                             .narrow(slice.dimension, slice.range.begin,
-                                                                     slice.range.size())))
+        EXPECT_TRUE(
+            at::equal(parameter.tensor.detach(),
+                      wanted.weights.at(parameter.name).narrow(slice.dimension, slice.range.begin, slice.range.size())))
             << loaded.name() << ": " << parameter.name;
       }
       context.world().barrier();
@@ -375,10 +374,10 @@ TEST(SplitCritic, ACausalFolderGivesEachRankItsPartUnderAHeadOfZeros) {
 
 TEST(SplitCritic, ItsLayoutIsThatOfItsSizes) {
   const auto of = [](std::vector<std::string> overrides, int64_t ranks) {
-    overrides.insert(overrides.begin(), {"algorithm=ppo", "cluster.gpus_per_node=4", "cluster.device=cpu",
-                                         "policy.megatron_cfg.enabled=true",
-                                         "policy.megatron_cfg.tensor_model_parallel_size=4",
-                                         "value.megatron_cfg.enabled=true"});
+    overrides.insert(
+        overrides.begin(),
+        {"algorithm=ppo", "cluster.gpus_per_node=4", "cluster.device=cpu", "policy.megatron_cfg.enabled=true",
+         "policy.megatron_cfg.tensor_model_parallel_size=4", "value.megatron_cfg.enabled=true"});
     return critic_layout(load_config_text("", overrides), ranks);
   };
   EXPECT_EQ(of({}, 4), (Layout{.dp = 4}));

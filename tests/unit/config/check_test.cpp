@@ -700,9 +700,9 @@ TEST(Ppo, ActorAndCriticAreSplitEachByItsOwnSizes) {
   EXPECT_EQ(refusal({actor, "policy.megatron_cfg.tensor_model_parallel_size=4", critic,
                      "value.megatron_cfg.pipeline_model_parallel_size=2"}),
             "");
-  EXPECT_EQ(refusal({actor, "policy.megatron_cfg.pipeline_model_parallel_size=2",
-                     "policy.generation.fold_pipeline=true"}),
-            "");
+  EXPECT_EQ(
+      refusal({actor, "policy.megatron_cfg.pipeline_model_parallel_size=2", "policy.generation.fold_pipeline=true"}),
+      "");
   EXPECT_EQ(refusal({"value.dtensor_cfg.enabled=true"}), "");  // shared weights
   EXPECT_EQ(refusal({critic, "value.megatron_cfg.tensor_model_parallel_size=auto"}),
             "value.megatron_cfg.tensor_model_parallel_size: auto is for the policy, by trireme plan; write the size "
