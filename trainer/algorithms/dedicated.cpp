@@ -154,6 +154,10 @@ DedicatedRollouts::DedicatedRollouts(Session& session, PromptStream& prompts, co
     retract();
     if (before_update_) before_update_();
   };
+  if (ShardedUnits* units = session.policy->units()) {
+    before_release_ = units->before_release;
+    units->before_release = session.optimizer->before_update;
+  }
   if (is_main()) {
     make_desk(options, lengths);
     make_server(options);
@@ -163,6 +167,7 @@ DedicatedRollouts::DedicatedRollouts(Session& session, PromptStream& prompts, co
 
 DedicatedRollouts::~DedicatedRollouts() {
   session_.optimizer->before_update = std::move(before_update_);
+  if (ShardedUnits* units = session_.policy->units()) units->before_release = std::move(before_release_);
   server_.reset();  // it asks the sender
 }
 
@@ -213,12 +218,13 @@ void DedicatedRollouts::make_server(const DedicatedOptions& options) {
 }
 
 void DedicatedRollouts::publish() {
+  if (ShardedUnits* units = session_.policy->units()) units->gather();  // they are, behind training
   if (!published_) sender_->publish(version_);
   published_ = true;
   if (is_main()) desk_->with([](Desk& desk) { desk.publish(); });
 }
 
-// Before the weights are written.
+// Before the weights are written, or, where ranks share them, are whole no more.
 void DedicatedRollouts::retract() {
   if (!published_) return;
   const PhaseTimer::Scope refit = session_.timer.enter(Phase::kRefit);

@@ -3,7 +3,8 @@
 //
 // Rank 0 has the desk (trainer/work): the ledger, and who generates what. All ranks wait for it to have the next step's
 // groups, and get them by one broadcast. Behind a step's training each rank publishes its weights; before the optimizer
-// writes them the next time they are retracted, so that training and transfers run beside each other.
+// writes them the next time they are retracted, so that training and transfers run beside each other. Weights that ranks
+// share are whole from one training to the next, and retracted before they are released for it.
 //
 // - In turn (age 0): a group is begun with the weights that its step begins with.
 // - Exact versions (exact_versions): with those of max(0, v(s) - age) and no others. The write of the weights waits
@@ -69,7 +70,7 @@ class DedicatedRollouts final : public RolloutSource {
   int64_t next_step_ = 1, version_ = 0, waits_ = 0;
   bool published_ = false;
   double waited_for_weights_ = 0;        // since the last step
-  std::function<void()> before_update_;  // of the optimizer, before this
+  std::function<void()> before_update_, before_release_;  // of optimizer and shared weights, before this
   std::unique_ptr<JobStore> own_store_;  // with one rank
   JobStore* store_ = nullptr;
   std::unique_ptr<WeightSender> sender_;

@@ -12,11 +12,6 @@ WeightView weight_view(const Model& model) {
     fail_user("weights go to other processes from ranks that hold all of them: this model is split over " +
               to_string(held) + "; set these sizes to 1, or generate where it trains (policy.generation.colocated)");
   }
-  if (model.options().sharding.weights) {
-    fail_user(
-        "weights go to other processes from ranks that hold all of them: optim_grads_params shares them; take "
-        "optim_grads, or generate where it trains (policy.generation.colocated)");
-  }
   TRIREME_CHECK(!model.options().releasable, "weights that come and go are no link's");
   WeightView view{.flat = model.flat_parameters()};
   view.layout = hash64("");

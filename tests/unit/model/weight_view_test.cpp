@@ -48,11 +48,29 @@ TEST(WeightView, APartOfAModelIsRefusedByItsSize) {
     const Model model(config, options);
     EXPECT_MENTIONS(test::user_error_of([&] { (void)weight_view(model); }), "tp=2");
   });
+}
+
+TEST(WeightView, OfWeightsThatRanksShareIsThatOfAWholeModel) {
+  const ModelConfig config = test::tiny_config();
   test::on_layout({.dp = 2}, [&](ParallelContext& context) {
     ModelOptions options;
     options.sharding = {.gradients = true, .weights = true, .ranks = &context.data_parallel()};
-    const Model model(config, options);
-    EXPECT_MENTIONS(test::user_error_of([&] { (void)weight_view(model); }), "optim_grads_params");
+    const Model actor(config, options), engine(config, {});
+    const WeightView one = weight_view(actor), other = weight_view(engine);
+    EXPECT_EQ(one.layout, other.layout);
+    EXPECT_EQ(one.flat.numel(), other.flat.numel());
+    EXPECT_EQ(one.flat.scalar_type(), other.flat.scalar_type());
+    // Whole again it has the weights of then, wherever they lie.
+    actor.units()->gather();
+    {
+      const at::NoGradGuard no_grad;
+      at::Tensor(actor.flat_parameters()).fill_(1.0F);
+    }
+    actor.units()->cut();
+    actor.units()->release();
+    actor.units()->gather();
+    for (const Parameter& parameter : actor.parameters())
+      EXPECT_TRUE(one.flat.narrow(0, parameter.offset, parameter.size).eq(1.0F).all().item<bool>()) << parameter.name;
   });
 }
 
