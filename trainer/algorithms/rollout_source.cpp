@@ -85,6 +85,7 @@ LedgerOptions run_ledger(const Config& config) {
   options.exact_version = exact_versions(config);
   options.last_step = g.max_num_steps;
   options.critic_only_steps = critic_only_steps(config);
+  if (options.critic_only_steps > 0) options.most_steps_ahead = warmup_lead(config);
   if (g.use_dynamic_sampling) {
     options.teaches_nothing = [](const std::vector<Sample>& group) { return is_flat(group.begin(), group.end()); };
     options.max_groups_of_step = g.num_prompts_per_step * g.dynamic_sampling_max_gen_batches;

@@ -257,7 +257,7 @@ void check_elsewhere(const Config& c, Problems& out) {
 void check_async(const Config& c, Problems& out) {
   const auto& g = c.grpo;
   const AsyncGrpoConfig& a = g.async_grpo;
-  if (!a.enabled || c.algorithm != "grpo") return;
+  if (!a.enabled) return;
   const bool carries = carries_over(c);
   if (a.max_trajectory_age_steps == 0) {
     if (!carries) return;
@@ -489,6 +489,17 @@ void check_ppo(const Config& c, Problems& out) {
   if (c.loss_fn.force_on_policy_ratio && p.ppo_epochs > 1)
     out.push_back({"loss_fn.force_on_policy_ratio",
                    "needs one pass over a rollout, and ppo.ppo_epochs is " + number(p.ppo_epochs) + ": set it to 1"});
+  const int64_t lead = p.async_ppo.warmup_generation_lead_steps;
+  if (p.async_ppo.enabled && lead > 0 && p.policy_training_start_step == 0) {
+    out.push_back({"ppo.async_ppo.warmup_generation_lead_steps",
+                   "is for steps that train only the critic, and ppo.policy_training_start_step is 0: leave it out"});
+  }
+  if (p.async_ppo.enabled && lead > 0 && lead < p.async_ppo.max_trajectory_age_steps) {
+    out.push_back({"ppo.async_ppo.warmup_generation_lead_steps",
+                   number(lead) + " is less than ppo.async_ppo.max_trajectory_age_steps " +
+                       number(p.async_ppo.max_trajectory_age_steps) +
+                       ", how far ahead groups are made later: raise it, or leave it out"});
+  }
   if (has_critic(c)) return;
   if (p.policy_training_start_step > 0)
     out.push_back({"ppo.policy_training_start_step",
@@ -555,6 +566,8 @@ void check_rest(const Config& c, Problems& out) {
 
 std::vector<config::Problem> config::cross_check(const Config& config) {
   Problems problems;
+  if (config.algorithm == "ppo" && config.grpo.async_grpo.enabled && !config.ppo.async_ppo.enabled)
+    return {{"grpo.async_grpo.enabled", "is a key of GRPO; of a PPO run it is ppo.async_ppo.enabled"}};
   check_batches(config, problems);
   check_recompute(config, problems);
   check_lengths(config, problems);

@@ -17,11 +17,15 @@ FieldRef reference(Named auto& member) { return ChoiceRef(&member); }
 #define OURS(member) \
   add(               \
       table, #member, [](Config& c) { return reference(c.member); }, true)
-// Keys of grpo that ppo has too, and of policy that value has too.
+// Keys of grpo that ppo has too, those of steps that overlap by another name, and of policy that value has too.
 #define ROLLOUT(member) add_rollout(table, #member, [](RolloutConfig& c) { return reference(c.member); })
 #define OUR_ROLLOUT(member) \
   add_rollout(              \
       table, #member, [](RolloutConfig& c) { return reference(c.member); }, true)
+#define ASYNC(member) add_async_key(table, #member, [](AsyncGrpoConfig& c) { return reference(c.member); })
+#define OUR_ASYNC(member) \
+  add_async_key(          \
+      table, #member, [](AsyncGrpoConfig& c) { return reference(c.member); }, true)
 #define MODEL(member) add_model(table, #member, [](ModelTrainingConfig& c) { return reference(c.member); })
 #define OUR_MODEL(member) \
   add_model(              \
@@ -41,6 +45,9 @@ Entry add(std::vector<Field>& table, const std::string& path, std::function<Fiel
 // grpo.NAME; add_ppo gives ppo the same key.
 Entry add_rollout(std::vector<Field>& table, const std::string& name, FieldRef (*get)(RolloutConfig&),
                   bool ours = false);
+// grpo.async_grpo.NAME; add_ppo gives ppo.async_ppo the same key.
+Entry add_async_key(std::vector<Field>& table, const std::string& name, FieldRef (*get)(AsyncGrpoConfig&),
+                    bool ours = false);
 // policy.NAME; add_value gives value the same key.
 Entry add_model(std::vector<Field>& table, const std::string& name, FieldRef (*get)(ModelTrainingConfig&),
                 bool ours = false);
@@ -50,7 +57,7 @@ Field twin_of(const Field& field, const std::string& from, const std::string& to
 // fields_algorithm.cpp
 void add_grpo(std::vector<Field>& table);
 void add_async(std::vector<Field>& table);
-void add_ppo(std::vector<Field>& table);  // behind the sections that add_rollout has filled
+void add_ppo(std::vector<Field>& table);  // behind the sections that add_rollout and add_async_key have filled
 void add_sft(std::vector<Field>& table);
 void add_loss(std::vector<Field>& table);
 void add_value_loss(std::vector<Field>& table);

@@ -25,6 +25,13 @@ Entry add_rollout(std::vector<Field>& table, const std::string& name, FieldRef (
   return entry;
 }
 
+Entry add_async_key(std::vector<Field>& table, const std::string& name, FieldRef (*get)(AsyncGrpoConfig&), bool ours) {
+  const Entry entry = add(
+      table, "grpo.async_grpo." + name, [get](Config& c) { return get(c.grpo.async_grpo); }, ours);
+  entry.field->of_async = get;
+  return entry;
+}
+
 Entry add_model(std::vector<Field>& table, const std::string& name, FieldRef (*get)(ModelTrainingConfig&), bool ours) {
   const Entry entry = add(
       table, "policy." + name, [get](Config& c) { return get(c.policy); }, ours);

@@ -42,6 +42,7 @@ struct Field {
   // none.
   FieldRef (*of_rollout)(RolloutConfig&) = nullptr;
   FieldRef (*of_model)(ModelTrainingConfig&) = nullptr;
+  FieldRef (*of_async)(AsyncGrpoConfig&) = nullptr;  // likewise: of ppo.async_ppo.* and grpo.async_grpo.*
   std::string doc;
   bool ours = false;  // not a NeMo-RL key
   double minimum = -std::numeric_limits<double>::infinity();

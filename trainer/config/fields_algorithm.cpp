@@ -62,36 +62,36 @@ void add_grpo(std::vector<Field>& table) {
 }
 
 void add_async(std::vector<Field>& table) {
-  KEY(grpo.async_grpo.enabled)
+  ASYNC(enabled)
   ("carry-over: places that a step's last responses leave free take groups of the next steps, and what is not finished "
    "when the step is complete goes on with the new weights. With generation on devices of its own: it generates for "
    "the "
    "next steps while others are trained");
-  KEY(grpo.async_grpo.max_trajectory_age_steps)
+  ASYNC(max_trajectory_age_steps)
   ("steps that the weights which drew a token may be older than those that its step begins with; a group is begun only "
    "where this holds, and none is dropped")
       .at_least(0);
-  KEY(grpo.async_grpo.in_flight_weight_updates)
+  ASYNC(in_flight_weight_updates)
   ("unfinished responses go on with new weights; carry-over needs it. False, on devices of their own: engines change "
    "weights only without unfinished responses, and a step is generated with those of max_trajectory_age_steps before "
    "it, "
    "so that a run is repeatable bit for bit");
-  KEY(grpo.async_grpo.recompute_kv_cache_after_weight_updates)
+  ASYNC(recompute_kv_cache_after_weight_updates)
   ("after an update the keys and values of unfinished responses are computed again, so that each token has the "
    "log-prob "
    "of its weights exactly; false keeps them, and the memory of the cache is not lent to training");
-  OURS(grpo.async_grpo.ratio_from)
+  OUR_ASYNC(ratio_from)
   ("of tokens that older weights drew, the ratio of the loss begins with the log-prob under: training, the weights "
    "before the first optimizer step, by a pass over these samples; generation, those that drew them, without a pass");
-  KEY(grpo.async_grpo.max_generation_failures)
+  ASYNC(max_generation_failures)
   ("of generation on devices of its own: engines lost in a row with samples in hand, and no group in between, that end "
    "the run; 0: any number, cluster.collective_timeout_s without a group decides")
       .at_least(0);
-  OURS(grpo.async_grpo.lease_timeout_s)
+  OUR_ASYNC(lease_timeout_s)
   ("likewise: seconds without an engine step after which what an engine has in hand goes to others; an engine that is "
    "not heard of at all for 10 s, or this if it is shorter, is lost likewise")
       .above(0);
-  OURS(grpo.async_grpo.verify_weights_period)
+  OUR_ASYNC(verify_weights_period)
   ("likewise: checksums of the weights are compared after an engine's first transfer and after every so many; 0: after "
    "the first only")
       .at_least(0);
@@ -119,6 +119,16 @@ void add_ppo(std::vector<Field>& table) {
   KEY(ppo.adv_estimator.length_adaptive_alpha)
   ("above 0: lambda of advantages is 1 - 1 / (alpha * tokens of the response), whatever gae_lambda_policy says")
       .at_least(0);
+  for (size_t i = 0, size = table.size(); i < size; ++i) {
+    if (const auto get = table[i].of_async)
+      table.push_back(
+          twin_of(table[i], "grpo.async_grpo.", "ppo.async_ppo.", [get](Config& c) { return get(c.ppo.async_ppo); }));
+  }
+  KEY(ppo.async_ppo.warmup_generation_lead_steps)
+  ("while only the critic is trained: steps ahead of the one that is trained whose groups may be made; from then on "
+   "max_trajectory_age_steps is. 0 or null: that all the time")
+      .at_least(0)
+      .null_as("0");
 }
 
 void add_sft(std::vector<Field>& table) {

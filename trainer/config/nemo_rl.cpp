@@ -115,8 +115,10 @@ void ignore_runs(std::vector<IgnoredKey>& keys) {
   ignore(keys, "grpo.", {"calculate_advantages_on_gpu"}, kBackend);
   ignore(keys, "grpo.", {"deduplicate_multimodal_data", "debug_payload_metrics"}, "rows hold text only");
   ignore(keys, "grpo.", {"num_val_generations_per_prompt"}, "see grpo.val_num_generations_per_prompt");
-  ignore(keys, "grpo.async_grpo.", {"drop_incomplete_targets_on_restore"},
-         "complete groups are restored, and what was not finished is generated again");
+  for (const char* section : {"grpo.async_grpo.", "ppo.async_ppo."}) {
+    ignore(keys, section, {"drop_incomplete_targets_on_restore"},
+           "complete groups are restored, and what was not finished is generated again");
+  }
   ignore(keys, "", {"data_plane"}, "every rank keeps its own samples");
 
   ignore(keys, "data.", {"num_workers"}, "prompts are streamed and tokenised ahead by one thread");
@@ -293,7 +295,6 @@ const std::vector<FeatureKey>& feature_keys() {
     for (const auto add :
          {features_of_algorithms, features_of_models, features_of_back_ends, features_of_data_and_rewards})
       add(keys);
-    feature(keys, "ppo.", {"async_ppo"}, When::kEnabled, "asynchronous PPO");
     add_twins(keys, "grpo.", "ppo.", {"grpo.adv_estimator."});
     add_twins(keys, "policy.", "value.", {"policy.generation.", "policy.tokenizer.", "policy.reward_model_cfg"});
     return keys;

@@ -34,12 +34,17 @@ bool generates_elsewhere(const Config& config) {
 }
 
 bool carries_over(const Config& config) {
-  return config.algorithm == "grpo" && config.grpo.async_grpo.enabled && !generates_elsewhere(config);
+  return has_rollouts(config) && config.grpo.async_grpo.enabled && !generates_elsewhere(config);
 }
 
 int64_t most_age(const Config& config) {
-  const bool async = config.algorithm == "grpo" && config.grpo.async_grpo.enabled;
+  const bool async = has_rollouts(config) && config.grpo.async_grpo.enabled;
   return async ? config.grpo.async_grpo.max_trajectory_age_steps : 0;
+}
+
+int64_t warmup_lead(const Config& config) {
+  const bool warms_up = config.algorithm == "ppo" && config.grpo.async_grpo.enabled;
+  return std::max(most_age(config), warms_up ? config.ppo.async_ppo.warmup_generation_lead_steps : 0);
 }
 
 bool exact_versions(const Config& config) {

@@ -63,9 +63,6 @@ void refuse_elsewhere(const Config& c,
   }
   const GenerationConfig& g = c.policy.generation;
   refuse(g.tensor_parallel_size > 1 || g.fold_pipeline, key, what + "in a split layout");
-  const bool shared = auto_sizes(c).empty() && data_parallel_size(c) > 1;
-  refuse(shared && state_sharding(c) == StateSharding::kWeights, key,
-         what + "from weights that ranks share (optim_grads_params, which policy.dtensor_cfg.enabled means)");
 }
 
 }  // namespace
@@ -94,9 +91,7 @@ std::vector<std::string> config::unsupported_features(const Config& c) {
   refuse(m.enabled && m.optimizer.params_dtype != "float32", "policy.megatron_cfg.optimizer.params_dtype",
          "a master copy of the weights in " + m.optimizer.params_dtype);
   if (has_critic(c)) refuse_critic(c, refuse);
-  reasons = by_own_keys(std::move(reasons), c);
-  refuse(c.algorithm == "ppo" && c.grpo.async_grpo.enabled, "grpo.async_grpo.enabled", "asynchronous PPO");
-  return reasons;
+  return by_own_keys(std::move(reasons), c);
 }
 
 void validate_supported(const Config& c) {
@@ -170,6 +165,7 @@ std::vector<std::string> keys_without_effect(const Config& c) {
   note(async.enabled && exact_versions(c) && !async.recompute_kv_cache_after_weight_updates,
        "grpo.async_grpo.recompute_kv_cache_after_weight_updates",
        "engines change weights without unfinished responses, so there are no keys to keep");
+  notes = by_own_keys(std::move(notes), c);
   note_of_model(c, "policy", note);
   if (has_critic(c)) note_of_model(critic_config(c), "value", note);
   note(c.env.math.enabled && c.env.math.math_verify_impl != RewardOptions{}.math_verify_impl,

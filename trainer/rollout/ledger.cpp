@@ -9,14 +9,17 @@
 namespace trireme {
 
 Ledger::Ledger(const LedgerOptions& options, int64_t first_step, int64_t first_group)
-    : options_(options), next_step_(first_step), first_group_(first_group) {
+    : options_(options), next_step_(first_step), current_step_(first_step), first_group_(first_group) {
   if (options.groups_per_step < 1 || options.samples_per_group < 1 || options.max_age < 0 ||
-      options.critic_only_steps < 0 || options.run_samples < 0 || first_step < 1 || first_group < 0)
+      options.critic_only_steps < 0 || options.most_steps_ahead < 0 || options.run_samples < 0 || first_step < 1 ||
+      first_group < 0)
     fail_user("ledger: groups_per_step, samples_per_group and the first step must be >= 1, the rest >= 0");
   if (options.teaches_nothing && options.max_groups_of_step < options.groups_per_step)
     fail_user("ledger: a step may use up fewer groups than it wants");
   run_samples_ =
       options.run_samples == 0 ? options.samples_per_group : std::min(options.run_samples, options.samples_per_group);
+  if (options.most_steps_ahead < options.max_age)
+    fail_user("ledger: groups may be begun for fewer steps ahead than their age allows");
   if (options.exact_version && options.max_age > 0 && options.teaches_nothing)
     fail_user("ledger: exact versions with an age are not for groups that may be left out");
   newest_version_ = gone_before_ = version_of(first_step);
@@ -28,7 +31,8 @@ int64_t Ledger::wanted_version(int64_t step) const { return std::max<int64_t>(0,
 
 Ledger::Begin Ledger::begin(int64_t step, int64_t version) const {
   const int64_t wanted = wanted_version(step);
-  if (step > options_.last_step || version < wanted) return Begin::kNever;
+  if (step > options_.last_step || version < wanted || step - current_step_ > options_.most_steps_ahead)
+    return Begin::kNever;
   const bool fits = !options_.exact_version || version == wanted || wanted < gone_before_;
   return fits ? Begin::kYes : Begin::kNo;
 }
@@ -224,6 +228,18 @@ std::optional<Ledger::Exhausted> Ledger::exhausted() const {
   return Exhausted{kept, options_.max_groups_of_step};
 }
 
+void Ledger::visit_ready(const std::function<void(const Sample* samples, size_t count)>& visit) const {
+  walk([&](int64_t, const Group* group, int64_t step) {
+    if (group == nullptr || step != next_step_) return false;
+    const size_t size = group->holder.size();
+    for (size_t begin = 0, end = 0; begin < size; begin = end + 1) {
+      for (end = begin; end < size && group->holder[end] == kComplete; ++end) continue;
+      if (end > begin) visit(&group->samples[begin], end - begin);
+    }
+    return true;
+  });
+}
+
 std::vector<LedgerGroup> Ledger::take(int64_t step) {
   TRIREME_CHECK(step == next_step_,
                 "step " + std::to_string(step) + " was taken, the next one is " + std::to_string(next_step_));
@@ -245,6 +261,7 @@ std::vector<LedgerGroup> Ledger::take(int64_t step) {
 
 void Ledger::trained(int64_t step) {
   TRIREME_CHECK(step + 1 == next_step_, "step " + std::to_string(step) + " is trained, but was not the last one taken");
+  current_step_ = next_step_;
   newest_version_ = version_of(next_step_);
 }
 

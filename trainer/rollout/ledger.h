@@ -10,6 +10,7 @@
 //   while w >= v(s) - max_age. Where it is not known yet which step a group is of, since groups ahead of it may still
 //   be left out, s is the latest that it can be. So nothing is ever dropped for its age.
 // - A sample is counted once, whoever brings it, in whatever order, and however often.
+// - While the critic alone trains nothing gets older: `most_steps_ahead` bounds how far ahead groups are begun then.
 // - While the next step is not complete somebody has a sample of it, or lease() gives one to an engine with the newest
 //   weights: nothing waits for ever. Exceptions are said by exhausted() and end_at().
 #pragma once
@@ -36,6 +37,9 @@ struct LedgerOptions {
   // not depend on when. With an age and `teaches_nothing` the step of a group is not known then: not together.
   bool exact_version = false;
   int64_t critic_only_steps = 0;  // so many steps at the beginning of a run leave the policy's weights as they are
+  // Groups of steps further ahead than this of the one that is trained are not begun, whatever their age: while the
+  // weights stay as they are this alone bounds how much is held.
+  int64_t most_steps_ahead = std::numeric_limits<int64_t>::max();
   int64_t last_step = std::numeric_limits<int64_t>::max();  // no group of a later one is begun
   // Samples of a run at most. A run begins at a multiple of it in its group. 0: whole groups.
   int64_t run_samples = 0;
@@ -127,6 +131,9 @@ class Ledger final {
   std::optional<Exhausted> exhausted() const;
   // The groups of the next step, which must be complete, and those left out among them, in data-set order.
   std::vector<LedgerGroup> take(int64_t step);
+  // Samples of the next step that are there, as far as is known now which these are: stretches next to each other of one
+  // group each, in data-set order.
+  void visit_ready(const std::function<void(const Sample* samples, size_t count)>& visit) const;
   // The step that was taken is trained: the weights have the next version now.
   void trained(int64_t step);
   // No group from this number on is begun: the data ends there.
@@ -177,6 +184,7 @@ class Ledger final {
   const LedgerOptions options_;
   int64_t run_samples_ = 1;
   int64_t next_step_ = 1;
+  int64_t current_step_ = 1;  // whose weights are the newest: next_step_, or, between take() and trained(), the one ahead
   int64_t newest_version_ = 0;
   int64_t gone_before_ = 0;
   int64_t first_group_ = 0;

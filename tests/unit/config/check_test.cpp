@@ -342,12 +342,7 @@ TEST(ConfigCheck, GenerationElsewhere) {
   EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.megatron_cfg.enabled=true",
                        "policy.megatron_cfg.tensor_model_parallel_size=2"}),
               HasSubstr("generation on devices of its own from a policy of tensor parallel size 2 is not supported"));
-  EXPECT_THAT(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true"}),
-              HasSubstr("from weights that ranks share"));
-  EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true",
-                     "policy.generation.colocated.resources.gpus_per_node=1"}),
-            "")
-      << "one of the two generates";
+  EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true"}), "") << "weights that ranks share";
   Config config = load_config_text(
       "", {"cluster.gpus_per_node=4", "cluster.num_nodes=3", "policy.generation.colocated.enabled=false",
            "policy.generation.colocated.resources.num_nodes=1"});
@@ -711,7 +706,57 @@ TEST(Ppo, ActorAndCriticAreSplitEachByItsOwnSizes) {
               HasSubstr("value.megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size 2 is not "
                         "supported yet by this version on GPUs"));
   EXPECT_THAT(refusal({"ppo.max_rollout_turns=3"}), HasSubstr("ppo.max_rollout_turns: 3 turns is not supported"));
-  EXPECT_THAT(refusal({"ppo.async_ppo.enabled=true"}), HasSubstr("ppo.async_ppo: asynchronous PPO is not supported"));
+}
+
+TEST(Ppo, AsynchronousStepsHaveTheRulesOfGrposByOwnKeys) {
+  const std::vector<std::string> carry = {"algorithm=ppo", "ppo.async_ppo.enabled=true",
+                                          "ppo.async_ppo.in_flight_weight_updates=true",
+                                          "loss_fn.use_importance_sampling_correction=true"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), carry.begin(), carry.end());
+    return load_error(more);
+  };
+  EXPECT_EQ(with({}), "");
+  const Config config = load_config_text("", carry);
+  EXPECT_EQ(error_of([&] { validate_supported(config); }), "");
+  EXPECT_TRUE(carries_over(config));
+  EXPECT_EQ(most_age(config), 1);
+  EXPECT_TRUE(config.grpo.async_grpo.in_flight_weight_updates);  // whoever makes rollouts asks there
+  EXPECT_TRUE(load_config_text(to_yaml(config)).grpo.async_grpo.enabled);
+  const auto apart = [&](std::vector<std::string> more) {
+    more.insert(more.end(), {"policy.generation.colocated.enabled=false"});
+    return with(more);
+  };
+  EXPECT_EQ(apart({}), "");
+  EXPECT_EQ(apart({"ppo.async_ppo.in_flight_weight_updates=false"}), "");
+  EXPECT_THAT(with({"ppo.async_ppo.in_flight_weight_updates=false"}),
+              HasSubstr("ppo.async_ppo.in_flight_weight_updates: must be true for carry-over"));
+  EXPECT_THAT(with({"ppo.async_ppo.max_trajectory_age_steps=0"}), HasSubstr("or ppo.async_ppo.enabled to false"));
+  EXPECT_THAT(with({"loss_fn.use_importance_sampling_correction=false"}),
+              HasSubstr("must be true with ppo.async_ppo.enabled"));
+  EXPECT_EQ(with({"loss_fn.use_importance_sampling_correction=false", "ppo.async_ppo.ratio_from=generation"}), "");
+  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1"}), HasSubstr("takes every ratio for 1"));
+  EXPECT_THAT(load_error({"algorithm=ppo", "grpo.async_grpo.enabled=true"}),
+              HasSubstr("grpo.async_grpo.enabled: is a key of GRPO; of a PPO run it is ppo.async_ppo.enabled"));
+}
+
+TEST(Ppo, TheLeadOfTheCriticsOwnStepsIsTheAgesAtLeast) {
+  const auto with = [](std::vector<std::string> more) {
+    more.insert(more.begin(),
+                {"algorithm=ppo", "ppo.async_ppo.enabled=true", "ppo.async_ppo.in_flight_weight_updates=true",
+                 "loss_fn.use_importance_sampling_correction=true"});
+    return more;
+  };
+  const std::string lead = "ppo.async_ppo.warmup_generation_lead_steps", start = "ppo.policy_training_start_step=5";
+  const auto lead_of = [&](std::vector<std::string> more) { return warmup_lead(load_config_text("", with(more))); };
+  EXPECT_EQ(lead_of({start}), 1);
+  EXPECT_EQ(lead_of({start, "ppo.async_ppo.max_trajectory_age_steps=2"}), 2);
+  EXPECT_EQ(lead_of({start, lead + "=3"}), 3);
+  EXPECT_EQ(lead_of({start, lead + "=null"}), 1);
+  EXPECT_EQ(warmup_lead(load_config_text("", {"algorithm=ppo", start, lead + "=3"})), 0) << "steps do not overlap";
+  EXPECT_THAT(load_error(with({lead + "=3"})), HasSubstr(lead + ": is for steps that train only the critic"));
+  EXPECT_THAT(load_error(with({start, lead + "=2", "ppo.async_ppo.max_trajectory_age_steps=3"})),
+              HasSubstr(lead + ": 2 is less than ppo.async_ppo.max_trajectory_age_steps 3"));
 }
 
 TEST(Ppo, ResumedChangesAndRanksAreToldOnceByItsKeys) {

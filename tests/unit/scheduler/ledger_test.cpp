@@ -180,6 +180,47 @@ TEST(Ledger, StepsOfTheCriticAloneMakeNoWeights) {
   EXPECT_EQ(ends.lease(0, 100, 0).size(), 2u);
 }
 
+TEST(Ledger, WhileTheCriticAloneTrainsTheLeadBoundsWhatIsBegun) {
+  LedgerOptions options{.groups_per_step = 1, .samples_per_group = 1, .max_age = 1, .critic_only_steps = 5};
+  options.most_steps_ahead = 3;
+  Ledger ledger(options);
+  std::vector<int64_t> begun;  // behind each step, how many groups were
+  for (int64_t step = 1; step <= 9; ++step) {
+    for (const LeasedRun& run : ledger.lease(0, 100, ledger.newest_version()))
+      EXPECT_EQ(ledger.complete(run.id, samples_of(run)), Completion::kTaken);
+    EXPECT_EQ(ledger.take(step).front().number, step - 1);
+    EXPECT_EQ(ledger.leasable(), 0) << "step " << step << " is not trained yet";
+    begun.push_back(ledger.end_group());
+    ledger.trained(step);
+  }
+  // Three steps ahead, but of the steps that train the actor, from the sixth on, only the next is of its first weights.
+  EXPECT_EQ(begun, (std::vector<int64_t>{4, 5, 6, 7, 7, 7, 8, 9, 10}));
+  options.max_age = 0;
+  options.most_steps_ahead = 0;
+  Ledger in_turn(options);
+  EXPECT_EQ(in_turn.leasable(), 1);
+  options.max_age = 2;
+  EXPECT_THROW(Ledger{options}, Error) << "a lead below the age";
+}
+
+TEST(Ledger, SaysWhichSamplesOfTheNextStepAreThere) {
+  Ledger ledger({.groups_per_step = 2, .samples_per_group = 4, .max_age = 1, .run_samples = 2});
+  const auto runs = ledger.lease(0, 100, 0);  // two runs of each of four groups
+  ASSERT_EQ(runs.size(), 8u);
+  for (const size_t i : {1, 2, 3, 4}) ledger.complete(runs[i].id, samples_of(runs[i]));
+  const auto ready = [&] {
+    Spans spans;
+    ledger.visit_ready([&](const Sample* samples, size_t count) {
+      spans.push_back({samples->group, samples->index, static_cast<int64_t>(count)});
+    });
+    return spans;
+  };
+  EXPECT_EQ(ready(), (Spans{{0, 2, 2}, {1, 0, 4}})) << "the third group is of a later step";
+  ledger.complete(runs[0].id, samples_of(runs[0]));
+  ledger.take(1);
+  EXPECT_EQ(ready(), (Spans{{2, 0, 2}}));
+}
+
 TEST(Ledger, ACheckpointHasWhatIsComplete) {
   const LedgerOptions options{.groups_per_step = 1, .samples_per_group = 2, .max_age = 2};
   Ledger ledger(options);
@@ -273,6 +314,7 @@ class Life final {
     options_.samples_per_group = 1 + below(5);
     options_.max_age = below(4);
     options_.critic_only_steps = below(4) == 0 ? below(3) : 0;
+    if (options_.critic_only_steps > 0) options_.most_steps_ahead = options_.max_age + below(3);
     options_.run_samples = below(3) == 0 ? 0 : 1 + below(5);
     if (options_.samples_per_group == 1) flats_ = 0;  // a group of one never differs
     if (flats_ > 0) {
