@@ -26,6 +26,7 @@ CarriedRollouts::CarriedRollouts(Session& session, Engine& engine, RewardPool& r
   options.sampling = engine_.sampling();
   options.keep_cache = keeps_cache(session.config);
   if (lengths != nullptr) options.drawn_rewards = static_cast<uint64_t>(session.config.grpo.seed);
+  options.section = session.config.algorithm;
   options.timeout_s = session.config.cluster.collective_timeout_s;
   options.prompt = [this](int64_t group, bool needed) { return prompts_.next(group, needed); };
   carry_ = std::make_unique<CarryOver>(engine_, session.tokenizer.get(), &rewards_, session.context, session.timer,
@@ -50,6 +51,7 @@ RolloutSource::Step CarriedRollouts::collect(RankShares& shares, std::map<std::s
   if (made_way_) counted_before_ = rewards_.counters();
   made_way_ = false;
   const int64_t recomputed = engine_.stats().recomputed_rows;
+  carry_->on_samples = on_samples;
   Step step;
   step.groups = carry_->collect(shares).groups;
   count_rewards();

@@ -141,6 +141,7 @@ void CarryOver::finished(std::vector<GeneratedGroup> groups) {
         requests.push_back(
             reward_request(prompt.example, samples.back().response, samples.back().truncated, *tokenizer_));
     }
+    if (on_samples && told_.count(span.group) > 0) on_samples(samples);
     if (rewards_ == nullptr) {
       fill_drawn_rewards(*options_.drawn_rewards, options_.ledger.samples_per_group, samples.data(), samples.size());
       rewarded_.emplace_back(span, std::move(samples));
@@ -149,6 +150,24 @@ void CarryOver::finished(std::vector<GeneratedGroup> groups) {
     unrewarded_.emplace(next_reward_, std::pair(span, std::move(samples)));
     rewards_->submit(next_reward_++, std::move(requests));
   }
+}
+
+// What is there of the step, of groups that were not known to be its before; what is generated from now on, finished()
+// tells.
+void CarryOver::tell_ready(const std::set<int64_t>& missing) {
+  if (!on_samples) return;
+  std::set<int64_t> fresh = missing;
+  ledger_.visit_ready([&](const Sample* samples, size_t) { fresh.insert(samples->group); });
+  std::erase_if(fresh, [&](int64_t group) { return told_.count(group) > 0; });
+  const auto tell = [&](const Sample* samples, size_t count) {
+    if (count == 0 || fresh.count(samples->group) == 0) return;
+    std::vector<Sample> copies(samples, samples + count);
+    on_samples(copies);
+  };
+  if (rank_ == 0) ledger_.visit_ready(tell);  // which all ranks have
+  for (const auto& [span, samples] : rewarded_) tell(samples.data(), samples.size());
+  for (const auto& [id, run] : unrewarded_) tell(run.second.data(), run.second.size());
+  told_.merge(fresh);
 }
 
 // Those that are there, and if there is none the first that comes in time.
@@ -325,7 +344,8 @@ CarriedStep CarryOver::collect(RankShares& shares) {
       fail_data("dynamic sampling: of the " + std::to_string(spent->used_up) + " groups that step " +
                 std::to_string(ledger_.next_step()) + " may use up only " + std::to_string(spent->kept) + " of " +
                 std::to_string(options_.ledger.groups_per_step) +
-                " have rewards that differ; raise grpo.dynamic_sampling_max_gen_batches or choose other data");
+                " have rewards that differ; raise " + options_.section +
+                ".dynamic_sampling_max_gen_batches or choose other data");
     }
     Round round;
     const std::string name = "carry-" + std::to_string(options_.first_step) + "-" + std::to_string(rounds_++);
@@ -337,6 +357,7 @@ CarriedStep CarryOver::collect(RankShares& shares) {
       round.wanted += missing.open;
       for (const MissingGroup::Holder& holder : missing.holders) round.wanted += holder.samples;
     }
+    tell_ready(round.groups);
     for (const LeasedRun& run : deal_evenly(ledger_, ranks_, engine_.options().max_sequences)) {
       runs_[{run.span.group, run.span.first_sample}] = run.id;
       if (run.engine == rank_) begin(run.span);
@@ -348,6 +369,7 @@ CarriedStep CarryOver::collect(RankShares& shares) {
     exchange(round, shares);
     ++step.rounds;
   }
+  told_.clear();
   if (!options_.keep_cache) {
     const PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
     finished(engine_.suspend());

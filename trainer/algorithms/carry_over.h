@@ -17,6 +17,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,6 +39,8 @@ struct CarryOverOptions {
   bool ends_known = false;  // GroupRequest::ends_known
   // For measurements: raw rewards are drawn, whatever the rewards say. Without rewards and tokenizer they must be.
   std::optional<uint64_t> drawn_rewards;
+  // grpo or ppo: whose keys sentences name.
+  std::string section = "grpo";
   double timeout_s = 600;  // with nothing to generate, how long a rank waits for what others have
   // The prompt of a group; asked once each, in order. Nothing: the data has ended ahead of it. `needed`: the next step
   // cannot do without, and must get one.
@@ -79,6 +82,8 @@ class CarryOver final {
 
   // Called between engine steps, for heartbeats. May be empty.
   std::function<void()> on_progress;
+  // RolloutSource::on_samples; what it fills in is not kept. May be empty.
+  std::function<void(std::vector<Sample>& samples)> on_samples;
 
  private:
   using Place = std::pair<int64_t, int64_t>;  // group, first sample: of a run
@@ -93,6 +98,7 @@ class CarryOver final {
   bool ask(int64_t group, bool needed);
   void begin(const SampleSpan& span);
   void finished(std::vector<GeneratedGroup> groups);
+  void tell_ready(const std::set<int64_t>& missing);
   void take_rewards(Milliseconds wait);
   void generate(Round& round);
   bool enough(Round& round);
@@ -118,6 +124,7 @@ class CarryOver final {
   std::map<int64_t, std::pair<SampleSpan, std::vector<Sample>>> unrewarded_;  // by the reward pool's group id
   int64_t next_reward_ = 0;
   std::vector<std::pair<SampleSpan, std::vector<Sample>>> rewarded_;  // not exchanged yet
+  std::set<int64_t> told_;                                            // groups of this step, of on_samples
   int64_t rounds_ = 0;                                                // of the run; the same on all ranks
   std::map<std::string, int64_t> counters_;                           // with one process
 };

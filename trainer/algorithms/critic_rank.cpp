@@ -46,6 +46,7 @@ class CriticRank final {
     const CriticModel found =
         find_critic(config_, ModelConfig::load(policy_dir), *load_tokenizer(config_, options_.hf_home, policy_dir),
                     options_.hf_home, context_.layout(), context_.is_main());
+    check_critic_fits(config_, found, context_.layout(), memory_of_a_rank(config_, device), context_.is_main());
     state_ = make_critic(found, options_.rendezvous.local_rank, context_);
     trainer_ = std::make_unique<CriticTrainer>(state_->config, *state_->model, *state_->optimizer, context_);
     trainer_->on_progress = [this] { mail_.beat(); };

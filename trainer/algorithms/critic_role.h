@@ -28,6 +28,10 @@ class Critic {
   virtual bool works_ahead() const { return false; }
   // Samples next to each other whose tokens are final, while others are generated: their values will be asked for.
   virtual void ahead(const Sample* /*samples*/, size_t /*count*/) {}
+  // The same where this rank waits for others to generate, so that passes of its own cost nothing: they may fill in
+  // Sample::values.
+  virtual bool works_in_waits() const { return works_ahead(); }
+  virtual void in_wait(std::vector<Sample>& samples) { ahead(samples.data(), samples.size()); }
   // Sample::values of all samples, on all ranks. Throws Error(kData) that names sample and token where one is not
   // finite.
   virtual void fill_values(std::vector<Sample>& samples, int64_t step) = 0;
@@ -41,6 +45,8 @@ class Critic {
 class LocalCritic final : public Critic {
  public:
   explicit LocalCritic(std::unique_ptr<CriticTrainer> trainer) : trainer_(std::move(trainer)) {}
+  bool works_in_waits() const override { return trainer_->values_alone(); }
+  void in_wait(std::vector<Sample>& samples) override { trainer_->fill_own_values(samples); }
   void fill_values(std::vector<Sample>& samples, int64_t) override { trainer_->fill_values(samples); }
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t) override {
     const Stopwatch watch;

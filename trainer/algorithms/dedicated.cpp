@@ -59,6 +59,25 @@ SharedTokens take_tokens(std::string_view& bytes) {
   return SharedTokens(std::move(tokens));
 }
 
+// Values that a sample has, or none.
+void append_values(std::string& bytes, const std::vector<float>& values) {
+  const auto count = static_cast<uint64_t>(values.size());
+  bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
+  bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+}
+
+std::vector<float> take_values(std::string_view& bytes) {
+  uint64_t count = 0;
+  TRIREME_CHECK(bytes.size() >= sizeof count, "rank 0's values are cut off");
+  std::memcpy(&count, bytes.data(), sizeof count);
+  bytes.remove_prefix(sizeof count);
+  TRIREME_CHECK(count <= bytes.size() / sizeof(float), "rank 0's values are cut off");
+  std::vector<float> values(count);
+  if (count > 0) std::memcpy(values.data(), bytes.data(), count * sizeof(float));
+  bytes.remove_prefix(count * sizeof(float));
+  return values;
+}
+
 // What rank 0 took, for the other ranks.
 std::string pack_step(const RolloutSource::Step& step, const DataPlace& place,
                       const std::map<std::string, double>& values) {
@@ -69,17 +88,19 @@ std::string pack_step(const RolloutSource::Step& step, const DataPlace& place,
                          {"rewards", pack_counters(step.rewards)},
                          {"values", values},
                          {"groups", nlohmann::json::array()}};
-  std::string prompts;
+  std::string prompts, critic;
   std::vector<Sample> samples;
   for (const LedgerGroup& group : step.groups) {
     append_tokens(prompts, group.samples.front().prompt);
     for (const Sample& sample : group.samples) {
+      append_values(critic, sample.values);
       samples.push_back(sample);
       samples.back().group = static_cast<int64_t>(head["groups"].size());
     }
     head["groups"].push_back({group.number, group.kept});
   }
-  return head.dump() + "\n" + prompts + pack_samples(samples);
+  head["samples"] = samples.size();
+  return head.dump() + "\n" + prompts + critic + pack_samples(samples);
 }
 
 RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::map<std::string, double>& values) {
@@ -99,7 +120,13 @@ RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::m
     step.groups.push_back({group.at(0).get<int64_t>(), group.at(1).get<bool>(), {}});
     prompts.push_back(take_tokens(bytes));
   }
-  for (Sample& sample : unpack_samples(bytes, prompts)) {
+  std::vector<std::vector<float>> critic;
+  for (auto left = head.at("samples").get<int64_t>(); left > 0; --left) critic.push_back(take_values(bytes));
+  std::vector<Sample> samples = unpack_samples(bytes, prompts);
+  TRIREME_CHECK(samples.size() == critic.size(), "rank 0's values are of other samples");
+  for (size_t i = 0; i < samples.size(); ++i) {
+    Sample& sample = samples[i];
+    sample.values = std::move(critic[i]);
     LedgerGroup& group = step.groups.at(static_cast<size_t>(sample.group));
     sample.group = group.number;
     group.samples.push_back(std::move(sample));
@@ -187,6 +214,7 @@ void DedicatedRollouts::make_desk(const DedicatedOptions& options, const Rollout
   desk.vocabulary = session_.policy->config().vocab_size;
   desk.rewards = options.rewards;
   desk.name = "desk-" + random_word().substr(0, 12);
+  desk.section = config.algorithm;
   desk.prompt = [this](int64_t group, bool needed) -> std::optional<WorkPrompt> {
     // The next step is made whole if it is to come at all.
     const bool comes = prompts_.place().epoch < session_.config.grpo.max_num_epochs;
@@ -245,7 +273,7 @@ void DedicatedRollouts::retract() {
 // throws, or lets things go on. A collective would run into its own deadline: the others look at a counter that rises
 // while rank 0 waits, and lose patience when it does not.
 void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Milliseconds patience,
-                                      const std::function<void()>& too_long) {
+                                      const std::function<void()>& too_long, const std::function<void()>& meanwhile) {
   const std::string key = "dedicated-wait-" + std::to_string(next_step_) + "-" + std::to_string(waits_++);
   const bool several = session_.context.world_size() > 1;
   if (is_main()) {
@@ -253,6 +281,7 @@ void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Mi
       if (on_progress_) on_progress_();
       desk_->with([this](Desk& desk) { session_.reporting.engines(desk.engines(), desk.lost_engines()); });
       if (several) store_->add(key, 1);
+      if (meanwhile) meanwhile();
     };
     if (!desk_->wait(done, patience, on_wait)) too_long();
     if (several) store_->add(key, kMainIsDone);
@@ -272,6 +301,28 @@ void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Mi
   }
 }
 
+// On rank 0, while it waits for the rest of a step: what has come of it, to the critic.
+void DedicatedRollouts::value_ready() {
+  if (!on_samples) return;
+  std::vector<std::vector<Sample>> fresh;
+  desk_->with([&](const Desk& desk) {
+    desk.ledger().visit_ready([&](const Sample* samples, size_t count) {
+      std::vector<Sample> found;
+      for (size_t i = 0; i < count; ++i) {
+        if (told_.insert({samples[i].group, samples[i].index}).second) found.push_back(samples[i]);
+      }
+      if (!found.empty()) fresh.push_back(std::move(found));
+    });
+  });
+  for (std::vector<Sample>& samples : fresh) {
+    on_samples(samples);
+    for (Sample& sample : samples) {
+      if (!sample.values.empty()) values_[{sample.group, sample.index}] = std::move(sample.values);
+    }
+    if (desk_->with([](const Desk& desk) { return desk.ledger().complete(); })) return;  // the rest with the step
+  }
+}
+
 RolloutSource::Step DedicatedRollouts::collect(RankShares&, std::map<std::string, double>& values) {
   session_.context.set_phase("generation");
   const PhaseTimer::Scope idle = session_.timer.enter(Phase::kIdle);
@@ -284,7 +335,8 @@ RolloutSource::Step DedicatedRollouts::collect(RankShares&, std::map<std::string
                           (desk_->with([](Desk& desk) { return desk.engines(); }) == 0
                                ? ": start trireme engine, or trireme launch --engines N"
                                : ""));
-                });
+                },
+                [this] { value_ready(); });
   const double waited = watch.seconds();
   Step step;
   std::string bytes;
@@ -317,6 +369,14 @@ RolloutSource::Step DedicatedRollouts::take(std::map<std::string, double>& value
     Desk::Step taken = desk.take(next_step_);
     step.groups = std::move(taken.groups);
     step.rewards = std::move(taken.rewards);
+    for (LedgerGroup& group : step.groups) {
+      for (Sample& sample : group.samples) {
+        const auto found = values_.find({sample.group, sample.index});
+        if (found != values_.end()) sample.values = std::move(found->second);
+      }
+    }
+    values_.clear();
+    told_.clear();
     prompts_.collected(step.groups.back().number);
     place_ = prompts_.place();
     const Ledger::Counts counts = desk.ledger().counts();

@@ -12,9 +12,14 @@
 // - In flight: engines take weights between two steps, the newest that there are.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "trainer/algorithms/rollout_source.h"
 #include "trainer/parallel/weight_link.h"
@@ -57,7 +62,8 @@ class DedicatedRollouts final : public RolloutSource {
   void publish();
   void retract();
   void wait_for_main(const std::function<bool(Desk&)>& done, Milliseconds patience,
-                     const std::function<void()>& too_long);
+                     const std::function<void()>& too_long, const std::function<void()>& meanwhile = {});
+  void value_ready();
   Step take(std::map<std::string, double>& values);
   bool is_main() const { return session_.context.is_main(); }
 
@@ -69,9 +75,12 @@ class DedicatedRollouts final : public RolloutSource {
   DataPlace place_;
   int64_t next_step_ = 1, version_ = 0, waits_ = 0;
   bool published_ = false;
-  double waited_for_weights_ = 0;        // since the last step
+  double waited_for_weights_ = 0;  // since the last step
+  // On rank 0, of the step that is collected, by group and index: samples that on_samples had, and what it gave.
+  std::set<std::pair<int64_t, int64_t>> told_;
+  std::map<std::pair<int64_t, int64_t>, std::vector<float>> values_;
   std::function<void()> before_update_, before_release_;  // of optimizer and shared weights, before this
-  std::unique_ptr<JobStore> own_store_;  // with one rank
+  std::unique_ptr<JobStore> own_store_;                   // with one rank
   JobStore* store_ = nullptr;
   std::unique_ptr<WeightSender> sender_;
   std::unique_ptr<SharedDesk> desk_;  // of rank 0, as the next one

@@ -32,6 +32,20 @@ PlannedBeside planned_beside(const Config& config, const ModelsBeside& beside) {
 
 std::string size_text(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
 
+// The end of a sentence that begins with what wants it.
+std::string wants_of(const Layout& layout, int64_t wanted, const MemoryLimit& memory) {
+  return " in " + to_string(layout) + " wants " + size_text(wanted) +
+         (memory.gpu ? " of a GPU" : " of the host for a rank") + " at the least, and there are " +
+         size_text(memory.bytes);
+}
+
+// Whether it may be that it fits, as far as the formula can say; said, where `main`.
+bool may_fit(const std::string& wants, int64_t wanted, const MemoryLimit& memory, bool main) {
+  if (kSurely * static_cast<double>(wanted) > static_cast<double>(memory.bytes)) return false;
+  if (main) log_warn("train", wants + ": it may end for lack of memory; see trireme plan");
+  return true;
+}
+
 }  // namespace
 
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
@@ -51,13 +65,8 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   std::string all = "the model of " + dir.string();
   if (beside.critic != nullptr) all += " with the critic of " + beside.critic->dir.string();
   if (beside.reward_model != nullptr) all += " with the reward model of " + beside.reward_model->dir.string();
-  const std::string wants = all + " in " + to_string(layout) + " wants " + size_text(wanted) +
-                            (memory.gpu ? " of a GPU" : " of the host for a rank") + " at the least, and there are " +
-                            size_text(memory.bytes);
-  if (kSurely * static_cast<double>(wanted) <= static_cast<double>(memory.bytes)) {
-    if (main) log_warn("train", wants + ": it may end for lack of memory; see trireme plan");
-    return;
-  }
+  const std::string wants = all + wants_of(layout, wanted, memory);
+  if (may_fit(wants, wanted, memory, main)) return;
   std::vector<std::string> parts;
   if (beside.critic != nullptr)
     parts.push_back(size_text(plan.memory.training.critic) + " are the critic's weights and training state");
@@ -83,6 +92,23 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
              " wants least, " + size_text(least_of(*least, memory.gpu));
   }
   fail_user(wants + advice + " (trireme plan --gpus N shows them all)");
+}
+
+void check_critic_fits(const Config& config, const CriticModel& critic, const Layout& layout, const MemoryLimit& memory,
+                       bool main) {
+  const PlannedModel model = planned_critic(config, critic.model.shape(), {});
+  PlanDevices devices;
+  devices.rates = *device_rates("h200");  // only memory is asked for
+  devices.memory_bytes = memory.bytes;
+  devices.of_node = config.cluster.processes;
+  const int64_t wanted = least_of(plan_layout(model.shape, layout, model.work, model.options, devices), memory.gpu);
+  if (wanted <= memory.bytes) return;
+  const std::string wants = "the critic of " + critic.dir.string() + " on ranks of its own" +
+                            wants_of(layout, wanted, memory);
+  if (may_fit(wants, wanted, memory, main)) return;
+  fail_user(wants +
+            "; more critic ranks (launch --critic-ranks), which share its training state, or a smaller model "
+            "(value.model_name) make it less");
 }
 
 }  // namespace trireme

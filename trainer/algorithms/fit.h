@@ -41,5 +41,8 @@ struct ModelsBeside {  // the policy; null: none
 // weights.
 void check_fits(const Config& config, const ModelConfig& model, const std::filesystem::path& dir, const Layout& layout,
                 const MemoryLimit& memory, bool main, const ModelsBeside& beside = {});
+// The same of ranks that have nothing but a critic of the run `config`, and only train.
+void check_critic_fits(const Config& config, const CriticModel& critic, const Layout& layout, const MemoryLimit& memory,
+                       bool main);
 
 }  // namespace trireme

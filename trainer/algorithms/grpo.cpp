@@ -157,9 +157,12 @@ class GrpoLoop final {
       synchronous.critic_only_steps = critic_only_steps(config_);
       ledger_ = std::make_unique<Ledger>(synchronous, step_ + 1);
     }
+    if (source_ && critic_ != nullptr &&
+        (generates_elsewhere(config_) ? critic_->works_in_waits() : critic_->works_ahead()))
+      source_->on_samples = [this](std::vector<Sample>& samples) { critic_->in_wait(samples); };
     if (!overlaps() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
       log_info("grpo",
-               "grpo.async_grpo.enabled is off: groups of the checkpoint that are not trained are generated anew");
+               "steps do not overlap: groups of the checkpoint that are not trained are generated anew");
     }
   }
 
@@ -525,23 +528,29 @@ class GrpoLoop final {
       session_.context.set_phase("values");
       if (critic_ != nullptr) {
         const Stopwatch watch;
+        if (source_ && critic_trainer_ != nullptr)
+          report.values["performance/values_under_generation"] = share_with_values(samples);
         critic_->fill_values(samples, report.step);
         report.values["timing/train/value_inference"] = watch.seconds();
       }
-      const auto fill = [&](std::vector<float> Sample::*numbers, const Model& model, const LogprobOptions& options) {
+      const auto fill = [&](std::vector<Sample>& of, std::vector<float> Sample::*numbers, const Model& model,
+                            const LogprobOptions& options) {
         fill_token_numbers(
-            samples, numbers, model, logprob_micro_batches(config_), session_.context,
+            of, numbers, model, logprob_micro_batches(config_), session_.context,
             [&](const at::Tensor& hidden, const MicroBatch& batch) {
               return response_logprobs(model, hidden, batch, options);
             },
             collector_.on_progress);
       };
-      if (!row_exact_ && critic_ != nullptr) {
-        fill(&Sample::previous_logprobs, *session_.policy, sampling_distribution(config_));
-        if (const auto threshold = config_.grpo.seq_logprob_error_threshold)
-          mask_mismatched_samples(samples, *threshold);
+      const auto threshold = config_.grpo.seq_logprob_error_threshold;
+      if (critic_ != nullptr && (!row_exact_ || threshold || kl != 0)) {  // advantages follow from them
+        const auto unknown = [&](const Sample& sample) { return !trainer_->knows_previous(sample, weights_version()); };
+        with_some(samples, unknown, [&](std::vector<Sample>& some) {
+          fill(some, &Sample::previous_logprobs, *session_.policy, sampling_distribution(config_));
+        });
+        if (threshold) mask_mismatched_samples(samples, *threshold);
       }
-      if (kl != 0) fill(&Sample::reference_logprobs, *reference_, reference_distribution(config_));
+      if (kl != 0) fill(samples, &Sample::reference_logprobs, *reference_, reference_distribution(config_));
     }
     for (const auto& [name, value] :
          assign_token_advantages(samples, config_.ppo.adv_estimator, kl, config_.loss_fn.reference_policy_kl_type))

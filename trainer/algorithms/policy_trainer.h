@@ -38,6 +38,12 @@ class PolicyTrainer final {
   void set_passes_done(int64_t passes) { passes_done_ = passes; }
   int64_t passes_done() const { return passes_done_; }
 
+  // Whether a sample's previous log-probs, of weights of `version` as they are now, need no pass: they are there, or the
+  // sampler's.
+  bool knows_previous(const Sample& sample, int64_t version) const {
+    return known_previous(sample, version) != nullptr;
+  }
+
   // Adds the gradients of samples of the first optimizer step of the next train() before all of its samples are there,
   // not divided by the batch's counts yet. They must have what train() wants of samples and, with a KL term, reference
   // log-probs; train() gets them with trained_early set. Returns when the gradients are there. From any one thread,

@@ -161,4 +161,9 @@ double share_with_reference(const std::vector<Sample>& samples) {
   return share(static_cast<double>(count), static_cast<double>(samples.size()));
 }
 
+double share_with_values(const std::vector<Sample>& samples) {
+  const auto count = std::count_if(samples.begin(), samples.end(), [](const Sample& s) { return !s.values.empty(); });
+  return share(static_cast<double>(count), static_cast<double>(samples.size()));
+}
+
 }  // namespace trireme

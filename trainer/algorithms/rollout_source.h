@@ -59,6 +59,10 @@ class RolloutSource {
   // nothing is under way in either.
   virtual void make_way() = 0;
 
+  // Of a critic: called in collect() with samples of its step whose tokens are final, while others are generated; with
+  // each once, on one rank. What it fills into Sample::values may be the step's. May be empty.
+  std::function<void(std::vector<Sample>& samples)> on_samples;
+
   // Where a run goes on that is resumed behind the last collected step.
   virtual const DataPlace& place() const = 0;
   // Collective. Before saved(): what a checkpoint must keep is there.

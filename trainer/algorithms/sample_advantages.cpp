@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "base/error.h"
 #include "trainer/algorithms/advantages.h"
@@ -56,6 +57,20 @@ void mask_mismatched_samples(std::vector<Sample>& samples, double threshold) {
     }
     if (tokens > 0 && !(error / tokens <= threshold)) s.loss_multiplier = 0;
   }
+}
+
+void with_some(std::vector<Sample>& samples, const std::function<bool(const Sample&)>& wanted,
+               const std::function<void(std::vector<Sample>& some)>& visit) {
+  std::vector<size_t> places;
+  std::vector<Sample> some;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    if (!wanted(samples[i])) continue;
+    places.push_back(i);
+    some.push_back(std::move(samples[i]));
+  }
+  if (some.empty()) return;
+  visit(some);
+  for (size_t k = 0; k < places.size(); ++k) samples[places[k]] = std::move(some[k]);
 }
 
 MetricSums assign_token_advantages(std::vector<Sample>& samples, const GaeOptions& options, double kl_penalty,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "trainer/algorithms/loss.h"
@@ -17,6 +18,11 @@ void assign_rewards(std::vector<Sample>& samples, const Config& config);
 
 // Samples whose mean exp(|generation - previous log-prob|) over valid tokens exceeds `threshold` leave the loss. Pure.
 void mask_mismatched_samples(std::vector<Sample>& samples, double threshold);
+
+// Calls `visit` with the samples that are `wanted`, in their order, as if they were all; not where none is. Collective
+// where `visit` is.
+void with_some(std::vector<Sample>& samples, const std::function<bool(const Sample&)>& wanted,
+               const std::function<void(std::vector<Sample>& some)>& visit);
 
 // PPO, behind assign_rewards: rewards of tokens, advantages and, with GAE, returns of all samples of a rollout, which
 // must then have values, and with a `kl_penalty` reference log-probs. Advantages are whitened over all valid tokens

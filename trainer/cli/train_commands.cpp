@@ -80,6 +80,7 @@ Layout layout_of_rank(const TrainArguments& arguments, const Config& config, Ren
 
 // Generation processes and a configuration that has no use for them, or the other way round.
 void check_engines(const Config& config, const TrainOptions& options) {
+  if (options.rendezvous.of_critic) return;  // whom they do not meet
   const bool in_pod = !options.job.empty();
   const bool elsewhere = generates_elsewhere(config);
   if (!elsewhere && environment_int("TRIREME_ENGINES", 0) > 0)

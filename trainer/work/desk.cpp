@@ -44,6 +44,10 @@ void Desk::check_desk(const Caller& caller) const {
     throw Error(ErrorKind::kConflict, "the actor that this engine joined has gone; another one is here now");
 }
 
+std::string Desk::key_of(const std::string& name) const {
+  return options_.section + ".async_" + options_.section + "." + name;
+}
+
 Desk::Engine* Desk::find(const Caller& caller) {
   const auto found = engines_.find(caller.engine);
   return found == engines_.end() || found->second.session != caller.session ? nullptr : &found->second;
@@ -112,8 +116,8 @@ void Desk::lose(int64_t number, const std::string& why) {
     failure_.emplace(ErrorKind::kUnavailable,
                      std::to_string(lost_in_row_) +
                          " engines in a row were lost with samples in hand and no group came in between "
-                         "(grpo.async_grpo.max_generation_failures); the last: " +
-                         said);
+                         "(" +
+                         key_of("max_generation_failures") + "); the last: " + said);
   }
   forget_versions();
 }
@@ -140,7 +144,7 @@ bool Desk::expire(Time now) {
       gone.emplace_back(number, "nothing was heard of it for " + seconds(options_.silence) + " s");
     else if (held.count(number) > 0 && now - engine.moved > options_.lease)
       gone.emplace_back(number, "it took no step for " + seconds(options_.lease) +
-                                    " s (grpo.async_grpo.lease_timeout_s) with samples in hand");
+                                    " s (" + key_of("lease_timeout_s") + ") with samples in hand");
   }
   for (const auto& [number, why] : gone) lose(number, why);
   return !gone.empty();
@@ -365,7 +369,8 @@ bool Desk::complete() const {
     fail_data("dynamic sampling: of the " + std::to_string(spent->used_up) + " groups that step " +
               std::to_string(ledger_.next_step()) + " may use up only " + std::to_string(spent->kept) + " of " +
               std::to_string(options_.ledger.groups_per_step) +
-              " have rewards that differ; raise grpo.dynamic_sampling_max_gen_batches or choose other data");
+              " have rewards that differ; raise " + options_.section +
+              ".dynamic_sampling_max_gen_batches or choose other data");
   }
   return ledger_.complete();
 }

@@ -45,6 +45,8 @@ struct DeskOptions {
   int64_t vocabulary = 0;  // ids of a response are below it
   int64_t rewards = 0;     // numbers that each sample must have
   std::string name;        // of this life of the actor: no other has it
+  // grpo or ppo: whose keys sentences name.
+  std::string section = "grpo";
   // The prompt of a group; asked once each, in order. Nothing: the data has ended ahead of it. `needed`: of the next
   // step.
   std::function<std::optional<WorkPrompt>(int64_t group, bool needed)> prompt;
@@ -136,6 +138,7 @@ class Desk final {
   void check_samples(const GroupsRequest& request) const;
   void count(const Caller& caller, std::vector<RewardCounters> counters);
   std::string name_of(int64_t engine) const;
+  std::string key_of(const std::string& name) const;  // of asynchronous steps
 
   const DeskOptions options_;
   Ledger ledger_;

@@ -116,6 +116,7 @@ bool SharedDesk::wait(const std::function<bool(Desk&)>& done, Milliseconds patie
         lock.unlock();
         on_wait();
         lock.lock();
+        continue;  // it may be done by now, of which nobody tells again
       }
     }
     changed_.wait_for(lock, kLook);

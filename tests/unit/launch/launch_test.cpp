@@ -143,6 +143,16 @@ TEST(Launch, AnEngineThatEndsIsStartedAgainAndTheResultIsTheRanks) {
   EXPECT_EQ(first.substr(first.size() - 2), " \n") << "it is no rank";
 }
 
+TEST(Launch, EnginesHaveTheDevicesBehindACriticsToo) {
+  const TemporaryDirectory dir;
+  const std::string file = dir.path().string() + "/engine";
+  LaunchOptions options =
+      with_engines("until [ -s " + file + " ]; do sleep 0.05; done", "echo \"$LOCAL_RANK\" > " + file, 1);
+  options.critic_ranks = 2;
+  EXPECT_EQ(launch(options, nullptr).exit_code, 0);
+  EXPECT_EQ(read_file(file), "3\n");
+}
+
 TEST(Launch, WithoutAnEngineThatFitsTheRunEnds) {
   const LaunchResult result =
       launch(with_engines("exec sleep 600", "echo 'error: another model' >&2; exit 10", 2), nullptr);
