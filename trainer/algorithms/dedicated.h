@@ -3,8 +3,8 @@
 //
 // Rank 0 has the desk (trainer/work): the ledger, and who generates what. All ranks wait for it to have the next step's
 // groups, and get them by one broadcast. Behind a step's training each rank publishes its weights; before the optimizer
-// writes them the next time they are retracted, so that training and transfers run beside each other. Weights that ranks
-// share are whole from one training to the next, and retracted before they are released for it.
+// writes them the next time they are retracted, so that training and transfers run beside each other. Weights that
+// ranks share are whole from one training to the next, and retracted before they are released for it.
 //
 // - In turn (age 0): a group is begun with the weights that its step begins with.
 // - Exact versions (exact_versions): with those of max(0, v(s) - age) and no others. The write of the weights waits

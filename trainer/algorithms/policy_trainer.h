@@ -38,8 +38,7 @@ class PolicyTrainer final {
   void set_passes_done(int64_t passes) { passes_done_ = passes; }
   int64_t passes_done() const { return passes_done_; }
 
-  // Whether a sample's previous log-probs, of weights of `version` as they are now, need no pass: they are there, or the
-  // sampler's.
+  // Whether a sample's previous log-probs, under weights of `version`, need no pass: they are there, or the sampler's.
   bool knows_previous(const Sample& sample, int64_t version) const {
     return known_previous(sample, version) != nullptr;
   }

@@ -131,8 +131,8 @@ class Ledger final {
   std::optional<Exhausted> exhausted() const;
   // The groups of the next step, which must be complete, and those left out among them, in data-set order.
   std::vector<LedgerGroup> take(int64_t step);
-  // Samples of the next step that are there, as far as is known now which these are: stretches next to each other of one
-  // group each, in data-set order.
+  // Samples of the next step that are there, as far as is known now which these are: stretches next to each other of
+  // one group each, in data-set order.
   void visit_ready(const std::function<void(const Sample* samples, size_t count)>& visit) const;
   // The step that was taken is trained: the weights have the next version now.
   void trained(int64_t step);
@@ -184,7 +184,7 @@ class Ledger final {
   const LedgerOptions options_;
   int64_t run_samples_ = 1;
   int64_t next_step_ = 1;
-  int64_t current_step_ = 1;  // whose weights are the newest: next_step_, or, between take() and trained(), the one ahead
+  int64_t current_step_ = 1;  // begins with the newest weights: next_step_, or the one that is trained
   int64_t newest_version_ = 0;
   int64_t gone_before_ = 0;
   int64_t first_group_ = 0;

@@ -33,6 +33,8 @@ struct Seen {
   std::vector<int64_t> versions;  // of the weights that each step began with
   RankShares shares;
   int64_t carried = 0;  // samples that were unfinished when a step was complete
+  // Of each step, group and index of the samples that on_samples got on this rank.
+  std::vector<std::vector<std::pair<int64_t, int64_t>>> told;
 };
 
 // Responses of a step have very different lengths, so that places become free long before it is complete.
@@ -77,8 +79,15 @@ Seen run(ParallelContext& context, const Case& setup) {
     return prompt;
   };
   auto carry = std::make_unique<CarryOver>(engine, nullptr, nullptr, context, timer, options);
+  carry->on_samples = [&](std::vector<Sample>& samples) {
+    for (const Sample& sample : samples) {
+      EXPECT_EQ(static_cast<int64_t>(sample.response.size()), length_of(sample.group, sample.index));
+      seen.told.back().emplace_back(sample.group, sample.index);
+    }
+  };
   for (int64_t s = 1; s <= setup.steps; ++s) {
     seen.versions.push_back(carry->ledger().newest_version());
+    seen.told.emplace_back();
     CarriedStep step = carry->collect(seen.shares);
     seen.carried += carry->ledger().counts().leased_samples;
     std::vector<Sample>& samples = seen.steps.emplace_back();
@@ -251,6 +260,25 @@ TEST(CarryOver, RanksAgreeOnEveryStep) {
         for (size_t s = 0; s < seen.steps.size(); ++s) expect_same(seen.steps[s], ranks.front().steps[s]);
         EXPECT_EQ(seen.shares.samples, ranks.front().shares.samples);
         EXPECT_EQ(seen.carried, ranks.front().carried);
+      }
+    }
+  }
+}
+
+TEST(CarryOver, TellsEverySampleOfAStepOnceWheneverItWasGenerated) {
+  for (const int world : {1, 2}) {
+    const Case setup{.groups = 2, .places = 24, .age = 2};
+    const std::vector<Seen> ranks = on_ranks(world, setup);
+    check(ranks.front(), setup);
+    for (size_t s = 0; s < ranks.front().steps.size(); ++s) {
+      std::map<std::pair<int64_t, int64_t>, int> told;
+      for (const Seen& seen : ranks) {
+        for (const auto& place : seen.told[s]) ++told[place];
+      }
+      EXPECT_EQ(told.size(), ranks.front().steps[s].size()) << "step " << s + 1;
+      for (const Sample& sample : ranks.front().steps[s]) {
+        const std::pair place(sample.group, sample.index);
+        EXPECT_EQ(told[place], 1) << "step " << s + 1 << " group " << sample.group;
       }
     }
   }

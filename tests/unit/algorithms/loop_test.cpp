@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -220,6 +221,54 @@ TEST(GrpoLoop, CarriesOverWithKeptKeysAndWithDynamicSampling) {
     EXPECT_NE(std::string(error.what()).find("of the 8 groups that step 1 may use up only 0 of 4"), std::string::npos)
         << error.what();
   }
+}
+
+TEST(PpoLoop, CarriesOverBehindTheCriticsOwnStepsWithAdvantagesOfOlderTokens) {
+  const Place place;
+  std::vector<std::string> all = {"algorithm=ppo",
+                                  "ppo.num_prompts_per_step=4",
+                                  "ppo.num_generations_per_prompt=4",
+                                  "ppo.max_num_steps=6",
+                                  "ppo.ppo_epochs=1",
+                                  "ppo.policy_training_start_step=2",
+                                  "ppo.val_period=3",
+                                  "ppo.val_at_start=false",
+                                  "ppo.max_val_samples=8",
+                                  "ppo.async_ppo.enabled=true",
+                                  "ppo.async_ppo.in_flight_weight_updates=true",
+                                  "loss_fn.use_importance_sampling_correction=true",
+                                  // Rewards of tokens follow from the log-probs that their step begins with.
+                                  "loss_fn.use_kl_in_reward=true",
+                                  "loss_fn.reference_policy_kl_penalty=0.1",
+                                  "ppo.seq_logprob_error_threshold=50"};
+  for (const std::string& setting : kCarryOver) {
+    if (setting.starts_with("policy.generation.")) all.push_back(setting);
+  }
+  EXPECT_EQ(place.grpo(all).steps, 6);
+  std::vector<nlohmann::json> log;
+  for (nlohmann::json& line : place.log()) {
+    if (line.contains("critic/loss")) log.push_back(std::move(line));
+  }
+  ASSERT_EQ(log.size(), 6u);
+  double stale = 0;
+  for (size_t s = 0; s < log.size(); ++s) {
+    EXPECT_EQ(log[s].at("train/weight_version"), s < 2 ? 0 : s - 2);
+    EXPECT_LE(log[s].at("train/max_trajectory_age"), 1);
+    EXPECT_TRUE(std::isfinite(log[s].at("train/kl_penalty").get<double>()));
+    EXPECT_LE(log[s].at("performance/ledger_groups_leased").get<double>() +
+                  log[s].at("performance/ledger_groups_complete").get<double>(),
+              4)
+        << "groups of one step ahead, while the critic alone trains too";
+    EXPECT_EQ(log[s].contains("train/loss"), s >= 2);
+    if (s >= 2) {
+      EXPECT_EQ(log[s].at("train/logprob_mismatch_tokens"), 0);
+    }
+    stale += log[s].at("train/stale_tokens").get<double>();
+    double sum = 0;
+    for (const Phase phase : all_phases()) sum += log[s].at(timing_name(phase)).get<double>();
+    EXPECT_NEAR(sum, log[s].at("timing/train/total_step_time").get<double>(), 1e-5);
+  }
+  EXPECT_GT(stale, 0);
 }
 
 // A reward model of the same tokens, of which the loop knows the folder only.

@@ -349,7 +349,7 @@ TEST(Examples, AllAreAccepted) {
           << name << " " << job.spec.config.path;
     }
   }
-  EXPECT_EQ(accepted, 10u);
+  EXPECT_EQ(accepted, 11u);
   for (const Issue& warning : validate(parse_rljob(read_example("ppo-critic.rljob.yaml"), "f")).warnings)
     EXPECT_THAT(warning.message, testing::HasSubstr("ReadWriteMany"));
   const RLJob moe = parse_rljob(read_example("experts-ep8.rljob.yaml"), "f");
