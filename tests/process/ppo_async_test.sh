@@ -114,10 +114,10 @@ recipe="train --config configs/ppo_gsm8k_1.5b.yaml policy.model_name=$dir/model 
   data.validation.output_key=output data.train.prompt_file=null data.validation.prompt_file=null
   env.format.enabled=true env.format.pattern=(a|b|c|x|y|z|A|B|0|1|2|3) policy.max_total_sequence_length=64
   data.max_input_seq_length=40 $many policy.precision=float32 policy.train_global_batch_size=8
-  ppo.num_prompts_per_step=16 ppo.max_num_steps=8 ppo.val_period=4 ppo.max_val_samples=20 cluster.gpus_per_node=3 cluster.collective_timeout_s=120
+  ppo.num_prompts_per_step=16 ppo.max_num_steps=8 ppo.val_period=4 ppo.max_val_samples=20
   policy.generation.colocated.resources.gpus_per_node=1 policy.generation.kv_cache_tokens=4096
-  logger.prometheus.enabled=false logger.report=false checkpointing.checkpoint_dir=$dir/recipe
-  logger.log_dir=$dir/recipe-logs"
+  cluster.gpus_per_node=3 cluster.collective_timeout_s=120 logger.prometheus.enabled=false logger.report=false
+  checkpointing.checkpoint_dir=$dir/recipe logger.log_dir=$dir/recipe-logs"
 engines="policy.generation.backend=vllm policy.generation.vllm_cfg.async_engine=true
   policy.generation.vllm_cfg.gpu_memory_utilization=0.4 env.math.math_verify_impl=hf_math_verify"
 out=$("$TRIREME" launch --nproc-per-node 2 --engines 1 -- $recipe $engines 2>&1) && ok "the recipe runs" ||

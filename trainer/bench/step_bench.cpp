@@ -21,18 +21,6 @@
 namespace trireme::bench {
 namespace {
 
-RolloutLengths lengths_of(const StepBenchOptions& options) {
-  if (!options.lengths.empty()) return load_lengths(options.lengths);
-  if (options.prompts < 1 || options.samples < 1 || options.response_tokens < 1 || options.prompt_tokens < 1)
-    fail_user("--prompts, --samples, --response-tokens and --prompt-tokens must be positive");
-  RolloutLengths lengths;
-  lengths.name = std::to_string(options.prompts) + "x" + std::to_string(options.samples) + " responses of " +
-                 std::to_string(options.response_tokens) + " tokens";
-  lengths.prompts.assign(static_cast<size_t>(options.prompts), options.prompt_tokens);
-  lengths.outputs.assign(static_cast<size_t>(options.prompts * options.samples), options.response_tokens);
-  return lengths;
-}
-
 // Of so many steps, whose responses may be alive at once.
 RolloutLengths repeated(RolloutLengths lengths, int64_t times) {
   const RolloutLengths once = lengths;
@@ -59,7 +47,7 @@ class StepBench final {
       : options_(options),
         context_(context),
         target_(resolve(options.common)),
-        lengths_(lengths_of(options)),
+        lengths_(step_lengths(options)),
         config_(step_config(options, target_, lengths_, context.world_size())),
         critic_config_(critic_config(config_)),
         ceilings_(measure_ceilings(target_.device, target_.dtype)) {
@@ -442,6 +430,18 @@ class StepBench final {
 
 }  // namespace
 
+RolloutLengths step_lengths(const StepBenchOptions& options) {
+  if (!options.lengths.empty()) return load_lengths(options.lengths);
+  if (options.prompts < 1 || options.samples < 1 || options.response_tokens < 1 || options.prompt_tokens < 1)
+    fail_user("--prompts, --samples, --response-tokens and --prompt-tokens must be positive");
+  RolloutLengths lengths;
+  lengths.name = std::to_string(options.prompts) + "x" + std::to_string(options.samples) + " responses of " +
+                 std::to_string(options.response_tokens) + " tokens";
+  lengths.prompts.assign(static_cast<size_t>(options.prompts), options.prompt_tokens);
+  lengths.outputs.assign(static_cast<size_t>(options.prompts * options.samples), options.response_tokens);
+  return lengths;
+}
+
 Config step_config(const StepBenchOptions& options, const Target& target, const RolloutLengths& lengths,
                    int64_t ranks) {
   if (lengths.longest() > target.config.positions()) {
@@ -455,8 +455,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
               std::to_string(lengths.samples()) + " samples");
   }
   if (options.critic) {
-    if (options.carry_over > 0 || options.early_gradients)
-      fail_user("--critic goes with neither --carry-over nor --early-gradients: PPO has neither of them");
+    if (options.early_gradients) fail_user("--critic does not go with --early-gradients, which PPO does not have");
   }
   Config config;
   config.grpo.num_prompts_per_step = static_cast<int64_t>(lengths.prompts.size());
@@ -504,6 +503,7 @@ Config step_config(const StepBenchOptions& options, const Target& target, const 
   if (options.critic) {
     config.algorithm = "ppo";
     static_cast<RolloutConfig&>(config.ppo) = config.grpo;
+    static_cast<AsyncGrpoConfig&>(config.ppo.async_ppo) = config.grpo.async_grpo;
     config.ppo.ppo_epochs = 1;  // as many optimizer steps as GRPO's, beside which it is read
     static_cast<ModelTrainingConfig&>(config.value) = policy;
   }

@@ -31,10 +31,13 @@ struct StepBenchOptions {
   int64_t carry_over = 0;               // grpo.async_grpo with this age; 0: off
   bool keep_cache = false;              // then: recompute_kv_cache_after_weight_updates false
   std::string ratio_from = "training";  // then: ratio_from
+  int64_t engines = 0;                  // processes that generate (engines_bench.h); 0: it is generated here
   double collective_timeout_s = 600;
   std::function<void(const std::string&)> on_stuck;  // ends the process (ReferenceStream)
 };
 
+// Of a step's rollout.
+RolloutLengths step_lengths(const StepBenchOptions& options);
 // The configuration that a run of this benchmark's step would have.
 Config step_config(const StepBenchOptions& options, const Target& target, const RolloutLengths& lengths, int64_t ranks);
 

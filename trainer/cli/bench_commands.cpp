@@ -5,6 +5,7 @@
 #include "base/text.h"
 #include "trainer/algorithms/threads.h"
 #include "trainer/bench/checkpoint_bench.h"
+#include "trainer/bench/engines_bench.h"
 #include "trainer/bench/exchange_bench.h"
 #include "trainer/bench/ops_bench.h"
 #include "trainer/bench/refit_bench.h"
@@ -203,11 +204,19 @@ void add_step(CLI::App& bench, CommandContext& context) {
   verb->add_option("--ratio-from", o->ratio_from, "with --carry-over: grpo.async_grpo.ratio_from")
       ->check(CLI::IsMember({"training", "generation"}))
       ->needs(carry);
+  verb->add_option("--engines", o->engines,
+                   "under launch: the last N processes generate, in turn, or with --carry-over in flight")
+      ->check(CLI::Range(int64_t{0}, int64_t{1024}));
   add_split(verb, o->common);
   add_context(verb, o->common);
   verb->add_option("--timeout", o->collective_timeout_s, "seconds of a collective")->check(CLI::PositiveNumber);
   verb->callback([o, &context] {
     context.run = [o] {
+      if (o->engines > 0) {
+        set_up(o->common, /*collective=*/true);
+        bench::bench_step_with_engines(*o, rendezvous_from_environment(o->collective_timeout_s), std::cout);
+        return 0;
+      }
       o->on_stuck = rendezvous_from_environment(o->collective_timeout_s).on_stuck;
       return on_ranks(o->common, o->collective_timeout_s,
                       [&](ParallelContext& ranks) { bench::bench_step(*o, ranks, std::cout); });

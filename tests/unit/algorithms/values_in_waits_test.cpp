@@ -1,4 +1,4 @@
-// What PPO computes of some samples ahead of the others: values while a rank waits, previous log-probs of older samples.
+// What PPO computes of some samples ahead of others: values while a rank waits, previous log-probs of older samples.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -40,7 +40,8 @@ TEST(WithSome, VisitsThoseThatAreWantedAndPutsThemBack) {
   with_some(samples, odd, [&](std::vector<Sample>& some) {
     ++calls;
     EXPECT_EQ(some.size(), samples.size() / 2);
-    for (Sample& sample : some) sample.previous_logprobs.assign(sample.response.size(), static_cast<float>(sample.group));
+    for (Sample& sample : some)
+      sample.previous_logprobs.assign(sample.response.size(), static_cast<float>(sample.group));
   });
   EXPECT_EQ(calls, 1);
   for (size_t i = 0; i < samples.size(); ++i) {

@@ -346,6 +346,20 @@ TEST(StepBench, CarryOverFillsThePlacesOfTheLastResponses) {
   }
 }
 
+TEST(StepBench, CarryOverGoesWithACritic) {
+  ParallelContext alone;
+  std::ostringstream out;
+  StepBenchOptions options = small_step();
+  options.generation.max_sequences = 6;  // of 8 samples
+  options.carry_over = 1;
+  options.critic = true;
+  const nlohmann::json report = bench_step(options, alone, out);
+  EXPECT_EQ(report.at("mismatched_tokens"), 0);
+  EXPECT_GT(report.at("ages").at("train/stale_tokens"), 0);
+  EXPECT_LE(report.at("ages").at("train/max_trajectory_age"), 1);
+  EXPECT_GT(report.at("of_critic").at("timing/train/value_inference"), 0);
+}
+
 TEST(StepBench, ACriticBesideTheActorIsMeasuredByPhase) {
   ParallelContext alone;
   StepBenchOptions options = small_step();
