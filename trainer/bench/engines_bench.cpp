@@ -202,9 +202,9 @@ void print(const nlohmann::json& json, std::ostream& out) {
     table.add({std::string("  ") + to_string(phase), seconds(json.at("phases").at(to_string(phase)))});
   table.add({"step (median of " + repeats + ")", seconds(json.at("seconds"))});
   table.print(out);
-  out << "waited for groups " << seconds(json.at("exposed_generation_seconds"))
-      << " s (in idle), for weights to be had " << seconds(json.at("weight_sync_seconds")) << " s (in refit); a transfer took "
-      << seconds(json.at("weight_transfer_seconds")) << " s, of which decoding stood still for "
+  out << "waited for groups " << seconds(json.at("exposed_generation_seconds")) << " s (in idle), for engines to have "
+      << "the weights " << seconds(json.at("weight_sync_seconds")) << " s (in refit)\n"
+      << "a transfer of weights " << seconds(json.at("weight_transfer_seconds")) << " s, decoding stood still for it "
       << seconds(json.at("weight_stall_seconds")) << " s\n";
   if (json.at("carry_over").get<int64_t>() > 0)
     out << "older tokens: " << format_fixed(json.at("ages").at("train/stale_tokens").get<double>(), 0)

@@ -93,7 +93,7 @@ void derive_defaults(Config& c) {
     static_cast<RolloutConfig&>(c.grpo) = c.ppo;
     c.grpo.early_gradients = false;  // advantages are whitened over the whole batch
     const bool of_grpo = c.grpo.async_grpo.enabled && !c.ppo.async_ppo.enabled;
-    c.grpo.async_grpo = c.ppo.async_ppo;
+    c.grpo.async_grpo = static_cast<const AsyncGrpoConfig&>(c.ppo.async_ppo);
     if (of_grpo) c.grpo.async_grpo.enabled = true;  // cross_check says where it belongs
   }
   c.sft.val_period = std::max<int64_t>(c.sft.val_period, 0);

@@ -219,6 +219,42 @@ TEST(Desk, EnginesThatAreLostInARowEndTheRun) {
   EXPECT_THROW(other.complete(), Error) << "others would fail likewise";
 }
 
+TEST(Desk, StepsOfTheCriticAloneGiveWorkAndNoWeights) {
+  DeskOptions options = options_of({.groups_per_step = 1, .samples_per_group = 2, .critic_only_steps = 2});
+  options.ledger.most_steps_ahead = 0;  // in turn
+  options.section = "ppo";
+  Desk desk(std::move(options));
+  desk.publish();
+  desk.open();
+  Engine engine = join(desk, "a", 0);
+  engine.version = 0;
+  for (int64_t step = 1; step <= 4; ++step) {
+    engine.version = std::max<int64_t>(0, step - 3);  // the third step is the first one that trains the actor
+    const LeaseReply reply = lease(desk, engine, 16, step);
+    ASSERT_EQ(reply.runs.size(), 1u) << "step " << step << " alone";
+    EXPECT_EQ(reply.runs.front().group, step - 1);
+    desk.take_groups(samples_of(engine, reply.runs.front(), engine.version), at(step));
+    ASSERT_TRUE(desk.complete());
+    desk.take(step);
+    EXPECT_TRUE(lease(desk, engine, 16, step).runs.empty()) << "step " << step << " is not trained";
+    desk.trained(step);
+    desk.publish();
+    const WeightsReply weights = desk.weights({engine.caller, engine.version, 0}, at(step));
+    EXPECT_EQ(weights.version, step < 3 ? -1 : step - 2);
+    EXPECT_EQ(desk.behind().empty(), step < 3);
+  }
+  engine.version = 2;
+  ASSERT_EQ(lease(desk, engine, 16, 10).runs.size(), 1u);
+  EXPECT_TRUE(desk.expire(at(20000)));
+  engine = join(desk, "a", 20000);
+  engine.version = 2;
+  ASSERT_EQ(lease(desk, engine, 16, 20000).runs.size(), 1u);
+  for (int64_t ms = 20500; ms < 26000; ms += 500) lease(desk, engine, 0, ms);  // heard, but without a step
+  desk.take_news();
+  EXPECT_TRUE(desk.expire(at(26000)));
+  EXPECT_THAT(desk.take_news(), testing::Contains(HasSubstr("ppo.async_ppo.lease_timeout_s")));
+}
+
 TEST(Desk, RefusesWhoWouldGenerateSomethingElseAndWhatNobodyLeased) {
   DeskOptions options = options_of({.groups_per_step = 1, .samples_per_group = 2});
   options.refuses = [](const JoinRequest& request) -> std::optional<std::string> {
