@@ -343,9 +343,8 @@ CarriedStep CarryOver::collect(RankShares& shares) {
     if (const auto spent = ledger_.exhausted()) {
       fail_data("dynamic sampling: of the " + std::to_string(spent->used_up) + " groups that step " +
                 std::to_string(ledger_.next_step()) + " may use up only " + std::to_string(spent->kept) + " of " +
-                std::to_string(options_.ledger.groups_per_step) +
-                " have rewards that differ; raise " + options_.section +
-                ".dynamic_sampling_max_gen_batches or choose other data");
+                std::to_string(options_.ledger.groups_per_step) + " have rewards that differ; raise " +
+                options_.section + ".dynamic_sampling_max_gen_batches or choose other data");
     }
     Round round;
     const std::string name = "carry-" + std::to_string(options_.first_step) + "-" + std::to_string(rounds_++);

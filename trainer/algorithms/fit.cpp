@@ -103,8 +103,8 @@ void check_critic_fits(const Config& config, const CriticModel& critic, const La
   devices.of_node = config.cluster.processes;
   const int64_t wanted = least_of(plan_layout(model.shape, layout, model.work, model.options, devices), memory.gpu);
   if (wanted <= memory.bytes) return;
-  const std::string wants = "the critic of " + critic.dir.string() + " on ranks of its own" +
-                            wants_of(layout, wanted, memory);
+  const std::string wants =
+      "the critic of " + critic.dir.string() + " on ranks of its own" + wants_of(layout, wanted, memory);
   if (may_fit(wants, wanted, memory, main)) return;
   fail_user(wants +
             "; more critic ranks (launch --critic-ranks), which share its training state, or a smaller model "

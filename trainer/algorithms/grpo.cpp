@@ -161,8 +161,7 @@ class GrpoLoop final {
         (generates_elsewhere(config_) ? critic_->works_in_waits() : critic_->works_ahead()))
       source_->on_samples = [this](std::vector<Sample>& samples) { critic_->in_wait(samples); };
     if (!overlaps() && session_.resumed && session_.resumed->state.contains("ledger") && session_.context.is_main()) {
-      log_info("grpo",
-               "steps do not overlap: groups of the checkpoint that are not trained are generated anew");
+      log_info("grpo", "steps do not overlap: groups of the checkpoint that are not trained are generated anew");
     }
   }
 

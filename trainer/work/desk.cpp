@@ -143,8 +143,8 @@ bool Desk::expire(Time now) {
     if (now - engine.heard > options_.silence)
       gone.emplace_back(number, "nothing was heard of it for " + seconds(options_.silence) + " s");
     else if (held.count(number) > 0 && now - engine.moved > options_.lease)
-      gone.emplace_back(number, "it took no step for " + seconds(options_.lease) +
-                                    " s (" + key_of("lease_timeout_s") + ") with samples in hand");
+      gone.emplace_back(number, "it took no step for " + seconds(options_.lease) + " s (" + key_of("lease_timeout_s") +
+                                    ") with samples in hand");
   }
   for (const auto& [number, why] : gone) lose(number, why);
   return !gone.empty();
@@ -368,8 +368,7 @@ bool Desk::complete() const {
   if (const auto spent = ledger_.exhausted()) {
     fail_data("dynamic sampling: of the " + std::to_string(spent->used_up) + " groups that step " +
               std::to_string(ledger_.next_step()) + " may use up only " + std::to_string(spent->kept) + " of " +
-              std::to_string(options_.ledger.groups_per_step) +
-              " have rewards that differ; raise " + options_.section +
+              std::to_string(options_.ledger.groups_per_step) + " have rewards that differ; raise " + options_.section +
               ".dynamic_sampling_max_gen_batches or choose other data");
   }
   return ledger_.complete();

@@ -66,9 +66,7 @@ TEST(Fit, RanksOfACriticsOwnAreJudgedByWhatTheyHold) {
   const Config config = load_config_text("", {"algorithm=ppo", "policy.precision=float32"});
   const CriticModel critic{critic_config(config), test::tiny_config({.layers = 40}).with_value_head(), "critic"};
   const auto on_host = [&](const Layout& layout) {
-    return least_that_fits([&](int64_t bytes) {
-      check_critic_fits(config, critic, layout, {bytes, false}, false);
-    });
+    return least_that_fits([&](int64_t bytes) { check_critic_fits(config, critic, layout, {bytes, false}, false); });
   };
   // Weights, gradients and two moments of float32, as beside a policy; four ranks have a fourth each of a master
   // copy, of moments and of summed gradients.

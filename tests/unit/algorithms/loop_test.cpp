@@ -225,22 +225,13 @@ TEST(GrpoLoop, CarriesOverWithKeptKeysAndWithDynamicSampling) {
 
 TEST(PpoLoop, CarriesOverBehindTheCriticsOwnStepsWithAdvantagesOfOlderTokens) {
   const Place place;
-  std::vector<std::string> all = {"algorithm=ppo",
-                                  "ppo.num_prompts_per_step=4",
-                                  "ppo.num_generations_per_prompt=4",
-                                  "ppo.max_num_steps=6",
-                                  "ppo.ppo_epochs=1",
-                                  "ppo.policy_training_start_step=2",
-                                  "ppo.val_period=3",
-                                  "ppo.val_at_start=false",
-                                  "ppo.max_val_samples=8",
-                                  "ppo.async_ppo.enabled=true",
-                                  "ppo.async_ppo.in_flight_weight_updates=true",
-                                  "loss_fn.use_importance_sampling_correction=true",
-                                  // Rewards of tokens follow from the log-probs that their step begins with.
-                                  "loss_fn.use_kl_in_reward=true",
-                                  "loss_fn.reference_policy_kl_penalty=0.1",
-                                  "ppo.seq_logprob_error_threshold=50"};
+  std::vector<std::string> all = {
+      "algorithm=ppo", "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=4", "ppo.max_num_steps=6",
+      "ppo.ppo_epochs=1", "ppo.policy_training_start_step=2", "ppo.val_period=3", "ppo.val_at_start=false",
+      "ppo.max_val_samples=8", "ppo.async_ppo.enabled=true", "ppo.async_ppo.in_flight_weight_updates=true",
+      "loss_fn.use_importance_sampling_correction=true",
+      // Rewards of tokens follow from the log-probs that their step begins with.
+      "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1", "ppo.seq_logprob_error_threshold=50"};
   for (const std::string& setting : kCarryOver) {
     if (setting.starts_with("policy.generation.")) all.push_back(setting);
   }

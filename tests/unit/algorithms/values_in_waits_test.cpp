@@ -50,7 +50,8 @@ TEST(WithSome, VisitsThoseThatAreWantedAndPutsThemBack) {
     const size_t filled = odd(samples[i]) ? samples[i].response.size() : 0;
     EXPECT_EQ(samples[i].previous_logprobs, std::vector<float>(filled, static_cast<float>(samples[i].group)));
   }
-  with_some(samples, [](const Sample&) { return false; }, [&](std::vector<Sample>&) { ++calls; });
+  with_some(
+      samples, [](const Sample&) { return false; }, [&](std::vector<Sample>&) { ++calls; });
   EXPECT_EQ(calls, 1);
 }
 
