@@ -306,7 +306,8 @@ TEST(Ledger, RefusesImpossibleOptions) {
 }
 
 // A life: engines that take, go on, complete, die and come back late, and a trainer; checkpoints that another ledger
-// goes on from. Everything that happens is drawn.
+// goes on from. With exact versions an engine changes its weights only with nothing in hand, and somebody says when
+// older ones are nowhere any more. Everything that happens is drawn.
 class Life final {
  public:
   explicit Life(uint64_t seed) : random_(seed), flats_(seed % 2 == 0 ? 0 : below(60)) {
@@ -321,6 +322,7 @@ class Life final {
       options_.teaches_nothing = flat;
       options_.max_groups_of_step = 1000;
     }
+    options_.exact_version = flats_ == 0 && below(2) == 0;
     if (below(4) == 0) options_.last_step = kSteps;
     ledger_ = std::make_unique<Ledger>(options_);
     twin_ = std::make_unique<Ledger>(options_);
@@ -380,10 +382,13 @@ class Life final {
         for (const LeasedRun& run : runs) {
           EXPECT_LE(run.span.first_sample + run.span.count, options_.samples_per_group);
           EXPECT_EQ(run.version, engine.version);
+          const bool as_wanted = !options_.exact_version || run.version == wanted_version(run.span.group);
+          EXPECT_TRUE(as_wanted || wanted_version(run.span.group) < gone_) << "a group of other weights was begun";
           for (int64_t i = 0; i < run.span.count; ++i) {
             const auto sample = std::pair(run.span.group, run.span.first_sample + i);
             EXPECT_TRUE(leased_.insert(sample).second) << "a sample was leased twice at once";
             EXPECT_FALSE(done_.count(sample)) << "a sample that is there was leased again";
+            if (!as_wanted) newer_.insert(sample);
           }
           samples += run.span.count;
           engine.tasks.push_back({run, std::vector<VersionSpans>(static_cast<size_t>(run.span.count))});
@@ -409,6 +414,8 @@ class Life final {
         return true;
       }
       case 8:  // newer weights; unfinished samples go on with them
+        if (options_.exact_version && !engine.tasks.empty()) return false;
+        if (options_.exact_version && below(2) == 0) give_up();
         engine.version += below(ledger_->newest_version() - engine.version + 1);
         return false;
       case 9:
@@ -459,6 +466,31 @@ class Life final {
     }
   }
 
+  // With exact versions no group is left out: a group's step is known, and so are the weights that it wants.
+  int64_t wanted_version(int64_t group) const {
+    return std::max<int64_t>(0, ledger_->version_of(1 + group / options_.groups_per_step) - options_.max_age);
+  }
+
+  // No engine has weights of these versions any more, nor will have.
+  void give_up() {
+    const int64_t oldest = std::min_element(engines_.begin(), engines_.end(), [](const Engine& a, const Engine& b) {
+                             return a.version < b.version;
+                           })->version;
+    EXPECT_EQ(ledger_->gone_before(oldest), twin_->gone_before(oldest));
+    gone_ = std::max(gone_, oldest);
+  }
+
+  // Whether an engine can begin something, with the weights that it has or, without exact versions, the newest ones.
+  bool somebody_can_begin() const {
+    if (!options_.exact_version) return ledger_->leasable() > 0;
+    return std::any_of(engines_.begin(), engines_.end(), [&](const Engine& engine) {
+      for (int64_t version = engine.version; version <= ledger_->newest_version(); ++version) {
+        if (ledger_->leasable(version) > 0) return true;
+      }
+      return false;
+    });
+  }
+
   // What the next step must consist of.
   std::vector<int64_t> wanted() const {
     std::vector<int64_t> groups;
@@ -474,8 +506,12 @@ class Life final {
     EXPECT_EQ(ledger_->missing(), twin_->missing());
     if (!ledger_->complete()) {
       // Somebody has it, or may have it.
-      bool somebody = ledger_->leasable() > 0;
+      bool somebody = somebody_can_begin();
       for (const MissingGroup& group : ledger_->missing()) somebody = somebody || !group.holders.empty();
+      if (!somebody && options_.exact_version) {  // all engines have passed by the weights that it wants
+        give_up();
+        somebody = somebody_can_begin();
+      }
       EXPECT_TRUE(somebody) << "step " << ledger_->next_step() << " waits for ever";
       return false;
     }
@@ -494,6 +530,11 @@ class Life final {
           EXPECT_GE(span.version, 0);
           EXPECT_LE(span.version, ledger_->version_of(step)) << "a token of weights that there were not";
         }
+        if (options_.exact_version && !newer_.count({group.number, static_cast<int64_t>(i)})) {
+          const VersionSpans& spans = group.samples[i].weight_versions;
+          EXPECT_EQ(spans.size(), 1u);
+          EXPECT_EQ(spans.front().version, wanted_version(group.number)) << "a token of other weights than wanted";
+        }
       }
     }
     EXPECT_EQ(numbers, wanted());
@@ -509,6 +550,7 @@ class Life final {
   void resume() {
     const auto saved = ledger_->whole_groups();
     const int64_t step = ledger_->next_step(), group = ledger_->first_group();
+    if (options_.exact_version) expect_wanting_older(saved);
     ledger_ = std::make_unique<Ledger>(options_, step, group);
     twin_ = std::make_unique<Ledger>(options_, step, group);
     EXPECT_EQ(ledger_->restore(saved), 0);
@@ -519,7 +561,21 @@ class Life final {
     }
     leased_.clear();
     slow_.clear();
+    std::erase_if(newer_, [&](const auto& sample) { return !done_.count(sample); });
+    gone_ = ledger_->newest_version();
     for (Engine& engine : engines_) engine = {ledger_->newest_version(), {}};
+  }
+
+  // What a checkpoint lacks that only older weights would begin.
+  void expect_wanting_older(const std::vector<LedgerGroup>& saved) const {
+    std::set<int64_t> whole;
+    for (const LedgerGroup& group : saved) whole.insert(group.number);
+    std::vector<int64_t> lacking;
+    for (int64_t group = ledger_->first_group(); wanted_version(group) < ledger_->newest_version(); ++group) {
+      if (1 + group / options_.groups_per_step > options_.last_step) break;
+      if (!whole.count(group)) lacking.push_back(group);
+    }
+    EXPECT_EQ(ledger_->wanting_older(), lacking);
   }
 
   std::mt19937_64 random_;
@@ -528,7 +584,8 @@ class Life final {
   std::unique_ptr<Ledger> ledger_, twin_;
   std::vector<Engine> engines_;
   std::vector<Task> slow_;
-  std::set<std::pair<int64_t, int64_t>> leased_, done_;
+  std::set<std::pair<int64_t, int64_t>> leased_, done_, newer_;  // newer_: leased to newer weights than it wanted
+  int64_t gone_ = 0;                                             // weights of versions below are nowhere any more
   int64_t trained_ = 0, next_group_ = 0;
 };
 
