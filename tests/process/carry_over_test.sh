@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Carry-over of whole runs: ages, equal bits of sampler and loss, on one and on two ranks, kept keys, dynamic sampling,
-# kill -9 at random points; what is refused, in one sentence.
+# Carry-over of whole runs: ages, each token with the bits of the weights that drew it, on one and on two ranks, kept
+# keys, dynamic sampling, kill -9 at random points; what is refused, in one sentence.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 
@@ -11,7 +11,8 @@ carry="grpo.async_grpo.enabled=true grpo.async_grpo.in_flight_weight_updates=tru
   policy.generation.stop_token_ids=[$(seq -s , 200 219)]"
 
 # aged NAME STEPS WHAT: every step in order; tokens are of its weights or of the ones before, some are older, and what
-# WHAT (python, of the rows) says holds.
+# WHAT (python, of the rows) says holds. Bits are those of tokens that the step's own weights drew: by_version looks at
+# the others.
 aged() {
   python3 - "$dir/$1-logs/train.jsonl" "$2" "$3" <<'PY'
 import json, sys
@@ -25,15 +26,18 @@ sys.exit(0 if len(rows) == int(sys.argv[2]) and stale > 0 and whole and equal an
 PY
 }
 
-check "carry-over on one rank" "$TRIREME" $(run_args one $carry)
+check "carry-over on one rank" "$TRIREME" $(run_args one $carry $dumped)
 check "older tokens, no token with other bits" aged one 6 'all(x["train/mixed_context_tokens"] == 0 for x in rows)'
+check "each token has the bits of a packed forward of its weights, older ones too" by_version one equal
 check "the same on two ranks" "$TRIREME" launch --nproc-per-node 2 -- $(run_args two $carry)
 check "on two ranks too" aged two 6 'all(x["train/num_generated_samples"] == 32 for x in rows)'
 check "ratio_from generation" "$TRIREME" $(run_args sampler $carry grpo.async_grpo.ratio_from=generation \
   loss_fn.use_importance_sampling_correction=false)
 check "without a pass" aged sampler 6 'True'
-check "kept keys" "$TRIREME" $(run_args kept $carry grpo.async_grpo.recompute_kv_cache_after_weight_updates=false)
+check "kept keys" "$TRIREME" $(run_args kept $carry $dumped \
+  grpo.async_grpo.recompute_kv_cache_after_weight_updates=false)
 check "are marked and not compared" aged kept 6 'sum(x["train/mixed_context_tokens"] for x in rows) > 0'
+check "have other bits than a packed forward: it would be noticed" by_version kept differ
 check "dynamic sampling" "$TRIREME" $(run_args dynamic $carry grpo.use_dynamic_sampling=true \
   grpo.dynamic_sampling_max_gen_batches=50)
 check "replaces groups at once" aged dynamic 6 'all(x["train/num_valid_samples"] == 32 for x in rows)'

@@ -92,6 +92,42 @@ sys.exit(0 if len(rows) == int(sys.argv[2]) and compared > 300 and differing == 
          all(x["train/grad_norm"] > 0 for x in rows) else 1)
 PY
 }
+# Overrides of a run whose tokens by_version compares: a dump has a step's first optimizer step, here its only one.
+dumped="logger.dump_steps=[1,2,3,4,5,6] policy.train_global_batch_size=32"
+# by_version NAME equal|differ: each token of the steps that NAME dumped against a packed forward of the weights that
+# drew it, which its checkpoints have kept, by memcmp: all are equal, some of them drawn from older weights than their
+# step's; or one differs.
+by_version() {
+  python3 - "$TRIREME" "$dir" "$1" "$2" <<'PY'
+import glob, re, subprocess, sys
+program, folder, name, wanted = sys.argv[1:]
+def replay(dump, version):
+    weights = f"{folder}/{name}/step_{version}/policy/weights" if version > 0 else f"{folder}/model"
+    done = subprocess.run([program, "replay", dump, "--model", weights], capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
+    total = int(re.search(r"^total: (\d+) tokens", done.stdout, re.M)[1])
+    line = r"^weight version (\d+): (\d+) tokens, (\d+) differ"
+    of = {int(v): (int(n), int(d)) for v, n, d in re.findall(line, done.stdout, re.M)}
+    if total == 0 or sum(n for n, _ in of.values()) != total:
+        sys.exit(f"{dump} has {total} tokens, of known versions: {of}")
+    return of
+dumps = glob.glob(f"{folder}/{name}-logs/dump_step_*.safetensors")
+tokens = older = differing = 0
+for dump in sorted(dumps):
+    newest = int(re.search(r"dump_step_(\d+)", dump)[1]) - 1  # the version that the step begins with
+    first = replay(dump, newest)
+    for version in first:
+        count, off = (first if version == newest else replay(dump, version))[version]
+        tokens += count
+        older += count if version < newest else 0
+        differing += off
+    if wanted == "differ" and differing > 0:
+        break
+print(f"{tokens} tokens of {len(dumps)} dumps, {older} of older weights, {differing} differ from their weights' bits")
+sys.exit(0 if len(dumps) == 6 and (differing > 0 if wanted == "differ" else older > 0 and differing == 0) else 1)
+PY
+}
 # Logged values that may not depend on time.
 values() { sed 's/"time":"[^"]*"//; s/"timing[^,}]*//g; s/"performance[^,}]*//g' "$dir/$1-logs/train.jsonl"; }
 # ppo_args NAME [overrides...]: run_args of a PPO run: two passes over each rollout, the critic alone in the first two

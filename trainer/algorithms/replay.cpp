@@ -28,6 +28,9 @@ class DumpedBatch final {
 
   at::Tensor get(const char* name) const { return file_.tensor(prefix_ + name).clone(); }
 
+  // Of the weights that drew each token; undefined in a dump of an older program.
+  at::Tensor versions() const { return has("weight_versions") ? get("weight_versions") : at::Tensor(); }
+
   LossInputs loss_inputs() const {
     const auto& metadata = file_.header().metadata;
     LossInputs in;
@@ -80,17 +83,25 @@ class DumpedBatch final {
 };
 
 // The model's log-probs in place of the dumped ones, and how they differ from these and from the sampler's.
-void compute_again(const Model& model, const MicroBatch& batch, const LogprobOptions& distribution, LossInputs& in,
+void compute_again(const Model& model, const DumpedBatch& batch, const LogprobOptions& distribution, LossInputs& in,
                    ReplayResult& result) {
-  const at::Tensor recomputed = response_logprobs(model, batch, distribution).to(at::kCPU, at::kFloat).contiguous();
+  const at::Tensor recomputed =
+      response_logprobs(model, batch.micro_batch(), distribution).to(at::kCPU, at::kFloat).contiguous();
   result.largest_logprob_error =
       std::max(result.largest_logprob_error, (recomputed - in.current.to(at::kFloat)).abs().max().item<double>());
   const at::Tensor sampled = in.generation.to(at::kFloat).contiguous();
+  const at::Tensor versions = batch.versions();
   for (int64_t i = 0; i < recomputed.numel(); ++i) {
-    result.differing_tokens +=
+    const int64_t differs =
         std::memcmp(recomputed.const_data_ptr<float>() + i, sampled.const_data_ptr<float>() + i, sizeof(float)) != 0
             ? 1
             : 0;
+    result.differing_tokens += differs;
+    const int64_t version = versions.defined() ? versions.const_data_ptr<int64_t>()[i] : -1;
+    if (version < 0) continue;  // nobody said
+    ReplayResult::OfVersion& of = result.versions[version];
+    ++of.tokens;
+    of.differing += differs;
   }
   in.current = recomputed;
 }
@@ -136,7 +147,7 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
   for (int64_t m = 0; m < result.micro_batches; ++m) {
     const DumpedBatch batch(file, m);
     LossInputs in = batch.loss_inputs();
-    if (model) compute_again(*model, batch.micro_batch(), distribution, in, result);
+    if (model) compute_again(*model, batch, distribution, in, result);
     const LossOutput output = policy_loss(in, options);
     const double loss = output.loss.item<double>();
     const double dumped = batch.get("loss").item<double>();
@@ -145,6 +156,10 @@ ReplayResult replay(const std::filesystem::path& dump, const std::filesystem::pa
     result.tokens += in.current.numel();
     result.loss += loss;
     result.dumped_loss += dumped;
+  }
+  for (const auto& [version, of] : result.versions) {
+    out << "weight version " << version << ": " << of.tokens << " tokens, " << of.differing
+        << " differ from the sampler's bits\n";
   }
   out << "total: " << result.tokens << " tokens, loss " << format_double(result.loss) << ", dumped "
       << format_double(result.dumped_loss) << ", difference "

@@ -108,6 +108,54 @@ TEST(SharedPrompts, ADumpedStepIsComputedAgain) {
   }
 }
 
+// Weights of a version tell of the tokens that they drew, in whatever step these are trained.
+TEST(Replay, TokensAreComparedByTheVersionThatDrewThem) {
+  const TemporaryDirectory dir;
+  Config config = settings(false);
+  config.loss_fn.reference_policy_kl_penalty = 0;
+  OneRank rank(config);
+  save_model(rank.policy, dir.path() / "model", {});
+  std::vector<Sample> samples = recorded();
+  assign_advantages(samples, 4, config);
+  // What version 4 drew has its bits, what version 3 drew has others.
+  ReplayResult::OfVersion older, newer;
+  for (Sample& sample : samples) {
+    const auto size = static_cast<int64_t>(sample.response.size()), from = size / 2;
+    sample.weight_versions.clear();
+    if (from > 0) sample.weight_versions.push_back({3, 0, from});
+    sample.weight_versions.push_back({4, from, size});
+  }
+  rank.trainer.train(samples, (dir.path() / "dump.safetensors").string());
+  const SafetensorsFile file(dir.path() / "dump.safetensors");
+  NamedTensors tensors;
+  for (const std::string& name : file.names()) {
+    at::Tensor tensor = file.tensor(name).clone();
+    if (const size_t at = name.find("generation_logprobs"); at != std::string::npos) {
+      const std::string batch = name.substr(0, at);
+      const at::Tensor of_older = file.tensor(batch + "weight_versions").eq(3);
+      const at::Tensor exact = file.tensor(batch + "current_logprobs").to(at::kFloat);
+      tensor = at::where(of_older, exact - 1, exact);
+      older.tokens += of_older.sum().item<int64_t>();
+      newer.tokens += tensor.numel() - of_older.sum().item<int64_t>();
+    }
+    tensors.emplace_back(name, std::move(tensor));
+  }
+  write_safetensors(dir.path() / "changed.safetensors", tensors,
+                    {file.header().metadata.begin(), file.header().metadata.end()});
+  std::ostringstream out;
+  const ReplayResult result = replay(dir.path() / "changed.safetensors", dir.path() / "model", "cpu", out);
+  ASSERT_GT(older.tokens, 0);
+  ASSERT_GT(newer.tokens, 0);
+  ASSERT_EQ(result.versions.size(), 2u);
+  EXPECT_EQ(result.versions.at(3).tokens, older.tokens);
+  EXPECT_EQ(result.versions.at(3).differing, older.tokens);
+  EXPECT_EQ(result.versions.at(4).tokens, newer.tokens);
+  EXPECT_EQ(result.versions.at(4).differing, 0);
+  EXPECT_EQ(result.differing_tokens, older.tokens);
+  const std::string line = "weight version 4: " + std::to_string(newer.tokens) + " tokens, 0 differ";
+  EXPECT_NE(out.str().find(line), std::string::npos) << out.str();
+}
+
 // A run over more expert ranks than eight derives more blocks than one rank that replays its step would.
 TEST(Replay, ExpertsAreCombinedInTheBlocksOfTheRun) {
   const TemporaryDirectory dir;
