@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Generation in processes of its own, of whole runs: in turn the weights are those of a run on the same devices, bit for
 # bit; with exact versions a run is repeatable, killed and resumed too; in flight every token has its weights' bits.
-# Engines that are killed, stopped, or do not fit; an actor that is killed; what is refused, in one sentence.
+# Engines that are killed in each of their phases, stopped, cut off, or do not fit; actors that are killed; what is
+# refused, in one sentence.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 apart="policy.generation.colocated.enabled=false"
@@ -142,6 +143,38 @@ wait $pid; code=$?
 [ $code = 137 ] && ok "actor 0 is killed: its code" || bad "actor 0 is killed: code $code" "$(cat "$log")"
 [ "$(grep -c 'engine-[01] ended with exit code 20' "$log")" = 2 ] && ! grep -q "engine-[01] still runs" "$log" &&
   ok "engines leave by themselves" || bad "engines leave by themselves" "$(cat "$log")"
+
+# Deaths and broken transfers in each phase, in turn with training. The only engine fails, so that the run needs what it
+# had, and the one that is started again: the weights say whether a group was lost or doubled.
+short="$apart $quick grpo.max_num_steps=3"
+faulty() {  # NAME FAULT SENTENCES...: the first engine's; the run ends well, and $out, what was logged, has each
+  local name=$1 fault=$2 said; shift 2
+  out=$(TRIREME_ENGINE_FAULT=$fault "$TRIREME" launch --engines 1 -- $(run_args "$name" $short) 2>&1) ||
+    { bad "$name: the run goes on" "$out"; return; }
+  for said in "$@"; do grep -q "$said" <<<"$out" || { bad "$name: nobody said '$said'" "$out"; return; }; done
+  equal "$name" one 3
+}
+for fault in 1:joining 2:fetching 2:transfer 2:applying 3:generation 3:rewards 3:brought; do
+  phase=${fault#*:}
+  faulty "dies-in-$phase" "kill@$fault" "is killed on purpose in phase $phase" \
+    "engine-0 ended with signal 9 (Killed); it is started again"
+done
+faulty cut cut@2 "transfer 2 is cut on purpose; asking again"
+[ "$(grep -c "engine engine-0 has joined" <<<"$out")" = 1 ] && ok "a transfer that was cut is asked for again" ||
+  bad "a transfer that was cut is asked for again" "$out"
+faulty cut-thrice cut@2:3 "transfer 3 is cut on purpose; asking again" \
+  "engine engine-0 is gone: it has left: .*transfer 4 is cut on purpose" \
+  "engine-0 ended with exit code 20; it is started again"
+for phase in "rollout exchange" logprobs; do
+  name="two-in-${phase// /-}"
+  TRIREME_FAULT="kill@2:0:$phase" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- \
+    $(run_args "$name" $short $far_deadline) >/dev/null 2>"$dir/err"
+  code=$?
+  [ $code = 137 ] && grep -q "rank 0 failed first (signal 9" "$dir/err" && ok "actor 0 of two is killed in $phase" ||
+    bad "actor 0 of two is killed in $phase: code $code" "$(cat "$dir/err")"
+  check "and goes on" "$TRIREME" launch --nproc-per-node 2 --engines 1 -- $(run_args "$name" $short)
+  equal "$name" two 3
+done
 
 # Who does not fit.
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')

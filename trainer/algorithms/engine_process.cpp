@@ -89,6 +89,8 @@ class EngineProcess final {
 
   const Config& config_;
   const EngineProcessOptions& options_;
+  EngineFaults faults_;
+  bool transfer_begins_ = false;  // of the thread that fetches
   const std::filesystem::path model_dir_;
   const std::shared_ptr<const Tokenizer> tokenizer_;
   RewardPool rewards_;
@@ -118,6 +120,7 @@ class EngineProcess final {
 EngineProcess::EngineProcess(const Config& config, const EngineProcessOptions& options)
     : config_(config),
       options_(options),
+      faults_(options.fault),
       model_dir_(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer_(load_tokenizer(config, options.hf_home, model_dir_)),
       rewards_(reward_options(config, options.rewards), uses_reward_model(config)) {
@@ -158,6 +161,7 @@ void EngineProcess::find_actor() {
 }
 
 void EngineProcess::join(WorkClient& client) {
+  faults_.begins("joining");
   const JoinReply reply = client.join(join_);
   const std::lock_guard lock(mutex_);
   const bool again = !caller_.session.empty();
@@ -207,6 +211,11 @@ void EngineProcess::run() {
   link.engine = caller_.engine;
   link.deadline = kTransferDeadline;
   link.transport = options_.transport;
+  if (options_.fault.kind != EngineFault::Kind::kNone) {
+    link.on_bytes = [this](int64_t) {
+      if (std::exchange(transfer_begins_, false)) faults_.begins("transfer");
+    };
+  }
   receiver_ = std::make_unique<WeightReceiver>(link, weight_view(*model_));
   host_ = std::make_unique<EngineHost>(
       [this, threads = at::get_num_threads()] {
@@ -313,6 +322,8 @@ bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
 // Fetches; a transfer that breaks is asked for again, three times in all.
 int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
   for (int tries = 1;; ++tries) {
+    faults_.begins("fetching");
+    transfer_begins_ = true;
     try {
       return receiver_->fetch(reply.link, reply.actor_rank);
     } catch (const Error& error) {
@@ -341,6 +352,7 @@ void EngineProcess::set_version(int64_t version, double stall_s) {
 // What was fetched last becomes the weights, between two steps.
 void EngineProcess::apply(int64_t version) {
   const auto change = [this, version](Engine& engine) {
+    faults_.begins("applying");
     const Stopwatch watch;
     receiver_->apply();
     engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
@@ -372,6 +384,7 @@ void EngineProcess::follow_weights() {
       const auto change = [this, &client, reply](Engine& engine) {
         const Stopwatch watch;
         const int64_t version = fetch(client, reply);
+        faults_.begins("applying");
         engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
         set_version(version, watch.seconds());
       };
@@ -391,6 +404,7 @@ void EngineProcess::follow_weights() {
 }
 
 void EngineProcess::begin(LeasedWork work) {
+  faults_.begins("generation");
   GroupRequest request;
   request.group_id = work.group;
   request.prompt = work.prompt;
@@ -431,6 +445,7 @@ void EngineProcess::finished(GeneratedGroup group) {
     id = next_reward_++;
     unrewarded_.emplace(id, std::move(running));
   }
+  faults_.begins("rewards");
   rewards_.submit(id, std::move(requests));
   changed_.notify_all();
 }
@@ -473,7 +488,10 @@ void EngineProcess::bring_samples() {
     request.counters = rewards_.counters();
     request.samples = std::move(running.samples);
     for (Sample& sample : request.samples) sample.group = 0;
-    if (client.send_groups(request).result == GroupsReply::Result::kTooOld)
+    faults_.begins("bringing");
+    const GroupsReply reply = client.send_groups(request);
+    faults_.begins("brought");
+    if (reply.result == GroupsReply::Result::kTooOld)
       log_warn("engine", "samples of group " + std::to_string(request.group) +
                              " are older than their step takes; they are generated again");
   }

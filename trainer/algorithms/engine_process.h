@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 
+#include "trainer/algorithms/engine_fault.h"
 #include "trainer/config/config.h"
 #include "trainer/parallel/communicator.h"
 #include "trainer/parallel/transport.h"
@@ -21,6 +22,7 @@ struct EngineProcessOptions {
   std::filesystem::path hf_home;
   RewardPlace rewards;
   TransportCheck transport;
+  EngineFault fault;                              // for tests
   const std::atomic<int>* stop_signal = nullptr;  // non-zero: hand back what is in hand, and leave
   std::function<void()> on_ready;                 // from here on stop_signal is read
 };

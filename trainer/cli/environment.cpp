@@ -74,6 +74,8 @@ bool is_critic_by_environment() { return environment("TRIREME_ROLE", "actor") ==
 
 Fault fault_from_environment() { return parse_fault(environment("TRIREME_FAULT", "")); }
 
+EngineFault engine_fault_from_environment() { return parse_engine_fault(environment("TRIREME_ENGINE_FAULT", "")); }
+
 int local_world_from_environment() { return static_cast<int>(environment_int("LOCAL_WORLD_SIZE", 1)); }
 
 TransportCheck transport_from_environment(int world_size, const std::string& device) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 
+#include "trainer/algorithms/engine_fault.h"
 #include "trainer/algorithms/failure.h"
 #include "trainer/algorithms/reporting.h"
 #include "trainer/config/config.h"
@@ -30,6 +31,8 @@ RendezvousOptions rendezvous_from_environment(double timeout_s);
 bool is_critic_by_environment();
 // TRIREME_FAULT: a failure on purpose, for tests (parse_fault).
 Fault fault_from_environment();
+// TRIREME_ENGINE_FAULT: the same of a generation process (parse_engine_fault).
+EngineFault engine_fault_from_environment();
 int local_world_from_environment();  // LOCAL_WORLD_SIZE
 // TRIREME_REQUIRE_RDMA. Where ranks of `world_size` are on several nodes (LOCAL_WORLD_SIZE) and `device` is not "cpu",
 // NCCL is made to write its log: its variables are set here, so this comes before threads and before NCCL.

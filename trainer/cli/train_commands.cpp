@@ -177,6 +177,7 @@ int engine(const TrainArguments& arguments, const CommandContext& context) {
   options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
   options.hf_home = hf_home_from_environment();
   options.rewards = reward_place_from_environment(config);
+  options.fault = engine_fault_from_environment();
   const int here = local_world_from_environment();
   const bool beside = options.rendezvous.master_address == "127.0.0.1";
   options.transport = transport_from_environment(beside ? here : here + 1, config.cluster.device);

@@ -39,6 +39,8 @@ void Engines::start(Engine& engine) {
   spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.engines);
   for (const char* name : {"RANK", "WORLD_SIZE", "TRIREME_LISTEN_FD", "TRIREME_LAUNCHER_FD", "TRIREME_FAULT"})
     spawn.set_env[name] = "";
+  // A failure on purpose is of the first one's first start: those behind it shall go on.
+  if (engine.number > 0 || engine.failures > 0) spawn.set_env["TRIREME_ENGINE_FAULT"] = "";
   spawn.pipe_stderr = true;
   engine.process = Subprocess::spawn(spawn);
   engine.again = Deadline(SteadyClock::time_point::max());
