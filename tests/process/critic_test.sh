@@ -102,6 +102,10 @@ kills 1 "critic rank 0" 2 values
 kills 1 "critic rank 0" 4 "value training"
 kills 1 "critic rank 0" 3 checkpoint
 kills 0 "rank 0" 3 generation
+kills 0 "rank 0" 2 values
+kills 0 "rank 0" 4 "value training"
+kills 0 "rank 0" 4 training
+kills 0 "rank 0" 3 checkpoint
 
 # SIGTERM: both save and stop.
 "$TRIREME" launch --critic-ranks 1 -- $(ppo_args stopped) >"$dir/out" 2>&1 & pid=$!
