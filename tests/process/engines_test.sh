@@ -188,6 +188,22 @@ code=$?
   ok "an engine with other settings is refused" || bad "an engine with other settings: code $code" "$out"
 kill -9 $pid; wait $pid 2>/dev/null
 
+# Nothing comes: the code of a deadline, which groups are missing, and who has them.
+waits() {  # NAME SENTENCE COMMAND...
+  local name=$1 sentence=$2 out code; shift 2
+  out=$("$@" 2>&1); code=$?
+  [ $code = 20 ] && grep -q "$sentence" <<<"$out" && ok "$name" || bad "$name: code $code" "$out"
+}
+port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+still="$apart grpo.val_period=0 grpo.val_at_start=false checkpointing.enabled=false"
+missing="after cluster.collective_timeout_s step 1 waits for groups 0, 1, 2, 3, 4 and 3 more"
+waits "no engine comes: code 20" "$missing (nobody has 32); no engine is there: start trireme engine" \
+  "$TRIREME" launch --master-port "$port" -- $(run_args none $still cluster.collective_timeout_s=5)
+# Its rewards come later than that; it goes on looking for them, and is not lost.
+waits "an engine brings nothing: code 20, and it is named" "$missing (engine-0 has [0-9]* of their samples" \
+  "$TRIREME" launch --engines 1 -- $(run_args late $still cluster.collective_timeout_s=20 $graded \
+  "env.command.command=[sh,$dir/reward.sh,'55']")
+
 refused() {  # NAME SENTENCE COMMAND...
   local name=$1 sentence=$2 out; shift 2
   out=$("$@" 2>&1) && { bad "$name" "was accepted"; return; }

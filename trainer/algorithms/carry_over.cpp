@@ -239,7 +239,8 @@ void CarryOver::wait_idle(Round& round) {
                           std::to_string(ledger_.next_step()) + " still waits for " +
                           std::to_string(round.wanted - round.done) + " samples of " +
                           describe(ledger_.missing(), "rank");
-  fail_io(rewards ? who + "; this rank's have no reward yet: their own limits should be shorter" : who);
+  if (rewards) fail_io(who + "; this rank's have no reward yet: their own limits should be shorter");
+  fail_timeout(who);
 }
 
 void CarryOver::generate(Round& round) {

@@ -323,19 +323,21 @@ void DedicatedRollouts::value_ready() {
   }
 }
 
+// On rank 0. The deadline is no echo of another rank's failure: they are told what it is.
+void DedicatedRollouts::fail_without_groups() {
+  const std::string what = "after cluster.collective_timeout_s " + desk_->with([](Desk& desk) {
+    return desk.describe_wait() + (desk.engines() == 0 ? ": start trireme engine, or trireme launch --engines N" : "");
+  });
+  session_.context.report_failure(session_.context.name() + ": " + what);
+  fail_timeout(what);
+}
+
 RolloutSource::Step DedicatedRollouts::collect(RankShares&, std::map<std::string, double>& values) {
   session_.context.set_phase("generation");
   const PhaseTimer::Scope idle = session_.timer.enter(Phase::kIdle);
   const Stopwatch watch;
   if (is_main()) desk_->with([](Desk& desk) { desk.open(); });
-  wait_for_main([](Desk& desk) { return desk.complete(); }, patience_,
-                [this] {
-                  fail_io("after cluster.collective_timeout_s " +
-                          desk_->with([](Desk& desk) { return desk.describe_wait(); }) +
-                          (desk_->with([](Desk& desk) { return desk.engines(); }) == 0
-                               ? ": start trireme engine, or trireme launch --engines N"
-                               : ""));
-                },
+  wait_for_main([](Desk& desk) { return desk.complete(); }, patience_, [this] { fail_without_groups(); },
                 [this] { value_ready(); });
   const double waited = watch.seconds();
   Step step;

@@ -64,6 +64,7 @@ class DedicatedRollouts final : public RolloutSource {
   void wait_for_main(const std::function<bool(Desk&)>& done, Milliseconds patience,
                      const std::function<void()>& too_long, const std::function<void()>& meanwhile = {});
   void value_ready();
+  [[noreturn]] void fail_without_groups();
   Step take(std::map<std::string, double>& values);
   bool is_main() const { return session_.context.is_main(); }
 
