@@ -212,6 +212,10 @@ refused() {  # NAME SENTENCE COMMAND...
 refused "engines with generation on the same devices" "or leave --engines out" \
   "$TRIREME" launch --engines 1 -- $(run_args refused)
 refused "no way to reach the run" "start it with trireme launch --engines" "$TRIREME" $(run_args refused $apart)
+refused "a port that no engine can know" "start it with trireme launch --engines" \
+  "$TRIREME" launch -- $(run_args refused $apart)
+refused "the same, two ranks" "start it with trireme launch --engines" \
+  "$TRIREME" launch --nproc-per-node 2 -- $(run_args refused $apart)
 refused "early gradients" "beside generation on the same device" "$TRIREME" $(run_args refused $apart) \
   grpo.early_gradients=true
 refused "tensor parallel ranks" "from a policy of tensor parallel size 2" "$TRIREME" $(run_args refused $apart) \

@@ -97,6 +97,16 @@ void check_engines(const Config& config, const TrainOptions& options) {
         "spec.roles.generation, or set it to true");
 }
 
+// Nobody can know the port where launch has chosen it and starts no engines, nor where there is none.
+void check_engines_can_come(const Config& config, const TrainOptions& options) {
+  if (options.rendezvous.of_critic || !generates_elsewhere(config) || !options.job.empty()) return;
+  if (environment("TRIREME_ENGINES", "") != "0" && options.rendezvous.master_port != 0) return;
+  fail_user(
+      "policy.generation.colocated.enabled is false, and engines could not reach this run: start it with trireme "
+      "launch --engines N -- train ..., or choose its port (MASTER_PORT, launch --master-port) and start trireme "
+      "engine beside it");
+}
+
 int train(const TrainArguments& arguments, const CommandContext& context) {
   std::vector<std::string> overrides = arguments.overrides;
   if (!arguments.algorithm.empty()) overrides.insert(overrides.begin(), "algorithm=" + arguments.algorithm);
@@ -151,6 +161,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
     for (const std::string& key : keys_without_effect(config)) log_warn("config", key);
   }
   validate_supported(config);
+  check_engines_can_come(config, options);
   use_threads(local_world_from_environment());
   const TrainSummary summary = ranks.of_critic         ? run_critic(config, options)
                                : !has_rollouts(config) ? run_sft(config, options)
@@ -250,8 +261,10 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
     options.engines = arguments.engines;
     options.engine_command = options.command;
     options.engine_command[1] = "engine";
-    options.environment["TRIREME_ENGINES"] = std::to_string(arguments.engines);
   }
+  // Of a port that is chosen here no other engines know: without these there are none.
+  if (arguments.engines > 0 || (options.nodes == 1 && options.master_port == 0))
+    options.environment["TRIREME_ENGINES"] = std::to_string(arguments.engines);
   options.grace = Milliseconds(1000 * environment_int("TRIREME_TERMINATION_SECONDS", 300));
   options.termination_log = environment("TRIREME_TERMINATION_LOG", "");
   context.read_signals();
