@@ -18,7 +18,8 @@ inline constexpr const char* kWorkPortKey = "work/port";
 // Without name and session.
 JoinRequest identity_of(const Config& config, const ModelConfig& model, const std::filesystem::path& model_dir,
                         const std::filesystem::path& hf_home);
-// The first thing that is another one than the actor's, as the end of a sentence that begins with the engine's name.
+// The first thing that is another one than the actor's, by its key or file, as the end of a sentence that begins with
+// the engine's name; the actor's is what is "there". Throws Error(kUser) where the engine's configuration is none.
 std::optional<std::string> difference_of_engine(const JoinRequest& actor, const Config& config,
                                                 const JoinRequest& engine);
 

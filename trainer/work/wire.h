@@ -15,13 +15,13 @@ namespace trireme {
 
 // POST /v1/join. An engine that comes back joins again.
 struct JoinRequest {
-  std::string name;     // the engine's, for messages; who joins under it takes the place of who had it
-  std::string session;  // of this process
-  std::string config;   // as YAML: what generation depends on must be the actor's
-  std::string model;    // its configuration and its tokenizer's files, as digests
-  std::string tokenizer;
-  int64_t places = 0;   // samples that it decodes at once
-  std::string program;  // a digest: another build may compute other bits
+  std::string name;       // the engine's, for messages; who joins under it takes the place of who had it
+  std::string session;    // of this process
+  std::string config;     // as YAML: what generation depends on must be the actor's
+  std::string model;      // its configuration, as JSON
+  std::string tokenizer;  // its tokenizer's files, as JSON: a digest of each
+  int64_t places = 0;     // samples that it decodes at once
+  std::string program;    // a digest: another build may compute other bits
   bool operator==(const JoinRequest&) const = default;
 };
 struct JoinReply {
