@@ -33,11 +33,13 @@ timings = all(x["timing/train/value_inference"] > 0 and x["timing/train/value_tr
 trained = [x for x in rows if "train/loss" in x]
 mismatched = sum(x["train/logprob_mismatch_tokens"] for x in trained)
 ticks = [x["train/lr_schedule_steps"] for x in trained]
-print(len(rows), lacking, timings, len(trained), mismatched, ticks)
+versions = [x["train/weight_version"] for x in rows]
+ages = [x["train/max_trajectory_age"] for x in rows]
+print(len(rows), lacking, timings, len(trained), mismatched, ticks, versions, ages)
 sys.exit(0 if len(rows) == 6 and not lacking and timings and len(trained) == 4 and mismatched == 0
-         and ticks == [1, 3, 5, 7] else 1)
+         and ticks == [1, 3, 5, 7] and versions == [0, 0, 0, 1, 2, 3] and not any(ages) else 1)
 PY
-); then ok "critic/* and timings of every step, schedules by passes"; else bad "what the log says" "$out"; fi
+); then ok "critic/*, timings and versions of every step, schedules by passes"; else bad "what the log says" "$out"; fi
 
 for attempt in $(seq 1 12); do
   "$TRIREME" $(ppo_args killed) >/dev/null 2>"$dir/err" & pid=$!

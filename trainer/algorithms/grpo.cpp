@@ -205,8 +205,6 @@ class GrpoLoop final {
     if (g.shuffle_rewards) shuffle_rewards(kept);
     if (g.use_dynamic_sampling)
       values["train/dynamic_sampling_num_gen_batches"] = std::ceil(used / static_cast<double>(g.num_prompts_per_step));
-    describe_ages(kept, weights_version(), values);
-    values["train/weight_version"] = static_cast<double>(weights_version());
     return kept;
   }
 
@@ -624,6 +622,8 @@ class GrpoLoop final {
     RankShares shares;
     GeneratedTotals generated;
     std::vector<Sample> samples = generate(shares, generated, report.values);
+    describe_ages(samples, weights_version(), report.values);
+    report.values["train/weight_version"] = static_cast<double>(weights_version());
     if (reference_ != nullptr) report.values["performance/references_under_generation"] = share_with_reference(samples);
     {
       const PhaseTimer::Scope rewards = session_.timer.enter(Phase::kRewards);

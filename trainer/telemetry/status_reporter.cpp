@@ -153,7 +153,7 @@ nlohmann::json StatusReporter::progress_of(const StepRecord& record) {
   copy("responseLength", "train/mean_gen_tokens_per_sample");
   copy("tokensPerSecond", "performance/tokens_per_sec");
   copy("validationAccuracy", "validation/accuracy");
-  // Only runs whose steps overlap have them.
+  // SFT has neither.
   copy("trajectoryAge", "train/avg_trajectory_age");
   if (const auto version = record.find("train/weight_version"); version && std::isfinite(*version))
     progress["weightVersion"] = std::llround(*version);

@@ -119,6 +119,11 @@ TEST(GrpoLoop, PhasesAddUpToTheStepAndItsWaitsAreInThem) {
     EXPECT_GT(step.at(timing_name(Phase::kGeneration)).get<double>(), 0);
     EXPECT_GT(step.at(timing_name(Phase::kTraining)).get<double>(), 0);
   }
+  for (size_t s = 0; s < log.size(); ++s) {
+    EXPECT_EQ(log[s].at("train/weight_version"), s);
+    for (const char* name : {"avg_trajectory_age", "max_trajectory_age", "stale_tokens", "spanning_samples"})
+      EXPECT_EQ(log[s].at(std::string("train/") + name), 0) << "strictly on-policy: " << name;
+  }
   // An optimizer step asks whether a checkpoint must be waited for, which takes next to no time; saving takes some.
   const double nothing = log[0].at(timing_name(Phase::kCheckpoint)).get<double>();
   const double saved = log[1].at(timing_name(Phase::kCheckpoint)).get<double>();

@@ -26,8 +26,9 @@ StepRecord record(int64_t step) {
   r.phases.total_s = 4;
   r.phases.seconds[static_cast<size_t>(Phase::kGeneration)] = 3;
   r.phases.seconds[static_cast<size_t>(Phase::kIdle)] = 1;
-  r.train = {{"reward", 0.25}, {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
-             {"loss", -0.5},   {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100}};
+  r.train = {{"reward", 0.25},      {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
+             {"loss", -0.5},        {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100},
+             {"weight_version", 6}, {"avg_trajectory_age", 0.5},          {"optimizer_steps", 12}};
   r.performance = {{"tokens_per_sec", 250},
                    {"ledger_groups_leased", 3},
                    {"ledger_groups_complete", 1},
@@ -79,6 +80,9 @@ TEST(MetricsServer, ServesStepsAndPhases) {
                            "trireme_reward_failures_total{rank=\"3\"} 5\n",
                            "trireme_tokens_total{rank=\"3\"} 200\n",
                            "trireme_checkpoint_step{rank=\"3\"} 2\n",
+                           "trireme_weight_version{rank=\"3\"} 6\n",
+                           "trireme_trajectory_age{rank=\"3\"} 0.5\n",
+                           "trireme_optimizer_steps{rank=\"3\"} 12\n",
                            "trireme_ledger_groups{rank=\"3\",state=\"leased\"} 3\n",
                            "trireme_ledger_groups{rank=\"3\",state=\"complete\"} 1\n",
                            "trireme_engines{rank=\"3\",state=\"live\"} 2\n",
@@ -210,6 +214,8 @@ TEST(StatusReporter, SendsMergedStateWithTheTokenOfNow) {
     EXPECT_EQ(body["progress"]["reward"], 0.25);
     EXPECT_EQ(body["progress"]["responseLength"], 12.5);
     EXPECT_EQ(body["progress"]["tokensPerSecond"], 250);
+    EXPECT_EQ(body["progress"]["weightVersion"], 6);
+    EXPECT_EQ(body["progress"]["trajectoryAge"], 0.5);
     EXPECT_EQ(body["progress"]["lastHeartbeatTime"].get<std::string>().size(), 20u);
     EXPECT_EQ(r.tokens_.back(), "Bearer first");
     return true;
