@@ -267,6 +267,15 @@ class Validator final {
     if (const auto name = setting("ppo.adv_estimator.name"); name && name->value == "raw_reward")
       error(name->at, "ppo.adv_estimator.name is raw_reward, which has no critic: leave spec.roles.critic out");
     check_trainer_role(role, path, "");
+    // Its own ranks share its batch, which is the policy's where the whole configuration is here and says no other.
+    std::optional<Setting> batch = setting("value.train_global_batch_size");
+    if (!batch && spec_.config.inline_config.is_object() && config_value("defaults") == nullptr)
+      batch = setting("policy.train_global_batch_size");
+    const int64_t samples = batch ? parse_int(batch->value).value_or(0) : 0, dp = layout_of(role).dp;
+    if (samples > 0 && dp > 0 && samples % dp != 0)
+      error(batch->at, "is " + std::to_string(samples) + ", which the " + std::to_string(dp) +
+                           " data parallel ranks of spec.roles.critic cannot share evenly: set "
+                           "value.train_global_batch_size to a multiple");
     warn_about_critics_checkpoints(role, path);
   }
 

@@ -73,7 +73,7 @@ struct PlannedModel {
   ModelShape shape;  // with its value head
   Workload work;     // the samples whose values or scores it computes
   PlanOptions options;
-  Layout layout = {};  // of a critic, whose dp follows from the policy's ranks
+  Layout layout = {};  // of a critic, whose dp follows from its ranks
 };
 struct PlannedBeside {
   std::optional<PlannedModel> critic;        // all ranks train it, in its own layout
@@ -146,6 +146,10 @@ struct LayoutPlan {
 // The layout must be legal for the shape (check_layout).
 LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Workload& work, const PlanOptions& options,
                        const PlanDevices& devices, const PlannedBeside& beside = {});
+
+// Of a critic on ranks of its own, in a layout of theirs that is legal for its shape. The time is that of its values
+// and its training, which run beside the actor, and of their exchanges.
+LayoutPlan plan_critic(const PlannedModel& critic, const Layout& layout, const PlanDevices& devices);
 
 // Those that fit first, the fastest first; then those that do not, the one that wants least memory first.
 std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,

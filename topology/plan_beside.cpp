@@ -87,3 +87,25 @@ void BesidePlan::add_to(const PlanOptions& policy, int64_t longest, LayoutPlan& 
 }
 
 }  // namespace trireme::planning
+
+namespace trireme {
+
+LayoutPlan plan_critic(const PlannedModel& critic, const Layout& layout, const PlanDevices& devices) {
+  Workload work = critic.work;
+  work.generates = work.reference = work.early_gradients = false;
+  PlanOptions options = critic.options;
+  options.generation_tp = 0;
+  options.fold_pipeline = false;
+  LayoutPlan plan = plan_layout(critic.shape, layout, work, options, devices);
+  work.reference = true;  // whose passes are those of values
+  const PlannedTime passes = planning::plan_time({critic.shape, layout, work, options, devices}, plan.memory);
+  plan.time = {};
+  plan.time.values = passes.reference;
+  plan.time.value_training = passes.training + passes.optimizer;
+  plan.time.bubble = passes.bubble;
+  plan.time.pass_exchanges = passes.pass_exchanges;
+  plan.time.gradient_exchanges = passes.gradient_exchanges;
+  return plan;
+}
+
+}  // namespace trireme

@@ -129,6 +129,18 @@ refuses() { # refuses SENTENCE COMMAND...
   out=$("$@" 2>&1); code=$?
   [ $code = 10 ] && grep -q "$sentence" <<<"$out" && ok "refused: $sentence" || bad "code $code: $sentence" "$out"
 }
+# Its batch is shared by its own ranks, three, and not by the actor's two.
+odd="cluster.gpus_per_node=2 ppo.num_prompts_per_step=6 policy.train_global_batch_size=24 ppo.max_num_steps=1
+  value.train_global_batch_size=3 value.train_micro_batch_size=1 ppo.policy_training_start_step=0"
+check "a batch that only the critic's ranks can share" own odd 2 3 $odd
+plan() { "$TRIREME" plan $(ppo_args plan "$@" | cut -d ' ' -f 2-) --critic-ranks 3; }
+out=$(plan $odd) && grep -q "critic on ranks of its own  *tp=1,cp=1,ep=1,dp=3,pp=1" <<<"$out" &&
+  ! grep -q "critic's training\|weights, gradients, optimizer" <<<"$out" && ok "is planned on its own" ||
+  bad "a plan of a critic on its own ranks" "$out"
+uneven="value.train_global_batch_size: 16 cannot be divided by the 3 data parallel ranks of the critic"
+refuses "$uneven" own uneven 1 3
+refuses "$uneven" plan
+refuses "critic-ranks is for a critic" "$TRIREME" plan $(run_args plan | cut -d ' ' -f 2-) --critic-ranks 2
 rm -r "$dir/whole/value"
 refuses "step_6 has no value" own whole 1 1
 refuses "algorithm is grpo, which has no critic: 1 critic ranks" \

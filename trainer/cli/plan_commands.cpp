@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <iostream>
 #include <numeric>
+#include <utility>
 
 #include "api/rljob.h"
 #include "api/validate.h"
@@ -9,6 +10,7 @@
 #include "base/text.h"
 #include "topology/combine_blocks.h"
 #include "topology/plan.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/algorithms/plan_inputs.h"
 #include "trainer/algorithms/refit.h"
 #include "trainer/cli/commands.h"
@@ -46,6 +48,7 @@ struct PlanArguments {
   int64_t gpus = 0;           // 0: the configuration's ranks
   double gpu_memory_gib = 0;  // 0: that of `gpu`
   int64_t gpus_per_node = 0;  // 0: the configuration's
+  int64_t critic_ranks = 0;   // of a critic's own; 0: it is on the policy's
   std::string gpu = "h200";
   std::string sharding;  // empty: the configuration's
   PlannedLengths lengths;
@@ -60,7 +63,41 @@ struct PlanContext {
   PlannedBeside beside;
   PlanDevices devices;
   LayoutCheck check;
+  // A critic on ranks of its own, in this layout of theirs.
+  std::optional<PlannedModel> critic_apart;
+  Layout of_critic;
+  int64_t critics_of_node = 0;
+  const PlannedModel* critic() const {
+    return critic_apart ? &*critic_apart : beside.critic ? &*beside.critic : nullptr;
+  }
 };
+
+Layout layout_of(const ParallelSizes& sizes) {
+  return {
+      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
+}
+
+// Whose ranks a critic has, and whether they can share its batches.
+void place_critic(const PlanArguments& arguments, PlanContext& context) {
+  const Config& config = context.config;
+  if (!has_critic(config)) {
+    if (arguments.critic_ranks > 0)
+      fail_user("--critic-ranks is for a critic: algorithm=ppo, with ppo.adv_estimator.name gae");
+    return;
+  }
+  std::optional<int64_t> dp = derive_dp(layout_of(parallel_sizes(critic_config(config))), context.check.world);
+  if (arguments.critic_ranks > 0) {
+    context.of_critic = critic_layout(config, arguments.critic_ranks);
+    dp = context.of_critic.dp;
+    context.critic_apart = std::exchange(context.beside.critic, std::nullopt);
+    int64_t of_node = arguments.gpus_per_node > 0 ? arguments.gpus_per_node : config.cluster.processes;
+    if (arguments.gpus_per_node == 0 && of_node == 1) of_node = kUsualNode;
+    context.critics_of_node = std::min(of_node, arguments.critic_ranks);
+  }
+  if (!dp) return;  // the plan says that it cannot be split so
+  const std::vector<std::string> problems = critic_problems(config, *dp);
+  if (!problems.empty()) fail_user(join(problems, "\n"));
+}
 
 PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string>& warnings) {
   PlanContext context;
@@ -92,12 +129,8 @@ PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string
   context.devices.of_node = context.check.gpus_per_node = std::min(of_node, context.check.world);
   context.check.shape = &context.shape;
   context.check.stages = context.options.stages;
+  place_critic(arguments, context);
   return context;
-}
-
-Layout layout_of(const ParallelSizes& sizes) {
-  return {
-      .tp = sizes.tensor, .cp = sizes.context, .ep = sizes.expert, .pp = sizes.pipeline, .etp = sizes.expert_tensor};
 }
 
 // Whether the samples of an optimizer step can be dealt to the data parallel ranks.
@@ -139,14 +172,15 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
   print_line(std::cout, "model",
              config.policy.model_name + ", " +
                  format_fixed(static_cast<double>(parameter_count(context.shape)) / 1e9, 3) + " G parameters");
-  const auto beside = [](const std::string& what, const std::optional<PlannedModel>& model, const std::string& name) {
-    if (!model) return;
+  const auto beside = [](const std::string& what, const PlannedModel* model, const std::string& name) {
+    if (model == nullptr) return;
     print_line(
         std::cout, what,
         name + ", " + format_fixed(static_cast<double>(parameter_count(model->shape)) / 1e9, 3) + " G parameters");
   };
-  beside("critic", context.beside.critic, config.value.model_name);
-  beside("reward model", context.beside.reward_model, config.env.reward_model.model_name);
+  beside("critic", context.critic(), config.value.model_name);
+  beside("reward model", context.beside.reward_model ? &*context.beside.reward_model : nullptr,
+         config.env.reward_model.model_name);
   const std::string device =
       to_lower(config.cluster.device) == "cpu"
           ? "planned as if each had a GPU"
@@ -179,8 +213,8 @@ std::vector<std::string> missing(const PlanContext& context, const Layout& layou
   std::vector<std::string> reasons = unsupported_splits(layout, gpus);
   if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
     reasons.push_back(*problem);
-  if (!context.beside.critic) return reasons;
-  for (const std::string& reason : unsupported_splits(context.beside.critic->layout, gpus))
+  if (context.critic() == nullptr) return reasons;
+  for (const std::string& reason : unsupported_splits(context.critic()->layout, gpus))
     reasons.push_back("the critic: " + reason);
   return reasons;
 }
@@ -237,13 +271,35 @@ void print_whether_it_runs(const PlanContext& context, const Layout& layout) {
   }
 }
 
+// Of a critic on ranks of its own. Whether it fits.
+bool print_critic(const PlanContext& context) {
+  if (!context.critic_apart) return true;
+  const PlannedModel& critic = *context.critic_apart;
+  const Layout& layout = context.of_critic;
+  print_line(std::cout, "critic on ranks of its own",
+             to_string(layout) + " (" + std::to_string(layout.world()) + " ranks)");
+  PlanDevices devices = context.devices;
+  devices.of_node = context.critics_of_node;
+  const LayoutReport report = check_layout(layout, {.world = layout.world(),
+                                                    .gpus_per_node = devices.of_node,
+                                                    .shape = &critic.shape,
+                                                    .stages = critic.options.stages});
+  for (const std::string& error : report.errors) print_line(std::cout, "  impossible", error);
+  for (const std::string& warning : report.warnings) print_line(std::cout, "  slow", warning);
+  if (!report.ok()) return false;
+  const LayoutPlan plan = plan_critic(critic, layout, devices);
+  print_plan(std::cout, plan, critic.shape, critic.work, critic.options, devices);
+  return plan.fits();
+}
+
 int plan_verb(const PlanArguments& arguments) {
   std::vector<std::string> warnings;
   PlanContext context = plan_context(arguments, warnings);
   print_setting(context, arguments);
   if (arguments.gpus > 0) {
     for (const std::string& warning : warnings) print_line(std::cout, "warning", warning);
-    return print_ranking(context);
+    const int ranking = print_ranking(context);
+    return print_critic(context) ? ranking : 1;
   }
   settle_sizes(context);
   Layout layout = layout_of(parallel_sizes(context.config));
@@ -261,9 +317,10 @@ int plan_verb(const PlanArguments& arguments) {
   const LayoutPlan plan =
       plan_layout(context.shape, layout, context.work, context.options, context.devices, context.beside);
   print_plan(std::cout, plan, context.shape, context.work, context.options, context.devices);
+  const bool critic_fits = print_critic(context);
   for (const std::string& warning : warnings) print_line(std::cout, "warning", warning);
   print_whether_it_runs(context, layout);
-  return plan.fits() ? 0 : 1;
+  return plan.fits() && critic_fits ? 0 : 1;
 }
 
 int validate_verb(const std::string& path) {
@@ -300,6 +357,9 @@ void add_plan_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--gpu-memory", arguments->gpu_memory_gib, "GiB of each; default: that of --gpu")
         ->check(CLI::PositiveNumber);
     verb->add_option("--gpus-per-node", arguments->gpus_per_node, "default: the configuration's, or 8 where that is 1")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--critic-ranks", arguments->critic_ranks,
+                     "PPO: the critic on so many ranks of its own (default: on the policy's)")
         ->check(CLI::PositiveNumber);
     verb->add_option("--gpu", arguments->gpu, "whose rates count: " + join(known_device_rates(), ", "));
     verb->add_option("--sharding", arguments->sharding,

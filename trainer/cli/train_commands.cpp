@@ -78,6 +78,19 @@ Layout layout_of_rank(const TrainArguments& arguments, const Config& config, Ren
   return layout;
 }
 
+// Whether the critic's data parallel ranks can share its batches: here its own are known. Where --layout sizes a
+// critic on ranks of its own, only these know it.
+void check_critics_batches(const TrainArguments& arguments, const Config& config, const TrainOptions& options) {
+  const RendezvousOptions& ranks = options.rendezvous;
+  if (!has_critic(config)) return;
+  const bool elsewhere = !ranks.of_critic && ranks.critic_ranks > 0;
+  if (elsewhere && !arguments.layout.empty()) return;
+  const int64_t dp =
+      ranks.of_critic ? options.layout.dp : critic_layout(config, elsewhere ? ranks.critic_ranks : ranks.world_size).dp;
+  const std::vector<std::string> problems = critic_problems(config, dp);
+  if (!problems.empty()) fail_user(join(problems, "\n"));
+}
+
 // Generation processes and a configuration that has no use for them, or the other way round.
 void check_engines(const Config& config, const TrainOptions& options) {
   if (options.rendezvous.of_critic) return;  // whom they do not meet
@@ -162,6 +175,7 @@ int train(const TrainArguments& arguments, const CommandContext& context) {
   }
   validate_supported(config);
   check_engines_can_come(config, options);
+  check_critics_batches(arguments, config, options);
   use_threads(local_world_from_environment());
   const TrainSummary summary = ranks.of_critic         ? run_critic(config, options)
                                : !has_rollouts(config) ? run_sft(config, options)

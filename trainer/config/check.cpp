@@ -18,8 +18,41 @@ using Problems = std::vector<config::Problem>;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-void check_batches(const Config& c, Problems& out) {
+// Whether so many data parallel ranks can share an optimizer step's samples.
+void check_dealt(const Config& c, int64_t dp, Problems& out) {
   const auto& p = c.policy;
+  const int64_t gbs = p.train_global_batch_size;
+  if (gbs % dp != 0) {
+    out.push_back({"policy.train_global_batch_size",
+                   number(gbs) + " cannot be divided by the " + number(dp) + " data parallel ranks"});
+  } else if (!p.sequence_packing.enabled && !p.dynamic_batching.enabled &&
+             gbs % saturating_product(dp, p.train_micro_batch_size) != 0) {
+    out.push_back({"policy.train_global_batch_size",
+                   number(gbs) + " cannot be divided by train_micro_batch_size " + number(p.train_micro_batch_size) +
+                       " x " + number(dp) + " data parallel ranks; turn sequence_packing on or change one of them"});
+  }
+}
+
+// Whether a rollout is whole optimizer steps.
+void check_optimizer_steps(const Config& c, Problems& out) {
+  if (!has_rollouts(c)) return;
+  const int64_t gbs = c.policy.train_global_batch_size;
+  const int64_t samples = saturating_product(c.grpo.num_prompts_per_step, c.grpo.num_generations_per_prompt);
+  const std::string product = number(samples) + " samples of a step (num_prompts_per_step " +
+                              number(c.grpo.num_prompts_per_step) + " x num_generations_per_prompt " +
+                              number(c.grpo.num_generations_per_prompt) + ")";
+  if (gbs > samples) {
+    out.push_back({"policy.train_global_batch_size", number(gbs) + " is more than the " + product});
+  } else if (samples % gbs != 0) {
+    out.push_back({"policy.train_global_batch_size", number(gbs) + " does not divide the " + product});
+  }
+  if (c.loss_fn.force_on_policy_ratio && gbs != samples) {
+    out.push_back({"loss_fn.force_on_policy_ratio",
+                   "needs one optimizer step per rollout: set policy.train_global_batch_size to the " + product});
+  }
+}
+
+void check_batches(const Config& c, Problems& out) {
   const bool sized = auto_sizes(c).empty();  // else nobody knows how many data parallel ranks there are
   const int64_t dp = sized ? data_parallel_size(c) : 1;
   const ParallelSizes sizes = parallel_sizes(c);
@@ -38,30 +71,8 @@ void check_batches(const Config& c, Problems& out) {
                        " ranks cannot be divided by expert x expert tensor x pipeline parallel size " +
                        number(expert)});
   }
-  const int64_t gbs = p.train_global_batch_size;
-  if (gbs % dp != 0) {
-    out.push_back({"policy.train_global_batch_size",
-                   number(gbs) + " cannot be divided by the " + number(dp) + " data parallel ranks"});
-  } else if (!p.sequence_packing.enabled && !p.dynamic_batching.enabled &&
-             gbs % saturating_product(dp, p.train_micro_batch_size) != 0) {
-    out.push_back({"policy.train_global_batch_size",
-                   number(gbs) + " cannot be divided by train_micro_batch_size " + number(p.train_micro_batch_size) +
-                       " x " + number(dp) + " data parallel ranks; turn sequence_packing on or change one of them"});
-  }
-  if (!has_rollouts(c)) return;
-  const int64_t samples = saturating_product(c.grpo.num_prompts_per_step, c.grpo.num_generations_per_prompt);
-  const std::string product = number(samples) + " samples of a step (num_prompts_per_step " +
-                              number(c.grpo.num_prompts_per_step) + " x num_generations_per_prompt " +
-                              number(c.grpo.num_generations_per_prompt) + ")";
-  if (gbs > samples) {
-    out.push_back({"policy.train_global_batch_size", number(gbs) + " is more than the " + product});
-  } else if (samples % gbs != 0) {
-    out.push_back({"policy.train_global_batch_size", number(gbs) + " does not divide the " + product});
-  }
-  if (c.loss_fn.force_on_policy_ratio && gbs != samples) {
-    out.push_back({"loss_fn.force_on_policy_ratio",
-                   "needs one optimizer step per rollout: set policy.train_global_batch_size to the " + product});
-  }
+  check_dealt(c, dp, out);
+  check_optimizer_steps(c, out);
 }
 
 void check_lengths(const Config& c, Problems& out) {
@@ -509,7 +520,15 @@ void check_ppo(const Config& c, Problems& out) {
                    "is for a critic, which ppo.adv_estimator.name raw_reward does without: leave it out"});
 }
 
-// What the rules of policy.* say of value.*, told of its keys.
+// Of the rules of policy.*, what they say of value.*, by its keys.
+void tell_of_critic(const Problems& found, Problems& out) {
+  for (const config::Problem& problem : found) {
+    if (!starts_with(problem.key, "policy.") || starts_with(problem.key, "policy.generation.")) continue;
+    out.push_back({replace_all(problem.key, "policy.", "value."), replace_all(problem.message, "policy.", "value.")});
+  }
+}
+
+// What does not depend on how many ranks the critic has: critic_problems.
 void check_critic(const Config& c, Problems& out) {
   if (c.value.max_total_sequence_length < c.policy.max_total_sequence_length) {
     out.push_back({"value.max_total_sequence_length",
@@ -518,14 +537,11 @@ void check_critic(const Config& c, Problems& out) {
   }
   const Config critic = critic_config(c);
   Problems found;
-  check_batches(critic, found);
+  check_optimizer_steps(critic, found);
   check_recompute(critic, found);
   check_lengths(critic, found);
   check_optimizer(critic, found);
-  for (const config::Problem& problem : found) {
-    if (!starts_with(problem.key, "policy.") || starts_with(problem.key, "policy.generation.")) continue;
-    out.push_back({replace_all(problem.key, "policy.", "value."), replace_all(problem.message, "policy.", "value.")});
-  }
+  tell_of_critic(found, out);
 }
 
 void check_rest(const Config& c, Problems& out) {
@@ -596,6 +612,17 @@ std::vector<config::Problem> config::cross_check(const Config& config) {
 std::vector<std::string> find_problems(const Config& config) {
   std::vector<std::string> lines;
   for (const auto& [key, message] : config::cross_check(config)) lines.push_back(key + ": " + message);
+  return lines;
+}
+
+std::vector<std::string> critic_problems(const Config& config, int64_t data_parallel_ranks) {
+  if (!has_critic(config)) return {};
+  Problems found, told;
+  check_dealt(critic_config(config), data_parallel_ranks, found);
+  tell_of_critic(found, told);
+  std::vector<std::string> lines;
+  for (const auto& [key, message] : told)
+    lines.push_back(key + ": " + replace_all(message, "data parallel ranks", "data parallel ranks of the critic"));
   return lines;
 }
 

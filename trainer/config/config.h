@@ -424,6 +424,9 @@ Config load_config_text(const std::string& text, const std::vector<std::string>&
 void derive_defaults(Config& config);
 // Ranges and cross-field rules; one line a problem. load_config has done it.
 std::vector<std::string> find_problems(const Config& config);
+// What else is wrong where PPO's critic has so many data parallel ranks, on the actor's ranks or on its own, which only
+// who starts them knows: neither of the above has asked. One line a problem, by the keys of value.*.
+std::vector<std::string> critic_problems(const Config& config, int64_t data_parallel_ranks);
 // Throws Error(kUser) naming the key when the configuration asks for something this version cannot do.
 void validate_supported(const Config& config);
 

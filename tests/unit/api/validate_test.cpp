@@ -121,6 +121,20 @@ TEST(Validate, CriticPods) {
               HasSubstr("spec.roles.critic.parallelism.dp: dp 3 gives 3 ranks, not 2"));
   EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, processesPerPod: 4")),
               HasSubstr("spec.roles.critic.processesPerPod: is 4, but a pod has 8 GPUs"));
+  // Its batch is shared by its own ranks.
+  const std::string three = "replicas: 3", own = "{path: a, overrides: [value.train_global_batch_size=";
+  EXPECT_EQ(errors_of(with_critic(three, own + "12]}")), "");
+  EXPECT_EQ(
+      errors_of(with_critic(three, own + "16]}")),
+      "spec.config.overrides[0]: is 16, which the 3 data parallel ranks of spec.roles.critic cannot share evenly: "
+      "set value.train_global_batch_size to a multiple");
+  EXPECT_EQ(errors_of(with_critic("replicas: 3, processesPerPod: 2, parallelism: {tp: 2}", own + "12]}")), "");
+  const std::string policys = "policy: {model_name: m, train_global_batch_size: 16}";
+  EXPECT_THAT(errors_of(with_critic(three, "{inline: {" + policys + "}}")),
+              HasSubstr("spec.config.inline.policy.train_global_batch_size: is 16, which the 3 data parallel ranks"));
+  EXPECT_EQ(errors_of(with_critic(three, "{inline: {" + policys + ", value: {train_global_batch_size: 9}}}")), "");
+  EXPECT_EQ(errors_of(with_critic(three, "{path: a, overrides: [policy.train_global_batch_size=16]}")), "")
+      << "the file may say another";
   EXPECT_THAT(errors_of(with_critic("port: 80")), HasSubstr("spec.roles.critic.port: is for the reward role"));
   EXPECT_THAT(errors_of(with_critic("minReplicas: 1")),
               HasSubstr("spec.roles.critic.minReplicas: is for the generation role"));

@@ -681,6 +681,33 @@ TEST(Ppo, MistakesAreToldByItsOwnKeys) {
                                         "ppo.num_prompts_per_step=512", "loss_fn.use_kl_in_reward=true"}));
 }
 
+TEST(Ppo, TheCriticsBatchIsSharedByItsOwnRanksAndNotTheActors) {
+  const auto with = [](const std::string& batch) {
+    return std::vector<std::string>{"algorithm=ppo",
+                                    "cluster.gpus_per_node=8",
+                                    "ppo.num_prompts_per_step=24",
+                                    "ppo.num_generations_per_prompt=8",
+                                    "policy.train_global_batch_size=64",
+                                    "value.train_global_batch_size=" + batch};
+  };
+  ASSERT_EQ(load_error(with("12")), "") << "8 ranks of the actor cannot share it, and need not";
+  const Config config = load_config_text("", with("12"));
+  EXPECT_THAT(critic_problems(config, 3), testing::IsEmpty());
+  EXPECT_THAT(
+      critic_problems(config, 8),
+      testing::ElementsAre("value.train_global_batch_size: 12 cannot be divided by the 8 data parallel ranks of "
+                           "the critic"));
+  EXPECT_THAT(critic_problems(load_config_text("", with("64")), 3), testing::SizeIs(1));
+  std::vector<std::string> unpacked = with("12");
+  unpacked.insert(unpacked.end(), {"value.sequence_packing.enabled=false", "value.train_micro_batch_size=2"});
+  EXPECT_THAT(critic_problems(load_config_text("", unpacked), 3), testing::IsEmpty());
+  unpacked.back() = "value.train_micro_batch_size=3";
+  EXPECT_THAT(critic_problems(load_config_text("", unpacked), 3),
+              testing::ElementsAre(HasSubstr("12 cannot be divided by train_micro_batch_size 3 x 3 data parallel ranks "
+                                             "of the critic; turn sequence_packing on")));
+  EXPECT_THAT(critic_problems(load_config_text(""), 7), testing::IsEmpty()) << "GRPO has none";
+}
+
 TEST(Ppo, ActorAndCriticAreSplitEachByItsOwnSizes) {
   const auto refusal = [](std::vector<std::string> overrides) {
     overrides.insert(overrides.begin(), {"algorithm=ppo", "cluster.gpus_per_node=4", "cluster.device=cpu"});

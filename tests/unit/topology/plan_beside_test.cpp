@@ -93,6 +93,28 @@ TEST(PlanBeside, ACriticIsCountedByItsLayout) {
   EXPECT_EQ(wrong.memory.training.critic, 0);
 }
 
+// Nothing of the policy is there, and nothing of it waits.
+TEST(PlanBeside, ACriticOnRanksOfItsOwnHasTheDeviceToItself) {
+  const PlanDevices devices = devices_of(80 * kGiB);
+  PlannedModel critic = value_model();
+  critic.work.generates = true;  // whatever it says
+  const LayoutPlan plan = plan_critic(critic, {.dp = 3}, devices);
+  EXPECT_TRUE(plan.fits());
+  EXPECT_EQ(plan.layout, Layout{.dp = 3});
+  EXPECT_EQ(plan.memory.training.weights, 2 * kValueModel);
+  EXPECT_EQ(plan.memory.training.critic, 0);
+  EXPECT_EQ(plan.memory.generation.cache, 0);
+  EXPECT_EQ(plan.memory.training.reference, 0);
+  const PlannedBeside beside{value_model(), std::nullopt};
+  const LayoutPlan shared = plan_layout(shape_of_eight_layers(), {.dp = 3}, small_work(), {}, devices, beside);
+  EXPECT_LT(plan.least_memory, shared.least_memory);
+  EXPECT_EQ(plan.time.values, shared.time.values);
+  EXPECT_EQ(plan.time.value_training, shared.time.value_training);
+  EXPECT_NEAR(plan.time.step(), plan.time.values + plan.time.value_training + plan.time.bubble + plan.time.exchanges(),
+              1e-12);
+  EXPECT_FALSE(plan_critic(value_model(400), {}, devices_of(kGiB)).fits());
+}
+
 // One model whose only difference is the head: 999 columns of logits less.
 TEST(PlanBeside, TimeIsThatOfTheSamePassesWithoutAVocabulary) {
   const PlanDevices devices = devices_of(80 * kGiB);
