@@ -255,7 +255,8 @@ bool is_reserved_env(const std::string& name) {
          std::find(names.begin(), names.end(), name) != names.end();
 }
 
-Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts) {
+Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts,
+                       const std::vector<std::string>& critic_hosts) {
   const RoleSpec& actor = actor_of(job.spec);
   const Layout layout = layout_of(actor);
   const int64_t processes = processes_per_pod(actor);
@@ -271,10 +272,13 @@ Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std:
                      {"pp", layout.pp},
                      {"etp", layout.etp}}}};
   Json nodes = Json::array();
-  for (size_t i = 0; i < hosts.size(); ++i) {
-    const int64_t first = static_cast<int64_t>(i) * processes;
-    nodes.push_back({{"index", i}, {"role", "actor"}, {"host", hosts[i]}, {"ranks", {first, first + processes - 1}}});
-  }
+  const auto add_nodes = [&](const char* role, const std::vector<std::string>& of, int64_t first, int64_t each) {
+    for (size_t i = 0; i < of.size(); ++i, first += each)
+      nodes.push_back({{"index", i}, {"role", role}, {"host", of[i]}, {"ranks", {first, first + each - 1}}});
+  };
+  add_nodes("actor", hosts, 0, processes);
+  if (job.spec.roles.critic)
+    add_nodes("critic", critic_hosts, world_size(actor), processes_per_pod(*job.spec.roles.critic));
   document["nodes"] = std::move(nodes);
   Json roles = Json::array();
   for (const RoleRef& role : roles_of(job.spec)) {
@@ -311,6 +315,7 @@ void check_topology_document(const Json& document, const std::string& file, cons
     if (place.node_rank >= 0) {
       bool found = false;
       for (const Json& node : document.at("nodes")) {
+        if (node.value("role", "actor") != "actor") continue;
         const int64_t first = node.at("ranks").at(0), last = node.at("ranks").at(1);
         if (place.rank < first || place.rank > last) continue;
         found = true;

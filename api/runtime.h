@@ -110,11 +110,13 @@ std::map<std::string, std::string> init_environment(std::map<std::string, std::s
 bool is_reserved_env(const std::string& name);
 
 // topology.json:
-// {"job","attempt","layout":{...},"nodes":[{"index","host","ranks":[first,last]}],"groups":{"tp":[[...]],...},
-// "roles":[{"name","replicas","processesPerPod"}]}. All but roles are the actor's. Groups are left out above 4096 ranks
-// (they follow from the layout). hosts: one per actor pod. Of generation, replicas is the number that the attempt began
-// with.
-Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts);
+// {"job","attempt","layout":{...},"nodes":[{"index","role","host","ranks":[first,last]}],"groups":{"tp":[[...]],...},
+// "roles":[{"name","replicas","processesPerPod"}]}. Nodes are the pods of actor and critic, with ranks of the job: the
+// critic's stand behind the actor's. Of the rest all but roles are the actor's. Groups are left out above 4096 ranks
+// (they follow from the layout). hosts, critic_hosts: one per pod of the role. Of generation, replicas is the number
+// that the attempt began with.
+Json topology_document(const RLJob& job, int64_t attempt, const std::vector<std::string>& hosts,
+                       const std::vector<std::string>& critic_hosts = {});
 
 // What a process of a pod (PodPlace) was started with: RANK, WORLD_SIZE, TRIREME_ATTEMPT, NODE_RANK and --layout.
 struct RankPlace {
@@ -124,8 +126,8 @@ struct RankPlace {
   int64_t node_rank = -1;  // of its pod; -1: not known
   Layout layout;
 };
-// Compares a topology document, read from `file`, with what the rank that read it has been given otherwise: attempt,
-// world, layout, the pod it lies in, its groups. Throws Error(kUser) naming the file and the first difference.
+// Compares a topology document, read from `file`, with what the actor's rank that read it has been given otherwise:
+// attempt, world, layout, the pod it lies in, its groups. Throws Error(kUser) naming the file and the first difference.
 void check_topology_document(const Json& document, const std::string& file, const RankPlace& place);
 
 // ---- pod templates -----------------------------------------------------------------------------------------------

@@ -319,11 +319,15 @@ Json headless_service(const AttemptContext& c) {
 
 Json attempt_config_map(const AttemptContext& c) {
   const RLJob& job = c.job;
-  std::vector<std::string> hosts;
-  for (int64_t i = 0; i < actor_of(job.spec).replicas; ++i) {
-    hosts.push_back(pod_address(job.metadata.name, "actor", i, c.attempt));
-  }
-  Json data = {{kTopologyKey, topology_document(job, c.attempt, hosts).dump()}};
+  const auto hosts = [&](const std::string& role, int64_t pods) {
+    std::vector<std::string> names;
+    for (int64_t i = 0; i < pods; ++i) names.push_back(pod_address(job.metadata.name, role, i, c.attempt));
+    return names;
+  };
+  const int64_t critics = job.spec.roles.critic ? job.spec.roles.critic->replicas : 0;
+  const Json topology =
+      topology_document(job, c.attempt, hosts("actor", actor_of(job.spec).replicas), hosts("critic", critics));
+  Json data = {{kTopologyKey, topology.dump()}};
   // JSON is YAML.
   if (!job.spec.config.inline_config.is_null()) data[kConfigKey] = job.spec.config.inline_config.dump(2);
   if (const std::string ca = status_ca(c.options); !ca.empty()) data[kStatusCaKey] = ca;

@@ -209,6 +209,8 @@ def valued(records):
     topology = [json.loads(o["data"]["topology.json"])
                 for _, kind, o in records.configmaps.of("valued-topology-a1") if kind == "ADDED"]
     need({"name": "critic", "replicas": 1, "processesPerPod": 1} in topology[0]["roles"], f"topology {topology}")
+    need({"index": 0, "role": "critic", "host": "valued-critic-0.valued-a1", "ranks": [1, 1]} in topology[0]["nodes"],
+         f"topology {topology}")
     log = [json.loads(line) for line in (volume_folder(name) / "logs/train.jsonl").read_text().splitlines()]
     log = [r for r in log if "critic/loss" in r]
     differing = sum(r.get("train/logprob_mismatch_tokens", 0) for r in log)

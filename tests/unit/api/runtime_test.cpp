@@ -272,6 +272,11 @@ TEST(TopologyDocument, RanksOfEveryPodAndGroups) {
       parse_rljob(job_yaml("  roles: {actor: {}, critic: {replicas: 2, processesPerPod: 4}, "
                            "generation: {replicas: 3, gpusPerPod: 1}, reward: {replicas: 2, port: 80}}\n"),
                   "f");
+  EXPECT_EQ(topology_document(roles, 2, {"h0"}, {"c0", "c1"})["nodes"].dump(),
+            R"([{"host":"h0","index":0,"ranks":[0,0],"role":"actor"},)"
+            R"({"host":"c0","index":0,"ranks":[1,4],"role":"critic"},)"
+            R"({"host":"c1","index":1,"ranks":[5,8],"role":"critic"}])")
+      << "behind the actor's";
   EXPECT_EQ(topology_document(roles, 2, {"h0"})["roles"].dump(),
             R"([{"name":"actor","processesPerPod":1,"replicas":1},)"
             R"({"name":"critic","processesPerPod":4,"replicas":2},)"
@@ -391,6 +396,9 @@ TEST(Topology, ARankComparesTheDocumentWithWhatItWasGiven) {
   mine.node_rank = 4;
   EXPECT_THAT(error(document, mine), testing::HasSubstr("rank 13 lies in pod 1"));
   Json changed = document;
+  changed["nodes"].push_back({{"index", 0}, {"role", "critic"}, {"host", "c0"}, {"ranks", {13, 13}}});
+  EXPECT_EQ(error(changed, place), "") << "pods of other roles are none of its";
+  changed = document;
   changed["groups"]["tp"][0][0] = 1;
   EXPECT_THAT(error(changed, place), testing::HasSubstr("other tp groups"));
   changed = document;

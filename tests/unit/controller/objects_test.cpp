@@ -360,6 +360,10 @@ TEST(Pod, OfTheCriticIsARankThatReportsNothing) {
                       "  roles:\n    actor: {replicas: 2, gpusPerPod: 8}\n    critic: {replicas: 2, gpusPerPod: 4}\n");
   const Json p = pod(m.context(), "critic", 1);
   const Json& main = p["spec"]["containers"][0];
+  const Json map = attempt_config_map(m.context());
+  const Json nodes = Json::parse(map["data"]["topology.json"].get<std::string>())["nodes"];
+  ASSERT_EQ(nodes.size(), 4u);
+  EXPECT_EQ(nodes[3].dump(), R"({"host":"quick-critic-1.quick-a2","index":1,"ranks":[20,23],"role":"critic"})");
   EXPECT_EQ(p["metadata"]["name"], "quick-critic-1-a2");
   EXPECT_EQ(p["spec"]["hostname"], "quick-critic-1");
   EXPECT_EQ(p["spec"]["subdomain"], "quick-a2");
