@@ -107,6 +107,13 @@ kills 0 "rank 0" 4 "value training"
 kills 0 "rank 0" 4 training
 kills 0 "rank 0" 3 checkpoint
 
+# Weights of the critic's that are no numbers, behind the values of a step and before its training.
+TRIREME_FAULT=nan@3:1 own spoilt 1 1 >"$dir/out" 2>&1; code=$?
+which="the critic's value before token [0-9]* of the response of sample [0-9]*"
+[ $code = 21 ] && grep -q "critic rank 0 on .* in phase value training: $which.* is not finite" "$dir/out" &&
+  ok "a value that is not finite: code 21, rank, sample and token are named" ||
+  bad "a value that is not finite: code $code" "$(cat "$dir/out")"
+
 # SIGTERM: both save and stop.
 "$TRIREME" launch --critic-ranks 1 -- $(ppo_args stopped) >"$dir/out" 2>&1 & pid=$!
 await 240 test -e "$dir/stopped/step_1" || bad "the run that is to be stopped saves its first step" "$(cat "$dir/out")"
@@ -141,6 +148,12 @@ uneven="value.train_global_batch_size: 16 cannot be divided by the 3 data parall
 refuses "$uneven" own uneven 1 3
 refuses "$uneven" plan
 refuses "critic-ranks is for a critic" "$TRIREME" plan $(run_args plan | cut -d ' ' -f 2-) --critic-ranks 2
+# A model of so many tokens as no padding explains, as far as anybody looks before weights load.
+wide() { cp -r "$1" "$2" && sed -i 's/"vocab_size": *[0-9]*/"vocab_size": 9999/' "$2/config.json"; }
+of_wide="has a vocabulary of 9999, the policy one of [0-9]* and its tokenizer [0-9]* tokens;"
+wide "$dir/model" "$dir/wide"
+refuses "value.model_name: the model of .*/wide $of_wide the critic must read the policy's tokens" \
+  own of-wide 1 1 value.model_name="$dir/wide"
 rm -r "$dir/whole/value"
 refuses "step_6 has no value" own whole 1 1
 refuses "algorithm is grpo, which has no critic: 1 critic ranks" \

@@ -81,6 +81,34 @@ check "a warm start" \
 out=$("$TRIREME" $(ppo_args cold ppo.max_num_steps=1 $warm="$dir/raw/step_2") 2>&1); code=$?
 [ $code = 10 ] && grep -q "holds no critic" <<<"$out" && ok "a folder without values is refused" ||
   bad "a warm start without values: code $code" "$out"
+cp -r "$dir/whole/step_6" "$dir/spoilt"
+python3 - "$dir/spoilt/value/weights/model.safetensors" <<'PY'
+import json, struct, sys
+data = bytearray(open(sys.argv[1], "rb").read())
+size = struct.unpack("<Q", data[:8])[0]
+entry = json.loads(data[8:8 + size])["score.weight"]
+begin, end = (8 + size + offset for offset in entry["data_offsets"])
+nan = {"F32": b"\0\0\xc0\x7f", "BF16": b"\xc0\x7f"}[entry["dtype"]]
+data[begin:end] = nan * ((end - begin) // len(nan))
+open(sys.argv[1], "wb").write(data)
+PY
+out=$("$TRIREME" $(ppo_args of-spoilt ppo.max_num_steps=1 $warm="$dir/spoilt") 2>&1); code=$?
+which="before token [0-9]* of the response of sample [0-9]* (group [0-9]*, response [0-9]*)"
+[ $code = 21 ] && grep -q "the critic's value $which is not finite" <<<"$out" &&
+  ok "a value that is not finite: code 21, sample and token are named" ||
+  bad "a value that is not finite: code $code" "$out"
+# A model of so many tokens as no padding explains, as far as anybody looks before weights load.
+wide() { cp -r "$1" "$2" && sed -i 's/"vocab_size": *[0-9]*/"vocab_size": 9999/' "$2/config.json"; }
+of_wide="has a vocabulary of 9999, the policy one of [0-9]* and its tokenizer [0-9]* tokens;"
+wide "$dir/model" "$dir/wide" && wide "$dir/whole/step_6/value/weights" "$dir/wide-scores"
+out=$("$TRIREME" $(ppo_args of-wide value.model_name="$dir/wide") 2>&1); code=$?
+[ $code = 10 ] && grep -q "value.model_name: the model of .*/wide $of_wide the critic must read" <<<"$out" &&
+  ok "a critic of another vocabulary is refused" || bad "a critic of another vocabulary: code $code" "$out"
+scores="env.reward_model.enabled=true env.reward_model.model_name=$dir/wide-scores"
+out=$("$TRIREME" $(ppo_args of-wide $scores) 2>&1); code=$?
+sentence="env.reward_model.model_name: the model of .*/wide-scores $of_wide the reward model must read"
+[ $code = 10 ] && grep -q "$sentence" <<<"$out" && ok "and so is a reward model" ||
+  bad "a reward model of another vocabulary: code $code" "$out"
 check "with generation elsewhere" "$TRIREME" launch --engines 2 -- $(ppo_args apart \
   policy.generation.colocated.enabled=false)
 [ "$(both apart 6)" = "$expected" ] && ok "the same actor and critic" || bad "the same actor and critic"
