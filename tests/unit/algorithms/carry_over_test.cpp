@@ -6,10 +6,13 @@
 
 #include <c10/core/GradMode.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <optional>
+#include <thread>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "tests/unit/algorithms/samples.h"
 #include "tests/unit/model/tiny.h"
@@ -57,14 +60,7 @@ SamplingOptions sampling_options() {
   return sampling;
 }
 
-Seen run(ParallelContext& context, const Case& setup) {
-  ModelOptions frozen;
-  frozen.trainable = false;
-  const auto model = std::make_unique<Model>(config(), frozen);
-  init_parameters(*model, 1);
-  Seen seen;
-  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
-  PhaseTimer timer;
+CarryOverOptions options_of(const Case& setup) {
   CarryOverOptions options;
   options.ledger = {.groups_per_step = setup.groups, .samples_per_group = setup.samples, .max_age = setup.age};
   options.ledger.last_step = setup.steps;
@@ -73,11 +69,23 @@ Seen run(ParallelContext& context, const Case& setup) {
   options.keep_cache = setup.keep_cache;
   options.drawn_rewards = 3;
   options.timeout_s = 100;
-  options.prompt = [&](int64_t group, bool) {
+  options.prompt = [samples = setup.samples](int64_t group, bool) {
     CarriedPrompt prompt{prompt_of(group), {}};
-    for (int64_t i = 0; i < setup.samples; ++i) prompt.forced_lengths.push_back(length_of(group, i));
+    for (int64_t i = 0; i < samples; ++i) prompt.forced_lengths.push_back(length_of(group, i));
     return prompt;
   };
+  return options;
+}
+
+Seen run(ParallelContext& context, const Case& setup) {
+  ModelOptions frozen;
+  frozen.trainable = false;
+  const auto model = std::make_unique<Model>(config(), frozen);
+  init_parameters(*model, 1);
+  Seen seen;
+  Engine engine(*model, nullptr, {.cache_rows = 4000, .max_sequences = setup.places}, sampling_options());
+  PhaseTimer timer;
+  CarryOverOptions options = options_of(setup);
   auto carry = std::make_unique<CarryOver>(engine, nullptr, nullptr, context, timer, options);
   carry->on_samples = [&](std::vector<Sample>& samples) {
     for (const Sample& sample : samples) {
@@ -282,6 +290,37 @@ TEST(CarryOver, TellsEverySampleOfAStepOnceWheneverItWasGenerated) {
       }
     }
   }
+}
+
+TEST(CarryOver, WhoWaitsForAnotherRankTooLongNamesItWithTheCodeOfADeadline) {
+  std::atomic<bool> gave_up{false};
+  test::on_layout({.dp = 2}, [&](ParallelContext& context) {
+    if (context.rank() == 1) {  // has its part of the step, and does nothing
+      const Deadline limit = Deadline::after(Milliseconds(200000));
+      while (!gave_up && !limit.passed()) std::this_thread::sleep_for(Milliseconds(5));
+      return;
+    }
+    ModelOptions frozen;
+    frozen.trainable = false;
+    Model model(config(), frozen);
+    init_parameters(model, 1);
+    Engine engine(model, nullptr, {.cache_rows = 4000, .max_sequences = 8}, sampling_options());
+    PhaseTimer timer;
+    CarryOverOptions options = options_of({});
+    options.timeout_s = 0.2;
+    CarryOver carry(engine, nullptr, nullptr, context, timer, options);
+    RankShares shares;
+    try {
+      (void)carry.collect(shares);
+      ADD_FAILURE() << "a step without the other rank's samples";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
+      const std::string what = error.what();
+      EXPECT_EQ(what.find("rank 0: after cluster.collective_timeout_s step 1 still waits for "), 0u) << what;
+      EXPECT_NE(what.find("rank 1 has "), std::string::npos) << what;
+    }
+    gave_up = true;
+  });
 }
 
 TEST(CarryOver, KeptKeysAreMarked) {
