@@ -215,11 +215,12 @@ TEST_P(Batching, BitsDoNotDependOnHowSamplesAreBatched) {
   EXPECT_GT(stats.preemptions, 0);
 }
 
-// Generation in one part of the SMs, reference log-probs in the other: no bit changes, and the reference's are
-// those of a pass alone.
+// Generation in one part of the SMs, reference log-probs and a critic's values in the other: no bit changes, and theirs
+// are those of passes alone.
 TEST(Engine, APartitionedDeviceChangesNoBit) {
   const auto policy = gpu_model(config_of(ModelFamily::kQwen3)),
-             reference = gpu_model(config_of(ModelFamily::kQwen3), false, /*seed=*/2);
+             reference = gpu_model(config_of(ModelFamily::kQwen3), false, /*seed=*/2),
+             critic = gpu_model(config_of(ModelFamily::kQwen3).with_value_head(), false, /*seed=*/3);
   const auto wanted = requests(kPrompts, 8);
   const Groups whole = generate(*policy, {}, sampling_options(), wanted);
   const int64_t sms = at::cuda::getDeviceProperties(0)->multiProcessorCount;
@@ -228,8 +229,15 @@ TEST(Engine, APartitionedDeviceChangesNoBit) {
   EXPECT_GE(partition->foreground_sms, sms / 2);
   EXPECT_GE(partition->background_sms, sms / 4);
   const LogprobOptions options = sampling_options().logprob_options();
-  ReferenceStream stream(reference.get(), options, /*share_prompts=*/false, partition, 60, nullptr,
-                         /*micro_batch_tokens=*/512);
+  TokenScorer values;
+  values.model = critic.get();
+  values.numbers = [&](const at::Tensor& hidden, const MicroBatch& batch, const std::vector<Sample>&) {
+    return response_values(*critic, hidden, batch);
+  };
+  values.keep = [](Sample& sample, std::vector<float> numbers) { sample.values = std::move(numbers); };
+  ReferenceStream stream({reference_scorer(*reference, options, /*share_prompts=*/false), values}, partition, 60,
+                         nullptr, /*micro_batch_tokens=*/512);
+  int64_t with_values = 0;
   EngineOptions settings{.cache_rows = 200'000, .max_total_length = 2048, .partition = partition};
   Engine engine(*policy, nullptr, settings, sampling_options());
   for (int round = 0; round < 3; ++round) {
@@ -264,15 +272,23 @@ TEST(Engine, APartitionedDeviceChangesNoBit) {
     const at::Tensor alone = response_logprobs(*reference, make_micro_batch(samples, members), options)
                                  .to(at::kCPU, at::kFloat)
                                  .contiguous();
+    const std::vector<std::vector<float>> values_alone = score_samples(values, samples);
     const float* value = alone.const_data_ptr<float>();
-    for (const Sample& sample : samples) {
+    for (size_t i = 0; i < samples.size(); ++i) {
+      const Sample& sample = samples[i];
+      const size_t bytes = sample.response.size() * sizeof(float);
       if (!sample.reference_logprobs.empty()) {
-        ASSERT_EQ(0, std::memcmp(value, sample.reference_logprobs.data(), sample.response.size() * sizeof(float)));
+        ASSERT_EQ(0, std::memcmp(value, sample.reference_logprobs.data(), bytes));
+      }
+      if (!sample.values.empty()) {
+        ++with_values;
+        ASSERT_EQ(0, std::memcmp(values_alone[i].data(), sample.values.data(), bytes));
       }
       value += sample.response.size();
     }
     engine.weights_changed(round + 1);
   }
+  EXPECT_GT(with_values, 0);
 }
 
 // Buffers are as large as the most samples ask for, graphs of a shared device too.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO with a critic on the actor's ranks: it learns, one rank and two agree, a killed run goes on bit for bit; actor and
-# critic that ranks split, each by its layout.
+# PPO with a critic on the actor's ranks: it learns, one rank and two agree, a killed run goes on bit for bit, values
+# come under generation or after it; actor and critic that ranks split, each by its layout.
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 make_fixture
 
@@ -66,6 +66,33 @@ print("largest difference", worst)
 sys.exit(0 if len(one) == len(two) == 3 and worst < 1e-5 else 1)
 PY
 ); then ok "1 and 2 ranks within 1e-5"; else bad "1 and 2 ranks" "$out"; fi
+
+# What finished responses are worth is computed while others are generated, or afterwards: the same bits on every rank.
+# share NAME KEY: its mean over the steps.
+share() {
+  python3 -c 'import json, sys
+rows = [x for x in map(json.loads, open(sys.argv[1])) if "critic/loss" in x]
+print(sum(x["performance/" + sys.argv[2]] for x in rows) / len(rows))' "$dir/$1-logs/train.jsonl" "$2"
+}
+some() {  # NAME KEY: of some samples, not of all
+  local part; part=$(share "$1" "$2")
+  awk "BEGIN{exit !($part > 0 && $part < 1)}" && ok "$1: $2 $part" || bad "$1: $2" "$part"
+}
+beside="policy.generation.background_sms=1 policy.generation.max_running_samples=4"
+check "values under generation" "$TRIREME" $(ppo_args beside $beside)
+some beside values_under_generation
+[ "$(share whole values_under_generation)" = 0.0 ] && ok "none of them without" || bad "values without a part for them"
+[ "$(both beside 6)" = "$expected" ] && [ "$(values beside)" = "$(values whole)" ] &&
+  ok "the same models, moments and log" || bad "values under generation" "$(diff <(values whole) <(values beside))"
+check "on two ranks, with a KL in the loss" "$TRIREME" launch --nproc-per-node 2 -- $(ppo_args two-beside $one_step \
+  $beside loss_fn.reference_policy_kl_penalty=0.05)
+check "the same afterwards" "$TRIREME" launch --nproc-per-node 2 -- $(ppo_args two-after $one_step \
+  policy.generation.background_sms=0 loss_fn.reference_policy_kl_penalty=0.05)
+some two-beside values_under_generation
+some two-beside references_under_generation
+[ "$(both two-beside 3)" = "$(both two-after 3)" ] && [ "$(values two-beside)" = "$(values two-after)" ] &&
+  ok "the same models, moments and log on two ranks" ||
+  bad "on two ranks" "$(diff <(values two-after) <(values two-beside))"
 
 # A KL in the rewards, raw rewards without a critic, a warm start.
 check "a KL in the rewards" "$TRIREME" $(ppo_args kl ppo.max_num_steps=2 ppo.policy_training_start_step=0 \
@@ -187,6 +214,12 @@ print(a, b)
 sys.exit(0 if len(a) == len(b) == 1 and abs(a[0] - b[0]) < 1e-5 else 1)
 PY
 ); then ok "it gives the same rewards"; else bad "other rewards beside a split policy" "$out"; fi
+check "scores under generation" split scored-beside 1 "1 1 1" "1 1 1" $scored ppo.max_num_steps=3 $beside
+check "scores after it" split scored-after 1 "1 1 1" "1 1 1" $scored ppo.max_num_steps=3
+some scored-beside scores_under_generation
+some scored-beside values_under_generation
+[ "$(both scored-beside 3)" = "$(both scored-after 3)" ] && [ "$(values scored-beside)" = "$(values scored-after)" ] &&
+  ok "the same models, moments and log" || bad "scores" "$(diff <(values scored-after) <(values scored-beside))"
 
 out=$(split odd 2 "2 1 1" "4 1 1" 2>&1); code=$?
 [ $code = 10 ] && grep -q "the critic's 2 ranks cannot be divided by the 4 of its tensor x pipeline x" <<<"$out" &&

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "trainer/algorithms/loss.h"
@@ -17,23 +19,20 @@
 namespace trireme {
 namespace {
 
-// `values` [T] of a micro-batch.
-void check_values(const at::Tensor& values, const MicroBatch& batch, const std::vector<Sample>* samples) {
+// `values` [T] of a micro-batch; `name`: of the sample at a place among the batch's.
+void check_values(const at::Tensor& values, const MicroBatch& batch,
+                  const std::function<std::string(size_t place)>& name) {
   const at::Tensor bad = at::logical_not(at::isfinite(values.detach()));
   if (!bad.any().item<bool>()) return;
   throw_on_bad_ids(values.device());
   const int64_t row = bad.nonzero()[0].item<int64_t>();
   const int64_t member = batch.sequence[row].item<int64_t>();
-  const int64_t sample = batch.members[static_cast<size_t>(member)];
   const int64_t token = row - (batch.sequence < member).sum().item<int64_t>();
-  std::string which = "sample " + std::to_string(sample);
-  if (samples != nullptr) {
-    const Sample& its = (*samples)[static_cast<size_t>(sample)];
-    which += " (group " + std::to_string(its.group) + ", response " + std::to_string(its.index) + ")";
-  }
-  fail_data("the critic's value before token " + std::to_string(token) + " of the response of " + which +
-            " is not finite");
+  fail_data("the critic's value before token " + std::to_string(token) + " of the response of sample " +
+            name(static_cast<size_t>(batch.members[static_cast<size_t>(member)])) + " is not finite");
 }
+
+std::string number_of(size_t sample) { return std::to_string(sample); }
 
 }  // namespace
 
@@ -61,10 +60,31 @@ void CriticTrainer::fill(std::vector<Sample>& samples, ParallelContext& context)
       samples, &Sample::values, critic_, logprob_micro_batches(config_), context,
       [&](const at::Tensor& hidden, const MicroBatch& batch) {
         const at::Tensor values = response_values(critic_, hidden, batch);
-        check_values(values, batch, &samples);
+        check_values(values, batch, [&](size_t place) {
+          const Sample& its = samples[place];
+          return number_of(place) + " (group " + std::to_string(its.group) + ", response " + std::to_string(its.index) +
+                 ")";
+        });
         return values;
       },
       on_progress);
+}
+
+TokenScorer CriticTrainer::scorer() const {
+  TRIREME_CHECK(is_whole(), "values need the other ranks' part of the weights");
+  TokenScorer scorer;
+  scorer.model = &critic_;
+  scorer.numbers = [&model = critic_](const at::Tensor& hidden, const MicroBatch& batch,
+                                      const std::vector<Sample>& samples) {
+    const at::Tensor values = response_values(model, hidden, batch);
+    check_values(values, batch, [&](size_t place) {  // which is nobody else's
+      return std::to_string(samples[place].index) + " of group " + std::to_string(samples[place].group);
+    });
+    return values;
+  };
+  scorer.keep = [](Sample& sample, std::vector<float> numbers) { sample.values = std::move(numbers); };
+  scorer.share_prompts = logprob_micro_batches(config_).share_prompts;
+  return scorer;
 }
 
 std::vector<CriticTrainer::OptimizerBatch> CriticTrainer::prepare_steps(const std::vector<Sample>& samples) {
@@ -105,7 +125,7 @@ MetricSums CriticTrainer::backward_passes(const OptimizerBatch& batch, double va
     const at::Device device = critic_.options().device;
     ValueLossInputs inputs;
     inputs.values = response_values(critic_, hidden, one.micro_batch);
-    check_values(inputs.values, one.micro_batch, nullptr);
+    check_values(inputs.values, one.micro_batch, number_of);
     inputs.old_values = one.old_values.to(device);
     inputs.returns = one.returns.to(device);
     inputs.mask = one.mask.to(device);

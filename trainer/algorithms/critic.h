@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "trainer/algorithms/metric_sums.h"
+#include "trainer/algorithms/token_passes.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/config/config.h"
 #include "trainer/optimizer/adamw.h"
@@ -24,10 +25,11 @@ class CriticTrainer final {
   // The same of this rank alone: no other takes part. Where values_alone(): not where ranks share the weights, or split
   // the model.
   void fill_own_values(std::vector<Sample>& samples);
-  bool values_alone() const {
-    const ModelOptions& options = critic_.options();
-    return context_.world_size() == 1 || !(options.sharding.weights || options.split || options.context != nullptr);
-  }
+  bool values_alone() const { return context_.world_size() == 1 || is_whole(); }
+  // Sample::values of finished samples from another thread, while this one neither trains nor computes values; with the
+  // bits of the above. Of a critic that is whole on this rank.
+  TokenScorer scorer() const;
+  bool is_whole() const { return trireme::is_whole(critic_); }
 
   // Collective: every rank passes the same samples, with values and returns. Trains this data parallel rank's share,
   // value.train_global_batch_size samples an optimizer step, in as many passes over all. Returns loss, grad_norm, lr,

@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "topology/exactness.h"
+#include "trainer/algorithms/beside_generation.h"
 #include "trainer/algorithms/carried_rollouts.h"
 #include "trainer/algorithms/critic.h"
 #include "trainer/algorithms/datasets.h"
@@ -44,7 +45,7 @@ class GrpoLoop final {
         split_(session_.context.holders().size() > 1 || session_.context.layout().cp > 1 || refit_ != nullptr ||
                session_.policy->options().sharding.weights),
         partition_(partition_for(config_, session_.policy->options().device,
-                                 !split_ && !overlaps() && (needs_reference(config_) || config_.grpo.early_gradients))),
+                                 !split_ && !overlaps() && works_beside_generation(session_))),
         engine_(refit_ ? refit_->model() : *session_.policy, session_.tokenizer.get(), options_of_engine(),
                 training_sampling(config_, *session_.tokenizer)),
         collector_(engine_, session_.tokenizer.get(), &rewards_, session_.context, session_.timer,
@@ -59,36 +60,18 @@ class GrpoLoop final {
     }
     forced_lengths_ = forced_lengths(config_, session_.context.is_main());
     row_exact_ = session_.linear_is_row_exact && generation_is_exact();
-    const bool shared_gradients = session_.policy->options().sharding.gradients;
-    early_gradients_ = config_.grpo.early_gradients && row_exact_ && !split_ && !shared_gradients;
-    if (split_ && session_.context.is_main() && (reference_ != nullptr || config_.grpo.early_gradients))
-      log_info("grpo",
-               "the model is split, or generation has its own layout: reference log-probs follow generation, "
-               "grpo.early_gradients is off");
-    if (config_.grpo.early_gradients && shared_gradients && !split_ && session_.context.is_main())
-      log_info("grpo", "every backward pass reduces gradients over the ranks: grpo.early_gradients is off");
+    early_gradients_ = early_gradients_beside(session_, split_, row_exact_);
+    make_critic();
     // Under carry-over the places of the last responses are filled, and elsewhere they are on other devices: nothing is
     // left to run beside them.
-    if (!split_ && !overlaps() && (reference_ != nullptr || early_gradients_)) {
-      reference_stream_ = make_reference_stream(config_, reference_.get(), session_.policy->options().device,
-                                                partition_, options.rendezvous.on_stuck);
-    }
-    if (config_.grpo.early_gradients && !split_ && !row_exact_ && session_.context.is_main())
-      log_warn("grpo", "grpo.early_gradients is off: it needs linear layers that keep row bits");
-    if (early_gradients_ && reference_stream_ == nullptr) {
-      fail_user(
-          session_.policy->options().device.is_cpu()
-              ? "grpo.early_gradients needs a thread of its own: set policy.generation.background_sms to "
-                "1, or grpo.early_gradients to false"
-              : "grpo.early_gradients needs a part of the GPU of its own, and this one cannot be divided (see the "
-                "warning above): set it to false");
-    }
+    if (!split_ && !overlaps())
+      reference_stream_ = stream_beside_generation(session_, reference_.get(), critic_trainer_, early_gradients_,
+                                                   partition_, options.rendezvous.on_stuck);
     if (!session_.linear_is_row_exact && session_.context.is_main()) {
       log_warn("grpo", "linear layers do not keep row bits on this machine: a previous-log-prob pass runs every step");
     }
     trainer_ = std::make_unique<PolicyTrainer>(config_, *session_.policy, reference_.get(), *session_.optimizer,
                                                session_.context, session_.timer, row_exact_);
-    make_critic();
     if (early_gradients_)
       reference_stream_->train = [this](const std::vector<Sample>& samples) { trainer_->train_early(samples); };
     if (session_.resumed) resume(session_.resumed->state);
@@ -525,7 +508,7 @@ class GrpoLoop final {
       session_.context.set_phase("values");
       if (critic_ != nullptr) {
         const Stopwatch watch;
-        if (source_ && critic_trainer_ != nullptr)
+        if (critic_trainer_ != nullptr)
           report.values["performance/values_under_generation"] = share_with_values(samples);
         critic_->fill_values(samples, report.step);
         report.values["timing/train/value_inference"] = watch.seconds();
@@ -625,6 +608,7 @@ class GrpoLoop final {
     describe_ages(samples, weights_version(), report.values);
     report.values["train/weight_version"] = static_cast<double>(weights_version());
     if (reference_ != nullptr) report.values["performance/references_under_generation"] = share_with_reference(samples);
+    if (session_.reward_model) report.values["performance/scores_under_generation"] = share_with_score(samples);
     {
       const PhaseTimer::Scope rewards = session_.timer.enter(Phase::kRewards);
       if (!ppo()) assign_advantages(samples, g.num_generations_per_prompt, config_);

@@ -26,8 +26,8 @@ SamplingOptions validation_sampling(const Config& config, const Tokenizer& token
 EngineOptions engine_options(const Config& config, std::shared_ptr<const DevicePartition> partition = nullptr);
 // policy.generation.background_sms, -1 resolved to its number on a GPU.
 int64_t background_sms(const Config& config);
-// The parts of `device` for generation and for reference log-probs beside its last responses; null where there are
-// none, or none are wanted.
+// The parts of `device` for generation and for what is computed beside its last responses; null where there are none,
+// or none are wanted.
 std::shared_ptr<const DevicePartition> partition_for(const Config& config, at::Device device, bool wanted);
 
 // Rewards but for a reward model's. Throws Error(kUser) for an environment that is named and not enabled, and for a

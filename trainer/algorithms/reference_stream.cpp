@@ -1,9 +1,6 @@
 #include "trainer/algorithms/reference_stream.h"
 
-#include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -43,17 +40,27 @@ std::vector<Sample> take_some(std::vector<Sample>& from, int64_t most_tokens, co
 
 }  // namespace
 
-ReferenceStream::ReferenceStream(const Model* model, const LogprobOptions& options, bool share_prompts,
-                                 std::shared_ptr<const DevicePartition> partition, double timeout_s,
-                                 std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens)
-    : model_(model),
-      options_(options),
-      share_prompts_(share_prompts),
-      partition_(std::move(partition)),
+TokenScorer reference_scorer(const Model& model, const LogprobOptions& options, bool share_prompts) {
+  TokenScorer scorer;
+  scorer.model = &model;
+  scorer.numbers = [&model, options](const at::Tensor& hidden, const MicroBatch& batch, const std::vector<Sample>&) {
+    return response_logprobs(model, hidden, batch, options);
+  };
+  scorer.keep = [](Sample& sample, std::vector<float> numbers) { sample.reference_logprobs = std::move(numbers); };
+  scorer.share_prompts = share_prompts;
+  return scorer;
+}
+
+ReferenceStream::ReferenceStream(std::vector<TokenScorer> scorers, std::shared_ptr<const DevicePartition> partition,
+                                 double timeout_s, std::function<void(const std::string&)> on_stuck,
+                                 int64_t micro_batch_tokens)
+    : partition_(std::move(partition)),
       timeout_s_(timeout_s),
       on_stuck_(std::move(on_stuck)),
-      micro_batch_tokens_(micro_batch_tokens),
-      thread_([this] { work(); }) {}
+      micro_batch_tokens_(micro_batch_tokens) {
+  for (TokenScorer& scorer : scorers) works_.push_back({std::move(scorer), {}, {}});
+  thread_ = std::thread([this] { work(); });
+}
 
 ReferenceStream::~ReferenceStream() {
   {
@@ -65,14 +72,14 @@ ReferenceStream::~ReferenceStream() {
 }
 
 void ReferenceStream::add(const FinishedSample& finished) {
-  if (model_ == nullptr || finished.generated.response.empty()) return;
+  if (finished.generated.response.empty()) return;
   Sample sample;
   sample.group = finished.span.group;
   sample.index = finished.index;
   sample.prompt = SharedTokens(finished.request.prompt);
   sample.response = finished.generated.response;
   const std::lock_guard<std::mutex> lock(mutex_);
-  waiting_.push_back(std::move(sample));
+  for (Work& of : works_) of.waiting.push_back(sample);
 }
 
 void ReferenceStream::add_group(std::vector<Sample> samples) {
@@ -89,7 +96,8 @@ void ReferenceStream::after_step(Engine& engine) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     may_compute_ = few && !out_of_memory_ && error_ == nullptr;
-    work = (may_compute_ && (!waiting_.empty() || !untrained_.empty())) || computing_;
+    const bool waiting = std::any_of(works_.begin(), works_.end(), [](const Work& of) { return !of.waiting.empty(); });
+    work = (may_compute_ && (waiting || !untrained_.empty())) || computing_;
   }
   if (work != shared_) engine.share_device(work);
   shared_ = work;
@@ -98,26 +106,29 @@ void ReferenceStream::after_step(Engine& engine) {
 
 int64_t ReferenceStream::computed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<int64_t>(references_.size());
+  if (works_.empty()) return 0;
+  const auto fewest = std::min_element(
+      works_.begin(), works_.end(), [](const Work& a, const Work& b) { return a.numbers.size() < b.numbers.size(); });
+  return static_cast<int64_t>(fewest->numbers.size());
 }
 
 int64_t ReferenceStream::finish(Engine& engine, std::vector<Sample>& samples) {
-  std::map<Place, std::vector<float>> references;
+  std::vector<std::map<Place, std::vector<float>>> numbers;
   std::set<Place> trained;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     may_compute_ = false;
-    waiting_.clear();
+    for (Work& of : works_) of.waiting.clear();
     untrained_.clear();
     if (!changed_.wait_for(lock, std::chrono::duration<double>(timeout_s_), [this] { return !computing_; })) {
       const std::string what =
-          "reference log-probs or gradients that were begun while responses were generated have not ended after " +
+          "log-probs, values or gradients that were begun while responses were generated have not ended after " +
           format_fixed(timeout_s_, 0) +
           " s (cluster.collective_timeout_s); policy.generation.background_sms=0 computes them afterwards";
       if (on_stuck_) on_stuck_(what);
       fail_internal(what);
     }
-    references = std::exchange(references_, {});
+    for (Work& of : works_) numbers.push_back(std::exchange(of.numbers, {}));
     trained = std::exchange(trained_, {});
     if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   }
@@ -127,53 +138,76 @@ int64_t ReferenceStream::finish(Engine& engine, std::vector<Sample>& samples) {
   for (Sample& sample : samples) {
     const Place place{sample.group, sample.index};
     sample.trained_early = trained.count(place) > 0;
-    const auto found = references.find(place);
-    if (found == references.end()) continue;
-    TRIREME_CHECK(found->second.size() == sample.response.size(), "reference log-probs of another response");
-    sample.reference_logprobs = std::move(found->second);
-    ++filled;
+    for (size_t w = 0; w < works_.size(); ++w) {
+      const auto found = numbers[w].find(place);
+      if (found == numbers[w].end()) continue;
+      const TokenScorer& scorer = works_[w].scorer;
+      TRIREME_CHECK(found->second.size() == sample.response.size() + (scorer.behind ? 1 : 0),
+                    "numbers of another response");
+      scorer.keep(sample, std::move(found->second));
+      ++filled;
+    }
   }
   return filled;
 }
 
-std::vector<Sample> ReferenceStream::take_batch() {
-  return take_some(waiting_, micro_batch_tokens_, [](const Sample&) { return true; });
+// Of the model that has most to do, so that none waits for all of another's.
+ReferenceStream::Batch ReferenceStream::take_batch() {
+  const auto most = std::max_element(works_.begin(), works_.end(),
+                                     [](const Work& a, const Work& b) { return a.waiting.size() < b.waiting.size(); });
+  // Passes for numbers first: gradients need them.
+  if (most == works_.end() || most->waiting.empty()) return {take_training_batch(), nullptr};
+  return {take_some(most->waiting, micro_batch_tokens_, [](const Sample&) { return true; }), &*most};
 }
 
 std::vector<Sample> ReferenceStream::take_training_batch() {
   std::vector<Sample> batch = take_some(untrained_, micro_batch_tokens_, [this](const Sample& sample) {
-    return model_ == nullptr || references_.count({sample.group, sample.index}) > 0;
+    return std::all_of(works_.begin(), works_.end(), [&](const Work& of) {
+      return of.numbers.count({sample.group, sample.index}) > 0;
+    });
   });
   for (Sample& sample : batch) {
-    if (model_ != nullptr) sample.reference_logprobs = references_.at({sample.group, sample.index});
+    for (const Work& of : works_) of.scorer.keep(sample, of.numbers.at({sample.group, sample.index}));
   }
   return batch;
-}
-
-std::vector<std::vector<float>> ReferenceStream::compute(const std::vector<Sample>& samples) const {
-  const c10::NoGradGuard no_grad;
-  const c10::DeviceGuard device(model_->options().device);
-  Members members;
-  for (size_t i = 0; i < samples.size(); ++i) members.push_back(static_cast<int64_t>(i));
-  const MicroBatch batch = make_micro_batch(samples, members, share_prompts_);
-  const at::Tensor all = response_logprobs(*model_, batch, options_).to(at::kCPU, at::kFloat).contiguous();
-  const float* value = all.const_data_ptr<float>();
-  std::vector<std::vector<float>> of_samples;
-  for (const Sample& sample : samples) {
-    of_samples.emplace_back(value, value + sample.response.size());
-    value += sample.response.size();
-  }
-  return of_samples;
 }
 
 void ReferenceStream::forget() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++rollout_;
   may_compute_ = false;
-  waiting_.clear();
+  for (Work& of : works_) {
+    of.waiting.clear();
+    of.numbers.clear();
+  }
   untrained_.clear();
-  references_.clear();
   trained_.clear();  // only where the run ends: nothing takes a gradient back
+}
+
+std::vector<std::vector<float>> ReferenceStream::compute(const Batch& batch, std::exception_ptr* error,
+                                                         bool* no_memory) const {
+  try {
+    std::optional<PartitionScope> part;
+    if (partition_ != nullptr) part.emplace(*partition_, PartitionScope::Part::kBackground);
+    if (batch.of != nullptr) return score_samples(batch.of->scorer, batch.samples);
+    train(batch.samples);
+  } catch (const c10::OutOfMemoryError&) {
+    *no_memory = batch.of != nullptr;
+    if (*no_memory) {
+      log_warn("train",
+               "no memory for passes over finished responses while others are generated: they follow generation from "
+               "now on; lower policy.generation.kv_cache_tokens or kv_cache_memory_fraction");
+      return {};
+    }
+    // Half a gradient may be in the sums: that cannot be taken back.
+    log_error("train",
+              "no memory for gradients while responses are generated: set grpo.early_gradients to false or lower "
+              "policy.generation.kv_cache_memory_fraction");
+    *error = std::current_exception();
+  } catch (...) {
+    *error = std::current_exception();
+  }
+  return {};
 }
 
 void ReferenceStream::work() {
@@ -181,57 +215,27 @@ void ReferenceStream::work() {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    std::vector<Sample> batch;
-    bool training = false;
-    // References first: gradients need them.
+    Batch batch;
     changed_.wait(lock, [&] {
       if (stop_) return true;
       if (!may_compute_) return false;
       batch = take_batch();
-      training = batch.empty();
-      if (training) batch = take_training_batch();
-      return !batch.empty();
+      return !batch.samples.empty();
     });
     if (stop_) return;
     computing_ = true;
     const int64_t rollout = rollout_;
     lock.unlock();
-    std::vector<std::vector<float>> logprobs;
     std::exception_ptr error;
     bool no_memory = false;
-    try {
-      std::optional<PartitionScope> part;
-      if (partition_ != nullptr) part.emplace(*partition_, PartitionScope::Part::kBackground);
-      if (training) {
-        train(batch);
-      } else {
-        logprobs = compute(batch);
-      }
-    } catch (const c10::OutOfMemoryError&) {
-      // Half a gradient may be in the sums: that cannot be taken back.
-      if (training) {
-        log_error("train",
-                  "no memory for gradients while responses are generated: set grpo.early_gradients to false or lower "
-                  "policy.generation.kv_cache_memory_fraction");
-        error = std::current_exception();
-      }
-      no_memory = !training;
-      if (no_memory) {
-        log_warn(
-            "train",
-            "no memory for reference log-probs while responses are generated: they are computed afterwards from now "
-            "on; lower policy.generation.kv_cache_tokens or kv_cache_memory_fraction");
-      }
-    } catch (...) {
-      error = std::current_exception();
-    }
+    std::vector<std::vector<float>> numbers = compute(batch, &error, &no_memory);
     lock.lock();
-    for (size_t i = 0; i < batch.size() && error == nullptr && !no_memory && rollout == rollout_; ++i) {
-      const Place place{batch[i].group, batch[i].index};
-      if (training) {
-        trained_.insert(place);
+    for (size_t i = 0; i < batch.samples.size() && error == nullptr && !no_memory && rollout == rollout_; ++i) {
+      const Place place{batch.samples[i].group, batch.samples[i].index};
+      if (batch.of != nullptr) {
+        batch.of->numbers[place] = std::move(numbers[i]);
       } else {
-        references_[place] = std::move(logprobs[i]);
+        trained_.insert(place);
       }
     }
     if (error != nullptr) error_ = error;

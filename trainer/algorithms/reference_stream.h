@@ -1,9 +1,10 @@
-// ReferenceStream: log-probs of finished responses under the reference model, and gradients of whole groups, while the
-// last responses are still generated.
+// ReferenceStream: what models say of finished responses (log-probs of a reference, values of a critic, scores of a
+// reward model), and gradients of whole groups, while the last responses are still generated.
 //
 // The last responses of a rollout leave a GPU's arithmetic idle: a decode step of few samples reads the weights and
-// does little else. Responses have all they need for their reference log-probs as soon as they end; the rows of a
-// forward do not depend on each other, so that the numbers are those of the pass after generation, bit for bit.
+// does little else. Responses have all that such a model reads as soon as they end; the rows of a forward do not depend
+// on each other, so that the numbers are those of the pass after generation, bit for bit. Nobody writes the models
+// meanwhile: a critic trains after its values were taken.
 //
 // One thread owns a stream and calls everything here; a thread of its own computes.
 #pragma once
@@ -21,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "trainer/algorithms/token_passes.h"
 #include "trainer/batch/micro_batch.h"
 #include "trainer/model/model.h"
 #include "trainer/ops/partition.h"
@@ -31,14 +33,16 @@ namespace trireme {
 
 inline constexpr int64_t kStreamTokens = 4096;
 
+// Sample::reference_logprobs.
+TokenScorer reference_scorer(const Model& model, const LogprobOptions& options, bool share_prompts);
+
 class ReferenceStream final {
  public:
-  // `model`, null where no reference log-probs are wanted, is only read and outlives the stream. `partition`: whose
-  // background computes; null: the thread shares the device as it is (CPU). `timeout_s` bounds the wait of finish();
-  // after it `on_stuck` is called with what has happened and must end the process: the thread cannot be ended.
-  // `micro_batch_tokens`: of a forward; small ones end soon when generation does.
-  ReferenceStream(const Model* model, const LogprobOptions& options, bool share_prompts,
-                  std::shared_ptr<const DevicePartition> partition, double timeout_s,
+  // The models of `scorers`, which may be none, outlive the stream; nobody writes them from add() to finish() or
+  // forget(). `partition`: whose background computes; null: the thread shares the device as it is (CPU). `timeout_s`
+  // bounds the wait of finish(); after it `on_stuck` is called with what has happened and must end the process: the
+  // thread cannot be ended. `micro_batch_tokens`: of a forward, of one model; small ones end soon when generation does.
+  ReferenceStream(std::vector<TokenScorer> scorers, std::shared_ptr<const DevicePartition> partition, double timeout_s,
                   std::function<void(const std::string&)> on_stuck, int64_t micro_batch_tokens = kStreamTokens);
   ~ReferenceStream();
   ReferenceStream(const ReferenceStream&) = delete;
@@ -49,7 +53,7 @@ class ReferenceStream final {
 
   // A finished sample, which is kept until there is room to compute.
   void add(const FinishedSample& sample);
-  // All samples of a group of the first optimizer step, ready to be trained but for their reference log-probs, which
+  // All samples of a group of the first optimizer step, ready to be trained but for what the scorers say of them, which
   // the stream has or will have of add().
   void add_group(std::vector<Sample> samples);
   // Called between the engine's steps: lets the thread compute, and the engine make room, while few samples are left
@@ -57,22 +61,31 @@ class ReferenceStream final {
   void after_step(Engine& engine);
   // What was added is forgotten, what is being computed too.
   void forget();
-  // Samples computed since the last finish().
+  // Samples of which every scorer has computed its numbers since the last finish(), at least.
   int64_t computed() const;
-  // Generation is over: what is not begun is forgotten, what is begun is waited for. Fills in
-  // Sample::reference_logprobs and trained_early of the samples it got to and returns how many references.
-  // Throws what the thread has met; a shortage of memory for references only ends the overlap, with a warning.
+  // Generation is over: what is not begun is forgotten, what is begun is waited for. Fills in what the scorers keep of
+  // the samples they got to, and trained_early; returns how many samples of how many scorers. Throws what the thread
+  // has met; a shortage of memory for passes only ends the overlap, with a warning.
   int64_t finish(Engine& engine, std::vector<Sample>& samples);
 
  private:
-  void work();
-  std::vector<Sample> take_batch();           // locked
-  std::vector<Sample> take_training_batch();  // locked; empty: none is ready
-  std::vector<std::vector<float>> compute(const std::vector<Sample>& batch) const;
+  using Place = std::pair<int64_t, int64_t>;  // group, index
+  struct Work {                               // of one scorer
+    TokenScorer scorer;
+    std::vector<Sample> waiting;
+    std::map<Place, std::vector<float>> numbers;
+  };
+  struct Batch {
+    std::vector<Sample> samples;
+    Work* of = nullptr;  // null: they are trained
+  };
 
-  const Model* const model_;
-  const LogprobOptions options_;
-  const bool share_prompts_;
+  void work();
+  Batch take_batch();                         // locked; no samples: nothing is ready
+  std::vector<Sample> take_training_batch();  // locked; empty: none is ready
+  // Empty where there was no memory for it, or with *error.
+  std::vector<std::vector<float>> compute(const Batch& batch, std::exception_ptr* error, bool* no_memory) const;
+
   const std::shared_ptr<const DevicePartition> partition_;
   const double timeout_s_;
   const std::function<void(const std::string&)> on_stuck_;
@@ -80,9 +93,7 @@ class ReferenceStream final {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Sample> waiting_;
-  using Place = std::pair<int64_t, int64_t>;  // group, index
-  std::map<Place, std::vector<float>> references_;
+  std::deque<Work> works_;  // one a scorer; its end never changes
   std::vector<Sample> untrained_;
   std::set<Place> trained_;
   std::exception_ptr error_;

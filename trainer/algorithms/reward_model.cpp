@@ -18,6 +18,7 @@ std::vector<float> reward_model_scores(const std::vector<Sample>& samples, const
     longer[i].prompt = samples[i].prompt;
     longer[i].response = samples[i].response;
     longer[i].response.push_back(0);
+    if (samples[i].score) longer[i].values.assign(longer[i].response.size(), *samples[i].score);  // the last counts
   }
   // Inputs are one token shorter than what is packed, so that the longest sample has room.
   if (size.rule != MicroBatchOptions::Rule::kFixed)
@@ -34,6 +35,18 @@ std::vector<float> reward_model_scores(const std::vector<Sample>& samples, const
               std::to_string(s.group) + " is not finite");
   }
   return scores;
+}
+
+TokenScorer reward_model_scorer(const Model& model, bool share_prompts) {
+  TokenScorer scorer;
+  scorer.model = &model;
+  scorer.numbers = [&model](const at::Tensor& hidden, const MicroBatch& batch, const std::vector<Sample>&) {
+    return response_values(model, hidden, batch);
+  };
+  scorer.keep = [](Sample& sample, const std::vector<float>& numbers) { sample.score = numbers.back(); };
+  scorer.behind = true;
+  scorer.share_prompts = share_prompts;
+  return scorer;
 }
 
 void add_scores(std::vector<Sample>& samples, const std::vector<float>& scores, double weight) {

@@ -161,6 +161,11 @@ double share_with_reference(const std::vector<Sample>& samples) {
   return share(static_cast<double>(count), static_cast<double>(samples.size()));
 }
 
+double share_with_score(const std::vector<Sample>& samples) {
+  const auto count = std::count_if(samples.begin(), samples.end(), [](const Sample& s) { return s.score.has_value(); });
+  return share(static_cast<double>(count), static_cast<double>(samples.size()));
+}
+
 double share_with_values(const std::vector<Sample>& samples) {
   const auto count = std::count_if(samples.begin(), samples.end(), [](const Sample& s) { return !s.values.empty(); });
   return share(static_cast<double>(count), static_cast<double>(samples.size()));

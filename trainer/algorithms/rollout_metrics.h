@@ -46,8 +46,9 @@ void describe_ages(const std::vector<Sample>& trained, int64_t version, std::map
 // The part of the samples whose gradients, or reference log-probs, came with them from generation.
 double share_trained_early(const std::vector<Sample>& samples);
 double share_with_reference(const std::vector<Sample>& samples);
-// Of the samples those that have values of the critic.
+// Of the samples those that have values of the critic, or came with a score of the reward model.
 double share_with_values(const std::vector<Sample>& samples);
+double share_with_score(const std::vector<Sample>& samples);
 
 // The first whole groups that have at most `max_samples` samples (always one group) as lines of the log of rollouts.
 std::vector<RolloutLine> rollout_lines(const std::vector<Sample>& samples, int64_t group_size, int64_t max_samples,

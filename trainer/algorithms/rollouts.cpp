@@ -60,14 +60,18 @@ static_assert(std::is_trivially_copyable_v<SampleSpan>);
 
 }  // namespace
 
-std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
+std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, std::vector<TokenScorer> scorers,
+                                                       at::Device device,
                                                        std::shared_ptr<const DevicePartition> partition,
                                                        std::function<void(const std::string&)> on_stuck) {
   const bool on_cpu = device.is_cpu() && config.policy.generation.background_sms > 0;
   if (partition == nullptr && !on_cpu) return nullptr;
-  return std::make_unique<ReferenceStream>(reference, reference_distribution(config),
-                                           config.policy.sequence_packing.share_prompts, std::move(partition),
+  return std::make_unique<ReferenceStream>(std::move(scorers), std::move(partition),
                                            config.cluster.collective_timeout_s, std::move(on_stuck));
+}
+
+TokenScorer reference_scorer(const Config& config, const Model& reference) {
+  return reference_scorer(reference, reference_distribution(config), config.policy.sequence_packing.share_prompts);
 }
 
 double drawn_reward(uint64_t seed, int64_t group, int64_t index, int64_t group_size) {

@@ -22,11 +22,14 @@
 
 namespace trireme {
 
-// Null where they are computed after generation: as the configuration says, or because a GPU cannot be divided.
-// `on_stuck`: see ReferenceStream.
-std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, const Model* reference, at::Device device,
+// Null where passes follow generation: as the configuration says, or because a GPU cannot be divided. `on_stuck`: see
+// ReferenceStream.
+std::unique_ptr<ReferenceStream> make_reference_stream(const Config& config, std::vector<TokenScorer> scorers,
+                                                       at::Device device,
                                                        std::shared_ptr<const DevicePartition> partition,
                                                        std::function<void(const std::string&)> on_stuck);
+// Of the run's reference model.
+TokenScorer reference_scorer(const Config& config, const Model& reference);
 
 struct RolloutRequest {
   const std::vector<PromptExample>* prompts = nullptr;  // the same on every rank

@@ -1,15 +1,47 @@
 #include "trainer/algorithms/token_passes.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/error.h"
 #include "trainer/algorithms/pipeline_step.h"
 
 namespace trireme {
+
+bool is_whole(const Model& model) {
+  const ModelOptions& options = model.options();
+  return !(options.sharding.weights || options.split || options.context != nullptr);
+}
+
+std::vector<std::vector<float>> score_samples(const TokenScorer& scorer, std::vector<Sample> samples) {
+  const c10::NoGradGuard no_grad;
+  const at::Device at_device = scorer.model->options().device;
+  const c10::DeviceGuard device(at_device);
+  // The state before a token is that behind the one ahead; the last token of a response is in no input.
+  for (Sample& sample : samples) {
+    if (scorer.behind) sample.response.push_back(0);
+  }
+  Members members(samples.size());
+  std::iota(members.begin(), members.end(), int64_t{0});
+  const MicroBatch batch = make_micro_batch(samples, members, scorer.share_prompts);
+  PackedBatch input = batch.input;
+  input.ids = input.ids.to(at_device);
+  input.positions = input.positions.to(at_device);
+  const at::Tensor all =
+      scorer.numbers(scorer.model->forward(input), batch, samples).to(at::kCPU, at::kFloat).contiguous();
+  const float* number = all.const_data_ptr<float>();
+  std::vector<std::vector<float>> of_samples;
+  for (const Sample& sample : samples) {
+    of_samples.emplace_back(number, number + sample.response.size());
+    number += sample.response.size();
+  }
+  return of_samples;
+}
 
 std::vector<Members> shares_of_tokens(const std::vector<Sample>& samples, std::vector<float> Sample::*numbers,
                                       int64_t ranks) {

@@ -7,6 +7,9 @@
 namespace trireme {
 namespace {
 
+// Of the byte of a sample that says what became of its rewards.
+constexpr uint8_t kDropped = 1, kScored = 2;
+
 class Packer final {
  public:
   template <typename T>
@@ -80,9 +83,10 @@ std::string pack_samples(const std::vector<Sample>& samples) {
     out.number(static_cast<uint8_t>(s.mixed_context));
     out.numbers(s.previous_logprobs);
     out.number(static_cast<uint8_t>(s.truncated));
-    out.number(static_cast<uint8_t>(s.dropped));
+    out.number(static_cast<uint8_t>((s.dropped ? kDropped : 0) | (s.score ? kScored : 0)));
     out.number(s.raw_reward);
     out.numbers(s.reward_parts);
+    if (s.score) out.number(*s.score);
     out.number(s.reward);
     out.number(s.loss_multiplier);
     out.number(static_cast<uint8_t>(s.trained_early));
@@ -112,9 +116,11 @@ std::vector<Sample> unpack_samples(std::string_view bytes, const std::vector<Sha
     s.mixed_context = in.number<uint8_t>() != 0;
     s.previous_logprobs = in.numbers<float>();
     s.truncated = in.number<uint8_t>() != 0;
-    s.dropped = in.number<uint8_t>() != 0;
+    const auto rewards = in.number<uint8_t>();
+    s.dropped = (rewards & kDropped) != 0;
     s.raw_reward = in.number<double>();
     s.reward_parts = in.numbers<double>();
+    if ((rewards & kScored) != 0) s.score = in.number<float>();
     s.reward = in.number<double>();
     s.loss_multiplier = in.number<double>();
     s.trained_early = in.number<uint8_t>() != 0;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -48,6 +49,7 @@ struct Sample {
   bool dropped = false;                    // its reward failed under the policy "drop"
   double raw_reward = 0;                   // as the rewards gave it: the weighted sum of the parts
   std::vector<double> reward_parts;        // of each reward, in the configuration's order, before weighting
+  std::optional<float> score;              // a reward model's, where it came beside generation
   double reward = 0;                       // of the whole response, after scaling and shaping
   double loss_multiplier = 1;              // 0: stays in the baseline, not in the loss
   bool trained_early = false;              // its gradient is in the sums of the first optimizer step already

@@ -78,13 +78,11 @@ class StepBench final {
     if (options.carry_over > 0 && context.holders().size() > 1)
       fail_user("--carry-over needs a model that is not split (--tp 1 --pp 1)");
     if (!split && beside)
-      engine_settings_.partition = partition_for(config_, target_.device, options.reference || options.early_gradients);
+      engine_settings_.partition =
+          partition_for(config_, target_.device, options.reference || options.early_gradients || options.critic);
     if (options.early_gradients && !row_exact_)
       fail_user("--early-gradients needs linear layers that keep row bits; see the log");
-    if (!split && beside && (options.reference || options.early_gradients)) {
-      reference_stream_ = make_reference_stream(config_, reference_.get(), target_.device, engine_settings_.partition,
-                                                options.on_stuck);
-    }
+    if (!split && beside) make_stream();
     if (options.early_gradients) {
       if (reference_stream_ == nullptr)
         fail_user(
@@ -140,6 +138,16 @@ class StepBench final {
     options.reduce_in_fp32 = model.options().gradient_dtype == at::kFloat;
     return std::make_unique<DistributedAdamW>(model, context_.data_parallel(), options,
                                               context_.expert_data_parallel(model.options().split));
+  }
+
+  // Of what there is to compute beside the last responses.
+  void make_stream() {
+    std::vector<TokenScorer> scorers;
+    if (reference_) scorers.push_back(reference_scorer(config_, *reference_));
+    if (critic_) scorers.push_back(critic_->scorer());
+    if (scorers.empty() && !options_.early_gradients) return;
+    reference_stream_ = make_reference_stream(config_, std::move(scorers), target_.device, engine_settings_.partition,
+                                              options_.on_stuck);
   }
 
   void make_carry_over() {
@@ -225,6 +233,7 @@ class StepBench final {
     {
       const auto scope = timer_.enter(Phase::kLogprobs);
       const Stopwatch watch;
+      times.critic["performance/values_under_generation"] = share_with_values(samples);
       critic_->fill_values(samples);
       synchronize(target_.device);
       times.critic["timing/train/value_inference"] = watch.seconds();
@@ -370,7 +379,7 @@ class StepBench final {
     table.add({"step (median of " + std::to_string(json.at("seconds_of_repeats").size()) + ")", format_fixed(middle, 3),
                format_fixed(middle, 3), format_fixed(number("floor_seconds"), 3)});
     table.print(out);
-    if (reference_stream_ != nullptr)
+    if (reference_stream_ != nullptr && reference_)
       out << "reference log-probs computed under generation: of " << early_references_ << " samples\n";
     if (carry_) {
       const auto age = [&](const char* name) { return format_fixed(typical.ages.at(name), 0); };
@@ -382,8 +391,9 @@ class StepBench final {
     if (options_.early_gradients) out << "gradients computed under generation: of " << early_gradients_ << " samples\n";
     if (critic_) {
       out << "of the critic: values " << format_fixed(typical.critic.at("timing/train/value_inference"), 3)
-          << " s (in logprobs), training " << format_fixed(typical.critic.at("timing/train/value_training"), 3)
-          << " s (in training)\n";
+          << " s (in logprobs; " << format_fixed(100 * typical.critic.at("performance/values_under_generation"), 0)
+          << " % of the samples had theirs from under generation), training "
+          << format_fixed(typical.critic.at("timing/train/value_training"), 3) << " s (in training)\n";
     }
     if (ranks > 1) {
       const auto [least, most] =

@@ -443,7 +443,7 @@ void check_http(const RewardOptions& http, Problems& out) {
   }
 }
 
-// Its scores come behind generation, when the responses of all ranks are there.
+// Not before generation has ended does every response have its score.
 void check_reward_model(const Config& c, Problems& out) {
   if (!uses_reward_model(c)) return;
   if (c.env.reward_model.model_name.empty()) {

@@ -245,7 +245,7 @@ struct GenerationConfig {
   int64_t pipeline_lanes = 0;             // (ours) of pipeline stages; 0: as many as stages
   int64_t tensor_parallel_size = 0;       // (ours) tensor ranks of generation; 0: as in training
   bool fold_pipeline = false;             // (ours) generation has no stages: each rank has its part of all layers
-  int64_t background_sms = -1;  // (ours) for reference log-probs beside the last responses; -1: see fields_model.cpp
+  int64_t background_sms = -1;            // (ours) for passes beside the last responses; -1: see fields_model.cpp
   // (ours) for measurements: a file or "synthetic:..." (trainer/rollout/lengths.h); empty: responses end by themselves
   std::string forced_lengths;
   ColocatedConfig colocated;

@@ -117,9 +117,10 @@ void add_generation(std::vector<Field>& table) {
   ("generate without the pipeline stages of training: each rank has its part of all layers, in a second copy of the "
    "weights, filled before each rollout (phase refit). No sample depends on it");
   OURS(policy.generation.background_sms)
-  ("SMs of a GPU, in eights and at most half, that compute reference log-probs of finished responses while "
-   "at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a GPU, 0 on a CPU, where any other "
-   "number means a thread of its own. No bit of a result changes (but see grpo.early_gradients)")
+  ("SMs of a GPU, in eights and at most half, that compute reference log-probs, critic's values and reward model's "
+   "scores of finished responses while at most 32 are left to be generated; 0: computed afterwards; -1: about 32 of a "
+   "GPU, 0 on a CPU, where any other number means a thread of its own. No bit of a result changes (but see "
+   "grpo.early_gradients)")
       .at_least(-1);
   OURS(policy.generation.forced_lengths)
   ("for measurements only: training responses have these lengths and prompts are cut or repeated to theirs, whatever "

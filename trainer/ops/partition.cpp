@@ -29,8 +29,8 @@ std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t 
   at->second = cuda::split_sms(device, background_sms, &problem);
   if (at->second == nullptr)
     log_warn("device", "the SMs cannot be divided (" + problem +
-                           "): reference log-probs are computed after generation; policy.generation."
-                           "background_sms=0 asks for that");
+                           "): reference log-probs and values are computed after generation; policy."
+                           "generation.background_sms=0 asks for that");
   return at->second;
 }
 

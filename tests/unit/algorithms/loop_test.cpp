@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -302,6 +303,38 @@ TEST(GrpoLoop, ARewardModelIsOneOfTheRewards) {
     EXPECT_NEAR(sum, line.at("timing/train/total_step_time").get<double>(), 1e-5);
   }
   EXPECT_NE(before, 0);
+}
+
+// Values, scores and log-probs of finished responses, computed while others are generated or afterwards.
+TEST(PpoLoop, WhatComesUnderGenerationChangesNothing) {
+  std::vector<std::vector<nlohmann::json>> logs;
+  for (const bool beside : {false, true}) {
+    const Place place;
+    place.grpo({"algorithm=ppo", "ppo.num_prompts_per_step=4", "ppo.num_generations_per_prompt=4",
+                "ppo.max_num_steps=3", "ppo.ppo_epochs=2", "ppo.val_period=0", "ppo.val_at_start=false",
+                "value.optimizer.kwargs.lr=0.001", "loss_fn.use_kl_in_reward=true",
+                "loss_fn.reference_policy_kl_penalty=0.1",
+                "env.reward_model.model_name=" + make_reward_model(place).string(), "env.reward_model.enabled=true",
+                "policy.generation.max_new_tokens=24", "policy.generation.max_running_samples=2",
+                std::string("policy.generation.background_sms=") + (beside ? "1" : "0")});
+    std::vector<nlohmann::json>& log = logs.emplace_back();
+    std::map<std::string, double> shares;
+    for (const nlohmann::json& line : place.log()) {
+      if (!line.contains("critic/loss")) continue;
+      for (const char* what : {"references", "values", "scores"})
+        shares[what] += line.at(std::string("performance/") + what + "_under_generation").get<double>() / 3;
+      nlohmann::json& kept = log.emplace_back(nlohmann::json::object());
+      for (const auto& [key, value] : line.items()) {
+        if (key != "time" && !key.starts_with("timing/") && !key.starts_with("performance/")) kept[key] = value;
+      }
+    }
+    ASSERT_EQ(log.size(), 3u);
+    for (const auto& [what, share] : shares) {
+      EXPECT_EQ(share > 0, beside) << what;
+      EXPECT_LT(share, 1) << what << ": the last response ends with generation";
+    }
+  }
+  EXPECT_EQ(logs.front(), logs.back());
 }
 
 TEST(GrpoLoop, ARewardModelAloneAndUnderCarryOver) {

@@ -1,4 +1,4 @@
-// Reference log-probs computed beside generation have the bits of the pass after it.
+// What a reference, a critic and a reward model say beside generation has the bits of the passes after it.
 #include "trainer/algorithms/reference_stream.h"
 
 #include <ATen/ATen.h>
@@ -7,11 +7,16 @@
 
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <thread>
 
 #include "base/error.h"
+#include "tests/unit/algorithms/recorded_rollout.h"
+#include "tests/unit/errors.h"
 #include "tests/unit/model/tiny.h"
+#include "trainer/algorithms/critic.h"
+#include "trainer/algorithms/reward_model.h"
 
 namespace trireme {
 namespace {
@@ -27,7 +32,8 @@ struct Rollout {
   int64_t filled = 0;
 };
 
-// 3 prompts of 14 responses, of 1 to 40 tokens. Waits in mid-generation until the stream has got to one of them.
+// 3 prompts of 14 responses, of 1 to 40 tokens. Waits in mid-generation until each of the stream's models has got to
+// one of them.
 Rollout generate(const Model& policy, ReferenceStream* stream) {
   SamplingOptions sampling;
   sampling.seed = 9;
@@ -78,7 +84,7 @@ class ReferenceStreams : public testing::TestWithParam<bool> {};
 TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
   const std::unique_ptr<Model> policy = model_of(1), reference = model_of(2);
   const LogprobOptions options = SamplingOptions().logprob_options();
-  ReferenceStream stream(reference.get(), options, GetParam(), nullptr, /*timeout_s=*/60, nullptr,
+  ReferenceStream stream({reference_scorer(*reference, options, GetParam())}, nullptr, /*timeout_s=*/60, nullptr,
                          /*micro_batch_tokens=*/64);
   for (int round = 0; round < 2; ++round) {
     const Rollout rollout = generate(*policy, &stream);
@@ -106,16 +112,100 @@ TEST_P(ReferenceStreams, HaveTheBitsOfThePassAfterGeneration) {
 }
 INSTANTIATE_TEST_SUITE_P(SharedPrompts, ReferenceStreams, testing::Bool());
 
-TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
+// A value model, which its trainer may change between rollouts.
+class WithCritic {
+ public:
+  explicit WithCritic(bool share_prompts) : config(settings(share_prompts)) {
+    ModelOptions frozen;
+    frozen.trainable = false;
+    reward_model = std::make_unique<Model>(shape(), frozen);
+    init_parameters(*reward_model, 5);
+  }
+  static ModelConfig shape() {
+    return test::tiny_config({.vocab = kVocabulary, .layers = 2, .initializer_range = 0.3}).with_value_head();
+  }
+  static Config settings(bool share_prompts) {
+    Config c = test::settings(/*dynamic=*/false);
+    c.policy.sequence_packing.share_prompts = share_prompts;
+    c.loss_fn.reference_policy_kl_penalty = 0;
+    c.policy.optimizer.kwargs.lr = 1e-2;
+    return c;
+  }
+
+  const Config config;
+  ParallelContext context;
+  Model critic{shape(), ModelOptions{}};
+  DistributedAdamW optimizer{(init_parameters(critic, 4), critic), context.data_parallel(), AdamWOptions{}};
+  CriticTrainer trainer{config, critic, optimizer, context};
+  std::unique_ptr<Model> reward_model;
+};
+
+bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Values and scores of what is in `samples`, on this rank alone, each in the pass after generation.
+void expect_those_afterwards(WithCritic& with, const std::vector<Sample>& samples) {
+  std::vector<Sample> afterwards = samples;
+  for (Sample& sample : afterwards) {
+    sample.values.clear();
+    sample.score.reset();
+  }
+  MicroBatchOptions size;
+  size.rule = MicroBatchOptions::Rule::kPacked;
+  size.tokens = 256;
+  size.share_prompts = with.config.policy.sequence_packing.share_prompts;
+  with.trainer.fill_values(afterwards);
+  const std::vector<float> scores = reward_model_scores(afterwards, *with.reward_model, size, with.context, {});
+  // Whoever computes the rest keeps what came beside generation.
+  std::vector<Sample> completed = samples;
+  with.trainer.fill_values(completed);
+  EXPECT_TRUE(same_bits(reward_model_scores(completed, *with.reward_model, size, with.context, {}), scores));
+  int64_t with_values = 0, with_scores = 0;
+  for (size_t i = 0; i < samples.size(); ++i) {
+    ASSERT_EQ(afterwards[i].values.size(), samples[i].response.size());
+    EXPECT_TRUE(same_bits(completed[i].values, afterwards[i].values)) << "sample " << i;
+    if (!samples[i].values.empty()) {
+      ++with_values;
+      EXPECT_TRUE(same_bits(samples[i].values, afterwards[i].values)) << "sample " << i;
+    }
+    if (samples[i].score) {
+      ++with_scores;
+      EXPECT_TRUE(same_bits({*samples[i].score}, {scores[i]})) << "sample " << i;
+    }
+  }
+  EXPECT_GT(with_values, 0);
+  EXPECT_GT(with_scores, 0);
+}
+
+TEST_P(ReferenceStreams, GiveValuesOfThePresentCriticAndScoresToo) {
   const std::unique_ptr<Model> policy = model_of(1), reference = model_of(2);
-  ReferenceStream stream(reference.get(), SamplingOptions().logprob_options(), false, nullptr, 60, nullptr);
-  const SampleSpan span{0, 0, 1};
-  GroupRequest request;
-  request.prompt = {1, 2};
-  GeneratedSample bad;
-  bad.response = {3, kVocabulary + 5, 4};  // no such row of the embedding
-  stream.add({span, 0, request, bad});
-  Engine engine(*policy, nullptr, {.cache_rows = 400, .max_sequences = 4}, SamplingOptions());
+  WithCritic with(GetParam());
+  ReferenceStream stream({reference_scorer(*reference, SamplingOptions().logprob_options(), GetParam()),
+                          with.trainer.scorer(), reward_model_scorer(*with.reward_model, GetParam())},
+                         nullptr, /*timeout_s=*/60, nullptr, /*micro_batch_tokens=*/64);
+  std::vector<float> before;
+  for (int round = 0; round < 2; ++round) {
+    Rollout rollout = generate(*policy, &stream);
+    ASSERT_EQ(rollout.samples.size(), 42u);
+    int64_t filled = 0;
+    for (const Sample& s : rollout.samples)
+      filled += (s.reference_logprobs.empty() ? 0 : 1) + (s.values.empty() ? 0 : 1) + (s.score ? 1 : 0);
+    EXPECT_EQ(filled, rollout.filled);
+    expect_those_afterwards(with, rollout.samples);
+    // The critic trains between two rollouts: the same samples get other values.
+    with.trainer.fill_values(rollout.samples);
+    EXPECT_FALSE(same_bits(rollout.samples.front().values, before)) << "round " << round;
+    before = rollout.samples.front().values;
+    for (Sample& s : rollout.samples) s.returns.assign(s.response.size(), 3);
+    rollout.samples.resize(24);
+    with.trainer.train(rollout.samples, 1);
+  }
+}
+
+// Steps until the stream has said what its thread has met; false where it has said nothing.
+bool comes_out(const Model& policy, ReferenceStream& stream, const std::function<void(const Error&)>& look) {
+  Engine engine(policy, nullptr, {.cache_rows = 400, .max_sequences = 4}, SamplingOptions());
   GroupRequest group;
   group.prompt = {1};
   group.forced_lengths = {30};
@@ -133,11 +223,41 @@ TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
       break;
     } catch (const Error& error) {
       thrown = true;
-      EXPECT_EQ(error.kind(), ErrorKind::kData) << error.what();
+      look(error);
     }
   }
-  EXPECT_TRUE(thrown);
   EXPECT_EQ(stream.finish(engine, none), 0);  // and once only
+  return thrown;
+}
+
+TEST(ReferenceStream, AnErrorOfItsThreadComesOutAtTheEnd) {
+  const std::unique_ptr<Model> policy = model_of(1), reference = model_of(2);
+  ReferenceStream stream({reference_scorer(*reference, SamplingOptions().logprob_options(), false)}, nullptr, 60,
+                         nullptr);
+  const SampleSpan span{0, 0, 1};
+  GroupRequest request;
+  request.prompt = {1, 2};
+  GeneratedSample bad;
+  bad.response = {3, kVocabulary + 5, 4};  // no such row of the embedding
+  stream.add({span, 0, request, bad});
+  EXPECT_TRUE(comes_out(*policy, stream,
+                        [](const Error& error) { EXPECT_EQ(error.kind(), ErrorKind::kData) << error.what(); }));
+}
+
+TEST(ReferenceStream, AValueThatIsNotFiniteIsNamed) {
+  const std::unique_ptr<Model> policy = model_of(1);
+  WithCritic with(false);
+  with.critic.find("score.weight")->tensor.detach()[0][0] = std::numeric_limits<float>::quiet_NaN();
+  ReferenceStream stream({with.trainer.scorer()}, nullptr, 60, nullptr);
+  GroupRequest request;
+  request.prompt = {1, 2};
+  GeneratedSample sample;
+  sample.response = {3, 5, 4};
+  stream.add({SampleSpan{7, 2, 1}, 2, request, sample});
+  EXPECT_TRUE(comes_out(*policy, stream, [](const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kData);
+    EXPECT_MENTIONS(error.what(), "value before token 0 of the response of sample 2 of group 7 is not finite");
+  }));
 }
 
 }  // namespace

@@ -88,6 +88,18 @@ TEST(RewardModel, ScoresTheLastTokenWithTheSameBitsInAnyBatch) {
   EXPECT_EQ(scores_of(2, dynamic), expected);
 }
 
+// As they come from beside generation: whoever has one keeps it, and an empty response is scored by its prompt.
+TEST(RewardModel, SamplesThatHaveAScoreKeepIt) {
+  std::vector<Sample> samples = scored_samples();
+  std::vector<float> expected = by_definition();
+  for (const size_t i : {0, 3}) samples[i].score = expected[i] = 7.5f + static_cast<float>(i);
+  ParallelContext context;
+  Model model(test::tiny().with_value_head(), frozen());
+  init_parameters(model, 9);
+  EXPECT_EQ(reward_model_scores(samples, model, packed(256, true), context, {}), expected);
+  for (size_t i = 0; i < samples.size(); ++i) EXPECT_EQ(samples[i].score.has_value(), i == 0 || i == 3);
+}
+
 // It is whole on every rank, of which each has a share.
 TEST(RewardModel, RanksThatSplitThePolicyScoreLikeAnyOthers) {
   const std::vector<float> expected = by_definition();

@@ -22,6 +22,8 @@ Sample sample(int64_t group, std::vector<int32_t> prompt, std::vector<int32_t> t
   s.reward_parts = {1.5, 0.25 * static_cast<double>(group)};
   s.truncated = group == 1;
   s.mixed_context = group == 2;
+  s.dropped = group != 1;
+  if (group > 0) s.score = static_cast<float>(group - 1);  // 0 is one too
   for (size_t i = 0; i < s.response.size(); ++i) append_version(s.weight_versions, static_cast<int64_t>(i / 2));
   return s;
 }
@@ -38,6 +40,8 @@ TEST(Samples, PackingRoundTripsAndRefusesCutBuffers) {
     EXPECT_EQ(back[i].generation_logprobs, samples[i].generation_logprobs);
     EXPECT_EQ(back[i].raw_reward, samples[i].raw_reward);
     EXPECT_EQ(back[i].reward_parts, samples[i].reward_parts);
+    EXPECT_EQ(back[i].score, samples[i].score);
+    EXPECT_EQ(back[i].dropped, samples[i].dropped);
     EXPECT_EQ(back[i].truncated, samples[i].truncated);
     EXPECT_EQ(back[i].weight_versions, samples[i].weight_versions);
     EXPECT_EQ(back[i].mixed_context, samples[i].mixed_context);

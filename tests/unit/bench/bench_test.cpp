@@ -376,6 +376,7 @@ TEST(StepBench, ACriticBesideTheActorIsMeasuredByPhase) {
   const nlohmann::json& critic = report.at("of_critic");
   const nlohmann::json& phases = report.at("phases");
   // Its seconds are within its phases, of which the reference and the actor have a part too.
+  EXPECT_EQ(critic.at("performance/values_under_generation"), 0) << "no part of a CPU is for them";
   EXPECT_GT(critic.at("timing/train/value_inference"), 0);
   EXPECT_LE(critic.at("timing/train/value_inference"), phases.at("logprobs"));
   EXPECT_GT(critic.at("timing/train/value_training"), 0);
