@@ -1,10 +1,11 @@
 """The operator and the trainer on a live cluster. checks.py [GROUP...]: started by run.sh.
 
-Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, boards; all of them without
-arguments. And roles, by name only."""
+Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, roles-short, boards; all of them
+without arguments. And roles and examples, by name only."""
 import sys
 
 from boards import boards
+from examples import examples
 from neighbours import neighbours, reports
 from roles import roles
 from world import *
@@ -684,7 +685,8 @@ def gang_or_nothing(records):
 
 def main():
     groups = sys.argv[1:] or [
-        "install", "quickstart", "faults", "layouts", "admission", "gangs", "neighbours", "reports", "boards"
+        "install", "quickstart", "faults", "layouts", "admission", "gangs", "neighbours", "reports", "roles-short",
+        "boards"
     ]
     if "install" in groups:
         if check("helm install: two replicas become ready", install):
@@ -762,8 +764,10 @@ def main():
         neighbours(records)
     if "reports" in groups:
         reports(records)
-    if "roles" in groups:
-        roles(records)
+    if "roles" in groups or "roles-short" in groups:
+        roles(records, short="roles" not in groups)
+    if "examples" in groups:
+        examples(records)
     if "boards" in groups:
         boards(records)
     return finish()

@@ -1,11 +1,13 @@
 """Group `roles` of checks.py: pods that generate and a pod that grades beside the one that trains. Each of them is lost
-and made again while the attempt goes on, and generation pods are told to be more and fewer. And PPO with a critic on a
-pod of its own, whose loss ends the attempt.
+and made again while the attempt goes on, also with its node, and generation pods are told to be more and fewer. The
+pod that trains is lost too, which ends the attempt. And PPO with a critic on a pod of its own, whose loss ends it as
+well.
 
-Not among the groups that run without arguments before the trainer has the verb `engine`."""
+Without arguments checks.py runs three of them, the group `roles-short`."""
 from world import *
 
-LONG = 60  # steps
+LONG = 60  # steps: more than pass while three pods are lost and made again
+ENDLESS = 5000  # of a job that is deleted
 VALUED = 40  # of PPO
 
 # An HTTP reward in what every Debian has: the parity of a response's length.
@@ -155,6 +157,72 @@ def each_lost(records):
     return "; ".join(told)
 
 
+def actor_killed(records):
+    """The attempt ends, and the other roles' pods are made again with it."""
+    name = "untrained"
+    submit(roles_job(name, 20), like="roles")
+    wait_step(name, 3)
+    kill(rank_process(f"{name}-actor-0-a1"))
+    status = records.wait_end(name)["status"]
+    got = (status["attempt"], status["restarts"], status.get("freeRestarts", 0))
+    need(got == (2, 1, 0), f"attempt, restarts, free restarts: {got}; {status.get('lastFailure')}")
+    failure = status["lastFailure"]
+    need(failure["role"] == "actor" and failure.get("exitCode") == 137, f"lastFailure {failure}")
+    wanted = {f"{name}-{place}-a{attempt}" for place in ("actor-0", "generation-0", "generation-1", "reward-0")
+              for attempt in (1, 2)}
+    made = records.made_pods(name)
+    need(wanted <= set(made) and f"{name}-actor-0-a3" not in made, f"pods made: {made}")
+    return failure["message"][:200]
+
+
+def beside_actor(name, weight=None):
+    """Affinity to the node of the actor's pod; without a weight: never to it."""
+    term = {"topologyKey": "kubernetes.io/hostname",
+            "labelSelector": {"matchLabels": {"trireme.dev/job": name, "trireme.dev/role": "actor"}}}
+    if weight:
+        return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [
+            {"weight": weight, "podAffinityTerm": term}]}}
+    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
+def generation_node_lost(records):
+    """A node with generation pods, and no other of the job's, loses power. Kubernetes takes them away after the seconds
+    of their tolerations, and they are made again on another node, within the attempt."""
+    name = "dark"
+    job = roles_job(name, ENDLESS)
+    roles = job["spec"]["roles"]
+    generation = roles["generation"]["template"]["spec"]
+    generation["affinity"] = beside_actor(name)
+    generation["tolerations"] = [{"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute",
+                                  "tolerationSeconds": 5} for key in ("not-ready", "unreachable")]
+    roles["reward"]["template"]["spec"]["affinity"] = beside_actor(name, 100)
+    submit(job, like="roles")
+    wait_step(name, 3)
+    for rank in (0, 1):
+        wait(f"generation pod {rank}", lambda: ready(name, "generation", rank), 120)
+    node_of = lambda role, rank: newest(name, role, rank)["spec"]["nodeName"]
+    others = {node_of("actor", 0), node_of("reward", 0)}
+    nodes = sorted({node_of("generation", rank) for rank in (0, 1)} - others)
+    need(nodes, f"no node has generation pods alone: {others}")
+    node = nodes[0]
+    lost = {rank: newest(name, "generation", rank)["metadata"]["name"] for rank in (0, 1)
+            if node_of("generation", rank) == node}
+    cluster("stop-node", node[-1])
+    try:
+        for rank, old in lost.items():
+            again = wait(f"a pod in the place of {old}", lambda: ready(name, "generation", rank, but=(old,)), 240)
+            need(again["spec"]["nodeName"] != node, f"{again['metadata']['name']} is on {node}")
+        wait_step(name, logged_steps(name) + 3)
+        status = status_of(name)
+        need((status["phase"], status["attempt"]) == ("Running", 1) and not status.get("restarts"), f"status {status}")
+        need(row(name, "generation")["restarts"] == len(lost), f"roles {status['roles']}")
+    finally:
+        cluster("start-node", node[-1])
+    kube.delete("rljobs", name)
+    wait("its pods to go", lambda: not kube.list("pods", selector=f"trireme.dev/job={name}"), 180)
+    return f"{node} with {', '.join(lost.values())}; step {logged_steps(name)}"
+
+
 def scaled(records):
     name = "scaled"
     submit(roles_job(name, LONG, generation=1), like="roles")
@@ -258,14 +326,22 @@ def critic_beside_generation(records):
     return status["lastFailure"]["message"][:200]
 
 
-def roles(records):
-    for name, function in (
-        ("one trains, two generate, one grades: Complete", undisturbed),
-        ("each of them lost: one attempt", each_lost),
-        ("generation pods told to be more and fewer", scaled),
-        ("too few generation pods for too long", too_few),
-        ("PPO, an undisturbed run with a pod of the critic: Complete", valued),
-        ("kill -9 of the critic's rank: same weights", critic_killed),
-        ("two pods of the critic beside one that generates, one of them deleted", critic_beside_generation),
-    ):
+# What runs without arguments: what each role does, and each of them that may be lost.
+SHORT = (
+    ("an undisturbed run: one trains, two generate, one grades", undisturbed),
+    ("each of them lost: one attempt", each_lost),
+    ("PPO, an undisturbed run with a pod of the critic", valued),
+)
+LONGER = (
+    ("kill -9 of the one that trains: the next attempt", actor_killed),
+    ("a node of generation pods stopped: one attempt", generation_node_lost),
+    ("generation pods told to be more and fewer", scaled),
+    ("too few generation pods for too long", too_few),
+    ("kill -9 of the critic's rank: same weights", critic_killed),
+    ("two pods of the critic beside one that generates, one of them deleted", critic_beside_generation),
+)
+
+
+def roles(records, short=False):
+    for name, function in SHORT if short else SHORT + LONGER:
         check(f"roles: {name}", function, records)
