@@ -3,16 +3,25 @@
 # to LEAST (0.90) of the held-out problems, and that with shuffled rewards none learns. CPU; about 25 minutes on two
 # cores, so it is no part of CI.
 #   SEED=2    other problems, another model, another warm start, other samples
-#   WAYS=...  some of: sync carry-over in-flight ppo
-# Fails where a way does not reach LEAST, where one with older weights takes more than MOST_RATIO (1.25) times the steps
-# of the synchronous run, or where a control passes 0.55. The last lines are a table.
+#   WAYS=...  some of: sync carry-over in-flight ppo; sync comes first where one with older weights is compared with it
+# Fails where a way begins above MOST (0.45), does not reach LEAST, where one with older weights takes more than
+# MOST_RATIO (1.25) times the steps of the synchronous run, or where a control passes 0.55. The last lines are a table.
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 seed=${SEED:-1}
+most=${MOST:-0.45}
 least=${LEAST:-0.90}
 ratio=${MOST_RATIO:-1.25}
 read -r -a ways <<<"${WAYS:-sync carry-over in-flight ppo}"
 trireme=${TRIREME:-$ROOT/build/cpu/trainer/cli/trireme}
+for way in "${ways[@]}"; do
+  case $way in
+    sync|ppo) ;;
+    carry-over|in-flight) [ "${ways[0]}" = sync ] ||
+      die "WAYS: $way is judged by the steps of sync, which must come first: WAYS='sync $way'" ;;
+    *) die "WAYS: '$way' is none of sync, carry-over, in-flight, ppo" ;;
+  esac
+done
 [ -x "$trireme" ] || die "$trireme is not there: make build"
 dir=${DIR:-.trireme/compare-seed$seed}
 export OMP_WAIT_POLICY=passive
@@ -56,7 +65,8 @@ run_of() { # run_of WAY NAME [key=value ...]
   "$trireme" "${before[@]}" $(args_of "$way" "$name") "$@" >"$dir/$name.log" 2>&1 ||
     die "$name failed: $dir/$name.log"
 }
-reached() { # reached NAME LEAST: first validated step of at least LEAST, last accuracy, largest age
+# reached NAME LEAST: first validated step of at least LEAST, last accuracy, its step, mean age, accuracy of step 0
+reached() {
   python3 - "$dir/$1-logs/train.jsonl" "$2" <<'PY'
 import json, sys
 rows = list(map(json.loads, open(sys.argv[1])))
@@ -64,34 +74,34 @@ seen = [(x["step"], x["validation/accuracy"]) for x in rows if "validation/accur
 step = next((s for s, a in seen if a >= float(sys.argv[2])), None)
 ages = [x["train/avg_trajectory_age"] for x in rows if "train/avg_trajectory_age" in x]
 age = f"{sum(ages) / len(ages):.3f}" if ages else "0"
-print("none" if step is None else step, f"{seen[-1][1]:.3f}", seen[-1][0], age)
+begin = next((f"{a:.3f}" for s, a in seen if s == 0), "none")
+print("none" if step is None else step, f"{seen[-1][1]:.3f}", seen[-1][0], age, begin)
 PY
 }
 
 table=() failed=0 sync=
 for way in "${ways[@]}"; do
   run_of "$way" "$way"
-  read -r step accuracy last age < <(reached "$way" "$least")
+  read -r step accuracy last age begin < <(reached "$way" "$least")
   verdict=ok
   [ "$way" = sync ] && sync=$step
   [ "$step" = none ] && verdict=FAIL
+  { [ "$begin" != none ] && awk "BEGIN{exit !($begin <= $most)}"; } || verdict=FAIL
   case $way in carry-over|in-flight)
-    if [ -n "$sync" ] && [ "$step" != none ]; then
-      awk "BEGIN{exit !($step <= $ratio * $sync)}" || verdict=FAIL
-    fi ;;
+    { [ "$sync" != none ] && [ "$step" != none ] && awk "BEGIN{exit !($step <= $ratio * $sync)}"; } || verdict=FAIL ;;
   esac
   # The control has as many steps, and at least 100.
   control=$last; [ "$control" -ge 100 ] || control=100
   section=grpo plain="grpo.use_dynamic_sampling=false grpo.batch_multiplier=1.0"
   [ "$way" = ppo ] && section=ppo plain=
   run_of "$way" "$way-shuffled" $section.shuffle_rewards=true $section.max_num_steps="$control" $plain
-  read -r _ shuffled _ _ < <(reached "$way-shuffled" "$least")
+  read -r _ shuffled _ < <(reached "$way-shuffled" "$least")
   awk "BEGIN{exit !($shuffled <= 0.55)}" || verdict=FAIL
   [ $verdict = ok ] || failed=1
-  table+=("$(printf '%-5s %-11s %8s %9s %8s %15s (%s steps)' "$verdict" "$way" "$step" "$accuracy" "$age" "$shuffled" \
-    "$control")")
+  table+=("$(printf '%-5s %-11s %7s %13s %9s %8s %15s (%s steps)' \
+    "$verdict" "$way" "$begin" "$step" "$accuracy" "$age" "$shuffled" "$control")")
 done
 echo
-printf '%-5s %-11s %8s %9s %8s %15s\n' "" way "steps to $least" last "mean age" "shuffled rewards"
+printf '%-5s %-11s %7s %13s %9s %8s %15s\n' "" way begins "steps to $least" last "mean age" "shuffled rewards"
 printf '%s\n' "${table[@]}"
 exit $failed
