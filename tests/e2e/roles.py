@@ -175,14 +175,20 @@ def actor_killed(records):
     return failure["message"][:200]
 
 
-def beside_actor(name, weight=None):
-    """Affinity to the node of the actor's pod; without a weight: never to it."""
-    term = {"topologyKey": "kubernetes.io/hostname",
-            "labelSelector": {"matchLabels": {"trireme.dev/job": name, "trireme.dev/role": "actor"}}}
-    if weight:
-        return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [
-            {"weight": weight, "podAffinityTerm": term}]}}
-    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+def of_role(name, role):
+    return {"topologyKey": "kubernetes.io/hostname",
+            "labelSelector": {"matchLabels": {"trireme.dev/job": name, "trireme.dev/role": role}}}
+
+
+def keep_apart(name, roles):
+    """Generation pods are never on the actor's node; the reward pod is on that, or at least on no node of theirs, where
+    that can be."""
+    preferred = lambda term: [{"weight": 100, "podAffinityTerm": term}]
+    roles["generation"]["template"]["spec"]["affinity"] = {"podAntiAffinity": {
+        "requiredDuringSchedulingIgnoredDuringExecution": [of_role(name, "actor")],
+        "preferredDuringSchedulingIgnoredDuringExecution": preferred(of_role(name, "reward"))}}
+    roles["reward"]["template"]["spec"]["affinity"] = {"podAffinity": {
+        "preferredDuringSchedulingIgnoredDuringExecution": preferred(of_role(name, "actor"))}}
 
 
 def generation_node_lost(records):
@@ -191,11 +197,10 @@ def generation_node_lost(records):
     name = "dark"
     job = roles_job(name, ENDLESS)
     roles = job["spec"]["roles"]
-    generation = roles["generation"]["template"]["spec"]
-    generation["affinity"] = beside_actor(name)
-    generation["tolerations"] = [{"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute",
-                                  "tolerationSeconds": 5} for key in ("not-ready", "unreachable")]
-    roles["reward"]["template"]["spec"]["affinity"] = beside_actor(name, 100)
+    keep_apart(name, roles)
+    roles["generation"]["template"]["spec"]["tolerations"] = [
+        {"key": f"node.kubernetes.io/{key}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}
+        for key in ("not-ready", "unreachable")]
     submit(job, like="roles")
     wait_step(name, 3)
     for rank in (0, 1):
