@@ -340,6 +340,7 @@ CarriedStep CarryOver::collect(RankShares& shares) {
     const PhaseTimer::Scope generation = timer_.enter(Phase::kGeneration);
     engine_.resume();
   }
+  if (ledger_.complete()) tell_ready({});
   while (!ledger_.complete()) {
     if (const auto spent = ledger_.exhausted()) {
       fail_data("dynamic sampling: of the " + std::to_string(spent->used_up) + " groups that step " +

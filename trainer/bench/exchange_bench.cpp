@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "trainer/parallel/device.h"
 #include "trainer/parallel/exchange.h"
+#include "trainer/parallel/flat_bytes.h"
 #include "trainer/parallel/peer_exchange.h"
 
 namespace trireme::bench {
@@ -67,7 +68,7 @@ class ExchangeBench final {
     std::vector<int64_t> sizes = partial.sizes().vec();
     sizes.insert(sizes.begin(), group_.size());
     at::Tensor parts = at::empty(sizes, partial.options());
-    group_.all_gather(parts.view({-1}).view(at::kByte), partial.contiguous().view({-1}).view(at::kByte));
+    group_.all_gather(flat_bytes(parts), flat_bytes(partial.contiguous()));
     return ordered_sum(parts);
   }
 
@@ -124,7 +125,7 @@ class ExchangeBench final {
     int64_t differ = 0;
     if (gather) {
       at::Tensor whole = at::empty({own * ranks, width_}, in.options());
-      group_.all_gather(whole.view({-1}).view(at::kByte), in.view({-1}).view(at::kByte));
+      group_.all_gather(flat_bytes(whole), flat_bytes(in));
       differ = differing_but_zeros(call(), whole);
     } else {
       differ = differing(call(), defined_sum(in).narrow(0, own * group_.rank(), own));

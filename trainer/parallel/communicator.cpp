@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "trainer/parallel/attendance.h"
 #include "trainer/parallel/device_group.h"
+#include "trainer/parallel/flat_bytes.h"
 #include "trainer/parallel/lifeline.h"
 #include "trainer/parallel/own_address.h"
 #include "trainer/parallel/peer_copies.h"
@@ -389,7 +390,6 @@ PendingCollective Communicator::begin_all_to_all(at::Tensor out, const at::Tenso
     return {};
   }
   // As bytes, so that no backend has a say in the dtype; one row of them is `width`.
-  const auto bytes = [&](const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); };
   const auto counts = [&](const at::Tensor& tensor, const std::vector<int64_t>& rows) {
     const int64_t width = tensor.numel() / std::max<int64_t>(1, tensor.size(0)) * tensor.element_size();
     std::vector<int64_t> counts = rows.empty() ? std::vector<int64_t>(size_, tensor.size(0) / size_) : rows;
@@ -398,7 +398,7 @@ PendingCollective Communicator::begin_all_to_all(at::Tensor out, const at::Tenso
     for (int64_t& count : counts) count *= width;
     return counts;
   };
-  at::Tensor flat_out = bytes(out), flat_in = bytes(in);
+  at::Tensor flat_out = flat_bytes(out), flat_in = flat_bytes(in);
   std::vector<int64_t> sizes_out = counts(out, out_rows), sizes_in = counts(in, in_rows);
   return begin("all-to-all", in,
                [&](c10d::Backend& backend) { return backend.alltoall_base(flat_out, flat_in, sizes_out, sizes_in); });
@@ -408,7 +408,7 @@ PendingCollective Communicator::begin_all_to_all(at::Tensor out, const at::Tenso
 PendingCollective Communicator::begin_send(const at::Tensor& tensor) {
   TRIREME_CHECK(tensor.is_contiguous() && rank_ == 0, "send: a contiguous tensor from a line's first rank");
   if (tensor.numel() == 0) return {};
-  std::vector<at::Tensor> bytes{tensor.detach().view({-1}).view(at::kByte)};
+  std::vector<at::Tensor> bytes{flat_bytes(tensor)};
   const int to = tensor.is_cuda() ? 1 : peer_, tag = tensor.is_cuda() ? 0 : tag_;
   return begin("send", tensor, [&](c10d::Backend& backend) { return backend.send(bytes, to, tag); });
 }
@@ -416,7 +416,7 @@ PendingCollective Communicator::begin_send(const at::Tensor& tensor) {
 PendingCollective Communicator::begin_receive(at::Tensor tensor) {
   TRIREME_CHECK(tensor.is_contiguous() && rank_ == 1, "receive: a contiguous tensor on a line's last rank");
   if (tensor.numel() == 0) return {};
-  std::vector<at::Tensor> bytes{tensor.detach().view({-1}).view(at::kByte)};
+  std::vector<at::Tensor> bytes{flat_bytes(tensor)};
   const int from = tensor.is_cuda() ? 0 : peer_, tag = tensor.is_cuda() ? 0 : tag_;
   return begin("receive", tensor, [&](c10d::Backend& backend) { return backend.recv(bytes, from, tag); });
 }

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "trainer/ops/cuda_ops.h"
+#include "trainer/parallel/flat_bytes.h"
 #include "trainer/parallel/peer_exchange.h"
 
 namespace trireme {
@@ -47,7 +48,7 @@ at::Tensor gather(Communicator& group, const at::Tensor& own) {
     return over_memory(group, "gather of rows", [&] { return peers->gather(own); });
   const at::Tensor in = own.contiguous();
   at::Tensor out = at::empty(with_rows(in, in.size(0) * group.size()), in.options());
-  if (out.numel() > 0) group.all_gather(out.view({-1}).view(at::kByte), in.view({-1}).view(at::kByte));
+  if (out.numel() > 0) group.all_gather(flat_bytes(out), flat_bytes(in));
   return out;
 }
 
@@ -300,7 +301,7 @@ std::optional<std::string> exchange_problem(Communicator& group, int64_t width, 
     // The other carrier.
     std::vector<int64_t> sizes{ranks, most, width};
     at::Tensor parts = at::empty(sizes, partial.options());
-    group.all_gather(parts.view({-1}).view(at::kByte), partial.view({-1}).view(at::kByte));
+    group.all_gather(flat_bytes(parts), flat_bytes(partial));
     compare("over the other carrier", ordered_sum(parts), whole);
   }
   compare("as the others have them", gather_rows(group, whole).view({ranks, most, width})[0], whole);

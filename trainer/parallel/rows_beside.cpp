@@ -6,14 +6,11 @@
 
 #include "base/error.h"
 #include "trainer/parallel/exchange.h"
+#include "trainer/parallel/flat_bytes.h"
 #include "trainer/parallel/peer_copies.h"
 
 namespace trireme {
-namespace {
-
-at::Tensor bytes_of_rows(const at::Tensor& rows) { return rows.view({-1}).view(at::kByte); }
-
-}  // namespace
+namespace {}  // namespace
 
 RowsComing::RowsComing(Communicator& group, const at::Tensor& own, bool beside) : own_(own.contiguous()) {
   TRIREME_CHECK(group.size() > 1, "rows of one rank do not travel");
@@ -28,7 +25,7 @@ RowsComing::RowsComing(Communicator& group, const at::Tensor& own, bool beside) 
     for (int rank = 0; rank < group.size(); ++rank) from.push_back(all_.narrow(0, rank * n, n));
     pending_ = group.begin_copies("gather of rows", [&] { return copies->exchange(to, from); });
   } else {
-    pending_ = group.begin_all_gather(bytes_of_rows(all_), bytes_of_rows(own_));
+    pending_ = group.begin_all_gather(flat_bytes(all_), flat_bytes(own_));
   }
   if (!beside) pending_.wait();
 }

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/host.h"
 #include "base/log.h"
+#include "trainer/parallel/flat_bytes.h"
 
 namespace trireme {
 namespace {
@@ -36,7 +37,7 @@ uint64_t checksum_on_host(const uint8_t* bytes, int64_t size) {
 
 uint64_t weight_checksum_by_reduction(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
-  const at::Tensor bytes = tensor.detach().view({-1}).view(at::kByte);
+  const at::Tensor bytes = flat_bytes(tensor);
   const int64_t count = bytes.numel() / kWord;
   const at::Tensor words = bytes.narrow(0, 0, count * kWord).view(at::kLong);
   at::Tensor sum = at::zeros({}, words.options());

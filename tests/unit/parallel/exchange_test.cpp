@@ -118,6 +118,16 @@ TEST(Exchange, ColumnsBecomeWholeRowsAndRowsColumns) {
   });
 }
 
+TEST(Exchange, OneElementTravelsWhateverStrideItSays) {
+  constexpr int kWorld = 2;
+  on_tensor_ranks(kWorld, [&](Communicator& group, int rank) {
+    const at::Tensor own = at::full({1, 128}, 1.5f * (rank + 1)).narrow(1, 7, 1);
+    ASSERT_EQ(own.stride(0), 128);
+    ASSERT_TRUE(own.is_contiguous());
+    EXPECT_TRUE(at::equal(share_rows(group, own), at::tensor({1.5f, 3.0f}).view({2, 1})));
+  });
+}
+
 // y = sum_to_rows(gather_rows(x) * w_rank): against the same on one rank.
 TEST(Exchange, GradientsAreThoseOfOneRank) {
   constexpr int kWorld = 3;
