@@ -23,7 +23,7 @@ struct PlanOptions {
   ObjectOptions objects;
   Milliseconds settle{2000};             // wait for the cause when only echoes (exit 20, 40) were seen
   Milliseconds cause_wait{60000};        // the same while another actor pod has not ended: its node may be lost
-  Milliseconds fresh_heartbeat{60000};   // a younger one holds back what a node's silence would mean
+  Milliseconds fresh_heartbeat{60000};   // a younger one holds back that a node's silence ends the attempt
   Milliseconds start_grace{120000};      // an image that cannot be pulled, a Secret that is missing: for this long
   Milliseconds completion_grace{60000};  // after rank 0 succeeded, for the other actor pods to end
   Milliseconds backoff_base{10000};      // before the second counted restart; doubles

@@ -27,10 +27,14 @@ std::vector<Failure> Planner::failures() {
   // A rank that reports, and a cluster that finds many nodes silent at once, speak against the loss of this one.
   const bool beats = heard() && o_.report->age <= options_.fresh_heartbeat;
   const Milliseconds grace{job_.spec.health.node_not_ready_grace_seconds * 1000};
-  const bool held = beats || o_.nodes_in_doubt;
+  const Milliseconds patience = o_.nodes_in_doubt ? Milliseconds::max() : grace;
   std::vector<Failure> found;
   for (const ObservedPod* pod : current_) {
+    const auto alone = [&](const Failure& failure) {
+      return judge(job_.spec.failure_policy, failure).replace && may_replace(*pod);
+    };
     if (pod->alive() && pod->node_state == NodeState::kNotReady) {
+      const bool held = o_.nodes_in_doubt || (beats && !is_service_role(pod->role));
       waits_for("NodeNotReady");
       requeue(held || pod->node_bad_for >= grace ? Milliseconds(10000) : grace - pod->node_bad_for);
     }
@@ -39,11 +43,12 @@ std::vector<Failure> Planner::failures() {
     const bool good_node = pod->node_state == NodeState::kReady || pod->node_state == NodeState::kUnknown;
     const bool waits = is_service_role(pod->role) && good_node && !may_replace(*pod);
     if (pod->deleting && pod->alive() && (in(phase::kQueued) || waits)) continue;
-    auto failure = pod_failure(*pod, held ? Milliseconds::max() : grace, options_.start_grace);
+    auto failure = pod_failure(*pod, patience, options_.start_grace);
+    // Rank 0's word is one against the end of its attempt. Of a pod that is replaced alone it knows nothing.
+    if (failure && beats && !alone(*failure)) failure = pod_failure(*pod, Milliseconds::max(), options_.start_grace);
     if (!failure) continue;
     failure->trained_before = next_.progress && next_.progress->step > 0;
-    const bool alone = judge(job_.spec.failure_policy, *failure).replace && may_replace(*pod);
-    if (!alone || lose(*pod, *failure)) found.push_back(std::move(*failure));
+    if (!alone(*failure) || lose(*pod, *failure)) found.push_back(std::move(*failure));
   }
   const bool echoes = !found.empty() && std::all_of(found.begin(), found.end(), [](auto& f) { return f.consequence; });
   if (!echoes || o_.nodes_in_doubt) return found;

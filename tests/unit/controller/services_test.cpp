@@ -136,6 +136,59 @@ TEST(RewardPod, ThatLosesItsNodeIsMadeAgainBesideIt) {
   EXPECT_TRUE(w.violations.empty());
 }
 
+// Rank 0 reports all the time.
+void go_on(World& w, int seconds) {
+  for (int i = 0; i < seconds; i += 5, w.now_ms += 5'000) {
+    w.rendezvous();
+    w.reconcile();
+  }
+}
+
+TEST(RewardPod, ThatLosesItsNodeIsMadeAgainWhateverRank0Says) {
+  World w = with_rewards("  health: {nodeNotReadyGraceSeconds: 20}\n");
+  w.run();
+  w.pods.at("quick-reward-0-a1").node = "node-9";
+  w.nodes["node-9"] = NodeState::kNotReady;
+  w.rendezvous();
+  w.reconcile();
+  const Plan p = plan(w.observe(), w.options);
+  ASSERT_TRUE(p.requeue_after);
+  EXPECT_LE(p.requeue_after->count(), 20'000) << "the look comes when the grace is over";
+  go_on(w, 20);
+  EXPECT_EQ(pod_of(w, "quick-reward-0-a1-i1"), nullptr) << "19 s, the node may come back";
+  go_on(w, 10);
+  EXPECT_NE(pod_of(w, "quick-reward-0-a1-i1"), nullptr);
+  EXPECT_TRUE(w.pods.at("quick-reward-0-a1").deleting);
+  EXPECT_EQ(w.job.status.last_failure->reason, kReasonNodeLost);
+  EXPECT_EQ(w.job.status.last_failure->action, kActionReplacePod);
+  EXPECT_EQ(w.job.status.roles[1].restarts, 1);
+  EXPECT_EQ(w.job.status.phase, phase::kRunning);
+  EXPECT_EQ(w.job.status.attempt, 1);
+  EXPECT_TRUE(w.violations.empty());
+}
+
+TEST(RewardPod, WhoseLossWouldEndTheAttemptIsHeldByRank0sReports) {
+  World ruled = with_rewards(
+      "  health: {nodeNotReadyGraceSeconds: 20}\n"
+      "  failurePolicy: {rules: [{onPodReasons: [NodeLost], action: Restart}]}\n");
+  // Kueue takes no pod beside one that may still run.
+  World queued =
+      with_rewards("  health: {nodeNotReadyGraceSeconds: 20}\n  queueName: q\n  scheduling: {backend: Kueue}\n");
+  queued.options.discovery["kueue.x-k8s.io/v1beta2"] = {"workloads"};
+  for (World* w : {&ruled, &queued}) {
+    w->run();
+    w->pods.at("quick-reward-0-a1").node = "node-9";
+    w->nodes["node-9"] = NodeState::kNotReady;
+    go_on(*w, 200);
+    EXPECT_EQ(w->job.status.phase, phase::kRunning);
+    EXPECT_FALSE(w->job.status.last_failure);
+    w->now_ms += 61'000;
+    w->reconcile();
+    EXPECT_EQ(w->job.status.phase, phase::kRestarting);
+    EXPECT_EQ(w->job.status.last_failure->reason, kReasonNodeLost);
+  }
+}
+
 TEST(RewardPod, ThatAQuotaKeepsAwayIsAskedForSeldom) {
   World w = with_rewards();
   w.run();
