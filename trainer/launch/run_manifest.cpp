@@ -215,12 +215,12 @@ std::optional<int> lost_service(const std::string& role, std::vector<Subprocess>
   return failures == pods.size() ? failed : std::nullopt;
 }
 
-// Until all pods of ranks have ended: the first failure's exit code, which the others are given a minute after; of a
-// pod that lost a peer only where no other has failed. So they are when nobody generates any more. A signal is handed
-// on once; `grace` later they are killed. Services end last.
-int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds grace) {
+// Until all pods of ranks have ended: the first failure's exit code, which the others are given `failure_grace` after;
+// of a pod that lost a peer only where no other has failed. So they are when nobody generates any more. A signal is
+// handed on once; `grace` later they are killed. Services end last.
+int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds grace, Milliseconds failure_grace) {
   int exit_code = 0;
-  bool forwarded = false;
+  bool forwarded = false, killed = false;
   size_t running = pods.ranks.size();
   std::vector<bool> ended(pods.ranks.size(), false);
   std::vector<bool> generation_told, reward_told;
@@ -228,7 +228,7 @@ int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds 
   Deadline kill_at = never;
   const auto failed = [&](int code) {
     exit_code = code;
-    if (kill_at.at() == never.at()) kill_at = Deadline::after(Milliseconds(60000));
+    if (kill_at.at() == never.at()) kill_at = Deadline::after(failure_grace);
   };
   while (running > 0) {
     for (size_t i = 0; i < pods.ranks.size(); ++i) {
@@ -237,7 +237,8 @@ int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds 
       if (!status) continue;
       ended[i] = true;
       --running;
-      if (status->ok() || (exit_code != 0 && exit_code != kExitCommunication)) continue;
+      // Who had to be killed behind a failure is none.
+      if (status->ok() || (exit_code != 0 && (killed || exit_code != kExitCommunication))) continue;
       if (pods.ranks.size() > 1) log_error("run", pods.names[i] + " ended with " + status->describe());
       failed(status->signal != 0 ? 128 + status->signal : status->code);
     }
@@ -251,6 +252,7 @@ int wait_for_pods(LocalPods& pods, const std::atomic<int>* signal, Milliseconds 
       kill_at = Deadline::after(grace);
     }
     if (kill_at.passed()) {
+      killed = true;
       for (Subprocess& child : pods.ranks) child.signal_group(SIGKILL);
       kill_at = never;
     }
@@ -325,7 +327,8 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
     roles.push_back(std::move(role));
   }
   LocalPods pods = start_pods(job, roles);
-  return wait_for_pods(pods, signal, Milliseconds(1000 * (job.spec.checkpoint.timeout_seconds + 30)));
+  const Milliseconds grace(1000 * (job.spec.checkpoint.timeout_seconds + 30));
+  return wait_for_pods(pods, signal, grace, options.failure_grace);
 }
 
 }  // namespace trireme

@@ -18,6 +18,7 @@ struct RunOptions {
   std::filesystem::path program;                       // the trireme binary
   std::vector<std::string> overrides;                  // key.sub=value after the manifest's own
   Milliseconds init_timeout{3600000};                  // for each init container
+  Milliseconds failure_grace{60000};                   // after a pod's failure, for the others to end by themselves
 };
 
 // Runs init containers, then every actor and critic pod as one `trireme launch`, every generation pod as one `trireme

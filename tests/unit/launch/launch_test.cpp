@@ -516,6 +516,9 @@ TEST(RunManifest, ALostPeersCodeIsNotTheRunsWhereAnotherPodHasFailed) {
   EXPECT_EQ(run_manifest(WithCritic("exit 20", "sleep 0.5; exit 21").options, nullptr), 21);
   EXPECT_EQ(run_manifest(WithCritic("sleep 0.5; exit 20", "exit 21").options, nullptr), 21);
   EXPECT_EQ(run_manifest(WithCritic("exit 20", "exit 20").options, nullptr), 20);
+  WithCritic hangs("exit 20", "exec sleep 600");
+  hangs.options.failure_grace = Milliseconds(200);
+  EXPECT_EQ(run_manifest(hangs.options, nullptr), 20) << "that others were killed behind it is no failure of theirs";
 }
 
 TEST(RunManifest, PodsOnOneMachineNeedNoRdma) {
