@@ -253,6 +253,7 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
     fail_user("launch: nothing to launch; write: trireme launch --nproc-per-node N -- train --config FILE");
   LaunchOptions options;
   options.processes = arguments.processes;
+  options.first_gpu = static_cast<int>(environment_int("TRIREME_FIRST_GPU", 0));
   options.nodes = arguments.nodes > 0 ? arguments.nodes : static_cast<int>(environment_int("NNODES", 1));
   options.node_rank =
       arguments.node_rank >= 0 ? arguments.node_rank : static_cast<int>(environment_int("NODE_RANK", 0));

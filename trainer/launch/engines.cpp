@@ -35,7 +35,8 @@ void Engines::start(Engine& engine) {
   spawn.set_env["MASTER_ADDR"] = options_.master_address;
   spawn.set_env["MASTER_PORT"] = std::to_string(port_);
   // Devices behind those of the ranks, a critic's among them.
-  spawn.set_env["LOCAL_RANK"] = std::to_string(options_.processes + options_.critic_ranks + engine.number);
+  spawn.set_env["LOCAL_RANK"] =
+      std::to_string(options_.first_gpu + options_.processes + options_.critic_ranks + engine.number);
   spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(options_.engines);
   for (const char* name : {"RANK", "WORLD_SIZE", "TRIREME_LISTEN_FD", "TRIREME_LAUNCHER_FD", "TRIREME_FAULT"})
     spawn.set_env[name] = "";

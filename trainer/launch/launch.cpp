@@ -165,7 +165,7 @@ class Ranks final {
     spawn.argv = options_.command;
     spawn.set_env = options_.environment;
     spawn.set_env["RANK"] = std::to_string(rank);
-    spawn.set_env["LOCAL_RANK"] = std::to_string(local);
+    spawn.set_env["LOCAL_RANK"] = std::to_string(options_.first_gpu + local);
     spawn.set_env["WORLD_SIZE"] = std::to_string(behind ? options_.critic_ranks : world_);
     spawn.set_env["LOCAL_WORLD_SIZE"] = std::to_string(all);
     if (options_.critic_ranks > 0) spawn.set_env["TRIREME_CRITIC_RANKS"] = std::to_string(options_.critic_ranks);

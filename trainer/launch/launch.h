@@ -16,6 +16,7 @@ struct LaunchOptions {
   // where the port was chosen here.
   std::vector<std::string> command;
   int processes = 1;  // ranks of this node
+  int first_gpu = 0;  // LOCAL_RANK of the first of them, where others of this machine have the GPUs before it
   // Behind them so many of PPO's critic, of one node: TRIREME_ROLE=critic, TRIREME_ACTOR_RANKS, numbers of their own
   // in RANK and WORLD_SIZE. All processes get TRIREME_CRITIC_RANKS.
   int critic_ranks = 0;

@@ -144,9 +144,12 @@ struct LocalRole {
   LocalPod local;
   std::vector<std::string> command;
   std::string working_directory;
+  int64_t gpus = 0;  // of a pod of the trainer's
 };
 
-Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& place, const ReservedPort* socket) {
+// `first_gpu`: of this machine's, the pod's first. On a cluster each pod sees its own.
+Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& place, const ReservedPort* socket,
+                     int64_t first_gpu) {
   SpawnOptions spawn;
   spawn.argv = role.command;
   spawn.working_directory = role.working_directory;
@@ -159,6 +162,7 @@ Subprocess start_pod(const RLJob& job, const LocalRole& role, const PodPlace& pl
   if (required && role.local.environment.count("NCCL_NET") == 0) spawn.set_env.erase("NCCL_NET");
   if (required && socket != nullptr)
     log_info("run", "spec.network.rdma.require: all pods are on this machine, where no network is between them");
+  if (role.gpus > 0) spawn.set_env["LOCAL_RANK"] = spawn.set_env["TRIREME_FIRST_GPU"] = std::to_string(first_gpu);
   spawn.set_env.erase("TRIREME_METRICS_PORT");  // the configuration's own port: several runs may share this machine
   if (job.spec.roles.reward && job.spec.roles.reward->port)
     spawn.set_env["TRIREME_REWARD_URL"] = "http://127.0.0.1:" + std::to_string(*job.spec.roles.reward->port);
@@ -184,6 +188,7 @@ LocalPods start_pods(const RLJob& job, const std::vector<LocalRole>& roles) {
   place.master_port = reserved.port();
   if (job.spec.roles.generation) place.work_port = ReservedPort().port();  // free now; actor 0 binds it itself
   LocalPods pods;
+  int64_t gpus = 0;
   for (const LocalRole& role : roles) {
     std::vector<Subprocess>& started = role.name == "generation" ? pods.generation
                                        : role.name == "reward"   ? pods.reward
@@ -192,7 +197,8 @@ LocalPods start_pods(const RLJob& job, const std::vector<LocalRole>& roles) {
     for (place.index = 0; place.index < role.pods; ++place.index) {
       const bool rank0 = role.name == "actor" && place.index == 0;
       if (&started == &pods.ranks) pods.names.push_back(role.name + " pod " + std::to_string(place.index));
-      started.push_back(start_pod(job, role, place, rank0 ? &reserved : nullptr));
+      started.push_back(start_pod(job, role, place, rank0 ? &reserved : nullptr, gpus));
+      gpus += role.gpus;
     }
   }
   return pods;
@@ -308,6 +314,7 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
     TRIREME_CHECK(container != nullptr, "a pod view always has the main container");
     LocalRole role{ref.name, ref.spec->replicas, map_volumes(pod, *container, options, job.metadata.name), {}, {}};
     if (!reward) {
+      role.gpus = ref.spec->gpus_per_pod;
       if (ref.name == "actor") map_job(job, role.local, config_path);  // first: the configuration is the actor's
       role.command = local_command(role_command(job, ref.name, config_path.string()), role.local, options.program);
       const LocalPod& paths = roles.empty() ? role.local : roles.front().local;

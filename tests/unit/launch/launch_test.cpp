@@ -153,6 +153,20 @@ TEST(Launch, EnginesHaveTheDevicesBehindACriticsToo) {
   EXPECT_EQ(read_file(file), "3\n");
 }
 
+TEST(Launch, TheFirstGpuMayBeAnotherThanTheMachines) {
+  const TemporaryDirectory dir;
+  const std::string file = dir.path().string() + "/engine";
+  LaunchOptions options = with_engines("echo \"$RANK $LOCAL_RANK\" > " + dir.path().string() +
+                                           "/$LOCAL_RANK; until [ -s " + file + " ]; do sleep 0.05; done",
+                                       "echo \"$LOCAL_RANK\" > " + file, 1);
+  options.processes = 2;
+  options.first_gpu = 4;
+  EXPECT_EQ(launch(options, nullptr).exit_code, 0);
+  EXPECT_EQ(read_file(dir.path() / "4"), "0 4\n");
+  EXPECT_EQ(read_file(dir.path() / "5"), "1 5\n");
+  EXPECT_EQ(read_file(file), "6\n");
+}
+
 TEST(Launch, WithoutAnEngineThatFitsTheRunEnds) {
   const LaunchResult result =
       launch(with_engines("exec sleep 600", "echo 'error: another model' >&2; exit 10", 2), nullptr);
@@ -509,6 +523,38 @@ TEST(RunManifest, CriticPodsAreRanksBesideTheActors) {
   EXPECT_NE(first.find(" launch --nproc-per-node 2 -- train --algorithm ppo "), std::string::npos) << first;
   EXPECT_NE(first.find("dp=4"), std::string::npos) << first;
   EXPECT_NE(actor.find(" launch --nproc-per-node 3 -- train --algorithm ppo "), std::string::npos) << actor;
+}
+
+TEST(RunManifest, PodsHaveGpusOfTheirOwn) {
+  const TemporaryDirectory dir;
+  const auto program = dir.path() / "trireme";
+  std::ofstream(program) << "#!/bin/sh\necho \"$1 $LOCAL_RANK $TRIREME_FIRST_GPU\" > " << dir.path().string()
+                         << "/$TRIREME_ROLE-$TRIREME_POD_INDEX\n"
+                         << "[ $1 != launch ] || until [ -s " << dir.path().string() << "/generation-0 ] && [ -s "
+                         << dir.path().string() << "/generation-1 ]; do sleep 0.05; done\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  RunOptions options;
+  options.manifest = dir.path() / "job.yaml";
+  options.volumes = dir.path() / "volumes";
+  options.program = program;
+  std::ofstream(options.manifest) << R"(apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: j}
+spec:
+  algorithm: PPO
+  config: {inline: {policy: {generation: {colocated: {enabled: false}}}}}
+  roles:
+    actor: {gpusPerPod: 3}
+    critic: {replicas: 2, gpusPerPod: 2}
+    generation: {replicas: 2, gpusPerPod: 1}
+)";
+  EXPECT_EQ(run_manifest(options, nullptr), 0);
+  const std::pair<const char*, const char*> wanted[] = {{"actor-0", "launch 0 0\n"},
+                                                        {"critic-0", "launch 3 3\n"},
+                                                        {"critic-1", "launch 5 5\n"},
+                                                        {"generation-0", "engine 7 7\n"},
+                                                        {"generation-1", "engine 8 8\n"}};
+  for (const auto& [pod, told] : wanted) EXPECT_EQ(read_file(dir.path() / pod), told) << pod;
 }
 
 TEST(RunManifest, ALostPeersCodeIsNotTheRunsWhereAnotherPodHasFailed) {
