@@ -229,5 +229,18 @@ TEST(Crd, RulesCoverWhatMustHoldWithoutTheWebhook) {
   }
 }
 
+// Whatever of a running job's sizes the webhook refuses to change.
+TEST(Crd, RulesKeepTheSizesOfRunningPods) {
+  const YAML::Node rules = version()["schema"]["openAPIV3Schema"]["properties"]["spec"]["x-kubernetes-validations"];
+  std::string text;
+  for (const auto& rule : rules) text += rule["rule"].as<std::string>() + "\n";
+  for (const char* key : {"actor.replicas", "actor.gpusPerPod", "actor.processesPerPod", "actor.parallelism.tp",
+                          "critic.replicas", "critic.gpusPerPod", "critic.processesPerPod", "critic.parallelism",
+                          "generation.gpusPerPod", "generation.processesPerPod"}) {
+    const std::string field = std::string("roles.") + key;
+    EXPECT_THAT(text, testing::HasSubstr("self." + field + " == oldSelf." + field));
+  }
+}
+
 }  // namespace
 }  // namespace trireme
