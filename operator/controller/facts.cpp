@@ -65,6 +65,7 @@ Observed observe(Facts facts, Sightings& sightings, Milliseconds unknown_node) {
   observed.issues = std::move(facts.snapshot.issues);
   observed.pods = std::move(facts.snapshot.pods);
   observed.live = facts.snapshot.live;
+  observed.as_stored = facts.snapshot.as_stored;
   observed.now_ms = facts.now_ms;
   observed.report = std::move(facts.report);
   observed.claim_modes = std::move(facts.claim_modes);

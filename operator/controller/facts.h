@@ -23,7 +23,8 @@ struct Snapshot {
   RLJob job;
   std::vector<Issue> issues;
   std::vector<ObservedPod> pods;
-  bool live = false;  // from the API server itself, or just written there
+  bool live = false;      // from the API server itself, or just written there
+  bool as_stored = true;  // false: a copy of ours, of which it is not known what could not be read
 };
 
 struct NodeFact {

@@ -101,6 +101,7 @@ struct ObservedPolicy {
 struct Observed {
   RLJob job;
   std::vector<Issue> issues;      // the object could not be read as an RLJob
+  bool as_stored = true;          // false: a copy of ours, without them
   std::vector<ObservedPod> pods;  // of every attempt; only those that the job itself controls
   bool services_known = false;
   std::map<int64_t, ObservedService> services;  // by attempt: its headless Service

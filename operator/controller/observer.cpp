@@ -52,6 +52,7 @@ std::optional<Snapshot> Observer::cached(const ObjectKey& key) {
   if (written && written->uid == cached->uid && newer(written->resource_version, cached->resource_version)) {
     std::vector<Issue> ignored;
     seen.job = rljob_from_json(written->json(), ignored, {.strict = false});
+    seen.as_stored = false;
   } else {
     written.reset();
     seen.job = rljob_from_json(cached->json(), seen.issues, {.strict = false});

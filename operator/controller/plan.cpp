@@ -54,12 +54,14 @@ bool Planner::accept() {
   const bool seen = job_.status.observed_generation == job_.metadata.generation;
   const Condition* accepted = find_condition(job_.status, "Accepted");
   const bool refused = accepted && accepted->status == "False";
-  if (seen && refused && accepted->reason == "Invalid") {  // a new generation asks again
+  const bool invalid = refused && accepted->reason == "Invalid";
+  if (seen && invalid && !o_.as_stored) {
     waits_for("Invalid");
     return false;
   }
   std::vector<Issue> issues = o_.issues;
-  if (issues.empty() && !seen) issues = validate(job_).errors;
+  // What an older operator refused may be possible by now.
+  if (issues.empty() && (!seen || invalid)) issues = validate(job_).errors;
   if (!issues.empty()) {
     refuse("Invalid", to_string(issues, {}, 5));
     return false;

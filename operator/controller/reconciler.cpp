@@ -137,7 +137,7 @@ Snapshot Reconciler::decide(const ObjectKey& key, Observed observed, const Plan&
   if (is_terminal(next.decision->phase)) reports_.forget(key);  // nobody waits for its reports any more
   // A first attempt that has just begun has no pods that the cache may not show yet.
   const bool live = observed.live || (before == 0 && job.status.attempt == 1);
-  return {std::move(job), std::move(observed.issues), std::move(observed.pods), live};
+  return {std::move(job), std::move(observed.issues), std::move(observed.pods), live, observed.as_stored};
 }
 
 kube::Result Reconciler::act(const ObjectKey& key, const RLJob& job, Plan next, const Deadline& deadline) {

@@ -536,6 +536,22 @@ TEST(Plan, InvalidJobIsRefusedUntilItChanges) {
   EXPECT_EQ(w.created_total, 2);
 }
 
+TEST(Plan, WhatAnOlderOperatorRefusedIsAskedAgain) {
+  World w = two_pods();
+  w.job.status.phase = phase::kPending;
+  w.job.status.observed_generation = w.job.metadata.generation;
+  set_condition(w.job.status, "Accepted", "False", "Invalid", "spec.roles.critic: is not supported yet", w.now_ms);
+  Observed copy = w.observe();
+  copy.as_stored = false;
+  const Plan p = plan(copy, w.options);
+  EXPECT_FALSE(p.decision) << "what of it could not be read is not known";
+  EXPECT_EQ(p.status.waiting, "Invalid");
+  w.reconcile();
+  EXPECT_EQ(w.job.status.phase, phase::kQueued);
+  EXPECT_EQ(w.condition("Accepted")->status, "True");
+  EXPECT_EQ(w.created_total, 2);
+}
+
 TEST(Plan, RunningJobEditedIntoNonsenseRunsOn) {
   World w = two_pods();
   w.run();
