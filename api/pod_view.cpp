@@ -1,5 +1,5 @@
 // The parts of an open pod template that the operator and the local runner look at.
-#include <algorithm>
+#include <map>
 
 #include "api/runtime.h"
 
@@ -112,14 +112,16 @@ PodView pod_view(const RLJobSpec& spec, const RoleSpec& role, const std::string&
 
 std::vector<ClaimUse> claim_uses(const RLJobSpec& spec) {
   std::vector<ClaimUse> uses;
+  std::map<std::string, size_t> places;  // of claims in `uses`: a template may name thousands
   for (const RoleRef& role : roles_of(spec)) {
     for (const VolumeView& volume : pod_view(spec, *role.spec).volumes) {
       if (volume.kind != VolumeKind::kClaim) continue;
-      auto use = std::find_if(uses.begin(), uses.end(), [&](const ClaimUse& u) { return u.claim == volume.source; });
-      if (use == uses.end()) use = uses.insert(uses.end(), {volume.source, 0, {}});
-      if (!use->roles.empty() && use->roles.back() == role.name) continue;  // under another volume's name
-      use->pods += role.spec->replicas;
-      use->roles.push_back(role.name);
+      const auto [place, is_new] = places.emplace(volume.source, uses.size());
+      if (is_new) uses.push_back({volume.source, 0, {}});
+      ClaimUse& use = uses[place->second];
+      if (!use.roles.empty() && use.roles.back() == role.name) continue;  // under another volume's name
+      use.pods += role.spec->replicas;
+      use.roles.push_back(role.name);
     }
   }
   return uses;

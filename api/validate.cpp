@@ -407,12 +407,12 @@ class Validator final {
       const auto it = pod.find(list);
       if (it == pod.end() || it->is_null()) continue;
       const std::string at = path + "." + list;
-      if (!it->is_array()) {
-        error(at, "must be a list");
+      if (!it->is_array() || it->size() > 256) {
+        error(at, it->is_array() ? "has more than 256 entries" : "must be a list");
         continue;
       }
       std::set<std::string> seen;
-      for (size_t i = 0; i < it->size() && i < 256; ++i) {
+      for (size_t i = 0; i < it->size(); ++i) {
         const std::string item_path = at + "[" + std::to_string(i) + "]";
         const Json& item = (*it)[i];
         const auto name = item.is_object() ? item.find("name") : item.end();

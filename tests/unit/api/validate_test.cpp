@@ -237,6 +237,10 @@ TEST(Validate, PodTemplates) {
   EXPECT_THAT(with_pod("{hostNetwork: true}"), HasSubstr("spec.network.hostNetwork"));
   EXPECT_THAT(with_pod("{containers: {}}"), HasSubstr("containers: must be a list"));
   EXPECT_THAT(with_pod("{containers: [{name: a}, {name: a}]}"), HasSubstr("containers[1].name: \"a\" appears twice"));
+  std::string many = "{name: v0}";
+  for (int i = 1; i < 256; ++i) many += ", {name: v" + std::to_string(i) + "}";
+  EXPECT_EQ(with_pod("{volumes: [" + many + "]}"), "");
+  EXPECT_THAT(with_pod("{volumes: [" + many + ", {name: last}]}"), HasSubstr("volumes: has more than 256 entries"));
   EXPECT_THAT(with_pod("{containers: [{name: trainer, volumeMounts: [{name: d, mountPath: /d}]}]}"),
               HasSubstr("there is no volume \"d\""));
   EXPECT_THAT(
