@@ -132,6 +132,7 @@ void map_job(RLJob& job, const LocalPod& local, const fs::path& config_path) {
     map_strings(config, [&](const std::string& text) { return map_paths(text, local.mappings); });
     write_file_atomic(config_path, config.dump(2));  // JSON is YAML
   }
+  job.spec.config.path = map_paths(job.spec.config.path, local.mappings);
   for (std::string& override_text : job.spec.config.overrides) override_text = map_paths(override_text, local.mappings);
   job.spec.model.source = map_paths(job.spec.model.source, local.mappings);
   job.spec.checkpoint.directory = map_paths(job.spec.checkpoint.directory, local.mappings);
@@ -315,8 +316,9 @@ int run_manifest(const RunOptions& options, const std::atomic<int>* signal) {
     LocalRole role{ref.name, ref.spec->replicas, map_volumes(pod, *container, options, job.metadata.name), {}, {}};
     if (!reward) {
       role.gpus = ref.spec->gpus_per_pod;
-      if (ref.name == "actor") map_job(job, role.local, config_path);  // first: the configuration is the actor's
-      role.command = local_command(role_command(job, ref.name, config_path.string()), role.local, options.program);
+      if (ref.name == "actor") map_job(job, role.local, config_path);    // first: the configuration is the actor's
+      role.command = role_command(job, ref.name, config_path.string());  // of this machine's paths already
+      role.command[0] = options.program.string();
       const LocalPod& paths = roles.empty() ? role.local : roles.front().local;
       for (const std::string& text : options.overrides) role.command.push_back(map_paths(text, paths.mappings));
     } else {

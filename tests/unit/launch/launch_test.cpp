@@ -525,6 +525,40 @@ TEST(RunManifest, CriticPodsAreRanksBesideTheActors) {
   EXPECT_NE(actor.find(" launch --nproc-per-node 3 -- train --algorithm ppo "), std::string::npos) << actor;
 }
 
+TEST(RunManifest, AMountOverThisMachinesOwnPathsIsMappedOnce) {
+  const TemporaryDirectory dir;
+  const auto program = dir.path() / "trireme";
+  std::ofstream(program) << "#!/bin/sh\nwhile [ $1 != --config ]; do shift; done\n[ -f $2 ] && echo \"$*\" > "
+                         << dir.path().string() << "/calls\n";
+  std::filesystem::permissions(program, std::filesystem::perms::owner_all);
+  RunOptions options;
+  options.manifest = dir.path() / "job.yaml";
+  options.volumes = dir.path() / "volumes";
+  options.program = program;
+  const std::string temporary = dir.path().parent_path().string();
+  std::ofstream(options.manifest) << R"(apiVersion: trireme.dev/v1alpha1
+kind: RLJob
+metadata: {name: j}
+spec:
+  algorithm: SFT
+  config: {inline: {}}
+  checkpoint: {directory: )" << temporary
+                                  << R"(/ck}
+  roles:
+    actor:
+      template:
+        spec:
+          containers: [{name: trainer, volumeMounts: [{name: t, mountPath: )"
+                                  << temporary << R"(}]}]
+          volumes: [{name: t, persistentVolumeClaim: {claimName: claim}}]
+)";
+  EXPECT_EQ(run_manifest(options, nullptr), 0) << "the inline configuration is a file there";
+  const std::string calls = read_file(dir.path() / "calls");
+  EXPECT_NE(calls.find(" checkpointing.checkpoint_dir=" + (options.volumes / "claim" / "ck").string() + " "),
+            std::string::npos)
+      << calls;
+}
+
 TEST(RunManifest, PodsHaveGpusOfTheirOwn) {
   const TemporaryDirectory dir;
   const auto program = dir.path() / "trireme";
