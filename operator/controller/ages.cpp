@@ -18,6 +18,7 @@ void Ages::fill(Observed& observed, int64_t now_ms) {
   for (ObservedPod& pod : observed.pods) {
     if (pod.ended() || pod.main_exit) pod.ended_for = age("ended " + pod.uid);
     if (pod.deleting) pod.deleting_for = age("deleting " + pod.uid);
+    if (pod.alive() && pod.node_state == NodeState::kNotReady) pod.on_bad_node_for = age("not ready " + pod.uid);
     if (!pod.waiting.empty() && pod.alive()) pod.waiting_for = age("waiting " + pod.waiting + " " + pod.uid);
     if (pod.attempt != status.attempt) continue;
     ++there;

@@ -95,8 +95,9 @@ std::optional<Failure> pod_failure(const ObservedPod& pod, Milliseconds node_gra
     failure.node_refused = failure.reason == "AdmissionRejected" || (failure.reason == "Evicted" && !pod.deleting);
     return failure;
   }
-  if (pod.node_state == NodeState::kGone ||
-      (pod.node_state == NodeState::kNotReady && pod.node_bad_for >= node_grace)) {
+  // A template that tolerates everything may bring a pod to a node that is NotReady already.
+  const Milliseconds bad_for = std::min(pod.node_bad_for, pod.on_bad_node_for);
+  if (pod.node_state == NodeState::kGone || (pod.node_state == NodeState::kNotReady && bad_for >= node_grace)) {
     Failure failure = of_pod(pod);
     failure.reason = kReasonNodeLost;
     failure.message = pod.node_state == NodeState::kGone

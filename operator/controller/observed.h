@@ -67,7 +67,8 @@ struct ObservedPod {
   int64_t lived_ms = 0;     // of the container that failed
   NodeState node_state = NodeState::kUnknown;
   Milliseconds node_bad_for{0};
-  Milliseconds ended_for{0};  // the main container at least
+  Milliseconds on_bad_node_for{0};  // since it was first seen on its node while that is NotReady
+  Milliseconds ended_for{0};        // the main container at least
   Milliseconds deleting_for{0};
   Milliseconds waiting_for{0};
 

@@ -36,7 +36,8 @@ std::vector<Failure> Planner::failures() {
     if (pod->alive() && pod->node_state == NodeState::kNotReady) {
       const bool held = o_.nodes_in_doubt || (beats && !is_service_role(pod->role));
       waits_for("NodeNotReady");
-      requeue(held || pod->node_bad_for >= grace ? Milliseconds(10000) : grace - pod->node_bad_for);
+      const Milliseconds bad_for = std::min(pod->node_bad_for, pod->on_bad_node_for);
+      requeue(held || bad_for >= grace ? Milliseconds(10000) : grace - bad_for);
     }
     // A pod of a gang that is not complete yet may be taken away: it is made again. So is one of a service, of which
     // Kueue takes a second only when the first has ended.

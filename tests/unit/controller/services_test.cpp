@@ -167,6 +167,21 @@ TEST(RewardPod, ThatLosesItsNodeIsMadeAgainWhateverRank0Says) {
   EXPECT_TRUE(w.violations.empty());
 }
 
+TEST(RewardPod, ThatIsPlacedOnTheLostNodeAgainHasItsWholeGraceThere) {
+  World w = with_rewards("  health: {nodeNotReadyGraceSeconds: 20}\n");
+  w.run();
+  w.pods.at("quick-reward-0-a1").node = "node-9";
+  w.nodes["node-9"] = NodeState::kNotReady;
+  go_on(w, 30);
+  ASSERT_NE(pod_of(w, "quick-reward-0-a1-i1"), nullptr);
+  w.pods.at("quick-reward-0-a1-i1").node = "node-9";  // it tolerates everything
+  go_on(w, 20);
+  EXPECT_EQ(pod_of(w, "quick-reward-0-a1-i2"), nullptr) << "the node may come back for it too";
+  go_on(w, 10);
+  EXPECT_NE(pod_of(w, "quick-reward-0-a1-i2"), nullptr);
+  EXPECT_EQ(w.job.status.attempt, 1);
+}
+
 TEST(RewardPod, WhoseLossWouldEndTheAttemptIsHeldByRank0sReports) {
   World ruled = with_rewards(
       "  health: {nodeNotReadyGraceSeconds: 20}\n"
