@@ -20,11 +20,12 @@
 namespace trireme {
 namespace {
 
-constexpr int64_t kRunSamples = 8;        // siblings that an engine takes at once: they share a prompt's prefill
-constexpr Milliseconds kSilence{10000};   // without a word of an engine
-constexpr Milliseconds kTransfer{60000};  // of weights, at most
-constexpr Milliseconds kLookAtMain{20};   // of the other ranks
-constexpr Milliseconds kFarewell{5000};   // for engines to leave
+constexpr int64_t kRunSamples = 8;          // siblings that an engine takes at once: they share a prompt's prefill
+constexpr Milliseconds kSilence{10000};     // without a word of an engine
+constexpr Milliseconds kTransfer{60000};    // of weights, at most
+constexpr Milliseconds kLookAtMain{20};     // of the other ranks
+constexpr Milliseconds kFarewell{5000};     // for engines to leave
+constexpr Milliseconds kValuesAtOnce{500};  // rank 0 computes, before it looks at the desk again
 constexpr int64_t kMainIsDone = int64_t{1} << 40;
 
 Milliseconds milliseconds(double seconds) { return Milliseconds(static_cast<int64_t>(seconds * 1000)); }
@@ -59,25 +60,6 @@ SharedTokens take_tokens(std::string_view& bytes) {
   return SharedTokens(std::move(tokens));
 }
 
-// Values that a sample has, or none.
-void append_values(std::string& bytes, const std::vector<float>& values) {
-  const auto count = static_cast<uint64_t>(values.size());
-  bytes.append(reinterpret_cast<const char*>(&count), sizeof count);
-  bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
-}
-
-std::vector<float> take_values(std::string_view& bytes) {
-  uint64_t count = 0;
-  TRIREME_CHECK(bytes.size() >= sizeof count, "rank 0's values are cut off");
-  std::memcpy(&count, bytes.data(), sizeof count);
-  bytes.remove_prefix(sizeof count);
-  TRIREME_CHECK(count <= bytes.size() / sizeof(float), "rank 0's values are cut off");
-  std::vector<float> values(count);
-  if (count > 0) std::memcpy(values.data(), bytes.data(), count * sizeof(float));
-  bytes.remove_prefix(count * sizeof(float));
-  return values;
-}
-
 // What rank 0 took, for the other ranks.
 std::string pack_step(const RolloutSource::Step& step, const DataPlace& place,
                       const std::map<std::string, double>& values) {
@@ -88,19 +70,17 @@ std::string pack_step(const RolloutSource::Step& step, const DataPlace& place,
                          {"rewards", pack_counters(step.rewards)},
                          {"values", values},
                          {"groups", nlohmann::json::array()}};
-  std::string prompts, critic;
+  std::string prompts;
   std::vector<Sample> samples;
   for (const LedgerGroup& group : step.groups) {
     append_tokens(prompts, group.samples.front().prompt);
     for (const Sample& sample : group.samples) {
-      append_values(critic, sample.values);
       samples.push_back(sample);
       samples.back().group = static_cast<int64_t>(head["groups"].size());
     }
     head["groups"].push_back({group.number, group.kept});
   }
-  head["samples"] = samples.size();
-  return head.dump() + "\n" + prompts + critic + pack_samples(samples);
+  return head.dump() + "\n" + prompts + pack_samples(samples);
 }
 
 RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::map<std::string, double>& values) {
@@ -120,13 +100,7 @@ RolloutSource::Step unpack_step(std::string_view bytes, DataPlace& place, std::m
     step.groups.push_back({group.at(0).get<int64_t>(), group.at(1).get<bool>(), {}});
     prompts.push_back(take_tokens(bytes));
   }
-  std::vector<std::vector<float>> critic;
-  for (auto left = head.at("samples").get<int64_t>(); left > 0; --left) critic.push_back(take_values(bytes));
-  std::vector<Sample> samples = unpack_samples(bytes, prompts);
-  TRIREME_CHECK(samples.size() == critic.size(), "rank 0's values are of other samples");
-  for (size_t i = 0; i < samples.size(); ++i) {
-    Sample& sample = samples[i];
-    sample.values = std::move(critic[i]);
+  for (Sample& sample : unpack_samples(bytes, prompts)) {
     LedgerGroup& group = step.groups.at(static_cast<size_t>(sample.group));
     sample.group = group.number;
     group.samples.push_back(std::move(sample));
@@ -301,25 +275,32 @@ void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Mi
   }
 }
 
-// On rank 0, while it waits for the rest of a step: what has come of it, to the critic.
+// Some samples of a group that are there of a step that is not complete, and that on_samples has not had.
+std::vector<Sample> DedicatedRollouts::next_to_tell() {
+  return desk_->with([this](const Desk& desk) {
+    std::vector<Sample> next;
+    if (desk.ledger().complete()) return next;  // the rest with the step
+    desk.ledger().visit_ready([&](const Sample* samples, size_t count) {
+      if (!next.empty()) return;
+      for (size_t i = 0; i < count; ++i) {
+        if (told_.insert({samples[i].group, samples[i].index}).second) next.push_back(samples[i]);
+      }
+    });
+    return next;
+  });
+}
+
+// On rank 0, while it waits for the rest of a step: what has come of it, to the critic. However much that is, soon it
+// looks again whether the step has come, and tells the ranks that wait for it that it goes on.
 void DedicatedRollouts::value_ready() {
   if (!on_samples) return;
-  std::vector<std::vector<Sample>> fresh;
-  desk_->with([&](const Desk& desk) {
-    desk.ledger().visit_ready([&](const Sample* samples, size_t count) {
-      std::vector<Sample> found;
-      for (size_t i = 0; i < count; ++i) {
-        if (told_.insert({samples[i].group, samples[i].index}).second) found.push_back(samples[i]);
-      }
-      if (!found.empty()) fresh.push_back(std::move(found));
-    });
-  });
-  for (std::vector<Sample>& samples : fresh) {
+  for (const Deadline limit = Deadline::after(kValuesAtOnce); !limit.passed();) {
+    std::vector<Sample> samples = next_to_tell();
+    if (samples.empty()) return;
     on_samples(samples);
     for (Sample& sample : samples) {
       if (!sample.values.empty()) values_[{sample.group, sample.index}] = std::move(sample.values);
     }
-    if (desk_->with([](const Desk& desk) { return desk.ledger().complete(); })) return;  // the rest with the step
   }
 }
 

@@ -63,6 +63,7 @@ class DedicatedRollouts final : public RolloutSource {
   void retract();
   void wait_for_main(const std::function<bool(Desk&)>& done, Milliseconds patience,
                      const std::function<void()>& too_long, const std::function<void()>& meanwhile = {});
+  std::vector<Sample> next_to_tell();
   void value_ready();
   [[noreturn]] void fail_without_groups();
   Step take(std::map<std::string, double>& values);
