@@ -54,7 +54,9 @@ class CriticRank final {
     follow_from(begin());
     context_.world().barrier();  // a signal finds all ranks before it, or all in the loop
     if (options_.on_ready) options_.on_ready();
-    if (context_.is_main()) mail_.post(critic_mail::kReady, "", context_.actor_ranks());
+    const bool alone = trainer_->values_alone();
+    if (context_.is_main())
+      mail_.post(critic_mail::kReady, alone ? "" : critic_mail::kTogether, context_.actor_ranks());
   }
 
   void make_checkpoints() {

@@ -17,10 +17,11 @@ void CriticLink::begin(int64_t steps, bool resumed) {
     mail_.post(critic_mail::kBegin, std::to_string(steps) + (resumed ? " 1" : " 0"), context_.critic_ranks());
     mail_.beat();
   }
-  (void)mail_.wait(critic_mail::kReady, context_.actor_ranks(), "the critic to be ready", [this] {
+  const std::string ready = mail_.wait(critic_mail::kReady, context_.actor_ranks(), "the critic to be ready", [this] {
     beat();
     if (on_wait) on_wait();
   });
+  works_ahead_ = ready != critic_mail::kTogether;
 }
 
 void CriticLink::call(const CriticCall& call) {

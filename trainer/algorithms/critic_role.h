@@ -69,6 +69,8 @@ class CriticLink final {
 
   // The actor has done `steps` steps, of a checkpoint where `resumed`. Returns when the critic has done as many.
   void begin(int64_t steps, bool resumed);
+  // Whether the critic's ranks compute values of what they are sent ahead; known behind begin().
+  bool works_ahead() const { return works_ahead_; }
   void ahead(const Sample* samples, size_t count);
   void fill_values(std::vector<Sample>& samples, int64_t step);
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step);
@@ -97,12 +99,13 @@ class CriticLink final {
   ParallelContext& context_;
   Mail mail_;
   int64_t calls_ = 0;  // the same on all ranks
+  bool works_ahead_ = true;
 };
 
 class RemoteCritic final : public Critic {
  public:
   explicit RemoteCritic(CriticLink& link) : link_(link) {}
-  bool works_ahead() const override { return true; }
+  bool works_ahead() const override { return link_.works_ahead(); }
   void ahead(const Sample* samples, size_t count) override { link_.ahead(samples, count); }
   void fill_values(std::vector<Sample>& samples, int64_t step) override { link_.fill_values(samples, step); }
   void begin_training(const std::vector<Sample>& samples, int64_t passes, int64_t step) override {
@@ -117,8 +120,9 @@ class RemoteCritic final : public Critic {
 // Names of messages, of both ends.
 namespace critic_mail {
 inline constexpr const char* kSettings = "critic-settings";
-inline constexpr const char* kBegin = "critic-begin";  // "STEPS RESUMED"
-inline constexpr const char* kReady = "critic-ready";
+inline constexpr const char* kBegin = "critic-begin";        // "STEPS RESUMED"
+inline constexpr const char* kReady = "critic-ready";        // kTogether, or empty
+inline constexpr const char* kTogether = "together";         // its ranks compute values with each other only
 inline constexpr const char* kStop = "critic-stop";          // a key of the store
 inline constexpr const char* kAheadCount = "critic-aheads";  // a counter of the store
 inline std::string call(int64_t number) { return "critic-call-" + std::to_string(number); }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <thread>
 
 #include "base/fs.h"
 #include "tests/unit/algorithms/recorded_rollout.h"
@@ -173,6 +174,35 @@ TEST(CriticRoles, EitherMayBeSplitByALayoutOfItsOwn) {
       EXPECT_NEAR(own.trained.metrics.at(name), value, 1e-5 * std::max(1.0, std::abs(value))) << which << " " << name;
     const auto saved = load_value_model(dir.path() / "value/step_1/value/weights", {});
     EXPECT_LE((saved->flat_parameters() - local.weights).abs().mean().item<double>(), 2e-6) << which;
+  }
+}
+
+TEST(CriticRoles, NothingIsSentAheadToRanksThatComputeTogether) {
+  for (const bool together : {false, true}) {
+    ListeningPort port;
+    const std::vector<std::string> errors = test::on_ranks(2, [&](int job_rank) {
+      ParallelContext context({}, test::role_place(port, job_rank, 1, 1, Milliseconds(120000)));
+      const auto await = [&](const char* key) {
+        const Deadline limit = Deadline::after(Milliseconds(120000));
+        while (!context.store()->has(key) && !limit.passed()) std::this_thread::sleep_for(Milliseconds(5));
+      };
+      if (context.of_critic()) {
+        Mail mail(context);
+        (void)mail.wait(critic_mail::kBegin, 0, "the actor to begin");
+        mail.post(critic_mail::kReady, together ? critic_mail::kTogether : "");
+        await("looked");
+        context.store()->set("left", "");
+        return;
+      }
+      CriticLink link(context, role_settings());
+      link.begin(0, false);
+      const RemoteCritic critic(link);
+      EXPECT_EQ(critic.works_ahead(), !together);
+      EXPECT_EQ(critic.works_in_waits(), !together);
+      context.store()->set("looked", "");
+      await("left");  // this rank serves the store
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
   }
 }
 
