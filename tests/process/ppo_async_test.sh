@@ -65,7 +65,8 @@ check "marked and not compared" aged kept 6 2 'sum(x["train/mixed_context_tokens
 check "carry-over, a critic on its own rank" "$TRIREME" launch --critic-ranks 1 -- $(ppo_args carry-own $many $flight \
   ppo.async_ppo.ratio_from=generation loss_fn.use_importance_sampling_correction=false)
 check "older tokens there too" aged carry-own 6 2 "$older"
-TRIREME_FAULT=kill@5:0:training "$TRIREME" $(ppo_args carry-killed $many $flight) >/dev/null 2>&1
+TRIREME_FAULT=kill@5:0:training "$TRIREME" $(ppo_args carry-killed $many $flight) >/dev/null 2>&1; code=$?
+[ $code = 137 ] && [ ! -d "$dir/carry-killed/step_5" ] && ok "killed in training" || bad "is not killed: code $code"
 check "killed, and on" "$TRIREME" $(ppo_args carry-killed $many $flight)
 check "every step once" aged carry-killed 6 2 'True'
 
@@ -96,7 +97,7 @@ equal killed exact 6
 log="$dir/flight.err"
 "$TRIREME" launch --critic-ranks 1 --engines 2 -- $(ppo_args flight $apart $flight $(paid 0.05)) >/dev/null 2>"$log" &
 pid=$!
-for _ in $(seq 600); do grep -q ": 2 are there" "$log" && break; sleep 0.1; done
+await 240 grep -q ": 2 are there" "$log" || bad "two engines have joined" "$(cat "$log")"
 kill -9 "$(pgrep -P $pid -f " engine --config" | sort -n | tail -1)"
 wait $pid && ok "in flight, an engine is killed: the run goes on" ||
   bad "in flight, an engine is killed" "$(cat "$log")"
