@@ -269,6 +269,7 @@ std::unique_ptr<CriticState> make_critic(const CriticModel& of, int local_rank, 
   // Loading chooses it too, and beside a policy that one has.
   if (context.of_critic() && critic->config.policy.random_weights && critic->model->options().device.is_cpu())
     choose_linear_mode(critic->model->linear_shapes(), critic->model->options().dtype);
+  const bool exact = rows_are_exact(*critic->model, critic->config, *critic->ranks);
   critic->optimizer = make_optimizer(critic->config, *critic->model, *critic->ranks);
   if (!context.is_main()) return critic;
   const std::string split = of.layout.dp == of.layout.world() ? "" : ", in " + to_string(of.layout);
@@ -277,6 +278,11 @@ std::unique_ptr<CriticState> make_critic(const CriticModel& of, int local_rank, 
                         (context.of_critic() ? " on " + std::to_string(context.world_size()) + " ranks of its own"
                                              : " on the actor's ranks") +
                         split);
+  if (!exact)
+    log_warn(
+        "train",
+        "linear layers of the critic do not keep row bits on this machine: the last bits of a value depend on what "
+        "is computed beside it");
   return critic;
 }
 
