@@ -115,6 +115,9 @@ nlohmann::json to_json(const Config& config) {
 
 std::string to_yaml(const Config& config, std::string_view below) {
   Config copy = config;
+  // derive_defaults copies ppo.async_ppo there. Written, it would be a key that somebody had set, and ppo's could not
+  // be switched off in what was printed.
+  if (config.algorithm == "ppo") copy.grpo.async_grpo = {};
   std::vector<std::pair<std::string, std::string>> rows;
   for (const Field& field : config::fields()) {
     if (!starts_with(field.path, below)) continue;

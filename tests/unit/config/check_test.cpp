@@ -750,6 +750,8 @@ TEST(Ppo, AsynchronousStepsHaveTheRulesOfGrposByOwnKeys) {
   EXPECT_EQ(most_age(config), 1);
   EXPECT_TRUE(config.grpo.async_grpo.in_flight_weight_updates);  // whoever makes rollouts asks there
   EXPECT_TRUE(load_config_text(to_yaml(config)).grpo.async_grpo.enabled);
+  // In what was printed, as a checkpoint has it, they can be switched off.
+  EXPECT_FALSE(carries_over(load_config_text(to_yaml(config), {"ppo.async_ppo.enabled=false"})));
   const auto apart = [&](std::vector<std::string> more) {
     more.insert(more.end(), {"policy.generation.colocated.enabled=false"});
     return with(more);
