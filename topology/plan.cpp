@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "topology/combine_blocks.h"
+#include "topology/plan_decode.h"
 #include "topology/plan_parts.h"
 #include "topology/refit.h"
 
@@ -124,7 +125,9 @@ RankPasses training_passes_of(const Case& c) {
   return deal_passes(c, 1 / real(c.work.optimizer_steps), c.work.train_samples, c.work.train_tokens);
 }
 
-RankPasses logprob_passes_of(const Case& c) { return deal_passes(c, 1, c.work.logprob_samples, c.work.logprob_tokens); }
+RankPasses logprob_passes_of(const Case& c, double share) {
+  return deal_passes(c, share, c.work.logprob_samples, c.work.logprob_tokens);
+}
 
 ExpertRows expert_rows(const Case& c) {
   if (c.layout.ep * c.layout.etp == 1) return {};
@@ -172,10 +175,28 @@ LayoutPlan plan_layout(const ModelShape& shape, const Layout& layout, const Work
   plan.time = planning::plan_time(c, plan.memory);
   others.add_to(options, work.longest, plan);
   if (!work.generates) return plan;
-  planning::plan_rollout(g, plan.memory.cache_rows, plan.time);
+  if (work.engines > 0) {
+    planning::plan_engines(c, others.critic_is_whole() || layout.world() == 1, plan);
+    return plan;
+  }
+  if (work.age > 0) {
+    planning::plan_carry_over(g, plan.memory.cache_rows, plan.time);
+  } else {
+    planning::plan_rollout(g, plan.memory.cache_rows, plan.time);
+  }
+  // Sums over other tensor ranks have other bits.
+  const bool other_bits = apart && other.tp != layout.tp;
+  planning::add_previous_pass(c, other_bits ? 1 : work.previous_pass ? plan.time.older : 0, plan.time);
   if (apart) plan.time.refit = planning::refit_seconds(c, g);
-  if (!apart) planning::plan_background(c, plan.time);
+  if (!apart) planning::plan_background(c, others.critic_is_whole(), plan.time);
   return plan;
+}
+
+void rank_plans(std::vector<LayoutPlan>& plans) {
+  std::stable_sort(plans.begin(), plans.end(), [](const LayoutPlan& a, const LayoutPlan& b) {
+    if (a.fits() != b.fits()) return a.fits();
+    return a.fits() ? a.time.step() < b.time.step() : a.least_memory < b.least_memory;
+  });
 }
 
 std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,
@@ -184,10 +205,7 @@ std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<
   std::vector<LayoutPlan> plans;
   plans.reserve(layouts.size());
   for (const Layout& layout : layouts) plans.push_back(plan_layout(shape, layout, work, options, devices, beside));
-  std::stable_sort(plans.begin(), plans.end(), [](const LayoutPlan& a, const LayoutPlan& b) {
-    if (a.fits() != b.fits()) return a.fits();
-    return a.fits() ? a.time.step() < b.time.step() : a.least_memory < b.least_memory;
-  });
+  rank_plans(plans);
   return plans;
 }
 

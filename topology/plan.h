@@ -30,11 +30,20 @@ struct Workload {
   bool share_prompts = false;  // a group's prompt is computed once a micro-batch
   int64_t places = 256;        // samples alive at once, of a replica
   int64_t prefill_tokens = 8192;
-  // Of the device, as long as at most kBackgroundSamples are alive: they compute reference log-probs of finished
-  // samples and, where `early_gradients`, gradients of whole groups of the first optimizer step. 0: all that follows
-  // generation. Counts for models that nobody shares (kWeights included), gradients also where ranks do not share them.
+  // Of the device, as long as at most kBackgroundSamples are alive: they compute reference log-probs, values and scores
+  // of finished samples and, where `early_gradients`, gradients of whole groups of the first optimizer step. 0: all
+  // that follows generation. Counts for a policy that nobody shares (kWeights included) and what generates on its own
+  // ranks for the step at hand alone; values for such a critic, gradients where ranks do not share them.
   int64_t background_processors = 0;
   bool early_gradients = false;
+  // How steps follow each other (docs/running.md). With an age above 0 they overlap: on the ranks free places take
+  // responses of the next steps (carry-over), elsewhere engines generate beside training.
+  int64_t engines = 0;          // processes of their own that generate (trireme engine); 0: the ranks do
+  bool engines_near = true;     // on the ranks' node
+  int64_t age = 0;              // of a token, in steps, at most
+  bool in_flight = false;       // engines take new weights between two decode steps, else with nothing unfinished
+  bool recomputes_keys = true;  // of what goes on with new weights; else they are kept
+  bool previous_pass = false;   // log-probs by the step's weights of samples that older ones drew
 };
 inline constexpr int64_t kBackgroundSamples = 32;
 inline constexpr int64_t kBackgroundTokens = 4096;  // of a micro-batch there, or one sample
@@ -113,31 +122,53 @@ struct PlannedMemory {
 struct PlannedTime {
   double refit = 0;  // the weights into generation's own layout
   double prefill = 0, decode = 0;
+  double again = 0;   // keys and values of what goes on with new weights
   double tail = 0;    // of decode: with at most kTailSamples alive
   double shared = 0;  // with at most kBackgroundSamples
   double reference = 0;
+  double previous = 0;                    // log-probs of samples that older weights drew, or another layout
   double training = 0;                    // forward and backward, with what is computed again
   double bubble = 0;                      // that stages wait for each other there
   double optimizer = 0;                   // the update itself
   double scores = 0;                      // of a reward model
   double values = 0, value_training = 0;  // of a critic; the latter with its updates
-  // Of reference and training: what runs under generation, whose phase is taken to be longer by as much.
-  double reference_under = 0, training_under = 0;
+  // Of these: what runs under generation, whose phase is taken to be longer by as much; with engines the values that
+  // are computed while the ranks wait for them, and `idle` is without.
+  double reference_under = 0, training_under = 0, scores_under = 0, values_under = 0;
+  double idle = 0;         // that the ranks wait for engines
+  double weight_sync = 0;  // that the optimizer waits until engines have the weights
   // Between ranks; none is taken to be hidden but gathered weights (kWeights).
   double decode_exchanges = 0, pass_exchanges = 0, gradient_exchanges = 0;
   double exchanges() const { return decode_exchanges + pass_exchanges + gradient_exchanges; }
-  double generation() const { return prefill + decode + decode_exchanges; }
+  double older = 0;  // the share of a step's samples that older weights drew, wholly or in part
+  double generation() const { return prefill + decode + again + decode_exchanges; }
   double step() const {
-    return refit + generation() + reference + training + bubble + optimizer + pass_exchanges + gradient_exchanges +
-           scores + values + value_training;
+    return refit + generation() + reference + previous + training + bubble + optimizer + pass_exchanges +
+           gradient_exchanges + scores + values + value_training + idle + weight_sync;
   }
 };
 inline constexpr int64_t kTailSamples = 16;
+
+// Processes that generate for the ranks, each a whole model on a device, without optimizer.
+struct EnginesPlan {
+  int64_t count = 0;
+  MemoryParts memory;          // of one; `copy`: the second buffer, into which weights come while it decodes
+  bool second_buffer = false;  // there is memory for it; else decoding stops for a transfer
+  int64_t cache_rows = 0;
+  int64_t least_memory = 0;  // of a device
+  // Seconds of a step, of the engine with most to do: a rollout by itself, or with free places filled (in flight).
+  double prefill = 0, decode = 0, again = 0;
+  double tail = 0;      // of decode: with at most kTailSamples alive
+  double transfer = 0;  // of the weights, to all engines
+  double stall = 0;     // that decoding stops for it
+  double generation() const { return prefill + decode + again + stall; }
+};
 
 struct LayoutPlan {
   Layout layout;
   PlannedMemory memory;
   PlannedTime time;
+  std::optional<EnginesPlan> engines;
   int64_t least_memory = 0;           // of a device on which it would fit
   std::vector<std::string> problems;  // why it cannot be: one sentence each; empty: it fits
   bool fits() const { return problems.empty(); }
@@ -155,5 +186,7 @@ LayoutPlan plan_critic(const PlannedModel& critic, const Layout& layout, const P
 std::vector<LayoutPlan> rank_layouts(const ModelShape& shape, const std::vector<Layout>& layouts, const Workload& work,
                                      const PlanOptions& options, const PlanDevices& devices,
                                      const PlannedBeside& beside = {});
+// In the same order.
+void rank_plans(std::vector<LayoutPlan>& plans);
 
 }  // namespace trireme

@@ -210,6 +210,13 @@ int64_t least_with_early(const Case& c, const StageMemory& s, const MemoryParts&
                                   : std::max(early + cache, least_beside_cache(c, s, early, generation.total()));
 }
 
+// Of a device besides all else of generation: room for a cache of the longest sample.
+int64_t room_for_cache(const Case& c, int64_t row_bytes) {
+  const int64_t cache = std::max(c.options.cache_rows, c.work.longest) * row_bytes;
+  if (c.options.cache_rows > 0) return cache;
+  return std::max(cache + kCacheLeaves, bytes_of(real(cache) / c.options.cache_fraction) + 1);
+}
+
 // Of a device, for this stage: the training with all computed again that may be, and a cache for the longest sample.
 int64_t least_memory(const Case& c, const StageMemory& s) {
   MemoryParts training = s.training, generation = s.generation;
@@ -219,14 +226,11 @@ int64_t least_memory(const Case& c, const StageMemory& s) {
   int64_t least = training.total() + with_room;
   if (c.work.generates) {
     const int64_t cache = std::max(c.options.cache_rows, c.work.longest) * s.row_bytes;
-    const int64_t beside = c.options.cache_rows > 0
-                               ? cache
-                               : std::max(cache + kCacheLeaves, bytes_of(real(cache) / c.options.cache_fraction) + 1);
     if (c.options.keeps_cache) {
       least = c.options.cache_rows > 0 ? least + cache
                                        : std::max(least, least_beside_cache(c, s, least, generation.total()));
     }
-    least = std::max(least, generation.total() + beside);
+    least = std::max(least, generation.total() + room_for_cache(c, s.row_bytes));
     if (s.early) least = std::max(least, least_with_early(c, s, generation, cache));
   }
   return least + c.devices.rates.outside_bytes;
@@ -275,6 +279,31 @@ void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan) {
     if (stage == 0 || of_stage.peak() > m.peak()) m = of_stage;
   }
   add_problem(c, stages, memory, plan);
+}
+
+// It takes the second buffer where there is memory for it, before it knows what is left for the cache.
+void plan_engine_memory(const Case& engine, EnginesPlan& engines, std::vector<std::string>& problems) {
+  const int64_t memory = engine.devices.memory() - engine.devices.rates.outside_bytes;
+  StageMemory s;
+  const LocalShape local = shape_of(engine, 0);
+  s.row_bytes = 2 * local.layers * local.key_width() * engine.options.element_bytes;
+  s.generation.weights = held(engine, 0).params * engine.options.element_bytes;
+  const int64_t weights = s.generation.weights;
+  add_engine_step(engine, local, s.generation);
+  const int64_t rest = s.generation.total() - weights + room_for_cache(engine, s.row_bytes);
+  engines.second_buffer = 2 * weights <= memory;
+  if (engines.second_buffer) s.generation.copy = weights;
+  engines.cache_rows = room_for_rows(engine, s, memory);
+  s.generation.cache = engines.cache_rows * s.row_bytes;
+  engines.memory = s.generation;
+  // A device that holds the rest in the place of the second buffer would take that.
+  const bool second = engines.second_buffer || rest >= weights;
+  engines.least_memory = (second ? 2 : 1) * weights + rest + engine.devices.rates.outside_bytes;
+  if (engines.least_memory <= engine.devices.memory()) return;
+  problems.push_back("an engine's device must have " + size_text(engines.least_memory) + " at the least, not " +
+                     size_text(engine.devices.memory()) + ": for the weights" +
+                     (second ? ", the second buffer that new ones come into" : "") + " and a cache for one sample of " +
+                     std::to_string(engine.work.longest) + " tokens");
 }
 
 }  // namespace trireme::planning

@@ -53,8 +53,8 @@ struct RankPasses {
   int64_t micro_batches = 1;
   PassWork each;  // of one of them, shared by the context ranks
 };
-RankPasses training_passes_of(const Case& c);  // of an optimizer step
-RankPasses logprob_passes_of(const Case& c);   // of all samples
+RankPasses training_passes_of(const Case& c);               // of an optimizer step
+RankPasses logprob_passes_of(const Case& c, double share);  // of so many of all samples
 
 // Rows of a token's that leave for experts and that come back where these are split: one for each rank, and each block
 // of experts, that has any of its choices, and of experts that ranks share for each of these. Every choice is as
@@ -71,13 +71,31 @@ void plan_memory(const Case& c, const Case& generation, LayoutPlan& plan);
 PlannedTime plan_time(const Case& c, const PlannedMemory& memory);
 // Forward alone over all samples, without exchanges: of ranks that split no model.
 double values_seconds(const Case& c);
-// Of generation's layout.
-void plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
+// A forward pass for log-probs over `share` of a step's samples.
+struct LogprobPass {
+  double working = 0, waiting = 0, exchanges = 0;
+};
+LogprobPass logprob_pass(const Case& c, double share);
+// One by the policy itself: of samples that other weights, or other sums, drew.
+void add_previous_pass(const Case& c, double share, PlannedTime& time);
+// Forward over rows into an empty cache, on all stages in turn.
+double prefill_seconds(const Case& c, const PassWork& work);
+// Of generation's layout, by itself.
+struct Rollout;
+Rollout plan_rollout(const Case& c, int64_t cache_rows, PlannedTime& time);
+// The same where free places are filled and what is unfinished goes on in the next steps.
+void plan_carry_over(const Case& c, int64_t cache_rows, PlannedTime& time);
+// Memory of an engine, and why it would not fit.
+void plan_engine_memory(const Case& engine, EnginesPlan& engines, std::vector<std::string>& problems);
+// Engines, and what the ranks wait for them and they for the ranks; behind all else of the ranks' time.
+// `values_wait`: values of the critic may be computed in such a wait.
+void plan_engines(const Case& c, bool values_wait, LayoutPlan& plan);
 // Whether a part of the device works beside the last responses, for gradients too.
 bool has_background(const Case& c);
 bool has_early_gradients(const Case& c);
-// What of the passes it does: as much as its processors do until generation ends, which it makes longer.
-void plan_background(const Case& c, PlannedTime& time);
+// What of the passes it does: as much as its processors do until generation ends, which it makes longer. `values`: the
+// critic's among them.
+void plan_background(const Case& c, bool values, PlannedTime& time);
 // Of the rank that fetches most (topology/refit.h).
 double refit_seconds(const Case& c, const Case& generation);
 // Forward of one layer over so many rows, by the rates of passes.
@@ -89,6 +107,7 @@ class BesidePlan final {
  public:
   BesidePlan(const Layout& policy, const PlannedBeside& models, const PlanDevices& devices);
 
+  bool critic_is_whole() const;  // on each rank
   int64_t critic_bytes() const;  // weights, gradients and optimizer state
   int64_t reward_model_bytes() const;
   // Behind plan_memory and plan_time of the policy, whose options these are.

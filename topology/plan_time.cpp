@@ -170,18 +170,31 @@ double forward_seconds(const Case& c, const LocalShape& local, int64_t layer, co
 }
 
 double values_seconds(const Case& c) {
-  const RankPasses passes = logprob_passes_of(c);
+  const RankPasses passes = logprob_passes_of(c, 1);
   return run_passes(c, pass_costs(c, passes.each, {}), passes.micro_batches, false).working;
+}
+
+LogprobPass logprob_pass(const Case& c, double share) {
+  const RankPasses passes = logprob_passes_of(c, share);
+  const Passes forward = run_passes(c, pass_costs(c, passes.each, {}), passes.micro_batches, false);
+  return {forward.working, forward.waiting, real(passes.micro_batches) * exchange_seconds(c, passes.each, false, 0)};
+}
+
+void add_previous_pass(const Case& c, double share, PlannedTime& time) {
+  if (share == 0) return;
+  const LogprobPass pass = logprob_pass(c, share);
+  time.previous = pass.working;
+  time.bubble += pass.waiting;
+  time.pass_exchanges += pass.exchanges;
 }
 
 PlannedTime plan_time(const Case& c, const PlannedMemory& memory) {
   PlannedTime time;
   if (c.work.reference) {
-    const RankPasses passes = logprob_passes_of(c);
-    const Passes reference = run_passes(c, pass_costs(c, passes.each, {}), passes.micro_batches, false);
+    const LogprobPass reference = logprob_pass(c, 1);
     time.reference = reference.working;
     time.bubble += reference.waiting;
-    time.pass_exchanges += real(passes.micro_batches) * exchange_seconds(c, passes.each, false, 0);
+    time.pass_exchanges += reference.exchanges;
   }
   const RankPasses passes = training_passes_of(c);
   const double steps = real(c.work.optimizer_steps);

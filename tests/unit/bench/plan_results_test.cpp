@@ -199,5 +199,22 @@ TEST(PlanResults, ThePlanIsNearWhatWasMeasured) {
   }
 }
 
+// What docs/layouts.md says of carry-over, of which no run was measured.
+TEST(PlanResults, CarryOverOfTheKeptLengths) {
+  const RolloutLengths lengths = load_lengths("bench/data/rollout_lengths_256.json");
+  Workload work;
+  work.prompts = lengths.prompts;
+  work.outputs = lengths.outputs;
+  work.longest = work.train_tokens = lengths.longest();
+  const ModelShape shape = *known_model_shape("qwen3-1.7b");
+  for (const auto& [age, seconds] : std::vector<std::pair<int64_t, double>>{{0, 10.1}, {1, 8.0}, {2, 7.3}, {4, 6.7}}) {
+    work.age = age;
+    const LayoutPlan plan = plan_layout(shape, {}, work, {}, {.rates = *device_rates("h200")});
+    EXPECT_NEAR(plan.time.decode, seconds, 0.06) << "age " << age;
+    std::printf("carry-over, age %lld: decode %.2f s, keys again %.2f s, %.0f %% of the samples older\n",
+                static_cast<long long>(age), plan.time.decode, plan.time.again, 100 * plan.time.older);
+  }
+}
+
 }  // namespace
 }  // namespace trireme

@@ -199,6 +199,44 @@ TEST(PlanUnderGeneration, AsMuchIsDoneAsThePartsProcessorsDo) {
   EXPECT_NEAR(std::min(time.decode, time.reference) / time.reference_under, 1, 1e-9);
 }
 
+// A sample gets the numbers of all models before the next one gets any.
+TEST(PlanUnderGeneration, ValuesAndScoresShareThePartWithTheReferences) {
+  const PlanDevices devices = devices_of(80 * kGiB);
+  PlannedBeside beside{value_model(), value_model()};
+  Workload work = small_work();
+  work.places = 64;
+  work.background_processors = 33;
+  const auto time_of = [&](const Layout& layout) {
+    return plan_layout(shape_of_eight_layers(), layout, work, {}, devices, beside).time;
+  };
+  const PlannedTime all = time_of({});
+  ASSERT_GT(all.decode / 3, all.reference + all.values + all.scores);
+  EXPECT_EQ(all.reference_under, all.reference);
+  EXPECT_EQ(all.values_under, all.values);
+  EXPECT_EQ(all.scores_under, all.scores);
+  work.outputs.assign(2, 3);
+  work.prompts = {4000, 4000};
+  work.longest = 4096;
+  const PlannedTime some = time_of({});
+  ASSERT_LT(some.decode / 3, some.reference);
+  EXPECT_NEAR((some.reference_under + some.values_under + some.scores_under) / (some.decode / 3), 1, 1e-9);
+  EXPECT_NEAR(some.values_under / some.values / (some.reference_under / some.reference), 1, 1e-9);
+  EXPECT_NEAR(some.scores_under / some.scores / (some.reference_under / some.reference), 1, 1e-9);
+  // The values of a critic that ranks share follow generation, the scores need nobody.
+  beside.critic->options.sharding = StateSharding::kWeights;
+  EXPECT_EQ(time_of({.dp = 2}).values_under, 0);
+  EXPECT_GT(time_of({.dp = 2}).scores_under, 0);
+  beside.critic->options.sharding = StateSharding::kOptimizer;
+  beside.critic->layout.tp = 2;
+  EXPECT_EQ(time_of({.dp = 2}).values_under, 0);
+  beside.critic->layout.tp = 1;
+  EXPECT_GT(time_of({.dp = 2}).values_under, 0);
+  // Nothing is left of the device where free places are filled.
+  work.age = 1;
+  const PlannedTime filled = time_of({});
+  EXPECT_EQ(filled.reference_under + filled.values_under + filled.scores_under, 0);
+}
+
 TEST(PlanUnderGeneration, GradientsAreOfTheFirstStepBehindTheReferences) {
   const PlanDevices devices = devices_of(80 * kGiB);
   Workload work = small_work();

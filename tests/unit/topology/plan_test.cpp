@@ -478,6 +478,8 @@ TEST(Plan, GenerationInAnotherLayout) {
     EXPECT_EQ(plan.memory.training.copy, 0);
     EXPECT_GT(plan.time.refit, 0);
     EXPECT_EQ(plan.time.training, plain.time.training);
+    // Sums over other tensor ranks: log-probs are computed once more.
+    EXPECT_EQ(plan.time.previous > 0, own.tp != training.tp);
   }
   // Named, but training's own.
   PlanOptions same;

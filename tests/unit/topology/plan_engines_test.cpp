@@ -1,0 +1,266 @@
+// Steps that overlap, and engines: what a plan says against time lines drawn by hand. A decode step takes a second
+// whatever is alive, passes take none, and the only rank's optimizer 34 bytes a parameter, the copy of new weights 4.
+#include <gtest/gtest.h>
+
+#include "tests/unit/topology/planned.h"
+#include "topology/plan.h"
+
+namespace trireme {
+namespace {
+
+using test::devices_of;
+using test::kGiB;
+using test::shape_of_eight_layers;
+using test::small_work;
+
+// Attention 256 x (256 + 2 x 128) and 256 x 256, MLP 3 x 256 x 512; with two norms a layer, embedding, head, final
+// norm.
+constexpr int64_t kProducts = 256 * 512 + 256 * 256 + 3 * 256 * 512;
+constexpr int64_t kModel = 8 * (kProducts + 2 * 256) + 2 * 1000 * 256 + 256;
+
+// A response of four tokens and one of two, for one prompt of a token.
+Workload two_responses() {
+  Workload work;
+  work.prompts = {1};
+  work.outputs = {4, 2};
+  work.longest = 8;
+  work.train_tokens = work.logprob_tokens = 64;
+  work.places = 2;
+  return work;
+}
+
+// `byte_s`: of a byte that the device copies; `transfer_s`: of all weights to an engine.
+PlanDevices one_second_a_step(double byte_s = 0, double transfer_s = 0) {
+  PlanDevices devices = devices_of(80 * kGiB);
+  DeviceRates& rates = devices.rates;
+  rates.decode_read = rates.products = rates.attention = 1e30;
+  rates.decode_layer_s = 1.0 / 8;
+  rates.decode_sample_s = rates.moves = 0;
+  rates.copy = byte_s > 0 ? 1 / byte_s : 1e30;
+  const double rate = transfer_s > 0 ? 2.0 * kModel / transfer_s : 1e30;
+  rates.in_node = {.latency_s = 0, .first_bytes = 0, .first_rate = rate, .further_rate = rate};
+  rates.between_nodes = rates.in_node;
+  return devices;
+}
+
+LayoutPlan plan_of(const Workload& work, const PlanDevices& devices, const Layout& layout = {}) {
+  return plan_layout(shape_of_eight_layers(), layout, work, {}, devices);
+}
+
+// Two places. Step 1: 0 to 4, the short one ends at 2, the next step's long one begins; step 2: 4 to 6, with its short
+// one. Then as at the beginning: four and two seconds by turns. Of every second step older weights drew one response of
+// two.
+TEST(PlanCarryOver, FreePlacesAreFilled) {
+  Workload work = two_responses();
+  EXPECT_NEAR(plan_of(work, one_second_a_step()).time.decode, 4, 1e-9);
+  work.age = 1;
+  const PlannedTime time = plan_of(work, one_second_a_step()).time;
+  EXPECT_NEAR(time.decode, 3, 1e-9);
+  EXPECT_NEAR(time.older, 0.25, 1e-12);
+  EXPECT_NEAR(time.tail, 3, 1e-9);
+  EXPECT_EQ(time.shared, 0);
+}
+
+// With an age of 1 a response of 40 tokens has two steps' time, with any number of places.
+TEST(PlanCarryOver, TheLongestResponseHasAsManyStepsAsItsAgeAllows) {
+  Workload work = two_responses();
+  work.longest = 64;
+  work.outputs = {40, 2};
+  work.places = 64;
+  for (const int64_t age : {1, 3}) {
+    work.age = age;
+    const double decode = plan_of(work, one_second_a_step()).time.decode;
+    EXPECT_GE(decode, 40.0 / static_cast<double>(age + 1) - 1e-9);
+    EXPECT_LT(decode, 40);
+  }
+}
+
+// In every second step the long response goes on: its prompt and two tokens are computed again.
+TEST(PlanCarryOver, KeysOfWhatGoesOnAreComputedAgain) {
+  PlanDevices devices = one_second_a_step();
+  devices.rates.products = 1e9;
+  const double token_s = 2.0 * 8 * kProducts / 1e9, head_s = 2.0 * 256 * 1000 / 1e9;
+  Workload work = two_responses();
+  work.age = 1;
+  const PlannedTime again = plan_of(work, devices).time;
+  EXPECT_NEAR(again.again / (3 * token_s / 2), 1, 1e-9);
+  EXPECT_NEAR(again.prefill / token_s, 1, 1e-9);
+  EXPECT_EQ(again.previous, 0);
+  work.recomputes_keys = false;
+  EXPECT_EQ(plan_of(work, devices).time.again, 0);
+  // Of the six rows of a step a quarter goes through the policy once more.
+  work.previous_pass = true;
+  const PlannedTime previous = plan_of(work, devices).time;
+  EXPECT_NEAR(previous.previous / (1.5 * (token_s + head_s)), 1, 1e-9);
+  EXPECT_NEAR(previous.step(),
+              previous.prefill + previous.decode + previous.previous + previous.training + previous.optimizer, 1e-12);
+}
+
+TEST(PlanEngines, InTurnAStepIsTheSum) {
+  Workload work = two_responses();
+  work.engines = 1;
+  // Training 3.4 s, the weights' way 1 s, their copy 0.4 s, a rollout 4 s.
+  const LayoutPlan plan = plan_of(work, one_second_a_step(0.1 / kModel, 1));
+  ASSERT_TRUE(plan.fits());
+  ASSERT_TRUE(plan.engines);
+  EXPECT_NEAR(plan.time.optimizer, 3.4, 1e-9);
+  EXPECT_NEAR(plan.engines->transfer, 1, 1e-9);
+  EXPECT_NEAR(plan.engines->stall, 0.4, 1e-9);
+  EXPECT_NEAR(plan.engines->generation(), 4.4, 1e-9);
+  EXPECT_NEAR(plan.time.idle, 5.4, 1e-9);
+  EXPECT_NEAR(plan.time.step(), 8.8, 1e-9);
+  EXPECT_EQ(plan.time.prefill + plan.time.decode, 0);  // the ranks generate nothing
+  EXPECT_EQ(plan.time.older, 0);
+  // Two engines take a response each, the longer one of four tokens.
+  work.engines = 2;
+  EXPECT_NEAR(plan_of(work, one_second_a_step(0.1 / kModel, 1)).engines->decode, 4, 1e-9);
+  work.outputs = {2, 2};
+  work.places = 1;
+  EXPECT_NEAR(plan_of(work, one_second_a_step(0.1 / kModel, 1)).engines->decode, 2, 1e-9);
+  work.engines = 1;
+  EXPECT_NEAR(plan_of(work, one_second_a_step(0.1 / kModel, 1)).engines->decode, 4, 1e-9);
+}
+
+// One rank sends to all engines, or each to one of its own.
+TEST(PlanEngines, ARankSendsToAllOfItsEnginesAtOnce) {
+  Workload work = two_responses();
+  const auto transfer = [&](int64_t engines, int64_t ranks) {
+    work.engines = engines;
+    return plan_of(work, one_second_a_step(0, 1), {.dp = ranks}).engines->transfer;
+  };
+  EXPECT_NEAR(transfer(3, 1), 3, 1e-9);
+  EXPECT_NEAR(transfer(3, 2), 2, 1e-9);
+  EXPECT_NEAR(transfer(3, 4), 1, 1e-9);
+  work.engines = 1;
+  work.engines_near = false;
+  PlanDevices devices = one_second_a_step(0, 1);
+  devices.rates.between_nodes.further_rate /= 5;
+  EXPECT_NEAR(plan_of(work, devices).engines->transfer, 5, 1e-9);
+}
+
+TEST(PlanEngines, WithExactVersionsTheLongerOfBothCounts) {
+  Workload work = two_responses();
+  work.engines = 1;
+  work.age = 1;
+  const auto time = [&](double unit_s, double transfer_s) {
+    return plan_of(work, one_second_a_step(unit_s / kModel, transfer_s)).time;
+  };
+  // Training 3.4 s and generation 4.4 s: the ranks wait a second, in which the weights go.
+  EXPECT_NEAR(time(0.1, 0.5).step(), 4.4, 1e-9);
+  EXPECT_NEAR(time(0.1, 0.5).idle, 1, 1e-9);
+  EXPECT_NEAR(time(0.1, 0.5).weight_sync, 0, 1e-9);
+  EXPECT_EQ(time(0.1, 0.5).older, 1);
+  // Training 6.8 s and generation 4.8 s; the optimizer is all there is, and waits until the weights have gone.
+  EXPECT_NEAR(time(0.2, 0.5).idle, 0, 1e-9);
+  EXPECT_NEAR(time(0.2, 0.5).weight_sync, 0.5, 1e-9);
+  EXPECT_NEAR(time(0.2, 0.5).step(), 7.3, 1e-9);
+  // A step in two: weights are trained (3.4), go (2), generate (4.4), all in two steps' time, 4.9 s; but behind 2 s on
+  // the way come 3.4 s in which they change.
+  EXPECT_NEAR(time(0.1, 2).idle, 1.5, 1e-9);
+  EXPECT_NEAR(time(0.1, 2).step(), 5.4, 1e-9);
+  // With three steps' time generation alone counts.
+  work.age = 2;
+  EXPECT_NEAR(time(0.1, 0.9).step(), 4.4, 1e-9);
+}
+
+// Training 1.7 s, the weights' way 0.7 s, their copy 0.2 s. Steps 1 and 2 are there at 4 and at 6, as with carry-over.
+// At 6.4 come the weights behind step 1, at 6.6 step 3 begins; at 8.6 its short one ends, those behind step 2 (8.4) are
+// taken until 8.8, step 4 begins in its place; step 3 is there at 10.8, step 4 at 12.8: 6.8 s behind step 2, and on.
+TEST(PlanEngines, InFlightPlacesAreFilledAsSoonAsWeightsCome) {
+  Workload work = two_responses();
+  work.engines = 1;
+  work.age = 1;
+  work.in_flight = true;
+  const LayoutPlan plan = plan_of(work, one_second_a_step(0.05 / kModel, 0.7));
+  EXPECT_NEAR(plan.time.step(), 3.4, 1e-9);
+  EXPECT_NEAR(plan.time.idle, 1.7, 1e-9);
+  EXPECT_NEAR(plan.time.weight_sync, 0, 1e-9);
+  EXPECT_NEAR(plan.time.older, 1, 1e-12);
+  EXPECT_NEAR(plan.engines->decode, 3, 1e-9);
+  EXPECT_NEAR(plan.engines->stall, 0.2, 1e-9);
+  // In versions it waits until nothing is unfinished.
+  work.in_flight = false;
+  EXPECT_NEAR(plan_of(work, one_second_a_step(0.05 / kModel, 0.7)).time.step(), 4.2, 1e-9);
+  // Training that takes longer than all else is what a step takes.
+  work.in_flight = true;
+  const LayoutPlan slow = plan_of(work, one_second_a_step(0.5 / kModel, 0));
+  EXPECT_NEAR(slow.time.step(), 17, 1e-9);
+  EXPECT_NEAR(slow.time.idle, 0, 1e-9);
+}
+
+TEST(PlanEngines, AnEngineHasWeightsTwiceACacheAndNoState) {
+  Workload work = small_work();
+  work.engines = 2;
+  PlanOptions options;
+  options.cache_rows = 5000;
+  const LayoutPlan plan = plan_layout(shape_of_eight_layers(), {.dp = 3}, work, options, devices_of(80 * kGiB));
+  const MemoryParts& memory = plan.engines->memory;
+  EXPECT_EQ(plan.engines->count, 2);
+  EXPECT_TRUE(plan.engines->second_buffer);
+  EXPECT_EQ(memory.weights, 2 * kModel);
+  EXPECT_EQ(memory.copy, 2 * kModel);
+  EXPECT_EQ(memory.cache, 5000 * 8 * 2 * 128 * 2);  // keys and values of eight layers, 128 wide
+  EXPECT_EQ(memory.reference + memory.gradients + memory.optimizer + memory.exchange + memory.critic, 0);
+  // What the ranks have is theirs whoever generates.
+  Workload alone = small_work();
+  const LayoutPlan ranks = plan_layout(shape_of_eight_layers(), {.dp = 3}, alone, options, devices_of(80 * kGiB));
+  EXPECT_EQ(plan.memory.peak(), ranks.memory.peak());
+  EXPECT_FALSE(ranks.engines);
+}
+
+TEST(PlanEngines, WithoutRoomForASecondBufferDecodingStops) {
+  const auto plan = [](int64_t bytes, int64_t rows) {
+    Workload work = small_work();
+    work.engines = 1;
+    PlanOptions options;
+    options.cache_rows = rows;
+    return plan_layout(shape_of_eight_layers(), {}, work, options, devices_of(bytes));
+  };
+  const auto engine_fits = [](const LayoutPlan& of) {
+    for (const std::string& problem : of.problems) {
+      if (problem.find("an engine's device must have") == 0) return false;
+    }
+    return true;
+  };
+  const int64_t outside = devices_of(0).rates.outside_bytes, weights = 2 * kModel;
+  const MemoryParts parts = plan(80 * kGiB, 200).engines->memory;
+  const int64_t rest = parts.activations + parts.logits + 200 * 4096;
+  ASSERT_LT(rest, weights);
+  const LayoutPlan one = plan(outside + weights + rest, 200);
+  EXPECT_TRUE(engine_fits(one));
+  EXPECT_FALSE(one.engines->second_buffer);
+  EXPECT_EQ(one.engines->memory.copy, 0);
+  EXPECT_EQ(one.engines->stall, one.engines->transfer);
+  EXPECT_FALSE(engine_fits(plan(outside + weights + rest - 1, 200)));
+  const LayoutPlan two = plan(outside + 2 * weights + rest, 200);
+  EXPECT_TRUE(engine_fits(two));
+  EXPECT_TRUE(two.engines->second_buffer);
+  EXPECT_EQ(two.engines->least_memory, outside + 2 * weights + rest);
+  EXPECT_FALSE(engine_fits(plan(outside + 2 * weights + rest - 1, 200)));
+}
+
+TEST(PlanEngines, RankZeroComputesValuesWhileItWaits) {
+  Workload work = small_work();
+  work.engines = 1;
+  PlannedBeside beside;
+  beside.critic = PlannedModel{shape_of_eight_layers(), small_work(), {}};
+  beside.critic->shape.value_head = true;
+  const PlanDevices devices = devices_of(80 * kGiB);
+  const auto time = [&](const Layout& layout, const PlannedBeside& models) {
+    return plan_layout(shape_of_eight_layers(), layout, work, {}, devices, models).time;
+  };
+  const PlannedTime two = time({.dp = 2}, beside);
+  ASSERT_GT(two.values, 0);
+  EXPECT_GT(two.values_under, 0);
+  EXPECT_LE(two.values_under, two.values);
+  // In turn the ranks wait as long whatever they do meanwhile.
+  EXPECT_NEAR(two.idle + two.values_under, time({.dp = 2}, {}).idle, 1e-12);
+  EXPECT_EQ(two.reference_under, 0);
+  // A critic that ranks share is collective.
+  beside.critic->options.sharding = StateSharding::kWeights;
+  EXPECT_EQ(time({.dp = 2}, beside).values_under, 0);
+  EXPECT_GT(time({}, beside).values_under, 0);
+}
+
+}  // namespace
+}  // namespace trireme
