@@ -71,6 +71,15 @@ refuses 10 "policy.megatron_cfg.tensor_model_parallel_size: auto is for trireme 
   --config configs/qwen3_32b.yaml policy.megatron_cfg.tensor_model_parallel_size=auto
 refuses 10 "it is one of no_shard, optim, optim_grads, optim_grads_params" "$TRIREME" plan \
   --config configs/llama3.1_8b.yaml --sharding zero3
+# Ranks that train and engines that generate: of the configuration, of the command, of a job's roles, of all devices.
+refuses 0 "4 ranks that train, 4 engines that generate," "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml
+refuses 0 "memory of an engine, of 2, GiB" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --engines 2
+refuses 0 "8 ranks that train, 8 engines that generate," "$TRIREME" plan -f examples/dedicated-generation.rljob.yaml
+refuses 0 "1 ranks on each" "$TRIREME" plan -f examples/carry-over.rljob.yaml
+refuses 0 "engines   waiting" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8
+refuses 0 "layouts whose ranks share a policy" "$TRIREME" plan --config configs/ppo_gsm8k_1.5b.yaml --gpus 8
+refuses 10 "is for generation in other processes" "$TRIREME" plan --config configs/llama3.1_8b.yaml --engines 2
+refuses 10 "plan is of a configuration" "$TRIREME" plan
 # Every recipe whose model is published, in its own layout, runs.
 recipes=0 cannot=""
 for config in configs/*.yaml; do

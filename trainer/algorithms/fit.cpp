@@ -53,7 +53,8 @@ void check_fits(const Config& config, const ModelConfig& model, const std::files
   const ModelShape shape = model.shape();
   PlanOptions options = plan_options(config);
   options.sharding = state_sharding(config);
-  const Workload work = planned_work(config, {});
+  Workload work = planned_work(config, {});
+  work.engines = work.age = 0;  // devices of others, and time
   PlanDevices devices;
   devices.rates = *device_rates("h200");  // only memory is asked for
   devices.memory_bytes = memory.bytes;

@@ -40,7 +40,28 @@ RolloutLengths drawn_lengths(const Config& config, const PlannedLengths& asked, 
                            std::to_string(mean) + ":max=" + std::to_string(most) + ":prompt=" + std::to_string(prompt));
 }
 
+// How steps follow each other, and who generates.
+void add_way(const Config& config, Workload& work) {
+  const AsyncGrpoConfig& async = config.grpo.async_grpo;
+  work.age = most_age(config);
+  work.in_flight = work.age > 0 && !exact_versions(config);
+  work.recomputes_keys = async.recompute_kv_cache_after_weight_updates;
+  work.previous_pass = work.age > 0 && async.ratio_from == RatioFrom::kTraining;
+  if (!generates_elsewhere(config)) return;
+  const int64_t engines = planned_engines(config);
+  work.engines = engines > 0 ? engines : world_size(config);
+  work.engines_near =
+      config.cluster.num_nodes == 1 && world_size(config) + work.engines <= config.cluster.gpus_per_node;
+}
+
 }  // namespace
+
+int64_t planned_engines(const Config& config) {
+  if (!generates_elsewhere(config)) return 0;
+  const ColocatedResources& resources = config.policy.generation.colocated.resources;
+  if (config.cluster.num_nodes > 1) return resources.num_nodes * config.cluster.processes;
+  return resources.num_nodes == 0 ? resources.gpus_per_node : 0;
+}
 
 PlanOptions plan_options(const Config& config) {
   PlanOptions options;
@@ -100,10 +121,13 @@ Workload planned_work(const Config& config, const PlannedLengths& asked) {
   work.logprob_tokens = std::max<int64_t>({logprobs.tokens, work.longest, 1});
   work.places = config.policy.generation.max_running_samples;
   work.prefill_tokens = config.policy.generation.prefill_chunk_tokens;
-  // Under carry-over no places are left for anything beside the last responses.
-  if (sft || config.grpo.async_grpo.enabled) return work;
+  if (sft) return work;
+  add_way(config, work);
+  // Under carry-over no places are left for anything beside the last responses, and engines have devices of their own.
+  if (work.age > 0 || work.engines > 0) return work;
   work.early_gradients = config.grpo.early_gradients;
-  if (work.reference || work.early_gradients) work.background_processors = background_sms(config);
+  if (work.reference || work.early_gradients || has_critic(config) || uses_reward_model(config))
+    work.background_processors = background_sms(config);
   return work;
 }
 
@@ -115,6 +139,7 @@ PlannedModel value_model(const Config& config, ModelShape shape, const PlannedLe
   shape.tied = false;
   PlannedModel model{std::move(shape), planned_work(config, lengths), plan_options(config)};
   model.work.generates = model.work.reference = model.work.early_gradients = false;
+  model.work.engines = model.work.age = 0;
   return model;
 }
 

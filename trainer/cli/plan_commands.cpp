@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "api/rljob.h"
+#include "api/runtime.h"
 #include "api/validate.h"
 #include "base/error.h"
 #include "base/fs.h"
@@ -43,12 +44,14 @@ std::optional<ModelShape> shape_beside(const std::string& model_name, const std:
 constexpr int64_t kUsualNode = 8;  // GPUs of a node, where the configuration is one of a single rank
 
 struct PlanArguments {
-  std::string path;
+  std::string path;      // of the configuration, or
+  std::string manifest;  // of an RLJob, whose roles say how many ranks and engines there are
   std::vector<std::string> overrides;
   int64_t gpus = 0;           // 0: the configuration's ranks
   double gpu_memory_gib = 0;  // 0: that of `gpu`
   int64_t gpus_per_node = 0;  // 0: the configuration's
   int64_t critic_ranks = 0;   // of a critic's own; 0: it is on the policy's
+  int64_t engines = 0;        // that generate elsewhere; 0: the configuration's
   std::string gpu = "h200";
   std::string sharding;  // empty: the configuration's
   PlannedLengths lengths;
@@ -67,6 +70,9 @@ struct PlanContext {
   std::optional<PlannedModel> critic_apart;
   Layout of_critic;
   int64_t critics_of_node = 0;
+  bool engines_assumed = false;  // nothing says how many there are
+  bool shares_engines = false;   // all ways to deal --gpus to ranks and engines are planned
+  int64_t devices_of_node = 0;   // for ranks and engines
   const PlannedModel* critic() const {
     return critic_apart ? &*critic_apart : beside.critic ? &*beside.critic : nullptr;
   }
@@ -94,14 +100,65 @@ void place_critic(const PlanArguments& arguments, PlanContext& context) {
     if (arguments.gpus_per_node == 0 && of_node == 1) of_node = kUsualNode;
     context.critics_of_node = std::min(of_node, arguments.critic_ranks);
   }
-  if (!dp) return;  // the plan says that it cannot be split so
+  // The plan says that it cannot be split so, or how many ranks there are is what is looked for.
+  if (!dp || (context.shares_engines && !context.critic_apart)) return;
   const std::vector<std::string> problems = critic_problems(config, *dp);
   if (!problems.empty()) fail_user(join(problems, "\n"));
 }
 
-PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string>& warnings) {
+// The configuration of a manifest's actor. What its roles say of ranks and engines becomes the arguments'.
+Config config_of_manifest(PlanArguments& arguments, std::vector<std::string>& warnings) {
+  const Manifest manifest = parse_manifest(read_file(arguments.manifest), arguments.manifest);
+  if (manifest.jobs.size() != 1)
+    fail_user(arguments.manifest + " holds " + std::to_string(manifest.jobs.size()) + " RLJobs; plan is of one");
+  const RLJob& job = manifest.jobs.front();
+  const Validation found = validate(job);
+  if (!found.ok()) fail_user(to_string(found.errors, arguments.manifest));
+  const ConfigSource& source = job.spec.config;
+  if (source.config_map_ref)
+    fail_user(arguments.manifest + ": the configuration of spec.config.configMapRef is in the cluster; plan it with " +
+              "--config FILE");
+  std::vector<std::string> overrides = {"algorithm=" + to_lower(to_string(job.spec.algorithm))};
+  for (std::string& item : trainer_overrides(job)) overrides.push_back(std::move(item));
+  overrides.insert(overrides.end(), arguments.overrides.begin(), arguments.overrides.end());
+  const Roles& roles = job.spec.roles;
+  if (roles.generation && arguments.engines == 0) arguments.engines = world_size(*roles.generation);
+  if (roles.critic && arguments.critic_ranks == 0) arguments.critic_ranks = world_size(*roles.critic);
+  if (!source.path.empty()) return load_config(source.path, overrides, &warnings, environment_variable);
+  return load_config_text(source.inline_config.dump(), overrides, &warnings, arguments.manifest, environment_variable);
+}
+
+// How many ranks train, how many engines generate, and whether these are on the ranks' node.
+void place_engines(const PlanArguments& arguments, PlanContext& context) {
+  const Config& config = context.config;
+  Workload& work = context.work;
+  context.check.world = arguments.gpus > 0 ? arguments.gpus : world_size(config);
+  context.devices_of_node = arguments.gpus_per_node > 0 ? arguments.gpus_per_node : config.cluster.gpus_per_node;
+  if (arguments.gpus > 0 && arguments.gpus_per_node == 0 && context.devices_of_node == 1)
+    context.devices_of_node = kUsualNode;
+  if (!generates_elsewhere(config)) {
+    if (arguments.engines > 0)
+      fail_user("--engines is for generation in other processes: policy.generation.colocated.enabled=false");
+    return;
+  }
+  context.shares_engines = arguments.gpus > 0;
+  if (arguments.gpus > 0) {
+    if (arguments.gpus <= std::max<int64_t>(1, arguments.engines))
+      fail_user("--gpus " + std::to_string(arguments.gpus) + " leaves no device to train on: engines are among them");
+    context.check.world = arguments.gpus - std::max<int64_t>(1, arguments.engines);
+    work.engines = arguments.engines;
+    return;
+  }
+  if (arguments.engines > 0) work.engines = arguments.engines;
+  context.engines_assumed = arguments.engines == 0 && planned_engines(config) == 0;
+  work.engines_near = config.cluster.num_nodes == 1 && context.check.world + work.engines <= context.devices_of_node;
+}
+
+PlanContext plan_context(PlanArguments arguments, std::vector<std::string>& warnings) {
   PlanContext context;
-  context.config = load_config(arguments.path, arguments.overrides, &warnings, environment_variable);
+  context.config = arguments.manifest.empty()
+                       ? load_config(arguments.path, arguments.overrides, &warnings, environment_variable)
+                       : config_of_manifest(arguments, warnings);
   const Config& config = context.config;
   context.shape = find_shape(config.policy.model_name);
   context.work = planned_work(config, arguments.lengths);
@@ -123,7 +180,7 @@ PlanContext plan_context(const PlanArguments& arguments, std::vector<std::string
   if (!rates) fail_user("--gpu " + arguments.gpu + ": rates are known of " + join(known_device_rates(), ", "));
   context.devices.rates = *rates;
   context.devices.memory_bytes = static_cast<int64_t>(arguments.gpu_memory_gib * 1024 * 1024 * 1024);
-  context.check.world = arguments.gpus > 0 ? arguments.gpus : world_size(config);
+  place_engines(arguments, context);
   int64_t of_node = arguments.gpus_per_node > 0 ? arguments.gpus_per_node : config.cluster.processes;
   if (arguments.gpus > 0 && arguments.gpus_per_node == 0 && of_node == 1) of_node = kUsualNode;
   context.devices.of_node = context.check.gpus_per_node = std::min(of_node, context.check.world);
@@ -139,9 +196,9 @@ bool deals_batches(const Config& config, const Workload& work, const Layout& lay
   return config.policy.train_global_batch_size % (layout.dp * of_batch) == 0;
 }
 
-// All legal layouts, ranked. Only those with the sizes that the configuration names where `named`, which is where
-// others of it are auto.
-std::vector<LayoutPlan> legal_plans(const PlanContext& context, bool named) {
+// All legal layouts. Only those with the sizes that the configuration names where `named`, which is where others of it
+// are auto.
+std::vector<Layout> layouts_of(const PlanContext& context, bool named) {
   const Config& config = context.config;
   const std::vector<std::string> open = auto_sizes(config);
   const Layout fixed = layout_of(parallel_sizes(config));
@@ -161,7 +218,50 @@ std::vector<LayoutPlan> legal_plans(const PlanContext& context, bool named) {
         combine_block_problems(context.shape.experts, config.policy.moe_combine_blocks, layout.ep).empty();
     if (blocks && deals_batches(config, context.work, layout) && (!named || agrees(layout))) layouts.push_back(layout);
   }
-  return rank_layouts(context.shape, layouts, context.work, context.options, context.devices, context.beside);
+  return layouts;
+}
+
+struct RankedLayouts {
+  std::vector<LayoutPlan> plans;
+  size_t left_out = 0;  // whose ranks share a policy, which engines get no weights from
+};
+
+// Those without such ranks.
+std::vector<Layout> served_layouts(const PlanContext& context, bool named, size_t& left_out) {
+  std::vector<Layout> layouts = layouts_of(context, named);
+  left_out += std::erase_if(layouts, [](const Layout& l) { return l.world() != l.dp || l.ep * l.etp > 1; });
+  return layouts;
+}
+
+// All ways to deal the devices to ranks and engines, of so many engines where they are named.
+RankedLayouts plans_with_engines(const PlanContext& context, bool named) {
+  RankedLayouts ranked;
+  const int64_t asked = context.work.engines, gpus = context.check.world + std::max<int64_t>(1, asked);
+  for (int64_t engines = std::max<int64_t>(1, asked); engines < (asked > 0 ? asked + 1 : gpus); ++engines) {
+    PlanContext dealt = context;
+    dealt.check.world = gpus - engines;
+    dealt.check.gpus_per_node = dealt.devices.of_node = std::min(context.devices_of_node, dealt.check.world);
+    dealt.work.engines = engines;
+    dealt.work.engines_near = gpus <= context.devices_of_node;
+    for (const Layout& layout : served_layouts(dealt, named, ranked.left_out)) {
+      if (context.beside.critic) {
+        const auto dp = derive_dp(context.beside.critic->layout, dealt.check.world);
+        if (dp && !critic_problems(context.config, *dp).empty()) continue;
+      }
+      ranked.plans.push_back(plan_layout(dealt.shape, layout, dealt.work, dealt.options, dealt.devices, dealt.beside));
+    }
+  }
+  rank_plans(ranked.plans);
+  return ranked;
+}
+
+RankedLayouts legal_plans(const PlanContext& context, bool named) {
+  if (context.shares_engines) return plans_with_engines(context, named);
+  RankedLayouts ranked;
+  const std::vector<Layout> layouts =
+      context.work.engines > 0 ? served_layouts(context, named, ranked.left_out) : layouts_of(context, named);
+  ranked.plans = rank_layouts(context.shape, layouts, context.work, context.options, context.devices, context.beside);
+  return ranked;
 }
 
 std::string gibibytes(int64_t bytes) { return format_bytes(static_cast<uint64_t>(bytes)); }
@@ -186,14 +286,22 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
           ? "planned as if each had a GPU"
           : context.devices.rates.name + (context.devices.rates.measured ? "" : ", not measured");
   if (arguments.gpus > 0) {
+    const int64_t of_node =
+        context.shares_engines ? std::min(context.devices_of_node, arguments.gpus) : context.check.gpus_per_node;
     print_line(std::cout, "devices",
-               std::to_string(arguments.gpus) + " GPUs, " + std::to_string(context.check.gpus_per_node) +
-                   " of a node, " + gibibytes(context.devices.memory()) + " each (" + device + ")");
+               std::to_string(arguments.gpus) + " GPUs, " + std::to_string(of_node) + " of a node, " +
+                   gibibytes(context.devices.memory()) + " each (" + device + ")" +
+                   (context.shares_engines ? ", for ranks and engines" : ""));
   } else {
+    const std::string ranks = context.work.engines == 0
+                                  ? std::to_string(config.cluster.processes) + " ranks on each"
+                                  : std::to_string(context.check.world) + " ranks that train, " +
+                                        std::to_string(context.work.engines) + " engines that generate" +
+                                        (context.engines_assumed ? " (assumed: --engines)" : "");
     print_line(std::cout, "devices",
                std::to_string(config.cluster.num_nodes) + " nodes of " + std::to_string(config.cluster.gpus_per_node) +
-                   " (cluster.gpus_per_node), " + std::to_string(config.cluster.processes) + " ranks on each, " +
-                   gibibytes(context.devices.memory()) + " a device (" + device + ")");
+                   " (cluster.gpus_per_node), " + ranks + ", " + gibibytes(context.devices.memory()) + " a device (" +
+                   device + ")");
   }
   const auto mean = [](const std::vector<int64_t>& lengths) {
     return std::to_string(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}) /
@@ -222,13 +330,21 @@ std::vector<std::string> missing(const PlanContext& context, const Layout& layou
 int print_ranking(const PlanContext& context) {
   std::vector<RankedPlan> ranked;
   bool fits = false;
-  for (LayoutPlan& plan : legal_plans(context, !auto_sizes(context.config).empty())) {
+  RankedLayouts legal = legal_plans(context, !auto_sizes(context.config).empty());
+  for (LayoutPlan& plan : legal.plans) {
     fits = fits || plan.fits();
     const bool runs = missing(context, plan.layout).empty();
     ranked.push_back({std::move(plan), runs});
   }
-  if (ranked.empty()) fail_user("there is no legal layout of " + std::to_string(context.check.world) + " ranks");
+  if (ranked.empty()) {
+    fail_user("there is no legal layout of " + std::to_string(context.check.world) + " ranks" +
+              (context.shares_engines ? ", nor of fewer beside more engines" : ""));
+  }
   print_plans(std::cout, ranked, context.devices);
+  if (legal.left_out > 0)
+    print_line(
+        std::cout, "left out",
+        std::to_string(legal.left_out) + " layouts whose ranks share a policy: engines get no weights from these yet");
   if (fits) return 0;
   print_line(std::cout, "fits",
              "nothing; " + to_string(ranked.front().plan.layout) + " wants least, " +
@@ -240,7 +356,7 @@ int print_ranking(const PlanContext& context) {
 void settle_sizes(PlanContext& context) {
   const std::vector<std::string> open = auto_sizes(context.config);
   if (open.empty()) return;
-  const std::vector<LayoutPlan> plans = legal_plans(context, true);
+  const std::vector<LayoutPlan> plans = legal_plans(context, true).plans;
   if (plans.empty() || !plans.front().fits()) {
     fail_user(join(open, ", ") + ": auto, but no layout of " + std::to_string(context.check.world) + " ranks fits" +
               (plans.empty() ? ""
@@ -293,6 +409,8 @@ bool print_critic(const PlanContext& context) {
 }
 
 int plan_verb(const PlanArguments& arguments) {
+  if (arguments.path.empty() == arguments.manifest.empty())
+    fail_user("plan is of a configuration (--config FILE) or of an RLJob (-f FILE)");
   std::vector<std::string> warnings;
   PlanContext context = plan_context(arguments, warnings);
   print_setting(context, arguments);
@@ -351,15 +469,25 @@ void add_plan_commands(CLI::App& app, CommandContext& context) {
     auto arguments = std::make_shared<PlanArguments>();
     CLI::App* verb = app.add_subcommand(
         "plan", "memory and time of a configuration's layout, or of all layouts, without running it");
-    verb->add_option("--config", arguments->path, "YAML file")->required();
+    CLI::Option* config = verb->add_option("--config", arguments->path, "YAML file");
+    verb->add_option("-f,--file", arguments->manifest,
+                     "an RLJob manifest instead: its configuration, and the sizes of its roles")
+        ->excludes(config);
     verb->add_option("overrides", arguments->overrides, "key.sub=value");
-    verb->add_option("--gpus", arguments->gpus, "rank all legal layouts of so many GPUs")->check(CLI::PositiveNumber);
+    verb->add_option("--gpus", arguments->gpus,
+                     "rank all legal layouts of so many GPUs; with generation in other processes also every number of "
+                     "engines among them")
+        ->check(CLI::PositiveNumber);
     verb->add_option("--gpu-memory", arguments->gpu_memory_gib, "GiB of each; default: that of --gpu")
         ->check(CLI::PositiveNumber);
     verb->add_option("--gpus-per-node", arguments->gpus_per_node, "default: the configuration's, or 8 where that is 1")
         ->check(CLI::PositiveNumber);
     verb->add_option("--critic-ranks", arguments->critic_ranks,
                      "PPO: the critic on so many ranks of its own (default: on the policy's)")
+        ->check(CLI::PositiveNumber);
+    verb->add_option("--engines", arguments->engines,
+                     "processes that generate, with policy.generation.colocated.enabled=false (default: of "
+                     "colocated.resources or the RLJob)")
         ->check(CLI::PositiveNumber);
     verb->add_option("--gpu", arguments->gpu, "whose rates count: " + join(known_device_rates(), ", "));
     verb->add_option("--sharding", arguments->sharding,

@@ -91,6 +91,49 @@ TEST(PlanInputs, OptionsFollowTheKeys) {
   EXPECT_TRUE(plan_options(load_config_text("", carry)).keeps_cache);
 }
 
+TEST(PlanInputs, WaysToRunAStep) {
+  const auto of = [](std::vector<std::string> more, bool elsewhere) {
+    more.insert(more.begin(), {"grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4",
+                               "policy.train_global_batch_size=16", "loss_fn.use_importance_sampling_correction=true",
+                               "loss_fn.reference_policy_kl_penalty=0.1"});
+    if (elsewhere) more.emplace_back("policy.generation.colocated.enabled=false");
+    return planned_work(load_config_text("", more), {});
+  };
+  const std::string async = "grpo.async_grpo.enabled=true", in_flight = "grpo.async_grpo.in_flight_weight_updates=true";
+  const Workload in_step = of({}, false);
+  EXPECT_EQ(in_step.engines, 0);
+  EXPECT_EQ(in_step.age, 0);
+  EXPECT_FALSE(in_step.previous_pass);
+  const Workload carried = of({async, in_flight, "grpo.async_grpo.max_trajectory_age_steps=2"}, false);
+  EXPECT_EQ(carried.engines, 0);
+  EXPECT_EQ(carried.age, 2);
+  EXPECT_TRUE(carried.previous_pass);
+  EXPECT_TRUE(carried.recomputes_keys);
+  EXPECT_EQ(carried.background_processors, 0);
+  const Workload in_turn = of({"cluster.gpus_per_node=2"}, true);
+  EXPECT_EQ(in_turn.engines, 2);  // nothing says how many
+  EXPECT_FALSE(in_turn.engines_near);
+  EXPECT_EQ(in_turn.age, 0);
+  EXPECT_FALSE(in_turn.in_flight);
+  EXPECT_EQ(in_turn.background_processors, 0);
+  const Workload exact = of({async, "cluster.gpus_per_node=8", "policy.generation.colocated.resources.gpus_per_node=6",
+                             "grpo.async_grpo.ratio_from=generation"},
+                            true);
+  EXPECT_EQ(exact.engines, 6);
+  EXPECT_TRUE(exact.engines_near);
+  EXPECT_EQ(exact.age, 1);
+  EXPECT_FALSE(exact.in_flight);
+  EXPECT_FALSE(exact.previous_pass);
+  const Workload flying = of({async, in_flight, "cluster.gpus_per_node=4", "cluster.num_nodes=3",
+                              "policy.generation.colocated.resources.num_nodes=1",
+                              "grpo.async_grpo.recompute_kv_cache_after_weight_updates=false"},
+                             true);
+  EXPECT_EQ(flying.engines, 4);
+  EXPECT_FALSE(flying.engines_near);
+  EXPECT_TRUE(flying.in_flight);
+  EXPECT_FALSE(flying.recomputes_keys);
+}
+
 TEST(PlanInputs, ACriticReadsThePolicysSamplesInMicroBatchesOfItsOwn) {
   const Config config = load_config_text(
       "", {"algorithm=ppo", "policy.train_global_batch_size=128", "value.train_global_batch_size=64",
@@ -136,6 +179,7 @@ TEST(PlanInputs, PassesUnderGenerationAreThoseOfTheConfiguration) {
   EXPECT_EQ(of({reference, "policy.generation.background_sms=48"}).background_processors, 48);
   EXPECT_EQ(of({reference, "policy.generation.background_sms=0"}).background_processors, 0);
   EXPECT_EQ(of({none}).background_processors, 0);
+  EXPECT_EQ(of({none, "algorithm=ppo", "ppo.adv_estimator.name=gae"}).background_processors, 32);  // values
   EXPECT_FALSE(of({reference}).early_gradients);
   const Workload early = of({none, "grpo.early_gradients=true"});
   EXPECT_TRUE(early.early_gradients);

@@ -46,6 +46,35 @@ TEST(PlanReport, OtherModelsHaveTheirRows) {
     EXPECT_THAT(out.str(), HasSubstr(line));
 }
 
+TEST(PlanReport, EnginesHaveTheirMemoryAndTheirTime) {
+  const ModelShape shape = *known_model_shape("qwen3-1.7b");
+  const PlanDevices devices{.rates = *device_rates("h200")};
+  Workload work = work_of_a_step();
+  work.engines = 3;
+  const auto text_of = [&] {
+    std::ostringstream out;
+    print_plan(out, plan_layout(shape, {.dp = 2}, work, {}, devices), shape, work, {}, devices);
+    return out.str();
+  };
+  const std::string in_turn = text_of();
+  for (const char* line : {"training  validation", "  waiting for engines  ", "memory of an engine, of 3, GiB",
+                           "\n  second buffer  ", "cache of an engine", "generation of an engine", "weights to engines",
+                           "within the node", "in turn: a step is their sum"})
+    EXPECT_THAT(in_turn, HasSubstr(line));
+  EXPECT_THAT(in_turn, Not(HasSubstr("previous log-probs")));
+  work.age = 1;
+  work.in_flight = work.previous_pass = true;
+  work.engines_near = false;
+  const std::string in_flight = text_of();
+  for (const char* line : {"previous log-probs", "that older weights drew", "between nodes", "beside each other: "})
+    EXPECT_THAT(in_flight, HasSubstr(line));
+  // The waits of the ranks are a column of the table.
+  std::ostringstream out;
+  print_plans(out, {{plan_layout(shape, {.dp = 2}, work, {}, devices), true}}, devices);
+  EXPECT_THAT(out.str(), HasSubstr("engines   waiting    step s"));
+  EXPECT_THAT(out.str(), HasSubstr("tp=1,cp=1,ep=1,dp=2,pp=1,etp=1               3 "));
+}
+
 TEST(PlanReport, ListsWhatFitsAndWhatTheOthersWant) {
   const ModelShape shape = *known_model_shape("llama-3.1-70b");
   const PlanDevices devices{.rates = *device_rates("h100")};
