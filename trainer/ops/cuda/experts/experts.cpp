@@ -1,6 +1,7 @@
 // Mixtures of experts on a device: LibTorch's tensors around expert_kernels.h, and which grouped GEMM computes what.
 #include <ATen/ATen.h>
 #include <ATen/ops/_grouped_mm.h>
+#include <c10/core/GradMode.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 
@@ -277,7 +278,7 @@ at::Tensor offsets_of(const std::vector<int64_t>& sizes, at::Device device) {
 }  // namespace
 
 bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device) {
-  const at::NoGradGuard no_grad;
+  const c10::NoGradGuard no_grad;
   const c10::cuda::CUDAGuard guard(device);
   const std::vector<std::vector<int64_t>> cases = {{1, 0, 7, 16, 3, 0, 2, 5},
                                                    {17, 1, 0, 32, 2, 0, 9, 31},
