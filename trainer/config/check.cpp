@@ -234,8 +234,10 @@ void check_elsewhere(const Config& c, Problems& out) {
   const auto& g = c.grpo;
   if (!generates_elsewhere(c)) return;
   const ColocatedResources& r = c.policy.generation.colocated.resources;
-  if (r.num_nodes > 0 ? r.num_nodes >= c.cluster.num_nodes
-                      : c.cluster.num_nodes == 1 && r.gpus_per_node > 0 && r.gpus_per_node >= c.cluster.gpus_per_node) {
+  // Whole nodes of several, as in NeMo-RL; devices of the only one.
+  const bool all = c.cluster.num_nodes > 1 ? r.num_nodes >= c.cluster.num_nodes
+                                           : r.gpus_per_node > 0 && r.gpus_per_node >= c.cluster.gpus_per_node;
+  if (all) {
     out.push_back({"policy.generation.colocated.resources",
                    "leave no device to train on: they are of those of cluster.gpus_per_node and cluster.num_nodes"});
   }
@@ -283,10 +285,11 @@ void check_async(const Config& c, Problems& out) {
                    "must be true for carry-over, whose unfinished responses go on with the new weights; set it, or "
                    "grpo.async_grpo.enabled to false"});
   }
-  if (c.loss_fn.force_on_policy_ratio) {
-    out.push_back(
-        {"loss_fn.force_on_policy_ratio",
-         "takes every ratio for 1, and with grpo.async_grpo.enabled older weights draw tokens: switch one off"});
+  // Its one optimizer step begins with the log-probs that a pass would give: the weights of older tokens remain.
+  if (c.loss_fn.force_on_policy_ratio && a.ratio_from == RatioFrom::kGeneration) {
+    out.push_back({"loss_fn.force_on_policy_ratio",
+                   "takes every ratio for 1, and grpo.async_grpo.ratio_from: generation means that of the sampler: "
+                   "leave out one"});
   }
   if (carries && g.early_gradients) {
     out.push_back({"grpo.early_gradients",

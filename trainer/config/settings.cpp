@@ -208,8 +208,11 @@ int64_t world_size(const Config& config) {
   int64_t nodes = config.cluster.num_nodes, of_node = config.cluster.processes;
   if (generates_elsewhere(config)) {  // of the cluster's devices, these generate
     const ColocatedResources& others = config.policy.generation.colocated.resources;
-    if (nodes > 1) nodes = std::max<int64_t>(1, nodes - others.num_nodes);
-    if (nodes == 1 && others.num_nodes == 0) of_node = std::max<int64_t>(1, of_node - others.gpus_per_node);
+    if (nodes > 1) {
+      nodes = std::max<int64_t>(1, nodes - others.num_nodes);
+    } else {
+      of_node = std::max<int64_t>(1, of_node - others.gpus_per_node);
+    }
   }
   return config::saturating_product(nodes, of_node);
 }

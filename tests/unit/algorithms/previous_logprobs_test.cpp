@@ -62,7 +62,7 @@ struct Trained {
   int64_t passes = 0;
 };
 
-Trained train_older(RatioFrom from, bool exact, bool all_fresh) {
+Trained train_older(RatioFrom from, bool exact, bool all_fresh, bool forced = false) {
   const TemporaryDirectory dir;
   Config config = settings(false);
   config.loss_fn.reference_policy_kl_penalty = 0;
@@ -70,6 +70,7 @@ Trained train_older(RatioFrom from, bool exact, bool all_fresh) {
   config.policy.train_global_batch_size = 24;
   config.policy.sequence_packing.train_mb_tokens = config.policy.sequence_packing.logprob_mb_tokens = 4000;
   config.grpo.async_grpo.ratio_from = from;
+  config.loss_fn.force_on_policy_ratio = forced;
   OneRank rank(config, exact);
   Trained trained;
   rank.trainer.on_progress = [&] { ++trained.passes; };
@@ -138,6 +139,17 @@ TEST(OlderTokens, HaveThePreviousLogProbsThatWereAskedFor) {
   const Trained inexact = train_older(RatioFrom::kGeneration, false, false);
   EXPECT_EQ(inexact.passes, 2);
   EXPECT_EQ(count(inexact.previous, inexact.generation), 0) << "rows are exact here after all";
+}
+
+// The pass would give the bits that the only optimizer step begins with: without it nothing differs.
+TEST(OlderTokens, NeedNoPassWhereEveryRatioIsTakenForOne) {
+  const Trained asked = train_older(RatioFrom::kTraining, true, false);
+  const Trained forced = train_older(RatioFrom::kTraining, true, false, /*forced=*/true);
+  EXPECT_EQ(asked.passes, 2);
+  EXPECT_EQ(forced.passes, 1);
+  EXPECT_EQ(forced.result.mismatched_tokens, 0);
+  for (const char* name : {"loss", "grad_norm", "sampling_importance_ratio", "probs_ratio_max"})
+    EXPECT_EQ(forced.result.metrics.at(name), asked.result.metrics.at(name)) << name;
 }
 
 TEST(LogprobPasses, HaveMicroBatchesOfTheirOwnSizeAndTheSameNumbers) {

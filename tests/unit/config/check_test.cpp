@@ -290,7 +290,9 @@ TEST(ConfigCheck, CarryOver) {
   EXPECT_NO_THROW(validate_supported(load_config_text("", carry)));
   EXPECT_THAT(with({"grpo.async_grpo.max_trajectory_age_steps=0"}), HasSubstr("0 leaves nothing to carry over"));
   EXPECT_THAT(with({"grpo.async_grpo.in_flight_weight_updates=false"}), HasSubstr("must be true for carry-over"));
-  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true"}), HasSubstr("takes every ratio for 1"));
+  EXPECT_EQ(with({"loss_fn.force_on_policy_ratio=true"}), "");
+  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true", "grpo.async_grpo.ratio_from=generation"}),
+              HasSubstr("takes every ratio for 1"));
   EXPECT_THAT(with({"grpo.early_gradients=true"}), HasSubstr("is for strictly on-policy steps"));
   EXPECT_THAT(with({"loss_fn.use_importance_sampling_correction=false"}), HasSubstr("since older weights draw tokens"));
   EXPECT_EQ(with({"loss_fn.use_importance_sampling_correction=false", "grpo.async_grpo.ratio_from=generation"}), "");
@@ -334,7 +336,9 @@ TEST(ConfigCheck, GenerationElsewhere) {
   EXPECT_THAT(with(and_async({"grpo.use_dynamic_sampling=true"})), HasSubstr("which step a group is of is not known"));
   EXPECT_EQ(with(and_async({"grpo.use_dynamic_sampling=true", "grpo.async_grpo.in_flight_weight_updates=true"})), "");
   EXPECT_THAT(with({"grpo.use_dynamic_sampling=true", "grpo.shuffle_rewards=true"}), HasSubstr("which come later"));
-  EXPECT_THAT(with(and_async({"loss_fn.force_on_policy_ratio=true"})), HasSubstr("takes every ratio for 1"));
+  EXPECT_EQ(with(and_async({"loss_fn.force_on_policy_ratio=true"})), "");
+  EXPECT_THAT(with(and_async({"loss_fn.force_on_policy_ratio=true", "grpo.async_grpo.ratio_from=generation"})),
+              HasSubstr("takes every ratio for 1"));
   EXPECT_THAT(load_error({"policy.generation.colocated.enabled=false", "grpo.async_grpo.enabled=true"}),
               HasSubstr("since older weights draw tokens"));
   EXPECT_THAT(with({"policy.generation.colocated.resources.gpus_per_node=1"}),
@@ -343,6 +347,11 @@ TEST(ConfigCheck, GenerationElsewhere) {
                        "policy.megatron_cfg.tensor_model_parallel_size=2"}),
               HasSubstr("generation on devices of its own from a policy of tensor parallel size 2 is not supported"));
   EXPECT_EQ(refusal({"cluster.gpus_per_node=2", "policy.dtensor_cfg.enabled=true"}), "") << "weights that ranks share";
+  // Of one node its devices are shared out, whatever num_nodes says (as NeMo-RL's recipes write it).
+  EXPECT_EQ(world_size(load_config_text("", {"cluster.gpus_per_node=4", "policy.generation.colocated.enabled=false",
+                                             "policy.generation.colocated.resources.gpus_per_node=3",
+                                             "policy.generation.colocated.resources.num_nodes=1"})),
+            1);
   Config config = load_config_text(
       "", {"cluster.gpus_per_node=4", "cluster.num_nodes=3", "policy.generation.colocated.enabled=false",
            "policy.generation.colocated.resources.num_nodes=1"});
@@ -764,7 +773,9 @@ TEST(Ppo, AsynchronousStepsHaveTheRulesOfGrposByOwnKeys) {
   EXPECT_THAT(with({"loss_fn.use_importance_sampling_correction=false"}),
               HasSubstr("must be true with ppo.async_ppo.enabled"));
   EXPECT_EQ(with({"loss_fn.use_importance_sampling_correction=false", "ppo.async_ppo.ratio_from=generation"}), "");
-  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1"}), HasSubstr("takes every ratio for 1"));
+  EXPECT_EQ(with({"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1"}), "");
+  EXPECT_THAT(with({"loss_fn.force_on_policy_ratio=true", "ppo.ppo_epochs=1", "ppo.async_ppo.ratio_from=generation"}),
+              HasSubstr("takes every ratio for 1"));
   EXPECT_THAT(load_error({"algorithm=ppo", "grpo.async_grpo.enabled=true"}),
               HasSubstr("grpo.async_grpo.enabled: is a key of GRPO; of a PPO run it is ppo.async_ppo.enabled"));
 }
