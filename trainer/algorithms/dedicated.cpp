@@ -268,6 +268,8 @@ void DedicatedRollouts::wait_for_main(const std::function<bool(Desk&)>& done, Mi
     if (now >= kMainIsDone) return;
     if (now != seen) deadline = Deadline::after(patience_);
     seen = now;
+    if (const auto failure = session_.context.failure_of_another())
+      throw Error(ErrorKind::kUnavailable, session_.context.name() + " waits for groups: " + *failure);
     if (deadline.passed())
       fail_timeout("rank 0 does not say any more whether groups have come (cluster.collective_timeout_s)");
     if (on_progress_) on_progress_();
