@@ -170,8 +170,11 @@ class Cluster final {
   std::atomic<int> fail_first{0};         // so many attempts fail once they run
 
  private:
+  static std::string phase_of(const Json& pod) {  // a pod that a test puts there may have no status
+    return pod.contains("status") ? pod["status"].value("phase", "") : "";
+  }
   static bool is_alive(const Json& pod) {
-    const std::string p = pod.contains("status") ? pod["status"].value("phase", "") : "";
+    const std::string p = phase_of(pod);
     return p != "Failed" && p != "Succeeded";
   }
 
@@ -208,7 +211,7 @@ class Cluster final {
         const ObjectKey key{"team", pod["metadata"]["name"]};
         if (pod["metadata"].contains("deletionTimestamp")) {
           server.erase(resources::kPods, key);
-        } else if (pod["status"].value("phase", "") == "Pending") {
+        } else if (phase_of(pod) == "Pending") {
           const std::string node = "node-" + std::to_string(n++ % 3);
           server.modify(resources::kPods, key, [&](Json& p) {
             p["spec"]["nodeName"] = node;
@@ -223,8 +226,8 @@ class Cluster final {
     if (!trainers || members.size() < 2) return;
     for (const Json& pod : members) {
       const bool rank = pod["metadata"]["labels"].value(kLabelRole, "") == "actor";
-      if (!rank && pod["status"].value("phase", "") == "Failed") continue;
-      if (pod["status"].value("phase", "") != "Running" || pod["metadata"].contains("deletionTimestamp")) return;
+      if (!rank && phase_of(pod) == "Failed") continue;
+      if (phase_of(pod) != "Running" || pod["metadata"].contains("deletionTimestamp")) return;
     }
     const ObjectKey key{"team", job_name};
     const Json object = job(key);
