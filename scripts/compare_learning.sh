@@ -49,7 +49,7 @@ args_of() { # args_of WAY NAME: the arguments of train
   echo train --config $config policy.model_name="$dir/sft" data.train.data_path="$dir/task/train.jsonl" \
     data.validation.data_path="$dir/task/held_out.jsonl" checkpointing.checkpoint_dir="$dir/$2" \
     logger.log_dir="$dir/$2-logs" $section.val_period=10 $section.stop_at_validation_threshold="$least" \
-    $section.seed="$seed" checkpointing.save_period=1000
+    $section.seed="$seed" checkpointing.save_period=1000 logger.prometheus.enabled=false
   case $1 in
     # Fewer places than a step has samples: some of the next step's begin before this one's are complete.
     carry-over) echo $overlap policy.generation.max_running_samples=256 ;;
