@@ -70,8 +70,7 @@ refused() {
 refused "an age of 0" "0 leaves nothing to carry over" grpo.async_grpo.max_trajectory_age_steps=0
 refused "without in-flight updates" "must be true for carry-over" grpo.async_grpo.in_flight_weight_updates=false
 refused "with a forced ratio" "takes every ratio for 1" loss_fn.force_on_policy_ratio=true \
-  grpo.async_grpo.ratio_from=generation \
-  policy.train_global_batch_size=32
+  grpo.async_grpo.ratio_from=generation policy.train_global_batch_size=32
 refused "with early gradients" "is for strictly on-policy steps" grpo.early_gradients=true
 refused "without the correction" "since older weights draw tokens" loss_fn.use_importance_sampling_correction=false
 refused "with tensor parallel ranks" "carry-over with a model that tensor" policy.megatron_cfg.enabled=true \

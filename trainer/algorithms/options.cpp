@@ -114,6 +114,11 @@ double reward_kl_penalty(const Config& config) {
   return config.loss_fn.use_kl_in_reward ? config.loss_fn.reference_policy_kl_penalty : 0;
 }
 
+bool reads_previous_logprobs(const Config& config) {
+  return !config.loss_fn.force_on_policy_ratio || config.grpo.seq_logprob_error_threshold ||
+         reward_kl_penalty(config) != 0;
+}
+
 bool needs_reference(const Config& config) {
   return loss_options(config).reference_policy_kl_penalty != 0 || reward_kl_penalty(config) != 0;
 }

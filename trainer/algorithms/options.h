@@ -38,6 +38,9 @@ std::vector<RewardOptions> reward_options(const Config& config, const RewardPlac
 LossOptions loss_options(const Config& config);
 // Weight of the KL that is taken off the rewards of tokens instead of being added to the loss (use_kl_in_reward).
 double reward_kl_penalty(const Config& config);
+// Whether anything reads a token's previous log-prob. Not so where the loss takes every ratio for 1
+// (force_on_policy_ratio), unless a KL in rewards or grpo.seq_logprob_error_threshold looks at it.
+bool reads_previous_logprobs(const Config& config);
 bool needs_reference(const Config& config);                   // a reference model, for the loss or the rewards
 LogprobOptions sampling_distribution(const Config& config);   // what the sampler drew from, replayed in the loss
 LogprobOptions reference_distribution(const Config& config);  // the same without filters

@@ -46,9 +46,7 @@ void add_way(const Config& config, Workload& work) {
   work.age = most_age(config);
   work.in_flight = work.age > 0 && !exact_versions(config);
   work.recomputes_keys = async.recompute_kv_cache_after_weight_updates;
-  // A loss that takes every ratio for 1 needs none, unless a threshold looks at the difference.
-  const bool unread = config.loss_fn.force_on_policy_ratio && !config.grpo.seq_logprob_error_threshold;
-  work.previous_pass = work.age > 0 && async.ratio_from == RatioFrom::kTraining && !unread;
+  work.previous_pass = work.age > 0 && async.ratio_from == RatioFrom::kTraining && reads_previous_logprobs(config);
   if (!generates_elsewhere(config)) return;
   const int64_t engines = planned_engines(config);
   work.engines = engines > 0 ? engines : world_size(config);

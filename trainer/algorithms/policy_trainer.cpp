@@ -189,9 +189,7 @@ void PolicyTrainer::train_early(const std::vector<Sample>& samples) {
 const std::vector<float>* PolicyTrainer::known_previous(const Sample& sample, int64_t version) const {
   const bool sampled_by_these = sample.is_of(version);
   const bool known = sampled_by_these ? row_exact_ : config_.grpo.async_grpo.ratio_from == RatioFrom::kGeneration;
-  // A loss that takes every ratio for 1 reads none of them.
-  const bool unread = loss_.force_on_policy_ratio && !config_.grpo.seq_logprob_error_threshold;
-  if (known || unread) return &sample.generation_logprobs;
+  if (known || !reads_previous_logprobs(config_)) return &sample.generation_logprobs;
   // Made ahead, for advantages of tokens.
   return sample.previous_logprobs.empty() ? nullptr : &sample.previous_logprobs;
 }

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/fs.h"
 #include "tests/unit/algorithms/recorded_rollout.h"
+#include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
 #include "trainer/algorithms/sample_advantages.h"
 #include "trainer/model/safetensors.h"
@@ -62,7 +64,8 @@ struct Trained {
   int64_t passes = 0;
 };
 
-Trained train_older(RatioFrom from, bool exact, bool all_fresh, bool forced = false) {
+Trained train_older(RatioFrom from, bool exact, bool all_fresh, bool forced = false,
+                    std::optional<double> threshold = std::nullopt) {
   const TemporaryDirectory dir;
   Config config = settings(false);
   config.loss_fn.reference_policy_kl_penalty = 0;
@@ -71,6 +74,7 @@ Trained train_older(RatioFrom from, bool exact, bool all_fresh, bool forced = fa
   config.policy.sequence_packing.train_mb_tokens = config.policy.sequence_packing.logprob_mb_tokens = 4000;
   config.grpo.async_grpo.ratio_from = from;
   config.loss_fn.force_on_policy_ratio = forced;
+  config.grpo.seq_logprob_error_threshold = threshold;
   OneRank rank(config, exact);
   Trained trained;
   rank.trainer.on_progress = [&] { ++trained.passes; };
@@ -150,6 +154,15 @@ TEST(OlderTokens, NeedNoPassWhereEveryRatioIsTakenForOne) {
   EXPECT_EQ(forced.result.mismatched_tokens, 0);
   for (const char* name : {"loss", "grad_norm", "sampling_importance_ratio", "probs_ratio_max"})
     EXPECT_EQ(forced.result.metrics.at(name), asked.result.metrics.at(name)) << name;
+  // Who else reads them gets them.
+  EXPECT_EQ(train_older(RatioFrom::kTraining, true, false, /*forced=*/true, /*threshold=*/100.0).passes, 2);
+  Config config;
+  EXPECT_TRUE(reads_previous_logprobs(config));
+  config.loss_fn.force_on_policy_ratio = true;
+  config.loss_fn.reference_policy_kl_penalty = 0.1;
+  EXPECT_FALSE(reads_previous_logprobs(config));
+  config.loss_fn.use_kl_in_reward = true;
+  EXPECT_TRUE(reads_previous_logprobs(config)) << "the KL of rewards is of the weights of now";
 }
 
 TEST(LogprobPasses, HaveMicroBatchesOfTheirOwnSizeAndTheSameNumbers) {
