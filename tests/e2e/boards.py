@@ -5,6 +5,7 @@ import threading
 import urllib.parse
 import urllib.request
 
+from roles import critic_job, roles_job
 from world import *
 
 PROMETHEUS = "http://127.0.0.1:9090"
@@ -112,20 +113,30 @@ def filled(expression, job):
 
 
 def board_queries():
+    """Of each query its board, panel, expression, and the run that has what it shows."""
     for path in sorted(glob.glob(str(ROOT / "charts/trireme/dashboards/*.json"))):
         board = json.load(open(path))
         for panel in board["panels"]:
-            if panel.get("description", "").startswith("PPO only"):
-                continue  # the run is GRPO's
             for target in panel.get("targets", []):
-                if "trireme_expert_" not in target["expr"]:  # the run's model is dense
-                    yield board["uid"], panel["title"], target["expr"]
+                expression = target["expr"]
+                if "trireme_expert_" in expression:
+                    continue  # the runs' models are dense
+                job = "charted"
+                if panel.get("description", "").startswith("PPO only"):
+                    job = "charted-ppo"
+                elif "trireme_engines" in expression or "trireme_weight_transfer" in expression:
+                    job = "charted-engines"
+                yield board["uid"], panel["title"], expression, job
 
 
 def live_run(records, prometheus, results_out):
-    """A run with everything that a board shows but for PPO's: a reference model for KL, validation, checkpoints,
-    carry-over, a restart of each sort."""
+    """A run with a reference model for KL, validation, checkpoints, carry-over and a restart; before it one with pods
+    that generate and one of PPO, for what only these have."""
     begin = time.time()
+    submit(roles_job("charted-engines", 12))
+    submit(critic_job("charted-ppo"))
+    for name in ("charted-engines", "charted-ppo"):
+        records.wait_end(name)
     submit(
         small_job("charted", steps=60,
                   overrides=["loss_fn.reference_policy_kl_penalty=0.01", "checkpointing.save_period=5",
@@ -145,11 +156,11 @@ def live_run(records, prometheus, results_out):
 
 def panels(prometheus, window, uid):
     empty, count = [], 0
-    for board, title, expression in board_queries():
+    for board, title, expression, job in board_queries():
         if board != uid:
             continue
         count += 1
-        found = prometheus.query_range(filled(expression, "charted"), *window)
+        found = prometheus.query_range(filled(expression, job), *window)
         values = [v for series in found for v in series["values"] if v[1] != "NaN"]
         if not values:
             empty.append(f"{title}: {expression[:120]}")
@@ -193,4 +204,5 @@ def boards(records):
 
 
 def leaves_nothing_of(records):
-    kube.delete("rljobs", "charted")
+    for name in ("charted", "charted-engines", "charted-ppo"):
+        kube.delete("rljobs", name)

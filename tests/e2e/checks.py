@@ -1,7 +1,7 @@
 """The operator and the trainer on a live cluster. checks.py [GROUP...]: started by run.sh.
 
-Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, boards; all of them without
-arguments. And roles, roles-short and examples, by name only."""
+Groups: install, quickstart, faults, layouts, admission, gangs, neighbours, reports, roles-short, boards; all of them
+without arguments. And roles and examples, by name only."""
 import sys
 
 from boards import boards
@@ -685,7 +685,7 @@ def gang_or_nothing(records):
 
 def main():
     groups = sys.argv[1:] or [
-        "install", "quickstart", "faults", "layouts", "admission", "gangs", "neighbours", "reports",
+        "install", "quickstart", "faults", "layouts", "admission", "gangs", "neighbours", "reports", "roles-short",
         "boards"
     ]
     if "install" in groups:

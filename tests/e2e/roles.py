@@ -3,7 +3,7 @@ and made again while the attempt goes on, also with its node, and generation pod
 pod that trains is lost too, which ends the attempt. And PPO with a critic on a pod of its own, whose loss ends it as
 well.
 
-The group `roles-short` is three of them."""
+Without arguments checks.py runs three of them, the group `roles-short`."""
 from world import *
 
 LONG = 60  # steps: more than pass while three pods are lost and made again
