@@ -120,6 +120,7 @@ class StepBench final {
       seconds.push_back(steps.back().seconds);
       mismatched += steps.back().trained.mismatched_tokens;
       compared_tokens_ += steps.back().trained.compared_tokens;
+      if (context_.is_main()) print_step(r + 1, steps.back(), out);
     }
     const double middle = median(seconds);
     const StepTimes& typical = *std::min_element(steps.begin(), steps.end(), [&](const auto& a, const auto& b) {
@@ -167,6 +168,14 @@ class StepBench final {
       return prompt;
     };
     carry_ = std::make_unique<CarryOver>(*engine_, nullptr, nullptr, context_, timer_, std::move(carry));
+  }
+
+  // As it ends, so that a run that is cut short has said what it measured.
+  void print_step(int64_t number, const StepTimes& step, std::ostream& out) const {
+    out << "step " << number << " of " << options_.common.repeats << ": " << format_fixed(step.seconds, 3) << " s";
+    for (const auto& [phase, seconds] : step.phases)
+      if (seconds > 0) out << ", " << phase << ' ' << format_fixed(seconds, 3);
+    out << std::endl;
   }
 
   std::vector<Sample> generate_carried(StepTimes& times) {
