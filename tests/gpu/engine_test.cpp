@@ -21,6 +21,7 @@
 #include "trainer/batch/micro_batch.h"
 #include "trainer/model/model.h"
 #include "trainer/model/safetensors.h"
+#include "trainer/ops/cuda/device/clusters.h"
 #include "trainer/ops/cuda/gemm/linear.h"
 #include "trainer/optimizer/adamw.h"
 #include "trainer/parallel/device.h"
@@ -289,6 +290,44 @@ TEST(Engine, APartitionedDeviceChangesNoBit) {
     engine.weights_changed(round + 1);
   }
   EXPECT_GT(with_values, 0);
+}
+
+// However few SMs are asked for, the library's products start on them, for any number of rows, with the bits of the
+// whole device.
+TEST(Engine, APartOfAnySizeComputesProducts) {
+  const auto device = at::Device(at::kCUDA, 0);
+  const at::NoGradGuard no_grad;
+  at::manual_seed(1);
+  const auto normal = [&](int64_t rows, int64_t columns) {
+    return at::randn({rows, columns}, at::TensorOptions().dtype(at::kBFloat16).device(device));
+  };
+  for (const int64_t sms : {8, 16, 24, 32, 48, 66}) {
+    const auto partition = split_device(device, sms);
+    ASSERT_NE(partition, nullptr) << sms;
+    EXPECT_GE(partition->background_sms, 8);
+    std::printf("%2d SMs asked for, %d in the background, clusters that start:", static_cast<int>(sms),
+                partition->background_sms);
+    for (const int blocks : {1, 2, 4, 8}) {
+      const at::cuda::CUDAStream stream(partition->background);
+      if (cuda::clusters_start(stream, blocks)) std::printf(" %d", blocks);
+    }
+    std::printf("\n");
+    for (const int64_t width : {512, 2048, 4096}) {
+      const at::Tensor weight = normal(3 * width, width);
+      for (const int64_t rows : {64, 300, 1024, 4096}) {
+        const at::Tensor input = normal(rows, width);
+        const at::Tensor whole = linear(input, weight, {});
+        at::cuda::device_synchronize();
+        at::Tensor part;
+        {
+          const PartitionScope scope(*partition, PartitionScope::Part::kBackground);
+          part = linear(input, weight, {});
+          at::cuda::device_synchronize();
+        }
+        EXPECT_TRUE(at::equal(whole, part)) << sms << " SMs, " << rows << " x " << width;
+      }
+    }
+  }
 }
 
 // Buffers are as large as the most samples ask for, graphs of a shared device too.

@@ -20,9 +20,10 @@ struct DevicePartition {
   int foreground_sms = 0, background_sms = 0;
 };
 
-// About `background_sms` SMs for the background, at most half of them; the driver deals them out in
-// eights. Made once for each device and number, and kept until the process ends, as their streams
-// are. Null with a warning where the driver cannot, and on a CPU.
+// About `background_sms` SMs for the background, at most half of them; the driver deals them out in eights, and more
+// than were asked for where a product's thread block clusters would not start on so few. Made once for each device and
+// number, and kept until the process ends, as their streams are. Null with a warning where the driver cannot, and on a
+// CPU.
 std::shared_ptr<const DevicePartition> split_device(c10::Device device, int64_t background_sms);
 
 // While one lives, what this thread launches runs in a part: on its stream, with kernels cut for its SMs.

@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <algorithm>
 
+#include "trainer/ops/cuda/device/clusters.h"
 #include "trainer/ops/cuda/device/driver.h"
 #include "trainer/ops/partition.h"
 
@@ -11,6 +12,7 @@ namespace trireme::cuda {
 namespace {
 
 constexpr unsigned kVersion = 12050;
+constexpr int kCluster = 4;  // thread blocks: the largest clusters of the library's products
 
 struct Driver {
   decltype(cuDeviceGetDevResource)* resource_of_device =
@@ -29,37 +31,23 @@ struct Driver {
   }
 };
 
-}  // namespace
-
-std::shared_ptr<const DevicePartition> split_sms(c10::Device device, int64_t background_sms, std::string* problem) {
-  const c10::cuda::CUDAGuard guard(device);
-  C10_CUDA_CHECK(cudaFree(nullptr));  // makes the primary context
-  const Driver driver;
-  if (!driver.complete()) {
-    *problem = "the driver has no green contexts (CUDA 12.5 or newer)";
-    return nullptr;
-  }
+// Both parts of a device whose foreground has `foreground_sms` SMs, or as many more as the driver's eights ask for.
+std::shared_ptr<const DevicePartition> divide(const Driver& driver, CUdevice number, c10::DeviceIndex index,
+                                              CUdevResource all, int64_t foreground_sms, std::string* problem) {
   const auto failed = [&](CUresult result, const char* call) {
     if (result == CUDA_SUCCESS) return false;
     *problem = std::string(call) + " failed with error " + std::to_string(static_cast<int>(result));
     return true;
   };
-  CUdevice number = 0;
-  CUdevResource all{}, front{}, rest{};
-  if (failed(driver.device(&number, device.index()), "cuDeviceGet") ||
-      failed(driver.resource_of_device(number, &all, CU_DEV_RESOURCE_TYPE_SM), "cuDeviceGetDevResource")) {
-    return nullptr;
-  }
-  // The group is the foreground: what remains has no guarantee for large clusters, which only decoding uses.
-  const auto count = static_cast<int64_t>(all.sm.smCount);
-  const int64_t wanted = std::max(count - background_sms, count / 2);
+  // The group is the foreground: what remains has no guarantee for clusters, which decoding uses most.
+  CUdevResource front{}, rest{};
   unsigned groups = 1;
-  if (failed(driver.split(&front, &groups, &all, &rest, 0, static_cast<unsigned>(wanted)),
+  if (failed(driver.split(&front, &groups, &all, &rest, 0, static_cast<unsigned>(foreground_sms)),
              "cuDevSmResourceSplitByCount")) {
     return nullptr;
   }
   if (groups != 1 || rest.sm.smCount == 0) {
-    *problem = std::to_string(count) + " of them leave none beside " + std::to_string(wanted);
+    *problem = std::to_string(all.sm.smCount) + " of them leave none beside " + std::to_string(foreground_sms);
     return nullptr;
   }
   const auto stream_of = [&](CUdevResource& resource, cudaStream_t* stream) {
@@ -76,10 +64,44 @@ std::shared_ptr<const DevicePartition> split_sms(c10::Device device, int64_t bac
   };
   cudaStream_t first = nullptr, second = nullptr;
   if (!stream_of(front, &first) || !stream_of(rest, &second)) return nullptr;
-  return std::make_shared<DevicePartition>(
-      DevicePartition{c10::cuda::getStreamFromExternal(first, device.index()).unwrap(),
-                      c10::cuda::getStreamFromExternal(second, device.index()).unwrap(),
-                      static_cast<int>(front.sm.smCount), static_cast<int>(rest.sm.smCount)});
+  if (!clusters_start(second, kCluster)) {
+    *problem = "no cluster of " + std::to_string(kCluster) + " starts on the " + std::to_string(rest.sm.smCount) +
+               " that are left beside " + std::to_string(front.sm.smCount);
+    return nullptr;
+  }
+  return std::make_shared<DevicePartition>(DevicePartition{
+      c10::cuda::getStreamFromExternal(first, index).unwrap(), c10::cuda::getStreamFromExternal(second, index).unwrap(),
+      static_cast<int>(front.sm.smCount), static_cast<int>(rest.sm.smCount)});
+}
+
+}  // namespace
+
+std::shared_ptr<const DevicePartition> split_sms(c10::Device device, int64_t background_sms, std::string* problem) {
+  const c10::cuda::CUDAGuard guard(device);
+  C10_CUDA_CHECK(cudaFree(nullptr));  // makes the primary context
+  const Driver driver;
+  if (!driver.complete()) {
+    *problem = "the driver has no green contexts (CUDA 12.5 or newer)";
+    return nullptr;
+  }
+  CUdevice number = 0;
+  CUdevResource all{};
+  if (const CUresult result = driver.device(&number, device.index()); result != CUDA_SUCCESS) {
+    *problem = "cuDeviceGet failed with error " + std::to_string(static_cast<int>(result));
+    return nullptr;
+  }
+  if (const CUresult result = driver.resource_of_device(number, &all, CU_DEV_RESOURCE_TYPE_SM);
+      result != CUDA_SUCCESS) {
+    *problem = "cuDeviceGetDevResource failed with error " + std::to_string(static_cast<int>(result));
+    return nullptr;
+  }
+  const auto count = static_cast<int64_t>(all.sm.smCount);
+  // Where so few are left that a product's clusters do not start there, eight more at a time.
+  for (int64_t background = background_sms;; background += 8) {
+    const int64_t foreground = std::max(count - background, count / 2);
+    auto partition = divide(driver, number, device.index(), all, foreground, problem);
+    if (partition != nullptr || foreground == count / 2) return partition;
+  }
 }
 
 }  // namespace trireme::cuda
