@@ -31,7 +31,7 @@ done
 trireme=$folder/trireme
 [ -x "$trireme" ] || trireme=build/cuda/trainer/cli/trireme
 if [ -x "$trireme" ] && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && [ -z "${GTEST_FILTER:-}" ]; then
-  for script in overlap failures layouts; do
+  for script in overlap failures layouts ways; do
     SECONDS=0
     if TRIREME=$trireme bash tests/gpu/${script}_test.sh >"$log" 2>&1; then
       state=passed
