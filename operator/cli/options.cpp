@@ -19,12 +19,13 @@ std::string environment_name(const std::string& flag) {
 
 // What every job gets.
 void add_job_flags(CLI::App& app, OperatorOptions& o) {
-  app.add_flag("--network-policies,!--no-network-policies", o.network_policies,
-               "make a NetworkPolicy for each job: its pods are reached by each other and, on the metrics port, by "
-               "--scraped-by; needs rights to networkpolicies");
+  app.add_flag(
+      "--network-policies,!--no-network-policies", o.network_policies,
+      "make a NetworkPolicy for each job: only its own pods, and on the metrics port --scraped-by, may connect "
+      "to its pods; needs rights to networkpolicies");
   app.add_option("--scraped-by", o.scraped_by, "NetworkPolicy peers that may scrape jobs, as a JSON list; []: nobody");
   app.add_flag("--do-not-disrupt,!--no-do-not-disrupt", o.do_not_disrupt,
-               "ask cluster autoscalers, by annotations of the pods, not to take their nodes away");
+               "annotate pods so that cluster autoscalers do not remove their nodes");
 }
 
 // What no flag can say for itself. Throws CLI::ValidationError.
@@ -47,15 +48,17 @@ void check_together(const OperatorOptions& o) {
 void add_identity_flags(CLI::App& app, OperatorOptions& o) {
   app.add_option("--kubeconfig", o.kubeconfig, "kubeconfig file; without it the pod's service account is used");
   app.add_option("--context", o.context, "context of the kubeconfig");
-  app.add_option("--namespace", o.watch_namespace, "look after RLJobs of this namespace only");
+  app.add_option("--namespace", o.watch_namespace, "manage RLJobs of this namespace only");
   app.add_option("--operator-namespace", o.operator_namespace,
                  "namespace of the lease, the webhook's Secret and the Services");
   app.add_option("--pod-name", o.pod_name, "this replica's identity");
   app.add_flag("--leader-elect,!--no-leader-elect", o.leader_elect, "act only while holding the lease");
   app.add_option("--lease-name", o.lease_name, "name of the lease");
-  app.add_option("--lease-duration", o.lease_duration_s, "seconds")->check(CLI::Range(2, 3600));
-  app.add_option("--renew-deadline", o.renew_deadline_s, "seconds")->check(CLI::Range(1, 3600));
-  app.add_option("--retry-period", o.retry_period_s, "seconds")->check(CLI::Range(1, 3600));
+  app.add_option("--lease-duration", o.lease_duration_s, "seconds that a lease is valid")->check(CLI::Range(2, 3600));
+  app.add_option("--renew-deadline", o.renew_deadline_s, "seconds without renewal after which a leader stops")
+      ->check(CLI::Range(1, 3600));
+  app.add_option("--retry-period", o.retry_period_s, "seconds between attempts to get or renew the lease")
+      ->check(CLI::Range(1, 3600));
 }
 
 void add_server_flags(CLI::App& app, OperatorOptions& o) {
@@ -66,20 +69,20 @@ void add_server_flags(CLI::App& app, OperatorOptions& o) {
   app.add_option("--status-port", o.status_port, "status reports of trainers; -1: off")->check(port);
   app.add_option("--webhook-port", o.webhook_port, "admission webhooks; -1: off")->check(port);
   app.add_flag("--status-tls,!--no-status-tls", o.status_tls,
-               "take reports over TLS with the webhook's certificate; pods get its CA");
+               "serve status reports over TLS with the webhook's certificate; pods get its CA");
   app.add_option("--status-url", o.status_url, "base URL that pods report to");
   app.add_option("--status-service", o.status_service, "Service of the status port, for the default of --status-url");
   app.add_option("--webhook-service", o.webhook_service, "Service in front of the webhook port");
-  app.add_option("--webhook-secret", o.webhook_secret, "Secret that the own certificate is kept in");
+  app.add_option("--webhook-secret", o.webhook_secret, "Secret that holds the self-made certificate");
   app.add_option("--webhook-validating", o.validating_configuration,
-                 "ValidatingWebhookConfiguration whose caBundle is kept right; empty: none");
+                 "ValidatingWebhookConfiguration whose caBundle is kept up to date; empty: none");
   app.add_option("--webhook-mutating", o.mutating_configuration,
-                 "MutatingWebhookConfiguration whose caBundle is kept right; empty: none");
+                 "MutatingWebhookConfiguration whose caBundle is kept up to date; empty: none");
   app.add_option("--webhook-cert-file", o.webhook_cert_file,
                  "certificate file (cert-manager); with --webhook-key-file");
   app.add_option("--webhook-key-file", o.webhook_key_file, "key file");
   app.add_option("--webhook-ca-file", o.webhook_ca_file,
-                 "CA of the certificate file, which pods verify the status server by; not there: the system's");
+                 "CA of the certificate file, with which pods verify the status server (default: the system's)");
 }
 
 void add_work_flags(CLI::App& app, OperatorOptions& o) {
@@ -92,9 +95,11 @@ void add_work_flags(CLI::App& app, OperatorOptions& o) {
   add_job_flags(app, o);
   app.add_option("--scheduling-backend", o.backend,
                  "gang scheduler of jobs with backend Auto: auto, none, kubernetes, kueue, volcano, coscheduling, kai");
-  app.add_option("--default-image", o.default_image, "trainer image of jobs that name none or the API's default one");
-  app.add_option("--sync-timeout", o.sync_timeout_s, "seconds for the first lists")->check(CLI::Range(1, 86400));
-  app.add_option("--shutdown-timeout", o.shutdown_timeout_s, "seconds for a graceful end")->check(CLI::Range(1, 3600));
+  app.add_option("--default-image", o.default_image, "trainer image of jobs that name none, or name the API's default");
+  app.add_option("--sync-timeout", o.sync_timeout_s, "seconds that the first lists may take")
+      ->check(CLI::Range(1, 86400));
+  app.add_option("--shutdown-timeout", o.shutdown_timeout_s, "seconds that a graceful shutdown may take")
+      ->check(CLI::Range(1, 3600));
 }
 
 // Flags win over the environment: what the command line names is not taken from there.

@@ -42,6 +42,7 @@ int cli_main(int argc, char** argv) {
   disable_flight_recorder();
 
   CLI::App app{"Trireme: reinforcement learning of language models", "trireme"};
+  app.footer("Options of a command: trireme COMMAND --help. Manual: docs/running.md");
   app.require_subcommand(1);
   app.set_version_flag("--version", "trireme 0.1.0");
   CommandContext context;

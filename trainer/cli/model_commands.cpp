@@ -20,7 +20,7 @@ namespace trireme {
 namespace {
 
 constexpr const char* kNoSpecialTokens =
-    "plain text as it is, without what the tokenizer puts around it (a begin token); \"add_special\" of a line wins";
+    "encode plain text without the tokenizer's special tokens (a begin token); a line's \"add_special\" wins";
 
 struct InitModelArguments {
   std::string out;
@@ -240,21 +240,22 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--out", a->out, "folder")->required();
     verb->add_option("--family", a->family, "llama, qwen2, qwen3, qwen3_moe or mixtral")
         ->check(CLI::IsMember({"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}));
-    verb->add_option("--experts", a->experts, "of qwen3_moe and mixtral, with the next two");
+    verb->add_option("--experts", a->experts, "qwen3_moe and mixtral only, like the next two");
     verb->add_option("--experts-per-token", a->experts_per_token);
     verb->add_option("--expert-width", a->expert_width);
     verb->add_option("--hidden", a->hidden);
-    CLI::Option* layers = verb->add_option("--layers", a->layers, "with --shape: only so many of its layers");
+    CLI::Option* layers =
+        verb->add_option("--layers", a->layers, "number of layers; with --shape, cut the shape to this many");
     verb->add_option("--heads", a->heads);
     verb->add_option("--kv-heads", a->kv_heads);
     verb->add_option("--head-dim", a->head_dim);
     verb->add_option("--intermediate", a->intermediate);
     verb->add_option("--context", a->context, "longest sequence");
     verb->add_option("--seed", a->seed);
-    verb->add_flag("--untied", a->untied, "an output head of its own");
-    CLI::Option* shape = verb->add_option("--shape", a->shape, "of `trireme bench`, instead of the sizes");
+    verb->add_flag("--untied", a->untied, "do not tie the output head to the embedding");
+    CLI::Option* shape = verb->add_option("--shape", a->shape, "a shape of `trireme bench`, instead of the sizes");
     exclude_sizes(*verb, *shape);
-    verb->add_flag("--no-weights", a->no_weights, "only config.json and tokenizer, for policy.random_weights")
+    verb->add_flag("--no-weights", a->no_weights, "write config.json and the tokenizer only, for policy.random_weights")
         ->needs(shape);
     verb->callback([a, shape, layers, verb, &context] {
       for (const char* option : {"--experts", "--experts-per-token", "--expert-width"})
@@ -267,16 +268,15 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     auto checkpoint = std::make_shared<std::string>();
     auto out = std::make_shared<std::string>();
     auto best = std::make_shared<bool>(false);
-    CLI::App* verb = app.add_subcommand("export", "a checkpoint's weights as a Hugging Face folder");
-    verb->add_option("--checkpoint", *checkpoint, "step_N, or the folder of checkpoints")->required();
+    CLI::App* verb = app.add_subcommand("export", "write a checkpoint's weights as a Hugging Face folder");
+    verb->add_option("--checkpoint", *checkpoint, "a checkpoint (step_N), or the folder of checkpoints")->required();
     verb->add_option("--out", *out, "folder")->required();
-    verb->add_flag("--best", *best,
-                   "of the folder's checkpoints the best by checkpointing.metric_name, not the newest");
+    verb->add_flag("--best", *best, "take the folder's best checkpoint by checkpointing.metric_name, not its newest");
     verb->callback([=, &context] { context.run = [=] { return export_verb(*checkpoint, *out, *best); }; });
   }
   {
     auto a = std::make_shared<GenerateArguments>();
-    CLI::App* verb = app.add_subcommand("generate", "responses to prompts, JSONL in and out");
+    CLI::App* verb = app.add_subcommand("generate", "generate responses to prompts, JSONL in and out");
     verb->add_option("--model", a->model, "folder or Hub id")->required();
     verb->add_option("--prompts", a->prompts,
                      "lines {\"prompt\": ...}, {\"ids\": [...]} or {\"messages\": ...}; - is standard input");
@@ -284,30 +284,30 @@ void add_model_commands(CLI::App& app, CommandContext& context) {
     verb->add_option("--out", a->out);
     verb->add_option("--samples", a->options.samples, "responses for each prompt");
     verb->add_flag("--chat", a->options.chat, "a plain prompt becomes a user message");
-    verb->add_option("--temperature", a->sampling.temperature, "0: greedy");
+    verb->add_option("--temperature", a->sampling.temperature, "sampling temperature; 0: greedy");
     verb->add_option("--top-p", a->sampling.top_p);
     verb->add_option("--top-k", a->sampling.top_k);
     verb->add_option("--min-p", a->sampling.min_p);
     verb->add_option("--max-new-tokens", a->sampling.max_new_tokens);
-    verb->add_option("--stop", a->sampling.stop_strings, "stop string; may be given several times");
+    verb->add_option("--stop", a->sampling.stop_strings, "stop string; may be repeated");
     verb->add_option("--max-total-length", a->max_total_length);
     verb->add_option("--seed", a->seed);
     verb->add_option("--dtype", a->dtype, "default: bfloat16 on CUDA, else float32")
         ->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->add_option("--device", a->device, "auto: CUDA where there is one")
+    verb->add_option("--device", a->device, "auto: CUDA if there is a GPU")
         ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
     verb->callback([a, &context] { context.run = [a] { return generate_verb(*a); }; });
   }
   {
     auto a = std::make_shared<ScoreArguments>();
-    CLI::App* verb = app.add_subcommand("score", "log-probs of given texts, JSONL in and out");
+    CLI::App* verb = app.add_subcommand("score", "compute log-probs of given texts, JSONL in and out");
     verb->add_option("--model", a->model, "folder or Hub id")->required();
     verb->add_option("--text", a->text, "lines {\"text\": ...} or {\"ids\": [...]}; - is standard input");
     verb->add_option("--out", a->out);
     verb->add_flag("--no-special-tokens", a->no_special_tokens, kNoSpecialTokens);
     verb->add_option("--dtype", a->dtype, "default: bfloat16 on CUDA, else float32")
         ->check(CLI::IsMember({"float32", "bfloat16"}));
-    verb->add_option("--device", a->device, "auto: CUDA where there is one")
+    verb->add_option("--device", a->device, "auto: CUDA if there is a GPU")
         ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
     verb->callback([a, &context] { context.run = [a] { return score_verb(*a); }; });
   }

@@ -468,40 +468,42 @@ void add_plan_commands(CLI::App& app, CommandContext& context) {
   {
     auto arguments = std::make_shared<PlanArguments>();
     CLI::App* verb = app.add_subcommand(
-        "plan", "memory and time of a configuration's layout, or of all layouts, without running it");
+        "plan", "predict memory and time of a configuration's layout, or of all layouts, without running it");
     CLI::Option* config = verb->add_option("--config", arguments->path, "YAML file");
     verb->add_option("-f,--file", arguments->manifest,
-                     "an RLJob manifest instead: its configuration, and the sizes of its roles")
+                     "an RLJob manifest instead: its configuration, with the sizes of its roles")
         ->excludes(config);
     verb->add_option("overrides", arguments->overrides, "key.sub=value");
-    verb->add_option("--gpus", arguments->gpus,
-                     "rank all legal layouts of so many GPUs; with generation in other processes also every number of "
-                     "engines among them")
+    verb->add_option(
+            "--gpus", arguments->gpus,
+            "rank all legal layouts of this many GPUs; with generation in other processes, also every split between "
+            "training and engines")
         ->check(CLI::PositiveNumber);
-    verb->add_option("--gpu-memory", arguments->gpu_memory_gib, "GiB of each; default: that of --gpu")
+    verb->add_option("--gpu-memory", arguments->gpu_memory_gib, "GiB per GPU (default: that of --gpu)")
         ->check(CLI::PositiveNumber);
-    verb->add_option("--gpus-per-node", arguments->gpus_per_node, "default: the configuration's, or 8 where that is 1")
+    verb->add_option("--gpus-per-node", arguments->gpus_per_node,
+                     "GPUs of a machine (default: the configuration's, or 8 if that is 1)")
         ->check(CLI::PositiveNumber);
     verb->add_option("--critic-ranks", arguments->critic_ranks,
-                     "PPO: the critic on so many ranks of its own (default: on the policy's)")
+                     "PPO: put the critic on this many ranks of its own (default: on the policy's ranks)")
         ->check(CLI::PositiveNumber);
     verb->add_option("--engines", arguments->engines,
-                     "processes that generate, with policy.generation.colocated.enabled=false (default: of "
+                     "generation processes, with policy.generation.colocated.enabled=false (default: from "
                      "colocated.resources or the RLJob)")
         ->check(CLI::PositiveNumber);
-    verb->add_option("--gpu", arguments->gpu, "whose rates count: " + join(known_device_rates(), ", "));
+    verb->add_option("--gpu", arguments->gpu, "GPU whose speed is assumed: " + join(known_device_rates(), ", "));
     verb->add_option("--sharding", arguments->sharding,
-                     "of training state, instead of the configuration's: " + join(sharding_names(), ", "));
-    verb->add_option("--prompt-tokens", arguments->lengths.prompt, "tokens of a prompt in the mean")
+                     "sharding of training state, instead of the configuration's: " + join(sharding_names(), ", "));
+    verb->add_option("--prompt-tokens", arguments->lengths.prompt, "mean tokens of a prompt")
         ->check(CLI::PositiveNumber);
-    verb->add_option("--response-tokens", arguments->lengths.response, "tokens of a response in the mean")
+    verb->add_option("--response-tokens", arguments->lengths.response, "mean tokens of a response")
         ->check(CLI::PositiveNumber);
     verb->callback([=, &context] { context.run = [=] { return plan_verb(*arguments); }; });
   }
   {
     auto path = std::make_shared<std::string>();
-    CLI::App* verb = app.add_subcommand("validate", "what admission would say about a manifest");
-    verb->add_option("-f,--file", *path, "manifest")->required();
+    CLI::App* verb = app.add_subcommand("validate", "check a manifest as a cluster's admission would");
+    verb->add_option("-f,--file", *path, "the manifest")->required();
     verb->callback([=, &context] { context.run = [=] { return validate_verb(*path); }; });
   }
 }

@@ -38,10 +38,10 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
         app.add_subcommand("init-task", "write a synthetic task: warm-start, training and held-out problems");
     verb->add_option("task", *name, "addition")->required()->check(CLI::IsMember({"addition"}));
     verb->add_option("--out", *out, "folder")->required();
-    verb->add_option("--smallest", options->smallest, "smallest summand");
-    verb->add_option("--largest", options->largest, "largest summand");
-    verb->add_option("--warm-start", options->warm_start, "problems with responses for SFT");
-    verb->add_option("--held-out", options->held_out, "problems for validation, in neither of the others");
+    verb->add_option("--smallest", options->smallest, "smallest number to add");
+    verb->add_option("--largest", options->largest, "largest number to add");
+    verb->add_option("--warm-start", options->warm_start, "how many problems with responses, for SFT");
+    verb->add_option("--held-out", options->held_out, "how many problems for validation, in neither of the other sets");
     verb->add_option("--seed", options->seed);
     verb->callback([=, &context] {
       context.run = [=] {
@@ -56,15 +56,16 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     auto pairs = std::make_shared<std::string>();
     auto out = std::make_shared<std::string>("-");
     auto options = std::make_shared<RewardOptions>();
-    CLI::App* verb = app.add_subcommand("grade", "check a reward on pairs of gold and final answer");
+    CLI::App* verb = app.add_subcommand("grade", "test a reward on pairs of gold and final answer");
     verb->add_option("--pairs", *pairs, "JSONL of {\"gold\", \"answer\"}")->required();
     verb->add_option("--reward", options->type, join(reward_names(), ", "));
-    verb->add_option("--command", options->command, "program and arguments of a command reward");
-    verb->add_option("--url", options->url, "of an http reward");
+    verb->add_option("--command", options->command, "command reward: the program and its arguments");
+    verb->add_option("--url", options->url, "http reward: its URL");
     verb->add_option("--header", options->headers,
-                     "of an http reward, \"Name: value\" with {env:NAME} or {file:PATH} for a secret; may be repeated");
-    verb->add_option("--ca-file", options->ca_file, "of an http reward: who may sign the server's certificate");
-    verb->add_option("--pattern", options->pattern, "of a format reward");
+                     "http reward: \"Name: value\", with {env:NAME} or {file:PATH} for a secret; may be repeated");
+    verb->add_option("--ca-file", options->ca_file,
+                     "http reward: CA file that the server's certificate is checked with");
+    verb->add_option("--pattern", options->pattern, "format reward: the pattern");
     verb->add_option("--out", *out);
     verb->callback([=, &context] {
       context.run = [=] {
@@ -77,8 +78,8 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
   {
     auto log = std::make_shared<std::string>();
     auto page = std::make_shared<std::string>("report.html");
-    CLI::App* verb = app.add_subcommand("report", "the report page of a step log");
-    verb->add_option("log", *log, "train.jsonl")->required();
+    CLI::App* verb = app.add_subcommand("report", "write the HTML report of a step log");
+    verb->add_option("log", *log, "the step log, train.jsonl")->required();
     verb->add_option("--out", *page);
     verb->callback([=, &context] {
       context.run = [=] {
@@ -94,8 +95,8 @@ void add_tool_commands(CLI::App& app, CommandContext& context) {
     auto device = std::make_shared<std::string>("auto");
     CLI::App* verb = app.add_subcommand("replay", "recompute a dumped optimizer step");
     verb->add_option("dump", *dump, "dump_step_N.safetensors")->required();
-    verb->add_option("--model", *model, "weights from before the step: recompute the log-probs too");
-    verb->add_option("--device", *device, "of the model; auto: CUDA where there is one")
+    verb->add_option("--model", *model, "folder with the weights from before the step: recompute the log-probs too");
+    verb->add_option("--device", *device, "where the model runs; auto: CUDA if there is a GPU")
         ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
     verb->callback([=, &context] {
       context.run = [=] {

@@ -290,12 +290,15 @@ int launch_verb(const LaunchArguments& arguments, const CommandContext& context)
 void add_engine_command(CLI::App& app, CommandContext& context) {
   auto arguments = std::make_shared<TrainArguments>();
   CLI::App* verb = app.add_subcommand(
-      "engine", "a process that generates for a run (MASTER_ADDR, MASTER_PORT, TRIREME_ENGINE_NAME, TRIREME_WORK_URL)");
-  verb->add_option("--algorithm", arguments->algorithm, "as the run's");
-  verb->add_option("--config", arguments->config, "YAML file, the run's")->required();
-  verb->add_option("--layout", arguments->layout, "the run's; an engine has the whole model");
+      "engine",
+      "generate for a run that trains in other processes (reads MASTER_ADDR, MASTER_PORT, TRIREME_ENGINE_NAME, "
+      "TRIREME_WORK_URL)");
+  verb->add_option("--algorithm", arguments->algorithm, "the same as the run's");
+  verb->add_option("--config", arguments->config, "YAML file: the run's configuration")->required();
+  verb->add_option("--layout", arguments->layout,
+                   "the run's; accepted and not used, since an engine holds the whole model");
   verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
-  verb->add_option("overrides", arguments->overrides, "key.sub=value, the run's");
+  verb->add_option("overrides", arguments->overrides, "key.sub=value: the run's overrides");
   verb->callback(
       [arguments, &context] { context.run = [arguments, &context] { return engine(*arguments, context); }; });
 }
@@ -306,14 +309,14 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
   {
     auto arguments = std::make_shared<TrainArguments>();
     CLI::App* verb =
-        app.add_subcommand("train", "one rank of a training run (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
-    verb->add_option("--algorithm", arguments->algorithm, "grpo, ppo or sft; default: the configuration's");
+        app.add_subcommand("train", "train: one rank of a run (reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)");
+    verb->add_option("--algorithm", arguments->algorithm, "grpo, ppo or sft (default: the configuration's)");
     verb->add_option("--config", arguments->config, "YAML file")->required();
-    verb->add_option("--layout", arguments->layout, "tp=1,cp=1,ep=1,dp=N,pp=1");
+    verb->add_option("--layout", arguments->layout, "parallel sizes: tp=1,cp=1,ep=1,dp=N,pp=1");
     verb->add_flag("--print-config", arguments->print_config,
-                   "print the resolved configuration, say what of it has no effect or is not supported, and end");
+                   "print the resolved configuration, report keys without effect or support, and exit");
     verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
-    verb->add_option("overrides", arguments->overrides, "key.sub=value");
+    verb->add_option("overrides", arguments->overrides, "key.sub=value, applied over the file");
     verb->callback(
         [arguments, &context] { context.run = [arguments, &context] { return train(*arguments, context); }; });
   }
@@ -321,17 +324,19 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
   {
     auto arguments = std::make_shared<LaunchArguments>();
     CLI::App* verb =
-        app.add_subcommand("launch", "start the ranks of this node: trireme launch --nproc-per-node 2 -- train ...");
-    verb->add_option("--nproc-per-node", arguments->processes, "ranks on this node");
+        app.add_subcommand("launch", "start the ranks of this machine: trireme launch --nproc-per-node 2 -- train ...");
+    verb->add_option("--nproc-per-node", arguments->processes, "ranks on this machine (default: 1)");
     verb->add_option("--critic-ranks", arguments->critic_ranks,
-                     "PPO: ranks of the critic's own, behind them (default: it is on the actor's)");
+                     "PPO: further ranks for the critic (default: the critic is on the actor's ranks)");
     verb->add_option("--engines", arguments->engines,
                      "generation processes on this machine, for policy.generation.colocated.enabled=false");
-    verb->add_option("--nnodes", arguments->nodes, "nodes (default: NNODES or 1)");
-    verb->add_option("--node-rank", arguments->node_rank, "this node (default: NODE_RANK or 0)");
-    verb->add_option("--master-addr", arguments->master_address, "default: MASTER_ADDR or 127.0.0.1");
-    verb->add_option("--master-port", arguments->master_port, "default: MASTER_PORT or, with one node, a free one");
-    verb->add_option("command", arguments->command, "after --: the verb and its arguments");
+    verb->add_option("--nnodes", arguments->nodes, "number of machines (default: NNODES or 1)");
+    verb->add_option("--node-rank", arguments->node_rank, "number of this machine (default: NODE_RANK or 0)");
+    verb->add_option("--master-addr", arguments->master_address,
+                     "host of machine 0 (default: MASTER_ADDR or 127.0.0.1)");
+    verb->add_option("--master-port", arguments->master_port,
+                     "port on machine 0 (default: MASTER_PORT or, with one machine, a free one)");
+    verb->add_option("command", arguments->command, "after --: the command that each rank runs, and its arguments");
     verb->callback(
         [arguments, &context] { context.run = [arguments, &context] { return launch_verb(*arguments, context); }; });
   }
@@ -340,13 +345,16 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
     auto rank = std::make_shared<int>(-1);
     auto seconds = std::make_shared<double>(3600);
     CLI::App* verb = app.add_subcommand(
-        "once", "node 0 prepares what all nodes use, the others wait: trireme once FILE -- init-task ...");
-    verb->add_option("marker", options->marker, "written when the verb succeeded; on a volume that all nodes mount")
+        "once", "run a command on node 0 only, while the other nodes wait: trireme once FILE -- init-task ...");
+    verb->add_option("marker", options->marker,
+                     "file written once the command succeeded; on a volume that all nodes mount")
         ->required();
-    verb->add_option("command", options->command, "after --: the verb and its arguments")->required();
+    verb->add_option("command", options->command, "after --: the command and its arguments")->required();
     verb->add_option("--node-rank", *rank,
-                     "this node (default: the actor's NODE_RANK, or 0; pods of other roles wait for it)");
-    verb->add_option("--timeout", *seconds, "seconds for the verb, and for waiting for it")->check(CLI::PositiveNumber);
+                     "number of this node (default: the actor's NODE_RANK, or 0; pods of other roles wait)");
+    verb->add_option("--timeout", *seconds,
+                     "seconds that the command may take, and that others wait for it (default: 3600)")
+        ->check(CLI::PositiveNumber);
     verb->callback([=, &context] {
       context.run = [=, &context] {
         // What is numbered are the actor's pods, and the critic's by themselves: node 0 is the actor's first.
@@ -363,9 +371,9 @@ void add_train_commands(CLI::App& app, CommandContext& context) {
   {
     auto options = std::make_shared<RunOptions>();
     CLI::App* verb = app.add_subcommand("run", "run an RLJob manifest on this machine");
-    verb->add_option("-f,--file", options->manifest, "manifest")->required();
-    verb->add_option("--volumes", options->volumes, "folder for volume claims");
-    verb->add_option("overrides", options->overrides, "key.sub=value, after the manifest's own");
+    verb->add_option("-f,--file", options->manifest, "the manifest")->required();
+    verb->add_option("--volumes", options->volumes, "parent folder of volume claims");
+    verb->add_option("overrides", options->overrides, "key.sub=value, applied after the manifest's own");
     verb->callback([options, &context] {
       context.run = [options, &context] {
         options->program = program_path();
