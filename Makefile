@@ -7,30 +7,30 @@ SHELL := /bin/bash
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' Makefile
 
-setup:  ## packages, Rust and LibTorch that the build needs
+setup:  ## install the packages, Rust and LibTorch that the build needs
 	@scripts/setup.sh cpu
 
-build: setup  ## trireme and trireme-operator (CPU)
+build: setup  ## build trireme and trireme-operator (CPU)
 	@scripts/build.sh cpu
 
-quickstart:  ## a small model learns to add by GRPO, in minutes (DEVICE=cuda|cpu; default: the GPU if built for it)
+quickstart:  ## train a small model to add by GRPO, in minutes (DEVICE=cuda|cpu; default: the GPU if built for it)
 	@[ "$$(scripts/quickstart.sh --device)" = cuda ] || { scripts/setup.sh cpu && scripts/build.sh cpu trireme; }
 	@scripts/quickstart.sh
 
-test: build  ## every test that needs no cluster and no GPU
+test: build  ## run every test that needs no cluster and no GPU
 	@scripts/test.sh
 
-test-gpu:  ## the GPU tests (builds the preset cuda; needs an H100 or H200)
+test-gpu:  ## run the GPU tests (builds the preset cuda; needs an H100 or H200)
 	@scripts/test_gpu.sh
 
-sanitize:  ## unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each (builds twice)
+sanitize:  ## run unit tests without LibTorch under ASan+UBSan and TSan, fuzz targets 15 s each (builds twice)
 	@scripts/sanitize.sh
 
-operator:  ## only what needs no LibTorch
+operator:  ## build only what needs no LibTorch (trireme-operator, unit tests)
 	@scripts/setup.sh operator
 	@scripts/build.sh operator
 
-parity: build  ## models and tokenizers against Hugging Face (downloads about 5 GB of wheels once)
+parity: build  ## compare models and tokenizers with Hugging Face (downloads about 5 GB of wheels once)
 	@scripts/build.sh cpu model_dump tokenizer_parity
 	@python3 tests/parity/model_parity.py
 	@build/parity-venv/bin/python tests/parity/tokenizer_parity.py --driver build/cpu/trainer/tokenizer/tokenizer_parity
@@ -38,20 +38,20 @@ parity: build  ## models and tokenizers against Hugging Face (downloads about 5 
 chart:  ## lint, render and test the Helm chart, its rules and boards (builds helm once)
 	@scripts/check_chart.sh
 
-images: build  ## what goes into the images, and their bills of materials, without a registry
+images: build  ## check what goes into the images, and their SBOMs, without a registry
 	@scripts/check_images.sh
 
-test-cluster: build  ## operator and trainer on a real Kubernetes on this machine (root, Go; builds it once)
+test-cluster: build  ## test operator and trainer on a real Kubernetes on this machine (root, Go; builds it once)
 	@tests/e2e/run.sh
 
-test-scale: build  ## many RLJobs on kwok's nodes: memory, CPU, rates (root, Go); JOBS=10000 for all of it
+test-scale: build  ## run many RLJobs on kwok's nodes: memory, CPU, rates (root, Go); JOBS=10000 for all of it
 	@tests/e2e/scale.sh $(or $(JOBS),1000)
 
-lint: setup  ## clang-format, clang-tidy, columns, includes, pages, kept results
+lint: setup  ## check with clang-format, clang-tidy; line lengths, includes, pages, kept results
 	@scripts/lint.sh
 
-site:  ## the pages as a web site in build/site, to be looked at without a network
+site:  ## build the pages as a web site in build/site, which needs no network to read
 	@scripts/site.sh
 
-clean:  ## build folders (the download cache stays)
+clean:  ## remove build folders (the download cache stays)
 	rm -rf build
