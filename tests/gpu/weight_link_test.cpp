@@ -1,6 +1,7 @@
 // On two GPUs, whose processes are threads here: weights from one to the other by NCCL, bits and what breaks.
 #include "trainer/parallel/weight_link.h"
 
+#include <ATen/cuda/Sleep.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include <csignal>
@@ -55,6 +56,47 @@ TEST_F(WeightLinkOnGpus, TheSameBitsComeTwentyTimesBesideOtherWork) {
     EXPECT_EQ(fetched.get(), version);
     receiver.apply();
     sender.retract();
+    EXPECT_TRUE(at::equal(live, engine.to(here))) << version;
+  }
+}
+
+// A step that the device still has when its engine comes for new weights reads the old ones, also where these are all
+// there are.
+TEST_F(WeightLinkOnGpus, WithoutASecondBufferBytesComeBehindTheStepUnderWay) {
+  ListeningPort port;
+  RendezvousOptions rendezvous = port.place(0, 2, kLong);
+  rendezvous.world_size = 1;
+  const JobStore store(rendezvous);
+  WeightLinkOptions options;
+  options.store_port = rendezvous.master_port;
+  options.deadline = kLong;
+  options.second_buffer = false;
+  constexpr int64_t kElements = int64_t{64} << 20;
+  constexpr int64_t kSleep = 2'000'000'000;  // cycles: a second or more
+  const at::Device here(at::kCUDA, 0), there(at::kCUDA, 1);
+  at::Tensor live = values(kElements, 0, here), engine = at::zeros({kElements}, live.options().device(there));
+  WeightSender sender(options, {.flat = live, .layout = 1});
+  WeightReceiver receiver(options, {.flat = engine, .layout = 1});
+  ASSERT_TRUE(receiver.needs_stop());
+  for (int64_t version = 0; version < 4; ++version) {  // the first one waits for its connection, too
+    const at::Tensor before = engine.cpu();
+    live.copy_(values(kElements, version + 1, here));
+    sender.publish(version);
+    sender.serve(0, "engine-0");
+    at::Tensor seen;
+    {
+      const c10::cuda::CUDAGuard guard(there);
+      seen = at::empty_like(engine);
+      at::cuda::sleep(kSleep);
+      seen.copy_(engine, /*non_blocking=*/true);
+    }
+    const Stopwatch watch;
+    EXPECT_EQ(receiver.fetch("engine-0", 0), version);
+    if (version > 0) {
+      EXPECT_GT(watch.seconds(), 0.2) << "the step was over before: this test would notice nothing";
+    }
+    sender.retract();
+    EXPECT_TRUE(at::equal(seen.cpu(), before)) << version << ": a step has read what came";
     EXPECT_TRUE(at::equal(live, engine.to(here))) << version;
   }
 }

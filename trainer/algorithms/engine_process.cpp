@@ -70,8 +70,9 @@ class EngineProcess final {
   void finished(GeneratedGroup group);                         // on the host's thread
   bool apply_when_idle(WorkClient& client, bool had_nothing);  // whether the weights are others now
   int64_t fetch(WorkClient& client, WeightsReply reply);
+  void fetch_in_place(WorkClient& client, const WeightsReply& reply);
   void apply(int64_t version);
-  void set_version(int64_t version, double stall_s);
+  void change_version(Engine& engine, int64_t version, double stall_s);
   void fail(std::exception_ptr error);
   void end();
   template <typename Fn>
@@ -305,8 +306,7 @@ bool EngineProcess::apply_when_idle(WorkClient& client, bool had_nothing) {
   if (receiver_->needs_stop()) {  // they are received where they are read
     const WeightsReply reply = client.weights({caller(), fetched(), 500});
     if (reply.version < 0) return false;
-    const int64_t version = fetch(client, reply);
-    apply(version);
+    fetch_in_place(client, reply);
     return true;
   }
   int64_t version = 0;
@@ -338,7 +338,9 @@ int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
   }
 }
 
-void EngineProcess::set_version(int64_t version, double stall_s) {
+// On the host's thread, which reads the weights.
+void EngineProcess::change_version(Engine& engine, int64_t version, double stall_s) {
+  engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
   {
     const std::lock_guard lock(mutex_);
     version_ = version;
@@ -355,8 +357,18 @@ void EngineProcess::apply(int64_t version) {
     faults_.begins("applying");
     const Stopwatch watch;
     receiver_->apply();
-    engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
-    set_version(version, watch.seconds());
+    change_version(engine, version, watch.seconds());
+  };
+  host_->between_steps(change, Deadline::after(kBetweenSteps));
+}
+
+// Where there is one copy of the weights only: they come between two steps, behind the one that the device still has.
+void EngineProcess::fetch_in_place(WorkClient& client, const WeightsReply& reply) {
+  const auto change = [&](Engine& engine) {
+    const Stopwatch watch;
+    const int64_t version = fetch(client, reply);
+    faults_.begins("applying");
+    change_version(engine, version, watch.seconds());
   };
   host_->between_steps(change, Deadline::after(kBetweenSteps));
 }
@@ -381,14 +393,7 @@ void EngineProcess::follow_weights() {
     if (reply.over || !reply.known) std::this_thread::sleep_for(kRewardLook);  // lease_work() hears it too
     if (reply.version < 0) continue;
     if (receiver_->needs_stop()) {
-      const auto change = [this, &client, reply](Engine& engine) {
-        const Stopwatch watch;
-        const int64_t version = fetch(client, reply);
-        faults_.begins("applying");
-        engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
-        set_version(version, watch.seconds());
-      };
-      host_->between_steps(change, Deadline::after(kBetweenSteps));
+      fetch_in_place(client, reply);
     } else {
       const int64_t version = fetch(client, reply);
       if (in_flight_ || first) {

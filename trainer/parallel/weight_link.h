@@ -99,7 +99,8 @@ class WeightSender final {
   std::unique_ptr<Impl> impl_;
 };
 
-// The engine's side. One thread calls fetch(), the one that reads the weights calls apply(), not at the same time.
+// The engine's side. One thread calls fetch(), the one that reads the weights calls apply(), not at the same time; with
+// needs_stop() that one calls fetch() too.
 class WeightReceiver final {
  public:
   // Takes memory for a second buffer, where there is any: before the cache's is measured. `weights` outlives it.
@@ -108,7 +109,8 @@ class WeightReceiver final {
   WeightReceiver(const WeightReceiver&) = delete;
   WeightReceiver& operator=(const WeightReceiver&) = delete;
 
-  // There is no second buffer: fetch() writes the live weights, so decoding stops before it is called.
+  // There is no second buffer: fetch() writes the live weights, so decoding stops before it is called. On CUDA bytes
+  // come behind what the current stream holds then.
   bool needs_stop() const;
   // Waits for the newest weights from that actor rank, which somebody asks to serve this link (WeightSender::serve),
   // before or after this call. Returns their version. Throws when it breaks: Error(kUnavailable) or Error(kTimeout)

@@ -99,12 +99,20 @@ struct WeightReceiver::Impl {
       pair->receive(into(), deadline, options.on_bytes);
     } else {
       if (!wire) throw Error(ErrorKind::kUnavailable, "the other end has a wire between devices that is not here");
-      wire->receive(into(), applied);
+      wire->receive(into(), read());
     }
     const WeightMessage trailer = receive_message(*pair, deadline);
     expect(trailer, WeightMessage::kTrailer);
     if (wire) wire->wait(deadline, cancel);
     return trailer;
+  }
+
+  // On CUDA: when the place where bytes go has been read. Without a second buffer by whatever the calling thread has
+  // queued, which is its caller's last step.
+  TimeMark read() const {
+    if (second.defined()) return applied;
+    const c10::DeviceGuard device(weights.flat.device());
+    return mark_time();
   }
 
   double stall_seconds() const {
