@@ -46,6 +46,7 @@ void EngineHost::between_steps(std::function<void(Engine&)> fn, const Deadline& 
   tasks_.push_back(task);
   wake_.notify_all();
   const bool ended = changed_.wait_until(lock, deadline.at(), [&] { return task->done || failure_ || stopping_; });
+  if (task->begun) changed_.wait(lock, [&] { return task->done; });
   if (task->done) {
     if (task->error) std::rethrow_exception(task->error);
     return;
@@ -96,6 +97,7 @@ bool EngineHost::take_requests(Engine& engine) {
     const std::shared_ptr<Task> task = tasks_.front();
     tasks_.pop_front();
     if (task->dropped) continue;
+    task->begun = true;
     lock.unlock();
     std::exception_ptr error;
     try {

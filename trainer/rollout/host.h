@@ -27,8 +27,9 @@ class EngineHost final {
 
   void submit(GroupRequest request);
   // Calls `fn` on the host's thread between two steps, the requests ahead of it submitted. Returns when it has, and
-  // throws what it threw, which ends nothing. Throws Error(kTimeout) at the deadline; then `fn` is not called, or its
-  // end is not waited for.
+  // throws what it threw, which ends nothing. Throws Error(kTimeout) when it was not begun until the deadline; then it
+  // never is. Once it has begun its end is waited for, so that it may use what is the caller's: whatever it waits for
+  // has deadlines of its own.
   void between_steps(std::function<void(Engine&)> fn, const Deadline& deadline);
 
   int64_t unfinished() const { return unfinished_.load(); }  // samples, until `finished` has returned
@@ -43,7 +44,7 @@ class EngineHost final {
  private:
   struct Task {
     std::function<void(Engine&)> fn;
-    bool done = false, dropped = false;
+    bool begun = false, done = false, dropped = false;
     std::exception_ptr error;
   };
   void run(const std::function<std::unique_ptr<Engine>()>& make);

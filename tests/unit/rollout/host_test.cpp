@@ -6,9 +6,11 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
@@ -136,6 +138,38 @@ TEST_F(HostTest, EveryTokenHasTheLogProbOfItsWeightsUnlessKeysAreKept) {
   change_weights(KeptCache::kKept);
   wait_until_idle();
   EXPECT_GT(differing().first, 0) << "else this test would notice nothing";
+}
+
+// What has begun may use what is its caller's, however long it takes; what has not begun at its deadline never does.
+TEST_F(HostTest, WhatHasBegunIsWaitedForBeyondItsDeadline) {
+  start();
+  host_->between_steps([](Engine&) {}, Deadline::after(Milliseconds(60000)));  // the engine is made
+  std::promise<void> begun, released;
+  std::shared_future<void> release = released.get_future().share();
+  std::future<bool> slow = std::async(std::launch::async, [&] {
+    bool ended = false;
+    host_->between_steps(
+        [&](Engine&) {
+          begun.set_value();
+          release.wait();
+          ended = true;
+        },
+        Deadline::after(Milliseconds(1000)));
+    return ended;
+  });
+  begun.get_future().wait();
+  bool called = false;
+  try {
+    host_->between_steps([&](Engine&) { called = true; }, Deadline::after(Milliseconds(20)));
+    ADD_FAILURE() << "the host was at work on something else";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout) << error.what();
+  }
+  EXPECT_EQ(slow.wait_for(Milliseconds(1500)), std::future_status::timeout);
+  released.set_value();
+  EXPECT_TRUE(slow.get());
+  host_->between_steps([](Engine&) {}, Deadline::after(Milliseconds(60000)));
+  EXPECT_FALSE(called);
 }
 
 TEST_F(HostTest, ErrorsReachWhoCalls) {
