@@ -238,6 +238,7 @@ void DedicatedRollouts::retract() {
                   std::min(patience_, 2 * kTransfer),
                   [this] { desk_->with([](Desk& desk) { desk.give_up_behind(); }); });
   }
+  if (is_main()) desk_->with([](Desk& desk) { desk.retract(); });  // who comes now waits for the next ones
   sender_->retract();
   published_ = false;
   waited_for_weights_ += watch.seconds();

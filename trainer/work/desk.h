@@ -77,6 +77,8 @@ class Desk final {
   // The step that was taken is trained; the weights of the ledger's newest version can be had from now on.
   void trained(int64_t step);
   void publish();
+  // They cannot any more: training writes them. Until the next publish() nobody is told of weights.
+  void retract() { published_ = false; }
   // The run has ended: everybody is told to leave.
   void end() { over_ = true; }
 

@@ -139,6 +139,25 @@ TEST(Desk, EnginesShareEvenlyAndBringSamplesOnce) {
   EXPECT_EQ(lease(desk, b, 16, 5).runs.size(), 2u);
 }
 
+// From the optimizer's first write on nobody can send them, until the next ones are whole.
+TEST(Desk, WeightsThatAreWrittenAreOfferedToNobody) {
+  Desk desk(options_of({.groups_per_step = 1, .samples_per_group = 2}));
+  desk.publish();
+  desk.open();
+  Engine engine = join(desk, "a", 0);
+  EXPECT_EQ(desk.weights({engine.caller, -1, 1000}, at(0)).version, 0);
+  engine.version = 0;
+  desk.take_groups(samples_of(engine, lease(desk, engine, 2, 1).runs.at(0), 0), at(2));
+  desk.take(1);
+  desk.retract();
+  const Engine late = join(desk, "b", 3);
+  EXPECT_EQ(desk.weights({late.caller, -1, 1000}, at(3)).version, -1) << "they are being written";
+  desk.trained(1);
+  EXPECT_EQ(desk.weights({late.caller, -1, 1000}, at(4)).version, -1) << "they are not published yet";
+  desk.publish();
+  EXPECT_EQ(desk.weights({late.caller, -1, 1000}, at(5)).version, 1);
+}
+
 TEST(Desk, WhoIsSilentOrStandsStillLosesItsLeases) {
   Desk desk(options_of({.groups_per_step = 1, .samples_per_group = 4}));
   desk.open();

@@ -150,6 +150,21 @@ TEST_F(WorkServerTest, AWaitEndsWhenThereIsWork) {
   EXPECT_TRUE(weights.over);
 }
 
+// An engine that comes while training writes the weights waits here, where no deadline of a transfer runs.
+TEST_F(WorkServerTest, WhoComesWhileWeightsAreWrittenWaitsUntilTheyAreWhole) {
+  desk_.with([](Desk& desk) { desk.retract(); });
+  WorkClient engine = client();
+  const JoinReply joined = engine.join(join_as("e"));
+  EXPECT_EQ(engine.weights({{joined.engine, "e", joined.desk}, -1, 300}).version, -1);
+  EXPECT_EQ(served_.load(), -1) << "somebody was asked to send them";
+  WeightsReply weights;
+  std::thread waits([&] { weights = engine.weights({{joined.engine, "e", joined.desk}, -1, 20000}); });
+  desk_.with([](Desk& desk) { desk.publish(); });
+  waits.join();
+  EXPECT_EQ(weights.version, 0);
+  EXPECT_EQ(served_.load(), joined.engine);
+}
+
 TEST_F(WorkServerTest, AnActorThatHasGoneIsNoticedSoon) {
   WorkClient engine = client();
   const JoinReply joined = engine.join(join_as("e"));
