@@ -366,7 +366,15 @@ void EngineProcess::apply(int64_t version) {
 void EngineProcess::fetch_in_place(WorkClient& client, const WeightsReply& reply) {
   const auto change = [&](Engine& engine) {
     const Stopwatch watch;
-    const int64_t version = fetch(client, reply);
+    int64_t version = 0;
+    try {
+      version = fetch(client, reply);
+    } catch (const Error& error) {
+      if (!receiver_->torn()) throw;
+      throw UnusableEngine(error.kind(),
+                           std::string(error.what()) +
+                               "; its weights are in part the ones before, so this engine generates nothing any more");
+    }
     faults_.begins("applying");
     change_version(engine, version, watch.seconds());
   };

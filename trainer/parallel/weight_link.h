@@ -120,7 +120,7 @@ class WeightReceiver final {
   int64_t fetch(const std::string& link, int64_t actor_rank);
   // From any thread: fetch() throws soon, also every later one.
   void cancel();
-  bool torn() const;
+  bool torn() const;  // then no step may be taken
   // What was fetched last becomes the live weights: a copy in place, on the current stream on CUDA, which it does not
   // wait for. Nothing after a fetch() that needed a stop, or a second time.
   void apply();

@@ -100,15 +100,21 @@ bool EngineHost::take_requests(Engine& engine) {
     task->begun = true;
     lock.unlock();
     std::exception_ptr error;
+    bool unusable = false;
     try {
       task->fn(engine);
+    } catch (const UnusableEngine&) {
+      error = std::current_exception();
+      unusable = true;
     } catch (...) {
       error = std::current_exception();
     }
     lock.lock();
     task->error = error;
     task->done = true;
+    if (unusable) failure_ = error;
     changed_.notify_all();
+    if (unusable) return false;
   }
   return true;
 }

@@ -12,9 +12,17 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "base/error.h"
 #include "trainer/rollout/engine.h"
 
 namespace trireme {
+
+// What `fn` of between_steps throws when the engine may take no step any more: its weights are those of no version. It
+// ends the host as what the engine throws does.
+class UnusableEngine final : public Error {
+ public:
+  using Error::Error;
+};
 
 // All calls are for any thread. What the engine throws ends its thread; check() and every later call throw it again.
 class EngineHost final {
@@ -27,9 +35,9 @@ class EngineHost final {
 
   void submit(GroupRequest request);
   // Calls `fn` on the host's thread between two steps, the requests ahead of it submitted. Returns when it has, and
-  // throws what it threw, which ends nothing. Throws Error(kTimeout) when it was not begun until the deadline; then it
-  // never is. Once it has begun its end is waited for, so that it may use what is the caller's: whatever it waits for
-  // has deadlines of its own.
+  // throws what it threw, which ends nothing but for UnusableEngine. Throws Error(kTimeout) when it was not begun until
+  // the deadline; then it never is. Once it has begun its end is waited for, so that it may use what is the caller's:
+  // whatever it waits for has deadlines of its own.
   void between_steps(std::function<void(Engine&)> fn, const Deadline& deadline);
 
   int64_t unfinished() const { return unfinished_.load(); }  // samples, until `finished` has returned

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <functional>
 #include <future>
 #include <map>
 #include <memory>
@@ -170,6 +171,35 @@ TEST_F(HostTest, WhatHasBegunIsWaitedForBeyondItsDeadline) {
   EXPECT_TRUE(slow.get());
   host_->between_steps([](Engine&) {}, Deadline::after(Milliseconds(60000)));
   EXPECT_FALSE(called);
+}
+
+// No token is drawn from weights of no version, and whoever calls hears why.
+TEST_F(HostTest, AnEngineThatIsUnusableTakesNoStep) {
+  start();
+  const Deadline deadline = Deadline::after(Milliseconds(60000));
+  int64_t steps = 0;
+  const auto breaks = [&](Engine&) {
+    host_->submit(request(0));  // there would be something to do
+    steps = host_->steps();
+    throw UnusableEngine(ErrorKind::kUnavailable, "half of the weights came");
+  };
+  const auto expect_told = [](const std::function<void()>& call) {
+    try {
+      call();
+      ADD_FAILURE() << "the host went on";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kUnavailable);
+      EXPECT_STREQ(error.what(), "half of the weights came");
+    }
+  };
+  host_->submit(request(1));
+  expect_told([&] { host_->between_steps(breaks, deadline); });
+  expect_told([&] { host_->check(); });
+  expect_told([&] { host_->submit(request(2)); });
+  expect_told([&] { host_->between_steps([](Engine&) {}, deadline); });
+  std::this_thread::sleep_for(Milliseconds(200));
+  EXPECT_EQ(host_->steps(), steps);
+  EXPECT_TRUE(groups_.empty());
 }
 
 TEST_F(HostTest, ErrorsReachWhoCalls) {
