@@ -72,7 +72,8 @@ class EngineProcess final {
   int64_t fetch(WorkClient& client, WeightsReply reply);
   void fetch_in_place(WorkClient& client, const WeightsReply& reply);
   void apply(int64_t version);
-  void change_version(Engine& engine, int64_t version, double stall_s);
+  KeptCache kept_at_change() const;
+  void set_version(int64_t version, double stall_s);
   void fail(std::exception_ptr error);
   void end();
   template <typename Fn>
@@ -338,9 +339,14 @@ int64_t EngineProcess::fetch(WorkClient& client, WeightsReply reply) {
   }
 }
 
-// On the host's thread, which reads the weights.
-void EngineProcess::change_version(Engine& engine, int64_t version, double stall_s) {
-  engine.weights_changed(version, kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing);
+// What becomes of keys and values with the next weights: those of none are nobody's.
+KeptCache EngineProcess::kept_at_change() const {
+  const std::lock_guard lock(mutex_);
+  return kept_ && version_ >= 0 ? KeptCache::kKept : KeptCache::kNothing;
+}
+
+// Behind the change, when it is known what decoding stood still for it: the actor hears of both at once.
+void EngineProcess::set_version(int64_t version, double stall_s) {
   {
     const std::lock_guard lock(mutex_);
     version_ = version;
@@ -353,20 +359,23 @@ void EngineProcess::change_version(Engine& engine, int64_t version, double stall
 
 // What was fetched last becomes the weights, between two steps.
 void EngineProcess::apply(int64_t version) {
-  const auto change = [this, version](Engine& engine) {
+  const KeptCache kept = kept_at_change();
+  const auto change = [&](Engine& engine) {
     faults_.begins("applying");
-    const Stopwatch watch;
     receiver_->apply();
-    change_version(engine, version, watch.seconds());
+    engine.weights_changed(version, kept);
   };
   host_->between_steps(change, Deadline::after(kBetweenSteps));
+  set_version(version, receiver_->stall_seconds());
 }
 
 // Where there is one copy of the weights only: they come between two steps, behind the one that the device still has.
 void EngineProcess::fetch_in_place(WorkClient& client, const WeightsReply& reply) {
+  const KeptCache kept = kept_at_change();
+  int64_t version = 0;
+  double stall_s = 0;
   const auto change = [&](Engine& engine) {
     const Stopwatch watch;
-    int64_t version = 0;
     try {
       version = fetch(client, reply);
     } catch (const Error& error) {
@@ -376,9 +385,11 @@ void EngineProcess::fetch_in_place(WorkClient& client, const WeightsReply& reply
                                "; its weights are in part the ones before, so this engine generates nothing any more");
     }
     faults_.begins("applying");
-    change_version(engine, version, watch.seconds());
+    engine.weights_changed(version, kept);
+    stall_s = watch.seconds();
   };
   host_->between_steps(change, Deadline::after(kBetweenSteps));
+  set_version(version, stall_s);
 }
 
 // Newer weights, beside generation where there is room for them.
