@@ -98,6 +98,18 @@ check "in flight, dynamic sampling" "$TRIREME" launch --engines 2 -- $(run_args 
   grpo.use_dynamic_sampling=true grpo.dynamic_sampling_max_gen_batches=50)
 check "replaces groups at once" ages dynamic 6 'all(x["train/num_valid_samples"] == 32 for x in rows)'
 
+# Without a second copy of the weights: new ones come where they are read, between two steps.
+direct() { TRIREME_ENGINE_SECOND_BUFFER=0 "$@"; }
+direct check "one copy of the weights, in turn" "$TRIREME" launch --engines 2 -- $(run_args direct-turn $apart)
+equal direct-turn one 6
+direct check "one copy, exact versions" "$TRIREME" launch --engines 2 -- $(run_args direct-exact $async)
+check "one copy: each step by the weights one step before" ages direct-exact 6 "$exact"
+equal direct-exact exact 6
+direct check "one copy, in flight: tokens of two versions" until_seen direct-flight \
+  'sum(x["train/spanning_samples"] for x in rows) > 0 and
+   all(x["train/mixed_context_tokens"] == 0 for x in rows)' $alone $dumped
+check "one copy: each has the bits of a packed forward of its weights" by_version direct-flight equal
+
 # Losses. In turn the weights say whether a group was lost or doubled.
 # A reward that takes its time keeps a run of a tiny model going for long enough to be disturbed.
 cat >"$dir/reward.sh" <<'SH'
@@ -164,6 +176,10 @@ faulty cut cut@2 "transfer 2 is cut on purpose; asking again"
   bad "a transfer that was cut is asked for again" "$out"
 faulty cut-thrice cut@2:3 "transfer 3 is cut on purpose; asking again" \
   "engine engine-0 is gone: it has left: .*transfer 4 is cut on purpose" \
+  "engine-0 ended with exit code 20; it is started again"
+direct faulty direct-cut cut@2 "transfer 2 is cut on purpose; asking again"
+direct faulty direct-cut-thrice cut@2:3 "transfer 3 is cut on purpose; asking again" \
+  "transfer 4 is cut on purpose; its weights are in part the ones before, so this engine generates nothing any more" \
   "engine-0 ended with exit code 20; it is started again"
 for phase in "rollout exchange" logprobs; do
   name="two-in-${phase// /-}"

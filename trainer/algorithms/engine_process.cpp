@@ -213,6 +213,7 @@ void EngineProcess::run() {
   link.engine = caller_.engine;
   link.deadline = kTransferDeadline;
   link.transport = options_.transport;
+  link.second_buffer = options_.second_buffer;
   if (options_.fault.kind != EngineFault::Kind::kNone) {
     link.on_bytes = [this](int64_t) {
       if (std::exchange(transfer_begins_, false)) faults_.begins("transfer");

@@ -22,7 +22,8 @@ struct EngineProcessOptions {
   std::filesystem::path hf_home;
   RewardPlace rewards;
   TransportCheck transport;
-  EngineFault fault;                              // for tests
+  bool second_buffer = true;  // for weights; false: they are received where they are read, with decoding stopped
+  EngineFault fault;          // for tests
   const std::atomic<int>* stop_signal = nullptr;  // non-zero: hand back what is in hand, and leave
   std::function<void()> on_ready;                 // from here on stop_signal is read
 };

@@ -32,6 +32,7 @@ struct TrainArguments {
   std::string layout;
   bool print_config = false;
   std::string log_format = "text";
+  bool no_second_buffer = false;  // an engine's
   std::vector<std::string> overrides;
 };
 
@@ -202,6 +203,8 @@ int engine(const TrainArguments& arguments, const CommandContext& context) {
   options.rendezvous = rendezvous_from_environment(config.cluster.collective_timeout_s);
   options.hf_home = hf_home_from_environment();
   options.rewards = reward_place_from_environment(config);
+  // launch starts engines with the run's own command line.
+  options.second_buffer = !arguments.no_second_buffer && environment_int("TRIREME_ENGINE_SECOND_BUFFER", 1) != 0;
   options.fault = engine_fault_from_environment();
   const int here = local_world_from_environment();
   const bool beside = options.rendezvous.master_address == "127.0.0.1";
@@ -298,6 +301,9 @@ void add_engine_command(CLI::App& app, CommandContext& context) {
   verb->add_option("--layout", arguments->layout,
                    "the run's; accepted and not used, since an engine holds the whole model");
   verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
+  verb->add_flag("--no-second-buffer", arguments->no_second_buffer,
+                 "receive weights where they are read, with decoding stopped: the cache gets the memory of a second copy "
+                 "(TRIREME_ENGINE_SECOND_BUFFER=0)");
   verb->add_option("overrides", arguments->overrides, "key.sub=value: the run's overrides");
   verb->callback(
       [arguments, &context] { context.run = [arguments, &context] { return engine(*arguments, context); }; });
