@@ -20,6 +20,7 @@
 #include "trainer/algorithms/grpo_validation.h"
 #include "trainer/algorithms/options.h"
 #include "trainer/algorithms/policy_trainer.h"
+#include "trainer/algorithms/recompute.h"
 #include "trainer/algorithms/refit.h"
 #include "trainer/algorithms/reward_model.h"
 #include "trainer/algorithms/rollout_metrics.h"
@@ -191,12 +192,20 @@ class GrpoLoop final {
     return kept;
   }
 
+  // Training has the cache's memory where it has not enough without it; so have passes that come before it.
+  void make_room(const Model& model, const Config& config, const std::vector<Sample>& samples) {
+    make_room_for_passes(model, most_tokens_of_a_pass(samples, logprob_micro_batches(config)), session_.context,
+                         trainer_->make_room);
+  }
+
   // What the reward model says of samples, besides their other rewards. In a measurement, whose rewards are drawn, it
   // is computed and does not count.
   void score(std::vector<Sample>& samples) {
     if (session_.reward_model == nullptr) return;
     const PhaseTimer::Scope rewards = session_.timer.enter(Phase::kRewards);
     session_.context.set_phase("reward model");
+    if (std::any_of(samples.begin(), samples.end(), [](const Sample& sample) { return !sample.score; }))
+      make_room(*session_.reward_model, config_, samples);
     const std::vector<float> scores = reward_model_scores(
         samples, *session_.reward_model, logprob_micro_batches(config_), session_.context, collector_.on_progress);
     add_scores(samples, scores, forced_lengths_ ? 0 : config_.env.reward_model.weight);
@@ -510,11 +519,13 @@ class GrpoLoop final {
         const Stopwatch watch;
         if (critic_trainer_ != nullptr)
           report.values["performance/values_under_generation"] = share_with_values(samples);
+        if (session_.critic != nullptr) make_room(*session_.critic->model, session_.critic->config, samples);
         critic_->fill_values(samples, report.step);
         report.values["timing/train/value_inference"] = watch.seconds();
       }
       const auto fill = [&](std::vector<Sample>& of, std::vector<float> Sample::*numbers, const Model& model,
                             const LogprobOptions& options) {
+        make_room(model, config_, of);
         fill_token_numbers(
             of, numbers, model, logprob_micro_batches(config_), session_.context,
             [&](const at::Tensor& hidden, const MicroBatch& batch) {

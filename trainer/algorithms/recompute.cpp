@@ -38,7 +38,29 @@ LocalShape counted_shape(const Model& model) {
 }
 
 int64_t gradient_bytes(const Model& model) { return static_cast<int64_t>(model.flat_gradients().element_size()); }
+
+// Ranks that generate together take their caches back together, too; they may be others than those that train so.
+bool somebody(bool on_this_rank, ParallelContext& ranks) {
+  Communicator& generating = ranks.generation().apart ? ranks.world() : ranks.holders();
+  return generating.all_reduce_max(on_this_rank ? 1.0 : 0.0) > 0;
+}
+
 }  // namespace
+
+int64_t pass_bytes(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once) {
+  constexpr int64_t kNoGradients = 4;  // as those that need no memory beside their buffer
+  int64_t needed = 0;
+  (void)fit_recompute(shape, element_bytes, at_once, /*free_bytes=*/0, &needed, kNoGradients);
+  return static_cast<int64_t>(static_cast<double>(needed) / kUsableForActivations);
+}
+
+void make_room_for_passes(const Model& model, int64_t tokens, ParallelContext& ranks,
+                          const std::function<void()>& make_room) {
+  if (!make_room || !model.options().device.is_cuda()) return;
+  const auto element = static_cast<int64_t>(c10::elementSize(model.options().dtype));
+  const int64_t needed = pass_bytes(counted_shape(model), element, kept_activations(model.split(), tokens, 1));
+  if (somebody(device_available_bytes(model.options().device) < needed, ranks)) make_room();
+}
 
 void set_own_recompute(Model& model, const Config& config, int64_t tokens) {
   if (!recompute_setting(config).fit || !model.options().device.is_cuda()) return;
@@ -63,10 +85,7 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
       own = fit_recompute(counted_shape(model), element, kept, free, &needed, gradient_bytes(model));
     };
     fit();
-    // Ranks that generate together take their caches back together, too; they may be others than those that train so.
-    const bool tight = make_room != nullptr && own.whole_layers + own.cheap_layers > 0;
-    Communicator& generating = ranks.generation().apart ? ranks.world() : ranks.holders();
-    if (generating.all_reduce_max(tight ? 1.0 : 0.0) > 0) {
+    if (somebody(make_room != nullptr && own.whole_layers + own.cheap_layers > 0, ranks)) {
       make_room();
       fit();
     }

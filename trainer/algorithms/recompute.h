@@ -35,4 +35,11 @@ void set_recompute(Model& model, const Config& config, const KeptActivations& ke
 // The same for this rank alone and what is free now: gradients do not depend on it.
 void set_own_recompute(Model& model, const Config& config, int64_t tokens);
 
+// What a pass without gradients over `tokens` tokens takes at most: counted as a training pass that keeps the least.
+int64_t pass_bytes(const LocalShape& shape, int64_t element_bytes, const KeptActivations& at_once);
+// Ahead of such passes over micro-batches of at most `tokens` tokens. Collective over the ranks that generate together:
+// all of them call `make_room` where one may not have the memory. Nothing on CPU, or where `make_room` is empty.
+void make_room_for_passes(const Model& model, int64_t tokens, ParallelContext& ranks,
+                          const std::function<void()>& make_room);
+
 }  // namespace trireme

@@ -43,6 +43,12 @@ std::vector<std::vector<float>> score_samples(const TokenScorer& scorer, std::ve
   return of_samples;
 }
 
+int64_t most_tokens_of_a_pass(const std::vector<Sample>& samples, const MicroBatchOptions& size) {
+  int64_t longest = 0;
+  for (const Sample& sample : samples) longest = std::max(longest, sample.length());
+  return size.rule == MicroBatchOptions::Rule::kFixed ? size.samples * longest : std::max(size.tokens, longest);
+}
+
 std::vector<Members> shares_of_tokens(const std::vector<Sample>& samples, std::vector<float> Sample::*numbers,
                                       int64_t ranks) {
   std::vector<Members> shares(static_cast<size_t>(ranks));

@@ -41,6 +41,9 @@ void fill_token_numbers(std::vector<Sample>& samples, std::vector<float> Sample:
                         const MicroBatchOptions& size, ParallelContext& context, const TokenNumbers& compute,
                         const std::function<void()>& on_progress);
 
+// Tokens of the largest micro-batch of `size` that passes over these samples may have. Pure.
+int64_t most_tokens_of_a_pass(const std::vector<Sample>& samples, const MicroBatchOptions& size);
+
 // The samples that lack them, cut into `ranks` runs of about as many tokens. Pure.
 std::vector<Members> shares_of_tokens(const std::vector<Sample>& samples, std::vector<float> Sample::*numbers,
                                       int64_t ranks);

@@ -4,8 +4,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "tests/unit/algorithms/recorded_rollout.h"
 #include "tests/unit/errors.h"
@@ -81,6 +83,27 @@ TEST(TokenShares, AreRunsOfAboutAsManyTokens) {
       EXPECT_LE(tokens, total / ranks + longest + 1);
     }
     EXPECT_EQ(next, 24);
+  }
+}
+
+TEST(TokenShares, NoMicroBatchHasMoreTokensThanIsSaid) {
+  using Rule = MicroBatchOptions::Rule;
+  const std::vector<Sample> samples = test::recorded();
+  Members all(samples.size());
+  std::iota(all.begin(), all.end(), int64_t{0});
+  int64_t longest = 0;
+  for (const Sample& s : samples) longest = std::max(longest, s.length());
+  for (const MicroBatchOptions& size : {MicroBatchOptions{.rule = Rule::kFixed, .samples = 3},
+                                        MicroBatchOptions{.rule = Rule::kPacked, .tokens = 3 * longest},
+                                        MicroBatchOptions{.rule = Rule::kDynamic, .tokens = 2 * longest, .round = 4}}) {
+    const int64_t most = most_tokens_of_a_pass(samples, size);
+    int64_t largest = 0;
+    for (const auto& rank : make_micro_batches(samples, all, size, 2)) {
+      for (const Members& members : rank)
+        largest = std::max(largest, make_micro_batch(samples, members, size.share_prompts).input.tokens());
+    }
+    EXPECT_LE(largest, most);
+    EXPECT_GT(4 * largest, most);
   }
 }
 

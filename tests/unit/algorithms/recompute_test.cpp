@@ -22,6 +22,16 @@ ModelConfig llama_8b() {
   return c;
 }
 
+ModelConfig llama_tiny() {
+  ModelConfig c = llama_8b();
+  c.vocab_size = 10;
+  c.hidden_size = c.intermediate_size = 8;
+  c.num_layers = 5;
+  c.num_heads = c.num_kv_heads = 1;
+  c.head_dim = 8;
+  return c;
+}
+
 LocalShape whole(const ModelConfig& config) { return local_shape(config.shape(), model_split(config.shape(), {}, 0)); }
 
 TEST(Recompute, AsLittleAsFits) {
@@ -78,13 +88,25 @@ TEST(Recompute, CountsWhatIsInFlightOnAStage) {
   EXPECT_EQ(kept_activations(model_split(shape, {}, 0), 8192, 0).in_flight, 1);
 }
 
+// Passes without gradients, which run before training has made room: less than training keeps, and not nothing.
+TEST(Recompute, APassWithoutGradientsTakesLayersOneByOne) {
+  const LocalShape shape = whole(llama_8b());
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  const int64_t pass = pass_bytes(shape, 2, {.tokens = 16'384});
+  // A layer's gate, up and their product, and rows between layers.
+  EXPECT_GT(pass, 2 * 16'384 * (3 * 14'336 + 4096));
+  EXPECT_LT(pass, 12 * kGiB);
+  int64_t training = 0;
+  (void)fit_recompute(shape, 2, {.tokens = 16'384}, 140 * kGiB, &training);
+  EXPECT_LT(4 * pass, training);
+  EXPECT_GT(pass_bytes(shape, 2, {.tokens = 32'768}), pass * 3 / 2);
+  Model small(llama_tiny(), {});
+  ParallelContext alone;
+  make_room_for_passes(small, 100, alone, [] { ADD_FAILURE() << "on CPU the memory asks for nothing"; });
+}
+
 TEST(Recompute, TheConfigurationDecides) {
-  ModelConfig small = llama_8b();
-  small.vocab_size = 10;
-  small.hidden_size = small.intermediate_size = 8;
-  small.num_layers = 5;
-  small.num_heads = small.num_kv_heads = 1;
-  small.head_dim = 8;
+  const ModelConfig small = llama_tiny();
   Model model(small, {});
   ParallelContext alone;
   const auto with = [&](const std::vector<std::string>& overrides) {
