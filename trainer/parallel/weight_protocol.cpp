@@ -149,7 +149,16 @@ void judge_transport(const TransportCheck& check, bool on_device, const std::str
   if (other_host == host_name()) return;
   if (!check.log) return;
   const NcclTransport transport = parse_nccl_log(read_nccl_log(check.log->file, Milliseconds(5000)));
+  if (check.required && transport.network == "Socket")
+    refuse("the manifest requires RDMA (spec.network.rdma.require) but NCCL took sockets, " + describe(transport) +
+           "; leave NCCL_NET as the operator sets it, or set spec.network.rdma.require to false");
   log_info("parallel", "weights come from " + other_host + " over " + describe(transport));
+}
+
+std::string failure_of_transfer(const TransportCheck& check, const std::string& what) {
+  const bool of_nccl = what.find("NCCL: ") != std::string::npos;
+  if (!of_nccl || !check.required || !check.spans_nodes || !check.environment) return what;
+  return rdma_failure(what, check.environment, host_name());
 }
 
 void check_link_name(const std::string& link) {

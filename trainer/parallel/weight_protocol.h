@@ -47,6 +47,8 @@ std::string misfit(const WeightMessage& actor, const WeightMessage& engine);
 
 // Throws Error(kUnavailable) when what carries weights from another host must be RDMA and is not.
 void judge_transport(const TransportCheck& check, bool on_device, const std::string& other_host);
+// What a transfer failed by: where NCCL says so and RDMA is required, also that, and what to do (rdma_failure).
+std::string failure_of_transfer(const TransportCheck& check, const std::string& what);
 
 // Throws Error(kUser) when it is no word for keys.
 void check_link_name(const std::string& link);

@@ -163,7 +163,8 @@ int64_t WeightReceiver::fetch(const std::string& link, int64_t actor_rank) {
   const auto prefixed = [&](ErrorKind kind, const std::string& what) {
     impl_->drop();
     return Error(kind, "weights from rank " + std::to_string(actor_rank) + " to engine " +
-                           std::to_string(impl_->options.engine) + " over '" + link + "': " + what);
+                           std::to_string(impl_->options.engine) + " over '" + link +
+                           "': " + failure_of_transfer(impl_->options.transport, what));
   };
   if (impl_->link != link || impl_->rank != actor_rank) impl_->drop();
   impl_->link = link;

@@ -6,11 +6,15 @@
 
 #include <atomic>
 #include <csignal>
+#include <fstream>
 #include <future>
 #include <thread>
 
+#include "base/fs.h"
+#include "base/host.h"
 #include "tests/unit/errors.h"
 #include "tests/unit/parallel/listening.h"
+#include "trainer/parallel/weight_protocol.h"
 
 namespace trireme {
 namespace {
@@ -373,6 +377,33 @@ TEST(WeightLink, RdmaThatIsRequiredIsNoTcp) {
     EXPECT_EQ(error.kind(), ErrorKind::kUnavailable);  // code 20
     EXPECT_MENTIONS(error.what(), "spec.network.rdma.require");
   }
+}
+
+// Between devices: what NCCL took says its log; where it could take nothing, the sentence says why, and what to do.
+TEST(WeightLink, RdmaThatIsRequiredIsNoSocketBetweenDevicesEither) {
+  const TemporaryDirectory dir;
+  TransportCheck check;
+  check.required = check.spans_nodes = true;
+  check.environment = [](const std::string& name) -> std::optional<std::string> {
+    return name == "NCCL_NET" ? std::optional<std::string>("IB") : std::nullopt;
+  };
+  check.log.emplace();
+  check.log->file = (dir.path() / "nccl.log").string();
+  const auto judged = [&](const std::string& network, const std::string& host) {
+    std::ofstream(check.log->file) << "node:1:2 [0] NCCL INFO Using network " << network << "\n";
+    return error_of([&] { judge_transport(check, /*on_device=*/true, host); });
+  };
+  EXPECT_MENTIONS(judged("Socket", "other"), "weights between ");
+  EXPECT_MENTIONS(judged("Socket", "other"), "and other: the manifest requires RDMA (spec.network.rdma.require) but");
+  EXPECT_EQ(judged("IB", "other"), "");
+  EXPECT_EQ(judged("Socket", host_name()), "") << "within a host no network is used";
+  const std::string failed = "NCCL: connecting two devices failed: internal error";
+  EXPECT_MENTIONS(failure_of_transfer(check, failed), failed + "; the manifest requires RDMA");
+  EXPECT_MENTIONS(failure_of_transfer(check, failed), "NCCL_NET 'IB'");
+  EXPECT_EQ(failure_of_transfer(check, "rank 0 has gone"), "rank 0 has gone");
+  check.required = false;
+  EXPECT_EQ(judged("Socket", "other"), "");
+  EXPECT_EQ(failure_of_transfer(check, failed), failed);
 }
 
 TEST(WeightLink, AStoreThatIsNotThereIsNamed) {
