@@ -29,6 +29,7 @@ StepRecord record(int64_t step) {
   r.train = {{"reward", 0.25},      {"mean_gen_tokens_per_sample", 12.5}, {"grad_norm", 2},
              {"loss", -0.5},        {"logprob_mismatch_tokens", 0},       {"total_num_tokens", 100},
              {"weight_version", 6}, {"avg_trajectory_age", 0.5},          {"optimizer_steps", 12}};
+  r.critic = {{"loss", 0.75}, {"explained_var", -0.25}};
   r.performance = {{"tokens_per_sec", 250},
                    {"ledger_groups_leased", 3},
                    {"ledger_groups_complete", 1},
@@ -85,6 +86,8 @@ TEST(MetricsServer, ServesStepsAndPhases) {
                            "trireme_optimizer_steps{rank=\"3\"} 12\n",
                            "trireme_ledger_groups{rank=\"3\",state=\"leased\"} 3\n",
                            "trireme_ledger_groups{rank=\"3\",state=\"complete\"} 1\n",
+                           "trireme_critic_loss{rank=\"3\"} 0.75\n",
+                           "trireme_critic_explained_variance{rank=\"3\"} -0.25\n",
                            "trireme_engines{rank=\"3\",state=\"live\"} 2\n",
                            "trireme_engines{rank=\"3\",state=\"lost\"} 1\n",
                            "trireme_weight_transfer_seconds{rank=\"3\"} 0.25\n"}) {
