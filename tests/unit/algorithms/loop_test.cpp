@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "base/error.h"
@@ -391,6 +392,38 @@ TEST(GrpoLoop, CarryOverGoesOnFromItsCheckpointOrWithoutIt) {
   EXPECT_EQ(log.back().at("train/stale_tokens"), 0);
   // And back: a checkpoint without a ledger loads.
   EXPECT_EQ(place.grpo(carry_over({"checkpointing.enabled=true", "grpo.max_num_steps=5"})).steps, 5);
+}
+
+// What a program wrote that knew neither ledgers nor critics: these entries and keys, and no others.
+TEST(GrpoLoop, ACheckpointOfBeforeStepsOverlappedIsGoneOnFrom) {
+  const Place whole, place;
+  const std::vector<std::string> saving = {"checkpointing.enabled=true", "checkpointing.save_period=1",
+                                           "grpo.max_num_steps=2", "grpo.max_num_epochs=50"};
+  whole.grpo(saving);
+  std::atomic<int> stop{0};
+  TrainOptions interrupted;
+  interrupted.stop_signal = &stop;
+  interrupted.on_ready = [&] { stop = 15; };
+  ASSERT_EQ(place.grpo(saving, interrupted).steps, 1);
+  const fs::path folder = place.checkpoints() / "step_1";
+  std::set<std::string> entries;
+  for (const auto& entry : fs::directory_iterator(folder)) entries.insert(entry.path().filename().string());
+  EXPECT_EQ(entries, (std::set<std::string>{"config.yaml", "manifest.json", "policy"}));
+  const nlohmann::json now = nlohmann::json::parse(read_file(folder / "manifest.json"));
+  const auto only = [](const nlohmann::json& of, const std::vector<std::string>& keys) {
+    nlohmann::json kept;
+    for (const std::string& key : keys) kept[key] = of.at(key);
+    return kept;
+  };
+  nlohmann::json older =
+      only(now, {"format", "step", "fingerprint", "ranks", "has_optimizer", "state", "metrics", "files"});
+  older["fingerprint"] = only(now.at("fingerprint"), {"algorithm", "model"});
+  older["state"] = only(now.at("state"), {"prompts", "next_sample_id", "validated_step", "optimizer_steps"});
+  write_file_atomic(folder / "manifest.json", older.dump(1));
+  EXPECT_EQ(place.grpo(saving).steps, 2);
+  const fs::path weights = fs::path("step_2") / "policy" / "weights" / "model.safetensors";
+  EXPECT_EQ(read_file(place.checkpoints() / weights), read_file(whole.checkpoints() / weights));
+  EXPECT_EQ(place.grpo(carry_over({"checkpointing.enabled=true", "grpo.max_num_steps=3"})).steps, 3);
 }
 
 TEST(GrpoLoop, EndsEarlyAtItsThresholdAndStaysEnded) {
