@@ -480,12 +480,12 @@ TEST(Engine, APartOfAnySizeComputesProducts) {
       const at::Tensor weight = normal(3 * width, width);
       for (const int64_t rows : {64, 300, 1024, 4096}) {
         const at::Tensor input = normal(rows, width);
-        const at::Tensor whole = linear(input, weight, {});
+        const at::Tensor whole = trireme::linear(input, weight, at::Tensor());
         at::cuda::device_synchronize();
         at::Tensor part;
         {
           const PartitionScope scope(*partition, PartitionScope::Part::kBackground);
-          part = linear(input, weight, {});
+          part = trireme::linear(input, weight, at::Tensor());
           at::cuda::device_synchronize();
         }
         EXPECT_TRUE(at::equal(whole, part)) << sms << " SMs, " << rows << " x " << width;

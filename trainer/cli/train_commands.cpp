@@ -301,9 +301,10 @@ void add_engine_command(CLI::App& app, CommandContext& context) {
   verb->add_option("--layout", arguments->layout,
                    "the run's; accepted and not used, since an engine holds the whole model");
   verb->add_option("--log-format", arguments->log_format, "text or json")->check(CLI::IsMember({"text", "json"}));
-  verb->add_flag("--no-second-buffer", arguments->no_second_buffer,
-                 "receive weights where they are read, with decoding stopped: the cache gets the memory of a second copy "
-                 "(TRIREME_ENGINE_SECOND_BUFFER=0)");
+  verb->add_flag(
+      "--no-second-buffer", arguments->no_second_buffer,
+      "receive weights where they are read, with decoding stopped: the cache gets the memory of a second copy "
+      "(TRIREME_ENGINE_SECOND_BUFFER=0)");
   verb->add_option("overrides", arguments->overrides, "key.sub=value: the run's overrides");
   verb->callback(
       [arguments, &context] { context.run = [arguments, &context] { return engine(*arguments, context); }; });
