@@ -51,8 +51,12 @@ print("the same bits" if json.load(open(sys.argv[1]))["same_bits"] else "other b
   done
 fi
 if wanted dense; then
+  # Samples of many lengths and few places: while one lane decodes the other has a prompt, or another number of rows.
+  uneven="policy.generation.forced_lengths=synthetic:8x4:mean=7:max=12:prompt=6"
+  uneven+=" policy.generation.max_running_samples=12"
   for layout in "one 1 1 1" "tp2 2 2 1" "pp2 2 1 2" "onelane 2 1 2 policy.generation.pipeline_lanes=1" \
     "virtual 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2" \
+    "uneven 2 1 2 policy.megatron_cfg.virtual_pipeline_model_parallel_size=2 $uneven" \
     "shared 2 2 1 policy.sequence_packing.share_prompts=true" \
     "cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2" \
     "filters 2 2 1 policy.generation.top_k=20 policy.generation.top_p=0.9 policy.train_global_batch_size=32"; do

@@ -159,8 +159,8 @@ class DeviceRunner final : public StepRunner {
       part.emplace(*partition_, PartitionScope::Part::kForeground);
     take_turn();
     move_rows(plan);
-    together_ = agree(plan.tokens, is_decode(plan));
     Lane& lane = lanes_.at(static_cast<size_t>(request.lane));
+    lane.together = agree(plan.tokens, is_decode(plan));
     // With late stops the lane's last step was not taken yet: it is the oldest.
     if (embeds() && links_ != nullptr && !pending_.empty() && pending_.front()->lane == &lane)
       receive(*pending_.front());
@@ -183,15 +183,16 @@ class DeviceRunner final : public StepRunner {
   void start_without_rows(int64_t /*lane*/) override {  // one lane: experts are not split over stages here
     const c10::cuda::CUDAGuard guard(device_);
     take_turn();
-    together_ = agree(0, /*decode=*/true);
-    if (together_.rows == 0) return;
-    if (!together_.decode) {
+    Lane& lane = lanes_.front();
+    lane.together = agree(0, /*decode=*/true);
+    if (lane.together.rows == 0) return;
+    if (!lane.together.decode) {
       CachedBatch nothing;
       nothing.ids = nothing.positions = at::empty({0}, ids_.options());
       (void)model_.forward_cached_piece(0, nothing, arena_, {});
       return;
     }
-    DecodeShape shape = decode_shape(0);
+    const DecodeShape shape = decode_shape(lane, 0);
     const int64_t place = next_place();
     (void)fill(StepRequest(), DecodeInputs(upload_of(place), shape.bucket, shape.runs, at::kCPU), 0, shape);
     replay(shape);
@@ -283,8 +284,14 @@ class DeviceRunner final : public StepRunner {
     bool known = false;  // the results are here, or on their way from the own device
     at::Tensor packed;   // on the device: results of another stage, as they travel
   };
+  // What the ranks that step together have agreed on; alone the own step.
+  struct Together {
+    int64_t rows = 0;     // of the rank that has most
+    bool decode = false;  // nobody has runs of several tokens
+  };
   struct Lane {
     Slot* step = nullptr;    // its last one
+    Together together;       // of it: other lanes' steps begin before its next piece
     int64_t piece = 0;       // that comes next
     StepPlan plan;           // of `step`, where more than one piece needs them
     StepRequest request;     //
@@ -308,11 +315,6 @@ class DeviceRunner final : public StepRunner {
 
   using Graph = std::unique_ptr<at::cuda::CUDAGraph>;
 
-  // What the ranks that step together have agreed on; alone the own step.
-  struct Together {
-    int64_t rows = 0;     // of the rank that has most
-    bool decode = false;  // nobody has runs of several tokens
-  };
   // A decode step without rows of its own, whose results nobody takes: whether its place is free the device says.
   struct IdleStep {
     cudaEvent_t done = nullptr;
@@ -436,11 +438,11 @@ class DeviceRunner final : public StepRunner {
   void run_piece(const StepRequest& request, Lane& lane) {
     const ModelSplit& split = model_.split();
     const int64_t piece = lane.piece++;
-    const bool decoding = together_.decode, last = split.ends(piece);
+    const bool decoding = lane.together.decode, last = split.ends(piece);
     Slot& slot = *lane.step;
     at::Tensor out;
     if (decoding) {
-      out = decode(request, piece, slot);
+      out = decode(request, lane, piece);
     } else {
       at::Tensor in;
       if (!split.begins(piece)) in = received(model_.make_residual(request.plan->tokens));
@@ -502,10 +504,10 @@ class DeviceRunner final : public StepRunner {
   }
 
   // Rows for the next stage; of the model's last piece nothing, the results are the slot's.
-  at::Tensor decode(const StepRequest& request, int64_t piece, Slot& slot) {
+  at::Tensor decode(const StepRequest& request, const Lane& lane, int64_t piece) {
     const StepPlan& plan = *request.plan;
     const int64_t rows = plan.tokens;
-    DecodeShape shape = decode_shape(piece);
+    DecodeShape shape = decode_shape(lane, piece);
     const int64_t place = next_place();
     const DecodeInputs host(upload_of(place), shape.bucket, shape.runs, at::kCPU);
     shape.filters = fill(request, host, rows, shape);
@@ -518,13 +520,14 @@ class DeviceRunner final : public StepRunner {
     replay(shape);
     if (!split.ends(piece)) return of_bucket(residual_out_, shape).clone();
     char* results = static_cast<char*>(downloads_.mutable_data_ptr()) + place * result_bytes();
+    Slot& slot = *lane.step;
     slot.id = reinterpret_cast<const int64_t*>(results);
     slot.logprob = reinterpret_cast<const float*>(slot.id + ring_.result_rows);
     return {};
   }
 
-  DecodeShape decode_shape(int64_t piece) const {
-    return {piece, bucket_of(together_.rows), runs_of(together_.rows), false, {}};
+  DecodeShape decode_shape(const Lane& lane, int64_t piece) const {
+    return {piece, bucket_of(lane.together.rows), runs_of(lane.together.rows), false, {}};
   }
 
   // Free: a step with results that used it last was taken before the next one is started.
@@ -720,7 +723,6 @@ class DeviceRunner final : public StepRunner {
   const bool experts_;                      // the model has some
   const PeerExchange* const peers_;         // of the tensor ranks, or null
   const PeerExchange* const expert_peers_;  // of those that share experts, or null
-  Together together_;                       // the step that was started last
   const DecodeRoom room_;
   const at::cuda::MempoolId_t pool_;  // shared: graphs run one after another, and their results leave it at once
   const c10::cuda::CUDAStream capture_stream_;
