@@ -27,11 +27,14 @@ for program in "$folder"/gpu_*_test; do
   tests=$(sed -n 's/^\[==========\] \([0-9]*\) tests\{0,1\} from .* ran.*/\1/p' "$log")
   table+=$(printf '%-28s %-7s %4s tests %4s s' "$(basename "$program")" "$state" "${tests:-?}" "$SECONDS")$'\n'
 done
-# What several ranks do needs two GPUs and the program itself.
+# What several ranks do needs two GPUs, or four, and the program itself.
 trireme=$folder/trireme
 [ -x "$trireme" ] || trireme=build/cuda/trainer/cli/trireme
-if [ -x "$trireme" ] && [ "$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && [ -z "${GTEST_FILTER:-}" ]; then
-  for script in overlap failures layouts ways; do
+gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
+if [ -x "$trireme" ] && [ "$gpus" -ge 2 ] && [ -z "${GTEST_FILTER:-}" ]; then
+  scripts="overlap failures layouts ways"
+  [ "$gpus" -ge 4 ] && scripts+=" expert_layouts"
+  for script in $scripts; do
     SECONDS=0
     if TRIREME=$trireme bash tests/gpu/${script}_test.sh >"$log" 2>&1; then
       state=passed

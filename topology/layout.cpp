@@ -135,10 +135,6 @@ std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
                         " (expert tensor parallel) is not supported yet by the trainer of this version on GPUs; it "
                         "must be 1");
   }
-  if (gpus && layout.ep > 1 && layout.pp > 1) {
-    sentences.push_back("ep " + std::to_string(layout.ep) + " together with pp " + std::to_string(layout.pp) +
-                        " is not supported yet by the trainer of this version on GPUs; one of the two must be 1");
-  }
   return sentences;
 }
 

@@ -78,9 +78,7 @@ TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {ep: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 4, parallelism: {ep: 4, tp: 2, cp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 4, parallelism: {ep: 2, tp: 2, pp: 2}")), "");
-  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 2, pp: 2}")),
-            "spec.roles.actor.parallelism.ep: ep 2 together with pp 2 is not supported yet by the trainer of this "
-            "version on GPUs; one of the two must be 1");
+  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 2, pp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {etp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {dp: 64}")), "");
 }

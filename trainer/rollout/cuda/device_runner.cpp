@@ -180,32 +180,21 @@ class DeviceRunner final : public StepRunner {
     run_piece(request, lane);
   }
 
-  void start_without_rows(int64_t /*lane*/) override {  // one lane: experts are not split over stages here
+  void start_without_rows(int64_t index) override {
     const c10::cuda::CUDAGuard guard(device_);
     take_turn();
-    Lane& lane = lanes_.front();
+    Lane& lane = lanes_.at(static_cast<size_t>(index));
     lane.together = agree(0, /*decode=*/true);
-    if (lane.together.rows == 0) return;
-    if (!lane.together.decode) {
-      CachedBatch nothing;
-      nothing.ids = nothing.positions = at::empty({0}, ids_.options());
-      (void)model_.forward_cached_piece(0, nothing, arena_, {});
-      return;
-    }
-    const DecodeShape shape = decode_shape(lane, 0);
-    const int64_t place = next_place();
-    (void)fill(StepRequest(), DecodeInputs(upload_of(place), shape.bucket, shape.runs, at::kCPU), 0, shape);
-    replay(shape);
-    IdleStep& step = idle_[static_cast<size_t>(place)];
-    step.under_way = true;
-    C10_CUDA_CHECK(cudaEventRecord(step.done, stream()));
+    lane.step = nullptr;
+    lane.piece = 0;
+    run_without_rows(lane);
   }
 
   void proceed(int64_t lane) override {
     const c10::cuda::CUDAGuard guard(device_);
     take_turn();
     Lane& own = lanes_.at(static_cast<size_t>(lane));
-    run_piece(own.request, own);
+    own.step == nullptr ? run_without_rows(own) : run_piece(own.request, own);
   }
 
   void warm_up(int64_t prefill_tokens, const SampleRow& like) override {
@@ -290,7 +279,7 @@ class DeviceRunner final : public StepRunner {
     bool decode = false;  // nobody has runs of several tokens
   };
   struct Lane {
-    Slot* step = nullptr;    // its last one
+    Slot* step = nullptr;    // its last one; null: it has no rows
     Together together;       // of it: other lanes' steps begin before its next piece
     int64_t piece = 0;       // that comes next
     StepPlan plan;           // of `step`, where more than one piece needs them
@@ -453,6 +442,28 @@ class DeviceRunner final : public StepRunner {
     slot.known = true;
     C10_CUDA_CHECK(cudaEventRecord(slot.done, stream()));
     if (links_ != nullptr && slot.rows > 0) send(lane, at::cat({bytes(ids_, slot.rows), bytes(logprobs_, slot.rows)}));
+  }
+
+  // The lane's next piece where only others have rows. The stages of this replica know that nothing comes: nothing is
+  // received, sent or sampled.
+  void run_without_rows(Lane& lane) {
+    const int64_t piece = lane.piece++;
+    if (lane.together.rows == 0) return;
+    if (!lane.together.decode) {
+      CachedBatch nothing;
+      nothing.ids = nothing.positions = at::empty({0}, ids_.options());
+      (void)model_.forward_cached_piece(piece, nothing, arena_, {});
+      return;
+    }
+    const DecodeShape shape = decode_shape(lane, piece);
+    const int64_t place = next_place();
+    (void)fill(StepRequest(), DecodeInputs(upload_of(place), shape.bucket, shape.runs, at::kCPU), 0, shape);
+    // Rows of an earlier step would choose experts that nobody else does.
+    if (!model_.split().begins(piece)) of_bucket(residual_in_, shape).zero_();
+    replay(shape);
+    IdleStep& step = idle_[static_cast<size_t>(place)];
+    step.under_way = true;
+    C10_CUDA_CHECK(cudaEventRecord(step.done, stream()));
   }
 
   at::Tensor received(at::Tensor rows) {
