@@ -130,11 +130,6 @@ std::vector<int64_t> divisors(int64_t number) {
 
 std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
   std::vector<std::string> sentences;
-  if (gpus && layout.etp > 1) {
-    sentences.push_back("etp " + std::to_string(layout.etp) +
-                        " (expert tensor parallel) is not supported yet by the trainer of this version on GPUs; it "
-                        "must be 1");
-  }
   return sentences;
 }
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Experts over ranks of several stages, on four GPUs: whole runs with no token of other bits, one rank's first step, a
-# replica that has nothing left while the other has, over peer memory and NCCL, a resume, a rank that dies.
+# Experts over ranks of several stages, and shared by width, on four GPUs: whole runs with no token of other bits, one
+# rank's first step, a replica that has nothing left while the other has, over peer memory and NCCL, a resume, a rank
+# that dies.
 #   TRIREME=build/cuda/trainer/cli/trireme tests/gpu/expert_layouts_test.sh
 cd "$(dirname "$0")/../.." && . tests/process/lib.sh
 "$TRIREME" init-model --out "$dir/model" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
@@ -34,7 +35,9 @@ uneven="policy.generation.forced_lengths=synthetic:8x4:mean=7:max=12:prompt=6 po
 for layout in "one 1" "pp2ep2 4 pipeline=2 expert=2" "pp2ep2-virtual 4 pipeline=2 expert=2 $virtual" \
   "pp2ep2-uneven 4 pipeline=2 expert=2 $uneven" "pp2ep2-both 4 pipeline=2 expert=2 $virtual $uneven" \
   "pp2tp2ep2 4 pipeline=2 tensor=2 expert=2" "pp2cp2ep2 4 pipeline=2 context=2 expert=2" \
-  "pp2ep2-large 4 pipeline=2 expert=2 policy.train_micro_batch_size=32 policy.train_global_batch_size=32"; do
+  "pp2ep2-large 4 pipeline=2 expert=2 policy.train_micro_batch_size=32 policy.train_global_batch_size=32" \
+  "etp2 2 expert_tensor=2" "etp4 4 expert_tensor=4" "ep2etp2 4 expert=2 expert_tensor=2" \
+  "tp2etp2 4 tensor=2 expert_tensor=2" "pp2etp2 4 pipeline=2 expert_tensor=2"; do
   set -- $layout
   check "GRPO on $1" run "$@"
   out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
@@ -43,6 +46,12 @@ for name in pp2ep2 pp2ep2-virtual; do
   [ -n "$(first one)" ] && [ "$(first $name)" = "$(first one)" ] &&
     ok "the first step of $name is one rank's: $(first $name)" ||
     bad "the first step of $name: $(first $name), one rank's $(first one)"
+done
+# Neither ep nor pp changes what etp has.
+for name in ep2etp2 pp2etp2; do
+  [ -n "$(first etp2)" ] && [ "$(first $name)" = "$(first etp2)" ] &&
+    ok "the first step of $name is that of etp2: $(first $name)" ||
+    bad "the first step of $name: $(first $name), that of etp2 $(first etp2)"
 done
 [ "$(first pp2ep2-both)" = "$(first pp2ep2-uneven)" ] && ok "uneven lanes: virtual stages change nothing" ||
   bad "uneven lanes: $(first pp2ep2-both), without virtual stages $(first pp2ep2-uneven)"

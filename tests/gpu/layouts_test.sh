@@ -106,9 +106,11 @@ fi
 "$TRIREME" init-model --out "$dir/mixture" --family qwen3_moe --hidden 512 --layers 4 --heads 8 --kv-heads 4 \
   --head-dim 64 --intermediate 1024 --experts 8 --experts-per-token 2 --expert-width 256 >/dev/null
 experts="policy.megatron_cfg.expert_model_parallel_size=2"
+width="policy.megatron_cfg.expert_tensor_parallel_size=2"
 if wanted experts; then
   for layout in "moe 1 1 1" "moe-pp2 2 1 2" "moe-cp2 2 1 1 policy.megatron_cfg.context_parallel_size=2" \
-    "moe-tp2 2 2 1" "moe-ep2 2 1 1 $experts" "moe-tp2ep2 2 2 1 $experts"; do
+    "moe-tp2 2 2 1" "moe-ep2 2 1 1 $experts" "moe-tp2ep2 2 2 1 $experts" "moe-etp2 2 1 1 $width" \
+    "moe-tp2etp2 2 2 1 $width"; do
     set -- $layout
     check "GRPO on $1" run "$@" policy.model_name="$dir/mixture"
     out=$(sound "$1" 4) && ok "$1: $out" || bad "$1: $out"
@@ -118,6 +120,12 @@ if wanted experts; then
     bad "the first step of moe-ep2: $(first moe-ep2), one rank's $(first moe)"
   NCCL_P2P_DISABLE=1 check "GRPO on moe-ep2 over NCCL" run moe-ep2-nccl 2 1 1 $experts policy.model_name="$dir/mixture"
   out=$(sound moe-ep2-nccl 4) && ok "moe-ep2 over NCCL: $out" || bad "moe-ep2 over NCCL: $out"
+  # Decode steps send rows there as training does, over peer memory all ranks gather them: the same bits.
+  NCCL_P2P_DISABLE=1 check "GRPO on moe-etp2 over NCCL" run moe-etp2-nccl 2 1 1 $width policy.model_name="$dir/mixture"
+  out=$(sound moe-etp2-nccl 4) && ok "moe-etp2 over NCCL: $out" || bad "moe-etp2 over NCCL: $out"
+  [ -n "$(first moe-etp2)" ] && [ "$(first moe-etp2-nccl)" = "$(first moe-etp2)" ] &&
+    ok "the first step of moe-etp2 over NCCL is that over peer memory: $(first moe-etp2)" ||
+    bad "the first step of moe-etp2: $(first moe-etp2), over NCCL $(first moe-etp2-nccl)"
   check "two steps on moe-ep2" run moe-again 2 1 1 $experts policy.model_name="$dir/mixture" grpo.max_num_steps=2
   check "the rest of them" run moe-again 2 1 1 $experts policy.model_name="$dir/mixture"
   [ "$(weights moe-again 4)" = "$(weights moe-ep2 4)" ] && ok "resumed on moe-ep2: weights and moments bit for bit" ||

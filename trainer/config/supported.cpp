@@ -109,14 +109,6 @@ void validate_supported(const Config& c) {
       reasons.push_back(replace_all(key, "policy.", "value.") +
                         ": auto is for the policy, by trireme plan; write the size that the critic shall have");
   }
-  const auto refuse_width = [&](const ModelTrainingConfig& model, const std::string& section) {
-    const int64_t etp = model.megatron_cfg.expert_tensor_parallel_size;
-    if (model.megatron_cfg.enabled && etp > 1 && c.cluster.device != "cpu")
-      reasons.push_back(section + ".megatron_cfg.expert_tensor_parallel_size: expert tensor parallel size " +
-                        std::to_string(etp) + kNotYet + " on GPUs (cluster.device=cpu has it)");
-  };
-  refuse_width(c.policy, "policy");
-  if (has_critic(c)) refuse_width(c.value, "value");
   const ParallelSizes sizes = parallel_sizes(c);
   const GenerationConfig& generation = c.policy.generation;
   const bool split = sizes.tensor > 1 || sizes.pipeline > 1 || sizes.expert > 1 || sizes.expert_tensor > 1 ||

@@ -112,7 +112,6 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) : config_(c
   TRIREME_CHECK((options.experts != nullptr) == (options.passes != nullptr) &&
                     (options.experts != nullptr) == (options.steps != nullptr),
                 "a model whose experts are split needs the groups that make passes and steps together");
-  TRIREME_CHECK(split_.etp == 1 || options.device.is_cpu(), "ranks share the width of experts on CPU only yet");
   TRIREME_CHECK(split_.pp == 1 || !options_.sharding.any(), "pipeline stages share no weights and gradients");
   if (options.links != nullptr) options.links->connect(options.device);
   if (options.device.is_cuda() && split_.layers.size() > 1 && !options.links->over_memory()) {
@@ -592,8 +591,7 @@ at::Tensor Model::experts(int64_t index, const Activation& x, const Context& con
     if (options_.experts == nullptr)
       return mixture_of_experts(rows.value, weights, shape, {rows.again, again.experts}, std::move(watch));
     const ExpertRanks ranks{.group = options_.experts, .experts = local_.experts, .tensor = split_.etp};
-    if (context.cached == nullptr || !context.cached->alike || ranks.tensor > 1 ||
-        !gathers_experts(residual_rows(context.tokens)))
+    if (context.cached == nullptr || !context.cached->alike || !gathers_experts(residual_rows(context.tokens)))
       return split_mixture_of_experts(rows.value, weights, shape, ranks, std::move(watch), again.experts);
     // As many of each rank: of tensor ranks the last may have less.
     const int64_t own = rows.value.size(0), each = residual_rows(context.tokens);

@@ -318,9 +318,9 @@ std::unique_ptr<Model> load_value_model(const std::filesystem::path& dir, const 
 bool products_are_exact(const ModelConfig& config, const LocalShape& own, at::ScalarType dtype, at::Device device,
                         int64_t most_rows);
 
-// Throws Error(kUser) that names `source` and the size where CUDA has no kernels for the shape. load_model asks it
-// there, before any weight is read.
-void require_cuda_kernels(const ModelConfig& config, const std::string& source);
+// Throws Error(kUser) that names `source` and the size where CUDA has no kernels for the shape, of which `etp` ranks
+// share the width of experts. load_model asks it there, before any weight is read.
+void require_cuda_kernels(const ModelConfig& config, const std::string& source, int64_t etp = 1);
 
 // Overwrites `model`'s parameters from a folder of the same configuration; a value model's from that of a causal one
 // too, then its head becomes zeros.

@@ -124,7 +124,7 @@ void load_parameters(Model& model, const std::filesystem::path& dir) {
             join(missing, ", ") + (count > missing.size() ? ", ..." : ""));
 }
 
-void require_cuda_kernels(const ModelConfig& config, const std::string& source) {
+void require_cuda_kernels(const ModelConfig& config, const std::string& source, int64_t etp) {
   const auto refuse = [&](const std::string& what) {
     fail_user(source + ": " + what + "; the CPU takes it (cluster.device=cpu, --device cpu)");
   };
@@ -134,8 +134,10 @@ void require_cuda_kernels(const ModelConfig& config, const std::string& source) 
     if (config.hidden_size % 128 != 0)
       refuse("hidden_size " + std::to_string(config.hidden_size) +
              " is no multiple of 128, which experts on CUDA need");
-    if (config.moe_intermediate_size % 64 != 0)
-      refuse("an expert's width " + std::to_string(config.moe_intermediate_size) + " is no multiple of 64");
+    if (config.moe_intermediate_size % (64 * etp) != 0) {
+      refuse("an expert's width " + std::to_string(config.moe_intermediate_size) + " is no multiple of 64" +
+             (etp == 1 ? "" : " for each of " + std::to_string(etp) + " expert tensor parallel ranks"));
+    }
     if (config.num_experts > 512 || config.experts_per_token > 16)
       refuse("there are kernels for up to 512 experts and 16 of them a token");
   }
@@ -150,7 +152,8 @@ namespace {
 
 std::unique_ptr<Model> load_as(const ModelConfig& config, const std::filesystem::path& dir,
                                const ModelOptions& options) {
-  if (options.device.is_cuda()) require_cuda_kernels(config, (dir / "config.json").string());
+  if (options.device.is_cuda())
+    require_cuda_kernels(config, (dir / "config.json").string(), options.split ? options.split->etp : 1);
   auto model = std::make_unique<Model>(config, options);
   load_parameters(*model, dir);
   if (options.device.is_cpu()) choose_linear_mode(model->linear_shapes(), options.dtype);

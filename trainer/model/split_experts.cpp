@@ -304,17 +304,21 @@ at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights&
                                        const ExpertRanks& ranks) {
   const at::NoGradGuard no_grad;
   check_shapes(x, weights, shape, ranks);
-  TRIREME_CHECK(ranks.tensor == 1, "gathered experts are whole");
   Communicator& group = *ranks.group;
-  const int64_t blocks = shape.combine_blocks / group.size();
+  const int64_t parts = group.size() / ranks.tensor, part = group.rank() / ranks.tensor;
+  const int64_t blocks = shape.combine_blocks / parts;
   const at::Tensor all = gather_rows(group, x);
   const Routes routes = route(all, weights.router, shape);
-  const at::Tensor offsets = routes.offsets.narrow(0, group.rank() * ranks.experts, ranks.experts + 1);
+  const at::Tensor offsets = routes.offsets.narrow(0, part * ranks.experts, ranks.experts + 1);
   const at::Tensor active = grouped_part(gather_rows_by(all, routes.rows), weights.gate_up, offsets, /*swiglu=*/true);
   const at::Tensor y = grouped_part(active, weights.down, offsets, /*swiglu=*/false);
-  const at::Tensor sums = part_block_sums(y, routes, shape, group.rank() * blocks, blocks);
-  // Ranks hold experts by id: the owner's row has its blocks in order.
-  const at::Tensor own = whole_rows(group, sums.view({all.size(0), blocks * x.size(1)}));
+  const at::Tensor sums = part_block_sums(y, routes, shape, part * blocks, blocks);
+  // Ranks hold experts by id: the owner's row has its blocks in order, of ranks that share experts each rank's sums.
+  at::Tensor own = whole_rows(group, sums.view({all.size(0), blocks * x.size(1)}));
+  if (ranks.tensor > 1) {
+    own = own.view({x.size(0), parts, ranks.tensor, blocks * x.size(1)}).permute({2, 0, 1, 3}).contiguous();
+    own = ordered_sum(own);
+  }
   return sum_in_order(own.view({x.size(0), shape.combine_blocks, x.size(1)}));
 }
 

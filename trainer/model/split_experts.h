@@ -36,8 +36,9 @@ at::Tensor split_mixture_of_experts(const at::Tensor& x, const ExpertWeights& we
                                     bool gate_up_again = false);
 
 // The same for few rows, as many on every rank, with the same bits: everybody gets all rows and routes them, computes
-// its own experts, and block sums go to the rows' owners. Nothing waits for the host: over peer memory it may be
-// captured into a graph. No autograd. On CUDA for as many rows of all ranks as grouped_part_supported takes.
+// its own experts, or its part of them, and block sums go to the rows' owners. Nothing waits for the host: over peer
+// memory it may be captured into a graph. No autograd. On CUDA for as many rows of all ranks as grouped_part_supported
+// takes.
 at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                                        const ExpertRanks& ranks);
 

@@ -72,9 +72,7 @@ TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {tp: 2}")), "");  // on CPUs
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {pp: 2, tp: 2}")), "");
   EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 8, etp: 1}")), "");
-  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 4, etp: 2}")),
-            "spec.roles.actor.parallelism.etp: etp 2 (expert tensor parallel) is not supported yet by the trainer of "
-            "this version on GPUs; it must be 1");
+  EXPECT_EQ(errors_of(actor("gpusPerPod: 8, parallelism: {ep: 4, etp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {ep: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 4, parallelism: {ep: 4, tp: 2, cp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 4, parallelism: {ep: 2, tp: 2, pp: 2}")), "");
@@ -107,12 +105,10 @@ TEST(Validate, CriticPods) {
   EXPECT_EQ(errors_of("  roles: {actor: {}, critic: {}}\n"), "spec.roles.critic: is for algorithm PPO only, not GRPO");
   EXPECT_EQ(errors_of("  algorithm: SFT\n  roles: {actor: {}, critic: {}}\n"),
             "spec.roles.critic: is for algorithm PPO only, not SFT");
-  for (const char* axis : {"tp", "cp", "ep", "pp"}) {
+  for (const char* axis : {"tp", "cp", "ep", "pp", "etp"}) {
     EXPECT_EQ(errors_of(with_critic("replicas: 2, gpusPerPod: 8, parallelism: {" + std::string(axis) + ": 2}")), "")
         << axis;
   }
-  EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, parallelism: {etp: 2}")),
-              HasSubstr("spec.roles.critic.parallelism.etp: etp 2 (expert tensor parallel) is not supported yet"));
   EXPECT_THAT(errors_of(with_critic("gpusPerPod: 8, parallelism: {tp: 3}")),
               HasSubstr("spec.roles.critic.parallelism.tp: tp 3 does not divide the 8 GPUs of a node"));
   EXPECT_THAT(errors_of(with_critic("replicas: 2, parallelism: {dp: 3}")),

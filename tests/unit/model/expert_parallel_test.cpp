@@ -167,6 +167,18 @@ TEST(Dispatch, RowsGoOnceToEachRankThatWantsThemAndComeBackInOrder) {
   });
 }
 
+// gathered_mixture_of_experts of the work's rows here, where each rank brings as many as has the one with most.
+at::Tensor gathered(const Work& work, const Mixture& own, const ExpertShape& shape, const ExpertRanks& ranks,
+                    at::ScalarType dtype) {
+  int64_t most = 0;
+  for (int64_t r = 0; r < ranks.group->size(); ++r) most = std::max(most, work.rows(r, dtype).size(0));
+  const at::Tensor x = work.rows(ranks.group->rank(), dtype);
+  const at::Tensor even = at::constant_pad_nd(x, {0, 0, 0, most - x.size(0)});
+  const at::Tensor got = gathered_mixture_of_experts(even, {own.router, own.gate_up, own.down}, shape, ranks);
+  EXPECT_EQ(got.size(0), most);
+  return got.narrow(0, 0, x.size(0));
+}
+
 class SplitExperts : public ::testing::TestWithParam<std::tuple<int, at::ScalarType>> {};
 INSTANTIATE_TEST_SUITE_P(ExpertParallel, SplitExperts,
                          ::testing::Combine(::testing::Values(2, 4), ::testing::Values(at::kFloat, at::kBFloat16)),
@@ -196,17 +208,9 @@ TEST_P(SplitExperts, HaveTheBitsOfOneRankAndTheSumsOfALoopOverTokens) {
             {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep, .rows_at_once = at_once});
         EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", " << at_once << " rows at once";
       }
-      // Gathered, as many rows on each rank.
-      std::vector<at::Tensor> all;
-      for (int64_t r = 0; r < ep; ++r) all.push_back(work.rows(r, dtype));
-      int64_t most = 0;
-      for (const at::Tensor& rows : all) most = std::max(most, rows.size(0));
-      const at::Tensor even = at::constant_pad_nd(x, {0, 0, 0, most - x.size(0)});
       const at::Tensor got =
-          gathered_mixture_of_experts(even, {own.router, own.gate_up, own.down}, shape,
-                                      {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep});
-      EXPECT_EQ(got.size(0), most);
-      EXPECT_TRUE(same_bits(got.narrow(0, 0, x.size(0)), wanted)) << work.name << ", gathered";
+          gathered(work, own, shape, {.group = &context.group(Axis::kEtpEp), .experts = kExperts / ep}, dtype);
+      EXPECT_TRUE(same_bits(got, wanted)) << work.name << ", gathered";
     }
   });
 }
@@ -239,6 +243,9 @@ TEST(ExpertParallel, SharedWidthsHaveTheSameBitsOverAnyNumberOfExpertRanks) {
               got = again;
             }
             if (dtype == at::kFloat) expect_close(got, wanted, work.name);
+            const at::Tensor together =
+                gathered(work, own, shape, {.group = &group, .experts = kExperts / ep, .tensor = tensor}, dtype);
+            EXPECT_TRUE(same_bits(together, got)) << work.name << ", gathered";
             const std::lock_guard<std::mutex> lock(mutex);
             const auto [known, is_new] = first.emplace(work.name + std::to_string(group.rank()), got);
             if (!is_new) {

@@ -264,6 +264,15 @@ TEST(ModelFiles, ShapesWithoutKernelsOnCudaAreNamed) {
                   "m/config.json: intermediate_size 81 is no multiple of 8");
   config.head_dim = 96;
   EXPECT_MENTIONS(error_of([&] { require_cuda_kernels(config, "config.json"); }), "head_dim 96 has no kernels on CUDA");
+  ModelConfig mixture = small_config(ModelFamily::kQwen3Moe);
+  mixture.head_dim = 64;
+  mixture.hidden_size = 128;
+  mixture.intermediate_size = 80;
+  mixture.moe_intermediate_size = 192;
+  EXPECT_NO_THROW(require_cuda_kernels(mixture, "config.json", /*etp=*/3));
+  EXPECT_MENTIONS(
+      error_of([&] { require_cuda_kernels(mixture, "config.json", /*etp=*/2); }),
+      "an expert's width 192 is no multiple of 64 for each of 2 expert tensor parallel ranks; the CPU takes it");
 }
 
 // The head of a ragged vocabulary has rows behind it that are part of nothing.
