@@ -339,8 +339,6 @@ class Validator final {
     for (const std::string& message : report.errors) error(axis_path(path, message), message);
     for (const std::string& message : report.warnings) warn(axis_path(path, message), message);
     if (!report.ok()) return;
-    for (const std::string& message : unsupported_splits(layout, role.gpus_per_pod > 0))
-      error(axis_path(path, message), message);
     if (!shape || shape->experts == 0) return;
     const Json* blocks = config_value("policy.moe_combine_blocks");
     const int64_t asked = blocks != nullptr && blocks->is_number_integer() ? blocks->get<int64_t>() : 0;

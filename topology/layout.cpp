@@ -128,11 +128,6 @@ std::vector<int64_t> divisors(int64_t number) {
   return low;
 }
 
-std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus) {
-  std::vector<std::string> sentences;
-  return sentences;
-}
-
 std::optional<int64_t> derive_dp(const Layout& layout, int64_t world) {
   int64_t product = 1;
   for (const int64_t size : {layout.tp, layout.cp, layout.pp}) {

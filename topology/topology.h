@@ -89,11 +89,6 @@ struct LayoutReport {
 
 LayoutReport check_layout(const Layout& layout, const LayoutCheck& check);
 
-// Legal is not yet possible: one sentence for each size that the trainer of this version cannot run, which starts with
-// the axis; empty when it can. `gpus`: on GPUs, else on CPUs. Admission and the trainer both ask here, so that they
-// cannot disagree.
-std::vector<std::string> unsupported_splits(const Layout& layout, bool gpus);
-
 // dp of a layout whose other sizes are given, or nothing if world is not divisible by tp * cp * pp.
 std::optional<int64_t> derive_dp(const Layout& layout, int64_t world);
 

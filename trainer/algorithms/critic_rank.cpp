@@ -16,9 +16,7 @@ class CriticRank final {
   CriticRank(const Config& config, const TrainOptions& options)
       : config_(with_its_device(config, options)),
         options_(options),
-        context_(
-            runnable(options.layout, choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda()),
-            options.rendezvous),
+        context_(options.layout, options.rendezvous),
         mail_(context_) {
     context_.set_on_phase([this](const std::string& phase) {
       if (follower_ != nullptr) cause_kill(options_.fault, follower_->steps() + 1, phase, context_);

@@ -187,8 +187,7 @@ std::unique_ptr<Model> load_or_draw_model(const Config& config, const std::files
 
 Session::Session(const Config& given, const TrainOptions& options, int64_t steps)
     : config(with_its_device(given, options)),
-      context(runnable(options.layout, choose_device(config.cluster.device, options.rendezvous.local_rank).is_cuda()),
-              options.rendezvous),
+      context(options.layout, options.rendezvous),
       model_dir(resolve_model(config.policy.model_name, options.hf_home)),
       tokenizer(load_tokenizer(config, options.hf_home, model_dir)),
       reporting(config, options.reporting, context.rank(), context.world_size(), steps),
@@ -223,7 +222,7 @@ Session::Session(const Config& given, const TrainOptions& options, int64_t steps
   std::optional<CriticModel> critic_model;
   if (has_critic(config)) {
     const int ranks = critic_link != nullptr ? context.critic_ranks() : context.world_size();
-    const Layout layout = runnable(critic_layout(config, ranks), model_options.device.is_cuda());
+    const Layout layout = critic_layout(config, ranks);
     critic_model = find_critic(config, model, *tokenizer, options.hf_home, layout, context.is_main());
   }
   const std::optional<RewardModelFolder> scorer = find_reward_model(config, model, *tokenizer, options.hf_home);

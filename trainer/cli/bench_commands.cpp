@@ -93,8 +93,8 @@ int on_ranks(bench::CommonOptions& common, double timeout_s, Fn&& run) {
   }
   layout.dp = rendezvous.world_size / common.devices_of_replica();
   prepare_devices(layout);
-  const bool gpus = choose_device(common.device, common.local_rank).is_cuda();
-  ParallelContext context(runnable(layout, gpus), rendezvous);
+  choose_device(common.device, common.local_rank);  // what it lacks is said before the ranks meet
+  ParallelContext context(layout, rendezvous);
   run(context);
   return 0;
 }

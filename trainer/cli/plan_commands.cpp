@@ -317,13 +317,9 @@ void print_setting(const PlanContext& context, const PlanArguments& arguments) {
 
 // What the trainer of this version lacks for the layout.
 std::vector<std::string> missing(const PlanContext& context, const Layout& layout) {
-  const bool gpus = context.config.cluster.device != "cpu";
-  std::vector<std::string> reasons = unsupported_splits(layout, gpus);
+  std::vector<std::string> reasons;
   if (const auto problem = generation_problem(context.config, context.shape, context.config.policy.model_name, layout))
     reasons.push_back(*problem);
-  if (context.critic() == nullptr) return reasons;
-  for (const std::string& reason : unsupported_splits(context.critic()->layout, gpus))
-    reasons.push_back("the critic: " + reason);
   return reasons;
 }
 

@@ -55,12 +55,6 @@ void check_alike(const Layout& layout, Communicator& world) {
 
 }  // namespace
 
-const Layout& runnable(const Layout& layout, bool gpus) {
-  const std::vector<std::string> refused = unsupported_splits(layout, gpus);
-  if (!refused.empty()) fail_user(refused.front());
-  return layout;
-}
-
 ParallelContext::ParallelContext() : world_(std::make_shared<Communicator>()) {
   for (const Axis axis : kAxes) groups_[axis] = std::make_shared<Communicator>();
   replica_ = groups_.at(Axis::kTp);

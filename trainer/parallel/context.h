@@ -19,9 +19,6 @@ namespace trireme {
 class Attendance;
 class StageLinks;
 
-// The layout, if a model can be split so on this kind of device. Throws Error(kUser) that names the size.
-const Layout& runnable(const Layout& layout, bool gpus);
-
 // The ranks that generate with one model, take the same samples and generate them together, and how many such replicas
 // there are. They are training's, unless generation has a layout of its own.
 struct GenerationRanks {

@@ -65,7 +65,7 @@ TEST(Validate, LayoutsAreRefusedWithTheLegalOnesNamed) {
               HasSubstr("processesPerPod: is 4, but a pod has 8 GPUs"));
 }
 
-TEST(Validate, ALegalLayoutThatTheTrainerCannotRunIsRefusedByKeyAndSize) {
+TEST(Validate, LegalLayoutsAreAcceptedOnCpusAndGpus) {
   EXPECT_EQ(errors_of(actor("replicas: 8, gpusPerPod: 8, parallelism: {tp: 4, pp: 4}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, gpusPerPod: 8, parallelism: {cp: 2}")), "");
   EXPECT_EQ(errors_of(actor("replicas: 2, processesPerPod: 2, parallelism: {cp: 2}")), "");
