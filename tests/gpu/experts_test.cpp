@@ -54,7 +54,11 @@ INSTANTIATE_TEST_SUITE_P(Experts, Groups,
                          ::testing::Values(std::vector<int64_t>{1, 7, 0, 3}, std::vector<int64_t>{0, 0, 0, 5},
                                            std::vector<int64_t>{16, 0, 17, 1}, std::vector<int64_t>{64, 65, 1, 0},
                                            std::vector<int64_t>{0, 256, 0, 0}, std::vector<int64_t>{31, 32, 33, 200},
-                                           std::vector<int64_t>{1000, 0, 7, 16}));
+                                           std::vector<int64_t>{1000, 0, 7, 16},
+                                           // As a list of what there is, and by looking for each item's expert.
+                                           std::vector<int64_t>{0, 4096, 0, 0}, std::vector<int64_t>{0, 4097, 0, 0},
+                                           std::vector<int64_t>{1, 64, 5000, 65}, std::vector<int64_t>{0, 0, 0, 4200},
+                                           std::vector<int64_t>{3000, 0, 0, 2001}));
 
 TEST_P(Groups, ProductsHaveTheBitsOfPlainOnes) {
   at::manual_seed(3);
@@ -100,6 +104,7 @@ TEST_P(Groups, HowTheWorkIsCutShowsInNoBit) {
 TEST(Experts, TheStartUpTestPasses) {
   EXPECT_TRUE(cuda::grouped_rows_are_exact(128, 2048, 768, at::Device(at::kCUDA, 0)));
   EXPECT_TRUE(cuda::grouped_gemm_in_use());
+  EXPECT_TRUE(cuda::library_grouped_gemm_in_use());
 }
 
 ExpertShape shape_of(int64_t experts, int64_t per_token, bool normalize, bool wide) {
@@ -207,6 +212,35 @@ TEST(Experts, RowsHaveTheSameBitsInEveryBatchAndInTraining) {
   const at::AutoGradMode record(true);
   weights.down.set_requires_grad(true);
   EXPECT_TRUE(same_bits(mixture_of_experts(x, weights, shape).detach(), whole));
+}
+
+// As after a start-up test that has found other bits in one of the two.
+TEST(Experts, EitherGroupedProductComputesAllWithTheSameBits) {
+  at::manual_seed(9);
+  const ExpertShape shape = shape_of(16, 4, true, true);
+  for (const int64_t rows : {1, 64, 300, 1500, 6000}) {
+    std::vector<at::Tensor> inputs = {random({rows, 512}), random({16, 512}, 0.1), random({16 * 2 * 256, 512}, 0.05),
+                                      random({16 * 512, 256}, 0.05)};
+    const at::Tensor upstream = random({rows, 512});
+    const auto outputs = [&](bool ours, bool library) {
+      cuda::set_grouped_gemms_in_use(ours, library);
+      for (at::Tensor& t : inputs) t.set_requires_grad(false);
+      std::vector<at::Tensor> all = {mixture_of_experts(inputs[0], {inputs[1], inputs[2], inputs[3]}, shape)};
+      for (at::Tensor& t : inputs) t.set_requires_grad(true);
+      const at::AutoGradMode record(true);
+      const at::Tensor y = mixture_of_experts(inputs[0], {inputs[1], inputs[2], inputs[3]}, shape);
+      for (const at::Tensor& gradient : torch::autograd::grad({y}, inputs, {upstream})) all.push_back(gradient);
+      all.push_back(y.detach());
+      cuda::set_grouped_gemms_in_use(true, true);
+      return all;
+    };
+    const std::vector<at::Tensor> both = outputs(true, true);
+    for (const bool ours : {false, true}) {
+      const std::vector<at::Tensor> one = outputs(ours, !ours);
+      for (size_t i = 0; i < both.size(); ++i)
+        EXPECT_TRUE(same_bits(one[i], both[i])) << rows << " rows, " << i << (ours ? ", ours" : ", the library's");
+    }
+  }
 }
 
 TEST(Experts, GateAndUpComputedAgainChangeNoBitOfAGradient) {

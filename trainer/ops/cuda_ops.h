@@ -128,7 +128,7 @@ bool grouped_part_supported(int64_t sorted_rows, int64_t experts, int64_t hidden
 at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places);
 ExpertGradients expert_gradients(const at::Tensor& gate_up, const at::Tensor& upstream, const Routes& routes);
 // `most`: rows of an expert, at most. Few by our kernel, which reads only experts that have any; more by the library's
-// grouped GEMM.
+// grouped GEMM, where the start-up test found its bits equal, else by ours too.
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most);
 // silu(gate) * up of grouped_linear, its bits. weight [experts * 2 * width, in].
 at::Tensor grouped_gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets,

@@ -77,8 +77,9 @@ at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape&
 at::Tensor mixture_of_experts(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape,
                               ExpertsAgain again = {}, std::shared_ptr<const RouterCall> watch = nullptr);
 
-// Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Where
-// our kernel has other bits it is switched off, with a warning; false: the library has, and rows are not exact.
+// Start-up self-test on CUDA: compares grouped products of many sizes of groups with linear, matrix by matrix. Of our
+// kernel and the library's what has other bits is switched off, with a warning, and the other one computes all. False:
+// both have, and rows are not exact.
 bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device);
 
 }  // namespace trireme

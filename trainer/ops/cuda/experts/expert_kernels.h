@@ -1,4 +1,4 @@
-// Kernels of mixtures of experts on raw device pointers: routing, grouped GEMMs of decoding, what lies between them. No
+// Kernels of mixtures of experts on raw device pointers: routing, our grouped GEMM, what lies between products. No
 // LibTorch here, so that the kernels compile fast.
 //
 // Determinism class: forwards are row-exact (a row's sums have a shape fixed by its width), backwards give the same
@@ -77,7 +77,7 @@ void sum_rows_of_places(const Bf16* y, const int32_t* places, int64_t rows, int6
 void expert_gradient_rows(const Bf16* gate_up, const Bf16* upstream, const float* row_weights, int64_t rows,
                           int64_t width, Bf16* weighted, Bf16* dgate_up, float* dots, cudaStream_t stream);
 
-// ---- grouped GEMM of few rows (grouped_gemm.cu)
+// ---- grouped GEMM (grouped_gemm.cu)
 
 // Of each expert e the rows offsets[e] .. offsets[e + 1] of x times its matrix: y [rows, out]; with swiglu the product
 // of up times silu of that of the gate, each rounded to bf16 first: y [rows, out], matrices [2 * out, in]. Reads only
@@ -95,10 +95,13 @@ struct GroupedGemmArgs {
   bool swiglu = false;
   bool early = false;  // as of row_kernels.h
 };
-inline constexpr int64_t kMostGroupedRows = 4096;
+inline constexpr int64_t kFewGroupedRows = 4096;  // cut as fits decoding; more, another way: no bit depends on it
 bool grouped_gemm_supported(const GroupedGemmArgs& args);
 cudaError_t grouped_gemm(const GroupedGemmArgs& args, cudaStream_t stream);
-// Whether the start-up test left it in use (cuda_ops.h, grouped_rows_are_exact).
+// Whether the start-up test left it, and the library's, in use (cuda_ops.h, grouped_rows_are_exact).
 bool grouped_gemm_in_use();
+bool library_grouped_gemm_in_use();
+// As that test does it; process-wide, not while ops run.
+void set_grouped_gemms_in_use(bool ours, bool library);
 
 }  // namespace trireme::cuda

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <string>
 #include <vector>
 
 #include "base/error.h"
@@ -19,12 +20,14 @@
 namespace trireme::cuda {
 namespace {
 
-// What grouped_rows_are_exact found: whether our kernel has the bits of linear. The library's grouped GEMM serves where
-// there are more rows, or where ours does not.
-std::atomic<bool> ours_is_exact{true};
+// What grouped_rows_are_exact found: which of the two have the bits of linear. The library's serves where there are
+// many rows, or where ours does not; ours where there are few, or where the library's does not.
+std::atomic<bool> ours_is_exact{true}, library_is_exact{true};
 
-// Up to so many rows our kernel is asked first.
+// Up to so many rows of an expert our kernel is asked first.
 constexpr int64_t kFewRows = 256;
+
+bool ours_first(int64_t most) { return ours_is_exact && (most <= kFewRows || !library_is_exact); }
 
 const Bf16* elements_of(const at::Tensor& x) { return static_cast<const Bf16*>(x.const_data_ptr()); }
 Bf16* mutable_elements_of(const at::Tensor& x) { return static_cast<Bf16*>(x.mutable_data_ptr()); }
@@ -85,7 +88,7 @@ at::Tensor by_our_kernel(const at::Tensor& x, const at::Tensor& weight, const at
 at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most) {
   const c10::cuda::CUDAGuard guard(x.device());
   if (x.size(0) == 0) return at::empty({0, weight.size(0) / experts_of(offsets)}, x.options());
-  if (most <= kFewRows && ours_is_exact) {
+  if (ours_first(most)) {
     if (at::Tensor y = by_our_kernel(x, weight, offsets, most, /*swiglu=*/false); y.defined()) return y;
   }
   return by_grouped_mm(x, weight, offsets);
@@ -220,7 +223,7 @@ at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const a
 at::Tensor grouped_gate_up_swiglu(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets,
                                   int64_t most) {
   const c10::cuda::CUDAGuard guard(x.device());
-  if (x.size(0) > 0 && most <= kFewRows && ours_is_exact) {
+  if (x.size(0) > 0 && ours_first(most)) {
     if (at::Tensor y = by_our_kernel(x, weight, offsets, most, /*swiglu=*/true); y.defined()) return y;
   }
   return swiglu_halves(grouped_product(x, weight, offsets, most));
@@ -236,7 +239,8 @@ at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at:
 bool grouped_part_supported(int64_t sorted_rows, int64_t experts, int64_t hidden, int64_t width) {
   GroupedGemmArgs gate_up{.rows = sorted_rows, .experts = experts, .in = hidden, .out = width, .swiglu = true};
   GroupedGemmArgs down{.rows = sorted_rows, .experts = experts, .in = width, .out = hidden};
-  return ours_is_exact && grouped_gemm_supported(gate_up) && grouped_gemm_supported(down);
+  return ours_is_exact && sorted_rows <= kFewGroupedRows && grouped_gemm_supported(gate_up) &&
+         grouped_gemm_supported(down);
 }
 
 at::Tensor grouped_backward_input(const at::Tensor& dy, const at::Tensor& weight, const at::Tensor& offsets) {
@@ -280,11 +284,9 @@ at::Tensor offsets_of(const std::vector<int64_t>& sizes, at::Device device) {
 bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::Device device) {
   const c10::NoGradGuard no_grad;
   const c10::cuda::CUDAGuard guard(device);
-  const std::vector<std::vector<int64_t>> cases = {{1, 0, 7, 16, 3, 0, 2, 5},
-                                                   {17, 1, 0, 32, 2, 0, 9, 31},
-                                                   {17, 64, 0, 33, 1, 48, 65, 31},
-                                                   {256, 0, 0, 0, 0, 0, 0, 0},
-                                                   {1000, 130, 0, 7, 1, 2049, 16, 64}};
+  const std::vector<std::vector<int64_t>> cases = {
+      {1, 0, 7, 16, 3, 0, 2, 5},  {17, 1, 0, 32, 2, 0, 9, 31},        {17, 64, 0, 33, 1, 48, 65, 31},
+      {256, 0, 0, 0, 0, 0, 0, 0}, {1000, 130, 0, 7, 1, 2049, 16, 64}, {2049, 1000, 0, 700, 33, 1, 400, 65}};
   const auto tried = static_cast<int64_t>(cases.front().size());
   bool ours = true, library = true;
   for (const auto& [in, out, gate_up] : {std::tuple{hidden, 2 * width, true}, std::tuple{width, hidden, false}}) {
@@ -294,7 +296,6 @@ bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::
       const int64_t rows = offsets[tried].item<int32_t>(), most = *std::max_element(sizes.begin(), sizes.end());
       const at::Tensor x = mixed_numbers(rows, in, 0.7311, device), expected = one_by_one(x, weight, offsets);
       library = library && same_bits(by_grouped_mm(x, weight, offsets), expected);
-      if (most > kFewRows) continue;
       const at::Tensor plain = by_our_kernel(x, weight, offsets, most, false);
       ours = ours && (!plain.defined() || same_bits(plain, expected));
       if (!gate_up) continue;
@@ -302,13 +303,21 @@ bool grouped_rows_are_exact(int64_t experts, int64_t hidden, int64_t width, at::
       ours = ours && (!active.defined() || same_bits(active, swiglu_halves(expected)));
     }
   }
-  ours_is_exact = ours;
+  set_grouped_gemms_in_use(ours, library);
   if (!ours)
     log_warn("ops", "our grouped GEMM has other bits than cublasLt on this machine; it is not used (slower decoding)");
-  if (!library) log_warn("ops", "the library's grouped GEMM has other bits than cublasLt on this machine");
-  return library;
+  if (!library) {
+    log_warn("ops", std::string("the library's grouped GEMM has other bits than cublasLt on this machine") +
+                        (ours ? "; ours computes all products of experts (slower training)" : ""));
+  }
+  return ours || library;
 }
 
 bool grouped_gemm_in_use() { return ours_is_exact; }
+bool library_grouped_gemm_in_use() { return library_is_exact; }
+void set_grouped_gemms_in_use(bool ours, bool library) {
+  ours_is_exact = ours;
+  library_is_exact = library;
+}
 
 }  // namespace trireme::cuda

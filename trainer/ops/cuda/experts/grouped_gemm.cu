@@ -1,6 +1,7 @@
-// The grouped GEMM of decoding. Work is cut into tiles: up to 64 rows of one expert times 128 rows of its matrix (with
-// swiglu 64 of the gate and the same 64 of up). Each block finds out from the offsets which tiles there are, and goes
-// round them; one warp streams tiles through shared memory, across the ends of tiles, eight multiply.
+// The grouped GEMM of decoding, and of any number of rows where the library's may not be used. Work is cut into tiles:
+// up to 64 rows of one expert times 128 rows of its matrix (with swiglu 64 of the gate and the same 64 of up). Each
+// block finds out from the offsets which tiles there are, and goes round them; one warp streams tiles through shared
+// memory, across the ends of tiles, eight multiply.
 //
 // Shared memory: stages of weights (128 x 64) and of tokens (kTokens fragments of 16 x 64), in the 128-byte swizzle;
 // two barriers a stage: full (one arrival, which names the bytes) and free (an arrival a warp that multiplies).
@@ -26,7 +27,7 @@ constexpr int kFragment = 16;                           // rows of tokens
 constexpr int kMostFragments = 4, kItemRows = kMostFragments * kFragment;
 constexpr int kSteps = kSlab / 16;
 constexpr uint32_t kWeightBytes = kTileRows * kSlabRowBytes, kFragmentBytes = kFragment * kSlabRowBytes;
-constexpr int kMostItems = kMostExperts + static_cast<int>(kMostGroupedRows) / kItemRows;
+constexpr int kMostItems = kMostExperts + static_cast<int>(kFewGroupedRows) / kItemRows;
 
 struct Params {
   CUtensorMap x_map;  // box 64 x 16
@@ -50,7 +51,9 @@ struct Tile {
   __device__ __forceinline__ int fragments() const { return (item.rows + kFragment - 1) / kFragment; }
 };
 
+// Of few rows: a list.
 struct Items {
+  static constexpr bool kReadOnce = true;  // nearly all of an expert's rows are one item: its matrix is read once
   short expert[kMostItems];
   short rows[kMostItems];
   int first[kMostItems];
@@ -82,16 +85,62 @@ struct Items {
   __device__ __forceinline__ Item operator[](int i) const { return {expert[i], first[i], rows[i]}; }
 };
 
-template <bool kSwiglu, int kTokens>
+// Of any number of rows, in the same order: an item's expert is looked for.
+struct ManyItems {
+  static constexpr bool kReadOnce = false;
+  int before[kMostExperts + 1];  // items of the experts ahead of each
+  int begin[kMostExperts + 1];   // of each, its first row
+  int experts, count;
+
+  // By the first warp.
+  __device__ void find(const int32_t* offsets, int of, int lane) {
+    int ahead = 0;
+    for (int base = 0; base < of; base += kWarpLanes) {
+      const int e = base + lane;
+      const int first = e < of ? offsets[e] : 0, rows_of = e < of ? offsets[e + 1] - first : 0;
+      const int own = (rows_of + kItemRows - 1) / kItemRows;
+      int sum = own;
+#pragma unroll
+      for (int step = 1; step < kWarpLanes; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (e < of) {
+        before[e] = ahead + sum - own;
+        begin[e] = first;
+      }
+      ahead += __shfl_sync(0xffffffffu, sum, kWarpLanes - 1);
+    }
+    if (lane == 0) {
+      before[of] = count = ahead;
+      begin[of] = offsets[of];
+      experts = of;
+    }
+  }
+  __device__ __forceinline__ Item operator[](int i) const {
+    int low = 0, high = experts;  // before[low] <= i < before[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (before[middle] <= i)
+        low = middle;
+      else
+        high = middle;
+    }
+    const int first = begin[low] + (i - before[low]) * kItemRows;
+    return {low, first, min(begin[low + 1] - first, kItemRows)};
+  }
+};
+
+template <bool kSwiglu, int kTokens, class List>
 struct Block {
   static constexpr uint32_t kStageBytes = kWeightBytes + kTokens * kFragmentBytes;
 
   const Params& p;
-  const Items& items;
+  const List& items;
   uint32_t base, full, free;
   int warp, lane;
 
-  __device__ __forceinline__ Block(const Params& of, const Items& found, const uint8_t* shared) : p(of), items(found) {
+  __device__ __forceinline__ Block(const Params& of, const List& found, const uint8_t* shared) : p(of), items(found) {
     warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpLanes, 0);
     lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     base = (shared_address(shared) + kSharedAlignment - 1) & ~(kSharedAlignment - 1u);
@@ -119,7 +168,7 @@ struct Block {
 
   // One thread of the last warp.
   __device__ __forceinline__ void produce() const {
-    const uint64_t once = evict_first_policy(), often = evict_last_policy();
+    const uint64_t often = evict_last_policy(), of_weights = List::kReadOnce ? evict_first_policy() : often;
     Ring ring(p.stages);
     for (int index = static_cast<int>(blockIdx.x); index < tiles(); index += static_cast<int>(gridDim.x)) {
       const Tile at = tile(index);
@@ -130,8 +179,8 @@ struct Block {
         wait(free + 8 * ring.stage, ring.phase ^ 1);
         const uint32_t barrier = full + 8 * ring.stage;
         arrive_expecting(barrier, bytes);
-        load_box(weights(ring.stage), &p.w_map, slab * kSlab, row, barrier, once);
-        load_box(weights(ring.stage) + kWeightBytes / 2, &p.w_map, slab * kSlab, second, barrier, once);
+        load_box(weights(ring.stage), &p.w_map, slab * kSlab, row, barrier, of_weights);
+        load_box(weights(ring.stage) + kWeightBytes / 2, &p.w_map, slab * kSlab, second, barrier, of_weights);
         for (int t = 0; t < fragments; ++t) {
           load_box(tokens(ring.stage) + static_cast<uint32_t>(t) * kFragmentBytes, &p.x_map, slab * kSlab,
                    at.item.first + t * kFragment, barrier, often);
@@ -142,16 +191,17 @@ struct Block {
 };
 
 // A warp that multiplies: 16 rows of weights, with swiglu 8 of the gate and the same 8 of up.
-template <bool kSwiglu, int kTokens>
+template <bool kSwiglu, int kTokens, class List>
 struct Consumer {
   using Sums = float[kTokens][2][4];
+  using Owner = Block<kSwiglu, kTokens, List>;
 
-  const Block<kSwiglu, kTokens>& block;
+  const Owner& block;
   const Params& p;
   int lane;
   uint32_t x_place, w_place;  // a lane's rows of 16 bytes, of step 0
 
-  __device__ __forceinline__ explicit Consumer(const Block<kSwiglu, kTokens>& of) : block(of), p(of.p), lane(of.lane) {
+  __device__ __forceinline__ explicit Consumer(const Owner& of) : block(of), p(of.p), lane(of.lane) {
     x_place = place(lane % 16, lane / 16);
     const int half = lane / 16, row = lane % 8, chunk = lane / 8 % 2;
     w_place = kSwiglu ? static_cast<uint32_t>(half) * (kWeightBytes / 2) + place(block.warp * 8 + row, chunk)
@@ -220,11 +270,11 @@ struct Consumer {
   }
 };
 
-template <bool kSwiglu, int kTokens>
+template <bool kSwiglu, int kTokens, class List>
 __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(const __grid_constant__ Params p) {
   extern __shared__ uint8_t shared[];
-  __shared__ Items items;
-  const Block<kSwiglu, kTokens> block(p, items, shared);
+  __shared__ List items;
+  const Block<kSwiglu, kTokens, List> block(p, items, shared);
   if (threadIdx.x == 0) {
     let_successors_begin();
     block.init_barriers();
@@ -235,16 +285,16 @@ __global__ void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(const __grid_
   if (block.warp == kMultiplying) {
     if (block.lane == 0) block.produce();
   } else {
-    Consumer<kSwiglu, kTokens>(block).run();
+    Consumer<kSwiglu, kTokens, List>(block).run();
   }
 }
 
-template <bool kSwiglu, int kTokens>
+template <bool kSwiglu, int kTokens, class List = Items>
 cudaError_t launch(Params& params, bool early, cudaStream_t stream) {
-  constexpr size_t kStage = Block<kSwiglu, kTokens>::kStageBytes;
-  params.stages = static_cast<int>((kMostSharedBytes - sizeof(Items) - 2 * kSharedAlignment) / (kStage + 16));
+  constexpr size_t kStage = Block<kSwiglu, kTokens, List>::kStageBytes;
+  params.stages = static_cast<int>((kMostSharedBytes - sizeof(List) - 2 * kSharedAlignment) / (kStage + 16));
   const size_t bytes = kSharedAlignment + static_cast<size_t>(params.stages) * (kStage + 16);
-  const void* kernel = reinterpret_cast<const void*>(&grouped_gemm_kernel<kSwiglu, kTokens>);
+  const void* kernel = reinterpret_cast<const void*>(&grouped_gemm_kernel<kSwiglu, kTokens, List>);
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
   if (error != cudaSuccess) return taken(error);
@@ -256,9 +306,11 @@ cudaError_t launch(Params& params, bool early, cudaStream_t stream) {
 }  // namespace
 
 bool grouped_gemm_supported(const GroupedGemmArgs& a) {
-  return a.rows <= kMostGroupedRows && a.experts >= 1 && a.experts <= kMostExperts && a.in >= kSlab &&
-         a.in % kSlab == 0 && a.out > 0 && a.out % (a.swiglu ? kBoxRows : kTileRows) == 0 &&
-         a.experts * a.out * (a.swiglu ? 2 : 1) < (int64_t{1} << 31) && skinny_gemm::device_supported();
+  constexpr int64_t kMost = int64_t{1} << 31;
+  const int64_t of_tile = a.swiglu ? kBoxRows : kTileRows, items = a.rows / kItemRows + a.experts;
+  return a.rows < kMost - kItemRows && a.experts >= 1 && a.experts <= kMostExperts && a.in >= kSlab &&
+         a.in % kSlab == 0 && a.out > 0 && a.out % of_tile == 0 && items * (a.out / of_tile) < kMost &&
+         a.experts * a.out * (a.swiglu ? 2 : 1) < kMost && skinny_gemm::device_supported();
 }
 
 cudaError_t grouped_gemm(const GroupedGemmArgs& a, cudaStream_t stream) {
@@ -275,6 +327,10 @@ cudaError_t grouped_gemm(const GroupedGemmArgs& a, cudaStream_t stream) {
   if (!skinny_gemm::encode(&params.x_map, a.x, a.rows, a.in, a.in, kFragment) ||
       !skinny_gemm::encode(&params.w_map, a.weight, a.experts * params.weight_rows, a.in, a.in, kBoxRows)) {
     return cudaErrorInvalidValue;
+  }
+  if (a.rows > kFewGroupedRows) {
+    return a.swiglu ? launch<true, kMostFragments, ManyItems>(params, a.early, stream)
+                    : launch<false, kMostFragments, ManyItems>(params, a.early, stream);
   }
   if (a.most <= kFragment)
     return a.swiglu ? launch<true, 1>(params, a.early, stream) : launch<false, 1>(params, a.early, stream);
