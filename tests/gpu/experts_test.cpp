@@ -214,6 +214,35 @@ TEST(Experts, RowsHaveTheSameBitsInEveryBatchAndInTraining) {
   EXPECT_TRUE(same_bits(mixture_of_experts(x, weights, shape).detach(), whole));
 }
 
+// What ranks that share experts do in decode steps, on one device: of all rows each computes its own experts'.
+TEST(Experts, PartsOfThemGiveTheSumsOfAll) {
+  at::manual_seed(10);
+  const ExpertShape shape = shape_of(16, 4, true, true);
+  const int64_t hidden = 512, width = 256;
+  for (const int64_t rows : {1, 40, 1000, 1500, 4096}) {
+    const at::Tensor x = random({rows, hidden}), router = random({16, hidden}, 0.1);
+    const ExpertWeights weights{router, random({16 * 2 * width, hidden}, 0.05), random({16 * hidden, width}, 0.05)};
+    const at::Tensor whole = mixture_of_experts(x, weights, shape);
+    const Routes routes = route(x, router, shape);
+    for (const int64_t parts : {2, 8}) {
+      const int64_t experts = 16 / parts, blocks = shape.combine_blocks / parts;
+      ASSERT_TRUE(cuda::grouped_part_supported(4 * rows, experts, hidden, width));
+      std::vector<at::Tensor> sums;
+      for (int64_t part = 0; part < parts; ++part) {
+        const auto own = [&](const at::Tensor& all, int64_t out) {
+          return all.narrow(0, part * experts * out, experts * out);
+        };
+        const at::Tensor offsets = routes.offsets.narrow(0, part * experts, experts + 1);
+        const at::Tensor active = grouped_part(gather_part(x, routes.rows, offsets), own(weights.gate_up, 2 * width),
+                                               offsets, /*swiglu=*/true);
+        const at::Tensor y = grouped_part(active, own(weights.down, hidden), offsets, /*swiglu=*/false);
+        sums.push_back(part_block_sums(y, routes, shape, part * blocks, blocks));
+      }
+      EXPECT_TRUE(same_bits(sum_in_order(at::cat(sums, 1)), whole)) << rows << " rows, " << parts << " parts";
+    }
+  }
+}
+
 // As after a start-up test that has found other bits in one of the two.
 TEST(Experts, EitherGroupedProductComputesAllWithTheSameBits) {
   at::manual_seed(9);

@@ -310,7 +310,8 @@ at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights&
   const at::Tensor all = gather_rows(group, x);
   const Routes routes = route(all, weights.router, shape);
   const at::Tensor offsets = routes.offsets.narrow(0, part * ranks.experts, ranks.experts + 1);
-  const at::Tensor active = grouped_part(gather_rows_by(all, routes.rows), weights.gate_up, offsets, /*swiglu=*/true);
+  const at::Tensor active =
+      grouped_part(gather_part(all, routes.rows, offsets), weights.gate_up, offsets, /*swiglu=*/true);
   const at::Tensor y = grouped_part(active, weights.down, offsets, /*swiglu=*/false);
   const at::Tensor sums = part_block_sums(y, routes, shape, part * blocks, blocks);
   // Ranks hold experts by id: the owner's row has its blocks in order, of ranks that share experts each rank's sums.

@@ -115,6 +115,7 @@ class DecodeScope final {
 // width of 64; up to 512 experts, 16 a row. Forwards are legal in stream capture.
 Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities);
 at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
+at::Tensor gather_part(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& offsets);
 at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape);
 at::Tensor block_sums(const at::Tensor& y, const at::Tensor& places, const at::Tensor& weights,
                       const at::Tensor& begins);

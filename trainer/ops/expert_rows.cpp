@@ -243,6 +243,10 @@ at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows) {
   return x.is_cuda() ? cuda::gather_rows_by(x, rows) : x.index_select(0, rows);
 }
 
+at::Tensor gather_part(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& offsets) {
+  return x.is_cuda() ? cuda::gather_part(x, rows, offsets) : x.index_select(0, rows);
+}
+
 at::Tensor grouped_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, int64_t most) {
   if (x.is_cuda()) return cuda::grouped_linear(x, weight, offsets, most);
   at::Tensor y = at::empty({x.size(0), weight.size(0) / (offsets.size(0) - 1)}, x.options());

@@ -26,12 +26,14 @@ at::Tensor part_block_sums(const at::Tensor& y, const Routes& routes, const Expe
 at::Tensor sum_in_order(const at::Tensor& blocks);
 
 // grouped_linear of a part of the experts: `offsets` [experts + 1] are those of their rows among all sorted rows; other
-// rows of the result are not written. `swiglu`: of gate and up, behind the activation. CUDA: by our kernel alone, for
-// as many rows as grouped_part_supported takes.
+// rows of the result are not written, nor is one of theirs read of x. `swiglu`: of gate and up, behind the activation.
+// CUDA: by our kernel alone, for as many rows as grouped_part_supported takes.
 at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& offsets, bool swiglu);
 
 // Rows of x by index [n] int32 -> [n, width].
 at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
+// The same for grouped_part: rows of the result that `offsets` are not of are not written.
+at::Tensor gather_part(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& offsets);
 
 // For each row the sum over its places of y, by ascending expert, in float32, rounded once: [rows, width].
 at::Tensor sum_places(const at::Tensor& y, const at::Tensor& places);

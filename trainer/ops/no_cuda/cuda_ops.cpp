@@ -45,6 +45,7 @@ DecodeScope::~DecodeScope() = default;
 
 Routes route(const at::Tensor&, const at::Tensor&, const ExpertShape&, bool) { none(); }
 at::Tensor gather_rows_by(const at::Tensor&, const at::Tensor&) { none(); }
+at::Tensor gather_part(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor combine(const at::Tensor&, const Routes&, const ExpertShape&) { none(); }
 at::Tensor block_sums(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor sum_blocks(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }

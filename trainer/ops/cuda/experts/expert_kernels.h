@@ -44,6 +44,9 @@ void choose_and_sort(const float* logits, int64_t rows, int64_t experts, int64_t
 
 void gather_rows(const Bf16* x, const int32_t* rows, int64_t count, int64_t width, Bf16* out, cudaStream_t stream,
                  bool early = false);
+// Of the `count` rows only those from *begin to *end, which lie on the device.
+void gather_part(const Bf16* x, const int32_t* rows, const int32_t* begin, const int32_t* end, int64_t count,
+                 int64_t width, Bf16* out, cudaStream_t stream, bool early = false);
 
 // out [rows, width]: combine of experts.h, blocks of `of_block` experts.
 void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, const int32_t* places, int64_t rows,

@@ -19,6 +19,16 @@ __global__ void __launch_bounds__(kFlatThreads)
   out[at.row * row_chunks + at.chunk] = x[static_cast<int64_t>(rows[at.row]) * row_chunks + at.chunk];
 }
 
+__global__ void __launch_bounds__(kFlatThreads)
+    gather_part_kernel(const Chunk* __restrict__ x, const int32_t* __restrict__ rows, const int32_t* __restrict__ begin,
+                       const int32_t* __restrict__ end, int blocks_per_row, int row_chunks, Chunk* __restrict__ out) {
+  let_successors_begin();
+  wait_for_predecessors();
+  const FlatPlace at = flat_place(blocks_per_row);
+  if (at.chunk >= row_chunks || at.row < *begin || at.row >= *end) return;
+  out[at.row * row_chunks + at.chunk] = x[static_cast<int64_t>(rows[at.row]) * row_chunks + at.chunk];
+}
+
 __device__ __forceinline__ void add_rounded(float (&total)[kChunk], const float (&block)[kChunk]) {
   const Chunk packed = pack(block);
   float value[kChunk];
@@ -180,6 +190,14 @@ void gather_rows(const Bf16* x, const int32_t* rows, int64_t count, int64_t widt
   const FlatShape shape = flat_shape(width / kChunk);
   launch(gather_kernel, static_cast<unsigned>(count * shape.blocks_per_row), shape.threads, stream, early, chunks(x),
          rows, shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
+}
+
+void gather_part(const Bf16* x, const int32_t* rows, const int32_t* begin, const int32_t* end, int64_t count,
+                 int64_t width, Bf16* out, cudaStream_t stream, bool early) {
+  if (count == 0) return;
+  const FlatShape shape = flat_shape(width / kChunk);
+  launch(gather_part_kernel, static_cast<unsigned>(count * shape.blocks_per_row), shape.threads, stream, early,
+         chunks(x), rows, begin, end, shape.blocks_per_row, static_cast<int>(width / kChunk), chunks(out));
 }
 
 void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, const int32_t* places, int64_t rows,

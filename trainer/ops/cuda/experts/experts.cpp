@@ -26,6 +26,9 @@ std::atomic<bool> ours_is_exact{true}, library_is_exact{true};
 
 // Up to so many rows of an expert our kernel is asked first.
 constexpr int64_t kFewRows = 256;
+// Sorted rows of all ranks that share experts, where each gathers and sorts them all: of more it is less work to send
+// each rank its own. Eight ranks with 256 samples each of 8 experts a row.
+constexpr int64_t kMostPartRows = int64_t{1} << 14;
 
 bool ours_first(int64_t most) { return ours_is_exact && (most <= kFewRows || !library_is_exact); }
 
@@ -136,6 +139,15 @@ at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows) {
   return out;
 }
 
+at::Tensor gather_part(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& offsets) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  at::Tensor out = at::empty({rows.size(0), x.size(1)}, x.options());
+  gather_part(elements_of(x.contiguous()), ints_of(rows), ints_of(offsets), ints_of(offsets) + experts_of(offsets),
+              rows.size(0), x.size(1), mutable_elements_of(out), stream_of(x), may_begin_early());
+  check_launched();
+  return out;
+}
+
 at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape) {
   const c10::cuda::CUDAGuard guard(y.device());
   at::Tensor out = at::empty({routes.experts.size(0), y.size(1)}, y.options());
@@ -239,7 +251,7 @@ at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at:
 bool grouped_part_supported(int64_t sorted_rows, int64_t experts, int64_t hidden, int64_t width) {
   GroupedGemmArgs gate_up{.rows = sorted_rows, .experts = experts, .in = hidden, .out = width, .swiglu = true};
   GroupedGemmArgs down{.rows = sorted_rows, .experts = experts, .in = width, .out = hidden};
-  return ours_is_exact && sorted_rows <= kFewGroupedRows && grouped_gemm_supported(gate_up) &&
+  return ours_is_exact && sorted_rows <= kMostPartRows && grouped_gemm_supported(gate_up) &&
          grouped_gemm_supported(down);
 }
 
