@@ -214,6 +214,20 @@ TEST(Experts, RowsHaveTheSameBitsInEveryBatchAndInTraining) {
   EXPECT_TRUE(same_bits(mixture_of_experts(x, weights, shape).detach(), whole));
 }
 
+// By another kernel, block by block.
+TEST(Experts, TheirResultsAreCombinedInBlocksOfAnyNumberOfChoices) {
+  at::manual_seed(11);
+  for (const int64_t per_token : {1, 2, 3, 4, 7, 8, 9, 16}) {
+    const ExpertShape shape = shape_of(32, per_token, true, true);
+    for (const auto& [rows, hidden] : {std::pair<int64_t, int64_t>{1, 128}, {65, 2048}, {700, 4096}}) {
+      const Routes routes = route(random({rows, hidden}), random({32, hidden}, 0.1), shape);
+      const at::Tensor y = random({rows * per_token, hidden});
+      const at::Tensor blocks = part_block_sums(y, routes, shape, 0, shape.combine_blocks);
+      EXPECT_TRUE(same_bits(combine(y, routes, shape), sum_in_order(blocks))) << per_token << " of " << rows << " rows";
+    }
+  }
+}
+
 // What ranks that share experts do in decode steps, on one device: of all rows each computes its own experts'.
 TEST(Experts, PartsOfThemGiveTheSumsOfAll) {
   at::manual_seed(10);

@@ -37,6 +37,8 @@ __device__ __forceinline__ void add_rounded(float (&total)[kChunk], const float 
   for (int i = 0; i < kChunk; ++i) total[i] = __fadd_rn(total[i], value[i]);
 }
 
+// kAhead: choices whose rows are under way at once; shows in no bit.
+template <int kAhead>
 __global__ void __launch_bounds__(kFlatThreads)
     combine_kernel(const Chunk* __restrict__ y, const int32_t* __restrict__ experts, const float* __restrict__ weights,
                    const int32_t* __restrict__ places, int per_token, int of_block, int blocks_per_row, int row_chunks,
@@ -45,23 +47,32 @@ __global__ void __launch_bounds__(kFlatThreads)
   wait_for_predecessors();
   const FlatPlace at = flat_place(blocks_per_row);
   if (at.chunk >= row_chunks) return;
+  const int64_t first = at.row * per_token;
   float total[kChunk] = {}, block[kChunk] = {};
   int current = -1;
-#pragma unroll 4
-  for (int j = 0; j < per_token; ++j) {
-    const int64_t choice = at.row * per_token + j;
-    const int of = experts[choice] / of_block;
-    const float weight = weights[choice];
-    float value[kChunk];
-    unpack(y[static_cast<int64_t>(places[choice]) * row_chunks + at.chunk], value);
-    if (of != current) {
-      if (current >= 0) add_rounded(total, block);
+  for (int base = 0; base < per_token; base += kAhead) {
+    Chunk ahead[kAhead];
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) block[i] = 0;
-      current = of;
+    for (int j = 0; j < kAhead; ++j) {
+      const int64_t place = places[first + min(base + j, per_token - 1)];
+      ahead[j] = y[place * row_chunks + at.chunk];
     }
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) block[i] = __fmaf_rn(weight, value[i], block[i]);
+    for (int j = 0; j < kAhead; ++j) {
+      if (base + j >= per_token) break;
+      const int of = experts[first + base + j] / of_block;
+      const float weight = weights[first + base + j];
+      if (of != current) {
+        if (current >= 0) add_rounded(total, block);
+#pragma unroll
+        for (int i = 0; i < kChunk; ++i) block[i] = 0;
+        current = of;
+      }
+      float value[kChunk];
+      unpack(ahead[j], value);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) block[i] = __fmaf_rn(weight, value[i], block[i]);
+    }
   }
   add_rounded(total, block);
   out[at.row * row_chunks + at.chunk] = pack(total);
@@ -204,9 +215,14 @@ void combine_rows(const Bf16* y, const int32_t* experts, const float* weights, c
                   int64_t per_token, int64_t of_block, int64_t width, Bf16* out, cudaStream_t stream, bool early) {
   if (rows == 0) return;
   const FlatShape shape = flat_shape(width / kChunk);
-  launch(combine_kernel, static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, stream, early, chunks(y),
-         experts, weights, places, static_cast<int>(per_token), static_cast<int>(of_block), shape.blocks_per_row,
-         static_cast<int>(width / kChunk), chunks(out));
+  const auto combine = [&](auto* kernel) {
+    launch(kernel, static_cast<unsigned>(rows * shape.blocks_per_row), shape.threads, stream, early, chunks(y), experts,
+           weights, places, static_cast<int>(per_token), static_cast<int>(of_block), shape.blocks_per_row,
+           static_cast<int>(width / kChunk), chunks(out));
+  };
+  if (per_token <= 2) return combine(combine_kernel<2>);
+  if (per_token <= 4) return combine(combine_kernel<4>);
+  combine(combine_kernel<8>);
 }
 
 void weighted_sums(const Bf16* y, const int32_t* places, const float* weights, const int32_t* begins, int64_t sums,
