@@ -127,7 +127,12 @@ TEST(Routes, AreTheHostsAndRowExact) {
       // Ties within rounding may fall otherwise than on the host, but hardly ever.
       EXPECT_LT((all.experts.cpu() != host.experts).sum().item<int64_t>(), wide ? 1 : 40) << experts;
       for (const int64_t count : {1, 16, 100, 256, 257, 1000}) {
-        const Routes some = route(x.narrow(0, 300, count), router, shape);
+        at::Tensor gathered;
+        const Routes some = route(x.narrow(0, 300, count), router, shape, false, &gathered);
+        EXPECT_TRUE(same_bits(gathered, x.narrow(0, 300, count).index_select(0, some.rows)));
+        const Routes plain = route(x.narrow(0, 300, count), router, shape);
+        EXPECT_TRUE(at::equal(plain.rows, some.rows) && at::equal(plain.places, some.places) &&
+                    at::equal(plain.offsets, some.offsets));
         EXPECT_TRUE(at::equal(some.experts, all.experts.narrow(0, 300, count)));
         EXPECT_TRUE(at::equal(some.weights, all.weights.narrow(0, 300, count)));
         // Sorted as the host sorts them.

@@ -148,6 +148,11 @@ class OpsBench final {
           [&](int64_t) { (void)route(x, weights.router, shape); });
       add("gather" + suffix, 2 * element_ * sorted * real(hidden), 0,
           [&](int64_t) { (void)gather_rows_by(x, routes.rows); });
+      add("route and gather" + suffix, element_ * (real((rows + c_.num_experts) * hidden) + sorted * real(hidden)), 0,
+          [&](int64_t) {
+            at::Tensor into;
+            (void)route(x, weights.router, shape, false, &into);
+          });
       add("combine" + suffix, element_ * (sorted + real(rows)) * real(hidden), 0,
           [&](int64_t) { (void)combine(y, routes, shape); });
       const double products = 2 * sorted * real(hidden * width);

@@ -308,10 +308,13 @@ at::Tensor gathered_mixture_of_experts(const at::Tensor& x, const ExpertWeights&
   const int64_t parts = group.size() / ranks.tensor, part = group.rank() / ranks.tensor;
   const int64_t blocks = shape.combine_blocks / parts;
   const at::Tensor all = gather_rows(group, x);
-  const Routes routes = route(all, weights.router, shape);
+  // With few rows sorting and gathering are one launch, of more the own ones are fewer to copy.
+  constexpr int64_t kFewRows = 256;
+  at::Tensor sorted;
+  const Routes routes = route(all, weights.router, shape, false, all.size(0) <= kFewRows ? &sorted : nullptr);
   const at::Tensor offsets = routes.offsets.narrow(0, part * ranks.experts, ranks.experts + 1);
-  const at::Tensor active =
-      grouped_part(gather_part(all, routes.rows, offsets), weights.gate_up, offsets, /*swiglu=*/true);
+  if (!sorted.defined()) sorted = gather_part(all, routes.rows, offsets);
+  const at::Tensor active = grouped_part(sorted, weights.gate_up, offsets, /*swiglu=*/true);
   const at::Tensor y = grouped_part(active, weights.down, offsets, /*swiglu=*/false);
   const at::Tensor sums = part_block_sums(y, routes, shape, part * blocks, blocks);
   // Ranks hold experts by id: the owner's row has its blocks in order, of ranks that share experts each rank's sums.

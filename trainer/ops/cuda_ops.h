@@ -113,7 +113,8 @@ class DecodeScope final {
 
 // Contracts of the same names in experts.h and expert_rows.h, in bf16. `hidden` is a multiple of 128, the experts'
 // width of 64; up to 512 experts, 16 a row. Forwards are legal in stream capture.
-Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities);
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities,
+             at::Tensor* sorted);
 at::Tensor gather_rows_by(const at::Tensor& x, const at::Tensor& rows);
 at::Tensor gather_part(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& offsets);
 at::Tensor combine(const at::Tensor& y, const Routes& routes, const ExpertShape& shape);

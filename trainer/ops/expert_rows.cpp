@@ -225,8 +225,9 @@ at::Tensor grouped_part(const at::Tensor& x, const at::Tensor& weight, const at:
   return swiglu ? swiglu_halves(y) : y;
 }
 
-Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities) {
-  if (x.is_cuda()) return cuda::route(x, router, shape, probabilities);
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities,
+             at::Tensor* sorted) {
+  if (x.is_cuda()) return cuda::route(x, router, shape, probabilities, sorted);
   const at::ScalarType type = compute_type(x);
   const at::ScalarType wide = shape.wide_router ? at::kDouble : type;
   const at::Tensor logits = linear_by_rows(x.to(wide), router.to(wide), {}).to(type);
@@ -236,6 +237,7 @@ Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& s
   if (probabilities) routes.probabilities = at::empty_like(logits);
   with_compute_type(x, [&](auto zero) { choose_rows<decltype(zero)>(logits, shape, routes, probabilities); });
   sort_by_expert(routes, shape.experts);
+  if (sorted != nullptr) *sorted = gather_rows_by(x, routes.rows);
   return routes;
 }
 

@@ -39,13 +39,13 @@ struct ForwardResult {
 ForwardResult run(const at::Tensor& x, const ExpertWeights& weights, const ExpertShape& shape, bool record, bool keep,
                   const RouterCall* watch = nullptr) {
   ForwardResult result;
-  result.routes = route(x, weights.router, shape, record && (!shape.normalize || watch != nullptr));
+  at::Tensor sorted;
+  result.routes = route(x, weights.router, shape, record && (!shape.normalize || watch != nullptr), &sorted);
   if (watch != nullptr) {
     result.balance = watch->watch->add(watch->layer, result.routes, shape, *watch->rows);
     if (shape.normalize && !result.balance.defined()) result.routes.probabilities = at::Tensor();
   }
   const Routes& routes = result.routes;
-  const at::Tensor sorted = gather_rows_by(x, routes.rows);
   at::Tensor active;
   if (!keep && x.is_cuda()) {
     active = cuda::grouped_gate_up_swiglu(sorted, weights.gate_up, routes.offsets, x.size(0));

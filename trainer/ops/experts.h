@@ -52,8 +52,10 @@ struct Routes {
 
 // x [rows, hidden] in the model's dtype. Logits are sums over `hidden` in one fixed order; softmax over all experts;
 // the largest `per_token` of them, of equal ones those of lower id. Not finite logits: RouterError that names the first
-// such row (CUDA: weights of NaN). No autograd.
-Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities = false);
+// such row (CUDA: weights of NaN). `sorted` is given x's rows as they are sorted [rows * per_token, hidden]; null: they
+// are not wanted. No autograd.
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities = false,
+             at::Tensor* sorted = nullptr);
 
 // x [offsets.back(), in] . weight [experts * out, in]: rows offsets[e] .. offsets[e + 1] times expert e's matrix ^T ->
 // [offsets.back(), out]. A row has the bits of linear with that matrix. `most`: rows of an expert, at most; no bit

@@ -141,7 +141,10 @@ TEST(Routes, OfEqualLogitsTheLowerIdIsTaken) {
 
 TEST(Routes, SortedRowsAreByExpertThenByRowAndPlacesLeadBack) {
   const ExpertShape shape = shape_of(16, 4);
-  const Routes routes = route(random({50, kHidden}, 1), random({16, kHidden}, 2), shape);
+  const at::Tensor x = random({50, kHidden}, 1);
+  at::Tensor gathered;
+  const Routes routes = route(x, random({16, kHidden}, 2), shape, false, &gathered);
+  EXPECT_TRUE(same_bits(gathered, x.index_select(0, routes.rows)));
   const auto* experts = routes.experts.const_data_ptr<int32_t>();
   const auto* places = routes.places.const_data_ptr<int32_t>();
   const auto* rows = routes.rows.const_data_ptr<int32_t>();

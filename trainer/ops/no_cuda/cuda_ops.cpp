@@ -43,7 +43,7 @@ void set_own_rows_limit(int64_t) { none(); }
 DecodeScope::DecodeScope() : before_(false) { none(); }
 DecodeScope::~DecodeScope() = default;
 
-Routes route(const at::Tensor&, const at::Tensor&, const ExpertShape&, bool) { none(); }
+Routes route(const at::Tensor&, const at::Tensor&, const ExpertShape&, bool, at::Tensor*) { none(); }
 at::Tensor gather_rows_by(const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor gather_part(const at::Tensor&, const at::Tensor&, const at::Tensor&) { none(); }
 at::Tensor combine(const at::Tensor&, const Routes&, const ExpertShape&) { none(); }

@@ -35,10 +35,16 @@ struct RoutePlace {  // Routes of experts.h
   int32_t* rows = nullptr;
   int32_t* places = nullptr;
 };
+// The rows that were routed, as they are sorted: x [rows, width] -> out [rows * per_token, width]; null: not asked for.
+struct SortedRows {
+  const Bf16* x = nullptr;
+  int64_t width = 0;  // a multiple of 8
+  Bf16* out = nullptr;
+};
 // Bytes of scratch that choose_and_sort takes for so many rows.
 int64_t sort_scratch_bytes(int64_t rows, int64_t experts);
 void choose_and_sort(const float* logits, int64_t rows, int64_t experts, int64_t per_token, bool normalize,
-                     const RoutePlace& to, void* scratch, cudaStream_t stream, bool early);
+                     const RoutePlace& to, const SortedRows& sorted, void* scratch, cudaStream_t stream, bool early);
 
 // ---- rows between products (expert_rows.cu); widths are multiples of 8
 

@@ -99,7 +99,8 @@ at::Tensor grouped_product(const at::Tensor& x, const at::Tensor& weight, const 
 
 }  // namespace
 
-Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities) {
+Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& shape, bool probabilities,
+             at::Tensor* sorted) {
   const c10::cuda::CUDAGuard guard(x.device());
   const int64_t rows = x.size(0), k = shape.per_token, experts = shape.experts;
   TRIREME_CHECK(experts <= kMostExperts && k <= kMostPerToken && x.size(1) % 64 == 0 && x.is_contiguous(),
@@ -109,6 +110,7 @@ Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& s
   Routes routes{at::empty({rows, k}, ints),     at::empty({rows, k}, floats),
                 at::empty({experts + 1}, ints), at::empty({rows * k}, ints),
                 at::empty({rows, k}, ints),     probabilities ? at::empty({rows, experts}, floats) : at::Tensor()};
+  if (sorted != nullptr) *sorted = at::empty({rows * k, x.size(1)}, x.options());
   if (rows == 0) {
     routes.offsets.zero_();
     return routes;
@@ -124,8 +126,10 @@ Routes route(const at::Tensor& x, const at::Tensor& router, const ExpertShape& s
                       routes.offsets.mutable_data_ptr<int32_t>(),
                       routes.rows.mutable_data_ptr<int32_t>(),
                       routes.places.mutable_data_ptr<int32_t>()};
-  choose_and_sort(logits.const_data_ptr<float>(), rows, experts, k, shape.normalize, to, scratch.mutable_data_ptr(),
-                  stream, early);
+  SortedRows gathered;
+  if (sorted != nullptr) gathered = {elements_of(x), x.size(1), mutable_elements_of(*sorted)};
+  choose_and_sort(logits.const_data_ptr<float>(), rows, experts, k, shape.normalize, to, gathered,
+                  scratch.mutable_data_ptr(), stream, early);
   check_launched();
   return routes;
 }

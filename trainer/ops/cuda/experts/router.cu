@@ -336,19 +336,25 @@ __device__ __forceinline__ int count_bits(const Bits& bits) {
   return count;
 }
 
-// begin[e]: the sorted row of the run's first row of expert e.
+// The sorted row of a row of the run and an expert that it chose. begin[e]: that of the run's first row of expert e.
+__device__ __forceinline__ int place_of(const Bits& of_expert, int begin, int row) {
+  int place = begin + __popc(of_expert[row / 32] & ((1u << (row % 32)) - 1));
+  for (int w = 0; w < row / 32; ++w) place += __popc(of_expert[w]);
+  return place;
+}
+
 __device__ __forceinline__ void place_run(const Sorting& s, int64_t run, const Bits* bits, const int32_t* begin) {
   const int64_t first = run * kRun, choices = min(s.rows - first, static_cast<int64_t>(kRun)) * s.per_token;
   for (int i = static_cast<int>(threadIdx.x); i < choices; i += static_cast<int>(blockDim.x)) {
     const int row = i / s.per_token, expert = s.chosen[first * s.per_token + i];
-    int place = begin[expert] + __popc(bits[expert][row / 32] & ((1u << (row % 32)) - 1));
-    for (int w = 0; w < row / 32; ++w) place += __popc(bits[expert][w]);
+    const int place = place_of(bits[expert], begin[expert], row);
     s.places[first * s.per_token + i] = place;
     s.sorted[place] = static_cast<int32_t>(first + row);
   }
 }
 
-// total[e] of every expert -> the sum of those before it, in place, by the first warp; returns to everybody.
+// total[e] of every expert -> the sum of those before it, in place and in `offsets`, which may be null, by the first
+// warp; returns to everybody.
 __device__ __forceinline__ void scan_experts(int32_t* total, int experts, int32_t* offsets) {
   const int lane = static_cast<int>(threadIdx.x);
   if (lane < kWarp) {
@@ -363,11 +369,11 @@ __device__ __forceinline__ void scan_experts(int32_t* total, int experts, int32_
       }
       if (base + lane < experts) {
         total[base + lane] = before + sum - own;
-        offsets[base + lane] = before + sum - own;
+        if (offsets != nullptr) offsets[base + lane] = before + sum - own;
       }
       before += __shfl_sync(kAllLanes, sum, kWarp - 1);
     }
-    if (lane == 0) offsets[experts] = before;
+    if (lane == 0 && offsets != nullptr) offsets[experts] = before;
   }
   __syncthreads();
 }
@@ -383,6 +389,32 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(Sorting s) {
   __syncthreads();
   scan_experts(begin, s.experts, s.offsets);
   place_run(s, 0, bits, begin);
+}
+
+// The same by several blocks, each of which also copies some of the rows to where they are sorted to: that all of them
+// sort takes less than a further launch.
+constexpr int kCopyThreads = 256, kCopiesAtOnce = kSortThreads / kCopyThreads;  // of a row; rows of a block
+constexpr int64_t kCopyBlocks = 128;
+
+__global__ void __launch_bounds__(kSortThreads)
+    sort_and_gather_kernel(Sorting s, const Chunk* __restrict__ x, int row_chunks, Chunk* __restrict__ out) {
+  __shared__ Bits bits[kMostExperts];
+  __shared__ int32_t begin[kMostExperts];
+  let_successors_begin();
+  wait_for_predecessors();
+  mark_run(s, 0, bits);
+  for (int e = static_cast<int>(threadIdx.x); e < s.experts; e += kSortThreads) begin[e] = count_bits(bits[e]);
+  __syncthreads();
+  scan_experts(begin, s.experts, blockIdx.x == 0 ? s.offsets : nullptr);
+  if (blockIdx.x == 0) place_run(s, 0, bits, begin);
+  const int choices = static_cast<int>(s.rows) * s.per_token, thread = static_cast<int>(threadIdx.x) % kCopyThreads;
+  for (int choice = static_cast<int>(blockIdx.x) * kCopiesAtOnce + static_cast<int>(threadIdx.x) / kCopyThreads;
+       choice < choices; choice += static_cast<int>(gridDim.x) * kCopiesAtOnce) {
+    const int row = choice / s.per_token, expert = s.chosen[choice];
+    const int64_t place = place_of(bits[expert], begin[expert], row);
+    for (int c = thread; c < row_chunks; c += kCopyThreads)
+      out[place * row_chunks + c] = x[static_cast<int64_t>(row) * row_chunks + c];
+  }
 }
 
 __global__ void __launch_bounds__(kSortThreads) count_kernel(Sorting s) {
@@ -417,9 +449,16 @@ __global__ void __launch_bounds__(kSortThreads) place_kernel(Sorting s) {
 }
 
 template <int kOwn>
-void choose_and_sort(const Choosing& c, const Sorting& s, cudaStream_t stream, bool early) {
+void choose_and_sort(const Choosing& c, const Sorting& s, const SortedRows& sorted, cudaStream_t stream, bool early) {
   launch(choose_kernel<kOwn>, static_cast<unsigned>(divide_up(s.rows, kChooseThreads / kWarp)), kChooseThreads, stream,
          early, c, s.rows);
+  const int64_t choices = s.rows * s.per_token;
+  if (s.rows <= kRun && sorted.out != nullptr) {
+    launch(sort_and_gather_kernel, static_cast<unsigned>(std::min(kCopyBlocks, divide_up(choices, kCopiesAtOnce))),
+           kSortThreads, stream, early, s, chunks(sorted.x), static_cast<int>(sorted.width / kChunk),
+           chunks(sorted.out));
+    return;
+  }
   if (s.rows <= kRun) {
     launch(sort_kernel, 1, kSortThreads, stream, early, s);
     return;
@@ -428,6 +467,7 @@ void choose_and_sort(const Choosing& c, const Sorting& s, cudaStream_t stream, b
   count_kernel<<<static_cast<unsigned>(runs), kSortThreads, 0, stream>>>(s);
   begin_kernel<<<1, kMostExperts, 0, stream>>>(s, runs);
   place_kernel<<<static_cast<unsigned>(runs), kSortThreads, 0, stream>>>(s);
+  if (sorted.out != nullptr) gather_rows(sorted.x, s.sorted, choices, sorted.width, sorted.out, stream);
 }
 
 }  // namespace
@@ -444,7 +484,7 @@ int64_t sort_scratch_bytes(int64_t rows, int64_t experts) {
 }
 
 void choose_and_sort(const float* logits, int64_t rows, int64_t experts, int64_t per_token, bool normalize,
-                     const RoutePlace& to, void* scratch, cudaStream_t stream, bool early) {
+                     const RoutePlace& to, const SortedRows& sorted, void* scratch, cudaStream_t stream, bool early) {
   const Choosing c = {logits,     static_cast<int>(experts), static_cast<int>(per_token), normalize, to.experts,
                       to.weights, to.probabilities};
   const Sorting s = {to.experts,
@@ -455,11 +495,11 @@ void choose_and_sort(const float* logits, int64_t rows, int64_t experts, int64_t
                      to.offsets,
                      to.rows,
                      to.places};
-  if (experts <= 32) return choose_and_sort<1>(c, s, stream, early);
-  if (experts <= 64) return choose_and_sort<2>(c, s, stream, early);
-  if (experts <= 128) return choose_and_sort<4>(c, s, stream, early);
-  if (experts <= 256) return choose_and_sort<8>(c, s, stream, early);
-  choose_and_sort<16>(c, s, stream, early);
+  if (experts <= 32) return choose_and_sort<1>(c, s, sorted, stream, early);
+  if (experts <= 64) return choose_and_sort<2>(c, s, sorted, stream, early);
+  if (experts <= 128) return choose_and_sort<4>(c, s, sorted, stream, early);
+  if (experts <= 256) return choose_and_sort<8>(c, s, sorted, stream, early);
+  choose_and_sort<16>(c, s, sorted, stream, early);
 }
 
 }  // namespace trireme::cuda
